@@ -1,0 +1,92 @@
+# From nothing: make test, make demo. PYTHON picks the interpreter that makes the virtual
+# environment; ARGS reaches pytest, the demo and the benchmark: make test ARGS="-k codec".
+
+PYTHON ?= python3
+VENV := .venv
+LIGHT := .venv-light
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip
+ARGS ?=
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.ONESHELL:
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+.DEFAULT_GOAL := help
+.PHONY: help test lint format types demo bench light clean
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export PIP_ROOT_USER_ACTION := ignore
+
+help: ## show this list
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
+
+# setuptools warns at each editable install of a folder named like the package; there is none.
+EDITABLE := PYTHONWARNINGS='ignore:Editable installation' $(PIP) install --quiet \
+	--no-build-isolation -c constraints.txt
+
+# Stamp files: each says that its part of the environment agrees with the files it depends on.
+
+$(VENV)/.pip-stamp: constraints.txt
+	@echo "==> making $(VENV) with $$($(PYTHON) --version)"
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet --upgrade -c constraints.txt pip setuptools
+	touch $@
+
+$(VENV)/.demo-stamp: pyproject.toml constraints.txt $(VENV)/.pip-stamp
+	@echo "==> installing bitslab[report] and a small trained model into $(VENV): a minute or two"
+	$(EDITABLE) -e '.[report]' --group demo
+	touch $@
+
+# A superset of what the demo needs, so it makes both stamps.
+$(VENV)/.dev-stamp: pyproject.toml constraints.txt $(VENV)/.pip-stamp
+	@echo "==> installing bitslab and its development tools into $(VENV): a minute or two"
+	$(EDITABLE) -e . --group dev
+	touch $(VENV)/.demo-stamp $@
+
+test: lint types ## lint, check types and run the tests (ARGS goes to pytest)
+	@echo "==> pytest"
+	$(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
+
+lint: $(VENV)/.dev-stamp ## ruff: rules and formatting
+	@echo "==> ruff"
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(VENV)/.dev-stamp ## let ruff mend what it can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# mypy reads a plain copy: it cannot follow the editable hook. build/ goes first, because
+# setuptools would put modules that were deleted since into the copy. Paths are shown as in core/.
+types: $(VENV)/.dev-stamp ## mypy, strict
+	@echo "==> mypy"
+	rm -rf build
+	$(PIP) install --quiet --no-deps --no-build-isolation --upgrade --target build/types .
+	$(BIN)/mypy | sed -E 's#^build/types/bitslab/integrations/#integrations/#; s#^build/types/bitslab/#core/#'
+
+demo: $(VENV)/.demo-stamp ## inspect and compress a small trained model
+	@echo "==> demo"
+	$(BIN)/python examples/inspect_and_compress.py $(ARGS)
+
+bench: $(VENV)/.dev-stamp ## measure the codecs against their peers
+	$(BIN)/python benchmarks/codec.py $(ARGS)
+
+$(LIGHT)/.stamp: constraints.txt
+	@echo "==> making $(LIGHT) with torch and numpy only"
+	rm -rf $(LIGHT)
+	$(PYTHON) -m venv $(LIGHT)
+	$(LIGHT)/bin/python -m pip install --quiet --upgrade -c constraints.txt pip setuptools
+	$(LIGHT)/bin/python -m pip install --quiet -c constraints.txt torch numpy
+	touch $@
+
+# A plain install, not an editable one, so that it also shows that the package needs no checkout.
+light: $(LIGHT)/.stamp ## check an install that has no dependency but torch and numpy
+	@echo "==> light install"
+	rm -rf build
+	$(LIGHT)/bin/python -m pip install --quiet --no-deps --no-build-isolation --force-reinstall .
+	$(LIGHT)/bin/python -I tests/light_install.py
+
+clean: ## remove the environments, builds and caches
+	rm -rf $(VENV) $(LIGHT) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name .git -prune -o -name __pycache__ -prune -exec rm -rf {} +

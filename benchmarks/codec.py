@@ -1,0 +1,56 @@
+"""Measure the codecs: ratios on real data, speed on the CPU and on a GPU, beside peers.
+
+    python benchmarks/codec.py            # what this machine can run
+    python benchmarks/codec.py --only gpu --out benchmarks/results/gpu.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from datetime import date
+from pathlib import Path
+
+import torch
+from timing import markdown
+
+import bitslab
+
+
+def main() -> int:
+    """Run the parts asked for and print one table each."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--only", choices=("ratio", "cpu", "gpu"), help="run one part")
+    parser.add_argument("--repetitions", type=int, default=7, help="timed runs of each row")
+    parser.add_argument("--gpu-bytes", type=int, default=1 << 30, help="raw bytes of a GPU input")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    parser.add_argument("--out", type=Path, help="also write the tables to this Markdown file")
+    arguments = parser.parse_args()
+    tables = {}
+    if arguments.only in (None, "ratio"):
+        import codec_ratio
+
+        tables |= codec_ratio.run(arguments)
+    if arguments.only in (None, "cpu"):
+        import codec_cpu
+
+        tables |= codec_cpu.run(arguments)
+    if arguments.only == "gpu" or (arguments.only is None and torch.cuda.is_available()):
+        import codec_gpu
+
+        tables |= codec_gpu.run(arguments)
+    if arguments.json:
+        json.dump(tables, sys.stdout, indent=1)
+        print()
+        return 0
+    head = f"bitslab {bitslab.__version__}, torch {torch.__version__}, {date.today()}\n\n"
+    text = head + "\n".join(markdown(title, rows) for title, rows in tables.items())
+    print(text)
+    if arguments.out:
+        arguments.out.write_text(text)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

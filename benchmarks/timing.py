@@ -1,0 +1,59 @@
+"""Timing and tables that the benchmarks share."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+
+def cpu_seconds(run: Callable[[int], object], repetitions: int) -> float:
+    """Return the median time of ``run(i)``, i = 1.. `repetitions`, after ``run(0)`` unmeasured."""
+    run(0)
+    times = []
+    for i in range(1, repetitions + 1):
+        begin = time.perf_counter()
+        run(i)
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times)
+
+
+def gpu_seconds(run: Callable[[int], object], repetitions: int, warm_up: int = 2) -> float:
+    """Return the median time of ``run(i)`` on torch's current stream, by CUDA events."""
+    for i in range(warm_up):
+        run(i)
+    torch.cuda.synchronize()
+    times = []
+    for i in range(warm_up, warm_up + repetitions):
+        begin = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True)
+        begin.record()
+        run(i)
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / 1e3)
+    return statistics.median(times)
+
+
+def markdown(title: str, rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return a Markdown table; numbers get three significant digits."""
+    if not rows:
+        return ""
+
+    def text(value: Any) -> str:
+        if isinstance(value, float):
+            return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
+        return str(value)
+
+    # The row that knows most gives the order of the columns.
+    keys = list(dict.fromkeys(k for row in sorted(rows, key=len, reverse=True) for k in row))
+    cells = [[text(row.get(key, "")) for key in keys] for row in rows]
+    widths = [max(len(key), *(len(c[j]) for c in cells)) for j, key in enumerate(keys)]
+    lines = [
+        "| " + " | ".join(x.ljust(w) for x, w in zip(line, widths, strict=True)) + " |"
+        for line in [keys, ["-" * w for w in widths], *cells]
+    ]
+    return f"### {title}\n\n" + "\n".join(lines) + "\n"

@@ -1,0 +1,47 @@
+"""Bitslab: tensors that are cheaper to move."""
+
+from __future__ import annotations
+
+if __name__ != "bitslab":
+    raise ImportError("import bitslab, not its folder: this package is installed as 'bitslab'")
+
+__version__ = "0.1.0"
+
+from .codecs import InvariantCodec, PackedRows, RawCodec, RowCodec
+from .container import load, load_file, save_file
+from .errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    BitslabError,
+    CorruptedDataError,
+    IndexRangeError,
+    MissingExtraError,
+)
+from .kernels.cuda import raise_pending_errors
+from .registry import codec_names, get_codec, register_codec
+from .tensor import CompressedTensor, compress, decompress
+
+__all__ = [
+    "ArgumentError",
+    "ArgumentTypeError",
+    "BitslabError",
+    "CompressedTensor",
+    "CorruptedDataError",
+    "IndexRangeError",
+    "InvariantCodec",
+    "MissingExtraError",
+    "PackedRows",
+    "RawCodec",
+    "RowCodec",
+    "__version__",
+    "codec_names",
+    "compress",
+    "decompress",
+    "get_codec",
+    "load",
+    "load_file",
+    "raise_pending_errors",
+    "raise_pending_errors",
+    "register_codec",
+    "save_file",
+]

@@ -1,0 +1,105 @@
+"""The codec that keeps rows as they are: what every other codec falls back to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+
+from ..dtypes import dtype_from_name, dtype_name
+from ..errors import ArgumentTypeError, CorruptedDataError
+from .base import (
+    PackedRows,
+    RowCodec,
+    check_indices_argument,
+    check_out_argument,
+    check_rows_argument,
+    raise_bad_index,
+)
+
+
+class RawCodec(RowCodec):
+    """Rows kept raw.
+
+    Parameters
+    ----------
+    row_shape : tuple of int
+        Shape of a row.
+    dtype : torch.dtype
+        Dtype of its elements.
+    """
+
+    name: ClassVar[str] = "raw"
+
+    def __init__(self, row_shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        self.row_shape = tuple(row_shape)
+        self.dtype = dtype
+
+    @property
+    def profile_bytes(self) -> int:
+        """Nothing is learnt: 0."""
+        return 0
+
+    @classmethod
+    def fit(cls, sample: torch.Tensor, **options: Any) -> RawCodec:
+        """Take shape and dtype from the sample; there are no options."""
+        if options:
+            raise ArgumentTypeError(f"raw: takes no options, got {sorted(options)}")
+        return cls(tuple(sample.shape[1:]), sample.dtype)
+
+    def encode(self, rows: torch.Tensor) -> PackedRows:
+        """Copy the rows."""
+        check_rows_argument(self, rows)
+        data = rows.detach().clone(memory_format=torch.contiguous_format)
+        return PackedRows(rows.shape[0], {"rows": data})
+
+    def decode(
+        self,
+        packed: PackedRows,
+        indices: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Copy all rows, or those of `indices`, out again."""
+        data = packed.parts["rows"]
+        target = data.device if out is None else out.device
+        if indices is not None:
+            wanted = check_indices_argument(indices)
+            if wanted.device.type == "cpu" and wanted.numel():
+                low, high = (int(x) for x in wanted.aminmax())
+                if low < -packed.n_rows or high >= packed.n_rows:
+                    bad = (wanted < -packed.n_rows) | (wanted >= packed.n_rows)
+                    position = int(bad.nonzero()[0])
+                    raise_bad_index(int(wanted[position]), position, packed.n_rows)
+            wanted = torch.where(wanted < 0, wanted + packed.n_rows, wanted).to(data.device)
+        n = packed.n_rows if indices is None else wanted.shape[0]
+        if out is not None:
+            sources = [data] if indices is None else [data, indices]
+            check_out_argument(out, (n, *self.row_shape), self.dtype, target, sources)
+        rows = data if indices is None else data[wanted]
+        if out is None:
+            return rows.clone() if indices is None else rows
+        return out.copy_(rows)
+
+    def packed_bytes(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return row_bytes for every row."""
+        check_rows_argument(self, rows)
+        return torch.full((rows.shape[0],), self.row_bytes, dtype=torch.int64, device=rows.device)
+
+    def adopt(self, n_rows: int, parts: Mapping[str, torch.Tensor]) -> PackedRows:
+        """Check shape and dtype of the rows."""
+        rows = parts.get("rows")
+        expected = (n_rows, *self.row_shape)
+        if rows is None or tuple(rows.shape) != expected or rows.dtype != self.dtype:
+            found = "nothing" if rows is None else f"{list(rows.shape)} {rows.dtype}"
+            raise CorruptedDataError(f"raw rows: expected {list(expected)} {self.dtype}, got {found}")
+        return PackedRows(n_rows, {"rows": rows})
+
+    def to_config(self) -> dict[str, Any]:
+        """Return row shape and dtype."""
+        return {"row_shape": list(self.row_shape), "dtype": dtype_name(self.dtype)}
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> RawCodec:
+        """Build the codec that `to_config` described."""
+        return cls(tuple(config["row_shape"]), dtype_from_name(config["dtype"]))

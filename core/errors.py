@@ -1,0 +1,60 @@
+"""The errors that bitslab raises: one base class and a few kinds a caller may want to tell apart."""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+
+class BitslabError(Exception):
+    """Base class of every error that bitslab raises on purpose."""
+
+
+class ArgumentError(BitslabError, ValueError):
+    """An argument's value is not accepted; the message names it, what came and what is accepted."""
+
+
+class ArgumentTypeError(BitslabError, TypeError):
+    """An argument has the wrong type, dtype or device."""
+
+
+class IndexRangeError(BitslabError, IndexError):
+    """A row index lies outside the table."""
+
+
+class CorruptedDataError(BitslabError, ValueError):
+    """Packed data, or a file, is damaged, truncated, foreign or written by a newer version."""
+
+
+class MissingExtraError(BitslabError, ImportError):
+    """An optional package is not installed; the message says what to install."""
+
+
+def load_optional(module: str, *, extra: str | None, purpose: str) -> ModuleType:
+    """Import `module` on first use, or say which pip extra brings it.
+
+    Parameters
+    ----------
+    module : str
+        Dotted name of the module to import.
+    extra : str or None
+        The pip extra that brings it; None for a base dependency of bitslab.
+    purpose : str
+        What it is needed for, for the message.
+
+    Raises
+    ------
+    MissingExtraError
+        When the module's package is not installed. An installed package that fails while it
+        loads raises its own error, which is not hidden.
+    """
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        package = module.split(".")[0]
+        if error.name is None or error.name.split(".")[0] != package:
+            raise
+        what = f'"bitslab[{extra}]"' if extra else package
+        raise MissingExtraError(
+            f"{purpose} needs the package {package!r}, which is not installed: pip install {what}"
+        ) from error

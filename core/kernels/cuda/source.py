@@ -1,0 +1,135 @@
+"""The text of the CUDA kernels and the variants that they are compiled in."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
+from pathlib import Path
+
+import torch
+
+from ...dtypes import EXPONENT_FIELDS
+from ..format import CHUNK_BYTES, CODE_BITS, RowFormat
+
+_FOLDER = Path(__file__).parent
+_INCLUDE = re.compile(r'^#include "(\w+\.cuh)"$', re.MULTILINE)
+
+KERNELS: dict[str, tuple[str, ...]] = {
+    "count": ("count_bits",),
+    "encode": ("packed_words", "encode_rows"),
+    "decode": ("check_ids", "decode_rows", "decode_long_rows"),
+}
+
+#: Lowest bit of the one-byte exponent fields that have a decoder of their own, by chunk_bytes.
+BYTE_FIELDS = {
+    2: EXPONENT_FIELDS[torch.bfloat16][0],
+    4: EXPONENT_FIELDS[torch.float32][0],
+}
+
+
+@cache
+def source_text(name: str) -> str:
+    """Return ``name``.cu with its headers inlined.
+
+    Inlining makes the text the whole key of the compiler's disk cache, which does not look into
+    headers; the #line directives keep the compiler's messages true.
+    """
+    text = (_FOLDER / f"{name}.cu").read_text()
+
+    def inline(match: re.Match[str]) -> str:
+        header = match.group(1)
+        line = text.count("\n", 0, match.end()) + 2
+        body = (_FOLDER / header).read_text()
+        return f'#line 1 "{header}"\n{body}\n#line {line} "{name}.cu"'
+
+    return f'#line 1 "{name}.cu"\n' + _INCLUDE.sub(inline, text)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One compilation of a kernel file.
+
+    Parameters
+    ----------
+    file : str
+        ``"count"``, ``"encode"`` or ``"decode"``.
+    chunk_bytes, code_bits, grouped, uniform
+        As in RowFormat; only chunk_bytes matters for counting.
+    vector : int
+        Chunks that a lane of the decoder stores at once, 1 where rows are not aligned for more.
+    byte_field : bool
+        Whether the mask is the one-byte exponent field of `BYTE_FIELDS`.
+    """
+
+    file: str
+    chunk_bytes: int
+    code_bits: int = 1
+    grouped: bool = False
+    uniform: bool = False
+    vector: int = 1
+    byte_field: bool = False
+
+    def defines(self) -> dict[str, str | int]:
+        """Return the preprocessor's definitions."""
+        f = RowFormat(
+            self.chunk_bytes, self.chunk_bytes, self.code_bits, self.grouped, self.uniform
+        )
+        defines: dict[str, str | int] = {"CHUNK_BYTES": f.chunk_bytes, "LEVELS": f.levels}
+        if self.file == "count":
+            return defines
+        defines |= {
+            "CODE_BITS": f.code_bits,
+            "GROUPED": int(f.grouped),
+            "UNIFORM": int(f.uniform),
+            "KEEP_SECTION": f.keep_section,
+            "MASK_SECTION": f.mask_section,
+            "SECTIONS": f.sections,
+        }
+        if self.file == "encode":
+            return defines
+        first_codes = sum(1 << self.code_bits * v for v in range(self.vector))
+        # Positional masks stay in registers over the rows of a warp; that takes registers.
+        return defines | {
+            "VECTOR": self.vector,
+            "FIELD_LOW": BYTE_FIELDS[self.chunk_bytes] if self.byte_field else -1,
+            "FIRST_CODES": f"{first_codes}ull",
+            "ROWS": 2 if self.vector > 1 and not self.uniform else 1,
+            "MIN_BLOCKS": 4 if self.uniform or self.vector == 1 else 3,
+        }
+
+    @property
+    def name(self) -> str:
+        """Readable name, for tests and logs."""
+        if self.file == "count":
+            return f"count-{self.chunk_bytes}B"
+        words = [self.file, f"{self.chunk_bytes}B", f"k{self.code_bits}"]
+        words.append("uniform" if self.uniform else "positional")
+        words += ["grouped"] if self.grouped else []
+        words += [f"v{self.vector}"] if self.file == "decode" else []
+        words += ["bytes"] if self.byte_field else []
+        return "-".join(words)
+
+
+def widest_vector(chunk_bytes: int, uniform: bool) -> int:
+    """Return the most chunks that a lane of the decoder takes: 16 bytes of them.
+
+    With positional masks at most four, whose masks and steps fit in registers.
+    """
+    return 16 // chunk_bytes if uniform else min(4, 16 // chunk_bytes)
+
+
+def all_variants() -> Iterator[Variant]:
+    """Yield every variant that the library can ask for."""
+    for width in CHUNK_BYTES:
+        yield Variant("count", width)
+    for width, bits, grouped, uniform in product(
+        CHUNK_BYTES, CODE_BITS, (False, True), (False, True)
+    ):
+        yield Variant("encode", width, bits, grouped, uniform)
+        for vector in (1, widest_vector(width, uniform)):
+            yield Variant("decode", width, bits, grouped, uniform, vector)
+    for width, grouped in product(BYTE_FIELDS, (False, True)):
+        yield Variant("decode", width, 3, grouped, True, widest_vector(width, True), True)

@@ -1,0 +1,1 @@
+"""Moving packed rows across a link."""

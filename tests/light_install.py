@@ -1,0 +1,116 @@
+"""Check an install that has torch and numpy and no other dependency: `make light` runs this.
+
+It stands alone, because pytest is not there either. Each check says what it saw; the exit status
+is the number of checks that failed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+ABSENT = ["cupy", "matplotlib", "numba", "rich", "safetensors", "scipy"]
+IMPORT_LIMIT_SECONDS = 0.5
+TIMED_IMPORT = (
+    "import time, numpy, torch\n"
+    "start = time.perf_counter()\n"
+    "import bitslab\n"
+    "print(time.perf_counter() - start)"
+)
+
+failures = 0
+
+
+@contextlib.contextmanager
+def check(what: str) -> Iterator[Callable[[str], None]]:
+    """Run one check; print its outcome with what it noted down."""
+    global failures
+    notes: list[str] = []
+    try:
+        yield notes.append
+    except Exception as error:
+        failures += 1
+        print(f"FAILED  {what}: {type(error).__name__}: {error}")
+    else:
+        print(f"ok      {what}" + "".join(f" ({note})" for note in notes))
+
+
+def expect(condition: bool, otherwise: str) -> None:
+    if not condition:
+        raise AssertionError(otherwise)
+
+
+def expect_missing(package: str, call: Callable[[], object], note: Callable[[str], None]) -> None:
+    """Expect the error that names the package to install."""
+    from bitslab.errors import MissingExtraError
+
+    try:
+        call()
+    except MissingExtraError as error:
+        expect(f"pip install {package}" in str(error), f"does not say what to install: {error}")
+        note(str(error))
+    else:
+        raise AssertionError(f"worked without {package}")
+
+
+def write_safetensors(path: Path) -> None:
+    """Write one float32 tensor of zeros, without the library."""
+    entry = {"dtype": "F32", "shape": [64, 64], "data_offsets": [0, 4 * 64 * 64]}
+    header = json.dumps({"weight": entry}).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(4 * 64 * 64))
+
+
+def main() -> int:
+    with check("only torch and numpy are installed"):
+        found = [name for name in ABSENT if importlib.util.find_spec(name)]
+        expect(not found, f"also here, so that this shows nothing: {found}")
+
+    with check("import bitslab") as note:
+        import bitslab
+
+        folder = Path(bitslab.__file__).parent
+        expect(folder.is_relative_to(sys.prefix), f"this is not the installed copy: {folder}")
+        note(f"version {bitslab.__version__}")
+
+    with check(f"import takes under {IMPORT_LIMIT_SECONDS} s beyond torch") as note:
+        command = [sys.executable, "-I", "-c", TIMED_IMPORT]
+        seconds = min(float(subprocess.check_output(command, text=True)) for _ in range(3))
+        expect(seconds < IMPORT_LIMIT_SECONDS, f"{seconds:.3f} s")
+        note(f"{seconds:.3f} s")
+
+    import torch
+
+    tensor = torch.zeros(64, 64)
+
+    with check("compress() says that it needs numba") as note:
+        expect_missing("numba", lambda: bitslab.compress(tensor), note)
+
+    with tempfile.TemporaryDirectory() as place:
+        path = Path(place, "weights.safetensors")
+        write_safetensors(path)
+
+        with check("load() says that it needs safetensors") as note:
+            expect_missing("safetensors", lambda: bitslab.load(path), note)
+
+        with check("bitslab inspect says what it needs, without a traceback") as note:
+            command = [str(Path(sys.executable).with_name("bitslab")), "inspect", str(path)]
+            done = subprocess.run(command, capture_output=True, text=True)
+            printed = done.stdout + done.stderr
+            expect(done.returncode != 0, "the command reports success")
+            expect("Traceback" not in printed, printed)
+            named = [name for name in ("rich", "safetensors", "numba") if name in printed]
+            expect("pip install" in printed and bool(named), f"names nothing: {printed!r}")
+            note(printed.strip())
+
+    print(f"light install: {failures} failed" if failures else "light install: all passed")
+    return failures
+
+
+if __name__ == "__main__":
+    sys.exit(main())

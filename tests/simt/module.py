@@ -1,0 +1,327 @@
+"""Loads CUDA C kernel text for the CPU, the way ``cupy.RawModule`` loads it for a GPU.
+
+The text is compiled by g++ with ``simt.hpp`` in front of it; see there for what is emulated and
+what is checked. Compiled modules are kept in the folder named by ``BITSLAB_SIMT_CACHE``, or else
+in ``build/simt`` below the repository's root.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import mmap
+import os
+import re
+import subprocess
+import tempfile
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+
+__all__ = ["ModuleSpec", "SimtCompileError", "SimtError", "SimtModule", "compile_many", "guarded"]
+
+_HEADER = Path(__file__).with_name("simt.hpp")
+_COMPILER = "g++"
+_FLAGS = (
+    "-std=c++20",
+    "-O1",  # -O2 runs a tenth faster and compiles a third slower: slower in all
+    "-fPIC",
+    "-fno-exceptions",
+    # Two loaded modules must not share the static shared memory of a template they both use.
+    "-fvisibility=hidden",
+    "-fno-gnu-unique",
+    # What NVRTC lets kernels do, and g++ would take as leave to miscompile.
+    "-fno-strict-aliasing",
+    "-fwrapv",
+    "-fstack-clash-protection",  # a deep frame meets the guard below its stack, never steps over it
+    "-fno-delete-null-pointer-checks",
+    "-ffp-contract=off",
+    # A siglongjmp from one fiber's stack to the launch is no smashed stack.
+    "-U_FORTIFY_SOURCE",
+    # Reported by handlers in simt.hpp; the sanitizer's own library is neither needed nor linked.
+    "-fsanitize=alignment,bounds,shift-exponent,integer-divide-by-zero",
+    "-Wno-unknown-pragmas",
+)
+_DYNAMIC_SHARED = re.compile(
+    r"extern\s+__shared__\s+(?:(?:__align__|alignas)\s*\([^)]*\)\s*)?"
+    r"(?P<type>[\w:\s]*?\w)\s+(?P<name>\w+)\s*\[\s*\]\s*;"
+)
+# The emulator's state and its signal handlers belong to one launch at a time.
+_LAUNCH_LOCK = threading.Lock()
+
+_T = TypeVar("_T", np.ndarray[Any, Any], torch.Tensor)
+
+
+class SimtCompileError(RuntimeError):
+    """The compiler refused the kernel text; the message is the compiler's."""
+
+
+class SimtError(RuntimeError):
+    """A kernel broke a rule; the message names kernel, block, thread and what every lane did."""
+
+
+class ModuleSpec(NamedTuple):
+    """What one module is compiled from: the arguments of `SimtModule`."""
+
+    source: str
+    defines: Mapping[str, str | int]
+    kernels: Sequence[str]
+
+
+class _Shape(ctypes.Structure):
+    _fields_ = [
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("seed", ctypes.c_uint),
+        ("shared_bytes", ctypes.c_uint),
+    ]
+
+
+@functools.cache
+def _compiler_version() -> str:
+    command = [_COMPILER, "--version"]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def _cache_folder() -> Path:
+    folder = os.environ.get("BITSLAB_SIMT_CACHE")
+    path = Path(folder) if folder else Path(__file__).resolve().parents[2] / "build" / "simt"
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def _host_text(source: str, kernels: Sequence[str]) -> str:
+    """Rewrite what no macro can and append the exported entry points."""
+    text = _DYNAMIC_SHARED.sub(
+        r"\g<type>* \g<name> = reinterpret_cast<\g<type>*>(::simt::dynamic_shared());", source
+    )
+    if left := re.search(r"extern\s+__shared__[^;]*;", text):
+        raise ValueError(
+            f"cannot rewrite {left.group()!r}: expected "
+            "`extern __shared__ [__align__(n)] T name[];` inside a function"
+        )
+    exports = "".join(f"SIMT_EXPORT({name})\n" for name in kernels)
+    return f'#line 1 "kernel.cu"\n{text}\n#line 1 "exports"\n{exports}'
+
+
+def _compile(spec: ModuleSpec) -> Path:
+    """Return the shared library of `spec`, from the cache or freshly compiled."""
+    text = _host_text(spec.source, spec.kernels)
+    flags = [*_FLAGS, *(f"-D{name}={value}" for name, value in sorted(spec.defines.items()))]
+    parts = (text, *flags, _HEADER.read_text(), _compiler_version())
+    key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
+    library = _cache_folder() / f"{key}.so"
+    if library.exists():
+        return library
+    # Everything is written under names of our own; the rename makes it whole for other processes.
+    with tempfile.TemporaryDirectory(dir=library.parent, prefix="compile-") as folder:
+        kernel, object_file, built = (Path(folder, f"kernel.{end}") for end in ("cu", "o", "so"))
+        kernel.write_text(text)
+        compile_ = [*flags, "-include", str(_HEADER), "-x", "c++", "-c", str(kernel)]
+        compile_ += ["-o", str(object_file)]
+        # Linked apart from -fsanitize, which would ask for its run-time library.
+        link = ["-shared", str(object_file), "-o", str(built)]
+        for arguments in (compile_, link):
+            done = subprocess.run([_COMPILER, *arguments], capture_output=True, text=True)
+            if done.returncode:
+                raise SimtCompileError(f"{_COMPILER} failed:\n{done.stderr}")
+        os.replace(built, library)
+    return library
+
+
+class SimtModule:
+    """CUDA C text compiled for the CPU.
+
+    Parameters
+    ----------
+    source : str
+        The kernel text, as NVRTC would take it. ``SIMT_HOST`` is defined while it is compiled.
+    defines : mapping of str to str or int
+        Preprocessor macros.
+    kernels : sequence of str
+        The names to launch, each defined as ``extern "C" __global__ void name(...)``.
+
+    Raises
+    ------
+    SimtCompileError
+        With the compiler's messages; lines are those of `source`, in a file "kernel.cu".
+
+    Examples
+    --------
+    >>> text = 'extern "C" __global__ void twice(int* x) { x[threadIdx.x] *= 2; }'
+    >>> x = torch.arange(4, dtype=torch.int32)
+    >>> SimtModule(text, {}, ["twice"]).launch("twice", 1, 4, [x])
+    >>> x.tolist()
+    [0, 2, 4, 6]
+    """
+
+    def __init__(
+        self, source: str, defines: Mapping[str, str | int], kernels: Sequence[str]
+    ) -> None:
+        library = ctypes.CDLL(str(_compile(ModuleSpec(source, defines, kernels))))
+        self._launchers: dict[str, Any] = {}
+        self._signatures: dict[str, list[str]] = {}
+        for name in kernels:
+            launcher, signature = library[f"simt_launch_{name}"], library[f"simt_signature_{name}"]
+            launcher.restype = signature.restype = ctypes.c_char_p
+            launcher.argtypes = [ctypes.POINTER(_Shape), ctypes.POINTER(ctypes.c_void_p)]
+            self._launchers[name] = launcher
+            self._signatures[name] = signature().decode().split()
+
+    def launch(
+        self,
+        name: str,
+        grid: int | Sequence[int],
+        block: int | Sequence[int],
+        args: Sequence[Any],
+        *,
+        shared_bytes: int = 0,
+        seed: int = 0,
+    ) -> None:
+        """Run a kernel to its end.
+
+        Parameters
+        ----------
+        name : str
+            One of the module's `kernels`.
+        grid, block : int or sequence of up to three int
+            Blocks in the grid and threads in a block, x first.
+        args : sequence
+            One for each parameter. A pointer takes a torch CPU tensor or a numpy array, whose
+            memory the kernel uses in place, or None for null; an integer or float parameter takes
+            a numpy scalar of exactly its size.
+        shared_bytes : int
+            Dynamic shared memory of a block.
+        seed : int
+            Order in which lanes run: 0 is ring order, any other is a random order of its own.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If an argument does not fit the kernel's parameter; nothing has run.
+        SimtError
+            If the kernel broke a rule. What it wrote until then stays written.
+        """
+        if name not in self._launchers:
+            raise ValueError(f"no kernel {name!r} in this module, only {sorted(self._launchers)}")
+        signature = self._signatures[name]
+        if len(args) != len(signature):
+            raise TypeError(f"{name} takes {len(signature)} arguments, {len(args)} given")
+        values = [
+            _argument_bytes(argument, parameter, f"argument {i} of {name}")
+            for i, (argument, parameter) in enumerate(zip(args, signature, strict=True))
+        ]
+        buffers = [ctypes.create_string_buffer(value, len(value)) for value in values]
+        pointers = (ctypes.c_void_p * len(buffers))(*map(ctypes.addressof, buffers))
+        shape = _Shape(_extent(grid, "grid"), _extent(block, "block"), seed, shared_bytes)
+        with _LAUNCH_LOCK:
+            error = self._launchers[name](shape, pointers)
+        if error is not None:
+            raise SimtError(error.decode())
+
+
+def _extent(value: int | Sequence[int], what: str) -> tuple[int, ...]:
+    sizes = (value,) if isinstance(value, int) else tuple(value)
+    if not 1 <= len(sizes) <= 3 or min(sizes) < 1:
+        raise ValueError(f"{what} must be one to three positive sizes, not {value!r}")
+    return sizes + (1,) * (3 - len(sizes))
+
+
+def _argument_bytes(argument: object, parameter: str, where: str) -> bytes:
+    """Return the bytes that the kernel's parameter takes; `parameter` is such as "p8" or "i4"."""
+    kind, size = parameter[0], int(parameter[1:])
+    if argument is None or isinstance(argument, torch.Tensor | np.ndarray):
+        if kind != "p":
+            raise TypeError(f"{where} is a value of {size} bytes, not a pointer")
+        address = 0
+        if isinstance(argument, torch.Tensor):
+            if argument.device.type != "cpu":
+                raise ValueError(f"{where} is on {argument.device}; kernels here run on the CPU")
+            address = argument.data_ptr()
+        elif argument is not None:
+            address = argument.ctypes.data
+        return address.to_bytes(size, "little")
+    if not isinstance(argument, np.generic):
+        raise TypeError(
+            f"{where} is a {type(argument).__name__}, whose size is ambiguous: pass a numpy scalar "
+            "such as np.int32(n), a torch CPU tensor, a numpy array or None"
+        )
+    if kind == "p":
+        raise TypeError(f"{where} is a pointer, not a {type(argument).__name__}")
+    if argument.itemsize != size or (kind == "f") != (argument.dtype.kind == "f"):
+        wanted = "float" if kind == "f" else "integer"
+        raise TypeError(f"{where} is a {size}-byte {wanted}, not a {type(argument).__name__}")
+    return argument.tobytes()
+
+
+def compile_many(specs: Iterable[ModuleSpec], workers: int | None = None) -> list[SimtModule]:
+    """Compile several modules, `workers` compilers at a time.
+
+    Parameters
+    ----------
+    specs : iterable of ModuleSpec
+        What to compile; a plain tuple of the three fields will do.
+    workers : int, optional
+        Compiler processes that run at once; by default the number of processors.
+
+    Returns
+    -------
+    list of SimtModule
+        In the order of `specs`.
+    """
+    # The threads only wait for compilers, which are processes of their own.
+    with ThreadPoolExecutor(workers or os.cpu_count()) as pool:
+        return list(pool.map(lambda spec: SimtModule(*spec), specs))
+
+
+def guarded(data: _T, *, side: Literal["end", "start"] = "end") -> _T:
+    """Copy `data` to memory beside a page that may not be touched.
+
+    A kernel that runs over the guarded side is stopped with a `SimtError`. Python code that does so
+    ends the process, as ever.
+
+    Parameters
+    ----------
+    data : numpy.ndarray or torch.Tensor
+        Any shape and dtype, on the CPU.
+    side : {"end", "start"}
+        Which side of the copy touches the forbidden page. With "start" the copy begins on a page;
+        with "end" its address is as aligned as its size in bytes: 16 bytes if the size is a
+        multiple of 16, and always at least one element.
+
+    Returns
+    -------
+    numpy.ndarray or torch.Tensor
+        A contiguous copy of the same kind, shape and dtype. The memory lives as long as it does.
+    """
+    if side not in ("end", "start"):
+        raise ValueError(f'side must be "end" or "start", not {side!r}')
+    if isinstance(data, torch.Tensor):
+        flat = data.detach().contiguous().reshape(-1).view(torch.uint8)
+        copy = torch.from_numpy(_guarded_bytes(flat.numpy(), side))
+        return copy.view(data.dtype).reshape(data.shape)
+    raw = np.frombuffer(np.ascontiguousarray(data).tobytes(), np.uint8)
+    array: np.ndarray[Any, Any] = _guarded_bytes(raw, side).view(data.dtype)
+    return array.reshape(data.shape)
+
+
+def _guarded_bytes(raw: np.ndarray[Any, Any], side: str) -> np.ndarray[Any, Any]:
+    page = mmap.PAGESIZE
+    room = max(1, -(-raw.size // page)) * page
+    memory = mmap.mmap(-1, room + page, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    whole = np.frombuffer(memory, np.uint8)  # holds the mapping for as long as a view of it lives
+    guard, begin = (room, room - raw.size) if side == "end" else (0, page)
+    libc = ctypes.CDLL(None, use_errno=True)
+    address = ctypes.c_void_p(whole.ctypes.data + guard)
+    no_access = 0
+    if libc.mprotect(address, ctypes.c_size_t(page), no_access):
+        raise OSError(ctypes.get_errno(), "mprotect failed")
+    copy = whole[begin : begin + raw.size]
+    copy[:] = raw
+    return copy

@@ -1,0 +1,137 @@
+"""Every variant of the CUDA kernels, run on the CPU, gives the bytes of its Numba twin."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from bitslab.kernels import cpu
+from bitslab.kernels.cuda.launch import DAMAGED_ERROR, INDEX_ERROR, NO_ERROR, STAGE_BYTES
+from bitslab.kernels.cuda.source import Variant, all_variants
+from bitslab.kernels.format import RowStorage
+from tests.kernels.cases import Case, make_case, pack, pack_on_cpu
+from tests.simt.module import guarded
+from tests.simt.runner import simt_kernels
+
+VARIANTS = list(all_variants())
+DECODERS = [v for v in VARIANTS if v.file == "decode"]
+ENCODERS = [v for v in VARIANTS if v.file == "encode"]
+
+
+def by_name(variant: Variant) -> str:
+    return variant.name
+
+
+def profiles_of(variant: Variant) -> tuple[int, ...]:
+    """Rows with clusters take the decoder of one chunk a lane."""
+    return (1, 3) if variant.vector == 1 else (1,)
+
+
+def assert_decodes(case: Case, storage: RowStorage, facts, seed: int, kernel="decode_rows"):
+    kernels, runner = simt_kernels(seed)
+    n, row_bytes = case.rows.shape
+    guarded_words = RowStorage(
+        guarded(storage.words), storage.bases, storage.lengths, storage.row_clusters
+    )
+    for start, stop in ((0, n), (n // 2 - 1, n - 1)):
+        out = guarded(torch.full((stop - start, row_bytes), 0xA5, dtype=torch.uint8))
+        kernels.decode_rows(guarded_words, case.layout, None, start, out, facts)
+        assert torch.equal(out, case.rows[start:stop])
+    ids = torch.from_numpy(np.random.default_rng(seed).integers(-n, n, 13))
+    out = guarded(torch.full((len(ids), row_bytes), 0xA5, dtype=torch.uint8))
+    kernels.decode_rows(guarded_words, case.layout, ids, 0, out, facts)
+    assert torch.equal(out, case.rows[ids])
+    assert runner.mailbox[0] == NO_ERROR
+    return {used for used in runner.launched if used[1] != "check_ids"}
+
+
+@pytest.mark.parametrize("variant", DECODERS, ids=by_name)
+def test_decode_kernel_rebuilds_every_row(variant):
+    for clusters in profiles_of(variant):
+        for seed in range(2):
+            case = make_case(variant, clusters=clusters, n_rows=45, seed=seed)
+            used = assert_decodes(case, *pack_on_cpu(case), seed)
+            assert used == {(variant, "decode_rows")}
+
+
+@pytest.mark.parametrize("variant", ENCODERS, ids=by_name)
+def test_encode_kernels_write_the_bytes_of_their_twins(variant):
+    for clusters in (1, 3):
+        for seed in range(2):
+            case = make_case(variant, clusters=clusters, n_rows=45, seed=seed)
+            kernels, _ = simt_kernels(seed)
+            expected, _ = pack_on_cpu(case)
+            case.rows = guarded(case.rows)
+            got, _ = pack(kernels, case)
+            assert torch.equal(got.lengths, expected.lengths)
+            assert torch.equal(got.row_clusters, expected.row_clusters)
+            assert torch.equal(got.words, expected.words)
+
+
+@pytest.mark.parametrize("width", [1, 2, 4, 8])
+def test_count_kernel_counts_like_its_twin(width):
+    rows = torch.randint(0, 256, (150, 40), dtype=torch.uint8)
+    kernels, _ = simt_kernels()
+    assert torch.equal(kernels.count_bits(rows, width), cpu.count_bits(rows, width))
+
+
+# Rows of several kilobytes: warps share a row; above the stage, rows are read where they are.
+LARGE = {"two-warps-a-row": 9 << 10, "block-a-row": 24 << 10, "longer-than-the-stage": 64 << 10}
+
+
+@pytest.mark.parametrize("row_bytes", LARGE.values(), ids=LARGE)
+@pytest.mark.parametrize("grouped", [False, True], ids=["plain", "grouped"])
+@pytest.mark.parametrize("uniform", [False, True], ids=["positional", "uniform"])
+@pytest.mark.parametrize("vector", [1, 4], ids=["narrow", "wide"])
+def test_large_rows_are_shared_by_warps(row_bytes, grouped, uniform, vector):
+    if vector == 1:
+        row_bytes += 4
+    variant = Variant("decode", 4, 3, grouped, uniform, vector)
+    case = make_case(variant, n_rows=6, row_bytes=row_bytes)
+    kernels, _ = simt_kernels()
+    storage, facts = pack(kernels, case)
+    expected, _ = pack_on_cpu(case)
+    assert torch.equal(storage.words, expected.words)
+    longest_bytes = 4 * facts["max_row_words"]
+    kernel = "decode_long_rows" if longest_bytes + 4 * 36 > STAGE_BYTES else "decode_rows"
+    assert longest_bytes > row_bytes // 2
+    assert {name for _, name in assert_decodes(case, storage, facts, 0)} == {kernel}
+
+
+def test_bad_id_leaves_the_output_untouched_and_is_told():
+    case = make_case(Variant("decode", 4, 3, False, True, 4))
+    storage, facts = pack_on_cpu(case)
+    kernels, runner = simt_kernels()
+    out = torch.full((3, case.rows.shape[1]), 0xA5, dtype=torch.uint8)
+    kernels.decode_rows(storage, case.layout, torch.tensor([0, -71, 99]), 0, out, facts)
+    assert (out == 0xA5).all()
+    assert runner.mailbox.tolist() == [INDEX_ERROR, 1, -71, 70]
+
+
+@pytest.mark.parametrize("variant", DECODERS[::7], ids=by_name)
+@pytest.mark.parametrize("part", ["words", "bases", "lengths"])
+def test_damaged_rows_never_reach_outside_the_buffers(variant, part):
+    rng = np.random.default_rng([3, *variant.name.encode()])
+    case = make_case(variant, n_rows=40)
+    storage, facts = pack_on_cpu(case)
+    told = 0
+    for trial in range(12):
+        parts = {
+            "words": storage.words.clone(),
+            "bases": storage.bases.clone(),
+            "lengths": storage.lengths.clone(),
+            "row_clusters": storage.row_clusters,
+        }
+        damaged = parts[part].view(torch.uint8)
+        where = torch.from_numpy(rng.integers(0, damaged.numel(), 1 + 8 * (trial % 3)))
+        damaged[where] ^= torch.from_numpy(rng.integers(1, 256, len(where), dtype=np.uint8))
+        parts = {name: guarded(t) if t.numel() else t for name, t in parts.items()}
+        kernels, runner = simt_kernels(trial)
+        out = guarded(torch.zeros_like(case.rows))
+        kernels.decode_rows(RowStorage(**parts), case.layout, None, 0, out, facts)
+        ids = torch.arange(0, 40, 3)
+        out = guarded(torch.zeros(len(ids), case.rows.shape[1], dtype=torch.uint8))
+        kernels.decode_rows(RowStorage(**parts), case.layout, ids, 0, out, facts)
+        told += runner.mailbox[0] == DAMAGED_ERROR
+    assert told > 0 or part == "words"

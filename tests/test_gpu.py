@@ -1,0 +1,210 @@
+"""The kernels on a real GPU: the cases that tests/simt runs on the CPU, and what only a GPU shows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import bitslab
+from bitslab.codecs.invariant.codec import InvariantCodec
+from bitslab.kernels.cuda.source import Variant, all_variants
+from tests.kernels.cases import make_case
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+
+VARIANTS = list(all_variants())
+ROW_BYTES = {"three-warps-a-row": 12 << 10, "block-a-row": 24 << 10, "long": 48 << 10}
+
+
+@pytest.fixture(autouse=True)
+def no_error_is_left_behind():
+    """Every test ends with no error pending on the GPU."""
+    yield
+    bitslab.raise_pending_errors()
+
+
+def assert_gpu_equals_cpu(case) -> None:
+    codec, rows = case.codec, case.rows
+    on_cpu, on_gpu = codec.encode(rows), codec.encode(rows.cuda())
+    assert on_gpu.facts == on_cpu.facts
+    for name, part in on_cpu.parts.items():
+        assert torch.equal(on_gpu.parts[name].cpu(), part), name
+    n = len(rows)
+    for start, stop in ((0, n), (n // 2 - 1, n - 1)):
+        out = torch.full((stop - start, rows.shape[1]), 0xA5, dtype=torch.uint8, device="cuda")
+        codec.decode(on_gpu, out=out, start=start, stop=stop)
+        assert torch.equal(out.cpu(), rows[start:stop])
+    ids = torch.randint(-n, n, (41,))
+    assert torch.equal(codec.decode(on_gpu, ids.cuda()).cpu(), rows[ids])
+    assert torch.equal(codec.decode(on_gpu, ids).cpu(), rows[ids])
+
+
+@pytest.mark.parametrize("clusters", [1, 3], ids=["one-profile", "three-clusters"])
+@pytest.mark.parametrize("variant", [v for v in VARIANTS if v.file == "decode"], ids=lambda v: v.name)
+def test_gpu_packs_and_unpacks_like_the_cpu(variant, clusters):
+    for seed in range(2):
+        assert_gpu_equals_cpu(make_case(variant, clusters=clusters, seed=seed))
+
+
+@pytest.mark.parametrize("row_bytes", ROW_BYTES.values(), ids=ROW_BYTES)
+@pytest.mark.parametrize("grouped", [False, True], ids=["plain", "grouped"])
+@pytest.mark.parametrize("uniform", [False, True], ids=["positional", "uniform"])
+@pytest.mark.parametrize("code_bits", [1, 3])
+def test_gpu_shares_large_rows_between_warps(row_bytes, grouped, uniform, code_bits):
+    variant = Variant("decode", 4, code_bits, grouped, uniform, 4)
+    assert_gpu_equals_cpu(make_case(variant, n_rows=40, row_bytes=row_bytes))
+
+
+@pytest.mark.parametrize("width", [1, 2, 4, 8])
+def test_gpu_counts_bits_like_the_cpu(width):
+    from bitslab.kernels import cpu, kernels_for
+
+    rows = torch.randint(0, 256, (1000, 264), dtype=torch.uint8)
+    counts = kernels_for(torch.device("cuda")).count_bits(rows.cuda(), width)
+    assert torch.equal(counts.cpu(), cpu.count_bits(rows, width))
+
+
+def weights(n=4096, columns=256, dtype=torch.bfloat16):
+    return (torch.randn(n, columns) * 0.02).to(dtype)
+
+
+@pytest.mark.parametrize("via", ["copy-engine", "zero-copy"])
+@pytest.mark.parametrize("pieces", ["one-piece", "many-pieces"])
+def test_rows_in_host_memory_arrive_decoded(via, pieces, monkeypatch):
+    if pieces == "many-pieces":
+        monkeypatch.setattr("bitslab.transfer.stream.PIECE_BYTES", 50_000)
+    x = weights()
+    codec = InvariantCodec.fit(x)
+    packed = codec.encode(x).pin_memory()
+    for start, stop in ((0, 4096), (77, 3001)):
+        out = torch.zeros(stop - start, 256, dtype=x.dtype, device="cuda")
+        codec.decode(packed, out=out, start=start, stop=stop, via=via)
+        assert torch.equal(out.cpu(), x[start:stop])
+
+
+def test_indices_read_page_locked_rows_over_the_link():
+    x = weights()
+    codec = InvariantCodec.fit(x)
+    ids = torch.randint(0, 4096, (999,))
+    out = torch.zeros(999, 256, dtype=x.dtype, device="cuda")
+    codec.decode(codec.encode(x).pin_memory(), ids.cuda(), out=out)
+    assert torch.equal(out.cpu(), x[ids])
+    with pytest.raises(bitslab.ArgumentTypeError, match="pin_memory"):
+        codec.decode(codec.encode(x), ids, out=out)
+
+
+def test_bad_index_on_the_gpu_leaves_the_output_untouched_and_is_told_later():
+    x = weights()
+    codec = InvariantCodec.fit(x)
+    packed = codec.encode(x.cuda())
+    ids = torch.tensor([1, 2, 4096, 9999], device="cuda")
+    out = torch.full((4, 256), 7.0, dtype=x.dtype, device="cuda")
+    codec.decode(packed, ids, out=out)
+    with pytest.raises(bitslab.IndexRangeError, match="index 4096 at position 2"):
+        bitslab.raise_pending_errors()
+    assert (out == 7).all()
+    codec.decode(packed, ids, out=out)
+    torch.cuda.synchronize()
+    with pytest.raises(bitslab.IndexRangeError):
+        codec.decode(packed, ids[:1], out=out[:1])
+
+
+def test_damaged_words_on_the_gpu_are_told_and_stay_inside_the_buffers():
+    x = weights()
+    codec = InvariantCodec.fit(x)
+    generator = torch.Generator().manual_seed(0)
+    for part in ("words", "bases", "lengths"):
+        packed = codec.encode(x.cuda())
+        damaged = packed.parts[part].view(torch.uint8)
+        where = torch.randint(0, damaged.numel(), (64,), generator=generator).cuda()
+        damaged[where] ^= 0x80
+        codec.decode(packed)
+        try:
+            bitslab.raise_pending_errors()
+        except bitslab.CorruptedDataError:
+            pass  # flips in payload bits cannot be noticed; flips in metadata are
+        else:
+            assert part == "words"
+
+
+def test_decode_follows_the_current_stream_and_can_be_captured_in_a_graph():
+    x = weights()
+    codec = InvariantCodec.fit(x)
+    packed = codec.encode(x.cuda())
+    ids = torch.arange(0, 4096, 3, device="cuda")
+    out = torch.zeros_like(x, device="cuda")
+    rows = torch.zeros(len(ids), 256, dtype=x.dtype, device="cuda")
+    codec.decode(packed, out=out)
+    codec.decode(packed, ids, out=rows)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        codec.decode(packed, out=out)
+        codec.decode(packed, ids, out=rows)
+    out.zero_()
+    rows.zero_()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(out.cpu(), x)
+    assert torch.equal(rows.cpu(), x[::3])
+    out.zero_()
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(20_000_000)
+        codec.decode(packed, out=out)
+        copied = out.clone()
+    side.synchronize()
+    assert torch.equal(copied.cpu(), x)
+
+
+def test_decode_does_not_wait_for_the_gpu():
+    x = weights()
+    codec = InvariantCodec.fit(x)
+    packed = codec.encode(x.cuda())
+    ids = torch.arange(0, 4096, 3, device="cuda")
+    out = torch.zeros_like(x, device="cuda")
+    codec.decode(packed, ids)
+    codec.decode(packed, out=out)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        codec.decode(packed, ids)
+        codec.decode(packed, out=out)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_offsets_beyond_four_gigabytes():
+    n, columns = 5 << 20, 512  # 5 GiB of bfloat16, 3.6 GiB packed; and rows beyond 2**32 bytes out
+    x = torch.empty(n, columns, dtype=torch.bfloat16, device="cuda")
+    for part in x.split(1 << 19):
+        part.normal_(std=0.02)
+    codec = InvariantCodec.fit(x[: 1 << 13])
+    packed = codec.encode(x)
+    assert packed.parts["words"].numel() * 4 > 3 << 30
+    out = codec.decode(packed)
+    assert torch.equal(out.view(torch.int16), x.view(torch.int16))
+    ids = torch.randint(0, n, (10_000,), device="cuda")
+    assert torch.equal(codec.decode(packed, ids).view(torch.int16), x[ids].view(torch.int16))
+    del out
+    raw = InvariantCodec(codec.profile, codec.row_shape, codec.dtype)
+    noise = torch.randint(-(2**31), 2**31, (n, columns // 2), device="cuda", dtype=torch.int64)
+    noise = noise.to(torch.int32).view(torch.bfloat16)
+    kept = raw.encode(noise)
+    assert kept.parts["words"].numel() * 4 > 1 << 32
+    assert torch.equal(raw.decode(kept).view(torch.int16), noise.view(torch.int16))
+
+
+def test_compressed_tensor_lives_on_the_gpu():
+    x = weights(1000, 128).view(10, 100, 128)
+    ct = bitslab.compress(x.cuda())
+    assert ct.device.type == "cuda" and ct.ratio > 1.2
+    assert torch.equal(ct.decompress().cpu(), x)
+    assert torch.equal(ct[3].cpu(), x[3])
+    assert torch.equal(ct[torch.tensor([9, -10])].cpu(), x[[9, 0]])
+    assert torch.equal(ct.to("cpu").decompress(), x)
+    assert torch.equal(bitslab.compress(x).to("cuda").decompress().cpu(), x)

@@ -1,0 +1,291 @@
+"""What importing bitslab loads and costs, and which module may import which."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDERS = {"bitslab": "core", "bitslab.integrations": "integrations"}
+
+IMPORT_LIMIT_SECONDS = 0.5
+
+# Loaded on first use, never by `import bitslab`.
+LAZY = [
+    "accelerate",
+    "cuda",
+    "cupy",
+    "dgl",
+    "fbgemm_gpu",
+    "matplotlib",
+    "numba",
+    "rich",
+    "safetensors",
+    "scipy",
+    "torch_geometric",
+    "torchrec",
+    "transformers",
+]
+FRAMEWORKS = {
+    "accelerate",
+    "dgl",
+    "diffusers",
+    "fbgemm_gpu",
+    "jax",
+    "lightning",
+    "peft",
+    "sentence_transformers",
+    "tensorflow",
+    "torch_geometric",
+    "torch_sparse",
+    "torchrec",
+    "transformers",
+    "vllm",
+}
+
+# Inside core, imports point one way: api -> codecs, memory, transfer -> kernels. A module under the
+# first name imports none of the others. "" is the package itself, whose __init__ is the public API:
+# for the lower parts `from .. import compress` would be a way round the rule.
+API = {"", "tensor", "container", "cli", "report"}
+ONE_WAY = {
+    "errors": {*API, "registry", "codecs", "memory", "transfer", "advisor", "kernels"},
+    "kernels": {*API, "registry", "codecs", "memory", "transfer", "advisor"},
+    "codecs": API,
+    "cli": set[str](),
+}
+OTHERS = {"cli"}
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported name: its absolute dotted name, and how it was written."""
+
+    name: str
+    line: int
+    relative: bool
+
+
+def modules(package: str) -> list[str]:
+    """Name every module of a package, from its folder in the checkout."""
+    folder = ROOT / FOLDERS[package]
+    names = []
+    for path in sorted(folder.rglob("*.py")):
+        parts = path.relative_to(folder).with_suffix("").parts
+        names.append(".".join([package, *parts]).removesuffix(".__init__"))
+    return names
+
+
+def source(module: str) -> Path:
+    package = max((p for p in FOLDERS if f"{module}.".startswith(f"{p}.")), key=len)
+    base = (ROOT / FOLDERS[package]).joinpath(*module.removeprefix(package).split(".")[1:])
+    return base / "__init__.py" if base.is_dir() else base.with_suffix(".py")
+
+
+def resolve(name: str, module: str, is_package: bool) -> str:
+    """Make a name with leading dots, as it stands in a module, absolute."""
+    rest = name.lstrip(".")
+    level = len(name) - len(rest)
+    if not level:
+        return name
+    parts = module.split(".")
+    parents = parts[: len(parts) - level + (1 if is_package else 0)]
+    return ".".join([*parents, rest] if rest else parents)
+
+
+def imports_in(text: str, module: str, is_package: bool) -> Iterator[Import]:
+    """Find every import in a module, wherever it stands, by its absolute name.
+
+    `from a import b` gives `a.b`, whatever b is; `import_module` counts where its argument is
+    written out.
+    """
+    for node in ast.walk(ast.parse(text)):
+        match node:
+            case ast.Import(names=aliases):
+                for alias in aliases:
+                    yield Import(alias.name, node.lineno, relative=False)
+            case ast.ImportFrom(module=base, names=aliases, level=level):
+                base = resolve("." * level + (base or ""), module, is_package)
+                for alias in aliases:
+                    yield Import(f"{base}.{alias.name}", node.lineno, relative=level > 0)
+            case ast.Call(func=func, args=[ast.Constant(value=str(name)), *_]):
+                called = func.attr if isinstance(func, ast.Attribute) else getattr(func, "id", "")
+                if called in {"import_module", "__import__", "load_optional"}:
+                    absolute = resolve(name, module, is_package)
+                    yield Import(absolute, node.lineno, relative=name.startswith("."))
+            case _:
+                pass
+
+
+def imports(module: str) -> list[Import]:
+    path = source(module)
+    return list(imports_in(path.read_text(), module, path.name == "__init__.py"))
+
+
+def is_under(name: str, package: str) -> bool:
+    return f"{name}.".startswith(f"{package}.")
+
+
+def part(name: str) -> str:
+    """Name the part of core that a dotted name belongs to; "" is the package's own API."""
+    package, _, rest = name.partition(".")
+    first, _, deeper = rest.partition(".")
+    path = ROOT / FOLDERS[package] / first
+    return first if deeper or path.is_dir() or path.with_suffix(".py").is_file() else ""
+
+
+def report(module: str, wrong: list[Import], why: str) -> str:
+    path = source(module).relative_to(ROOT)
+    return "\n".join([why, *(f"{path}:{found.line}: {found.name}" for found in wrong)])
+
+
+def python(code: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code], cwd=cwd, capture_output=True, text=True, timeout=300
+    )
+
+
+def measured(code: str, cwd: Path) -> Any:
+    """Run code in a fresh interpreter; return the JSON that it prints last."""
+    done = python(code, cwd)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Say what a fresh `import bitslab` loads beyond torch and numpy, and what it touches."""
+    return measured(  # type: ignore[no-any-return]
+        "import json, sys, threading, warnings\n"
+        "import numpy, torch\n"
+        "state = lambda: [len(warnings.filters), torch.get_num_threads(),"
+        " str(torch.get_default_dtype()), torch.is_grad_enabled(), threading.active_count()]\n"
+        "before, state_before = set(sys.modules), state()\n"
+        "import bitslab\n"
+        "print(json.dumps({'modules': sorted(set(sys.modules) - before), 'file': bitslab.__file__,"
+        " 'cuda': torch.cuda.is_initialized(), 'state': [state_before, state()]}))",
+        tmp_path_factory.mktemp("elsewhere"),
+    )
+
+
+def test_this_checkout_is_under_test(loaded: dict[str, Any]) -> None:
+    assert Path(loaded["file"]).resolve() == ROOT / "core" / "__init__.py"
+
+
+@pytest.mark.parametrize("name", LAZY)
+def test_import_leaves_out(loaded: dict[str, Any], name: str) -> None:
+    assert not [module for module in loaded["modules"] if is_under(module, name)]
+
+
+def test_import_touches_nothing(loaded: dict[str, Any]) -> None:
+    assert not loaded["cuda"], "import bitslab initialises CUDA"
+    before, after = loaded["state"]
+    assert before == after
+
+
+def test_import_takes_little_beyond_torch(tmp_path: Path) -> None:
+    code = (
+        "import time, numpy, torch\n"
+        "start = time.perf_counter()\n"
+        "import bitslab\n"
+        "print(time.perf_counter() - start)"
+    )
+    seconds = [measured(code, tmp_path) for _ in range(3)]
+    assert min(seconds) < IMPORT_LIMIT_SECONDS, f"import bitslab took {seconds} s beyond torch"
+
+
+@pytest.mark.parametrize("package", FOLDERS)
+def test_folder_is_no_import_name(package: str) -> None:
+    done = python(f"import {FOLDERS[package]}", ROOT)
+    assert done.returncode == 1
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("ImportError:"), done.stderr
+    assert f"import {package}" in last, "the error does not say what to write instead"
+
+
+def test_integrations_can_be_imported(tmp_path: Path) -> None:
+    done = python("import bitslab.integrations", tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("module", modules("bitslab"))
+def test_core_imports_point_one_way(module: str) -> None:
+    banned = ONE_WAY.get(part(module), OTHERS)
+    wrong = [
+        found
+        for found in imports(module)
+        if is_under(found.name, "bitslab") and part(found.name) in banned
+    ]
+    assert not wrong, report(module, wrong, f"{module} must not import {sorted(banned)}:")
+
+
+@pytest.mark.parametrize("module", modules("bitslab"))
+def test_core_imports_no_framework_but_torch(module: str) -> None:
+    wrong = [found for found in imports(module) if found.name.split(".")[0] in FRAMEWORKS]
+    assert not wrong, report(module, wrong, "core/ imports no framework but torch:")
+
+
+@pytest.mark.parametrize("module", modules("bitslab"))
+def test_core_imports_itself_relatively(module: str) -> None:
+    names = ("bitslab", *FOLDERS.values())
+    wrong = [
+        found
+        for found in imports(module)
+        if not found.relative and found.name.split(".")[0] in names
+    ]
+    assert not wrong, report(module, wrong, "inside core/, import bitslab by relative imports:")
+
+
+@pytest.mark.parametrize("module", modules("bitslab"))
+def test_core_does_not_import_integrations(module: str) -> None:
+    wrong = [found for found in imports(module) if is_under(found.name, "bitslab.integrations")]
+    assert not wrong, report(module, wrong, "integrations import core, never the other way:")
+
+
+@pytest.mark.parametrize("module", modules("bitslab.integrations"))
+def test_integrations_import_absolutely(module: str) -> None:
+    wrong = [
+        found
+        for found in imports(module)
+        if found.relative or found.name.split(".")[0] in FOLDERS.values()
+    ]
+    assert not wrong, report(module, wrong, "integrations import by absolute `bitslab.` names:")
+
+
+@pytest.mark.parametrize("module", modules("bitslab.integrations"))
+def test_integrations_import_no_other(module: str) -> None:
+    own = ".".join(module.split(".")[:3])
+    wrong = [
+        found
+        for found in imports(module)
+        if is_under(found.name, "bitslab.integrations") and not is_under(found.name, own)
+    ]
+    assert not wrong, report(module, wrong, "an integration imports no other integration:")
+
+
+@pytest.mark.parametrize(
+    ("module", "is_package", "text", "expected"),
+    [
+        ("bitslab.codecs.raw", False, "from .base import RowCodec", "bitslab.codecs.base.RowCodec"),
+        ("bitslab.codecs.raw", False, "from . import base", "bitslab.codecs.base"),
+        ("bitslab.codecs", True, "from . import base", "bitslab.codecs.base"),
+        ("bitslab.codecs", True, "from .. import tensor", "bitslab.tensor"),
+        ("bitslab.codecs.raw", False, "from .. import tensor", "bitslab.tensor"),
+        ("bitslab.codecs.raw", False, "from ..tensor import T", "bitslab.tensor.T"),
+        ("bitslab.codecs.invariant.plan", False, "from ...tensor import T", "bitslab.tensor.T"),
+        ("bitslab.kernels", True, "import_module('.cpu', __package__)", "bitslab.kernels.cpu"),
+        ("bitslab.tensor", False, "def f():\n    import dgl.nn", "dgl.nn"),
+        ("bitslab.tensor", False, "load_optional('rich.table', extra=None)", "rich.table"),
+        ("bitslab.tensor", False, "importlib.import_module('dgl')", "dgl"),
+    ],
+)
+def test_finder_of_imports(module: str, is_package: bool, text: str, expected: str) -> None:
+    (found,) = imports_in(text, module, is_package)
+    assert found.name == expected
