@@ -1,7 +1,7 @@
 """Measure the codecs: ratios on real data, speed on the CPU and on a GPU, beside peers.
 
-    python benchmarks/codec.py            # what this machine can run
-    python benchmarks/codec.py --only gpu --out benchmarks/results/gpu.md
+python benchmarks/codec.py            # what this machine can run
+python benchmarks/codec.py --only gpu --out benchmarks/results/gpu.md
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ import bitslab
 
 def main() -> int:
     """Run the parts asked for and print one table each."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--only", choices=("ratio", "cpu", "gpu"), help="run one part")
     parser.add_argument("--repetitions", type=int, default=7, help="timed runs of each row")
     parser.add_argument("--gpu-bytes", type=int, default=1 << 30, help="raw bytes of a GPU input")

@@ -177,7 +177,9 @@ def over_link(nbytes: int, reps: int) -> Rows:
     """Measure packed data in page-locked host memory that arrives decoded on the device."""
     target = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
     host = [torch.empty(nbytes, dtype=torch.uint8).random_().pin_memory() for _ in range(2)]
-    engine = nbytes / gpu_seconds(lambda i: target.copy_(host[i % 2], non_blocking=True), reps) / 1e9
+    engine = (
+        nbytes / gpu_seconds(lambda i: target.copy_(host[i % 2], non_blocking=True), reps) / 1e9
+    )
     del host
     rows: Rows = [{"data": "plain copy engine", "packed GB/s": engine, "of engine": "100 %"}]
 

@@ -22,7 +22,10 @@ def cpu_seconds(run: Callable[[int], object], repetitions: int) -> float:
 
 
 def gpu_seconds(run: Callable[[int], object], repetitions: int, warm_up: int = 2) -> float:
-    """Return the median time of ``run(i)`` on torch's current stream, by CUDA events."""
+    """Return the median time of ``run(i)`` on torch's current stream, by CUDA events.
+
+    The GPU waits a moment before each run, so that the time of the launch on the host is not in it.
+    """
     for i in range(warm_up):
         run(i)
     torch.cuda.synchronize()
@@ -30,6 +33,7 @@ def gpu_seconds(run: Callable[[int], object], repetitions: int, warm_up: int = 2
     for i in range(warm_up, warm_up + repetitions):
         begin = torch.cuda.Event(enable_timing=True)
         end = torch.cuda.Event(enable_timing=True)
+        torch.cuda._sleep(1_000_000)
         begin.record()
         run(i)
         end.record()

@@ -468,7 +468,7 @@ def _read_config(fields: _Fields, parts: dict[str, torch.Tensor]) -> dict[str, A
 def _read_codec(name: str, config: dict[str, Any]) -> RowCodec:
     cls = get_codec(name)
     try:
-        return cls.from_config(config)
+        codec = cls.from_config(config)
     except BitslabError:
         raise
     except Exception as error:
@@ -476,6 +476,9 @@ def _read_codec(name: str, config: dict[str, Any]) -> RowCodec:
         raise CorruptedDataError(
             f"config does not suit codec {name!r}: {type(error).__name__}: {error}"
         ) from error
+    if not all(_is_count(size) for size in codec.row_shape):
+        raise CorruptedDataError(f"config: row_shape is {list(codec.row_shape)!r}")
+    return codec
 
 
 def _check_geometry(fields: _Fields, shape: tuple[int, ...], codec: RowCodec) -> None:

@@ -1,4 +1,4 @@
-"""The errors that bitslab raises: one base class and a few kinds a caller may want to tell apart."""
+"""The errors that bitslab raises: one base class and the kinds a caller may tell apart."""
 
 from __future__ import annotations
 

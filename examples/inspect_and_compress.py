@@ -43,7 +43,7 @@ def main() -> int:
     link = Link()
     reports, results = [], []
     for name, tensors in datasets.items():
-        print(f"compressing {name}: {len(tensors)} tensors", file=sys.stderr)
+        print(f"compressing {name}", file=sys.stderr)
         packed = {key: bitslab.compress(t) for key, t in tensors.items()}
         reports += [inspect_tensor(f"{name}/{key}", ct, link=link) for key, ct in packed.items()]
         results.append(measure(name, tensors, packed))
@@ -211,7 +211,8 @@ def print_tables(
 
     console = Console(width=None if sys.stdout.isatty() else 140)
     shown = reports if everything else sorted(reports, key=lambda r: -r.raw_bytes)[:20]
-    console.print(f"The {len(shown)} largest of {len(reports)} tensors")
+    if not everything:
+        console.print(f"The {len(shown)} largest of {len(reports)} tensors")
     console.print(build_table(shown, link))
     summary = Table(title="Every bit compared", title_justify="left")
     for heading in ("data", "tensors", "raw MB", "packed MB", "published IBP", "best plan"):

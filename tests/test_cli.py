@@ -51,6 +51,11 @@ def spawn(*arguments: str | Path, **options: Any) -> subprocess.CompletedProcess
     return subprocess.run(command, capture_output=True, text=True, timeout=300, **options)
 
 
+@pytest.fixture(autouse=True)
+def wide_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)  # pytest-xdist sets it
+
+
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     path = tmp_path / "model.safetensors"

@@ -464,6 +464,18 @@ CRAFTED: dict[str, tuple[Edit, str]] = {
     "config-profile": (put("config", "profile", "masks", "AAAA"), "masks has 3 bytes"),
     "config-profile-list": (put("config", "profile", []), "tensor 'packed'"),
     "config-profile-text": (put("config", "profile", "x"), "does not suit codec 'ibp'"),
+    "raw-config-empty": (
+        lambda c: c["tensors"]["raw"].update(config={}),
+        "does not suit codec 'raw'",
+    ),
+    "raw-config-rows": (
+        lambda c: c["tensors"]["raw"]["config"].update(row_shape=["a", "b"]),
+        "row_shape is",
+    ),
+    "raw-config-rows-negative": (
+        lambda c: c["tensors"]["raw"]["config"].update(row_shape=[-1, -1]),
+        "row_shape is",
+    ),
     "n-rows": (put("n_rows", 59), "expected"),
     "n-rows-negative": (put("n_rows", -1), "n_rows is -1"),
     "n-rows-huge": (put("n_rows", 1 << 70), "expected"),

@@ -43,7 +43,9 @@ def assert_gpu_equals_cpu(case) -> None:
 
 
 @pytest.mark.parametrize("clusters", [1, 3], ids=["one-profile", "three-clusters"])
-@pytest.mark.parametrize("variant", [v for v in VARIANTS if v.file == "decode"], ids=lambda v: v.name)
+@pytest.mark.parametrize(
+    "variant", [v for v in VARIANTS if v.file == "decode"], ids=lambda v: v.name
+)
 def test_gpu_packs_and_unpacks_like_the_cpu(variant, clusters):
     for seed in range(2):
         assert_gpu_equals_cpu(make_case(variant, clusters=clusters, seed=seed))

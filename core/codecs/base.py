@@ -140,7 +140,8 @@ class RowCodec(ABC):
 
     def __repr__(self) -> str:
         """Name the codec, its plan and its rows."""
-        return f"<{type(self).__name__} {self.describe()}, rows {list(self.row_shape)} {self.dtype}>"
+        rows = f"rows {list(self.row_shape)} {self.dtype}"
+        return f"<{type(self).__name__} {self.describe()}, {rows}>"
 
 
 def elements(shape: Sequence[int]) -> int:
@@ -216,7 +217,7 @@ def check_out_argument(
     device: torch.device,
     sources: Sequence[torch.Tensor],
 ) -> None:
-    """Refuse an `out` of another shape, dtype or device, or one that shares memory with a source."""
+    """Refuse an `out` of another shape, dtype or device, or one that overlaps a source."""
     if not isinstance(out, torch.Tensor):
         raise ArgumentTypeError(f"out: expected a torch.Tensor, got {type(out).__name__}")
     if out.dtype != dtype:

@@ -16,6 +16,7 @@ from .base import (
     check_out_argument,
     check_rows_argument,
     raise_bad_index,
+    rows_as_bytes,
 )
 
 
@@ -44,6 +45,8 @@ class RawCodec(RowCodec):
     @classmethod
     def fit(cls, sample: torch.Tensor, **options: Any) -> RawCodec:
         """Take shape and dtype from the sample; there are no options."""
+        if not isinstance(sample, torch.Tensor) or sample.dim() < 1:
+            raise ArgumentTypeError(f"sample: expected a torch.Tensor of rows, got {sample!r:.60}")
         if options:
             raise ArgumentTypeError(f"raw: takes no options, got {sorted(options)}")
         return cls(tuple(sample.shape[1:]), sample.dtype)
@@ -63,23 +66,27 @@ class RawCodec(RowCodec):
         """Copy all rows, or those of `indices`, out again."""
         data = packed.parts["rows"]
         target = data.device if out is None else out.device
+        n = packed.n_rows
+        wanted = None
         if indices is not None:
-            wanted = check_indices_argument(indices)
-            if wanted.device.type == "cpu" and wanted.numel():
-                low, high = (int(x) for x in wanted.aminmax())
-                if low < -packed.n_rows or high >= packed.n_rows:
-                    bad = (wanted < -packed.n_rows) | (wanted >= packed.n_rows)
-                    position = int(bad.nonzero()[0])
-                    raise_bad_index(int(wanted[position]), position, packed.n_rows)
-            wanted = torch.where(wanted < 0, wanted + packed.n_rows, wanted).to(data.device)
-        n = packed.n_rows if indices is None else wanted.shape[0]
+            # Indices that are on a GPU come to the host: torch's own check would end the process's
+            # use of that GPU.
+            wanted = check_indices_argument(indices).cpu()
+            n = wanted.shape[0]
+            bad = ((wanted < -packed.n_rows) | (wanted >= packed.n_rows)).nonzero()
+            if len(bad):
+                position = int(bad[0])
+                raise_bad_index(int(wanted[position]), position, packed.n_rows)
+            wanted = torch.where(wanted < 0, wanted + packed.n_rows, wanted)
         if out is not None:
             sources = [data] if indices is None else [data, indices]
             check_out_argument(out, (n, *self.row_shape), self.dtype, target, sources)
-        rows = data if indices is None else data[wanted]
-        if out is None:
-            return rows.clone() if indices is None else rows
-        return out.copy_(rows)
+        if wanted is None:
+            return data.clone() if out is None else out.copy_(data)
+        # Rows are picked as bytes, which every dtype can be viewed as.
+        picked = rows_as_bytes(data, self.row_bytes)[wanted.to(data.device)]
+        rows = picked.view(self.dtype).view(n, *self.row_shape) if n else data[:0]
+        return rows if out is None else out.copy_(rows)
 
     def packed_bytes(self, rows: torch.Tensor) -> torch.Tensor:
         """Return row_bytes for every row."""
@@ -92,7 +99,9 @@ class RawCodec(RowCodec):
         expected = (n_rows, *self.row_shape)
         if rows is None or tuple(rows.shape) != expected or rows.dtype != self.dtype:
             found = "nothing" if rows is None else f"{list(rows.shape)} {rows.dtype}"
-            raise CorruptedDataError(f"raw rows: expected {list(expected)} {self.dtype}, got {found}")
+            raise CorruptedDataError(
+                f"raw rows: expected {list(expected)} {self.dtype}, got {found}"
+            )
         return PackedRows(n_rows, {"rows": rows})
 
     def to_config(self) -> dict[str, Any]:
@@ -102,4 +111,7 @@ class RawCodec(RowCodec):
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> RawCodec:
         """Build the codec that `to_config` described."""
-        return cls(tuple(config["row_shape"]), dtype_from_name(config["dtype"]))
+        shape = config.get("row_shape")
+        if not isinstance(shape, list) or not all(isinstance(s, int) and s >= 0 for s in shape):
+            raise CorruptedDataError(f"raw: row_shape is {shape!r}, expected non-negative integers")
+        return cls(tuple(shape), dtype_from_name(config.get("dtype", "")))

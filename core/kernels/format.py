@@ -160,9 +160,7 @@ class RowLayout:
 
     def to(self, device: torch.device) -> RowLayout:
         """Return the layout with its tables on `device`."""
-        return RowLayout(
-            self.format, self.tables.to(device), self.starts.to(device), self.fields
-        )
+        return RowLayout(self.format, self.tables.to(device), self.starts.to(device), self.fields)
 
 
 @dataclass(frozen=True, eq=False)

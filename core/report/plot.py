@@ -62,12 +62,13 @@ def save_plot(
     figure = Figure(figsize=(9, sum(heights)), layout="constrained")
     axes = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights)[:, 0]
     for ax, (dtype, found) in zip(axes, panels.items(), strict=True):
-        if len(found) <= MOST_LINES:
-            _draw_lines(ax, dtype, found)
-        else:
-            _draw_heat_map(ax, dtype, found)
+        heat_map = len(found) > MOST_LINES
+        (_draw_heat_map if heat_map else _draw_lines)(ax, dtype, found)
         bits = len(found[0].equal_bits)
-        ax.set_title(f"{dtype}: {len(found)} tensor{'s' if len(found) > 1 else ''}", pad=18)
+        ax.set_title(
+            f"{dtype}: {len(found)} tensor{'s' if len(found) > 1 else ''}",
+            pad=18 if heat_map else 6,
+        )
         ax.set_xlabel("bit position (0 = least significant)")
         step = max(1, bits // 16)
         ax.set_xticks(range(0, bits, step))

@@ -47,7 +47,7 @@ def build_table(reports: Sequence[TensorReport], link: Link | None = None) -> Ta
         ["raw MB", "ratio", "saved MB", f"invariant at {INVARIANT_AT:.0%}", "speed-up"],
     )
     for heading, footer in zip(headings[0], footers[:4], strict=True):
-        table.add_column(heading, footer, overflow="fold", no_wrap=heading == "dtype")
+        table.add_column(heading, footer, overflow="fold", no_wrap=heading != "tensor")
     for heading, footer in zip(headings[1], footers[4:], strict=True):
         table.add_column(heading, footer, justify="right", min_width=len(footer))
     for r in reports:

@@ -46,9 +46,7 @@ def make_case(
             row_bytes = 16 * int(rng.integers(4, 90))
         else:
             row_bytes = width * (2 * int(rng.integers(2, 90)) + 1)
-    fmt = RowFormat(
-        row_bytes, width, variant.code_bits, variant.grouped, variant.uniform, clusters
-    )
+    fmt = RowFormat(row_bytes, width, variant.code_bits, variant.grouped, variant.uniform, clusters)
     shape = (clusters, fmt.positions)
     masks = _draw(rng, dtype, shape) | _draw(rng, dtype, shape)
     if variant.byte_field:

@@ -294,6 +294,8 @@ class InvariantCodec(RowCodec):
         if out is not None:
             sources = [*packed.parts.values(), *([] if indices is None else [indices])]
             check_out_argument(out, (n, *self.row_shape), self.dtype, target, sources)
+        if wanted is not None and target.type == "cpu":
+            wanted = wanted.cpu()
         if wanted is not None and wanted.device.type == "cpu":
             position = kernels_for(wanted.device).check_ids(wanted, n_rows)
             if position >= 0:
@@ -407,10 +409,15 @@ class InvariantCodec(RowCodec):
             When the configuration is damaged.
         """
         shape = config.get("row_shape")
-        if not isinstance(shape, list) or not all(isinstance(s, int) and s > 0 for s in shape):
+        if not isinstance(shape, list) or not all(
+            isinstance(s, int) and not isinstance(s, bool) and s > 0 for s in shape
+        ):
             raise CorruptedDataError(f"ibp: row_shape is {shape!r}, expected positive integers")
         dtype = dtype_from_name(config.get("dtype", ""))
-        profile = Profile.from_config(config.get("profile") or {})
+        described = config.get("profile")
+        if not isinstance(described, dict):
+            raise CorruptedDataError(f"ibp: profile is {described!r:.60}, expected a mapping")
+        profile = Profile.from_config(described)
         if elements(shape) * dtype.itemsize != profile.format.row_bytes:
             raise CorruptedDataError("ibp: row_shape and dtype do not fit the profile")
         return cls(profile, tuple(shape), dtype)

@@ -78,6 +78,4 @@ def build_layout(fmt: RowFormat, masks: Array, values: Array) -> RowLayout:
     starts = np.zeros((fmt.clusters, fmt.positions + 1), np.int32)
     np.cumsum(keep_bits, axis=1, out=starts[:, 1:])
     fields = tuple(run_of_ones(int(m)) if fmt.uniform else (0, 0) for m in masks[:, 0])
-    return RowLayout(
-        fmt, torch.from_numpy(tables.view(signed)), torch.from_numpy(starts), fields
-    )
+    return RowLayout(fmt, torch.from_numpy(tables.view(signed)), torch.from_numpy(starts), fields)

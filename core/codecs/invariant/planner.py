@@ -183,9 +183,7 @@ def measure(
     values = top_values(whole, candidate, masks, (1 << max(CODE_BITS)) - 1)
     totals = np.zeros((len(CODE_BITS), 2), np.int64)
     row_words = -(-sample.row_bytes // 4)
-    plan.words_by_option(
-        sample.chunks(candidate.chunk_bytes), masks, values, row_words, totals
-    )
+    plan.words_by_option(sample.chunks(candidate.chunk_bytes), masks, values, row_words, totals)
     scale = 4 * n_rows / len(sample)
     best: Plan | None = None
     for code_bits in CODE_BITS if options.code_bits is None else (options.code_bits,):

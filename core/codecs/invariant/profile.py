@@ -97,9 +97,7 @@ def _flag(config: Mapping[str, Any], key: str) -> bool:
     return value
 
 
-def _array(
-    config: Mapping[str, Any], key: str, f: RowFormat, shape: tuple[int, ...]
-) -> np.ndarray:
+def _array(config: Mapping[str, Any], key: str, f: RowFormat, shape: tuple[int, ...]) -> np.ndarray:
     text = config.get(key)
     try:
         data = base64.b64decode(text if isinstance(text, str) else "?", validate=True)

@@ -156,9 +156,7 @@ def encode_rows(
         bases.numpy(),
         words_out,
     )
-    run_ranges(
-        lambda begin, end: kernel(*arguments, begin, end), rows.shape[0], f.row_bytes
-    )
+    run_ranges(lambda begin, end: kernel(*arguments, begin, end), rows.shape[0], f.row_bytes)
     return words
 
 

@@ -92,9 +92,7 @@ def packed_words(
         best = row_words
         cluster = 0
         for c in range(tables.shape[0]):
-            need = measure_row(
-                rows[r], tables[c], starts[c], values, code_bits, grouped, uniform
-            )
+            need = measure_row(rows[r], tables[c], starts[c], values, code_bits, grouped, uniform)
             if need < best:
                 best = need
                 cluster = c
@@ -370,9 +368,9 @@ def decode_row(
     for group in range(groups):
         first = group * 32
         last = min(first + 32, chunks)
-        full = grouped and (
-            words[group_at + (group >> 5)] >> np.uint32(group & 31)
-        ) & np.uint32(1) == np.uint32(1)
+        full = grouped and (words[group_at + (group >> 5)] >> np.uint32(group & 31)) & np.uint32(
+            1
+        ) == np.uint32(1)
         for i in range(first, last):
             if uniform:
                 if keep_bits == 0:
@@ -397,8 +395,10 @@ def decode_row(
                 if code != ZERO:
                     x |= np.uint64(table[np.int64(code), position])
                 else:
-                    e = read_bits(words, exception_bit) if wide else read_short(
-                        words, exception_bit
+                    e = (
+                        read_bits(words, exception_bit)
+                        if wide
+                        else read_short(words, exception_bit)
                     )
                     exception_bit += popcount(mask)
                     x |= deposit(e, table, keep_section + levels, levels, position) & mask

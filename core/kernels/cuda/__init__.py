@@ -92,7 +92,9 @@ class CupyRunner:
                 f"{where}, out of range for {n_rows} rows; its output was left untouched"
             )
         place = "a row" if where < 0 else f"row {where}"
-        raise CorruptedDataError(f"packed: {place} of an earlier decode on {self._device} is damaged")
+        raise CorruptedDataError(
+            f"packed: {place} of an earlier decode on {self._device} is damaged"
+        )
 
 
 def _runner(device: torch.device) -> CupyRunner:

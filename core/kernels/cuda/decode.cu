@@ -15,6 +15,7 @@
 // Rows with clusters take the decoder of one chunk a lane; the wide ones know their one profile.
 #define CLUSTERED (VECTOR == 1)
 
+enum { NO_ROW = -1, DAMAGED = -2 };
 enum { ERROR_NONE = 0, ERROR_INDEX = 1, ERROR_DAMAGED = 2 };
 
 // What went wrong, in host memory that the CPU can read at any time: {kind, position or row, id, rows}.
@@ -51,7 +52,7 @@ struct Args {
 
 struct alignas(16) Slot {  // a row of a tile
   i64 at;                  // its first word, in the stage or in `words`
-  int length;              // words; 0: raw; -1: no such row
+  int length;              // words; 0: raw; NO_ROW
   int cluster;
 };
 
@@ -61,11 +62,20 @@ __device__ __forceinline__ int size_of(int length, int row_words) { return lengt
 // multiple of 32. Both sides then agree modulo 128 bytes: where they do not, the hardware splits
 // every line in two, which halves the rate at which host memory is read.
 __device__ __forceinline__ void copy_words(u32* stage, const u32* words, i64 origin, i64 from, i64 end, int thread,
-                                           int threads) {
-  const u32* line = words + origin;
-  const int first = (int)(from - origin) >> 2, last = (int)(end - origin + 3) >> 2;
-  for (int u = thread; u < last; u += threads)
-    if (u >= first) copy_async_16(stage + u * 4, line + u * 4);
+                                           const int threads) {
+  const u32* line = words + origin + thread * 4;
+  u32* to = stage + thread * 4;
+  const int units = (int)(end - origin + 3) >> 2;  // of 16 bytes
+  if (thread < units && thread >= (int)(from - origin) >> 2) copy_async_16(to, line);
+  for (int u = thread + threads; u < units; u += 4 * threads) {
+    line += 4 * threads;
+    to += 4 * threads;
+#pragma unroll
+    for (int k = 0; k < 4; ++k)
+      if (u + k * threads < units) copy_async_16(to + k * 4 * threads, line + k * 4 * threads);
+    line += 12 * threads;
+    to += 12 * threads;
+  }
 }
 
 // Fill the tile's slots and start the copies of its words: rows in order, one run of words.
@@ -98,7 +108,7 @@ __device__ __forceinline__ void fetch_run(const Args& a, i64 tile, Slot* slots, 
       const bool wanted = row >= a.row_begin && row < a.row_begin + a.n;
       Slot s;
       s.at = base + up_to_me - size - (STAGED ? origin : 0);
-      s.length = sound && wanted ? length : -1;
+      s.length = sound && wanted ? length : NO_ROW;
       s.cluster = CLUSTERED && a.row_clusters && wanted ? a.row_clusters[row] : 0;
       slots[lane - from] = s;
       if (!sound && wanted) report(a.mailbox, ERROR_DAMAGED, row, 0, a.n_rows);
@@ -115,7 +125,7 @@ __device__ __forceinline__ void fetch_chosen(const Args& a, i64 tile, Slot* slot
     const i64 position = tile * a.tile_rows + j;
     Slot s;
     s.at = 0;
-    s.length = -1;
+    s.length = NO_ROW;
     s.cluster = 0;
     if (position < a.n) {
       i64 row = a.ids[position];
@@ -129,7 +139,7 @@ __device__ __forceinline__ void fetch_chosen(const Args& a, i64 tile, Slot* slot
       const i64 origin = at & ~(i64)31;
       if (CLUSTERED && a.row_clusters) s.cluster = a.row_clusters[row];
       if (at < 0 || at + size > a.n_words || (STAGED && at + size - origin + 4 > a.slot_words)) {
-        s.length = -1;
+        s.length = NO_ROW;
         if (lane == 0) report(a.mailbox, ERROR_DAMAGED, row, 0, a.n_rows);
       } else if (STAGED) {
         s.at = at - origin + j * a.slot_words;
@@ -216,7 +226,7 @@ typedef u32 codes_t;
 // A packed row that a warp works on, and how far it has come.
 struct Cursor {
   const u32* p;
-  int length;         // words; 0: raw; -1: none
+  int length;         // words; NO_ROW; DAMAGED once more exceptions were asked for than there are
   int exception_bit;  // of the next exception
   int stored;         // stored groups before this step
 };
@@ -312,9 +322,9 @@ __device__ __forceinline__ chunk_t payload_chunk(const u32* p, const Positions& 
 }
 
 // Rebuild a lane's VECTOR chunks, from chunk i on, of a packed row. All lanes of the warp take
-// part, those behind the end of the row with i = 0 and no exceptions. False: the row is damaged.
-// There is no branch by lane on the common path, so that the loads of all chunks overlap.
-__device__ __forceinline__ bool rebuild(Cursor& c, const Positions& q, const chunk_t* table, int positions,
+// part, those behind the end of the row with i = 0 and no exceptions. There is no branch by lane on
+// the common path, so that the loads of all chunks overlap.
+__device__ __forceinline__ void rebuild(Cursor& c, const Positions& q, const chunk_t* table, int positions,
                                         codes_t codes, int i, int lane, chunk_t (&x)[VECTOR]) {
 #if UNIFORM
   int bit = i * q.bits;
@@ -342,7 +352,7 @@ __device__ __forceinline__ bool rebuild(Cursor& c, const Positions& q, const chu
       x[v] |= q.value[v];
 #endif
     }
-    return true;
+    return;
   }
 #endif
 #pragma unroll
@@ -350,7 +360,7 @@ __device__ __forceinline__ bool rebuild(Cursor& c, const Positions& q, const chu
     const int code = (int)(codes >> (v * CODE_BITS)) & CODE_MASK;
     if (code) x[v] |= __ldg(table + (i64)code * positions + PLACE(i + v));
   }
-  if (!any) return true;
+  if (!any) return;
   int bits = 0;
 #pragma unroll
   for (int v = 0; v < VECTOR; ++v)
@@ -361,7 +371,10 @@ __device__ __forceinline__ bool rebuild(Cursor& c, const Positions& q, const chu
 #endif
   const int up_to_me = inclusive_scan(bits, lane);
   const int total = __shfl_sync(FULL, up_to_me, 31);
-  if (c.exception_bit + total > c.length * 32) return false;
+  if (c.exception_bit + total > c.length * 32) {
+    c.length = DAMAGED;
+    return;
+  }
   int from = c.exception_bit + up_to_me - bits;
 #pragma unroll
   for (int v = 0; v < VECTOR; ++v)
@@ -372,7 +385,6 @@ __device__ __forceinline__ bool rebuild(Cursor& c, const Positions& q, const chu
       from += POPC(mask);
     }
   c.exception_bit += total;
-  return true;
 }
 
 #if FIELD_LOW >= 0
@@ -392,7 +404,7 @@ __device__ __forceinline__ Bytes load_bytes(const chunk_t* table) {
   }
   return b;
 }
-__device__ __forceinline__ bool rebuild_bytes(Cursor& c, const Bytes& values, u32 codes, int i, int lane, bool inside,
+__device__ __forceinline__ void rebuild_bytes(Cursor& c, const Bytes& values, u32 codes, int i, int lane, bool inside,
                                               uint4& out) {
   // From three bits a code to four, by halves: the selectors of byte_perm.
 #if VECTOR == 8
@@ -420,7 +432,10 @@ __device__ __forceinline__ bool rebuild_bytes(Cursor& c, const Bytes& values, u3
         total += __popc(has) << b;
       }
     }
-    if (c.exception_bit + 8 * total > c.length * 32) return false;
+    if (c.exception_bit + 8 * total > c.length * 32) {
+      c.length = DAMAGED;
+      missed = 0;
+    }
     const u8* from = (const u8*)c.p + (c.exception_bit >> 3) + before;
     while (missed) {
       const int v = __ffs(missed) >> 2;  // bit 4 v + 3 is the (4 v + 4)th: v + 1
@@ -458,7 +473,6 @@ __device__ __forceinline__ bool rebuild_bytes(Cursor& c, const Bytes& values, u3
 #endif
     out = make_uint4(w[0], w[1], w[2], w[3]);
   }
-  return true;
 }
 #endif
 
@@ -504,9 +518,12 @@ __device__ __forceinline__ Places places_of(const Args& a, int cluster) {
   return q;
 }
 
-// What a block keeps over its tiles.
+// What a warp keeps over its tiles.
 struct Kept {
   Places places;
+  int team;                 // warps that share a row: one, unless a tile has fewer rows than warps
+  int first_row, part;      // this warp's first row of a tile, and its part of it
+  int step_begin, step_end; // its steps of a row
 #if UNIFORM && !CLUSTERED
 #if FIELD_LOW >= 0
   Bytes bytes;
@@ -515,6 +532,30 @@ struct Kept {
 #endif
 #endif
 };
+__device__ __forceinline__ Kept prepare(const Args& a) {
+  Kept k;
+  const int warp = threadIdx.x >> 5;
+  const int steps = (a.chunks + STEP_CHUNKS - 1) / STEP_CHUNKS;
+  k.places = places_of(a, 0);
+  k.team = a.tile_rows < WARPS ? WARPS / a.tile_rows : 1;
+  k.first_row = warp / k.team;
+  k.part = warp % k.team;
+  const int part_steps = (steps + k.team - 1) / k.team;
+  k.step_begin = min(steps, k.part * part_steps);
+  k.step_end = min(steps, k.step_begin + part_steps);
+#if UNIFORM && !CLUSTERED
+#if FIELD_LOW >= 0
+  k.bytes = load_bytes(a.tables);
+#else
+  k.positions = load_positions(a.tables, a.starts, 1, 0);
+#endif
+#endif
+  return k;
+}
+
+__device__ __forceinline__ void report_damage(const Args& a, int lane) {
+  if (lane == 0) report(a.mailbox, ERROR_DAMAGED, -1, 0, a.n_rows);
+}
 
 // Decode the rows of a tile that lies in the stage, or in `words`; `first_out` is the row of `out`
 // of the tile's first row.
@@ -524,23 +565,15 @@ __device__ __forceinline__ void decode_tile(const Args& a, const Kept& kept, i64
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   const int positions = UNIFORM ? 1 : a.chunks;
   const int groups = (a.chunks + 31) >> 5;
-  const int steps = (a.chunks + STEP_CHUNKS - 1) / STEP_CHUNKS;
-  int team = 1, part = 0, step_begin = 0, step_end = steps;
-  if (a.tile_rows < WARPS) {  // warps share a row, each takes a run of its steps
-    team = WARPS / a.tile_rows;
-    part = warp % team;
-    const int part_steps = (steps + team - 1) / team;
-    step_begin = min(steps, part * part_steps);
-    step_end = min(steps, step_begin + part_steps);
-  }
-  for (int first = warp / team; first < a.tile_rows; first += ROWS * WARPS) {
+  for (int first = kept.first_row; first < a.tile_rows; first += ROWS * WARPS) {
     Places places = kept.places;
     Cursor cursors[ROWS];
-    u8* out = a.out + (first_out + first) * a.row_bytes;  // of the first of ROWS rows, WARPS apart
+    // Of the first of ROWS rows, WARPS apart; of this lane's chunks in the first step.
+    u8* out = a.out + (first_out + first) * a.row_bytes + (i64)(kept.step_begin * 32 + lane) * VECTOR * CHUNK_BYTES;
 #pragma unroll
     for (int j = 0; j < ROWS; ++j) {
       Cursor& c = cursors[j];
-      c.length = -1;
+      c.length = NO_ROW;
       c.exception_bit = c.stored = 0;
       c.p = stage;
       if (first + j * WARPS < a.tile_rows) {
@@ -549,32 +582,45 @@ __device__ __forceinline__ void decode_tile(const Args& a, const Kept& kept, i64
         c.p = STAGED ? stage + (int)s.at : a.words + s.at;
         if (CLUSTERED && a.row_clusters) places = places_of(a, s.cluster);
       }
+      if (c.length == 0) {
+        u8* to = out + (i64)j * WARPS * a.row_bytes;
+        for (int i = (kept.step_begin * 32 + lane) * VECTOR; i < min(a.chunks, kept.step_end * STEP_CHUNKS);
+             i += STEP_CHUNKS) {
+          chunk_t x[VECTOR];
+#pragma unroll
+          for (int v = 0; v < VECTOR; ++v) x[v] = raw_chunk(c.p, i + v);
+          store_chunks(to, x);
+          to += STEP_CHUNKS * CHUNK_BYTES;
+        }
+        c.length = NO_ROW;
+      }
       if (c.length > 0) {
         int stored = groups;
         if (GROUPED && places.code_at <= c.length) {
-          const int2 count = count_stored(c.p + places.group_at, groups, step_begin * VECTOR, lane);
+          const int2 count = count_stored(c.p + places.group_at, groups, kept.step_begin * VECTOR, lane);
           c.stored = count.x;
           stored = count.y;
         }
         c.exception_bit = (places.code_at + stored * CODE_BITS) * 32;
         if (c.exception_bit > c.length * 32) {
-          if (lane == 0) report(a.mailbox, ERROR_DAMAGED, -1, 0, a.n_rows);
-          c.length = -1;
+          report_damage(a, lane);
+          c.length = NO_ROW;
         }
       }
     }
-    if (team > 1) {  // every warp has one row or none
+    if (kept.team > 1) {  // every warp has one row or none
       Cursor& c = cursors[0];
       int bits = 0;
       if (c.length > 0)
         bits = count_exceptions(c, places.table, positions, places.group_at, places.code_at, groups, a.chunks,
-                                step_begin, step_end, lane);
+                                kept.step_begin, kept.step_end, lane);
       if (lane == 0) part_bits[warp] = bits;
       __syncthreads();
-      for (int before = warp - part; before < warp; ++before) c.exception_bit += part_bits[before];
+      for (int before = warp - kept.part; before < warp; ++before) c.exception_bit += part_bits[before];
       __syncthreads();
     }
-    for (int step = step_begin; step < step_end; ++step) {
+    if (ROWS == 1 && cursors[0].length < 0) continue;
+    for (int step = kept.step_begin; step < kept.step_end; ++step) {
       const int i = (step * 32 + lane) * VECTOR;
       const bool inside = i < a.chunks;
 #if FIELD_LOW < 0 && !(UNIFORM && !CLUSTERED)
@@ -583,35 +629,28 @@ __device__ __forceinline__ void decode_tile(const Args& a, const Kept& kept, i64
 #pragma unroll
       for (int j = 0; j < ROWS; ++j) {
         Cursor& c = cursors[j];
-        if (c.length < 0) continue;
-        u8* to = out + (i64)j * WARPS * a.row_bytes + (i64)i * CHUNK_BYTES;
-        if (c.length == 0) {
-          chunk_t x[VECTOR];
-          if (!inside) continue;
-#pragma unroll
-          for (int v = 0; v < VECTOR; ++v) x[v] = raw_chunk(c.p, i + v);
-          store_chunks(to, x);
-          continue;
-        }
+        if (ROWS > 1 && c.length < 0) continue;
         const codes_t codes = next_codes(c, places.group_at, places.code_at, groups, step, lane, inside);
+        u8* to = out + (i64)j * WARPS * a.row_bytes;
 #if FIELD_LOW >= 0
         uint4 x;
-        const bool sound = rebuild_bytes(c, kept.bytes, codes, i, lane, inside, x);
-        if (sound && inside) *(uint4*)to = x;
+        rebuild_bytes(c, kept.bytes, codes, i, lane, inside, x);
+        if (inside) *(uint4*)to = x;
 #else
-        chunk_t x[VECTOR];
 #if UNIFORM && !CLUSTERED
         const Positions& own = kept.positions;
 #endif
-        const bool sound = rebuild(c, own, places.table, positions, codes, inside ? i : 0, lane, x);
-        if (sound && inside) store_chunks(to, x);
+        chunk_t x[VECTOR];
+        rebuild(c, own, places.table, positions, codes, inside ? i : 0, lane, x);
+        if (inside) store_chunks(to, x);
 #endif
-        if (!sound) {
-          if (lane == 0) report(a.mailbox, ERROR_DAMAGED, -1, 0, a.n_rows);
-          c.length = -1;
-        }
+        if (ROWS == 1 && c.length < 0) step = kept.step_end;
       }
+      out += STEP_CHUNKS * CHUNK_BYTES;
     }
+#pragma unroll
+    for (int j = 0; j < ROWS; ++j)
+      if (cursors[j].length == DAMAGED) report_damage(a, lane);
   }
 }
 
@@ -622,30 +661,20 @@ __device__ __forceinline__ void decode_all(const Args& a, u32* shared) {
   const bool in_order = a.ids == nullptr;
   const i64 first = in_order ? a.row_begin / a.tile_rows : 0;
   const i64 last = in_order ? (a.row_begin + a.n - 1) / a.tile_rows : (a.n - 1) / a.tile_rows;
-  Kept kept;
-  kept.places = places_of(a, 0);
-#if UNIFORM && !CLUSTERED
-#if FIELD_LOW >= 0
-  kept.bytes = load_bytes(a.tables);
-#else
-  kept.positions = load_positions(a.tables, a.starts, 1, 0);
-#endif
-#endif
+  const Kept kept = prepare(a);
+  // The turn before a block's first tile only fetches it.
+  const i64 begin = first + blockIdx.x;
   int half = 0;
-  i64 tile = first + blockIdx.x;
-  if (tile <= last) fetch_tile<STAGED>(a, tile, slots[0], shared);
-  if (STAGED) copy_async_commit();
-  for (; tile <= last; tile += gridDim.x) {
+  for (i64 tile = begin - gridDim.x; tile <= last; tile += gridDim.x) {
+    if (STAGED) copy_async_wait<0>();
+    // Behind this barrier the tile is there, and no warp looks at the one before it any more.
+    __syncthreads();
     const i64 next = tile + gridDim.x;
     if (next <= last) fetch_tile<STAGED>(a, next, slots[half ^ 1], shared + (half ^ 1) * a.stage_words);
-    if (STAGED) {
-      copy_async_commit();
-      copy_async_wait<1>();
-    }
-    __syncthreads();
-    decode_tile<STAGED>(a, kept, tile * a.tile_rows - (in_order ? a.row_begin : 0), slots[half],
-                        shared + half * a.stage_words, part_bits);
-    __syncthreads();
+    if (STAGED) copy_async_commit();
+    if (tile >= begin)
+      decode_tile<STAGED>(a, kept, tile * a.tile_rows - (in_order ? a.row_begin : 0), slots[half],
+                          shared + half * a.stage_words, part_bits);
     half ^= 1;
   }
 }

@@ -1,56 +1,140 @@
-// Packed sizes and packing. One warp a row, one lane a chunk, one step a group of 32 chunks.
+// Packed sizes and packing, one warp a row.
 #include "bits.cuh"
 
-struct Code {
-  int code;       // participation code; 1 for chunks behind the end of the row
-  chunk_t mask;
+#define WIDE (16 / CHUNK_BYTES)  // chunks of a lane when sizes are taken from aligned rows
+#define AHEAD 4                  // groups whose chunks a warp has under way while it packs
+
+// A uniform mask that is one run of at most eight bits gets its codes from a table in shared
+// memory, and its bits move by shifts. The exponents of most floating-point dtypes are such.
+struct Field {
+  const u8* codes;  // code of every value of the field, or null
+  chunk_t mask, low;
+  int shift, bits;  // lowest bit and width of a mask that is one run of ones, else bits = 0
+  int kept_bits;    // bits of a chunk in the payload, of the first cluster
 };
 
-__device__ __forceinline__ Code code_of(
-    chunk_t x, const chunk_t* __restrict__ table, int positions, int i, bool inside) {
-  const chunk_t* at = table + (UNIFORM ? 0 : i);
-  Code c;
-  c.code = 1;
-  c.mask = 0;
-  if (inside) {
-    c.mask = __ldg(at);
-    const chunk_t masked = x & c.mask;
-    c.code = 0;
-#pragma unroll
-    for (int j = (int)CODE_MASK; j >= 1; --j)  // downwards, so that the first match wins
-      if (masked == __ldg(at + j * positions)) c.code = j;
+__device__ __forceinline__ Field find_field(const chunk_t* __restrict__ tables, int clusters, u8* codes) {
+  Field f;
+  f.codes = nullptr;
+  f.bits = f.shift = 0;
+  f.mask = f.low = 0;
+  f.kept_bits = 0;
+#if UNIFORM
+  const chunk_t mask = __ldg(tables);
+  const chunk_t lowest = mask & (~mask + 1);
+  f.kept_bits = CHUNK_BITS - POPC(mask);
+  if (clusters == 1 && mask != 0 && ((mask + lowest) & mask) == 0) {
+    f.mask = mask;
+    f.low = lowest - 1;
+    f.shift = POPC(f.low);
+    f.bits = POPC(mask);
+    if (f.bits <= 8) {
+      if (threadIdx.x < 256) {
+        u8 code = 0;
+        for (int j = (int)CODE_MASK; j >= 1; --j)  // downwards, so that the first match wins
+          if ((__ldg(tables + j) >> f.shift) == threadIdx.x) code = (u8)j;
+        codes[threadIdx.x] = code;
+      }
+      __syncthreads();
+      f.codes = codes;
+    }
   }
-  return c;
+#endif
+#if FIELD_LOW >= 0  // the same, known to the compiler: the exponents of float32 and bfloat16
+  f.shift = FIELD_LOW;
+  f.bits = 8;
+  f.kept_bits = CHUNK_BITS - 8;
+  f.low = ((chunk_t)1 << FIELD_LOW) - 1;
+  f.mask = (chunk_t)255 << FIELD_LOW;
+#endif
+  return f;
+}
+
+// Participation code of a chunk; `at` points to its mask in the table.
+__device__ __forceinline__ int code_of(chunk_t x, chunk_t mask, const chunk_t* __restrict__ at, int positions,
+                                       const Field& f) {
+  if (FIELD_LOW >= 0 || (UNIFORM && f.codes)) return f.codes[(x & mask) >> f.shift];
+  const chunk_t masked = x & mask;
+  int code = 0;
+#pragma unroll
+  for (int j = (int)CODE_MASK; j >= 1; --j)
+    if (masked == __ldg(at + (i64)j * positions)) code = j;
+  return code;
+}
+__device__ __forceinline__ chunk_t payload_of(chunk_t x, chunk_t mask, const chunk_t* at, int positions, const Field& f) {
+  if (UNIFORM && f.bits) return f.bits == CHUNK_BITS ? 0 : (x & f.low) | ((x >> f.bits) & ~f.low);
+  return extract(x & ~mask, at, KEEP_SECTION, positions);
+}
+__device__ __forceinline__ chunk_t exception_of(chunk_t x, chunk_t mask, const chunk_t* at, int positions,
+                                                const Field& f) {
+  if (UNIFORM && f.bits) return (x & mask) >> f.shift;
+  return extract(x & mask, at, MASK_SECTION, positions);
+}
+// Bits of a chunk in the payload.
+__device__ __forceinline__ int kept_bits_of(const Field& f, chunk_t mask) {
+  return FIELD_LOW >= 0 ? f.kept_bits : CHUNK_BITS - POPC(mask);
 }
 __device__ __forceinline__ int payload_words_of(const int* starts, int chunks) {
   return ((UNIFORM ? starts[1] * chunks : starts[chunks]) + 31) >> 5;
+}
+
+template <int V> struct Chunks { stored_t x[V]; };
+template <> struct alignas(16) Chunks<WIDE> { stored_t x[WIDE]; };
+
+// Words of a packed row. V chunks a lane: WIDE when rows are aligned to 16 bytes, else 1.
+template <int V>
+__device__ __forceinline__ int measure_row(const stored_t* __restrict__ row, int chunks,
+                                           const chunk_t* __restrict__ table, const int* __restrict__ starts,
+                                           const Field& f, int lane) {
+  const int positions = UNIFORM ? 1 : chunks;
+  const int groups = (chunks + 31) >> 5;
+  int missed = 0, stored = GROUPED ? 0 : groups;
+  for (int first = 0; first < chunks; first += 32 * V) {
+    const int i = first + lane * V;
+    bool all_first = true;
+    if (i < chunks) {
+      const Chunks<V> c = *(const Chunks<V>*)(row + i);
+#pragma unroll
+      for (int v = 0; v < V; ++v) {
+        const chunk_t* at = table + (UNIFORM ? 0 : i + v);
+        const chunk_t mask = UNIFORM && f.bits ? f.mask : __ldg(at);
+        const int code = code_of(c.x[v], mask, at, positions, f);
+        if (code != 1) all_first = false;
+        if (code == 0) missed += UNIFORM ? 1 : POPC(mask);
+      }
+    }
+    if (GROUPED) {  // a group is 32 / V lanes
+      const u32 leaders = V == 1 ? 1u : FULL / ((1u << (32 / V % 32)) - 1);  // the first lane of each
+      u32 full = __ballot_sync(FULL, all_first);
+#pragma unroll
+      for (int d = 1; d < 32 / V; d <<= 1) full &= full >> d;
+      stored += V - __popc(full & leaders);
+    }
+  }
+  missed = __reduce_add_sync(FULL, missed);
+  if (UNIFORM) missed *= CHUNK_BITS - kept_bits_of(f, __ldg(table));
+  return payload_words_of(starts, chunks) + (GROUPED ? (groups + 31) >> 5 : 0) + stored * CODE_BITS +
+         ((missed + 31) >> 5);
 }
 
 extern "C" __global__ void __launch_bounds__(256) packed_words(
     const stored_t* __restrict__ rows, i64 n_rows, int chunks, int row_words, int clusters,
     const chunk_t* __restrict__ tables, const int* __restrict__ starts, void* __restrict__ lengths,
     int length_bytes, u8* __restrict__ row_clusters) {
+  __shared__ u8 codes[256];
+  const Field f = find_field(tables, clusters, codes);
   const int lane = threadIdx.x & 31;
   const int positions = UNIFORM ? 1 : chunks;
+  const bool wide = ((u64)rows & 15) == 0 && chunks % WIDE == 0;
   const i64 warps = ((i64)gridDim.x * blockDim.x) >> 5;
   for (i64 r = ((i64)blockIdx.x * blockDim.x + threadIdx.x) >> 5; r < n_rows; r += warps) {
     const stored_t* row = rows + r * chunks;
     int best = row_words, cluster = 0;
     for (int c = 0; c < clusters; ++c) {
       const chunk_t* table = tables + (i64)c * SECTIONS * positions;
-      int missed = 0, stored = 0;
-      for (int first = 0; first < chunks; first += 32) {
-        const int i = first + lane;
-        const bool inside = i < chunks;
-        const Code p = code_of(inside ? row[i] : 0, table, positions, i, inside);
-        if (p.code == 0) missed += POPC(p.mask);
-        if (!GROUPED || !__all_sync(FULL, p.code == 1)) ++stored;
-      }
-      missed = __reduce_add_sync(FULL, missed);
-      const int groups = (chunks + 31) >> 5;
-      const int words = payload_words_of(starts + (i64)c * (positions + 1), chunks) +
-                        (GROUPED ? (groups + 31) >> 5 : 0) + stored * CODE_BITS +
-                        ((missed + 31) >> 5);
+      const int* start = starts + (i64)c * (positions + 1);
+      const int words = wide ? measure_row<WIDE>(row, chunks, table, start, f, lane)
+                             : measure_row<1>(row, chunks, table, start, f, lane);
       if (words < best) {
         best = words;
         cluster = c;
@@ -78,11 +162,17 @@ __device__ __forceinline__ void put_bits(u32* to, int bit, chunk_t x, int count)
   if (shift + count > 32) atomicOr(to + i + 1, x >> (32 - shift));
 #endif
 }
+// Store the low bytes of x.
+__device__ __forceinline__ void put_bytes(u8* to, chunk_t x, int count) {
+#pragma unroll
+  for (int b = 0; b < CHUNK_BYTES; ++b)
+    if (b < count) to[b] = (u8)(x >> (8 * b));
+}
 
-// Pack one row into zeroed words.
-__device__ void encode_row(const stored_t* __restrict__ row, int chunks,
-                           const chunk_t* __restrict__ table, const int* __restrict__ starts,
-                           u32* to, int lane) {
+// Pack one row into zeroed words. One lane a chunk, so that a step is a group.
+__device__ __forceinline__ void encode_row(const stored_t* __restrict__ row, int chunks,
+                                           const chunk_t* __restrict__ table, const int* __restrict__ starts,
+                                           const Field& f, u32* to, int lane) {
   const int positions = UNIFORM ? 1 : chunks;
   const int groups = (chunks + 31) >> 5;
   const int group_at = payload_words_of(starts, chunks);
@@ -90,53 +180,67 @@ __device__ void encode_row(const stored_t* __restrict__ row, int chunks,
   int stored = groups;
   if (GROUPED) {  // the exceptions lie behind the codes: count those first
     stored = 0;
-    for (int first = 0; first < chunks; first += 32) {
-      const int i = first + lane;
-      const bool inside = i < chunks;
-      const Code p = code_of(inside ? row[i] : 0, table, positions, i, inside);
-      if (!__all_sync(FULL, p.code == 1)) ++stored;
+    for (int i = lane; i < groups * 32; i += 32) {
+      bool first = true;
+      if (i < chunks) {
+        const chunk_t* at = table + (UNIFORM ? 0 : i);
+        first = code_of(row[i], UNIFORM && f.bits ? f.mask : __ldg(at), at, positions, f) == 1;
+      }
+      if (!__all_sync(FULL, first)) ++stored;
     }
   }
   int exception_bit = (code_at + stored * CODE_BITS) * 32;
   int next_code = code_at;
-  for (int group = 0; group < groups; ++group) {
-    const int i = group * 32 + lane;
-    const bool inside = i < chunks;
-    const chunk_t x = inside ? row[i] : 0;
-    const Code p = code_of(x, table, positions, i, inside);
-    const chunk_t* at = table + (UNIFORM || !inside ? 0 : i);
-    if (inside) {
-      const int bit = UNIFORM ? i * starts[1] : starts[i];
-      put_bits(to, bit, extract(x & ~p.mask, at, KEEP_SECTION, positions),
-               CHUNK_BITS - POPC(p.mask));
-    }
-    if (GROUPED && __all_sync(FULL, p.code == 1)) {
-      if (lane == 0) atomicOr(to + group_at + (group >> 5), 1u << (group & 31));
-      continue;
-    }
-#if CODE_BITS == 1
-    const u32 word = __ballot_sync(FULL, p.code);
-    if (lane == 0) to[next_code] = word;
-#else
-    const int place = lane * CODE_BITS;
+  for (int batch = 0; batch < groups; batch += AHEAD) {
+    stored_t ahead[AHEAD];  // the chunks of several groups are loaded together
 #pragma unroll
-    for (int w = 0; w < CODE_BITS; ++w) {
-      const int shift = place - 32 * w;  // the part of this lane's code that falls into word w
-      u32 part = 0;
-      if (shift >= 0 && shift < 32) part = (u32)p.code << shift;
-      if (shift < 0 && shift > -CODE_BITS) part = (u32)p.code >> -shift;
-      part = __reduce_or_sync(FULL, part);
-      if (lane == 0) to[next_code + w] = part;
+    for (int k = 0; k < AHEAD; ++k) {
+      const int i = (batch + k) * 32 + lane;
+      ahead[k] = i < chunks ? row[i] : 0;
     }
+#pragma unroll
+    for (int k = 0; k < AHEAD; ++k) {
+      const int group = batch + k;
+      if (group >= groups) break;
+      const int i = group * 32 + lane;
+      const chunk_t x = ahead[k];
+      const chunk_t* at = table + (UNIFORM || i >= chunks ? 0 : i);
+      chunk_t mask = 0;
+      int code = 1;  // of the chunks missing from the last group
+      if (i < chunks) {
+        mask = UNIFORM && f.bits ? f.mask : __ldg(at);
+        code = code_of(x, mask, at, positions, f);
+        const chunk_t kept = payload_of(x, mask, at, positions, f);
+        const int bits = kept_bits_of(f, mask);
+        if (UNIFORM && bits % 8 == 0) put_bytes((u8*)to + i * (bits >> 3), kept, bits >> 3);
+        else put_bits(to, UNIFORM ? i * bits : starts[i], kept, bits);
+      }
+      if (GROUPED && __all_sync(FULL, code == 1)) {
+        if (lane == 0) atomicOr(to + group_at + (group >> 5), 1u << (group & 31));
+        continue;
+      }
+#if CODE_BITS == 1
+      const u32 word = __ballot_sync(FULL, code);
+      if (lane == 0) to[next_code] = word;
+#else
+      // Eight codes make CODE_BITS bytes; every eighth lane collects its own and its neighbours'.
+      u32 collected = code;
+#pragma unroll
+      for (int d = 1; d < 8; d <<= 1) collected |= __shfl_down_sync(FULL, collected, d) << (d * CODE_BITS);
+      if ((lane & 7) == 0) {
+#pragma unroll
+        for (int b = 0; b < CODE_BITS; ++b)
+          ((u8*)(to + next_code))[(lane >> 3) * CODE_BITS + b] = (u8)(collected >> (8 * b));
+      }
 #endif
-    next_code += CODE_BITS;
-    const int bits = p.code == 0 ? POPC(p.mask) : 0;
-    if (__any_sync(FULL, bits)) {
-      const int up_to_me = inclusive_scan(bits, lane);
-      if (bits)
-        put_bits(to, exception_bit + up_to_me - bits,
-                 extract(x & p.mask, at, MASK_SECTION, positions), bits);
-      exception_bit += __shfl_sync(FULL, up_to_me, 31);
+      next_code += CODE_BITS;
+      const bool missed = code == 0;
+      if (__any_sync(FULL, missed)) {
+        const int bits = missed ? POPC(mask) : 0;
+        const int up_to_me = inclusive_scan(bits, lane);
+        if (missed) put_bits(to, exception_bit + up_to_me - bits, exception_of(x, mask, at, positions, f), bits);
+        exception_bit += __shfl_sync(FULL, up_to_me, 31);
+      }
     }
   }
 }
@@ -150,13 +254,15 @@ __device__ __forceinline__ u32 raw_word(const u8* row, int row_bytes, int j) {
 }
 
 // `words` is zeroed. Rows of at most stage_words words are put together in shared memory, longer
-// ones (stage_words = 0) in place, with atomics.
+// ones (stage_words = 0) in place.
 extern "C" __global__ void __launch_bounds__(256) encode_rows(
-    const stored_t* __restrict__ rows, i64 n_rows, int chunks, int row_words, int row_bytes,
-    const chunk_t* __restrict__ tables, const int* __restrict__ starts,
-    const void* __restrict__ lengths, int length_bytes, const u8* __restrict__ row_clusters,
-    const i64* __restrict__ bases, u32* __restrict__ words, int stage_words) {
-  extern __shared__ u32 shared[];
+    const stored_t* __restrict__ rows, i64 n_rows, int chunks, int row_words, int row_bytes, int clusters,
+    const chunk_t* __restrict__ tables, const int* __restrict__ starts, const void* __restrict__ lengths,
+    int length_bytes, const u8* __restrict__ row_clusters, const i64* __restrict__ bases, u32* __restrict__ words,
+    int stage_words) {
+  extern __shared__ __align__(128) u32 shared[];
+  __shared__ u8 codes[256];
+  const Field f = find_field(tables, clusters, codes);
   const int lane = threadIdx.x & 31;
   const int positions = UNIFORM ? 1 : chunks;
   u32* stage = shared + (threadIdx.x >> 5) * stage_words;
@@ -179,10 +285,10 @@ extern "C" __global__ void __launch_bounds__(256) encode_rows(
     const chunk_t* table = tables + cluster * SECTIONS * positions;
     const int* start = starts + cluster * (positions + 1);
     if (stage_words == 0) {
-      encode_row(row, chunks, table, start, words + at, lane);
+      encode_row(row, chunks, table, start, f, words + at, lane);
       continue;
     }
-    encode_row(row, chunks, table, start, stage, lane);
+    encode_row(row, chunks, table, start, f, stage, lane);
     __syncwarp();
     for (int j = lane; j < length; j += 32) {
       words[at + j] = stage[j];

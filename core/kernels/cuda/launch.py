@@ -80,7 +80,7 @@ class CudaKernels:
         )
         if n:
             self._runner.launch(
-                _encode_variant(f),
+                _encode_variant(layout),
                 "packed_words",
                 (self._row_blocks(n, 8),),
                 (THREADS,),
@@ -116,7 +116,7 @@ class CudaKernels:
             # word behind it.
             stage_words = f.row_words + 1 if 4 * f.row_words < ENCODE_STAGE_BYTES else 0
             self._runner.launch(
-                _encode_variant(f),
+                _encode_variant(layout),
                 "encode_rows",
                 (self._row_blocks(n, 8),),
                 (THREADS,),
@@ -126,6 +126,7 @@ class CudaKernels:
                     np.int32(f.chunks),
                     np.int32(f.row_words),
                     np.int32(f.row_bytes),
+                    np.int32(f.clusters),
                     layout.tables,
                     layout.starts,
                     lengths,
@@ -291,22 +292,28 @@ def _lines(words: int) -> int:
     return ceil_div(words, 32) * 32
 
 
-def _encode_variant(f: RowFormat) -> Variant:
-    return Variant("encode", f.chunk_bytes, f.code_bits, f.grouped, f.uniform)
+def _encode_variant(layout: RowLayout) -> Variant:
+    f = layout.format
+    byte_field = f.clusters == 1 and _has_byte_field(layout)
+    return Variant(
+        "encode", f.chunk_bytes, f.code_bits, f.grouped, f.uniform, byte_field=byte_field
+    )
 
 
 def _decode_variant(layout: RowLayout, out: torch.Tensor) -> Variant:
     f = layout.format
     vector = widest_vector(f.chunk_bytes, f.uniform)
-    step = vector * f.chunk_bytes
     # Rows with clusters take the decoder of one chunk a lane.
-    if f.clusters > 1 or f.row_bytes % 16 or out.data_ptr() % step:
+    if f.clusters > 1 or f.row_bytes % 16 or out.data_ptr() % (vector * f.chunk_bytes):
         vector = 1
-    low = BYTE_FIELDS.get(f.chunk_bytes)
-    byte_field = (
-        f.uniform and vector > 1 and f.code_bits == 3 and all(x == (low, 8) for x in layout.fields)
-    )
+    byte_field = vector > 1 and _has_byte_field(layout)
     return Variant("decode", f.chunk_bytes, f.code_bits, f.grouped, f.uniform, vector, byte_field)
+
+
+def _has_byte_field(layout: RowLayout) -> bool:
+    f = layout.format
+    low = BYTE_FIELDS.get(f.chunk_bytes)
+    return f.uniform and f.code_bits == 3 and layout.fields[0] == (low, 8)
 
 
 def _aligned(rows: torch.Tensor, chunk_bytes: int) -> torch.Tensor:

@@ -23,7 +23,7 @@ KERNELS: dict[str, tuple[str, ...]] = {
     "decode": ("check_ids", "decode_rows", "decode_long_rows"),
 }
 
-#: Lowest bit of the one-byte exponent fields that have a decoder of their own, by chunk_bytes.
+#: Lowest bit of the one-byte exponent fields that have kernels of their own, by chunk_bytes.
 BYTE_FIELDS = {
     2: EXPONENT_FIELDS[torch.bfloat16][0],
     4: EXPONENT_FIELDS[torch.float32][0],
@@ -88,16 +88,19 @@ class Variant:
             "MASK_SECTION": f.mask_section,
             "SECTIONS": f.sections,
         }
+        defines["FIELD_LOW"] = BYTE_FIELDS[self.chunk_bytes] if self.byte_field else -1
         if self.file == "encode":
             return defines
         first_codes = sum(1 << self.code_bits * v for v in range(self.vector))
-        # Positional masks stay in registers over the rows of a warp; that takes registers.
+        wide = self.vector > 1
+        # Positional masks stay in registers over the rows of a warp, and so do many or long
+        # chunks: then fewer blocks share the registers of a multiprocessor.
+        crowded = wide and (not self.uniform or self.chunk_bytes in (1, 8))
         return defines | {
             "VECTOR": self.vector,
-            "FIELD_LOW": BYTE_FIELDS[self.chunk_bytes] if self.byte_field else -1,
             "FIRST_CODES": f"{first_codes}ull",
-            "ROWS": 2 if self.vector > 1 and not self.uniform else 1,
-            "MIN_BLOCKS": 4 if self.uniform or self.vector == 1 else 3,
+            "ROWS": 2 if wide and not self.uniform else 1,
+            "MIN_BLOCKS": 3 if crowded else 4,
         }
 
     @property
@@ -132,4 +135,5 @@ def all_variants() -> Iterator[Variant]:
         for vector in (1, widest_vector(width, uniform)):
             yield Variant("decode", width, bits, grouped, uniform, vector)
     for width, grouped in product(BYTE_FIELDS, (False, True)):
+        yield Variant("encode", width, 3, grouped, True, byte_field=True)
         yield Variant("decode", width, 3, grouped, True, widest_vector(width, True), True)

@@ -1,0 +1,27 @@
+"""What holds for every test: GPU tests without a GPU, and how hypothesis draws."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from hypothesis import settings
+
+# Asserts outside test_*.py say what differed only when pytest rewrites them.
+pytest.register_assert_rewrite("tests.codecs.contract", "tests.codecs.model")
+
+# The first example of a kernel compiles it, which no deadline allows for. CI draws the same examples
+# every time, so that a change is never blamed for what an older one left behind.
+settings.register_profile("bitslab", deadline=None, max_examples=60)
+settings.register_profile("bitslab-ci", deadline=None, max_examples=30, derandomize=True)
+settings.load_profile("bitslab-ci" if os.environ.get("CI") else "bitslab")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    no_gpu = pytest.mark.skip(reason="marked gpu, and torch sees no CUDA GPU on this machine")
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(no_gpu)

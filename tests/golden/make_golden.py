@@ -1,0 +1,130 @@
+"""Write the golden files: packed rows that every later version must decode.
+
+Run by hand, from the root of the repository, when a codec or a format version is added::
+
+    python tests/golden/make_golden.py
+
+A file that is there is never written again; there is no reason to change one, because bytes that
+were written stay readable. test_golden.py reads the files with what is defined here.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterator, Mapping
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import bitslab
+from bitslab.codecs.invariant import Profile
+from bitslab.kernels.format import RowFormat
+
+FOLDER = Path(__file__).parent
+ROWS = 3
+#: Chunks of a row by their width: of two groups, one short, where that is cheap to keep. Bytes need
+#: more chunks than that to be packed at all.
+CHUNKS = {1: 99, 2: 33, 4: 33, 8: 33}
+FEW_CHUNKS = {1: 99, 2: 33, 4: 9, 8: 5}  # with a mask for each and no group bits
+
+Case = tuple[bitslab.RowCodec, torch.Tensor]
+
+
+def formats() -> Iterator[RowFormat]:
+    """Every chunk width with every code width; of the switches a half and its opposite."""
+    for i, (width, code_bits) in enumerate(product((1, 2, 4, 8), (1, 2, 3))):
+        switches = (bool(i & 1), bool(i & 2), bool((i + i // 4) & 1))
+        for flip in (False, True):
+            grouped, uniform, clustered = (switch != flip for switch in switches)
+            chunks = (CHUNKS if grouped or uniform else FEW_CHUNKS)[width]
+            clusters = 2 if clustered else 1
+            yield RowFormat(chunks * width, width, code_bits, grouped, uniform, clusters)
+
+
+def name_of(fmt: RowFormat) -> str:
+    words = ["ibp1", f"{fmt.chunk_bytes}B", f"k{fmt.code_bits}"]
+    words.append("uniform" if fmt.uniform else "positional")
+    words += ["grouped"] if fmt.grouped else []
+    words += [f"x{fmt.clusters}"] if fmt.clusters > 1 else []
+    return "-".join(words)
+
+
+def names() -> list[str]:
+    """Return the names of all golden files, without the ending."""
+    return ["raw1", *map(name_of, formats())]
+
+
+def make_invariant(fmt: RowFormat) -> Case:
+    """One row with few exceptions, one with all values and more exceptions, one that stays raw."""
+    rng = np.random.default_rng(list(name_of(fmt).encode()))
+    dtype = np.dtype(f"<u{fmt.chunk_bytes}")
+
+    def draw(*shape: int) -> np.ndarray:
+        size = int(np.prod(shape)) * fmt.chunk_bytes
+        return rng.integers(0, 256, size, dtype=np.uint8).view(dtype).reshape(shape)
+
+    masks = draw(fmt.clusters, fmt.positions) | draw(fmt.clusters, fmt.positions)
+    if fmt.uniform:  # one run of ones, as of an exponent, and scattered bits
+        width = 8 * fmt.chunk_bytes
+        masks[0] = ((1 << (width * 5 // 8)) - 1) << (width // 8)
+    values = draw(fmt.clusters, fmt.positions, fmt.values) & masks[..., None]
+    rows = draw(ROWS, fmt.chunks)
+    for r, (share, most) in enumerate(((0.97, 1), (0.9, fmt.values))):
+        cluster = r % fmt.clusters
+        code = rng.integers(0, most, fmt.chunks)
+        value = np.broadcast_to(values[cluster], (fmt.chunks, fmt.values))
+        value = np.take_along_axis(value, code[:, None], 1)[:, 0]
+        hit = rng.random(fmt.chunks) < share
+        rows[r] = np.where(hit, (rows[r] & ~masks[cluster]) | value, rows[r])
+    raw = torch.from_numpy(rows.view(np.uint8).reshape(ROWS, fmt.row_bytes).copy())
+    codec = bitslab.InvariantCodec(Profile(fmt, masks, values), (fmt.row_bytes,), torch.uint8)
+    return codec, raw
+
+
+def make(name: str) -> Case:
+    if name == "raw1":
+        numbers = [[0.0, -0.0, 1.5], [float("inf"), float("-inf"), float("nan")]]
+        return bitslab.RawCodec((3,), torch.bfloat16), torch.tensor(numbers, dtype=torch.bfloat16)
+    return make_invariant(next(fmt for fmt in formats() if name_of(fmt) == name))
+
+
+def tensor_to_json(t: torch.Tensor) -> dict[str, Any]:
+    data = t.contiguous().view(torch.uint8).numpy().tobytes()
+    name = str(t.dtype).removeprefix("torch.")
+    return {"dtype": name, "shape": list(t.shape), "data": base64.b64encode(data).decode()}
+
+
+def tensor_from_json(content: Mapping[str, Any]) -> torch.Tensor:
+    data = bytearray(base64.b64decode(content["data"]))
+    flat = torch.frombuffer(data, dtype=torch.uint8).view(getattr(torch, content["dtype"]))
+    return flat.view(content["shape"])
+
+
+def write(name: str) -> bool:
+    """Write a file that is not there yet."""
+    path = FOLDER / f"{name}.json"
+    if path.exists():
+        return False
+    codec, rows = make(name)
+    packed = codec.encode(rows)
+    content = {
+        "codec": codec.name,
+        "config": codec.to_config(),
+        "rows": tensor_to_json(rows),
+        "parts": {key: tensor_to_json(part) for key, part in packed.parts.items()},
+    }
+    path.write_text(json.dumps(content, indent=1) + "\n")
+    return True
+
+
+def main() -> None:
+    for name in names():
+        print(("wrote " if write(name) else "kept  ") + name)
+
+
+if __name__ == "__main__":
+    main()
