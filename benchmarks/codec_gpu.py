@@ -20,6 +20,12 @@ from bitslab.codecs.invariant.profile import Profile
 from bitslab.kernels.format import RowFormat
 
 Rows = list[dict[str, Any]]
+PUBLISHED: dict[str, Any] = {
+    "chunk_bytes": 4,
+    "code_bits": 1,
+    "grouped": False,
+    "uniform": False,
+}
 SETS = 3  # inputs that the repetitions rotate through
 
 
@@ -27,6 +33,13 @@ def normal(n: int, columns: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
     """Return normal values of deviation 0.02, the size of trained weights."""
     generator = torch.Generator("cuda").manual_seed(seed)
     return (torch.randn(n, columns, device="cuda", generator=generator) * 0.02).to(dtype)
+
+
+def sparse(n: int, columns: int, seed: int) -> torch.Tensor:
+    """Return float32 rows like bag-of-words features: 0.9 % ones, scaled to sum to 1."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    ones = (torch.rand(n, columns, device="cuda", generator=generator) < 0.009).float()
+    return ones / ones.sum(1, keepdim=True).clamp(min=1)
 
 
 def masked(codec: InvariantCodec, n: int, seed: int) -> torch.Tensor:
@@ -117,15 +130,49 @@ def on_device(nbytes: int, reps: int) -> Rows:
             rows.append(
                 device_row(f"{row_bytes} B rows, {saved:.0%} saved", make, codec, copy, reps)
             )
-    codec = InvariantCodec.fit(
-        normal(4096, 256, torch.float32, 99),
-        chunk_bytes=4,
-        code_bits=1,
-        grouped=False,
-        uniform=False,
-    )
+    codec = InvariantCodec.fit(normal(4096, 256, torch.float32, 99), **PUBLISHED)
     make = lambda seed: normal(nbytes // 1024, 256, torch.float32, seed)  # noqa: E731
     rows.append(device_row("float32 normal, 1 KB rows", make, codec, copy, reps))
+    for options, label in (
+        ({}, "sparse float32, 14.8 KB rows"),
+        (PUBLISHED, "sparse float32, 14.8 KB rows"),
+    ):
+        codec = InvariantCodec.fit(sparse(2048, 3703, 99), **options)
+        make = lambda seed: sparse(nbytes // (4 * 3703), 3703, seed)  # noqa: E731
+        rows.append(device_row(label, make, codec, copy, reps))
+    return rows
+
+
+def chosen_rows(nbytes: int, reps: int) -> Rows:
+    """Measure the decoding of random rows, beside torch's index_select on the raw tensor."""
+    rows: Rows = []
+    for label, dtype, row_bytes in (
+        ("float32 normal, 1 KB rows", torch.float32, 1024),
+        ("bfloat16 normal, 2 KB rows", torch.bfloat16, 2048),
+        ("bfloat16 normal, 256 B rows", torch.bfloat16, 256),
+    ):
+        columns = row_bytes // dtype.itemsize
+        x = normal(nbytes // row_bytes, columns, dtype, 5)
+        codec = InvariantCodec.fit(x[:4096], chunk_bytes=dtype.itemsize, uniform=True)
+        packed = codec.encode(x)
+        n = len(x) // 4
+        ids = [torch.randint(0, len(x), (n,), device="cuda") for _ in range(reps + 2)]
+        out = torch.empty(n, columns, dtype=dtype, device="cuda")
+        codec.decode(packed, ids[0], out=out)
+        check(codec, out, x[ids[0]])
+        mine = gpu_seconds(
+            lambda i, c=codec, p=packed, o=out, j=ids: c.decode(p, j[i], out=o), reps
+        )
+        peer = gpu_seconds(lambda i, t=x, o=out, j=ids: torch.index_select(t, 0, j[i], out=o), reps)
+        rows.append(
+            {
+                "data": label,
+                "rows": f"{n:,} random",
+                "decode GB/s": out.nbytes / mine / 1e9,
+                "raw index_select GB/s": out.nbytes / peer / 1e9,
+                "ratio of rates": peer / mine,
+            }
+        )
     return rows
 
 
@@ -252,6 +299,9 @@ def run(arguments: argparse.Namespace) -> dict[str, Rows]:
     nbytes = arguments.gpu_bytes
     name = torch.cuda.get_device_name()
     tables = {f"On the device: {name}": on_device(nbytes, arguments.repetitions)}
+    tables["Random rows out of packed rows on the device"] = chosen_rows(
+        nbytes, arguments.repetitions
+    )
     peers = nvcomp_rows(min(nbytes, 256 << 20), arguments.repetitions)
     if peers:
         tables["nvCOMP on the same values, on the device"] = peers

@@ -11,8 +11,8 @@ from hypothesis import settings
 # Asserts outside test_*.py say what differed only when pytest rewrites them.
 pytest.register_assert_rewrite("tests.codecs.contract", "tests.codecs.model")
 
-# The first example of a kernel compiles it, which no deadline allows for. CI draws the same examples
-# every time, so that a change is never blamed for what an older one left behind.
+# The first example compiles kernels, which no deadline allows for. CI draws the same examples every
+# time, so that no change is blamed for what was there before it.
 settings.register_profile("bitslab", deadline=None, max_examples=60)
 settings.register_profile("bitslab-ci", deadline=None, max_examples=30, derandomize=True)
 settings.load_profile("bitslab-ci" if os.environ.get("CI") else "bitslab")

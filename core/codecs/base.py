@@ -153,17 +153,30 @@ def elements(shape: Sequence[int]) -> int:
 
 
 def rows_as_bytes(t: torch.Tensor, row_bytes: int) -> torch.Tensor:
-    """View (or copy, when not contiguous) ``[N, ...]`` as uint8 ``[N, row_bytes]``."""
-    flat = t.detach().contiguous()
-    if flat.dim() == 1:  # a view as bytes needs a dimension to widen
-        flat = flat.unsqueeze(1)
+    """View ``[N, ...]`` as uint8 ``[N, row_bytes]``; a copy where its bits do not lie in order."""
+    # Lazy conjugates and negatives do not hold the bits that they show.
+    flat = t.detach().resolve_conj().resolve_neg().contiguous().flatten()
     return flat.view(torch.uint8).view(t.shape[0], row_bytes)
+
+
+def bits_in_order(t: torch.Tensor) -> bool:
+    """Tell whether `rows_as_bytes` is a view of `t`, so that writing to it writes to `t`."""
+    return t.is_contiguous() and not t.is_conj() and not t.is_neg()
+
+
+def check_tensor_argument(name: str, t: torch.Tensor) -> None:
+    """Refuse what is no ordinary tensor on a CPU or GPU."""
+    if not isinstance(t, torch.Tensor):
+        raise ArgumentTypeError(f"{name}: expected a torch.Tensor, got {type(t).__name__}")
+    if t.layout != torch.strided or t.is_quantized:
+        raise ArgumentTypeError(f"{name}: expected a dense tensor, got layout {t.layout}")
+    if t.device.type not in ("cpu", "cuda"):
+        raise ArgumentTypeError(f"{name}: on {t.device}, accepted are cpu and cuda")
 
 
 def check_rows_argument(codec: RowCodec, rows: torch.Tensor) -> None:
     """Refuse rows of another dtype or shape than the codec was fitted for."""
-    if not isinstance(rows, torch.Tensor):
-        raise ArgumentTypeError(f"rows: expected a torch.Tensor, got {type(rows).__name__}")
+    check_tensor_argument("rows", rows)
     if rows.dtype != codec.dtype:
         raise ArgumentTypeError(f"rows: dtype {rows.dtype}, the codec was fitted for {codec.dtype}")
     if rows.dim() < 1 or tuple(rows.shape[1:]) != codec.row_shape:
@@ -171,10 +184,37 @@ def check_rows_argument(codec: RowCodec, rows: torch.Tensor) -> None:
         raise ArgumentError(f"rows: shape {list(rows.shape)}, the codec was fitted for {expected}")
 
 
+def check_packed_argument(
+    packed: PackedRows, expected: Mapping[str, tuple[torch.dtype, tuple[int | None, ...]]]
+) -> None:
+    """Refuse packed rows whose parts are not tensors of these dtypes and shapes on one device.
+
+    A size of None stands for any.
+    """
+    if not isinstance(packed, PackedRows):
+        raise ArgumentTypeError(f"packed: expected PackedRows, got {type(packed).__name__}")
+    if set(packed.parts) != set(expected):
+        raise ArgumentError(
+            f"packed: has parts {sorted(packed.parts)}, this codec's are {sorted(expected)}"
+        )
+    for name, (dtype, shape) in expected.items():
+        part = packed.parts[name]
+        check_tensor_argument(f"packed: {name}", part)
+        fits = len(shape) == part.dim() and all(
+            want in (None, have) for want, have in zip(shape, part.shape, strict=True)
+        )
+        if part.dtype != dtype or not fits or not part.is_contiguous():
+            raise ArgumentError(
+                f"packed: {name} is {list(part.shape)} {part.dtype}, "
+                f"expected {['any' if n is None else n for n in shape]} {dtype} for its rows"
+            )
+        if part.device != packed.device:
+            raise ArgumentTypeError(f"packed: {name} on {part.device}, others on {packed.device}")
+
+
 def check_indices_argument(indices: torch.Tensor) -> torch.Tensor:
     """Return `indices` as contiguous int64 ``[n]``, or refuse them."""
-    if not isinstance(indices, torch.Tensor):
-        raise ArgumentTypeError(f"indices: expected a torch.Tensor, got {type(indices).__name__}")
+    check_tensor_argument("indices", indices)
     if indices.dtype not in _INDEX_DTYPES:
         raise ArgumentTypeError(
             f"indices: dtype {indices.dtype}, accepted are int64, int32, int16, int8 and uint8"
@@ -218,8 +258,7 @@ def check_out_argument(
     sources: Sequence[torch.Tensor],
 ) -> None:
     """Refuse an `out` of another shape, dtype or device, or one that overlaps a source."""
-    if not isinstance(out, torch.Tensor):
-        raise ArgumentTypeError(f"out: expected a torch.Tensor, got {type(out).__name__}")
+    check_tensor_argument("out", out)
     if out.dtype != dtype:
         raise ArgumentTypeError(f"out: dtype {out.dtype}, expected {dtype}")
     if out.device != device:

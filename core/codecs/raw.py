@@ -14,7 +14,9 @@ from .base import (
     RowCodec,
     check_indices_argument,
     check_out_argument,
+    check_packed_argument,
     check_rows_argument,
+    check_tensor_argument,
     raise_bad_index,
     rows_as_bytes,
 )
@@ -45,8 +47,9 @@ class RawCodec(RowCodec):
     @classmethod
     def fit(cls, sample: torch.Tensor, **options: Any) -> RawCodec:
         """Take shape and dtype from the sample; there are no options."""
-        if not isinstance(sample, torch.Tensor) or sample.dim() < 1:
-            raise ArgumentTypeError(f"sample: expected a torch.Tensor of rows, got {sample!r:.60}")
+        check_tensor_argument("sample", sample)
+        if sample.dim() < 1:
+            raise ArgumentTypeError("sample: expected rows, got a tensor with no dimension")
         if options:
             raise ArgumentTypeError(f"raw: takes no options, got {sorted(options)}")
         return cls(tuple(sample.shape[1:]), sample.dtype)
@@ -54,7 +57,8 @@ class RawCodec(RowCodec):
     def encode(self, rows: torch.Tensor) -> PackedRows:
         """Copy the rows."""
         check_rows_argument(self, rows)
-        data = rows.detach().clone(memory_format=torch.contiguous_format)
+        data = rows.detach().resolve_conj().resolve_neg()
+        data = data.clone(memory_format=torch.contiguous_format)
         return PackedRows(rows.shape[0], {"rows": data})
 
     def decode(
@@ -64,8 +68,11 @@ class RawCodec(RowCodec):
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Copy all rows, or those of `indices`, out again."""
+        n_rows = getattr(packed, "n_rows", None)
+        check_packed_argument(packed, {"rows": (self.dtype, (n_rows, *self.row_shape))})
         data = packed.parts["rows"]
-        target = data.device if out is None else out.device
+        if out is not None:
+            check_tensor_argument("out", out)
         n = packed.n_rows
         wanted = None
         if indices is not None:
@@ -80,13 +87,17 @@ class RawCodec(RowCodec):
             wanted = torch.where(wanted < 0, wanted + packed.n_rows, wanted)
         if out is not None:
             sources = [data] if indices is None else [data, indices]
-            check_out_argument(out, (n, *self.row_shape), self.dtype, target, sources)
-        if wanted is None:
-            return data.clone() if out is None else out.copy_(data)
+            check_out_argument(out, (n, *self.row_shape), self.dtype, out.device, sources)
         # Rows are picked as bytes, which every dtype can be viewed as.
-        picked = rows_as_bytes(data, self.row_bytes)[wanted.to(data.device)]
-        rows = picked.view(self.dtype).view(n, *self.row_shape) if n else data[:0]
-        return rows if out is None else out.copy_(rows)
+        rows = rows_as_bytes(data, self.row_bytes)
+        if data.device.type == "cpu":
+            # By numpy: a forked child hangs in torch's own threads.
+            picked = rows.numpy()[slice(None) if wanted is None else wanted.numpy()]
+            rows = torch.from_numpy(picked.copy() if wanted is None else picked)
+        else:
+            rows = rows.clone() if wanted is None else rows[wanted.to(data.device)]
+        result = rows.flatten().view(self.dtype).view(n, *self.row_shape)
+        return result if out is None else out.copy_(result)
 
     def packed_bytes(self, rows: torch.Tensor) -> torch.Tensor:
         """Return row_bytes for every row."""
@@ -95,12 +106,14 @@ class RawCodec(RowCodec):
 
     def adopt(self, n_rows: int, parts: Mapping[str, torch.Tensor]) -> PackedRows:
         """Check shape and dtype of the rows."""
-        rows = parts.get("rows")
+        if set(parts) != {"rows"}:
+            raise CorruptedDataError(f"raw rows: parts {sorted(parts)}, expected ['rows']")
+        rows = parts["rows"]
         expected = (n_rows, *self.row_shape)
-        if rows is None or tuple(rows.shape) != expected or rows.dtype != self.dtype:
-            found = "nothing" if rows is None else f"{list(rows.shape)} {rows.dtype}"
+        if tuple(rows.shape) != expected or rows.dtype != self.dtype:
             raise CorruptedDataError(
-                f"raw rows: expected {list(expected)} {self.dtype}, got {found}"
+                f"raw rows: expected {list(expected)} {self.dtype}, "
+                f"got {list(rows.shape)} {rows.dtype}"
             )
         return PackedRows(n_rows, {"rows": rows})
 
@@ -111,6 +124,8 @@ class RawCodec(RowCodec):
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> RawCodec:
         """Build the codec that `to_config` described."""
+        if not isinstance(config, Mapping):
+            raise CorruptedDataError(f"raw: configuration is {config!r:.60}, expected a mapping")
         shape = config.get("row_shape")
         if not isinstance(shape, list) or not all(isinstance(s, int) and s >= 0 for s in shape):
             raise CorruptedDataError(f"raw: row_shape is {shape!r}, expected non-negative integers")

@@ -147,12 +147,13 @@ def row_words(
     payload = -(-int((width - masked_bits).sum()) // 32)
     exceptions = -(-(missed * masked_bits).sum(1) // 32)
     groups = -(-count // 32)
-    if not grouped:
-        return payload + groups * code_bits + exceptions
-    not_first = np.zeros((n, groups * 32), bool)
-    not_first[:, :count] = ~matches[..., 0]
-    stored = not_first.reshape(n, groups, 32).any(-1).sum(1)
-    return payload + -(-groups // 32) + stored * code_bits + exceptions
+    codes: Any = groups * code_bits
+    if grouped:
+        not_first = np.zeros((n, groups * 32), bool)
+        not_first[:, :count] = ~matches[..., 0]
+        codes = -(-groups // 32) + not_first.reshape(n, groups, 32).any(-1).sum(1) * code_bits
+    words: np.ndarray = payload + codes + exceptions
+    return words
 
 
 def packed_bits(chunks: np.ndarray, masks: np.ndarray, values: np.ndarray) -> np.ndarray:
@@ -163,7 +164,8 @@ def packed_bits(chunks: np.ndarray, masks: np.ndarray, values: np.ndarray) -> np
     """
     n, count = chunks.shape
     saved = (((chunks & masks) == values) * np.bitwise_count(masks).astype(np.int64)).sum(1)
-    return np.full(n, 8 * chunks.itemsize * count) - saved + count
+    left: np.ndarray = np.full(n, 8 * chunks.itemsize * count) - saved + count
+    return left
 
 
 def bit_shares(chunks: np.ndarray) -> np.ndarray:
@@ -171,19 +173,23 @@ def bit_shares(chunks: np.ndarray) -> np.ndarray:
     n, count = chunks.shape
     flat = np.ascontiguousarray(chunks).view(np.uint8).reshape(n, -1)
     bits = np.unpackbits(flat, axis=1, bitorder="little")
-    return bits.sum(0).reshape(count, -1) / n
+    shares: np.ndarray = bits.sum(0).reshape(count, -1) / n
+    return shares
 
 
 def threshold_masks(shares: np.ndarray, threshold: float, dtype: np.dtype) -> np.ndarray:
     """Return ``[C]`` masks: the bits on which at least `threshold` of the rows agree."""
     invariant = np.maximum(shares, 1 - shares) >= threshold - 1e-9
     weights = np.left_shift(np.uint64(1), np.arange(shares.shape[1], dtype=np.uint64))
-    return (invariant * weights).sum(1, dtype=np.uint64).astype(dtype)
+    masks: np.ndarray = (invariant * weights).sum(1, dtype=np.uint64).astype(dtype)
+    return masks
 
 
 def majority_values(shares: np.ndarray, masks: np.ndarray) -> np.ndarray:
     """Return the paper's Bitval: for each bit of the mask what most rows have."""
-    return threshold_masks(np.where(shares > 0.5, 1.0, 0.5), 0.75, masks.dtype) & masks
+    majority = threshold_masks(np.where(shares > 0.5, 1.0, 0.5), 0.75, masks.dtype)
+    values: np.ndarray = majority & masks
+    return values
 
 
 def frequent_values(chunks: np.ndarray, masks: np.ndarray) -> np.ndarray:

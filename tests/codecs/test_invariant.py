@@ -12,13 +12,21 @@ import torch
 
 import bitslab
 from bitslab import InvariantCodec
+from bitslab.codecs.invariant import Profile
+from bitslab.codecs.invariant.planner import SAMPLE_BYTES
 from bitslab.kernels.cuda.source import Variant
+from bitslab.kernels.format import RowFormat
 from tests.codecs import model
 from tests.helpers import DTYPES, bits_of, dtype_id, packable, random_bits, same_bits
 from tests.kernels.cases import make_case
 
 PUBLISHED: dict[str, Any] = {"code_bits": 1, "grouped": False, "uniform": False}
 WIDTHS = [1, 2, 4, 8]
+
+
+@pytest.fixture(autouse=True)
+def torch_draws_the_same() -> None:
+    torch.manual_seed(0)
 
 
 def format_of(codec: InvariantCodec) -> Any:
@@ -316,9 +324,6 @@ def test_packed_rows_are_as_the_format_says(
 
 
 def test_masks_of_all_bits_and_of_none_are_read_too() -> None:
-    from bitslab.codecs.invariant import Profile
-    from bitslab.kernels.format import RowFormat
-
     for width, full in product(WIDTHS, (False, True)):
         dtype = np.dtype(f"<u{width}")
         fmt = RowFormat(40 * width, width, 2, True, True)
@@ -341,11 +346,6 @@ def two_populations(n: int = 600, columns: int = 64) -> torch.Tensor:
     small, large = torch.rand(n // 2, columns) * 1e-9, torch.rand(n // 2, columns) * 1e9
     rows = torch.stack([small, large], 1).reshape(n, columns)
     return rows.to(torch.bfloat16)
-
-
-@pytest.fixture(autouse=True)
-def torch_draws_the_same() -> None:
-    torch.manual_seed(0)
 
 
 def test_clusters_pay_on_rows_of_two_populations() -> None:
@@ -452,7 +452,7 @@ def test_free_choice_is_no_worse_than_any_fixed_one(dtype: torch.dtype) -> None:
     rows = packable(dtype, (48, 64))
     best = stored_bytes(InvariantCodec.fit(rows), rows)
     for code_bits, grouped, uniform in product((1, 3), (False, True), (False, True)):
-        options = {"code_bits": code_bits, "grouped": grouped, "uniform": uniform}
+        options: dict[str, Any] = {"code_bits": code_bits, "grouped": grouped, "uniform": uniform}
         assert best <= stored_bytes(InvariantCodec.fit(rows, **options), rows)
 
 
@@ -483,11 +483,11 @@ def test_random_bytes_grow_by_no_more_than_a_thousandth(dtype: torch.dtype, row_
 
 @pytest.mark.parametrize("columns", [1, 3, 64, 256, 1000])
 def test_random_bytes_in_short_rows_grow_by_the_metadata_alone(columns: int) -> None:
-    rows = random_bits(torch.uint8, (2000, columns))
+    rows = random_bits(torch.uint8, (500, columns))
     codec = InvariantCodec.fit(rows)
     words = 4 * -(-columns // 4)  # a raw row ends on a word
-    assert codec.encode(rows).nbytes <= 2000 * words + codec.row_metadata_bytes(2000)
-    assert codec.row_metadata_bytes(2000) <= 1.3 * 2000 + 32
+    assert codec.encode(rows).nbytes <= 500 * words + codec.row_metadata_bytes(500)
+    assert codec.row_metadata_bytes(500) <= 1.3 * 500 + 32
     assert bitslab.compress(rows).nbytes <= rows.nbytes  # what users call keeps them raw
 
 
@@ -497,7 +497,7 @@ def test_weights_like_bfloat16_saves_28_percent() -> None:
 
 
 def test_bags_of_words_pack_40_times_and_20_times_as_published() -> None:
-    rows = (torch.rand(1500, 3703) < 0.009).float()
+    rows = (torch.rand(1000, 3703) < 0.009).float()
     rows /= rows.sum(1, keepdim=True).clamp(min=1)
     best = InvariantCodec.fit(rows)
     assert rows.nbytes > 40 * stored_bytes(best, rows)
@@ -569,23 +569,25 @@ def assert_tenth_is_enough(rows: torch.Tensor, options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("clusters", [1, 4])
 def test_one_seed_gives_one_codec(clusters: int) -> None:
-    rows = two_populations(40_000)  # more than a sample, so that rows are drawn
-    rows = torch.cat([rows, packable(torch.bfloat16, (10_000, 64))])
+    rows = torch.cat([two_populations(30_000), packable(torch.bfloat16, (4000, 64))])
+    assert rows.nbytes > SAMPLE_BYTES  # so that rows are drawn
     codecs = []
-    for torch_seed in (1, 2, 3):
+    for torch_seed in (1, 2):
         torch.manual_seed(torch_seed)
         np.random.seed(torch_seed)
         codecs.append(InvariantCodec.fit(rows, seed=7, clusters=clusters, **PUBLISHED))
-    assert codecs[0] == codecs[1] == codecs[2]
+    assert codecs[0] == codecs[1]
     assert torch.equal(codecs[0].packed_bytes(rows), codecs[1].packed_bytes(rows))
 
 
 def test_fitting_leaves_the_generators_alone() -> None:
-    rows = two_populations(40_000)
-    states = torch.get_rng_state(), np.random.get_state()[1].copy()
+    rows = two_populations(34_000)
+    torch_state = torch.get_rng_state()
+    numpy_state: Any = np.random.get_state()
     InvariantCodec.fit(rows, clusters=3)
-    assert torch.equal(torch.get_rng_state(), states[0])
-    assert (np.random.get_state()[1] == states[1]).all()
+    assert torch.equal(torch.get_rng_state(), torch_state)
+    after: Any = np.random.get_state()
+    assert (after[1] == numpy_state[1]).all() and after[2:] == numpy_state[2:]
 
 
 VIEWS = {

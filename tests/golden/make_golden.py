@@ -28,8 +28,8 @@ FOLDER = Path(__file__).parent
 ROWS = 3
 #: Chunks of a row by their width: of two groups, one short, where that is cheap to keep. Bytes need
 #: more chunks than that to be packed at all.
-CHUNKS = {1: 99, 2: 33, 4: 33, 8: 33}
-FEW_CHUNKS = {1: 99, 2: 33, 4: 9, 8: 5}  # with a mask for each and no group bits
+CHUNKS = {1: 131, 2: 33, 4: 33, 8: 33}
+FEW_CHUNKS = {1: 131, 2: 33, 4: 9, 8: 5}  # with a mask for each and no group bits
 
 Case = tuple[bitslab.RowCodec, torch.Tensor]
 

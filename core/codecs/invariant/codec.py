@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 
@@ -27,9 +27,12 @@ from ...transfer.stream import Via, decode_across
 from ..base import (
     PackedRows,
     RowCodec,
+    bits_in_order,
     check_indices_argument,
     check_out_argument,
+    check_packed_argument,
     check_rows_argument,
+    check_tensor_argument,
     elements,
     raise_bad_index,
     rows_as_bytes,
@@ -149,6 +152,8 @@ class InvariantCodec(RowCodec):
         options = _checked_options(sample, chunk_bytes, code_bits, grouped, uniform, threshold)
         _check_integer("clusters", clusters, range(1, MAX_CLUSTERS + 1))
         _check_integer("seed", seed, range(1 << 63))
+        if n_rows is not None:
+            _check_integer("n_rows", n_rows, range(1 << 63))
         row_shape = tuple(sample.shape[1:])
         row_bytes = elements(row_shape) * sample.dtype.itemsize
         drawn = draw_sample(rows_as_bytes(sample, row_bytes), seed)
@@ -278,19 +283,25 @@ class InvariantCodec(RowCodec):
         """
         storage = self._storage(packed)
         n_rows = packed.n_rows
-        wanted = None if indices is None else check_indices_argument(indices)
-        if wanted is None:
-            stop = n_rows if stop is None else stop
-            if not 0 <= start <= stop <= n_rows:
-                raise ArgumentError(
-                    f"start, stop: {start}, {stop}; expected 0 <= start <= stop <= {n_rows}"
-                )
-            n = stop - start
-        else:
-            n = wanted.shape[0]
-        target = packed.device if out is None else out.device
+        target = packed.device
+        if out is not None:
+            check_tensor_argument("out", out)
+            target = out.device
+        if via not in get_args(Via):
+            raise ArgumentError(f"via: {via!r}, accepted are {', '.join(get_args(Via))}")
         if target.type != packed.device.type and packed.device.type != "cpu":
             raise ArgumentTypeError(f"out: on {target}, expected {packed.device}")
+        wanted = None
+        if indices is None:
+            stop = n_rows if stop is None else stop
+            _check_integer("start", start, range(n_rows + 1))
+            _check_integer("stop", stop, range(start, n_rows + 1))
+            n = stop - start
+        else:
+            if start != 0 or stop is not None:
+                raise ArgumentError("start, stop: not together with indices")
+            wanted = check_indices_argument(indices)
+            n = wanted.shape[0]
         if out is not None:
             sources = [*packed.parts.values(), *([] if indices is None else [indices])]
             check_out_argument(out, (n, *self.row_shape), self.dtype, target, sources)
@@ -301,7 +312,7 @@ class InvariantCodec(RowCodec):
             if position >= 0:
                 raise_bad_index(int(wanted[position]), position, n_rows)
         result = out
-        if result is None or not result.is_contiguous():
+        if result is None or not bits_in_order(result):
             result = torch.empty((n, *self.row_shape), dtype=self.dtype, device=target)
         data = rows_as_bytes(result, self.row_bytes)
         if n:
@@ -356,24 +367,10 @@ class InvariantCodec(RowCodec):
         """
         f = self.profile.format
         blocks = ceil_div(n_rows, BLOCK_ROWS)
-        expected = {
-            "words": (torch.int32, None),
-            "bases": (torch.int64, blocks + 1),
-            "lengths": (f.length_dtype, n_rows),
-        }
-        if f.clusters > 1:
-            expected["row_clusters"] = (torch.uint8, n_rows)
-        if set(parts) != set(expected):
-            raise CorruptedDataError(
-                f"packed rows: parts {sorted(parts)}, expected {sorted(expected)}"
-            )
-        for name, (dtype, size) in expected.items():
-            part = parts[name]
-            if part.dtype != dtype or part.dim() != 1 or size not in (None, part.shape[0]):
-                raise CorruptedDataError(
-                    f"packed rows: {name} is {list(part.shape)} {part.dtype}, "
-                    f"expected {['any' if size is None else size]} {dtype}"
-                )
+        try:
+            self._storage(PackedRows(n_rows, dict(parts)))
+        except (ArgumentError, ArgumentTypeError) as error:
+            raise CorruptedDataError(str(error)) from None
         lengths = _as_int64(parts["lengths"])
         if n_rows and int(lengths.max()) >= f.row_words:
             raise CorruptedDataError("packed rows: a packed row is as long as a raw one")
@@ -408,10 +405,10 @@ class InvariantCodec(RowCodec):
         CorruptedDataError
             When the configuration is damaged.
         """
+        if not isinstance(config, Mapping):
+            raise CorruptedDataError(f"ibp: configuration is {config!r:.60}, expected a mapping")
         shape = config.get("row_shape")
-        if not isinstance(shape, list) or not all(
-            isinstance(s, int) and not isinstance(s, bool) and s > 0 for s in shape
-        ):
+        if not isinstance(shape, list) or not all(type(n) is int and n > 0 for n in shape):
             raise CorruptedDataError(f"ibp: row_shape is {shape!r}, expected positive integers")
         dtype = dtype_from_name(config.get("dtype", ""))
         described = config.get("profile")
@@ -433,24 +430,28 @@ class InvariantCodec(RowCodec):
             self._layouts[device] = layout
         return kernels, layout
 
+    def _expected_parts(
+        self, n_rows: int | None
+    ) -> dict[str, tuple[torch.dtype, tuple[int | None, ...]]]:
+        """Dtypes and shapes of the parts of `n_rows` packed rows."""
+        f = self.profile.format
+        bases = None if n_rows is None else ceil_div(n_rows, BLOCK_ROWS) + 1
+        expected: dict[str, tuple[torch.dtype, tuple[int | None, ...]]] = {
+            "words": (torch.int32, (None,)),
+            "bases": (torch.int64, (bases,)),
+            "lengths": (f.length_dtype, (n_rows,)),
+        }
+        if f.clusters > 1:
+            expected["row_clusters"] = (torch.uint8, (n_rows,))
+        return expected
+
     def _storage(self, packed: PackedRows) -> RowStorage:
+        check_packed_argument(packed, self._expected_parts(getattr(packed, "n_rows", None)))
         p = packed.parts
-        if not {"words", "bases", "lengths"} <= set(p):
-            raise ArgumentError(f"packed: has parts {sorted(p)}; not made by this codec")
-        if self.clusters > 1 and "row_clusters" not in p:
-            raise ArgumentError("packed: has no row clusters; made by another codec")
-        if p["lengths"].dtype != self.profile.format.length_dtype:
-            raise ArgumentError("packed: made by a codec for rows of another size")
-        if p["lengths"].shape[0] != packed.n_rows:
-            raise ArgumentError(
-                f"packed: {packed.n_rows} rows, but {p['lengths'].shape[0]} lengths"
-            )
-        if p["bases"].shape[0] != ceil_div(packed.n_rows, BLOCK_ROWS) + 1:
-            raise ArgumentError(f"packed: {p['bases'].shape[0]} bases do not fit its rows")
+        if p["words"].shape[0] < PAD_WORDS:
+            raise ArgumentError(f"packed: {p['words'].shape[0]} words, expected {PAD_WORDS} or more")
         empty = torch.empty(0, dtype=torch.uint8, device=packed.device)
-        return RowStorage(
-            p["words"], p["bases"], p["lengths"], p["row_clusters"] if self.clusters > 1 else empty
-        )
+        return RowStorage(p["words"], p["bases"], p["lengths"], p.get("row_clusters", empty))
 
 
 def _as_int64(lengths: torch.Tensor) -> torch.Tensor:
@@ -470,7 +471,7 @@ def _facts(row_words: int, words: torch.Tensor, by_block: torch.Tensor) -> dict[
 
 def _check_integer(name: str, value: Any, accepted: range) -> None:
     if not isinstance(value, int) or isinstance(value, bool):
-        raise ArgumentTypeError(f"{name}: expected an int, got {value!r}")
+        raise ArgumentTypeError(f"{name}: expected an int, got {value!r:.60}")
     if value not in accepted:
         raise ArgumentError(f"{name}: {value}, accepted are {accepted[0]} to {accepted[-1]}")
 
@@ -484,19 +485,18 @@ def _checked_options(
     threshold: float | Auto,
 ) -> Options:
     """Check the arguments of `InvariantCodec.fit`."""
-    if not isinstance(sample, torch.Tensor):
-        raise ArgumentTypeError(f"sample: expected a torch.Tensor, got {type(sample).__name__}")
+    check_tensor_argument("sample", sample)
     if sample.dim() < 1 or sample.numel() == 0:
         raise ArgumentError(f"sample: shape {list(sample.shape)}; needs at least one row and byte")
     row_bytes = sample.numel() // sample.shape[0] * sample.dtype.itemsize
     if row_bytes > MAX_ROW_BYTES:
         raise ArgumentError(f"sample: rows of {row_bytes} bytes, accepted are {MAX_ROW_BYTES}")
     if chunk_bytes != "auto":
-        if chunk_bytes not in CHUNK_BYTES:
+        if type(chunk_bytes) is not int or chunk_bytes not in CHUNK_BYTES:
             raise ArgumentError(f"chunk_bytes: {chunk_bytes!r}, accepted are 1, 2, 4, 8, 'auto'")
         if row_bytes % chunk_bytes:
             raise ArgumentError(f"chunk_bytes: {chunk_bytes} does not divide {row_bytes}-byte rows")
-    if code_bits != "auto" and code_bits not in CODE_BITS:
+    if code_bits != "auto" and (type(code_bits) is not int or code_bits not in CODE_BITS):
         raise ArgumentError(f"code_bits: {code_bits!r}, accepted are 1, 2, 3, 'auto'")
     for name, flag in (("grouped", grouped), ("uniform", uniform)):
         if flag != "auto" and not isinstance(flag, bool):

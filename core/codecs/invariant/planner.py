@@ -67,6 +67,7 @@ class Sample:
     def __init__(self, rows: torch.Tensor) -> None:
         self.rows = rows
         self._counts: dict[int, np.ndarray] = {}
+        self._parts: dict[int, Sample] = {}
 
     def __len__(self) -> int:
         return self.rows.shape[0]
@@ -87,11 +88,20 @@ class Sample:
         share = self._counts[chunk_bytes]
         return share.mean(axis=0, keepdims=True) if uniform else share
 
+    def halves(self) -> tuple[Sample, Sample]:
+        """Return the even and the odd rows; a single row twice."""
+        if len(self) < 2:
+            return self, self
+        return Sample(self.rows[::2].contiguous()), Sample(self.rows[1::2].contiguous())
+
     def part(self, n: int) -> Sample:
         """Return a sample of `n` rows spread over this one."""
         if n >= len(self):
             return self
-        return Sample(self.rows[torch.linspace(0, len(self) - 1, n).long()].contiguous())
+        if n not in self._parts:
+            spread = torch.linspace(0, len(self) - 1, n).long()
+            self._parts[n] = Sample(self.rows[spread].contiguous())
+        return self._parts[n]
 
 
 def draw_sample(rows: torch.Tensor, seed: int) -> Sample:
@@ -170,17 +180,17 @@ class Plan:
 
 
 def measure(
-    sample: Sample, whole: Sample, candidate: Candidate, options: Options, n_rows: int
+    sample: Sample, learn: Sample, candidate: Candidate, options: Options, n_rows: int
 ) -> Plan:
-    """Measure a candidate, with masks and values of `whole`, exactly on `sample`.
+    """Measure a candidate, with masks and values of `learn`, exactly on `sample`.
 
     The cost is the bytes of `n_rows` such rows packed, and of the profile. The profile counts
     against overfitting too: a value that few rows take costs more to keep than it saves.
     """
     from ...kernels.cpu import plan
 
-    masks = candidate.masks(whole)
-    values = top_values(whole, candidate, masks, (1 << max(CODE_BITS)) - 1)
+    masks = candidate.masks(learn)
+    values = top_values(learn, candidate, masks, (1 << max(CODE_BITS)) - 1)
     totals = np.zeros((len(CODE_BITS), 2), np.int64)
     row_words = -(-sample.row_bytes // 4)
     plan.words_by_option(sample.chunks(candidate.chunk_bytes), masks, values, row_words, totals)
@@ -199,15 +209,18 @@ def measure(
 def choose_plan(sample: Sample, dtype: torch.dtype, options: Options, n_rows: int) -> Plan:
     """Return the plan of least cost for `n_rows` rows like those of the sample."""
     load_optional("numba", extra=None, purpose="planning a codec")
-    probe = sample.part(max(PROBE_ROWS, PROBE_BYTES // sample.row_bytes))
+    # Where the sample is not all there is, masks and values are learnt on one half and measured on
+    # the other: what only fits the rows it was learnt on must not look like a gain.
+    learn, test = (sample, sample) if len(sample) >= n_rows else sample.halves()
+    probe_rows = max(PROBE_ROWS, PROBE_BYTES // sample.row_bytes)
     found = [
-        measure(probe, probe, candidate, options, n_rows)
+        measure(test.part(probe_rows), learn.part(probe_rows), candidate, options, n_rows)
         for candidate in candidates(sample.row_bytes, dtype, options)
     ]
     found.sort(key=lambda plan: plan.cost)
-    if probe is sample:
+    if len(test) <= probe_rows and len(learn) <= probe_rows:
         return found[0]
-    finalists = [measure(sample, sample, p.candidate, options, n_rows) for p in found[:FINALISTS]]
+    finalists = [measure(test, learn, p.candidate, options, n_rows) for p in found[:FINALISTS]]
     return min(finalists, key=lambda plan: plan.cost)
 
 

@@ -103,15 +103,17 @@ __device__ __forceinline__ void fetch_run(const Args& a, i64 tile, Slot* slots, 
   const bool sound = begin >= 0 && begin <= end && end <= a.n_words && (!STAGED || end - origin + 4 <= a.stage_words);
   if (looks) {
     const int up_to_me = inclusive_scan(size, lane);
+    // With whole blocks, begin and end came from the bases: the lengths must agree.
+    const bool agrees = sound && (a.tile_rows < 32 || end - begin == __shfl_sync(FULL, up_to_me, 31));
     if (lane >= from && lane <= last) {
       const i64 row = block * 32 + lane;
       const bool wanted = row >= a.row_begin && row < a.row_begin + a.n;
       Slot s;
       s.at = base + up_to_me - size - (STAGED ? origin : 0);
-      s.length = sound && wanted ? length : NO_ROW;
+      s.length = agrees && wanted ? length : NO_ROW;
       s.cluster = CLUSTERED && a.row_clusters && wanted ? a.row_clusters[row] : 0;
       slots[lane - from] = s;
-      if (!sound && wanted) report(a.mailbox, ERROR_DAMAGED, row, 0, a.n_rows);
+      if (!agrees && wanted) report(a.mailbox, ERROR_DAMAGED, row, 0, a.n_rows);
     }
   }
   if (STAGED && sound) copy_words(stage, a.words, origin, begin, end, threadIdx.x, 32 * WARPS);
@@ -138,7 +140,7 @@ __device__ __forceinline__ void fetch_chosen(const Args& a, i64 tile, Slot* slot
       const int size = size_of(s.length, a.row_words);
       const i64 origin = at & ~(i64)31;
       if (CLUSTERED && a.row_clusters) s.cluster = a.row_clusters[row];
-      if (at < 0 || at + size > a.n_words || (STAGED && at + size - origin + 4 > a.slot_words)) {
+      if (at < 0 || at > a.n_words - size || (STAGED && at + size - origin + 4 > a.slot_words)) {
         s.length = NO_ROW;
         if (lane == 0) report(a.mailbox, ERROR_DAMAGED, row, 0, a.n_rows);
       } else if (STAGED) {
