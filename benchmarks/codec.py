@@ -11,6 +11,7 @@ import json
 import sys
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 import torch
 from timing import markdown
@@ -29,7 +30,7 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.add_argument("--out", type=Path, help="also write the tables to this Markdown file")
     arguments = parser.parse_args()
-    tables = {}
+    tables: dict[str, list[dict[str, Any]]] = {}
     if arguments.only in (None, "ratio"):
         import codec_ratio
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from bitslab.codecs.base import PackedRows
 from bitslab.codecs.invariant.codec import InvariantCodec
 from bitslab.codecs.invariant.profile import Profile
 from bitslab.kernels.format import RowFormat
+from bitslab.transfer.stream import Via
 
 Rows = list[dict[str, Any]]
 PUBLISHED: dict[str, Any] = {
@@ -121,59 +123,77 @@ def on_device(nbytes: int, reps: int) -> Rows:
         codec = InvariantCodec.fit(
             normal(4096, columns, dtype, 99), chunk_bytes=dtype.itemsize, uniform=True
         )
-        make = lambda seed, c=columns, d=dtype, r=row_bytes: normal(nbytes // r, c, d, seed)  # noqa: E731
+        make = partial(normal, nbytes // row_bytes, columns, dtype)
         rows.append(device_row(label, make, codec, copy, reps))
     for row_bytes in (1024, 256, 4096):
         for saved in (0.12, 0.25, 0.5, 0.75, 0.9):
             codec = masked_codec(row_bytes, saved, 7)
-            make = lambda seed, c=codec, r=row_bytes: masked(c, nbytes // r, seed)  # noqa: E731
+            make = partial(masked, codec, nbytes // row_bytes)
             rows.append(
                 device_row(f"{row_bytes} B rows, {saved:.0%} saved", make, codec, copy, reps)
             )
     codec = InvariantCodec.fit(normal(4096, 256, torch.float32, 99), **PUBLISHED)
-    make = lambda seed: normal(nbytes // 1024, 256, torch.float32, seed)  # noqa: E731
+    make = partial(normal, nbytes // 1024, 256, torch.float32)
     rows.append(device_row("float32 normal, 1 KB rows", make, codec, copy, reps))
     for options, label in (
         ({}, "sparse float32, 14.8 KB rows"),
         (PUBLISHED, "sparse float32, 14.8 KB rows"),
     ):
         codec = InvariantCodec.fit(sparse(2048, 3703, 99), **options)
-        make = lambda seed: sparse(nbytes // (4 * 3703), 3703, seed)  # noqa: E731
+        make = partial(sparse, nbytes // (4 * 3703), 3703)
         rows.append(device_row(label, make, codec, copy, reps))
     return rows
 
 
-def chosen_rows(nbytes: int, reps: int) -> Rows:
+def chosen_row(label: str, x: torch.Tensor, reps: int) -> dict[str, Any]:
     """Measure the decoding of random rows, beside torch's index_select on the raw tensor."""
-    rows: Rows = []
-    for label, dtype, row_bytes in (
-        ("float32 normal, 1 KB rows", torch.float32, 1024),
-        ("bfloat16 normal, 2 KB rows", torch.bfloat16, 2048),
-        ("bfloat16 normal, 256 B rows", torch.bfloat16, 256),
-    ):
-        columns = row_bytes // dtype.itemsize
-        x = normal(nbytes // row_bytes, columns, dtype, 5)
-        codec = InvariantCodec.fit(x[:4096], chunk_bytes=dtype.itemsize, uniform=True)
-        packed = codec.encode(x)
-        n = len(x) // 4
-        ids = [torch.randint(0, len(x), (n,), device="cuda") for _ in range(reps + 2)]
-        out = torch.empty(n, columns, dtype=dtype, device="cuda")
-        codec.decode(packed, ids[0], out=out)
-        check(codec, out, x[ids[0]])
-        mine = gpu_seconds(
-            lambda i, c=codec, p=packed, o=out, j=ids: c.decode(p, j[i], out=o), reps
+    codec = InvariantCodec.fit(x[:4096], chunk_bytes=x.element_size(), uniform=True)
+    packed = codec.encode(x)
+    n = len(x) // 4
+    ids = [torch.randint(0, len(x), (n,), device="cuda") for _ in range(reps + 2)]
+    out = torch.empty(n, x.shape[1], dtype=x.dtype, device="cuda")
+    check(codec, codec.decode(packed, ids[0], out=out), x[ids[0]])
+    mine = gpu_seconds(lambda i: codec.decode(packed, ids[i], out=out), reps)
+    peer = gpu_seconds(lambda i: torch.index_select(x, 0, ids[i], out=out), reps)
+    return {
+        "data": label,
+        "rows": f"{n:,} random",
+        "decode GB/s": out.nbytes / mine / 1e9,
+        "raw index_select GB/s": out.nbytes / peer / 1e9,
+        "ratio of rates": peer / mine,
+    }
+
+
+def chosen_rows(nbytes: int, reps: int) -> Rows:
+    """Measure rows chosen by index."""
+    return [
+        chosen_row(label, normal(nbytes // row_bytes, row_bytes // dtype.itemsize, dtype, 5), reps)
+        for label, dtype, row_bytes in (
+            ("float32 normal, 1 KB rows", torch.float32, 1024),
+            ("bfloat16 normal, 2 KB rows", torch.bfloat16, 2048),
+            ("bfloat16 normal, 256 B rows", torch.bfloat16, 256),
         )
-        peer = gpu_seconds(lambda i, t=x, o=out, j=ids: torch.index_select(t, 0, j[i], out=o), reps)
-        rows.append(
-            {
-                "data": label,
-                "rows": f"{n:,} random",
-                "decode GB/s": out.nbytes / mine / 1e9,
-                "raw index_select GB/s": out.nbytes / peer / 1e9,
-                "ratio of rates": peer / mine,
-            }
-        )
-    return rows
+    ]
+
+
+def nvcomp_row(
+    nvcomp: Any, label: str, algorithm: str, kind: str, inputs: list[torch.Tensor], reps: int
+) -> dict[str, Any]:
+    """Measure one of nvCOMP's codecs."""
+    stream = torch.cuda.current_stream().cuda_stream
+    codec = nvcomp.Codec(algorithm=algorithm, data_type=kind, cuda_stream=stream)
+    arrays = [nvcomp.as_array(x) for x in inputs]
+    encoded = [codec.encode(array) for array in arrays]
+    encode = gpu_seconds(lambda i: codec.encode(arrays[i % SETS]), reps)
+    decode = gpu_seconds(lambda i: codec.decode(encoded[i % SETS]), reps)
+    raw_bytes = inputs[0].nbytes
+    return {
+        "data": label,
+        "plan": f"nvCOMP {algorithm}",
+        "ratio": raw_bytes * SETS / sum(e.buffer_size for e in encoded),
+        "decode GB/s": raw_bytes / decode / 1e9,
+        "encode GB/s": raw_bytes / encode / 1e9,
+    }
 
 
 def nvcomp_rows(nbytes: int, reps: int) -> Rows:
@@ -183,35 +203,14 @@ def nvcomp_rows(nbytes: int, reps: int) -> Rows:
     except ImportError:
         return []
     rows: Rows = []
-    for label, dtype, kind in (
-        ("bfloat16 normal", torch.bfloat16, "<u2"),
-        ("float32 normal", torch.float32, "<f4"),
+    for label, dtype, view, kinds in (
+        ("bfloat16 normal", torch.bfloat16, torch.int16, {"ANS": "<f2", "Bitcomp": "<u2"}),
+        ("float32 normal", torch.float32, torch.float32, {"ANS": "<f4", "Bitcomp": "<f4"}),
     ):
-        inputs = [normal(nbytes // 1024, 1024 // dtype.itemsize, dtype, s) for s in range(SETS)]
-        views = [x.view(torch.int16 if dtype.itemsize == 2 else torch.float32) for x in inputs]
-        ans_kind = "<f2" if dtype.itemsize == 2 else "<f4"
-        for algorithm in ("ANS", "Bitcomp"):
-            stream = torch.cuda.current_stream().cuda_stream
-            codec = nvcomp.Codec(
-                algorithm=algorithm,
-                data_type=ans_kind if algorithm == "ANS" else kind,
-                cuda_stream=stream,
-            )
-            arrays = [nvcomp.as_array(v) for v in views]
-            encoded = [codec.encode(a) for a in arrays]
-            size = sum(e.buffer_size for e in encoded) / SETS
-            encode = gpu_seconds(lambda i, c=codec, a=arrays: c.encode(a[i % SETS]), reps)
-            decode = gpu_seconds(lambda i, c=codec, e=encoded: c.decode(e[i % SETS]), reps)
-            raw_bytes = inputs[0].nbytes
-            rows.append(
-                {
-                    "data": label,
-                    "plan": f"nvCOMP {algorithm}",
-                    "ratio": raw_bytes / size,
-                    "decode GB/s": raw_bytes / decode / 1e9,
-                    "encode GB/s": raw_bytes / encode / 1e9,
-                }
-            )
+        columns = 1024 // dtype.itemsize
+        inputs = [normal(nbytes // 1024, columns, dtype, s).view(view) for s in range(SETS)]
+        for algorithm, kind in kinds.items():
+            rows.append(nvcomp_row(nvcomp, label, algorithm, kind, inputs, reps))
     return rows
 
 
@@ -227,29 +226,35 @@ def over_link(nbytes: int, reps: int) -> Rows:
     engine = (
         nbytes / gpu_seconds(lambda i: target.copy_(host[i % 2], non_blocking=True), reps) / 1e9
     )
-    del host
     rows: Rows = [{"data": "plain copy engine", "packed GB/s": engine, "of engine": "100 %"}]
+
+    def seconds_of(
+        codec: InvariantCodec, packed: list[PackedRows], out: torch.Tensor, via: Via
+    ) -> float:
+        return gpu_seconds(lambda i: codec.decode(packed[i % len(packed)], out=out, via=via), reps)
 
     def measure(label: str, codec: InvariantCodec, make: Callable[[int], torch.Tensor]) -> None:
         inputs = [make(seed) for seed in range(2)]
         packed = [pinned(codec.encode(x)) for x in inputs]
         out = torch.empty_like(inputs[0])
-        row: dict[str, Any] = {"data": label, "ratio": inputs[0].nbytes / packed[0].nbytes}
-        for via, name in (("copy-engine", "engine"), ("zero-copy", "zero-copy")):
+        rates = {}
+        for via in ("copy-engine", "zero-copy"):
             out.view(torch.uint8).fill_(0xA5)
             check(codec, codec.decode(packed[1], out=out, via=via), inputs[1])
-            seconds = gpu_seconds(
-                lambda i, v=via: codec.decode(packed[i % 2], out=out, via=v), reps
-            )
-            row[f"{name} out GB/s"] = out.nbytes / seconds / 1e9
-            row["packed GB/s" if name == "engine" else "zero-copy packed GB/s"] = (
-                packed[0].nbytes / seconds / 1e9
-            )
-            if name == "engine":
-                row["of engine"] = f"{100 * packed[0].nbytes / seconds / 1e9 / engine:.1f} %"
-            else:
-                row["of zero-copy"] = f"{100 * packed[0].nbytes / seconds / 1e9 / zero_copy:.1f} %"
-        rows.append(row)
+            rates[via] = packed[0].nbytes / seconds_of(codec, packed, out, via) / 1e9
+        ratio = out.nbytes / packed[0].nbytes
+        rows.append(
+            {
+                "data": label,
+                "ratio": ratio,
+                "engine out GB/s": ratio * rates["copy-engine"],
+                "packed GB/s": rates["copy-engine"],
+                "of engine": f"{100 * rates['copy-engine'] / engine:.1f} %",
+                "zero-copy out GB/s": ratio * rates["zero-copy"],
+                "zero-copy packed GB/s": rates["zero-copy"],
+                "of zero-copy": f"{100 * rates['zero-copy'] / zero_copy:.1f} %",
+            }
+        )
 
     # The kernel's own reads: the same kernel on rows that are all kept raw.
     raw_codec = masked_codec(1024, 0.5, 3)
@@ -257,15 +262,10 @@ def over_link(nbytes: int, reps: int) -> Rows:
     noise = noise.view(torch.float32).view(-1, 256)
     raw = pinned(raw_codec.encode(noise))
     out = torch.empty_like(noise)
-    zero_copy = (
-        raw.nbytes
-        / gpu_seconds(lambda i: raw_codec.decode(raw, out=out, via="zero-copy"), reps)
-        / 1e9
-    )
+    zero_copy = raw.nbytes / seconds_of(raw_codec, [raw], out, "zero-copy") / 1e9
     check(raw_codec, out, noise)
     rows[0]["zero-copy packed GB/s"] = zero_copy
     rows[0]["of zero-copy"] = "100 %"
-    del raw, out, noise
 
     for label, dtype, row_bytes in (
         ("float32 normal, 1 KB rows", torch.float32, 1024),
@@ -278,7 +278,7 @@ def over_link(nbytes: int, reps: int) -> Rows:
         measure(
             label,
             codec,
-            lambda seed, c=columns, d=dtype, r=row_bytes: normal(nbytes // r, c, d, seed),
+            partial(normal, nbytes // row_bytes, columns, dtype),
         )
     for row_bytes in (256, 1024, 4096):
         for saved in (0.12, 0.5, 0.75, 0.9):
@@ -288,10 +288,9 @@ def over_link(nbytes: int, reps: int) -> Rows:
             measure(
                 f"{row_bytes} B rows, {saved:.0%} saved",
                 codec,
-                lambda seed, c=codec, m=n: masked(c, m, seed),
+                partial(masked, codec, n),
             )
-    keys = list(dict.fromkeys(k for row in rows[::-1] for k in row))
-    return [{k: row.get(k, "") for k in keys} for row in rows]
+    return rows
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Rows]:

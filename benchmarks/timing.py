@@ -29,7 +29,7 @@ def gpu_seconds(run: Callable[[int], object], repetitions: int, warm_up: int = 2
     for i in range(warm_up):
         run(i)
     torch.cuda.synchronize()
-    times = []
+    times: list[float] = []
     for i in range(warm_up, warm_up + repetitions):
         begin = torch.cuda.Event(enable_timing=True)
         end = torch.cuda.Event(enable_timing=True)

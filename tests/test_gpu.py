@@ -1,4 +1,4 @@
-"""The kernels on a real GPU: the cases that tests/simt runs on the CPU, and what only a GPU shows."""
+"""The kernels on a real GPU: the cases of tests/simt, and what only a GPU shows."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ gets a new codec name or a new format version, never a silent change.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -85,10 +85,9 @@ class RowCodec(ABC):
     def profile_bytes(self) -> int:
         """Bytes of what the codec learnt and must be kept beside the packed rows."""
 
-    @classmethod
-    @abstractmethod
-    def fit(cls, sample: torch.Tensor, **options: Any) -> RowCodec:
-        """Learn from ``[N, ...]`` sample rows, on any device."""
+    #: Class method ``fit(sample, **options)``: learn from ``[N, ...]`` sample rows, on any device.
+    #: Every codec has options of its own, so that their types are known to type checkers.
+    fit: ClassVar[Callable[..., RowCodec]]
 
     @abstractmethod
     def encode(self, rows: torch.Tensor) -> PackedRows:
@@ -132,7 +131,7 @@ class RowCodec(ABC):
 
     def __eq__(self, other: object) -> bool:
         """Codecs are equal when they are of one class and have one configuration."""
-        return type(self) is type(other) and self.to_config() == other.to_config()  # type: ignore[attr-defined]
+        return type(self) is type(other) and self.to_config() == other.to_config()
 
     def __hash__(self) -> int:
         """Hash by what is cheap and stable."""

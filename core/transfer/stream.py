@@ -143,5 +143,5 @@ def _copy_stream(device: torch.device) -> torch.cuda.Stream:
     """Return the stream that copies to a device run on, one for the process."""
     with _lock:
         if device not in _copy_streams:
-            _copy_streams[device] = torch.cuda.Stream(device)
+            _copy_streams[device] = torch.cuda.Stream(device=device)  # type: ignore[no-untyped-call]
         return _copy_streams[device]

@@ -294,8 +294,13 @@ class InvariantCodec(RowCodec):
         wanted = None
         if indices is None:
             stop = n_rows if stop is None else stop
-            _check_integer("start", start, range(n_rows + 1))
-            _check_integer("stop", stop, range(start, n_rows + 1))
+            for name, bound in (("start", start), ("stop", stop)):
+                if type(bound) is not int:
+                    raise ArgumentTypeError(f"{name}: expected an int, got {bound!r:.60}")
+            if not 0 <= start <= stop <= n_rows:
+                raise ArgumentError(
+                    f"start, stop: {start}, {stop}; expected 0 <= start <= stop <= {n_rows}"
+                )
             n = stop - start
         else:
             if start != 0 or stop is not None:
@@ -449,7 +454,9 @@ class InvariantCodec(RowCodec):
         check_packed_argument(packed, self._expected_parts(getattr(packed, "n_rows", None)))
         p = packed.parts
         if p["words"].shape[0] < PAD_WORDS:
-            raise ArgumentError(f"packed: {p['words'].shape[0]} words, expected {PAD_WORDS} or more")
+            raise ArgumentError(
+                f"packed: {p['words'].shape[0]} words, expected {PAD_WORDS} or more"
+            )
         empty = torch.empty(0, dtype=torch.uint8, device=packed.device)
         return RowStorage(p["words"], p["bases"], p["lengths"], p.get("row_clusters", empty))
 

@@ -57,8 +57,7 @@ class Candidate:
         needed = 1.0 if self.threshold is None else self.threshold
         invariant = np.maximum(share, 1 - share) >= needed - 1e-12
         masks = np.packbits(invariant, axis=-1, bitorder="little")
-        dtype = UNSIGNED[self.chunk_bytes]
-        return masks.view(dtype)[:, 0] | dtype.type(self.field)
+        return masks.view(UNSIGNED[self.chunk_bytes])[:, 0] | self.field
 
 
 class Sample:

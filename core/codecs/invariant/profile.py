@@ -13,7 +13,12 @@ import numpy as np
 from ...errors import CorruptedDataError
 from ...kernels.format import CHUNK_BYTES, CODE_BITS, MAX_CLUSTERS, MAX_ROW_BYTES, RowFormat
 
-UNSIGNED = {1: np.dtype("<u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u8")}
+UNSIGNED: dict[int, np.dtype[Any]] = {
+    1: np.dtype("<u1"),
+    2: np.dtype("<u2"),
+    4: np.dtype("<u4"),
+    8: np.dtype("<u8"),
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,8 +56,8 @@ class Profile:
             "grouped": f.grouped,
             "uniform": f.uniform,
             "clusters": f.clusters,
-            "masks": base64.b64encode(self.masks.astype(UNSIGNED[f.chunk_bytes])).decode(),
-            "values": base64.b64encode(self.values.astype(UNSIGNED[f.chunk_bytes])).decode(),
+            "masks": _base64(self.masks),
+            "values": _base64(self.values),
         }
 
     @classmethod
@@ -81,6 +86,10 @@ class Profile:
         if (values & ~masks[..., None]).any():
             raise CorruptedDataError("profile: a value has bits outside its mask")
         return cls(f, masks, values)
+
+
+def _base64(array: np.ndarray) -> str:
+    return base64.b64encode(array.astype(array.dtype.newbyteorder("<")).tobytes()).decode()
 
 
 def _integer(config: Mapping[str, Any], key: str, low: int, high: int) -> int:
