@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from ...errors import load_optional
-from ..format import PAD_WORDS, RowLayout, RowStorage
+from ..format import GROUP_CHUNKS, PAD_WORDS, RowLayout, RowStorage
 from .threads import run_ranges
 
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
@@ -36,6 +36,15 @@ def _chunks(rows: torch.Tensor, chunk_bytes: int) -> np.ndarray[Any, Any]:
     compiles accesses for it.
     """
     return rows.numpy().view(_UNSIGNED[chunk_bytes])
+
+
+def _tables(layout: RowLayout) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Return tables and starts as the kernels read them: for each position, or 32 times the one."""
+    tables, starts = _unsigned(layout.tables), layout.starts.numpy()
+    if layout.format.uniform:
+        tables = np.repeat(tables, GROUP_CHUNKS, axis=2)
+        starts = starts[:, 1:] * np.arange(GROUP_CHUNKS + 1, dtype=np.int32)
+    return tables, starts
 
 
 def count_bits(rows: torch.Tensor, chunk_bytes: int) -> torch.Tensor:
@@ -86,7 +95,7 @@ def packed_words(rows: torch.Tensor, layout: RowLayout) -> tuple[torch.Tensor, t
     row_clusters = torch.empty(rows.shape[0] if f.clusters > 1 else 0, dtype=torch.uint8)
     kernel = _jitted().packed_words
     chunks = _chunks(rows, f.chunk_bytes)
-    tables, starts = _unsigned(layout.tables), layout.starts.numpy()
+    tables, starts = _tables(layout)
     lengths_out, clusters_out = _unsigned(lengths), row_clusters.numpy()
 
     def work(begin: int, end: int) -> None:
@@ -137,14 +146,15 @@ def encode_rows(
         int32 ``[n_words + PAD_WORDS]``.
     """
     f = layout.format
-    words = torch.zeros(n_words + PAD_WORDS, dtype=torch.int32)
+    words = torch.empty(n_words + PAD_WORDS, dtype=torch.int32)
+    words[n_words:] = 0
     kernel = _jitted().encode_rows
     chunks = _chunks(rows, f.chunk_bytes)
     words_out = _unsigned(words)
     arguments = (
         chunks,
-        _unsigned(layout.tables),
-        layout.starts.numpy(),
+        rows.numpy(),
+        *_tables(layout),
         f.code_bits,
         f.grouped,
         f.uniform,
@@ -155,6 +165,7 @@ def encode_rows(
         row_clusters.numpy(),
         bases.numpy(),
         words_out,
+        words_out.view(np.uint8),
     )
     run_ranges(lambda begin, end: kernel(*arguments, begin, end), rows.shape[0], f.row_bytes)
     return words
@@ -193,9 +204,9 @@ def _check_range(
         storage.bases.numpy(),
         _unsigned(storage.lengths),
         storage.row_clusters.numpy(),
-        _unsigned(layout.tables),
-        layout.starts.numpy(),
+        _tables(layout)[1],
         f.chunks,
+        8 * f.chunk_bytes,
         f.code_bits,
         f.grouped,
         f.uniform,
@@ -250,25 +261,24 @@ def decode_rows(
     if bad >= 0:
         return bad
     kernel = _jitted().decode_rows
-    fields = np.asarray(layout.fields, np.int64).reshape(-1, 2)
+    words = _unsigned(storage.words)
     arguments = (
-        _unsigned(storage.words),
+        words,
+        words.view(np.uint8),
         storage.bases.numpy(),
         _unsigned(storage.lengths),
         storage.row_clusters.numpy(),
-        _unsigned(layout.tables),
-        layout.starts.numpy(),
+        *_tables(layout),
         f.code_bits,
         f.grouped,
         f.uniform,
-        np.ascontiguousarray(fields[:, 0]),
-        np.ascontiguousarray(fields[:, 1]),
         f.row_words,
         f.keep_section,
         f.levels,
         _NO_IDS if ids is None else ids.numpy(),
         row_begin,
         _chunks(out, f.chunk_bytes),
+        out.numpy(),
     )
     run_ranges(lambda begin, end: kernel(*arguments, begin, end), n, f.row_bytes)
     return -1

@@ -1,4 +1,9 @@
-"""Bit operations that the Numba twins share: population count, bit moves, reading a bit stream."""
+"""Bit operations that the Numba twins share, on one word or on a group of up to 32 chunks.
+
+A group is a local array of uint64, whatever the chunk's width. A loop over a group does one thing
+and has no branch that depends on data, so that LLVM turns it into vector instructions. Array
+indices are unsigned: Numba then needs no test for negative ones, which would keep LLVM from that.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +13,13 @@ import numpy as np
 from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
+
+ONE = np.uint64(1)
+TWO = np.uint64(2)
+ZERO = np.uint64(0)
+WORD = np.uint64(32)
+GROUP = 32  # chunks of a group
+LOW_WORD = np.uint64(0xFFFFFFFF)
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -22,55 +34,108 @@ def popcount(typing_context: Any, x: Any) -> Any:
     return types.int64(x), build
 
 
-@njit(nogil=True, cache=True, inline="always")
+@intrinsic  # type: ignore[untyped-decorator]
+def width_of(typing_context: Any, array: Any) -> Any:
+    """Bits of an array's element, as a constant that LLVM sees; ``array.itemsize`` is read."""
+    bits = array.dtype.bitwidth
+
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return context.get_constant(types.int64, bits)
+
+    return types.int64(array), build
+
+
+@njit(nogil=True, cache=True)
+def lowest_bit(x):
+    """Return the place of the lowest set bit of `x`, which is not 0."""
+    return popcount((x & (~x + ONE)) - ONE)
+
+
+@njit(nogil=True, cache=True)
+def low_bits(count):
+    """Return a word whose `count` low bits are set; 0 to 64."""
+    return ~ZERO if count >= 64 else (ONE << np.uint64(count)) - ONE
+
+
+@njit(nogil=True, cache=True)
 def read_bits(words, bit):
     """Return the 64 bits of `words` that start at `bit`; needs three readable words there."""
-    i = bit >> 5
-    shift = np.uint64(bit & 31)
-    low = np.uint64(words[i]) | (np.uint64(words[i + 1]) << np.uint64(32))
-    if shift == 0:
-        return low
-    return (low >> shift) | (np.uint64(words[i + 2]) << (np.uint64(64) - shift))
+    i = np.uint64(bit) >> np.uint64(5)
+    shift = np.uint64(bit) & np.uint64(31)
+    pair = np.uint64(words[i]) | (np.uint64(words[i + ONE]) << WORD)
+    # Two shifts, because one by 64 has no meaning.
+    return (pair >> shift) | ((np.uint64(words[i + TWO]) << WORD) << (WORD - shift))
 
 
-@njit(nogil=True, cache=True, inline="always")
+@njit(nogil=True, cache=True)
 def read_short(words, bit):
     """Return at least 33 bits of `words` that start at `bit`; needs two readable words there."""
-    i = bit >> 5
-    pair = np.uint64(words[i]) | (np.uint64(words[i + 1]) << np.uint64(32))
-    return pair >> np.uint64(bit & 31)
+    i = np.uint64(bit) >> np.uint64(5)
+    pair = np.uint64(words[i]) | (np.uint64(words[i + ONE]) << WORD)
+    return pair >> (np.uint64(bit) & np.uint64(31))
 
 
-@njit(nogil=True, cache=True, inline="always")
-def write_bits(words, bit, value, count):
-    """Or the `count` low bits of `value` (its other bits are 0) into `words` at `bit`."""
-    if count == 0:
-        return
-    i = bit >> 5
-    shift = np.uint64(bit & 31)
-    low = value << shift
-    words[i] |= np.uint32(low & np.uint64(0xFFFFFFFF))
-    end = np.int64(shift) + count
-    if end > 32:
-        words[i + 1] |= np.uint32(low >> np.uint64(32))
-        if end > 64:
-            words[i + 2] |= np.uint32(value >> (np.uint64(64) - shift))
+@njit(nogil=True, cache=True)
+def append_bits(words, bit, carry, value, count):
+    """Append `count` bits of `value`, whose other bits are 0, to a stream of words at `bit`.
+
+    `carry` holds the bits of the stream's last, unfinished word; `end_bits` writes it at the end.
+    No word is read. Appending nothing at the start of a word writes 0 there.
+
+    Returns the new `bit` and `carry`.
+    """
+    i = np.uint64(bit) >> np.uint64(5)
+    filled = np.uint64(bit) & np.uint64(31)
+    if count > 32:
+        carry |= (value & LOW_WORD) << filled
+        words[i] = carry & LOW_WORD
+        i += ONE
+        carry >>= WORD
+        value >>= WORD
+    carry |= value << filled
+    words[i] = carry & LOW_WORD  # whether or not it is finished: cheaper than to ask
+    bit += count
+    finished = (np.uint64(bit) >> np.uint64(5)) - i  # 0 or 1 words
+    return bit, carry >> (finished << np.uint64(5))
 
 
-@njit(nogil=True, cache=True, inline="always")
-def deposit(x, table, first, levels, position):
-    """Spread the low bits of `x` by the steps in `table[first : first + levels, position]`."""
+@njit(nogil=True, cache=True)
+def end_bits(words, bit, carry):
+    """Write the last, unfinished word of a stream that ends at `bit`; return the word behind it."""
+    if bit & 31:
+        words[bit >> 5] = carry
+    return (bit + 31) >> 5
+
+
+@njit(nogil=True, cache=True)
+def deposit(x, count, table, section, levels, base, uniform):
+    """Spread the low bits of each chunk of a group by the steps in ``table[section:]``.
+
+    What stands above the bits to spread does not matter: the steps leave it, or parts of it, at
+    places outside the mask.
+    """
     for back in range(levels):
         level = levels - 1 - back
-        move = np.uint64(table[first + level, position])
-        x = (x & ~move) | ((x << np.uint64(1 << level)) & move)
-    return x
+        step = np.uint64(section + level)
+        if uniform and table[step, ZERO] == 0:
+            continue
+        # The `&` changes nothing; it lets LLVM work in the chunk's width.
+        shift = np.uint64((1 << level) & (width_of(x) - 1))
+        for j in range(count):
+            v = np.uint64(x[j])
+            move = np.uint64(table[step, np.uint64(base + j)])
+            x[j] = (v & ~move) | ((v << shift) & move)
 
 
-@njit(nogil=True, cache=True, inline="always")
-def extract(x, table, first, levels, position):
-    """Gather bits into the low end, undoing `deposit`; `x` has no bit outside the mask."""
+@njit(nogil=True, cache=True)
+def extract(x, count, table, section, levels, base, uniform):
+    """Gather bits into the low end, undoing `deposit`; no chunk has a bit outside the mask."""
     for level in range(levels):
-        moved = x & np.uint64(table[first + level, position])
-        x = (x ^ moved) | (moved >> np.uint64(1 << level))
-    return x
+        step = np.uint64(section + level)
+        if uniform and table[step, ZERO] == 0:
+            continue
+        shift = np.uint64((1 << level) & (width_of(x) - 1))
+        for j in range(count):
+            v = np.uint64(x[j])
+            move = np.uint64(table[step, np.uint64(base + j)])
+            x[j] = (v & ~move) | ((v & move) >> shift)
