@@ -266,6 +266,11 @@ class CompressedTensor:
             raise ArgumentTypeError("index: a 0-d tensor has no items; use decompress()")
         if isinstance(index, slice):
             picked = range(*index.indices(len(self)))
+            rows = self._rows
+            if picked.step == 1 and rows.items_per_row == 1:
+                begin, end = (n * rows.rows_per_item for n in (picked.start, picked.stop))
+                part = self.codec.decode(self.packed, start=begin, stop=max(begin, end))
+                return part.view(len(picked), *self.shape[1:])
             ids = torch.arange(len(picked), device=self.device) * picked.step + picked.start
             return self._items(ids)
         if isinstance(index, (tuple, type(None), type(...), bool, str)):
@@ -282,6 +287,8 @@ class CompressedTensor:
                 )
             index = index.nonzero()[:, 0]
         ids = check_indices_argument(index.reshape(-1))
+        if self.device.type == "cpu":
+            ids = ids.cpu()
         if ids.device.type == "cpu" and ids.numel():
             low, high = (int(x) for x in ids.aminmax())
             if low < -len(self) or high >= len(self):
@@ -355,10 +362,9 @@ class CompressedTensor:
         whole = rows.n_rows - 1
         end = whole * elements(self.codec.row_shape)
         last = torch.empty((1, *self.codec.row_shape), dtype=self.dtype, device=out.device)
-        ids = torch.arange(rows.n_rows, device=self.device)
-        self.codec.decode(self.packed, ids[whole:], out=last)
+        self.codec.decode(self.packed, out=last, start=whole)
         head = flat[:end].view(whole, *self.codec.row_shape)
-        self.codec.decode(self.packed, ids[:whole], out=head)
+        self.codec.decode(self.packed, out=head, stop=whole)
         flat[end:] = last.view(-1)[: flat.shape[0] - end]
         return out
 

@@ -441,7 +441,7 @@ CRAFTED: dict[str, tuple[Edit, str]] = {
     ),
     "no-parts": (put("parts", None), "parts is None"),
     "part-list": (put("parts", "words", []), "expected an object"),
-    "part-gone": (put("parts", "words", None), "parts .*expected"),
+    "part-gone": (put("parts", "words", None), "has parts .*words"),
     "part-more": (put("parts", "more", {}), "'more' is missing"),
     "part-dtype": (put("parts", "words", "dtype", "int64"), "part 'words' is"),
     "part-dtype-unknown": (put("parts", "words", "dtype", "int12"), "'int12' is not a dtype"),
@@ -463,10 +463,10 @@ CRAFTED: dict[str, tuple[Edit, str]] = {
     "config-rows-text": (put("config", "row_shape", "32"), "row_shape is '32'"),
     "config-profile": (put("config", "profile", "masks", "AAAA"), "masks has 3 bytes"),
     "config-profile-list": (put("config", "profile", []), "tensor 'packed'"),
-    "config-profile-text": (put("config", "profile", "x"), "does not suit codec 'ibp'"),
+    "config-profile-text": (put("config", "profile", "x"), "profile is 'x'"),
     "raw-config-empty": (
         lambda c: c["tensors"]["raw"].update(config={}),
-        "does not suit codec 'raw'",
+        "row_shape is None",
     ),
     "raw-config-rows": (
         lambda c: c["tensors"]["raw"]["config"].update(row_shape=["a", "b"]),

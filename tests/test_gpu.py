@@ -118,7 +118,10 @@ def test_damaged_words_on_the_gpu_are_told_and_stay_inside_the_buffers():
     x = weights()
     codec = InvariantCodec.fit(x)
     generator = torch.Generator().manual_seed(0)
-    for part in ("words", "bases", "lengths"):
+    for part in ("words", "bases", "lengths", "row_clusters"):
+        if part == "row_clusters":
+            case = make_case(Variant("decode", 2, 1, False, False, 1), clusters=3, n_rows=4096)
+            codec, x = case.codec, case.rows
         packed = codec.encode(x.cuda())
         damaged = packed.parts[part].view(torch.uint8)
         where = torch.randint(0, damaged.numel(), (64,), generator=generator).cuda()
@@ -199,6 +202,38 @@ def test_offsets_beyond_four_gigabytes():
     kept = raw.encode(noise)
     assert kept.parts["words"].numel() * 4 > 1 << 32
     assert torch.equal(raw.decode(kept).view(torch.int16), noise.view(torch.int16))
+
+
+def test_rows_are_decoded_to_an_odd_address():
+    x = torch.zeros(1000, 64, dtype=torch.float16)
+    x[::7] = 1.5
+    codec = InvariantCodec.fit(x)
+    assert codec.profile.format.chunk_bytes > 2
+    packed = codec.encode(x.cuda())
+    for ids in (None, torch.arange(1000, device="cuda")):
+        out = torch.zeros(64_001, dtype=x.dtype, device="cuda")[1:].view(1000, 64)
+        assert torch.equal(codec.decode(packed, ids, out=out).cpu(), x)
+
+
+def test_page_locked_rows_stay_while_the_gpu_reads_them():
+    x = weights()
+    codec = InvariantCodec.fit(x)
+    out = torch.zeros_like(x, device="cuda")
+    packed = codec.encode(x)
+    for _ in range(20):
+        torch.cuda._sleep(5_000_000)
+        codec.decode(packed.pin_memory(), out=out, via="zero-copy")
+        for part in packed.parts.values():  # takes what the pinned allocator has free
+            torch.zeros_like(part).pin_memory()
+        assert torch.equal(out.cpu(), x)
+
+
+def test_packed_rows_put_together_by_hand_are_decoded():
+    x = weights()
+    codec = InvariantCodec.fit(x)
+    packed = codec.encode(x.cuda())
+    by_hand = bitslab.PackedRows(packed.n_rows, packed.parts)
+    assert torch.equal(codec.decode(by_hand).cpu(), x)
 
 
 def test_compressed_tensor_lives_on_the_gpu():

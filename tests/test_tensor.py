@@ -285,10 +285,17 @@ class Recording(bitslab.RawCodec):
     decoded: list[int]
 
     def decode(
-        self, packed: Any, indices: torch.Tensor | None = None, out: torch.Tensor | None = None
+        self,
+        packed: Any,
+        indices: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+        *,
+        start: int = 0,
+        stop: int | None = None,
     ) -> torch.Tensor:
-        self.decoded = list(range(packed.n_rows)) if indices is None else indices.tolist()
-        return super().decode(packed, indices, out)
+        end = packed.n_rows if stop is None else stop
+        self.decoded = list(range(start, end)) if indices is None else indices.tolist()
+        return super().decode(packed, indices, out, start=start, stop=stop)
 
 
 @pytest.mark.parametrize(
@@ -423,7 +430,11 @@ def test_out_need_not_be_contiguous(shape: tuple[int, int]) -> None:
         (torch.full((64, 96), 7.0).double(), bitslab.ArgumentTypeError, "dtype torch.float64"),
         (torch.full((96,), 7.0).expand(64, 96), bitslab.ArgumentError, "share memory"),
         (torch.full((64, 96), 7.0, requires_grad=True), bitslab.ArgumentError, "requires grad"),
-        (torch.empty((64, 96), device="meta"), bitslab.ArgumentTypeError, "on meta, expected cpu"),
+        (
+            torch.empty((64, 96), device="meta"),
+            bitslab.ArgumentTypeError,
+            "on meta, accepted are cpu and cuda",
+        ),
         (np.full((64, 96), 7.0), bitslab.ArgumentTypeError, "expected a torch.Tensor, got ndarray"),
     ],
     ids=["shape", "flat", "dtype", "expanded", "requires-grad", "device", "numpy"],

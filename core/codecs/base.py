@@ -99,8 +99,11 @@ class RowCodec(ABC):
         packed: PackedRows,
         indices: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
+        *,
+        start: int = 0,
+        stop: int | None = None,
     ) -> torch.Tensor:
-        """Unpack all rows, or those of `indices` ``[n]``, to ``[n, *row_shape]``."""
+        """Unpack the rows of `indices` ``[n]``, or rows `start` to `stop`, all when left out."""
 
     @abstractmethod
     def packed_bytes(self, rows: torch.Tensor) -> torch.Tensor:
@@ -221,6 +224,17 @@ def check_indices_argument(indices: torch.Tensor) -> torch.Tensor:
     if indices.dim() != 1:
         raise ArgumentError(f"indices: shape {list(indices.shape)}, expected one dimension")
     return indices.to(torch.int64).contiguous()
+
+
+def check_range_argument(start: int, stop: int | None, n_rows: int) -> int:
+    """Refuse a range that does not lie in ``range(n_rows)``; return its end."""
+    end = n_rows if stop is None else stop
+    for name, bound in (("start", start), ("stop", end)):
+        if not isinstance(bound, int) or isinstance(bound, bool):
+            raise ArgumentTypeError(f"{name}: expected an int, got {bound!r:.60}")
+    if not 0 <= start <= end <= n_rows:
+        raise ArgumentError(f"start, stop: {start}, {end}; expected 0 <= start <= stop <= {n_rows}")
+    return end
 
 
 def raise_bad_index(value: int, position: int, n_rows: int) -> None:

@@ -8,13 +8,14 @@ from typing import Any, ClassVar
 import torch
 
 from ..dtypes import dtype_from_name, dtype_name
-from ..errors import ArgumentTypeError, CorruptedDataError
+from ..errors import ArgumentError, ArgumentTypeError, CorruptedDataError
 from .base import (
     PackedRows,
     RowCodec,
     check_indices_argument,
     check_out_argument,
     check_packed_argument,
+    check_range_argument,
     check_rows_argument,
     check_tensor_argument,
     raise_bad_index,
@@ -66,16 +67,26 @@ class RawCodec(RowCodec):
         packed: PackedRows,
         indices: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
+        *,
+        start: int = 0,
+        stop: int | None = None,
     ) -> torch.Tensor:
-        """Copy all rows, or those of `indices`, out again."""
+        """Copy the rows of `indices`, or rows `start` to `stop`, out again.
+
+        Indices on a GPU are checked on the host, which waits for the GPU.
+        """
         n_rows = getattr(packed, "n_rows", None)
         check_packed_argument(packed, {"rows": (self.dtype, (n_rows, *self.row_shape))})
         data = packed.parts["rows"]
         if out is not None:
             check_tensor_argument("out", out)
-        n = packed.n_rows
         wanted = None
-        if indices is not None:
+        if indices is None:
+            stop = check_range_argument(start, stop, packed.n_rows)
+            n = stop - start
+        else:
+            if start != 0 or stop is not None:
+                raise ArgumentError("start, stop: not together with indices")
             # Indices that are on a GPU come to the host: torch's own check would end the process's
             # use of that GPU.
             wanted = check_indices_argument(indices).cpu()
@@ -92,10 +103,10 @@ class RawCodec(RowCodec):
         rows = rows_as_bytes(data, self.row_bytes)
         if data.device.type == "cpu":
             # By numpy: a forked child hangs in torch's own threads.
-            picked = rows.numpy()[slice(None) if wanted is None else wanted.numpy()]
+            picked = rows.numpy()[slice(start, stop) if wanted is None else wanted.numpy()]
             rows = torch.from_numpy(picked.copy() if wanted is None else picked)
         else:
-            rows = rows.clone() if wanted is None else rows[wanted.to(data.device)]
+            rows = rows[start:stop].clone() if wanted is None else rows[wanted.to(data.device)]
         result = rows.flatten().view(self.dtype).view(n, *self.row_shape)
         return result if out is None else out.copy_(result)
 

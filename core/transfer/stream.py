@@ -14,7 +14,7 @@ from typing import Literal
 
 import torch
 
-from ..errors import ArgumentError, ArgumentTypeError
+from ..errors import ArgumentError, ArgumentTypeError, CorruptedDataError
 from ..kernels import Kernels
 from ..kernels.format import BLOCK_ROWS, PAD_WORDS, RowLayout, RowStorage, ceil_div
 
@@ -24,7 +24,8 @@ PIECE_BYTES = 16 << 20  # large enough for the copy engine's full rate, small en
 RING = 3  # pieces in flight: one decoded, one arriving, one queued behind it
 
 _lock = threading.Lock()
-_copy_streams: dict[torch.device, torch.cuda.Stream] = {}
+_local = threading.local()
+_being_read: list[tuple[torch.cuda.Event, torch.Tensor]] = []
 
 
 def decode_across(
@@ -78,6 +79,11 @@ def decode_across(
         storage.row_clusters.to(device, non_blocking=True),
     )
     if ids is not None or via == "zero-copy":
+        if storage.words.data_ptr() % 16:
+            raise ArgumentError(
+                "packed: words start at an address that is no multiple of 16 bytes, which the GPU "
+                "cannot read in place; pin a copy of their own"
+            )
         if not storage.words.is_pinned():
             raise ArgumentTypeError(
                 "packed: the GPU would read these rows itself, which needs page-locked host "
@@ -85,6 +91,7 @@ def decode_across(
             )
         ids = None if ids is None else ids.to(device)
         kernels.decode_rows(on_device, layout, ids, row_begin, out, facts, sm_budget)
+        _keep_until_read(storage.words, device)
         return
     current = torch.cuda.current_stream(device)
     copies = _copy_stream(device)
@@ -94,6 +101,14 @@ def decode_across(
     for turn, (begin, end) in enumerate(_pieces(storage, row_begin, row_begin + out.shape[0])):
         first, last = begin // BLOCK_ROWS, ceil_div(end, BLOCK_ROWS)
         first_word, end_word = int(storage.bases[first]), int(storage.bases[last])
+        limit = min(
+            storage.words.shape[0] - PAD_WORDS,
+            first_word + (last - first) * facts["max_block_words"],
+        )
+        if not 0 <= first_word <= end_word <= limit:
+            raise CorruptedDataError(
+                f"packed: the offsets of rows {first * BLOCK_ROWS} to {end} are damaged"
+            )
         slot = turn % RING
         if turn < RING:
             n_words = max(PIECE_BYTES // 4, end_word - first_word) + PAD_WORDS
@@ -140,8 +155,22 @@ def _pieces(storage: RowStorage, row_begin: int, row_end: int) -> Iterator[tuple
 
 
 def _copy_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the stream that copies to a device run on, one for the process."""
+    """Return the stream that this thread's copies to a device run on."""
+    streams: dict[torch.device, torch.cuda.Stream] = _local.__dict__.setdefault("streams", {})
+    if device not in streams:
+        streams[device] = torch.cuda.Stream(device=device)  # type: ignore[no-untyped-call]
+    return streams[device]
+
+
+def _keep_until_read(words: torch.Tensor, device: torch.device) -> None:
+    """Hold host memory that a kernel reads by its address, until it has read it.
+
+    Torch's allocator of page-locked memory does not know of such reads and would hand the memory
+    out again as soon as the caller lets it go. A captured graph's reads are the caller's to guard.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        return
+    event = torch.cuda.current_stream(device).record_event()
     with _lock:
-        if device not in _copy_streams:
-            _copy_streams[device] = torch.cuda.Stream(device=device)  # type: ignore[no-untyped-call]
-        return _copy_streams[device]
+        _being_read[:] = [(e, w) for e, w in _being_read if not e.query()]
+        _being_read.append((event, words))

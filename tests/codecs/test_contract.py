@@ -30,7 +30,7 @@ class TestInvariantCodec(RangeContract, RowCodecContract):
         return int(codec.row_metadata_bytes(n_rows))
 
 
-class TestRawCodec(RowCodecContract):
+class TestRawCodec(RangeContract, RowCodecContract):
     codec_class: ClassVar[type[bitslab.RowCodec]] = bitslab.RawCodec
     plans: ClassVar[dict[str, Options]] = {"no-options": {}}
 

@@ -273,6 +273,8 @@ def damage(
     """Flip a bit, set a byte or an entry, or cut off the end of a part."""
     if part not in parts or not parts[part].numel():
         part = "words"
+    if not parts[part].numel():
+        return parts  # an earlier hit cut everything off
     t = parts[part].clone()
     if kind == "truncated" and part == "words":
         t = t[: where % len(t)].clone()

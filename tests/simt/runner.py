@@ -24,6 +24,7 @@ class SimtRunner:
     """
 
     multiprocessors = 2
+    shared_bytes_per_multiprocessor = 100 << 10
 
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed

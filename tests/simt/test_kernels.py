@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
+from bitslab.codecs.invariant.layout import build_layout
 from bitslab.kernels import cpu
 from bitslab.kernels.cuda.launch import DAMAGED_ERROR, INDEX_ERROR, NO_ERROR, STAGE_BYTES
 from bitslab.kernels.cuda.source import Variant, all_variants
@@ -110,10 +113,12 @@ def test_bad_id_leaves_the_output_untouched_and_is_told():
 
 
 @pytest.mark.parametrize("variant", DECODERS[::7], ids=by_name)
-@pytest.mark.parametrize("part", ["words", "bases", "lengths"])
+@pytest.mark.parametrize("part", ["words", "bases", "lengths", "row_clusters"])
 def test_damaged_rows_never_reach_outside_the_buffers(variant, part):
+    if part == "row_clusters":
+        variant = replace(variant, vector=1, byte_field=False)
     rng = np.random.default_rng([3, *variant.name.encode()])
-    case = make_case(variant, n_rows=40)
+    case = make_case(variant, clusters=3 if part == "row_clusters" else 1, n_rows=40)
     storage, facts = pack_on_cpu(case)
     told = 0
     for trial in range(12):
@@ -121,7 +126,7 @@ def test_damaged_rows_never_reach_outside_the_buffers(variant, part):
             "words": storage.words.clone(),
             "bases": storage.bases.clone(),
             "lengths": storage.lengths.clone(),
-            "row_clusters": storage.row_clusters,
+            "row_clusters": storage.row_clusters.clone(),
         }
         damaged = parts[part].view(torch.uint8)
         where = torch.from_numpy(rng.integers(0, damaged.numel(), 1 + 8 * (trial % 3)))
@@ -135,3 +140,36 @@ def test_damaged_rows_never_reach_outside_the_buffers(variant, part):
         kernels.decode_rows(RowStorage(**parts), case.layout, ids, 0, out, facts)
         told += int(runner.mailbox[0]) == DAMAGED_ERROR
     assert told > 0 or part == "words"
+
+
+@pytest.mark.parametrize("change_words", [1 << 20, 1 << 30, (1 << 31) - 75])
+def test_damaged_lengths_of_four_bytes_do_not_wrap_around(change_words):
+    variant = Variant("decode", 4, 1, True, True, 4)
+    case = make_case(variant, n_rows=8, row_bytes=(256 << 10) + 16)
+    case.rows[:] = torch.from_numpy(np.full(case.rows.shape[1] // 4, 7, np.uint32).view(np.uint8))
+    masks = np.full((1, 1), 0xFFFFFFFF, np.uint32)
+    layout = build_layout(case.layout.format, masks, np.full((1, 1, 1), 7, np.uint32))
+    case.layout = layout
+    storage, facts = pack_on_cpu(case)
+    assert storage.lengths.dtype == torch.int32
+    storage.lengths[0] += change_words
+    storage.lengths[3] -= change_words
+    kernels, runner = simt_kernels()
+    for ids in (None, torch.arange(8)):
+        out = guarded(torch.zeros_like(case.rows))
+        kernels.decode_rows(storage, layout, ids, 0, out, facts)
+    assert runner.mailbox[0] == DAMAGED_ERROR
+
+
+@pytest.mark.parametrize("width", [2, 4, 8])
+def test_output_at_an_odd_address_is_decoded(width):
+    case = make_case(Variant("decode", width, 1, False, True, 1), n_rows=40)
+    storage, facts = pack_on_cpu(case)
+    kernels, _ = simt_kernels()
+    n, row_bytes = case.rows.shape
+    buffer = torch.zeros(n * row_bytes + 1, dtype=torch.uint8)
+    out = buffer[1:].view(n, row_bytes)
+    kernels.decode_rows(storage, case.layout, None, 0, out, facts)
+    assert torch.equal(out, case.rows)
+    kernels.decode_rows(storage, case.layout, torch.arange(n), 0, out, facts)
+    assert torch.equal(out, case.rows)

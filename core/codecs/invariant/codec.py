@@ -15,7 +15,6 @@ from ...kernels.format import (
     BLOCK_ROWS,
     CHUNK_BYTES,
     CODE_BITS,
-    FORMAT_VERSION,
     MAX_CLUSTERS,
     MAX_ROW_BYTES,
     PAD_WORDS,
@@ -31,6 +30,7 @@ from ..base import (
     check_indices_argument,
     check_out_argument,
     check_packed_argument,
+    check_range_argument,
     check_rows_argument,
     check_tensor_argument,
     elements,
@@ -63,7 +63,8 @@ class InvariantCodec(RowCodec):
 
     Notes
     -----
-    Immutable; threads may share it. The kernels' tables are made once for each device.
+    Immutable; threads may share it. The kernels' tables are made once for each device. What a GPU
+    finds wrong while it decodes is told to the next caller on that GPU, whichever thread it is.
 
     Examples
     --------
@@ -167,11 +168,6 @@ class InvariantCodec(RowCodec):
     # Properties
 
     @property
-    def format_version(self) -> int:
-        """Version of the packed row's format."""
-        return FORMAT_VERSION
-
-    @property
     def clusters(self) -> int:
         """Number of profiles that rows choose from."""
         return self.profile.format.clusters
@@ -220,12 +216,7 @@ class InvariantCodec(RowCodec):
         data = rows_as_bytes(rows, f.row_bytes)
         n = rows.shape[0]
         lengths, row_clusters = kernels.packed_words(data, layout)
-        words = torch.where(lengths == 0, f.row_words, _as_int64(lengths))
-        blocks = ceil_div(n, BLOCK_ROWS)
-        by_block = torch.nn.functional.pad(words, (0, blocks * BLOCK_ROWS - n))
-        by_block = by_block.view(blocks, BLOCK_ROWS).sum(1)
-        bases = torch.nn.functional.pad(by_block.cumsum(0), (1, 0))
-        facts = _facts(f.row_words, words, by_block)
+        bases, facts = _offsets(lengths, f.row_words)
         data_words = kernels.encode_rows(
             data, layout, lengths, row_clusters, bases, facts["n_words"]
         )
@@ -265,7 +256,8 @@ class InvariantCodec(RowCodec):
             by piece, or read by the decoding kernel itself. "auto" copies, except rows chosen by
             index.
         sm_budget : int, optional
-            Multiprocessors that decoding on a GPU may use; all when left out.
+            Decoding on a GPU starts no more blocks than this many multiprocessors hold; all when
+            left out.
 
         Returns
         -------
@@ -289,19 +281,13 @@ class InvariantCodec(RowCodec):
             target = out.device
         if via not in get_args(Via):
             raise ArgumentError(f"via: {via!r}, accepted are {', '.join(get_args(Via))}")
-        if target.type != packed.device.type and packed.device.type != "cpu":
+        if sm_budget is not None:
+            _check_integer("sm_budget", sm_budget, range(1, 1 << 31))
+        if target != packed.device and packed.device.type != "cpu":
             raise ArgumentTypeError(f"out: on {target}, expected {packed.device}")
         wanted = None
         if indices is None:
-            stop = n_rows if stop is None else stop
-            for name, bound in (("start", start), ("stop", stop)):
-                if type(bound) is not int:
-                    raise ArgumentTypeError(f"{name}: expected an int, got {bound!r:.60}")
-            if not 0 <= start <= stop <= n_rows:
-                raise ArgumentError(
-                    f"start, stop: {start}, {stop}; expected 0 <= start <= stop <= {n_rows}"
-                )
-            n = stop - start
+            n = check_range_argument(start, stop, n_rows) - start
         else:
             if start != 0 or stop is not None:
                 raise ArgumentError("start, stop: not together with indices")
@@ -322,15 +308,14 @@ class InvariantCodec(RowCodec):
         data = rows_as_bytes(result, self.row_bytes)
         if n:
             kernels, layout = self._on(target)
+            facts = packed.facts
+            if "max_block_words" not in facts:  # put together by hand
+                facts = _offsets(packed.parts["lengths"], layout.format.row_words)[1]
             if target != packed.device:
-                decode_across(
-                    kernels, layout, storage, packed.facts, wanted, start, data, via, sm_budget
-                )
+                decode_across(kernels, layout, storage, facts, wanted, start, data, via, sm_budget)
             else:
                 ids = None if wanted is None else wanted.to(target)
-                bad = kernels.decode_rows(
-                    storage, layout, ids, start, data, packed.facts, sm_budget
-                )
+                bad = kernels.decode_rows(storage, layout, ids, start, data, facts, sm_budget)
                 if bad >= 0:
                     raise CorruptedDataError(f"packed: row {bad} is damaged; nothing was decoded")
         return result if out is None or out is result else out.copy_(result)
@@ -371,22 +356,17 @@ class InvariantCodec(RowCodec):
             When a part is missing, has another dtype or shape, or any row is damaged.
         """
         f = self.profile.format
-        blocks = ceil_div(n_rows, BLOCK_ROWS)
         try:
             self._storage(PackedRows(n_rows, dict(parts)))
         except (ArgumentError, ArgumentTypeError) as error:
             raise CorruptedDataError(str(error)) from None
-        lengths = _as_int64(parts["lengths"])
-        if n_rows and int(lengths.max()) >= f.row_words:
+        if n_rows and int(_as_int64(parts["lengths"]).max()) >= f.row_words:
             raise CorruptedDataError("packed rows: a packed row is as long as a raw one")
-        words = torch.where(lengths == 0, f.row_words, lengths)
-        by_block = torch.nn.functional.pad(words, (0, blocks * BLOCK_ROWS - n_rows))
-        by_block = by_block.view(blocks, BLOCK_ROWS).sum(1)
-        bases = torch.nn.functional.pad(by_block.cumsum(0), (1, 0))
+        bases, facts = _offsets(parts["lengths"], f.row_words)
         n_words = parts["words"].shape[0] - PAD_WORDS
-        if not torch.equal(bases, parts["bases"]) or int(bases[-1]) != n_words:
+        if not torch.equal(bases, parts["bases"]) or facts["n_words"] != n_words:
             raise CorruptedDataError("packed rows: offsets, lengths and words do not fit together")
-        packed = PackedRows(n_rows, dict(parts), _facts(f.row_words, words, by_block))
+        packed = PackedRows(n_rows, dict(parts), facts)
         kernels, layout = self._on(torch.device("cpu"))
         bad = kernels.check_rows(self._storage(packed), layout)
         if bad >= 0:
@@ -433,6 +413,11 @@ class InvariantCodec(RowCodec):
         if layout is None:
             layout = self._layouts[torch.device("cpu")].to(device)
             self._layouts[device] = layout
+        if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+            # Callers cannot see the tables: tell the allocator itself which streams read them.
+            stream = torch.cuda.current_stream(device)
+            layout.tables.record_stream(stream)
+            layout.starts.record_stream(stream)
         return kernels, layout
 
     def _expected_parts(
@@ -468,12 +453,22 @@ def _as_int64(lengths: torch.Tensor) -> torch.Tensor:
     return lengths.to(torch.int64) & ((1 << 8 * lengths.element_size()) - 1)
 
 
-def _facts(row_words: int, words: torch.Tensor, by_block: torch.Tensor) -> dict[str, int]:
-    """Return the sizes that decode needs to know on the host, with one wait for the GPU."""
-    if words.numel() == 0:
-        return {"n_words": 0, "max_row_words": 0, "max_block_words": 0}
-    totals = torch.stack([by_block.sum(), words.max(), by_block.max()]).tolist()
-    return dict(zip(("n_words", "max_row_words", "max_block_words"), totals, strict=True))
+def _offsets(lengths: torch.Tensor, row_words: int) -> tuple[torch.Tensor, dict[str, int]]:
+    """Return the bases of the blocks of rows, and the sizes that decode needs on the host.
+
+    On a GPU this waits once.
+    """
+    words = torch.where(lengths == 0, row_words, _as_int64(lengths))
+    n = words.shape[0]
+    blocks = ceil_div(n, BLOCK_ROWS)
+    by_block = torch.nn.functional.pad(words, (0, blocks * BLOCK_ROWS - n))
+    by_block = by_block.view(blocks, BLOCK_ROWS).sum(1)
+    bases = torch.nn.functional.pad(by_block.cumsum(0), (1, 0))
+    totals = [0, 0, 0]
+    if n:
+        totals = torch.stack([bases[-1], words.max(), by_block.max()]).tolist()
+    names = ("n_words", "max_row_words", "max_block_words")
+    return bases, dict(zip(names, totals, strict=True))
 
 
 def _check_integer(name: str, value: Any, accepted: range) -> None:

@@ -1,8 +1,13 @@
 """Bit operations that the Numba twins share, on one word or on a group of up to 32 chunks.
 
-A group is a local array of uint64, whatever the chunk's width. A loop over a group does one thing
-and has no branch that depends on data, so that LLVM turns it into vector instructions. Array
-indices are unsigned: Numba then needs no test for negative ones, which would keep LLVM from that.
+A group is a local array of the chunks' own dtype, computed on as uint64: LLVM sees that the upper
+bits are dropped, and works on narrow vectors. For that a loop over a group does one thing, has no
+branch that depends on data, and its indices are unsigned, so that Numba puts no test for negative
+ones into it. Such a loop goes to `count`, never to a constant 32: LLVM would unroll that into
+single steps before it looks for vectors.
+
+Numba's cache of a function looks at the function's own file: whoever changes this one while working
+on it has to clear ``__pycache__``, or rows.py goes on with the old code.
 """
 
 from __future__ import annotations

@@ -90,15 +90,21 @@ def top_values_of(sorted_values, top):
             top[j] = top[0]
 
 
+def top_values_by_position(rows: np.ndarray, masks: np.ndarray, top: np.ndarray) -> None:
+    """Fill ``top[i]`` with the most frequent masked chunks of position i.
+
+    numpy sorts: Numba's sort takes a second to compile for each dtype, and is slower.
+    """
+    columns = np.ascontiguousarray((rows & masks).T)
+    columns.sort(axis=1)
+    top_values_of_each(columns, top)
+
+
 @njit(nogil=True, cache=True)
-def top_values_by_position(rows, masks, top):
-    """Fill ``top[i]`` with the most frequent masked chunks of position i."""
-    column = np.empty(rows.shape[0], rows.dtype)
-    for i in range(rows.shape[1]):
-        for r in range(rows.shape[0]):
-            column[r] = rows[r, i] & masks[i]
-        column.sort()
-        top_values_of(column, top[i])
+def top_values_of_each(sorted_rows, top):
+    """Fill ``top[i]`` with the most frequent values of row i, which is sorted."""
+    for i in range(sorted_rows.shape[0]):
+        top_values_of(sorted_rows[i], top[i])
 
 
 @njit(nogil=True, cache=True)

@@ -21,6 +21,7 @@ from .bits import (
     GROUP,
     LOW_WORD,
     ONE,
+    TWO,
     WORD,
     ZERO,
     append_bits,
@@ -37,6 +38,8 @@ from .bits import (
 
 # Codes are read and written in halves of a group: 16 codes of 3 bits fit into 64 bits.
 HALF = GROUP // 2
+# The lowest bit of each code of a half, by code_bits.
+CODE_PLACES = np.array([0, 0xFFFF, 0x55555555, 0x249249249249], np.uint64)
 
 
 @njit(nogil=True, cache=True)
@@ -154,9 +157,7 @@ def packed_words(
         best = row_words
         cluster = 0
         for c in range(tables.shape[0]):
-            need = measure_row(
-                rows[r], tables[c], starts[c], code_bits, grouped, uniform, x, codes
-            )
+            need = measure_row(rows[r], tables[c], starts[c], code_bits, grouped, uniform, x, codes)
             if need < best:
                 best = need
                 cluster = c
@@ -310,9 +311,7 @@ def encode_rows(
             row = rows[r]
             table = tables[c]
             start = starts[c]
-            next_at = write_payload(
-                row, table, start, uniform, keep_section, levels, x, words, at
-            )
+            next_at = write_payload(row, table, start, uniform, keep_section, levels, x, words, at)
             next_at = write_codes(
                 row, table, code_bits, grouped, uniform, x, codes, misses, words, next_at
             )
@@ -342,17 +341,12 @@ def is_all_first(words, group_at, group):
 @njit(nogil=True, cache=True)
 def zero_codes(half, code_bits, count):
     """Return a word with bit ``j * code_bits`` set when code j of a half is 0, j < count."""
-    k = np.uint64(code_bits)
     found = half
     if code_bits > 1:
         found |= half >> ONE
     if code_bits > 2:
-        found |= half >> np.uint64(2)
-    # One bit a code; the lowest of each `code_bits`.
-    places = low_bits(HALF) if code_bits == 1 else (
-        np.uint64(0x55555555) if code_bits == 2 else np.uint64(0x249249249249)
-    )
-    return ~found & places & low_bits(code_bits * max(0, min(count, HALF)))
+        found |= half >> TWO
+    return ~found & CODE_PLACES[code_bits] & low_bits(code_bits * max(0, min(count, HALF)))
 
 
 @njit(nogil=True, cache=True)
@@ -397,9 +391,7 @@ def needed_words(words, at, length, starts, chunks, chunk_bits, code_bits, group
             for j in range(count):
                 zeros = low if j < HALF else high
                 zero = (zeros >> np.uint64((j & (HALF - 1)) * code_bits)) & ONE
-                exception_bits += np.int64(zero) * (
-                    chunk_bits - payload_bits_of(starts, first + j)
-                )
+                exception_bits += np.int64(zero) * (chunk_bits - payload_bits_of(starts, first + j))
     return need + ((exception_bits + 31) >> 5)
 
 

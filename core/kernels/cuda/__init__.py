@@ -30,13 +30,14 @@ class CupyRunner:
     def __init__(self, device: torch.device) -> None:
         self._cupy = load_optional(
             "cupy",
-            extra="cuda13" if (torch.version.cuda or "13").startswith("13") else "cuda12",
+            extra="cuda12" if (torch.version.cuda or "").startswith("12") else "cuda13",
             purpose="packed rows on a GPU",
         )
         self._device = device
         self._functions: dict[tuple[Variant, str], Any] = {}
         properties = torch.cuda.get_device_properties(device)
         self.multiprocessors: int = properties.multi_processor_count
+        self.shared_bytes_per_multiprocessor: int = properties.shared_memory_per_multiprocessor
         self.mailbox = torch.zeros(MAILBOX_WORDS, dtype=torch.int64).pin_memory()
 
     def function(self, variant: Variant, kernel: str) -> Any:

@@ -27,13 +27,6 @@ __device__ void report(volatile i64* mailbox, i64 kind, i64 where, i64 id, i64 n
   mailbox[0] = kind;
 }
 
-// first_bad[0] starts as all ones and becomes the first position of an id out of range.
-extern "C" __global__ void check_ids(const i64* __restrict__ ids, i64 n, i64 n_rows, u64* first_bad) {
-  const i64 stride = (i64)gridDim.x * blockDim.x;
-  for (i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += stride)
-    if (ids[i] < -n_rows || ids[i] >= n_rows) atomicMin(first_bad, (u64)i);
-}
-
 struct Args {
   const u32* words;
   i64 n_words;
@@ -45,7 +38,7 @@ struct Args {
   const int* starts;
   const i64* ids;
   i64 row_begin, n, n_rows;
-  int chunks, row_words, row_bytes, tile_rows, slot_words, stage_words;
+  int chunks, row_words, row_bytes, clusters, tile_rows, slot_words, stage_words;
   u8* out;
   i64* mailbox;
 };
@@ -57,6 +50,8 @@ struct alignas(16) Slot {  // a row of a tile
 };
 
 __device__ __forceinline__ int size_of(int length, int row_words) { return length ? length : row_words; }
+// A packed row is shorter than a raw one; a longer one is damaged, whatever else it may be.
+__device__ __forceinline__ bool too_long(int length, int row_words) { return (u32)length >= (u32)row_words; }
 
 // Copy the words from..end of `words` to the stage, whose first word stands for word `origin`, a
 // multiple of 32. Both sides then agree modulo 128 bytes: where they do not, the hardware splits
@@ -104,7 +99,8 @@ __device__ __forceinline__ void fetch_run(const Args& a, i64 tile, Slot* slots, 
   if (looks) {
     const int up_to_me = inclusive_scan(size, lane);
     // With whole blocks, begin and end came from the bases: the lengths must agree.
-    const bool agrees = sound && (a.tile_rows < 32 || end - begin == __shfl_sync(FULL, up_to_me, 31));
+    const bool agrees = !__any_sync(FULL, too_long(length, a.row_words)) && sound &&
+                        (a.tile_rows < 32 || end - begin == __shfl_sync(FULL, up_to_me, 31));
     if (lane >= from && lane <= last) {
       const i64 row = block * 32 + lane;
       const bool wanted = row >= a.row_begin && row < a.row_begin + a.n;
@@ -112,8 +108,9 @@ __device__ __forceinline__ void fetch_run(const Args& a, i64 tile, Slot* slots, 
       s.at = base + up_to_me - size - (STAGED ? origin : 0);
       s.length = agrees && wanted ? length : NO_ROW;
       s.cluster = CLUSTERED && a.row_clusters && wanted ? a.row_clusters[row] : 0;
+      if (s.cluster >= a.clusters) s.length = NO_ROW;
       slots[lane - from] = s;
-      if (!agrees && wanted) report(a.mailbox, ERROR_DAMAGED, row, 0, a.n_rows);
+      if (wanted && (!agrees || s.cluster >= a.clusters)) report(a.mailbox, ERROR_DAMAGED, row, 0, a.n_rows);
     }
   }
   if (STAGED && sound) copy_words(stage, a.words, origin, begin, end, threadIdx.x, 32 * WARPS);
@@ -140,7 +137,7 @@ __device__ __forceinline__ void fetch_chosen(const Args& a, i64 tile, Slot* slot
       const int size = size_of(s.length, a.row_words);
       const i64 origin = at & ~(i64)31;
       if (CLUSTERED && a.row_clusters) s.cluster = a.row_clusters[row];
-      if (at < 0 || at > a.n_words - size || (STAGED && at + size - origin + 4 > a.slot_words)) {
+      if (at < 0 || at > a.n_words - size || too_long(s.length, a.row_words) || s.cluster >= a.clusters || (STAGED && at + size - origin + 4 > a.slot_words)) {
         s.length = NO_ROW;
         if (lane == 0) report(a.mailbox, ERROR_DAMAGED, row, 0, a.n_rows);
       } else if (STAGED) {
@@ -685,7 +682,7 @@ __device__ __forceinline__ void decode_all(const Args& a, u32* shared) {
   const u32 *__restrict__ words, i64 n_words, const i64 *__restrict__ bases, const void *__restrict__ lengths,    \
       int length_bytes, const u8 *__restrict__ row_clusters, const chunk_t *__restrict__ tables,                  \
       const int *__restrict__ starts, const i64 *__restrict__ ids, i64 row_begin, i64 n, i64 n_rows, int chunks,  \
-      int row_words, int row_bytes, int tile_rows, int slot_words, int stage_words, u8 *__restrict__ out,         \
+      int row_words, int row_bytes, int clusters, int tile_rows, int slot_words, int stage_words, u8 *__restrict__ out,         \
       const u64 *first_bad, i64 *mailbox
 #define DECODE_BODY(STAGED)                                                                                       \
   extern __shared__ __align__(128) u32 shared[];                                                                  \
@@ -694,7 +691,7 @@ __device__ __forceinline__ void decode_all(const Args& a, u32* shared) {
     return;                                                                                                       \
   }                                                                                                               \
   const Args a = {words,  n_words, bases,  lengths,   length_bytes, row_clusters, tables,     starts, ids,        \
-                  row_begin, n,    n_rows, chunks,    row_words,    row_bytes,    tile_rows,  slot_words,          \
+                  row_begin, n,    n_rows, chunks,    row_words,    row_bytes,    clusters, tile_rows,  slot_words, \
                   stage_words, out, mailbox};                                                                     \
   decode_all<STAGED>(a, shared);
 

@@ -12,12 +12,11 @@ import numpy as np
 import torch
 
 from ..format import PAD_WORDS, RowFormat, RowLayout, RowStorage, ceil_div
-from .source import BYTE_FIELDS, Variant, widest_vector
+from .source import BYTE_FIELDS, IDS, Variant, widest_vector
 
 WARPS = 8  # warps of a block, in every kernel
 THREADS = 32 * WARPS
 STAGE_BYTES = 33 << 10  # packed words of a tile in shared memory; two tiles are in flight
-SHARED_BYTES_PER_SM = 200 << 10  # what blocks on one multiprocessor may use together
 ENCODE_STAGE_BYTES = 6 << 10  # packed row that a warp puts together in shared memory
 MAILBOX_WORDS = 4
 
@@ -29,6 +28,8 @@ class Runner(Protocol):
 
     #: Multiprocessors of the device.
     multiprocessors: int
+    #: Shared memory of each, in bytes.
+    shared_bytes_per_multiprocessor: int
     #: int64 ``[MAILBOX_WORDS]`` that kernels write errors to and the host reads at any time.
     mailbox: torch.Tensor
 
@@ -183,6 +184,12 @@ class CudaKernels:
         if n == 0:
             return -1
         f = layout.format
+        if out.data_ptr() % f.chunk_bytes:
+            # The kernel stores whole chunks. A copy first, since bad ids leave `out` untouched.
+            aligned = out.clone()
+            self.decode_rows(storage, layout, ids, row_begin, aligned, facts, sm_budget)
+            out.copy_(aligned)
+            return -1
         runner = self._runner
         first_bad = None
         if ids is not None:
@@ -191,7 +198,9 @@ class CudaKernels:
         shape = tile_shape(f, facts, indexed=ids is not None)
         tiles = ceil_div(n, shape.tile_rows) + (1 if ids is None else 0)
         shared_bytes = 4 * (2 * shape.stage_words + PAD_WORDS)
-        blocks_per_sm = max(1, min(8, SHARED_BYTES_PER_SM // (shared_bytes + 2048)))
+        # A block has a few kilobytes of its own beside the stages.
+        blocks_per_sm = runner.shared_bytes_per_multiprocessor // (shared_bytes + 3072)
+        blocks_per_sm = max(1, min(8, blocks_per_sm))
         multiprocessors = runner.multiprocessors
         if sm_budget is not None:
             multiprocessors = max(1, min(sm_budget, multiprocessors))
@@ -219,6 +228,7 @@ class CudaKernels:
                 np.int32(f.chunks),
                 np.int32(f.row_words),
                 np.int32(f.row_bytes),
+                np.int32(f.clusters),
                 np.int32(shape.tile_rows),
                 np.int32(shape.slot_words),
                 np.int32(shape.stage_words),
@@ -234,7 +244,7 @@ class CudaKernels:
         """Return int64 ``[1]`` on the ids' device: the first bad position, or -1 (all ones)."""
         first_bad = torch.full((1,), -1, dtype=torch.int64, device=ids.device)
         self._runner.launch(
-            Variant("decode", 4, vector=1),
+            IDS,
             "check_ids",
             (min(ceil_div(ids.shape[0], THREADS), 2 * self._runner.multiprocessors),),
             (THREADS,),

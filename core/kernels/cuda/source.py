@@ -20,7 +20,8 @@ _INCLUDE = re.compile(r'^#include "(\w+\.cuh)"$', re.MULTILINE)
 KERNELS: dict[str, tuple[str, ...]] = {
     "count": ("count_bits",),
     "encode": ("packed_words", "encode_rows"),
-    "decode": ("check_ids", "decode_rows", "decode_long_rows"),
+    "decode": ("decode_rows", "decode_long_rows"),
+    "ids": ("check_ids",),
 }
 
 #: Lowest bit of the one-byte exponent fields that have kernels of their own, by chunk_bytes.
@@ -55,9 +56,9 @@ class Variant:
     Parameters
     ----------
     file : str
-        ``"count"``, ``"encode"`` or ``"decode"``.
+        ``"count"``, ``"encode"``, ``"decode"`` or ``"ids"``.
     chunk_bytes, code_bits, grouped, uniform
-        As in RowFormat; only chunk_bytes matters for counting.
+        As in RowFormat; counting knows only chunk_bytes, and ids know nothing of them.
     vector : int
         Chunks that a lane of the decoder stores at once, 1 where rows are not aligned for more.
     byte_field : bool
@@ -78,7 +79,7 @@ class Variant:
             self.chunk_bytes, self.chunk_bytes, self.code_bits, self.grouped, self.uniform
         )
         defines: dict[str, str | int] = {"CHUNK_BYTES": f.chunk_bytes, "LEVELS": f.levels}
-        if self.file == "count":
+        if self.file in ("count", "ids"):
             return defines
         defines |= {
             "CODE_BITS": f.code_bits,
@@ -106,6 +107,8 @@ class Variant:
     @property
     def name(self) -> str:
         """Readable name, for tests and logs."""
+        if self.file == "ids":
+            return self.file
         if self.file == "count":
             return f"count-{self.chunk_bytes}B"
         words = [self.file, f"{self.chunk_bytes}B", f"k{self.code_bits}"]
@@ -114,6 +117,10 @@ class Variant:
         words += [f"v{self.vector}"] if self.file == "decode" else []
         words += ["bytes"] if self.byte_field else []
         return "-".join(words)
+
+
+#: The one compilation of the check of indices.
+IDS = Variant("ids", 4)
 
 
 def widest_vector(chunk_bytes: int, uniform: bool) -> int:
@@ -126,6 +133,7 @@ def widest_vector(chunk_bytes: int, uniform: bool) -> int:
 
 def all_variants() -> Iterator[Variant]:
     """Yield every variant that the library can ask for."""
+    yield IDS
     for width in CHUNK_BYTES:
         yield Variant("count", width)
     for width, bits, grouped, uniform in product(
