@@ -172,5 +172,6 @@ def _keep_until_read(words: torch.Tensor, device: torch.device) -> None:
         return
     event = torch.cuda.current_stream(device).record_event()
     with _lock:
-        _being_read[:] = [(e, w) for e, w in _being_read if not e.query()]
+        done: list[bool] = [e.query() for e, _ in _being_read]  # type: ignore[no-untyped-call]
+        _being_read[:] = [kept for kept, past in zip(_being_read, done, strict=True) if not past]
         _being_read.append((event, words))

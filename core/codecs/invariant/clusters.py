@@ -9,6 +9,7 @@ import torch
 
 from ...errors import load_optional
 from ...kernels import cpu
+from ...kernels.cpu.compiling import call
 from .layout import build_layout
 from .planner import Options, Plan, Sample, choose_plan, fit_profile
 from .profile import Profile
@@ -49,7 +50,7 @@ def group_rows(sample: Sample, k: int, seed: int) -> np.ndarray:
     nearest = np.zeros(len(learn), np.int64)
     before = -1
     for _ in range(ITERATIONS):
-        distance = plan.nearest_centers(learn, centers, nearest)
+        distance = call(plan.nearest_centers, learn, centers, nearest)
         if distance == before:
             break
         before = distance
@@ -59,7 +60,7 @@ def group_rows(sample: Sample, k: int, seed: int) -> np.ndarray:
                 bits = np.unpackbits(members.view(np.uint8), axis=1)
                 centers[c] = np.packbits(bits.mean(axis=0) >= 0.5).view(learn.dtype)
     groups = np.zeros(len(rows), np.int64)
-    plan.nearest_centers(rows, centers, groups)
+    call(plan.nearest_centers, rows, centers, groups)
     return groups
 
 

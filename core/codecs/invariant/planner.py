@@ -17,6 +17,7 @@ import torch
 from ...dtypes import EXPONENT_FIELDS, element_bytes
 from ...errors import load_optional
 from ...kernels import cpu
+from ...kernels.cpu.compiling import call
 from ...kernels.format import CHUNK_BYTES, CODE_BITS, RowFormat
 from .profile import UNSIGNED, Profile
 
@@ -162,7 +163,7 @@ def top_values(sample: Sample, candidate: Candidate, masks: np.ndarray, count: i
     if candidate.uniform:
         masked = chunks.ravel() & masks[0]
         masked.sort()
-        plan.top_values_of(masked, top[0])
+        call(plan.top_values_of, masked, top[0])
     else:
         plan.top_values_by_position(chunks, masks, top)
     return top
@@ -192,7 +193,8 @@ def measure(
     values = top_values(learn, candidate, masks, (1 << max(CODE_BITS)) - 1)
     totals = np.zeros((len(CODE_BITS), 2), np.int64)
     row_words = -(-sample.row_bytes // 4)
-    plan.words_by_option(sample.chunks(candidate.chunk_bytes), masks, values, row_words, totals)
+    chunks = sample.chunks(candidate.chunk_bytes)
+    call(plan.words_by_option, chunks, masks, values, row_words, totals)
     scale = 4 * n_rows / len(sample)
     best: Plan | None = None
     for code_bits in CODE_BITS if options.code_bits is None else (options.code_bits,):

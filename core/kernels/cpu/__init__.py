@@ -10,6 +10,7 @@ import torch
 
 from ...errors import load_optional
 from ..format import GROUP_CHUNKS, PAD_WORDS, RowLayout, RowStorage
+from .compiling import call
 from .threads import run_ranges
 
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
@@ -67,7 +68,7 @@ def count_bits(rows: torch.Tensor, chunk_bytes: int) -> torch.Tensor:
 
     def work(begin: int, end: int) -> np.ndarray[Any, Any]:
         counts = np.zeros((chunks.shape[1], 8 * chunk_bytes), np.int64)
-        kernel(chunks, counts, begin, end)
+        call(kernel, chunks, counts, begin, end)
         return counts
 
     return torch.from_numpy(sum(run_ranges(work, *rows.shape)))
@@ -99,7 +100,8 @@ def packed_words(rows: torch.Tensor, layout: RowLayout) -> tuple[torch.Tensor, t
     lengths_out, clusters_out = _unsigned(lengths), row_clusters.numpy()
 
     def work(begin: int, end: int) -> None:
-        kernel(
+        call(
+            kernel,
             chunks,
             tables,
             starts,
@@ -167,13 +169,13 @@ def encode_rows(
         words_out,
         words_out.view(np.uint8),
     )
-    run_ranges(lambda begin, end: kernel(*arguments, begin, end), rows.shape[0], f.row_bytes)
+    run_ranges(lambda begin, end: call(kernel, *arguments, begin, end), rows.shape[0], f.row_bytes)
     return words
 
 
 def check_ids(ids: torch.Tensor, n_rows: int) -> int:
     """Return the first position of an id outside -n_rows..n_rows - 1, or -1."""
-    return int(_jitted().check_ids(ids.numpy(), n_rows))
+    return int(call(_jitted().check_ids, ids.numpy(), n_rows))
 
 
 def check_rows(storage: RowStorage, layout: RowLayout, ids: torch.Tensor | None = None) -> int:
@@ -214,7 +216,7 @@ def _check_range(
         _NO_IDS if ids is None else ids.numpy(),
     )
     bad = run_ranges(
-        lambda begin, end: int(kernel(*arguments, first + begin, first + end)),
+        lambda begin, end: int(call(kernel, *arguments, first + begin, first + end)),
         count,
         f.row_bytes,
     )
@@ -280,5 +282,5 @@ def decode_rows(
         _chunks(out, f.chunk_bytes),
         out.numpy(),
     )
-    run_ranges(lambda begin, end: kernel(*arguments, begin, end), n, f.row_bytes)
+    run_ranges(lambda begin, end: call(kernel, *arguments, begin, end), n, f.row_bytes)
     return -1

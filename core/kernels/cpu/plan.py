@@ -6,6 +6,7 @@ import numpy as np
 from numba import njit
 
 from .bits import popcount
+from .compiling import call
 
 
 @njit(nogil=True, cache=True)
@@ -97,7 +98,7 @@ def top_values_by_position(rows: np.ndarray, masks: np.ndarray, top: np.ndarray)
     """
     columns = np.ascontiguousarray((rows & masks).T)
     columns.sort(axis=1)
-    top_values_of_each(columns, top)
+    call(top_values_of_each, columns, top)
 
 
 @njit(nogil=True, cache=True)

@@ -1,0 +1,50 @@
+"""Compiling the Numba functions, one process at a time.
+
+Numba keeps compiled code on disk in an index per function that it reads, changes and writes with no
+lock: two processes that compile different dtypes at once can file them under one name, and the
+function then fails for good. So every first use for new argument types happens under a lock file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+_lock = threading.RLock()
+
+
+def call(kernel: Any, *args: Any) -> Any:
+    """Call a Numba function, compiling it for these arguments first where that is new."""
+    prepare(kernel, *args)
+    return kernel(*args)
+
+
+def prepare(kernel: Any, *args: Any) -> None:
+    """Compile `kernel` for these arguments, or load it from the cache, if this process has not."""
+    from numba import typeof
+
+    signature = tuple(typeof(argument) for argument in args)
+    if signature not in kernel.overloads:
+        with _lock, _only_process(kernel.stats.cache_path):
+            kernel.compile(signature)
+
+
+@contextlib.contextmanager
+def _only_process(folder: str | None) -> Iterator[None]:
+    """Hold the lock file of a cache folder; nothing to hold where there is no cache."""
+    try:
+        import fcntl
+
+        os.makedirs(folder or "", exist_ok=True)
+        handle = os.open(os.path.join(folder or "", "bitslab.lock"), os.O_RDWR | os.O_CREAT, 0o666)
+    except (ImportError, OSError):  # no such locks on this system, or no cache that could be hurt
+        yield
+        return
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)  # releases the lock
