@@ -211,12 +211,17 @@ def _inspect(arguments: argparse.Namespace) -> int:
     plot_format = ""
     if arguments.plot:
         plot_format = checked_extension(arguments.plot, PLOT_EXTENSIONS)[1:]
+        _refuse_missing_folder(arguments.plot)
         load_optional("matplotlib", extra="report", purpose="--plot")
         for path in arguments.files:
             _refuse_same(path, arguments.plot)
     link = Link(arguments.link_gbps, arguments.decode_gbps)
     reports, files = [], []
     for path in arguments.files:
+        if (arguments.codec != "auto" or options) and _is_compressed(path):
+            raise ArgumentError(
+                f"{path}: is compressed already; --codec and --clusters are for plain tensors"
+            )
         tensors: Mapping[str, torch.Tensor | CompressedTensor] = (
             read_file(path).tensors if _is_compressed(path) else _read_plain(path)[0]
         )
@@ -249,6 +254,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
 def _compress(arguments: argparse.Namespace) -> int:
     checked_extension(arguments.output, SAFETENSORS)
     _refuse_same(arguments.input, arguments.output)
+    _refuse_missing_folder(arguments.output)
     options = _codec_options(arguments)
     if _is_compressed(arguments.input):
         raise ArgumentError(f"{arguments.input}: is compressed by bitslab already")
@@ -277,6 +283,7 @@ def _compress(arguments: argparse.Namespace) -> int:
 def _decompress(arguments: argparse.Namespace) -> int:
     extension = checked_extension(arguments.output, WRITABLE)
     _refuse_same(arguments.input, arguments.output)
+    _refuse_missing_folder(arguments.output)
     content = read_file(arguments.input)
     tensors = {
         name: ct.decompress()
@@ -313,7 +320,11 @@ def _codec_options(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _is_compressed(path: str) -> bool:
-    return checked_extension(path, READABLE) in SAFETENSORS and is_compressed(path)
+    extension = checked_extension(path, READABLE)
+    # What is named as bitslab's own is held to that: damaged, it is not an unreadable input.
+    return (extension == ".bitslab" and os.path.exists(path)) or (
+        extension in SAFETENSORS and is_compressed(path)
+    )
 
 
 def _read_plain(path: str) -> tuple[dict[str, torch.Tensor], dict[str, str] | None]:
@@ -335,6 +346,13 @@ def _naming(path: str, name: str) -> Iterator[None]:
         if isinstance(error, CorruptedDataError):
             raise
         raise ArgumentError(f"{path}: {name}: {error}") from error
+
+
+def _refuse_missing_folder(target: str) -> None:
+    """Say so before the work, not after it."""
+    folder = Path(target).resolve().parent
+    if not folder.is_dir():
+        raise ArgumentError(f"{target}: the folder {folder} does not exist")
 
 
 def _refuse_same(source: str, target: str) -> None:

@@ -622,3 +622,40 @@ def test_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> N
         run("--version")
     assert caught.value.code == 0
     assert capsys.readouterr().out == f"bitslab {bitslab.__version__}\n"
+
+
+def test_truncated_compressed_file_is_damaged_for_every_command(tmp_path: Path) -> None:
+    path = tmp_path / "x.bitslab"
+    bitslab.save_file({"a": bitslab.compress(torch.randn(64, 64))}, path)
+    path.write_bytes(path.read_bytes()[:200])
+    for arguments in (["inspect", path], ["decompress", path, tmp_path / "y.safetensors"]):
+        done = subprocess.run(
+            [sys.executable, "-m", "bitslab.cli", *map(str, arguments)],
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 1, done.stderr
+        assert "x.bitslab" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("option", [["--codec", "raw"], ["--clusters", "2"]], ids=str)
+def test_options_that_a_compressed_file_would_ignore_are_refused(
+    option: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "x.bitslab"
+    bitslab.save_file({"a": bitslab.compress(torch.randn(64, 64))}, path)
+    assert cli.main(["inspect", str(path), *option]) == 2
+    assert "compressed already" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["inspect", "{m}", "--plot", "{t}/no/p.png"], ["compress", "{m}", "{t}/no/x.bitslab"]],
+    ids=["plot", "compress"],
+)
+def test_missing_output_folder_is_told_before_the_work(
+    arguments: list[str], model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = [a.format(m=model, t=tmp_path) for a in arguments]
+    assert cli.main(given) == 2
+    assert "does not exist" in capsys.readouterr().err
