@@ -7,6 +7,7 @@ import io
 import json
 import os
 import pty
+import select
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -309,8 +310,12 @@ def test_progress_is_shown_on_a_terminal_only(
         items = {"a": torch.ones(3), "b": torch.ones(4)}
         assert [name for name, _ in cli._with_progress("working hard", items)] == ["a", "b"]
         stderr.flush()
-        shown = os.read(ours, 100_000).decode() if terminal else stderr.read()
-        if not terminal:
+        if terminal:
+            shown = ""
+            # A read returns what is there, which may be a part of what was written.
+            while "working hard" not in shown and select.select([ours], [], [], 10)[0]:
+                shown += os.read(ours, 100_000).decode(errors="replace")
+        else:
             stderr.seek(0)
             shown = stderr.read()
     if terminal:
