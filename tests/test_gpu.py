@@ -10,10 +10,7 @@ from bitslab.codecs.invariant.codec import InvariantCodec
 from bitslab.kernels.cuda.source import Variant, all_variants
 from tests.kernels.cases import make_case
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-]
+pytestmark = pytest.mark.gpu  # tests/conftest.py skips these where there is no GPU
 
 VARIANTS = list(all_variants())
 ROW_BYTES = {"three-warps-a-row": 12 << 10, "block-a-row": 24 << 10, "long": 48 << 10}

@@ -36,16 +36,6 @@ class Kernels(Protocol):
         """Pack rows."""
         ...
 
-    def check_ids(self, ids: torch.Tensor, n_rows: int) -> int:
-        """Return the first bad position, or -1."""
-        ...
-
-    def check_rows(
-        self, storage: RowStorage, layout: RowLayout, ids: torch.Tensor | None = None
-    ) -> int:
-        """Return the first damaged row, or -1."""
-        ...
-
     def decode_rows(
         self,
         storage: RowStorage,

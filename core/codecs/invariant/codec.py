@@ -10,7 +10,7 @@ import torch
 
 from ...dtypes import dtype_from_name, dtype_name
 from ...errors import ArgumentError, ArgumentTypeError, CorruptedDataError
-from ...kernels import Kernels, kernels_for
+from ...kernels import Kernels, cpu, kernels_for
 from ...kernels.format import (
     BLOCK_ROWS,
     CHUNK_BYTES,
@@ -299,7 +299,7 @@ class InvariantCodec(RowCodec):
         if wanted is not None and target.type == "cpu":
             wanted = wanted.cpu()
         if wanted is not None and wanted.device.type == "cpu":
-            position = kernels_for(wanted.device).check_ids(wanted, n_rows)
+            position = cpu.check_ids(wanted, n_rows)
             if position >= 0:
                 raise_bad_index(int(wanted[position]), position, n_rows)
         result = out
@@ -352,10 +352,15 @@ class InvariantCodec(RowCodec):
 
         Raises
         ------
+        ArgumentTypeError
+            When a part is not on the CPU, where rows are checked.
         CorruptedDataError
             When a part is missing, has another dtype or shape, or any row is damaged.
         """
         f = self.profile.format
+        for name, part in parts.items():
+            if isinstance(part, torch.Tensor) and part.device.type != "cpu":
+                raise ArgumentTypeError(f"parts: {name} on {part.device}, expected cpu")
         try:
             self._storage(PackedRows(n_rows, dict(parts)))
         except (ArgumentError, ArgumentTypeError) as error:
@@ -367,8 +372,8 @@ class InvariantCodec(RowCodec):
         if not torch.equal(bases, parts["bases"]) or facts["n_words"] != n_words:
             raise CorruptedDataError("packed rows: offsets, lengths and words do not fit together")
         packed = PackedRows(n_rows, dict(parts), facts)
-        kernels, layout = self._on(torch.device("cpu"))
-        bad = kernels.check_rows(self._storage(packed), layout)
+        _, layout = self._on(torch.device("cpu"))
+        bad = cpu.check_rows(self._storage(packed), layout)
         if bad >= 0:
             raise CorruptedDataError(f"packed rows: row {bad} is damaged")
         return packed

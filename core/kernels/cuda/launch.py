@@ -141,18 +141,6 @@ class CudaKernels:
             )
         return words
 
-    def check_ids(self, ids: torch.Tensor, n_rows: int) -> int:
-        """Return the first bad position, or -1; see `kernels.cpu.check_ids`. Waits for the GPU."""
-        if ids.numel() == 0:
-            return -1
-        return int(self._first_bad(ids, n_rows))
-
-    def check_rows(
-        self, storage: RowStorage, layout: RowLayout, ids: torch.Tensor | None = None
-    ) -> int:
-        """Return -1: rows are checked while they are decoded, damage goes to the mailbox."""
-        return -1
-
     def decode_rows(
         self,
         storage: RowStorage,
