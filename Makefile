@@ -1,5 +1,6 @@
 # From nothing: make test, make demo. PYTHON picks the interpreter that makes the virtual
-# environment; ARGS reaches pytest, the demo and the benchmark: make test ARGS="-k codec".
+# environment; ARGS reaches pytest, the demos and the benchmarks: make test ARGS="-k codec".
+# DEMO and BENCH name the scripts: make bench BENCH=gather ARGS="--only cpu".
 
 PYTHON ?= python3
 VENV := .venv
@@ -7,6 +8,8 @@ LIGHT := .venv-light
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip
 ARGS ?=
+DEMO ?= inspect_and_compress feature_gather
+BENCH ?= codec gather
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
@@ -65,12 +68,17 @@ types: $(VENV)/.dev-stamp ## mypy, strict
 	$(PIP) install --quiet --no-deps --no-build-isolation --upgrade --target build/types .
 	$(BIN)/mypy | sed -E 's#^build/types/bitslab/integrations/#integrations/#; s#^build/types/bitslab/#core/#'
 
-demo: $(VENV)/.demo-stamp ## inspect and compress a small trained model
-	@echo "==> demo"
-	$(BIN)/python examples/inspect_and_compress.py $(ARGS)
+demo: $(VENV)/.demo-stamp ## compress a small trained model; gather rows of a table, cached
+	@for name in $(DEMO); do
+		echo "==> demo: $$name"
+		$(BIN)/python examples/$$name.py $(ARGS)
+	done
 
-bench: $(VENV)/.dev-stamp ## measure the codecs against their peers
-	$(BIN)/python benchmarks/codec.py $(ARGS)
+bench: $(VENV)/.dev-stamp ## measure the codecs and the gathers against their peers
+	@for name in $(BENCH); do
+		echo "==> bench: $$name"
+		$(BIN)/python benchmarks/$$name.py $(ARGS)
+	done
 
 $(LIGHT)/.stamp: constraints.txt
 	@echo "==> making $(LIGHT) with torch and numpy only"

@@ -18,21 +18,29 @@ from .errors import (
     MissingExtraError,
 )
 from .kernels.cuda import raise_pending_errors
+from .memory.slabs import SlabCache
+from .memory.table import CompressedTable
+from .memory.unified import UnifiedTensor, unified
 from .registry import codec_names, get_codec, register_codec
 from .tensor import CompressedTensor, compress, decompress
+from .transfer.ring import PrefetchRing
 
 __all__ = [
     "ArgumentError",
     "ArgumentTypeError",
     "BitslabError",
+    "CompressedTable",
     "CompressedTensor",
     "CorruptedDataError",
     "IndexRangeError",
     "InvariantCodec",
     "MissingExtraError",
     "PackedRows",
+    "PrefetchRing",
     "RawCodec",
     "RowCodec",
+    "SlabCache",
+    "UnifiedTensor",
     "__version__",
     "codec_names",
     "compress",
@@ -41,7 +49,7 @@ __all__ = [
     "load",
     "load_file",
     "raise_pending_errors",
-    "raise_pending_errors",
     "register_codec",
     "save_file",
+    "unified",
 ]

@@ -91,6 +91,21 @@ def main() -> int:
     with check("compress() says that it needs numba") as note:
         expect_missing("numba", lambda: bitslab.compress(tensor), note)
 
+    with check("CompressedTable says that it needs numba") as note:
+        expect_missing("numba", lambda: bitslab.CompressedTable.from_tensor(tensor), note)
+
+    with check("unified tensors and the prefetch ring work"):
+        u = bitslab.unified(tensor)
+        batches = [torch.tensor([5, 3]), torch.tensor([0])]
+
+        def gather(
+            ids: torch.Tensor, out: torch.Tensor | None = None, device: object = None
+        ) -> torch.Tensor:
+            return torch.index_select(u, 0, ids, out=out)
+
+        shapes = [list(rows.shape) for rows in bitslab.PrefetchRing(gather, batches)]
+        expect(shapes == [[2, 64], [1, 64]], f"came as {shapes}")
+
     with tempfile.TemporaryDirectory() as place:
         path = Path(place, "weights.safetensors")
         write_safetensors(path)

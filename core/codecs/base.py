@@ -156,6 +156,8 @@ def elements(shape: Sequence[int]) -> int:
 
 def rows_as_bytes(t: torch.Tensor, row_bytes: int) -> torch.Tensor:
     """View ``[N, ...]`` as uint8 ``[N, row_bytes]``; a copy where its bits do not lie in order."""
+    if t.dim() == 2 and bits_in_order(t) and t.stride(1) == 1:
+        return t.detach().view(torch.uint8)
     # Lazy conjugates and negatives do not hold the bits that they show.
     flat = t.detach().resolve_conj().resolve_neg().contiguous().flatten()
     return flat.view(torch.uint8).view(t.shape[0], row_bytes)
@@ -214,15 +216,15 @@ def check_packed_argument(
             raise ArgumentTypeError(f"packed: {name} on {part.device}, others on {packed.device}")
 
 
-def check_indices_argument(indices: torch.Tensor) -> torch.Tensor:
+def check_indices_argument(indices: torch.Tensor, name: str = "indices") -> torch.Tensor:
     """Return `indices` as contiguous int64 ``[n]``, or refuse them."""
-    check_tensor_argument("indices", indices)
+    check_tensor_argument(name, indices)
     if indices.dtype not in _INDEX_DTYPES:
         raise ArgumentTypeError(
-            f"indices: dtype {indices.dtype}, accepted are int64, int32, int16, int8 and uint8"
+            f"{name}: dtype {indices.dtype}, accepted are int64, int32, int16, int8 and uint8"
         )
     if indices.dim() != 1:
-        raise ArgumentError(f"indices: shape {list(indices.shape)}, expected one dimension")
+        raise ArgumentError(f"{name}: shape {list(indices.shape)}, expected one dimension")
     return indices.to(torch.int64).contiguous()
 
 
@@ -237,10 +239,10 @@ def check_range_argument(start: int, stop: int | None, n_rows: int) -> int:
     return end
 
 
-def raise_bad_index(value: int, position: int, n_rows: int) -> None:
+def raise_bad_index(value: int, position: int, n_rows: int, name: str = "indices") -> None:
     """Raise the error of an index that lies outside the table."""
     raise IndexRangeError(
-        f"indices: index {value} at position {position} is out of range for {n_rows} rows "
+        f"{name}: index {value} at position {position} is out of range for {n_rows} rows "
         f"(accepted are {-n_rows} to {n_rows - 1})"
     )
 
@@ -249,6 +251,8 @@ def _memory_range(t: torch.Tensor) -> tuple[int, int]:
     """First byte and one past the last byte that the elements of `t` can touch."""
     if t.numel() == 0:
         return 0, 0
+    if t.is_contiguous():
+        return t.data_ptr(), t.data_ptr() + t.nbytes
     last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
     return t.data_ptr(), t.data_ptr() + (last + 1) * t.element_size()
 
@@ -280,7 +284,7 @@ def check_out_argument(
         raise ArgumentError(f"out: shape {list(out.shape)}, expected {list(shape)}")
     if out.requires_grad and torch.is_grad_enabled():
         raise ArgumentError("out: requires grad; decoding is not differentiable, use no_grad")
-    if _overlaps_itself(out):
+    if not out.is_contiguous() and _overlaps_itself(out):
         raise ArgumentError("out: several of its elements share memory; pass out.contiguous()")
     begin, end = _memory_range(out)
     for source in sources:

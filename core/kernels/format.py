@@ -27,6 +27,20 @@ MAX_CLUSTERS = 256  # the cluster id of a row is one byte
 CHUNK_BYTES = (1, 2, 4, 8)
 CODE_BITS = (1, 2, 3)
 
+# Locations of cached rows, as in the paper (IBP section 5) but for the lowest 20 bits, which are
+# spare there: bits 63..61 slab, 60..21 byte offset in the slab, 20 packed, 19..0 words of the row.
+SLAB_SHIFT = 61
+OFFSET_SHIFT = 21
+PACKED_BIT = 20
+MAX_SLABS = 8
+MAX_CACHED_ROW_WORDS = (1 << PACKED_BIT) - 1
+
+# The map from ids to locations: entries of two int64, id and location, in buckets of one line.
+LINE_BYTES = 128
+BUCKET_ENTRIES = LINE_BYTES // 16
+NO_ID = -1  # the id of an empty entry
+NOT_CACHED = -1  # the location of an id that has no entry
+
 # Bits are counted in 32-bit integers by the kernels; this keeps every bit offset of a row in range.
 MAX_ROW_BYTES = 1 << 27
 
@@ -183,3 +197,74 @@ class RowStorage:
     bases: torch.Tensor
     lengths: torch.Tensor
     row_clusters: torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class TableStorage:
+    """A table of rows of which any may be packed, as the kernels that gather by id read it.
+
+    `words` and `overflow` lie in host memory or on the device, the other tensors on the device
+    that gathers. Three kinds of table:
+
+    - compact: rows back to back as in `RowStorage`; `bases` and `lengths` find a row;
+    - in place: row r at word ``r * row_words``; bit r of `flags` says that it is packed;
+    - raw: in place with no row packed, `flags` is None.
+
+    Parameters
+    ----------
+    n_rows : int
+        Rows of the table.
+    words : torch.Tensor
+        int32, with PAD_WORDS readable words behind the last row.
+    bases, lengths : torch.Tensor or None
+        As in `RowStorage`, but a row may be shorter than `lengths` says; None when in place.
+    row_clusters : torch.Tensor or None
+        uint8 ``[N]``; None when there is one cluster.
+    flags : torch.Tensor or None
+        int32 ``[ceil(N / 32)]``, bit ``r & 31`` of word ``r >> 5`` is 1 when row r is packed.
+    moved : torch.Tensor or None
+        int32 ``[ceil(N / 32)]``, 1 when row r no longer fits its place, whose first word then says
+        in which place of `overflow` it lies; None when no row has moved.
+    overflow : torch.Tensor or None
+        int32, raw rows at multiples of row_words, with PAD_WORDS behind.
+    typical_words : int
+        In place: words of a packed row that are fetched at first; longer rows are fetched on.
+    max_words : int
+        Words that a row's place in shared memory holds: at least those of the longest packed row.
+        Longer raw rows are gathered more slowly.
+    """
+
+    n_rows: int
+    words: torch.Tensor
+    bases: torch.Tensor | None = None
+    lengths: torch.Tensor | None = None
+    row_clusters: torch.Tensor | None = None
+    flags: torch.Tensor | None = None
+    moved: torch.Tensor | None = None
+    overflow: torch.Tensor | None = None
+    typical_words: int = 0
+    max_words: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class CacheStorage:
+    """Cached rows of a table, as the kernels that gather by id read them.
+
+    Parameters
+    ----------
+    entries : torch.Tensor
+        int64 ``[buckets * BUCKET_ENTRIES, 2]`` on the device that gathers: id and location.
+        `buckets` is a power of two. Id r belongs to the first bucket with a free entry from
+        bucket ``mix(r) % buckets`` on, around the end (`kernels.cpu.maps.mix`).
+    slabs : tuple of torch.Tensor
+        int32, one a device; packed and raw rows back to back, with PAD_WORDS behind.
+    addresses : torch.Tensor
+        int64 ``[MAX_SLABS]`` on the device that gathers: where each slab starts; 0: none.
+    max_words : int
+        As in `TableStorage`, of the cached rows.
+    """
+
+    entries: torch.Tensor
+    slabs: tuple[torch.Tensor, ...]
+    addresses: torch.Tensor
+    max_words: int = 0

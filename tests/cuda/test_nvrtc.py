@@ -7,14 +7,14 @@ import re
 import pytest
 from cuda.bindings import nvrtc
 
-from bitslab.kernels.cuda.source import KERNELS, Variant, all_variants, source_text
+from bitslab.kernels.cuda.source import AnyVariant, Variant, all_variants, kernels_of, source_text
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "sm_120")
 FULLY_OPTIMISED = "sm_90"
 VARIANTS = list(all_variants())
 
 
-def compile_variant(variant: Variant, architecture: str, *extra: str) -> tuple[bytes, str]:
+def compile_variant(variant: AnyVariant, architecture: str, *extra: str) -> tuple[bytes, str]:
     """Return machine code and the compiler's log."""
     options = [
         *extra,
@@ -52,13 +52,16 @@ def test_variant_compiles_for_every_architecture(variant):
         extra = () if architecture == FULLY_OPTIMISED else ("-Ofc=max",)
         code, log = compile_variant(variant, architecture, *extra)
         assert "warning" not in log and "error" not in log, log
-        for kernel in KERNELS[variant.file]:
+        for kernel in kernels_of(variant):
             assert kernel.encode() in code
         if architecture == FULLY_OPTIMISED:
             spilled_bytes = [int(n) for n in re.findall(r"(\d+) bytes spill stores", log)]
-            assert len(spilled_bytes) == len(KERNELS[variant.file]), log
-            # A few registers may wait in memory between tiles; the fastest kernels keep all.
-            assert max(spilled_bytes) <= (0 if variant.byte_field else 128), log
+            # Functions that are not inlined are listed beside the kernels.
+            assert len(spilled_bytes) >= len(kernels_of(variant)), log
+            # A few registers may wait in memory between tiles; the fastest kernels, and those that
+            # unpack nothing, keep all.
+            unpacks = isinstance(variant, Variant) and not variant.byte_field
+            assert max(spilled_bytes) <= (128 if unpacks else 0), log
 
 
 def test_variants_have_names_of_their_own():

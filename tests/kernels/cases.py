@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -13,7 +13,22 @@ from bitslab.codecs.invariant.layout import build_layout
 from bitslab.codecs.invariant.profile import Profile
 from bitslab.kernels import cpu
 from bitslab.kernels.cuda.source import BYTE_FIELDS, Variant
-from bitslab.kernels.format import BLOCK_ROWS, RowFormat, RowLayout, RowStorage, ceil_div
+from bitslab.kernels.format import (
+    BLOCK_ROWS,
+    BUCKET_ENTRIES,
+    MAX_SLABS,
+    NO_ID,
+    OFFSET_SHIFT,
+    PACKED_BIT,
+    PAD_WORDS,
+    SLAB_SHIFT,
+    CacheStorage,
+    RowFormat,
+    RowLayout,
+    RowStorage,
+    TableStorage,
+    ceil_div,
+)
 
 
 @dataclass
@@ -31,12 +46,18 @@ class Case:
 
 
 def make_case(
-    variant: Variant, *, clusters: int = 1, n_rows: int = 70, row_bytes: int | None = None, seed=0
+    variant: Variant,
+    *,
+    clusters: int = 1,
+    n_rows: int = 70,
+    row_bytes: int | None = None,
+    seed=0,
+    field: tuple[int, int] | None = None,
 ) -> Case:
     """Return rows that match the profile to different degrees, some of them too little to pack.
 
     The rows' size makes the decoder take just this variant: 16-byte stores need rows of a
-    multiple of 16 bytes.
+    multiple of 16 bytes. With `field`, its lowest bit and its width, that is the mask.
     """
     rng = np.random.default_rng([seed, clusters, n_rows, *variant.name.encode()])
     width = variant.chunk_bytes
@@ -49,7 +70,9 @@ def make_case(
     fmt = RowFormat(row_bytes, width, variant.code_bits, variant.grouped, variant.uniform, clusters)
     shape = (clusters, fmt.positions)
     masks = _draw(rng, dtype, shape) | _draw(rng, dtype, shape)
-    if variant.byte_field:
+    if field is not None:
+        masks[:] = ((1 << field[1]) - 1) << field[0]
+    elif variant.byte_field:
         masks[:] = 255 << BYTE_FIELDS[width]
     elif variant.uniform and seed % 2:
         masks[:] = ((1 << (5 * width)) - 1) << (2 * width)  # one run of ones
@@ -93,3 +116,150 @@ def pack(kernels, case: Case) -> tuple[RowStorage, dict[str, int]]:
 def pack_on_cpu(case: Case) -> tuple[RowStorage, dict[str, int]]:
     """Pack with the Numba twins, the oracle of every other backend."""
     return pack(cpu, case)
+
+
+TABLE_KINDS = ("compact", "compact-moved", "inplace", "raw")
+
+
+def table_of(case: Case, kind: str, seed: int = 0) -> TableStorage:
+    """Return a table that holds the rows of a case, on the CPU.
+
+    Parameters
+    ----------
+    kind : str
+        One of TABLE_KINDS. "compact-moved" is what updates leave behind: it was packed with the
+        rows in another order, and then each was written where it stands now: into its place, which
+        may be longer, or into the overflow. Words that belong to no row hold noise.
+    """
+    rng = np.random.default_rng([seed, len(kind)])
+    if kind == "compact":
+        return _compact_table(pack_on_cpu(case)[0], case)
+    if kind == "compact-moved":
+        return _moved_table(case, rng)
+    fmt = case.layout.format
+    n, size = case.rows.shape[0], fmt.row_words
+    words = _noise(rng, n * size + PAD_WORDS)
+    words[: n * size].view(n, size)[:] = _raw_words(case.rows, size)
+    if kind == "raw":
+        return TableStorage(n, words, max_words=size)
+    packed = pack_on_cpu(case)[0]
+    at, lengths, _ = cpu.row_places(_compact_table(packed, case), case.layout, torch.arange(n))
+    cpu.move_rows(packed.words, at, lengths, words, torch.arange(n) * size)
+    lengths = lengths.to(torch.int64)
+    sizes = torch.where(lengths > 0, lengths, size)
+    return TableStorage(
+        n,
+        words,
+        row_clusters=packed.row_clusters if fmt.clusters > 1 else None,
+        flags=_bits(lengths > 0),
+        typical_words=int(sizes.median()) if n else 0,
+        max_words=int(sizes.max()) if n else 0,
+    )
+
+
+def cache_of(
+    case: Case, table: TableStorage, ids: torch.Tensor, slabs: int = 2, load: float = 0.5
+) -> CacheStorage:
+    """Return a cache that holds rows `ids` of a table, dealt out to `slabs` slabs, on the CPU."""
+    ids = torch.unique(ids.to(torch.int64) % max(1, table.n_rows))
+    at, lengths, kind = cpu.row_places(table, case.layout, ids)
+    sizes = torch.where(lengths > 0, lengths, case.layout.format.row_words).to(torch.int64)
+    buckets = 1
+    while buckets * BUCKET_ENTRIES * load < len(ids):
+        buckets *= 2
+    entries = torch.full((buckets * BUCKET_ENTRIES, 2), NO_ID, dtype=torch.int64)
+    places = torch.empty_like(ids)
+    filled = []
+    for slab in range(slabs):
+        places[slab::slabs] = torch.nn.functional.pad(sizes[slab::slabs].cumsum(0), (1, 0))[:-1]
+        words = torch.zeros(int(sizes[slab::slabs].sum()) + PAD_WORDS, dtype=torch.int32)
+        filled.append(words)
+        for source, words_of in enumerate((table.words, table.overflow)):
+            here = (kind == source) & (torch.arange(len(ids)) % slabs == slab)
+            if words_of is not None:
+                cpu.move_rows(words_of, at[here], sizes[here], words, places[here])
+    locations = torch.tensor(
+        [
+            location(i % slabs, int(places[i]), int(sizes[i]), bool(lengths[i] > 0))
+            for i in range(len(ids))
+        ],
+        dtype=torch.int64,
+    )
+    assert cpu.map_insert(entries, ids, locations) == 0
+    addresses = torch.zeros(MAX_SLABS, dtype=torch.int64)
+    addresses[:slabs] = torch.tensor([words.data_ptr() for words in filled])
+    return CacheStorage(entries, tuple(filled), addresses)
+
+
+def location(slab: int, word: int, words: int, packed: bool) -> int:
+    """Return the location of a cached row, as the int64 that holds its 64 bits."""
+    bits = slab << SLAB_SHIFT | 4 * word << OFFSET_SHIFT | int(packed) << PACKED_BIT | words
+    return bits - (1 << 64) if bits >> 63 else bits
+
+
+def _compact_table(storage: RowStorage, case: Case) -> TableStorage:
+    fmt = case.layout.format
+    sizes = _wide(storage.lengths)
+    return TableStorage(
+        storage.lengths.shape[0],
+        storage.words,
+        storage.bases,
+        storage.lengths,
+        storage.row_clusters if fmt.clusters > 1 else None,
+        max_words=int(torch.where(sizes > 0, sizes, fmt.row_words).max()) if len(sizes) else 0,
+    )
+
+
+def _moved_table(case: Case, rng: np.random.Generator) -> TableStorage:
+    fmt = case.layout.format
+    n, size = case.rows.shape[0], fmt.row_words
+    order = torch.from_numpy(rng.permutation(n))
+    order[::3] = torch.arange(n)[::3]  # a third was never written
+    now, _ = pack_on_cpu(case)
+    before = _compact_table(pack_on_cpu(replace(case, rows=case.rows[order]))[0], case)
+    places, room, _ = cpu.row_places(before, case.layout, torch.arange(n))
+    packed_at, packed_words, _ = cpu.row_places(
+        _compact_table(now, case), case.layout, torch.arange(n)
+    )
+    raw = _raw_words(case.rows, size)
+    moved = torch.zeros(n, dtype=torch.bool)
+    overflow: list[torch.Tensor] = []
+    for r in range(n):
+        place, length = int(places[r]), int(packed_words[r])
+        if room[r] == 0:  # the place of a raw row takes any row, raw
+            before.words[place : place + size] = raw[r]
+        elif 0 < length <= room[r]:
+            start = int(packed_at[r])
+            before.words[place : place + length] = now.words[start : start + length]
+        else:
+            moved[r] = True
+            before.words[place] = len(overflow)
+            overflow.append(raw[r])
+    return replace(
+        before,
+        row_clusters=now.row_clusters if fmt.clusters > 1 else None,
+        moved=_bits(moved),
+        overflow=torch.cat([*overflow, _noise(rng, PAD_WORDS)]),
+        max_words=size if overflow else before.max_words,
+    )
+
+
+def _raw_words(rows: torch.Tensor, row_words: int) -> torch.Tensor:
+    """Return raw rows as int32 ``[N, row_words]``, zeros in what is left of their last words."""
+    filled = torch.nn.functional.pad(rows, (0, 4 * row_words - rows.shape[1]))
+    return filled.contiguous().view(torch.int32)
+
+
+def _wide(lengths: torch.Tensor) -> torch.Tensor:
+    return lengths.to(torch.int64) & ((1 << 8 * lengths.element_size()) - 1)
+
+
+def _bits(flags: torch.Tensor) -> torch.Tensor:
+    """Return flags, one a row, as the bits of int32 words, at least one."""
+    size = ceil_div(max(1, flags.shape[0]), 32) * 4
+    packed = np.packbits(flags.numpy(), bitorder="little")
+    return torch.from_numpy(np.pad(packed, (0, size - len(packed)))).view(torch.int32)
+
+
+def _noise(rng: np.random.Generator, words: int) -> torch.Tensor:
+    return torch.from_numpy(rng.integers(-(2**31), 2**31, words).astype(np.int32))

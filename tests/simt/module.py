@@ -80,7 +80,21 @@ class _Shape(ctypes.Structure):
         ("block", ctypes.c_uint * 3),
         ("seed", ctypes.c_uint),
         ("shared_bytes", ctypes.c_uint),
+        ("traced", ctypes.c_uint),
     ]
+
+
+#: A load that a kernel made through load_unit (host_load.cuh); loads of one block, warp and step
+#: are one instruction.
+LOAD = np.dtype(
+    [
+        ("block", np.uint32),
+        ("thread", np.uint32),
+        ("step", np.uint32),
+        ("bytes", np.uint32),
+        ("address", np.uint64),
+    ]
+)
 
 
 @functools.cache
@@ -173,6 +187,9 @@ class SimtModule:
             launcher.argtypes = [ctypes.POINTER(_Shape), ctypes.POINTER(ctypes.c_void_p)]
             self._launchers[name] = launcher
             self._signatures[name] = signature().decode().split()
+        self._loads = library.simt_loads
+        self._loads.restype = ctypes.c_void_p
+        self._loads.argtypes = [ctypes.POINTER(ctypes.c_size_t)]
 
     def launch(
         self,
@@ -183,7 +200,8 @@ class SimtModule:
         *,
         shared_bytes: int = 0,
         seed: int = 0,
-    ) -> None:
+        traced: bool = False,
+    ) -> np.ndarray[Any, Any] | None:
         """Run a kernel to its end.
 
         Parameters
@@ -200,6 +218,13 @@ class SimtModule:
             Dynamic shared memory of a block.
         seed : int
             Order in which lanes run: 0 is ring order, any other is a random order of its own.
+        traced : bool
+            Whether to keep the loads that the kernel makes through ``load_unit``.
+
+        Returns
+        -------
+        numpy.ndarray or None
+            The loads of a traced launch, of dtype LOAD, in the order in which they were made.
 
         Raises
         ------
@@ -219,11 +244,17 @@ class SimtModule:
         ]
         buffers = [ctypes.create_string_buffer(value, len(value)) for value in values]
         pointers = (ctypes.c_void_p * len(buffers))(*map(ctypes.addressof, buffers))
-        shape = _Shape(_extent(grid, "grid"), _extent(block, "block"), seed, shared_bytes)
+        extents = _extent(grid, "grid"), _extent(block, "block")
+        shape = _Shape(*extents, seed, shared_bytes, traced)
         with _LAUNCH_LOCK:
             error = self._launchers[name](shape, pointers)
-        if error is not None:
-            raise SimtError(error.decode())
+            if error is not None:
+                raise SimtError(error.decode())
+            if not traced:
+                return None
+            n = ctypes.c_size_t()
+            address = self._loads(n)
+            return np.frombuffer(ctypes.string_at(address or 0, n.value * LOAD.itemsize), LOAD)
 
 
 def _extent(value: int | Sequence[int], what: str) -> tuple[int, ...]:

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
-from bitslab.kernels.cuda.launch import MAILBOX_WORDS, CudaKernels
-from bitslab.kernels.cuda.source import KERNELS, Variant, source_text
+from bitslab.kernels.cuda.launch import CudaKernels
+from bitslab.kernels.cuda.runner import MAILBOX_WORDS
+from bitslab.kernels.cuda.source import AnyVariant, kernels_of, source_text
 from tests.simt.module import ModuleSpec, SimtModule
 
-_modules: dict[Variant, SimtModule] = {}
+_modules: dict[AnyVariant, SimtModule] = {}
 
 
 class SimtRunner:
@@ -21,19 +23,24 @@ class SimtRunner:
     ----------
     seed : int
         0 runs lanes in order, another seed in a random order.
+    traced : bool
+        Whether to keep the loads of rows that kernels make, launch by launch, in `loads`.
     """
 
     multiprocessors = 2
     shared_bytes_per_multiprocessor = 100 << 10
 
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self, seed: int = 0, traced: bool = False) -> None:
         self.seed = seed
+        self.traced = traced
+        self.loads: list[np.ndarray[Any, Any]] = []
         self.mailbox = torch.zeros(MAILBOX_WORDS, dtype=torch.int64)
-        self.launched: list[tuple[Variant, str]] = []
+        self.launched: list[tuple[AnyVariant, str]] = []
+        self.grids: list[tuple[int, ...]] = []
 
     def launch(
         self,
-        variant: Variant,
+        variant: AnyVariant,
         kernel: str,
         grid: tuple[int, ...],
         block: tuple[int, ...],
@@ -42,16 +49,25 @@ class SimtRunner:
     ) -> None:
         """Run a kernel to its end."""
         self.launched.append((variant, kernel))
+        self.grids.append(grid)
         if variant not in _modules:
             _modules[variant] = SimtModule(*module_spec(variant))
-        _modules[variant].launch(
-            kernel, grid, block, args, shared_bytes=shared_bytes, seed=self.seed
+        loads = _modules[variant].launch(
+            kernel,
+            grid,
+            block,
+            args,
+            shared_bytes=shared_bytes,
+            seed=self.seed,
+            traced=self.traced,
         )
+        if loads is not None:
+            self.loads.append(loads)
 
 
-def module_spec(variant: Variant) -> ModuleSpec:
+def module_spec(variant: AnyVariant) -> ModuleSpec:
     """Return what to compile for a variant."""
-    return ModuleSpec(source_text(variant.file), variant.defines(), KERNELS[variant.file])
+    return ModuleSpec(source_text(variant.file), variant.defines(), kernels_of(variant))
 
 
 def simt_kernels(seed: int = 0) -> tuple[CudaKernels, SimtRunner]:

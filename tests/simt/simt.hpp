@@ -19,6 +19,7 @@
 #include <stdarg.h>
 #include <stdint.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <ucontext.h>
@@ -107,12 +108,16 @@ struct Lane {
   Resolve resolve = nullptr;
   // Asynchronous copies issued and not yet retired; groups are numbered by the thread's commits.
   unsigned copies = 0, committed = 0;
+  unsigned steps = 0;   // calls of load_unit so far
 #ifdef SIMT_UCONTEXT
   ucontext_t context;
 #endif
 };
 
 struct Copy { void* to; const void* from; unsigned bytes, group; };
+
+// A traced load. Loads of one step are those that the lanes of a warp make with one instruction.
+struct Load { unsigned block, thread, step, bytes; unsigned long long address; };
 
 struct Machine {
   Lane lanes[kMaxThreads], host;
@@ -131,6 +136,9 @@ struct Machine {
   size_t dynamic_bytes = 0, static_bytes = 0;
   sigjmp_buf escape;                       // where an error leaves the fibers
   pthread_t os_thread;
+  bool tracing = false;
+  Load* loads = nullptr;                   // of the last traced launch
+  size_t n_loads = 0, loads_room = 0;
   char error[8192];
   size_t error_length = 0;
 };
@@ -516,7 +524,7 @@ inline int find_static_shared(dl_phdr_info* object, size_t, void*) {
 // ------------------------------------------------------------------ launch
 
 struct Shape {
-  unsigned grid[3], block[3], seed, shared_bytes;
+  unsigned grid[3], block[3], seed, shared_bytes, traced;
 };
 
 inline char* map(size_t bytes) {
@@ -559,7 +567,7 @@ inline void run_block(uint3 block) {
   for (unsigned i = 0; i < (m.threads + 31) / 32 * 32; ++i) {
     Lane& lane = m.lanes[i];
     lane.linear = i;
-    lane.copies = lane.committed = 0;
+    lane.copies = lane.committed = lane.steps = 0;
     if (i >= m.threads) { set_state(lane, State::Exited); continue; }
     lane.index = {i % m.block_dim.x, i / m.block_dim.x % m.block_dim.y,
                   i / (m.block_dim.x * m.block_dim.y)};
@@ -585,6 +593,8 @@ inline const char* launch(const char* kernel, void (*invoke)(void**), void** val
   m.block_dim = {s.block[0], s.block[1], s.block[2]};
   m.grid_dim = {s.grid[0], s.grid[1], s.grid[2]};
   m.error_length = 0;
+  m.tracing = s.traced;
+  m.n_loads = 0;
   m.os_thread = pthread_self();
   const FaultGuard guard;
   if (sigsetjmp(m.escape, 1) == 0)
@@ -623,6 +633,10 @@ const char* signature(void (*)(P...)) {
 }
 
 #define SIMT_PUBLIC extern "C" __attribute__((visibility("default")))
+SIMT_PUBLIC const Load* simt_loads(size_t* n) {
+  *n = machine.n_loads;
+  return machine.loads;
+}
 #define SIMT_EXPORT(kernel)                                                                    \
   SIMT_PUBLIC const char* simt_signature_##kernel() { return simt::signature(&kernel); }       \
   SIMT_PUBLIC const char* simt_launch_##kernel(const simt::Shape* shape, void** values) {      \
@@ -763,6 +777,26 @@ void copy_async_wait() {
       pending[kept++] = pending[i];
   }
   self.copies = kept;
+}
+
+// What host_load.cuh is on a GPU. Every lane calls it in every step, so that the numbers of the calls
+// tell which loads are one instruction of a warp.
+template <class T>
+T load_unit(const T* from, bool wanted) {
+  simt::Machine& m = simt::machine;
+  simt::Lane& self = *m.current;
+  const unsigned step = self.steps++;
+  if (!wanted) return {};
+  if (m.tracing) {
+    if (m.n_loads == m.loads_room) {
+      m.loads_room = 2 * m.loads_room + 4096;
+      m.loads = static_cast<simt::Load*>(realloc(m.loads, m.loads_room * sizeof(simt::Load)));
+      if (!m.loads) SIMT_FAIL("no memory to trace loads");
+    }
+    m.loads[m.n_loads++] = {m.block.x, self.linear, step, sizeof(T),
+                            reinterpret_cast<uintptr_t>(from)};
+  }
+  return *from;
 }
 
 inline void __threadfence() { asm volatile("" ::: "memory"); }

@@ -251,6 +251,35 @@ def test_a_shuffle_from_outside_the_mask_gives_poison(modules):
     assert out.tolist() == [2 * i if i < 8 else 0xDEADBEEF for i in range(16)]
 
 
+def test_a_traced_launch_tells_every_wanted_load_and_its_step():
+    """Lanes that load nothing count the step, so that a step stays one instruction of a warp."""
+    text = r"""
+    extern "C" __global__ void every_other(const unsigned* x, unsigned* out) {
+      const unsigned i = blockIdx.x * blockDim.x + threadIdx.x;
+      unsigned sum = load_unit(x + i, i % 2 == 0);
+      sum += load_unit(x + 2 * i, i % 4 == 1);
+      out[i] = sum;
+    }
+    """
+    module = SimtModule(text, {}, ["every_other"])
+    x, out = np.arange(20, dtype=np.uint32) + 7, np.zeros(10, np.uint32)
+    for seed in range(3):
+        loads = module.launch("every_other", 2, 5, [x, out], seed=seed, traced=True)
+        assert loads is not None
+        places = (loads["address"] - x.ctypes.data) // 4
+        found = {
+            (int(load["block"]), int(load["thread"]), int(load["step"]), int(place))
+            for load, place in zip(loads, places, strict=True)
+        }
+        first = {(i // 5, i % 5, 0, i) for i in range(0, 10, 2)}
+        second = {(i // 5, i % 5, 1, 2 * i) for i in (1, 5, 9)}
+        assert found == first | second
+        assert set(loads["bytes"].tolist()) == {4}
+        assert len(loads) == 8
+        assert out.tolist() == [7, 9, 9, 0, 11, 17, 13, 0, 15, 25]
+    assert module.launch("every_other", 2, 5, [x, out]) is None
+
+
 @pytest.mark.parametrize("seed", SEEDS)
 def test_votes_matches_and_reductions_equal_numpy(modules, seed):
     """In any lane order, and for signed and unsigned reductions alike."""

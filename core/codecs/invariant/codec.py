@@ -409,6 +409,10 @@ class InvariantCodec(RowCodec):
             raise CorruptedDataError("ibp: row_shape and dtype do not fit the profile")
         return cls(profile, tuple(shape), dtype)
 
+    def row_layout(self) -> RowLayout:
+        """Return the tables that the kernels read, on the CPU."""
+        return self._layouts[torch.device("cpu")]
+
     # Inside
 
     def _on(self, device: torch.device) -> tuple[Kernels, RowLayout]:

@@ -13,7 +13,10 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
+
 _lock = threading.RLock()
+_compiled: dict[Any, set[tuple[Any, ...]]] = {}
 
 
 def call(kernel: Any, *args: Any) -> Any:
@@ -24,12 +27,24 @@ def call(kernel: Any, *args: Any) -> Any:
 
 def prepare(kernel: Any, *args: Any) -> None:
     """Compile `kernel` for these arguments, or load it from the cache, if this process has not."""
+    key = tuple(map(_kind, args))
+    compiled = _compiled.setdefault(kernel, set())
+    if key in compiled:
+        return
     from numba import typeof
 
     signature = tuple(typeof(argument) for argument in args)
     if signature not in kernel.overloads:
         with _lock, _only_process(kernel.stats.cache_path):
             kernel.compile(signature)
+    compiled.add(key)
+
+
+def _kind(argument: Any) -> Any:
+    """Return what Numba's type of an argument depends on; asking Numba itself takes far longer."""
+    if isinstance(argument, np.ndarray):
+        return argument.dtype, argument.ndim, argument.flags.num
+    return type(argument)
 
 
 @contextlib.contextmanager

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 
 from ...errors import BitslabError, CorruptedDataError, IndexRangeError, load_optional
-from .launch import INDEX_ERROR, MAILBOX_WORDS, CudaKernels
-from .source import KERNELS, Variant, source_text
+from .launch import CudaKernels
+from .runner import INDEX_ERROR, MAILBOX_WORDS
+from .source import AnyVariant, kernels_of, source_text
+from .stream import stream_pointer
 
 __all__ = ["CudaKernels", "kernels_on", "raise_pending_errors"]
 
@@ -34,27 +36,32 @@ class CupyRunner:
             purpose="packed rows on a GPU",
         )
         self._device = device
-        self._functions: dict[tuple[Variant, str], Any] = {}
+        self._index = torch.cuda.current_device() if device.index is None else device.index
+        self._functions: dict[tuple[AnyVariant, str], Any] = {}
+        self._shared_bytes: dict[tuple[AnyVariant, str], int] = {}  # that kernels may ask for
+        self._streams: dict[int, Any] = {}  # cupy's objects for torch's streams, by address
         properties = torch.cuda.get_device_properties(device)
         self.multiprocessors: int = properties.multi_processor_count
         self.shared_bytes_per_multiprocessor: int = properties.shared_memory_per_multiprocessor
         self.mailbox = torch.zeros(MAILBOX_WORDS, dtype=torch.int64).pin_memory()
+        self._mail = self.mailbox.numpy()
+        self.kernels = CudaKernels(self)
 
-    def function(self, variant: Variant, kernel: str) -> Any:
+    def function(self, variant: AnyVariant, kernel: str) -> Any:
         """Return a compiled kernel; cupy keeps the binary on disk for the next process."""
         found = self._functions.get((variant, kernel))
         if found is None:
             options = ["--std=c++17", *(f"-D{k}={v}" for k, v in variant.defines().items())]
             module = self._cupy.RawModule(code=source_text(variant.file), options=tuple(options))
             with self._cupy.cuda.Device(self._device.index):
-                for name in KERNELS[variant.file]:
+                for name in kernels_of(variant):
                     self._functions[variant, name] = module.get_function(name)
             found = self._functions[variant, kernel]
         return found
 
     def launch(
         self,
-        variant: Variant,
+        variant: AnyVariant,
         kernel: str,
         grid: tuple[int, ...],
         block: tuple[int, ...],
@@ -64,28 +71,28 @@ class CupyRunner:
         """Start a kernel on torch's current stream of the device."""
         function = self.function(variant, kernel)
         # More than 48 KiB, static arrays included, must be asked for.
-        if shared_bytes > 40 << 10 and function.max_dynamic_shared_size_bytes < shared_bytes:
+        if shared_bytes > self._shared_bytes.get((variant, kernel), 40 << 10):
             function.max_dynamic_shared_size_bytes = shared_bytes
+            self._shared_bytes[variant, kernel] = shared_bytes
         raw = tuple(
             a.data_ptr() if isinstance(a, torch.Tensor) else 0 if a is None else a for a in args
         )
-        # The stream is looked up at each call: a kept one would be the wrong one inside
-        # torch.cuda.stream() and during graph capture.
-        stream = torch.cuda.current_stream(self._device)
-        with self._cupy.cuda.Device(self._device.index):
-            function(
-                grid,
-                block,
-                raw,
-                shared_mem=shared_bytes,
-                stream=self._cupy.cuda.Stream.from_external(stream),
-            )
+        pointer = stream_pointer(self._device)
+        stream = self._streams.get(pointer)
+        if stream is None:
+            current = torch.cuda.current_stream(self._device)
+            stream = self._streams[pointer] = self._cupy.cuda.Stream.from_external(current)
+        if torch.cuda.current_device() == self._index:
+            function(grid, block, raw, shared_mem=shared_bytes, stream=stream)
+            return
+        with self._cupy.cuda.Device(self._index):
+            function(grid, block, raw, shared_mem=shared_bytes, stream=stream)
 
     def raise_pending(self) -> None:
         """Raise the error that a kernel told of, if any, and forget it. Waits for nothing."""
-        kind, where, index, n_rows = self.mailbox.tolist()
-        if not kind:
+        if not self._mail[0] or torch.cuda.is_current_stream_capturing():
             return
+        kind, where, index, n_rows = self.mailbox.tolist()
         self.mailbox.zero_()
         if kind == INDEX_ERROR:
             raise IndexRangeError(
@@ -108,12 +115,13 @@ def _runner(device: torch.device) -> CupyRunner:
 
 def kernels_on(device: torch.device) -> CudaKernels:
     """Return the kernels of a GPU; raises the error of an earlier call there, if one is known."""
-    if not torch.cuda.is_available():
-        raise BitslabError(f"device: {device}, but torch sees no CUDA GPU")
-    runner = _runner(device)
-    if not torch.cuda.is_current_stream_capturing():
-        runner.raise_pending()
-    return CudaKernels(runner)
+    runner = None if device.index is None else _runners.get(device.index)
+    if runner is None:
+        if not torch.cuda.is_available():
+            raise BitslabError(f"device: {device}, but torch sees no CUDA GPU")
+        runner = _runner(device)
+    runner.raise_pending()
+    return runner.kernels
 
 
 def raise_pending_errors(device: torch.device | str | None = None) -> None:
@@ -135,7 +143,7 @@ def raise_pending_errors(device: torch.device | str | None = None) -> None:
         When a packed row was damaged; that row of the output is undefined.
     """
     if device is None:
-        devices = [torch.device("cuda", index) for index in sorted(_runners)]
+        devices = [torch.device("cuda", index) for index in _runners]
     else:
         devices = [torch.device(device)]
     for each in devices:

@@ -64,10 +64,12 @@ __device__ __forceinline__ chunk_t extract(chunk_t x, const chunk_t* table, int 
     x = gather_step(x, __ldg(table + (section + level) * positions), 1 << level);
   return x;
 }
+// The sum over this lane and those before it, of a warp or of each LANES of its lanes.
+template <int LANES = 32>
 __device__ __forceinline__ int inclusive_scan(int v, int lane) {
 #pragma unroll
-  for (int d = 1; d < 32; d <<= 1) {
-    const int below = __shfl_up_sync(FULL, v, d);
+  for (int d = 1; d < LANES; d <<= 1) {
+    const int below = __shfl_up_sync(FULL, v, d, LANES);
     if (lane >= d) v += below;
   }
   return v;

@@ -1,101 +1,43 @@
-// Unpacking. A block takes tiles of up to 32 rows: while it decodes one tile from shared memory,
-// the packed words of the next arrive there asynchronously, from device or mapped host memory.
-// In order, a tile is one run of words; by ids, every row is fetched on its own. A warp decodes a
-// row; rows too large for eight of them to fit the stage are shared by several warps.
-//
-// A lane owns VECTOR consecutive chunks of each step, so that it stores up to 16 bytes at once.
-// The payload's place is known from the profile; only exceptions need a sum over lanes.
+// Unpacking rows in order: a tile is one run of words. See decode.cuh.
 #include "async_copy.cuh"
 #include "bits.cuh"
+#include "mailbox.cuh"
+#define GATHER 0
+#include "decode.cuh"
 
-#define WARPS 8
-#define STEP_CHUNKS (32 * VECTOR)
-#define LANES_PER_GROUP (32 / VECTOR)
-#define PLACE(i) (UNIFORM ? 0 : (i))
-// Rows with clusters take the decoder of one chunk a lane; the wide ones know their one profile.
-#define CLUSTERED (VECTOR == 1)
-
-enum { NO_ROW = -1, DAMAGED = -2 };
-enum { ERROR_NONE = 0, ERROR_INDEX = 1, ERROR_DAMAGED = 2 };
-
-// What went wrong, in host memory that the CPU can read at any time: {kind, position or row, id, rows}.
-__device__ void report(volatile i64* mailbox, i64 kind, i64 where, i64 id, i64 n_rows) {
-  mailbox[1] = where;
-  mailbox[2] = id;
-  mailbox[3] = n_rows;
-  __threadfence_system();
-  mailbox[0] = kind;
-}
-
-struct Args {
+// Where the rows lie.
+struct Run {
   const u32* words;
   i64 n_words;
   const i64* bases;
   const void* lengths;
   int length_bytes;
-  const u8* row_clusters;
-  const chunk_t* tables;
-  const int* starts;
-  const i64* ids;
-  i64 row_begin, n, n_rows;
-  int chunks, row_words, row_bytes, clusters, tile_rows, slot_words, stage_words;
-  u8* out;
-  i64* mailbox;
+  i64 row_begin, n;
 };
-
-struct alignas(16) Slot {  // a row of a tile
-  i64 at;                  // its first word, in the stage or in `words`
-  int length;              // words; 0: raw; NO_ROW
-  int cluster;
-};
-
-__device__ __forceinline__ int size_of(int length, int row_words) { return length ? length : row_words; }
-// A packed row is shorter than a raw one; a longer one is damaged, whatever else it may be.
-__device__ __forceinline__ bool too_long(int length, int row_words) { return (u32)length >= (u32)row_words; }
-
-// Copy the words from..end of `words` to the stage, whose first word stands for word `origin`, a
-// multiple of 32. Both sides then agree modulo 128 bytes: where they do not, the hardware splits
-// every line in two, which halves the rate at which host memory is read.
-__device__ __forceinline__ void copy_words(u32* stage, const u32* words, i64 origin, i64 from, i64 end, int thread,
-                                           const int threads) {
-  const u32* line = words + origin + thread * 4;
-  u32* to = stage + thread * 4;
-  const int units = (int)(end - origin + 3) >> 2;  // of 16 bytes
-  if (thread < units && thread >= (int)(from - origin) >> 2) copy_async_16(to, line);
-  for (int u = thread + threads; u < units; u += 4 * threads) {
-    line += 4 * threads;
-    to += 4 * threads;
-#pragma unroll
-    for (int k = 0; k < 4; ++k)
-      if (u + k * threads < units) copy_async_16(to + k * 4 * threads, line + k * 4 * threads);
-    line += 12 * threads;
-    to += 12 * threads;
-  }
-}
 
 // Fill the tile's slots and start the copies of its words: rows in order, one run of words.
 template <bool STAGED>
-__device__ __forceinline__ void fetch_run(const Args& a, i64 tile, Slot* slots, u32* stage) {
+__device__ __forceinline__ void fetch_run(const Args& a, const Run& run, i64 tile, Slot* slots, u32* stage) {
   const int lane = threadIdx.x & 31;
   const i64 first = tile * a.tile_rows;
   const i64 block = first >> 5;
   const int from = (int)(first & 31), last = from + a.tile_rows - 1;
   // One warp looks at the rows, the others only at the tile's ends.
   const bool looks = (threadIdx.x >> 5) == (tile & (WARPS - 1));
-  i64 begin = a.bases[block], end = a.bases[block + 1];
+  i64 begin = run.bases[block], end = run.bases[block + 1];
   const i64 base = begin;
   int length = 0, size = 0;
   if (looks || a.tile_rows < 32) {
     const i64 row = block * 32 + lane;
     if (row < a.n_rows) {
-      length = load_length(a.lengths, row, a.length_bytes);
+      length = load_length(run.lengths, row, run.length_bytes);
       size = size_of(length, a.row_words);
     }
     begin = base + __reduce_add_sync(FULL, lane < from ? size : 0);
     end = begin + __reduce_add_sync(FULL, lane >= from && lane <= last ? size : 0);
   }
   const i64 origin = begin & ~(i64)31;
-  const bool sound = begin >= 0 && begin <= end && end <= a.n_words && (!STAGED || end - origin + 4 <= a.stage_words);
+  const bool sound = begin >= 0 && begin <= end && end <= run.n_words && (!STAGED || end - origin + 4 <= a.stage_words);
   if (looks) {
     const int up_to_me = inclusive_scan(size, lane);
     // With whole blocks, begin and end came from the bases: the lengths must agree.
@@ -103,9 +45,10 @@ __device__ __forceinline__ void fetch_run(const Args& a, i64 tile, Slot* slots, 
                         (a.tile_rows < 32 || end - begin == __shfl_sync(FULL, up_to_me, 31));
     if (lane >= from && lane <= last) {
       const i64 row = block * 32 + lane;
-      const bool wanted = row >= a.row_begin && row < a.row_begin + a.n;
+      const bool wanted = row >= run.row_begin && row < run.row_begin + run.n;
       Slot s;
-      s.at = base + up_to_me - size - (STAGED ? origin : 0);
+      const i64 at = base + up_to_me - size;
+      s.at = STAGED ? at - origin : (i64)(run.words + at);
       s.length = agrees && wanted ? length : NO_ROW;
       s.cluster = CLUSTERED && a.row_clusters && wanted ? a.row_clusters[row] : 0;
       if (s.cluster >= a.clusters) s.length = NO_ROW;
@@ -113,554 +56,16 @@ __device__ __forceinline__ void fetch_run(const Args& a, i64 tile, Slot* slots, 
       if (wanted && (!agrees || s.cluster >= a.clusters)) report(a.mailbox, ERROR_DAMAGED, row, 0, a.n_rows);
     }
   }
-  if (STAGED && sound) copy_words(stage, a.words, origin, begin, end, threadIdx.x, 32 * WARPS);
-}
-
-// The same for rows chosen by id, each fetched on its own, by the warp that will decode it.
-template <bool STAGED>
-__device__ __forceinline__ void fetch_chosen(const Args& a, i64 tile, Slot* slots, u32* stage) {
-  const int lane = threadIdx.x & 31;
-  for (int j = threadIdx.x >> 5; j < a.tile_rows; j += WARPS) {
-    const i64 position = tile * a.tile_rows + j;
-    Slot s;
-    s.at = 0;
-    s.length = NO_ROW;
-    s.cluster = 0;
-    if (position < a.n) {
-      i64 row = a.ids[position];
-      if (row < 0) row += a.n_rows;
-      const i64 peer = (row & ~(i64)31) + lane;
-      const int length = peer < a.n_rows ? (int)load_length(a.lengths, peer, a.length_bytes) : 0;
-      const i64 at = a.bases[row >> 5] +
-                     __reduce_add_sync(FULL, lane < (int)(row & 31) ? size_of(length, a.row_words) : 0);
-      s.length = __shfl_sync(FULL, length, (int)(row & 31));
-      const int size = size_of(s.length, a.row_words);
-      const i64 origin = at & ~(i64)31;
-      if (CLUSTERED && a.row_clusters) s.cluster = a.row_clusters[row];
-      if (at < 0 || at > a.n_words - size || too_long(s.length, a.row_words) || s.cluster >= a.clusters || (STAGED && at + size - origin + 4 > a.slot_words)) {
-        s.length = NO_ROW;
-        if (lane == 0) report(a.mailbox, ERROR_DAMAGED, row, 0, a.n_rows);
-      } else if (STAGED) {
-        s.at = at - origin + j * a.slot_words;
-        copy_words(stage + j * a.slot_words, a.words, origin, at, at + size, lane, 32);
-      } else {
-        s.at = at;
-      }
-    }
-    if (lane == 0) slots[j] = s;
-  }
+  if (STAGED && sound) copy_words(stage, run.words, origin, begin, end, threadIdx.x, 32 * WARPS);
 }
 
 template <bool STAGED>
-__device__ __forceinline__ void fetch_tile(const Args& a, i64 tile, Slot* slots, u32* stage) {
-  if (a.ids == nullptr) fetch_run<STAGED>(a, tile, slots, stage);
-  else fetch_chosen<STAGED>(a, tile, slots, stage);
-}
-
-// VECTOR neighbouring entries of a table, 16 bytes at once where VECTOR > 1.
-__device__ __forceinline__ void load_entries(const chunk_t* from, chunk_t (&to)[VECTOR]) {
-#if VECTOR == 1
-  to[0] = __ldg(from);
-#else
-#pragma unroll
-  for (int v = 0; v < VECTOR; v += 16 / (int)sizeof(chunk_t)) {
-    const uint4 x = __ldg((const uint4*)(from + v));
-#if CHUNK_BYTES == 8
-    to[v] = (u64)x.y << 32 | x.x;
-    to[v + 1] = (u64)x.w << 32 | x.z;
-#else
-    to[v] = x.x;
-    to[v + 1] = x.y;
-    to[v + 2] = x.z;
-    to[v + 3] = x.w;
-#endif
-  }
-#endif
-}
-
-// Store a lane's chunks, at an address that is a multiple of their size together.
-__device__ __forceinline__ void store_chunks(u8* to, const chunk_t (&x)[VECTOR]) {
-#if VECTOR == 1
-  *(stored_t*)to = (stored_t)x[0];
-#else
-  u32 w[VECTOR * CHUNK_BYTES / 4];
-#pragma unroll
-  for (int j = 0; j < VECTOR * CHUNK_BYTES / 4; ++j) {
-#if CHUNK_BYTES == 8
-    w[j] = (u32)(x[j / 2] >> (32 * (j & 1)));
-#else
-    w[j] = 0;
-#pragma unroll
-    for (int b = 0; b < 4 / CHUNK_BYTES; ++b)
-      w[j] |= (u32)x[j * (4 / CHUNK_BYTES) + b] << (b * CHUNK_BITS % 32);
-#endif
-  }
-#if VECTOR * CHUNK_BYTES == 16
-  *(uint4*)to = make_uint4(w[0], w[1], w[2], w[3]);
-#elif VECTOR * CHUNK_BYTES == 8
-  *(uint2*)to = make_uint2(w[0], w[1]);
-#else
-  *(u32*)to = w[0];
-#endif
-#endif
-}
-
-__device__ __forceinline__ chunk_t raw_chunk(const u32* p, int i) {
-#if CHUNK_BYTES == 8
-  return (u64)p[2 * i + 1] << 32 | p[2 * i];
-#elif CHUNK_BYTES == 4
-  return p[i];
-#else
-  const int bit = i * CHUNK_BITS;
-  return p[bit >> 5] >> (bit & 31) & ((1u << CHUNK_BITS) - 1);
-#endif
-}
-
-#if CODE_BITS * VECTOR > 32
-typedef u64 codes_t;
-#else
-typedef u32 codes_t;
-#endif
-
-// A packed row that a warp works on, and how far it has come.
-struct Cursor {
-  const u32* p;
-  int length;         // words; NO_ROW; DAMAGED once more exceptions were asked for than there are
-  int exception_bit;  // of the next exception
-  int stored;         // stored groups before this step
-};
-
-// The codes of a lane's chunks in a step; steps come in order, `c.stored` moves on.
-__device__ __forceinline__ codes_t next_codes(Cursor& c, int group_at, int code_at, int groups, int step, int lane,
-                                              bool inside) {
-  codes_t codes = (codes_t)FIRST_CODES;
-#if GROUPED
-  const int first = step * VECTOR;  // groups of this step: VECTOR of them, in one word
-  u32 open = ~(c.p[group_at + (first >> 5)] >> (first & 31)) & ((1u << VECTOR) - 1);
-  if (groups - first < VECTOR) open &= (1u << (groups - first)) - 1;
-  const int mine = lane / LANES_PER_GROUP;
-  const bool stored = inside && open >> mine & 1;
-  const int bit = (code_at + (c.stored + __popc(open & ((1u << mine) - 1))) * CODE_BITS) * 32 +
-                  lane % LANES_PER_GROUP * VECTOR * CODE_BITS;
-  c.stored += __popc(open);
-#else
-  const bool stored = inside;
-  const int bit = code_at * 32 + (step * 32 + lane) * VECTOR * CODE_BITS;
-#endif
-  if (stored) codes = sizeof(codes_t) == 8 ? (codes_t)read_pair(c.p, bit) : (codes_t)read_word(c.p, bit);
-  return codes;
-}
-
-// What a lane knows about its chunks of a step before it looks at a row.
-struct Positions {
-#if !UNIFORM
-  chunk_t keep[VECTOR];
-  chunk_t steps[LEVELS][VECTOR];
-#if CODE_BITS == 1
-  chunk_t value[VECTOR];
-#endif
-  int bit;
-#else
-  chunk_t keep;
-  chunk_t steps[LEVELS];
-  chunk_t value;
-  int bits;
-  int field_low, field_bits;  // of a mask that is one run of ones, else field_bits = 0
-#endif
-};
-
-__device__ __forceinline__ Positions load_positions(const chunk_t* table, const int* starts, int positions, int i) {
-  Positions q;
-  const chunk_t all = (chunk_t)~(chunk_t)0 >> (8 * sizeof(chunk_t) - CHUNK_BITS);
-#if UNIFORM
-  const chunk_t mask = __ldg(table);
-  q.keep = ~mask & all;
-  q.value = __ldg(table + 1);
-  q.bits = starts[1];
-#pragma unroll
-  for (int l = 0; l < LEVELS; ++l) q.steps[l] = __ldg(table + KEEP_SECTION + l);
-  const chunk_t lowest = mask & (~mask + 1);
-  q.field_bits = mask != 0 && ((mask + lowest) & mask) == 0 ? POPC(mask) : 0;
-  q.field_low = POPC(lowest - 1);
-#else
-  load_entries(table + i, q.keep);
-#pragma unroll
-  for (int v = 0; v < VECTOR; ++v) q.keep[v] = ~q.keep[v] & all;
-#pragma unroll
-  for (int l = 0; l < LEVELS; ++l) load_entries(table + (i64)(KEEP_SECTION + l) * positions + i, q.steps[l]);
-#if CODE_BITS == 1
-  load_entries(table + positions + i, q.value);
-#endif
-  q.bit = starts[i];
-#endif
-  return q;
-}
-
-// The place of a lane's next chunk in the payload, and how many bits it has there.
-__device__ __forceinline__ chunk_t payload_chunk(const u32* p, const Positions& q, int v, int& bit) {
-#if UNIFORM
-  if (q.bits == 0) return 0;
-  chunk_t y = read_chunk_bits(p, bit);
-  bit += q.bits;
-  if (q.field_bits) {
-    const chunk_t low = ((chunk_t)1 << q.field_low) - 1;
-    // Two shifts, since the field may be as wide as the chunk.
-    y = (y & low) | ((y & ~low) << (q.field_bits - 1) << 1);
-  } else {
-#pragma unroll
-    for (int l = LEVELS - 1; l >= 0; --l) y = spread_step(y, q.steps[l], 1 << l);
-  }
-  return y & q.keep;
-#else
-  chunk_t y = read_chunk_bits(p, bit);
-  bit += POPC(q.keep[v]);
-#pragma unroll
-  for (int l = LEVELS - 1; l >= 0; --l) y = spread_step(y, q.steps[l][v], 1 << l);
-  return y & q.keep[v];
-#endif
-}
-
-// Rebuild a lane's VECTOR chunks, from chunk i on, of a packed row. All lanes of the warp take
-// part, those behind the end of the row with i = 0 and no exceptions. There is no branch by lane on
-// the common path, so that the loads of all chunks overlap.
-__device__ __forceinline__ void rebuild(Cursor& c, const Positions& q, const chunk_t* table, int positions,
-                                        codes_t codes, int i, int lane, chunk_t (&x)[VECTOR]) {
-#if UNIFORM
-  int bit = i * q.bits;
-#else
-  int bit = q.bit;
-#endif
-#pragma unroll
-  for (int v = 0; v < VECTOR; ++v) x[v] = payload_chunk(c.p, q, v, bit);
-  u32 missed = 0;  // bit v: chunk v is an exception
-#if CODE_BITS == 1
-  missed = ~codes & ((1u << VECTOR) - 1);
-#else
-#pragma unroll
-  for (int v = 0; v < VECTOR; ++v)
-    if (((codes >> (v * CODE_BITS)) & CODE_MASK) == 0) missed |= 1u << v;
-#endif
-  const bool any = __any_sync(FULL, missed);
-#if CODE_BITS == 1
-  if (!any) {
-#pragma unroll
-    for (int v = 0; v < VECTOR; ++v) {
-#if UNIFORM
-      x[v] |= q.value;
-#else
-      x[v] |= q.value[v];
-#endif
-    }
-    return;
-  }
-#endif
-#pragma unroll
-  for (int v = 0; v < VECTOR; ++v) {
-    const int code = (int)(codes >> (v * CODE_BITS)) & CODE_MASK;
-    if (code) x[v] |= __ldg(table + (i64)code * positions + PLACE(i + v));
-  }
-  if (!any) return;
-  int bits = 0;
-#pragma unroll
-  for (int v = 0; v < VECTOR; ++v)
-#if UNIFORM
-    if (missed >> v & 1) bits += CHUNK_BITS - q.bits;
-#else
-    if (missed >> v & 1) bits += CHUNK_BITS - POPC(q.keep[v]);
-#endif
-  const int up_to_me = inclusive_scan(bits, lane);
-  const int total = __shfl_sync(FULL, up_to_me, 31);
-  if (c.exception_bit + total > c.length * 32) {
-    c.length = DAMAGED;
-    return;
-  }
-  int from = c.exception_bit + up_to_me - bits;
-#pragma unroll
-  for (int v = 0; v < VECTOR; ++v)
-    if (missed >> v & 1) {
-      const chunk_t* at = table + PLACE(i + v);
-      const chunk_t mask = __ldg(at);
-      x[v] |= deposit(read_chunk_bits(c.p, from), at, MASK_SECTION, positions) & mask;
-      from += POPC(mask);
-    }
-  c.exception_bit += total;
-}
-
-#if FIELD_LOW >= 0
-// The same where the mask is one byte wide and codes have three bits: the exponents of float32 and
-// bfloat16. Four exponents at a time, in the bytes of registers.
-struct Bytes {
-  u32 low, high;  // the values of codes 0..3 and 4..7, a byte each
-};
-__device__ __forceinline__ Bytes load_bytes(const chunk_t* table) {
-  Bytes b;
-  b.low = b.high = 0;
-#pragma unroll
-  for (int j = 1; j < 8; ++j) {
-    const u32 value = __ldg(table + j) >> FIELD_LOW & 255;
-    if (j < 4) b.low |= value << (8 * j);
-    else b.high |= value << (8 * (j - 4));
-  }
-  return b;
-}
-__device__ __forceinline__ void rebuild_bytes(Cursor& c, const Bytes& values, u32 codes, int i, int lane, bool inside,
-                                              uint4& out) {
-  // From three bits a code to four, by halves: the selectors of byte_perm.
-#if VECTOR == 8
-  codes = (codes & 0xfff) | (codes & 0xfff000) << 4;
-#else
-  codes &= 0xfff;
-#endif
-  codes = (codes & 0x003f003f) | (codes & 0x0fc00fc0) << 2;
-  codes = (codes & 0x07070707) | (codes & 0x38383838) << 1;
-  u32 exponents[VECTOR / 4];
-#pragma unroll
-  for (int h = 0; h < VECTOR / 4; ++h) exponents[h] = __byte_perm(values.low, values.high, codes >> (16 * h));
-  // Bit 3 of every nibble that is 0.
-  u32 missed = inside ? ~(codes + 0x77777777u) & (VECTOR == 8 ? 0x88888888u : 0x8888u) : 0;
-  const u32 lanes = __ballot_sync(FULL, missed);
-  if (lanes) {
-    const u32 below = (1u << lane) - 1;
-    int before = __popc(lanes & below), total = __popc(lanes);
-    const int more = __popc(missed) - 1;  // lanes with several are rare
-    if (__any_sync(FULL, more > 0)) {
-#pragma unroll
-      for (int b = 0; b < 3; ++b) {
-        const u32 has = __ballot_sync(FULL, more > 0 && more >> b & 1);
-        before += __popc(has & below) << b;
-        total += __popc(has) << b;
-      }
-    }
-    if (c.exception_bit + 8 * total > c.length * 32) {
-      c.length = DAMAGED;
-      missed = 0;
-    }
-    const u8* from = (const u8*)c.p + (c.exception_bit >> 3) + before;
-    while (missed) {
-      const int v = __ffs(missed) >> 2;  // bit 4 v + 3 is the (4 v + 4)th: v + 1
-      const int shift = 8 * ((v - 1) & 3);
-      const u32 field = 255u << shift, byte = (u32)*from++ << shift;
-      if (VECTOR == 8 && v > 4) exponents[VECTOR / 4 - 1] = (exponents[VECTOR / 4 - 1] & ~field) | byte;
-      else exponents[0] = (exponents[0] & ~field) | byte;
-      missed &= missed - 1;
-    }
-    c.exception_bit += 8 * total;
-  }
-  if (inside) {
-    u32 w[4];
-#if CHUNK_BYTES == 2
-    const u32* from = c.p + i / 4;  // a byte of sign and mantissa a chunk
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const u32 kept = from[h];
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        const u32 twice = __byte_perm(kept, 0, j ? 0x3322 : 0x1100);  // the byte, low and high
-        const u32 exponent = __byte_perm(exponents[h], 0, j ? 0x4342 : 0x4140) << 7;
-        w[2 * h + j] = (twice & 0x807f807fu) | exponent;
-      }
-    }
-#else
-    const u32* from = c.p + i / 4 * 3;  // three bytes a chunk, the highest taken twice
-    const u32 a = from[0], b = from[1], d = from[2];
-    const u32 kept[4] = {__byte_perm(a, b, 0x2210), __byte_perm(a, b, 0x5543), __byte_perm(b, d, 0x4432),
-                         __byte_perm(d, 0, 0x3321)};
-    const u32 e = exponents[0];
-    const u32 shifted[4] = {e << 23, e << 15, e << 7, e >> 1};
-#pragma unroll
-    for (int j = 0; j < 4; ++j) w[j] = (kept[j] & 0x807fffffu) | (shifted[j] & 0x7f800000u);
-#endif
-    out = make_uint4(w[0], w[1], w[2], w[3]);
-  }
-}
-#endif
-
-// Bits of the exceptions in the steps begin..end of a row.
-__device__ __forceinline__ int count_exceptions(Cursor c, const chunk_t* table, int positions, int group_at,
-                                                int code_at, int groups, int chunks, int begin, int end, int lane) {
-  int bits = 0;
-  for (int step = begin; step < end; ++step) {
-    const int i = (step * 32 + lane) * VECTOR;
-    const codes_t codes = next_codes(c, group_at, code_at, groups, step, lane, i < chunks);
-    for (int v = 0; v < VECTOR; ++v)
-      if (i < chunks && ((codes >> (v * CODE_BITS)) & CODE_MASK) == 0) bits += POPC(__ldg(table + PLACE(i + v)));
-  }
-  return __reduce_add_sync(FULL, bits);
-}
-
-// Stored groups before `group`, and in all.
-__device__ __forceinline__ int2 count_stored(const u32* group_words, int groups, int group, int lane) {
-  int before = 0, all = 0;
-  for (int j = lane; j < (groups + 31) >> 5; j += 32) {
-    u32 open = ~group_words[j];
-    if (groups - 32 * j < 32) open &= (1u << (groups - 32 * j)) - 1;
-    all += __popc(open);
-    if (group >= 32 * j + 32) before += __popc(open);
-    else if (group > 32 * j) before += __popc(open & ((1u << (group - 32 * j)) - 1));
-  }
-  return make_int2(__reduce_add_sync(FULL, before), __reduce_add_sync(FULL, all));
-}
-
-// Where the parts of a packed row begin.
-struct Places {
-  const chunk_t* table;
-  const int* starts;
-  int group_at, code_at;  // words
-};
-__device__ __forceinline__ Places places_of(const Args& a, int cluster) {
-  const int positions = UNIFORM ? 1 : a.chunks;
-  Places q;
-  q.table = a.tables + (i64)cluster * SECTIONS * positions;
-  q.starts = a.starts + (i64)cluster * (positions + 1);
-  q.group_at = ((UNIFORM ? q.starts[1] * a.chunks : q.starts[a.chunks]) + 31) >> 5;
-  q.code_at = q.group_at + (GROUPED ? (((a.chunks + 31) >> 5) + 31) >> 5 : 0);
-  return q;
-}
-
-// What a warp keeps over its tiles.
-struct Kept {
-  Places places;
-  int team;                 // warps that share a row: one, unless a tile has fewer rows than warps
-  int first_row, part;      // this warp's first row of a tile, and its part of it
-  int step_begin, step_end; // its steps of a row
-#if UNIFORM && !CLUSTERED
-#if FIELD_LOW >= 0
-  Bytes bytes;
-#else
-  Positions positions;
-#endif
-#endif
-};
-__device__ __forceinline__ Kept prepare(const Args& a) {
-  Kept k;
-  const int warp = threadIdx.x >> 5;
-  const int steps = (a.chunks + STEP_CHUNKS - 1) / STEP_CHUNKS;
-  k.places = places_of(a, 0);
-  k.team = a.tile_rows < WARPS ? WARPS / a.tile_rows : 1;
-  k.first_row = warp / k.team;
-  k.part = warp % k.team;
-  const int part_steps = (steps + k.team - 1) / k.team;
-  k.step_begin = min(steps, k.part * part_steps);
-  k.step_end = min(steps, k.step_begin + part_steps);
-#if UNIFORM && !CLUSTERED
-#if FIELD_LOW >= 0
-  k.bytes = load_bytes(a.tables);
-#else
-  k.positions = load_positions(a.tables, a.starts, 1, 0);
-#endif
-#endif
-  return k;
-}
-
-__device__ __forceinline__ void report_damage(const Args& a, int lane) {
-  if (lane == 0) report(a.mailbox, ERROR_DAMAGED, -1, 0, a.n_rows);
-}
-
-// Decode the rows of a tile that lies in the stage, or in `words`; `first_out` is the row of `out`
-// of the tile's first row.
-template <bool STAGED>
-__device__ __forceinline__ void decode_tile(const Args& a, const Kept& kept, i64 first_out, const Slot* slots,
-                                            const u32* stage, int* part_bits) {
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  const int positions = UNIFORM ? 1 : a.chunks;
-  const int groups = (a.chunks + 31) >> 5;
-  for (int first = kept.first_row; first < a.tile_rows; first += ROWS * WARPS) {
-    Places places = kept.places;
-    Cursor cursors[ROWS];
-    // Of the first of ROWS rows, WARPS apart; of this lane's chunks in the first step.
-    u8* out = a.out + (first_out + first) * a.row_bytes + (i64)(kept.step_begin * 32 + lane) * VECTOR * CHUNK_BYTES;
-#pragma unroll
-    for (int j = 0; j < ROWS; ++j) {
-      Cursor& c = cursors[j];
-      c.length = NO_ROW;
-      c.exception_bit = c.stored = 0;
-      c.p = stage;
-      if (first + j * WARPS < a.tile_rows) {
-        const Slot s = slots[first + j * WARPS];
-        c.length = s.length;
-        c.p = STAGED ? stage + (int)s.at : a.words + s.at;
-        if (CLUSTERED && a.row_clusters) places = places_of(a, s.cluster);
-      }
-      if (c.length == 0) {
-        u8* to = out + (i64)j * WARPS * a.row_bytes;
-        for (int i = (kept.step_begin * 32 + lane) * VECTOR; i < min(a.chunks, kept.step_end * STEP_CHUNKS);
-             i += STEP_CHUNKS) {
-          chunk_t x[VECTOR];
-#pragma unroll
-          for (int v = 0; v < VECTOR; ++v) x[v] = raw_chunk(c.p, i + v);
-          store_chunks(to, x);
-          to += STEP_CHUNKS * CHUNK_BYTES;
-        }
-        c.length = NO_ROW;
-      }
-      if (c.length > 0) {
-        int stored = groups;
-        if (GROUPED && places.code_at <= c.length) {
-          const int2 count = count_stored(c.p + places.group_at, groups, kept.step_begin * VECTOR, lane);
-          c.stored = count.x;
-          stored = count.y;
-        }
-        c.exception_bit = (places.code_at + stored * CODE_BITS) * 32;
-        if (c.exception_bit > c.length * 32) {
-          report_damage(a, lane);
-          c.length = NO_ROW;
-        }
-      }
-    }
-    if (kept.team > 1) {  // every warp has one row or none
-      Cursor& c = cursors[0];
-      int bits = 0;
-      if (c.length > 0)
-        bits = count_exceptions(c, places.table, positions, places.group_at, places.code_at, groups, a.chunks,
-                                kept.step_begin, kept.step_end, lane);
-      if (lane == 0) part_bits[warp] = bits;
-      __syncthreads();
-      for (int before = warp - kept.part; before < warp; ++before) c.exception_bit += part_bits[before];
-      __syncthreads();
-    }
-    if (ROWS == 1 && cursors[0].length < 0) continue;
-    for (int step = kept.step_begin; step < kept.step_end; ++step) {
-      const int i = (step * 32 + lane) * VECTOR;
-      const bool inside = i < a.chunks;
-#if FIELD_LOW < 0 && !(UNIFORM && !CLUSTERED)
-      const Positions own = load_positions(places.table, places.starts, positions, inside ? i : 0);
-#endif
-#pragma unroll
-      for (int j = 0; j < ROWS; ++j) {
-        Cursor& c = cursors[j];
-        if (ROWS > 1 && c.length < 0) continue;
-        const codes_t codes = next_codes(c, places.group_at, places.code_at, groups, step, lane, inside);
-        u8* to = out + (i64)j * WARPS * a.row_bytes;
-#if FIELD_LOW >= 0
-        uint4 x;
-        rebuild_bytes(c, kept.bytes, codes, i, lane, inside, x);
-        if (inside) *(uint4*)to = x;
-#else
-#if UNIFORM && !CLUSTERED
-        const Positions& own = kept.positions;
-#endif
-        chunk_t x[VECTOR];
-        rebuild(c, own, places.table, positions, codes, inside ? i : 0, lane, x);
-        if (inside) store_chunks(to, x);
-#endif
-        if (ROWS == 1 && c.length < 0) step = kept.step_end;
-      }
-      out += STEP_CHUNKS * CHUNK_BYTES;
-    }
-#pragma unroll
-    for (int j = 0; j < ROWS; ++j)
-      if (cursors[j].length == DAMAGED) report_damage(a, lane);
-  }
-}
-
-template <bool STAGED>
-__device__ __forceinline__ void decode_all(const Args& a, u32* shared) {
+__device__ __forceinline__ void decode_all(const Args& a, const Run& run, u32* shared) {
   __shared__ Slot slots[2][32];
   __shared__ int part_bits[WARPS];
-  const bool in_order = a.ids == nullptr;
-  const i64 first = in_order ? a.row_begin / a.tile_rows : 0;
-  const i64 last = in_order ? (a.row_begin + a.n - 1) / a.tile_rows : (a.n - 1) / a.tile_rows;
-  const Kept kept = prepare(a);
+  const i64 first = run.row_begin / a.tile_rows;
+  const i64 last = (run.row_begin + run.n - 1) / a.tile_rows;
+  const Kept kept = prepare<32>(a);
   // The turn before a block's first tile only fetches it.
   const i64 begin = first + blockIdx.x;
   int half = 0;
@@ -669,31 +74,27 @@ __device__ __forceinline__ void decode_all(const Args& a, u32* shared) {
     // Behind this barrier the tile is there, and no warp looks at the one before it any more.
     __syncthreads();
     const i64 next = tile + gridDim.x;
-    if (next <= last) fetch_tile<STAGED>(a, next, slots[half ^ 1], shared + (half ^ 1) * a.stage_words);
+    if (next <= last) fetch_run<STAGED>(a, run, next, slots[half ^ 1], shared + (half ^ 1) * a.stage_words);
     if (STAGED) copy_async_commit();
     if (tile >= begin)
-      decode_tile<STAGED>(a, kept, tile * a.tile_rows - (in_order ? a.row_begin : 0), slots[half],
-                          shared + half * a.stage_words, part_bits);
+      decode_tile<STAGED, 32>(a, kept, tile * a.tile_rows - run.row_begin, slots[half], shared + half * a.stage_words,
+                          part_bits);
     half ^= 1;
   }
 }
 
 #define DECODE_PARAMETERS                                                                                        \
   const u32 *__restrict__ words, i64 n_words, const i64 *__restrict__ bases, const void *__restrict__ lengths,    \
-      int length_bytes, const u8 *__restrict__ row_clusters, const chunk_t *__restrict__ tables,                  \
-      const int *__restrict__ starts, const i64 *__restrict__ ids, i64 row_begin, i64 n, i64 n_rows, int chunks,  \
-      int row_words, int row_bytes, int clusters, int tile_rows, int slot_words, int stage_words, u8 *__restrict__ out,         \
-      const u64 *first_bad, i64 *mailbox
+      int length_bytes, i64 row_begin, i64 n, const u8 *__restrict__ row_clusters,                                \
+      const chunk_t *__restrict__ tables, const int *__restrict__ starts, i64 n_rows, int chunks, int row_words,  \
+      int row_bytes, int clusters, int tile_rows, int slot_words, int stage_words, int longest_words,             \
+      u8 *__restrict__ out, i64 *mailbox
 #define DECODE_BODY(STAGED)                                                                                       \
   extern __shared__ __align__(128) u32 shared[];                                                                  \
-  if (first_bad != nullptr && *first_bad != ~0ull) {                                                              \
-    if (blockIdx.x == 0 && threadIdx.x == 0) report(mailbox, ERROR_INDEX, *first_bad, ids[*first_bad], n_rows);   \
-    return;                                                                                                       \
-  }                                                                                                               \
-  const Args a = {words,  n_words, bases,  lengths,   length_bytes, row_clusters, tables,     starts, ids,        \
-                  row_begin, n,    n_rows, chunks,    row_words,    row_bytes,    clusters, tile_rows,  slot_words, \
-                  stage_words, out, mailbox};                                                                     \
-  decode_all<STAGED>(a, shared);
+  const Args a = {row_clusters, tables,    starts,     n_rows,      chunks, row_words, row_bytes,                 \
+                  clusters,     tile_rows, slot_words, stage_words, longest_words, out, mailbox};                  \
+  const Run run = {words, n_words, bases, lengths, length_bytes, row_begin, n};                                   \
+  decode_all<STAGED>(a, run, shared);
 
 // Rows whose tiles fit the stage.
 extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS) decode_rows(DECODE_PARAMETERS) {

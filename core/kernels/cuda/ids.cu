@@ -1,9 +1,102 @@
-// Indices out of range, found before any row is decoded.
+// What is done with ids before rows are gathered by them: the search for one out of range, and the
+// order in which rows are read one neighbourhood of the table after another. A neighbourhood is a
+// bin: the ids that agree but for their lowest `shift` bits, below BINS of them in a table.
+//
+// To order, three launches: reset_order, count_ids, order_ids. Ids take int32 or int64, id_bytes says
+// which; negative ones count from the end. first_bad[0] is all ones, or the first position of an id
+// out of range; then nothing is ordered.
 #include "bits.cuh"
 
-// first_bad[0] starts as all ones and becomes the first position of an id out of range.
-extern "C" __global__ void check_ids(const i64* __restrict__ ids, i64 n, i64 n_rows, u64* first_bad) {
+static_assert((BINS & (BINS - 1)) == 0, "threads share the bins evenly");
+
+#define THREADS 256
+#define BINS_PER_THREAD (BINS / THREADS)
+
+__device__ __forceinline__ i64 load_id(const void* ids, i64 position, int id_bytes) {
+  return id_bytes == 8 ? ((const i64*)ids)[position] : (i64)((const int*)ids)[position];
+}
+
+// first_bad[0] starts as all ones.
+extern "C" __global__ void __launch_bounds__(THREADS)
+    check_ids(const void* __restrict__ ids, int id_bytes, i64 n, i64 n_rows, u64* first_bad) {
   const i64 stride = (i64)gridDim.x * blockDim.x;
-  for (i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += stride)
-    if (ids[i] < -n_rows || ids[i] >= n_rows) atomicMin(first_bad, (u64)i);
+  for (i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += stride) {
+    const i64 id = load_id(ids, i, id_bytes);
+    if (id < -n_rows || id >= n_rows) atomicMin(first_bad, (u64)i);
+  }
+}
+
+// bins: the ids of each bin, then the places of each bin that are given away.
+extern "C" __global__ void __launch_bounds__(THREADS) reset_order(u32* bins, u64* first_bad) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i < 2 * BINS) bins[i] = 0;
+  if (i == 0) first_bad[0] = ~0ull;
+}
+
+// Check the ids and count them by bin.
+extern "C" __global__ void __launch_bounds__(THREADS)
+    count_ids(const void* __restrict__ ids, int id_bytes, i64 n, i64 n_rows, int shift, u32* bins, u64* first_bad) {
+  __shared__ u32 counts[BINS];
+  for (int b = threadIdx.x; b < BINS; b += THREADS) counts[b] = 0;
+  __syncthreads();
+  const i64 stride = (i64)gridDim.x * THREADS;
+  for (i64 i = (i64)blockIdx.x * THREADS + threadIdx.x; i < n; i += stride) {
+    i64 id = load_id(ids, i, id_bytes);
+    if (id < 0) id += n_rows;
+    if (id < 0 || id >= n_rows) atomicMin(first_bad, (u64)i);
+    else atomicAdd(&counts[id >> shift], 1u);
+  }
+  __syncthreads();
+  for (int b = threadIdx.x; b < BINS; b += THREADS)
+    if (counts[b]) atomicAdd(&bins[b], counts[b]);
+}
+
+// Write the positions of all ids to `order`, bin after bin, in any sequence within a bin.
+extern "C" __global__ void __launch_bounds__(THREADS)
+    order_ids(const void* __restrict__ ids, int id_bytes, i64 n, i64 n_rows, int shift, u32* bins,
+              const u64* first_bad, u32* __restrict__ order) {
+  __shared__ u32 places[BINS];  // ids of this block by bin; then where the next of them goes
+  __shared__ u32 warp_totals[THREADS / 32];
+  if (first_bad[0] != ~0ull) return;
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  for (int b = threadIdx.x; b < BINS; b += THREADS) places[b] = 0;
+  // Each thread takes a run of bins; their starts follow from the totals of the runs before it.
+  const int first_bin = threadIdx.x * BINS_PER_THREAD;
+  u32 totals[BINS_PER_THREAD], total = 0;
+#pragma unroll
+  for (int b = 0; b < BINS_PER_THREAD; ++b) totals[b] = bins[first_bin + b];
+#pragma unroll
+  for (int b = 0; b < BINS_PER_THREAD; ++b) total += totals[b];
+  const u32 up_to_me = (u32)inclusive_scan((int)total, lane);
+  if (lane == 31) warp_totals[warp] = up_to_me;
+  __syncthreads();
+  const i64 stride = (i64)gridDim.x * THREADS;
+  for (i64 i = (i64)blockIdx.x * THREADS + threadIdx.x; i < n; i += stride) {
+    i64 id = load_id(ids, i, id_bytes);
+    if (id < 0) id += n_rows;
+    atomicAdd(&places[id >> shift], 1u);
+  }
+  u32 start = up_to_me - total;
+  for (int w = 0; w < warp; ++w) start += warp_totals[w];
+  __syncthreads();
+  // Every block takes its share of a bin at once: one atomic a bin, not one an id, and a thread's
+  // atomics all under way before the first answer is used.
+  u32 taken[BINS_PER_THREAD];
+#pragma unroll
+  for (int b = 0; b < BINS_PER_THREAD; ++b) {
+    const u32 mine = places[first_bin + b];
+    taken[b] = 0;
+    if (mine) taken[b] = atomicAdd(&bins[BINS + first_bin + b], mine);
+  }
+#pragma unroll
+  for (int b = 0; b < BINS_PER_THREAD; ++b) {
+    places[first_bin + b] = start + taken[b];
+    start += totals[b];
+  }
+  __syncthreads();
+  for (i64 i = (i64)blockIdx.x * THREADS + threadIdx.x; i < n; i += stride) {
+    i64 id = load_id(ids, i, id_bytes);
+    if (id < 0) id += n_rows;
+    order[atomicAdd(&places[id >> shift], 1u)] = (u32)i;
+  }
 }

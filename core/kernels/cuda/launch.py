@@ -6,44 +6,32 @@ What runs a kernel is a `Runner`; the tests put one in its place that runs the s
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 
-from ..format import PAD_WORDS, RowFormat, RowLayout, RowStorage, ceil_div
-from .source import BYTE_FIELDS, IDS, Variant, widest_vector
+from ..format import (
+    BUCKET_ENTRIES,
+    PAD_WORDS,
+    CacheStorage,
+    RowFormat,
+    RowLayout,
+    RowStorage,
+    TableStorage,
+    ceil_div,
+)
+from .launch_copy import copy_rows
+from .launch_ids import IdScratch, check_ids, map_find, map_insert, order_ids
+from .runner import Runner
+from .source import BYTE_FIELDS, MIN_SHORT_VECTOR, Variant, widest_vector
 
 WARPS = 8  # warps of a block, in every kernel
 THREADS = 32 * WARPS
+MAX_CHOSEN_ROWS = 32  # rows of a tile, when they are chosen by id
+SHORT_ROW_BYTES = 1 << 10  # up to which eight lanes take a row
 STAGE_BYTES = 33 << 10  # packed words of a tile in shared memory; two tiles are in flight
 ENCODE_STAGE_BYTES = 6 << 10  # packed row that a warp puts together in shared memory
-MAILBOX_WORDS = 4
-
-NO_ERROR, INDEX_ERROR, DAMAGED_ERROR = 0, 1, 2
-
-
-class Runner(Protocol):
-    """Runs kernels of one device."""
-
-    #: Multiprocessors of the device.
-    multiprocessors: int
-    #: Shared memory of each, in bytes.
-    shared_bytes_per_multiprocessor: int
-    #: int64 ``[MAILBOX_WORDS]`` that kernels write errors to and the host reads at any time.
-    mailbox: torch.Tensor
-
-    def launch(
-        self,
-        variant: Variant,
-        kernel: str,
-        grid: tuple[int, ...],
-        block: tuple[int, ...],
-        args: Sequence[Any],
-        shared_bytes: int = 0,
-    ) -> None:
-        """Start a kernel on torch's current stream; tensors pass their address."""
-        ...
 
 
 class CudaKernels:
@@ -168,6 +156,86 @@ class CudaKernels:
         int
             -1. Bad ids leave `out` untouched and, like damaged rows, are told in the mailbox.
         """
+        if ids is not None:
+            table = TableStorage(
+                n_rows=storage.lengths.shape[0],
+                words=storage.words,
+                bases=storage.bases,
+                lengths=storage.lengths,
+                row_clusters=storage.row_clusters if layout.format.clusters > 1 else None,
+                max_words=facts["max_row_words"],
+            )
+            first_bad = torch.full((1,), -1, dtype=torch.int64, device=ids.device)
+            self.check_ids(ids, table.n_rows, first_bad)
+            return self.gather_rows(
+                table, layout, ids, out, first_bad=first_bad, sm_budget=sm_budget
+            )
+        n = out.shape[0]
+        if n == 0:
+            return -1
+        f = layout.format
+        if out.data_ptr() % f.chunk_bytes:  # the kernel stores whole chunks
+            aligned = torch.empty_like(out)
+            self.decode_rows(storage, layout, None, row_begin, aligned, facts, sm_budget)
+            out.copy_(aligned)
+            return -1
+        shape = run_shape(f, facts)
+        self._launch_tiles(
+            _decode_variant("decode", layout, out),
+            "decode_rows" if shape.stage_words else "decode_long_rows",
+            ceil_div(n, shape.tile_rows) + 1,
+            shape,
+            (
+                _aligned(storage.words, 16),
+                np.int64(storage.words.shape[0] - PAD_WORDS),
+                storage.bases,
+                storage.lengths,
+                np.int32(storage.lengths.element_size()),
+                np.int64(row_begin),
+                np.int64(n),
+                storage.row_clusters if f.clusters > 1 else None,
+                *_tile_arguments(layout, storage.lengths.shape[0], shape),
+                np.int32(facts["max_row_words"]),
+                out,
+                self._runner.mailbox,
+            ),
+            sm_budget,
+        )
+        return -1
+
+    def gather_rows(
+        self,
+        table: TableStorage,
+        layout: RowLayout,
+        ids: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        cache: CacheStorage | None = None,
+        counters: torch.Tensor | None = None,
+        first_bad: torch.Tensor | None = None,
+        order: torch.Tensor | None = None,
+        sm_budget: int | None = None,
+    ) -> int:
+        """Decode rows chosen by id without waiting for the GPU; see `kernels.cpu.gather_rows`.
+
+        Parameters
+        ----------
+        table, layout, ids, out, cache, counters
+            As on the CPU. The table's words and overflow may lie in page-locked host memory, the
+            slabs on other GPUs that this one may read.
+        first_bad : torch.Tensor, optional
+            int64 ``[1]``, what `check_ids` or `order_ids` found; when it found a bad id, `out` is
+            left untouched and the mailbox tells. Without it the ids must be known to be good.
+        order : torch.Tensor, optional
+            int32 ``[n]``, read as unsigned: the sequence in which the rows are fetched.
+        sm_budget : int, optional
+            Multiprocessors that the kernel may use; all when left out.
+
+        Returns
+        -------
+        int
+            -1. Damaged rows are told in the mailbox.
+        """
         n = out.shape[0]
         if n == 0:
             return -1
@@ -175,70 +243,120 @@ class CudaKernels:
         if out.data_ptr() % f.chunk_bytes:
             # The kernel stores whole chunks. A copy first, since bad ids leave `out` untouched.
             aligned = out.clone()
-            self.decode_rows(storage, layout, ids, row_begin, aligned, facts, sm_budget)
+            self.gather_rows(
+                table,
+                layout,
+                ids,
+                aligned,
+                cache=cache,
+                counters=counters,
+                first_bad=first_bad,
+                order=order,
+                sm_budget=sm_budget,
+            )
             out.copy_(aligned)
             return -1
+        max_words = max(table.max_words, 0 if cache is None else cache.max_words)
+        shape = chosen_shape(max_words)
+        # Warps that share a row do not wait for each other to fetch more of it.
+        typical_words = table.typical_words if shape.tile_rows >= WARPS else table.max_words
+        variant = _decode_variant("gather", layout, out)
+        self._launch_tiles(
+            variant,
+            _gather_kernel(variant, f, shape),
+            ceil_div(n, shape.tile_rows),
+            shape,
+            (
+                _aligned(table.words, 16),
+                np.int64(table.words.shape[0] - PAD_WORDS),
+                table.bases,
+                table.lengths,
+                np.int32(0 if table.lengths is None else table.lengths.element_size()),
+                table.flags,
+                table.moved,
+                table.overflow,
+                np.int64(_overflow_rows(table, f)),
+                np.int32(typical_words),
+                None if cache is None else cache.entries,
+                np.uint32(0 if cache is None else cache.entries.shape[0] // BUCKET_ENTRIES - 1),
+                None if cache is None else cache.addresses,
+                ids,
+                np.int32(ids.element_size()),
+                order,
+                np.int64(n),
+                table.row_clusters,
+                *_tile_arguments(layout, table.n_rows, shape),
+                np.int32(max_words),
+                out,
+                first_bad,
+                counters,
+                self._runner.mailbox,
+            ),
+            sm_budget,
+        )
+        return -1
+
+    def copy_rows(
+        self,
+        rows: torch.Tensor,
+        row_bytes: int,
+        ids: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        first_bad: torch.Tensor | None = None,
+        order: torch.Tensor | None = None,
+        sm_budget: int | None = None,
+    ) -> None:
+        """Copy raw rows chosen by id; see `kernels.cpu.copy_rows` and `launch_copy.copy_rows`."""
+        copy_rows(
+            self._runner,
+            rows,
+            row_bytes,
+            ids,
+            out,
+            first_bad=first_bad,
+            order=order,
+            sm_budget=sm_budget,
+        )
+
+    def check_ids(self, ids: torch.Tensor, n_rows: int, first_bad: torch.Tensor) -> None:
+        """Find the first bad id; see `launch_ids.check_ids`."""
+        check_ids(self._runner, ids, n_rows, first_bad)
+
+    def order_ids(self, ids: torch.Tensor, n_rows: int, scratch: IdScratch) -> torch.Tensor:
+        """Order ids by where their rows lie; see `launch_ids.order_ids`."""
+        return order_ids(self._runner, ids, n_rows, scratch)
+
+    def map_insert(
+        self, entries: torch.Tensor, ids: torch.Tensor, locations: torch.Tensor
+    ) -> torch.Tensor:
+        """Insert ids with their locations; see `kernels.cpu.map_insert`."""
+        return map_insert(self._runner, entries, ids, locations)
+
+    def map_find(self, entries: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """Look up the locations of ids; see `kernels.cpu.map_find`."""
+        return map_find(self._runner, entries, ids)
+
+    def _launch_tiles(
+        self,
+        variant: Variant,
+        kernel: str,
+        tiles: int,
+        shape: TileShape,
+        args: Sequence[Any],
+        sm_budget: int | None,
+    ) -> None:
+        """Start a decoder on as many blocks as fit the device, or `sm_budget` of it, at once."""
         runner = self._runner
-        first_bad = None
-        if ids is not None:
-            first_bad = self._first_bad(ids, storage.lengths.shape[0])
-        variant = _decode_variant(layout, out)
-        shape = tile_shape(f, facts, indexed=ids is not None)
-        tiles = ceil_div(n, shape.tile_rows) + (1 if ids is None else 0)
         shared_bytes = 4 * (2 * shape.stage_words + PAD_WORDS)
         # A block has a few kilobytes of its own beside the stages.
-        blocks_per_sm = runner.shared_bytes_per_multiprocessor // (shared_bytes + 3072)
+        blocks_per_sm = runner.shared_bytes_per_multiprocessor // (shared_bytes + 4096)
         blocks_per_sm = max(1, min(8, blocks_per_sm))
         multiprocessors = runner.multiprocessors
         if sm_budget is not None:
             multiprocessors = max(1, min(sm_budget, multiprocessors))
-        words = storage.words
-        if words.data_ptr() % 16:
-            words = words.clone()
-        runner.launch(
-            variant,
-            "decode_rows" if shape.stage_words else "decode_long_rows",
-            (min(tiles, multiprocessors * blocks_per_sm),),
-            (THREADS,),
-            (
-                words,
-                np.int64(words.shape[0] - PAD_WORDS),
-                storage.bases,
-                storage.lengths,
-                np.int32(storage.lengths.element_size()),
-                storage.row_clusters if f.clusters > 1 else None,
-                layout.tables,
-                layout.starts,
-                ids,
-                np.int64(row_begin),
-                np.int64(n),
-                np.int64(storage.lengths.shape[0]),
-                np.int32(f.chunks),
-                np.int32(f.row_words),
-                np.int32(f.row_bytes),
-                np.int32(f.clusters),
-                np.int32(shape.tile_rows),
-                np.int32(shape.slot_words),
-                np.int32(shape.stage_words),
-                out,
-                first_bad,
-                runner.mailbox,
-            ),
-            shared_bytes=shared_bytes,
-        )
-        return -1
-
-    def _first_bad(self, ids: torch.Tensor, n_rows: int) -> torch.Tensor:
-        """Return int64 ``[1]`` on the ids' device: the first bad position, or -1 (all ones)."""
-        first_bad = torch.full((1,), -1, dtype=torch.int64, device=ids.device)
-        self._runner.launch(
-            IDS,
-            "check_ids",
-            (min(ceil_div(ids.shape[0], THREADS), 2 * self._runner.multiprocessors),),
-            (THREADS,),
-            (ids, np.int64(ids.shape[0]), np.int64(n_rows), first_bad),
-        )
-        return first_bad
+        blocks = min(tiles, multiprocessors * blocks_per_sm)
+        runner.launch(variant, kernel, (blocks,), (THREADS,), args, shared_bytes=shared_bytes)
 
     def _row_blocks(self, n_rows: int, blocks_per_sm: int) -> int:
         return min(ceil_div(n_rows, WARPS), blocks_per_sm * self._runner.multiprocessors)
@@ -250,7 +368,7 @@ class TileShape:
     Parameters
     ----------
     tile_rows : int
-        Rows of a tile, a power of two up to 32; with fewer than 8, warps share a row.
+        Rows of a tile, up to 32; with fewer than 8 (a power of two), warps share a row.
     slot_words : int
         Words of a row's place in the stage, when rows are fetched one by one.
     stage_words : int
@@ -263,26 +381,32 @@ class TileShape:
         self.stage_words = stage_words
 
 
-def tile_shape(f: RowFormat, facts: Mapping[str, int], *, indexed: bool) -> TileShape:
-    """Choose the largest tile whose packed words fit the stage."""
+def run_shape(f: RowFormat, facts: Mapping[str, int]) -> TileShape:
+    """Choose the largest tile of rows in order whose packed words fit the stage."""
     row_words = facts["max_row_words"]
-    # A tile, or a row of its own, starts up to 31 words behind the line that its place begins at,
-    # and readers look a few words ahead.
-    slot_words = _lines(row_words + 36)
+    # A tile starts up to 31 words behind the line that its place begins at, and readers look a few
+    # words ahead.
+    limit_words = STAGE_BYTES // 4
+    if _lines(row_words + 36) > limit_words:
+        return TileShape(1, 0, 0)
+    if facts["max_block_words"] + 36 <= limit_words:
+        return TileShape(32, 0, _lines(facts["max_block_words"] + 36))
+    rows = 32
+    while rows * row_words + 36 > limit_words:
+        rows //= 2
+    return TileShape(rows, 0, _lines(rows * row_words + 36))
+
+
+def chosen_shape(max_words: int) -> TileShape:
+    """Choose the tile of rows chosen by id, each with a place of its own in the stage."""
+    slot_words = _lines(max_words + 36)  # as above
     limit_words = STAGE_BYTES // 4
     if slot_words > limit_words:
         return TileShape(1, 0, 0)
-    rows = 32
-    if indexed:
-        rows = 8
-        while rows * slot_words > limit_words:
-            rows //= 2
-        return TileShape(rows, slot_words, rows * slot_words)
-    if facts["max_block_words"] + 36 <= limit_words:
-        return TileShape(rows, slot_words, _lines(facts["max_block_words"] + 36))
-    while rows * row_words + 36 > limit_words:
-        rows //= 2
-    return TileShape(rows, slot_words, _lines(rows * row_words + 36))
+    rows = min(MAX_CHOSEN_ROWS, limit_words // slot_words // WARPS * WARPS)
+    if rows == 0:
+        rows = 4 if 4 * slot_words <= limit_words else 2 if 2 * slot_words <= limit_words else 1
+    return TileShape(rows, slot_words, rows * slot_words)
 
 
 def _lines(words: int) -> int:
@@ -298,14 +422,42 @@ def _encode_variant(layout: RowLayout) -> Variant:
     )
 
 
-def _decode_variant(layout: RowLayout, out: torch.Tensor) -> Variant:
+def _gather_kernel(variant: Variant, f: RowFormat, shape: TileShape) -> str:
+    if not shape.stage_words:
+        return "gather_long_rows"
+    short = variant.vector >= MIN_SHORT_VECTOR and f.row_bytes <= SHORT_ROW_BYTES
+    return "gather_short_rows" if short and shape.tile_rows > WARPS else "gather_rows"
+
+
+def _tile_arguments(layout: RowLayout, n_rows: int, shape: TileShape) -> tuple[Any, ...]:
+    """Return the arguments that both decoders take in the same order."""
+    f = layout.format
+    return (
+        layout.tables,
+        layout.starts,
+        np.int64(n_rows),
+        np.int32(f.chunks),
+        np.int32(f.row_words),
+        np.int32(f.row_bytes),
+        np.int32(f.clusters),
+        np.int32(shape.tile_rows),
+        np.int32(shape.slot_words),
+        np.int32(shape.stage_words),
+    )
+
+
+def _overflow_rows(table: TableStorage, f: RowFormat) -> int:
+    return 0 if table.overflow is None else (table.overflow.shape[0] - PAD_WORDS) // f.row_words
+
+
+def _decode_variant(file: str, layout: RowLayout, out: torch.Tensor) -> Variant:
     f = layout.format
     vector = widest_vector(f.chunk_bytes, f.uniform)
     # Rows with clusters take the decoder of one chunk a lane.
     if f.clusters > 1 or f.row_bytes % 16 or out.data_ptr() % (vector * f.chunk_bytes):
         vector = 1
     byte_field = vector > 1 and _has_byte_field(layout)
-    return Variant("decode", f.chunk_bytes, f.code_bits, f.grouped, f.uniform, vector, byte_field)
+    return Variant(file, f.chunk_bytes, f.code_bits, f.grouped, f.uniform, vector, byte_field)
 
 
 def _has_byte_field(layout: RowLayout) -> bool:

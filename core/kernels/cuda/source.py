@@ -12,17 +12,49 @@ from pathlib import Path
 import torch
 
 from ...dtypes import EXPONENT_FIELDS
-from ..format import CHUNK_BYTES, CODE_BITS, RowFormat
+from ..format import (
+    BUCKET_ENTRIES,
+    CHUNK_BYTES,
+    CODE_BITS,
+    LINE_BYTES,
+    MAX_SLABS,
+    NO_ID,
+    NOT_CACHED,
+    OFFSET_SHIFT,
+    PACKED_BIT,
+    SLAB_SHIFT,
+    RowFormat,
+)
 
 _FOLDER = Path(__file__).parent
 _INCLUDE = re.compile(r'^#include "(\w+\.cuh)"$', re.MULTILINE)
 
-KERNELS: dict[str, tuple[str, ...]] = {
+_KERNELS: dict[str, tuple[str, ...]] = {
     "count": ("count_bits",),
     "encode": ("packed_words", "encode_rows"),
     "decode": ("decode_rows", "decode_long_rows"),
-    "ids": ("check_ids",),
+    "gather": ("gather_rows", "gather_long_rows", "gather_short_rows"),
+    "copy": ("copy_rows",),
+    "ids": ("check_ids", "reset_order", "count_ids", "order_ids"),
+    "map": ("insert_ids", "find_ids"),
 }
+
+#: Fewest chunks a lane with which eight lanes can take a row.
+MIN_SHORT_VECTOR = 4
+#: What kernels know of cached rows.
+CACHE_DEFINES = {
+    "MAX_SLABS": MAX_SLABS,
+    "SLAB_SHIFT": SLAB_SHIFT,
+    "OFFSET_SHIFT": OFFSET_SHIFT,
+    "PACKED_BIT": PACKED_BIT,
+    "BUCKET_ENTRIES": BUCKET_ENTRIES,
+    "NO_ID": NO_ID,
+    "NOT_CACHED": NOT_CACHED,
+}
+#: Bins that ids are ordered by before a gather from a large table.
+ORDER_BINS = 8192
+#: Bytes that a lane of the copy of raw rows loads at once, and those that it can store at once.
+COPY_PIECES = {4: (1, 2, 4), 16: (1, 2, 4, 8, 16)}
 
 #: Lowest bit of the one-byte exponent fields that have kernels of their own, by chunk_bytes.
 BYTE_FIELDS = {
@@ -56,9 +88,9 @@ class Variant:
     Parameters
     ----------
     file : str
-        ``"count"``, ``"encode"``, ``"decode"`` or ``"ids"``.
+        ``"count"``, ``"encode"``, ``"decode"`` or ``"gather"``.
     chunk_bytes, code_bits, grouped, uniform
-        As in RowFormat; counting knows only chunk_bytes, and ids know nothing of them.
+        As in RowFormat; counting knows only chunk_bytes.
     vector : int
         Chunks that a lane of the decoder stores at once, 1 where rows are not aligned for more.
     byte_field : bool
@@ -79,7 +111,7 @@ class Variant:
             self.chunk_bytes, self.chunk_bytes, self.code_bits, self.grouped, self.uniform
         )
         defines: dict[str, str | int] = {"CHUNK_BYTES": f.chunk_bytes, "LEVELS": f.levels}
-        if self.file in ("count", "ids"):
+        if self.file == "count":
             return defines
         defines |= {
             "CODE_BITS": f.code_bits,
@@ -97,6 +129,8 @@ class Variant:
         # Positional masks stay in registers over the rows of a warp, and so do many or long
         # chunks: then fewer blocks share the registers of a multiprocessor.
         crowded = wide and (not self.uniform or self.chunk_bytes in (1, 8))
+        if self.file == "gather":
+            defines |= CACHE_DEFINES
         return defines | {
             "VECTOR": self.vector,
             "FIRST_CODES": f"{first_codes}ull",
@@ -107,20 +141,55 @@ class Variant:
     @property
     def name(self) -> str:
         """Readable name, for tests and logs."""
-        if self.file == "ids":
-            return self.file
         if self.file == "count":
             return f"count-{self.chunk_bytes}B"
         words = [self.file, f"{self.chunk_bytes}B", f"k{self.code_bits}"]
         words.append("uniform" if self.uniform else "positional")
         words += ["grouped"] if self.grouped else []
-        words += [f"v{self.vector}"] if self.file == "decode" else []
+        words += [f"v{self.vector}"] if self.file in ("decode", "gather") else []
         words += ["bytes"] if self.byte_field else []
         return "-".join(words)
 
 
-#: The one compilation of the check of indices.
-IDS = Variant("ids", 4)
+@dataclass(frozen=True)
+class PlainVariant:
+    """One compilation of a kernel file that knows nothing of packed rows.
+
+    Parameters
+    ----------
+    file : str
+        ``"copy"``, ``"ids"`` or ``"map"``.
+    settings : tuple of (str, int)
+        The preprocessor's definitions.
+    """
+
+    file: str
+    settings: tuple[tuple[str, int], ...] = ()
+
+    def defines(self) -> dict[str, str | int]:
+        """Return the preprocessor's definitions, those of bits.cuh among them."""
+        return {"CHUNK_BYTES": 4, "LEVELS": 5, "CODE_BITS": 1, **dict(self.settings)}
+
+    @property
+    def name(self) -> str:
+        """Readable name, for tests and logs."""
+        if self.file != "copy":
+            return self.file
+        return "-".join([self.file, *(f"{k.lower()}{v}" for k, v in self.settings)])
+
+
+AnyVariant = Variant | PlainVariant
+
+#: The one compilation of what is done with ids before a gather.
+IDS = PlainVariant("ids", (("BINS", ORDER_BINS),))
+#: The one compilation of the map from ids to locations.
+MAP = PlainVariant("map", tuple(CACHE_DEFINES.items()))
+
+
+def copy_variant(unit_bytes: int, piece_bytes: int) -> PlainVariant:
+    """Return the copy of raw rows that loads `unit_bytes` and stores `piece_bytes` at once."""
+    settings = (("UNIT_BYTES", unit_bytes), ("PIECE_BYTES", piece_bytes))
+    return PlainVariant("copy", (*settings, ("LINE_BYTES", LINE_BYTES), ("SHIFT", 1)))
 
 
 def widest_vector(chunk_bytes: int, uniform: bool) -> int:
@@ -131,9 +200,20 @@ def widest_vector(chunk_bytes: int, uniform: bool) -> int:
     return 16 // chunk_bytes if uniform else min(4, 16 // chunk_bytes)
 
 
-def all_variants() -> Iterator[Variant]:
+def kernels_of(variant: AnyVariant) -> tuple[str, ...]:
+    """Return the kernels of a compilation."""
+    names = _KERNELS[variant.file]
+    # Eight lanes of fewer chunks are no whole group of codes.
+    narrow = isinstance(variant, Variant) and variant.vector < MIN_SHORT_VECTOR
+    return names[:-1] if variant.file == "gather" and narrow else names
+
+
+def all_variants() -> Iterator[AnyVariant]:
     """Yield every variant that the library can ask for."""
     yield IDS
+    yield MAP
+    for unit, pieces in COPY_PIECES.items():
+        yield from (copy_variant(unit, piece) for piece in pieces)
     for width in CHUNK_BYTES:
         yield Variant("count", width)
     for width, bits, grouped, uniform in product(
@@ -142,6 +222,8 @@ def all_variants() -> Iterator[Variant]:
         yield Variant("encode", width, bits, grouped, uniform)
         for vector in (1, widest_vector(width, uniform)):
             yield Variant("decode", width, bits, grouped, uniform, vector)
+            yield Variant("gather", width, bits, grouped, uniform, vector)
     for width, grouped in product(BYTE_FIELDS, (False, True)):
         yield Variant("encode", width, 3, grouped, True, byte_field=True)
-        yield Variant("decode", width, 3, grouped, True, widest_vector(width, True), True)
+        for file in ("decode", "gather"):
+            yield Variant(file, width, 3, grouped, True, widest_vector(width, True), True)

@@ -1,0 +1,63 @@
+"""Measure gathers of rows by id: out of host memory, raw and packed, and out of a cache.
+
+python benchmarks/gather.py            # what this machine can run
+python benchmarks/gather.py --only gpu --out benchmarks/results/gpu.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+from timing import markdown
+
+import bitslab
+
+
+def main() -> int:
+    """Run the parts asked for and print one table each."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--only", choices=("cpu", "gpu"), help="run one part")
+    parser.add_argument("--repetitions", type=int, default=7, help="timed runs of each row")
+    parser.add_argument(
+        "--largest-gib", type=float, default=8, help="largest table in host memory for a GPU"
+    )
+    parser.add_argument(
+        "--parts",
+        nargs="+",
+        default=["raw", "alignment", "packed", "cache", "peers"],
+        help="tables of the GPU part: raw alignment packed cache peers",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    parser.add_argument("--out", type=Path, help="also write the tables to this Markdown file")
+    arguments = parser.parse_args()
+    tables: dict[str, list[dict[str, Any]]] = {}
+    if arguments.only in (None, "cpu"):
+        import gather_cpu
+
+        tables |= gather_cpu.run(arguments)
+    if arguments.only == "gpu" or (arguments.only is None and torch.cuda.is_available()):
+        import gather_gpu
+
+        tables |= gather_gpu.run(arguments)
+    if arguments.json:
+        json.dump(tables, sys.stdout, indent=1)
+        print()
+        return 0
+    head = f"bitslab {bitslab.__version__}, torch {torch.__version__}, {date.today()}\n\n"
+    text = head + "\n".join(markdown(title, rows) for title, rows in tables.items())
+    print(text)
+    if arguments.out:
+        arguments.out.write_text(text)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,277 @@
+// Unpacking rows chosen by id, out of a table and, for ids that its map holds, out of the cache's
+// slabs: one launch for both. The warp that will decode a row finds and fetches it. See decode.cuh.
+#include "async_copy.cuh"
+#include "bits.cuh"
+#include "mailbox.cuh"
+#include "map.cuh"
+#define GATHER 1
+#include "decode.cuh"
+
+#define HOST_SOURCE MAX_SLABS
+
+struct Table {  // see TableStorage and CacheStorage in format.py
+  const u32* words;
+  i64 n_words;
+  const i64* bases;
+  const void* lengths;
+  int length_bytes;
+  const u32* flags;
+  const u32* moved;
+  const u32* overflow;
+  i64 overflow_rows;
+  int typical_words;
+  const longlong2* entries;
+  u32 bucket_mask;
+  const i64* slabs;
+  const void* ids;
+  int id_bytes;
+  const u32* order;
+  i64 n;
+};
+
+struct Counts {  // of the source that this lane counts: a slab, or HOST_SOURCE
+  i64 rows, words;
+};
+
+__device__ __forceinline__ bool bit_of(const u32* bits, i64 row) { return bits[row >> 5] >> (row & 31) & 1; }
+
+// The words of the rows before row `mine` of a block of 32, and the length of row `mine` itself, out of
+// four rows a lane of eight: what this lane adds to them.
+__device__ __forceinline__ void look_at_lengths(const Args& a, const Table& t, i64 row, int lane8, int& before,
+                                                int& own) {
+  const i64 first = (row & ~(i64)31) + 4 * lane8;
+  int lengths[4];
+  if (first + 4 <= a.n_rows) {
+    if (t.length_bytes == 1) {
+      const u32 four = *(const u32*)((const u8*)t.lengths + first);
+#pragma unroll
+      for (int k = 0; k < 4; ++k) lengths[k] = (int)(four >> (8 * k) & 255);
+    } else if (t.length_bytes == 2) {
+      const uint2 four = *(const uint2*)((const unsigned short*)t.lengths + first);
+      lengths[0] = (int)(four.x & 65535);
+      lengths[1] = (int)(four.x >> 16);
+      lengths[2] = (int)(four.y & 65535);
+      lengths[3] = (int)(four.y >> 16);
+    } else {
+      const uint4 four = *(const uint4*)((const u32*)t.lengths + first);
+      lengths[0] = (int)four.x;
+      lengths[1] = (int)four.y;
+      lengths[2] = (int)four.z;
+      lengths[3] = (int)four.w;
+    }
+  } else {
+#pragma unroll
+    for (int k = 0; k < 4; ++k)
+      lengths[k] = first + k < a.n_rows ? (int)load_length(t.lengths, first + k, t.length_bytes) : 0;
+  }
+  const int mine = (int)(row & 31) - 4 * lane8;
+#pragma unroll
+  for (int k = 0; k < 4; ++k) {
+    if (k < mine) before += size_of(lengths[k], a.row_words);
+    if (k == mine) own = lengths[k];
+  }
+}
+
+// A row that eight lanes look after: its number, or NOTHING, and its row of `out`.
+#define NOTHING (-0x7fffffffffffffffLL - 1)
+struct Wanted {
+  i64 row;
+  u32 out;
+};
+
+// The row of a tile that falls to this lane and the seven beside it.
+__device__ __forceinline__ Wanted load_wanted(const Args& a, const Table& t, i64 tile) {
+  const int j = (threadIdx.x >> 5) + ((threadIdx.x & 31) >> 3) * WARPS;
+  const i64 position = tile * a.tile_rows + j;
+  Wanted w = {NOTHING, 0};
+  if (j < a.tile_rows && position < t.n) {
+    w.out = t.order != nullptr ? t.order[position] : (u32)position;
+    w.row = t.id_bytes == 8 ? ((const i64*)t.ids)[w.out] : (i64)((const int*)t.ids)[w.out];
+  }
+  return w;
+}
+
+// Count a negative id from the end; apart from its load, so that this is not waited for too early.
+__device__ __forceinline__ Wanted positive(const Args& a, Wanted w) {
+  if (w.row < 0 && w.row != NOTHING) w.row += a.n_rows;
+  return w;
+}
+
+// Fill the tile's slots and start the copies of its words. Eight lanes look after a row, so that a warp
+// finds and fetches four at once; where a tile has but one row a warp, all its lanes copy that.
+template <bool STAGED>
+__device__ __forceinline__ void fetch_chosen(const Args& a, const Table& t, Wanted wanted, Slot* slots, u32* stage,
+                                             Counts& counts) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, lane8 = lane & 7;
+  const int j = warp + (lane >> 3) * WARPS;
+  const i64 row = wanted.row;
+  i64 where = NOT_CACHED;
+  if (t.entries != nullptr) where = find_location(t.entries, t.bucket_mask, row, lane);
+  int before = 0, own = 0;
+  const bool in_table = row >= 0 && where == NOT_CACHED;
+  if (t.bases != nullptr && __any_sync(FULL, in_table)) {
+    if (in_table) look_at_lengths(a, t, row, lane8, before, own);
+#pragma unroll
+    for (int d = 4; d; d >>= 1) before += __shfl_xor_sync(FULL, before, d);
+    own = __shfl_sync(FULL, own, (lane & 24) + ((int)(row & 31) >> 2));
+  }
+  Slot s;
+  s.at = 0;
+  s.length = NO_ROW;
+  s.cluster = 0;
+  s.source = nullptr;
+  s.out = wanted.out;
+  const u32* p = nullptr;
+  int size = 0, from = HOST_SOURCE, lead = 0;
+  if (row >= 0) {
+    int most;
+    bool sound;
+    if (where != NOT_CACHED) {
+      from = (int)((u64)where >> SLAB_SHIFT);
+      const i64 slab = t.slabs[from];
+      p = (const u32*)(slab + (i64)((u64)where << (64 - SLAB_SHIFT) >> (64 - SLAB_SHIFT + OFFSET_SHIFT)));
+      most = size = (int)(where & ((1u << PACKED_BIT) - 1));
+      s.length = where >> PACKED_BIT & 1 ? size : 0;
+      sound = slab != 0 && (s.length ? !too_long(size, a.row_words) : size == a.row_words);
+    } else {
+      i64 at;
+      if (t.bases != nullptr) {
+        at = t.bases[row >> 5] + before;
+        s.length = own;
+        most = size = size_of(own, a.row_words);
+      } else {
+        const bool packed = t.flags != nullptr && bit_of(t.flags, row);
+        at = row * a.row_words;
+        s.length = packed ? (STAGED ? t.typical_words : a.longest_words) : 0;
+        size = size_of(s.length, a.row_words);
+        most = packed ? a.longest_words : size;
+      }
+      sound = at >= 0 && at <= t.n_words - size && !too_long(s.length, a.row_words + (t.bases == nullptr));
+      p = t.words + at;
+      if (STAGED && most > size) s.source = p;
+      if (sound && t.moved != nullptr && bit_of(t.moved, row)) {
+        const u32 place = *p;
+        sound = place < (u64)t.overflow_rows;
+        p = t.overflow + (i64)place * a.row_words;
+        s.length = 0;
+        most = size = a.row_words;
+      }
+    }
+    if (CLUSTERED && a.row_clusters) s.cluster = a.row_clusters[row];
+    lead = (int)((u64)p >> 2) & 31;  // words from the line's begin
+    const bool fits = !STAGED || lead + most + 4 <= a.slot_words;
+    // Places in the stage are as long as packed rows are; a raw row among them may be longer.
+    if (sound && !fits && s.length == 0) {
+      s.length = RAW_OUTSIDE;
+      s.at = (i64)p;
+    } else if (!sound || s.cluster >= a.clusters || !fits) {
+      s.length = NO_ROW;
+      if (lane8 == 0) report(a.mailbox, ERROR_DAMAGED, row, 0, a.n_rows);
+    } else {
+      s.at = STAGED ? lead + j * a.slot_words : (i64)p;
+    }
+  }
+  const bool found = s.length != NO_ROW, staged = found && s.length != RAW_OUTSIDE;
+  if (STAGED) {
+    if (a.tile_rows > WARPS) {
+      if (staged) copy_words(stage + j * a.slot_words, p - lead, 0, lead, lead + size, lane8, 8);
+    } else if (__shfl_sync(FULL, (int)staged, 0)) {
+      const u32* line = (const u32*)__shfl_sync(FULL, (i64)(p - lead), 0);
+      const int begin = __shfl_sync(FULL, lead, 0), end = begin + __shfl_sync(FULL, size, 0);
+      copy_words(stage + warp * a.slot_words, line, 0, begin, end, lane, 32);
+    }
+  }
+  if (lane8 == 0 && j < a.tile_rows) slots[j] = s;
+  // One turn for each source that this warp's rows come from, which is one as a rule.
+  for (u32 left = __ballot_sync(FULL, found && lane8 == 0); left;) {
+    const int source = __shfl_sync(FULL, from, __ffs(left) - 1);
+    const u32 same = __ballot_sync(FULL, left >> lane & 1 && from == source);
+    const int words = __reduce_add_sync(FULL, same >> lane & 1 ? size : 0);
+    if (lane == source) {
+      counts.rows += __popc(same);
+      counts.words += words;
+    }
+    left &= ~same;
+  }
+}
+
+template <bool STAGED, int LANES>
+__device__ __forceinline__ void gather_all(const Args& a, const Table& t, i64* counters, u32* shared) {
+  __shared__ Slot slots[2][32];
+  __shared__ int part_bits[WARPS];
+  const i64 last = (t.n - 1) / a.tile_rows;
+  const Kept kept = prepare<LANES>(a);
+  Counts counts = {0, 0};
+  // Of short rows, ids are loaded two turns before the rows are fetched, and the lines of the map that
+  // they lead to are called for one turn before: a turn is over before these loads would be. Longer
+  // rows gain nothing by it. The turn before a block's first tile only fetches it.
+  constexpr bool AHEAD = LANES < 32;
+  const i64 begin = blockIdx.x;
+  Wanted next, after;
+  if (AHEAD) {
+    next = positive(a, load_wanted(a, t, begin));
+    after = load_wanted(a, t, begin + gridDim.x);
+  }
+  int half = 0;
+  for (i64 tile = begin - gridDim.x; tile <= last; tile += gridDim.x) {
+    if (STAGED) copy_async_wait<0>();
+    // Behind this barrier the tile is there, and no warp looks at the one before it any more.
+    __syncthreads();
+    if (tile + gridDim.x <= last) {
+      if (!AHEAD) next = positive(a, load_wanted(a, t, tile + gridDim.x));
+      fetch_chosen<STAGED>(a, t, next, slots[half ^ 1], shared + (half ^ 1) * a.stage_words, counts);
+    }
+    if (STAGED) copy_async_commit();
+    if (AHEAD) {
+      next = positive(a, after);
+      if (t.entries != nullptr && next.row >= 0) prefetch_bucket(t.entries, t.bucket_mask, next.row);
+      after = load_wanted(a, t, tile + 3 * (i64)gridDim.x);
+    }
+    if (tile >= begin) decode_tile<STAGED, LANES>(a, kept, 0, slots[half], shared + half * a.stage_words, part_bits);
+    half ^= 1;
+  }
+  const int lane = threadIdx.x & 31;
+  if (counters != nullptr && lane <= HOST_SOURCE && counts.rows) {
+    atomicAdd((u64*)counters + lane, (u64)counts.rows);
+    atomicAdd((u64*)counters + MAX_SLABS + 1 + lane, (u64)counts.words);
+  }
+}
+
+#define GATHER_PARAMETERS                                                                                         \
+  const u32 *words, i64 n_words, const i64 *__restrict__ bases, const void *__restrict__ lengths,                 \
+      int length_bytes, const u32 *__restrict__ flags, const u32 *__restrict__ moved, const u32 *overflow,        \
+      i64 overflow_rows, int typical_words, const longlong2 *__restrict__ entries, u32 bucket_mask,               \
+      const i64 *__restrict__ slabs, const void *__restrict__ ids, int id_bytes, const u32 *__restrict__ order,   \
+      i64 n, const u8 *__restrict__ row_clusters, const chunk_t *__restrict__ tables,                             \
+      const int *__restrict__ starts, i64 n_rows, int chunks, int row_words, int row_bytes, int clusters,         \
+      int tile_rows, int slot_words, int stage_words, int longest_words, u8 *__restrict__ out,                    \
+      const u64 *first_bad, i64 *counters, i64 *mailbox
+#define GATHER_BODY(STAGED, LANES)                                                                                       \
+  extern __shared__ __align__(128) u32 shared[];                                                                  \
+  if (first_bad != nullptr && *first_bad != ~0ull) {                                                              \
+    if (blockIdx.x == 0 && threadIdx.x == 0) {                                                                    \
+      const i64 bad = id_bytes == 8 ? ((const i64*)ids)[*first_bad] : (i64)((const int*)ids)[*first_bad];         \
+      report(mailbox, ERROR_INDEX, *first_bad, bad, n_rows);                                                      \
+    }                                                                                                             \
+    return;                                                                                                       \
+  }                                                                                                               \
+  const Args a = {row_clusters, tables,    starts,     n_rows,      chunks,        row_words, row_bytes,          \
+                  clusters,     tile_rows, slot_words, stage_words, longest_words, out,       mailbox};           \
+  const Table t = {words,         n_words,       bases,   lengths, length_bytes, flags, moved,    overflow, \
+                   overflow_rows, typical_words, entries, bucket_mask, slabs,    ids,   id_bytes, order,    n};   \
+  gather_all<STAGED, LANES>(a, t, counters, shared);
+
+// Rows whose tiles fit the stage, a warp a row.
+extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS) gather_rows(GATHER_PARAMETERS) {
+  GATHER_BODY(true, 32)
+}
+// Rows longer than the stage: read where they are.
+extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS) gather_long_rows(GATHER_PARAMETERS) {
+  GATHER_BODY(false, 32)
+}
+#if VECTOR >= 4
+// Short rows: eight lanes a row, four rows a warp at once.
+extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS) gather_short_rows(GATHER_PARAMETERS) {
+  GATHER_BODY(true, 8)
+}
+#endif

@@ -1,0 +1,106 @@
+"""What callers name rows and devices by, checked."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any, SupportsIndex
+
+import numpy as np
+import torch
+
+from ..codecs.base import check_indices_argument, check_tensor_argument, raise_bad_index
+from ..errors import ArgumentError, ArgumentTypeError
+
+Index = SupportsIndex | slice | torch.Tensor | Sequence[Any] | np.ndarray[Any, Any]
+
+
+def checked_ids(ids: torch.Tensor) -> torch.Tensor:
+    """Return ids as contiguous int32 or int64 ``[n]``, or refuse them."""
+    check_tensor_argument("ids", ids)
+    if ids.dtype in (torch.int64, torch.int32) and ids.dim() == 1:
+        return ids.contiguous()
+    return check_indices_argument(ids, "ids")
+
+
+def checked_device(device: torch.device | str) -> torch.device:
+    """Return a device that is there, a GPU with its number, or refuse it."""
+    try:
+        target = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ArgumentError(f"device: {device!r:.60} is none: {error}") from error
+    if target.type == "cpu":
+        return torch.device("cpu")
+    if target.type != "cuda":
+        raise ArgumentTypeError(f"device: {target}, accepted are cpu and cuda")
+    count = torch.cuda.device_count()
+    index: int | None = target.index
+    if (index or 0) >= count:
+        raise ArgumentError(f"device: {target}, but torch sees {count} CUDA GPUs")
+    if index is None:
+        target = torch.device("cuda", torch.cuda.current_device())
+    return target
+
+
+def target_device(
+    ids: torch.Tensor, out: torch.Tensor | None, device: torch.device | str | None
+) -> torch.device:
+    """Return where rows are wanted."""
+    if device is None:
+        return ids.device if out is None else out.device
+    target = checked_device(device)
+    if out is not None and out.device != target:
+        raise ArgumentTypeError(f"out: on {out.device}, expected {target}")
+    return target
+
+
+def row_ids(index: Index, n_rows: int) -> torch.Tensor:
+    """Return what an index of a table of `n_rows` rows stands for: integers of any shape.
+
+    Parameters
+    ----------
+    index : int, slice, torch.Tensor, numpy.ndarray or sequence
+        Rows, a range with any step, integers of any shape, or a bool mask ``[N]``.
+    n_rows : int
+        Rows of the table.
+
+    Raises
+    ------
+    IndexRangeError
+        When an int is out of range; integers of a tensor are not looked at.
+    ArgumentTypeError, ArgumentError
+        When it is something else, such as several indices, or a mask of another length.
+    """
+    if isinstance(index, slice):
+        picked = range(*index.indices(n_rows))
+        return torch.from_numpy(np.arange(picked.start, picked.stop, picked.step, dtype=np.int64))
+    if isinstance(index, (tuple, type(None), type(...), bool, str)):
+        raise ArgumentTypeError(
+            f"index: {index!r} is not accepted, only rows can be indexed: by an int, a slice, "
+            "integers or a mask"
+        )
+    ids = index if isinstance(index, torch.Tensor) else _tensor_of(index, n_rows)
+    if ids.dtype != torch.bool:
+        return ids
+    if ids.shape != (n_rows,):
+        raise ArgumentError(f"index: mask of shape {list(ids.shape)}, expected {[n_rows]}")
+    return ids.nonzero()[:, 0]
+
+
+def _tensor_of(index: Any, n_rows: int) -> torch.Tensor:
+    """Make a tensor of a number or a sequence of numbers, or refuse it."""
+    try:
+        number = operator.index(index)
+    except TypeError:
+        pass
+    else:
+        if not -n_rows <= number < n_rows:  # before it is a tensor, where it might not fit
+            raise_bad_index(number, 0, n_rows)
+        return torch.tensor(number)
+    try:
+        made = torch.as_tensor(index)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise ArgumentTypeError(
+            f"index: expected an int, a slice, integers or a mask, got {type(index).__name__}"
+        ) from error
+    return made.to(torch.int64) if made.numel() == 0 else made

@@ -1,0 +1,375 @@
+"""Packing rows into the parts of a table, batch after batch, in bounded memory."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, get_args
+
+import numpy as np
+import torch
+
+from ..codecs import InvariantCodec, RawCodec, RowCodec
+from ..codecs.base import (
+    bits_in_order,
+    check_rows_argument,
+    check_tensor_argument,
+    elements,
+    rows_as_bytes,
+)
+from ..errors import ArgumentError, ArgumentTypeError
+from ..kernels import cpu
+from ..kernels.format import BLOCK_ROWS, MAX_ROW_BYTES, PAD_WORDS, ceil_div
+from ..registry import get_codec
+from .parts import Layout, TableParts, bits_of, widened
+from .progress import Progress
+from .writer import HostWriter
+
+Rows = torch.Tensor | np.ndarray[Any, Any]
+
+SAMPLE_BYTES = 8 << 20  # what a codec is fitted on at the most, or
+MIN_SAMPLE_ROWS = 8
+BATCH_BYTES = 32 << 20  # rows that are packed at once
+#: Rows shorter than this are packed as if they had as many bytes: what is known of each takes more.
+COUNTED_ROW_BYTES = 64
+#: Of the packed rows of a table in place, this share is fetched whole at first.
+TYPICAL_SHARE = 0.95
+#: Lengths of rows above this many words are not counted one by one.
+COUNTED_WORDS = 1 << 16
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class PartsBuilder:
+    """Packs batches of rows into the parts of a table.
+
+    Parameters
+    ----------
+    codec : RowCodec
+        A fitted codec; RawCodec for a raw table.
+    layout : {"compact", "inplace"}
+        How rows are to lie; raw tables lie in place either way.
+    pin : bool
+        Whether the words are page-locked at the end.
+    device : torch.device or None
+        Where batches are packed; where they are when None.
+    """
+
+    def __init__(
+        self, codec: RowCodec, layout: Layout, *, pin: bool, device: torch.device | None = None
+    ) -> None:
+        self.codec = codec
+        self.layout: Layout = layout
+        self.raw = isinstance(codec, RawCodec)
+        self.row_words = ceil_div(codec.row_bytes, 4)
+        self._device = device
+        self._waiting: list[torch.Tensor] = []
+        self._waiting_rows = 0
+        # So many that the cost of a call does not count, so few that joining them takes no room.
+        self._enough_rows = max(BLOCK_ROWS, rows_per_batch(codec.row_bytes) // 4)
+        self._counts = np.zeros(min(self.row_words, COUNTED_WORDS) + 1, np.int64)
+        self._n_rows = self._packed_rows = self._packed_words = self._max_packed = 0
+        self._end_word = 0
+        names = ["words"]
+        if not self.raw:
+            names += ["bases", "lengths"] if layout == "compact" else ["flags"]
+            names += ["row_clusters"] if getattr(codec, "clusters", 1) > 1 else []
+        self._writers = {name: HostWriter(pin=pin and name == "words") for name in names}
+
+    def add(self, rows: torch.Tensor) -> None:
+        """Pack more rows, ``[n, *row_shape]`` of the codec's dtype, of any number."""
+        check_rows_argument(self.codec, rows)
+        if not rows.shape[0]:
+            return
+        data = rows_as_bytes(rows, self.codec.row_bytes)
+        if self._waiting_rows + data.shape[0] < self._enough_rows:
+            # A copy: an iterator may give the same memory again with other rows in it.
+            self._wait(data.clone())
+            return
+        if self._waiting:
+            device = self._waiting[0].device
+            data = torch.cat([*self._waiting, data.to(device)])
+            self._waiting, self._waiting_rows = [], 0
+        # Blocks of 32 rows share an offset and a word of flags, so whole ones are packed.
+        whole = data.shape[0] // BLOCK_ROWS * BLOCK_ROWS
+        self._pack(data[:whole])
+        if whole < data.shape[0]:
+            self._wait(data[whole:].clone())
+
+    def _wait(self, data: torch.Tensor) -> None:
+        if self._waiting:
+            data = data.to(self._waiting[0].device)
+        self._waiting.append(data)
+        self._waiting_rows += data.shape[0]
+
+    def _pack(self, data: torch.Tensor) -> None:
+        n, row_words = data.shape[0], self.row_words
+        self._n_rows += n
+        if self.raw:
+            data = data.cpu()
+            if data.shape[1] % 4:
+                data = torch.nn.functional.pad(data, (0, 4 * row_words - data.shape[1]))
+            self._writers["words"].append(data)
+            self._packed_words += n * row_words
+            return
+        rows = data.flatten().view(self.codec.dtype).view(n, *self.codec.row_shape)
+        packed = self.codec.encode(rows if self._device is None else rows.to(self._device))
+        parts = {name: part.cpu() for name, part in packed.parts.items()}
+        lengths = widened(parts["lengths"])
+        sizes = np.where(lengths == 0, row_words, lengths)
+        n_words = packed.facts["n_words"]
+        self._packed_rows += int(np.count_nonzero(lengths))
+        self._packed_words += n_words
+        self._max_packed = max(self._max_packed, int(lengths.max()))
+        self._counts += np.bincount(
+            np.minimum(lengths, len(self._counts) - 1), minlength=len(self._counts)
+        )
+        if self.layout == "compact":
+            self._writers["words"].append(parts["words"][:n_words])
+            self._writers["bases"].append(parts["bases"][:-1] + self._end_word)
+            self._writers["lengths"].append(parts["lengths"])
+            self._end_word += n_words
+        else:
+            placed = torch.zeros(n * row_words, dtype=torch.int32)
+            at = np.cumsum(sizes) - sizes
+            target = np.arange(n, dtype=np.int64) * row_words
+            cpu.move_rows(
+                parts["words"],
+                torch.from_numpy(at),
+                torch.from_numpy(sizes),
+                placed,
+                torch.from_numpy(target),
+            )
+            self._writers["words"].append(placed)
+            self._writers["flags"].append(bits_of(lengths != 0))
+        if "row_clusters" in self._writers:
+            self._writers["row_clusters"].append(parts["row_clusters"])
+
+    def finish(self) -> TableParts:
+        """Return the parts; the builder is used up."""
+        if self._waiting:
+            self._pack(torch.cat(self._waiting))
+            self._waiting = []
+        self._writers["words"].append(torch.zeros(PAD_WORDS, dtype=torch.int32))
+        if "bases" in self._writers:
+            self._writers["bases"].append(torch.tensor([self._end_word]))
+        dtypes = {
+            "words": torch.int32,
+            "bases": torch.int64,
+            "flags": torch.int32,
+            "row_clusters": torch.uint8,
+        }
+        if isinstance(self.codec, InvariantCodec):
+            dtypes["lengths"] = self.codec.profile.format.length_dtype
+        buffers = {name: writer.finish() for name, writer in self._writers.items()}
+        tensors = {name: b.tensor.view(dtypes[name]) for name, b in buffers.items()}
+        facts = {
+            "max_packed_words": self._max_packed,
+            "typical_words": self._typical_words(),
+            "packed_words": self._packed_words,
+            "packed_rows": self._packed_rows,
+        }
+        codec = self.codec
+        return TableParts(
+            codec,
+            self.layout,
+            codec.row_shape,
+            codec.dtype,
+            self._n_rows,
+            tensors,
+            buffers,
+            facts,
+        )
+
+    def _typical_words(self) -> int:
+        """Words that hold most packed rows whole."""
+        counts = self._counts.copy()
+        counts[0] = 0
+        if not counts.any() or counts[-1]:
+            return max(1, min(self._max_packed, self.row_words - 1))
+        share = np.cumsum(counts) / counts.sum()
+        return int(np.searchsorted(share, TYPICAL_SHARE))
+
+    def discard(self) -> None:
+        """Let go of what was built so far."""
+        for writer in self._writers.values():
+            writer.discard()
+
+
+def build_parts(
+    batches: Iterable[torch.Tensor],
+    codec: RowCodec,
+    layout: Layout,
+    *,
+    pin: bool,
+    progress: Progress,
+    device: torch.device | None = None,
+) -> TableParts:
+    """Pack batches ``[n, *row_shape]`` one after another; on an error nothing is kept."""
+    builder = PartsBuilder(codec, layout, pin=pin, device=device)
+    try:
+        for batch in batches:
+            check_rows_argument(codec, batch)
+            for part in torch.split(batch, rows_per_batch(codec.row_bytes)):
+                builder.add(part)
+                progress.advance(part.shape[0])
+        return builder.finish()
+    except BaseException:
+        builder.discard()
+        raise
+
+
+def choose_codec(
+    sample: torch.Tensor, codec: str | RowCodec, n_rows: int | None, options: Mapping[str, Any]
+) -> RowCodec:
+    """Return a fitted codec for rows like those of a sample.
+
+    Parameters
+    ----------
+    sample : torch.Tensor
+        ``[n, *row_shape]``.
+    codec : str or RowCodec
+        ``"auto"``: invariant bit packing, or raw where that does not make the sample smaller. A
+        name: that codec, fitted with `options`. A codec: that one.
+    n_rows : int or None
+        Rows of the table, None when not known.
+    options : mapping
+        For the codec's `fit`.
+    """
+    if isinstance(codec, RowCodec):
+        if options:
+            raise ArgumentTypeError(
+                f"options: {sorted(options)} are for fitting; `codec` is fitted"
+            )
+        if codec.dtype != sample.dtype or tuple(codec.row_shape) != tuple(sample.shape[1:]):
+            raise ArgumentError(
+                f"codec: fitted for rows {list(codec.row_shape)} {codec.dtype}, the table's are "
+                f"{list(sample.shape[1:])} {sample.dtype}"
+            )
+        fitted = codec
+    elif isinstance(codec, str):
+        raw = RawCodec(tuple(sample.shape[1:]), sample.dtype)
+        cls = InvariantCodec if codec == "auto" else get_codec(codec)
+        if cls is RawCodec:
+            return RawCodec.fit(sample, **options)
+        if not sample.numel() or (codec == "auto" and raw.row_bytes > MAX_ROW_BYTES):
+            return raw
+        extra = {} if n_rows is None or cls is not InvariantCodec else {"n_rows": n_rows}
+        fitted = cls.fit(sample, **{**extra, **options})
+        if codec == "auto" and not _shrinks(fitted, sample):
+            return raw
+    else:
+        raise ArgumentTypeError(f"codec: expected a name or a codec, got {type(codec).__name__}")
+    if not isinstance(fitted, (InvariantCodec, RawCodec)):
+        raise ArgumentError(
+            f"codec: {fitted.name!r}; tables hold rows of 'ibp' and 'raw', which kernels gather"
+        )
+    return fitted
+
+
+def _shrinks(fitted: RowCodec, sample: torch.Tensor) -> bool:
+    """Tell whether packing makes rows like the sample's smaller, their metadata counted."""
+    assert isinstance(fitted, InvariantCodec)
+    n = sample.shape[0]
+    packed = int(fitted.packed_bytes(sample).sum()) + fitted.row_metadata_bytes(n)
+    return packed < n * fitted.row_bytes
+
+
+def rows_per_batch(row_bytes: int) -> int:
+    """Rows that are packed at once: whole blocks, of about BATCH_BYTES."""
+    counted = max(COUNTED_ROW_BYTES, row_bytes)
+    return max(1, BATCH_BYTES // counted // BLOCK_ROWS) * BLOCK_ROWS
+
+
+def sample_rows(t: Rows, seed: int) -> torch.Tensor:
+    """Draw rows of a tensor or array to fit a codec on, all when they are few."""
+    n = t.shape[0]
+    wanted = max(MIN_SAMPLE_ROWS, SAMPLE_BYTES // max(1, t[:1].nbytes))
+    if n <= wanted:
+        return as_tensor(t)
+    picked = np.sort(np.random.default_rng(seed).choice(n, wanted, replace=False))
+    if isinstance(t, np.ndarray):
+        return as_tensor(t[picked])
+    return take_rows(t, picked)
+
+
+def take_rows(rows: torch.Tensor, positions: np.ndarray[Any, Any]) -> torch.Tensor:
+    """Index rows of any dtype; what is not contiguous is not copied whole for that."""
+    index = torch.from_numpy(positions).to(rows.device)
+    rows = rows.detach()
+    if rows.is_complex() or not bits_in_order(rows):
+        # Lazy conjugates and negatives are complex numbers or parts of them.
+        plain = rows.is_complex() or rows.is_neg() or rows.dtype.itemsize > 8
+        if plain:
+            return rows[index]
+        return rows.view(_INTEGERS[rows.dtype.itemsize])[index].view(rows.dtype)
+    data = rows_as_bytes(rows, rows[:1].nbytes)[index]
+    return data.flatten().view(rows.dtype).view(len(positions), *rows.shape[1:])
+
+
+def slices_of(t: Rows) -> Iterator[torch.Tensor]:
+    """Yield the rows of a tensor or array in batches; a memory-mapped one is read as it goes."""
+    step = rows_per_batch(t[:1].nbytes)
+    for begin in range(0, t.shape[0], step):
+        yield as_tensor(t[begin : begin + step])
+
+
+def as_tensor(rows: Rows) -> torch.Tensor:
+    """Return rows as a tensor, or refuse them."""
+    if isinstance(rows, np.ndarray):
+        # Torch warns of arrays that cannot be written to, and knows no other byte order.
+        native = rows.dtype.newbyteorder("=")
+        flags = rows.flags
+        plain = flags.writeable and flags.c_contiguous and flags.aligned
+        copied = not plain or rows.dtype != native
+        array = np.array(rows, dtype=native) if copied else np.asarray(rows)
+        try:
+            return torch.from_numpy(array)
+        except TypeError as error:
+            raise ArgumentTypeError(
+                f"rows: torch has no dtype like numpy's {rows.dtype}"
+            ) from error
+    check_tensor_argument("rows", rows)
+    return rows.detach()
+
+
+def check_layout(layout: str) -> None:
+    """Refuse a layout that is not known."""
+    if layout not in get_args(Layout):
+        raise ArgumentError(f"layout: {layout!r}, accepted are {', '.join(get_args(Layout))}")
+
+
+def peek(batches: Iterable[Rows], seed: int) -> tuple[torch.Tensor, Iterator[torch.Tensor]]:
+    """Return the first rows of an iterable of batches, and all its batches."""
+    if not isinstance(batches, Iterable):
+        raise ArgumentTypeError(
+            f"t: expected a tensor, an array or an iterable of them, got {type(batches).__name__}"
+        )
+    rest = map(as_tensor, batches)
+    first: deque[torch.Tensor] = deque()
+    seen_bytes = 0
+    for batch in rest:
+        if batch.dim() < 1:
+            raise ArgumentError("t: a batch has no dimension; a table needs rows")
+        seen_bytes += max(1, batch.nbytes)
+        enough = seen_bytes >= SAMPLE_BYTES
+        # A copy: the next batch may come in the same memory.
+        first.append(batch if enough else batch.clone())
+        if enough:
+            break
+    if not first:
+        raise ArgumentError("t: has no batches, so shape and dtype of its rows are not known")
+    like = first[0]
+    if any(b.dtype != like.dtype or b.shape[1:] != like.shape[1:] for b in first):
+        raise ArgumentError("t: its batches differ in dtype or in the shape of their rows")
+    row_bytes = elements(like.shape[1:]) * like.dtype.itemsize
+    samples = [rows_as_bytes(sample_rows(b, seed), row_bytes).cpu() for b in first]
+    data = torch.cat(samples)
+    sample = data.flatten().view(like.dtype).view(data.shape[0], *like.shape[1:])
+    return sample, _emptied(first, rest)
+
+
+def _emptied(first: deque[torch.Tensor], rest: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Yield what was peeked at, letting it go, and then the rest."""
+    while first:
+        yield first.popleft()
+    yield from rest

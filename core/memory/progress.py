@@ -1,0 +1,78 @@
+"""Telling how far long work has come: to a function of the caller's, or on the terminal."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+from ..errors import load_optional
+
+#: Called with the rows done and the rows in all, None where that is not known.
+ProgressFunction = Callable[[int, "int | None"], None]
+
+SHOW_AFTER_S = 2.0
+
+
+class Progress:
+    """Counts rows; after two seconds a bar shows them, when stderr is a terminal.
+
+    Parameters
+    ----------
+    title : str
+        What is going on.
+    total_rows : int or None
+        Rows in all.
+    report : callable, bool or None
+        A function that is told instead; False for silence.
+    """
+
+    def __init__(
+        self, title: str, total_rows: int | None, report: ProgressFunction | bool | None
+    ) -> None:
+        self._title = title
+        self._total = total_rows
+        self._report = report
+        self._done = 0
+        self._began = time.monotonic()
+        self._bar: Any = None
+        self._task: Any = None
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def restart(self) -> None:
+        """Count from 0 again, for a second pass over the rows."""
+        self._done = 0
+
+    def advance(self, rows: int) -> None:
+        """Say that more rows are done."""
+        self._done += rows
+        if callable(self._report):
+            self._report(self._done, self._total)
+        elif self._report is not False:
+            self._show()
+
+    def _show(self) -> None:
+        if self._bar is None:
+            if not sys.stderr.isatty() or time.monotonic() - self._began < SHOW_AFTER_S:
+                return
+            load_optional("rich", extra=None, purpose="showing progress")
+            from rich.console import Console
+            from rich.progress import Progress as Bar
+
+            self._bar = Bar(console=Console(stderr=True), transient=True)
+            self._task = self._bar.add_task(self._title, total=self._total)
+            self._bar.start()
+        self._bar.update(self._task, completed=self._done)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()

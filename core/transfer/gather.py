@@ -1,0 +1,148 @@
+"""Rows chosen by id to a GPU: ids checked and, where that pays, ordered first.
+
+A gather never waits for the GPU and takes no memory of its own once it is warm: what it needs
+beside its output is kept for each thread and stream. Under capture in a CUDA graph that memory is
+the graph's own instead, so that replays disturb nobody.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+
+from ..advisor.advice import advisor_for
+from ..kernels.cuda import CudaKernels, kernels_on
+from ..kernels.cuda.launch_ids import IdScratch
+from ..kernels.cuda.stream import stream_pointer
+from ..kernels.format import CacheStorage, RowLayout, TableStorage
+
+MIN_SCRATCH_IDS = 1 << 16
+
+_local = threading.local()
+
+
+def gather_copied_rows(
+    rows: torch.Tensor,
+    row_bytes: int,
+    ids: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    sort: bool | None = None,
+    sm_budget: int | None = None,
+) -> None:
+    """Copy raw rows chosen by id to a GPU, on torch's current stream.
+
+    Parameters
+    ----------
+    rows : torch.Tensor
+        uint8 ``[N, stride_bytes]`` in page-locked host memory or on the GPU.
+    row_bytes : int
+        Bytes of a row, up to stride_bytes.
+    ids : torch.Tensor
+        int32 or int64 ``[n]`` on the GPU; negative ones count from the end. A bad id leaves `out`
+        untouched and is told by the next call on the GPU or by `bitslab.raise_pending_errors`.
+    out : torch.Tensor
+        uint8 ``[n, row_bytes]`` on the GPU, contiguous.
+    sort : bool, optional
+        Whether to order the ids first; by the model of the link when left out.
+    sm_budget : int, optional
+        Multiprocessors that the kernels may use; all when left out.
+    """
+    if not out.shape[0]:
+        return
+    kernels = kernels_on(out.device)
+    if sort is None:
+        sort = rows.device.type == "cpu" and pays_to_sort(
+            out.device, rows.shape[0] * rows.shape[1], row_bytes, ids.shape[0]
+        )
+    first_bad, order = _look_at_ids(kernels, ids, rows.shape[0], sort)
+    kernels.copy_rows(
+        rows, row_bytes, ids, out, first_bad=first_bad, order=order, sm_budget=sm_budget
+    )
+
+
+def gather_packed_rows(
+    table: TableStorage,
+    layout: RowLayout,
+    ids: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    cache: CacheStorage | None = None,
+    counters: torch.Tensor | None = None,
+    sort: bool | None = None,
+    sm_budget: int | None = None,
+) -> None:
+    """Decode rows chosen by id to a GPU, on torch's current stream.
+
+    Parameters
+    ----------
+    table : TableStorage
+        Words in page-locked host memory or on the GPU, the rest on the GPU.
+    layout : RowLayout
+        On the GPU.
+    ids, out, sort, sm_budget
+        As in `gather_copied_rows`.
+    cache : CacheStorage, optional
+        Rows that need not be read from the table.
+    counters : torch.Tensor, optional
+        int64 ``[2 * (MAX_SLABS + 1)]`` on the GPU, to which rows and words by source are added.
+    """
+    if not out.shape[0]:
+        return
+    kernels = kernels_on(out.device)
+    if sort is None:
+        # With a cache, few ids go to the table, and those that do not would lose by the order.
+        sort = (
+            cache is None
+            and table.words.device.type == "cpu"
+            and pays_to_sort(
+                out.device,
+                table.words.nbytes,
+                max(1, table.words.nbytes // max(1, table.n_rows)),
+                ids.shape[0],
+            )
+        )
+    first_bad, order = _look_at_ids(kernels, ids, table.n_rows, sort)
+    kernels.gather_rows(
+        table,
+        layout,
+        ids,
+        out,
+        cache=cache,
+        counters=counters,
+        first_bad=first_bad,
+        order=order,
+        sm_budget=sm_budget,
+    )
+
+
+def pays_to_sort(device: torch.device, table_bytes: int, row_bytes: int, n_rows: int) -> bool:
+    """Return whether the model of the link says that ordering the ids saves more than it costs."""
+    return advisor_for(device).sort(table_bytes, row_bytes, n_rows)
+
+
+def _look_at_ids(
+    kernels: CudaKernels, ids: torch.Tensor, n_rows: int, sort: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Check ids on the GPU; return what was found and, with `sort`, an order to take them in."""
+    scratch = _scratch(ids.device, ids.shape[0])
+    if sort:
+        order = kernels.order_ids(ids, n_rows, scratch)
+        return scratch.first_bad, order
+    kernels.check_ids(ids, n_rows, scratch.first_bad)
+    return scratch.first_bad, None
+
+
+def _scratch(device: torch.device, n_ids: int) -> IdScratch:
+    """Return this thread's scratch memory for its current stream on a GPU."""
+    if torch.cuda.is_current_stream_capturing():
+        return IdScratch.allocate(device, n_ids)
+    kept: dict[tuple[torch.device, int], IdScratch] = _local.__dict__.setdefault("scratch", {})
+    key = (device, stream_pointer(device))
+    found = kept.get(key)
+    if found is None or found.order.shape[0] < n_ids:
+        # Grown by half at least, so that batches of changing size soon fit.
+        capacity = n_ids if found is None else max(n_ids, found.order.shape[0] * 3 // 2)
+        found = kept[key] = IdScratch.allocate(device, max(capacity, MIN_SCRATCH_IDS))
+    return found

@@ -1,0 +1,175 @@
+"""The kernel that gathers packed rows by id, run on the CPU, gives what its Numba twin gives."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from bitslab.kernels import cpu
+from bitslab.kernels.cuda.launch import STAGE_BYTES
+from bitslab.kernels.cuda.runner import DAMAGED_ERROR, INDEX_ERROR, NO_ERROR
+from bitslab.kernels.cuda.source import Variant, all_variants
+from bitslab.kernels.format import MAX_SLABS, CacheStorage, TableStorage
+from tests.kernels.cases import TABLE_KINDS, Case, cache_of, make_case, table_of
+from tests.simt.module import guarded
+from tests.simt.runner import simt_kernels
+
+GATHERERS = [v for v in all_variants() if isinstance(v, Variant) and v.file == "gather"]
+
+
+def by_name(variant: Variant) -> str:
+    return variant.name
+
+
+def guarded_table(table: TableStorage) -> TableStorage:
+    overflow = None if table.overflow is None else guarded(table.overflow)
+    return replace(table, words=guarded(table.words), overflow=overflow)
+
+
+def guarded_cache(cache: CacheStorage) -> CacheStorage:
+    slabs = tuple(guarded(slab) for slab in cache.slabs)
+    addresses = torch.zeros_like(cache.addresses)
+    addresses[: len(slabs)] = torch.tensor([slab.data_ptr() for slab in slabs])
+    return replace(cache, slabs=slabs, addresses=addresses)
+
+
+def gather_and_compare(case: Case, kind: str, cached: bool, seed: int, id_dtype=torch.int64):
+    kernels, runner = simt_kernels(seed)
+    rng = np.random.default_rng(seed)
+    n = len(case.rows)
+    table = table_of(case, kind, seed)
+    cache = None
+    if cached:
+        ids = torch.from_numpy(rng.permutation(n)[: n // 2])
+        cache = cache_of(case, table, ids, slabs=3)
+    ids = torch.from_numpy(rng.integers(-n, n, 41)).to(id_dtype)
+    order = torch.from_numpy(rng.permutation(41).astype(np.int32))
+    counts = torch.zeros(2, 2 * (MAX_SLABS + 1), dtype=torch.int64)
+    twin = torch.empty(41, case.rows.shape[1], dtype=torch.uint8)
+    assert cpu.gather_rows(table, case.layout, ids, twin, cache=cache, counters=counts[0]) == -1
+    assert torch.equal(twin, case.rows[ids.long()])
+    for sequence in (None, order):
+        out = guarded(torch.full_like(twin, 0xA5))
+        kernels.gather_rows(
+            guarded_table(table),
+            case.layout,
+            ids,
+            out,
+            cache=None if cache is None else guarded_cache(cache),
+            counters=counts[1],
+            order=sequence,
+        )
+        assert runner.mailbox[0] == NO_ERROR
+        assert torch.equal(out, twin)
+    rows, words = counts[1].view(2, -1) // 2
+    expected_rows, expected_words = counts[0].view(2, -1)
+    assert torch.equal(rows, expected_rows)
+    assert torch.equal(words[:MAX_SLABS], expected_words[:MAX_SLABS])
+    if kind in ("compact", "raw"):  # else whole places or typical lengths are fetched
+        assert torch.equal(words, expected_words)
+    return {used for used in runner.launched if used[1].startswith("gather")}
+
+
+@pytest.mark.parametrize("variant", GATHERERS, ids=by_name)
+def test_gather_kernel_rebuilds_rows_of_every_kind_of_table(variant):
+    clusters = (1, 3) if variant.vector == 1 else (1,)
+    for seed, kind in enumerate(TABLE_KINDS):
+        case = make_case(variant, clusters=clusters[seed % len(clusters)], n_rows=45, seed=seed)
+        for cached in (False, True):
+            used = gather_and_compare(
+                case, kind, cached, seed, (torch.int64, torch.int32)[seed % 2]
+            )
+            assert {name for _, name in used} <= {"gather_rows", "gather_short_rows"}
+
+
+@pytest.mark.parametrize("kind", TABLE_KINDS)
+@pytest.mark.parametrize("grouped", [False, True], ids=["plain", "grouped"])
+@pytest.mark.parametrize("uniform", [False, True], ids=["positional", "uniform"])
+def test_large_rows_are_shared_by_warps_or_read_where_they_are(kind, grouped, uniform):
+    variant = Variant("gather", 4, 3, grouped, uniform, 4)
+    for row_bytes, kernel in ((6 << 10, "gather_rows"), (STAGE_BYTES + 256, "gather_long_rows")):
+        case = make_case(variant, n_rows=12, row_bytes=row_bytes)
+        used = gather_and_compare(case, kind, cached=True, seed=1)
+        if kind == "raw":  # elsewhere, all rows may be packed short
+            assert used == {(variant, kernel)}
+
+
+@pytest.mark.parametrize("grouped", [False, True], ids=["plain", "grouped"])
+@pytest.mark.parametrize("uniform", [False, True], ids=["positional", "uniform"])
+def test_rows_in_place_longer_than_typical_are_fetched_on(grouped, uniform):
+    variant = Variant("gather", 4, 3, grouped, uniform, 4)
+    case = make_case(variant, n_rows=64, row_bytes=1024, seed=3)
+    table = table_of(case, "inplace")
+    _, lengths, _ = cpu.row_places(table, case.layout, torch.arange(64))
+    packed = lengths[lengths > 0]
+    assert len(packed.unique()) > 3
+    for typical in (int(packed.min()), int(packed.median()), int(packed.max())):
+        kernels, runner = simt_kernels()
+        out = torch.zeros_like(case.rows)
+        short = replace(guarded_table(table), typical_words=typical)
+        kernels.gather_rows(short, case.layout, torch.arange(64), out)
+        assert runner.mailbox[0] == NO_ERROR
+        assert torch.equal(out, case.rows)
+
+
+@pytest.mark.parametrize("kind", TABLE_KINDS)
+@pytest.mark.parametrize("row_bytes", [1024, 6 << 10], ids=["short-rows", "shared-by-warps"])
+def test_raw_rows_too_long_for_the_stage_are_read_where_they_are(kind, row_bytes):
+    case = make_case(
+        Variant("gather", 4, 3, False, True, 4), n_rows=64, row_bytes=row_bytes, seed=3
+    )
+    case.rows[::5] = torch.randint(0, 256, case.rows[::5].shape, dtype=torch.uint8)
+    table = table_of(case, kind)
+    _, lengths, _ = cpu.row_places(table, case.layout, torch.arange(64))
+    assert (lengths == 0).any()
+    for cached in (False, True):
+        cache = guarded_cache(cache_of(case, table, torch.arange(0, 64, 2))) if cached else None
+        kernels, runner = simt_kernels()
+        out = guarded(torch.zeros_like(case.rows))
+        short = replace(guarded_table(table), max_words=max(8, int(lengths.max())))
+        kernels.gather_rows(short, case.layout, torch.arange(64), out, cache=cache)
+        assert runner.mailbox[0] == NO_ERROR
+        assert torch.equal(out, case.rows)
+
+
+@pytest.mark.parametrize("kind", TABLE_KINDS)
+def test_a_bad_id_leaves_the_output_untouched_and_is_reported(kind):
+    case = make_case(Variant("gather", 4, 3, False, True, 4))
+    kernels, runner = simt_kernels()
+    ids = torch.tensor([0, 1, 70, -71], dtype=torch.int64)
+    first_bad = torch.empty(1, dtype=torch.int64)
+    kernels.check_ids(ids, 70, first_bad)
+    out = torch.full((4, case.rows.shape[1]), 7, dtype=torch.uint8)
+    kernels.gather_rows(table_of(case, kind), case.layout, ids, out, first_bad=first_bad)
+    assert (out == 7).all()
+    assert runner.mailbox.tolist() == [INDEX_ERROR, 2, 70, 70]
+
+
+@pytest.mark.parametrize("part", ["words", "bases", "lengths", "flags", "moved", "entries"])
+def test_damaged_tables_are_reported_or_harmless_and_never_read_outside(part):
+    rng = np.random.default_rng(5)
+    variant = Variant("gather", 4, 3, True, True, 4)
+    kind = {"flags": "inplace", "moved": "compact-moved"}.get(part, "compact")
+    reported = 0
+    for seed in range(12):
+        case = make_case(variant, n_rows=50, seed=seed)
+        table = guarded_table(table_of(case, kind, seed))
+        if part == "entries":
+            cache = cache_of(case, table, torch.arange(50))
+            # Only what a damaged map may hold: rows that are longer than their slab's words.
+            used = cache.entries[:, 0] >= 0
+            cache.entries[used, 1] |= (1 << 20) - 1
+        else:
+            cache = None
+            damaged = getattr(table, part).numpy().view(np.uint8)
+            for where in rng.integers(0, damaged.size, 5):
+                damaged[where] ^= rng.integers(1, 256)
+        kernels, runner = simt_kernels(seed)
+        out = guarded(torch.zeros_like(case.rows))
+        kernels.gather_rows(table, case.layout, torch.arange(50), out, cache=cache)
+        reported += int(runner.mailbox[0]) == DAMAGED_ERROR
+        assert int(runner.mailbox[0]) in (NO_ERROR, DAMAGED_ERROR)
+    assert reported or part in ("flags", "moved", "words")

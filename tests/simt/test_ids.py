@@ -1,0 +1,115 @@
+"""Ids before a gather: the first bad one is found, good ones are ordered by place in the table."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from bitslab.errors import ArgumentError
+from bitslab.kernels.cuda.launch_ids import IdScratch, bin_shift, check_ids, order_ids
+from bitslab.kernels.cuda.source import ORDER_BINS
+from tests.simt.module import guarded
+from tests.simt.runner import SimtRunner
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=["int32", "int64"])
+SEEDS = range(3)
+
+
+def random_ids(n: int, n_rows: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    generator = np.random.default_rng(seed)
+    return guarded(torch.from_numpy(generator.integers(-n_rows, n_rows, n)).to(dtype))
+
+
+def first_bad(ids: torch.Tensor, n_rows: int, seed: int = 0) -> int:
+    found = torch.full((1,), 12345)
+    check_ids(SimtRunner(seed), ids, n_rows, found)
+    return int(found)
+
+
+def assert_ordered(order: torch.Tensor, ids: torch.Tensor, n_rows: int) -> None:
+    """A permutation of the positions, bin after bin."""
+    positions = order.numpy().view(np.uint32).astype(np.int64)
+    assert np.array_equal(np.sort(positions), np.arange(len(ids)))
+    bins = (ids.numpy().astype(np.int64) % n_rows)[positions] >> bin_shift(n_rows)
+    assert (np.diff(bins) >= 0).all()
+
+
+@DTYPES
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_first_bad_id_is_found(dtype, seed):
+    n_rows = 1000
+    for n in (1, 31, 700, 3000):
+        ids = random_ids(n, n_rows, dtype, seed)
+        ids[0], ids[-1] = n_rows - 1, -n_rows
+        assert first_bad(ids, n_rows, seed) == -1
+        for bad in (n_rows, -n_rows - 1, torch.iinfo(dtype).min, torch.iinfo(dtype).max):
+            place = (n - 1) * 2 // 3
+            spoilt = ids.clone()
+            spoilt[place] = spoilt[-1] = bad
+            assert first_bad(spoilt, n_rows, seed) == place
+    assert first_bad(torch.zeros(0, dtype=dtype), n_rows, seed) == -1
+    assert first_bad(torch.zeros(5, dtype=dtype), 0, seed) == 0
+
+
+@DTYPES
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("n_rows", [1, 5, ORDER_BINS, ORDER_BINS + 1, 1_000_003])
+def test_the_order_goes_through_the_table_bin_after_bin(n_rows, dtype, seed):
+    scratch = IdScratch.allocate("cpu", 9000)
+    for n in (9000, 1, 333):  # the same scratch again and again
+        ids = random_ids(n, n_rows, dtype, seed)
+        scratch.order.fill_(-7)
+        order = order_ids(SimtRunner(seed), ids, n_rows, scratch)
+        assert scratch.first_bad.tolist() == [-1]
+        assert order.data_ptr() == scratch.order.data_ptr()
+        assert_ordered(order, ids, n_rows)
+        assert (scratch.order[n:] == -7).all()
+
+
+def test_blocks_share_the_bins():
+    """More ids than one block takes, all of them in few bins, or one."""
+    runner, scratch = SimtRunner(1), IdScratch.allocate("cpu", 20_000)
+    for n_rows, ids in (
+        (1 << 40, torch.randint((1 << 40) - 4, 1 << 40, (20_000,))),
+        (1 << 40, torch.randint(-(1 << 40), 1 << 40, (20_000,))),
+        (3, torch.ones(20_000, dtype=torch.int64)),
+    ):
+        assert_ordered(order_ids(runner, ids, n_rows, scratch), ids, n_rows)
+    assert min(grid[0] for grid in runner.grids if grid[0] != 32) > 1
+
+
+@DTYPES
+@pytest.mark.parametrize("seed", SEEDS)
+def test_with_a_bad_id_nothing_is_ordered(dtype, seed):
+    scratch = IdScratch.allocate("cpu", 9000)
+    for n in (1, 40, 9000):
+        for bad in (500, -501, torch.iinfo(dtype).min, torch.iinfo(dtype).max):
+            ids = random_ids(n, 500, dtype, seed)
+            ids[n // 2] = ids[n - 1] = bad
+            scratch.order.fill_(-7)
+            order_ids(SimtRunner(seed), ids, 500, scratch)
+            assert scratch.first_bad.tolist() == [n // 2]
+            assert (scratch.order == -7).all()
+    order_ids(SimtRunner(seed), random_ids(40, 500, dtype), 500, scratch)
+    assert scratch.first_bad.tolist() == [-1]
+
+
+def test_no_ids_are_all_good():
+    scratch = IdScratch.allocate("cpu", 0)
+    assert len(order_ids(SimtRunner(), torch.zeros(0, dtype=torch.int64), 7, scratch)) == 0
+    assert scratch.first_bad.tolist() == [-1]
+
+
+def test_more_ids_than_the_scratch_takes_are_refused():
+    scratch = IdScratch.allocate("cpu", 9)
+    with pytest.raises(ArgumentError, match="ids: 10, but the scratch .* takes 9"):
+        order_ids(SimtRunner(), torch.zeros(10, dtype=torch.int64), 7, scratch)
+
+
+def test_bins_are_as_small_as_the_table_allows():
+    near = (ORDER_BINS - 1, ORDER_BINS, ORDER_BINS + 1, 2 * ORDER_BINS)
+    for n_rows in (1, 2, *near, 10**9, 1 << 40):
+        shift = bin_shift(n_rows)
+        assert (n_rows - 1) >> shift < ORDER_BINS
+        assert shift == 0 or (n_rows - 1) >> (shift - 1) >= ORDER_BINS
