@@ -18,7 +18,7 @@ import torch
 
 from ..codecs.base import RowCodec
 from ..errors import ArgumentError, ArgumentTypeError
-from .decoding import decode_bytes_per_s
+from .decoding import Sample, decode_bytes_per_s
 from .link import LinkModel, checked_device, measure_link
 
 Via = Literal["zero-copy", "copy-engine"]
@@ -167,6 +167,9 @@ def advise(
     )
 
 
+MAX_REMEMBERED = 4096  # decisions of an advisor
+
+
 class _Gather:
     """Predictions for one form of a table."""
 
@@ -291,11 +294,13 @@ class Advisor:
             link = self.link
             found = link.pays_to_sort(table_bytes, row_bytes, (3 << power) >> 2)
             if link is self._link:
+                if len(self._sort) >= MAX_REMEMBERED:
+                    self._sort.clear()
                 self._sort[key] = found
         return found
 
     def advise(
-        self, *, codec: RowCodec | None = None, sample: torch.Tensor | None = None, **facts: Any
+        self, *, codec: RowCodec | None = None, sample: Sample | None = None, **facts: Any
     ) -> Advice:
         """Decide for a table on this device; `facts` are those of `advise`.
 
@@ -303,8 +308,8 @@ class Advisor:
         ----------
         codec : RowCodec, optional
             Its decoding rate is looked up, and measured on `sample` when it is not known.
-        sample : torch.Tensor, optional
-            Rows of the table, ``[N, *row_shape]``.
+        sample : torch.Tensor or callable, optional
+            Rows of the table, ``[N, *row_shape]``, or a function that returns them.
         **facts
             As in `advise`.
         """

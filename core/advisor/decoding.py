@@ -16,6 +16,7 @@ import platform
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -34,8 +35,12 @@ _lock = threading.Lock()
 _known: dict[str, float] = {}
 
 
+#: Rows, or a function that returns them, called only when they are needed.
+Sample = torch.Tensor | Callable[[], torch.Tensor]
+
+
 def decode_bytes_per_s(
-    codec: RowCodec, device: torch.device | str, sample: torch.Tensor | None = None
+    codec: RowCodec, device: torch.device | str, sample: Sample | None = None
 ) -> float | None:
     """Return the rate at which rows of a codec's plan and row size are decoded on a device.
 
@@ -45,10 +50,11 @@ def decode_bytes_per_s(
         What `RowCodec.describe` says of it and the bytes of a row are what the figure is kept by.
     device : torch.device or str
         A GPU or the CPU.
-    sample : torch.Tensor, optional
-        Rows ``[N, *row_shape]`` such as will be decoded, from which to measure the rate when it is
-        not known. Packed data is read from the device's own memory. Takes some milliseconds, and
-        more where kernels have to be compiled. Waits for its own work on the GPU.
+    sample : torch.Tensor or callable, optional
+        Rows ``[N, *row_shape]`` such as will be decoded, or a function that returns them, from
+        which to measure the rate when it is not known. Packed data is read from the device's own
+        memory. Takes some milliseconds, and more where kernels have to be compiled. Waits for its
+        own work on the GPU.
 
     Returns
     -------
@@ -69,7 +75,8 @@ def decode_bytes_per_s(
     with _lock:
         rate = _known.get(key) or _read(key)
         if rate is None and sample is not None:
-            rate = _measure(codec, where, sample)
+            rows = sample if isinstance(sample, torch.Tensor) else sample()
+            rate = _measure(codec, where, rows)
             _write(key, rate)
         if rate is not None:
             _known[key] = rate

@@ -232,6 +232,8 @@ class TableStorage:
     max_words : int
         Words that a row's place in shared memory holds: at least those of the longest packed row.
         Longer raw rows are gathered more slowly.
+    max_packed_words : int
+        Words of the longest packed row; 0 when that is not known.
     """
 
     n_rows: int
@@ -244,6 +246,7 @@ class TableStorage:
     overflow: torch.Tensor | None = None
     typical_words: int = 0
     max_words: int = 0
+    max_packed_words: int = 0
 
 
 @dataclass(frozen=True, eq=False)

@@ -61,7 +61,11 @@ class DeviceCopies:
         """
         host = rows.storage()
         for device, there in self._storages.items():
-            fresh: dict[str, Any] = {"max_words": host.max_words, "overflow": host.overflow}
+            fresh: dict[str, Any] = {
+                "max_words": host.max_words,
+                "max_packed_words": host.max_packed_words,
+                "overflow": host.overflow,
+            }
             for name, entries in changed.items():
                 source, target = getattr(host, name), getattr(there, name)
                 if target is None:

@@ -91,6 +91,7 @@ class TableParts:
             row_clusters=t.get("row_clusters"),
             flags=t.get("flags"),
             typical_words=self.facts["typical_words"],
+            max_packed_words=self.facts["max_packed_words"],
             max_words=staged_words(
                 self.facts["max_packed_words"], self.row_words, raw_rows, self.n_rows
             ),

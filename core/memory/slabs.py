@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import threading
 from collections.abc import Iterator, Sequence
@@ -14,6 +15,7 @@ import torch
 from ..codecs.base import check_indices_argument
 from ..errors import ArgumentError, ArgumentTypeError, BitslabError
 from ..kernels import kernels_for
+from ..kernels.cuda import kernels_on
 from ..kernels.cuda.stream import stream_pointer
 from ..kernels.format import (
     BUCKET_ENTRIES,
@@ -113,8 +115,9 @@ class SlabCache:
         self.table = table
         self.capacity_bytes = capacity_bytes
         self.devices = _checked_devices(devices)
+        self._places = _Places(self.devices)
         self._closed = False
-        self._snapshot = _Snapshot.empty(self.devices)
+        self._snapshot = _Snapshot.empty(self._places)
         table.add_cache(self)
         self.after_fork()
         call_after_fork(self)
@@ -150,7 +153,7 @@ class SlabCache:
         _, first = np.unique(numbers, return_index=True)
         with self._fill_lock, self.table.unchanging():
             # Waits for no reader: they go on with the old rows until the new ones are there.
-            fresh = _fill(self.table, numbers[np.sort(first)], self.capacity_bytes, self.devices)
+            fresh = _fill(self.table, numbers[np.sort(first)], self.capacity_bytes, self._places)
             self._check_open()
             self._snapshot = fresh
             return fresh.n_rows
@@ -187,6 +190,10 @@ class SlabCache:
         """Return rows by an int, a slice, integers of any shape, or a bool mask ``[N]``."""
         ids = row_ids(index, len(self))
         return self.gather(ids.reshape(-1)).view(*ids.shape, *self.shape[1:])
+
+    def check_ids(self, ids: torch.Tensor) -> None:
+        """Raise IndexRangeError when one of the ids ``[n]`` on the CPU is out of range."""
+        self.table.check_ids(ids)
 
     def __len__(self) -> int:
         """Return the number of rows of the table."""
@@ -256,7 +263,7 @@ class SlabCache:
         if not self._closed:
             with self._fill_lock:
                 self._closed = True
-                self._snapshot = _Snapshot.empty(self.devices)
+                self._snapshot = _Snapshot.empty(self._places)
 
     def __enter__(self) -> SlabCache:
         return self
@@ -295,7 +302,49 @@ class _MapKernels(Protocol):
 
 
 def _map_kernels(device: torch.device) -> _MapKernels:
+    if device.type == "cuda":
+        # Nobody's bad ids may stop a change half-way.
+        return kernels_on(device, tell=False)
     return cast(_MapKernels, kernels_for(device))
+
+
+class _Places:
+    """The devices of the slabs, and a stream on each GPU that their memory belongs to.
+
+    Torch hands memory out again once the streams that it was told of have passed; it knows them by
+    their handles, and that of every GPU's default stream is the same. Memory of a stream of its own
+    is safe from a neighbour's default stream.
+    """
+
+    def __init__(self, devices: tuple[torch.device, ...]) -> None:
+        self.devices = devices
+        self._streams = {
+            d: torch.cuda.Stream(device=d)  # type: ignore[no-untyped-call]
+            for d in devices
+            if d.type == "cuda"
+        }
+
+    @contextlib.contextmanager
+    def on(self, device: torch.device) -> Iterator[None]:
+        """Work on a device, on its stream."""
+        if device.type == "cpu":
+            yield
+            return
+        with torch.cuda.stream(self._streams[device]):
+            yield
+
+    def allocate(self, words: Sequence[int]) -> tuple[torch.Tensor, ...]:
+        """Return a slab of zeros for each device, of so many words and PAD_WORDS behind them."""
+        slabs = []
+        for device, n in zip(self.devices, words, strict=True):
+            with self.on(device):
+                slabs.append(torch.zeros(n + PAD_WORDS, dtype=torch.int32, device=device))
+        return tuple(slabs)
+
+    def finish(self) -> None:
+        """Wait for what was written, which any stream may read from now on."""
+        for stream in self._streams.values():
+            stream.synchronize()
 
 
 @dataclass(eq=False)
@@ -308,12 +357,13 @@ class _Snapshot:
     seen: set[tuple[torch.device, int]] = field(default_factory=set)
 
     @classmethod
-    def empty(cls, devices: tuple[torch.device, ...]) -> _Snapshot:
-        return cls.of(tuple(torch.zeros(PAD_WORDS, dtype=torch.int32, device=d) for d in devices))
+    def empty(cls, places: _Places) -> _Snapshot:
+        return cls.of(places, places.allocate([0] * len(places.devices)))
 
     @classmethod
     def of(
         cls,
+        places: _Places,
         slabs: tuple[torch.Tensor, ...],
         ids: Array | None = None,
         locations: Array | None = None,
@@ -326,21 +376,24 @@ class _Snapshot:
         addresses = [slab.data_ptr() for slab in slabs]
         addresses += [0] * (MAX_SLABS - len(addresses))
         storages = {}
-        for device in dict.fromkeys(slab.device for slab in slabs):
-            entries = torch.full(
-                (buckets * BUCKET_ENTRIES, 2), NO_ID, dtype=torch.int64, device=device
-            )
-            if ids is not None and locations is not None and n:
-                failed = _map_kernels(device).map_insert(
-                    entries,
-                    torch.from_numpy(ids).to(device),
-                    torch.from_numpy(locations).to(device),
+        for device in dict.fromkeys(places.devices):
+            with places.on(device):
+                entries = torch.full(
+                    (buckets * BUCKET_ENTRIES, 2), NO_ID, dtype=torch.int64, device=device
                 )
-                if int(failed):
-                    raise BitslabError(f"cache: {int(failed)} of {n} ids found no place in the map")
-            where = torch.tensor(addresses, dtype=torch.int64).to(device)
+                if ids is not None and locations is not None and n:
+                    failed = _map_kernels(device).map_insert(
+                        entries,
+                        torch.from_numpy(ids).to(device),
+                        torch.from_numpy(locations).to(device),
+                    )
+                    if int(failed):
+                        raise BitslabError(
+                            f"cache: {int(failed)} of {n} ids found no place in the map"
+                        )
+                where = torch.tensor(addresses, dtype=torch.int64).to(device)
             storages[device] = CacheStorage(entries, slabs, where, max_words)
-        _finish(slabs)
+        places.finish()
         return cls(slabs, storages, n)
 
     @property
@@ -373,16 +426,15 @@ class _Snapshot:
             cached = there[kernels.map_find(storage.entries, there) != NOT_CACHED]
             if cached.numel():
                 kernels.map_insert(storage.entries, cached, torch.full_like(cached, NOT_CACHED))
+            if device.type == "cuda":
+                torch.cuda.current_stream(device).synchronize()
             dropped = cached.numel()
         self.n_rows -= dropped
-        _finish(self.slabs)
 
 
-def _fill(
-    table: CompressedTable, ids: Array, capacity_bytes: int, devices: tuple[torch.device, ...]
-) -> _Snapshot:
+def _fill(table: CompressedTable, ids: Array, capacity_bytes: int, places: _Places) -> _Snapshot:
     """Copy the first rows that fit to new slabs and map them."""
-    n_slabs = len(devices)
+    n_slabs = len(places.devices)
     capacity_words = capacity_bytes // 4
     used = np.zeros(n_slabs, np.int64)
     taken: list[tuple[Array, Array, Array]] = []  # ids, locations, words of each batch
@@ -411,19 +463,17 @@ def _fill(
         taken.append((some[fits], locations[fits], sizes[fits]))
         if not open_slabs.any():
             break
-    slabs = tuple(
-        torch.zeros(int(used[s]) + PAD_WORDS, dtype=torch.int32, device=d)
-        for s, d in enumerate(devices)
-    )
+    slabs = places.allocate(used.tolist())
     for some, locations, sizes in taken:
         for s, slab_words in enumerate(slabs):
             mine = (locations.view(np.uint64) >> np.uint64(SLAB_SHIFT)) == s
             if mine.any():
                 begin = int(_offset_words(locations[mine][:1])[0])
                 rows = table.packed_words_of(torch.from_numpy(some[mine]), int(sizes[mine].sum()))
-                slab_words[begin : begin + len(rows)] = rows.to(slab_words.device)
+                with places.on(slab_words.device):
+                    slab_words[begin : begin + len(rows)] = rows.to(slab_words.device)
     if not taken:
-        return _Snapshot.empty(devices)
+        return _Snapshot.empty(places)
     all_ids, all_locations, all_sizes = (
         np.concatenate(parts) for parts in zip(*taken, strict=True)
     )
@@ -434,20 +484,13 @@ def _fill(
         int(np.count_nonzero(~packed)),
         len(all_ids),
     )
-    return _Snapshot.of(slabs, all_ids, all_locations, max_words)
+    return _Snapshot.of(places, slabs, all_ids, all_locations, max_words)
 
 
 def _offset_words(locations: Array) -> Array:
     """Return the word in its slab at which each location's row starts."""
     shifted = locations.view(np.uint64) << np.uint64(64 - SLAB_SHIFT)
     return (shifted >> np.uint64(64 - SLAB_SHIFT + OFFSET_SHIFT)).view(np.int64) // 4
-
-
-def _finish(slabs: tuple[torch.Tensor, ...]) -> None:
-    """Wait for what was written to the slabs' devices, which any stream may read from now on."""
-    for device in dict.fromkeys(slab.device for slab in slabs):
-        if device.type == "cuda":
-            torch.cuda.current_stream(device).synchronize()
 
 
 def _checked_devices(

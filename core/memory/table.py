@@ -144,6 +144,7 @@ class CompressedTable:
         self._update_lock = threading.RLock()
         self._busy = ""  # what changes the table: "update", "compact"
         self._device_copies = DeviceCopies()
+        self._gpus: set[torch.device] = set()  # that gathered from this table
         self._totals_lock = threading.RLock()
         self._totals = {"gathers": 0, "rows": 0, "copied_words": 0}
         self.counters = Counters()
@@ -476,7 +477,11 @@ class CompressedTable:
         if wanted.device.type == "cpu":
             self.check_ids(wanted)
         result = out
-        if result is None or not bits_in_order(result):
+        if result is not None and not bits_in_order(result):
+            # A copy of what it holds, since bad ids leave `out` untouched.
+            result = result.detach().resolve_conj().resolve_neg()
+            result = result.clone(memory_format=torch.contiguous_format)
+        if result is None:
             result = torch.empty((n, *self._parts.row_shape), dtype=self.dtype, device=target)
         data = rows_as_bytes(result, self.row_bytes)
         if n and self.row_bytes:
@@ -485,7 +490,11 @@ class CompressedTable:
                 if target.type == "cpu":
                     self._gather_on_cpu(wanted, data, cache)
                 else:
-                    self._gather_on_gpu(wanted.to(target), data, cache, sort, sm_budget)
+                    if wanted.device.type == "cpu":
+                        # A copy from pageable memory would make the host wait for the GPU.
+                        wanted = wanted.pin_memory()
+                    wanted = wanted.to(target, non_blocking=True)
+                    self._gather_on_gpu(wanted, data, cache, sort, sm_budget)
         if cache is None:
             self._count(gathers=1, rows=n)
         return result if out is None or out is result else out.copy_(result)
@@ -518,12 +527,14 @@ class CompressedTable:
             self._gather_on_cpu(wanted, on_host, cache)
             data.copy_(on_host)
             return
-        if parts.raw and cache is None:
-            gather_copied_rows(
-                parts.raw_rows(), parts.row_bytes, ids, data, sort=sort, sm_budget=sm_budget
-            )
-            self._count(copied_words=ids.shape[0] * parts.row_words)
-        else:
+        self._gpus.add(device)
+        try:
+            if parts.raw and cache is None:
+                gather_copied_rows(
+                    parts.raw_rows(), parts.row_bytes, ids, data, sort=sort, sm_budget=sm_budget
+                )
+                self._count(copied_words=ids.shape[0] * parts.row_words)
+                return
             storage, layout = self._device_copies.get(device, self._rows)
             gather_packed_rows(
                 storage,
@@ -535,7 +546,8 @@ class CompressedTable:
                 sort=sort,
                 sm_budget=sm_budget,
             )
-        self._lock.mark_gpu_read(device)
+        finally:
+            self._lock.mark_gpu_read(device)
 
     def _count(self, **more: int) -> None:
         with self._totals_lock:
@@ -543,7 +555,8 @@ class CompressedTable:
                 self._totals[name] += n
 
     def check_ids(self, ids: torch.Tensor) -> None:
-        """Raise IndexRangeError when one of int32 or int64 ``[n]`` CPU ids is out of range."""
+        """Raise IndexRangeError when one of the ids ``[n]`` on the CPU is out of range."""
+        ids = checked_ids(ids)
         position = cpu.check_ids(ids, len(self))
         if position >= 0:
             raise_bad_index(int(ids[position]), position, len(self), "ids")
@@ -597,7 +610,7 @@ class CompressedTable:
         self._check_open()
         parts = self._parts
         n_sample = min(len(self), 4096, max(1, SAMPLE_BYTES // max(1, self.row_bytes)))
-        sample = None if parts.raw else self._decoded(0, n_sample)
+        sample = None if parts.raw else lambda: self._decoded(0, n_sample)
         return advisor_for(checked_device(device)).advise(
             codec=None if parts.raw else self.codec,
             sample=sample,
@@ -804,7 +817,7 @@ class CompressedTable:
         raw_bytes = len(self) * self.row_bytes
         words = self._totals["copied_words"]
         words += sum(int(counts[1].sum()) for counts in self.counters.read().values())
-        on_gpu = self._device_copies.devices
+        on_gpu = self._gpus
         return {
             "rows": len(self),
             "row_bytes": self.row_bytes,

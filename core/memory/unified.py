@@ -599,12 +599,12 @@ def _rows_to_gpu(
 
     rows, row_bytes = found
     direct = out is not None and out.is_contiguous() and not out.requires_grad
-    target = (
-        out
-        if out is not None and direct
-        else torch.empty(shape, dtype=u.dtype, device=index.device)
-    )
-    ids = index.reshape(-1)
+    if out is None:
+        target = torch.empty(shape, dtype=u.dtype, device=index.device)
+    else:
+        # A copy of what it holds, since a bad index leaves `out` untouched.
+        target = out if direct else out.detach().clone(memory_format=torch.contiguous_format)
+    ids = index.reshape(-1).contiguous()
     target_rows = target.view(-1).view(torch.uint8).view(len(ids), row_bytes)
     gather_copied_rows(rows, row_bytes, ids, target_rows)
     return target if out is None or direct else out.copy_(target)

@@ -19,7 +19,8 @@ from typing import Any, cast
 
 import torch
 
-from ..errors import ArgumentError, ArgumentTypeError, BitslabError
+from ..errors import ArgumentError, ArgumentTypeError, BitslabError, IndexRangeError
+from ..kernels.cuda import kernels_on
 
 THREAD_NAME = "bitslab-prefetch"
 CLOSE_SECONDS = 30.0  # a gather that takes longer outlives `close` in its (daemon) thread
@@ -66,8 +67,10 @@ class PrefetchRing:
     buffers have grown to the largest batch (torch's caches serve the ids that are moved).
 
     An error of the source or of `batches` is raised by the `get` whose rows it took; the batches
-    behind it still come, in order. On a GPU, bad ids and damaged rows that only a kernel sees are
-    told by the next call on that GPU or by `bitslab.raise_pending_errors`.
+    behind it still come, in order. On a GPU that holds for ids on the CPU, which are checked there.
+    Bad ids on the GPU and damaged rows, which only a kernel sees, are raised by one of the next
+    `get`, whose own batch then comes with the one after, or by `bitslab.raise_pending_errors`; the
+    rows of the batch in question are undefined.
 
     Leaving the loop by its end, ``break`` or an error closes the ring, as do ``with``, garbage
     collection and the interpreter's exit. Closing waits for the gather that is under way (on the
@@ -116,7 +119,7 @@ class PrefetchRing:
         if where.type == "cpu":
             self._fetcher = _ThreadFetcher(_Gatherer(gather, where))
         elif where.type == "cuda":
-            self._fetcher = _StreamFetcher(gather, where)
+            self._fetcher = _StreamFetcher(gather, where, _check_of(source))
         else:
             raise ArgumentTypeError(f"device: {where}, accepted are cpu and cuda")
         # Runs once: at close, when the ring is collected, or at exit. It must not hold the ring.
@@ -207,6 +210,7 @@ class PrefetchRing:
         return ids
 
     def _take(self) -> Any:
+        self._fetcher.tell()
         # Taken off only when it has come: a wait that Ctrl-C interrupts can be taken up again.
         fetch = self._under_way[0]
         if fetch.slot is not None:
@@ -313,6 +317,25 @@ def _gather_of(source: Any, device: torch.device) -> Callable[..., torch.Tensor]
     return cast(Callable[..., torch.Tensor], gather)
 
 
+def _check_of(source: Any) -> Callable[[torch.Tensor], None] | None:
+    """Return what refuses bad ids on the CPU before they go to a GPU, if the source knows them."""
+    if isinstance(source, torch.Tensor):
+        rows = len(source)
+
+        def check(ids: torch.Tensor) -> None:
+            low, high = (int(x) for x in ids.aminmax()) if len(ids) else (0, -1)
+            if low < -rows or high >= rows:
+                bad = ((ids < -rows) | (ids >= rows)).nonzero()[0, 0]
+                raise IndexRangeError(
+                    f"ids: index {int(ids[bad])} at position {int(bad)} is out of range for "
+                    f"{rows} rows"
+                )
+
+        return check
+    found: Callable[[torch.Tensor], None] | None = getattr(source, "check_ids", None)
+    return found
+
+
 class _Slot:
     """A place in the ring. The events are a GPU's: rows are there; rows are no longer used."""
 
@@ -387,6 +410,9 @@ class _ThreadFetcher:
             else:
                 self._tasks.put(fetch)
 
+    def tell(self) -> None:
+        """Raise nothing: what goes wrong on the CPU belongs to its batch."""
+
     def finish(self, fetch: _Fetch) -> None:
         begin = time.perf_counter()
         try:
@@ -433,7 +459,12 @@ def _closed_meanwhile() -> BitslabError:
 class _StreamFetcher:
     """Fetches on a stream of its own, for a GPU."""
 
-    def __init__(self, gather: Callable[..., torch.Tensor], device: torch.device) -> None:
+    def __init__(
+        self,
+        gather: Callable[..., torch.Tensor],
+        device: torch.device,
+        check: Callable[[torch.Tensor], None] | None,
+    ) -> None:
         if not torch.cuda.is_available():
             raise ArgumentError(f"device: {device}, but torch sees no CUDA GPU")
         index = torch.cuda.current_device() if device.index is None else device.index
@@ -441,6 +472,8 @@ class _StreamFetcher:
             raise ArgumentError(f"device: {device}, torch sees {torch.cuda.device_count()} GPUs")
         self._device = torch.device("cuda", index)
         self._gatherer = _Gatherer(gather, self._device)
+        self._check = check
+        self._told: BitslabError | None = None  # by a kernel of a batch that went before
         self._stream = torch.cuda.Stream(device=self._device)  # type: ignore[no-untyped-call]
         self._process = os.getpid()
         self._waited = 0.0
@@ -458,6 +491,8 @@ class _StreamFetcher:
         try:
             with torch.cuda.stream(self._stream):
                 if ids.device.type == "cpu":
+                    if self._check is not None:
+                        self._check(ids)
                     # A copy from pageable memory would make the host wait for the stream.
                     ids = ids.pin_memory().to(self._device, non_blocking=True)
                 elif ids.device == self._device:
@@ -467,10 +502,24 @@ class _StreamFetcher:
                     raise ArgumentTypeError(
                         f"ids: on {ids.device}, accepted are cpu and {self._device}"
                     )
+                self._hear()
                 fetch.rows = self._gatherer.gather(ids, slot)
         except BaseException as error:  # Ctrl-C too is told by `get`, with the ring in order
             fetch.error = error
         slot.ready.record(self._stream)
+
+    def _hear(self) -> None:
+        """Take what kernels told of earlier batches, so that this one is not lost for it."""
+        try:
+            kernels_on(self._device)
+        except BitslabError as error:
+            self._told = self._told or error
+
+    def tell(self) -> None:
+        """Raise what kernels told of earlier batches; the batch to come stays to be got."""
+        told, self._told = self._told, None
+        if told is not None:
+            raise told
 
     def finish(self, fetch: _Fetch) -> None:
         assert fetch.slot is not None and fetch.slot.ready is not None

@@ -343,3 +343,106 @@ def test_rare_raw_rows_do_not_hold_the_others_up(layout):
         table.update(torch.arange(7, 107), random_bits(torch.float32, (100, 1024)))
         for source in (table, cache):
             assert same_bits(source.gather(ids).cpu(), table.gather(ids.cpu()))
+
+
+@pytest.mark.parametrize("kind", TABLES)
+def test_an_out_that_is_not_contiguous_stays_as_it_is_when_an_id_is_bad(kind):
+    layout, codec = TABLES[kind]
+    x = weights()
+    with CompressedTable.from_tensor(x, layout, codec) as table:
+        out = torch.full((256, 3), 7.0, dtype=x.dtype, device="cuda").t()
+        table.gather(torch.tensor([1, 9999, 2], device="cuda"), out=out)
+        with pytest.raises(bitslab.IndexRangeError):
+            bitslab.raise_pending_errors()
+        assert (out == 7).all()
+        table.gather(torch.tensor([1, -1, 2], device="cuda"), out=out)
+        assert torch.equal(out.cpu(), x[[1, -1, 2]])
+
+
+def test_ids_from_the_cpu_do_not_make_the_host_wait():
+    x = weights(20_000)
+    with CompressedTable.from_tensor(x) as table:
+        ids = torch.randint(20_000, (5000,))
+        out = torch.zeros(5000, 256, dtype=x.dtype, device="cuda")
+        for _ in range(2):
+            table.gather(ids, out=out)
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for _ in range(10):
+                table.gather(ids, out=out)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert torch.equal(out.cpu(), x[ids])
+
+
+def test_strided_ids_are_read_as_they_are():
+    x = weights()
+    pairs = torch.randint(4096, (500, 2), device="cuda")
+    one = torch.tensor([17], device="cuda").expand(300)
+    u = bitslab.unified(x)
+    with CompressedTable.from_tensor(x) as table:
+        for ids in (pairs[:, 0], pairs[:, 1], one):
+            expected = x[ids.cpu()]
+            assert torch.equal(table.gather(ids).cpu(), expected)
+            assert torch.equal(u[ids].cpu(), expected)
+            assert torch.equal(torch.index_select(u, 0, ids).cpu(), expected)
+
+
+def test_bad_ids_of_one_do_not_stop_the_updates_of_another():
+    x = weights()
+    with CompressedTable.from_tensor(x) as table, CompressedTable.from_tensor(x) as other:
+        cache = SlabCache(table, x.nbytes // 4)
+        cache.fill(torch.arange(500))
+        other.gather(torch.tensor([99_999], device="cuda"))
+        torch.cuda.synchronize()
+        table.update(torch.arange(10), torch.ones(10, 256, dtype=x.dtype))
+        cache.refresh(torch.arange(400))
+        with pytest.raises(bitslab.IndexRangeError):
+            bitslab.raise_pending_errors()
+        assert (cache.gather(torch.arange(10, device="cuda")) == 1).all()
+
+
+def test_a_ring_loses_no_batch_to_a_bad_one():
+    x = weights()
+    with CompressedTable.from_tensor(x) as table:
+        cache = SlabCache(table, x.nbytes // 4)
+        cache.fill(torch.arange(4096))
+        for source in (table, cache, bitslab.unified(x)):
+            batches = [torch.randint(4096, (n,)) for n in (50, 60, 70, 80)]
+            batches[1][7] = 5000
+            with bitslab.PrefetchRing(source, batches, device="cuda") as ring:
+                assert torch.equal(ring.get().cpu(), x[batches[0]])
+                with pytest.raises(bitslab.IndexRangeError, match="5000 at position 7"):
+                    ring.get()
+                for ids in batches[2:]:
+                    assert torch.equal(ring.get().cpu(), x[ids])
+
+
+def test_stats_of_raw_and_packed_tables_give_advice():
+    x = weights()
+    for codec in ("auto", "raw"):
+        with CompressedTable.from_tensor(x, codec=codec) as table:
+            table.gather(torch.arange(5, device="cuda"))
+            advice = table.stats()["advice"]["cuda:0"]
+            assert isinstance(advice["sort"], bool) and advice["reasons"]["sort"]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_refresh_goes_on_beside_readers_on_another_gpu():
+    x = weights(20_000)
+    with CompressedTable.from_tensor(x) as table:
+        cache = SlabCache(table, x.nbytes // 8, ["cuda:0", "cuda:1"])
+        cache.fill(torch.arange(20_000))
+        here = x.to("cuda:0")
+        junk = []
+        for _ in range(30):
+            ids = torch.randint(20_000, (9000,), device="cuda:0")
+            torch.cuda._sleep(2_000_000)
+            got = cache.gather(ids)
+            cache.refresh(torch.randperm(20_000))
+            junk = [
+                torch.full((1 << 18,), -1, dtype=torch.int32, device="cuda:1") for _ in range(8)
+            ]
+            assert torch.equal(got, here[ids])
+        assert junk

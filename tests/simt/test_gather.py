@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bitslab.kernels import cpu
-from bitslab.kernels.cuda.launch import STAGE_BYTES
+from bitslab.kernels.cuda.launch import STAGE_BYTES, chosen_shape
 from bitslab.kernels.cuda.runner import DAMAGED_ERROR, INDEX_ERROR, NO_ERROR
 from bitslab.kernels.cuda.source import Variant, all_variants
 from bitslab.kernels.format import MAX_SLABS, CacheStorage, TableStorage
@@ -133,6 +133,44 @@ def test_raw_rows_too_long_for_the_stage_are_read_where_they_are(kind, row_bytes
         kernels.gather_rows(short, case.layout, torch.arange(64), out, cache=cache)
         assert runner.mailbox[0] == NO_ERROR
         assert torch.equal(out, case.rows)
+
+
+PLANS = {
+    "positional": Variant("gather", 4, 1, False, False, 4),
+    "uniform": Variant("gather", 2, 3, False, True, 8),
+    "grouped": Variant("gather", 4, 1, True, True, 4),
+    "bytes": Variant("gather", 4, 3, False, True, 4, True),
+}
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("kind", ["compact", "inplace"])
+def test_raw_rows_outside_the_stage_lie_beside_short_packed_ones(plan, kind):
+    """Lanes of a raw row go along while the others of their warp decode theirs."""
+    variant = PLANS[plan]
+    case = make_case(variant, n_rows=96, row_bytes=1024, seed=1)
+    fmt, masks, values = case.profile.format, case.profile.masks, case.profile.values
+    # All chunks equal a value of the profile, but for a few rows of noise.
+    chunks = np.broadcast_to(values[0, :, 0] if not fmt.uniform else values[0, 0, 0], fmt.chunks)
+    noise = np.random.default_rng(2).integers(0, 256, 96 * 1024, np.uint8).view(chunks.dtype)
+    keep = ~np.broadcast_to(masks[0] if not fmt.uniform else masks[0, 0], fmt.chunks)
+    rows = (noise.reshape(96, fmt.chunks) & keep) | chunks
+    case.rows = torch.from_numpy(rows.view(np.uint8).reshape(96, 1024).copy())
+    case.rows[5::11] = torch.randint(0, 256, case.rows[5::11].shape, dtype=torch.uint8)
+    table = table_of(case, kind)
+    _, lengths, _ = cpu.row_places(table, case.layout, torch.arange(96))
+    longest = int(lengths.max())
+    assert (lengths == 0).sum() == 9
+    assert chosen_shape(longest).slot_words < fmt.row_words + 4
+    for seed in range(3):
+        kernels, runner = simt_kernels(seed)
+        out = guarded(torch.zeros_like(case.rows))
+        ids = torch.from_numpy(np.random.default_rng(seed).permutation(96))
+        short = replace(guarded_table(table), max_words=longest, max_packed_words=longest)
+        kernels.gather_rows(short, case.layout, ids, out)
+        assert runner.mailbox[0] == NO_ERROR
+        assert torch.equal(out, case.rows[ids])
+        assert runner.launched[-1][1] == "gather_short_rows"
 
 
 @pytest.mark.parametrize("kind", TABLE_KINDS)

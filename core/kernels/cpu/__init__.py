@@ -578,9 +578,9 @@ def gather_rows(
     if bad >= 0:
         return places.row(bad)
     if counters is not None:
-        total = torch.from_numpy(counts)
-        by_place = torch.cat([total[_HOST_SOURCES:], total[:_HOST_SOURCES].sum(0, keepdim=True)])
-        counters += by_place.T.reshape(-1)
+        by_place = counters.numpy().reshape(2, MAX_SLABS + 1)
+        by_place[:, :MAX_SLABS] += counts[_HOST_SOURCES:].T
+        by_place[:, MAX_SLABS] += counts[:_HOST_SOURCES].sum(0)
     return -1
 
 

@@ -19,6 +19,20 @@ _lock = threading.RLock()
 _compiled: dict[Any, set[tuple[Any, ...]]] = {}
 
 
+def _renew_lock() -> None:
+    global _lock
+    _lock = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    # No fork while a thread compiles: the child could neither finish that nor know that it is not.
+    os.register_at_fork(
+        before=lambda: _lock.acquire(),
+        after_in_parent=lambda: _lock.release(),
+        after_in_child=_renew_lock,
+    )
+
+
 def call(kernel: Any, *args: Any) -> Any:
     """Call a Numba function, compiling it for these arguments first where that is new."""
     prepare(kernel, *args)
@@ -62,4 +76,6 @@ def _only_process(folder: str | None) -> Iterator[None]:
         fcntl.flock(handle, fcntl.LOCK_EX)
         yield
     finally:
-        os.close(handle)  # releases the lock
+        # Not by closing alone: a child forked meanwhile has the file open too.
+        fcntl.flock(handle, fcntl.LOCK_UN)
+        os.close(handle)

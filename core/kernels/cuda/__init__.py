@@ -113,14 +113,23 @@ def _runner(device: torch.device) -> CupyRunner:
         return _runners[index]
 
 
-def kernels_on(device: torch.device) -> CudaKernels:
-    """Return the kernels of a GPU; raises the error of an earlier call there, if one is known."""
+def kernels_on(device: torch.device, *, tell: bool = True) -> CudaKernels:
+    """Return the kernels of a GPU.
+
+    Parameters
+    ----------
+    device : torch.device
+        The GPU.
+    tell : bool
+        Whether to raise the error of an earlier call there, if one is known.
+    """
     runner = None if device.index is None else _runners.get(device.index)
     if runner is None:
         if not torch.cuda.is_available():
             raise BitslabError(f"device: {device}, but torch sees no CUDA GPU")
         runner = _runner(device)
-    runner.raise_pending()
+    if tell:
+        runner.raise_pending()
     return runner.kernels
 
 

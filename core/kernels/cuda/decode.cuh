@@ -567,6 +567,10 @@ __device__ __forceinline__ void decode_tile(const Args& a, const Kept& kept, i64
         const Slot& s = slots[first + j * WARPS];
         c.length = s.length;
         c.p = STAGED ? stage + (int)s.at : (const u32*)s.at;
+#if GATHER && (FIELD_LOW < 0 || GROUPED)
+        // Lanes of a row that is none read on beside those of others, so they need a place to read.
+        if (STAGED && LANES < 32 && s.length == RAW_OUTSIDE) c.p = stage;
+#endif
 #if GATHER
         c.slot = &s;
         outs[j] = a.out + s.out * a.row_bytes + lane_bytes;

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ...errors import ArgumentError
 from ..format import (
     BUCKET_ENTRIES,
     PAD_WORDS,
@@ -22,7 +23,7 @@ from ..format import (
     ceil_div,
 )
 from .launch_copy import copy_rows
-from .launch_ids import IdScratch, check_ids, map_find, map_insert, order_ids
+from .launch_ids import MAX_IDS, IdScratch, check_ids, map_find, map_insert, order_ids
 from .runner import Runner
 from .source import BYTE_FIELDS, MIN_SHORT_VECTOR, Variant, widest_vector
 
@@ -161,7 +162,7 @@ class CudaKernels:
                 n_rows=storage.lengths.shape[0],
                 words=storage.words,
                 bases=storage.bases,
-                lengths=storage.lengths,
+                lengths=_aligned(storage.lengths, 16),
                 row_clusters=storage.row_clusters if layout.format.clusters > 1 else None,
                 max_words=facts["max_row_words"],
             )
@@ -239,6 +240,8 @@ class CudaKernels:
         n = out.shape[0]
         if n == 0:
             return -1
+        if n > MAX_IDS:
+            raise ArgumentError(f"ids: {n}, a gather on a GPU takes at most {MAX_IDS}")
         f = layout.format
         if out.data_ptr() % f.chunk_bytes:
             # The kernel stores whole chunks. A copy first, since bad ids leave `out` untouched.
@@ -259,7 +262,9 @@ class CudaKernels:
         max_words = max(table.max_words, 0 if cache is None else cache.max_words)
         shape = chosen_shape(max_words)
         # Warps that share a row do not wait for each other to fetch more of it.
-        typical_words = table.typical_words if shape.tile_rows >= WARPS else table.max_words
+        typical_words = table.typical_words
+        if shape.tile_rows < WARPS:
+            typical_words = table.max_packed_words or table.max_words
         variant = _decode_variant("gather", layout, out)
         self._launch_tiles(
             variant,
