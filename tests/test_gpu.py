@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
+
 import pytest
 import torch
 
 import bitslab
 from bitslab.codecs.invariant.codec import InvariantCodec
+from bitslab.kernels.cuda import kernels_on
 from bitslab.kernels.cuda.source import Variant, all_variants
-from tests.kernels.cases import make_case
+from tests.kernels.cases import TABLE_KINDS, cache_of, make_case, table_of
 
 pytestmark = pytest.mark.gpu  # tests/conftest.py skips these where there is no GPU
 
-VARIANTS = list(all_variants())
+VARIANTS = [v for v in all_variants() if isinstance(v, Variant)]
+GATHERERS = [v for v in VARIANTS if v.file == "gather"]
 ROW_BYTES = {"three-warps-a-row": 12 << 10, "block-a-row": 24 << 10, "long": 48 << 10}
 
 
@@ -55,6 +59,35 @@ def test_gpu_packs_and_unpacks_like_the_cpu(variant, clusters):
 def test_gpu_shares_large_rows_between_warps(row_bytes, grouped, uniform, code_bits):
     variant = Variant("decode", 4, code_bits, grouped, uniform, 4)
     assert_gpu_equals_cpu(make_case(variant, n_rows=40, row_bytes=row_bytes))
+
+
+def to_gpu(storage):
+    """Move all tensors of a TableStorage or CacheStorage to the GPU."""
+    moved = {
+        field.name: getattr(storage, field.name).cuda()
+        for field in fields(storage)
+        if isinstance(getattr(storage, field.name), torch.Tensor)
+    }
+    if "addresses" in moved:
+        moved["slabs"] = tuple(slab.cuda() for slab in storage.slabs)
+        for number, slab in enumerate(moved["slabs"]):
+            moved["addresses"][number] = slab.data_ptr()
+    return replace(storage, **moved)
+
+
+@pytest.mark.parametrize("variant", GATHERERS, ids=lambda v: v.name)
+def test_gpu_gathers_from_every_kind_of_table_and_cache(variant):
+    kernels = kernels_on(torch.device("cuda", torch.cuda.current_device()))
+    for seed, kind in enumerate(TABLE_KINDS):
+        clusters = 3 if variant.vector == 1 and seed % 2 else 1
+        case = make_case(variant, clusters=clusters, n_rows=200, seed=seed)
+        table, layout = table_of(case, kind, seed), case.layout.to(torch.device("cuda"))
+        ids = torch.randint(-200, 200, (777,), dtype=(torch.int64, torch.int32)[seed % 2])
+        for cache in (None, cache_of(case, table, torch.randperm(200)[:90], slabs=3)):
+            out = torch.zeros(777, case.rows.shape[1], dtype=torch.uint8, device="cuda")
+            there = None if cache is None else to_gpu(cache)
+            kernels.gather_rows(to_gpu(table), layout, ids.cuda(), out, cache=there)
+            assert torch.equal(out.cpu(), case.rows[ids.long()])
 
 
 @pytest.mark.parametrize("width", [1, 2, 4, 8])

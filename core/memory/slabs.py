@@ -174,9 +174,18 @@ class SlabCache:
         out: torch.Tensor | None = None,
         device: torch.device | str | None = None,
         *,
+        sort: bool | None = None,
         sm_budget: int | None = None,
     ) -> torch.Tensor:
         """Return rows chosen by id, cached or not; see `CompressedTable.gather`.
+
+        Parameters
+        ----------
+        ids, out, device, sm_budget
+            As there.
+        sort : bool, optional
+            On a GPU: whether to order the ids first. Not when left out: how many miss, which the
+            order is for, only the GPU knows. It pays where many rows of a large table do.
 
         Raises
         ------
@@ -184,7 +193,7 @@ class SlabCache:
             When the rows are wanted on a GPU that has no slab.
         """
         self._check_open()
-        return self.table.gather_with(self, ids, out, device, sm_budget)
+        return self.table.gather_with(self, ids, out, device, sort, sm_budget)
 
     def __getitem__(self, index: Index) -> torch.Tensor:
         """Return rows by an int, a slice, integers of any shape, or a bool mask ``[N]``."""

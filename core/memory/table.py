@@ -444,10 +444,11 @@ class CompressedTable:
         ids: torch.Tensor,
         out: torch.Tensor | None,
         device: torch.device | str | None,
+        sort: bool | None,
         sm_budget: int | None,
     ) -> torch.Tensor:
         """Gather, but take what `cache` has from there; see `SlabCache.gather`."""
-        return self._gather(ids, out, device, cache, None, sm_budget)
+        return self._gather(ids, out, device, cache, sort, sm_budget)
 
     def __getitem__(self, index: Index) -> torch.Tensor:
         """Return rows by an int, a slice, integers of any shape, or a bool mask ``[N]``."""

@@ -63,7 +63,8 @@ def test_variant_compiles_for_every_architecture(variant):
             fastest = not isinstance(variant, Variant) or (
                 variant.byte_field and not variant.grouped
             )
-            assert max(spilled_bytes) <= (0 if fastest else 128), log
+            limit = 0 if fastest else 256 if variant.file == "gather" else 128
+            assert max(spilled_bytes) <= limit, log
 
 
 def test_variants_have_names_of_their_own():

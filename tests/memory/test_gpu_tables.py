@@ -68,7 +68,8 @@ def test_long_rows_are_gathered(kind, row_bytes):
         assert torch.equal(table.gather(ids).cpu(), x[ids.cpu()])
         cache = SlabCache(table, x.nbytes // 3)
         assert cache.fill(torch.arange(60)) >= 20
-        assert torch.equal(cache.gather(ids).cpu(), x[ids.cpu()])
+        for sort in (None, True):
+            assert torch.equal(cache.gather(ids, sort=sort).cpu(), x[ids.cpu()])
 
 
 @pytest.mark.parametrize(

@@ -385,7 +385,7 @@ def test_extra_memory_while_a_table_is_made_is_a_few_batches(tmp_path):
     # The packed rows lie in a memory file, which counts only where it is mapped and touched.
     assert found["raw"] > 12 * found["batch"]
     for name, extra in found["extra"].items():
-        assert extra < 6 * found["batch"], (name, found)
+        assert extra < 8 * found["batch"], (name, found)
 
 
 def test_short_rows_are_packed_in_batches_that_count_their_metadata():

@@ -117,7 +117,7 @@ def test_more_units_than_one_round_of_the_grid():
         runner = assert_copies(rows, row_bytes, ids, 0, unit_bytes=4, sm_budget=1)
         units = n * covering_units(row_bytes, row_bytes, rows.data_ptr(), 4)
         blocks = runner.grids[0][0]
-        assert blocks == launch_copy.HOST_BLOCKS
+        assert blocks == launch_copy.BLOCKS
         assert units > 2 * blocks * launch_copy.TILE_UNITS
 
 
@@ -126,7 +126,7 @@ def test_the_budget_of_multiprocessors_bounds_the_grid():
     grids = {}
     for budget in (None, 0, 1, 2, 99):
         grids[budget] = assert_copies(rows, 4096, ids, 0, sm_budget=budget).grids[0][0]
-    each = launch_copy.HOST_BLOCKS
+    each = launch_copy.BLOCKS
     assert grids == {None: 2 * each, 0: each, 1: each, 2: 2 * each, 99: 2 * each}
 
 

@@ -20,10 +20,6 @@ from tests.simt.runner import simt_kernels
 GATHERERS = [v for v in all_variants() if isinstance(v, Variant) and v.file == "gather"]
 
 
-def by_name(variant: Variant) -> str:
-    return variant.name
-
-
 def guarded_table(table: TableStorage) -> TableStorage:
     overflow = None if table.overflow is None else guarded(table.overflow)
     return replace(table, words=guarded(table.words), overflow=overflow)
@@ -73,16 +69,25 @@ def gather_and_compare(case: Case, kind: str, cached: bool, seed: int, id_dtype=
     return {used for used in runner.launched if used[1].startswith("gather")}
 
 
-@pytest.mark.parametrize("variant", GATHERERS, ids=by_name)
-def test_gather_kernel_rebuilds_rows_of_every_kind_of_table(variant):
+@pytest.mark.parametrize("number", range(len(GATHERERS)), ids=[v.name for v in GATHERERS])
+def test_gather_kernel_rebuilds_rows(number):
+    """Two kinds of tables for each variant, by turns; tests/test_gpu.py has all for every one."""
+    variant = GATHERERS[number]
     clusters = (1, 3) if variant.vector == 1 else (1,)
-    for seed, kind in enumerate(TABLE_KINDS):
-        case = make_case(variant, clusters=clusters[seed % len(clusters)], n_rows=45, seed=seed)
-        for cached in (False, True):
-            used = gather_and_compare(
-                case, kind, cached, seed, (torch.int64, torch.int32)[seed % 2]
-            )
-            assert {name for _, name in used} <= {"gather_rows", "gather_short_rows"}
+    for turn, cached in enumerate((False, True)):
+        kind = TABLE_KINDS[(number + 2 * turn + number // 4) % len(TABLE_KINDS)]
+        case = make_case(variant, clusters=clusters[turn % len(clusters)], n_rows=45, seed=turn)
+        used = gather_and_compare(case, kind, cached, turn, (torch.int64, torch.int32)[turn])
+        assert {name for _, name in used} <= {"gather_rows", "gather_short_rows"}
+
+
+@pytest.mark.parametrize("cached", [False, True], ids=["table", "cache"])
+@pytest.mark.parametrize("kind", TABLE_KINDS)
+@pytest.mark.parametrize("vector", [1, 4], ids=["narrow", "wide"])
+def test_every_kind_of_table_is_gathered(kind, cached, vector):
+    variant = Variant("gather", 4, 2, True, False, vector)
+    case = make_case(variant, clusters=3 if vector == 1 else 1, n_rows=45)
+    gather_and_compare(case, kind, cached, seed=7)
 
 
 @pytest.mark.parametrize("kind", TABLE_KINDS)

@@ -15,10 +15,10 @@ from .source import COPY_PIECES, copy_variant
 
 THREADS = 256  # of a block
 TILE_UNITS = 4 * THREADS  # that a block takes at a time
-#: Of a multiprocessor at once. On the device as many as the registers allow. The link needs fewer,
-#: and the fewer rows are under way, the smaller is the part of a table, in order, whose addresses
-#: must be translated at once.
-DEVICE_BLOCKS, HOST_BLOCKS = 4, 2
+#: Of a multiprocessor at once, as many as the registers allow; fewer where rows are taken in order:
+#: the fewer are under way, the smaller is the part of a table whose addresses must be translated at
+#: once.
+BLOCKS, ORDERED_BLOCKS = 4, 2
 MAX_ROW_BYTES = (1 << 31) - (1 << 14)  # bytes of a row and a tile are counted in 31 bits,
 MAX_STRIDE_BYTES = (1 << 32) - 1  # and these, like positions in ids, in 32
 
@@ -92,7 +92,7 @@ def copy_rows(
     multiprocessors = runner.multiprocessors
     if sm_budget is not None:
         multiprocessors = max(1, min(sm_budget, multiprocessors))
-    blocks = min(tiles, (HOST_BLOCKS if on_host else DEVICE_BLOCKS) * multiprocessors)
+    blocks = min(tiles, (BLOCKS if order is None else ORDERED_BLOCKS) * multiprocessors)
     multiplier, shift = division(units)
     step_rows, step_units = divmod(blocks * TILE_UNITS, units)
     runner.launch(
