@@ -18,6 +18,7 @@ from .errors import (
     MissingExtraError,
 )
 from .kernels.cuda import raise_pending_errors
+from .memory import hotness
 from .memory.slabs import SlabCache
 from .memory.table import CompressedTable
 from .memory.unified import UnifiedTensor, unified
@@ -46,6 +47,7 @@ __all__ = [
     "compress",
     "decompress",
     "get_codec",
+    "hotness",
     "load",
     "load_file",
     "raise_pending_errors",

@@ -41,7 +41,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 import bitslab
-from bitslab.memory import hotness
+from bitslab import hotness
 
 ROOT = Path(__file__).resolve().parents[1]
 GRAPHS = ("citeseer", "cora", "pubmed")

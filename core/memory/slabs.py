@@ -137,7 +137,7 @@ class SlabCache:
         Parameters
         ----------
         ids_by_hotness : torch.Tensor
-            Integers ``[n]``, rows of the table, the hottest first; see `bitslab.memory.hotness`.
+            Integers ``[n]``, rows of the table, the hottest first; see `bitslab.hotness`.
             Repeated ids count once. They go to the slabs in turn.
 
         Returns
