@@ -31,6 +31,8 @@ WARPS = 8  # warps of a block, in every kernel
 THREADS = 32 * WARPS
 MAX_CHOSEN_ROWS = 32  # rows of a tile, when they are chosen by id
 SHORT_ROW_BYTES = 1 << 10  # up to which eight lanes take a row
+#: Blocks of a decoder for each place on the device: with one, all wait for the slowest.
+WAVES = 4
 STAGE_BYTES = 33 << 10  # packed words of a tile in shared memory; two tiles are in flight
 ENCODE_STAGE_BYTES = 6 << 10  # packed row that a warp puts together in shared memory
 
@@ -355,12 +357,13 @@ class CudaKernels:
         runner = self._runner
         shared_bytes = 4 * (2 * shape.stage_words + PAD_WORDS)
         # A block has a few kilobytes of its own beside the stages.
-        blocks_per_sm = runner.shared_bytes_per_multiprocessor // (shared_bytes + 4096)
-        blocks_per_sm = max(1, min(8, blocks_per_sm))
-        multiprocessors = runner.multiprocessors
-        if sm_budget is not None:
-            multiprocessors = max(1, min(sm_budget, multiprocessors))
-        blocks = min(tiles, multiprocessors * blocks_per_sm)
+        at_once = runner.shared_bytes_per_multiprocessor // (shared_bytes + 4096)
+        at_once = max(1, min(variant.blocks, at_once))
+        if sm_budget is None:
+            places = runner.multiprocessors * at_once * WAVES
+        else:
+            places = max(1, min(sm_budget, runner.multiprocessors)) * at_once
+        blocks = min(tiles, places)
         runner.launch(variant, kernel, (blocks,), (THREADS,), args, shared_bytes=shared_bytes)
 
     def _row_blocks(self, n_rows: int, blocks_per_sm: int) -> int:

@@ -126,17 +126,22 @@ class Variant:
             return defines
         first_codes = sum(1 << self.code_bits * v for v in range(self.vector))
         wide = self.vector > 1
-        # Positional masks stay in registers over the rows of a warp, and so do many or long
-        # chunks: then fewer blocks share the registers of a multiprocessor.
-        crowded = wide and (not self.uniform or self.chunk_bytes in (1, 8))
         if self.file == "gather":
             defines |= CACHE_DEFINES
         return defines | {
             "VECTOR": self.vector,
             "FIRST_CODES": f"{first_codes}ull",
             "ROWS": 2 if wide and not self.uniform else 1,
-            "MIN_BLOCKS": 3 if crowded else 4,
+            "MIN_BLOCKS": self.blocks,
         }
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of a decoder that the registers of a multiprocessor have room for."""
+        # Positional masks stay in registers over the rows of a warp, and so do many or long chunks.
+        wide = self.vector > 1
+        crowded = wide and (not self.uniform or self.chunk_bytes in (1, 8))
+        return 3 if crowded else 4
 
     @property
     def name(self) -> str:
