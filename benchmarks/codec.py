@@ -7,16 +7,11 @@ python benchmarks/codec.py --only gpu --out benchmarks/results/gpu.md
 from __future__ import annotations
 
 import argparse
-import json
-import sys
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 import torch
-from timing import markdown
-
-import bitslab
+from timing import print_tables
 
 
 def main() -> int:
@@ -43,15 +38,7 @@ def main() -> int:
         import codec_gpu
 
         tables |= codec_gpu.run(arguments)
-    if arguments.json:
-        json.dump(tables, sys.stdout, indent=1)
-        print()
-        return 0
-    head = f"bitslab {bitslab.__version__}, torch {torch.__version__}, {date.today()}\n\n"
-    text = head + "\n".join(markdown(title, rows) for title, rows in tables.items())
-    print(text)
-    if arguments.out:
-        arguments.out.write_text(text)
+    print_tables(tables, arguments.json, arguments.out)
     return 0
 
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from datetime import date
+from pathlib import Path
 from typing import Any
 
 import torch
+
+import bitslab
 
 
 def cpu_seconds(run: Callable[[int], object], repetitions: int) -> float:
@@ -61,3 +67,18 @@ def markdown(title: str, rows: Sequence[Mapping[str, Any]]) -> str:
         for line in [keys, ["-" * w for w in widths], *cells]
     ]
     return f"### {title}\n\n" + "\n".join(lines) + "\n"
+
+
+def print_tables(
+    tables: Mapping[str, Sequence[Mapping[str, Any]]], as_json: bool, out: Path | None
+) -> None:
+    """Print tables as Markdown, under version and date, or as JSON; write the Markdown to `out`."""
+    if as_json:
+        json.dump(tables, sys.stdout, indent=1)
+        print()
+        return
+    head = f"bitslab {bitslab.__version__}, torch {torch.__version__}, {date.today()}\n\n"
+    text = head + "\n".join(markdown(title, rows) for title, rows in tables.items())
+    print(text)
+    if out:
+        out.write_text(text)

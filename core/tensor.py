@@ -279,7 +279,7 @@ class CompressedTensor:
                 "by an int, a slice, integers or a mask; index the result for the others"
             )
         if not isinstance(index, torch.Tensor):
-            index = _tensor_of(index, len(self))
+            index = index_tensor(index, len(self))
         if index.dtype == torch.bool:
             if index.shape != self.shape[:1]:
                 raise ArgumentError(
@@ -525,7 +525,7 @@ def _with_codec(tensor: torch.Tensor, codec: RowCodec, options: dict[str, Any]) 
     return _encode(tensor, codec if tensor.numel() else _raw_codec(tensor))
 
 
-def _tensor_of(index: Any, n_items: int) -> torch.Tensor:
+def index_tensor(index: Any, n_items: int) -> torch.Tensor:
     """Make a tensor of a number or a sequence of numbers, or refuse it."""
     try:
         number = operator.index(index)

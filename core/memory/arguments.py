@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from typing import Any, SupportsIndex
 
 import numpy as np
 import torch
 
-from ..codecs.base import check_indices_argument, check_tensor_argument, raise_bad_index
+from ..codecs.base import check_indices_argument, check_tensor_argument
 from ..errors import ArgumentError, ArgumentTypeError
+from ..tensor import index_tensor
 
 Index = SupportsIndex | slice | torch.Tensor | Sequence[Any] | np.ndarray[Any, Any]
 
@@ -79,28 +79,9 @@ def row_ids(index: Index, n_rows: int) -> torch.Tensor:
             f"index: {index!r} is not accepted, only rows can be indexed: by an int, a slice, "
             "integers or a mask"
         )
-    ids = index if isinstance(index, torch.Tensor) else _tensor_of(index, n_rows)
+    ids = index if isinstance(index, torch.Tensor) else index_tensor(index, n_rows)
     if ids.dtype != torch.bool:
         return ids
     if ids.shape != (n_rows,):
         raise ArgumentError(f"index: mask of shape {list(ids.shape)}, expected {[n_rows]}")
     return ids.nonzero()[:, 0]
-
-
-def _tensor_of(index: Any, n_rows: int) -> torch.Tensor:
-    """Make a tensor of a number or a sequence of numbers, or refuse it."""
-    try:
-        number = operator.index(index)
-    except TypeError:
-        pass
-    else:
-        if not -n_rows <= number < n_rows:  # before it is a tensor, where it might not fit
-            raise_bad_index(number, 0, n_rows)
-        return torch.tensor(number)
-    try:
-        made = torch.as_tensor(index)
-    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-        raise ArgumentTypeError(
-            f"index: expected an int, a slice, integers or a mask, got {type(index).__name__}"
-        ) from error
-    return made.to(torch.int64) if made.numel() == 0 else made

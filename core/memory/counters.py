@@ -40,12 +40,6 @@ class Counters:
         with self._lock:
             self.on(counts.device).add_(counts)
 
-    def add_from_host(self, rows: int, words: int) -> None:
-        """Add rows that the CPU took from the host table."""
-        counts = torch.zeros(2, MAX_SLABS + 1, dtype=torch.int64)
-        counts[:, HOST] = torch.tensor([rows, words])
-        self.add(counts.view(-1))
-
     def read(self) -> dict[torch.device, torch.Tensor]:
         """Wait for the GPUs and return int64 ``[2, MAX_SLABS + 1]`` on the CPU for each device."""
         with self._lock:
