@@ -19,6 +19,7 @@ from .errors import (
 )
 from .kernels.cuda import raise_pending_errors
 from .memory import hotness
+from .memory.feature import CompressedFeature
 from .memory.slabs import SlabCache
 from .memory.table import CompressedTable
 from .memory.unified import UnifiedTensor, unified
@@ -30,6 +31,7 @@ __all__ = [
     "ArgumentError",
     "ArgumentTypeError",
     "BitslabError",
+    "CompressedFeature",
     "CompressedTable",
     "CompressedTensor",
     "CorruptedDataError",

@@ -14,7 +14,7 @@ rows before it in its block of 32; ``lengths[r]`` is its length in words, 0 for 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -265,9 +265,29 @@ class CacheStorage:
         int64 ``[MAX_SLABS]`` on the device that gathers: where each slab starts; 0: none.
     max_words : int
         As in `TableStorage`, of the cached rows.
+    layout : RowLayout or None
+        On the device that gathers: how packed cached rows of a raw table are packed; None where
+        rows are packed as the table's.
+    row_clusters : torch.Tensor or None
+        uint8 ``[N]`` on the device that gathers, of the table's rows; None unless `layout` has
+        clusters.
     """
 
     entries: torch.Tensor
     slabs: tuple[torch.Tensor, ...]
     addresses: torch.Tensor
     max_words: int = 0
+    layout: RowLayout | None = None
+    row_clusters: torch.Tensor | None = None
+
+
+def read_together(
+    table: TableStorage, layout: RowLayout, cache: CacheStorage | None
+) -> tuple[TableStorage, RowLayout]:
+    """Return a table and a layout with which one gather reads its rows and the cached ones.
+
+    A raw table has no packed row, so the layout of a cache that packs takes the place of its own.
+    """
+    if cache is None or cache.layout is None:
+        return table, layout
+    return replace(table, row_clusters=cache.row_clusters), cache.layout

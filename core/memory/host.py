@@ -296,6 +296,11 @@ class HostBuffer:
         return self._tensor
 
     @property
+    def token(self) -> str:
+        """What tells this memory from any other, in every process that has it."""
+        return self._token
+
+    @property
     def closed(self) -> bool:
         """True after `close`."""
         return self._tensor is None

@@ -2,44 +2,36 @@
 
 from __future__ import annotations
 
-import contextlib
 import operator
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol, cast
+from typing import Any
 
 import numpy as np
 import torch
 
+from ..codecs import InvariantCodec, RawCodec, RowCodec
 from ..codecs.base import check_indices_argument
 from ..errors import ArgumentError, ArgumentTypeError, BitslabError
-from ..kernels import kernels_for
-from ..kernels.cuda import kernels_on
-from ..kernels.cuda.stream import stream_pointer
 from ..kernels.format import (
-    BUCKET_ENTRIES,
     MAX_CACHED_ROW_WORDS,
     MAX_SLABS,
-    NO_ID,
-    NOT_CACHED,
     OFFSET_SHIFT,
-    PACKED_BIT,
     PAD_WORDS,
     SLAB_SHIFT,
     CacheStorage,
     ceil_div,
 )
 from .arguments import Index, checked_device, row_ids
+from .build import MIN_SAMPLE_ROWS, SAMPLE_BYTES, choose_codec
 from .counters import HOST, Counters
+from .host import HostBuffer
 from .locks import call_after_fork
-from .parts import staged_words
+from .slab_handles import handle_of_cache, parts_of_cache_handle, slabs_on_cpu
+from .snapshot import Places, Snapshot, fill
 from .table import CompressedTable
 
 MAX_SLAB_BYTES = 1 << SLAB_SHIFT - OFFSET_SHIFT  # what a location can tell
-STAGE_BYTES = 32 << 20  # rows that go to the slabs at once
-
-Array = np.ndarray[Any, Any]
 
 
 class SlabCache:
@@ -47,7 +39,8 @@ class SlabCache:
 
     A gather takes the rows that are cached from the slabs, its own GPU's or, over NVLink,
     another's, and the others from the table in host memory, in one launch. Because rows lie packed,
-    a slab holds as many times more of them as they are smaller (IBP, section 5, Table 7).
+    a slab holds as many times more of them as they are smaller (IBP, section 5, Table 7). Rows of a
+    raw table can be packed for the cache alone: IBP(C) of IBP, section 6.2.
 
     Parameters
     ----------
@@ -59,12 +52,23 @@ class SlabCache:
     devices : sequence of torch.device or str, optional
         GPUs, one slab each; the current GPU when left out, or the CPU where there is no GPU.
         ``["cpu", "cpu"]`` makes two slabs in host memory, to try things without a GPU.
+    codec : str or RowCodec, optional
+        What packs the cached rows of a raw table: ``"auto"`` (invariant bit packing with a plan for
+        these rows, or nothing where it does not make them smaller), the name of a codec, which is
+        fitted to these rows, or a codec. Rows lie as in the table when left out.
 
     Raises
     ------
     ArgumentError
-        When there is no such device, a GPU cannot read another's memory, or a slab could not hold a
-        single row.
+        When there is no such device, a GPU cannot read another's memory, a slab could not hold a
+        single row, or `codec` is given for a table that is packed: its own codec is the cache's.
+
+    Attributes
+    ----------
+    codec : RowCodec
+        What the cached rows are packed with; RawCodec when they are raw.
+    devices : tuple of torch.device
+        Where rows can be gathered to.
 
     Notes
     -----
@@ -72,7 +76,11 @@ class SlabCache:
     or the new one. Until the new slabs are ready the old ones stay, so a refresh needs room for
     both.
     An update of the table drops the rows in question from the cache. A CUDA graph that captured a
-    gather must be captured again after a fill or refresh.
+    gather must be captured again after a fill or refresh. Clusters of a codec that packs for the
+    cache alone take one byte for each row of the table beside the map.
+
+    Processes: one fills a cache, the others of the machine read the same slabs by `handle` and
+    `attach`, each from its own GPU.
 
     Examples
     --------
@@ -91,6 +99,8 @@ class SlabCache:
         table: CompressedTable,
         capacity_bytes: int,
         devices: Sequence[torch.device | str] | None = None,
+        *,
+        codec: str | RowCodec | None = None,
     ) -> None:
         if not isinstance(table, CompressedTable):
             raise ArgumentTypeError(
@@ -112,12 +122,32 @@ class SlabCache:
             raise ArgumentError(
                 f"table: rows of {table.row_bytes} bytes, accepted are {4 * MAX_CACHED_ROW_WORDS}"
             )
+        where = _checked_devices(devices)
+        packer = None if codec is None else _packer(table, codec, len(where) * capacity_bytes)
+        places = Places(where)
+        self._begin(table, capacity_bytes, packer, places, Snapshot.empty(places))
+
+    def _begin(
+        self,
+        table: CompressedTable,
+        capacity_bytes: int,
+        packer: InvariantCodec | None,
+        places: Places,
+        snapshot: Snapshot,
+        *,
+        attached: bool = False,
+    ) -> None:
         self.table = table
         self.capacity_bytes = capacity_bytes
-        self.devices = _checked_devices(devices)
-        self._places = _Places(self.devices)
+        self.codec: RowCodec = packer or table.codec
+        self.devices = places.devices
+        self._slab_devices = snapshot.slabs.devices
+        self._packer = packer
+        self._places = places
+        self._snapshot = snapshot
+        self._attached = attached
+        self._handed_out: list[HostBuffer] = []  # that the handles which were given lead to
         self._closed = False
-        self._snapshot = _Snapshot.empty(self._places)
         table.add_cache(self)
         self.after_fork()
         call_after_fork(self)
@@ -144,8 +174,14 @@ class SlabCache:
         -------
         int
             Rows that are cached now.
+
+        Raises
+        ------
+        BitslabError
+            When the cache is closed, or other processes read it too.
         """
         self._check_open()
+        self._check_own()
         ids = check_indices_argument(ids_by_hotness, "ids_by_hotness").cpu()
         self.table.check_ids(ids)
         numbers = ids.numpy()
@@ -153,8 +189,10 @@ class SlabCache:
         _, first = np.unique(numbers, return_index=True)
         with self._fill_lock, self.table.unchanging():
             # Waits for no reader: they go on with the old rows until the new ones are there.
-            fresh = _fill(self.table, numbers[np.sort(first)], self.capacity_bytes, self._places)
+            chosen = numbers[np.sort(first)]
+            fresh = fill(self.table, self._packer, chosen, self.capacity_bytes, self._places)
             self._check_open()
+            self._check_own()
             self._snapshot = fresh
             return fresh.n_rows
 
@@ -222,7 +260,7 @@ class SlabCache:
 
     def storage(self, device: torch.device) -> CacheStorage | None:
         """Return the cached rows as the kernels of a device read them; None for none there."""
-        return self._snapshot.on(device, self.devices)
+        return self._snapshot.on(device)
 
     def forget(self, ids: torch.Tensor) -> None:
         """Drop the copies of int64 ``[n]`` rows, which are about to change in the table."""
@@ -236,10 +274,10 @@ class SlabCache:
         Returns
         -------
         dict
-            ``cached_rows``, ``capacity_bytes`` (of a slab), ``slab_bytes`` (used, a list),
-            ``map_bytes`` (on each device), ``hits``, ``misses``, ``hit_rate``, and the bytes read
-            by source, packed: ``local_bytes`` (slab of the GPU that asked), ``peer_bytes`` (slabs
-            of others), ``host_bytes`` (the table).
+            ``cached_rows``, ``codec``, ``capacity_bytes`` (of a slab), ``slab_bytes`` (used, a
+            list), ``map_bytes`` (on each device), ``hits``, ``misses``, ``hit_rate``, and the bytes
+            read by source, as they lie there: ``local_bytes`` (slab of the GPU that asked),
+            ``peer_bytes`` (slabs of others), ``host_bytes`` (the table).
         """
         self._check_open()
         snapshot = self._snapshot
@@ -249,15 +287,16 @@ class SlabCache:
             hits += sum(rows[:HOST])
             misses += rows[HOST]
             host += 4 * words[HOST]
-            for slab, n_words in zip(self.devices, words[:HOST], strict=False):
+            for slab, n_words in zip(self._slab_devices, words[:HOST], strict=False):
                 if slab == device:
                     local += 4 * n_words
                 else:
                     peer += 4 * n_words
         return {
             "cached_rows": snapshot.n_rows,
+            "codec": self.codec.describe(),
             "capacity_bytes": self.capacity_bytes,
-            "slab_bytes": [4 * (slab.numel() - PAD_WORDS) for slab in snapshot.slabs],
+            "slab_bytes": [4 * (slab.numel() - PAD_WORDS) for slab in snapshot.slabs.words],
             "map_bytes": snapshot.map_bytes,
             "hits": hits,
             "misses": misses,
@@ -267,12 +306,82 @@ class SlabCache:
             "host_bytes": host,
         }
 
+    # Other processes
+
+    def handle(self) -> str:
+        """Return a text by which other processes of this user on this machine can `attach`.
+
+        The cache and its table change no more from now on. The slabs stay this process's: it must
+        live, and hold the cache open, as long as the others use it.
+
+        Raises
+        ------
+        BitslabError
+            When the cache is closed, or itself attached to another process's.
+        """
+        self._check_open()
+        if self._attached:
+            raise BitslabError("handle: this cache is attached; ask the process that filled it")
+        with self._fill_lock:
+            text, buffers = handle_of_cache(
+                self._snapshot, self.table.hand_out(), self._packer, self.capacity_bytes
+            )
+            self._handed_out += buffers
+            return text
+
+    @classmethod
+    def attach(
+        cls, table: CompressedTable, handle: str, device: torch.device | str | None = None
+    ) -> SlabCache:
+        """Open a cache of another process by its `handle`: the same slabs, read-only.
+
+        Parameters
+        ----------
+        table : CompressedTable
+            That process's table: attached by its handle, or inherited.
+        handle : str
+            What `handle` returned there.
+        device : torch.device or str, optional
+            The GPU where this process wants rows, the current one when left out. It keeps a copy of
+            the map and reads its own slab, if it has one, and over NVLink those of others. The CPU
+            for slabs on the CPU.
+
+        Raises
+        ------
+        ArgumentError
+            When the handle is none, is of another table's cache, its process is gone, or the GPU
+            cannot read one of the slabs.
+        """
+        if not isinstance(table, CompressedTable):
+            raise ArgumentTypeError(
+                f"table: expected a CompressedTable, got {type(table).__name__}"
+            )
+        if device is None:
+            device = "cpu" if slabs_on_cpu(handle) else "cuda"
+        places = Places((checked_device(device),))
+        snapshot, packer, capacity_bytes = parts_of_cache_handle(handle, table, places)
+        table.hand_out()
+        made = cls.__new__(cls)
+        made._begin(table, capacity_bytes, packer, places, snapshot, attached=True)
+        return made
+
+    def _check_own(self) -> None:
+        if self._attached or self._handed_out:
+            raise BitslabError(
+                "fill: this cache is shared with other processes, which would not see the change; "
+                "make a new one"
+            )
+
     def close(self) -> None:
         """Let the slabs go, after the gathers under way; the table stays."""
         if not self._closed:
             with self._fill_lock:
                 self._closed = True
-                self._snapshot = _Snapshot.empty(self._places)
+                if self._attached and self.devices[0].type == "cuda":
+                    # Torch knows of no stream that reads memory of another process.
+                    torch.cuda.synchronize(self.devices[0])
+                self._snapshot = Snapshot.empty(self._places)
+                self._handed_out = []
 
     def __enter__(self) -> SlabCache:
         return self
@@ -283,7 +392,8 @@ class SlabCache:
     def __reduce__(self) -> Any:
         """Refuse to go to another process."""
         raise ArgumentTypeError(
-            "cache: cannot be pickled or copied; make one over the table in each process"
+            "cache: cannot be pickled or copied; make one over the table in each process, or use "
+            "handle and attach"
         )
 
     def __repr__(self) -> str:
@@ -296,210 +406,6 @@ class SlabCache:
     def _check_open(self) -> None:
         if self._closed:
             raise BitslabError("cache: is closed")
-
-
-class _MapKernels(Protocol):
-    """What both backends can do to maps from ids to locations."""
-
-    def map_insert(
-        self, entries: torch.Tensor, ids: torch.Tensor, locations: torch.Tensor
-    ) -> int | torch.Tensor:
-        """Insert ids; return how many found no place."""
-
-    def map_find(self, entries: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """Return locations, NOT_CACHED for ids that are not there."""
-
-
-def _map_kernels(device: torch.device) -> _MapKernels:
-    if device.type == "cuda":
-        # Nobody's bad ids may stop a change half-way.
-        return kernels_on(device, tell=False)
-    return cast(_MapKernels, kernels_for(device))
-
-
-class _Places:
-    """The devices of the slabs, and a stream on each GPU that their memory belongs to.
-
-    Torch hands memory out again once the streams that it was told of have passed; it knows them by
-    their handles, and that of every GPU's default stream is the same. Memory of a stream of its own
-    is safe from a neighbour's default stream.
-    """
-
-    def __init__(self, devices: tuple[torch.device, ...]) -> None:
-        self.devices = devices
-        self._streams = {
-            d: torch.cuda.Stream(device=d)  # type: ignore[no-untyped-call]
-            for d in devices
-            if d.type == "cuda"
-        }
-
-    @contextlib.contextmanager
-    def on(self, device: torch.device) -> Iterator[None]:
-        """Work on a device, on its stream."""
-        if device.type == "cpu":
-            yield
-            return
-        with torch.cuda.stream(self._streams[device]):
-            yield
-
-    def allocate(self, words: Sequence[int]) -> tuple[torch.Tensor, ...]:
-        """Return a slab of zeros for each device, of so many words and PAD_WORDS behind them."""
-        slabs = []
-        for device, n in zip(self.devices, words, strict=True):
-            with self.on(device):
-                slabs.append(torch.zeros(n + PAD_WORDS, dtype=torch.int32, device=device))
-        return tuple(slabs)
-
-    def finish(self) -> None:
-        """Wait for what was written, which any stream may read from now on."""
-        for stream in self._streams.values():
-            stream.synchronize()
-
-
-@dataclass(eq=False)
-class _Snapshot:
-    """One set of cached rows; it never changes, but for rows that are dropped."""
-
-    slabs: tuple[torch.Tensor, ...]
-    storages: dict[torch.device, CacheStorage]
-    n_rows: int
-    seen: set[tuple[torch.device, int]] = field(default_factory=set)
-
-    @classmethod
-    def empty(cls, places: _Places) -> _Snapshot:
-        return cls.of(places, places.allocate([0] * len(places.devices)))
-
-    @classmethod
-    def of(
-        cls,
-        places: _Places,
-        slabs: tuple[torch.Tensor, ...],
-        ids: Array | None = None,
-        locations: Array | None = None,
-        max_words: int = 0,
-    ) -> _Snapshot:
-        """Put slabs and a map together, on every device that has a slab."""
-        n = 0 if ids is None else len(ids)
-        # A power of two of buckets, at most half full.
-        buckets = 1 << (ceil_div(2 * n, BUCKET_ENTRIES) - 1).bit_length() if n else 1
-        addresses = [slab.data_ptr() for slab in slabs]
-        addresses += [0] * (MAX_SLABS - len(addresses))
-        storages = {}
-        for device in dict.fromkeys(places.devices):
-            with places.on(device):
-                entries = torch.full(
-                    (buckets * BUCKET_ENTRIES, 2), NO_ID, dtype=torch.int64, device=device
-                )
-                if ids is not None and locations is not None and n:
-                    failed = _map_kernels(device).map_insert(
-                        entries,
-                        torch.from_numpy(ids).to(device),
-                        torch.from_numpy(locations).to(device),
-                    )
-                    if int(failed):
-                        raise BitslabError(
-                            f"cache: {int(failed)} of {n} ids found no place in the map"
-                        )
-                where = torch.tensor(addresses, dtype=torch.int64).to(device)
-            storages[device] = CacheStorage(entries, slabs, where, max_words)
-        places.finish()
-        return cls(slabs, storages, n)
-
-    @property
-    def map_bytes(self) -> int:
-        return next(iter(self.storages.values())).entries.nbytes
-
-    def on(self, device: torch.device, devices: tuple[torch.device, ...]) -> CacheStorage | None:
-        storage = self.storages.get(device)
-        if storage is None and device.type == "cuda":
-            raise ArgumentError(
-                f"device: {device} has no slab of this cache, which is on "
-                f"{', '.join(map(str, devices))}"
-            )
-        if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
-            # Callers cannot see these tensors: tell the allocator itself which streams read them.
-            key = (device, stream_pointer(device))
-            if key not in self.seen:
-                assert storage is not None
-                stream = torch.cuda.current_stream(device)
-                for t in (*self.slabs, storage.entries, storage.addresses):
-                    t.record_stream(stream)
-                self.seen.add(key)
-        return storage
-
-    def forget(self, ids: torch.Tensor) -> None:
-        dropped = 0
-        for device, storage in self.storages.items():
-            kernels = _map_kernels(device)
-            there = ids.to(device)
-            cached = there[kernels.map_find(storage.entries, there) != NOT_CACHED]
-            if cached.numel():
-                kernels.map_insert(storage.entries, cached, torch.full_like(cached, NOT_CACHED))
-            if device.type == "cuda":
-                torch.cuda.current_stream(device).synchronize()
-            dropped = cached.numel()
-        self.n_rows -= dropped
-
-
-def _fill(table: CompressedTable, ids: Array, capacity_bytes: int, places: _Places) -> _Snapshot:
-    """Copy the first rows that fit to new slabs and map them."""
-    n_slabs = len(places.devices)
-    capacity_words = capacity_bytes // 4
-    used = np.zeros(n_slabs, np.int64)
-    taken: list[tuple[Array, Array, Array]] = []  # ids, locations, words of each batch
-    open_slabs = np.ones(n_slabs, bool)
-    step = max(n_slabs, STAGE_BYTES // max(1, table.row_bytes) // n_slabs * n_slabs)
-    for begin in range(0, len(ids), step):
-        some = ids[begin : begin + step]
-        lengths, row_words = table.row_lengths(torch.from_numpy(some))
-        sizes = np.where(lengths == 0, row_words, lengths)
-        slab = np.arange(begin, begin + len(some)) % n_slabs
-        offsets = np.empty(len(some), np.int64)
-        fits = np.zeros(len(some), bool)
-        for s in range(n_slabs):
-            mine = slab == s
-            ends = used[s] + np.cumsum(sizes[mine])
-            offsets[mine] = ends - sizes[mine]
-            fits[mine] = (ends <= capacity_words) & open_slabs[s]
-            open_slabs[s] &= bool(fits[mine].all())
-            used[s] = max([used[s], *ends[fits[mine]][-1:]])
-        locations = (
-            (slab.astype(np.uint64) << np.uint64(SLAB_SHIFT))
-            | ((4 * offsets).astype(np.uint64) << np.uint64(OFFSET_SHIFT))
-            | ((lengths != 0).astype(np.uint64) << np.uint64(PACKED_BIT))
-            | sizes.astype(np.uint64)
-        ).view(np.int64)
-        taken.append((some[fits], locations[fits], sizes[fits]))
-        if not open_slabs.any():
-            break
-    slabs = places.allocate(used.tolist())
-    for some, locations, sizes in taken:
-        for s, slab_words in enumerate(slabs):
-            mine = (locations.view(np.uint64) >> np.uint64(SLAB_SHIFT)) == s
-            if mine.any():
-                begin = int(_offset_words(locations[mine][:1])[0])
-                rows = table.packed_words_of(torch.from_numpy(some[mine]), int(sizes[mine].sum()))
-                with places.on(slab_words.device):
-                    slab_words[begin : begin + len(rows)] = rows.to(slab_words.device)
-    if not taken:
-        return _Snapshot.empty(places)
-    all_ids, all_locations, all_sizes = (
-        np.concatenate(parts) for parts in zip(*taken, strict=True)
-    )
-    packed = (all_locations >> PACKED_BIT & 1).astype(bool)
-    max_words = staged_words(
-        int(all_sizes[packed].max(initial=0)),
-        ceil_div(table.row_bytes, 4),
-        int(np.count_nonzero(~packed)),
-        len(all_ids),
-    )
-    return _Snapshot.of(places, slabs, all_ids, all_locations, max_words)
-
-
-def _offset_words(locations: Array) -> Array:
-    """Return the word in its slab at which each location's row starts."""
-    shifted = locations.view(np.uint64) << np.uint64(64 - SLAB_SHIFT)
-    return (shifted >> np.uint64(64 - SLAB_SHIFT + OFFSET_SHIFT)).view(np.int64) // 4
 
 
 def _checked_devices(
@@ -536,3 +442,21 @@ def _let_read(reader: torch.device, other: torch.device) -> None:
         raise ArgumentError(f"devices: {reader} cannot read the memory of {other}")
     # Torch opens the way when it first copies.
     torch.zeros(1, device=reader).copy_(torch.zeros(1, device=other))
+
+
+def _packer(
+    table: CompressedTable, codec: str | RowCodec, capacity_bytes: int
+) -> InvariantCodec | None:
+    """Return what packs cached rows of a raw table; None when packing gains nothing."""
+    if not isinstance(table.codec, RawCodec):
+        raise ArgumentError(
+            f"codec: {codec!r:.60}, but the table is packed by {table.codec.describe()}; accepted "
+            "is None, since its cached rows are packed as they are"
+        )
+    row_bytes = max(1, table.row_bytes)
+    n_sample = min(len(table), max(MIN_SAMPLE_ROWS, SAMPLE_BYTES // row_bytes))
+    picked = np.sort(np.random.default_rng(0).choice(len(table), n_sample, replace=False))
+    # Weighs the size of the profile: at least so many rows will lie in the slabs.
+    n_rows = min(len(table), capacity_bytes // row_bytes)
+    fitted = choose_codec(table.rows_of(torch.from_numpy(picked)), codec, n_rows, {})
+    return fitted if isinstance(fitted, InvariantCodec) else None

@@ -8,7 +8,7 @@ import os
 import threading
 import weakref
 from collections.abc import Iterable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ from ..container import PathLike, load
 from ..dtypes import dtype_name
 from ..errors import ArgumentError, BitslabError, CorruptedDataError
 from ..kernels import cpu
-from ..kernels.format import MAX_SLABS, CacheStorage
+from ..kernels.format import MAX_SLABS
 from ..tensor import CompressedTensor
 from ..transfer.gather import gather_copied_rows, gather_packed_rows
 from .arguments import Index, checked_device, checked_ids, row_ids, target_device
@@ -43,6 +43,7 @@ from .build import (
     slices_of,
     take_rows,
 )
+from .cache import Cache
 from .counters import Counters
 from .device import DeviceCopies
 from .locks import ReadersAndWriter, call_after_fork
@@ -52,23 +53,6 @@ from .rows import HostRows
 from .sharing import checksum_of_file, handle_of, parts_of_handle
 
 CPU = torch.device("cpu")
-
-
-class Cache(Protocol):
-    """What keeps copies of a table's rows, answers for some of them and must hear of changes."""
-
-    def storage(self, device: torch.device) -> CacheStorage | None:
-        """Return the cached rows as the kernels of a device read them; None for none there."""
-        ...
-
-    @property
-    def counters(self) -> Counters:
-        """Counts of the rows that were gathered through it."""
-        ...
-
-    def forget(self, ids: torch.Tensor) -> None:
-        """Drop the copies of int64 ``[n]`` rows, before anyone reads again."""
-        ...
 
 
 class CompressedTable:
@@ -585,15 +569,18 @@ class CompressedTable:
         """Yield all rows, decoded, batch after batch; these gathers are not counted."""
         step = rows_per_batch(self.row_bytes)
         for begin in range(0, len(self), step):
-            yield self._decoded(begin, min(begin + step, len(self)))
+            yield self.decoded(begin, min(begin + step, len(self)))
 
-    def _decoded(self, begin: int, end: int) -> torch.Tensor:
-        rows = torch.empty((end - begin, *self.shape[1:]), dtype=self.dtype)
+    def decoded(self, begin: int, end: int) -> torch.Tensor:
+        """Return rows ``[end - begin, *row_shape]`` on the CPU; `stats` does not count them."""
+        return self.rows_of(torch.from_numpy(np.arange(begin, end)))
+
+    def rows_of(self, ids: torch.Tensor) -> torch.Tensor:
+        """Do the same for int64 ``[n]`` ids on the CPU, in range."""
+        rows = torch.empty((ids.shape[0], *self.shape[1:]), dtype=self.dtype)
         with self._reading():
             if self.row_bytes:
-                data = rows_as_bytes(rows, self.row_bytes)
-                ids = torch.from_numpy(np.arange(begin, end))
-                _raise_damaged(self._rows.decode(ids, data))
+                _raise_damaged(self._rows.decode(ids, rows_as_bytes(rows, self.row_bytes)))
         return rows
 
     # On a GPU
@@ -611,7 +598,7 @@ class CompressedTable:
         self._check_open()
         parts = self._parts
         n_sample = min(len(self), 4096, max(1, SAMPLE_BYTES // max(1, self.row_bytes)))
-        sample = None if parts.raw else lambda: self._decoded(0, n_sample)
+        sample = None if parts.raw else lambda: self.decoded(0, n_sample)
         return advisor_for(checked_device(device)).advise(
             codec=None if parts.raw else self.codec,
             sample=sample,
@@ -758,6 +745,17 @@ class CompressedTable:
             if self._rows.overflow is not None:
                 raise BitslabError("handle: rows have moved; call compact() first")
             return handle_of(self._parts)
+
+    @property
+    def token(self) -> str:
+        """What tells the table's memory from any other, in every process that has it."""
+        return self._checksum or self._parts.buffers["words"].token
+
+    def hand_out(self) -> str:
+        """Let the table change no more, and return its `token`."""
+        with self._reading():
+            self._read_only = True
+            return self.token
 
     @classmethod
     def attach(cls, handle: str, pin: bool = True) -> CompressedTable:

@@ -12,10 +12,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bitslab import ArgumentError, ArgumentTypeError, BitslabError, CompressedTable, SlabCache
+from bitslab import (
+    ArgumentError,
+    ArgumentTypeError,
+    BitslabError,
+    CompressedTable,
+    InvariantCodec,
+    SlabCache,
+)
 from bitslab.kernels import cpu
 from bitslab.kernels.format import MAX_SLABS, NO_ID, NOT_CACHED, PAD_WORDS
-from bitslab.memory import slabs
+from bitslab.memory import snapshot
 from tests.helpers import DTYPES, dtype_id, packable, random_bits, same_bits, take
 from tests.memory.kinds import KINDS, even_rows, make, weights
 
@@ -57,14 +64,14 @@ def test_locations_are_the_words_of_the_design(kind, n_slabs):
         ends[slab] += 4 * words
         expected = int(table.codec.packed_bytes(x[i : i + 1]))
         assert 4 * words == expected and packed == (expected < 160)
-        content = cache._snapshot.slabs[slab][offset // 4 :][:words]
+        content = cache._snapshot.slabs.words[slab][offset // 4 :][:words]
         if not packed:
             assert same_bits(content.view(torch.float32), x[i])
         else:
             row = table.codec.encode(x[i : i + 1]).parts["words"][:words]
             assert torch.equal(content, row)
     assert ends == cache.stats()["slab_bytes"] and max(ends) <= 3000
-    for held, end in zip(cache._snapshot.slabs, ends, strict=True):
+    for held, end in zip(cache._snapshot.slabs.words, ends, strict=True):
         assert held.shape == (end // 4 + PAD_WORDS,)
 
 
@@ -107,10 +114,12 @@ def test_fills_in_stages_are_fills_at_once(monkeypatch):
             hot = torch.randperm(500)
             caches[0].fill(hot)
             with monkeypatch.context() as patched:
-                patched.setattr(slabs, "STAGE_BYTES", 2000)
+                patched.setattr(snapshot, "STAGE_BYTES", 2000)
                 caches[1].fill(hot)
             assert entries_of(caches[0]) == entries_of(caches[1])
-            for a, b in zip(caches[0]._snapshot.slabs, caches[1]._snapshot.slabs, strict=True):
+            for a, b in zip(
+                caches[0]._snapshot.slabs.words, caches[1]._snapshot.slabs.words, strict=True
+            ):
                 assert torch.equal(a, b)
 
 
@@ -137,7 +146,7 @@ steps: st.SearchStrategy[Any] = st.one_of(
 )
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "raw, packed cache"])
 @settings(max_examples=20)
 @given(
     n_slabs=st.integers(1, MAX_SLABS),
@@ -148,8 +157,9 @@ def test_any_sequence_of_fills_and_updates_gives_the_rows_of_a_tensor(
     kind, n_slabs, capacity, actions
 ):
     x = mixed(60, 11)
-    table = make(x, kind)
-    cache = SlabCache(table, capacity, ["cpu"] * n_slabs)
+    table = make(x, kind.split(",")[0])
+    codec = None if kind in KINDS else InvariantCodec.fit(x)
+    cache = SlabCache(table, capacity, ["cpu"] * n_slabs, codec=codec)
     asked = hits = 0
     cached: set[int] = set()
     for number, (action, ids) in enumerate(actions):
@@ -205,7 +215,7 @@ def test_bytes_of_each_slab_go_to_its_own_device(monkeypatch):
     table = make(weights(100, 16), "raw")
     cache = SlabCache(table, 640, ["cpu", "cpu"])
     cache.fill(torch.arange(20))
-    monkeypatch.setattr(cache, "devices", (CPU, torch.device("cuda:1")))
+    monkeypatch.setattr(cache, "_slab_devices", (CPU, torch.device("cuda:1")))
     cache.gather(torch.arange(30))
     stats = cache.stats()
     assert (stats["local_bytes"], stats["peer_bytes"], stats["host_bytes"]) == (640, 640, 640)

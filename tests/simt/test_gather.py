@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 import torch
 
+from bitslab.codecs.invariant.layout import build_layout
 from bitslab.kernels import cpu
 from bitslab.kernels.cuda.launch import STAGE_BYTES, chosen_shape
 from bitslab.kernels.cuda.runner import DAMAGED_ERROR, INDEX_ERROR, NO_ERROR
 from bitslab.kernels.cuda.source import Variant, all_variants
-from bitslab.kernels.format import MAX_SLABS, CacheStorage, TableStorage
+from bitslab.kernels.format import MAX_SLABS, CacheStorage, RowFormat, TableStorage
 from tests.kernels.cases import TABLE_KINDS, Case, cache_of, make_case, table_of
 from tests.simt.module import guarded
 from tests.simt.runner import simt_kernels
@@ -88,6 +89,40 @@ def test_every_kind_of_table_is_gathered(kind, cached, vector):
     variant = Variant("gather", 4, 2, True, False, vector)
     case = make_case(variant, clusters=3 if vector == 1 else 1, n_rows=45)
     gather_and_compare(case, kind, cached, seed=7)
+
+
+@pytest.mark.parametrize(
+    ("variant", "clusters", "row_bytes"),
+    [
+        (Variant("gather", 4, 2, True, False, 1), 3, None),
+        (Variant("gather", 4, 2, True, False, 4), 1, None),
+        (Variant("gather", 4, 3, False, True, 4, True), 1, 6 << 10),
+    ],
+    ids=["clusters", "short-rows", "long-rows"],
+)
+def test_packed_rows_of_a_cache_lie_beside_a_raw_table(variant, clusters, row_bytes):
+    case = make_case(variant, clusters=clusters, n_rows=45, row_bytes=row_bytes)
+    packed, table = table_of(case, "compact"), table_of(case, "raw")
+    cached = torch.arange(0, 45, 2)
+    cache = guarded_cache(cache_of(case, packed, cached, slabs=3))
+    cache = replace(cache, layout=case.layout, row_clusters=packed.row_clusters)
+    _, lengths, _ = cpu.row_places(packed, case.layout, cached)
+    assert (lengths > 0).any()
+    # What a raw table says of itself: one byte a chunk, nothing packed.
+    fmt = RowFormat(case.rows.shape[1], 1, 1, grouped=False, uniform=True)
+    plain = build_layout(fmt, np.zeros((1, 1), np.uint8), np.zeros((1, 1, 1), np.uint8))
+    ids = torch.from_numpy(np.random.default_rng(0).integers(-45, 45, 41))
+    kernels, runner = simt_kernels()
+    counts = torch.zeros(2, 2 * (MAX_SLABS + 1), dtype=torch.int64)
+    gathers = (cpu.gather_rows, kernels.gather_rows)
+    for gather, counters in zip(gathers, counts, strict=True):
+        out = guarded(torch.zeros(41, case.rows.shape[1], dtype=torch.uint8))
+        gather(guarded_table(table), plain, ids, out, cache=cache, counters=counters)
+        assert torch.equal(out, case.rows[ids])
+    assert runner.mailbox[0] == NO_ERROR and runner.launched[-1][0] == variant
+    assert torch.equal(counts[0], counts[1])
+    hits = ids % 45 % 2 == 0
+    assert int(counts[0, :MAX_SLABS].sum()) == int(hits.sum())
 
 
 @pytest.mark.parametrize("kind", TABLE_KINDS)

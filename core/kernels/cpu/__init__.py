@@ -21,6 +21,7 @@ from ..format import (
     RowStorage,
     TableStorage,
     ceil_div,
+    read_together,
 )
 from .compiling import call
 from .threads import run_ranges
@@ -548,7 +549,7 @@ def gather_rows(
     table : TableStorage
         On the CPU.
     layout : RowLayout
-        On the CPU.
+        On the CPU; a cache may bring another, see `format.read_together`.
     ids : torch.Tensor
         int32 or int64 ``[n]`` rows, negative ones counted from the end, checked by `check_ids`.
     out : torch.Tensor
@@ -572,6 +573,7 @@ def gather_rows(
     n = out.shape[0]
     if n == 0 or (first_bad is not None and int(first_bad) != -1):
         return -1
+    table, layout = read_together(table, layout, cache)
     f = layout.format
     places = _Places(table, f.row_words, f.clusters, ids, cache=cache)
     bad, counts = _decode_places(places, layout, out)

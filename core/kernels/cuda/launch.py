@@ -21,6 +21,7 @@ from ..format import (
     RowStorage,
     TableStorage,
     ceil_div,
+    read_together,
 )
 from .launch_copy import copy_rows
 from .launch_ids import MAX_IDS, IdScratch, check_ids, map_find, map_insert, order_ids
@@ -244,6 +245,7 @@ class CudaKernels:
             return -1
         if n > MAX_IDS:
             raise ArgumentError(f"ids: {n}, a gather on a GPU takes at most {MAX_IDS}")
+        table, layout = read_together(table, layout, cache)
         f = layout.format
         if out.data_ptr() % f.chunk_bytes:
             # The kernel stores whole chunks. A copy first, since bad ids leave `out` untouched.
