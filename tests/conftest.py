@@ -11,6 +11,9 @@ from hypothesis import settings
 # Asserts outside test_*.py say what differed only when pytest rewrites them.
 pytest.register_assert_rewrite("tests.codecs.contract", "tests.codecs.model")
 
+# Without a choice DGL writes one to the home folder when it is imported.
+os.environ.setdefault("DGLBACKEND", "pytorch")
+
 # The first example compiles kernels, which no deadline allows for. CI draws the same examples every
 # time, so that no change is blamed for what was there before it.
 settings.register_profile("bitslab", deadline=None, max_examples=60)

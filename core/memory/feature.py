@@ -99,7 +99,7 @@ class CompressedFeature:
         self.cache = cache
         self.device = checked_device(device)
         self._notes: list[str] = []
-        self._whole: torch.Tensor | None = None
+        self._whole: ReadOnlyTensor | None = None
         self._whole_version = 0
         self.after_fork()
         call_after_fork(self)
@@ -301,6 +301,8 @@ class CompressedFeature:
     def whole(self) -> ReadOnlyTensor:
         """Return all rows on the CPU, decoded once and kept; they must not be written to.
 
+        It is the same object each time, so that ``requires_grad_`` lasts.
+
         For what reads a whole feature, such as a layer over the full graph. `stats` says what it
         costs, `forget_whole` lets go of it.
 
@@ -312,12 +314,12 @@ class CompressedFeature:
         with self._lock:
             # Somebody may have found a way to write to it; the table knows better.
             if self._whole is None or self._whole._version != self._whole_version:
-                self._whole = self.table.decoded(0, len(self))
+                self._whole = read_only(self.table.decoded(0, len(self)))
                 self._whole_version = self._whole._version
                 note = "materialised: something read the whole feature, which is kept decoded too"
                 if note not in self._notes:
                     self._notes.append(note)
-            return read_only(self._whole)
+            return self._whole
 
     def forget_whole(self) -> None:
         """Let go of the decoded rows that `whole` keeps."""

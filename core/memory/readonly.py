@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Iterable
 from types import FunctionType
 from typing import Any
@@ -45,7 +46,7 @@ class ReadOnlyTensor(torch.Tensor):
     ) -> Any:
         """Refuse writers; keep views read-only."""
         kwargs = kwargs or {}
-        _refuse_writes(func, args, kwargs)
+        refuse_writes(func, args, kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
             if isinstance(result, torch.Tensor):
@@ -63,7 +64,7 @@ class ReadOnlyTensor(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle as a plain tensor."""
-        return plain(self).__reduce_ex__(protocol)
+        return plain(self).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         """Copy to a plain tensor."""
@@ -72,9 +73,13 @@ class ReadOnlyTensor(torch.Tensor):
         memo[id(self)] = copied
         return copied
 
-    def __repr__(self, *args: Any, **kwargs: Any) -> str:
+    def __repr__(self) -> str:  # type: ignore[override]
         """Show the elements as those of any tensor."""
         return repr(plain(self))
+
+    def __format__(self, format_spec: str) -> str:
+        """Format as any tensor, such as one element with ``.3f``."""
+        return format(plain(self), format_spec)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         """Return a NumPy array; of the memory itself only when it cannot be written to."""
@@ -89,8 +94,21 @@ class ReadOnlyTensor(torch.Tensor):
 
 def read_only(t: torch.Tensor) -> ReadOnlyTensor:
     """Return a view of a plain tensor that refuses to be written to."""
+    keep_from_compiler(ReadOnlyTensor)
     with torch._C.DisableTorchFunctionSubclass():
         return t.as_subclass(ReadOnlyTensor)
+
+
+def keep_from_compiler(cls: type[torch.Tensor]) -> None:
+    """Have torch.compile run what meets tensors of a class as it is, between what it compiles.
+
+    It would otherwise trace ``__torch_function__`` itself, which does not end. Call this when a
+    tensor is made: the compiler may be imported at any time, and is not imported for this.
+    """
+    config: Any = getattr(sys.modules.get("torch._dynamo"), "config", None)
+    classes = getattr(config, "nontraceable_tensor_subclasses", None)
+    if classes is not None and cls not in classes:
+        classes.add(cls)
 
 
 def plain(t: torch.Tensor) -> torch.Tensor:
@@ -99,8 +117,10 @@ def plain(t: torch.Tensor) -> torch.Tensor:
         return t.as_subclass(torch.Tensor)
 
 
-def _refuse_writes(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    name = getattr(func, "__name__", "")
+def refuse_writes(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise BitslabError when a function of torch would write to a read-only argument."""
+    # Operators are named aten::add_ or, an overload, add_.Tensor.
+    name = getattr(func, "__name__", "").rpartition("::")[2].partition(".")[0]
     if name in ("__set__", "__delete__"):
         owner = getattr(func, "__self__", None)
         name = str(getattr(owner, "__name__", ""))
@@ -133,7 +153,10 @@ def _guarded(result: Any, args: tuple[Any, ...]) -> Any:
         or result.device.type != "cpu"
     ):
         return result
-    address = result.untyped_storage().data_ptr()
+    try:
+        address = result.untyped_storage().data_ptr()
+    except RuntimeError:  # what functions such as torch.func.grad wrap has no storage
+        return result
     for arg in args:
         some = arg if isinstance(arg, (tuple, list)) else (arg,)
         for t in some:

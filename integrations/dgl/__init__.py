@@ -1,0 +1,34 @@
+"""DGL: graphs whose feature columns lie packed in host memory, for stock DGL 1.1.3.
+
+`compress_features` compresses columns of a graph, `feature_stats` says what that saves and moved,
+`decompress_features` undoes it. Importing this package adds one method to DGL, undone by `detach`:
+``graph.get_node_storage("feat").compress()``.
+"""
+
+from bitslab.errors import load_optional
+
+load_optional("dgl", extra="dgl", purpose="bitslab.integrations.dgl")
+
+from bitslab.integrations.dgl.column import (  # noqa: E402 (after the check that dgl is there)
+    CompressedColumn,
+    attach,
+    detach,
+)
+from bitslab.integrations.dgl.compress import (  # noqa: E402
+    compress_features,
+    decompress_features,
+    feature_stats,
+    raw_columns,
+)
+
+attach()
+
+__all__ = [
+    "CompressedColumn",
+    "attach",
+    "compress_features",
+    "decompress_features",
+    "detach",
+    "feature_stats",
+    "raw_columns",
+]

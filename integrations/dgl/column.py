@@ -1,0 +1,368 @@
+"""CompressedColumn: what takes the place of a feature column in a frame of DGL."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from dgl.frame import Column, LazyFeature, _LazyIndex
+
+from bitslab import ArgumentError, ArgumentTypeError, CompressedFeature, IndexRangeError, hotness
+
+_MISSING = object()
+
+
+class CompressedColumn(Column):  # type: ignore[misc]
+    """A column of a frame of DGL whose rows lie packed in a `bitslab.CompressedFeature`.
+
+    A column of DGL is a storage, maybe with an index, a device and a dtype that are applied when
+    its data are first read. So is this one, with the feature as its storage: rows that a subgraph
+    needs are gathered from the packed table when they are read, to the device where they are
+    wanted, and no others are decoded. From then on the column holds a tensor of its own and is a
+    plain `dgl.frame.Column`, as is one that is written to.
+
+    Parameters
+    ----------
+    storage : CompressedFeature
+        The rows, ``[N, *row_shape]``.
+    scheme, index, device, deferred_dtype
+        As in `dgl.frame.Column`.
+
+    Notes
+    -----
+    Clones and subcolumns share the feature. Reading all rows of a full column, as
+    ``graph.ndata["feat"]`` does, decodes them once, keeps them with the feature and returns them
+    read-only; `feature_stats` tells of it.
+    """
+
+    # What DGL's columns have beside their storage.
+    scheme: Any
+    index: Any
+    device: Any
+    deferred_dtype: torch.dtype | None
+
+    # The invariant: the storage is a CompressedFeature, or None while DGL moves a subcolumn between
+    # processes without it. Whoever puts a tensor there, DGL's own code included, makes the column a
+    # plain one.
+    @property
+    def storage(self) -> Any:
+        """The CompressedFeature that has the rows; None on the way to another process."""
+        return self.__dict__["storage"]
+
+    @storage.setter
+    def storage(self, value: Any) -> None:
+        if not isinstance(value, (CompressedFeature, torch.Tensor, type(None))):
+            raise ArgumentTypeError(
+                f"storage: expected a CompressedFeature, got {type(value).__name__}"
+            )
+        self.__dict__["storage"] = value
+        if isinstance(value, torch.Tensor):
+            self.__class__ = Column
+
+    # Reading
+
+    @Column.data.getter  # type: ignore[untyped-decorator]
+    def data(self) -> Any:
+        """Return the rows ``[n, *row_shape]``; reading them makes this a plain column.
+
+        All rows of the feature are returned read-only instead, and the column stays as it is.
+        """
+        target = None if self.device is None else torch.device(self.device[0])
+        on_host = target is None or target.type == "cpu"
+        if self.index is None and on_host and self.deferred_dtype is None:
+            self.device = None
+            return self.storage.whole()
+        dtype = self.dtype
+        rows = self.storage.gather(self._ids(), device=target).to(dtype)
+        self.data = rows
+        return rows
+
+    def __getitem__(self, rowids: torch.Tensor) -> torch.Tensor:
+        """Return rows; no others are decoded."""
+        rows: torch.Tensor = self.subcolumn(rowids).data
+        return rows
+
+    def fetch(
+        self,
+        indices: torch.Tensor,
+        device: torch.device | str,
+        pin_memory: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        """Start to gather rows for DGL's loaders, and return at once.
+
+        Parameters
+        ----------
+        indices : torch.Tensor
+            Integers ``[n]``, on a CPU or GPU.
+        device : torch.device or str
+            Where the rows are wanted. Packed rows cross the link and are decoded there.
+        pin_memory : bool
+            Rows on the CPU: put them into page-locked memory.
+        **kwargs
+            Taken as DGL's storages take them; copies are asynchronous anyway.
+
+        Returns
+        -------
+        RowsFuture
+            ``wait()`` returns rows ``[n, *row_shape]``. DGL asks for all columns of a batch before
+            it waits for the first, so they load together. A column that `to` moved elsewhere
+            returns a tensor, as DGL does.
+
+        Raises
+        ------
+        IndexRangeError
+            When an id on the CPU is out of range.
+
+        Notes
+        -----
+        The option ``gpu_cache`` of DGL's loader waits for nothing, so it cannot be used for this
+        column; `compress_features` has caches of its own, of packed rows.
+        """
+        if self.device is not None:
+            # Moved by `to`: decoded there once, as DGL moves a whole column once.
+            _ = self.data
+            return self.fetch(indices, device, pin_memory=pin_memory, **kwargs)
+        ids = indices
+        if self.index is not None:
+            # Rows of a subgraph: only those asked for are decoded.
+            index = self._ids()
+            ids = index[_checked(indices.to(index.device), len(index)).long()]
+        rows = self.storage.fetch(_checked(ids), torch.device(device), pin_memory=pin_memory)
+        return rows if self.deferred_dtype is None else _Converted(rows, self.deferred_dtype)
+
+    def _ids(self) -> torch.Tensor:
+        """Return the rows of the feature that this column has, by id."""
+        if self.index is None:
+            return torch.arange(len(self.storage))
+        if isinstance(self.index, _LazyIndex):
+            self.index = self.index.flatten()
+        return _checked(self.index)
+
+    # Columns made of this one. DGL makes them as plain columns around whatever the storage is.
+
+    def clone(self) -> Any:
+        """Return a column of the same feature."""
+        return self._compressed(super().clone())
+
+    def subcolumn(self, rowids: torch.Tensor) -> Any:
+        """Return a column of some rows ``[n]`` of this one; nothing is decoded yet."""
+        return self._compressed(super().subcolumn(rowids))
+
+    def deepclone(self) -> Any:
+        """Return a column with a copy of the feature, or of the rows of a subcolumn."""
+        if self._is_full():
+            return CompressedColumn(copy.deepcopy(self.storage), self.scheme)
+        return Column(self.data.clone(), self.scheme)
+
+    def astype(self, new_dtype: torch.dtype) -> Any:
+        """Return a column whose rows are converted when they are read."""
+        column = self.clone()
+        if column.deferred_dtype is not None and column.dtype != new_dtype:
+            _ = column.data  # one conversion after the other
+            return column.astype(new_dtype)
+        if column.dtype != new_dtype:
+            column.deferred_dtype = new_dtype
+        return column
+
+    @staticmethod
+    def _compressed(column: Any) -> Any:
+        column.__class__ = CompressedColumn
+        return column
+
+    # Memory
+
+    def pin_memory_(self) -> None:
+        """Do nothing: packed rows are page-locked by themselves where there is a GPU."""
+
+    def record_stream(self, stream: Any) -> None:
+        """Tell torch that a stream uses the index; packed rows are in no GPU's memory."""
+        index = self.index
+        if isinstance(index, _LazyIndex) or (index is not None and index.device.type != "cpu"):
+            index.record_stream(stream)
+
+    # Pickling
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle a full column by its feature, which worker processes share; read any other."""
+        if self.storage is not None and not self._is_full():
+            _ = self.data  # which makes this a plain column
+        return object.__reduce_ex__(self, protocol)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__.copy()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # DGL expects that a column on its way without storage waits for no conversion; this may.
+        deferred_dtype = state["deferred_dtype"]
+        super().__setstate__({**state, "deferred_dtype": None})
+        self.deferred_dtype = deferred_dtype
+
+    def __repr__(self) -> str:
+        """Name the feature; nothing is decoded for it."""
+        rows = "" if self.index is None else f"{len(self)} rows of "
+        return f"CompressedColumn({rows}{self.storage!r})"
+
+    def _is_full(self) -> bool:
+        return self.index is None and self.device is None and self.deferred_dtype is None
+
+
+class _Converted:
+    """Rows that were asked for, converted once they are there."""
+
+    def __init__(self, rows: Any, dtype: torch.dtype) -> None:
+        self._rows = rows
+        self._dtype = dtype
+
+    def wait(self) -> torch.Tensor:
+        """Return the rows."""
+        return self._rows.wait().to(self._dtype)  # type: ignore[no-any-return]
+
+
+def _checked(ids: torch.Tensor, n_rows: int | None = None) -> torch.Tensor:
+    """Return ids, or refuse negative ones, which tables count from the end and DGL refuses.
+
+    Ids on a GPU are not looked at, which would wait for it.
+    """
+    if ids.device.type == "cpu" and ids.numel():
+        least = int(ids.min())
+        if least < 0:
+            raise IndexRangeError(f"ids: {least} is out of range, accepted are numbers from 0")
+        if n_rows is not None and int(ids.max()) >= n_rows:
+            raise IndexRangeError(
+                f"ids: {int(ids.max())} is out of range, this column has {n_rows} rows"
+            )
+    return ids
+
+
+def why_raw(column: Any, *, any_dtype: bool = False) -> str:
+    """Say why a column is not compressed when nobody names it; "" when it can be.
+
+    Parameters
+    ----------
+    column : dgl.frame.Column or dgl.frame.LazyFeature
+        What is in a frame.
+    any_dtype : bool
+        Whether columns of other dtypes than floating-point and complex ones are accepted.
+    """
+    if isinstance(column, LazyFeature):
+        return "is a placeholder that a loader fills"
+    if isinstance(column, CompressedColumn):
+        return "is compressed already"
+    if not isinstance(column.storage, torch.Tensor):
+        return f"holds a {type(column.storage).__name__}, not a tensor"
+    if column.storage.requires_grad:
+        return "requires a gradient, which packed rows cannot take; detach() it first"
+    where = column.storage.device if column.device is None else torch.device(column.device[0])
+    if where.type != "cpu":
+        return f"is on {where}; compress it before it is moved there"
+    if column.storage.layout is not torch.strided:
+        return f"is sparse ({column.storage.layout})"
+    if not any_dtype and not (column.dtype.is_floating_point or column.dtype.is_complex):
+        return f"is {column.dtype}: only floating-point columns are compressed without being named"
+    return ""
+
+
+def compress_column(
+    column: Any,
+    *,
+    device: torch.device | str | None = None,
+    layout: str = "compact",
+    cache_bytes: int = 0,
+    cache_ratio: float = 0.0,
+    hotness: torch.Tensor | None = None,
+    codec: Any = "auto",
+    cache_codec: Any = None,
+    group: Any = None,
+) -> Any:
+    """Compress a column where it is: ``graph.get_node_storage("feat").compress()``.
+
+    This is `dgl.frame.Column.compress` once ``bitslab.integrations.dgl`` is imported, the line of
+    the published artifact of IBP. `compress_features` does the same for many columns, and knows
+    which rows are hot.
+
+    Parameters
+    ----------
+    device, layout, cache_bytes, cache_ratio, codec, cache_codec, group
+        As in `bitslab.CompressedFeature.from_tensor`.
+    hotness : torch.Tensor, optional
+        Real numbers ``[N]``: how often each row is asked for. A cache needs them, because a column
+        does not know its graph.
+
+    Returns
+    -------
+    CompressedColumn
+        The same object.
+
+    Raises
+    ------
+    ArgumentError, ArgumentTypeError
+        When the column is compressed already, is not on the CPU or requires a gradient, or when an
+        argument is not accepted. The column is as it was then.
+    """
+    reason = why_raw(column, any_dtype=True)
+    if reason:
+        raise ArgumentError(f"compress: this column {reason}")
+    if hotness is None and (cache_bytes or cache_ratio):
+        raise ArgumentError(
+            "hotness: a cache needs scores [N], because a column does not know its graph; "
+            "bitslab.integrations.dgl.compress_features knows the degrees"
+        )
+    tensor = column.data
+    feature = CompressedFeature.from_tensor(
+        tensor,
+        device=device,
+        layout=layout,  # type: ignore[arg-type]
+        cache_bytes=cache_bytes,
+        cache_ratio=cache_ratio,
+        hot_ids=None if hotness is None else hot_ids(hotness, tensor.shape[0], "hotness"),
+        codec=codec,
+        cache_codec=cache_codec,
+        group=group,
+    )
+    return put_feature(column, feature)
+
+
+def hot_ids(scores: Any, n_rows: int, name: str) -> torch.Tensor:
+    """Return ids by scores ``[n_rows]``, the highest first; refuse other shapes."""
+    if not isinstance(scores, torch.Tensor):
+        raise ArgumentTypeError(f"{name}: expected a tensor, got {type(scores).__name__}")
+    if tuple(scores.shape) != (n_rows,):
+        raise ArgumentError(
+            f"{name}: {list(scores.shape)}, expected one score for each row, {[n_rows]}"
+        )
+    return hotness.by_scores(scores)
+
+
+def put_feature(column: Any, feature: CompressedFeature) -> Any:
+    """Make a plain column, whose data were read, one of a feature with the same rows."""
+    column.unpin_memory_()
+    column.__class__ = CompressedColumn
+    column.__dict__["storage"] = feature
+    return column
+
+
+# The one thing that is added to DGL.
+
+_before: Any = _MISSING
+
+
+def attach() -> None:
+    """Add the method `compress` to `dgl.frame.Column`; doing so again changes nothing."""
+    global _before
+    if Column.__dict__.get("compress") is not compress_column:
+        _before = Column.__dict__.get("compress", _MISSING)
+        Column.compress = compress_column
+
+
+def detach() -> None:
+    """Take the method away and put back what was there; columns stay compressed."""
+    global _before
+    if Column.__dict__.get("compress") is not compress_column:
+        return
+    if _before is _MISSING:
+        del Column.compress
+    else:
+        Column.compress = _before
+    _before = _MISSING

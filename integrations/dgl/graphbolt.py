@@ -1,0 +1,40 @@
+"""A GraphBolt feature whose rows lie packed in host memory.
+
+Importing this module needs a DGL with a GraphBolt that loads; otherwise it raises
+MissingExtraError, which says which ones have one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bitslab.integrations.dgl.feature_reads import FeatureReads, load_graphbolt
+
+__all__ = ["GraphBoltFeature"]
+
+_Feature: Any = load_graphbolt().Feature
+
+
+class GraphBoltFeature(FeatureReads, _Feature):  # type: ignore[misc]
+    """A ``dgl.graphbolt.Feature`` over a `CompressedFeature`.
+
+    It goes wherever a ``TorchBasedFeature`` goes: into a ``BasicFeatureStore``, and under
+    GraphBolt's own caches. What it does is in `FeatureReads`.
+
+    Parameters
+    ----------
+    feature : CompressedFeature or torch.Tensor
+        The rows, or a tensor ``[N, ...]`` of any dtype to pack.
+    metadata : dict, optional
+        What `metadata` returns.
+    **options
+        With a tensor: those of `CompressedFeature.from_tensor`.
+
+    Notes
+    -----
+    In a pipeline of GraphBolt::
+
+        feature = GraphBoltFeature(x, cache_ratio=0.01)
+        store = graphbolt.BasicFeatureStore({("node", None, "feat"): feature})
+        batches = sampled.fetch_feature(store, node_feature_keys=["feat"])
+    """

@@ -1,0 +1,121 @@
+"""A pytest plug-in: any test run of DGL with every floating-point column compressed.
+
+``pytest -p bitslab.integrations.dgl.testing --bitslab-compress-features ...`` makes each column
+that DGL makes of a tensor a `CompressedColumn`, whoever asks for it, so that a suite which knows
+nothing of bitslab checks that nothing else changes. Columns that cannot be compressed stay raw:
+integers, gradients, tensors on a GPU. Without the option nothing happens.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from dgl.frame import Column, Frame
+
+from bitslab import CompressedFeature
+from bitslab.integrations.dgl.column import CompressedColumn, put_feature, why_raw
+
+OPTION = "--bitslab-compress-features"
+
+# Every column is packed, however small, by a plan that is not searched for: suites make thousands
+# of columns of a few numbers.
+PLAN: dict[str, Any] = {"code_bits": 1, "grouped": False, "uniform": False}
+
+
+class CompressEveryColumn:
+    """Compress columns as DGL makes them, between `start` and `stop`.
+
+    Attributes
+    ----------
+    compressed, raw : int
+        Columns that were compressed, and that stayed as they were.
+    """
+
+    def __init__(self) -> None:
+        self.compressed = 0
+        self.raw = 0
+        self._plain: list[tuple[type, str, Any]] = []
+
+    def start(self) -> None:
+        """Compress every column from now on."""
+        plain_init, plain_create, plain_add = Column.__init__, Column.create, Frame.add_column
+
+        def init(column: Any, storage: Any, *args: Any, **kwargs: Any) -> None:
+            plain_init(column, storage, *args, **kwargs)
+            # With more than a storage it is a copy that DGL has not finished.
+            if not args and not kwargs:
+                self._compress(column)
+
+        def create(data: Any) -> Any:
+            column = plain_create(data)
+            if isinstance(data, Column):  # of a tensor, `init` has it already
+                self._compress(column)
+            return column
+
+        def add_column(frame: Any, name: str, scheme: Any, ctx: Any) -> None:
+            plain_add(frame, name, scheme, ctx)
+            self._compress(frame._columns[name])
+
+        self._put(Column, "__init__", init)
+        self._put(Column, "create", staticmethod(create))
+        self._put(Frame, "add_column", add_column)
+
+    def stop(self) -> None:
+        """Let DGL make plain columns again."""
+        while self._plain:
+            owner, name, value = self._plain.pop()
+            setattr(owner, name, value)
+
+    def _put(self, owner: type, name: str, value: Any) -> None:
+        self._plain.append((owner, name, vars(owner)[name]))
+        setattr(owner, name, value)
+
+    def _compress(self, column: Any) -> None:
+        if isinstance(column, CompressedColumn) or isinstance(column.storage, CompressedFeature):
+            return  # or a copy of such a one, which becomes one
+        if column.index is not None or why_raw(column):
+            self.raw += 1
+            return
+        rows = column.data
+        row_bytes = rows[:1].numel() * rows.element_size()
+        chunk_bytes = next(n for n in (4, 2, 1) if row_bytes % n == 0)
+        feature = CompressedFeature.from_tensor(
+            rows, codec="ibp", chunk_bytes=chunk_bytes, progress=False, **PLAN
+        )
+        put_feature(column, feature)
+        self.compressed += 1
+
+
+_KEY = pytest.StashKey[CompressEveryColumn]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option."""
+    parser.getgroup("bitslab").addoption(
+        OPTION,
+        action="store_true",
+        help="compress every floating-point feature column that DGL makes in this run",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Start before test modules are imported: some make graphs as they are."""
+    if config.getoption(OPTION):
+        config.stash[_KEY] = CompressEveryColumn()
+        config.stash[_KEY].start()
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Put DGL's own way of making columns back."""
+    if _KEY in config.stash:
+        config.stash[_KEY].stop()
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Say how many columns there were."""
+    if _KEY in config.stash:
+        every = config.stash[_KEY]
+        terminalreporter.write_line(
+            f"bitslab: {every.compressed} columns were compressed, {every.raw} stayed raw"
+        )

@@ -1,0 +1,36 @@
+"""PyG trains from compressed features: in `Data` and `HeteroData`, or in a `FeatureStore`.
+
+- `compress_features`: one line after the dataset is loaded; loaders and models go on unchanged.
+  `feature_stats` says what that saves and moved, `decompress_features` undoes it.
+- `CompressedFeatureStore`: a PyG feature store that holds compressed tensors.
+- `FetchFeatures`: a transform that puts the rows of a batch on the training device, so that a GPU
+  decodes them.
+- ``pytest -p bitslab.integrations.pyg.testing --bitslab-compress-features``: any test run with
+  every float tensor of every graph compressed.
+
+Importing this package imports torch_geometric.
+"""
+
+from __future__ import annotations
+
+from bitslab.errors import load_optional
+
+load_optional("torch_geometric", extra="pyg", purpose="bitslab.integrations.pyg")
+
+from bitslab.integrations.pyg.compress import (  # noqa: E402
+    compress_features,
+    decompress_features,
+    feature_stats,
+    raw_columns,
+)
+from bitslab.integrations.pyg.store import CompressedFeatureStore  # noqa: E402
+from bitslab.integrations.pyg.transform import FetchFeatures  # noqa: E402
+
+__all__ = [
+    "CompressedFeatureStore",
+    "FetchFeatures",
+    "compress_features",
+    "decompress_features",
+    "feature_stats",
+    "raw_columns",
+]

@@ -1,0 +1,232 @@
+"""Compressed features in the place of tensors in `Data` and `HeteroData`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from bitslab import CompressedFeature, RowCodec
+from bitslab.errors import ArgumentError
+from bitslab.integrations.pyg.columns import (
+    Column,
+    Names,
+    check_data,
+    chosen_columns,
+    columns_of,
+    is_compressed,
+)
+from bitslab.integrations.pyg.hotness import Hotness, check_hotness, hot_ids
+from bitslab.memory.feature_tensor import FeatureTensor
+from bitslab.memory.parts import Layout
+
+Graph = TypeVar("Graph")
+
+
+def compress_features(
+    data: Graph,
+    names: Names = None,
+    *,
+    device: torch.device | str | None = None,
+    layout: Layout = "compact",
+    cache_bytes: int = 0,
+    cache_ratio: float = 0.0,
+    hotness: Hotness = "degree",
+    codec: str | RowCodec = "auto",
+    cache_codec: str | RowCodec | None = None,
+    group: Any = None,
+) -> Graph:
+    """Put compressed features in the place of the node and edge tensors of a graph.
+
+    Loaders, transforms and models go on unchanged: a batch gets plain tensors with the same bits.
+    ``copy.copy(data)`` shares the compressed features, ``copy.deepcopy(data)`` copies them as they
+    are; ``data.clone()``, ``data.to(device)`` on a GPU, and files hold plain tensors.
+
+    Parameters
+    ----------
+    data : torch_geometric.data.Data or HeteroData
+        The graph, which is changed.
+    names : str, list of str, or dict, optional
+        What to compress, such as ``"x"`` or ``["x", "edge_attr"]``; in a HeteroData in every type
+        that has it, or ``{"paper": "x", ("a", "to", "b"): ["edge_attr"]}``. When left out: every
+        floating-point or complex tensor with one row for each node or edge that is not compressed
+        yet and requires no gradient. Integers, such as labels, and masks must be named.
+    device : torch.device or str, optional
+        Where rows are wanted: the cache goes there. The current GPU, or the CPU where there is
+        none, when left out.
+    layout : {"compact", "inplace"}
+        How rows lie in host memory; see `bitslab.CompressedTable`.
+    cache_bytes, cache_ratio
+        Size of a cache of hot rows in the memory of `device`, for each tensor: in bytes, or as a
+        share of the tensor's bytes (IBP, section 5). None by default.
+    hotness : "degree", torch.Tensor, mapping or function
+        What is hot, asked for only if there is a cache. ``"degree"``: nodes that are a source of
+        many edges, and edges that lead to such nodes and are few there. A tensor: a score for each
+        row, of one type. A mapping: tensors by node type and edge type, of a Data by "nodes" and
+        "edges"; what it leaves out goes by degree. A function: takes the graph and the type, and
+        returns a tensor.
+    codec, cache_codec : str or RowCodec
+        As in `bitslab.CompressedFeature.from_tensor`. ``codec="raw", cache_codec="auto"`` packs the
+        rows in the cache alone.
+    group : torch.distributed.ProcessGroup, optional
+        Ranks that all make this call; those on one machine share one copy in host memory.
+
+    Returns
+    -------
+    Data or HeteroData
+        The same object.
+
+    Raises
+    ------
+    ArgumentError, ArgumentTypeError
+        When an argument is not accepted, a name is unknown, or what it names is compressed already,
+        requires a gradient, or has no rows of nodes or edges. Nothing was changed then.
+
+    See Also
+    --------
+    bitslab.memory.feature_tensor.FeatureTensor : What stands in the place of the tensors.
+    decompress_features : Takes it back.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from torch_geometric.data import Data
+    >>> from bitslab.integrations.pyg import compress_features
+    >>> x = torch.randn(100, 16).round()
+    >>> data = Data(x=x, edge_index=torch.randint(100, (2, 500)))
+    >>> data = compress_features(data)
+    >>> torch.equal(data.x[[7, 3]], x[[7, 3]])
+    True
+    """
+    check_data(data)
+    columns = []
+    for column, named in chosen_columns(data, names):
+        reason = why_raw(column, any_dtype=named)
+        if not reason:
+            columns.append(column)
+        elif named:
+            raise ArgumentError(f"names: {column} {reason}")
+    check_hotness(hotness, columns)
+    made: list[tuple[Column, FeatureTensor]] = []
+    try:
+        for column in columns:
+
+            def order(column: Column = column) -> torch.Tensor:
+                return hot_ids(data, column, hotness)
+
+            feature = CompressedFeature.from_tensor(
+                column.value,
+                codec=codec,
+                layout=layout,
+                device=device,
+                cache_bytes=cache_bytes,
+                cache_ratio=cache_ratio,
+                cache_codec=cache_codec,
+                hot_ids=order,
+                group=group,
+            )
+            made.append((column, FeatureTensor(feature)))
+    except BaseException:
+        for _, t in made:
+            t.feature.table.close()
+        raise
+    for column, t in made:
+        column.store[column.name] = t
+    return data
+
+
+def why_raw(column: Column, any_dtype: bool = False) -> str:
+    """Return why a column is not compressed, or an empty text."""
+    value = column.value
+    if is_compressed(column):
+        return "is compressed already"
+    if value.requires_grad:
+        return "requires a gradient, which packed rows cannot take; detach it first"
+    if not (any_dtype or value.is_floating_point() or value.is_complex()):
+        return f"holds {value.dtype}, which is compressed only when it is named"
+    return ""
+
+
+def decompress_features(data: Graph, names: Names = None) -> Graph:
+    """Put plain tensors back in the place of compressed features.
+
+    Parameters
+    ----------
+    data : torch_geometric.data.Data or HeteroData
+        The graph, which is changed.
+    names : str, list of str, or dict, optional
+        As in `compress_features`; all compressed features when left out.
+
+    Returns
+    -------
+    Data or HeteroData
+        The same object. Copies of it that share its features keep theirs.
+
+    Raises
+    ------
+    ArgumentError, ArgumentTypeError
+        When a name is unknown or names a tensor that is not compressed; nothing was changed then.
+    """
+    check_data(data)
+    columns = compressed_columns(data, names)
+    plain = [(column, column.value.clone()) for column in columns]
+    for column, tensor in plain:
+        column.store[column.name] = tensor
+    return data
+
+
+def compressed_columns(data: Any, names: Names = None) -> list[Column]:
+    """Return the columns that are compressed: all, or the named ones."""
+    columns = []
+    for column, named in chosen_columns(data, names):
+        if is_compressed(column):
+            columns.append(column)
+        elif named:
+            raise ArgumentError(f"names: {column} is not compressed")
+    return columns
+
+
+def feature_stats(data: Any) -> dict[Any, Any]:
+    """Return what the compressed features of a graph take and moved so far, in this process.
+
+    Parameters
+    ----------
+    data : torch_geometric.data.Data or HeteroData
+        The graph.
+
+    Returns
+    -------
+    dict
+        What `bitslab.CompressedFeature.stats` returns: for a Data by name, for a HeteroData by type
+        and then by name.
+    """
+    return _by_place(data, lambda c: c.value.feature.stats() if is_compressed(c) else None)
+
+
+def raw_columns(data: Any) -> dict[Any, Any]:
+    """Return the tensors of nodes or edges that are not compressed, and why not.
+
+    Parameters
+    ----------
+    data : torch_geometric.data.Data or HeteroData
+        The graph.
+
+    Returns
+    -------
+    dict
+        Why `compress_features` without names would leave them, empty for those that it would not:
+        for a Data by name, for a HeteroData by type and then by name.
+    """
+    return _by_place(data, lambda c: None if is_compressed(c) else why_raw(c))
+
+
+def _by_place(data: Any, function: Callable[[Column], Any]) -> dict[Any, Any]:
+    check_data(data)
+    found: dict[Any, Any] = {}
+    for column in columns_of(data):
+        value = function(column)
+        if value is not None:
+            flat = column.store._key is None
+            (found if flat else found.setdefault(column.place, {}))[column.name] = value
+    return found

@@ -1,0 +1,99 @@
+"""A pytest plug-in that compresses every float tensor that is put into a PyG graph.
+
+``pytest -p bitslab.integrations.pyg.testing --bitslab-compress-features ...`` runs any tests that
+way: each floating-point tensor with a dimension and without gradient that is set on a `Data` or
+`HeteroData` becomes a `FeatureTensor`. What then differs is told by the tests: in-place writes to
+features raise, and a feature does not share memory with the tensor that it was made of.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch_geometric.data.storage import BaseStorage
+
+from bitslab import CompressedFeature, InvariantCodec
+from bitslab.memory.feature_tensor import FeatureTensor
+
+OPTION = "--bitslab-compress-features"
+#: Smaller tensors are packed with a plan that is not searched for, and masks of the first tensor of
+#: their kind: suites set thousands of tensors of a few numbers.
+PLANNED_BYTES = 1 << 16
+PLAN: dict[str, Any] = {"code_bits": 1, "grouped": False, "uniform": True, "threshold": 0.9}
+
+_codecs: dict[tuple[tuple[int, ...], torch.dtype], InvariantCodec] = {}
+_plain_setitem: Callable[[Any, str, Any], None] = BaseStorage.__setitem__
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option, which the plug-ins of other frameworks add too."""
+    with contextlib.suppress(ValueError):
+        parser.getgroup("bitslab").addoption(
+            OPTION,
+            action="store_true",
+            default=False,
+            help="compress every float feature of every graph",
+        )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Compress from now on, if asked to."""
+    if config.getoption(OPTION):
+        _allow_open_files()
+        BaseStorage.__setitem__ = _set_compressed
+
+
+def pytest_unconfigure() -> None:
+    """Leave PyG as it was."""
+    BaseStorage.__setitem__ = _plain_setitem
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    """Say whether features are compressed."""
+    state = "compressed" if config.getoption(OPTION) else "as they are"
+    return f"bitslab: float features of PyG graphs are {state}"
+
+
+def _allow_open_files() -> None:
+    """Raise this process's limit of open files as far as it may: a feature holds a few.
+
+    The usual 1024 do for some 170 features, and suites keep lists of hundreds of graphs.
+    """
+    try:
+        import resource
+    except ImportError:  # Windows has no such limit
+        return
+    _, highest = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (highest, highest))
+
+
+def _set_compressed(storage: Any, key: str, value: Any) -> None:
+    _plain_setitem(storage, key, wrapped(value))
+
+
+def wrapped(value: Any) -> Any:
+    """Return a FeatureTensor for a float tensor that can be one; everything else as it is."""
+    if (
+        not isinstance(value, torch.Tensor)
+        or isinstance(value, (FeatureTensor, torch.nn.Parameter))
+        or value.layout is not torch.strided
+        or not value.is_floating_point()
+        or value.dim() == 0
+        or value.device.type != "cpu"
+        or value.is_nested
+        or value.requires_grad
+    ):
+        return value
+    if not value.numel() or value.numel() * value.element_size() >= PLANNED_BYTES:
+        return FeatureTensor(CompressedFeature.from_tensor(value, device="cpu", progress=False))
+    kind = (tuple(value.shape[1:]), value.dtype)
+    codec = _codecs.get(kind)
+    if codec is None:
+        width = min(4, value.element_size())
+        codec = _codecs[kind] = InvariantCodec.fit(value, chunk_bytes=width, **PLAN)
+    return FeatureTensor(CompressedFeature.from_tensor(value, device="cpu", codec=codec))

@@ -1,0 +1,73 @@
+"""The pytest plug-in: a run of tests that know nothing of bitslab, with columns compressed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from dgl.frame import Column
+
+from bitslab.integrations.dgl import CompressedColumn
+from bitslab.integrations.dgl.testing import OPTION, CompressEveryColumn
+from tests.helpers import same_bits
+from tests.integrations.dgl.graphs import features, homogeneous
+
+pytest_plugins = ["pytester"]
+
+SUITE = """
+import dgl, torch
+MADE_ON_IMPORT = dgl.graph(([0, 1], [1, 2]))
+MADE_ON_IMPORT.ndata["x"] = torch.arange(6.0).view(3, 2)
+
+def test_compressed():
+    graph = dgl.rand_graph(5, 9)
+    graph.edata["w"] = torch.ones(9, 3)
+    graph.ndata["n"] = torch.arange(5)
+    columns = [MADE_ON_IMPORT.get_node_storage("x"), graph.get_edge_storage("w")]
+    columns.append(graph.get_node_storage("n"))
+    assert [type(column).__name__ for column in columns] == {expected}
+    assert MADE_ON_IMPORT.ndata["x"].tolist() == [[0, 1], [2, 3], [4, 5]]
+    assert graph.subgraph([0, 1]).edata["w"].shape[1] == 3
+"""
+
+
+@pytest.mark.parametrize("option", [True, False])
+def test_a_run(option, pytester):
+    names = ["CompressedColumn", "CompressedColumn", "Column"] if option else ["Column"] * 3
+    pytester.makepyfile(SUITE.replace("{expected}", repr(names)))
+    args = ["-p", "bitslab.integrations.dgl.testing", "-p", "no:cacheprovider"]
+    # A process of its own: a run in this one would leave what it was first to import half loaded.
+    result = pytester.runpytest_subprocess(*args, *([OPTION] if option else []))
+    result.assert_outcomes(passed=1)
+    if option:
+        result.stdout.fnmatch_lines(["bitslab: * columns were compressed, * stayed raw"])
+    else:
+        result.stdout.no_fnmatch_line("bitslab: *")
+
+
+def test_every_column_is_compressed_whoever_makes_it():
+    every, before = CompressEveryColumn(), dict(vars(Column))
+    every.start()
+    try:
+        x = features(5, 3)
+        for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+            for rows in (x, x[:, :1], x[:0], x[:, :0], x[:, 0]):
+                column = Column(rows.to(dtype))
+                assert type(column) is CompressedColumn
+                assert same_bits(column.data, rows.to(dtype))
+                # Packed, however small, where there is anything to pack.
+                codec = "ibp" if rows.numel() else "raw"
+                assert column.storage.stats()["codec"].startswith(codec)
+        compressed = every.compressed
+        assert compressed == 20
+        graph = homogeneous()
+        graph.nodes[[0]].data["feat"] = torch.ones(1, 9)
+        assert type(graph.local_var().get_node_storage("feat")) is CompressedColumn
+        assert every.compressed > compressed
+        assert type(graph.get_node_storage("feat").astype(torch.float64).data) is torch.Tensor
+        for raw in (torch.arange(3), x.clone().requires_grad_()):
+            assert type(Column(raw)) is Column
+        assert every.raw >= 2
+    finally:
+        every.stop()
+    assert dict(vars(Column)) == before
+    assert type(Column(features(5, 3))) is Column

@@ -1,0 +1,105 @@
+"""The pytest option that compresses every float tensor of every graph, and what imports say."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("torch_geometric", reason="torch-geometric is not installed")
+
+from torch_geometric.data import Data, HeteroData
+
+import bitslab.integrations.pyg
+from bitslab import MissingExtraError
+from bitslab.integrations.pyg import testing
+from bitslab.integrations.pyg.testing import wrapped
+from bitslab.memory.feature_tensor import FeatureTensor
+from tests.integrations.pyg.graphs import features, same
+
+OPTION = "--bitslab-compress-features"
+OTHER = f"""
+def pytest_addoption(parser):
+    parser.getgroup("bitslab").addoption("{OPTION}", action="store_true")
+"""
+SUITE = """
+import resource
+import torch
+from torch_geometric.data import Data
+
+def test_features_are_compressed():
+    data = Data(x=torch.zeros(5, 3))
+    assert type(data.x).__name__ == "FeatureTensor"
+
+def test_hundreds_of_graphs_fit_in_the_limit_of_open_files():
+    limit, highest = resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert limit == highest != 200
+    graphs = [Data(x=torch.ones(5, 3)) for _ in range(300)]
+    assert all(type(graph.x).__name__ == "FeatureTensor" for graph in graphs)
+"""
+
+
+def test_the_option_compresses_the_features_of_a_suite(tmp_path):
+    # Another plug-in has added the option already.
+    (tmp_path / "other.py").write_text(OTHER)
+    (tmp_path / "test_suite.py").write_text(SUITE)
+    plugins = ["-p", "other", "-p", testing.__name__, "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", *plugins, OPTION]
+    limited = ["sh", "-c", 'ulimit -Sn 200; exec "$@"', "sh", *command]
+    done = subprocess.run(limited, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "float features of PyG graphs are compressed" in done.stdout
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_every_float_tensor_is_compressed_while_the_run_lasts(asked):
+    config: Any = SimpleNamespace(getoption={OPTION: asked}.get)
+    x = torch.randn(5, 3)
+    testing.pytest_configure(config)
+    try:
+        data = Data(x=x, edge_index=torch.zeros(2, 4, dtype=torch.int64), y=torch.arange(5))
+        data.edge_attr, data["z"] = torch.zeros(4), torch.zeros(0, 3)
+        typed = HeteroData(paper={"x": x})
+    finally:
+        testing.pytest_unconfigure()
+    for t in (data.x, data.edge_attr, data.z, typed["paper"].x):
+        assert isinstance(t, FeatureTensor) == asked
+    assert type(data.y) is torch.Tensor and same(data.x, x)
+    data.x = x
+    assert data.x is x
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_tiny_tensors_keep_every_bit(dtype):
+    for n, width in ((5, 3), (40, 1), (5000, 9)):
+        x = features(n, width, dtype)
+        t = wrapped(x)
+        assert isinstance(t, FeatureTensor) and same(t[torch.arange(n)], x)
+        assert same(wrapped(x[:, 0])[[1, 2, 3]], x[[1, 2, 3], 0])
+
+
+def test_what_stays_as_it_is():
+    t = wrapped(torch.zeros(3, 2))
+    for value in (
+        t,
+        torch.tensor(1.0),
+        torch.arange(3),
+        torch.eye(3).to_sparse(),
+        torch.zeros(3, requires_grad=True),
+        torch.nn.Parameter(torch.zeros(3), requires_grad=False),
+        torch.zeros(3, device="meta"),
+        [1.0],
+        None,
+    ):
+        assert wrapped(value) is value
+
+
+def test_the_import_says_what_is_missing(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch_geometric", None)
+    with pytest.raises(MissingExtraError, match=r'pip install "bitslab\[pyg\]"'):
+        importlib.reload(bitslab.integrations.pyg)
