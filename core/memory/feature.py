@@ -27,6 +27,28 @@ OVERLAP_BYTES = 1 << 20
 HotIds = torch.Tensor | Callable[[], torch.Tensor]
 
 
+class _Fetchers:
+    """Two threads for all features: each gather uses as many more as torch does."""
+
+    def __init__(self) -> None:
+        self.after_fork()
+        call_after_fork(self)
+
+    def after_fork(self) -> None:
+        """Forget the parent's threads, which do not exist in a forked child."""
+        self._lock = threading.Lock()
+        self._pool: ThreadPoolExecutor | None = None
+
+    def submit(self, work: Callable[[], torch.Tensor]) -> Future[torch.Tensor]:
+        with self._lock:
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(2, thread_name_prefix="bitslab-fetch")
+            return self._pool.submit(work)
+
+
+_fetchers = _Fetchers()
+
+
 class RowsFuture:
     """Rows that were asked for; `wait` returns them.
 
@@ -105,9 +127,8 @@ class CompressedFeature:
         call_after_fork(self)
 
     def after_fork(self) -> None:
-        """Set up what belongs to one process: the lock and the threads."""
+        """Set up what belongs to one process: the lock."""
         self._lock = threading.RLock()
-        self._pool: ThreadPoolExecutor | None = None
 
     @classmethod
     def from_tensor(
@@ -293,10 +314,7 @@ class CompressedFeature:
 
         if ids.numel() * self.table.row_bytes < OVERLAP_BYTES:
             return RowsFuture(rows())
-        with self._lock:
-            if self._pool is None:
-                self._pool = ThreadPoolExecutor(1, thread_name_prefix="bitslab-fetch")
-            return RowsFuture(self._pool.submit(rows))
+        return RowsFuture(_fetchers.submit(rows))
 
     def whole(self) -> ReadOnlyTensor:
         """Return all rows on the CPU, decoded once and kept; they must not be written to.

@@ -111,7 +111,7 @@ class FeatureTensor(torch.Tensor):
         """Answer from facts and rows where that is enough, else from the whole feature."""
         kwargs = kwargs or {}
         special = _SPECIAL.get(func)
-        if special is not None and not (special in _CHOOSERS and _is_transforming()):
+        if special is not None and not (special in _DECODERS and _is_transforming()):
             result = special(*args, **kwargs)
             if result is not NotImplemented:
                 return result
@@ -142,7 +142,7 @@ class FeatureTensor(torch.Tensor):
                 return _convert(func, first, args[1:], kwargs)
         # Before anything is decoded for it.
         refuse_writes(func, *_replaced(args, kwargs, lambda t: read_only(torch.empty(0))))
-        args, kwargs = _replaced(args, kwargs, lambda t: t._feature.whole())
+        args, kwargs = _replaced(args, kwargs, _whole)
         return func(*args, **kwargs)
 
     @classmethod
@@ -166,7 +166,7 @@ class FeatureTensor(torch.Tensor):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 if isinstance(given, FeatureTensor):
                     raise _read_only(str(func))
-        args, kwargs = _replaced(args, kwargs, lambda t: plain(t._feature.whole()))
+        args, kwargs = _replaced(args, kwargs, lambda t: plain(_whole(t)))
         return func(*args, **kwargs)
 
     def __repr__(self, *args: Any, **kwargs: Any) -> str:  # type: ignore[override]
@@ -196,6 +196,16 @@ class FeatureTensor(torch.Tensor):
 def _decoded(t: FeatureTensor) -> torch.Tensor:
     """Return all rows as a plain tensor of its own."""
     return t._feature.table.decoded(0, len(t._feature))
+
+
+def _whole(t: FeatureTensor) -> torch.Tensor:
+    """Return all rows, decoded once and kept, read-only."""
+    if not _is_transforming():
+        return t._feature.whole()
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+    with temporarily_clear_interpreter_stack():
+        return t._feature.whole()
 
 
 def _stand_in(t: FeatureTensor) -> torch.Tensor:
@@ -464,7 +474,7 @@ _SPECIAL: dict[Callable[..., Any], Callable[..., Any]] = {
     torch._C._VariableFunctions.select: _select,
 }
 
-_CHOOSERS = frozenset([_embedding, _get_item, _index_select, _narrow, _select])
+_DECODERS = frozenset([_clone, _embedding, _get_item, _index_select, _narrow, _select])
 
 
 def _pass_on(t: FeatureTensor) -> tuple[Any, ...]:

@@ -99,7 +99,7 @@ def read_only(t: torch.Tensor) -> ReadOnlyTensor:
         return t.as_subclass(ReadOnlyTensor)
 
 
-def keep_from_compiler(cls: type[torch.Tensor]) -> None:
+def keep_from_compiler(cls: Any) -> None:
     """Have torch.compile run what meets tensors of a class as it is, between what it compiles.
 
     It would otherwise trace ``__torch_function__`` itself, which does not end. Call this when a
@@ -109,6 +109,8 @@ def keep_from_compiler(cls: type[torch.Tensor]) -> None:
     classes = getattr(config, "nontraceable_tensor_subclasses", None)
     if classes is not None and cls not in classes:
         classes.add(cls)
+        function = torch.compiler.disable(cls.__torch_function__.__func__)  # type: ignore[no-untyped-call]
+        cls.__torch_function__ = classmethod(function)
 
 
 def plain(t: torch.Tensor) -> torch.Tensor:

@@ -177,6 +177,7 @@ WHOLE = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:Using a non-tuple sequence")  # torch 2 takes lists for tuples
 @pytest.mark.parametrize("use", WHOLE.values(), ids=WHOLE)
 def test_everything_else_works_on_the_whole(t, x, use):
     assert same(use(t), use(x))
@@ -196,6 +197,7 @@ FUNCTIONAL = {
     "grad": lambda t: torch.func.grad(lambda w: (t @ w).sum())(torch.ones(4)),
     "grad of rows": lambda t: torch.func.grad(lambda w: (t[IDS] @ w).sum())(torch.ones(4)),
     "jacobian of a row": lambda t: torch.func.jacrev(lambda w: t[3] * w)(torch.ones(4)),
+    "grad of a copy": lambda t: torch.func.grad(lambda w: (t.clone() @ w).sum())(torch.ones(4)),
     "rows of ids in a vmap": lambda t: torch.func.vmap(lambda i: t[i])(IDS),
     "vmap over rows": lambda t: torch.func.vmap(lambda row: row.sum())(t),
 }
@@ -203,10 +205,14 @@ FUNCTIONAL = {
 
 @pytest.mark.parametrize("use", FUNCTIONAL.values(), ids=FUNCTIONAL)
 def test_functions_of_torch_func_take_it(t, x, use):
+    assert not decoded_whole(t)
     assert same(use(t), use(x))
 
 
-@pytest.mark.parametrize("part", [lambda t: t, lambda t: t[:], lambda t: t[2:9]])
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch, where a graph breaks
+@pytest.mark.parametrize(
+    "part", [lambda t: t, lambda t: t[:], lambda t: t[2:9]], ids=["itself", "whole", "slice"]
+)
 def test_a_compiled_model_takes_it(t, x, part):
     pytest.importorskip("torch._dynamo")
     model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU())
