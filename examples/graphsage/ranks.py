@@ -1,0 +1,73 @@
+"""The processes that train together under torchrun; one alone otherwise."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Which of how many processes this is, and their group (None for one alone)."""
+
+    rank: int = 0
+    size: int = 1
+    group: Any = None
+
+    def wrapped(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Let the ranks average the model's gradients."""
+        if self.group is None:
+            return model
+        return torch.nn.parallel.DistributedDataParallel(model, process_group=self.group)
+
+    def summed(self, numbers: Sequence[float], device: torch.device) -> list[float]:
+        """Sum each number over the ranks."""
+        if self.group is None:
+            return list(numbers)
+        total = torch.tensor(numbers, dtype=torch.float64, device=device)
+        dist.all_reduce(total, group=self.group)
+        return [float(number) for number in total]
+
+    def distinct(self, text: str) -> int:
+        """Count how many different texts the ranks have."""
+        texts: list[Any] = [text]
+        if self.group is not None:
+            texts *= self.size
+            dist.all_gather_object(texts, text, group=self.group)
+        return len(set(texts))
+
+    def part(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of a batch, whose length is a multiple of `size`."""
+        return ids.view(self.size, -1)[self.rank]
+
+
+def wanted_size() -> int:
+    """Return how many processes torchrun started; 1 without it."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def local_rank() -> int:
+    """Return which process of its machine this is."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+@contextmanager
+def started(device: torch.device) -> Iterator[Ranks]:
+    """Join the processes that torchrun started: NCCL between GPUs, gloo between CPUs."""
+    if wanted_size() == 1:
+        yield Ranks()
+        return
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    # gloo beside NCCL: the ranks also hand host memory to each other.
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    try:
+        yield Ranks(dist.get_rank(), dist.get_world_size(), dist.group.WORLD)
+    finally:
+        dist.destroy_process_group()

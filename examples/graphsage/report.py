@@ -1,0 +1,165 @@
+"""What the scripts show: progress, a table for each way of keeping features, JSON, a plot."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from .modes import PAPER_NAMES
+from .training import Epoch, Report
+
+#: Stands for the standard output where a file is asked for.
+OUTPUT = Path("-")
+
+
+@dataclass
+class Run:
+    """What training in one mode gave."""
+
+    mode: str
+    raw_bytes: int
+    host_bytes: int
+    copies: int
+    prepare_seconds: float
+    epochs: list[Epoch]
+    validation_accuracy: float | None
+
+    @property
+    def losses(self) -> list[float]:
+        """The loss of every batch."""
+        return [loss for epoch in self.epochs for loss in epoch.losses]
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "mode": self.mode,
+            "raw_bytes": self.raw_bytes,
+            "host_bytes": self.host_bytes,
+            "copies": self.copies,
+            "memory_ratio": self.raw_bytes / self.host_bytes,
+            "prepare_seconds": self.prepare_seconds,
+            "epochs": [epoch.as_dict() for epoch in self.epochs],
+            "validation_accuracy": self.validation_accuracy,
+        }
+
+
+class Steps:
+    """Shows on a terminal how far the present step has come."""
+
+    def __init__(self, shown: bool = True) -> None:
+        # Few refreshes, because they are drawn while epochs are timed.
+        self._bar = Progress(
+            console=Console(stderr=True),
+            transient=True,
+            refresh_per_second=4,
+            disable=not (shown and sys.stderr.isatty()),
+        )
+
+    def __enter__(self) -> Steps:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._bar.stop()
+
+    @contextmanager
+    def step(self, title: str) -> Iterator[Report]:
+        """Show a step; what this gives is called with how much is done, and of how much."""
+        task = self._bar.add_task(title, total=None)
+        try:
+            yield lambda done, total: self._bar.update(task, completed=done, total=total)
+        finally:
+            self._bar.remove_task(task)
+
+
+def make_console() -> Console:
+    return Console(width=None if sys.stdout.isatty() else 140, highlight=False)
+
+
+def print_run(console: Console, run: Run, n_ranks: int) -> None:
+    """Print the epochs of one mode."""
+    copies = "one copy" if run.copies == 1 else f"{run.copies} copies"
+    shared = f", {copies} for {n_ranks} ranks" if n_ranks > 1 else ""
+    known = f", {PAPER_NAMES[run.mode]}" if run.mode in PAPER_NAMES else ""
+    shown = Table(
+        title=f"{run.mode}{known}: features of {run.raw_bytes / 1e6:,.2f} MB take "
+        f"{run.host_bytes / 1e6:,.2f} MB of host memory "
+        f"({run.raw_bytes / run.host_bytes:.2f}x){shared}",
+        title_justify="left",
+    )
+    for heading in (
+        "epoch",
+        "loss",
+        "accuracy",
+        "seconds",
+        "sampling",
+        "fetching",
+        "training",
+        "waiting",
+        "moved MB",
+        "ratio",
+        "hit rate",
+    ):
+        shown.add_column(heading, justify="right")
+    for epoch in run.epochs:
+        ratio, hit_rate = epoch.traffic.ratio, epoch.traffic.hit_rate
+        shown.add_row(
+            str(epoch.epoch),
+            f"{epoch.loss:.6f}",
+            f"{epoch.accuracy:.1%}",
+            f"{epoch.seconds:.2f}",
+            f"{epoch.sampling_seconds:.2f}",
+            f"{epoch.fetching_seconds:.2f}",
+            f"{epoch.training_seconds:.2f}",
+            f"{epoch.waiting_seconds:.2f}",
+            f"{epoch.traffic.moved_bytes / 1e6:,.2f}",
+            "" if ratio is None else f"{ratio:.2f}",
+            "" if hit_rate is None else f"{hit_rate:.1%}",
+        )
+    console.print(shown)
+    if run.validation_accuracy is not None:
+        console.print(f"validation accuracy {run.validation_accuracy:.1%}")
+
+
+def write_json(path: Path, facts: dict[str, Any], runs: Sequence[Run]) -> None:
+    """Write everything to a file, or to the output for ``-``."""
+    text = json.dumps({**facts, "runs": [run.as_dict() for run in runs]}, indent=1)
+    if path == OUTPUT:
+        print(text)
+    else:
+        path.write_text(text + "\n")
+
+
+def draw(path: Path, runs: Sequence[Run]) -> None:
+    """Draw the loss of each batch, and the seconds of each way's epochs by what they went to."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (losses, seconds) = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    for run in runs:
+        losses.plot(range(1, len(run.losses) + 1), run.losses, label=run.mode)
+    losses.set(xlabel="batch", ylabel="loss")
+    losses.legend()
+    modes = [run.mode for run in runs]
+    bottom = [0.0] * len(runs)
+    for part in ("waiting", "training"):
+        heights = [
+            sum(getattr(epoch, f"{part}_seconds") for epoch in run.epochs) / len(run.epochs)
+            for run in runs
+        ]
+        seconds.bar(modes, heights, bottom=bottom, label=part)
+        bottom = [b + h for b, h in zip(bottom, heights, strict=True)]
+    seconds.set(ylabel="seconds of an epoch")
+    seconds.legend()
+    figure.savefig(path)
+    pyplot.close(figure)

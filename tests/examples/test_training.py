@@ -1,0 +1,218 @@
+"""Losses are the same to the last bit however features are kept, in both frameworks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from graphsage.modes import MODES, Column, Traffic
+from graphsage.training import drawn_seed
+
+import bitslab
+
+from .conftest import ROOT
+
+SMALL = "--scale-up 300 --degree 12 --epochs 1 --batch-size 64 --hidden 8 --cache-ratio 0.1".split()
+
+
+def losses(run: dict[str, Any]) -> list[float]:
+    return [loss for epoch in run["epochs"] for loss in epoch["losses"]]
+
+
+@pytest.mark.parametrize("edges", [False, True], ids=["nodes", "nodes and edges"])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_losses_are_equal_in_all_modes(
+    script: Any, train: Any, tmp_path: Path, dtype: str, edges: bool
+) -> None:
+    plot = tmp_path / "plot.png"
+    options = ["--dtype", dtype, *(["--edge-features"] if edges else ["--plot", str(plot)])]
+    status, told = train(script, *SMALL, *options, "--features", "all")
+    assert status == 0
+    assert told["losses_equal"]
+    assert (told["nodes"], told["dtype"]) == (300, dtype)
+    assert told["edge_features"] == (8 if edges else 0)
+    runs = {run["mode"]: run for run in told["runs"]}
+    assert tuple(runs) == MODES
+    assert len(losses(runs["raw"])) == 3
+    for run in runs.values():
+        assert losses(run) == losses(runs["raw"])
+        assert run["validation_accuracy"] == runs["raw"]["validation_accuracy"]
+        (epoch,) = run["epochs"]
+        assert epoch["gathered_bytes"] == runs["raw"]["epochs"][0]["gathered_bytes"] > 0
+        parts = epoch["training_seconds"] + epoch["waiting_seconds"]
+        assert epoch["seconds"] == pytest.approx(parts)
+    moved = {mode: run["epochs"][0]["moved_bytes"] for mode, run in runs.items()}
+    assert moved["raw"] == moved["unified"] > moved["cache"] > moved["host"] > moved["both"]
+    for mode, run in runs.items():
+        assert (run["memory_ratio"] > 1.2) == (mode in ("host", "both"))
+        hit_rate = run["epochs"][0]["hit_rate"]
+        assert (hit_rate is not None and 0.1 < hit_rate < 1) == (mode in ("cache", "both"))
+    assert edges or plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_losses_do_not_depend_on_who_samples(script: Any, train: Any) -> None:
+    told = []
+    for options in ([], ["--no-pipeline"], ["--workers", "1"]):
+        status, said = train(script, *SMALL, *options, "--edge-features")
+        assert status == 0
+        told.append(losses(said["runs"][0]))
+    assert told[0] == told[1] == told[2]
+    _, other = train(script, *SMALL, "--edge-features", "--seed", "1")
+    assert losses(other["runs"][0]) != told[0]
+
+
+def test_training_learns(script: Any, train: Any) -> None:
+    status, told = train(script, "--epochs", "4", "--hidden", "32", "--lr", "0.02")
+    assert status == 0
+    (run,) = told["runs"]
+    assert (told["dataset"], run["mode"]) == ("digits", "both")
+    assert run["epochs"][-1]["loss"] < run["epochs"][0]["loss"] / 2
+    assert run["validation_accuracy"] > 0.7
+
+
+def test_a_bit_that_differs_is_told(
+    script: Any, train: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    honest = bitslab.CompressedFeature.gather
+
+    def gather(self: Any, *arguments: Any, **options: Any) -> torch.Tensor:
+        rows = honest(self, *arguments, **options)
+        rows[0, 0] += 1
+        return rows
+
+    monkeypatch.setattr(bitslab.CompressedFeature, "gather", gather)
+    status, told = train(script, *SMALL, "--features", "all")
+    assert status == 1
+    assert not told["losses_equal"]
+    assert "losses of 3 batches, 5 ways: DIFFERENT" in capsys.readouterr().out
+
+
+def test_json_on_the_output_is_all_of_it(script: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert script.main([*SMALL, "--features", "raw", "--json", "-"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert [run["mode"] for run in told["runs"]] == ["raw"]
+
+
+def test_table_shows_what_the_json_says(
+    script: Any, train: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, told = train(script, *SMALL, "--features", "both")
+    out = capsys.readouterr().out
+    (run,) = told["runs"]
+    (epoch,) = run["epochs"]
+    assert f"both, IBP(C/M): features of {run['raw_bytes'] / 1e6:.2f} MB take" in out
+    (line,) = [line for line in out.splitlines() if line.startswith("│")]
+    cells = [cell.strip() for cell in line.strip("│").split("│")]
+    assert cells[1] == f"{epoch['loss']:.6f}"
+    assert cells[8] == f"{epoch['moved_bytes'] / 1e6:.2f}"
+    assert cells[9] == f"{epoch['ratio']:.2f}"
+    assert cells[10] == f"{epoch['hit_rate']:.1%}"
+
+
+def test_max_train_bounds_an_epoch(script: Any, train: Any) -> None:
+    status, told = train(script, *SMALL, "--max-train", "70", "--features", "raw")
+    assert status == 0
+    assert len(losses(told["runs"][0])) == 1
+    status, told = train(script, *SMALL, "--max-train", "30", "--features", "raw")
+    assert len(losses(told["runs"][0])) == 1
+
+
+def test_planetoid_is_trained_on(script: Any, train: Any, planetoid: Path) -> None:
+    options = ["--dataset", "citeseer", "--root", str(planetoid), "--batch-size", "20"]
+    status, told = train(script, *options, "--features", "all", "--epochs", "1")
+    assert status == 0
+    assert (told["dataset"], told["nodes"]) == ("citeseer", 60)
+
+
+def test_two_ranks_train_as_one(script: Any, train: Any, tmp_path: Path) -> None:
+    """torchrun with two processes on a CPU, one copy of the features, half of each batch each."""
+    # What is drawn for a node depends on the batch around it; all of its neighbours do not.
+    options = [*SMALL, "--fanouts", "-1", "-1", "--epochs", "2", "--features", "both"]
+    _, alone = train(script, *options)
+    told = tmp_path / "two.json"
+    path = ROOT / "examples" / f"{script.__name__}.py"
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+        + [str(path), *options, "--device", "cpu", "--json", str(told)],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("digits SU: ") == 1
+    together = json.loads(told.read_text())
+    assert together["ranks"] == 2
+    (one,), (two,) = alone["runs"], together["runs"]
+    assert two["copies"] == 1
+    assert two["host_bytes"] == one["host_bytes"]
+    # Halves are summed in another order than the whole, and steps of Adam carry it on.
+    assert losses(two) == pytest.approx(losses(one), rel=1e-4)
+    assert len(losses(two)) == 6
+
+
+def test_a_batch_that_gives_some_ranks_nothing(
+    script: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(SystemExit) as stopped:
+        script.main(["--batch-size", "3", "--device", "cpu"])
+    assert stopped.value.code == 2
+    assert "--batch-size: 3, which is none for some of 4 ranks" in capsys.readouterr().err
+
+
+def test_seeds_are_mixed() -> None:
+    seeds = {drawn_seed(a, b, c) for a in range(5) for b in range(5) for c in range(5)}
+    assert len(seeds) == 125
+    assert all(0 <= seed < 1 << 31 for seed in seeds)
+
+
+def test_traffic_of_plain_rows_is_what_was_asked_for() -> None:
+    column = Column(torch.zeros(10, 3, dtype=torch.float16))
+    column.count(7)
+    traffic = column.traffic()
+    assert traffic.moved_bytes == traffic.gathered_bytes == 7 * 3 * 2
+    assert (traffic.ratio, traffic.hit_rate) == (1, None)
+    assert Traffic(100, 0, hits=5).ratio is None
+
+
+def test_benchmark_measures_all_modes_in_turn(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    import importlib
+
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    benchmark = importlib.import_module("gnn")
+    out = tmp_path / "gnn.md"
+    options = "--datasets digits --scale-up 300 --max-train 64 --hidden 8 --batch-size 64"
+    command = ["gnn.py", *options.split(), "--epochs", "1", "--device", "cpu", "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", command)
+    assert benchmark.main() == 0
+    text = out.read_text()
+    assert text.count("### DGL as dgl, digits SU: 300 nodes of 256 bytes, 1 batches of 64") == 1
+    assert text.count("### PyG as legion") == 1
+    for mode in (*MODES, "raw cache"):
+        assert text.count(f"| {mode}") >= 4
+    assert text in capsys.readouterr().out + "\n"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pipeline", ["--pipeline", "--no-pipeline"])
+def test_on_a_gpu(pipeline: str, tmp_path: Path) -> None:
+    script = pytest.importorskip("train_graphsage_pyg", exc_type=ImportError)
+    told = tmp_path / "told.json"
+    options = [*SMALL, "--edge-features", "--device", "cuda", pipeline, "--json", str(told)]
+    # Sums on a GPU have no fixed order, so losses may differ in their last bits.
+    assert script.main([*options, "--features", "all"]) in (0, 1)
+    runs = json.loads(told.read_text())["runs"]
+    for run in runs:
+        assert losses(run) == pytest.approx(losses(runs[0]), rel=1e-4)
+    moved = {run["mode"]: run["epochs"][0]["moved_bytes"] for run in runs}
+    assert moved["raw"] == moved["unified"] > moved["cache"] > moved["both"]
+    assert moved["raw"] > moved["host"] > moved["both"]
