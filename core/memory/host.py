@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import math
 import mmap
 import multiprocessing.reduction
@@ -30,9 +31,11 @@ Pin = bool | Literal["lazily"]
 LARGE_BYTES = 16 << 20
 
 _NAME = "bitslab-"  # of memory files; a random token follows
+_MAP_FIXED = 0x10
 _HANDLE = re.compile(r"bitslab-memory:(\d+):(\d+):(\d+):([0-9a-f]{16}):(True|False|lazily)")
 _PINS: dict[str, Pin] = {"True": True, "False": False, "lazily": "lazily"}
 
+_files_lock = threading.Lock()
 _told_of_refusal = False
 _waiting: list[_Memory] = []  # to be released when no stream is capturing
 
@@ -195,9 +198,11 @@ class HostBuffer:
         self._memory: _Memory | None = None
         self._tensor: torch.Tensor | None = torch.empty(0, dtype=torch.uint8)
         if nbytes:
-            self._memory = _Memory(-1 if fd is None else fd, nbytes)
+            self._memory = _Memory(-1, nbytes)
             self._tensor = torch.frombuffer(self._memory, dtype=torch.uint8)
             self._memory.address = self._tensor.data_ptr()
+            if fd is not None:
+                _map_over(self._memory.address, nbytes, fd)
         # Last: until here a failure leaves the descriptor to the caller.
         self._close_fd = None if fd is None else weakref.finalize(self, os.close, fd)
 
@@ -235,10 +240,7 @@ class HostBuffer:
         token = secrets.token_hex(8)
         fd = None
         try:
-            if hasattr(os, "memfd_create"):
-                fd = os.memfd_create(_NAME + token, os.MFD_CLOEXEC)
-                if nbytes:
-                    os.posix_fallocate(fd, 0, nbytes)
+            fd = make_file(token, nbytes)
             buffer = cls(fd, nbytes, token, pin, owner=True)
         except OSError as error:
             if fd is not None:
@@ -350,12 +352,32 @@ class HostBuffer:
         """Return the file descriptor to give away."""
         if self.closed:
             raise BitslabError("this HostBuffer is closed")
+        with _files_lock:
+            if self._fd is None:
+                self._get_file()
         if self._fd is None:
             raise BitslabError(
                 "this system has no memfd_create, so that memory reaches forked processes only"
             )
         self.shared = True
         return self._fd
+
+    def _get_file(self) -> None:
+        """Put a file with the same bytes under the memory, where it is; nobody may write to it.
+
+        Children that were forked before keep the memory as it was.
+        """
+        fd = make_file(self._token, self.nbytes)
+        if fd is None:
+            return
+        try:
+            if self._memory is not None:
+                os.pwrite(fd, self._memory, 0)
+                _map_over(self._memory.address, self.nbytes, fd)
+        except OSError:
+            os.close(fd)
+            raise
+        self._fd, self._close_fd = fd, weakref.finalize(self, os.close, fd)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HostBuffer:
         return _copy_of(self.tensor, self._pin)
@@ -366,6 +388,30 @@ class HostBuffer:
     def __repr__(self) -> str:
         state = "closed" if self.closed else "page-locked" if self.pinned else "ordinary memory"
         return f"HostBuffer({self.nbytes} bytes, {state})"
+
+
+def make_file(token: str, nbytes: int) -> int | None:
+    """Return the descriptor of a memory file of zeros; None where the system has no such files."""
+    if not hasattr(os, "memfd_create"):
+        return None
+    fd = os.memfd_create(_NAME + token, os.MFD_CLOEXEC)
+    try:
+        if nbytes:
+            os.posix_fallocate(fd, 0, nbytes)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _map_over(address: int, nbytes: int, fd: int) -> None:
+    """Map a file in the place of mapped memory; Python's mmap would keep a second descriptor."""
+    call = ctypes.CDLL(None, use_errno=True).mmap
+    call.restype = ctypes.c_void_p
+    call.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED
+    if call(address, nbytes, protection, flags, fd, 0) != address:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
 def _copy_of(tensor: torch.Tensor, pin: Pin) -> HostBuffer:

@@ -8,11 +8,18 @@ import secrets
 import torch
 
 from ..errors import BitslabError
-from .host import _NAME, HostBuffer, Pin, _available_bytes
+from . import host
+from .host import HostBuffer, Pin
+
+#: Buffers up to this size have no file until another process asks for one, unless a GPU reads them:
+#: a process may have 1024 open files by default, and a set of small graphs has more tables.
+SMALL_BYTES = 64 << 10
 
 
 class HostWriter:
     """Appends tensors to memory that becomes a `HostBuffer`, with no second copy at the end.
+
+    Nobody may write to the buffer while it is given to another process for the first time.
 
     Parameters
     ----------
@@ -24,10 +31,12 @@ class HostWriter:
         self._pin = pin
         self._nbytes = 0
         self._token = secrets.token_hex(8)
+        # Small ones, or all where the system has no memory files.
         self._pieces: list[torch.Tensor] = []
         self._fd: int | None = None
-        if hasattr(os, "memfd_create"):
-            self._fd = os.memfd_create(_NAME + self._token, os.MFD_CLOEXEC)
+        self._has_files = hasattr(os, "memfd_create")
+        # What is page-locked cannot get its file later.
+        self._small_bytes = 0 if pin is not False and host.registrar.available() else SMALL_BYTES
 
     def append(self, t: torch.Tensor) -> None:
         """Append the bytes of a CPU tensor.
@@ -38,14 +47,31 @@ class HostWriter:
             When there is no memory for them.
         """
         data = t.contiguous().reshape(-1).view(torch.uint8)
-        if data.numel() > _available_bytes():
+        if data.numel() > host._available_bytes():
             raise BitslabError(
                 f"host memory: no room for {data.numel()} bytes more after {self._nbytes}"
             )
-        self._nbytes += data.numel()
+        if self._fd is None and self._has_files:
+            if self._nbytes + data.numel() > self._small_bytes:
+                self._begin_file()
         if self._fd is None:
             self._pieces.append(data.clone())
-            return
+        else:
+            self._write(data)
+        self._nbytes += data.numel()
+
+    def _begin_file(self) -> None:
+        """Go on in a file, with what was appended so far."""
+        try:
+            self._fd = host.make_file(self._token, 0)
+        except OSError as error:
+            raise BitslabError(f"host memory: no file for it: {error}") from error
+        for piece in self._pieces:
+            self._write(piece)
+        self._pieces.clear()
+
+    def _write(self, data: torch.Tensor) -> None:
+        assert self._fd is not None
         left = memoryview(data.numpy().data)
         try:
             while left:
@@ -57,15 +83,13 @@ class HostWriter:
 
     def finish(self) -> HostBuffer:
         """Return the buffer; the writer is used up."""
-        if self._fd is None:
-            buffer = HostBuffer.allocate(self._nbytes, pin=self._pin)
-            if self._pieces:
-                torch.cat(self._pieces, out=buffer.tensor)
-            return buffer
         try:
             buffer = HostBuffer(self._fd, self._nbytes, self._token, self._pin, owner=True)
         except OSError as error:
             raise BitslabError(f"host memory: {self._nbytes} bytes: {error}") from error
+        if self._pieces:
+            torch.cat(self._pieces, out=buffer.tensor)
+            self._pieces.clear()
         self._fd = None  # the buffer's from now on
         if self._pin is True:
             buffer.ensure_pinned()

@@ -74,7 +74,11 @@ class CompressedColumn(Column):  # type: ignore[misc]
             self.device = None
             return self.storage.whole()
         dtype = self.dtype
-        rows = self.storage.gather(self._ids(), device=target).to(dtype)
+        ids = self._ids()
+        rows = self._rows_with_gradient(ids, target)
+        if rows is None:
+            rows = self.storage.gather(ids, device=target)
+        rows = rows.to(dtype)
         self.data = rows
         return rows
 
@@ -108,7 +112,8 @@ class CompressedColumn(Column):  # type: ignore[misc]
         RowsFuture
             ``wait()`` returns rows ``[n, *row_shape]``. DGL asks for all columns of a batch before
             it waits for the first, so they load together. A column that `to` moved elsewhere
-            returns a tensor, as DGL does.
+            returns a tensor, as DGL does, and so does one whose decoded rows, as
+            ``graph.ndata["feat"]`` returns them, were told to require a gradient.
 
         Raises
         ------
@@ -129,8 +134,24 @@ class CompressedColumn(Column):  # type: ignore[misc]
             # Rows of a subgraph: only those asked for are decoded.
             index = self._ids()
             ids = index[_checked(indices.to(index.device), len(index)).long()]
-        rows = self.storage.fetch(_checked(ids), torch.device(device), pin_memory=pin_memory)
+        tensor = self._rows_with_gradient(_checked(ids), torch.device(device))
+        if tensor is not None:
+            return tensor.to(self.dtype)
+        rows = self.storage.fetch(ids, torch.device(device), pin_memory=pin_memory)
         return rows if self.deferred_dtype is None else _Converted(rows, self.deferred_dtype)
+
+    def _rows_with_gradient(
+        self, ids: torch.Tensor, device: torch.device | None
+    ) -> torch.Tensor | None:
+        """Return rows through which gradients reach what `data` returned, if that wants them.
+
+        Otherwise None: rows from the packed table know nothing of gradients.
+        """
+        whole = self.storage._whole
+        if whole is None or not whole.requires_grad:
+            return None
+        rows: torch.Tensor = whole[ids.to("cpu").long()]
+        return rows.to(ids.device if device is None else device)
 
     def _ids(self) -> torch.Tensor:
         """Return the rows of the feature that this column has, by id."""
@@ -156,6 +177,15 @@ class CompressedColumn(Column):  # type: ignore[misc]
             return CompressedColumn(copy.deepcopy(self.storage), self.scheme)
         return Column(self.data.clone(), self.scheme)
 
+    def to(self, device: torch.device | str, **kwargs: Any) -> Any:
+        """Return a column whose rows are wanted on a device; nothing is decoded yet."""
+        column = super().to(device, **kwargs)
+        if torch.device(device).type == "cpu" and not _on_gpu(self.index):
+            # Packed rows are decoded to the CPU anyway. DGL would take the whole column for one
+            # that has yet to be moved, and scripts say `graph.to(device)` without a GPU too.
+            column.device = None
+        return column
+
     def astype(self, new_dtype: torch.dtype) -> Any:
         """Return a column whose rows are converted when they are read."""
         column = self.clone()
@@ -178,15 +208,14 @@ class CompressedColumn(Column):  # type: ignore[misc]
 
     def record_stream(self, stream: Any) -> None:
         """Tell torch that a stream uses the index; packed rows are in no GPU's memory."""
-        index = self.index
-        if isinstance(index, _LazyIndex) or (index is not None and index.device.type != "cpu"):
-            index.record_stream(stream)
+        if _on_gpu(self.index):
+            self.index.record_stream(stream)
 
     # Pickling
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle a full column by its feature, which worker processes share; read any other."""
-        if self.storage is not None and not self._is_full():
+        if self.storage is not None and not (self.index is None and self.device is None):
             _ = self.data  # which makes this a plain column
         return object.__reduce_ex__(self, protocol)
 
@@ -206,6 +235,12 @@ class CompressedColumn(Column):  # type: ignore[misc]
 
     def _is_full(self) -> bool:
         return self.index is None and self.device is None and self.deferred_dtype is None
+
+
+def _on_gpu(index: Any) -> bool:
+    """Tell whether any part of a column's index is on a GPU."""
+    parts = index._indices if isinstance(index, _LazyIndex) else [index]
+    return any(part is not None and part.device.type != "cpu" for part in parts)
 
 
 class _Converted:

@@ -97,6 +97,9 @@ def compress_features(
     times when it is a seed, and then it is one of the node's in-degree edges of its type, of which
     samplers draw a fixed number: its score is (1 + out-degree) / in-degree of the destination.
 
+    What reads a whole column, as a layer over the full graph, `dgl.save_graphs` and `dgl.batch` do,
+    decodes it once, and the feature keeps it decoded; `feature_stats` tells of it.
+
     Compress before loaders are made: worker processes that persist keep the graph as they first saw
     it.
 

@@ -8,6 +8,7 @@ integers, gradients, tensors on a GPU. Without the option nothing happens.
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -21,6 +22,19 @@ OPTION = "--bitslab-compress-features"
 # Every column is packed, however small, by a plan that is not searched for: suites make thousands
 # of columns of a few numbers.
 PLAN: dict[str, Any] = {"code_bits": 1, "grouped": False, "uniform": False}
+
+
+def allow_many_files() -> None:
+    """Raise this process's limit of open files as far as it may.
+
+    Packed rows lie in shared memory that is an open file, and suites keep hundreds of graphs, while
+    many systems allow 1024 files unless a process asks for more.
+    """
+    with contextlib.suppress(ImportError, ValueError, OSError):  # no such limit here, or refused
+        import resource
+
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 class CompressEveryColumn:
@@ -102,6 +116,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Start before test modules are imported: some make graphs as they are."""
     if config.getoption(OPTION):
+        allow_many_files()
         config.stash[_KEY] = CompressEveryColumn()
         config.stash[_KEY].start()
 

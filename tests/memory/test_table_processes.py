@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import multiprocessing
 import os
@@ -22,7 +23,7 @@ import torch
 from bitslab import ArgumentError, BitslabError, CompressedTable, SlabCache
 from tests.helpers import random_bits, same_bits
 from tests.memory.kinds import KINDS, make, weights
-from tests.memory.support import inode_at
+from tests.memory.support import inode_at, open_files
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs memfd_create")
 
@@ -129,6 +130,28 @@ def test_an_unrelated_process_attaches_to_the_same_memory(kind):
     assert "shared with other processes" in refusal
     with pytest.raises(BitslabError, match="shared with other processes"):
         table.update(torch.tensor([1]), x[:1])
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="page-locked memory has a file from the start"
+)
+def test_small_tables_have_no_file_until_one_is_asked_for():
+    gc.collect()
+    before = open_files()
+    tables = [CompressedTable.from_tensor(weights(40, 8), pin=False) for _ in range(50)]
+    assert open_files() == before
+    rows, address = tables[0][:], tables[0]._parts.tensors["words"].data_ptr()
+    tables[0].update(torch.tensor([1]), rows[:1])
+    rows[1] = rows[0]
+    attached = CompressedTable.attach(tables[0].handle())
+    # The same memory, at the same address for whoever used it before.
+    assert tables[0]._parts.tensors["words"].data_ptr() == address
+    assert words_inode(tables[0]) == words_inode(attached) != 0
+    assert same_bits(attached[:], rows) and same_bits(tables[0][:], rows)
+    assert open_files() > before
+    attached.close()
+    tables[0].close()
+    assert open_files() == before
 
 
 def test_an_attached_table_lives_on_and_can_be_attached_to():

@@ -13,7 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bitslab import ArgumentError, ArgumentTypeError, BitslabError, CompressedFeature
-from bitslab.integrations.dgl import CompressedColumn, attach, detach, feature_stats
+from bitslab.integrations.dgl import (
+    CompressedColumn,
+    attach,
+    compress_features,
+    decompress_features,
+    detach,
+    feature_stats,
+)
 from tests.helpers import dtype_id, packable, same_bits, take
 from tests.integrations.dgl.graphs import assert_same_graph, features, homogeneous
 
@@ -136,6 +143,29 @@ def test_a_deep_clone_has_its_own_rows():
     assert deep.storage is not column.storage
     assert same_bits(deep.data, X)
     assert same_bits(column.subcolumn(IDS).deepclone().data, X[IDS])
+
+
+def test_a_move_to_the_cpu_decodes_nothing():
+    # What scripts do without a GPU: graph = graph.to(device).
+    graph = compress_features(homogeneous()).to("cpu")
+    for part in (graph, graph.subgraph(torch.arange(20)), graph.int().to("cpu")):
+        column = part.to(torch.device("cpu")).get_node_storage("feat")
+        assert same_bits(column.fetch(IDS, "cpu").wait(), homogeneous().ndata["feat"][IDS])
+        pickle.dumps(part if part is graph else column.clone())
+    stats = feature_stats(graph)["_N"]["feat"]
+    assert stats["materialised_bytes"] == 0
+    decompress_features(graph)
+    assert feature_stats(graph) == {}
+    graph.ndata["feat"].add_(1)  # it is the graph's own
+
+
+def test_a_column_that_waits_for_a_conversion_is_pickled_packed():
+    column = packed().astype(torch.float16)
+    copied = pickle.loads(pickle.dumps(column))
+    assert type(column) is type(copied) is CompressedColumn
+    assert column.storage.stats()["gathered_rows"] == 0
+    assert copied.dtype == torch.float16
+    assert same_bits(copied.data, X.half())
 
 
 def test_page_locking_and_streams_are_left_to_the_table():

@@ -148,12 +148,16 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str
     ip_config.write_text("".join(f"127.0.0.1 {s.getsockname()[1]}\n" for s in sockets))
     for s in sockets:
         s.close()
-    spawn = multiprocessing.get_context("spawn")
-    results, all_there = spawn.Queue(), spawn.Barrier(3)
+    # Forked from a process that has loaded what takes seconds to load, and that runs no threads.
+    processes_of = multiprocessing.get_context("forkserver")
+    processes_of.set_forkserver_preload(["bitslab.integrations.dgl.distributed", __name__])
+    results, all_there = processes_of.Queue(), processes_of.Barrier(3)
     tag = f"-{os.getpid()}"
     given = (str(ip_config), tag, all_there)
-    processes = [spawn.Process(target=serve, args=(part, *given), daemon=True) for part in (0, 1)]
-    processes.append(spawn.Process(target=run_checks, args=(*given, results), daemon=True))
+    processes = [
+        processes_of.Process(target=serve, args=(part, *given), daemon=True) for part in (0, 1)
+    ]
+    processes.append(processes_of.Process(target=run_checks, args=(*given, results), daemon=True))
     for process in processes:
         process.start()
     try:

@@ -195,6 +195,22 @@ def test_a_loader_over_a_subgraph_decodes_what_it_needs():
     assert isinstance(graph.get_node_storage("feat"), CompressedColumn)
 
 
+@pytest.mark.parametrize("prefetch", [True, False])
+def test_gradients_reach_a_feature_that_wants_them(prefetch):
+    gradients = []
+    for graph in (homogeneous(), compress_features(homogeneous())):
+        # DGL cannot prefetch a plain column that requires a gradient.
+        fetched = isinstance(graph.get_node_storage("feat"), CompressedColumn) and prefetch
+        names = {"prefetch_node_feats": ["feat"]} if fetched else {}
+        x = graph.ndata["feat"].requires_grad_()
+        for _, _, blocks in loader(graph, dl.MultiLayerFullNeighborSampler(1, **names)):
+            (blocks[0].srcdata["feat"] * 2).sum().backward()
+        (dgl.to_double(graph.subgraph([3, 4])).ndata["feat"] * 3).sum().backward()
+        gradients.append(x.grad)
+    assert int((gradients[0] >= 2).all(1).sum()) >= 24  # the seeds and their neighbours
+    assert torch.equal(*gradients)
+
+
 def test_columns_are_fetched_together():
     graph = compress_features(homogeneous())
     ids = torch.tensor([4, 4, 0])
