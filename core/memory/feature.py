@@ -339,6 +339,11 @@ class CompressedFeature:
                     self._notes.append(note)
             return self._whole
 
+    @property
+    def kept_whole(self) -> ReadOnlyTensor | None:
+        """What `whole` returned and keeps; None when it was never asked for, or forgotten."""
+        return self._whole
+
     def forget_whole(self) -> None:
         """Let go of the decoded rows that `whole` keeps."""
         with self._lock:

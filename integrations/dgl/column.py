@@ -147,7 +147,7 @@ class CompressedColumn(Column):  # type: ignore[misc]
 
         Otherwise None: rows from the packed table know nothing of gradients.
         """
-        whole = self.storage._whole
+        whole = self.storage.kept_whole
         if whole is None or not whole.requires_grad:
             return None
         rows: torch.Tensor = whole[ids.to("cpu").long()]
