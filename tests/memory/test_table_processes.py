@@ -132,9 +132,6 @@ def test_an_unrelated_process_attaches_to_the_same_memory(kind):
         table.update(torch.tensor([1]), x[:1])
 
 
-@pytest.mark.skipif(
-    torch.cuda.is_available(), reason="page-locked memory has a file from the start"
-)
 def test_small_tables_have_no_file_until_one_is_asked_for():
     gc.collect()
     before = open_files()
