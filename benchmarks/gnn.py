@@ -31,9 +31,9 @@ sys.path.insert(0, str(ROOT / "examples"))
 import torch  # noqa: E402
 from graphsage.datasets import DatasetError, Graph  # noqa: E402
 from graphsage.modes import MODES, PAPER_NAMES, RAW_CACHE, Traffic  # noqa: E402
-from graphsage.options import add_options, checked_device, positive  # noqa: E402
+from graphsage.options import add_options, checked_device, new_file, positive  # noqa: E402
 from graphsage.ranks import Ranks  # noqa: E402
-from graphsage.report import Steps  # noqa: E402
+from graphsage.report import Steps, same_bits  # noqa: E402
 from graphsage.script import Framework, load_graph  # noqa: E402
 from graphsage.training import Epoch, Trainer  # noqa: E402
 from timing import print_tables  # noqa: E402
@@ -76,11 +76,12 @@ def main() -> int:
         help="ways to keep features; raw is always among them (default: all)",
     )
     add("--epochs", type=positive, default=3, help="timed ones of each way (default: %(default)s)")
-    add("--json", action="store_true", help="print JSON instead of tables")
-    add("--out", type=Path, help="also write the tables to this Markdown file")
+    shown = parser.add_mutually_exclusive_group()
+    shown.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    shown.add_argument("--out", type=new_file, help="also write the tables to this Markdown file")
     options = parser.parse_args()
     device = checked_device(parser, options.device)
-    modes = ["raw", *(mode for mode in options.modes if mode != "raw")]
+    modes = list(dict.fromkeys(["raw", *options.modes]))
     warnings.filterwarnings("ignore", message="Dataloader CPU affinity")
     warnings.filterwarnings("ignore", message="Sparse (CSR|invariant)")
     frameworks = installed(parser, options.framework)
@@ -98,8 +99,13 @@ def main() -> int:
                             tables[measuring.title(setting)] = measuring.rows(setting)
     except DatasetError as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
-        return 2
-    print_tables(tables, options.json, options.out)
+        status = 2
+    except KeyboardInterrupt:
+        print(f"{parser.prog}: interrupted", file=sys.stderr)
+        status = 130
+    # What was measured before it stopped may have taken hours.
+    if tables:
+        print_tables(tables, options.json, options.out)
     return status
 
 
@@ -162,7 +168,7 @@ class Measuring:
                 if epoch:
                     self.epochs[mode].append(trained)
         # A GPU adds in no fixed order.
-        differ = [mode for mode in self.modes if losses[mode] != losses["raw"]]
+        differ = [mode for mode in self.modes if not same_bits(losses[mode], losses["raw"])]
         if self.device.type == "cpu" and differ:
             print(f"{name}: losses differ from raw: {', '.join(differ)}", file=sys.stderr)
             return False
@@ -195,7 +201,7 @@ class Measuring:
 
         traffic = sum((epoch.traffic for epoch in epochs), Traffic())
         paper_name = f", {PAPER_NAMES[mode]}" if mode in PAPER_NAMES else ""
-        return {
+        row = {
             "features": mode + paper_name,
             "epoch s": median("seconds"),
             "epoch / raw": over("raw"),
@@ -205,10 +211,11 @@ class Measuring:
             "sampling s": median("sampling_seconds"),
             "fetching s": median("fetching_seconds"),
             "moved MB": traffic.moved_bytes / len(epochs) / 1e6,
-            "rows / moved": "" if traffic.ratio is None else traffic.ratio,
-            "hit rate": "" if traffic.hit_rate is None else traffic.hit_rate,
+            "rows / moved": traffic.ratio,
+            "hit rate": traffic.hit_rate,
             "host MB": sum(column.host_bytes for column in columns) / 1e6,
         }
+        return {name: value for name, value in row.items() if value is not None}
 
     def close(self) -> None:
         """Let the features go: the next graph needs the room."""

@@ -6,7 +6,6 @@ import inspect
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -192,25 +191,32 @@ class PygTrainer(Trainer):
 
 
 def own_loader(name: str, root: Path | None) -> Graph:
-    """Load one of PyG's datasets: one of Planetoid, or a class that wants a folder at most."""
+    """Load one of PyG's datasets: one of Planetoid, a class, or Class:name as in Amazon:Photo."""
     from torch_geometric import datasets
 
-    folder = str(root or Path.home() / ".cache" / "torch_geometric" / name)
     planetoid = {"citeseer": "CiteSeer", "cora": "Cora", "pubmed": "PubMed"}
-    make: Any = None
+    known = {key.lower(): value for key, value in vars(datasets).items() if isinstance(value, type)}
+    class_name, _, which = name.partition(":")
     if name.lower() in planetoid:
-        make = partial(datasets.Planetoid, folder, planetoid[name.lower()])
-    elif isinstance(getattr(datasets, name, None), type):
-        named = getattr(datasets, name)
-        takes_folder = "root" in inspect.signature(named).parameters
-        make = partial(named, folder) if takes_folder else named
-    if make is None:
+        class_name, which = "Planetoid", planetoid[name.lower()]
+    named = known.get(class_name.lower())
+    if named is None:
         raise DatasetError(
             f"--dataset {name}: not digits, normal, citeseer, cora or pubmed, and "
-            f"torch_geometric.datasets has no class {name}"
+            f"torch_geometric.datasets has no class {class_name}"
         )
+    parameters = inspect.signature(named).parameters
+    given: dict[str, str] = {"name": which} if which else {}
+    if "name" in parameters and not which and parameters["name"].default is inspect.Parameter.empty:
+        raise DatasetError(
+            f"--dataset {name}: {named.__name__} has several graphs; give --dataset "
+            f"{named.__name__}:NAME, with a name that its documentation lists"
+        )
+    if "root" in parameters:
+        folder = Path.home() / ".cache" / "torch_geometric" / (which or named.__name__)
+        given["root"] = str(root or folder)
     try:
-        data = make()[0]
+        data = named(**given)[0]
     except Exception as error:  # what a download or a reader raises has no common class
         raise DatasetError(
             f"--dataset {name}: it did not load ({type(error).__name__}: {error}); PyG downloads "

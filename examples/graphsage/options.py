@@ -33,7 +33,8 @@ examples:
   python examples/{script} --features both --dataset citeseer --root FOLDER --scale-up 100000
   torchrun --nproc-per-node=2 examples/{script}            # data-parallel, one copy of the features
 
-The exit status is 0, 1 when losses differ between ways, 2 when the data or an option is refused.
+The exit status is 0, 1 when losses differ between ways (last bits may on a GPU, which adds in no
+fixed order), 2 when the data or an option is refused.
 """
 
 
@@ -59,7 +60,8 @@ def make_parser(description: str, script: str, line: str) -> argparse.ArgumentPa
         "--dataset",
         default="digits",
         help="digits (scikit-learn's, each linked to the ten most like it), normal (drawn, "
-        "dense), citeseer, cora, pubmed, or a name that the framework knows (default: %(default)s)",
+        "dense), citeseer, cora, pubmed, or a class of the framework's datasets, for PyG also "
+        "Class:name as in Amazon:Photo (default: %(default)s)",
     )
     add("--features", choices=(*MODES, "all"), default="both", help="default: %(default)s")
     add("--epochs", type=positive, default=5, help="default: %(default)s")
@@ -70,7 +72,12 @@ def make_parser(description: str, script: str, line: str) -> argparse.ArgumentPa
         default=True,
         help="sample and fetch the next batch while one trains (default: --pipeline)",
     )
-    add("--plot", type=new_file, help="draw losses and times of the epochs to this file")
+    add(
+        "--plot",
+        type=picture,
+        metavar="FILE",
+        help="draw losses, times and bytes moved to this file, such as ways.png",
+    )
     add(
         "--json",
         type=new_file,
@@ -146,8 +153,25 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def new_file(text: str) -> Path:
     path = Path(text)
-    if not path.parent.is_dir() or path.is_dir():
-        raise argparse.ArgumentTypeError(f"{text}: {path.parent} is no folder, or {path} is one")
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{text}: {path.parent} is no folder")
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is a folder, a file is wanted")
+    return path
+
+
+def picture(text: str) -> Path:
+    """Check before hours of training that it can be drawn afterwards."""
+    path = new_file(text)
+    try:
+        from matplotlib.backend_bases import FigureCanvasBase
+    except ImportError as error:
+        raise argparse.ArgumentTypeError(
+            f'drawing needs matplotlib ({error}); pip install "bitslab[report]"'
+        ) from error
+    known = sorted(FigureCanvasBase.get_supported_filetypes())
+    if path.suffix[1:].lower() not in known:
+        raise argparse.ArgumentTypeError(f"{text}: accepted are names in .{', .'.join(known)}")
     return path
 
 
@@ -196,6 +220,11 @@ def checked_device(parser: argparse.ArgumentParser, name: str | None) -> torch.d
         parser.error(f"argument --device: {name}, accepted are cpu and cuda")
     if device.type == "cpu":
         return device
+    if device.index is not None and ranks.local_size() > 1:
+        parser.error(
+            f"argument --device: {name} for each of {ranks.local_size()} processes; accepted is "
+            "cuda, which gives each a GPU of its own"
+        )
     index = ranks.local_rank() if device.index is None else device.index
     if index >= torch.cuda.device_count():
         parser.error(

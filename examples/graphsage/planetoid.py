@@ -110,7 +110,7 @@ def read_planetoid(folder: Path, name: str) -> Planetoid:
     first_x, other_x = (_read(paths[part], read_sparse) for part in ("allx", "tx"))
     first_y, other_y = (_read(paths[part], _read_labels) for part in ("ally", "ty"))
     tested = _read(paths["test.index"], lambda path: np.loadtxt(path, np.int64, ndmin=1))
-    neighbours = _read(paths["graph"], _read_graph)
+    source, target = _read(paths["graph"], _read_graph)
     for part, rows in (("ally", first_y), ("tx", other_x), ("ty", other_y)):
         wanted = len(first_x) if part == "ally" else len(tested)
         if len(rows) != wanted:
@@ -119,6 +119,13 @@ def read_planetoid(folder: Path, name: str) -> Planetoid:
         raise _damaged(paths["tx"], f"{other_x.shape[1]} features, not {first_x.shape[1]}")
     if tested.min(initial=0) < 0 or len(np.unique(tested)) != len(tested):
         raise _damaged(paths["test.index"], "a node is negative or named twice")
+    # Gaps between them are few: Citeseer has 15 among 1,000. A number far off would take memory.
+    known = len(first_x) + 2 * len(tested)
+    if len(tested) and not len(first_x) <= tested.min() <= tested.max() < known:
+        raise _damaged(
+            paths["test.index"],
+            f"nodes {tested.min()} to {tested.max()}, where {len(first_x)} to {known - 1} belong",
+        )
 
     # Citeseer's test nodes have gaps: nodes without edges that stand in no file.
     n_nodes = max(len(first_x), int(tested.max(initial=-1)) + 1)
@@ -127,14 +134,10 @@ def read_planetoid(folder: Path, name: str) -> Planetoid:
     x[: len(first_x)], y[: len(first_y)] = first_x, first_y
     x[tested], y[tested] = other_x, other_y
 
-    lengths = [len(others) for others in neighbours.values()]
-    target = np.repeat(np.fromiter(neighbours.keys(), np.int64, len(neighbours)), lengths)
-    source = np.fromiter((o for others in neighbours.values() for o in others), np.int64)
-    if len(source) and not 0 <= min(source.min(), target.min()) <= max(
-        source.max(), target.max()
-    ) < max(n_nodes, len(neighbours)):
+    ends = np.concatenate([source, target])
+    if ends.min(initial=0) < 0 or ends.max(initial=-1) >= n_nodes:
         raise _damaged(paths["graph"], f"nodes beyond the {n_nodes} that have features")
-    keep = (source < n_nodes) & (target < n_nodes) & (source != target)
+    keep = source != target
     source, target = source[keep], target[keep]
     # Each edge once in each direction, whatever the file repeats.
     both = np.unique(np.concatenate([source * n_nodes + target, target * n_nodes + source]))
@@ -149,12 +152,16 @@ def _read_labels(path: Path) -> np.ndarray:
     return np.where(one_hot.any(axis=1), one_hot.argmax(axis=1), -1)
 
 
-def _read_graph(path: Path) -> dict[int, list[int]]:
+def _read_graph(path: Path) -> tuple[np.ndarray, np.ndarray]:
+    """Return the ends of the edges, int64 ``[E]`` each: who is named, and who names it."""
     with path.open("rb") as file:
         neighbours = GraphUnpickler(file, encoding="latin1").load()
     if not isinstance(neighbours, dict):
         raise ValueError("no dict of neighbours")
-    return neighbours
+    lengths = [len(others) for others in neighbours.values()]
+    target = np.repeat(np.fromiter(neighbours.keys(), np.int64, len(neighbours)), lengths)
+    source = np.fromiter((o for others in neighbours.values() for o in others), np.int64)
+    return source, target
 
 
 def _read(path: Path, read: Any) -> Any:

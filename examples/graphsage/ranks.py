@@ -57,6 +57,11 @@ def local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
+def local_size() -> int:
+    """Return how many processes torchrun started on this machine; 1 without it."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
 @contextmanager
 def started(device: torch.device) -> Iterator[Ranks]:
     """Join the processes that torchrun started: NCCL between GPUs, gloo between CPUs."""

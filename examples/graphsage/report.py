@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -49,6 +51,11 @@ class Run:
             "epochs": [epoch.as_dict() for epoch in self.epochs],
             "validation_accuracy": self.validation_accuracy,
         }
+
+
+def same_bits(losses: Sequence[float], others: Sequence[float]) -> bool:
+    """Compare to the last bit; a NaN, as of a training that diverged, is the same as itself."""
+    return np.array(losses).tobytes() == np.array(others).tobytes()
 
 
 class Steps:
@@ -130,8 +137,18 @@ def print_run(console: Console, run: Run, n_ranks: int) -> None:
 
 
 def write_json(path: Path, facts: dict[str, Any], runs: Sequence[Run]) -> None:
-    """Write everything to a file, or to the output for ``-``."""
-    text = json.dumps({**facts, "runs": [run.as_dict() for run in runs]}, indent=1)
+    """Write everything to a file, or to the output for ``-``; NaN and infinity as null."""
+
+    def finite(value: Any) -> Any:
+        # JSON has neither NaN nor infinity, and readers refuse what Python writes for them.
+        if isinstance(value, dict):
+            return {key: finite(part) for key, part in value.items()}
+        if isinstance(value, list):
+            return [finite(part) for part in value]
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    told = finite({**facts, "runs": [run.as_dict() for run in runs]})
+    text = json.dumps(told, indent=1, allow_nan=False)
     if path == OUTPUT:
         print(text)
     else:
@@ -139,15 +156,17 @@ def write_json(path: Path, facts: dict[str, Any], runs: Sequence[Run]) -> None:
 
 
 def draw(path: Path, runs: Sequence[Run]) -> None:
-    """Draw the loss of each batch, and the seconds of each way's epochs by what they went to."""
+    """Draw the loss of each batch, and what an epoch of each way takes: seconds, bytes moved."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, (losses, seconds) = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
-    for run in runs:
-        losses.plot(range(1, len(run.losses) + 1), run.losses, label=run.mode)
+    figure, (losses, seconds, moved) = pyplot.subplots(1, 3, figsize=(15, 4), layout="constrained")
+    for i, run in enumerate(runs):
+        # Thinner and thinner, so that each shows on those that it equals.
+        batches, width = range(1, len(run.losses) + 1), 2 * (len(runs) - i)
+        losses.plot(batches, run.losses, label=run.mode, linewidth=width, marker=".")
     losses.set(xlabel="batch", ylabel="loss")
     losses.legend()
     modes = [run.mode for run in runs]
@@ -161,5 +180,11 @@ def draw(path: Path, runs: Sequence[Run]) -> None:
         bottom = [b + h for b, h in zip(bottom, heights, strict=True)]
     seconds.set(ylabel="seconds of an epoch")
     seconds.legend()
+    megabytes = [
+        sum(epoch.traffic.moved_bytes for epoch in run.epochs) / len(run.epochs) / 1e6
+        for run in runs
+    ]
+    moved.bar(modes, megabytes)
+    moved.set(ylabel="MB moved in an epoch")
     figure.savefig(path)
     pyplot.close(figure)

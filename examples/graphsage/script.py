@@ -16,8 +16,23 @@ from . import datasets, ranks
 from .datasets import DatasetError, Graph
 from .modes import MODES
 from .options import DTYPES, checked_device, make_parser
-from .report import OUTPUT, Run, Steps, draw, make_console, print_run, write_json
+from .report import OUTPUT, Run, Steps, draw, make_console, print_run, same_bits, write_json
 from .training import Trainer
+
+#: Options that results depend on and that no other fact shows.
+SETTINGS = (
+    "batch_size",
+    "cache_ratio",
+    "degree",
+    "fanouts",
+    "hidden",
+    "lr",
+    "max_train",
+    "pipeline",
+    "scale_up",
+    "seed",
+    "workers",
+)
 
 
 @dataclass(frozen=True)
@@ -55,9 +70,12 @@ def run(
     except DatasetError as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 2
-    equal = all(run.losses == runs[0].losses for run in runs)
+    except KeyboardInterrupt:
+        print(f"{parser.prog}: interrupted", file=sys.stderr)
+        return 130
+    equal = all(same_bits(run.losses, runs[0].losses) for run in runs)
     if together.rank == 0:
-        show(options, facts_of(framework, graph, device, together, equal), runs)
+        show(options, facts_of(framework, graph, device, together, options, equal), runs)
     return 0 if equal else 1
 
 
@@ -111,8 +129,14 @@ def train(
 
 
 def facts_of(
-    framework: Framework, graph: Graph, device: torch.device, together: ranks.Ranks, equal: bool
+    framework: Framework,
+    graph: Graph,
+    device: torch.device,
+    together: ranks.Ranks,
+    options: argparse.Namespace,
+    equal: bool,
 ) -> dict[str, Any]:
+    """Return what is the same for all ways."""
     on = f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else "cpu"
     return {
         "framework": framework.name,
@@ -124,6 +148,7 @@ def facts_of(
         "dtype": str(graph.x.dtype).removeprefix("torch."),
         "device": on,
         "ranks": together.size,
+        "settings": {name: getattr(options, name) for name in SETTINGS},
         "losses_equal": equal,
     }
 
@@ -142,8 +167,10 @@ def show(options: argparse.Namespace, facts: dict[str, Any], runs: Sequence[Run]
         if len(runs) > 1:
             n = len(runs[0].losses)
             verdict = "equal to the last bit" if facts["losses_equal"] else "DIFFERENT"
+            if facts["device"] != "cpu" and not facts["losses_equal"]:
+                verdict += " (a GPU adds in no fixed order: compare last bits on a CPU)"
             console.print(f"losses of {n:,} batches, {len(runs)} ways: {verdict}")
-    if options.plot:
-        draw(options.plot, runs)
     if options.json:
         write_json(options.json, facts, runs)
+    if options.plot:
+        draw(options.plot, runs)

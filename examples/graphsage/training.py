@@ -201,8 +201,11 @@ class Trainer(abc.ABC):
         )
 
     def validate(self) -> float | None:
-        """Return the share of the validation nodes that the model gets right; None without any."""
-        ids = self.graph.validated[: self.n_train]
+        """Return the share of the validation nodes that the model gets right; None without any.
+
+        The first ones, where the options limit how many nodes are trained on.
+        """
+        ids = self.graph.validated[: self.options.max_train]
         ids = ids[: len(ids) - len(ids) % self.ranks.size]
         if not len(ids):
             return None

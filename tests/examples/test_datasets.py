@@ -89,6 +89,25 @@ def test_files_that_do_not_fit_each_other(planetoid: Path, tmp_path: Path, part:
         datasets.load("citeseer", tmp_path, no_loader)
 
 
+@pytest.mark.parametrize("node", [0, 10**15])
+def test_node_to_test_that_cannot_be_one(planetoid: Path, tmp_path: Path, node: int) -> None:
+    shutil.copytree(planetoid, tmp_path, dirs_exist_ok=True)
+    path = tmp_path / "ind.citeseer.test.index"
+    path.write_text("\n".join([str(node), *path.read_text().split()[1:]]))
+    with pytest.raises(DatasetError, match=r"test\.index cannot be read .* 40 to 77 belong"):
+        datasets.load("citeseer", tmp_path, no_loader)
+
+
+@pytest.mark.parametrize(
+    "graph", [{"a": [1]}, {0: 1}, {0: [60]}, {-1: [0]}], ids=["text", "number", "beyond", "below"]
+)
+def test_neighbours_that_are_none(planetoid: Path, tmp_path: Path, graph: Any) -> None:
+    shutil.copytree(planetoid, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "ind.citeseer.graph").write_bytes(pickle.dumps(graph))
+    with pytest.raises(DatasetError, match=r"citeseer\.graph cannot be read .* it anew"):
+        datasets.load("citeseer", tmp_path, no_loader)
+
+
 @pytest.mark.parametrize("part", ["graph", "allx", "ally"])
 def test_file_that_would_run_code_is_refused(planetoid: Path, tmp_path: Path, part: str) -> None:
     shutil.copytree(planetoid, tmp_path, dirs_exist_ok=True)
@@ -173,7 +192,7 @@ def test_graph_whose_labels_do_not_fit() -> None:
             "--dataset Nonsense: not digits, normal, citeseer, cora or pubmed, and",
         ),
         (["--dataset", "cora", "--root", "/nowhere"], "/nowhere is no folder"),
-        (["--dataset", "TUDataset"], "--dataset TUDataset: .*give --root FOLDER"),
+        (["--dataset", "TUDataset"], "--dataset TUDataset: .*give --"),
     ],
 )
 def test_refused_with_exit_status_2(
@@ -195,7 +214,9 @@ def test_refused_with_exit_status_2(
         (["--device", "abacus"], "--device: abacus, accepted are cpu and cuda"),
         (["--device", "cuda:99"], "--device: cuda:99, but torch sees"),
         (["--json", "/nowhere/told.json"], "--json: /nowhere/told.json: /nowhere is no folder"),
-        (["--plot", "/tmp"], "/tmp is one"),
+        (["--plot", "/tmp"], "--plot: /tmp is a folder"),
+        (["--plot", "/tmp/ways.txt"], "--plot: /tmp/ways.txt: accepted are names in .avif"),
+        (["--plot", "/tmp/ways"], "--plot: /tmp/ways: accepted are names in .avif"),
         (["--workers", "-1"], "--workers: -1, accepted are numbers from 0 on"),
     ],
 )
@@ -208,6 +229,17 @@ def test_refused_options(
     assert told in " ".join(capsys.readouterr().err.split())
 
 
+def test_one_gpu_for_several_ranks_is_refused(
+    script: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(SystemExit):
+        script.main(["--device", "cuda:0"])
+    assert "--device: cuda:0 for each of 2 processes; accepted is cuda" in " ".join(
+        capsys.readouterr().err.split()
+    )
+
+
 def test_datasets_of_the_frameworks(tmp_path: Path) -> None:
     import train_graphsage_dgl
     import train_graphsage_pyg
@@ -215,6 +247,12 @@ def test_datasets_of_the_frameworks(tmp_path: Path) -> None:
     karate = train_graphsage_pyg.own_loader("KarateClub", tmp_path)
     assert karate.x.shape == (34, 34)
     assert karate.n_edges == 156
+    assert train_graphsage_pyg.own_loader("karateclub", tmp_path).n_edges == 156
+    with pytest.raises(DatasetError, match="WebKB has several graphs; give --dataset WebKB:NAME"):
+        train_graphsage_pyg.own_loader("WebKB", tmp_path)
+    # The name arrives: PyG refuses it before it downloads anything.
+    with pytest.raises(DatasetError, match="WebKB:nonsense: it did not load .AssertionError"):
+        train_graphsage_pyg.own_loader("WebKB:nonsense", tmp_path)
     shapes = train_graphsage_dgl.own_loader("BAShape", tmp_path)
     assert (shapes.n_nodes, shapes.n_classes) == (700, 4)
     with pytest.raises(DatasetError, match="KarateClubDataset is no graph with one kind of nodes"):

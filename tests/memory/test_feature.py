@@ -66,6 +66,16 @@ def test_a_cache_lowers_what_moves_from_host_memory(x):
     assert stats["moved_bytes"] == (N - cached) * x[0].nbytes
 
 
+def test_features_like_those_of_citeseer_take_a_fiftieth():
+    drawn = torch.rand(3312, 3703, generator=torch.Generator().manual_seed(3)) < 0.0086
+    rows = drawn / drawn.sum(1, keepdim=True).clamp(min=1)
+    feature = CompressedFeature.from_tensor(rows)
+    assert feature.nbytes < 1_000_000 and feature.ratio > 50
+    feature.gather(torch.arange(0, 3312, 2))
+    stats = feature.stats()
+    assert stats["gathered_bytes"] / stats["moved_bytes"] == pytest.approx(feature.ratio, rel=0.05)
+
+
 def test_hot_ids_are_asked_for_only_by_a_cache(x):
     def never():
         raise AssertionError("asked")
