@@ -2,8 +2,9 @@
 
 ``pytest -p bitslab.integrations.pyg.testing --bitslab-compress-features ...`` runs any tests that
 way: each floating-point tensor with a dimension and without gradient that is set on a `Data` or
-`HeteroData` becomes a `FeatureTensor`. What then differs is told by the tests: in-place writes to
-features raise, and a feature does not share memory with the tensor that it was made of.
+`HeteroData` becomes a `FeatureTensor`, until ``requires_grad_`` of its graph or store asks for a
+gradient. What then differs is told by the tests: in-place writes to features raise, and a feature
+does not share memory, strides or identity with the tensor that it was made of.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch_geometric.data.data import BaseData
 from torch_geometric.data.storage import BaseStorage
 
 from bitslab import CompressedFeature, InvariantCodec
@@ -27,6 +29,9 @@ PLAN: dict[str, Any] = {"code_bits": 1, "grouped": False, "uniform": True, "thre
 
 _codecs: dict[tuple[tuple[int, ...], torch.dtype], InvariantCodec] = {}
 _plain_setitem: Callable[[Any, str, Any], None] = BaseStorage.__setitem__
+_plain_requires_grad: dict[Any, Callable[..., Any]] = {
+    holder: holder.requires_grad_ for holder in (BaseStorage, BaseData)
+}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -45,11 +50,15 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption(OPTION):
         _allow_open_files()
         BaseStorage.__setitem__ = _set_compressed
+        for holder, plain in _plain_requires_grad.items():
+            holder.requires_grad_ = _requiring_plain(plain)
 
 
 def pytest_unconfigure() -> None:
     """Leave PyG as it was."""
     BaseStorage.__setitem__ = _plain_setitem
+    for holder, plain in _plain_requires_grad.items():
+        holder.requires_grad_ = plain
 
 
 def pytest_report_header(config: pytest.Config) -> str:
@@ -74,6 +83,19 @@ def _allow_open_files() -> None:
 
 def _set_compressed(storage: Any, key: str, value: Any) -> None:
     _plain_setitem(storage, key, wrapped(value))
+
+
+def _requiring_plain(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Decode features for good before they take gradients, as those that do are not compressed."""
+
+    def requires_grad_(holder: Any, *names: str, requires_grad: bool = True) -> Any:
+        for storage in [holder] if isinstance(holder, BaseStorage) else holder.stores:
+            for name, value in list(storage.items(*names)):
+                if requires_grad and isinstance(value, FeatureTensor):
+                    _plain_setitem(storage, name, value.clone())
+        return plain(holder, *names, requires_grad=requires_grad)
+
+    return requires_grad_
 
 
 def wrapped(value: Any) -> Any:

@@ -74,6 +74,28 @@ def test_every_float_tensor_is_compressed_while_the_run_lasts(asked):
     assert data.x is x
 
 
+def test_features_that_are_to_take_gradients_are_plain_tensors():
+    config: Any = SimpleNamespace(getoption={OPTION: True}.get)
+    x = features(5, 3)
+    testing.pytest_configure(config)
+    try:
+        for data in (Data(x=x, pos=x), HeteroData(paper={"x": x, "pos": x})):
+            store = data.node_stores[0]
+            assert data.requires_grad_("x", requires_grad=False) is data
+            assert isinstance(store.x, FeatureTensor)
+            assert data.requires_grad_("x") is data
+            assert type(store.x) is torch.Tensor and store.x.requires_grad and same(store.x, x)
+            assert isinstance(store.pos, FeatureTensor)
+            store.requires_grad_("pos")
+            assert type(store.pos) is torch.Tensor and store.pos.requires_grad
+            store.x.sum().backward()
+            assert same(store.x.grad, torch.ones(5, 3)) and not x.requires_grad
+    finally:
+        testing.pytest_unconfigure()
+    data = Data(x=x.clone()).requires_grad_("x")
+    assert data.x.requires_grad
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_tiny_tensors_keep_every_bit(dtype):
     for n, width in ((5, 3), (40, 1), (5000, 9)):
