@@ -390,6 +390,16 @@ class HostBuffer:
         return f"HostBuffer({self.nbytes} bytes, {state})"
 
 
+def _forget_lock() -> None:
+    """Replace the lock in a forked child: a thread that does not exist there may hold it."""
+    global _files_lock
+    _files_lock = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_lock)
+
+
 def make_file(token: str, nbytes: int) -> int | None:
     """Return the descriptor of a memory file of zeros; None where the system has no such files."""
     if not hasattr(os, "memfd_create"):
