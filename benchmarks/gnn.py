@@ -29,9 +29,10 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "examples"))
 
 import torch  # noqa: E402
+from graphsage.arguments import positive  # noqa: E402
 from graphsage.datasets import DatasetError, Graph  # noqa: E402
 from graphsage.modes import MODES, PAPER_NAMES, RAW_CACHE, Traffic  # noqa: E402
-from graphsage.options import add_options, checked_device, new_file, positive  # noqa: E402
+from graphsage.options import add_options, checked_device, new_file  # noqa: E402
 from graphsage.ranks import Ranks  # noqa: E402
 from graphsage.report import Steps, same_bits  # noqa: E402
 from graphsage.script import Framework, load_graph  # noqa: E402

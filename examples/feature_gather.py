@@ -32,6 +32,7 @@ import numpy as np
 import torch
 
 # They lie beside this script.
+from graphsage.arguments import device_named, positive, share
 from graphsage.planetoid import GraphUnpickler, normalised, read_sparse
 from inspect_and_compress import MODEL_PACKAGE, find_model
 from rich.console import Console
@@ -200,27 +201,8 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number}, accepted are numbers from 1 on")
-    return number
-
-
-def share(text: str) -> float:
-    number = float(text)
-    if not 0 < number <= 1:
-        raise argparse.ArgumentTypeError(f"{text}, accepted are numbers above 0 and up to 1")
-    return number
-
-
 def checked_device(parser: argparse.ArgumentParser, name: str | None) -> torch.device:
-    try:
-        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
-    except RuntimeError:
-        parser.error(f"argument --device: {name}, accepted are cpu and cuda")
-    if device.type not in ("cpu", "cuda"):
-        parser.error(f"argument --device: {name}, accepted are cpu and cuda")
+    device = device_named(parser, name)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         parser.error(
             f"argument --device: {name}, but torch sees {torch.cuda.device_count()} CUDA GPUs"

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from . import ranks
+from .arguments import device_named, positive, share
 from .modes import MODES
 from .sampler import ALL
 
@@ -175,13 +176,6 @@ def picture(text: str) -> Path:
     return path
 
 
-def positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number}, accepted are numbers from 1 on")
-    return number
-
-
 def from_zero(text: str) -> int:
     number = int(text)
     if number < 0:
@@ -203,21 +197,9 @@ def above_zero(text: str) -> float:
     return number
 
 
-def share(text: str) -> float:
-    number = float(text)
-    if not 0 < number <= 1:
-        raise argparse.ArgumentTypeError(f"{text}, accepted are numbers above 0 and up to 1")
-    return number
-
-
 def checked_device(parser: argparse.ArgumentParser, name: str | None) -> torch.device:
     """Return the device of this process; under torchrun, each has a GPU of its own."""
-    try:
-        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
-    except RuntimeError:
-        parser.error(f"argument --device: {name}, accepted are cpu and cuda")
-    if device.type not in ("cpu", "cuda"):
-        parser.error(f"argument --device: {name}, accepted are cpu and cuda")
+    device = device_named(parser, name)
     if device.type == "cpu":
         return device
     if device.index is not None and ranks.local_size() > 1:

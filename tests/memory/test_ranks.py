@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,8 +14,6 @@ import torch
 from bitslab import ArgumentError, CompressedTable, SlabCache
 from bitslab.memory import ranks
 from tests.memory.kinds import make, weights
-
-pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs memfd_create")
 
 RANK = """
 import json, sys

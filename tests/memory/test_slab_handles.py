@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import pickle
 from typing import Any
 
@@ -21,8 +20,6 @@ from bitslab import (
 from tests.helpers import same_bits
 from tests.memory.kinds import KINDS, make, weights
 from tests.memory.support import inode_at, open_files
-
-pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs memfd_create")
 
 
 def filled(table: CompressedTable, **options: Any) -> SlabCache:

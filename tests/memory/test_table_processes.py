@@ -25,8 +25,6 @@ from tests.helpers import random_bits, same_bits
 from tests.memory.kinds import KINDS, make, weights
 from tests.memory.support import inode_at, open_files
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs memfd_create")
-
 
 def words_inode(table: CompressedTable) -> int:
     return inode_at(table._parts.tensors["words"].data_ptr())

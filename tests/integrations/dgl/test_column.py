@@ -179,12 +179,11 @@ def test_page_locking_and_streams_are_left_to_the_table():
     assert column.storage.stats()["gathered_rows"] == 0
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to move it to")
 def test_a_move_to_a_gpu_that_is_not_there():
-    moved = packed().to("cuda:0")
+    moved = packed().to("cuda:99")
     assert type(moved) is CompressedColumn  # nothing is moved before it is read
-    for read in (lambda: moved.data, lambda: moved.fetch(IDS, "cuda:0")):
-        with pytest.raises(ArgumentError, match="0 CUDA GPUs"):
+    for read in (lambda: moved.data, lambda: moved.fetch(IDS, "cuda:99")):
+        with pytest.raises(ArgumentError, match=r"cuda:99.* torch sees \d+ CUDA GPUs"):
             read()
 
 
