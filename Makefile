@@ -8,8 +8,9 @@ LIGHT := .venv-light
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip
 ARGS ?=
-DEMO ?= inspect_and_compress feature_gather train_graphsage_dgl train_graphsage_pyg
-BENCH ?= codec gather gnn
+DEMO ?= inspect_and_compress feature_gather train_graphsage_dgl train_graphsage_pyg train_dlrm \
+	serve_dlrm
+BENCH ?= codec gather gnn embedding
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
@@ -30,6 +31,10 @@ help: ## show this list
 EDITABLE := PYTHONWARNINGS='ignore:Editable installation' $(PIP) install --quiet \
 	--no-build-isolation -c constraints.txt
 
+# TorchRec itself: what it needs is among the dependencies of the groups, and pip must not resolve
+# its fbgemm-gpu, as constraints.txt explains. 7 MB.
+TORCHREC := $(PIP) install --quiet --no-deps -c constraints.txt torchrec fbgemm-gpu-cpu
+
 # Stamp files: each says that its part of the environment agrees with the files it depends on.
 
 $(VENV)/.pip-stamp: constraints.txt
@@ -39,19 +44,23 @@ $(VENV)/.pip-stamp: constraints.txt
 	touch $@
 
 $(VENV)/.demo-stamp: pyproject.toml constraints.txt $(VENV)/.pip-stamp
-	@echo "==> installing bitslab[report], DGL, PyG and a small model into $(VENV): a minute or two"
+	@echo "==> installing bitslab[report], DGL, PyG, TorchRec and a small model into $(VENV): a minute or two"
 	$(EDITABLE) -e '.[report]' --group demo
+	$(TORCHREC)
 	touch $@
 
 # A superset of what the demo needs, so it makes both stamps.
 $(VENV)/.dev-stamp: pyproject.toml constraints.txt $(VENV)/.pip-stamp
 	@echo "==> installing bitslab and its development tools into $(VENV): a minute or two"
 	$(EDITABLE) -e . --group dev
+	$(TORCHREC)
 	touch $(VENV)/.demo-stamp $@
 
+# A file's tests stay on one worker, because some start servers or build the wheel once for all of
+# them. Groups (--dist loadgroup) would do, but pytest-xdist 3.8 cannot name them to pytest 9.2.
 test: lint types ## lint, check types and run the tests (ARGS goes to pytest)
 	@echo "==> pytest"
-	$(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 lint: $(VENV)/.dev-stamp ## ruff: rules and formatting
 	@echo "==> ruff"
@@ -70,13 +79,13 @@ types: $(VENV)/.dev-stamp ## mypy, strict
 	$(PIP) install --quiet --no-deps --no-build-isolation --upgrade --target build/types .
 	$(BIN)/mypy | sed -E 's#^build/types/bitslab/integrations/#integrations/#; s#^build/types/bitslab/#core/#'
 
-demo: $(VENV)/.demo-stamp ## compress a small trained model; gather rows of a table; train two GNNs
+demo: $(VENV)/.demo-stamp ## run the examples: compress, gather, train two GNNs, train and serve a DLRM
 	@for name in $(DEMO); do
 		echo "==> demo: $$name"
 		$(BIN)/python examples/$$name.py $(ARGS)
 	done
 
-bench: $(VENV)/.dev-stamp ## measure codecs, gathers and training against their peers
+bench: $(VENV)/.dev-stamp ## measure codecs, gathers, training and lookups against their peers
 	@for name in $(BENCH); do
 		echo "==> bench: $$name"
 		$(BIN)/python benchmarks/$$name.py $(ARGS)

@@ -54,7 +54,7 @@ FRAMEWORKS = {
 # Inside core, imports point one way: api -> codecs, memory, transfer -> kernels. A module under the
 # first name imports none of the others. "" is the package itself, whose __init__ is the public API:
 # for the lower parts `from .. import compress` would be a way round the rule.
-API = {"", "tensor", "container", "cli", "report"}
+API = {"", "tensor", "container", "embedding", "cli", "report"}
 ONE_WAY = {
     "errors": {*API, "registry", "codecs", "memory", "transfer", "advisor", "kernels"},
     "kernels": {*API, "registry", "codecs", "memory", "transfer", "advisor"},
@@ -63,9 +63,11 @@ ONE_WAY = {
     "transfer": {*API, "registry", "codecs", "memory"},
     "advisor": {*API, "registry", "transfer"},
     # A table is kept in files as a CompressedTensor is, which knows nothing of tables.
-    "memory": {"", "cli", "report"},
-    "tensor": {"", "cli", "report", "memory", "transfer", "advisor"},
-    "container": {"", "cli", "report", "memory", "transfer", "advisor"},
+    "memory": {"", "embedding", "cli", "report"},
+    # Embedding tables are tables whose rows train.
+    "embedding": {"", "cli", "report"},
+    "tensor": {"", "embedding", "cli", "report", "memory", "transfer", "advisor"},
+    "container": {"", "embedding", "cli", "report", "memory", "transfer", "advisor"},
     "cli": set[str](),
 }
 # The advisor measures links with page-locked memory, which knows nothing of the advisor.

@@ -19,7 +19,7 @@ import torch
 from ..codecs.base import RowCodec
 from ..errors import ArgumentError, ArgumentTypeError
 from .decoding import Sample, decode_bytes_per_s
-from .link import LinkModel, checked_device, measure_link
+from .link import LINE_BYTES, LinkModel, checked_device, measure_link
 
 Via = Literal["zero-copy", "copy-engine"]
 
@@ -126,8 +126,16 @@ def advise(
             f"decode_bytes_per_s: {decode_bytes_per_s}, accepted are numbers above 0"
         )
     raw_bytes = n_rows * row_bytes
-    raw = _Gather(link, raw_bytes, row_bytes, batch_rows, contiguous)
-    packed = _Gather(link, span, packed_bytes / max(1, n_rows), batch_rows, contiguous)
+    raw = _Gather(link, raw_bytes, row_bytes, batch_rows, contiguous, row_bytes % LINE_BYTES != 0)
+    # In place rows begin where raw ones do; compact ones begin anywhere.
+    packed = _Gather(
+        link,
+        span,
+        packed_bytes / max(1, n_rows),
+        batch_rows,
+        contiguous,
+        span < raw_bytes or row_bytes % LINE_BYTES != 0,
+    )
     decode = None if decode_bytes_per_s is None else batch_rows * row_bytes / decode_bytes_per_s
     packed_seconds = max(packed.best, decode or 0.0)
 
@@ -174,7 +182,13 @@ class _Gather:
     """Predictions for one form of a table."""
 
     def __init__(
-        self, link: LinkModel, span: float, row_bytes: float, n: int, contiguous: bool
+        self,
+        link: LinkModel,
+        span: float,
+        row_bytes: float,
+        n: int,
+        contiguous: bool,
+        straddles: bool,
     ) -> None:
         self.link, self.span, self.row_bytes, self.n = link, span, row_bytes, n
         self.contiguous = contiguous
@@ -186,7 +200,10 @@ class _Gather:
             engine = link.copy_time(moved)
         else:
             self.sort = link.pays_to_sort(span, row_bytes, n)
-            both = [link.gather_seconds(span, row_bytes, n, sorted=s) for s in (False, True)]
+            both = [
+                link.gather_seconds(span, row_bytes, n, sorted=s, straddles=straddles)
+                for s in (False, True)
+            ]
             self.seconds.update(unsorted=both[0], sorted=both[1])
             zero_copy = both[self.sort]
             engine = moved / link.host_gather_bytes_per_s + link.copy_time(moved)

@@ -18,6 +18,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from ..errors import ArgumentError
+
 FORMAT_VERSION = 1
 WORD_BITS = 32
 GROUP_CHUNKS = 32  # chunks whose codes share one group bit
@@ -247,6 +249,25 @@ class TableStorage:
     typical_words: int = 0
     max_words: int = 0
     max_packed_words: int = 0
+
+
+def check_sizes(table: TableStorage, clusters: int) -> None:
+    """Refuse a table whose tensors are too small for its number of rows."""
+    blocks, words = ceil_div(table.n_rows, BLOCK_ROWS), ceil_div(table.n_rows, WORD_BITS)
+    wanted = {
+        "bases": (table.bases if table.lengths is not None else None, blocks),
+        "lengths": (table.lengths, table.n_rows),
+        "row_clusters": (table.row_clusters, table.n_rows if clusters > 1 else 0),
+        "flags": (table.flags, words),
+        "moved": (table.moved, words),
+    }
+    for name, (part, size) in wanted.items():
+        if part is not None and part.numel() < size:
+            raise ArgumentError(
+                f"table.{name}: {part.numel()} entries, a table of {table.n_rows} rows has {size}"
+            )
+    if table.lengths is not None and table.bases is None:
+        raise ArgumentError("table.bases: None, a table with lengths has them")
 
 
 @dataclass(frozen=True, eq=False)

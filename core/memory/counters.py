@@ -28,7 +28,8 @@ class Counters:
         """Return the counts that kernels on a device add to."""
         with self._lock:
             if device not in self._on:
-                counts = torch.zeros(2 * (MAX_SLABS + 1), dtype=torch.int64, device=device)
+                with torch.inference_mode(False):  # it is changed outside of it too
+                    counts = torch.zeros(2 * (MAX_SLABS + 1), dtype=torch.int64, device=device)
                 if device.type == "cuda":
                     # Kernels on other streams may add to them at once.
                     torch.cuda.current_stream(device).synchronize()

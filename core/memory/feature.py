@@ -46,7 +46,8 @@ class _Fetchers:
             return self._pool.submit(work)
 
 
-_fetchers = _Fetchers()
+#: Decode rows on the CPU beside other work.
+fetchers = _Fetchers()
 
 
 class RowsFuture:
@@ -314,7 +315,7 @@ class CompressedFeature:
 
         if ids.numel() * self.table.row_bytes < OVERLAP_BYTES:
             return RowsFuture(rows())
-        return RowsFuture(_fetchers.submit(rows))
+        return RowsFuture(fetchers.submit(rows))
 
     def whole(self) -> ReadOnlyTensor:
         """Return all rows on the CPU, decoded once and kept; they must not be written to.

@@ -99,6 +99,7 @@ class CudaRegistrar:
 
 
 registrar: Registrar = CudaRegistrar()
+_MADV_POPULATE_READ = 22  # Python has no name for it
 
 
 class _Memory(mmap.mmap):
@@ -381,6 +382,16 @@ class HostBuffer:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HostBuffer:
         return _copy_of(self.tensor, self._pin)
+
+    def populate(self) -> None:
+        """Map all pages now, so that reading rows at random does not wait for one after another.
+
+        A hint: systems that do not know it (Linux before 5.14) are left to map them one by one.
+        """
+        memory = self._memory
+        if memory is not None and len(memory):
+            with contextlib.suppress(OSError):
+                memory.madvise(_MADV_POPULATE_READ)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _copy_of, (self.tensor, self._pin)

@@ -27,6 +27,7 @@ from ..container import PathLike, load
 from ..dtypes import dtype_name
 from ..errors import ArgumentError, BitslabError, CorruptedDataError
 from ..kernels import cpu
+from ..kernels.cpu.prepared import PreparedTable
 from ..kernels.format import MAX_SLABS
 from ..tensor import CompressedTensor
 from ..transfer.gather import gather_copied_rows, gather_packed_rows
@@ -53,6 +54,7 @@ from .rows import HostRows
 from .sharing import checksum_of_file, handle_of, parts_of_handle
 
 CPU = torch.device("cpu")
+POPULATED_BYTES = 4 << 30  # up to which all pages are mapped at the first gather: about a second
 
 
 class CompressedTable:
@@ -113,7 +115,10 @@ class CompressedTable:
         self._checksum = ""
         self._pid = os.getpid()
         self._closed = False
+        self._populated = False
         self._caches: weakref.WeakSet[Cache] = weakref.WeakSet()
+        # What gathers on the CPU read, with the rows and the overflow's size that it was made for.
+        self._prepared: tuple[HostRows, int, PreparedTable | None] | None = None
         self.after_fork()
         call_after_fork(self)
 
@@ -346,6 +351,11 @@ class CompressedTable:
         return self._rows.nbytes
 
     @property
+    def overflow_bytes(self) -> int:
+        """Bytes of rows that updates have moved; see `compact`."""
+        return self._rows.overflow_bytes
+
+    @property
     def ratio(self) -> float:
         """Bytes of the rows over `nbytes`; 1 when there are none."""
         raw_bytes = len(self) * self.row_bytes
@@ -434,6 +444,37 @@ class CompressedTable:
         """Gather, but take what `cache` has from there; see `SlabCache.gather`."""
         return self._gather(ids, out, device, cache, sort, sm_budget)
 
+    def gather_checked(
+        self,
+        cache: Cache | None,
+        ids: torch.Tensor,
+        out: torch.Tensor,
+        sort: bool | None = None,
+    ) -> None:
+        """Gather for callers that have checked the arguments; see `gather_with`.
+
+        Parameters
+        ----------
+        cache : Cache or None
+            As there.
+        ids : torch.Tensor
+            int32 or int64 ``[n]``, contiguous, on the device of `out`; on a CPU in range.
+        out : torch.Tensor
+            ``[n, *row_shape]`` of the table's dtype, contiguous.
+        sort : bool, optional
+            As in `gather`.
+        """
+        if out.numel():
+            with self._lock.reading():
+                self._check_open()
+                data = out.view(torch.uint8).view(out.shape[0], self.row_bytes)
+                if data.device.type == "cpu":
+                    self._gather_on_cpu(ids, data, cache)
+                else:
+                    self._gather_on_gpu(ids, data, cache, sort, None)
+        if cache is None:
+            self._count(gathers=1, rows=ids.shape[0])
+
     def __getitem__(self, index: Index) -> torch.Tensor:
         """Return rows by an int, a slice, integers of any shape, or a bool mask ``[N]``."""
         ids = row_ids(index, len(self))
@@ -460,7 +501,7 @@ class CompressedTable:
         if target.type == "cpu":
             wanted = wanted.cpu()
         if wanted.device.type == "cpu":
-            self.check_ids(wanted)
+            self._check_ids(wanted)
         result = out
         if result is not None and not bits_in_order(result):
             # A copy of what it holds, since bad ids leave `out` untouched.
@@ -485,14 +526,37 @@ class CompressedTable:
         return result if out is None or out is result else out.copy_(result)
 
     def _gather_on_cpu(self, ids: torch.Tensor, data: torch.Tensor, cache: Cache | None) -> None:
+        if not self._populated:
+            self._populated = True
+            buffer = self._parts.buffers.get("words")
+            if buffer is not None and buffer.nbytes <= POPULATED_BYTES:
+                buffer.populate()
         if self._parts.raw and cache is None:
             self._rows.decode(ids, data)
             self._count(copied_words=ids.shape[0] * self._parts.row_words)
+            return
+        prepared = self._prepared_rows() if cache is None else None
+        if prepared is not None:
+            damaged, words = prepared.gather(ids, data)
+            _raise_damaged(damaged)
+            self._count(copied_words=words)
             return
         storage = None if cache is None else cache.storage(CPU)
         counts = torch.zeros(2 * (MAX_SLABS + 1), dtype=torch.int64)
         _raise_damaged(self._rows.decode(ids, data, cache=storage, counters=counts))
         (self if cache is None else cache).counters.add(counts)
+
+    def _prepared_rows(self) -> PreparedTable | None:
+        """Return the rows made ready for gathers on the CPU, or None where that cannot be."""
+        rows, overflow_bytes = self._rows, self._rows.overflow_bytes
+        found = self._prepared
+        # Updates write to memory in place, but for an overflow that has to grow.
+        if found is None or found[0] is not rows or found[1] != overflow_bytes:
+            storage = rows.storage()
+            serves = PreparedTable.serves(storage, rows.layout)
+            prepared = PreparedTable(storage, rows.layout) if serves else None
+            found = self._prepared = (rows, overflow_bytes, prepared)
+        return found[2]
 
     def _gather_on_gpu(
         self,
@@ -541,7 +605,9 @@ class CompressedTable:
 
     def check_ids(self, ids: torch.Tensor) -> None:
         """Raise IndexRangeError when one of the ids ``[n]`` on the CPU is out of range."""
-        ids = checked_ids(ids)
+        self._check_ids(checked_ids(ids))
+
+    def _check_ids(self, ids: torch.Tensor) -> None:
         position = cpu.check_ids(ids, len(self))
         if position >= 0:
             raise_bad_index(int(ids[position]), position, len(self), "ids")
@@ -663,7 +729,9 @@ class CompressedTable:
                     self._device_copies.clear()  # made anew from what the host has
                     raise
 
-    def compact(self, progress: ProgressFunction | bool | None = None) -> None:
+    def compact(
+        self, progress: ProgressFunction | bool | None = None, *, refit: bool = False
+    ) -> None:
         """Pack the table anew: every row lies in its place again and takes no more than it needs.
 
         Readers go on while the new copy is made beside the old one; updates wait.
@@ -672,6 +740,9 @@ class CompressedTable:
         ----------
         progress : callable, bool, optional
             As in `from_tensor`. What it calls may gather from the table and save it, not change it.
+        refit : bool
+            Whether to fit the codec to the rows as they are now, or to keep them raw if packing
+            gains nothing any more. A cache over the table then has to be filled again.
 
         Raises
         ------
@@ -684,19 +755,30 @@ class CompressedTable:
         with self._changing("compact"):
             self._check_writable("compact")
             with Progress("packing", len(self), progress) as shown:
+                codec = self._fitted_again() if refit else self.codec
                 fresh = build_parts(
-                    self._batches(), self.codec, self.layout, pin=self._pin, progress=shown
+                    self._batches(), codec, self.layout, pin=self._pin, progress=shown
                 )
             try:
                 with self._lock.writing():
                     self._check_open()
                     self._check_writable("compact")
+                    if codec is not self.codec:
+                        for cache in list(self._caches):
+                            cache.forget(torch.arange(len(self)))
+                        self._device_copies = DeviceCopies()
                     old, self._rows = self._rows, HostRows(fresh, pin=self._pin)
+                    self._prepared = None
                     self._device_copies.clear()
             except BaseException:
                 fresh.close()
                 raise
             old.close()
+
+    def _fitted_again(self) -> RowCodec:
+        n_sample = min(len(self), max(1, SAMPLE_BYTES // max(1, self.row_bytes)))
+        picked = np.sort(np.random.default_rng(0).choice(len(self), n_sample, replace=False))
+        return choose_codec(self.rows_of(torch.from_numpy(picked)), "auto", len(self), {})
 
     @contextlib.contextmanager
     def _changing(self, what: str) -> Iterator[None]:
@@ -844,6 +926,7 @@ class CompressedTable:
             return
         with self._lock.writing():
             self._closed = True
+            self._prepared = None
             self._device_copies.clear()
             self._rows.close()
 

@@ -53,11 +53,13 @@ def make_case(
     row_bytes: int | None = None,
     seed=0,
     field: tuple[int, int] | None = None,
+    mask: int | None = None,
 ) -> Case:
     """Return rows that match the profile to different degrees, some of them too little to pack.
 
     The rows' size makes the decoder take just this variant: 16-byte stores need rows of a
-    multiple of 16 bytes. With `field`, its lowest bit and its width, that is the mask.
+    multiple of 16 bytes. With `field`, its lowest bit and its width, that is the mask; with `mask`,
+    that one.
     """
     rng = np.random.default_rng([seed, clusters, n_rows, *variant.name.encode()])
     width = variant.chunk_bytes
@@ -70,7 +72,9 @@ def make_case(
     fmt = RowFormat(row_bytes, width, variant.code_bits, variant.grouped, variant.uniform, clusters)
     shape = (clusters, fmt.positions)
     masks = _draw(rng, dtype, shape) | _draw(rng, dtype, shape)
-    if field is not None:
+    if mask is not None:
+        masks[:] = mask
+    elif field is not None:
         masks[:] = ((1 << field[1]) - 1) << field[0]
     elif variant.byte_field:
         masks[:] = 255 << BYTE_FIELDS[width]
@@ -80,13 +84,13 @@ def make_case(
     cluster = rng.integers(0, clusters, n_rows)
     mostly_first = rng.random((n_rows, fmt.chunks)) < rng.choice([0.5, 0.995], (n_rows, 1))
     code = np.where(mostly_first, 0, rng.integers(0, fmt.values, (n_rows, fmt.chunks)))
-    mask = np.broadcast_to(masks[cluster], (n_rows, fmt.chunks))
+    masked = np.broadcast_to(masks[cluster], (n_rows, fmt.chunks))
     value = np.take_along_axis(
         np.broadcast_to(values[cluster], (n_rows, fmt.chunks, fmt.values)), code[..., None], 2
     )[..., 0]
     hit = rng.random((n_rows, fmt.chunks)) < rng.choice([0.2, 0.9, 0.98, 1.0], (n_rows, 1))
     noise = _draw(rng, dtype, (n_rows, fmt.chunks))
-    chunks = np.where(hit, (noise & ~mask) | value, noise).astype(dtype)
+    chunks = np.where(hit, (noise & ~masked) | value, noise).astype(dtype)
     rows = torch.from_numpy(chunks.view(np.uint8).reshape(n_rows, row_bytes).copy())
     return Case(build_layout(fmt, masks, values), Profile(fmt, masks, values), rows)
 

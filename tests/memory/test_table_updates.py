@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import threading
+import weakref
 from typing import Any
 
 import pytest
@@ -269,3 +270,33 @@ def test_a_compact_that_fails_or_is_overtaken_by_close_leaves_the_table_as_it_wa
             assert table.stats()["moved_rows"] == 1 and same_bits(table[5:6], fresh)
             table.compact()
             assert table.stats()["moved_rows"] == 0 and same_bits(table[5:6], fresh)
+
+
+def test_gathers_see_rows_that_moved_wherever_the_overflow_lies() -> None:
+    """Between the changes the same table gathers: what it keeps for that has to follow them."""
+    n = 2000
+    x = packable(torch.float32, (n, 32), 0)
+    table = CompressedTable.from_tensor(x, codec="ibp", chunk_bytes=4, progress=False)
+    ids = torch.arange(n)
+    assert same_bits(table.gather(ids), x)
+    sizes = []
+    for first in range(0, n, 400):
+        some = ids[first : first + 400]
+        x[some] = random_bits(torch.float32, (len(some), 32), first)
+        table.update(some, x[some])
+        assert same_bits(table.gather(ids), x)
+        sizes.append(table.overflow_bytes)
+    assert sizes[0] < sizes[-1]
+    table.compact(progress=False)
+    assert same_bits(table.gather(ids), x)
+
+
+def test_what_a_table_keeps_for_gathers_goes_with_its_rows() -> None:
+    x = packable(torch.float32, (500, 32), 0)
+    table = CompressedTable.from_tensor(x, codec="ibp", chunk_bytes=4, progress=False)
+    for let_go in (lambda: table.compact(progress=False), table.close):
+        table.gather(torch.arange(9))
+        kept = weakref.ref(table._rows.parts.tensors["words"])
+        table.update(torch.tensor([3]), torch.zeros(1, 32))
+        let_go()
+        assert kept() is None

@@ -4,108 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 
-from ...errors import ArgumentError, CorruptedDataError, load_optional
+from ...errors import ArgumentError, CorruptedDataError
 from ..format import (
-    BLOCK_ROWS,
-    GROUP_CHUNKS,
     MAX_SLABS,
     PAD_WORDS,
-    WORD_BITS,
     CacheStorage,
     RowLayout,
     RowStorage,
     TableStorage,
-    ceil_div,
     read_together,
 )
 from .compiling import call
+from .constants import chunks_of, constants_of, unsigned
+from .loading import gathering, mapping, packing
+from .places import HOST_SOURCES, NO_IDS, Places, decode_places
+from .prepared import PreparedTable
 from .threads import run_ranges
-
-_UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
-_constants_of: WeakKeyDictionary[RowLayout, Any] = WeakKeyDictionary()
-_NO_IDS = np.empty(0, np.int64)
-_NO_WORDS = np.empty(0, np.uint32)
-_NO_BYTES = np.empty(0, np.uint8)
-
-# Rows whose places are looked up at once: 14 bytes each.
-_PLACED_ROWS = 1 << 16
-# Sources of rows, as in gather.py: the table's words, its overflow, then the slabs.
-_SOURCES = 2 + MAX_SLABS
-_HOST_SOURCES = 2
-
-
-def _jitted() -> Any:
-    """Load the Numba functions on first use, so that importing bitslab does not load Numba."""
-    load_optional("numba", extra=None, purpose="packing rows on the CPU")
-    from . import rows
-
-    return rows
-
-
-def _gathering() -> Any:
-    """Load the Numba functions that gather, like `_jitted`."""
-    load_optional("numba", extra=None, purpose="gathering rows on the CPU")
-    from . import gather
-
-    return gather
-
-
-def _mapping() -> Any:
-    """Load the Numba functions of the map, like `_jitted`."""
-    load_optional("numba", extra=None, purpose="looking up rows on the CPU")
-    from . import maps
-
-    return maps
-
-
-def _unsigned(t: torch.Tensor) -> np.ndarray[Any, Any]:
-    """View a tensor of integers as the unsigned numpy array of the same width."""
-    return t.numpy().view(_UNSIGNED[t.element_size()])
-
-
-def _chunks(rows: torch.Tensor, chunk_bytes: int) -> np.ndarray[Any, Any]:
-    """View contiguous ``[N, row_bytes]`` uint8 rows as ``[N, C]`` chunks.
-
-    An address that is no multiple of the chunk is fine: numpy marks such a view, and Numba
-    compiles accesses for it.
-    """
-    return rows.numpy().view(_UNSIGNED[chunk_bytes])
-
-
-def _tables(layout: RowLayout) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Return tables and starts as the kernels read them: for each position, or 32 times the one."""
-    tables, starts, _ = _constants(layout)
-    return tables, starts
-
-
-def _constants(
-    layout: RowLayout,
-) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Return tables, starts and field values of a layout, worked out at its first use.
-
-    Field values are uint8 ``[K, 8]``, by code, shifted down to bit 0, for rows that fields.py
-    decodes; K is 0 for others.
-    """
-    found = _constants_of.get(layout)
-    if found is None:
-        f = layout.format
-        tables, starts = _unsigned(layout.tables), layout.starts.numpy()
-        values = np.empty((0, 8), np.uint8)
-        low, width = layout.fields[0]
-        # A value of the field has to fit into a byte there.
-        one_field = f.uniform and 0 < width <= 8 and {*layout.fields} == {(low, width)}
-        if one_field and f.code_bits == 3 and f.chunk_bytes <= 4:
-            values = (tables[:, :8, 0] >> low).astype(np.uint8)
-        if f.uniform:
-            tables = np.repeat(tables, GROUP_CHUNKS, axis=2)
-            starts = starts[:, 1:] * np.arange(GROUP_CHUNKS + 1, dtype=np.int32)
-        found = _constants_of[layout] = (tables, starts, values)
-    return found
 
 
 def count_bits(rows: torch.Tensor, chunk_bytes: int) -> torch.Tensor:
@@ -123,8 +41,8 @@ def count_bits(rows: torch.Tensor, chunk_bytes: int) -> torch.Tensor:
     torch.Tensor
         int64 ``[C, 8 * chunk_bytes]``, bit 0 the least significant.
     """
-    kernel = _jitted().count_bits
-    chunks = _chunks(rows, chunk_bytes)
+    kernel = packing().count_bits
+    chunks = chunks_of(rows, chunk_bytes)
 
     def work(begin: int, end: int) -> np.ndarray[Any, Any]:
         counts = np.zeros((chunks.shape[1], 8 * chunk_bytes), np.int64)
@@ -154,17 +72,17 @@ def packed_words(rows: torch.Tensor, layout: RowLayout) -> tuple[torch.Tensor, t
     f = layout.format
     lengths = torch.empty(rows.shape[0], dtype=f.length_dtype)
     row_clusters = torch.empty(rows.shape[0] if f.clusters > 1 else 0, dtype=torch.uint8)
-    kernel = _jitted().packed_words
-    chunks = _chunks(rows, f.chunk_bytes)
-    tables, starts = _tables(layout)
-    lengths_out, clusters_out = _unsigned(lengths), row_clusters.numpy()
+    kernel = packing().packed_words
+    chunks = chunks_of(rows, f.chunk_bytes)
+    constants = constants_of(layout)
+    lengths_out, clusters_out = unsigned(lengths), row_clusters.numpy()
 
     def work(begin: int, end: int) -> None:
         call(
             kernel,
             chunks,
-            tables,
-            starts,
+            constants.tables,
+            constants.starts,
             f.code_bits,
             f.grouped,
             f.uniform,
@@ -210,20 +128,22 @@ def encode_rows(
     f = layout.format
     words = torch.empty(n_words + PAD_WORDS, dtype=torch.int32)
     words[n_words:] = 0
-    kernel = _jitted().encode_rows
-    chunks = _chunks(rows, f.chunk_bytes)
-    words_out = _unsigned(words)
+    kernel = packing().encode_rows
+    constants = constants_of(layout)
+    chunks = chunks_of(rows, f.chunk_bytes)
+    words_out = unsigned(words)
     arguments = (
         chunks,
         rows.numpy(),
-        *_tables(layout),
+        constants.tables,
+        constants.starts,
         f.code_bits,
         f.grouped,
         f.uniform,
         f.row_words,
         f.keep_section,
         f.levels,
-        _unsigned(lengths),
+        unsigned(lengths),
         row_clusters.numpy(),
         bases.numpy(),
         words_out,
@@ -235,7 +155,7 @@ def encode_rows(
 
 def check_ids(ids: torch.Tensor, n_rows: int) -> int:
     """Return the first position of an id outside -n_rows..n_rows - 1, or -1."""
-    return int(call(_jitted().check_ids, ids.numpy(), n_rows))
+    return int(call(packing().check_ids, ids.numpy(), n_rows))
 
 
 def check_rows(storage: RowStorage, layout: RowLayout, ids: torch.Tensor | None = None) -> int:
@@ -260,20 +180,20 @@ def _check_range(
     if count == 0:
         return -1
     f = layout.format
-    kernel = _jitted().check_rows
+    kernel = packing().check_rows
     arguments = (
-        _unsigned(storage.words),
+        unsigned(storage.words),
         storage.bases.numpy(),
-        _unsigned(storage.lengths),
+        unsigned(storage.lengths),
         storage.row_clusters.numpy(),
-        _tables(layout)[1],
+        constants_of(layout).starts,
         f.chunks,
         8 * f.chunk_bytes,
         f.code_bits,
         f.grouped,
         f.uniform,
         f.row_words,
-        _NO_IDS if ids is None else ids.numpy(),
+        NO_IDS if ids is None else ids.numpy(),
     )
     bad = run_ranges(
         lambda begin, end: int(call(kernel, *arguments, first + begin, first + end)),
@@ -329,8 +249,8 @@ def decode_rows(
         storage.lengths,
         storage.row_clusters if storage.row_clusters.numel() else None,
     )
-    places = _Places(table, f.row_words, f.clusters, ids, row_begin)
-    bad, _ = _decode_places(places, layout, out)
+    places = Places(table, f.row_words, f.clusters, ids, row_begin)
+    bad, _ = decode_places(places, layout, out)
     return bad if bad < 0 else places.row(bad)
 
 
@@ -365,7 +285,7 @@ def copy_rows(
     if first_bad is not None and int(first_bad) != -1:
         return
     n_rows, stride = rows.shape
-    kernel = _gathering().copy_rows
+    kernel = gathering().copy_rows
     arguments = (rows.numpy(), stride, row_bytes, ids.numpy(), n_rows, out.numpy())
     run_ranges(lambda begin, end: call(kernel, *arguments, begin, end), ids.shape[0], row_bytes)
 
@@ -388,7 +308,7 @@ def map_insert(entries: torch.Tensor, ids: torch.Tensor, locations: torch.Tensor
     int
         How many ids found no free entry, or were negative; they are not in the map.
     """
-    return int(call(_mapping().map_insert, entries.numpy(), ids.numpy(), locations.numpy()))
+    return int(call(mapping().map_insert, entries.numpy(), ids.numpy(), locations.numpy()))
 
 
 def map_find(entries: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
@@ -406,125 +326,11 @@ def map_find(entries: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     torch.Tensor
         int64 ``[n]``: locations, NOT_CACHED for ids that are not in the map.
     """
-    kernel = _mapping().map_find
+    kernel = mapping().map_find
     locations = torch.empty(ids.shape[0], dtype=torch.int64)
     arguments = (entries.numpy(), ids.numpy(), 0, locations.numpy())
     run_ranges(lambda begin, end: call(kernel, *arguments, begin, end), ids.shape[0], 128)
     return locations
-
-
-class _Places:
-    """Looks up where rows of a table lie; see gather.py.
-
-    Parameters
-    ----------
-    table, row_words, clusters
-        The table, words of a raw row, and how many clusters its layout has.
-    ids : torch.Tensor or None
-        Rows; None for those from `row_begin` on.
-    row_begin : int
-        First row when `ids` is None.
-    cache : CacheStorage or None
-        Where rows are looked for first.
-    """
-
-    def __init__(
-        self,
-        table: TableStorage,
-        row_words: int,
-        clusters: int,
-        ids: torch.Tensor | None,
-        row_begin: int = 0,
-        cache: CacheStorage | None = None,
-    ) -> None:
-        _check_sizes(table, clusters)
-        overflow = _NO_WORDS if table.overflow is None else _unsigned(table.overflow)
-        slabs = () if cache is None else tuple(_unsigned(slab) for slab in cache.slabs)
-        self.sources = (_unsigned(table.words), overflow, *slabs)
-        sizes = [max(0, len(words) - PAD_WORDS) for words in self.sources]
-        limits = np.array(sizes + [-1] * (_SOURCES - len(sizes)), np.int64)
-        compact = table.lengths is not None
-        flags = table.flags
-        self.ids = _NO_IDS if ids is None else ids.to(torch.int64).numpy()
-        self.row_begin = row_begin
-        self.n_rows = table.n_rows
-        self._kernel = _gathering().find_rows
-        self._arguments = (
-            table.n_rows,
-            self.sources[0],
-            compact,
-            _NO_IDS if table.bases is None else table.bases.numpy(),
-            _NO_BYTES if table.lengths is None else _unsigned(table.lengths),
-            _NO_BYTES if table.row_clusters is None else table.row_clusters.numpy(),
-            clusters,
-            _NO_WORDS if flags is None else _unsigned(flags),
-            _NO_WORDS if table.moved is None else _unsigned(table.moved),
-        )
-        self._limits = limits
-        self._row_words = row_words
-        self._entries = None if cache is None else cache.entries.numpy()
-
-    def row(self, position: int) -> int:
-        """Return the number of the row at a position of the ids."""
-        if not len(self.ids):
-            return self.row_begin + position
-        row = int(self.ids[position])
-        return row + self.n_rows if row < 0 else row
-
-    def find(self, begin: int, end: int) -> tuple[int, tuple[np.ndarray[Any, Any], ...]]:
-        """Find rows begin..end.
-
-        Returns
-        -------
-        bad : int
-            The position of a row whose place is damaged, or -1.
-        found : tuple of arrays
-            source, at, length and cluster of each row; see gather.py.
-        """
-        count = end - begin
-        found = (
-            np.empty(count, np.uint8),
-            np.empty(count, np.int64),
-            np.empty(count, np.int32),
-            np.empty(count, np.uint8),
-        )
-        ids, locations = self.ids[begin:end], _NO_IDS
-        if self._entries is not None and count:
-            locations = np.empty(count, np.int64)
-            map_find = _mapping().map_find
-            call(map_find, self._entries, ids, self.n_rows, locations, 0, count)
-        bad = int(
-            call(
-                self._kernel,
-                ids,
-                self.row_begin + begin,
-                *self._arguments,
-                locations,
-                self._limits,
-                self._row_words,
-                *found,
-            )
-        )
-        return (bad if bad < 0 else begin + bad), found
-
-
-def _check_sizes(table: TableStorage, clusters: int) -> None:
-    """Refuse a table whose tensors are too small for its number of rows."""
-    blocks, words = ceil_div(table.n_rows, BLOCK_ROWS), ceil_div(table.n_rows, WORD_BITS)
-    wanted = {
-        "bases": (table.bases if table.lengths is not None else None, blocks),
-        "lengths": (table.lengths, table.n_rows),
-        "row_clusters": (table.row_clusters, table.n_rows if clusters > 1 else 0),
-        "flags": (table.flags, words),
-        "moved": (table.moved, words),
-    }
-    for name, (part, size) in wanted.items():
-        if part is not None and part.numel() < size:
-            raise ArgumentError(
-                f"table.{name}: {part.numel()} entries, a table of {table.n_rows} rows has {size}"
-            )
-    if table.lengths is not None and table.bases is None:
-        raise ArgumentError("table.bases: None, a table with lengths has them")
 
 
 def gather_rows(
@@ -573,62 +379,23 @@ def gather_rows(
     n = out.shape[0]
     if n == 0 or (first_bad is not None and int(first_bad) != -1):
         return -1
+    if cache is None and PreparedTable.serves(table, layout):
+        bad, words = PreparedTable(table, layout).gather(ids, out)
+        if counters is not None and bad < 0:
+            counters[MAX_SLABS] += n
+            counters[2 * MAX_SLABS + 1] += words
+        return bad
     table, layout = read_together(table, layout, cache)
     f = layout.format
-    places = _Places(table, f.row_words, f.clusters, ids, cache=cache)
-    bad, counts = _decode_places(places, layout, out)
+    places = Places(table, f.row_words, f.clusters, ids, cache=cache)
+    bad, counts = decode_places(places, layout, out)
     if bad >= 0:
         return places.row(bad)
     if counters is not None:
         by_place = counters.numpy().reshape(2, MAX_SLABS + 1)
-        by_place[:, :MAX_SLABS] += counts[_HOST_SOURCES:].T
-        by_place[:, MAX_SLABS] += counts[:_HOST_SOURCES].sum(0)
+        by_place[:, :MAX_SLABS] += counts[HOST_SOURCES:].T
+        by_place[:, MAX_SLABS] += counts[:HOST_SOURCES].sum(0)
     return -1
-
-
-def _decode_places(
-    places: _Places, layout: RowLayout, out: torch.Tensor
-) -> tuple[int, np.ndarray[Any, Any]]:
-    """Decode rows to `out`.
-
-    Returns the position of a damaged row or -1, and int64 ``[sources, 2]``, rows and words.
-    """
-    f = layout.format
-    gather = _gathering()
-    tables, starts, values = _constants(layout)
-    chunks, raw = _chunks(out, f.chunk_bytes), out.numpy()
-    general = (f.code_bits, f.grouped, f.uniform, f.row_words, f.keep_section, f.levels, chunks)
-
-    def decode(
-        words: np.ndarray[Any, Any],
-        which: int,
-        found: tuple[np.ndarray[Any, Any], ...],
-        first: int,
-        counts: np.ndarray[Any, Any],
-    ) -> int:
-        call(gather.copy_found, words, which, *found[:3], f.row_words, raw, first, counts)
-        if len(values):
-            options = (values, *layout.fields[0], f.grouped, f.row_words, chunks)
-            arguments = (words, words.view(np.uint8), which, *found, *options, first, counts)
-            return int(call(gather.decode_fields, *arguments))
-        arguments = (words, which, *found, tables, starts, *general, first, counts)
-        return int(call(gather.decode_found, *arguments))
-
-    def work(begin: int, end: int) -> tuple[int, np.ndarray[Any, Any]]:
-        counts = np.zeros((_SOURCES, 2), np.int64)
-        for first in range(begin, end, _PLACED_ROWS):
-            bad, found = places.find(first, min(first + _PLACED_ROWS, end))
-            if bad >= 0:
-                return bad, counts
-            for which, words in enumerate(places.sources):
-                bad = decode(words, which, found, first, counts) if len(words) else -1
-                if bad >= 0:
-                    return first + bad, counts
-        return -1, counts
-
-    results = run_ranges(work, out.shape[0], f.row_bytes)
-    bad = next((bad for bad, _ in results if bad >= 0), -1)
-    return bad, np.sum([counts for _, counts in results], axis=0)
 
 
 def row_places(
@@ -660,9 +427,9 @@ def row_places(
         When a row is damaged.
     """
     f = layout.format
-    places = _Places(table, f.row_words, f.clusters, ids)
-    starts = _tables(layout)[1]
-    kernel = _gathering().measure_found
+    places = Places(table, f.row_words, f.clusters, ids)
+    starts = constants_of(layout).starts
+    kernel = gathering().measure_found
     constants = (starts, f.chunks, 8 * f.chunk_bytes, f.code_bits, f.grouped, f.uniform)
 
     def work(begin: int, end: int) -> tuple[int, tuple[np.ndarray[Any, Any], ...]]:
@@ -710,7 +477,7 @@ def move_rows(
         When a run is not inside the source or the target; nothing was copied.
     """
     n = at.shape[0]
-    outside = _gathering().find_outside
+    outside = gathering().find_outside
     places = (("at", at, source_words), ("target_at", target_at, target_words))
     for name, starts, words in places:
         bad = int(call(outside, starts.numpy(), n_words.numpy(), words.shape[0]))
@@ -719,7 +486,7 @@ def move_rows(
                 f"{name}: run {bad} starts at word {int(starts[bad])} and has {int(n_words[bad])} "
                 f"words, the words there are 0 to {words.shape[0] - 1}"
             )
-    kernel = _gathering().move_rows
+    kernel = gathering().move_rows
     arguments = (
         source_words.numpy(),
         at.numpy(),

@@ -50,6 +50,17 @@ def width_of(typing_context: Any, array: Any) -> Any:
     return types.int64(array), build
 
 
+@intrinsic  # type: ignore[untyped-decorator]
+def bits_of(typing_context: Any, x: Any) -> Any:
+    """Bits of the type of an integer."""
+    bits = x.bitwidth
+
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return context.get_constant(types.int64, bits)
+
+    return types.int64(x), build
+
+
 @njit(nogil=True, cache=True)
 def lowest_bit(x):
     """Return the place of the lowest set bit of `x`, which is not 0."""

@@ -54,6 +54,13 @@ def prepare(kernel: Any, *args: Any) -> None:
     compiled.add(key)
 
 
+@contextlib.contextmanager
+def compiling_beside(kernel: Any) -> Iterator[None]:
+    """Compile something else into the cache where `kernel` is, or load it from there."""
+    with _lock, _only_process(kernel.stats.cache_path):
+        yield
+
+
 def _kind(argument: Any) -> Any:
     """Return what Numba's type of an argument depends on; asking Numba itself takes far longer."""
     if isinstance(argument, np.ndarray):

@@ -27,9 +27,9 @@ from ..format import (
     SLAB_SHIFT,
 )
 from .bits import GROUP, width_of
-from .fields import decode_field_row
+from .fields import NUMBERS, SPARE_BYTES, decode_field_row
 from .maps import AHEAD
-from .memory import copy_bytes, prefetch, prefetch_bytes
+from .memory import address_of, copy_bytes, prefetch, prefetch_bytes
 from .rows import decode_row, needed_words, row_place
 
 FROM_WORDS = 0
@@ -280,46 +280,49 @@ def decode_found(
 @njit(nogil=True, cache=True)
 def decode_fields(
     words,
-    word_bytes,
     which,
     source,
     at,
     length,
     cluster,
+    like,
+    numbers,
     values,
-    low,
-    width,
+    group_values_bytes,
+    each,
+    code_bits,
     grouped,
     row_words,
-    out,
+    chunks,
+    raw,
     first,
     counts,
 ):
     """Do what `decode_found` does where `decode_field_row` serves all clusters.
 
-    `word_bytes` is the memory of `words` as bytes, ``values`` ``[K, 8]`` uint8 those
-    of the field by code; the field has `width` bits from bit `low` on.
+    `numbers`, `values`, `group_values_bytes` and `each` are those of a constants.Field, `values` as
+    bytes ``[K, ...]``; `like` is any number of the type of a chunk. Row n goes to
+    ``raw[first + n]``.
     """
-    eights = np.empty(4 * ((out.shape[1] + 31) >> 5), np.uint64)
-    misses = np.empty_like(eights)
-    codes = eights.view(np.uint8)
+    spare = np.empty(SPARE_BYTES, np.uint8)
     for n in range(source.shape[0]):
         if source[n] != which or length[n] == 0:
             continue
         prefetch_found(words, which, source, at, length, row_words, n + ROWS_AHEAD)
+        c = np.int64(cluster[n])
         need = decode_field_row(
-            words,
-            word_bytes,
-            at[n],
+            like,
+            address_of(words) + 4 * at[n],
             np.int64(length[n]),
-            values[np.int64(cluster[n])],
-            low,
-            width,
+            address_of(numbers) + 8 * NUMBERS * c,
+            address_of(values) + values.strides[0] * c,
+            group_values_bytes,
+            each,
+            code_bits,
             grouped,
-            eights,
-            misses,
-            codes,
-            out[first + n],
+            chunks,
+            address_of(spare),
+            address_of(raw) + (first + n) * raw.shape[1],
         )
         if need < 0:
             return n

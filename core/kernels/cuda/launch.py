@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary, ref
 
 import numpy as np
 import torch
@@ -28,6 +29,8 @@ from .launch_ids import MAX_IDS, IdScratch, check_ids, map_find, map_insert, ord
 from .runner import Runner
 from .source import BYTE_FIELDS, MIN_SHORT_VECTOR, Variant, widest_vector
 
+_INT_BYTES = {4: np.int32(4), 8: np.int32(8)}
+
 WARPS = 8  # warps of a block, in every kernel
 THREADS = 32 * WARPS
 MAX_CHOSEN_ROWS = 32  # rows of a tile, when they are chosen by id
@@ -43,6 +46,8 @@ class CudaKernels:
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
+        # The last one of each table: most gathers of a table are alike.
+        self._plans: WeakKeyDictionary[TableStorage, _GatherPlan] = WeakKeyDictionary()
 
     def count_bits(self, rows: torch.Tensor, chunk_bytes: int) -> torch.Tensor:
         """Count set bits per position; see `kernels.cpu.count_bits`."""
@@ -263,39 +268,23 @@ class CudaKernels:
             )
             out.copy_(aligned)
             return -1
-        max_words = max(table.max_words, 0 if cache is None else cache.max_words)
-        shape = chosen_shape(max_words)
-        # Warps that share a row do not wait for each other to fetch more of it.
-        typical_words = table.typical_words
-        if shape.tile_rows < WARPS:
-            typical_words = table.max_packed_words or table.max_words
-        variant = _decode_variant("gather", layout, out)
+        plan = self._plans.get(table)
+        if plan is None or not plan.serves(layout, cache, out):
+            plan = _GatherPlan(table, layout, cache, out)
+            if plan.words is table.words:
+                self._plans[table] = plan
         self._launch_tiles(
-            variant,
-            _gather_kernel(variant, f, shape),
-            ceil_div(n, shape.tile_rows),
-            shape,
+            plan.variant,
+            plan.kernel,
+            ceil_div(n, plan.shape.tile_rows),
+            plan.shape,
             (
-                _aligned(table.words, 16),
-                np.int64(table.words.shape[0] - PAD_WORDS),
-                table.bases,
-                table.lengths,
-                np.int32(0 if table.lengths is None else table.lengths.element_size()),
-                table.flags,
-                table.moved,
-                table.overflow,
-                np.int64(_overflow_rows(table, f)),
-                np.int32(typical_words),
-                None if cache is None else cache.entries,
-                np.uint32(0 if cache is None else cache.entries.shape[0] // BUCKET_ENTRIES - 1),
-                None if cache is None else cache.addresses,
+                *plan.sources,
                 ids,
-                np.int32(ids.element_size()),
+                _INT_BYTES[ids.element_size()],
                 order,
                 np.int64(n),
-                table.row_clusters,
-                *_tile_arguments(layout, table.n_rows, shape),
-                np.int32(max_words),
+                *plan.rows,
                 out,
                 first_bad,
                 counters,
@@ -370,6 +359,77 @@ class CudaKernels:
 
     def _row_blocks(self, n_rows: int, blocks_per_sm: int) -> int:
         return min(ceil_div(n_rows, WARPS), blocks_per_sm * self._runner.multiprocessors)
+
+
+class _GatherPlan:
+    """What gathers from one table have in common, worked out once.
+
+    Parameters
+    ----------
+    table : TableStorage
+        The table.
+    layout : RowLayout
+        How its rows, or the cached ones, are packed.
+    cache : CacheStorage or None
+        Cached rows.
+    out : torch.Tensor
+        uint8 ``[n, row_bytes]``, the first output.
+
+    Attributes
+    ----------
+    words : torch.Tensor
+        The table's words, or an aligned copy, which holds for one gather only.
+    """
+
+    def __init__(
+        self,
+        table: TableStorage,
+        layout: RowLayout,
+        cache: CacheStorage | None,
+        out: torch.Tensor,
+    ) -> None:
+        self._layout = layout
+        # Weakly: nobody wants the slabs of a cache that is gone.
+        self._cache = None if cache is None else ref(cache)
+        self._start = out.data_ptr() % 16
+        f = layout.format
+        max_words = max(table.max_words, 0 if cache is None else cache.max_words)
+        self.shape = chosen_shape(max_words)
+        # Warps that share a row do not wait for each other to fetch more of it.
+        typical_words = table.typical_words
+        if self.shape.tile_rows < WARPS:
+            typical_words = table.max_packed_words or table.max_words
+        self.variant = _decode_variant("gather", layout, out)
+        self.kernel = _gather_kernel(self.variant, f, self.shape)
+        self.words = _aligned(table.words, 16)
+        self.sources = (
+            self.words,
+            np.int64(table.words.shape[0] - PAD_WORDS),
+            table.bases,
+            table.lengths,
+            np.int32(0 if table.lengths is None else table.lengths.element_size()),
+            table.flags,
+            table.moved,
+            table.overflow,
+            np.int64(_overflow_rows(table, f)),
+            np.int32(typical_words),
+            None if cache is None else cache.entries,
+            np.uint32(0 if cache is None else cache.entries.shape[0] // BUCKET_ENTRIES - 1),
+            None if cache is None else cache.addresses,
+        )
+        self.rows = (
+            table.row_clusters,
+            *_tile_arguments(layout, table.n_rows, self.shape),
+            np.int32(max_words),
+        )
+
+    def serves(self, layout: RowLayout, cache: CacheStorage | None, out: torch.Tensor) -> bool:
+        """Tell whether a gather can go by this."""
+        kept = None if self._cache is None else self._cache()
+        if (kept is None) != (self._cache is None):
+            return False
+        same = layout is self._layout and cache is kept
+        return same and out.data_ptr() % 16 == self._start
 
 
 class TileShape:

@@ -1,0 +1,117 @@
+"""Lookups on a CPU: CachedEmbeddingBag beside nn.EmbeddingBag and FBGEMM's table for CPUs."""
+
+from __future__ import annotations
+
+import argparse
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from embedding_ids import Draw, trained_like
+from timing import cpu_seconds
+
+from bitslab.integrations.embedding import CachedEmbeddingBag
+
+Rows = list[dict[str, Any]]
+Lookup = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+HIT_SHARE, MISS_SHARE = 1 / 2, 1 / 3  # of nn.EmbeddingBag's rate, what is asked
+
+
+def fbgemm_table(weight: torch.Tensor) -> Lookup | None:
+    """Return FBGEMM's lookup in host memory, or None where it is not installed."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            from fbgemm_gpu.split_embedding_configs import EmbOptimType
+            from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
+            from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+                ComputeDevice,
+                SplitTableBatchedEmbeddingBagsCodegen,
+            )
+    except ImportError:
+        return None
+    table = SplitTableBatchedEmbeddingBagsCodegen(
+        [(*weight.shape, EmbeddingLocation.HOST, ComputeDevice.CPU)],
+        optimizer=EmbOptimType.EXACT_SGD,
+    )
+    table.split_embedding_weights()[0].copy_(weight)
+
+    def look_up(ids: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        ends = torch.cat([offsets, torch.tensor([len(ids)])])
+        out: torch.Tensor = table(ids, ends)
+        return out
+
+    return look_up
+
+
+def run(arguments: argparse.Namespace) -> dict[str, Rows]:
+    """Measure, and compare every result with nn.EmbeddingBag's bit for bit."""
+    found: Rows = []
+    table_bytes = (arguments.table_mib or 256) << 20
+    with torch.no_grad():
+        for row_bytes in arguments.row_bytes:
+            found += _of_one_table(table_bytes // row_bytes, row_bytes, arguments)
+    threads = torch.get_num_threads()
+    return {f"Lookups on {threads} CPU cores, million a second (beside nn.EmbeddingBag)": found}
+
+
+def _of_one_table(n_rows: int, row_bytes: int, arguments: argparse.Namespace) -> Rows:
+    weight = trained_like(n_rows, row_bytes)
+    plain = torch.nn.EmbeddingBag.from_pretrained(weight, mode="sum")
+    fbgemm = fbgemm_table(weight)
+    found: Rows = []
+    for kind in ("uniform", "zipf"):
+        draw = Draw(n_rows, kind)
+        bag = CachedEmbeddingBag.from_pretrained(
+            weight,
+            mode="sum",
+            device="cpu",
+            cache_ratio=0.1,
+            warmup_ratio=1.0,
+            ids_freq_mapping=draw.counts(),
+        ).eval()
+        resident = torch.from_numpy(bag.rows.residents.slot_of >= 0)
+        for n in arguments.batches:
+            offsets = torch.arange(n)
+            cases = {"all hit": resident, "none hit": ~resident, "as drawn": None}
+            for case, wanted in cases.items():
+                if kind == "zipf" and case != "as drawn":
+                    continue
+                batches = [_drawn(draw, n, wanted) for _ in range(arguments.repetitions + 1)]
+                line: dict[str, Any] = {"row B": row_bytes, "ids": n, "law": kind, "rows": case}
+                rates = {}
+                for name, look_up in (("nn", plain), ("bitslab", bag), ("FBGEMM", fbgemm)):
+                    if look_up is None:
+                        continue
+                    out = look_up(batches[0], offsets)
+                    if not torch.equal(
+                        out.view(torch.int32), plain(batches[0], offsets).view(torch.int32)
+                    ):
+                        raise SystemExit(f"{name}: rows differ from nn.EmbeddingBag's")
+                    seconds = _seconds(look_up, batches, offsets)
+                    rates[name] = line[f"{name} M/s"] = n / seconds / 1e6
+                line["bitslab of nn"] = rates["bitslab"] / rates["nn"]
+                asked = {"all hit": HIT_SHARE, "none hit": MISS_SHARE}.get(case)
+                if asked is not None:
+                    verdict = "ok" if line["bitslab of nn"] >= asked else "missed"
+                    line["asked"] = f">= {asked:.2f}: {verdict}"
+                found.append(line)
+    return found
+
+
+def _seconds(look_up: Lookup, batches: list[torch.Tensor], offsets: torch.Tensor) -> float:
+    """Return the median time of a batch; the first one is not counted."""
+    return cpu_seconds(lambda i: look_up(batches[i], offsets), len(batches) - 1)
+
+
+def _drawn(draw: Draw, n: int, wanted: torch.Tensor | None) -> torch.Tensor:
+    """Draw ids, only such as are wanted."""
+    if wanted is None:
+        return draw.ids(n)
+    found = torch.empty(0, dtype=torch.int64)
+    while len(found) < n:
+        more = draw.ids(4 * n)
+        found = torch.cat([found, more[wanted[more]]])
+    return found[:n].contiguous()

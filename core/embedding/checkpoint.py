@@ -1,0 +1,221 @@
+"""Checkpoints of models with cached tables, written and read piece by piece.
+
+The file is a plain safetensors file of the model's whole state dict: tables are in it as rows in
+the order of their ids, as any other model with the same names loads them.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Any, BinaryIO
+
+import torch
+
+from ..container import PathLike, replacing
+from ..dtypes import dtype_name
+from ..errors import ArgumentError, ArgumentTypeError, CorruptedDataError, load_optional
+from ..memory.readonly import ReadOnlyTensor
+from .rows import CachedRows
+
+#: Bytes that are decoded and written at once.
+PIECE_BYTES = 2 << 20
+
+#: What safetensors calls the dtypes.
+_NAMES = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.uint16: "U16",
+    torch.int16: "I16",
+    torch.uint32: "U32",
+    torch.int32: "I32",
+    torch.uint64: "U64",
+    torch.int64: "I64",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.complex64: "C64",
+}
+_KINDS = (torch.Tensor, torch.nn.Parameter, ReadOnlyTensor)
+
+
+class _Table:
+    """Rows of a cached table that stand in a state dict."""
+
+    def __init__(self, rows: CachedRows, begin: int, end: int) -> None:
+        self.rows, self.begin, self.end = rows, begin, end
+        shape = (end - begin, *rows.shape[1:])
+        #: What stands in their place; hooks of state dicts may give it another name.
+        self.stand_in = torch.empty(shape, dtype=rows.dtype, device="meta")
+
+    def pieces(self) -> Iterator[torch.Tensor]:
+        step = max(1, PIECE_BYTES // self.rows.table.row_bytes)
+        for begin in range(self.begin, self.end, step):
+            yield self.rows.decoded(begin, min(begin + step, self.end))
+
+
+class _StateDict(OrderedDict[str, Any]):
+    """A state dict that `RowsModule` gives its tables as they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables: dict[int, _Table] = {}
+
+    def defer(self, key: str, rows: CachedRows, begin: int, end: int) -> None:
+        """Take rows begin..end of a table."""
+        table = _Table(rows, begin, end)
+        self.tables[id(table.stand_in)] = table
+        self[key] = table.stand_in
+
+
+def save_state(model: torch.nn.Module, path: PathLike) -> None:
+    """Write the state dict of a model to a safetensors file, cached tables piece by piece.
+
+    The file can be read by `load_state`, and by ``safetensors.torch.load_file`` for a model with
+    plain embeddings. What the state dict has under several names is in the file under each.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        With or without cached tables. Nobody may train it meanwhile.
+    path : str or os.PathLike
+        Written under another name in the same folder and then renamed, so that it is the whole
+        file or, after an error, what it was before.
+
+    Raises
+    ------
+    ArgumentError, ArgumentTypeError
+        When it is no module, or its state dict holds what safetensors cannot.
+    OSError
+        When the file cannot be written.
+
+    Notes
+    -----
+    Memory: a few MB beyond the model, whatever the size of its tables.
+
+    Examples
+    --------
+    >>> from bitslab.integrations.embedding import CachedEmbedding, load_state, save_state
+    >>> model = CachedEmbedding(1000, 16, device="cpu")
+    >>> save_state(model, "model.safetensors")  # doctest: +SKIP
+    >>> load_state(model, "model.safetensors")  # doctest: +SKIP
+    """
+    _check_model(model)
+    state = _StateDict()
+    model.state_dict(destination=state)
+    # The widest elements first, so that each tensor lies where they may be mapped.
+    items = sorted(
+        ((key, _checked(key, value, state)) for key, value in state.items()),
+        key=lambda item: (-item[1].dtype.itemsize, item[0]),
+    )
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for key, t in items:
+        begin, end = end, end + t.numel() * t.dtype.itemsize
+        shape = list(t.shape)
+        header[key] = {"dtype": _NAMES[t.dtype], "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with replacing(path) as temporary, open(temporary, "wb") as file:
+        file.write(len(text).to_bytes(8, "little"))
+        file.write(text)
+        for _, t in items:
+            table = state.tables.get(id(t))
+            for piece in _pieces(t) if table is None else table.pieces():
+                _write(file, piece)
+        if file.tell() != 8 + len(text) + end:
+            raise OSError(errno.EIO, "its size is not what was to be written", os.fspath(path))
+
+
+def load_state(model: torch.nn.Module, path: PathLike, *, strict: bool = True) -> Any:
+    """Read a safetensors file into a model, cached tables piece by piece.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        With or without cached tables.
+    path : str or os.PathLike
+        As `save_state`, or ``safetensors.torch.save_file`` of a state dict, wrote it.
+    strict : bool
+        As for `torch.nn.Module.load_state_dict`, which is called.
+
+    Returns
+    -------
+    NamedTuple
+        ``missing_keys`` and ``unexpected_keys``, as that returns them.
+
+    Raises
+    ------
+    ArgumentTypeError
+        When it is no module.
+    CorruptedDataError
+        When the file is no safetensors file, or truncated.
+    RuntimeError
+        When names or shapes do not fit, as from `torch.nn.Module.load_state_dict`.
+    OSError
+        When the file cannot be read.
+
+    Notes
+    -----
+    Memory: the file is mapped, and a table packed from it in pieces, which takes some 100 MB
+    whatever its size. It is packed beside the one that it replaces, so that a packed table is there
+    twice for the time.
+    """
+    _check_model(model)
+    where = os.fspath(path)
+    load_optional("safetensors", extra=None, purpose="reading a checkpoint")
+    from safetensors import SafetensorError, safe_open
+
+    open(where, "rb").close()  # its errors name the file, those of the library do not
+    try:
+        with safe_open(where, framework="pt") as file:
+            state = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise CorruptedDataError(
+            f"{where}: no safetensors file, or truncated or damaged: {error}"
+        ) from error
+    return model.load_state_dict(state, strict=strict)
+
+
+def _check_model(model: object) -> None:
+    if not isinstance(model, torch.nn.Module):
+        raise ArgumentTypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+
+
+def _checked(key: str, value: object, state: _StateDict) -> torch.Tensor:
+    """Return what stands in a state dict if a file can hold it."""
+    if not isinstance(value, torch.Tensor):
+        raise ArgumentTypeError(
+            f"model: its state dict holds {key!r}, a {type(value).__name__}; a safetensors file "
+            "holds tensors only"
+        )
+    if type(value) not in _KINDS or value.layout is not torch.strided or value.is_quantized:
+        raise ArgumentTypeError(
+            f"model: its state dict holds {key!r}, a {type(value).__name__} of layout "
+            f"{value.layout}; a safetensors file holds plain tensors only"
+        )
+    if value.is_meta and id(value) not in state.tables:
+        raise ArgumentError(f"model: {key!r} is on the meta device, which has no values")
+    if value.dtype not in _NAMES:
+        raise ArgumentError(f"model: {key!r} is {dtype_name(value.dtype)}, unknown to safetensors")
+    return value
+
+
+def _pieces(t: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the elements of a tensor in order, some at a time."""
+    flat = t.detach().resolve_conj().resolve_neg().reshape(-1)
+    step = max(1, PIECE_BYTES // t.dtype.itemsize)
+    for begin in range(0, len(flat), step):
+        yield flat[begin : begin + step]
+
+
+def _write(file: BinaryIO, piece: torch.Tensor) -> None:
+    data = piece.cpu().contiguous().reshape(-1).view(torch.uint8)
+    file.write(data.numpy().data)

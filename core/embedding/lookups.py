@@ -1,0 +1,388 @@
+"""Looking rows up: which are resident, which come, and which are decoded beside the cache.
+
+Functions of `CachedRows`, whose lock is held by whoever calls.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from ..codecs.base import check_tensor_argument
+from ..errors import ArgumentTypeError, BitslabError, IndexRangeError
+from ..memory.counters import Counters
+from ..transfer.gather import pays_to_sort
+from .gradients import NONE, Array
+from .residents import Batch
+
+if TYPE_CHECKING:
+    from .rows import CachedRows
+
+IDS = (torch.int64, torch.int32)
+
+
+@dataclass(frozen=True, eq=False)
+class Found:
+    """Rows of a batch: ``matrix[index]``.
+
+    Parameters
+    ----------
+    matrix : torch.Tensor
+        ``[M, D]``.
+    index : numpy.ndarray
+        int64 ``[n]``, the place of each id in it.
+    ids : numpy.ndarray
+        int64 ``[u]``, the different ids in the order of their places, where a gradient may come.
+    slots : numpy.ndarray
+        int64 ``[u]``, their slots; empty where they were looked up beside the parameter.
+    whole : bool
+        Whether the matrix is the parameter itself.
+    """
+
+    matrix: torch.Tensor
+    index: Array
+    ids: Array = field(default_factory=lambda: NONE)
+    slots: Array = field(default_factory=lambda: NONE)
+    whole: bool = False
+
+
+def look_up(
+    rows: CachedRows,
+    ids: torch.Tensor,
+    *,
+    train: bool,
+    sparse: bool,
+    padding_idx: int | None,
+    max_norm: float | None,
+    norm_type: float,
+) -> tuple[torch.Tensor, torch.Tensor, int | None]:
+    """Do what `CachedRows.lookup_padded` says."""
+    _check_frozen(rows)
+    wants_grad = rows.parameter.requires_grad and torch.is_grad_enabled()
+    if wants_grad:
+        _check_not_averaged(rows)
+    brings = train and rows.trainable and rows.cache == "rows"
+    rows.training.settle()
+    if rows.device.type == "cuda" and not (wants_grad or brings) and max_norm is None:
+        return _decode_on_gpu(rows, ids, padding_idx)
+    host = host_ids(rows, ids)
+    if brings:
+        found = bring(rows, host, wants_grad=wants_grad, sparse=sparse)
+    elif wants_grad:
+        found = _read_with_grad(rows, host, sparse=sparse)
+    else:
+        found = _read(rows, host)
+    if max_norm is not None:
+        _renormalise(rows, host, found, max_norm, norm_type)
+    padding = None if padding_idx is None else _place_of(rows, padding_idx, host, found)
+    index = to_device(found.index, rows.device)
+    if index.shape != ids.shape:
+        index = index.view(ids.shape)
+    matrix = found.matrix
+    if wants_grad:
+        matrix = rows.training.hold(matrix, found.slots, found.ids, whole=found.whole)
+    return matrix, index, padding
+
+
+def _check_frozen(rows: CachedRows) -> None:
+    if not rows.trainable and rows.parameter.requires_grad:
+        raise BitslabError(
+            "weight: is frozen, but requires a gradient; make the module with freeze=False"
+        )
+
+
+def _check_not_averaged(rows: CachedRows) -> None:
+    """Refuse to train inside DistributedDataParallel, whose ranks hold different rows."""
+    around = DistributedDataParallel._get_active_ddp_module()  # type: ignore[no-untyped-call]
+    if around is not None and any(p is rows.parameter for p in around._module_parameters):
+        raise BitslabError(
+            "weight: DistributedDataParallel would average the gradients of different rows, since "
+            "each rank has rows of its own in the cache; shard the table with "
+            "bitslab.integrations.torchrec, or keep it out of the averaging with "
+            "DistributedDataParallel._set_params_and_buffers_to_ignore_for_model"
+        )
+
+
+def check_ids_tensor(ids: torch.Tensor) -> None:
+    """Refuse what is no tensor of ids."""
+    check_tensor_argument("input", ids)
+    if ids.dtype not in IDS:
+        raise ArgumentTypeError(f"input: {ids.dtype}, accepted are torch.int32 and torch.int64")
+
+
+def host_ids(rows: CachedRows, ids: torch.Tensor) -> Array:
+    """Return ids as int64 ``[n]`` on the host, in range."""
+    check_ids_tensor(ids)
+    if ids.dtype is not torch.int64 or ids.device.type != "cpu":
+        ids = ids.to("cpu", torch.int64)
+    host: Array = np.ascontiguousarray(ids.numpy()).reshape(-1)
+    bad = rows.residents.first_outside(host)
+    if bad >= 0:
+        raise IndexRangeError(
+            f"input: index {int(host[bad])} at position {bad} is out of range for "
+            f"{len(rows)} rows, accepted are 0 to {len(rows) - 1}"
+        )
+    return host
+
+
+def to_device(index: Array, device: torch.device) -> torch.Tensor:
+    """Return int64 numbers on a device."""
+    t = torch.from_numpy(index)
+    return t if device.type == "cpu" else t.to(device, non_blocking=True)
+
+
+def _place_of(rows: CachedRows, row: int, host: Array, found: Found) -> int:
+    """Return the place of a row, or of one that no id of the batch has."""
+    if found.whole:
+        return int(rows.residents.slot_of[row])
+    at = np.flatnonzero(host == row)
+    if not len(at):
+        return len(found.matrix) - 1
+    found.index[at] = found.index[at[0]]  # it may have been decoded once for each id
+    return int(found.index[at[0]])
+
+
+# With rows coming and going
+
+
+def bring(rows: CachedRows, host: Array, *, wants_grad: bool, sparse: bool) -> Found:
+    """Make the rows of a batch resident, or look them up beside the cache if they do not fit.
+
+    Parameters
+    ----------
+    rows : CachedRows
+        The rows.
+    host : numpy.ndarray
+        int64 ``[n]`` ids in range.
+    wants_grad, sparse : bool
+        Whether a gradient may come, and whether it will be sparse.
+    """
+    residents = rows.residents
+    batch = residents.look_up(host)
+    slots, written = NONE, 0
+    if len(batch.missing):
+        rows.training.pin()
+        room = residents.make_room(batch)
+        if room is None and rows.training.let_go():
+            rows.training.pin()
+            room = residents.make_room(batch)
+        if room is None:
+            return _beside(rows, batch)
+        slots = room
+        written = _exchange(rows, batch, slots)
+    rows.statistics.note(batch, written)
+    return _resident(rows, batch, slots, wants_grad=wants_grad, sparse=sparse)
+
+
+def _exchange(rows: CachedRows, batch: Batch, slots: Array) -> int:
+    """Put the missing rows of a batch into slots; return how many rows were written back."""
+    residents = rows.residents
+    gone = residents.id_of[slots]
+    held = slots[gone >= 0]
+    changed = held[residents.dirty[held]]
+    step = rows.buffer_rows or len(slots)
+    lost = NONE
+    try:
+        fresh = rows.source.gather(batch.missing[:step])
+        rows.write_back(changed)
+        rows.training.save(held, residents.id_of[held])
+        rows.training.note_reuse(held)
+        lost = slots  # what was in them is safe on the host
+        for begin in range(0, len(slots), step):
+            if begin:
+                fresh = rows.source.gather(batch.missing[begin : begin + step])
+            rows.parameter.data[to_device(slots[begin : begin + step], rows.device)] = fresh
+        residents.admit(batch.missing, slots, batch.missing_counts)
+        rows.training.restore(slots, batch.missing)
+    except BaseException:
+        residents.mend(lost)
+        raise
+    return len(changed)
+
+
+def _resident(
+    rows: CachedRows, batch: Batch, slots: Array, *, wants_grad: bool, sparse: bool
+) -> Found:
+    """Return the rows of a batch that are all resident, its missing ones in `slots` by now."""
+    residents = rows.residents
+    all_slots = np.concatenate([slots, batch.touched])
+    if not wants_grad or sparse or rows.device.type != "cpu":
+        index = residents.resolved(batch, slots)
+        ids = residents.id_of[all_slots]
+        return Found(rows.parameter.data, index, ids, all_slots, whole=True)
+    # In the order of the ids, because torch sums the gradient of a row in an order that depends on
+    # how the indices of different rows compare.
+    ids, index, order = _in_order(residents.numbered(batch), residents.id_of[all_slots])
+    all_slots = all_slots[order]
+    matrix = _with_one_more(rows, len(ids))
+    torch.index_select(rows.parameter.data, 0, torch.from_numpy(all_slots), out=matrix[:-1])
+    return Found(matrix, index, ids, all_slots)
+
+
+def _beside(rows: CachedRows, batch: Batch) -> Found:
+    """Look a batch up in rows of its own; what is resident stays."""
+    residents = rows.residents
+    missing, touched = batch.missing, batch.touched
+    all_ids = np.concatenate([missing, residents.id_of[touched]])
+    try:
+        ids, index, order = _in_order(residents.numbered(batch), all_ids)
+        matrix = _with_one_more(rows, len(ids))
+        place = np.empty_like(order)
+        place[order] = np.arange(len(order))
+        if len(missing):
+            matrix[to_device(place[: len(missing)], rows.device)] = rows.source.gather(missing)
+        if len(touched):
+            there = rows.parameter.data[to_device(touched, rows.device)]
+            matrix[to_device(place[len(missing) :], rows.device)] = there
+    finally:
+        residents.leave(batch)
+    rows.statistics.note(batch, 0)
+    return Found(matrix, index, ids)
+
+
+def _in_order(numbers: Array, ids: Array) -> tuple[Array, Array, Array]:
+    """Return different ids ``[u]`` ascending, the place of each number among them, and the order.
+
+    ``numbers`` int64 ``[n]`` are places in `ids`.
+    """
+    order = np.argsort(ids)
+    place = np.empty_like(order)
+    place[order] = np.arange(len(order))
+    return ids[order], place[numbers], order
+
+
+def _with_one_more(rows: CachedRows, n_rows: int) -> torch.Tensor:
+    """Return rows to be written to, and one of zeros behind them that no id has."""
+    matrix = torch.empty(n_rows + 1, rows.row_dim, dtype=rows.dtype, device=rows.device)
+    matrix[n_rows:] = 0
+    return matrix
+
+
+# With nothing coming or going
+
+
+def _read_with_grad(rows: CachedRows, host: Array, *, sparse: bool) -> Found:
+    batch = rows.residents.look_up(host, count=False)
+    if len(batch.missing):
+        return _beside(rows, batch)
+    rows.statistics.note(batch, 0)
+    return _resident(rows, batch, NONE, wants_grad=True, sparse=sparse)
+
+
+def _read(rows: CachedRows, host: Array) -> Found:
+    slots, missing = rows.residents.find(host)
+    if not missing and len(rows.parameter):
+        rows.statistics.note_rows(len(host), 0)
+        return Found(rows.parameter.data, slots, whole=True)
+    if missing < len(host):
+        return _beside(rows, rows.residents.look_up(host, count=False))
+    rows.statistics.note_rows(0, len(host))
+    matrix = _with_one_more(rows, len(host))
+    rows.source.gather(host, matrix[:-1])
+    return Found(matrix, np.arange(len(host)))
+
+
+def read(rows: CachedRows, ids: torch.Tensor) -> torch.Tensor:
+    """Do what `CachedRows.read` says."""
+    _check_frozen(rows)
+    rows.training.settle()
+    if rows.device.type == "cuda":
+        matrix, index, _ = _decode_on_gpu(rows, ids, None)
+        whole = matrix.data_ptr() == rows.parameter.data_ptr()
+        return matrix[index] if whole else matrix.view(*ids.shape, rows.row_dim)
+    host = host_ids(rows, ids)
+    slots, missing = rows.residents.find(host)
+    return rows_of(rows, host, slots, missing).view(*ids.shape, rows.row_dim)
+
+
+def rows_of(rows: CachedRows, host: Array, slots: Array, missing: int) -> torch.Tensor:
+    """Return the rows of a batch ``[n, D]`` on the CPU.
+
+    Parameters
+    ----------
+    rows : CachedRows
+        The rows.
+    host, slots : numpy.ndarray
+        int64 ``[n]``: ids in range, and their slots or -1.
+    missing : int
+        How many have no slot.
+    """
+    rows.statistics.note_rows(len(host) - missing, missing)
+    out = torch.empty(len(host), rows.row_dim, dtype=rows.dtype)
+    if not missing:
+        return torch.index_select(rows.parameter.data, 0, torch.from_numpy(slots), out=out)
+    if 2 * missing > len(host):
+        # Decoding some rows for nothing costs less than picking the others.
+        rows.source.decode(host, out)
+    else:
+        away = np.flatnonzero(slots < 0)
+        out[torch.from_numpy(away)] = rows.source.gather(host[away])
+    if missing < len(host):
+        here = np.flatnonzero(slots >= 0)
+        out[torch.from_numpy(here)] = rows.parameter.data[torch.from_numpy(slots[here])]
+    return out
+
+
+def _decode_on_gpu(
+    rows: CachedRows, ids: torch.Tensor, padding_idx: int | None
+) -> tuple[torch.Tensor, torch.Tensor, int | None]:
+    """Take resident rows from the GPU's memory and the others from the host's, in one kernel.
+
+    Nothing waits for the GPU: ids there are checked by the kernel, and a bad one is told by the
+    next call on it or by `bitslab.raise_pending_errors`.
+    """
+    check_ids_tensor(ids)
+    flat = ids.reshape(-1)
+    n = flat.shape[0]
+    if flat.device.type == "cpu":
+        rows.table.check_ids(flat)
+        # A copy from pageable memory would make the host wait for the GPU.
+        flat = flat.pin_memory().to(rows.device, non_blocking=True)
+    elif flat.device != rows.device:
+        raise ArgumentTypeError(f"input: on {flat.device}, accepted are cpu and {rows.device}")
+    if rows.all_resident and rows.cache == "rows":
+        return rows.parameter.data, flat.view(ids.shape), padding_idx
+    spare = 0 if padding_idx is None else 1
+    matrix = torch.empty(n + spare, rows.row_dim, dtype=rows.dtype, device=rows.device)
+    cache = rows.cache_on_gpu()
+    sort = None if cache is None else _pays_to_sort(rows, cache.counters, n)
+    rows.table.gather_checked(cache, flat, matrix[:n] if spare else matrix, sort)
+    index = rows.numbers(n).view(ids.shape)
+    if padding_idx is None:
+        return matrix, index, None
+    matrix[n:] = 0
+    return matrix, torch.where(flat.view(ids.shape) == padding_idx, n, index), n
+
+
+def _pays_to_sort(rows: CachedRows, counters: Counters, n: int) -> bool:
+    """Return whether so many rows miss the GPU's memory that the ids are better in order."""
+    missing = int(n * rows.miss_rate.update(counters, rows.device))
+    span_bytes = rows.table.nbytes
+    return pays_to_sort(rows.device, span_bytes, max(1, span_bytes // len(rows)), missing)
+
+
+def _renormalise(
+    rows: CachedRows, host: Array, found: Found, max_norm: float, norm_type: float
+) -> None:
+    """Scale down the rows of a batch that are too long, here and in the table."""
+    index, matrix = to_device(found.index, rows.device), found.matrix
+    used = torch.unique(index)
+    before = matrix[used]
+    torch.embedding_renorm_(matrix, index, max_norm, norm_type)
+    changed = used[(matrix[used] != before).any(1)]
+    if not len(changed):
+        return
+    row_at = np.empty(matrix.shape[0], np.int64)
+    row_at[found.index] = host
+    ids = row_at[changed.cpu().numpy()]
+    slots = rows.residents.slot_of[ids].astype(np.int64)
+    there = slots >= 0
+    rows.residents.dirty[slots[there]] = True
+    if not found.whole:
+        kept = torch.from_numpy(there).to(rows.device)
+        rows.parameter.data[to_device(slots[there], rows.device)] = matrix[changed[kept]]
+        rows.source.update(ids[~there], matrix[changed[~kept]])

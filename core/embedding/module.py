@@ -1,0 +1,165 @@
+"""RowsModule: what every module that owns cached rows does about moving, saving and copying."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from ..errors import ArgumentError
+from .rows import CachedRows
+
+
+class RowsModule(torch.nn.Module):
+    """A module whose tables are cached rows.
+
+    Its parameters are the resident rows. Its state dict holds whole tables instead, in the order of
+    the ids, under the names that `tables` gives.
+
+    A subclass calls `own` once for each `CachedRows`, and may override `tables`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._rows_of: dict[str, CachedRows] = {}
+
+    def own(self, name: str, rows: CachedRows) -> None:
+        """Take rows in, their parameter under a name.
+
+        Parameters
+        ----------
+        name : str
+            Name of the parameter, with no dot.
+        rows : CachedRows
+            The rows.
+        """
+        self._rows_of[name] = rows
+        # Not by register_parameter: the name may also be a property, such as `weight`.
+        self._parameters[name] = rows.parameter
+
+    def tables(self) -> Iterator[tuple[str, CachedRows, int, int]]:
+        """Yield the name of each table in state dicts, its rows, the first and the last + 1."""
+        for name, rows in self._rows_of.items():
+            yield name, rows, 0, len(rows)
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
+        for rows in self._rows_of.values():
+            rows.before_move()
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, rows in self._rows_of.items():
+            parameter = self._parameters[name]
+            assert parameter is not None
+            try:
+                rows.moved(parameter)
+            finally:
+                self._parameters[name] = rows.parameter
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Bring parameters to their size between steps, before anything is copied."""
+        for rows in self._rows_of.values():
+            rows.before_move()
+        return self.__dict__.copy()
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        theirs = {name: self._parameters.pop(name) for name in self._rows_of}
+        try:
+            super()._save_to_state_dict(destination, prefix, keep_vars)
+        finally:
+            self._parameters.update(theirs)
+        defer = getattr(destination, "defer", None)
+        for name, rows, begin, end in self.tables():
+            if defer is not None:  # it writes them piece by piece; see checkpoint.py
+                defer(prefix + name, rows, begin, end)
+                continue
+            whole = torch.empty((end - begin, *rows.shape[1:]), dtype=rows.dtype)
+            for first, last in rows.ranges(begin, end):
+                whole[first - begin : last - begin] = rows.decoded(first, last)
+            destination[prefix + name] = whole
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Mapping[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        tables = list(self.tables())
+        names = {prefix + name for name, *_ in tables}
+        theirs = {name: self._parameters.pop(name) for name in self._rows_of}
+        unexpected: list[str] = []
+        try:
+            super()._load_from_state_dict(
+                state_dict, prefix, local_metadata, strict, missing_keys, unexpected, error_msgs
+            )
+        finally:
+            self._parameters.update(theirs)
+        unexpected_keys += [key for key in unexpected if key not in names]
+        fitting = []
+        for name, rows, begin, end in tables:
+            key = prefix + name
+            if key not in state_dict:
+                if strict:
+                    missing_keys.append(key)
+                continue
+            value, shape = state_dict[key], (end - begin, *rows.shape[1:])
+            if not isinstance(value, torch.Tensor):
+                error_msgs.append(f"{key}: expected a torch.Tensor, got {type(value).__name__}")
+            elif tuple(value.shape) != shape:
+                error_msgs.append(
+                    f"size mismatch for {key}: {list(value.shape)} in the state dict, "
+                    f"{list(shape)} in the module"
+                )
+            elif not value.dtype.is_floating_point:
+                error_msgs.append(f"{key}: {value.dtype}, expected floating-point rows")
+            else:
+                fitting.append((rows, value, begin))
+        if not error_msgs:
+            for rows, value, begin in fitting:
+                rows.load(value, begin)
+
+    def attach_optimizer(self, optimizer: torch.optim.Optimizer, *, row_wise: bool = False) -> None:
+        """Let an optimizer's state follow the rows before its first step; see `CachedRows`.
+
+        Parameters
+        ----------
+        optimizer : torch.optim.Optimizer
+            Made from this module's parameters.
+        row_wise : bool
+            The caller vouches that a step leaves rows without gradient, and their state, alone.
+        """
+        for rows in self._rows_of.values():
+            rows.attach_optimizer(optimizer, row_wise=row_wise)
+
+    def flush(self) -> None:
+        """Pack every row that may have changed back into host memory."""
+        for rows in self._rows_of.values():
+            rows.flush()
+
+    def close(self) -> None:
+        """Let the memory of the tables go; the module is of no use then."""
+        for rows in self._rows_of.values():
+            rows.close()
+
+
+def rows_for_ratio(n_rows: int, cache_ratio: float) -> int:
+    """Return how many rows a share of a table is, at least one.
+
+    Parameters
+    ----------
+    n_rows : int
+        Rows of the table.
+    cache_ratio : float
+        Share of them, more than 0 and up to 1.
+    """
+    if (
+        isinstance(cache_ratio, bool)
+        or not isinstance(cache_ratio, (int, float))
+        or not 0 < cache_ratio <= 1
+    ):
+        raise ArgumentError(f"cache_ratio: {cache_ratio!r:.60}, accepted are more than 0 to 1")
+    return max(1, int(n_rows * cache_ratio))

@@ -1,0 +1,361 @@
+"""Optimizers of cached rows: which are right, and how their state follows the rows.
+
+An optimizer sees the resident rows alone. That gives what it would do to the whole table exactly
+where a row without gradient stays as it is, and its state with it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from ..errors import ArgumentError, ArgumentTypeError, BitslabError
+from .state import RowState
+
+if TYPE_CHECKING:
+    from .rows import CachedRows
+
+Array = np.ndarray[Any, Any]
+
+ADVICE = (
+    "use torch.optim.SGD without momentum and weight_decay, torch.optim.Adagrad without "
+    "weight_decay, or with sparse=True torch.optim.SparseAdam; for an optimizer of your own that "
+    "leaves rows without gradient and their state alone, attach_optimizer(optimizer, row_wise=True)"
+)
+
+
+def why_refused(
+    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], parameter: torch.Tensor
+) -> str:
+    """Return why an optimizer would move rows that were not looked up, or an empty text.
+
+    Parameters
+    ----------
+    optimizer : torch.optim.Optimizer
+        The optimizer.
+    group : mapping
+        The parameter group of the rows.
+    parameter : torch.Tensor
+        That of the rows.
+    """
+    kind = type(optimizer)
+    if kind is torch.optim.SparseAdam:
+        return ""
+    if kind is torch.optim.SGD:
+        unwanted = ["momentum", "weight_decay"]
+    elif kind is torch.optim.Adagrad:
+        unwanted = ["weight_decay"]
+    else:
+        return "moves rows that were not looked up, or is not known"
+    for name in unwanted:
+        value = group.get(name, 0)
+        if value != 0:
+            return f"has {name}={value!r}, which moves rows that were not looked up"
+    grad = parameter.grad
+    if kind is torch.optim.Adagrad and (grad is None or not grad.is_sparse):
+        started = group.get("initial_accumulator_value", 0)
+        if started == 0 and torch.tensor(group["eps"], dtype=parameter.dtype) == 0:
+            return (
+                f"has eps={group['eps']!r}, which is 0 in {parameter.dtype}, and "
+                "initial_accumulator_value=0, which makes rows that were not looked up NaN"
+            )
+    return ""
+
+
+class OptimizerLink:
+    """What joins a table's cached rows and one optimizer.
+
+    Parameters
+    ----------
+    rows : CachedRows
+        The rows.
+    optimizer : torch.optim.Optimizer
+        The optimizer that has their parameter.
+    row_wise : bool
+        Whether the caller vouches that rows without gradient, and their state, stay as they are.
+    stores : dict of str to RowState
+        State of rows that are not resident, from before.
+
+    Raises
+    ------
+    ArgumentError
+        When the optimizer is not one that can be followed.
+    """
+
+    def __init__(
+        self,
+        rows: CachedRows,
+        optimizer: torch.optim.Optimizer,
+        *,
+        row_wise: bool = False,
+        stores: dict[str, RowState] | None = None,
+    ) -> None:
+        self._rows = weakref.ref(rows)
+        self._optimizer = weakref.ref(optimizer)
+        self.row_wise = row_wise
+        self.stores: dict[str, RowState] = dict(stores or {})
+        # Tensors of the optimizer that are known to follow the slots.
+        self._known: dict[str, weakref.ref[torch.Tensor]] = {}
+        self.check()
+        if optimizer not in _followed:
+            _followed.add(optimizer)
+            optimizer.register_state_dict_post_hook(_in_id_order)
+            optimizer.register_load_state_dict_post_hook(_took_state)
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """The optimizer; None once it is gone."""
+        return self._optimizer()
+
+    def check(self) -> None:
+        """Refuse the optimizer as its options are now."""
+        optimizer = self._optimizer()
+        if optimizer is None or self.row_wise:
+            return
+        parameter = self._parameter
+        reason = why_refused(optimizer, _group_of(optimizer, parameter), parameter)
+        if reason:
+            kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+            raise ArgumentError(f"optimizer: {kind} {reason}; {ADVICE}")
+
+    @property
+    def _parameter(self) -> torch.nn.Parameter:
+        rows = self._rows()
+        if rows is None:
+            raise BitslabError("optimizer: its rows are gone")
+        return rows.parameter
+
+    def _state(self) -> dict[str, Any]:
+        """Return the optimizer's state of the parameter; it may be empty."""
+        optimizer = self._optimizer()
+        if optimizer is None:
+            return {}
+        state: dict[str, Any] = optimizer.state.get(self._parameter, {})
+        return state
+
+    def _row_states(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, value in list(self._state().items()):
+            if isinstance(value, torch.Tensor) and value.dim() and not value.is_sparse:
+                yield name, value
+
+    def _set(self, name: str, value: torch.Tensor) -> None:
+        self._state()[name] = value
+        self._known[name] = weakref.ref(value)
+
+    def _default_of(self, name: str) -> float:
+        optimizer = self._optimizer()
+        if type(optimizer) is torch.optim.Adagrad and name == "sum":
+            group = _group_of(optimizer, self._parameter)
+            return float(group.get("initial_accumulator_value", 0))
+        return 0.0
+
+    def _store(self, name: str, value: torch.Tensor, default: float) -> RowState:
+        if name not in self.stores:
+            rows = self._rows()
+            assert rows is not None
+            self.stores[name] = RowState(len(rows), value.shape[1:], value.dtype, default)
+        return self.stores[name]
+
+    def align(self, *, made_now: bool = False) -> None:
+        """Make every row state of the optimizer one that follows the slots.
+
+        State of all rows in id order, as a checkpoint holds it, is divided between the resident
+        rows and the host.
+
+        Parameters
+        ----------
+        made_now : bool
+            Whether state that is new was made by the step just taken, from the parameter as it is.
+        """
+        rows = self._rows()
+        if rows is None:
+            return
+        n_slots, n_rows = rows.parameter.shape[0], len(rows)
+        if not made_now:
+            there = {name for name, _ in self._row_states()}
+            for name in [name for name in self._known if name not in there]:
+                # Somebody has let the optimizer begin anew.
+                del self._known[name], self.stores[name]
+        for name, value in self._row_states():
+            known = self._known.get(name)
+            if known is not None and known() is value and value.shape[0] == n_slots:
+                continue
+            everywhere = None if made_now else _only_value(value)
+            inherited = name in self.stores and known is None and not made_now
+            default = self._default_of(name) if everywhere is None else everywhere
+            store = self._store(name, value, default)
+            if value.shape[0] == n_slots and (made_now or rows.all_resident):
+                self._known[name] = weakref.ref(value)
+            elif value.shape[0] == n_rows:
+                store.load(value)
+                self._set(name, self._resident_state(name, value.device))
+            elif inherited:
+                # A copy of an optimizer: rows may have come and gone since, but the store has all.
+                self._set(name, self._resident_state(name, value.device))
+            elif value.shape[0] == n_slots:
+                self._known[name] = weakref.ref(value)
+            elif not len(value):
+                self._set(name, self._resident_state(name, value.device))
+            elif everywhere is not None:
+                # As it was made with the optimizer, when the parameter had another size.
+                self._set(name, value[:1].repeat(n_slots, *[1] * (value.dim() - 1)))
+            else:
+                raise BitslabError(
+                    f"optimizer: its state {name!r} has {value.shape[0]} rows; accepted are the "
+                    f"{n_slots} resident ones, or all {n_rows} in the order of the ids"
+                )
+
+    def _resident_state(self, name: str, device: torch.device) -> torch.Tensor:
+        rows = self._rows()
+        assert rows is not None
+        ids = rows.residents.id_of
+        return self.stores[name].read(np.maximum(ids, 0), device)
+
+    def complete(self) -> dict[str, RowState]:
+        """Return the state of all rows, those that are resident too."""
+        rows = self._rows()
+        assert rows is not None
+        slots = rows.residents.resident()
+        self.save(slots, rows.residents.id_of[slots])
+        return self.stores
+
+    def save(self, slots: Array, ids: Array) -> None:
+        """Keep the state of rows that leave their slots."""
+        for name, value in self._row_states():
+            if name in self.stores:
+                picked = torch.from_numpy(slots).to(value.device)
+                self.stores[name].write(ids, value[picked])
+
+    def restore(self, slots: Array, ids: Array) -> None:
+        """Bring the state of rows that came to slots."""
+        for name, value in self._row_states():
+            if name in self.stores:
+                picked = torch.from_numpy(slots).to(value.device)
+                value[picked] = self.stores[name].read(ids, value.device)
+
+    def grow(self, ids: Array, first: int) -> None:
+        """Make room for rows from slot `first` on."""
+        for name, value in self._row_states():
+            if name in self.stores:
+                more = self.stores[name].read(ids, value.device)
+                self._set(name, torch.cat([value[:first], more]))
+
+    def shrink(self, slots: int) -> None:
+        """Let state behind the first slots go; `save` it before."""
+        for name, value in self._row_states():
+            if name in self.stores and value.shape[0] > slots:
+                self._set(name, value[:slots].clone())
+
+    def whole(self, name: str, value: torch.Tensor) -> torch.Tensor:
+        """Return the state of all rows in id order ``[N, ...]``, on the CPU."""
+        rows = self._rows()
+        assert rows is not None
+        if name not in self.stores:
+            return value
+        values = self.stores[name].whole()
+        slots = rows.residents.resident()
+        there = torch.from_numpy(slots).to(value.device)
+        values[torch.from_numpy(rows.residents.id_of[slots])] = value.detach()[there].cpu()
+        return values
+
+
+def _only_value(value: torch.Tensor) -> float | None:
+    """Return the value that all elements have; None when they differ."""
+    first = value.flatten()[:1]
+    return float(first) if len(first) and bool((value == first).all()) else None
+
+
+def has_stepped(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> bool:
+    """Tell whether an optimizer has state of a parameter that is not as it was made."""
+    for name, value in optimizer.state.get(parameter, {}).items():
+        if name == "step" and float(value) > 0:
+            return True
+        if isinstance(value, torch.Tensor) and value.dim() and _only_value(value) is None:
+            return True
+    return False
+
+
+def _group_of(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> dict[str, Any]:
+    for group in optimizer.param_groups:
+        if any(p is parameter for p in group["params"]):
+            return {**optimizer.defaults, **group}
+    raise ArgumentError(
+        "optimizer: does not have the parameter of these rows; make it from module.parameters()"
+    )
+
+
+# Finding optimizers by themselves
+
+_watched: weakref.WeakValueDictionary[int, CachedRows] = weakref.WeakValueDictionary()
+_hooks: list[Any] = []
+_followed: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+
+
+def watch(rows: CachedRows) -> None:
+    """Hear of every step of an optimizer that has the parameter of these rows."""
+    if not _hooks:
+        _hooks.append(register_optimizer_step_pre_hook(_before_step))
+        _hooks.append(register_optimizer_step_post_hook(_after_step))
+    _watched[id(rows.parameter)] = rows
+
+
+def _ours(optimizer: torch.optim.Optimizer) -> list[CachedRows]:
+    found = []
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            rows = _watched.get(id(parameter))
+            if rows is not None and rows.parameter is parameter:
+                found.append(rows)
+    return found
+
+
+def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    for rows in _ours(optimizer):
+        rows.training.before_step(optimizer)
+
+
+def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    for rows in _ours(optimizer):
+        rows.training.after_step(optimizer)
+
+
+def _in_id_order(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    """Put state of all rows into a state dict, in the place of that of the resident ones."""
+    number = 0
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            rows = _watched.get(id(parameter))
+            link = None if rows is None else rows.training.link_of(optimizer)
+            if link is not None and number in state_dict["state"]:
+                state_dict["state"][number] = {
+                    name: link.whole(name, value)
+                    if isinstance(value, torch.Tensor) and value.dim()
+                    else value
+                    for name, value in state_dict["state"][number].items()
+                }
+            number += 1
+
+
+def _took_state(optimizer: torch.optim.Optimizer) -> None:
+    """Divide the state that an optimizer loaded between the device and the host."""
+    for rows in _ours(optimizer):
+        link = rows.training.link_of(optimizer)
+        if link is not None:
+            link.align()
+
+
+def check_optimizer(optimizer: object) -> torch.optim.Optimizer:
+    """Return an optimizer, or refuse what is none."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ArgumentTypeError(
+            f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}"
+        )
+    return optimizer

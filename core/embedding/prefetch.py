@@ -1,0 +1,94 @@
+"""Rows on their way to a lookup to come."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, wait
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..memory.feature import fetchers
+from ..memory.slabs import SlabCache
+from ..memory.table import CompressedTable
+
+Array = np.ndarray[Any, Any]
+
+
+class Prefetched:
+    """Some rows of a table, decoded beside what else is going on.
+
+    On a GPU they are decoded on a stream of their own, on the CPU by another thread.
+
+    Parameters
+    ----------
+    source : CompressedTable or SlabCache
+        What has the rows.
+    ids : numpy.ndarray
+        int64 ``[n]``, ascending, no two alike.
+    device : torch.device
+        Where they are wanted.
+    """
+
+    def __init__(
+        self, source: CompressedTable | SlabCache, ids: Array, device: torch.device
+    ) -> None:
+        self._ids = ids
+        self._valid = np.ones(len(ids), bool)
+        self._device = device
+        wanted = torch.from_numpy(ids)
+        self._event: torch.cuda.Event | None = None
+        self._rows: torch.Tensor | Future[torch.Tensor]
+        if device.type == "cpu":
+            self._rows = fetchers.submit(lambda: source.gather(wanted, None, device))
+            return
+        stream = torch.cuda.Stream(device=device)  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(stream):
+            self._rows = source.gather(wanted, None, device)
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record(stream)
+
+    def forget(self, ids: Array) -> None:
+        """Use rows no more that are about to change in the table."""
+        at = np.minimum(np.searchsorted(self._ids, ids), len(self._ids) - 1)
+        self._valid[at[self._ids[at] == ids]] = False
+        # A thread that still decodes must not see a row half changed, nor hold the table's lock.
+        if isinstance(self._rows, Future):
+            wait([self._rows])
+        else:
+            self._arrived()
+
+    def _failed(self) -> bool:
+        """Tell whether nothing came; who needs the rows then gets the error, if it is one still."""
+        return isinstance(self._rows, Future) and self._rows.exception() is not None
+
+    def gather(
+        self,
+        source: CompressedTable | SlabCache,
+        ids: Array,
+        out: torch.Tensor | None,
+        device: torch.device,
+    ) -> torch.Tensor:
+        """Return rows ``[n, D]`` of int64 ``[n]`` ids, those that are here and the others."""
+        at = np.minimum(np.searchsorted(self._ids, ids), len(self._ids) - 1)
+        here = (self._ids[at] == ids) & self._valid[at]
+        if not here.any() or self._failed():
+            return source.gather(torch.from_numpy(ids), out, device)
+        rows = self._arrived()
+        if out is None:
+            out = torch.empty((len(ids), *rows.shape[1:]), dtype=rows.dtype, device=device)
+        found = torch.from_numpy(np.flatnonzero(here)).to(device)
+        out[found] = rows[torch.from_numpy(at[here]).to(device)]
+        if not here.all():
+            others = np.flatnonzero(~here)
+            more = source.gather(torch.from_numpy(ids[others]), None, device)
+            out[torch.from_numpy(others).to(device)] = more
+        return out
+
+    def _arrived(self) -> torch.Tensor:
+        """Return the rows, for work on the current stream."""
+        rows = self._rows if isinstance(self._rows, torch.Tensor) else self._rows.result()
+        if self._event is not None:
+            self._event.wait(torch.cuda.current_stream(self._device))
+            rows.record_stream(torch.cuda.current_stream(self._device))
+        return rows

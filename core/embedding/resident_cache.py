@@ -1,0 +1,153 @@
+"""Resident rows as a cache that the kernels of a GPU read."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from ..kernels.cuda import kernels_on
+from ..kernels.format import (
+    BUCKET_ENTRIES,
+    MAX_SLABS,
+    NO_ID,
+    OFFSET_SHIFT,
+    PAD_WORDS,
+    CacheStorage,
+    ceil_div,
+)
+from ..memory.counters import HOST, Counters
+
+#: Calls after which the GPU's counts are asked for.
+FIRST_LOOKS = (2, 8)
+LOOK_EVERY = 64
+
+if TYPE_CHECKING:
+    from .rows import CachedRows
+
+
+class ResidentCache:
+    """The parameter of cached rows as a slab of raw rows, with a map from ids to them.
+
+    The map is on the GPU, made when a gather first needs it and after rows came or went; in
+    inference none do.
+
+    Parameters
+    ----------
+    rows : CachedRows
+        The rows, on a GPU, of a whole number of words each.
+    """
+
+    def __init__(self, rows: CachedRows) -> None:
+        self._rows = weakref.ref(rows)
+        self.counters = Counters()
+        self._storage: CacheStorage | None = None
+        self._made_of: tuple[int, int] = (-1, 0)
+
+    def storage(self, device: torch.device) -> CacheStorage | None:
+        """Return the resident rows as the kernels of the GPU read them."""
+        rows = self._rows()
+        if rows is None or device != rows.device:
+            return None
+        made_of = (rows.residents.changes, rows.parameter.data_ptr())
+        if self._storage is None or made_of != self._made_of:
+            self._storage = _storage(rows)
+            self._made_of = made_of
+        return self._storage
+
+    def forget(self, ids: torch.Tensor) -> None:
+        """Do nothing: rows that change in the table are not resident, or are the newer ones."""
+
+    def counted(self) -> tuple[int, int, int]:
+        """Return hits, misses, and bytes read from the table so far; waits for the GPU."""
+        hits = misses = read_bytes = 0
+        for counts in self.counters.read().values():
+            rows, words = counts.tolist()
+            hits += sum(rows[:HOST])
+            misses += rows[HOST]
+            read_bytes += 4 * words[HOST]
+        return hits, misses, read_bytes
+
+
+class MissRate:
+    """Which share of the rows that were looked up on a GPU had to be fetched, as far as known.
+
+    The GPU counts; its counts are copied now and then, and read once they are there, so that nobody
+    waits for them.
+
+    Parameters
+    ----------
+    expected : float
+        What to go by until then.
+    """
+
+    def __init__(self, expected: float) -> None:
+        self.share = expected
+        self._calls = 0
+        self._coming: tuple[torch.Tensor, torch.cuda.Event] | None = None
+        self._before = (0, 0)
+
+    def update(self, counters: Counters, device: torch.device) -> float:
+        """Return the share; start to ask for new counts, or take those that have come."""
+        self._calls += 1
+        if self._coming is not None:
+            counts, event = self._coming
+            if event.query():  # type: ignore[no-untyped-call]
+                self._coming = None
+                rows = counts.view(2, -1)[0].tolist()
+                hits, misses = sum(rows[:HOST]), rows[HOST]
+                new_hits, new_misses = hits - self._before[0], misses - self._before[1]
+                self._before = (hits, misses)
+                if new_hits + new_misses:
+                    self.share = new_misses / (new_hits + new_misses)
+        elif self._calls in FIRST_LOOKS or self._calls % LOOK_EVERY == 0:
+            if not torch.cuda.is_current_stream_capturing():
+                there = counters.on(device)
+                counts = torch.empty(there.shape, dtype=there.dtype, pin_memory=True)
+                counts.copy_(there, non_blocking=True)
+                event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                event.record(torch.cuda.current_stream(device))
+                self._coming = (counts, event)
+        return self.share
+
+
+def fits(row_bytes: int) -> bool:
+    """Tell whether kernels can read rows of so many bytes where they lie."""
+    return row_bytes > 0 and row_bytes % 4 == 0
+
+
+def with_spare(data: torch.Tensor) -> torch.Tensor:
+    """Return rows ``[C, D]`` with memory behind them that kernels of a GPU may read.
+
+    On the CPU they are returned as they are.
+    """
+    row_bytes = data.shape[1] * data.element_size()
+    if data.device.type != "cuda" or not fits(row_bytes):
+        return data
+    spare = ceil_div(4 * PAD_WORDS, row_bytes)
+    roomy = torch.zeros(data.shape[0] + spare, data.shape[1], dtype=data.dtype, device=data.device)
+    roomy[: data.shape[0]] = data
+    return roomy[: data.shape[0]]
+
+
+def _storage(rows: CachedRows) -> CacheStorage:
+    residents, device, row_bytes = rows.residents, rows.device, rows.table.row_bytes
+    slots = residents.resident()
+    ids = residents.id_of[slots]
+    locations = (
+        (slots * row_bytes).astype(np.uint64) << np.uint64(OFFSET_SHIFT) | np.uint64(row_bytes // 4)
+    ).view(np.int64)
+    # A power of two of buckets, at most half full.
+    n = len(ids)
+    buckets = 1 << (ceil_div(2 * n, BUCKET_ENTRIES) - 1).bit_length() if n else 1
+    entries = torch.full((buckets * BUCKET_ENTRIES, 2), NO_ID, dtype=torch.int64, device=device)
+    if n:
+        kernels_on(device, tell=False).map_insert(
+            entries, torch.from_numpy(ids).to(device), torch.from_numpy(locations).to(device)
+        )
+    data = rows.parameter.data
+    addresses = torch.tensor([data.data_ptr()] + [0] * (MAX_SLABS - 1), dtype=torch.int64)
+    slab = data.view(torch.uint8).view(-1).view(torch.int32)
+    return CacheStorage(entries, (slab,), addresses.to(device), row_bytes // 4)

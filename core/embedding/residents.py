@@ -1,0 +1,303 @@
+"""The rows of a table that are resident in a cache: where they lie, and which leave first."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..errors import BitslabError, load_optional
+from ..kernels.cpu.compiling import call
+from .eviction import EvictionStrategy
+
+Array = np.ndarray[Any, Any]
+#: What `Residents` knows of each slot, beside the row in it.
+EACH_SLOT = ("keys", "stamps", "pinned", "dirty", "_rank")
+
+
+@functools.cache
+def _jitted() -> Any:
+    """Load the Numba functions on first use, so that importing bitslab does not load Numba."""
+    load_optional("numba", extra=None, purpose="looking up rows on the CPU")
+    from ..kernels.cpu import residents
+
+    return residents
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """What a lookup needs.
+
+    Parameters
+    ----------
+    slots : numpy.ndarray
+        int64 ``[n]``: the slot of each id, or ``-(k + 2)`` for row ``missing[k]``.
+    touched : numpy.ndarray
+        int64, the different slots among them.
+    missing : numpy.ndarray
+        int64, the different rows that have no slot.
+    missing_counts : numpy.ndarray
+        int64, how often each of those is looked up.
+    """
+
+    slots: Array
+    touched: Array
+    missing: Array
+    missing_counts: Array
+
+
+class Residents:
+    """Slots of a cache and the rows in them; nobody else may call meanwhile.
+
+    Parameters
+    ----------
+    n_rows : int
+        Rows of the table.
+    capacity_rows : int
+        Slots.
+    evict : EvictionStrategy
+        What leaves first.
+    """
+
+    def __init__(self, n_rows: int, capacity_rows: int, evict: EvictionStrategy) -> None:
+        self.n_rows = n_rows
+        self.capacity_rows = capacity_rows
+        self.evict = evict
+        #: Order of rows for DATASET, 0 the most used; None for that of the ids.
+        self.order: Array | None = None
+        self.slot_of = np.full(n_rows, -1, np.int32)
+        self.id_of = np.full(capacity_rows, -1, np.int64)
+        self.keys = np.zeros(capacity_rows, np.int64)
+        self.stamps = np.full(capacity_rows, -1, np.int64)
+        self.pinned = np.zeros(capacity_rows, bool)
+        #: Slots whose row differs from the host's.
+        self.dirty = np.zeros(capacity_rows, bool)
+        self._rank = np.zeros(capacity_rows, np.int64)
+        self._heap = np.zeros(capacity_rows, np.int32)
+        self._heap_keys = np.zeros(capacity_rows, np.int64)
+        self._heap_size = 0
+        self._free = np.arange(capacity_rows)[::-1].copy()  # slots with no row, the last one first
+        self._stamp = 0
+        # Whether a batch is looked up whose missing rows were neither admitted nor left.
+        self._open = False
+        # Whether `mend` was interrupted.
+        self._torn = False
+        #: How often rows came or went.
+        self.changes = 0
+
+    @property
+    def free_rows(self) -> int:
+        """Slots that hold no row."""
+        return len(self._free)
+
+    @property
+    def extra_rows(self) -> int:
+        """Rows beyond the capacity; see `grow`."""
+        return len(self.id_of) - self.capacity_rows
+
+    def resident(self) -> Array:
+        """Return the slots that hold a row, int64."""
+        return np.flatnonzero(self.id_of >= 0)
+
+    def find(self, ids: Array) -> tuple[Array, int]:
+        """Return the slots of rows int64 ``[n]``, -1 for none, and how many have none."""
+        slots = np.empty(len(ids), np.int64)
+        _, missing = call(_jitted().find_slots, ids, self.slot_of, slots)
+        return slots, missing
+
+    def find_bags(self, ids: Array, offsets: Array, include_last: bool) -> tuple[Array, int]:
+        """Return the slots of rows int64 ``[n]``, and how many have none; -1 for bad arguments."""
+        slots = np.empty(ids.shape[0], np.int64)
+        kernel = _jitted().find_bags
+        return slots, call(kernel, ids, offsets, include_last, self.slot_of, slots)
+
+    def first_outside(self, ids: Array) -> int:
+        """Return the first position of an id out of range, or -1."""
+        return int(call(_jitted().find_outside, ids, self.n_rows))
+
+    def look_up(self, ids: Array, *, count: bool = True) -> Batch:
+        """Find rows for a batch and note their use; end with `admit`, or take it back by `leave`.
+
+        Parameters
+        ----------
+        ids : numpy.ndarray
+            int64 ``[n]``, in range.
+        count : bool
+            Whether the batch counts for what leaves first.
+        """
+        if self._open or self._torn:
+            self.mend()  # the last batch was interrupted
+        self._stamp += 1
+        kernels = _jitted()
+        how = kernels.KEEP
+        if count and self.evict is EvictionStrategy.LFU:
+            how = kernels.COUNT_UP
+        elif count and self.evict is EvictionStrategy.LRU:
+            how = kernels.LAST_USE
+        n = len(ids)
+        slots, missing, counts = (np.empty(n, np.int64) for _ in range(3))
+        touched = np.empty(min(n, len(self.id_of)), np.int64)
+        self._open = True
+        n_touched, n_missing = call(
+            kernels.look_up,
+            ids,
+            self.slot_of,
+            self.keys,
+            self.stamps,
+            self._stamp,
+            how,
+            slots,
+            touched,
+            self._rank,
+            missing,
+            counts,
+        )
+        self._open = n_missing > 0
+        return Batch(slots, touched[:n_touched], missing[:n_missing], counts[:n_missing])
+
+    def leave(self, batch: Batch) -> None:
+        """Admit none of the missing rows of a batch."""
+        call(_jitted().unmark, self.slot_of, batch.missing)
+        self._open = False
+
+    def make_room(self, batch: Batch) -> Array | None:
+        """Choose slots for the missing rows of a batch: int64, or None when there are too few.
+
+        The rows in them are still there; `put_back` undoes the choice.
+        """
+        if self._torn:
+            self.mend()
+        wanted = len(batch.missing)
+        from_free = min(wanted, len(self._free))
+        chosen = self._free[len(self._free) - from_free :][::-1].copy()
+        if from_free < wanted:
+            used = int((batch.touched < self.capacity_rows).sum())
+            if wanted - from_free > self._heap_size - used:
+                return None
+            taken = np.empty(wanted - from_free, np.int64)
+            held = np.empty(self._heap_size, np.int64)
+            found, size = call(
+                _jitted().take_least,
+                self._heap,
+                self._heap_keys,
+                self._heap_size,
+                self.keys,
+                self.stamps,
+                self._stamp,
+                self.pinned,
+                wanted - from_free,
+                taken,
+                held,
+            )
+            self._heap_size = size
+            if found < wanted - from_free:
+                return None
+            chosen = np.concatenate([chosen, taken])
+        self._free = self._free[: len(self._free) - from_free]
+        return chosen
+
+    def put_back(self, slots: Array) -> None:
+        """Undo `make_room`."""
+        held = self.id_of[slots] >= 0
+        self._push(slots[held])
+        self._free = np.concatenate([self._free, slots[~held][::-1]])
+
+    def admit(self, ids: Array, slots: Array, counts: Array) -> None:
+        """Let rows take the place of those in slots that `make_room` chose.
+
+        Parameters
+        ----------
+        ids, slots : numpy.ndarray
+            int64 ``[n]``.
+        counts : numpy.ndarray
+            int64 ``[n]``, how often the rows were looked up so far; for LFU.
+        """
+        self.changes += 1
+        gone = self.id_of[slots]
+        self.slot_of[gone[gone >= 0]] = -1
+        self.slot_of[ids] = slots
+        self.id_of[slots] = ids
+        self.dirty[slots] = False
+        self.stamps[slots] = self._stamp
+        if self.evict is EvictionStrategy.LFU:
+            self.keys[slots] = counts
+        elif self.evict is EvictionStrategy.LRU:
+            self.keys[slots] = self._stamp
+        else:
+            self.keys[slots] = -(ids if self.order is None else self.order[ids])
+        self._push(slots)
+        self._open = False
+
+    def resolved(self, batch: Batch, places: Array) -> Array:
+        """Return the slots of a batch, ``places[k]`` for its k-th missing row."""
+        call(_jitted().resolve, batch.slots, places)
+        return batch.slots
+
+    def numbered(self, batch: Batch) -> Array:
+        """Return int64 ``[n]``: a number for each id, from 0 for missing rows, then for touched."""
+        call(_jitted().compress_slots, batch.slots, self._rank, len(batch.missing))
+        return batch.slots
+
+    def empty(self, slots: Array) -> None:
+        """Let rows below the capacity go."""
+        self.mend(slots)
+
+    def mend(self, lost: Array | None = None) -> None:
+        """Make everything agree with `id_of` again, such as after an exchange that failed midway.
+
+        Parameters
+        ----------
+        lost : numpy.ndarray, optional
+            int64, slots whose rows are gone.
+        """
+        self._torn = True
+        self.changes += 1
+        if lost is not None:
+            self.id_of[lost] = -1
+            self.dirty[lost] = False
+        slots = self.resident()
+        self.slot_of[:] = -1
+        self.slot_of[self.id_of[slots]] = slots
+        self._free = np.flatnonzero(self.id_of[: self.capacity_rows] < 0)[::-1].copy()
+        self._heap_size = 0
+        self._push(slots[slots < self.capacity_rows])
+        self._open = self._torn = False
+
+    def clear(self) -> None:
+        """Let all rows go."""
+        order, changes = self.order, self.changes
+        self.__init__(self.n_rows, self.capacity_rows, self.evict)  # type: ignore[misc]
+        self.order, self.changes = order, changes + 1
+
+    def grow(self, ids: Array) -> Array:
+        """Take rows that have no slot beyond the capacity; return their slots, int64."""
+        self.changes += 1
+        first = len(self.id_of)
+        slots = np.arange(first, first + len(ids))
+        grown = {"id_of": np.concatenate([self.id_of, ids])}
+        for name in EACH_SLOT:
+            old = getattr(self, name)
+            grown[name] = np.concatenate([old, np.zeros(len(ids), old.dtype)])
+        # At once, so that an interruption leaves them alike.
+        self.__dict__.update(grown)
+        self.slot_of[ids] = slots
+        return slots
+
+    def shrink(self) -> None:
+        """Let the rows beyond the capacity go."""
+        self.changes += 1
+        capacity = self.capacity_rows
+        ids = self.id_of[capacity:]
+        there = self.slot_of[ids] == np.arange(capacity, len(self.id_of))
+        self.slot_of[ids[there]] = -1
+        kept = {name: getattr(self, name)[:capacity].copy() for name in ("id_of", *EACH_SLOT)}
+        self.__dict__.update(kept)
+
+    def _push(self, slots: Array) -> None:
+        if self._heap_size + len(slots) > self.capacity_rows:
+            raise BitslabError("cache: a slot is to be emptied twice; this is a bug of bitslab")
+        self._heap_size = call(
+            _jitted().push, self._heap, self._heap_keys, self._heap_size, slots, self.keys
+        )

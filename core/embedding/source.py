@@ -1,0 +1,193 @@
+"""The rows on the host: their table, what holds some of it packed on a GPU, and rows on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from ..codecs import RowCodec
+from ..memory.arguments import checked_device
+from ..memory.slabs import SlabCache
+from ..memory.table import CompressedTable
+from .gradients import Array
+from .prefetch import Prefetched
+
+#: A packed table is packed anew when rows that outgrew their place take this share of its bytes,
+REPACK_SHARE = 0.25
+#: at least so many bytes,
+REPACK_BYTES = 1 << 20
+#: and this share of its rows was written since, or packing would take longer than training.
+REWRITTEN_SHARE = 0.25
+#: Slabs are filled anew when this share of their rows has changed, which they do not hold then.
+REFILL_SHARE = 0.25
+PIECE_ROWS = 1 << 16
+
+
+class Source:
+    """A table of rows on the host. The owner's lock is held by whoever calls.
+
+    Parameters
+    ----------
+    table : CompressedTable
+        The rows.
+    device : torch.device
+        Where they are wanted.
+    packed_rows : int
+        Raw rows whose bytes a slab on the device takes, full of packed ones; 0 for no slab.
+    codec : str or RowCodec
+        How all rows are packed when they are replaced.
+    pin : bool
+        Whether they are page-locked then.
+    hot : numpy.ndarray
+        int64, rows for the slab, the hottest first.
+    """
+
+    def __init__(
+        self,
+        table: CompressedTable,
+        device: torch.device,
+        packed_rows: int,
+        codec: str | RowCodec,
+        pin: bool,
+        hot: Array,
+    ) -> None:
+        self.table = table
+        self.device = device
+        self.packed_rows = packed_rows
+        self.codec = codec
+        self.pin = pin
+        self.hot = hot
+        self.slabs: SlabCache | None = None
+        self.prefetched: Prefetched | None = None
+        #: How often rows were changed.
+        self.changes = 0
+        self.written_back = 0
+        self._stale_rows = 0
+        self._rewritten_rows = 0
+        if len(hot):
+            self.fill(hot)
+
+    def description(self) -> dict[str, Any]:
+        """Return the arguments that make another one, but for the device."""
+        names = ("table", "packed_rows", "codec", "pin", "hot")
+        return {name: getattr(self, name) for name in names}
+
+    # To the device
+
+    def gather(self, ids: Array, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Decode rows int64 ``[n]`` to the device."""
+        source = self.table if self.slabs is None else self.slabs
+        if self.prefetched is not None:
+            return self.prefetched.gather(source, ids, out, self.device)
+        return source.gather(torch.from_numpy(ids), out, self.device)
+
+    def decode(self, ids: Array, out: torch.Tensor) -> None:
+        """Decode rows int64 ``[n]``, in range, to ``[n, D]`` on the CPU."""
+        if self.prefetched is None and self.slabs is None:
+            self.table.gather_checked(None, torch.from_numpy(ids), out)
+        else:
+            self.gather(ids, out)
+
+    def prefetch(self, ids: Array) -> None:
+        """Start to decode rows int64 ``[n]``, ascending; those asked for before are dropped."""
+        source = self.table if self.slabs is None else self.slabs
+        self.prefetched = Prefetched(source, ids, self.device) if len(ids) else None
+
+    def fill(self, hot: Array) -> None:
+        """Pack rows into the slab, if there is to be one: int64, the hottest first."""
+        self.hot = hot
+        self._stale_rows = 0
+        if self.slabs is None:
+            capacity_bytes = self.packed_rows * max(1, 4 * -(-self.table.row_bytes // 4))
+            if not capacity_bytes:
+                return
+            self.slabs = SlabCache(self.table, capacity_bytes, [self.device])
+        self.slabs.fill(torch.from_numpy(hot))
+
+    def move(self, device: torch.device) -> None:
+        """Follow the rows that are resident to another device."""
+        if device == self.device:
+            return
+        self.device = device
+        self.prefetched = None
+        self._make_slabs_anew()
+
+    def _make_slabs_anew(self) -> None:
+        if self.slabs is not None:
+            self.slabs.close()
+            self.slabs = None
+            self.fill(self.hot)
+
+    # To the host
+
+    def update(self, ids: Array, rows: torch.Tensor) -> None:
+        """Give rows int64 ``[n]`` new values ``[n, D]``."""
+        if not len(ids):
+            return
+        if self.prefetched is not None:
+            self.prefetched.forget(ids)
+        self.changes += 1
+        self.table.update(torch.from_numpy(ids), rows)
+        self.written_back += len(ids)
+        self._rewritten_rows += len(ids)
+        if self._rewritten_rows > REWRITTEN_SHARE * len(
+            self.table
+        ) and self.table.overflow_bytes > max(REPACK_BYTES, REPACK_SHARE * self.table.nbytes):
+            self._pack_anew()
+        elif self.slabs is not None:
+            self._stale_rows += len(ids)
+            if self._stale_rows > REFILL_SHARE * self.packed_rows:
+                self.fill(self.hot)
+
+    def tidy(self) -> None:
+        """Pack the table anew if rows that outgrew their place take more than they should."""
+        if self.table.overflow_bytes > REPACK_SHARE / 4 * self.table.nbytes:
+            self._pack_anew()
+
+    def _pack_anew(self) -> None:
+        # Training moves values away from what the codec was fitted to.
+        self.table.compact(progress=False, refit=True)
+        self._rewritten_rows = 0
+        self._make_slabs_anew()
+
+    def replace(self, batches: Iterable[torch.Tensor]) -> None:
+        """Pack all rows anew, from batches of them in order."""
+        fresh = CompressedTable.from_tensor(batches, self.table.layout, self.codec, self.pin)
+        old, self.table = self.table, fresh
+        self.changes += 1
+        self.prefetched = None
+        self._make_slabs_anew()
+        old.close()
+
+    def close(self) -> None:
+        """Let the memory go."""
+        self.prefetched = None
+        if self.slabs is not None:
+            self.slabs.close()
+        self.table.close()
+
+
+def where_it_pays(
+    table: CompressedTable, device: torch.device | str | None
+) -> tuple[CompressedTable, list[str]]:
+    """Return the table, or raw rows where a GPU would fetch packed ones more slowly, and why.
+
+    Parameters
+    ----------
+    table : CompressedTable
+        Packed rows; closed if it is not returned.
+    device : torch.device, str or None
+        Where the rows are wanted; the current GPU or the CPU when None.
+    """
+    target = checked_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if target.type == "cpu" or table.advice(target).packed:
+        return table, []
+    with table:
+        pieces = range(0, len(table), PIECE_ROWS)
+        batches = (table.decoded(at, min(at + PIECE_ROWS, len(table))) for at in pieces)
+        raw = CompressedTable.from_tensor(batches, table.layout, "raw", progress=False)
+    return raw, [
+        f"kept raw: packed rows would reach {target} more slowly; codec='ibp' packs anyway"
+    ]

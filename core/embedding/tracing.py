@@ -1,0 +1,29 @@
+"""What torch.compile must not look into."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import torch
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def not_traced(function: Function) -> Function:
+    """Run a function as it is in compiled models, which go on around it.
+
+    What comes and goes in a cache cannot be traced. Outside of compiled models the wrapper of
+    `torch.compiler.disable` stays out of the way: it costs 40 microseconds a call (torch 2.11,
+    Python 3.12).
+    """
+    apart = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+
+    @functools.wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return apart(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return cast(Function, called)

@@ -1,0 +1,533 @@
+"""What a step needs of cached rows: they stay until their gradient has been applied."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from ..errors import BitslabError
+from .gradients import (
+    Array,
+    BackwardPass,
+    Use,
+    accumulates,
+    at_end_of_backward,
+    detour,
+    pass_number,
+    sparse_rows,
+    track,
+)
+from .optimizers import OptimizerLink, has_stepped, watch
+from .resident_cache import with_spare
+from .state import RowState
+
+if TYPE_CHECKING:
+    from .rows import CachedRows
+
+
+#: Lookups whose gradients are looked at together, for those that were set to zero.
+MANY_LOOKUPS = 32
+
+
+class Training:
+    """Gradients and optimizers of cached rows. The rows' lock is held by whoever calls.
+
+    Rows of a lookup may not leave their slots while a backward pass may come (the lookup *waits*),
+    nor until a step has applied their gradient (it is *pending*). Gradients of rows that were
+    looked up beside the parameter (a *detour*) are brought to it at the end of the backward pass;
+    it grows to hold those rows for the step, and shrinks at the next lookup. A pass with a detour
+    sums all of its gradients here, in the order in which they arrive, as autograd does.
+
+    Parameters
+    ----------
+    rows : CachedRows
+        The rows.
+    stores : list of dict of str to RowState
+        State of optimizers that are not known yet, from before a copy.
+    """
+
+    def __init__(self, rows: CachedRows, stores: list[dict[str, RowState]]) -> None:
+        self._owner = weakref.ref(rows)
+        self.links: list[OptimizerLink] = []
+        self._orphans = list(stores)
+        self._live: weakref.WeakSet[Use] = weakref.WeakSet()
+        self._pending: list[Use] = []
+        # Those under way, by number; autograd holds each while it lasts.
+        self._passes: weakref.WeakValueDictionary[int, BackwardPass] = weakref.WeakValueDictionary()
+        self._grown = rows.residents.extra_rows > 0
+        self._version = rows.parameter._version
+        self._reused: tuple[torch.Tensor, Array] | None = None
+        self._dropped: tuple[torch.Tensor, int] | None = None
+        # A sparse gradient as an optimizer has it for a step, and as it was.
+        self._summed: tuple[torch.Tensor | None, torch.Tensor] | None = None
+        self.moved()
+
+    @property
+    def _rows(self) -> CachedRows:
+        rows = self._owner()
+        if rows is None:
+            raise BitslabError("backward: the module that looked these rows up is gone")
+        return rows
+
+    def moved(self) -> None:
+        """Follow a parameter that is another object now."""
+        if self._rows.trainable:
+            watch(self._rows)
+
+    # Lookups whose gradient may come
+
+    def hold(self, matrix: torch.Tensor, slots: Array, ids: Array, *, whole: bool) -> torch.Tensor:
+        """Return rows of a batch such that their gradient arrives, and keep them in their slots.
+
+        Parameters
+        ----------
+        matrix : torch.Tensor
+            ``[M, D]``, the rows, and at the end one that is none; or the parameter's.
+        slots, ids : numpy.ndarray
+            int64 ``[u]``; no slots where the rows lie beside the parameter.
+        whole : bool
+            Whether the matrix is the parameter's.
+        """
+        use = Use(slots, ids, self._rows.source.changes)
+        self._live.add(use)
+        parameter = self._rows.parameter
+        if use.beside:
+            return detour(parameter, matrix, self, use)
+        return track(parameter, matrix, None if whole else torch.from_numpy(slots), self, use)
+
+    def _waiting(self) -> list[Use]:
+        return [use for use in self._live if not use.used and len(use.slots)]
+
+    def pin(self) -> None:
+        """Mark the slots whose rows may not leave."""
+        residents = self._rows.residents
+        residents.pinned[:] = False
+        for row in self._rows.pinned_ids:
+            if residents.slot_of[row] >= 0:
+                residents.pinned[residents.slot_of[row]] = True
+        for use in (*self._waiting(), *self._pending):
+            residents.pinned[use.slots] = True
+
+    # Backward
+
+    def arrived(
+        self,
+        node: Any,
+        use: Use,
+        grad: torch.Tensor,
+        slots: torch.Tensor | None,
+        shape: torch.Size,
+    ) -> torch.Tensor | None:
+        """Hear of the gradient of resident rows; return what autograd adds to the parameter's.
+
+        Parameters
+        ----------
+        node : torch.autograd.graph.Node
+            What the gradient has reached.
+        use : Use
+            The lookup.
+        grad : torch.Tensor
+            Of the parameter; or of the rows in `slots` and of one more that is none.
+        slots : torch.Tensor or None
+            int64 ``[u]``.
+        shape : torch.Size
+            That of the parameter at the lookup.
+        """
+        rows = self._rows
+        with rows.lock:
+            self._check_there(use)
+            self._check_cleared("backward")
+            this = self._this_pass()
+            kept: torch.Tensor | None
+            if grad.is_sparse:
+                kept = self._arrived_sparse(this, node, use, grad, slots, shape)
+            elif self._collects(this, node, shape):
+                rows_only = grad if slots is not None else grad[_on(use.slots, grad)]
+                self._collect(this, node, use, None, rows_only)
+                kept = None
+            elif slots is not None:
+                kept = grad.new_zeros(shape).index_copy_(0, slots, grad[: len(slots)])
+            else:
+                kept = grad
+            if not self._pending:
+                self._version = rows.parameter._version
+            rows.residents.dirty[use.slots] = True
+            use.used = True
+            self._pending.append(use)
+            return kept
+
+    def _arrived_sparse(
+        self,
+        this: BackwardPass,
+        node: Any,
+        use: Use,
+        grad: torch.Tensor,
+        slots: torch.Tensor | None,
+        shape: torch.Size,
+    ) -> torch.Tensor | None:
+        rows = self._rows
+        if slots is not None:
+            picked = grad._indices()[0]
+            real = picked < len(slots)
+            grad = sparse_rows(slots[picked[real]], grad._values()[real], shape)
+        # Sparse gradients are added to each other in an order that depends on how their indices
+        # compare, so that has to happen to those of ids. One alone is as well left to autograd.
+        others = rows.parameter.grad is not None or any(
+            other is not use for other in self._waiting()
+        )
+        summed = others and rows.device.type == "cpu" and accumulates(node)
+        if not summed and not self._collects(this, node, shape):
+            return grad
+        ids = torch.from_numpy(rows.residents.id_of)[grad._indices()[0].cpu()].to(grad.device)
+        self._collect(this, node, use, None, sparse_rows(ids, grad._values(), rows.shape))
+        return None
+
+    def take(self, node: Any, use: Use, found: torch.Tensor | None, grad: torch.Tensor) -> None:
+        """Take the gradient of rows that were looked up beside the parameter, and of one more."""
+        rows = self._rows
+        with rows.lock:
+            self._check_cleared("backward")
+            if grad.is_sparse:
+                places = grad._indices()[0].cpu()
+                real = places < len(use.ids)
+                ids = torch.from_numpy(use.ids)[places[real]].to(grad.device)
+                values = grad._values()[real.to(grad.device)]
+                grad = sparse_rows(ids, values, rows.shape)
+            self._collect(self._this_pass(), node, use, found, grad)
+            use.used = True
+
+    def _check_there(self, use: Use) -> None:
+        id_of = self._rows.residents.id_of
+        there = not len(use.slots) or use.slots.max() < len(id_of)
+        if not there or not np.array_equal(id_of[use.slots], use.ids):
+            raise BitslabError(
+                "backward: rows of this lookup have left the cache since an earlier backward "
+                "pass and step; look them up again"
+            )
+
+    def _this_pass(self) -> BackwardPass:
+        number = pass_number()
+        this = self._passes.get(number)
+        if this is None:
+            this = self._passes[number] = BackwardPass(self._end_pass)
+            at_end_of_backward(this)
+        return this
+
+    def _collects(self, this: BackwardPass, node: Any, shape: torch.Size) -> bool:
+        """Tell whether a pass sums gradients here: autograd could not, or in another order."""
+        if this.taken or shape != self._rows.parameter.shape:
+            return True
+        return any(use.beside for use in self._live) and accumulates(node)
+
+    def _collect(
+        self,
+        this: BackwardPass,
+        node: Any,
+        use: Use,
+        found: torch.Tensor | None,
+        grad: torch.Tensor,
+    ) -> None:
+        """Keep a gradient until the pass ends."""
+        why = ""
+        if not accumulates(node):
+            why = "torch.autograd.grad"
+        elif torch.is_grad_enabled():
+            why = "create_graph=True"
+        elif self._rows.parameter._backward_hooks:
+            why = "a hook on the parameter"
+        if why:
+            raise BitslabError(
+                f"backward: {why} is not possible with a batch of more rows than the cache has "
+                f"room for, which is {self._rows.cache_rows} rows; make the cache larger"
+            )
+        this.taken.append((use, found, grad.detach()))
+
+    def note_reuse(self, slots: Array) -> None:
+        """Remember that slots get other rows while an old gradient stands in them."""
+        grad = self._rows.parameter.grad
+        if grad is None:
+            self._reused = None
+            return
+        if self._reused is not None and self._reused[0] is grad:
+            slots = np.union1d(self._reused[1], slots)
+        self._reused = (grad, slots)
+
+    def _check_cleared(self, what: str) -> None:
+        """Refuse to go on with gradients of rows that are elsewhere by now."""
+        grad = self._rows.parameter.grad
+        reused, self._reused = self._reused, None
+        dropped, self._dropped = self._dropped, None
+        if grad is None:
+            return
+        left = reused is not None and reused[0] is grad and bool(len(_given(grad, reused[1])))
+        if dropped is not None and dropped[0] is grad:
+            left |= dropped[1] == grad._version or bool((_values(grad) != 0).any())
+        if left:
+            self._reused, self._dropped = reused, dropped
+            raise BitslabError(
+                f"{what}: gradients of an earlier step were not cleared, and their rows have "
+                "left the cache; call optimizer.zero_grad() after each step"
+            )
+
+    def _end_pass(self, this: BackwardPass) -> None:
+        """Bring what a pass collected to the parameter, which grows to hold its rows."""
+        rows = self._rows
+        with rows.lock, torch.no_grad():
+            taken, this.taken = this.taken, []
+            for number in [n for n, each in self._passes.items() if each is this]:
+                del self._passes[number]
+            if not taken:
+                return
+            for use, found, _ in taken:
+                self._make_resident(use, found)
+            sparse: torch.Tensor | None = None
+            dense: torch.Tensor | None = None
+            for use, _, grad in taken:
+                if grad.is_sparse:
+                    sparse = grad if sparse is None else sparse + grad
+                    continue
+                where = _on(rows.residents.slot_of[use.ids].astype(np.int64), grad)
+                given = grad[: len(use.ids)]
+                if dense is None:
+                    dense = torch.zeros_like(rows.parameter.data).index_copy_(0, where, given)
+                else:
+                    dense[where] += given
+            if sparse is not None:
+                self._add_sparse(sparse)
+            if dense is not None:
+                old = rows.parameter.grad
+                if old is None or old.is_sparse:
+                    rows.parameter.grad = dense if old is None else dense + old
+                else:
+                    old.add_(dense)
+            self._version = rows.parameter._version
+        hooks: Any = getattr(rows.parameter, "_post_accumulate_grad_hooks", None)
+        for hook in list((hooks or {}).values()):
+            hook(rows.parameter)
+
+    def _make_resident(self, use: Use, found: torch.Tensor | None) -> None:
+        """Let the parameter grow to hold rows that gradients have come for."""
+        rows = self._rows
+        residents = rows.residents
+        new = np.flatnonzero(residents.slot_of[use.ids] < 0)
+        if len(new):
+            ids = use.ids[new]
+            if found is None or use.changes != rows.source.changes:
+                fresh = rows.source.gather(ids)  # a step may have changed them since the lookup
+            else:
+                fresh = found[_on(new, found)]
+            self._grow(ids, fresh)
+        slots = residents.slot_of[use.ids].astype(np.int64)
+        residents.dirty[slots] = True
+        if use.beside:
+            added = Use(slots, use.ids)
+            added.used = True
+            self._pending.append(added)
+
+    def _grow(self, ids: Array, fresh: torch.Tensor) -> None:
+        rows = self._rows
+        parameter, first = rows.parameter, len(rows.residents.id_of)
+        data = torch.cat([parameter.data[:first], fresh])
+        grad = parameter.grad
+        if grad is not None:
+            grad = _resized(grad, data.shape)
+        parameter.grad = None
+        self._grown = True
+        for link in self.links:
+            link.grow(ids, first)
+        set_data(parameter, data)
+        parameter.grad = grad
+        rows.residents.grow(ids)
+
+    def _add_sparse(self, grad: torch.Tensor) -> None:
+        """Add a sparse gradient by ids to that of the parameter."""
+        rows = self._rows
+        old = rows.parameter.grad
+        if old is not None:
+            grad = self._by_id(old) + grad
+        slot_of = torch.from_numpy(rows.residents.slot_of)
+        slots = slot_of[grad._indices()[0].cpu()].to(grad.device, torch.int64)
+        rows.parameter.grad = sparse_rows(slots, grad._values(), rows.parameter.shape)
+
+    def _by_id(self, grad: torch.Tensor) -> torch.Tensor:
+        """Return a sparse gradient of the parameter with the ids as indices."""
+        ids = torch.from_numpy(self._rows.residents.id_of)[grad._indices()[0].cpu()]
+        return sparse_rows(ids.to(grad.device), grad._values(), self._rows.shape)
+
+    # Between steps
+
+    @property
+    def step_may_come(self) -> bool:
+        """Whether a step could change rows by a gradient that is there."""
+        return self._rows.parameter.grad is not None or len(self._passes) > 0
+
+    @property
+    def idle(self) -> bool:
+        """Whether no step is under way, so that the parameter is of its size."""
+        return not (self._pending or self._grown)
+
+    def settle(self) -> None:
+        """Let go of what earlier steps held, once they were taken."""
+        if self.idle or self._passes:
+            return
+        parameter = self._rows.parameter
+        version = parameter._version
+        if self._pending and (parameter.grad is None or version != self._version):
+            self._pending.clear()
+        elif len(self._pending) >= MANY_LOOKUPS:
+            self.let_go()
+        self._version = version
+        if self._grown and not self._pending:
+            capacity = self._rows.residents.capacity_rows
+            if all(use.slots.max() < capacity for use in self._waiting()):
+                # Also where nothing else may be written to by autograd later.
+                with torch.inference_mode(False), torch.no_grad():
+                    self._shrink()
+
+    def let_go(self) -> bool:
+        """Let rows leave whose gradient was set to zero; tell whether there were any."""
+        grad = self._rows.parameter.grad
+        if self._passes or grad is None or not self._pending:
+            return False
+        held = np.unique(np.concatenate([use.slots for use in self._pending]))
+        slots = _given(grad, held)
+        self._pending.clear()
+        if len(slots):
+            kept = Use(slots, self._rows.residents.id_of[slots])
+            kept.used = True
+            self._pending.append(kept)
+        return len(slots) < len(held)
+
+    def _shrink(self) -> None:
+        """Send the rows that did not fit back to the host."""
+        rows = self._rows
+        residents, parameter = rows.residents, rows.parameter
+        capacity = residents.capacity_rows
+        slots = np.arange(capacity, len(residents.id_of))
+        ids = residents.id_of[slots]
+        rows.write_back(slots[residents.dirty[slots]])
+        for link in self.links:
+            link.save(slots, ids)
+        # From here on an interruption leaves at worst more rows than `residents` knows of, which
+        # are cut off the next time.
+        residents.shrink()
+        for link in self.links:
+            link.shrink(capacity)
+        grad, parameter.grad = parameter.grad, None
+        set_data(parameter, with_spare(parameter.data[:capacity].clone()))
+        if grad is not None:
+            parameter.grad = kept = _resized(grad, parameter.shape)
+            if len(_given(grad, slots)):
+                self._dropped = (kept, kept._version)
+        self._grown = False
+
+    # Steps
+
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Get ready for a step of an optimizer that has the parameter."""
+        with self._rows.lock:
+            link = self.link(optimizer)
+            link.check()
+            self._check_cleared("optimizer")
+            if type(optimizer) in (torch.optim.Adagrad, torch.optim.SparseAdam):
+                self._sum_in_order()
+            link.align()
+
+    def _sum_in_order(self) -> None:
+        """Sum what a sparse gradient has of each row as torch does where ids are the indices."""
+        rows = self._rows
+        grad = rows.parameter.grad
+        if grad is None or not grad.is_sparse or grad.device.type != "cpu":
+            return
+        rows.parameter.grad = None
+        self._add_sparse(self._by_id(grad).coalesce())
+        self._summed = (rows.parameter.grad, grad)
+
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take note of a step."""
+        with self._rows.lock:
+            self.link(optimizer).align(made_now=True)
+            if self._summed is not None:
+                # What comes next may be added to the gradient as it was.
+                summed, grad = self._summed
+                if self._rows.parameter.grad is summed:
+                    self._rows.parameter.grad = grad
+                self._summed = None
+            self._pending.clear()
+            self._version = self._rows.parameter._version
+
+    def link_of(self, optimizer: torch.optim.Optimizer) -> OptimizerLink | None:
+        """Return what joins the rows and an optimizer, if anything does."""
+        return next((link for link in self.links if link.optimizer is optimizer), None)
+
+    def link(self, optimizer: torch.optim.Optimizer, *, row_wise: bool = False) -> OptimizerLink:
+        """Return what joins the rows and an optimizer; make it if there is nothing yet."""
+        self.links = [link for link in self.links if link.optimizer is not None]
+        found = self.link_of(optimizer)
+        if found is None:
+            stores: dict[str, RowState] | None = None
+            if self._orphans and has_stepped(optimizer, self._rows.parameter):
+                stores, *self._orphans = self._orphans
+            found = OptimizerLink(self._rows, optimizer, row_wise=row_wise, stores=stores)
+            self.links.append(found)
+        return found
+
+    def save(self, slots: Array, ids: Array) -> None:
+        """Keep the optimizers' state of rows that leave their slots."""
+        for link in self.links:
+            link.save(slots, ids)
+
+    def restore(self, slots: Array, ids: Array) -> None:
+        """Bring the optimizers' state of rows that came to slots."""
+        for link in self.links:
+            link.restore(slots, ids)
+
+    def stores(self) -> list[dict[str, RowState]]:
+        """Return the optimizers' state of all rows, for a copy."""
+        return [*(link.complete() for link in self.links), *self._orphans]
+
+
+def _on(numbers: Array, like: torch.Tensor) -> torch.Tensor:
+    """Return int64 numbers on the device of a tensor."""
+    return torch.from_numpy(numbers).to(like.device)
+
+
+def _values(grad: torch.Tensor) -> torch.Tensor:
+    return grad._values() if grad.is_sparse else grad
+
+
+def _given(grad: torch.Tensor, slots: Array) -> Array:
+    """Return those of the slots whose gradient is not zero."""
+    if grad.is_sparse:
+        nonzero = (grad._values() != 0).any(1)
+        found: Array = np.intersect1d(slots, grad._indices()[0][nonzero].cpu().numpy())
+        return found
+    slots = slots[slots < grad.shape[0]]
+    nonzero = (grad[_on(slots, grad)] != 0).any(1)
+    kept: Array = slots[nonzero.cpu().numpy()]
+    return kept
+
+
+def _resized(grad: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """Return a gradient with another number of rows, others 0 or left out."""
+    n_rows = shape[0]
+    if grad.is_sparse:
+        indices, values = grad._indices(), grad._values()
+        kept = indices[0] < n_rows
+        return sparse_rows(indices[0, kept], values[kept], shape)
+    if grad.shape[0] >= n_rows:
+        return grad[:n_rows].clone()
+    more = grad.new_zeros(n_rows - grad.shape[0], *grad.shape[1:])
+    return torch.cat([grad, more])
+
+
+def set_data(parameter: torch.nn.Parameter, data: torch.Tensor) -> None:
+    """Give a parameter another number of rows."""
+    # Autograd's node that takes its gradient checks the shape of when it was made; it lives as long
+    # as any graph does, such as that of the last output, and is made anew only for another dtype.
+    other = torch.float32 if data.dtype is torch.float64 else torch.float64
+    # Both at once, as far as an interruption can tell.
+    parameter.data, parameter.data = torch.empty(0, dtype=other, device=data.device), data

@@ -1,0 +1,487 @@
+"""CachedEmbeddingBag: an nn.EmbeddingBag whose table lies packed in host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from bitslab import CompressedTable, RowCodec
+from bitslab.embedding import CachedRows, EvictionStrategy
+from bitslab.embedding.rows import CacheKind
+from bitslab.embedding.tracing import not_traced
+from bitslab.errors import ArgumentError, ArgumentTypeError
+from bitslab.integrations.embedding.manager import CacheManager
+from bitslab.integrations.embedding.table import TableModule
+from bitslab.memory.parts import Layout
+
+MODES = ("sum", "mean", "max")
+
+
+class CachedEmbeddingBag(TableModule):
+    """Sums, means or maxima of embedding rows; the table is packed on the host, hot rows cached.
+
+    A drop-in for `torch.nn.EmbeddingBag` and for ColossalAI's CachedEmbeddingBag: same results, bit
+    for bit on a CPU, in training too. See `bitslab.embedding.CachedRows` for what happens inside.
+
+    Parameters
+    ----------
+    num_embeddings, embedding_dim : int
+        Rows of the table, N, and elements of a row, D.
+    padding_idx : int, optional
+        Row that counts for nothing in a bag and takes no gradient; negative from the end.
+    max_norm, norm_type, scale_grad_by_freq, sparse, mode, include_last_offset
+        As in `torch.nn.EmbeddingBag`.
+    _weight : torch.Tensor or bitslab.CompressedTable, optional
+        The table ``[N, D]``; drawn as `torch.nn.EmbeddingBag` does when left out.
+    dtype : torch.dtype, optional
+        Dtype of the rows; that of `_weight`, or torch's default, when left out.
+    device : torch.device or str, optional
+        Where lookups happen. The current GPU, or the CPU where there is none, when left out.
+    cache_ratio : float
+        Share of the rows that is resident on the device; one row at least.
+    ids_freq_mapping : torch.Tensor or sequence of int, optional
+        ``[N]``, how often each id is used in the data set. The most used are resident at first, and
+        with ``EvictionStrategy.DATASET`` the least used leave first.
+    warmup_ratio : float
+        Share of the cache that is filled at first.
+    buffer_size : int
+        The most rows that are brought at once, which bounds the memory for that; 0 for no bound.
+    pin_weight : bool
+        Whether the packed table is page-locked, as a GPU needs to read it by itself. Nothing is
+        locked without a GPU.
+    evict_strategy : EvictionStrategy
+        What leaves first: the least often used of late (LFU), in the data set (DATASET), or the one
+        not used for longest (LRU).
+    codec : str or RowCodec
+        As in `bitslab.CompressedTable.from_tensor`; ``"raw"`` packs nothing.
+    layout : {"compact", "inplace"}
+        How rows lie on the host; see `bitslab.CompressedTable`.
+    freeze : bool
+        For inference: no gradient, nothing is written back.
+    cache : {"rows", "packed"}
+        Whether resident rows are kept as they are, or packed, so that more fit; the latter is for
+        inference.
+    rows : bitslab.embedding.CachedRows, optional
+        Table and cache that are there already, such as another module's, which are shared then, in
+        the place of `_weight` and of all that says how to make them.
+
+    Attributes
+    ----------
+    rows : bitslab.embedding.CachedRows
+        Table and cache.
+    cache_weight_mgr : CacheManager
+        The same by ColossalAI's names.
+
+    Raises
+    ------
+    ArgumentError, ArgumentTypeError
+        When an argument is not accepted.
+
+    Notes
+    -----
+    ``parameters()`` yields the resident rows, ``[C, D]``, for an optimizer whose step leaves rows
+    without gradient alone; others are refused. `weight` and the state dict hold the whole table in
+    the order of the ids.
+
+    Whatever else takes parameters for the table sees the resident rows only: averages of weights
+    (`torch.optim.swa_utils`), and DistributedDataParallel, whose processes have different rows
+    resident. For several processes there is `bitslab.integrations.torchrec`.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from bitslab.integrations.embedding import CachedEmbeddingBag
+    >>> bag = CachedEmbeddingBag(1000, 16, mode="sum", cache_ratio=0.05, device="cpu")
+    >>> optimizer = torch.optim.Adagrad(bag.parameters(), lr=0.1)
+    >>> bag(torch.tensor([1, 2, 999]), torch.tensor([0, 1])).sum().backward()
+    >>> optimizer.step()
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+        _weight: torch.Tensor | CompressedTable | None = None,
+        mode: str = "mean",
+        include_last_offset: bool = False,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        cache_ratio: float = 0.01,
+        ids_freq_mapping: torch.Tensor | Sequence[int] | None = None,
+        warmup_ratio: float = 0.7,
+        buffer_size: int = 0,
+        pin_weight: bool = True,
+        evict_strategy: EvictionStrategy = EvictionStrategy.LFU,
+        *,
+        codec: str | RowCodec = "auto",
+        layout: Layout = "compact",
+        freeze: bool = False,
+        cache: CacheKind = "rows",
+        rows: CachedRows | None = None,
+    ) -> None:
+        if mode not in MODES:
+            raise ArgumentError(f"mode: {mode!r:.60}, accepted are {MODES}")
+        if mode == "max" and (scale_grad_by_freq or sparse):
+            raise ArgumentError("mode: 'max' goes with neither scale_grad_by_freq nor sparse")
+        super().__init__(
+            num_embeddings,
+            embedding_dim,
+            padding_idx,
+            max_norm,
+            norm_type,
+            scale_grad_by_freq,
+            sparse,
+            _weight,
+            dtype,
+            device,
+            cache_ratio=cache_ratio,
+            ids_freq_mapping=ids_freq_mapping,
+            warmup_ratio=warmup_ratio,
+            buffer_size=buffer_size,
+            pin_weight=pin_weight,
+            evict_strategy=evict_strategy,
+            codec=codec,
+            layout=layout,
+            freeze=freeze,
+            cache=cache,
+            rows=rows,
+        )
+        self.mode = mode
+        self.include_last_offset = include_last_offset
+        self.cache_op = True
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        embeddings: torch.Tensor | CompressedTable,
+        freeze: bool = True,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        mode: str = "mean",
+        sparse: bool = False,
+        include_last_offset: bool = False,
+        padding_idx: int | None = None,
+        **options: Any,
+    ) -> CachedEmbeddingBag:
+        """Make a bag over a table that is there already.
+
+        Parameters
+        ----------
+        embeddings : torch.Tensor or bitslab.CompressedTable
+            ``[N, D]``. A CompressedTable is used as it is, and with ``freeze=False`` changed.
+        freeze : bool
+            For inference.
+        max_norm, norm_type, scale_grad_by_freq, mode, sparse, include_last_offset, padding_idx
+            As in `torch.nn.EmbeddingBag.from_pretrained`.
+        **options
+            More of the class, such as ``cache_ratio``.
+        """
+        shape: tuple[int, ...] = tuple(getattr(embeddings, "shape", ()))
+        if len(shape) != 2:
+            raise ArgumentError(f"embeddings: {list(shape)}, expected [N, D]")
+        return cls(
+            shape[0],
+            shape[1],
+            padding_idx,
+            max_norm,
+            norm_type,
+            scale_grad_by_freq,
+            sparse,
+            embeddings,
+            mode,
+            include_last_offset,
+            freeze=freeze,
+            **options,
+        )
+
+    @classmethod
+    def from_module(cls, module: torch.nn.EmbeddingBag, **options: Any) -> CachedEmbeddingBag:
+        """Make a bag that does what an `nn.EmbeddingBag` does, over the same values.
+
+        Parameters
+        ----------
+        module : torch.nn.EmbeddingBag
+            It stays as it is.
+        **options
+            More of the class, such as ``cache_ratio``.
+        """
+        made = cls(
+            module.num_embeddings,
+            module.embedding_dim,
+            module.padding_idx,
+            module.max_norm,
+            module.norm_type,
+            module.scale_grad_by_freq,
+            module.sparse,
+            mode=module.mode,
+            include_last_offset=module.include_last_offset,
+            **{
+                "_weight": module.weight,
+                "freeze": not module.weight.requires_grad,
+                "device": module.weight.device,
+                **options,
+            },
+        )
+        return made.train(module.training)
+
+    def to_module(self, weight: torch.nn.Parameter | None = None) -> torch.nn.EmbeddingBag:
+        """Return an `nn.EmbeddingBag` with the same table, decoded, on the same device.
+
+        Parameters
+        ----------
+        weight : torch.nn.Parameter, optional
+            What it shall use, instead of decoding the table: that of a module which shared `rows`.
+        """
+        made = torch.nn.EmbeddingBag.from_pretrained(
+            self.rows.whole().to(self.rows.device) if weight is None else weight.detach(),
+            not self.rows.parameter.requires_grad,
+            self.max_norm,
+            self.norm_type,
+            self.scale_grad_by_freq,
+            self.mode,
+            self.sparse,
+            self.include_last_offset,
+            self.padding_idx,
+        )
+        if weight is not None:
+            made.weight = weight
+        return made.train(self.training)
+
+    # What comes and goes cannot be traced; compiled models go on around it.
+    @not_traced
+    def forward(
+        self,
+        input: torch.Tensor,
+        offsets: torch.Tensor | None = None,
+        per_sample_weights: torch.Tensor | None = None,
+        shape_hook: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """Return one row for each bag.
+
+        Parameters
+        ----------
+        input : torch.Tensor
+            int32 or int64 ids, ``[n]``, or ``[B, n]`` for B bags of n.
+        offsets : torch.Tensor, optional
+            ``[B]``, or ``[B + 1]`` with ``include_last_offset``: where bags begin in ``[n]`` ids.
+        per_sample_weights : torch.Tensor, optional
+            Of the shape of `input`; only with ``mode="sum"``.
+        shape_hook : callable, optional
+            Applied to the result.
+
+        Returns
+        -------
+        torch.Tensor
+            ``[B, D]`` on the device of the rows.
+
+        Raises
+        ------
+        IndexRangeError
+            When an id is out of range.
+        ArgumentError, ArgumentTypeError
+            When offsets do not fit, or a dtype or shape is not accepted. Nothing was changed.
+        """
+        if not torch.is_grad_enabled() and per_sample_weights is None and shape_hook is None:
+            plain = self._plain(input, offsets)
+            if plain is not None:
+                return plain
+        self._check_bags(input, offsets, per_sample_weights)
+        if offsets is not None:
+            offsets = offsets.to(self.rows.device, torch.int64, non_blocking=True)
+        if self.cache_op:
+            weight, index, padding = self.rows.lookup_padded(
+                input,
+                train=self.training,
+                sparse=self.sparse,
+                padding_idx=self.padding_idx,
+                max_norm=self.max_norm,
+                norm_type=self.norm_type,
+            )
+        else:
+            weight, index, padding = self.rows.lookup_slots(input, self.padding_idx)
+        out = F.embedding_bag(
+            index,
+            weight,
+            offsets,
+            None,
+            2.0,
+            self.scale_grad_by_freq,
+            self.mode,
+            self.sparse,
+            per_sample_weights,
+            self.include_last_offset,
+            padding,
+        )
+        return out if shape_hook is None else shape_hook(out)
+
+    def _plain(self, input: Any, offsets: Any) -> torch.Tensor | None:
+        """Return what `forward` does in the plainest case of inference, or else None.
+
+        On a CPU that is a batch whose rows are all resident.
+        """
+        rows = self.rows
+        if (self.training and rows.trainable) or self.max_norm is not None or not self.cache_op:
+            return None
+        for t in (input, offsets):
+            if not isinstance(t, torch.Tensor) or t.dtype is not torch.int64 or t.dim() != 1:
+                return None
+            if t.device != rows.device or not t.is_contiguous():
+                return None
+        padding: int | None = None
+        if rows.device.type == "cuda":
+            matrix, index, padding = rows.lookup_padded(
+                input, train=False, padding_idx=self.padding_idx
+            )
+        else:
+            found = rows.plain_lookup(
+                input,
+                offsets,
+                include_last=self.include_last_offset,
+                one_each=lambda: self._one_each(offsets, len(input)),
+            )
+            if found is None:
+                return None
+            matrix, places = found
+            if places is None:
+                # A sum begins with 0, which makes 0 of -0.
+                return matrix.add_(0.0)
+            index = places
+            if self.padding_idx is not None:
+                padding = int(rows.residents.slot_of[self.padding_idx])
+        out, *_ = torch.embedding_bag(
+            matrix,
+            index,
+            offsets,
+            self.scale_grad_by_freq,
+            MODES.index(self.mode),
+            self.sparse,
+            None,
+            self.include_last_offset,
+            padding,
+        )
+        return out
+
+    def _one_each(self, offsets: torch.Tensor, n: int) -> bool:
+        """Tell whether bags are of one id each, and their sum or mean is that id's row."""
+        return (
+            self.mode != "max"
+            and self.padding_idx is None
+            and not self.include_last_offset
+            and self.rows.dtype in (torch.float32, torch.float64)
+            and len(offsets) == n
+            and torch.equal(offsets, self.rows.numbers(n))
+        )
+
+    def _check_bags(
+        self,
+        input: torch.Tensor,
+        offsets: torch.Tensor | None,
+        per_sample_weights: torch.Tensor | None,
+    ) -> None:
+        dim = input.dim() if isinstance(input, torch.Tensor) else 0
+        if dim not in (1, 2):
+            raise ArgumentTypeError("input: expected ids [n] or [B, n] in a torch.Tensor")
+        if per_sample_weights is not None:
+            if self.mode != "sum":
+                raise ArgumentError(
+                    f"per_sample_weights: given with mode={self.mode!r}, accepted with 'sum'"
+                )
+            if not isinstance(per_sample_weights, torch.Tensor):
+                raise ArgumentTypeError(
+                    "per_sample_weights: expected a torch.Tensor, got "
+                    f"{type(per_sample_weights).__name__}"
+                )
+            if per_sample_weights.dtype != self.rows.dtype:
+                raise ArgumentTypeError(
+                    f"per_sample_weights: {per_sample_weights.dtype}, expected {self.rows.dtype} "
+                    "as the rows"
+                )
+            if per_sample_weights.shape != input.shape:
+                raise ArgumentError(
+                    f"per_sample_weights: {list(per_sample_weights.shape)}, expected "
+                    f"{list(input.shape)} as input"
+                )
+        if dim == 2:
+            if offsets is not None:
+                raise ArgumentError("offsets: given with input [B, n], whose rows are the bags")
+            return
+        if not isinstance(offsets, torch.Tensor) or offsets.dim() != 1:
+            raise ArgumentTypeError("offsets: expected a 1-D torch.Tensor, since input is [n]")
+        if offsets.dtype not in (torch.int32, torch.int64):
+            raise ArgumentTypeError(
+                f"offsets: {offsets.dtype}, accepted are torch.int32 and torch.int64"
+            )
+        if offsets.device.type == "cpu":
+            reason = why_no_offsets(offsets, len(input), self.include_last_offset)
+            if reason:
+                raise ArgumentError(f"offsets: {reason}")
+
+    def prefetch(self, input: torch.Tensor, offsets: torch.Tensor | None = None) -> None:
+        """Start to bring the rows of a batch to come; see `CachedRows.prefetch`.
+
+        Parameters
+        ----------
+        input, offsets : torch.Tensor
+            As for `forward`. Offsets tell nothing about rows and may be left out.
+        """
+        self.rows.prefetch(input)
+
+    # By ColossalAI's names
+
+    @property
+    def cache_weight_mgr(self) -> CacheManager:
+        """Table and cache by ColossalAI's names."""
+        return CacheManager(self.rows, self.evict_strategy)
+
+    def set_cache_op(self, cache_op: bool = True) -> None:
+        """Say whether `forward` takes ids, or slots that ``cache_weight_mgr.prepare_ids`` gave."""
+        self.cache_op = bool(cache_op)
+
+    def print_comm_stats(self) -> None:
+        """Print what was moved between host and device."""
+        self.cache_weight_mgr.print_comm_stats()
+
+    @property
+    def num_hits_history(self) -> list[int]:
+        """Different rows of each batch that were resident."""
+        return self.rows.statistics.hits_history
+
+    @property
+    def num_miss_history(self) -> list[int]:
+        """Different rows of each batch that were not."""
+        return self.rows.statistics.misses_history
+
+    @property
+    def num_write_back_history(self) -> list[int]:
+        """Rows that were packed again for each batch, because they had changed."""
+        return self.rows.statistics.written_back_history
+
+    def extra_repr(self) -> str:
+        """Name sizes and options."""
+        return f"{super().extra_repr()}, mode={self.mode!r}"
+
+
+def why_no_offsets(offsets: torch.Tensor, n_ids: int, include_last: bool) -> str:
+    """Return why offsets ``[B]`` on the CPU do not divide ids into bags, or an empty text."""
+    if not len(offsets):
+        return "is empty, expected the end at least" if include_last else ""
+    first, last = int(offsets[0]), int(offsets[-1])
+    if first != 0:
+        return f"begins with {first}, expected 0"
+    if include_last and last != n_ids:
+        return f"ends with {last}, expected {n_ids}, the number of ids (include_last_offset)"
+    if len(offsets) > 1 and bool((offsets[1:] < offsets[:-1]).any()):
+        at = int((offsets[1:] < offsets[:-1]).nonzero()[0, 0])
+        return f"falls from {int(offsets[at])} to {int(offsets[at + 1])} at position {at + 1}"
+    if last > n_ids:
+        return f"reaches {last}, but there are {n_ids} ids"
+    return ""

@@ -1,0 +1,185 @@
+"""Which tables lie in one packed table, and with which plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from bitslab import InvariantCodec, RawCodec, RowCodec
+from bitslab.memory.build import Rows, as_tensor, choose_codec, take_rows
+
+#: Rows of a table that its plan is chosen on, in bytes at the most.
+SAMPLE_BYTES = 2 << 20
+#: Tables share a plan where that takes at most so many more bytes than plans of their own.
+TOLERANCE = 0.01
+
+
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """What planning knows of a table.
+
+    Parameters
+    ----------
+    n_rows : int
+        Rows of the table.
+    rows : torch.Tensor
+        ``[n, D]``, some of them, or all.
+    trainable : bool
+        Whether its rows may change.
+    """
+
+    n_rows: int
+    rows: torch.Tensor
+    trainable: bool = True
+
+    def nbytes(self, codec: RowCodec) -> float:
+        """Bytes that the table takes with a codec, what finds its rows counted."""
+        n = self.rows.shape[0]
+        if not n:
+            return 0.0
+        taken = int(codec.packed_bytes(self.rows).sum())
+        if isinstance(codec, InvariantCodec):
+            taken += codec.row_metadata_bytes(n)
+        return taken * self.n_rows / n
+
+
+@dataclass(eq=False)
+class Group:
+    """Tables that lie back to back in one packed table.
+
+    Parameters
+    ----------
+    tables : list of int
+        The tables, by number, in order.
+    codec : str or RowCodec
+        How their rows are packed.
+    """
+
+    tables: list[int] = field(default_factory=list)
+    codec: str | RowCodec = "auto"
+
+
+def sample_of(rows: Rows, seed: int = 0) -> torch.Tensor:
+    """Draw some rows ``[n, D]`` of a table ``[N, D]``, all when they are few."""
+    n, wanted = rows.shape[0], max(1, SAMPLE_BYTES // max(1, rows[:1].nbytes))
+    if n <= wanted:
+        return as_tensor(rows)
+    picked = np.sort(np.random.default_rng(seed).choice(n, wanted, replace=False))
+    return as_tensor(rows[picked]) if isinstance(rows, np.ndarray) else take_rows(rows, picked)
+
+
+def group_tables(samples: Sequence[Sample], codec: str | RowCodec = "auto") -> list[Group]:
+    """Divide tables into groups that are packed with one plan each.
+
+    Rows of one group have one shape and dtype, and all may change or none. With ``codec="auto"``
+    tables that packing does not make smaller form raw groups, and the others share a plan as far as
+    that takes no more than `TOLERANCE` more bytes than a plan for each.
+
+    Parameters
+    ----------
+    samples : sequence of Sample
+        The tables.
+    codec : str or RowCodec
+        As in `bitslab.CompressedTable.from_tensor`.
+
+    Returns
+    -------
+    list of Group
+        In the order of their first tables; the tables of a group are in order.
+    """
+    alike: dict[tuple[torch.dtype, int, bool], list[int]] = {}
+    for i, sample in enumerate(samples):
+        key = (sample.rows.dtype, sample.rows.shape[1], sample.trainable)
+        alike.setdefault(key, []).append(i)
+    groups: list[Group] = []
+    for members in alike.values():
+        if codec == "auto":
+            groups += _planned(samples, members)
+        else:
+            groups.append(Group(members, codec))
+    for group in groups:
+        group.tables.sort()
+    return sorted(groups, key=lambda group: group.tables[0])
+
+
+@dataclass(eq=False)
+class _Shared:
+    """A group that is being made, the bytes it takes and those of plans of their own."""
+
+    group: Group
+    codec: RowCodec
+    taken: float
+    alone: float
+
+
+def _planned(samples: Sequence[Sample], members: Sequence[int]) -> list[Group]:
+    raw = Group(codec="raw")
+    own: list[tuple[float, int, RowCodec]] = []
+    for i in members:
+        fitted = choose_codec(samples[i].rows, "auto", samples[i].n_rows, {"seed": 0})
+        taken = samples[i].nbytes(fitted) + fitted.profile_bytes
+        if isinstance(fitted, RawCodec):
+            raw.tables.append(i)
+        else:
+            own.append((taken, i, fitted))
+    together = _one_group(samples, own)
+    if together is not None:
+        return [together] + ([raw] if raw.tables else [])
+    shared: list[_Shared] = []
+    # The largest first: it is what a plan has to suit.
+    for alone, i, fitted in sorted(own, key=lambda entry: (-entry[0], entry[1])):
+        offers = [(samples[i].nbytes(s.codec), s) for s in shared]
+        offers = [
+            (taken, s)
+            for taken, s in offers
+            if s.taken + taken <= (1 + TOLERANCE) * (s.alone + alone)
+        ]
+        if offers:
+            taken, best = min(offers, key=lambda offer: offer[0])
+            best.group.tables.append(i)
+            best.taken += taken
+            best.alone += alone
+        else:
+            shared.append(_Shared(Group([i], fitted), fitted, alone, alone))
+    for s in shared:
+        s.group.codec = _refitted(samples, s)
+    return [s.group for s in shared] + ([raw] if raw.tables else [])
+
+
+def _one_group(
+    samples: Sequence[Sample], own: Sequence[tuple[float, int, RowCodec]]
+) -> Group | None:
+    """Return one group of all tables that are packed, if one plan suits them all."""
+    if len(own) < 2:
+        return None
+    tables = [samples[i] for _, i, _ in own]
+    fitted = choose_codec(_joint(tables), "auto", sum(t.n_rows for t in tables), {"seed": 0})
+    taken = sum(t.nbytes(fitted) for t in tables) + fitted.profile_bytes
+    if taken > (1 + TOLERANCE) * sum(alone for alone, _, _ in own):
+        return None
+    return Group([i for _, i, _ in own], fitted)
+
+
+def _refitted(samples: Sequence[Sample], shared: _Shared) -> RowCodec:
+    """Return a plan for all tables of a group, or that of its largest where this is no better."""
+    tables = [samples[i] for i in shared.group.tables]
+    if len(tables) == 1:
+        return shared.codec
+    fitted = choose_codec(_joint(tables), "auto", sum(t.n_rows for t in tables), {"seed": 0})
+    if isinstance(fitted, RawCodec):
+        return shared.codec
+    return min((shared.codec, fitted), key=lambda c: sum(t.nbytes(c) for t in tables))
+
+
+def _joint(tables: Iterable[Sample]) -> torch.Tensor:
+    """Return rows of several tables, as many of each as its size asks for."""
+    tables = [t for t in tables if t.n_rows]
+    share = min(t.rows.shape[0] / t.n_rows for t in tables)
+    parts = []
+    for t in tables:
+        positions = torch.linspace(0, t.rows.shape[0] - 1, max(1, round(share * t.n_rows)))
+        parts.append(take_rows(t.rows, positions.long().numpy()))
+    return torch.cat(parts)

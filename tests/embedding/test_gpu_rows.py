@@ -1,0 +1,202 @@
+"""Cached rows on a real GPU: the same results as nn.EmbeddingBag, with no hidden wait."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import bitslab
+from bitslab.integrations.embedding import CachedEmbeddingBag, EvictionStrategy
+from tests.helpers import dtype_id, same_bits
+
+pytestmark = pytest.mark.gpu  # tests/conftest.py skips these where there is no GPU
+
+N_ROWS = 4000
+
+
+@pytest.fixture(autouse=True)
+def no_error_is_left_behind():
+    """Every test ends with no error pending on the GPU."""
+    yield
+    bitslab.raise_pending_errors()
+
+
+@pytest.fixture
+def no_wait():
+    """Return a context in which waiting for the GPU raises."""
+
+    class Context:
+        def __enter__(self):
+            torch.cuda.synchronize()
+            torch.cuda.set_sync_debug_mode("error")
+
+        def __exit__(self, *error):
+            torch.cuda.set_sync_debug_mode("default")
+
+    return Context()
+
+
+def pair(dim=32, dtype=torch.float32, mode="sum", **options):
+    """Return an nn.EmbeddingBag on the GPU and a cached one over the same values."""
+    weight = torch.randn(N_ROWS, dim).mul_(0.05).to(dtype)
+    names = ("padding_idx", "max_norm", "sparse", "include_last_offset")
+    shared = {name: options[name] for name in names if name in options}
+    freeze = options.get("freeze", False)
+    plain = torch.nn.EmbeddingBag.from_pretrained(weight.cuda(), freeze, mode=mode, **shared)
+    options = {"cache_ratio": 0.05, "device": "cuda", "freeze": freeze, "codec": "ibp"} | options
+    return plain, CachedEmbeddingBag.from_pretrained(weight, mode=mode, **options)
+
+
+def batch(n=600, device="cuda", bag=3):
+    """Return ids, a quarter of them of hot rows, and offsets."""
+    ids = torch.randint(N_ROWS, (n,))
+    ids[::4] = torch.randint(150, (len(ids[::4]),))
+    return ids.to(device), torch.arange(0, n, bag, device=device)
+
+
+@pytest.mark.parametrize("cache", ["rows", "packed"])
+@pytest.mark.parametrize("device", ["cuda", "cpu"], ids=["ids-on-gpu", "ids-on-cpu"])
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+@pytest.mark.parametrize("dim", [1, 7, 32, 300])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=dtype_id)
+def test_inference_gives_the_same_bits(dtype, dim, mode, device, cache):
+    plain, cached = pair(dim, dtype, mode, cache=cache, freeze=True)
+    with torch.no_grad():
+        for _ in range(3):
+            ids, offsets = batch(device=device)
+            assert same_bits(cached(ids, offsets), plain(ids.cuda(), offsets.cuda()))
+
+
+@pytest.mark.parametrize("cache", ["rows", "packed"])
+def test_a_padded_row_counts_for_nothing_on_a_gpu(cache):
+    plain, cached = pair(padding_idx=5, cache=cache, freeze=True)
+    ids, offsets = batch()
+    ids[::3] = 5
+    with torch.no_grad():
+        assert same_bits(cached(ids, offsets), plain(ids, offsets))
+
+
+@pytest.mark.parametrize("cache", ["rows", "packed"])
+def test_inference_never_waits_for_the_gpu(no_wait, cache):
+    _, cached = pair(cache=cache, freeze=True)
+    batches = [batch() for _ in range(4)]
+    with torch.no_grad():
+        cached(*batches[0])
+        with no_wait:
+            for ids, offsets in batches[1:]:
+                cached(ids, offsets)
+
+
+def test_training_does_not_wait_when_all_rows_hit(no_wait):
+    plain, cached = pair(cache_ratio=0.5)
+    del plain
+    optimizer = torch.optim.SGD(cached.parameters(), lr=0.1)
+    batches = [(torch.randint(500, (600,)), torch.arange(0, 600, 3)) for _ in range(4)]
+
+    def step(ids, offsets):
+        optimizer.zero_grad()
+        cached(ids, offsets).sum().backward()
+        optimizer.step()
+
+    step(*batches[0])
+    with no_wait:
+        for some in batches[1:]:
+            step(*some)
+
+
+def test_rows_that_would_come_more_slowly_stay_raw_and_say_so():
+    _, short = pair(dim=32, codec="auto", freeze=True)
+    _, long = pair(dim=2048, codec="auto", freeze=True)
+    assert short.stats()["codec"] == "raw"
+    assert any("kept raw" in note for note in short.stats()["notes"])
+    assert long.stats()["codec"] != "raw"
+
+
+def test_resident_rows_are_counted_as_hits_on_a_gpu():
+    _, cached = pair(freeze=True, warmup_ratio=1.0)
+    before = cached.stats()["moved_bytes"]
+    with torch.no_grad():
+        cached(torch.arange(400, device="cuda"), torch.arange(0, 400, 4, device="cuda"))
+    stats = cached.stats()
+    assert (stats["hits"], stats["misses"]) == (200, 200)
+    assert 0 < stats["moved_bytes"] - before < 200 * stats["row_bytes"]
+
+
+def test_a_bad_id_on_the_gpu_is_told_later():
+    _, cached = pair(freeze=True)
+    ids = torch.tensor([1, N_ROWS], device="cuda")
+    with torch.no_grad():
+        cached(ids, torch.tensor([0], device="cuda"))
+        with pytest.raises(bitslab.errors.IndexRangeError):
+            bitslab.raise_pending_errors()
+
+
+OPTIMIZERS = {
+    "sgd": (False, lambda p: torch.optim.SGD(p, lr=0.1)),
+    "adagrad": (False, lambda p: torch.optim.Adagrad(p, lr=0.1)),
+    "sparse-sgd": (True, lambda p: torch.optim.SGD(p, lr=0.1)),
+    "sparse-adagrad": (True, lambda p: torch.optim.Adagrad(p, lr=0.1)),
+    "sparse-adam": (True, lambda p: torch.optim.SparseAdam(list(p), lr=0.1)),
+}
+
+
+@pytest.mark.parametrize("evict", EvictionStrategy, ids=lambda e: e.name)
+@pytest.mark.parametrize("cache_ratio", [0.01, 0.2, 1.0])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_training_follows_nn_embedding_bag(name, cache_ratio, evict):
+    sparse, make = OPTIMIZERS[name]
+    plain, cached = pair(sparse=sparse, cache_ratio=cache_ratio, evict_strategy=evict)
+    optimizers = [make(plain.parameters()), make(cached.parameters())]
+    for number in range(6):
+        ids, offsets = batch(device="cpu" if number % 2 else "cuda")
+        if number == 3:
+            cached.prefetch(ids, offsets)
+        outs = [plain(ids.cuda(), offsets.cuda()), cached(ids, offsets)]
+        torch.testing.assert_close(outs[1], outs[0], rtol=1e-4, atol=1e-5)
+        grad = torch.randn_like(outs[0])
+        for out, optimizer in zip(outs, optimizers, strict=True):
+            out.backward(grad)
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.testing.assert_close(cached.weight, plain.weight.detach().cpu(), rtol=1e-4, atol=1e-5)
+
+
+def test_evaluation_in_the_middle_of_training_sees_the_newest_rows():
+    plain, cached = pair(cache_ratio=0.1)
+    optimizer, other = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (cached, plain))
+    for _ in range(3):
+        ids, offsets = batch()
+        for module, o in ((cached, optimizer), (plain, other)):
+            module.train()
+            module(ids, offsets).square().sum().backward()
+            o.step()
+            o.zero_grad()
+        cached.eval()
+        with torch.no_grad():
+            ids, offsets = batch()
+            got, wanted = cached(ids, offsets), plain(ids, offsets)
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("cache", ["rows", "packed"])
+def test_moving_to_a_gpu_and_back_keeps_every_row(cache):
+    plain, cached = pair(device="cpu", cache=cache, freeze=True)
+    ids, offsets = batch(device="cpu")
+    with torch.no_grad():
+        wanted = cached(ids, offsets)
+        on_gpu = copy.deepcopy(cached).cuda()
+        got = on_gpu(ids.cuda(), offsets.cuda())
+        assert got.device.type == "cuda"
+        torch.testing.assert_close(got.cpu(), wanted)
+        assert same_bits(on_gpu.cpu()(ids, offsets), wanted)
+    assert same_bits(on_gpu.weight, plain.weight.cpu())
+
+
+def test_max_norm_scales_the_same_rows_on_a_gpu():
+    plain, cached = pair(max_norm=0.2, cache_ratio=0.1)
+    for _ in range(2):
+        ids, offsets = batch()
+        torch.testing.assert_close(cached(ids, offsets), plain(ids, offsets))
+    torch.testing.assert_close(cached.weight, plain.weight.detach().cpu())

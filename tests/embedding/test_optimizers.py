@@ -1,0 +1,207 @@
+"""Optimizers of cached rows: what is right is followed, what is not is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from bitslab import ArgumentError, ArgumentTypeError
+from bitslab.embedding import CachedRows, EvictionStrategy
+from tests.embedding.support import OPTIMIZERS, Pair
+from tests.helpers import same_bits
+
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
+
+EACH = pytest.mark.parametrize("optimizer", OPTIMIZERS)
+
+
+def batches(seed: int, count: int, n_rows: int = 40) -> list[list[int]]:
+    """Return batches of 1 to 20 ids, some of them often."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = torch.randint(1, 21, (count,), generator=generator).tolist()
+    drawn = [torch.rand(size, generator=generator) ** 2 * n_rows for size in sizes]
+    return [ids.long().tolist() for ids in drawn]
+
+
+@EACH
+@pytest.mark.parametrize("evict", list(EvictionStrategy), ids=lambda evict: evict.name)
+@pytest.mark.parametrize("cache", ["rows", "packed"])
+def test_many_steps_give_what_a_whole_table_gives(optimizer, evict, cache):
+    pair = Pair(optimizer=optimizer, evict=evict, cache=cache, pinned_ids=(3,))
+    for ids in batches(1, 12):
+        pair.train(ids)
+    pair.check()
+
+
+@EACH
+@pytest.mark.parametrize(
+    ("n_rows", "cache_rows", "dim"),
+    [(1, 1, 1), (1, 1, 4), (40, 1, 3), (40, 40, 4), (40, 39, 1)],
+    ids=["one-number", "one-row", "one-slot", "all-resident", "all-but-one"],
+)
+def test_the_smallest_and_the_largest_caches(optimizer, n_rows, cache_rows, dim):
+    pair = Pair(n_rows, cache_rows, dim, optimizer)
+    for ids in batches(2, 20, n_rows):
+        pair.train(ids)
+    pair.check()
+
+
+@EACH
+def test_a_checkpoint_of_the_state_goes_to_a_whole_table_and_back(optimizer):
+    pair = Pair(optimizer=optimizer)
+    for ids in batches(3, 12):
+        pair.train(ids)
+    theirs, ours = (each.state_dict() for each in pair.optimizers)
+    pair.optimizers[0].load_state_dict(ours)
+    pair.optimizers[1].load_state_dict(theirs)
+    for ids in batches(4, 12):
+        pair.train(ids)
+    pair.check()
+
+
+@pytest.mark.parametrize("optimizer", ["adagrad", "sparse-adam"])
+@pytest.mark.parametrize("how", ["cleared", "loaded"])
+def test_an_optimizer_that_begins_anew_forgets_rows_that_are_not_resident_too(optimizer, how):
+    pair = Pair(optimizer=optimizer)
+    kind: Any = type(pair.optimizers[0])
+    fresh = [kind([p], lr=0.1).state_dict() for p in (pair.plain, torch.zeros(40, 4))]
+    for ids in batches(5, 8):
+        pair.train(ids)
+    for mine, state in zip(pair.optimizers, fresh, strict=True):
+        if how == "loaded" or optimizer == "adagrad":  # it makes its state when it is made only
+            mine.load_state_dict(state)
+        else:
+            mine.state.clear()
+    for ids in batches(6, 8):
+        pair.train(ids)
+    pair.check()
+
+
+def test_an_optimizer_that_was_made_while_the_parameter_was_larger():
+    pair = Pair()
+    pair.backward(range(20))
+    pair.step()
+    assert pair.rows.parameter.shape[0] > 8
+    pair.optimizers = [
+        torch.optim.Adagrad([p], lr=0.1, initial_accumulator_value=0.5)
+        for p in (pair.plain, pair.rows.parameter)
+    ]
+    for ids in batches(7, 10):
+        pair.train(ids)
+    pair.check()
+
+
+def test_two_optimizers_of_one_table_take_turns():
+    pair = Pair(optimizer="adagrad")
+    others: Any = [torch.optim.Adagrad([p], lr=0.5) for p in (pair.plain, pair.rows.parameter)]
+    for n, ids in enumerate(batches(8, 20)):
+        pair.train(ids)
+        if n % 3 == 0:
+            pair.optimizers, others = others, pair.optimizers
+    pair.check()
+    pair.optimizers = others
+    pair.check()
+
+
+def test_a_closure_that_looks_rows_up():
+    pair = Pair(optimizer="adagrad")
+    for ids in batches(9, 10):
+        losses = iter((0, 1))
+        found: list[Any] = []
+
+        def closure(ids=ids, losses=losses, found=found):
+            number = next(losses)
+            if not number:
+                pair.zero_grad()
+                found[:] = pair.loss(ids)
+            found[number].backward()
+            return found[number]
+
+        for optimizer in pair.optimizers:
+            optimizer.step(closure)
+    pair.check()
+
+
+def refused(kind, **options):
+    return pytest.param(kind, options, id=f"{kind.__name__}-{'-'.join(options) or 'plain'}")
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        refused(torch.optim.SGD, momentum=0.9),
+        refused(torch.optim.SGD, weight_decay=0.1),
+        refused(torch.optim.Adagrad, weight_decay=0.1),
+        refused(torch.optim.Adagrad, eps=0.0),
+        refused(torch.optim.Adam),
+        refused(torch.optim.AdamW),
+        refused(torch.optim.RMSprop),
+        refused(torch.optim.LBFGS),
+    ],
+)
+def test_what_moves_other_rows_is_refused_and_changes_nothing(kind, options):
+    pair = Pair()
+    optimizer = kind([pair.rows.parameter], lr=0.1, **options)
+    pair.backward(range(20))
+    before = pair.rows.whole()
+    with pytest.raises(ArgumentError, match=f"optimizer: .*{kind.__name__} .*; use "):
+        optimizer.step(lambda: 0)
+    with pytest.raises(ArgumentError, match="attach_optimizer"):
+        pair.rows.attach_optimizer(optimizer)
+    assert same_bits(pair.rows.whole(), before)
+    pair.step()
+    pair.check()
+
+
+@pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
+def test_adagrad_whose_eps_is_nothing_in_the_rows_dtype(sparse):
+    weight = torch.randn(20, 4).half()
+    rows = CachedRows.from_tensor(weight, cache_rows=5, device="cpu")
+    optimizer = torch.optim.Adagrad([rows.parameter], lr=0.1)
+    found, index = rows.lookup(torch.tensor([1, 2]), train=True, sparse=sparse)
+    torch.nn.functional.embedding(index, found, sparse=sparse).sum().backward()
+    if sparse:
+        optimizer.step()
+        assert not rows.whole().isnan().any()
+        return
+    with pytest.raises(ArgumentError, match="which is 0 in torch.float16"):
+        optimizer.step()
+
+
+class Rowwise(torch.optim.Optimizer):
+    """One number of state for each row, as FBGEMM's row-wise Adagrad has."""
+
+    def __init__(self, params):
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            if "sum" not in self.state[p]:
+                self.state[p]["sum"] = torch.zeros(p.shape[0])
+            total = self.state[p]["sum"]
+            total += p.grad.pow(2).mean(1)
+            p -= 0.1 * p.grad / (total.sqrt() + 1e-6)[:, None]
+
+
+@pytest.mark.parametrize("early", [True, False], ids=["before-training", "in-training"])
+def test_an_optimizer_of_ones_own_that_the_caller_vouches_for(early):
+    pair = Pair()
+    if not early:
+        for ids in batches(10, 5):
+            pair.train(ids)
+    pair.optimizers = [Rowwise([p]) for p in (pair.plain, pair.rows.parameter)]
+    pair.rows.attach_optimizer(pair.optimizers[1], row_wise=True)
+    for ids in batches(11, 20):
+        pair.train(ids)
+    pair.check()
+
+
+def test_attaching_what_is_no_optimizer_of_these_rows():
+    pair = Pair()
+    with pytest.raises(ArgumentTypeError, match="optimizer: expected a torch"):
+        pair.rows.attach_optimizer(3)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="does not have the parameter"):
+        pair.rows.attach_optimizer(pair.optimizers[0])
