@@ -370,10 +370,10 @@ class CachedRows:
                 return None
             host = ids.numpy()
             slots, missing = self.residents.find_bags(host, offsets.numpy(), include_last)
-            if missing == 0:
+            if missing == 0 and len(slots):
                 self.statistics.note_rows(len(slots), 0)
                 return self.parameter, torch.from_numpy(slots)
-            if missing < 0 or not one_each() or self.parameter.requires_grad != self.trainable:
+            if missing <= 0 or not one_each() or self.parameter.requires_grad != self.trainable:
                 return None
             return rows_of(self, host, slots, missing), None
 

@@ -6,6 +6,7 @@ import argparse
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,8 @@ MakeOptimizer = Callable[..., torch.optim.Optimizer]
 #: What trains the tables, and what trains the perceptrons: SparseAdam takes no dense gradients.
 OPTIMIZERS: dict[str, tuple[MakeOptimizer, MakeOptimizer]] = {
     "sgd": (torch.optim.SGD, torch.optim.SGD),
-    "adagrad": (torch.optim.Adagrad, torch.optim.Adagrad),
+    # An eps that float16 has: with 0 rows that were never looked up become 0 / 0.
+    "adagrad": (partial(torch.optim.Adagrad, eps=1e-7), partial(torch.optim.Adagrad, eps=1e-7)),
     "sparse-adam": (torch.optim.SparseAdam, torch.optim.Adam),
 }
 
