@@ -56,11 +56,12 @@ $(VENV)/.dev-stamp: pyproject.toml constraints.txt $(VENV)/.pip-stamp
 	$(TORCHREC)
 	touch $(VENV)/.demo-stamp $@
 
-# A file's tests stay on one worker, because some start servers or build the wheel once for all of
-# them. Groups (--dist loadgroup) would do, but pytest-xdist 3.8 cannot name them to pytest 9.2.
+# Each worker begins with one half of the tests, in order, and takes from the other's when it is done:
+# so nearly all files stay on one worker, which starts servers or builds the wheel once for all of
+# their tests. Groups (--dist loadgroup) would do, but pytest-xdist 3.8 cannot name them to pytest 9.2.
 test: lint types ## lint, check types and run the tests (ARGS goes to pytest)
 	@echo "==> pytest"
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
 lint: $(VENV)/.dev-stamp ## ruff: rules and formatting
 	@echo "==> ruff"
