@@ -59,9 +59,11 @@ $(VENV)/.dev-stamp: pyproject.toml constraints.txt $(VENV)/.pip-stamp
 # Each worker begins with one half of the tests, in order, and takes from the other's when it is done:
 # so nearly all files stay on one worker, which starts servers or builds the wheel once for all of
 # their tests. Groups (--dist loadgroup) would do, but pytest-xdist 3.8 cannot name them to pytest 9.2.
+# Two workers share the processors: threads of torch that spin behind its operations would take them
+# from the other's tests (OMP_WAIT_POLICY).
 test: lint types ## lint, check types and run the tests (ARGS goes to pytest)
 	@echo "==> pytest"
-	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
+	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
 lint: $(VENV)/.dev-stamp ## ruff: rules and formatting
 	@echo "==> ruff"
