@@ -278,11 +278,8 @@ def _read(rows: CachedRows, host: Array) -> Found:
     if not missing and len(rows.parameter):
         rows.statistics.note_rows(len(host), 0)
         return Found(rows.parameter.data, slots, whole=True)
-    if missing < len(host):
-        return _beside(rows, rows.residents.look_up(host, count=False))
-    rows.statistics.note_rows(0, len(host))
     matrix = _with_one_more(rows, len(host))
-    rows.source.gather(host, matrix[:-1])
+    _fill(rows, host, slots, missing, matrix[:-1])
     return Found(matrix, np.arange(len(host)))
 
 
@@ -311,20 +308,27 @@ def rows_of(rows: CachedRows, host: Array, slots: Array, missing: int) -> torch.
     missing : int
         How many have no slot.
     """
-    rows.statistics.note_rows(len(host) - missing, missing)
     out = torch.empty(len(host), rows.row_dim, dtype=rows.dtype)
+    _fill(rows, host, slots, missing, out)
+    return out
+
+
+def _fill(rows: CachedRows, host: Array, slots: Array, missing: int, out: torch.Tensor) -> None:
+    """Write the rows of a batch to ``[n, D]`` on the device; see `rows_of`."""
+    rows.statistics.note_rows(len(host) - missing, missing)
     if not missing:
-        return torch.index_select(rows.parameter.data, 0, torch.from_numpy(slots), out=out)
+        torch.index_select(rows.parameter.data, 0, to_device(slots, rows.device), out=out)
+        return
     if 2 * missing > len(host):
         # Decoding some rows for nothing costs less than picking the others.
         rows.source.decode(host, out)
     else:
         away = np.flatnonzero(slots < 0)
-        out[torch.from_numpy(away)] = rows.source.gather(host[away])
+        out[to_device(away, rows.device)] = rows.source.gather(host[away])
     if missing < len(host):
         here = np.flatnonzero(slots >= 0)
-        out[torch.from_numpy(here)] = rows.parameter.data[torch.from_numpy(slots[here])]
-    return out
+        there = rows.parameter.data[to_device(slots[here], rows.device)]
+        out[to_device(here, rows.device)] = there
 
 
 def _decode_on_gpu(
@@ -339,11 +343,14 @@ def _decode_on_gpu(
     flat = ids.reshape(-1)
     n = flat.shape[0]
     if flat.device.type == "cpu":
-        rows.table.check_ids(flat)
+        host = torch.from_numpy(host_ids(rows, ids))
         # A copy from pageable memory would make the host wait for the GPU.
-        flat = flat.pin_memory().to(rows.device, non_blocking=True)
+        flat = host.pin_memory().to(rows.device, non_blocking=True)
     elif flat.device != rows.device:
         raise ArgumentTypeError(f"input: on {flat.device}, accepted are cpu and {rows.device}")
+    else:
+        # The kernels count negative ids from the end; here they are out of range.
+        flat = flat & torch.iinfo(flat.dtype).max
     if rows.all_resident and rows.cache == "rows":
         return rows.parameter.data, flat.view(ids.shape), padding_idx
     spare = 0 if padding_idx is None else 1

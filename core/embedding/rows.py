@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 import torch
 
-from ..codecs import RawCodec, RowCodec
+from ..codecs import RowCodec
 from ..codecs.base import check_tensor_argument, raise_bad_index
 from ..errors import ArgumentError, ArgumentTypeError, BitslabError
 from ..memory.arguments import checked_device
@@ -20,14 +20,14 @@ from ..memory.parts import Layout
 from ..memory.progress import ProgressFunction
 from ..memory.slabs import SlabCache
 from ..memory.table import CompressedTable
-from .arguments import check_table, checked_rows, ids_by_use
+from .arguments import check_table, checked_rows, device_or_default, ids_by_use
 from .eviction import EvictionStrategy
 from .gradients import NONE, Array
 from .lookups import bring, host_ids, look_up, read, rows_of, to_device
 from .optimizers import check_optimizer
 from .resident_cache import MissRate, ResidentCache, fits, with_spare
 from .residents import Batch, Residents
-from .source import Source, where_it_pays
+from .source import Source, packed_table
 from .state import RowState
 from .statistics import Statistics
 from .tracing import not_traced
@@ -117,7 +117,7 @@ class CachedRows:
             raise ArgumentTypeError(f"evict: expected an EvictionStrategy, got {evict!r:.60}")
         n_rows = len(table)
         cache_rows = checked_rows(cache_rows, n_rows, 0 if cache == "packed" else 1)
-        self.device = checked_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self.device = device_or_default(device)
         self.trainable = trainable
         self.buffer_rows = buffer_rows
         self.cache: CacheKind = cache
@@ -177,11 +177,9 @@ class CachedRows:
         """
         if isinstance(weight, torch.Tensor):
             weight = weight.detach()
-        table = CompressedTable.from_tensor(weight, layout, codec, pin, progress=progress)
-        notes: list[str] = []
+        device = device_or_default(options.get("device"))
+        table, notes = packed_table(weight, layout, codec, pin, device, progress)
         try:
-            if codec == "auto" and not isinstance(table.codec, RawCodec):
-                table, notes = where_it_pays(table, options.get("device"))
             made = cls(table, **options)
         except BaseException:
             table.close()
@@ -717,23 +715,25 @@ class CachedRows:
             table, metadata included), ``map_bytes`` (what finds resident rows, on the host),
             ``ratio`` (raw over host bytes), ``cache_rows``, ``device_bytes`` (of resident rows),
             ``lookups``, ``hits``, ``misses``, ``hit_rate`` (of the different rows of each training
-            batch; of ids in inference), ``written_back`` (rows), ``moved_bytes`` (read from the
-            table), ``overflow_bytes``, ``notes``.
+            batch; of ids in inference and with packed rows on the device), ``written_back`` (rows),
+            ``moved_bytes`` (read from the table), ``overflow_bytes``, ``notes``.
         """
         with self.lock:
             self._check_open()
             table = self.table.stats()
-            slabs = None if self.source.slabs is None else self.source.slabs.stats()
-            moved = table["moved_bytes"] + (slabs["host_bytes"] if slabs else 0)
-            device_bytes = self.parameter.nbytes
-            device_bytes += sum(slabs["slab_bytes"]) + slabs["map_bytes"] if slabs else 0
             hits, misses = self.statistics.hits, self.statistics.misses
-            lookups = self.statistics.lookups
-            counted = (slabs["hits"], slabs["misses"], 0) if slabs else (0, 0, 0)
+            lookups, moved = self.statistics.lookups, table["moved_bytes"]
+            device_bytes = self.parameter.nbytes
             if self._resident_cache is not None:
-                counted = self._resident_cache.counted()
-            hits, misses, moved = hits + counted[0], misses + counted[1], moved + counted[2]
-            lookups += counted[0] + counted[1]
+                on_gpu = self._resident_cache.counted()
+                hits, misses, moved = hits + on_gpu[0], misses + on_gpu[1], moved + on_gpu[2]
+                lookups += on_gpu[0] + on_gpu[1]
+            if self.source.slabs is not None:
+                # What lies in them is not resident to the statistics; they count by themselves.
+                slabs = self.source.slabs.stats()
+                hits, misses = slabs["hits"], slabs["misses"]
+                lookups, moved = hits + misses, moved + slabs["host_bytes"]
+                device_bytes += sum(slabs["slab_bytes"]) + slabs["map_bytes"]
             return {
                 "rows": len(self),
                 "row_bytes": table["row_bytes"],

@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 
-from ..codecs import RowCodec
-from ..memory.arguments import checked_device
+from ..codecs import RawCodec, RowCodec
+from ..memory.build import Rows
+from ..memory.parts import Layout
+from ..memory.progress import ProgressFunction
 from ..memory.slabs import SlabCache
 from ..memory.table import CompressedTable
 from .gradients import Array
@@ -84,8 +86,8 @@ class Source:
         return source.gather(torch.from_numpy(ids), out, self.device)
 
     def decode(self, ids: Array, out: torch.Tensor) -> None:
-        """Decode rows int64 ``[n]``, in range, to ``[n, D]`` on the CPU."""
-        if self.prefetched is None and self.slabs is None:
+        """Decode rows int64 ``[n]``, in range, to ``[n, D]`` on the device."""
+        if self.prefetched is None and self.slabs is None and self.device.type == "cpu":
             self.table.gather_checked(None, torch.from_numpy(ids), out)
         else:
             self.gather(ids, out)
@@ -147,14 +149,14 @@ class Source:
             self._pack_anew()
 
     def _pack_anew(self) -> None:
-        # Training moves values away from what the codec was fitted to.
-        self.table.compact(progress=False, refit=True)
+        # Training moves values away from what the codec was fitted to; one that was given stays.
+        self.table.compact(progress=False, refit=self.codec in ("auto", "ibp"))
         self._rewritten_rows = 0
         self._make_slabs_anew()
 
     def replace(self, batches: Iterable[torch.Tensor]) -> None:
         """Pack all rows anew, from batches of them in order."""
-        fresh = CompressedTable.from_tensor(batches, self.table.layout, self.codec, self.pin)
+        fresh = packed_table(batches, self.table.layout, self.codec, self.pin, self.device)[0]
         old, self.table = self.table, fresh
         self.changes += 1
         self.prefetched = None
@@ -169,25 +171,30 @@ class Source:
         self.table.close()
 
 
-def where_it_pays(
-    table: CompressedTable, device: torch.device | str | None
+def packed_table(
+    rows: Rows | Iterable[Rows],
+    layout: Layout,
+    codec: str | RowCodec,
+    pin: bool,
+    device: torch.device,
+    progress: ProgressFunction | bool | None = None,
 ) -> tuple[CompressedTable, list[str]]:
-    """Return the table, or raw rows where a GPU would fetch packed ones more slowly, and why.
+    """Pack rows, or keep them raw where a GPU would fetch packed ones more slowly, and say why.
 
     Parameters
     ----------
-    table : CompressedTable
-        Packed rows; closed if it is not returned.
-    device : torch.device, str or None
-        Where the rows are wanted; the current GPU or the CPU when None.
+    rows, layout, codec, pin, progress
+        As in `CompressedTable.from_tensor`. Only with ``codec="auto"`` there is a choice.
+    device : torch.device
+        Where the rows are wanted.
     """
-    target = checked_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if target.type == "cpu" or table.advice(target).packed:
+    table = CompressedTable.from_tensor(rows, layout, codec, pin, progress=progress)
+    chosen = codec == "auto" and not isinstance(table.codec, RawCodec) and device.type == "cuda"
+    if not chosen or table.advice(device).packed:
         return table, []
     with table:
         pieces = range(0, len(table), PIECE_ROWS)
         batches = (table.decoded(at, min(at + PIECE_ROWS, len(table))) for at in pieces)
-        raw = CompressedTable.from_tensor(batches, table.layout, "raw", progress=False)
-    return raw, [
-        f"kept raw: packed rows would reach {target} more slowly; codec='ibp' packs anyway"
-    ]
+        raw = CompressedTable.from_tensor(batches, layout, "raw", pin, progress=False)
+    note = f"kept raw: packed rows would reach {device} more slowly; codec='ibp' packs anyway"
+    return raw, [note]
