@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from typing import Literal, get_args
 
 import numpy as np
 import torch
 
+from ..codecs.base import raise_bad_index
 from ..errors import ArgumentError, ArgumentTypeError
 from ..memory.arguments import checked_device
 from ..memory.table import CompressedTable
+from .eviction import EvictionStrategy
 from .gradients import Array
+
+CacheKind = Literal["rows", "packed"]
 
 
 def check_table(table: object) -> None:
@@ -52,3 +57,22 @@ def ids_by_use(counts: torch.Tensor | Sequence[int] | None, n_rows: int) -> tupl
         )
     order = torch.argsort(often, descending=True, stable=True).numpy()
     return order, often.to(torch.int64).numpy()
+
+
+def check_options(buffer_rows: object, cache: object, evict: object) -> None:
+    """Refuse options of cached rows that are not accepted."""
+    if not isinstance(buffer_rows, int) or buffer_rows < 0:
+        raise ArgumentError(f"buffer_rows: {buffer_rows!r:.60}, accepted are 0 and more")
+    if cache not in get_args(CacheKind):
+        raise ArgumentError(f"cache: {cache!r:.60}, accepted are {get_args(CacheKind)}")
+    if not isinstance(evict, EvictionStrategy):
+        raise ArgumentTypeError(f"evict: expected an EvictionStrategy, got {evict!r:.60}")
+
+
+def checked_pins(pinned_ids: Sequence[int], n_rows: int) -> tuple[int, ...]:
+    """Return the rows that always stay, each once, or refuse one that is not there."""
+    pins = tuple(dict.fromkeys(pinned_ids))
+    for position, row in enumerate(pins):
+        if not 0 <= row < n_rows:
+            raise_bad_index(row, position, n_rows, "pinned_ids")
+    return pins

@@ -15,14 +15,17 @@ from torch.nn.parallel import DistributedDataParallel
 from ..codecs.base import check_tensor_argument
 from ..errors import ArgumentTypeError, BitslabError, IndexRangeError
 from ..memory.counters import Counters
-from ..transfer.gather import pays_to_sort
+from ..transfer.gather import MIN_SORTED_IDS, pays_to_sort
 from .gradients import NONE, Array
+from .prefetch import ArrivingIds
 from .residents import Batch
 
 if TYPE_CHECKING:
     from .rows import CachedRows
 
 IDS = (torch.int64, torch.int32)
+#: Up to which a copy from pageable memory to a GPU is taken at once; more may wait for the GPU.
+STAGED_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,6 +120,8 @@ def check_ids_tensor(ids: torch.Tensor) -> None:
 def host_ids(rows: CachedRows, ids: torch.Tensor) -> Array:
     """Return ids as int64 ``[n]`` on the host, in range."""
     check_ids_tensor(ids)
+    if rows.arriving is not None:
+        ids = _arrived(rows, rows.arriving, ids)
     if ids.dtype is not torch.int64 or ids.device.type != "cpu":
         ids = ids.to("cpu", torch.int64)
     host: Array = np.ascontiguousarray(ids.numpy()).reshape(-1)
@@ -129,10 +134,44 @@ def host_ids(rows: CachedRows, ids: torch.Tensor) -> Array:
     return host
 
 
+def _arrived(rows: CachedRows, arriving: ArrivingIds, ids: torch.Tensor) -> torch.Tensor:
+    """Return ids, those that a prefetch has copied to the host as they are there.
+
+    If others have arrived, their rows begin to be fetched.
+    """
+    if arriving.are(ids):
+        return arriving.wait()
+    if not arriving.fetched and arriving.arrived():
+        arriving.fetched = True
+        host = arriving.wait().numpy().astype(np.int64)
+        if rows.residents.first_outside(host) < 0:  # else their lookup tells
+            _fetch(rows, host)
+    return ids
+
+
+def prefetch(rows: CachedRows, ids: torch.Tensor) -> None:
+    """Do what `CachedRows.prefetch` says."""
+    check_ids_tensor(ids)
+    rows.arriving = None
+    if ids.is_cuda:
+        rows.arriving = ArrivingIds(ids)
+    else:
+        _fetch(rows, host_ids(rows, ids))
+
+
+def _fetch(rows: CachedRows, host: Array) -> None:
+    different = np.unique(host)
+    rows.source.prefetch(different[rows.residents.slot_of[different] < 0])
+
+
 def to_device(index: Array, device: torch.device) -> torch.Tensor:
     """Return int64 numbers on a device."""
     t = torch.from_numpy(index)
-    return t if device.type == "cpu" else t.to(device, non_blocking=True)
+    if device.type == "cpu":
+        return t
+    if t.nbytes > STAGED_BYTES:
+        t = t.pin_memory()
+    return t.to(device, non_blocking=True)
 
 
 def _place_of(rows: CachedRows, row: int, host: Array, found: Found) -> int:
@@ -340,25 +379,62 @@ def _decode_on_gpu(
     next call on it or by `bitslab.raise_pending_errors`.
     """
     check_ids_tensor(ids)
-    flat = ids.reshape(-1)
+    return _gathered_on_gpu(rows, ids, padding_idx)
+
+
+def plain_lookup_on_gpu(
+    rows: CachedRows, ids: torch.Tensor, padding_idx: int | None
+) -> tuple[torch.Tensor, torch.Tensor, int | None] | None:
+    """Look ids up in inference on a GPU, where there is nothing else to do.
+
+    Parameters
+    ----------
+    rows : CachedRows
+        The rows, on a GPU.
+    ids : torch.Tensor
+        int64 or int32, on that GPU.
+    padding_idx : int, optional
+        As for `CachedRows.lookup_padded`.
+
+    Returns
+    -------
+    tuple or None
+        What `CachedRows.lookup_padded` returns. None where there is more to do, such as to refuse:
+        then that does it.
+    """
+    with rows.lock:
+        frozen = rows.parameter.requires_grad and not rows.trainable
+        if rows.closed or frozen or not rows.training.idle:
+            return None
+        return _gathered_on_gpu(rows, ids, padding_idx)
+
+
+def _gathered_on_gpu(
+    rows: CachedRows, ids: torch.Tensor, padding_idx: int | None
+) -> tuple[torch.Tensor, torch.Tensor, int | None]:
+    """Do what `_decode_on_gpu` does with ids that are int32 or int64."""
+    device, parameter, flat = rows.device, rows.parameter, ids
+    if ids.dim() != 1 or not ids.is_contiguous():
+        flat = ids.reshape(-1).contiguous()
     n = flat.shape[0]
-    if flat.device.type == "cpu":
+    if flat.device != device:
+        if flat.device.type != "cpu":
+            raise ArgumentTypeError(f"input: on {flat.device}, accepted are cpu and {device}")
         host = torch.from_numpy(host_ids(rows, ids))
         # A copy from pageable memory would make the host wait for the GPU.
-        flat = host.pin_memory().to(rows.device, non_blocking=True)
-    elif flat.device != rows.device:
-        raise ArgumentTypeError(f"input: on {flat.device}, accepted are cpu and {rows.device}")
-    else:
-        # The kernels count negative ids from the end; here they are out of range.
+        flat = host.pin_memory().to(device, non_blocking=True)
+    if rows.cache == "rows" and rows.all_resident:
+        # torch takes negative ids for memory before the rows; so it refuses them.
         flat = flat & torch.iinfo(flat.dtype).max
-    if rows.all_resident and rows.cache == "rows":
-        return rows.parameter.data, flat.view(ids.shape), padding_idx
-    spare = 0 if padding_idx is None else 1
-    matrix = torch.empty(n + spare, rows.row_dim, dtype=rows.dtype, device=rows.device)
+        return parameter.data, flat.view(ids.shape), padding_idx
     cache = rows.cache_on_gpu()
     sort = None if cache is None else _pays_to_sort(rows, cache.counters, n)
-    rows.table.gather_checked(cache, flat, matrix[:n] if spare else matrix, sort)
-    index = rows.numbers(n).view(ids.shape)
+    index = rows.numbers(n)
+    if ids.dim() != 1:
+        index = index.view(ids.shape)
+    spare = 0 if padding_idx is None else 1
+    matrix = torch.empty(n + spare, parameter.shape[1], dtype=parameter.dtype, device=device)
+    rows.table.gather_on_gpu(cache, flat, matrix[:n] if spare else matrix, sort)
     if padding_idx is None:
         return matrix, index, None
     matrix[n:] = 0
@@ -367,9 +443,19 @@ def _decode_on_gpu(
 
 def _pays_to_sort(rows: CachedRows, counters: Counters, n: int) -> bool:
     """Return whether so many rows miss the GPU's memory that the ids are better in order."""
-    missing = int(n * rows.miss_rate.update(counters, rows.device))
-    span_bytes = rows.table.nbytes
-    return pays_to_sort(rows.device, span_bytes, max(1, span_bytes // len(rows)), missing)
+    if n <= MIN_SORTED_IDS:
+        return False
+    rate = rows.miss_rate
+    missing = int(n * rate.update(counters, rows.device))
+    if missing <= MIN_SORTED_IDS:
+        return False
+    power = missing.bit_length()
+    found = rate.sorts.get(power)
+    if found is None:
+        span_bytes = rows.table.nbytes
+        row_bytes = max(1, span_bytes // len(rows))
+        found = rate.sorts[power] = pays_to_sort(rows.device, span_bytes, row_bytes, missing)
+    return found
 
 
 def _renormalise(

@@ -46,14 +46,22 @@ class RowsModule(torch.nn.Module):
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         for rows in self._rows_of.values():
             rows.before_move()
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        failed: BaseException | None = None
+        try:
+            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        except BaseException as error:
+            failed = error
+        # Whatever failed, each table goes where its parameter is by now, or both stay.
         for name, rows in self._rows_of.items():
             parameter = self._parameters[name]
             assert parameter is not None
             try:
                 rows.moved(parameter)
-            finally:
-                self._parameters[name] = rows.parameter
+            except BaseException as error:
+                failed = failed or error
+            self._parameters[name] = rows.parameter
+        if failed is not None:
+            raise failed
         return self
 
     def __getstate__(self) -> dict[str, Any]:

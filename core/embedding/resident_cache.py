@@ -85,6 +85,9 @@ class MissRate:
 
     def __init__(self, expected: float) -> None:
         self.share = expected
+        #: Whether missing rows are better fetched in order, by the bits of their number, as the
+        #: model of the link decides it; asked again when the share has changed.
+        self.sorts: dict[int, bool] = {}
         self._calls = 0
         self._coming: tuple[torch.Tensor, torch.cuda.Event] | None = None
         self._before = (0, 0)
@@ -101,6 +104,7 @@ class MissRate:
                 new_hits, new_misses = hits - self._before[0], misses - self._before[1]
                 self._before = (hits, misses)
                 if new_hits + new_misses:
+                    self.sorts.clear()
                     self.share = new_misses / (new_hits + new_misses)
         elif self._calls in FIRST_LOOKS or self._calls % LOOK_EVERY == 0:
             if not torch.cuda.is_current_stream_capturing():

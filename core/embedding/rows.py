@@ -2,38 +2,42 @@
 
 from __future__ import annotations
 
-import copy
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Literal, get_args
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
-import numpy as np
 import torch
 
 from ..codecs import RowCodec
-from ..codecs.base import check_tensor_argument, raise_bad_index
-from ..errors import ArgumentError, ArgumentTypeError, BitslabError
-from ..memory.arguments import checked_device
+from ..errors import BitslabError
 from ..memory.build import Rows, rows_per_batch
 from ..memory.locks import call_after_fork
 from ..memory.parts import Layout
 from ..memory.progress import ProgressFunction
 from ..memory.slabs import SlabCache
 from ..memory.table import CompressedTable
-from .arguments import check_table, checked_rows, device_or_default, ids_by_use
+from . import slots as by_slots
+from . import warm, whole
+from .arguments import (
+    CacheKind,
+    check_options,
+    check_table,
+    checked_pins,
+    checked_rows,
+    device_or_default,
+)
 from .eviction import EvictionStrategy
 from .gradients import NONE, Array
-from .lookups import bring, host_ids, look_up, read, rows_of, to_device
+from .lookups import bring, host_ids, look_up, prefetch, read, to_device
 from .optimizers import check_optimizer
+from .prefetch import ArrivingIds
 from .resident_cache import MissRate, ResidentCache, fits, with_spare
-from .residents import Batch, Residents
+from .residents import Residents
 from .source import Source, packed_table
 from .state import RowState
-from .statistics import Statistics
+from .statistics import Statistics, stats_of
 from .tracing import not_traced
-from .training import Training, set_data
-
-CacheKind = Literal["rows", "packed"]
+from .training import Training
 
 
 class CachedRows:
@@ -109,12 +113,7 @@ class CachedRows:
         buffer_rows: int = 0,
     ) -> None:
         check_table(table)
-        if not isinstance(buffer_rows, int) or buffer_rows < 0:
-            raise ArgumentError(f"buffer_rows: {buffer_rows!r:.60}, accepted are 0 and more")
-        if cache not in get_args(CacheKind):
-            raise ArgumentError(f"cache: {cache!r:.60}, accepted are {get_args(CacheKind)}")
-        if not isinstance(evict, EvictionStrategy):
-            raise ArgumentTypeError(f"evict: expected an EvictionStrategy, got {evict!r:.60}")
+        check_options(buffer_rows, cache, evict)
         n_rows = len(table)
         cache_rows = checked_rows(cache_rows, n_rows, 0 if cache == "packed" else 1)
         self.device = device_or_default(device)
@@ -123,27 +122,25 @@ class CachedRows:
         self.cache: CacheKind = cache
         packed_rows = cache_rows if cache == "packed" else 0
         self.source = Source(table, self.device, packed_rows, "auto", True, NONE)
-        self.pinned_ids = tuple(dict.fromkeys(pinned_ids)) if cache == "rows" else ()
-        for row in self.pinned_ids:
-            if not 0 <= row < n_rows:
-                raise_bad_index(row, self.pinned_ids.index(row), n_rows, "pinned_ids")
+        self.pinned_ids = checked_pins(pinned_ids, n_rows) if cache == "rows" else ()
         # Beside at least one row that can change places.
         resident = 0 if cache == "packed" else min(n_rows, cache_rows + len(self.pinned_ids))
         self.residents = Residents(n_rows, resident, evict)
         data = torch.zeros(resident, self.row_dim, dtype=table.dtype, device=self.device)
         self.parameter = torch.nn.Parameter(with_spare(data), requires_grad=trainable)
-        #: What is worth knowing; `stats` has them.
-        self.notes: list[str] = []
         self._begin([])
         self.warm_up(counts, warmup_ratio)
 
     def _begin(self, stores: list[dict[str, RowState]]) -> None:
         self.statistics = Statistics()
-        self._resident_cache: ResidentCache | None = None
+        #: Whether all rows of the last plain lookup were resident.
+        self.all_hit = False
+        self.resident_cache: ResidentCache | None = None
         cached = self.source.packed_rows or self.cache_rows
         self.miss_rate = MissRate(1 - cached / len(self))
         self._numbers: torch.Tensor | None = None
-        self._closed = False
+        self._first_numbers: torch.Tensor | None = None
+        self.closed = False
         self.after_fork()
         call_after_fork(self)
         self.training = Training(self, stores)
@@ -152,6 +149,7 @@ class CachedRows:
         """Set up what belongs to one process: the lock, and what its threads fetch."""
         self.lock = threading.RLock()
         self.source.prefetched = None
+        self.arriving: ArrivingIds | None = None
 
     @classmethod
     def from_tensor(
@@ -184,8 +182,7 @@ class CachedRows:
         except BaseException:
             table.close()
             raise
-        made.source.codec, made.source.pin = codec, pin
-        made.notes += notes
+        made.source.codec, made.source.pin, made.source.notes = codec, pin, notes
         return made
 
     # What it is
@@ -222,11 +219,11 @@ class CachedRows:
     @property
     def all_resident(self) -> bool:
         """Whether every row is resident; then each lies in the slot of its own number."""
-        return self.cache_rows == len(self)
+        return self.residents.capacity_rows == self.residents.n_rows
 
     def __repr__(self) -> str:
         """Name the table and the cache."""
-        if self._closed:
+        if self.closed:
             return "CachedRows(closed)"
         return f"CachedRows({self.cache_rows} rows of {self.table!r} on {self.device})"
 
@@ -340,7 +337,7 @@ class CachedRows:
         offsets: torch.Tensor,
         *,
         include_last: bool,
-        one_each: Callable[[], bool],
+        one_each: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
         """Look bags up in inference on a CPU, where there is nothing else to do.
 
@@ -352,9 +349,9 @@ class CachedRows:
             int64 on the CPU, contiguous: where bags begin.
         include_last : bool
             Whether the last one is the number of ids.
-        one_each : callable
-            Tells whether every bag is of one id, so that nothing needs pooling; called where a row
-            is not resident.
+        one_each : bool
+            Whether bags may be of one id each, and their sum or mean be that id's row, so that
+            nothing needs pooling where they are.
 
         Returns
         -------
@@ -364,16 +361,9 @@ class CachedRows:
             `lookup_padded` does that.
         """
         with self.lock:
-            if self._closed or self.device.type != "cpu" or not self.training.idle:
+            if self.closed:
                 return None
-            host = ids.numpy()
-            slots, missing = self.residents.find_bags(host, offsets.numpy(), include_last)
-            if missing == 0 and len(slots):
-                self.statistics.note_rows(len(slots), 0)
-                return self.parameter, torch.from_numpy(slots)
-            if missing <= 0 or not one_each() or self.parameter.requires_grad != self.trainable:
-                return None
-            return rows_of(self, host, slots, missing), None
+            return by_slots.plain_lookup(self, ids, offsets, include_last, one_each)
 
     def bring(self, ids: torch.Tensor) -> torch.Tensor | None:
         """Make the rows of some ids resident.
@@ -409,45 +399,36 @@ class CachedRows:
         """
         with self.lock:
             self._check_open()
-            host = slots.detach().reshape(-1).cpu().numpy()
-            held = self.residents.id_of
-            if len(host) and not (0 <= host.min() and host.max() < len(held)):
-                raise ArgumentError(f"input: slots outside 0 to {len(held) - 1}")
-            used = np.unique(host)
-            if (held[used] < 0).any():
-                raise ArgumentError("input: names slots that hold no row; call prepare_ids first")
-            matrix: torch.Tensor = self.parameter.data
-            if torch.is_grad_enabled() and self.parameter.requires_grad:
-                matrix = self.training.hold(matrix, used, held[used], whole=True)
-            padding = None if padding_idx is None else int(self.residents.slot_of[padding_idx])
-            return matrix, slots.to(self.device, torch.int64), padding
+            return by_slots.look_up_slots(self, slots, padding_idx)
 
     def cache_on_gpu(self) -> SlabCache | ResidentCache | None:
         """Return what tells the kernels of the GPU which rows are in its memory."""
+        if self.resident_cache is not None:
+            return self.resident_cache
         if self.source.slabs is not None:
             return self.source.slabs
         if self.cache == "packed" or not fits(self.table.row_bytes):
             return None
-        if self._resident_cache is None:
-            self._resident_cache = ResidentCache(self)
-        return self._resident_cache
+        if self.resident_cache is None:
+            self.resident_cache = ResidentCache(self)
+        return self.resident_cache
 
     def numbers(self, n: int) -> torch.Tensor:
         """Return int64 0 to n - 1 on the device, kept for the next time."""
-        if self._numbers is None or len(self._numbers) < n or self._numbers.device != self.device:
-            self._numbers = torch.arange(max(n, 1024), device=self.device)
+        kept, first = self._numbers, self._first_numbers
+        if kept is None or first is None or kept.shape[0] < n or kept.device != self.device:
+            self._numbers = kept = first = torch.arange(max(n, 1024), device=self.device)
             if self.device.type == "cuda":
                 # Other streams may read it.
                 torch.cuda.current_stream(self.device).synchronize()
-        return self._numbers[:n]
+        if first.shape[0] != n:
+            first = kept[:n]
+        self._first_numbers = first
+        return first
 
     def write_back(self, slots: Array) -> None:
         """Pack resident rows into the table."""
-        if len(slots):
-            rows = self.parameter.data[torch.from_numpy(slots).to(self.device)]
-            self.source.update(self.residents.id_of[slots], rows)
-            # A step may still apply a gradient that is there.
-            self.residents.dirty[slots] = self.training.step_may_come
+        whole.write_back(self, slots)
 
     def prefetch(self, ids: torch.Tensor) -> None:
         """Start to fetch the rows of a lookup to come, and return.
@@ -457,12 +438,13 @@ class CachedRows:
         Parameters
         ----------
         ids : torch.Tensor
-            As for `lookup`. Those on a GPU are waited for.
+            As for `lookup`. Those on a GPU are copied to the host meanwhile, so that a lookup of
+            the same tensor, unchanged, need not wait for the GPU; their rows are fetched from the
+            next lookup on that finds the copy done.
         """
         with self.lock:
             self._check_open()
-            host = np.unique(host_ids(self, ids))
-            self.source.prefetch(host[self.residents.slot_of[host] < 0])
+            prefetch(self, ids)
 
     def warm_up(
         self, counts: torch.Tensor | Sequence[int] | None = None, warmup_ratio: float = 1.0
@@ -477,41 +459,9 @@ class CachedRows:
         warmup_ratio : float
             Share of the cache to fill, 0 to 1. A table that fits is resident whole.
         """
-        order, how_often = ids_by_use(counts, len(self))
-        if not isinstance(warmup_ratio, (int, float)) or not 0 <= warmup_ratio <= 1:
-            raise ArgumentError(f"warmup_ratio: {warmup_ratio!r:.60}, accepted are 0 to 1")
-        residents = self.residents
-        if len(residents.resident()):
-            self.flush(evict=True)
-        if self.cache == "packed":
-            self.source.fill(order)
-            return
-        if counts is not None and residents.evict is EvictionStrategy.DATASET:
-            residents.order = np.empty(len(self), np.int64)
-            residents.order[order] = np.arange(len(self))
-        if self.all_resident:
-            if residents.free_rows < len(self):
-                return  # each row is where it belongs
-            chosen = np.arange(len(self))  # in the slot of its own number
-        else:
-            away = residents.slot_of < 0
-            fixed = np.array([row for row in self.pinned_ids if away[row]], np.int64)
-            wanted = int(np.ceil((residents.free_rows - len(fixed)) * warmup_ratio))
-            rest = order[away[order] & ~np.isin(order, fixed)]
-            chosen = np.concatenate([fixed, rest[:wanted]])
-        if not len(chosen):
-            return
-        rows = self.table.gather(torch.from_numpy(chosen), None, self.device)
-        slots = None
-        try:
-            slots = residents.make_room(Batch(chosen, chosen[:0], chosen, how_often[chosen]))
-            assert slots is not None  # no more than the free ones
-            self.parameter.data[to_device(slots, self.device)] = rows
-            residents.admit(chosen, slots, how_often[chosen])
-            self.training.restore(slots, chosen)
-        except BaseException:
-            residents.mend(slots)
-            raise
+        with self.lock, torch.no_grad():
+            self._check_open()
+            warm.warm_up(self, counts, warmup_ratio)
 
     def attach_optimizer(self, optimizer: torch.optim.Optimizer, *, row_wise: bool = False) -> None:
         """Let an optimizer's state follow the rows before its first step, when it is found anyway.
@@ -542,23 +492,7 @@ class CachedRows:
         """
         with self.lock, torch.no_grad():
             self._check_open()
-            self.training.settle()
-            residents = self.residents
-            self.write_back(np.flatnonzero(residents.dirty))
-            self.source.tidy()
-            if not evict or self.all_resident:
-                return
-            self.training.pin()
-            if residents.extra_rows or (residents.pinned.sum() > len(self.pinned_ids)):
-                raise BitslabError(
-                    "flush: gradients of looked-up rows wait for a step; take it, or clear them "
-                    "with zero_grad(), and drop what was computed from them"
-                )
-            slots = residents.resident()
-            slots = slots[~residents.pinned[slots]]
-            self.training.save(slots, residents.id_of[slots])
-            self.training.note_reuse(slots)
-            residents.empty(slots)
+            whole.flush(self, evict=evict)
 
     # All rows
 
@@ -566,20 +500,11 @@ class CachedRows:
         """Return rows ``[end - begin, D]`` on the CPU by id, as they are now."""
         with self.lock:
             self._check_open()
-            rows = self.table.decoded(begin, end)
-            ids = self.residents.id_of
-            slots = np.flatnonzero(self.residents.dirty & (ids >= begin) & (ids < end))
-            if len(slots):
-                there = self.parameter.data[torch.from_numpy(slots).to(self.device)]
-                rows[torch.from_numpy(ids[slots] - begin)] = there.cpu()
-            return rows
+            return whole.decoded(self, begin, end)
 
     def whole(self) -> torch.Tensor:
         """Return all rows ``[N, D]`` on the CPU in the order of their ids, as they are now."""
-        rows = torch.empty(self.shape, dtype=self.dtype)
-        for begin, end in self.ranges(0, len(self)):
-            rows[begin:end] = self.decoded(begin, end)
-        return rows
+        return whole.whole(self)
 
     def ranges(self, begin: int, end: int) -> Iterator[tuple[int, int]]:
         """Yield rows begin..end in pieces of bounded size: the first, and the last + 1."""
@@ -587,63 +512,31 @@ class CachedRows:
         for at in range(begin, end, step):
             yield at, min(at + step, end)
 
-    def load(self, weight: torch.Tensor, begin: int = 0) -> None:
+    def load(self, weight: torch.Tensor | Iterable[torch.Tensor], begin: int = 0) -> None:
         """Give rows new values, and keep their optimizers' state.
 
         Parameters
         ----------
-        weight : torch.Tensor
+        weight : torch.Tensor or iterable of them
             ``[n, D]`` of any floating-point dtype, on a CPU or GPU; read in pieces, so that it may
-            be memory-mapped.
+            be memory-mapped. Or batches ``[n, D]`` of all N rows in order, packed as they come.
         begin : int
-            The first row.
+            The first row; 0 for batches.
 
         Raises
         ------
         ArgumentError, ArgumentTypeError
-            When the shape does not fit or it is no tensor; nothing was changed.
+            When a shape does not fit, batches have other than N rows, or something is no tensor of
+            floating-point rows; nothing was changed.
         """
-        check_tensor_argument("weight", weight)
-        n_rows = weight.shape[0] if weight.dim() == 2 else -1
-        if n_rows < 0 or weight.shape[1] != self.row_dim or not 0 <= begin <= len(self) - n_rows:
-            raise ArgumentError(
-                f"weight: {list(weight.shape)} for rows from {begin} on of {list(self.shape)}"
-            )
-        weight = weight.detach()
         with self.lock, torch.no_grad():
             self._check_open()
-            if n_rows == len(self):
-                self._replace_table(weight)
-                return
-            for first, last in self.ranges(begin, begin + n_rows):
-                rows = weight[first - begin : last - begin].to(self.dtype)
-                self.source.update(np.arange(first, last), rows)
-            self._refresh(begin, begin + n_rows)
-
-    def _replace_table(
-        self, weight: torch.Tensor | _Decoded, dtype: torch.dtype | None = None
-    ) -> None:
-        """Pack all rows anew, from a tensor, or from what they are now in another dtype."""
-        self.source.replace(
-            weight[begin:end].to(dtype or self.dtype) for begin, end in self.ranges(0, len(self))
-        )
-        self._refresh(0, len(self))
-
-    def _refresh(self, begin: int, end: int) -> None:
-        """Read resident rows from the table again."""
-        ids = self.residents.id_of
-        slots = np.flatnonzero((ids >= begin) & (ids < end))
-        if len(slots):
-            rows = self.table.gather(torch.from_numpy(ids[slots]), None, self.device)
-            self.parameter.data[to_device(slots, self.device)] = rows
-            self.residents.dirty[slots] = self.training.step_may_come
+            whole.load(self, weight, begin)
 
     def before_move(self) -> None:
         """Get ready for `moved`: changed rows go back to the table."""
         with self.lock, torch.no_grad():
-            self.training.settle()
-            if self.trainable:
-                self.write_back(np.flatnonzero(self.residents.dirty))
+            whole.before_move(self)
 
     def moved(self, parameter: torch.nn.Parameter) -> None:
         """Follow the parameter, which a module moved to another device or dtype.
@@ -654,49 +547,15 @@ class CachedRows:
             It, or what stands in its place now.
         """
         with self.lock, torch.no_grad():
-            if parameter.device.type == "meta":
-                raise ArgumentError("device: meta; rows of a table cannot go there")
-            self.parameter = parameter
-            before = self.device
-            try:
-                self.device = checked_device(parameter.device)
-                parameter.data = with_spare(parameter.data)
-                self.source.move(self.device)
-                if parameter.dtype != self.dtype:
-                    self._replace_table(_Decoded(self), parameter.dtype)
-            except BaseException:
-                # The table has every row as it was.
-                self.device = before
-                grad, parameter.grad = parameter.grad, None
-                data = torch.zeros(parameter.shape, dtype=self.dtype, device=before)
-                set_data(parameter, with_spare(data))
-                if grad is not None and grad.device.type != "meta":
-                    parameter.grad = grad.to(before, self.dtype)
-                self._refresh(0, len(self))
-                self.source.move(before)
-                raise
-            self.training.moved()
+            whole.moved(self, parameter)
 
     # Copies, statistics, end
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> CachedRows:
-        """Copy table, cache and optimizer state; the copy knows no optimizer yet."""
-        made = type(self).__new__(type(self))
-        memo[id(self)] = made
-        made.__setstate__(copy.deepcopy(self.__getstate__(), memo))
-        return made
-
     def __getstate__(self) -> dict[str, Any]:
-        """Describe the rows for a copy or another process."""
+        """Describe the rows for a copy or another process, which knows no optimizer yet."""
         with self.lock:
             self._check_open()
-            if self.trainable:
-                self.before_move()
-                self.table.compact(progress=False)
-            names = ("parameter", "trainable", "cache", "pinned_ids", "residents", "buffer_rows")
-            state = {name: getattr(self, name) for name in (*names, "notes")}
-            stores = self.training.stores()
-            return state | {"stores": stores, "source": self.source.description()}
+            return whole.description(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         stores, source = state.pop("stores"), state.pop("source")
@@ -720,57 +579,15 @@ class CachedRows:
         """
         with self.lock:
             self._check_open()
-            table = self.table.stats()
-            hits, misses = self.statistics.hits, self.statistics.misses
-            lookups, moved = self.statistics.lookups, table["moved_bytes"]
-            device_bytes = self.parameter.nbytes
-            if self._resident_cache is not None:
-                on_gpu = self._resident_cache.counted()
-                hits, misses, moved = hits + on_gpu[0], misses + on_gpu[1], moved + on_gpu[2]
-                lookups += on_gpu[0] + on_gpu[1]
-            if self.source.slabs is not None:
-                # What lies in them is not resident to the statistics; they count by themselves.
-                slabs = self.source.slabs.stats()
-                hits, misses = slabs["hits"], slabs["misses"]
-                lookups, moved = hits + misses, moved + slabs["host_bytes"]
-                device_bytes += sum(slabs["slab_bytes"]) + slabs["map_bytes"]
-            return {
-                "rows": len(self),
-                "row_bytes": table["row_bytes"],
-                "codec": table["codec"],
-                "raw_bytes": table["raw_bytes"],
-                "host_bytes": table["host_bytes"],
-                "map_bytes": self.residents.slot_of.nbytes,
-                "ratio": table["ratio"],
-                "cache_rows": self.source.packed_rows or self.cache_rows,
-                "device_bytes": device_bytes,
-                "lookups": lookups,
-                "hits": hits,
-                "misses": misses,
-                "hit_rate": hits / (hits + misses) if hits + misses else 0.0,
-                "written_back": self.source.written_back,
-                "moved_bytes": moved,
-                "overflow_bytes": table["overflow_bytes"],
-                "notes": list(self.notes),
-            }
+            return stats_of(self)
 
     def close(self) -> None:
         """Let the memory go; closing twice is fine."""
         with self.lock:
-            if not self._closed:
-                self._closed = True
+            if not self.closed:
+                self.closed = True
                 self.source.close()
 
     def _check_open(self) -> None:
-        if self._closed:
+        if self.closed:
             raise BitslabError("rows: are closed")
-
-
-class _Decoded:
-    """The rows as they are, for what reads a tensor piece by piece."""
-
-    def __init__(self, rows: CachedRows) -> None:
-        self._table = rows.table
-
-    def __getitem__(self, piece: slice) -> torch.Tensor:
-        return self._table.decoded(piece.start, piece.stop)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,9 +16,11 @@ from ..memory.table import CompressedTable
 from .gradients import Array
 from .prefetch import Prefetched
 
-#: A packed table is packed anew when rows that outgrew their place take this share of its bytes,
+#: A packed table is packed anew when rows that outgrew their place take this share of its bytes;
 REPACK_SHARE = 0.25
-#: at least so many bytes,
+#: between steps, as before a checkpoint, this share,
+TIDY_SHARE = REPACK_SHARE / 4
+#: while training at least so many bytes,
 REPACK_BYTES = 1 << 20
 #: and this share of its rows was written since, or packing would take longer than training.
 REWRITTEN_SHARE = 0.25
@@ -44,6 +46,8 @@ class Source:
         Whether they are page-locked then.
     hot : numpy.ndarray
         int64, rows for the slab, the hottest first.
+    notes : sequence of str
+        What is worth knowing of how they were packed.
     """
 
     def __init__(
@@ -54,6 +58,7 @@ class Source:
         codec: str | RowCodec,
         pin: bool,
         hot: Array,
+        notes: Sequence[str] = (),
     ) -> None:
         self.table = table
         self.device = device
@@ -61,6 +66,7 @@ class Source:
         self.codec = codec
         self.pin = pin
         self.hot = hot
+        self.notes = notes
         self.slabs: SlabCache | None = None
         self.prefetched: Prefetched | None = None
         #: How often rows were changed.
@@ -73,7 +79,7 @@ class Source:
 
     def description(self) -> dict[str, Any]:
         """Return the arguments that make another one, but for the device."""
-        names = ("table", "packed_rows", "codec", "pin", "hot")
+        names = ("table", "packed_rows", "codec", "pin", "hot", "notes")
         return {name: getattr(self, name) for name in names}
 
     # To the device
@@ -145,7 +151,7 @@ class Source:
 
     def tidy(self) -> None:
         """Pack the table anew if rows that outgrew their place take more than they should."""
-        if self.table.overflow_bytes > REPACK_SHARE / 4 * self.table.nbytes:
+        if self.table.overflow_bytes > TIDY_SHARE * self.table.nbytes:
             self._pack_anew()
 
     def _pack_anew(self) -> None:
@@ -156,12 +162,16 @@ class Source:
 
     def replace(self, batches: Iterable[torch.Tensor]) -> None:
         """Pack all rows anew, from batches of them in order."""
-        fresh = packed_table(batches, self.table.layout, self.codec, self.pin, self.device)[0]
+        fresh, notes = packed_table(batches, self.table.layout, self.codec, self.pin, self.device)
         old, self.table = self.table, fresh
+        self.notes = notes
         self.changes += 1
+        self._rewritten_rows = 0
         self.prefetched = None
-        self._make_slabs_anew()
-        old.close()
+        try:
+            self._make_slabs_anew()
+        finally:
+            old.close()
 
     def close(self) -> None:
         """Let the memory go."""

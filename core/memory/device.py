@@ -19,6 +19,7 @@ class DeviceCopies:
     def __init__(self) -> None:
         self._storages: dict[torch.device, TableStorage] = {}
         self._layouts: dict[torch.device, RowLayout] = {}
+        self._raw_rows: torch.Tensor | None = None
 
     @property
     def devices(self) -> list[torch.device]:
@@ -48,6 +49,12 @@ class DeviceCopies:
         torch.cuda.current_stream(device).synchronize()
         self._layouts[device], self._storages[device] = layout, storage
         return storage, layout
+
+    def raw_rows(self, rows: HostRows) -> torch.Tensor:
+        """Return the rows of a raw table as uint8 ``[N, 4 * row_words]``, a view that is kept."""
+        if self._raw_rows is None:
+            self._raw_rows = rows.parts.raw_rows()
+        return self._raw_rows
 
     def refresh(self, rows: HostRows, changed: Mapping[str, np.ndarray[Any, Any]]) -> None:
         """Bring entries of the metadata that have changed to the GPUs, and wait for them.
@@ -79,3 +86,4 @@ class DeviceCopies:
     def clear(self) -> None:
         """Let the copies of the metadata go."""
         self._storages.clear()
+        self._raw_rows = None

@@ -475,6 +475,74 @@ class CompressedTable:
         if cache is None:
             self._count(gathers=1, rows=ids.shape[0])
 
+    def look_up_bags(
+        self,
+        ids: torch.Tensor,
+        offsets: torch.Tensor,
+        slot_of: np.ndarray[Any, Any],
+        resident: torch.Tensor,
+        out: torch.Tensor,
+    ) -> int | None:
+        """Sum bags of one id each on the CPU: rows out of a cache, the others decoded, and 0 added.
+
+        Parameters
+        ----------
+        ids, offsets : torch.Tensor
+            int64 ``[n]`` on the CPU, contiguous: rows, and where bags begin.
+        slot_of : numpy.ndarray
+            int32 ``[N]``, contiguous: the slot of each row in `resident`, negative for none.
+        resident : torch.Tensor
+            ``[slots, *row_shape]`` of the table's dtype, contiguous.
+        out : torch.Tensor
+            float32 or float64 ``[n, *row_shape]``, contiguous.
+
+        Returns
+        -------
+        int or None
+            How many of the rows were not resident. None where that cannot be done in one go: an id
+            is out of range or negative, bag n does not begin at id n, or the table is raw or in
+            place. What `out` holds is undefined then.
+        """
+        with self._lock.reading():
+            self._check_open()
+            prepared = None if self._parts.raw or not out.numel() else self._prepared_rows()
+            if prepared is None:
+                return None
+            self._populate()
+            found = prepared.look_up(ids, offsets, slot_of, resident, out)
+            if found is None:
+                return None
+            damaged, words, missing = found
+            _raise_damaged(damaged)
+        if missing:
+            self._count(gathers=1, rows=missing, copied_words=words)
+        return missing
+
+    def gather_on_gpu(
+        self, cache: Cache | None, ids: torch.Tensor, out: torch.Tensor, sort: bool | None = None
+    ) -> None:
+        """Gather on a GPU for callers that have checked the arguments; see `gather_with`.
+
+        Parameters
+        ----------
+        cache : Cache or None
+            As there.
+        ids : torch.Tensor
+            int32 or int64 ``[n]``, contiguous, on the device of `out`. Negative ones are out of
+            range.
+        out : torch.Tensor
+            ``[n, *row_shape]`` of the table's dtype, contiguous, on a GPU.
+        sort : bool, optional
+            As in `gather`.
+        """
+        n = ids.shape[0]
+        if n and self.row_bytes:
+            with self._lock.reading():
+                self._check_open()
+                self._gather_on_gpu(ids, out, cache, sort, None, from_end=False)
+        if cache is None:
+            self._count(gathers=1, rows=n)
+
     def __getitem__(self, index: Index) -> torch.Tensor:
         """Return rows by an int, a slice, integers of any shape, or a bool mask ``[N]``."""
         ids = row_ids(index, len(self))
@@ -509,28 +577,23 @@ class CompressedTable:
             result = result.clone(memory_format=torch.contiguous_format)
         if result is None:
             result = torch.empty((n, *self._parts.row_shape), dtype=self.dtype, device=target)
-        data = rows_as_bytes(result, self.row_bytes)
         if n and self.row_bytes:
             with self._lock.reading():
                 self._check_open()
                 if target.type == "cpu":
-                    self._gather_on_cpu(wanted, data, cache)
+                    self._gather_on_cpu(wanted, rows_as_bytes(result, self.row_bytes), cache)
                 else:
                     if wanted.device.type == "cpu":
                         # A copy from pageable memory would make the host wait for the GPU.
                         wanted = wanted.pin_memory()
                     wanted = wanted.to(target, non_blocking=True)
-                    self._gather_on_gpu(wanted, data, cache, sort, sm_budget)
+                    self._gather_on_gpu(wanted, result, cache, sort, sm_budget)
         if cache is None:
             self._count(gathers=1, rows=n)
         return result if out is None or out is result else out.copy_(result)
 
     def _gather_on_cpu(self, ids: torch.Tensor, data: torch.Tensor, cache: Cache | None) -> None:
-        if not self._populated:
-            self._populated = True
-            buffer = self._parts.buffers.get("words")
-            if buffer is not None and buffer.nbytes <= POPULATED_BYTES:
-                buffer.populate()
+        self._populate()
         if self._parts.raw and cache is None:
             self._rows.decode(ids, data)
             self._count(copied_words=ids.shape[0] * self._parts.row_words)
@@ -545,6 +608,14 @@ class CompressedTable:
         counts = torch.zeros(2 * (MAX_SLABS + 1), dtype=torch.int64)
         _raise_damaged(self._rows.decode(ids, data, cache=storage, counters=counts))
         (self if cache is None else cache).counters.add(counts)
+
+    def _populate(self) -> None:
+        """Map the pages of the rows, once."""
+        if not self._populated:
+            self._populated = True
+            buffer = self._parts.buffers.get("words")
+            if buffer is not None and buffer.nbytes <= POPULATED_BYTES:
+                buffer.populate()
 
     def _prepared_rows(self) -> PreparedTable | None:
         """Return the rows made ready for gathers on the CPU, or None where that cannot be."""
@@ -561,26 +632,37 @@ class CompressedTable:
     def _gather_on_gpu(
         self,
         ids: torch.Tensor,
-        data: torch.Tensor,
+        out: torch.Tensor,
         cache: Cache | None,
         sort: bool | None,
         sm_budget: int | None,
+        *,
+        from_end: bool = True,
     ) -> None:
-        device, parts = data.device, self._parts
+        device, parts = out.device, self._parts
         buffer = parts.buffers.get("words")
         if not (self._pin and buffer is not None and buffer.ensure_pinned()):
             # The GPU cannot read the rows itself: the CPU gathers them, and a copy brings them.
-            on_host = torch.empty(data.shape, dtype=torch.uint8)
+            on_host = torch.empty(out.shape, dtype=out.dtype)
             wanted = ids.cpu()
-            self.check_ids(wanted)
-            self._gather_on_cpu(wanted, on_host, cache)
-            data.copy_(on_host)
+            self._check_ids(wanted)
+            if not from_end and bool((wanted < 0).any()):
+                position = int((wanted < 0).nonzero()[0])
+                raise_bad_index(int(wanted[position]), position, len(self), "ids")
+            self._gather_on_cpu(wanted, rows_as_bytes(on_host, self.row_bytes), cache)
+            out.copy_(on_host)
             return
         self._gpus.add(device)
         try:
             if parts.raw and cache is None:
                 gather_copied_rows(
-                    parts.raw_rows(), parts.row_bytes, ids, data, sort=sort, sm_budget=sm_budget
+                    self._device_copies.raw_rows(self._rows),
+                    parts.row_bytes,
+                    ids,
+                    out,
+                    sort=sort,
+                    sm_budget=sm_budget,
+                    from_end=from_end,
                 )
                 self._count(copied_words=ids.shape[0] * parts.row_words)
                 return
@@ -589,11 +671,12 @@ class CompressedTable:
                 storage,
                 layout,
                 ids,
-                data,
+                out,
                 cache=None if cache is None else cache.storage(device),
                 counters=(self if cache is None else cache).counters.on(device),
                 sort=sort,
                 sm_budget=sm_budget,
+                from_end=from_end,
             )
         finally:
             self._lock.mark_gpu_read(device)

@@ -13,11 +13,13 @@ import torch
 
 from ..advisor.advice import advisor_for
 from ..kernels.cuda import CudaKernels, kernels_on
-from ..kernels.cuda.launch_ids import IdScratch
+from ..kernels.cuda.launch_ids import CHECKED_BY_ALL, IdScratch
 from ..kernels.cuda.stream import stream_pointer
 from ..kernels.format import CacheStorage, RowLayout, TableStorage
 
 MIN_SCRATCH_IDS = 1 << 16
+#: Ids of a gather up to which ordering them takes longer than it could save.
+MIN_SORTED_IDS = 1024
 
 _local = threading.local()
 
@@ -30,6 +32,7 @@ def gather_copied_rows(
     *,
     sort: bool | None = None,
     sm_budget: int | None = None,
+    from_end: bool = True,
 ) -> None:
     """Copy raw rows chosen by id to a GPU, on torch's current stream.
 
@@ -40,25 +43,37 @@ def gather_copied_rows(
     row_bytes : int
         Bytes of a row, up to stride_bytes.
     ids : torch.Tensor
-        int32 or int64 ``[n]`` on the GPU; negative ones count from the end. A bad id leaves `out`
-        untouched and is told by the next call on the GPU or by `bitslab.raise_pending_errors`.
+        int32 or int64 ``[n]`` on the GPU, contiguous. A bad id leaves `out` untouched and is told
+        by the next call on the GPU or by `bitslab.raise_pending_errors`.
     out : torch.Tensor
-        uint8 ``[n, row_bytes]`` on the GPU, contiguous.
+        ``[n, ...]`` of any dtype on the GPU, rows of row_bytes bytes, contiguous.
     sort : bool, optional
         Whether to order the ids first; by the model of the link when left out.
     sm_budget : int, optional
         Multiprocessors that the kernels may use; all when left out.
+    from_end : bool
+        Whether negative ids count from the end; they are out of range if not.
     """
-    if not out.shape[0]:
+    n = out.shape[0]
+    if not n:
         return
-    kernels = kernels_on(out.device)
+    device, n_rows = out.device, rows.shape[0]
+    kernels = kernels_on(device)
     if sort is None:
         sort = rows.device.type == "cpu" and pays_to_sort(
-            out.device, rows.shape[0] * rows.shape[1], row_bytes, ids.shape[0]
+            device, n_rows * rows.shape[1], row_bytes, n
         )
-    first_bad, order = _look_at_ids(kernels, ids, rows.shape[0], sort)
+    lowest = -n_rows if from_end else 0
+    first_bad, order = _look_at_ids(kernels, ids, n_rows, sort, lowest)
     kernels.copy_rows(
-        rows, row_bytes, ids, out, first_bad=first_bad, order=order, sm_budget=sm_budget
+        rows,
+        row_bytes,
+        ids,
+        out,
+        first_bad=first_bad,
+        lowest=lowest,
+        order=order,
+        sm_budget=sm_budget,
     )
 
 
@@ -72,6 +87,7 @@ def gather_packed_rows(
     counters: torch.Tensor | None = None,
     sort: bool | None = None,
     sm_budget: int | None = None,
+    from_end: bool = True,
 ) -> None:
     """Decode rows chosen by id to a GPU, on torch's current stream.
 
@@ -81,16 +97,18 @@ def gather_packed_rows(
         Words in page-locked host memory or on the GPU, the rest on the GPU.
     layout : RowLayout
         On the GPU.
-    ids, out, sort, sm_budget
+    ids, out, sort, sm_budget, from_end
         As in `gather_copied_rows`.
     cache : CacheStorage, optional
         Rows that need not be read from the table.
     counters : torch.Tensor, optional
         int64 ``[2 * (MAX_SLABS + 1)]`` on the GPU, to which rows and words by source are added.
     """
-    if not out.shape[0]:
+    n = out.shape[0]
+    if not n:
         return
     kernels = kernels_on(out.device)
+    lowest = -table.n_rows if from_end else 0
     if sort is None:
         # With a cache, few ids go to the table, and those that do not would lose by the order.
         sort = (
@@ -100,10 +118,10 @@ def gather_packed_rows(
                 out.device,
                 table.words.nbytes,
                 max(1, table.words.nbytes // max(1, table.n_rows)),
-                ids.shape[0],
+                n,
             )
         )
-    first_bad, order = _look_at_ids(kernels, ids, table.n_rows, sort)
+    first_bad, order = _look_at_ids(kernels, ids, table.n_rows, sort, lowest)
     kernels.gather_rows(
         table,
         layout,
@@ -112,6 +130,7 @@ def gather_packed_rows(
         cache=cache,
         counters=counters,
         first_bad=first_bad,
+        lowest=lowest,
         order=order,
         sm_budget=sm_budget,
     )
@@ -119,18 +138,29 @@ def gather_packed_rows(
 
 def pays_to_sort(device: torch.device, table_bytes: int, row_bytes: int, n_rows: int) -> bool:
     """Return whether the model of the link says that ordering the ids saves more than it costs."""
-    return advisor_for(device).sort(table_bytes, row_bytes, n_rows)
+    return n_rows > MIN_SORTED_IDS and advisor_for(device).sort(table_bytes, row_bytes, n_rows)
 
 
 def _look_at_ids(
-    kernels: CudaKernels, ids: torch.Tensor, n_rows: int, sort: bool
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Check ids on the GPU; return what was found and, with `sort`, an order to take them in."""
-    scratch = _scratch(ids.device, ids.shape[0])
+    kernels: CudaKernels, ids: torch.Tensor, n_rows: int, sort: bool, lowest: int
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Check ids on the GPU, if the gather is not to do so itself, and order them with `sort`.
+
+    Returns
+    -------
+    first_bad : torch.Tensor or None
+        What was found; None where it is left to the gather.
+    order : torch.Tensor or None
+        What to take the ids in.
+    """
+    n = ids.shape[0]
+    if n <= CHECKED_BY_ALL and not sort:
+        return None, None
+    scratch = _scratch(ids.device, n)
     if sort:
-        order = kernels.order_ids(ids, n_rows, scratch)
+        order = kernels.order_ids(ids, n_rows, scratch, lowest)
         return scratch.first_bad, order
-    kernels.check_ids(ids, n_rows, scratch.first_bad)
+    kernels.check_ids(ids, n_rows, scratch.first_bad, lowest)
     return scratch.first_bad, None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -66,7 +67,7 @@ def initial_weights(width: int, dtype: torch.dtype, seed: int) -> Weights:
     return weights
 
 
-class Tables:
+class Tables(ABC):
     """The tables of a model.
 
     Parameters
@@ -96,15 +97,15 @@ class Tables:
         self.width = options.width
         self.module = self.make(weights)
 
+    @abstractmethod
     def make(self, weights: Weights) -> torch.nn.Module:
         """Return the module that holds the tables."""
-        raise NotImplementedError
 
+    @abstractmethod
     def look_up(self, batch: Batch) -> torch.Tensor:
         """Return the sum of each bag's rows, ``[B, T, D]``."""
-        raise NotImplementedError
 
-    def prefetch(self, batch: Batch) -> None:
+    def prefetch(self, batch: Batch) -> None:  # noqa: B027 (a choice, not a duty)
         """Say which batch comes next; nothing to do where rows need not be brought."""
 
     def traffic(self) -> Traffic:
@@ -124,7 +125,7 @@ class Tables:
         """What packs the tables, each once."""
         return []
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 (a choice, not a duty)
         """Give back what the tables hold beside tensors."""
 
 

@@ -10,11 +10,12 @@ import torch.nn.functional as F
 
 from bitslab import CompressedTable, RowCodec
 from bitslab.embedding import CachedRows, EvictionStrategy
-from bitslab.embedding.rows import CacheKind
+from bitslab.embedding.arguments import CacheKind
+from bitslab.embedding.lookups import plain_lookup_on_gpu
 from bitslab.embedding.tracing import not_traced
 from bitslab.errors import ArgumentError, ArgumentTypeError
 from bitslab.integrations.embedding.manager import CacheManager
-from bitslab.integrations.embedding.table import TableModule
+from bitslab.integrations.embedding.table import TableModule, pretrained_shape
 from bitslab.memory.parts import Layout
 
 MODES = ("sum", "mean", "max")
@@ -185,12 +186,8 @@ class CachedEmbeddingBag(TableModule):
         **options
             More of the class, such as ``cache_ratio``.
         """
-        shape: tuple[int, ...] = tuple(getattr(embeddings, "shape", ()))
-        if len(shape) != 2:
-            raise ArgumentError(f"embeddings: {list(shape)}, expected [N, D]")
         return cls(
-            shape[0],
-            shape[1],
+            *pretrained_shape(embeddings),
             padding_idx,
             max_norm,
             norm_type,
@@ -338,22 +335,22 @@ class CachedEmbeddingBag(TableModule):
                 return None
         padding: int | None = None
         if rows.device.type == "cuda":
-            matrix, index, padding = rows.lookup_padded(
-                input, train=False, padding_idx=self.padding_idx
-            )
+            plain = plain_lookup_on_gpu(rows, input, self.padding_idx)
+            if plain is None:
+                return None
+            matrix, index, padding = plain
         else:
             found = rows.plain_lookup(
                 input,
                 offsets,
                 include_last=self.include_last_offset,
-                one_each=lambda: self._one_each(offsets, len(input)),
+                one_each=self._one_each(offsets, input),
             )
             if found is None:
                 return None
             matrix, places = found
             if places is None:
-                # A sum begins with 0, which makes 0 of -0.
-                return matrix.add_(0.0)
+                return matrix
             index = places
             if self.padding_idx is not None:
                 padding = int(rows.residents.slot_of[self.padding_idx])
@@ -370,15 +367,14 @@ class CachedEmbeddingBag(TableModule):
         )
         return out
 
-    def _one_each(self, offsets: torch.Tensor, n: int) -> bool:
-        """Tell whether bags are of one id each, and their sum or mean is that id's row."""
+    def _one_each(self, offsets: torch.Tensor, input: torch.Tensor) -> bool:
+        """Tell whether bags may be of one id each, and their sum or mean be that id's row."""
         return (
-            self.mode != "max"
+            offsets.shape == input.shape
+            and self.mode != "max"
             and self.padding_idx is None
             and not self.include_last_offset
             and self.rows.dtype in (torch.float32, torch.float64)
-            and len(offsets) == n
-            and torch.equal(offsets, self.rows.numbers(n))
         )
 
     def _check_bags(

@@ -9,9 +9,9 @@ import torch
 
 from bitslab import RowCodec
 from bitslab.embedding import CachedRows, EvictionStrategy
+from bitslab.embedding.arguments import CacheKind
 from bitslab.embedding.module import rows_for_ratio
 from bitslab.embedding.report import TablesReport
-from bitslab.embedding.rows import CacheKind
 from bitslab.errors import ArgumentError, ArgumentTypeError
 from bitslab.integrations.embedding.bag import CachedEmbeddingBag
 from bitslab.integrations.embedding.single import CachedEmbedding

@@ -10,10 +10,9 @@ import torch.nn.functional as F
 
 from bitslab import CompressedTable, RowCodec
 from bitslab.embedding import CachedRows, EvictionStrategy
-from bitslab.embedding.rows import CacheKind
+from bitslab.embedding.arguments import CacheKind
 from bitslab.embedding.tracing import not_traced
-from bitslab.errors import ArgumentError
-from bitslab.integrations.embedding.table import TableModule
+from bitslab.integrations.embedding.table import TableModule, pretrained_shape
 from bitslab.memory.parts import Layout
 
 
@@ -141,12 +140,8 @@ class CachedEmbedding(TableModule):
         **options
             More of the class, such as ``cache_ratio``.
         """
-        shape: tuple[int, ...] = tuple(getattr(embeddings, "shape", ()))
-        if len(shape) != 2:
-            raise ArgumentError(f"embeddings: {list(shape)}, expected [N, D]")
         return cls(
-            shape[0],
-            shape[1],
+            *pretrained_shape(embeddings),
             padding_idx,
             max_norm,
             norm_type,

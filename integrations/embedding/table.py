@@ -10,8 +10,8 @@ import torch
 
 from bitslab import CompressedTable, RowCodec
 from bitslab.embedding import CachedRows, EvictionStrategy, RowsModule
+from bitslab.embedding.arguments import CacheKind
 from bitslab.embedding.module import rows_for_ratio
-from bitslab.embedding.rows import CacheKind
 from bitslab.errors import ArgumentError, ArgumentTypeError, BitslabError
 from bitslab.memory.build import rows_per_batch
 from bitslab.memory.parts import Layout
@@ -133,10 +133,7 @@ class TableModule(RowsModule):
 
     def reset_parameters(self) -> None:
         """Draw the whole table anew, as torch does for a new embedding."""
-        begin = 0
-        for rows in self._drawn(self.rows.dtype):
-            self.rows.load(rows, begin)
-            begin += len(rows)
+        self.rows.load(self._drawn(self.rows.dtype))
 
     @property
     def rows(self) -> CachedRows:
@@ -254,14 +251,23 @@ class _NoGradient(torch.autograd.Function):
 _no_gradient: Callable[..., torch.Tensor] = _NoGradient.apply
 
 
+def pretrained_shape(embeddings: torch.Tensor | CompressedTable) -> tuple[int, int]:
+    """Return N and D of a table ``[N, D]``, or refuse it."""
+    shape: tuple[int, ...] = tuple(getattr(embeddings, "shape", ()))
+    if len(shape) != 2:
+        raise ArgumentError(f"embeddings: {list(shape)}, expected [N, D]")
+    return shape[0], shape[1]
+
+
 def resident_rows(n_rows: int, cache_ratio: float) -> tuple[int, list[str]]:
     """Return how many rows a share of a table is, one at least, and notes on that."""
-    if rows_for_ratio(n_rows, cache_ratio) > n_rows * cache_ratio:
+    wanted = rows_for_ratio(n_rows, cache_ratio)
+    if wanted > n_rows * cache_ratio:
         return 1, [
             f"cache_ratio={cache_ratio} of {n_rows} rows is less than one row; one is resident, "
             "the fewest that work"
         ]
-    return rows_for_ratio(n_rows, cache_ratio), []
+    return wanted, []
 
 
 def _positive(name: str, value: int) -> int:

@@ -8,7 +8,9 @@ import pytest
 import torch
 
 import bitslab
-from bitslab.integrations.embedding import CachedEmbeddingBag, EvictionStrategy
+from bitslab.embedding.resident_cache import FIRST_LOOKS, LOOK_EVERY, MissRate
+from bitslab.integrations.embedding import CachedEmbedding, CachedEmbeddingBag, EvictionStrategy
+from bitslab.memory.counters import HOST, Counters
 from tests.helpers import dtype_id, same_bits
 
 pytestmark = pytest.mark.gpu  # tests/conftest.py skips these where there is no GPU
@@ -114,6 +116,32 @@ def test_rows_that_would_come_more_slowly_stay_raw_and_say_so():
     assert long.stats()["codec"] != "raw"
 
 
+@pytest.mark.parametrize("freeze", [True, False], ids=["frozen", "trainable"])
+@pytest.mark.parametrize(("dim", "packed"), [(32, False), (2048, True)], ids=["short", "long"])
+def test_a_table_loaded_anew_is_packed_only_where_that_pays(dim, packed, freeze):
+    _, cached = pair(dim=dim, codec="auto", freeze=freeze)
+    fresh = torch.randn(N_ROWS, dim).mul_(0.05)
+    cached.load_state_dict({"weight": fresh})
+    assert (cached.stats()["codec"] != "raw") == packed
+    assert any("more slowly" in note for note in cached.stats()["notes"]) != packed
+    assert same_bits(cached.rows.whole(), fresh)
+    ids, offsets = batch()
+    with torch.no_grad():
+        wanted = torch.nn.functional.embedding_bag(ids, fresh.cuda(), offsets, mode="sum")
+        assert same_bits(cached.eval()(ids, offsets), wanted)
+    cached.reset_parameters()
+    assert (cached.stats()["codec"] != "raw") == packed
+
+
+@pytest.mark.parametrize("codec", ["ibp", "raw"])
+def test_a_codec_that_was_named_stays_when_a_table_is_loaded_anew_on_a_gpu(codec):
+    _, cached = pair(codec=codec, freeze=True)
+    fresh = torch.randn(N_ROWS, 32).mul_(0.05)
+    cached.load_state_dict({"weight": fresh})
+    assert (cached.stats()["codec"] == "raw") == (codec == "raw")
+    assert same_bits(cached.rows.whole(), fresh)
+
+
 def test_resident_rows_are_counted_as_hits_on_a_gpu():
     _, cached = pair(freeze=True, warmup_ratio=1.0)
     before = cached.stats()["moved_bytes"]
@@ -131,6 +159,60 @@ def test_a_bad_id_on_the_gpu_is_told_later():
         cached(ids, torch.tensor([0], device="cuda"))
         with pytest.raises(bitslab.errors.IndexRangeError):
             bitslab.raise_pending_errors()
+
+
+@pytest.mark.parametrize("cache", ["rows", "packed"])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32], ids=dtype_id)
+@pytest.mark.parametrize("bad", [-1, -N_ROWS, N_ROWS])
+def test_an_id_out_of_range_on_the_gpu_is_refused_in_inference(bad, dtype, cache):
+    _, bag = pair(freeze=True, cache=cache)
+    single = CachedEmbedding(N_ROWS, 32, rows=bag.rows)
+    ids = torch.tensor([1, 3000, bad], device="cuda", dtype=dtype)
+    offsets = torch.tensor([0], device="cuda", dtype=dtype)
+    for look_up in (lambda: bag(ids, offsets), lambda: single(ids), lambda: bag.rows.read(ids)):
+        with torch.no_grad(), pytest.raises(bitslab.errors.IndexRangeError):
+            look_up()
+            bitslab.raise_pending_errors()
+    with torch.no_grad():  # good ones go on working
+        ids, offsets = batch()
+        assert same_bits(single(ids), bag.weight[ids.cpu()].cuda())
+
+
+def test_the_rate_of_misses_is_what_the_gpu_counted_of_late():
+    device = torch.device("cuda", torch.cuda.current_device())
+    counters, rate = Counters(), MissRate(0.9)
+
+    def shares(calls):
+        torch.cuda.synchronize()
+        return [rate.update(counters, device) for _ in range(calls)]
+
+    first, second = FIRST_LOOKS
+    counters.on(device)[0] += 25
+    counters.on(device)[3] += 5  # of another slab
+    counters.on(device)[HOST] += 10
+    assert shares(first) == [0.9] * first  # the last one asks
+    assert shares(1) == [0.25]
+    counters.on(device)[HOST] += 20
+    asked = shares(second - first - 1)
+    assert asked == [0.25] * len(asked)
+    assert shares(1) == [1.0]  # of the rows since
+    # Where nothing was looked up since, the share stays.
+    kept = shares(LOOK_EVERY - second - 1)
+    assert kept == [1.0] * len(kept)
+    assert shares(1) == [1.0]
+    counters.on(device)[0] += 1000
+    assert shares(1) == [1.0]
+
+
+def test_the_rate_of_misses_does_not_wait_for_the_gpu(no_wait):
+    device = torch.device("cuda", torch.cuda.current_device())
+    counters, rate = Counters(), MissRate(0.5)
+    counters.on(device)[HOST] += 10
+    with no_wait:
+        for _ in range(LOOK_EVERY):
+            rate.update(counters, device)
+    torch.cuda.synchronize()
+    assert rate.update(counters, device) == 1.0
 
 
 OPTIMIZERS = {

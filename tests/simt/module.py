@@ -212,8 +212,8 @@ class SimtModule:
             Blocks in the grid and threads in a block, x first.
         args : sequence
             One for each parameter. A pointer takes a torch CPU tensor or a numpy array, whose
-            memory the kernel uses in place, or None for null; an integer or float parameter takes
-            a numpy scalar of exactly its size.
+            memory the kernel uses in place, a ctypes.c_void_p, or None for null; an integer or
+            float parameter takes a numpy scalar of exactly its size.
         shared_bytes : int
             Dynamic shared memory of a block.
         seed : int
@@ -267,7 +267,7 @@ def _extent(value: int | Sequence[int], what: str) -> tuple[int, ...]:
 def _argument_bytes(argument: object, parameter: str, where: str) -> bytes:
     """Return the bytes that the kernel's parameter takes; `parameter` is such as "p8" or "i4"."""
     kind, size = parameter[0], int(parameter[1:])
-    if argument is None or isinstance(argument, torch.Tensor | np.ndarray):
+    if argument is None or isinstance(argument, torch.Tensor | np.ndarray | ctypes.c_void_p):
         if kind != "p":
             raise TypeError(f"{where} is a value of {size} bytes, not a pointer")
         address = 0
@@ -275,8 +275,10 @@ def _argument_bytes(argument: object, parameter: str, where: str) -> bytes:
             if argument.device.type != "cpu":
                 raise ValueError(f"{where} is on {argument.device}; kernels here run on the CPU")
             address = argument.data_ptr()
-        elif argument is not None:
+        elif isinstance(argument, np.ndarray):
             address = argument.ctypes.data
+        elif argument is not None:
+            address = argument.value or 0
         return address.to_bytes(size, "little")
     if not isinstance(argument, np.generic):
         raise TypeError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 import torch
 
 from bitslab.kernels.cuda.launch import CudaKernels
-from bitslab.kernels.cuda.runner import MAILBOX_WORDS
+from bitslab.kernels.cuda.runner import MAILBOX_WORDS, Prepared
 from bitslab.kernels.cuda.source import AnyVariant, kernels_of, source_text
 from tests.simt.module import ModuleSpec, SimtModule
 
@@ -63,6 +64,26 @@ class SimtRunner:
         )
         if loads is not None:
             self.loads.append(loads)
+
+    def prepare(
+        self,
+        variant: AnyVariant,
+        kernel: str,
+        threads: int,
+        args: Sequence[Any],
+        changing: Sequence[int],
+        shared_bytes: int = 0,
+    ) -> Prepared:
+        """Return a kernel ready for launches that differ in few arguments."""
+
+        def launch(blocks: int, *values: int) -> None:
+            now = list(args)
+            for place, value in zip(changing, values, strict=True):
+                kind = type(args[place])
+                now[place] = ctypes.c_void_p(value) if args[place] is None else kind(value)
+            self.launch(variant, kernel, (blocks,), (threads,), now, shared_bytes)
+
+        return launch
 
 
 def module_spec(variant: AnyVariant) -> ModuleSpec:

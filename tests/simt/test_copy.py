@@ -14,6 +14,7 @@ from bitslab.kernels.cuda import launch_copy
 from bitslab.kernels.cuda.launch_copy import (
     MAX_ROW_BYTES,
     MAX_STRIDE_BYTES,
+    CopyPlan,
     choose_unit,
     copy_rows,
     covering_units,
@@ -312,3 +313,29 @@ def test_small_rows_share_the_loads_of_a_warp():
     loads = runner.loads[0]
     instructions = np.stack([loads["block"], loads["thread"] // 32, loads["step"]])
     assert np.unique(instructions, axis=1).shape[1] == 1024 // 32
+
+
+@pytest.mark.parametrize("unit", COPY_PIECES)
+def test_a_copy_that_checks_ids_itself_writes_all_or_nothing(unit):
+    rows, runner = random_bytes(50, 64), SimtRunner(1)
+    good = torch.from_numpy(np.random.default_rng(3).integers(0, 50, 3000))
+    for lowest, bad in ((-50, -51), (-50, 50), (0, -1), (0, 50)):
+        ids = good.clone()
+        ids[2345] = ids[2999] = bad
+        out = torch.full((3000, 64), FILL, dtype=torch.uint8)
+        copy_rows(runner, rows, 64, ids, out, lowest=lowest, unit_bytes=unit)
+        assert (out == FILL).all()
+        assert runner.mailbox.tolist() == [INDEX_ERROR, 2345, bad, 50]
+        runner.mailbox.zero_()
+    good[5] = -1
+    assert_copies(rows, 64, good, 0, lowest=-50, unit_bytes=unit)
+
+
+def test_plans_are_kept_for_rows_of_one_size_only():
+    plans: dict[tuple[object, ...], CopyPlan] = {}
+    for _ in range(2):
+        for row_bytes, stride, offset in ((64, 64, 0), (64, 80, 0), (32, 64, 0), (64, 64, 4)):
+            for n in (1, 33):
+                rows = table(n, row_bytes, stride, "start", offset)
+                assert_copies(rows, row_bytes, torch.randint(-n, n, (40,)), 0, plans=plans)
+    assert 4 <= len(plans) <= 6

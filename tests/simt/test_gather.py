@@ -10,9 +10,9 @@ import torch
 
 from bitslab.codecs.invariant.layout import build_layout
 from bitslab.kernels import cpu
-from bitslab.kernels.cuda.launch import STAGE_BYTES, chosen_shape
 from bitslab.kernels.cuda.runner import DAMAGED_ERROR, INDEX_ERROR, NO_ERROR
 from bitslab.kernels.cuda.source import Variant, all_variants
+from bitslab.kernels.cuda.tiles import STAGE_BYTES, chosen_shape
 from bitslab.kernels.format import MAX_SLABS, CacheStorage, RowFormat, TableStorage
 from tests.kernels.cases import TABLE_KINDS, Case, cache_of, make_case, table_of
 from tests.simt.module import guarded
@@ -251,3 +251,26 @@ def test_damaged_tables_are_reported_or_harmless_and_never_read_outside(part):
         reported += int(runner.mailbox[0]) == DAMAGED_ERROR
         assert int(runner.mailbox[0]) in (NO_ERROR, DAMAGED_ERROR)
     assert reported or part in ("flags", "moved", "words")
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32], ids=["int64", "int32"])
+@pytest.mark.parametrize(("row_bytes", "cached"), [(256, True), (256, False), (6 << 10, False)])
+def test_a_gather_that_checks_ids_itself_writes_all_or_nothing(row_bytes, cached, dtype):
+    case = make_case(Variant("gather", 4, 3, False, True, 4), n_rows=70, row_bytes=row_bytes)
+    kernels, runner = simt_kernels(1)
+    table = table_of(case, "compact")
+    cache = cache_of(case, table, torch.arange(0, 70, 2)) if cached else None
+    good = torch.from_numpy(np.random.default_rng(3).integers(0, 70, 3000)).to(dtype)
+    for lowest, bad in ((-70, -71), (-70, 70), (0, -1), (0, 70), (0, torch.iinfo(dtype).min)):
+        ids = good.clone()
+        ids[2345] = ids[2999] = bad
+        out = torch.full((3000, case.rows.shape[1]), 7, dtype=torch.uint8)
+        kernels.gather_rows(table, case.layout, ids, out, cache=cache, lowest=lowest)
+        assert (out == 7).all()
+        assert runner.mailbox.tolist() == [INDEX_ERROR, 2345, bad, 70]
+        runner.mailbox.zero_()
+    good[5] = -1
+    out = torch.zeros(40, case.rows.shape[1], dtype=torch.uint8)
+    kernels.gather_rows(table, case.layout, good[:40], out, cache=cache, lowest=-70)
+    assert torch.equal(out, case.rows[good[:40].long()])
+    assert runner.mailbox[0] == NO_ERROR

@@ -7,7 +7,13 @@ import pytest
 import torch
 
 from bitslab.errors import ArgumentError
-from bitslab.kernels.cuda.launch_ids import IdScratch, bin_shift, check_ids, order_ids
+from bitslab.kernels.cuda.launch_ids import (
+    CHECKED_BY_ONE,
+    IdScratch,
+    bin_shift,
+    check_ids,
+    order_ids,
+)
 from bitslab.kernels.cuda.source import ORDER_BINS
 from tests.simt.module import guarded
 from tests.simt.runner import SimtRunner
@@ -21,9 +27,9 @@ def random_ids(n: int, n_rows: int, dtype: torch.dtype, seed: int = 0) -> torch.
     return guarded(torch.from_numpy(generator.integers(-n_rows, n_rows, n)).to(dtype))
 
 
-def first_bad(ids: torch.Tensor, n_rows: int, seed: int = 0) -> int:
+def first_bad(ids: torch.Tensor, n_rows: int, seed: int = 0, lowest: int | None = None) -> int:
     found = torch.full((1,), 12345)
-    check_ids(SimtRunner(seed), ids, n_rows, found)
+    check_ids(SimtRunner(seed), ids, n_rows, found, lowest)
     return int(found)
 
 
@@ -50,6 +56,18 @@ def test_the_first_bad_id_is_found(dtype, seed):
             assert first_bad(spoilt, n_rows, seed) == place
     assert first_bad(torch.zeros(0, dtype=dtype), n_rows, seed) == -1
     assert first_bad(torch.zeros(5, dtype=dtype), 0, seed) == 0
+
+
+def test_ids_below_the_lowest_are_bad():
+    for n in (700, CHECKED_BY_ONE + 1):
+        ids = torch.arange(n) % 1000
+        assert first_bad(ids, 1000, lowest=0) == -1
+        ids[[n // 3, n - 1]] = -1
+        assert first_bad(ids, 1000) == -1
+        assert first_bad(ids, 1000, lowest=0) == n // 3
+        scratch = IdScratch.allocate("cpu", n)
+        order_ids(SimtRunner(), ids, 1000, scratch, 0)
+        assert scratch.first_bad.tolist() == [n // 3]
 
 
 @DTYPES

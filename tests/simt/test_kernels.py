@@ -10,9 +10,9 @@ import torch
 
 from bitslab.codecs.invariant.layout import build_layout
 from bitslab.kernels import cpu
-from bitslab.kernels.cuda.launch import STAGE_BYTES
 from bitslab.kernels.cuda.runner import DAMAGED_ERROR, INDEX_ERROR, NO_ERROR
 from bitslab.kernels.cuda.source import Variant, all_variants
+from bitslab.kernels.cuda.tiles import STAGE_BYTES
 from bitslab.kernels.format import RowStorage
 from tests.kernels.cases import Case, make_case, pack, pack_on_cpu
 from tests.simt.module import guarded

@@ -14,6 +14,7 @@ from ..format import GROUP_CHUNKS, RowLayout, ceil_div
 Array = np.ndarray[Any, Any]
 
 UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+SIGNED = {2: np.int16, 4: np.int32}
 
 # Bits of payload that fit into the 64 bits in which `groups.decode_group` reads the chunks of 64
 # bits, together with the bits of the byte that they start in.
@@ -39,11 +40,15 @@ class Field:
         of a group, as `groups.decode_group` reads it. G is 1 where that is the same in all groups.
     each : bool
         Whether positions have values of their own.
+    bytes : numpy.ndarray or None
+        uint8 ``[K, VALUES_BYTES]``: what the codes stand for where bytefields.py serves these rows
+        on a processor that has what it needs.
     """
 
     numbers: Array
     values: Array
     each: bool
+    bytes: Array | None
 
     @property
     def group_values_bytes(self) -> int:
@@ -100,7 +105,7 @@ def chunks_of(rows: torch.Tensor, chunk_bytes: int) -> Array:
 
 def _field_of(layout: RowLayout, tables: Array) -> Field | None:
     """Return what fields.py needs, or None where a mask is not of the kind that it decodes."""
-    from . import fields
+    from . import bytefields, fields
 
     f = layout.format
     masks = tables[:, 0]
@@ -112,7 +117,10 @@ def _field_of(layout: RowLayout, tables: Array) -> Field | None:
             return None
     by_code = tables[:, 1 : 1 + f.values].astype(UNSIGNED[f.chunk_bytes])
     each = f.chunk_bytes == 8 or bool((by_code != by_code[:, :, :1]).any())
-    return Field(numbers, _values_of_places(by_code) if each else _values_tables(by_code), each)
+    values = _values_of_places(by_code) if each else _values_tables(by_code)
+    one_byte = not each and bytefields.available() and bytefields.serves(numbers, f)
+    as_bytes = bytefields.values_of(by_code[:, :, 0], numbers) if one_byte else None
+    return Field(numbers, values, each, as_bytes)
 
 
 def _describe(mask: int, chunk_bytes: int, numbers: Array) -> bool:

@@ -33,7 +33,8 @@ _LONG = ir.IntType(64)
 _INT = ir.IntType(32)
 
 
-def _vector(bits: int, count: int) -> Any:
+def vector(bits: int, count: int) -> Any:
+    """Return the type of so many integers of so many bits."""
     return ir.VectorType(ir.IntType(bits), count)
 
 
@@ -41,27 +42,29 @@ def _constant(kind: Any, values: Any) -> Any:
     return ir.Constant(kind, list(values))
 
 
-def _zero(kind: Any) -> Any:
+def zero(kind: Any) -> Any:
+    """Return 0 of a type."""
     return ir.Constant(kind, None)
 
 
-def _shuffle(builder: Any, first: Any, second: Any, places: list[int]) -> Any:
-    return builder.shuffle_vector(first, second, _constant(_vector(32, len(places)), places))
+def shuffle(builder: Any, first: Any, second: Any, places: list[int]) -> Any:
+    """Return the entries of two vectors that stand at `places`, the second behind the first."""
+    return builder.shuffle_vector(first, second, _constant(vector(32, len(places)), places))
 
 
-def _splat(builder: Any, x: Any, count: int) -> Any:
+def splat(builder: Any, x: Any, count: int) -> Any:
     """Return a vector that holds `x` in all of its places."""
     one = ir.Constant(ir.VectorType(x.type, count), ir.Undefined)
     one = builder.insert_element(one, x, _INT(0))
-    return _shuffle(builder, one, one, [0] * count)
+    return shuffle(builder, one, one, [0] * count)
 
 
-def _concatenated(builder: Any, parts: list[Any]) -> Any:
+def concatenated(builder: Any, parts: list[Any]) -> Any:
     """Return vectors of one size, a power of two of them, as one."""
     while len(parts) > 1:
         places = list(range(2 * parts[0].type.count))
         pairs = zip(parts[::2], parts[1::2], strict=True)
-        parts = [_shuffle(builder, *pair, places) for pair in pairs]
+        parts = [shuffle(builder, *pair, places) for pair in pairs]
     return parts[0]
 
 
@@ -73,13 +76,13 @@ def _look_up(builder: Any, table: Any, places: Any) -> Any:
     count = table.type.count
     parts = []
     for first in range(0, places.type.count, count):
-        some = _shuffle(builder, places, places, list(range(first, first + count)))
+        some = shuffle(builder, places, places, list(range(first, first + count)))
         found = ir.Constant(table.type, ir.Undefined)
         for i in range(count):
             place = builder.zext(builder.extract_element(some, _INT(i)), _LONG)
             found = builder.insert_element(found, builder.extract_element(table, place), _INT(i))
         parts.append(found)
-    return _concatenated(builder, parts)
+    return concatenated(builder, parts)
 
 
 def _choose(builder: Any, key: Any, cases: dict[int, Callable[[], Any]]) -> Any:
@@ -110,18 +113,18 @@ def _read_codes(builder: Any, at: Any, code_bits: int, width: int) -> Any:
     The bytes of each code go to its place, at least two of them, and are shifted there.
     """
     place = max(width, 16)
-    block = load(builder, at, _vector(8, 16))
+    block = load(builder, at, vector(8, 16))
     places = []
     for j in range(GROUP_CHUNKS):
         # What stands above the code is dropped below.
         first = code_bits * j // 8
         places += [first, first + 1] * (place // 16)
-    x = _shuffle(builder, block, block, places)
-    x = builder.bitcast(x, _vector(place, GROUP_CHUNKS))
+    x = shuffle(builder, block, block, places)
+    x = builder.bitcast(x, vector(place, GROUP_CHUNKS))
     shifts = (code_bits * j % 8 for j in range(GROUP_CHUNKS))
     x = builder.lshr(x, _constant(x.type, shifts))
     x = builder.and_(x, _constant(x.type, [(1 << code_bits) - 1] * GROUP_CHUNKS))
-    return x if place == width else builder.trunc(x, _vector(width, GROUP_CHUNKS))
+    return x if place == width else builder.trunc(x, vector(width, GROUP_CHUNKS))
 
 
 def _read_bytes(builder: Any, at: Any, width: int) -> Any:
@@ -130,18 +133,18 @@ def _read_bytes(builder: Any, at: Any, width: int) -> Any:
     The last byte stands above them once more: moved by 8 bits, as a sign above its exponent is.
     """
     if width == 16:
-        block = load(builder, at, _vector(8, GROUP_CHUNKS))
-        x = _shuffle(builder, block, block, [j // 2 for j in range(2 * GROUP_CHUNKS)])
-        return builder.bitcast(x, _vector(64, GROUP_CHUNKS * width // 64))
+        block = load(builder, at, vector(8, GROUP_CHUNKS))
+        x = shuffle(builder, block, block, [j // 2 for j in range(2 * GROUP_CHUNKS)])
+        return builder.bitcast(x, vector(64, GROUP_CHUNKS * width // 64))
     halves = []
     for half in range(2):
-        block = load(builder, at, _vector(8, 64), 48 * half)
+        block = load(builder, at, vector(8, 64), 48 * half)
         places = []
         for j in range(GROUP_CHUNKS // 2):
             places += [3 * j, 3 * j + 1, 3 * j + 2, 3 * j + 2]
-        halves.append(_shuffle(builder, block, block, places))
-    x = _concatenated(builder, halves)
-    return builder.bitcast(x, _vector(64, GROUP_CHUNKS * width // 64))
+        halves.append(shuffle(builder, block, block, places))
+    x = concatenated(builder, halves)
+    return builder.bitcast(x, vector(64, GROUP_CHUNKS * width // 64))
 
 
 def _read_windows(builder: Any, at: Any, payload_bits: Any, width: int) -> Any:
@@ -152,12 +155,12 @@ def _read_windows(builder: Any, at: Any, payload_bits: Any, width: int) -> Any:
     """
     count = GROUP_CHUNKS * width // 64
     share = builder.mul(payload_bits, _LONG(64 // width))
-    x = ir.Constant(_vector(64, count), ir.Undefined)
+    x = ir.Constant(vector(64, count), ir.Undefined)
     for i in range(count):
         byte = builder.lshr(builder.mul(share, _LONG(i)), _LONG(3))
         window = load(builder, builder.add(at, byte), _LONG)
         x = builder.insert_element(x, window, _INT(i))
-    bits = builder.mul(_splat(builder, share, count), _constant(x.type, range(count)))
+    bits = builder.mul(splat(builder, share, count), _constant(x.type, range(count)))
     x = builder.lshr(x, builder.and_(bits, _constant(x.type, [7] * count)))
     half = 32
     while half >= width:
@@ -165,9 +168,9 @@ def _read_windows(builder: Any, at: Any, payload_bits: Any, width: int) -> Any:
         low = builder.sub(builder.shl(_LONG(1), taken), _LONG(1))
         low = builder.mul(low, _LONG(sum(1 << bit for bit in range(0, 64, 2 * half))))
         high = builder.shl(low, _LONG(half))
-        move = _splat(builder, builder.sub(_LONG(half), taken), count)
-        stays = builder.and_(x, _splat(builder, low, count))
-        moves = builder.and_(builder.shl(x, move), _splat(builder, high, count))
+        move = splat(builder, builder.sub(_LONG(half), taken), count)
+        stays = builder.and_(x, splat(builder, low, count))
+        moves = builder.and_(builder.shl(x, move), splat(builder, high, count))
         x = builder.or_(stays, moves)
         half //= 2
     return x
@@ -180,7 +183,7 @@ def _deposit(builder: Any, x: Any, stay: Any, runs: Any) -> Any:
     """
     count = x.type.count
     before = builder.block
-    kept = builder.and_(x, _splat(builder, stay, count))
+    kept = builder.and_(x, splat(builder, stay, count))
     head = builder.append_basic_block("run")
     loop = builder.append_basic_block("move")
     end = builder.append_basic_block("deposited")
@@ -190,8 +193,8 @@ def _deposit(builder: Any, x: Any, stay: Any, runs: Any) -> Any:
     mask = load(builder, run, _LONG)
     builder.cbranch(builder.icmp_unsigned("!=", mask, _LONG(0)), loop, end)
     builder.position_at_end(loop)
-    shift = _splat(builder, load(builder, run, _LONG, 8), count)
-    moved = builder.shl(builder.and_(x, _splat(builder, mask, count)), shift)
+    shift = splat(builder, load(builder, run, _LONG, 8), count)
+    moved = builder.shl(builder.and_(x, splat(builder, mask, count)), shift)
     more = builder.or_(done, moved)
     following = builder.add(run, _LONG(16))
     builder.branch(head)
@@ -207,7 +210,7 @@ def _read_payload(builder: Any, at: Any, field: Any, width: int) -> Any:
     kind, stay, runs, payload_bits_at = field
 
     def none() -> Any:
-        return _zero(_vector(64, GROUP_CHUNKS * width // 64))
+        return zero(vector(64, GROUP_CHUNKS * width // 64))
 
     def whole_bytes() -> Any:
         return _deposit(builder, _read_bytes(builder, at, width), stay, runs)
@@ -221,18 +224,18 @@ def _read_payload(builder: Any, at: Any, field: Any, width: int) -> Any:
     cases = {NO_PAYLOAD: none, WHOLE_BYTES: whole_bytes, WINDOWS: windows}
     if width not in (16, 32):
         del cases[WHOLE_BYTES]
-    return builder.bitcast(_choose(builder, kind, cases), _vector(width, GROUP_CHUNKS))
+    return builder.bitcast(_choose(builder, kind, cases), vector(width, GROUP_CHUNKS))
 
 
 def _values_of_places(builder: Any, codes: Any, values: Any) -> Any:
     """Return what codes stand for; `values` is the address of a row of 32 for each code."""
     row_bytes = GROUP_CHUNKS * codes.type.element.width // 8
-    zero = _zero(codes.type)
-    chosen = [zero, *(load(builder, values, codes.type, code * row_bytes) for code in range(1, 8))]
+    none = zero(codes.type)
+    chosen = [none, *(load(builder, values, codes.type, code * row_bytes) for code in range(1, 8))]
     # Of each pair of values bit 0 of the code takes one, of each pair of those bit 1, ...
     for bit in (1, 2, 4):
         set_ = builder.and_(codes, _constant(codes.type, [bit] * GROUP_CHUNKS))
-        set_ = builder.icmp_unsigned("!=", set_, zero)
+        set_ = builder.icmp_unsigned("!=", set_, none)
         pairs = zip(chosen[1::2], chosen[::2], strict=True)
         chosen = [builder.select(set_, upper, lower) for upper, lower in pairs]
     return chosen[0]
@@ -242,15 +245,15 @@ def _values_of_table(builder: Any, codes: Any, values: Any) -> Any:
     """Return what codes stand for; `values` is the address of a `values_table`."""
     width = codes.type.element.width
     if width == 32:
-        return _look_up(builder, load(builder, values, _vector(32, 8)), codes)
+        return _look_up(builder, load(builder, values, vector(32, 8)), codes)
     if width == 16:
         upper = builder.shl(codes, _constant(codes.type, [8] * GROUP_CHUNKS))
         codes = builder.or_(
             builder.or_(codes, upper), _constant(codes.type, [8 << 8] * GROUP_CHUNKS)
         )
-    places = builder.bitcast(codes, _vector(8, GROUP_CHUNKS * width // 8))
-    found = _look_up(builder, load(builder, values, _vector(8, 16)), places)
-    return builder.bitcast(found, _vector(width, GROUP_CHUNKS))
+    places = builder.bitcast(codes, vector(8, GROUP_CHUNKS * width // 8))
+    found = _look_up(builder, load(builder, values, vector(8, 16)), places)
+    return builder.bitcast(found, vector(width, GROUP_CHUNKS))
 
 
 def values_table(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -324,7 +327,7 @@ def decode_group(
             del value_of[0]
         x = builder.or_(x, _choose(builder, builder.zext(each, _LONG), value_of))
         builder.store(x, builder.inttoptr(target, x.type.as_pointer()), align=1)
-        missing = builder.icmp_unsigned("==", codes, _zero(codes.type))
+        missing = builder.icmp_unsigned("==", codes, zero(codes.type))
         return builder.zext(builder.bitcast(missing, _INT), _LONG)
 
     i = types.int64
@@ -338,13 +341,13 @@ def _words_before(bits: int) -> Any:
     def words_before(typing_context: Any, lengths: Any, count: Any, row_words: Any) -> Any:
         def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             at, count, row_words = args
-            narrow, wide = _vector(bits, GROUP_CHUNKS), _vector(32, GROUP_CHUNKS)
+            narrow, wide = vector(bits, GROUP_CHUNKS), vector(32, GROUP_CHUNKS)
             x = load(builder, at, narrow)
-            limit = _splat(builder, builder.trunc(count, ir.IntType(bits)), GROUP_CHUNKS)
+            limit = splat(builder, builder.trunc(count, ir.IntType(bits)), GROUP_CHUNKS)
             counted = builder.icmp_unsigned("<", _constant(narrow, range(GROUP_CHUNKS)), limit)
-            raw = builder.and_(builder.icmp_unsigned("==", x, _zero(narrow)), counted)
+            raw = builder.and_(builder.icmp_unsigned("==", x, zero(narrow)), counted)
             raw_rows = builder.zext(builder.ctpop(builder.bitcast(raw, _INT)), _LONG)
-            x = builder.zext(builder.select(counted, x, _zero(narrow)), wide)
+            x = builder.zext(builder.select(counted, x, zero(narrow)), wide)
             name = f"llvm.vector.reduce.add.v{GROUP_CHUNKS}i32"
             kind = ir.FunctionType(_INT, [wide])
             add = cgutils.get_or_insert_function(builder.module, kind, name)

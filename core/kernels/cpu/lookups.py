@@ -12,10 +12,14 @@ from typing import Any
 
 import numpy as np
 from numba import carray, cfunc, njit, types
+from numba.extending import overload
 
+from .bytefields import VALUES_BYTES, decode_byte_row
 from .fields import NUMBERS, SPARE_BYTES, decode_field_row
 from .groups import words_before_8, words_before_16
 from .memory import (
+    add_zero_1,
+    add_zero_16,
     address_of,
     call_at,
     copy_between,
@@ -23,9 +27,12 @@ from .memory import (
     load_16,
     load_32,
     load_signed,
+    load_signed_32,
     numbers_at,
     prefetch_line,
     prefetch_lines,
+    stack_memory,
+    store_signed,
 )
 
 N_ROWS = 0
@@ -52,8 +59,22 @@ CHUNKS = 20
 BATCH = 21  # rows that take each step together, up to MAX_BATCH, a power of two
 SIZES = 22
 
-MAX_BATCH = 8
+MAX_BATCH = 32
 DAMAGED = -1
+
+# What a lookup of bags of one id each knows beside the table, int64 each, by its place. A resident
+# row is taken from the cache, and 0 is added to all floats, since a sum begins with it.
+OFFSETS = 0  # address of int64, where bags begin
+SLOT_OF = 1  # address of int32 for each row: its slot, negative for none
+RESIDENT = 2  # address of the rows in the slots
+FLOAT_BYTES = 3  # 4 or 8
+BAGS_SIZES = 4
+
+NOT_PLAIN = -(1 << 62)
+
+places_of_rows = stack_memory(16 * 2 * MAX_BATCH)
+spare_group = stack_memory(SPARE_BYTES)
+no_slot = stack_memory(8)
 
 
 @njit(nogil=True, cache=True, forceinline=True)
@@ -66,7 +87,7 @@ def length_of(lengths, length_bytes, row):
     return load_32(lengths + 4 * row)
 
 
-@njit(nogil=True, cache=True, forceinline=True)
+@njit(nogil=True, cache=True)
 def find_row(table, row):
     """Return where a row starts, an address, and its words: 0 for a raw one, or DAMAGED.
 
@@ -89,6 +110,8 @@ def find_row(table, row):
         for other in range(first, row):
             length = length_of(lengths, length_bytes, other)
             place += length if length > 0 else row_words
+            if place < 0:  # of a damaged base; and with no such test LLVM writes much more code
+                return np.int64(0), np.int64(DAMAGED)
     words_of = length_of(lengths, length_bytes, row)
     start = load_signed(table + 8 * WORDS)
     limit = load_signed(table + 8 * WORDS_LIMIT)
@@ -110,100 +133,275 @@ def find_row(table, row):
 @njit(nogil=True, cache=True, forceinline=True)
 def row_at(ids, n, n_rows):
     """Return the row that an id stands for."""
-    row = np.int64(ids[n])
+    row = np.int64(ids[np.uint64(n)])  # unsigned, or Numba tests for a place before the end
     return row + n_rows if row < 0 else row
 
 
-@njit(nogil=True, cache=True)
-def gather_compact(numbers, like, ids, target, begin, end):
-    """Gather rows ``ids[begin:end]`` to an address, row 0 of them all; return their words.
+# A batch goes in three steps, each a function of its own: one that did all of them would keep most
+# of what it needs on the stack.
 
-    `numbers` are SIZES numbers, `like` is any number of the type of a chunk. Returns -1 - n when
-    the row of ``ids[n]`` is damaged.
+
+@njit(nogil=True, cache=True)
+def ask_lengths(table, ids, begin, end, slots, slot_bytes):
+    """Ask for what tells where rows ``ids[begin:end]`` lie, see `gather_compact`."""
+    n_rows = load_signed(table + 8 * N_ROWS)
+    bases = load_signed(table + 8 * BASES)
+    lengths = load_signed(table + 8 * LENGTHS)
+    length_bytes = load_signed(table + 8 * LENGTH_BYTES)
+    row_clusters = load_signed(table + 8 * ROW_CLUSTERS)
+    # Where there are none, the lengths' start is asked for: a branch would cost more.
+    clusters = row_clusters if row_clusters != 0 else lengths
+    cluster_bytes = 1 if row_clusters != 0 else 0
+    for n in range(begin, end):
+        row = row_at(ids, n, n_rows)
+        prefetch_line(slots + slot_bytes * row)
+        prefetch_line(bases + 8 * (row >> 5))
+        prefetch_line(lengths + length_bytes * (row & ~31))
+        prefetch_line(lengths + length_bytes * (row | 31))
+        prefetch_line(clusters + cluster_bytes * row)
+
+
+@njit(nogil=True, cache=True)
+def ask_words(table, ids, begin, end, slots, slot_bytes, resident, found, places):
+    """Find rows ``ids[begin:end]`` and ask for their words; return how many are resident.
+
+    For row n address and words, as `find_row` returns them, go to place ``n & places`` of `found`.
     """
-    table = address_of(numbers)
     n_rows = load_signed(table + 8 * N_ROWS)
     row_bytes = load_signed(table + 8 * ROW_BYTES)
     row_words = load_signed(table + 8 * ROW_WORDS)
     bases = load_signed(table + 8 * BASES)
     lengths = load_signed(table + 8 * LENGTHS)
-    length_bytes = load_signed(table + 8 * LENGTH_BYTES)
-    row_clusters = load_signed(table + 8 * ROW_CLUSTERS)
-    clusters = load_signed(table + 8 * CLUSTERS)
+    words = load_signed(table + 8 * WORDS)
+    limit = load_signed(table + 8 * WORDS_LIMIT)
+    # Most tables are of short rows, none of which has moved, and most rows stand in a whole block.
+    short = load_signed(table + 8 * LENGTH_BYTES) == 1 and load_signed(table + 8 * MOVED) == 0
+    whole = (n_rows & ~31) if short else np.int64(0)
+    hits = np.int64(0)
+    for n in range(begin, end):
+        row = row_at(ids, n, n_rows)
+        slot = load_signed_32(slots + slot_bytes * row)
+        if slot >= 0:
+            start = resident + slot * row_bytes
+            words_of = np.int64(0)
+            hits += 1
+        elif 0 <= row < whole:
+            words_of = load_8(lengths + row)
+            place = load_signed(bases + 8 * (row >> 5))
+            place += words_before_8(lengths + (row & ~31), row & 31, row_words)
+            start = words + 4 * place
+            # As in `find_row`.
+            size = words_of if words_of > 0 else row_words
+            if place < 0 or place > limit - size or words_of >= row_words:
+                words_of = np.int64(DAMAGED)
+        else:
+            start, words_of = find_row(table, row)
+        to = found + 16 * (n & places)
+        store_signed(to, start)
+        store_signed(to + 8, words_of)
+        if words_of >= 0:
+            prefetch_lines(start, 4 * (words_of if words_of > 0 else row_words))
+    return hits
+
+
+def decode_batch(like, table, ids, begin, end, found, places, spare, target):
+    """Decode rows that `ask_words` has found; return their words, or -1 - n for a damaged one.
+
+    For compiled code alone. Signed `like` decodes rows that bytefields.py serves, unsigned those
+    with any field.
+    """
+    raise NotImplementedError
+
+
+@overload(decode_batch, jit_options={"nogil": True})
+def _decode_batch(like, table, ids, begin, end, found, places, spare, target):
+    return decode_batch_of_bytes if like.signed else decode_batch_of_fields
+
+
+def decode_batch_of_bytes(like, table, ids, begin, end, found, places, spare, target):
+    """Do what `decode_batch` says with `decode_byte_row`."""
+    row_bytes = load_signed(table + 8 * ROW_BYTES)
+    row_words = load_signed(table + 8 * ROW_WORDS)
     fields = load_signed(table + 8 * FIELDS)
     values = load_signed(table + 8 * VALUES)
+    code_bits = load_signed(table + 8 * CODE_BITS)
+    chunks = load_signed(table + 8 * CHUNKS)
+    total = np.int64(0)
+    for n in range(begin, end):
+        place = found + 16 * (n & places)
+        start = load_signed(place)
+        words_of = load_signed(place + 8)
+        to = target + n * row_bytes
+        if words_of == 0:
+            copy_between(to, start, row_bytes)
+            total += row_words
+            continue
+        cluster = cluster_at(table, ids, n)
+        if words_of < 0 or cluster < 0:
+            return -1 - n
+        field = fields + 8 * NUMBERS * cluster
+        value = values + VALUES_BYTES * cluster
+        need = decode_byte_row(like, start, words_of, field, value, code_bits, chunks, to)
+        if need < 0:
+            return -1 - n
+        total += need
+    return total
+
+
+def decode_batch_of_fields(like, table, ids, begin, end, found, places, spare, target):
+    """Do what `decode_batch` says with `decode_field_row`."""
+    row_bytes = load_signed(table + 8 * ROW_BYTES)
+    row_words = load_signed(table + 8 * ROW_WORDS)
     cluster_values_bytes = load_signed(table + 8 * CLUSTER_VALUES_BYTES)
     group_values_bytes = load_signed(table + 8 * GROUP_VALUES_BYTES)
     each = load_signed(table + 8 * EACH) != 0
     code_bits = load_signed(table + 8 * CODE_BITS)
     grouped = load_signed(table + 8 * GROUPED) != 0
     chunks = load_signed(table + 8 * CHUNKS)
-    batch = load_signed(table + 8 * BATCH)
-    spare = np.empty(SPARE_BYTES, np.uint8)
-    at = np.empty(2 * MAX_BATCH, np.int64)
-    length = np.empty(2 * MAX_BATCH, np.int64)
-    places = 2 * batch - 1
     total = np.int64(0)
-    # Three steps: the lengths of a batch are asked for, then its words, then it is decoded. A batch
-    # takes each of them while the one before it takes the next.
-    for first in range(begin - 2 * batch, end, batch):
-        for n in range(max(begin, first + 2 * batch), min(first + 3 * batch, end)):
-            row = row_at(ids, n, n_rows)
-            prefetch_line(bases + 8 * (row >> 5))
-            prefetch_line(lengths + length_bytes * (row & ~31))
-            if length_bytes > 1:
-                prefetch_line(lengths + length_bytes * (row | 31))
-            if row_clusters != 0:
-                prefetch_line(row_clusters + row)
-        for n in range(max(begin, first + batch), min(first + 2 * batch, end)):
-            start, words_of = find_row(table, row_at(ids, n, n_rows))
-            at[n & places] = start
-            length[n & places] = words_of
-            if words_of >= 0:
-                prefetch_lines(start, 4 * (words_of if words_of > 0 else row_words))
-        for n in range(max(begin, first), min(first + batch, end)):
-            words_of = length[n & places]
-            to = target + n * row_bytes
-            if words_of == 0:
-                copy_between(to, at[n & places], row_bytes)
-                total += row_words
-                continue
-            if words_of < 0:
-                return -1 - n
-            cluster = np.int64(0)
-            if row_clusters != 0:
-                cluster = load_8(row_clusters + row_at(ids, n, n_rows))
-                if cluster >= clusters:
-                    return -1 - n
-            need = decode_field_row(
-                like,
-                at[n & places],
-                words_of,
-                fields + 8 * NUMBERS * cluster,
-                values + cluster_values_bytes * cluster,
-                group_values_bytes,
-                each,
-                code_bits,
-                grouped,
-                chunks,
-                address_of(spare),
-                to,
-            )
-            if need < 0:
-                return -1 - n
-            total += need
+    for n in range(begin, end):
+        place = found + 16 * (n & places)
+        start = load_signed(place)
+        words_of = load_signed(place + 8)
+        to = target + n * row_bytes
+        if words_of == 0:
+            copy_between(to, start, row_bytes)
+            total += row_words
+            continue
+        cluster = cluster_at(table, ids, n)
+        if words_of < 0 or cluster < 0:
+            return -1 - n
+        need = decode_field_row(
+            like,
+            start,
+            words_of,
+            load_signed(table + 8 * FIELDS) + 8 * NUMBERS * cluster,
+            load_signed(table + 8 * VALUES) + cluster_values_bytes * cluster,
+            group_values_bytes,
+            each,
+            code_bits,
+            grouped,
+            chunks,
+            spare,
+            to,
+        )
+        if need < 0:
+            return -1 - n
+        total += need
     return total
 
 
+@njit(nogil=True, cache=True, forceinline=True)
+def cluster_at(table, ids, n):
+    """Return the cluster of the row that ``ids[n]`` stands for, or DAMAGED."""
+    row_clusters = load_signed(table + 8 * ROW_CLUSTERS)
+    if row_clusters == 0:
+        return np.int64(0)
+    cluster = load_8(row_clusters + row_at(ids, n, load_signed(table + 8 * N_ROWS)))
+    return cluster if cluster < load_signed(table + 8 * CLUSTERS) else np.int64(DAMAGED)
+
+
+@njit(nogil=True, cache=True)
+def are_plain(ids, offsets, n_rows, begin, end):
+    """Tell whether ids are in range, none negative, and bag n starts at id n, n = begin..end."""
+    # Bits are gathered, with no branch, so that the loops run on vectors.
+    wrong = np.int64(0)
+    differs = np.int64(0)
+    bags = carray(numbers_at(offsets), (end,))
+    for n in range(begin, end):
+        wrong |= np.int64(ids[n]) | (n_rows - 1 - np.int64(ids[n]))
+        differs |= bags[n] ^ n
+    return wrong >= 0 and differs == 0
+
+
+@njit(nogil=True, cache=True, forceinline=True)
+def add_zeros_like(like, target, end, float_bytes):
+    """Add 0 to all floats from one address to another; `like` is any number of their type."""
+    while target + 16 * float_bytes <= end:
+        add_zero_16(like, target)
+        target += 16 * float_bytes
+    while target < end:
+        add_zero_1(like, target)
+        target += float_bytes
+
+
+@njit(nogil=True, cache=True)
+def add_zeros(target, end, float_bytes):
+    """Add 0 to all floats of 4 or 8 bytes from one address to another."""
+    if float_bytes == 4:
+        add_zeros_like(np.float32(0), target, end, 4)
+    else:
+        add_zeros_like(np.float64(0), target, end, 8)
+
+
+@njit(nogil=True, cache=True)
+def gather_compact(numbers, like, ids, target, bags, begin, end):
+    """Gather rows ``ids[begin:end]`` to an address, row 0 of them all.
+
+    `numbers` are SIZES numbers, `like` is any number as wide as a chunk, see `decode_row`, `bags`
+    the address of BAGS_SIZES numbers, 0 for rows as they are.
+
+    Returns the words of the rows, -1 - n when the row of ``ids[n]`` is damaged, or NOT_PLAIN when
+    `are_plain` does not hold; and how many rows were not resident.
+    """
+    table = address_of(numbers)
+    row_bytes = load_signed(table + 8 * ROW_BYTES)
+    batch = load_signed(table + 8 * BATCH)
+    # Where there is no cache, all rows share one entry, which says so.
+    slots = no_slot()
+    slot_bytes = np.int64(0)
+    store_signed(slots, np.int64(-1))
+    resident = np.int64(0)
+    float_bytes = np.int64(0)
+    if bags != 0:
+        offsets = load_signed(bags + 8 * OFFSETS)
+        if not are_plain(ids, offsets, load_signed(table + 8 * N_ROWS), begin, end):
+            return np.int64(NOT_PLAIN), np.int64(0)
+        slots = load_signed(bags + 8 * SLOT_OF)
+        slot_bytes = np.int64(4)
+        resident = load_signed(bags + 8 * RESIDENT)
+        float_bytes = load_signed(bags + 8 * FLOAT_BYTES)
+    found = places_of_rows()
+    spare = spare_group()
+    places = 2 * batch - 1
+    total = np.int64(0)
+    hits = np.int64(0)
+    # The lengths of a batch are asked for, then its words, then it is decoded. A batch takes each
+    # step while the one before it takes the next.
+    for first in range(begin - 2 * batch, end, batch):
+        second, third = first + batch, first + 2 * batch
+        ask_lengths(table, ids, max(begin, third), min(third + batch, end), slots, slot_bytes)
+        hits += ask_words(
+            table,
+            ids,
+            max(begin, second),
+            min(third, end),
+            slots,
+            slot_bytes,
+            resident,
+            found,
+            places,
+        )
+        start, stop = max(begin, first), min(second, end)
+        words = decode_batch(like, table, ids, start, stop, found, places, spare, target)
+        if words < 0:
+            return words, np.int64(0)
+        total += words
+        if float_bytes != 0 and start < stop:
+            add_zeros(target + start * row_bytes, target + stop * row_bytes, float_bytes)
+    return total - hits * load_signed(table + 8 * ROW_WORDS), end - begin - hits
+
+
 # What a thread of a team reads of a gather, int64 each, by its place; behind it, for each thread,
-# goes what `gather_compact` returns.
+# go the two numbers that `gather_compact` returns.
 THREAD_NUMBER = 0  # addresses of C functions, see team.Team
 THREAD_COUNT = 1
 TABLE = 2
 IDS = 3
 N_IDS = 4
 TARGET = 5
-RESULTS = 6
+BAGS = 6
+RESULTS = 7
 
 
 def part_of_gather(like: Any) -> Any:
@@ -224,7 +422,10 @@ def part_of_gather(like: Any) -> Any:
         table = carray(numbers_at(gather[TABLE]), (SIZES,))
         ids = carray(numbers_at(gather[IDS]), (n_ids,))
         begin, end = n_ids * thread // threads, n_ids * (thread + 1) // threads
-        results = carray(data, (RESULTS + threads,))
-        results[RESULTS + thread] = gather_compact(table, like, ids, gather[TARGET], begin, end)
+        results = carray(data, (RESULTS + 2 * threads,))
+        target, bags = gather[TARGET], gather[BAGS]
+        words, missing = gather_compact(table, like, ids, target, bags, begin, end)
+        results[RESULTS + 2 * thread] = words
+        results[RESULTS + 2 * thread + 1] = missing
 
     return part

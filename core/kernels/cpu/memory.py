@@ -37,24 +37,27 @@ def address_of(typing_context: Any, array: Any) -> Any:
     return types.int64(array), build
 
 
-def _loader(bits: int, returned: Any) -> Any:
+def _loader(bits: int, returned: Any, signed: bool = False) -> Any:
     @intrinsic  # type: ignore[untyped-decorator]
     def load_bits(typing_context: Any, address: Any) -> Any:
         def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             x = load(builder, args[0], ir.IntType(bits))
-            return x if bits == 64 else builder.zext(x, _LONG)
+            if bits == 64:
+                return x
+            return builder.sext(x, _LONG) if signed else builder.zext(x, _LONG)
 
         return returned(types.int64), build
 
     return load_bits
 
 
-# The unsigned integer of so many bits at an address; that of 64 bits also as a signed one.
+# The unsigned integer of so many bits at an address; those of 32 and 64 bits also as signed ones.
 load_8 = _loader(8, types.int64)
 load_16 = _loader(16, types.int64)
 load_32 = _loader(32, types.int64)
 load_64 = _loader(64, types.uint64)
 load_signed = _loader(64, types.int64)
+load_signed_32 = _loader(32, types.int64, signed=True)
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -67,6 +70,57 @@ def call_at(typing_context: Any, address: Any) -> Any:
         return builder.sext(builder.call(function, []), _LONG)
 
     return types.int64(types.int64), build
+
+
+def stack_memory(count: int) -> Any:
+    """Return a function for compiled code that returns the address of `count` bytes.
+
+    They start a line of the cache, hold anything, and last until the function that calls returns.
+    """
+
+    @intrinsic  # type: ignore[untyped-decorator]
+    def address_of_stack(typing_context: Any) -> Any:
+        def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            memory = cgutils.alloca_once(builder, ir.ArrayType(_BYTE, count))
+            memory.align = 64
+            return builder.ptrtoint(memory, _LONG)
+
+        return types.int64(), build
+
+    return address_of_stack
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def store_signed(typing_context: Any, address: Any, x: Any) -> Any:
+    """Write the int64 at an address."""
+
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        builder.store(args[1], builder.inttoptr(args[0], _LONG.as_pointer()), align=8)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), build
+
+
+def _adder_of_zero(count: int) -> Any:
+    """Return the function for so many floats."""
+
+    @intrinsic  # type: ignore[untyped-decorator]
+    def add_zero(typing_context: Any, like: Any, address: Any) -> Any:
+        def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            kind = ir.VectorType(args[0].type, count)
+            place = builder.inttoptr(args[1], kind.as_pointer())
+            x = builder.fadd(builder.load(place, align=4), ir.Constant(kind, [0.0] * count))
+            builder.store(x, place, align=4)
+            return context.get_dummy_value()
+
+        return types.void(like, types.int64), build
+
+    return add_zero
+
+
+# Each adds 0 to the floats at an address, which makes 0 of -0; `like` is any number of their type.
+add_zero_1 = _adder_of_zero(1)
+add_zero_16 = _adder_of_zero(16)
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -166,10 +220,16 @@ def prefetch_lines(address, count):
 
     Of a long row only the beginning: by then the processor goes on by itself.
     """
-    count = min(count, MAX_AHEAD_BYTES)
-    for byte in range(0, count, 64):
-        prefetch_line(address + byte)
-    prefetch_line(address + count - 1)
+    last = address + count - 1
+    end = address + min(count, MAX_AHEAD_BYTES)
+    # Not one line at a time, which LLVM would unroll so far that short rows pay for it.
+    while end - address > 128:
+        prefetch_line(address)
+        prefetch_line(address + 64)
+        address += 128
+    prefetch_line(address)
+    prefetch_line(min(address + 64, last))
+    prefetch_line(last)
 
 
 @njit(nogil=True, cache=True)

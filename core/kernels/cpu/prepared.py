@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from array import array
 from typing import Any
 
 import numpy as np
@@ -10,13 +11,14 @@ import torch
 
 from ..format import PAD_WORDS, RowLayout, TableStorage, check_sizes
 from .compiling import compiling_beside, prepare
-from .constants import UNSIGNED, Field, constants_of
+from .constants import SIGNED, UNSIGNED, Field, constants_of
 from .loading import gathering
 from .team import Team, team_of_torch, threads_for
 from .threads import run_ranges
 
-# Two batches of rows have room in the first cache: so many bytes, or two rows each.
-_BATCH_BYTES = 16384
+# A batch of rows has so many bytes, or two rows: what two batches read fits into the first cache.
+_BATCH_BYTES = 32768
+_NOT_PLAIN = -(1 << 62)  # lookups.NOT_PLAIN, which loads Numba
 
 
 class PreparedTable:
@@ -42,6 +44,7 @@ class PreparedTable:
         field = constants_of(layout).field
         assert field is not None and table.bases is not None and table.lengths is not None
         words, overflow = table.words, table.overflow
+        values = field.values if field.bytes is None else field.bytes
         batch = lookups.MAX_BATCH
         while batch > 2 and batch * f.row_bytes > _BATCH_BYTES:
             batch //= 2
@@ -60,8 +63,8 @@ class PreparedTable:
             lookups.OVERFLOW: _address(overflow),
             lookups.OVERFLOW_LIMIT: 0 if overflow is None else overflow.numel() - PAD_WORDS,
             lookups.FIELDS: field.numbers.ctypes.data,
-            lookups.VALUES: field.values.ctypes.data,
-            lookups.CLUSTER_VALUES_BYTES: field.values.strides[0],
+            lookups.VALUES: values.ctypes.data,
+            lookups.CLUSTER_VALUES_BYTES: values.strides[0],
             lookups.GROUP_VALUES_BYTES: field.group_values_bytes,
             lookups.EACH: field.each,
             lookups.CODE_BITS: f.code_bits,
@@ -70,10 +73,12 @@ class PreparedTable:
             lookups.BATCH: batch,
         }
         self._numbers = np.array([numbers[i] for i in range(lookups.SIZES)], np.int64)
-        self._like = UNSIGNED[f.chunk_bytes](0)
+        self._address: int = self._numbers.ctypes.data
+        self._part = 0  # address of `lookups.part_of_gather`'s function
+        chunks: dict[int, Any] = UNSIGNED if field.bytes is None else SIGNED
+        self._like = chunks[f.chunk_bytes](0)
         self._kernel = lookups.gather_compact
         self._row_bytes = f.row_bytes
-        self._chunk_bytes = f.chunk_bytes
         self._n_rows = table.n_rows
         self._compiled: set[Any] = set()
         self._holds: tuple[TableStorage, Field] = (table, field)
@@ -101,59 +106,114 @@ class PreparedTable:
         words : int
             Words of the rows, those of the packed ones as many as they need.
         """
-        threads = threads_for(out.nbytes)
-        team = team_of_torch() if threads > 1 else None
-        if team is not None:
-            ids = ids.to(torch.int64)
-        numbers = ids.numpy()
-        target = out.data_ptr()
-        kind = (numbers.dtype, numbers.flags.num)
-        if kind not in self._compiled:
-            prepare(self._kernel, self._numbers, self._like, numbers, target, 0, 0)
-            self._compiled.add(kind)
-
-        def work(begin: int, end: int) -> int:
-            return int(self._kernel(self._numbers, self._like, numbers, target, begin, end))
-
-        if team is None:
-            words = run_ranges(work, len(numbers), self._row_bytes)
-        else:
-            words = self._gather_on_team(team, threads, numbers, target)
-        bad = next((-1 - found for found in words if found < 0), -1)
+        bad, words, _ = self._gather(ids, out, 0)
         if bad < 0:
-            return -1, sum(words)
-        row = int(numbers[bad])
+            return -1, words
+        row = int(ids[bad])
         return row + self._n_rows if row < 0 else row, 0
 
+    def look_up(
+        self,
+        ids: torch.Tensor,
+        offsets: torch.Tensor,
+        slot_of: np.ndarray[Any, Any],
+        resident: torch.Tensor,
+        out: torch.Tensor,
+    ) -> tuple[int, int, int] | None:
+        """Sum bags of one id each: take their rows from a cache or decode them, and add 0.
+
+        Parameters
+        ----------
+        ids, offsets : torch.Tensor
+            int64 ``[n]``, contiguous: rows, and where bags begin.
+        slot_of : numpy.ndarray
+            int32 ``[N]``, contiguous: the slot of each row in `resident`, negative for none.
+        resident : torch.Tensor
+            ``[slots, D]``, contiguous, of the table's dtype.
+        out : torch.Tensor
+            float32 or float64 ``[n, D]``, contiguous.
+
+        Returns
+        -------
+        tuple or None
+            As for `gather`, and how many of the rows were not resident. None where an id is out of
+            range or negative, or bag n does not begin at id n; what `out` holds is undefined then.
+        """
+        # An array.array is made, and tells its address, several times as fast as numpy's.
+        bags = array(
+            "q", (offsets.data_ptr(), slot_of.ctypes.data, resident.data_ptr(), out.element_size())
+        )
+        bad, words, missing = self._gather(ids, out, bags.buffer_info()[0])
+        if bad == _NOT_PLAIN:
+            return None
+        return (-1, words, missing) if bad < 0 else (int(ids[bad]), 0, missing)
+
+    def _gather(self, ids: torch.Tensor, out: torch.Tensor, bags: int) -> tuple[int, int, int]:
+        """Return -1, the position of a damaged row or _NOT_PLAIN, the words, and rows not resident.
+
+        `bags` is as in `lookups.gather_compact`.
+        """
+        threads = threads_for(out.nbytes)
+        team = team_of_torch() if threads > 1 else None
+        if team is None:
+            results = self._gather_on_pool(ids.numpy(), out.data_ptr(), bags)
+        else:
+            results = self._gather_on_team(team, threads, ids.to(torch.int64), out.data_ptr(), bags)
+        words = missing = 0
+        for found, away in results:
+            if found < 0:
+                return (_NOT_PLAIN if found == _NOT_PLAIN else -1 - found), 0, 0
+            words += found
+            missing += away
+        return -1, words, missing
+
+    def _gather_on_pool(
+        self, ids: np.ndarray[Any, Any], target: int, bags: int
+    ) -> list[tuple[int, int]]:
+        """Gather by this thread or several; return what each of them did, as the kernel does."""
+        kind = (ids.dtype, ids.flags.num)
+        if kind not in self._compiled:
+            prepare(self._kernel, self._numbers, self._like, ids, target, bags, 0, 0)
+            self._compiled.add(kind)
+
+        def work(begin: int, end: int) -> tuple[int, int]:
+            found: tuple[int, int] = self._kernel(
+                self._numbers, self._like, ids, target, bags, begin, end
+            )
+            return found
+
+        return run_ranges(work, len(ids), self._row_bytes)
+
     def _gather_on_team(
-        self, team: Team, threads: int, ids: np.ndarray[Any, Any], target: int
-    ) -> list[int]:
-        """Gather by threads of a team; return what each of them did, as the kernel does."""
-        call = np.array(
-            [
+        self, team: Team, threads: int, ids: torch.Tensor, target: int, bags: int
+    ) -> list[tuple[int, int]]:
+        """Do what `_gather_on_pool` does by threads of a team."""
+        call = array(
+            "q",
+            (
                 team.thread_number,
                 team.thread_count,
-                self._numbers.ctypes.data,
-                ids.ctypes.data,
-                len(ids),
+                self._address,
+                ids.data_ptr(),
+                ids.shape[0],
                 target,
-                *[0] * threads,
-            ],
-            np.int64,
+                bags,
+                *(0,) * (2 * threads),
+            ),
         )
-        part = _part_of_gather(self._chunk_bytes)
-        team.run(part.address, call.ctypes.data, threads)
-        found: list[int] = call[-threads:].tolist()
-        return found
+        if self._part == 0:
+            self._part = _part_of_gather(self._like.dtype.name).address
+        team.run(self._part, call.buffer_info()[0], threads)
+        return list(zip(call[-2 * threads :: 2], call[1 - 2 * threads :: 2], strict=True))
 
 
 @functools.cache
-def _part_of_gather(chunk_bytes: int) -> Any:
-    """Return `lookups.part_of_gather` for chunks of a size."""
+def _part_of_gather(chunk: str) -> Any:
+    """Return `lookups.part_of_gather` for chunks of a dtype."""
     from . import lookups
 
     with compiling_beside(lookups.gather_compact):
-        return lookups.part_of_gather(UNSIGNED[chunk_bytes](0))
+        return lookups.part_of_gather(np.dtype(chunk).type(0))
 
 
 def _address(t: torch.Tensor | None) -> int:

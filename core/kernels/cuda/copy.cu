@@ -11,6 +11,7 @@
 // another row: all get threads for as many as any needs, of which some then do nothing.
 #include "bits.cuh"
 #include "host_load.cuh"
+#include "ids.cuh"
 #include "mailbox.cuh"
 
 #define THREADS 256
@@ -47,16 +48,16 @@ __device__ __forceinline__ piece_t piece_of(unit_t x, int p) {
 // through tiles of TILE units; step_rows rows and step_units units lie between two of its tiles. A
 // number t below 2^31 divided by `units` is the high word of t * multiplier, shifted right by `shift`;
 // for a single unit, whose multiplier would not fit, multiplier is 0. See division in launch_copy.py.
+// For first_bad and lowest see bad_position.
 extern "C" __global__ void __launch_bounds__(THREADS, 4)
     copy_rows(const u8* __restrict__ rows, u32 stride_bytes, i64 n_rows, int row_bytes, const void* __restrict__ ids,
               int id_bytes, const u32* __restrict__ order, i64 n, int units, u32 multiplier, int shift, int turned,
-              i64 step_rows, int step_units, u8* __restrict__ out, const u64* __restrict__ first_bad, i64* mailbox) {
-  if (first_bad != nullptr && *first_bad != ~0ull) {
-    if (blockIdx.x == 0 && threadIdx.x == 0) {
-      const u64 at = *first_bad;
-      const i64 id = id_bytes == 8 ? ((const i64*)ids)[at] : (i64)((const int*)ids)[at];
-      report(mailbox, ERROR_INDEX, (i64)at, id, n_rows);
-    }
+              i64 step_rows, int step_units, u8* __restrict__ out, const u64* __restrict__ first_bad, i64 lowest,
+              i64* mailbox) {
+  const u64 bad = bad_position(first_bad, ids, id_bytes, n, lowest, n_rows);
+  if (bad != ~0ull) {
+    if (blockIdx.x == 0 && threadIdx.x == 0)
+      report(mailbox, ERROR_INDEX, (i64)bad, load_id(ids, (i64)bad, id_bytes), n_rows);
     return;
   }
   const u32 first = blockIdx.x * TILE;
@@ -80,7 +81,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4)
 #pragma unroll
     for (int j = 0; j < UNROLL; ++j) {
       id[j] = 0;
-      if (wanted[j]) id[j] = id_bytes == 8 ? ((const i64*)ids)[at[j]] : (i64)((const int*)ids)[at[j]];
+      if (wanted[j]) id[j] = load_id(ids, at[j], id_bytes);
     }
     unit_t x[UNROLL];
 #pragma unroll

@@ -2,6 +2,7 @@
 // slabs: one launch for both. The warp that will decode a row finds and fetches it. See decode.cuh.
 #include "async_copy.cuh"
 #include "bits.cuh"
+#include "ids.cuh"
 #include "mailbox.cuh"
 #include "map.cuh"
 #define GATHER 1
@@ -86,7 +87,7 @@ __device__ __forceinline__ Wanted load_wanted(const Args& a, const Table& t, i64
   Wanted w = {NOTHING, 0};
   if (j < a.tile_rows && position < t.n) {
     w.out = t.order != nullptr ? t.order[position] : (u32)position;
-    w.row = t.id_bytes == 8 ? ((const i64*)t.ids)[w.out] : (i64)((const int*)t.ids)[w.out];
+    w.row = load_id(t.ids, w.out, t.id_bytes);
   }
   return w;
 }
@@ -245,14 +246,13 @@ __device__ __forceinline__ void gather_all(const Args& a, const Table& t, i64* c
       i64 n, const u8 *__restrict__ row_clusters, const chunk_t *__restrict__ tables,                             \
       const int *__restrict__ starts, i64 n_rows, int chunks, int row_words, int row_bytes, int clusters,         \
       int tile_rows, int slot_words, int stage_words, int longest_words, u8 *__restrict__ out,                    \
-      const u64 *first_bad, i64 *counters, i64 *mailbox
-#define GATHER_BODY(STAGED, LANES)                                                                                       \
+      const u64 *first_bad, i64 lowest, i64 *counters, i64 *mailbox
+#define GATHER_BODY(STAGED, LANES)                                                                                \
   extern __shared__ __align__(128) u32 shared[];                                                                  \
-  if (first_bad != nullptr && *first_bad != ~0ull) {                                                              \
-    if (blockIdx.x == 0 && threadIdx.x == 0) {                                                                    \
-      const i64 bad = id_bytes == 8 ? ((const i64*)ids)[*first_bad] : (i64)((const int*)ids)[*first_bad];         \
-      report(mailbox, ERROR_INDEX, *first_bad, bad, n_rows);                                                      \
-    }                                                                                                             \
+  const u64 bad = bad_position(first_bad, ids, id_bytes, n, lowest, n_rows);                                      \
+  if (bad != ~0ull) {                                                                                             \
+    if (blockIdx.x == 0 && threadIdx.x == 0)                                                                      \
+      report(mailbox, ERROR_INDEX, (i64)bad, load_id(ids, (i64)bad, id_bytes), n_rows);                           \
     return;                                                                                                       \
   }                                                                                                               \
   const Args a = {row_clusters, tables,    starts,     n_rows,      chunks,        row_words, row_bytes,          \

@@ -2,28 +2,26 @@
 // order in which rows are read one neighbourhood of the table after another. A neighbourhood is a
 // bin: the ids that agree but for their lowest `shift` bits, below BINS of them in a table.
 //
-// To order, three launches: reset_order, count_ids, order_ids. Ids take int32 or int64, id_bytes says
-// which; negative ones count from the end. first_bad[0] is all ones, or the first position of an id
-// out of range; then nothing is ordered.
+// To order, three launches: reset_order, count_ids, order_ids. Ids are good from `lowest`, which is
+// -n_rows or 0, to n_rows - 1; negative ones count from the end. first_bad[0] is all ones, or the first
+// position of a bad id; then nothing is ordered.
 #include "bits.cuh"
+#include "ids.cuh"
 
 static_assert((BINS & (BINS - 1)) == 0, "threads share the bins evenly");
 
 #define THREADS 256
+#define CHECK_THREADS 1024  // at most, of a block of check_ids
 #define BINS_PER_THREAD (BINS / THREADS)
 
-__device__ __forceinline__ i64 load_id(const void* ids, i64 position, int id_bytes) {
-  return id_bytes == 8 ? ((const i64*)ids)[position] : (i64)((const int*)ids)[position];
-}
-
-// first_bad[0] starts as all ones.
-extern "C" __global__ void __launch_bounds__(THREADS)
-    check_ids(const void* __restrict__ ids, int id_bytes, i64 n, i64 n_rows, u64* first_bad) {
-  const i64 stride = (i64)gridDim.x * blockDim.x;
-  for (i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += stride) {
-    const i64 id = load_id(ids, i, id_bytes);
-    if (id < -n_rows || id >= n_rows) atomicMin(first_bad, (u64)i);
-  }
+// first_bad[0] starts as all ones, unless there is one block only.
+extern "C" __global__ void __launch_bounds__(CHECK_THREADS)
+    check_ids(const void* __restrict__ ids, int id_bytes, i64 n, i64 lowest, i64 n_rows, u64* first_bad) {
+  const i64 begin = (i64)blockIdx.x * blockDim.x + threadIdx.x, stride = (i64)gridDim.x * blockDim.x;
+  const u64 found = first_outside(ids, id_bytes, begin, stride, n, lowest, n_rows);
+  if (threadIdx.x) return;
+  if (gridDim.x == 1) *first_bad = found;
+  else if (found != ~0ull) atomicMin(first_bad, found);
 }
 
 // bins: the ids of each bin, then the places of each bin that are given away.
@@ -35,16 +33,16 @@ extern "C" __global__ void __launch_bounds__(THREADS) reset_order(u32* bins, u64
 
 // Check the ids and count them by bin.
 extern "C" __global__ void __launch_bounds__(THREADS)
-    count_ids(const void* __restrict__ ids, int id_bytes, i64 n, i64 n_rows, int shift, u32* bins, u64* first_bad) {
+    count_ids(const void* __restrict__ ids, int id_bytes, i64 n, i64 lowest, i64 n_rows, int shift, u32* bins,
+              u64* first_bad) {
   __shared__ u32 counts[BINS];
   for (int b = threadIdx.x; b < BINS; b += THREADS) counts[b] = 0;
   __syncthreads();
   const i64 stride = (i64)gridDim.x * THREADS;
   for (i64 i = (i64)blockIdx.x * THREADS + threadIdx.x; i < n; i += stride) {
-    i64 id = load_id(ids, i, id_bytes);
-    if (id < 0) id += n_rows;
-    if (id < 0 || id >= n_rows) atomicMin(first_bad, (u64)i);
-    else atomicAdd(&counts[id >> shift], 1u);
+    const i64 id = load_id(ids, i, id_bytes);
+    if (id < lowest || id >= n_rows) atomicMin(first_bad, (u64)i);
+    else atomicAdd(&counts[(id < 0 ? id + n_rows : id) >> shift], 1u);
   }
   __syncthreads();
   for (int b = threadIdx.x; b < BINS; b += THREADS)

@@ -7,37 +7,46 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 
 from ...errors import ArgumentError
 from ..format import (
-    BUCKET_ENTRIES,
     PAD_WORDS,
     CacheStorage,
-    RowFormat,
     RowLayout,
     RowStorage,
     TableStorage,
     ceil_div,
-    read_together,
 )
-from .launch_copy import copy_rows
-from .launch_ids import MAX_IDS, IdScratch, check_ids, map_find, map_insert, order_ids
+from .launch_copy import CopyPlan, copy_rows
+from .launch_gather import GatherPlan
+from .launch_ids import (
+    ALL_GOOD,
+    CHECKED_BY_ALL,
+    MAX_IDS,
+    IdScratch,
+    check_ids,
+    map_find,
+    map_insert,
+    order_ids,
+)
 from .runner import Runner
-from .source import BYTE_FIELDS, MIN_SHORT_VECTOR, Variant, widest_vector
+from .source import Variant
+from .tiles import (
+    THREADS,
+    WARPS,
+    Grid,
+    TileShape,
+    aligned_to,
+    decode_variant,
+    has_byte_field,
+    run_shape,
+    tile_arguments,
+)
 
-_INT_BYTES = {4: np.int32(4), 8: np.int32(8)}
-
-WARPS = 8  # warps of a block, in every kernel
-THREADS = 32 * WARPS
-MAX_CHOSEN_ROWS = 32  # rows of a tile, when they are chosen by id
-SHORT_ROW_BYTES = 1 << 10  # up to which eight lanes take a row
-#: Blocks of a decoder for each place on the device: with one, all wait for the slowest.
-WAVES = 4
-STAGE_BYTES = 33 << 10  # packed words of a tile in shared memory; two tiles are in flight
 ENCODE_STAGE_BYTES = 6 << 10  # packed row that a warp puts together in shared memory
 
 
@@ -47,7 +56,8 @@ class CudaKernels:
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
         # The last one of each table: most gathers of a table are alike.
-        self._plans: WeakKeyDictionary[TableStorage, _GatherPlan] = WeakKeyDictionary()
+        self._plans: WeakKeyDictionary[TableStorage, GatherPlan] = WeakKeyDictionary()
+        self._copies: dict[tuple[object, ...], CopyPlan] = {}
 
     def count_bits(self, rows: torch.Tensor, chunk_bytes: int) -> torch.Tensor:
         """Count set bits per position; see `kernels.cpu.count_bits`."""
@@ -55,7 +65,7 @@ class CudaKernels:
         chunks = row_bytes // chunk_bytes
         counts = torch.zeros((chunks, 8 * chunk_bytes), dtype=torch.int64, device=rows.device)
         if n and chunks:
-            rows = _aligned(rows, chunk_bytes)
+            rows = aligned_to(rows, chunk_bytes)
             columns = ceil_div(chunks, 32)
             slices = min(ceil_div(n, 64), max(1, 8 * self._runner.multiprocessors // columns))
             self._runner.launch(
@@ -83,7 +93,7 @@ class CudaKernels:
                 (self._row_blocks(n, 8),),
                 (THREADS,),
                 (
-                    _aligned(rows, f.chunk_bytes),
+                    aligned_to(rows, f.chunk_bytes),
                     np.int64(n),
                     np.int32(f.chunks),
                     np.int32(f.row_words),
@@ -119,7 +129,7 @@ class CudaKernels:
                 (self._row_blocks(n, 8),),
                 (THREADS,),
                 (
-                    _aligned(rows, f.chunk_bytes),
+                    aligned_to(rows, f.chunk_bytes),
                     np.int64(n),
                     np.int32(f.chunks),
                     np.int32(f.row_words),
@@ -170,14 +180,16 @@ class CudaKernels:
                 n_rows=storage.lengths.shape[0],
                 words=storage.words,
                 bases=storage.bases,
-                lengths=_aligned(storage.lengths, 16),
+                lengths=aligned_to(storage.lengths, 16),
                 row_clusters=storage.row_clusters if layout.format.clusters > 1 else None,
                 max_words=facts["max_row_words"],
             )
-            first_bad = torch.full((1,), -1, dtype=torch.int64, device=ids.device)
-            self.check_ids(ids, table.n_rows, first_bad)
+            n_rows, first_bad = table.n_rows, None
+            if ids.shape[0] > CHECKED_BY_ALL:
+                first_bad = torch.empty(1, dtype=torch.int64, device=ids.device)
+                self.check_ids(ids, n_rows, first_bad)
             return self.gather_rows(
-                table, layout, ids, out, first_bad=first_bad, sm_budget=sm_budget
+                table, layout, ids, out, first_bad=first_bad, lowest=-n_rows, sm_budget=sm_budget
             )
         n = out.shape[0]
         if n == 0:
@@ -190,12 +202,12 @@ class CudaKernels:
             return -1
         shape = run_shape(f, facts)
         self._launch_tiles(
-            _decode_variant("decode", layout, out),
+            decode_variant("decode", layout, out.data_ptr()),
             "decode_rows" if shape.stage_words else "decode_long_rows",
             ceil_div(n, shape.tile_rows) + 1,
             shape,
             (
-                _aligned(storage.words, 16),
+                aligned_to(storage.words, 16),
                 np.int64(storage.words.shape[0] - PAD_WORDS),
                 storage.bases,
                 storage.lengths,
@@ -203,7 +215,7 @@ class CudaKernels:
                 np.int64(row_begin),
                 np.int64(n),
                 storage.row_clusters if f.clusters > 1 else None,
-                *_tile_arguments(layout, storage.lengths.shape[0], shape),
+                *tile_arguments(layout, storage.lengths.shape[0], shape).values(),
                 np.int32(facts["max_row_words"]),
                 out,
                 self._runner.mailbox,
@@ -222,6 +234,7 @@ class CudaKernels:
         cache: CacheStorage | None = None,
         counters: torch.Tensor | None = None,
         first_bad: torch.Tensor | None = None,
+        lowest: int = ALL_GOOD,
         order: torch.Tensor | None = None,
         sm_budget: int | None = None,
     ) -> int:
@@ -231,10 +244,15 @@ class CudaKernels:
         ----------
         table, layout, ids, out, cache, counters
             As on the CPU. The table's words and overflow may lie in page-locked host memory, the
-            slabs on other GPUs that this one may read.
+            slabs on other GPUs that this one may read. `out` may be of another dtype, if its rows
+            have as many bytes.
         first_bad : torch.Tensor, optional
             int64 ``[1]``, what `check_ids` or `order_ids` found; when it found a bad id, `out` is
-            left untouched and the mailbox tells. Without it the ids must be known to be good.
+            left untouched and the mailbox tells.
+        lowest : int
+            Without `first_bad`: the lowest good id, 0 or ``-N``. Every block then looks at all ids,
+            which for up to CHECKED_BY_ALL takes less than a launch for that. ALL_GOOD where they
+            are known to be good.
         order : torch.Tensor, optional
             int32 ``[n]``, read as unsigned: the sequence in which the rows are fetched.
         sm_budget : int, optional
@@ -250,9 +268,13 @@ class CudaKernels:
             return -1
         if n > MAX_IDS:
             raise ArgumentError(f"ids: {n}, a gather on a GPU takes at most {MAX_IDS}")
-        table, layout = read_together(table, layout, cache)
-        f = layout.format
-        if out.data_ptr() % f.chunk_bytes:
+        plan = self._plans.get(table)
+        address = out.data_ptr()
+        if plan is None or not plan.serves(layout, cache, address):
+            plan = GatherPlan(self._runner, table, layout, cache, address)
+            if plan.words is table.words:
+                self._plans[table] = plan
+        if not plan.aligned:
             # The kernel stores whole chunks. A copy first, since bad ids leave `out` untouched.
             aligned = out.clone()
             self.gather_rows(
@@ -263,34 +285,22 @@ class CudaKernels:
                 cache=cache,
                 counters=counters,
                 first_bad=first_bad,
+                lowest=lowest,
                 order=order,
                 sm_budget=sm_budget,
             )
             out.copy_(aligned)
             return -1
-        plan = self._plans.get(table)
-        if plan is None or not plan.serves(layout, cache, out):
-            plan = _GatherPlan(table, layout, cache, out)
-            if plan.words is table.words:
-                self._plans[table] = plan
-        self._launch_tiles(
-            plan.variant,
-            plan.kernel,
-            ceil_div(n, plan.shape.tile_rows),
-            plan.shape,
-            (
-                *plan.sources,
-                ids,
-                _INT_BYTES[ids.element_size()],
-                order,
-                np.int64(n),
-                *plan.rows,
-                out,
-                first_bad,
-                counters,
-                self._runner.mailbox,
-            ),
-            sm_budget,
+        plan.launch(
+            min(ceil_div(n, plan.tile_rows), plan.grid.blocks(sm_budget)),
+            ids.data_ptr(),
+            ids.element_size(),
+            0 if order is None else order.data_ptr(),
+            n,
+            address,
+            0 if first_bad is None else first_bad.data_ptr(),
+            lowest,
+            0 if counters is None else counters.data_ptr(),
         )
         return -1
 
@@ -302,6 +312,7 @@ class CudaKernels:
         out: torch.Tensor,
         *,
         first_bad: torch.Tensor | None = None,
+        lowest: int = ALL_GOOD,
         order: torch.Tensor | None = None,
         sm_budget: int | None = None,
     ) -> None:
@@ -313,17 +324,27 @@ class CudaKernels:
             ids,
             out,
             first_bad=first_bad,
+            lowest=lowest,
             order=order,
             sm_budget=sm_budget,
+            plans=self._copies,
         )
 
-    def check_ids(self, ids: torch.Tensor, n_rows: int, first_bad: torch.Tensor) -> None:
+    def check_ids(
+        self,
+        ids: torch.Tensor,
+        n_rows: int,
+        first_bad: torch.Tensor,
+        lowest: int | None = None,
+    ) -> None:
         """Find the first bad id; see `launch_ids.check_ids`."""
-        check_ids(self._runner, ids, n_rows, first_bad)
+        check_ids(self._runner, ids, n_rows, first_bad, lowest)
 
-    def order_ids(self, ids: torch.Tensor, n_rows: int, scratch: IdScratch) -> torch.Tensor:
+    def order_ids(
+        self, ids: torch.Tensor, n_rows: int, scratch: IdScratch, lowest: int | None = None
+    ) -> torch.Tensor:
         """Order ids by where their rows lie; see `launch_ids.order_ids`."""
-        return order_ids(self._runner, ids, n_rows, scratch)
+        return order_ids(self._runner, ids, n_rows, scratch, lowest)
 
     def map_insert(
         self, entries: torch.Tensor, ids: torch.Tensor, locations: torch.Tensor
@@ -345,197 +366,19 @@ class CudaKernels:
         sm_budget: int | None,
     ) -> None:
         """Start a decoder on as many blocks as fit the device, or `sm_budget` of it, at once."""
-        runner = self._runner
-        shared_bytes = 4 * (2 * shape.stage_words + PAD_WORDS)
-        # A block has a few kilobytes of its own beside the stages.
-        at_once = runner.shared_bytes_per_multiprocessor // (shared_bytes + 4096)
-        at_once = max(1, min(variant.blocks, at_once))
-        if sm_budget is None:
-            places = runner.multiprocessors * at_once * WAVES
-        else:
-            places = max(1, min(sm_budget, runner.multiprocessors)) * at_once
-        blocks = min(tiles, places)
-        runner.launch(variant, kernel, (blocks,), (THREADS,), args, shared_bytes=shared_bytes)
+        grid = Grid(self._runner, variant, shape)
+        blocks = min(tiles, grid.blocks(sm_budget))
+        self._runner.launch(
+            variant, kernel, (blocks,), (THREADS,), args, shared_bytes=grid.shared_bytes
+        )
 
     def _row_blocks(self, n_rows: int, blocks_per_sm: int) -> int:
         return min(ceil_div(n_rows, WARPS), blocks_per_sm * self._runner.multiprocessors)
 
 
-class _GatherPlan:
-    """What gathers from one table have in common, worked out once.
-
-    Parameters
-    ----------
-    table : TableStorage
-        The table.
-    layout : RowLayout
-        How its rows, or the cached ones, are packed.
-    cache : CacheStorage or None
-        Cached rows.
-    out : torch.Tensor
-        uint8 ``[n, row_bytes]``, the first output.
-
-    Attributes
-    ----------
-    words : torch.Tensor
-        The table's words, or an aligned copy, which holds for one gather only.
-    """
-
-    def __init__(
-        self,
-        table: TableStorage,
-        layout: RowLayout,
-        cache: CacheStorage | None,
-        out: torch.Tensor,
-    ) -> None:
-        self._layout = layout
-        # Weakly: nobody wants the slabs of a cache that is gone.
-        self._cache = None if cache is None else ref(cache)
-        self._start = out.data_ptr() % 16
-        f = layout.format
-        max_words = max(table.max_words, 0 if cache is None else cache.max_words)
-        self.shape = chosen_shape(max_words)
-        # Warps that share a row do not wait for each other to fetch more of it.
-        typical_words = table.typical_words
-        if self.shape.tile_rows < WARPS:
-            typical_words = table.max_packed_words or table.max_words
-        self.variant = _decode_variant("gather", layout, out)
-        self.kernel = _gather_kernel(self.variant, f, self.shape)
-        self.words = _aligned(table.words, 16)
-        self.sources = (
-            self.words,
-            np.int64(table.words.shape[0] - PAD_WORDS),
-            table.bases,
-            table.lengths,
-            np.int32(0 if table.lengths is None else table.lengths.element_size()),
-            table.flags,
-            table.moved,
-            table.overflow,
-            np.int64(_overflow_rows(table, f)),
-            np.int32(typical_words),
-            None if cache is None else cache.entries,
-            np.uint32(0 if cache is None else cache.entries.shape[0] // BUCKET_ENTRIES - 1),
-            None if cache is None else cache.addresses,
-        )
-        self.rows = (
-            table.row_clusters,
-            *_tile_arguments(layout, table.n_rows, self.shape),
-            np.int32(max_words),
-        )
-
-    def serves(self, layout: RowLayout, cache: CacheStorage | None, out: torch.Tensor) -> bool:
-        """Tell whether a gather can go by this."""
-        kept = None if self._cache is None else self._cache()
-        if (kept is None) != (self._cache is None):
-            return False
-        same = layout is self._layout and cache is kept
-        return same and out.data_ptr() % 16 == self._start
-
-
-class TileShape:
-    """How a decode launch cuts its rows.
-
-    Parameters
-    ----------
-    tile_rows : int
-        Rows of a tile, up to 32; with fewer than 8 (a power of two), warps share a row.
-    slot_words : int
-        Words of a row's place in the stage, when rows are fetched one by one.
-    stage_words : int
-        Words of a tile's stage; 0: rows are read where they are.
-    """
-
-    def __init__(self, tile_rows: int, slot_words: int, stage_words: int) -> None:
-        self.tile_rows = tile_rows
-        self.slot_words = slot_words
-        self.stage_words = stage_words
-
-
-def run_shape(f: RowFormat, facts: Mapping[str, int]) -> TileShape:
-    """Choose the largest tile of rows in order whose packed words fit the stage."""
-    row_words = facts["max_row_words"]
-    # A tile starts up to 31 words behind the line that its place begins at, and readers look a few
-    # words ahead.
-    limit_words = STAGE_BYTES // 4
-    if _lines(row_words + 36) > limit_words:
-        return TileShape(1, 0, 0)
-    if facts["max_block_words"] + 36 <= limit_words:
-        return TileShape(32, 0, _lines(facts["max_block_words"] + 36))
-    rows = 32
-    while rows * row_words + 36 > limit_words:
-        rows //= 2
-    return TileShape(rows, 0, _lines(rows * row_words + 36))
-
-
-def chosen_shape(max_words: int) -> TileShape:
-    """Choose the tile of rows chosen by id, each with a place of its own in the stage."""
-    slot_words = _lines(max_words + 36)  # as above
-    limit_words = STAGE_BYTES // 4
-    if slot_words > limit_words:
-        return TileShape(1, 0, 0)
-    rows = min(MAX_CHOSEN_ROWS, limit_words // slot_words // WARPS * WARPS)
-    if rows == 0:
-        rows = 4 if 4 * slot_words <= limit_words else 2 if 2 * slot_words <= limit_words else 1
-    return TileShape(rows, slot_words, rows * slot_words)
-
-
-def _lines(words: int) -> int:
-    """Round words up to whole lines of 128 bytes."""
-    return ceil_div(words, 32) * 32
-
-
 def _encode_variant(layout: RowLayout) -> Variant:
     f = layout.format
-    byte_field = f.clusters == 1 and _has_byte_field(layout)
+    byte_field = f.clusters == 1 and has_byte_field(layout)
     return Variant(
         "encode", f.chunk_bytes, f.code_bits, f.grouped, f.uniform, byte_field=byte_field
     )
-
-
-def _gather_kernel(variant: Variant, f: RowFormat, shape: TileShape) -> str:
-    if not shape.stage_words:
-        return "gather_long_rows"
-    short = variant.vector >= MIN_SHORT_VECTOR and f.row_bytes <= SHORT_ROW_BYTES
-    return "gather_short_rows" if short and shape.tile_rows > WARPS else "gather_rows"
-
-
-def _tile_arguments(layout: RowLayout, n_rows: int, shape: TileShape) -> tuple[Any, ...]:
-    """Return the arguments that both decoders take in the same order."""
-    f = layout.format
-    return (
-        layout.tables,
-        layout.starts,
-        np.int64(n_rows),
-        np.int32(f.chunks),
-        np.int32(f.row_words),
-        np.int32(f.row_bytes),
-        np.int32(f.clusters),
-        np.int32(shape.tile_rows),
-        np.int32(shape.slot_words),
-        np.int32(shape.stage_words),
-    )
-
-
-def _overflow_rows(table: TableStorage, f: RowFormat) -> int:
-    return 0 if table.overflow is None else (table.overflow.shape[0] - PAD_WORDS) // f.row_words
-
-
-def _decode_variant(file: str, layout: RowLayout, out: torch.Tensor) -> Variant:
-    f = layout.format
-    vector = widest_vector(f.chunk_bytes, f.uniform)
-    # Rows with clusters take the decoder of one chunk a lane.
-    if f.clusters > 1 or f.row_bytes % 16 or out.data_ptr() % (vector * f.chunk_bytes):
-        vector = 1
-    byte_field = vector > 1 and _has_byte_field(layout)
-    return Variant(file, f.chunk_bytes, f.code_bits, f.grouped, f.uniform, vector, byte_field)
-
-
-def _has_byte_field(layout: RowLayout) -> bool:
-    f = layout.format
-    low = BYTE_FIELDS.get(f.chunk_bytes)
-    return f.uniform and f.code_bits == 3 and layout.fields[0] == (low, 8)
-
-
-def _aligned(rows: torch.Tensor, chunk_bytes: int) -> torch.Tensor:
-    """Return rows that start at a multiple of the chunk, as the kernels' loads need."""
-    return rows if rows.data_ptr() % chunk_bytes == 0 else rows.clone()

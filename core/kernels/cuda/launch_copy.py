@@ -9,7 +9,7 @@ import torch
 
 from ...errors import ArgumentError
 from ..format import LINE_BYTES, ceil_div
-from .launch_ids import MAX_IDS
+from .launch_ids import ALL_GOOD, MAX_IDS
 from .runner import Runner
 from .source import COPY_PIECES, copy_variant
 
@@ -21,6 +21,21 @@ TILE_UNITS = 4 * THREADS  # that a block takes at a time
 BLOCKS, ORDERED_BLOCKS = 4, 2
 MAX_ROW_BYTES = (1 << 31) - (1 << 14)  # bytes of a row and a tile are counted in 31 bits,
 MAX_STRIDE_BYTES = (1 << 32) - 1  # and these, like positions in ids, in 32
+MAX_PLANS = 256  # that are kept
+#: What changes between copies of a plan, as arguments of the kernel; see `CopyPlan.launch`.
+CHANGING = (
+    "rows",
+    "n_rows",
+    "ids",
+    "id_bytes",
+    "order",
+    "n",
+    "step_rows",
+    "step_units",
+    "out",
+    "first_bad",
+    "lowest",
+)
 
 
 def copy_rows(
@@ -31,9 +46,11 @@ def copy_rows(
     out: torch.Tensor,
     *,
     first_bad: torch.Tensor | None = None,
+    lowest: int = ALL_GOOD,
     order: torch.Tensor | None = None,
     sm_budget: int | None = None,
     unit_bytes: int | None = None,
+    plans: dict[tuple[object, ...], CopyPlan] | None = None,
 ) -> None:
     """Copy raw rows chosen by id to the device, without waiting for the GPU.
 
@@ -50,11 +67,15 @@ def copy_rows(
     ids : torch.Tensor
         int32 or int64 ``[n]`` on the device; negative ones count from the end.
     out : torch.Tensor
-        uint8 ``[n, row_bytes]``, contiguous, on the device, at any address.
+        ``[n, ...]`` of any dtype, rows of row_bytes bytes, contiguous, on the device, at any
+        address.
     first_bad : torch.Tensor, optional
         int64 ``[1]`` on the device, what `check_ids` or `order_ids` found. When it is not -1, `out`
-        is left untouched and the mailbox tells of the id. Without it the ids must be known to be
-        good.
+        is left untouched and the mailbox tells of the id.
+    lowest : int
+        Without `first_bad`: the lowest good id, 0 or ``-N``. Every block then looks at all ids,
+        which for up to CHECKED_BY_ALL takes less than a launch for that. ALL_GOOD where they are
+        known to be good.
     order : torch.Tensor, optional
         int32 ``[n]`` on the device, read as unsigned: the sequence in which rows are taken.
     sm_budget : int, optional
@@ -62,6 +83,8 @@ def copy_rows(
     unit_bytes : int, optional
         Bytes that a thread loads at once, 4 or 16; chosen by size, alignment and memory of the rows
         when left out.
+    plans : dict, optional
+        Where what is worked out is kept for the next time.
 
     Raises
     ------
@@ -71,55 +94,136 @@ def copy_rows(
     n = out.shape[0]
     if n == 0 or row_bytes == 0:
         return
-    stride_bytes = rows.stride(0) if rows.shape[0] > 1 else row_bytes
-    for name, value, most in (
-        ("row_bytes", row_bytes, MAX_ROW_BYTES),
-        ("rows: bytes from row to row", stride_bytes, MAX_STRIDE_BYTES),
-        ("ids: number of ids", n, MAX_IDS),
-    ):
-        if value > most:
-            raise ArgumentError(f"{name}: {value}; a copy on a GPU takes at most {most}")
-    address = rows.data_ptr()
-    piece = piece_bytes(row_bytes | stride_bytes | address | out.data_ptr())
+    if n > MAX_IDS:
+        raise ArgumentError(f"ids: number of ids: {n}; a copy on a GPU takes at most {MAX_IDS}")
+    n_rows = rows.shape[0]
+    stride_bytes = rows.stride(0) if n_rows > 1 else row_bytes
+    address, to = rows.data_ptr(), out.data_ptr()
     on_host = rows.device.type == "cpu"
-    if unit_bytes is None:
-        unit_bytes = choose_unit(row_bytes, piece, on_host=on_host)
-    piece = min(piece, max(COPY_PIECES[unit_bytes]))
-    units = covering_units(row_bytes, stride_bytes, address, unit_bytes)
-    lines_up = (row_bytes | stride_bytes | address) % LINE_BYTES == 0
-    turned = on_host and row_bytes > LINE_BYTES and not lines_up
-    tiles = ceil_div(n * units, TILE_UNITS)
-    multiprocessors = runner.multiprocessors
-    if sm_budget is not None:
-        multiprocessors = max(1, min(sm_budget, multiprocessors))
-    blocks = min(tiles, (BLOCKS if order is None else ORDERED_BLOCKS) * multiprocessors)
-    multiplier, shift = division(units)
-    step_rows, step_units = divmod(blocks * TILE_UNITS, units)
-    runner.launch(
-        copy_variant(unit_bytes, piece),
-        "copy_rows",
-        (blocks,),
-        (THREADS,),
-        (
-            rows,
-            np.uint32(stride_bytes),
-            np.int64(rows.shape[0]),
-            np.int32(row_bytes),
-            ids,
-            np.int32(ids.element_size()),
-            order,
-            np.int64(n),
-            np.int32(units),
-            np.uint32(multiplier),
-            np.int32(shift),
-            np.int32(turned),
-            np.int64(step_rows),
-            np.int32(step_units),
-            out,
-            first_bad,
-            runner.mailbox,
-        ),
+    ordered = order is not None
+    key = (
+        row_bytes,
+        stride_bytes,
+        address % LINE_BYTES,
+        to % 16,
+        on_host,
+        ordered,
+        sm_budget,
+        unit_bytes,
     )
+    plan = None if plans is None else plans.get(key)
+    if plan is None:
+        plan = CopyPlan(runner, *key)
+        if plans is not None:
+            if len(plans) >= MAX_PLANS:
+                plans.clear()
+            plans[key] = plan
+    blocks = min(ceil_div(n * plan.units, TILE_UNITS), plan.blocks)
+    step_rows, step_units = divmod(blocks * TILE_UNITS, plan.units)
+    plan.launch(
+        blocks,
+        address,
+        n_rows,
+        ids.data_ptr(),
+        ids.element_size(),
+        0 if order is None else order.data_ptr(),
+        n,
+        step_rows,
+        step_units,
+        to,
+        0 if first_bad is None else first_bad.data_ptr(),
+        lowest,
+    )
+
+
+class CopyPlan:
+    """What copies of rows of one size have in common, worked out once.
+
+    Parameters
+    ----------
+    runner : Runner
+        Runs the kernel.
+    row_bytes, stride_bytes : int
+        Bytes of a row that are copied, and from row to row.
+    address, to : int
+        Of the first row, modulo a line, and of the output, modulo 16.
+    on_host : bool
+        Whether the rows lie in host memory.
+    ordered : bool
+        Whether they are taken in order.
+    sm_budget, unit_bytes : int or None
+        As for `copy_rows`.
+
+    Attributes
+    ----------
+    units : int
+        That any row may touch.
+    blocks : int
+        The most of a launch.
+    launch : Prepared
+        Takes the address of the rows, N, the address of the ids, bytes of an id, the address of the
+        order, n, rows and units from tile to tile, the address of the output, that of `first_bad`,
+        and `lowest`.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        row_bytes: int,
+        stride_bytes: int,
+        address: int,
+        to: int,
+        on_host: bool,
+        ordered: bool,
+        sm_budget: int | None,
+        unit_bytes: int | None,
+    ) -> None:
+        for name, value, most in (
+            ("row_bytes", row_bytes, MAX_ROW_BYTES),
+            ("rows: bytes from row to row", stride_bytes, MAX_STRIDE_BYTES),
+        ):
+            if value > most:
+                raise ArgumentError(f"{name}: {value}; a copy on a GPU takes at most {most}")
+        piece = piece_bytes(row_bytes | stride_bytes | address | to)
+        if unit_bytes is None:
+            unit_bytes = choose_unit(row_bytes, piece, on_host=on_host)
+        piece = min(piece, max(COPY_PIECES[unit_bytes]))
+        self.units = covering_units(row_bytes, stride_bytes, address, unit_bytes)
+        lines_up = (row_bytes | stride_bytes | address) % LINE_BYTES == 0
+        turned = on_host and row_bytes > LINE_BYTES and not lines_up
+        multiprocessors = runner.multiprocessors
+        if sm_budget is not None:
+            multiprocessors = max(1, min(sm_budget, multiprocessors))
+        self.blocks = (ORDERED_BLOCKS if ordered else BLOCKS) * multiprocessors
+        multiplier, shift = division(self.units)
+        args = {
+            "rows": None,
+            "stride_bytes": np.uint32(stride_bytes),
+            "n_rows": np.int64(0),
+            "row_bytes": np.int32(row_bytes),
+            "ids": None,
+            "id_bytes": np.int32(0),
+            "order": None,
+            "n": np.int64(0),
+            "units": np.int32(self.units),
+            "multiplier": np.uint32(multiplier),
+            "shift": np.int32(shift),
+            "turned": np.int32(turned),
+            "step_rows": np.int64(0),
+            "step_units": np.int32(0),
+            "out": None,
+            "first_bad": None,
+            "lowest": np.int64(0),
+            "mailbox": runner.mailbox,
+        }
+        names = list(args)
+        self.launch = runner.prepare(
+            copy_variant(unit_bytes, piece),
+            "copy_rows",
+            THREADS,
+            list(args.values()),
+            [names.index(name) for name in CHANGING],
+        )
 
 
 def piece_bytes(places: int) -> int:

@@ -13,6 +13,11 @@ from .runner import Runner
 from .source import IDS, MAP, ORDER_BINS
 
 THREADS = 256  # of a block
+#: Ids that every block of a gather can look at, all of them, in less time than a launch takes.
+CHECKED_BY_ALL = 4096
+ALL_GOOD = 1  # as the lowest good id: nothing is to be checked
+CHECK_THREADS = 1024  # of the one block that checks up to
+CHECKED_BY_ONE = 16384  # ids: it takes less time than setting `first_bad` for several blocks
 IDS_PER_BLOCK = 4096  # at least, where a block counts bins of its own
 BLOCKS_PER_MULTIPROCESSOR = 4  # where ids are ordered: as many as shared memory and use allow
 MAX_IDS = (1 << 32) - 1  # positions are ordered as unsigned 32-bit numbers
@@ -49,7 +54,13 @@ class IdScratch:
         )
 
 
-def check_ids(runner: Runner, ids: torch.Tensor, n_rows: int, first_bad: torch.Tensor) -> None:
+def check_ids(
+    runner: Runner,
+    ids: torch.Tensor,
+    n_rows: int,
+    first_bad: torch.Tensor,
+    lowest: int | None = None,
+) -> None:
     """Find the first id out of range, without waiting for the GPU.
 
     Parameters
@@ -57,25 +68,42 @@ def check_ids(runner: Runner, ids: torch.Tensor, n_rows: int, first_bad: torch.T
     runner : Runner
         Runs the kernel.
     ids : torch.Tensor
-        int32 or int64 ``[n]`` on the device; good from ``-n_rows`` to ``n_rows - 1``.
+        int32 or int64 ``[n]`` on the device; good from `lowest` to ``n_rows - 1``.
     n_rows : int
         Rows of the table.
     first_bad : torch.Tensor
         int64 ``[1]`` on the device, overwritten by the first bad position, or -1.
+    lowest : int, optional
+        0, or ``-n_rows`` where negative ids count from the end, as they do when left out.
     """
-    first_bad.fill_(-1)
     n = ids.shape[0]
-    if n:
-        runner.launch(
-            IDS,
-            "check_ids",
-            (min(ceil_div(n, THREADS), 2 * runner.multiprocessors),),
-            (THREADS,),
-            (ids, np.int32(ids.element_size()), np.int64(n), np.int64(n_rows), first_bad),
-        )
+    blocks, threads = 1, CHECK_THREADS
+    if n > CHECKED_BY_ONE:
+        first_bad.fill_(-1)
+        blocks, threads = min(ceil_div(n, THREADS), 2 * runner.multiprocessors), THREADS
+    runner.launch(
+        IDS,
+        "check_ids",
+        (blocks,),
+        (threads,),
+        (
+            ids,
+            np.int32(ids.element_size()),
+            np.int64(n),
+            np.int64(-n_rows if lowest is None else lowest),
+            np.int64(n_rows),
+            first_bad,
+        ),
+    )
 
 
-def order_ids(runner: Runner, ids: torch.Tensor, n_rows: int, scratch: IdScratch) -> torch.Tensor:
+def order_ids(
+    runner: Runner,
+    ids: torch.Tensor,
+    n_rows: int,
+    scratch: IdScratch,
+    lowest: int | None = None,
+) -> torch.Tensor:
     """Check ids and order them by where in the table their rows lie.
 
     The table is cut into at most ORDER_BINS equal runs of rows; the order goes through the runs one
@@ -83,7 +111,7 @@ def order_ids(runner: Runner, ids: torch.Tensor, n_rows: int, scratch: IdScratch
 
     Parameters
     ----------
-    runner, ids, n_rows
+    runner, ids, n_rows, lowest
         As in `check_ids`.
     scratch : IdScratch
         Overwritten; ``scratch.first_bad`` tells afterwards whether an id was out of range, and then
@@ -114,13 +142,11 @@ def order_ids(runner: Runner, ids: torch.Tensor, n_rows: int, scratch: IdScratch
         return order
     grid = (min(ceil_div(n, IDS_PER_BLOCK), BLOCKS_PER_MULTIPROCESSOR * runner.multiprocessors),)
     shift = bin_shift(n_rows)
-    numbers = (np.int32(ids.element_size()), np.int64(n), np.int64(n_rows), np.int32(shift))
-    runner.launch(
-        IDS, "count_ids", grid, (THREADS,), (ids, *numbers, scratch.bins, scratch.first_bad)
-    )
-    runner.launch(
-        IDS, "order_ids", grid, (THREADS,), (ids, *numbers, scratch.bins, scratch.first_bad, order)
-    )
+    size, count = np.int32(ids.element_size()), np.int64(n)
+    table = (np.int64(n_rows), np.int32(shift), scratch.bins, scratch.first_bad)
+    good_from = np.int64(-n_rows if lowest is None else lowest)
+    runner.launch(IDS, "count_ids", grid, (THREADS,), (ids, size, count, good_from, *table))
+    runner.launch(IDS, "order_ids", grid, (THREADS,), (ids, size, count, *table, order))
     return order
 
 

@@ -14,6 +14,21 @@ MAILBOX_WORDS = 4
 NO_ERROR, INDEX_ERROR, DAMAGED_ERROR = 0, 1, 2  # as in mailbox.cuh
 
 
+class Prepared(Protocol):
+    """A kernel whose launches have most arguments in common."""
+
+    def __call__(self, blocks: int, *changing: int) -> None:
+        """Start it on so many blocks, on torch's current stream.
+
+        Parameters
+        ----------
+        blocks : int
+            Blocks of the grid.
+        *changing : int
+            What changes: numbers, and addresses, 0 for none.
+        """
+
+
 class Runner(Protocol):
     """Runs kernels of one device."""
 
@@ -33,5 +48,31 @@ class Runner(Protocol):
         args: Sequence[Any],
         shared_bytes: int = 0,
     ) -> None:
-        """Start a kernel on torch's current stream; tensors pass their address."""
+        """Start a kernel on torch's current stream; tensors pass their address.
+
+        Arguments are tensors, None, or numpy integers of the parameter's size.
+        """
+        ...
+
+    def prepare(
+        self,
+        variant: AnyVariant,
+        kernel: str,
+        threads: int,
+        args: Sequence[Any],
+        changing: Sequence[int],
+        shared_bytes: int = 0,
+    ) -> Prepared:
+        """Return a kernel ready for launches that differ in few arguments.
+
+        Parameters
+        ----------
+        variant, kernel, args, shared_bytes
+            As for `launch`; tensors among `args` stay alive with what is returned.
+        threads : int
+            Of a block.
+        changing : sequence of int
+            Places in `args` of what is given at each launch. There None stands for an address, a
+            numpy integer for a number of its size.
+        """
         ...

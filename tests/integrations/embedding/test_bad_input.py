@@ -171,8 +171,17 @@ def test_bad_options_of_bags_alone():
             CachedEmbeddingBag(
                 N, D, mode="max", device="cpu", sparse=sparse, scale_grad_by_freq=not sparse
             )
-    with pytest.raises(ArgumentError, match=r"embeddings: \[3\], expected \[N, D\]"):
-        CachedEmbeddingBag.from_pretrained(torch.zeros(3))
+
+
+@pytest.mark.parametrize("kind", [CachedEmbedding, CachedEmbeddingBag])
+def test_pretrained_tables_are_matrices(kind):
+    for t, shape in (
+        (torch.zeros(3), r"\[3\]"),
+        (torch.zeros(3, 2, 2), r"\[3, 2, 2\]"),
+        (7, r"\[\]"),
+    ):
+        with pytest.raises(ArgumentError, match=rf"embeddings: {shape}, expected \[N, D\]"):
+            kind.from_pretrained(t)
 
 
 def test_rows_of_another_shape_or_with_no_place_for_the_row_that_pads():

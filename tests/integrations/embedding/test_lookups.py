@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+import bitslab.integrations.embedding.table as table_module
 from bitslab import BitslabError, CompressedTable
 from bitslab.integrations.embedding import CachedEmbedding, CachedEmbeddingBag, EvictionStrategy
 from tests.helpers import dtype_id
@@ -234,6 +235,26 @@ def test_new_tables_are_drawn_as_torch_draws_them(kind, dtype):
         torch.manual_seed(5), plain.reset_parameters()
         torch.manual_seed(5), ours.reset_parameters()
         assert_same(ours.weight.detach().clone(), plain.weight.detach())
+
+
+@pytest.mark.parametrize("cache_ratio", [0.1, 1.0])
+def test_drawing_anew_packs_the_whole_table_anew(cache_ratio, monkeypatch):
+    n = 5003
+    plain = torch.nn.Embedding(n, D, padding_idx=17)
+    ours = CachedEmbedding.from_module(plain, cache_ratio=cache_ratio)
+    packed = ours.rows.table
+    # In pieces, the last of which has fewer than 16 rows more than a whole one.
+    monkeypatch.setattr(table_module, "rows_per_batch", lambda row_bytes: 1000)
+    drawn_next = []
+    for module in (plain, ours):
+        torch.manual_seed(5)
+        module.reset_parameters()
+        drawn_next.append(torch.rand(1))
+    assert torch.equal(*drawn_next)
+    assert_same(ours.weight.detach().clone(), plain.weight.detach())
+    assert_same(ours(IDS).detach(), plain(IDS).detach())
+    assert ours.rows.table is not packed
+    assert ours.stats()["overflow_bytes"] == 0
 
 
 @pytest.mark.parametrize("freeze", [True, False])

@@ -1,0 +1,69 @@
+"""Choosing which rows are resident at first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from ..errors import ArgumentError
+from .arguments import ids_by_use
+from .eviction import EvictionStrategy
+from .gradients import Array
+from .lookups import to_device
+from .residents import Batch
+
+if TYPE_CHECKING:
+    from .rows import CachedRows
+
+
+def warm_up(
+    rows: CachedRows, counts: torch.Tensor | Sequence[int] | None, warmup_ratio: float
+) -> None:
+    """Do what `CachedRows.warm_up` says."""
+    order, how_often = ids_by_use(counts, len(rows))
+    if not isinstance(warmup_ratio, (int, float)) or not 0 <= warmup_ratio <= 1:
+        raise ArgumentError(f"warmup_ratio: {warmup_ratio!r:.60}, accepted are 0 to 1")
+    residents = rows.residents
+    if len(residents.resident()):
+        rows.flush(evict=True)
+    if rows.cache == "packed":
+        rows.source.fill(order)
+        return
+    if counts is not None and residents.evict is EvictionStrategy.DATASET:
+        residents.order = np.empty(len(rows), np.int64)
+        residents.order[order] = np.arange(len(rows))
+    chosen = _chosen(rows, order, warmup_ratio)
+    if len(chosen):
+        _fill(rows, chosen, how_often[chosen])
+
+
+def _chosen(rows: CachedRows, order: Array, warmup_ratio: float) -> Array:
+    """Return the rows int64 that free slots shall hold; `order` is the ids, the most used first."""
+    residents = rows.residents
+    if rows.all_resident:
+        # Each in the slot of its own number, where it may lie already.
+        return order[:0] if residents.free_rows < len(rows) else np.arange(len(rows))
+    away = residents.slot_of < 0
+    fixed = np.array([row for row in rows.pinned_ids if away[row]], np.int64)
+    wanted = int(np.ceil((residents.free_rows - len(fixed)) * warmup_ratio))
+    rest = order[away[order] & ~np.isin(order, fixed)]
+    return np.concatenate([fixed, rest[:wanted]])
+
+
+def _fill(rows: CachedRows, chosen: Array, counts: Array) -> None:
+    """Put rows into free slots; `counts` says how often each is used."""
+    residents = rows.residents
+    fresh = rows.table.gather(torch.from_numpy(chosen), None, rows.device)
+    slots = None
+    try:
+        slots = residents.make_room(Batch(chosen, chosen[:0], chosen, counts))
+        assert slots is not None  # no more than the free ones
+        rows.parameter.data[to_device(slots, rows.device)] = fresh
+        residents.admit(chosen, slots, counts)
+        rows.training.restore(slots, chosen)
+    except BaseException:
+        residents.mend(slots)
+        raise

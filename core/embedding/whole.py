@@ -1,0 +1,174 @@
+"""What cached rows do about the whole table: reading it, loading it, and moving it elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from ..codecs.base import check_tensor_argument
+from ..errors import ArgumentError, ArgumentTypeError, BitslabError
+from ..memory.arguments import checked_device
+from .gradients import Array
+from .lookups import to_device
+from .resident_cache import with_spare
+from .training import set_data
+
+if TYPE_CHECKING:
+    from .rows import CachedRows
+
+
+def decoded(rows: CachedRows, begin: int, end: int) -> torch.Tensor:
+    """Do what `CachedRows.decoded` says."""
+    out = rows.table.decoded(begin, end)
+    ids = rows.residents.id_of
+    slots = np.flatnonzero(rows.residents.dirty & (ids >= begin) & (ids < end))
+    if len(slots):
+        there = rows.parameter.data[to_device(slots, rows.device)]
+        out[torch.from_numpy(ids[slots] - begin)] = there.cpu()
+    return out
+
+
+def whole(rows: CachedRows) -> torch.Tensor:
+    """Do what `CachedRows.whole` says."""
+    out = torch.empty(rows.shape, dtype=rows.dtype)
+    for begin, end in rows.ranges(0, len(rows)):
+        out[begin:end] = rows.decoded(begin, end)
+    return out
+
+
+def load(rows: CachedRows, weight: torch.Tensor | Iterable[torch.Tensor], begin: int) -> None:
+    """Do what `CachedRows.load` says."""
+    if not isinstance(weight, torch.Tensor) and isinstance(weight, Iterable):
+        if begin:
+            raise ArgumentError(f"begin: {begin}, accepted with batches is 0")
+        _replace(rows, _checked(rows, weight))
+        return
+    _check_rows(rows, weight)
+    n_rows = len(weight)
+    if not 0 <= begin <= len(rows) - n_rows:
+        raise ArgumentError(
+            f"weight: {list(weight.shape)} for rows from {begin} on of {list(rows.shape)}"
+        )
+    weight = weight.detach()
+    if n_rows == len(rows):
+        ranges = rows.ranges(0, n_rows)
+        _replace(rows, (weight[first:last].to(rows.dtype) for first, last in ranges))
+        return
+    for first, last in rows.ranges(begin, begin + n_rows):
+        piece = weight[first - begin : last - begin].to(rows.dtype)
+        rows.source.update(np.arange(first, last), piece)
+    _read_again(rows, begin, begin + n_rows)
+
+
+def _check_rows(rows: CachedRows, weight: torch.Tensor) -> None:
+    """Refuse what is no tensor of rows."""
+    check_tensor_argument("weight", weight)
+    if weight.dim() != 2 or weight.shape[1] != rows.row_dim:
+        raise ArgumentError(f"weight: {list(weight.shape)}, accepted are [n, {rows.row_dim}]")
+    if not weight.dtype.is_floating_point:
+        raise ArgumentTypeError(f"weight: {weight.dtype}, accepted are floating-point rows")
+
+
+def _checked(rows: CachedRows, batches: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Yield batches in the dtype of the rows, and refuse what is not all of the rows."""
+    n_rows = 0
+    for batch in batches:
+        _check_rows(rows, batch)
+        n_rows += len(batch)
+        yield batch.detach().to(rows.dtype)
+    if n_rows != len(rows):
+        raise ArgumentError(f"weight: batches of {n_rows} rows in all, accepted are {len(rows)}")
+
+
+def _replace(rows: CachedRows, batches: Iterable[torch.Tensor]) -> None:
+    """Pack all rows anew."""
+    rows.source.replace(batches)
+    _read_again(rows, 0, len(rows))
+
+
+def _read_again(rows: CachedRows, begin: int, end: int) -> None:
+    """Read the resident ones of rows begin..end from the table."""
+    ids = rows.residents.id_of
+    slots = np.flatnonzero((ids >= begin) & (ids < end))
+    if len(slots):
+        fresh = rows.table.gather(torch.from_numpy(ids[slots]), None, rows.device)
+        rows.parameter.data[to_device(slots, rows.device)] = fresh
+        rows.residents.dirty[slots] = rows.training.step_may_come
+
+
+def write_back(rows: CachedRows, slots: Array) -> None:
+    """Do what `CachedRows.write_back` says."""
+    if len(slots):
+        changed = rows.parameter.data[to_device(slots, rows.device)]
+        rows.source.update(rows.residents.id_of[slots], changed)
+        # A step may still apply a gradient that is there.
+        rows.residents.dirty[slots] = rows.training.step_may_come
+
+
+def flush(rows: CachedRows, *, evict: bool) -> None:
+    """Do what `CachedRows.flush` says."""
+    rows.training.settle()
+    residents = rows.residents
+    rows.write_back(np.flatnonzero(residents.dirty))
+    rows.source.tidy()
+    if not evict or rows.all_resident:
+        return
+    rows.training.pin()
+    if residents.extra_rows or (residents.pinned.sum() > len(rows.pinned_ids)):
+        raise BitslabError(
+            "flush: gradients of looked-up rows wait for a step; take it, or clear them "
+            "with zero_grad(), and drop what was computed from them"
+        )
+    slots = residents.resident()
+    slots = slots[~residents.pinned[slots]]
+    rows.training.save(slots, residents.id_of[slots])
+    rows.training.note_reuse(slots)
+    residents.empty(slots)
+
+
+def before_move(rows: CachedRows) -> None:
+    """Do what `CachedRows.before_move` says."""
+    rows.training.settle()
+    if rows.trainable:
+        rows.write_back(np.flatnonzero(rows.residents.dirty))
+
+
+def moved(rows: CachedRows, parameter: torch.nn.Parameter) -> None:
+    """Do what `CachedRows.moved` says."""
+    if parameter.device.type == "meta":
+        raise ArgumentError("device: meta; rows of a table cannot go there")
+    rows.parameter = parameter
+    before = rows.device
+    try:
+        rows.device = checked_device(parameter.device)
+        parameter.data = with_spare(parameter.data)
+        rows.source.move(rows.device)
+        if parameter.dtype != rows.dtype:
+            table, dtype = rows.table, parameter.dtype
+            ranges = rows.ranges(0, len(rows))
+            _replace(rows, (table.decoded(begin, end).to(dtype) for begin, end in ranges))
+    except BaseException:
+        # The table has every row as it was.
+        rows.device = before
+        grad, parameter.grad = parameter.grad, None
+        data = torch.zeros(parameter.shape, dtype=rows.dtype, device=before)
+        set_data(parameter, with_spare(data))
+        if grad is not None and grad.device.type != "meta":
+            parameter.grad = grad.to(before, rows.dtype)
+        _read_again(rows, 0, len(rows))
+        rows.source.move(before)
+        raise
+    rows.training.moved()
+
+
+def description(rows: CachedRows) -> dict[str, Any]:
+    """Return what describes the rows for a copy or another process."""
+    if rows.trainable:
+        rows.before_move()
+        rows.table.compact(progress=False)
+    names = ("parameter", "trainable", "cache", "pinned_ids", "residents", "buffer_rows")
+    state = {name: getattr(rows, name) for name in names}
+    return state | {"stores": rows.training.stores(), "source": rows.source.description()}

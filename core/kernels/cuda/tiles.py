@@ -1,0 +1,145 @@
+"""How decoders cut rows into tiles: shapes, variants and blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..format import PAD_WORDS, RowFormat, RowLayout, ceil_div
+from .runner import Runner
+from .source import BYTE_FIELDS, Variant, widest_vector
+
+WARPS = 8  # warps of a block, in every kernel
+THREADS = 32 * WARPS
+MAX_CHOSEN_ROWS = 32  # rows of a tile, when they are chosen by id
+SHORT_ROW_BYTES = 1 << 10  # up to which eight lanes take a row
+#: Blocks of a decoder for each place on the device: with one, all wait for the slowest.
+WAVES = 4
+STAGE_BYTES = 33 << 10  # packed words of a tile in shared memory; two tiles are in flight
+
+
+class Grid:
+    """How many blocks of a decoder run at once.
+
+    Parameters
+    ----------
+    runner : Runner
+        Of the device.
+    variant : Variant
+        The decoder's.
+    shape : TileShape
+        How its rows are cut.
+
+    Attributes
+    ----------
+    shared_bytes : int
+        Dynamic shared memory of a block.
+    """
+
+    def __init__(self, runner: Runner, variant: Variant, shape: TileShape) -> None:
+        self.shared_bytes = 4 * (2 * shape.stage_words + PAD_WORDS)
+        # A block has a few kilobytes of its own beside the stages.
+        at_once = runner.shared_bytes_per_multiprocessor // (self.shared_bytes + 4096)
+        self._at_once = max(1, min(variant.blocks, at_once))
+        self._multiprocessors = runner.multiprocessors
+
+    def blocks(self, sm_budget: int | None) -> int:
+        """Return the most blocks that a launch has use for."""
+        if sm_budget is None:
+            return self._multiprocessors * self._at_once * WAVES
+        return max(1, min(sm_budget, self._multiprocessors)) * self._at_once
+
+
+class TileShape:
+    """How a decode launch cuts its rows.
+
+    Parameters
+    ----------
+    tile_rows : int
+        Rows of a tile, up to 32; with fewer than 8 (a power of two), warps share a row.
+    slot_words : int
+        Words of a row's place in the stage, when rows are fetched one by one.
+    stage_words : int
+        Words of a tile's stage; 0: rows are read where they are.
+    """
+
+    def __init__(self, tile_rows: int, slot_words: int, stage_words: int) -> None:
+        self.tile_rows = tile_rows
+        self.slot_words = slot_words
+        self.stage_words = stage_words
+
+
+def run_shape(f: RowFormat, facts: Mapping[str, int]) -> TileShape:
+    """Choose the largest tile of rows in order whose packed words fit the stage."""
+    row_words = facts["max_row_words"]
+    # A tile starts up to 31 words behind the line that its place begins at, and readers look a few
+    # words ahead.
+    limit_words = STAGE_BYTES // 4
+    if lines(row_words + 36) > limit_words:
+        return TileShape(1, 0, 0)
+    if facts["max_block_words"] + 36 <= limit_words:
+        return TileShape(32, 0, lines(facts["max_block_words"] + 36))
+    rows = 32
+    while rows * row_words + 36 > limit_words:
+        rows //= 2
+    return TileShape(rows, 0, lines(rows * row_words + 36))
+
+
+def chosen_shape(max_words: int) -> TileShape:
+    """Choose the tile of rows chosen by id, each with a place of its own in the stage."""
+    slot_words = lines(max_words + 36)  # as above
+    limit_words = STAGE_BYTES // 4
+    if slot_words > limit_words:
+        return TileShape(1, 0, 0)
+    rows = min(MAX_CHOSEN_ROWS, limit_words // slot_words // WARPS * WARPS)
+    if rows == 0:
+        rows = 4 if 4 * slot_words <= limit_words else 2 if 2 * slot_words <= limit_words else 1
+    return TileShape(rows, slot_words, rows * slot_words)
+
+
+def lines(words: int) -> int:
+    """Round words up to whole lines of 128 bytes."""
+    return ceil_div(words, 32) * 32
+
+
+def tile_arguments(layout: RowLayout, n_rows: int, shape: TileShape) -> dict[str, Any]:
+    """Return the arguments that both decoders take in the same order."""
+    f = layout.format
+    return {
+        "tables": layout.tables,
+        "starts": layout.starts,
+        "n_rows": np.int64(n_rows),
+        "chunks": np.int32(f.chunks),
+        "row_words": np.int32(f.row_words),
+        "row_bytes": np.int32(f.row_bytes),
+        "clusters": np.int32(f.clusters),
+        "tile_rows": np.int32(shape.tile_rows),
+        "slot_words": np.int32(shape.slot_words),
+        "stage_words": np.int32(shape.stage_words),
+    }
+
+
+def decode_variant(file: str, layout: RowLayout, address: int) -> Variant:
+    """Return the variant of a decoder that stores rows from an address on."""
+    f = layout.format
+    vector = widest_vector(f.chunk_bytes, f.uniform)
+    # Rows with clusters take the decoder of one chunk a lane.
+    if f.clusters > 1 or f.row_bytes % 16 or address % (vector * f.chunk_bytes):
+        vector = 1
+    byte_field = vector > 1 and has_byte_field(layout)
+    return Variant(file, f.chunk_bytes, f.code_bits, f.grouped, f.uniform, vector, byte_field)
+
+
+def has_byte_field(layout: RowLayout) -> bool:
+    """Tell whether the mask is the one-byte exponent field that kernels know."""
+    f = layout.format
+    low = BYTE_FIELDS.get(f.chunk_bytes)
+    return f.uniform and f.code_bits == 3 and layout.fields[0] == (low, 8)
+
+
+def aligned_to(rows: torch.Tensor, chunk_bytes: int) -> torch.Tensor:
+    """Return rows that start at a multiple of the chunk, as the kernels' loads need."""
+    return rows if rows.data_ptr() % chunk_bytes == 0 else rows.clone()
