@@ -2,62 +2,31 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import os
-import threading
-import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import torch
 
-from ..advisor.advice import Advice, advisor_for
-from ..codecs import InvariantCodec, RawCodec, RowCodec
-from ..codecs.base import (
-    bits_in_order,
-    check_out_argument,
-    check_rows_argument,
-    check_tensor_argument,
-    raise_bad_index,
-    rows_as_bytes,
-)
+from ..advisor.advice import Advice
+from ..codecs import RowCodec
 from ..container import PathLike, load
 from ..dtypes import dtype_name
-from ..errors import ArgumentError, BitslabError, CorruptedDataError
-from ..kernels import cpu
-from ..kernels.cpu.prepared import PreparedTable
-from ..kernels.format import MAX_SLABS
-from ..tensor import CompressedTensor
-from ..transfer.gather import gather_copied_rows, gather_packed_rows
-from .arguments import Index, checked_device, checked_ids, row_ids, target_device
-from .build import (
-    SAMPLE_BYTES,
-    Rows,
-    build_parts,
-    check_layout,
-    choose_codec,
-    peek,
-    rows_per_batch,
-    sample_rows,
-    slices_of,
-    take_rows,
-)
+from ..errors import BitslabError
+from . import changes, files, gathering, making, statistics
+from .arguments import Index, row_ids
+from .build import Rows, build_parts, check_layout
 from .cache import Cache
-from .counters import Counters
-from .device import DeviceCopies
-from .locks import ReadersAndWriter, call_after_fork
+from .host_table import HostTable, raise_damaged
 from .parts import Layout, TableParts
 from .progress import Progress, ProgressFunction
 from .rows import HostRows
 from .sharing import checksum_of_file, handle_of, parts_of_handle
 
-CPU = torch.device("cpu")
-POPULATED_BYTES = 4 << 30  # up to which all pages are mapped at the first gather: about a second
 
-
-class CompressedTable:
+class CompressedTable(HostTable):
     """A table of rows that lie packed in host memory; any rows are gathered by id, decoded.
 
     On a GPU one kernel reads the packed rows over the link (zero-copy) and decodes them; the
@@ -103,44 +72,6 @@ class CompressedTable:
     >>> table.stats()["ratio"] > 2
     True
     """
-
-    def __init__(self, parts: TableParts, *, pin: bool, read_only: bool = False) -> None:
-        self._begin(HostRows(parts, pin=pin), pin=pin, read_only=read_only)
-
-    def _begin(self, rows: HostRows, *, pin: bool, read_only: bool) -> None:
-        self._rows = rows
-        self._pin = pin
-        self._read_only = read_only
-        self._path: str | None = None  # of the file that is mapped, and its checksum
-        self._checksum = ""
-        self._pid = os.getpid()
-        self._closed = False
-        self._populated = False
-        self._caches: weakref.WeakSet[Cache] = weakref.WeakSet()
-        # What gathers on the CPU read, with the rows and the overflow's size that it was made for.
-        self._prepared: tuple[HostRows, int, PreparedTable | None] | None = None
-        self.after_fork()
-        call_after_fork(self)
-
-    def after_fork(self) -> None:
-        """Set up what belongs to one process: locks, copies on GPUs, counts."""
-        # A child cannot let go what its parent has on GPUs, so it keeps that.
-        inherited = ("_lock", "_device_copies", "counters", "_inherited")
-        self._inherited = [self.__dict__.get(name) for name in inherited]
-        self._lock = ReadersAndWriter()
-        # Held by whoever changes the table and by whoever must not see it change. Reentrant, so
-        # that a function that `compact` calls can save the table.
-        self._update_lock = threading.RLock()
-        self._busy = ""  # what changes the table: "update", "compact"
-        self._device_copies = DeviceCopies()
-        self._gpus: set[torch.device] = set()  # that gathered from this table
-        self._totals_lock = threading.RLock()
-        self._totals = {"gathers": 0, "rows": 0, "copied_words": 0}
-        self.counters = Counters()
-
-    @property
-    def _parts(self) -> TableParts:
-        return self._rows.parts
 
     # Making one
 
@@ -198,30 +129,9 @@ class CompressedTable:
         Extra memory: a few times 32 MiB, or 32 rows if those are more, whatever the size of the
         table.
         """
-        check_layout(layout)
-        where = None if device is None else checked_device(device)
-        if isinstance(t, (torch.Tensor, np.ndarray)):
-            if t.ndim < 1:
-                raise ArgumentError("t: has no dimension; a table needs rows")
-            if isinstance(t, torch.Tensor):
-                check_tensor_argument("t", t)
-            n_rows: int | None = t.shape[0]
-            sample = sample_rows(t, seed)
-            batches: Iterable[torch.Tensor] = slices_of(t)
-        else:
-            n_rows = None
-            sample, batches = peek(t, seed)
-        if not isinstance(codec, RowCodec) and codec in ("auto", "ibp"):
-            options = {"seed": seed, **options}
-        fitted = choose_codec(sample, codec, n_rows, options)
-        with Progress("packing", n_rows, progress) as shown:
-            parts = build_parts(batches, fitted, layout, pin=pin, progress=shown, device=where)
-            if codec == "auto" and not parts.raw and parts.gains_nothing():
-                # The sample promised more than all rows keep.
-                shown.restart()
-                with cls(parts, pin=False) as packed:
-                    raw = RawCodec(parts.row_shape, parts.dtype)
-                    parts = build_parts(packed._batches(), raw, layout, pin=pin, progress=shown)
+        parts = making.parts_of_rows(
+            t, layout, codec, options, pin=pin, device=device, seed=seed, progress=progress
+        )
         return cls(parts, pin=pin)
 
     @classmethod
@@ -251,33 +161,12 @@ class CompressedTable:
             When the file cannot be read.
         """
         check_layout(layout)
-        ct = load(path)
-        if len(ct.shape) < 1 or tuple(ct.codec.row_shape) != tuple(ct.shape[1:]):
-            raise ArgumentError(
-                f"{os.fspath(path)}: holds a tensor {list(ct.shape)} in rows of "
-                f"{list(ct.codec.row_shape)}, expected one row for each item, as "
-                "CompressedTable.save writes them"
-            )
-        with Progress("reading", len(ct), None) as shown:
-            if isinstance(ct.codec, RawCodec):
-                batches = slices_of(ct.packed.parts["rows"])
-                return cls(build_parts(batches, ct.codec, layout, pin=pin, progress=shown), pin=pin)
-            if not isinstance(ct.codec, InvariantCodec):
-                raise ArgumentError(
-                    f"{os.fspath(path)}: packed by {ct.codec.name!r}; tables hold rows of 'ibp' "
-                    "and 'raw'"
-                )
-            mapped = cls(TableParts.from_compressed(ct), pin=False)
-            if layout == "inplace":
-                with mapped:
-                    batches = mapped._batches()
-                    parts = build_parts(batches, ct.codec, layout, pin=pin, progress=shown)
-                return cls(parts, pin=pin)
-            if pin and torch.cuda.is_available():
-                return cls(mapped._parts.copy(pin=pin, progress=shown), pin=pin)
-            mapped._path = os.path.abspath(path)
-            mapped._checksum = checksum_of_file(path)
-            return mapped
+        parts, mapped = files.parts_of_file(path, load(path), layout, pin=pin)
+        table = cls(parts, pin=pin and not mapped)
+        if mapped:
+            table._path = os.path.abspath(path)
+            table._checksum = checksum_of_file(path)
+        return table
 
     def save(self, path: PathLike) -> None:
         """Write the table to a file that `from_file` and `bitslab.load` read.
@@ -298,87 +187,7 @@ class CompressedTable:
         the file, which takes memory for one more compact copy; so does a raw table whose rows are
         no multiple of 4 bytes.
         """
-        with self.unchanging():
-            parts, fresh = self._parts, None
-            if not parts.raw and (parts.layout == "inplace" or self._rows.dirty):
-                with Progress("packing", len(self), None) as shown:
-                    fresh = parts = build_parts(
-                        self._batches(), parts.codec, "compact", pin=False, progress=shown
-                    )
-            try:
-                with self._reading():
-                    packed = parts.as_packed()
-                CompressedTensor(parts.codec, packed, self.shape).save(path)
-            finally:
-                if fresh is not None:
-                    fresh.close()
-
-    # What it is
-
-    @property
-    def shape(self) -> torch.Size:
-        """``[N, *row_shape]``."""
-        return torch.Size((self._parts.n_rows, *self._parts.row_shape))
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of the rows' elements."""
-        return self._parts.dtype
-
-    @property
-    def ndim(self) -> int:
-        """Number of dimensions."""
-        return len(self.shape)
-
-    @property
-    def layout(self) -> Layout:
-        """How rows lie."""
-        return self._parts.layout
-
-    @property
-    def codec(self) -> RowCodec:
-        """What packed the rows."""
-        return self._parts.codec
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of a row before packing."""
-        return self._parts.row_bytes
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of host memory: words, what finds rows in them, and rows that have moved."""
-        return self._rows.nbytes
-
-    @property
-    def overflow_bytes(self) -> int:
-        """Bytes of rows that updates have moved; see `compact`."""
-        return self._rows.overflow_bytes
-
-    @property
-    def ratio(self) -> float:
-        """Bytes of the rows over `nbytes`; 1 when there are none."""
-        raw_bytes = len(self) * self.row_bytes
-        return raw_bytes / self.nbytes if raw_bytes and self.nbytes else 1.0
-
-    @property
-    def pinned(self) -> bool:
-        """Whether GPUs of this process can read the packed rows by themselves."""
-        buffer = self._parts.buffers.get("words")
-        return buffer is not None and buffer.pinned
-
-    def __len__(self) -> int:
-        """Return the number of rows."""
-        return self._parts.n_rows
-
-    def __repr__(self) -> str:
-        """Name shape, dtype, layout, plan and ratio."""
-        if self._closed:
-            return "CompressedTable(closed)"
-        return (
-            f"CompressedTable({list(self.shape)}, {dtype_name(self.dtype)}, {self.layout}, "
-            f"{self.codec.describe()}, {self.ratio:.2f}x)"
-        )
+        files.save(self, path)
 
     # Gathering
 
@@ -430,7 +239,7 @@ class CompressedTable:
         On torch's current stream. Nothing waits for the GPU, and once warm nothing is allocated but
         the result; with `out` and ids on the GPU a call can be captured in a CUDA graph.
         """
-        return self._gather(ids, out, device, None, sort, sm_budget)
+        return gathering.gather(self, ids, out, device, None, sort, sm_budget)
 
     def gather_with(
         self,
@@ -442,7 +251,7 @@ class CompressedTable:
         sm_budget: int | None,
     ) -> torch.Tensor:
         """Gather, but take what `cache` has from there; see `SlabCache.gather`."""
-        return self._gather(ids, out, device, cache, sort, sm_budget)
+        return gathering.gather(self, ids, out, device, cache, sort, sm_budget)
 
     def gather_checked(
         self,
@@ -469,9 +278,9 @@ class CompressedTable:
                 self._check_open()
                 data = out.view(torch.uint8).view(out.shape[0], self.row_bytes)
                 if data.device.type == "cpu":
-                    self._gather_on_cpu(ids, data, cache)
+                    gathering.on_cpu(self, ids, data, cache)
                 else:
-                    self._gather_on_gpu(ids, data, cache, sort, None)
+                    gathering.on_gpu(self, ids, data, cache, sort, None)
         if cache is None:
             self._count(gathers=1, rows=ids.shape[0])
 
@@ -505,15 +314,17 @@ class CompressedTable:
         """
         with self._lock.reading():
             self._check_open()
-            prepared = None if self._parts.raw or not out.numel() else self._prepared_rows()
+            if self._parts.raw or not out.numel():
+                return None
+            prepared = gathering.prepared_rows(self)
             if prepared is None:
                 return None
-            self._populate()
+            gathering.populate(self)
             found = prepared.look_up(ids, offsets, slot_of, resident, out)
             if found is None:
                 return None
             damaged, words, missing = found
-            _raise_damaged(damaged)
+            raise_damaged(damaged)
         if missing:
             self._count(gathers=1, rows=missing, copied_words=words)
         return missing
@@ -539,7 +350,7 @@ class CompressedTable:
         if n and self.row_bytes:
             with self._lock.reading():
                 self._check_open()
-                self._gather_on_gpu(ids, out, cache, sort, None, from_end=False)
+                gathering.on_gpu(self, ids, out, cache, sort, None, from_end=False)
         if cache is None:
             self._count(gathers=1, rows=n)
 
@@ -549,192 +360,9 @@ class CompressedTable:
         rows = self.gather(ids.reshape(-1))
         return rows.view(*ids.shape, *self.shape[1:])
 
-    def _gather(
-        self,
-        ids: torch.Tensor,
-        out: torch.Tensor | None,
-        device: torch.device | str | None,
-        cache: Cache | None,
-        sort: bool | None,
-        sm_budget: int | None,
-    ) -> torch.Tensor:
-        self._check_open()
-        wanted = checked_ids(ids)
-        if out is not None:
-            check_tensor_argument("out", out)
-        target = target_device(ids, out, device)
-        n = wanted.shape[0]
-        if out is not None:
-            check_out_argument(out, (n, *self._parts.row_shape), self.dtype, target, [ids])
-        if target.type == "cpu":
-            wanted = wanted.cpu()
-        if wanted.device.type == "cpu":
-            self._check_ids(wanted)
-        result = out
-        if result is not None and not bits_in_order(result):
-            # A copy of what it holds, since bad ids leave `out` untouched.
-            result = result.detach().resolve_conj().resolve_neg()
-            result = result.clone(memory_format=torch.contiguous_format)
-        if result is None:
-            result = torch.empty((n, *self._parts.row_shape), dtype=self.dtype, device=target)
-        if n and self.row_bytes:
-            with self._lock.reading():
-                self._check_open()
-                if target.type == "cpu":
-                    self._gather_on_cpu(wanted, rows_as_bytes(result, self.row_bytes), cache)
-                else:
-                    if wanted.device.type == "cpu":
-                        # A copy from pageable memory would make the host wait for the GPU.
-                        wanted = wanted.pin_memory()
-                    wanted = wanted.to(target, non_blocking=True)
-                    self._gather_on_gpu(wanted, result, cache, sort, sm_budget)
-        if cache is None:
-            self._count(gathers=1, rows=n)
-        return result if out is None or out is result else out.copy_(result)
-
-    def _gather_on_cpu(self, ids: torch.Tensor, data: torch.Tensor, cache: Cache | None) -> None:
-        self._populate()
-        if self._parts.raw and cache is None:
-            self._rows.decode(ids, data)
-            self._count(copied_words=ids.shape[0] * self._parts.row_words)
-            return
-        prepared = self._prepared_rows() if cache is None else None
-        if prepared is not None:
-            damaged, words = prepared.gather(ids, data)
-            _raise_damaged(damaged)
-            self._count(copied_words=words)
-            return
-        storage = None if cache is None else cache.storage(CPU)
-        counts = torch.zeros(2 * (MAX_SLABS + 1), dtype=torch.int64)
-        _raise_damaged(self._rows.decode(ids, data, cache=storage, counters=counts))
-        (self if cache is None else cache).counters.add(counts)
-
-    def _populate(self) -> None:
-        """Map the pages of the rows, once."""
-        if not self._populated:
-            self._populated = True
-            buffer = self._parts.buffers.get("words")
-            if buffer is not None and buffer.nbytes <= POPULATED_BYTES:
-                buffer.populate()
-
-    def _prepared_rows(self) -> PreparedTable | None:
-        """Return the rows made ready for gathers on the CPU, or None where that cannot be."""
-        rows, overflow_bytes = self._rows, self._rows.overflow_bytes
-        found = self._prepared
-        # Updates write to memory in place, but for an overflow that has to grow.
-        if found is None or found[0] is not rows or found[1] != overflow_bytes:
-            storage = rows.storage()
-            serves = PreparedTable.serves(storage, rows.layout)
-            prepared = PreparedTable(storage, rows.layout) if serves else None
-            found = self._prepared = (rows, overflow_bytes, prepared)
-        return found[2]
-
-    def _gather_on_gpu(
-        self,
-        ids: torch.Tensor,
-        out: torch.Tensor,
-        cache: Cache | None,
-        sort: bool | None,
-        sm_budget: int | None,
-        *,
-        from_end: bool = True,
-    ) -> None:
-        device, parts = out.device, self._parts
-        buffer = parts.buffers.get("words")
-        if not (self._pin and buffer is not None and buffer.ensure_pinned()):
-            # The GPU cannot read the rows itself: the CPU gathers them, and a copy brings them.
-            on_host = torch.empty(out.shape, dtype=out.dtype)
-            wanted = ids.cpu()
-            self._check_ids(wanted)
-            if not from_end and bool((wanted < 0).any()):
-                position = int((wanted < 0).nonzero()[0])
-                raise_bad_index(int(wanted[position]), position, len(self), "ids")
-            self._gather_on_cpu(wanted, rows_as_bytes(on_host, self.row_bytes), cache)
-            out.copy_(on_host)
-            return
-        self._gpus.add(device)
-        try:
-            if parts.raw and cache is None:
-                gather_copied_rows(
-                    self._device_copies.raw_rows(self._rows),
-                    parts.row_bytes,
-                    ids,
-                    out,
-                    sort=sort,
-                    sm_budget=sm_budget,
-                    from_end=from_end,
-                )
-                self._count(copied_words=ids.shape[0] * parts.row_words)
-                return
-            storage, layout = self._device_copies.get(device, self._rows)
-            gather_packed_rows(
-                storage,
-                layout,
-                ids,
-                out,
-                cache=None if cache is None else cache.storage(device),
-                counters=(self if cache is None else cache).counters.on(device),
-                sort=sort,
-                sm_budget=sm_budget,
-                from_end=from_end,
-            )
-        finally:
-            self._lock.mark_gpu_read(device)
-
-    def _count(self, **more: int) -> None:
-        with self._totals_lock:
-            for name, n in more.items():
-                self._totals[name] += n
-
-    def check_ids(self, ids: torch.Tensor) -> None:
-        """Raise IndexRangeError when one of the ids ``[n]`` on the CPU is out of range."""
-        self._check_ids(checked_ids(ids))
-
-    def _check_ids(self, ids: torch.Tensor) -> None:
-        position = cpu.check_ids(ids, len(self))
-        if position >= 0:
-            raise_bad_index(int(ids[position]), position, len(self), "ids")
-
-    # For caches
-
-    @contextlib.contextmanager
-    def unchanging(self) -> Iterator[None]:
-        """Hold off updates, not readers; a thread may enter again."""
-        with self._update_lock:
-            self._check_open()
-            yield
-
-    def row_lengths(self, ids: torch.Tensor) -> tuple[np.ndarray[Any, Any], int]:
-        """Return words of packed rows and of a raw row; see `HostRows.row_lengths`."""
-        with self._reading():
-            return self._rows.row_lengths(ids)
-
-    def packed_words_of(self, ids: torch.Tensor, n_words: int) -> torch.Tensor:
-        """Return the packed words of rows; see `HostRows.packed_words_of`."""
-        with self._reading():
-            return self._rows.packed_words_of(ids, n_words)
-
-    def _batches(self) -> Iterator[torch.Tensor]:
-        """Yield all rows, decoded, batch after batch; these gathers are not counted."""
-        step = rows_per_batch(self.row_bytes)
-        for begin in range(0, len(self), step):
-            yield self.decoded(begin, min(begin + step, len(self)))
-
-    def decoded(self, begin: int, end: int) -> torch.Tensor:
-        """Return rows ``[end - begin, *row_shape]`` on the CPU; `stats` does not count them."""
-        return self.rows_of(torch.from_numpy(np.arange(begin, end)))
-
-    def rows_of(self, ids: torch.Tensor) -> torch.Tensor:
-        """Do the same for int64 ``[n]`` ids on the CPU, in range."""
-        rows = torch.empty((ids.shape[0], *self.shape[1:]), dtype=self.dtype)
-        with self._reading():
-            if self.row_bytes:
-                _raise_damaged(self._rows.decode(ids, rows_as_bytes(rows, self.row_bytes)))
-        return rows
-
     # On a GPU
 
-    def advice(self, device: torch.device | str, batch_rows: int = 100_000) -> Advice:
+    def advice(self, device: torch.device | str, batch_rows: int = statistics.BATCH_ROWS) -> Advice:
         """Return what the models of link and decoder say about gathers from this table.
 
         Parameters
@@ -744,19 +372,7 @@ class CompressedTable:
         batch_rows : int
             Rows of a gather.
         """
-        self._check_open()
-        parts = self._parts
-        n_sample = min(len(self), 4096, max(1, SAMPLE_BYTES // max(1, self.row_bytes)))
-        sample = None if parts.raw else lambda: self.decoded(0, n_sample)
-        return advisor_for(checked_device(device)).advise(
-            codec=None if parts.raw else self.codec,
-            sample=sample,
-            n_rows=len(self),
-            row_bytes=max(1, self.row_bytes),
-            packed_bytes=4 * parts.facts["packed_words"],
-            packed_span_bytes=parts.tensors["words"].nbytes,
-            batch_rows=batch_rows,
-        )
+        return statistics.advice(self, device, batch_rows)
 
     # Changing rows
 
@@ -782,35 +398,7 @@ class CompressedTable:
         Returns when the change is made. A packed row that fits its old place goes there; one that
         does not is kept raw in an overflow area until `compact`. In place every row fits.
         """
-        self._check_open()
-        self._check_writable("update")
-        check_rows_argument(self.codec, rows)
-        wanted = checked_ids(ids).cpu()
-        if wanted.shape[0] != rows.shape[0]:
-            raise ArgumentError(f"ids, rows: {wanted.shape[0]} ids for {rows.shape[0]} rows")
-        self.check_ids(wanted)
-        numbers = wanted.numpy().astype(np.int64)
-        numbers = np.where(numbers < 0, numbers + len(self), numbers)
-        last = len(numbers) - 1 - np.unique(numbers[::-1], return_index=True)[1]
-        if len(last) < len(numbers):
-            numbers = numbers[last]
-            rows = take_rows(rows, last)
-        if not len(numbers) or not self.row_bytes:
-            return
-        with self._changing("update"):
-            packed = None if self._parts.raw else self.codec.encode(rows).to(CPU)
-            with self._lock.writing():
-                self._check_open()
-                # Once more: it may have been handed out since.
-                self._check_writable("update")
-                for cache in list(self._caches):
-                    cache.forget(torch.from_numpy(numbers))
-                try:
-                    changed = self._rows.update(numbers, rows, packed)
-                    self._device_copies.refresh(self._rows, changed)
-                except BaseException:
-                    self._device_copies.clear()  # made anew from what the host has
-                    raise
+        changes.update(self, ids, rows)
 
     def compact(
         self, progress: ProgressFunction | bool | None = None, *, refit: bool = False
@@ -835,63 +423,14 @@ class CompressedTable:
         self._check_open()
         if self._parts.raw or not self._rows.dirty:
             return
-        with self._changing("compact"):
-            self._check_writable("compact")
+        with changes.changing(self, "compact"):
+            changes.check_writable(self, "compact")
             with Progress("packing", len(self), progress) as shown:
-                codec = self._fitted_again() if refit else self.codec
+                codec = changes.fitted_again(self) if refit else self.codec
                 fresh = build_parts(
                     self._batches(), codec, self.layout, pin=self._pin, progress=shown
                 )
-            try:
-                with self._lock.writing():
-                    self._check_open()
-                    self._check_writable("compact")
-                    if codec is not self.codec:
-                        for cache in list(self._caches):
-                            cache.forget(torch.arange(len(self)))
-                        self._device_copies = DeviceCopies()
-                    old, self._rows = self._rows, HostRows(fresh, pin=self._pin)
-                    self._prepared = None
-                    self._device_copies.clear()
-            except BaseException:
-                fresh.close()
-                raise
-            old.close()
-
-    def _fitted_again(self) -> RowCodec:
-        n_sample = min(len(self), max(1, SAMPLE_BYTES // max(1, self.row_bytes)))
-        picked = np.sort(np.random.default_rng(0).choice(len(self), n_sample, replace=False))
-        return choose_codec(self.rows_of(torch.from_numpy(picked)), "auto", len(self), {})
-
-    @contextlib.contextmanager
-    def _changing(self, what: str) -> Iterator[None]:
-        """Be the only one that changes the table."""
-        with self._update_lock:
-            if self._busy:
-                raise BitslabError(f"{what}: called from inside {self._busy} of the same table")
-            self._busy = what
-            try:
-                yield
-            finally:
-                self._busy = ""
-
-    def _check_writable(self, what: str) -> None:
-        if self._path is not None:
-            raise BitslabError(
-                f"{what}: this table is memory-mapped from {self._path}; open it with "
-                "layout='inplace', or make one with from_tensor"
-            )
-        if self._pid != os.getpid():
-            raise BitslabError(f"{what}: this table belongs to process {self._pid}, the parent")
-        if self._read_only or any(buffer.shared for buffer in self._parts.buffers.values()):
-            raise BitslabError(
-                f"{what}: this table's memory is shared with other processes, which would not see "
-                "the change whole; change it before it is handed out"
-            )
-
-    def add_cache(self, cache: Cache) -> None:
-        """Tell `cache` of every update from now on; it is held weakly."""
-        self._caches.add(cache)
+            changes.replace(self, fresh)
 
     # Other processes
 
@@ -910,17 +449,6 @@ class CompressedTable:
             if self._rows.overflow is not None:
                 raise BitslabError("handle: rows have moved; call compact() first")
             return handle_of(self._parts)
-
-    @property
-    def token(self) -> str:
-        """What tells the table's memory from any other, in every process that has it."""
-        return self._checksum or self._parts.buffers["words"].token
-
-    def hand_out(self) -> str:
-        """Let the table change no more, and return its `token`."""
-        with self._reading():
-            self._read_only = True
-            return self.token
 
     @classmethod
     def attach(cls, handle: str, pin: bool = True) -> CompressedTable:
@@ -962,6 +490,15 @@ class CompressedTable:
 
     # Statistics and end
 
+    def __repr__(self) -> str:
+        """Name shape, dtype, layout, plan and ratio."""
+        if self._closed:
+            return "CompressedTable(closed)"
+        return (
+            f"CompressedTable({list(self.shape)}, {dtype_name(self.dtype)}, {self.layout}, "
+            f"{self.codec.describe()}, {self.ratio:.2f}x)"
+        )
+
     def stats(self) -> dict[str, Any]:
         """Return sizes and counts; reading them waits for the GPUs.
 
@@ -976,60 +513,10 @@ class CompressedTable:
             ``moved_bytes`` (words read for them); ``advice``, once a GPU was used: what the models
             of link and codec say, with reasons.
         """
-        self._check_open()
-        parts = self._parts
-        raw_bytes = len(self) * self.row_bytes
-        words = self._totals["copied_words"]
-        words += sum(int(counts[1].sum()) for counts in self.counters.read().values())
-        on_gpu = self._gpus
-        return {
-            "rows": len(self),
-            "row_bytes": self.row_bytes,
-            "layout": parts.layout,
-            "codec": self.codec.describe(),
-            "raw_bytes": raw_bytes,
-            "packed_bytes": parts.tensors["words"].nbytes,
-            "metadata_bytes": parts.metadata_bytes + self.codec.profile_bytes,
-            "host_bytes": self.nbytes,
-            "ratio": self.ratio,
-            "packed_rows": self._rows.packed_rows,
-            "moved_rows": self._rows.moved_rows,
-            "overflow_bytes": self._rows.overflow_bytes,
-            "pinned": self.pinned,
-            "gathers": self._totals["gathers"],
-            "gathered_rows": self._totals["rows"],
-            "gathered_bytes": self._totals["rows"] * self.row_bytes,
-            "moved_bytes": 4 * words,
-            "advice": {str(device): self.advice(device).as_dict() for device in on_gpu},
-        }
-
-    def close(self) -> None:
-        """Let the memory go, after the gathers under way; closing twice is fine."""
-        if self._closed:
-            return
-        with self._lock.writing():
-            self._closed = True
-            self._prepared = None
-            self._device_copies.clear()
-            self._rows.close()
+        return statistics.stats(self)
 
     def __enter__(self) -> CompressedTable:
         return self
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise BitslabError("table: is closed")
-
-    @contextlib.contextmanager
-    def _reading(self) -> Iterator[None]:
-        with self._lock.reading():
-            self._check_open()
-            yield
-
-
-def _raise_damaged(row: int) -> None:
-    if row >= 0:
-        raise CorruptedDataError(f"table: row {row} is damaged; `out` is undefined")

@@ -4,101 +4,23 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from torch.multiprocessing.reductions import reduce_tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..errors import ArgumentError, ArgumentTypeError, BitslabError, IndexRangeError
+from ..errors import ArgumentError, ArgumentTypeError, BitslabError
 from .host import HostBuffer
+from .placement import DIRECT, VIEWS, Affinity, Operand, Placement, names_device, placement
+from .unified_rows import as_integers, by_way_of_cpu, rows_of, rows_to_gpu
 
-Affinity = Literal["host", "device"]
+__all__ = ["Affinity", "Operand", "Placement", "UnifiedTensor", "placement", "rows_of", "unified"]
 
 #: Results of fewer bytes stay in ordinary memory: a buffer of its own has two file descriptors, of
 #: which a process has 1024 by default, and fresh pages, which cost more than most small operators.
 SMALL_RESULT_BYTES = 1 << 20
-
-
-@dataclass(frozen=True)
-class Operand:
-    """What decides about placement in one tensor among the operands.
-
-    Parameters
-    ----------
-    kind : {"cpu", "cuda", "unified"}
-        Where it lies.
-    scalar : bool
-        It has no dimensions.
-    affinity : {"host", "device"}
-        Of a unified tensor.
-    device : torch.device, optional
-        GPU of a CUDA tensor or of a unified tensor in device affinity.
-    """
-
-    kind: Literal["cpu", "cuda", "unified"]
-    scalar: bool = False
-    affinity: Affinity = "host"
-    device: torch.device | None = None
-
-
-@dataclass(frozen=True)
-class Placement:
-    """Where an operator computes, and what its result is.
-
-    Parameters
-    ----------
-    device : torch.device
-        Where it computes.
-    result : {"cpu", "cuda", "unified"}
-        Kind of the result.
-    """
-
-    device: torch.device
-    result: Literal["cpu", "cuda", "unified"]
-
-
-def placement(operands: Sequence[Operand]) -> Placement:
-    """Apply the rules in the docstring of `UnifiedTensor` (PyTorch-Direct, section 4.4.3)."""
-    for operand in operands:
-        if operand.kind == "cuda" and not operand.scalar and operand.device is not None:
-            return Placement(operand.device, "cuda")
-    for operand in operands:
-        if operand.kind == "unified" and operand.affinity == "device" and operand.device:
-            return Placement(operand.device, "cuda")
-    unified_operands = any(operand.kind == "unified" for operand in operands)
-    return Placement(torch.device("cpu"), "unified" if unified_operands else "cpu")
-
-
-# Names of functions that do as they are told on the host memory, in either affinity: what tells
-# about a tensor, what names the place of its result itself, and what writes where it is told to.
-_DIRECT = frozenset(
-    """
-    __get__ __set__ __delete__ __array__ __array_wrap__ __bool__ __complex__ __dir__ __dlpack__
-    __dlpack_device__ __float__ __format__ __index__ __int__ __len__ __repr__ _is_view
-    _typed_storage apply_ backward copy_ cpu cuda data_ptr const_data_ptr dim dim_order
-    element_size get_device has_names is_complex is_conj is_contiguous is_distributed
-    is_floating_point is_inference is_neg is_nonzero is_pinned is_same_size is_set_to is_signed
-    is_tensor item map_ map2_ ndimension nelement new numel numpy pin_memory record_stream
-    register_hook register_post_accumulate_grad_hook requires_grad_ retain_grad resize_
-    resize_as_ set_ share_memory_ size storage storage_offset storage_type stride tolist
-    untyped_storage
-    """.split()
-)
-
-# Names of functions that compute nothing: their results are views of the same memory, where the
-# shape allows it.
-_VIEWS = frozenset(
-    """
-    adjoint alias as_strided broadcast_tensors broadcast_to chunk conj contiguous detach detach_
-    diagonal dsplit expand expand_as flatten hsplit imag movedim moveaxis narrow permute ravel real
-    reshape reshape_as resolve_conj resolve_neg select split split_with_sizes squeeze squeeze_
-    swapaxes swapdims t t_ tensor_split transpose transpose_ type unbind unflatten unfold unsqueeze
-    unsqueeze_ view view_as view_as_complex view_as_real vsplit
-    """.split()
-)
 
 
 class UnifiedTensor(torch.Tensor):
@@ -262,13 +184,13 @@ class UnifiedTensor(torch.Tensor):
             name = getattr(func, "__name__", "")
             if name == "as_subclass":
                 return func(*args, **kwargs)
-            if name in _DIRECT or (name == "to" and _names_device(*args[1:], **kwargs)):
+            if name in DIRECT or (name == "to" and names_device(*args[1:], **kwargs)):
                 result = func(*args, **kwargs)
                 return result if _is_fact(result) else _with_views(result, (args, kwargs))
             operands = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
             place = placement([_describe(x) for x in operands])
             elsewhere = place.result == "cuda" or any(x.is_cuda for x in operands)
-            if elsewhere and name not in _VIEWS:
+            if elsewhere and name not in VIEWS:
                 result = _compute_on(place.device, func, args, kwargs)
             else:
                 result = func(*args, **kwargs)
@@ -329,7 +251,7 @@ def unified(
         source = t.detach().resolve_conj().resolve_neg()
         buffer = HostBuffer.allocate(source.numel() * source.element_size())
         target = _typed(buffer, source.shape, source.dtype)
-        _bits(target).copy_(_bits(source))
+        as_integers(target).copy_(as_integers(source))
     return _over(target, buffer, affinity, gpu)
 
 
@@ -376,25 +298,9 @@ def _address(t: torch.Tensor) -> int:
     return t.untyped_storage().data_ptr() if t.layout is torch.strided else 0
 
 
-def _bits(t: torch.Tensor) -> torch.Tensor:
-    """View a tensor as integers, so that a copy keeps every bit."""
-    if t.is_complex():
-        t = torch.view_as_real(t)
-    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return t.view(integers[t.element_size()])
-
-
 def _typed(buffer: HostBuffer, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """View a buffer as a contiguous tensor."""
     return buffer.tensor.view(dtype).view(shape)
-
-
-def _names_device(*args: Any, **kwargs: Any) -> bool:
-    """Tell whether the arguments of `Tensor.to` say where the result is to lie."""
-    return "device" in kwargs or any(
-        isinstance(x, (torch.device, str, int, torch.Tensor)) and not isinstance(x, bool)
-        for x in (*args[:1], kwargs.get("other"))
-    )
 
 
 def _is_fact(result: Any) -> bool:
@@ -453,7 +359,7 @@ def _settle(x: Any, place: Placement, operands: Sequence[torch.Tensor]) -> Any:
         with contextlib.suppress(BitslabError):  # out of file descriptors, for one
             buffer = HostBuffer.allocate(nbytes, pin="lazily")
             x, result = _typed(buffer, x.shape, x.dtype), x
-            _bits(x).copy_(_bits(result.resolve_conj().resolve_neg()))
+            as_integers(x).copy_(as_integers(result.resolve_conj().resolve_neg()))
     return _over(x, buffer, "host", None)
 
 
@@ -501,9 +407,9 @@ def _get_item(u: torch.Tensor, index: Any) -> Any:
     if isinstance(index, tuple) and len(index) == 1:
         (index,) = index
     if isinstance(index, torch.Tensor) and index.is_cuda:
-        return _rows_to_gpu(u, index)
+        return rows_to_gpu(_plain(u), u.host_buffer, index)
     if any(isinstance(x, torch.Tensor) and x.is_cuda for x in tree_leaves(index)):
-        return _by_way_of_cpu(u, index)
+        return by_way_of_cpu(_plain(u), index)
     return _placed_on_cpu(u, _plain(u)[index])
 
 
@@ -523,7 +429,7 @@ def _index_select(
             f"got {index.dtype} {list(index.shape)} for one of shape {list(source.shape)}"
         )
     if dim in (0, -source.dim()):
-        return _rows_to_gpu(input, index, out)
+        return rows_to_gpu(source, input.host_buffer, index, out)
     here = torch.index_select(source, dim, index.cpu()).to(index.device)
     return here if out is None else out.copy_(here)
 
@@ -535,7 +441,7 @@ def _embedding(
     plain_lookup = isinstance(weight, UnifiedTensor) and input.is_cuda and max_norm is None
     if args or not plain_lookup or weight.requires_grad:
         return NotImplemented
-    return _rows_to_gpu(cast(UnifiedTensor, weight), input)
+    return rows_to_gpu(_plain(weight), cast(UnifiedTensor, weight).host_buffer, input)
 
 
 def _set_item(u: torch.Tensor, index: Any, value: Any) -> Any:
@@ -562,93 +468,6 @@ def _placed_on_cpu(u: UnifiedTensor, result: torch.Tensor) -> torch.Tensor:
     if _address(result) == _address(u):
         return _like(result, u)
     return result if u._affinity == "device" else _over(result, None, "host", None)
-
-
-def _rows_to_gpu(
-    u: UnifiedTensor, index: torch.Tensor, out: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Gather rows, or elements of a mask, to the GPU that the index lies on."""
-    if index.dtype not in (torch.int32, torch.int64, torch.bool):
-        raise ArgumentTypeError(
-            f"index: expected int32, int64 or bool on a GPU, got {index.dtype} on {index.device}"
-        )
-    if u.dim() == 0:
-        raise IndexRangeError("index: a tensor without dimensions has no rows")
-    if index.dtype == torch.bool:
-        if index.dim() != 1:
-            return _by_way_of_cpu(u, index)
-        if len(index) != len(u):
-            raise IndexRangeError(f"index: a mask of {len(index)} for {len(u)} rows")
-        index = index.nonzero().reshape(-1)
-    shape = torch.Size((*index.shape, *u.shape[1:]))
-    if out is not None and (out.device != index.device or out.dtype != u.dtype):
-        raise ArgumentTypeError(
-            f"out: expected {u.dtype} on {index.device}, as the rows and the index, "
-            f"got {out.dtype} on {out.device}"
-        )
-    if out is not None and out.shape != shape:
-        raise ArgumentError(f"out: expected shape {list(shape)}, got {list(out.shape)}")
-    source = _plain(u)
-    found = rows_of(source)
-    buffer = u.host_buffer
-    differentiable = source.requires_grad and torch.is_grad_enabled()
-    if found is None or differentiable or buffer is None or not buffer.ensure_pinned():
-        rows = _by_way_of_cpu(u, index)
-        return rows if out is None else out.copy_(rows)
-    from ..transfer.gather import gather_copied_rows
-
-    rows, row_bytes = found
-    direct = out is not None and out.is_contiguous() and not out.requires_grad
-    if out is None:
-        target = torch.empty(shape, dtype=u.dtype, device=index.device)
-    else:
-        # A copy of what it holds, since a bad index leaves `out` untouched.
-        target = out if direct else out.detach().clone(memory_format=torch.contiguous_format)
-    ids = index.reshape(-1).contiguous()
-    target_rows = target.view(-1).view(torch.uint8).view(len(ids), row_bytes)
-    gather_copied_rows(rows, row_bytes, ids, target_rows)
-    return target if out is None or direct else out.copy_(target)
-
-
-def _by_way_of_cpu(u: UnifiedTensor, index: Any) -> torch.Tensor:
-    """Index with the CPU and copy the result to the GPU of the index: right for every case."""
-    device = next(x.device for x in tree_leaves(index) if isinstance(x, torch.Tensor) and x.is_cuda)
-    on_cpu = tree_map(lambda x: x.cpu() if isinstance(x, torch.Tensor) else x, index)
-    source = _plain(u)
-    try:
-        if source.requires_grad or source.is_complex() or source.is_neg():
-            return source[on_cpu].to(device)
-        # As integers, because torch cannot index every dtype.
-        return _bits(source)[on_cpu].to(device).view(u.dtype)
-    except IndexError as error:
-        raise IndexRangeError(f"index: {error}") from error
-
-
-def rows_of(t: torch.Tensor) -> tuple[torch.Tensor, int] | None:
-    """View the items of a tensor's first dimension as rows of bytes.
-
-    Parameters
-    ----------
-    t : torch.Tensor
-        ``[N, ...]``, each item contiguous and items at any distance that does not overlap.
-
-    Returns
-    -------
-    tuple of torch.Tensor and int, or None
-        uint8 ``[N, row_bytes]`` over the same memory, rows ``stride(0)`` bytes apart, and
-        row_bytes; None where items are not contiguous, overlap or are empty.
-    """
-    if t.numel() == 0 or t.is_conj() or t.is_neg() or not t[0].is_contiguous():
-        return None
-    size = t.element_size()
-    row_bytes = t[0].numel() * size
-    stride_bytes = t.stride(0) * size if len(t) > 1 else row_bytes
-    if stride_bytes < row_bytes:
-        return None
-    with torch.no_grad():
-        flat = torch.empty(0, dtype=torch.uint8).set_(t.untyped_storage())
-        rows = flat.as_strided((len(t), row_bytes), (stride_bytes, 1), t.storage_offset() * size)
-    return rows, row_bytes
 
 
 # Other processes, files and copies.

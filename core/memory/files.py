@@ -1,0 +1,65 @@
+"""Files of tables: opening them, mapped where that serves, and writing them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+
+import torch
+
+from ..codecs import InvariantCodec, RawCodec
+from ..container import PathLike
+from ..errors import ArgumentError
+from ..tensor import CompressedTensor
+from .build import build_parts, slices_of
+from .host_table import HostTable
+from .parts import Layout, TableParts
+from .progress import Progress
+
+
+def parts_of_file(
+    path: PathLike, ct: CompressedTensor, layout: Layout, *, pin: bool
+) -> tuple[TableParts, bool]:
+    """Return the parts of a table of what a file holds, and whether they map the file."""
+    if len(ct.shape) < 1 or tuple(ct.codec.row_shape) != tuple(ct.shape[1:]):
+        raise ArgumentError(
+            f"{os.fspath(path)}: holds a tensor {list(ct.shape)} in rows of "
+            f"{list(ct.codec.row_shape)}, expected one row for each item, as "
+            "CompressedTable.save writes them"
+        )
+    with Progress("reading", len(ct), None) as shown:
+        if isinstance(ct.codec, RawCodec):
+            batches = slices_of(ct.packed.parts["rows"])
+            return build_parts(batches, ct.codec, layout, pin=pin, progress=shown), False
+        if not isinstance(ct.codec, InvariantCodec):
+            raise ArgumentError(
+                f"{os.fspath(path)}: packed by {ct.codec.name!r}; tables hold rows of 'ibp' "
+                "and 'raw'"
+            )
+        mapped = TableParts.from_compressed(ct)
+        if layout == "inplace":
+            with contextlib.closing(HostTable(mapped, pin=False)) as table:
+                batches = table._batches()
+                parts = build_parts(batches, ct.codec, layout, pin=pin, progress=shown)
+            return parts, False
+        if pin and torch.cuda.is_available():
+            return mapped.copy(pin=pin, progress=shown), False
+        return mapped, True
+
+
+def save(table: HostTable, path: PathLike) -> None:
+    """Do what `CompressedTable.save` says."""
+    with table.unchanging():
+        parts, fresh = table._parts, None
+        if not parts.raw and (parts.layout == "inplace" or table._rows.dirty):
+            with Progress("packing", len(table), None) as shown:
+                fresh = parts = build_parts(
+                    table._batches(), parts.codec, "compact", pin=False, progress=shown
+                )
+        try:
+            with table._reading():
+                packed = parts.as_packed()
+            CompressedTensor(parts.codec, packed, table.shape).save(path)
+        finally:
+            if fresh is not None:
+                fresh.close()
