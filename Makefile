@@ -9,8 +9,8 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip
 ARGS ?=
 DEMO ?= inspect_and_compress feature_gather train_graphsage_dgl train_graphsage_pyg train_dlrm \
-	serve_dlrm
-BENCH ?= codec gather gnn embedding
+	serve_dlrm generate_offloaded
+BENCH ?= codec gather gnn embedding llm
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
@@ -82,7 +82,7 @@ types: $(VENV)/.dev-stamp ## mypy, strict
 	$(PIP) install --quiet --no-deps --no-build-isolation --upgrade --target build/types .
 	$(BIN)/mypy | sed -E 's#^build/types/bitslab/integrations/#integrations/#; s#^build/types/bitslab/#core/#'
 
-demo: $(VENV)/.demo-stamp ## run the examples: compress, gather, train two GNNs, train and serve a DLRM
+demo: $(VENV)/.demo-stamp ## run the examples: compress, gather, train two GNNs, train and serve a DLRM, generate text
 	@for name in $(DEMO); do
 		echo "==> demo: $$name"
 		$(BIN)/python examples/$$name.py $(ARGS)

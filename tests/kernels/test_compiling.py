@@ -21,6 +21,6 @@ def test_processes_share_a_new_cache(tmp_path: Path) -> None:
     for _ in range(2):  # into the new cache, then out of it
         running = [
             subprocess.Popen([sys.executable, "-c", CODE, dtype], env=environment)
-            for dtype in ("int8", "bfloat16", "float32", "float64")
+            for dtype in ("bfloat16", "float32")
         ]
-        assert [process.wait(timeout=300) for process in running] == [0, 0, 0, 0]
+        assert [process.wait(timeout=300) for process in running] == [0, 0]

@@ -39,7 +39,7 @@ from ..base import (
 )
 from .clusters import fit_clusters
 from .layout import build_layout
-from .planner import Options, choose_plan, draw_sample, fit_profile
+from .planner import Options, choose_plan, draw_sample, fit_profile, refit_profile
 from .profile import Profile
 
 Auto = Literal["auto"]
@@ -164,6 +164,30 @@ class InvariantCodec(RowCodec):
         if clusters > 1:
             profile = fit_clusters(drawn, sample.dtype, plan, clusters, seed, total)
         return cls(profile or fit_profile(drawn, plan), row_shape, sample.dtype)
+
+    def refitted(self, sample: torch.Tensor) -> InvariantCodec:
+        """Return a codec with the same plan and masks, and the values that suit other rows.
+
+        For tensors that differ in scale rather than in kind, as the weights of a model do; far
+        quicker than a plan of their own, which may save more.
+
+        Parameters
+        ----------
+        sample : torch.Tensor
+            ``[N, *row_shape]`` of the codec's dtype, N at least 1, on any device.
+
+        Raises
+        ------
+        ArgumentError
+            When there are no rows, rows have another shape, or the codec has clusters.
+        """
+        check_rows_argument(self, sample)
+        if sample.shape[0] == 0:
+            raise ArgumentError("sample: no rows; values are learnt from at least one")
+        if self.clusters > 1:
+            raise ArgumentError(f"refitted(): this codec has {self.clusters} clusters, expected 1")
+        rows = rows_as_bytes(sample, self.row_bytes).cpu().contiguous()
+        return InvariantCodec(refit_profile(rows, self.profile), self.row_shape, self.dtype)
 
     # Properties
 

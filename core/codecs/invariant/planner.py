@@ -153,14 +153,16 @@ def fields(chunk_bytes: int, number_bytes: int, dtype: torch.dtype) -> list[int]
     return [field * copies for field in found] + [everything]
 
 
-def top_values(sample: Sample, candidate: Candidate, masks: np.ndarray, count: int) -> np.ndarray:
+def top_values(
+    sample: Sample, chunk_bytes: int, uniform: bool, masks: np.ndarray, count: int
+) -> np.ndarray:
     """Return ``[positions, count]``: the most frequent masked chunks, most frequent first."""
     load_optional("numba", extra=None, purpose="planning a codec")
     from ...kernels.cpu import plan
 
-    chunks = sample.chunks(candidate.chunk_bytes)
+    chunks = sample.chunks(chunk_bytes)
     top = np.zeros((len(masks), count), chunks.dtype)
-    if candidate.uniform:
+    if uniform:
         masked = chunks.ravel() & masks[0]
         masked.sort()
         call(plan.top_values_of, masked, top[0])
@@ -190,7 +192,8 @@ def measure(
     from ...kernels.cpu import plan
 
     masks = candidate.masks(learn)
-    values = top_values(learn, candidate, masks, (1 << max(CODE_BITS)) - 1)
+    most_values = (1 << max(CODE_BITS)) - 1
+    values = top_values(learn, candidate.chunk_bytes, candidate.uniform, masks, most_values)
     totals = np.zeros((len(CODE_BITS), 2), np.int64)
     row_words = -(-sample.row_bytes // 4)
     chunks = sample.chunks(candidate.chunk_bytes)
@@ -230,4 +233,12 @@ def fit_profile(sample: Sample, plan: Plan) -> Profile:
     c = plan.candidate
     fmt = RowFormat(sample.row_bytes, c.chunk_bytes, plan.code_bits, plan.grouped, c.uniform)
     masks = c.masks(sample)
-    return Profile(fmt, masks[None], top_values(sample, c, masks, fmt.values)[None])
+    values = top_values(sample, c.chunk_bytes, c.uniform, masks, fmt.values)
+    return Profile(fmt, masks[None], values[None])
+
+
+def refit_profile(rows: torch.Tensor, profile: Profile) -> Profile:
+    """Learn the values of a profile's masks anew, from uint8 ``[n, row_bytes]`` rows on the CPU."""
+    f, masks = profile.format, profile.masks[0]
+    values = top_values(Sample(rows), f.chunk_bytes, f.uniform, masks, f.values)
+    return Profile(f, profile.masks, values[None])

@@ -20,7 +20,7 @@ from ..format import (
 )
 from .compiling import call
 from .constants import chunks_of, constants_of, unsigned
-from .loading import gathering, mapping, packing
+from .loading import encoding_shorts, gathering, mapping, packing
 from .places import HOST_SOURCES, NO_IDS, Places, decode_places
 from .prepared import PreparedTable
 from .threads import run_ranges
@@ -76,6 +76,13 @@ def packed_words(rows: torch.Tensor, layout: RowLayout) -> tuple[torch.Tensor, t
     chunks = chunks_of(rows, f.chunk_bytes)
     constants = constants_of(layout)
     lengths_out, clusters_out = unsigned(lengths), row_clusters.numpy()
+    if encoding_shorts().serves(layout):
+        short = encoding_shorts().tables_of(layout)
+        sizes = (short.payload_bits, short.masked_bits, f.code_bits, f.row_words)
+        measured = (chunks, short.codes, *sizes, lengths_out)
+        measure = encoding_shorts().measure_rows
+        run_ranges(lambda begin, end: call(measure, *measured, begin, end), len(rows), f.row_bytes)
+        return lengths, row_clusters
 
     def work(begin: int, end: int) -> None:
         call(
@@ -132,6 +139,26 @@ def encode_rows(
     constants = constants_of(layout)
     chunks = chunks_of(rows, f.chunk_bytes)
     words_out = unsigned(words)
+    if encoding_shorts().serves(layout):
+        short = encoding_shorts().tables_of(layout)
+        written = (
+            chunks,
+            rows.numpy(),
+            short.codes,
+            short.payload,
+            short.masked,
+            short.payload_bits,
+            short.masked_bits,
+            f.code_bits,
+            f.row_words,
+            unsigned(lengths),
+            bases.numpy(),
+            words_out,
+            words_out.view(np.uint8),
+        )
+        write = encoding_shorts().write_rows
+        run_ranges(lambda begin, end: call(write, *written, begin, end), len(rows), f.row_bytes)
+        return words
     arguments = (
         chunks,
         rows.numpy(),

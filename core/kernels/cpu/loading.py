@@ -18,6 +18,15 @@ def packing() -> Any:
 
 
 @functools.cache
+def encoding_shorts() -> Any:
+    """Load the functions that encode rows of short chunks."""
+    load_optional("numba", extra=None, purpose="packing rows on the CPU")
+    from . import shorts
+
+    return shorts
+
+
+@functools.cache
 def gathering() -> Any:
     """Load the functions that gather rows."""
     load_optional("numba", extra=None, purpose="gathering rows on the CPU")

@@ -1,0 +1,128 @@
+"""Measure offloaded generation: packed weights and a packed K/V cache, beside the peers.
+
+python benchmarks/llm.py --only ratio    # what MiniLM's weights, keys and values take
+python benchmarks/llm.py --only cpu      # packing, and a forward pass of MiniLM
+python benchmarks/llm.py --only weights  # accelerate's cpu_offload, raw and packed streaming
+python benchmarks/llm.py --only cache    # DynamicCache, offloaded, compressed
+
+weights and cache generate with a model of random weights in the shape of the IBP paper's workload
+(section 6.4: prompts of 1,920 tokens, a batch of 20, 128 new tokens), scaled by the options, with
+fresh prompts for each repetition, and compare every token with the plain run's. Figures are medians
+of the repetitions after one that warms up. Without a GPU they run on the CPU, where nothing crosses
+a link: what is told of bytes is what would, and the workload is a tenth as long, with 4 prompts.
+DFloat11 and nvCOMP are measured where they can be imported (dfloat11, nvidia.nvcomp) and there is a
+GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+# The models, the prompts and the clock are those of the example.
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "examples"))
+
+import torch  # noqa: E402
+from graphsage.arguments import device_named, positive  # noqa: E402
+from graphsage.options import DTYPES, above_zero  # noqa: E402
+from graphsage.report import Steps  # noqa: E402
+from textgen.models import RANDOM, SIZES  # noqa: E402
+from timing import print_tables  # noqa: E402
+
+PARTS = ("ratio", "cpu", "weights", "cache")
+#: Of the paper, and what a CPU does of it: prompts, and a factor for their tokens and the new ones.
+PROMPTS, CPU_PROMPTS, CPU_SCALE = 20, 4, 0.1
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    add = parser.add_argument
+    add("--only", choices=PARTS, nargs="+", help="run one part or several")
+    add("--model", default="llama", choices=tuple(RANDOM), help="default: %(default)s")
+    add("--size", default="small", choices=tuple(SIZES), help="as in the example; %(default)s")
+    add("--layers", type=positive, metavar="N", help="layers, when not those of the size")
+    add("--dtype", default="bfloat16", choices=tuple(DTYPES), help="default: %(default)s")
+    add("--prompt-tokens", type=positive, default=1920, metavar="N", help="default: %(default)s")
+    add(
+        "--batch",
+        type=positive,
+        metavar="N",
+        help=f"prompts; default: {PROMPTS}, on a CPU {CPU_PROMPTS}",
+    )
+    add("--new-tokens", type=positive, default=128, metavar="N", help="default: %(default)s")
+    add(
+        "--scale",
+        type=above_zero,
+        metavar="X",
+        help="times this: tokens of a prompt and new ones;\n"
+        f"default: 1, on a CPU {CPU_SCALE} where neither of them is given",
+    )
+    add("--repetitions", type=positive, default=3, metavar="N", help="default: %(default)s")
+    add("--device", help="cpu or cuda (default: cuda where there is a GPU)")
+    add("--json", action="store_true", help="print JSON instead of tables")
+    add("--out", type=Path, help="also write the tables to this Markdown file")
+    return parser
+
+
+def scaled(parser: argparse.ArgumentParser, given: list[str] | None = None) -> argparse.Namespace:
+    """Parse arguments, and fit the workload to the device."""
+    arguments = parser.parse_args(given)
+    device = device_named(parser, arguments.device)
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            parser.error(f"argument --device: {device}, but torch sees no CUDA GPU")
+        device = torch.empty(0, device=device).device  # with its number
+    arguments.device = device
+    as_paper = all(
+        getattr(arguments, name) == parser.get_default(name)
+        for name in ("prompt_tokens", "new_tokens")
+    )
+    on_cpu = device.type == "cpu"
+    if arguments.scale is None:
+        arguments.scale = CPU_SCALE if on_cpu and as_paper else 1.0
+    arguments.batch = arguments.batch or (CPU_PROMPTS if on_cpu else PROMPTS)
+    arguments.prompt_tokens = max(2, round(arguments.prompt_tokens * arguments.scale))
+    # The first token is the prompt's; a time for each token takes two more.
+    arguments.new_tokens = max(3, round(arguments.new_tokens * arguments.scale))
+    return arguments
+
+
+def main() -> int:
+    """Run the parts asked for and print one table each."""
+    arguments = scaled(make_parser())
+    tables: dict[str, list[dict[str, Any]]] = {}
+    with Steps() as steps:
+        for part in arguments.only or PARTS:
+            with steps.step(part):
+                tables |= run(part, arguments, steps)
+    print_tables(tables, arguments.json, arguments.out)
+    return 0
+
+
+def run(part: str, arguments: argparse.Namespace, steps: Steps) -> dict[str, list[dict[str, Any]]]:
+    """Run one of PARTS."""
+    if part == "ratio":
+        import llm_ratio
+
+        return llm_ratio.run()
+    if part == "cpu":
+        import llm_cpu
+
+        return llm_cpu.run(arguments)
+    if part == "weights":
+        import llm_weights
+
+        return llm_weights.run(arguments, steps)
+    import llm_cache
+
+    return llm_cache.run(arguments, steps)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

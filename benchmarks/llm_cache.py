@@ -1,0 +1,48 @@
+"""The K/V cache: on the device, transformers' offloaded one, packed on the host and on the device.
+
+Weights lie on the device throughout. New tokens go down to the host in blocks of 64 once they leave
+the window of 128, so bytes for each token are only even over several blocks. nvCOMP has no cache
+for transformers, so it stands in the part for weights only.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from graphsage.report import Steps
+from llm_workload import Rows, left_out, line, workload
+from textgen.generation import Run
+from textgen.ways import CacheOptions
+
+#: Name, way, whether the packed history is in host memory.
+WAYS = (
+    ("DynamicCache", "dynamic", False),
+    ("transformers' offloaded", "offloaded", True),
+    ("CompressedCache, host", "compressed", True),
+    ("CompressedCache, device", "compressed", False),
+)
+
+
+def run(arguments: argparse.Namespace, steps: Steps) -> dict[str, Rows]:
+    """Measure generation with each cache."""
+    with workload(arguments, steps) as work:
+        found: Rows = []
+        plain: Run | None = None
+        offloaded: float | None = None
+        for name, way, host in WAYS:
+            if way == "offloaded" and work.device.type == "cpu":
+                left_out(name, "it needs a GPU")
+                continue
+            run = work.measure("device", way, CacheOptions(offload=host))
+            plain = plain or run
+            row = line(name, run, plain, arguments.batch)
+            if way == "offloaded":
+                offloaded = run.token_seconds
+            elif way == "compressed":
+                raw = sum(size.raw_bytes for size in run.cache)
+                packed = sum(size.packed_bytes for size in run.cache)
+                row["ratio"] = raw / packed if packed else 1.0
+                if host and offloaded and run.token_seconds:
+                    row["times faster than offloaded"] = offloaded / run.token_seconds
+            found.append(row)
+        return {f"K/V cache: {work.title}": found}

@@ -1,0 +1,110 @@
+"""On a CPU: packing a checkpoint, and a forward pass of MiniLM that decodes every weight."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from typing import Any
+
+import llm_minilm
+import torch
+from llm_workload import Rows, left_out
+
+from bitslab.dtypes import dtype_name
+from bitslab.integrations.transformers import BitslabConfig
+from bitslab.offload import WeightPacker
+
+#: Asked: MB/s of bfloat16 packed on two cores; a pass that decodes, of a plain one; a pass with
+#: all weights kept on the device, of a plain one.
+PACKED_MB_S, DECODING_PASS, KEPT_PASS = 200, 3.0, 1.1
+#: Shapes of a layer's matrices, those of a 1b Llama.
+LAYER = ((2048, 2048), (512, 2048), (512, 2048), (2048, 2048), (8192, 2048), (8192, 2048))
+LAYERS = 2
+LINES, TOKENS = 8, 128
+
+
+def run(arguments: argparse.Namespace) -> dict[str, Rows]:
+    """Return two tables."""
+    threads = torch.get_num_threads()
+    tables = {
+        f"Packing a checkpoint on {threads} CPU cores": [
+            _packing(dtype, arguments.repetitions) for dtype in (torch.bfloat16, torch.float32)
+        ]
+    }
+    try:
+        llm_minilm.folder()
+    except FileNotFoundError as error:
+        left_out("MiniLM", error)
+        return tables
+    tables[f"MiniLM on {threads} CPU cores, {LINES} x {TOKENS} tokens"] = [
+        row for dtype in (torch.float32, torch.bfloat16) for row in _passes(dtype, arguments)
+    ]
+    return tables
+
+
+def _packing(dtype: torch.dtype, repetitions: int) -> dict[str, Any]:
+    """Measure the packing of layers of new weights each time."""
+    rates, ratio = [], 1.0
+    for i in range(repetitions + 1):
+        generator = torch.Generator().manual_seed(i)
+        named = {
+            f"layers.{j}.{k}": (torch.randn(shape, generator=generator) * 0.02).to(dtype)
+            for j in range(LAYERS)
+            for k, shape in enumerate(LAYER)
+        }
+        units = {
+            f"layers.{j}": [f"layers.{j}.{k}" for k in range(len(LAYER))] for j in range(LAYERS)
+        }
+        begin = time.perf_counter()
+        with WeightPacker(units) as packer:
+            for name, weight in named.items():
+                packer.add(name, weight)
+            weights = packer.finish()
+        seconds = time.perf_counter() - begin
+        ratio = weights.ratio
+        if i:  # the first one compiles
+            rates.append(weights.raw_nbytes / seconds / 1e6)
+        weights.close()
+    rate = statistics.median(rates)
+    row: dict[str, Any] = {"dtype": dtype_name(dtype), "ratio": ratio, "MB/s": rate}
+    if dtype == torch.bfloat16:
+        row["asked"] = f">= {PACKED_MB_S}: {'ok' if rate >= PACKED_MB_S else 'missed'}"
+    return row
+
+
+def _passes(dtype: torch.dtype, arguments: argparse.Namespace) -> Rows:
+    """Measure a forward pass with fresh text, and compare with the plain model's bit for bit."""
+    repetitions = max(5, arguments.repetitions)
+    batches = [llm_minilm.batch(LINES, TOKENS, seed) for seed in range(repetitions + 1)]
+    ways: dict[str, Any] = {"plain": llm_minilm.load(dtype)}
+    for name, keep in (("compressed", None), ("keep=all", "all")):
+        config = BitslabConfig(execution_device="cpu", keep=keep)
+        ways[name] = llm_minilm.load(dtype, quantization_config=config)
+    found: Rows = []
+    with torch.no_grad():
+        expected = ways["plain"](**batches[0]).last_hidden_state
+        for name, model in ways.items():
+            if not torch.equal(model(**batches[0]).last_hidden_state, expected):
+                raise SystemExit(f"{name}: embeddings differ from the plain model's")
+        seconds: dict[str, list[float]] = {name: [] for name in ways}
+        for _ in range(3):
+            for given in batches[1:]:
+                # In turns, so that what else the machine does slows all of them.
+                for name, model in ways.items():
+                    begin = time.perf_counter()
+                    model(**given)
+                    seconds[name].append(time.perf_counter() - begin)
+    for name, times in seconds.items():
+        ratios = (time / plain for time, plain in zip(times, seconds["plain"], strict=True))
+        row: dict[str, Any] = {
+            "dtype": dtype_name(dtype),
+            "weights": name,
+            "ms": 1e3 * statistics.median(times),
+            "times plain": statistics.median(ratios),
+        }
+        asked = {"compressed": DECODING_PASS, "keep=all": KEPT_PASS}.get(name)
+        if asked is not None:
+            row["asked"] = f"<= {asked:g}: {'ok' if row['times plain'] <= asked else 'missed'}"
+        found.append(row)
+    return found

@@ -1,0 +1,187 @@
+"""Encoding rows of chunks of one or two bytes that have one mask at every position.
+
+Most weights are packed so: bfloat16 and float16 by their exponents. A chunk has at most 65,536
+values, so what it becomes is looked up. Same packed row as `rows.encode_rows` writes, several times
+as fast: rows have one pass each to be measured and to be written.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+from numba import njit
+
+from ..format import RowLayout
+from .bits import GROUP, LOW_WORD, ONE, WORD, ZERO
+
+Array = np.ndarray[Any, Any]
+
+#: What a chunk that was not stored counts as, at the end of a row's last group.
+_NO_CHUNK = ONE
+
+
+@dataclass(frozen=True, eq=False)
+class ShortTables:
+    """What each value of a chunk becomes.
+
+    Parameters
+    ----------
+    codes : numpy.ndarray
+        uint8 ``[2 ** bits]``: the participation code.
+    payload, masked : numpy.ndarray
+        uint16 ``[2 ** bits]``: the bits where the mask is 0, and where it is 1, gathered.
+    payload_bits, masked_bits : int
+        How many these are.
+    """
+
+    codes: Array
+    payload: Array
+    masked: Array
+    payload_bits: int
+    masked_bits: int
+
+
+_tables: WeakKeyDictionary[RowLayout, ShortTables] = WeakKeyDictionary()
+
+
+def serves(layout: RowLayout) -> bool:
+    """Tell whether rows of a layout are encoded here."""
+    f = layout.format
+    return f.chunk_bytes <= 2 and f.uniform and not f.grouped and f.clusters == 1
+
+
+def tables_of(layout: RowLayout) -> ShortTables:
+    """Return the tables of a layout, made at its first use."""
+    found = _tables.get(layout)
+    if found is None:
+        f = layout.format
+        bits = 8 * f.chunk_bytes
+        section = layout.tables[0, :, 0].numpy()
+        mask = int(section[0]) & ((1 << bits) - 1)
+        x = np.arange(1 << bits, dtype=np.uint32)
+        codes = np.zeros(1 << bits, np.uint8)
+        # The first of equal values has the code, as in rows.choose_codes.
+        for code in range(f.values, 0, -1):
+            codes[(x & mask) == (int(section[code]) & mask)] = code
+        found = _tables[layout] = ShortTables(
+            codes,
+            _gathered(x, ~mask, bits),
+            _gathered(x, mask, bits),
+            bits - mask.bit_count(),
+            mask.bit_count(),
+        )
+    return found
+
+
+def _gathered(x: Array, mask: int, bits: int) -> Array:
+    """Gather the bits of `x` where the mask is 1 at the low end."""
+    gathered = np.zeros(len(x), np.uint16)
+    at = 0
+    for bit in range(bits):
+        if mask >> bit & 1:
+            gathered |= ((x >> bit & 1) << at).astype(np.uint16)
+            at += 1
+    return gathered
+
+
+@njit(nogil=True, cache=True)
+def measure_rows(rows, codes, payload_bits, masked_bits, code_bits, row_words, lengths, begin, end):
+    """Write the words of each packed row to `lengths`, 0 for a row kept raw."""
+    chunks = rows.shape[1]
+    fixed = ((payload_bits * chunks + 31) >> 5) + ((chunks + 31) >> 5) * code_bits
+    for r in range(begin, end):
+        misses = 0
+        row = rows[r]
+        for i in range(chunks):
+            misses += 1 if codes[row[i]] == 0 else 0
+        words = fixed + ((misses * masked_bits + 31) >> 5)
+        lengths[r] = words if words < row_words else 0
+
+
+@njit(nogil=True, cache=True)
+def write_rows(
+    rows,
+    raw,
+    codes,
+    payload,
+    masked,
+    payload_bits,
+    masked_bits,
+    code_bits,
+    row_words,
+    lengths,
+    bases,
+    words,
+    word_bytes,
+    begin,
+    end,
+):
+    """Write rows begin..end, begin a multiple of 32, to `words` where bases says.
+
+    Three streams of bits grow side by side, because where each begins is known.
+    """
+    chunks = rows.shape[1]
+    payload_words = (payload_bits * chunks + 31) >> 5
+    code_words = ((chunks + 31) >> 5) * code_bits
+    k = np.uint64(code_bits)
+    p = np.uint64(payload_bits)
+    m = np.uint64(masked_bits)
+    at = np.int64(bases[begin >> 5])
+    for r in range(begin, end):
+        if lengths[r] == 0:
+            row_bytes = raw.shape[1]
+            for b in range(4 * row_words):
+                word_bytes[4 * at + b] = raw[r, b] if b < row_bytes else 0
+            at += row_words
+            continue
+        row = rows[r]
+        payload_at = at
+        code_at = at + payload_words
+        exception_at = code_at + code_words
+        payload_held = ZERO
+        payload_filled = ZERO
+        code_held = ZERO
+        code_filled = ZERO
+        exception_held = ZERO
+        exception_filled = ZERO
+        for i in range(chunks):
+            x = row[i]
+            code = np.uint64(codes[x])
+            payload_held |= np.uint64(payload[x]) << payload_filled
+            payload_filled += p
+            if payload_filled >= WORD:
+                words[payload_at] = payload_held & LOW_WORD
+                payload_at += 1
+                payload_held >>= WORD
+                payload_filled -= WORD
+            code_held |= code << code_filled
+            code_filled += k
+            if code_filled >= WORD:
+                words[code_at] = code_held & LOW_WORD
+                code_at += 1
+                code_held >>= WORD
+                code_filled -= WORD
+            if code == ZERO:
+                exception_held |= np.uint64(masked[x]) << exception_filled
+                exception_filled += m
+                if exception_filled >= WORD:
+                    words[exception_at] = exception_held & LOW_WORD
+                    exception_at += 1
+                    exception_held >>= WORD
+                    exception_filled -= WORD
+        for _ in range(chunks, (chunks + GROUP - 1) // GROUP * GROUP):
+            code_held |= _NO_CHUNK << code_filled
+            code_filled += k
+            if code_filled >= WORD:
+                words[code_at] = code_held & LOW_WORD
+                code_at += 1
+                code_held >>= WORD
+                code_filled -= WORD
+        if payload_filled > ZERO:
+            words[payload_at] = payload_held & LOW_WORD
+        if exception_filled > ZERO:
+            words[exception_at] = exception_held & LOW_WORD
+        at += np.int64(lengths[r])

@@ -1,0 +1,336 @@
+"""Blocks of tokens that one codec packed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..codecs.invariant.codec import InvariantCodec
+from ..errors import CorruptedDataError
+from ..kernels import kernels_for
+from ..kernels.format import BLOCK_ROWS, TableStorage, ceil_div
+from .packing import Packed, TokenRows
+from .words import grown
+
+
+@dataclass
+class Sequences:
+    """Sequences of a block, that may change between its packing and its commit.
+
+    Parameters
+    ----------
+    packed : int
+        Sequences that were packed.
+    index : torch.Tensor
+        int32 ``[B]`` on the device: which of them each sequence is.
+    plain : bool
+        Whether that is still 0, 1, 2 ...
+    """
+
+    packed: int
+    index: torch.Tensor
+    plain: bool = True
+
+
+class Era:
+    """The blocks of a history from one fit of its codec to the next.
+
+    Parameters
+    ----------
+    rows : TokenRows
+        What a row is.
+    codec : InvariantCodec or None
+        What packs the rows; None keeps them raw.
+    device : torch.device
+        Where the metadata lies.
+    first_word : int
+        Where the words of its first row lie among the history's words.
+    batch : int
+        Sequences.
+
+    Attributes
+    ----------
+    batch : int
+        Sequences.
+    origin : torch.Tensor or None
+        int32 ``[n_blocks, B]`` on the device: the row at which head 0 of a sequence starts in a
+        block. Sequences are reordered, repeated and chosen by changing nothing but this. It is
+        never written to, only replaced. None while sequences are as they were packed: then blocks
+        lie one after the other, and sequences in them.
+    """
+
+    def __init__(
+        self,
+        rows: TokenRows,
+        codec: InvariantCodec | None,
+        device: torch.device,
+        first_word: int,
+        batch: int,
+    ) -> None:
+        self.rows = rows
+        self.codec = codec
+        self.layout = None if codec is None else codec.row_layout().to(device)
+        self.first_word = first_word
+        self.batch = batch
+        self.origin: torch.Tensor | None = None
+        dtype = torch.uint8 if self.layout is None else self.layout.format.length_dtype
+        self._lengths = torch.empty(0, dtype=dtype, device=device)
+        self._bases = torch.empty(0, dtype=torch.int64, device=device)
+        self._block_rows: list[int] = []  # the row at which each block starts
+        self._raw_bytes: list[int] = []  # that the tokens of each block took when it was packed
+        self._tables: dict[int, TableStorage] = {}  # by the address of the words
+        self.n_rows = 0
+        self.max_words = 0  # of a packed row
+        self.expected_words = 0.0  # of a row on the average, as its first blocks took
+        row = torch.arange(rows.head_rows, dtype=torch.int32, device=device)
+        head = torch.arange(rows.heads, dtype=torch.int32, device=device) * rows.head_rows
+        self._within = (head[:, None] + row)[None, :, None]  # [1, H, 1, R]
+
+    @property
+    def n_blocks(self) -> int:
+        """Blocks that it holds."""
+        return len(self._block_rows)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a sequence."""
+        return self.n_blocks * self.rows.block_tokens
+
+    @property
+    def raw_bytes(self) -> int:
+        """Bytes that the tokens of all blocks took before packing."""
+        return sum(self._raw_bytes)
+
+    @property
+    def decoded_bytes(self) -> int:
+        """Bytes of all sequences as they are now, decoded."""
+        return self.tokens * self.rows.heads * self.rows.token_bytes * self.batch
+
+    @property
+    def metadata_bytes(self) -> int:
+        """Bytes on the device that find the rows, as much of them as is used."""
+        origin = 0 if self.origin is None else self.origin.nbytes
+        if self.layout is None:
+            return origin
+        entries = ceil_div(self.n_rows, BLOCK_ROWS) + 1
+        tables = self.layout.tables.nbytes + self.layout.starts.nbytes
+        rows = self.n_rows * self._lengths.itemsize + 8 * entries
+        return rows + tables + origin
+
+    @property
+    def key(self) -> tuple[int, ...] | None:
+        """What eras with equal `ids` have in common, or None: nearly all layers' are alike."""
+        rows = self.rows
+        if self.origin is not None:
+            return None
+        return self.n_blocks, self.batch, rows.heads, rows.head_rows
+
+    def ids(self) -> torch.Tensor:
+        """Return the rows of all tokens, int32 ``[B * H * rows]``, in the order of `decode`."""
+        origin = self._plain_origin() if self.origin is None else self.origin
+        return (origin.t()[:, None, :, None] + self._within).flatten()
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Return the tensors that decoding reads beside the words."""
+        found = [self._within, self._lengths, self._bases]
+        if self.origin is not None:
+            found.append(self.origin)
+        return found if self.layout is None else [*found, self.layout.tables, self.layout.starts]
+
+    def _plain_origin(self) -> torch.Tensor:
+        each = self.rows.heads * self.rows.head_rows
+        n = self.n_blocks * self.batch
+        starts = torch.arange(0, n * each, each, dtype=torch.int32, device=self._within.device)
+        return starts.view(self.n_blocks, self.batch)
+
+    def commit(
+        self, packed: Packed, sizes: tuple[int, int], n_blocks: int, sequences: Sequences, at: int
+    ) -> None:
+        """Take the rows of whole blocks, whose words start at word `at` of the history.
+
+        Parameters
+        ----------
+        packed : Packed
+            Rows of whole blocks.
+        sizes : (int, int)
+            What `packed.sizes` says.
+        n_blocks : int
+            Blocks.
+        sequences : Sequences
+            Which of the packed sequences are there now.
+        at : int
+            Words of the history before.
+        """
+        n_words, max_words = sizes
+        n = packed.lengths.shape[0]
+        each, begin = n // n_blocks, self.n_rows
+        self.n_rows = begin + n
+        if self.layout is not None:
+            self._lengths = grown(self._lengths, self.n_rows, begin)
+            self._lengths[begin : begin + n].copy_(packed.lengths)
+            first, last = ceil_div(begin, BLOCK_ROWS), ceil_div(self.n_rows, BLOCK_ROWS) + 1
+            self._bases = grown(self._bases, last, first)
+            bases = packed.bases
+            if begin % BLOCK_ROWS:
+                bases = self._bases_behind(begin, packed.lengths)
+            torch.add(bases, at, out=self._bases[first:last])
+        if self.origin is not None or not sequences.plain:
+            starts = torch.arange(
+                begin, begin + n, each, dtype=torch.int32, device=self._bases.device
+            )
+            first_rows = sequences.index * (self.rows.heads * self.rows.head_rows)
+            before = self._plain_origin() if self.origin is None else self.origin
+            self.origin = torch.cat([before, starts[:, None] + first_rows])
+        self._block_rows += range(begin, begin + n, each)
+        self._tables = {}
+        token_bytes = self.rows.heads * self.rows.token_bytes
+        self._raw_bytes += [sequences.packed * token_bytes * self.rows.block_tokens] * n_blocks
+        self.max_words = max(self.max_words, max_words)
+        if not self.expected_words:
+            self.expected_words = n_words / n
+
+    def _bases_behind(self, begin: int, lengths: torch.Tensor) -> torch.Tensor:
+        """Return the entries of `bases` for rows of which the first share the entry before."""
+        ends = torch.nn.functional.pad(self._words_of(lengths).cumsum(0), (1, 0))
+        bases = ends[-begin % BLOCK_ROWS :: BLOCK_ROWS]
+        if (begin + lengths.shape[0]) % BLOCK_ROWS:
+            bases = torch.cat([bases, ends[-1:]])
+        return bases
+
+    def _words_of(self, lengths: torch.Tensor) -> torch.Tensor:
+        """Return the words of rows, int64, of lengths: unsigned, whatever torch's dtype says."""
+        assert self.layout is not None
+        words = lengths.to(torch.int64) & ((1 << 8 * lengths.itemsize) - 1)
+        return torch.where(words == 0, self.layout.format.row_words, words)
+
+    def reindex(self, take: Callable[[torch.Tensor, int], torch.Tensor]) -> None:
+        """Change which sequences there are; `take` indexes a dimension of a tensor."""
+        self.origin = take(self._plain_origin() if self.origin is None else self.origin, 1)
+        self.batch = self.origin.shape[1]
+
+    def truncate(self, n_blocks: int) -> int:
+        """Forget the blocks behind the first ones, of which there are fewer; return the words' end.
+
+        On a GPU this waits once, for where a block starts among the words.
+        """
+        row = self._block_rows[n_blocks]
+        if self.layout is None:
+            end = self.first_word + row * self.rows.row_bytes // 4
+        else:
+            # Where the rows before it in its entry of `bases` end.
+            first = row // BLOCK_ROWS
+            words = self._words_of(self._lengths[first * BLOCK_ROWS : row])
+            end = int(self._bases[first] + words.sum())
+        del self._block_rows[n_blocks:], self._raw_bytes[n_blocks:]
+        if self.origin is not None:
+            self.origin = self.origin[:n_blocks].clone()
+        self._tables = {}
+        self.n_rows = row
+        return end
+
+    def decode(
+        self, words: torch.Tensor, ids: torch.Tensor, out: torch.Tensor, sm_budget: int | None
+    ) -> torch.Tensor:
+        """Decode all tokens, on the current stream.
+
+        Parameters
+        ----------
+        words : torch.Tensor
+            int32, the history's words and PAD_WORDS behind them, on the device.
+        ids : torch.Tensor
+            What `ids` returns, or an era of the same `key`.
+        out : torch.Tensor
+            uint8 ``[decoded_bytes]``, starting at a multiple of 16 bytes.
+        sm_budget : int, optional
+            Multiprocessors that decoding may use.
+
+        Returns
+        -------
+        torch.Tensor
+            `out` as ``[B, H, tokens, D]``.
+        """
+        rows = self.rows
+        self.decode_rows(words, ids, out.view(-1, rows.row_bytes), sm_budget)
+        return out.view(rows.dtype).view(self.batch, rows.heads, self.tokens, rows.dim)
+
+    def row_ids(self, places: torch.Tensor) -> torch.Tensor:
+        """Return where rows lie.
+
+        Parameters
+        ----------
+        places : torch.Tensor
+            Integers ``[B, H, n]`` on the device: rows of each head of each sequence, counted from
+            the era's first token.
+
+        Returns
+        -------
+        torch.Tensor
+            int32 ``[B, H, n]``, for `decode_rows`.
+        """
+        batch, heads, _ = places.shape
+        sequence = torch.arange(batch, device=places.device)[:, None, None]
+        head = torch.arange(heads, dtype=torch.int32, device=places.device)[:, None]
+        blocks, rows = places // self.rows.head_rows, places % self.rows.head_rows
+        if self.origin is None:
+            first = ((blocks * batch + sequence) * heads + head) * self.rows.head_rows
+            return (first + rows).to(torch.int32)
+        first = self.origin[blocks, sequence] + head * self.rows.head_rows
+        return first + rows.to(torch.int32)
+
+    def decode_rows(
+        self,
+        words: torch.Tensor,
+        ids: torch.Tensor,
+        out: torch.Tensor,
+        sm_budget: int | None,
+        counters: torch.Tensor | None = None,
+    ) -> None:
+        """Decode rows, on the current stream.
+
+        Parameters
+        ----------
+        words : torch.Tensor
+            As for `decode`, or in page-locked host memory: then a GPU reads the rows over the link.
+        ids : torch.Tensor
+            int32 ``[n]`` on the device; they must be good.
+        out : torch.Tensor
+            uint8 ``[n, row_bytes]`` on the device, contiguous.
+        sm_budget : int, optional
+            Multiprocessors that decoding may use.
+        counters : torch.Tensor, optional
+            int64 on the device, to which packed rows and words are added, as `gather_rows` says.
+        """
+        kernels: Any = kernels_for(out.device)
+        row_bytes = self.rows.row_bytes
+        if self.layout is None:
+            begin = self.first_word
+            raw = words[begin : begin + self.n_rows * row_bytes // 4].view(torch.uint8)
+            kernels.copy_rows(raw.view(-1, row_bytes), row_bytes, ids, out, sm_budget=sm_budget)
+            return
+        # The kernels know a table that they have seen.
+        address = words.data_ptr()
+        table = self._tables.get(address)
+        if table is None or table.words.shape != words.shape:
+            table = self._tables[address] = TableStorage(
+                n_rows=self.n_rows,
+                words=words,
+                bases=self._bases,
+                lengths=self._lengths,
+                max_words=self.max_words,
+            )
+        bad = kernels.gather_rows(
+            table, self.layout, ids, out, counters=counters, sm_budget=sm_budget
+        )
+        if bad >= 0:
+            raise CorruptedDataError(f"K/V history: packed row {bad} is damaged")
+
+    def forget_tables(self) -> None:
+        """Let go of words that have been decoded from."""
+        self._tables = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the words out: they are the history's."""
+        return {**self.__dict__, "_tables": {}}

@@ -1,0 +1,253 @@
+"""A model whose weights stream: what was put into it, and how it is taken out again."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import ArgumentError, BitslabError
+from .guards import ApplyGuard, StateGuard
+from .handles import WeightHandle
+from .hooks import Turnstile, UnitHooks, aligned, outside_graphs
+from .report import OffloadReport, UnitReport
+from .residence import Tier, is_lookup
+from .store import PackedWeights
+from .stream import WeightStream
+from .units import Slot, Unit
+
+ATTRIBUTE = "_bitslab_offload"
+
+
+class LateStream:
+    """Where handles get their data from: a stream that is made after them."""
+
+    def __init__(self) -> None:
+        self.stream: WeightStream | None = None
+
+    def _get(self) -> WeightStream:
+        if self.stream is None:
+            raise BitslabError("the weights of this model are just being packed")
+        return self.stream
+
+    def whole(self, name: str) -> torch.Tensor:
+        """Decode a tensor on the device that it is used on."""
+        return self._get().whole(name)
+
+    def rows(self, name: str, ids: torch.Tensor) -> torch.Tensor:
+        """Decode rows of a tensor on the device that it is used on."""
+        return self._get().rows(name, ids)
+
+
+class OffloadedModel:
+    """The packed weights of a model with all that binds them to it.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        The model, with handles in the places of packed parameters.
+    units : sequence of Unit
+        Its units, with the slots that hold handles.
+    tiers : mapping of str to Tier
+        Where each unit is kept; those on the device are only reported.
+    resident : mapping of str to int
+        Raw bytes of the units that are kept unpacked on the device.
+    weights : PackedWeights
+        The packed weights.
+    source : LateStream
+        What the handles ask.
+    device : torch.device
+        Where the model runs.
+    depth, sm_budget
+        See `WeightStream`.
+    trainable : set of str
+        Names of the parameters that required gradients before.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        units: Sequence[Unit],
+        tiers: Mapping[str, Tier],
+        resident: Mapping[str, int],
+        weights: PackedWeights,
+        source: LateStream,
+        device: torch.device,
+        depth: int,
+        sm_budget: int | None,
+        trainable: Iterable[str],
+    ) -> None:
+        self.model = model
+        self.weights = weights
+        self.units = list(units)
+        self._tiers = dict(tiers)
+        self._resident = dict(resident)
+        self._trainable = set(trainable)
+        streamed = [unit for unit in self.units if not is_lookup(unit)]
+        names = {unit.name: [_handle(slot).packed_name for slot in unit.slots] for unit in streamed}
+        # Images of units all of whose users are to stay on the device.
+        users: dict[str, set[str]] = {}
+        for unit in self.units:
+            for slot in unit.slots:
+                home = weights.unit_of(_handle(slot).packed_name)
+                users.setdefault(home, set()).add(self._tiers.get(unit.name, "host"))
+        packed = [home for home, tiers_of in users.items() if "packed" in tiers_of]
+        weights.move_to_device(packed, device)
+        self.stream = WeightStream(weights, names, device=device, depth=depth, sm_budget=sm_budget)
+        source.stream = self.stream
+        self.hooks = [UnitHooks(unit, self.stream) for unit in streamed]
+        self._guards: list[StateGuard | ApplyGuard] = []
+        owners: dict[int, list[Slot]] = {}
+        for unit in self.units:
+            for slot in unit.slots:
+                owners.setdefault(id(slot.module), []).append(slot)
+        for slots in owners.values():
+            distinct = list({slot.attribute: slot for slot in slots}.values())
+            self._guards.append(StateGuard(weights, distinct))
+            if slots[0].module is not model:
+                own = [_handle(slot) for slot in distinct]
+                self._guards.append(ApplyGuard(slots[0].module, own))
+        handles = [_handle(slot) for unit in self.units for slot in unit.slots]
+        self._guards.append(ApplyGuard(model, handles))
+        self._lookups = [unit.module for unit in self.units if is_lookup(unit)]
+        for module in self._lookups:
+            # torch.compile knows no handles: the look-up is made outside of its graphs.
+            module.__dict__["forward"] = outside_graphs(module.forward)
+        self._begin_hook = model.register_forward_pre_hook(
+            outside_graphs(self._begin), with_kwargs=True, prepend=True
+        )
+        model.__dict__[ATTRIBUTE] = self
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model runs."""
+        return self.stream.device
+
+    def _begin(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Begin a pass of the whole model: with nothing left of one that was interrupted."""
+        if any(hooks.visiting() for hooks in self.hooks) and not _is_inside_itself(module):
+            for hooks in self.hooks:
+                hooks.abandon()
+        return aligned(args, kwargs, self.device)
+
+    def add_resident(self, units: Mapping[str, int]) -> None:
+        """Report units that are kept unpacked on the device, by their raw bytes."""
+        self._resident.update(units)
+
+    def set_turnstile(self, turnstile: Turnstile | None) -> None:
+        """Let a function be called whenever a thread is about to enter a unit."""
+        for hooks in self.hooks:
+            hooks.turnstile = turnstile
+
+    def report(self) -> OffloadReport:
+        """Return sizes and times of the units; on a GPU this waits for it."""
+        times = self.stream.times()
+        rows = []
+        for unit in self.units:
+            stored = {_handle(slot).packed_name for slot in unit.slots}
+            records = [self.weights.record(name) for name in stored]
+            home = {self.weights.unit_of(name) for name in stored} == {unit.name}
+            rows.append(
+                UnitReport(
+                    unit.name,
+                    self._place_of(unit),
+                    sum(record.raw_nbytes for record in records),
+                    self.weights.unit_nbytes(unit.name)
+                    if home
+                    else sum(record.packed_nbytes for record in records),
+                    times.get(unit.name),
+                    shared=not home,
+                )
+            )
+        rows += [UnitReport(name, "device", n, n, None) for name, n in self._resident.items()]
+        order = {name: place for place, name in enumerate(self._tiers)}
+        rows.sort(key=lambda row: order.get(row.name, len(order)))
+        return OffloadReport(rows, str(self.device), self.stream.stats(), self.weights.path)
+
+    def _place_of(self, unit: Unit) -> str:
+        """Return where a unit is kept: its tier, or that its host tier is a file."""
+        tier = self._tiers.get(unit.name, "host")
+        return "disk" if tier == "host" and self.weights.path is not None else tier
+
+    def restore(self, device: torch.device | None = None) -> None:
+        """Give the model its ordinary parameters back and let everything else go.
+
+        Parameters
+        ----------
+        device : torch.device, optional
+            Where the parameters are wanted; on the CPU when left out.
+        """
+        # Detached last: if memory runs out on the way, the model is right and this can be repeated.
+        restored: dict[str, nn.Parameter] = {}
+        for unit in self.units:
+            for slot in unit.slots:
+                handle = slot.get()
+                if not isinstance(handle, WeightHandle):
+                    continue  # somebody put another parameter there
+                name = handle.packed_name
+                if name not in restored:
+                    data = self.weights.read(name, device or "cpu")
+                    wanted = name in self._trainable
+                    restored[name] = nn.Parameter(data, requires_grad=wanted)
+                slot.put(restored[name])
+        self.detach()
+        self.close()
+
+    def detach(self) -> None:
+        """Take hooks and guards off the model; handles stay, and decode themselves."""
+        for hooks in self.hooks:
+            hooks.remove()
+        for guard in reversed(self._guards):
+            guard.remove()
+        for module in self._lookups:
+            module.__dict__.pop("forward", None)
+        self._begin_hook.remove()
+        self.model.__dict__.pop(ATTRIBUTE, None)
+
+    def close(self) -> None:
+        """Give packed weights and buffers up; handles that are left raise."""
+        self.stream.close()
+        self.weights.close()
+
+
+def find_offloaded(model: nn.Module) -> OffloadedModel:
+    """Return what streams the weights of a model, or of a module inside it.
+
+    Raises
+    ------
+    ArgumentError
+        When no weights of the model stream.
+    """
+    if not isinstance(model, nn.Module):
+        raise ArgumentError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+    for module in model.modules():
+        found = module.__dict__.get(ATTRIBUTE)
+        if isinstance(found, OffloadedModel):
+            return found
+    raise ArgumentError(
+        "model: none of its weights are offloaded by bitslab; call offload_weights(model) first"
+    )
+
+
+def _is_inside_itself(model: nn.Module) -> bool:
+    """Tell whether a model that is just called was called by itself."""
+    calls = 0
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "_call_impl" and frame.f_locals.get("self") is model:
+            calls += 1
+        frame = frame.f_back
+    return calls > 1
+
+
+def _handle(slot: Slot) -> WeightHandle:
+    handle = slot.get()
+    if not isinstance(handle, WeightHandle):
+        raise BitslabError(f"{slot.name}: expected a handle, got {type(handle).__name__}")
+    return handle

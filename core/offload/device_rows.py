@@ -1,0 +1,102 @@
+"""Rows of packed tensors in host memory, read by a GPU itself: look-ups in an embedding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..kernels.cuda import kernels_on
+from ..kernels.format import RowLayout, RowStorage
+from ..tensor import row_map
+from .images import HostImage
+from .records import TensorRecord
+from .store import PackedWeights, without_negative
+
+
+class DeviceRows:
+    """Decodes rows by id on a GPU.
+
+    The words stay where they are; what finds rows among them, one or two bytes a row, is copied to
+    the GPU once. Tensors that a GPU cannot read by itself (in a file, or host memory that the
+    system refused to page-lock) are looked up on the CPU, which waits for the ids.
+
+    Parameters
+    ----------
+    weights : PackedWeights
+        The weights.
+    device : torch.device
+        The GPU.
+    """
+
+    def __init__(self, weights: PackedWeights, device: torch.device) -> None:
+        self._weights = weights
+        self._device = device
+        self._found: dict[str, tuple[RowStorage, RowLayout]] = {}
+
+    def rows(self, name: str, ids: torch.Tensor, sm_budget: int | None) -> torch.Tensor:
+        """Return ``[*ids.shape, *shape[1:]]`` on the GPU, decoded on the current stream."""
+        name = self._weights.stored_name(name)
+        record = self._weights.record(name)
+        held = self._weights.unit(self._weights.unit_of(name)).image
+        readable = held.tier == "device" or (isinstance(held, HostImage) and held.pinned)
+        if not readable or not _row_by_row(record):
+            if record.row_ordered and held.tier != "device":
+                on_cpu = without_negative(name, ids.cpu())
+                return self._weights.rows(name, on_cpu).to(self._device)
+            return self._weights.read(name, self._device)[ids.to(self._device)]
+        wanted = ids.to(self._device).reshape(-1).to(torch.int64)
+        shape = (*ids.shape, *record.shape[1:])
+        out = torch.empty(shape, dtype=record.dtype, device=self._device)
+        if not out.numel():
+            return out
+        row_bytes = record.codec.row_bytes
+        target = out.view(-1).view(torch.uint8).view(wanted.shape[0], row_bytes)
+        kernels = kernels_on(self._device)
+        if record.raw:
+            source = record.parts["rows"].of(held.tensor()).view(-1).view(torch.uint8)
+            first_bad = torch.full((1,), -1, dtype=torch.int64, device=self._device)
+            kernels.check_ids(wanted, record.n_rows, first_bad, 0)
+            kernels.copy_rows(
+                source.view(record.n_rows, row_bytes),
+                row_bytes,
+                wanted,
+                target,
+                first_bad=first_bad,
+                sm_budget=sm_budget,
+            )
+        else:
+            # The kernel would count them from the end, which torch's embedding does not.
+            wanted = wanted.masked_fill(wanted < 0, -record.n_rows - 1)
+            storage, layout = self._storage(name, record, held)
+            kernels.decode_rows(storage, layout, wanted, 0, target, record.facts, sm_budget)
+        return out
+
+    def _storage(self, name: str, record: TensorRecord, held: Any) -> tuple[RowStorage, RowLayout]:
+        """Return a tensor's rows with all but the words on the GPU."""
+        found = self._found.get(name)
+        if found is None:
+            parts = record.packed(held.tensor()).parts
+            empty = torch.empty(0, dtype=torch.uint8, device=self._device)
+            storage = RowStorage(
+                parts["words"],
+                parts["bases"].to(self._device),
+                parts["lengths"].to(self._device),
+                parts["row_clusters"].to(self._device) if "row_clusters" in parts else empty,
+            )
+            layout = record.codec.row_layout().to(self._device)  # type: ignore[attr-defined]
+            found = self._found[name] = storage, layout
+        return found
+
+    def close(self) -> None:
+        """Let the copies go."""
+        self._found.clear()
+
+
+def _row_by_row(record: TensorRecord) -> bool:
+    """Tell whether an item of the first dimension is one row of the codec."""
+    if not record.row_ordered:
+        return False
+    row_elements = record.codec.row_bytes // record.dtype.itemsize
+    rows = row_map(record.shape, row_elements) if record.n_rows else None
+    return rows is not None and rows.rows_per_item == 1 and rows.items_per_row == 1

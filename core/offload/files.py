@@ -1,0 +1,231 @@
+"""Files of packed weights: safetensors with one uint8 tensor for each unit's image.
+
+Images are written as they are made, so the header, which comes first in the file, gets its place
+before its content is known, and is filled up with spaces as the format allows. How tensors lie in
+images stands behind them in one more entry, ``bitslab_weights``: JSON with ``version``, ``units``
+(for each its ``tensors`` and the ``crc32`` of its image) and ``aliases``. The metadata has
+``bitslab_weights``: the version, and ``bitslab_crc32``: the checksum of that entry.
+
+Compatibility law: files of every older version stay readable.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import struct
+import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from ..errors import ArgumentError, BitslabError, CorruptedDataError
+from .images import FileImage, MappedFile
+from .records import TensorRecord, round_up
+from .store import PackedUnit, PackedWeights
+
+FILE_VERSION = 1
+INDEX_ENTRY = "bitslab_weights"
+CHECKSUM_ENTRY = "bitslab_crc32"
+#: Images start at such multiples, for reads that pass the system's cache by.
+ALIGNMENT_BYTES = 4096
+#: More than the JSON of one header entry takes beside its name.
+_ENTRY_BYTES = 160
+
+
+class WeightFile:
+    """Writes a file of packed weights, image by image.
+
+    Parameters
+    ----------
+    path : str or os.PathLike
+        Written under another name in the same folder until `finish` renames it.
+    units : sequence of str
+        Names of the units that will come.
+
+    Raises
+    ------
+    OSError
+        When the file cannot be written.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], units: Sequence[str]) -> None:
+        if INDEX_ENTRY in units:
+            raise ArgumentError(f"units: the name {INDEX_ENTRY!r} is taken")
+        self._target = Path(os.path.realpath(path))
+        if self._target.is_dir():
+            raise ArgumentError(f"disk: {self._target} is a folder, expected the name of a file")
+        # A name of its own, because two processes may write the same file.
+        self._temporary = self._target.with_name(f".{secrets.token_hex(8)}.bitslab-tmp")
+        names = [*units, INDEX_ENTRY]
+        # An image may have an entry for the bytes left free before it.
+        guess = 2 * sum(len(json.dumps(name)) + _ENTRY_BYTES for name in names) + 4 * _ENTRY_BYTES
+        self._start = round_up(8 + guess, ALIGNMENT_BYTES)
+        self._file = open(self._temporary, "wb+")
+        self._file.truncate(self._start)
+        self._at = self._start
+        self._entries: dict[str, dict[str, Any]] = {}
+        self._units: dict[str, dict[str, Any]] = {}
+        self._mapped: MappedFile | None = None
+        self._finished = False
+
+    def write(
+        self, unit: str, data: torch.Tensor, records: Mapping[str, TensorRecord]
+    ) -> FileImage:
+        """Write the image of a unit, uint8 ``[nbytes]`` on the CPU; it can be read at once."""
+        try:
+            offset = self._append(unit, data.numpy().data, ALIGNMENT_BYTES)
+            self._file.flush()
+        except OSError as error:
+            raise BitslabError(
+                f"disk: {self._target}: {data.numel()} bytes of {unit!r} cannot be written: {error}"
+            ) from error
+        self._units[unit] = {
+            "tensors": {name: record.to_json() for name, record in records.items()},
+            "crc32": zlib.crc32(data.numpy().data),
+        }
+        if self._mapped is None:
+            self._mapped = MappedFile(os.fspath(self._temporary))
+        return FileImage(self._mapped, offset, data.numel())
+
+    def _append(self, name: str, data: memoryview, multiple: int) -> int:
+        """Write an entry at the end of the file, what was left free before it a part of it."""
+        begin = self._at
+        offset = round_up(begin, multiple)
+        self._file.seek(offset)
+        self._file.write(data)
+        self._at = offset + len(data)
+        if offset > begin:
+            # safetensors knows no holes between its entries.
+            self._entries[f"{name}.padding"] = self._entry(begin, offset)
+        self._entries[name] = self._entry(offset, self._at)
+        return offset
+
+    def _entry(self, begin: int, end: int) -> dict[str, Any]:
+        offsets = [begin - self._start, end - self._start]
+        return {"dtype": "U8", "shape": [end - begin], "data_offsets": offsets}
+
+    def finish(self, aliases: Mapping[str, str]) -> str:
+        """Write the header, give the file its name and return that."""
+        index = {"version": FILE_VERSION, "units": self._units, "aliases": dict(aliases)}
+        text = json.dumps(index, separators=(",", ":")).encode()
+        metadata = {INDEX_ENTRY: str(FILE_VERSION), CHECKSUM_ENTRY: f"{zlib.crc32(text):08x}"}
+        try:
+            self._append(INDEX_ENTRY, memoryview(text), 8)
+            header = json.dumps({"__metadata__": metadata, **self._entries}).encode()
+            room = self._start - 8
+            if len(header) > room:
+                raise BitslabError(f"header of {len(header)} bytes, its place has {room}")
+            self._file.seek(0)
+            self._file.write(struct.pack("<Q", room) + header.ljust(room))
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+            os.replace(self._temporary, self._target)
+            _sync_folder(self._target.parent)
+        except OSError as error:
+            raise BitslabError(f"disk: {self._target} cannot be written: {error}") from error
+        self._finished = True
+        if self._mapped is not None:
+            self._mapped.renamed(os.fspath(self._target))
+        return os.fspath(self._target)
+
+    def abandon(self) -> None:
+        """Remove the file unless it is finished."""
+        if not self._finished:
+            self._finished = True
+            self._file.close()
+            self._temporary.unlink(missing_ok=True)
+
+    def __enter__(self) -> WeightFile:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.abandon()
+
+
+def _sync_folder(path: Path) -> None:
+    """Let the names in a folder survive a loss of power."""
+    folder = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def open_file(path: str | os.PathLike[str], *, verify: bool) -> PackedWeights:
+    """Open a file of packed weights; see `PackedWeights.open`."""
+    where = os.fspath(path)
+    file = MappedFile(where)
+    try:
+        units, aliases = _read_units(file, verify)
+        return PackedWeights(units, aliases, where)
+    except BitslabError as error:
+        file.close()
+        raise CorruptedDataError(f"{where}: {error}") from error
+
+
+def _read_units(file: MappedFile, verify: bool) -> tuple[dict[str, PackedUnit], dict[str, str]]:
+    """Read header and index, and check what they say."""
+    data = file.mapped()
+    start, entries = _read_header(data)
+    found = entries.get("__metadata__", {})
+    version = found.get(INDEX_ENTRY) if isinstance(found, dict) else None
+    if version is None:
+        raise CorruptedDataError("no file of packed weights of bitslab")
+    if not str(version).isdigit() or int(version) > FILE_VERSION:
+        raise CorruptedDataError(
+            f"written in version {version}, this bitslab reads up to version {FILE_VERSION}"
+        )
+    begin, end = _span(entries, INDEX_ENTRY, start, file.nbytes)
+    text = data[begin:end].numpy().tobytes()
+    if found.get(CHECKSUM_ENTRY) != f"{zlib.crc32(text):08x}":
+        raise CorruptedDataError("damaged: its index does not match its checksum")
+    index = json.loads(text)
+    units = {}
+    for name, described in index["units"].items():
+        begin, end = _span(entries, name, start, file.nbytes)
+        if verify and zlib.crc32(data[begin:end].numpy().data) != described["crc32"]:
+            raise CorruptedDataError(f"unit {name!r} is damaged: it does not match its checksum")
+        records = {
+            tensor: TensorRecord.from_json(content, end - begin)
+            for tensor, content in described["tensors"].items()
+        }
+        units[name] = PackedUnit(FileImage(file, begin, end - begin), records)
+    return units, index["aliases"]
+
+
+def _read_header(data: torch.Tensor) -> tuple[int, dict[str, Any]]:
+    """Return where the entries start, and the header."""
+    if data.numel() < 8:
+        raise CorruptedDataError("truncated: no safetensors header")
+    (length,) = struct.unpack("<Q", data[:8].numpy().tobytes())
+    if length > data.numel() - 8:
+        raise CorruptedDataError("truncated, or no safetensors file")
+    try:
+        entries = json.loads(data[8 : 8 + length].numpy().tobytes())
+    except (ValueError, RecursionError) as error:
+        raise CorruptedDataError(f"its header is not JSON: {error}") from error
+    if not isinstance(entries, dict):
+        raise CorruptedDataError("its header is no JSON object")
+    return 8 + length, entries
+
+
+def _span(entries: Mapping[str, Any], name: str, start: int, nbytes: int) -> tuple[int, int]:
+    """Return first byte and end of an entry in the file."""
+    try:
+        begin, end = (start + int(offset) for offset in entries[name]["data_offsets"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise CorruptedDataError(f"its entry {name!r} is missing or damaged") from error
+    if not start <= begin <= end <= nbytes:
+        raise CorruptedDataError(f"truncated: its entry {name!r} ends behind the file")
+    return begin, end

@@ -1,0 +1,259 @@
+"""Hooks around a unit's forward pass: its weights are there while it runs, and only then."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import BitslabError
+from .handles import WeightHandle, bound_parameter
+from .stream import WeightStream
+from .units import Unit
+
+#: Called with the name of a unit that a thread is about to enter, before its weights are asked for.
+Turnstile = Callable[[str], None]
+
+
+@dataclass
+class _Visit:
+    """One forward pass of a unit."""
+
+    acquired: bool = False
+    saving: contextlib.AbstractContextManager[Any] | None = None
+
+
+class UnitHooks:
+    """Binds the weights of a unit around each forward pass of its module.
+
+    Parameters
+    ----------
+    unit : Unit
+        The unit, with handles in the places of its parameters.
+    stream : WeightStream
+        What brings its weights.
+
+    Notes
+    -----
+    Several threads, and a module that calls itself, may be in one unit: the first binds and the
+    last gives back. Weights that autograd keeps for the backward pass are not kept but decoded
+    again there, because their memory is used for the next units meanwhile; what else it keeps goes
+    to the hooks that were there before, as those of `torch.utils.checkpoint`. For the same reason a
+    view of a weight that the module returns becomes a copy.
+    """
+
+    def __init__(self, unit: Unit, stream: WeightStream) -> None:
+        self.unit = unit
+        self.turnstile: Turnstile | None = None
+        self._stream = stream
+        self._handles: list[WeightHandle] = []
+        for slot in unit.slots:
+            handle = slot.get()
+            if not isinstance(handle, WeightHandle):
+                raise BitslabError(f"{slot.name}: expected a handle, got {type(handle).__name__}")
+            self._handles.append(handle)
+        self._bound: list[nn.Parameter] = []
+        self._storages: set[int] = set()
+        self._visitors = 0
+        self._lock = threading.Lock()
+        self._local = threading.local()
+        #: Parameters over a buffer's tensors, made once for each buffer.
+        self._parameters: dict[int, tuple[dict[str, torch.Tensor], list[nn.Parameter]]] = {}
+        # Outside of compiled graphs: torch.compile traces what is between the hooks.
+        before, after = outside_graphs(self._before), outside_graphs(self._after)
+        self._removers = [
+            unit.module.register_forward_pre_hook(before, with_kwargs=True, prepend=True),
+            unit.module.register_forward_hook(after, always_call=True),
+        ]
+
+    def remove(self) -> None:
+        """Take the hooks off the module."""
+        for remover in self._removers:
+            remover.remove()
+        self._parameters.clear()
+
+    def visiting(self) -> bool:
+        """Tell whether this thread is inside of the unit, or an interrupt left it there."""
+        return bool(self._visits())
+
+    def abandon(self) -> None:
+        """Undo this thread's visits whose end never came: torch calls no hook on an interrupt."""
+        while self._visits():
+            self._leave()
+
+    def _visits(self) -> list[_Visit]:
+        visits: list[_Visit] = self._local.__dict__.setdefault("visits", [])
+        return visits
+
+    def _before(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        # First of all, because `_after` comes whatever happens here.
+        visit = _Visit()
+        self._visits().append(visit)
+        if self.turnstile is not None:
+            self.turnstile(self.unit.name)
+        views = self._stream.acquire(self.unit.name)
+        visit.acquired = True
+        with self._lock:
+            self._visitors += 1
+            if self._visitors == 1:
+                self._bind(views)
+        if torch.is_grad_enabled():
+            save = functools.partial(self._save, *_present_hooks())
+            visit.saving = torch.autograd.graph.saved_tensors_hooks(save, _load)
+            visit.saving.__enter__()
+        return aligned(args, kwargs, self._stream.device)
+
+    def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if not self._visits():
+            return None  # a hook of somebody else's, before `_before`, has raised
+        kept = _changed(output, self._copied)
+        self._leave()
+        return None if kept is output else kept
+
+    def _leave(self) -> None:
+        visit = self._visits().pop()
+        if visit.saving is not None:
+            visit.saving.__exit__(None, None, None)
+        if visit.acquired:
+            with self._lock:
+                self._visitors -= 1
+                if self._visitors == 0:
+                    self._give_back()
+            self._stream.release(self.unit.name)
+
+    def _bind(self, views: dict[str, torch.Tensor]) -> None:
+        found = self._parameters.get(id(views))
+        if found is None:
+            made = {name: bound_parameter(view) for name, view in views.items()}
+            found = views, [made[handle.packed_name] for handle in self._handles]
+            self._parameters[id(views)] = found
+        self._bound = found[1]
+        self._storages = {p.untyped_storage().data_ptr() for p in self._bound} - {0}
+        for slot, handle, parameter in zip(
+            self.unit.slots, self._handles, self._bound, strict=True
+        ):
+            # A parameter that somebody put into the place since is used as it is.
+            if slot.get() is handle:
+                slot.put(parameter)
+
+    def _give_back(self) -> None:
+        for slot, handle, parameter in zip(
+            self.unit.slots, self._handles, self._bound, strict=True
+        ):
+            if slot.get() is parameter:
+                slot.put(handle)
+
+    # What outlives the pass
+
+    def _copied(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Copy a tensor that shares memory with a weight."""
+        if not _has_data(tensor) or tensor.untyped_storage().data_ptr() not in self._storages:
+            return tensor
+        return tensor.clone()
+
+    def _save(
+        self,
+        pack: Callable[[torch.Tensor], Any],
+        unpack: Callable[[Any], torch.Tensor],
+        tensor: torch.Tensor,
+    ) -> Callable[[], torch.Tensor]:
+        """Keep the name of a weight instead of its data, and of others what `pack` says."""
+        address = tensor.data_ptr() if _has_data(tensor) else 0
+        for handle, parameter in zip(self._handles, self._bound, strict=True):
+            offset = address - parameter.data_ptr()
+            if address and 0 <= offset < max(1, parameter.nbytes) and tensor.numel():
+                offset //= parameter.element_size()
+                place = tensor.shape, tensor.stride(), offset
+                return functools.partial(_decoded, handle, tensor.dtype, *place)
+        return functools.partial(unpack, pack(tensor))
+
+
+def _load(kept: Callable[[], torch.Tensor]) -> torch.Tensor:
+    return kept()
+
+
+def _decoded(
+    handle: WeightHandle,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+    offset: int,
+) -> torch.Tensor:
+    """Decode a weight again, and take the view of it that autograd kept."""
+    whole = handle.decode()
+    if dtype != whole.dtype:
+        raise BitslabError(
+            f"{handle.packed_name}: a backward pass needs this packed {whole.dtype} weight as "
+            f"{dtype}; restore the weights, or train with keep='all'"
+        )
+    found: torch.Tensor = whole.as_strided(shape, stride, whole.storage_offset() + offset)
+    return found
+
+
+def _has_data(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor has memory that can be compared with others'."""
+    plain = type(tensor) in (torch.Tensor, nn.Parameter)
+    return plain and not tensor.is_meta and tensor.layout == torch.strided
+
+
+def _present_hooks() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]:
+    """Return the functions by which autograd keeps tensors now; torch asks the innermost only."""
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # not in old torch
+    found = None if top is None else top(True)
+    # Detached, because a result that kept itself would never be freed.
+    return found or (torch.Tensor.detach, lambda tensor: tensor)
+
+
+def outside_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Make torch.compile call a function instead of tracing it."""
+    disabled: Callable[..., Any] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+    return disabled
+
+
+def aligned(
+    args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Return arguments with their tensors on `device`; None when they are there already."""
+
+    def there(value: torch.Tensor) -> torch.Tensor:
+        return value if value.device == device else value.to(device, non_blocking=True)
+
+    moved_args, moved_kwargs = _changed(args, there), _changed(kwargs, there)
+    if moved_args is args and moved_kwargs is kwargs:
+        return None
+    return moved_args, moved_kwargs
+
+
+def _changed(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Return a value with the tensors in it changed; the same object where none is.
+
+    Only tuples, lists and dicts are looked into: a cache would not be the caller's any more.
+    """
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, dict):
+        items = {key: _changed(item, change) for key, item in value.items()}
+        fresh = {key: item for key, item in items.items() if item is not value[key]}
+        if not fresh:
+            return value
+        found = copy.copy(value)
+        for key, item in fresh.items():
+            found[key] = item
+        return found
+    kind = type(value)
+    named = isinstance(value, tuple) and hasattr(kind, "_fields") and kind.__bases__ == (tuple,)
+    if kind in (tuple, list) or named:
+        parts = [_changed(item, change) for item in value]
+        if all(part is item for part, item in zip(parts, value, strict=True)):
+            return value
+        return kind(*parts) if named else kind(parts)
+    return value

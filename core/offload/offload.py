@@ -1,0 +1,426 @@
+"""Packing the weights of a model, and giving them back."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import nn
+
+from ..errors import ArgumentError, ArgumentTypeError
+from ..memory.progress import Progress
+from .attached import ATTRIBUTE, LateStream, OffloadedModel, find_offloaded
+from .handles import WeightHandle
+from .packer import WeightPacker
+from .packing import CodecName
+from .report import OffloadReport
+from .residence import MIN_UNIT_BYTES, Keep, Tier, choose_tiers
+from .store import PackedWeights
+from .stream import check_counts, checked_device
+from .units import Predicate, Slot, Unit, cut_units, is_plain
+
+#: Called with the raw bytes packed so far and in all.
+ProgressFunction = Callable[[int, "int | None"], None]
+
+
+def offload_weights(
+    model: nn.Module,
+    *,
+    execution_device: torch.device | str | None = None,
+    keep: Keep = None,
+    disk: str | os.PathLike[str] | None = None,
+    depth: int = 2,
+    sm_budget: int | None = 64,
+    min_bytes: int = MIN_UNIT_BYTES,
+    predicate: Predicate | None = None,
+    codec: CodecName = "auto",
+    progress: ProgressFunction | bool | None = None,
+) -> OffloadReport:
+    """Pack the weights of a model and let them stream to the device as it runs.
+
+    The model stays the object that it is, with the same outputs, bit for bit. Its weights lie
+    packed in page-locked host memory and cross one unit (transformer layer) after the other, ahead
+    of their use; see `WeightStream`. Of embeddings only the rows asked for are decoded.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        Any model with its parameters on the CPU or a GPU. Where most of a model is frozen, the
+        parameters that require gradients (adapters, a head) stay as they are, as do parameters of a
+        class of their own (quantised weights) and buffers; they move to `execution_device`.
+    execution_device : torch.device or str, optional
+        Where the model runs; the current GPU, or the CPU without one, when left out.
+    keep : None, "all", "packed", float, mapping or callable
+        What stays on the device. "all": every unit, unpacked. "packed": every unit, packed in
+        device memory and decoded for each use. A share 0 to 1 of the raw bytes: units spread
+        evenly, unpacked. By name of the unit (a mapping, or a function of it): "device",
+        "packed" or "host".
+    disk : str or os.PathLike, optional
+        A safetensors file to write the packed weights to and read them from, instead of host
+        memory.
+    depth : int
+        Units that are fetched ahead.
+    sm_budget : int or None
+        Multiprocessors of the GPU that decoding may take.
+    min_bytes : int
+        Units of fewer raw bytes stay on the device.
+    predicate : callable, optional
+        Gets a parameter's name and the parameter; only those for which it is true are packed.
+    codec : {"auto", "raw"}
+        "raw" streams the weights as they are.
+    progress : callable, bool or None
+        Told the raw bytes packed so far and in all; a bar on the terminal when left out.
+
+    Returns
+    -------
+    OffloadReport
+        The sizes of all units.
+
+    Raises
+    ------
+    ArgumentError, ArgumentTypeError
+        When an argument is not accepted, the model's weights stream already, are on the meta
+        device, or there are none to pack.
+    BitslabError
+        When host memory runs out; the model is as it was before, and the message says how much is
+        needed.
+
+    Notes
+    -----
+    A packed weight is read-only and gets no gradients; gradients pass through it. What a module
+    returns is its caller's for good, but a weight, or a view of one, that code keeps aside during a
+    pass is overwritten by the next units: keep a clone.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from bitslab.offload import offload_weights, restore_weights
+    >>> model = torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.Linear(512, 512))
+    >>> x = torch.randn(3, 512)
+    >>> before = model(x)
+    >>> report = offload_weights(model, execution_device="cpu")
+    >>> torch.equal(model(x), before), report.packed_bytes < report.raw_bytes
+    (True, True)
+    >>> restore_weights(model)
+    """
+    _check_model(model)
+    check_counts(depth, sm_budget)
+    device = default_device(execution_device)
+    units = cut_units(model, packable(model, predicate))
+    tiers = choose_tiers(units, keep, min_bytes)
+    _check_data(units)
+    streamed, resident = split_units(units, tiers)
+    source = LateStream()
+    names, aliases = stored_names(streamed)
+    trainable = {
+        s.name for u in streamed for s in u.slots if (p := s.get()) is not None and p.requires_grad
+    }
+    packer = WeightPacker(names, disk=disk, codec=codec, aliases=aliases)
+    try:
+        _pack(streamed, packer, source, device, progress)
+        weights = packer.finish()
+    except BaseException:
+        _undo(streamed, packer, trainable)
+        packer.abandon()
+        raise
+    try:
+        attached = OffloadedModel(
+            model, streamed, tiers, resident, weights, source, device, depth, sm_budget, trainable
+        )
+    except BaseException:
+        _put_back(streamed, weights, trainable)
+        weights.close()
+        raise
+    try:
+        move_residents(model, device)
+    except BaseException:
+        restore_weights(model)
+        raise
+    return attached.report()
+
+
+def attach_weights(
+    model: nn.Module,
+    weights: PackedWeights,
+    *,
+    execution_device: torch.device | str | None = None,
+    keep: Keep = None,
+    depth: int = 2,
+    sm_budget: int | None = 64,
+    move_rest: bool = True,
+) -> OffloadReport:
+    """Let a model stream weights that are packed already.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        A model whose parameters of the names in `weights` are replaced; they may be on the meta
+        device. Its other parameters and its buffers move to `execution_device`; those on the meta
+        device stay there.
+    weights : PackedWeights
+        By the names of the model's parameters. They belong to the model from here on.
+    execution_device, keep, depth, sm_budget
+        As for `offload_weights`; of `keep` only "packed" and "host" apply.
+    move_rest : bool
+        Whether the other parameters and the buffers move; not where they were placed already.
+
+    Returns
+    -------
+    OffloadReport
+
+    Raises
+    ------
+    ArgumentError
+        When the model has no such parameters, or of other shapes.
+
+    Notes
+    -----
+    After an error the model is as it was before, and the weights are still open.
+    """
+    _check_model(model)
+    check_counts(depth, sm_budget)
+    device = default_device(execution_device)
+    units = cut_units(model, lambda name, _: name in weights)
+    found = {slot.name for unit in units for slot in unit.slots}
+    missing = [name for name in weights.names if name not in found]
+    if missing:
+        raise ArgumentError(
+            f"weights: the model has no parameters {missing[:5]}, {len(missing)} in all"
+        )
+    tiers = choose_tiers(units, keep, 0)
+    tiers = {name: "host" if tier == "device" else tier for name, tier in tiers.items()}
+    source = LateStream()
+    handles: dict[str, WeightHandle] = {}
+    trainable = set()
+    for unit in units:
+        for slot in unit.slots:
+            parameter, name = slot.get(), weights.stored_name(slot.name)
+            record = weights.record(name)
+            assert parameter is not None
+            if tuple(parameter.shape) != record.shape:
+                raise ArgumentError(
+                    f"weights: {name!r} has shape {list(record.shape)}, the model's parameter "
+                    f"{list(parameter.shape)}"
+                )
+            if name not in handles:
+                like = torch.empty(record.shape, dtype=record.dtype, device="meta")
+                handles[name] = WeightHandle(source, name, like, device)
+                if parameter.requires_grad:
+                    trainable.add(name)
+    before = [(slot, slot.get()) for unit in units for slot in unit.slots]
+    try:
+        for slot, _ in before:
+            slot.put(handles[weights.stored_name(slot.name)])
+        if move_rest:
+            move_residents(model, device)
+        attached = OffloadedModel(
+            model, units, tiers, {}, weights, source, device, depth, sm_budget, trainable
+        )
+    except BaseException:
+        for slot, parameter in before:
+            assert parameter is not None
+            slot.put(parameter)
+        raise
+    return attached.report()
+
+
+def restore_weights(model: nn.Module, device: torch.device | str | None = None) -> None:
+    """Give a model its ordinary parameters back, decoded, and let the packed ones go.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        A model whose weights stream, or a module around it.
+    device : torch.device or str, optional
+        Where the parameters are wanted; on the CPU when left out. What stayed on the device moves
+        there too.
+
+    Raises
+    ------
+    ArgumentError
+        When no weights of the model stream.
+    """
+    attached = find_offloaded(model)
+    target = torch.device("cpu" if device is None else device)
+    attached.restore(target)
+    move_residents(attached.model, target)
+
+
+def offload_report(model: nn.Module) -> OffloadReport:
+    """Return sizes and times of the weights of a model; on a GPU this waits for it.
+
+    Raises
+    ------
+    ArgumentError
+        When no weights of the model stream.
+    """
+    return find_offloaded(model).report()
+
+
+# What several ways of packing a model share
+
+
+def default_device(device: torch.device | str | None) -> torch.device:
+    """Return the device to run on: the current GPU, or the CPU without one, when left out."""
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    return checked_device(device)
+
+
+def packable(model: nn.Module, predicate: Predicate | None) -> Predicate:
+    """Return which parameters may be packed: where most are frozen, not those that are trained.
+
+    A frozen table of positions makes no adapters of the other weights, nor do numbers of 8 bits,
+    which cannot be trained anyway.
+    """
+    floating = [p for p in model.parameters() if p.is_floating_point() and p.itemsize > 1]
+    trained = sum(p.nbytes for p in floating if p.requires_grad)
+    adapters = 2 * trained <= sum(p.nbytes for p in floating)
+
+    def wanted(name: str, parameter: nn.Parameter) -> bool:
+        if adapters and parameter.requires_grad:
+            return False
+        return predicate is None or bool(predicate(name, parameter))
+
+    return wanted
+
+
+def split_units(
+    units: Sequence[Unit], tiers: Mapping[str, Tier]
+) -> tuple[list[Unit], dict[str, int]]:
+    """Return the units that are packed, and the raw bytes of those that stay on the device.
+
+    A parameter that is tied to one that stays, stays.
+    """
+    kept = {id(s.get()) for unit in units if tiers[unit.name] == "device" for s in unit.slots}
+    streamed, resident = [], {}
+    for unit in units:
+        slots = [slot for slot in unit.slots if id(slot.get()) not in kept]
+        if tiers[unit.name] == "device" or not slots:
+            resident[unit.name] = unit.raw_nbytes
+        else:
+            streamed.append(Unit(unit.name, unit.module, slots))
+    return streamed, resident
+
+
+def stored_names(units: Sequence[Unit]) -> tuple[dict[str, list[str]], dict[str, str]]:
+    """Return the names that each unit stores, and the further names of tied parameters."""
+    first: dict[int, str] = {}
+    names: dict[str, list[str]] = {}
+    aliases: dict[str, str] = {}
+    for unit in units:
+        own = []
+        for slot in unit.slots:
+            key = id(slot.get())
+            if key not in first:
+                first[key] = slot.name
+                own.append(slot.name)
+            elif first[key] != slot.name:
+                aliases[slot.name] = first[key]
+        if own:
+            names[unit.name] = own
+    return names, aliases
+
+
+def move_residents(model: nn.Module, device: torch.device) -> None:
+    """Move what is not packed to a device, in place, so that it stays the same objects.
+
+    Only parameters of a class of their own, which know best what moves with their data, are
+    replaced by what their own `to` returns.
+    """
+    replaced: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+    for module in model.modules():
+        for name, parameter in list(module._parameters.items()):
+            if parameter is None or isinstance(parameter, WeightHandle) or parameter.is_meta:
+                continue
+            if parameter.device == device:
+                continue
+            if is_plain(parameter):
+                parameter.data = parameter.data.to(device)
+                continue
+            if id(parameter) not in replaced:
+                moved = parameter.to(device)
+                if not isinstance(moved, nn.Parameter):
+                    moved = nn.Parameter(moved, requires_grad=parameter.requires_grad)
+                replaced[id(parameter)] = parameter, moved
+            module._parameters[name] = replaced[id(parameter)][1]
+        for name, buffer in module._buffers.items():
+            if buffer is not None and not buffer.is_meta and buffer.device != device:
+                module._buffers[name] = buffer.to(device)
+
+
+def _check_model(model: nn.Module) -> None:
+    if not isinstance(model, nn.Module):
+        raise ArgumentTypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+    if any(ATTRIBUTE in module.__dict__ for module in model.modules()):
+        raise ArgumentError(
+            "model: its weights are offloaded already; call restore_weights(model) first"
+        )
+
+
+def _check_data(units: Sequence[Unit]) -> None:
+    if not units:
+        raise ArgumentError("model: it has no parameters that can be packed")
+    for unit in units:
+        for slot in unit.slots:
+            parameter = slot.get()
+            if parameter is not None and parameter.is_meta:
+                raise ArgumentError(
+                    f"model: {slot.name!r} is on the meta device and has no data; for a model that "
+                    "accelerate has dispatched, use bitslab.integrations.accelerate"
+                )
+
+
+def _pack(
+    units: Sequence[Unit],
+    packer: WeightPacker,
+    source: LateStream,
+    device: torch.device,
+    progress: ProgressFunction | bool | None,
+) -> None:
+    """Pack unit by unit, and put handles in the places of what is packed."""
+    places: dict[int, list[Slot]] = {}
+    for unit in units:
+        for slot in unit.slots:
+            places.setdefault(id(slot.get()), []).append(slot)
+    total = sum(p.nbytes for slots in places.values() if (p := slots[0].get()) is not None)
+    done: set[int] = set()
+    with Progress("packing weights", total, progress) as bar:
+        for unit in units:
+            fresh = []
+            for slot in unit.slots:
+                parameter = slot.get()
+                assert parameter is not None
+                if id(parameter) in done or isinstance(parameter, WeightHandle):
+                    continue
+                done.add(id(parameter))
+                packer.add(slot.name, parameter)
+                fresh.append((slot.name, parameter))
+            for name, parameter in fresh:
+                handle = WeightHandle(source, name, parameter, device)
+                for slot in places[id(parameter)]:
+                    slot.put(handle)
+                bar.advance(parameter.nbytes)
+            del fresh
+
+
+def _undo(units: Sequence[Unit], packer: WeightPacker, trainable: set[str]) -> None:
+    """Give the model the parameters back that were packed before an error."""
+    _put_back(units, PackedWeights(packer.take()), trainable)
+
+
+def _put_back(units: Sequence[Unit], weights: PackedWeights, trainable: set[str]) -> None:
+    """Replace handles by decoded parameters, and give each unit's image up when it is done."""
+    restored: dict[str, nn.Parameter] = {}
+    for unit in units:
+        for slot in unit.slots:
+            handle = slot.get()
+            if isinstance(handle, WeightHandle):
+                name = handle.packed_name
+                if name not in restored:
+                    data = weights.read(name)
+                    restored[name] = nn.Parameter(data, requires_grad=name in trainable)
+                slot.put(restored[name])
+        if unit.name in weights.units and weights.unit(unit.name).image.tier == "host":
+            weights.unit(unit.name).image.close()

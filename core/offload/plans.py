@@ -1,0 +1,134 @@
+"""What a unit takes of which images, and where it lands: worked out once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from .records import RAW_ALIGNMENT_BYTES, TensorRecord, round_up
+from .store import PackedWeights
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A range of an image that crosses in one copy.
+
+    Parameters
+    ----------
+    home : str
+        The unit whose image it is of.
+    begin, end : int
+        The range.
+    staged : int
+        Its first byte in a staging buffer.
+    crosses : bool
+        Whether it comes over the link; an image in device memory does not.
+    """
+
+    home: str
+    begin: int
+    end: int
+    staged: int
+    crosses: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """A tensor of a unit.
+
+    Parameters
+    ----------
+    name : str
+        Its name among the packed weights.
+    record : TensorRecord
+        How it is packed.
+    home : str
+        The unit whose image it lies in.
+    shift : int
+        What to add to an offset in that image for the offset in a staging buffer.
+    decoded : int
+        Its first byte in a buffer of decoded tensors.
+    """
+
+    name: str
+    record: TensorRecord
+    home: str
+    shift: int
+    decoded: int
+
+
+@dataclass(eq=False)
+class UnitPlan:
+    """All that a unit needs.
+
+    Parameters
+    ----------
+    name : str
+        Name of the unit.
+    pieces : list of Piece
+        What crosses.
+    places : list of Place
+        Its tensors.
+    staged_nbytes, decoded_nbytes : int
+        Bytes of its staging and its decoded buffer.
+    """
+
+    name: str
+    pieces: list[Piece] = field(default_factory=list)
+    places: list[Place] = field(default_factory=list)
+    staged_nbytes: int = 0
+    decoded_nbytes: int = 0
+
+    @property
+    def raw_nbytes(self) -> int:
+        """Bytes of its tensors before packing."""
+        return sum(place.record.raw_nbytes for place in self.places)
+
+    @property
+    def crossing_nbytes(self) -> int:
+        """Bytes that cross the link for it."""
+        return sum(piece.end - piece.begin for piece in self.pieces if piece.crosses)
+
+    def views(self, decoded: torch.Tensor) -> dict[str, torch.Tensor]:
+        """View its tensors in a buffer of decoded tensors, uint8 ``[decoded_nbytes]``."""
+        return {
+            place.name: place.record.restored(
+                decoded[place.decoded : place.decoded + place.record.decoded_nbytes]
+            )
+            for place in self.places
+        }
+
+
+def plan_unit(weights: PackedWeights, unit: str, names: Sequence[str]) -> UnitPlan:
+    """Plan a unit that needs these tensors, of its own image or, where tied, of another's."""
+    plan = UnitPlan(unit)
+    homes: dict[str, dict[str, TensorRecord]] = {}
+    for name in dict.fromkeys(weights.stored_name(name) for name in names):
+        homes.setdefault(weights.unit_of(name), {})[name] = weights.record(name)
+    for home, records in homes.items():
+        held = weights.unit(home)
+        for begin, end, part in _ranges(held.records, held.image.nbytes, records):
+            staged = round_up(plan.staged_nbytes, RAW_ALIGNMENT_BYTES) + begin % RAW_ALIGNMENT_BYTES
+            crosses = held.image.tier != "device"
+            plan.pieces.append(Piece(home, begin, end, staged, crosses))
+            plan.staged_nbytes = staged + end - begin
+            # In the order of the image, so that tensors kept raw can be copied together.
+            for name, record in sorted(part.items(), key=lambda item: item[1].offset):
+                at = round_up(plan.decoded_nbytes, RAW_ALIGNMENT_BYTES)
+                plan.places.append(Place(name, record, home, staged - begin, at))
+                plan.decoded_nbytes = at + record.decoded_nbytes
+    return plan
+
+
+def _ranges(
+    held: Mapping[str, TensorRecord], nbytes: int, wanted: dict[str, TensorRecord]
+) -> list[tuple[int, int, dict[str, TensorRecord]]]:
+    """Return the ranges of an image that hold the wanted tensors: the whole, or one for each."""
+    if len(wanted) == len(held):
+        return [(0, nbytes, wanted)]
+    return [
+        (record.offset, record.offset + record.nbytes, {name: record})
+        for name, record in wanted.items()
+    ]

@@ -1,0 +1,276 @@
+"""Packing what accelerate has offloaded."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from bitslab.errors import ArgumentError, ArgumentTypeError
+from bitslab.integrations.accelerate.dispatched import (
+    OffloadedTensor,
+    allow_moves,
+    offloaded_tensors,
+    remove_offloading,
+)
+from bitslab.memory.progress import Progress
+from bitslab.offload import (
+    OffloadReport,
+    PackedWeights,
+    Unit,
+    WeightPacker,
+    attach_weights,
+    cut_units,
+    find_offloaded,
+    offload_report,
+    offload_weights,
+)
+from bitslab.offload.offload import ProgressFunction, split_units, stored_names
+from bitslab.offload.packing import CodecName
+from bitslab.offload.residence import MIN_UNIT_BYTES, Keep, choose_tiers
+from bitslab.offload.stream import check_counts
+from bitslab.offload.units import Predicate, Slot
+
+
+def compress_offloaded(
+    model: nn.Module,
+    *,
+    keep: Keep = None,
+    disk: str | os.PathLike[str] | None = None,
+    depth: int = 2,
+    sm_budget: int | None = 64,
+    min_bytes: int = MIN_UNIT_BYTES,
+    codec: CodecName = "auto",
+    progress: ProgressFunction | bool | None = None,
+) -> OffloadReport:
+    """Pack what accelerate has offloaded of a model, and let it stream from then on.
+
+    Weights that ``device_map=`` (or `cpu_offload`, `disk_offload`, `dispatch_model`) has put into
+    host memory or on disk are packed one layer after the other, and accelerate's hooks that would
+    fetch them are taken off. Modules that are on a device stay where they are.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        A dispatched model; changed in place. Raw weights in host memory are given up as they are
+        packed. A folder of weights on disk is read, and left as it is.
+    keep, disk, depth, sm_budget, min_bytes, codec, progress
+        As for `bitslab.offload.offload_weights`, for the offloaded parts.
+
+    Returns
+    -------
+    OffloadReport
+        The sizes of all offloaded units.
+
+    Raises
+    ------
+    ArgumentError
+        When the model has no offloaded parts, they run on several devices, or an argument is not
+        accepted.
+    ArgumentTypeError
+        When `model` is no module.
+    BitslabError
+        When host memory runs out; the model goes on with accelerate's offloading as before, and
+        the message says how much is needed.
+    """
+    if not isinstance(model, nn.Module):
+        raise ArgumentTypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+    check_counts(depth, sm_budget)
+    tensors = list(offloaded_tensors(model))
+    if not tensors:
+        raise ArgumentError(
+            "model: accelerate has offloaded no part of it; load it with device_map= or dispatch "
+            "it, or use offload_compressed(model) for a plain model"
+        )
+    devices = {tensor.device for tensor in tensors}
+    if len(devices) > 1:
+        raise ArgumentError(
+            f"model: its offloaded parts run on {sorted(map(str, devices))}; one device is accepted"
+        )
+    device = devices.pop()
+    by_name = {tensor.name: tensor for tensor in tensors}
+    originals = _tie(tensors)
+    try:
+        units = cut_units(model, lambda name, _: name in by_name)
+        tiers = choose_tiers(units, keep, min_bytes)
+        streamed, resident = split_units(units, tiers)
+        names, aliases = stored_names(streamed)
+        rest = _loaded_rest(tensors, streamed, device)
+        packer = WeightPacker(names, codec=codec, disk=disk, aliases=aliases)
+        freed: list[tuple[OffloadedTensor, str]] = []
+        weights: PackedWeights | None = None
+        try:
+            _pack(streamed, packer, by_name, aliases, freed, progress)
+            weights = packer.finish()
+            attach_weights(
+                model,
+                weights,
+                execution_device=device,
+                keep={unit.name: tiers[unit.name] for unit in streamed},
+                depth=depth,
+                sm_budget=sm_budget,
+                move_rest=False,
+            )
+        except BaseException:
+            _give_back(freed, PackedWeights(packer.take()) if weights is None else weights)
+            packer.abandon()
+            raise
+    except BaseException:
+        for slot, parameter in originals:
+            slot.put(parameter)
+        raise
+    for tensor, value in rest:
+        places = tensor.module._buffers if tensor.is_buffer else tensor.module._parameters
+        places[tensor.attribute] = value  # type: ignore[assignment]
+    remove_offloading(model)
+    allow_moves(model, device)
+    find_offloaded(model).add_resident(resident)
+    return offload_report(model)
+
+
+def offload_compressed(
+    model: nn.Module,
+    *,
+    execution_device: torch.device | str | None = None,
+    keep: Keep = None,
+    disk: str | os.PathLike[str] | None = None,
+    depth: int = 2,
+    sm_budget: int | None = 64,
+    min_bytes: int = MIN_UNIT_BYTES,
+    predicate: Predicate | None = None,
+    codec: CodecName = "auto",
+    progress: ProgressFunction | bool | None = None,
+) -> OffloadReport:
+    """Pack the weights of a plain model; see `bitslab.offload.offload_weights`.
+
+    Raises
+    ------
+    ArgumentError
+        When accelerate has offloaded parts of it: then it is `compress_offloaded` that is needed.
+    """
+    if isinstance(model, nn.Module) and any(True for _ in offloaded_tensors(model)):
+        raise ArgumentError(
+            "model: accelerate has offloaded parts of it; use compress_offloaded(model)"
+        )
+    return offload_weights(
+        model,
+        execution_device=execution_device,
+        keep=keep,
+        disk=disk,
+        depth=depth,
+        sm_budget=sm_budget,
+        min_bytes=min_bytes,
+        predicate=predicate,
+        codec=codec,
+        progress=progress,
+    )
+
+
+def report(model: nn.Module) -> OffloadReport:
+    """Return bytes and times of each unit; see `bitslab.offload.offload_report`."""
+    return offload_report(model)
+
+
+def restore(model: nn.Module, device: torch.device | str | None = None) -> None:
+    """Give a model its ordinary parameters back, on the device that it runs on.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        A model whose weights stream. What stayed on devices stays there.
+    device : torch.device or str, optional
+        Where the parameters are wanted, if elsewhere.
+
+    Raises
+    ------
+    ArgumentError
+        When no weights of the model stream.
+    """
+    attached = find_offloaded(model)
+    attached.restore(attached.device if device is None else torch.device(device))
+
+
+def _tie(tensors: Iterable[OffloadedTensor]) -> list[tuple[Slot, torch.Tensor]]:
+    """Put one meta parameter into all places of a tied weight; return what was there.
+
+    accelerate gives every place a meta parameter of its own; the weights themselves, where they are
+    in memory, are one tensor still.
+    """
+    first: dict[tuple[int, tuple[int, ...], torch.dtype], torch.Tensor] = {}
+    originals = []
+    for tensor in tensors:
+        if tensor.is_buffer or not tensor.in_memory:
+            continue
+        slot = Slot(tensor.module, tensor.attribute, tensor.name)
+        value, parameter = tensor.value(), slot.get()
+        if parameter is None or value.numel() == 0:
+            continue
+        shared = first.setdefault((value.data_ptr(), value.shape, value.dtype), parameter)
+        if shared is not parameter:
+            originals.append((slot, parameter))
+            slot.put(shared)
+    return originals
+
+
+def _pack(
+    units: Iterable[Unit],
+    packer: WeightPacker,
+    by_name: dict[str, OffloadedTensor],
+    aliases: dict[str, str],
+    freed: list[tuple[OffloadedTensor, str]],
+    progress: ProgressFunction | bool | None,
+) -> None:
+    """Pack unit by unit, giving up the raw weights of complete units."""
+    units = list(units)
+    total = sum(p.nbytes for u in units for s in u.slots if (p := s.get()) is not None)
+    further: dict[str, list[str]] = {}
+    for alias, name in aliases.items():
+        further.setdefault(name, []).append(alias)
+    with Progress("packing weights", total, progress) as bar:
+        for unit in units:
+            complete = []
+            for slot in unit.slots:
+                parameter = slot.get()
+                if slot.name not in aliases:
+                    packer.add(slot.name, by_name[slot.name].value())
+                    complete.append(slot.name)
+                bar.advance(0 if parameter is None else parameter.nbytes)
+            for name in complete:
+                for place in (name, *further.get(name, ())):
+                    if by_name[place].give_up():
+                        freed.append((by_name[place], name))
+
+
+def _give_back(freed: list[tuple[OffloadedTensor, str]], held: PackedWeights) -> None:
+    """Put the weights that were given up back, decoded, for accelerate to go on with."""
+    restored: dict[str, torch.Tensor] = {}
+    for tensor, name in freed:
+        if name not in restored:
+            restored[name] = held.read(name)
+        tensor.give_back(restored[name])
+    held.close()
+
+
+def _loaded_rest(
+    tensors: Iterable[OffloadedTensor], streamed: Iterable[Unit], device: torch.device
+) -> list[tuple[OffloadedTensor, torch.Tensor]]:
+    """Return offloaded tensors that are not packed (buffers, small ones) on the device."""
+    packed = {slot.name for unit in streamed for slot in unit.slots}
+    loaded: dict[int, nn.Parameter] = {}
+    rest: list[tuple[OffloadedTensor, torch.Tensor]] = []
+    for tensor in tensors:
+        if tensor.name in packed:
+            continue
+        if tensor.is_buffer:
+            rest.append((tensor, tensor.value().to(device)))
+            continue
+        parameter = tensor.module._parameters.get(tensor.attribute)
+        if parameter is None:
+            continue
+        if id(parameter) not in loaded:
+            data = tensor.value().to(device)
+            loaded[id(parameter)] = nn.Parameter(data, requires_grad=parameter.requires_grad)
+        rest.append((tensor, loaded[id(parameter)]))
+    return rest

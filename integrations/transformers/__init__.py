@@ -1,0 +1,57 @@
+"""Hugging Face transformers: a lossless compressed K/V cache.
+
+- `CompressedCache`: passed as ``past_key_values=`` to ``generate`` or a forward pass; the history
+  of full-attention layers lies packed in host memory or on the device.
+
+- `HeavyHitterSelector`, `InfiniGenSelector`: fetch a part of the history only.
+
+Importing this package imports transformers when a name of it is first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+from bitslab.errors import load_optional
+
+if TYPE_CHECKING:
+    from bitslab.integrations.transformers.cache import CompressedCache
+    from bitslab.integrations.transformers.config import BitslabConfig
+    from bitslab.integrations.transformers.quantizer import BitslabQuantizer
+    from bitslab.integrations.transformers.selectors import (
+        HeavyHitterSelector,
+        InfiniGenSelector,
+        KVSelector,
+    )
+
+#: What is exported, and the module it is in.
+_MODULES = {
+    # Both from the module that tells transformers of them.
+    "BitslabConfig": "quantizer",
+    "BitslabQuantizer": "quantizer",
+    "CompressedCache": "cache",
+    "HeavyHitterSelector": "selectors",
+    "InfiniGenSelector": "selectors",
+    "KVSelector": "selectors",
+}
+
+__all__ = [
+    "BitslabConfig",
+    "BitslabQuantizer",
+    "CompressedCache",
+    "HeavyHitterSelector",
+    "InfiniGenSelector",
+    "KVSelector",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    load_optional("transformers", extra="transformers", purpose=__name__)
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_MODULES])

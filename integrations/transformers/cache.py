@@ -1,0 +1,325 @@
+"""`CompressedCache`: transformers' K/V cache, packed, losslessly."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import DynamicCache, PreTrainedConfig
+from transformers.cache_utils import DynamicLayer
+
+from bitslab.errors import ArgumentError, ArgumentTypeError
+from bitslab.integrations.transformers.cache_layer import CompressedLayer
+from bitslab.integrations.transformers.selectors import KVSelector
+from bitslab.kvcache import CodecPlans, HistoryReader, PackedHistory
+from bitslab.kvcache.history import check_options
+from bitslab.kvcache.reader import check_sm_budget
+
+
+class CompressedCache(DynamicCache):
+    """A K/V cache whose full-attention layers keep their history packed, losslessly.
+
+    Pass it as ``past_key_values=`` to ``generate`` or to a forward pass. K and V have the bits that
+    `transformers.DynamicCache` returns, after every operation that ``generate`` uses; so tokens are
+    the same. Only packed blocks ever cross to the host, each once. The layer to come is fetched and
+    decoded while the present one computes.
+
+    Parameters
+    ----------
+    config : transformers.PreTrainedConfig
+        The model's. Layers of other kinds than full attention (sliding window, linear, hybrid,
+        shared) are transformers' own.
+    offload : bool
+        Whether packed history lies in page-locked host memory; else on the layer's device.
+    device : torch.device or str, optional
+        Where K and V are used: refuses others. Left out, each layer learns it from its first K.
+    window : int
+        Tokens that stay unpacked on the device, at least.
+    block_tokens : int
+        Tokens that are packed and moved together; a power of two up to 4096.
+    reserve_tokens : int, optional
+        Tokens of a sequence for which host memory is taken when the first are packed. Left out,
+        memory is taken as it is needed, a quarter ahead.
+    sm_budget : int or None
+        Multiprocessors that decoding may take from the computation; None for all.
+    select : KVSelector, optional
+        Chooses which packed tokens each layer attends to; only they are fetched. Run the model
+        within ``with select.attached(model):``. Left out, all are, and nothing is lost.
+
+    Raises
+    ------
+    ArgumentError
+        For a config without full-attention layers, or options out of range.
+    ArgumentTypeError
+        For arguments of another type.
+
+    Notes
+    -----
+    On a GPU the packed and the decoded K and V of two layers lie in buffers that all layers share,
+    and `update` joins those of one with its last tokens.
+
+    The method is that of IBP sections 5 and 6.4. The profile of each layer is learnt from the first
+    K and V that are packed, the prompt's as a rule, and again when blocks become larger.
+
+    After an error of the cache (another model's shapes, no memory) all full-attention layers hold
+    the tokens that they held before the forward pass, and the cache stays usable. Gradients do not
+    flow into past tokens. One thread at a time.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> from bitslab.integrations.transformers import CompressedCache
+    >>> config = LlamaConfig(vocab_size=64, hidden_size=64, intermediate_size=64,
+    ...                      num_hidden_layers=2, num_attention_heads=4)
+    >>> model = LlamaForCausalLM(config).eval()
+    >>> cache = CompressedCache(config, window=16, block_tokens=16)
+    >>> prompt = torch.arange(48)[None]
+    >>> tokens = model.generate(prompt, past_key_values=cache, max_new_tokens=4, do_sample=False)
+    >>> torch.equal(tokens, model.generate(prompt, max_new_tokens=4, do_sample=False))
+    True
+    >>> cache.stats()["packed_tokens"]
+    32
+    """
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        *,
+        offload: bool = True,
+        device: torch.device | str | None = None,
+        window: int = 128,
+        block_tokens: int = 64,
+        reserve_tokens: int | None = None,
+        sm_budget: int | None = 64,
+        select: KVSelector | None = None,
+    ) -> None:
+        given: object = config
+        if not isinstance(given, PreTrainedConfig):
+            raise ArgumentTypeError(
+                f"config: expected a transformers config, got {type(config).__name__}"
+            )
+        if not isinstance(offload, bool):
+            raise ArgumentTypeError(f"offload: expected a bool, got {offload!r:.60}")
+        chooser: object = select
+        if chooser is not None and not isinstance(chooser, KVSelector):
+            raise ArgumentTypeError(
+                "select: expected a KVSelector, as HeavyHitterSelector or InfiniGenSelector, got "
+                f"{select!r:.60}"
+            )
+        reserve_tokens = 0 if reserve_tokens is None else reserve_tokens
+        check_options(window, block_tokens, reserve_tokens)
+        check_sm_budget(sm_budget)
+        self.selector = select
+        self._histories = _Histories(
+            offload=offload,
+            device=None if device is None else _device_of(device),
+            sm_budget=sm_budget,
+            options={
+                "window": window if select is None else max(window, select.recent),
+                "block_tokens": block_tokens,
+                "reserve_tokens": reserve_tokens,
+            },
+        )
+        try:
+            super().__init__(config=config)
+        except KeyError as error:
+            raise ArgumentError(
+                f"config: {type(config).__name__} has layers of type {error}, which transformers' "
+                "DynamicCache does not know"
+            ) from error
+        # Transformers knows best what layers a model has; the plain ones are replaced.
+        packed = [i for i, layer in enumerate(self.layers) if type(layer) is DynamicLayer]
+        if not packed:
+            kinds = sorted({type(layer).__name__ for layer in self.layers})
+            raise ArgumentError(
+                f"config: {type(config).__name__} has no full-attention layer, its layers are "
+                f"{', '.join(kinds) or 'none'}; transformers' own cache serves it"
+            )
+        if select is not None:
+            select.check_layers(packed)
+        self._packed = {
+            i: CompressedLayer(
+                self._histories.open, select, None if select is None else select.scores(i)
+            )
+            for i in packed
+        }
+        for i, layer in self._packed.items():
+            self.layers[i] = layer
+        self._next = dict(zip(packed, [*packed[1:], packed[0]], strict=True))
+
+    def update(
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append the K and V of a layer and return all of its K and V.
+
+        Parameters
+        ----------
+        key_states, value_states : torch.Tensor
+            ``[B, H, n, D]``.
+        layer_idx : int
+            The layer.
+        args, kwargs
+            Handed on to layers of other kinds.
+
+        Returns
+        -------
+        keys, values : torch.Tensor
+            ``[B, H, T, D]``.
+
+        Raises
+        ------
+        ArgumentError, ArgumentTypeError
+            For a layer that the config does not have, and K and V that do not continue those that
+            are there.
+        BitslabError
+            When host memory runs out.
+        """
+        if layer_idx >= len(self.layers):
+            raise ArgumentError(
+                f"layer_idx: {layer_idx}, this cache was made for a model of "
+                f"{len(self.layers)} layers"
+            )
+        layer = self._packed.get(layer_idx)
+        if layer is None:
+            return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        try:
+            found = layer.update(key_states, value_states)
+        except Exception:
+            self._undo(layer_idx)
+            raise
+        self._packed[self._next[layer_idx]].prefetch()
+        return found
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove tokens from the end, of no layer when one refuses.
+
+        Parameters
+        ----------
+        tokens_to_remove : int
+            Their number, negative or 0, as in transformers 5.
+
+        Raises
+        ------
+        ArgumentError
+            When it is positive or there are not so many.
+        """
+        for layer in self._packed.values():
+            layer.check_crop(tokens_to_remove)
+        super().crop(tokens_to_remove)
+
+    def stats(self) -> dict[str, Any]:
+        """Return what the cache holds and has moved.
+
+        Returns
+        -------
+        dict
+            ``tokens`` and ``packed_tokens`` of a sequence; summed over layers ``raw_bytes``,
+            ``packed_bytes``, ``kept_raw_bytes``, ``host_bytes``, ``device_bytes``,
+            ``moved_to_host_bytes`` and ``refits`` of `PackedHistory.stats`;
+            ``moved_to_device_bytes``, the packed words that were fetched; ``selected``, the share
+            of packed tokens that forward passes have fetched; ``reserved_bytes`` of host memory;
+            ``buffer_bytes`` on devices for layers that come, beside ``device_bytes``; ``ratio``,
+            and ``ratios`` by layer.
+        """
+        layers = {
+            i: [history.stats() for history in layer.histories] for i, layer in self._packed.items()
+        }
+        sums = {
+            name: sum(s[name] for both in layers.values() for s in both)
+            for name in (
+                "raw_bytes",
+                "packed_bytes",
+                "kept_raw_bytes",
+                "host_bytes",
+                "device_bytes",
+                "moved_to_host_bytes",
+                "refits",
+            )
+        }
+        for layer in self._packed.values():
+            if layer.scores is not None:
+                sums["device_bytes"] += sum(t.nbytes for t in layer.scores.tensors())
+        there = sum(layer.there_tokens for layer in self._packed.values())
+        read = sum(layer.read_tokens for layer in self._packed.values())
+        first = next(iter(self._packed.values()))
+        readers = self._histories.readers.values()
+        return {
+            "tokens": first.get_seq_length(),
+            "packed_tokens": first.histories[0].packed_tokens if first.histories else 0,
+            **sums,
+            "moved_to_device_bytes": sum(reader.moved_to_device_bytes for reader in readers),
+            "selected": read / there if there else 1.0,
+            "reserved_bytes": sum(reader.arena.nbytes for reader in readers),
+            "buffer_bytes": sum(reader.buffer_bytes for reader in readers),
+            "ratio": _ratio(sums["raw_bytes"], sums["packed_bytes"]),
+            "ratios": {
+                i: _ratio(sum(s["raw_bytes"] for s in both), sum(s["packed_bytes"] for s in both))
+                for i, both in layers.items()
+            },
+        }
+
+    def _undo(self, failed: int) -> None:
+        """Put the layers before one that failed back to the tokens that it has."""
+        length = self._packed[failed].get_seq_length()
+        for i, layer in self._packed.items():
+            if i < failed:
+                layer.keep_first(length)
+
+
+class _Histories:
+    """Opens the histories of a cache's layers; those of one device share a reader."""
+
+    def __init__(
+        self,
+        *,
+        offload: bool,
+        device: torch.device | None,
+        sm_budget: int | None,
+        options: dict[str, int],
+    ) -> None:
+        self._offload = offload
+        self._device = device
+        self._sm_budget = sm_budget
+        self._options = options
+        self._plans = CodecPlans()
+        self.readers: dict[torch.device, HistoryReader] = {}
+        if device is not None:  # whose errors belong to the constructor of the cache
+            self._reader(device)
+
+    def open(self, device: torch.device) -> tuple[HistoryReader, list[PackedHistory]]:
+        """Return the reader of a device and two new histories, K's and V's."""
+        if self._device is not None and device != self._device:
+            raise ArgumentTypeError(
+                f"key_states: on {device}, this cache was made for {self._device}"
+            )
+        reader = self._reader(device)
+        found = [PackedHistory(reader, self._plans, kind, **self._options) for kind in "kv"]
+        return reader, found
+
+    def _reader(self, device: torch.device) -> HistoryReader:
+        if device not in self.readers:
+            self.readers[device] = HistoryReader(
+                device, offload=self._offload, sm_budget=self._sm_budget
+            )
+        return self.readers[device]
+
+
+def _device_of(given: torch.device | str) -> torch.device:
+    try:
+        device = torch.device(given)
+    except (RuntimeError, TypeError) as error:
+        raise ArgumentError(f"device: {given!r:.60}, accepted are cpu and cuda devices") from error
+    index: int | None = device.index
+    if device.type == "cuda" and index is None and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def _ratio(raw: float, packed: float) -> float:
+    return raw / packed if raw else 1.0

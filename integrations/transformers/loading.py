@@ -1,0 +1,196 @@
+"""Packing weights as they are read, in bounded extra memory."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+
+from bitslab.integrations.transformers.config import ProgressFunction
+from bitslab.memory.progress import Progress
+from bitslab.offload.images import DeviceImage
+from bitslab.offload.packer import WeightPacker
+from bitslab.offload.store import PackedUnit, PackedWeights
+
+
+class WeightLoader:
+    """Takes the weights of a model one after the other and puts each where it is to lie.
+
+    Parameters
+    ----------
+    units : mapping of str to sequence of str
+        For each unit, in the order of the model, the names of its tensors; none stands twice.
+    places : mapping of str to {"device", "packed", "host"}
+        Where each unit lies: on `device` as it is, on `device` packed, or packed in host memory.
+    device : torch.device
+        Where the model runs.
+    disk : str or None
+        File for what would lie packed in host memory.
+    sizes : mapping of str to int
+        Raw bytes of every tensor in the model's dtype, for `progress`.
+    progress : callable, bool or None
+        Told the raw bytes that were taken, and those of all tensors.
+
+    Notes
+    -----
+    A unit's tensors are packed one by one as they come, and its packed form is put together when
+    the last one is there. Beside what is packed, memory is needed for one raw tensor and for the
+    packed tensors of units that are not complete.
+    """
+
+    def __init__(
+        self,
+        units: Mapping[str, Sequence[str]],
+        places: Mapping[str, str],
+        device: torch.device,
+        *,
+        disk: str | None,
+        sizes: Mapping[str, int],
+        progress: ProgressFunction | bool | None,
+    ) -> None:
+        self._order = list(units)
+        self._homes = {name: unit for unit, names in units.items() for name in names}
+        self.places = dict(places)
+        self.device = device
+        chosen = {
+            place: {u: names for u, names in units.items() if places[u] == place}
+            for place in ("packed", "host")
+        }
+        self._streamed = WeightPacker(chosen["host"], disk=disk if chosen["host"] else None)
+        self._resident = WeightPacker(chosen["packed"])
+        self._on_device: dict[str, PackedUnit] = {}
+        self._taken: set[str] = set()
+        self._sizes = dict(sizes)
+        self._progress = Progress("compressing weights", sum(self._sizes.values()), progress)
+        # transformers may give loading up without a word; neither a half-written file nor a bar on
+        # the terminal is to stay.
+        weakref.finalize(self, _abandon, self._progress, self._streamed, self._resident)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._homes
+
+    def is_packed(self, name: str) -> bool:
+        """Say whether a tensor is one that is packed."""
+        return name in self._homes and self.places[self._homes[name]] != "device"
+
+    def missing(self) -> list[str]:
+        """Return the names that were not added yet."""
+        return [name for name in self._homes if name not in self._taken]
+
+    def add(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Take a tensor and return what stands for it in the model until `finish`.
+
+        Parameters
+        ----------
+        name : str
+            One of those in `units`.
+        tensor : torch.Tensor
+            Any dense tensor. It is no longer needed after this.
+
+        Returns
+        -------
+        torch.Tensor
+            Of the same shape and dtype: on the device, or on the meta device where it is packed.
+
+        Raises
+        ------
+        BitslabError
+            When host memory runs out; the message says how much is needed.
+        OSError
+            When the file cannot be written.
+        """
+        place = self.places[self._homes[name]]
+        if place == "device":
+            held = tensor.to(self.device)
+            self._took(name)
+            return held
+        if place == "host":
+            self._streamed.add(name, tensor)
+        elif self._resident.add(name, tensor):
+            # At once, so that host memory holds one packed unit of those that lie on the device.
+            for unit, packed in self._resident.take().items():
+                image = DeviceImage(packed.image.tensor().to(self.device))
+                packed.image.close()
+                self._on_device[unit] = PackedUnit(image, packed.records)
+        self._took(name)
+        return torch.empty_like(tensor, device="meta")
+
+    def _took(self, name: str) -> None:
+        self._taken.add(name)
+        self._progress.advance(self._sizes[name])
+
+    def finish(
+        self, aliases: Mapping[str, str], untied: Mapping[str, torch.Tensor]
+    ) -> PackedWeights:
+        """Return what was packed.
+
+        Parameters
+        ----------
+        aliases : mapping of str to str
+            Further names of packed tensors, of tied weights.
+        untied : mapping of str to torch.Tensor
+            Weights that were thought to be tied and are not: each becomes a unit of its name,
+            packed in host memory.
+
+        Raises
+        ------
+        ArgumentError
+            When tensors are missing.
+        """
+        streamed = self._streamed.finish()
+        self._resident.abandon()
+        self._progress.__exit__(None, None, None)
+        units = {unit: streamed.unit(unit) for unit in streamed.units} | self._on_device
+        ordered = {unit: units[unit] for unit in self._order if unit in units}
+        with WeightPacker({name: [name] for name in untied}) as packer:
+            for name, tensor in untied.items():
+                packer.add(name, tensor)
+            ordered |= packer.take()
+        return PackedWeights(ordered, aliases, streamed.path)
+
+    def abandon(self) -> None:
+        """Give everything up."""
+        _abandon(self._progress, self._streamed, self._resident)
+        self._on_device.clear()
+
+
+def _abandon(progress: Progress, *packers: WeightPacker) -> None:
+    progress.__exit__(None, None, None)
+    for packer in packers:
+        packer.abandon()
+
+
+def representatives(
+    tied: Mapping[str, str], arriving: Iterable[str]
+) -> tuple[dict[str, str], set[str]]:
+    """Say under which name tied weights are packed.
+
+    Parameters
+    ----------
+    tied : mapping of str to str
+        Names of parameters to the one that they are tied to, as transformers has them.
+    arriving : iterable of str
+        Names that the checkpoint has.
+
+    Returns
+    -------
+    aliases : dict of str to str
+        The other names of a tied weight to the one that it is packed under: one that arrives.
+    together : set of str
+        All names of weights of which several arrive. Only when they are all there it can be said
+        whether they are the same, so they are packed last.
+    """
+    arriving = set(arriving)
+    groups: dict[str, list[str]] = {}
+    for target, source in tied.items():
+        groups.setdefault(source, [source]).append(target)
+    aliases: dict[str, str] = {}
+    together: set[str] = set()
+    for names in groups.values():
+        there = [name for name in names if name in arriving]
+        kept = there[0] if there else names[0]
+        aliases |= {name: kept for name in names if name != kept}
+        if len(there) != 1:
+            together |= set(names)
+    return aliases, together

@@ -1,0 +1,90 @@
+"""CompressedCache on a GPU: DynamicCache's bits and tokens, and steps that wait for nothing."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+import bitslab
+from tests.integrations.transformers.models import (
+    SMALL,
+    compressed,
+    config_of,
+    dynamic,
+    model_of,
+    prompt_of,
+)
+
+pytestmark = pytest.mark.gpu  # tests/conftest.py skips these where there is no GPU
+
+MODES: dict[str, dict[str, Any]] = {
+    "greedy": {"do_sample": False},
+    "beam": {"do_sample": False, "num_beams": 3},
+    "prompt-lookup": {"do_sample": False, "prompt_lookup_num_tokens": 4},
+    "chunked-prefill": {"do_sample": False, "prefill_chunk_size": 13},
+}
+
+
+@pytest.fixture(autouse=True)
+def no_error_is_left_behind():
+    """Every test ends with no error pending on the GPU."""
+    yield
+    bitslab.raise_pending_errors()
+
+
+def on_gpu(name: str, dtype: torch.dtype = torch.float32) -> Any:
+    return copy.deepcopy(model_of(name)).to("cuda", dtype)
+
+
+@pytest.mark.parametrize("offload", [True, False], ids=["host", "device"])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2"])
+def test_tokens_and_bits_equal_the_plain_run(name: str, mode: str, offload: bool) -> None:
+    model = on_gpu(name)
+    prompt = prompt_of().cuda()
+    plain = dynamic(model.config)
+    cache = compressed(model.config, offload=offload, **SMALL)
+    options = {**MODES[mode], "max_new_tokens": 40}
+    expected = model.generate(prompt, past_key_values=plain, **options)
+    assert torch.equal(model.generate(prompt, past_key_values=cache, **options), expected)
+    for ours, theirs in zip(cache.layers, plain.layers, strict=True):
+        assert torch.equal(ours.keys, theirs.keys)
+        assert torch.equal(ours.values, theirs.values)
+    assert cache.stats()["packed_tokens"] > 50
+
+
+def test_steps_of_a_model_wait_for_nothing() -> None:
+    config = config_of("llama", num_hidden_layers=4, hidden_size=256, head_dim=128)
+    from transformers import LlamaForCausalLM
+
+    torch.manual_seed(0)
+    model: Any = LlamaForCausalLM(config)
+    model.to("cuda", torch.bfloat16).eval()
+    prompt = prompt_of(length=100).cuda()
+    cache = compressed(config, window=16, block_tokens=16)
+    plain = dynamic(config)
+    token = prompt[:, :1]
+    with torch.no_grad():
+        for past in (cache, plain):
+            model(prompt, past_key_values=past)
+            for _ in range(40):
+                model(token, past_key_values=past)
+        before = cache.stats()["packed_tokens"]
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            found = [model(token, past_key_values=cache).logits for _ in range(50)]
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        expected = [model(token, past_key_values=plain).logits for _ in range(50)]
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert cache.stats()["packed_tokens"] > before
+    assert cache.stats()["moved_to_host_bytes"] > 0
+
+
+def test_another_device_is_refused() -> None:
+    cache = compressed(config_of("llama"), device="cuda")
+    with pytest.raises(bitslab.ArgumentTypeError, match="key_states: on cpu"):
+        cache.update(torch.zeros(1, 2, 3, 16), torch.zeros(1, 2, 3, 16), 0)

@@ -1,0 +1,184 @@
+"""PackedHistory on a GPU: the same bits as on the CPU, and no waiting for the device."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+import bitslab
+from bitslab.kvcache import CodecPlans, HistoryReader, PackedHistory, reader
+
+pytestmark = pytest.mark.gpu  # tests/conftest.py skips these where there is no GPU
+
+
+@pytest.fixture(autouse=True)
+def no_error_is_left_behind():
+    """Every test ends with no error pending on the GPU."""
+    yield
+    bitslab.raise_pending_errors()
+
+
+@pytest.fixture(autouse=True)
+def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reader, "GPU_SLAB_BYTES", 1 << 20)
+
+
+def pair(offload: bool, **options: int) -> tuple[HistoryReader, list[PackedHistory]]:
+    device = torch.device("cuda", torch.cuda.current_device())
+    made = HistoryReader(device, offload=offload, sm_budget=64)
+    plans = CodecPlans()
+    options = {"window": 16, "block_tokens": 32, **options}
+    return made, [PackedHistory(made, plans, kind, **options) for kind in "kv"]
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return torch.randn(*shape, generator=generator, device="cuda").to(dtype)
+
+
+def assert_same(history: PackedHistory, tokens: torch.Tensor) -> None:
+    assert torch.equal(history.decode(), tokens)
+
+
+@pytest.mark.parametrize("offload", [True, False], ids=["host", "device"])
+@pytest.mark.parametrize(
+    ("dtype", "dim"),
+    [
+        (torch.bfloat16, 128),
+        (torch.bfloat16, 64),
+        (torch.float32, 128),
+        (torch.float16, 80),
+        (torch.int8, 24),
+    ],
+    ids=str,
+)
+def test_every_operation(offload: bool, dtype: torch.dtype, dim: int) -> None:
+    _, (history, _) = pair(offload)
+    tokens = normal(2, 3, 700, dim, dtype=torch.float32)
+    tokens = (tokens * 20).to(dtype)
+    history.append(tokens[:, :, :500])
+    for i in range(500, 700, 4):
+        history.append(tokens[:, :, i : i + 4])
+    torch.cuda.synchronize()
+    history.append(tokens[:, :, :0])
+    assert history.packed_tokens >= 600
+    assert_same(history, tokens)
+    for twin in (copy.deepcopy(history), pickle.loads(pickle.dumps(history))):
+        twin.append(tokens[:, :, :100])
+        assert_same(twin, torch.cat([tokens, tokens[:, :, :100]], dim=-2))
+    index = torch.tensor([1, 0, 1], device="cuda")
+    history.reorder(index)
+    history.append(tokens[index, :, :40])
+    tokens = torch.cat([tokens[index], tokens[index, :, :40]], dim=-2)
+    assert_same(history, tokens)
+    history.repeat(2)
+    tokens = tokens.repeat_interleave(2, dim=0)
+    assert_same(history, tokens)
+    history.crop(333)
+    assert_same(history, tokens[:, :, :333])
+    history.append(tokens[:, :, 333:])
+    assert_same(history, tokens)
+    history.select([2])
+    assert_same(history, tokens[2:3])
+    history.reset()
+    history.append(tokens[:1, :1, :200])
+    assert_same(history, tokens[:1, :1, :200])
+
+
+def test_the_bytes_are_those_of_the_cpu() -> None:
+    _, (on_gpu, _) = pair(offload=True)
+    on_cpu = PackedHistory(
+        HistoryReader(torch.device("cpu"), offload=True, sm_budget=None),
+        CodecPlans(),
+        "k",
+        window=16,
+        block_tokens=32,
+    )
+    tokens = normal(2, 3, 500, 128)
+    on_gpu.append(tokens)
+    on_cpu.append(tokens.cpu())
+    kept = [h.__getstate__()["words"].__getstate__()["words"] for h in (on_gpu, on_cpu)]
+    assert torch.equal(*kept)
+
+
+@pytest.mark.parametrize("offload", [True, False], ids=["host", "device"])
+def test_steps_wait_for_nothing(offload: bool) -> None:
+    """Two layers in turn, prefetched, as a model decodes; a block is packed every 32 steps."""
+    made, first = pair(offload)
+    second = [PackedHistory(made, CodecPlans(), k, window=16, block_tokens=32) for k in "kv"]
+    layers = [first, second]
+    tokens = [normal(1, 4, 800, 128, seed=i) for i in range(4)]
+    for layer, histories in enumerate(layers):
+        for i, history in enumerate(histories):
+            history.append(tokens[2 * layer + i][:, :, :600])
+
+    def step(t: int) -> list[torch.Tensor]:
+        found = []
+        for layer, histories in enumerate(layers):
+            parts = made.read(histories)
+            for i, history in enumerate(histories):
+                new = tokens[2 * layer + i][:, :, t : t + 1]
+                found.append(torch.cat([*parts[i], history.tail, new], dim=-2))
+            made.done(histories)
+            for i, history in enumerate(histories):
+                history.append(tokens[2 * layer + i][:, :, t : t + 1])
+            made.prefetch(layers[1 - layer])
+        return found
+
+    for t in range(600, 700):
+        step(t)
+    before = first[0].packed_tokens
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        kept = [step(t) for t in range(700, 800)]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert first[0].packed_tokens > before
+    for t, found in zip(range(700, 800), kept, strict=True):
+        for one, all_tokens in zip(found, tokens, strict=True):
+            assert torch.equal(one, all_tokens[:, :, : t + 1])
+
+
+def test_a_stale_prefetch_is_dropped() -> None:
+    made, histories = pair(offload=True)
+    tokens = normal(3, 4, 600, 128)
+    for history in histories:
+        history.append(tokens)
+    index = torch.tensor([2, 2, 0], device="cuda")
+    for _ in range(20):
+        made.prefetch(histories)
+        for history in histories:
+            history.crop(300)
+            history.append(tokens[:, :, 300:])
+            history.reorder(index)
+        tokens = tokens[index]
+        for history in histories:
+            assert_same(history, tokens)
+
+
+def test_memory_let_go_during_a_prefetch() -> None:
+    """Nothing that a fetch under way still reads is used for something else."""
+    for seed in range(20):
+        made, histories = pair(offload=True)
+        for history in histories:
+            history.append(normal(2, 8, 2000, 128, seed=seed))
+        made.prefetch(histories)
+        del made, histories, history
+        for _ in range(8):
+            torch.full((1 << 20,), -1, dtype=torch.int64, device="cuda")
+    torch.cuda.synchronize()
+
+
+def test_a_codec_is_fitted_again_on_the_way() -> None:
+    _, (history, _) = pair(offload=True)
+    tokens = torch.cat([normal(1, 8, 400, 128), 1e9 * normal(1, 8, 1000, 128, seed=1)], dim=-2)
+    history.append(tokens[:, :, :400])
+    for i in range(400, 1400, 2):
+        history.append(tokens[:, :, i : i + 2])
+        if i % 50 == 0:
+            torch.cuda.synchronize()
+    assert history.refits >= 1
+    assert_same(history, tokens)

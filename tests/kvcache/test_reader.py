@@ -1,0 +1,139 @@
+"""The reader's slots, with streams that do all at once: what a GPU does, but for time."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+
+from bitslab.kvcache import CodecPlans, HistoryReader, PackedHistory
+from bitslab.kvcache.reader import SLOTS, _Streams
+
+CPU = torch.device("cpu")
+
+
+class Stream:
+    """A stream, or an event, of which all is done at once."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def wait_event(self, event: Any) -> None: ...
+
+    def wait_stream(self, stream: Any) -> None: ...
+
+    def record(self, stream: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def record_event(self) -> Stream:
+        return self
+
+
+@pytest.fixture(autouse=True)
+def streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("Stream", "Event"):
+        monkeypatch.setattr(torch.cuda, name, Stream)
+    monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
+
+
+def reader_with_streams(offload: bool = True) -> HistoryReader:
+    made = HistoryReader(CPU, offload=offload, sm_budget=None)
+    made._streams = _Streams(CPU)
+    return made
+
+
+def layers_of(made: HistoryReader, n: int) -> list[list[PackedHistory]]:
+    plans = CodecPlans()
+    return [
+        [PackedHistory(made, plans, kind, window=8, block_tokens=16) for kind in "kv"]
+        for _ in range(n)
+    ]
+
+
+def normal(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+@pytest.mark.parametrize("offload", [True, False], ids=["host", "device"])
+@pytest.mark.parametrize("n_layers", [1, 2, 3])
+def test_layers_come_in_turn(n_layers: int, offload: bool) -> None:
+    """K and V of layers that differ, over steps that pack blocks on the way."""
+    made = reader_with_streams(offload)
+    layers = layers_of(made, n_layers)
+    tokens = [
+        [normal(2, 2, 260, dim, seed=10 * i + dim) for dim in (64, 24)] for i in range(n_layers)
+    ]
+    fetches = 0
+    for begin, end in [(0, 200), *((t, t + 1) for t in range(200, 260))]:
+        for i, histories in enumerate(layers):
+            kept = [slot.key for slot in made._streams.slots]  # type: ignore[union-attr]
+            parts = made.read(histories)
+            if begin:
+                # It had come before it was asked for.
+                assert kept == [slot.key for slot in made._streams.slots]  # type: ignore[union-attr]
+                fetches += 4 * sum(history.words.n_words for history in histories)
+            for history, part, whole in zip(histories, parts, tokens[i], strict=True):
+                found = torch.cat([*part, history.tail], dim=-2) if begin else whole[:, :, :0]
+                assert torch.equal(found, whole[:, :, :begin])
+            made.done(histories)
+            for history, whole in zip(histories, tokens[i], strict=True):
+                history.append(whole[:, :, begin:end])
+            made.prefetch(layers[(i + 1) % n_layers])
+    ahead = sum(4 * history.words.n_words for history in layers[0]) if offload else 0
+    assert made.moved_to_device_bytes == (fetches + ahead if offload else 0)
+    assert made.buffer_bytes > 0
+
+
+@pytest.mark.parametrize("change", ["crop", "reorder", "repeat", "select", "reset", "append"])
+def test_what_came_before_a_change_is_not_used(change: str) -> None:
+    made = reader_with_streams()
+    [histories] = layers_of(made, 1)
+    tokens = normal(3, 2, 200, 64, seed=1)
+    for history in histories:
+        history.append(tokens)
+    made.prefetch(histories)
+    index = torch.tensor([2, 0, 0])
+    for history in histories:
+        if change == "crop":
+            history.crop(100)
+        elif change == "reorder":
+            history.reorder(index)
+        elif change == "repeat":
+            history.repeat(2)
+        elif change == "select":
+            history.select(index)
+        elif change == "reset":
+            history.reset()
+            history.append(tokens.flip(2))
+        else:
+            history.append(tokens)
+    expected = {
+        "crop": tokens[:, :, :100],
+        "reorder": tokens[index],
+        "repeat": tokens.repeat_interleave(2, dim=0),
+        "select": tokens[index],
+        "reset": tokens.flip(2),
+        "append": torch.cat([tokens, tokens], dim=2),
+    }[change]
+    for part, history in zip(made.read(histories), histories, strict=True):
+        assert torch.equal(torch.cat([*part, history.tail], dim=-2), expected)
+    made.done(histories)
+
+
+def test_buffers_are_shared_by_all_layers() -> None:
+    made = reader_with_streams()
+    layers = layers_of(made, 6)
+    for i, histories in enumerate(layers):
+        for history in histories:
+            history.append(normal(1, 2, 500, 64, seed=i))
+    for histories in layers:
+        made.prefetch(histories)
+        made.read(histories)
+        made.done(histories)
+    one = layers[0][0].stats()
+    assert made.buffer_bytes < SLOTS * 2 * 1.3 * (one["raw_bytes"] + one["packed_bytes"]) + 4096

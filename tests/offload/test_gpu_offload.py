@@ -1,0 +1,201 @@
+"""Streamed weights on a real GPU: the same numbers, no waiting, no growth."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+
+import bitslab
+from bitslab.errors import BitslabError
+from bitslab.offload import find_offloaded, offload_report, offload_weights, restore_weights
+from tests.helpers import same_bits
+from tests.offload.models import Blocks, stats
+
+pytestmark = pytest.mark.gpu  # tests/conftest.py skips these where there is no GPU
+
+
+@pytest.fixture(autouse=True)
+def no_error_is_left_behind():
+    """Every test ends with no error pending on the GPU."""
+    yield
+    bitslab.raise_pending_errors()
+
+
+@contextlib.contextmanager
+def no_waiting():
+    """Let every operation of torch that makes the host wait for the GPU raise."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def llama(hidden: int = 256, layers: int = 5, tied: bool = False) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=1000,
+        hidden_size=hidden,
+        intermediate_size=3 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        tie_word_embeddings=tied,
+    )
+    torch.manual_seed(0)
+    model: Any = LlamaForCausalLM(config)
+    return model.to(torch.bfloat16).eval()
+
+
+def ids(length: int = 17) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(3, 1000, (2, length), generator=generator).cuda()
+
+
+def logits(model: Any) -> Any:
+    with torch.no_grad():
+        return model(ids()).logits
+
+
+MODES = {
+    "streamed": {},
+    "raw": {"codec": "raw"},
+    "no-prefetch": {"depth": 0},
+    "deep": {"depth": 4},
+    "all-multiprocessors": {"sm_budget": None},
+    "packed": {"keep": "packed"},
+    "half": {"keep": 0.5},
+    "all": {"keep": "all"},
+}
+
+
+@pytest.mark.parametrize("options", MODES.values(), ids=MODES)
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_logits_equal_those_of_the_plain_model(options, tied):
+    model = llama(tied=tied).cuda()
+    expected = logits(model)
+    model.cpu()
+    offload_weights(model, execution_device="cuda", min_bytes=0, **options)
+    for _ in range(3):
+        assert same_bits(logits(model), expected)
+    state = model.state_dict()
+    assert all(
+        tensor.device.type == "cpu" or "norm" in name or options.get("keep")
+        for name, tensor in state.items()
+    )
+    restore_weights(model)
+    assert same_bits(logits(model.cuda()), expected)
+
+
+def test_a_mid_size_model_on_another_stream():
+    model = llama(hidden=1024, layers=6).cuda()
+    expected = logits(model)
+    model.cpu()
+    offload_weights(model, execution_device="cuda", min_bytes=0)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        found = [logits(model) for _ in range(3)]
+    torch.cuda.current_stream().wait_stream(side)
+    assert all(same_bits(one, expected) for one in found)
+    assert same_bits(logits(model), expected)
+
+
+@pytest.mark.parametrize("keep", [None, "packed"], ids=["streamed", "packed"])
+def test_a_pass_waits_for_nothing_and_allocates_nothing(keep):
+    model = Blocks(width=512, count=6).to(torch.bfloat16)
+    x = torch.randn(8, 512, device="cuda", dtype=torch.bfloat16)
+    plain = Blocks(width=512, count=6).to(torch.bfloat16).cuda()
+    offload_weights(model, execution_device="cuda", min_bytes=0, keep=keep)
+    with torch.no_grad():
+        expected = plain(x)
+        for _ in range(8):  # every unit in every buffer
+            model(x)
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        segments = torch.cuda.memory_stats()["segment.all.allocated"]
+        with no_waiting():
+            for _ in range(5):
+                found = model(x)
+        assert same_bits(found, expected)
+        del found
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() == before
+    assert torch.cuda.memory_stats()["segment.all.allocated"] == segments
+    assert stats(model)["buffers"] == 2
+
+
+def test_a_changed_order_is_right():
+    model = Blocks(width=512, count=6).to(torch.bfloat16)
+    x = torch.randn(8, 512, device="cuda", dtype=torch.bfloat16)
+    orders: tuple[list[int], ...] = (
+        [0, 1, 2, 3, 4, 5],
+        [5, 3, 1],
+        [2, 2, 2, 0],
+        [4, 0, 4, 0, 4],
+        [],
+    )
+    plain = Blocks(width=512, count=6).to(torch.bfloat16).cuda()
+    offload_weights(model, execution_device="cuda", min_bytes=0)
+    with torch.no_grad():
+        for order in [*orders, *orders]:
+            model.order = plain.order = order
+            assert same_bits(model(x), plain(x)), order
+
+
+def test_weights_in_a_file(tmp_path):
+    model = llama().cuda()
+    expected = logits(model)
+    model.cpu()
+    path = tmp_path / "weights.safetensors"
+    offload_weights(model, execution_device="cuda", min_bytes=0, disk=path)
+    for _ in range(3):
+        assert same_bits(logits(model), expected)
+    path.unlink()
+    with pytest.raises(BitslabError, match="was removed"):
+        for _ in range(2):  # what was read ahead is still there
+            logits(model)
+
+
+def test_gradients_flow_through_streamed_weights():
+    plain = Blocks(width=256).cuda()
+    model = Blocks(width=256)
+    x = torch.randn(5, 256, device="cuda", requires_grad=True)
+    plain(x).square().sum().backward()
+    expected, x.grad = x.grad, None
+    assert expected is not None
+    offload_weights(model, execution_device="cuda", min_bytes=0)
+    model(x).square().sum().backward()
+    assert torch.equal(torch.as_tensor(x.grad), expected)
+
+
+def test_inputs_on_the_cpu_are_moved_and_generation_runs():
+    model = llama().cuda()
+    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    mask = torch.ones_like(ids())
+    expected = model.generate(ids(), attention_mask=mask, **options)
+    model.cpu()
+    offload_weights(model, execution_device="cuda", min_bytes=0)
+    assert torch.equal(model.generate(ids(), attention_mask=mask, **options), expected)
+    with torch.no_grad():
+        assert model(ids().cpu()).logits.is_cuda
+
+
+def test_the_report_has_times_of_all_spans():
+    model = llama(hidden=512)
+    offload_weights(model, execution_device="cuda", min_bytes=0)
+    for _ in range(2):
+        logits(model)
+    layer = offload_report(model).units[2]
+    times, hidden = layer.times, layer.hidden
+    assert times is not None and hidden is not None
+    assert times.transfer_ms > 0 and times.decode_ms > 0 and times.compute_ms > 0
+    assert 0 <= hidden <= 1
+    moved = stats(model)["moved_bytes"]
+    assert moved > 0
+    find_offloaded(model).stream.close()
