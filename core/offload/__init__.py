@@ -3,11 +3,11 @@
 from .attached import OffloadedModel, find_offloaded
 from .handles import WeightHandle
 from .offload import attach_weights, offload_report, offload_weights, restore_weights
-from .packer import WeightPacker
 from .report import OffloadReport, UnitReport
 from .store import PackedUnit, PackedWeights
 from .stream import WeightStream
 from .units import Unit, cut_units
+from .weight_packer import WeightPacker
 
 __all__ = [
     "OffloadReport",

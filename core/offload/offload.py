@@ -12,13 +12,13 @@ from ..errors import ArgumentError, ArgumentTypeError
 from ..memory.progress import Progress
 from .attached import ATTRIBUTE, LateStream, OffloadedModel, find_offloaded
 from .handles import WeightHandle
-from .packer import WeightPacker
-from .packing import CodecName
 from .report import OffloadReport
 from .residence import MIN_UNIT_BYTES, Keep, Tier, choose_tiers
 from .store import PackedWeights
 from .stream import check_counts, checked_device
+from .tensor_packer import CodecName
 from .units import Predicate, Slot, Unit, cut_units, is_plain
+from .weight_packer import WeightPacker
 
 #: Called with the raw bytes packed so far and in all.
 ProgressFunction = Callable[[int, "int | None"], None]

@@ -28,9 +28,9 @@ from bitslab.offload import (
     offload_weights,
 )
 from bitslab.offload.offload import ProgressFunction, split_units, stored_names
-from bitslab.offload.packing import CodecName
 from bitslab.offload.residence import MIN_UNIT_BYTES, Keep, choose_tiers
 from bitslab.offload.stream import check_counts
+from bitslab.offload.tensor_packer import CodecName
 from bitslab.offload.units import Predicate, Slot
 
 

@@ -10,8 +10,8 @@ import torch
 from bitslab.integrations.transformers.config import ProgressFunction
 from bitslab.memory.progress import Progress
 from bitslab.offload.images import DeviceImage
-from bitslab.offload.packer import WeightPacker
 from bitslab.offload.store import PackedUnit, PackedWeights
+from bitslab.offload.weight_packer import WeightPacker
 
 
 class WeightLoader:

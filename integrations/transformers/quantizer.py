@@ -27,9 +27,9 @@ from bitslab.integrations.transformers.placement import (
 from bitslab.integrations.transformers.sizes import SizeEstimate, estimate
 from bitslab.offload import PackedWeights, attach_weights, cut_units, restore_weights
 from bitslab.offload.offload import move_residents
-from bitslab.offload.packing import MIN_PACKED_BYTES
 from bitslab.offload.residence import MIN_UNIT_BYTES, choose_tiers
 from bitslab.offload.stream import checked_device
+from bitslab.offload.tensor_packer import MIN_PACKED_BYTES
 
 #: Of the free memory of a GPU that a caller named without a budget, the share for weights.
 FREE_SHARE = 0.9

@@ -20,7 +20,7 @@ from bitslab.offload import (
     find_offloaded,
     offload_weights,
 )
-from bitslab.offload.packing import TensorPacker
+from bitslab.offload.tensor_packer import TensorPacker
 from tests.helpers import DTYPES, dtype_id, packable, random_bits, same_bits
 from tests.offload.models import Blocks, stats
 

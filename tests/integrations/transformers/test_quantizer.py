@@ -14,7 +14,7 @@ from transformers import core_model_loading
 
 from bitslab.errors import ArgumentError, BitslabError
 from bitslab.integrations.transformers import BitslabConfig
-from bitslab.offload.packer import WeightPacker
+from bitslab.offload.weight_packer import WeightPacker
 from tests.helpers import same_bits
 
 from .quantizer_models import (

@@ -12,9 +12,9 @@ from ..errors import ArgumentError, ArgumentTypeError, BitslabError
 from ..tensor import CompressedTensor
 from .files import WeightFile
 from .images import HostImage, Image
-from .packing import CodecName, TensorPacker
 from .records import TensorRecord, lay_out, write_parts
 from .store import PackedUnit, PackedWeights
+from .tensor_packer import CodecName, TensorPacker
 
 #: A packed tensor with the shape and the order of dimensions of what it was packed from.
 _Packed = tuple[CompressedTensor, tuple[int, ...], tuple[int, ...]]
