@@ -1,9 +1,11 @@
-"""Hugging Face transformers: a lossless compressed K/V cache.
+"""Hugging Face transformers: models whose weights and K/V caches stay packed, losslessly.
 
+- `BitslabConfig`: passed as ``quantization_config=`` to ``from_pretrained``, packs weights while
+  they load; they stream to the device, or stay packed on it. `BitslabQuantizer` does the work.
 - `CompressedCache`: passed as ``past_key_values=`` to ``generate`` or a forward pass; the history
   of full-attention layers lies packed in host memory or on the device.
-
-- `HeavyHitterSelector`, `InfiniGenSelector`: fetch a part of the history only.
+- `HeavyHitterSelector`, `InfiniGenSelector`: fetch a part of the history only. `KVSelector` is the
+  base of one of your own.
 
 Importing this package imports transformers when a name of it is first used.
 """
