@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import BitslabError, load_optional
-from ..kernels.cpu.compiling import call
+from ..kernels.cpu.compiling import call, prepare
 from .eviction import EvictionStrategy
 
 Array = np.ndarray[Any, Any]
@@ -24,6 +24,18 @@ def _jitted() -> Any:
     from ..kernels.cpu import residents
 
     return residents
+
+
+@functools.cache
+def _find_bags() -> Any:
+    """Load `find_bags`, compiled for the types that it is always called with.
+
+    Small batches notice what it costs to look at the arguments of every call.
+    """
+    kernel = _jitted().find_bags
+    numbers = np.zeros(1, np.int64)
+    prepare(kernel, numbers, numbers, False, np.zeros(1, np.int32), numbers)
+    return kernel
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,8 +122,7 @@ class Residents:
     def find_bags(self, ids: Array, offsets: Array, include_last: bool) -> tuple[Array, int]:
         """Return the slots of rows int64 ``[n]``, and how many have none; -1 for bad arguments."""
         slots = np.empty(ids.shape[0], np.int64)
-        kernel = _jitted().find_bags
-        return slots, call(kernel, ids, offsets, include_last, self.slot_of, slots)
+        return slots, _find_bags()(ids, offsets, include_last, self.slot_of, slots)
 
     def first_outside(self, ids: Array) -> int:
         """Return the first position of an id out of range, or -1."""
