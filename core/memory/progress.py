@@ -10,7 +10,8 @@ from typing import Any
 
 from ..errors import load_optional
 
-#: Called with the rows done and the rows in all, None where that is not known.
+#: Called with what is done and what there is in all, None where that is not known: rows of a table,
+#: raw bytes of a model.
 ProgressFunction = Callable[[int, "int | None"], None]
 
 SHOW_AFTER_S = 2.0

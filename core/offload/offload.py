@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
 
 from ..errors import ArgumentError, ArgumentTypeError
-from ..memory.progress import Progress
+from ..memory.progress import Progress, ProgressFunction
 from .attached import ATTRIBUTE, LateStream, OffloadedModel, find_offloaded
 from .handles import WeightHandle
 from .report import OffloadReport
@@ -19,9 +19,6 @@ from .stream import check_counts, checked_device
 from .tensor_packer import CodecName
 from .units import Predicate, Slot, Unit, cut_units, is_plain
 from .weight_packer import WeightPacker
-
-#: Called with the raw bytes packed so far and in all.
-ProgressFunction = Callable[[int, "int | None"], None]
 
 
 def offload_weights(

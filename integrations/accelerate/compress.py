@@ -15,7 +15,7 @@ from bitslab.integrations.accelerate.dispatched import (
     offloaded_tensors,
     remove_offloading,
 )
-from bitslab.memory.progress import Progress
+from bitslab.memory.progress import Progress, ProgressFunction
 from bitslab.offload import (
     OffloadReport,
     PackedWeights,
@@ -27,7 +27,7 @@ from bitslab.offload import (
     offload_report,
     offload_weights,
 )
-from bitslab.offload.offload import ProgressFunction, split_units, stored_names
+from bitslab.offload.offload import split_units, stored_names
 from bitslab.offload.residence import MIN_UNIT_BYTES, Keep, choose_tiers
 from bitslab.offload.stream import check_counts
 from bitslab.offload.tensor_packer import CodecName

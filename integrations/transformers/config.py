@@ -5,20 +5,19 @@ from __future__ import annotations
 import copy
 import importlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from bitslab.errors import ArgumentError, ArgumentTypeError
+from bitslab.memory.progress import ProgressFunction
 
 #: The name in a ``config.json``, and of the quantizer.
 METHOD = "bitslab"
 PLACES = ("device", "packed", "host")
 
-#: Called with bytes that were packed so far, and bytes in all, None where that is not known.
-ProgressFunction = Callable[[int, "int | None"], None]
 Keep = float | str | Mapping[str, str] | None
 
 

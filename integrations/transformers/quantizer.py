@@ -15,7 +15,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.logging import is_progress_bar_enabled
 
 from bitslab.errors import ArgumentError, BitslabError
-from bitslab.integrations.transformers.config import METHOD, BitslabConfig, ProgressFunction
+from bitslab.integrations.transformers.config import METHOD, BitslabConfig
 from bitslab.integrations.transformers.loading import WeightLoader, representatives
 from bitslab.integrations.transformers.placement import (
     device_of,
@@ -25,6 +25,7 @@ from bitslab.integrations.transformers.placement import (
     unpack_while_room,
 )
 from bitslab.integrations.transformers.sizes import SizeEstimate, estimate
+from bitslab.memory.progress import ProgressFunction
 from bitslab.offload import PackedWeights, attach_weights, cut_units, restore_weights
 from bitslab.offload.offload import move_residents
 from bitslab.offload.residence import MIN_UNIT_BYTES, choose_tiers
