@@ -8,10 +8,12 @@ python benchmarks/llm.py --only cache    # DynamicCache, offloaded, compressed
 weights and cache generate with a model of random weights in the shape of the IBP paper's workload
 (section 6.4: prompts of 1,920 tokens, a batch of 20, 128 new tokens), scaled by the options, with
 fresh prompts for each repetition, and compare every token with the plain run's. Figures are medians
-of the repetitions after one that warms up. Without a GPU they run on the CPU, where nothing crosses
-a link: what is told of bytes is what would, and the workload is a tenth as long, with 4 prompts.
-DFloat11 and nvCOMP are measured where they can be imported (dfloat11, nvidia.nvcomp) and there is a
-GPU.
+of the repetitions after one that warms up. accelerate's cpu_offload and transformers' offloaded
+cache copy everything for each token, so they generate fewer; each row has how many. cuDNN's
+attention is off, since it makes a plan for each new length. Without a GPU they run on the CPU,
+where nothing crosses a link: what is told of bytes is what would, and the workload is a tenth as
+long, with 4 prompts. DFloat11 and nvCOMP are measured where they can be imported (dfloat11,
+nvidia.nvcomp) and there is a GPU. Rows are printed to stderr as they come, tables at the end.
 """
 
 from __future__ import annotations
@@ -57,6 +59,14 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add("--new-tokens", type=positive, default=128, metavar="N", help="default: %(default)s")
     add(
+        "--slow-tokens",
+        type=positive,
+        default=32,
+        metavar="N",
+        help="new tokens, at most, with accelerate's cpu_offload and with\n"
+        "transformers' offloaded cache; default: %(default)s",
+    )
+    add(
         "--scale",
         type=above_zero,
         metavar="X",
@@ -90,6 +100,7 @@ def scaled(parser: argparse.ArgumentParser, given: list[str] | None = None) -> a
     arguments.prompt_tokens = max(2, round(arguments.prompt_tokens * arguments.scale))
     # The first token is the prompt's; a time for each token takes two more.
     arguments.new_tokens = max(3, round(arguments.new_tokens * arguments.scale))
+    arguments.slow_tokens = min(max(3, arguments.slow_tokens), arguments.new_tokens)
     return arguments
 
 

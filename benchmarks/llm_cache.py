@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 
 from graphsage.report import Steps
-from llm_workload import Rows, left_out, line, workload
+from llm_workload import Rows, left_out, line, show, workload
 from textgen.generation import Run
 from textgen.ways import CacheOptions
 
@@ -44,5 +44,5 @@ def run(arguments: argparse.Namespace, steps: Steps) -> dict[str, Rows]:
                 row["ratio"] = raw / packed if packed else 1.0
                 if host and offloaded and run.token_seconds:
                     row["times faster than offloaded"] = offloaded / run.token_seconds
-            found.append(row)
+            found.append(show(row))
         return {f"K/V cache: {work.title}": found}

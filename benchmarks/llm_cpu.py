@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from typing import Any
+from typing import Any, Literal
 
 import llm_minilm
 import torch
@@ -78,7 +78,8 @@ def _passes(dtype: torch.dtype, arguments: argparse.Namespace) -> Rows:
     repetitions = max(5, arguments.repetitions)
     batches = [llm_minilm.batch(LINES, TOKENS, seed) for seed in range(repetitions + 1)]
     ways: dict[str, Any] = {"plain": llm_minilm.load(dtype)}
-    for name, keep in (("compressed", None), ("keep=all", "all")):
+    kept: dict[str, Literal["all"] | None] = {"compressed": None, "keep=all": "all"}
+    for name, keep in kept.items():
         config = BitslabConfig(execution_device="cpu", keep=keep)
         ways[name] = llm_minilm.load(dtype, quantization_config=config)
     found: Rows = []

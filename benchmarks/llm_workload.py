@@ -9,7 +9,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,12 @@ from textgen.generation import Measured, Run, generate
 from textgen.models import SIZES, Prompt, random_prompt, write_random_model
 from textgen.ways import CacheOptions, WeightOptions, load
 
-Rows = list[dict[str, Any]]
+Row = dict[str, Any]
+Rows = list[Row]
+#: The ways of WEIGHTS and CACHES that copy everything for each token, and with what they warm up:
+#: they compile nothing and learn nothing.
+SLOW = frozenset({"offload", "offloaded"})
+SLOW_WARM_UP_TOKENS = 3
 
 
 class Workload:
@@ -72,8 +77,12 @@ class Workload:
         weights: str,
         cache: str,
         cache_options: CacheOptions | None = None,
+        then: Callable[[Any], None] | None = None,
     ) -> Run:
-        """Generate in one way, repetition after repetition; times are medians of these."""
+        """Generate in one way, repetition after repetition; times are medians of these.
+
+        `then` gets the model afterwards, as it was loaded, and its memory is not counted.
+        """
         runs: list[Run] = []
         whole = Run(weights, cache)
         repetitions = self.arguments.repetitions
@@ -85,16 +94,16 @@ class Workload:
             for i in range(repetitions + 1):
                 run = Run(weights, cache)
                 options = cache_options or CacheOptions()
-                new_tokens = self.arguments.new_tokens
+                new_tokens = self._new_tokens(run, i)
                 told = f"repetition {i} of {repetitions}" if i else "warming up"
                 with self.steps.step(f"{run.name}: {told}") as report:
                     generate(run, model, self.prompt(i), new_tokens, self.device, options, report)
                 self._compare(run, i)
                 runs.append(run)
+        if then:
+            then(model)
         del model
-        gc.collect()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        self.free()
         # The first one compiles kernels and learns the order of layers.
         timed = runs[1:]
         return replace(
@@ -108,9 +117,25 @@ class Workload:
             device_bytes=whole.device_bytes,
         )
 
+    def free(self) -> None:
+        """Give back the memory of a model that nothing refers to any more."""
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _new_tokens(self, run: Run, i: int) -> int:
+        """Return the tokens to generate in a repetition; 0 is the one that warms up."""
+        if not SLOW & {run.weights_way, run.cache_way}:
+            return int(self.arguments.new_tokens)
+        return int(self.arguments.slow_tokens) if i else SLOW_WARM_UP_TOKENS
+
     def _compare(self, run: Run, i: int) -> None:
-        """Compare with the plain run, which comes first; stop where a way of bitslab differs."""
-        run.equal = run.tokens == self._expected.setdefault(i, run.tokens)
+        """Compare with the plain run, which comes first; stop where a way of bitslab differs.
+
+        A run of fewer tokens is compared with as many.
+        """
+        expected = self._expected.setdefault(i, run.tokens)
+        run.equal = run.tokens == [line[: len(run.tokens[0])] for line in expected]
         ours = {"compressed", "packed"} & {run.weights_way, run.cache_way}
         if not run.equal and ours:
             raise SystemExit(f"{run.name}: tokens differ from the plain run's")
@@ -120,15 +145,22 @@ class Workload:
 def workload(arguments: argparse.Namespace, steps: Steps) -> Iterator[Workload]:
     """Make the model in a folder that is removed afterwards."""
     transformers.utils.logging.disable_progress_bar()
-    with tempfile.TemporaryDirectory(prefix="bitslab-llm-") as folder:
-        yield Workload(arguments, Path(folder), steps)
+    # cuDNN's attention makes a plan for each new length, so that each token would wait for one.
+    cudnn = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        with tempfile.TemporaryDirectory(prefix="bitslab-llm-") as folder:
+            yield Workload(arguments, Path(folder), steps)
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(cudnn)
 
 
-def line(name: str, run: Run, plain: Run, batch: int) -> dict[str, Any]:
+def line(name: str, run: Run, plain: Run, batch: int) -> Row:
     """Return a row of a table."""
     token = run.token_seconds or float("nan")
     return {
         "way": name,
+        "new tokens": len(run.tokens[0]),
         "load s": run.load_seconds,
         "prefill ms": 1e3 * run.prefill_seconds,
         "token ms": 1e3 * token,
@@ -140,6 +172,33 @@ def line(name: str, run: Run, plain: Run, batch: int) -> dict[str, Any]:
         "host peak MB": run.host_bytes / 1e6,
         "device peak MB": run.device_bytes / 1e6,
     }
+
+
+@torch.no_grad()
+def pass_seconds(work: Workload, model: Any) -> float:
+    """Return the median time of a pass of one token, others each."""
+    times = []
+    for i in range(2 + 3 * work.arguments.repetitions):
+        ids = torch.randint(work.shape.vocabulary, (1, 1), device=work.device)
+        wait(work.device)
+        begin = time.perf_counter()
+        model(input_ids=ids, use_cache=False)
+        wait(work.device)
+        if i >= 2:
+            times.append(time.perf_counter() - begin)
+    return statistics.median(times)
+
+
+def wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def show(row: Row) -> Row:
+    """Print a row as soon as it is there, since the tables come last; return it."""
+    numbers = (f"{key} {value:.4g}" for key, value in row.items() if isinstance(value, float))
+    print(f"{row['way']}:", ", ".join(numbers), file=sys.stderr)
+    return row
 
 
 def left_out(name: str, reason: object) -> None:

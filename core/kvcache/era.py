@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ import torch
 from ..codecs.invariant.codec import InvariantCodec
 from ..errors import CorruptedDataError
 from ..kernels import kernels_for
+from ..kernels.cuda import kernels_on
 from ..kernels.format import BLOCK_ROWS, TableStorage, ceil_div
 from .packing import Packed, TokenRows
 from .words import grown
@@ -252,9 +254,27 @@ class Era:
         torch.Tensor
             `out` as ``[B, H, tokens, D]``.
         """
+        self.decode_rows(words, ids, out.view(-1, self.rows.row_bytes), sm_budget)
+        return self.tokens_in(out)
+
+    def tokens_in(self, out: torch.Tensor) -> torch.Tensor:
+        """View what `decode` writes as ``[B, H, tokens, D]``."""
         rows = self.rows
-        self.decode_rows(words, ids, out.view(-1, rows.row_bytes), sm_budget)
         return out.view(rows.dtype).view(self.batch, rows.heads, self.tokens, rows.dim)
+
+    def decoding(
+        self, words: torch.Tensor, ids: torch.Tensor, out: torch.Tensor, sm_budget: int | None
+    ) -> Callable[[], None]:
+        """Return what decodes all tokens, on the stream that is current then.
+
+        It holds as long as no block is added and no sequence moved. The arguments are those of
+        `decode`.
+        """
+        target = out.view(-1, self.rows.row_bytes)
+        if self.layout is None or out.device.type == "cpu":
+            return partial(self.decode_rows, words, ids, target, sm_budget)
+        kernels = kernels_on(out.device)
+        return kernels.prepare_gather(self._new_table(words), self.layout, ids, target, sm_budget)
 
     def row_ids(self, places: torch.Tensor) -> torch.Tensor:
         """Return where rows lie.
@@ -310,22 +330,27 @@ class Era:
             raw = words[begin : begin + self.n_rows * row_bytes // 4].view(torch.uint8)
             kernels.copy_rows(raw.view(-1, row_bytes), row_bytes, ids, out, sm_budget=sm_budget)
             return
-        # The kernels know a table that they have seen.
-        address = words.data_ptr()
-        table = self._tables.get(address)
-        if table is None or table.words.shape != words.shape:
-            table = self._tables[address] = TableStorage(
-                n_rows=self.n_rows,
-                words=words,
-                bases=self._bases,
-                lengths=self._lengths,
-                max_words=self.max_words,
-            )
         bad = kernels.gather_rows(
-            table, self.layout, ids, out, counters=counters, sm_budget=sm_budget
+            self._table(words), self.layout, ids, out, counters=counters, sm_budget=sm_budget
         )
         if bad >= 0:
             raise CorruptedDataError(f"K/V history: packed row {bad} is damaged")
+
+    def _table(self, words: torch.Tensor) -> TableStorage:
+        """Return the rows as kernels read them, which know a table that they have seen."""
+        table = self._tables.get(words.data_ptr())
+        if table is None or table.words.shape != words.shape:
+            table = self._tables[words.data_ptr()] = self._new_table(words)
+        return table
+
+    def _new_table(self, words: torch.Tensor) -> TableStorage:
+        return TableStorage(
+            n_rows=self.n_rows,
+            words=words,
+            bases=self._bases,
+            lengths=self._lengths,
+            max_words=self.max_words,
+        )
 
     def forget_tables(self) -> None:
         """Let go of words that have been decoded from."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ..kernels.cuda.stream import on_stream
 from ..kernels.format import MAX_SLABS
 from .selection import Selection, spread
 from .words import DeviceWords, HostWords
@@ -105,7 +106,7 @@ class RowGatherer:
         # New words arrive on the stream of the copies.
         decodes.wait_stream(copies)
         selection.groups.record_stream(decodes)
-        with torch.cuda.stream(decodes):
+        with on_stream(decodes):
             parts = [self._gather(history, selection) for history in histories]
             event = decodes.record_event()
         return Gathered(parts, _key(histories), event)

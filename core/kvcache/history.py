@@ -44,6 +44,10 @@ class PackedHistory:
         Tokens of a block; a power of two up to 4096.
     reserve_tokens : int
         Tokens for which memory is taken at once when the first are packed.
+    at_once : bool
+        Whether `append` waits for a GPU that packs, so that how many tokens are packed never
+        depends on its speed: where only some of the packed tokens are attended to, that would
+        change results.
 
     Attributes
     ----------
@@ -58,10 +62,11 @@ class PackedHistory:
 
     Notes
     -----
-    On a GPU nothing waits for the device but: packing more than one block at once (a prompt), which
-    waits for the packed size, so that the raw tokens of one layer at a time take memory; removing
-    packed tokens; and copies and pickles. A single block is packed on the device, stays unpacked
-    until its size is known on the host, and is moved there by a later `append`.
+    On a GPU nothing waits for the device but: packing more than one block (a prompt), or any
+    `at_once`, which waits for the packed size, so that the raw tokens of one layer at a time take
+    memory; removing packed tokens; and copies and pickles. Else a single block is packed on the
+    device, stays unpacked until its size is known on the host, and is moved there by a later
+    `append`.
 
     Gradients do not flow into the past: the tokens are kept detached. One thread at a time.
 
@@ -86,6 +91,7 @@ class PackedHistory:
         window: int,
         block_tokens: int,
         reserve_tokens: int = 0,
+        at_once: bool = False,
     ) -> None:
         check_options(window, block_tokens, reserve_tokens)
         self._reader = reader
@@ -94,6 +100,7 @@ class PackedHistory:
         self._window = window
         self._block_tokens = block_tokens
         self._reserve_tokens = reserve_tokens
+        self._at_once = at_once or reader.device.type == "cpu"
         self.identity = object()
         self._make_event()
         self._clear()
@@ -338,6 +345,7 @@ class PackedHistory:
     def _change(self) -> None:
         self.version += 1
         self._changed = True
+        self._reader.forget(self)
         for era in self.eras:
             era.forget_tables()
 
@@ -366,7 +374,7 @@ class PackedHistory:
             due = (self.tail.shape[2] - self._window) // self._block_tokens
             if due < 1:
                 return
-            wait = due > 1 or self._reader.device.type == "cpu"
+            wait = due > 1 or self._at_once
             if (not self.eras or self._refit_wanted) and not self._fit(rows, due, wait):
                 return
             batch = self.tail.shape[0]
@@ -387,7 +395,8 @@ class PackedHistory:
         needed = n_words * self._reserve_tokens // pending.tokens
         if not at and self.words.nbytes < 4 * needed:
             self.words = self._reader.new_words(needed)
-        self._reader.append(self.words, pending.packed.words[:n_words], pending.made)
+        tokens = self.packed_tokens + pending.tokens
+        self._reader.append(self.words, pending.packed.words[:n_words], pending.made, tokens)
         era.commit(pending.packed, (n_words, max_words), pending.n_blocks, pending.sequences, at)
         self._reader.keep(*era.tensors())
         self._pending = None

@@ -6,9 +6,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 
+from ..codecs.base import rows_as_bytes
 from ..codecs.invariant.codec import InvariantCodec
+from ..codecs.invariant.planner import Sample
 from ..kernels import kernels_for
 from ..kernels.format import BLOCK_ROWS, RowLayout
 
@@ -20,6 +23,10 @@ ROW_BYTES = 256
 SAMPLE_BYTES = 128 << 10
 #: Rows that a profile is weighed against: it is kept for a whole history.
 HISTORY_ROWS = 1 << 16
+#: Layers pack alike whose shares of the raw bytes differ by this at most.
+SHARE_DIFFERENCE = 0.02
+#: A bit is steady on which this share of the chunks agree.
+STEADY_SHARE = 0.9
 #: Share of the raw bytes that a codec must save, or rows are kept raw.
 LEAST_GAIN = 0.01
 
@@ -88,15 +95,27 @@ class TokenRows:
         return blocks.reshape(-1, self.tokens_per_row * self.dim)
 
 
-class CodecPlans:
-    """Fits codecs; the options that were best for the first layer serve the others.
+@dataclass(frozen=True)
+class _Planned:
+    """A codec, the share of the raw bytes that its sample took, and the steady bits it leaves."""
 
-    Layers of a model differ in the values that their exponents take, not in what a chunk is, and
-    looking at all options takes three times as long as fitting masks and values.
+    codec: InvariantCodec
+    share: float
+    steady: int
+
+
+class CodecPlans:
+    """Fits codecs; what was best for one layer serves the others that pack alike.
+
+    Layers of a model differ in the values that their exponents take, not in what a chunk is. Where
+    all chunks have one mask, a layer takes that of the layer before, and learns its values alone,
+    in a quarter of the time, if they pack it as well as the other and no bit outside of the mask is
+    steadier: with the same result on MiniLM's K and V. Else masks are learnt too, with the options
+    of the other layer where these are positional.
     """
 
     def __init__(self) -> None:
-        self._options: dict[tuple[str, torch.dtype, int], dict[str, Any]] = {}
+        self._planned: dict[tuple[str, torch.dtype, int], _Planned] = {}
 
     def fit(self, kind: str, sample: torch.Tensor, *, anew: bool = False) -> InvariantCodec:
         """Return a codec for rows like those of a sample.
@@ -111,16 +130,41 @@ class CodecPlans:
             Whether to look at all options again.
         """
         key = (kind, sample.dtype, sample.shape[1])
-        options = {} if anew else self._options.get(key, {})
+        planned = None if anew else self._planned.get(key)
+        options: dict[str, Any] = {}
+        if planned is not None and planned.share <= 1 - LEAST_GAIN:
+            f = planned.codec.profile.format
+            if f.uniform:
+                refitted = planned.codec.refitted(sample)
+                steadier = _steady_bits(refitted, sample) & ~planned.steady
+                more = abs(_packed_share(refitted, sample) - planned.share)
+                if not steadier and more <= SHARE_DIFFERENCE:
+                    return refitted
+            else:
+                options = {
+                    "chunk_bytes": f.chunk_bytes,
+                    "code_bits": f.code_bits,
+                    "grouped": f.grouped,
+                    "uniform": f.uniform,
+                }
         codec = InvariantCodec.fit(sample, n_rows=max(HISTORY_ROWS, sample.shape[0]), **options)
-        f = codec.profile.format
-        self._options[key] = {
-            "chunk_bytes": f.chunk_bytes,
-            "code_bits": f.code_bits,
-            "grouped": f.grouped,
-            "uniform": f.uniform,
-        }
+        share = _packed_share(codec, sample)
+        steady = _steady_bits(codec, sample) if codec.profile.format.uniform else 0
+        self._planned[key] = _Planned(codec, share, steady)
         return codec
+
+
+def _packed_share(codec: InvariantCodec, sample: torch.Tensor) -> float:
+    return float(codec.packed_bytes(sample).sum()) / sample.nbytes
+
+
+def _steady_bits(codec: InvariantCodec, sample: torch.Tensor) -> int:
+    """Return the bits outside of a uniform codec's mask that are nearly always the same."""
+    profile = codec.profile
+    rows = rows_as_bytes(sample, profile.format.row_bytes).contiguous()
+    share = Sample(rows).bit_shares(profile.format.chunk_bytes, uniform=True)[0]
+    steady = np.packbits(np.maximum(share, 1 - share) >= STEADY_SHARE, bitorder="little")
+    return int.from_bytes(steady.tobytes(), "little") & ~int(profile.masks.flat[0])
 
 
 def draw_rows(rows: TokenRows, tokens: torch.Tensor) -> torch.Tensor:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
 
 import torch
 
 from ..errors import BitslabError
 from ..kernels.format import PAD_WORDS, ceil_div
-from ..memory.host import HostBuffer, Pin
+from ..memory.host import HostBuffer
 
 #: Words of the smallest piece that a history takes from an arena.
 MIN_PIECE_WORDS = 1 << 14
@@ -16,6 +18,9 @@ MIN_PIECE_WORDS = 1 << 14
 ALIGN_WORDS = 64
 #: Memory is taken ahead by this share of what is there, so that pieces stay few.
 GROWTH = 4
+#: Buffers that are made ahead at once: what is expected may not come.
+AHEAD = 2
+THREAD_NAME = "bitslab-history"
 
 
 class HostArena:
@@ -23,7 +28,7 @@ class HostArena:
 
     A piece is never moved, so that growing copies nothing and waits for nothing but the system.
     Few large buffers serve many histories: page-locking costs by the call, and each buffer takes a
-    file descriptor.
+    file descriptor. Memory that is expected to be taken soon is made ready in a thread.
 
     Parameters
     ----------
@@ -37,15 +42,20 @@ class HostArena:
         self._pin = pin
         self._slab_bytes = slab_bytes
         self._slab = torch.empty(0, dtype=torch.int32)  # what is left of the last buffer
-        self.nbytes = 0  # of all buffers
+        self._ahead: deque[Future[torch.Tensor]] = deque()  # buffers that are being made
+        self._expected_words = 0  # to be taken
+        self._thread: ThreadPoolExecutor | None = None
+        self.nbytes = 0  # of all other buffers
 
-    def take(self, least: int, wanted: int) -> torch.Tensor:
+    def take(self, least: int, wanted: int, *, others: int = 0) -> torch.Tensor:
         """Return a piece of memory.
 
         Parameters
         ----------
         least, wanted : int
             Words that are needed, and words that would be good to have.
+        others : int
+            Pieces of this size that are expected to be taken next.
 
         Returns
         -------
@@ -57,30 +67,58 @@ class HostArena:
         BitslabError
             When there is no memory for `least` words; the message says how much that is.
         """
-        if self._slab.shape[0] < least:
+        if self._slab.shape[0] < least and not self._next_slab(least):
             self._slab = self._allocate(4 * least, 4 * wanted)
-        end = ceil_div(wanted, ALIGN_WORDS) * ALIGN_WORDS
-        piece, self._slab = self._slab[:wanted], self._slab[end:]
+        size = ceil_div(wanted, ALIGN_WORDS) * ALIGN_WORDS
+        piece, self._slab = self._slab[:wanted], self._slab[size:]
+        self._expected_words = max(0, self._expected_words - size) + others * size
+        self._make_ahead(size)
         return piece
+
+    def _next_slab(self, least: int) -> bool:
+        """Go on with a buffer that was made ahead; False when there is none for `least` words."""
+        while self._ahead:
+            made = self._ahead.popleft()
+            if made.exception() is not None:
+                # It was only hoped for. What is needed is asked for again, and told of.
+                self._ahead.clear()
+                self._expected_words = 0
+                return False
+            if made.result().shape[0] >= least:
+                self._slab = made.result()
+                self.nbytes += self._slab.nbytes
+                return True
+        return False
+
+    def _make_ahead(self, size: int) -> None:
+        """Start to make the buffers that are expected to be needed for pieces of `size` words."""
+        missing = self._expected_words - self._slab.shape[0] // size * size
+        most = max(self._slab_bytes, self.nbytes // (2 * GROWTH)) // 4 // size * size
+        words = max(size, most)
+        missing -= words * len(self._ahead)
+        while missing > 0 and len(self._ahead) < AHEAD:
+            if self._thread is None:
+                self._thread = ThreadPoolExecutor(1, thread_name_prefix=THREAD_NAME)
+            device = torch.cuda.current_device() if self._pin else None
+            ahead = min(words, ceil_div(missing, size) * size)
+            self._ahead.append(self._thread.submit(_made, 4 * ahead, device))
+            missing -= words
 
     def _allocate(self, least_bytes: int, wanted_bytes: int) -> torch.Tensor:
         ahead = max(wanted_bytes, self._slab_bytes, self.nbytes // GROWTH)
-        pin: Pin = True if self._pin else "lazily"
         try:
-            buffer = HostBuffer.allocate(ahead, pin=pin)
+            words = _buffer(ahead, pin=self._pin)
         except BitslabError:
             # Less may be had than would be good to have.
             try:
-                buffer = HostBuffer.allocate(least_bytes, pin=pin)
+                words = _buffer(least_bytes, pin=self._pin)
             except BitslabError as error:
                 raise BitslabError(
                     f"K/V history: {least_bytes} bytes more of host memory are needed, beside "
                     f"{self.nbytes} in use ({error}); what is packed stays usable"
                 ) from error
-        self.nbytes += buffer.nbytes
-        # What lasts is written to later, perhaps outside the inference mode of a first pass.
-        with torch.inference_mode(False):
-            return buffer.tensor[: buffer.nbytes // 4 * 4].view(torch.int32)
+        self.nbytes += words.nbytes
+        return words
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the memory out: histories take their words along."""
@@ -88,6 +126,26 @@ class HostArena:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)  # type: ignore[misc]
+
+
+def _buffer(nbytes: int, *, pin: bool) -> torch.Tensor:
+    """Return new host memory as int32 words."""
+    buffer = HostBuffer.allocate(nbytes, pin=True if pin else "lazily")
+    # What lasts is written to later, perhaps outside the inference mode of a first pass.
+    with torch.inference_mode(False):
+        return buffer.tensor[: buffer.nbytes // 4 * 4].view(torch.int32)
+
+
+def _made(nbytes: int, device: int | None) -> torch.Tensor:
+    """Return host memory, page-locked where a GPU's number is given, from a thread.
+
+    The current GPU of a thread is the first one until it is told another, and page-locking starts
+    the current one.
+    """
+    if device is None:
+        return _buffer(nbytes, pin=False)
+    with torch.cuda.device(device):
+        return _buffer(nbytes, pin=True)
 
 
 class Words(Protocol):
@@ -100,8 +158,11 @@ class Words(Protocol):
         """Bytes of the memory that is taken."""
         ...
 
-    def append(self, words: torch.Tensor) -> None:
-        """Copy int32 ``[n]`` words behind the last ones; BitslabError changes nothing."""
+    def append(self, words: torch.Tensor, *, others: int = 0) -> None:
+        """Copy int32 ``[n]`` words behind the last ones; BitslabError changes nothing.
+
+        `others` is the number of histories that are expected to append as many next.
+        """
         ...
 
     def truncate(self, n_words: int) -> None:
@@ -136,7 +197,7 @@ class HostWords:
         """Bytes of the pieces."""
         return sum(piece.nbytes for piece in self._pieces)
 
-    def append(self, words: torch.Tensor) -> None:
+    def append(self, words: torch.Tensor, *, others: int = 0) -> None:
         """Copy int32 ``[n]`` words of any device behind the last ones."""
         n = words.shape[0]
         room = sum(piece.shape[0] for piece in self._pieces) - self.n_words
@@ -147,7 +208,7 @@ class HostWords:
             if not self._pieces:
                 least = max(least, self._ahead_words) + PAD_WORDS
                 wanted = max(wanted, least, n + n // GROWTH)
-            self._pieces.append(self._arena.take(least, wanted))
+            self._pieces.append(self._arena.take(least, wanted, others=others))
         done = 0
         for piece, begin, end in self._ranges(self.n_words, self.n_words + n):
             piece[begin:end].copy_(words[done : done + end - begin], non_blocking=True)
@@ -156,14 +217,19 @@ class HostWords:
 
     def copy_to(self, out: torch.Tensor) -> None:
         """Copy all words to int32 ``[>= n_words]`` on any device: a transfer for each piece."""
-        done = 0
+        for target, source in self.transfers(out):
+            target.copy_(source, non_blocking=True)
+
+    def transfers(self, out: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return the targets and sources that `copy_to` copies."""
+        found, done = [], 0
         for piece in self._pieces:
             n = min(piece.shape[0], self.n_words - done)
             if n <= 0:
                 break
-            source = piece if n == piece.shape[0] else piece[:n]
-            out[done : done + n].copy_(source, non_blocking=True)
+            found.append((out[done : done + n], piece[:n]))
             done += n
+        return found
 
     def whole(self) -> torch.Tensor | None:
         """Return the words and PAD_WORDS behind them where they lie, if that is in one piece."""
@@ -228,7 +294,7 @@ class DeviceWords:
         """Bytes of the tensor."""
         return self._words.nbytes
 
-    def append(self, words: torch.Tensor) -> None:
+    def append(self, words: torch.Tensor, *, others: int = 0) -> None:
         """Copy int32 ``[n]`` words of the device behind the last ones, on the current stream."""
         end = self.n_words + words.shape[0]
         self._words = grown(self._words, end + PAD_WORDS, self.n_words, at_least=self._ahead_words)

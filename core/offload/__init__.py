@@ -1,6 +1,7 @@
 """Weights that stream packed: for any `torch.nn.Module`, with the same outputs bit for bit."""
 
 from .attached import OffloadedModel, find_offloaded
+from .guards import deferred_state_dict
 from .handles import WeightHandle
 from .offload import attach_weights, offload_report, offload_weights, restore_weights
 from .report import OffloadReport, UnitReport
@@ -21,6 +22,7 @@ __all__ = [
     "WeightStream",
     "attach_weights",
     "cut_units",
+    "deferred_state_dict",
     "find_offloaded",
     "offload_report",
     "offload_weights",

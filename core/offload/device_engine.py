@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from ..errors import BitslabError
-from ..kernels.cuda import kernels_on
+from ..kernels.cuda import CudaKernels, kernels_on
+from ..kernels.cuda.stream import on_stream
 from ..kernels.format import RowLayout, RowStorage
 from .device_rows import DeviceRows
 from .plans import Place, UnitPlan
@@ -41,7 +42,7 @@ class DeviceSlot:
 
 
 class DecodeWork:
-    """The launches that decode a unit from one buffer to another, with their arguments made.
+    """The launches that decode a unit from one buffer to another, ready to be started.
 
     Parameters
     ----------
@@ -53,6 +54,10 @@ class DecodeWork:
         Buffer of decoded tensors.
     layouts : mapping of str to RowLayout
         The codecs' tables on the GPU, by the tensor's name.
+    kernels : CudaKernels
+        Of the GPU.
+    sm_budget : int or None
+        Multiprocessors that decoding may take.
     """
 
     def __init__(
@@ -61,8 +66,10 @@ class DecodeWork:
         sources: Mapping[str, tuple[torch.Tensor, int]],
         decoded: torch.Tensor,
         layouts: Mapping[str, RowLayout],
+        kernels: CudaKernels,
+        sm_budget: int | None,
     ) -> None:
-        self._rows: list[tuple[RowStorage, RowLayout, torch.Tensor, Mapping[str, int]]] = []
+        self._decodes: list[Callable[[], None]] = []
         copies: list[list[Any]] = []  # [source tensor, source offset, decoded offset, bytes]
         for place in plan.places:
             record, (data, shift) = place.record, sources[place.name]
@@ -79,20 +86,17 @@ class DecodeWork:
                 continue
             layout = layouts[place.name]
             out = decoded[place.decoded : place.decoded + record.decoded_nbytes]
-            self._rows.append(
-                (
-                    storage_of(place, data, shift),
-                    layout,
-                    out.view(record.n_rows, layout.format.row_bytes),
-                    record.facts,
-                )
+            storage = storage_of(place, data, shift)
+            rows = out.view(record.n_rows, layout.format.row_bytes)
+            self._decodes.append(
+                kernels.prepare_decode(storage, layout, rows, record.facts, sm_budget)
             )
         self._copies = [(decoded[to : to + n], data[at : at + n]) for data, at, to, n in copies]
 
-    def run(self, kernels: Any, sm_budget: int | None) -> None:
+    def start(self) -> None:
         """Start the launches on the current stream."""
-        for storage, layout, out, facts in self._rows:
-            kernels.decode_rows(storage, layout, None, 0, out, facts, sm_budget)
+        for decode in self._decodes:
+            decode()
         for target, source in self._copies:
             target.copy_(source, non_blocking=True)
 
@@ -157,7 +161,7 @@ class DeviceEngine:
         """Make a slot for any unit."""
         slot = DeviceSlot(self._slot_nbytes, self._device)
         # Work queued on the memory before it was given up comes first.
-        self._decoding.wait_stream(torch.cuda.current_stream(self._device))
+        self._decoding.wait_stream(torch.cuda.current_stream(self._device.index))
         return slot
 
     def ready(self, plan: UnitPlan) -> bool:
@@ -174,16 +178,17 @@ class DeviceEngine:
         stage = None
         if plan.name not in self._resident:
             stage = self._ring.bring(plan, (), must=True)
-        work = self._work(slot, plan, stage)
+        # Also where a decode that was damaged is told of.
         kernels = kernels_on(self._device)
+        work = self._work(slot, plan, stage, kernels)
         clock = self._clocks[plan.name]
-        with torch.cuda.stream(self._decoding):
+        with on_stream(self._decoding):
             if stage is not None and stage.arrived is not None:
                 self._decoding.wait_event(stage.arrived)
             for event in slot.released.values():
                 self._decoding.wait_event(event)
             clock.mark("decode", False, self._decoding)
-            work.run(kernels, self._sm_budget)
+            work.start()
             slot.ready = clock.mark("decode", True, self._decoding)
             if stage is not None:
                 stage.consumed.record(self._decoding)
@@ -193,7 +198,7 @@ class DeviceEngine:
 
     def enter(self, slot: DeviceSlot, plan: UnitPlan, loaded: bool) -> dict[str, torch.Tensor]:
         """Make the current stream wait for a slot and return its tensors."""
-        current = torch.cuda.current_stream(self._device)
+        current = torch.cuda.current_stream(self._device.index)
         clock = self._clocks[plan.name]
         clock.mark("stall", False, current)
         if slot.ready is not None:
@@ -207,7 +212,7 @@ class DeviceEngine:
 
     def leave(self, slot: DeviceSlot, plan: UnitPlan) -> None:
         """Let a slot be overwritten when the current stream has come to this point."""
-        current = torch.cuda.current_stream(self._device)
+        current = torch.cuda.current_stream(self._device.index)
         self._clocks[plan.name].mark("compute", True, current)
         event = slot.released.get(current.cuda_stream)
         if event is None:
@@ -234,7 +239,9 @@ class DeviceEngine:
         homes = {piece.home for piece in plan.pieces}
         return all(self._weights.unit(home).image.tier == "device" for home in homes)
 
-    def _work(self, slot: DeviceSlot, plan: UnitPlan, stage: Stage | None) -> DecodeWork:
+    def _work(
+        self, slot: DeviceSlot, plan: UnitPlan, stage: Stage | None, kernels: CudaKernels
+    ) -> DecodeWork:
         """Return the launches from a staging buffer, or a resident image, to a slot."""
         key = (plan.name, 0 if stage is None else id(stage))
         work = slot.work.get(key)
@@ -248,8 +255,8 @@ class DeviceEngine:
                 if not place.record.raw and place.name not in self._layouts:
                     layout = place.record.codec.row_layout()  # type: ignore[attr-defined]
                     self._layouts[place.name] = layout.to(self._device)
-                    self._decoding.wait_stream(torch.cuda.current_stream(self._device))
-            work = DecodeWork(plan, sources, slot.buffer, self._layouts)
+                    self._decoding.wait_stream(torch.cuda.current_stream(self._device.index))
+            work = DecodeWork(plan, sources, slot.buffer, self._layouts, kernels, self._sm_budget)
             slot.work[key] = work
         return work
 

@@ -7,11 +7,12 @@ from typing import Any
 import torch
 
 from ..kernels.cuda import kernels_on
-from ..kernels.format import RowLayout, RowStorage
+from ..kernels.cuda.launch_ids import CHECKED_BY_ALL
+from ..kernels.format import RowLayout, TableStorage
 from ..tensor import row_map
-from .images import HostImage
+from .images import HostImage, Image
 from .records import TensorRecord
-from .store import PackedWeights, without_negative
+from .store import PackedWeights, checked_ids
 
 
 class DeviceRows:
@@ -32,7 +33,8 @@ class DeviceRows:
     def __init__(self, weights: PackedWeights, device: torch.device) -> None:
         self._weights = weights
         self._device = device
-        self._found: dict[str, tuple[RowStorage, RowLayout]] = {}
+        #: One object for each tensor: the kernels keep what they prepare for a table.
+        self._tables: dict[str, tuple[TableStorage, RowLayout]] = {}
 
     def rows(self, name: str, ids: torch.Tensor, sm_budget: int | None) -> torch.Tensor:
         """Return ``[*ids.shape, *shape[1:]]`` on the GPU, decoded on the current stream."""
@@ -41,10 +43,10 @@ class DeviceRows:
         held = self._weights.unit(self._weights.unit_of(name)).image
         readable = held.tier == "device" or (isinstance(held, HostImage) and held.pinned)
         if not readable or not _row_by_row(record):
+            on_cpu = checked_ids(name, ids.cpu(), record.shape[0])
             if record.row_ordered and held.tier != "device":
-                on_cpu = without_negative(name, ids.cpu())
                 return self._weights.rows(name, on_cpu).to(self._device)
-            return self._weights.read(name, self._device)[ids.to(self._device)]
+            return self._weights.read(name, self._device)[on_cpu.to(self._device)]
         wanted = ids.to(self._device).reshape(-1).to(torch.int64)
         shape = (*ids.shape, *record.shape[1:])
         out = torch.empty(shape, dtype=record.dtype, device=self._device)
@@ -53,44 +55,43 @@ class DeviceRows:
         row_bytes = record.codec.row_bytes
         target = out.view(-1).view(torch.uint8).view(wanted.shape[0], row_bytes)
         kernels = kernels_on(self._device)
+        first_bad = None
+        if wanted.shape[0] > CHECKED_BY_ALL:
+            first_bad = torch.empty(1, dtype=torch.int64, device=self._device)
+            kernels.check_ids(wanted, record.n_rows, first_bad, 0)
+        options: dict[str, Any] = {"first_bad": first_bad, "lowest": 0, "sm_budget": sm_budget}
         if record.raw:
             source = record.parts["rows"].of(held.tensor()).view(-1).view(torch.uint8)
-            first_bad = torch.full((1,), -1, dtype=torch.int64, device=self._device)
-            kernels.check_ids(wanted, record.n_rows, first_bad, 0)
-            kernels.copy_rows(
-                source.view(record.n_rows, row_bytes),
-                row_bytes,
-                wanted,
-                target,
-                first_bad=first_bad,
-                sm_budget=sm_budget,
-            )
+            rows = source.view(record.n_rows, row_bytes)
+            kernels.copy_rows(rows, row_bytes, wanted, target, **options)
         else:
-            # The kernel would count them from the end, which torch's embedding does not.
-            wanted = wanted.masked_fill(wanted < 0, -record.n_rows - 1)
-            storage, layout = self._storage(name, record, held)
-            kernels.decode_rows(storage, layout, wanted, 0, target, record.facts, sm_budget)
+            table, layout = self._table(name, record, held)
+            kernels.gather_rows(table, layout, wanted, target, **options)
         return out
 
-    def _storage(self, name: str, record: TensorRecord, held: Any) -> tuple[RowStorage, RowLayout]:
+    def _table(
+        self, name: str, record: TensorRecord, held: Image
+    ) -> tuple[TableStorage, RowLayout]:
         """Return a tensor's rows with all but the words on the GPU."""
-        found = self._found.get(name)
+        found = self._tables.get(name)
         if found is None:
             parts = record.packed(held.tensor()).parts
-            empty = torch.empty(0, dtype=torch.uint8, device=self._device)
-            storage = RowStorage(
-                parts["words"],
-                parts["bases"].to(self._device),
-                parts["lengths"].to(self._device),
-                parts["row_clusters"].to(self._device) if "row_clusters" in parts else empty,
+            clusters = parts.get("row_clusters")
+            table = TableStorage(
+                n_rows=record.n_rows,
+                words=parts["words"],
+                bases=parts["bases"].to(self._device),
+                lengths=parts["lengths"].to(self._device),
+                row_clusters=None if clusters is None else clusters.to(self._device),
+                max_words=record.facts["max_row_words"],
             )
             layout = record.codec.row_layout().to(self._device)  # type: ignore[attr-defined]
-            found = self._found[name] = storage, layout
+            found = self._tables[name] = table, layout
         return found
 
     def close(self) -> None:
         """Let the copies go."""
-        self._found.clear()
+        self._tables.clear()
 
 
 def _row_by_row(record: TensorRecord) -> bool:

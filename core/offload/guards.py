@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,6 +16,82 @@ from .store import PackedWeights
 from .units import Slot
 
 _Apply = Callable[..., nn.Module]
+#: What stands for a packed weight in the state dict that `deferred_state_dict` makes.
+_StandIns = dict[tuple[PackedWeights, str], WeightHandle]
+_stand_ins: contextvars.ContextVar[_StandIns | None]
+_stand_ins = contextvars.ContextVar("bitslab_stand_ins", default=None)
+
+
+def deferred_state_dict(model: nn.Module) -> dict[str, Any]:
+    """Return a model's state dict whose packed weights are decoded when they are used.
+
+    ``model.state_dict()`` decodes all weights at once. This one is for writers that work shard by
+    shard: beside the packed weights they need memory for one shard.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        Any model; of one without packed weights it is ``model.state_dict()``.
+
+    Returns
+    -------
+    dict of str to torch.Tensor
+        Each packed weight is a tensor of its shape, dtype and strides on the meta device, which is
+        decoded on the CPU, anew each time, for every operation that it is given to (``.to("cpu")``
+        is one). It is read-only, cannot be pickled, and raises once the weights were restored.
+        Tied weights, which writers tell by their memory, are decoded at once. Everything else is
+        as in ``model.state_dict()``.
+
+    Raises
+    ------
+    BitslabError
+        When the file of packed weights was removed.
+
+    Notes
+    -----
+    It may be given to ``safetensors.torch.save_file``, to ``save_pretrained(folder,
+    state_dict=..., max_shard_size=...)`` of transformers, to ``save_pretrained(folder,
+    state_dict=...)`` of peft, and to ``load_state_dict`` of a plain model (without ``assign``).
+
+    Examples
+    --------
+    >>> import torch
+    >>> from bitslab.offload import deferred_state_dict, offload_weights
+    >>> model = torch.nn.Linear(512, 512)
+    >>> before = model.weight.detach().clone()
+    >>> report = offload_weights(model, execution_device="cpu")
+    >>> weight = deferred_state_dict(model)["weight"]
+    >>> weight.device, torch.equal(weight.to("cpu"), before)
+    (device(type='meta'), True)
+    """
+    token = _stand_ins.set({})
+    try:
+        state: dict[str, Any] = model.state_dict()
+    finally:
+        _stand_ins.reset(token)
+    names: dict[int, list[str]] = {}
+    for name, tensor in state.items():
+        if isinstance(tensor, WeightHandle):
+            names.setdefault(id(tensor), []).append(name)
+    for tied in names.values():
+        if len(tied) > 1:
+            state.update(dict.fromkeys(tied, state[tied[0]].decode()))
+    return state
+
+
+class _OnHost:
+    """Where the tensors of a deferred state dict get their data from."""
+
+    def __init__(self, weights: PackedWeights) -> None:
+        self._weights = weights
+
+    def whole(self, name: str) -> torch.Tensor:
+        """Decode a tensor on the CPU."""
+        return self._weights.read(name)
+
+    def rows(self, name: str, ids: torch.Tensor) -> torch.Tensor:
+        """Decode rows of a tensor on the CPU."""
+        return self._weights.rows(name, ids)
 
 
 class StateGuard:
@@ -45,7 +122,21 @@ class StateGuard:
         for attribute in self._attributes:
             found = state_dict.get(prefix + attribute)
             if isinstance(found, WeightHandle):
-                state_dict[prefix + attribute] = self._weights.read_shared(found.packed_name)
+                state_dict[prefix + attribute] = self._stand_in(found.packed_name)
+
+    def _stand_in(self, name: str) -> torch.Tensor:
+        """Return what a state dict has in the place of a handle."""
+        made = _stand_ins.get()
+        if made is None:
+            return self._weights.read_shared(name)
+        found = made.get((self._weights, name))
+        if found is None:
+            record = self._weights.record(name)
+            no_data = torch.empty(record.raw_nbytes, dtype=torch.uint8, device="meta")
+            like = record.restored(no_data)
+            found = WeightHandle(_OnHost(self._weights), name, like, like.device)
+            made[self._weights, name] = found
+        return found
 
     def _refuse(
         self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *others: Any

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from .plans import UnitPlan
-from .store import PackedWeights, without_negative
+from .store import PackedWeights
 from .timing import HostClock
 
 
@@ -104,7 +104,7 @@ class HostEngine:
 
     def rows(self, name: str, ids: torch.Tensor) -> torch.Tensor:
         """Decode rows of a tensor."""
-        return self._weights.rows(name, without_negative(name, ids.cpu()))
+        return self._weights.rows(name, ids.cpu())
 
     def close(self) -> None:
         """Give the buffers up."""

@@ -13,7 +13,9 @@ from .units import Unit
 #: "device": unpacked in device memory; "packed": packed there, decoded for each use; "host": packed
 #: in host memory, or in a file.
 Tier = Literal["device", "packed", "host"]
-Keep = None | Literal["all", "packed"] | float | Mapping[str, Tier] | Callable[[str], "Tier | None"]
+#: What a caller may ask to keep, as far as JSON can hold it, and with functions of a unit's name.
+JsonKeep = None | Literal["all", "packed"] | float | Mapping[str, Tier]
+Keep = JsonKeep | Callable[[str], Tier | None]
 
 #: Units of fewer raw bytes stay on the device: a transfer of their own would take longer than what
 #: it saves.

@@ -7,6 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
+from ..kernels.cuda.stream import on_stream
 from ..memory.host import HostBuffer
 from .images import FileImage, HostImage
 from .plans import UnitPlan
@@ -210,7 +211,7 @@ class StagingRing:
         if plan.name in self._disk:
             assert self._reader is not None
             source, crossed = self._reader.take(plan)
-        with torch.cuda.stream(self.stream):
+        with on_stream(self.stream):
             self.stream.wait_event(stage.consumed)
             clock.mark("transfer", False, self.stream)
             for piece in plan.pieces:

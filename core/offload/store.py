@@ -232,7 +232,7 @@ class PackedWeights:
         name : str
             A tensor of two dimensions or more.
         ids : torch.Tensor
-            Integers of any shape on the CPU; negative ones count from the end.
+            Integers of any shape on the CPU, from 0 on as for torch's embedding.
 
         Returns
         -------
@@ -242,9 +242,10 @@ class PackedWeights:
         Raises
         ------
         IndexRangeError
-            When an id is out of range.
+            When an id is negative or too large.
         """
         record = self.record(name)
+        checked_ids(name, ids, record.shape[0])
         if not record.row_ordered:
             return self.read(name)[ids]
         return self.compressed(name)[ids].to("cpu")
@@ -324,14 +325,17 @@ class PackedWeights:
         raise ArgumentTypeError("packed weights cannot be pickled; save them and open the file")
 
 
-def without_negative(name: str, ids: torch.Tensor) -> torch.Tensor:
-    """Return ids on the CPU, or refuse negative ones, as torch's embedding does.
+def checked_ids(name: str, ids: torch.Tensor, n_rows: int) -> torch.Tensor:
+    """Return ids on the CPU, or refuse those that torch's embedding refuses.
 
     Raises
     ------
     IndexRangeError
-        When one is negative.
+        When one is negative, or too large for `n_rows` rows.
     """
-    if ids.numel() and int(ids.min()) < 0:
-        raise IndexRangeError(f"ids: {int(ids.min())} for {name!r}, accepted are 0 and more")
+    if ids.numel():
+        lowest, highest = (int(bound) for bound in ids.aminmax())
+        if lowest < 0 or highest >= n_rows:
+            bad = lowest if lowest < 0 else highest
+            raise IndexRangeError(f"ids: {bad} for {name!r}, accepted are 0 to {n_rows - 1}")
     return ids

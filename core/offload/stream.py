@@ -190,6 +190,7 @@ class WeightStream:
     def whole(self, name: str) -> torch.Tensor:
         """Decode one tensor to memory of its own on `device`."""
         with self._lock:
+            self._engine.check()
             result: torch.Tensor = self._engine.whole(name)
         return result
 

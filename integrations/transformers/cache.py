@@ -44,7 +44,8 @@ class CompressedCache(DynamicCache):
         Multiprocessors that decoding may take from the computation; None for all.
     select : KVSelector, optional
         Chooses which packed tokens each layer attends to; only they are fetched. Run the model
-        within ``with select.attached(model):``. Left out, all are, and nothing is lost.
+        within ``with select.attached(model):``. Left out, all are, and nothing is lost. With one, a
+        GPU is waited for whenever a block is packed, since results depend on what is packed.
 
     Raises
     ------
@@ -119,6 +120,7 @@ class CompressedCache(DynamicCache):
                 "window": window if select is None else max(window, select.recent),
                 "block_tokens": block_tokens,
                 "reserve_tokens": reserve_tokens,
+                "at_once": select is not None,
             },
         )
         try:
@@ -146,6 +148,7 @@ class CompressedCache(DynamicCache):
         }
         for i, layer in self._packed.items():
             self.layers[i] = layer
+        self._histories.expect(2 * len(packed))
         self._next = dict(zip(packed, [*packed[1:], packed[0]], strict=True))
 
     def update(
@@ -281,16 +284,23 @@ class _Histories:
         offload: bool,
         device: torch.device | None,
         sm_budget: int | None,
-        options: dict[str, int],
+        options: dict[str, Any],
     ) -> None:
         self._offload = offload
         self._device = device
         self._sm_budget = sm_budget
         self._options = options
         self._plans = CodecPlans()
+        self._expected = 1
         self.readers: dict[torch.device, HistoryReader] = {}
         if device is not None:  # whose errors belong to the constructor of the cache
             self._reader(device)
+
+    def expect(self, histories: int) -> None:
+        """Say how many there will be."""
+        self._expected = histories
+        for reader in self.readers.values():
+            reader.histories = histories
 
     def open(self, device: torch.device) -> tuple[HistoryReader, list[PackedHistory]]:
         """Return the reader of a device and two new histories, K's and V's."""
@@ -305,7 +315,10 @@ class _Histories:
     def _reader(self, device: torch.device) -> HistoryReader:
         if device not in self.readers:
             self.readers[device] = HistoryReader(
-                device, offload=self._offload, sm_budget=self._sm_budget
+                device,
+                offload=self._offload,
+                sm_budget=self._sm_budget,
+                histories=self._expected,
             )
         return self.readers[device]
 

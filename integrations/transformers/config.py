@@ -6,19 +6,17 @@ import copy
 import importlib
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast, get_args
 
 import torch
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from bitslab.errors import ArgumentError, ArgumentTypeError
 from bitslab.memory.progress import ProgressFunction
+from bitslab.offload.residence import JsonKeep, Tier
 
 #: The name in a ``config.json``, and of the quantizer.
 METHOD = "bitslab"
-PLACES = ("device", "packed", "host")
-
-Keep = float | str | Mapping[str, str] | None
 
 
 class BitslabConfig(QuantizationConfigMixin):  # type: ignore[misc, unused-ignore]
@@ -89,7 +87,7 @@ class BitslabConfig(QuantizationConfigMixin):  # type: ignore[misc, unused-ignor
         self,
         *,
         execution_device: str | int | torch.device | None = None,
-        keep: Keep = None,
+        keep: JsonKeep = None,
         disk: str | os.PathLike[str] | None = None,
         depth: int = 2,
         sm_budget: int | None = 64,
@@ -179,22 +177,22 @@ def _device_name(device: object) -> str | None:
     return str(found)
 
 
-def _checked_keep(keep: object) -> float | str | dict[str, str] | None:
+def _checked_keep(keep: object) -> JsonKeep:
     accepted = "None, 'all', 'packed', a number from 0 to 1, or a mapping of unit names"
     if keep is None:
         return None
     if isinstance(keep, str):
         if keep not in ("all", "packed"):
             raise ArgumentError(f"keep: {keep!r}, accepted are {accepted}")
-        return keep
+        return cast(JsonKeep, keep)
     if isinstance(keep, Mapping):
         for name, place in keep.items():
-            if not isinstance(name, str) or place not in PLACES:
+            if not isinstance(name, str) or place not in get_args(Tier):
                 raise ArgumentError(
                     f"keep: {name!r} -> {place!r}, accepted are unit names and one of "
-                    f"{', '.join(map(repr, PLACES))}"
+                    f"{', '.join(map(repr, get_args(Tier)))}"
                 )
-        return dict(keep)
+        return cast(JsonKeep, dict(keep))
     if isinstance(keep, bool) or not isinstance(keep, (int, float)):
         raise ArgumentTypeError(f"keep: {type(keep).__name__}, accepted are {accepted}")
     if not 0 <= keep <= 1:

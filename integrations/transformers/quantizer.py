@@ -26,7 +26,13 @@ from bitslab.integrations.transformers.placement import (
 )
 from bitslab.integrations.transformers.sizes import SizeEstimate, estimate
 from bitslab.memory.progress import ProgressFunction
-from bitslab.offload import PackedWeights, attach_weights, cut_units, restore_weights
+from bitslab.offload import (
+    PackedWeights,
+    attach_weights,
+    cut_units,
+    deferred_state_dict,
+    restore_weights,
+)
 from bitslab.offload.offload import move_residents
 from bitslab.offload.residence import MIN_UNIT_BYTES, choose_tiers
 from bitslab.offload.stream import checked_device
@@ -74,6 +80,7 @@ class _Plan:
     device_map: dict[str, Any] | None = None
     asked_for: str | None = None  # "auto" and the like, until it is planned
     budget: dict[Any, float] = field(default_factory=dict)
+    gpu: Any = None  # that it was planned for; the model runs there even if no unit stays there
 
     @property
     def divides(self) -> bool:
@@ -98,7 +105,9 @@ class BitslabQuantizer(HfQuantizer):  # type: ignore[misc, unused-ignore]
     known whether its copies are the same.
 
     The checkpoint stays what it is: `save_pretrained` writes the plain weights, the same bytes as
-    for the plain model, and a ``config.json`` that does not name this method. How weights are kept
+    for the plain model, and a ``config.json`` that does not name this method. Beside the packed
+    weights it needs memory for one shard (its ``max_shard_size``), and for weights that
+    transformers stores in another form than it computes with. How weights are kept
     is a matter of the machine that loads them, and a configuration that names it would keep all
     who do not have bitslab from loading the file. A ``config.json`` that has
     ``"quantization_config": {"quant_method": "bitslab", ...}``, written by hand, is obeyed.
@@ -158,7 +167,7 @@ class BitslabQuantizer(HfQuantizer):  # type: ignore[misc, unused-ignore]
         if device_map is not None:
             self._plan.device_map = dict(device_map)
         # Here, before anything is read.
-        checked_device(execution_device(self._plan.device_map, self.config.execution_device))
+        self._execution_device()
         if self.config.keep is not None and self._plan.divides:
             raise ArgumentError(
                 f"keep: {self.config.keep!r} together with a device_map that divides the model; "
@@ -176,6 +185,8 @@ class BitslabQuantizer(HfQuantizer):  # type: ignore[misc, unused-ignore]
             if asked is not None:
                 here = [gpu for gpu in gpus if device_of(gpu) == device_of(asked)]
                 chosen = here[0] if here else None
+            if chosen is not None and max_memory[chosen] > 0:
+                self._plan.gpu = chosen
             for gpu in gpus:
                 if gpu != chosen:
                     del max_memory[gpu]
@@ -278,9 +289,7 @@ class BitslabQuantizer(HfQuantizer):  # type: ignore[misc, unused-ignore]
             for unit, names in self._units.items()
         }
         stored = {unit: names for unit, names in stored.items() if names}
-        device = checked_device(
-            execution_device(self._plan.device_map, self.config.execution_device)
-        )
+        device = self._execution_device()
         places = self._places(stored, device)
         sizes = self._raw_sizes()
         if self._sizes is not None:
@@ -293,6 +302,13 @@ class BitslabQuantizer(HfQuantizer):  # type: ignore[misc, unused-ignore]
             sizes={name: sizes[name] for names in stored.values() for name in names},
             progress=self._progress(),
         )
+
+    def _execution_device(self) -> torch.device:
+        """Return where the model runs, after a check that it is there."""
+        asked = self.config.execution_device
+        if asked is None and self._plan.gpu is not None:
+            asked = str(device_of(self._plan.gpu))
+        return checked_device(execution_device(self._plan.device_map, asked))
 
     def _progress(self) -> ProgressFunction | bool | None:
         """Return what is told of packing; no second bar beside that of transformers."""
@@ -441,9 +457,9 @@ class BitslabQuantizer(HfQuantizer):  # type: ignore[misc, unused-ignore]
 
     # What transformers asks of the loaded model
 
-    def get_state_dict_and_metadata(self, model: Any) -> tuple[None, dict[str, Any]]:
-        """Say that `save_pretrained` writes ``model.state_dict()``, which is decoded."""
-        return None, {}
+    def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return what `save_pretrained` writes: weights that are decoded shard by shard."""
+        return deferred_state_dict(model), {}
 
     def is_serializable(self) -> bool:
         """Return True: plain weights are saved."""

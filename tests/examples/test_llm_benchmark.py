@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+
+from bitslab.errors import ArgumentError
 
 from .conftest import ROOT
 
-SMALL = "--size tiny --prompt-tokens 200 --batch 2 --new-tokens 4 --repetitions 1 --device cpu"
+SMALL = "--size tiny --prompt-tokens 200 --batch 2 --new-tokens 4 --slow-tokens 3 "
+SMALL += "--repetitions 1 --device cpu"
 
 
 @pytest.fixture
@@ -46,6 +52,10 @@ def test_benchmark_measures_all_ways(
     assert text.count("| raw, streamed ") == 1
     assert "CompressedCache, host" in text and "CompressedCache, device" in text
     assert text.count(" equal ") == 7 and "DIFFER" not in text
+    generated = text[: text.index("Weights: one forward pass")]
+    tokens = re.findall(r"^\| (\S+).*?\| (\d)  +\|", generated, flags=re.MULTILINE)
+    assert tokens == [("plain,", "4"), ("accelerate", "3"), ("packed,", "4"), ("packed,", "4")]
+    assert told.err.count("packed, streamed: ") == 2  # as soon as the rows are there
     assert "left out: transformers' offloaded: it needs a GPU" in told.err
 
 
@@ -57,7 +67,126 @@ def test_a_cpu_gets_a_part_of_the_workload(benchmark: Any) -> None:
     there = benchmark.scaled(parser, asked)
     assert (there.batch, there.prompt_tokens, there.new_tokens) == (20, 1920, 128)
     there = benchmark.scaled(parser, ["--device", "cpu", "--new-tokens", "5"])
-    assert (there.prompt_tokens, there.new_tokens) == (1920, 5)
+    assert (there.prompt_tokens, there.new_tokens, there.slow_tokens) == (1920, 5, 5)
+    there = benchmark.scaled(parser, ["--device", "cpu", "--scale", "1", "--slow-tokens", "1"])
+    assert (there.new_tokens, there.slow_tokens) == (128, 3)
+
+
+class DFloat11:
+    """A stand-in for the package, with its files and names; it packs nothing.
+
+    Parameters
+    ----------
+    flips : int
+        Exclusive-ored with the bits of a layer's first weight.
+    """
+
+    def __init__(self, flips: int = 0) -> None:
+        self.DFloat11Model = SimpleNamespace(from_pretrained=self._load)
+        self._flips = flips
+        self._linear: dict[str, list[str]] = {}
+        self.packed: list[str] = []
+
+    def compress_model(
+        self,
+        model: torch.nn.Module,
+        pattern_dict: dict[str, list[str]],
+        save_path: str,
+        save_single_file: bool,
+        check_correctness: bool,
+    ) -> None:
+        assert save_single_file and not check_correctness  # which takes a GPU
+        self._linear = pattern_dict
+        for name, parts in self._matching(model):
+            module: Any = model.get_submodule(name)
+            weights = [module.get_submodule(part).weight.flatten() for part in parts]
+            module.register_buffer("packed", torch.cat(weights).view(torch.int16))
+            module.packed[0] ^= self._flips
+            for part in parts:
+                del module.get_submodule(part).weight
+            self.packed.append(name)
+        save_file(model.state_dict(), Path(save_path) / "model.safetensors")
+
+    def _load(self, folder: str, device: str, bfloat16_model: torch.nn.Module) -> Any:
+        tensors: dict[str, torch.Tensor] = {}
+        for file in Path(folder).glob("*.safetensors"):
+            tensors |= load_file(file)
+        for name, parts in self._matching(bfloat16_model):
+            linear: list[Any] = [bfloat16_model.get_submodule(f"{name}.{part}") for part in parts]
+            packed = tensors.pop(f"{name}.packed").view(torch.bfloat16)
+            weights = packed.split([module.weight.numel() for module in linear])
+            for module, weight in zip(linear, weights, strict=True):
+                shape = module.weight.shape
+                del module.weight
+                module.weight = weight.view(shape)
+        assert not bfloat16_model.load_state_dict(tensors, strict=False).unexpected_keys
+        return bfloat16_model.to(device)
+
+    def _matching(self, model: torch.nn.Module) -> list[tuple[str, list[str]]]:
+        return [
+            (name, parts)
+            for name, _ in model.named_modules()
+            for pattern, parts in self._linear.items()
+            if re.fullmatch(pattern, name)
+        ]
+
+
+@pytest.fixture
+def peers(benchmark: Any) -> Any:
+    return importlib.import_module("llm_peers")
+
+
+@pytest.fixture
+def made(benchmark: Any) -> Any:
+    """Return a function that makes the workload of a command line, in a context."""
+    workload = importlib.import_module("llm_workload").workload
+
+    def make(*options: str) -> Any:
+        arguments = benchmark.scaled(benchmark.make_parser(), [*SMALL.split(), *options])
+        return workload(arguments, benchmark.Steps())
+
+    return make
+
+
+@pytest.mark.parametrize("flips, values", [(0, "equal"), (1 << 14, "DIFFER")])
+@pytest.mark.parametrize("model", ["llama", "opt"])
+def test_dfloat11_packs_one_layer_and_gives_it_to_all(
+    peers: Any, made: Any, model: str, flips: int, values: str
+) -> None:
+    package = DFloat11(flips)
+    with made("--model", model, "--layers", "3") as work:
+        row = peers.dfloat11_row(work, package)
+    assert row["values"] == values and row["pass ms"] > 0
+    assert [name.rpartition(".")[2] for name in package.packed] == ["0"]
+
+
+@pytest.mark.parametrize(
+    "options, said", [(["--dtype", "float32"], "--dtype: float32"), ([], "--size: tiny")]
+)
+def test_what_dfloat11_is_not_measured_with(
+    peers: Any, made: Any, monkeypatch: pytest.MonkeyPatch, options: list[str], said: str
+) -> None:
+    monkeypatch.setattr(peers, "MOST_DFLOAT11_VALUES", 1000)
+    with made(*options) as work, pytest.raises(ArgumentError, match=said):
+        peers.dfloat11_row(work, DFloat11())
+
+
+def test_a_peer_that_fails_is_left_out(
+    peers: Any,
+    made: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setitem(sys.modules, "nvidia.nvcomp", None)
+    monkeypatch.setitem(sys.modules, "dfloat11", SimpleNamespace())
+    with made() as work:
+        assert peers.run(work, 1e9) == []
+        told = capsys.readouterr().err
+        assert "left out: nvCOMP: " in told and "left out: DFloat11: AttributeError(" in told
+        assert "Traceback" in told
+        monkeypatch.setitem(sys.modules, "dfloat11", DFloat11())
+        (row,) = peers.run(work, 1e9)
+    assert row["way"].startswith("DFloat11") and row["values"] == "equal"
 
 
 @pytest.mark.parametrize(

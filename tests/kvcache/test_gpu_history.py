@@ -26,12 +26,11 @@ def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reader, "GPU_SLAB_BYTES", 1 << 20)
 
 
-def pair(offload: bool, **options: int) -> tuple[HistoryReader, list[PackedHistory]]:
+def pair(offload: bool) -> tuple[HistoryReader, list[PackedHistory]]:
     device = torch.device("cuda", torch.cuda.current_device())
     made = HistoryReader(device, offload=offload, sm_budget=64)
     plans = CodecPlans()
-    options = {"window": 16, "block_tokens": 32, **options}
-    return made, [PackedHistory(made, plans, kind, **options) for kind in "kv"]
+    return made, [PackedHistory(made, plans, kind, window=16, block_tokens=32) for kind in "kv"]
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> torch.Tensor:

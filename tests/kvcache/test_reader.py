@@ -8,8 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from bitslab.kvcache import CodecPlans, HistoryReader, PackedHistory
-from bitslab.kvcache.reader import SLOTS, _Streams
+from bitslab.errors import CorruptedDataError
+from bitslab.kernels.cuda import CudaKernels
+from bitslab.kvcache import CodecPlans, HistoryReader, PackedHistory, fetching, reader
+from bitslab.kvcache.era import Era
+from bitslab.kvcache.fetching import Slot, Streams
+from bitslab.kvcache.reader import SLOTS
+from tests.simt.runner import SimtRunner, simt_kernels
 
 CPU = torch.device("cpu")
 
@@ -18,6 +23,8 @@ class Stream:
     """A stream, or an event, of which all is done at once."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    cuda_stream = 0
 
     def wait_event(self, event: Any) -> None: ...
 
@@ -35,7 +42,8 @@ class Stream:
 def streams(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("Stream", "Event"):
         monkeypatch.setattr(torch.cuda, name, Stream)
-    monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
+    for module in (reader, fetching):
+        monkeypatch.setattr(module, "on_stream", contextlib.nullcontext)
     monkeypatch.setattr(torch.cuda, "current_stream", Stream)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
@@ -43,7 +51,8 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def reader_with_streams(offload: bool = True) -> HistoryReader:
     made = HistoryReader(CPU, offload=offload, sm_budget=None)
-    made._streams = _Streams(CPU)
+    made._streams = streams = Streams(CPU)
+    made._slots = [Slot(CPU, streams) for _ in range(SLOTS)]
     return made
 
 
@@ -71,11 +80,11 @@ def test_layers_come_in_turn(n_layers: int, offload: bool) -> None:
     fetches = 0
     for begin, end in [(0, 200), *((t, t + 1) for t in range(200, 260))]:
         for i, histories in enumerate(layers):
-            kept = [slot.key for slot in made._streams.slots]  # type: ignore[union-attr]
+            kept = [slot.fetched for slot in made._slots]
             parts = made.read(histories)
             if begin:
                 # It had come before it was asked for.
-                assert kept == [slot.key for slot in made._streams.slots]  # type: ignore[union-attr]
+                assert kept == [slot.fetched for slot in made._slots]
                 fetches += 4 * sum(history.words.n_words for history in histories)
             for history, part, whole in zip(histories, parts, tokens[i], strict=True):
                 found = torch.cat([*part, history.tail], dim=-2) if begin else whole[:, :, :0]
@@ -137,3 +146,91 @@ def test_buffers_are_shared_by_all_layers() -> None:
         made.done(histories)
     one = layers[0][0].stats()
     assert made.buffer_bytes < SLOTS * 2 * 1.3 * (one["raw_bytes"] + one["packed_bytes"]) + 4096
+
+
+def test_what_is_read_holds_until_it_is_done() -> None:
+    """Whatever has been fetched for others in between."""
+    made = reader_with_streams()
+    layers = layers_of(made, 3)
+    for i, histories in enumerate(layers):
+        for history in histories:
+            history.append(normal(1, 2, 200, 64, seed=i))
+    made.prefetch(layers[1])
+    made.read(layers[0])
+    made.prefetch(layers[1])
+    made.done(layers[0])
+    found = made.read(layers[1])
+    before = [part.clone() for parts in found for part in parts]
+    made.prefetch(layers[2])
+    assert all(map(torch.equal, before, [part for parts in found for part in parts]))
+    found[0].clear()
+    assert len(made.read(layers[1])[0]) == 1, "the lists are the caller's"
+
+
+def test_any_number_of_histories_comes_at_once() -> None:
+    made = reader_with_streams()
+    histories = [history for both in layers_of(made, 2) for history in both][:3]
+    for i, history in enumerate(histories):
+        history.append(normal(1, 2, 200, 64, seed=i))
+    for history, parts in zip(histories, made.read(histories), strict=True):
+        assert torch.equal(torch.cat([*parts, history.tail], dim=-2), history.decode())
+
+
+def test_fetches_of_histories_that_have_changed_are_let_go() -> None:
+    made = reader_with_streams(offload=False)
+    layers = layers_of(made, 3)  # an odd number: each comes by both slots
+    for turn in range(4):
+        for i, histories in enumerate(layers):
+            made.prefetch(histories)
+            made.read(histories)
+            made.done(histories)
+            for history in histories:
+                history.append(normal(1, 2, 40, 64, seed=10 * turn + i))
+    assert sum(len(slot._fetches) for slot in made._slots) == 0
+    for histories in layers:
+        for history in histories:
+            history.reorder(torch.tensor([0, 0]))
+        before = made.buffer_bytes
+        made.prefetch(histories)
+        ids = sum(era.ids().nbytes for history in histories for era in history.eras)
+        assert made.buffer_bytes >= before + ids > before, "numbers of rows are counted"
+
+
+@pytest.fixture
+def gpu_kernels(monkeypatch: pytest.MonkeyPatch) -> SimtRunner:
+    """Let plans start the GPU's kernels, which run on the CPU."""
+    kernels, runner = simt_kernels()
+
+    def pending(device: torch.device) -> CudaKernels:
+        kind = int(runner.mailbox[0])
+        runner.mailbox.zero_()
+        if kind:
+            raise CorruptedDataError("an earlier decode")
+        return kernels
+
+    def decoding(
+        era: Era, words: torch.Tensor, ids: torch.Tensor, out: torch.Tensor, budget: int | None
+    ) -> Any:
+        target = out.view(-1, era.rows.row_bytes)
+        return kernels.prepare_gather(era._new_table(words), era.layout, ids, target, budget)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Era, "decoding", decoding)
+    monkeypatch.setattr(fetching, "kernels_for", pending)
+    return runner
+
+
+def test_launches_that_are_kept_decode_and_tell_of_damage(gpu_kernels: SimtRunner) -> None:
+    made = reader_with_streams()
+    [histories] = layers_of(made, 1)
+    tokens = normal(1, 2, 100, 64, seed=3)
+    for history in histories:
+        history.append(tokens)
+    for _ in range(3):
+        for parts, history in zip(made.read(histories), histories, strict=True):
+            assert torch.equal(torch.cat([*parts, history.tail], dim=-2), tokens)
+        made.done(histories)
+    histories[0].eras[0]._lengths[3] = 250
+    made.read(histories)
+    made.done(histories)
+    with pytest.raises(CorruptedDataError, match="an earlier decode"):
+        made.read(histories)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import weakref
 from typing import Any
 
 import pytest
 import torch
 
 import bitslab
-from bitslab.errors import BitslabError
+from bitslab.errors import BitslabError, IndexRangeError
+from bitslab.kernels.cuda.launch_ids import CHECKED_BY_ALL
 from bitslab.offload import find_offloaded, offload_report, offload_weights, restore_weights
 from tests.helpers import same_bits
 from tests.offload.models import Blocks, stats
@@ -199,3 +202,156 @@ def test_the_report_has_times_of_all_spans():
     moved = stats(model)["moved_bytes"]
     assert moved > 0
     find_offloaded(model).stream.close()
+
+
+@pytest.mark.parametrize("keep", [None, "packed"], ids=["streamed", "packed"])
+def test_a_captured_pass_is_refused_and_later_ones_are_right(keep):
+    model = Blocks(width=512, count=6).to(torch.bfloat16)
+    x = torch.randn(8, 512, device="cuda", dtype=torch.bfloat16)
+    plain = Blocks(width=512, count=6).to(torch.bfloat16).cuda()
+    offload_weights(model, execution_device="cuda", min_bytes=0, keep=keep)
+    stream = find_offloaded(model).stream
+    with torch.no_grad():
+        expected = plain(x)
+        for _ in range(2):
+            assert same_bits(model(x), expected)
+            before = stream.stats()
+            for use in (lambda: model(x), lambda: stream.acquire("blocks.1")):
+                graph = torch.cuda.CUDAGraph()
+                with (
+                    pytest.raises(BitslabError, match="while a CUDA graph is captured; keep the"),
+                    torch.cuda.graph(graph),
+                ):
+                    y = x + 1  # torch warns of a graph with nothing in it
+                    use()
+                graph.replay()
+                assert same_bits(y, x + 1)
+            assert stream.stats() == before
+        for _ in range(3):
+            assert same_bits(model(x), expected)
+    restore_weights(model)
+
+
+def test_a_pass_with_nothing_to_stream_can_be_captured():
+    model = Blocks(width=512).to(torch.bfloat16)
+    x = torch.randn(8, 512, device="cuda", dtype=torch.bfloat16)
+    offload_weights(model, execution_device="cuda", min_bytes=0, keep="all")
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.no_grad():
+        with torch.cuda.stream(side):
+            model(x)
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = model(x)
+        x.copy_(torch.randn_like(x))
+        graph.replay()
+        assert same_bits(found, model(x))
+
+
+LOOKUPS: dict[str, dict[str, Any]] = {
+    "streamed": {},
+    "raw": {"codec": "raw"},
+    "packed": {"keep": "packed"},
+}
+
+
+@pytest.mark.parametrize("options", LOOKUPS.values(), ids=LOOKUPS)
+def test_lookups_can_be_captured(options):
+    model = llama()
+    embed = model.model.embed_tokens
+    table = embed.weight.detach().cuda()
+    offload_weights(model, execution_device="cuda", min_bytes=0, **options)
+    given = ids()
+    assert same_bits(embed(given), table[given])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = embed(given)
+    given.copy_(given.flip(1))
+    graph.replay()
+    assert same_bits(found, table[given])
+
+
+@pytest.mark.parametrize("length", [17, CHECKED_BY_ALL], ids=["few", "many"])
+@pytest.mark.parametrize("bad", [-1, -1000, 1000, 1 << 40])
+@pytest.mark.parametrize("options", LOOKUPS.values(), ids=LOOKUPS)
+def test_bad_ids_of_an_embedding_are_told_by_a_later_call(options, bad, length):
+    model = llama()
+    embed = model.model.embed_tokens
+    table = embed.weight.detach().cuda()
+    offload_weights(model, execution_device="cuda", min_bytes=0, **options)
+    good = ids(length)
+    before = embed(good)
+    wrong = good.clone()
+    wrong[1, 3] = bad
+    with no_waiting():
+        found = embed(wrong)
+    assert found.shape == before.shape and found.dtype == before.dtype
+    torch.cuda.synchronize()
+    told = rf"index {bad} at position {length + 3}, out of range for 1000 rows"
+    with pytest.raises(IndexRangeError, match=told):
+        embed(good)
+    assert same_bits(embed(good), table[good]) and same_bits(before, table[good])
+
+
+SLEEP_CYCLES = 100_000_000  # some 50 ms
+DROPPED: dict[str, dict[str, Any]] = {
+    "streamed": {},
+    "deep": {"depth": 4},
+    "raw": {"codec": "raw"},
+    "packed": {"keep": "packed"},
+}
+
+
+@pytest.mark.parametrize("held_up", ["transfers", "decodes"])
+@pytest.mark.parametrize("options", DROPPED.values(), ids=DROPPED)
+def test_a_dropped_model_leaves_memory_that_is_used_again_alone(options, held_up):
+    plain = Blocks(width=1024, count=6).to(torch.bfloat16).cuda()
+    x = torch.randn(8, 1024, device="cuda", dtype=torch.bfloat16)
+    with torch.no_grad():
+        expected = plain(x)
+    for _ in range(3):
+        model = Blocks(width=1024, count=6).to(torch.bfloat16)
+        offload_weights(model, execution_device="cuda", min_bytes=0, **options)
+        stream = find_offloaded(model).stream
+        engine = stream._engine
+        with torch.no_grad():
+            assert same_bits(model(x), expected)
+            torch.cuda.synchronize()
+            slow = engine._ring.stream if held_up == "transfers" else engine._decoding
+            with torch.cuda.stream(slow):
+                torch.cuda._sleep(SLEEP_CYCLES)
+            model(x)  # its units, and those fetched ahead, wait behind that
+        images = [stream.weights.unit(name).image for name in stream.weights.units]
+        own = [holder.buffer for holder in (*stream._slots, *engine._ring._stages)]
+        own += [image.tensor() for image in images if image.tier == "device"]
+        memory = [range(t.data_ptr(), t.data_ptr() + t.numel()) for t in own if t.numel()]
+        gone = weakref.ref(engine)
+        del model, stream, engine, images, own, slow
+        gc.collect()
+        assert gone() is None
+        # Twice as much as was given up, so that the allocator has to use that again.
+        sizes = [len(place) for place in memory for _ in range(2)]
+        taken = [torch.full((n,), 0x5A, dtype=torch.uint8, device="cuda") for n in sizes]
+        torch.cuda.synchronize()
+        assert all(bool((tensor == 0x5A).all()) for tensor in taken)
+        assert any(t.data_ptr() in place for t in taken for place in memory)
+        del taken
+
+
+def test_a_model_that_is_dropped_while_rows_are_looked_up():
+    model = llama()
+    embed = model.model.embed_tokens
+    table = embed.weight.detach().cuda()
+    offload_weights(model, execution_device="cuda", min_bytes=0)
+    given = ids()
+    embed(given)
+    gone = weakref.ref(find_offloaded(model))
+    torch.cuda.synchronize()
+    torch.cuda._sleep(SLEEP_CYCLES)
+    found = embed(given)  # reads the packed rows in host memory, which the model owns
+    del model, embed
+    gc.collect()
+    assert gone() is None
+    assert same_bits(found, table[given])

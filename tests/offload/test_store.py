@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from bitslab.errors import ArgumentError, BitslabError, CorruptedDataError
+from bitslab.errors import ArgumentError, BitslabError, CorruptedDataError, IndexRangeError
 from bitslab.memory import host
 from bitslab.offload import (
     PackedWeights,
@@ -43,6 +43,7 @@ def tensors() -> dict[str, torch.Tensor]:
         "bias": packable(torch.bfloat16, (128,), 1),
         "other": packable(torch.float32, (64, 200), 2),
         "noise": random_bits(torch.int8, (70, 90)),
+        "transposed": packable(torch.float32, (48, 80), 3).T,
     }
 
 
@@ -110,9 +111,12 @@ def test_every_tier_gives_the_same(tensors, tier, tmp_path):
     for name, tensor in tensors.items():
         assert same_bits(weights.read(name), tensor)
         if tensor.dim() == 2:
-            ids = torch.tensor([[3, 0], [-1, 3]])
+            ids = torch.tensor([[3, 0], [63, 3]])
             assert same_bits(weights.rows(name, ids), tensor[ids])
-    assert set(weights.names) == set(tensors) and len(weights) == 4 and "bias" in weights
+            for bad in (-1, len(tensor)):
+                with pytest.raises(IndexRangeError, match=f"ids: {bad} for '{name}', accepted are"):
+                    weights.rows(name, torch.tensor([[3, bad]]))
+    assert set(weights.names) == set(tensors) and len(weights) == 5 and "bias" in weights
     assert weights.raw_nbytes == sum(tensor.nbytes for tensor in tensors.values())
     assert weights.nbytes < 0.95 * weights.raw_nbytes
     assert weights.record("noise").raw and not weights.record("weight").raw

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from bitslab.codecs.invariant.layout import build_layout
+from bitslab.errors import ArgumentError
 from bitslab.kernels import cpu
 from bitslab.kernels.cuda.runner import DAMAGED_ERROR, INDEX_ERROR, NO_ERROR
 from bitslab.kernels.cuda.source import Variant, all_variants
@@ -274,3 +275,40 @@ def test_a_gather_that_checks_ids_itself_writes_all_or_nothing(row_bytes, cached
     kernels.gather_rows(table, case.layout, good[:40], out, cache=cache, lowest=-70)
     assert torch.equal(out, case.rows[good[:40].long()])
     assert runner.mailbox[0] == NO_ERROR
+
+
+@pytest.mark.parametrize("id_dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("sm_budget", [None, 2], ids=["all", "two-multiprocessors"])
+def test_prepared_gathers_read_what_is_there_when_they_start(sm_budget, id_dtype):
+    case = make_case(Variant("gather", 2, 3, False, True, 8, byte_field=True), n_rows=45)
+    there = table_of(case, "compact", 0)
+    words = torch.zeros_like(there.words)
+    ids = torch.from_numpy(np.random.default_rng(0).integers(0, 45, 41)).to(id_dtype)
+    kernels, runner = simt_kernels()
+    out = guarded(torch.zeros(41, case.rows.shape[1], dtype=torch.uint8))
+    table = replace(there, words=words)
+    gather = kernels.prepare_gather(table, case.layout, ids, out, sm_budget)
+    for _ in range(2):
+        words.copy_(there.words)
+        out.fill_(0xA5)
+        gather()
+        assert torch.equal(out, case.rows[ids.long()])
+        words.zero_()
+        ids.copy_(ids.flip(0))
+    assert runner.mailbox[0] == NO_ERROR
+
+
+def test_prepared_gathers_refuse_places_that_a_kernel_cannot_use():
+    case = make_case(Variant("gather", 2, 3, False, True, 8, byte_field=True), n_rows=8)
+    table = table_of(case, "compact", 0)
+    kernels, _ = simt_kernels()
+    ids = torch.arange(8)
+    n_bytes = case.rows.numel()
+    out = torch.zeros(n_bytes + 1, dtype=torch.uint8)[1:].view(case.rows.shape)
+    with pytest.raises(ArgumentError, match="out: starts at no multiple of 2 bytes"):
+        kernels.prepare_gather(table, case.layout, ids, out)
+    moved = replace(table, words=torch.cat([table.words, table.words[:1]])[1:])
+    with pytest.raises(ArgumentError, match="words start at no multiple of 16 bytes"):
+        kernels.prepare_gather(moved, case.layout, ids, torch.zeros_like(case.rows))
+    nothing = kernels.prepare_gather(table, case.layout, ids[:0], torch.zeros_like(case.rows[:0]))
+    nothing()

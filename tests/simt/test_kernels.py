@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from bitslab.codecs.invariant.layout import build_layout
+from bitslab.errors import ArgumentError
 from bitslab.kernels import cpu
 from bitslab.kernels.cuda.runner import DAMAGED_ERROR, INDEX_ERROR, NO_ERROR
 from bitslab.kernels.cuda.source import Variant, all_variants
@@ -57,6 +58,40 @@ def test_decode_kernel_rebuilds_every_row(variant):
             case = make_case(variant, clusters=clusters, n_rows=45, seed=seed)
             used = assert_decodes(case, *pack_on_cpu(case), seed)
             assert used == {(variant, "decode_rows")}
+
+
+@pytest.mark.parametrize("sm_budget", [None, 2], ids=["all", "two-multiprocessors"])
+def test_prepared_decodes_read_what_is_there_when_they_start(sm_budget):
+    case = make_case(Variant("decode", 2, 3, False, True, 8, byte_field=True), n_rows=45)
+    storage, facts = pack_on_cpu(case)
+    words = torch.zeros_like(storage.words)
+    staged = RowStorage(words, storage.bases, storage.lengths, storage.row_clusters)
+    kernels, runner = simt_kernels()
+    out = guarded(torch.zeros_like(case.rows))
+    decode = kernels.prepare_decode(staged, case.layout, out, facts, sm_budget)
+    for _ in range(2):
+        words.copy_(storage.words)
+        out.fill_(0xA5)
+        decode()
+        assert torch.equal(out, case.rows)
+        words.zero_()
+    assert runner.mailbox[0] == NO_ERROR
+
+
+def test_prepared_decodes_refuse_places_that_a_kernel_cannot_use():
+    case = make_case(Variant("decode", 2, 3, False, True, 8, byte_field=True), n_rows=8)
+    storage, facts = pack_on_cpu(case)
+    kernels, _ = simt_kernels()
+    n_bytes = case.rows.numel()
+    out = torch.zeros(n_bytes + 1, dtype=torch.uint8)[1:].view(case.rows.shape)
+    with pytest.raises(ArgumentError, match="out: starts at no multiple of 2 bytes"):
+        kernels.prepare_decode(storage, case.layout, out, facts)
+    words = torch.cat([storage.words, storage.words[:1]])[1:]
+    moved = RowStorage(words, storage.bases, storage.lengths, storage.row_clusters)
+    with pytest.raises(ArgumentError, match="words start at no multiple of 16 bytes"):
+        kernels.prepare_decode(moved, case.layout, torch.zeros_like(case.rows), facts)
+    nothing = kernels.prepare_decode(storage, case.layout, torch.zeros_like(case.rows[:0]), facts)
+    nothing()
 
 
 @pytest.mark.parametrize("variant", ENCODERS, ids=by_name)

@@ -5,14 +5,12 @@ What runs a kernel is a `Runner`; the tests put one in its place that runs the s
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 
-from ...errors import ArgumentError
 from ..format import (
     PAD_WORDS,
     CacheStorage,
@@ -22,30 +20,21 @@ from ..format import (
     ceil_div,
 )
 from .launch_copy import CopyPlan, copy_rows
-from .launch_gather import GatherPlan
+from .launch_decode import DecodeLaunch, prepare_decode
+from .launch_gather import GatherPlan, prepare_gather
 from .launch_ids import (
     ALL_GOOD,
     CHECKED_BY_ALL,
-    MAX_IDS,
     IdScratch,
     check_ids,
+    check_ids_count,
     map_find,
     map_insert,
     order_ids,
 )
 from .runner import Runner
 from .source import Variant
-from .tiles import (
-    THREADS,
-    WARPS,
-    Grid,
-    TileShape,
-    aligned_to,
-    decode_variant,
-    has_byte_field,
-    run_shape,
-    tile_arguments,
-)
+from .tiles import THREADS, WARPS, aligned_to, has_byte_field
 
 ENCODE_STAGE_BYTES = 6 << 10  # packed row that a warp puts together in shared memory
 
@@ -200,29 +189,19 @@ class CudaKernels:
             self.decode_rows(storage, layout, None, row_begin, aligned, facts, sm_budget)
             out.copy_(aligned)
             return -1
-        shape = run_shape(f, facts)
-        self._launch_tiles(
-            decode_variant("decode", layout, out.data_ptr()),
-            "decode_rows" if shape.stage_words else "decode_long_rows",
-            ceil_div(n, shape.tile_rows) + 1,
-            shape,
-            (
-                aligned_to(storage.words, 16),
-                np.int64(storage.words.shape[0] - PAD_WORDS),
-                storage.bases,
-                storage.lengths,
-                np.int32(storage.lengths.element_size()),
-                np.int64(row_begin),
-                np.int64(n),
-                storage.row_clusters if f.clusters > 1 else None,
-                *tile_arguments(layout, storage.lengths.shape[0], shape).values(),
-                np.int32(facts["max_row_words"]),
-                out,
-                self._runner.mailbox,
-            ),
-            sm_budget,
-        )
+        DecodeLaunch(self._runner, storage, layout, row_begin, out, facts).start(sm_budget)
         return -1
+
+    def prepare_decode(
+        self,
+        storage: RowStorage,
+        layout: RowLayout,
+        out: torch.Tensor,
+        facts: Mapping[str, int],
+        sm_budget: int | None = None,
+    ) -> Callable[[], None]:
+        """Return what decodes all rows when called; see `launch_decode.prepare_decode`."""
+        return prepare_decode(self._runner, storage, layout, out, facts, sm_budget)
 
     def gather_rows(
         self,
@@ -266,8 +245,7 @@ class CudaKernels:
         n = out.shape[0]
         if n == 0:
             return -1
-        if n > MAX_IDS:
-            raise ArgumentError(f"ids: {n}, a gather on a GPU takes at most {MAX_IDS}")
+        check_ids_count(n)
         plan = self._plans.get(table)
         address = out.data_ptr()
         if plan is None or not plan.serves(layout, cache, address):
@@ -303,6 +281,17 @@ class CudaKernels:
             0 if counters is None else counters.data_ptr(),
         )
         return -1
+
+    def prepare_gather(
+        self,
+        table: TableStorage,
+        layout: RowLayout,
+        ids: torch.Tensor,
+        out: torch.Tensor,
+        sm_budget: int | None = None,
+    ) -> Callable[[], None]:
+        """Return what decodes chosen rows when called; see `launch_gather.prepare_gather`."""
+        return prepare_gather(self._runner, table, layout, ids, out, sm_budget)
 
     def copy_rows(
         self,
@@ -355,22 +344,6 @@ class CudaKernels:
     def map_find(self, entries: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """Look up the locations of ids; see `kernels.cpu.map_find`."""
         return map_find(self._runner, entries, ids)
-
-    def _launch_tiles(
-        self,
-        variant: Variant,
-        kernel: str,
-        tiles: int,
-        shape: TileShape,
-        args: Sequence[Any],
-        sm_budget: int | None,
-    ) -> None:
-        """Start a decoder on as many blocks as fit the device, or `sm_budget` of it, at once."""
-        grid = Grid(self._runner, variant, shape)
-        blocks = min(tiles, grid.blocks(sm_budget))
-        self._runner.launch(
-            variant, kernel, (blocks,), (THREADS,), args, shared_bytes=grid.shared_bytes
-        )
 
     def _row_blocks(self, n_rows: int, blocks_per_sm: int) -> int:
         return min(ceil_div(n_rows, WARPS), blocks_per_sm * self._runner.multiprocessors)

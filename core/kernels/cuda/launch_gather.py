@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 from weakref import ref
 
 import numpy as np
+import torch
 
+from ...errors import ArgumentError
 from ..format import (
     BUCKET_ENTRIES,
     PAD_WORDS,
@@ -14,14 +17,17 @@ from ..format import (
     RowFormat,
     RowLayout,
     TableStorage,
+    ceil_div,
     read_together,
 )
-from .runner import Runner
+from .launch_ids import ALL_GOOD, check_ids_count
+from .runner import Runner, do_nothing
 from .source import MIN_SHORT_VECTOR, Variant
 from .tiles import (
     SHORT_ROW_BYTES,
     THREADS,
     WARPS,
+    WORDS_ALIGN_BYTES,
     Grid,
     TileShape,
     aligned_to,
@@ -92,7 +98,7 @@ class GatherPlan:
             typical_words = table.max_packed_words or table.max_words
         variant = decode_variant("gather", layout, address)
         self.grid = Grid(runner, variant, shape)
-        self.words = aligned_to(table.words, 16)
+        self.words = aligned_to(table.words, WORDS_ALIGN_BYTES)
         lengths = table.lengths
         args: dict[str, Any] = {
             "words": self.words,
@@ -139,6 +145,71 @@ class GatherPlan:
         if (kept is None) != (self._cache is None):
             return False
         return layout is self._layout and cache is kept and address % 16 == self._start
+
+
+def prepare_gather(
+    runner: Runner,
+    table: TableStorage,
+    layout: RowLayout,
+    ids: torch.Tensor,
+    out: torch.Tensor,
+    sm_budget: int | None,
+) -> Callable[[], None]:
+    """Return what decodes chosen rows, as they are then, on torch's current stream.
+
+    Parameters
+    ----------
+    runner : Runner
+        Of the device.
+    table, layout, out, sm_budget
+        As for `CudaKernels.gather_rows`.
+    ids : torch.Tensor
+        int32 or int64 ``[n]``; they must be good.
+
+    Raises
+    ------
+    ArgumentError
+        When `out` or the words lie where the kernel cannot store or load: a copy made now would
+        hold what the words are now; or there are too many ids.
+    """
+    n = out.shape[0]
+    if n == 0:
+        return do_nothing
+    check_ids_count(n)
+    plan = GatherPlan(runner, table, layout, None, out.data_ptr())
+    if not plan.aligned:
+        raise ArgumentError(f"out: starts at no multiple of {layout.format.chunk_bytes} bytes")
+    if plan.words is not table.words:
+        raise ArgumentError(f"table: words start at no multiple of {WORDS_ALIGN_BYTES} bytes")
+    return _PreparedGather(plan, ids, out, sm_budget)
+
+
+class _PreparedGather:
+    """A gather of which all is known."""
+
+    __slots__ = ("_launch", "_owners", "_values")
+
+    def __init__(
+        self, plan: GatherPlan, ids: torch.Tensor, out: torch.Tensor, sm_budget: int | None
+    ) -> None:
+        n = out.shape[0]
+        blocks = min(ceil_div(n, plan.tile_rows), plan.grid.blocks(sm_budget))
+        self._launch = plan.launch
+        self._values = (
+            blocks,
+            ids.data_ptr(),
+            ids.element_size(),
+            0,
+            n,
+            out.data_ptr(),
+            0,
+            ALL_GOOD,
+            0,
+        )
+        self._owners = ids, out  # of the memory that the addresses point to
+
+    def __call__(self) -> None:
+        self._launch(*self._values)
 
 
 def _gather_kernel(variant: Variant, f: RowFormat, shape: TileShape) -> str:

@@ -54,6 +54,12 @@ class IdScratch:
         )
 
 
+def check_ids_count(n: int) -> None:
+    """Refuse more ids than a gather on a GPU counts."""
+    if n > MAX_IDS:
+        raise ArgumentError(f"ids: {n}, a gather on a GPU takes at most {MAX_IDS}")
+
+
 def check_ids(
     runner: Runner,
     ids: torch.Tensor,

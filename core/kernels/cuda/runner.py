@@ -76,3 +76,7 @@ class Runner(Protocol):
             numpy integer for a number of its size.
         """
         ...
+
+
+def do_nothing() -> None:
+    """Stand for a launch that has nothing to do."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 
@@ -14,3 +16,41 @@ def stream_pointer(device: torch.device) -> int:
     """
     index = torch.cuda.current_device() if device.index is None else device.index
     return torch._C._cuda_getCurrentRawStream(index)
+
+
+class on_stream:  # noqa: N801 - a context manager, used as `torch.cuda.stream` is
+    """Make a stream torch's current one: ``torch.cuda.stream`` without the objects it makes.
+
+    Parameters
+    ----------
+    stream : torch.cuda.Stream
+        Of any device; of another one than torch's current device it takes as long as torch's own.
+    """
+
+    __slots__ = ("_before", "_other", "_stream")
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._stream = stream
+        self._other: Any = None
+
+    def __enter__(self) -> None:
+        stream = self._stream
+        if torch._C._cuda_getDevice() != stream.device_index:
+            self._other = torch.cuda.stream(stream)
+            self._other.__enter__()
+            return
+        self._before = torch._C._cuda_getCurrentStream(stream.device_index)
+        torch._C._cuda_setStream(
+            stream_id=stream.stream_id,
+            device_index=stream.device_index,
+            device_type=stream.device_type,
+        )
+
+    def __exit__(self, *error: object) -> None:
+        if self._other is not None:
+            self._other.__exit__(*error)
+            return
+        stream_id, device_index, device_type = self._before
+        torch._C._cuda_setStream(
+            stream_id=stream_id, device_index=device_index, device_type=device_type
+        )

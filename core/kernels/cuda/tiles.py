@@ -18,6 +18,7 @@ MAX_CHOSEN_ROWS = 32  # rows of a tile, when they are chosen by id
 SHORT_ROW_BYTES = 1 << 10  # up to which eight lanes take a row
 #: Blocks of a decoder for each place on the device: with one, all wait for the slowest.
 WAVES = 4
+WORDS_ALIGN_BYTES = 16  # of packed words: what loads of them need
 STAGE_BYTES = 33 << 10  # packed words of a tile in shared memory; two tiles are in flight
 
 

@@ -14,7 +14,7 @@ from torch import nn
 import bitslab.integrations.accelerate as plugin
 from bitslab.errors import ArgumentError, BitslabError
 from bitslab.memory import host
-from bitslab.offload import WeightHandle, find_offloaded
+from bitslab.offload import WeightHandle, deferred_state_dict, find_offloaded
 from tests.helpers import same_bits
 from tests.offload.models import Blocks, generated, logits, tiny_llama
 
@@ -75,6 +75,9 @@ def test_what_was_offloaded_streams_packed(way, tied, tmp_path):
     assert torch.equal(generated(model, max_new_tokens=3), tokens)
     assert all(same_bits(t, state[name]) for name, t in model.state_dict().items())
     model.save_pretrained(tmp_path / "saved")
+    model.save_pretrained(tmp_path / "deferred", state_dict=deferred_state_dict(model))
+    for path in (tmp_path / "saved").iterdir():
+        assert (tmp_path / "deferred" / path.name).read_bytes() == path.read_bytes()
     plugin.restore(model)
     assert not any(isinstance(p, WeightHandle) or p.is_meta for p in model.parameters())
     assert same_bits(logits(model), expected)

@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from transformers import EncoderDecoderCache
 
 from bitslab import ArgumentError, ArgumentTypeError, BitslabError, InvariantCodec
-from bitslab.kvcache.packing import CodecPlans, TokenRows
+from bitslab.kvcache.packing import HISTORY_ROWS, CodecPlans, TokenRows
 from bitslab.memory import host
 from tests.integrations.transformers.models import (
     SMALL,
@@ -362,3 +362,38 @@ def test_layers_share_a_plan_and_not_a_profile() -> None:
     a, b = first.profile, second.profile
     assert a.format == b.format
     assert a.values.tobytes() != b.values.tobytes()
+
+
+def sample_of(kind: str, seed: int) -> torch.Tensor:
+    """Return rows that pack in different ways: one exponent, many, or not at all."""
+    if kind == "narrow":
+        return (1 + torch.rand(512, 128, generator=generator(seed)) / 2).bfloat16()
+    if kind == "normal":
+        return torch.randn(512, 128, generator=generator(seed)).bfloat16()
+    return torch.randint(0, 256, (512, 256), dtype=torch.uint8, generator=generator(seed)).view(
+        torch.bfloat16
+    )
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        ["normal", "normal", "normal"],
+        ["normal", "noise", "normal", "normal"],
+        ["noise", "normal", "normal"],
+        ["narrow", "normal", "narrow"],
+        ["normal", "narrow", "normal"],
+    ],
+    ids="-".join,
+)
+def test_no_layer_loses_by_those_before_it(kinds: list[str]) -> None:
+    plans = CodecPlans()
+    for seed, kind in enumerate(kinds):
+        sample = sample_of(kind, seed)
+        found = plans.fit("k", sample).packed_bytes(sample).sum()
+        best = InvariantCodec.fit(sample, n_rows=HISTORY_ROWS).packed_bytes(sample).sum()
+        assert found <= best + 0.02 * sample.nbytes, kind

@@ -14,6 +14,7 @@ from transformers import core_model_loading
 
 from bitslab.errors import ArgumentError, BitslabError
 from bitslab.integrations.transformers import BitslabConfig
+from bitslab.offload.residence import Tier
 from bitslab.offload.weight_packer import WeightPacker
 from tests.helpers import same_bits
 
@@ -306,17 +307,18 @@ def test_adapters_are_loaded_on_top(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     write_model("llama", tmp_path / "base")
     config = peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
-    for model in (plain(tmp_path / "base"), load(tmp_path / "base")):
+    files, found = [], []
+    for number, model in enumerate((plain(tmp_path / "base"), load(tmp_path / "base"))):
         torch.manual_seed(3)
         model.add_adapter(config)
-        found = logits(model)
-        if not (tmp_path / "adapter").exists():
-            model.save_pretrained(tmp_path / "adapter")
-            expected = found
-    assert same_bits(found, expected)
+        found.append(logits(model))
+        model.save_pretrained(tmp_path / f"adapter-{number}")
+        files.append((tmp_path / f"adapter-{number}" / "adapter_model.safetensors").read_bytes())
+    assert same_bits(found[0], found[1])
+    assert files[0] == files[1]
     model = load(tmp_path / "base")
-    model.load_adapter(str(tmp_path / "adapter"))
-    assert same_bits(logits(model), expected)
+    model.load_adapter(str(tmp_path / "adapter-1"))
+    assert same_bits(logits(model), found[0])
 
 
 def test_host_memory_that_runs_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -416,7 +418,11 @@ def test_what_is_tied_to_a_skipped_module_stays(skipped: str, tmp_path: Path) ->
 
 def test_place_of_a_tied_unit_is_that_of_the_weight(tmp_path: Path) -> None:
     write_model("gemma", tmp_path)
-    for keep in ({"lm_head": "device"}, {"model.embed_tokens": "device", "lm_head": "host"}):
+    keeps: list[dict[str, Tier]] = [
+        {"lm_head": "device"},
+        {"model.embed_tokens": "device", "lm_head": "host"},
+    ]
+    for keep in keeps:
         model = load(tmp_path, "gemma", config=BitslabConfig(min_bytes=0, keep=keep))
         assert model.hf_quantizer.report.places["model.embed_tokens"] == "device"
         assert model.lm_head.weight is model.model.embed_tokens.weight

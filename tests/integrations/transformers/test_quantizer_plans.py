@@ -84,8 +84,15 @@ def test_more_fits_packed_than_raw() -> None:
 def test_little_memory_streams_the_rest() -> None:
     quantizer, places, _ = planned("sequential", {0: raw_bytes() * 7 // 8, "cpu": CPU_BYTES})
     assert "host" in places.values()
-    _, nothing, _ = planned("sequential", {0: 1000, "cpu": CPU_BYTES})
+    quantizer, nothing, _ = planned("sequential", {0: 1000, "cpu": CPU_BYTES})
     assert set(nothing.values()) == {"host"}
+    assert quantizer._plan.gpu == 0, "the model runs there all the same"
+
+
+def test_a_gpu_that_may_hold_nothing_is_not_used() -> None:
+    quantizer, places, _ = planned("sequential", {0: 0, "cpu": CPU_BYTES})
+    assert quantizer._plan.gpu is None
+    assert set(places.values()) == {"host"}
 
 
 def test_one_of_several_gpus_is_used() -> None:

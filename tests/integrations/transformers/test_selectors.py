@@ -492,3 +492,51 @@ def test_on_a_gpu(kind: str, offload: bool) -> None:
         assert torch.equal(found[0], expected)
     else:
         assert max(shares) < 0.45
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("length", [50, 9], ids=["packed-prompt", "short-prompt"])
+@pytest.mark.parametrize("offload", [True, False], ids=["host", "device"])
+@pytest.mark.parametrize("kind", ["heavy", "infinigen", "alpha"])
+def test_speed_of_the_gpu_changes_nothing(
+    kind: str, offload: bool, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = copy.deepcopy(model_of("llama")).bfloat16().cuda()
+    prompt = prompt_of(batch=2, length=length).cuda()
+    selector: KVSelector = HeavyHitterSelector(0.3, 4)
+    if kind != "heavy":
+        alpha = 4.0 if kind == "alpha" else None
+        samples = prompt_of(2, 64).cuda()
+        selector = InfiniGenSelector.fit(model, samples, budget=0.3, alpha=alpha)
+
+    def in_time(event: torch.cuda.Event) -> bool:
+        event.synchronize()
+        return True
+
+    found = []
+    for query in (in_time, lambda event: False):
+        cache = CompressedCache(model.config, select=selector, offload=offload, **SMALL)
+        with monkeypatch.context() as patch, selector.attached(model):
+            patch.setattr(torch.cuda.Event, "query", query)
+            tokens = generate(model, cache, prompt, max_new_tokens=40, min_new_tokens=40)
+        stats = cache.stats()
+        assert stats["packed_tokens"] > length
+        found.append((tokens.tolist(), stats["packed_tokens"], stats["selected"]))
+    assert found[0] == found[1]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["heavy", "infinigen"])
+def test_copies_on_a_gpu_go_on_alike(kind: str) -> None:
+    model = copy.deepcopy(model_of("llama")).bfloat16().cuda()
+    selector: KVSelector = HeavyHitterSelector(0.3, 4)
+    if kind != "heavy":
+        selector = InfiniGenSelector.fit(model, prompt_of(2, 64).cuda(), budget=0.3, alpha=None)
+    with selector.attached(model):
+        for new in range(2, 12):
+            cache = CompressedCache(model.config, select=selector, **SMALL)
+            prompt = prompt_of(length=50).cuda()
+            first = generate(model, cache, prompt, max_new_tokens=new, min_new_tokens=new)
+            other = copy.deepcopy(cache)
+            assert torch.equal(generate(model, cache, first), generate(model, other, first)), new
+            assert cache.stats()["selected"] == other.stats()["selected"], new
