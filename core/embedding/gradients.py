@@ -24,14 +24,23 @@ class Use:
         rows were looked up beside the parameter.
     changes : int
         How often the table had changed when they were looked up.
+    on_device : torch.Tensor, optional
+        int64 ``[n]`` slots on the device, repeated or not, where the host knows none of them.
     """
 
-    __slots__ = ("__weakref__", "changes", "ids", "slots", "used")
+    __slots__ = ("__weakref__", "changes", "ids", "on_device", "slots", "used")
 
-    def __init__(self, slots: Array, ids: Array, changes: int = 0) -> None:
+    def __init__(
+        self,
+        slots: Array,
+        ids: Array,
+        changes: int = 0,
+        on_device: torch.Tensor | None = None,
+    ) -> None:
         self.slots = slots
         self.ids = ids
         self.changes = changes
+        self.on_device = on_device
         #: Whether backward went through.
         self.used = False
 

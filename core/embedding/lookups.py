@@ -16,6 +16,7 @@ from ..codecs.base import check_tensor_argument
 from ..errors import ArgumentTypeError, BitslabError, IndexRangeError
 from ..memory.counters import Counters
 from ..transfer.gather import MIN_SORTED_IDS, pays_to_sort
+from .device_notes import look_up_on_gpu, stays_on_gpu
 from .gradients import NONE, Array
 from .prefetch import ArrivingIds
 from .residents import Batch
@@ -72,6 +73,11 @@ def look_up(
     rows.training.settle()
     if rows.device.type == "cuda" and not (wants_grad or brings) and max_norm is None:
         return _decode_on_gpu(rows, ids, padding_idx)
+    check_ids_tensor(ids)
+    if max_norm is None and stays_on_gpu(rows, ids):
+        return look_up_on_gpu(
+            rows, ids, counts=brings, wants_grad=wants_grad, padding_idx=padding_idx
+        )
     host = host_ids(rows, ids)
     if brings:
         found = bring(rows, host, wants_grad=wants_grad, sparse=sparse)
@@ -153,6 +159,8 @@ def prefetch(rows: CachedRows, ids: torch.Tensor) -> None:
     """Do what `CachedRows.prefetch` says."""
     check_ids_tensor(ids)
     rows.arriving = None
+    if stays_on_gpu(rows, ids):
+        return  # there is nothing to fetch, and no lookup but one with max_norm reads the ids
     if ids.is_cuda:
         rows.arriving = ArrivingIds(ids)
     else:

@@ -26,11 +26,13 @@ from .arguments import (
     checked_rows,
     device_or_default,
 )
+from .device_notes import DeviceNotes
 from .eviction import EvictionStrategy
 from .gradients import NONE, Array
 from .lookups import bring, host_ids, look_up, prefetch, read, to_device
 from .optimizers import check_optimizer
 from .prefetch import ArrivingIds
+from .resident_bags import ResidentBags
 from .resident_cache import MissRate, ResidentCache, fits, with_spare
 from .residents import Residents
 from .source import Source, packed_table
@@ -133,6 +135,8 @@ class CachedRows:
 
     def _begin(self, stores: list[dict[str, RowState]]) -> None:
         self.statistics = Statistics()
+        self.notes: DeviceNotes | None = None
+        self.resident_bags = ResidentBags()
         #: Whether all rows of the last plain lookup were resident.
         self.all_hit = False
         self.resident_cache: ResidentCache | None = None
@@ -263,7 +267,9 @@ class CachedRows:
         Raises
         ------
         IndexRangeError
-            When an id is out of range; nothing was changed.
+            When an id is out of range; nothing was changed. For ids on a GPU, in inference and
+            where all rows are resident, the next call there or `bitslab.raise_pending_errors`
+            tells, since nothing waits for the GPU.
         ArgumentTypeError
             When the ids are no int32 or int64.
         BitslabError

@@ -13,6 +13,9 @@ from .lookups import rows_of
 if TYPE_CHECKING:
     from .rows import CachedRows
 
+#: Up to so many bytes of rows are copied in one go; of more, torch sums as fast or faster.
+COPIED_BYTES = 1 << 21
+
 
 def plain_lookup(
     rows: CachedRows,
@@ -22,12 +25,17 @@ def plain_lookup(
     one_each: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
     """Do what `CachedRows.plain_lookup` says."""
-    if rows.device.type != "cpu" or not rows.training.idle:
+    parameter = rows.parameter
+    if not parameter.is_cpu or not rows.training.idle:
         return None
-    one_each = one_each and rows.parameter.requires_grad == rows.trainable
-    # Where the batch before needed no row of the table, this one probably needs none.
-    if one_each and not rows.all_hit:
-        out = _decoded_bags(rows, ids, offsets)
+    one_each = one_each and parameter.requires_grad == rows.trainable
+    if one_each and parameter.is_contiguous():
+        # Another thread may move the module meanwhile: this keeps the rows.
+        resident = parameter.data
+        # Where the batch before needed no row of the table, this one probably needs none.
+        out = _resident_bags(rows, resident, ids, offsets) if rows.all_hit else None
+        if not rows.all_hit:
+            out = _decoded_bags(rows, resident, ids, offsets)
         if out is not None:
             return out, None
     host = ids.numpy()
@@ -35,27 +43,42 @@ def plain_lookup(
     rows.all_hit = missing == 0
     if missing == 0 and len(slots):
         rows.statistics.note_rows(len(slots), 0)
-        return rows.parameter, torch.from_numpy(slots)
+        return parameter, torch.from_numpy(slots)
     if missing <= 0 or not one_each or not torch.equal(offsets, rows.numbers(len(ids))):
         return None
     # A sum begins with 0, which makes 0 of -0.
     return rows_of(rows, host, slots, missing).add_(0.0), None
 
 
+def _resident_bags(
+    rows: CachedRows, resident: torch.Tensor, ids: torch.Tensor, offsets: torch.Tensor
+) -> torch.Tensor | None:
+    """Return bags of one id each in one go if all rows are resident, and not too many."""
+    n = ids.shape[0]
+    if n * resident.shape[1] * resident.element_size() > COPIED_BYTES:
+        return None
+    out = rows.resident_bags.sums(rows.residents, resident, ids, offsets)
+    rows.all_hit = out is not None
+    if out is not None:
+        rows.statistics.note_rows(n, 0)
+    return out
+
+
 def _decoded_bags(
-    rows: CachedRows, ids: torch.Tensor, offsets: torch.Tensor
+    rows: CachedRows, resident: torch.Tensor, ids: torch.Tensor, offsets: torch.Tensor
 ) -> torch.Tensor | None:
     """Return bags of one id each in one go, or None where that cannot be."""
     source = rows.source
     if source.prefetched is not None or source.slabs is not None:
         return None
-    out = torch.empty(len(ids), rows.row_dim, dtype=rows.dtype)
-    slot_of, resident = rows.residents.slot_of, rows.parameter.data
-    missing = rows.table.look_up_bags(ids, offsets, slot_of, resident, out)
+    n = ids.shape[0]
+    out = resident.new_empty(n, resident.shape[1])
+    slots = rows.resident_bags.slot_map(rows.residents, n)
+    missing = rows.table.look_up_bags(ids, offsets, slots, resident, out)
     if missing is None:
         return None
     rows.all_hit = missing == 0
-    rows.statistics.note_rows(len(ids) - missing, missing)
+    rows.statistics.note_rows(n - missing, missing)
     return out
 
 

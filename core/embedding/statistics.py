@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from .residents import Batch
 
 if TYPE_CHECKING:
@@ -11,33 +13,91 @@ if TYPE_CHECKING:
 
 #: Batches whose counts are kept one by one.
 HISTORY = 100_000
+#: Batches whose counts on a device lie in one tensor.
+BLOCK = 1024
+#: In the history of hits: a count that lies on a device.
+ON_DEVICE = -1
 
 
 class Statistics:
-    """Counts of lookups, in all and batch by batch."""
+    """Counts of lookups, in all and batch by batch.
+
+    Those that lie on a device are read when somebody asks for `hits` or `hits_history`.
+    """
 
     def __init__(self) -> None:
         self.lookups = 0
-        self.hits = 0
         self.misses = 0
-        #: Of each batch that brought rows: different rows that hit, missed, and were written back.
-        self.hits_history: list[int] = []
+        #: Of each batch that brought rows: different rows that missed, and were written back.
         self.misses_history: list[int] = []
         self.written_back_history: list[int] = []
+        self._hits = 0
+        self._hits_history: list[int] = []
+        # int64 [BLOCK] each: hits of batches, in order, and of how many batches.
+        self._blocks: list[torch.Tensor] = []
+        self._on_device = 0
+
+    @property
+    def hits(self) -> int:
+        """Rows that were resident."""
+        self._read()
+        return self._hits
+
+    @property
+    def hits_history(self) -> list[int]:
+        """Of each batch that brought rows: different rows that hit."""
+        self._read()
+        return list(self._hits_history)
 
     def note(self, batch: Batch, written_back: int) -> None:
         """Count a batch by its different rows."""
         self.note_rows(len(batch.touched), len(batch.missing), len(batch.slots))
-        self.hits_history.append(len(batch.touched))
-        self.misses_history.append(len(batch.missing))
-        self.written_back_history.append(written_back)
-        if len(self.hits_history) > 2 * HISTORY:
-            for history in (self.hits_history, self.misses_history, self.written_back_history):
+        self._append(len(batch.touched), len(batch.missing), written_back)
+
+    def note_on_device(self, index: torch.Tensor) -> None:
+        """Count a batch of rows int64 ``[n]`` that are all resident, without waiting for them."""
+        n = index.shape[0]
+        if n == 0:
+            self._append(0, 0, 0)
+            return
+        if self._on_device == BLOCK * len(self._blocks):
+            if len(self._blocks) > 2 * HISTORY // BLOCK:
+                self._read()  # waits, once in so many batches, so that they do not pile up
+            with torch.inference_mode(False):  # it may be written to in training later
+                self._blocks.append(torch.empty(BLOCK, dtype=torch.int64, device=index.device))
+        ids = index.sort().values
+        block, place = self._blocks[-1], self._on_device % BLOCK
+        block[place] = (ids[1:] != ids[:-1]).sum() + 1
+        self._on_device += 1
+        self.lookups += n
+        self._append(ON_DEVICE, 0, 0)
+
+    def _append(self, hits: int, misses: int, written_back: int) -> None:
+        histories = (self._hits_history, self.misses_history, self.written_back_history)
+        for history, count in zip(histories, (hits, misses, written_back), strict=True):
+            history.append(count)
+            if len(history) > 2 * HISTORY:
                 del history[:HISTORY]
+
+    def _read(self) -> None:
+        """Read what lies on a device."""
+        if not self._on_device:
+            return
+        for block in self._blocks:
+            if block.is_cuda:
+                torch.cuda.synchronize(block.device)  # on whatever streams they were counted
+        counts = [count for block in self._blocks for count in block.tolist()]
+        counts = counts[: self._on_device]
+        self._blocks, self._on_device = [], 0
+        self._hits += sum(counts)
+        places = [i for i, hits in enumerate(self._hits_history) if hits == ON_DEVICE]
+        # The first of them may be gone from the history.
+        for place, count in zip(places, counts[len(counts) - len(places) :], strict=True):
+            self._hits_history[place] = count
 
     def note_rows(self, hits: int, misses: int, lookups: int | None = None) -> None:
         """Count rows that were resident, rows that were not, and ids looked up."""
-        self.hits += hits
+        self._hits += hits
         self.misses += misses
         self.lookups += hits + misses if lookups is None else lookups
 
@@ -47,7 +107,7 @@ def stats_of(rows: CachedRows) -> dict[str, Any]:
     table = rows.table.stats()
     hits, misses = rows.statistics.hits, rows.statistics.misses
     lookups, moved = rows.statistics.lookups, table["moved_bytes"]
-    device_bytes = rows.parameter.nbytes
+    device_bytes = rows.parameter.nbytes + (0 if rows.notes is None else rows.notes.nbytes)
     if rows.resident_cache is not None:
         on_gpu = rows.resident_cache.counted()
         hits, misses, moved = hits + on_gpu[0], misses + on_gpu[1], moved + on_gpu[2]

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from ..errors import BitslabError
+from .device_notes import notes_of
 from .gradients import (
     Array,
     BackwardPass,
@@ -79,7 +80,15 @@ class Training:
 
     # Lookups whose gradient may come
 
-    def hold(self, matrix: torch.Tensor, slots: Array, ids: Array, *, whole: bool) -> torch.Tensor:
+    def hold(
+        self,
+        matrix: torch.Tensor,
+        slots: Array,
+        ids: Array,
+        *,
+        whole: bool,
+        on_device: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Return rows of a batch such that their gradient arrives, and keep them in their slots.
 
         Parameters
@@ -90,8 +99,10 @@ class Training:
             int64 ``[u]``; no slots where the rows lie beside the parameter.
         whole : bool
             Whether the matrix is the parameter's.
+        on_device : torch.Tensor, optional
+            int64 ``[n]``, the slots, where the host knows none of them since no row ever leaves.
         """
-        use = Use(slots, ids, self._rows.source.changes)
+        use = Use(slots, ids, self._rows.source.changes, on_device)
         self._live.add(use)
         parameter = self._rows.parameter
         if use.beside:
@@ -145,6 +156,8 @@ class Training:
             if grad.is_sparse:
                 kept = self._arrived_sparse(this, node, use, grad, slots, shape)
             elif self._collects(this, node, shape):
+                if use.on_device is not None:
+                    raise BitslabError("backward: the parameter has grown, but all rows were there")
                 rows_only = grad if slots is not None else grad[_on(use.slots, grad)]
                 self._collect(this, node, use, None, rows_only)
                 kept = None
@@ -152,10 +165,13 @@ class Training:
                 kept = grad.new_zeros(shape).index_copy_(0, slots, grad[: len(slots)])
             else:
                 kept = grad
+            use.used = True
+            if use.on_device is not None:
+                notes_of(rows).changed(use.on_device)
+                return kept
             if not self._pending:
                 self._version = rows.parameter._version
             rows.residents.dirty[use.slots] = True
-            use.used = True
             self._pending.append(use)
             return kept
 

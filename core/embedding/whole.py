@@ -11,6 +11,7 @@ import torch
 from ..codecs.base import check_tensor_argument
 from ..errors import ArgumentError, ArgumentTypeError, BitslabError
 from ..memory.arguments import checked_device
+from .device_notes import take_notes
 from .gradients import Array
 from .lookups import to_device
 from .resident_cache import with_spare
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 def decoded(rows: CachedRows, begin: int, end: int) -> torch.Tensor:
     """Do what `CachedRows.decoded` says."""
     out = rows.table.decoded(begin, end)
+    take_notes(rows)
     ids = rows.residents.id_of
     slots = np.flatnonzero(rows.residents.dirty & (ids >= begin) & (ids < end))
     if len(slots):
@@ -91,6 +93,7 @@ def _replace(rows: CachedRows, batches: Iterable[torch.Tensor]) -> None:
 
 def _read_again(rows: CachedRows, begin: int, end: int) -> None:
     """Read the resident ones of rows begin..end from the table."""
+    take_notes(rows)
     ids = rows.residents.id_of
     slots = np.flatnonzero((ids >= begin) & (ids < end))
     if len(slots):
@@ -111,6 +114,7 @@ def write_back(rows: CachedRows, slots: Array) -> None:
 def flush(rows: CachedRows, *, evict: bool) -> None:
     """Do what `CachedRows.flush` says."""
     rows.training.settle()
+    take_notes(rows)
     residents = rows.residents
     rows.write_back(np.flatnonzero(residents.dirty))
     rows.source.tidy()
@@ -132,6 +136,7 @@ def flush(rows: CachedRows, *, evict: bool) -> None:
 def before_move(rows: CachedRows) -> None:
     """Do what `CachedRows.before_move` says."""
     rows.training.settle()
+    take_notes(rows)
     if rows.trainable:
         rows.write_back(np.flatnonzero(rows.residents.dirty))
 
@@ -161,6 +166,8 @@ def moved(rows: CachedRows, parameter: torch.nn.Parameter) -> None:
         _read_again(rows, 0, len(rows))
         rows.source.move(before)
         raise
+    if rows.device != before:
+        rows.notes = None  # which `before_move` has taken
     rows.training.moved()
 
 

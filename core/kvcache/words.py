@@ -16,8 +16,10 @@ from ..memory.host import HostBuffer
 MIN_PIECE_WORDS = 1 << 14
 #: Pieces start at multiples of this: kernels that read rows over the link want 16 bytes.
 ALIGN_WORDS = 64
+#: Words of a part that is taken of a buffer whose rest is too small for all that is needed.
+MIN_PART_WORDS = 1 << 20
 #: Memory is taken ahead by this share of what is there, so that pieces stay few.
-GROWTH = 4
+GROWTH = 8
 #: Buffers that are made ahead at once: what is expected may not come.
 AHEAD = 2
 THREAD_NAME = "bitslab-history"
@@ -71,38 +73,38 @@ class HostArena:
             self._slab = self._allocate(4 * least, 4 * wanted)
         size = ceil_div(wanted, ALIGN_WORDS) * ALIGN_WORDS
         piece, self._slab = self._slab[:wanted], self._slab[size:]
-        self._expected_words = max(0, self._expected_words - size) + others * size
-        self._make_ahead(size)
+        self._expected_words = max(0, self._expected_words - piece.shape[0]) + others * size
+        self._make_ahead()
         return piece
 
     def _next_slab(self, least: int) -> bool:
         """Go on with a buffer that was made ahead; False when there is none for `least` words."""
-        while self._ahead:
-            made = self._ahead.popleft()
-            if made.exception() is not None:
-                # It was only hoped for. What is needed is asked for again, and told of.
-                self._ahead.clear()
-                self._expected_words = 0
-                return False
-            if made.result().shape[0] >= least:
-                self._slab = made.result()
-                self.nbytes += self._slab.nbytes
-                return True
-        return False
+        if not self._ahead:
+            return False
+        if self._ahead[0].exception() is not None:
+            # It was only hoped for. What is needed is asked for again, and told of.
+            self._ahead.clear()
+            self._expected_words = 0
+            return False
+        made = self._ahead[0].result()
+        if made.shape[0] < least:
+            return False  # it serves others
+        self._ahead.popleft()
+        self._slab = made
+        self.nbytes += made.nbytes
+        return True
 
-    def _make_ahead(self, size: int) -> None:
-        """Start to make the buffers that are expected to be needed for pieces of `size` words."""
-        missing = self._expected_words - self._slab.shape[0] // size * size
-        most = max(self._slab_bytes, self.nbytes // (2 * GROWTH)) // 4 // size * size
-        words = max(size, most)
-        missing -= words * len(self._ahead)
+    def _make_ahead(self) -> None:
+        """Start to make the buffers that are expected to be needed."""
+        slab_bytes = max(self._slab_bytes, self.nbytes // GROWTH)
+        missing = 4 * (self._expected_words - self._slab.shape[0]) - slab_bytes * len(self._ahead)
         while missing > 0 and len(self._ahead) < AHEAD:
             if self._thread is None:
                 self._thread = ThreadPoolExecutor(1, thread_name_prefix=THREAD_NAME)
             device = torch.cuda.current_device() if self._pin else None
-            ahead = min(words, ceil_div(missing, size) * size)
-            self._ahead.append(self._thread.submit(_made, 4 * ahead, device))
-            missing -= words
+            nbytes = min(slab_bytes, max(missing, 4 * MIN_PART_WORDS))
+            self._ahead.append(self._thread.submit(_made, nbytes, device))
+            missing -= slab_bytes
 
     def _allocate(self, least_bytes: int, wanted_bytes: int) -> torch.Tensor:
         ahead = max(wanted_bytes, self._slab_bytes, self.nbytes // GROWTH)
@@ -130,7 +132,7 @@ class HostArena:
 
 def _buffer(nbytes: int, *, pin: bool) -> torch.Tensor:
     """Return new host memory as int32 words."""
-    buffer = HostBuffer.allocate(nbytes, pin=True if pin else "lazily")
+    buffer = HostBuffer.allocate(nbytes, pin=True if pin else "lazily", private=pin)
     # What lasts is written to later, perhaps outside the inference mode of a first pass.
     with torch.inference_mode(False):
         return buffer.tensor[: buffer.nbytes // 4 * 4].view(torch.int32)
@@ -201,14 +203,18 @@ class HostWords:
         """Copy int32 ``[n]`` words of any device behind the last ones."""
         n = words.shape[0]
         room = sum(piece.shape[0] for piece in self._pieces) - self.n_words
-        if n > room:
-            least = n - room
+        while n > room:
+            needed = n - room
             # Each piece is a transfer of its own.
-            wanted = max(least, self.nbytes // 4 // 2, MIN_PIECE_WORDS)
+            wanted = max(needed, self.nbytes // 4 // GROWTH, MIN_PIECE_WORDS)
             if not self._pieces:
-                least = max(least, self._ahead_words) + PAD_WORDS
-                wanted = max(wanted, least, n + n // GROWTH)
+                needed = max(needed, self._ahead_words) + PAD_WORDS
+                wanted = max(wanted, needed, n + n // GROWTH)
+            # What is left of a buffer is used up, but for scraps.
+            least = needed if self._ahead_words else min(needed, MIN_PART_WORDS)
             self._pieces.append(self._arena.take(least, wanted, others=others))
+            room += self._pieces[-1].shape[0]
+            others = 0
         done = 0
         for piece, begin, end in self._ranges(self.n_words, self.n_words + n):
             piece[begin:end].copy_(words[done : done + end - begin], non_blocking=True)

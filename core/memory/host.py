@@ -132,9 +132,6 @@ class _Memory(mmap.mmap):
                     "host memory cannot be page-locked while a graph is captured: gather from it "
                     "once before the capture, or call ensure_pinned()"
                 )
-            # Page-locking maps pages that are not mapped one after the other, in seven times the
-            # time; meanwhile no other thread can launch.
-            _map_pages(self.address, len(self), _MADV_POPULATE_WRITE)
             reason = registrar.register(self.address, len(self))
             if reason:
                 self.refused = True
@@ -192,8 +189,18 @@ class HostBuffer:
         True when a handle or a file descriptor was given away, or when attached.
     """
 
-    def __init__(self, fd: int | None, nbytes: int, token: str, pin: Pin, owner: bool) -> None:
+    def __init__(
+        self,
+        fd: int | None,
+        nbytes: int,
+        token: str,
+        pin: Pin,
+        owner: bool,
+        *,
+        private: bool = False,
+    ) -> None:
         self.nbytes = nbytes
+        self.private = private
         self.owner = owner
         self.shared = not owner
         self._fd = fd
@@ -202,7 +209,7 @@ class HostBuffer:
         self._memory: _Memory | None = None
         self._tensor: torch.Tensor | None = torch.empty(0, dtype=torch.uint8)
         if nbytes:
-            self._memory = _Memory(-1, nbytes)
+            self._memory = _private_memory(nbytes) if private else _Memory(-1, nbytes)
             self._tensor = torch.frombuffer(self._memory, dtype=torch.uint8)
             self._memory.address = self._tensor.data_ptr()
             if fd is not None:
@@ -211,7 +218,7 @@ class HostBuffer:
         self._close_fd = None if fd is None else weakref.finalize(self, os.close, fd)
 
     @classmethod
-    def allocate(cls, nbytes: int, *, pin: Pin = True) -> HostBuffer:
+    def allocate(cls, nbytes: int, *, pin: Pin = True, private: bool = False) -> HostBuffer:
         """Make a buffer of zeros.
 
         Parameters
@@ -221,6 +228,9 @@ class HostBuffer:
         pin : bool or "lazily"
             True page-locks the memory now where this process can use a GPU, else at the first use
             by one. "lazily" waits for that use in any case. False never page-locks it.
+        private : bool
+            Whether only this process will ever use it: huge pages, which are page-locked in half
+            the time. It is no file, cannot be shared, and is not there in forked children.
 
         Raises
         ------
@@ -244,8 +254,10 @@ class HostBuffer:
         token = secrets.token_hex(8)
         fd = None
         try:
-            fd = make_file(token, nbytes)
-            buffer = cls(fd, nbytes, token, pin, owner=True)
+            fd = None if private else make_file(token, nbytes)
+            buffer = cls(fd, nbytes, token, pin, owner=True, private=private)
+            if private:
+                _take_pages(buffer.tensor)
         except OSError as error:
             if fd is not None:
                 os.close(fd)
@@ -356,6 +368,8 @@ class HostBuffer:
         """Return the file descriptor to give away."""
         if self.closed:
             raise BitslabError("this HostBuffer is closed")
+        if self.private:
+            raise BitslabError("this memory is private to its process: share a copy of its tensor")
         with _files_lock:
             if self._fd is None:
                 self._get_file()
@@ -392,8 +406,9 @@ class HostBuffer:
         A hint: systems that do not know it (Linux before 5.14) are left to map them one by one.
         """
         memory = self._memory
-        if memory is not None:
-            _map_pages(memory.address, len(memory), _MADV_POPULATE_READ)
+        if memory is not None and len(memory):
+            with contextlib.suppress(OSError):
+                memory.madvise(_MADV_POPULATE_READ)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _copy_of, (self.tensor, self._pin)
@@ -427,6 +442,26 @@ def make_file(token: str, nbytes: int) -> int | None:
     return fd
 
 
+def _private_memory(nbytes: int) -> _Memory:
+    """Map memory that no file stands behind, of huge pages where the system has some."""
+    memory = _Memory(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
+        # Pages that a GPU reads must stay where they are: a child that had them would make the
+        # parent's next write go elsewhere.
+        if hasattr(mmap, advice):
+            with contextlib.suppress(OSError):  # a system that was built without
+                memory.madvise(getattr(mmap, advice))
+    return memory
+
+
+def _take_pages(tensor: torch.Tensor) -> None:
+    """Take the pages of private memory from the system; other threads go on meanwhile."""
+    advise = ctypes.CDLL(None).madvise
+    advise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    if tensor.numel() and advise(tensor.data_ptr(), tensor.numel(), _MADV_POPULATE_WRITE):
+        tensor[:: mmap.PAGESIZE].zero_()  # Linux before 5.14
+
+
 def _map_over(address: int, nbytes: int, fd: int) -> None:
     """Map a file in the place of mapped memory; Python's mmap would keep a second descriptor."""
     call = ctypes.CDLL(None, use_errno=True).mmap
@@ -437,17 +472,6 @@ def _map_over(address: int, nbytes: int, fd: int) -> None:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
-def _map_pages(address: int, nbytes: int, advice: int) -> None:
-    """Map the pages of mapped memory now, for reading or writing; other threads go on meanwhile.
-
-    A hint, whose refusal by systems that do not know it (Linux before 5.14) changes nothing.
-    """
-    advise = getattr(ctypes.CDLL(None), "madvise", None)
-    if advise is not None and nbytes:
-        advise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-        advise(address, nbytes, advice)
-
-
 def _copy_of(tensor: torch.Tensor, pin: Pin) -> HostBuffer:
     """Make a buffer of the bytes of another."""
     buffer = HostBuffer.allocate(tensor.numel(), pin=pin)
@@ -456,7 +480,9 @@ def _copy_of(tensor: torch.Tensor, pin: Pin) -> HostBuffer:
 
 
 def _pass_on(buffer: HostBuffer) -> tuple[Any, ...]:
-    """Send a buffer to another process as a file descriptor."""
+    """Send a buffer to another process as a file descriptor; the bytes of private memory."""
+    if buffer.private:
+        return buffer.__reduce__()
     fd = multiprocessing.reduction.DupFd(buffer._shareable_fd())
     return _receive, (fd, buffer.nbytes, buffer._token, buffer._pin)
 

@@ -49,7 +49,9 @@ class ReadersAndWriter:
     """
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        # Entered by itself, since the condition does so through more calls.
+        self._mutex = threading.RLock()
+        self._changed = threading.Condition(self._mutex)
         self._depths: dict[int, int] = {}  # of the threads that read
         self._writers_waiting = 0
         self._writing_thread: int | None = None
@@ -57,13 +59,13 @@ class ReadersAndWriter:
             tuple[torch.device, int], tuple[torch.cuda.Event, torch.cuda.Stream]
         ] = {}
 
-    def reading(self) -> _Reading:
+    def reading(self) -> ReadersAndWriter:
         """Be inside as a reader, by ``with``."""
-        return _Reading(self)
+        return self
 
-    def _enter(self) -> None:
+    def __enter__(self) -> None:
         me = threading.get_ident()
-        with self._changed:
+        with self._mutex:
             if self._writing_thread == me:
                 raise BitslabError("table: read from inside its own change")
             if me not in self._depths:
@@ -71,13 +73,14 @@ class ReadersAndWriter:
                     self._changed.wait()
             self._depths[me] = self._depths.get(me, 0) + 1
 
-    def _leave(self) -> None:
+    def __exit__(self, *error: object) -> None:
         me = threading.get_ident()
-        with self._changed:
+        with self._mutex:
             self._depths[me] -= 1
             if not self._depths[me]:
                 del self._depths[me]
-                self._changed.notify_all()
+                if self._writers_waiting:  # nobody else waits for readers
+                    self._changed.notify_all()
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
@@ -118,18 +121,3 @@ class ReadersAndWriter:
                 found = self._events[key] = (event, torch.cuda.current_stream(device))
             event, stream = found
             event.record(stream)
-
-
-class _Reading:
-    """A reader's stay; a class, because a generator costs several times as much."""
-
-    __slots__ = ("_lock",)
-
-    def __init__(self, lock: ReadersAndWriter) -> None:
-        self._lock = lock
-
-    def __enter__(self) -> None:
-        self._lock._enter()
-
-    def __exit__(self, *error: object) -> None:
-        self._lock._leave()

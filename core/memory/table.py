@@ -7,7 +7,6 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
-import numpy as np
 import torch
 
 from ..advisor.advice import Advice
@@ -15,6 +14,7 @@ from ..codecs import RowCodec
 from ..container import PathLike, load
 from ..dtypes import dtype_name
 from ..errors import BitslabError
+from ..kernels.cpu.prepared import SlotMap
 from . import changes, files, gathering, making, statistics
 from .arguments import Index, row_ids
 from .build import Rows, build_parts, check_layout
@@ -288,7 +288,7 @@ class CompressedTable(HostTable):
         self,
         ids: torch.Tensor,
         offsets: torch.Tensor,
-        slot_of: np.ndarray[Any, Any],
+        slots: SlotMap,
         resident: torch.Tensor,
         out: torch.Tensor,
     ) -> int | None:
@@ -298,8 +298,8 @@ class CompressedTable(HostTable):
         ----------
         ids, offsets : torch.Tensor
             int64 ``[n]`` on the CPU, contiguous: rows, and where bags begin.
-        slot_of : numpy.ndarray
-            int32 ``[N]``, contiguous: the slot of each row in `resident`, negative for none.
+        slots : SlotMap
+            The slot of each row in `resident`.
         resident : torch.Tensor
             ``[slots, *row_shape]`` of the table's dtype, contiguous.
         out : torch.Tensor
@@ -314,13 +314,11 @@ class CompressedTable(HostTable):
         """
         with self._lock.reading():
             self._check_open()
-            if self._parts.raw or not out.numel():
-                return None
             prepared = gathering.prepared_rows(self)
-            if prepared is None:
+            if prepared is None or not out.numel():
                 return None
             gathering.populate(self)
-            found = prepared.look_up(ids, offsets, slot_of, resident, out)
+            found = prepared.look_up(ids, offsets, slots, resident, out)
             if found is None:
                 return None
             damaged, words, missing = found

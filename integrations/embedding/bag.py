@@ -328,13 +328,14 @@ class CachedEmbeddingBag(TableModule):
         rows = self.rows
         if (self.training and rows.trainable) or self.max_norm is not None or not self.cache_op:
             return None
+        device = rows.device
         for t in (input, offsets):
             if not isinstance(t, torch.Tensor) or t.dtype is not torch.int64 or t.dim() != 1:
                 return None
-            if t.device != rows.device or not t.is_contiguous():
+            if t.device != device or not t.is_contiguous():
                 return None
         padding: int | None = None
-        if rows.device.type == "cuda":
+        if input.is_cuda:
             plain = plain_lookup_on_gpu(rows, input, self.padding_idx)
             if plain is None:
                 return None
@@ -370,11 +371,11 @@ class CachedEmbeddingBag(TableModule):
     def _one_each(self, offsets: torch.Tensor, input: torch.Tensor) -> bool:
         """Tell whether bags may be of one id each, and their sum or mean be that id's row."""
         return (
-            offsets.shape == input.shape
+            offsets.numel() == input.numel()
             and self.mode != "max"
             and self.padding_idx is None
             and not self.include_last_offset
-            and self.rows.dtype in (torch.float32, torch.float64)
+            and self.rows.parameter.dtype in (torch.float32, torch.float64)
         )
 
     def _check_bags(
@@ -449,7 +450,8 @@ class CachedEmbeddingBag(TableModule):
     @property
     def num_hits_history(self) -> list[int]:
         """Different rows of each batch that were resident."""
-        return self.rows.statistics.hits_history
+        with self.rows.lock:
+            return self.rows.statistics.hits_history
 
     @property
     def num_miss_history(self) -> list[int]:

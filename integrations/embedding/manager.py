@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from bitslab.embedding import CachedRows, EvictionStrategy
+from bitslab.embedding.device_notes import take_notes
 from bitslab.errors import ArgumentError
 
 
@@ -84,12 +85,15 @@ class CacheManager:
     @property
     def freq_cnter(self) -> torch.Tensor:
         """int64 ``[C]``: with LFU how often each resident row was looked up."""
-        return torch.from_numpy(self._rows.residents.keys.copy())
+        with self._rows.lock:
+            take_notes(self._rows)
+            return torch.from_numpy(self._rows.residents.keys.copy())
 
     @property
     def num_hits_history(self) -> list[int]:
         """Different rows of each batch that were resident."""
-        return self._rows.statistics.hits_history
+        with self._rows.lock:
+            return self._rows.statistics.hits_history
 
     @property
     def num_miss_history(self) -> list[int]:

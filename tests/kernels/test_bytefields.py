@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from bitslab.kernels.cpu import bytefields, constants, prepared
 from bitslab.kernels.cpu.constants import constants_of
-from bitslab.kernels.cpu.prepared import PreparedTable
+from bitslab.kernels.cpu.prepared import PreparedTable, SlotMap
 from bitslab.kernels.format import PAD_WORDS, RowLayout, TableStorage
 from tests.kernels.cases import Case, table_of
 from tests.kernels.test_fields import case_of
@@ -125,7 +125,7 @@ def test_any_words_are_sound_or_damaged_to_both_decoders(
 
 
 def bags_of(
-    case: Case, dtype: torch.dtype, ids: torch.Tensor, slots: torch.Tensor
+    case: Case, dtype: torch.dtype, ids: torch.Tensor, slots: torch.Tensor, with_bits: bool
 ) -> tuple[tuple[int, int, int] | None, torch.Tensor, torch.Tensor]:
     """Look bags up with rows `slots` resident, negated; return that, and what to expect."""
     rows = case.rows.view(dtype)
@@ -136,7 +136,10 @@ def bags_of(
     expected[slots] = resident
     out = guarded(torch.full((len(ids), case.rows.shape[1]), 7, dtype=torch.uint8)).view(dtype)
     table = PreparedTable(table_of(case, "compact-moved"), case.layout)
-    found = table.look_up(ids, torch.arange(len(ids)), slot_of, resident, out)
+    map_of_slots = SlotMap(slot_of)
+    if with_bits:
+        map_of_slots.make_bits()
+    found = table.look_up(ids, torch.arange(len(ids)), map_of_slots, resident, out)
     return found, out, expected[ids] + 0.0
 
 
@@ -151,12 +154,14 @@ def bags_of(
     ],
 )
 @pytest.mark.parametrize("with_team", [True, False], ids=["team", "pool"])
+@pytest.mark.parametrize("with_bits", [True, False], ids=["bits", "map alone"])
 def test_bags_are_rows_of_the_cache_or_of_the_table(
     name: str,
     dtype: torch.dtype,
     chunks: int,
     share: float,
     n: int,
+    with_bits: bool,
     with_team: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -167,7 +172,7 @@ def test_bags_are_rows_of_the_cache_or_of_the_table(
     rng = np.random.default_rng(n)
     slots = torch.from_numpy(rng.permutation(300)[: int(300 * share)])
     ids = torch.from_numpy(rng.integers(0, 300, n))
-    found, out, expected = bags_of(case, dtype, ids, slots)
+    found, out, expected = bags_of(case, dtype, ids, slots, with_bits)
     assert found is not None
     bad, words, missing = found
     assert bad == -1
@@ -198,7 +203,7 @@ def test_bags_of_several_ids_or_bad_ones_are_refused(
         offsets[offsets_at[0]] = offsets_at[1]
     out = torch.empty(n, 32)
     slot_of = np.full(300, -1, np.int32)
-    assert table.look_up(ids, offsets, slot_of, torch.empty(0, 32), out) is None
+    assert table.look_up(ids, offsets, SlotMap(slot_of), torch.empty(0, 32), out) is None
 
 
 def test_first_damaged_row_of_bags_is_told() -> None:
@@ -209,11 +214,11 @@ def test_first_damaged_row_of_bags_is_told() -> None:
     table = PreparedTable(storage, case.layout)
     ids = torch.tensor([1, 45, 2])
     slot_of, resident, out = np.full(200, -1, np.int32), torch.zeros(1, 32), torch.empty(3, 32)
-    found = table.look_up(ids, torch.arange(3), slot_of, resident, out)
+    found = table.look_up(ids, torch.arange(3), SlotMap(slot_of), resident, out)
     assert found is not None
     assert found[0] == 45
     slot_of[45] = 0  # a resident row is not looked for in the table
-    found = table.look_up(ids, torch.arange(3), slot_of, resident, out)
+    found = table.look_up(ids, torch.arange(3), SlotMap(slot_of), resident, out)
     assert found is not None
     assert found[0] == -1
     assert torch.equal(out[1], resident[0])

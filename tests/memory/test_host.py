@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -410,3 +411,49 @@ def test_available_memory_is_read_from_the_system():
     assert (
         0 < host._available_bytes() <= 2 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGESIZE")
     )
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 4097, 5 << 20])
+@pytest.mark.parametrize("pin", [True, False, "lazily"])
+def test_private_memory_is_zeros_and_page_locked_as_asked(recorder, pin, nbytes):
+    buffer = HostBuffer.allocate(nbytes, pin=pin, private=True)
+    assert buffer.tensor.shape == (nbytes,)
+    assert not buffer.tensor.any()
+    buffer.tensor.fill_(7)
+    locked = pin is True and nbytes > 0
+    assert buffer.pinned == locked
+    view = buffer.tensor.view(-1)
+    del buffer
+    assert bool((view == 7).all())
+    assert recorder.names() == ["register"] * locked
+    del view
+    assert recorder.names() == ["register", "synchronize", "unregister"][: 3 * locked]
+
+
+def test_private_memory_is_taken_where_pages_cannot_be_asked_for(monkeypatch):
+    monkeypatch.setattr(host, "_MADV_POPULATE_WRITE", 12345)  # as before Linux 5.14
+    buffer = HostBuffer.allocate(1 << 20, private=True)
+    assert not buffer.tensor.any()
+    assert buffer.tensor.fill_(1).sum() == 1 << 20
+
+
+def test_private_memory_is_not_shared_but_copied(recorder):
+    buffer = HostBuffer.allocate(5000, private=True)
+    buffer.tensor.random_()
+    with pytest.raises(BitslabError, match="private to its process"):
+        buffer.handle()
+    packed = multiprocessing.reduction.ForkingPickler.dumps(buffer)
+    for twin in (pickle.loads(packed), pickle.loads(pickle.dumps(buffer)), copy.deepcopy(buffer)):
+        assert torch.equal(twin.tensor, buffer.tensor)
+        assert twin.tensor.data_ptr() != buffer.tensor.data_ptr()
+
+
+def test_private_memory_does_not_move_when_a_process_forks():
+    """A child that had the pages would make the next write of the parent go to other ones."""
+    buffer = HostBuffer.allocate(1 << 20, private=True)
+    buffer.tensor.fill_(3)
+    found = Path("/proc/self/smaps").read_text()
+    begin = f"{buffer.tensor.data_ptr():x}-"
+    lines = found[found.index("\n" + begin) :].splitlines()
+    flags = next(line for line in lines if line.startswith("VmFlags:"))
+    assert "dc" in flags.split()

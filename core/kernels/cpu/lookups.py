@@ -11,8 +11,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from llvmlite import ir
 from numba import carray, cfunc, njit, types
-from numba.extending import overload
+from numba.extending import intrinsic, overload
 
 from .bytefields import VALUES_BYTES, decode_byte_row
 from .fields import NUMBERS, SPARE_BYTES, decode_field_row
@@ -68,13 +69,40 @@ OFFSETS = 0  # address of int64, where bags begin
 SLOT_OF = 1  # address of int32 for each row: its slot, negative for none
 RESIDENT = 2  # address of the rows in the slots
 FLOAT_BYTES = 3  # 4 or 8
-BAGS_SIZES = 4
+RESIDENT_BITS = 4  # address of a bit for each row, set where it has a slot; 0: no such bits
+BAGS_SIZES = 5
 
 NOT_PLAIN = -(1 << 62)
 
+# Resident rows are copied so many at a time, fewer where they are long.
+COPY_BATCH = 16
+COPY_BATCH_BYTES = 16384
+
+
+def _copier_adding_zero(count: int) -> Any:
+    """Return the function for so many floats."""
+
+    @intrinsic  # type: ignore[untyped-decorator]
+    def copy_adding_zero(typing_context: Any, like: Any, target: Any, source: Any) -> Any:
+        def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            kind = ir.VectorType(args[0].type, count)
+            zeros = ir.Constant(kind, [0.0] * count)
+            source, target = (builder.inttoptr(at, kind.as_pointer()) for at in (args[2], args[1]))
+            builder.store(builder.fadd(builder.load(source, align=4), zeros), target, align=4)
+            return context.get_dummy_value()
+
+        return types.void(like, types.int64, types.int64), build
+
+    return copy_adding_zero
+
+
+# Each copies the floats at an address to another, and adds 0 to them; `like` is as in `add_zero_1`.
+copy_adding_zero_1 = _copier_adding_zero(1)
+copy_adding_zero_16 = _copier_adding_zero(16)
+
 places_of_rows = stack_memory(16 * 2 * MAX_BATCH)
 spare_group = stack_memory(SPARE_BYTES)
-no_slot = stack_memory(8)
+same_bits = stack_memory(8)
 
 
 @njit(nogil=True, cache=True, forceinline=True)
@@ -141,8 +169,14 @@ def row_at(ids, n, n_rows):
 # of what it needs on the stack.
 
 
+@njit(nogil=True, cache=True, forceinline=True)
+def bit_of(bits, bits_step, row):
+    """Return whether a row may have a slot, 1 or 0; with `bits_step` 0 all rows share a byte."""
+    return (load_8(bits + bits_step * (row >> 3)) >> (row & 7)) & 1
+
+
 @njit(nogil=True, cache=True)
-def ask_lengths(table, ids, begin, end, slots, slot_bytes):
+def ask_lengths(table, ids, begin, end, slots, bits, bits_step):
     """Ask for what tells where rows ``ids[begin:end]`` lie, see `gather_compact`."""
     n_rows = load_signed(table + 8 * N_ROWS)
     bases = load_signed(table + 8 * BASES)
@@ -154,7 +188,8 @@ def ask_lengths(table, ids, begin, end, slots, slot_bytes):
     cluster_bytes = 1 if row_clusters != 0 else 0
     for n in range(begin, end):
         row = row_at(ids, n, n_rows)
-        prefetch_line(slots + slot_bytes * row)
+        # A row with no slot asks for the map's start, which is there: a branch would cost more.
+        prefetch_line(slots + 4 * (row * bit_of(bits, bits_step, row)))
         prefetch_line(bases + 8 * (row >> 5))
         prefetch_line(lengths + length_bytes * (row & ~31))
         prefetch_line(lengths + length_bytes * (row | 31))
@@ -162,7 +197,7 @@ def ask_lengths(table, ids, begin, end, slots, slot_bytes):
 
 
 @njit(nogil=True, cache=True)
-def ask_words(table, ids, begin, end, slots, slot_bytes, resident, found, places):
+def ask_words(table, ids, begin, end, slots, bits, bits_step, resident, found, places):
     """Find rows ``ids[begin:end]`` and ask for their words; return how many are resident.
 
     For row n address and words, as `find_row` returns them, go to place ``n & places`` of `found`.
@@ -180,7 +215,9 @@ def ask_words(table, ids, begin, end, slots, slot_bytes, resident, found, places
     hits = np.int64(0)
     for n in range(begin, end):
         row = row_at(ids, n, n_rows)
-        slot = load_signed_32(slots + slot_bytes * row)
+        slot = np.int64(-1)
+        if bit_of(bits, bits_step, row) != 0:
+            slot = load_signed_32(slots + 4 * row)
         if slot >= 0:
             start = resident + slot * row_bytes
             words_of = np.int64(0)
@@ -347,10 +384,11 @@ def gather_compact(numbers, like, ids, target, bags, begin, end):
     table = address_of(numbers)
     row_bytes = load_signed(table + 8 * ROW_BYTES)
     batch = load_signed(table + 8 * BATCH)
-    # Where there is no cache, all rows share one entry, which says so.
-    slots = no_slot()
-    slot_bytes = np.int64(0)
-    store_signed(slots, np.int64(-1))
+    # Where there is no cache, and where there are no bits, all rows share a byte that says so.
+    bits = same_bits()
+    bits_step = np.int64(0)
+    store_signed(bits, np.int64(0))
+    slots = bits
     resident = np.int64(0)
     float_bytes = np.int64(0)
     if bags != 0:
@@ -358,7 +396,11 @@ def gather_compact(numbers, like, ids, target, bags, begin, end):
         if not are_plain(ids, offsets, load_signed(table + 8 * N_ROWS), begin, end):
             return np.int64(NOT_PLAIN), np.int64(0)
         slots = load_signed(bags + 8 * SLOT_OF)
-        slot_bytes = np.int64(4)
+        if load_signed(bags + 8 * RESIDENT_BITS) != 0:
+            bits = load_signed(bags + 8 * RESIDENT_BITS)
+            bits_step = np.int64(1)
+        else:
+            store_signed(bits, np.int64(-1))
         resident = load_signed(bags + 8 * RESIDENT)
         float_bytes = load_signed(bags + 8 * FLOAT_BYTES)
     found = places_of_rows()
@@ -370,14 +412,16 @@ def gather_compact(numbers, like, ids, target, bags, begin, end):
     # step while the one before it takes the next.
     for first in range(begin - 2 * batch, end, batch):
         second, third = first + batch, first + 2 * batch
-        ask_lengths(table, ids, max(begin, third), min(third + batch, end), slots, slot_bytes)
+        stop = min(third + batch, end)
+        ask_lengths(table, ids, max(begin, third), stop, slots, bits, bits_step)
         hits += ask_words(
             table,
             ids,
             max(begin, second),
             min(third, end),
             slots,
-            slot_bytes,
+            bits,
+            bits_step,
             resident,
             found,
             places,
@@ -390,6 +434,106 @@ def gather_compact(numbers, like, ids, target, bags, begin, end):
         if float_bytes != 0 and start < stop:
             add_zeros(target + start * row_bytes, target + stop * row_bytes, float_bytes)
     return total - hits * load_signed(table + 8 * ROW_WORDS), end - begin - hits
+
+
+@njit(nogil=True, cache=True, forceinline=True)
+def copy_batch_like(like, found, places, row_bytes, target, begin, end, float_bytes):
+    """Do what `copy_batch` does; `like` is any number of the floats' type."""
+    for n in range(begin, end):
+        start = load_signed(found + 8 * (n & places))
+        to = target + n * row_bytes
+        stop = to + row_bytes
+        while to + 16 * float_bytes <= stop:
+            copy_adding_zero_16(like, to, start)
+            to += 16 * float_bytes
+            start += 16 * float_bytes
+        while to < stop:
+            copy_adding_zero_1(like, to, start)
+            to += float_bytes
+            start += float_bytes
+
+
+@njit(nogil=True, cache=True)
+def copy_batch(found, places, row_bytes, target, begin, end, float_bytes):
+    """Copy rows begin..end to their places behind `target`, and add 0 to their floats.
+
+    The address of row n is at place ``n & places`` of `found`; floats have 4 or 8 bytes.
+    """
+    if float_bytes == 4:
+        copy_batch_like(np.float32(0), found, places, row_bytes, target, begin, end, 4)
+    else:
+        copy_batch_like(np.float64(0), found, places, row_bytes, target, begin, end, 8)
+
+
+@njit(nogil=True, cache=True)
+def copy_resident(ids, bags, row_bytes, n_rows, target, begin, end):
+    """Sum bags of one id each, n = begin..end, whose rows are all resident.
+
+    `bags` is the address of BAGS_SIZES numbers, `target` that of the first of all sums. Returns 0,
+    a negative number where a row is not resident, or NOT_PLAIN when `are_plain` does not hold; in
+    these cases some sums may have been written.
+    """
+    if not are_plain(ids, load_signed(bags + 8 * OFFSETS), n_rows, begin, end):
+        return np.int64(NOT_PLAIN)
+    slot_of = load_signed(bags + 8 * SLOT_OF)
+    resident = load_signed(bags + 8 * RESIDENT)
+    float_bytes = load_signed(bags + 8 * FLOAT_BYTES)
+    batch = np.int64(COPY_BATCH)
+    while batch > 2 and batch * row_bytes > COPY_BATCH_BYTES:
+        batch >>= 1
+    found = places_of_rows()
+    places = 2 * batch - 1
+    slots = np.int64(0)
+    # Entries of the map are asked for, then the rows, then these are copied. A batch takes each
+    # step while the one before it takes the next.
+    for first in range(begin - 2 * batch, end, batch):
+        second, third = first + batch, first + 2 * batch
+        for n in range(max(begin, third), min(third + batch, end)):
+            prefetch_line(slot_of + 4 * ids[n])
+        for n in range(max(begin, second), min(third, end)):
+            slot = load_signed_32(slot_of + 4 * ids[n])
+            slots |= slot
+            row = resident + slot * row_bytes
+            store_signed(found + 8 * (n & places), row)
+            prefetch_lines(row, row_bytes)
+        if slots < 0:
+            return slots
+        start, stop = max(begin, first), min(second, end)
+        copy_batch(found, places, row_bytes, target, start, stop, float_bytes)
+    return np.int64(0)
+
+
+# What a thread of a team reads of `copy_resident`, int64 each, by its place; behind it, for each
+# thread, goes what that returns.
+COPY_THREAD_NUMBER = 0  # addresses of C functions, see team.Team
+COPY_THREAD_COUNT = 1
+COPY_IDS = 2
+COPY_N_IDS = 3
+COPY_ROW_BYTES = 4
+COPY_N_ROWS = 5
+COPY_TARGET = 6
+COPY_BAGS = 7  # BAGS_SIZES numbers
+COPY_RESULTS = COPY_BAGS + BAGS_SIZES
+
+
+def part_of_copy() -> Any:
+    """Return the C function that does a thread's part of `copy_resident`, compiled."""
+
+    @cfunc(types.void(types.CPointer(types.int64)), cache=True)
+    def part(data):
+        copy = carray(data, (COPY_RESULTS,))
+        thread = call_at(copy[COPY_THREAD_NUMBER])
+        threads = call_at(copy[COPY_THREAD_COUNT])
+        n_ids = copy[COPY_N_IDS]
+        ids = carray(numbers_at(copy[COPY_IDS]), (n_ids,))
+        begin, end = n_ids * thread // threads, n_ids * (thread + 1) // threads
+        results = carray(data, (COPY_RESULTS + threads,))
+        bags = address_of(copy) + 8 * COPY_BAGS
+        results[COPY_RESULTS + thread] = copy_resident(
+            ids, bags, copy[COPY_ROW_BYTES], copy[COPY_N_ROWS], copy[COPY_TARGET], begin, end
+        )
+
+    return part
 
 
 # What a thread of a team reads of a gather, int64 each, by its place; behind it, for each thread,

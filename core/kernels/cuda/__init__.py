@@ -221,7 +221,7 @@ class CupyRunner:
         if kind == INDEX_ERROR:
             raise IndexRangeError(
                 f"indices: an earlier decode on {self._device} got index {index} at position "
-                f"{where}, out of range for {n_rows} rows; its output was left untouched"
+                f"{where}, out of range for {n_rows} rows; its output is not to be used"
             )
         place = "a row" if where < 0 else f"row {where}"
         raise CorruptedDataError(
@@ -276,7 +276,7 @@ def raise_pending_errors(device: torch.device | str | None = None) -> None:
     Raises
     ------
     IndexRangeError
-        When an index was out of range; the output of that decode was left untouched.
+        When an index was out of range; the output of that decode is not to be used.
     CorruptedDataError
         When a packed row was damaged; that row of the output is undefined.
     """
