@@ -251,6 +251,38 @@ class TableStorage:
     max_packed_words: int = 0
 
 
+def unsigned_lengths(lengths: torch.Tensor) -> torch.Tensor:
+    """Return `lengths` of rows as int64: they are unsigned, whatever torch's dtype says."""
+    if lengths.dtype == torch.uint8:
+        return lengths.to(torch.int64)
+    return lengths.to(torch.int64) & ((1 << 8 * lengths.element_size()) - 1)
+
+
+def words_of_rows(lengths: torch.Tensor, row_words: int) -> torch.Tensor:
+    """Return int64 ``[N]``, the words of each row; rows kept raw take `row_words`."""
+    return torch.where(lengths == 0, row_words, unsigned_lengths(lengths))
+
+
+def bases_of_rows(words: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return where blocks of BLOCK_ROWS rows begin, on the device of the rows.
+
+    Parameters
+    ----------
+    words : torch.Tensor
+        int64 ``[N]``, of each row.
+
+    Returns
+    -------
+    bases : torch.Tensor
+        As in `RowStorage`, of rows that begin at word 0.
+    by_block : torch.Tensor
+        int64 ``[ceil(N / 32)]``, the words of each block.
+    """
+    padded = torch.nn.functional.pad(words, (0, -words.shape[0] % BLOCK_ROWS))
+    by_block = padded.view(-1, BLOCK_ROWS).sum(1)
+    return torch.nn.functional.pad(by_block.cumsum(0), (1, 0)), by_block
+
+
 def check_sizes(table: TableStorage, clusters: int) -> None:
     """Refuse a table whose tensors are too small for its number of rows."""
     blocks, words = ceil_div(table.n_rows, BLOCK_ROWS), ceil_div(table.n_rows, WORD_BITS)

@@ -13,7 +13,7 @@ from ..codecs.invariant.codec import InvariantCodec
 from ..errors import CorruptedDataError
 from ..kernels import kernels_for
 from ..kernels.cuda import kernels_on
-from ..kernels.format import BLOCK_ROWS, TableStorage, ceil_div
+from ..kernels.format import BLOCK_ROWS, TableStorage, ceil_div, words_of_rows
 from .packing import Packed, TokenRows
 from .words import grown
 
@@ -203,10 +203,8 @@ class Era:
         return bases
 
     def _words_of(self, lengths: torch.Tensor) -> torch.Tensor:
-        """Return the words of rows, int64, of lengths: unsigned, whatever torch's dtype says."""
         assert self.layout is not None
-        words = lengths.to(torch.int64) & ((1 << 8 * lengths.itemsize) - 1)
-        return torch.where(words == 0, self.layout.format.row_words, words)
+        return words_of_rows(lengths, self.layout.format.row_words)
 
     def reindex(self, take: Callable[[torch.Tensor, int], torch.Tensor]) -> None:
         """Change which sequences there are; `take` indexes a dimension of a tensor."""

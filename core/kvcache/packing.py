@@ -13,7 +13,7 @@ from ..codecs.base import rows_as_bytes
 from ..codecs.invariant.codec import InvariantCodec
 from ..codecs.invariant.planner import Sample
 from ..kernels import kernels_for
-from ..kernels.format import BLOCK_ROWS, RowLayout
+from ..kernels.format import RowLayout, bases_of_rows, unsigned_lengths, words_of_rows
 
 #: Rows are made of as many tokens as this many bytes take: shorter rows carry more metadata, and
 #: rows of several lines decode faster.
@@ -221,12 +221,8 @@ def pack_rows(rows: torch.Tensor, layout: RowLayout) -> Packed:
     kernels = kernels_for(rows.device)
     row_words = layout.format.row_words
     lengths, clusters = kernels.packed_words(rows, layout)
-    # Lengths are unsigned, whatever torch's dtype says.
-    packed = lengths.to(torch.int64) & ((1 << 8 * lengths.element_size()) - 1)
-    words = torch.where(packed == 0, row_words, packed)
-    words = torch.nn.functional.pad(words, (0, -rows.shape[0] % BLOCK_ROWS)).view(-1, BLOCK_ROWS)
-    bases = torch.nn.functional.pad(words.sum(1).cumsum(0), (1, 0))
-    sizes = torch.stack([bases[-1], packed.max()])
+    bases, _ = bases_of_rows(words_of_rows(lengths, row_words))
+    sizes = torch.stack([bases[-1], unsigned_lengths(lengths).max()])
     # On the CPU the exact size is known; on a GPU asking for it would wait.
     most = int(sizes[0]) if rows.device.type == "cpu" else rows.shape[0] * row_words
     data = kernels.encode_rows(rows, layout, lengths, clusters, bases, most)

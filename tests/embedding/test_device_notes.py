@@ -139,6 +139,7 @@ def test_a_kept_history_does_not_change(runner):
 def test_an_interrupted_note_is_taken(runner, monkeypatch):
     pair = whole_pair()
     loss = pair.rows.lookup(torch.tensor([4, 5]), train=True)[0].sum()
+    device_notes.take_notes(pair.rows)  # what the lookup itself has noted
     fill = torch.Tensor.index_fill_
 
     def interrupted(tensor, *arguments):

@@ -20,7 +20,10 @@ from ...kernels.format import (
     PAD_WORDS,
     RowLayout,
     RowStorage,
+    bases_of_rows,
     ceil_div,
+    unsigned_lengths,
+    words_of_rows,
 )
 from ...transfer.stream import Via, decode_across
 from ..base import (
@@ -360,7 +363,7 @@ class InvariantCodec(RowCodec):
         check_rows_argument(self, rows)
         kernels, layout = self._on(rows.device)
         lengths, _ = kernels.packed_words(rows_as_bytes(rows, self.row_bytes), layout)
-        return torch.where(lengths == 0, self.row_bytes, 4 * _as_int64(lengths))
+        return torch.where(lengths == 0, self.row_bytes, 4 * unsigned_lengths(lengths))
 
     # Files and wires
 
@@ -389,7 +392,7 @@ class InvariantCodec(RowCodec):
             self._storage(PackedRows(n_rows, dict(parts)))
         except (ArgumentError, ArgumentTypeError) as error:
             raise CorruptedDataError(str(error)) from None
-        if n_rows and int(_as_int64(parts["lengths"]).max()) >= f.row_words:
+        if n_rows and int(unsigned_lengths(parts["lengths"]).max()) >= f.row_words:
             raise CorruptedDataError("packed rows: a packed row is as long as a raw one")
         bases, facts = _offsets(parts["lengths"], f.row_words)
         n_words = parts["words"].shape[0] - PAD_WORDS
@@ -479,26 +482,15 @@ class InvariantCodec(RowCodec):
         return RowStorage(p["words"], p["bases"], p["lengths"], p.get("row_clusters", empty))
 
 
-def _as_int64(lengths: torch.Tensor) -> torch.Tensor:
-    """Widen lengths, which are unsigned whatever torch's dtype says."""
-    if lengths.dtype == torch.uint8:
-        return lengths.to(torch.int64)
-    return lengths.to(torch.int64) & ((1 << 8 * lengths.element_size()) - 1)
-
-
 def _offsets(lengths: torch.Tensor, row_words: int) -> tuple[torch.Tensor, dict[str, int]]:
     """Return the bases of the blocks of rows, and the sizes that decode needs on the host.
 
     On a GPU this waits once.
     """
-    words = torch.where(lengths == 0, row_words, _as_int64(lengths))
-    n = words.shape[0]
-    blocks = ceil_div(n, BLOCK_ROWS)
-    by_block = torch.nn.functional.pad(words, (0, blocks * BLOCK_ROWS - n))
-    by_block = by_block.view(blocks, BLOCK_ROWS).sum(1)
-    bases = torch.nn.functional.pad(by_block.cumsum(0), (1, 0))
+    words = words_of_rows(lengths, row_words)
+    bases, by_block = bases_of_rows(words)
     totals = [0, 0, 0]
-    if n:
+    if len(words):
         totals = torch.stack([bases[-1], words.max(), by_block.max()]).tolist()
     names = ("n_words", "max_row_words", "max_block_words")
     return bases, dict(zip(names, totals, strict=True))
