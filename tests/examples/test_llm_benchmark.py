@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,14 +22,11 @@ SMALL += "--repetitions 1 --device cpu"
 
 
 @pytest.fixture
-def benchmark(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def benchmark(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> Any:
     """Import the script; compute with one thread, and with no network."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    n = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield importlib.import_module("llm")
-    torch.set_num_threads(n)
+    return importlib.import_module("llm")
 
 
 def test_benchmark_measures_all_ways(
