@@ -194,25 +194,33 @@ def _fbgemm(weight: torch.Tensor, ratio: float) -> Lookup | None:
 
 
 def _colossalai(folder: Path, weight: torch.Tensor, ratio: float, counts: torch.Tensor) -> Lookup:
-    """Return ColossalAI's class, loaded without the rest of its package."""
-    package = types.ModuleType("colossalai_cache_embedding")
-    package.__path__ = [str(folder)]
-    sys.modules[package.__name__] = package
-    module = importlib.import_module(f"{package.__name__}.cached_embedding")
-    # The cache must hold a batch; what it has no room for it refuses.
-    bag = module.CachedEmbeddingBag(
-        *weight.shape,
-        _weight=weight.clone(),
-        mode="sum",
-        cache_ratio=ratio,
-        ids_freq_mapping=counts,
-        warmup_ratio=1.0,
-        pin_weight=True,
-        evict_strategy=module.EvictionStrategy.LFU,
-    )
+    bag = colossalai_bag(folder, weight, ratio, counts)
 
     def look_up(ids: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = bag(ids, offsets)
         return out
 
     return look_up
+
+
+def colossalai_bag(
+    folder: Path, weight: torch.Tensor, ratio: float, counts: torch.Tensor, *, sparse: bool = False
+) -> torch.nn.Module:
+    """Return ColossalAI's class, loaded without the rest of its package."""
+    package = types.ModuleType("colossalai_cache_embedding")
+    package.__path__ = [str(folder)]
+    sys.modules[package.__name__] = package
+    module = importlib.import_module(f"{package.__name__}.cached_embedding")
+    # The cache must hold a batch; what it has no room for it refuses.
+    bag: torch.nn.Module = module.CachedEmbeddingBag(
+        *weight.shape,
+        _weight=weight.clone(),
+        mode="sum",
+        sparse=sparse,
+        cache_ratio=ratio,
+        ids_freq_mapping=counts,
+        warmup_ratio=1.0,
+        pin_weight=True,
+        evict_strategy=module.EvictionStrategy.LFU,
+    )
+    return bag

@@ -1,65 +1,127 @@
-"""Lookups by ids on a GPU of rows that are all resident: nothing is read back for them.
-
-What the host would note of such a batch is noted on the GPU, until the host asks for it.
-"""
+"""What lookups by ids on a GPU note there, of each slot, until the host asks for it."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
-from ..errors import BitslabError
-from ..kernels.cuda import CudaKernels, kernels_on
+from ..kernels.cuda import kernels_on
+from ..kernels.cuda.launch_slots import SlotFinder
 from .eviction import EvictionStrategy
-from .gradients import NONE
 
 if TYPE_CHECKING:
     from .rows import CachedRows
 
 
+#: Of a slot: its row may have changed; a gradient of it waits for a step.
+DIRTY, HELD = 1, 2
+
+
 class DeviceNotes:
-    """What lookups have noted of each row, on the device; row n lies in slot n.
+    """What lookups have noted of each slot, on the device.
 
     Parameters
     ----------
-    n_rows : int
-        Rows of the table.
+    n_slots : int
+        Slots.
     device : torch.device
-        Where they are resident.
-    counts_uses : bool
-        Whether to count how often each row is looked up.
+        Where they are.
+    evict : EvictionStrategy
+        What leaves first, which says what of their use is noted.
     """
 
-    def __init__(self, n_rows: int, device: torch.device, *, counts_uses: bool) -> None:
+    def __init__(self, n_slots: int, device: torch.device, evict: EvictionStrategy) -> None:
         self.device = device
+        self._evict = evict
+        #: int64 [n_slots]: how often each was used, or when last; None where that does not matter.
         self._uses: torch.Tensor | None = None
         # Also where nothing else may be written to in training later.
         with torch.inference_mode(False):
-            self._dirty = torch.zeros(n_rows, dtype=torch.bool, device=device)
-            if counts_uses:
-                self._uses = torch.zeros(n_rows, dtype=torch.int64, device=device)
+            self._flags = torch.zeros(n_slots, dtype=torch.uint8, device=device)
+            self._seen = torch.zeros(n_slots, dtype=torch.int32, device=device)
+            self._claims = torch.tensor([0, -1], device=device)
+            if evict is not EvictionStrategy.DATASET:
+                self._uses = torch.zeros(n_slots, dtype=torch.int64, device=device)
         if device.type == "cuda":
             # Other streams may write to them.
             torch.cuda.current_stream(device).synchronize()
         # Whether there is anything that the host does not know.
         self._fresh = False
+        #: Whether gradients wait for a step.
+        self.holding = False
+        self._whole_finder: SlotFinder | None = None
+        # Of the last batch: what is between two launches of it must not be seen by another one.
+        self._stream: torch.cuda.Stream | None = None
 
-    def used(self, index: torch.Tensor) -> None:
-        """Note that rows int64 ``[n]`` were looked up."""
-        if self._uses is not None:
-            self._fresh = True  # first: an interrupt may come in between
-            self._uses.index_add_(0, index, torch.ones_like(index))
+    def finder(self, n_rows: int, slot_of: torch.Tensor | None) -> SlotFinder:
+        """Return what finds the slots of batches, for as long as there are as many.
 
-    def changed(self, index: torch.Tensor) -> None:
-        """Note that rows int64 ``[n]`` may change."""
-        self._fresh = True
-        self._dirty.index_fill_(0, index, True)
+        Parameters
+        ----------
+        n_rows : int
+            Rows of the table.
+        slot_of : torch.Tensor, optional
+            As for `SlotFinder`.
+        """
+        adds = self._evict is EvictionStrategy.LFU
+        kernels = kernels_on(self.device, tell=False)
+        return kernels.slot_finder(n_rows, self._seen, self._claims, slot_of=slot_of, adds=adds)
+
+    def whole_finder(self, n_rows: int) -> SlotFinder:
+        """Return what `finder` does where each row lies in the slot of its number."""
+        if self._whole_finder is None:
+            self._whole_finder = self.finder(n_rows, None)
+        return self._whole_finder
+
+    def in_order(self) -> None:
+        """Let what comes on the current stream wait for the last batch, if that was on another."""
+        if self.device.type != "cuda":
+            return
+        stream = torch.cuda.current_stream(self.device)
+        if self._stream is not None and self._stream != stream:
+            stream.wait_stream(self._stream)
+        self._stream = stream
+
+    def begin(self, *, counts: bool) -> torch.Tensor | None:
+        """Return where the next batch is to note its use, if it does."""
+        self._fresh |= counts
+        return self._uses if counts else None
+
+    def forget_claims(self) -> None:
+        """Begin anew after a batch whose slots were not all found."""
+        self._claims[:1].zero_()
+        self._claims[1:].fill_(-1)
+
+    def changed(self, slots: torch.Tensor, *, held: bool) -> None:
+        """Note that rows in slots int64 ``[n]`` may change, and whether they wait for a step."""
+        self._fresh = True  # first: an interrupt may come in between
+        self.holding |= held
+        self._flags.index_fill_(0, slots, DIRTY | HELD if held else DIRTY)
+
+    def release(self) -> None:
+        """Note that no gradient waits any more."""
+        if self.holding:
+            self._flags.bitwise_and_(DIRTY)
+            self.holding = False
+
+    def widened(self, more: int) -> tuple[torch.Tensor | None, ...]:
+        """Return what notes of so many slots more are written to; see `write_to`."""
+        there = (self._flags, self._seen, self._uses)
+        return tuple(t if t is None else torch.cat([t, t.new_zeros(more)]) for t in there)
+
+    def write_to(self, notes: tuple[torch.Tensor | None, ...]) -> None:
+        """Note everything in what `widened` has returned."""
+        flags, seen, uses = notes
+        assert flags is not None and seen is not None
+        self._flags, self._seen, self._uses = flags, seen, uses
 
     @property
     def nbytes(self) -> int:
         """Bytes on the device."""
-        return self._dirty.nbytes + (0 if self._uses is None else self._uses.nbytes)
+        notes = (self._flags, self._seen, self._uses)
+        return sum(each.nbytes for each in notes if each is not None)
 
     def take(self, rows: CachedRows) -> None:
         """Hand over to the host what it does not know; waits for the GPU if there is anything.
@@ -71,102 +133,48 @@ class DeviceNotes:
         """
         if not self._fresh:
             return
-        on_gpu = self.device.type == "cuda"
-        if on_gpu:
-            torch.cuda.synchronize(self.device)  # on whatever streams they were noted
-            kernels_on(self.device)  # raises what has been told
+        wait_for_all(self.device)
         residents = rows.residents
-        residents.dirty |= self._dirty.cpu().numpy()
-        self._dirty.zero_()
+        flags = self._flags.cpu().numpy()
+        residents.dirty |= flags & DIRTY != 0
+        if rows.guests is not None:
+            rows.training.know_slots(np.flatnonzero(flags & HELD))
         if self._uses is not None:
-            residents.keys += self._uses.cpu().numpy()
+            uses = self._uses.cpu().numpy()
+            if self._evict is EvictionStrategy.LFU:
+                residents.keys += uses
+            else:
+                np.maximum(residents.keys, uses, out=residents.keys)
             self._uses.zero_()
-        if on_gpu:
+        # After all has been taken, so that an interrupt leaves it here or in both places.
+        self._flags.zero_()
+        if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()  # before others note again
-        self._fresh = False
+        self._fresh = self.holding = False
+
+
+def wait_for_all(device: torch.device) -> None:
+    """Wait for a GPU, whatever the streams it works on, and raise what it has told of."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        kernels_on(device)
 
 
 def take_notes(rows: CachedRows) -> None:
-    """Let the host know which rows may have changed, and how often each was used."""
-    if rows.notes is not None:
+    """Let the host know what lookups by ids on a GPU have brought, changed and used."""
+    if rows.guests is not None:
+        rows.guests.catch_up(rows)
+    elif rows.notes is not None:
         rows.notes.take(rows)
 
 
 def notes_of(rows: CachedRows) -> DeviceNotes:
-    """Return what is noted on the device of the rows."""
+    """Return what is noted of the slots on the device."""
     if rows.notes is None or rows.notes.device != rows.device:
-        take_notes(rows)
-        counts_uses = rows.residents.evict is EvictionStrategy.LFU
-        rows.notes = DeviceNotes(len(rows), rows.device, counts_uses=counts_uses)
+        if rows.notes is not None:
+            rows.notes.take(rows)
+        evict, n_slots = rows.residents.evict, len(rows.residents.id_of)
+        if evict is EvictionStrategy.LRU and rows.all_resident:
+            evict = EvictionStrategy.DATASET  # nothing leaves
+        rows.notes = DeviceNotes(n_slots, rows.device, evict)
     return rows.notes
-
-
-def stays_on_gpu(rows: CachedRows, ids: torch.Tensor) -> bool:
-    """Tell whether a lookup needs nothing that the host knows."""
-    if not ids.is_cuda or ids.device != rows.device:
-        return False
-    return rows.cache == "rows" and rows.all_resident and rows.table.row_bytes > 0
-
-
-def look_up_on_gpu(
-    rows: CachedRows,
-    ids: torch.Tensor,
-    *,
-    counts: bool,
-    wants_grad: bool,
-    padding_idx: int | None,
-) -> tuple[torch.Tensor, torch.Tensor, int | None]:
-    """Look up rows that are all resident; nothing waits for the GPU.
-
-    A bad id is told by the next call on the GPU, by what writes the rows back, or by
-    `bitslab.raise_pending_errors`. Until then it stands for the first or the last row, as what a
-    kernel of torch can take: a step that is made before moves that one.
-
-    Parameters
-    ----------
-    rows : CachedRows
-        The rows.
-    ids : torch.Tensor
-        int64 or int32 on their GPU.
-    counts : bool
-        Whether the batch counts for what leaves first.
-    wants_grad : bool
-        Whether a gradient may come.
-    padding_idx : int, optional
-        As for `CachedRows.lookup_padded`.
-
-    Raises
-    ------
-    BitslabError
-        When a CUDA graph is captured: its replays would note nothing on the host.
-    """
-    if rows.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise BitslabError(
-            "a lookup in training cannot be captured by a CUDA graph: call eval() first, or leave "
-            "the lookup out of the graph"
-        )
-    flat = ids.detach().reshape(-1).contiguous()
-    kernels = kernels_on(rows.device)
-    if len(flat):
-        _tell_bad_ids(kernels, rows, flat)
-    # Always new memory: ids may be written to before backward.
-    index = flat.to(torch.int64).clamp(0, len(rows) - 1)
-    notes = notes_of(rows)
-    if counts:
-        notes.used(index)
-    rows.statistics.note_on_device(index)
-    matrix: torch.Tensor = rows.parameter.data
-    if wants_grad:
-        # Of its own: the caller may write to what is returned.
-        matrix = rows.training.hold(matrix, NONE, NONE, whole=True, on_device=index.clone())
-    return matrix, index.view(ids.shape), padding_idx
-
-
-def _tell_bad_ids(kernels: CudaKernels, rows: CachedRows, ids: torch.Tensor) -> None:
-    """Let the mailbox of the GPU tell of an id out of range."""
-    found = torch.empty(2, dtype=torch.int64, device=ids.device)
-    first_bad, unused = found[:1], found[1:]
-    kernels.check_ids(ids, len(rows), first_bad, 0)
-    # A copy of one piece of a row, since it is copies that tell what a check has found.
-    data = rows.parameter.detach().view(torch.uint8)
-    kernels.copy_rows(data, min(4, data.shape[1]), ids[:1], unused, first_bad=first_bad)

@@ -16,9 +16,8 @@ from ..codecs.base import check_tensor_argument
 from ..errors import ArgumentTypeError, BitslabError, IndexRangeError
 from ..memory.counters import Counters
 from ..transfer.gather import MIN_SORTED_IDS, pays_to_sort
-from .device_notes import look_up_on_gpu, stays_on_gpu
+from .device_lookup import look_up_on_gpu, stays_on_gpu
 from .gradients import NONE, Array
-from .prefetch import ArrivingIds
 from .residents import Batch
 
 if TYPE_CHECKING:
@@ -70,14 +69,17 @@ def look_up(
     if wants_grad:
         _check_not_averaged(rows)
     brings = train and rows.trainable and rows.cache == "rows"
-    rows.training.settle()
-    if rows.device.type == "cuda" and not (wants_grad or brings) and max_norm is None:
-        return _decode_on_gpu(rows, ids, padding_idx)
+    trains = wants_grad or brings
     check_ids_tensor(ids)
-    if max_norm is None and stays_on_gpu(rows, ids):
-        return look_up_on_gpu(
+    if trains and max_norm is None and stays_on_gpu(rows, ids, brings=brings):
+        there = look_up_on_gpu(
             rows, ids, counts=brings, wants_grad=wants_grad, padding_idx=padding_idx
         )
+        if there is not None:
+            return there
+    rows.training.settle()
+    if rows.device.type == "cuda" and not trains and max_norm is None:
+        return _decode_on_gpu(rows, ids, padding_idx)
     host = host_ids(rows, ids)
     if brings:
         found = bring(rows, host, wants_grad=wants_grad, sparse=sparse)
@@ -126,8 +128,6 @@ def check_ids_tensor(ids: torch.Tensor) -> None:
 def host_ids(rows: CachedRows, ids: torch.Tensor) -> Array:
     """Return ids as int64 ``[n]`` on the host, in range."""
     check_ids_tensor(ids)
-    if rows.arriving is not None:
-        ids = _arrived(rows, rows.arriving, ids)
     if ids.dtype is not torch.int64 or ids.device.type != "cpu":
         ids = ids.to("cpu", torch.int64)
     host: Array = np.ascontiguousarray(ids.numpy()).reshape(-1)
@@ -140,36 +140,14 @@ def host_ids(rows: CachedRows, ids: torch.Tensor) -> Array:
     return host
 
 
-def _arrived(rows: CachedRows, arriving: ArrivingIds, ids: torch.Tensor) -> torch.Tensor:
-    """Return ids, those that a prefetch has copied to the host as they are there.
-
-    If others have arrived, their rows begin to be fetched.
-    """
-    if arriving.are(ids):
-        return arriving.wait()
-    if not arriving.fetched and arriving.arrived():
-        arriving.fetched = True
-        host = arriving.wait().numpy().astype(np.int64)
-        if rows.residents.first_outside(host) < 0:  # else their lookup tells
-            _fetch(rows, host)
-    return ids
-
-
 def prefetch(rows: CachedRows, ids: torch.Tensor) -> None:
     """Do what `CachedRows.prefetch` says."""
     check_ids_tensor(ids)
-    rows.arriving = None
-    if stays_on_gpu(rows, ids):
-        return  # there is nothing to fetch, and no lookup but one with max_norm reads the ids
     if ids.is_cuda:
-        rows.arriving = ArrivingIds(ids)
-    else:
-        _fetch(rows, host_ids(rows, ids))
-
-
-def _fetch(rows: CachedRows, host: Array) -> None:
-    different = np.unique(host)
-    rows.source.prefetch(different[rows.residents.slot_of[different] < 0])
+        return
+    host = host_ids(rows, ids)
+    slots, missing = rows.residents.find(host)
+    rows.source.prefetch(np.unique(host[slots < 0]) if missing else NONE)
 
 
 def to_device(index: Array, device: torch.device) -> torch.Tensor:

@@ -18,6 +18,8 @@ from torch.optim.optimizer import (
 )
 
 from ..errors import ArgumentError, ArgumentTypeError, BitslabError
+from ..kernels.cuda import kernels_on
+from .device_notes import take_notes
 from .state import RowState
 
 if TYPE_CHECKING:
@@ -216,6 +218,7 @@ class OptimizerLink:
     def _resident_state(self, name: str, device: torch.device) -> torch.Tensor:
         rows = self._rows()
         assert rows is not None
+        take_notes(rows)
         ids = rows.residents.id_of
         return self.stores[name].read(np.maximum(ids, 0), device)
 
@@ -223,6 +226,7 @@ class OptimizerLink:
         """Return the state of all rows, those that are resident too."""
         rows = self._rows()
         assert rows is not None
+        take_notes(rows)
         slots = rows.residents.resident()
         self.save(slots, rows.residents.id_of[slots])
         return self.stores
@@ -248,6 +252,53 @@ class OptimizerLink:
                 more = self.stores[name].read(ids, value.device)
                 self._set(name, torch.cat([value[:first], more]))
 
+    # Where a GPU brings rows by itself
+
+    def follows_on_gpu(self) -> bool:
+        """Tell whether the GPU can bring the state of rows; get the state ready for that."""
+        rows = self._rows()
+        assert rows is not None
+        n_slots = rows.parameter.shape[0]
+        return all(
+            name in self.stores
+            and value.device == rows.device
+            and value.shape[0] == n_slots
+            and value.is_contiguous()
+            and self.stores[name].pin()
+            for name, value in self._row_states()
+        )
+
+    def states(self) -> dict[str, torch.Tensor]:
+        """Return the state that follows the slots."""
+        return {name: value for name, value in self._row_states() if name in self.stores}
+
+    def widened(self, more: int) -> dict[str, torch.Tensor]:
+        """Return the state with room for so many slots more, where rows have none yet."""
+        found = {}
+        for name, value in self.states().items():
+            new = value.new_full((more, *value.shape[1:]), self.stores[name].default)
+            found[name] = torch.cat([value, new])
+        return found
+
+    def follow(self, states: dict[str, torch.Tensor]) -> None:
+        """Let other tensors be the state, such as `widened` has returned them."""
+        for name, value in states.items():
+            self._set(name, value)
+
+    def restore_on_gpu(self, ids: torch.Tensor, first: int) -> None:
+        """Bring the state of rows int64 ``[n]``, or NO_ROW, to slots from `first` on."""
+        kernels = None
+        for name, value in self._row_states():
+            kernels = kernels or kernels_on(value.device, tell=False)
+            stored = self.stores[name].as_bytes()
+            kernels.copy_rows(stored, stored.shape[1], ids, value[first : first + len(ids)])
+
+    def move(self, slots: torch.Tensor, to: torch.Tensor) -> None:
+        """Follow rows to other slots: int64 ``[n]`` each, on their device."""
+        for name, value in self._row_states():
+            if name in self.stores:
+                value[to.to(value.device)] = value[slots.to(value.device)]
+
     def shrink(self, slots: int) -> None:
         """Let state behind the first slots go; `save` it before."""
         for name, value in self._row_states():
@@ -260,6 +311,7 @@ class OptimizerLink:
         assert rows is not None
         if name not in self.stores:
             return value
+        take_notes(rows)
         values = self.stores[name].whole()
         slots = rows.residents.resident()
         there = torch.from_numpy(slots).to(value.device)

@@ -1,4 +1,4 @@
-"""Ids and rows on their way to a lookup to come."""
+"""Rows on their way to a lookup to come."""
 
 from __future__ import annotations
 
@@ -13,64 +13,6 @@ from ..memory.slabs import SlabCache
 from ..memory.table import CompressedTable
 
 Array = np.ndarray[Any, Any]
-
-
-class ArrivingIds:
-    """Ids on a GPU that are copied to the host beside what else is going on.
-
-    Parameters
-    ----------
-    ids : torch.Tensor
-        int32 or int64 of any shape, as the current stream of their GPU leaves them. They may change
-        once the copy is done, but then a lookup does not go by it.
-
-    Attributes
-    ----------
-    fetched : bool
-        Whether their rows were asked for.
-    """
-
-    def __init__(self, ids: torch.Tensor) -> None:
-        self.fetched = False
-        self._ids = ids.detach()
-        self._version = _version(ids)
-        self._host = torch.empty(ids.numel(), dtype=ids.dtype, pin_memory=True)
-        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        stream = torch.cuda.Stream(device=ids.device)  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream(ids.device))
-        with torch.cuda.stream(stream):
-            self._host.copy_(self._ids.reshape(-1), non_blocking=True)
-            self._event.record(stream)
-        # Their memory is not given away before the copy is done, even if this is forgotten.
-        self._ids.record_stream(stream)
-
-    def are(self, ids: torch.Tensor) -> bool:
-        """Tell whether ids are these: the same memory seen in the same way, not written since."""
-        mine = self._ids
-        return (
-            ids.is_cuda
-            and ids.data_ptr() == mine.data_ptr()
-            and ids.shape == mine.shape
-            and ids.stride() == mine.stride()
-            and ids.dtype is mine.dtype
-            and self._version is not None
-            and _version(mine) == self._version == _version(ids)
-        )
-
-    def arrived(self) -> bool:
-        """Tell whether they are there, without waiting."""
-        there: bool = self._event.query()  # type: ignore[no-untyped-call]
-        return there
-
-    def wait(self) -> torch.Tensor:
-        """Wait for the copy, and for nothing else on the GPU; return ``[n]`` on the CPU."""
-        self._event.synchronize()
-        return self._host
-
-
-def _version(t: torch.Tensor) -> int | None:
-    """Return how often torch has written to a tensor; None where it does not count."""
-    return None if t.is_inference() else t._version
 
 
 class Prefetched:

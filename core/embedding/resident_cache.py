@@ -19,6 +19,7 @@ from ..kernels.format import (
     ceil_div,
 )
 from ..memory.counters import HOST, Counters
+from ..memory.slabs import SlabCache
 
 #: Calls after which the GPU's counts are asked for.
 FIRST_LOOKS = (2, 8)
@@ -115,6 +116,18 @@ class MissRate:
                 event.record(torch.cuda.current_stream(device))
                 self._coming = (counts, event)
         return self.share
+
+
+def cache_on_gpu(rows: CachedRows) -> SlabCache | ResidentCache | None:
+    """Do what `CachedRows.cache_on_gpu` says."""
+    if rows.resident_cache is not None:
+        return rows.resident_cache
+    if rows.source.slabs is not None:
+        return rows.source.slabs
+    if rows.cache == "packed" or not fits(rows.table.row_bytes):
+        return None
+    rows.resident_cache = ResidentCache(rows)
+    return rows.resident_cache
 
 
 def fits(row_bytes: int) -> bool:

@@ -138,8 +138,7 @@ class Residents:
         count : bool
             Whether the batch counts for what leaves first.
         """
-        if self._open or self._torn:
-            self.mend()  # the last batch was interrupted
+        self.make_sound()
         self._stamp += 1
         kernels = _jitted()
         how = kernels.KEEP
@@ -232,14 +231,16 @@ class Residents:
         self.id_of[slots] = ids
         self.dirty[slots] = False
         self.stamps[slots] = self._stamp
-        if self.evict is EvictionStrategy.LFU:
-            self.keys[slots] = counts
-        elif self.evict is EvictionStrategy.LRU:
-            self.keys[slots] = self._stamp
-        else:
-            self.keys[slots] = -(ids if self.order is None else self.order[ids])
+        first = counts if self.evict is EvictionStrategy.LFU else self._stamp
+        self.keys[slots] = self._first_keys(ids, first)
         self._push(slots)
         self._open = False
+
+    def _first_keys(self, ids: Array, first: Array | int) -> Array | int:
+        """Return what rows that come are worth; `first` where that is how they were used."""
+        if self.evict is not EvictionStrategy.DATASET:
+            return first
+        return -(ids if self.order is None else self.order[ids])
 
     def resolved(self, batch: Batch, places: Array) -> Array:
         """Return the slots of a batch, ``places[k]`` for its k-th missing row."""
@@ -268,6 +269,7 @@ class Residents:
         if lost is not None:
             self.id_of[lost] = -1
             self.dirty[lost] = False
+        self.dirty[self.id_of < 0] = False
         slots = self.resident()
         self.slot_of[:] = -1
         self.slot_of[self.id_of[slots]] = slots
@@ -275,6 +277,11 @@ class Residents:
         self._heap_size = 0
         self._push(slots[slots < self.capacity_rows])
         self._open = self._torn = False
+
+    def make_sound(self) -> None:
+        """Do what `mend` does if the last batch was interrupted."""
+        if self._open or self._torn:
+            self.mend()
 
     def clear(self) -> None:
         """Let all rows go."""
@@ -295,6 +302,92 @@ class Residents:
         self.__dict__.update(grown)
         self.slot_of[ids] = slots
         return slots
+
+    # Slots beyond the capacity that a GPU fills
+
+    def next_stamp(self) -> int:
+        """Return the number of a batch that the host does not look up."""
+        self._stamp += 1
+        return self._stamp
+
+    def add_slots(self, n: int) -> None:
+        """Have so many slots more beyond the capacity, with no row."""
+        self.changes += 1
+        grown = {"id_of": np.concatenate([self.id_of, np.full(n, -1)])}
+        for name in EACH_SLOT:
+            old = getattr(self, name)
+            grown[name] = np.concatenate([old, np.zeros(n, old.dtype)])
+        self.__dict__.update(grown)
+
+    def take_in(self, slots: Array, ids: Array) -> None:
+        """Hear of rows int64 ``[n]`` that have come to slots beyond the capacity, or are there."""
+        self.changes += 1
+        new = self.id_of[slots] != ids
+        self.keys[slots[new]] = self._first_keys(ids[new], 0)
+        self.dirty[slots[new]] = False
+        self.id_of[slots] = ids
+        # Also of those that are there: an interrupt may have come in between.
+        self.slot_of[ids] = slots
+
+    def make_room_for(self, guests: Array, at_least: int) -> Array:
+        """Choose slots for rows beyond the capacity, the most used first, that are worth it.
+
+        Parameters
+        ----------
+        guests : numpy.ndarray
+            int64 ``[n]``, their slots, in order.
+        at_least : int
+            How many come even where they are worth less, or they could never be used often: with
+            LFU.
+
+        Returns
+        -------
+        numpy.ndarray
+            int64, at most n slots, for the first ones. The rows in them are still there.
+        """
+        self._stamp += 1
+        below = slice(0, self.capacity_rows)
+        leaves = (self.id_of[below] >= 0) & ~self.pinned[below]
+        wanted = min(len(guests), len(self._free) + int(leaves.sum()))
+        none = guests[:0]
+        slots = self.make_room(Batch(none, none, guests[:wanted], none))
+        if slots is None:
+            raise BitslabError("cache: fewer slots than counted; this is a bug of bitslab")
+        worth = self.keys[guests[:wanted]] >= self.keys[slots]
+        worth |= self.id_of[slots] < 0
+        # Those that leave are in ascending order, and those that come in descending.
+        n = wanted if worth.all() else int(np.argmin(worth))
+        if self.evict is EvictionStrategy.LFU:
+            n = max(n, min(at_least, wanted))
+        self.put_back(slots[n:])
+        return slots[:n]
+
+    def move(self, slots: Array, to: Array) -> None:
+        """Let rows in slots beyond the capacity take the place of others: int64 ``[n]`` each."""
+        self.changes += 1
+        for name in ("keys", "stamps", "dirty"):
+            values = getattr(self, name)
+            values[to] = values[slots]
+        gone, ids = self.id_of[to], self.id_of[slots]
+        id_of = self.id_of.copy()
+        id_of[to], id_of[slots] = ids, -1
+        # At once, so that an interruption leaves each row in one place; `mend` does the rest.
+        self.id_of = id_of
+        self.slot_of[gone[gone >= 0]] = -1
+        self.slot_of[ids] = to
+        self._clear(slots)
+        self._push(to)
+
+    def drop(self, slots: Array) -> None:
+        """Let rows beyond the capacity go, whose slots stay."""
+        self.changes += 1
+        self.slot_of[self.id_of[slots]] = -1
+        self.id_of[slots] = -1
+        self._clear(slots)
+
+    def _clear(self, slots: Array) -> None:
+        self.keys[slots] = 0
+        self.dirty[slots] = False
 
     def shrink(self) -> None:
         """Let the rows beyond the capacity go."""

@@ -29,11 +29,11 @@ from .arguments import (
 from .device_notes import DeviceNotes
 from .eviction import EvictionStrategy
 from .gradients import NONE, Array
+from .guests import GuestRoom, Guests
 from .lookups import bring, host_ids, look_up, prefetch, read, to_device
 from .optimizers import check_optimizer
-from .prefetch import ArrivingIds
 from .resident_bags import ResidentBags
-from .resident_cache import MissRate, ResidentCache, fits, with_spare
+from .resident_cache import MissRate, ResidentCache, cache_on_gpu, with_spare
 from .residents import Residents
 from .source import Source, packed_table
 from .state import RowState
@@ -77,7 +77,8 @@ class CachedRows:
     ----------
     parameter : torch.nn.Parameter
         ``[cache_rows, D]`` on the device, for the optimizer. When the rows of a step do not fit it
-        grows, and shrinks at the next lookup.
+        grows, and shrinks at the next lookup. While ids come on a GPU it has slots behind those of
+        the cache, for 2.5 batches and up to 16, where rows that miss come without the host.
 
     Notes
     -----
@@ -136,6 +137,8 @@ class CachedRows:
     def _begin(self, stores: list[dict[str, RowState]]) -> None:
         self.statistics = Statistics()
         self.notes: DeviceNotes | None = None
+        self.guests: Guests | None = None
+        self.guest_room = GuestRoom()
         self.resident_bags = ResidentBags()
         #: Whether all rows of the last plain lookup were resident.
         self.all_hit = False
@@ -153,7 +156,6 @@ class CachedRows:
         """Set up what belongs to one process: the lock, and what its threads fetch."""
         self.lock = threading.RLock()
         self.source.prefetched = None
-        self.arriving: ArrivingIds | None = None
 
     @classmethod
     def from_tensor(
@@ -267,9 +269,8 @@ class CachedRows:
         Raises
         ------
         IndexRangeError
-            When an id is out of range; nothing was changed. For ids on a GPU, in inference and
-            where all rows are resident, the next call there or `bitslab.raise_pending_errors`
-            tells, since nothing waits for the GPU.
+            When an id is out of range; nothing was changed. For ids on a GPU the next call there or
+            `bitslab.raise_pending_errors` tells, since nothing waits for the GPU.
         ArgumentTypeError
             When the ids are no int32 or int64.
         BitslabError
@@ -409,15 +410,7 @@ class CachedRows:
 
     def cache_on_gpu(self) -> SlabCache | ResidentCache | None:
         """Return what tells the kernels of the GPU which rows are in its memory."""
-        if self.resident_cache is not None:
-            return self.resident_cache
-        if self.source.slabs is not None:
-            return self.source.slabs
-        if self.cache == "packed" or not fits(self.table.row_bytes):
-            return None
-        if self.resident_cache is None:
-            self.resident_cache = ResidentCache(self)
-        return self.resident_cache
+        return cache_on_gpu(self)
 
     def numbers(self, n: int) -> torch.Tensor:
         """Return int64 0 to n - 1 on the device, kept for the next time."""
@@ -444,9 +437,8 @@ class CachedRows:
         Parameters
         ----------
         ids : torch.Tensor
-            As for `lookup`. Those on a GPU are copied to the host meanwhile, so that a lookup of
-            the same tensor, unchanged, need not wait for the GPU; their rows are fetched from the
-            next lookup on that finds the copy done.
+            As for `lookup`. With those on a GPU nothing is done: their lookup brings the rows that
+            miss by itself, and reads nothing back but with `max_norm` or where memory is short.
         """
         with self.lock:
             self._check_open()
@@ -591,7 +583,7 @@ class CachedRows:
         """Let the memory go; closing twice is fine."""
         with self.lock:
             if not self.closed:
-                self.closed = True
+                self.closed, self.guests = True, None
                 self.source.close()
 
     def _check_open(self) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from ..errors import ArgumentError
+from .device_notes import take_notes
 from .lookups import rows_of
 
 if TYPE_CHECKING:
@@ -86,6 +87,7 @@ def look_up_slots(
     rows: CachedRows, slots: torch.Tensor, padding_idx: int | None
 ) -> tuple[torch.Tensor, torch.Tensor, int | None]:
     """Do what `CachedRows.lookup_slots` says."""
+    take_notes(rows)
     host = slots.detach().reshape(-1).cpu().numpy()
     held = rows.residents.id_of
     if len(host) and not (0 <= host.min() and host.max() < len(held)):

@@ -8,6 +8,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..errors import BitslabError
+from ..memory.host import HostBuffer
+
+#: Rows that are copied at once.
+PIECE_ROWS = 1 << 16
+
 
 class RowState:
     """One value of an optimizer for each row of a table, such as Adagrad's sum, in host memory.
@@ -33,6 +39,36 @@ class RowState:
         # Zeros come from the system untouched; an allocation that were filled would not.
         self._values = torch.zeros((n_rows, *row_shape), dtype=dtype)
         self._written = torch.zeros(n_rows, dtype=torch.bool) if default else None
+        # The memory of the values, once it is page-locked or was refused to be.
+        self._buffer: HostBuffer | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Describe the state for a copy, which has memory of its own."""
+        return self.__dict__ | {"_buffer": None}
+
+    def pin(self) -> bool:
+        """Let GPUs read the values, all of whose memory is taken then; tell whether they can."""
+        if self._buffer is None:
+            try:
+                buffer = HostBuffer.allocate(self._values.nbytes)
+            except BitslabError:  # there is too little memory
+                buffer = HostBuffer.allocate(0)
+            if buffer.pinned:
+                values = buffer.tensor.view(self._values.dtype).view(self._values.shape)
+                for begin in range(0, len(values), PIECE_ROWS):
+                    piece = slice(begin, begin + PIECE_ROWS)
+                    values[piece] = self._values[piece]
+                    if self._written is not None:
+                        values[piece][~self._written[piece]] = self.default
+                self._values, self._written = values, None
+                self._buffer = buffer
+            else:
+                self._buffer = HostBuffer.allocate(0)
+        return self._buffer.pinned
+
+    def as_bytes(self) -> torch.Tensor:
+        """Return the values as the GPU reads them: uint8 ``[N, bytes of a row]``."""
+        return self._values.view(len(self._values), -1).view(torch.uint8)
 
     @property
     def nbytes(self) -> int:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..codecs import RawCodec
 from .residents import Batch
 
 if TYPE_CHECKING:
@@ -15,25 +16,26 @@ if TYPE_CHECKING:
 HISTORY = 100_000
 #: Batches whose counts on a device lie in one tensor.
 BLOCK = 1024
-#: In the history of hits: a count that lies on a device.
+#: In a history: a count that lies on a device.
 ON_DEVICE = -1
 
 
 class Statistics:
     """Counts of lookups, in all and batch by batch.
 
-    Those that lie on a device are read when somebody asks for `hits` or `hits_history`.
+    Those that lie on a device are read when somebody asks for hits or misses.
     """
 
     def __init__(self) -> None:
         self.lookups = 0
-        self.misses = 0
-        #: Of each batch that brought rows: different rows that missed, and were written back.
-        self.misses_history: list[int] = []
+        #: Of each batch that brought rows: rows written back.
         self.written_back_history: list[int] = []
-        self._hits = 0
+        self._hits = self._misses = 0
         self._hits_history: list[int] = []
-        # int64 [BLOCK] each: hits of batches, in order, and of how many batches.
+        self._misses_history: list[int] = []
+        #: Rows that a GPU brought by itself, as far as they were read.
+        self.brought_by_gpu = 0
+        # int64 [BLOCK, 2] each: hits and misses of batches, in order, and of how many batches.
         self._blocks: list[torch.Tensor] = []
         self._on_device = 0
 
@@ -44,36 +46,62 @@ class Statistics:
         return self._hits
 
     @property
+    def misses(self) -> int:
+        """Rows that were not."""
+        self._read()
+        return self._misses
+
+    @property
     def hits_history(self) -> list[int]:
         """Of each batch that brought rows: different rows that hit."""
         self._read()
         return list(self._hits_history)
+
+    @property
+    def misses_history(self) -> list[int]:
+        """Of each batch that brought rows: different rows that missed."""
+        self._read()
+        return list(self._misses_history)
 
     def note(self, batch: Batch, written_back: int) -> None:
         """Count a batch by its different rows."""
         self.note_rows(len(batch.touched), len(batch.missing), len(batch.slots))
         self._append(len(batch.touched), len(batch.missing), written_back)
 
-    def note_on_device(self, index: torch.Tensor) -> None:
-        """Count a batch of rows int64 ``[n]`` that are all resident, without waiting for them."""
-        n = index.shape[0]
-        if n == 0:
-            self._append(0, 0, 0)
-            return
+    def note_on_device(self, n_ids: int, device: torch.device) -> torch.Tensor:
+        """Count a batch whose hits and misses only the device knows.
+
+        Parameters
+        ----------
+        n_ids : int
+            Ids of the batch.
+        device : torch.device
+            It.
+
+        Returns
+        -------
+        torch.Tensor
+            int64 ``[2]`` on it, zeros: where the different rows that hit, and those that missed,
+            are to be written.
+        """
         if self._on_device == BLOCK * len(self._blocks):
             if len(self._blocks) > 2 * HISTORY // BLOCK:
                 self._read()  # waits, once in so many batches, so that they do not pile up
             with torch.inference_mode(False):  # it may be written to in training later
-                self._blocks.append(torch.empty(BLOCK, dtype=torch.int64, device=index.device))
-        ids = index.sort().values
-        block, place = self._blocks[-1], self._on_device % BLOCK
-        block[place] = (ids[1:] != ids[:-1]).sum() + 1
+                self._blocks.append(torch.zeros(BLOCK, 2, dtype=torch.int64, device=device))
+        place = self._blocks[-1][self._on_device % BLOCK]
         self._on_device += 1
-        self.lookups += n
-        self._append(ON_DEVICE, 0, 0)
+        self.lookups += n_ids
+        self._append(ON_DEVICE, ON_DEVICE, 0)
+        return place
+
+    def note_written_back(self, n_rows: int) -> None:
+        """Count rows that were written back since the last batch to that batch."""
+        if self.written_back_history:
+            self.written_back_history[-1] += n_rows
 
     def _append(self, hits: int, misses: int, written_back: int) -> None:
-        histories = (self._hits_history, self.misses_history, self.written_back_history)
+        histories = (self._hits_history, self._misses_history, self.written_back_history)
         for history, count in zip(histories, (hits, misses, written_back), strict=True):
             history.append(count)
             if len(history) > 2 * HISTORY:
@@ -86,19 +114,22 @@ class Statistics:
         for block in self._blocks:
             if block.is_cuda:
                 torch.cuda.synchronize(block.device)  # on whatever streams they were counted
-        counts = [count for block in self._blocks for count in block.tolist()]
+        counts = [pair for block in self._blocks for pair in block.tolist()]
         counts = counts[: self._on_device]
         self._blocks, self._on_device = [], 0
-        self._hits += sum(counts)
+        self._hits += sum(hits for hits, _ in counts)
+        misses = sum(misses for _, misses in counts)
+        self._misses += misses
+        self.brought_by_gpu += misses
         places = [i for i, hits in enumerate(self._hits_history) if hits == ON_DEVICE]
         # The first of them may be gone from the history.
-        for place, count in zip(places, counts[len(counts) - len(places) :], strict=True):
-            self._hits_history[place] = count
+        for place, pair in zip(places, counts[len(counts) - len(places) :], strict=True):
+            self._hits_history[place], self._misses_history[place] = pair
 
     def note_rows(self, hits: int, misses: int, lookups: int | None = None) -> None:
         """Count rows that were resident, rows that were not, and ids looked up."""
         self._hits += hits
-        self.misses += misses
+        self._misses += misses
         self.lookups += hits + misses if lookups is None else lookups
 
 
@@ -107,7 +138,10 @@ def stats_of(rows: CachedRows) -> dict[str, Any]:
     table = rows.table.stats()
     hits, misses = rows.statistics.hits, rows.statistics.misses
     lookups, moved = rows.statistics.lookups, table["moved_bytes"]
-    device_bytes = rows.parameter.nbytes + (0 if rows.notes is None else rows.notes.nbytes)
+    if isinstance(rows.table.codec, RawCodec):
+        moved += rows.statistics.brought_by_gpu * table["row_bytes"]  # which the table cannot count
+    beside = (rows.notes, rows.guests)
+    device_bytes = rows.parameter.nbytes + sum(each.nbytes for each in beside if each is not None)
     if rows.resident_cache is not None:
         on_gpu = rows.resident_cache.counted()
         hits, misses, moved = hits + on_gpu[0], misses + on_gpu[1], moved + on_gpu[2]

@@ -9,8 +9,9 @@ import numpy as np
 import torch
 
 from ..errors import BitslabError
-from .device_notes import notes_of
+from .device_notes import notes_of, take_notes
 from .gradients import (
+    NONE,
     Array,
     BackwardPass,
     Use,
@@ -21,8 +22,10 @@ from .gradients import (
     sparse_rows,
     track,
 )
+from .guests import let_go
 from .optimizers import OptimizerLink, has_stepped, watch
 from .resident_cache import with_spare
+from .sizes import resized, set_data
 from .state import RowState
 
 if TYPE_CHECKING:
@@ -78,6 +81,11 @@ class Training:
         if self._rows.trainable:
             watch(self._rows)
 
+    @property
+    def _on_host(self) -> bool:
+        """Whether everything is on the host, where results are bit for bit those of torch."""
+        return self._rows.device.type == "cpu" and self._rows.guests is None
+
     # Lookups whose gradient may come
 
     def hold(
@@ -100,7 +108,7 @@ class Training:
         whole : bool
             Whether the matrix is the parameter's.
         on_device : torch.Tensor, optional
-            int64 ``[n]``, the slots, where the host knows none of them since no row ever leaves.
+            int64 ``[n]``, the slots, where the host knows none of them before `know_slots`.
         """
         use = Use(slots, ids, self._rows.source.changes, on_device)
         self._live.add(use)
@@ -152,12 +160,12 @@ class Training:
             self._check_there(use)
             self._check_cleared("backward")
             this = self._this_pass()
+            if use.on_device is not None and self._collects(this, node, shape):
+                take_notes(rows)  # gradients are summed here by ids
             kept: torch.Tensor | None
             if grad.is_sparse:
                 kept = self._arrived_sparse(this, node, use, grad, slots, shape)
             elif self._collects(this, node, shape):
-                if use.on_device is not None:
-                    raise BitslabError("backward: the parameter has grown, but all rows were there")
                 rows_only = grad if slots is not None else grad[_on(use.slots, grad)]
                 self._collect(this, node, use, None, rows_only)
                 kept = None
@@ -166,11 +174,11 @@ class Training:
             else:
                 kept = grad
             use.used = True
-            if use.on_device is not None:
-                notes_of(rows).changed(use.on_device)
-                return kept
-            if not self._pending:
+            if not self._pending and not self._held_on_gpu:
                 self._version = rows.parameter._version
+            if use.on_device is not None:
+                notes_of(rows).changed(use.on_device, held=rows.guests is not None)
+                return kept
             rows.residents.dirty[use.slots] = True
             self._pending.append(use)
             return kept
@@ -194,7 +202,7 @@ class Training:
         others = rows.parameter.grad is not None or any(
             other is not use for other in self._waiting()
         )
-        summed = others and rows.device.type == "cpu" and accumulates(node)
+        summed = others and self._on_host and accumulates(node)
         if not summed and not self._collects(this, node, shape):
             return grad
         ids = torch.from_numpy(rows.residents.id_of)[grad._indices()[0].cpu()].to(grad.device)
@@ -216,6 +224,8 @@ class Training:
             use.used = True
 
     def _check_there(self, use: Use) -> None:
+        if use.on_device is not None:
+            return  # no row leaves before the host knows of the lookup
         id_of = self._rows.residents.id_of
         there = not len(use.slots) or use.slots.max() < len(id_of)
         if not there or not np.array_equal(id_of[use.slots], use.ids):
@@ -297,6 +307,7 @@ class Training:
                 del self._passes[number]
             if not taken:
                 return
+            take_notes(rows)
             for use, found, _ in taken:
                 self._make_resident(use, found)
             sparse: torch.Tensor | None = None
@@ -349,7 +360,7 @@ class Training:
         data = torch.cat([parameter.data[:first], fresh])
         grad = parameter.grad
         if grad is not None:
-            grad = _resized(grad, data.shape)
+            grad = resized(grad, data.shape)
         parameter.grad = None
         self._grown = True
         for link in self.links:
@@ -383,10 +394,70 @@ class Training:
     @property
     def idle(self) -> bool:
         """Whether no step is under way, so that the parameter is of its size."""
-        return not (self._pending or self._grown)
+        return not (self._pending or self._grown or self._rows.guests is not None)
+
+    @property
+    def in_pass(self) -> bool:
+        """Whether a backward pass is under way."""
+        return len(self._passes) > 0
+
+    @property
+    def in_use(self) -> bool:
+        """Whether a gradient may come, or waits for a step."""
+        held = self._held_on_gpu or bool(self._pending)
+        return held or self.in_pass or not all(use.used for use in self._live)
+
+    @property
+    def _held_on_gpu(self) -> bool:
+        notes = self._rows.notes
+        return notes is not None and notes.holding
+
+    @property
+    def looked_beside(self) -> bool:
+        """Whether there are lookups of rows beside the parameter, which may make it grow."""
+        return any(use.beside for use in self._live)
+
+    @property
+    def slots_on_gpu(self) -> bool:
+        """Whether there are lookups whose slots only the GPU knows."""
+        return any(use.on_device is not None for use in self._live)
+
+    def know_slots(self, held: Array = NONE) -> None:
+        """Take over from the GPU which slots are in use.
+
+        Parameters
+        ----------
+        held : numpy.ndarray
+            int64, those whose gradient waits for a step.
+        """
+        id_of = self._rows.residents.id_of
+        if len(held):
+            kept = Use(held, id_of[held])
+            kept.used = True
+            self._pending.append(kept)
+        for use in list(self._live):
+            if use.on_device is not None:
+                use.slots = np.unique(use.on_device.cpu().numpy())
+                use.ids = id_of[use.slots]
+                use.on_device = None
+
+    def settle_on_gpu(self) -> None:
+        """Do what `settle` does where the GPU knows the slots, and the parameter stays as it is."""
+        parameter, notes = self._rows.parameter, self._rows.notes
+        if notes is None or self.in_pass:
+            return
+        version = parameter._version
+        if parameter.grad is None or version != self._version:
+            self._pending.clear()
+            notes.release()
+        self._version = version
 
     def settle(self) -> None:
         """Let go of what earlier steps held, once they were taken."""
+        if self._rows.guests is not None:
+            self.settle_on_gpu()
+            let_go(self._rows)
+            self._grown = self._rows.residents.extra_rows > 0
         if self.idle or self._passes:
             return
         parameter = self._rows.parameter
@@ -423,6 +494,7 @@ class Training:
         residents, parameter = rows.residents, rows.parameter
         capacity = residents.capacity_rows
         slots = np.arange(capacity, len(residents.id_of))
+        slots = slots[residents.id_of[slots] >= 0]
         ids = residents.id_of[slots]
         rows.write_back(slots[residents.dirty[slots]])
         for link in self.links:
@@ -435,7 +507,7 @@ class Training:
         grad, parameter.grad = parameter.grad, None
         set_data(parameter, with_spare(parameter.data[:capacity].clone()))
         if grad is not None:
-            parameter.grad = kept = _resized(grad, parameter.shape)
+            parameter.grad = kept = resized(grad, parameter.shape)
             if len(_given(grad, slots)):
                 self._dropped = (kept, kept._version)
         self._grown = False
@@ -456,7 +528,7 @@ class Training:
         """Sum what a sparse gradient has of each row as torch does where ids are the indices."""
         rows = self._rows
         grad = rows.parameter.grad
-        if grad is None or not grad.is_sparse or grad.device.type != "cpu":
+        if grad is None or not grad.is_sparse or not self._on_host:
             return
         rows.parameter.grad = None
         self._add_sparse(self._by_id(grad).coalesce())
@@ -473,6 +545,8 @@ class Training:
                     self._rows.parameter.grad = grad
                 self._summed = None
             self._pending.clear()
+            if self._rows.notes is not None:
+                self._rows.notes.release()
             self._version = self._rows.parameter._version
 
     def link_of(self, optimizer: torch.optim.Optimizer) -> OptimizerLink | None:
@@ -525,25 +599,3 @@ def _given(grad: torch.Tensor, slots: Array) -> Array:
     nonzero = (grad[_on(slots, grad)] != 0).any(1)
     kept: Array = slots[nonzero.cpu().numpy()]
     return kept
-
-
-def _resized(grad: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """Return a gradient with another number of rows, others 0 or left out."""
-    n_rows = shape[0]
-    if grad.is_sparse:
-        indices, values = grad._indices(), grad._values()
-        kept = indices[0] < n_rows
-        return sparse_rows(indices[0, kept], values[kept], shape)
-    if grad.shape[0] >= n_rows:
-        return grad[:n_rows].clone()
-    more = grad.new_zeros(n_rows - grad.shape[0], *grad.shape[1:])
-    return torch.cat([grad, more])
-
-
-def set_data(parameter: torch.nn.Parameter, data: torch.Tensor) -> None:
-    """Give a parameter another number of rows."""
-    # Autograd's node that takes its gradient checks the shape of when it was made; it lives as long
-    # as any graph does, such as that of the last output, and is made anew only for another dtype.
-    other = torch.float32 if data.dtype is torch.float64 else torch.float64
-    # Both at once, as far as an interruption can tell.
-    parameter.data, parameter.data = torch.empty(0, dtype=other, device=data.device), data

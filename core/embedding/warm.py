@@ -26,6 +26,7 @@ def warm_up(
     order, how_often = ids_by_use(counts, len(rows))
     if not isinstance(warmup_ratio, (int, float)) or not 0 <= warmup_ratio <= 1:
         raise ArgumentError(f"warmup_ratio: {warmup_ratio!r:.60}, accepted are 0 to 1")
+    rows.training.settle()
     residents = rows.residents
     if len(residents.resident()):
         rows.flush(evict=True)

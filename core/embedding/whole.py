@@ -15,7 +15,7 @@ from .device_notes import take_notes
 from .gradients import Array
 from .lookups import to_device
 from .resident_cache import with_spare
-from .training import set_data
+from .sizes import set_data
 
 if TYPE_CHECKING:
     from .rows import CachedRows

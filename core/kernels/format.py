@@ -41,6 +41,9 @@ MAX_CACHED_ROW_WORDS = (1 << PACKED_BIT) - 1
 LINE_BYTES = 128
 BUCKET_ENTRIES = LINE_BYTES // 16
 NO_ID = -1  # the id of an empty entry
+NO_SLOT = -1  # the slot of a row that has none; smaller ones are marks of a lookup in hand
+#: In ids that are known to be good: nothing, whose row of the output is left as it is.
+NO_ROW = -(1 << 63)
 NOT_CACHED = -1  # the location of an id that has no entry
 
 # Bits are counted in 32-bit integers by the kernels; this keeps every bit offset of a row in range.

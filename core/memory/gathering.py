@@ -12,6 +12,7 @@ from ..codecs.base import (
     rows_as_bytes,
 )
 from ..kernels.cpu.prepared import PreparedTable
+from ..kernels.cuda import kernels_on
 from ..kernels.format import MAX_SLABS
 from ..transfer.gather import gather_copied_rows, gather_packed_rows
 from .arguments import checked_ids, target_device
@@ -120,6 +121,39 @@ def prepared_rows(table: HostTable) -> PreparedTable | None:
     return found[2]
 
 
+def readable_by_gpu(table: HostTable) -> bool:
+    """Tell whether GPUs can read the rows where they are; page-lock them if they are to."""
+    buffer = table._parts.buffers.get("words")
+    return bool(table._pin and buffer is not None and buffer.ensure_pinned())
+
+
+def some_on_gpu(table: HostTable, ids: torch.Tensor, out: torch.Tensor) -> None:
+    """Gather some rows on a GPU, on torch's current stream, for a reader inside the table's lock.
+
+    Parameters
+    ----------
+    table : HostTable
+        One that is `readable_by_gpu`.
+    ids : torch.Tensor
+        int64 ``[n]`` on the GPU, contiguous: good ones, which nobody checks, or NO_ROW.
+    out : torch.Tensor
+        As for `on_gpu`; rows of NO_ROW are left as they are.
+    """
+    device, parts = out.device, table._parts
+    kernels = kernels_on(device, tell=False)
+    table._gpus.add(device)
+    try:
+        if parts.raw:
+            raw = table._device_copies.raw_rows(table._rows)
+            kernels.copy_rows(raw, parts.row_bytes, ids, out)
+        else:
+            storage, layout = table._device_copies.get(device, table._rows)
+            counters = table.counters.on(device)
+            kernels.gather_rows(storage, layout, ids, out, counters=counters)
+    finally:
+        table._lock.mark_gpu_read(device)
+
+
 def on_gpu(
     table: HostTable,
     ids: torch.Tensor,
@@ -149,8 +183,7 @@ def on_gpu(
         Whether negative ids count from the end; they are out of range otherwise.
     """
     device, parts = out.device, table._parts
-    buffer = parts.buffers.get("words")
-    if not (table._pin and buffer is not None and buffer.ensure_pinned()):
+    if not readable_by_gpu(table):
         # The GPU cannot read the rows itself: the CPU gathers them, and a copy brings them.
         on_host = torch.empty(out.shape, dtype=out.dtype)
         wanted = ids.cpu()

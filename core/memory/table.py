@@ -352,6 +352,27 @@ class CompressedTable(HostTable):
         if cache is None:
             self._count(gathers=1, rows=n)
 
+    def readable_by_gpu(self) -> bool:
+        """Tell whether GPUs can read the packed rows where they are; page-lock them if so."""
+        with self._lock.reading():
+            self._check_open()
+            return gathering.readable_by_gpu(self)
+
+    def gather_some_on_gpu(self, ids: torch.Tensor, out: torch.Tensor) -> None:
+        """Gather on a GPU what of some ids is wanted, for callers that know the ids to be good.
+
+        Parameters
+        ----------
+        ids : torch.Tensor
+            int64 ``[n]``, contiguous, on the GPU: 0 to N - 1, or ``kernels.format.NO_ROW``, whose
+            row of `out` is left as it is.
+        out : torch.Tensor
+            As for `gather_on_gpu`; the table is `readable_by_gpu`.
+        """
+        with self._lock.reading():
+            self._check_open()
+            gathering.some_on_gpu(self, ids, out)
+
     def __getitem__(self, index: Index) -> torch.Tensor:
         """Return rows by an int, a slice, integers of any shape, or a bool mask ``[N]``."""
         ids = row_ids(index, len(self))

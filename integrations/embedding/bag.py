@@ -456,7 +456,8 @@ class CachedEmbeddingBag(TableModule):
     @property
     def num_miss_history(self) -> list[int]:
         """Different rows of each batch that were not."""
-        return self.rows.statistics.misses_history
+        with self.rows.lock:
+            return self.rows.statistics.misses_history
 
     @property
     def num_write_back_history(self) -> list[int]:

@@ -10,6 +10,7 @@ import torch
 
 from bitslab.embedding import CachedRows, EvictionStrategy
 from bitslab.embedding.device_notes import take_notes
+from bitslab.embedding.residents import Residents
 from bitslab.errors import ArgumentError
 
 
@@ -27,6 +28,14 @@ class CacheManager:
     def __init__(self, rows: CachedRows, evict_strategy: EvictionStrategy) -> None:
         self._rows = rows
         self._evict = evict_strategy
+
+    @property
+    def _residents(self) -> Residents:
+        """What is resident, the host's knowledge brought up to date."""
+        with self._rows.lock:
+            self._rows.training.settle()
+            take_notes(self._rows)
+            return self._rows.residents
 
     @property
     def num_embeddings(self) -> int:
@@ -48,7 +57,7 @@ class CacheManager:
     @property
     def cuda_available_row_num(self) -> int:
         """Slots of the cache that hold no row."""
-        return self._rows.residents.free_rows
+        return self._residents.free_rows
 
     @property
     def weight(self) -> torch.Tensor:
@@ -58,19 +67,21 @@ class CacheManager:
     @property
     def cuda_cached_weight(self) -> torch.nn.Parameter:
         """The resident rows ``[C, D]``."""
+        with self._rows.lock:
+            self._rows.training.settle()
         return self._rows.parameter
 
     @property
     def idx_map(self) -> torch.Tensor:
         """int64 ``[N]``: with DATASET the rank of each id by use, 0 the most used; else the ids."""
-        order = self._rows.residents.order
+        order = self._residents.order
         ranks = np.arange(len(self._rows)) if order is None else order.copy()
         return torch.from_numpy(ranks)
 
     @property
     def cached_idx_map(self) -> torch.Tensor:
         """int64 ``[C]``: the row in each slot, as `idx_map` numbers it, or -1."""
-        ids = self._rows.residents.id_of
+        ids = self._residents.id_of
         return torch.where(
             torch.from_numpy(ids) >= 0, self.idx_map[torch.from_numpy(np.maximum(ids, 0))], -1
         )
@@ -79,15 +90,13 @@ class CacheManager:
     def inverted_cached_idx(self) -> torch.Tensor:
         """int64 ``[N]``: the slot of each row, as `idx_map` numbers it, or -1."""
         slots = torch.empty(len(self._rows), dtype=torch.int64)
-        slots[self.idx_map] = torch.from_numpy(self._rows.residents.slot_of).to(torch.int64)
+        slots[self.idx_map] = torch.from_numpy(self._residents.slot_of).to(torch.int64)
         return slots
 
     @property
     def freq_cnter(self) -> torch.Tensor:
         """int64 ``[C]``: with LFU how often each resident row was looked up."""
-        with self._rows.lock:
-            take_notes(self._rows)
-            return torch.from_numpy(self._rows.residents.keys.copy())
+        return torch.from_numpy(self._residents.keys.copy())
 
     @property
     def num_hits_history(self) -> list[int]:
@@ -98,7 +107,8 @@ class CacheManager:
     @property
     def num_miss_history(self) -> list[int]:
         """Different rows of each batch that were not."""
-        return self._rows.statistics.misses_history
+        with self._rows.lock:
+            return self._rows.statistics.misses_history
 
     @property
     def num_write_back_history(self) -> list[int]:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.nn.functional as F
 
-from bitslab.embedding import CachedRows
+from bitslab import CompressedTable, RawCodec
+from bitslab.embedding import CachedRows, device_lookup, device_notes, lookups, optimizers
+from bitslab.kernels.cuda.launch import CudaKernels
+from bitslab.memory.host import HostBuffer
 from tests.helpers import same_bits
+from tests.simt.runner import SimtRunner
 
 #: Optimizers that are followed, and whether with sparse gradients.
 OPTIMIZERS: dict[str, tuple[Callable[..., torch.optim.Optimizer], bool]] = {
@@ -20,6 +26,33 @@ OPTIMIZERS: dict[str, tuple[Callable[..., torch.optim.Optimizer], bool]] = {
     "adagrad-sparse": (torch.optim.Adagrad, True),
     "sparse-adam": (torch.optim.SparseAdam, True),
 }
+
+
+@contextlib.contextmanager
+def told_on_device() -> Iterator[SimtRunner]:
+    """Let lookups in training go the way of ids on a GPU, with its kernels; yield their runner."""
+    runner = SimtRunner()
+    kernels = CudaKernels(runner)
+
+    def gather_some(table: CompressedTable, ids: torch.Tensor, out: torch.Tensor):
+        raw = isinstance(table.codec, RawCodec)
+        if raw:
+            rows = table._parts.raw_rows()
+            kernels.copy_rows(rows, table.row_bytes, ids, out)
+        else:
+            storage = table._rows.storage()
+            kernels.gather_rows(storage, table._rows.layout, ids, out, counters=None)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (device_lookup, device_notes, optimizers):
+            patch.setattr(module, "kernels_on", lambda device, tell=True: kernels)
+        patch.setattr(
+            lookups, "stays_on_gpu", lambda rows, ids, brings: rows.all_resident or brings
+        )
+        patch.setattr(CompressedTable, "readable_by_gpu", lambda table: True)
+        patch.setattr(CompressedTable, "gather_some_on_gpu", gather_some)
+        patch.setattr(HostBuffer, "pinned", True)
+        yield runner
 
 
 class Pair:
@@ -32,8 +65,11 @@ class Pair:
         dim: int = 4,
         optimizer: str = "sgd",
         seed: int = 0,
+        exact: bool = False,
         **options: Any,
     ):
+        #: Whether gradients are integers, whose sums do not depend on their order.
+        self.exact = exact
         self.generator = torch.Generator().manual_seed(seed)
         weight = torch.randn(n_rows, dim, generator=self.generator)
         self.plain = torch.nn.Parameter(weight.clone())
@@ -43,12 +79,14 @@ class Pair:
 
     def loss(self, ids: Iterable[int] | torch.Tensor, train: bool = True):
         """Look ids up in both; return the losses of both, with a factor for each element."""
-        ids = torch.as_tensor(list(ids) if not isinstance(ids, torch.Tensor) else ids)
+        ids = ids if isinstance(ids, torch.Tensor) else torch.tensor(list(ids), dtype=torch.int64)
         plain = F.embedding(ids, self.plain, sparse=self.sparse)
         weight, index = self.rows.lookup(ids, train=train, sparse=self.sparse)
         ours = F.embedding(index, weight, sparse=self.sparse)
         assert same_bits(plain, ours)
         factor = torch.randn(plain.shape, generator=self.generator)
+        if self.exact:
+            factor = factor.mul(8).round()
         return (plain * factor).sum(), (ours * factor).sum()
 
     def backward(self, *ids: Iterable[int]):

@@ -13,29 +13,17 @@ import numpy as np
 import pytest
 import torch
 
-from bitslab.embedding import EvictionStrategy, device_notes, lookups, statistics
+from bitslab.embedding import EvictionStrategy, device_notes, statistics
 from bitslab.errors import ArgumentTypeError
 from bitslab.integrations.embedding import CachedEmbeddingBag
-from bitslab.kernels.cuda.launch import CudaKernels
 from bitslab.kernels.cuda.runner import INDEX_ERROR
-from tests.embedding.support import OPTIMIZERS, Pair
+from tests.embedding.support import OPTIMIZERS, Pair, told_on_device
 from tests.helpers import same_bits
-from tests.simt.runner import SimtRunner
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
 
 N_ROWS = 40
 BATCHES = ((1, 2, 1), (39, 0, 7, 7, 7), range(N_ROWS), (5,), ())
-
-
-@contextlib.contextmanager
-def told_on_device():
-    """Let lookups of tables that are resident whole go the way of a GPU; yield its runner."""
-    runner = SimtRunner()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(device_notes, "kernels_on", lambda device: CudaKernels(runner))
-        patch.setattr(lookups, "stays_on_gpu", lambda rows, ids: rows.all_resident)
-        yield runner
 
 
 @pytest.fixture

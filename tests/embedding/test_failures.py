@@ -17,7 +17,7 @@ import torch
 import bitslab.embedding
 from bitslab import BitslabError, CompressedTable
 from bitslab.embedding.prefetch import Prefetched
-from tests.embedding.support import Pair, check_map
+from tests.embedding.support import Pair, check_map, told_on_device
 from tests.helpers import same_bits
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
@@ -72,6 +72,22 @@ WORK = {
     "warm-up": lambda pair: pair.rows.warm_up(torch.arange(30)),
     "prefetch": lambda pair: pair.rows.prefetch(torch.arange(20)),
 }
+
+
+@pytest.mark.parametrize("work", ["exchange", "inference", "flush", "warm-up"])
+def test_an_interruption_at_any_line_loses_nothing_that_a_gpu_has_brought(work):
+    number, reached = 1, [True]
+    with told_on_device():
+        while reached:
+            reached.clear()
+            pair = trained(exact=True)
+            with interrupted_at(number, reached):
+                WORK[work](pair)
+            assert same_bits(pair.plain, pair.rows.whole())
+            pair.train((1, 15, 16), (7, 8), range(10, 20), (20, 25))
+            pair.check()
+            number += 23
+    assert number > 200
 
 
 @pytest.mark.parametrize("work", WORK)

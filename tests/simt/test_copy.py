@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from bitslab.errors import ArgumentError
+from bitslab.kernels import cpu
 from bitslab.kernels.cuda import launch_copy
 from bitslab.kernels.cuda.launch_copy import (
     MAX_ROW_BYTES,
@@ -24,7 +25,7 @@ from bitslab.kernels.cuda.launch_copy import (
 from bitslab.kernels.cuda.launch_ids import IdScratch, check_ids, order_ids
 from bitslab.kernels.cuda.runner import INDEX_ERROR, NO_ERROR
 from bitslab.kernels.cuda.source import COPY_PIECES, PlainVariant, copy_variant
-from bitslab.kernels.format import LINE_BYTES
+from bitslab.kernels.format import LINE_BYTES, NO_ROW
 from tests.simt.module import guarded
 from tests.simt.runner import SimtRunner
 
@@ -339,3 +340,16 @@ def test_plans_are_kept_for_rows_of_one_size_only():
                 rows = table(n, row_bytes, stride, "start", offset)
                 assert_copies(rows, row_bytes, torch.randint(-n, n, (40,)), 0, plans=plans)
     assert 4 <= len(plans) <= 6
+
+
+@pytest.mark.parametrize("row_bytes", [1, 6, 16, 128, 2000])
+def test_rows_of_no_id_are_left_as_they_are(row_bytes):
+    rows = table(50, row_bytes, row_bytes, "end", 0)
+    ids = torch.tensor([3, NO_ROW, 49, 0, NO_ROW, NO_ROW, 3])
+    out, _ = output(len(ids), row_bytes, 0)
+    twin = out.clone()
+    copy_rows(SimtRunner(), rows, row_bytes, ids, out)
+    wanted = torch.where((ids >= 0)[:, None], rows[ids.clamp(0)], FILL)
+    assert torch.equal(out, wanted)
+    cpu.copy_rows(rows.contiguous(), row_bytes, ids, twin)
+    assert torch.equal(twin, wanted)

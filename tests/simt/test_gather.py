@@ -14,7 +14,7 @@ from bitslab.kernels import cpu
 from bitslab.kernels.cuda.runner import DAMAGED_ERROR, INDEX_ERROR, NO_ERROR
 from bitslab.kernels.cuda.source import Variant, all_variants
 from bitslab.kernels.cuda.tiles import STAGE_BYTES, chosen_shape
-from bitslab.kernels.format import MAX_SLABS, CacheStorage, RowFormat, TableStorage
+from bitslab.kernels.format import MAX_SLABS, NO_ROW, CacheStorage, RowFormat, TableStorage
 from tests.kernels.cases import TABLE_KINDS, Case, cache_of, make_case, table_of
 from tests.simt.module import guarded
 from tests.simt.runner import simt_kernels
@@ -274,6 +274,24 @@ def test_a_gather_that_checks_ids_itself_writes_all_or_nothing(row_bytes, cached
     out = torch.zeros(40, case.rows.shape[1], dtype=torch.uint8)
     kernels.gather_rows(table, case.layout, good[:40], out, cache=cache, lowest=-70)
     assert torch.equal(out, case.rows[good[:40].long()])
+    assert runner.mailbox[0] == NO_ERROR
+
+
+@pytest.mark.parametrize("row_bytes", [64, 256, 6 << 10])
+@pytest.mark.parametrize("kind", TABLE_KINDS)
+def test_rows_of_no_id_are_left_as_they_are(kind, row_bytes):
+    case = make_case(Variant("gather", 4, 3, False, True, 4), n_rows=70, row_bytes=row_bytes)
+    kernels, runner = simt_kernels(1)
+    table = table_of(case, kind)
+    ids = torch.from_numpy(np.random.default_rng(3).integers(0, 70, 200))
+    ids[torch.arange(0, 200, 3)] = NO_ROW
+    ids[100:160] = NO_ROW  # whole tiles of them
+    out = guarded(torch.full((200, case.rows.shape[1]), 7, dtype=torch.uint8))
+    counters = torch.zeros(2 * (MAX_SLABS + 1), dtype=torch.int64)
+    kernels.gather_rows(table, case.layout, ids, out, counters=counters)
+    wanted = torch.where((ids != NO_ROW)[:, None], case.rows[ids.clamp(0)], 7)
+    assert torch.equal(out, wanted)
+    assert counters[MAX_SLABS] == (ids != NO_ROW).sum()
     assert runner.mailbox[0] == NO_ERROR
 
 

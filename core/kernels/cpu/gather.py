@@ -333,7 +333,10 @@ def decode_fields(
 
 @njit(nogil=True, cache=True)
 def copy_rows(rows, stride_bytes, row_bytes, ids, n_rows, out, begin, end):
-    """Copy row ``ids[n]`` of `rows`, bytes `stride_bytes` apart, to ``out[n]``, n = begin..end."""
+    """Copy row ``ids[n]`` of `rows`, bytes `stride_bytes` apart, to ``out[n]``, n = begin..end.
+
+    Those of NO_ROW are left as they are.
+    """
     for n in range(begin, end):
         row = np.int64(ids[n])
         if row < 0:
@@ -343,8 +346,10 @@ def copy_rows(rows, stride_bytes, row_bytes, ids, n_rows, out, begin, end):
             coming = np.int64(ids[ahead])
             if coming < 0:
                 coming += n_rows
-            prefetch_bytes(rows, coming * stride_bytes, row_bytes)
-        copy_bytes(out, n * row_bytes, rows, row * stride_bytes, row_bytes)
+            if coming >= 0:
+                prefetch_bytes(rows, coming * stride_bytes, row_bytes)
+        if row >= 0:
+            copy_bytes(out, n * row_bytes, rows, row * stride_bytes, row_bytes)
 
 
 @njit(nogil=True, cache=True)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
+from ..format import NO_SLOT
 from .memory import prefetch
 
 # What a lookup adds to the worth of a row.
@@ -20,8 +21,6 @@ KEEP = 0
 COUNT_UP = 1  # how often it was looked up
 LAST_USE = 2  # when it was looked up
 
-#: In ``slot_of``: no slot; smaller ones mark rows of the batch in hand that have none.
-NO_SLOT = -1
 AHEAD = 16
 
 

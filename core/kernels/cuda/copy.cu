@@ -48,7 +48,7 @@ __device__ __forceinline__ piece_t piece_of(unit_t x, int p) {
 // through tiles of TILE units; step_rows rows and step_units units lie between two of its tiles. A
 // number t below 2^31 divided by `units` is the high word of t * multiplier, shifted right by `shift`;
 // for a single unit, whose multiplier would not fit, multiplier is 0. See division in launch_copy.py.
-// For first_bad and lowest see bad_position.
+// For first_bad and lowest see bad_position. A row whose id is NO_ROW is left as it is.
 extern "C" __global__ void __launch_bounds__(THREADS, 4)
     copy_rows(const u8* __restrict__ rows, u32 stride_bytes, i64 n_rows, int row_bytes, const void* __restrict__ ids,
               int id_bytes, const u32* __restrict__ order, i64 n, int units, u32 multiplier, int shift, int turned,
@@ -87,6 +87,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4)
 #pragma unroll
     for (int j = 0; j < UNROLL; ++j) {
       if (id[j] < 0) id[j] += n_rows;
+      if (id[j] < 0) {  // NO_ROW
+        wanted[j] = false;
+        id[j] = 0;
+      }
       const u8* from = rows + (u64)id[j] * stride_bytes;
       const int offset = PIECES == 1 ? 0 : (u32)(u64)from % UNIT_BYTES;
       const unit_t* aligned = (const unit_t*)(from - offset);

@@ -73,7 +73,8 @@ __device__ __forceinline__ void look_at_lengths(const Args& a, const Table& t, i
   }
 }
 
-// A row that eight lanes look after: its number, or NOTHING, and its row of `out`.
+// A row that eight lanes look after: its number, or NOTHING, and its row of `out`. NO_ROW among ids that
+// are known to be good is NOTHING too: its row of `out` is left as it is.
 #define NOTHING (-0x7fffffffffffffffLL - 1)
 struct Wanted {
   i64 row;

@@ -32,6 +32,7 @@ from .launch_ids import (
     map_insert,
     order_ids,
 )
+from .launch_slots import SlotFinder
 from .runner import Runner
 from .source import Variant
 from .tiles import THREADS, WARPS, aligned_to, has_byte_field
@@ -344,6 +345,18 @@ class CudaKernels:
     def map_find(self, entries: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """Look up the locations of ids; see `kernels.cpu.map_find`."""
         return map_find(self._runner, entries, ids)
+
+    def slot_finder(
+        self,
+        n_rows: int,
+        seen: torch.Tensor,
+        claims: torch.Tensor,
+        *,
+        slot_of: torch.Tensor | None = None,
+        adds: bool = False,
+    ) -> SlotFinder:
+        """Return what finds the slots of batches; see `launch_slots.SlotFinder`."""
+        return SlotFinder(self._runner, n_rows, seen, claims, slot_of=slot_of, adds=adds)
 
     def _row_blocks(self, n_rows: int, blocks_per_sm: int) -> int:
         return min(ceil_div(n_rows, WARPS), blocks_per_sm * self._runner.multiprocessors)

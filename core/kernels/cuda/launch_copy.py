@@ -65,7 +65,8 @@ def copy_rows(
     row_bytes : int
         Bytes of a row that are copied.
     ids : torch.Tensor
-        int32 or int64 ``[n]`` on the device; negative ones count from the end.
+        int32 or int64 ``[n]`` on the device; negative ones count from the end. Among int64 that are
+        known to be good, NO_ROW leaves a row of `out` as it is.
     out : torch.Tensor
         ``[n, ...]`` of any dtype, rows of row_bytes bytes, contiguous, on the device, at any
         address.

@@ -19,6 +19,7 @@ from ..format import (
     LINE_BYTES,
     MAX_SLABS,
     NO_ID,
+    NO_SLOT,
     NOT_CACHED,
     OFFSET_SHIFT,
     PACKED_BIT,
@@ -37,6 +38,7 @@ _KERNELS: dict[str, tuple[str, ...]] = {
     "copy": ("copy_rows",),
     "ids": ("check_ids", "reset_order", "count_ids", "order_ids"),
     "map": ("insert_ids", "find_ids"),
+    "slots": ("claim_slots", "give_slots"),
 }
 
 #: Fewest chunks a lane with which eight lanes can take a row.
@@ -163,7 +165,7 @@ class PlainVariant:
     Parameters
     ----------
     file : str
-        ``"copy"``, ``"ids"`` or ``"map"``.
+        ``"copy"``, ``"ids"``, ``"map"`` or ``"slots"``.
     settings : tuple of (str, int)
         The preprocessor's definitions.
     """
@@ -189,6 +191,8 @@ AnyVariant = Variant | PlainVariant
 IDS = PlainVariant("ids", (("BINS", ORDER_BINS),))
 #: The one compilation of the map from ids to locations.
 MAP = PlainVariant("map", tuple(CACHE_DEFINES.items()))
+#: The one compilation of the search for the slots of a batch.
+SLOTS = PlainVariant("slots", (("NO_SLOT", NO_SLOT),))
 
 
 def copy_variant(unit_bytes: int, piece_bytes: int) -> PlainVariant:
@@ -217,6 +221,7 @@ def all_variants() -> Iterator[AnyVariant]:
     """Yield every variant that the library can ask for."""
     yield IDS
     yield MAP
+    yield SLOTS
     for unit, pieces in COPY_PIECES.items():
         yield from (copy_variant(unit, piece) for piece in pieces)
     for width in CHUNK_BYTES:

@@ -1,0 +1,31 @@
+"""Giving a parameter, and its gradient, another number of rows."""
+
+from __future__ import annotations
+
+import torch
+
+from .gradients import sparse_rows
+
+
+def resized(grad: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """Return a gradient with another number of rows, others 0 or left out."""
+    n_rows = shape[0]
+    if grad.is_sparse:
+        indices, values = grad._indices(), grad._values()
+        if n_rows < grad.shape[0]:
+            kept = indices[0] < n_rows
+            indices, values = indices[:, kept], values[kept]
+        return sparse_rows(indices[0], values, shape)
+    if grad.shape[0] >= n_rows:
+        return grad[:n_rows].clone()
+    more = grad.new_zeros(n_rows - grad.shape[0], *grad.shape[1:])
+    return torch.cat([grad, more])
+
+
+def set_data(parameter: torch.nn.Parameter, data: torch.Tensor) -> None:
+    """Give a parameter another number of rows."""
+    # Autograd's node that takes its gradient checks the shape of when it was made; it lives as long
+    # as any graph does, such as that of the last output, and is made anew only for another dtype.
+    other = torch.float32 if data.dtype is torch.float64 else torch.float64
+    # Both at once, as far as an interruption can tell.
+    parameter.data, parameter.data = torch.empty(0, dtype=other, device=data.device), data

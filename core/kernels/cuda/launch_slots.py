@@ -1,0 +1,123 @@
+"""Where the rows of a batch lie in a cache, found by a GPU; see slots.cu."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from ..format import ceil_div
+from .runner import Runner
+from .source import SLOTS
+
+THREADS = 256  # of a block
+BLOCKS = 8  # of a multiprocessor
+
+
+class SlotFinder:
+    """Finds the slots of batches: `claim`, then what brings rows, then `give`, on one stream.
+
+    Parameters
+    ----------
+    runner : Runner
+        Of the device.
+    n_rows : int
+        Rows of the table, N.
+    seen : torch.Tensor
+        int32 ``[n_slots]`` on the device, zeros at first: the last batch that had each slot.
+    claims : torch.Tensor
+        int64 ``[2]`` on the device, 0 and -1 at first.
+    slot_of : torch.Tensor, optional
+        int32 ``[N]`` on the device: the slot of each row, or -1; each row lies in the slot of its
+        own number when left out.
+    adds : bool
+        Whether the use of a slot is how many ids were looked up there, or else the last batch.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        n_rows: int,
+        seen: torch.Tensor,
+        claims: torch.Tensor,
+        *,
+        slot_of: torch.Tensor | None = None,
+        adds: bool = False,
+    ) -> None:
+        self._most_blocks = BLOCKS * runner.multiprocessors
+        ids = (None, np.int32(0), np.int64(0), np.int64(n_rows), slot_of)
+        self._claim = runner.prepare(
+            SLOTS, "claim_slots", THREADS, [*ids, None, claims], [0, 1, 2, 5]
+        )
+        given = [np.int32(0), None, None, seen, np.int32(0), None, np.int32(adds), None, None]
+        self._give = runner.prepare(
+            SLOTS,
+            "give_slots",
+            THREADS,
+            [*ids, *given, claims, runner.mailbox],
+            [0, 1, 2, 5, 6, 7, 9, 10, 12, 13],
+        )
+
+    def claim(self, ids: torch.Tensor, wanted: torch.Tensor | None = None) -> None:
+        """Find the rows of a batch that have no slot, and look for ids out of range.
+
+        Parameters
+        ----------
+        ids : torch.Tensor
+            int32 or int64 ``[n]``, contiguous, on the device; n is not 0.
+        wanted : torch.Tensor, optional
+            int64 on the device, with room for all different ids without a slot: gets them, from
+            its begin on, in any order.
+        """
+        n = ids.shape[0]
+        to = 0 if wanted is None else wanted.data_ptr()
+        self._claim(self._blocks(n), ids.data_ptr(), ids.element_size(), n, to)
+
+    def give(
+        self,
+        ids: torch.Tensor,
+        slots: torch.Tensor,
+        tally: torch.Tensor,
+        number: int,
+        *,
+        uses: torch.Tensor | None = None,
+        first: int = 0,
+        told: int = 0,
+    ) -> None:
+        """Find the slots of the batch; an id out of range is told in the mailbox.
+
+        Parameters
+        ----------
+        ids : torch.Tensor
+            As given to `claim`.
+        slots : torch.Tensor
+            int64 ``[2, n]`` on the device, overwritten, both rows alike.
+        tally : torch.Tensor
+            int64 ``[2]`` on the device, zeros: gets the different rows that had a slot, and those
+            that had none.
+        number : int
+            Of the batch, 1 to 2^31 - 1, another one than that of the batches before.
+        uses : torch.Tensor, optional
+            int64 ``[n_slots]`` on the device: the use of each slot, if it is to be noted.
+        first : int
+            The slot of the first row that had none; the others follow.
+        told : int
+            Address of an int64 in page-locked host memory that gets the rows that had none, or 0.
+        """
+        n = ids.shape[0]
+        to = slots.data_ptr()
+        self._give(
+            self._blocks(n),
+            ids.data_ptr(),
+            ids.element_size(),
+            n,
+            first,
+            to,
+            to + 8 * n,
+            number,
+            0 if uses is None else uses.data_ptr(),
+            tally.data_ptr(),
+            told,
+        )
+
+    def _blocks(self, n: int) -> int:
+        return min(ceil_div(n, THREADS), self._most_blocks)

@@ -1,0 +1,667 @@
+"""Rows that a GPU brings by itself for lookups whose ids the host does not read.
+
+The CPU stands for the GPU here, with the GPU's own kernels behind it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import ctypes
+import gc
+import pickle
+
+import numpy as np
+import pytest
+import torch
+
+from bitslab import CompressedTable
+from bitslab.embedding import EvictionStrategy, device_notes, guests
+from bitslab.embedding.optimizers import OptimizerLink
+from bitslab.embedding.residents import Residents
+from bitslab.embedding.training import Training
+from bitslab.errors import BitslabError
+from bitslab.integrations.embedding import CachedEmbeddingBag
+from bitslab.kernels.cuda.launch_slots import SlotFinder
+from bitslab.kernels.cuda.runner import INDEX_ERROR
+from tests.embedding.support import OPTIMIZERS, Pair, check_map, told_on_device
+from tests.helpers import same_bits
+
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
+
+N_ROWS, CACHE_ROWS = 40, 8
+CODECS = {"packed": "ibp", "raw": "raw"}
+
+
+@pytest.fixture
+def runner():
+    with told_on_device() as runner:
+        yield runner
+
+
+def made(optimizer: str = "sgd", cache_rows: int = CACHE_ROWS, **options) -> Pair:
+    defaults = {"warmup_ratio": 1.0, "exact": True}
+    return Pair(N_ROWS, cache_rows, optimizer=optimizer, **defaults | options)
+
+
+def drawn(seed: int, n_batches: int, most: int = 12) -> list[list[int]]:
+    """Draw batches of up to so many ids, small ones more often."""
+    generator = np.random.default_rng(seed)
+    ids = [generator.geometric(0.12, generator.integers(0, most)) - 1 for _ in range(n_batches)]
+    return [np.minimum(batch, N_ROWS - 1).tolist() for batch in ids]
+
+
+def check_gpu_map(pair: Pair):
+    """Compare the GPU's map with the host's, which knows everything."""
+    found = pair.rows.guests
+    if found is not None:
+        found.catch_up(pair.rows)
+        assert np.array_equal(found._slot_of.numpy(), pair.rows.residents.slot_of)
+        ids = np.maximum(found._ids.numpy(), -1)
+        ids[pair.rows.residents.slot_of[ids] != np.arange(len(ids)) + pair.rows.cache_rows] = -1
+        assert np.array_equal(ids, pair.rows.residents.id_of[pair.rows.cache_rows :])
+    check_map(pair.rows)
+
+
+@pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS.keys())
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_steps_are_those_of_a_plain_parameter(runner, optimizer, codec):
+    pair = made(optimizer, codec=codec)
+    for number, ids in enumerate(drawn(1, 15)):
+        pair.train(ids)
+        assert pair.rows.guests is not None
+        if number % 7 == 6:
+            check_gpu_map(pair)
+            pair.check()
+    pair.check()
+    pair.rows.flush()
+    assert same_bits(pair.rows.table.decoded(0, N_ROWS), pair.plain)
+    assert pair.rows.parameter.shape == (CACHE_ROWS, 4)
+    pair.check()
+
+
+@pytest.mark.parametrize("evict", EvictionStrategy)
+def test_the_most_used_rows_stay(runner, evict):
+    counts = list(range(N_ROWS, 0, -1)) if evict is EvictionStrategy.DATASET else None
+    pair = made(evict=evict, counts=counts, cache_rows=6)
+    for _ in range(6):
+        pair.train((20, 21, 22), (20, 21), (30,), (31,), (32,), (33,))
+    pair.rows.training.settle()
+    resident = set(np.flatnonzero(pair.rows.residents.slot_of >= 0).tolist())
+    assert len(resident) == 6
+    if evict is EvictionStrategy.DATASET:
+        assert resident == set(range(6))
+    else:
+        assert {20, 21} <= resident
+    pair.check()
+    check_map(pair.rows)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "adagrad-sparse", "sparse-adam"])
+@pytest.mark.parametrize("seed", range(3))
+def test_whatever_else_happens_the_steps_are_those_of_a_plain_parameter(optimizer, seed):
+    generator = np.random.default_rng(seed)
+    evict = list(EvictionStrategy)[seed % 3]
+    pair = made(optimizer, evict=evict, cache_rows=(3, 8, 15)[seed % 3], codec="ibp")
+    pair.train((1, 2))
+
+    def by(way, *batches):
+        with told_on_device() if way else contextlib.nullcontext():
+            pair.train(*batches)
+
+    def two_lookups():
+        with told_on_device():
+            pair.backward(*drawn(int(generator.integers(1 << 30)), 2))
+        pair.step()
+
+    def mixed_lookups():
+        first, second = drawn(int(generator.integers(1 << 30)), 2)
+        with told_on_device():
+            one = pair.loss(first)
+        other = pair.loss(second)
+        for mine, theirs in zip(one, other, strict=True):
+            (mine + theirs).backward()
+        pair.step()
+
+    def accumulated():
+        with told_on_device():
+            for ids in drawn(int(generator.integers(1 << 30)), 3):
+                pair.backward(ids)
+        pair.step()
+
+    def kept_gradients():
+        with told_on_device():
+            pair.backward((3, 9, 30))
+        pair.step(clear=False)
+        pair.zero_grad(set_to_none=False)
+
+    def dropped():
+        with told_on_device():
+            pair.backward((5, 33))
+        pair.zero_grad()
+
+    def without_gradient():
+        with told_on_device(), torch.no_grad():
+            pair.rows.lookup(torch.tensor([7, 8, 39]), train=True)
+
+    def evaluated():
+        with torch.no_grad():
+            pair.loss((1, 38), train=False)
+
+    def loaded():
+        fresh = torch.randn(10, 4, generator=pair.generator)
+        pair.rows.load(fresh, 12)
+        pair.plain.data[12:22] = fresh
+
+    def copied():
+        assert same_bits(copy.deepcopy(pair.rows).whole(), pair.plain)
+
+    def brought():
+        with torch.no_grad():
+            pair.rows.bring(torch.tensor([11, 12]))
+
+    what = [
+        two_lookups,
+        mixed_lookups,
+        accumulated,
+        kept_gradients,
+        dropped,
+        without_gradient,
+        evaluated,
+        loaded,
+        copied,
+        brought,
+        pair.check,
+        lambda: check_gpu_map(pair),
+        lambda: pair.rows.flush(),
+        lambda: pair.rows.flush(evict=True),
+        lambda: pair.rows.warm_up(),
+        lambda: pair.rows.stats(),
+    ]
+    for ids in drawn(seed, 40):
+        by(generator.random() < 0.8, ids)
+        if generator.random() < 0.5:
+            what[generator.integers(len(what))]()
+            gc.collect()
+    pair.check()
+    check_gpu_map(pair)
+    pair.rows.flush()
+    assert same_bits(pair.rows.table.decoded(0, N_ROWS), pair.plain)
+
+
+def test_rows_that_are_there_do_not_move(runner):
+    pair = made()
+    pair.train(range(8))
+    changes = pair.rows.residents.changes
+    for _ in range(50):
+        pair.train((1, 5), (7, 0, 7))
+    assert pair.rows.residents.changes == changes
+    assert pair.rows.parameter.shape[0] == CACHE_ROWS + 20
+    pair.check()
+
+
+def test_what_is_counted_is_what_the_host_counts():
+    found = []
+    batches = [(1, 2, 1), (30, 0, 31, 31), (1, 30), (2,), ()]
+    for way in (told_on_device, contextlib.nullcontext):
+        bag = CachedEmbeddingBag(N_ROWS, 4, cache_ratio=0.25, warmup_ratio=1.0, device="cpu")
+        optimizer = torch.optim.SGD(bag.parameters(), lr=0.1)
+        for ids in batches:
+            with way():
+                optimizer.zero_grad()
+                bag(torch.tensor(ids, dtype=torch.int32), torch.arange(1)).sum().backward()
+                optimizer.step()
+        manager = bag.cache_weight_mgr
+        histories = (manager.num_hits_history, manager.num_miss_history)
+        stats = {name: bag.rows.stats()[name] for name in ("lookups", "hits", "misses")}
+        bag.rows.flush()
+        counts = dict(
+            zip(manager.cached_idx_map.tolist(), manager.freq_cnter.tolist(), strict=True)
+        )
+        found.append((histories, stats, counts, manager.cuda_cached_weight.shape))
+    assert found[0] == found[1]
+    assert found[0][0] == ([2, 1, 2, 1, 0], [0, 2, 0, 0, 0])
+
+
+class Behind:
+    """A GPU that tells of nothing until it is asked to."""
+
+    def __init__(self, monkeypatch):
+        self.told: list[tuple[int, torch.Tensor]] = []
+        give = SlotFinder.give
+
+        def later(finder, *arguments, told, **options):
+            here = torch.zeros(1, dtype=torch.int64)
+            give(finder, *arguments, told=here.data_ptr(), **options)
+            self.told.append((told, here))
+
+        monkeypatch.setattr(SlotFinder, "give", later)
+
+    def catch_up(self):
+        for told, here in self.told:
+            ctypes.c_int64.from_address(told).value = int(here)
+        self.told.clear()
+
+
+def waits(pair: Pair, monkeypatch) -> list[int]:
+    """Return a list that gets an entry for each time the host waits for the GPU."""
+    found: list[int] = []
+    wait = device_notes.wait_for_all
+
+    def noted(device):
+        found.append(1)
+        wait(device)
+
+    monkeypatch.setattr(guests, "wait_for_all", noted)
+    return found
+
+
+def test_a_host_that_is_ahead_waits_only_when_room_for_16_batches_is_used(runner, monkeypatch):
+    monkeypatch.setattr(guests, "PATIENCE_S", 0.01)
+    pair = made()
+    waited = waits(pair, monkeypatch)
+    behind = Behind(monkeypatch)
+    batch = (1, 2, 3, 4)
+    for _ in range(16):
+        pair.train(batch)
+    assert not waited
+    assert pair.rows.parameter.shape[0] == CACHE_ROWS + 16 * len(batch)
+    pair.train(batch)
+    assert len(waited) == 1
+    behind.catch_up()
+    for _ in range(10):
+        pair.train(batch)
+        behind.catch_up()
+    assert len(waited) == 1
+    pair.check()
+
+
+def test_a_host_that_is_not_ahead_never_waits_for_rows_that_are_there(runner, monkeypatch):
+    pair = made()
+    waited = waits(pair, monkeypatch)
+    for _ in range(100):
+        pair.backward((1, 2, 3), (4, 5))
+        pair.step()
+    assert not waited
+    assert pair.rows.parameter.shape[0] == CACHE_ROWS + 7
+
+
+def test_few_rows_that_miss_make_it_wait_seldom(runner, monkeypatch):
+    pair = made(cache_rows=20)
+    waited = waits(pair, monkeypatch)
+    for n in range(19):
+        pair.train((*range(9), 20 + n))
+    assert len(waited) == 1  # there is room for 25 rows, of which a batch may need 10
+    pair.check()
+
+
+def test_larger_batches_get_more_room(runner, monkeypatch):
+    pair = made()
+    waited = waits(pair, monkeypatch)
+    pair.train((1, 2), (0, 1, 2, 3, 4, 5, 6, 7), range(8))
+    assert not waited
+    pair.check()
+    pair.train(range(N_ROWS), range(N_ROWS))
+    pair.check()
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adagrad-sparse"])
+def test_gradients_of_the_step_before_are_cleared_after_the_lookup(runner, optimizer):
+    pair = made(optimizer)
+    for ids in ((1, 2), (30, 31), (1, 32, 33, 34, 35), (1, 30)):
+        losses = pair.loss(ids)
+        pair.zero_grad()
+        for loss in losses:
+            loss.backward()
+        pair.step(clear=False)
+    pair.zero_grad()
+    pair.check()
+
+
+def test_gradients_that_are_not_cleared_are_told(runner):
+    pair = made(cache_rows=2)
+    with pytest.raises(BitslabError, match="zero_grad"):
+        for first in range(0, N_ROWS, 2):
+            pair.backward((first, first + 1))
+            for optimizer in pair.optimizers:
+                optimizer.step()
+
+
+def test_a_second_backward_reaches_rows_that_stayed(runner):
+    pair = made()
+    losses = pair.loss((4, 5))
+    for loss in losses:
+        loss.backward(retain_graph=True)
+    pair.step()
+    pair.rows.flush()
+    for loss in losses:
+        loss.backward(retain_graph=True)
+    pair.step()
+    pair.check()
+
+
+def test_a_second_backward_is_refused_when_its_rows_have_left(runner):
+    pair = made(cache_rows=2)
+    _, loss = pair.loss((4, 30))
+    loss.backward(retain_graph=True)
+    pair.optimizers[1].step()
+    pair.zero_grad()
+    with torch.no_grad():
+        for first in range(0, N_ROWS, 2):
+            pair.rows.lookup(torch.tensor([first, first + 1]), train=True)
+    pair.rows.training.settle()
+    with pytest.raises(BitslabError, match="have left the cache"):
+        loss.backward()
+
+
+def test_rows_wait_for_their_gradient_however_long(runner):
+    pair = made(cache_rows=2)
+    losses = pair.loss((4, 30))
+    with torch.no_grad():
+        for first in range(0, N_ROWS, 2):
+            pair.rows.lookup(torch.tensor([first, first + 1]), train=True)
+    for loss in losses:
+        loss.backward()
+    with torch.no_grad():
+        for first in range(0, N_ROWS, 2):
+            pair.rows.lookup(torch.tensor([first, first + 1]), train=True)
+    pair.step()
+    pair.check()
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+@pytest.mark.parametrize("optimizer", ["adagrad", "sparse-adam"])
+def test_copies_have_everything(runner, how, optimizer):
+    pair = made(optimizer)
+    pair.train(*drawn(2, 5))
+    copied = how(pair.rows)
+    assert same_bits(copied.whole(), pair.plain)
+    assert same_bits(copied.table.decoded(0, N_ROWS), pair.plain)
+    pair.train(*drawn(3, 5))
+    pair.check()
+
+
+def test_training_goes_on_after_inference_mode(runner):
+    pair = made("adagrad")
+    with torch.inference_mode():
+        pair.rows.lookup(torch.tensor([1, 30]), train=True)
+    pair.train(*drawn(4, 8))
+    pair.check()
+
+
+INTERRUPTED = {
+    "claim": SlotFinder,
+    "gather_some_on_gpu": CompressedTable,
+    "restore_on_gpu": OptimizerLink,
+    "give": SlotFinder,
+}
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("where", INTERRUPTED)
+def test_an_interrupted_lookup_loses_nothing(runner, where, late, monkeypatch):
+    pair = made("adagrad")
+    pair.train((1, 2), (30, 31))
+    was = getattr(INTERRUPTED[where], where)
+
+    def interrupted(*arguments, **options):
+        if late:
+            was(*arguments, **options)
+        raise KeyboardInterrupt
+
+    for n in range(5):
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(INTERRUPTED[where], where, interrupted)
+            pair.rows.lookup(torch.tensor([n, 30 + n, N_ROWS - 1 - n]), train=True)
+        gc.collect()
+        pair.train((n, 32 + n), (3, 30))
+        check_gpu_map(pair)
+    assert not runner.mailbox.any()
+    pair.check()
+
+
+@pytest.mark.parametrize("where", ["move", "drop", "take_in", "make_room_for"])
+def test_an_interrupted_exchange_loses_nothing(runner, where, monkeypatch):
+    pair = made("adagrad", cache_rows=4)
+    pair.train((1, 2), (30, 31))
+    residents = type(pair.rows.residents)
+    was = getattr(residents, where)
+
+    def interrupted(self, *arguments):
+        found = was(self, *arguments)
+        if where == "make_room_for":
+            return found
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(residents, where, interrupted)
+        if where == "make_room_for":
+            patch.setattr(pair.rows.training, "save", interrupted_save)
+        pair.rows.training.settle()
+    pair.train((1, 30), (2, 31, 7, 8))
+    check_gpu_map(pair)
+    pair.check()
+
+
+def interrupted_save(*arguments):
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+@pytest.mark.parametrize("bad", [-1, N_ROWS])
+def test_a_bad_id_is_told(runner, bad, dtype):
+    rows = made().rows
+    weight, index = rows.lookup(torch.tensor([[3, 31], [bad, 2]], dtype=dtype), train=True)
+    assert runner.mailbox.tolist() == [INDEX_ERROR, 2, bad, N_ROWS]
+    assert same_bits(weight[index[0]], rows.whole()[[3, 31]])
+
+
+def test_padding_takes_no_gradient(runner):
+    weight = torch.randn(N_ROWS, 4)
+    bag = CachedEmbeddingBag.from_pretrained(
+        weight, freeze=False, mode="sum", padding_idx=35, cache_ratio=0.1, device="cpu"
+    )
+    plain = torch.nn.EmbeddingBag.from_pretrained(
+        weight.clone(), freeze=False, mode="sum", padding_idx=35
+    )
+    for module in (bag, plain):
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        for ids in ((35, 1, 30), (35, 35, 20, 21), (1, 30)):
+            optimizer.zero_grad()
+            module(torch.tensor(ids), torch.tensor([0, 2])).sum().backward()
+            optimizer.step()
+    assert bag.rows.guests is not None
+    assert same_bits(bag.weight, plain.weight)
+
+
+def test_too_little_memory_leaves_the_lookup_to_the_host(runner, monkeypatch):
+    pair = made("adagrad")
+
+    def full(data):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(guests, "PAUSE_LOOKUPS", 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(guests, "with_spare", full)
+        pair.train((1, 30))
+        pair.check()
+    pair.train((1, 30), (2, 31))
+    assert pair.rows.parameter.shape[0] == CACHE_ROWS
+    pair.train(*drawn(5, 4))
+    assert pair.rows.parameter.shape[0] > CACHE_ROWS
+    pair.check()
+
+
+def test_memory_that_a_gpu_cannot_read_leaves_the_lookup_to_the_host(runner, monkeypatch):
+    monkeypatch.setattr("bitslab.memory.host.HostBuffer.pinned", False)
+    pair = made("adagrad")
+    pair.train(*drawn(6, 5))
+    assert pair.rows.guests is None
+    pair.check()
+    pair = made("sgd")
+    pair.train((1, 30))
+    assert pair.rows.guests is not None
+
+
+def times_made(monkeypatch) -> list[int]:
+    """Return a list that gets an entry for each time slots behind the cache are begun anew."""
+    found: list[int] = []
+    was = guests.Guests.__init__
+
+    def noted(self, rows):
+        found.append(1)
+        was(self, rows)
+
+    monkeypatch.setattr(guests.Guests, "__init__", noted)
+    return found
+
+
+def test_lookups_of_different_sizes_in_a_step_soon_find_room(runner, monkeypatch):
+    pair = made()
+    waited, begun = waits(pair, monkeypatch), times_made(monkeypatch)
+    for _ in range(20):
+        pair.backward((1,), range(8))
+        pair.step()
+    assert len(waited) <= 2 and len(begun) <= 2
+    pair.check()
+
+
+def test_steps_of_many_lookups_that_miss_soon_find_room(runner, monkeypatch):
+    pair = made(cache_rows=20)
+    begun = times_made(monkeypatch)
+    for n in range(20):
+        for k in range(4):
+            away = 4 * n + k
+            pair.backward(((n + k) % 20, 20 + away % 20, 20 + (away + 7) % 20))
+        pair.step()
+    assert len(begun) <= 4
+    pair.check()
+
+
+def test_a_gpu_that_is_a_little_behind_is_not_waited_for(runner, monkeypatch):
+    monkeypatch.setattr(guests, "MOST_BATCHES", 3)
+    pair = made()
+    waited = waits(pair, monkeypatch)
+    behind = Behind(monkeypatch)
+    monkeypatch.setattr("time.sleep", lambda seconds: behind.catch_up())
+    for _ in range(20):
+        pair.train((1, 2, 3))
+    assert not waited
+    pair.check()
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "sgd-sparse", "adagrad-sparse"])
+def test_an_earlier_batch_that_did_not_fit_may_be_kept(optimizer):
+    pair = made(optimizer)
+    kept = pair.loss(range(20))
+    for loss in kept:
+        loss.backward(retain_graph=True)
+    pair.step()
+    with told_on_device():
+        pair.train((1, 30, 31), (2, 30, 32))
+        for loss in kept:
+            loss.backward(retain_graph=True)
+        pair.step()
+        pair.train((1, 30, 31), (15, 17, 31))
+    pair.check()
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "sgd-sparse", "adagrad-sparse"])
+def test_lookups_of_the_gpu_and_the_host_share_a_backward_pass(optimizer):
+    pair = made(optimizer, cache_rows=12)
+    early = pair.loss((1, 2, 3))
+    for loss in early:
+        loss.backward(retain_graph=True)
+    pair.step()
+    with told_on_device():
+        pair.train((1, 30, 31))
+        late = pair.loss((2, 30, 32))
+        for one, other in zip(early, late, strict=True):
+            (one + other).backward()
+        pair.step()
+        pair.train((1, 30, 31))
+        check_gpu_map(pair)
+    pair.check()
+
+
+WIDENED = {
+    "notes": (device_notes.DeviceNotes, "write_to"),
+    "state": (OptimizerLink, "follow"),
+    "parameter": (guests, "set_data"),
+    "residents": (Residents, "add_slots"),
+}
+
+
+@pytest.mark.parametrize(
+    "error", [KeyboardInterrupt, torch.OutOfMemoryError], ids=lambda e: e.__name__
+)
+@pytest.mark.parametrize("late", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("where", WIDENED)
+def test_an_interrupted_widening_loses_nothing(runner, where, late, error, monkeypatch):
+    monkeypatch.setattr(guests, "PAUSE_LOOKUPS", 1)
+    pair = made("adagrad")
+    pair.train((1, 2), (30, 31))
+    owner, name = WIDENED[where]
+    was = getattr(owner, name)
+    calls = []
+
+    def interrupted(*arguments):
+        calls.append(1)
+        if late or len(calls) > 1:
+            was(*arguments)
+        if len(calls) == 1:
+            raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, interrupted)
+        with contextlib.suppress(KeyboardInterrupt), torch.no_grad():
+            pair.rows.lookup(torch.tensor([3, 30, 32, 33, 34, 1]), train=True)
+    assert calls
+    for n in range(5):
+        pair.train((n, 32 + n, 3, 4, 5, 30), (3, 30))
+    check_gpu_map(pair)
+    pair.check()
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["before", "after"])
+def test_gradients_wait_for_their_step_though_the_host_was_interrupted(runner, late, monkeypatch):
+    pair = made(cache_rows=2)
+    pair.backward((4, 30))
+    know_slots = Training.know_slots
+
+    def interrupted(training, *held):
+        if late:
+            know_slots(training, *held)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Training, "know_slots", interrupted)
+        pair.rows.flush()
+    with torch.no_grad():
+        for first in range(0, N_ROWS, 2):
+            pair.rows.lookup(torch.tensor([first, first + 1]), train=True)
+    pair.step()
+    pair.check()
+
+
+def test_a_table_that_is_packed_anew_where_no_gpu_can_read_it_is_left_to_the_host(
+    runner, monkeypatch
+):
+    pair = made(codec="ibp")
+    pair.train((1, 30))
+    pair.rows.load(pair.plain.data.clone())
+    monkeypatch.setattr(CompressedTable, "readable_by_gpu", lambda table: False)
+    monkeypatch.setattr(CompressedTable, "gather_some_on_gpu", lambda *arguments: 1 / 0)
+    pair.train((2, 33))
+    pair.check()
+
+
+def test_what_is_on_the_device_is_counted(runner):
+    pair = made()
+    before = pair.rows.stats()["device_bytes"]
+    pair.train((1, 30))
+    found = pair.rows.guests
+    assert found is not None and pair.rows.notes is not None
+    beside = found.nbytes + pair.rows.notes.nbytes
+    more = pair.rows.parameter.nbytes + beside
+    assert pair.rows.stats()["device_bytes"] == more > before
