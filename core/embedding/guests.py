@@ -366,10 +366,10 @@ class Guests:
         guests = guests[np.argsort(-residents.keys[guests], kind="stable")]
         # As many as a batch brings come in any case, as where the host looks them up.
         of_a_batch = ceil_div(len(guests), max(1, self._lookups))
-        came = residents.id_of[guests]
-        slots, lost = residents.make_room_for(guests, of_a_batch), guests[:0]
-        self._lookups = 0
+        came, lost = residents.id_of[guests], guests[:0]
         try:
+            slots = residents.make_room_for(guests, of_a_batch)
+            self._lookups = 0
             moving, staying = guests[: len(slots)], guests[len(slots) :]
             left = slots[residents.id_of[slots] >= 0]
             gone = residents.id_of[left]

@@ -77,7 +77,7 @@ WORK = {
 @pytest.mark.parametrize("work", ["exchange", "inference", "flush", "warm-up"])
 def test_an_interruption_at_any_line_loses_nothing_that_a_gpu_has_brought(work):
     number, reached = 1, [True]
-    with told_on_device():
+    with told_on_device(twins=True):
         while reached:
             reached.clear()
             pair = trained(exact=True)

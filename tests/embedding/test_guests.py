@@ -106,17 +106,17 @@ def test_whatever_else_happens_the_steps_are_those_of_a_plain_parameter(optimize
     pair.train((1, 2))
 
     def by(way, *batches):
-        with told_on_device() if way else contextlib.nullcontext():
+        with told_on_device(twins=True) if way else contextlib.nullcontext():
             pair.train(*batches)
 
     def two_lookups():
-        with told_on_device():
+        with told_on_device(twins=True):
             pair.backward(*drawn(int(generator.integers(1 << 30)), 2))
         pair.step()
 
     def mixed_lookups():
         first, second = drawn(int(generator.integers(1 << 30)), 2)
-        with told_on_device():
+        with told_on_device(twins=True):
             one = pair.loss(first)
         other = pair.loss(second)
         for mine, theirs in zip(one, other, strict=True):
@@ -124,24 +124,24 @@ def test_whatever_else_happens_the_steps_are_those_of_a_plain_parameter(optimize
         pair.step()
 
     def accumulated():
-        with told_on_device():
+        with told_on_device(twins=True):
             for ids in drawn(int(generator.integers(1 << 30)), 3):
                 pair.backward(ids)
         pair.step()
 
     def kept_gradients():
-        with told_on_device():
+        with told_on_device(twins=True):
             pair.backward((3, 9, 30))
         pair.step(clear=False)
         pair.zero_grad(set_to_none=False)
 
     def dropped():
-        with told_on_device():
+        with told_on_device(twins=True):
             pair.backward((5, 33))
         pair.zero_grad()
 
     def without_gradient():
-        with told_on_device(), torch.no_grad():
+        with told_on_device(twins=True), torch.no_grad():
             pair.rows.lookup(torch.tensor([7, 8, 39]), train=True)
 
     def evaluated():
@@ -182,7 +182,6 @@ def test_whatever_else_happens_the_steps_are_those_of_a_plain_parameter(optimize
         by(generator.random() < 0.8, ids)
         if generator.random() < 0.5:
             what[generator.integers(len(what))]()
-            gc.collect()
     pair.check()
     check_gpu_map(pair)
     pair.rows.flush()
