@@ -183,8 +183,8 @@ class Guests:
 
     def _widen(self, rows: CachedRows, n_slots: int) -> None:
         """Let there be so many slots behind the cache."""
-        if rows.training.slots_on_gpu:
-            self.catch_up(rows)
+        if any(use.on_device is not None for use in rows.training.live):
+            self.catch_up(rows)  # their gradients will be of another number of slots
         # A number of rows that cannot be taken for that of the whole table.
         n_slots += self._first + n_slots == len(rows)
         more = n_slots - self.n_slots
@@ -420,7 +420,9 @@ def room_for(rows: CachedRows, n_ids: int) -> int | None:
     try:
         if guests is None:
             training.settle()
-            if not training.idle or training.in_use or training.looked_beside:
+            # Rows that were looked up beside the parameter may make it grow.
+            beside = any(use.beside for use in training.live)
+            if not training.idle or training.in_use or beside:
                 return None
             guests = rows.guests = Guests(rows)
         first = guests.make_room(rows, n_ids)

@@ -413,14 +413,9 @@ class Training:
         return notes is not None and notes.holding
 
     @property
-    def looked_beside(self) -> bool:
-        """Whether there are lookups of rows beside the parameter, which may make it grow."""
-        return any(use.beside for use in self._live)
-
-    @property
-    def slots_on_gpu(self) -> bool:
-        """Whether there are lookups whose slots only the GPU knows."""
-        return any(use.on_device is not None for use in self._live)
+    def live(self) -> list[Use]:
+        """The lookups whose graph is there."""
+        return list(self._live)
 
     def know_slots(self, held: Array = NONE) -> None:
         """Take over from the GPU which slots are in use.
@@ -435,7 +430,7 @@ class Training:
             kept = Use(held, id_of[held])
             kept.used = True
             self._pending.append(kept)
-        for use in list(self._live):
+        for use in self.live:
             if use.on_device is not None:
                 use.slots = np.unique(use.on_device.cpu().numpy())
                 use.ids = id_of[use.slots]

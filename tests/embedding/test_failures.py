@@ -74,25 +74,8 @@ WORK = {
 }
 
 
-@pytest.mark.parametrize("work", ["exchange", "inference", "flush", "warm-up"])
-def test_an_interruption_at_any_line_loses_nothing_that_a_gpu_has_brought(work):
-    number, reached = 1, [True]
-    with told_on_device(twins=True):
-        while reached:
-            reached.clear()
-            pair = trained(exact=True)
-            with interrupted_at(number, reached):
-                WORK[work](pair)
-            assert same_bits(pair.plain, pair.rows.whole())
-            pair.train((1, 15, 16), (7, 8), range(10, 20), (20, 25))
-            pair.check()
-            number += 23
-    assert number > 200
-
-
-@pytest.mark.parametrize("work", WORK)
-@pytest.mark.parametrize("options", [{}, {"cache": "packed"}], ids=["rows", "packed"])
-def test_an_interruption_at_any_line_loses_nothing(work, options):
+def interrupt_at_every(step: int, work: str, **options):
+    """Interrupt some work at every so many-th line; each time training goes on as ever."""
     number, reached = 1, [True]
     while reached:
         reached.clear()
@@ -102,9 +85,21 @@ def test_an_interruption_at_any_line_loses_nothing(work, options):
         assert same_bits(pair.plain, pair.rows.whole())
         pair.train((1, 15, 16), (7, 8), range(10, 20), (20, 25))
         pair.check()
-        # Each line would take long.
-        number += 13
+        number += step
     assert number > 20
+
+
+# Each line would take long.
+@pytest.mark.parametrize("work", WORK)
+@pytest.mark.parametrize("options", [{}, {"cache": "packed"}], ids=["rows", "packed"])
+def test_an_interruption_at_any_line_loses_nothing(work, options):
+    interrupt_at_every(13, work, **options)
+
+
+@pytest.mark.parametrize("work", ["exchange", "inference", "flush", "warm-up"])
+def test_an_interruption_at_any_line_loses_nothing_that_a_gpu_has_brought(work):
+    with told_on_device(twins=True):
+        interrupt_at_every(17, work, exact=True)
 
 
 @pytest.mark.parametrize("method", ["update", "gather"])
