@@ -102,7 +102,7 @@ def look_up_on_gpu(
             rows.guests.look_up(rows, flat, slots, tally, first, counts=counts)
         padding = None if padding_idx is None else int(rows.residents.slot_of[padding_idx])
     elif n:
-        finder = notes.whole_finder(len(rows))
+        finder = notes.finder(len(rows))
         finder.claim(flat)
         number = rows.residents.next_stamp()
         finder.give(flat, slots, tally, number, uses=notes.begin(counts=counts))

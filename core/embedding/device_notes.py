@@ -51,12 +51,12 @@ class DeviceNotes:
         self._fresh = False
         #: Whether gradients wait for a step.
         self.holding = False
-        self._whole_finder: SlotFinder | None = None
+        self._finder: SlotFinder | None = None
         # Of the last batch: what is between two launches of it must not be seen by another one.
         self._stream: torch.cuda.Stream | None = None
 
-    def finder(self, n_rows: int, slot_of: torch.Tensor | None) -> SlotFinder:
-        """Return what finds the slots of batches, for as long as there are as many.
+    def finder(self, n_rows: int, slot_of: torch.Tensor | None = None) -> SlotFinder:
+        """Return what finds the slots of batches; asked for each, since slots may be added.
 
         Parameters
         ----------
@@ -65,15 +65,13 @@ class DeviceNotes:
         slot_of : torch.Tensor, optional
             As for `SlotFinder`.
         """
-        adds = self._evict is EvictionStrategy.LFU
-        kernels = kernels_on(self.device, tell=False)
-        return kernels.slot_finder(n_rows, self._seen, self._claims, slot_of=slot_of, adds=adds)
-
-    def whole_finder(self, n_rows: int) -> SlotFinder:
-        """Return what `finder` does where each row lies in the slot of its number."""
-        if self._whole_finder is None:
-            self._whole_finder = self.finder(n_rows, None)
-        return self._whole_finder
+        if self._finder is None:
+            kernels = kernels_on(self.device, tell=False)
+            adds = self._evict is EvictionStrategy.LFU
+            self._finder = kernels.slot_finder(
+                n_rows, self._seen, self._claims, slot_of=slot_of, adds=adds
+            )
+        return self._finder
 
     def in_order(self) -> None:
         """Let what comes on the current stream wait for the last batch, if that was on another."""
@@ -106,22 +104,25 @@ class DeviceNotes:
             self._flags.bitwise_and_(DIRTY)
             self.holding = False
 
+    def by_slot(self) -> tuple[torch.Tensor | None, ...]:
+        """Return what the notes are written to."""
+        return self._flags, self._seen, self._uses
+
     def widened(self, more: int) -> tuple[torch.Tensor | None, ...]:
-        """Return what notes of so many slots more are written to; see `write_to`."""
-        there = (self._flags, self._seen, self._uses)
-        return tuple(t if t is None else torch.cat([t, t.new_zeros(more)]) for t in there)
+        """Return the same for so many slots more; see `write_to`."""
+        return tuple(t if t is None else torch.cat([t, t.new_zeros(more)]) for t in self.by_slot())
 
     def write_to(self, notes: tuple[torch.Tensor | None, ...]) -> None:
-        """Note everything in what `widened` has returned."""
+        """Write notes to other tensors, such as `widened` has returned."""
         flags, seen, uses = notes
         assert flags is not None and seen is not None
+        self._finder = None
         self._flags, self._seen, self._uses = flags, seen, uses
 
     @property
     def nbytes(self) -> int:
         """Bytes on the device."""
-        notes = (self._flags, self._seen, self._uses)
-        return sum(each.nbytes for each in notes if each is not None)
+        return sum(t.nbytes for t in self.by_slot() if t is not None)
 
     def take(self, rows: CachedRows) -> None:
         """Hand over to the host what it does not know; waits for the GPU if there is anything.

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 
-from ..kernels.cuda.launch_slots import SlotFinder
 from ..kernels.format import NO_ROW, NO_SLOT, ceil_div
 from ..memory.host import HostBuffer
 from .device_notes import notes_of, wait_for_all
@@ -51,6 +50,17 @@ class GuestRoom:
     slots: int = 0
     #: Lookups that are left to the host.
     pause: int = 0
+
+
+class _BySlot(NamedTuple):
+    """What there is for each slot on the device."""
+
+    data: torch.Tensor
+    grad: torch.Tensor | None
+    ids: torch.Tensor
+    notes: tuple[torch.Tensor | None, ...]
+    #: Of each optimizer.
+    states: list[dict[str, torch.Tensor]]
 
 
 @dataclass(slots=True)
@@ -94,7 +104,6 @@ class Guests:
         self._told_memory = HostBuffer.allocate(8 * MOST_STAYS)
         #: int64, of lookups: rows that have come, -1 until the GPU tells.
         self._told = self._told_memory.tensor.view(torch.int64).numpy()
-        self._finder: SlotFinder | None = None
         self._next_told = 0
         self._stays: list[_Stay] = []
         # From here on slots are free, but for what stays.
@@ -188,46 +197,56 @@ class Guests:
         # A number of rows that cannot be taken for that of the whole table.
         n_slots += self._first + n_slots == len(rows)
         more = n_slots - self.n_slots
-        parameter, notes, links = rows.parameter, notes_of(rows), rows.training.links
-        data, grad, ids = parameter.data, parameter.grad, self._ids
-        states = [link.states() for link in links]
-        self._check_memory(more, [data, data, *(t for each in states for t in each.values())])
-        old_notes = notes.widened(0)
+        before = self._by_slot(rows)
         with torch.inference_mode(False), torch.no_grad():
             # All memory first.
-            grown = data.new_zeros(data.shape[0] + more, data.shape[1])
-            grown[: data.shape[0]] = data
-            grown = with_spare(grown)
-            new_grad = None if grad is None else resized(grad, grown.shape)
-            new_states = [link.widened(more) for link in links]
-            new_notes = notes.widened(more)
-            new_ids = torch.cat([ids, ids.new_full((more,), NO_ROW)])
+            self._check_memory(more, before)
+            after = self._widened(rows, more)
             try:
-                self._finder = None
-                self._ids = new_ids
-                notes.write_to(new_notes)
-                for link, state in zip(links, new_states, strict=True):
-                    link.follow(state)
-                parameter.grad = None
-                set_data(parameter, grown)
-                parameter.grad = new_grad
-                rows.residents.add_slots(more)
+                self._let_be(rows, after)
+                rows.residents.grow(np.full(more, -1))
                 self._made_of = rows.residents.changes
             except BaseException:
-                if len(rows.residents.id_of) < len(grown):
-                    self._ids = ids
-                    notes.write_to(old_notes)
-                    for link, state in zip(links, states, strict=True):
-                        link.follow(state)
-                    parameter.grad = None
-                    set_data(parameter, data)
-                    parameter.grad = grad
+                if len(rows.residents.id_of) < len(after.data):
+                    self._let_be(rows, before)
                 raise
 
-    def _check_memory(self, more: int, of_rows: list[torch.Tensor]) -> None:
+    def _by_slot(self, rows: CachedRows) -> _BySlot:
+        """Return what there is for each slot on the device."""
+        states = [link.states() for link in rows.training.links]
+        parameter = rows.parameter
+        notes = notes_of(rows).by_slot()
+        return _BySlot(parameter.data, parameter.grad, self._ids, notes, states)
+
+    def _widened(self, rows: CachedRows, more: int) -> _BySlot:
+        """Return the same for so many slots more."""
+        data, grad, ids = rows.parameter.data, rows.parameter.grad, self._ids
+        grown = data.new_zeros(data.shape[0] + more, data.shape[1])
+        grown[: data.shape[0]] = data
+        return _BySlot(
+            with_spare(grown),
+            None if grad is None else resized(grad, grown.shape),
+            torch.cat([ids, ids.new_full((more,), NO_ROW)]),
+            notes_of(rows).widened(more),
+            [link.widened(more) for link in rows.training.links],
+        )
+
+    def _let_be(self, rows: CachedRows, those: _BySlot) -> None:
+        """Let other tensors be what there is for each slot."""
+        self._ids = those.ids
+        notes_of(rows).write_to(those.notes)
+        for link, states in zip(rows.training.links, those.states, strict=True):
+            link.follow(states)
+        rows.parameter.grad = None
+        set_data(rows.parameter, those.data)
+        rows.parameter.grad = those.grad
+
+    def _check_memory(self, more: int, there: _BySlot) -> None:
         """Raise OutOfMemoryError where so many rows more would take too much of what is free."""
         if self._device.type != "cuda":
             return
+        states = [t for each in there.states for t in each.values()]
+        of_rows = [there.data, there.data, *states]  # the gradient is as large as the rows
         needed = more * sum(t.element_size() * t[:1].numel() for t in of_rows)
         free = torch.cuda.mem_get_info(self._device)[0]
         free += torch.cuda.memory_reserved(self._device)
@@ -263,19 +282,18 @@ class Guests:
             Whether the batch counts for what leaves first.
         """
         notes, number = notes_of(rows), rows.residents.next_stamp()
-        if self._finder is None:
-            self._finder = notes.finder(len(rows), self._slot_of)
+        finder = notes.finder(len(rows), self._slot_of)
         stay = _Stay(first, min(len(ids), self._away), self._free_told())
         wanted = self._ids[first - self._first :][: stay.room]
         self._fresh = True
         self._lookups += 1
         self._stays.append(stay)
         try:
-            self._finder.claim(ids, wanted)
+            finder.claim(ids, wanted)
             rows.table.gather_some_on_gpu(wanted, rows.parameter.data[first : first + stay.room])
             for link in rows.training.links:
                 link.restore_on_gpu(wanted, first)
-            self._finder.give(
+            finder.give(
                 ids,
                 slots,
                 tally,
@@ -414,7 +432,7 @@ def room_for(rows: CachedRows, n_ids: int) -> int | None:
         known.pause -= 1
         return None
     rows.residents.make_sound()
-    training.settle_on_gpu()
+    training.release_taken()
     if any(not link.follows_on_gpu() for link in training.links):
         return None
     try:

@@ -290,17 +290,22 @@ class Residents:
         self.order, self.changes = order, changes + 1
 
     def grow(self, ids: Array) -> Array:
-        """Take rows that have no slot beyond the capacity; return their slots, int64."""
+        """Have slots beyond the capacity for rows that have none; return them, int64.
+
+        Parameters
+        ----------
+        ids : numpy.ndarray
+            int64 ``[n]``, -1 where a slot is to hold none.
+        """
         self.changes += 1
-        first = len(self.id_of)
-        slots = np.arange(first, first + len(ids))
+        slots = np.arange(len(self.id_of), len(self.id_of) + len(ids))
         grown = {"id_of": np.concatenate([self.id_of, ids])}
         for name in EACH_SLOT:
             old = getattr(self, name)
             grown[name] = np.concatenate([old, np.zeros(len(ids), old.dtype)])
         # At once, so that an interruption leaves them alike.
         self.__dict__.update(grown)
-        self.slot_of[ids] = slots
+        self.slot_of[ids[ids >= 0]] = slots[ids >= 0]
         return slots
 
     # Slots beyond the capacity that a GPU fills
@@ -309,15 +314,6 @@ class Residents:
         """Return the number of a batch that the host does not look up."""
         self._stamp += 1
         return self._stamp
-
-    def add_slots(self, n: int) -> None:
-        """Have so many slots more beyond the capacity, with no row."""
-        self.changes += 1
-        grown = {"id_of": np.concatenate([self.id_of, np.full(n, -1)])}
-        for name in EACH_SLOT:
-            old = getattr(self, name)
-            grown[name] = np.concatenate([old, np.zeros(n, old.dtype)])
-        self.__dict__.update(grown)
 
     def take_in(self, slots: Array, ids: Array) -> None:
         """Hear of rows int64 ``[n]`` that have come to slots beyond the capacity, or are there."""

@@ -83,8 +83,8 @@ class Training:
 
     @property
     def _on_host(self) -> bool:
-        """Whether everything is on the host, where results are bit for bit those of torch."""
-        return self._rows.device.type == "cpu" and self._rows.guests is None
+        """Whether gradients are summed on the host, bit for bit as torch sums them."""
+        return self._rows.device.type == "cpu"
 
     # Lookups whose gradient may come
 
@@ -436,32 +436,29 @@ class Training:
                 use.ids = id_of[use.slots]
                 use.on_device = None
 
-    def settle_on_gpu(self) -> None:
-        """Do what `settle` does where the GPU knows the slots, and the parameter stays as it is."""
+    def release_taken(self) -> None:
+        """Let go of gradients that a step has taken, or that were dropped."""
         parameter, notes = self._rows.parameter, self._rows.notes
-        if notes is None or self.in_pass:
+        if self.in_pass:
             return
-        version = parameter._version
-        if parameter.grad is None or version != self._version:
+        if parameter.grad is None or parameter._version != self._version:
             self._pending.clear()
-            notes.release()
-        self._version = version
+            if notes is not None:
+                notes.release()
+        self._version = parameter._version
 
     def settle(self) -> None:
         """Let go of what earlier steps held, once they were taken."""
+        if self.idle:
+            return
+        self.release_taken()
         if self._rows.guests is not None:
-            self.settle_on_gpu()
             let_go(self._rows)
             self._grown = self._rows.residents.extra_rows > 0
-        if self.idle or self._passes:
+        if self.in_pass:
             return
-        parameter = self._rows.parameter
-        version = parameter._version
-        if self._pending and (parameter.grad is None or version != self._version):
-            self._pending.clear()
-        elif len(self._pending) >= MANY_LOOKUPS:
+        if len(self._pending) >= MANY_LOOKUPS:
             self.let_go()
-        self._version = version
         if self._grown and not self._pending:
             capacity = self._rows.residents.capacity_rows
             if all(use.slots.max() < capacity for use in self._waiting()):

@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 import torch.nn.functional as F
 
-from bitslab import CompressedTable, RawCodec
-from bitslab.embedding import CachedRows, device_lookup, device_notes, lookups, optimizers
-from bitslab.kernels import cpu
-from bitslab.kernels.cpu import slots
-from bitslab.kernels.cuda.launch import CudaKernels
-from bitslab.memory.host import HostBuffer
+from bitslab.embedding import CachedRows
 from tests.helpers import same_bits
-from tests.simt.runner import SimtRunner
 
 #: Optimizers that are followed, and whether with sparse gradients.
 OPTIMIZERS: dict[str, tuple[Callable[..., torch.optim.Optimizer], bool]] = {
@@ -29,79 +20,6 @@ OPTIMIZERS: dict[str, tuple[Callable[..., torch.optim.Optimizer], bool]] = {
     "adagrad-sparse": (torch.optim.Adagrad, True),
     "sparse-adam": (torch.optim.SparseAdam, True),
 }
-
-
-class TwinKernels:
-    """The kernels' twins on the CPU in the place of the kernels, for long tests."""
-
-    def slot_finder(self, n_rows, seen, claims, *, slot_of=None, adds=False) -> TwinFinder:
-        return TwinFinder(n_rows, seen, claims, slot_of, adds)
-
-    def copy_rows(self, rows, row_bytes, ids, out):
-        cpu.copy_rows(rows, row_bytes, ids, out.view(len(ids), -1).view(torch.uint8))
-
-
-class TwinFinder:
-    """What `SlotFinder` does, by the twins."""
-
-    def __init__(self, n_rows, seen, claims, slot_of, adds):
-        self.n_rows, self.adds = n_rows, adds
-        self.slot_of = np.empty(0, np.int32) if slot_of is None else slot_of.numpy()
-        self.seen, self.claims = seen.numpy(), claims.numpy()
-
-    def claim(self, ids, wanted=None):
-        to = np.empty(0, np.int64) if wanted is None else wanted.numpy()
-        slots.claim_slots(ids.numpy(), self.n_rows, self.slot_of, to, self.claims)
-
-    def give(self, ids, to, tally, number, *, uses=None, first=0, told=0):
-        count = np.zeros(1, np.int64)
-        slots.give_slots(
-            ids.numpy(),
-            self.n_rows,
-            self.slot_of,
-            first,
-            to[0].numpy(),
-            to[1].numpy(),
-            self.seen,
-            number,
-            np.empty(0, np.int64) if uses is None else uses.numpy(),
-            self.adds,
-            tally.numpy(),
-            count,
-            self.claims,
-        )
-        if told:
-            ctypes.c_int64.from_address(told).value = int(count[0])
-
-
-@contextlib.contextmanager
-def told_on_device(*, twins: bool = False) -> Iterator[SimtRunner]:
-    """Let lookups in training go the way of ids on a GPU, with its kernels; yield their runner.
-
-    With `twins` the kernels' twins take their place, which need a tenth of the time.
-    """
-    runner = SimtRunner()
-    kernels: Any = TwinKernels() if twins else CudaKernels(runner)
-
-    def gather_some(table: CompressedTable, ids: torch.Tensor, out: torch.Tensor):
-        if twins:
-            there = ids >= 0
-            out[there] = table.gather(ids[there])
-        elif isinstance(table.codec, RawCodec):
-            kernels.copy_rows(table._parts.raw_rows(), table.row_bytes, ids, out)
-        else:
-            kernels.gather_rows(table._rows.storage(), table._rows.layout, ids, out)
-
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (device_lookup, device_notes, optimizers):
-            patch.setattr(module, "kernels_on", lambda device, tell=True: kernels)
-        patch.setattr(
-            lookups, "stays_on_gpu", lambda rows, ids, brings: rows.all_resident or brings
-        )
-        patch.setattr(CompressedTable, "readable_by_gpu", lambda table: True)
-        patch.setattr(CompressedTable, "gather_some_on_gpu", gather_some)
-        patch.setattr(HostBuffer, "pinned", True)
-        yield runner
 
 
 class Pair:

@@ -17,19 +17,14 @@ from bitslab.embedding import EvictionStrategy, device_notes, statistics
 from bitslab.errors import ArgumentTypeError
 from bitslab.integrations.embedding import CachedEmbeddingBag
 from bitslab.kernels.cuda.runner import INDEX_ERROR
-from tests.embedding.support import OPTIMIZERS, Pair, told_on_device
+from tests.embedding.on_device import told_on_device
+from tests.embedding.support import OPTIMIZERS, Pair
 from tests.helpers import same_bits
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
 
 N_ROWS = 40
 BATCHES = ((1, 2, 1), (39, 0, 7, 7, 7), range(N_ROWS), (5,), ())
-
-
-@pytest.fixture
-def runner():
-    with told_on_device() as runner:
-        yield runner
 
 
 def whole_pair(optimizer: str = "sgd", **options) -> Pair:

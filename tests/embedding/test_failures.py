@@ -17,7 +17,8 @@ import torch
 import bitslab.embedding
 from bitslab import BitslabError, CompressedTable
 from bitslab.embedding.prefetch import Prefetched
-from tests.embedding.support import Pair, check_map, told_on_device
+from tests.embedding.on_device import told_on_device
+from tests.embedding.support import Pair, check_map
 from tests.helpers import same_bits
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")

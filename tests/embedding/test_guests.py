@@ -8,59 +8,24 @@ from __future__ import annotations
 import contextlib
 import copy
 import ctypes
-import gc
 import pickle
 
 import numpy as np
 import pytest
 import torch
 
-from bitslab import CompressedTable
 from bitslab.embedding import EvictionStrategy, device_notes, guests
-from bitslab.embedding.optimizers import OptimizerLink
-from bitslab.embedding.residents import Residents
-from bitslab.embedding.training import Training
 from bitslab.errors import BitslabError
 from bitslab.integrations.embedding import CachedEmbeddingBag
 from bitslab.kernels.cuda.launch_slots import SlotFinder
 from bitslab.kernels.cuda.runner import INDEX_ERROR
-from tests.embedding.support import OPTIMIZERS, Pair, check_map, told_on_device
+from tests.embedding.on_device import CACHE_ROWS, N_ROWS, check_gpu_map, drawn, made, told_on_device
+from tests.embedding.support import OPTIMIZERS, Pair, check_map
 from tests.helpers import same_bits
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
 
-N_ROWS, CACHE_ROWS = 40, 8
 CODECS = {"packed": "ibp", "raw": "raw"}
-
-
-@pytest.fixture
-def runner():
-    with told_on_device() as runner:
-        yield runner
-
-
-def made(optimizer: str = "sgd", cache_rows: int = CACHE_ROWS, **options) -> Pair:
-    defaults = {"warmup_ratio": 1.0, "exact": True}
-    return Pair(N_ROWS, cache_rows, optimizer=optimizer, **defaults | options)
-
-
-def drawn(seed: int, n_batches: int, most: int = 12) -> list[list[int]]:
-    """Draw batches of up to so many ids, small ones more often."""
-    generator = np.random.default_rng(seed)
-    ids = [generator.geometric(0.12, generator.integers(0, most)) - 1 for _ in range(n_batches)]
-    return [np.minimum(batch, N_ROWS - 1).tolist() for batch in ids]
-
-
-def check_gpu_map(pair: Pair):
-    """Compare the GPU's map with the host's, which knows everything."""
-    found = pair.rows.guests
-    if found is not None:
-        found.catch_up(pair.rows)
-        assert np.array_equal(found._slot_of.numpy(), pair.rows.residents.slot_of)
-        ids = np.maximum(found._ids.numpy(), -1)
-        ids[pair.rows.residents.slot_of[ids] != np.arange(len(ids)) + pair.rows.cache_rows] = -1
-        assert np.array_equal(ids, pair.rows.residents.id_of[pair.rows.cache_rows :])
-    check_map(pair.rows)
 
 
 @pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS.keys())
@@ -99,6 +64,7 @@ def test_the_most_used_rows_stay(runner, evict):
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "adagrad-sparse", "sparse-adam"])
 @pytest.mark.parametrize("seed", range(3))
+@pytest.mark.usefixtures("steps_as_on_gpu")
 def test_whatever_else_happens_the_steps_are_those_of_a_plain_parameter(optimizer, seed):
     generator = np.random.default_rng(seed)
     evict = list(EvictionStrategy)[seed % 3]
@@ -388,64 +354,6 @@ def test_training_goes_on_after_inference_mode(runner):
     pair.check()
 
 
-INTERRUPTED = {
-    "claim": SlotFinder,
-    "gather_some_on_gpu": CompressedTable,
-    "restore_on_gpu": OptimizerLink,
-    "give": SlotFinder,
-}
-
-
-@pytest.mark.parametrize("late", [False, True], ids=["before", "after"])
-@pytest.mark.parametrize("where", INTERRUPTED)
-def test_an_interrupted_lookup_loses_nothing(runner, where, late, monkeypatch):
-    pair = made("adagrad")
-    pair.train((1, 2), (30, 31))
-    was = getattr(INTERRUPTED[where], where)
-
-    def interrupted(*arguments, **options):
-        if late:
-            was(*arguments, **options)
-        raise KeyboardInterrupt
-
-    for n in range(5):
-        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(INTERRUPTED[where], where, interrupted)
-            pair.rows.lookup(torch.tensor([n, 30 + n, N_ROWS - 1 - n]), train=True)
-        gc.collect()
-        pair.train((n, 32 + n), (3, 30))
-        check_gpu_map(pair)
-    assert not runner.mailbox.any()
-    pair.check()
-
-
-@pytest.mark.parametrize("where", ["move", "drop", "take_in", "make_room_for"])
-def test_an_interrupted_exchange_loses_nothing(runner, where, monkeypatch):
-    pair = made("adagrad", cache_rows=4)
-    pair.train((1, 2), (30, 31))
-    residents = type(pair.rows.residents)
-    was = getattr(residents, where)
-
-    def interrupted(self, *arguments):
-        found = was(self, *arguments)
-        if where == "make_room_for":
-            return found
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(residents, where, interrupted)
-        if where == "make_room_for":
-            patch.setattr(pair.rows.training, "save", interrupted_save)
-        pair.rows.training.settle()
-    pair.train((1, 30), (2, 31, 7, 8))
-    check_gpu_map(pair)
-    pair.check()
-
-
-def interrupted_save(*arguments):
-    raise KeyboardInterrupt
-
-
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
 @pytest.mark.parametrize("bad", [-1, N_ROWS])
 def test_a_bad_id_is_told(runner, bad, dtype):
@@ -471,35 +379,6 @@ def test_padding_takes_no_gradient(runner):
             optimizer.step()
     assert bag.rows.guests is not None
     assert same_bits(bag.weight, plain.weight)
-
-
-def test_too_little_memory_leaves_the_lookup_to_the_host(runner, monkeypatch):
-    pair = made("adagrad")
-
-    def full(data):
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(guests, "PAUSE_LOOKUPS", 2)
-    with monkeypatch.context() as patch:
-        patch.setattr(guests, "with_spare", full)
-        pair.train((1, 30))
-        pair.check()
-    pair.train((1, 30), (2, 31))
-    assert pair.rows.parameter.shape[0] == CACHE_ROWS
-    pair.train(*drawn(5, 4))
-    assert pair.rows.parameter.shape[0] > CACHE_ROWS
-    pair.check()
-
-
-def test_memory_that_a_gpu_cannot_read_leaves_the_lookup_to_the_host(runner, monkeypatch):
-    monkeypatch.setattr("bitslab.memory.host.HostBuffer.pinned", False)
-    pair = made("adagrad")
-    pair.train(*drawn(6, 5))
-    assert pair.rows.guests is None
-    pair.check()
-    pair = made("sgd")
-    pair.train((1, 30))
-    assert pair.rows.guests is not None
 
 
 def times_made(monkeypatch) -> list[int]:
@@ -580,78 +459,6 @@ def test_lookups_of_the_gpu_and_the_host_share_a_backward_pass(optimizer):
         pair.step()
         pair.train((1, 30, 31))
         check_gpu_map(pair)
-    pair.check()
-
-
-WIDENED = {
-    "notes": (device_notes.DeviceNotes, "write_to"),
-    "state": (OptimizerLink, "follow"),
-    "parameter": (guests, "set_data"),
-    "residents": (Residents, "add_slots"),
-}
-
-
-@pytest.mark.parametrize(
-    "error", [KeyboardInterrupt, torch.OutOfMemoryError], ids=lambda e: e.__name__
-)
-@pytest.mark.parametrize("late", [False, True], ids=["before", "after"])
-@pytest.mark.parametrize("where", WIDENED)
-def test_an_interrupted_widening_loses_nothing(runner, where, late, error, monkeypatch):
-    monkeypatch.setattr(guests, "PAUSE_LOOKUPS", 1)
-    pair = made("adagrad")
-    pair.train((1, 2), (30, 31))
-    owner, name = WIDENED[where]
-    was = getattr(owner, name)
-    calls = []
-
-    def interrupted(*arguments):
-        calls.append(1)
-        if late or len(calls) > 1:
-            was(*arguments)
-        if len(calls) == 1:
-            raise error
-
-    with monkeypatch.context() as patch:
-        patch.setattr(owner, name, interrupted)
-        with contextlib.suppress(KeyboardInterrupt), torch.no_grad():
-            pair.rows.lookup(torch.tensor([3, 30, 32, 33, 34, 1]), train=True)
-    assert calls
-    for n in range(5):
-        pair.train((n, 32 + n, 3, 4, 5, 30), (3, 30))
-    check_gpu_map(pair)
-    pair.check()
-
-
-@pytest.mark.parametrize("late", [False, True], ids=["before", "after"])
-def test_gradients_wait_for_their_step_though_the_host_was_interrupted(runner, late, monkeypatch):
-    pair = made(cache_rows=2)
-    pair.backward((4, 30))
-    know_slots = Training.know_slots
-
-    def interrupted(training, *held):
-        if late:
-            know_slots(training, *held)
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Training, "know_slots", interrupted)
-        pair.rows.flush()
-    with torch.no_grad():
-        for first in range(0, N_ROWS, 2):
-            pair.rows.lookup(torch.tensor([first, first + 1]), train=True)
-    pair.step()
-    pair.check()
-
-
-def test_a_table_that_is_packed_anew_where_no_gpu_can_read_it_is_left_to_the_host(
-    runner, monkeypatch
-):
-    pair = made(codec="ibp")
-    pair.train((1, 30))
-    pair.rows.load(pair.plain.data.clone())
-    monkeypatch.setattr(CompressedTable, "readable_by_gpu", lambda table: False)
-    monkeypatch.setattr(CompressedTable, "gather_some_on_gpu", lambda *arguments: 1 / 0)
-    pair.train((2, 33))
     pair.check()
 
 
