@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from embedding_ids import Draw, trained_like
-from timing import cpu_seconds
+from timing import cpu_seconds_in_turn
 
 from bitslab.integrations.embedding import CachedEmbeddingBag
 
@@ -81,17 +81,12 @@ def _of_one_table(n_rows: int, row_bytes: int, arguments: argparse.Namespace) ->
                     continue
                 batches = [_drawn(draw, n, wanted) for _ in range(arguments.repetitions + 1)]
                 line: dict[str, Any] = {"row B": row_bytes, "ids": n, "law": kind, "rows": case}
-                rates = {}
-                for name, look_up in (("nn", plain), ("bitslab", bag), ("FBGEMM", fbgemm)):
-                    if look_up is None:
-                        continue
-                    out = look_up(batches[0], offsets)
-                    if not torch.equal(
-                        out.view(torch.int32), plain(batches[0], offsets).view(torch.int32)
-                    ):
-                        raise SystemExit(f"{name}: rows differ from nn.EmbeddingBag's")
-                    seconds = _seconds(look_up, batches, offsets)
-                    rates[name] = line[f"{name} M/s"] = n / seconds / 1e6
+                ways = {"nn": plain, "bitslab": bag, "FBGEMM": fbgemm}
+                rates = {
+                    name: n / seconds / 1e6
+                    for name, seconds in _seconds(ways, batches, offsets).items()
+                }
+                line |= {f"{name} M/s": rate for name, rate in rates.items()}
                 line["bitslab of nn"] = rates["bitslab"] / rates["nn"]
                 asked = {"all hit": HIT_SHARE, "none hit": MISS_SHARE}.get(case)
                 if asked is not None:
@@ -101,9 +96,20 @@ def _of_one_table(n_rows: int, row_bytes: int, arguments: argparse.Namespace) ->
     return found
 
 
-def _seconds(look_up: Lookup, batches: list[torch.Tensor], offsets: torch.Tensor) -> float:
-    """Return the median time of a batch; the first one is not counted."""
-    return cpu_seconds(lambda i: look_up(batches[i], offsets), len(batches) - 1)
+def _seconds(
+    ways: dict[str, Lookup | None], batches: list[torch.Tensor], offsets: torch.Tensor
+) -> dict[str, float]:
+    """Return the median time of a batch in each way that there is; the first is not counted."""
+    there = {name: look_up for name, look_up in ways.items() if look_up is not None}
+    expected = there["nn"](batches[0], offsets).view(torch.int32)
+    for name, look_up in there.items():
+        if not torch.equal(look_up(batches[0], offsets).view(torch.int32), expected):
+            raise SystemExit(f"{name}: rows differ from nn.EmbeddingBag's")
+    runs = {
+        name: lambda i, look_up=look_up: look_up(batches[i], offsets)
+        for name, look_up in there.items()
+    }
+    return cpu_seconds_in_turn(runs, len(batches) - 1)
 
 
 def _drawn(draw: Draw, n: int, wanted: torch.Tensor | None) -> torch.Tensor:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from embedding_ids import Draw, trained_like
 from bitslab.integrations.embedding import CachedEmbeddingBag
 
 Rows = list[dict[str, Any]]
-Bag = torch.nn.Module
+Step = Callable[[torch.Tensor], None]
 WARM_UP = 20
 BUSY_CYCLES = 200_000_000  # a tenth of a second, which no step takes
 OPTIMIZERS = {"SGD, sparse": (torch.optim.SGD, True), "Adagrad": (torch.optim.Adagrad, False)}
@@ -69,10 +70,21 @@ def _of_one_size(
 ) -> dict[str, Any]:
     kind, sparse = OPTIMIZERS[name]
     offsets = torch.arange(len(batches[0]), device="cuda")
+
+    def step_of(bag: torch.nn.Module) -> Step:
+        optimizer = kind(bag.parameters(), lr=0.01)
+
+        def step(ids: torch.Tensor) -> None:
+            optimizer.zero_grad()
+            bag(ids, offsets).sum().backward()
+            optimizer.step()
+
+        return step
+
     plain = torch.nn.EmbeddingBag.from_pretrained(
         weight.cuda(), freeze=False, mode="sum", sparse=sparse
     )
-    line: dict[str, Any] = {"on device": _microseconds(plain, kind, batches, offsets)}
+    line: dict[str, Any] = {"on device": _microseconds(step_of(plain), batches)}
     for way in ("ids on GPU", "ids on CPU"):
         bag = CachedEmbeddingBag.from_pretrained(
             weight,
@@ -84,42 +96,26 @@ def _of_one_size(
             ids_freq_mapping=draw.counts(),
             device="cuda",
         )
+        step = step_of(bag)
         ids = batches if way == "ids on GPU" else [each.cpu() for each in batches]
-        line[way] = _microseconds(bag, kind, ids, offsets)
+        line[way] = _microseconds(step, ids)
         if not torch.allclose(bag.weight, plain.weight.cpu(), rtol=0, atol=1e-6):
             raise SystemExit(f"{way}: rows differ from nn.EmbeddingBag's")
         if way == "ids on GPU":
             line["hit rate"] = bag.stats()["hit_rate"]
-            line["waits"] = _waits(bag, kind, batches, offsets)
+            line["waits"] = _waits(step, batches)
     line["ids on CPU / on GPU"] = line["ids on CPU"] / line["ids on GPU"]
     most = max(len(ids.unique()) for ids in batches)  # type: ignore[no-untyped-call]
     if arguments.colossalai is not None and most <= len(weight) * arguments.cache_ratio:
         theirs = colossalai_bag(
             arguments.colossalai, weight, arguments.cache_ratio, draw.counts(), sparse=sparse
         )
-        line["ColossalAI"] = _microseconds(theirs, kind, batches, offsets)
+        line["ColossalAI"] = _microseconds(step_of(theirs), batches)
         line["ColossalAI / on GPU"] = line["ColossalAI"] / line["ids on GPU"]
     return line
 
 
-def _stepper(bag: Bag, kind: type[torch.optim.Optimizer], offsets: torch.Tensor) -> Any:
-    optimizer = kind(bag.parameters(), lr=0.01)  # type: ignore[call-arg]
-
-    def step(ids: torch.Tensor) -> None:
-        optimizer.zero_grad()
-        bag(ids, offsets).sum().backward()
-        optimizer.step()
-
-    return step
-
-
-def _microseconds(
-    bag: Bag,
-    kind: type[torch.optim.Optimizer],
-    batches: list[torch.Tensor],
-    offsets: torch.Tensor,
-) -> float:
-    step = _stepper(bag, kind, offsets)
+def _microseconds(step: Step, batches: list[torch.Tensor]) -> float:
     for ids in batches[:WARM_UP]:
         step(ids)
     torch.cuda.synchronize()
@@ -130,14 +126,8 @@ def _microseconds(
     return 1e6 * (time.perf_counter() - begin) / (len(batches) - WARM_UP)
 
 
-def _waits(
-    bag: Bag,
-    kind: type[torch.optim.Optimizer],
-    batches: list[torch.Tensor],
-    offsets: torch.Tensor,
-) -> str:
+def _waits(step: Step, batches: list[torch.Tensor]) -> str:
     """Tell whether a step waits for a GPU that has other work."""
-    step = _stepper(bag, kind, offsets)
     for ids in batches[:4]:
         step(ids)
     torch.cuda.synchronize()

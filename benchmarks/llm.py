@@ -49,6 +49,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--model", default="llama", choices=tuple(RANDOM), help="default: %(default)s")
     add("--size", default="small", choices=tuple(SIZES), help="as in the example; %(default)s")
     add("--layers", type=positive, metavar="N", help="layers, when not those of the size")
+    add("--kv-heads", type=positive, metavar="N", help="K/V heads, when not those of the size")
     add("--dtype", default="bfloat16", choices=tuple(DTYPES), help="default: %(default)s")
     add("--prompt-tokens", type=positive, default=1920, metavar="N", help="default: %(default)s")
     add(
@@ -93,6 +94,12 @@ def scaled(parser: argparse.ArgumentParser, given: list[str] | None = None) -> a
         getattr(arguments, name) == parser.get_default(name)
         for name in ("prompt_tokens", "new_tokens")
     )
+    heads = SIZES[arguments.size].heads
+    if arguments.kv_heads and (arguments.model == "opt" or heads % arguments.kv_heads):
+        parser.error(
+            f"argument --kv-heads: {arguments.kv_heads} with {arguments.model} {arguments.size}, "
+            f"accepted are numbers that its {heads} heads are a multiple of; not with opt"
+        )
     on_cpu = device.type == "cpu"
     if arguments.scale is None:
         arguments.scale = CPU_SCALE if on_cpu and as_paper else 1.0

@@ -50,7 +50,11 @@ class Workload:
         self.folder = str(folder)
         self.steps = steps
         shape = SIZES[arguments.size]
-        self.shape = replace(shape, layers=arguments.layers or shape.layers)
+        self.shape = replace(
+            shape,
+            layers=arguments.layers or shape.layers,
+            kv_heads=arguments.kv_heads or shape.kv_heads,
+        )
         positions = arguments.prompt_tokens + arguments.new_tokens + 1
         with steps.step(f"making a random {arguments.model}, {arguments.size}"):
             write_random_model(
@@ -63,8 +67,8 @@ class Workload:
         a = self.arguments
         where = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
         return (
-            f"{a.model} {a.size} ({self.shape.layers} layers), {a.dtype}, {a.batch} x "
-            f"{a.prompt_tokens} tokens, {a.new_tokens} new ones, on {where}"
+            f"{a.model} {a.size} ({self.shape.layers} layers, {self.shape.kv_heads} K/V heads), "
+            f"{a.dtype}, {a.batch} x {a.prompt_tokens} tokens, {a.new_tokens} new ones, on {where}"
         )
 
     def prompt(self, i: int) -> Prompt:

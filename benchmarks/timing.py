@@ -27,6 +27,24 @@ def cpu_seconds(run: Callable[[int], object], repetitions: int) -> float:
     return statistics.median(times)
 
 
+def cpu_seconds_in_turn(
+    runs: Mapping[str, Callable[[int], object]], repetitions: int
+) -> dict[str, float]:
+    """Return the same of several that take turns, so that the machine changes under all alike.
+
+    Each time another one begins: what memory the allocator has kept, it finds first.
+    """
+    names = list(runs)
+    times: dict[str, list[float]] = {name: [] for name in names}
+    for i in range(repetitions + 1):
+        first = i % len(names)
+        for name in names[first:] + names[:first]:
+            begin = time.perf_counter()
+            runs[name](i)
+            times[name].append(time.perf_counter() - begin)
+    return {name: statistics.median(each[1:]) for name, each in times.items()}
+
+
 def gpu_seconds(run: Callable[[int], object], repetitions: int, warm_up: int = 2) -> float:
     """Return the median time of ``run(i)`` on torch's current stream, by CUDA events.
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from bitslab.errors import ArgumentError
@@ -42,7 +43,9 @@ def test_benchmark_measures_all_ways(
     text = out.read_text()
     told = capsys.readouterr()
     assert text in told.out + "\n"
-    assert "llama tiny (2 layers), bfloat16, 2 x 200 tokens, 4 new ones, on cpu" in text
+    assert (
+        "llama tiny (2 layers, 2 K/V heads), bfloat16, 2 x 200 tokens, 4 new ones, on cpu" in text
+    )
     for way in ("plain, on the device", "accelerate cpu_offload", "packed, streamed"):
         assert text.count(f"| {way} ") == 2  # generation, and single passes
     assert text.count("| raw, streamed ") == 1
@@ -125,6 +128,24 @@ class DFloat11:
             for pattern, parts in self._linear.items()
             if re.fullmatch(pattern, name)
         ]
+
+
+@pytest.mark.parametrize("heads, values", [([], 2), (["--kv-heads", "1"], 1)])
+def test_heads_of_keys_and_values_can_be_chosen(made: Any, heads: list[str], values: int) -> None:
+    with made(*heads) as work:
+        assert work.shape.kv_heads == values and f" {values} K/V heads)" in work.title
+        config = transformers.AutoConfig.from_pretrained(work.folder)
+    assert config.num_key_value_heads == values
+
+
+@pytest.mark.parametrize("options", [["--kv-heads", "3"], ["--kv-heads", "2", "--model", "opt"]])
+def test_heads_that_a_model_cannot_have_are_refused(
+    benchmark: Any, options: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        benchmark.scaled(benchmark.make_parser(), ["--size", "tiny", *options])
+    said = f"argument --kv-heads: {options[1]} with {'opt' if len(options) > 2 else 'llama'} tiny"
+    assert said in capsys.readouterr().err
 
 
 @pytest.fixture
