@@ -1,7 +1,8 @@
 """Checkpoints of models with cached tables, written and read piece by piece.
 
 The file is a plain safetensors file of the model's whole state dict: tables are in it as rows in
-the order of their ids, as any other model with the same names loads them.
+the order of their ids, as any other model with the same names loads them. An optimizer's state may
+stand beside it; see `optimizer_file`.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ import errno
 import json
 import os
 from collections import OrderedDict
-from collections.abc import Iterator
-from typing import Any, BinaryIO
+from collections.abc import Iterator, Mapping
+from typing import Any, BinaryIO, Protocol
 
 import torch
 
@@ -19,6 +20,7 @@ from ..container import PathLike, replacing
 from ..dtypes import dtype_name
 from ..errors import ArgumentError, ArgumentTypeError, CorruptedDataError, load_optional
 from ..memory.readonly import ReadOnlyTensor
+from .optimizer_file import KEY, PREFIX, LoadedOptimizer, SavedOptimizer
 from .rows import CachedRows
 
 #: Bytes that are decoded and written at once.
@@ -46,6 +48,13 @@ _NAMES = {
 _KINDS = (torch.Tensor, torch.nn.Parameter, ReadOnlyTensor)
 
 
+class _InPieces(Protocol):
+    """What stands for rows in a state dict, and gives them some at a time."""
+
+    def pieces(self) -> Iterator[torch.Tensor]:
+        """Yield them in the order of the ids."""
+
+
 class _Table:
     """Rows of a cached table that stand in a state dict."""
 
@@ -66,7 +75,7 @@ class _StateDict(OrderedDict[str, Any]):
 
     def __init__(self) -> None:
         super().__init__()
-        self.tables: dict[int, _Table] = {}
+        self.tables: dict[int, _InPieces] = {}
 
     def defer(self, key: str, rows: CachedRows, begin: int, end: int) -> None:
         """Take rows begin..end of a table."""
@@ -75,11 +84,17 @@ class _StateDict(OrderedDict[str, Any]):
         self[key] = table.stand_in
 
 
-def save_state(model: torch.nn.Module, path: PathLike) -> None:
+def save_state(
+    model: torch.nn.Module, path: PathLike, *, optimizer: torch.optim.Optimizer | None = None
+) -> None:
     """Write the state dict of a model to a safetensors file, cached tables piece by piece.
 
     The file can be read by `load_state`, and by ``safetensors.torch.load_file`` for a model with
     plain embeddings. What the state dict has under several names is in the file under each.
+
+    With an optimizer its state dict is in the file too, state of cached rows for all rows in the
+    order of their ids. Its tensors have names that begin with ``.optimizer.``, which a model loads
+    with ``strict=False`` only; `load_state` leaves them out.
 
     Parameters
     ----------
@@ -88,34 +103,51 @@ def save_state(model: torch.nn.Module, path: PathLike) -> None:
     path : str or os.PathLike
         Written under another name in the same folder and then renamed, so that it is the whole
         file or, after an error, what it was before.
+    optimizer : torch.optim.Optimizer, optional
+        One of the model's parameters, whose state is saved too.
 
     Raises
     ------
     ArgumentError, ArgumentTypeError
-        When it is no module, or its state dict holds what safetensors cannot.
+        When it is no module, or its state dict holds what safetensors cannot; when the optimizer is
+        none, has parameters that the model does not have, or is one that cached rows refuse.
     OSError
         When the file cannot be written.
 
     Notes
     -----
-    Memory: a few MB beyond the model, whatever the size of its tables.
+    Memory: a few MB beyond the model and the optimizer, whatever the size of the tables.
 
     Examples
     --------
+    >>> import torch
     >>> from bitslab.integrations.embedding import CachedEmbedding, load_state, save_state
-    >>> model = CachedEmbedding(1000, 16, device="cpu")
-    >>> save_state(model, "model.safetensors")  # doctest: +SKIP
-    >>> load_state(model, "model.safetensors")  # doctest: +SKIP
+    >>> model = CachedEmbedding(1000, 16, cache_ratio=0.1, device="cpu")
+    >>> optimizer = torch.optim.Adagrad(model.parameters())
+    >>> save_state(model, "model.safetensors", optimizer=optimizer)  # doctest: +SKIP
+    >>> load_state(model, "model.safetensors", optimizer=optimizer)  # doctest: +SKIP
     """
     _check_model(model)
     state = _StateDict()
     model.state_dict(destination=state)
+    metadata = {"format": "pt"}
+    found = [(key, _checked("model", key, value, state.tables)) for key, value in state.items()]
+    in_pieces: dict[int, _InPieces] = {**state.tables}
+    if optimizer is not None:
+        for key in state:
+            if key.startswith(PREFIX):
+                raise ArgumentError(
+                    f"model: its state dict holds {key!r}; names that begin with {PREFIX!r} are "
+                    "those of an optimizer's state"
+                )
+        saved = SavedOptimizer(model, optimizer)
+        metadata[KEY] = saved.text
+        in_pieces |= saved.rows
+        for key, value in saved.tensors.items():
+            found.append((key, _checked("optimizer", key, value, saved.rows)))
     # The widest elements first, so that each tensor lies where they may be mapped.
-    items = sorted(
-        ((key, _checked(key, value, state)) for key, value in state.items()),
-        key=lambda item: (-item[1].dtype.itemsize, item[0]),
-    )
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    items = sorted(found, key=lambda item: (-item[1].dtype.itemsize, item[0]))
+    header: dict[str, Any] = {"__metadata__": metadata}
     end = 0
     for key, t in items:
         begin, end = end, end + t.numel() * t.dtype.itemsize
@@ -127,15 +159,24 @@ def save_state(model: torch.nn.Module, path: PathLike) -> None:
         file.write(len(text).to_bytes(8, "little"))
         file.write(text)
         for _, t in items:
-            table = state.tables.get(id(t))
-            for piece in _pieces(t) if table is None else table.pieces():
+            rows = in_pieces.get(id(t))
+            for piece in _pieces(t) if rows is None else rows.pieces():
                 _write(file, piece)
         if file.tell() != 8 + len(text) + end:
             raise OSError(errno.EIO, "its size is not what was to be written", os.fspath(path))
 
 
-def load_state(model: torch.nn.Module, path: PathLike, *, strict: bool = True) -> Any:
+def load_state(
+    model: torch.nn.Module,
+    path: PathLike,
+    *,
+    strict: bool = True,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> Any:
     """Read a safetensors file into a model, cached tables piece by piece.
+
+    What `save_state` wrote of an optimizer is read too if there is one to take it. It may come from
+    a plain model, and go to one: names and shapes are those of the whole tables.
 
     Parameters
     ----------
@@ -145,6 +186,9 @@ def load_state(model: torch.nn.Module, path: PathLike, *, strict: bool = True) -
         As `save_state`, or ``safetensors.torch.save_file`` of a state dict, wrote it.
     strict : bool
         As for `torch.nn.Module.load_state_dict`, which is called.
+    optimizer : torch.optim.Optimizer, optional
+        Of the class of the one that was saved, over parameters of the same names in the same
+        groups, whose options it takes, as `torch.optim.Optimizer.load_state_dict` does.
 
     Returns
     -------
@@ -153,12 +197,15 @@ def load_state(model: torch.nn.Module, path: PathLike, *, strict: bool = True) -
 
     Raises
     ------
-    ArgumentTypeError
-        When it is no module.
+    ArgumentError, ArgumentTypeError
+        When it is no module; when the optimizer is none, has parameters that the model does not
+        have, is not like the one that was saved, or is one that cached rows refuse; when the file
+        holds no state of an optimizer. Neither model nor optimizer was changed.
     CorruptedDataError
-        When the file is no safetensors file, or truncated.
+        When the file is no safetensors file, truncated, or of a newer version.
     RuntimeError
-        When names or shapes do not fit, as from `torch.nn.Module.load_state_dict`.
+        When names or shapes do not fit, as from `torch.nn.Module.load_state_dict`; the optimizer
+        was not changed.
     OSError
         When the file cannot be read.
 
@@ -166,7 +213,7 @@ def load_state(model: torch.nn.Module, path: PathLike, *, strict: bool = True) -
     -----
     Memory: the file is mapped, and a table packed from it in pieces, which takes some 100 MB
     whatever its size. It is packed beside the one that it replaces, so that a packed table is there
-    twice for the time.
+    twice for the time. So is an optimizer's state of all rows, which lies in host memory.
     """
     _check_model(model)
     where = os.fspath(path)
@@ -176,12 +223,22 @@ def load_state(model: torch.nn.Module, path: PathLike, *, strict: bool = True) -
     open(where, "rb").close()  # its errors name the file, those of the library do not
     try:
         with safe_open(where, framework="pt") as file:
+            metadata = file.metadata() or {}
             state = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
     except SafetensorError as error:
         raise CorruptedDataError(
             f"{where}: no safetensors file, or truncated or damaged: {error}"
         ) from error
-    return model.load_state_dict(state, strict=strict)
+    saved = metadata.get(KEY)
+    of_optimizer = {}
+    if saved is not None:
+        of_optimizer = {key: state.pop(key) for key in list(state) if key.startswith(PREFIX)}
+    if optimizer is None:
+        return model.load_state_dict(state, strict=strict)
+    loaded = LoadedOptimizer(saved, of_optimizer, where, model, optimizer)
+    keys = model.load_state_dict(state, strict=strict)
+    loaded.load()
+    return keys
 
 
 def _check_model(model: object) -> None:
@@ -189,22 +246,26 @@ def _check_model(model: object) -> None:
         raise ArgumentTypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
 
 
-def _checked(key: str, value: object, state: _StateDict) -> torch.Tensor:
-    """Return what stands in a state dict if a file can hold it."""
+def _checked(
+    argument: str, key: str, value: object, in_pieces: Mapping[int, _InPieces]
+) -> torch.Tensor:
+    """Return what stands in the state dict of an argument if a file can hold it."""
     if not isinstance(value, torch.Tensor):
         raise ArgumentTypeError(
-            f"model: its state dict holds {key!r}, a {type(value).__name__}; a safetensors file "
-            "holds tensors only"
+            f"{argument}: its state dict holds {key!r}, a {type(value).__name__}; a safetensors "
+            "file holds tensors only"
         )
     if type(value) not in _KINDS or value.layout is not torch.strided or value.is_quantized:
         raise ArgumentTypeError(
-            f"model: its state dict holds {key!r}, a {type(value).__name__} of layout "
+            f"{argument}: its state dict holds {key!r}, a {type(value).__name__} of layout "
             f"{value.layout}; a safetensors file holds plain tensors only"
         )
-    if value.is_meta and id(value) not in state.tables:
-        raise ArgumentError(f"model: {key!r} is on the meta device, which has no values")
+    if value.is_meta and id(value) not in in_pieces:
+        raise ArgumentError(f"{argument}: {key!r} is on the meta device, which has no values")
     if value.dtype not in _NAMES:
-        raise ArgumentError(f"model: {key!r} is {dtype_name(value.dtype)}, unknown to safetensors")
+        raise ArgumentError(
+            f"{argument}: {key!r} is {dtype_name(value.dtype)}, unknown to safetensors"
+        )
     return value
 
 

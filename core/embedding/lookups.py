@@ -235,7 +235,8 @@ def _resident(
     """Return the rows of a batch that are all resident, its missing ones in `slots` by now."""
     residents = rows.residents
     all_slots = np.concatenate([slots, batch.touched])
-    if not wants_grad or sparse or rows.device.type != "cpu":
+    # A parameter of no rows, which a packed cache has, is none that torch takes for padding_idx.
+    if len(rows.parameter) and (not wants_grad or sparse or rows.device.type != "cpu"):
         index = residents.resolved(batch, slots)
         ids = residents.id_of[all_slots]
         return Found(rows.parameter.data, index, ids, all_slots, whole=True)
@@ -244,7 +245,8 @@ def _resident(
     ids, index, order = _in_order(residents.numbered(batch), residents.id_of[all_slots])
     all_slots = all_slots[order]
     matrix = _with_one_more(rows, len(ids))
-    torch.index_select(rows.parameter.data, 0, torch.from_numpy(all_slots), out=matrix[:-1])
+    here = to_device(all_slots, rows.device)
+    torch.index_select(rows.parameter.data, 0, here, out=matrix[:-1])
     return Found(matrix, index, ids, all_slots)
 
 
@@ -369,7 +371,7 @@ def _decode_on_gpu(
 
 
 def plain_lookup_on_gpu(
-    rows: CachedRows, ids: torch.Tensor, padding_idx: int | None
+    rows: CachedRows, ids: torch.Tensor, padding_idx: int | None, *, masked: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor, int | None] | None:
     """Look ids up in inference on a GPU, where there is nothing else to do.
 
@@ -381,6 +383,8 @@ def plain_lookup_on_gpu(
         int64 or int32, on that GPU.
     padding_idx : int, optional
         As for `CachedRows.lookup_padded`.
+    masked : bool
+        Whether bad ids are to be such as torch refuses; left out for a kernel that looks itself.
 
     Returns
     -------
@@ -392,11 +396,11 @@ def plain_lookup_on_gpu(
         frozen = rows.parameter.requires_grad and not rows.trainable
         if rows.closed or frozen or not rows.training.idle:
             return None
-        return _gathered_on_gpu(rows, ids, padding_idx)
+        return _gathered_on_gpu(rows, ids, padding_idx, masked=masked)
 
 
 def _gathered_on_gpu(
-    rows: CachedRows, ids: torch.Tensor, padding_idx: int | None
+    rows: CachedRows, ids: torch.Tensor, padding_idx: int | None, *, masked: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor, int | None]:
     """Do what `_decode_on_gpu` does with ids that are int32 or int64."""
     device, parameter, flat = rows.device, rows.parameter, ids
@@ -410,8 +414,9 @@ def _gathered_on_gpu(
         # A copy from pageable memory would make the host wait for the GPU.
         flat = host.pin_memory().to(device, non_blocking=True)
     if rows.cache == "rows" and rows.all_resident:
-        # torch takes negative ids for memory before the rows; so it refuses them.
-        flat = flat & torch.iinfo(flat.dtype).max
+        if masked:
+            # torch takes negative ids for memory before the rows; so it refuses them.
+            flat = flat & torch.iinfo(flat.dtype).max
         return parameter.data, flat.view(ids.shape), padding_idx
     cache = rows.cache_on_gpu()
     sort = None if cache is None else _pays_to_sort(rows, cache.counters, n)

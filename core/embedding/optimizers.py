@@ -1,13 +1,14 @@
-"""Optimizers of cached rows: which are right, and how their state follows the rows.
+"""Optimizers of cached rows, and how their state follows the rows.
 
-An optimizer sees the resident rows alone. That gives what it would do to the whole table exactly
-where a row without gradient stays as it is, and its state with it.
+An optimizer sees the resident rows alone; `refusals` says when that is right.
 """
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,56 +21,13 @@ from torch.optim.optimizer import (
 from ..errors import ArgumentError, ArgumentTypeError, BitslabError
 from ..kernels.cuda import kernels_on
 from .device_notes import take_notes
+from .refusals import ADVICE, why_refused
 from .state import RowState
 
 if TYPE_CHECKING:
     from .rows import CachedRows
 
 Array = np.ndarray[Any, Any]
-
-ADVICE = (
-    "use torch.optim.SGD without momentum and weight_decay, torch.optim.Adagrad without "
-    "weight_decay, or with sparse=True torch.optim.SparseAdam; for an optimizer of your own that "
-    "leaves rows without gradient and their state alone, attach_optimizer(optimizer, row_wise=True)"
-)
-
-
-def why_refused(
-    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], parameter: torch.Tensor
-) -> str:
-    """Return why an optimizer would move rows that were not looked up, or an empty text.
-
-    Parameters
-    ----------
-    optimizer : torch.optim.Optimizer
-        The optimizer.
-    group : mapping
-        The parameter group of the rows.
-    parameter : torch.Tensor
-        That of the rows.
-    """
-    kind = type(optimizer)
-    if kind is torch.optim.SparseAdam:
-        return ""
-    if kind is torch.optim.SGD:
-        unwanted = ["momentum", "weight_decay"]
-    elif kind is torch.optim.Adagrad:
-        unwanted = ["weight_decay"]
-    else:
-        return "moves rows that were not looked up, or is not known"
-    for name in unwanted:
-        value = group.get(name, 0)
-        if value != 0:
-            return f"has {name}={value!r}, which moves rows that were not looked up"
-    grad = parameter.grad
-    if kind is torch.optim.Adagrad and (grad is None or not grad.is_sparse):
-        started = group.get("initial_accumulator_value", 0)
-        if started == 0 and torch.tensor(group["eps"], dtype=parameter.dtype) == 0:
-            return (
-                f"has eps={group['eps']!r}, which is 0 in {parameter.dtype}, and "
-                "initial_accumulator_value=0, which makes rows that were not looked up NaN"
-            )
-    return ""
 
 
 class OptimizerLink:
@@ -117,16 +75,34 @@ class OptimizerLink:
         """The optimizer; None once it is gone."""
         return self._optimizer()
 
-    def check(self) -> None:
-        """Refuse the optimizer as its options are now."""
+    def check(self, options: Mapping[str, Any] | None = None) -> None:
+        """Refuse the optimizer as its options are now.
+
+        Parameters
+        ----------
+        options : mapping, optional
+            Options that the group of the rows is to have instead.
+        """
         optimizer = self._optimizer()
         if optimizer is None or self.row_wise:
             return
-        parameter = self._parameter
-        reason = why_refused(optimizer, _group_of(optimizer, parameter), parameter)
+        reason = why_refused(optimizer, {**self.options, **(options or {})}, self._parameter)
         if reason:
             kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
             raise ArgumentError(f"optimizer: {kind} {reason}; {ADVICE}")
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Those of the optimizer for the rows; empty once it is gone."""
+        optimizer = self._optimizer()
+        return {} if optimizer is None else _group_of(optimizer, self._parameter)
+
+    @property
+    def shape(self) -> torch.Size:
+        """That of the table, ``[N, D]``."""
+        rows = self._rows()
+        assert rows is not None
+        return rows.shape
 
     @property
     def _parameter(self) -> torch.nn.Parameter:
@@ -153,10 +129,8 @@ class OptimizerLink:
         self._known[name] = weakref.ref(value)
 
     def _default_of(self, name: str) -> float:
-        optimizer = self._optimizer()
-        if type(optimizer) is torch.optim.Adagrad and name == "sum":
-            group = _group_of(optimizer, self._parameter)
-            return float(group.get("initial_accumulator_value", 0))
+        if type(self._optimizer()) is torch.optim.Adagrad and name == "sum":
+            return float(self.options.get("initial_accumulator_value", 0))
         return 0.0
 
     def _store(self, name: str, value: torch.Tensor, default: float) -> RowState:
@@ -305,18 +279,145 @@ class OptimizerLink:
             if name in self.stores and value.shape[0] > slots:
                 self._set(name, value[:slots].clone())
 
-    def whole(self, name: str, value: torch.Tensor) -> torch.Tensor:
-        """Return the state of all rows in id order ``[N, ...]``, on the CPU."""
+    # State of all rows
+
+    def pieces(self, name: str, value: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Yield the state of all rows in id order, some rows ``[n, ...]`` at a time, on the CPU.
+
+        Parameters
+        ----------
+        name : str
+            One of `stores`.
+        value : torch.Tensor
+            The state of the resident rows.
+        """
         rows = self._rows()
         assert rows is not None
+        store = self.stores[name]
+        for begin, end in _ranges(len(rows), store.nbytes):
+            with rows.lock:
+                take_notes(rows)
+                found = store.read(np.arange(begin, end), _CPU)
+                ids = rows.residents.id_of
+                slots = np.flatnonzero((ids >= begin) & (ids < end))
+                there = torch.from_numpy(slots).to(value.device)
+                found[torch.from_numpy(ids[slots] - begin)] = value.detach()[there].cpu()
+            yield found.to(value.dtype)
+
+    def whole(self, name: str, value: torch.Tensor) -> torch.Tensor:
+        """Return what stands in a state dict: the state of all rows ``[N, ...]``, on the CPU."""
         if name not in self.stores:
             return value
-        take_notes(rows)
-        values = self.stores[name].whole()
-        slots = rows.residents.resident()
-        there = torch.from_numpy(slots).to(value.device)
-        values[torch.from_numpy(rows.residents.id_of[slots])] = value.detach()[there].cpu()
+        rows = self._rows()
+        assert rows is not None
+        shape = (len(rows), *value.shape[1:])
+        deferred = _deferred.get()
+        if deferred is not None:
+            stand_in = torch.empty(shape, dtype=value.dtype, device="meta")
+            deferred[id(stand_in)] = StateOfRows(self, name, value, stand_in)
+            return stand_in
+        values = torch.empty(shape, dtype=value.dtype)
+        begin = 0
+        for piece in self.pieces(name, value):
+            values[begin : begin + len(piece)] = piece
+            begin += len(piece)
         return values
+
+    def store_of(self, name: str, values: torch.Tensor) -> RowState:
+        """Return the state of all rows ``[N, ...]`` as `replacing_stores` takes it.
+
+        Rows that are as if never written are not. Such state has the dtype of the rows, as
+        `torch.optim.Optimizer.load_state_dict` gives it.
+        """
+        if len(values) != self.shape[0]:
+            raise ArgumentError(
+                f"optimizer: its state {name!r} has {len(values)} rows, the table has "
+                f"{self.shape[0]}"
+            )
+        dtype = values.dtype if name == "step" else self._parameter.dtype
+        store = RowState(len(values), values.shape[1:], dtype, self._default_of(name))
+        for begin, end in _ranges(len(values), store.nbytes):
+            piece = values[begin:end].to(dtype)
+            untouched = torch.full_like(piece, store.default)
+            differs = _bytes_of_rows(piece) != _bytes_of_rows(untouched)
+            ids = differs.any(1).nonzero()[:, 0]
+            store.write(begin + ids.numpy(), piece[ids])
+        return store
+
+    @contextlib.contextmanager
+    def replacing_stores(self, stores: dict[str, RowState]) -> Iterator[None]:
+        """Let the optimizer load state for which it is given tensors of no rows.
+
+        Parameters
+        ----------
+        stores : dict of str to RowState
+            Its state of all rows, which is taken unless the block raises.
+        """
+        before = self.stores, self._known
+        self.stores, self._known = stores, {}
+        try:
+            yield
+        except BaseException:
+            self.stores, self._known = before
+            raise
+
+
+class StateOfRows:
+    """State of all rows that stands in a state dict, read when it is written to a file.
+
+    Parameters
+    ----------
+    link : OptimizerLink
+        What joins rows and optimizer.
+    name : str
+        Name of the state.
+    value : torch.Tensor
+        That of the resident rows.
+    stand_in : torch.Tensor
+        ``[N, ...]`` on the meta device, what stands there instead.
+    """
+
+    def __init__(
+        self, link: OptimizerLink, name: str, value: torch.Tensor, stand_in: torch.Tensor
+    ) -> None:
+        self._link, self._name, self._value = link, name, value
+        self.stand_in = stand_in
+
+    def pieces(self) -> Iterator[torch.Tensor]:
+        """Yield it in id order, some rows at a time, on the CPU."""
+        return self._link.pieces(self._name, self._value)
+
+
+#: What takes state of rows piece by piece, where a state dict is made for a file.
+_deferred: ContextVar[dict[int, StateOfRows] | None] = ContextVar("_deferred", default=None)
+_CPU = torch.device("cpu")
+#: Bytes of state that are read at once.
+_PIECE_BYTES = 2 << 20
+
+
+@contextlib.contextmanager
+def deferred_rows() -> Iterator[dict[int, StateOfRows]]:
+    """Let state dicts of optimizers hold stand-ins for what all rows have; yield that by their id.
+
+    Only in this thread or task, so that others get whole state meanwhile.
+    """
+    found: dict[int, StateOfRows] = {}
+    token = _deferred.set(found)
+    try:
+        yield found
+    finally:
+        _deferred.reset(token)
+
+
+def _ranges(n_rows: int, nbytes: int) -> Iterator[tuple[int, int]]:
+    """Yield the first and the last + 1 of rows that take so many bytes in all, some at a time."""
+    step = max(1, _PIECE_BYTES * n_rows // max(1, nbytes))
+    for begin in range(0, n_rows, step):
+        yield begin, min(begin + step, n_rows)
+
+
+def _bytes_of_rows(values: torch.Tensor) -> torch.Tensor:
+    return values.reshape(len(values), -1).contiguous().view(torch.uint8)
 
 
 def _only_value(value: torch.Tensor) -> float | None:
@@ -369,9 +470,56 @@ def _ours(optimizer: torch.optim.Optimizer) -> list[CachedRows]:
     return found
 
 
-def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+def links_of(optimizer: torch.optim.Optimizer) -> dict[int, OptimizerLink]:
+    """Return what joins an optimizer and cached rows, made where there is nothing yet.
+
+    Returns
+    -------
+    dict of int to OptimizerLink
+        By the id of the parameter.
+
+    Raises
+    ------
+    ArgumentError
+        When the optimizer is not one that can be followed.
+    """
+    found = {}
     for rows in _ours(optimizer):
+        rows.attach_optimizer(optimizer)
+        link = rows.training.link_of(optimizer)
+        assert link is not None
+        found[id(rows.parameter)] = link
+    return found
+
+
+def _before_step(
+    optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    ours = _ours(optimizer)
+    for rows in ours:
         rows.training.before_step(optimizer)
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    if not ours or not callable(closure):
+        return None
+    ready = _with_gradients(optimizer, closure)
+    if "closure" in kwargs:
+        return args, kwargs | {"closure": ready}
+    return (args[0], ready, *args[2:]), kwargs
+
+
+def _with_gradients(
+    optimizer: torch.optim.Optimizer, closure: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Return a closure after which the gradients that it has brought are looked at too."""
+
+    def ready(*args: Any, **kwargs: Any) -> Any:
+        loss = closure(*args, **kwargs)
+        with torch.no_grad():
+            for rows in _ours(optimizer):
+                rows.training.before_step(optimizer)
+        return loss
+
+    return ready
 
 
 def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:

@@ -77,8 +77,7 @@ class Residents:
         self.n_rows = n_rows
         self.capacity_rows = capacity_rows
         self.evict = evict
-        #: Order of rows for DATASET, 0 the most used; None for that of the ids.
-        self.order: Array | None = None
+        self._order: Array | None = None
         self.slot_of = np.full(n_rows, -1, np.int32)
         self.id_of = np.full(capacity_rows, -1, np.int64)
         self.keys = np.zeros(capacity_rows, np.int64)
@@ -98,6 +97,22 @@ class Residents:
         self._torn = False
         #: How often rows came or went.
         self.changes = 0
+
+    @property
+    def order(self) -> Array | None:
+        """Order of rows for DATASET, 0 the most used; None for that of the ids."""
+        return self._order
+
+    @order.setter
+    def order(self, order: Array | None) -> None:
+        # A rank is less than the number of rows, and there is one for each of them.
+        short = self.n_rows <= 1 << 31
+        self._order = None if order is None else order.astype(np.int32 if short else np.int64)
+
+    @property
+    def map_bytes(self) -> int:
+        """Bytes of what is kept for each row of the table."""
+        return self.slot_of.nbytes + (0 if self._order is None else self._order.nbytes)
 
     @property
     def free_rows(self) -> int:
@@ -285,9 +300,9 @@ class Residents:
 
     def clear(self) -> None:
         """Let all rows go."""
-        order, changes = self.order, self.changes
+        order, changes = self._order, self.changes
         self.__init__(self.n_rows, self.capacity_rows, self.evict)  # type: ignore[misc]
-        self.order, self.changes = order, changes + 1
+        self._order, self.changes = order, changes + 1
 
     def grow(self, ids: Array) -> Array:
         """Have slots beyond the capacity for rows that have none; return them, int64.

@@ -16,6 +16,7 @@ from ..memory.parts import Layout
 from ..memory.progress import ProgressFunction
 from ..memory.slabs import SlabCache
 from ..memory.table import CompressedTable
+from ..tracing import not_traced
 from . import slots as by_slots
 from . import warm, whole
 from .arguments import (
@@ -38,7 +39,6 @@ from .residents import Residents
 from .source import Source, packed_table
 from .state import RowState
 from .statistics import Statistics, stats_of
-from .tracing import not_traced
 from .training import Training
 
 
@@ -86,8 +86,9 @@ class CachedRows:
     leaves rows without gradient alone; others are refused at their first step. Gradients must be
     cleared between steps, as usual (`zero_grad`); what could not be told apart raises.
 
-    float16 and bfloat16: torch's SGD rounds the last ``numel % 64`` elements of a parameter
-    otherwise than the others, so that a step may differ there by one unit in the last place.
+    float16 and bfloat16: torch's dense SGD rounds the last ``numel % 64`` elements of a parameter,
+    and of the share of each thread, otherwise than the others, so that a step may differ there by
+    one unit in the last place.
 
     Threads: lookups of several threads wait for each other.
 
@@ -569,7 +570,8 @@ class CachedRows:
         -------
         dict
             ``rows``, ``row_bytes``, ``codec``, ``raw_bytes`` (of all rows), ``host_bytes`` (of the
-            table, metadata included), ``map_bytes`` (what finds resident rows, on the host),
+            table, metadata included), ``map_bytes`` (what finds resident rows and their
+            order by use, on the host),
             ``ratio`` (raw over host bytes), ``cache_rows``, ``device_bytes`` (of resident rows),
             ``lookups``, ``hits``, ``misses``, ``hit_rate`` (of the different rows of each training
             batch; of ids in inference and with packed rows on the device), ``written_back`` (rows),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -36,8 +37,10 @@ class RowState:
         self, n_rows: int, row_shape: Sequence[int], dtype: torch.dtype, default: float
     ) -> None:
         self.default = default
-        # Zeros come from the system untouched; an allocation that were filled would not.
-        self._values = torch.zeros((n_rows, *row_shape), dtype=dtype)
+        # NumPy takes zeros from the system untouched; torch fills them in.
+        nbytes = n_rows * math.prod(row_shape) * dtype.itemsize
+        zeros = torch.from_numpy(np.zeros(nbytes, np.uint8))
+        self._values = zeros.view(dtype).view(n_rows, *row_shape)
         self._written = torch.zeros(n_rows, dtype=torch.bool) if default else None
         # The memory of the values, once it is page-locked or was refused to be.
         self._buffer: HostBuffer | None = None

@@ -158,7 +158,7 @@ def stats_of(rows: CachedRows) -> dict[str, Any]:
         "codec": table["codec"],
         "raw_bytes": table["raw_bytes"],
         "host_bytes": table["host_bytes"],
-        "map_bytes": rows.residents.slot_of.nbytes,
+        "map_bytes": rows.residents.map_bytes,
         "ratio": table["ratio"],
         "cache_rows": rows.source.packed_rows or rows.cache_rows,
         "device_bytes": device_bytes,

@@ -513,17 +513,21 @@ class Training:
             link.check()
             self._check_cleared("optimizer")
             if type(optimizer) in (torch.optim.Adagrad, torch.optim.SparseAdam):
-                self._sum_in_order()
+                self._sum_in_order(negated=bool(link.options.get("maximize")))
             link.align()
 
-    def _sum_in_order(self) -> None:
-        """Sum what a sparse gradient has of each row as torch does where ids are the indices."""
+    def _sum_in_order(self, *, negated: bool) -> None:
+        """Sum what a sparse gradient has of each row as torch does where ids are the indices.
+
+        An optimizer that goes uphill sums what it has negated, which gives zeros of another sign.
+        """
         rows = self._rows
         grad = rows.parameter.grad
         if grad is None or not grad.is_sparse or not self._on_host:
             return
         rows.parameter.grad = None
-        self._add_sparse(self._by_id(grad).coalesce())
+        given = self._by_id(grad)
+        self._add_sparse(-(-given).coalesce() if negated else given.coalesce())
         self._summed = (rows.parameter.grad, grad)
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:

@@ -11,12 +11,13 @@ import torch.nn.functional as F
 from bitslab import CompressedTable, RowCodec
 from bitslab.embedding import CachedRows, EvictionStrategy
 from bitslab.embedding.arguments import CacheKind
+from bitslab.embedding.bags import pooled_on_gpu, pools_on_gpu, sound_offsets
 from bitslab.embedding.lookups import plain_lookup_on_gpu
-from bitslab.embedding.tracing import not_traced
 from bitslab.errors import ArgumentError, ArgumentTypeError
 from bitslab.integrations.embedding.manager import CacheManager
 from bitslab.integrations.embedding.table import TableModule, pretrained_shape
 from bitslab.memory.parts import Layout
+from bitslab.tracing import not_traced
 
 MODES = ("sum", "mean", "max")
 
@@ -286,6 +287,8 @@ class CachedEmbeddingBag(TableModule):
             When an id is out of range.
         ArgumentError, ArgumentTypeError
             When offsets do not fit, or a dtype or shape is not accepted. Nothing was changed.
+            Offsets on a GPU, like ids there, are told by a later call, or by
+            `bitslab.raise_pending_errors`.
         """
         if not torch.is_grad_enabled() and per_sample_weights is None and shape_hook is None:
             plain = self._plain(input, offsets)
@@ -293,7 +296,9 @@ class CachedEmbeddingBag(TableModule):
                 return plain
         self._check_bags(input, offsets, per_sample_weights)
         if offsets is not None:
-            offsets = offsets.to(self.rows.device, torch.int64, non_blocking=True)
+            offsets = sound_offsets(
+                offsets, len(input), self.rows.device, include_last=self.include_last_offset
+            )
         if self.cache_op:
             weight, index, padding = self.rows.lookup_padded(
                 input,
@@ -336,10 +341,22 @@ class CachedEmbeddingBag(TableModule):
                 return None
         padding: int | None = None
         if input.is_cuda:
-            plain = plain_lookup_on_gpu(rows, input, self.padding_idx)
+            pools = pools_on_gpu(rows.dtype) and len(offsets) > 0
+            plain = plain_lookup_on_gpu(rows, input, self.padding_idx, masked=not pools)
             if plain is None:
                 return None
             matrix, index, padding = plain
+            include_last = self.include_last_offset
+            if pools:
+                return pooled_on_gpu(
+                    matrix,
+                    index,
+                    offsets,
+                    MODES.index(self.mode),
+                    padding=padding,
+                    include_last=include_last,
+                )
+            offsets = sound_offsets(offsets, len(input), device, include_last=include_last)
         else:
             found = rows.plain_lookup(
                 input,
@@ -417,10 +434,6 @@ class CachedEmbeddingBag(TableModule):
             raise ArgumentTypeError(
                 f"offsets: {offsets.dtype}, accepted are torch.int32 and torch.int64"
             )
-        if offsets.device.type == "cpu":
-            reason = why_no_offsets(offsets, len(input), self.include_last_offset)
-            if reason:
-                raise ArgumentError(f"offsets: {reason}")
 
     def prefetch(self, input: torch.Tensor, offsets: torch.Tensor | None = None) -> None:
         """Start to bring the rows of a batch to come; see `CachedRows.prefetch`.
@@ -467,20 +480,3 @@ class CachedEmbeddingBag(TableModule):
     def extra_repr(self) -> str:
         """Name sizes and options."""
         return f"{super().extra_repr()}, mode={self.mode!r}"
-
-
-def why_no_offsets(offsets: torch.Tensor, n_ids: int, include_last: bool) -> str:
-    """Return why offsets ``[B]`` on the CPU do not divide ids into bags, or an empty text."""
-    if not len(offsets):
-        return "is empty, expected the end at least" if include_last else ""
-    first, last = int(offsets[0]), int(offsets[-1])
-    if first != 0:
-        return f"begins with {first}, expected 0"
-    if include_last and last != n_ids:
-        return f"ends with {last}, expected {n_ids}, the number of ids (include_last_offset)"
-    if len(offsets) > 1 and bool((offsets[1:] < offsets[:-1]).any()):
-        at = int((offsets[1:] < offsets[:-1]).nonzero()[0, 0])
-        return f"falls from {int(offsets[at])} to {int(offsets[at + 1])} at position {at + 1}"
-    if last > n_ids:
-        return f"reaches {last}, but there are {n_ids} ids"
-    return ""

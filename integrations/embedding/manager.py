@@ -75,7 +75,7 @@ class CacheManager:
     def idx_map(self) -> torch.Tensor:
         """int64 ``[N]``: with DATASET the rank of each id by use, 0 the most used; else the ids."""
         order = self._residents.order
-        ranks = np.arange(len(self._rows)) if order is None else order.copy()
+        ranks = np.arange(len(self._rows)) if order is None else order.astype(np.int64)
         return torch.from_numpy(ranks)
 
     @property

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from bitslab import CompressedTable, RowCodec
 from bitslab.embedding import CachedRows, EvictionStrategy
 from bitslab.embedding.arguments import CacheKind
-from bitslab.embedding.tracing import not_traced
 from bitslab.integrations.embedding.table import TableModule, pretrained_shape
 from bitslab.memory.parts import Layout
+from bitslab.tracing import not_traced
 
 
 class CachedEmbedding(TableModule):

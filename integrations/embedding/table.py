@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -63,6 +64,9 @@ class TableModule(RowsModule):
             self._check_rows(rows)
         else:
             cache_rows, self.notes = resident_rows(self.num_embeddings, cache_ratio)
+            for note in self.notes:
+                # Of the line that makes the module; who compresses a model gets a report instead.
+                warnings.warn(f"bitslab: {note}", UserWarning, stacklevel=3)
             options: dict[str, Any] = {
                 "cache_rows": cache_rows,
                 "device": device,
@@ -262,7 +266,8 @@ def pretrained_shape(embeddings: torch.Tensor | CompressedTable) -> tuple[int, i
 def resident_rows(n_rows: int, cache_ratio: float) -> tuple[int, list[str]]:
     """Return how many rows a share of a table is, one at least, and notes on that."""
     wanted = rows_for_ratio(n_rows, cache_ratio)
-    if wanted > n_rows * cache_ratio:
+    # A ratio of 1 / n_rows is one row, whatever the product is rounded to.
+    if n_rows * cache_ratio < 1 - 1e-9:
         return 1, [
             f"cache_ratio={cache_ratio} of {n_rows} rows is less than one row; one is resident, "
             "the fewest that work"

@@ -15,7 +15,7 @@ VARIANTS = list(all_variants())
 
 
 def compile_variant(variant: AnyVariant, architecture: str, *extra: str) -> tuple[bytes, str]:
-    """Return machine code and the compiler's log."""
+    """Return machine code, or PTX for a virtual architecture, and the compiler's log."""
     options = [
         *extra,
         f"--gpu-architecture={architecture}",
@@ -36,12 +36,22 @@ def compile_variant(variant: AnyVariant, architecture: str, *extra: str) -> tupl
         nvrtc.nvrtcGetProgramLog(program, log)
         text = log.decode(errors="replace")
         assert error == nvrtc.nvrtcResult.NVRTC_SUCCESS, text
-        _, size = nvrtc.nvrtcGetCUBINSize(program)
+        virtual = architecture.startswith("compute")
+        get_size = nvrtc.nvrtcGetPTXSize if virtual else nvrtc.nvrtcGetCUBINSize
+        get_code = nvrtc.nvrtcGetPTX if virtual else nvrtc.nvrtcGetCUBIN
+        _, size = get_size(program)
         code = b" " * size
-        nvrtc.nvrtcGetCUBIN(program, code)
+        get_code(program, code)
         return code, text
     finally:
         nvrtc.nvrtcDestroyProgram(program)
+
+
+@pytest.mark.parametrize("variant", [v for v in VARIANTS if v.file == "bags"], ids=lambda v: v.name)
+def test_sums_of_rows_keep_subnormals(variant):
+    code, _ = compile_variant(variant, "compute_90", "-ftz=true")  # as cupy compiles
+    text = code.decode()
+    assert "pool_bags" in text and ".ftz" not in text
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: v.name)

@@ -16,6 +16,7 @@ from tests.helpers import dtype_id, same_bits
 pytestmark = pytest.mark.gpu  # tests/conftest.py skips these where there is no GPU
 
 N_ROWS = 4000
+DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 
 
 @pytest.fixture(autouse=True)
@@ -62,7 +63,7 @@ def batch(n=600, device="cuda", bag=3):
 @pytest.mark.parametrize("device", ["cuda", "cpu"], ids=["ids-on-gpu", "ids-on-cpu"])
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 @pytest.mark.parametrize("dim", [1, 7, 32, 300])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=dtype_id)
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
 def test_inference_gives_the_same_bits(dtype, dim, mode, device, cache):
     plain, cached = pair(dim, dtype, mode, cache=cache, freeze=True)
     with torch.no_grad():
@@ -89,6 +90,22 @@ def test_inference_never_waits_for_the_gpu(no_wait, cache):
         with no_wait:
             for ids, offsets in batches[1:]:
                 cached(ids, offsets)
+
+
+@pytest.mark.parametrize("cache", ["rows", "packed"])
+def test_misses_and_hits_come_by_one_gather(cache):
+    _, cached = pair(cache=cache, freeze=True)
+    batches = [batch() for _ in range(3)]
+    with torch.no_grad():
+        for ids, offsets in batches[:2]:
+            cached(ids, offsets)
+        torch.cuda.synchronize()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            cached(*batches[2])
+            torch.cuda.synchronize()
+    kernels = [e.name for e in profile.events() if e.device_type.name == "CUDA"]
+    kernels = [name for name in kernels if not name.startswith("Mem")]
+    assert [name.split("_")[0] for name in kernels] == ["gather", "pool"], kernels
 
 
 def test_training_does_not_wait_when_all_rows_hit(no_wait):
@@ -176,6 +193,46 @@ def test_an_id_out_of_range_on_the_gpu_is_refused_in_inference(bad, dtype, cache
     with torch.no_grad():  # good ones go on working
         ids, offsets = batch()
         assert same_bits(single(ids), bag.weight[ids.cpu()].cuda())
+
+
+BAD_OFFSETS = {
+    "begins-late": [1, 5],
+    "falls": [0, 9, 8],
+    "negative": [0, -3, 5],
+    "beyond": [0, 5, 13],
+}
+
+
+@pytest.mark.parametrize("cache_ratio", [0.05, 1.0])
+@pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=dtype_id)
+@pytest.mark.parametrize("bad", BAD_OFFSETS)
+def test_bad_offsets_on_the_gpu_are_refused(bad, dtype, train, cache_ratio):
+    _, bag = pair(dtype=dtype, cache_ratio=cache_ratio)
+    bag.train(train)
+    ids = torch.arange(12, device="cuda")
+    before = bag.weight.clone()
+    offsets = torch.tensor(BAD_OFFSETS[bad], device="cuda")
+    with torch.set_grad_enabled(train):
+        # In training other launches follow, which may know by then.
+        with pytest.raises(bitslab.ArgumentError, match="offsets: .* lookup of 12 ids"):
+            bag(ids, offsets)
+            bitslab.raise_pending_errors()
+    assert same_bits(bag.weight, before)
+    with torch.no_grad():  # good ones go on working
+        ids, offsets = batch()
+        wanted = torch.nn.functional.embedding_bag(ids, before.cuda(), offsets, mode="sum")
+        assert same_bits(bag.eval()(ids, offsets), wanted)
+
+
+@pytest.mark.parametrize("cache", ["rows", "packed"])
+def test_no_id_at_all_gives_empty_bags_on_a_gpu(cache):
+    plain, bag = pair(padding_idx=5, cache=cache, sparse=True)
+    ids, offsets = torch.empty(0, dtype=torch.int64), torch.zeros(3, dtype=torch.int64)
+    for device in ("cpu", "cuda"):
+        for train in (True, False):
+            found = bag.train(train)(ids.to(device), offsets.to(device))
+            assert same_bits(found, plain(ids.cuda(), offsets.cuda()))
 
 
 def test_the_rate_of_misses_is_what_the_gpu_counted_of_late():

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from bitslab import ArgumentError, ArgumentTypeError
 from bitslab.embedding import CachedRows, EvictionStrategy
 from tests.embedding.support import OPTIMIZERS, Pair
-from tests.helpers import same_bits
+from tests.helpers import dtype_id, same_bits
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
 
@@ -105,8 +107,9 @@ def test_two_optimizers_of_one_table_take_turns():
     pair.check()
 
 
-def test_a_closure_that_looks_rows_up():
-    pair = Pair(optimizer="adagrad")
+@pytest.mark.parametrize("optimizer", ["adagrad", "adagrad-sparse", "sparse-adam"])
+def test_a_closure_that_looks_rows_up(optimizer):
+    pair = Pair(optimizer=optimizer)
     for ids in batches(9, 10):
         losses = iter((0, 1))
         found: list[Any] = []
@@ -135,6 +138,9 @@ def refused(kind, **options):
         refused(torch.optim.SGD, weight_decay=0.1),
         refused(torch.optim.Adagrad, weight_decay=0.1),
         refused(torch.optim.Adagrad, eps=0.0),
+        refused(torch.optim.Adagrad, eps=0.0, initial_accumulator_value=1e-50),
+        refused(torch.optim.SGD, maximize=True),
+        refused(torch.optim.Adagrad, maximize=True),
         refused(torch.optim.Adam),
         refused(torch.optim.AdamW),
         refused(torch.optim.RMSprop),
@@ -153,6 +159,156 @@ def test_what_moves_other_rows_is_refused_and_changes_nothing(kind, options):
     assert same_bits(pair.rows.whole(), before)
     pair.step()
     pair.check()
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adagrad])
+def test_uphill_with_dense_gradients_is_refused_with_what_to_use_instead(kind):
+    pair = Pair()
+    optimizer = kind([pair.rows.parameter], lr=0.1, maximize=True)
+    pair.rows.attach_optimizer(optimizer)  # the gradients may be sparse
+    before = pair.rows.whole()
+
+    def closure():
+        optimizer.zero_grad()
+        loss = pair.loss(range(20))[1]
+        loss.backward()
+        return loss
+
+    says = "maximize=True.*-0.0.*where maximize is refused sparse=True or the negated loss"
+    with pytest.raises(ArgumentError, match=says):
+        optimizer.step(closure)
+    assert same_bits(pair.rows.whole(), before)
+    with pytest.raises(ArgumentError, match=says):
+        optimizer.step()
+    assert same_bits(pair.rows.whole(), before)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("lr", -0.1), ("lr", torch.tensor(math.inf)), ("lr_decay", math.nan), ("eps", -1e-3)],
+    ids=str,
+)
+def test_numbers_that_torch_looks_at_only_when_it_makes_an_optimizer(name, value):
+    pair = Pair(optimizer="adagrad")
+    pair.train(range(20))
+    pair.backward(range(20))
+    before = pair.rows.whole()
+    pair.optimizers[1].param_groups[0][name] = value
+    with pytest.raises(ArgumentError, match=f"optimizer: .*Adagrad has {name}="):
+        pair.optimizers[1].step()
+    assert same_bits(pair.rows.whole(), before)
+    pair.optimizers[1].param_groups[0][name] = pair.optimizers[0].param_groups[0][name]
+    pair.step()
+    pair.check()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=dtype_id)
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adagrad])
+def test_fused_steps_of_short_numbers_on_a_cpu_are_refused(kind, dtype):
+    rows = CachedRows.from_tensor(torch.ones(20, 4, dtype=dtype), cache_rows=5, device="cpu")
+    weight, index = rows.lookup(torch.tensor([1, 2]), train=True)
+    weight[index].sum().backward()
+    with pytest.raises(ArgumentError, match=f"has fused=True, .* {dtype} on a CPU"):
+        kind([rows.parameter], fused=True).step()
+    assert (rows.whole() == 1).all()
+
+
+# Rows by their bits
+
+SGD, ADAGRAD, SPARSE_ADAM = torch.optim.SGD, torch.optim.Adagrad, torch.optim.SparseAdam
+NUMBERS: list[tuple[Any, bool, dict[str, Any]]] = [
+    (SGD, False, {}),
+    (SGD, False, {"lr": 0.0}),
+    (SGD, False, {"lr": torch.tensor(0.5)}),
+    (SGD, False, {"foreach": True}),
+    (SGD, False, {"fused": True}),
+    (SGD, False, {"dampening": 0.5}),
+    (ADAGRAD, False, {}),
+    (ADAGRAD, False, {"lr": 0.0}),
+    (ADAGRAD, False, {"lr": torch.tensor(0.5)}),
+    (ADAGRAD, False, {"foreach": False, "lr_decay": 0.3}),
+    (ADAGRAD, False, {"foreach": True, "lr_decay": 0.3}),
+    (ADAGRAD, False, {"fused": True, "lr_decay": 0.3}),
+    (ADAGRAD, False, {"initial_accumulator_value": 0.3, "eps": 0}),
+    (ADAGRAD, False, {"initial_accumulator_value": 1e-4, "foreach": True}),
+    (SGD, True, {}),
+    (SGD, True, {"maximize": True}),
+    (SGD, True, {"foreach": True, "lr": torch.tensor(0.5)}),
+    (ADAGRAD, True, {}),
+    (ADAGRAD, True, {"maximize": True}),
+    (ADAGRAD, True, {"eps": 0}),
+    (ADAGRAD, True, {"foreach": True, "lr_decay": 0.3, "initial_accumulator_value": 0.3}),
+    (SPARSE_ADAM, True, {}),
+    (SPARSE_ADAM, True, {"maximize": True}),
+    (SPARSE_ADAM, True, {"betas": (0.5, 0.7), "eps": 1e-3}),
+]
+
+
+def odd_numbers(dtype: torch.dtype, nans: bool) -> torch.Tensor:
+    """Return zeros of both signs, the smallest numbers, infinity, and quiet NaNs that differ."""
+    integer = {4: torch.int32, 2: torch.int16}[dtype.itemsize]
+    plain = torch.tensor([0.0, 1.0, 0.125, math.inf], dtype=dtype)
+    smallest = torch.tensor([1, 77], dtype=integer).view(dtype)
+    quiet = torch.full((2,), math.nan, dtype=dtype).view(integer) + torch.tensor([5, 9]).to(integer)
+    found = torch.cat([plain, smallest, *([quiet.view(dtype)] if nans else [])])
+    return torch.cat([found, -found])
+
+
+CASES = [
+    pytest.param(
+        *case,
+        dtype,
+        id="-".join((case[0].__name__, "sparse" * case[1], *case[2], dtype_id(dtype))),
+    )
+    for case in NUMBERS
+    for dtype in (torch.float32, torch.float16, torch.bfloat16)
+    if dtype is torch.float32 or "fused" not in case[2]  # which is refused
+]
+
+
+@pytest.mark.parametrize(("kind", "sparse", "options", "dtype"), CASES)
+def test_every_bit_of_every_row_is_that_of_a_whole_table(kind, sparse, options, dtype):
+    if kind is ADAGRAD:
+        options = {"eps": 1e-4} | options
+    # torch sets the bits of a NaN of bfloat16 where a gradient is dense.
+    pool = odd_numbers(dtype, nans=sparse or dtype is not torch.bfloat16)
+    factors = torch.tensor([0.0, -0.0, 1.0, -1.0, 0.5, 2.0], dtype=dtype)
+    generator = torch.Generator().manual_seed(len(options))
+
+    def draw(values: torch.Tensor, *shape: int) -> torch.Tensor:
+        return values[torch.randint(len(values), shape, generator=generator)].clone()
+
+    # As torch rounds the last elements of short numbers otherwise, multiples of 64.
+    weight = draw(pool, 64, 4)
+    plain = torch.nn.Parameter(weight.clone())
+    rows = CachedRows.from_tensor(weight, cache_rows=16, device="cpu")
+    theirs, ours = (kind([p], **{"lr": 0.25, **options}) for p in (plain, rows.parameter))
+    for _ in range(8):
+        ids = torch.randperm(64, generator=generator)[:8]
+        ids[:2] = ids[2]
+        factor = draw(factors, 8, 4)
+        (F.embedding(ids, plain, sparse=sparse) * factor).sum().backward()
+        found, index = rows.lookup(ids, train=True, sparse=sparse)
+        (F.embedding(index, found, sparse=sparse) * factor).sum().backward()
+        for optimizer in (theirs, ours):
+            optimizer.step()
+            optimizer.zero_grad()
+        assert same_bits(rows.whole(), plain.detach())
+    states = (optimizer.state_dict()["state"].get(0, {}) for optimizer in (theirs, ours))
+    for (name, value), found in zip(*(s.items() for s in states), strict=True):
+        assert name == found[0]
+        assert same_bits(torch.as_tensor(found[1]), torch.as_tensor(value)), name
+
+
+def test_a_signalling_nan_that_is_not_looked_up_stays():
+    weight = torch.full((20, 4), 0x7F800001, dtype=torch.int32).view(torch.float32)
+    rows = CachedRows.from_tensor(weight, cache_rows=5, device="cpu")
+    optimizer = torch.optim.SGD([rows.parameter], lr=0.1)
+    found, index = rows.lookup(torch.tensor([3]), train=True)
+    found[index].sum().backward()
+    optimizer.step()
+    away = torch.arange(20) >= 5
+    assert same_bits(rows.whole()[away], weight[away])
 
 
 @pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from bitslab import BitslabError
+from bitslab.embedding import CachedRows
 from bitslab.embedding.eviction import EvictionStrategy
 from bitslab.embedding.residents import Residents
 
@@ -112,6 +114,24 @@ def test_dataset_follows_the_order_that_it_was_told():
     assert held(residents) == {0, 3}
     bring(residents, [2])
     assert held(residents) == {0, 2}
+
+
+def test_the_order_takes_four_bytes_a_row_and_is_counted():
+    residents = Residents(N_ROWS, CAPACITY, EvictionStrategy.DATASET)
+    assert residents.map_bytes == 4 * N_ROWS
+    residents.order = np.arange(N_ROWS)[::-1]
+    assert residents.order is not None and residents.order.dtype == np.int32
+    assert residents.order.tolist() == list(range(N_ROWS))[::-1]
+    assert residents.map_bytes == 8 * N_ROWS
+    for counts, each in ((None, 4), (torch.arange(N_ROWS), 8)):
+        rows = CachedRows.from_tensor(
+            torch.randn(N_ROWS, 4),
+            cache_rows=CAPACITY,
+            device="cpu",
+            evict=EvictionStrategy.DATASET,
+            counts=counts,
+        )
+        assert rows.stats()["map_bytes"] == each * N_ROWS
 
 
 @EACH

@@ -10,9 +10,15 @@ from typing import Any
 
 import torch
 
-from ...errors import BitslabError, CorruptedDataError, IndexRangeError, load_optional
+from ...errors import (
+    ArgumentError,
+    BitslabError,
+    CorruptedDataError,
+    IndexRangeError,
+    load_optional,
+)
 from .launch import CudaKernels
-from .runner import INDEX_ERROR, MAILBOX_WORDS
+from .runner import INDEX_ERROR, MAILBOX_WORDS, OFFSETS_ERROR
 from .source import AnyVariant, kernels_of, source_text
 
 __all__ = ["CudaKernels", "kernels_on", "raise_pending_errors"]
@@ -223,6 +229,12 @@ class CupyRunner:
                 f"indices: an earlier decode on {self._device} got index {index} at position "
                 f"{where}, out of range for {n_rows} rows; its output is not to be used"
             )
+        if kind == OFFSETS_ERROR:
+            raise ArgumentError(
+                f"offsets: an earlier lookup of {n_rows} ids on {self._device} got such as do not "
+                f"rise from 0 to at most {n_rows}, as seen at position {where}; its output is not "
+                "to be used"
+            )
         place = "a row" if where < 0 else f"row {where}"
         raise CorruptedDataError(
             f"packed: {place} of an earlier decode on {self._device} is damaged"
@@ -265,8 +277,8 @@ def kernels_on(device: torch.device, *, tell: bool = True) -> CudaKernels:
 def raise_pending_errors(device: torch.device | str | None = None) -> None:
     """Wait for a GPU and raise the error that a decode on it met, if any.
 
-    Decoding never waits for the GPU, so an index out of range or a damaged row that only the
-    kernel sees is told by the next call on that device, or here.
+    Decoding never waits for the GPU, so an index out of range, offsets of bags that are not sound,
+    or a damaged row that only the kernel sees is told by the next call on that device, or here.
 
     Parameters
     ----------
@@ -277,6 +289,8 @@ def raise_pending_errors(device: torch.device | str | None = None) -> None:
     ------
     IndexRangeError
         When an index was out of range; the output of that decode is not to be used.
+    ArgumentError
+        When offsets of bags were not sound; the output of that lookup is not to be used.
     CorruptedDataError
         When a packed row was damaged; that row of the output is undefined.
     """

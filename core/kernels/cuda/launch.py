@@ -19,6 +19,7 @@ from ..format import (
     TableStorage,
     ceil_div,
 )
+from .launch_bags import Bags
 from .launch_copy import CopyPlan, copy_rows
 from .launch_decode import DecodeLaunch, prepare_decode
 from .launch_gather import GatherPlan, prepare_gather
@@ -48,6 +49,8 @@ class CudaKernels:
         # The last one of each table: most gathers of a table are alike.
         self._plans: WeakKeyDictionary[TableStorage, GatherPlan] = WeakKeyDictionary()
         self._copies: dict[tuple[object, ...], CopyPlan] = {}
+        #: Pools bags of rows.
+        self.bags = Bags(runner)
 
     def count_bits(self, rows: torch.Tensor, chunk_bytes: int) -> torch.Tensor:
         """Count set bits per position; see `kernels.cpu.count_bits`."""

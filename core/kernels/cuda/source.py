@@ -39,6 +39,7 @@ _KERNELS: dict[str, tuple[str, ...]] = {
     "ids": ("check_ids", "reset_order", "count_ids", "order_ids"),
     "map": ("insert_ids", "find_ids"),
     "slots": ("claim_slots", "give_slots"),
+    "bags": ("pool_bags", "sound_offsets"),
 }
 
 #: Fewest chunks a lane with which eight lanes can take a row.
@@ -57,6 +58,9 @@ CACHE_DEFINES = {
 ORDER_BINS = 8192
 #: Bytes that a lane of the copy of raw rows loads at once, and those that it can store at once.
 COPY_PIECES = {4: (1, 2, 4), 16: (1, 2, 4, 8, 16)}
+
+#: Bytes of the values of rows that are pooled in bags.
+BAG_VALUE_BYTES = (4, 8)
 
 #: Lowest bit of the one-byte exponent fields that have kernels of their own, by chunk_bytes.
 BYTE_FIELDS = {
@@ -165,7 +169,7 @@ class PlainVariant:
     Parameters
     ----------
     file : str
-        ``"copy"``, ``"ids"``, ``"map"`` or ``"slots"``.
+        ``"copy"``, ``"ids"``, ``"map"``, ``"slots"`` or ``"bags"``.
     settings : tuple of (str, int)
         The preprocessor's definitions.
     """
@@ -180,7 +184,7 @@ class PlainVariant:
     @property
     def name(self) -> str:
         """Readable name, for tests and logs."""
-        if self.file != "copy":
+        if self.file not in ("copy", "bags"):
             return self.file
         return "-".join([self.file, *(f"{k.lower()}{v}" for k, v in self.settings)])
 
@@ -199,6 +203,11 @@ def copy_variant(unit_bytes: int, piece_bytes: int) -> PlainVariant:
     """Return the copy of raw rows that loads `unit_bytes` and stores `piece_bytes` at once."""
     settings = (("UNIT_BYTES", unit_bytes), ("PIECE_BYTES", piece_bytes))
     return PlainVariant("copy", (*settings, ("LINE_BYTES", LINE_BYTES), ("SHIFT", 1)))
+
+
+def bags_variant(value_bytes: int, vector: int) -> PlainVariant:
+    """Return the pooling of bags that takes `vector` floats of `value_bytes` at once."""
+    return PlainVariant("bags", (("VALUE_BYTES", value_bytes), ("VECTOR", vector)))
 
 
 def widest_vector(chunk_bytes: int, uniform: bool) -> int:
@@ -222,6 +231,8 @@ def all_variants() -> Iterator[AnyVariant]:
     yield IDS
     yield MAP
     yield SLOTS
+    for size in BAG_VALUE_BYTES:
+        yield from (bags_variant(size, vector) for vector in (1, 16 // size))
     for unit, pieces in COPY_PIECES.items():
         yield from (copy_variant(unit, piece) for piece in pieces)
     for width in CHUNK_BYTES:

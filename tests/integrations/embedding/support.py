@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -116,3 +118,31 @@ def train_both(
         assert_same(step(ours, mine, ids), step(plain, theirs, ids), number)
     assert_same(whole(ours), whole(plain), "table")
     return theirs, mine
+
+
+class Peak:
+    """The most private memory of this process while a block runs, beyond that before it."""
+
+    def __enter__(self) -> Peak:
+        gc.collect()
+        self.bytes, self._began, self._over = 0, _private_bytes(), threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+        return self
+
+    def _watch(self) -> None:
+        while not self._over.wait(0.002):
+            self.bytes = max(self.bytes, _private_bytes() - self._began)
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+
+def _private_bytes() -> int:
+    # Not the peak of all, which has the packed table and the mapped file in it.
+    with open("/proc/self/status") as status:
+        for line in status:
+            if line.startswith("RssAnon"):
+                return int(line.split()[1]) << 10
+    raise AssertionError("no RssAnon")

@@ -206,11 +206,24 @@ def test_the_table_given_is_open_after_an_error():
 
 @pytest.mark.parametrize("n", [1, 50, 99])
 def test_a_ratio_that_gives_no_row_takes_one_and_says_so(n):
-    for ours in (singles(n=n, cache_ratio=0.01)[1], bags(n=n, cache_ratio=0.01)[1]):
+    says = f"cache_ratio=0.01 of {n} rows is less than one row; one is resident, the fewest"
+    for kind in (CachedEmbedding, CachedEmbeddingBag):
+        with pytest.warns(UserWarning, match=f"bitslab: {says}") as told:
+            ours = kind(n, D, device="cpu")
+        assert len(told) == 1 and told[0].filename == __file__
         assert ours.rows.cache_rows == 1
         (note,) = (note for note in ours.stats()["notes"] if "cache_ratio" in note)
-        assert f"cache_ratio=0.01 of {n} rows is less than one row; one is resident" in note
-    assert not any("cache_ratio" in note for note in singles(n=100)[1].stats()["notes"])
+        assert says in note
+
+
+@pytest.mark.filterwarnings("error:.*cache_ratio:UserWarning")
+def test_a_ratio_that_gives_a_row_says_nothing_and_a_compressed_model_says_it_in_its_report():
+    for n in (1, 3, 49, 100):
+        ours = CachedEmbedding(n, D, cache_ratio=1 / n, device="cpu")
+        assert ours.rows.cache_rows == 1
+        assert not any("cache_ratio" in note for note in ours.stats()["notes"])
+    report = compress_embeddings(torch.nn.Sequential(torch.nn.Embedding(N, D)), min_rows=1)
+    assert any("cache_ratio=0.01 of 50 rows" in note for note in report.compressed["0"]["notes"])
 
 
 # Memory

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import os
-import threading
 from typing import Any
 
 import pytest
@@ -23,6 +21,7 @@ from tests.integrations.embedding.support import (
     FLOATS,
     D,
     N,
+    Peak,
     assert_same,
     bags,
     batches,
@@ -223,34 +222,6 @@ def test_damaged_files_are_told(tmp_path):
     assert_same(whole(ours), table())
 
 
-class _Peak:
-    """The most private memory of this process while a block runs, beyond that before it."""
-
-    def __enter__(self) -> _Peak:
-        gc.collect()
-        self.bytes, self._began, self._over = 0, _private_bytes(), threading.Event()
-        self._thread = threading.Thread(target=self._watch)
-        self._thread.start()
-        return self
-
-    def _watch(self) -> None:
-        while not self._over.wait(0.002):
-            self.bytes = max(self.bytes, _private_bytes() - self._began)
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        self._thread.join()
-
-
-def _private_bytes() -> int:
-    # Not the peak of all, which has the packed table and the mapped file in it.
-    with open("/proc/self/status") as status:
-        for line in status:
-            if line.startswith("RssAnon"):
-                return int(line.split()[1]) << 10
-    raise AssertionError("no RssAnon")
-
-
 def test_memory_stays_bounded_whatever_the_size_of_a_table(tmp_path):
     some_rows = torch.randn(1 << 13, 128)
 
@@ -263,7 +234,7 @@ def test_memory_stays_bounded_whatever_the_size_of_a_table(tmp_path):
     assert nbytes > 200e6
     ours = CachedEmbedding(n, 128, _weight=rows(), cache_ratio=0.001, device="cpu", codec="raw")
     path = tmp_path / "m.safetensors"
-    with _Peak() as peak:
+    with Peak() as peak:
         save_state(ours, path)
     assert peak.bytes < 32e6
     assert path.stat().st_size > nbytes
@@ -271,11 +242,11 @@ def test_memory_stays_bounded_whatever_the_size_of_a_table(tmp_path):
     kept = ours(some).detach()
     ours.rows.load(torch.zeros(n // 2 + 1, 128), begin=n // 2 - 1)
     assert not ours(some)[1:].any()
-    with _Peak() as peak:
+    with Peak() as peak:
         load_state(ours, path)
     assert peak.bytes < 32e6
     assert_same(ours(some).detach(), kept)
-    with _Peak() as peak:  # what it would be
+    with Peak() as peak:  # what it would be
         ours.state_dict()
     assert peak.bytes > 200e6
     ours.close()

@@ -123,7 +123,7 @@ def test_reordering_ranks_ids_by_use():
     bag = bag_of(8, 4, EvictionStrategy.DATASET, ids_freq_mapping=counts, warmup_ratio=1.0)
     manager = bag.cache_weight_mgr
     ranks = torch.argsort(torch.argsort(counts, descending=True))
-    assert torch.equal(manager.idx_map, ranks)
+    assert_same(manager.idx_map, ranks)
     for rank, slot in enumerate(manager.inverted_cached_idx.tolist()):
         if slot >= 0:
             assert manager.cached_idx_map[slot] == rank

@@ -173,12 +173,13 @@ class Model(torch.nn.Module):
 
 # torch.compile itself looks at the grad of what comes from a part that it did not trace.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-def test_compiled_models_give_the_same():
-    # The backend that runs what was traced as it is: nothing but tracing is at stake here.
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_models_give_the_same(backend):
+    torch._dynamo.reset()  # or what was compiled for another backend counts for how often is enough
     models = []
     for i in (0, 1):
         model = Model(bags(mode="sum", cache_ratio=0.3)[i], singles(cache_ratio=0.3)[i])
-        compiled = torch.compile(model, backend="eager")
+        compiled = torch.compile(model, backend=backend)
         models.append((model, compiled, torch.optim.SGD(model.parameters(), lr=0.1)))
     for ids in batches(5):
         outs = []
@@ -195,6 +196,50 @@ def test_compiled_models_give_the_same():
             ids = torch.arange(n_ids)
             args = (ids, torch.tensor([0, 3]))
             assert_same(models[0][1](*args), models[1][1](*args))
+
+
+class Small(torch.nn.Module):
+    """A bag, and products of matrices: inductor takes them from torch and has no C++ to compile."""
+
+    def __init__(self, bag: torch.nn.Module) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.bag, self.top = bag, torch.nn.Linear(D, 3, bias=False)
+
+    def forward(self, ids: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.top(self.bag(ids, offsets))
+        return out
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+# Parts of torch that inductor imports are written for TorchScript.
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+def test_a_model_that_inductor_compiles_gives_the_same():
+    from torch._dynamo.utils import counters
+    from torch._inductor import config
+
+    torch._dynamo.reset()
+    counters.clear()
+    plain, ours = (Small(bag) for bag in bags(mode="sum", cache_ratio=0.3))
+    # No processes of its own, and no trial of what the CPU can do.
+    with config.patch({"compile_threads": 1, "cpp.simdlen": 1}):
+        compiled: Any = torch.compile(ours, backend="inductor")
+        optimizers = [torch.optim.Adagrad(m.parameters(), lr=0.1) for m in (plain, ours)]
+        offsets = torch.tensor([0, 4, 8])
+        for ids in batches(4):
+            outs = []
+            for module, optimizer in zip((plain, compiled), optimizers, strict=True):
+                optimizer.zero_grad()
+                outs.append(module(ids, offsets))
+                loss_of(outs[-1]).backward()
+                optimizer.step()
+            assert_same(outs[1].detach(), outs[0].detach())
+        assert_same(whole(ours.bag), whole(plain.bag))
+        plain.eval(), ours.eval()
+        with torch.no_grad():
+            for ids in batches(2, seed=3):
+                assert_same(compiled(ids, offsets), plain(ids, offsets))
+    assert counters["inductor"]["extern_calls"] >= 3  # forward, backward, and without a gradient
 
 
 def test_a_module_that_is_gone_leaves_its_copy_alone():

@@ -164,10 +164,12 @@ def test_single_rows_of_every_dtype(dtype, options):
 @pytest.mark.parametrize("cache", ["rows", "packed"])
 @pytest.mark.parametrize("freeze", [True, False], ids=["frozen", "trainable"])
 @pytest.mark.parametrize("padding_idx", [None, 3], ids=["plain", "padding"])
-def test_every_kind_of_cache(cache, freeze, padding_idx):
-    plain, ours = bags(mode="sum", cache=cache, freeze=freeze, padding_idx=padding_idx)
+@pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
+def test_every_kind_of_cache(sparse, cache, freeze, padding_idx):
+    options: dict[str, Any] = {"cache": cache, "freeze": freeze, "padding_idx": padding_idx}
+    plain, ours = bags(mode="sum", sparse=sparse, **options)
     plain.weight.requires_grad_(not freeze)
-    one, mine = singles(cache=cache, freeze=freeze, padding_idx=padding_idx)
+    one, mine = singles(sparse=sparse, **options)
     one.weight.requires_grad_(not freeze)
     for given in INPUTS.values():
         for phase in PHASES:
@@ -213,6 +215,29 @@ def test_autocast_changes_what_it_changes_for_torch():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert_same(ours(IDS), plain(IDS))
         assert_same(linear(ours(IDS)), linear(plain(IDS)))
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+@pytest.mark.parametrize("cache", ["rows", "packed"])
+def test_autocast_changes_bags_as_it_changes_torchs(mode, cache):
+    plain, ours = bags(mode=mode, cache=cache)
+    linear = torch.nn.Linear(D, 2)
+    args = INPUTS["empty-bags"]
+    for phase in PHASES:
+        outs = []
+        for module in (plain, ours):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                outs.append(run(phase, module, *args))
+                outs.append(linear(outs[-1]).detach())
+        assert_same(outs[2], outs[0], phase)
+        assert_same(outs[3], outs[1], phase)
+        assert outs[1].dtype == torch.bfloat16
+        assert_same(grads(ours), grads(plain), phase)
+    weights = torch.randn(args[0].shape, generator=torch.Generator().manual_seed(1))
+    if mode == "sum":
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert_same(run("train", ours, *args, weights), run("train", plain, *args, weights))
+        assert_same(grads(ours), grads(plain))
 
 
 def test_a_hook_of_shapes_gets_the_result():

@@ -38,7 +38,6 @@ DENSE: dict[str, Optimizers] = {
         p, lr=0.1, lr_decay=0.2, initial_accumulator_value=0.3, eps=1e-4
     ),
     "adagrad-one-by-one": lambda p: Adagrad(p, lr=0.1, foreach=False),
-    "sgd-uphill": lambda p: SGD(p, lr=0.1, maximize=True),
 }
 SPARSE: dict[str, Optimizers] = {
     "sgd": DENSE["sgd"],
@@ -48,6 +47,9 @@ SPARSE: dict[str, Optimizers] = {
     ),
     "sparse-adam": lambda p: SparseAdam(list(p), lr=0.01),
     "sparse-adam-with-options": lambda p: SparseAdam(list(p), lr=0.01, betas=(0.5, 0.7), eps=1e-4),
+    "sgd-uphill": lambda p: SGD(p, lr=0.1, maximize=True),
+    "adagrad-uphill": lambda p: Adagrad(p, lr=0.1, maximize=True),
+    "sparse-adam-uphill": lambda p: SparseAdam(list(p), lr=0.01, maximize=True),
 }
 CASES = [(name, False) for name in DENSE] + [(name, True) for name in SPARSE]
 CACHES = {"one-row": 0.001, "fewer-than-a-batch": 0.1, "some": 0.4, "all": 1.0}
@@ -258,6 +260,8 @@ REFUSED: dict[str, Optimizers] = {
     "sgd-weight-decay": lambda p: SGD(p, lr=0.1, weight_decay=0.1),
     "adagrad-weight-decay": lambda p: Adagrad(p, weight_decay=0.1),
     "adagrad-without-eps": lambda p: Adagrad(p, eps=0),
+    "sgd-uphill": lambda p: SGD(p, lr=0.1, maximize=True),
+    "adagrad-uphill": lambda p: Adagrad(p, maximize=True),
     "adam": lambda p: torch.optim.Adam(p),
     "adamw": lambda p: torch.optim.AdamW(p),
     "rmsprop": lambda p: torch.optim.RMSprop(p),
@@ -457,11 +461,12 @@ def test_frozen_modules_refuse_gradients(make, cache):
     assert ours.stats()["written_back"] == 0
 
 
+@pytest.mark.parametrize("padding_idx", [None, 3], ids=["plain", "padding"])
 @pytest.mark.parametrize("sparse", [False, True])
 @pytest.mark.parametrize("name", ["sgd", "adagrad"])
 @pytest.mark.parametrize("make", [bags, singles])
-def test_packed_caches_train_too(make, name, sparse):
-    plain, ours = make(cache="packed", sparse=sparse, cache_ratio=0.3)
+def test_packed_caches_train_too(make, name, sparse, padding_idx):
+    plain, ours = make(cache="packed", sparse=sparse, cache_ratio=0.3, padding_idx=padding_idx)
     train_both(plain, ours, of(name, sparse), batches(10))
     assert ours.stats()["written_back"] > 0
     ours.eval(), plain.eval()

@@ -1,0 +1,148 @@
+"""Bags of rows on a GPU: pooled, and their offsets looked at; see bags.cu."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from ..format import ceil_div
+from .runner import Prepared, Runner
+from .source import bags_variant
+
+THREADS, CHECK_THREADS = 256, 1024  # of a block
+BLOCKS = 8  # of a multiprocessor
+NO_PADDING = -(1 << 63)
+#: Dtypes of rows that `Bags.pool` takes.
+POOLED_DTYPES = (torch.float32, torch.float64)
+
+
+class Bags:
+    """The kernels of bags on one GPU.
+
+    Parameters
+    ----------
+    runner : Runner
+        Of the device.
+    """
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self._most_blocks = BLOCKS * runner.multiprocessors
+        self._pools: dict[tuple[int, int], Prepared] = {}
+        self._check: Prepared | None = None
+
+    def pool(
+        self,
+        matrix: torch.Tensor,
+        index: torch.Tensor,
+        offsets: torch.Tensor,
+        mode: int,
+        *,
+        padding: int | None = None,
+        include_last: bool = False,
+    ) -> torch.Tensor:
+        """Return what ``torch.embedding_bag`` does, bit for bit, with no weights and no gradient.
+
+        Parameters
+        ----------
+        matrix : torch.Tensor
+            ``[R, D]`` of one of POOLED_DTYPES, contiguous, on the device.
+        index : torch.Tensor
+            int32 or int64 ``[n]`` on the device, contiguous: rows of `matrix`. Those out of range
+            count for nothing, and the mailbox tells.
+        offsets : torch.Tensor
+            int32 or int64 ``[B]`` on the device, contiguous. Bags of offsets that are not sound are
+            zeros, and the mailbox tells.
+        mode : int
+            0 for the sum, 1 for the mean, 2 for the largest values.
+        padding : int, optional
+            The row that counts for nothing.
+        include_last : bool
+            Whether the last offset is the end of the last bag.
+
+        Returns
+        -------
+        torch.Tensor
+            ``[B, D]``, or ``[B - 1, D]`` with `include_last`.
+        """
+        entries, (_, dim) = offsets.shape[0], matrix.shape
+        out = torch.empty(entries - include_last, dim, dtype=matrix.dtype, device=matrix.device)
+        size, to, address = matrix.element_size(), out.data_ptr(), matrix.data_ptr()
+        vector = 16 // size if (address | to | dim * size) % 16 == 0 else 1
+        pool = self._pools.get((size, vector))
+        if pool is None:
+            pool = self._pools[size, vector] = self._prepared_pool(size, vector)
+        width = dim // vector
+        # One bag at least, so that an end that is not the number of ids is told.
+        blocks = max(1, min(ceil_div(out.shape[0] * width, THREADS), self._most_blocks))
+        pool(
+            blocks,
+            address,
+            matrix.shape[0],
+            width,
+            index.data_ptr(),
+            index.element_size(),
+            index.shape[0],
+            NO_PADDING if padding is None else padding,
+            offsets.data_ptr(),
+            offsets.element_size(),
+            entries,
+            include_last,
+            mode,
+            to,
+        )
+        return out
+
+    def sound_offsets(
+        self, offsets: torch.Tensor, n_ids: int, *, include_last: bool = False
+    ) -> torch.Tensor:
+        """Return offsets that kernels of torch can take: where they are bad the mailbox tells.
+
+        Parameters
+        ----------
+        offsets : torch.Tensor
+            int32 or int64 ``[B]`` on the device, contiguous.
+        n_ids : int
+            Ids of all bags.
+        include_last : bool
+            Whether the last offset is the end of the last bag.
+
+        Returns
+        -------
+        torch.Tensor
+            int64 ``[B]``: a copy, or where one offset is bad zeros, with `n_ids` as the end.
+        """
+        out = torch.empty_like(offsets, dtype=torch.int64)
+        if self._check is None:
+            self._check = self._runner.prepare(
+                bags_variant(4, 1),
+                "sound_offsets",
+                CHECK_THREADS,
+                [
+                    None,
+                    np.int32(0),
+                    np.int64(0),
+                    np.int64(0),
+                    np.int32(0),
+                    None,
+                    self._runner.mailbox,
+                ],
+                range(6),
+            )
+        if out.shape[0]:
+            size = offsets.element_size()
+            self._check(
+                1, offsets.data_ptr(), size, out.shape[0], n_ids, include_last, out.data_ptr()
+            )
+        return out
+
+    def _prepared_pool(self, value_bytes: int, vector: int) -> Prepared:
+        args = [None, np.int64(0), np.int32(0), None, np.int32(0), np.int64(0), np.int64(0)]
+        args += [None, np.int32(0), np.int64(0), np.int32(0), np.int32(0), None]
+        return self._runner.prepare(
+            bags_variant(value_bytes, vector),
+            "pool_bags",
+            THREADS,
+            [*args, self._runner.mailbox],
+            range(len(args)),
+        )

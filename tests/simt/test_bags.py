@@ -1,0 +1,136 @@
+"""Bags of rows: the pooling kernel against torch.embedding_bag, and offsets that are not sound."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from bitslab.kernels.cuda.launch_bags import POOLED_DTYPES, Bags
+from bitslab.kernels.cuda.runner import INDEX_ERROR, NO_ERROR, OFFSETS_ERROR
+from tests.helpers import dtype_id, same_bits
+from tests.simt.module import guarded
+from tests.simt.runner import SimtRunner
+
+MODES = ("sum", "mean", "max")
+N_ROWS, N_IDS = 50, 70
+SOUND = {
+    "one-each": list(range(N_IDS)),
+    "some-empty": [0, 0, 3, 3, 3, 20, 64, 70, 70],
+    "one-bag": [0],
+}
+
+
+def made(dim: int, dtype: torch.dtype, seed: int = 0):
+    """Return rows of whole numbers, which all sums are exact of, and ids."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randint(-99, 99, (N_ROWS, dim), generator=generator).to(dtype)
+    return guarded(rows), guarded(torch.randint(N_ROWS, (N_IDS,), generator=generator))
+
+
+@pytest.mark.parametrize("include_last", [False, True], ids=["", "with-end"])
+@pytest.mark.parametrize("padding", [None, 7], ids=["", "padding"])
+@pytest.mark.parametrize("dim", [1, 3, 8, 200])
+@pytest.mark.parametrize("mode", range(3), ids=MODES)
+@pytest.mark.parametrize("dtype", POOLED_DTYPES, ids=dtype_id)
+@pytest.mark.parametrize("bags", SOUND)
+def test_bags_are_those_of_torch(bags, dtype, mode, dim, padding, include_last):
+    rows, ids = made(dim, dtype)
+    ids[::5] = 7
+    offsets = torch.tensor(SOUND[bags] + [N_IDS] * include_last)
+    expected = torch.nn.functional.embedding_bag(
+        ids, rows, offsets, mode=MODES[mode], padding_idx=padding, include_last_offset=include_last
+    )
+    runner = SimtRunner(1)
+    for kind in (torch.int64, torch.int32):
+        index, begins = guarded(ids.to(kind)), guarded(offsets.to(kind))
+        found = Bags(runner).pool(
+            rows, index, begins, mode, padding=padding, include_last=include_last
+        )
+        assert same_bits(found, expected)
+    assert not runner.mailbox.any()
+
+
+def test_rows_at_odd_addresses_are_pooled_one_value_at_a_time():
+    rows, ids = made(9, torch.float32)
+    rows = guarded(rows.flatten())[1:9].view(2, 4)
+    ids, offsets = ids % 2, torch.tensor([0, 5, 60])
+    runner = SimtRunner()
+    found = Bags(runner).pool(rows, ids, offsets, 0)
+    assert same_bits(found, torch.nn.functional.embedding_bag(ids, rows, offsets, mode="sum"))
+    assert runner.launched[0][0].defines()["VECTOR"] == 1
+
+
+def test_more_bags_than_threads_are_all_pooled():
+    rows, _ = made(4, torch.float32)
+    ids = torch.arange(9000) % N_ROWS
+    found = Bags(SimtRunner()).pool(rows, ids, torch.arange(9000), 0)
+    assert same_bits(found, rows[ids])
+
+
+UNSOUND = {
+    "begins-late": ([1, 5], False),
+    "falls": ([0, 9, 8, 10], False),
+    "beyond": ([0, 5, N_IDS + 1, N_IDS + 2], False),
+    "last-beyond": ([0, N_IDS + 1], False),
+    "negative": ([0, -3, 5], False),
+    "ends-early": ([0, 5, N_IDS - 1], True),
+    "end-alone": ([3], True),
+    "ends-late": ([0, N_IDS + 4], True),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+@pytest.mark.parametrize("case", UNSOUND)
+def test_offsets_that_are_not_sound_are_told_and_nothing_beyond_the_ids_is_read(case, dtype):
+    values, include_last = UNSOUND[case]
+    rows, ids = made(8, torch.float32)
+    offsets = guarded(torch.tensor(values, dtype=dtype))
+    for mode in range(3):
+        runner = SimtRunner(mode)
+        out = Bags(runner).pool(rows, ids, offsets, mode, include_last=include_last)
+        kind, where, _, n_ids = runner.mailbox.tolist()
+        assert (kind, n_ids) == (OFFSETS_ERROR, N_IDS) and 0 <= where < len(values)
+        assert out.shape[0] == len(values) - include_last
+    runner = SimtRunner()
+    found = Bags(runner).sound_offsets(offsets, N_IDS, include_last=include_last)
+    assert found.tolist() == [0] * (len(values) - include_last) + [N_IDS] * include_last
+    kind, where, _, n_ids = runner.mailbox.tolist()
+    assert (kind, n_ids) == (OFFSETS_ERROR, N_IDS)
+    rising = [0, *values]
+    first_bad = next(
+        b
+        for b in range(len(values))
+        if not rising[b] <= values[b] <= N_IDS
+        or (b == 0 and values[b])
+        or (include_last and b == len(values) - 1 and values[b] != N_IDS)
+    )
+    assert where == first_bad
+
+
+@pytest.mark.parametrize("n", [0, 1, 1024, 5000])
+@pytest.mark.parametrize("include_last", [False, True], ids=["", "with-end"])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_sound_offsets_are_copied(n, include_last, dtype):
+    generator = torch.Generator().manual_seed(n)
+    offsets = torch.randint(9000, (n,), generator=generator).sort().values
+    offsets[:1] = 0
+    offsets = torch.cat([offsets, torch.tensor([9000])]) if include_last else offsets
+    if include_last and n == 0:
+        offsets[0] = 0
+    n_ids = 9000 if n else 0
+    runner = SimtRunner()
+    given = guarded(offsets.to(dtype))
+    found = Bags(runner).sound_offsets(given, n_ids, include_last=include_last)
+    assert torch.equal(found, offsets) and found.dtype == torch.int64
+    assert runner.mailbox[0] == NO_ERROR
+
+
+@pytest.mark.parametrize("bad", [-1, N_ROWS, -(1 << 40)])
+def test_ids_out_of_range_are_told_and_count_for_nothing(bad):
+    rows, ids = made(8, torch.float32)
+    given = ids.clone()
+    given[10] = bad
+    runner = SimtRunner()
+    found = Bags(runner).pool(rows, guarded(given), torch.tensor([0, 10, 11]), 0)
+    assert runner.mailbox.tolist() == [INDEX_ERROR, 10, bad, N_ROWS]
+    assert same_bits(found[0], rows[ids[:10]].sum(0)) and not found[1].any()
