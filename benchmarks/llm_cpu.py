@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import tempfile
 import time
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal
 
 import llm_minilm
 import torch
+import transformers
 from llm_workload import Rows, left_out
+from textgen.models import SIZES, write_random_model
 
 from bitslab.dtypes import dtype_name
 from bitslab.integrations.transformers import BitslabConfig
-from bitslab.offload import WeightPacker
+from bitslab.offload import WeightPacker, offload_report
 
 #: Asked: MB/s of bfloat16 packed on two cores; a pass that decodes, of a plain one; a pass with
 #: all weights kept on the device, of a plain one.
@@ -21,6 +26,8 @@ PACKED_MB_S, DECODING_PASS, KEPT_PASS = 200, 3.0, 1.1
 #: Shapes of a layer's matrices, those of a 1b Llama.
 LAYER = ((2048, 2048), (512, 2048), (512, 2048), (2048, 2048), (8192, 2048), (8192, 2048))
 LAYERS = 2
+#: What is loaded: three layers of that kind, and embeddings and a head of 32,000 words.
+CHECKPOINT = replace(SIZES["1b"], layers=3)
 LINES, TOKENS = 8, 128
 
 
@@ -29,7 +36,9 @@ def run(arguments: argparse.Namespace) -> dict[str, Rows]:
     threads = torch.get_num_threads()
     tables = {
         f"Packing a checkpoint on {threads} CPU cores": [
-            _packing(dtype, arguments.repetitions) for dtype in (torch.bfloat16, torch.float32)
+            measure(dtype, arguments.repetitions)
+            for measure in (_packing, _loading)
+            for dtype in (torch.bfloat16, torch.float32)
         ]
     }
     try:
@@ -66,8 +75,32 @@ def _packing(dtype: torch.dtype, repetitions: int) -> dict[str, Any]:
         if i:  # the first one compiles
             rates.append(weights.raw_nbytes / seconds / 1e6)
         weights.close()
+    return _row("tensors in memory", dtype, ratio, rates)
+
+
+def _loading(dtype: torch.dtype, repetitions: int) -> dict[str, Any]:
+    """Measure from_pretrained with BitslabConfig, a new checkpoint each time."""
+    rates, ratio = [], 1.0
+    for i in range(repetitions + 1):
+        with tempfile.TemporaryDirectory(prefix="bitslab-llm-") as folder:
+            write_random_model("llama", CHECKPOINT, dtype, 128, i, Path(folder))
+            config = BitslabConfig(execution_device="cpu")
+            begin = time.perf_counter()
+            model = transformers.AutoModelForCausalLM.from_pretrained(
+                folder, dtype=dtype, quantization_config=config
+            )
+            seconds = time.perf_counter() - begin
+        found = offload_report(model)
+        ratio = found.ratio
+        if i:
+            rates.append(found.raw_bytes / seconds / 1e6)
+        del model
+    return _row("a checkpoint, by from_pretrained", dtype, ratio, rates)
+
+
+def _row(what: str, dtype: torch.dtype, ratio: float, rates: list[float]) -> dict[str, Any]:
     rate = statistics.median(rates)
-    row: dict[str, Any] = {"dtype": dtype_name(dtype), "ratio": ratio, "MB/s": rate}
+    row: dict[str, Any] = {"what": what, "dtype": dtype_name(dtype), "ratio": ratio, "MB/s": rate}
     if dtype == torch.bfloat16:
         row["asked"] = f">= {PACKED_MB_S}: {'ok' if rate >= PACKED_MB_S else 'missed'}"
     return row

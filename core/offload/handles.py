@@ -3,11 +3,13 @@
 While a unit's forward pass runs, its parameters are ordinary tensors. At all other times, and for
 whoever uses a parameter without calling its module, a handle is in its place: a tensor with the
 parameter's shape, dtype and the device it is used on, that holds no data and decodes itself for
-whatever operation it is given to. A look-up of rows decodes only these rows.
+whatever operation it is given to. An operation that takes rows, as a look-up in an embedding or
+``weight[ids]``, decodes only these rows.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -17,6 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from ..errors import BitslabError
 
 _aten = torch.ops.aten
+_CPU = torch.device("cpu")
 #: Operations that look at no data.
 _KEPT = {_aten.detach.default, _aten.lift_fresh.default}
 
@@ -103,12 +106,17 @@ class WeightHandle(torch.Tensor):
         kwargs = kwargs or {}
         if func in _KEPT:
             return args[0]
+        if func.is_view and torch.is_inference_mode_enabled():
+            # A parameter is no tensor of inference, and torch wants none as a view of one.
+            with torch.inference_mode(False):
+                return cls.__torch_dispatch__(func, types, args, kwargs)
         if func is _aten.alias.default:  # such as weight[:], and torch wants another tensor
             (handle,) = args
             return cls(handle._source, handle._name, handle, handle.device)
-        if func is _aten.embedding.default and isinstance(args[0], cls):
-            handle, ids = args[0], args[1]
-            if not isinstance(ids, cls):
+        if func in _ROWS and isinstance(args[0], cls):
+            handle = args[0]
+            ids = _ROWS[func](*args)
+            if ids is not None:
                 return handle._source.rows(handle._name, ids)
         for place, argument in enumerate(func._schema.arguments):
             if argument.is_write:
@@ -133,6 +141,91 @@ class WeightHandle(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: None = None) -> str:  # type: ignore[override]
         return f"WeightHandle({self._name!r}, {list(self.shape)}, {self.dtype}, {self.device})"
+
+
+# Which rows an operation takes, by the arguments that torch gives it. None leaves it to torch, with
+# the whole tensor: where it takes something else than rows, and where it fails, with torch's error.
+
+
+def _embedded(handle: WeightHandle, ids: torch.Tensor, *options: Any) -> torch.Tensor | None:
+    return None if isinstance(ids, WeightHandle) else ids
+
+
+def _indexed(handle: WeightHandle, indices: list[torch.Tensor | None]) -> torch.Tensor | None:
+    (ids, *others) = indices
+    if others or ids is None or not _takes_rows(handle, ids):
+        return None
+    lowest, highest = _bounds(ids)
+    if lowest < -len(handle) or highest >= len(handle):
+        return None
+    return torch.where(ids < 0, ids + len(handle), ids)
+
+
+def _index_selected(handle: WeightHandle, dim: int, ids: torch.Tensor) -> torch.Tensor | None:
+    if not _is_first(handle, dim) or ids.dim() > 1 or not _takes_rows(handle, ids):
+        return None
+    lowest, highest = _bounds(ids)
+    return ids.reshape(-1) if lowest >= 0 and highest < len(handle) else None
+
+
+def _selected(handle: WeightHandle, dim: int, index: int) -> torch.Tensor | None:
+    n_rows = len(handle) if _is_first(handle, dim) else 0
+    return _numbers(handle, index % n_rows) if -n_rows <= index < n_rows else None
+
+
+def _sliced(
+    handle: WeightHandle,
+    dim: int = 0,
+    start: int | None = None,
+    end: int | None = None,
+    step: int = 1,
+) -> torch.Tensor | None:
+    if not _is_first(handle, dim) or step < 1:
+        return None
+    picked = range(*slice(start, end, step).indices(len(handle)))
+    # To decode all is faster in one go.
+    return None if len(picked) == len(handle) else _numbers(handle, picked)
+
+
+_ROWS: dict[Any, Callable[..., torch.Tensor | None]] = {
+    _aten.embedding.default: _embedded,
+    _aten.index.Tensor: _indexed,
+    _aten.index_select.default: _index_selected,
+    _aten.select.int: _selected,
+    _aten.slice.Tensor: _sliced,
+}
+
+
+def _is_first(handle: WeightHandle, dim: int) -> bool:
+    """Tell whether a dimension is that of the rows, and these can be decoded one by one."""
+    by_row = handle.dim() > 1 and handle.numel() > 0 and handle.is_contiguous()
+    return by_row and dim in (0, -handle.dim())
+
+
+def _takes_rows(handle: WeightHandle, ids: torch.Tensor) -> bool:
+    """Tell whether torch would take a tensor for numbers of rows; a uint8 one is a mask."""
+    numbers = ids.dtype in (torch.int64, torch.int32) and not isinstance(ids, WeightHandle)
+    there = ids.device in (handle.device, _CPU) and not ids.is_meta
+    return numbers and there and _is_first(handle, 0)
+
+
+def _bounds(ids: torch.Tensor) -> tuple[int, int]:
+    """Return the lowest and the highest id, as far as no GPU has to be waited for.
+
+    One that reads the rows checks the ids itself.
+    """
+    if ids.device != _CPU or not ids.numel():
+        return 0, -1
+    lowest, highest = ids.aminmax()
+    return int(lowest), int(highest)
+
+
+def _numbers(handle: WeightHandle, rows: int | range) -> torch.Tensor:
+    """Return numbers of rows where they are wanted, which needs no copy to a GPU."""
+    device = _CPU if handle.is_meta else handle.device  # of a deferred state dict: read on the host
+    if isinstance(rows, int):
+        return torch.full((), rows, device=device)
+    return torch.arange(len(rows), device=device) * rows.step + rows.start
 
 
 def bound_parameter(tensor: torch.Tensor) -> nn.Parameter:

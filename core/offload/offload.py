@@ -38,7 +38,8 @@ def offload_weights(
 
     The model stays the object that it is, with the same outputs, bit for bit. Its weights lie
     packed in page-locked host memory and cross one unit (transformer layer) after the other, ahead
-    of their use; see `WeightStream`. Of embeddings only the rows asked for are decoded.
+    of their use; see `WeightStream`. Of embeddings, and where code takes rows of a weight itself
+    (``weight[ids]``, ``weight[5:7]``), only the rows asked for are decoded.
 
     Parameters
     ----------

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
+import numpy as np
 import torch
 
 from ..codecs import InvariantCodec, PackedRows, RawCodec
@@ -120,9 +121,10 @@ def _saved_share(codec: InvariantCodec, sample: torch.Tensor) -> float:
 
 
 def _zero_share(sample: torch.Tensor) -> float:
-    """Return the share of a sample's bytes that are 0."""
-    data = sample.reshape(-1).view(torch.uint8)
-    return 1 - int(data.count_nonzero()) / max(1, data.numel())
+    """Return the share of the bytes of a sample on the CPU that are 0."""
+    data = sample.reshape(-1).view(torch.uint8).numpy()
+    # torch counts bytes a hundred times slower.
+    return 1 - int(np.count_nonzero(data)) / max(1, data.size)
 
 
 def _kept_raw(tensor: torch.Tensor) -> CompressedTensor:

@@ -149,6 +149,15 @@ def offload_compressed(
     ------
     ArgumentError
         When accelerate has offloaded parts of it: then it is `compress_offloaded` that is needed.
+
+    Notes
+    -----
+    ``torch.compile`` of the model works. Hooks run between its graphs, so each layer whose weights
+    stream, or are kept packed, is compiled by itself. With a K/V cache all layers are variants of
+    one function, up to eight a layer as lengths of prompts and batches change, and beyond
+    ``torch._dynamo.config.recompile_limit`` variants, 8 unless set, torch runs layers uncompiled,
+    with the same results. For models of more than two layers set it to eight times their number,
+    and ``torch._dynamo.config.accumulated_recompile_limit``, 256 unless set, not below that.
     """
     if isinstance(model, nn.Module) and any(True for _ in offloaded_tensors(model)):
         raise ArgumentError(

@@ -14,6 +14,7 @@ from bitslab.integrations.transformers.selectors import KVSelector
 from bitslab.kvcache import CodecPlans, HistoryReader, PackedHistory
 from bitslab.kvcache.history import check_options
 from bitslab.kvcache.reader import check_sm_budget
+from bitslab.tracing import not_traced
 
 
 class CompressedCache(DynamicCache):
@@ -151,6 +152,7 @@ class CompressedCache(DynamicCache):
         self._histories.expect(2 * len(packed))
         self._next = dict(zip(packed, [*packed[1:], packed[0]], strict=True))
 
+    @not_traced
     def update(
         self,
         key_states: torch.Tensor,

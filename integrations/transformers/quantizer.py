@@ -475,7 +475,8 @@ class BitslabQuantizer(HfQuantizer):  # type: ignore[misc, unused-ignore]
         """Return False: `generate` must not capture a whole step in one graph by itself.
 
         Weights are fetched between layers, outside of graphs; ``torch.compile`` of the model or of
-        its layers by the caller works.
+        its layers by the caller works. Deep models then need a higher ``recompile_limit``; see
+        `bitslab.integrations.accelerate.offload_compressed`.
         """
         return False
 

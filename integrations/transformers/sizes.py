@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 import torch
 from safetensors import safe_open
 
-import bitslab
 from bitslab.dtypes import dtype_name
 from bitslab.errors import CorruptedDataError
+from bitslab.offload.tensor_packer import TensorPacker
 
 #: Raw bytes of a sample; of each kind of tensor (layer numbers left out) one is taken.
 SAMPLE_BYTES = 1 << 17
@@ -87,8 +87,9 @@ def estimate(files: Sequence[str] | None, dtype: torch.dtype) -> SizeEstimate:
     found = SizeEstimate(dtype)
     readable = [file for file in files or () if str(file).endswith(".safetensors")]
     raw_bytes, expected, numbers = 0, 0.0, 0
+    packer = TensorPacker()  # plans once for each size of rows, as when the weights are packed
     for kind, count, sample in _samples(readable, dtype):
-        packed = bitslab.compress(sample)
+        packed, _ = packer.pack(sample)
         found.shares[kind] = packed.nbytes / packed.raw_nbytes
         raw_bytes += sample.nbytes
         expected += count * found.shares[kind]

@@ -16,12 +16,18 @@ import bitslab.offload as offload
 VOCABULARY = 320
 
 
-def tiny_llama(*, tied: bool = False, dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
+def tiny_llama(
+    *,
+    tied: bool = False,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    layers: int = 3,
+) -> Any:
     config = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=64,
         intermediate_size=160,
-        num_hidden_layers=3,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         tie_word_embeddings=tied,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import statistics
 import weakref
 from typing import Any
 
@@ -13,7 +14,13 @@ import torch
 import bitslab
 from bitslab.errors import BitslabError, IndexRangeError
 from bitslab.kernels.cuda.launch_ids import CHECKED_BY_ALL
-from bitslab.offload import find_offloaded, offload_report, offload_weights, restore_weights
+from bitslab.offload import (
+    WeightHandle,
+    find_offloaded,
+    offload_report,
+    offload_weights,
+    restore_weights,
+)
 from tests.helpers import same_bits
 from tests.offload.models import Blocks, stats
 
@@ -189,6 +196,19 @@ def test_inputs_on_the_cpu_are_moved_and_generation_runs():
         assert model(ids().cpu()).logits.is_cuda
 
 
+@pytest.mark.parametrize("rows, is_hidden", [(1 << 13, True), (1, False)], ids=["long", "short"])
+def test_the_report_says_whether_computing_hides_the_transfer(rows, is_hidden):
+    model = Blocks(width=4096, count=6)
+    x = torch.randn(rows, 4096, device="cuda")
+    offload_weights(model, execution_device="cuda", min_bytes=0)
+    with torch.no_grad():
+        for _ in range(4):
+            model(x)
+    shares = [unit.hidden for unit in offload_report(model).units[2:] if unit.hidden is not None]
+    assert len(shares) >= 4
+    assert (statistics.median(shares) > 0.5) == is_hidden, shares
+
+
 def test_the_report_has_times_of_all_spans():
     model = llama(hidden=512)
     offload_weights(model, execution_device="cuda", min_bytes=0)
@@ -295,6 +315,31 @@ def test_bad_ids_of_an_embedding_are_told_by_a_later_call(options, bad, length):
     assert same_bits(embed(good), table[good]) and same_bits(before, table[good])
 
 
+TAKEN = {
+    "one": lambda w, ids: w[5],
+    "last": lambda w, ids: w[-1],
+    "range": lambda w, ids: w[5:900:7],
+    "ids-there": lambda w, ids: w[ids.cuda() - 1000],
+    "ids-on-the-host": lambda w, ids: w[ids],
+    "selected": lambda w, ids: w.index_select(0, ids.cuda()),
+    "embedded": lambda w, ids: torch.nn.functional.embedding(ids.cuda(), w),
+}
+
+
+@pytest.mark.parametrize("take", TAKEN.values(), ids=TAKEN)
+def test_rows_are_taken_from_packed_weights_alone(take, monkeypatch):
+    model = llama()
+    weights = [model.model.embed_tokens.weight, model.lm_head.weight]
+    rows = torch.randint(1000, (3, 40)) if take is not TAKEN["selected"] else torch.randint(9, (7,))
+    expected = [take(weight.detach().cuda(), rows) for weight in weights]
+    offload_weights(model, execution_device="cuda", min_bytes=0)
+    handles: list[Any] = [model.model.embed_tokens.weight, model.lm_head.weight]
+    monkeypatch.setattr(WeightHandle, "decode", lambda handle: pytest.fail("all of it was decoded"))
+    for handle, wanted in zip(handles, expected, strict=True):
+        found = take(handle, rows)
+        assert found.is_cuda and same_bits(found, wanted)
+
+
 SLEEP_CYCLES = 100_000_000  # some 50 ms
 DROPPED: dict[str, dict[str, Any]] = {
     "streamed": {},
@@ -312,6 +357,7 @@ def test_a_dropped_model_leaves_memory_that_is_used_again_alone(options, held_up
     with torch.no_grad():
         expected = plain(x)
     for _ in range(3):
+        torch.cuda.empty_cache()  # memory of other tests would be taken first
         model = Blocks(width=1024, count=6).to(torch.bfloat16)
         offload_weights(model, execution_device="cuda", min_bytes=0, **options)
         stream = find_offloaded(model).stream

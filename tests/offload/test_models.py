@@ -491,28 +491,6 @@ def test_quantised_weights_pass_through():
     assert all(same_bits(model.state_dict()[name], tensor) for name, tensor in state.items())
 
 
-# torch.compile looks at the gradients of all inputs of a graph.
-@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
-def test_models_are_compiled_with_the_hooks_outside():
-    model = Blocks(count=2)
-    x = torch.randn(5, 64)
-    expected = model(x).detach()
-    offload_weights(model, execution_device="cpu", min_bytes=0)
-    compiled = torch.compile(model, backend="aot_eager")
-    with torch.no_grad():
-        for _ in range(2):
-            assert same_bits(compiled(x), expected)
-    wanted, found = x.clone().requires_grad_(), x.clone().requires_grad_()
-    model(wanted).square().sum().backward()
-    compiled(found).square().sum().backward()
-    assert torch.equal(torch.as_tensor(found.grad), torch.as_tensor(wanted.grad))
-    language = tiny_llama()
-    expected = logits(language)
-    offload_weights(language, execution_device="cpu", min_bytes=0)
-    assert same_bits(logits(torch.compile(language, backend="eager")), expected)
-    torch.compiler.reset()
-
-
 def test_the_report_says_what_it_costs():
     model = tiny_llama(tied=True, dtype=torch.bfloat16)
     offload_weights(model, execution_device="cpu", min_bytes=0)

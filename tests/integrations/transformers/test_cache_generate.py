@@ -14,6 +14,7 @@ from tests.integrations.transformers.models import (
     SMALL,
     UNUSUAL,
     compressed,
+    config_of,
     dynamic,
     model_of,
     prompt_of,
@@ -37,7 +38,7 @@ def generate(name: str, mode: str, cache: Any, prompt: torch.Tensor, **more: Any
     if mode == "assisted":
         options["assistant_model"] = model_of(name, seed=1)
     torch.manual_seed(0)
-    options |= {"max_new_tokens": NEW, "min_new_tokens": NEW}
+    options = {"max_new_tokens": NEW, "min_new_tokens": NEW, **options}
     tokens: torch.Tensor = model_of(name).generate(prompt, past_key_values=cache, **options)
     return tokens
 
@@ -84,16 +85,27 @@ def test_layers_of_further_kinds(name: str) -> None:
     assert cache.stats()["packed_tokens"] >= 50
 
 
-@pytest.mark.parametrize("offload", [True, False], ids=["host", "device"])
-def test_left_padding(offload: bool) -> None:
+def test_hybrid_layers_are_transformers_own() -> None:
+    config = config_of("llama", layer_types=["hybrid", "full_attention"])
+    plain, cache = dynamic(config), compressed(config, **SMALL)
+    kinds = [type(layer).__name__ for layer in cache.layers]
+    assert kinds == [type(plain.layers[0]).__name__, "CompressedLayer"]
+    assert kinds[0] == "LinearAttentionAndFullAttentionLayer"
+
+
+@pytest.mark.parametrize("mode", ["greedy", "sample", "beam"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_left_padding(name: str, mode: str) -> None:
     prompt = prompt_of(batch=3)
     mask = torch.ones_like(prompt)
     mask[0, :17] = mask[2, :3] = 0
     prompt[mask == 0] = 0
-    cache = compressed(model_of("llama").config, offload=offload, **SMALL)
-    expected = generate("llama", "greedy", None, prompt, attention_mask=mask)
-    found = generate("llama", "greedy", cache, prompt, attention_mask=mask)
-    assert torch.equal(found, expected)
+    options = {"attention_mask": mask, "max_new_tokens": 12, "min_new_tokens": 12}
+    expected = generate(name, mode, None, prompt, **options)
+    # Both places, with no more runs: sampling takes what greedy and beam search leave out.
+    cache = compressed(model_of(name).config, offload=mode != "sample", **SMALL)
+    assert torch.equal(generate(name, mode, cache, prompt, **options), expected)
+    assert cache.stats()["packed_tokens"] >= prompt.shape[1]
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2"])

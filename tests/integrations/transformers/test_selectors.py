@@ -53,10 +53,15 @@ def generate(
     options: dict[str, Any] = {"do_sample": False, "max_new_tokens": NEW, "min_new_tokens": NEW}
     options |= {
         "greedy": {},
+        "sample": {"do_sample": True, "top_k": 20},
         "beam": {"num_beams": 3, "num_return_sequences": 2},
         "prompt-lookup": {"prompt_lookup_num_tokens": 4},
+        "assisted": {},
         "chunked-prefill": {"prefill_chunk_size": 13},
     }[mode]
+    if mode == "assisted":
+        options["assistant_model"] = model_of("llama", seed=1)
+    torch.manual_seed(0)
     found: torch.Tensor = model.generate(prompt, past_key_values=cache, **{**options, **more})
     return found
 
@@ -89,7 +94,8 @@ def layers_of(cache: Any) -> list[Any]:
 @pytest.mark.parametrize(
     ("name", "mode"),
     [(name, "greedy") for name in (*PROJECTED, *FUSED)]
-    + [(n, m) for n in ("llama", "gemma2") for m in ("beam", "prompt-lookup", "chunked-prefill")],
+    + [(n, m) for n in ("llama", "gemma2") for m in ("beam", "prompt-lookup", "chunked-prefill")]
+    + [("llama", "sample"), ("llama", "assisted")],
 )
 def test_everything_gathered_gives_the_plain_tokens(name: str, mode: str) -> None:
     prompt = prompt_of()

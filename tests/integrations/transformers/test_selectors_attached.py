@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import T5Config, T5ForConditionalGeneration
+from transformers import LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 
 from bitslab.errors import ArgumentError, ArgumentTypeError, BitslabError
 from bitslab.integrations.transformers import (
@@ -16,6 +16,7 @@ from bitslab.integrations.transformers import (
     InfiniGenSelector,
 )
 from bitslab.integrations.transformers.selective import PREFIX
+from bitslab.integrations.transformers.selectors import query_of
 from bitslab.kvcache.selection import PartialKeys
 from tests.integrations.transformers.models import SMALL, config_of, model_of, prompt_of
 from tests.integrations.transformers.test_selectors import (
@@ -56,6 +57,51 @@ def test_other_caches_are_served_as_before(name: str) -> None:
         assert torch.equal(generate(model, None, prompt, attention_mask=mask), expected)
         cache = CompressedCache(model.config, **SMALL)
         assert torch.equal(generate(model, cache, prompt, attention_mask=mask), expected)
+
+
+def test_a_layer_is_scored_by_the_query_that_the_input_of_the_one_before_it_makes() -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model: Any = LlamaForCausalLM(config_of("llama", num_hidden_layers=3)).eval()
+    prompt = prompt_of()
+    selector = InfiniGenSelector.fit(model, prompt, budget=0.3)
+    attention = [layer.self_attn for layer in model.model.layers]
+    trace: list[str] = []
+    inputs: dict[int, tuple[torch.Tensor, Any]] = {}
+    queries: dict[int, torch.Tensor] = {}
+    make = selector.scores
+
+    def watched(layer: int) -> Any:
+        scores: Any = make(layer)
+        speculate = scores.speculate
+
+        def told(query: torch.Tensor, *others: Any) -> None:
+            trace.append(f"score {layer}")
+            queries[layer] = query
+            speculate(query, *others)
+
+        scores.speculate = told
+        return scores
+
+    def entered(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        trace.append(f"enter {module.layer_idx}")
+        inputs[module.layer_idx] = kwargs["hidden_states"], kwargs["position_embeddings"]
+
+    selector.scores = watched  # type: ignore[method-assign]
+    for module in attention:
+        module.register_forward_pre_hook(entered, with_kwargs=True)
+    cache = CompressedCache(model.config, select=selector, **SMALL)
+    with torch.no_grad(), selector.attached(model):
+        model(prompt[:, :-1], past_key_values=cache)
+        trace.clear()
+        model(prompt[:, -1:], past_key_values=cache)
+        # The first layer has none before it.
+        assert trace == ["enter 0", "score 0", "score 1", "enter 1", "score 2", "enter 2"]
+        for layer, before in ((0, 0), (1, 0), (2, 1)):
+            assert torch.equal(queries[layer], query_of(attention[layer], *inputs[before]))
+        for layer in (1, 2):
+            own = query_of(attention[layer], *inputs[layer])
+            assert not torch.allclose(queries[layer], own)
 
 
 def test_a_model_that_is_not_attached() -> None:
