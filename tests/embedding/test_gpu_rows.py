@@ -19,13 +19,6 @@ N_ROWS = 4000
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 
 
-@pytest.fixture(autouse=True)
-def no_error_is_left_behind():
-    """Every test ends with no error pending on the GPU."""
-    yield
-    bitslab.raise_pending_errors()
-
-
 @pytest.fixture
 def no_wait():
     """Return a context in which waiting for the GPU raises."""

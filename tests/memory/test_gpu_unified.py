@@ -25,13 +25,6 @@ pytestmark = pytest.mark.gpu  # tests/conftest.py skips these where there is no 
 LARGE = (1024, 1100)
 
 
-@pytest.fixture(autouse=True)
-def no_error_is_left_behind():
-    """Every test ends with no error pending on the GPU."""
-    yield
-    bitslab.raise_pending_errors()
-
-
 @pytest.fixture
 def already_locked(monkeypatch):
     """Make the system refuse to page-lock: someone else has done so with the same memory."""

