@@ -4,6 +4,7 @@ python benchmarks/embedding.py --only ratio     # sizes of trained tables
 python benchmarks/embedding.py --only cpu       # beside nn.EmbeddingBag
 python benchmarks/embedding.py --only gpu --out benchmarks/results/gpu.md
 python benchmarks/embedding.py --only train     # steps of training on a GPU
+python benchmarks/embedding.py --only pool      # bags of rows in a GPU's memory, beside torch
 
 One id a bag, as in the IBP paper's section 6.3, and fresh ids for each repetition. Uniform ids, and
 ids by a Zipf law whose most used tenth of a tenth the caches hold. Rates are millions of lookups a
@@ -21,13 +22,15 @@ from typing import Any
 import torch
 from timing import print_tables
 
+PARTS = ("ratio", "cpu", "gpu", "train", "pool")
+
 
 def main() -> int:
     """Run the parts asked for and print one table each."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--only", choices=("ratio", "cpu", "gpu", "train"), help="run one part")
+    parser.add_argument("--only", choices=PARTS, help="run one part")
     parser.add_argument("--repetitions", type=int, default=15, help="timed batches of each figure")
     parser.add_argument(
         "--batches",
@@ -68,6 +71,10 @@ def main() -> int:
         import embedding_training
 
         tables |= embedding_training.run(arguments)
+    if arguments.only == "pool" or (arguments.only is None and torch.cuda.is_available()):
+        import embedding_pooling
+
+        tables |= embedding_pooling.run(arguments)
     print_tables(tables, arguments.json, arguments.out)
     return 0
 

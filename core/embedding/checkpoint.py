@@ -21,10 +21,8 @@ from ..dtypes import dtype_name
 from ..errors import ArgumentError, ArgumentTypeError, CorruptedDataError, load_optional
 from ..memory.readonly import ReadOnlyTensor
 from .optimizer_file import KEY, PREFIX, LoadedOptimizer, SavedOptimizer
+from .optimizers import PIECE_BYTES
 from .rows import CachedRows
-
-#: Bytes that are decoded and written at once.
-PIECE_BYTES = 2 << 20
 
 #: What safetensors calls the dtypes.
 _NAMES = {

@@ -52,6 +52,7 @@ class DeviceNotes:
         #: Whether gradients wait for a step.
         self.holding = False
         self._finder: SlotFinder | None = None
+        self._finds_in: torch.Tensor | None = None
         # Of the last batch: what is between two launches of it must not be seen by another one.
         self._stream: torch.cuda.Stream | None = None
 
@@ -68,9 +69,11 @@ class DeviceNotes:
         if self._finder is None:
             kernels = kernels_on(self.device, tell=False)
             adds = self._evict is EvictionStrategy.LFU
+            self._finds_in = slot_of
             self._finder = kernels.slot_finder(
                 n_rows, self._seen, self._claims, slot_of=slot_of, adds=adds
             )
+        assert slot_of is self._finds_in
         return self._finder
 
     def in_order(self) -> None:

@@ -19,7 +19,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -80,7 +81,12 @@ class SavedOptimizer:
             "shapes": _shapes(groups, optimizer, links),
             "state_dict": {
                 "state": state,
-                "param_groups": self._encoded(state_dict["param_groups"], "param_groups"),
+                # What an optimizer keeps beside them too.
+                **{
+                    key: self._encoded(value, str(key))
+                    for key, value in state_dict.items()
+                    if key != "state"
+                },
             },
         }
         self.text = json.dumps(content, separators=(",", ":"))
@@ -181,20 +187,30 @@ class LoadedOptimizer:
     def _take(self, saved: dict[str, Any]) -> None:
         """Read all of it; that of cached rows into stores that `load` puts in place."""
         param_groups = self._decoded(saved["param_groups"])
-        parameters = []
+        parameters, options_of = [], {}
         for group, options in zip(self._optimizer.param_groups, param_groups, strict=True):
+            for name, value in options.items():
+                now = group.get(name)
+                if isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor):
+                    options[name] = value.to(now.device)  # a graph may have captured it
             for parameter in group["params"]:
                 parameters.append(parameter)
                 if id(parameter) in self._links:
                     self._links[id(parameter)].check(options)
+                    options_of[id(parameter)] = options
         self._stores: dict[int, dict[str, RowState]] = {each: {} for each in self._links}
         state: dict[Any, Any] = {}
-        for key, value in saved["state"]:
+        for saved_key, value in saved["state"]:
+            key = self._decoded(saved_key)
             at = id(parameters[key]) if isinstance(key, int) else None
-            state[key] = self._rows_of(at, value) if at in self._links else self._decoded(value)
-        self._state_dict = {"state": state, "param_groups": param_groups}
+            if at is not None and at in options_of:
+                state[key] = self._rows_of(at, options_of[at], value)
+            else:
+                state[key] = self._decoded(value)
+        more = {key: self._decoded(value) for key, value in saved.items() if key != "state"}
+        self._state_dict = more | {"state": state, "param_groups": param_groups}
 
-    def _rows_of(self, at: int, saved: dict[str, Any]) -> dict[str, Any]:
+    def _rows_of(self, at: int, options: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
         """Take the state of all rows into new stores; return the rest, and none of the rows."""
         found: dict[str, Any] = {}
         for name, value in saved["dict"]:
@@ -202,7 +218,7 @@ class LoadedOptimizer:
             if values is None or not values.dim():
                 found[name] = self._decoded(value)
                 continue
-            self._stores[at][name] = self._links[at].store_of(name, values)
+            self._stores[at][name] = self._links[at].store_of(name, values, options)
             found[name] = values[:0].clone()
         return found
 
@@ -226,7 +242,21 @@ class LoadedOptimizer:
         with contextlib.ExitStack() as stack:
             for id_, link in self._links.items():
                 stack.enter_context(link.replacing_stores(self._stores[id_]))
-            self._optimizer.load_state_dict(self._state_dict)
+            with _restoring(self._optimizer):
+                self._optimizer.load_state_dict(self._state_dict)
+
+
+@contextlib.contextmanager
+def _restoring(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Leave an optimizer as it was where it cannot be loaded."""
+    state = defaultdict(dict, {key: dict(value) for key, value in optimizer.state.items()})
+    groups = [dict(group) for group in optimizer.param_groups]
+    try:
+        yield
+    except BaseException:
+        optimizer.state = state
+        optimizer.param_groups = groups
+        raise
 
 
 def _names_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:

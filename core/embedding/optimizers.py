@@ -81,19 +81,20 @@ class OptimizerLink:
         Parameters
         ----------
         options : mapping, optional
-            Options that the group of the rows is to have instead.
+            Options that the group of the rows is to have instead of those that it has.
         """
         optimizer = self._optimizer()
         if optimizer is None or self.row_wise:
             return
-        reason = why_refused(optimizer, {**self.options, **(options or {})}, self._parameter)
+        options = self.options if options is None else options
+        reason = why_refused(optimizer, options, self._parameter)
         if reason:
             kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
             raise ArgumentError(f"optimizer: {kind} {reason}; {ADVICE}")
 
     @property
     def options(self) -> dict[str, Any]:
-        """Those of the optimizer for the rows; empty once it is gone."""
+        """Those of the optimizer for the rows, looked for among all; empty once it is gone."""
         optimizer = self._optimizer()
         return {} if optimizer is None else _group_of(optimizer, self._parameter)
 
@@ -128,9 +129,9 @@ class OptimizerLink:
         self._state()[name] = value
         self._known[name] = weakref.ref(value)
 
-    def _default_of(self, name: str) -> float:
+    def _default_of(self, name: str, options: Mapping[str, Any] | None = None) -> float:
         if type(self._optimizer()) is torch.optim.Adagrad and name == "sum":
-            return float(self.options.get("initial_accumulator_value", 0))
+            return float((options or self.options).get("initial_accumulator_value", 0))
         return 0.0
 
     def _store(self, name: str, value: torch.Tensor, default: float) -> RowState:
@@ -298,10 +299,9 @@ class OptimizerLink:
             with rows.lock:
                 take_notes(rows)
                 found = store.read(np.arange(begin, end), _CPU)
-                ids = rows.residents.id_of
-                slots = np.flatnonzero((ids >= begin) & (ids < end))
+                at, slots = rows.residents.among(begin, end)
                 there = torch.from_numpy(slots).to(value.device)
-                found[torch.from_numpy(ids[slots] - begin)] = value.detach()[there].cpu()
+                found[torch.from_numpy(at)] = value.detach()[there].cpu()
             yield found.to(value.dtype)
 
     def whole(self, name: str, value: torch.Tensor) -> torch.Tensor:
@@ -316,18 +316,20 @@ class OptimizerLink:
             stand_in = torch.empty(shape, dtype=value.dtype, device="meta")
             deferred[id(stand_in)] = StateOfRows(self, name, value, stand_in)
             return stand_in
-        values = torch.empty(shape, dtype=value.dtype)
+        values = torch.empty(shape, dtype=value.dtype, device=_CPU)
         begin = 0
         for piece in self.pieces(name, value):
             values[begin : begin + len(piece)] = piece
             begin += len(piece)
         return values
 
-    def store_of(self, name: str, values: torch.Tensor) -> RowState:
+    def store_of(
+        self, name: str, values: torch.Tensor, options: Mapping[str, Any] | None = None
+    ) -> RowState:
         """Return the state of all rows ``[N, ...]`` as `replacing_stores` takes it.
 
-        Rows that are as if never written are not. Such state has the dtype of the rows, as
-        `torch.optim.Optimizer.load_state_dict` gives it.
+        Rows that are as if never written are not, by the options that the rows are to have. Such
+        state has the dtype of the rows, as `torch.optim.Optimizer.load_state_dict` gives it.
         """
         if len(values) != self.shape[0]:
             raise ArgumentError(
@@ -335,7 +337,7 @@ class OptimizerLink:
                 f"{self.shape[0]}"
             )
         dtype = values.dtype if name == "step" else self._parameter.dtype
-        store = RowState(len(values), values.shape[1:], dtype, self._default_of(name))
+        store = RowState(len(values), values.shape[1:], dtype, self._default_of(name, options))
         for begin, end in _ranges(len(values), store.nbytes):
             piece = values[begin:end].to(dtype)
             untouched = torch.full_like(piece, store.default)
@@ -391,8 +393,8 @@ class StateOfRows:
 #: What takes state of rows piece by piece, where a state dict is made for a file.
 _deferred: ContextVar[dict[int, StateOfRows] | None] = ContextVar("_deferred", default=None)
 _CPU = torch.device("cpu")
-#: Bytes of state that are read at once.
-_PIECE_BYTES = 2 << 20
+#: Bytes of rows, or of their state, that are read and written at once.
+PIECE_BYTES = 2 << 20
 
 
 @contextlib.contextmanager
@@ -411,7 +413,7 @@ def deferred_rows() -> Iterator[dict[int, StateOfRows]]:
 
 def _ranges(n_rows: int, nbytes: int) -> Iterator[tuple[int, int]]:
     """Yield the first and the last + 1 of rows that take so many bytes in all, some at a time."""
-    step = max(1, _PIECE_BYTES * n_rows // max(1, nbytes))
+    step = max(1, PIECE_BYTES * n_rows // max(1, nbytes))
     for begin in range(0, n_rows, step):
         yield begin, min(begin + step, n_rows)
 

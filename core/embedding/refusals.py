@@ -11,6 +11,7 @@ number under `torch.set_flush_denormal(True)`.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -84,12 +85,18 @@ def _why_not_dense(group: Mapping[str, Any], parameter: torch.Tensor) -> str:
         eps, started = group["eps"], group.get("initial_accumulator_value", 0)
         if not 0 <= eps:
             return f"has eps={eps!r}, which changes rows that were not looked up"
-        if not torch.tensor([eps, started], dtype=dtype).any():
+        if _are_zero(eps, started, dtype):
             return (
                 f"has eps={eps!r}, which is 0 in {dtype}, and initial_accumulator_value={started!r}"
                 ", which makes rows that were not looked up NaN"
             )
     return ""
+
+
+@functools.lru_cache(maxsize=64)
+def _are_zero(eps: float, started: float, dtype: torch.dtype) -> bool:
+    # On the CPU, whatever the default device is: this is asked in each step.
+    return not torch.tensor([eps, started], dtype=dtype, device="cpu").any()
 
 
 def _number(value: Any) -> float:

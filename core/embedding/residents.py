@@ -114,6 +114,15 @@ class Residents:
         """Bytes of what is kept for each row of the table."""
         return self.slot_of.nbytes + (0 if self._order is None else self._order.nbytes)
 
+    def among(self, begin: int, end: int) -> tuple[Array, Array]:
+        """Return which of the rows begin..end are resident, counted from `begin`, and their slots.
+
+        Both are int64.
+        """
+        slots = self.slot_of[begin:end]
+        at = np.flatnonzero(slots >= 0)
+        return at, slots[at].astype(np.int64)
+
     @property
     def free_rows(self) -> int:
         """Slots that hold no row."""

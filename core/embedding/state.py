@@ -41,7 +41,7 @@ class RowState:
         nbytes = n_rows * math.prod(row_shape) * dtype.itemsize
         zeros = torch.from_numpy(np.zeros(nbytes, np.uint8))
         self._values = zeros.view(dtype).view(n_rows, *row_shape)
-        self._written = torch.zeros(n_rows, dtype=torch.bool) if default else None
+        self._written = torch.zeros(n_rows, dtype=torch.bool, device="cpu") if default else None
         # The memory of the values, once it is page-locked or was refused to be.
         self._buffer: HostBuffer | None = None
 

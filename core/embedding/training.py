@@ -510,10 +510,11 @@ class Training:
         """Get ready for a step of an optimizer that has the parameter."""
         with self._rows.lock:
             link = self.link(optimizer)
-            link.check()
+            options = link.options
+            link.check(options)
             self._check_cleared("optimizer")
             if type(optimizer) in (torch.optim.Adagrad, torch.optim.SparseAdam):
-                self._sum_in_order(negated=bool(link.options.get("maximize")))
+                self._sum_in_order(negated=bool(options.get("maximize")))
             link.align()
 
     def _sum_in_order(self, *, negated: bool) -> None:

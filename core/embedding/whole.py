@@ -94,10 +94,9 @@ def _replace(rows: CachedRows, batches: Iterable[torch.Tensor]) -> None:
 def _read_again(rows: CachedRows, begin: int, end: int) -> None:
     """Read the resident ones of rows begin..end from the table."""
     take_notes(rows)
-    ids = rows.residents.id_of
-    slots = np.flatnonzero((ids >= begin) & (ids < end))
+    at, slots = rows.residents.among(begin, end)
     if len(slots):
-        fresh = rows.table.gather(torch.from_numpy(ids[slots]), None, rows.device)
+        fresh = rows.table.gather(torch.from_numpy(at + begin), None, rows.device)
         rows.parameter.data[to_device(slots, rows.device)] = fresh
         rows.residents.dirty[slots] = rows.training.step_may_come
 

@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 from ..errors import ArgumentError, BitslabError
+from ..tracing import not_traced
 from .guards import ApplyGuard, StateGuard
 from .handles import WeightHandle
-from .hooks import Turnstile, UnitHooks, aligned, outside_graphs
+from .hooks import Turnstile, UnitHooks, aligned
 from .report import OffloadReport, UnitReport
 from .residence import Tier, is_lookup
 from .store import PackedWeights
@@ -116,9 +117,9 @@ class OffloadedModel:
         self._lookups = [unit.module for unit in self.units if is_lookup(unit)]
         for module in self._lookups:
             # torch.compile knows no handles: the look-up is made outside of its graphs.
-            module.__dict__["forward"] = outside_graphs(module.forward)
+            module.__dict__["forward"] = not_traced(module.forward)
         self._begin_hook = model.register_forward_pre_hook(
-            outside_graphs(self._begin), with_kwargs=True, prepend=True
+            not_traced(self._begin), with_kwargs=True, prepend=True
         )
         model.__dict__[ATTRIBUTE] = self
 

@@ -153,7 +153,7 @@ def _embedded(handle: WeightHandle, ids: torch.Tensor, *options: Any) -> torch.T
 
 def _indexed(handle: WeightHandle, indices: list[torch.Tensor | None]) -> torch.Tensor | None:
     (ids, *others) = indices
-    if others or ids is None or not _takes_rows(handle, ids):
+    if others or ids is None or not _takes_rows(handle, ids) or _takes_most(handle, ids.numel()):
         return None
     lowest, highest = _bounds(ids)
     if lowest < -len(handle) or highest >= len(handle):
@@ -163,6 +163,8 @@ def _indexed(handle: WeightHandle, indices: list[torch.Tensor | None]) -> torch.
 
 def _index_selected(handle: WeightHandle, dim: int, ids: torch.Tensor) -> torch.Tensor | None:
     if not _is_first(handle, dim) or ids.dim() > 1 or not _takes_rows(handle, ids):
+        return None
+    if _takes_most(handle, ids.numel()):
         return None
     lowest, highest = _bounds(ids)
     return ids.reshape(-1) if lowest >= 0 and highest < len(handle) else None
@@ -183,8 +185,7 @@ def _sliced(
     if not _is_first(handle, dim) or step < 1:
         return None
     picked = range(*slice(start, end, step).indices(len(handle)))
-    # To decode all is faster in one go.
-    return None if len(picked) == len(handle) else _numbers(handle, picked)
+    return None if _takes_most(handle, len(picked)) else _numbers(handle, picked)
 
 
 _ROWS: dict[Any, Callable[..., torch.Tensor | None]] = {
@@ -194,6 +195,11 @@ _ROWS: dict[Any, Callable[..., torch.Tensor | None]] = {
     _aten.select.int: _selected,
     _aten.slice.Tensor: _sliced,
 }
+
+
+def _takes_most(handle: WeightHandle, n: int) -> bool:
+    """Tell whether so many rows are decoded faster with all others, in one go."""
+    return n > 0.75 * len(handle)
 
 
 def _is_first(handle: WeightHandle, dim: int) -> bool:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ..errors import BitslabError
+from ..tracing import not_traced
 from .handles import WeightHandle, bound_parameter
 from .stream import WeightStream
 from .units import Unit
@@ -67,7 +68,7 @@ class UnitHooks:
         #: Parameters over a buffer's tensors, made once for each buffer.
         self._parameters: dict[int, tuple[dict[str, torch.Tensor], list[nn.Parameter]]] = {}
         # Outside of compiled graphs: torch.compile traces what is between the hooks.
-        before, after = outside_graphs(self._before), outside_graphs(self._after)
+        before, after = not_traced(self._before), not_traced(self._after)
         self._removers = [
             unit.module.register_forward_pre_hook(before, with_kwargs=True, prepend=True),
             unit.module.register_forward_hook(after, always_call=True),
@@ -211,12 +212,6 @@ def _present_hooks() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], tor
     found = None if top is None else top(True)
     # Detached, because a result that kept itself would never be freed.
     return found or (torch.Tensor.detach, lambda tensor: tensor)
-
-
-def outside_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Make torch.compile call a function instead of tracing it."""
-    disabled: Callable[..., Any] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
-    return disabled
 
 
 def aligned(

@@ -288,7 +288,9 @@ class CachedEmbeddingBag(TableModule):
         ArgumentError, ArgumentTypeError
             When offsets do not fit, or a dtype or shape is not accepted. Nothing was changed.
             Offsets on a GPU, like ids there, are told by a later call, or by
-            `bitslab.raise_pending_errors`.
+            `bitslab.raise_pending_errors`; a step may have been made by then. Where all rows are
+            resident, ids out of range that torch pools, as of 16-bit rows, ``[B, n]`` ids and bags
+            of more than two ids on average, end in torch's own device assertion.
         """
         if not torch.is_grad_enabled() and per_sample_weights is None and shape_hook is None:
             plain = self._plain(input, offsets)
@@ -341,7 +343,7 @@ class CachedEmbeddingBag(TableModule):
                 return None
         padding: int | None = None
         if input.is_cuda:
-            pools = pools_on_gpu(rows.dtype) and len(offsets) > 0
+            pools = pools_on_gpu(rows.dtype, len(input), len(offsets))
             plain = plain_lookup_on_gpu(rows, input, self.padding_idx, masked=not pools)
             if plain is None:
                 return None

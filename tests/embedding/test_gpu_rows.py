@@ -60,8 +60,8 @@ def batch(n=600, device="cuda", bag=3):
 def test_inference_gives_the_same_bits(dtype, dim, mode, device, cache):
     plain, cached = pair(dim, dtype, mode, cache=cache, freeze=True)
     with torch.no_grad():
-        for _ in range(3):
-            ids, offsets = batch(device=device)
+        for bag in (1, 2, 3):
+            ids, offsets = batch(device=device, bag=bag)
             assert same_bits(cached(ids, offsets), plain(ids.cuda(), offsets.cuda()))
 
 
@@ -88,7 +88,7 @@ def test_inference_never_waits_for_the_gpu(no_wait, cache):
 @pytest.mark.parametrize("cache", ["rows", "packed"])
 def test_misses_and_hits_come_by_one_gather(cache):
     _, cached = pair(cache=cache, freeze=True)
-    batches = [batch() for _ in range(3)]
+    batches = [batch(bag=2) for _ in range(3)]
     with torch.no_grad():
         for ids, offsets in batches[:2]:
             cached(ids, offsets)
@@ -189,26 +189,27 @@ def test_an_id_out_of_range_on_the_gpu_is_refused_in_inference(bad, dtype, cache
 
 
 BAD_OFFSETS = {
-    "begins-late": [1, 5],
+    "begins-late": [1, 5, 6],
     "falls": [0, 9, 8],
     "negative": [0, -3, 5],
     "beyond": [0, 5, 13],
 }
 
 
+@pytest.mark.parametrize("n", [6, 12], ids=["short-bags", "long-bags"])
 @pytest.mark.parametrize("cache_ratio", [0.05, 1.0])
 @pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=dtype_id)
 @pytest.mark.parametrize("bad", BAD_OFFSETS)
-def test_bad_offsets_on_the_gpu_are_refused(bad, dtype, train, cache_ratio):
+def test_bad_offsets_on_the_gpu_are_refused(bad, dtype, train, cache_ratio, n):
     _, bag = pair(dtype=dtype, cache_ratio=cache_ratio)
     bag.train(train)
-    ids = torch.arange(12, device="cuda")
+    ids = torch.arange(n, device="cuda")
     before = bag.weight.clone()
     offsets = torch.tensor(BAD_OFFSETS[bad], device="cuda")
     with torch.set_grad_enabled(train):
         # In training other launches follow, which may know by then.
-        with pytest.raises(bitslab.ArgumentError, match="offsets: .* lookup of 12 ids"):
+        with pytest.raises(bitslab.ArgumentError, match=f"offsets: .* lookup of {n} ids"):
             bag(ids, offsets)
             bitslab.raise_pending_errors()
     assert same_bits(bag.weight, before)

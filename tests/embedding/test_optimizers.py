@@ -300,6 +300,20 @@ def test_every_bit_of_every_row_is_that_of_a_whole_table(kind, sparse, options, 
         assert same_bits(torch.as_tensor(found[1]), torch.as_tensor(value)), name
 
 
+def test_the_default_device_of_torch_is_not_that_of_state():
+    rows = CachedRows.from_tensor(torch.randn(20, 4), cache_rows=5, device="cpu")
+    optimizer = ADAGRAD([rows.parameter], initial_accumulator_value=0.5)
+    with torch.device("meta"):
+        for ids in (torch.arange(4, device="cpu"), torch.arange(10, 14, device="cpu")):
+            found, index = rows.lookup(ids, train=True)
+            found[index].backward(torch.ones(4, 4, device="cpu"))
+            optimizer.step()
+            optimizer.zero_grad()
+        state = optimizer.state_dict()["state"][0]["sum"]
+    assert state.device.type == "cpu"
+    assert state[:4].eq(1.5).all() and state[4:10].eq(0.5).all()
+
+
 def test_a_signalling_nan_that_is_not_looked_up_stays():
     weight = torch.full((20, 4), 0x7F800001, dtype=torch.int32).view(torch.float32)
     rows = CachedRows.from_tensor(weight, cache_rows=5, device="cpu")

@@ -109,6 +109,23 @@ def test_what_is_no_row_of_its_own_is_taken_from_the_whole(take):
     assert same_bits(take(packed(plain).weight), take(plain))
 
 
+@pytest.mark.parametrize(
+    "take",
+    [
+        lambda w: w[torch.arange(3 * ROWS) % 5],
+        lambda w: w.index_select(0, torch.arange(ROWS - 2)),
+        lambda w: w[: ROWS - 2],
+    ],
+    ids=["ids", "index_select", "range"],
+)
+def test_nearly_all_rows_come_with_the_others(take, monkeypatch):
+    plain = packable(torch.bfloat16, (ROWS, 128))
+    model = packed(plain)
+    weights = find_offloaded(model).weights
+    monkeypatch.setattr(weights, "rows", lambda *_: pytest.fail("one by one"))
+    assert same_bits(take(model.weight), take(plain))
+
+
 def test_weights_of_one_dimension_and_of_no_elements_are_decoded_whole():
     for shape in ((ROWS,), (ROWS, 0), (0, ROWS)):
         plain = packable(torch.bfloat16, shape)

@@ -392,22 +392,65 @@ def test_a_file_that_lacks_a_part_of_the_model_leaves_the_optimizer_alone(tmp_pa
     assert state_of(again, optimizer)[1] != before[1]
 
 
-def test_an_error_of_the_optimizer_itself_leaves_it_as_it_was(tmp_path):
+@pytest.mark.parametrize("when", ["pre", "post"])
+def test_an_error_of_the_optimizer_itself_leaves_it_as_it_was(when, tmp_path):
     path = tmp_path / "m"
     saved(path)
     again = model_of(plain=False, seed=1)
     optimizer = MADE["adagrad"][0](again)
+    optimizer.param_groups[0]["lr"] = 0.7
     train(again, optimizer, 3, count=2)
     before = state_of(again, optimizer)[1]
 
     def refuse(*args: Any) -> None:
         raise KeyError("refused")
 
-    handle = optimizer.register_load_state_dict_pre_hook(refuse)
+    handle = getattr(optimizer, f"register_load_state_dict_{when}_hook")(refuse)
     with pytest.raises(KeyError, match="refused"):
         load_state(again, path, optimizer=optimizer)
     handle.remove()
     assert state_of(again, optimizer)[1] == before
+    train(again, optimizer, 4, count=2)
+
+
+class Noting(Adagrad):
+    """Keeps notes beside its state, under keys of its own too."""
+
+    notes: Any = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"notes": self.notes}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.notes = state_dict.pop("notes")
+        super().load_state_dict(state_dict)
+
+
+def test_what_an_optimizer_keeps_beside_its_state_comes_back(tmp_path):
+    layer = torch.nn.Linear(2, 2)
+    optimizer: Any = Noting(layer.parameters())
+    other: Any = Noting(layer.parameters())
+    optimizer.notes = {"seen": torch.arange(3), "at": (1, 2.5, None)}
+    optimizer.state[("mine", 1)] = {"more": torch.ones(2)}
+    save_state(layer, tmp_path / "m", optimizer=optimizer)
+    load_state(layer, tmp_path / "m", optimizer=other)
+    assert other.notes["at"] == (1, 2.5, None) and torch.equal(other.notes["seen"], torch.arange(3))
+    assert torch.equal(other.state[("mine", 1)]["more"], torch.ones(2))
+
+
+def test_state_that_starts_high_in_the_file_costs_no_row_that_was_not_written(tmp_path):
+    plain, ours = bags(n=200)
+    theirs = Adagrad(plain.parameters(), lr=0.1, initial_accumulator_value=0.5)
+    plain(torch.arange(5), torch.tensor([0])).sum().backward()
+    theirs.step()
+    save_state(plain, tmp_path / "m", optimizer=theirs)
+    mine = Adagrad(ours.parameters(), lr=0.1)
+    load_state(ours, tmp_path / "m", optimizer=mine)
+    link = ours.rows.training.link_of(mine)
+    assert link is not None
+    assert int(link.stores["sum"]._values.any(1).sum()) == 5
+    found, expected = (o.state_dict()["state"][0]["sum"] for o in (mine, theirs))
+    assert_same(found, expected)
 
 
 def test_options_in_the_file_that_cached_rows_refuse_are_told_at_once(tmp_path):

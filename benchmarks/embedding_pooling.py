@@ -1,0 +1,56 @@
+"""Bags of rows in a GPU's memory: the pooling of CachedEmbeddingBag beside torch.embedding_bag's.
+
+Microseconds by CUDA events, with bags of so many ids each; every result compared bit for bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import torch
+from timing import gpu_seconds
+
+from bitslab.embedding.bags import pooled_on_gpu, pools_on_gpu
+
+Rows = list[dict[str, Any]]
+IDS_OF_A_BAG = (1, 2, 8, 50, 1000)
+WARM_UP = 2
+SUM = 0  # torch's number of the mode
+
+
+def run(arguments: argparse.Namespace) -> dict[str, Rows]:
+    """Measure every size that has a whole bag."""
+    found: Rows = []
+    for row_bytes in arguments.row_bytes:
+        rows = torch.randn(100_000, row_bytes // 4, device="cuda")
+        for n in arguments.batches:
+            batches = [
+                torch.randint(len(rows), (n,), device="cuda")
+                for _ in range(WARM_UP + arguments.repetitions)
+            ]
+            for each in IDS_OF_A_BAG:
+                if n >= each:
+                    line = {"row B": row_bytes, "ids": n, "ids of a bag": each}
+                    found.append(line | _times(rows, batches, each))
+    return {f"Pooling of bags on {torch.cuda.get_device_name()}, microseconds": found}
+
+
+def _times(rows: torch.Tensor, batches: list[torch.Tensor], each: int) -> dict[str, Any]:
+    offsets = torch.arange(0, len(batches[0]), each, device="cuda")
+
+    def by_torch(i: int) -> torch.Tensor:
+        out, *_ = torch.embedding_bag(rows, batches[i], offsets, False, SUM)
+        return out
+
+    def ours(i: int) -> torch.Tensor:
+        return pooled_on_gpu(rows, batches[i], offsets, SUM, padding=None, include_last=False)
+
+    if not torch.equal(by_torch(0).view(torch.int32), ours(0).view(torch.int32)):
+        raise SystemExit("rows differ from torch.embedding_bag's")
+    times = {
+        name: 1e6 * gpu_seconds(way, len(batches) - WARM_UP, WARM_UP)
+        for name, way in (("torch", by_torch), ("ours", ours))
+    }
+    used = pools_on_gpu(rows.dtype, len(batches[0]), len(offsets))
+    return times | {"torch / ours": times["torch"] / times["ours"], "used": "yes" if used else "no"}
