@@ -32,7 +32,9 @@ def compile_variant(variant: AnyVariant, architecture: str, *extra: str) -> tupl
             program, len(options), [option.encode() for option in options]
         )
         _, size = nvrtc.nvrtcGetProgramLogSize(program)
-        log = b" " * size
+        log = bytes(
+            size + 1
+        )  # written to: one of a single byte would be Python's own, of everybody
         nvrtc.nvrtcGetProgramLog(program, log)
         text = log.decode(errors="replace")
         assert error == nvrtc.nvrtcResult.NVRTC_SUCCESS, text
@@ -40,9 +42,9 @@ def compile_variant(variant: AnyVariant, architecture: str, *extra: str) -> tupl
         get_size = nvrtc.nvrtcGetPTXSize if virtual else nvrtc.nvrtcGetCUBINSize
         get_code = nvrtc.nvrtcGetPTX if virtual else nvrtc.nvrtcGetCUBIN
         _, size = get_size(program)
-        code = b" " * size
+        code = bytes(size + 1)
         get_code(program, code)
-        return code, text
+        return code[:size], text
     finally:
         nvrtc.nvrtcDestroyProgram(program)
 
