@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 
@@ -39,6 +40,16 @@ def no_error_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     if request.node.get_closest_marker("gpu"):
         bitslab.raise_pending_errors()
+
+
+@pytest.fixture
+def fresh_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let nothing that torch.compile has made reach a test, and none of the test's another one."""
+    # What torch traces for its own tools is a third of the time where pytest keeps it as well.
+    monkeypatch.setattr(logging.getLogger("torch.__trace"), "propagate", False)
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
 
 
 @pytest.fixture(scope="module")

@@ -81,7 +81,7 @@ class SavedOptimizer:
             "shapes": _shapes(groups, optimizer, links),
             "state_dict": {
                 "state": state,
-                # What an optimizer keeps beside them too.
+                # The parameter groups, and what an optimizer of somebody else keeps beside them.
                 **{
                     key: self._encoded(value, str(key))
                     for key, value in state_dict.items()
@@ -207,8 +207,10 @@ class LoadedOptimizer:
                 state[key] = self._rows_of(at, options_of[at], value)
             else:
                 state[key] = self._decoded(value)
-        more = {key: self._decoded(value) for key, value in saved.items() if key != "state"}
-        self._state_dict = more | {"state": state, "param_groups": param_groups}
+        self._state_dict = {"state": state, "param_groups": param_groups}
+        for key, value in saved.items():
+            if key not in self._state_dict:
+                self._state_dict[key] = self._decoded(value)
 
     def _rows_of(self, at: int, options: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
         """Take the state of all rows into new stores; return the rest, and none of the rows."""

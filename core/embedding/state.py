@@ -98,10 +98,3 @@ class RowState:
         self._values.copy_(values)
         if self._written is not None:
             self._written.fill_(True)
-
-    def whole(self) -> torch.Tensor:
-        """Return a copy of the values of all rows ``[N, *row_shape]``, on the CPU."""
-        values = self._values.clone()
-        if self._written is not None:
-            values[~self._written] = self.default
-        return values

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,15 +19,6 @@ pytestmark = [
 ]
 
 LAYERS = 10
-
-
-@pytest.fixture
-def fresh_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    # What torch traces for its own tools is a third of the time where pytest keeps it as well.
-    monkeypatch.setattr(logging.getLogger("torch.__trace"), "propagate", False)
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
 
 
 class Recorder:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,17 +14,8 @@ from tests.integrations.transformers.models import SMALL, compressed, model_of, 
 NEW = 4
 
 
-@pytest.fixture(autouse=True)
-def fresh_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    # What torch traces for its own tools is a third of the time where pytest keeps it as well.
-    monkeypatch.setattr(logging.getLogger("torch.__trace"), "propagate", False)
-    torch.compiler.reset()
-    with torch._dynamo.config.patch(recompile_limit=40, fail_on_recompile_limit_hit=True):
-        yield
-    torch.compiler.reset()
-
-
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
+@pytest.mark.usefixtures("fresh_compiler")
 def test_a_compiled_model_with_packed_weights_gives_the_same_tokens() -> None:
     model: Any = copy.deepcopy(model_of("llama"))
     options: dict[str, Any] = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False}
@@ -34,5 +23,7 @@ def test_a_compiled_model_with_packed_weights_gives_the_same_tokens() -> None:
     offload_compressed(model, execution_device="cpu", min_bytes=0)
     model.forward = torch.compile(model.forward, backend="eager")
     cache = compressed(model.config, **SMALL)
-    assert torch.equal(model.generate(prompt_of(), past_key_values=cache, **options), expected)
+    with torch._dynamo.config.patch(recompile_limit=40, fail_on_recompile_limit_hit=True):
+        found = model.generate(prompt_of(), past_key_values=cache, **options)
+    assert torch.equal(found, expected)
     assert cache.stats()["packed_tokens"] > 40
