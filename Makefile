@@ -1,6 +1,7 @@
 # From nothing: make test, make demo. PYTHON picks the interpreter that makes the virtual
 # environment; ARGS reaches pytest, the demos and the benchmarks: make test ARGS="-k codec".
 # DEMO and BENCH name the scripts: make bench BENCH=gather ARGS="--only cpu".
+# SEED is hypothesis' (a new one each time, printed): make test SEED=7.
 
 PYTHON ?= python3
 VENV := .venv
@@ -12,20 +13,24 @@ DEMO ?= inspect_and_compress feature_gather train_graphsage_dgl train_graphsage_
 	serve_dlrm generate_offloaded
 BENCH ?= codec gather gnn embedding llm
 
+ifndef SEED
+SEED := $(shell od -An -N4 -tu4 /dev/urandom | tr -d ' ')
+endif
+
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help test lint format types demo bench light clean
+.PHONY: help test gpu-test lint format types demo bench light clean
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_ROOT_USER_ACTION := ignore
 # Without a choice DGL writes one to the home folder when it is imported.
 export DGLBACKEND := pytorch
 
 help: ## show this list
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 16
 
 # setuptools warns at each editable install of a folder named like the package; there is none.
 EDITABLE := PYTHONWARNINGS='ignore:Editable installation' $(PIP) install --quiet \
@@ -62,8 +67,21 @@ $(VENV)/.dev-stamp: pyproject.toml constraints.txt $(VENV)/.pip-stamp
 # Two workers share the processors: threads of torch that spin behind its operations would take them
 # from the other's tests (OMP_WAIT_POLICY).
 test: lint types ## lint, check types and run the tests (ARGS goes to pytest)
-	@echo "==> pytest"
-	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
+	@echo "==> pytest; the same examples again: make test SEED=$(SEED)"
+	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2 --dist worksteal \
+		--hypothesis-seed=$(SEED) $(ARGS)
+
+# In the environment of PYTHON, as it is: torch and cupy for the machine's CUDA, numba, safetensors,
+# rich, pytest, pytest-xdist, hypothesis. Frameworks that are missing are told, and their tests
+# skipped. Workers by free memory and processors; the order of the tests depends on the seed.
+# pytest-benchmark, where it is installed, warns of workers, and warnings are errors.
+gpu-test: ## run the tests that need a GPU, with the packages that PYTHON has (no environment is made)
+	@echo "==> pytest -m gpu; the same order and examples again: make gpu-test SEED=$(SEED)"
+	rm -rf build/lib build/gpu build/bdist.*
+	$(PYTHON) -m pip install --quiet --no-deps --no-build-isolation --target build/gpu .
+	PYTHONPATH=$(CURDIR)/build/gpu BITSLAB_ALLOW_MISSING=1 BITSLAB_SHUFFLE=$(SEED) \
+		$(PYTHON) -m pytest -m gpu -n auto --dist worksteal -p no:benchmark \
+		--hypothesis-seed=$(SEED) $(ARGS)
 
 lint: $(VENV)/.dev-stamp ## ruff: rules and formatting
 	@echo "==> ruff"

@@ -21,8 +21,6 @@ from tests.embedding.on_device import told_on_device
 from tests.embedding.support import OPTIMIZERS, Pair
 from tests.helpers import same_bits
 
-pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
-
 N_ROWS = 40
 BATCHES = ((1, 2, 1), (39, 0, 7, 7, 7), range(N_ROWS), (5,), ())
 

@@ -21,8 +21,6 @@ from tests.embedding.on_device import told_on_device
 from tests.embedding.support import Pair, check_map
 from tests.helpers import same_bits
 
-pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
-
 FOLDER = os.path.dirname(bitslab.embedding.__file__)
 
 

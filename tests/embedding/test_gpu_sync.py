@@ -18,13 +18,6 @@ pytestmark = pytest.mark.gpu  # tests/conftest.py skips these where there is no 
 
 N_ROWS, DIM = 4000, 32
 TORCH_OPTIONS = {"sparse", "max_norm", "padding_idx"}
-A_MOMENT = 600_000_000  # cycles: a third of a second, which no lookup takes
-
-
-@pytest.fixture(autouse=True)
-def waiting_is_allowed_again():
-    yield
-    torch.cuda.set_sync_debug_mode("default")
 
 
 def made(**options) -> CachedEmbeddingBag:
@@ -40,21 +33,8 @@ def train(bag, optimizer, ids, offsets):
     optimizer.step()
 
 
-def assert_does_not_wait(work):
-    """Run `work` while the GPU is busy; it must be done before the GPU is."""
-    torch.cuda.synchronize()
-    torch.cuda._sleep(A_MOMENT)
-    busy = torch.cuda.Event()
-    busy.record()
-    torch.cuda.set_sync_debug_mode("error")
-    work()
-    torch.cuda.set_sync_debug_mode("default")
-    assert not busy.query()
-    torch.cuda.synchronize()
-
-
 @pytest.mark.parametrize("n", [600, 60_000])
-def test_training_by_ids_on_the_cpu_does_not_wait(n):
+def test_training_by_ids_on_the_cpu_does_not_wait(n, run_ahead):
     bag = made()
     optimizer = torch.optim.SGD(bag.parameters(), lr=0.1)
     batches = [torch.randint(500, (n,)) for _ in range(4)]
@@ -62,12 +42,12 @@ def test_training_by_ids_on_the_cpu_does_not_wait(n):
     for ids in batches:
         train(bag, optimizer, ids, offsets)
     for ids in batches:
-        assert_does_not_wait(lambda ids=ids: train(bag, optimizer, ids, offsets))
+        run_ahead(lambda ids=ids: train(bag, optimizer, ids, offsets))
 
 
 @pytest.mark.parametrize("cache", ["rows", "packed"])
 @pytest.mark.parametrize("n", [600, 6000, 60_000])
-def test_inference_does_not_wait(n, cache):
+def test_inference_does_not_wait(n, cache, run_ahead):
     bag = made(freeze=True, cache=cache)
     batches = [torch.randint(N_ROWS, (n,), device="cuda") for _ in range(4)]
     offsets = torch.arange(0, n, 3, device="cuda")
@@ -75,7 +55,7 @@ def test_inference_does_not_wait(n, cache):
         for ids in batches:
             bag(ids, offsets)
         for ids in batches:
-            assert_does_not_wait(lambda ids=ids: bag(ids, offsets))
+            run_ahead(lambda ids=ids: bag(ids, offsets))
 
 
 def whole(**options) -> CachedEmbeddingBag:
@@ -103,12 +83,14 @@ def drawn(n: int, dtype: torch.dtype = torch.int64) -> list[torch.Tensor]:
 @pytest.mark.parametrize(
     ("optimizer", "sparse"), [("SGD", False), ("Adagrad", False), ("SGD", True)]
 )
-def test_training_a_table_that_is_resident_whole_does_not_wait(optimizer, sparse, n, dtype):
+def test_training_a_table_that_is_resident_whole_does_not_wait(
+    optimizer, sparse, n, dtype, run_ahead
+):
     (bag, ours), (plain, theirs) = beside_torch(optimizer, sparse=sparse)
     batches, offsets = drawn(n, dtype), torch.arange(0, n, 3, device="cuda", dtype=dtype)
     train(bag, ours, batches[0], offsets)
     for ids in batches[1:]:
-        assert_does_not_wait(lambda ids=ids: train(bag, ours, ids, offsets))
+        run_ahead(lambda ids=ids: train(bag, ours, ids, offsets))
     for ids in batches:
         train(plain, theirs, ids, offsets)
     assert same_bits(bag.weight, plain.weight.cpu())
@@ -117,13 +99,13 @@ def test_training_a_table_that_is_resident_whole_does_not_wait(optimizer, sparse
     assert same_bits(bag.rows.table.decoded(0, N_ROWS), plain.weight.cpu())
 
 
-def test_sparse_adam_of_a_table_that_is_resident_whole_waits_in_its_step_alone():
+def test_sparse_adam_of_a_table_that_is_resident_whole_waits_in_its_step_alone(run_ahead):
     (bag, ours), (plain, theirs) = beside_torch("SparseAdam", sparse=True)
     offsets = torch.arange(0, 600, 3, device="cuda")
     for number, ids in enumerate(drawn(600)):
         ours.zero_grad()
         work = lambda ids=ids: bag(ids, offsets).sum().backward()  # noqa: E731
-        work() if number == 0 else assert_does_not_wait(work)
+        work() if number == 0 else run_ahead(work)
         ours.step()
         train(plain, theirs, ids, offsets)
     assert same_bits(bag.weight, plain.weight.cpu())
@@ -148,14 +130,14 @@ def test_a_table_that_is_resident_whole_is_copied_moved_and_read_as_it_is(max_no
 
 
 @pytest.mark.parametrize("n", [600, 60_000])
-def test_a_bad_id_in_training_a_table_that_is_resident_whole_is_told_later(n):
+def test_a_bad_id_in_training_a_table_that_is_resident_whole_is_told_later(n, run_ahead):
     bag = whole()
     optimizer = torch.optim.SGD(bag.parameters(), lr=0.1)
     offsets = torch.arange(0, n, 3, device="cuda")
     good, bad, *_ = drawn(n)
     bad[n // 2] = N_ROWS
     train(bag, optimizer, good, offsets)
-    assert_does_not_wait(lambda: train(bag, optimizer, bad, offsets))
+    run_ahead(lambda: train(bag, optimizer, bad, offsets))
     with pytest.raises(IndexRangeError, match=f"index {N_ROWS} at position {n // 2}"):
         bag(good, offsets)
     train(bag, optimizer, good, offsets)
@@ -171,14 +153,16 @@ STEPS = [
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
 @pytest.mark.parametrize("n", [600, 60_000])
 @pytest.mark.parametrize(("optimizer", "sparse"), STEPS)
-def test_training_by_ids_on_the_gpu_does_not_wait_for_resident_rows(optimizer, sparse, n, dtype):
+def test_training_by_ids_on_the_gpu_does_not_wait_for_resident_rows(
+    optimizer, sparse, n, dtype, run_ahead
+):
     (bag, ours), (plain, theirs) = beside_torch(optimizer, sparse=sparse, cache_ratio=0.5)
     offsets = torch.arange(0, n, 3, device="cuda", dtype=dtype)
     batches = [torch.randint(500, (n,), device="cuda", dtype=dtype) for _ in range(6)]
     for ids in batches[:2]:
         train(bag, ours, ids, offsets)
     for ids in batches[2:]:
-        assert_does_not_wait(lambda ids=ids: train(bag, ours, ids, offsets))
+        run_ahead(lambda ids=ids: train(bag, ours, ids, offsets))
     for ids in batches:
         train(plain, theirs, ids, offsets)
     assert bag.num_miss_history == [0] * len(batches)
@@ -186,12 +170,12 @@ def test_training_by_ids_on_the_gpu_does_not_wait_for_resident_rows(optimizer, s
 
 
 @pytest.mark.parametrize(("optimizer", "sparse"), STEPS)
-def test_several_steps_ahead_of_the_gpu_do_not_wait_for_resident_rows(optimizer, sparse):
+def test_several_steps_ahead_of_the_gpu_do_not_wait_for_resident_rows(optimizer, sparse, run_ahead):
     (bag, ours), (plain, theirs) = beside_torch(optimizer, sparse=sparse, cache_ratio=0.5)
     offsets = torch.arange(0, 600, 3, device="cuda")
     batches = [torch.randint(500, (600,), device="cuda") for _ in range(8)]
     train(bag, ours, batches[0], offsets)
-    assert_does_not_wait(lambda: [train(bag, ours, ids, offsets) for ids in batches[1:]])
+    run_ahead(lambda: [train(bag, ours, ids, offsets) for ids in batches[1:]])
     for ids in batches:
         train(plain, theirs, ids, offsets)
     assert same_bits(bag.weight, plain.weight.cpu())
@@ -199,14 +183,16 @@ def test_several_steps_ahead_of_the_gpu_do_not_wait_for_resident_rows(optimizer,
 
 @pytest.mark.parametrize("codec", ["ibp", "raw"])
 @pytest.mark.parametrize(("optimizer", "sparse"), STEPS)
-def test_training_by_ids_on_the_gpu_does_not_wait_for_rows_that_miss(optimizer, sparse, codec):
+def test_training_by_ids_on_the_gpu_does_not_wait_for_rows_that_miss(
+    optimizer, sparse, codec, run_ahead
+):
     (bag, ours), (plain, theirs) = beside_torch(
         optimizer, sparse=sparse, cache_ratio=0.5, codec=codec
     )
     offsets = torch.arange(0, 600, 3, device="cuda")
     batches = drawn(600)
     train(bag, ours, batches[0], offsets)
-    assert_does_not_wait(lambda: train(bag, ours, batches[1], offsets))
+    run_ahead(lambda: train(bag, ours, batches[1], offsets))
     for ids in batches[2:]:
         train(bag, ours, ids, offsets)
     for ids in batches:
@@ -274,11 +260,11 @@ def test_lookups_on_two_streams_do_not_disturb_each_other():
             assert same_bits(matrix[index].cpu(), weight[ids.cpu()])
 
 
-def test_prefetching_does_not_wait():
+def test_prefetching_does_not_wait(run_ahead):
     bag = made()
     batches = [torch.randint(N_ROWS, (600,), device="cuda") for _ in range(3)]
     for ids in batches:
-        assert_does_not_wait(lambda ids=ids: bag.prefetch(ids))
+        run_ahead(lambda ids=ids: bag.prefetch(ids))
 
 
 def test_results_do_not_depend_on_what_was_prefetched():

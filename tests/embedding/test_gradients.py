@@ -15,7 +15,6 @@ from tests.embedding.support import Pair, check_map
 from tests.helpers import same_bits
 
 # torch.optim.Adagrad makes sparse tensors without saying whether they are to be checked.
-pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
 
 FITS = (1, 2, 3)
 TOO_MANY = tuple(range(5, 25))  # more than the cache has room for

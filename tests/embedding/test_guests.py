@@ -23,8 +23,6 @@ from tests.embedding.on_device import CACHE_ROWS, N_ROWS, check_gpu_map, drawn, 
 from tests.embedding.support import OPTIMIZERS, Pair, check_map
 from tests.helpers import same_bits
 
-pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
-
 CODECS = {"packed": "ibp", "raw": "raw"}
 
 

@@ -14,8 +14,6 @@ from bitslab.embedding import CachedRows, EvictionStrategy
 from tests.embedding.support import OPTIMIZERS, Pair
 from tests.helpers import dtype_id, same_bits
 
-pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
-
 EACH = pytest.mark.parametrize("optimizer", OPTIMIZERS)
 
 

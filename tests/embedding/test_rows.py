@@ -15,8 +15,6 @@ from bitslab.embedding import CachedRows, EvictionStrategy
 from tests.embedding.support import OPTIMIZERS, Pair, check_map
 from tests.helpers import same_bits
 
-pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
-
 
 class Play:
     """Random operations on a pair."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import threading
-import time
 
 import pytest
 import torch
@@ -94,22 +93,24 @@ def test_a_slow_source_is_waited_for():
         assert torch.equal(found.cpu(), ROWS[batch])
 
 
-def test_fetching_and_using_overlap():
-    cycles, batches = 20_000_000, random_ids(12)
+def test_a_batch_is_fetched_while_the_one_before_is_used(held_stream):
+    class Marked(OnDevice):
+        def gather(self, ids, out=None, device=None):
+            rows = super().gather(ids, out, device)
+            events.append(torch.cuda.Event())
+            events[-1].record()
+            return rows
 
-    def seconds(depth):
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        for _ in PrefetchRing(OnDevice(cycles), batches, device="cuda", depth=depth):
-            torch.cuda._sleep(cycles)
-        torch.cuda.synchronize()
-        return time.perf_counter() - begin
-
-    seconds(2)
-    assert seconds(2) < 0.75 * seconds(1)
+    events: list[torch.cuda.Event] = []
+    batches = random_ids(4)
+    with PrefetchRing(Marked(), batches, device="cuda", depth=2) as ring:
+        ring.get()
+        with held_stream():  # the consumer is busy with the first batch
+            events[1].synchronize()
+        assert torch.equal(ring.get().cpu(), ROWS[batches[1]])
 
 
-def test_the_host_never_waits_and_nothing_is_allocated():
+def test_the_host_never_waits_and_nothing_is_allocated(run_ahead):
     batches = [ids.pin_memory() for ids in random_ids(80)]
     with PrefetchRing(Packed(), batches, device="cuda", depth=2) as ring:
         places = set()
@@ -117,17 +118,8 @@ def test_the_host_never_waits_and_nothing_is_allocated():
             ring.get()
         torch.cuda.synchronize()
         before = torch.cuda.memory_stats()["num_device_alloc"]
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            torch.cuda._sleep(400_000_000)  # the consumer's stream is busy for far longer
-            begin = time.perf_counter()
-            for _ in range(50):  # a stream's queue takes about a thousand launches
-                places.add(ring.get().data_ptr())
-            host_seconds = time.perf_counter() - begin
-            busy = not torch.cuda.current_stream().query()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-        assert busy, f"the host took {host_seconds} s for 50 batches, as long as the stream"
+        # A stream's queue takes about a thousand launches.
+        run_ahead(lambda: places.update(ring.get().data_ptr() for _ in range(50)))
         assert torch.cuda.memory_stats()["num_device_alloc"] == before
         assert len(places) == 2
 
@@ -138,7 +130,7 @@ def test_the_waits_of_the_stream_are_counted():
             ring.get()
         torch.cuda.synchronize()
         stats = ring.stats()
-    assert stats.pop("wait_seconds") > 0.02  # six times about 10 ms, with nothing to overlap
+    assert stats.pop("wait_seconds") > 0
     assert stats == {"batches": 6, "rows": 3072, "raw_bytes": 3072 * 256, "depth": 2}
 
 

@@ -28,8 +28,6 @@ from tests.integrations.embedding.support import (
     whole,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
-
 
 def saved(module: torch.nn.Module) -> torch.nn.Module:
     file = io.BytesIO()

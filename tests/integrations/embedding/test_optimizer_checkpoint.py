@@ -38,7 +38,6 @@ from tests.integrations.embedding.support import (
 )
 
 # torch's own Adagrad says this of its own sparse tensors, once a process.
-pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
 
 #: How a model's optimizer is made, and whether its tables have sparse gradients.
 MADE: dict[str, tuple[Any, bool]] = {

@@ -29,7 +29,6 @@ from tests.integrations.embedding.support import (
 )
 
 # torch's own Adagrad says this of its own sparse tensors, once a process.
-pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
 
 DENSE: dict[str, Optimizers] = {
     "sgd": lambda p: SGD(p, lr=0.1),

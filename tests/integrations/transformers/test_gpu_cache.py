@@ -86,7 +86,7 @@ def test_packed_weights_and_a_packed_cache_go_together(mode: str, keep: Any, off
         assert cache.stats()["packed_tokens"] > 50
 
 
-def test_steps_of_a_model_wait_for_nothing() -> None:
+def test_steps_of_a_model_wait_for_nothing(no_waiting) -> None:
     config = config_of("llama", num_hidden_layers=4, hidden_size=256, head_dim=128)
     torch.manual_seed(0)
     model: Any = transformers.LlamaForCausalLM(config)
@@ -101,11 +101,8 @@ def test_steps_of_a_model_wait_for_nothing() -> None:
             for _ in range(40):
                 model(token, past_key_values=past)
         before = cache.stats()["packed_tokens"]
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with no_waiting():
             found = [model(token, past_key_values=cache).logits for _ in range(50)]
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         expected = [model(token, past_key_values=plain).logits for _ in range(50)]
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     assert cache.stats()["packed_tokens"] > before

@@ -1,0 +1,126 @@
+"""What tests on a GPU share: contexts in which waiting raises, held streams, profiles.
+
+`tests/conftest.py` makes fixtures of them. Nothing else in the tests may call torch's sync debug
+mode or its profiler: both outlive a test that does not clean up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+#: A held stream is released after this long, and the test fails: the host waited for it.
+HELD_SECONDS = 60.0
+#: Device memory for one process of tests: the largest takes 9 GiB.
+WORKER_BYTES = 14 << 30
+
+
+def set_sync_debug_mode(mode: str) -> None:
+    """Set what torch does where an operation makes the host wait for the GPU."""
+    with warnings.catch_warnings():
+        # Once in a process torch says that the mode is a prototype, after it has been set.
+        warnings.filterwarnings("ignore", message=".*[Ss]ynchronization debug mode")
+        torch.cuda.set_sync_debug_mode(mode)
+
+
+@contextlib.contextmanager
+def waiting_raises() -> Iterator[None]:
+    """Let every operation of torch that makes the host wait for the GPU raise."""
+    torch.cuda.synchronize()
+    try:
+        set_sync_debug_mode("error")
+        yield
+    finally:
+        set_sync_debug_mode("default")
+
+
+def run_ahead(work: Callable[[], Any]) -> None:
+    """Run some work while the current stream is held: it must neither wait nor synchronise."""
+    with held():
+        try:
+            set_sync_debug_mode("error")
+            work()
+        finally:
+            set_sync_debug_mode("default")
+
+
+@contextlib.contextmanager
+def held(stream: torch.cuda.Stream | None = None) -> Iterator[None]:
+    """Let nothing that is queued on a stream (the current one) from here on run inside.
+
+    A kernel that waits for a flag in host memory occupies the stream. The flag is set at the end;
+    where the host waits for the stream inside, after `HELD_SECONDS`, and the test fails. So a test
+    shows that the host does not wait, whatever the speed and the load of the machine.
+    """
+    import cupy
+
+    kernel = _waiting_kernel()
+    released = torch.zeros(1, dtype=torch.int32).pin_memory()
+    stream = stream or torch.cuda.current_stream()
+    expired = threading.Event()
+
+    def expire() -> None:
+        expired.set()
+        released.fill_(1)
+
+    torch.cuda.synchronize()
+    timer = threading.Timer(HELD_SECONDS, expire)
+    with cupy.cuda.Stream.from_external(stream):
+        kernel((1,), (1,), (cupy.uint64(released.data_ptr()),))
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        released.fill_(1)
+        torch.cuda.synchronize()
+    assert not expired.is_set(), f"the host waited for the GPU, or took {HELD_SECONDS} s"
+
+
+@functools.cache
+def _waiting_kernel() -> Any:
+    import cupy
+
+    kernel = cupy.RawKernel(
+        'extern "C" __global__ void wait_for(const volatile int* flag)'
+        "{ while (*flag == 0) __nanosleep(2000); }",
+        "wait_for",
+    )
+    done = torch.ones(1, dtype=torch.int32).pin_memory()
+    with cupy.cuda.Stream.from_external(torch.cuda.current_stream()):
+        kernel((1,), (1,), (cupy.uint64(done.data_ptr()),))  # compiles and loads it
+    torch.cuda.synchronize()
+    return kernel
+
+
+def profiled(work: Callable[[], Any]) -> Any:
+    """Run some work under torch's profiler; return the profile, once the GPU is done."""
+    from torch.profiler import ProfilerActivity, profile
+
+    torch.cuda.synchronize()
+    with warnings.catch_warnings():
+        # torch 2.11 says once in a process that its profiler's events are kept for one cycle.
+        warnings.filterwarnings("ignore", module="torch.profiler")
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
+            work()
+            torch.cuda.synchronize()
+    return found
+
+
+def kernels_of(profile: Any) -> list[str]:
+    """Return the names of the kernels in a profile, in order, without copies and fills."""
+    on_gpu = [event.name for event in profile.events() if event.device_type.name == "CUDA"]
+    return [name for name in on_gpu if not name.startswith("Mem")]
+
+
+def worker_count() -> int:
+    """Return how many processes of tests this machine's GPU and processor bear at once."""
+    free_bytes, _ = torch.cuda.mem_get_info()
+    return max(1, min(free_bytes // WORKER_BYTES, len(os.sched_getaffinity(0)) // 2))
