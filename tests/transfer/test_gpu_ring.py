@@ -113,7 +113,7 @@ def test_a_batch_is_fetched_while_the_one_before_is_used(held_stream):
 def test_the_host_never_waits_and_nothing_is_allocated(run_ahead):
     batches = [ids.pin_memory() for ids in random_ids(80)]
     with PrefetchRing(Packed(), batches, device="cuda", depth=2) as ring:
-        places = set()
+        places: set[int] = set()
         for _ in range(20):
             ring.get()
         torch.cuda.synchronize()
