@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
+import pickle
 import re
+import tempfile
+from pathlib import Path
 
 import pytest
 from cuda.bindings import nvrtc
@@ -14,6 +19,10 @@ FULLY_OPTIMISED = "sm_90"
 VARIANTS = list(all_variants())
 
 
+#: What was compiled before, by the text, the options and the compiler's version.
+CACHE = Path(__file__).resolve().parents[2] / "build" / "nvrtc"
+
+
 def compile_variant(variant: AnyVariant, architecture: str, *extra: str) -> tuple[bytes, str]:
     """Return machine code, or PTX for a virtual architecture, and the compiler's log."""
     options = [
@@ -23,18 +32,32 @@ def compile_variant(variant: AnyVariant, architecture: str, *extra: str) -> tupl
         "--ptxas-options=-v",
         *(f"-D{name}={value}" for name, value in variant.defines().items()),
     ]
-    error, program = nvrtc.nvrtcCreateProgram(
-        source_text(variant.file).encode(), f"{variant.file}.cu".encode(), 0, [], []
-    )
+    source = source_text(variant.file)
+    parts = (f"{variant.file}.cu", source, *options, *map(str, nvrtc.nvrtcVersion()))
+    file = CACHE / hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
+    if file.exists():
+        found: tuple[bytes, str] = pickle.loads(file.read_bytes())
+        return found
+    compiled = compile_text(variant.file, source, architecture, options)
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=CACHE, delete=False) as whole:
+        whole.write(pickle.dumps(compiled))
+    os.replace(whole.name, file)
+    return compiled
+
+
+def compile_text(
+    name: str, source: str, architecture: str, options: list[str]
+) -> tuple[bytes, str]:
+    error, program = nvrtc.nvrtcCreateProgram(source.encode(), f"{name}.cu".encode(), 0, [], [])
     assert error == nvrtc.nvrtcResult.NVRTC_SUCCESS
     try:
         (error,) = nvrtc.nvrtcCompileProgram(
             program, len(options), [option.encode() for option in options]
         )
         _, size = nvrtc.nvrtcGetProgramLogSize(program)
-        log = bytes(
-            size + 1
-        )  # written to: one of a single byte would be Python's own, of everybody
+        # Written to: one of a single byte would be Python's own, of everybody.
+        log = bytes(size + 1)
         nvrtc.nvrtcGetProgramLog(program, log)
         text = log.decode(errors="replace")
         assert error == nvrtc.nvrtcResult.NVRTC_SUCCESS, text
