@@ -206,8 +206,9 @@ def test_hits_misses_and_bytes_are_exact(kind):
     assert stats["local_bytes"] == int(sizes[hit].sum()) and stats["peer_bytes"] == 0
     assert stats["host_bytes"] == int(sizes[~hit].sum())
     assert stats["capacity_bytes"] == 2000
-    # Gathers through a cache are the cache's to count.
-    assert table.stats()["gathered_rows"] == table.stats()["moved_bytes"] == 0
+    of_table = table.stats()
+    assert (of_table["gathers"], of_table["gathered_rows"]) == (2, 999)
+    assert of_table["moved_bytes"] == stats["host_bytes"]
     assert SlabCache(table, 2000, ["cpu"]).stats()["hit_rate"] == 0.0
 
 
