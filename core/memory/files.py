@@ -52,7 +52,7 @@ def parts_of_file(
 
 
 def _holds_shared_rows(ct: CompressedTensor) -> bool:
-    """Return whether several items of a tensor's first dimension make a row that tables can hold."""
+    """Return whether several items of a tensor make one row, of a kind that tables hold."""
     item, row = elements(ct.shape[1:]), elements(ct.codec.row_shape)
     shared = len(ct.shape) >= 1 and 0 < item < row and row % item == 0
     return (

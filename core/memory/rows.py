@@ -73,7 +73,7 @@ class HostRows:
         return cpu.gather_rows(self.storage(), self.layout, ids, data, **more)
 
     def decode_packed_rows(self, ids: torch.Tensor, data: torch.Tensor) -> int:
-        """Decode rows, by their numbers, to uint8 ``[m, row_bytes]``; return a damaged one or -1."""
+        """Decode rows to uint8 ``[m, row_bytes]``; return the number of a damaged one, or -1."""
         if self.parts.items_per_row == 1:
             return self.decode(ids, data)
         return cpu.gather_rows(without_items(self.storage()), self.layout, ids, data)

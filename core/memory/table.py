@@ -531,13 +531,13 @@ class CompressedTable(HostTable):
         Returns
         -------
         dict
-            ``rows``, ``row_bytes``, ``rows_per_packed_row``, ``layout``, ``codec``, ``raw_bytes``, ``packed_bytes`` (the
-            words), ``metadata_bytes`` (what finds rows in them, and the profile), ``host_bytes``
-            (all of it), ``ratio`` (raw over host bytes), ``packed_rows``, ``moved_rows``,
-            ``overflow_bytes``, ``pinned``; of the gathers of this process so far, those through a
-            cache included: ``gathers``, ``gathered_rows``, ``gathered_bytes`` (decoded),
-            ``moved_bytes`` (words of this table read for them, through caches that are still
-            there); ``advice``, once a GPU was used: what the models
+            ``rows``, ``row_bytes``, ``rows_per_packed_row``, ``layout``, ``codec``,
+            ``raw_bytes``, ``packed_bytes`` (the words), ``metadata_bytes`` (what finds rows in
+            them, and the profile), ``host_bytes`` (all of it), ``ratio`` (raw over host bytes),
+            ``packed_rows``, ``moved_rows``, ``overflow_bytes``, ``pinned``; of the gathers of this
+            process so far, those through a cache included: ``gathers``, ``gathered_rows``,
+            ``gathered_bytes`` (decoded), ``moved_bytes`` (words of this table read for them,
+            through caches that are still there); ``advice``, once a GPU was used: what the models
             of link and codec say, with reasons.
         """
         return statistics.stats(self)
