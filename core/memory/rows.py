@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -52,6 +53,28 @@ class HostRows:
     def packed_rows(self) -> int:
         """Rows that are not raw now."""
         return self.parts.facts["packed_rows"] - self.moved_rows
+
+    @property
+    def packed_items(self) -> int:
+        """Items in rows that are not raw now."""
+        last = np.array([self.parts.n_rows - 1])
+        return self._items_of(
+            self.packed_rows, lambda: self.row_lengths(torch.from_numpy(last))[0][0] > 0
+        )
+
+    @property
+    def moved_items(self) -> int:
+        """Items in rows that lie in the overflow area."""
+        last, overflow = np.array([self.parts.n_rows - 1]), self.overflow
+        return self._items_of(
+            self.moved_rows, lambda: overflow is not None and bool(overflow.holds(last)[0])
+        )
+
+    def _items_of(self, n_rows: int, last_is_one: Callable[[], bool]) -> int:
+        """Return the items of some rows, given whether the last of the table is one of them."""
+        each = self.parts.items_per_row
+        filler = self.parts.n_rows * each - self.parts.n_items
+        return n_rows * each - (filler if n_rows and filler and last_is_one() else 0)
 
     @property
     def overflow_bytes(self) -> int:

@@ -41,7 +41,8 @@ class SlabCache:
     another's, and the others from the table in host memory, in one launch. Because rows lie packed,
     a slab holds as many times more of them as they are smaller (IBP, section 5, Table 7); raw rows
     take exactly their bytes. Rows of a raw table can be packed for the cache alone: IBP(C) of IBP,
-    section 6.2. Narrow rows that the table packs together are cached together.
+    section 6.2. Narrow rows that the table packs together are cached together, if there is room for
+    all of them.
 
     Parameters
     ----------
@@ -113,11 +114,12 @@ class SlabCache:
             raise ArgumentTypeError(
                 f"capacity_bytes: expected an int, got {capacity_bytes!r:.60}"
             ) from None
-        raw_row_bytes = max(1, raw_bytes_in_slab(table))
+        # Rows that are packed together come in together, or not at all.
+        raw_row_bytes = max(1, raw_bytes_in_slab(table) // table.rows_per_packed_row)
         if not raw_row_bytes <= capacity_bytes <= MAX_SLAB_BYTES:
             raise ArgumentError(
-                f"capacity_bytes: {capacity_bytes}, accepted are {raw_row_bytes}, which a packed "
-                f"row of this table may take, to {MAX_SLAB_BYTES}"
+                f"capacity_bytes: {capacity_bytes}, accepted are {raw_row_bytes}, which a row of "
+                f"this table may take, to {MAX_SLAB_BYTES}"
             )
         if ceil_div(table.codec.row_bytes, 4) > MAX_CACHED_ROW_WORDS:
             raise ArgumentError(
@@ -200,7 +202,11 @@ class SlabCache:
 
     @property
     def _cached_rows(self) -> int:
-        return min(len(self.table), self._snapshot.n_rows * self.table.rows_per_packed_row)
+        """Rows of the table whose packed rows are cached; looks one up where the last is short."""
+        each, snapshot = self.table.rows_per_packed_row, self._snapshot
+        last, in_last = divmod(len(self.table), each)
+        short = snapshot.n_rows and in_last and snapshot.has(last)
+        return snapshot.n_rows * each - (each - in_last if short else 0)
 
     def refresh(self, ids_by_hotness: torch.Tensor) -> int:
         """Fill again, for rows that are hot by now; the name says that readers may be under way.

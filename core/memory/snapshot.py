@@ -218,6 +218,12 @@ class Snapshot:
                 self._seen.add(key)
         return storage
 
+    def has(self, row: int) -> bool:
+        """Return whether a packed row is cached; waits for a GPU."""
+        device, storage = next(iter(self.storages.items()))
+        found = _map_kernels(device).map_find(storage.entries, torch.tensor([row]).to(device))
+        return int(found) != NOT_CACHED
+
     def forget(self, ids: torch.Tensor) -> None:
         """Drop int64 ``[n]`` packed rows from the maps."""
         dropped = 0

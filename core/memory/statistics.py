@@ -36,13 +36,13 @@ def stats(table: HostTable) -> dict[str, Any]:
     """Do what `CompressedTable.stats` says."""
     table._check_open()
     parts = table._parts
-    raw_bytes, each = parts.raw_bytes, table.rows_per_packed_row
+    raw_bytes = parts.raw_bytes
     words = table._read_words()
     on_gpu = table._gpus
     return {
         "rows": len(table),
         "row_bytes": table.row_bytes,
-        "rows_per_packed_row": each,
+        "rows_per_packed_row": table.rows_per_packed_row,
         "layout": parts.layout,
         "codec": table.codec.describe(),
         "raw_bytes": raw_bytes,
@@ -50,8 +50,8 @@ def stats(table: HostTable) -> dict[str, Any]:
         "metadata_bytes": parts.metadata_bytes + table.codec.profile_bytes,
         "host_bytes": table.nbytes,
         "ratio": table.ratio,
-        "packed_rows": min(len(table), each * table._rows.packed_rows),
-        "moved_rows": min(len(table), each * table._rows.moved_rows),
+        "packed_rows": table._rows.packed_items,
+        "moved_rows": table._rows.moved_items,
         "overflow_bytes": table._rows.overflow_bytes,
         "pinned": table.pinned,
         "gathers": table._totals["gathers"],

@@ -136,24 +136,26 @@ def test_a_cache_of_narrow_rows_holds_those_that_are_packed_together(layout):
     t, table = narrow_table(5003, layout)
     cache = SlabCache(table, 20_000, ["cpu", "cpu"])
     rows = cache.fill(torch.tensor([5002, 0, 17, 16, 160]))
-    assert rows == cache.stats()["cached_rows"] == 4 * 16
+    assert rows == cache.stats()["cached_rows"] == 3 * 16 + 5003 % 16
     ids = torch.tensor([0, 15, 16, 31, 32, 160, -1, 5000, 4000])
     assert same_bits(cache.gather(ids), t[ids])
     assert (cache.stats()["hits"], cache.stats()["misses"]) == (7, 2)
     table.update(torch.tensor([3]), t[:1] * 2)
-    assert cache.stats()["cached_rows"] == 3 * 16
+    assert cache.stats()["cached_rows"] == 2 * 16 + 5003 % 16
     expected = updated(t, torch.tensor([3]), t[:1] * 2)
     assert same_bits(cache.gather(torch.arange(5003)), expected)
     full = SlabCache(table, 10**6, ["cpu"])
     assert full.fill(torch.randperm(5003)) == 5003
     assert sum(full.stats()["slab_bytes"]) < t.nbytes
-    with pytest.raises(ArgumentError, match="capacity_bytes: 100, accepted are 256, which a pac"):
-        SlabCache(table, 100, ["cpu"])
+    with pytest.raises(ArgumentError, match="capacity_bytes: 15, accepted are 16, which a row"):
+        SlabCache(table, 15, ["cpu"])
+    # There is no room for those that come together.
+    assert SlabCache(table, 16, ["cpu"]).fill(torch.arange(5003)) == 0
 
 
 @pytest.mark.parametrize("layout", ["compact", "inplace"])
 def test_updates_of_narrow_rows_leave_their_neighbours(layout):
-    t, table = narrow_table(layout=layout)
+    t, table = narrow_table(5003, layout)
     generator = np.random.default_rng(0)
     for rows in (1, 3, 400):
         ids = torch.from_numpy(generator.integers(-len(t), len(t), rows))
@@ -161,7 +163,16 @@ def test_updates_of_narrow_rows_leave_their_neighbours(layout):
         t = updated(t, ids, new)
         table.update(ids, new)
         assert same_bits(table[:], t)
-    assert layout == "inplace" or table.stats()["moved_rows"] > 0
+    # Packed rows of noise alone are raw, where they were or moved.
+    ids = torch.cat([torch.arange(16), torch.arange(4992, 5003)])
+    noise = values(torch.bfloat16, (27, 8), "noise")
+    t = updated(t, ids, noise)
+    table.update(ids, noise)
+    assert same_bits(table[:], t)
+    lengths, _ = table.row_lengths(torch.arange(313))
+    raw = sum(min(16, 5003 - 16 * int(row)) for row in np.flatnonzero(lengths == 0))
+    assert 0 < raw < 5003 and table.stats()["packed_rows"] == 5003 - raw
+    assert table.stats()["moved_rows"] == (raw if layout == "compact" else 0)
     table.compact(refit=True)
     assert same_bits(table[:], t) and table.overflow_bytes == 0
 
