@@ -78,6 +78,7 @@ def advise(
     packed_bytes: int,
     batch_rows: int,
     packed_span_bytes: int | None = None,
+    rows_per_packed_row: int = 1,
     decode_bytes_per_s: float | None = None,
     contiguous: bool = False,
     crosses_link: bool = True,
@@ -97,6 +98,8 @@ def advise(
     packed_span_bytes : int, optional
         Host memory that the packed table takes: `packed_bytes` when left out (compact); in place
         the raw bytes.
+    rows_per_packed_row : int
+        Rows that are packed as one, which a gather by id reads and decodes whole.
     decode_bytes_per_s : float, optional
         Rate of decoding, in bytes of output; taken to keep up with the link when left out.
     contiguous : bool
@@ -115,6 +118,7 @@ def advise(
         ("row_bytes", row_bytes, 1),
         ("packed_bytes", packed_bytes, 0),
         ("packed_span_bytes", span, 0),
+        ("rows_per_packed_row", rows_per_packed_row, 1),
         ("batch_rows", batch_rows, 0),
     ):
         if not isinstance(size, int) or isinstance(size, bool):
@@ -126,17 +130,20 @@ def advise(
             f"decode_bytes_per_s: {decode_bytes_per_s}, accepted are numbers above 0"
         )
     raw_bytes = n_rows * row_bytes
+    each = 1 if contiguous else rows_per_packed_row
     raw = _Gather(link, raw_bytes, row_bytes, batch_rows, contiguous, row_bytes % LINE_BYTES != 0)
     # In place rows begin where raw ones do; compact ones begin anywhere.
     packed = _Gather(
         link,
         span,
-        packed_bytes / max(1, n_rows),
+        packed_bytes * each / max(1, n_rows),
         batch_rows,
         contiguous,
         span < raw_bytes or row_bytes % LINE_BYTES != 0,
     )
-    decode = None if decode_bytes_per_s is None else batch_rows * row_bytes / decode_bytes_per_s
+    decode = None
+    if decode_bytes_per_s is not None:
+        decode = batch_rows * row_bytes * each / decode_bytes_per_s
     packed_seconds = max(packed.best, decode or 0.0)
 
     saved = raw_bytes - span

@@ -167,4 +167,8 @@ def _storage(rows: CachedRows) -> CacheStorage:
     data = rows.parameter.data
     addresses = torch.tensor([data.data_ptr()] + [0] * (MAX_SLABS - 1), dtype=torch.int64)
     slab = data.view(torch.uint8).view(-1).view(torch.int32)
-    return CacheStorage(entries, (slab,), addresses.to(device), row_bytes // 4)
+    # The map knows rows of the table, of which several may share a packed row.
+    holds_items = rows.table.rows_per_packed_row > 1
+    return CacheStorage(
+        entries, (slab,), addresses.to(device), row_bytes // 4, holds_items=holds_items
+    )

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from ..codecs import RawCodec, RowCodec
 from ..memory.build import Rows
 from ..memory.parts import Layout
 from ..memory.progress import ProgressFunction
-from ..memory.slabs import SlabCache
+from ..memory.slabs import SlabCache, raw_bytes_in_slab
 from ..memory.table import CompressedTable
 from .gradients import Array
 from .prefetch import Prefetched
@@ -108,9 +109,10 @@ class Source:
         self.hot = hot
         self._stale_rows = 0
         if self.slabs is None:
-            capacity_bytes = self.packed_rows * max(1, 4 * -(-self.table.row_bytes // 4))
+            capacity_bytes = self.packed_rows * max(1, self.table.row_bytes)
             if not capacity_bytes:
                 return
+            capacity_bytes = max(capacity_bytes, raw_bytes_in_slab(self.table))
             self.slabs = SlabCache(self.table, capacity_bytes, [self.device])
         self.slabs.fill(torch.from_numpy(hot))
 
@@ -145,7 +147,8 @@ class Source:
         ) and self.table.overflow_bytes > max(REPACK_BYTES, REPACK_SHARE * self.table.nbytes):
             self._pack_anew()
         elif self.slabs is not None:
-            self._stale_rows += len(ids)
+            each = self.table.rows_per_packed_row  # rows that leave the slab together
+            self._stale_rows += len(ids) if each == 1 else each * len(np.unique(ids // each))
             if self._stale_rows > REFILL_SHARE * self.packed_rows:
                 self.fill(self.hot)
 

@@ -15,6 +15,7 @@ rows before it in its block of 32; ``lengths[r]`` is its length in words, 0 for 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import gcd
 
 import torch
 
@@ -49,10 +50,32 @@ NOT_CACHED = -1  # the location of an id that has no entry
 # Bits are counted in 32-bit integers by the kernels; this keeps every bit offset of a row in range.
 MAX_ROW_BYTES = 1 << 27
 
+#: Items shorter than this share packed rows: what is stored of each row takes too much of them.
+NARROW_ITEM_BYTES = 64
+#: Bytes of a row that items share, about. Longer ones save little more, and a gather of one item
+#: reads and decodes the whole row.
+SHARED_ROW_BYTES = 256
+#: Longest row that items may share: tiles of such rows fit the kernels' stage.
+MAX_SHARED_ROW_BYTES = 4096
+
 
 def ceil_div(a: int, b: int) -> int:
     """Return a / b rounded up, for non-negative integers."""
     return -(-a // b)
+
+
+def shared_row_items(item_bytes: int) -> int:
+    """Return how many items of a table share a packed row; 1 where items are long enough.
+
+    Such a row is a multiple of 4 bytes, and of 16 where that keeps it short: those are decoded by
+    wider loads and stores, and every width of a chunk divides them.
+    """
+    if not 0 < item_bytes < NARROW_ITEM_BYTES:
+        return 1
+    unit = 16 // gcd(16, item_bytes)
+    if unit * item_bytes > SHARED_ROW_BYTES:
+        unit = 4 // gcd(4, item_bytes)
+    return unit * max(1, round(SHARED_ROW_BYTES / (unit * item_bytes)))
 
 
 @dataclass(frozen=True)
@@ -213,7 +236,10 @@ class TableStorage:
 
     - compact: rows back to back as in `RowStorage`; `bases` and `lengths` find a row;
     - in place: row r at word ``r * row_words``; bit r of `flags` says that it is packed;
-    - raw: in place with no row packed, `flags` is None.
+    - raw: row r at byte ``r * row_bytes``; `flags` is None.
+
+    Ids name items. An item is a row, or, where items are narrow, several of them share a row: id i
+    is item ``i % items_per_row`` of row ``i // items_per_row``. Raw tables have one item a row.
 
     Parameters
     ----------
@@ -239,6 +265,10 @@ class TableStorage:
         Longer raw rows are gathered more slowly.
     max_packed_words : int
         Words of the longest packed row; 0 when that is not known.
+    items_per_row : int
+        Items of a row.
+    filler_items : int
+        Items of the last row that the table does not have.
     """
 
     n_rows: int
@@ -252,6 +282,13 @@ class TableStorage:
     typical_words: int = 0
     max_words: int = 0
     max_packed_words: int = 0
+    items_per_row: int = 1
+    filler_items: int = 0
+
+    @property
+    def n_items(self) -> int:
+        """Items of the table: the ids that it has."""
+        return self.n_rows * self.items_per_row - self.filler_items
 
 
 def unsigned_lengths(lengths: torch.Tensor) -> torch.Tensor:
@@ -312,11 +349,11 @@ class CacheStorage:
     Parameters
     ----------
     entries : torch.Tensor
-        int64 ``[buckets * BUCKET_ENTRIES, 2]`` on the device that gathers: id and location.
-        `buckets` is a power of two. Id r belongs to the first bucket with a free entry from
-        bucket ``mix(r) % buckets`` on, around the end (`kernels.cpu.maps.mix`).
+        int64 ``[buckets * BUCKET_ENTRIES, 2]`` on the device that gathers: the number of a row,
+        and its location. `buckets` is a power of two. Row r belongs to the first bucket with a free
+        entry from bucket ``mix(r) % buckets`` on, around the end (`kernels.cpu.maps.mix`).
     slabs : tuple of torch.Tensor
-        int32, one a device; packed and raw rows back to back, with PAD_WORDS behind.
+        int32, one a device; packed rows on words and raw rows on bytes, with PAD_WORDS behind.
     addresses : torch.Tensor
         int64 ``[MAX_SLABS]`` on the device that gathers: where each slab starts; 0: none.
     max_words : int
@@ -327,6 +364,8 @@ class CacheStorage:
     row_clusters : torch.Tensor or None
         uint8 ``[N]`` on the device that gathers, of the table's rows; None unless `layout` has
         clusters.
+    holds_items : bool
+        Whether what is cached are raw items, by their ids, though items of the table share rows.
     """
 
     entries: torch.Tensor
@@ -335,6 +374,7 @@ class CacheStorage:
     max_words: int = 0
     layout: RowLayout | None = None
     row_clusters: torch.Tensor | None = None
+    holds_items: bool = False
 
 
 def read_together(

@@ -12,16 +12,23 @@ import torch
 from ..codecs import InvariantCodec, RawCodec, RowCodec
 from ..codecs.base import (
     bits_in_order,
-    check_rows_argument,
     check_tensor_argument,
     elements,
     rows_as_bytes,
 )
 from ..errors import ArgumentError, ArgumentTypeError
 from ..kernels import cpu
-from ..kernels.format import BLOCK_ROWS, MAX_ROW_BYTES, PAD_WORDS, ceil_div
+from ..kernels.format import (
+    BLOCK_ROWS,
+    MAX_ROW_BYTES,
+    MAX_SHARED_ROW_BYTES,
+    PAD_WORDS,
+    ceil_div,
+    shared_row_items,
+)
 from ..registry import get_codec
-from .parts import Layout, TableParts, bits_of, widened
+from ..tensor import as_rows, row_map
+from .parts import Layout, TableParts, bits_of, items_per_row, widened
 from .progress import Progress
 from .writer import HostWriter
 
@@ -40,12 +47,14 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class PartsBuilder:
-    """Packs batches of rows into the parts of a table.
+    """Packs batches of items into the parts of a table; see `TableParts`.
 
     Parameters
     ----------
     codec : RowCodec
         A fitted codec; RawCodec for a raw table.
+    item_shape : tuple of int
+        Shape of an item, of which a whole number makes a row of the codec.
     layout : {"compact", "inplace"}
         How rows are to lie; raw tables lie in place either way.
     pin : bool
@@ -55,19 +64,28 @@ class PartsBuilder:
     """
 
     def __init__(
-        self, codec: RowCodec, layout: Layout, *, pin: bool, device: torch.device | None = None
+        self,
+        codec: RowCodec,
+        item_shape: tuple[int, ...],
+        layout: Layout,
+        *,
+        pin: bool,
+        device: torch.device | None = None,
     ) -> None:
         self.codec = codec
+        self.item_shape = item_shape
         self.layout: Layout = layout
         self.raw = isinstance(codec, RawCodec)
         self.row_words = ceil_div(codec.row_bytes, 4)
+        self._each = items_per_row(codec, item_shape)
+        self._item_bytes = codec.row_bytes // self._each
         self._device = device
         self._waiting: list[torch.Tensor] = []
-        self._waiting_rows = 0
+        self._waiting_items = self._n_items = 0
         # So many that the cost of a call does not count, so few that joining them takes no room.
-        self._enough_rows = max(BLOCK_ROWS, rows_per_batch(codec.row_bytes) // 4)
+        self._enough_items = self._each * max(BLOCK_ROWS, rows_per_batch(codec.row_bytes) // 4)
         self._counts = np.zeros(min(self.row_words, COUNTED_WORDS) + 1, np.int64)
-        self._n_rows = self._packed_rows = self._packed_words = self._max_packed = 0
+        self._packed_rows = self._packed_words = self._max_packed = 0
         self._end_word = 0
         names = ["words"]
         if not self.raw:
@@ -75,22 +93,24 @@ class PartsBuilder:
             names += ["row_clusters"] if getattr(codec, "clusters", 1) > 1 else []
         self._writers = {name: HostWriter(pin=pin and name == "words") for name in names}
 
-    def add(self, rows: torch.Tensor) -> None:
-        """Pack more rows, ``[n, *row_shape]`` of the codec's dtype, of any number."""
-        check_rows_argument(self.codec, rows)
-        if not rows.shape[0]:
+    def add(self, items: torch.Tensor) -> None:
+        """Pack more items, ``[n, *item_shape]`` of the codec's dtype, of any number."""
+        check_items(items, self.item_shape, self.codec.dtype)
+        if not items.shape[0]:
             return
-        data = rows_as_bytes(rows, self.codec.row_bytes)
-        if self._waiting_rows + data.shape[0] < self._enough_rows:
+        self._n_items += items.shape[0]
+        data = rows_as_bytes(items, self._item_bytes)
+        if self._waiting_items + data.shape[0] < self._enough_items:
             # A copy: an iterator may give the same memory again with other rows in it.
             self._wait(data.clone())
             return
         if self._waiting:
             device = self._waiting[0].device
             data = torch.cat([*self._waiting, data.to(device)])
-            self._waiting, self._waiting_rows = [], 0
+            self._waiting, self._waiting_items = [], 0
         # Blocks of 32 rows share an offset and a word of flags, so whole ones are packed.
-        whole = data.shape[0] // BLOCK_ROWS * BLOCK_ROWS
+        block = BLOCK_ROWS * self._each
+        whole = data.shape[0] // block * block
         self._pack(data[:whole])
         if whole < data.shape[0]:
             self._wait(data[whole:].clone())
@@ -99,18 +119,17 @@ class PartsBuilder:
         if self._waiting:
             data = data.to(self._waiting[0].device)
         self._waiting.append(data)
-        self._waiting_rows += data.shape[0]
+        self._waiting_items += data.shape[0]
 
     def _pack(self, data: torch.Tensor) -> None:
-        n, row_words = data.shape[0], self.row_words
-        self._n_rows += n
+        """Pack the bytes ``[n, item_bytes]`` of items; only the last ones need not fill a row."""
         if self.raw:
-            data = data.cpu()
-            if data.shape[1] % 4:
-                data = torch.nn.functional.pad(data, (0, 4 * row_words - data.shape[1]))
-            self._writers["words"].append(data)
-            self._packed_words += n * row_words
+            self._writers["words"].append(data.cpu())
             return
+        n, row_words = ceil_div(data.shape[0], self._each), self.row_words
+        if n * self._each > data.shape[0]:
+            filler = data[-1:].expand(n * self._each - data.shape[0], -1)
+            data = torch.cat([data, filler])
         rows = data.flatten().view(self.codec.dtype).view(n, *self.codec.row_shape)
         packed = self.codec.encode(rows if self._device is None else rows.to(self._device))
         parts = {name: part.cpu() for name, part in packed.parts.items()}
@@ -149,7 +168,9 @@ class PartsBuilder:
         if self._waiting:
             self._pack(torch.cat(self._waiting))
             self._waiting = []
-        self._writers["words"].append(torch.zeros(PAD_WORDS, dtype=torch.int32))
+        raw_bytes = self._n_items * self._item_bytes if self.raw else 0
+        padding = torch.zeros(4 * PAD_WORDS + -raw_bytes % 4, dtype=torch.uint8)
+        self._writers["words"].append(padding)
         if "bases" in self._writers:
             self._writers["bases"].append(torch.tensor([self._end_word]))
         dtypes = {
@@ -165,20 +186,11 @@ class PartsBuilder:
         facts = {
             "max_packed_words": self._max_packed,
             "typical_words": self._typical_words(),
-            "packed_words": self._packed_words,
+            "packed_words": ceil_div(raw_bytes, 4) if self.raw else self._packed_words,
             "packed_rows": self._packed_rows,
         }
-        codec = self.codec
-        return TableParts(
-            codec,
-            self.layout,
-            codec.row_shape,
-            codec.dtype,
-            self._n_rows,
-            tensors,
-            buffers,
-            facts,
-        )
+        shape = (self._n_items, *self.item_shape)
+        return TableParts(self.codec, self.layout, shape, tensors, buffers, facts)
 
     def _typical_words(self) -> int:
         """Words that hold most packed rows whole."""
@@ -198,18 +210,20 @@ class PartsBuilder:
 def build_parts(
     batches: Iterable[torch.Tensor],
     codec: RowCodec,
+    item_shape: tuple[int, ...],
     layout: Layout,
     *,
     pin: bool,
     progress: Progress,
     device: torch.device | None = None,
 ) -> TableParts:
-    """Pack batches ``[n, *row_shape]`` one after another; on an error nothing is kept."""
-    builder = PartsBuilder(codec, layout, pin=pin, device=device)
+    """Pack batches ``[n, *item_shape]`` one after another; on an error nothing is kept."""
+    builder = PartsBuilder(codec, item_shape, layout, pin=pin, device=device)
+    step = rows_per_batch(codec.row_bytes) * items_per_row(codec, item_shape)
     try:
         for batch in batches:
-            check_rows_argument(codec, batch)
-            for part in torch.split(batch, rows_per_batch(codec.row_bytes)):
+            check_items(batch, item_shape, codec.dtype)
+            for part in torch.split(batch, step):
                 builder.add(part)
                 progress.advance(part.shape[0])
         return builder.finish()
@@ -226,7 +240,7 @@ def choose_codec(
     Parameters
     ----------
     sample : torch.Tensor
-        ``[n, *row_shape]``.
+        ``[n, *row_shape]``: rows as they are packed.
     codec : str or RowCodec
         ``"auto"``: invariant bit packing, or raw where that does not make the sample smaller. A
         name: that codec, fitted with `options`. A codec: that one.
@@ -266,12 +280,71 @@ def choose_codec(
     return fitted
 
 
+def fitted_to_items(
+    sample: torch.Tensor,
+    codec: str | RowCodec,
+    n_items: int | None,
+    options: Mapping[str, Any],
+) -> RowCodec:
+    """Return a fitted codec for a table of items like those of a sample; see `choose_codec`.
+
+    Parameters
+    ----------
+    sample : torch.Tensor
+        ``[n, *item_shape]``; items that share a row follow one another.
+    codec, options
+        As in `choose_codec`. A fitted codec is for items, or for rows of several.
+    n_items : int or None
+        Items of the table, None when not known.
+    """
+    shape = tuple(sample.shape[1:])
+    each = _items_of_rows(codec, shape, sample.dtype)
+    n_rows = None if n_items is None else ceil_div(n_items, each)
+    fitted = choose_codec(items_as_rows(sample, each), codec, n_rows, options)
+    return RawCodec(shape, sample.dtype) if isinstance(fitted, RawCodec) else fitted
+
+
+def _items_of_rows(codec: str | RowCodec, item_shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    """Return how many items are to share a row."""
+    item_bytes = elements(item_shape) * dtype.itemsize
+    if not isinstance(codec, RowCodec):
+        return 1 if codec == "raw" else shared_row_items(item_bytes)
+    each = items_per_row(codec, item_shape)
+    shared = isinstance(codec, InvariantCodec) and codec.row_bytes <= MAX_SHARED_ROW_BYTES
+    if shared and item_bytes and codec.row_shape == (each * elements(item_shape),):
+        return each
+    return 1
+
+
 def _shrinks(fitted: RowCodec, sample: torch.Tensor) -> bool:
     """Tell whether packing makes rows like the sample's smaller, their metadata counted."""
     assert isinstance(fitted, InvariantCodec)
     n = sample.shape[0]
-    packed = int(fitted.packed_bytes(sample).sum()) + fitted.row_metadata_bytes(n)
-    return packed < n * fitted.row_bytes
+    # Rows kept raw take whole words among packed ones.
+    words = (fitted.packed_bytes(sample) + 3) // 4
+    return 4 * int(words.sum()) + fitted.row_metadata_bytes(n) < n * fitted.row_bytes
+
+
+def items_as_rows(items: torch.Tensor, each: int) -> torch.Tensor:
+    """Return items ``[n, *item_shape]`` as rows of `each` items, ``[ceil(n / each), elements]``.
+
+    The last item fills the last row up.
+    """
+    if each == 1 or not items.shape[0]:
+        return items
+    rows = row_map(items.shape, each * elements(items.shape[1:]))
+    return as_rows(items, rows, (each * elements(items.shape[1:]),))
+
+
+def check_items(items: torch.Tensor, item_shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Refuse rows of a table of another dtype or shape than it has."""
+    check_tensor_argument("rows", items)
+    if items.dtype != dtype:
+        raise ArgumentTypeError(f"rows: dtype {items.dtype}, the table's are {dtype}")
+    if items.dim() < 1 or tuple(items.shape[1:]) != item_shape:
+        raise ArgumentError(
+            f"rows: shape {list(items.shape)}, the table's are {['N', *item_shape]}"
+        )
 
 
 def rows_per_batch(row_bytes: int) -> int:
@@ -281,15 +354,26 @@ def rows_per_batch(row_bytes: int) -> int:
 
 
 def sample_rows(t: Rows, seed: int) -> torch.Tensor:
-    """Draw rows of a tensor or array to fit a codec on, all when they are few."""
+    """Draw rows of a tensor or array to fit a codec on, all when they are few.
+
+    Narrow ones are drawn by as many as share a packed row.
+    """
     n = t.shape[0]
     wanted = max(MIN_SAMPLE_ROWS, SAMPLE_BYTES // max(1, t[:1].nbytes))
     if n <= wanted:
         return as_tensor(t)
-    picked = np.sort(np.random.default_rng(seed).choice(n, wanted, replace=False))
+    picked = draw_items(n, wanted, shared_row_items(t[:1].nbytes), seed)
     if isinstance(t, np.ndarray):
         return as_tensor(t[picked])
     return take_rows(t, picked)
+
+
+def draw_items(n_items: int, wanted: int, each: int, seed: int) -> np.ndarray[Any, Any]:
+    """Return int64 ids, ascending, of about `wanted` items of whole rows of `each` items."""
+    n_rows = n_items // each
+    count = min(n_rows, max(1, wanted // each))
+    rows = np.sort(np.random.default_rng(seed).choice(n_rows, count, replace=False))
+    return (rows[:, None] * each + np.arange(each)).reshape(-1)
 
 
 def take_rows(rows: torch.Tensor, positions: np.ndarray[Any, Any]) -> torch.Tensor:

@@ -23,5 +23,5 @@ class Cache(Protocol):
         ...
 
     def forget(self, ids: torch.Tensor) -> None:
-        """Drop the copies of int64 ``[n]`` rows, before anyone reads again."""
+        """Drop the copies of packed rows int64 ``[n]``, before anyone reads again."""
         ...

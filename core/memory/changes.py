@@ -5,26 +5,30 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
 
-from ..codecs import RowCodec
-from ..codecs.base import check_rows_argument
+from ..codecs import RawCodec, RowCodec
+from ..codecs.base import rows_as_bytes
 from ..errors import ArgumentError, BitslabError
 from .arguments import checked_ids
-from .build import SAMPLE_BYTES, choose_codec, take_rows
+from .build import SAMPLE_BYTES, check_items, choose_codec, take_rows
 from .device import DeviceCopies
 from .host_table import HostTable
 from .parts import TableParts
 from .rows import HostRows
+
+Array = np.ndarray[Any, Any]
 
 
 def update(table: HostTable, ids: torch.Tensor, rows: torch.Tensor) -> None:
     """Do what `CompressedTable.update` says."""
     table._check_open()
     check_writable(table, "update")
-    check_rows_argument(table.codec, rows)
+    parts = table._parts
+    check_items(rows, parts.item_shape, parts.dtype)
     wanted = checked_ids(ids).cpu()
     if wanted.shape[0] != rows.shape[0]:
         raise ArgumentError(f"ids, rows: {wanted.shape[0]} ids for {rows.shape[0]} rows")
@@ -38,6 +42,8 @@ def update(table: HostTable, ids: torch.Tensor, rows: torch.Tensor) -> None:
     if not len(numbers) or not table.row_bytes:
         return
     with changing(table, "update"):
+        if table.rows_per_packed_row > 1:
+            numbers, rows = merged(table, numbers, rows)
         packed = None if table._parts.raw else table.codec.encode(rows).to(torch.device("cpu"))
         with table._lock.writing():
             table._check_open()
@@ -53,6 +59,36 @@ def update(table: HostTable, ids: torch.Tensor, rows: torch.Tensor) -> None:
                 raise
 
 
+def merged(table: HostTable, ids: Array, items: torch.Tensor) -> tuple[Array, torch.Tensor]:
+    """Return the packed rows that items lie in, with these as they are to be.
+
+    Parameters
+    ----------
+    table : HostTable
+        Inside `changing`; several of its rows share a packed row.
+    ids : numpy.ndarray
+        int64 ``[n]``, in range, no two alike.
+    items : torch.Tensor
+        ``[n, *row_shape]``, their new values.
+
+    Returns
+    -------
+    ids : numpy.ndarray
+        int64 ``[m]``, ascending: packed rows.
+    rows : torch.Tensor
+        ``[m, *codec.row_shape]`` on the CPU, decoded.
+    """
+    parts = table._parts
+    each, item_bytes = parts.items_per_row, parts.item_bytes
+    picked, at = np.unique(ids // each, return_inverse=True)
+    rows = table.packed_rows_of(torch.from_numpy(picked))
+    data = rows_as_bytes(rows, parts.row_bytes).view(-1)[: len(picked) * each * item_bytes]
+    data.view(-1, item_bytes).numpy()[at * each + ids % each] = (
+        rows_as_bytes(items, item_bytes).cpu().numpy()
+    )
+    return picked, rows
+
+
 def replace(table: HostTable, fresh: TableParts) -> None:
     """Let a table, inside `changing`, have its rows in other parts; a failure closes these."""
     try:
@@ -61,7 +97,7 @@ def replace(table: HostTable, fresh: TableParts) -> None:
             check_writable(table, "compact")
             if fresh.codec is not table.codec:
                 for cache in list(table._caches):
-                    cache.forget(torch.arange(len(table)))
+                    cache.forget(torch.arange(table._parts.n_rows))
                 table._device_copies = DeviceCopies()
             old, table._rows = table._rows, HostRows(fresh, pin=table._pin)
             table._prepared = None
@@ -74,9 +110,12 @@ def replace(table: HostTable, fresh: TableParts) -> None:
 
 def fitted_again(table: HostTable) -> RowCodec:
     """Return a codec fitted to the rows as they are now, raw where packing gains nothing."""
-    n_sample = min(len(table), max(1, SAMPLE_BYTES // max(1, table.row_bytes)))
-    picked = np.sort(np.random.default_rng(0).choice(len(table), n_sample, replace=False))
-    return choose_codec(table.rows_of(torch.from_numpy(picked)), "auto", len(table), {})
+    parts = table._parts
+    n_sample = min(parts.n_rows, max(1, SAMPLE_BYTES // max(1, parts.row_bytes)))
+    picked = np.sort(np.random.default_rng(0).choice(parts.n_rows, n_sample, replace=False))
+    sample = table.packed_rows_of(torch.from_numpy(picked))
+    fitted = choose_codec(sample, "auto", parts.n_rows, {})
+    return RawCodec(parts.item_shape, parts.dtype) if isinstance(fitted, RawCodec) else fitted
 
 
 @contextlib.contextmanager

@@ -51,7 +51,7 @@ class DeviceCopies:
         return storage, layout
 
     def raw_rows(self, rows: HostRows) -> torch.Tensor:
-        """Return the rows of a raw table as uint8 ``[N, 4 * row_words]``, a view that is kept."""
+        """Return the rows of a raw table as uint8 ``[N, row_bytes]``, a view that is kept."""
         if self._raw_rows is None:
             self._raw_rows = rows.parts.raw_rows()
         return self._raw_rows

@@ -18,7 +18,7 @@ from .locks import call_after_fork
 from .parts import Layout
 from .progress import ProgressFunction
 from .readonly import ReadOnlyTensor, read_only
-from .slabs import SlabCache
+from .slabs import SlabCache, raw_bytes_in_slab
 from .table import CompressedTable
 
 #: Rows of fewer bytes are gathered by the thread that asks: handing them on would cost more.
@@ -185,7 +185,7 @@ class CompressedFeature:
                 "t: requires a gradient, which packed rows cannot take; detach() it first"
             )
         target = checked_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        capacity_bytes, note = _capacity(t, cache_bytes, cache_ratio)
+        capacity_bytes = _capacity(t, cache_bytes, cache_ratio)
 
         def build() -> CompressedTable:
             return CompressedTable.from_tensor(t, layout, codec, progress=progress, **options)
@@ -196,8 +196,10 @@ class CompressedFeature:
             from .ranks import share_table
 
             table = share_table(build, group)
-        cache = None
-        if capacity_bytes:
+        cache, note = None, ""
+        if cache_ratio and capacity_bytes < max(1, raw_bytes_in_slab(table)):
+            note = f"no cache: {cache_ratio} of {t.nbytes} bytes hold no row"
+        elif capacity_bytes:
 
             def fill(devices: list[torch.device]) -> SlabCache:
                 order = hot_ids() if callable(hot_ids) else hot_ids
@@ -363,18 +365,12 @@ class CompressedFeature:
         Returns
         -------
         dict
-            What `CompressedTable.stats` returns, where ``gathered_rows``, ``gathered_bytes`` and
-            ``moved_bytes`` (read from host memory) count gathers through the cache too; ``cache``
-            (what `SlabCache.stats` returns, or None), ``hit_rate`` (0 without a cache),
-            ``materialised_bytes`` (of what `whole` keeps) and ``notes`` (what is worth knowing).
+            What `CompressedTable.stats` returns; ``cache`` (what `SlabCache.stats` returns, or
+            None), ``hit_rate`` (0 without a cache), ``materialised_bytes`` (of what `whole` keeps)
+            and ``notes`` (what is worth knowing).
         """
         stats = self.table.stats()
         cache = None if self.cache is None else self.cache.stats()
-        if cache is not None:
-            rows = cache["hits"] + cache["misses"]
-            stats["gathered_rows"] += rows
-            stats["gathered_bytes"] += rows * self.table.row_bytes
-            stats["moved_bytes"] += cache["host_bytes"]
         notes = list(self._notes)
         if stats["codec"] == "raw" and cache is None:
             notes.append("kept raw: packing would not make this feature smaller, or was not wanted")
@@ -404,19 +400,14 @@ class CompressedFeature:
         return copied
 
 
-def _capacity(t: torch.Tensor, cache_bytes: int, cache_ratio: float) -> tuple[int, str]:
-    """Return the bytes of the cache, and a note if there is none though one was asked for."""
+def _capacity(t: torch.Tensor, cache_bytes: int, cache_ratio: float) -> int:
+    """Return the bytes of the cache; 0 for none."""
     if not isinstance(cache_ratio, (int, float)) or not 0 <= cache_ratio <= 1:
         raise ArgumentError(f"cache_ratio: {cache_ratio!r:.60}, accepted are 0 to 1")
     if not isinstance(cache_bytes, int) or cache_bytes < 0:
         raise ArgumentError(f"cache_bytes: {cache_bytes!r:.60}, accepted are whole numbers from 0")
     if not cache_ratio:
-        return cache_bytes, ""
+        return cache_bytes
     if cache_bytes:
         raise ArgumentError("cache_bytes, cache_ratio: both given, accepted is one of them")
-    raw_bytes = t.numel() * t.element_size()
-    wanted = int(cache_ratio * raw_bytes)
-    n_rows = t.shape[0] if t.ndim else 0
-    if not n_rows or wanted < 4 * -(-raw_bytes // n_rows // 4):
-        return 0, f"no cache: {cache_ratio} of {raw_bytes} bytes hold no row"
-    return wanted, ""
+    return int(cache_ratio * t.numel() * t.element_size())

@@ -8,8 +8,10 @@ import os
 import torch
 
 from ..codecs import InvariantCodec, RawCodec
+from ..codecs.base import elements
 from ..container import PathLike
 from ..errors import ArgumentError
+from ..kernels.format import MAX_SHARED_ROW_BYTES
 from ..tensor import CompressedTensor
 from .build import build_parts, slices_of
 from .host_table import HostTable
@@ -21,16 +23,18 @@ def parts_of_file(
     path: PathLike, ct: CompressedTensor, layout: Layout, *, pin: bool
 ) -> tuple[TableParts, bool]:
     """Return the parts of a table of what a file holds, and whether they map the file."""
-    if len(ct.shape) < 1 or tuple(ct.codec.row_shape) != tuple(ct.shape[1:]):
+    whole = len(ct.shape) >= 1 and tuple(ct.codec.row_shape) == tuple(ct.shape[1:])
+    if not whole and not _holds_shared_rows(ct):
         raise ArgumentError(
             f"{os.fspath(path)}: holds a tensor {list(ct.shape)} in rows of "
-            f"{list(ct.codec.row_shape)}, expected one row for each item, as "
-            "CompressedTable.save writes them"
+            f"{list(ct.codec.row_shape)}, expected one row for each item, or for several where "
+            "they are narrow, as CompressedTable.save writes them"
         )
+    shape = tuple(ct.shape[1:])
     with Progress("reading", len(ct), None) as shown:
         if isinstance(ct.codec, RawCodec):
             batches = slices_of(ct.packed.parts["rows"])
-            return build_parts(batches, ct.codec, layout, pin=pin, progress=shown), False
+            return build_parts(batches, ct.codec, shape, layout, pin=pin, progress=shown), False
         if not isinstance(ct.codec, InvariantCodec):
             raise ArgumentError(
                 f"{os.fspath(path)}: packed by {ct.codec.name!r}; tables hold rows of 'ibp' "
@@ -40,11 +44,22 @@ def parts_of_file(
         if layout == "inplace":
             with contextlib.closing(HostTable(mapped, pin=False)) as table:
                 batches = table._batches()
-                parts = build_parts(batches, ct.codec, layout, pin=pin, progress=shown)
+                parts = build_parts(batches, ct.codec, shape, layout, pin=pin, progress=shown)
             return parts, False
         if pin and torch.cuda.is_available():
             return mapped.copy(pin=pin, progress=shown), False
         return mapped, True
+
+
+def _holds_shared_rows(ct: CompressedTensor) -> bool:
+    """Return whether several items of a tensor make one row, of a kind that tables hold."""
+    item, row = elements(ct.shape[1:]), elements(ct.codec.row_shape)
+    shared = len(ct.shape) >= 1 and 0 < item < row and row % item == 0
+    return (
+        shared
+        and isinstance(ct.codec, InvariantCodec)
+        and ct.codec.row_bytes <= MAX_SHARED_ROW_BYTES
+    )
 
 
 def save(table: HostTable, path: PathLike) -> None:
@@ -54,7 +69,12 @@ def save(table: HostTable, path: PathLike) -> None:
         if not parts.raw and (parts.layout == "inplace" or table._rows.dirty):
             with Progress("packing", len(table), None) as shown:
                 fresh = parts = build_parts(
-                    table._batches(), parts.codec, "compact", pin=False, progress=shown
+                    table._batches(),
+                    parts.codec,
+                    parts.item_shape,
+                    "compact",
+                    pin=False,
+                    progress=shown,
                 )
         try:
             with table._reading():

@@ -11,6 +11,7 @@ from ..codecs.base import (
     raise_bad_index,
     rows_as_bytes,
 )
+from ..kernels.cpu.items import gather_items
 from ..kernels.cpu.prepared import PreparedTable
 from ..kernels.cuda import kernels_on
 from ..kernels.format import MAX_SLABS
@@ -40,7 +41,7 @@ def gather(
     target = target_device(ids, out, device)
     n = wanted.shape[0]
     if out is not None:
-        check_out_argument(out, (n, *table._parts.row_shape), table.dtype, target, [ids])
+        check_out_argument(out, (n, *table._parts.item_shape), table.dtype, target, [ids])
     if target.type == "cpu":
         wanted = wanted.cpu()
     if wanted.device.type == "cpu":
@@ -51,7 +52,7 @@ def gather(
         result = result.detach().resolve_conj().resolve_neg()
         result = result.clone(memory_format=torch.contiguous_format)
     if result is None:
-        result = torch.empty((n, *table._parts.row_shape), dtype=table.dtype, device=target)
+        result = torch.empty((n, *table._parts.item_shape), dtype=table.dtype, device=target)
     if n and table.row_bytes:
         with table._lock.reading():
             table._check_open()
@@ -63,8 +64,7 @@ def gather(
                     wanted = wanted.pin_memory()
                 wanted = wanted.to(target, non_blocking=True)
                 on_gpu(table, wanted, result, cache, sort, sm_budget)
-    if cache is None:
-        table._count(gathers=1, rows=n)
+    table._count(gathers=1, rows=n)
     return result if out is None or out is result else out.copy_(result)
 
 
@@ -89,14 +89,32 @@ def on_cpu(table: HostTable, ids: torch.Tensor, data: torch.Tensor, cache: Cache
         return
     prepared = prepared_rows(table) if cache is None else None
     if prepared is not None:
-        damaged, words = prepared.gather(ids, data)
+        damaged, words = _gather_prepared(table, prepared, ids, data)
         raise_damaged(damaged)
         table._count(copied_words=words)
         return
     storage = None if cache is None else cache.storage(CPU)
     counts = torch.zeros(2 * (MAX_SLABS + 1), dtype=torch.int64)
     raise_damaged(table._rows.decode(ids, data, cache=storage, counters=counts))
-    (table if cache is None else cache).counters.add(counts)
+    table._counters_for(cache).add(counts)
+
+
+def _gather_prepared(
+    table: HostTable, prepared: PreparedTable, ids: torch.Tensor, data: torch.Tensor
+) -> tuple[int, int]:
+    """Return a damaged row or -1, and the words of the packed rows; see `PreparedTable.gather`."""
+    if table.rows_per_packed_row == 1:
+        return prepared.gather(ids, data)
+    total = 0
+
+    def decode(rows: torch.Tensor, decoded: torch.Tensor) -> int:
+        nonlocal total
+        damaged, words = prepared.gather(rows, decoded)
+        total += words
+        return damaged
+
+    storage, row_bytes = table._rows.storage(), table._parts.row_bytes
+    return gather_items(storage, row_bytes, ids, data, decode), total
 
 
 def populate(table: HostTable) -> None:
@@ -109,7 +127,7 @@ def populate(table: HostTable) -> None:
 
 
 def prepared_rows(table: HostTable) -> PreparedTable | None:
-    """Return the rows made ready for gathers on the CPU, or None where that cannot be."""
+    """Return the packed rows made ready for gathers on the CPU, or None where that cannot be."""
     rows, overflow_bytes = table._rows, table._rows.overflow_bytes
     found = table._prepared
     # Updates write to memory in place, but for an overflow that has to grow.
@@ -145,7 +163,7 @@ def some_on_gpu(table: HostTable, ids: torch.Tensor, out: torch.Tensor) -> None:
     try:
         if parts.raw:
             raw = table._device_copies.raw_rows(table._rows)
-            kernels.copy_rows(raw, parts.row_bytes, ids, out)
+            kernels.copy_rows(raw, parts.item_bytes, ids, out)
         else:
             storage, layout = table._device_copies.get(device, table._rows)
             counters = table.counters.on(device)
@@ -199,7 +217,7 @@ def on_gpu(
         if parts.raw and cache is None:
             gather_copied_rows(
                 table._device_copies.raw_rows(table._rows),
-                parts.row_bytes,
+                parts.item_bytes,
                 ids,
                 out,
                 sort=sort,
@@ -215,7 +233,7 @@ def on_gpu(
             ids,
             out,
             cache=None if cache is None else cache.storage(device),
-            counters=(table if cache is None else cache).counters.on(device),
+            counters=table._counters_for(cache).on(device),
             sort=sort,
             sm_budget=sm_budget,
             from_end=from_end,

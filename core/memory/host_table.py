@@ -20,7 +20,7 @@ from ..kernels.cpu.prepared import PreparedTable
 from .arguments import checked_ids
 from .build import rows_per_batch
 from .cache import Cache
-from .counters import Counters
+from .counters import HOST, Counters
 from .device import DeviceCopies
 from .locks import ReadersAndWriter, call_after_fork
 from .parts import Layout, TableParts
@@ -76,6 +76,8 @@ class HostTable:
         self._totals_lock = threading.RLock()
         self._totals = {"gathers": 0, "rows": 0, "copied_words": 0}
         self.counters = Counters()
+        # Of the caches that rows were gathered through.
+        self._cache_counters: weakref.WeakSet[Counters] = weakref.WeakSet()
 
     @property
     def _parts(self) -> TableParts:
@@ -86,7 +88,7 @@ class HostTable:
     @property
     def shape(self) -> torch.Size:
         """``[N, *row_shape]``."""
-        return torch.Size((self._parts.n_rows, *self._parts.row_shape))
+        return torch.Size(self._parts.shape)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -109,9 +111,14 @@ class HostTable:
         return self._parts.codec
 
     @property
+    def rows_per_packed_row(self) -> int:
+        """How many rows are packed as one: 1, but for narrow rows, which share a packed row."""
+        return self._parts.items_per_row
+
+    @property
     def row_bytes(self) -> int:
         """Bytes of a row before packing."""
-        return self._parts.row_bytes
+        return self._parts.item_bytes
 
     @property
     def nbytes(self) -> int:
@@ -137,7 +144,7 @@ class HostTable:
 
     def __len__(self) -> int:
         """Return the number of rows."""
-        return self._parts.n_rows
+        return self._parts.n_items
 
     # Reading it
 
@@ -156,6 +163,23 @@ class HostTable:
             for name, n in more.items():
                 self._totals[name] += n
 
+    def _counters_for(self, cache: Cache | None) -> Counters:
+        """Return what a gather through a cache, or through none, adds to."""
+        if cache is None:
+            return self.counters
+        self._cache_counters.add(cache.counters)
+        return cache.counters
+
+    def _read_words(self) -> int:
+        """Return the words of the table that were read by gathers; waits for the GPUs."""
+        counted = [(0, self.counters), *((HOST, c) for c in self._cache_counters)]
+        words = sum(
+            int(counts[1, first:].sum())
+            for first, counters in counted
+            for counts in counters.read().values()
+        )
+        return words + self._totals["copied_words"]
+
     def check_ids(self, ids: torch.Tensor) -> None:
         """Raise IndexRangeError when one of the ids ``[n]`` on the CPU is out of range."""
         self._check_ids(checked_ids(ids))
@@ -173,18 +197,21 @@ class HostTable:
             yield
 
     def row_lengths(self, ids: torch.Tensor) -> tuple[np.ndarray[Any, Any], int]:
-        """Return words of packed rows and of a raw row; see `HostRows.row_lengths`."""
+        """Return words of packed rows and of a raw row, by their numbers among packed rows.
+
+        See `HostRows.row_lengths`.
+        """
         with self._reading():
             return self._rows.row_lengths(ids)
 
     def packed_words_of(self, ids: torch.Tensor, n_words: int) -> torch.Tensor:
-        """Return the packed words of rows; see `HostRows.packed_words_of`."""
+        """Return the words of packed rows; see `HostRows.packed_words_of`."""
         with self._reading():
             return self._rows.packed_words_of(ids, n_words)
 
     def _batches(self) -> Iterator[torch.Tensor]:
         """Yield all rows, decoded, batch after batch; these gathers are not counted."""
-        step = rows_per_batch(self.row_bytes)
+        step = rows_per_batch(self._parts.row_bytes) * self.rows_per_packed_row
         for begin in range(0, len(self), step):
             yield self.decoded(begin, min(begin + step, len(self)))
 
@@ -198,6 +225,16 @@ class HostTable:
         with self._reading():
             if self.row_bytes:
                 raise_damaged(self._rows.decode(ids, rows_as_bytes(rows, self.row_bytes)))
+        return rows
+
+    def packed_rows_of(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return packed rows by their numbers int64 ``[m]``: ``[m, *codec.row_shape]``, decoded."""
+        parts = self._parts
+        rows = torch.empty((ids.shape[0], *parts.codec.row_shape), dtype=parts.dtype)
+        with self._reading():
+            if parts.row_bytes:
+                bad = self._rows.decode_packed_rows(ids, rows_as_bytes(rows, parts.row_bytes))
+                raise_damaged(bad if bad < 0 else bad * parts.items_per_row)
         return rows
 
     # Who else knows of it

@@ -17,7 +17,7 @@ from .build import (
     Rows,
     build_parts,
     check_layout,
-    choose_codec,
+    fitted_to_items,
     peek,
     sample_rows,
     slices_of,
@@ -54,13 +54,14 @@ def parts_of_rows(
         sample, batches = peek(t, seed)
     if not isinstance(codec, RowCodec) and codec in ("auto", "ibp"):
         options = {"seed": seed, **options}
-    fitted = choose_codec(sample, codec, n_rows, options)
+    fitted = fitted_to_items(sample, codec, n_rows, options)
+    shape = tuple(sample.shape[1:])
     with Progress("packing", n_rows, progress) as shown:
-        parts = build_parts(batches, fitted, layout, pin=pin, progress=shown, device=where)
+        parts = build_parts(batches, fitted, shape, layout, pin=pin, progress=shown, device=where)
         if codec == "auto" and not parts.raw and parts.gains_nothing():
             # The sample promised more than all rows keep.
             shown.restart()
             with contextlib.closing(HostTable(parts, pin=False)) as packed:
-                raw = RawCodec(parts.row_shape, parts.dtype)
-                parts = build_parts(packed._batches(), raw, layout, pin=pin, progress=shown)
+                raw = RawCodec(shape, parts.dtype)
+                parts = build_parts(packed._batches(), raw, shape, layout, pin=pin, progress=shown)
     return parts

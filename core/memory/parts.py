@@ -31,18 +31,17 @@ RARE_SHARE = 1 / 32
 class TableParts:
     """A table in host memory.
 
+    Its rows are those of the codec. They are what callers call rows, one of the table each, unless
+    these are narrow: then several of the table's rows, its items here, share a row.
+
     Parameters
     ----------
     codec : RowCodec
         What packed the rows, or RawCodec.
     layout : {"compact", "inplace"}
         How rows lie.
-    row_shape : tuple of int
-        Shape of a row.
-    dtype : torch.dtype
-        Dtype of its elements.
-    n_rows : int
-        Number of rows.
+    shape : tuple of int
+        Shape of the table, ``[n_items, *item_shape]``.
     tensors : dict of str to torch.Tensor
         ``words``, and ``bases`` and ``lengths``, or ``flags``; ``row_clusters`` with clusters. As
         in TableStorage.
@@ -55,21 +54,54 @@ class TableParts:
 
     codec: RowCodec
     layout: Layout
-    row_shape: tuple[int, ...]
-    dtype: torch.dtype
-    n_rows: int
+    shape: tuple[int, ...]
     tensors: dict[str, torch.Tensor]
     buffers: dict[str, HostBuffer] = field(default_factory=dict)
     facts: dict[str, int] = field(default_factory=dict)
 
     @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the elements."""
+        return self.codec.dtype
+
+    @property
+    def item_shape(self) -> tuple[int, ...]:
+        """Shape of an item."""
+        return self.shape[1:]
+
+    @property
+    def n_items(self) -> int:
+        """Number of items."""
+        return self.shape[0]
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of an item before packing."""
+        return elements(self.item_shape) * self.dtype.itemsize
+
+    @property
+    def items_per_row(self) -> int:
+        """Items of a row; the last row may have fewer and is filled up."""
+        return items_per_row(self.codec, self.item_shape)
+
+    @property
+    def n_rows(self) -> int:
+        """Number of rows."""
+        return ceil_div(self.n_items, self.items_per_row)
+
+    @property
+    def raw_bytes(self) -> int:
+        """Bytes of all items before packing."""
+        return self.n_items * self.item_bytes
+
+    @property
     def row_bytes(self) -> int:
         """Bytes of a row before packing."""
-        return elements(self.row_shape) * self.dtype.itemsize
+        return self.codec.row_bytes
 
     @property
     def row_words(self) -> int:
-        """Words of a row kept raw."""
+        """Words of a row kept raw among packed ones."""
         return ceil_div(self.row_bytes, 4)
 
     @property
@@ -82,9 +114,12 @@ class TableParts:
     ) -> TableStorage:
         """Return what the kernels read; `moved` brings ``moved`` and ``overflow``."""
         t = self.tensors
-        raw_rows = self.n_rows - self.facts["packed_rows"] + moved_rows
+        n_rows, each = self.n_rows, self.items_per_row
+        raw_rows = n_rows - self.facts["packed_rows"] + moved_rows
         return TableStorage(
-            n_rows=self.n_rows,
+            n_rows=n_rows,
+            items_per_row=each,
+            filler_items=n_rows * each - self.n_items,
             words=t["words"],
             bases=t.get("bases"),
             lengths=t.get("lengths"),
@@ -93,16 +128,15 @@ class TableParts:
             typical_words=self.facts["typical_words"],
             max_packed_words=self.facts["max_packed_words"],
             max_words=staged_words(
-                self.facts["max_packed_words"], self.row_words, raw_rows, self.n_rows
+                self.facts["max_packed_words"], self.row_words, raw_rows, n_rows
             ),
             **(moved or {}),
         )
 
     def raw_rows(self) -> torch.Tensor:
-        """View the rows of a raw table as uint8 ``[N, 4 * row_words]``."""
-        stride = 4 * self.row_words
-        data = self.tensors["words"].view(torch.uint8)[: self.n_rows * stride]
-        return data.view(self.n_rows, stride)
+        """View the rows of a raw table as uint8 ``[N, row_bytes]``."""
+        data = self.tensors["words"].view(torch.uint8)[: self.raw_bytes]
+        return data.view(self.n_rows, self.row_bytes)
 
     def close(self) -> None:
         """Let the memory go, as soon as nobody else holds one of the tensors."""
@@ -120,11 +154,9 @@ class TableParts:
         return build_layout(fmt, np.zeros((1, 1), dtype), np.zeros((1, 1, 1), dtype))
 
     def gains_nothing(self) -> bool:
-        """Tell whether the table is no smaller packed, or, in place, no row of it is."""
-        if self.layout == "inplace":
-            return self.facts["packed_rows"] == 0
+        """Return whether packed rows, with what finds and decodes them, are no smaller than raw."""
         packed = 4 * self.facts["packed_words"] + self.metadata_bytes + self.codec.profile_bytes
-        return packed >= self.n_rows * self.row_bytes
+        return packed >= self.raw_bytes
 
     @property
     def metadata_bytes(self) -> int:
@@ -134,8 +166,7 @@ class TableParts:
     def as_packed(self) -> PackedRows:
         """Return a compact or raw table as its codec's packed rows."""
         if self.raw:
-            data = self.raw_rows()[:, : self.row_bytes].contiguous()
-            rows = data.flatten().view(self.dtype).view(self.n_rows, *self.row_shape)
+            rows = self.raw_rows().view(-1).view(self.dtype).view(self.shape)
             return PackedRows(self.n_rows, {"rows": rows})
         return PackedRows(self.n_rows, dict(self.tensors), {"n_words": self.facts["packed_words"]})
 
@@ -145,7 +176,7 @@ class TableParts:
             "codec": self.codec.name,
             "config": self.codec.to_config(),
             "layout": self.layout,
-            "n_rows": self.n_rows,
+            "shape": list(self.shape),
             "facts": self.facts,
             "dtypes": {name: dtype_name(t.dtype) for name, t in self.tensors.items()},
         }
@@ -161,9 +192,7 @@ class TableParts:
         return cls(
             codec,
             state["layout"],
-            codec.row_shape,
-            codec.dtype,
-            state["n_rows"],
+            tuple(state["shape"]),
             tensors,
             buffers,
             dict(state["facts"]),
@@ -177,9 +206,7 @@ class TableParts:
         return cls(
             ct.codec,
             "compact",
-            ct.codec.row_shape,
-            ct.dtype,
-            len(ct),
+            tuple(ct.shape),
             dict(ct.packed.parts),
             {},
             {
@@ -203,9 +230,14 @@ class TableParts:
             for buffer in buffers.values():
                 buffer.close()
             raise
-        progress.advance(self.n_rows)
+        progress.advance(self.n_items)
         tensors = {name: b.tensor.view(self.tensors[name].dtype) for name, b in buffers.items()}
         return replace(self, tensors=tensors, buffers=buffers)
+
+
+def items_per_row(codec: RowCodec, item_shape: tuple[int, ...]) -> int:
+    """Return how many items of a shape make a row of a codec."""
+    return elements(codec.row_shape) // max(1, elements(item_shape)) or 1
 
 
 def as_unsigned(lengths: torch.Tensor) -> np.ndarray[Any, Any]:

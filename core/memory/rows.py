@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 from ..codecs import PackedRows
 from ..codecs.base import rows_as_bytes
 from ..kernels import cpu
+from ..kernels.cpu.items import without_items
 from ..kernels.format import BLOCK_ROWS, TableStorage
 from .overflow import Overflow, bits_at, set_bits
 from .parts import TableParts, as_unsigned, widened
@@ -53,6 +55,28 @@ class HostRows:
         return self.parts.facts["packed_rows"] - self.moved_rows
 
     @property
+    def packed_items(self) -> int:
+        """Items in rows that are not raw now."""
+        last = np.array([self.parts.n_rows - 1])
+        return self._items_of(
+            self.packed_rows, lambda: self.row_lengths(torch.from_numpy(last))[0][0] > 0
+        )
+
+    @property
+    def moved_items(self) -> int:
+        """Items in rows that lie in the overflow area."""
+        last, overflow = np.array([self.parts.n_rows - 1]), self.overflow
+        return self._items_of(
+            self.moved_rows, lambda: overflow is not None and bool(overflow.holds(last)[0])
+        )
+
+    def _items_of(self, n_rows: int, last_is_one: Callable[[], bool]) -> int:
+        """Return the items of some rows, given whether the last of the table is one of them."""
+        each = self.parts.items_per_row
+        filler = self.parts.n_rows * each - self.parts.n_items
+        return n_rows * each - (filler if n_rows and filler and last_is_one() else 0)
+
+    @property
     def overflow_bytes(self) -> int:
         """Bytes of rows that have moved."""
         return 0 if self.overflow is None else self.overflow.nbytes
@@ -65,11 +89,17 @@ class HostRows:
         return self.parts.storage(moved, self.overflow.rows)
 
     def decode(self, ids: torch.Tensor, data: torch.Tensor, **more: Any) -> int:
-        """Gather rows to uint8 ``[n, row_bytes]`` on the CPU; see `kernels.cpu.gather_rows`."""
+        """Gather items to uint8 ``[n, item_bytes]`` on the CPU; see `kernels.cpu.gather_rows`."""
         if self.parts.raw and not more:
             cpu.copy_rows(self.parts.raw_rows(), self.parts.row_bytes, ids, data)
             return -1
         return cpu.gather_rows(self.storage(), self.layout, ids, data, **more)
+
+    def decode_packed_rows(self, ids: torch.Tensor, data: torch.Tensor) -> int:
+        """Decode rows to uint8 ``[m, row_bytes]``; return the number of a damaged one, or -1."""
+        if self.parts.items_per_row == 1:
+            return self.decode(ids, data)
+        return cpu.gather_rows(without_items(self.storage()), self.layout, ids, data)
 
     def row_lengths(self, ids: torch.Tensor) -> tuple[Array, int]:
         """Return the words that packed rows take, 0 for raw ones, and the words of a raw row.
@@ -86,24 +116,20 @@ class HostRows:
         return lengths.to(torch.int64).numpy(), row_words
 
     def packed_words_of(self, ids: torch.Tensor, n_words: int) -> torch.Tensor:
-        """Return the packed words of int64 ``[n]`` rows, back to back: int32 ``[n_words]``."""
+        """Return the words of int64 ``[n]`` rows, back to back: int32 ``[n_words]``.
+
+        The table is not raw: rows of such a table need not begin at words.
+        """
         row_words = self.parts.row_words
         target = torch.empty(n_words, dtype=torch.int32)
         storage = self.storage()
-        places: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]]
-        if self.parts.raw:
-            places = [(storage.words, ids * row_words, torch.full_like(ids, row_words), None)]
-        else:
-            at, lengths, kind = cpu.row_places(storage, self.layout, ids)
-            sizes = torch.where(lengths == 0, row_words, lengths).to(torch.int64)
-            places = [(storage.words, at, sizes, kind == 0)]
-            if storage.overflow is not None:
-                places.append((storage.overflow, at, sizes, kind == 1))
-        for source, at, sizes, chosen in places:
-            begin = sizes.cumsum(0) - sizes
-            if chosen is not None:
-                at, sizes, begin = at[chosen], sizes[chosen], begin[chosen]
-            cpu.move_rows(source, at, sizes, target, begin)
+        at, lengths, kind = cpu.row_places(storage, self.layout, ids)
+        sizes = torch.where(lengths == 0, row_words, lengths).to(torch.int64)
+        begin = sizes.cumsum(0) - sizes
+        for number, source in enumerate((storage.words, storage.overflow)):
+            if source is not None:
+                here = kind == number
+                cpu.move_rows(source, at[here], sizes[here], target, begin[here])
         return target
 
     def update(self, ids: Array, rows: torch.Tensor, packed: PackedRows | None) -> dict[str, Array]:
@@ -112,9 +138,9 @@ class HostRows:
         Parameters
         ----------
         ids : numpy.ndarray
-            int64 ``[n]``, in range, no two alike.
+            int64 ``[n]``, rows of the codec, in range, no two alike.
         rows : torch.Tensor
-            ``[n, *row_shape]``.
+            ``[n, *codec.row_shape]``.
         packed : PackedRows or None
             The same, packed, on the CPU; None for a raw table.
 
@@ -125,16 +151,14 @@ class HostRows:
         """
         self.dirty = True
         row_bytes, row_words = self.parts.row_bytes, self.parts.row_words
-        data = torch.nn.functional.pad(
-            rows_as_bytes(rows, row_bytes).cpu(), (0, 4 * row_words - row_bytes)
-        )
-        raw = data.numpy().view(np.uint32)
+        data = rows_as_bytes(rows, row_bytes).cpu()
         if packed is None:
-            self.parts.raw_rows().numpy().view(np.uint32)[ids] = raw
+            self.parts.raw_rows().numpy()[ids] = data.numpy()
             return {}
         if self.parts.layout == "inplace":
             return self._update_in_place(ids, packed)
-        return self._update_compact(ids, packed, raw)
+        padded = torch.nn.functional.pad(data, (0, 4 * row_words - row_bytes)).contiguous()
+        return self._update_compact(ids, packed, padded.numpy().view(np.uint32))
 
     def _update_in_place(self, ids: Array, packed: PackedRows) -> dict[str, Array]:
         tensors, row_words = self.parts.tensors, self.parts.row_words

@@ -11,7 +11,7 @@ from ..errors import ArgumentError
 from .host import HostBuffer
 from .parts import TableParts
 
-HANDLE_VERSION = 1
+HANDLE_VERSION = 2
 
 
 def handle_of(parts: TableParts) -> str:

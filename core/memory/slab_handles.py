@@ -15,7 +15,7 @@ from .host import HostBuffer
 from .snapshot import Places, Slabs, Snapshot, layout_on
 from .table import CompressedTable
 
-HANDLE_VERSION = 1
+HANDLE_VERSION = 2
 #: What `torch.UntypedStorage._share_cuda_` returns: a CUDA IPC handle, where the slab lies in the
 #: memory that it opens, and torch's count of who uses it.
 _SHARED = (

@@ -39,8 +39,10 @@ class SlabCache:
 
     A gather takes the rows that are cached from the slabs, its own GPU's or, over NVLink,
     another's, and the others from the table in host memory, in one launch. Because rows lie packed,
-    a slab holds as many times more of them as they are smaller (IBP, section 5, Table 7). Rows of a
-    raw table can be packed for the cache alone: IBP(C) of IBP, section 6.2.
+    a slab holds as many times more of them as they are smaller (IBP, section 5, Table 7); raw rows
+    take exactly their bytes. Rows of a raw table can be packed for the cache alone: IBP(C) of IBP,
+    section 6.2. Narrow rows that the table packs together are cached together, if there is room for
+    all of them.
 
     Parameters
     ----------
@@ -112,13 +114,14 @@ class SlabCache:
             raise ArgumentTypeError(
                 f"capacity_bytes: expected an int, got {capacity_bytes!r:.60}"
             ) from None
-        raw_row_bytes = max(1, 4 * ceil_div(table.row_bytes, 4))
+        # Rows that are packed together come in together, or not at all.
+        raw_row_bytes = max(1, raw_bytes_in_slab(table) // table.rows_per_packed_row)
         if not raw_row_bytes <= capacity_bytes <= MAX_SLAB_BYTES:
             raise ArgumentError(
                 f"capacity_bytes: {capacity_bytes}, accepted are {raw_row_bytes}, which a row of "
                 f"this table may take, to {MAX_SLAB_BYTES}"
             )
-        if ceil_div(table.row_bytes, 4) > MAX_CACHED_ROW_WORDS:
+        if ceil_div(table.codec.row_bytes, 4) > MAX_CACHED_ROW_WORDS:
             raise ArgumentError(
                 f"table: rows of {table.row_bytes} bytes, accepted are {4 * MAX_CACHED_ROW_WORDS}"
             )
@@ -186,6 +189,7 @@ class SlabCache:
         self.table.check_ids(ids)
         numbers = ids.numpy()
         numbers = np.where(numbers < 0, numbers + len(self.table), numbers)
+        numbers = numbers // self.table.rows_per_packed_row
         _, first = np.unique(numbers, return_index=True)
         with self._fill_lock, self.table.unchanging():
             # Waits for no reader: they go on with the old rows until the new ones are there.
@@ -194,7 +198,15 @@ class SlabCache:
             self._check_open()
             self._check_own()
             self._snapshot = fresh
-            return fresh.n_rows
+            return self._cached_rows
+
+    @property
+    def _cached_rows(self) -> int:
+        """Rows of the table whose packed rows are cached; looks one up where the last is short."""
+        each, snapshot = self.table.rows_per_packed_row, self._snapshot
+        last, in_last = divmod(len(self.table), each)
+        short = snapshot.n_rows and in_last and snapshot.has(last)
+        return snapshot.n_rows * each - (each - in_last if short else 0)
 
     def refresh(self, ids_by_hotness: torch.Tensor) -> int:
         """Fill again, for rows that are hot by now; the name says that readers may be under way.
@@ -263,7 +275,7 @@ class SlabCache:
         return self._snapshot.on(device)
 
     def forget(self, ids: torch.Tensor) -> None:
-        """Drop the copies of int64 ``[n]`` rows, which are about to change in the table."""
+        """Drop the copies of packed rows int64 ``[n]``, which are about to change in the table."""
         self._snapshot.forget(ids)
 
     # Statistics and end
@@ -293,7 +305,7 @@ class SlabCache:
                 else:
                     peer += 4 * n_words
         return {
-            "cached_rows": snapshot.n_rows,
+            "cached_rows": self._cached_rows,
             "codec": self.codec.describe(),
             "capacity_bytes": self.capacity_bytes,
             "slab_bytes": [4 * (slab.numel() - PAD_WORDS) for slab in snapshot.slabs.words],
@@ -401,7 +413,7 @@ class SlabCache:
         if self._closed:
             return "SlabCache(closed)"
         where = ", ".join(str(d) for d in self.devices)
-        return f"SlabCache({self._snapshot.n_rows} rows of {self.table!r} on {where})"
+        return f"SlabCache({self._cached_rows} rows of {self.table!r} on {where})"
 
     def _check_open(self) -> None:
         if self._closed:
@@ -442,6 +454,13 @@ def _let_read(reader: torch.device, other: torch.device) -> None:
         raise ArgumentError(f"devices: {reader} cannot read the memory of {other}")
     # Torch opens the way when it first copies.
     torch.zeros(1, device=reader).copy_(torch.zeros(1, device=other))
+
+
+def raw_bytes_in_slab(table: CompressedTable) -> int:
+    """Return the bytes that a row which the table keeps raw takes in a slab."""
+    if isinstance(table.codec, RawCodec):
+        return table.row_bytes
+    return 4 * ceil_div(table.codec.row_bytes, 4)
 
 
 def _packer(

@@ -10,13 +10,15 @@ from typing import Any, Protocol, cast
 import numpy as np
 import torch
 
-from ..codecs import InvariantCodec
+from ..codecs import InvariantCodec, RawCodec
+from ..codecs.base import rows_as_bytes
 from ..errors import ArgumentError, BitslabError
 from ..kernels import kernels_for
 from ..kernels.cuda import kernels_on
 from ..kernels.cuda.stream import stream_pointer
 from ..kernels.format import (
     BUCKET_ENTRIES,
+    MAX_CACHED_ROW_WORDS,
     MAX_SLABS,
     NO_ID,
     NOT_CACHED,
@@ -135,7 +137,7 @@ class Snapshot:
     storages : dict of torch.device to CacheStorage
         The same as kernels read them, on each device that may gather.
     n_rows : int
-        Rows that are cached.
+        Packed rows that are cached: rows of the table, unless several of these share one.
     """
 
     slabs: Slabs
@@ -216,8 +218,14 @@ class Snapshot:
                 self._seen.add(key)
         return storage
 
+    def has(self, row: int) -> bool:
+        """Return whether a packed row is cached; waits for a GPU."""
+        device, storage = next(iter(self.storages.items()))
+        found = _map_kernels(device).map_find(storage.entries, torch.tensor([row]).to(device))
+        return int(found) != NOT_CACHED
+
     def forget(self, ids: torch.Tensor) -> None:
-        """Drop int64 ``[n]`` rows from the maps."""
+        """Drop int64 ``[n]`` packed rows from the maps."""
         dropped = 0
         for device, storage in self.storages.items():
             kernels = _map_kernels(device)
@@ -249,22 +257,44 @@ def _tensors_of(storage: CacheStorage) -> Iterator[torch.Tensor]:
         yield storage.row_clusters
 
 
-class _RowsAsTheyLie:
-    """Rows that a cache holds as the table does."""
+class _RawRows:
+    """Rows of a raw table that a cache holds raw, each of exactly its bytes."""
 
     layout = None
     row_clusters = None
 
     def __init__(self, table: CompressedTable) -> None:
         self._table = table
+        self.raw_row_bytes = table.row_bytes
+
+    def lengths(self, ids: Array) -> tuple[Array, int]:
+        """Return 0 for each row, and the words of a raw row."""
+        return np.zeros(len(ids), np.int64), ceil_div(self.raw_row_bytes, 4)
+
+    def data(self, ids: Array, n_bytes: int, device: torch.device) -> torch.Tensor:
+        """Return the bytes of rows, back to back: uint8 ``[n_bytes]`` on a device."""
+        rows = self._table.rows_of(torch.from_numpy(ids))
+        return rows_as_bytes(rows, self.raw_row_bytes).view(-1).to(device)
+
+
+class _RowsAsTheyLie:
+    """Packed rows that a cache holds as the table does."""
+
+    layout = None
+    row_clusters = None
+
+    def __init__(self, table: CompressedTable) -> None:
+        self._table = table
+        self.raw_row_bytes = 4 * ceil_div(table.codec.row_bytes, 4)
 
     def lengths(self, ids: Array) -> tuple[Array, int]:
         """Return words of packed rows, 0 for raw ones, and the words of a raw row."""
         return self._table.row_lengths(torch.from_numpy(ids))
 
-    def words(self, ids: Array, n_words: int, device: torch.device) -> torch.Tensor:
-        """Return the words of rows, back to back: int32 ``[n_words]`` on a device."""
-        return self._table.packed_words_of(torch.from_numpy(ids), n_words).to(device)
+    def data(self, ids: Array, n_bytes: int, device: torch.device) -> torch.Tensor:
+        """Return the bytes of rows, back to back: uint8 ``[n_bytes]`` on a device."""
+        words = self._table.packed_words_of(torch.from_numpy(ids), n_bytes // 4)
+        return words.view(torch.uint8).to(device)
 
 
 class _RowsPackedHere:
@@ -280,6 +310,7 @@ class _RowsPackedHere:
         self._places = places
         self.layout = codec.row_layout()
         self.row_clusters = np.zeros(len(table), np.uint8) if codec.clusters > 1 else None
+        self.raw_row_bytes = 4 * ceil_div(codec.row_bytes, 4)
 
     def lengths(self, ids: Array) -> tuple[Array, int]:
         device = self._places.devices[0]
@@ -288,11 +319,11 @@ class _RowsPackedHere:
         row_bytes = self._table.row_bytes
         return np.where(sizes < row_bytes, sizes // 4, 0), ceil_div(row_bytes, 4)
 
-    def words(self, ids: Array, n_words: int, device: torch.device) -> torch.Tensor:
+    def data(self, ids: Array, n_bytes: int, device: torch.device) -> torch.Tensor:
         packed = self._codec.encode(self._rows(ids, device))
         if self.row_clusters is not None:
             self.row_clusters[ids] = packed.parts["row_clusters"].cpu().numpy()
-        return packed.parts["words"][:n_words]
+        return packed.parts["words"].view(torch.uint8)[:n_bytes]
 
     def _rows(self, ids: Array, device: torch.device) -> torch.Tensor:
         return self._table.rows_of(torch.from_numpy(ids)).to(device)
@@ -314,23 +345,27 @@ def fill(
     codec : InvariantCodec or None
         What packs rows of a raw table; None to keep them as they lie.
     ids : numpy.ndarray
-        int64 ``[n]``, in range, no two alike; they go to the slabs in turn.
+        int64 ``[n]``, packed rows in range, no two alike; they go to the slabs in turn.
     capacity_bytes : int
         Bytes of rows in each slab.
     places : Places
         Where the slabs go.
     """
-    rows = _RowsAsTheyLie(table) if codec is None else _RowsPackedHere(table, codec, places)
+    rows: _RawRows | _RowsAsTheyLie | _RowsPackedHere
+    if codec is not None:
+        rows = _RowsPackedHere(table, codec, places)
+    else:
+        rows = (_RawRows if isinstance(table.codec, RawCodec) else _RowsAsTheyLie)(table)
     n_slabs = len(places.devices)
-    capacity_words = capacity_bytes // 4
     used = np.zeros(n_slabs, np.int64)
-    taken: list[tuple[Array, Array, Array]] = []  # ids, locations, words of each batch
+    taken: list[tuple[Array, Array, Array]] = []  # ids, locations, bytes of each batch
     open_slabs = np.ones(n_slabs, bool)
-    step = max(n_slabs, STAGE_BYTES // max(1, table.row_bytes) // n_slabs * n_slabs)
+    step = max(n_slabs, STAGE_BYTES // max(1, table.codec.row_bytes) // n_slabs * n_slabs)
+    row_words = 0
     for begin in range(0, len(ids), step):
         some = ids[begin : begin + step]
         lengths, row_words = rows.lengths(some)
-        sizes = np.where(lengths == 0, row_words, lengths)
+        sizes = np.where(lengths == 0, rows.raw_row_bytes, 4 * lengths)
         slab = np.arange(begin, begin + len(some)) % n_slabs
         offsets = np.empty(len(some), np.int64)
         fits = np.zeros(len(some), bool)
@@ -338,36 +373,34 @@ def fill(
             mine = slab == s
             ends = used[s] + np.cumsum(sizes[mine])
             offsets[mine] = ends - sizes[mine]
-            fits[mine] = (ends <= capacity_words) & open_slabs[s]
+            fits[mine] = (ends <= capacity_bytes) & open_slabs[s]
             open_slabs[s] &= bool(fits[mine].all())
             used[s] = max([used[s], *ends[fits[mine]][-1:]])
         locations = (
             (slab.astype(np.uint64) << np.uint64(SLAB_SHIFT))
-            | ((4 * offsets).astype(np.uint64) << np.uint64(OFFSET_SHIFT))
+            | (offsets.astype(np.uint64) << np.uint64(OFFSET_SHIFT))
             | ((lengths != 0).astype(np.uint64) << np.uint64(PACKED_BIT))
-            | sizes.astype(np.uint64)
+            | np.where(lengths == 0, row_words, lengths).astype(np.uint64)
         ).view(np.int64)
         taken.append((some[fits], locations[fits], sizes[fits]))
         if not open_slabs.any():
             break
-    slabs = places.allocate(used.tolist())
+    slabs = places.allocate([ceil_div(n_bytes, 4) for n_bytes in used.tolist()])
     for some, locations, sizes in taken:
         for s, slab_words in enumerate(slabs.words):
             mine = (locations.view(np.uint64) >> np.uint64(SLAB_SHIFT)) == s
             if mine.any():
-                begin = int(_offset_words(locations[mine][:1])[0])
+                begin = int(_offset_bytes(locations[mine][:1])[0])
                 with places.on(slab_words.device):
-                    words = rows.words(some[mine], int(sizes[mine].sum()), slab_words.device)
-                    slab_words[begin : begin + len(words)] = words
+                    data = rows.data(some[mine], int(sizes[mine].sum()), slab_words.device)
+                    slab_words.view(torch.uint8)[begin : begin + len(data)] = data
     if not taken:
         return Snapshot.empty(places)
-    all_ids, all_locations, all_sizes = (
-        np.concatenate(parts) for parts in zip(*taken, strict=True)
-    )
+    all_ids, all_locations, _ = (np.concatenate(parts) for parts in zip(*taken, strict=True))
     packed = (all_locations >> PACKED_BIT & 1).astype(bool)
     max_words = staged_words(
-        int(all_sizes[packed].max(initial=0)),
-        ceil_div(table.row_bytes, 4),
+        int((all_locations[packed] & MAX_CACHED_ROW_WORDS).max(initial=0)),
+        row_words,
         int(np.count_nonzero(~packed)),
         len(all_ids),
     )
@@ -376,7 +409,7 @@ def fill(
     )
 
 
-def _offset_words(locations: Array) -> Array:
-    """Return the word in its slab at which each location's row starts."""
+def _offset_bytes(locations: Array) -> Array:
+    """Return the byte in its slab at which each location's row starts."""
     shifted = locations.view(np.uint64) << np.uint64(64 - SLAB_SHIFT)
-    return (shifted >> np.uint64(64 - SLAB_SHIFT + OFFSET_SHIFT)).view(np.int64) // 4
+    return (shifted >> np.uint64(64 - SLAB_SHIFT + OFFSET_SHIFT)).view(np.int64)

@@ -18,13 +18,14 @@ def advice(table: HostTable, device: torch.device | str, batch_rows: int) -> Adv
     """Do what `CompressedTable.advice` says."""
     table._check_open()
     parts = table._parts
-    n_sample = min(len(table), 4096, max(1, SAMPLE_BYTES // max(1, table.row_bytes)))
-    sample = None if parts.raw else lambda: table.decoded(0, n_sample)
+    n_sample = min(parts.n_rows, 4096, max(1, SAMPLE_BYTES // max(1, parts.row_bytes)))
+    sample = None if parts.raw else lambda: table.packed_rows_of(torch.arange(n_sample))
     return advisor_for(checked_device(device)).advise(
         codec=None if parts.raw else table.codec,
         sample=sample,
         n_rows=len(table),
         row_bytes=max(1, table.row_bytes),
+        rows_per_packed_row=table.rows_per_packed_row,
         packed_bytes=4 * parts.facts["packed_words"],
         packed_span_bytes=parts.tensors["words"].nbytes,
         batch_rows=batch_rows,
@@ -35,13 +36,13 @@ def stats(table: HostTable) -> dict[str, Any]:
     """Do what `CompressedTable.stats` says."""
     table._check_open()
     parts = table._parts
-    raw_bytes = len(table) * table.row_bytes
-    words = table._totals["copied_words"]
-    words += sum(int(counts[1].sum()) for counts in table.counters.read().values())
+    raw_bytes = parts.raw_bytes
+    words = table._read_words()
     on_gpu = table._gpus
     return {
         "rows": len(table),
         "row_bytes": table.row_bytes,
+        "rows_per_packed_row": table.rows_per_packed_row,
         "layout": parts.layout,
         "codec": table.codec.describe(),
         "raw_bytes": raw_bytes,
@@ -49,8 +50,8 @@ def stats(table: HostTable) -> dict[str, Any]:
         "metadata_bytes": parts.metadata_bytes + table.codec.profile_bytes,
         "host_bytes": table.nbytes,
         "ratio": table.ratio,
-        "packed_rows": table._rows.packed_rows,
-        "moved_rows": table._rows.moved_rows,
+        "packed_rows": table._rows.packed_items,
+        "moved_rows": table._rows.moved_items,
         "overflow_bytes": table._rows.overflow_bytes,
         "pinned": table.pinned,
         "gathers": table._totals["gathers"],

@@ -46,8 +46,13 @@ class CompressedTable(HostTable):
         clusters). ``"inplace"``: row i stays at i * row_bytes
         (rounded up to 4), host memory does not shrink, and a GPU keeps one bit a row (IBP,
         section 5).
+    rows_per_packed_row : int
+        Rows shorter than 64 bytes are packed by as many as make about 256 bytes, and the sizes
+        above are those of such a packed row. A gather reads and decodes it whole for each id, an
+        update packs it anew. 1 for other rows, and where packing gains nothing.
     codec : RowCodec
-        What packed the rows; RawCodec when packing gains nothing, and then no gather pays for it.
+        What packed the rows, `rows_per_packed_row` of them as one; RawCodec when packing gains
+        nothing: rows then take exactly their bytes, whatever these are, and no gather pays for it.
 
     Notes
     -----
@@ -100,7 +105,8 @@ class CompressedTable(HostTable):
             How rows lie; see `CompressedTable`.
         codec : str or RowCodec
             ``"auto"``: invariant bit packing with a plan for these rows, or raw where packing does
-            not make them smaller. A name: that codec, fitted to these rows. A codec: that one.
+            not make them smaller. A name: that codec, fitted to these rows. A codec: that one,
+            fitted to rows or, in one dimension, to some of them together.
         pin : bool
             Whether the packed rows are page-locked, as a GPU needs to read them itself. Without a
             GPU nothing is locked until one is used.
@@ -143,7 +149,8 @@ class CompressedTable(HostTable):
         Parameters
         ----------
         path : str or os.PathLike
-            A file of one compressed tensor whose rows are the items of its first dimension.
+            A file of one compressed tensor whose rows are the items of its first dimension, or
+            several of them where they are narrow.
         layout : {"compact", "inplace"}
             How rows are to lie.
         pin : bool
@@ -184,8 +191,7 @@ class CompressedTable(HostTable):
         Notes
         -----
         Readers go on, updates wait. A table in place, or one with updated rows, is packed anew for
-        the file, which takes memory for one more compact copy; so does a raw table whose rows are
-        no multiple of 4 bytes.
+        the file, which takes memory for one more compact copy.
         """
         files.save(self, path)
 
@@ -281,8 +287,7 @@ class CompressedTable(HostTable):
                     gathering.on_cpu(self, ids, data, cache)
                 else:
                     gathering.on_gpu(self, ids, data, cache, sort, None)
-        if cache is None:
-            self._count(gathers=1, rows=ids.shape[0])
+        self._count(gathers=1, rows=ids.shape[0])
 
     def look_up_bags(
         self,
@@ -309,12 +314,14 @@ class CompressedTable(HostTable):
         -------
         int or None
             How many of the rows were not resident. None where that cannot be done in one go: an id
-            is out of range or negative, bag n does not begin at id n, or the table is raw or in
-            place. What `out` holds is undefined then.
+            is out of range or negative, bag n does not begin at id n, the table is raw or in
+            place, or its rows share packed rows. What `out` holds is undefined then.
         """
         with self._lock.reading():
             self._check_open()
-            prepared = gathering.prepared_rows(self)
+            prepared = None
+            if self.rows_per_packed_row == 1:
+                prepared = gathering.prepared_rows(self)
             if prepared is None or not out.numel():
                 return None
             gathering.populate(self)
@@ -349,8 +356,7 @@ class CompressedTable(HostTable):
             with self._lock.reading():
                 self._check_open()
                 gathering.on_gpu(self, ids, out, cache, sort, None, from_end=False)
-        if cache is None:
-            self._count(gathers=1, rows=n)
+        self._count(gathers=1, rows=n)
 
     def readable_by_gpu(self) -> bool:
         """Tell whether GPUs can read the packed rows where they are; page-lock them if so."""
@@ -446,8 +452,9 @@ class CompressedTable(HostTable):
             changes.check_writable(self, "compact")
             with Progress("packing", len(self), progress) as shown:
                 codec = changes.fitted_again(self) if refit else self.codec
+                shape = tuple(self.shape[1:])
                 fresh = build_parts(
-                    self._batches(), codec, self.layout, pin=self._pin, progress=shown
+                    self._batches(), codec, shape, self.layout, pin=self._pin, progress=shown
                 )
             changes.replace(self, fresh)
 
@@ -524,12 +531,13 @@ class CompressedTable(HostTable):
         Returns
         -------
         dict
-            ``rows``, ``row_bytes``, ``layout``, ``codec``, ``raw_bytes``, ``packed_bytes`` (the
-            words), ``metadata_bytes`` (what finds rows in them, and the profile), ``host_bytes``
-            (all of it), ``ratio`` (raw over host bytes), ``packed_rows``, ``moved_rows``,
-            ``overflow_bytes``, ``pinned``; of the gathers of this process so far, but for those
-            through a cache: ``gathers``, ``gathered_rows``, ``gathered_bytes`` (decoded),
-            ``moved_bytes`` (words read for them); ``advice``, once a GPU was used: what the models
+            ``rows``, ``row_bytes``, ``rows_per_packed_row``, ``layout``, ``codec``,
+            ``raw_bytes``, ``packed_bytes`` (the words), ``metadata_bytes`` (what finds rows in
+            them, and the profile), ``host_bytes`` (all of it), ``ratio`` (raw over host bytes),
+            ``packed_rows``, ``moved_rows``, ``overflow_bytes``, ``pinned``; of the gathers of this
+            process so far, those through a cache included: ``gathers``, ``gathered_rows``,
+            ``gathered_bytes`` (decoded), ``moved_bytes`` (words of this table read for them,
+            through caches that are still there); ``advice``, once a GPU was used: what the models
             of link and codec say, with reasons.
         """
         return statistics.stats(self)

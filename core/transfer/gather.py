@@ -108,7 +108,7 @@ def gather_packed_rows(
     if not n:
         return
     kernels = kernels_on(out.device)
-    lowest = -table.n_rows if from_end else 0
+    lowest = -table.n_items if from_end else 0
     if sort is None:
         # With a cache, few ids go to the table, and those that do not would lose by the order.
         sort = (
@@ -121,7 +121,7 @@ def gather_packed_rows(
                 n,
             )
         )
-    first_bad, order = _look_at_ids(kernels, ids, table.n_rows, sort, lowest)
+    first_bad, order = _look_at_ids(kernels, ids, table.n_items, sort, lowest)
     kernels.gather_rows(
         table,
         layout,

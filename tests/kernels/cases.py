@@ -142,10 +142,12 @@ def table_of(case: Case, kind: str, seed: int = 0) -> TableStorage:
         return _moved_table(case, rng)
     fmt = case.layout.format
     n, size = case.rows.shape[0], fmt.row_words
+    if kind == "raw":
+        words = _noise(rng, ceil_div(case.rows.numel(), 4) + PAD_WORDS)
+        words.view(torch.uint8)[: case.rows.numel()] = case.rows.reshape(-1)
+        return TableStorage(n, words, max_words=size)
     words = _noise(rng, n * size + PAD_WORDS)
     words[: n * size].view(n, size)[:] = _raw_words(case.rows, size)
-    if kind == "raw":
-        return TableStorage(n, words, max_words=size)
     packed = pack_on_cpu(case)[0]
     at, lengths, _ = cpu.row_places(_compact_table(packed, case), case.layout, torch.arange(n))
     cpu.move_rows(packed.words, at, lengths, words, torch.arange(n) * size)
@@ -166,6 +168,8 @@ def cache_of(
 ) -> CacheStorage:
     """Return a cache that holds rows `ids` of a table, dealt out to `slabs` slabs, on the CPU."""
     ids = torch.unique(ids.to(torch.int64) % max(1, table.n_rows))
+    if table.lengths is None and table.flags is None:
+        return raw_cache_of(case.rows, ids, slabs)
     at, lengths, kind = cpu.row_places(table, case.layout, ids)
     sizes = torch.where(lengths > 0, lengths, case.layout.format.row_words).to(torch.int64)
     buckets = 1
@@ -184,20 +188,47 @@ def cache_of(
                 cpu.move_rows(words_of, at[here], sizes[here], words, places[here])
     locations = torch.tensor(
         [
-            location(i % slabs, int(places[i]), int(sizes[i]), bool(lengths[i] > 0))
+            location(i % slabs, 4 * int(places[i]), int(sizes[i]), bool(lengths[i] > 0))
             for i in range(len(ids))
         ],
         dtype=torch.int64,
     )
+    return _cache(entries, ids, locations, filled)
+
+
+def raw_cache_of(
+    rows: torch.Tensor, ids: torch.Tensor, slabs: int = 2, holds_items: bool = False
+) -> CacheStorage:
+    """Return a cache of rows uint8 ``[N, row_bytes]`` that lie raw, byte after byte, on the CPU."""
+    row_bytes = rows.shape[1]
+    buckets = 1 << ceil_div(2 * len(ids), BUCKET_ENTRIES).bit_length()
+    entries = torch.full((buckets * BUCKET_ENTRIES, 2), NO_ID, dtype=torch.int64)
+    filled = []
+    for slab in range(slabs):
+        data = rows[ids[slab::slabs]].reshape(-1)
+        words = torch.zeros(ceil_div(data.numel(), 4) + PAD_WORDS, dtype=torch.int32)
+        words.view(torch.uint8)[: data.numel()] = data
+        filled.append(words)
+    locations = [
+        location(i % slabs, i // slabs * row_bytes, ceil_div(row_bytes, 4), False)
+        for i in range(len(ids))
+    ]
+    made = _cache(entries, ids, torch.tensor(locations, dtype=torch.int64), filled)
+    return replace(made, holds_items=holds_items)
+
+
+def _cache(
+    entries: torch.Tensor, ids: torch.Tensor, locations: torch.Tensor, filled: list[torch.Tensor]
+) -> CacheStorage:
     assert cpu.map_insert(entries, ids, locations) == 0
     addresses = torch.zeros(MAX_SLABS, dtype=torch.int64)
-    addresses[:slabs] = torch.tensor([words.data_ptr() for words in filled])
+    addresses[: len(filled)] = torch.tensor([words.data_ptr() for words in filled])
     return CacheStorage(entries, tuple(filled), addresses)
 
 
-def location(slab: int, word: int, words: int, packed: bool) -> int:
+def location(slab: int, offset_bytes: int, words: int, packed: bool) -> int:
     """Return the location of a cached row, as the int64 that holds its 64 bits."""
-    bits = slab << SLAB_SHIFT | 4 * word << OFFSET_SHIFT | int(packed) << PACKED_BIT | words
+    bits = slab << SLAB_SHIFT | offset_bytes << OFFSET_SHIFT | int(packed) << PACKED_BIT | words
     return bits - (1 << 64) if bits >> 63 else bits
 
 

@@ -546,10 +546,10 @@ def test_overflow_place_that_is_not_there_is_told(place: int) -> None:
 BAD_LOCATIONS = {
     "no-such-slab": location(2, 0, 5, True),
     "slab-7": location(7, 0, 5, True),
-    "behind-the-end": location(0, 10**6, 5, True),
-    "farthest": location(1, (1 << 38) - 1, 5, True),
+    "behind-the-end": location(0, 4 * 10**6, 5, True),
+    "farthest": location(1, (1 << 40) - 4, 5, True),
     "too-long": location(0, 0, (1 << 20) - 1, True),
-    "raw-behind-the-end": location(1, 10**6, 0, False),
+    "raw-behind-the-end": location(1, 4 * 10**6, 0, False),
 }
 
 

@@ -86,7 +86,8 @@ def test_slabs_hold_packed_rows_and_raw_ones_and_the_table_raw_ones(dtype, n_sla
     assert stats["local_bytes"] == int(whole_words[asked][hit].sum())
     assert stats["host_bytes"] == int((~hit).sum()) * row_bytes
     assert stats["slab_bytes"] == ends and stats["codec"] == codec.describe()
-    assert table.stats()["gathered_rows"] == 0
+    assert table.stats()["gathered_rows"] == 999 + 1
+    assert table.stats()["moved_bytes"] == stats["host_bytes"]
 
 
 @pytest.mark.parametrize("rows", ["sparse", "weights"])

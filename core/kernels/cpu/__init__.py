@@ -20,6 +20,7 @@ from ..format import (
 )
 from .compiling import call
 from .constants import chunks_of, constants_of, unsigned
+from .items import gather_cached_items, gather_items, without_items
 from .loading import encoding_shorts, gathering, mapping, packing
 from .places import HOST_SOURCES, NO_IDS, Places, decode_places
 from .prepared import PreparedTable
@@ -276,7 +277,7 @@ def decode_rows(
         storage.lengths,
         storage.row_clusters if storage.row_clusters.numel() else None,
     )
-    places = Places(table, f.row_words, f.clusters, ids, row_begin)
+    places = Places(table, f, ids, row_begin)
     bad, _ = decode_places(places, layout, out)
     return bad if bad < 0 else places.row(bad)
 
@@ -384,14 +385,15 @@ def gather_rows(
     layout : RowLayout
         On the CPU; a cache may bring another, see `format.read_together`.
     ids : torch.Tensor
-        int32 or int64 ``[n]`` rows, negative ones counted from the end, checked by `check_ids`.
+        int32 or int64 ``[n]`` items, negative ones counted from the end, checked by `check_ids`.
     out : torch.Tensor
-        uint8 ``[n, row_bytes]``, contiguous.
+        uint8 ``[n, item_bytes]``, contiguous.
     cache : CacheStorage, optional
-        Rows whose ids its map holds are decoded from its slabs.
+        Rows that its map holds are decoded from its slabs.
     counters : torch.Tensor, optional
         int64 ``[2 * (MAX_SLABS + 1)]``, added to: rows from each slab, rows from the table, words
-        of the rows from each slab (packed, or row_words), words of those from the table.
+        of the rows from each slab (packed, or row_words), words of those from the table. With a
+        cache a row counts once for each item that is wanted of it.
     first_bad : torch.Tensor, optional
         int64 ``[1]``; nothing is gathered unless it is -1.
     order, sm_budget
@@ -400,12 +402,13 @@ def gather_rows(
     Returns
     -------
     int
-        -1, or the number of a damaged row; then what `out` holds is undefined, and `counters` are
-        left alone.
+        -1, or the number of the first item of a damaged row; then what `out` holds is undefined.
     """
     n = out.shape[0]
     if n == 0 or (first_bad is not None and int(first_bad) != -1):
         return -1
+    if table.items_per_row > 1:
+        return _gather_items(table, layout, ids, out, cache, counters)
     if cache is None and PreparedTable.serves(table, layout):
         bad, words = PreparedTable(table, layout).gather(ids, out)
         if counters is not None and bad < 0:
@@ -414,7 +417,7 @@ def gather_rows(
         return bad
     table, layout = read_together(table, layout, cache)
     f = layout.format
-    places = Places(table, f.row_words, f.clusters, ids, cache=cache)
+    places = Places(table, f, ids, cache=cache)
     bad, counts = decode_places(places, layout, out)
     if bad >= 0:
         return places.row(bad)
@@ -425,6 +428,31 @@ def gather_rows(
     return -1
 
 
+def _gather_items(
+    table: TableStorage,
+    layout: RowLayout,
+    ids: torch.Tensor,
+    out: torch.Tensor,
+    cache: CacheStorage | None,
+    counters: torch.Tensor | None,
+) -> int:
+    """Do what `gather_rows` does where items share rows."""
+    rows = without_items(table)
+    rows_in_cache = None if cache is None or cache.holds_items else cache
+
+    def decode(wanted: torch.Tensor, decoded: torch.Tensor) -> int:
+        return gather_rows(rows, layout, wanted, decoded, cache=rows_in_cache, counters=counters)
+
+    def gather(wanted: torch.Tensor, items: torch.Tensor) -> int:
+        row_bytes = layout.format.row_bytes
+        one_by_one = cache is not None  # whose rows are counted by the items that are wanted
+        return gather_items(table, row_bytes, wanted, items, decode, one_by_one=one_by_one)
+
+    if cache is not None and cache.holds_items:
+        return gather_cached_items(table, cache, ids, out, counters, gather)
+    return gather(ids, out)
+
+
 def row_places(
     table: TableStorage, layout: RowLayout, ids: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -433,7 +461,7 @@ def row_places(
     Parameters
     ----------
     table : TableStorage
-        On the CPU.
+        On the CPU, compact or in place.
     layout : RowLayout
         On the CPU.
     ids : torch.Tensor
@@ -454,7 +482,7 @@ def row_places(
         When a row is damaged.
     """
     f = layout.format
-    places = Places(table, f.row_words, f.clusters, ids)
+    places = Places(table, f, ids)
     starts = constants_of(layout).starts
     kernel = gathering().measure_found
     constants = (starts, f.chunks, 8 * f.chunk_bytes, f.code_bits, f.grouped, f.uniform)
@@ -476,7 +504,7 @@ def row_places(
         torch.from_numpy(np.concatenate(parts))
         for parts in zip(*(found for _, found in results), strict=True)
     )
-    return at, length, source
+    return at >> 2, length, source
 
 
 def move_rows(

@@ -6,7 +6,7 @@ looks up where rows lie; it looks at no packed word. Then, for each array that r
 Between them stand, for each row:
 
 - ``source`` uint8: 0 for the table's words, 1 for its overflow, 2 + s for slab s of the cache;
-- ``at`` int64: its first word there;
+- ``at`` int64: its first byte there, which a packed row has at a word;
 - ``length`` int32: the most words that it may be long, 0 for a row kept raw;
 - ``cluster`` uint8.
 
@@ -64,6 +64,7 @@ def find_rows(
     locations,
     limits,
     row_words,
+    row_bytes,
     source,
     at,
     length,
@@ -73,12 +74,14 @@ def find_rows(
 
     The rows are ``ids``, or those from `row_begin` on when there are none. ``limits[s]`` is the
     number of words that rows may take of source s. ``locations`` are what the cache's map says of
-    the rows. Arrays that there are none of are empty.
+    the rows. Arrays that there are none of are empty; a table with neither `lengths` nor `flags` is
+    raw.
     """
     indexed = ids.shape[0] > 0
     count = source.shape[0]
     cached = locations.shape[0] > 0
     clustered = row_clusters.shape[0] > 0
+    raw = not compact and flags.shape[0] == 0
     place = np.int64(0)
     for n in range(count):
         row = row_begin + n
@@ -99,14 +102,14 @@ def find_rows(
             return n
         location = locations[n] if cached else np.int64(NOT_CACHED)
         words_of = np.int64(0)  # of a packed row
+        skip = np.int64(0)  # bytes of a word before a raw row
         kind = FROM_WORDS
         if location != NOT_CACHED:
             bits = np.uint64(location)
             kind = FROM_SLABS + np.int64(bits >> np.uint64(SLAB_SHIFT))
             offset = np.int64((bits >> np.uint64(OFFSET_SHIFT)) & np.uint64(OFFSET_MASK))
-            if offset & 3:
-                return n
             place = offset >> 2
+            skip = offset & 3
             if (bits >> np.uint64(PACKED_BIT)) & np.uint64(1) != 0:
                 words_of = np.int64(bits & np.uint64(MAX_CACHED_ROW_WORDS))
                 if words_of == 0:  # not known: as many as a packed row may have
@@ -116,6 +119,9 @@ def find_rows(
                 if indexed or n == 0 or (row & 31) == 0:
                     place = row_place(bases, lengths, row, row_words)
                 words_of = np.int64(lengths[row])
+            elif raw:
+                place = row * row_bytes >> 2
+                skip = row * row_bytes & 3
             else:
                 place = row * row_words
                 if has_bit(flags, row):
@@ -128,9 +134,11 @@ def find_rows(
         if kind == FROM_OVERFLOW:
             place = np.int64(words[place]) * row_words
             words_of = np.int64(0)
-        size = words_of if words_of > 0 else row_words
+        size = words_of if words_of > 0 else (skip + row_bytes + 3) >> 2
         # Not place + size > limit: a damaged base may be so large that the sum wraps around.
         if place < 0 or place > limits[kind] - size or words_of < 0 or words_of >= row_words:
+            return n
+        if words_of > 0 and skip > 0:
             return n
         chosen = 0
         if words_of > 0 and clustered:
@@ -138,7 +146,7 @@ def find_rows(
             if chosen >= clusters:
                 return n
         source[n] = kind
-        at[n] = place
+        at[n] = 4 * place + skip
         length[n] = words_of
         cluster[n] = chosen
         place = next_place
@@ -169,7 +177,7 @@ def measure_found(
             most = np.int64(length[n])
             need = needed_words(
                 words,
-                at[n],
+                at[n] >> 2,
                 most,
                 starts[np.int64(cluster[n])],
                 chunks,
@@ -189,7 +197,7 @@ def prefetch_found(words, which, source, at, length, row_words, n):
     """Ask for the words of row n if there is one and it lies in source `which`."""
     if n < source.shape[0] and source[n] == which:
         count = np.int64(length[n])
-        prefetch_bytes(words, 4 * at[n], 4 * (count if count > 0 else row_words))
+        prefetch_bytes(words, at[n], 4 * (count if count > 0 else row_words))
 
 
 @njit(nogil=True, cache=True)
@@ -203,7 +211,7 @@ def copy_found(words, which, source, at, length, row_words, raw, first, counts):
     for n in range(source.shape[0]):
         if source[n] == which and length[n] == 0:
             prefetch_found(words, which, source, at, length, row_words, n + ROWS_AHEAD)
-            copy_bytes(raw, (first + n) * row_bytes, words, 4 * at[n], row_bytes)
+            copy_bytes(raw, (first + n) * row_bytes, words, at[n], row_bytes)
             copied += 1
     counts[which, 0] += copied
     counts[which, 1] += copied * row_words
@@ -246,7 +254,7 @@ def decode_found(
         c = np.int64(cluster[n])
         need = needed_words(
             words,
-            at[n],
+            at[n] >> 2,
             most,
             starts[c],
             chunks,
@@ -259,7 +267,7 @@ def decode_found(
             return n
         decode_row(
             words,
-            at[n],
+            at[n] >> 2,
             tables[c],
             starts[c],
             code_bits,
@@ -312,7 +320,7 @@ def decode_fields(
         c = np.int64(cluster[n])
         need = decode_field_row(
             like,
-            address_of(words) + 4 * at[n],
+            address_of(words) + at[n],
             np.int64(length[n]),
             address_of(numbers) + 8 * NUMBERS * c,
             address_of(values) + values.strides[0] * c,

@@ -7,7 +7,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..format import MAX_SLABS, PAD_WORDS, CacheStorage, RowLayout, TableStorage, check_sizes
+from ..format import (
+    MAX_SLABS,
+    PAD_WORDS,
+    CacheStorage,
+    RowFormat,
+    RowLayout,
+    TableStorage,
+    check_sizes,
+)
 from .compiling import call
 from .constants import UNSIGNED, chunks_of, constants_of, unsigned
 from .loading import gathering, mapping
@@ -29,8 +37,8 @@ class Places:
 
     Parameters
     ----------
-    table, row_words, clusters
-        The table, words of a raw row, and how many clusters its layout has.
+    table, row_format
+        The table, and how its rows are packed.
     ids : torch.Tensor or None
         Rows; None for those from `row_begin` on.
     row_begin : int
@@ -42,12 +50,12 @@ class Places:
     def __init__(
         self,
         table: TableStorage,
-        row_words: int,
-        clusters: int,
+        row_format: RowFormat,
         ids: torch.Tensor | None,
         row_begin: int = 0,
         cache: CacheStorage | None = None,
     ) -> None:
+        clusters = row_format.clusters
         check_sizes(table, clusters)
         overflow = _NO_WORDS if table.overflow is None else unsigned(table.overflow)
         slabs = () if cache is None else tuple(unsigned(slab) for slab in cache.slabs)
@@ -72,7 +80,7 @@ class Places:
             _NO_WORDS if table.moved is None else unsigned(table.moved),
         )
         self._limits = limits
-        self._row_words = row_words
+        self._row_sizes = (row_format.row_words, row_format.row_bytes)
         self._entries = None if cache is None else cache.entries.numpy()
 
     def row(self, position: int) -> int:
@@ -112,7 +120,7 @@ class Places:
                 *self._arguments,
                 locations,
                 self._limits,
-                self._row_words,
+                *self._row_sizes,
                 *found,
             )
         )

@@ -8,12 +8,14 @@
 // The payload's place is known from the profile; only exceptions need a sum over lanes.
 //
 // The including file defines GATHER: 1 when every row has a place in `out` of its own, and may turn
-// out to be longer than what was fetched of it.
+// out to be longer than what was fetched of it. Then raw rows may begin at any byte, and of a row that
+// several items share one may be wanted alone; the decoders of one chunk a lane are for such rows.
 #define WARPS 8
 #define LANES_PER_GROUP (32 / VECTOR)
 #define PLACE(i) (UNIFORM ? 0 : (i))
 // Rows with clusters take the decoder of one chunk a lane; the wide ones know their one profile.
 #define CLUSTERED (VECTOR == 1)
+#define BY_BYTES (GATHER && VECTOR == 1)
 
 enum { NO_ROW = -1, DAMAGED = -2, RAW_OUTSIDE = -3 };
 
@@ -26,6 +28,9 @@ struct Args {
   int longest_words;  // words of the longest row, packed or raw
   u8* out;
   i64* mailbox;
+#if GATHER
+  int item_bytes;  // of a row of `out`
+#endif
 };
 
 struct alignas(16) Slot {  // a row of a tile
@@ -34,7 +39,8 @@ struct alignas(16) Slot {  // a row of a tile
   int cluster;
 #if GATHER
   const u32* source;  // of a row in place, which may be longer than `length`; else null
-  i64 out;            // its row of `out`
+  u32 out;            // its row of `out`
+  u32 skip;           // bytes before what is wanted: of a raw row as it lies, of a packed one decoded
 #endif
 };
 
@@ -533,6 +539,25 @@ template <int LANES> __device__ __noinline__ void copy_outside(const u32* p, u8*
 }
 #endif
 
+#if BY_BYTES
+// Whether a row is not wanted whole, or does not begin at a word.
+__device__ __forceinline__ bool is_cut(const Args& a, const Slot& s) { return a.item_bytes != a.row_bytes || s.skip; }
+
+// The same for what is wanted of a row that is cut.
+__device__ __noinline__ void copy_cut(const u8* from, u8* to, int bytes, int thread, int threads) {
+  for (int i = thread; i < bytes; i += threads) to[i] = from[i];
+}
+
+// Store of a chunk of a decoded row, `at` bytes behind the row's begin, what belongs to the item wanted.
+__device__ __forceinline__ void store_cut(const Args& a, const Slot& s, u8* to, chunk_t x, int at) {
+#pragma unroll
+  for (int b = 0; b < CHUNK_BYTES; ++b) {
+    const int in_item = at + b - (int)s.skip;
+    if (in_item >= 0 && in_item < a.item_bytes) *(to + b - (int)s.skip) = (u8)(x >> (8 * b));
+  }
+}
+#endif
+
 // Decode the rows of a tile. In order, `first_out` is the row of `out` of the tile's first row.
 template <bool STAGED, int LANES>
 __device__ __forceinline__ void decode_tile(const Args& a, const Kept& kept, i64 first_out, const Slot* slots,
@@ -573,10 +598,17 @@ __device__ __forceinline__ void decode_tile(const Args& a, const Kept& kept, i64
 #endif
 #if GATHER
         c.slot = &s;
-        outs[j] = a.out + s.out * a.row_bytes + lane_bytes;
+        outs[j] = a.out + (i64)s.out * a.item_bytes + lane_bytes;
 #endif
         if (CLUSTERED && a.row_clusters) places = places_of(a, s.cluster);
       }
+#if BY_BYTES
+      if (c.length == 0 && is_cut(a, *c.slot)) {
+        const int thread = kept.part * LANES + lane;
+        copy_cut((const u8*)c.p + c.slot->skip, OUT(j) - lane_bytes, a.item_bytes, thread, kept.team * LANES);
+        c.length = NO_ROW;
+      }
+#endif
       if (c.length == 0) {
         copy_raw<LANES>(a, kept, c.p, OUT(j), lane);
         c.length = NO_ROW;
@@ -584,7 +616,14 @@ __device__ __forceinline__ void decode_tile(const Args& a, const Kept& kept, i64
 #if GATHER
       if (STAGED && c.length == RAW_OUTSIDE) {
         // The first of the warps that share a row copies all of it.
-        if (kept.part == 0) copy_outside<LANES>((const u32*)slots[first + j * WARPS].at, OUT(j) - lane_bytes, a.chunks, lane);
+        if (kept.part == 0) {
+          const Slot& s = slots[first + j * WARPS];
+#if BY_BYTES
+          if (is_cut(a, s)) copy_cut((const u8*)s.at + s.skip, OUT(j) - lane_bytes, a.item_bytes, lane, LANES);
+          else
+#endif
+            copy_outside<LANES>((const u32*)s.at, OUT(j) - lane_bytes, a.chunks, lane);
+        }
         c.length = NO_ROW;
       }
 #endif
@@ -637,7 +676,12 @@ __device__ __forceinline__ void decode_tile(const Args& a, const Kept& kept, i64
 #endif
         chunk_t x[VECTOR];
         rebuild<LANES>(c, own, places.table, positions, codes, inside ? i : 0, lane, a.longest_words, x);
-        if (inside) store_chunks(to, x);
+#if BY_BYTES
+        if (a.item_bytes != a.row_bytes) {
+          if (inside) store_cut(a, *c.slot, to, x[0], i * CHUNK_BYTES);
+        } else
+#endif
+          if (inside) store_chunks(to, x);
 #endif
         if (LANES == 32 && TURNS == 1 && c.length < 0) step = kept.step_end;
       }

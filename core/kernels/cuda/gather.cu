@@ -1,5 +1,6 @@
-// Unpacking rows chosen by id, out of a table and, for ids that its map holds, out of the cache's
+// Unpacking rows chosen by id, out of a table and, for rows that its map holds, out of the cache's
 // slabs: one launch for both. The warp that will decode a row finds and fetches it. See decode.cuh.
+// Ids name items: rows, or, with items_per_row > 1 (BY_BYTES only), one of several that share a row.
 #include "async_copy.cuh"
 #include "bits.cuh"
 #include "ids.cuh"
@@ -28,6 +29,9 @@ struct Table {  // see TableStorage and CacheStorage in format.py
   int id_bytes;
   const u32* order;
   i64 n;
+  i64 n_items;
+  int items_per_row;
+  int items_cached;  // whether the map knows items, which the slabs hold raw, not rows
 };
 
 struct Counts {  // of the source that this lane counts: a slab, or HOST_SOURCE
@@ -79,13 +83,18 @@ __device__ __forceinline__ void look_at_lengths(const Args& a, const Table& t, i
 struct Wanted {
   i64 row;
   u32 out;
+#if BY_BYTES
+  u32 skip;  // bytes of the row before the item
+  i64 item;
+#endif
 };
 
 // The row of a tile that falls to this lane and the seven beside it.
 __device__ __forceinline__ Wanted load_wanted(const Args& a, const Table& t, i64 tile) {
   const int j = (threadIdx.x >> 5) + ((threadIdx.x & 31) >> 3) * WARPS;
   const i64 position = tile * a.tile_rows + j;
-  Wanted w = {NOTHING, 0};
+  Wanted w = {};
+  w.row = NOTHING;
   if (j < a.tile_rows && position < t.n) {
     w.out = t.order != nullptr ? t.order[position] : (u32)position;
     w.row = load_id(t.ids, w.out, t.id_bytes);
@@ -93,9 +102,17 @@ __device__ __forceinline__ Wanted load_wanted(const Args& a, const Table& t, i64
   return w;
 }
 
-// Count a negative id from the end; apart from its load, so that this is not waited for too early.
-__device__ __forceinline__ Wanted positive(const Args& a, Wanted w) {
-  if (w.row < 0 && w.row != NOTHING) w.row += a.n_rows;
+// Count a negative id from the end, and find the row of an item; apart from the id's load, so that this
+// is not waited for too early.
+__device__ __forceinline__ Wanted positive(const Args& a, const Table& t, Wanted w) {
+  if (w.row < 0 && w.row != NOTHING) w.row += t.n_items;
+#if BY_BYTES
+  w.item = w.row;
+  if (t.items_per_row > 1 && w.row >= 0) {
+    w.row = w.item / t.items_per_row;
+    w.skip = (u32)(w.item - w.row * t.items_per_row) * a.item_bytes;
+  }
+#endif
   return w;
 }
 
@@ -108,7 +125,12 @@ __device__ __forceinline__ void fetch_chosen(const Args& a, const Table& t, Want
   const int j = warp + (lane >> 3) * WARPS;
   const i64 row = wanted.row;
   i64 where = NOT_CACHED;
-  if (t.entries != nullptr) where = find_location(t.entries, t.bucket_mask, row, lane);
+#if BY_BYTES
+  const i64 key = t.items_cached ? wanted.item : row;
+#else
+  const i64 key = row;
+#endif
+  if (t.entries != nullptr) where = find_location(t.entries, t.bucket_mask, key, lane);
   int before = 0, own = 0;
   const bool in_table = row >= 0 && where == NOT_CACHED;
   if (t.bases != nullptr && __any_sync(FULL, in_table)) {
@@ -123,8 +145,12 @@ __device__ __forceinline__ void fetch_chosen(const Args& a, const Table& t, Want
   s.cluster = 0;
   s.source = nullptr;
   s.out = wanted.out;
+  s.skip = 0;
+#if BY_BYTES
+  s.skip = wanted.skip;
+#endif
   const u32* p = nullptr;
-  int size = 0, from = HOST_SOURCE, lead = 0;
+  int size = 0, counted = 0, from = HOST_SOURCE, lead = 0;
   if (row >= 0) {
     int most;
     bool sound;
@@ -134,7 +160,19 @@ __device__ __forceinline__ void fetch_chosen(const Args& a, const Table& t, Want
       p = (const u32*)(slab + (i64)((u64)where << (64 - SLAB_SHIFT) >> (64 - SLAB_SHIFT + OFFSET_SHIFT)));
       most = size = (int)(where & ((1u << PACKED_BIT) - 1));
       s.length = where >> PACKED_BIT & 1 ? size : 0;
+#if BY_BYTES
+      const int bytes = t.items_cached ? a.item_bytes : a.row_bytes;
+      const int before = (int)((u64)p & 3);  // of the row, in its first word
+      sound = slab != 0 && (s.length ? before == 0 && !too_long(size, a.row_words) : size == (bytes + 3) >> 2);
+      if (s.length == 0) {
+        p = (const u32*)((const u8*)p - before);
+        s.skip = before + (t.items_cached ? 0 : wanted.skip);
+        most = size = (before + bytes + 3) >> 2;
+        if (t.items_cached) counted = (bytes + 3) >> 2;
+      }
+#else
       sound = slab != 0 && (s.length ? !too_long(size, a.row_words) : size == a.row_words);
+#endif
     } else {
       i64 at;
       if (t.bases != nullptr) {
@@ -147,6 +185,13 @@ __device__ __forceinline__ void fetch_chosen(const Args& a, const Table& t, Want
         s.length = packed ? (STAGED ? t.typical_words : a.longest_words) : 0;
         size = size_of(s.length, a.row_words);
         most = packed ? a.longest_words : size;
+#if BY_BYTES
+        if (t.flags == nullptr) {  // a raw table, whose rows lie byte after byte
+          at = row * a.row_bytes >> 2;
+          s.skip = (u32)(row * a.row_bytes & 3);
+          most = size = ((int)s.skip + a.row_bytes + 3) >> 2;
+        }
+#endif
       }
       sound = at >= 0 && at <= t.n_words - size && !too_long(s.length, a.row_words + (t.bases == nullptr));
       p = t.words + at;
@@ -159,6 +204,7 @@ __device__ __forceinline__ void fetch_chosen(const Args& a, const Table& t, Want
         most = size = a.row_words;
       }
     }
+    if (counted == 0) counted = min(size, a.row_words);
     if (CLUSTERED && a.row_clusters) s.cluster = a.row_clusters[row];
     lead = (int)((u64)p >> 2) & 31;  // words from the line's begin
     const bool fits = !STAGED || lead + most + 4 <= a.slot_words;
@@ -168,7 +214,7 @@ __device__ __forceinline__ void fetch_chosen(const Args& a, const Table& t, Want
       s.at = (i64)p;
     } else if (!sound || s.cluster >= a.clusters || !fits) {
       s.length = NO_ROW;
-      if (lane8 == 0) report(a.mailbox, ERROR_DAMAGED, row, 0, a.n_rows);
+      if (lane8 == 0) report(a.mailbox, ERROR_DAMAGED, row * t.items_per_row, 0, t.n_items);
     } else {
       s.at = STAGED ? lead + j * a.slot_words : (i64)p;
     }
@@ -188,7 +234,7 @@ __device__ __forceinline__ void fetch_chosen(const Args& a, const Table& t, Want
   for (u32 left = __ballot_sync(FULL, found && lane8 == 0); left;) {
     const int source = __shfl_sync(FULL, from, __ffs(left) - 1);
     const u32 same = __ballot_sync(FULL, left >> lane & 1 && from == source);
-    const int words = __reduce_add_sync(FULL, same >> lane & 1 ? size : 0);
+    const int words = __reduce_add_sync(FULL, same >> lane & 1 ? counted : 0);
     if (lane == source) {
       counts.rows += __popc(same);
       counts.words += words;
@@ -211,7 +257,7 @@ __device__ __forceinline__ void gather_all(const Args& a, const Table& t, i64* c
   const i64 begin = blockIdx.x;
   Wanted next, after;
   if (AHEAD) {
-    next = positive(a, load_wanted(a, t, begin));
+    next = positive(a, t, load_wanted(a, t, begin));
     after = load_wanted(a, t, begin + gridDim.x);
   }
   int half = 0;
@@ -220,12 +266,12 @@ __device__ __forceinline__ void gather_all(const Args& a, const Table& t, i64* c
     // Behind this barrier the tile is there, and no warp looks at the one before it any more.
     __syncthreads();
     if (tile + gridDim.x <= last) {
-      if (!AHEAD) next = positive(a, load_wanted(a, t, tile + gridDim.x));
+      if (!AHEAD) next = positive(a, t, load_wanted(a, t, tile + gridDim.x));
       fetch_chosen<STAGED>(a, t, next, slots[half ^ 1], shared + (half ^ 1) * a.stage_words, counts);
     }
     if (STAGED) copy_async_commit();
     if (AHEAD) {
-      next = positive(a, after);
+      next = positive(a, t, after);
       if (t.entries != nullptr && next.row >= 0) prefetch_bucket(t.entries, t.bucket_mask, next.row);
       after = load_wanted(a, t, tile + 3 * (i64)gridDim.x);
     }
@@ -247,19 +293,22 @@ __device__ __forceinline__ void gather_all(const Args& a, const Table& t, i64* c
       i64 n, const u8 *__restrict__ row_clusters, const chunk_t *__restrict__ tables,                             \
       const int *__restrict__ starts, i64 n_rows, int chunks, int row_words, int row_bytes, int clusters,         \
       int tile_rows, int slot_words, int stage_words, int longest_words, u8 *__restrict__ out,                    \
-      const u64 *first_bad, i64 lowest, i64 *counters, i64 *mailbox
+      const u64 *first_bad, i64 lowest, i64 *counters, i64 *mailbox, int items_per_row, int item_bytes,           \
+      i64 n_items, int items_cached
 #define GATHER_BODY(STAGED, LANES)                                                                                \
   extern __shared__ __align__(128) u32 shared[];                                                                  \
-  const u64 bad = bad_position(first_bad, ids, id_bytes, n, lowest, n_rows);                                      \
+  const u64 bad = bad_position(first_bad, ids, id_bytes, n, lowest, n_items);                                     \
   if (bad != ~0ull) {                                                                                             \
     if (blockIdx.x == 0 && threadIdx.x == 0)                                                                      \
-      report(mailbox, ERROR_INDEX, (i64)bad, load_id(ids, (i64)bad, id_bytes), n_rows);                           \
+      report(mailbox, ERROR_INDEX, (i64)bad, load_id(ids, (i64)bad, id_bytes), n_items);                          \
     return;                                                                                                       \
   }                                                                                                               \
   const Args a = {row_clusters, tables,    starts,     n_rows,      chunks,        row_words, row_bytes,          \
-                  clusters,     tile_rows, slot_words, stage_words, longest_words, out,       mailbox};           \
+                  clusters,     tile_rows, slot_words, stage_words, longest_words, out,       mailbox,            \
+                  item_bytes};                                                                                    \
   const Table t = {words,         n_words,       bases,   lengths, length_bytes, flags, moved,    overflow, \
-                   overflow_rows, typical_words, entries, bucket_mask, slabs,    ids,   id_bytes, order,    n};   \
+                   overflow_rows, typical_words, entries, bucket_mask, slabs,    ids,   id_bytes, order,    n,    \
+                   n_items,       items_per_row, items_cached};                                                   \
   gather_all<STAGED, LANES>(a, t, counters, shared);
 
 // Rows whose tiles fit the stage, a warp a row.

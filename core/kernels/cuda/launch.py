@@ -253,7 +253,7 @@ class CudaKernels:
         plan = self._plans.get(table)
         address = out.data_ptr()
         if plan is None or not plan.serves(layout, cache, address):
-            plan = GatherPlan(self._runner, table, layout, cache, address)
+            plan = GatherPlan(self._runner, table, layout, cache, address, out.nbytes // n)
             if plan.words is table.words:
                 self._plans[table] = plan
         if not plan.aligned:

@@ -55,6 +55,8 @@ class GatherPlan:
         Cached rows.
     address : int
         Of the first output.
+    item_bytes : int
+        Of a row of the output.
 
     Attributes
     ----------
@@ -78,6 +80,7 @@ class GatherPlan:
         layout: RowLayout,
         cache: CacheStorage | None,
         address: int,
+        item_bytes: int,
     ) -> None:
         self._layout = layout
         # Weakly: nobody wants the slabs of a cache that is gone.
@@ -86,7 +89,8 @@ class GatherPlan:
         self.words = table.words
         table, layout = read_together(table, layout, cache)
         f = layout.format
-        self.aligned = address % f.chunk_bytes == 0
+        each = table.items_per_row
+        self.aligned = each > 1 or address % f.chunk_bytes == 0
         if not self.aligned:
             return
         max_words = max(table.max_words, 0 if cache is None else cache.max_words)
@@ -96,7 +100,8 @@ class GatherPlan:
         typical_words = table.typical_words
         if shape.tile_rows < WARPS:
             typical_words = table.max_packed_words or table.max_words
-        variant = decode_variant("gather", layout, address)
+        # The decoder of one chunk a lane takes items out of the rows that they share.
+        variant = decode_variant("gather", layout, address if each == 1 else 1)
         self.grid = Grid(runner, variant, shape)
         self.words = aligned_to(table.words, WORDS_ALIGN_BYTES)
         lengths = table.lengths
@@ -128,6 +133,10 @@ class GatherPlan:
             "lowest": np.int64(0),
             "counters": None,
             "mailbox": runner.mailbox,
+            "items_per_row": np.int32(each),
+            "item_bytes": np.int32(f.row_bytes if each == 1 else item_bytes),
+            "n_items": np.int64(table.n_items),
+            "items_cached": np.int32(cache is not None and cache.holds_items),
         }
         names = list(args)
         self.launch = runner.prepare(
@@ -176,7 +185,7 @@ def prepare_gather(
     if n == 0:
         return do_nothing
     check_ids_count(n)
-    plan = GatherPlan(runner, table, layout, None, out.data_ptr())
+    plan = GatherPlan(runner, table, layout, None, out.data_ptr(), out.nbytes // n)
     if not plan.aligned:
         raise ArgumentError(f"out: starts at no multiple of {layout.format.chunk_bytes} bytes")
     if plan.words is not table.words:
