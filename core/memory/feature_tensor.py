@@ -92,6 +92,8 @@ class FeatureTensor(torch.Tensor):
         made = torch.Tensor._make_wrapper_subclass(
             cls, feature.shape, dtype=feature.dtype, device=torch.device("cpu")
         )
+        # What takes the address of its memory must fail: there is none.
+        torch._C._set_throw_on_mutable_data_ptr(made)
         made._feature = feature
         return made
 
@@ -117,19 +119,14 @@ class FeatureTensor(torch.Tensor):
                 return result
         if isinstance(func, torch._ops.OpOverload):
             return cls.__torch_dispatch__(func, types, args, kwargs)
-        name = getattr(func, "__name__", "")
-        if name in ("__get__", "__set__"):
-            attribute = str(getattr(getattr(func, "__self__", None), "__name__", ""))
-            fact = name == "__get__" and attribute not in _ELEMENT_PROPERTIES
-            if name == "__set__" and attribute in ("requires_grad", "grad"):
-                if args[1] is None or args[1] is False:
-                    return None
-                raise _no_gradient()
-            if attribute == "data" and name == "__get__":
-                return FeatureTensor(args[0]._feature)
-        else:
-            fact = name in _FACTS
-        if fact:
+        name, attribute = name_of(func)
+        if name == "__set__" and attribute in ("requires_grad", "grad"):
+            if args[1] is None or args[1] is False:
+                return None
+            raise _no_gradient()
+        if name == "__get__" and attribute == "data":
+            return _alias(args[0])
+        if is_fact(func):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         first = args[0] if args else None
@@ -156,7 +153,7 @@ class FeatureTensor(torch.Tensor):
         """Answer what torch asks below its functions, as where another subclass calls it."""
         kwargs = kwargs or {}
         if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
-            return FeatureTensor(args[0]._feature)
+            return _alias(args[0])
         if func is torch.ops.aten.index_select.default and isinstance(args[0], FeatureTensor):
             rows = _index_select(*args)
             if rows is not NotImplemented:
@@ -182,7 +179,7 @@ class FeatureTensor(torch.Tensor):
         return self._feature.whole().__array__(dtype, copy)
 
     def __copy__(self) -> FeatureTensor:
-        return FeatureTensor(self._feature)
+        return _alias(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FeatureTensor:
         copied = memo[id(self)] = FeatureTensor(copy.deepcopy(self._feature, memo))
@@ -191,6 +188,25 @@ class FeatureTensor(torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle as a plain tensor; other processes get it by `_pass_on`."""
         return _decoded(self).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+
+def name_of(func: Callable[..., Any]) -> tuple[str, str]:
+    """Return the name of a function of torch and, where it reads or sets a property, that one's."""
+    name = getattr(func, "__name__", "")
+    if name not in ("__get__", "__set__"):
+        return name, ""
+    return name, str(getattr(getattr(func, "__self__", None), "__name__", ""))
+
+
+def is_fact(func: Callable[..., Any]) -> bool:
+    """Return whether a function of torch tells something that is known without elements."""
+    name, attribute = name_of(func)
+    return name in _FACTS or (name == "__get__" and attribute not in _ELEMENT_PROPERTIES)
+
+
+def _alias(t: FeatureTensor) -> FeatureTensor:
+    """Return another tensor of the same class over the same rows."""
+    return type(t)(t._feature)
 
 
 def _decoded(t: FeatureTensor) -> torch.Tensor:
@@ -455,7 +471,7 @@ def _storage(t: FeatureTensor) -> torch.UntypedStorage:
 _SPECIAL: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.Tensor.__getitem__: _get_item,
     torch.Tensor.clone: _clone,
-    torch.Tensor.detach: lambda t: FeatureTensor(t._feature),
+    torch.Tensor.detach: _alias,
     torch.Tensor.detach_: _itself,
     torch.Tensor.index_select: _index_select,
     torch.Tensor.is_pinned: lambda t, *device: False,

@@ -9,6 +9,7 @@ import torch
 from dgl.frame import Column, LazyFeature, _LazyIndex
 
 from bitslab import ArgumentError, ArgumentTypeError, CompressedFeature, IndexRangeError, hotness
+from bitslab.integrations.dgl.column_tensor import ColumnTensor, column_tensor
 
 _MISSING = object()
 
@@ -31,9 +32,11 @@ class CompressedColumn(Column):  # type: ignore[misc]
 
     Notes
     -----
-    Clones and subcolumns share the feature. Reading all rows of a full column, as
-    ``graph.ndata["feat"]`` does, decodes them once, keeps them with the feature and returns them
-    read-only; `feature_stats` tells of it.
+    Clones and subcolumns share the feature. ``graph.ndata["feat"]`` returns all rows of a full
+    column as a `ColumnTensor`, which is read-only: its shape, dtype and length come without
+    decoding, ``graph.ndata["feat"][ids]`` decodes those rows alone. What reads all values decodes
+    them once and keeps them with the feature; `feature_stats` gives the bytes of that copy, and a
+    DecodedCopyWarning does where they are 1 MiB or more.
     """
 
     # What DGL's columns have beside their storage.
@@ -66,13 +69,14 @@ class CompressedColumn(Column):  # type: ignore[misc]
     def data(self) -> Any:
         """Return the rows ``[n, *row_shape]``; reading them makes this a plain column.
 
-        All rows of the feature are returned read-only instead, and the column stays as it is.
+        All rows of the feature are returned as a `ColumnTensor` instead, which decodes what is read
+        of it, and the column stays as it is.
         """
         target = None if self.device is None else torch.device(self.device[0])
         on_host = target is None or target.type == "cpu"
         if self.index is None and on_host and self.deferred_dtype is None:
             self.device = None
-            return self.storage.whole()
+            return column_tensor(self.storage)
         dtype = self.dtype
         ids = self._ids()
         rows = self._rows_with_gradient(ids, target)
@@ -112,8 +116,8 @@ class CompressedColumn(Column):  # type: ignore[misc]
         RowsFuture
             ``wait()`` returns rows ``[n, *row_shape]``. DGL asks for all columns of a batch before
             it waits for the first, so they load together. A column that `to` moved elsewhere
-            returns a tensor, as DGL does, and so does one whose decoded rows, as
-            ``graph.ndata["feat"]`` returns them, were told to require a gradient.
+            returns a tensor, as DGL does, and so does one whose rows, as ``graph.ndata["feat"]``
+            returns them, require a gradient.
 
         Raises
         ------
@@ -143,14 +147,14 @@ class CompressedColumn(Column):  # type: ignore[misc]
     def _rows_with_gradient(
         self, ids: torch.Tensor, device: torch.device | None
     ) -> torch.Tensor | None:
-        """Return rows through which gradients reach what `data` returned, if that wants them.
+        """Return rows through which gradients reach what `data` returned, if that takes them.
 
         Otherwise None: rows from the packed table know nothing of gradients.
         """
-        whole = self.storage.kept_whole
-        if whole is None or not whole.requires_grad:
+        leaf = self.storage.leaf
+        if leaf is None:
             return None
-        rows: torch.Tensor = whole[ids.to("cpu").long()]
+        rows: torch.Tensor = leaf[ids.to("cpu").long()]
         return rows.to(ids.device if device is None else device)
 
     def _ids(self) -> torch.Tensor:
@@ -344,7 +348,7 @@ def compress_column(
             "hotness: a cache needs scores [N], because a column does not know its graph; "
             "bitslab.integrations.dgl.compress_features knows the degrees"
         )
-    tensor = column.data
+    tensor = plain_rows(column)
     feature = CompressedFeature.from_tensor(
         tensor,
         device=device,
@@ -357,6 +361,12 @@ def compress_column(
         group=group,
     )
     return put_feature(column, feature)
+
+
+def plain_rows(column: Any) -> torch.Tensor:
+    """Return the rows of a plain column to pack; those of a ColumnTensor are decoded, not kept."""
+    rows: torch.Tensor = column.data
+    return rows.clone() if isinstance(rows, ColumnTensor) else rows
 
 
 def hot_ids(scores: Any, n_rows: int, name: str) -> torch.Tensor:

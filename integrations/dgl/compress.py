@@ -10,7 +10,13 @@ import dgl
 import torch
 
 from bitslab import ArgumentError, ArgumentTypeError, CompressedFeature
-from bitslab.integrations.dgl.column import CompressedColumn, hot_ids, put_feature, why_raw
+from bitslab.integrations.dgl.column import (
+    CompressedColumn,
+    hot_ids,
+    plain_rows,
+    put_feature,
+    why_raw,
+)
 
 #: A node type, or an edge type as DGL spells it out: (source type, name, destination type).
 GraphType = str | tuple[str, str, str]
@@ -97,8 +103,11 @@ def compress_features(
     times when it is a seed, and then it is one of the node's in-degree edges of its type, of which
     samplers draw a fixed number: its score is (1 + out-degree) / in-degree of the destination.
 
-    What reads a whole column, as a layer over the full graph, `dgl.save_graphs` and `dgl.batch` do,
-    decodes it once, and the feature keeps it decoded; `feature_stats` tells of it.
+    ``graph.ndata["feat"]`` returns a tensor whose shape, dtype and length come without decoding, as
+    in ``graph.ndata["feat"].shape[1]``; rows that are chosen from it are decoded alone. What reads
+    all its values, as a layer over the full graph, `dgl.save_graphs` and `dgl.batch` do, decodes
+    them once, and the feature keeps them; `feature_stats` gives the bytes of that copy, and so does
+    a DecodedCopyWarning, once, where they are 1 MiB or more.
 
     Compress before loaders are made: worker processes that persist keep the graph as they first saw
     it.
@@ -123,7 +132,7 @@ def compress_features(
         raise ArgumentError(f"hotness: {hotness!r}, the only name accepted is 'degree'")
     chosen = _chosen(graph, names)
     order = _Order(graph, hotness, {place.type for place in chosen})
-    tensors = {place: place.column.data for place in chosen}
+    tensors = {place: plain_rows(place.column) for place in chosen}
     features = {
         place: CompressedFeature.from_tensor(
             tensor,

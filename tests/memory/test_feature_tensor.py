@@ -367,3 +367,9 @@ def test_rows_go_to_the_gpu_of_their_ids(t, x):
     assert same(t[mask].cpu(), x[MASK])
     assert not decoded_whole(t)
     assert t.pin_memory().is_pinned()
+
+
+def test_there_is_no_address_before_rows_are_decoded(t, x):
+    with pytest.raises(RuntimeError, match="Cannot access data pointer"):
+        torch.utils.dlpack.to_dlpack(t)  # which torch lets nobody intercept
+    assert torch.equal(torch.from_dlpack(t), x)
