@@ -12,7 +12,9 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_map
 
-from ..errors import ArgumentTypeError, BitslabError, IndexRangeError
+from ..codecs.base import raise_bad_index
+from ..errors import ArgumentTypeError, BitslabError
+from .arguments import check_not_from_end
 from .feature import CompressedFeature
 from .readonly import keep_from_compiler, plain, read_only, refuse_writes
 
@@ -281,7 +283,7 @@ def _take(t: FeatureTensor, ids: torch.Tensor, *, from_end: bool) -> Any:
     n_ids = flat.shape[0]
     if not ids.is_cuda:
         if not from_end:
-            _check_not_negative(flat, len(feature))
+            check_not_from_end(flat, len(feature), "index")
         # A layer over all edges asks for rows again and again. The workers of a loader do not keep
         # what they have decoded: each would have its own.
         if n_ids > len(feature) and torch.utils.data.get_worker_info() is None:
@@ -289,12 +291,6 @@ def _take(t: FeatureTensor, ids: torch.Tensor, *, from_end: bool) -> Any:
             return NotImplemented
     rows = feature.gather(flat)
     return rows.view(*ids.shape, *feature.shape[1:])
-
-
-def _check_not_negative(ids: torch.Tensor, n_rows: int) -> None:
-    """Refuse ids below 0, as torch does in most places; those on a GPU are not waited for."""
-    if not ids.is_cuda and len(ids) and int(ids.min()) < 0:
-        raise IndexRangeError(f"index: {int(ids.min())}, accepted are 0 to {n_rows - 1}")
 
 
 def _as_plain(ids: torch.Tensor) -> torch.Tensor:
@@ -324,7 +320,7 @@ def _index_select(
         and not out.requires_grad
     )
     if direct:
-        _check_not_negative(index, len(input))
+        check_not_from_end(index, len(input), "index")
         return input._feature.gather(index, out)
     rows = _take(input, index, from_end=False)
     if out is None or rows is NotImplemented:
@@ -385,7 +381,7 @@ def _get_item(t: torch.Tensor, index: Any) -> Any:
 def _row(t: FeatureTensor, number: int, rest: list[Any]) -> torch.Tensor:
     n_rows = len(t)
     if not -n_rows <= number < n_rows:
-        raise IndexRangeError(f"index: {number}, accepted are {-n_rows} to {n_rows - 1}")
+        raise_bad_index(number, 0, n_rows, "index")
     row = read_only(t._feature.gather(torch.tensor([number]))[0])
     return row[tuple(rest)] if rest else row
 

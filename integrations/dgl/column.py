@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from dgl.frame import Column, LazyFeature, _LazyIndex
 
-from bitslab import ArgumentError, ArgumentTypeError, CompressedFeature, IndexRangeError, hotness
+from bitslab import ArgumentError, ArgumentTypeError, CompressedFeature, hotness
 from bitslab.integrations.dgl.column_tensor import ColumnTensor, column_tensor
+from bitslab.memory.arguments import check_not_from_end
 
 _MISSING = object()
 
@@ -133,12 +134,14 @@ class CompressedColumn(Column):  # type: ignore[misc]
             # Moved by `to`: decoded there once, as DGL moves a whole column once.
             _ = self.data
             return self.fetch(indices, device, pin_memory=pin_memory, **kwargs)
+        # Tables count negative ids from the end; DGL refuses them.
+        check_not_from_end(indices, len(self), "indices")
         ids = indices
         if self.index is not None:
             # Rows of a subgraph: only those asked for are decoded.
             index = self._ids()
-            ids = index[_checked(indices.to(index.device), len(index)).long()]
-        tensor = self._rows_with_gradient(_checked(ids), torch.device(device))
+            ids = index[indices.to(index.device).long()]
+        tensor = self._rows_with_gradient(ids, torch.device(device))
         if tensor is not None:
             return tensor.to(self.dtype)
         rows = self.storage.fetch(ids, torch.device(device), pin_memory=pin_memory)
@@ -163,7 +166,8 @@ class CompressedColumn(Column):  # type: ignore[misc]
             return torch.arange(len(self.storage))
         if isinstance(self.index, _LazyIndex):
             self.index = self.index.flatten()
-        return _checked(self.index)
+        check_not_from_end(self.index, len(self.storage), "rowids")
+        return self.index
 
     # Columns made of this one. DGL makes them as plain columns around whatever the storage is.
 
@@ -173,6 +177,8 @@ class CompressedColumn(Column):  # type: ignore[misc]
 
     def subcolumn(self, rowids: torch.Tensor) -> Any:
         """Return a column of some rows ``[n]`` of this one; nothing is decoded yet."""
+        if self.index is not None:
+            check_not_from_end(rowids, len(self), "rowids")  # DGL looks them up at once
         return self._compressed(super().subcolumn(rowids))
 
     def deepclone(self) -> Any:
@@ -257,22 +263,6 @@ class _Converted:
     def wait(self) -> torch.Tensor:
         """Return the rows."""
         return self._rows.wait().to(self._dtype)  # type: ignore[no-any-return]
-
-
-def _checked(ids: torch.Tensor, n_rows: int | None = None) -> torch.Tensor:
-    """Return ids, or refuse negative ones, which tables count from the end and DGL refuses.
-
-    Ids on a GPU are not looked at, which would wait for it.
-    """
-    if ids.device.type == "cpu" and ids.numel():
-        least = int(ids.min())
-        if least < 0:
-            raise IndexRangeError(f"ids: {least} is out of range, accepted are numbers from 0")
-        if n_rows is not None and int(ids.max()) >= n_rows:
-            raise IndexRangeError(
-                f"ids: {int(ids.max())} is out of range, this column has {n_rows} rows"
-            )
-    return ids
 
 
 def why_raw(column: Any, *, any_dtype: bool = False) -> str:
