@@ -60,7 +60,9 @@ class FeatureTensor(torch.Tensor):
     Shape, dtype and the like need no row. ``t.clone()``, ``t.to(device)`` and ``t.cuda()`` decode
     to a plain tensor. Everything else works on ``t.feature.whole()``, all rows, decoded once, kept
     and read-only; a note in ``t.feature.stats()`` tells of it. In-place functions and gradients are
-    refused.
+    refused. Writes that torch does not see, such as another library's through DLPack
+    (``torch.from_dlpack(t)``), are not: they change the decoded copy and not the packed rows. Give
+    such a writer ``t.clone()``.
 
     Processes: `multiprocessing` and DataLoader workers, forked or spawned, share the table.
     `copy.deepcopy` copies it. `pickle` and `torch.save` write the plain tensor, so that a file can

@@ -322,14 +322,26 @@ def compress_column(
     Returns
     -------
     CompressedColumn
-        The same object.
+        The same object. One that is compressed already stays as it is.
 
     Raises
     ------
     ArgumentError, ArgumentTypeError
-        When the column is compressed already, is not on the CPU or requires a gradient, or when an
-        argument is not accepted. The column is as it was then.
+        When the column is not on the CPU or requires a gradient, when an argument is not accepted,
+        or when one is given for a column that is compressed already. The column is as it was then.
     """
+    if isinstance(column, CompressedColumn):
+        other = {"device": device is not None, "layout": layout != "compact"}
+        other |= {"cache_bytes": bool(cache_bytes), "cache_ratio": bool(cache_ratio)}
+        other |= {"hotness": hotness is not None, "codec": codec != "auto"}
+        other |= {"cache_codec": cache_codec is not None, "group": group is not None}
+        given = ", ".join(name for name, is_given in other.items() if is_given)
+        if given:
+            raise ArgumentError(
+                "compress: this column is compressed already; decompress_features(graph) makes it "
+                f"plain, to compress it with other {given}"
+            )
+        return column
     reason = why_raw(column, any_dtype=True)
     if reason:
         raise ArgumentError(f"compress: this column {reason}")

@@ -19,7 +19,7 @@ from bitslab.integrations.dgl import compress_features, feature_stats
 from bitslab.integrations.dgl.column_tensor import ColumnTensor, column_tensor
 from bitslab.memory import feature as feature_module
 from tests.helpers import same_bits
-from tests.integrations.dgl.graphs import assert_same, features, homogeneous
+from tests.integrations.dgl.graphs import assert_same, features, homogeneous, packed_graph
 
 IDS = torch.tensor([3, 0, 19, 3])
 
@@ -51,7 +51,7 @@ FACTS = {
 
 @pytest.mark.parametrize("fact", FACTS)
 def test_facts_come_without_decoding(fact):
-    graph = compress_features(homogeneous())
+    graph = packed_graph(homogeneous())
     assert FACTS[fact](graph) == FACTS[fact](homogeneous())
     assert decoded(graph) == (0, 0)
     assert feature_stats(graph)["_N"]["feat"]["notes"] == []
@@ -68,7 +68,7 @@ def test_facts_come_without_decoding(fact):
     ids=["index", "index_select", "embedding", "list"],
 )
 def test_rows_that_are_chosen_are_decoded_alone(choose):
-    graph = compress_features(homogeneous())
+    graph = packed_graph(homogeneous())
     assert same_bits(choose(graph.ndata["feat"]), homogeneous().ndata["feat"][IDS])
     assert decoded(graph) == (4, 0)
 
@@ -119,7 +119,7 @@ def test_printing_decodes_the_rows_that_are_shown(monkeypatch):
 
 
 def test_a_copy_is_reported_once_with_its_bytes():
-    graph = compress_features(homogeneous())
+    graph = packed_graph(homogeneous())
     for _ in range(2):
         graph.ndata["feat"].sum()
     assert decoded(graph) == (0, 30 * 9 * 4)
@@ -129,7 +129,7 @@ def test_a_copy_is_reported_once_with_its_bytes():
 
 def test_a_large_copy_is_warned_of_once_where_it_was_read(monkeypatch):
     monkeypatch.setattr(feature_module, "WARN_BYTES", 30 * 9 * 4)
-    graph = compress_features(homogeneous())
+    graph = packed_graph(homogeneous())
     with pytest.warns(DecodedCopyWarning, match=r"30 rows was read .* takes 1,080 bytes") as caught:
         graph.ndata["feat"].sum()
     assert [warning.filename for warning in caught] == [__file__]
@@ -188,7 +188,7 @@ def hooked(graph, x):
 )
 def test_gradients_reach_it(way):
     results = []
-    for make in (homogeneous, lambda: compress_features(homogeneous())):
+    for make in (homogeneous, lambda: packed_graph(homogeneous())):
         graph = make()
         graph.edata["one"] = graph.edata["one"].float().view(-1, 1)
         x = graph.ndata["feat"]
@@ -199,7 +199,7 @@ def test_gradients_reach_it(way):
 
 
 def test_a_gradient_lasts_though_nobody_holds_the_tensor():
-    graph = compress_features(homogeneous())
+    graph = packed_graph(homogeneous())
     graph.ndata["feat"].requires_grad_()
     (graph.ndata["feat"] * 2).sum().backward()
     gc.collect()
@@ -210,7 +210,7 @@ def test_a_gradient_lasts_though_nobody_holds_the_tensor():
 
 
 def test_it_is_one_tensor_and_goes_with_its_graph():
-    graph = compress_features(homogeneous())
+    graph = packed_graph(homogeneous())
     x = graph.ndata["feat"]
     assert x is graph.ndata["feat"] and type(x) is ColumnTensor
     assert type(x.detach()) is ColumnTensor and x.detach() is not x
@@ -231,7 +231,7 @@ def test_it_is_one_tensor_and_goes_with_its_graph():
     "copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["copy", "pickle"]
 )
 def test_copies_are_plain_tensors(copied, gradient):
-    x = compress_features(homogeneous()).ndata["feat"].requires_grad_(gradient)
+    x = packed_graph(homogeneous()).ndata["feat"].requires_grad_(gradient)
     made = copied(x)
     assert type(made) is torch.Tensor and made.requires_grad == gradient
     assert same_bits(made.detach(), homogeneous().ndata["feat"])
@@ -239,7 +239,7 @@ def test_copies_are_plain_tensors(copied, gradient):
 
 
 def test_its_address_is_that_of_the_decoded_rows_or_none():
-    x = compress_features(homogeneous()).ndata["feat"]
+    x = packed_graph(homogeneous()).ndata["feat"]
     with pytest.raises(RuntimeError, match="Cannot access data pointer"):
         torch.utils.dlpack.to_dlpack(x)  # which torch lets nobody intercept
     rows = torch.utils.dlpack.to_dlpack(x.contiguous())
@@ -249,7 +249,7 @@ def test_its_address_is_that_of_the_decoded_rows_or_none():
 
 
 def test_a_column_made_of_it_can_be_compressed():
-    graph = compress_features(homogeneous())
+    graph = packed_graph(homogeneous())
     graph.ndata["h"] = graph.ndata["feat"]
     compress_features(graph, codec="raw")
     assert same_bits(graph.ndata["h"].clone(), homogeneous().ndata["feat"])
