@@ -14,6 +14,7 @@ from .errors import (
     ArgumentTypeError,
     BitslabError,
     CorruptedDataError,
+    DecodedCopyWarning,
     IndexRangeError,
     MissingExtraError,
 )
@@ -35,6 +36,7 @@ __all__ = [
     "CompressedTable",
     "CompressedTensor",
     "CorruptedDataError",
+    "DecodedCopyWarning",
     "IndexRangeError",
     "InvariantCodec",
     "MissingExtraError",

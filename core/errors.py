@@ -1,4 +1,4 @@
-"""The errors that bitslab raises: one base class and the kinds a caller may tell apart."""
+"""The errors that bitslab raises, by one base class, and the kinds of warnings it gives."""
 
 from __future__ import annotations
 
@@ -28,6 +28,13 @@ class CorruptedDataError(BitslabError, ValueError):
 
 class MissingExtraError(BitslabError, ImportError):
     """An optional package is not installed; the message says what to install."""
+
+
+class DecodedCopyWarning(UserWarning):
+    """A compressed feature was read as a whole, and the decoded copy is kept; given once for each.
+
+    A copy under 1 MiB gets none.
+    """
 
 
 def load_optional(module: str, *, extra: str | None, purpose: str) -> ModuleType:

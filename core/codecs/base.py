@@ -239,11 +239,15 @@ def check_range_argument(start: int, stop: int | None, n_rows: int) -> int:
     return end
 
 
-def raise_bad_index(value: int, position: int, n_rows: int, name: str = "indices") -> None:
-    """Raise the error of an index that lies outside the table."""
+def raise_bad_index(
+    value: int, position: int, n_rows: int, name: str = "indices", *, from_end: bool = True
+) -> None:
+    """Raise the error of an index outside the table; `from_end`: negative ones are accepted too."""
+    lowest = -n_rows if from_end else 0
+    accepted = f"accepted are {lowest} to {n_rows - 1}" if n_rows else "none is accepted"
     raise IndexRangeError(
         f"{name}: index {value} at position {position} is out of range for {n_rows} rows "
-        f"(accepted are {-n_rows} to {n_rows - 1})"
+        f"({accepted})"
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any, SupportsIndex
 import numpy as np
 import torch
 
-from ..codecs.base import check_indices_argument, check_tensor_argument
+from ..codecs.base import check_indices_argument, check_tensor_argument, raise_bad_index
 from ..errors import ArgumentError, ArgumentTypeError
 from ..tensor import index_tensor
 
@@ -21,6 +21,31 @@ def checked_ids(ids: torch.Tensor) -> torch.Tensor:
     if ids.dtype in (torch.int64, torch.int32) and ids.dim() == 1:
         return ids.contiguous()
     return check_indices_argument(ids, "ids")
+
+
+def check_not_from_end(ids: torch.Tensor, n_rows: int, name: str = "ids") -> None:
+    """Refuse ids other than 0 to `n_rows` - 1, where negative ones do not count from the end.
+
+    Parameters
+    ----------
+    ids : torch.Tensor
+        Integers ``[n]``. Those on a GPU are not looked at, which would wait for it.
+    n_rows : int
+        Rows there are.
+    name : str
+        What the message calls them.
+
+    Raises
+    ------
+    IndexRangeError
+        When an id is out of this range.
+    """
+    if ids.device.type != "cpu" or not ids.numel():
+        return
+    lowest, highest = (int(bound) for bound in ids.aminmax())
+    if lowest < 0 or highest >= n_rows:
+        position = int(((ids < 0) | (ids >= n_rows)).nonzero()[0, 0])
+        raise_bad_index(int(ids[position]), position, n_rows, name, from_end=False)
 
 
 def checked_device(device: torch.device | str) -> torch.device:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import sys
 import threading
+import warnings
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -12,7 +15,7 @@ import torch
 
 from ..codecs import RowCodec
 from ..codecs.base import check_tensor_argument
-from ..errors import ArgumentError, ArgumentTypeError
+from ..errors import ArgumentError, ArgumentTypeError, DecodedCopyWarning
 from .arguments import checked_device, target_device
 from .locks import call_after_fork
 from .parts import Layout
@@ -23,6 +26,8 @@ from .table import CompressedTable
 
 #: Rows of fewer bytes are gathered by the thread that asks: handing them on would cost more.
 OVERLAP_BYTES = 1 << 20
+#: A decoded copy of a feature that takes this many bytes is worth a warning; a smaller one, a note.
+WARN_BYTES = 1 << 20
 
 HotIds = torch.Tensor | Callable[[], torch.Tensor]
 
@@ -124,6 +129,8 @@ class CompressedFeature:
         self._notes: list[str] = []
         self._whole: ReadOnlyTensor | None = None
         self._whole_version = 0
+        self._tensor: weakref.ref[torch.Tensor] | None = None
+        self._leaf: torch.Tensor | None = None
         self.after_fork()
         call_after_fork(self)
 
@@ -324,8 +331,9 @@ class CompressedFeature:
 
         It is the same object each time, so that ``requires_grad_`` lasts.
 
-        For what reads a whole feature, such as a layer over the full graph. `stats` says what it
-        costs, `forget_whole` lets go of it.
+        For what reads a whole feature, such as a layer over the full graph. A note in `stats` gives
+        the bytes of the copy, once; so does a DecodedCopyWarning where they are 1 MiB or more.
+        `forget_whole` lets go of it.
 
         Returns
         -------
@@ -337,10 +345,27 @@ class CompressedFeature:
             if self._whole is None or self._whole._version != self._whole_version:
                 self._whole = read_only(self.table.decoded(0, len(self)))
                 self._whole_version = self._whole._version
-                note = "materialised: something read the whole feature, which is kept decoded too"
-                if note not in self._notes:
-                    self._notes.append(note)
+                self._report_copy(self._whole.nbytes)
             return self._whole
+
+    def _report_copy(self, copy_bytes: int) -> None:
+        """Record once that a decoded copy is kept, and warn of one that is large."""
+        note = (
+            "materialised: something read the whole feature, which is kept decoded too: "
+            f"{copy_bytes:,} bytes"
+        )
+        if note in self._notes:
+            return
+        self._notes.append(note)
+        if copy_bytes >= WARN_BYTES:
+            warnings.warn(
+                f"bitslab: a compressed feature of {len(self):,} rows was read as a whole; the "
+                f"decoded copy is kept and takes {copy_bytes:,} bytes on top of the packed ones. "
+                "Rows chosen by id are decoded alone; where all are read all the time, a plain "
+                "tensor takes less",
+                DecodedCopyWarning,
+                stacklevel=_levels_to_caller(),
+            )
 
     @property
     def kept_whole(self) -> ReadOnlyTensor | None:
@@ -351,6 +376,41 @@ class CompressedFeature:
         """Let go of the decoded rows that `whole` keeps."""
         with self._lock:
             self._whole = None
+
+    # The tensor that stands for it
+
+    def stand_in(self, make: Callable[[CompressedFeature], torch.Tensor]) -> torch.Tensor:
+        """Return the tensor that stands for this feature, the same object while it is in use.
+
+        Parameters
+        ----------
+        make : function
+            Called with this feature when there is no such tensor.
+
+        Returns
+        -------
+        torch.Tensor
+            What `make` returned. It may hold this feature: only a weak reference to it is kept,
+            until `hold_leaf`.
+        """
+        with self._lock:
+            t = None if self._tensor is None else self._tensor()
+            if t is None:
+                t = make(self)
+                self._tensor = weakref.ref(t)
+            return t
+
+    def hold_leaf(self, t: torch.Tensor | None) -> None:
+        """Keep the tensor that `stand_in` returned alive while it takes gradients; None: no longer.
+
+        Its gradient would be lost otherwise where nobody else holds it.
+        """
+        self._leaf = t
+
+    @property
+    def leaf(self) -> torch.Tensor | None:
+        """The tensor that takes this feature's gradients, if one does."""
+        return self._leaf
 
     def _cache_for(self, target: torch.device) -> SlabCache | None:
         """Return the cache if rows that are wanted on a device can come from it."""
@@ -398,6 +458,17 @@ class CompressedFeature:
         copied = CompressedFeature(copy.deepcopy(self.table, memo), None, self.device)
         memo[id(self)] = copied
         return copied
+
+
+def _levels_to_caller() -> int:
+    """Return the stacklevel with which the caller's warning names a line outside this and torch."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None:
+        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        if package not in (__name__.partition(".")[0], "torch"):
+            break
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 def _capacity(t: torch.Tensor, cache_bytes: int, cache_ratio: float) -> int:

@@ -12,7 +12,9 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_map
 
-from ..errors import ArgumentTypeError, BitslabError, IndexRangeError
+from ..codecs.base import raise_bad_index
+from ..errors import ArgumentTypeError, BitslabError
+from .arguments import check_not_from_end
 from .feature import CompressedFeature
 from .readonly import keep_from_compiler, plain, read_only, refuse_writes
 
@@ -58,7 +60,9 @@ class FeatureTensor(torch.Tensor):
     Shape, dtype and the like need no row. ``t.clone()``, ``t.to(device)`` and ``t.cuda()`` decode
     to a plain tensor. Everything else works on ``t.feature.whole()``, all rows, decoded once, kept
     and read-only; a note in ``t.feature.stats()`` tells of it. In-place functions and gradients are
-    refused.
+    refused. Writes that torch does not see, such as another library's through DLPack
+    (``torch.from_dlpack(t)``), are not: they change the decoded copy and not the packed rows. Give
+    such a writer ``t.clone()``.
 
     Processes: `multiprocessing` and DataLoader workers, forked or spawned, share the table.
     `copy.deepcopy` copies it. `pickle` and `torch.save` write the plain tensor, so that a file can
@@ -92,6 +96,8 @@ class FeatureTensor(torch.Tensor):
         made = torch.Tensor._make_wrapper_subclass(
             cls, feature.shape, dtype=feature.dtype, device=torch.device("cpu")
         )
+        # What takes the address of its memory must fail: there is none.
+        torch._C._set_throw_on_mutable_data_ptr(made)
         made._feature = feature
         return made
 
@@ -117,19 +123,14 @@ class FeatureTensor(torch.Tensor):
                 return result
         if isinstance(func, torch._ops.OpOverload):
             return cls.__torch_dispatch__(func, types, args, kwargs)
-        name = getattr(func, "__name__", "")
-        if name in ("__get__", "__set__"):
-            attribute = str(getattr(getattr(func, "__self__", None), "__name__", ""))
-            fact = name == "__get__" and attribute not in _ELEMENT_PROPERTIES
-            if name == "__set__" and attribute in ("requires_grad", "grad"):
-                if args[1] is None or args[1] is False:
-                    return None
-                raise _no_gradient()
-            if attribute == "data" and name == "__get__":
-                return FeatureTensor(args[0]._feature)
-        else:
-            fact = name in _FACTS
-        if fact:
+        name, attribute = name_of(func)
+        if name == "__set__" and attribute in ("requires_grad", "grad"):
+            if args[1] is None or args[1] is False:
+                return None
+            raise _no_gradient()
+        if name == "__get__" and attribute == "data":
+            return _alias(args[0])
+        if is_fact(func):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         first = args[0] if args else None
@@ -156,7 +157,7 @@ class FeatureTensor(torch.Tensor):
         """Answer what torch asks below its functions, as where another subclass calls it."""
         kwargs = kwargs or {}
         if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
-            return FeatureTensor(args[0]._feature)
+            return _alias(args[0])
         if func is torch.ops.aten.index_select.default and isinstance(args[0], FeatureTensor):
             rows = _index_select(*args)
             if rows is not NotImplemented:
@@ -182,7 +183,7 @@ class FeatureTensor(torch.Tensor):
         return self._feature.whole().__array__(dtype, copy)
 
     def __copy__(self) -> FeatureTensor:
-        return FeatureTensor(self._feature)
+        return _alias(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FeatureTensor:
         copied = memo[id(self)] = FeatureTensor(copy.deepcopy(self._feature, memo))
@@ -191,6 +192,25 @@ class FeatureTensor(torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle as a plain tensor; other processes get it by `_pass_on`."""
         return _decoded(self).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+
+def name_of(func: Callable[..., Any]) -> tuple[str, str]:
+    """Return the name of a function of torch and, where it reads or sets a property, that one's."""
+    name = getattr(func, "__name__", "")
+    if name not in ("__get__", "__set__"):
+        return name, ""
+    return name, str(getattr(getattr(func, "__self__", None), "__name__", ""))
+
+
+def is_fact(func: Callable[..., Any]) -> bool:
+    """Return whether a function of torch tells something that is known without elements."""
+    name, attribute = name_of(func)
+    return name in _FACTS or (name == "__get__" and attribute not in _ELEMENT_PROPERTIES)
+
+
+def _alias(t: FeatureTensor) -> FeatureTensor:
+    """Return another tensor of the same class over the same rows."""
+    return type(t)(t._feature)
 
 
 def _decoded(t: FeatureTensor) -> torch.Tensor:
@@ -265,7 +285,7 @@ def _take(t: FeatureTensor, ids: torch.Tensor, *, from_end: bool) -> Any:
     n_ids = flat.shape[0]
     if not ids.is_cuda:
         if not from_end:
-            _check_not_negative(flat, len(feature))
+            check_not_from_end(flat, len(feature), "index")
         # A layer over all edges asks for rows again and again. The workers of a loader do not keep
         # what they have decoded: each would have its own.
         if n_ids > len(feature) and torch.utils.data.get_worker_info() is None:
@@ -273,12 +293,6 @@ def _take(t: FeatureTensor, ids: torch.Tensor, *, from_end: bool) -> Any:
             return NotImplemented
     rows = feature.gather(flat)
     return rows.view(*ids.shape, *feature.shape[1:])
-
-
-def _check_not_negative(ids: torch.Tensor, n_rows: int) -> None:
-    """Refuse ids below 0, as torch does in most places; those on a GPU are not waited for."""
-    if not ids.is_cuda and len(ids) and int(ids.min()) < 0:
-        raise IndexRangeError(f"index: {int(ids.min())}, accepted are 0 to {n_rows - 1}")
 
 
 def _as_plain(ids: torch.Tensor) -> torch.Tensor:
@@ -308,7 +322,7 @@ def _index_select(
         and not out.requires_grad
     )
     if direct:
-        _check_not_negative(index, len(input))
+        check_not_from_end(index, len(input), "index")
         return input._feature.gather(index, out)
     rows = _take(input, index, from_end=False)
     if out is None or rows is NotImplemented:
@@ -369,7 +383,7 @@ def _get_item(t: torch.Tensor, index: Any) -> Any:
 def _row(t: FeatureTensor, number: int, rest: list[Any]) -> torch.Tensor:
     n_rows = len(t)
     if not -n_rows <= number < n_rows:
-        raise IndexRangeError(f"index: {number}, accepted are {-n_rows} to {n_rows - 1}")
+        raise_bad_index(number, 0, n_rows, "index")
     row = read_only(t._feature.gather(torch.tensor([number]))[0])
     return row[tuple(rest)] if rest else row
 
@@ -455,7 +469,7 @@ def _storage(t: FeatureTensor) -> torch.UntypedStorage:
 _SPECIAL: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.Tensor.__getitem__: _get_item,
     torch.Tensor.clone: _clone,
-    torch.Tensor.detach: lambda t: FeatureTensor(t._feature),
+    torch.Tensor.detach: _alias,
     torch.Tensor.detach_: _itself,
     torch.Tensor.index_select: _index_select,
     torch.Tensor.is_pinned: lambda t, *device: False,

@@ -20,11 +20,13 @@ from bitslab.integrations.dgl.compress import (  # noqa: E402
     feature_stats,
     raw_columns,
 )
+from bitslab.memory.report import FeaturesReport  # noqa: E402
 
 attach()
 
 __all__ = [
     "CompressedColumn",
+    "FeaturesReport",
     "attach",
     "compress_features",
     "decompress_features",

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from dgl.frame import Column, LazyFeature, _LazyIndex
 
-from bitslab import ArgumentError, ArgumentTypeError, CompressedFeature, IndexRangeError, hotness
+from bitslab import ArgumentError, ArgumentTypeError, CompressedFeature, hotness
+from bitslab.integrations.dgl.column_tensor import ColumnTensor, column_tensor
+from bitslab.memory.arguments import check_not_from_end
 
 _MISSING = object()
 
@@ -31,9 +33,11 @@ class CompressedColumn(Column):  # type: ignore[misc]
 
     Notes
     -----
-    Clones and subcolumns share the feature. Reading all rows of a full column, as
-    ``graph.ndata["feat"]`` does, decodes them once, keeps them with the feature and returns them
-    read-only; `feature_stats` tells of it.
+    Clones and subcolumns share the feature. ``graph.ndata["feat"]`` returns all rows of a full
+    column as a `ColumnTensor`, which is read-only: its shape, dtype and length come without
+    decoding, ``graph.ndata["feat"][ids]`` decodes those rows alone. What reads all values decodes
+    them once and keeps them with the feature; `feature_stats` gives the bytes of that copy, and a
+    DecodedCopyWarning does where they are 1 MiB or more.
     """
 
     # What DGL's columns have beside their storage.
@@ -66,13 +70,14 @@ class CompressedColumn(Column):  # type: ignore[misc]
     def data(self) -> Any:
         """Return the rows ``[n, *row_shape]``; reading them makes this a plain column.
 
-        All rows of the feature are returned read-only instead, and the column stays as it is.
+        All rows of the feature are returned as a `ColumnTensor` instead, which decodes what is read
+        of it, and the column stays as it is.
         """
         target = None if self.device is None else torch.device(self.device[0])
         on_host = target is None or target.type == "cpu"
         if self.index is None and on_host and self.deferred_dtype is None:
             self.device = None
-            return self.storage.whole()
+            return column_tensor(self.storage)
         dtype = self.dtype
         ids = self._ids()
         rows = self._rows_with_gradient(ids, target)
@@ -112,8 +117,8 @@ class CompressedColumn(Column):  # type: ignore[misc]
         RowsFuture
             ``wait()`` returns rows ``[n, *row_shape]``. DGL asks for all columns of a batch before
             it waits for the first, so they load together. A column that `to` moved elsewhere
-            returns a tensor, as DGL does, and so does one whose decoded rows, as
-            ``graph.ndata["feat"]`` returns them, were told to require a gradient.
+            returns a tensor, as DGL does, and so does one whose rows, as ``graph.ndata["feat"]``
+            returns them, require a gradient.
 
         Raises
         ------
@@ -129,12 +134,14 @@ class CompressedColumn(Column):  # type: ignore[misc]
             # Moved by `to`: decoded there once, as DGL moves a whole column once.
             _ = self.data
             return self.fetch(indices, device, pin_memory=pin_memory, **kwargs)
+        # Tables count negative ids from the end; DGL refuses them.
+        check_not_from_end(indices, len(self), "indices")
         ids = indices
         if self.index is not None:
             # Rows of a subgraph: only those asked for are decoded.
             index = self._ids()
-            ids = index[_checked(indices.to(index.device), len(index)).long()]
-        tensor = self._rows_with_gradient(_checked(ids), torch.device(device))
+            ids = index[indices.to(index.device).long()]
+        tensor = self._rows_with_gradient(ids, torch.device(device))
         if tensor is not None:
             return tensor.to(self.dtype)
         rows = self.storage.fetch(ids, torch.device(device), pin_memory=pin_memory)
@@ -143,14 +150,14 @@ class CompressedColumn(Column):  # type: ignore[misc]
     def _rows_with_gradient(
         self, ids: torch.Tensor, device: torch.device | None
     ) -> torch.Tensor | None:
-        """Return rows through which gradients reach what `data` returned, if that wants them.
+        """Return rows through which gradients reach what `data` returned, if that takes them.
 
         Otherwise None: rows from the packed table know nothing of gradients.
         """
-        whole = self.storage.kept_whole
-        if whole is None or not whole.requires_grad:
+        leaf = self.storage.leaf
+        if leaf is None:
             return None
-        rows: torch.Tensor = whole[ids.to("cpu").long()]
+        rows: torch.Tensor = leaf[ids.to("cpu").long()]
         return rows.to(ids.device if device is None else device)
 
     def _ids(self) -> torch.Tensor:
@@ -159,7 +166,8 @@ class CompressedColumn(Column):  # type: ignore[misc]
             return torch.arange(len(self.storage))
         if isinstance(self.index, _LazyIndex):
             self.index = self.index.flatten()
-        return _checked(self.index)
+        check_not_from_end(self.index, len(self.storage), "rowids")
+        return self.index
 
     # Columns made of this one. DGL makes them as plain columns around whatever the storage is.
 
@@ -169,6 +177,8 @@ class CompressedColumn(Column):  # type: ignore[misc]
 
     def subcolumn(self, rowids: torch.Tensor) -> Any:
         """Return a column of some rows ``[n]`` of this one; nothing is decoded yet."""
+        if self.index is not None:
+            check_not_from_end(rowids, len(self), "rowids")  # DGL looks them up at once
         return self._compressed(super().subcolumn(rowids))
 
     def deepclone(self) -> Any:
@@ -255,22 +265,6 @@ class _Converted:
         return self._rows.wait().to(self._dtype)  # type: ignore[no-any-return]
 
 
-def _checked(ids: torch.Tensor, n_rows: int | None = None) -> torch.Tensor:
-    """Return ids, or refuse negative ones, which tables count from the end and DGL refuses.
-
-    Ids on a GPU are not looked at, which would wait for it.
-    """
-    if ids.device.type == "cpu" and ids.numel():
-        least = int(ids.min())
-        if least < 0:
-            raise IndexRangeError(f"ids: {least} is out of range, accepted are numbers from 0")
-        if n_rows is not None and int(ids.max()) >= n_rows:
-            raise IndexRangeError(
-                f"ids: {int(ids.max())} is out of range, this column has {n_rows} rows"
-            )
-    return ids
-
-
 def why_raw(column: Any, *, any_dtype: bool = False) -> str:
     """Say why a column is not compressed when nobody names it; "" when it can be.
 
@@ -328,14 +322,26 @@ def compress_column(
     Returns
     -------
     CompressedColumn
-        The same object.
+        The same object. One that is compressed already stays as it is.
 
     Raises
     ------
     ArgumentError, ArgumentTypeError
-        When the column is compressed already, is not on the CPU or requires a gradient, or when an
-        argument is not accepted. The column is as it was then.
+        When the column is not on the CPU or requires a gradient, when an argument is not accepted,
+        or when one is given for a column that is compressed already. The column is as it was then.
     """
+    if isinstance(column, CompressedColumn):
+        other = {"device": device is not None, "layout": layout != "compact"}
+        other |= {"cache_bytes": bool(cache_bytes), "cache_ratio": bool(cache_ratio)}
+        other |= {"hotness": hotness is not None, "codec": codec != "auto"}
+        other |= {"cache_codec": cache_codec is not None, "group": group is not None}
+        given = ", ".join(name for name, is_given in other.items() if is_given)
+        if given:
+            raise ArgumentError(
+                "compress: this column is compressed already; decompress_features(graph) makes it "
+                f"plain, to compress it with other {given}"
+            )
+        return column
     reason = why_raw(column, any_dtype=True)
     if reason:
         raise ArgumentError(f"compress: this column {reason}")
@@ -344,7 +350,7 @@ def compress_column(
             "hotness: a cache needs scores [N], because a column does not know its graph; "
             "bitslab.integrations.dgl.compress_features knows the degrees"
         )
-    tensor = column.data
+    tensor = plain_rows(column)
     feature = CompressedFeature.from_tensor(
         tensor,
         device=device,
@@ -357,6 +363,12 @@ def compress_column(
         group=group,
     )
     return put_feature(column, feature)
+
+
+def plain_rows(column: Any) -> torch.Tensor:
+    """Return the rows of a plain column to pack; those of a ColumnTensor are decoded, not kept."""
+    rows: torch.Tensor = column.data
+    return rows.clone() if isinstance(rows, ColumnTensor) else rows
 
 
 def hot_ids(scores: Any, n_rows: int, name: str) -> torch.Tensor:

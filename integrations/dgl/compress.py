@@ -10,7 +10,14 @@ import dgl
 import torch
 
 from bitslab import ArgumentError, ArgumentTypeError, CompressedFeature
-from bitslab.integrations.dgl.column import CompressedColumn, hot_ids, put_feature, why_raw
+from bitslab.integrations.dgl.column import (
+    CompressedColumn,
+    hot_ids,
+    plain_rows,
+    put_feature,
+    why_raw,
+)
+from bitslab.memory.report import FeaturesReport, feature_name
 
 #: A node type, or an edge type as DGL spells it out: (source type, name, destination type).
 GraphType = str | tuple[str, str, str]
@@ -48,7 +55,7 @@ def compress_features(
     codec: Any = "auto",
     cache_codec: Any = None,
     group: Any = None,
-) -> Any:
+) -> FeaturesReport:
     """Keep feature columns of a graph packed in host memory; training sees the same bits.
 
     Parameters
@@ -57,7 +64,7 @@ def compress_features(
         On the CPU; homogeneous or heterogeneous.
     names : str, iterable of str, or mapping, optional
         Which columns. None: all floating-point and complex ones of all node and edge types that are
-        not compressed yet and require no gradient (`raw_columns` says what was left, and why).
+        not compressed yet and require no gradient; the report says what was left, and why.
         Names: of any dtype, of every type that has one. A mapping gives the names, or None, for a
         node type, an edge type's name or its triple; a name that is a node type's stands for that.
     device : torch.device or str, optional
@@ -78,8 +85,10 @@ def compress_features(
 
     Returns
     -------
-    dgl.DGLGraph
-        The same graph. When anything fails it is left as it was.
+    FeaturesReport
+        What was compressed, and what was left alone and why, by type and name, such as
+        ``"_N.feat"`` and ``"user:likes:item.weight"``; ``print`` shows a table. When anything fails
+        the graph is left as it was.
 
     Raises
     ------
@@ -97,8 +106,19 @@ def compress_features(
     times when it is a seed, and then it is one of the node's in-degree edges of its type, of which
     samplers draw a fixed number: its score is (1 + out-degree) / in-degree of the destination.
 
-    What reads a whole column, as a layer over the full graph, `dgl.save_graphs` and `dgl.batch` do,
-    decodes it once, and the feature keeps it decoded; `feature_stats` tells of it.
+    ``graph.ndata["feat"]`` returns a tensor whose shape, dtype and length come without decoding, as
+    in ``graph.ndata["feat"].shape[1]``; rows that are chosen from it are decoded alone. What reads
+    all its values, as a layer over the full graph, `dgl.save_graphs` and `dgl.batch` do, decodes
+    them once, and the feature keeps them; `feature_stats` gives the bytes of that copy, and so does
+    a DecodedCopyWarning, once, where they are 1 MiB or more.
+
+    Compressed columns are read-only. What writes to one raises, such as DGL's transforms that write
+    in place, `dgl.FeatMask` and `dgl.RowFeatNormalizer`. Writers that torch does not see are not
+    stopped: what another library writes through DLPack, as to
+    ``torch.from_dlpack(graph.ndata["feat"])``, changes the decoded copy and not the packed rows, so
+    that later reads differ. The way out: transform the graph before it is compressed; or make the
+    column plain by ``decompress_features(graph, "feat")``, transform it and compress it again. For
+    DLPack, ``graph.ndata["feat"].clone()`` is the caller's own.
 
     Compress before loaders are made: worker processes that persist keep the graph as they first saw
     it.
@@ -109,7 +129,9 @@ def compress_features(
     >>> from bitslab.integrations.dgl import compress_features
     >>> graph = dgl.rand_graph(100, 500)
     >>> graph.ndata["feat"] = torch.randn(100, 64).round()
-    >>> graph = compress_features(graph)
+    >>> report = compress_features(graph)
+    >>> list(report.compressed), report.left
+    (['_N.feat'], {})
     >>> sampler = dgl.dataloading.NeighborSampler([5, 5], prefetch_node_feats=["feat"])
     >>> loader = dgl.dataloading.DataLoader(graph, torch.arange(100), sampler, batch_size=50)
     """
@@ -123,7 +145,7 @@ def compress_features(
         raise ArgumentError(f"hotness: {hotness!r}, the only name accepted is 'degree'")
     chosen = _chosen(graph, names)
     order = _Order(graph, hotness, {place.type for place in chosen})
-    tensors = {place: place.column.data for place in chosen}
+    tensors = {place: plain_rows(place.column) for place in chosen}
     features = {
         place: CompressedFeature.from_tensor(
             tensor,
@@ -138,9 +160,16 @@ def compress_features(
         )
         for place, tensor in tensors.items()
     }
+    report = FeaturesReport()
+    taken = {(place.type, place.name) for place in chosen}
+    for place in _places(graph):
+        if (place.type, place.name) not in taken:
+            reason = why_raw(place.column) or "was not named"
+            report.left[feature_name(place.type, place.name)] = reason
     for place, feature in features.items():
         put_feature(place.column, feature)
-    return graph
+        report.compressed[feature_name(place.type, place.name)] = feature.stats()
+    return report
 
 
 def decompress_features(graph: Any, names: Names = None) -> Any:

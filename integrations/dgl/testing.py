@@ -3,7 +3,8 @@
 ``pytest -p bitslab.integrations.dgl.testing --bitslab-compress-features ...`` makes each column
 that DGL makes of a tensor a `CompressedColumn`, whoever asks for it, so that a suite which knows
 nothing of bitslab checks that nothing else changes. Columns that cannot be compressed stay raw:
-integers, gradients, tensors on a GPU. Without the option nothing happens.
+integers, gradients, tensors on a GPU. Warnings of decoded copies are left out: nobody chose to
+compress. Without the option nothing happens.
 """
 
 from __future__ import annotations
@@ -116,6 +117,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Start before test modules are imported: some make graphs as they are."""
     if config.getoption(OPTION):
+        config.addinivalue_line("filterwarnings", "ignore::bitslab.DecodedCopyWarning")
         allow_many_files()
         config.stash[_KEY] = CompressEveryColumn()
         config.stash[_KEY].start()

@@ -6,11 +6,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from torch_geometric.data import Data, HeteroData
 
 from bitslab.errors import ArgumentError, ArgumentTypeError
 from bitslab.memory.feature_tensor import FeatureTensor
+from bitslab.memory.report import feature_name
 
 #: A node type or an edge type of a HeteroData; of a Data, "nodes" or "edges".
 Place: TypeAlias = "str | tuple[str, str, str]"
@@ -50,6 +52,11 @@ class Column:
         return self.store[self.name]
 
     @property
+    def full_name(self) -> str:
+        """What reports call it."""
+        return feature_name(None if self.store._key is None else self.place, self.name)
+
+    @property
     def of_edges(self) -> bool:
         """Whether it has a row for each edge."""
         return not isinstance(self.place, str) or (
@@ -87,6 +94,26 @@ def _columns_in(data: Any, store: Any) -> Iterator[Column]:
             yield _column(store, name)
 
 
+def other_columns(data: Any) -> Iterator[tuple[Column, str]]:
+    """Yield what has a row for each node or edge but is no dense tensor, and why it is no column.
+
+    Such as arrays of NumPy, memory-mapped ones too, and sparse tensors. The edges themselves are
+    none of these.
+    """
+    for store in stores_of(data):
+        for name in list(store.keys()):
+            reason = obstacle(data, store, name)
+            if not reason or isinstance(store[name], (list, tuple)):
+                continue
+            if isinstance(store[name], torch.Tensor) and store[name].layout is torch.strided:
+                continue
+            # Of sparse adjacencies it is a pair.
+            if not isinstance(data.__cat_dim__(name, store[name], store), int):
+                continue
+            if store.is_node_attr(name) or store.is_edge_attr(name):
+                yield _column(store, name), reason
+
+
 def _column(store: Any, name: str) -> Column:
     if store._key is not None:
         return Column(store, store._key, name)
@@ -96,6 +123,11 @@ def _column(store: Any, name: str) -> Column:
 def obstacle(data: Any, store: Any, name: str) -> str:
     """Return why an attribute is no column of rows, or an empty text."""
     value = store[name]
+    if isinstance(value, np.ndarray):
+        return (
+            f"is a NumPy {type(value).__name__}, expected a torch.Tensor; torch.from_numpy makes "
+            "one of it without a copy"
+        )
     if not isinstance(value, torch.Tensor):
         return f"is a {type(value).__name__}, expected a torch.Tensor"
     if value.layout is not torch.strided or value.is_nested or value.is_quantized:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
 import torch
@@ -16,16 +16,18 @@ from bitslab.integrations.pyg.columns import (
     chosen_columns,
     columns_of,
     is_compressed,
+    other_columns,
 )
 from bitslab.integrations.pyg.hotness import Hotness, check_hotness, hot_ids
 from bitslab.memory.feature_tensor import FeatureTensor
 from bitslab.memory.parts import Layout
+from bitslab.memory.report import FeaturesReport
 
 Graph = TypeVar("Graph")
 
 
 def compress_features(
-    data: Graph,
+    data: Any,
     names: Names = None,
     *,
     device: torch.device | str | None = None,
@@ -36,7 +38,7 @@ def compress_features(
     codec: str | RowCodec = "auto",
     cache_codec: str | RowCodec | None = None,
     group: Any = None,
-) -> Graph:
+) -> FeaturesReport:
     """Put compressed features in the place of the node and edge tensors of a graph.
 
     Loaders, transforms and models go on unchanged: a batch gets plain tensors with the same bits.
@@ -51,7 +53,8 @@ def compress_features(
         What to compress, such as ``"x"`` or ``["x", "edge_attr"]``; in a HeteroData in every type
         that has it, or ``{"paper": "x", ("a", "to", "b"): ["edge_attr"]}``. When left out: every
         floating-point or complex tensor with one row for each node or edge that is not compressed
-        yet and requires no gradient. Integers, such as labels, and masks must be named.
+        yet and requires no gradient. Integers, such as labels, and masks must be named. Arrays of
+        NumPy are left alone; `torch.from_numpy` makes tensors of them, memory-mapped ones too.
     device : torch.device or str, optional
         Where rows are wanted: the cache goes there. The current GPU, or the CPU where there is
         none, when left out.
@@ -74,8 +77,9 @@ def compress_features(
 
     Returns
     -------
-    Data or HeteroData
-        The same object.
+    FeaturesReport
+        What was compressed, and what was left alone and why, by name, in a HeteroData by type and
+        name, such as ``"paper.x"`` and ``"author:writes:paper.weight"``; ``print`` shows a table.
 
     Raises
     ------
@@ -95,7 +99,9 @@ def compress_features(
     >>> from bitslab.integrations.pyg import compress_features
     >>> x = torch.randn(100, 16).round()
     >>> data = Data(x=x, edge_index=torch.randint(100, (2, 500)))
-    >>> data = compress_features(data)
+    >>> report = compress_features(data)
+    >>> list(report.compressed), report.left
+    (['x'], {})
     >>> torch.equal(data.x[[7, 3]], x[[7, 3]])
     True
     """
@@ -131,9 +137,17 @@ def compress_features(
         for _, t in made:
             t.feature.table.close()
         raise
+    report = FeaturesReport(left=_left_alone(data, columns))
     for column, t in made:
         column.store[column.name] = t
-    return data
+        report.compressed[column.full_name] = t.feature.stats()
+    return report
+
+
+def _left_alone(data: Any, chosen: list[Column]) -> dict[str, str]:
+    """Return why all columns but the chosen ones are left alone, by name."""
+    left = {c.full_name: why_raw(c) or "was not named" for c in columns_of(data) if c not in chosen}
+    return left | {column.full_name: reason for column, reason in other_columns(data)}
 
 
 def why_raw(column: Column, any_dtype: bool = False) -> str:
@@ -201,11 +215,12 @@ def feature_stats(data: Any) -> dict[Any, Any]:
         What `bitslab.CompressedFeature.stats` returns: for a Data by name, for a HeteroData by type
         and then by name.
     """
-    return _by_place(data, lambda c: c.value.feature.stats() if is_compressed(c) else None)
+    check_data(data)
+    return _by_place((c, c.value.feature.stats()) for c in columns_of(data) if is_compressed(c))
 
 
 def raw_columns(data: Any) -> dict[Any, Any]:
-    """Return the tensors of nodes or edges that are not compressed, and why not.
+    """Return the tensors and arrays of nodes or edges that are not compressed, and why not.
 
     Parameters
     ----------
@@ -218,15 +233,15 @@ def raw_columns(data: Any) -> dict[Any, Any]:
         Why `compress_features` without names would leave them, empty for those that it would not:
         for a Data by name, for a HeteroData by type and then by name.
     """
-    return _by_place(data, lambda c: None if is_compressed(c) else why_raw(c))
-
-
-def _by_place(data: Any, function: Callable[[Column], Any]) -> dict[Any, Any]:
     check_data(data)
+    raw = [(column, why_raw(column)) for column in columns_of(data) if not is_compressed(column)]
+    return _by_place([*raw, *other_columns(data)])
+
+
+def _by_place(values: Iterable[tuple[Column, Any]]) -> dict[Any, Any]:
+    """Return values by name or, where there are types, by type and name."""
     found: dict[Any, Any] = {}
-    for column in columns_of(data):
-        value = function(column)
-        if value is not None:
-            flat = column.store._key is None
-            (found if flat else found.setdefault(column.place, {}))[column.name] = value
+    for column, value in values:
+        flat = column.store._key is None
+        (found if flat else found.setdefault(column.place, {}))[column.name] = value
     return found

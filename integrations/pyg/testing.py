@@ -3,7 +3,8 @@
 ``pytest -p bitslab.integrations.pyg.testing --bitslab-compress-features ...`` runs any tests that
 way: each floating-point tensor with a dimension and without gradient that is set on a `Data` or
 `HeteroData` becomes a `FeatureTensor`, until ``requires_grad_`` of its graph or store asks for a
-gradient. What then differs is told by the tests: in-place writes to features raise, and a feature
+gradient. Warnings of decoded copies are left out: nobody chose to compress. What then differs is
+told by the tests: in-place writes to features raise, and a feature
 does not share memory, strides or identity with the tensor that it was made of.
 """
 
@@ -48,6 +49,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Compress from now on, if asked to."""
     if config.getoption(OPTION):
+        config.addinivalue_line("filterwarnings", "ignore::bitslab.DecodedCopyWarning")
         _allow_open_files()
         BaseStorage.__setitem__ = _set_compressed
         for holder, plain in _plain_requires_grad.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 
 import pytest
 import torch
@@ -117,13 +118,30 @@ def test_whole_is_decoded_once_and_protected(x):
     assert whole is feature.whole() is feature.kept_whole
     assert feature.stats()["materialised_bytes"] == x.nbytes
     assert feature.stats()["gathers"] == 0
-    assert sum("materialised" in note for note in feature.stats()["notes"]) == 1
+    (note,) = (note for note in feature.stats()["notes"] if "materialised" in note)
+    assert note.endswith(f" {x.nbytes:,} bytes")
     with pytest.raises(bitslab.BitslabError, match="read-only"):
         whole[0] = 0
     plain(whole).add_(1)  # round the guard
     assert torch.equal(feature.whole(), x)
     feature.forget_whole()
     assert feature.stats()["materialised_bytes"] == 0
+
+
+@pytest.mark.parametrize("n_rows", [1023, 1024], ids=["small", "1 MiB"])
+def test_a_large_copy_is_warned_of_once_with_its_bytes(n_rows):
+    feature = CompressedFeature.from_tensor(torch.ones(n_rows, 256))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        feature.whole()
+        feature.forget_whole()
+        feature.whole()
+    if n_rows < 1024:
+        assert not caught
+    else:
+        (warning,) = caught
+        assert warning.category is bitslab.DecodedCopyWarning and warning.filename == __file__
+        assert "takes 1,048,576 bytes" in str(warning.message)
 
 
 def test_copies(x):

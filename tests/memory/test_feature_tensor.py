@@ -367,3 +367,29 @@ def test_rows_go_to_the_gpu_of_their_ids(t, x):
     assert same(t[mask].cpu(), x[MASK])
     assert not decoded_whole(t)
     assert t.pin_memory().is_pinned()
+
+
+def test_there_is_no_address_before_rows_are_decoded(t, x):
+    with pytest.raises(RuntimeError, match="Cannot access data pointer"):
+        torch.utils.dlpack.to_dlpack(t)  # which torch lets nobody intercept
+    assert torch.equal(torch.from_dlpack(t), x)
+
+
+@pytest.mark.parametrize("bad", [-1, N], ids=["-1", "N"])
+@pytest.mark.parametrize("out", [False, True], ids=["new", "out"])
+def test_ids_that_do_not_count_from_the_end_have_one_range(t, bad, out):
+    ids = torch.tensor([2, bad])
+    accepted = rf"^index: index {bad} at position 1 is out of range.*\(accepted are 0 to {N - 1}\)$"
+    options = {"out": torch.empty(2, 4)} if out else {}
+    with pytest.raises(IndexRangeError, match=accepted):
+        torch.index_select(t, 0, ids, **options)
+    with pytest.raises(IndexRangeError, match=accepted):
+        F.embedding(ids, t)
+
+
+@pytest.mark.parametrize("bad", [-N - 1, N], ids=["-N-1", "N"])
+def test_ids_that_count_from_the_end_have_one_range(t, bad):
+    for index in (bad, [bad], torch.tensor([bad])):
+        with pytest.raises(IndexRangeError, match=rf"\(accepted are -{N} to {N - 1}\)$"):
+            t[index]
+    assert torch.equal(t[[-1]], t[[N - 1]])

@@ -7,7 +7,7 @@ from typing import Any
 import dgl
 import torch
 
-from bitslab.integrations.dgl import CompressedColumn
+from bitslab.integrations.dgl import CompressedColumn, compress_features
 from tests.helpers import same_bits
 
 FLOW = ("user", "follows", "user")
@@ -56,6 +56,12 @@ def heterogeneous() -> Any:
     graph.edges[LIKE].data["w"] = features(24, 4, seed=3)
     graph.edges[FLOW].data["w"] = features(12, 4, seed=4)
     graph.nodes["user"].data["label"] = torch.arange(12) % 3
+    return graph
+
+
+def packed_graph(graph: Any, names: Any = None, **options: Any) -> Any:
+    """Compress features of a graph and return it."""
+    compress_features(graph, names, **options)
     return graph
 
 

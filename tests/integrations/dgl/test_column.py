@@ -16,13 +16,12 @@ from bitslab import ArgumentError, ArgumentTypeError, BitslabError, CompressedFe
 from bitslab.integrations.dgl import (
     CompressedColumn,
     attach,
-    compress_features,
     decompress_features,
     detach,
     feature_stats,
 )
 from tests.helpers import dtype_id, packable, same_bits, take
-from tests.integrations.dgl.graphs import assert_same_graph, features, homogeneous
+from tests.integrations.dgl.graphs import assert_same_graph, features, homogeneous, packed_graph
 
 X = features(20, 6)
 IDS = torch.tensor([3, 0, 19, 3])
@@ -147,7 +146,7 @@ def test_a_deep_clone_has_its_own_rows():
 
 def test_a_move_to_the_cpu_decodes_nothing():
     # What scripts do without a GPU: graph = graph.to(device).
-    graph = compress_features(homogeneous()).to("cpu")
+    graph = packed_graph(homogeneous()).to("cpu")
     for part in (graph, graph.subgraph(torch.arange(20)), graph.int().to("cpu")):
         column = part.to(torch.device("cpu")).get_node_storage("feat")
         assert same_bits(column.fetch(IDS, "cpu").wait(), homogeneous().ndata["feat"][IDS])
@@ -231,6 +230,36 @@ def test_writes_in_place_raise():
     assert_same_graph(graph, homogeneous())
 
 
+TRANSFORMS = {
+    "mask": dgl.FeatMask(1.0, node_feat_names=["feat"]),
+    "normalizer": dgl.RowFeatNormalizer(node_feat_names=["feat"]),
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize(
+    "make_plain",
+    [
+        lambda graph: decompress_features(graph, "feat"),
+        lambda graph: graph.ndata.update({"feat": graph.ndata["feat"].clone()}),
+    ],
+    ids=["decompressed", "clone"],
+)
+def test_transforms_that_write_in_place_work_on_a_column_that_was_made_plain(transform, make_plain):
+    def prepared():
+        graph = homogeneous()
+        graph.ndata["feat"] = graph.ndata["feat"].nan_to_num(0.0, 1.0, 1.0)
+        return graph
+
+    graph = packed_graph(prepared())
+    with pytest.raises(BitslabError, match=r"read-only.* write to a clone\(\)"):
+        TRANSFORMS[transform](graph)
+    make_plain(graph)
+    assert_same_graph(
+        packed_graph(TRANSFORMS[transform](graph), "feat"), TRANSFORMS[transform](prepared())
+    )
+
+
 def test_a_new_value_replaces_it():
     graph = homogeneous()
     kept = graph.get_node_storage("feat").compress()
@@ -271,6 +300,24 @@ def test_one_line_compresses_a_column():
     assert_same_graph(graph, homogeneous())
 
 
+def test_the_line_again_changes_nothing():
+    graph = packed_graph(homogeneous())
+    column = graph.get_node_storage("feat")
+    feature = column.storage
+    assert column.compress() is column and column.storage is feature
+    assert column.subcolumn(IDS).compress().storage is feature
+    for options in (
+        {"codec": "raw"},
+        {"layout": "inplace"},
+        {"cache_bytes": 500},
+        {"hotness": torch.arange(30)},
+        {"device": "cpu"},
+    ):
+        with pytest.raises(ArgumentError, match=f"compressed already.*other {next(iter(options))}"):
+            column.compress(**options)
+    assert column.storage is feature
+
+
 def test_a_cache_needs_scores():
     column = Column(X)
     with pytest.raises(ArgumentError, match=r"hotness: a cache needs scores"):
@@ -286,8 +333,8 @@ def test_a_cache_needs_scores():
 
 
 def test_columns_that_cannot_be_compressed():
-    with pytest.raises(ArgumentError, match="compress: this column is compressed already"):
-        packed().compress()
+    with pytest.raises(ArgumentError, match="is compressed already; decompress_features"):
+        packed().compress(layout="inplace")
     with pytest.raises(ArgumentError, match="requires a gradient"):
         Column(X.clone().requires_grad_()).compress()
     with pytest.raises(ArgumentError, match="is on cuda:0; compress it before it is moved"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import sys
 from typing import Any
 
@@ -18,6 +19,7 @@ from bitslab.integrations.dgl import (
     raw_columns,
 )
 from bitslab.integrations.dgl.compress import degree_scores
+from bitslab.memory.report import feature_name
 from tests.helpers import same_bits, take
 from tests.integrations.dgl.graphs import (
     FLOW,
@@ -29,6 +31,7 @@ from tests.integrations.dgl.graphs import (
     features,
     heterogeneous,
     homogeneous,
+    packed_graph,
 )
 
 ALL = {("user", "feat"), ("item", "feat"), ("shop", "size"), (LIKE, "w"), (FLOW, "w")}
@@ -58,8 +61,11 @@ ALL = {("user", "feat"), ("item", "feat"), ("shop", "size"), (LIKE, "w"), (FLOW,
 )
 def test_columns_are_chosen(names, expected):
     graph = heterogeneous()
-    assert compress_features(graph, names) is graph
+    report = compress_features(graph, names)
     assert compressed(graph) == expected
+    assert report.compressed.keys() == {feature_name(*key) for key in expected}
+    assert report.left.keys() == {feature_name(*key) for key in columns(graph).keys() - expected}
+    assert all(report.left.values())
     stats = feature_stats(graph)
     assert {(type_, name) for type_ in stats for name in stats[type_]} == expected
     raw = raw_columns(graph)
@@ -78,6 +84,59 @@ def test_what_is_left_has_a_reason():
     assert raw_columns(homogeneous())["_N"]["feat"] == ""  # nothing stands in the way
 
 
+LEFT: dict[str, tuple[Any, str]] = {
+    "integers": (torch.arange(30), "is torch.int64: only floating-point columns are compressed"),
+    "masks": (torch.arange(30) > 3, "is torch.bool: only floating-point columns are compressed"),
+    "gradient": (torch.randn(30, 2, requires_grad=True), "requires a gradient"),
+    "sparse": (torch.eye(30).to_sparse(), "is sparse"),
+    "placeholder": (dgl.frame.LazyFeature("feat"), "is a placeholder"),
+}
+
+
+@pytest.mark.parametrize("kind", LEFT)
+def test_the_report_says_what_was_left_and_why(kind):
+    value, reason = LEFT[kind]
+    graph = dgl.rand_graph(30, 60)
+    graph.ndata["x"] = value
+    report = compress_features(graph)
+    assert not report.compressed and report.left.keys() == {"_N.x"}
+    assert reason in report.left["_N.x"]
+    assert f"left alone:\n  _N.x: {report.left['_N.x']}" == str(report)
+
+
+def test_the_report_is_for_people_and_for_machines():
+    graph = heterogeneous()
+    report = compress_features(graph, device="cpu", cache_ratio=0.5)
+    text = str(report)
+    assert text.splitlines()[0].split() == (
+        "feature rows packed as raw MiB host MiB ratio cached".split()
+    )
+    for words in (
+        "\nuser.feat ",
+        "\nuser:likes:item.w ",
+        "\nall ",
+        "left alone:\n  user.label: is ",
+    ):
+        assert words in text
+    facts = json.loads(json.dumps(report.as_dict()))
+    stats = feature_stats(graph)
+    assert facts["compressed"]["user.feat"] == json.loads(json.dumps(stats["user"]["feat"]))
+    assert (
+        facts["raw_bytes"]
+        == report.raw_bytes
+        == sum(one["raw_bytes"] for some in stats.values() for one in some.values())
+    )
+    assert str(compress_features(dgl.rand_graph(3, 4))) == "no features"
+
+
+def test_the_report_of_a_second_call_names_what_is_compressed_already():
+    graph = packed_graph(homogeneous(), "feat")
+    report = compress_features(graph, "half")
+    assert list(report.compressed) == ["_N.half"]
+    assert report.left["_N.feat"] == "is compressed already"
+    assert report.left["_N:_E:_N.w"] == "was not named"
+
+
 def test_a_placeholder_is_left():
     graph = homogeneous()
     graph.ndata["later"] = dgl.frame.LazyFeature("feat")
@@ -86,7 +145,7 @@ def test_a_placeholder_is_left():
 
 
 def test_once_more_compresses_what_is_new():
-    graph = compress_features(homogeneous())
+    graph = packed_graph(homogeneous())
     kept = graph.get_node_storage("feat").storage
     graph.ndata["new"] = features(30, 4)
     compress_features(graph)
@@ -114,7 +173,7 @@ def test_a_subgraph_can_be_compressed():
     ids=str,
 )
 def test_options_change_no_bit(options):
-    graph, raw = compress_features(heterogeneous(), **options, device="cpu"), heterogeneous()
+    graph, raw = packed_graph(heterogeneous(), **options, device="cpu"), heterogeneous()
     for (type_, name), column in columns(graph).items():
         x = columns(raw)[type_, name].data
         ids = torch.arange(len(x)).flip(0)
@@ -158,7 +217,7 @@ def test_names_of_another_kind(names):
 
 
 def test_a_column_that_is_compressed_already():
-    graph = compress_features(homogeneous(), "feat")
+    graph = packed_graph(homogeneous(), "feat")
     with pytest.raises(ArgumentError, match="column 'feat' of node type '_N' is compressed alr"):
         compress_features(graph, ["half", "feat"])
     assert compressed(graph) == {("_N", "feat")}
@@ -277,13 +336,13 @@ RAW: dict[str, Any] = {"codec": "raw", "device": "cpu", "cache_bytes": 2 * 32}
     ids=["degree", "nodes given", "both given", "function"],
 )
 def test_hot_rows_are_cached(hotness, nodes, edges):
-    graph = compress_features(star(), hotness=hotness, **RAW)
+    graph = packed_graph(star(), hotness=hotness, **RAW)
     assert hot(graph, "_N", "x", 2) == nodes
     assert hot(graph, ("_N", "_E", "_N"), "y", 2) == edges
 
 
 def test_one_tensor_for_one_type():
-    graph = compress_features(star(), "x", hotness=torch.arange(10), **RAW)
+    graph = packed_graph(star(), "x", hotness=torch.arange(10), **RAW)
     assert hot(graph, "_N", "x", 2) == [8, 9]
     with pytest.raises(ArgumentError, match="hotness: one tensor for columns of 2 types"):
         compress_features(star(), hotness=torch.arange(10), **RAW)
@@ -326,7 +385,7 @@ def test_bad_hotness(hotness, error, message):
 
 
 def test_columns_become_plain_again():
-    graph = compress_features(heterogeneous())
+    graph = packed_graph(heterogeneous())
     assert decompress_features(graph) is graph
     assert not compressed(graph)
     assert_same_graph(graph, heterogeneous())
@@ -336,7 +395,7 @@ def test_columns_become_plain_again():
 
 
 def test_some_columns_become_plain_again():
-    graph = compress_features(heterogeneous())
+    graph = packed_graph(heterogeneous())
     part = graph.subgraph({"user": [3, 1]})
     decompress_features(graph, {"user": "feat", "likes": None})
     assert compressed(graph) == ALL - {("user", "feat"), (LIKE, "w")}

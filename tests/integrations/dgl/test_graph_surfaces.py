@@ -26,6 +26,7 @@ from tests.integrations.dgl.graphs import (
     compressed,
     heterogeneous,
     homogeneous,
+    packed_graph,
 )
 
 IDS = torch.tensor([3, 0, 17, 3])
@@ -225,7 +226,7 @@ WAYS: dict[str, Any] = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_homogeneous(way):
-    graph = compress_features(homogeneous())
+    graph = packed_graph(homogeneous())
     assert len(compressed(graph)) == 4
     assert_same(WAYS[way](homogeneous()), WAYS[way](graph))
 
@@ -279,14 +280,14 @@ HETERO: dict[str, Any] = {
 
 @pytest.mark.parametrize("way", HETERO)
 def test_heterogeneous(way):
-    graph = compress_features(heterogeneous())
+    graph = packed_graph(heterogeneous())
     assert len(compressed(graph)) == 5
     assert_same(HETERO[way](heterogeneous()), HETERO[way](graph))
 
 
 @pytest.mark.parametrize("make", [homogeneous, heterogeneous])
 def test_graphs_are_saved_and_loaded(make, tmp_path):
-    graph = compress_features(make())
+    graph = packed_graph(make())
     for name, each in {"raw": make(), "packed": graph}.items():
         dgl.save_graphs(str(tmp_path / name), [each, each], {"y": torch.arange(2)})
     assert (tmp_path / "raw").stat().st_size == (tmp_path / "packed").stat().st_size
@@ -315,7 +316,7 @@ STAYS = {
 
 @pytest.mark.parametrize("way", STAYS)
 def test_nothing_is_decoded_until_it_is_read(way):
-    graph = compress_features(homogeneous())
+    graph = packed_graph(homogeneous())
     made = STAYS[way](graph)
     found = [c for c in columns(made).values() if isinstance(c, CompressedColumn)]
     assert len(found) >= 4
@@ -326,7 +327,7 @@ def test_nothing_is_decoded_until_it_is_read(way):
 
 
 def test_reading_a_subgraph_decodes_its_rows_alone():
-    graph = compress_features(homogeneous())
+    graph = packed_graph(homogeneous())
     part = graph.subgraph([4, 7])
     assert torch.equal(part.ndata["half"], homogeneous().ndata["half"][[4, 7]])
     stats = feature_stats(graph)["_N"]["half"]
@@ -338,7 +339,7 @@ def test_reading_a_subgraph_decodes_its_rows_alone():
 
 
 def test_reading_a_whole_column_is_told_once():
-    graph = compress_features(homogeneous())
+    graph = packed_graph(homogeneous())
     for _ in range(2):
         nn.GraphConv(9, 2)(dgl.add_self_loop(graph), graph.ndata["feat"])
     stats = feature_stats(graph)["_N"]["feat"]
@@ -356,7 +357,7 @@ def test_a_pickle_of_a_subgraph_is_small():
 
 
 def test_copies_are_independent():
-    graph, raw = compress_features(homogeneous()), homogeneous()
+    graph, raw = packed_graph(homogeneous()), homogeneous()
     deep, local = copy.deepcopy(graph), graph.local_var()
     assert local.get_node_storage("feat").storage is graph.get_node_storage("feat").storage
     assert deep.get_node_storage("feat").storage is not graph.get_node_storage("feat").storage

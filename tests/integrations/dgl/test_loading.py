@@ -10,9 +10,16 @@ import pytest
 import torch
 
 from bitslab import IndexRangeError
-from bitslab.integrations.dgl import CompressedColumn, compress_features, feature_stats
+from bitslab.integrations.dgl import CompressedColumn, feature_stats
 from tests.helpers import same_bits, take
-from tests.integrations.dgl.graphs import FLOW, LIKE, compressed, heterogeneous, homogeneous
+from tests.integrations.dgl.graphs import (
+    FLOW,
+    LIKE,
+    compressed,
+    heterogeneous,
+    homogeneous,
+    packed_graph,
+)
 
 SEEDS = torch.arange(0, 30, 3)
 
@@ -55,7 +62,7 @@ BLOCKS = {
 
 @pytest.mark.parametrize("name", BLOCKS)
 def test_blocks(name):
-    raw, graph = homogeneous(), compress_features(homogeneous())
+    raw, graph = homogeneous(), packed_graph(homogeneous())
     n_batches = 0
     for inputs, outputs, blocks in loader(graph, BLOCKS[name]()):
         n_batches += 1
@@ -79,7 +86,7 @@ WHOLE: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", WHOLE)
 def test_subgraphs(name):
-    raw, graph = homogeneous(), compress_features(homogeneous())
+    raw, graph = homogeneous(), packed_graph(homogeneous())
     n_batches = 0
     for batch in WHOLE[name](graph):
         n_batches += 1
@@ -90,7 +97,7 @@ def test_subgraphs(name):
 
 
 def test_clusters(tmp_path):
-    raw, graph = homogeneous(), compress_features(homogeneous())
+    raw, graph = homogeneous(), packed_graph(homogeneous())
     sampler = dl.ClusterGCNSampler(graph, 3, cache_path=str(tmp_path / "clusters"), **GRAPHS)
     parts = list(dl.DataLoader(graph, torch.arange(3), sampler, batch_size=1))
     assert sum(part.num_nodes() for part in parts) == 30
@@ -100,7 +107,7 @@ def test_clusters(tmp_path):
 
 @pytest.mark.parametrize("negative", [None, "uniform", "global"])
 def test_edge_prediction(negative):
-    raw, graph = homogeneous(), compress_features(homogeneous())
+    raw, graph = homogeneous(), packed_graph(homogeneous())
     samplers = {
         "uniform": dl.negative_sampler.Uniform(2),
         "global": dl.negative_sampler.GlobalUniform(2, replace=True),
@@ -119,7 +126,7 @@ def test_edge_prediction(negative):
 
 
 def test_heterogeneous_graphs():
-    raw, graph = heterogeneous(), compress_features(heterogeneous())
+    raw, graph = heterogeneous(), packed_graph(heterogeneous())
     sampler = dl.NeighborSampler(
         [3, 2],
         prefetch_node_feats={"user": ["feat"], "item": ["feat"]},
@@ -139,7 +146,7 @@ def test_heterogeneous_graphs():
 
 
 def test_int32_graphs():
-    graph = compress_features(homogeneous(torch.int32))
+    graph = packed_graph(homogeneous(torch.int32))
     sampler = dl.NeighborSampler([3], prefetch_node_feats=["feat"])
     for inputs, _, blocks in loader(graph, sampler, SEEDS.int()):
         assert inputs.dtype == torch.int32
@@ -148,7 +155,7 @@ def test_int32_graphs():
 
 @pytest.mark.parametrize("prefetch", [True, False])
 def test_workers(prefetch):
-    raw, graph = homogeneous(), compress_features(homogeneous())
+    raw, graph = homogeneous(), packed_graph(homogeneous())
     graph = dgl.to_half(graph)  # so that conversions that wait travel too
     half = dgl.to_half(raw)
     sampler = dl.NeighborSampler([3, 2], **(nodes_and_edges() if prefetch else {}))
@@ -162,7 +169,7 @@ def test_workers(prefetch):
 
 
 def test_a_spawned_worker_shares_the_rows():
-    graph = compress_features(homogeneous(), ["feat"])
+    graph = packed_graph(homogeneous(), ["feat"])
     sampler = dl.ShaDowKHopSampler([2])
     batches = loader(graph, sampler, num_workers=1, multiprocessing_context="spawn")
     for _, _, part in batches:
@@ -170,7 +177,7 @@ def test_a_spawned_worker_shares_the_rows():
 
 
 def test_prefetch_thread():
-    raw, graph = homogeneous(), compress_features(homogeneous())
+    raw, graph = homogeneous(), packed_graph(homogeneous())
     sampler = dl.NeighborSampler([3], **nodes_and_edges())
     batches = loader(graph, sampler)
     batches.use_prefetch_thread = True  # DGL makes one for a GPU only; on a CPU it works as well
@@ -178,7 +185,7 @@ def test_prefetch_thread():
 
 
 def test_errors_of_a_prefetch_thread_arrive():
-    graph = compress_features(homogeneous())
+    graph = packed_graph(homogeneous())
     batches = loader(graph, dl.NeighborSampler([3], prefetch_node_feats=["nothing"]))
     batches.use_prefetch_thread = True
     with pytest.raises(KeyError, match="nothing"):
@@ -187,7 +194,7 @@ def test_errors_of_a_prefetch_thread_arrive():
 
 def test_a_loader_over_a_subgraph_decodes_what_it_needs():
     raw = homogeneous()
-    graph = compress_features(homogeneous()).subgraph(torch.arange(29, 9, -1))
+    graph = packed_graph(homogeneous()).subgraph(torch.arange(29, 9, -1))
     sampler = dl.NeighborSampler([2], prefetch_node_feats=["feat"])
     for inputs, _, blocks in loader(graph, sampler, torch.arange(5)):
         ids = graph.ndata[dgl.NID][inputs]
@@ -198,7 +205,7 @@ def test_a_loader_over_a_subgraph_decodes_what_it_needs():
 @pytest.mark.parametrize("prefetch", [True, False])
 def test_gradients_reach_a_feature_that_wants_them(prefetch):
     gradients = []
-    for graph in (homogeneous(), compress_features(homogeneous())):
+    for graph in (homogeneous(), packed_graph(homogeneous())):
         # DGL cannot prefetch a plain column that requires a gradient.
         fetched = isinstance(graph.get_node_storage("feat"), CompressedColumn) and prefetch
         names = {"prefetch_node_feats": ["feat"]} if fetched else {}
@@ -212,7 +219,7 @@ def test_gradients_reach_a_feature_that_wants_them(prefetch):
 
 
 def test_columns_are_fetched_together():
-    graph = compress_features(homogeneous())
+    graph = packed_graph(homogeneous())
     ids = torch.tensor([4, 4, 0])
     futures = [graph.get_node_storage(name).fetch(ids, "cpu") for name in ("feat", "half")]
     futures.append(graph.get_edge_storage("w").fetch(ids, torch.device("cpu"), pin_memory=False))
@@ -224,7 +231,7 @@ def test_columns_are_fetched_together():
 
 def test_a_cache_serves_hot_rows():
     raw = homogeneous()
-    graph = compress_features(homogeneous(), "feat", cache_ratio=0.3, device="cpu")
+    graph = packed_graph(homogeneous(), "feat", cache_ratio=0.3, device="cpu")
     sampler = dl.NeighborSampler([3], prefetch_node_feats=["feat"])
     n_rows = 0
     for inputs, _, blocks in loader(graph, sampler):
@@ -236,16 +243,27 @@ def test_a_cache_serves_hot_rows():
     assert 0 < stats["hit_rate"] == stats["cache"]["hits"] / n_rows
 
 
-@pytest.mark.parametrize("of", ["column", "subgraph", "converted"])
-@pytest.mark.parametrize("bad", [[0, 30], [-1], [2, -31]])
-def test_ids_beyond_the_table(of, bad):
-    graph = compress_features(homogeneous())
-    if of == "subgraph":
-        graph = graph.subgraph(torch.arange(30))
-    elif of == "converted":
+RANGE = r"is out of range for 30 rows \(accepted are 0 to 29\)"
+
+
+@pytest.mark.parametrize("of", ["column", "subgraph", "subsubgraph", "converted"])
+@pytest.mark.parametrize("bad", [[0, 30], [-1], [2, -31]], ids=str)
+def test_ids_beyond_the_table_are_refused_with_one_range(of, bad):
+    graph = packed_graph(homogeneous())
+    if of == "converted":
         graph = dgl.to_half(graph)
+    for _ in range(of.count("sub")):
+        graph = graph.subgraph(torch.arange(30))
     column = graph.get_node_storage("feat")
-    with pytest.raises(IndexRangeError, match="out of range"):
-        column.fetch(torch.tensor(bad), "cpu").wait()
-    with pytest.raises(IndexError):
-        _ = column.subcolumn(torch.tensor(bad)).data
+    ids = torch.tensor(bad)
+    named = rf"index {bad[-1]} at position {len(bad) - 1} {RANGE}"
+    for read in (
+        lambda: column.fetch(ids, "cpu").wait(),
+        lambda: column[ids],
+        lambda: column.subcolumn(ids).data,
+        lambda: column.subcolumn(ids).fetch(torch.tensor([0]), "cpu"),
+        lambda: graph.nodes[ids].data["feat"],
+        lambda: column.fetch(ids.int(), "cpu").wait(),
+    ):
+        with pytest.raises(IndexRangeError, match=f"^(indices|rowids): {named}$"):
+            read()

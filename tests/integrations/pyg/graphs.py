@@ -8,6 +8,8 @@ import torch
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.sampler import BaseSampler, HeteroSamplerOutput, SamplerOutput
 
+from bitslab.integrations.pyg import compress_features
+
 N, E = 40, 160
 WRITES, CITES = ("author", "writes", "paper"), ("paper", "cites", "paper")
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -20,6 +22,12 @@ def features(n: int, width: int, dtype: torch.dtype = torch.float32, seed: int =
     raw[1, 0] = raw.new_tensor(-3)  # a NaN with a sign and nearly all bits set
     x[2, 0], x[n - 1, 0] = -0.0, float("inf")
     return x
+
+
+def packed_graph(data: Any, names: Any = None, **options: Any) -> Any:
+    """Compress features of a graph and return it."""
+    compress_features(data, names, **options)
+    return data
 
 
 def homogeneous(dtype: torch.dtype = torch.float32) -> Data:

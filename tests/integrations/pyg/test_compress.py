@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import copy
 import io
+import json
 import pickle
+import re
+from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -43,6 +47,7 @@ from tests.integrations.pyg.graphs import (
     features,
     heterogeneous,
     homogeneous,
+    packed_graph,
     same,
 )
 
@@ -56,7 +61,7 @@ ids = torch.tensor([3, 1, 2, 39])
 
 
 def compressed(make=homogeneous, **options):
-    return compress_features(make(), device="cpu", **options)
+    return packed_graph(make(), device="cpu", **options)
 
 
 def decoded(data):
@@ -76,7 +81,7 @@ def decoded(data):
 @pytest.mark.parametrize("make", [homogeneous, heterogeneous], ids=["data", "hetero"])
 def test_every_bit_comes_back(make, dtype, mode):
     data, raw = make(dtype), make(dtype)
-    assert compress_features(data, device="cpu", **MODES[mode]) is data
+    compress_features(data, device="cpu", **MODES[mode])
     for mine, other in zip(data.stores, raw.stores, strict=True):
         for key, value in other.items():
             floats = isinstance(value, torch.Tensor) and value.is_floating_point()
@@ -104,7 +109,8 @@ def test_names_choose_columns_of_any_dtype():
     decompress_features(data, "y")
     assert type(data.y) is torch.Tensor and torch.equal(data.y, homogeneous().y)
     assert isinstance(data.x, FeatureTensor)
-    assert compress_features(compress_features(data)) is data  # nothing is left to do
+    compress_features(data)
+    assert not compress_features(data).compressed  # nothing is left to do
 
 
 @pytest.mark.parametrize(
@@ -143,10 +149,60 @@ def test_what_is_no_column_is_left():
     assert type(data.scale) is torch.Tensor and type(data.weights) is torch.Tensor
 
 
+LEFT: dict[str, tuple[Any, str]] = {
+    "integers": (torch.arange(N), "holds torch.int64, which is compressed only when it is named"),
+    "masks": (torch.arange(N) > 3, "holds torch.bool, which is compressed only when it is named"),
+    "gradient": (torch.randn(N, 2, requires_grad=True), "requires a gradient"),
+    "array": (np.ones((N, 2), np.float32), "is a NumPy ndarray, .* torch.from_numpy"),
+    "sparse": (torch.eye(N).to_sparse(), "is no dense tensor"),
+}
+
+
+@pytest.mark.parametrize("kind", LEFT)
+def test_the_report_says_what_was_left_and_why(kind):
+    value, reason = LEFT[kind]
+    data = Data(edge_index=torch.zeros(2, 1, dtype=torch.int64), num_nodes=N, x=value)
+    typed = HeteroData({"paper": {"x": value, "num_nodes": N}})
+    for each, name, raw in ((data, "x", dict), (typed, "paper.x", lambda r: r["paper"])):
+        report = compress_features(each)
+        assert not report.compressed and report.left.keys() == {name}
+        assert re.match(reason, report.left[name])
+        assert raw(raw_columns(each)) == {"x": report.left[name]}
+        assert str(report) == f"left alone:\n  {name}: {report.left[name]}"
+        with pytest.raises(ArgumentError, match=reason) if kind[0] not in "im" else nullcontext():
+            compress_features(each, "x")
+
+
+def test_a_memory_mapped_array_is_left_and_its_tensor_is_not(tmp_path):
+    array = np.memmap(tmp_path / "x", np.float32, "w+", shape=(N, 3))
+    array[:] = features(N, 3).numpy()
+    data = Data(x=array, y=torch.arange(N), edge_index=torch.zeros(2, 1, dtype=torch.int64))
+    report = compress_features(data)
+    assert report.left.keys() == {"x", "y"} == raw_columns(data).keys()
+    assert "NumPy memmap" in report.left["x"] and data.x is array
+    data.x = torch.from_numpy(array)
+    assert list(compress_features(data).compressed) == ["x"]
+    assert same(data.x.clone(), features(N, 3))
+
+
+def test_the_report_is_for_people_and_for_machines():
+    data = heterogeneous()
+    report = compress_features(data, ["x", "edge_attr"], device="cpu", cache_ratio=0.3)
+    assert list(report.compressed) == ["paper.x", "author.x", "author:writes:paper.edge_attr"]
+    facts = json.loads(json.dumps(report.as_dict()))
+    stats = feature_stats(data)
+    assert facts["compressed"]["paper.x"] == json.loads(json.dumps(stats["paper"]["x"]))
+    lines = str(report).splitlines()
+    assert lines[0].split() == "feature rows packed as raw MiB host MiB ratio cached".split()
+    assert [line.split()[0] for line in lines[1:5]] == [*report.compressed, "all"]
+    assert "paper.y" in report.left
+    assert str(compress_features(Data())) == "no features"
+
+
 def test_bag_of_words_shrinks_and_what_moves_with_it():
     generator = torch.Generator().manual_seed(6)
     x = (torch.rand(400, 512, generator=generator) < 0.01).float()
-    data = compress_features(Data(x=x, edge_index=torch.zeros(2, 1, dtype=torch.int64)))
+    data = packed_graph(Data(x=x, edge_index=torch.zeros(2, 1, dtype=torch.int64)))
     batch = torch.arange(0, 400, 3)
     assert same(data.x[batch], x[batch])
     stats = feature_stats(data)["x"]
@@ -413,16 +469,16 @@ def test_a_typed_graph_becomes_one_of_one_type():
         del data[WRITES].edge_attr
         return data
 
-    data, raw = compress_features(make()).to_homogeneous(), make().to_homogeneous()
+    data, raw = packed_graph(make()).to_homogeneous(), make().to_homogeneous()
     assert_same_graphs(data, raw)
-    assert_same_graphs(compress_features(data).to_heterogeneous(), raw.to_heterogeneous())
+    assert_same_graphs(packed_graph(data).to_heterogeneous(), raw.to_heterogeneous())
 
 
 def test_a_layer_over_the_whole_graph_decodes_once_and_says_so():
     torch.manual_seed(0)
     layer = SAGEConv(6, 4)
     data, raw = compressed(names="x"), homogeneous()
-    data.x, raw.x = compress_features(Data(x=raw.x[4:36])).x, raw.x[4:36]  # no NaN, no infinity
+    data.x, raw.x = packed_graph(Data(x=raw.x[4:36])).x, raw.x[4:36]  # no NaN, no infinity
     data.edge_index = raw.edge_index = raw.edge_index % 32
     outputs = []
     for graph in (data, raw):
@@ -456,7 +512,7 @@ def test_features_are_replaced_not_written_to():
 def test_ids_beyond_the_features_are_told_by_the_loader():
     data = compressed()
     sampler = Neighbours(data, fanout=2)
-    data.x = compress_features(Data(x=features(8, 2))).x
+    data.x = packed_graph(Data(x=features(8, 2))).x
     for seeds in (torch.arange(1), torch.arange(8)):  # fewer ids than rows, and more
         with pytest.raises(IndexRangeError, match="out of range for 8 rows"):
             list(NodeLoader(data, sampler, seeds, batch_size=8))
@@ -469,7 +525,7 @@ def test_graphs_go_to_a_gpu_and_pinned_memory():
         assert_same_graphs(compressed(make).to("cuda"), raw)
         assert data.pin_memory() is data
         assert_same_graphs(data, raw)
-        assert_same_graphs(compress_features(make().to("cuda"), device="cuda"), raw)
+        assert_same_graphs(packed_graph(make().to("cuda"), device="cuda"), raw)
         batches = PrefetchLoader(loaders(compressed(make))[0])
         for batch, expected in zip(batches, loaders(raw)[0], strict=True):
             assert_same_graphs(batch, expected)

@@ -41,13 +41,23 @@ def test_hundreds_of_graphs_fit_in_the_limit_of_open_files():
     assert limit == highest != 200
     graphs = [Data(x=torch.ones(5, 3)) for _ in range(300)]
     assert all(type(graph.x).__name__ == "FeatureTensor" for graph in graphs)
+
+def test_no_warning_of_a_copy_that_nobody_chose():
+    assert Data(x=torch.ones(1 << 12, 1 << 7)).x.sum() == 1 << 19
 """
+
+
+def configured(asked: bool) -> Any:
+    """Return what pytest gives a plug-in, as far as ours looks at it."""
+    return SimpleNamespace(getoption={OPTION: asked}.get, addinivalue_line=lambda *line: None)
 
 
 def test_the_option_compresses_the_features_of_a_suite(tmp_path):
     # Another plug-in has added the option already.
     (tmp_path / "other.py").write_text(OTHER)
     (tmp_path / "test_suite.py").write_text(SUITE)
+    warned = "[pytest]\nfilterwarnings = error::bitslab.DecodedCopyWarning\n"
+    (tmp_path / "pytest.ini").write_text(warned)
     plugins = ["-p", "other", "-p", testing.__name__, "-p", "no:cacheprovider"]
     command = [sys.executable, "-m", "pytest", *plugins, OPTION]
     limited = ["sh", "-c", 'ulimit -Sn 200; exec "$@"', "sh", *command]
@@ -58,7 +68,7 @@ def test_the_option_compresses_the_features_of_a_suite(tmp_path):
 
 @pytest.mark.parametrize("asked", [True, False])
 def test_every_float_tensor_is_compressed_while_the_run_lasts(asked):
-    config: Any = SimpleNamespace(getoption={OPTION: asked}.get)
+    config = configured(asked)
     x = torch.randn(5, 3)
     testing.pytest_configure(config)
     try:
@@ -75,7 +85,7 @@ def test_every_float_tensor_is_compressed_while_the_run_lasts(asked):
 
 
 def test_features_that_are_to_take_gradients_are_plain_tensors():
-    config: Any = SimpleNamespace(getoption={OPTION: True}.get)
+    config = configured(True)
     x = features(5, 3)
     testing.pytest_configure(config)
     try:

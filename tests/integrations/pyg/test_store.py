@@ -203,7 +203,7 @@ def test_updates_replace_all_or_some_rows(store):
 
 @pytest.mark.parametrize("index", [torch.tensor([N]), N, torch.tensor([0, -N - 1])], ids=str)
 def test_ids_beyond_the_table(store, index):
-    with pytest.raises(IndexRangeError):
+    with pytest.raises(IndexRangeError, match=rf"\(accepted are -{N} to {N - 1}\)$"):
         store["paper", "x", index]
 
 

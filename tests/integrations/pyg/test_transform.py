@@ -14,7 +14,7 @@ from torch_geometric.loader import NodeLoader
 from torch_geometric.transforms import Compose, ToUndirected
 
 from bitslab import ArgumentError, ArgumentTypeError, BitslabError, IndexRangeError
-from bitslab.integrations.pyg import CompressedFeatureStore, FetchFeatures, compress_features
+from bitslab.integrations.pyg import CompressedFeatureStore, FetchFeatures
 from bitslab.integrations.pyg import transform as module
 from tests.integrations.pyg.graphs import (
     WRITES,
@@ -23,6 +23,7 @@ from tests.integrations.pyg.graphs import (
     assert_same_graphs,
     heterogeneous,
     homogeneous,
+    packed_graph,
     same,
 )
 
@@ -43,7 +44,7 @@ def sorted_keys(data):
 @pytest.mark.parametrize("make", [homogeneous, heterogeneous], ids=["data", "hetero"])
 @pytest.mark.parametrize("how", ["after", "transform", "worker"])
 def test_batches_are_those_of_a_loader_that_fetches(make, how):
-    data = compress_features(make(), device="cpu", cache_ratio=0.2)
+    data = packed_graph(make(), device="cpu", cache_ratio=0.2)
     n = data.num_nodes
     fetch = FetchFeatures.detach(data)
     assert data.num_nodes == n and not any(
@@ -70,7 +71,7 @@ def without_number(data):
 
 
 def test_names_choose_what_is_fetched():
-    data = compress_features(heterogeneous(), device="cpu")
+    data = packed_graph(heterogeneous(), device="cpu")
     (batch, *_) = load(heterogeneous())
     for store in batch.stores:
         for name in ("x", "edge_attr"):
@@ -90,7 +91,7 @@ def test_names_choose_what_is_fetched():
 
 
 def test_what_a_batch_has_is_fetched_only_by_name():
-    data = compress_features(homogeneous(), device="cpu")
+    data = packed_graph(homogeneous(), device="cpu")
     batch = Data(x=torch.zeros(2, 6), n_id=torch.tensor([5, 3]), edge_index=torch.zeros(2, 0))
     batch.e_id = torch.zeros(0, dtype=torch.int64)
     assert torch.equal(FetchFeatures(data)(batch).x, torch.zeros(2, 6))
@@ -100,7 +101,7 @@ def test_what_a_batch_has_is_fetched_only_by_name():
 
 
 def test_types_that_a_batch_lacks_are_left_out():
-    fetch = FetchFeatures(compress_features(heterogeneous(), device="cpu"), "x")
+    fetch = FetchFeatures(packed_graph(heterogeneous(), device="cpu"), "x")
     batch = heterogeneous().node_type_subgraph(["paper"])
     batch["paper"].n_id = torch.arange(N)
     assert fetch(batch).node_types == ["paper"]
@@ -122,7 +123,7 @@ def test_everything_is_asked_for_first(monkeypatch):
         events.append("fetch")
         return Watched(plain_fetch(self, ids, device))
 
-    data = compress_features(homogeneous(), device="cpu")
+    data = packed_graph(homogeneous(), device="cpu")
     transform = FetchFeatures.detach(data)
     monkeypatch.setattr(module._Wanted, "fetch", fetch)
     transform(next(iter(load(data))))
@@ -130,7 +131,7 @@ def test_everything_is_asked_for_first(monkeypatch):
 
 
 def test_refusals():
-    data = compress_features(homogeneous(), device="cpu")
+    data = packed_graph(homogeneous(), device="cpu")
     with pytest.raises(ArgumentError, match="holds no compressed feature"):
         FetchFeatures(homogeneous())
     with pytest.raises(ArgumentError, match="'y' is not compressed"):
@@ -150,7 +151,7 @@ def test_refusals():
 
 
 def test_a_worker_says_that_it_cannot_use_a_gpu(monkeypatch):
-    fetch = FetchFeatures.detach(data := compress_features(homogeneous(), device="cpu"))
+    fetch = FetchFeatures.detach(data := packed_graph(homogeneous(), device="cpu"))
     fetch._device = torch.device("cuda", 0)  # as on a machine that has one
     with pytest.raises(BitslabError, match="in a worker process of a loader; call it on the"):
         list(load(data, transform=fetch, num_workers=1))
@@ -160,7 +161,7 @@ def test_a_worker_says_that_it_cannot_use_a_gpu(monkeypatch):
 @pytest.mark.parametrize("options", [{}, {"codec": "raw", "cache_codec": "auto"}], ids=str)
 @pytest.mark.parametrize("make", [homogeneous, heterogeneous], ids=["data", "hetero"])
 def test_rows_are_decoded_on_the_gpu(make, options):
-    data = compress_features(make(), device="cuda", cache_ratio=0.3, **options)
+    data = packed_graph(make(), device="cuda", cache_ratio=0.3, **options)
     fetch = FetchFeatures.detach(data, device="cuda")
     loader = load(data, num_workers=1)
     for batch, expected in zip(loader, load(make()), strict=True):
