@@ -8,8 +8,8 @@ import os
 import torch
 
 from ..codecs import InvariantCodec, RawCodec
-from ..container import PathLike
 from ..errors import ArgumentError
+from ..new_file import PathLike
 from ..tensor import CompressedTensor
 from .build import build_parts, slices_of
 from .host_table import HostTable
