@@ -1,32 +1,41 @@
-"""Bitslab: tensors that are cheaper to move."""
+"""Bitslab: tensors that are cheaper to move.
+
+Before torch is imported, the public names below are imported on first use, and torch with them: so
+the help of the command starts at once. Where torch is imported already, everything is imported.
+"""
 
 from __future__ import annotations
+
+import importlib
+import sys
+from typing import TYPE_CHECKING, Any
 
 if __name__ != "bitslab":
     raise ImportError("import bitslab, not its folder: this package is installed as 'bitslab'")
 
 __version__ = "0.1.0"
 
-from .codecs import InvariantCodec, PackedRows, RawCodec, RowCodec
-from .container import load, load_file, save_file
-from .errors import (
-    ArgumentError,
-    ArgumentTypeError,
-    BitslabError,
-    CorruptedDataError,
-    DecodedCopyWarning,
-    IndexRangeError,
-    MissingExtraError,
-)
-from .kernels.cuda import raise_pending_errors
-from .memory import hotness
-from .memory.feature import CompressedFeature
-from .memory.slabs import SlabCache
-from .memory.table import CompressedTable
-from .memory.unified import UnifiedTensor, unified
-from .registry import codec_names, get_codec, register_codec
-from .tensor import CompressedTensor, compress, decompress
-from .transfer.ring import PrefetchRing
+if TYPE_CHECKING:
+    from .codecs import InvariantCodec, PackedRows, RawCodec, RowCodec
+    from .container import load, load_file, save_file
+    from .errors import (
+        ArgumentError,
+        ArgumentTypeError,
+        BitslabError,
+        CorruptedDataError,
+        DecodedCopyWarning,
+        IndexRangeError,
+        MissingExtraError,
+    )
+    from .kernels.cuda import raise_pending_errors
+    from .memory import hotness
+    from .memory.feature import CompressedFeature
+    from .memory.slabs import SlabCache
+    from .memory.table import CompressedTable
+    from .memory.unified import UnifiedTensor, unified
+    from .registry import codec_names, get_codec, register_codec
+    from .tensor import CompressedTensor, compress, decompress
+    from .transfer.ring import PrefetchRing
 
 __all__ = [
     "ArgumentError",
@@ -59,3 +68,57 @@ __all__ = [
     "save_file",
     "unified",
 ]
+
+#: Modules that the public names come from, each with its names.
+_HOMES = {
+    "codecs": ("InvariantCodec", "PackedRows", "RawCodec", "RowCodec"),
+    "container": ("load", "load_file", "save_file"),
+    "errors": (
+        "ArgumentError",
+        "ArgumentTypeError",
+        "BitslabError",
+        "CorruptedDataError",
+        "DecodedCopyWarning",
+        "IndexRangeError",
+        "MissingExtraError",
+    ),
+    "kernels.cuda": ("raise_pending_errors",),
+    "memory.feature": ("CompressedFeature",),
+    "memory.slabs": ("SlabCache",),
+    "memory.table": ("CompressedTable",),
+    "memory.unified": ("UnifiedTensor", "unified"),
+    "registry": ("codec_names", "get_codec", "register_codec"),
+    "tensor": ("CompressedTensor", "compress", "decompress"),
+    "transfer.ring": ("PrefetchRing",),
+}
+
+
+def _imported(name: str) -> Any:
+    """Return a public name, or a module of the package, on first use."""
+    for home, names in _HOMES.items():
+        if name in names:
+            return getattr(importlib.import_module(f".{home}", __name__), name)
+    module = f"{__name__}.{'memory.hotness' if name == 'hotness' else name}"
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != module:
+            raise
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+if not TYPE_CHECKING:  # a type checker would take any name for one of ours
+
+    def __getattr__(name: str) -> Any:
+        if name.startswith("_"):  # protocols of Python ask for many
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return globals().setdefault(name, _imported(name))
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})
+
+    if "torch" in sys.modules:
+        # Nothing is saved by waiting, and torch.load knows at once what it may make.
+        for _name in __all__:
+            if _name not in globals():
+                __getattr__(_name)

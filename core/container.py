@@ -18,16 +18,11 @@ entries, so that any reader can tell a newer file from a damaged one.
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import json
 import os
-import secrets
-import stat
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, TypeGuard
 
 import torch
@@ -42,7 +37,9 @@ from .errors import (
     CorruptedDataError,
     load_optional,
 )
+from .new_file import PathLike, replacing
 from .registry import get_codec
+from .safetensors_writer import write_safetensors
 from .tensor import CompressedTensor
 
 CONTAINER_VERSION = 1
@@ -50,7 +47,6 @@ ENTRY = "bitslab"
 CHECKSUM_ENTRY = "bitslab_crc32"
 CONFIG_PART = "config"
 LONG_CONFIG_BYTES = 16 << 10
-MAX_HEADER_BYTES = 100_000_000  # what the safetensors library reads
 
 #: Stored as they are; parts of other dtypes are stored as bytes, because not every version of
 #: safetensors knows every dtype.
@@ -68,9 +64,6 @@ _STORED_DTYPES = frozenset(
         torch.float64,
     }
 )
-
-PathLike = str | os.PathLike[str]
-
 
 # Writing
 
@@ -98,8 +91,11 @@ def save_file(
         When a name or metadata key cannot be stored.
     OSError
         When the file cannot be written.
-    MissingExtraError
-        When safetensors is not installed.
+
+    Notes
+    -----
+    The same tensors and metadata give the same bytes, in every process. A process that is killed
+    leaves a file ``.*.bitslab-tmp`` behind, which the next save into that folder removes.
 
     Examples
     --------
@@ -117,14 +113,8 @@ def write_file(
     metadata: Mapping[str, str] | None = None,
 ) -> None:
     """Write compressed tensors straight to `path`; the part of `save_file` that is not atomic."""
-    st = load_optional("safetensors.torch", extra=None, purpose="saving a compressed tensor")
-    from safetensors import SafetensorError
-
     stored, entries = file_entries(tensors, metadata)
-    try:
-        st.save_file(stored, path, metadata=entries)
-    except SafetensorError as error:  # how the library reports a full disk
-        raise OSError(f"{os.fspath(path)}: cannot be written: {error}") from error
+    write_safetensors(path, stored, entries)
 
 
 def file_entries(
@@ -148,18 +138,10 @@ def file_entries(
             )
         parts, records[name] = _record(ct)
         stored |= {f"{name}.{part}": t for part, t in parts.items()}
-    _unshare(stored)
     entries[ENTRY] = json.dumps(
         {"version": CONTAINER_VERSION, "tensors": records}, separators=(",", ":")
     )
     entries[CHECKSUM_ENTRY] = _checksum_of(entries)
-    # A guess from above: safetensors escapes the JSON and adds a line for each part.
-    header_bytes = len(json.dumps(entries)) + sum(len(json.dumps(name)) + 128 for name in stored)
-    if header_bytes > MAX_HEADER_BYTES:
-        raise ArgumentError(
-            f"tensors: the file's header would have {header_bytes} bytes, safetensors reads "
-            f"{MAX_HEADER_BYTES}; use several files"
-        )
     return stored, entries
 
 
@@ -191,56 +173,6 @@ def _record(ct: CompressedTensor) -> tuple[dict[str, torch.Tensor], dict[str, An
     return {
         name: t if t.dtype in _STORED_DTYPES else _as_bytes(t) for name, t in parts.items()
     }, record
-
-
-def _unshare(stored: dict[str, torch.Tensor]) -> None:
-    """Copy parts that share memory, which safetensors refuses: one tensor under two names."""
-    seen: set[int] = set()
-    for name, t in stored.items():
-        if t.numel() and t.data_ptr() in seen:
-            stored[name] = t.clone()
-        seen.add(t.data_ptr())
-
-
-@contextlib.contextmanager
-def replacing(path: PathLike) -> Iterator[Path]:
-    """Give a new file beside `path` to write to, and rename it to `path` at the end.
-
-    When the block raises, the new file is removed and `path` is what it was before.
-
-    Parameters
-    ----------
-    path : str or os.PathLike
-        A symbolic link is followed.
-
-    Raises
-    ------
-    OSError
-        When the folder does not exist or `path` is a folder.
-    """
-    target = Path(os.path.realpath(path))
-    if target.is_dir():
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
-    if not target.parent.is_dir():
-        raise FileNotFoundError(errno.ENOENT, "no such folder", str(target.parent))
-    # Not tempfile.mkstemp, whose files nobody else may read.
-    temporary = target.with_name(f".{secrets.token_hex(8)}.bitslab-tmp")
-    try:
-        temporary.touch(exist_ok=False)
-        mode = stat.S_IMODE((target if target.exists() else temporary).stat().st_mode)
-        yield temporary
-        temporary.chmod(mode)  # some writers make a file of their own that nobody else may read
-        with open(temporary, "rb") as written:
-            os.fsync(written.fileno())
-        os.replace(temporary, target)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    folder = os.open(target.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
 
 
 # Reading

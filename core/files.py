@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
+import math
 import os
 import pickle
 import zipfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import numpy as np
 import torch
 
-from .container import PathLike
 from .dtypes import dtype_name
 from .errors import ArgumentError, load_optional
-
-SAFETENSORS = (".safetensors", ".bitslab")
-TORCH = (".pt", ".pth", ".bin")
-READABLE = (*SAFETENSORS, ".npy", ".npz", *TORCH)
-WRITABLE = (".safetensors", ".npy", ".npz", *TORCH)
+from .new_file import PathLike
+from .options import READABLE, SAFETENSORS, TORCH, checked_extension
+from .safetensors_writer import can_store, write_safetensors
 
 #: Name of the tensor of a file that gives it none.
 ONLY_NAME = "tensor"
+
+#: A zip archive counts the bytes of a name in 16 bits.
+MAX_MEMBER_BYTES = 65_000
+
+#: The 3rd version is for names of fields, which tensors do not have.
+_NPY_HEADERS = {
+    (1, 0): np.lib.format.read_array_header_1_0,
+    (2, 0): np.lib.format.read_array_header_2_0,
+}
 
 
 @dataclass(frozen=True)
@@ -45,7 +51,7 @@ class TensorFile:
     left_out: list[str] = field(default_factory=list)
 
 
-def read_tensors(path: PathLike) -> TensorFile:
+def read_tensors(path: PathLike, extension: str | None = None) -> TensorFile:
     """Read a tensor file by its extension.
 
     Parameters
@@ -53,6 +59,8 @@ def read_tensors(path: PathLike) -> TensorFile:
     path : str or os.PathLike
         ``.safetensors``, ``.npy``, ``.npz``, or a ``.pt``, ``.pth`` or ``.bin`` file of
         torch.save that holds tensors, lists and dicts of them; never unpickled beyond that.
+    extension : str, optional
+        Stands for that of `path`, which may then have any name.
 
     Returns
     -------
@@ -67,7 +75,7 @@ def read_tensors(path: PathLike) -> TensorFile:
         When the file cannot be read.
     """
     where = os.fspath(path)
-    extension = checked_extension(where, READABLE)
+    extension = extension or checked_extension(where, READABLE)
     open(where, "rb").close()  # its errors name the file, those of the libraries not always
     if extension in SAFETENSORS:
         return _read_safetensors(where)
@@ -75,7 +83,9 @@ def read_tensors(path: PathLike) -> TensorFile:
         return _read_torch(where)
     try:
         return _read_npy(where) if extension == ".npy" else _read_npz(where)
-    except (ValueError, EOFError, zipfile.BadZipFile) as error:
+    except Exception as error:  # a damaged archive can fail in any way
+        if isinstance(error, ArgumentError) or (isinstance(error, OSError) and error.errno):
+            raise
         raise ArgumentError(f"{where}: cannot be read as {extension[1:]}: {error}") from error
 
 
@@ -107,34 +117,22 @@ def write_tensors(
         When the file cannot be written.
     """
     if extension == ".safetensors":
-        _write_safetensors(tensors, path, metadata)
+        for name, t in tensors.items():
+            if not can_store(t.dtype):
+                raise ArgumentError(f"{name}: safetensors has no {dtype_name(t.dtype)}; write .pt")
+        write_safetensors(path, tensors, metadata)
     elif extension in TORCH:
-        torch.save(dict(tensors), path)
-    else:
-        if extension == ".npy" and len(tensors) != 1:
+        _write_torch(tensors, path)
+    elif extension == ".npy":
+        if len(tensors) != 1:
             raise ArgumentError(
                 f"npy holds one tensor, there are {len(tensors)}; write .npz or .safetensors"
             )
-        arrays = {name: _as_array(name, t) for name, t in tensors.items()}
+        arrays = [_as_array(name, t) for name, t in tensors.items()]
         with open(path, "wb") as file:
-            if extension == ".npy":
-                np.lib.format.write_array(file, next(iter(arrays.values())), allow_pickle=False)
-            else:
-                # Not numpy.savez, which takes names as keywords and has two of its own.
-                with zipfile.ZipFile(file, "w") as archive:
-                    for name, array in arrays.items():
-                        with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
-                            np.lib.format.write_array(member, array, allow_pickle=False)
-
-
-def checked_extension(path: PathLike, accepted: tuple[str, ...]) -> str:
-    """Return the extension of a path in lower case, or refuse it."""
-    extension = Path(path).suffix.lower()
-    if extension not in accepted:
-        raise ArgumentError(
-            f"{os.fspath(path)}: extension {extension!r}, accepted are {', '.join(accepted)}"
-        )
-    return extension
+            np.lib.format.write_array(cast(IO[bytes], _Sink(file)), arrays[0], allow_pickle=False)
+    else:
+        _write_npz({name: _as_array(name, t) for name, t in tensors.items()}, path)
 
 
 def _read_safetensors(where: str) -> TensorFile:
@@ -149,18 +147,49 @@ def _read_safetensors(where: str) -> TensorFile:
         raise ArgumentError(f"{where}: cannot be read as safetensors: {error}") from error
 
 
-def _write_safetensors(
-    tensors: Mapping[str, torch.Tensor], path: PathLike, metadata: Mapping[str, str] | None
-) -> None:
-    st = load_optional("safetensors.torch", extra=None, purpose="writing a safetensors file")
-    from safetensors import SafetensorError
+def _write_torch(tensors: Mapping[str, torch.Tensor], path: PathLike) -> None:
+    # Not by its name, which torch would write into it.
+    with open(path, "wb") as file:
+        sink = _Sink(file)
+        try:
+            torch.save(dict(tensors), cast(IO[bytes], sink))
+        except RuntimeError as error:
+            raise sink.error or error from None
 
-    try:
-        st.save_file(dict(tensors), path, metadata=dict(metadata) if metadata else None)
-    except KeyError as error:
-        raise ArgumentError(f"safetensors has no {error}; write .pt") from error
-    except SafetensorError as error:  # how the library reports a full disk
-        raise OSError(f"{os.fspath(path)}: cannot be written: {error}") from error
+
+class _Sink:
+    """A file to write to that keeps the system's error.
+
+    torch reports an error of its own instead, and numpy one without a number where it is given a
+    file of Python's.
+    """
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self.error: OSError | None = None
+
+    def write(self, data: bytes) -> int:
+        """Write bytes; return their number."""
+        try:
+            return self._file.write(data)
+        except OSError as error:
+            self.error = error
+            raise
+
+    def flush(self) -> None:
+        """Do nothing: closing the file does."""
+
+
+def _write_npz(arrays: Mapping[str, np.ndarray[Any, Any]], path: PathLike) -> None:
+    for name in arrays:
+        if "\0" in name or len(name.encode()) > MAX_MEMBER_BYTES:
+            raise ArgumentError(f"{name[:40]!r}: npz has no place for this name; write .pt")
+    # Not numpy.savez, which takes names as keywords and has two of its own.
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, array in arrays.items():
+            info = zipfile.ZipInfo(f"{name}.npy")  # of 1980, not of now: the same bytes each time
+            with archive.open(info, "w", force_zip64=True) as member:
+                np.lib.format.write_array(member, array, allow_pickle=False)
 
 
 def _read_npy(where: str) -> TensorFile:
@@ -170,17 +199,43 @@ def _read_npy(where: str) -> TensorFile:
 
 
 def _read_npz(where: str) -> TensorFile:
-    tensors, left_out = {}, []
-    # Opened here, because numpy leaves a file open that is no archive.
-    with open(where, "rb") as file, np.lib.npyio.NpzFile(file, allow_pickle=False) as archive:
-        for name in archive.files:
+    tensors: dict[str, torch.Tensor] = {}
+    left_out = []
+    with zipfile.ZipFile(where) as archive:
+        for info in archive.infolist():
+            name = info.filename.removesuffix(".npy")
+            if name == info.filename:
+                left_out.append(f"{name} (no .npy file)")
+                continue
+            if name in tensors:
+                raise ArgumentError(f"{where}: two tensors would be called {name!r}")
+            array = _read_member(archive, info, name)
             try:
-                tensors[name] = _as_tensor(name, archive[name])
-            except ValueError as error:  # objects, which would be unpickled
-                left_out.append(f"{name} ({error})")
+                if array is None:
+                    raise ArgumentError(f"{name}: Python objects, which would be unpickled")
+                tensors[name] = _as_tensor(name, array)
             except ArgumentError as error:
                 left_out.append(str(error))
     return TensorFile(tensors, None, left_out)
+
+
+def _read_member(
+    archive: zipfile.ZipFile, info: zipfile.ZipInfo, name: str
+) -> np.ndarray[Any, Any] | None:
+    """Return an array of an archive; None for one of objects."""
+    with archive.open(info) as member:
+        version = np.lib.format.read_magic(member)
+        if version not in _NPY_HEADERS:
+            raise ValueError(f"{name}: npy format {version}, accepted are {sorted(_NPY_HEADERS)}")
+        shape, _, dtype = _NPY_HEADERS[version](member)
+        if dtype.hasobject:
+            return None
+        claimed = math.prod(shape) * dtype.itemsize
+        there = info.file_size - member.tell()
+        if claimed > there:  # before memory is asked for
+            raise ValueError(f"{name}: claims {claimed} bytes of numbers, {there} are there")
+    with archive.open(info) as member:
+        return np.lib.format.read_array(member, allow_pickle=False)
 
 
 def _read_torch(where: str) -> TensorFile:
@@ -200,27 +255,28 @@ def _read_torch(where: str) -> TensorFile:
         raise ArgumentError(f"{where}: cannot be read by torch.load: {reason[0]}") from error
     tensors: dict[str, torch.Tensor] = {}
     left_out = []
-    for name, value in _leaves("", content):
+    for path, value in _leaves((), content):
+        name = ".".join(path) if path else ONLY_NAME
         if not isinstance(value, torch.Tensor):
             left_out.append(f"{name} ({type(value).__name__})")
-        elif (name or ONLY_NAME) in tensors:
+        elif name in tensors:
             raise ArgumentError(f"{where}: two tensors would be called {name!r}")
         else:
-            tensors[name or ONLY_NAME] = value.detach()
+            tensors[name] = value.detach()
     return TensorFile(tensors, None, left_out)
 
 
-def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what is in nested dicts and lists, with dotted names."""
+def _leaves(path: tuple[str, ...], value: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield what is in nested dicts and lists, with the keys that lead there."""
     if isinstance(value, Mapping):
         children = list(value.items())
     elif isinstance(value, (list, tuple)):
         children = list(enumerate(value))
     else:
-        yield name, value
+        yield path, value
         return
     for key, child in children:
-        yield from _leaves(f"{name}.{key}" if name else str(key), child)
+        yield from _leaves((*path, str(key)), child)
 
 
 def _as_tensor(name: str, array: np.ndarray[Any, Any]) -> torch.Tensor:

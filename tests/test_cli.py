@@ -20,7 +20,7 @@ import safetensors.torch
 import torch
 
 import bitslab
-from bitslab import cli, registry
+from bitslab import cli, commands, registry
 from tests.helpers import packable, random_bits, same_bits
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -206,7 +206,7 @@ def test_what_is_no_tensor_is_left_out_and_said(
     assert "left out, because it is no tensor: epoch (int)" in said
     assert "name (str)" in said
     np.savez(tmp_path / "in.npz", a=np.ones(3), text=np.array(["x"]), object=np.array([{}]))
-    assert run("compress", tmp_path / "in.npz", tmp_path / "x.bitslab") == 0
+    assert run("compress", tmp_path / "in.npz", tmp_path / "x.bitslab", "--force") == 0
     said = capsys.readouterr().err
     assert "text" in said and "object" in said
     assert list(bitslab.load_file(tmp_path / "x.bitslab")) == ["a"]
@@ -225,7 +225,7 @@ def test_codec_and_clusters_are_obeyed(model: Path, tmp_path: Path) -> None:
     arguments = ("compress", tmp_path / "in.pt", tmp_path / "x.bitslab")
     assert run(*arguments, "--codec", "raw") == 0
     assert bitslab.load(tmp_path / "x.bitslab").codec.name == "raw"
-    assert run(*arguments, "--codec", "ibp", "--clusters", "8") == 0
+    assert run(*arguments, "--codec", "ibp", "--clusters", "8", "--force") == 0
     one = bitslab.compress(t)
     assert bitslab.load(tmp_path / "x.bitslab").nbytes <= one.nbytes
 
@@ -298,7 +298,7 @@ def test_closed_pipe_is_no_error(model: Path) -> None:
 def test_progress_is_shown_on_a_terminal_only(
     terminal: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cli, "LONG_WORK_BYTES", 1)
+    monkeypatch.setattr(commands, "LONG_WORK_BYTES", 1)
     monkeypatch.setenv("TERM", "xterm")
     if terminal:
         ours, theirs = pty.openpty()
@@ -308,7 +308,7 @@ def test_progress_is_shown_on_a_terminal_only(
     with stderr:
         monkeypatch.setattr(sys, "stderr", stderr)
         items = {"a": torch.ones(3), "b": torch.ones(4)}
-        assert [name for name, _ in cli._with_progress("working hard", items)] == ["a", "b"]
+        assert [name for name, _ in commands._with_progress("working hard", items)] == ["a", "b"]
         stderr.flush()
         if terminal:
             shown = ""
@@ -555,11 +555,12 @@ def test_failed_write_leaves_the_old_output(model: Path, tmp_path: Path) -> None
         "resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))\n"
         "sys.exit(cli.main(sys.argv[1:]))\n"
     )
-    command = [sys.executable, "-c", code, "compress", str(model), str(out)]
+    command = [sys.executable, "-c", code, "compress", str(model), str(out), "--force"]
     with nothing_written(tmp_path):
         done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 2
     assert done.stderr.startswith("bitslab: error: ") and done.stderr.count("\n") == 1
+    assert str(out) in done.stderr and "tmp'" not in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from safetensors import safe_open
 
 import bitslab
 from bitslab import container, registry
+from bitslab.new_file import replacing
 from tests.helpers import DTYPES, dtype_id, packable, random_bits, same_bits
 
 Edit = Callable[[dict[str, Any]], None]
@@ -252,7 +253,7 @@ def test_header_longer_than_readers_accept_is_refused(tmp_path: Path) -> None:
 def test_failed_write_keeps_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     path.write_bytes(b"old")
-    with pytest.raises(ZeroDivisionError), container.replacing(path) as temporary:
+    with pytest.raises(ZeroDivisionError), replacing(path) as temporary:
         temporary.write_bytes(b"new")
         raise ZeroDivisionError
     assert path.read_bytes() == b"old"
@@ -276,6 +277,7 @@ def test_full_disk_leaves_nothing_behind(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("OSError") and "cannot be written" in done.stdout
+    assert str(path) in done.stdout and "ulimit -f" in done.stdout
     assert list(tmp_path.iterdir()) == [path]
     assert path.read_bytes() == b"old"
 

@@ -54,27 +54,33 @@ FRAMEWORKS = {
 # Inside core, imports point one way: api -> codecs, memory, transfer -> kernels. A module under the
 # first name imports none of the others. "" is the package itself, whose __init__ is the public API:
 # for the lower parts `from .. import compress` would be a way round the rule.
-API = {"", "tensor", "container", "embedding", "cli", "report"}
+COMMAND = {"cli", "commands"}
+API = {"", "tensor", "container", "files", "embedding", "report", *COMMAND}
 ONE_WAY = {
     "errors": {*API, "registry", "codecs", "memory", "transfer", "advisor", "kernels"},
+    # Files are written by everybody, and the command's options read without torch.
+    "new_file": {*API, "registry", "codecs", "memory", "transfer", "advisor", "kernels", "errors"},
+    "options": {*API, "registry", "codecs", "memory", "transfer", "advisor", "kernels"},
+    "safetensors_writer": {*API, "registry", "codecs", "memory", "transfer", "advisor", "kernels"},
     "kernels": {*API, "registry", "codecs", "memory", "transfer", "advisor"},
     "codecs": {*API, "memory", "advisor"},
     # Gathers work on raw memory: they ask the advisor, and know of no table.
     "transfer": {*API, "registry", "codecs", "memory"},
     "advisor": {*API, "registry", "transfer"},
     # A table is kept in files as a CompressedTensor is, which knows nothing of tables.
-    "memory": {"", "embedding", "cli", "report"},
+    "memory": {"", "embedding", "report", *COMMAND},
     # Embedding tables are tables whose rows train.
-    "embedding": {"", "cli", "report"},
-    "tensor": {"", "embedding", "cli", "report", "memory", "transfer", "advisor"},
-    "container": {"", "embedding", "cli", "report", "memory", "transfer", "advisor"},
+    "embedding": {"", "report", *COMMAND},
+    "tensor": {"", "embedding", "report", "memory", "transfer", "advisor", *COMMAND},
+    "container": {"", "embedding", "report", "memory", "transfer", "advisor", *COMMAND},
+    "commands": {"cli"},
     "cli": set[str](),
 }
 # The advisor measures links with page-locked memory, which knows nothing of the advisor.
 HOST_MEMORY = "bitslab.memory.host"
 HOST_MEMORY_MAY_USE = {"errors", "dtypes"}
 VERSION = "bitslab.__version__"  # says something about the package; nothing can be done with it
-OTHERS = {"cli"}
+OTHERS = COMMAND
 
 
 @dataclass(frozen=True)
@@ -190,6 +196,31 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def test_this_checkout_is_under_test(loaded: dict[str, Any]) -> None:
     assert Path(loaded["file"]).resolve() == ROOT / "core" / "__init__.py"
+
+
+@pytest.mark.parametrize("first", ["bitslab", "torch"])
+def test_import_waits_for_torch(first: str, tmp_path: Path) -> None:
+    """What comes before torch is imported on first use; then torch.load knows our tensors too."""
+    second = "torch" if first == "bitslab" else "bitslab"
+    found = measured(
+        f"import json, sys, {first}\n"
+        "early = 'torch' in sys.modules\n"
+        f"import {second}\n"
+        "import bitslab\n"
+        "names = bitslab.__all__\n"
+        "there = [name for name in names if name in vars(bitslab)]\n"
+        "listed = set(names) <= set(dir(bitslab))\n"
+        "missing = [name for name in names if not hasattr(bitslab, name)]\n"
+        "modules = [bitslab.memory.__name__, bitslab.codecs.__name__, bitslab.hotness.__name__]\n"
+        "safe = any('bitslab' in f.__module__ for f in torch.serialization.get_safe_globals())\n"
+        "wrong = [name for name in ('nothing', '_nothing') if hasattr(bitslab, name)]\n"
+        "every = len(there) == len(names)\n"
+        "print(json.dumps([early, every, listed, missing, modules, safe, wrong]))",
+        tmp_path,
+    )
+    modules = ["bitslab.memory", "bitslab.codecs", "bitslab.memory.hotness"]
+    eager = first == "torch"
+    assert found == [eager, eager, True, [], modules, True, []]
 
 
 @pytest.mark.parametrize("name", LAZY)

@@ -13,7 +13,6 @@ import json
 import math
 import os
 import platform
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -24,6 +23,7 @@ import torch
 from .. import __version__
 from ..codecs.base import RowCodec, rows_as_bytes
 from ..errors import ArgumentError
+from ..new_file import replacing
 from .link import own_stream, stream_seconds
 
 CACHE_VARIABLE = "BITSLAB_CACHE"
@@ -154,10 +154,5 @@ def _write(key: str, rate: float) -> None:
         return
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".bitslab-tmp")
-        try:
-            with open(handle, "w") as file:
-                json.dump({"key": key, "bytes_per_s": rate}, file)
-            os.replace(temporary, path)
-        except OSError:
-            os.unlink(temporary)
+        with replacing(path) as temporary:
+            temporary.write_text(json.dumps({"key": key, "bytes_per_s": rate}))

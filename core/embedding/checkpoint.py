@@ -7,42 +7,22 @@ stand beside it; see `optimizer_file`.
 
 from __future__ import annotations
 
-import errno
-import json
 import os
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
-from typing import Any, BinaryIO, Protocol
+from typing import Any, Protocol
 
 import torch
 
-from ..container import PathLike, replacing
 from ..dtypes import dtype_name
 from ..errors import ArgumentError, ArgumentTypeError, CorruptedDataError, load_optional
 from ..memory.readonly import ReadOnlyTensor
+from ..new_file import PathLike, replacing
+from ..safetensors_writer import can_store, write_safetensors
 from .optimizer_file import KEY, PREFIX, LoadedOptimizer, SavedOptimizer
 from .optimizers import PIECE_BYTES
 from .rows import CachedRows
 
-#: What safetensors calls the dtypes.
-_NAMES = {
-    torch.bool: "BOOL",
-    torch.uint8: "U8",
-    torch.int8: "I8",
-    torch.uint16: "U16",
-    torch.int16: "I16",
-    torch.uint32: "U32",
-    torch.int32: "I32",
-    torch.uint64: "U64",
-    torch.int64: "I64",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float32: "F32",
-    torch.float64: "F64",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.complex64: "C64",
-}
 _KINDS = (torch.Tensor, torch.nn.Parameter, ReadOnlyTensor)
 
 
@@ -143,25 +123,10 @@ def save_state(
         in_pieces |= saved.rows
         for key, value in saved.tensors.items():
             found.append((key, _checked("optimizer", key, value, saved.rows)))
-    # The widest elements first, so that each tensor lies where they may be mapped.
-    items = sorted(found, key=lambda item: (-item[1].dtype.itemsize, item[0]))
-    header: dict[str, Any] = {"__metadata__": metadata}
-    end = 0
-    for key, t in items:
-        begin, end = end, end + t.numel() * t.dtype.itemsize
-        shape = list(t.shape)
-        header[key] = {"dtype": _NAMES[t.dtype], "shape": shape, "data_offsets": [begin, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    with replacing(path) as temporary, open(temporary, "wb") as file:
-        file.write(len(text).to_bytes(8, "little"))
-        file.write(text)
-        for _, t in items:
-            rows = in_pieces.get(id(t))
-            for piece in _pieces(t) if rows is None else rows.pieces():
-                _write(file, piece)
-        if file.tell() != 8 + len(text) + end:
-            raise OSError(errno.EIO, "its size is not what was to be written", os.fspath(path))
+    tensors = dict(found)
+    pieces = {key: in_pieces[id(t)].pieces() for key, t in found if id(t) in in_pieces}
+    with replacing(path) as temporary:
+        write_safetensors(temporary, tensors, metadata, pieces)
 
 
 def load_state(
@@ -260,21 +225,8 @@ def _checked(
         )
     if value.is_meta and id(value) not in in_pieces:
         raise ArgumentError(f"{argument}: {key!r} is on the meta device, which has no values")
-    if value.dtype not in _NAMES:
+    if not can_store(value.dtype):
         raise ArgumentError(
             f"{argument}: {key!r} is {dtype_name(value.dtype)}, unknown to safetensors"
         )
     return value
-
-
-def _pieces(t: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the elements of a tensor in order, some at a time."""
-    flat = t.detach().resolve_conj().resolve_neg().reshape(-1)
-    step = max(1, PIECE_BYTES // t.dtype.itemsize)
-    for begin in range(0, len(flat), step):
-        yield flat[begin : begin + step]
-
-
-def _write(file: BinaryIO, piece: torch.Tensor) -> None:
-    data = piece.cpu().contiguous().reshape(-1).view(torch.uint8)
-    file.write(data.numpy().data)

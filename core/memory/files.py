@@ -9,9 +9,9 @@ import torch
 
 from ..codecs import InvariantCodec, RawCodec
 from ..codecs.base import elements
-from ..container import PathLike
 from ..errors import ArgumentError
 from ..kernels.format import MAX_SHARED_ROW_BYTES
+from ..new_file import PathLike
 from ..tensor import CompressedTensor
 from .build import build_parts, slices_of
 from .host_table import HostTable

@@ -6,8 +6,9 @@ import json
 import os
 from typing import Any
 
-from ..container import CHECKSUM_ENTRY, PathLike
+from ..container import CHECKSUM_ENTRY
 from ..errors import ArgumentError
+from ..new_file import PathLike
 from .host import HostBuffer
 from .parts import TableParts
 

@@ -11,10 +11,11 @@ import torch
 
 from ..advisor.advice import Advice
 from ..codecs import RowCodec
-from ..container import PathLike, load
+from ..container import load
 from ..dtypes import dtype_name
 from ..errors import BitslabError
 from ..kernels.cpu.prepared import SlotMap
+from ..new_file import PathLike
 from . import changes, files, gathering, making, statistics
 from .arguments import Index, row_ids
 from .build import Rows, build_parts, check_layout

@@ -72,7 +72,9 @@ class UnifiedTensor(torch.Tensor):
 
     **Other processes.** Through `multiprocessing` and DataLoader workers, forked or spawned, the
     memory is shared, not copied; ``share_memory_()`` has nothing to do. `pickle`,
-    `copy.deepcopy`, `torch.save` and `torch.load` copy, and give unified tensors.
+    `copy.deepcopy`, `torch.save` and `torch.load` copy, and give unified tensors. A process that
+    uses nothing of bitslab but what it loads imports torch before bitslab, or this module, so that
+    torch.load knows of the class.
 
     Threads may use one UnifiedTensor as they may use one torch.Tensor.
     """

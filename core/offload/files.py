@@ -11,19 +11,19 @@ Compatibility law: files of every older version stay readable.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-import secrets
 import struct
 import zlib
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
 
 from ..errors import ArgumentError, BitslabError, CorruptedDataError
+from ..new_file import NewFile
 from .images import FileImage, MappedFile
 from .records import TensorRecord, round_up
 from .store import PackedUnit, PackedWeights
@@ -56,17 +56,19 @@ class WeightFile:
     def __init__(self, path: str | os.PathLike[str], units: Sequence[str]) -> None:
         if INDEX_ENTRY in units:
             raise ArgumentError(f"units: the name {INDEX_ENTRY!r} is taken")
-        self._target = Path(os.path.realpath(path))
-        if self._target.is_dir():
-            raise ArgumentError(f"disk: {self._target} is a folder, expected the name of a file")
-        # A name of its own, because two processes may write the same file.
-        self._temporary = self._target.with_name(f".{secrets.token_hex(8)}.bitslab-tmp")
+        if os.path.isdir(path):
+            raise ArgumentError(f"disk: {os.fspath(path)} is a folder, expected the name of a file")
         names = [*units, INDEX_ENTRY]
         # An image may have an entry for the bytes left free before it.
         guess = 2 * sum(len(json.dumps(name)) + _ENTRY_BYTES for name in names) + 4 * _ENTRY_BYTES
         self._start = round_up(8 + guess, ALIGNMENT_BYTES)
-        self._file = open(self._temporary, "wb+")
-        self._file.truncate(self._start)
+        self._new = NewFile(path)
+        try:
+            self._file = open(self._new.temporary, "rb+")
+            self._file.truncate(self._start)
+        except BaseException:
+            self._new.close()
+            raise
         self._at = self._start
         self._entries: dict[str, dict[str, Any]] = {}
         self._units: dict[str, dict[str, Any]] = {}
@@ -82,14 +84,14 @@ class WeightFile:
             self._file.flush()
         except OSError as error:
             raise BitslabError(
-                f"disk: {self._target}: {data.numel()} bytes of {unit!r} cannot be written: {error}"
+                f"disk: {data.numel()} bytes of {unit!r}: {self._new.named(error)}"
             ) from error
         self._units[unit] = {
             "tensors": {name: record.to_json() for name, record in records.items()},
             "crc32": zlib.crc32(data.numpy().data),
         }
         if self._mapped is None:
-            self._mapped = MappedFile(os.fspath(self._temporary))
+            self._mapped = MappedFile(os.fspath(self._new.temporary))
         return FileImage(self._mapped, offset, data.numel())
 
     def _append(self, name: str, data: memoryview, multiple: int) -> int:
@@ -122,24 +124,24 @@ class WeightFile:
                 raise BitslabError(f"header of {len(header)} bytes, its place has {room}")
             self._file.seek(0)
             self._file.write(struct.pack("<Q", room) + header.ljust(room))
-            self._file.flush()
-            os.fsync(self._file.fileno())
             self._file.close()
-            os.replace(self._temporary, self._target)
-            _sync_folder(self._target.parent)
+            self._new.commit()
         except OSError as error:
-            raise BitslabError(f"disk: {self._target} cannot be written: {error}") from error
+            raise BitslabError(f"disk: {self._new.named(error)}") from error
         self._finished = True
+        self._new.close()
+        target = os.fspath(self._new.target)
         if self._mapped is not None:
-            self._mapped.renamed(os.fspath(self._target))
-        return os.fspath(self._target)
+            self._mapped.renamed(target)
+        return target
 
     def abandon(self) -> None:
         """Remove the file unless it is finished."""
         if not self._finished:
             self._finished = True
-            self._file.close()
-            self._temporary.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # what a full disk did not take
+                self._file.close()
+            self._new.close()
 
     def __enter__(self) -> WeightFile:
         return self
@@ -151,15 +153,6 @@ class WeightFile:
         trace: TracebackType | None,
     ) -> None:
         self.abandon()
-
-
-def _sync_folder(path: Path) -> None:
-    """Let the names in a folder survive a loss of power."""
-    folder = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
 
 
 def open_file(path: str | os.PathLike[str], *, verify: bool) -> PackedWeights:

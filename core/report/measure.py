@@ -13,14 +13,11 @@ from ..codecs.base import rows_as_bytes
 from ..dtypes import dtype_name, element_bytes
 from ..errors import ArgumentError
 from ..kernels import kernels_for
+from ..options import DECODE_GBPS, LINK_GBPS
 from ..tensor import CompressedTensor, as_rows, compress, natural_row_elements, row_map
 
 #: A bit position counts as invariant when at least this share of the rows agree on it.
 INVARIANT_AT = 0.8
-#: What the copy engine of an H200 moves over PCIe 5 x16.
-LINK_GBPS = 55.0
-#: What a GPU decodes, in bytes of output.
-DECODE_GBPS = 1500.0
 
 
 @dataclass(frozen=True)

@@ -199,15 +199,15 @@ def test_an_error_in_the_middle_of_save_leaves_the_old_file_whole(error, tmp_pat
 KILLED = """
 import os, sys, torch
 from bitslab import CompressedTable
-import safetensors.torch as st
+from bitslab import container
 table = CompressedTable.from_tensor(torch.randn(3000, 64) * 0.02, progress=False)
-write = st.save_file
-def half(tensors, path, metadata):
-    write(tensors, path, metadata=metadata)
+write = container.write_safetensors
+def half(path, *content):
+    write(path, *content)
     os.truncate(path, os.path.getsize(path) // 2)
     print("half", flush=True)
     while True: pass
-st.save_file = half
+container.write_safetensors = half
 table.save(sys.argv[1])
 """
 
@@ -222,8 +222,10 @@ def test_a_process_that_is_killed_in_save_leaves_the_old_file_whole(tmp_path):
         assert process.stdout is not None and process.stdout.readline() == "half\n"
         process.kill()
     assert same_bits(CompressedTable.from_file(path, "inplace")[:], x)
+    assert len(os.listdir(tmp_path)) == 2
     make(weights(seed=2), "compact").save(path)
     assert same_bits(CompressedTable.from_file(path)[:], weights(seed=2))
+    assert os.listdir(tmp_path) == ["t"]  # what the killed process had begun is gone
 
 
 def test_readers_go_on_and_updates_wait_while_a_table_is_saved(tmp_path, monkeypatch):
