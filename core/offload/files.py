@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from ..errors import ArgumentError, BitslabError, CorruptedDataError
+from .file_locks import check_free, one_writer
 from .images import FileImage, MappedFile
 from .records import TensorRecord, round_up
 from .store import PackedUnit, PackedWeights
@@ -46,19 +47,29 @@ class WeightFile:
         Written under another name in the same folder until `finish` renames it.
     units : sequence of str
         Names of the units that will come.
+    argument : str
+        The argument that gave `path`, for messages.
 
     Raises
     ------
+    ArgumentError
+        When `path` is a folder, or a file that a model reads its weights from. `finish` asks again.
     OSError
         When the file cannot be written.
     """
 
-    def __init__(self, path: str | os.PathLike[str], units: Sequence[str]) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], units: Sequence[str], argument: str = "disk"
+    ) -> None:
         if INDEX_ENTRY in units:
             raise ArgumentError(f"units: the name {INDEX_ENTRY!r} is taken")
         self._target = Path(os.path.realpath(path))
         if self._target.is_dir():
-            raise ArgumentError(f"disk: {self._target} is a folder, expected the name of a file")
+            raise ArgumentError(
+                f"{argument}: {self._target} is a folder, expected the name of a file"
+            )
+        self._argument = argument
+        check_free(self._target, argument)
         # A name of its own, because two processes may write the same file.
         self._temporary = self._target.with_name(f".{secrets.token_hex(8)}.bitslab-tmp")
         names = [*units, INDEX_ENTRY]
@@ -82,7 +93,8 @@ class WeightFile:
             self._file.flush()
         except OSError as error:
             raise BitslabError(
-                f"disk: {self._target}: {data.numel()} bytes of {unit!r} cannot be written: {error}"
+                f"{self._argument}: {self._target}: {data.numel()} bytes of {unit!r} cannot be "
+                f"written: {error}"
             ) from error
         self._units[unit] = {
             "tensors": {name: record.to_json() for name, record in records.items()},
@@ -125,10 +137,15 @@ class WeightFile:
             self._file.flush()
             os.fsync(self._file.fileno())
             self._file.close()
-            os.replace(self._temporary, self._target)
-            _sync_folder(self._target.parent)
+            # Two that write the same new file come one after the other: the second is refused.
+            with one_writer(self._target.parent) as folder:
+                check_free(self._target, self._argument)
+                os.replace(self._temporary, self._target)
+                os.fsync(folder)  # so that the name survives a loss of power
         except OSError as error:
-            raise BitslabError(f"disk: {self._target} cannot be written: {error}") from error
+            raise BitslabError(
+                f"{self._argument}: {self._target} cannot be written: {error}"
+            ) from error
         self._finished = True
         if self._mapped is not None:
             self._mapped.renamed(os.fspath(self._target))
@@ -151,15 +168,6 @@ class WeightFile:
         trace: TracebackType | None,
     ) -> None:
         self.abandon()
-
-
-def _sync_folder(path: Path) -> None:
-    """Let the names in a folder survive a loss of power."""
-    folder = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
 
 
 def open_file(path: str | os.PathLike[str], *, verify: bool) -> PackedWeights:

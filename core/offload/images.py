@@ -11,6 +11,7 @@ import torch
 
 from ..errors import BitslabError
 from ..memory.host import HostBuffer
+from .file_locks import hold, release
 
 
 class Image(Protocol):
@@ -102,7 +103,8 @@ class DeviceImage:
 class MappedFile:
     """A file of images, memory-mapped, that notices when it is removed or cut.
 
-    Reading a mapped file that was cut ends the process, so its size is looked up before.
+    While it is open, no other model's weights can be written to its path. Reading a mapped file
+    that was cut ends the process, so its size is looked up before.
 
     Parameters
     ----------
@@ -118,7 +120,8 @@ class MappedFile:
     def __init__(self, path: str) -> None:
         self.path = path
         self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        self._close_fd = weakref.finalize(self, os.close, self._fd)
+        hold(self._fd)
+        self._close_fd = weakref.finalize(self, release, self._fd, os.getpid())
         self.nbytes = os.fstat(self._fd).st_size
         self._map: torch.Tensor | None = None
 
