@@ -17,6 +17,7 @@ import torch
 
 from . import __version__
 from .container import is_compressed, read_file, replacing, write_file
+from .dtypes import flat_bytes
 from .errors import ArgumentError, BitslabError, CorruptedDataError, load_optional
 from .files import READABLE, SAFETENSORS, WRITABLE, checked_extension, read_tensors, write_tensors
 from .registry import get_codec
@@ -391,10 +392,7 @@ def _verify(
 
 
 def _equal_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    first, second = (
-        t.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8) for t in (a, b)
-    )
-    return torch.equal(first, second)
+    return torch.equal(flat_bytes(a), flat_bytes(b))
 
 
 def _with_progress(what: str, items: Mapping[str, T]) -> Iterator[tuple[str, T]]:

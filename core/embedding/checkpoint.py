@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, Protocol
 import torch
 
 from ..container import PathLike, replacing
-from ..dtypes import dtype_name
+from ..dtypes import dtype_name, flat_bytes
 from ..errors import ArgumentError, ArgumentTypeError, CorruptedDataError, load_optional
 from ..memory.readonly import ReadOnlyTensor
 from .optimizer_file import KEY, PREFIX, LoadedOptimizer, SavedOptimizer
@@ -276,5 +276,5 @@ def _pieces(t: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _write(file: BinaryIO, piece: torch.Tensor) -> None:
-    data = piece.cpu().contiguous().reshape(-1).view(torch.uint8)
+    data = flat_bytes(piece.cpu())
     file.write(data.numpy().data)
