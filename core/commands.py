@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 
 from .container import is_compressed, read_file, write_file
+from .dtypes import flat_bytes
 from .errors import ArgumentError, BitslabError, CorruptedDataError, load_optional
 from .files import read_tensors, write_tensors
 from .new_file import NewFile
@@ -243,10 +244,7 @@ def _verify(
 
 
 def _equal_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    first, second = (
-        t.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8) for t in (a, b)
-    )
-    return torch.equal(first, second)
+    return torch.equal(flat_bytes(a), flat_bytes(b))
 
 
 def _with_progress(what: str, items: Mapping[str, T]) -> Iterator[tuple[str, T]]:

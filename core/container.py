@@ -29,7 +29,7 @@ import torch
 
 from .codecs import RowCodec
 from .codecs.base import elements
-from .dtypes import dtype_from_name, dtype_name
+from .dtypes import dtype_from_name, dtype_name, flat_bytes
 from .errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -431,7 +431,7 @@ def _is_count(value: Any) -> TypeGuard[int]:
 
 def _as_bytes(t: torch.Tensor) -> torch.Tensor:
     """View a contiguous tensor as uint8 ``[nbytes]``."""
-    return t.reshape(-1).view(torch.uint8)
+    return flat_bytes(t)
 
 
 def _crc32(t: torch.Tensor) -> int:

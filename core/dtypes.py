@@ -1,4 +1,4 @@
-"""Names of dtypes in configurations, and the bit fields of floating-point dtypes."""
+"""Names of dtypes in configurations, bit fields of floating-point dtypes, tensors as bytes."""
 
 from __future__ import annotations
 
@@ -39,3 +39,24 @@ EXPONENT_FIELDS: dict[torch.dtype, tuple[int, int]] = {
 def element_bytes(dtype: torch.dtype) -> int:
     """Bytes of a number in a tensor of `dtype`: half an element for complex dtypes."""
     return dtype.itemsize // 2 if dtype.is_complex else dtype.itemsize
+
+
+def dense(t: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's bits in the order of its elements, a view where they lie so already.
+
+    The strides are those of the shape. A contiguous tensor may have others: dimensions of one
+    element, as those of ``torch.randn(2)[::2]``, keep any, with which torch views no other dtype.
+    """
+    # Lazy conjugates and negatives do not hold the bits that they show.
+    found = t.detach().resolve_conj().resolve_neg().contiguous()
+    strides, step = [], 1
+    for size in reversed(found.shape):
+        strides.append(step)
+        step *= max(1, size)
+    strides.reverse()
+    return found if found.stride() == tuple(strides) else found.as_strided(found.shape, strides)
+
+
+def flat_bytes(t: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's bits as uint8 ``[nbytes]``, a view where they lie in order."""
+    return dense(t).reshape(-1).view(torch.uint8)

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from .dtypes import dtype_name
+from .dtypes import dtype_name, flat_bytes
 from .errors import ArgumentError
 from .new_file import PathLike
 
@@ -130,4 +130,4 @@ def _pieces(t: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _write(file: BinaryIO, piece: torch.Tensor) -> None:
-    file.write(piece.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    file.write(flat_bytes(piece.cpu()).numpy().data)

@@ -15,7 +15,7 @@ import torch
 
 from .codecs import InvariantCodec, PackedRows, RawCodec, RowCodec
 from .codecs.base import check_indices_argument, check_out_argument, elements, raise_bad_index
-from .dtypes import dtype_name
+from .dtypes import dense, dtype_name
 from .errors import ArgumentError, ArgumentTypeError
 from .kernels.format import MAX_ROW_BYTES, ceil_div
 from .registry import get_codec
@@ -122,7 +122,7 @@ def as_rows(tensor: torch.Tensor, rows: RowMap, row_shape: Sequence[int]) -> tor
 
     The filler of the last row repeats the last item.
     """
-    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    flat = dense(tensor).reshape(-1)
     if rows.filler_items:
         # As bytes, because not every dtype can be concatenated on every device.
         items = flat.view(torch.uint8).view(rows.n_items, -1)

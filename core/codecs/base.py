@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from ..dtypes import flat_bytes
 from ..errors import ArgumentError, ArgumentTypeError, IndexRangeError
 
 _INDEX_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -156,11 +157,9 @@ def elements(shape: Sequence[int]) -> int:
 
 def rows_as_bytes(t: torch.Tensor, row_bytes: int) -> torch.Tensor:
     """View ``[N, ...]`` as uint8 ``[N, row_bytes]``; a copy where its bits do not lie in order."""
-    if t.dim() == 2 and bits_in_order(t) and t.stride(1) == 1:
+    if t.dim() == 2 and bits_in_order(t) and t.stride() == (t.shape[1], 1):
         return t.detach().view(torch.uint8)
-    # Lazy conjugates and negatives do not hold the bits that they show.
-    flat = t.detach().resolve_conj().resolve_neg().contiguous().flatten()
-    return flat.view(torch.uint8).view(t.shape[0], row_bytes)
+    return flat_bytes(t).view(t.shape[0], row_bytes)
 
 
 def bits_in_order(t: torch.Tensor) -> bool:

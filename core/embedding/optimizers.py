@@ -18,6 +18,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from ..dtypes import dense
 from ..errors import ArgumentError, ArgumentTypeError, BitslabError
 from ..kernels.cuda import kernels_on
 from .device_notes import take_notes
@@ -419,7 +420,7 @@ def _ranges(n_rows: int, nbytes: int) -> Iterator[tuple[int, int]]:
 
 
 def _bytes_of_rows(values: torch.Tensor) -> torch.Tensor:
-    return values.reshape(len(values), -1).contiguous().view(torch.uint8)
+    return dense(values.reshape(len(values), -1)).view(torch.uint8)
 
 
 def _only_value(value: torch.Tensor) -> float | None:

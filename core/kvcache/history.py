@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ..codecs.base import rows_as_bytes
+from ..dtypes import dense
 from ..errors import ArgumentError, ArgumentTypeError
 from .era import Era, Sequences
 from .packing import LEAST_GAIN, CodecPlans, Packed, TokenRows, draw_rows, pack_rows
@@ -456,7 +457,7 @@ class PackedHistory:
         for name in ("identity", "ready", "_changed"):
             del state[name]
         # As bytes: torch 2.13 cannot unpickle tensors of 8-bit floats.
-        tail = (self.tail.contiguous().view(torch.uint8), self.tail.dtype)
+        tail = (dense(self.tail).view(torch.uint8), self.tail.dtype)
         return {**state, "tail": tail, "_pending": None, "_sample": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

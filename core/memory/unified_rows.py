@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ..codecs.base import bits_in_order
+from ..dtypes import flat_bytes
 from ..errors import ArgumentError, ArgumentTypeError, IndexRangeError
 from ..transfer.gather import gather_copied_rows
 from .host import HostBuffer
@@ -57,14 +59,14 @@ def rows_to_gpu(
         rows = by_way_of_cpu(source, index)
         return rows if out is None else out.copy_(rows)
     rows, row_bytes = found
-    direct = out is not None and out.is_contiguous() and not out.requires_grad
+    direct = out is not None and bits_in_order(out) and not out.requires_grad
     if out is None:
         target = torch.empty(shape, dtype=source.dtype, device=index.device)
     else:
         # A copy of what it holds, since a bad index leaves `out` untouched.
         target = out if direct else out.detach().clone(memory_format=torch.contiguous_format)
     ids = index.reshape(-1).contiguous()
-    target_rows = target.view(-1).view(torch.uint8).view(len(ids), row_bytes)
+    target_rows = flat_bytes(target).view(len(ids), row_bytes)
     gather_copied_rows(rows, row_bytes, ids, target_rows)
     return target if out is None or direct else out.copy_(target)
 

@@ -7,6 +7,7 @@ import secrets
 
 import torch
 
+from ..dtypes import flat_bytes
 from ..errors import BitslabError
 from . import host
 from .host import HostBuffer, Pin
@@ -46,7 +47,7 @@ class HostWriter:
         BitslabError
             When there is no memory for them.
         """
-        data = t.contiguous().reshape(-1).view(torch.uint8)
+        data = flat_bytes(t)
         if data.numel() > host._available_bytes():
             raise BitslabError(
                 f"host memory: no room for {data.numel()} bytes more after {self._nbytes}"

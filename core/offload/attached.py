@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from types import FrameType
 from typing import Any
@@ -12,16 +13,20 @@ from torch import nn
 
 from ..errors import ArgumentError, BitslabError
 from ..tracing import not_traced
-from .guards import ApplyGuard, StateGuard
+from .guards import ApplyGuard, CallGuard, PickleGuard, StateGuard
 from .handles import WeightHandle
 from .hooks import Turnstile, UnitHooks, aligned
 from .report import OffloadReport, UnitReport
 from .residence import Tier, is_lookup
 from .store import PackedWeights
 from .stream import WeightStream
-from .units import Slot, Unit
+from .units import Slot, Unit, alive
 
 ATTRIBUTE = "_bitslab_offload"
+
+
+#: What is put on a model's modules beside hooks.
+Guard = StateGuard | ApplyGuard | CallGuard | PickleGuard
 
 
 class LateStream:
@@ -50,7 +55,8 @@ class OffloadedModel:
     Parameters
     ----------
     model : torch.nn.Module
-        The model, with handles in the places of packed parameters.
+        The model, with handles in the places of packed parameters. It holds this object and is
+        held weakly, so that the memory of both goes with the last reference to the model.
     units : sequence of Unit
         Its units, with the slots that hold handles.
     tiers : mapping of str to Tier
@@ -82,7 +88,7 @@ class OffloadedModel:
         sm_budget: int | None,
         trainable: Iterable[str],
     ) -> None:
-        self.model = model
+        self._model = weakref.ref(model)
         self.weights = weights
         self.units = list(units)
         self._tiers = dict(tiers)
@@ -101,7 +107,7 @@ class OffloadedModel:
         self.stream = WeightStream(weights, names, device=device, depth=depth, sm_budget=sm_budget)
         source.stream = self.stream
         self.hooks = [UnitHooks(unit, self.stream) for unit in streamed]
-        self._guards: list[StateGuard | ApplyGuard] = []
+        self._guards: list[Guard] = []
         owners: dict[int, list[Slot]] = {}
         for unit in self.units:
             for slot in unit.slots:
@@ -114,14 +120,20 @@ class OffloadedModel:
                 self._guards.append(ApplyGuard(slots[0].module, own))
         handles = [_handle(slot) for unit in self.units for slot in unit.slots]
         self._guards.append(ApplyGuard(model, handles))
-        self._lookups = [unit.module for unit in self.units if is_lookup(unit)]
-        for module in self._lookups:
-            # torch.compile knows no handles: the look-up is made outside of its graphs.
-            module.__dict__["forward"] = not_traced(module.forward)
+        self._guards += [CallGuard(unit.module) for unit in self.units if is_lookup(unit)]
+        # Wherever pickling comes across a hook or a guard before it comes to a handle.
+        touched = [model, *(unit.module for unit in streamed)]
+        touched += [slots[0].module for slots in owners.values()]
+        self._guards += [PickleGuard(module) for module in dict.fromkeys(touched)]
         self._begin_hook = model.register_forward_pre_hook(
             not_traced(self._begin), with_kwargs=True, prepend=True
         )
         model.__dict__[ATTRIBUTE] = self
+
+    @property
+    def model(self) -> nn.Module:
+        """The model."""
+        return alive(self._model)
 
     @property
     def device(self) -> torch.device:
@@ -206,8 +218,6 @@ class OffloadedModel:
             hooks.remove()
         for guard in reversed(self._guards):
             guard.remove()
-        for module in self._lookups:
-            module.__dict__.pop("forward", None)
         self._begin_hook.remove()
         self.model.__dict__.pop(ATTRIBUTE, None)
 
@@ -232,7 +242,8 @@ def find_offloaded(model: nn.Module) -> OffloadedModel:
         if isinstance(found, OffloadedModel):
             return found
     raise ArgumentError(
-        "model: none of its weights are offloaded by bitslab; call offload_weights(model) first"
+        "model: none of its weights are offloaded by bitslab; call "
+        "bitslab.offload.offload_weights(model) first"
     )
 
 

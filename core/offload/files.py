@@ -24,6 +24,7 @@ import torch
 
 from ..errors import ArgumentError, BitslabError, CorruptedDataError
 from ..new_file import NewFile
+from .file_locks import check_free, one_writer
 from .images import FileImage, MappedFile
 from .records import TensorRecord, round_up
 from .store import PackedUnit, PackedWeights
@@ -46,18 +47,28 @@ class WeightFile:
         Written under another name in the same folder until `finish` renames it.
     units : sequence of str
         Names of the units that will come.
+    argument : str
+        The argument that gave `path`, for messages.
 
     Raises
     ------
+    ArgumentError
+        When `path` is a folder, or a file that a model reads its weights from. `finish` asks again.
     OSError
         When the file cannot be written.
     """
 
-    def __init__(self, path: str | os.PathLike[str], units: Sequence[str]) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], units: Sequence[str], argument: str = "disk"
+    ) -> None:
         if INDEX_ENTRY in units:
             raise ArgumentError(f"units: the name {INDEX_ENTRY!r} is taken")
         if os.path.isdir(path):
-            raise ArgumentError(f"disk: {os.fspath(path)} is a folder, expected the name of a file")
+            raise ArgumentError(
+                f"{argument}: {os.fspath(path)} is a folder, expected the name of a file"
+            )
+        self._argument = argument
+        check_free(path, argument)
         names = [*units, INDEX_ENTRY]
         # An image may have an entry for the bytes left free before it.
         guess = 2 * sum(len(json.dumps(name)) + _ENTRY_BYTES for name in names) + 4 * _ENTRY_BYTES
@@ -84,14 +95,14 @@ class WeightFile:
             self._file.flush()
         except OSError as error:
             raise BitslabError(
-                f"disk: {data.numel()} bytes of {unit!r}: {self._new.named(error)}"
+                f"{self._argument}: {data.numel()} bytes of {unit!r}: {self._new.named(error)}"
             ) from error
         self._units[unit] = {
             "tensors": {name: record.to_json() for name, record in records.items()},
             "crc32": zlib.crc32(data.numpy().data),
         }
         if self._mapped is None:
-            self._mapped = MappedFile(os.fspath(self._new.temporary))
+            self._mapped = MappedFile(os.fspath(self._new.temporary), in_use=False)
         return FileImage(self._mapped, offset, data.numel())
 
     def _append(self, name: str, data: memoryview, multiple: int) -> int:
@@ -125,15 +136,17 @@ class WeightFile:
             self._file.seek(0)
             self._file.write(struct.pack("<Q", room) + header.ljust(room))
             self._file.close()
-            self._new.commit()
+            # Two that write the same new file come one after the other: the second is refused.
+            with one_writer(self._new.target.parent):
+                check_free(self._new.target, self._argument)
+                self._new.commit()
+                self._new.close()
+                if self._mapped is not None:
+                    self._mapped.renamed(os.fspath(self._new.target))
         except OSError as error:
-            raise BitslabError(f"disk: {self._new.named(error)}") from error
+            raise BitslabError(f"{self._argument}: {self._new.named(error)}") from error
         self._finished = True
-        self._new.close()
-        target = os.fspath(self._new.target)
-        if self._mapped is not None:
-            self._mapped.renamed(target)
-        return target
+        return os.fspath(self._new.target)
 
     def abandon(self) -> None:
         """Remove the file unless it is finished."""

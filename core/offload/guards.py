@@ -1,21 +1,23 @@
-"""What else a model with packed weights does right: its state dict, and moves and casts."""
+"""What else a model with packed weights does right: its state dict, moves, casts and pickling."""
 
 from __future__ import annotations
 
 import contextvars
 import functools
+import inspect
+import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
 from ..errors import BitslabError
+from ..tracing import not_traced
 from .handles import WeightHandle
 from .store import PackedWeights
-from .units import Slot
+from .units import Slot, alive
 
-_Apply = Callable[..., nn.Module]
 #: What stands for a packed weight in the state dict that `deferred_state_dict` makes.
 _StandIns = dict[tuple[PackedWeights, str], WeightHandle]
 _stand_ins: contextvars.ContextVar[_StandIns | None]
@@ -155,7 +157,51 @@ class StateGuard:
             remover.remove()
 
 
-class ApplyGuard:
+class _Override:
+    """A method that stands in a module before its class's own.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        The module; held weakly, because it holds the method.
+    name : str
+        Name of the method.
+    """
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        self._module = weakref.ref(module)
+        self._name = name
+        self._own = module.__dict__.get(name)
+        module.__dict__[name] = self.call
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        """Be called instead of the module's own method."""
+        raise NotImplementedError
+
+    @property
+    def module(self) -> nn.Module:
+        """The module."""
+        return alive(self._module)
+
+    def original(self) -> Callable[..., Any]:
+        """Return the method that stood there before, bound to the module."""
+        if self._own is not None:
+            own: Callable[..., Any] = self._own
+            return own
+        return functools.partial(getattr(type(self.module), self._name), self.module)
+
+    def remove(self) -> None:
+        """Give the module its own method back, unless another one stands there by now."""
+        held = self.module.__dict__
+        if getattr(held.get(self._name), "__self__", None) is not self:
+            return
+        if self._own is None:
+            del held[self._name]
+        else:
+            held[self._name] = self._own
+
+
+class ApplyGuard(_Override):
     """Lets ``module.to`` and the like move what is resident, and refuses to change handles.
 
     Parameters
@@ -168,12 +214,11 @@ class ApplyGuard:
     """
 
     def __init__(self, module: nn.Module, handles: Sequence[WeightHandle]) -> None:
-        self._module = module
         self._handles = list(handles)
-        self._own = module.__dict__.get("_apply")
-        module.__dict__["_apply"] = functools.partial(self._apply, module._apply)
+        super().__init__(module, "_apply")
 
-    def _apply(self, apply: _Apply, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> nn.Module:
+    def call(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Apply a function to what is resident, once it is known to change no handle."""
         kinds = {(handle.dtype, handle.device): handle for handle in self._handles}
         for (dtype, device), handle in kinds.items():
             probe = fn(torch.empty(0, dtype=dtype, device=device))
@@ -183,17 +228,79 @@ class ApplyGuard:
                     f"cannot become {probe.dtype} on {probe.device}; call "
                     "bitslab.offload.restore_weights(model) first"
                 )
-        parameters = self._module._parameters
+        parameters = self.module._parameters
         held = {n: p for n, p in parameters.items() if isinstance(p, WeightHandle)}
         for name in held:
             parameters[name] = None
         try:
-            return apply(fn, *args, **kwargs)
+            return self.original()(fn, *args, **kwargs)
         finally:
             parameters.update(held)
 
+
+class CallGuard:
+    """Keeps the forward pass of a module that looks rows up out of compiled graphs.
+
+    torch.compile knows no handles. Where accelerate has put its own forward pass before that of the
+    module, the one behind it is kept out, so that it stays when accelerate takes its own off.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        An embedding with a handle.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._name = "_old_forward" if "_old_forward" in module.__dict__ else "forward"
+        self._own = module.__dict__.get(self._name)
+        self._method = not_traced(_weakly_bound(getattr(module, self._name)))
+        self._module = weakref.ref(module)
+        module.__dict__[self._name] = self._method
+
     def remove(self) -> None:
-        """Give the module its own method back."""
-        self._module.__dict__.pop("_apply", None)
-        if self._own is not None:
-            self._module.__dict__["_apply"] = self._own
+        """Give the module its own forward pass back, also where accelerate's is before it now."""
+        held = alive(self._module).__dict__
+        for name in ("forward", "_old_forward"):
+            if held.get(name) is not self._method:
+                continue
+            if self._own is not None:
+                held[name] = self._own
+            elif name == "forward":
+                del held[name]
+            else:
+                module = alive(self._module)
+                held[name] = functools.partial(type(module).forward, module)
+
+
+class PickleGuard(_Override):
+    """Refuses to pickle or copy a module whose weights are packed, as hooks of it would fail.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        A module with hooks or handles.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module, "__reduce_ex__")
+
+    def call(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse."""
+        raise BitslabError(
+            f"{type(self.module).__name__}: weights of this module are packed, so it "
+            "cannot be pickled or copied; save model.state_dict(), which has the plain weights, or "
+            "call bitslab.offload.restore_weights(model) first"
+        )
+
+
+def _weakly_bound(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls a bound method without keeping its object."""
+    if getattr(method, "__self__", None) is None:
+        return method
+    module, function = weakref.ref(method.__self__), method.__func__  # type: ignore[attr-defined]
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        return function(alive(module), *args, **kwargs)
+
+    called.__signature__ = inspect.signature(method)  # type: ignore[attr-defined]
+    return called

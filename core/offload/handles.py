@@ -59,9 +59,27 @@ class WeightHandle(torch.Tensor):
 
     @staticmethod
     def __new__(
-        cls, source: WeightSource, name: str, like: torch.Tensor, device: torch.device
+        cls,
+        source: WeightSource,
+        name: str = "",
+        like: torch.Tensor | None = None,
+        device: torch.device | None = None,
+        **options: Any,
     ) -> WeightHandle:
-        """Make a tensor with no data."""
+        """Make a tensor with no data.
+
+        Raises
+        ------
+        BitslabError
+            When the arguments are those of `torch.nn.Parameter`: data, and ``requires_grad``.
+        """
+        if like is None or options:
+            # accelerate's way to move a parameter: another one of its class, with other data.
+            raise BitslabError(
+                "model: its weights are packed, so accelerate (cpu_offload, disk_offload, "
+                "dispatch_model) and others that replace parameters cannot place them elsewhere; "
+                "bitslab.offload.restore_weights(model) gives it ordinary parameters to place"
+            )
         handle: WeightHandle = torch.Tensor._make_wrapper_subclass(
             cls, like.shape, strides=like.stride(), dtype=like.dtype, device=device
         )
@@ -69,10 +87,8 @@ class WeightHandle(torch.Tensor):
         handle._is_param = True
         return handle
 
-    def __init__(
-        self, source: WeightSource, name: str, like: torch.Tensor, device: torch.device
-    ) -> None:
-        pass
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        pass  # all is done by __new__
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 

@@ -11,6 +11,7 @@ import torch
 
 from ..errors import BitslabError
 from ..memory.host import HostBuffer
+from .file_locks import hold, release
 
 
 class Image(Protocol):
@@ -102,12 +103,15 @@ class DeviceImage:
 class MappedFile:
     """A file of images, memory-mapped, that notices when it is removed or cut.
 
-    Reading a mapped file that was cut ends the process, so its size is looked up before.
+    While it is open, no other model's weights can be written to its path. Reading a mapped file
+    that was cut ends the process, so its size is looked up before.
 
     Parameters
     ----------
     path : str
         The file.
+    in_use : bool
+        False while the file is still written, and locked by its writer, until `renamed`.
 
     Raises
     ------
@@ -115,15 +119,18 @@ class MappedFile:
         When it cannot be read.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, *, in_use: bool = True) -> None:
         self.path = path
         self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        self._close_fd = weakref.finalize(self, os.close, self._fd)
+        if in_use:
+            hold(self._fd)
+        self._close_fd = weakref.finalize(self, release, self._fd, os.getpid())
         self.nbytes = os.fstat(self._fd).st_size
         self._map: torch.Tensor | None = None
 
     def renamed(self, path: str) -> None:
-        """Take note that the file has another name now, and its full size."""
+        """Mark the file as used: it is complete and has another name now."""
+        hold(self._fd)
         self.path = path
         self.nbytes = os.fstat(self._fd).st_size
         self._map = None

@@ -56,7 +56,7 @@ def offload_weights(
         "packed" or "host".
     disk : str or os.PathLike, optional
         A safetensors file to write the packed weights to and read them from, instead of host
-        memory.
+        memory. One that a model is using, in any process, is refused.
     depth : int
         Units that are fetched ahead.
     sm_budget : int or None
@@ -89,6 +89,11 @@ def offload_weights(
     A packed weight is read-only and gets no gradients; gradients pass through it. What a module
     returns is its caller's for good, but a weight, or a view of one, that code keeps aside during a
     pass is overwritten by the next units: keep a clone.
+
+    A packed model cannot be pickled, saved as a whole by ``torch.save`` or copied; its
+    ``state_dict()`` has the plain weights. Its memory goes with the last reference to the model. A
+    parameter's ``numel() * element_size()``, and with it ``get_memory_footprint()`` of
+    transformers, counts the bytes of the plain weight; the report has those of the packed ones.
 
     Examples
     --------
@@ -353,7 +358,8 @@ def _check_model(model: nn.Module) -> None:
         raise ArgumentTypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
     if any(ATTRIBUTE in module.__dict__ for module in model.modules()):
         raise ArgumentError(
-            "model: its weights are offloaded already; call restore_weights(model) first"
+            "model: its weights are offloaded already; call "
+            "bitslab.offload.restore_weights(model) first"
         )
 
 

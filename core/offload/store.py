@@ -269,7 +269,8 @@ class PackedWeights:
         Raises
         ------
         ArgumentError
-            When it is the file that these weights are read from, or a folder.
+            When it is the file that these weights, or those of another model, are read from, or a
+            folder.
         BitslabError
             When it cannot be written, as on a full disk; what was there stays.
         OSError
@@ -279,7 +280,7 @@ class PackedWeights:
 
         if self.path is not None and os.path.realpath(path) == os.path.realpath(self.path):
             raise ArgumentError(f"path: {os.fspath(path)} is the file that holds these weights")
-        with WeightFile(path, self.units) as file:
+        with WeightFile(path, self.units, "path") as file:
             for name in self.units:
                 held = self.unit(name)
                 file.write(name, held.image.tensor().cpu(), held.records)

@@ -14,6 +14,7 @@ import torch
 
 from ..codecs import InvariantCodec, PackedRows, RawCodec
 from ..codecs.base import rows_as_bytes
+from ..dtypes import dense, flat_bytes
 from ..errors import ArgumentError
 from ..kernels.format import MAX_ROW_BYTES
 from ..tensor import CompressedTensor, as_rows, compress, natural_row_elements, row_map
@@ -122,7 +123,7 @@ def _saved_share(codec: InvariantCodec, sample: torch.Tensor) -> float:
 
 def _zero_share(sample: torch.Tensor) -> float:
     """Return the share of the bytes of a sample on the CPU that are 0."""
-    data = sample.reshape(-1).view(torch.uint8).numpy()
+    data = flat_bytes(sample).numpy()
     # torch counts bytes a hundred times slower.
     return 1 - int(np.count_nonzero(data)) / max(1, data.size)
 
@@ -130,6 +131,6 @@ def _zero_share(sample: torch.Tensor) -> float:
 def _kept_raw(tensor: torch.Tensor) -> CompressedTensor:
     """Wrap a tensor that is kept raw, without a copy where it is contiguous."""
     codec = RawCodec(tuple(tensor.shape[1:]), tensor.dtype)
-    rows = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    rows = dense(tensor)
     rows = rows if rows.dim() else rows.reshape(1)
     return CompressedTensor(codec, PackedRows(rows.shape[0], {"rows": rows}), tensor.shape)

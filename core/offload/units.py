@@ -7,29 +7,43 @@ all that is below them. Outside of them, every module with parameters of its own
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import nn
+
+from ..errors import BitslabError
 
 #: Tells whether a parameter is to be packed, by its name and itself.
 Predicate = Callable[[str, nn.Parameter], bool]
 
 
-@dataclass(frozen=True)
 class Slot:
     """A place of a parameter in a model.
 
     Parameters
     ----------
     module : torch.nn.Module
-        The module whose own parameter it is.
+        The module whose own parameter it is; held weakly, as what streams a model's weights must
+        not keep the model.
     attribute : str
         Its name there.
     name : str
         Its full name in the model.
     """
+
+    __slots__ = ("_module", "attribute", "name")
+
+    def __init__(self, module: nn.Module, attribute: str, name: str) -> None:
+        self._module = weakref.ref(module)
+        self.attribute = attribute
+        self.name = name
+
+    @property
+    def module(self) -> nn.Module:
+        """The module whose own parameter it is."""
+        return alive(self._module)
 
     module: nn.Module
     attribute: str
@@ -47,7 +61,6 @@ class Slot:
             self.module._parameters[self.attribute] = tensor  # type: ignore[assignment]
 
 
-@dataclass(eq=False)
 class Unit:
     """A part of a model that crosses at once.
 
@@ -56,14 +69,20 @@ class Unit:
     name : str
         Name of its module in the model; "" is the model itself.
     module : torch.nn.Module
-        The module whose forward pass needs the parameters.
-    slots : list of Slot
+        The module whose forward pass needs the parameters; held weakly.
+    slots : sequence of Slot
         Places of the parameters that are packed, tied ones included.
     """
 
-    name: str
-    module: nn.Module
-    slots: list[Slot] = field(default_factory=list)
+    def __init__(self, name: str, module: nn.Module, slots: Sequence[Slot] = ()) -> None:
+        self.name = name
+        self._module = weakref.ref(module)
+        self.slots = list(slots)
+
+    @property
+    def module(self) -> nn.Module:
+        """The module whose forward pass needs the parameters."""
+        return alive(self._module)
 
     @property
     def names(self) -> list[str]:
@@ -78,6 +97,20 @@ class Unit:
         """Bytes of the parameters, tied ones counted once."""
         parameters = {id(p): p.nbytes for slot in self.slots if (p := slot.get()) is not None}
         return sum(parameters.values())
+
+
+def alive(module: weakref.ref[nn.Module]) -> nn.Module:
+    """Return the module of a weak reference.
+
+    Raises
+    ------
+    BitslabError
+        When the module was deleted.
+    """
+    found = module()
+    if found is None:
+        raise BitslabError("the model whose weights were packed was deleted")
+    return found
 
 
 def is_block_list(module: nn.Module) -> bool:

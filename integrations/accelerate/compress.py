@@ -12,8 +12,10 @@ from bitslab.errors import ArgumentError, ArgumentTypeError
 from bitslab.integrations.accelerate.dispatched import (
     OffloadedTensor,
     allow_moves,
+    check_unpacked,
     offloaded_tensors,
     remove_offloading,
+    streamed_model,
 )
 from bitslab.memory.progress import Progress, ProgressFunction
 from bitslab.offload import (
@@ -23,8 +25,6 @@ from bitslab.offload import (
     WeightPacker,
     attach_weights,
     cut_units,
-    find_offloaded,
-    offload_report,
     offload_weights,
 )
 from bitslab.offload.offload import split_units, stored_names
@@ -67,17 +67,24 @@ def compress_offloaded(
     Raises
     ------
     ArgumentError
-        When the model has no offloaded parts, they run on several devices, or an argument is not
-        accepted.
+        When the model has no offloaded parts, they run on several devices, its weights are packed
+        already, or an argument is not accepted.
     ArgumentTypeError
         When `model` is no module.
     BitslabError
         When host memory runs out; the model goes on with accelerate's offloading as before, and
         the message says how much is needed.
+
+    Notes
+    -----
+    accelerate does not know the packed weights: its `cpu_offload`, `disk_offload` and
+    `dispatch_model` refuse them, and `remove_hook_from_submodules` takes accelerate's own hooks off
+    while the weights stream on. `restore` is what gives the plain weights back.
     """
     if not isinstance(model, nn.Module):
         raise ArgumentTypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
     check_counts(depth, sm_budget)
+    check_unpacked(model)
     tensors = list(offloaded_tensors(model))
     if not tensors:
         raise ArgumentError(
@@ -126,8 +133,9 @@ def compress_offloaded(
         places[tensor.attribute] = value  # type: ignore[assignment]
     remove_offloading(model)
     allow_moves(model, device)
-    find_offloaded(model).add_resident(resident)
-    return offload_report(model)
+    attached = streamed_model(model)
+    attached.add_resident(resident)
+    return attached.report()
 
 
 def offload_compressed(
@@ -149,9 +157,12 @@ def offload_compressed(
     ------
     ArgumentError
         When accelerate has offloaded parts of it: then it is `compress_offloaded` that is needed.
+        When its weights are packed already.
 
     Notes
     -----
+    Of accelerate's functions see `compress_offloaded`.
+
     ``torch.compile`` of the model works. Hooks run between its graphs, so each layer whose weights
     stream, or are kept packed, is compiled by itself. With a K/V cache all layers are variants of
     one function, up to eight a layer as lengths of prompts and batches change, and beyond
@@ -159,6 +170,7 @@ def offload_compressed(
     with the same results. For models of more than two layers set it to eight times their number,
     and ``torch._dynamo.config.accumulated_recompile_limit``, 256 unless set, not below that.
     """
+    check_unpacked(model)
     if isinstance(model, nn.Module) and any(True for _ in offloaded_tensors(model)):
         raise ArgumentError(
             "model: accelerate has offloaded parts of it; use compress_offloaded(model)"
@@ -179,7 +191,7 @@ def offload_compressed(
 
 def report(model: nn.Module) -> OffloadReport:
     """Return bytes and times of each unit; see `bitslab.offload.offload_report`."""
-    return offload_report(model)
+    return streamed_model(model).report()
 
 
 def restore(model: nn.Module, device: torch.device | str | None = None) -> None:
@@ -197,7 +209,7 @@ def restore(model: nn.Module, device: torch.device | str | None = None) -> None:
     ArgumentError
         When no weights of the model stream.
     """
-    attached = find_offloaded(model)
+    attached = streamed_model(model)
     attached.restore(attached.device if device is None else torch.device(device))
 
 

@@ -12,6 +12,7 @@ from accelerate.utils import OffloadedWeightsLoader, PrefixedDataset, named_modu
 from torch import nn
 
 from bitslab.errors import ArgumentError
+from bitslab.offload import OffloadedModel, find_offloaded
 
 #: What accelerate puts beside a module's own attributes.
 _METHODS = ("to", "cuda", "npu", "xpu", "mlu", "sdaa", "musa", "neuron")
@@ -82,6 +83,40 @@ class OffloadedTensor:
         if isinstance(found, OffloadedWeightsLoader):
             found = found.state_dict
         return found, key
+
+
+def streamed_model(model: nn.Module) -> OffloadedModel:
+    """Return what streams the weights of a model.
+
+    Raises
+    ------
+    ArgumentError
+        When no weights of the model stream.
+    """
+    try:
+        return find_offloaded(model)
+    except ArgumentError as error:
+        if not isinstance(model, nn.Module):
+            raise
+        raise ArgumentError(
+            "model: none of its weights are packed; call offload_compressed(model), or "
+            "compress_offloaded(model) where accelerate has offloaded it, first"
+        ) from error
+
+
+def check_unpacked(model: nn.Module) -> None:
+    """Refuse a model whose weights are packed already.
+
+    Raises
+    ------
+    ArgumentError
+        When some are.
+    """
+    try:
+        find_offloaded(model)
+    except ArgumentError:
+        return
+    raise ArgumentError("model: its weights are packed already; call restore(model) first")
 
 
 def hooks_of(module: nn.Module) -> list[Any]:

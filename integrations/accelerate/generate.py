@@ -19,7 +19,8 @@ import torch
 from torch import nn
 
 from bitslab.errors import ArgumentError, ArgumentTypeError
-from bitslab.offload import OffloadedModel, find_offloaded
+from bitslab.integrations.accelerate.dispatched import streamed_model
+from bitslab.offload import OffloadedModel
 
 THREAD_NAME = "bitslab-generate"
 #: What would be one object for all batches, which each of them changes.
@@ -65,7 +66,7 @@ def generate_blocks(
     The caches of all batches are in memory together. When a batch fails, the others stop and its
     error is raised. After the call torch's generators are where the last batch left them.
     """
-    attached = find_offloaded(model)
+    attached = streamed_model(model)
     inputs = _checked_prompts(prompts)
     shared = [name for name in _OWN if kwargs.get(name) is not None]
     if shared:

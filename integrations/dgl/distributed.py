@@ -25,7 +25,7 @@ from dgl.distributed import DistTensor, dist_context, kvstore
 
 from bitslab.codecs import PackedRows, RawCodec, RowCodec
 from bitslab.codecs.base import elements
-from bitslab.dtypes import dtype_from_name, dtype_name
+from bitslab.dtypes import dtype_from_name, dtype_name, flat_bytes
 from bitslab.errors import ArgumentError, ArgumentTypeError, BitslabError
 from bitslab.memory.build import MIN_SAMPLE_ROWS, SAMPLE_BYTES, choose_codec
 from bitslab.registry import get_codec
@@ -458,7 +458,7 @@ def _unpacked(
 
 def _bytes_of(t: torch.Tensor) -> Part:
     # NumPy's pickles are a copy of the bytes; torch's are archives, and slow.
-    flat = t.contiguous().view(-1).view(torch.uint8)
+    flat = flat_bytes(t)
     return dtype_name(t.dtype), tuple(t.shape), flat.numpy()
 
 

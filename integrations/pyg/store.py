@@ -10,6 +10,7 @@ import torch
 from torch_geometric.data import FeatureStore, TensorAttr
 
 from bitslab import CompressedFeature, RowCodec, hotness
+from bitslab.dtypes import flat_bytes
 from bitslab.errors import ArgumentError, ArgumentTypeError, BitslabError, IndexRangeError
 from bitslab.memory.arguments import checked_device, row_ids
 from bitslab.memory.feature import RowsFuture
@@ -320,7 +321,7 @@ class CompressedFeatureStore(FeatureStore):  # type: ignore[misc]
         width = feature.table.row_bytes
         if width and len(ids):
             target = rows.view(len(rows), -1).view(torch.uint8)
-            source = tensor.detach().cpu().contiguous().view(len(ids), -1).view(torch.uint8)
+            source = flat_bytes(tensor.cpu()).view(len(ids), -1)
             target[numbers] = source
         return _Entry(self._packed(rows, attr), entry.ids)
 

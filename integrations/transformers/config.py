@@ -54,8 +54,8 @@ class BitslabConfig(QuantizationConfigMixin):  # type: ignore[misc, unused-ignor
         a `device_map` that divides the model.
     disk : str or os.PathLike, optional
         File for packed weights, in place of host memory: for those that are streamed. It has to
-        stay as long as the model is used. One that bitslab wrote before is written anew; any other
-        is refused.
+        stay as long as the model is used. One that bitslab wrote before is written anew; any other,
+        and one that a model is using, in any process, is refused.
     depth : int, default 2
         Units that are fetched ahead of the one that computes.
     sm_budget : int or None, default 64

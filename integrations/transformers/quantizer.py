@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,11 +28,13 @@ from bitslab.integrations.transformers.sizes import SizeEstimate, estimate
 from bitslab.memory.progress import ProgressFunction
 from bitslab.offload import (
     PackedWeights,
+    Unit,
     attach_weights,
     cut_units,
     deferred_state_dict,
     restore_weights,
 )
+from bitslab.offload.file_locks import check_free
 from bitslab.offload.offload import move_residents
 from bitslab.offload.residence import MIN_UNIT_BYTES, choose_tiers
 from bitslab.offload.stream import checked_device
@@ -325,9 +327,9 @@ class BitslabQuantizer(HfQuantizer):  # type: ignore[misc, unused-ignore]
             keep = self._stored_places(units, keep)
         least = MIN_UNIT_BYTES if self.config.min_bytes is None else self.config.min_bytes
         cut = [
-            replace(unit, slots=[slot for slot in unit.slots if slot.name in units[unit.name]])
-            for unit in cut_units(self._model)
-            if unit.name in units
+            Unit(u.name, u.module, [slot for slot in u.slots if slot.name in units[u.name]])
+            for u in cut_units(self._model)
+            if u.name in units
         ]
         return dict(choose_tiers(cut, keep, least))
 
@@ -537,7 +539,7 @@ class _Pack(ConversionOps):  # type: ignore[misc, unused-ignore]
 
 
 def _check_target(path: str) -> None:
-    """Refuse to write over a file of another kind."""
+    """Refuse to write over a file of another kind, or of a model that uses it."""
     folder = os.path.dirname(os.path.realpath(path))
     if not os.path.isdir(folder):
         raise ArgumentError(f"disk: {path}, but there is no folder {folder}")
@@ -550,6 +552,7 @@ def _check_target(path: str) -> None:
             f"disk: {path} exists and holds no packed weights ({error}); accepted is a new file, "
             "or one that bitslab wrote"
         ) from error
+    check_free(path, "disk")
 
 
 def _tied(model: Any) -> dict[str, str]:
