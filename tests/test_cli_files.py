@@ -234,7 +234,8 @@ def test_existing_file_is_replaced_with_force_only(
         source = tmp_path / "in.npy"
         np.save(source, np.arange(30.0))
     out = tmp_path / {"compress": "o.bitslab", "decompress": "o.npy", "inspect": "o.png"}[command]
-    arguments = [command, source, *(["--plot"] if command == "inspect" else []), out]
+    option = ["--plot"] if command == "inspect" else []
+    arguments: list[str | Path] = [command, source, *option, out]
     if dangling:
         out.symlink_to(tmp_path / "elsewhere")
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import subprocess
 import sys
@@ -98,7 +99,7 @@ def test_file_system_without_locks_is_written_to_and_left_alone(
     def refuse(*arguments: object) -> None:
         raise OSError(errno.ENOTSUP, "no locks here")
 
-    monkeypatch.setattr(new_file.fcntl, "flock", refuse)
+    monkeypatch.setattr(fcntl, "flock", refuse)
     left = tmp_path / f".{new_file._boot()}-left{SUFFIX}"
     left.touch()
     with replacing(tmp_path / "x") as temporary:
@@ -109,17 +110,17 @@ def test_file_system_without_locks_is_written_to_and_left_alone(
 def test_file_that_is_removed_before_it_is_locked_is_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lock = new_file.fcntl.flock
-    removed = []
+    lock = fcntl.flock
+    removed: list[Path] = []
 
-    def late(file: object, how: int) -> None:
-        lock(file, how)  # type: ignore[arg-type]
+    def late(file: int, how: int) -> None:
+        lock(file, how)
         if not removed:
             (path,) = tmp_path.iterdir()
             removed.append(path)
             path.unlink()
 
-    monkeypatch.setattr(new_file.fcntl, "flock", late)
+    monkeypatch.setattr(fcntl, "flock", late)
     with replacing(tmp_path / "x") as temporary:
         assert temporary != removed[0]
         temporary.write_bytes(b"whole")
