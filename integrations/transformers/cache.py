@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,7 +14,8 @@ from bitslab.errors import ArgumentError, ArgumentTypeError
 from bitslab.integrations.transformers.cache_layer import CompressedLayer
 from bitslab.integrations.transformers.selectors import KVSelector
 from bitslab.kvcache import CodecPlans, HistoryReader, PackedHistory
-from bitslab.kvcache.history import check_options
+from bitslab.kvcache.history import Commit, check_options
+from bitslab.kvcache.index import repeat_count, sequence_index
 from bitslab.kvcache.reader import check_sm_budget
 from bitslab.tracing import not_traced
 
@@ -185,7 +188,7 @@ class CompressedCache(DynamicCache):
         BitslabError
             When host memory runs out.
         """
-        if layer_idx >= len(self.layers):
+        if not 0 <= layer_idx < len(self.layers):
             raise ArgumentError(
                 f"layer_idx: {layer_idx}, this cache was made for a model of "
                 f"{len(self.layers)} layers"
@@ -214,9 +217,69 @@ class CompressedCache(DynamicCache):
         ArgumentError
             When it is positive or there are not so many.
         """
-        for layer in self._packed.values():
-            layer.check_crop(tokens_to_remove)
-        super().crop(tokens_to_remove)
+        self._change(
+            lambda layer: layer.prepare_crop(tokens_to_remove),
+            lambda layer: layer.crop(tokens_to_remove),
+        )
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Take sequence ``beam_idx[b]`` for each b: beam search.
+
+        Parameters
+        ----------
+        beam_idx : torch.Tensor or sequence
+            Integers ``[any]``. On the cache's GPU they are not read by the host, so that bad ones
+            end in a device-side assertion of torch.
+
+        Raises
+        ------
+        ArgumentError, ArgumentTypeError, IndexRangeError
+            For an index that names no sequences; no layer has changed then.
+        """
+        batch = self._batch()
+        if isinstance(beam_idx, torch.Tensor) and beam_idx.device.type == "cuda":
+            plain = beam_idx
+        else:
+            plain = beam_idx if batch is None else sequence_index(beam_idx, batch, "beam_idx")
+        self._change(
+            lambda layer: layer.prepare_reorder(beam_idx),
+            lambda layer: layer.reorder_cache(plain),
+        )
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Put each sequence `repeats` times in a row.
+
+        Raises
+        ------
+        ArgumentError, ArgumentTypeError
+            When `repeats` is no integer from 0; no layer has changed then.
+        """
+        count = repeat_count(repeats)
+        self._change(
+            lambda layer: layer.prepare_repeat(count),
+            lambda layer: layer.batch_repeat_interleave(count),
+        )
+
+    def batch_select_indices(self, indices: Any) -> None:
+        """Keep the sequences of an index.
+
+        Parameters
+        ----------
+        indices : torch.Tensor, sequence or slice
+            Integers ``[any]``, negative ones counted from the end, or bools ``[B]``. Those on a GPU
+            are waited for.
+
+        Raises
+        ------
+        ArgumentError, ArgumentTypeError, IndexRangeError
+            For an index that names no sequences; no layer has changed then.
+        """
+        batch = self._batch()
+        plain = indices if batch is None else sequence_index(indices, batch)
+        self._change(
+            lambda layer: layer.prepare_select(plain),
+            lambda layer: layer.batch_select_indices(plain),
+        )
 
     def stats(self) -> dict[str, Any]:
         """Return what the cache holds and has moved.
@@ -269,12 +332,55 @@ class CompressedCache(DynamicCache):
             },
         }
 
+    def _batch(self) -> int | None:
+        """Return the sequences that are there; None before the first."""
+        for layer in self.layers:
+            if isinstance(layer, CompressedLayer):
+                if layer.get_seq_length():
+                    return layer.batch
+            elif getattr(layer, "keys", None) is not None and layer.keys.numel():
+                return int(layer.keys.shape[0])
+        return None
+
+    def _change(
+        self, prepare: Callable[[CompressedLayer], Commit], plain: Callable[[Any], None]
+    ) -> None:
+        """Change all layers, or none when one cannot: `prepare` ours, `plain` the others."""
+        commits = [prepare(layer) for layer in self._packed.values()]
+        with _as_they_were(
+            layer for i, layer in enumerate(self.layers) if i not in self._packed
+        ) as others:
+            for other in others:
+                plain(other)
+        for commit in commits:
+            commit()
+
     def _undo(self, failed: int) -> None:
         """Put the layers before one that failed back to the tokens that it has."""
         length = self._packed[failed].get_seq_length()
         for i, layer in self._packed.items():
             if i < failed:
                 layer.keep_first(length)
+
+
+@contextmanager
+def _as_they_were(layers: Iterable[Any]) -> Iterator[list[Any]]:
+    """Give transformers' layers back what they held, when an error comes.
+
+    They put new tensors in the place of old ones, in attributes and in dicts of a layer.
+    """
+    found = list(layers)
+    kept = [
+        {name: dict(v) if isinstance(v, dict) else v for name, v in vars(layer).items()}
+        for layer in found
+    ]
+    try:
+        yield found
+    except BaseException:
+        for layer, state in zip(found, kept, strict=True):
+            vars(layer).clear()
+            vars(layer).update(state)
+        raise
 
 
 class _Histories:

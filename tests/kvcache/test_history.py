@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from bitslab import ArgumentError, ArgumentTypeError, BitslabError
-from bitslab.kvcache import CodecPlans, HistoryReader, PackedHistory, history, words
+from bitslab.kvcache import CodecPlans, HistoryReader, PackedHistory, history, pending, words
 from bitslab.kvcache.packing import TokenRows, draw_rows
 from bitslab.kvcache.selection import Selection
 from bitslab.memory import host
@@ -40,7 +40,7 @@ def assert_same(packed: PackedHistory, tokens: torch.Tensor) -> None:
     assert torch.equal(*raw)
 
 
-class Late(history._Arrival):
+class Late(pending.Arrival):
     """What comes to the host only when it has been asked for some times, as from a busy GPU."""
 
     asks = 0
@@ -68,7 +68,8 @@ class Histories(RuleBasedStateMachine):
         late=st.integers(0, 3),
     )
     def start(self, offload, window, block, heads, dim, dtype, batch, late) -> None:
-        history._Arrival, Late.asks = Late, late  # type: ignore[misc]
+        history.Arrival = pending.Arrival = Late  # type: ignore[misc]
+        Late.asks = late
         self.packed = make(offload, window=window, block_tokens=block)
         self.shape, self.dtype, self.seed = (heads, dim), dtype, 0
         self.batch = batch
@@ -81,7 +82,7 @@ class Histories(RuleBasedStateMachine):
         return normal(*shape, dtype=torch.float32, seed=self.seed).to(self.dtype).transpose(1, 2)
 
     def teardown(self) -> None:
-        history._Arrival = Late.__base__  # type: ignore[assignment,misc]
+        history.Arrival = pending.Arrival = Late.__base__  # type: ignore[assignment,misc]
 
     @rule(n=st.sampled_from([0, 1, 1, 2, 5, 17, 60, 150]))
     def append(self, n: int) -> None:
@@ -295,7 +296,7 @@ def test_an_era_is_read_before_its_first_block_has_come(
         monkeypatch.setattr(history, "REFIT_GAIN", -1.0)
         packed._refit_wanted = True
     before = packed.packed_tokens
-    monkeypatch.setattr(history._Pending, "known", lambda pending, wait: False)
+    monkeypatch.setattr(pending.Pending, "known", lambda block, wait: False)
     more = normal(2, 2, 40, 64, seed=1)
     packed.append(more)
     assert packed.packed_tokens == before and not packed.eras[-1].n_blocks
@@ -334,7 +335,7 @@ def test_any_error_leaves_it_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(history, "pack_rows", fail)
+    monkeypatch.setattr(pending, "pack_rows", fail)
     with pytest.raises(torch.OutOfMemoryError):
         packed.append(tokens)
     monkeypatch.undo()
