@@ -63,6 +63,11 @@ class CompressedCache(DynamicCache):
     On a GPU the packed and the decoded K and V of two layers lie in buffers that all layers share,
     and `update` joins those of one with its last tokens.
 
+    Encoder-decoder models need a cache for each kind of attention, as
+    ``EncoderDecoderCache(CompressedCache(config), DynamicCache(config=config))``, both of which may
+    be compressed. One for both, with which K and V of the encoder would join those of the decoder,
+    is refused by the first `update` of cross-attention.
+
     The method is that of IBP sections 5 and 6.4. The profile of each layer is learnt from the first
     K and V that are packed, the prompt's as a rule, and again when blocks become larger.
 
@@ -153,6 +158,7 @@ class CompressedCache(DynamicCache):
         for i, layer in self._packed.items():
             self.layers[i] = layer
         self._histories.expect(2 * len(packed))
+        self._passes = _Passes() if _attends_across(config) else None
         self._next = dict(zip(packed, [*packed[1:], packed[0]], strict=True))
 
     @not_traced
@@ -183,8 +189,8 @@ class CompressedCache(DynamicCache):
         Raises
         ------
         ArgumentError, ArgumentTypeError
-            For a layer that the config does not have, and K and V that do not continue those that
-            are there.
+            For a layer that the config does not have, K and V that do not continue those that are
+            there, and those of cross-attention behind those of self-attention.
         BitslabError
             When host memory runs out.
         """
@@ -196,6 +202,15 @@ class CompressedCache(DynamicCache):
         layer = self._packed.get(layer_idx)
         if layer is None:
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        if self._passes is not None and not self._passes.begin(layer_idx, layer.get_seq_length()):
+            layer.keep_first(self._passes.length)
+            self._undo(layer_idx)
+            self._passes.end()
+            raise ArgumentError(
+                f"layer_idx: {layer_idx} comes twice in a forward pass, as in self-attention and "
+                "cross-attention; these need a cache each: past_key_values=EncoderDecoderCache("
+                "CompressedCache(model.config), DynamicCache(config=model.config))"
+            )
         try:
             found = layer.update(key_states, value_states)
         except Exception:
@@ -203,6 +218,12 @@ class CompressedCache(DynamicCache):
             raise
         self._packed[self._next[layer_idx]].prefetch()
         return found
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Return the length that `update` will return for so many new tokens, and its offset."""
+        if self._passes is not None:
+            self._passes.end()
+        return super().get_mask_sizes(query_length, layer_idx)  # type: ignore[no-any-return]
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove tokens from the end, of no layer when one refuses.
@@ -259,6 +280,12 @@ class CompressedCache(DynamicCache):
             lambda layer: layer.prepare_repeat(count),
             lambda layer: layer.batch_repeat_interleave(count),
         )
+
+    def reset(self) -> None:
+        """Forget all tokens; the next ones may have another shape, dtype and device."""
+        if self._passes is not None:
+            self._passes.end()
+        super().reset()
 
     def batch_select_indices(self, indices: Any) -> None:
         """Keep the sequences of an index.
@@ -346,6 +373,8 @@ class CompressedCache(DynamicCache):
         self, prepare: Callable[[CompressedLayer], Commit], plain: Callable[[Any], None]
     ) -> None:
         """Change all layers, or none when one cannot: `prepare` ours, `plain` the others."""
+        if self._passes is not None:
+            self._passes.end()
         commits = [prepare(layer) for layer in self._packed.values()]
         with _as_they_were(
             layer for i, layer in enumerate(self.layers) if i not in self._packed
@@ -361,6 +390,44 @@ class CompressedCache(DynamicCache):
         for i, layer in self._packed.items():
             if i < failed:
                 layer.keep_first(length)
+
+
+class _Passes:
+    """Tells forward passes of an encoder-decoder model apart, by the layers that are updated.
+
+    A model asks for the sizes of its mask once a pass, and then updates each layer once. With one
+    cache for both kinds of attention it updates each layer twice in a row.
+
+    Attributes
+    ----------
+    length : int
+        Tokens of the last layer before it was updated.
+    """
+
+    def __init__(self) -> None:
+        self._layer: int | None = None
+        self.length = 0
+
+    def begin(self, layer: int, length: int) -> bool:
+        """Take the layer that is to be updated; False when it was the last one of this pass."""
+        if layer == self._layer:
+            return False
+        self._layer, self.length = layer, length
+        return True
+
+    def end(self) -> None:
+        """Expect any layer."""
+        self._layer = None
+
+
+def _attends_across(config: PreTrainedConfig) -> bool:
+    """Return whether a model has cross-attention."""
+    decoder = config.get_text_config(decoder=True)
+    return any(
+        getattr(c, name, False)
+        for c in (config, decoder)
+        for name in ("is_encoder_decoder", "add_cross_attention")
+    )
 
 
 @contextmanager
