@@ -15,7 +15,7 @@ from ..kernels import kernels_for
 from ..kernels.cuda import kernels_on
 from ..kernels.format import BLOCK_ROWS, TableStorage, ceil_div, words_of_rows
 from .packing import Packed, TokenRows
-from .words import grown
+from .words import GROWTH, grown
 
 
 @dataclass
@@ -123,15 +123,42 @@ class Era:
         return rows + tables + origin
 
     @property
+    def device_bytes(self) -> int:
+        """Bytes on the device of all metadata, with room ahead."""
+        origin = 0 if self.origin is None else self.origin.nbytes
+        if self.layout is None:
+            return origin + self._within.nbytes
+        tables = self.layout.tables.nbytes + self.layout.starts.nbytes
+        return origin + self._within.nbytes + tables + self._lengths.nbytes + self._bases.nbytes
+
+    def metadata_bytes_of(self, n_rows: int) -> int:
+        """Return the bytes on the device that so many rows more take at the most."""
+        if self.layout is None:
+            return 0
+        entries = ceil_div(n_rows, BLOCK_ROWS) + 1
+        nbytes = n_rows * self._lengths.itemsize + entries * self._bases.itemsize
+        return nbytes + nbytes // GROWTH
+
+    @property
+    def in_order(self) -> bool:
+        """Whether rows are raw and lie as they were packed: no row is to be looked up."""
+        return self.layout is None and self.origin is None
+
+    @property
     def key(self) -> tuple[int, ...] | None:
         """What eras with equal `ids` have in common, or None: nearly all layers' are alike."""
         rows = self.rows
-        if self.origin is not None:
+        if self.origin is not None or self.in_order:
             return None
         return self.n_blocks, self.batch, rows.heads, rows.head_rows
 
     def ids(self) -> torch.Tensor:
-        """Return the rows of all tokens, int32 ``[B * H * rows]``, in the order of `decode`."""
+        """Return the rows of all tokens, int32 ``[B * H * rows]``, in the order of `decode`.
+
+        There are none where rows are `in_order`.
+        """
+        if self.in_order:
+            return self._within.new_empty(0)
         origin = self._plain_origin() if self.origin is None else self.origin
         return (origin.t()[:, None, :, None] + self._within).flatten()
 
@@ -260,8 +287,18 @@ class Era:
         torch.Tensor
             `out` as ``[B, H, tokens, D]``.
         """
-        self.decode_rows(words, ids, out.view(-1, self.rows.row_bytes), sm_budget)
+        if self.in_order:
+            self._copy_rows(words, out)
+        else:
+            self.decode_rows(words, ids, out.view(-1, self.rows.row_bytes), sm_budget)
         return self.tokens_in(out)
+
+    def _copy_rows(self, words: torch.Tensor, out: torch.Tensor) -> None:
+        """Copy raw rows that are in order: blocks of each head behind one another."""
+        rows = self.rows
+        raw = words[self.first_word : self.first_word + self.n_rows * rows.row_bytes // 4]
+        blocks = raw.view(self.n_blocks, self.batch, rows.heads, -1).permute(1, 2, 0, 3)
+        out.view(torch.int32).view(blocks.shape).copy_(blocks)
 
     def tokens_in(self, out: torch.Tensor) -> torch.Tensor:
         """View what `decode` writes as ``[B, H, tokens, D]``."""
@@ -276,6 +313,8 @@ class Era:
         It holds as long as no block is added and no sequence moved. The arguments are those of
         `decode`.
         """
+        if self.in_order:
+            return partial(self._copy_rows, words, out)
         target = out.view(-1, self.rows.row_bytes)
         if self.layout is None or out.device.type == "cpu":
             return partial(self.decode_rows, words, ids, target, sm_budget)

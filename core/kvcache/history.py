@@ -16,6 +16,7 @@ from .packing import LEAST_GAIN, CodecPlans, TokenRows, draw_rows
 from .pending import Arrival, Pending
 from .reader import HistoryReader
 from .selection import Take
+from .words import GROWTH
 
 #: Makes a change that was prepared: nothing is left that could fail.
 Commit = Callable[[], None]
@@ -32,9 +33,13 @@ class PackedHistory:
     """The K or V of one layer, lossless.
 
     The last tokens, at least `window` and fewer than ``window + 2 * block_tokens``, lie as they
-    came on the device; all before them are packed by the block. Blocks are only ever appended:
-    sequences are reordered, repeated and chosen through an index, and tokens are removed from the
-    end.
+    came on the device; all before them are packed by the block. Where no codec makes tokens smaller
+    they are moved as they are, an eighth of what is there at a time, and the last ones may be more.
+    Blocks are only ever appended: sequences are reordered, repeated and chosen through an index,
+    and tokens are removed from the end.
+
+    Words, metadata and the room ahead take no more memory than the raw tokens, but for a few
+    hundred bytes, unless `reserve_tokens` asks for more. Memory of tokens that are removed is kept.
 
     Parameters
     ----------
@@ -165,23 +170,29 @@ class PackedHistory:
         Returns
         -------
         dict
-            ``raw_bytes`` and ``packed_bytes`` (words and all metadata) of the packed tokens, their
-            ``ratio`` (1.0 when there are none), ``kept_raw_bytes`` of ``raw_bytes`` that lie as
-            they came since no codec makes them smaller, ``host_bytes`` and ``device_bytes`` in use
-            for words, metadata and tail, ``moved_to_host_bytes`` so far (on the CPU: of words that
-            would have crossed), ``refits``.
+            ``raw_bytes`` of all tokens unpacked, for each sequence; ``packed_bytes`` (words and all
+            metadata in use) of the packed tokens, ``packed_raw_bytes`` that these took before, and
+            the ``packed_ratio`` of both (1.0 when there are none); ``kept_raw_bytes`` of
+            ``packed_raw_bytes`` that lie as they came since no codec makes them smaller;
+            ``host_bytes`` and ``device_bytes`` of memory for words, metadata, tail and what is
+            being packed, with the room ahead; ``moved_to_host_bytes`` so far (on the CPU: of words
+            that would have crossed), ``refits``.
         """
         raw = sum(era.raw_bytes for era in self.eras)
-        metadata = sum(era.metadata_bytes for era in self.eras)
-        packed = 4 * self.words.n_words + metadata
+        packed = 4 * self.words.n_words + sum(era.metadata_bytes for era in self.eras)
+        metadata = sum(era.device_bytes for era in self.eras)
+        pending = 0 if self._pending is None else self._pending.nbytes
+        tail = self.tail.untyped_storage().nbytes()
         on_host = self._reader.offload
+        words = self.words.nbytes
         return {
-            "raw_bytes": raw,
+            "raw_bytes": sum(era.decoded_bytes for era in self.eras) + self.tail.nbytes,
+            "packed_raw_bytes": raw,
             "packed_bytes": packed,
-            "ratio": raw / packed if raw else 1.0,
+            "packed_ratio": raw / packed if raw else 1.0,
             "kept_raw_bytes": sum(era.raw_bytes for era in self.eras if era.layout is None),
-            "host_bytes": self.words.nbytes if on_host else 0,
-            "device_bytes": metadata + self.tail.nbytes + (0 if on_host else self.words.nbytes),
+            "host_bytes": words if on_host else 0,
+            "device_bytes": metadata + tail + pending + (0 if on_host else words),
             "moved_to_host_bytes": self.moved_to_host_bytes,
             "refits": self.refits,
         }
@@ -438,6 +449,11 @@ class PackedHistory:
         rows = self._rows
         if rows is None or not rows.token_bytes or not self.tail.shape[0] * self.tail.shape[1]:
             return
+        if self._pending is None and self.eras and self.eras[-1].layout is None:
+            # There is no room ahead for raw rows: each time memory is taken for an eighth more.
+            due = (self.tail.shape[2] - self._window) // self._block_tokens
+            if due * GROWTH < self.eras[-1].n_blocks:
+                return
         while self._pending is None:
             due = (self.tail.shape[2] - self._window) // self._block_tokens
             if due < 1:
@@ -465,7 +481,8 @@ class PackedHistory:
             self.words = self._reader.new_words(needed)
         tokens = self.packed_tokens + pending.tokens
         tail = self.tail[:, :, pending.tokens :].clone(memory_format=torch.contiguous_format)
-        self._reader.append(self.words, pending.packed.words[:n_words], pending.made, tokens)
+        most = self._most_words(era, pending)
+        self._reader.append(self.words, pending.packed.words[:n_words], pending.made, tokens, most)
         sizes = (n_words, max_words)
         try:
             era.commit(pending.packed, sizes, pending.n_blocks, pending.sequences, at)
@@ -479,6 +496,14 @@ class PackedHistory:
         self.tail = tail
         self._change()
         self._look_for_drift(era, n_words / pending.packed.lengths.shape[0])
+
+    def _most_words(self, era: Era, pending: Pending) -> int:
+        """Return the words for which memory may be taken: with metadata no more than raw tokens."""
+        raw = sum(e.raw_bytes for e in self.eras)
+        raw += pending.sequences.packed * era.rows.heads * era.rows.token_bytes * pending.tokens
+        metadata = sum(e.device_bytes for e in self.eras)
+        metadata += era.metadata_bytes_of(pending.packed.lengths.shape[0])
+        return max(0, raw - metadata) // 4
 
     def _look_for_drift(self, era: Era, words: float) -> None:
         """Ask for a new codec when the last blocks were larger than the first ones of the era."""

@@ -32,6 +32,12 @@ class Pending:
         self.packed = pack_rows(data, era.layout)
         self._arrival = Arrival(self.packed.sizes)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device of what was packed."""
+        p = self.packed
+        return p.words.nbytes + p.bases.nbytes + (0 if p.lengths.is_meta else p.lengths.nbytes)
+
     def known(self, wait: bool) -> bool:
         """Tell whether the packed size is known, after waiting for it where that is asked for."""
         if self._sizes is None:

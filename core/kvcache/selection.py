@@ -113,6 +113,11 @@ class TokenScores(ABC):
     def tensors(self) -> list[torch.Tensor]:
         """Return the tensors that it holds on the device."""
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of these tensors, with room ahead."""
+        return sum(t.untyped_storage().nbytes() for t in self.tensors())
+
     def take(self, take: Take) -> None:
         """Reorder, repeat or choose sequences."""
         self.prepare_take(take)()

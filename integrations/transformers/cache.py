@@ -17,7 +17,13 @@ from bitslab.kvcache import CodecPlans, HistoryReader, PackedHistory
 from bitslab.kvcache.history import Commit, check_options
 from bitslab.kvcache.index import repeat_count, sequence_index
 from bitslab.kvcache.reader import check_sm_budget
-from bitslab.tracing import not_traced
+from bitslab.tracing import exporting, not_traced
+
+
+#: What `stats` says of a cache that packs nothing, before the kinds of its layers.
+NOTHING_PACKED = (
+    "nothing is packed: the config has no full-attention layer, and this cache is transformers' own"
+)
 
 
 class CompressedCache(DynamicCache):
@@ -32,7 +38,8 @@ class CompressedCache(DynamicCache):
     ----------
     config : transformers.PreTrainedConfig
         The model's. Layers of other kinds than full attention (sliding window, linear, hybrid,
-        shared) are transformers' own.
+        shared) are transformers' own. Where there is no other kind the cache is a plain one, as
+        `stats` says.
     offload : bool
         Whether packed history lies in page-locked host memory; else on the layer's device.
     device : torch.device or str, optional
@@ -43,7 +50,7 @@ class CompressedCache(DynamicCache):
         Tokens that are packed and moved together; a power of two up to 4096.
     reserve_tokens : int, optional
         Tokens of a sequence for which host memory is taken when the first are packed. Left out,
-        memory is taken as it is needed, a quarter ahead.
+        memory is taken as it is needed, an eighth ahead where packing has saved as much.
     sm_budget : int or None
         Multiprocessors that decoding may take from the computation; None for all.
     select : KVSelector, optional
@@ -54,7 +61,7 @@ class CompressedCache(DynamicCache):
     Raises
     ------
     ArgumentError
-        For a config without full-attention layers, or options out of range.
+        For a selector and a config that does not fit it, or options out of range.
     ArgumentTypeError
         For arguments of another type.
 
@@ -70,6 +77,9 @@ class CompressedCache(DynamicCache):
 
     The method is that of IBP sections 5 and 6.4. The profile of each layer is learnt from the first
     K and V that are packed, the prompt's as a rule, and again when blocks become larger.
+
+    `torch.compile` runs what packs and unpacks outside of its graphs. `torch.export` is refused:
+    what is packed depends on values.
 
     After an error of the cache (another model's shapes, no memory) all full-attention layers hold
     the tokens that they held before the forward pass, and the cache stays usable. Gradients do not
@@ -141,12 +151,6 @@ class CompressedCache(DynamicCache):
             ) from error
         # Transformers knows best what layers a model has; the plain ones are replaced.
         packed = [i for i, layer in enumerate(self.layers) if type(layer) is DynamicLayer]
-        if not packed:
-            kinds = sorted({type(layer).__name__ for layer in self.layers})
-            raise ArgumentError(
-                f"config: {type(config).__name__} has no full-attention layer, its layers are "
-                f"{', '.join(kinds) or 'none'}; transformers' own cache serves it"
-            )
         if select is not None:
             select.check_layers(packed)
         self._packed = {
@@ -157,11 +161,10 @@ class CompressedCache(DynamicCache):
         }
         for i, layer in self._packed.items():
             self.layers[i] = layer
-        self._histories.expect(2 * len(packed))
+        self._histories.expect(2 * max(1, len(packed)))
         self._passes = _Passes() if _attends_across(config) else None
-        self._next = dict(zip(packed, [*packed[1:], packed[0]], strict=True))
+        self._next = dict(zip(packed, [*packed[1:], *packed[:1]], strict=True))
 
-    @not_traced
     def update(
         self,
         key_states: torch.Tensor,
@@ -189,11 +192,28 @@ class CompressedCache(DynamicCache):
         Raises
         ------
         ArgumentError, ArgumentTypeError
-            For a layer that the config does not have, K and V that do not continue those that are
-            there, and those of cross-attention behind those of self-attention.
+            In `torch.export`, for a layer that the config does not have, K and V that do not
+            continue those that are there, and those of cross-attention behind those of
+            self-attention.
         BitslabError
             When host memory runs out.
         """
+        if exporting():
+            raise ArgumentTypeError(
+                "past_key_values: CompressedCache cannot be exported: what it packs depends on "
+                "values; export the model with transformers' DynamicCache or StaticCache"
+            )
+        return self._update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    @not_traced
+    def _update(
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         if not 0 <= layer_idx < len(self.layers):
             raise ArgumentError(
                 f"layer_idx: {layer_idx}, this cache was made for a model of "
@@ -314,13 +334,19 @@ class CompressedCache(DynamicCache):
         Returns
         -------
         dict
-            ``tokens`` and ``packed_tokens`` of a sequence; summed over layers ``raw_bytes``,
-            ``packed_bytes``, ``kept_raw_bytes``, ``host_bytes``, ``device_bytes``,
-            ``moved_to_host_bytes`` and ``refits`` of `PackedHistory.stats`;
-            ``moved_to_device_bytes``, the packed words that were fetched; ``selected``, the share
-            of packed tokens that forward passes have fetched; ``reserved_bytes`` of host memory;
-            ``buffer_bytes`` on devices for layers that come, beside ``device_bytes``; ``ratio``,
-            and ``ratios`` by layer.
+            ``tokens`` and ``packed_tokens`` of a sequence; ``packed_layers`` and ``plain_layers``,
+            the layers of full attention and those that are transformers' own; ``note``, that and
+            why nothing is packed, or empty. Of the full-attention layers:
+            ``raw_bytes`` of all tokens, which a `DynamicCache` takes; ``host_bytes`` and
+            ``device_bytes``, all memory that is reserved, each byte once: packed words and metadata
+            with room ahead, unpacked tokens, selectors' scores, and ``buffer_bytes`` (of
+            ``device_bytes``) that layers on a GPU come by, as much as two layers take raw and
+            packed; ``ratio``, raw bytes over both. Of packed tokens: ``packed_raw_bytes``,
+            ``packed_bytes`` and ``kept_raw_bytes`` of `PackedHistory.stats`, their
+            ``packed_ratio``, and ``ratios`` by layer. ``moved_to_host_bytes`` and
+            ``moved_to_device_bytes``, the packed words that were stored and fetched; ``selected``,
+            the share of packed tokens that forward passes have fetched; ``refits`` of codecs;
+            ``reserved_bytes``, the host memory of packed words, which a reset keeps.
         """
         layers = {
             i: [history.stats() for history in layer.histories] for i, layer in self._packed.items()
@@ -329,35 +355,52 @@ class CompressedCache(DynamicCache):
             name: sum(s[name] for both in layers.values() for s in both)
             for name in (
                 "raw_bytes",
+                "packed_raw_bytes",
                 "packed_bytes",
                 "kept_raw_bytes",
-                "host_bytes",
                 "device_bytes",
                 "moved_to_host_bytes",
                 "refits",
             )
         }
+        readers = self._histories.readers.values()
+        reserved = sum(reader.arena.nbytes for reader in readers)
+        buffers = sum(reader.buffer_bytes for reader in readers)
+        sums["device_bytes"] += buffers
         for layer in self._packed.values():
             if layer.scores is not None:
-                sums["device_bytes"] += sum(t.nbytes for t in layer.scores.tensors())
+                sums["device_bytes"] += layer.scores.nbytes
         there = sum(layer.there_tokens for layer in self._packed.values())
         read = sum(layer.read_tokens for layer in self._packed.values())
-        first = next(iter(self._packed.values()))
-        readers = self._histories.readers.values()
+        others = [type(layer).__name__ for i, layer in enumerate(self.layers) if i not in layers]
+        note = "" if layers else f"{NOTHING_PACKED}: {', '.join(sorted(set(others))) or 'none'}"
         return {
-            "tokens": first.get_seq_length(),
-            "packed_tokens": first.histories[0].packed_tokens if first.histories else 0,
+            "tokens": next(
+                (x.get_seq_length() for x in self._packed.values()), self._plain_tokens()
+            ),
+            "packed_tokens": next((x.packed_tokens for x in self._packed.values()), 0),
+            "packed_layers": len(layers),
+            "plain_layers": len(others),
+            "note": note,
             **sums,
+            "host_bytes": reserved,
             "moved_to_device_bytes": sum(reader.moved_to_device_bytes for reader in readers),
             "selected": read / there if there else 1.0,
-            "reserved_bytes": sum(reader.arena.nbytes for reader in readers),
-            "buffer_bytes": sum(reader.buffer_bytes for reader in readers),
-            "ratio": _ratio(sums["raw_bytes"], sums["packed_bytes"]),
+            "reserved_bytes": reserved,
+            "buffer_bytes": buffers,
+            "ratio": _ratio(sums["raw_bytes"], sums["device_bytes"] + reserved),
+            "packed_ratio": _ratio(sums["packed_raw_bytes"], sums["packed_bytes"]),
             "ratios": {
-                i: _ratio(sum(s["raw_bytes"] for s in both), sum(s["packed_bytes"] for s in both))
+                i: _ratio(
+                    sum(s["packed_raw_bytes"] for s in both), sum(s["packed_bytes"] for s in both)
+                )
                 for i, both in layers.items()
             },
         }
+
+    def _plain_tokens(self) -> int:
+        """Return the tokens of a sequence that transformers' own layers count."""
+        return max((x.get_seq_length() for x in self.layers if hasattr(x, "keys")), default=0)
 
     def _batch(self) -> int | None:
         """Return the sequences that are there; None before the first."""
@@ -390,6 +433,17 @@ class CompressedCache(DynamicCache):
         for i, layer in self._packed.items():
             if i < failed:
                 layer.keep_first(length)
+
+
+# `torch.export` flattens its inputs. As a constant the cache gets to `update`, which refuses it by
+# name, also where transformers registers all kinds of caches as containers of tensors.
+torch.utils._pytree.register_pytree_node(
+    CompressedCache,
+    lambda cache: ([], cache),
+    lambda _, cache: cache,
+    serialized_type_name=f"{CompressedCache.__module__}.{CompressedCache.__name__}",
+    flatten_with_keys_fn=lambda cache: ([], cache),
+)
 
 
 class _Passes:
