@@ -19,7 +19,6 @@ from bitslab.kvcache.index import repeat_count, sequence_index
 from bitslab.kvcache.reader import check_sm_budget
 from bitslab.tracing import exporting, not_traced
 
-
 #: What `stats` says of a cache that packs nothing, before the kinds of its layers.
 NOTHING_PACKED = (
     "nothing is packed: the config has no full-attention layer, and this cache is transformers' own"
@@ -243,7 +242,7 @@ class CompressedCache(DynamicCache):
         """Return the length that `update` will return for so many new tokens, and its offset."""
         if self._passes is not None:
             self._passes.end()
-        return super().get_mask_sizes(query_length, layer_idx)  # type: ignore[no-any-return]
+        return super().get_mask_sizes(query_length, layer_idx)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove tokens from the end, of no layer when one refuses.
@@ -305,7 +304,7 @@ class CompressedCache(DynamicCache):
         """Forget all tokens; the next ones may have another shape, dtype and device."""
         if self._passes is not None:
             self._passes.end()
-        super().reset()
+        super().reset()  # type: ignore[no-untyped-call]
 
     def batch_select_indices(self, indices: Any) -> None:
         """Keep the sequences of an index.
@@ -400,7 +399,8 @@ class CompressedCache(DynamicCache):
 
     def _plain_tokens(self) -> int:
         """Return the tokens of a sequence that transformers' own layers count."""
-        return max((x.get_seq_length() for x in self.layers if hasattr(x, "keys")), default=0)
+        held: list[Any] = [x for x in self.layers if getattr(x, "keys", None) is not None]
+        return max((layer.get_seq_length() for layer in held), default=0)
 
     def _batch(self) -> int | None:
         """Return the sequences that are there; None before the first."""
@@ -408,8 +408,10 @@ class CompressedCache(DynamicCache):
             if isinstance(layer, CompressedLayer):
                 if layer.get_seq_length():
                     return layer.batch
-            elif getattr(layer, "keys", None) is not None and layer.keys.numel():
-                return int(layer.keys.shape[0])
+                continue
+            keys: torch.Tensor | None = getattr(layer, "keys", None)
+            if keys is not None and keys.numel():
+                return keys.shape[0]
         return None
 
     def _change(

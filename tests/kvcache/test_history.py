@@ -40,7 +40,10 @@ def assert_same(packed: PackedHistory, tokens: torch.Tensor) -> None:
     assert torch.equal(*raw)
 
 
-class Late(pending.Arrival):
+Arrival = pending.Arrival
+
+
+class Late(Arrival):
     """What comes to the host only when it has been asked for some times, as from a busy GPU."""
 
     asks = 0
@@ -68,12 +71,16 @@ class Histories(RuleBasedStateMachine):
         late=st.integers(0, 3),
     )
     def start(self, offload, window, block, heads, dim, dtype, batch, late) -> None:
-        history.Arrival = pending.Arrival = Late  # type: ignore[misc]
+        self.put(Late)
         Late.asks = late
         self.packed = make(offload, window=window, block_tokens=block)
         self.shape, self.dtype, self.seed = (heads, dim), dtype, 0
         self.batch = batch
         self.tokens = self.draw(0)
+
+    def put(self, arrival: type[pending.Arrival]) -> None:
+        for module in (history, pending):
+            vars(module)["Arrival"] = arrival
 
     def draw(self, n: int) -> torch.Tensor:
         self.seed += 1
@@ -82,7 +89,7 @@ class Histories(RuleBasedStateMachine):
         return normal(*shape, dtype=torch.float32, seed=self.seed).to(self.dtype).transpose(1, 2)
 
     def teardown(self) -> None:
-        history.Arrival = pending.Arrival = Late.__base__  # type: ignore[assignment,misc]
+        self.put(Arrival)
 
     @rule(n=st.sampled_from([0, 1, 1, 2, 5, 17, 60, 150]))
     def append(self, n: int) -> None:

@@ -69,7 +69,7 @@ def run(name: str, cache: Any, beams: int = 1) -> Any:
 def test_logits_equal_those_without_a_cache_of_ours(name: str, both: bool, beams: int) -> None:
     config = model_of(name).config
     ours = compressed(config, **SMALL)
-    across = compressed(config, **SMALL) if both else DynamicCache(config=config)
+    across: Any = compressed(config, **SMALL) if both else DynamicCache(config=config)
     found = run(name, EncoderDecoderCache(ours, across), beams)
     expected = run(name, None, beams)
     assert torch.equal(found.sequences, expected.sequences)
