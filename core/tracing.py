@@ -27,3 +27,11 @@ def not_traced(function: Function) -> Function:
         return function(*args, **kwargs)
 
     return cast(Function, called)
+
+
+def exporting() -> bool:
+    """Return whether `torch.export` traces what runs."""
+    if hasattr(torch.compiler, "is_exporting"):
+        return torch.compiler.is_exporting()
+    # Before torch 2.7: what is traced without the compiler's own tracer is exported.
+    return torch.compiler.is_compiling() and not torch.compiler.is_dynamo_compiling()

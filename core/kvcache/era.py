@@ -15,7 +15,7 @@ from ..kernels import kernels_for
 from ..kernels.cuda import kernels_on
 from ..kernels.format import BLOCK_ROWS, TableStorage, ceil_div, words_of_rows
 from .packing import Packed, TokenRows
-from .words import grown
+from .words import GROWTH, grown
 
 
 @dataclass
@@ -123,15 +123,42 @@ class Era:
         return rows + tables + origin
 
     @property
+    def device_bytes(self) -> int:
+        """Bytes on the device of all metadata, with room ahead."""
+        origin = 0 if self.origin is None else self.origin.nbytes
+        if self.layout is None:
+            return origin + self._within.nbytes
+        tables = self.layout.tables.nbytes + self.layout.starts.nbytes
+        return origin + self._within.nbytes + tables + self._lengths.nbytes + self._bases.nbytes
+
+    def metadata_bytes_of(self, n_rows: int) -> int:
+        """Return the bytes on the device that so many rows more take at the most."""
+        if self.layout is None:
+            return 0
+        entries = ceil_div(n_rows, BLOCK_ROWS) + 1
+        nbytes = n_rows * self._lengths.itemsize + entries * self._bases.itemsize
+        return nbytes + nbytes // GROWTH
+
+    @property
+    def in_order(self) -> bool:
+        """Whether rows are raw and lie as they were packed: no row is to be looked up."""
+        return self.layout is None and self.origin is None
+
+    @property
     def key(self) -> tuple[int, ...] | None:
         """What eras with equal `ids` have in common, or None: nearly all layers' are alike."""
         rows = self.rows
-        if self.origin is not None:
+        if self.origin is not None or self.in_order:
             return None
         return self.n_blocks, self.batch, rows.heads, rows.head_rows
 
     def ids(self) -> torch.Tensor:
-        """Return the rows of all tokens, int32 ``[B * H * rows]``, in the order of `decode`."""
+        """Return the rows of all tokens, int32 ``[B * H * rows]``, in the order of `decode`.
+
+        There are none where rows are `in_order`.
+        """
+        if self.in_order:
+            return self._within.new_empty(0)
         origin = self._plain_origin() if self.origin is None else self.origin
         return (origin.t()[:, None, :, None] + self._within).flatten()
 
@@ -169,24 +196,27 @@ class Era:
         n_words, max_words = sizes
         n = packed.lengths.shape[0]
         each, begin = n // n_blocks, self.n_rows
-        self.n_rows = begin + n
+        end = begin + n
+        # All that may lack memory comes before the first change.
+        origin = self.origin
+        if origin is not None or not sequences.plain:
+            starts = torch.arange(begin, end, each, dtype=torch.int32, device=self._bases.device)
+            first_rows = sequences.index * (self.rows.heads * self.rows.head_rows)
+            before = self._plain_origin() if origin is None else origin
+            origin = torch.cat([before, starts[:, None] + first_rows])
         if self.layout is not None:
-            self._lengths = grown(self._lengths, self.n_rows, begin)
-            self._lengths[begin : begin + n].copy_(packed.lengths)
-            first, last = ceil_div(begin, BLOCK_ROWS), ceil_div(self.n_rows, BLOCK_ROWS) + 1
-            self._bases = grown(self._bases, last, first)
+            first, last = ceil_div(begin, BLOCK_ROWS), ceil_div(end, BLOCK_ROWS) + 1
             bases = packed.bases
             if begin % BLOCK_ROWS:
                 bases = self._bases_behind(begin, packed.lengths)
+            lengths = grown(self._lengths, end, begin)
+            self._bases = grown(self._bases, last, first)
+            self._lengths = lengths
+            self._lengths[begin:end].copy_(packed.lengths)
             torch.add(bases, at, out=self._bases[first:last])
-        if self.origin is not None or not sequences.plain:
-            starts = torch.arange(
-                begin, begin + n, each, dtype=torch.int32, device=self._bases.device
-            )
-            first_rows = sequences.index * (self.rows.heads * self.rows.head_rows)
-            before = self._plain_origin() if self.origin is None else self.origin
-            self.origin = torch.cat([before, starts[:, None] + first_rows])
-        self._block_rows += range(begin, begin + n, each)
+        self.origin = origin
+        self.n_rows = end
+        self._block_rows += range(begin, end, each)
         self._tables = {}
         token_bytes = self.rows.heads * self.rows.token_bytes
         self._raw_bytes += [sequences.packed * token_bytes * self.rows.block_tokens] * n_blocks
@@ -206,30 +236,35 @@ class Era:
         assert self.layout is not None
         return words_of_rows(lengths, self.layout.format.row_words)
 
-    def reindex(self, take: Callable[[torch.Tensor, int], torch.Tensor]) -> None:
-        """Change which sequences there are; `take` indexes a dimension of a tensor."""
-        self.origin = take(self._plain_origin() if self.origin is None else self.origin, 1)
-        self.batch = self.origin.shape[1]
+    def taken(self, take: Callable[[torch.Tensor, int], torch.Tensor]) -> torch.Tensor:
+        """Return the `origin` of other sequences; `take` indexes a dimension of a tensor."""
+        return take(self._plain_origin() if self.origin is None else self.origin, 1)
 
-    def truncate(self, n_blocks: int) -> int:
-        """Forget the blocks behind the first ones, of which there are fewer; return the words' end.
+    def set_origin(self, origin: torch.Tensor) -> None:
+        """Put other sequences, that `taken` returned, in the place of those that are there."""
+        self.origin = origin
+        self.batch = origin.shape[1]
 
-        On a GPU this waits once, for where a block starts among the words.
+    def words_end(self, n_blocks: int) -> int:
+        """Return where the words of the first blocks, of which there are more, end.
+
+        On a GPU this waits once.
         """
         row = self._block_rows[n_blocks]
         if self.layout is None:
-            end = self.first_word + row * self.rows.row_bytes // 4
-        else:
-            # Where the rows before it in its entry of `bases` end.
-            first = row // BLOCK_ROWS
-            words = self._words_of(self._lengths[first * BLOCK_ROWS : row])
-            end = int(self._bases[first] + words.sum())
+            return self.first_word + row * self.rows.row_bytes // 4
+        # Where the rows before it in its entry of `bases` end.
+        first = row // BLOCK_ROWS
+        words = self._words_of(self._lengths[first * BLOCK_ROWS : row])
+        return int(self._bases[first] + words.sum())
+
+    def truncate(self, n_blocks: int) -> None:
+        """Forget the blocks behind the first ones, of which there are fewer."""
+        self.n_rows = self._block_rows[n_blocks]
         del self._block_rows[n_blocks:], self._raw_bytes[n_blocks:]
         if self.origin is not None:
-            self.origin = self.origin[:n_blocks].clone()
+            self.origin = self.origin[:n_blocks]
         self._tables = {}
-        self.n_rows = row
-        return end
 
     def decode(
         self, words: torch.Tensor, ids: torch.Tensor, out: torch.Tensor, sm_budget: int | None
@@ -252,8 +287,18 @@ class Era:
         torch.Tensor
             `out` as ``[B, H, tokens, D]``.
         """
-        self.decode_rows(words, ids, out.view(-1, self.rows.row_bytes), sm_budget)
+        if self.in_order:
+            self._copy_rows(words, out)
+        else:
+            self.decode_rows(words, ids, out.view(-1, self.rows.row_bytes), sm_budget)
         return self.tokens_in(out)
+
+    def _copy_rows(self, words: torch.Tensor, out: torch.Tensor) -> None:
+        """Copy raw rows that are in order: blocks of each head behind one another."""
+        rows = self.rows
+        raw = words[self.first_word : self.first_word + self.n_rows * rows.row_bytes // 4]
+        blocks = raw.view(self.n_blocks, self.batch, rows.heads, -1).permute(1, 2, 0, 3)
+        out.view(torch.int32).view(blocks.shape).copy_(blocks)
 
     def tokens_in(self, out: torch.Tensor) -> torch.Tensor:
         """View what `decode` writes as ``[B, H, tokens, D]``."""
@@ -268,6 +313,8 @@ class Era:
         It holds as long as no block is added and no sequence moved. The arguments are those of
         `decode`.
         """
+        if self.in_order:
+            return partial(self._copy_rows, words, out)
         target = out.view(-1, self.rows.row_bytes)
         if self.layout is None or out.device.type == "cpu":
             return partial(self.decode_rows, words, ids, target, sm_budget)

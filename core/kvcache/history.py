@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
 
-from ..codecs.base import rows_as_bytes
 from ..dtypes import dense
-from ..errors import ArgumentError, ArgumentTypeError
+from ..errors import ArgumentError, ArgumentTypeError, BitslabError
 from .era import Era, Sequences
-from .packing import LEAST_GAIN, CodecPlans, Packed, TokenRows, draw_rows, pack_rows
+from .index import beam_index, repeat_count, sequence_index
+from .packing import LEAST_GAIN, CodecPlans, TokenRows, draw_rows
+from .pending import Arrival, Pending
 from .reader import HistoryReader
+from .selection import Take
+from .words import GROWTH
 
+#: Makes a change that was prepared: nothing is left that could fail.
+Commit = Callable[[], None]
 #: Tokens are packed in pieces of about this many bytes, to bound the memory that it takes.
 PIECE_BYTES = 64 << 20
 #: A codec is fitted again when the last DRIFT_BLOCKS blocks took this share of the raw bytes more
@@ -27,9 +34,13 @@ class PackedHistory:
     """The K or V of one layer, lossless.
 
     The last tokens, at least `window` and fewer than ``window + 2 * block_tokens``, lie as they
-    came on the device; all before them are packed by the block. Blocks are only ever appended:
-    sequences are reordered, repeated and chosen through an index, and tokens are removed from the
-    end.
+    came on the device; all before them are packed by the block. Where no codec makes tokens smaller
+    they are moved as they are, an eighth of what is there at a time, and the last ones may be more.
+    Blocks are only ever appended: sequences are reordered, repeated and chosen through an index,
+    and tokens are removed from the end.
+
+    Words, metadata and the room ahead take no more memory than the raw tokens, but for a few
+    hundred bytes, unless `reserve_tokens` asks for more. Memory of tokens that are removed is kept.
 
     Parameters
     ----------
@@ -115,8 +126,8 @@ class PackedHistory:
         self.packed_tokens = 0
         self._rows: TokenRows | None = None
         self.tail = torch.empty((0, 0, 0, 0), device=self._reader.device)
-        self._pending: _Pending | None = None
-        self._sample: _Arrival | None = None
+        self._pending: Pending | None = None
+        self._sample: Arrival | None = None
         self._recent: list[float] = []  # words of a row, of the last blocks of the era
         self._refit_wanted = False
 
@@ -131,6 +142,11 @@ class PackedHistory:
     def length(self) -> int:
         """Tokens of a sequence."""
         return self.packed_tokens + self.tail.shape[2]
+
+    @property
+    def device(self) -> torch.device:
+        """Where tokens are decoded."""
+        return self._reader.device
 
     @property
     def batch(self) -> int:
@@ -155,23 +171,29 @@ class PackedHistory:
         Returns
         -------
         dict
-            ``raw_bytes`` and ``packed_bytes`` (words and all metadata) of the packed tokens, their
-            ``ratio`` (1.0 when there are none), ``kept_raw_bytes`` of ``raw_bytes`` that lie as
-            they came since no codec makes them smaller, ``host_bytes`` and ``device_bytes`` in use
-            for words, metadata and tail, ``moved_to_host_bytes`` so far (on the CPU: of words that
-            would have crossed), ``refits``.
+            ``raw_bytes`` of all tokens unpacked, for each sequence; ``packed_bytes`` (words and all
+            metadata in use) of the packed tokens, ``packed_raw_bytes`` that these took before, and
+            the ``packed_ratio`` of both (1.0 when there are none); ``kept_raw_bytes`` of
+            ``packed_raw_bytes`` that lie as they came since no codec makes them smaller;
+            ``host_bytes`` and ``device_bytes`` of memory for words, metadata, tail and what is
+            being packed, with the room ahead; ``moved_to_host_bytes`` so far (on the CPU: of words
+            that would have crossed), ``refits``.
         """
         raw = sum(era.raw_bytes for era in self.eras)
-        metadata = sum(era.metadata_bytes for era in self.eras)
-        packed = 4 * self.words.n_words + metadata
+        packed = 4 * self.words.n_words + sum(era.metadata_bytes for era in self.eras)
+        metadata = sum(era.device_bytes for era in self.eras)
+        pending = 0 if self._pending is None else self._pending.nbytes
+        tail = self.tail.untyped_storage().nbytes()
         on_host = self._reader.offload
+        words = self.words.nbytes
         return {
-            "raw_bytes": raw,
+            "raw_bytes": sum(era.decoded_bytes for era in self.eras) + self.tail.nbytes,
+            "packed_raw_bytes": raw,
             "packed_bytes": packed,
-            "ratio": raw / packed if raw else 1.0,
+            "packed_ratio": raw / packed if raw else 1.0,
             "kept_raw_bytes": sum(era.raw_bytes for era in self.eras if era.layout is None),
-            "host_bytes": self.words.nbytes if on_host else 0,
-            "device_bytes": metadata + self.tail.nbytes + (0 if on_host else self.words.nbytes),
+            "host_bytes": words if on_host else 0,
+            "device_bytes": metadata + tail + pending + (0 if on_host else words),
             "moved_to_host_bytes": self.moved_to_host_bytes,
             "refits": self.refits,
         }
@@ -262,67 +284,106 @@ class PackedHistory:
         ArgumentError
             When there are fewer tokens than that, or `length` is negative.
         """
+        self.prepare_crop(length)()
+
+    def prepare_crop(self, length: int) -> Commit:
+        """Return what keeps the first tokens, as `crop` does, and cannot fail.
+
+        Nothing changes before it is called, and the history must not change until then.
+        """
         if not 0 <= length <= self.length:
             raise ArgumentError(f"length: {length}, accepted are 0 to {self.length} tokens")
         if length >= self.packed_tokens:
-            self._set_tail(self.tail[:, :, : length - self.packed_tokens])
-            return
-        self._pending = self._sample = None
+            tail = self.tail[:, :, : length - self.packed_tokens]
+            return partial(self._set_tail, tail)
         begin = length - length % self._block_tokens
         rest = self.tail[:, :, :0]
         if begin < length:
             parts = self._reader.read([self])[0]
             rest = torch.cat(parts, dim=-2)[:, :, begin:length].clone()
             self._reader.done([self])
-        self._reader.quiesce()
-        blocks = begin // self._block_tokens
-        kept = 0
-        for position, era in enumerate(self.eras):
+        blocks, kept, n_eras = begin // self._block_tokens, 0, 0
+        for era in self.eras:
             if kept + era.n_blocks > blocks:
-                self.words.truncate(era.truncate(blocks - kept))
-                self._reader.keep(*era.tensors())
-                del self.eras[position + (1 if blocks > kept else 0) :]
                 break
             kept += era.n_blocks
-        self.packed_tokens = begin
-        self._set_tail(rest)
-        self._recent = []
-        self._change()
+            n_eras += 1
+        end = self.eras[n_eras].words_end(blocks - kept)
+        return partial(self._cut, begin, n_eras, blocks - kept, end, rest)
 
-    def reorder(self, index: torch.Tensor) -> None:
+    def reorder(self, index: Any) -> None:
         """Take sequence ``index[b]`` for each b; no packed byte is moved.
 
         Parameters
         ----------
-        index : torch.Tensor
-            Integers ``[any]``.
+        index : torch.Tensor or sequence
+            Integers ``[any]``. On the GPU of the history they are not read by the host, so that
+            bad ones end in a device-side assertion of torch.
+
+        Raises
+        ------
+        ArgumentError, ArgumentTypeError, IndexRangeError
+            For an index that names no sequences; nothing has changed then.
         """
-        index = index.to(self._reader.device)
-        self._reindex(lambda t, dim: t.index_select(dim, index))
+        found = beam_index(index, self.batch, self.device, "index")
+        self.prepare_take(lambda t, dim: t.index_select(dim, found))()
 
     def repeat(self, repeats: int) -> None:
         """Put each sequence `repeats` times in a row; no packed byte is moved."""
-        self._reindex(lambda t, dim: t.repeat_interleave(repeats, dim=dim))
+        count = repeat_count(repeats)
+        self.prepare_take(lambda t, dim: t.repeat_interleave(count, dim=dim))()
 
     def select(self, index: Any) -> None:
         """Keep the sequences of an index.
 
         Parameters
         ----------
-        index : torch.Tensor or sequence
-            Anything that indexes the first dimension of a tensor: integers or a mask.
+        index : torch.Tensor, sequence or slice
+            Integers ``[any]``, negative ones counted from the end, or a mask. One on a GPU is
+            waited for.
+
+        Raises
+        ------
+        ArgumentError, ArgumentTypeError, IndexRangeError
+            For an index that names no sequences; nothing has changed then.
 
         Notes
         -----
         When less than half of the packed sequences are left, they are packed anew, so that fetches
         do not bring the others; this reads the history once and waits for the device.
         """
-        self._reindex(lambda t, dim: t[index] if dim == 0 else t[:, index])
+        found = sequence_index(index, self.batch, "index").to(self.device)
+        self.prepare_take(lambda t, dim: t.index_select(dim, found))()
+        self.pack_anew()
+
+    def prepare_take(self, take: Take) -> Commit:
+        """Return what puts other sequences in the place of all, and cannot fail.
+
+        Parameters
+        ----------
+        take : callable
+            Takes a tensor and its dimension of sequences, and returns it with the others.
+        """
+        tail = take(self.tail, 0)
+        origins = [era.taken(take) for era in self.eras]
+        pending = self._pending
+        index = None if pending is None else take(pending.sequences.index, 0)
+        return partial(self._put, tail, origins, index)
+
+    def pack_anew(self) -> None:
+        """Pack the sequences alone that are left, when they are less than half of the packed ones.
+
+        It only saves memory: where that takes memory that is not there, nothing changes, or tokens
+        stay unpacked until the next `append`.
+        """
         there = sum(era.raw_bytes for era in self.eras)
-        if self.packed_tokens and 2 * sum(era.decoded_bytes for era in self.eras) <= there:
-            tokens = self.decode()
+        if not self.packed_tokens or 2 * sum(era.decoded_bytes for era in self.eras) > there:
+            return
+        with suppress(MemoryError, RuntimeError, BitslabError):
+            rows, tokens = self._rows, self.decode()
             self.reset()
-            self.append(tokens)
+            self._rows, self.tail = rows, tokens
+            self._pack()
 
     def reset(self) -> None:
         """Forget all tokens and codecs; host memory that was taken is used again."""
@@ -355,14 +416,32 @@ class PackedHistory:
         if self._pending is not None and self._pending.tokens > tail.shape[2]:
             self._pending = None
 
-    def _reindex(self, take: Callable[[torch.Tensor, int], torch.Tensor]) -> None:
-        self.tail = take(self.tail, 0)
-        for era in self.eras:
-            era.reindex(take)
+    def _cut(
+        self, begin: int, n_eras: int, n_blocks: int, words_end: int, rest: torch.Tensor
+    ) -> None:
+        """Keep `begin` packed tokens: of whole eras and blocks of the next; `rest` is the tail."""
+        self._pending = self._sample = None
+        self._reader.quiesce()
+        self.words.truncate(words_end)
+        if n_blocks:
+            era = self.eras[n_eras]
+            era.truncate(n_blocks)
             self._reader.keep(*era.tensors())
-        if self._pending is not None:
-            sequences = self._pending.sequences
-            sequences.index, sequences.plain = take(sequences.index, 0), False
+        del self.eras[n_eras + (1 if n_blocks else 0) :]
+        self.packed_tokens = begin
+        self._set_tail(rest)
+        self._recent = []
+        self._change()
+
+    def _put(
+        self, tail: torch.Tensor, origins: list[torch.Tensor], index: torch.Tensor | None
+    ) -> None:
+        self.tail = tail
+        for era, origin in zip(self.eras, origins, strict=True):
+            era.set_origin(origin)
+            self._reader.keep(*era.tensors())
+        if self._pending is not None and index is not None:
+            self._pending.sequences.index, self._pending.sequences.plain = index, False
         if self.eras:
             self._change()
 
@@ -371,6 +450,11 @@ class PackedHistory:
         rows = self._rows
         if rows is None or not rows.token_bytes or not self.tail.shape[0] * self.tail.shape[1]:
             return
+        if self._pending is None and self.eras and self.eras[-1].layout is None:
+            # There is no room ahead for raw rows: each time memory is taken for an eighth more.
+            due = (self.tail.shape[2] - self._window) // self._block_tokens
+            if due * GROWTH < self.eras[-1].n_blocks:
+                return
         while self._pending is None:
             due = (self.tail.shape[2] - self._window) // self._block_tokens
             if due < 1:
@@ -383,7 +467,7 @@ class PackedHistory:
             n_blocks = min(due, max(1, PIECE_BYTES // block_bytes))
             tokens = self.tail[:, :, : n_blocks * self._block_tokens]
             index = torch.arange(batch, dtype=torch.int32, device=self._reader.device)
-            self._pending = _Pending(rows, self.eras[-1], tokens, n_blocks, Sequences(batch, index))
+            self._pending = Pending(rows, self.eras[-1], tokens, n_blocks, Sequences(batch, index))
             self._settle(wait=wait)
 
     def _settle(self, *, wait: bool) -> None:
@@ -397,15 +481,30 @@ class PackedHistory:
         if not at and self.words.nbytes < 4 * needed:
             self.words = self._reader.new_words(needed)
         tokens = self.packed_tokens + pending.tokens
-        self._reader.append(self.words, pending.packed.words[:n_words], pending.made, tokens)
-        era.commit(pending.packed, (n_words, max_words), pending.n_blocks, pending.sequences, at)
+        tail = self.tail[:, :, pending.tokens :].clone(memory_format=torch.contiguous_format)
+        most = self._most_words(era, pending)
+        self._reader.append(self.words, pending.packed.words[:n_words], pending.made, tokens, most)
+        sizes = (n_words, max_words)
+        try:
+            era.commit(pending.packed, sizes, pending.n_blocks, pending.sequences, at)
+        except Exception:
+            self.words.truncate(at)
+            raise
         self._reader.keep(*era.tensors())
         self._pending = None
         self.moved_to_host_bytes += 4 * n_words if self._reader.offload else 0
         self.packed_tokens += pending.tokens
-        self.tail = self.tail[:, :, pending.tokens :].clone(memory_format=torch.contiguous_format)
+        self.tail = tail
         self._change()
         self._look_for_drift(era, n_words / pending.packed.lengths.shape[0])
+
+    def _most_words(self, era: Era, pending: Pending) -> int:
+        """Return the words for which memory may be taken: with metadata no more than raw tokens."""
+        raw = sum(e.raw_bytes for e in self.eras)
+        raw += pending.sequences.packed * era.rows.heads * era.rows.token_bytes * pending.tokens
+        metadata = sum(e.device_bytes for e in self.eras)
+        metadata += era.metadata_bytes_of(pending.packed.lengths.shape[0])
+        return max(0, raw - metadata) // 4
 
     def _look_for_drift(self, era: Era, words: float) -> None:
         """Ask for a new codec when the last blocks were larger than the first ones of the era."""
@@ -425,7 +524,7 @@ class PackedHistory:
             # With the window: a block of few heads is too little to tell kinds of tokens apart.
             whole = self.tail.shape[2] // self._block_tokens * self._block_tokens
             tokens = self.tail[:, :, :whole]
-            self._sample = _Arrival(draw_rows(rows, tokens))
+            self._sample = Arrival(draw_rows(rows, tokens))
         sample = self._sample.get(wait)
         if sample is None:
             return False
@@ -468,62 +567,6 @@ class PackedHistory:
         self._make_event()
         for era in self.eras:
             self._reader.keep(*era.tensors())
-
-
-class _Pending:
-    """Blocks that are being packed on the device, and are still in the tail."""
-
-    def __init__(
-        self, rows: TokenRows, era: Era, tokens: torch.Tensor, n_blocks: int, sequences: Sequences
-    ) -> None:
-        self.tokens = tokens.shape[2]
-        self.n_blocks = n_blocks
-        self.sequences = sequences
-        self._sizes: list[int] | None = None
-        self.made: torch.cuda.Event | None = None  # of words whose size needs no waiting for
-        data = rows_as_bytes(rows.rows_of(tokens), rows.row_bytes)
-        if era.layout is None:
-            n = data.shape[0]
-            empty = torch.empty(n, dtype=torch.uint8, device="meta")
-            self.packed = Packed(data.flatten().view(torch.int32), empty, empty, empty)
-            self._sizes = [self.packed.words.shape[0], 0]
-            if data.device.type == "cuda":
-                self.made = torch.cuda.current_stream(data.device).record_event()
-            return
-        self.packed = pack_rows(data, era.layout)
-        self._arrival = _Arrival(self.packed.sizes)
-
-    def known(self, wait: bool) -> bool:
-        """Tell whether the packed size is known, after waiting for it where that is asked for."""
-        if self._sizes is None:
-            sizes = self._arrival.get(wait)
-            self._sizes = None if sizes is None else sizes.tolist()
-        return self._sizes is not None
-
-    def sizes(self) -> tuple[int, int]:
-        """Return the words of all rows, and of the longest packed one."""
-        assert self._sizes is not None
-        return self._sizes[0], self._sizes[1]
-
-
-class _Arrival:
-    """A tensor on its way to the host."""
-
-    def __init__(self, t: torch.Tensor) -> None:
-        self._event: torch.cuda.Event | None = None
-        self._there = t
-        if t.device.type == "cuda":
-            self._there = torch.empty(t.shape, dtype=t.dtype, pin_memory=True)
-            self._there.copy_(t, non_blocking=True)
-            self._event = torch.cuda.current_stream(t.device).record_event()
-
-    def get(self, wait: bool) -> torch.Tensor | None:
-        """Return it, or None when it has not come and is not waited for."""
-        if self._event is not None and not self._event.query():  # type: ignore[no-untyped-call]
-            if not wait:
-                return None
-            self._event.synchronize()
-        return self._there
 
 
 def check_options(window: int, block_tokens: int, reserve_tokens: int) -> None:

@@ -12,7 +12,7 @@ from ..kernels.cuda.stream import on_stream
 from ..kernels.format import PAD_WORDS
 from .fetching import Slot, Streams
 from .gathering import RowGatherer
-from .words import DeviceWords, HostArena, HostWords, Words, grown
+from .words import DeviceWords, HostArena, HostWords, Words
 
 if TYPE_CHECKING:
     from .era import Era
@@ -22,10 +22,9 @@ if TYPE_CHECKING:
 SLOTS = 2
 #: Sets of row numbers that are kept: layers change theirs one after the other.
 KEPT_IDS = 3
-#: Least size of a page-locked buffer: the call that page-locks it costs as much as 64 MiB take to
-#: cross the link.
-GPU_SLAB_BYTES = 64 << 20
-CPU_SLAB_BYTES = 1 << 20
+#: Size of a host buffer, where that much is needed: the call that page-locks it costs as much as
+#: 64 MiB take to cross the link.
+SLAB_BYTES = 64 << 20
 
 
 class HistoryReader:
@@ -66,8 +65,7 @@ class HistoryReader:
         self.offload = offload
         self.sm_budget = sm_budget
         on_gpu = device.type == "cuda"
-        slab_bytes = GPU_SLAB_BYTES if on_gpu else CPU_SLAB_BYTES
-        self.arena = HostArena(pin=on_gpu, slab_bytes=slab_bytes)
+        self.arena = HostArena(pin=on_gpu, slab_bytes=SLAB_BYTES)
         self.histories = histories
         self._furthest = 0  # packed tokens of the history that has most
         self._fetched_bytes = 0
@@ -76,7 +74,6 @@ class HistoryReader:
         if self._streams is not None:
             self._slots = [Slot(device, self._streams) for _ in range(SLOTS)]
         self._turn = 0
-        self._staged = torch.empty(0, dtype=torch.int32)  # on the CPU
         self.chosen = RowGatherer(self)
         self._ids: dict[tuple[int, ...], torch.Tensor] = {}  # of eras, by their key
 
@@ -87,8 +84,9 @@ class HistoryReader:
 
     @property
     def buffer_bytes(self) -> int:
-        """Bytes on the device of the buffers that histories come by."""
-        return self._staged.nbytes + sum(slot.nbytes for slot in self._slots)
+        """Bytes on the device of the buffers that histories come by; none on the CPU."""
+        ids = sum(t.nbytes for t in self._ids.values())
+        return ids + sum(slot.nbytes for slot in self._slots)
 
     def new_words(self, ahead_words: int) -> Words:
         """Return an empty store of words for a history."""
@@ -161,22 +159,29 @@ class HistoryReader:
                 t.record_stream(self._streams.decodes)
 
     def append(
-        self, words: Words, new: torch.Tensor, made: torch.cuda.Event | None, tokens: int
+        self,
+        words: Words,
+        new: torch.Tensor,
+        made: torch.cuda.Event | None,
+        tokens: int,
+        most_words: int,
     ) -> None:
         """Append int32 words on the device to a history's, in the order of all copies.
 
-        `made` is None where they are known to be there. With them the history has `tokens` packed.
+        `made` is None where they are known to be there. With them the history has `tokens` packed,
+        for which memory of `most_words` in all may be taken ahead.
         """
+        # The first one to come so far: the others will follow.
+        others = self.histories - 1 if tokens > self._furthest else 0
         if self._streams is None or not self.offload:
-            words.append(new)
-            return
-        with on_stream(self._streams.copies):
-            if made is not None:
-                self._streams.copies.wait_event(made)
-            # The first one to come so far: the others will follow.
-            words.append(new, others=self.histories - 1 if tokens > self._furthest else 0)
+            words.append(new, most=most_words, others=others)
+        else:
+            with on_stream(self._streams.copies):
+                if made is not None:
+                    self._streams.copies.wait_event(made)
+                words.append(new, most=most_words, others=others)
+            new.record_stream(self._streams.copies)
         self._furthest = max(self._furthest, tokens)
-        new.record_stream(self._streams.copies)
 
     def quiesce(self) -> None:
         """Let the current stream wait for all fetches, so that it may write to what they read."""
@@ -200,10 +205,9 @@ class HistoryReader:
             words = history.words.whole()
             self._fetched_bytes += 4 * history.words.n_words
             if words is None:
-                size = history.words.n_words + PAD_WORDS
-                self._staged = grown(self._staged, size, 0)
-                history.words.copy_to(self._staged)
-                words = self._staged[:size]
+                # Not kept: it would be memory that packing is to save.
+                words = torch.empty(history.words.n_words + PAD_WORDS, dtype=torch.int32)
+                history.words.copy_to(words)
         assert words is not None
         out = [torch.empty(e.decoded_bytes, dtype=torch.uint8) for e in history.eras]
         eras = zip(history.eras, out, strict=True)
@@ -212,7 +216,7 @@ class HistoryReader:
     def _ids_of(self, era: Era) -> torch.Tensor:
         """Return the rows of an era, from another one where they are the same."""
         key = era.key
-        if key is None:
+        if key is None or self._streams is None:
             return era.ids()
         found = self._ids.pop(key, None)
         if found is None:

@@ -113,9 +113,21 @@ class TokenScores(ABC):
     def tensors(self) -> list[torch.Tensor]:
         """Return the tensors that it holds on the device."""
 
-    @abstractmethod
+    @property
+    def nbytes(self) -> int:
+        """Bytes of these tensors, with room ahead."""
+        return sum(t.untyped_storage().nbytes() for t in self.tensors())
+
     def take(self, take: Take) -> None:
         """Reorder, repeat or choose sequences."""
+        self.prepare_take(take)()
+
+    @abstractmethod
+    def prepare_take(self, take: Take) -> Callable[[], None]:
+        """Return what reorders, repeats or chooses sequences, and cannot fail.
+
+        Nothing changes before it is called.
+        """
 
     @abstractmethod
     def crop(self, length: int) -> None:
@@ -189,9 +201,9 @@ class HeavyScores(TokenScores):
         """Return the sums."""
         return [self.sums]
 
-    def take(self, take: Take) -> None:
-        """Reorder, repeat or choose sequences."""
-        self._sums.take(take)
+    def prepare_take(self, take: Take) -> Callable[[], None]:
+        """Return what reorders, repeats or chooses sequences."""
+        return self._sums.prepare_take(take)
 
     def crop(self, length: int) -> None:
         """Keep the first tokens; what later queries gave them stays."""
@@ -318,12 +330,16 @@ class PartialKeys(TokenScores):
         """Return the kept columns of the keys, and what makes them."""
         return [] if self._project is None else [self.keys, self._project]
 
-    def take(self, take: Take) -> None:
-        """Reorder, repeat or choose sequences."""
-        self._ranks = None
-        self._keys.take(take)
-        if self._project is not None:
-            self._project = take(self._project, 0)
+    def prepare_take(self, take: Take) -> Callable[[], None]:
+        """Return what reorders, repeats or chooses sequences."""
+        take_keys = self._keys.prepare_take(take)
+        project = None if self._project is None else take(self._project, 0)
+
+        def commit() -> None:
+            take_keys()
+            self._ranks, self._project = None, project
+
+        return commit
 
     def crop(self, length: int) -> None:
         """Keep the first tokens."""
@@ -468,10 +484,14 @@ class TokenBuffer:
         self._buffer[:, :, self.length : end].copy_(new)
         self.length = end
 
-    def take(self, take: Take) -> None:
-        """Reorder, repeat or choose sequences."""
-        if self._buffer is not None:
-            self._buffer = take(self._buffer, 0)
+    def prepare_take(self, take: Take) -> Callable[[], None]:
+        """Return what reorders, repeats or chooses sequences."""
+        buffer = None if self._buffer is None else take(self._buffer, 0)
+
+        def commit() -> None:
+            self._buffer = buffer
+
+        return commit
 
     def crop(self, length: int) -> None:
         """Keep the first tokens, where there are more."""

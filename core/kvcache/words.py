@@ -17,7 +17,7 @@ MIN_PIECE_WORDS = 1 << 14
 #: Pieces start at multiples of this: kernels that read rows over the link want 16 bytes.
 ALIGN_WORDS = 64
 #: Words of a part that is taken of a buffer whose rest is too small for all that is needed.
-MIN_PART_WORDS = 1 << 20
+MIN_PART_WORDS = 1 << 10
 #: Memory is taken ahead by this share of what is there, so that pieces stay few.
 GROWTH = 8
 #: Buffers that are made ahead at once: what is expected may not come.
@@ -32,22 +32,55 @@ class HostArena:
     Few large buffers serve many histories: page-locking costs by the call, and each buffer takes a
     file descriptor. Memory that is expected to be taken soon is made ready in a thread.
 
+    Histories say by `allow` what their tokens take unpacked. Buffers are no larger in all than that
+    and what is expected to be taken, but where more is needed: memory that is taken ahead is memory
+    that packing has saved.
+
     Parameters
     ----------
     pin : bool
         Whether to page-lock the memory for GPUs.
     slab_bytes : int
-        Least size of a buffer.
+        Size of a buffer up to which memory is taken ahead, or an eighth of what is there.
     """
 
     def __init__(self, *, pin: bool, slab_bytes: int) -> None:
         self._pin = pin
         self._slab_bytes = slab_bytes
         self._slab = torch.empty(0, dtype=torch.int32)  # what is left of the last buffer
-        self._ahead: deque[Future[torch.Tensor]] = deque()  # buffers that are being made
+        # Buffers that are being made, and their bytes.
+        self._ahead: deque[tuple[Future[torch.Tensor], int]] = deque()
         self._expected_words = 0  # to be taken
+        self._allowed_words: int | None = None  # None: as much as would be good to have
+        self._allowed_soon_words = 0  # when all histories have as many tokens as the longest one
         self._thread: ThreadPoolExecutor | None = None
-        self.nbytes = 0  # of all other buffers
+        self._made_bytes = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers, and of those that are being made."""
+        return self._made_bytes + self._ahead_bytes
+
+    @property
+    def _ahead_bytes(self) -> int:
+        return sum(nbytes for _, nbytes in self._ahead)
+
+    def allow(self, before: int, now: int, *, others: int = 0) -> None:
+        """Take what the tokens of a history take unpacked, and took before.
+
+        Parameters
+        ----------
+        before, now : int
+            Words.
+        others : int
+            Histories whose tokens are expected to take as much.
+        """
+        self._allowed_words = now - before + (self._allowed_words or 0)
+        if others:
+            self._allowed_soon_words = (others + 1) * now
+
+    def _room_bytes(self, words: int) -> int:
+        return 4 * words - self.nbytes
 
     def take(self, least: int, wanted: int, *, others: int = 0) -> torch.Tensor:
         """Return a piece of memory.
@@ -69,9 +102,9 @@ class HostArena:
         BitslabError
             When there is no memory for `least` words; the message says how much that is.
         """
-        if self._slab.shape[0] < least and not self._next_slab(least):
-            self._slab = self._allocate(4 * least, 4 * wanted)
         size = ceil_div(wanted, ALIGN_WORDS) * ALIGN_WORDS
+        if self._slab.shape[0] < least and not self._next_slab(least):
+            self._slab = self._allocate(4 * least, 4 * wanted, 4 * others * size)
         piece, self._slab = self._slab[:wanted], self._slab[size:]
         self._expected_words = max(0, self._expected_words - piece.shape[0]) + others * size
         self._make_ahead()
@@ -81,33 +114,43 @@ class HostArena:
         """Go on with a buffer that was made ahead; False when there is none for `least` words."""
         if not self._ahead:
             return False
-        if self._ahead[0].exception() is not None:
+        future, _ = self._ahead[0]
+        if future.exception() is not None:
             # It was only hoped for. What is needed is asked for again, and told of.
             self._ahead.clear()
             self._expected_words = 0
             return False
-        made = self._ahead[0].result()
+        made = future.result()
         if made.shape[0] < least:
             return False  # it serves others
         self._ahead.popleft()
         self._slab = made
-        self.nbytes += made.nbytes
+        self._made_bytes += made.nbytes
         return True
 
     def _make_ahead(self) -> None:
         """Start to make the buffers that are expected to be needed."""
-        slab_bytes = max(self._slab_bytes, self.nbytes // GROWTH)
-        missing = 4 * (self._expected_words - self._slab.shape[0]) - slab_bytes * len(self._ahead)
+        slab_bytes = max(self._slab_bytes, self._made_bytes // GROWTH)
+        missing = 4 * (self._expected_words - self._slab.shape[0]) - self._ahead_bytes
+        if self._allowed_words is not None:
+            missing = min(missing, self._room_bytes(self._allowed_soon_words))
         while missing > 0 and len(self._ahead) < AHEAD:
             if self._thread is None:
                 self._thread = ThreadPoolExecutor(1, thread_name_prefix=THREAD_NAME)
             device = torch.cuda.current_device() if self._pin else None
             nbytes = min(slab_bytes, max(missing, 4 * MIN_PART_WORDS))
-            self._ahead.append(self._thread.submit(_made, nbytes, device))
-            missing -= slab_bytes
+            self._ahead.append((self._thread.submit(_made, nbytes, device), nbytes))
+            missing -= nbytes
 
-    def _allocate(self, least_bytes: int, wanted_bytes: int) -> torch.Tensor:
-        ahead = max(wanted_bytes, self._slab_bytes, self.nbytes // GROWTH)
+    def _allocate(self, least_bytes: int, wanted_bytes: int, others_bytes: int) -> torch.Tensor:
+        ahead = max(self._slab_bytes, self._made_bytes // GROWTH)
+        if self._allowed_words is not None:
+            soon = self._room_bytes(max(self._allowed_words, self._allowed_soon_words))
+            ahead = max(
+                min(ahead, wanted_bytes + others_bytes, soon),
+                min(self._made_bytes // GROWTH, self._room_bytes(self._allowed_words)),
+            )
+        ahead = max(ahead, wanted_bytes)
         try:
             words = _buffer(ahead, pin=self._pin)
         except BitslabError:
@@ -119,7 +162,7 @@ class HostArena:
                     f"K/V history: {least_bytes} bytes more of host memory are needed, beside "
                     f"{self.nbytes} in use ({error}); what is packed stays usable"
                 ) from error
-        self.nbytes += words.nbytes
+        self._made_bytes += words.nbytes
         return words
 
     def __getstate__(self) -> dict[str, Any]:
@@ -160,9 +203,10 @@ class Words(Protocol):
         """Bytes of the memory that is taken."""
         ...
 
-    def append(self, words: torch.Tensor, *, others: int = 0) -> None:
+    def append(self, words: torch.Tensor, *, most: int | None = None, others: int = 0) -> None:
         """Copy int32 ``[n]`` words behind the last ones; BitslabError changes nothing.
 
+        Memory ahead is taken up to `most` words in all; as would be good to have when None.
         `others` is the number of histories that are expected to append as many next.
         """
         ...
@@ -192,6 +236,7 @@ class HostWords:
         self._arena = arena
         self._pieces: list[torch.Tensor] = []
         self._ahead_words = ahead_words
+        self._allowed = 0
         self.n_words = 0
 
     @property
@@ -199,21 +244,26 @@ class HostWords:
         """Bytes of the pieces."""
         return sum(piece.nbytes for piece in self._pieces)
 
-    def append(self, words: torch.Tensor, *, others: int = 0) -> None:
+    def append(self, words: torch.Tensor, *, most: int | None = None, others: int = 0) -> None:
         """Copy int32 ``[n]`` words of any device behind the last ones."""
         n = words.shape[0]
-        room = sum(piece.shape[0] for piece in self._pieces) - self.n_words
-        while n > room:
-            needed = n - room
+        capacity = sum(piece.shape[0] for piece in self._pieces)
+        if most is not None:
+            self._arena.allow(self._allowed, most, others=others)
+            self._allowed = most
+        while self.n_words + n > capacity:
+            needed = self.n_words + n - capacity
             # Each piece is a transfer of its own.
             wanted = max(needed, self.nbytes // 4 // GROWTH, MIN_PIECE_WORDS)
             if not self._pieces:
                 needed = max(needed, self._ahead_words) + PAD_WORDS
                 wanted = max(wanted, needed, n + n // GROWTH)
+            if most is not None:
+                wanted = max(needed, min(wanted, most - capacity))
             # What is left of a buffer is used up, but for scraps.
             least = needed if self._ahead_words else min(needed, MIN_PART_WORDS)
             self._pieces.append(self._arena.take(least, wanted, others=others))
-            room += self._pieces[-1].shape[0]
+            capacity += self._pieces[-1].shape[0]
             others = 0
         done = 0
         for piece, begin, end in self._ranges(self.n_words, self.n_words + n):
@@ -300,10 +350,11 @@ class DeviceWords:
         """Bytes of the tensor."""
         return self._words.nbytes
 
-    def append(self, words: torch.Tensor, *, others: int = 0) -> None:
+    def append(self, words: torch.Tensor, *, most: int | None = None, others: int = 0) -> None:
         """Copy int32 ``[n]`` words of the device behind the last ones, on the current stream."""
         end = self.n_words + words.shape[0]
-        self._words = grown(self._words, end + PAD_WORDS, self.n_words, at_least=self._ahead_words)
+        size, least = end + PAD_WORDS, self._ahead_words
+        self._words = grown(self._words, size, self.n_words, at_least=least, at_most=most)
         self._words[self.n_words : end].copy_(words)
         self.n_words = end
 
@@ -316,7 +367,9 @@ class DeviceWords:
         self.n_words = n_words
 
 
-def grown(t: torch.Tensor, size: int, used: int, *, at_least: int = 0) -> torch.Tensor:
+def grown(
+    t: torch.Tensor, size: int, used: int, *, at_least: int = 0, at_most: int | None = None
+) -> torch.Tensor:
     """Return `t`, or a larger tensor with its first `used` entries.
 
     Parameters
@@ -329,10 +382,15 @@ def grown(t: torch.Tensor, size: int, used: int, *, at_least: int = 0) -> torch.
         Entries that are copied.
     at_least : int
         Entries that a new tensor has at the least.
+    at_most : int, optional
+        Entries that it has at the most, but where more are needed.
     """
     if size <= t.shape[0]:
         return t
+    ahead = size + size // GROWTH
+    if at_most is not None:
+        ahead = max(size, min(ahead, at_most))
     with torch.inference_mode(False):
-        larger = torch.empty(max(size + size // GROWTH, at_least), dtype=t.dtype, device=t.device)
+        larger = torch.empty(max(ahead, at_least), dtype=t.dtype, device=t.device)
     larger[:used].copy_(t[:used])
     return larger

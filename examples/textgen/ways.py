@@ -165,7 +165,7 @@ def cache_sizes(cache: Any) -> list[Size]:
     found = []
     for i, layer in enumerate(cache.layers):
         told = [history.stats() for history in getattr(layer, "histories", ())]
-        raw, packed = (sum(s[name] for s in told) for name in ("raw_bytes", "packed_bytes"))
+        raw, packed = (sum(s[name] for s in told) for name in ("packed_raw_bytes", "packed_bytes"))
         found.append(Size(f"layer {i}", int(raw), int(packed)))
     return found
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,9 +14,15 @@ from bitslab.errors import ArgumentError, ArgumentTypeError
 from bitslab.integrations.transformers.cache_layer import CompressedLayer
 from bitslab.integrations.transformers.selectors import KVSelector
 from bitslab.kvcache import CodecPlans, HistoryReader, PackedHistory
-from bitslab.kvcache.history import check_options
+from bitslab.kvcache.history import Commit, check_options
+from bitslab.kvcache.index import repeat_count, sequence_index
 from bitslab.kvcache.reader import check_sm_budget
-from bitslab.tracing import not_traced
+from bitslab.tracing import exporting, not_traced
+
+#: What `stats` says of a cache that packs nothing, before the kinds of its layers.
+NOTHING_PACKED = (
+    "nothing is packed: the config has no full-attention layer, and this cache is transformers' own"
+)
 
 
 class CompressedCache(DynamicCache):
@@ -29,7 +37,8 @@ class CompressedCache(DynamicCache):
     ----------
     config : transformers.PreTrainedConfig
         The model's. Layers of other kinds than full attention (sliding window, linear, hybrid,
-        shared) are transformers' own.
+        shared) are transformers' own. Where there is no other kind the cache is a plain one, as
+        `stats` says.
     offload : bool
         Whether packed history lies in page-locked host memory; else on the layer's device.
     device : torch.device or str, optional
@@ -40,7 +49,7 @@ class CompressedCache(DynamicCache):
         Tokens that are packed and moved together; a power of two up to 4096.
     reserve_tokens : int, optional
         Tokens of a sequence for which host memory is taken when the first are packed. Left out,
-        memory is taken as it is needed, a quarter ahead.
+        memory is taken as it is needed, an eighth ahead where packing has saved as much.
     sm_budget : int or None
         Multiprocessors that decoding may take from the computation; None for all.
     select : KVSelector, optional
@@ -51,7 +60,7 @@ class CompressedCache(DynamicCache):
     Raises
     ------
     ArgumentError
-        For a config without full-attention layers, or options out of range.
+        For a selector and a config that does not fit it, or options out of range.
     ArgumentTypeError
         For arguments of another type.
 
@@ -60,8 +69,16 @@ class CompressedCache(DynamicCache):
     On a GPU the packed and the decoded K and V of two layers lie in buffers that all layers share,
     and `update` joins those of one with its last tokens.
 
+    Encoder-decoder models need a cache for each kind of attention, as
+    ``EncoderDecoderCache(CompressedCache(config), DynamicCache(config=config))``, both of which may
+    be compressed. One for both, with which K and V of the encoder would join those of the decoder,
+    is refused by the first `update` of cross-attention.
+
     The method is that of IBP sections 5 and 6.4. The profile of each layer is learnt from the first
     K and V that are packed, the prompt's as a rule, and again when blocks become larger.
+
+    `torch.compile` runs what packs and unpacks outside of its graphs. `torch.export` is refused:
+    what is packed depends on values.
 
     After an error of the cache (another model's shapes, no memory) all full-attention layers hold
     the tokens that they held before the forward pass, and the cache stays usable. Gradients do not
@@ -133,12 +150,6 @@ class CompressedCache(DynamicCache):
             ) from error
         # Transformers knows best what layers a model has; the plain ones are replaced.
         packed = [i for i, layer in enumerate(self.layers) if type(layer) is DynamicLayer]
-        if not packed:
-            kinds = sorted({type(layer).__name__ for layer in self.layers})
-            raise ArgumentError(
-                f"config: {type(config).__name__} has no full-attention layer, its layers are "
-                f"{', '.join(kinds) or 'none'}; transformers' own cache serves it"
-            )
         if select is not None:
             select.check_layers(packed)
         self._packed = {
@@ -149,10 +160,10 @@ class CompressedCache(DynamicCache):
         }
         for i, layer in self._packed.items():
             self.layers[i] = layer
-        self._histories.expect(2 * len(packed))
-        self._next = dict(zip(packed, [*packed[1:], packed[0]], strict=True))
+        self._histories.expect(2 * max(1, len(packed)))
+        self._passes = _Passes() if _attends_across(config) else None
+        self._next = dict(zip(packed, [*packed[1:], *packed[:1]], strict=True))
 
-    @not_traced
     def update(
         self,
         key_states: torch.Tensor,
@@ -180,12 +191,29 @@ class CompressedCache(DynamicCache):
         Raises
         ------
         ArgumentError, ArgumentTypeError
-            For a layer that the config does not have, and K and V that do not continue those that
-            are there.
+            In `torch.export`, for a layer that the config does not have, K and V that do not
+            continue those that are there, and those of cross-attention behind those of
+            self-attention.
         BitslabError
             When host memory runs out.
         """
-        if layer_idx >= len(self.layers):
+        if exporting():
+            raise ArgumentTypeError(
+                "past_key_values: CompressedCache cannot be exported: what it packs depends on "
+                "values; export the model with transformers' DynamicCache or StaticCache"
+            )
+        return self._update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    @not_traced
+    def _update(
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if not 0 <= layer_idx < len(self.layers):
             raise ArgumentError(
                 f"layer_idx: {layer_idx}, this cache was made for a model of "
                 f"{len(self.layers)} layers"
@@ -193,6 +221,15 @@ class CompressedCache(DynamicCache):
         layer = self._packed.get(layer_idx)
         if layer is None:
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        if self._passes is not None and not self._passes.begin(layer_idx, layer.get_seq_length()):
+            layer.keep_first(self._passes.length)
+            self._undo(layer_idx)
+            self._passes.end()
+            raise ArgumentError(
+                f"layer_idx: {layer_idx} comes twice in a forward pass, as in self-attention and "
+                "cross-attention; these need a cache each: past_key_values=EncoderDecoderCache("
+                "CompressedCache(model.config), DynamicCache(config=model.config))"
+            )
         try:
             found = layer.update(key_states, value_states)
         except Exception:
@@ -200,6 +237,12 @@ class CompressedCache(DynamicCache):
             raise
         self._packed[self._next[layer_idx]].prefetch()
         return found
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Return the length that `update` will return for so many new tokens, and its offset."""
+        if self._passes is not None:
+            self._passes.end()
+        return super().get_mask_sizes(query_length, layer_idx)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove tokens from the end, of no layer when one refuses.
@@ -214,9 +257,75 @@ class CompressedCache(DynamicCache):
         ArgumentError
             When it is positive or there are not so many.
         """
-        for layer in self._packed.values():
-            layer.check_crop(tokens_to_remove)
-        super().crop(tokens_to_remove)
+        self._change(
+            lambda layer: layer.prepare_crop(tokens_to_remove),
+            lambda layer: layer.crop(tokens_to_remove),
+        )
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Take sequence ``beam_idx[b]`` for each b: beam search.
+
+        Parameters
+        ----------
+        beam_idx : torch.Tensor or sequence
+            Integers ``[any]``. On the cache's GPU they are not read by the host, so that bad ones
+            end in a device-side assertion of torch.
+
+        Raises
+        ------
+        ArgumentError, ArgumentTypeError, IndexRangeError
+            For an index that names no sequences; no layer has changed then.
+        """
+        batch = self._batch()
+        if isinstance(beam_idx, torch.Tensor) and beam_idx.device.type == "cuda":
+            plain = beam_idx
+        else:
+            plain = beam_idx if batch is None else sequence_index(beam_idx, batch, "beam_idx")
+        self._change(
+            lambda layer: layer.prepare_reorder(beam_idx),
+            lambda layer: layer.reorder_cache(plain),
+        )
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Put each sequence `repeats` times in a row.
+
+        Raises
+        ------
+        ArgumentError, ArgumentTypeError
+            When `repeats` is no integer from 0; no layer has changed then.
+        """
+        count = repeat_count(repeats)
+        self._change(
+            lambda layer: layer.prepare_repeat(count),
+            lambda layer: layer.batch_repeat_interleave(count),
+        )
+
+    def reset(self) -> None:
+        """Forget all tokens; the next ones may have another shape, dtype and device."""
+        if self._passes is not None:
+            self._passes.end()
+        super().reset()  # type: ignore[no-untyped-call]
+
+    def batch_select_indices(self, indices: Any) -> None:
+        """Keep the sequences of an index.
+
+        Parameters
+        ----------
+        indices : torch.Tensor, sequence or slice
+            Integers ``[any]``, negative ones counted from the end, or bools ``[B]``. Those on a GPU
+            are waited for.
+
+        Raises
+        ------
+        ArgumentError, ArgumentTypeError, IndexRangeError
+            For an index that names no sequences; no layer has changed then.
+        """
+        batch = self._batch()
+        plain = indices if batch is None else sequence_index(indices, batch)
+        self._change(
+            lambda layer: layer.prepare_select(plain),
+            lambda layer: layer.batch_select_indices(plain),
+        )
 
     def stats(self) -> dict[str, Any]:
         """Return what the cache holds and has moved.
@@ -224,13 +333,19 @@ class CompressedCache(DynamicCache):
         Returns
         -------
         dict
-            ``tokens`` and ``packed_tokens`` of a sequence; summed over layers ``raw_bytes``,
-            ``packed_bytes``, ``kept_raw_bytes``, ``host_bytes``, ``device_bytes``,
-            ``moved_to_host_bytes`` and ``refits`` of `PackedHistory.stats`;
-            ``moved_to_device_bytes``, the packed words that were fetched; ``selected``, the share
-            of packed tokens that forward passes have fetched; ``reserved_bytes`` of host memory;
-            ``buffer_bytes`` on devices for layers that come, beside ``device_bytes``; ``ratio``,
-            and ``ratios`` by layer.
+            ``tokens`` and ``packed_tokens`` of a sequence; ``packed_layers`` and ``plain_layers``,
+            the layers of full attention and those that are transformers' own; ``note``, that and
+            why nothing is packed, or empty. Of the full-attention layers:
+            ``raw_bytes`` of all tokens, which a `DynamicCache` takes; ``host_bytes`` and
+            ``device_bytes``, all memory that is reserved, each byte once: packed words and metadata
+            with room ahead, unpacked tokens, selectors' scores, and ``buffer_bytes`` (of
+            ``device_bytes``) that layers on a GPU come by, as much as two layers take raw and
+            packed; ``ratio``, raw bytes over both. Of packed tokens: ``packed_raw_bytes``,
+            ``packed_bytes`` and ``kept_raw_bytes`` of `PackedHistory.stats`, their
+            ``packed_ratio``, and ``ratios`` by layer. ``moved_to_host_bytes`` and
+            ``moved_to_device_bytes``, the packed words that were stored and fetched; ``selected``,
+            the share of packed tokens that forward passes have fetched; ``refits`` of codecs;
+            ``reserved_bytes``, the host memory of packed words, which a reset keeps.
         """
         layers = {
             i: [history.stats() for history in layer.histories] for i, layer in self._packed.items()
@@ -239,35 +354,80 @@ class CompressedCache(DynamicCache):
             name: sum(s[name] for both in layers.values() for s in both)
             for name in (
                 "raw_bytes",
+                "packed_raw_bytes",
                 "packed_bytes",
                 "kept_raw_bytes",
-                "host_bytes",
                 "device_bytes",
                 "moved_to_host_bytes",
                 "refits",
             )
         }
+        readers = self._histories.readers.values()
+        reserved = sum(reader.arena.nbytes for reader in readers)
+        buffers = sum(reader.buffer_bytes for reader in readers)
+        sums["device_bytes"] += buffers
         for layer in self._packed.values():
             if layer.scores is not None:
-                sums["device_bytes"] += sum(t.nbytes for t in layer.scores.tensors())
+                sums["device_bytes"] += layer.scores.nbytes
         there = sum(layer.there_tokens for layer in self._packed.values())
         read = sum(layer.read_tokens for layer in self._packed.values())
-        first = next(iter(self._packed.values()))
-        readers = self._histories.readers.values()
+        others = [type(layer).__name__ for i, layer in enumerate(self.layers) if i not in layers]
+        note = "" if layers else f"{NOTHING_PACKED}: {', '.join(sorted(set(others))) or 'none'}"
         return {
-            "tokens": first.get_seq_length(),
-            "packed_tokens": first.histories[0].packed_tokens if first.histories else 0,
+            "tokens": next(
+                (x.get_seq_length() for x in self._packed.values()), self._plain_tokens()
+            ),
+            "packed_tokens": next((x.packed_tokens for x in self._packed.values()), 0),
+            "packed_layers": len(layers),
+            "plain_layers": len(others),
+            "note": note,
             **sums,
+            "host_bytes": reserved,
             "moved_to_device_bytes": sum(reader.moved_to_device_bytes for reader in readers),
             "selected": read / there if there else 1.0,
-            "reserved_bytes": sum(reader.arena.nbytes for reader in readers),
-            "buffer_bytes": sum(reader.buffer_bytes for reader in readers),
-            "ratio": _ratio(sums["raw_bytes"], sums["packed_bytes"]),
+            "reserved_bytes": reserved,
+            "buffer_bytes": buffers,
+            "ratio": _ratio(sums["raw_bytes"], sums["device_bytes"] + reserved),
+            "packed_ratio": _ratio(sums["packed_raw_bytes"], sums["packed_bytes"]),
             "ratios": {
-                i: _ratio(sum(s["raw_bytes"] for s in both), sum(s["packed_bytes"] for s in both))
+                i: _ratio(
+                    sum(s["packed_raw_bytes"] for s in both), sum(s["packed_bytes"] for s in both)
+                )
                 for i, both in layers.items()
             },
         }
+
+    def _plain_tokens(self) -> int:
+        """Return the tokens of a sequence that transformers' own layers count."""
+        held: list[Any] = [x for x in self.layers if getattr(x, "keys", None) is not None]
+        return max((layer.get_seq_length() for layer in held), default=0)
+
+    def _batch(self) -> int | None:
+        """Return the sequences that are there; None before the first."""
+        for layer in self.layers:
+            if isinstance(layer, CompressedLayer):
+                if layer.get_seq_length():
+                    return layer.batch
+                continue
+            keys: torch.Tensor | None = getattr(layer, "keys", None)
+            if keys is not None and keys.numel():
+                return keys.shape[0]
+        return None
+
+    def _change(
+        self, prepare: Callable[[CompressedLayer], Commit], plain: Callable[[Any], None]
+    ) -> None:
+        """Change all layers, or none when one cannot: `prepare` ours, `plain` the others."""
+        if self._passes is not None:
+            self._passes.end()
+        commits = [prepare(layer) for layer in self._packed.values()]
+        with _as_they_were(
+            layer for i, layer in enumerate(self.layers) if i not in self._packed
+        ) as others:
+            for other in others:
+                plain(other)
+        for commit in commits:
+            commit()
 
     def _undo(self, failed: int) -> None:
         """Put the layers before one that failed back to the tokens that it has."""
@@ -275,6 +435,75 @@ class CompressedCache(DynamicCache):
         for i, layer in self._packed.items():
             if i < failed:
                 layer.keep_first(length)
+
+
+# `torch.export` flattens its inputs. As a constant the cache gets to `update`, which refuses it by
+# name, also where transformers registers all kinds of caches as containers of tensors.
+torch.utils._pytree.register_pytree_node(
+    CompressedCache,
+    lambda cache: ([], cache),
+    lambda _, cache: cache,
+    serialized_type_name=f"{CompressedCache.__module__}.{CompressedCache.__name__}",
+    flatten_with_keys_fn=lambda cache: ([], cache),
+)
+
+
+class _Passes:
+    """Tells forward passes of an encoder-decoder model apart, by the layers that are updated.
+
+    A model asks for the sizes of its mask once a pass, and then updates each layer once. With one
+    cache for both kinds of attention it updates each layer twice in a row.
+
+    Attributes
+    ----------
+    length : int
+        Tokens of the last layer before it was updated.
+    """
+
+    def __init__(self) -> None:
+        self._layer: int | None = None
+        self.length = 0
+
+    def begin(self, layer: int, length: int) -> bool:
+        """Take the layer that is to be updated; False when it was the last one of this pass."""
+        if layer == self._layer:
+            return False
+        self._layer, self.length = layer, length
+        return True
+
+    def end(self) -> None:
+        """Expect any layer."""
+        self._layer = None
+
+
+def _attends_across(config: PreTrainedConfig) -> bool:
+    """Return whether a model has cross-attention."""
+    decoder = config.get_text_config(decoder=True)
+    return any(
+        getattr(c, name, False)
+        for c in (config, decoder)
+        for name in ("is_encoder_decoder", "add_cross_attention")
+    )
+
+
+@contextmanager
+def _as_they_were(layers: Iterable[Any]) -> Iterator[list[Any]]:
+    """Give transformers' layers back what they held, when an error comes.
+
+    They put new tensors in the place of old ones, in attributes and in dicts of a layer.
+    """
+    found = list(layers)
+    kept = [
+        {name: dict(v) if isinstance(v, dict) else v for name, v in vars(layer).items()}
+        for layer in found
+    ]
+    try:
+        yield found
+    except BaseException:
+        for layer, state in zip(found, kept, strict=True):
+            vars(layer).clear()
+            vars(layer).update(state)
+        raise
 
 
 class _Histories:

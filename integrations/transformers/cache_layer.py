@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
-from bitslab.errors import ArgumentError, BitslabError
+from bitslab.errors import ArgumentError, ArgumentTypeError, BitslabError
 from bitslab.integrations.transformers.selective import Attended
 from bitslab.integrations.transformers.selectors import MAX_QUERIES, KVSelector
 from bitslab.kvcache import HistoryReader, PackedHistory
 from bitslab.kvcache.gathering import Gathered
+from bitslab.kvcache.history import Commit
+from bitslab.kvcache.index import beam_index, repeat_count, sequence_index
 from bitslab.kvcache.selection import Selection, Take, TokenScores
 
 
@@ -93,13 +97,26 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             When host memory runs out, or the selector has not seen the tokens before. After any
             error the layer is as it was before.
         """
+        for name, given in (("key_states", key_states), ("value_states", value_states)):
+            if not isinstance(given, torch.Tensor):
+                raise ArgumentTypeError(f"{name}: expected a tensor, got {type(given).__name__}")
         if key_states.shape[:-1] != value_states.shape[:-1]:
             raise ArgumentError(
                 f"value_states: shape {list(value_states.shape)}, key_states has "
                 f"{list(key_states.shape)}; batch, heads and tokens must agree"
             )
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
+        if self.is_initialized:
+            return self._append(key_states, value_states)
+        self.lazy_initialization(key_states, value_states)
+        try:
+            return self._append(key_states, value_states)
+        except BaseException:
+            self.is_initialized = False
+            raise
+
+    def _append(
+        self, key_states: torch.Tensor, value_states: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         assert self._reader is not None
         new = [key_states, value_states]
         for history, tokens in zip(self.histories, new, strict=True):
@@ -139,6 +156,11 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
                 self._ahead = self._gather()
             if self._ahead is None:
                 self._reader.prefetch(self.histories)
+
+    @property
+    def batch(self) -> int:
+        """Sequences; 0 before there are any."""
+        return self.histories[0].batch if self.is_initialized else 0
 
     @property
     def packed_tokens(self) -> int:
@@ -192,50 +214,64 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         ArgumentError
             When it is positive or there are not so many.
         """
-        self.check_crop(tokens_to_remove)
-        if tokens_to_remove and self.is_initialized:
-            self.keep_first(self.get_seq_length() + int(tokens_to_remove))
+        self.prepare_crop(tokens_to_remove)()
 
-    def check_crop(self, tokens_to_remove: int) -> None:
-        """Refuse what `crop` cannot remove."""
-        remove = int(tokens_to_remove)
+    def prepare_crop(self, tokens_to_remove: int) -> Commit:
+        """Return what `crop` does, which cannot fail; nothing changes before it is called."""
+        remove = _count_of("tokens_to_remove", tokens_to_remove)
         if remove > 0:
             raise ArgumentError(
                 f"tokens_to_remove: {remove}; give the number of tokens to remove as a negative "
                 "integer"
             )
         length = self.get_seq_length()
-        if self.is_initialized and -remove > length:
+        if not self.is_initialized or not remove:
+            return _nothing
+        if -remove > length:
             raise ArgumentError(f"tokens_to_remove: {remove}, the cache holds {length} tokens")
+        return self._prepare_keep(length + remove)
 
     def keep_first(self, length: int) -> None:
         """Keep the first tokens, where there are more."""
-        for history in self.histories:
-            history.crop(min(length, history.length))
-        if self.scores is not None:
-            self.scores.crop(length)
-        self._ahead = None
+        self._prepare_keep(length)()
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Take sequence ``beam_idx[b]`` for each b: beam search."""
-        if self.get_seq_length() > 0:
-            for history in self.histories:
-                history.reorder(beam_idx)
-            self._take(lambda t, dim: t.index_select(dim, beam_idx.to(t.device)))
+        self.prepare_reorder(beam_idx)()
+
+    def prepare_reorder(self, beam_idx: Any) -> Commit:
+        """Return what `reorder_cache` does, as `prepare_crop`."""
+        if not self.get_seq_length():
+            return _nothing
+        found = beam_index(beam_idx, self.batch, self.histories[0].device)
+        return self._prepare_take(lambda t, dim: t.index_select(dim, found.to(t.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Put each sequence `repeats` times in a row."""
-        if self.get_seq_length() > 0:
-            for history in self.histories:
-                history.repeat(repeats)
-            self._take(lambda t, dim: t.repeat_interleave(repeats, dim=dim))
+        self.prepare_repeat(repeats)()
 
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep the sequences of an index: integers or a mask."""
-        if self.get_seq_length() > 0:
+    def prepare_repeat(self, repeats: int) -> Commit:
+        """Return what `batch_repeat_interleave` does, as `prepare_crop`."""
+        count = repeat_count(repeats)
+        return self._prepare_take(lambda t, dim: t.repeat_interleave(count, dim=dim))
+
+    def batch_select_indices(self, indices: Any) -> None:
+        """Keep the sequences of an index: integers or a mask, as a tensor, list or tuple."""
+        self.prepare_select(indices)()
+
+    def prepare_select(self, indices: Any) -> Commit:
+        """Return what `batch_select_indices` does, as `prepare_crop`."""
+        if not self.get_seq_length():
+            return _nothing
+        found = sequence_index(indices, self.batch)
+        take = self._prepare_take(lambda t, dim: t.index_select(dim, found.to(t.device)))
+
+        def commit() -> None:
+            take()
             for history in self.histories:
-                history.select(indices)
-            self._take(lambda t, dim: t[indices])
+                history.pack_anew()
+
+        return commit
 
     # Inside
 
@@ -273,10 +309,41 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         """Leave out what is on its way."""
         return {**self.__dict__, "_ahead": None}
 
-    def _take(self, take: Take) -> None:
-        self._ahead = None
-        if self.scores is not None:
-            self.scores.take(take)
+    def _prepare_take(self, take: Take) -> Commit:
+        if not self.get_seq_length():
+            return _nothing
+        return self._all_of(
+            [history.prepare_take(take) for history in self.histories],
+            None if self.scores is None else self.scores.prepare_take(take),
+        )
+
+    def _prepare_keep(self, length: int) -> Commit:
+        scores = self.scores
+        return self._all_of(
+            [history.prepare_crop(min(length, history.length)) for history in self.histories],
+            None if scores is None else partial(scores.crop, length),
+        )
+
+    def _all_of(self, of_histories: list[Commit], of_scores: Commit | None) -> Commit:
+        def commit() -> None:
+            for change in of_histories:
+                change()
+            if of_scores is not None:
+                of_scores()
+            self._ahead = None
+
+        return commit
+
+
+def _nothing() -> None:
+    """Change nothing."""
+
+
+def _count_of(name: str, value: Any) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise ArgumentTypeError(f"{name}: expected an int, got {value!r:.60}") from None
 
 
 @dataclass(frozen=True, eq=False)

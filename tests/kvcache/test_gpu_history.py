@@ -15,7 +15,7 @@ pytestmark = pytest.mark.gpu  # tests/conftest.py skips these where there is no 
 
 @pytest.fixture(autouse=True)
 def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reader, "GPU_SLAB_BYTES", 1 << 20)
+    monkeypatch.setattr(reader, "SLAB_BYTES", 1 << 20)
 
 
 def pair(offload: bool) -> tuple[HistoryReader, list[PackedHistory]]:

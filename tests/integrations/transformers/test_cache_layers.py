@@ -143,10 +143,39 @@ def test_keys_and_values_are_none_before_the_first() -> None:
     assert cache.stats()["ratio"] == 1.0
 
 
-def test_a_config_without_full_attention() -> None:
-    config = config_of("gemma3", layer_types=["sliding_attention"] * 2)
-    with pytest.raises(ArgumentError, match="no full-attention layer.*DynamicSlidingWindowLayer"):
-        compressed(config)
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("gemma3", {"layer_types": ["sliding_attention"] * 2}),
+        ("mistral", {"sliding_window": 24}),
+    ],
+    ids=["gemma3", "mistral"],
+)
+def test_a_config_of_sliding_layers_only_makes_a_plain_cache(name: str, changes: Any) -> None:
+    model = type(model_of(name))(config_of(name, **changes)).eval()
+    model.generation_config.pad_token_id = 0
+    ours, plain = compressed(model.config, **SMALL), dynamic(model.config)
+    assert ours.stats()["tokens"] == 0
+    for n_beams in (1, 3):
+        options = {"max_new_tokens": 20, "do_sample": False, "num_beams": n_beams}
+        found, expected = (
+            model.generate(prompt_of(), past_key_values=past, **options) for past in (ours, plain)
+        )
+        assert torch.equal(found, expected)
+        for one, other in zip(ours.layers, plain.layers, strict=True):
+            assert type(one) is type(other) and torch.equal(one.keys, other.keys)
+        for cache in (ours, plain):
+            cache.reset()
+    feed(ours, 20, batch=3)
+    ours.batch_select_indices((0, 2))
+    assert ours.layers[0].keys.shape[0] == 2
+    stats = ours.stats()
+    assert (stats["packed_layers"], stats["plain_layers"], stats["ratio"]) == (0, 2, 1.0)
+    assert stats["tokens"] == 20
+    assert "no full-attention layer" in stats["note"]
+    assert "DynamicSlidingWindowLayer" in stats["note"]
+    assert not compressed(config_of("gemma3")).stats()["note"]
+    copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))
 
 
 def test_a_config_of_layers_that_transformers_does_not_know() -> None:
@@ -261,7 +290,7 @@ def test_host_memory_runs_out_in_the_middle_of_a_pass(monkeypatch: pytest.Monkey
     with torch.no_grad():
         model(prompt, past_key_values=cache)
 
-        def refuse(words: torch.Tensor) -> None:
+        def refuse(words: torch.Tensor, **_: Any) -> None:
             raise BitslabError("K/V history: 64 bytes more of host memory are needed")
 
         # All of the first layer and the K of the second have been appended by then.
@@ -296,7 +325,7 @@ def test_only_new_blocks_cross_to_the_host() -> None:
     after = cache.stats()
     moved = (after["moved_to_host_bytes"] - before["moved_to_host_bytes"]) / 256
     # Without the metadata, which stays on the device.
-    ratio = after["raw_bytes"] / after["moved_to_host_bytes"]
+    ratio = after["packed_raw_bytes"] / after["moved_to_host_bytes"]
     assert moved == pytest.approx(token_bytes / ratio, rel=0.1)
     assert ratio > 1.35
     fetched = after["moved_to_device_bytes"] - before["moved_to_device_bytes"]
@@ -341,7 +370,7 @@ def test_what_is_saved_on_real_activations(minilm: Any) -> None:
         cache.update(k, v, i)
     stats = cache.stats()
     assert stats["packed_tokens"] == 256
-    saved = 1 - stats["packed_bytes"] / stats["raw_bytes"]
+    saved = 1 - stats["packed_bytes"] / stats["packed_raw_bytes"]
     assert saved >= 0.28
     rows = TokenRows(12, 32, torch.bfloat16, 64)
     published = sum(
@@ -352,7 +381,7 @@ def test_what_is_saved_on_real_activations(minilm: Any) -> None:
             InvariantCodec.fit(sample, chunk_bytes=4, code_bits=1, grouped=False, uniform=False)
         ]
     )
-    assert saved > 1 - published / stats["raw_bytes"]
+    assert saved > 1 - published / stats["packed_raw_bytes"]
 
 
 def test_layers_share_a_plan_and_not_a_profile() -> None:
