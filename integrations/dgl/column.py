@@ -134,13 +134,13 @@ class CompressedColumn(Column):  # type: ignore[misc]
             # Moved by `to`: decoded there once, as DGL moves a whole column once.
             _ = self.data
             return self.fetch(indices, device, pin_memory=pin_memory, **kwargs)
+        # Rows of a subgraph: only those asked for are decoded.
+        index = None if self.index is None else self._ids()
+        ids = indices if index is None else indices.to(index.device)
         # Tables count negative ids from the end; DGL refuses them.
-        check_not_from_end(indices, len(self), "indices")
-        ids = indices
-        if self.index is not None:
-            # Rows of a subgraph: only those asked for are decoded.
-            index = self._ids()
-            ids = index[indices.to(index.device).long()]
+        check_not_from_end(ids, len(self), "indices")
+        if index is not None:
+            ids = index[ids.long()]
         tensor = self._rows_with_gradient(ids, torch.device(device))
         if tensor is not None:
             return tensor.to(self.dtype)
@@ -166,8 +166,9 @@ class CompressedColumn(Column):  # type: ignore[misc]
             return torch.arange(len(self.storage))
         if isinstance(self.index, _LazyIndex):
             self.index = self.index.flatten()
-        check_not_from_end(self.index, len(self.storage), "rowids")
-        return self.index
+        ids: torch.Tensor = self.index
+        check_not_from_end(ids, len(self.storage), "rowids")
+        return ids
 
     # Columns made of this one. DGL makes them as plain columns around whatever the storage is.
 

@@ -64,7 +64,7 @@ class ColumnTensor(FeatureTensor):
             return func(first.feature.whole(), *args[1:], **kwargs)
         return super().__torch_function__(func, types, args, kwargs)
 
-    def __repr__(self, *args: Any, **kwargs: Any) -> str:
+    def __repr__(self, *args: Any, **kwargs: Any) -> str:  # type: ignore[override]
         """Show what torch shows of a plain tensor; only the rows that are shown are decoded."""
         return repr(_excerpt(self.feature).requires_grad_(self.requires_grad))
 
@@ -81,9 +81,11 @@ class ColumnTensor(FeatureTensor):
         return self.detach().clone().requires_grad_(self.requires_grad)
 
 
-def column_tensor(feature: CompressedFeature) -> torch.Tensor:
+def column_tensor(feature: CompressedFeature) -> ColumnTensor:
     """Return the tensor of a feature's column, the same one while it is in use."""
-    return feature.stand_in(ColumnTensor)
+    t = feature.stand_in(ColumnTensor)
+    assert isinstance(t, ColumnTensor)
+    return t
 
 
 class _Elements(torch.autograd.Function):
@@ -114,7 +116,7 @@ def _with_gradients(args: Any, kwargs: Any) -> tuple[Any, bool]:
 
 def _excerpt(feature: CompressedFeature) -> torch.Tensor:
     """Return a tensor that torch prints as it prints all rows: those not shown are left out."""
-    options: Any = torch._tensor_str.PRINT_OPTS  # type: ignore[attr-defined]
+    options: Any = torch._tensor_str.PRINT_OPTS
     n_rows, n_edge = len(feature), int(options.edgeitems)
     row_numel = feature.shape[1:].numel()
     if n_rows <= 2 * n_edge or n_rows * row_numel <= options.threshold:

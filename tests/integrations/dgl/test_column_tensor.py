@@ -7,6 +7,7 @@ import gc
 import pickle
 import warnings
 import weakref
+from typing import Any
 
 import dgl
 import dgl.function as fn
@@ -22,6 +23,7 @@ from tests.helpers import same_bits
 from tests.integrations.dgl.graphs import assert_same, features, homogeneous, packed_graph
 
 IDS = torch.tensor([3, 0, 19, 3])
+DLPACK: Any = torch.utils.dlpack
 
 
 def decoded(graph, name="feat"):
@@ -241,9 +243,13 @@ def test_copies_are_plain_tensors(copied, gradient):
 def test_its_address_is_that_of_the_decoded_rows_or_none():
     x = packed_graph(homogeneous()).ndata["feat"]
     with pytest.raises(RuntimeError, match="Cannot access data pointer"):
-        torch.utils.dlpack.to_dlpack(x)  # which torch lets nobody intercept
-    rows = torch.utils.dlpack.to_dlpack(x.contiguous())
-    for each in (torch.from_dlpack(rows), torch.from_dlpack(x), torch.from_numpy(x.numpy().copy())):
+        DLPACK.to_dlpack(x)  # which torch lets nobody intercept
+    rows = DLPACK.to_dlpack(x.contiguous())
+    for each in (
+        DLPACK.from_dlpack(rows),
+        DLPACK.from_dlpack(x),
+        torch.from_numpy(x.numpy().copy()),
+    ):
         assert same_bits(each, homogeneous().ndata["feat"])
     assert x.data_ptr() == x.untyped_storage().data_ptr() == x.contiguous().data_ptr()
 
@@ -255,3 +261,20 @@ def test_a_column_made_of_it_can_be_compressed():
     assert same_bits(graph.ndata["h"].clone(), homogeneous().ndata["feat"])
     assert feature_stats(graph)["_N"]["h"]["codec"] == "raw"
     assert decoded(graph) == (0, 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "moved",
+    [
+        lambda x: x.to("cuda"),
+        lambda x: x.cuda(),
+        lambda x: x[torch.arange(30, device="cuda")],
+    ],
+    ids=["to", "cuda", "ids"],
+)
+def test_a_gpu_decodes_what_goes_there(moved):
+    graph = packed_graph(homogeneous(), device="cuda")
+    rows = moved(graph.ndata["feat"])
+    assert rows.is_cuda and same_bits(rows.cpu(), homogeneous().ndata["feat"])
+    assert decoded(graph)[1] == 0
