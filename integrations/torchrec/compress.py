@@ -235,6 +235,8 @@ def _why_left(module: Any, min_rows: int, uses: Counter[int]) -> str:
             return f"table {name!r} shares its weight with another module"
         if hasattr(weight, "_in_backward_optimizers"):
             return f"table {name!r} has an optimizer in backward; apply it after packing"
+    if not most:
+        return "has no rows"
     if most < min_rows:
         return f"no table has {min_rows} rows"
     return ""
