@@ -276,3 +276,36 @@ def test_live_optimizers_are_found_and_not_kept():
     del optimizer
     gc.collect()
     assert ref() is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("begins", ["cpu", "cuda"])
+@pytest.mark.parametrize("name", ["sgd", "adagrad", "adagrad-sparse", "sparse-adam"])
+def test_an_optimizer_follows_a_table_to_a_gpu_and_back(name, begins):
+    make, sparse = KINDS[name]
+    n, given = 4000, batches(9, n_ids=300, n=4000)
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(torch.nn.Sequential(torch.nn.EmbeddingBag(n, D, mode="sum", sparse=sparse)))
+        models[-1].to(begins)
+    optimizers = [make(m.parameters()) for m in models]
+
+    def train(steps: int, device: str) -> None:
+        for _ in range(steps):
+            ids = given.pop().view(-1, 3)
+            for model, optimizer, where in zip(models, optimizers, (begins, device), strict=True):
+                optimizer.zero_grad()
+                model(ids.to(where)).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            # A GPU sums gradients in another order.
+            theirs, ours = (m.state_dict()["0.weight"].cpu() for m in models)
+            torch.testing.assert_close(ours, theirs)
+
+    train(2, begins)
+    compress_embeddings(models[1], device="cuda", cache_ratio=0.1, min_rows=0)
+    train(4, "cuda")
+    restore_embeddings(models[1])
+    assert models[1][0].weight.device.type == "cuda"
+    train(3, "cuda")

@@ -1,4 +1,4 @@
-"""Packed collections where code expects TorchRec's own: types, graphs, the meta device, no tables."""
+"""Packed collections where code expects TorchRec's own: types, graphs, the meta device, none."""
 
 from __future__ import annotations
 
