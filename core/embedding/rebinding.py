@@ -201,7 +201,7 @@ def _parted(state: State, weights: Sequence[torch.Tensor]) -> list[State] | None
         elif len(weights) == 1:
             parts = [value]
         else:
-            parts = [part.clone() for part in value.split([len(weight) for weight in weights])]
+            parts = [part.clone() for part in torch.split(value, [len(w) for w in weights])]
         for each, part in zip(found, parts, strict=True):
             each[name] = part
     return found
@@ -259,7 +259,8 @@ def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     if not _replaced:
         return
     for group in optimizer.param_groups:
-        for weight in group["params"]:
+        params: list[torch.Tensor] = group["params"]
+        for weight in params:
             entry = _replaced.get(id(weight))
             if entry is None or entry.weight() is not weight:
                 continue
@@ -285,7 +286,8 @@ def _has_owner(entry: _Replaced, parameter: torch.Tensor) -> bool:
 def _warn_of_gradients(weight: torch.Tensor) -> None:
     """Raise once a weight whose optimizers were taken away from it takes a gradient."""
     if weight.requires_grad and weight.is_leaf:
-        weight.register_post_accumulate_grad_hook(_took_gradient)
+        register: Any = weight.register_post_accumulate_grad_hook
+        register(_took_gradient)
 
 
 def _took_gradient(weight: torch.Tensor) -> None:

@@ -406,7 +406,8 @@ class CompressedEmbeddingCollection(_Collection, EmbeddingCollection):  # type: 
             When `features` lacks a key, or is something else.
         """
         if isinstance(features, torch.fx.Proxy):
-            return as_leaf(self, features)
+            leaf: dict[str, JaggedTensor] = as_leaf(self, features)
+            return leaf
         features = checked_features(features, weighted=False)
         positions = self._where(features)
         rows = self.sequences(features, positions)

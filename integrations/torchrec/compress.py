@@ -155,7 +155,7 @@ def compress_tables(
         raise
     optimizers = live_optimizers() if made else []
     for key, module in {id(m): m for m in model.modules() if id(m) in made}.items():
-        weights = [bag.weight for _, bag in _bags(module)]
+        weights = _weights(module)
         for group in made[key].groups:
             take_over([weights[i] for i in group.tables], group.rows, optimizers)
     report.model = _replaced(model, made)
@@ -190,7 +190,7 @@ def restore_tables(model: torch.nn.Module) -> torch.nn.Module:
     restored = _replaced(model, made)
     optimizers = live_optimizers() if packed else []
     for module in packed:
-        weights = [bag.weight for _, bag in _bags(made[id(module)])]
+        weights = _weights(made[id(module)])
         for group in module.groups:
             give_back(group.rows, [weights[i] for i in group.tables], optimizers)
         module.close()
@@ -201,6 +201,12 @@ def _bags(module: Any) -> Iterator[tuple[str, torch.nn.Module]]:
     """Yield TorchRec's modules for single tables by name."""
     owner = "embedding_bags" if isinstance(module, EmbeddingBagCollection) else "embeddings"
     yield from getattr(module, owner).items()
+
+
+def _weights(module: Any) -> list[torch.nn.Parameter]:
+    """Return the weights of TorchRec's collection, table by table."""
+    weights: list[Any] = [bag.weight for _, bag in _bags(module)]
+    return weights
 
 
 def _why_left(module: Any, min_rows: int, uses: Counter[int]) -> str:

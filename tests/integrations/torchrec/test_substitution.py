@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ from tests.integrations.torchrec.batches import bag_configs, batch, configs, sam
 
 META = torch.device("meta")
 #: TorchRec's class, its interface, ours, and configs of tables.
-CLASSES = {
+CLASSES: dict[str, Any] = {
     "bags": (
         EmbeddingBagCollection,
         EmbeddingBagCollectionInterface,
