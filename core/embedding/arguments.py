@@ -45,18 +45,39 @@ def checked_rows(cache_rows: int, n_rows: int, least: int) -> int:
     return wanted
 
 
-def ids_by_use(counts: torch.Tensor | Sequence[int] | None, n_rows: int) -> tuple[Array, Array]:
-    """Return the ids by how often they are used, and how often each is, int64 ``[N]``."""
+def ids_by_use(
+    counts: torch.Tensor | Sequence[int] | None, n_rows: int, most_used: int = 0
+) -> tuple[Array, Array]:
+    """Return the ids by how often they are used, and how often each is, int64 ``[N]``.
+
+    Ids of one count come in the order in which ColossalAI's class has them, which is that of
+    torch's `argsort`, or of `topk` for those that it makes resident first.
+
+    Parameters
+    ----------
+    counts : torch.Tensor, sequence or None
+        ``[N]``.
+    n_rows : int
+        N.
+    most_used : int
+        Of how many ids `topk` says which come first.
+    """
     if counts is None:
         return np.arange(n_rows), np.zeros(n_rows, np.int64)
-    often = torch.as_tensor(counts).detach().cpu()
+    often = torch.as_tensor(counts).detach()
     if often.shape != (n_rows,) or often.dtype in (torch.bool,) or often.is_complex():
         raise ArgumentError(
             f"counts: {list(often.shape)} of {often.dtype}, expected a number for each of "
             f"{n_rows} rows"
         )
-    order = torch.argsort(often, descending=True, stable=True).numpy()
-    return order, often.to(torch.int64).numpy()
+    # Where they lie: a GPU has ties in another order than a CPU.
+    order = torch.argsort(often, descending=True)
+    if most_used:
+        first = torch.topk(often, min(most_used, n_rows)).indices
+        rest = torch.ones(n_rows, dtype=torch.bool, device=often.device)
+        rest[first] = False
+        order = torch.cat([first, order[rest[order]]])
+    return order.cpu().numpy(), often.to("cpu", torch.int64).numpy()
 
 
 def check_options(buffer_rows: object, cache: object, evict: object) -> None:

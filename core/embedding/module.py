@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, ArgumentTypeError
 from .rows import CachedRows
 
 
@@ -21,7 +21,8 @@ class RowsModule(torch.nn.Module):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        # Not super(): a subclass may also be of a framework's class, whose own tables it lacks.
+        torch.nn.Module.__init__(self)
         self._rows_of: dict[str, CachedRows] = {}
 
     def own(self, name: str, rows: CachedRows) -> None:
@@ -129,6 +130,13 @@ class RowsModule(torch.nn.Module):
         if not error_msgs:
             for rows, value, begin in fitting:
                 rows.load(value, begin)
+
+    def __prepare_scriptable__(self) -> Any:
+        """Refuse `torch.jit.script`, which asks each module for what it scripts instead."""
+        raise ArgumentTypeError(
+            f"torch.jit.script: {type(self).__name__} cannot be scripted, because rows come and go "
+            "between its calls; put plain modules back in its place first"
+        )
 
     def attach_optimizer(self, optimizer: torch.optim.Optimizer, *, row_wise: bool = False) -> None:
         """Let an optimizer's state follow the rows before its first step; see `CachedRows`.

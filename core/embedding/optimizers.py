@@ -6,8 +6,9 @@ An optimizer sees the resident rows alone; `refusals` says when that is right.
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,7 @@ from ..dtypes import dense
 from ..errors import ArgumentError, ArgumentTypeError, BitslabError
 from ..kernels.cuda import kernels_on
 from .device_notes import take_notes
-from .refusals import ADVICE, why_refused
+from .refusals import passes_over, refused, why_refused, why_refused_when_made
 from .state import RowState
 
 if TYPE_CHECKING:
@@ -90,8 +91,7 @@ class OptimizerLink:
         options = self.options if options is None else options
         reason = why_refused(optimizer, options, self._parameter)
         if reason:
-            kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
-            raise ArgumentError(f"optimizer: {kind} {reason}; {ADVICE}")
+            raise refused(optimizer, reason)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -460,17 +460,50 @@ def watch(rows: CachedRows) -> None:
     if not _hooks:
         _hooks.append(register_optimizer_step_pre_hook(_before_step))
         _hooks.append(register_optimizer_step_post_hook(_after_step))
+        _check_new_groups()
     _watched[id(rows.parameter)] = rows
 
 
 def _ours(optimizer: torch.optim.Optimizer) -> list[CachedRows]:
-    found = []
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            rows = _watched.get(id(parameter))
-            if rows is not None and rows.parameter is parameter:
-                found.append(rows)
-    return found
+    return [rows for group in optimizer.param_groups for rows in _ours_among(group["params"])]
+
+
+def _ours_among(parameters: Iterable[torch.Tensor]) -> Iterator[CachedRows]:
+    for parameter in parameters:
+        rows = _watched.get(id(parameter))
+        if rows is not None and rows.parameter is parameter:
+            yield rows
+
+
+def _concerned(optimizer: torch.optim.Optimizer) -> list[CachedRows]:
+    """Return the rows of an optimizer but those that it passes over and could not train.
+
+    Such as where it trains the rest of a model.
+    """
+    return [
+        rows
+        for rows in _ours(optimizer)
+        if rows.parameter.grad is not None
+        or not passes_over(optimizer)
+        or not why_refused_when_made(optimizer, _group_of(optimizer, rows.parameter))
+    ]
+
+
+def _check_new_groups() -> None:
+    """Refuse optimizers as they are made, which torch has no hook for."""
+    add = torch.optim.Optimizer.add_param_group
+
+    # Not with what marks `add` for torch.compile, which is of that function alone.
+    @functools.wraps(add, updated=())
+    def add_param_group(self: torch.optim.Optimizer, param_group: dict[str, Any]) -> None:
+        add(self, param_group)
+        trained = (r.parameter.requires_grad for r in _ours_among(param_group["params"]))
+        reason = why_refused_when_made(self, param_group) if any(trained) else ""
+        if reason:
+            self.param_groups.pop()
+            raise refused(self, reason)
+
+    torch.optim.Optimizer.add_param_group = add_param_group  # type: ignore[method-assign]
 
 
 def links_of(optimizer: torch.optim.Optimizer) -> dict[int, OptimizerLink]:
@@ -499,7 +532,7 @@ def _before_step(
     optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     ours = _ours(optimizer)
-    for rows in ours:
+    for rows in _concerned(optimizer):
         rows.training.before_step(optimizer)
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     if not ours or not callable(closure):
@@ -518,7 +551,7 @@ def _with_gradients(
     def ready(*args: Any, **kwargs: Any) -> Any:
         loss = closure(*args, **kwargs)
         with torch.no_grad():
-            for rows in _ours(optimizer):
+            for rows in _concerned(optimizer):
                 rows.training.before_step(optimizer)
         return loss
 
@@ -526,7 +559,7 @@ def _with_gradients(
 
 
 def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    for rows in _ours(optimizer):
+    for rows in _concerned(optimizer):
         rows.training.after_step(optimizer)
 
 

@@ -18,12 +18,20 @@ from typing import Any
 
 import torch
 
+from ..errors import ArgumentError
+
 ADVICE = (
     "use torch.optim.SGD without momentum and weight_decay, torch.optim.Adagrad without "
     "weight_decay, or with sparse=True torch.optim.SparseAdam, and where maximize is refused "
     "sparse=True or the negated loss; for an optimizer of your own that leaves rows without "
     "gradient and their state alone, attach_optimizer(optimizer, row_wise=True)"
 )
+
+#: Options with which rows without gradient move.
+_UNWANTED: dict[type[torch.optim.Optimizer], tuple[str, ...]] = {
+    torch.optim.SGD: ("momentum", "weight_decay"),
+    torch.optim.Adagrad: ("weight_decay",),
+}
 
 
 def why_refused(
@@ -40,22 +48,58 @@ def why_refused(
     parameter : torch.Tensor
         That of the rows.
     """
-    kind = type(optimizer)
-    if kind is torch.optim.SparseAdam:
-        return ""
-    if kind is torch.optim.SGD:
-        unwanted = ["momentum", "weight_decay"]
-    elif kind is torch.optim.Adagrad:
-        unwanted = ["weight_decay"]
-    else:
+    if not is_of_torch(optimizer):
         return "moves rows that were not looked up, or is not known"
-    for name in unwanted:
+    reason = why_refused_when_made(optimizer, group)
+    grad = parameter.grad
+    # Without a gradient a step does nothing; one that a closure brings is looked at then.
+    if reason or grad is None or grad.is_sparse or type(optimizer) is torch.optim.SparseAdam:
+        return reason
+    return _why_not_dense(group, parameter)
+
+
+def why_refused_when_made(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> str:
+    """Return why an optimizer moves rows that were not looked up, whatever their gradient is.
+
+    The text is empty for optimizers of one's own, which a caller may vouch for later.
+
+    Parameters
+    ----------
+    optimizer : torch.optim.Optimizer
+        The optimizer.
+    group : mapping
+        The parameter group of the rows.
+    """
+    kind = type(optimizer)
+    if not is_of_torch(optimizer) or kind is torch.optim.SparseAdam:
+        return ""
+    if kind not in _UNWANTED:
+        return "moves rows that were not looked up"
+    for name in _UNWANTED[kind]:
         value = group.get(name, 0)
         if value != 0:
             return f"has {name}={value!r}, which moves rows that were not looked up"
-    grad = parameter.grad
-    # Without a gradient a step does nothing; one that a closure brings is looked at then.
-    return "" if grad is None or grad.is_sparse else _why_not_dense(group, parameter)
+    return ""
+
+
+def refused(optimizer: torch.optim.Optimizer, reason: str) -> ArgumentError:
+    """Return the error that says why an optimizer is refused, and what to use instead."""
+    kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+    return ArgumentError(f"optimizer: {kind} {reason}; {ADVICE}")
+
+
+def is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer is of one of torch's own classes, not of one derived from it."""
+    kind = type(optimizer)
+    return getattr(torch.optim, kind.__name__, None) is kind
+
+
+def passes_over(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer passes over parameters without gradient, whatever it holds.
+
+    torch's own classes do but for LBFGS, which joins all of its parameters to one.
+    """
+    return is_of_torch(optimizer) and type(optimizer) is not torch.optim.LBFGS
 
 
 def _why_not_dense(group: Mapping[str, Any], parameter: torch.Tensor) -> str:

@@ -83,8 +83,9 @@ class CachedRows:
     Notes
     -----
     A step of an optimizer gives exactly what it would give on the whole table, if the optimizer
-    leaves rows without gradient alone; others are refused at their first step. Gradients must be
-    cleared between steps, as usual (`zero_grad`); what could not be told apart raises.
+    leaves rows without gradient alone. Others are refused: those of `torch.optim` when they are
+    made, the rest at their first step. Gradients must be cleared between steps, as usual
+    (`zero_grad`); what could not be told apart raises.
 
     float16 and bfloat16: torch's dense SGD rounds the last ``numel % 64`` elements of a parameter,
     and of the share of each thread, otherwise than the others, so that a step may differ there by

@@ -23,11 +23,14 @@ def warm_up(
     rows: CachedRows, counts: torch.Tensor | Sequence[int] | None, warmup_ratio: float
 ) -> None:
     """Do what `CachedRows.warm_up` says."""
-    order, how_often = ids_by_use(counts, len(rows))
     if not isinstance(warmup_ratio, (int, float)) or not 0 <= warmup_ratio <= 1:
         raise ArgumentError(f"warmup_ratio: {warmup_ratio!r:.60}, accepted are 0 to 1")
-    rows.training.settle()
     residents = rows.residents
+    by_lfu = residents.evict is EvictionStrategy.LFU
+    movable_rows = rows.cache_rows - len(rows.pinned_ids)
+    most_used = int(np.ceil(movable_rows * warmup_ratio)) if by_lfu else 0
+    order, how_often = ids_by_use(counts, len(rows), most_used)
+    rows.training.settle()
     if len(residents.resident()):
         rows.flush(evict=True)
     if rows.cache == "packed":

@@ -159,6 +159,7 @@ class CachedEmbeddingBag(TableModule):
         self.mode = mode
         self.include_last_offset = include_last_offset
         self.cache_op = True
+        self._manager: CacheManager | None = None
 
     @classmethod
     def from_pretrained(
@@ -452,7 +453,22 @@ class CachedEmbeddingBag(TableModule):
     @property
     def cache_weight_mgr(self) -> CacheManager:
         """Table and cache by ColossalAI's names."""
-        return CacheManager(self.rows, self.evict_strategy)
+        if self._manager is None:
+            self._manager = CacheManager(self.rows, self.evict_strategy)
+        return self._manager
+
+    def set_cache_mgr_async_copy(self, flag: bool) -> None:
+        """Accept what ColossalAI's class does; it changes nothing.
+
+        Copies and launches wait for the GPU nowhere that they need not.
+
+        Parameters
+        ----------
+        flag : bool
+            Whether copies shall be asynchronous.
+        """
+        if not isinstance(flag, bool):
+            raise ArgumentTypeError(f"flag: expected a bool, got {flag!r:.60}")
 
     def set_cache_op(self, cache_op: bool = True) -> None:
         """Say whether `forward` takes ids, or slots that ``cache_weight_mgr.prepare_ids`` gave."""

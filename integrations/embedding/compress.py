@@ -11,6 +11,7 @@ from bitslab import RowCodec
 from bitslab.embedding import CachedRows, EvictionStrategy
 from bitslab.embedding.arguments import CacheKind
 from bitslab.embedding.module import rows_for_ratio
+from bitslab.embedding.rebinding import give_back, live_optimizers, take_over
 from bitslab.embedding.report import TablesReport
 from bitslab.errors import ArgumentError, ArgumentTypeError
 from bitslab.integrations.embedding.bag import CachedEmbeddingBag
@@ -66,7 +67,10 @@ def compress_embeddings(
     stays one module, and modules that share a weight share their rows. One table is packed at a
     time, and its plain weight let go before the next one is.
 
-    Make optimizers afterwards: one that was made before holds the weights that are gone.
+    Optimizers of `torch.optim` that were made before hold the resident rows afterwards, in the
+    place of the weights and with the state that they have, and train on if they are of a kind that
+    cached rows take. Others, such as those of classes of one's own, are made afterwards: the step
+    of one that was made before raises, where it would train nothing.
 
     Parameters
     ----------
@@ -119,13 +123,15 @@ def compress_embeddings(
         "evict": evict_strategy,
         "cache": cache,
     }
+    optimizers = live_optimizers()
     made: list[TableModule] = []
     try:
         # What was packed is dropped from the list, so that its weight is let go.
         while groups:
-            made += _replace_group(
-                model, groups.pop(0), cache_ratio, freeze, device, options, report
-            )
+            group = groups.pop(0)
+            new = _replace_group(model, group, cache_ratio, freeze, device, options, report)
+            made += new
+            take_over([_weight_of(group.pop()[1])], new[0].rows, optimizers)
     except BaseException:
         _restore(model, made)
         raise
@@ -144,8 +150,9 @@ def restore_embeddings(model: torch.nn.Module) -> torch.nn.Module:
     -------
     torch.nn.Module
         The same object. Weights are as training left them, on the device where lookups happened;
-        modules that shared rows share a weight. Gradients that no step has applied are lost, and
-        optimizers must be made anew.
+        modules that shared rows share a weight. Gradients that no step has applied are lost.
+        Optimizers of `torch.optim` hold the weights afterwards, with the state of all rows; others
+        must be made anew.
 
     Raises
     ------
@@ -364,11 +371,14 @@ def _restore(model: torch.nn.Module, modules: list[TableModule]) -> None:
     modules.sort(key=lambda module: id(module.rows))
     weight: torch.nn.Parameter | None = None
     before: CachedRows | None = None
+    optimizers = live_optimizers() if modules else []
     while modules:
         old = modules.pop(0)
         assert isinstance(old, (CachedEmbedding, CachedEmbeddingBag))
         shared = weight if old.rows is before else None
         new = old.to_module(weight=shared)
-        before, weight = old.rows, _weight_of(new)
         _put(model, {id(old): new})
         _pass_hooks(old, new)
+        if shared is None:
+            give_back(old.rows, [_weight_of(new)], optimizers)
+        before, weight = old.rows, _weight_of(new)

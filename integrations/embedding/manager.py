@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,11 @@ from bitslab.errors import ArgumentError
 class CacheManager:
     """What ``CachedEmbeddingBag.cache_weight_mgr`` is in ColossalAI, over `CachedRows`.
 
+    It is no module, and its maps are copies. There are neither ``_admit`` and ``_evict``, which are
+    deprecated there, nor ``limit_buff_index_copyer``; nor have bags ``swap_in_bandwidth`` and
+    ``swap_out_bandwidth``: to measure those, each lookup would have to wait for the GPU.
+    `print_comm_stats` says what was moved.
+
     Parameters
     ----------
     rows : CachedRows
@@ -28,6 +35,8 @@ class CacheManager:
     def __init__(self, rows: CachedRows, evict_strategy: EvictionStrategy) -> None:
         self._rows = rows
         self._evict = evict_strategy
+        #: Seconds of the blocks that `timer` has timed, by name.
+        self._elapsed_s: dict[str, float] = {}
 
     @property
     def _residents(self) -> Residents:
@@ -99,6 +108,28 @@ class CacheManager:
         return torch.from_numpy(self._residents.keys.copy())
 
     @property
+    def evict_backlist(self) -> torch.Tensor:
+        """int64: rows that may not leave yet, as `idx_map` numbers them.
+
+        A gradient of theirs may come or waits for a step, or they pad.
+        """
+        with self._rows.lock:
+            residents = self._residents
+            self._rows.training.pin()
+            ids = residents.id_of[residents.pinned]
+        return self.idx_map[torch.from_numpy(ids)]
+
+    @property
+    def buffer_size(self) -> int:
+        """The most rows that are brought at once; 0 for no bound."""
+        return self._rows.buffer_rows
+
+    @property
+    def elem_size_in_byte(self) -> int:
+        """Bytes of an element of a row."""
+        return self._rows.dtype.itemsize
+
+    @property
     def num_hits_history(self) -> list[int]:
         """Different rows of each batch that were resident."""
         with self._rows.lock:
@@ -115,6 +146,22 @@ class CacheManager:
         """Rows that were packed again for each batch."""
         return self._rows.statistics.written_back_history
 
+    @contextlib.contextmanager
+    def timer(self, name: str) -> Iterator[None]:
+        """Time a block, to its end on the GPU, for `print_comm_stats`.
+
+        Parameters
+        ----------
+        name : str
+            What the seconds are printed under; blocks of one name add up.
+        """
+        began_s = time.perf_counter()
+        yield
+        if self._rows.device.type == "cuda":
+            torch.cuda.synchronize(self._rows.device)
+        elapsed_s = time.perf_counter() - began_s
+        self._elapsed_s[name] = self._elapsed_s.get(name, 0.0) + elapsed_s
+
     def reorder(
         self,
         ids_freq_mapping: torch.Tensor | Sequence[int] | None = None,
@@ -125,7 +172,7 @@ class CacheManager:
         Parameters
         ----------
         ids_freq_mapping : torch.Tensor, sequence or None
-            ``[N]``.
+            ``[N]``. Ids used equally often are ranked as torch's `argsort` does, as in ColossalAI.
         warmup_ratio : float
             Share of the cache to fill.
         """
@@ -160,11 +207,13 @@ class CacheManager:
         return self._rows.table.decoded(row_idx, row_idx + 1)
 
     def print_comm_stats(self) -> None:
-        """Print what was moved between host and device."""
+        """Print what was moved between host and device, and the seconds of `timer`."""
         stats: dict[str, Any] = self._rows.stats()
         raw_mb = stats["misses"] * stats["row_bytes"] / 1e6
         print(f"host to device: {stats['misses']:,} rows, {raw_mb:.1f} MB", end=" ")
         print(f"in {stats['moved_bytes'] / 1e6:.1f} MB packed")
         back_mb = stats["written_back"] * stats["row_bytes"] / 1e6
         print(f"device to host: {stats['written_back']:,} rows, {back_mb:.1f} MB")
+        for name, elapsed_s in self._elapsed_s.items():
+            print(f"{name}: {elapsed_s}")
         print(f"cache miss ratio {1 - stats['hit_rate']:.4f}")

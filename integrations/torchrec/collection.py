@@ -15,8 +15,8 @@ from torchrec.modules.embedding_configs import (
     pooling_type_to_str,
 )
 from torchrec.modules.embedding_modules import (
-    EmbeddingBagCollectionInterface,
-    EmbeddingCollectionInterface,
+    EmbeddingBagCollection,
+    EmbeddingCollection,
     get_embedding_names_by_table,
     process_pooled_embeddings,
     reorder_inverse_indices,
@@ -25,6 +25,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 
 from bitslab import RowCodec
 from bitslab.embedding import EvictionStrategy
+from bitslab.embedding.arguments import device_or_default
 from bitslab.errors import ArgumentError, ArgumentTypeError
 from bitslab.integrations.torchrec.features import checked_features, pick, positions_of
 from bitslab.integrations.torchrec.sources import (
@@ -34,6 +35,7 @@ from bitslab.integrations.torchrec.sources import (
     skip_first_draw,
 )
 from bitslab.integrations.torchrec.tables import TableOptions, TableSet, TableSpec
+from bitslab.integrations.torchrec.traced import as_leaf
 from bitslab.memory.build import Rows
 from bitslab.memory.parts import Layout
 
@@ -113,7 +115,10 @@ class _Collection(TableSet):
     ) -> None:
         configs = list(tables)
         device = _checked_device(device)
+        on_meta = device is not None and device.type == "meta"
         weights = _checked_weights(configs, weights)
+        if weights and on_meta:
+            raise ArgumentError("weights: given with the meta device, where tables have no rows")
         specs = [
             TableSpec(
                 config.name,
@@ -126,8 +131,12 @@ class _Collection(TableSet):
             )
             for config in configs
         ]
-        sources = _sources(configs, specs, weights, interleaved=interleaved)
+        sources: Mapping[str, Source] = {}
+        if not on_meta:
+            sources = _sources(configs, specs, weights, interleaved=interleaved)
         super().__init__(specs, sources, options, device, key)
+        # Where there are no tables.
+        self._device = device or device_or_default(None)
         self._configs = list(tables)
         self._names_by_table: list[list[str]] = get_embedding_names_by_table(configs)
         self._positions: tuple[tuple[str, ...], list[int]] | None = None
@@ -135,14 +144,23 @@ class _Collection(TableSet):
     @property
     def device(self) -> torch.device:
         """Where lookups happen."""
-        return self.groups[0].rows.device
+        if self.on_meta:
+            return torch.device("meta")
+        return self.groups[0].rows.device if self.groups else self._device
+
+    @property
+    def collection(self) -> _Collection:
+        """Itself: a graph that torch.fx has made of it alone calls it by this name."""
+        return self
 
     @property
     def _views(self) -> dict[str, TableView]:
         return {spec.name: TableView(self, i) for i, spec in enumerate(self.specs)}
 
     def reset_parameters(self) -> None:
-        """Fill the tables anew by the `init_fn` of their configs."""
+        """Fill the tables anew by the `init_fn` of their configs; on the meta device do nothing."""
+        if self.on_meta:
+            return
         for i, (config, spec) in enumerate(zip(self._configs, self.specs, strict=True)):
             source = _filled(config, spec)
             for rows in source.batches():
@@ -159,6 +177,8 @@ class _Collection(TableSet):
             The batch.
         """
         features = checked_features(features, weighted=False)
+        if self.on_meta:
+            return
         self.prefetch_at(features, self._where(features))
 
     def _where(self, features: KeyedJaggedTensor) -> list[int]:
@@ -170,12 +190,15 @@ class _Collection(TableSet):
         return self._positions[1]
 
 
-class CompressedEmbeddingBagCollection(_Collection, EmbeddingBagCollectionInterface):  # type: ignore[misc]
+class CompressedEmbeddingBagCollection(_Collection, EmbeddingBagCollection):  # type: ignore[misc]
     """TorchRec's EmbeddingBagCollection with packed tables and hot rows on the device.
 
     Outputs and training are those of `torchrec.EmbeddingBagCollection`, bit for bit on a CPU, with
     the optimizers that `bitslab.embedding.CachedRows` accepts. Its state dict is the same too:
     ``embedding_bags.<table>.weight``, whole tables; each loads the other's.
+
+    It is an instance of TorchRec's class. Graphs of `torch.fx` call it and do not look into it; it
+    cannot be scripted.
 
     Tables of one row shape and dtype lie back to back in one packed table, and one lookup serves
     all their features. Tables that packing does not make smaller stay raw, apart, and those whose
@@ -185,11 +208,13 @@ class CompressedEmbeddingBagCollection(_Collection, EmbeddingBagCollectionInterf
     Parameters
     ----------
     tables : list of EmbeddingBagConfig
-        The tables. FP32, FP16 and BF16; with TorchRec's own class BF16 means float16.
+        The tables, or none. FP32, FP16 and BF16; with TorchRec's own class BF16 means float16.
     is_weighted : bool
         Whether rows are multiplied by the weights of the features before they are summed.
     device : torch.device or str, optional
-        Where lookups happen; the current GPU, or the CPU where there is none, when left out.
+        Where lookups happen; the current GPU, or the CPU where there is none, when left out. On the
+        meta device, which is also taken from ``with torch.device("meta")``, tables have shapes
+        alone, and so have outputs; rows come with a collection made anew elsewhere.
     weights : mapping of str to torch.Tensor or numpy.ndarray, optional
         Rows of tables, by table, instead of what `init_fn` fills them with. They are packed piece
         by piece, so that they may be memory-mapped.
@@ -283,8 +308,12 @@ class CompressedEmbeddingBagCollection(_Collection, EmbeddingBagCollectionInterf
         ArgumentError, ArgumentTypeError
             When `features` lacks a key or weights, or is something else.
         """
+        if isinstance(features, torch.fx.Proxy):
+            return as_leaf(self, features)
         features = checked_features(features, weighted=self._is_weighted)
         bags = self.pooled(features, self._where(features), weighted=self._is_weighted)
+        if not bags:
+            return KeyedTensor([], [], torch.empty(features.stride(), 0, device=self.device))
         inverse = reorder_inverse_indices(
             features.inverse_indices_or_none(), [feature for _, feature in self.uses]
         )
@@ -308,7 +337,7 @@ class CompressedEmbeddingBagCollection(_Collection, EmbeddingBagCollectionInterf
         return self._is_weighted
 
 
-class CompressedEmbeddingCollection(_Collection, EmbeddingCollectionInterface):  # type: ignore[misc]
+class CompressedEmbeddingCollection(_Collection, EmbeddingCollection):  # type: ignore[misc]
     """TorchRec's EmbeddingCollection with packed tables and hot rows on the device.
 
     As `CompressedEmbeddingBagCollection`, with a row for each value instead of pooled ones.
@@ -376,6 +405,9 @@ class CompressedEmbeddingCollection(_Collection, EmbeddingCollectionInterface): 
         ArgumentError, ArgumentTypeError
             When `features` lacks a key, or is something else.
         """
+        if isinstance(features, torch.fx.Proxy):
+            leaf: dict[str, JaggedTensor] = as_leaf(self, features)
+            return leaf
         features = checked_features(features, weighted=False)
         positions = self._where(features)
         rows = self.sequences(features, positions)
@@ -401,8 +433,8 @@ class CompressedEmbeddingCollection(_Collection, EmbeddingCollectionInterface): 
         return self._need_indices
 
     def embedding_dim(self) -> int:
-        """Return the elements of a row."""
-        return self.specs[0].row_dim
+        """Return the elements of a row; -1 where there are no tables."""
+        return self.specs[0].row_dim if self.specs else -1
 
     def embedding_names_by_table(self) -> list[list[str]]:
         """Return the names of outputs, table by table."""
@@ -411,8 +443,6 @@ class CompressedEmbeddingCollection(_Collection, EmbeddingCollectionInterface): 
 
 def _check_configs(tables: Sequence[Config], kind: type[Any]) -> None:
     """Refuse configs that are none, and give those without features one, as TorchRec does."""
-    if not tables:
-        raise ArgumentError("tables: is empty")
     names: set[str] = set()
     for config in tables:
         if not isinstance(config, kind):
@@ -429,8 +459,9 @@ def _check_configs(tables: Sequence[Config], kind: type[Any]) -> None:
 
 
 def _checked_device(device: torch.device | str | None) -> torch.device | None:
-    if device is not None and torch.device(device).type == "meta":
-        raise ArgumentError("device: packed tables have no meta device; pass cpu or cuda")
+    """Return a device; meta too where a context makes that the default, as TorchRec does."""
+    if device is None and torch.get_default_device().type == "meta":
+        device = "meta"
     return None if device is None else torch.device(device)
 
 

@@ -19,6 +19,7 @@ from torchrec.modules.embedding_modules import (
 
 from bitslab import RowCodec
 from bitslab.embedding import EvictionStrategy
+from bitslab.embedding.rebinding import give_back, live_optimizers, take_over
 from bitslab.embedding.report import TablesReport
 from bitslab.errors import ArgumentError, ArgumentTypeError
 from bitslab.integrations.torchrec.collection import (
@@ -66,7 +67,13 @@ def compress_tables(
     """Put packed collections in the place of TorchRec's in a model.
 
     Unsharded `EmbeddingBagCollection` and `EmbeddingCollection` modules are replaced whole: weights
-    are kept, and tables that require no gradient stay frozen. Make optimizers afterwards.
+    are kept, and tables that require no gradient stay frozen.
+
+    Optimizers of `torch.optim` that were made before hold the resident rows afterwards, in the
+    place of the weights and with the state that they have, if they have all tables that lie
+    together in one group of parameters and have taken as many steps of each. Others, such as
+    TorchRec's keyed ones, are made afterwards: the step of one that was made before raises, where
+    it would train nothing.
 
     Parameters
     ----------
@@ -146,6 +153,11 @@ def compress_tables(
         for collection in made.values():
             collection.close()
         raise
+    optimizers = live_optimizers() if made else []
+    for key, module in {id(m): m for m in model.modules() if id(m) in made}.items():
+        weights = _weights(module)
+        for group in made[key].groups:
+            take_over([weights[i] for i in group.tables], group.rows, optimizers)
     report.model = _replaced(model, made)
     return report
 
@@ -162,7 +174,9 @@ def restore_tables(model: torch.nn.Module) -> torch.nn.Module:
     -------
     torch.nn.Module
         The model; another object than before only if that was a collection itself. Weights are as
-        training left them, on the device where lookups happened.
+        training left them, on the device where lookups happened. Gradients that no step has
+        applied are lost. Optimizers of `torch.optim` hold the weights afterwards, with the state of
+        all rows; others must be made anew.
 
     Raises
     ------
@@ -172,8 +186,13 @@ def restore_tables(model: torch.nn.Module) -> torch.nn.Module:
     if not isinstance(model, torch.nn.Module):
         raise ArgumentTypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
     packed = [module for module in model.modules() if isinstance(module, OURS)]
-    restored = _replaced(model, {id(module): _plain(module) for module in packed})
+    made = {id(module): _plain(module) for module in packed}
+    restored = _replaced(model, made)
+    optimizers = live_optimizers() if packed else []
     for module in packed:
+        weights = _weights(made[id(module)])
+        for group in module.groups:
+            give_back(group.rows, [weights[i] for i in group.tables], optimizers)
         module.close()
     return restored
 
@@ -182,6 +201,12 @@ def _bags(module: Any) -> Iterator[tuple[str, torch.nn.Module]]:
     """Yield TorchRec's modules for single tables by name."""
     owner = "embedding_bags" if isinstance(module, EmbeddingBagCollection) else "embeddings"
     yield from getattr(module, owner).items()
+
+
+def _weights(module: Any) -> list[torch.nn.Parameter]:
+    """Return the weights of TorchRec's collection, table by table."""
+    weights: list[Any] = [bag.weight for _, bag in _bags(module)]
+    return weights
 
 
 def _why_left(module: Any, min_rows: int, uses: Counter[int]) -> str:
@@ -207,10 +232,17 @@ def _why_left(module: Any, min_rows: int, uses: Counter[int]) -> str:
             return f"table {name!r} is on the meta device"
         if weight.dtype not in DTYPES:
             return f"table {name!r} is {weight.dtype}"
+        if weight.grad is not None:
+            return (
+                f"table {name!r} has a gradient; apply it and clear it with "
+                "zero_grad(set_to_none=True)"
+            )
         if uses[id(weight)] > 1:
             return f"table {name!r} shares its weight with another module"
         if hasattr(weight, "_in_backward_optimizers"):
             return f"table {name!r} has an optimizer in backward; apply it after packing"
+    if not most:
+        return "has no rows"
     if most < min_rows:
         return f"no table has {min_rows} rows"
     return ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -141,7 +141,7 @@ class TableSet(RowsModule):
     options : TableOptions
         How they are kept.
     device : torch.device or None
-        Where lookups happen.
+        Where lookups happen. On the meta device tables have shapes alone, and so have outputs.
     key : str
         What the names of tables begin with in state dicts.
 
@@ -168,6 +168,18 @@ class TableSet(RowsModule):
         #: Group, and first row in it, of each table.
         self._place: dict[int, tuple[int, int]] = {}
         self._estimates: dict[int, float] = {}
+        self._runs: list[list[_Run]] = []
+        self._ranges: list[Ranges] = []
+        #: Whether the tables have shapes alone, on the meta device.
+        self.on_meta = device is not None and device.type == "meta"
+        if self.on_meta:
+            for spec in self.specs:
+                rows = torch.empty(spec.n_rows, spec.row_dim, dtype=spec.dtype, device=device)
+                # Not by register_parameter: the name has dots.
+                self._parameters[f"{key}.{spec.name}.weight"] = torch.nn.Parameter(
+                    rows, requires_grad=spec.trainable
+                )
+            return
         small = [i for i, spec in enumerate(self.specs) if spec.n_rows < options.min_rows]
         large = [i for i, spec in enumerate(self.specs) if spec.n_rows >= options.min_rows]
         try:
@@ -230,8 +242,19 @@ class TableSet(RowsModule):
         self.own(f"rows_{len(self.groups)}", rows)
         self.groups.append(TableGroup(rows, tables))
 
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
+        on_meta = [p for p in self._parameters.values() if p is not None and p.is_meta]
+        if any(not fn(parameter.detach()).is_meta for parameter in on_meta):
+            raise ArgumentError(
+                "device: a collection on the meta device has no rows to move; make it anew on cpu "
+                "or cuda"
+            )
+        return super()._apply(fn, recurse)
+
     def tables(self) -> Iterator[tuple[str, CachedRows, int, int]]:
         """Yield the name of each table in state dicts, its rows, the first and the last + 1."""
+        if self.on_meta:
+            return  # what stands there is parameters
         for i, spec in enumerate(self.specs):
             number, begin = self._place[i]
             rows = self.groups[number].rows
@@ -306,6 +329,8 @@ class TableSet(RowsModule):
         IndexRangeError
             When a value is out of range; nothing was changed.
         """
+        if self.on_meta:
+            return self._shaped(features.stride_per_key(), positions)
         out: list[torch.Tensor] = [torch.empty(0)] * len(self.uses)
         for runs, picked, weight, index in self._looked_up(features, positions, weighted):
             parts: list[tuple[torch.Tensor, int]]
@@ -377,6 +402,8 @@ class TableSet(RowsModule):
         list of torch.Tensor
             float32 ``[n, D]`` for each of `uses`: a row for each value.
         """
+        if self.on_meta:
+            return self._shaped(features.length_per_key(), positions)
         out: list[torch.Tensor] = [torch.empty(0)] * len(self.uses)
         for runs, picked, weight, index in self._looked_up(features, positions, False):
             first = 0
@@ -389,6 +416,18 @@ class TableSet(RowsModule):
                     out[use] = part
                 first, key = last, key + len(run.uses)
         return out
+
+    def _shaped(self, rows_of_key: Sequence[int], positions: Sequence[int]) -> list[torch.Tensor]:
+        """Return float32 outputs on the meta device, of so many rows for each key."""
+        return [
+            torch.empty(
+                rows_of_key[position],
+                self.specs[table].row_dim,
+                dtype=torch.float32,
+                device="meta",
+            )
+            for (table, _), position in zip(self.uses, positions, strict=True)
+        ]
 
     def prefetch_at(self, features: KeyedJaggedTensor, positions: Sequence[int]) -> None:
         """Start to fetch the rows of a lookup to come; results never depend on it."""
@@ -411,8 +450,13 @@ class TableSet(RowsModule):
         return slice(begin, begin + self.specs[table].n_rows)
 
     def decoded(self, table: int) -> torch.Tensor:
-        """Return the rows of a table as they are now, ``[n_rows, row_dim]`` on the CPU."""
+        """Return the rows of a table as they are now, ``[n_rows, row_dim]`` on the CPU.
+
+        Of tables on the meta device they are there.
+        """
         spec = self.specs[table]
+        if self.on_meta:
+            return torch.empty(spec.n_rows, spec.row_dim, dtype=spec.dtype, device="meta")
         number, begin = self._place[table]
         rows = self.groups[number].rows
         out = torch.empty(spec.n_rows, spec.row_dim, dtype=rows.dtype)
@@ -423,6 +467,8 @@ class TableSet(RowsModule):
     def load(self, table: int, weight: torch.Tensor) -> None:
         """Give a table new rows ``[n_rows, row_dim]``."""
         spec = self.specs[table]
+        if self.on_meta:
+            raise ArgumentError(f"weight: table {spec.name!r} is on the meta device, with no rows")
         if tuple(weight.shape) != (spec.n_rows, spec.row_dim):
             raise ArgumentError(
                 f"weight: {list(weight.shape)} for table {spec.name!r} of "
@@ -436,7 +482,7 @@ class TableSet(RowsModule):
         """Return sizes and counts; see `CompressedEmbeddingBagCollection.stats`."""
         groups = [group.rows.stats() for group in self.groups]
         tables = {}
-        for i, spec in enumerate(self.specs):
+        for i, spec in enumerate(self.specs if groups else ()):
             number, _ = self._place[i]
             whole = groups[number]
             raw_bytes = spec.n_rows * whole["row_bytes"]

@@ -129,20 +129,65 @@ def refused(kind, **options):
     return pytest.param(kind, options, id=f"{kind.__name__}-{'-'.join(options) or 'plain'}")
 
 
+KNOWN_TO_MOVE_ROWS = [
+    refused(torch.optim.SGD, momentum=0.9),
+    refused(torch.optim.SGD, weight_decay=0.1),
+    refused(torch.optim.Adagrad, weight_decay=0.1),
+    refused(torch.optim.Adam),
+    refused(torch.optim.AdamW),
+    refused(torch.optim.Adamax),
+    refused(torch.optim.RMSprop),
+    refused(torch.optim.LBFGS),
+]
+
+
+@pytest.mark.parametrize(("kind", "options"), KNOWN_TO_MOVE_ROWS)
+def test_what_is_known_to_move_other_rows_is_refused_when_it_is_made(kind, options):
+    pair = Pair()
+    with pytest.raises(ArgumentError, match=f"optimizer: .*{kind.__name__} .*; use "):
+        kind([pair.rows.parameter], lr=0.1, **options)
+    # As is a group that comes later; the optimizer is what it was.
+    other = torch.nn.Parameter(torch.ones(2))
+    optimizer = kind([other], lr=0.1, **options)
+    if kind is not torch.optim.LBFGS:  # which has one group
+        with pytest.raises(ArgumentError, match=f"optimizer: .*{kind.__name__} .*; use "):
+            optimizer.add_param_group({"params": pair.rows.parameter})
+    assert [p for group in optimizer.param_groups for p in group["params"]] == [other]
+
+
+@pytest.mark.parametrize(("kind", "options"), KNOWN_TO_MOVE_ROWS)
+def test_rows_that_require_no_gradient_may_be_among_parameters_of_any_optimizer(kind, options):
+    pair = Pair()
+    other = torch.nn.Parameter(torch.ones(2))
+    pair.rows.parameter.requires_grad_(False)
+    optimizer = kind([pair.rows.parameter, other], lr=0.1, **options)
+    before = pair.rows.whole()
+
+    def closure():
+        optimizer.zero_grad()
+        loss = other.square().sum()
+        loss.backward()
+        return loss
+
+    if kind is torch.optim.LBFGS:
+        return  # its steps join all parameters to one
+    optimizer.step(closure)
+    assert (other != 1).all()
+    assert same_bits(pair.rows.whole(), before)
+    pair.rows.parameter.requires_grad_(True)  # whoever thaws them hears of it at the step
+    pair.backward(range(20))
+    with pytest.raises(ArgumentError, match=f"optimizer: .*{kind.__name__} .*; use "):
+        optimizer.step()
+    assert same_bits(pair.rows.whole(), before)
+
+
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
-        refused(torch.optim.SGD, momentum=0.9),
-        refused(torch.optim.SGD, weight_decay=0.1),
-        refused(torch.optim.Adagrad, weight_decay=0.1),
         refused(torch.optim.Adagrad, eps=0.0),
         refused(torch.optim.Adagrad, eps=0.0, initial_accumulator_value=1e-50),
         refused(torch.optim.SGD, maximize=True),
         refused(torch.optim.Adagrad, maximize=True),
-        refused(torch.optim.Adam),
-        refused(torch.optim.AdamW),
-        refused(torch.optim.RMSprop),
-        refused(torch.optim.LBFGS),
     ],
 )
 def test_what_moves_other_rows_is_refused_and_changes_nothing(kind, options):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
-from bitslab import ArgumentError
+from bitslab import ArgumentError, ArgumentTypeError
 from bitslab.integrations.embedding import CachedEmbeddingBag, EvictionStrategy
 from tests.integrations.embedding.support import D, N, assert_same, bags, lookup, step, table
 
@@ -135,6 +137,83 @@ def test_reordering_ranks_ids_by_use():
     assert torch.equal(manager.idx_map, ranks.flip(0))
     assert resident_ids(bag) == sorted((7 - torch.argsort(counts, descending=True)[:2]).tolist())
     assert_same(bag.rows.whole(), table(8))
+
+
+@pytest.mark.parametrize("kind", [list, torch.Tensor], ids=["list", "tensor"])
+@pytest.mark.parametrize("when", ["made", "later"])
+def test_ids_used_equally_often_are_ranked_as_in_their_class(kind, when):
+    torch.manual_seed(0)
+    differ = 0
+    for _ in range(20):
+        counts = torch.randint(20, (100,))
+        given = counts.tolist() if kind is list else counts
+        bag = bag_of(
+            100,
+            10,
+            EvictionStrategy.DATASET,
+            ids_freq_mapping=given if when == "made" else None,
+        )
+        if when == "later":
+            bag.cache_weight_mgr.reorder(given)
+        ranks = torch.argsort(torch.argsort(counts, descending=True))
+        assert_same(bag.cache_weight_mgr.idx_map, ranks)
+        differ += not torch.equal(ranks.argsort(), counts.argsort(descending=True, stable=True))
+    assert differ  # from the order of ids
+
+
+def test_those_of_equal_use_that_are_resident_first_are_those_of_their_class():
+    torch.manual_seed(0)
+    for _ in range(20):
+        counts = torch.randint(5, (100,))
+        bag = bag_of(100, 10, EvictionStrategy.LFU, ids_freq_mapping=counts, warmup_ratio=0.7)
+        assert resident_ids(bag) == sorted(torch.topk(counts, 7).indices.tolist())
+        assert_same(bag.cache_weight_mgr.cached_idx_map[:7], torch.topk(counts, 7).indices)
+
+
+def test_rows_that_may_not_leave_are_told():
+    _, ours = bags(mode="sum", evict_strategy=EvictionStrategy.DATASET, ids_freq_mapping=range(N))
+    manager = ours.cache_weight_mgr
+    assert manager.evict_backlist.tolist() == []
+    out = lookup(ours, torch.tensor([4, 40, 4]))
+    assert sorted(manager.evict_backlist.tolist()) == sorted(manager.idx_map[[4, 40]].tolist())
+    out.sum().backward()
+    optimizer = torch.optim.SGD(ours.parameters(), lr=0.1)
+    assert len(manager.evict_backlist) == 2
+    optimizer.step()
+    optimizer.zero_grad()
+    del out
+    assert manager.evict_backlist.dtype is torch.int64 and not len(manager.evict_backlist)
+
+
+def test_blocks_are_timed_by_name(capsys):
+    _, ours = bags(mode="sum")
+    with ours.cache_weight_mgr.timer("lookup"):
+        lookup(ours, torch.arange(6))
+    with ours.cache_weight_mgr.timer("lookup"):
+        pass
+    with pytest.raises(KeyError), ours.cache_weight_mgr.timer("failed"):
+        raise KeyError
+    ours.print_comm_stats()
+    shown = capsys.readouterr().out.splitlines()
+    (line,) = (line for line in shown if line.startswith("lookup: "))
+    assert float(line.removeprefix("lookup: ")) > 0
+    assert not any(line.startswith("failed") for line in shown)
+    copied = copy.deepcopy(ours)
+    assert copied.cache_weight_mgr is not ours.cache_weight_mgr
+    copied.rows.load(table() * 2)
+    assert_same(copied.cache_weight_mgr.weight, table() * 2)
+    assert_same(ours.cache_weight_mgr.weight, table())
+
+
+def test_names_of_their_class_that_say_what_is_set():
+    plain, ours = bags(torch.float16, mode="sum", buffer_size=3)
+    manager = ours.cache_weight_mgr
+    assert (manager.buffer_size, manager.elem_size_in_byte) == (3, 2)
+    for flag in (True, False):
+        ours.set_cache_mgr_async_copy(flag)
+        assert_same(lookup(ours, torch.arange(9)), lookup(plain, torch.arange(9)))
+    with pytest.raises(ArgumentTypeError, match="flag: expected a bool, got 'yes'"):
+        ours.set_cache_mgr_async_copy("yes")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("strategy", EvictionStrategy, ids=lambda s: s.name)

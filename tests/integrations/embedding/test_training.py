@@ -255,12 +255,14 @@ def test_prefetching_changes_nothing():
 # Optimizers that would move other rows
 
 REFUSED: dict[str, Optimizers] = {
-    "momentum": lambda p: SGD(p, lr=0.1, momentum=0.9),
-    "sgd-weight-decay": lambda p: SGD(p, lr=0.1, weight_decay=0.1),
-    "adagrad-weight-decay": lambda p: Adagrad(p, weight_decay=0.1),
     "adagrad-without-eps": lambda p: Adagrad(p, eps=0),
     "sgd-uphill": lambda p: SGD(p, lr=0.1, maximize=True),
     "adagrad-uphill": lambda p: Adagrad(p, maximize=True),
+}
+REFUSED_WHEN_MADE: dict[str, Optimizers] = {
+    "momentum": lambda p: SGD(p, lr=0.1, momentum=0.9),
+    "sgd-weight-decay": lambda p: SGD(p, lr=0.1, weight_decay=0.1),
+    "adagrad-weight-decay": lambda p: Adagrad(p, weight_decay=0.1),
     "adam": lambda p: torch.optim.Adam(p),
     "adamw": lambda p: torch.optim.AdamW(p),
     "rmsprop": lambda p: torch.optim.RMSprop(p),
@@ -268,6 +270,13 @@ REFUSED: dict[str, Optimizers] = {
     "lbfgs": lambda p: torch.optim.LBFGS(list(p)),
     "asgd": lambda p: torch.optim.ASGD(p),
 }
+
+
+@pytest.mark.parametrize("name", REFUSED_WHEN_MADE)
+def test_what_is_known_to_move_other_rows_is_refused_when_it_is_made(name):
+    _, ours = bags(mode="sum")
+    with pytest.raises(ArgumentError, match="use torch.optim.SGD without momentum"):
+        REFUSED_WHEN_MADE[name](ours.parameters())
 
 
 @pytest.mark.parametrize("name", REFUSED)

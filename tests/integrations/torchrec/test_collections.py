@@ -441,13 +441,11 @@ def one(**changed):
 @pytest.mark.parametrize(
     ("tables", "options", "text"),
     [
-        ([], {}, "tables: is empty"),
         (one() * 2, {}, "two are named 't'"),
         (one(pooling=PoolingType.NONE), {}, "pooling NONE"),
         (one(pooling=PoolingType.MEAN), {"is_weighted": True}, "is_weighted"),
         (one(data_type=DataType.INT8), {}, "t.*accepted are float32"),
         (one(use_virtual_table=True), {}, "virtual"),
-        (one(), {"device": "meta"}, "meta"),
         (one(), {"cache_ratio": 0}, "cache_ratio: 0"),
         (one(), {"cache_ratio": 1.5}, "cache_ratio: 1.5"),
         (one(), {"cache": "some"}, "cache: 'some'"),

@@ -12,8 +12,9 @@ pytest.importorskip("torchrec", reason="torchrec is not installed")
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection
 from torchrec.modules.embedding_configs import DataType, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface
+from torchrec.optim.keyed import KeyedOptimizerWrapper
 
-from bitslab import ArgumentError, ArgumentTypeError
+from bitslab import ArgumentError, ArgumentTypeError, BitslabError
 from bitslab.integrations.torchrec import (
     CompressedEmbeddingBagCollection,
     CompressedEmbeddingCollection,
@@ -230,3 +231,73 @@ def test_packed_collections_pass_for_torchrecs() -> None:
     assert isinstance(packed, EmbeddingBagCollectionInterface)
     config = packed.embedding_bag_configs()[0]
     assert isinstance(config, EmbeddingBagConfig)
+
+
+# Optimizers that were made before
+
+KINDS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.01),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01),
+}
+
+
+def train(model, optimizer, seeds):
+    for seed in seeds:
+        optimizer.zero_grad()
+        model(batch(seed)).backward()
+        optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_an_optimizer_made_before_trains_on_as_if_nothing_had_happened(name) -> None:
+    models = [make_model(), make_model()]
+    optimizers = [KINDS[name](m.parameters()) for m in models]
+    for change, seeds in ((None, range(2)), (compress_tables, range(2, 6)), (None, range(6, 8))):
+        if change is not None:
+            report = change(models[1], min_rows=100, cache_ratio=0.1)
+            assert report.compressed
+        for model, optimizer in zip(models, optimizers, strict=True):
+            train(model, optimizer, seeds)
+        assert same_state(*models)
+    restore_tables(models[1])
+    for model, optimizer in zip(models, optimizers, strict=True):
+        train(model, optimizer, range(8, 10))
+    assert same_state(*models)
+
+
+def test_an_optimizer_that_has_some_of_the_tables_raises_with_the_line_to_move() -> None:
+    model = make_model()
+    together = ("t1", "t2")
+    one, *rest = [model.rows.embeddings[name].weight for name in together]
+    optimizers = [torch.optim.SGD([one], lr=0.01), torch.optim.SGD(rest, lr=0.01)]
+    compress_tables(model, min_rows=0, codec="raw")
+    assert any({0, 1} <= set(group.tables) for group in model.rows.groups)
+    before = copy.deepcopy(model.state_dict())
+    model(batch(0)).backward()
+    for optimizer in optimizers:
+        with pytest.raises(BitslabError, match="move the line that makes the optimizer"):
+            optimizer.step()
+    assert same_state(before, model)
+
+
+def test_a_keyed_optimizer_raises_with_the_line_to_move() -> None:
+    model = make_model()
+    keyed = KeyedOptimizerWrapper(
+        dict(model.named_parameters()), lambda p: torch.optim.SGD(p, lr=0.01)
+    )
+    names = keyed.state_dict()["state"].keys()
+    compress_tables(model, min_rows=0)
+    model(batch(0)).backward()
+    with pytest.raises(BitslabError, match="move the line that makes the optimizer"):
+        keyed.step()
+    assert keyed.state_dict()["state"].keys() == names
+
+
+def test_a_collection_with_a_gradient_is_left_alone() -> None:
+    model = make_model()
+    model(batch(0)).backward()
+    report = compress_tables(model, min_rows=0)
+    assert "has a gradient; apply it and clear it" in report.left["bags"]
+    model.zero_grad()
+    assert not compress_tables(model, min_rows=0).left
