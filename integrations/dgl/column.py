@@ -9,6 +9,7 @@ import torch
 from dgl.frame import Column, LazyFeature, _LazyIndex
 
 from bitslab import ArgumentError, ArgumentTypeError, CompressedFeature, IndexRangeError, hotness
+from bitslab.devices import checked_device
 
 _MISSING = object()
 
@@ -134,10 +135,11 @@ class CompressedColumn(Column):  # type: ignore[misc]
             # Rows of a subgraph: only those asked for are decoded.
             index = self._ids()
             ids = index[_checked(indices.to(index.device), len(index)).long()]
-        tensor = self._rows_with_gradient(_checked(ids), torch.device(device))
+        target = checked_device(device)
+        tensor = self._rows_with_gradient(_checked(ids), target)
         if tensor is not None:
             return tensor.to(self.dtype)
-        rows = self.storage.fetch(ids, torch.device(device), pin_memory=pin_memory)
+        rows = self.storage.fetch(ids, target, pin_memory=pin_memory)
         return rows if self.deferred_dtype is None else _Converted(rows, self.deferred_dtype)
 
     def _rows_with_gradient(

@@ -24,6 +24,7 @@ from torchrec.modules.embedding_modules import (
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from bitslab import RowCodec
+from bitslab.devices import checked_device
 from bitslab.embedding import EvictionStrategy
 from bitslab.errors import ArgumentError, ArgumentTypeError
 from bitslab.integrations.torchrec.features import checked_features, pick, positions_of
@@ -429,9 +430,9 @@ def _check_configs(tables: Sequence[Config], kind: type[Any]) -> None:
 
 
 def _checked_device(device: torch.device | str | None) -> torch.device | None:
-    if device is not None and torch.device(device).type == "meta":
+    if device is not None and str(device) == "meta":
         raise ArgumentError("device: packed tables have no meta device; pass cpu or cuda")
-    return None if device is None else torch.device(device)
+    return None if device is None else checked_device(device)
 
 
 def _checked_weights(configs: Sequence[Config], weights: Weights | None) -> Weights:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ...devices import checked_device
 from ...errors import (
     ArgumentError,
     BitslabError,
@@ -297,7 +298,7 @@ def raise_pending_errors(device: torch.device | str | None = None) -> None:
     if device is None:
         devices = [torch.device("cuda", index) for index in _runners]
     else:
-        devices = [torch.device(device)]
+        devices = [checked_device(device)]
     for each in devices:
         if each.type == "cuda":
             torch.cuda.synchronize(each)
