@@ -7,11 +7,11 @@ import os
 
 import torch
 
-from ..codecs import InvariantCodec, RawCodec
+from ..codecs import RawCodec
 from ..container import PathLike
 from ..errors import ArgumentError
 from ..tensor import CompressedTensor
-from .build import build_parts, slices_of
+from .build import build_parts, check_table_codec, slices_of
 from .host_table import HostTable
 from .parts import Layout, TableParts
 from .progress import Progress
@@ -27,15 +27,11 @@ def parts_of_file(
             f"{list(ct.codec.row_shape)}, expected one row for each item, as "
             "CompressedTable.save writes them"
         )
+    check_table_codec(type(ct.codec), os.fspath(path))
     with Progress("reading", len(ct), None) as shown:
         if isinstance(ct.codec, RawCodec):
             batches = slices_of(ct.packed.parts["rows"])
             return build_parts(batches, ct.codec, layout, pin=pin, progress=shown), False
-        if not isinstance(ct.codec, InvariantCodec):
-            raise ArgumentError(
-                f"{os.fspath(path)}: packed by {ct.codec.name!r}; tables hold rows of 'ibp' "
-                "and 'raw'"
-            )
         mapped = TableParts.from_compressed(ct)
         if layout == "inplace":
             with contextlib.closing(HostTable(mapped, pin=False)) as table:
