@@ -74,11 +74,11 @@ format: $(VENV)/.dev-stamp ## let ruff mend what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# mypy reads a plain copy: it cannot follow the editable hook. The last copy goes first, because
-# setuptools would put modules that were deleted since into the new one. Paths are shown as in core/.
+# mypy reads a plain copy: it cannot follow the editable hook. The last copy goes first, because pip
+# leaves modules there that were deleted since. Paths are shown as in core/.
 types: $(VENV)/.dev-stamp ## mypy, strict
 	@echo "==> mypy"
-	rm -rf build/lib build/types build/bdist.*
+	rm -rf build/types
 	$(PIP) install --quiet --no-deps --no-build-isolation --upgrade --target build/types .
 	$(BIN)/mypy | sed -E 's#^build/types/bitslab/integrations/#integrations/#; s#^build/types/bitslab/#core/#'
 
@@ -105,7 +105,6 @@ $(LIGHT)/.stamp: constraints.txt
 # A plain install, not an editable one, so that it also shows that the package needs no checkout.
 light: $(LIGHT)/.stamp ## check an install that has no dependency but torch and numpy
 	@echo "==> light install"
-	rm -rf build/lib build/bdist.*
 	$(LIGHT)/bin/python -m pip install --quiet --no-deps --no-build-isolation --force-reinstall .
 	$(LIGHT)/bin/python -I tests/light_install.py
 
