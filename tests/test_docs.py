@@ -44,13 +44,24 @@ def test_public_classes_have_examples() -> None:
     assert shown <= set(MODULES)
 
 
+def raise_missing(printed: str) -> None:
+    """Raise what an example failed of where a package is not installed."""
+    found = re.search(r"No module named '([\w.]+)'", printed)
+    if found:
+        raise ModuleNotFoundError(printed, name=found[1])
+
+
 @pytest.mark.parametrize("name", MODULES)
-def test_docstring(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_docstring(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)  # some write files
     module = importlib.import_module(name)
     outcome = doctest.testmod(module, globs={"bitslab": bitslab, "torch": torch})
     assert outcome.attempted
-    assert not outcome.failed
+    printed = capsys.readouterr().out
+    raise_missing(printed)
+    assert not outcome.failed, printed
 
 
 @pytest.mark.parametrize("code", SNIPPETS, ids=range(len(SNIPPETS)))
@@ -62,6 +73,7 @@ def test_readme_snippet(code: str, tmp_path: Path) -> None:
         text=True,
         timeout=300,
     )
+    raise_missing(done.stderr)
     assert done.returncode == 0, done.stderr
 
 

@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import zipfile
 from pathlib import Path
 
 import pytest
-import tomllib
 
 import bitslab
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:  # which pytest brings along
+    import tomli as tomllib
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = {"bitslab": "core", "bitslab.integrations": "integrations"}
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+#: Where setuptools finds modules of an earlier build, and of one that was interrupted.
+LEFTOVERS = (
+    "build/lib/bitslab/deleted.py",
+    f"build/bdist.{sysconfig.get_platform()}/wheel/bitslab/interrupted.py",
+)
 
 # One build for all of these tests: they stay on one worker.
 pytestmark = pytest.mark.xdist_group("wheel")
@@ -43,16 +55,14 @@ def package_folders() -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """Build the wheel from a copy of the sources; return its members.
-
-    A copy, because setuptools leaves build/lib behind and puts what it finds there into the next
-    wheel: modules that no longer exist would pass for shipped.
-    """
+    """Build the wheel from a copy of the sources, with leftovers of a build; return its members."""
     source = tmp_path_factory.mktemp("source")
     target = tmp_path_factory.mktemp("wheel")
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        if (ROOT / name).exists():
-            shutil.copy(ROOT / name, source)
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    for name in LEFTOVERS:
+        (source / name).parent.mkdir(parents=True)
+        (source / name).write_text("")
     for folder in (*FOLDERS.values(), "tests"):
         shutil.copytree(
             ROOT / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__")
@@ -111,6 +121,11 @@ def test_wheel_holds_nothing_else(wheel: dict[str, bytes]) -> None:
     assert not others
 
 
+@pytest.mark.parametrize("name", ["deleted", "interrupted"])
+def test_modules_of_earlier_builds_are_not_in_the_wheel(wheel: dict[str, bytes], name: str) -> None:
+    assert not [member for member in wheel if name in member]
+
+
 def test_tests_are_not_in_the_wheel(wheel: dict[str, bytes]) -> None:
     tops = {name.split("/")[0] for name in wheel if ".dist-info/" not in name}
     assert tops == {"bitslab"}
@@ -143,3 +158,17 @@ def test_extra_all_holds_every_extra_but_cuda() -> None:
     (everything,) = extras["all"]
     named = set(everything.removeprefix("bitslab[").removesuffix("]").split(","))
     assert named == extras.keys() - {"all", "cuda12", "cuda13"}
+
+
+@pytest.mark.parametrize("requirement", PROJECT["project"]["dependencies"], ids=str)
+def test_lower_bounds_are_what_is_tested(requirement: str) -> None:
+    name, bound = requirement.split(">=")
+    pins = dict(
+        re.findall(r"^([\w-]+)==(\S+)$", (ROOT / "constraints-lowest.txt").read_text(), re.M)
+    )
+    assert f"{pins[name]}.0".startswith(f"{bound}.0")
+
+
+def test_the_lowest_python_is_what_is_tested() -> None:
+    lowest = PROJECT["project"]["requires-python"].removeprefix(">=")
+    assert f"LOWEST_PYTHON ?= python{lowest}\n" in (ROOT / "Makefile").read_text()

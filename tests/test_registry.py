@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 
 import bitslab
 from bitslab import registry
+from bitslab.integrations.embedding import CachedEmbeddingBag
 
 
 @pytest.fixture(autouse=True)
@@ -32,6 +35,7 @@ def install(
     (info / "entry_points.txt").write_text(f"[bitslab.codecs]\n{entry}\n")
     (folder / f"{module}.py").write_text(textwrap.dedent(code))
     monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.delitem(sys.modules, module, raising=False)
 
 
 @pytest.mark.parametrize(
@@ -103,6 +107,53 @@ def test_entry_point_is_found_on_first_use(tmp_path: Path, monkeypatch: Any) -> 
     assert "offered" not in registry._classes, "listing the names has imported the package"
     assert bitslab.get_codec("offered").__module__ == "offers_good"
     assert bitslab.compress(torch.ones(3), "offered").codec.name == "offered"
+
+
+ROWS = torch.arange(64.0).reshape(16, 4)
+
+
+def open_as_table(path: Path, codec: Any) -> bitslab.CompressedTable:
+    if isinstance(codec, str):
+        codec = bitslab.get_codec(codec).fit(ROWS)
+    bitslab.compress(ROWS, codec).save(path)
+    return bitslab.CompressedTable.from_file(path)
+
+
+def slab_cache(_path: Path, codec: Any) -> bitslab.SlabCache:
+    table = bitslab.CompressedTable.from_tensor(ROWS, codec="raw")
+    return bitslab.SlabCache(table, 4096, "cpu", codec=codec)
+
+
+#: What holds rows that kernels gather, made with a codec by name or fitted.
+HOLDERS: dict[str, Callable[[Path, Any], Any]] = {
+    "CompressedTable": lambda _, c: bitslab.CompressedTable.from_tensor(ROWS, codec=c),
+    "CompressedTable of a file": open_as_table,
+    "SlabCache": slab_cache,
+    "CompressedFeature": lambda _, c: bitslab.CompressedFeature.from_tensor(ROWS, codec=c),
+    "CachedEmbeddingBag": lambda _, c: CachedEmbeddingBag(16, 4, cache_ratio=1.0, codec=c),
+}
+
+
+@pytest.mark.parametrize("fitted", [False, True], ids=["by name", "fitted"])
+@pytest.mark.parametrize("base", ["RawCodec", "InvariantCodec"])
+@pytest.mark.parametrize("make", HOLDERS.values(), ids=HOLDERS)
+def test_tables_say_which_codecs_they_accept(
+    tmp_path: Path, monkeypatch: Any, make: Any, base: str, fitted: bool
+) -> None:
+    module = f"offers_{base.lower()}"
+    code = GOOD.replace("RawCodec", base)
+    install(tmp_path, monkeypatch, module, f"offered = {module}:Offered", code)
+    codec: Any = bitslab.get_codec("offered").fit(ROWS) if fitted else "offered"
+    assert bitslab.compress(ROWS, codec).codec.name == "offered"
+    with pytest.raises(bitslab.ArgumentError, match="codec 'offered' .* accept 'auto', 'ibp' and"):
+        make(tmp_path / "rows.bitslab", codec)
+
+
+def test_tables_refuse_a_codec_before_it_is_fitted(monkeypatch: Any) -> None:
+    cls = bitslab.register_codec(codec_class("mine"))
+    monkeypatch.setattr(cls, "fit", classmethod(lambda *_, **__: pytest.fail("fitted")))
+    with pytest.raises(bitslab.ArgumentError, match="codec 'mine'"):
+        bitslab.CompressedTable.from_tensor(ROWS, codec="mine")
 
 
 def test_entry_point_of_one_package_seen_twice_is_harmless(

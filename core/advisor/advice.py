@@ -17,9 +17,10 @@ from typing import Any, Literal
 import torch
 
 from ..codecs.base import RowCodec
+from ..devices import checked_device
 from ..errors import ArgumentError, ArgumentTypeError
 from .decoding import Sample, decode_bytes_per_s
-from .link import LINE_BYTES, LinkModel, checked_device, measure_link
+from .link import LINE_BYTES, LinkModel, measure_link
 
 Via = Literal["zero-copy", "copy-engine"]
 
@@ -287,7 +288,7 @@ class Advisor:
         *,
         given: LinkModel | Mapping[str, Any] | None = None,
     ) -> None:
-        self.device = checked_device(torch.device(device))
+        self.device = checked_device(device)
         self._given = given
         self._link: LinkModel | None = given if isinstance(given, LinkModel) else None
         self._sort: dict[tuple[int, float, int], bool] = {}

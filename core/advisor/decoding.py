@@ -22,6 +22,7 @@ import torch
 
 from .. import __version__
 from ..codecs.base import RowCodec, rows_as_bytes
+from ..devices import checked_device
 from ..errors import ArgumentError
 from ..new_file import replacing
 from .link import own_stream, stream_seconds
@@ -70,7 +71,7 @@ def decode_bytes_per_s(
     -----
     Any thread may call it; the second waits for the first.
     """
-    where = torch.device(device)
+    where = checked_device(device)
     key = _key(codec, where)
     with _lock:
         rate = _known.get(key) or _read(key)

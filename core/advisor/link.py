@@ -24,7 +24,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..errors import ArgumentError, ArgumentTypeError, BitslabError, MissingExtraError
+from ..devices import checked_device
+from ..errors import ArgumentError, ArgumentTypeError, MissingExtraError
 from ..kernels.cuda import kernels_on
 
 LINK_VARIABLE = "BITSLAB_LINK"
@@ -290,7 +291,7 @@ def measure_link(
         )
     figures = {**_figures_of_environment(), **(given or {})}
     LinkModel().with_figures(figures)  # refuses bad ones before anything is measured
-    where = checked_device(torch.device(device))
+    where = checked_device(device)
     if figures.keys() >= set(_RATES) and deep_bytes is None:
         return _with_given(_CPU if where.type == "cpu" else LinkModel(), figures, "given figures")
     with _lock:
@@ -322,20 +323,6 @@ def _figures_of_environment() -> Mapping[str, Any]:
     except (ArgumentError, ArgumentTypeError) as error:
         raise type(error)(f"{LINK_VARIABLE}: {error}") from None
     return figures
-
-
-def checked_device(device: torch.device) -> torch.device:
-    """Return a device with its index, or refuse it."""
-    if device.type == "cpu":
-        return torch.device("cpu")
-    if device.type != "cuda":
-        raise ArgumentTypeError(f"device: {device}, accepted are cpu and cuda")
-    if not torch.cuda.is_available():
-        raise BitslabError(f"device: {device}, but torch sees no CUDA GPU")
-    index = torch.cuda.current_device() if device.index is None else device.index
-    if index >= torch.cuda.device_count():
-        raise ArgumentError(f"device: {device}, torch sees {torch.cuda.device_count()} GPUs")
-    return torch.device("cuda", index)
 
 
 def _measure_cpu() -> LinkModel:

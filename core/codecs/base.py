@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from ..devices import checked_device
 from ..dtypes import flat_bytes
 from ..errors import ArgumentError, ArgumentTypeError, IndexRangeError
 
@@ -49,7 +50,7 @@ class PackedRows:
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> PackedRows:
         """Return the packed rows on `device`; no copy when they are there already."""
-        device = torch.device(device)
+        device = checked_device(device)
         parts = {k: t.to(device, non_blocking=non_blocking) for k, t in self.parts.items()}
         return PackedRows(self.n_rows, parts, self.facts)
 

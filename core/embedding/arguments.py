@@ -11,7 +11,6 @@ import torch
 
 from ..codecs.base import raise_bad_index
 from ..errors import ArgumentError, ArgumentTypeError
-from ..memory.arguments import checked_device
 from ..memory.table import CompressedTable
 from .eviction import EvictionStrategy
 from .gradients import Array
@@ -27,11 +26,6 @@ def check_table(table: object) -> None:
         raise ArgumentError(f"table: {list(table.shape)}, expected [N, D] with at least one row")
     if not table.dtype.is_floating_point:
         raise ArgumentTypeError(f"table: {table.dtype}, expected floating-point rows")
-
-
-def device_or_default(device: torch.device | str | None) -> torch.device:
-    """Return a device that is there; the current GPU, or the CPU without one, for None."""
-    return checked_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def checked_rows(cache_rows: int, n_rows: int, least: int) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ..codecs import RowCodec
+from ..devices import device_or_default
 from ..errors import BitslabError
 from ..memory.build import Rows, rows_per_batch
 from ..memory.locks import call_after_fork
@@ -25,7 +26,6 @@ from .arguments import (
     check_table,
     checked_pins,
     checked_rows,
-    device_or_default,
 )
 from .device_notes import DeviceNotes
 from .eviction import EvictionStrategy

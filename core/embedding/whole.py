@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from ..codecs.base import check_tensor_argument
+from ..devices import checked_device
 from ..errors import ArgumentError, ArgumentTypeError, BitslabError
-from ..memory.arguments import checked_device
 from .device_notes import take_notes
 from .gradients import Array
 from .lookups import to_device

@@ -1,4 +1,4 @@
-"""What callers name rows and devices by, checked."""
+"""What callers name rows and targets by, checked."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from ..codecs.base import check_indices_argument, check_tensor_argument, raise_bad_index
+from ..devices import checked_device
 from ..errors import ArgumentError, ArgumentTypeError
 from ..tensor import index_tensor
 
@@ -46,25 +47,6 @@ def check_not_from_end(ids: torch.Tensor, n_rows: int, name: str = "ids") -> Non
     if lowest < 0 or highest >= n_rows:
         position = int(((ids < 0) | (ids >= n_rows)).nonzero()[0, 0])
         raise_bad_index(int(ids[position]), position, n_rows, name, from_end=False)
-
-
-def checked_device(device: torch.device | str) -> torch.device:
-    """Return a device that is there, a GPU with its number, or refuse it."""
-    try:
-        target = torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise ArgumentError(f"device: {device!r:.60} is none: {error}") from error
-    if target.type == "cpu":
-        return torch.device("cpu")
-    if target.type != "cuda":
-        raise ArgumentTypeError(f"device: {target}, accepted are cpu and cuda")
-    count = torch.cuda.device_count()
-    index: int | None = target.index
-    if (index or 0) >= count:
-        raise ArgumentError(f"device: {target}, but torch sees {count} CUDA GPUs")
-    if index is None:
-        target = torch.device("cuda", torch.cuda.current_device())
-    return target
 
 
 def target_device(

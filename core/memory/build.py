@@ -259,10 +259,12 @@ def choose_codec(
                 f"codec: fitted for rows {list(codec.row_shape)} {codec.dtype}, the table's are "
                 f"{list(sample.shape[1:])} {sample.dtype}"
             )
+        check_table_codec(type(codec), "codec")
         fitted = codec
     elif isinstance(codec, str):
         raw = RawCodec(tuple(sample.shape[1:]), sample.dtype)
         cls = InvariantCodec if codec == "auto" else get_codec(codec)
+        check_table_codec(cls, "codec")
         if cls is RawCodec:
             return RawCodec.fit(sample, **options)
         if not sample.numel() or (codec == "auto" and raw.row_bytes > MAX_ROW_BYTES):
@@ -273,10 +275,6 @@ def choose_codec(
             return raw
     else:
         raise ArgumentTypeError(f"codec: expected a name or a codec, got {type(codec).__name__}")
-    if not isinstance(fitted, (InvariantCodec, RawCodec)):
-        raise ArgumentError(
-            f"codec: {fitted.name!r}; tables hold rows of 'ibp' and 'raw', which kernels gather"
-        )
     return fitted
 
 
@@ -314,6 +312,31 @@ def _items_of_rows(codec: str | RowCodec, item_shape: tuple[int, ...], dtype: to
     if shared and item_bytes and codec.row_shape == (each * elements(item_shape),):
         return each
     return 1
+
+
+def check_table_codec(cls: type[RowCodec], where: str) -> None:
+    """Refuse a codec whose rows the kernels of tables cannot gather.
+
+    Subclasses too: what they change, the kernels would pass over.
+
+    Parameters
+    ----------
+    cls : type
+        The codec's class.
+    where : str
+        The argument or the file that brings it, for the message.
+
+    Raises
+    ------
+    ArgumentError
+        For any codec but `InvariantCodec` and `RawCodec` themselves.
+    """
+    if cls not in (InvariantCodec, RawCodec):
+        raise ArgumentError(
+            f"{where}: codec {cls.name!r} of {cls.__module__}.{cls.__qualname__}; tables, their "
+            "caches and embeddings accept 'auto', 'ibp' and 'raw', whose rows kernels gather. "
+            "Other codecs serve bitslab.compress and files"
+        )
 
 
 def _shrinks(fitted: RowCodec, sample: torch.Tensor) -> bool:

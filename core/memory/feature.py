@@ -15,8 +15,9 @@ import torch
 
 from ..codecs import RowCodec
 from ..codecs.base import check_tensor_argument
+from ..devices import checked_device, device_or_default
 from ..errors import ArgumentError, ArgumentTypeError, DecodedCopyWarning
-from .arguments import checked_device, target_device
+from .arguments import target_device
 from .locks import call_after_fork
 from .parts import Layout
 from .progress import ProgressFunction
@@ -191,7 +192,7 @@ class CompressedFeature:
             raise ArgumentError(
                 "t: requires a gradient, which packed rows cannot take; detach() it first"
             )
-        target = checked_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        target = device_or_default(device)
         capacity_bytes = _capacity(t, cache_bytes, cache_ratio)
 
         def build() -> CompressedTable:

@@ -13,7 +13,7 @@ from ..errors import ArgumentError
 from ..kernels.format import MAX_SHARED_ROW_BYTES
 from ..new_file import PathLike
 from ..tensor import CompressedTensor
-from .build import build_parts, slices_of
+from .build import build_parts, check_table_codec, slices_of
 from .host_table import HostTable
 from .parts import Layout, TableParts
 from .progress import Progress
@@ -30,16 +30,12 @@ def parts_of_file(
             f"{list(ct.codec.row_shape)}, expected one row for each item, or for several where "
             "they are narrow, as CompressedTable.save writes them"
         )
+    check_table_codec(type(ct.codec), os.fspath(path))
     shape = tuple(ct.shape[1:])
     with Progress("reading", len(ct), None) as shown:
         if isinstance(ct.codec, RawCodec):
             batches = slices_of(ct.packed.parts["rows"])
             return build_parts(batches, ct.codec, shape, layout, pin=pin, progress=shown), False
-        if not isinstance(ct.codec, InvariantCodec):
-            raise ArgumentError(
-                f"{os.fspath(path)}: packed by {ct.codec.name!r}; tables hold rows of 'ibp' "
-                "and 'raw'"
-            )
         mapped = TableParts.from_compressed(ct)
         if layout == "inplace":
             with contextlib.closing(HostTable(mapped, pin=False)) as table:

@@ -11,8 +11,8 @@ import torch
 
 from ..codecs import RawCodec, RowCodec
 from ..codecs.base import check_tensor_argument
+from ..devices import checked_device
 from ..errors import ArgumentError
-from .arguments import checked_device
 from .build import (
     Rows,
     build_parts,

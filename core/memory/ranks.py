@@ -11,9 +11,9 @@ from typing import Any, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
+from ..devices import device_or_default
 from ..errors import ArgumentError, BitslabError
 from ..kernels.format import MAX_SLABS
-from .arguments import checked_device
 from .slab_handles import gpu_name, gpu_named
 from .slabs import SlabCache
 from .table import CompressedTable
@@ -97,7 +97,7 @@ def share_cache(
     BitslabError, ArgumentError
         As in `share_table`; also when a GPU cannot read another's memory.
     """
-    where = checked_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    where = device_or_default(device)
     if group is None:
         return build([where])
     on_gpu = where.type == "cuda"

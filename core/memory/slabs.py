@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ import torch
 
 from ..codecs import InvariantCodec, RawCodec, RowCodec
 from ..codecs.base import check_indices_argument
+from ..devices import checked_device
 from ..errors import ArgumentError, ArgumentTypeError, BitslabError
 from ..kernels.format import (
     MAX_CACHED_ROW_WORDS,
@@ -22,7 +23,7 @@ from ..kernels.format import (
     CacheStorage,
     ceil_div,
 )
-from .arguments import Index, checked_device, row_ids
+from .arguments import Index, row_ids
 from .build import MIN_SAMPLE_ROWS, SAMPLE_BYTES, choose_codec
 from .counters import HOST, Counters
 from .host import HostBuffer
@@ -426,9 +427,9 @@ def _checked_devices(
     """Return the devices of the slabs, or refuse them."""
     if devices is None:
         devices = ["cuda" if torch.cuda.is_available() else "cpu"]
-    if isinstance(devices, (str, torch.device)):
+    if isinstance(devices, (str, torch.device)) or not isinstance(devices, Iterable):
         devices = [devices]
-    found = tuple(checked_device(d) for d in devices)
+    found = tuple(checked_device(d, "devices") for d in devices)
     if not 1 <= len(found) <= MAX_SLABS:
         raise ArgumentError(f"devices: {len(found)}, accepted are 1 to {MAX_SLABS}")
     kinds = {d.type for d in found}

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ..advisor.advice import Advice, advisor_for
-from .arguments import checked_device
+from ..devices import checked_device
 from .build import SAMPLE_BYTES
 from .host_table import HostTable
 

@@ -106,8 +106,9 @@ class CompressedTable(HostTable):
             How rows lie; see `CompressedTable`.
         codec : str or RowCodec
             ``"auto"``: invariant bit packing with a plan for these rows, or raw where packing does
-            not make them smaller. A name: that codec, fitted to these rows. A codec: that one,
-            fitted to rows or, in one dimension, to some of them together.
+            not make them smaller. ``"ibp"`` or ``"raw"``: that codec, fitted to these rows. A
+            codec of these two classes: that one, fitted to rows or, in one dimension, to some of
+            them together. Registered codecs are refused.
         pin : bool
             Whether the packed rows are page-locked, as a GPU needs to read them itself. Without a
             GPU nothing is locked until one is used.

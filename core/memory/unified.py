@@ -11,6 +11,7 @@ import torch
 from torch.multiprocessing.reductions import reduce_tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ..devices import checked_device, named_device
 from ..errors import ArgumentError, ArgumentTypeError, BitslabError
 from .host import HostBuffer
 from .placement import DIRECT, VIEWS, Affinity, Operand, Placement, names_device, placement
@@ -261,17 +262,14 @@ def _checked_gpu(affinity: Any, device: torch.device | str | int | None) -> torc
     """Return the GPU of an affinity, which is None for the host."""
     if affinity not in ("host", "device"):
         raise ArgumentError(f"affinity: expected 'host' or 'device', got {affinity!r}")
+    gpu = named_device("cuda" if device is None else device)
     if affinity == "host":
         return None
     if not torch.cuda.is_available():
         raise ArgumentError("affinity: 'device' needs a GPU, and torch sees no CUDA GPU")
-    gpu = torch.device("cuda" if device is None else device)
     if gpu.type != "cuda":
         raise ArgumentError(f"device: expected a CUDA GPU, got {gpu}")
-    index = torch.cuda.current_device() if gpu.index is None else gpu.index
-    if index >= torch.cuda.device_count():
-        raise ArgumentError(f"device: {gpu}, but torch sees {torch.cuda.device_count()} GPUs")
-    return torch.device("cuda", index)
+    return checked_device(gpu)
 
 
 def _over(

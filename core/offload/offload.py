@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
+from ..devices import checked_device, device_or_default
 from ..errors import ArgumentError, ArgumentTypeError
 from ..memory.progress import Progress, ProgressFunction
 from .attached import ATTRIBUTE, LateStream, OffloadedModel, find_offloaded
@@ -15,7 +16,7 @@ from .handles import WeightHandle
 from .report import OffloadReport
 from .residence import MIN_UNIT_BYTES, Keep, Tier, choose_tiers
 from .store import PackedWeights
-from .stream import check_counts, checked_device
+from .stream import check_counts
 from .tensor_packer import CodecName
 from .units import Predicate, Slot, Unit, cut_units, is_plain
 from .weight_packer import WeightPacker
@@ -109,7 +110,7 @@ def offload_weights(
     """
     _check_model(model)
     check_counts(depth, sm_budget)
-    device = default_device(execution_device)
+    device = device_or_default(execution_device, "execution_device")
     units = cut_units(model, packable(model, predicate))
     tiers = choose_tiers(units, keep, min_bytes)
     _check_data(units)
@@ -183,7 +184,7 @@ def attach_weights(
     """
     _check_model(model)
     check_counts(depth, sm_budget)
-    device = default_device(execution_device)
+    device = device_or_default(execution_device, "execution_device")
     units = cut_units(model, lambda name, _: name in weights)
     found = {slot.name for unit in units for slot in unit.slots}
     missing = [name for name in weights.names if name not in found]
@@ -245,7 +246,7 @@ def restore_weights(model: nn.Module, device: torch.device | str | None = None) 
         When no weights of the model stream.
     """
     attached = find_offloaded(model)
-    target = torch.device("cpu" if device is None else device)
+    target = checked_device("cpu" if device is None else device)
     attached.restore(target)
     move_residents(attached.model, target)
 
@@ -262,13 +263,6 @@ def offload_report(model: nn.Module) -> OffloadReport:
 
 
 # What several ways of packing a model share
-
-
-def default_device(device: torch.device | str | None) -> torch.device:
-    """Return the device to run on: the current GPU, or the CPU without one, when left out."""
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    return checked_device(device)
 
 
 def packable(model: nn.Module, predicate: Predicate | None) -> Predicate:

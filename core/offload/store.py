@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..devices import checked_device
 from ..errors import ArgumentError, ArgumentTypeError, BitslabError, IndexRangeError
 from ..tensor import CompressedTensor
 from .images import DeviceImage, Image
@@ -200,7 +201,7 @@ class PackedWeights:
         BitslabError
             When the weights are closed, or their file was removed.
         """
-        record, target = self.record(name), torch.device(device)
+        record, target = self.record(name), checked_device(device)
         ct = self.compressed(name)
         out = torch.empty(record.decoded_nbytes, dtype=torch.uint8, device=ct.device)
         if target.type == "cuda" and ct.device.type == "cpu":

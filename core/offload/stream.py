@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..devices import checked_device
 from ..errors import ArgumentError, ArgumentTypeError, BitslabError
 from .device_engine import DeviceEngine
 from .host_engine import HostEngine
@@ -279,22 +280,6 @@ class WeightStream:
         for unit in window:
             if self._slot_of(unit) is None:
                 self._engine.stage(self._plans[unit], window)
-
-
-def checked_device(device: torch.device | str) -> torch.device:
-    """Return a device with its index, or refuse it."""
-    try:
-        found = torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise ArgumentTypeError(f"device: {device!r:.60} is no device") from error
-    if found.type not in ("cpu", "cuda"):
-        raise ArgumentTypeError(f"device: {found}, accepted are cpu and cuda")
-    if found.type == "cuda":
-        if not torch.cuda.is_available():
-            raise ArgumentError(f"device: {found}, but torch sees no CUDA GPU")
-        index = torch.cuda.current_device() if found.index is None else found.index
-        return torch.device("cuda", index)
-    return torch.device("cpu")
 
 
 def check_counts(depth: Any, sm_budget: Any) -> None:

@@ -6,6 +6,7 @@ to buffers that are used again and again.
 
 from __future__ import annotations
 
+import inspect
 import os
 import queue
 import threading
@@ -19,6 +20,7 @@ from typing import Any, cast
 
 import torch
 
+from ..devices import checked_device, named_device
 from ..errors import ArgumentError, ArgumentTypeError, BitslabError, IndexRangeError
 from ..kernels.cuda import kernels_on
 
@@ -99,8 +101,19 @@ class PrefetchRing:
         key: Callable[[Any], torch.Tensor] | None = None,
         copy: bool = False,
     ) -> None:
-        where = _device_of(source) if device is None else torch.device(device)
+        where = _device_of(source) if device is None else named_device(device)
         gather = _gather_of(source, where)
+        where = checked_device(where)
+        if key is not None and not callable(key):
+            raise ArgumentTypeError(
+                f"key: {key!r:.60}, expected a function that takes an item and returns its ids"
+            )
+        # iter() takes these two; torch's data sets have the second alone.
+        ways = ("__iter__", "__getitem__")
+        if batches is not None and not any(hasattr(type(batches), way) for way in ways):
+            raise ArgumentTypeError(
+                f"batches: {batches!r:.60}, expected an iterable of tensors of ids"
+            )
         if not isinstance(depth, int) or isinstance(depth, bool):
             raise ArgumentTypeError(f"depth: expected an int, got {depth!r:.60}")
         if depth < 1:
@@ -118,10 +131,8 @@ class PrefetchRing:
         self._fetcher: _ThreadFetcher | _StreamFetcher
         if where.type == "cpu":
             self._fetcher = _ThreadFetcher(_Gatherer(gather, where))
-        elif where.type == "cuda":
-            self._fetcher = _StreamFetcher(gather, where, _check_of(source))
         else:
-            raise ArgumentTypeError(f"device: {where}, accepted are cpu and cuda")
+            self._fetcher = _StreamFetcher(gather, where, _check_of(source))
         # Runs once: at close, when the ring is collected, or at exit. It must not hold the ring.
         self._finalize = weakref.finalize(self, self._fetcher.close)
 
@@ -288,8 +299,8 @@ def _device_of(source: Any) -> torch.device:
     """Return where rows of a source are wanted when nobody says."""
     devices = getattr(source, "devices", None)  # of a cache
     if isinstance(devices, tuple) and devices:
-        return torch.device(devices[0])
-    return source.device if isinstance(source, torch.Tensor) else torch.device("cpu")
+        return named_device(devices[0], "source.devices")
+    return named_device(source.device if isinstance(source, torch.Tensor) else "cpu", "source")
 
 
 def _gather_of(source: Any, device: torch.device) -> Callable[..., torch.Tensor]:
@@ -314,7 +325,22 @@ def _gather_of(source: Any, device: torch.device) -> Callable[..., torch.Tensor]
             f"source: expected an object with gather(ids, out, device), such a function or a "
             f"tensor, got {type(source).__name__}"
         )
+    _check_keywords(gather)
     return cast(Callable[..., torch.Tensor], gather)
+
+
+def _check_keywords(gather: Callable[..., Any]) -> None:
+    """Refuse a function that cannot be called as a ring does."""
+    try:
+        signature = inspect.signature(gather)
+    except (TypeError, ValueError):  # of compiled code, which does not say
+        return
+    try:
+        signature.bind(None, out=None, device=None)
+    except TypeError as error:
+        raise ArgumentTypeError(
+            f"source: cannot be called as gather(ids, out=None, device=None): {error}"
+        ) from error
 
 
 def _check_of(source: Any) -> Callable[[torch.Tensor], None] | None:
@@ -465,12 +491,7 @@ class _StreamFetcher:
         device: torch.device,
         check: Callable[[torch.Tensor], None] | None,
     ) -> None:
-        if not torch.cuda.is_available():
-            raise ArgumentError(f"device: {device}, but torch sees no CUDA GPU")
-        index = torch.cuda.current_device() if device.index is None else device.index
-        if index >= torch.cuda.device_count():
-            raise ArgumentError(f"device: {device}, torch sees {torch.cuda.device_count()} GPUs")
-        self._device = torch.device("cuda", index)
+        self._device = device
         self._gatherer = _Gatherer(gather, self._device)
         self._check = check
         self._told: BitslabError | None = None  # by a kernel of a batch that went before

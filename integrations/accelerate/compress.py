@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
+from bitslab.devices import checked_device
 from bitslab.errors import ArgumentError, ArgumentTypeError
 from bitslab.integrations.accelerate.dispatched import (
     OffloadedTensor,
@@ -210,7 +211,7 @@ def restore(model: nn.Module, device: torch.device | str | None = None) -> None:
         When no weights of the model stream.
     """
     attached = streamed_model(model)
-    attached.restore(attached.device if device is None else torch.device(device))
+    attached.restore(attached.device if device is None else checked_device(device))
 
 
 def _tie(tensors: Iterable[OffloadedTensor]) -> list[tuple[Slot, torch.Tensor]]:

@@ -9,6 +9,7 @@ import torch
 from dgl.frame import Column, LazyFeature, _LazyIndex
 
 from bitslab import ArgumentError, ArgumentTypeError, CompressedFeature, hotness
+from bitslab.devices import checked_device
 from bitslab.integrations.dgl.column_tensor import ColumnTensor, column_tensor
 from bitslab.memory.arguments import check_not_from_end
 
@@ -141,10 +142,11 @@ class CompressedColumn(Column):  # type: ignore[misc]
         check_not_from_end(ids, len(self), "indices")
         if index is not None:
             ids = index[ids.long()]
-        tensor = self._rows_with_gradient(ids, torch.device(device))
+        target = checked_device(device)
+        tensor = self._rows_with_gradient(ids, target)
         if tensor is not None:
             return tensor.to(self.dtype)
-        rows = self.storage.fetch(ids, torch.device(device), pin_memory=pin_memory)
+        rows = self.storage.fetch(ids, target, pin_memory=pin_memory)
         return rows if self.deferred_dtype is None else _Converted(rows, self.deferred_dtype)
 
     def _rows_with_gradient(

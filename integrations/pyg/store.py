@@ -10,9 +10,10 @@ import torch
 from torch_geometric.data import FeatureStore, TensorAttr
 
 from bitslab import CompressedFeature, RowCodec, hotness
+from bitslab.devices import checked_device
 from bitslab.dtypes import flat_bytes
 from bitslab.errors import ArgumentError, ArgumentTypeError, BitslabError, IndexRangeError
-from bitslab.memory.arguments import checked_device, row_ids
+from bitslab.memory.arguments import row_ids
 from bitslab.memory.feature import RowsFuture
 from bitslab.memory.feature_tensor import FeatureTensor
 from bitslab.memory.parts import Layout

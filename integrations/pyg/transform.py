@@ -9,11 +9,11 @@ import torch
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.transforms import BaseTransform
 
+from bitslab.devices import checked_device
 from bitslab.errors import ArgumentError, ArgumentTypeError, BitslabError
 from bitslab.integrations.pyg.columns import Names, Place, check_data
 from bitslab.integrations.pyg.compress import compressed_columns
 from bitslab.integrations.pyg.store import CompressedFeatureStore
-from bitslab.memory.arguments import checked_device
 from bitslab.memory.feature import RowsFuture
 from bitslab.memory.feature_tensor import FeatureTensor
 

@@ -24,6 +24,7 @@ from torchrec.modules.embedding_modules import (
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from bitslab import RowCodec
+from bitslab.devices import checked_device
 from bitslab.embedding import EvictionStrategy
 from bitslab.embedding.arguments import device_or_default
 from bitslab.errors import ArgumentError, ArgumentTypeError
@@ -462,7 +463,9 @@ def _checked_device(device: torch.device | str | None) -> torch.device | None:
     """Return a device; meta too where a context makes that the default, as TorchRec does."""
     if device is None and torch.get_default_device().type == "meta":
         device = "meta"
-    return None if device is None else torch.device(device)
+    if device is not None and str(device) == "meta":
+        return torch.device("meta")
+    return None if device is None else checked_device(device)
 
 
 def _checked_weights(configs: Sequence[Config], weights: Weights | None) -> Weights:

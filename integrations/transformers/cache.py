@@ -10,6 +10,7 @@ import torch
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer
 
+from bitslab.devices import checked_device
 from bitslab.errors import ArgumentError, ArgumentTypeError
 from bitslab.integrations.transformers.cache_layer import CompressedLayer
 from bitslab.integrations.transformers.selectors import KVSelector
@@ -132,7 +133,7 @@ class CompressedCache(DynamicCache):
         self.selector = select
         self._histories = _Histories(
             offload=offload,
-            device=None if device is None else _device_of(device),
+            device=None if device is None else checked_device(device),
             sm_budget=sm_budget,
             options={
                 "window": window if select is None else max(window, select.recent),
@@ -552,17 +553,6 @@ class _Histories:
                 histories=self._expected,
             )
         return self.readers[device]
-
-
-def _device_of(given: torch.device | str) -> torch.device:
-    try:
-        device = torch.device(given)
-    except (RuntimeError, TypeError) as error:
-        raise ArgumentError(f"device: {given!r:.60}, accepted are cpu and cuda devices") from error
-    index: int | None = device.index
-    if device.type == "cuda" and index is None and torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return device
 
 
 def _ratio(raw: float, packed: float) -> float:

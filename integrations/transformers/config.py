@@ -11,6 +11,7 @@ from typing import Any, cast, get_args
 import torch
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from bitslab.devices import named_device
 from bitslab.errors import ArgumentError, ArgumentTypeError
 from bitslab.memory.progress import ProgressFunction
 from bitslab.offload.residence import JsonKeep, Tier
@@ -156,25 +157,9 @@ def _at_least(name: str, value: object, least: int) -> int:
     return value
 
 
-def _device_name(device: object) -> str | None:
-    if device is None:
-        return None
-    if isinstance(device, bool) or not isinstance(device, (str, int, torch.device)):
-        raise ArgumentTypeError(
-            f"execution_device: {type(device).__name__}, accepted are a name such as 'cuda', a "
-            "GPU's number and a torch.device"
-        )
-    try:
-        found = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-    except RuntimeError as error:
-        raise ArgumentError(
-            f"execution_device: {device!r}, accepted are 'cpu', 'cuda' and 'cuda:N'"
-        ) from error
-    if found.type not in ("cpu", "cuda"):
-        raise ArgumentError(
-            f"execution_device: {device!r}, accepted are 'cpu', 'cuda' and 'cuda:N'"
-        )
-    return str(found)
+def _device_name(device: Any) -> str | None:
+    # By name alone: a configuration may be written where there is no such GPU.
+    return None if device is None else str(named_device(device, "execution_device"))
 
 
 def _checked_keep(keep: object) -> JsonKeep:

@@ -14,6 +14,7 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.logging import is_progress_bar_enabled
 
+from bitslab.devices import checked_device
 from bitslab.errors import ArgumentError, BitslabError
 from bitslab.integrations.transformers.config import METHOD, BitslabConfig
 from bitslab.integrations.transformers.loading import WeightLoader, representatives
@@ -37,7 +38,6 @@ from bitslab.offload import (
 from bitslab.offload.file_locks import check_free
 from bitslab.offload.offload import move_residents
 from bitslab.offload.residence import MIN_UNIT_BYTES, choose_tiers
-from bitslab.offload.stream import checked_device
 from bitslab.offload.tensor_packer import MIN_PACKED_BYTES
 
 #: Of the free memory of a GPU that a caller named without a budget, the share for weights.

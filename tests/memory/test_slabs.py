@@ -258,7 +258,7 @@ def test_bad_ids_are_told_and_not_counted():
         (1000, ["cpu"] * 9, ArgumentError, "devices: 9, accepted are 1 to 8"),
         (1000, ["cuda:77"], ArgumentError, "cuda:77, but torch sees"),
         (1000, ["cpu", "meta"], ArgumentTypeError, "meta, accepted are cpu and cuda"),
-        (1000, "nonsense", ArgumentError, "'nonsense' is none"),
+        (1000, "nonsense", ArgumentError, "'nonsense' names no device"),
     ],
     ids=str,
 )

@@ -179,5 +179,5 @@ def test_rows_outlive_the_ring():
 
 
 def test_a_gpu_that_is_not_there():
-    with pytest.raises(ArgumentError, match="device: cuda:99, torch sees"):
+    with pytest.raises(ArgumentError, match="device: cuda:99, but torch sees"):
         PrefetchRing(OnDevice(), device="cuda:99")

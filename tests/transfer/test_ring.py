@@ -285,6 +285,13 @@ def test_a_source_that_returns_something_else(returned):
             assert torch.equal(ring.get(), TABLE[:5])
 
 
+class Rows:
+    """A source that cannot be told where its rows are wanted."""
+
+    def gather(self, ids: torch.Tensor) -> torch.Tensor:
+        return TABLE[ids]
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
@@ -293,9 +300,38 @@ def test_a_source_that_returns_something_else(returned):
         ({"depth": 2.0}, ArgumentTypeError, "depth: expected an int, got 2.0"),
         ({"depth": True}, ArgumentTypeError, "depth: expected an int, got True"),
         ({"device": "meta"}, ArgumentTypeError, "device: meta, accepted are cpu and cuda"),
-        ({"batches": 5}, TypeError, "not iterable"),
+        ({"device": "xyz"}, ArgumentError, "device: 'xyz' names no device, accepted are 'cpu'"),
+        ({"batches": 5}, ArgumentTypeError, "batches: 5, expected an iterable of tensors of ids"),
+        ({"key": 5}, ArgumentTypeError, "key: 5, expected a function that takes an item"),
+        (
+            {"source": lambda ids, out=None: TABLE[ids]},
+            ArgumentTypeError,
+            r"source: cannot be called as gather\(ids, out=None, device=None\): .*'device'",
+        ),
+        (
+            {"source": Rows()},
+            ArgumentTypeError,
+            r"source: cannot be called as gather\(ids, out=None, device=None\): .*'out'",
+        ),
+        (
+            {"source": TABLE.to("meta")},
+            ArgumentTypeError,
+            "source: meta, accepted are cpu and cuda",
+        ),
     ],
-    ids=lambda value: str(value) if isinstance(value, dict) else "",
+    ids=[
+        "source: no gather",
+        "depth: 0",
+        "depth: a float",
+        "depth: a bool",
+        "device: another kind",
+        "device: no name",
+        "batches: no iterable",
+        "key: no function",
+        "source: a function without device",
+        "source: a gather without out and device",
+        "source: on the meta device",
+    ],
 )
 def test_bad_arguments_leave_no_thread(arguments, error, message):
     with pytest.raises(error, match=message):

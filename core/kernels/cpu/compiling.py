@@ -15,6 +15,10 @@ from typing import Any
 
 import numpy as np
 
+from ..compile_notice import CompileNotice
+
+notice = CompileNotice("kernels for the CPU")
+
 _lock = threading.RLock()
 _compiled: dict[Any, set[tuple[Any, ...]]] = {}
 
@@ -49,7 +53,7 @@ def prepare(kernel: Any, *args: Any) -> None:
 
     signature = tuple(typeof(argument) for argument in args)
     if signature not in kernel.overloads:
-        with _lock, _only_process(kernel.stats.cache_path):
+        with compiling_beside(kernel):
             kernel.compile(signature)
     compiled.add(key)
 
@@ -57,8 +61,32 @@ def prepare(kernel: Any, *args: Any) -> None:
 @contextlib.contextmanager
 def compiling_beside(kernel: Any) -> Iterator[None]:
     """Compile something else into the cache where `kernel` is, or load it from there."""
-    with _lock, _only_process(kernel.stats.cache_path):
+    with _lock, _only_process(kernel.stats.cache_path), _watched():
         yield
+
+
+@contextlib.contextmanager
+def _watched() -> Iterator[None]:
+    """Count what Numba compiles meanwhile, not what it loads from its cache."""
+    from numba.core import event
+
+    with contextlib.ExitStack() as watch:
+
+        class Listener(event.Listener):  # type: ignore[misc]
+            depth = 0  # a function compiles those that it calls
+
+            def on_start(self, _: Any) -> None:
+                if self.depth == 0:
+                    watch.enter_context(notice.watching())
+                self.depth += 1
+
+            def on_end(self, _: Any) -> None:
+                self.depth -= 1
+                if self.depth == 0:
+                    watch.close()
+
+        with event.install_listener("numba:compile", Listener()):
+            yield
 
 
 def _kind(argument: Any) -> Any:

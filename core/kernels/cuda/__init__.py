@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ...devices import checked_device
 from ...errors import (
     ArgumentError,
     BitslabError,
@@ -17,11 +18,15 @@ from ...errors import (
     IndexRangeError,
     load_optional,
 )
+from ..compile_notice import CompileNotice
 from .launch import CudaKernels
 from .runner import INDEX_ERROR, MAILBOX_WORDS, OFFSETS_ERROR
 from .source import AnyVariant, kernels_of, source_text
 
 __all__ = ["CudaKernels", "kernels_on", "raise_pending_errors"]
+
+# Before it looks into its cache, cupy loads NVRTC and asks it for a few things.
+notice = CompileNotice("kernels for the GPU", load_s=0.5)
 
 _lock = threading.Lock()
 _runners: dict[int, CupyRunner] = {}
@@ -149,8 +154,9 @@ class CupyRunner:
     def _compile(self, variant: AnyVariant) -> None:
         options = ["--std=c++17", *(f"-D{k}={v}" for k, v in variant.defines().items())]
         module = self._cupy.RawModule(code=source_text(variant.file), options=tuple(options))
-        for name in kernels_of(variant):
-            self._kernels[variant, name] = _Kernel(module.get_function(name))
+        with notice.watching():
+            for name in kernels_of(variant):
+                self._kernels[variant, name] = _Kernel(module.get_function(name))
 
     def launch(
         self,
@@ -297,7 +303,7 @@ def raise_pending_errors(device: torch.device | str | None = None) -> None:
     if device is None:
         devices = [torch.device("cuda", index) for index in _runners]
     else:
-        devices = [torch.device(device)]
+        devices = [checked_device(device)]
     for each in devices:
         if each.type == "cuda":
             torch.cuda.synchronize(each)

@@ -182,7 +182,7 @@ def test_a_move_to_a_gpu_that_is_not_there():
     moved = packed().to("cuda:99")
     assert type(moved) is CompressedColumn  # nothing is moved before it is read
     for read in (lambda: moved.data, lambda: moved.fetch(IDS, "cuda:99")):
-        with pytest.raises(ArgumentError, match=r"cuda:99.* torch sees \d+ CUDA GPUs"):
+        with pytest.raises(ArgumentError, match=r"cuda:99.* torch sees (no|\d+) CUDA GPU"):
             read()
 
 

@@ -17,8 +17,16 @@ from bitslab.integrations.transformers import BitslabConfig, BitslabQuantizer
 
 WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "device name": ({"execution_device": "tpu9"}, ArgumentError, "execution_device: 'tpu9'"),
-    "device kind": ({"execution_device": "meta"}, ArgumentError, "execution_device: 'meta'"),
-    "device type": ({"execution_device": 1.5}, ArgumentTypeError, "execution_device: float"),
+    "device kind": (
+        {"execution_device": "meta"},
+        ArgumentTypeError,
+        "execution_device: meta, accepted are cpu and cuda",
+    ),
+    "device type": (
+        {"execution_device": 1.5},
+        ArgumentTypeError,
+        "execution_device: 1.5, expected a torch.device",
+    ),
     "keep name": ({"keep": "some"}, ArgumentError, "keep: 'some', accepted are None, 'all'"),
     "keep share": ({"keep": 1.5}, ArgumentError, "keep: 1.5"),
     "keep nan": ({"keep": float("nan")}, ArgumentError, "keep: nan"),
