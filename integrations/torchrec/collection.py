@@ -24,9 +24,8 @@ from torchrec.modules.embedding_modules import (
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from bitslab import RowCodec
-from bitslab.devices import checked_device
+from bitslab.devices import checked_device, device_or_default
 from bitslab.embedding import EvictionStrategy
-from bitslab.embedding.arguments import device_or_default
 from bitslab.errors import ArgumentError, ArgumentTypeError
 from bitslab.integrations.torchrec.features import checked_features, pick, positions_of
 from bitslab.integrations.torchrec.sources import (
