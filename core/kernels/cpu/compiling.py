@@ -72,7 +72,7 @@ def _watched() -> Iterator[None]:
 
     with contextlib.ExitStack() as watch:
 
-        class Listener(event.Listener):  # type: ignore[misc]
+        class Listener(event.Listener):
             depth = 0  # a function compiles those that it calls
 
             def on_start(self, _: Any) -> None:
