@@ -307,7 +307,8 @@ class CachedRows:
         weight, index
             As there.
         padding : int or None
-            Place of that row in `weight`; of a row that no index names, if the batch has none.
+            Place of that row in `weight`; of a row that no index names, or None, if the batch has
+            none.
         """
         with self.lock:
             self._check_open()

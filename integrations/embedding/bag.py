@@ -373,7 +373,7 @@ class CachedEmbeddingBag(TableModule):
                 return matrix
             index = places
             if self.padding_idx is not None:
-                padding = int(rows.residents.slot_of[self.padding_idx])
+                padding = rows.residents.slot_or_none(self.padding_idx)
         out, *_ = torch.embedding_bag(
             matrix,
             index,
