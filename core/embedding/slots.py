@@ -87,6 +87,7 @@ def look_up_slots(
     rows: CachedRows, slots: torch.Tensor, padding_idx: int | None
 ) -> tuple[torch.Tensor, torch.Tensor, int | None]:
     """Do what `CachedRows.lookup_slots` says."""
+    rows.watch.check()
     take_notes(rows)
     host = slots.detach().reshape(-1).cpu().numpy()
     held = rows.residents.id_of

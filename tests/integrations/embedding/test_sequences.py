@@ -36,8 +36,8 @@ IDS = st.one_of(
     st.lists(st.sampled_from([0, 1, N - 2, N - 1]), min_size=1, max_size=4),
 ).map(torch.tensor)
 NAMES = (
-    "train train train backward backward backward step read evaluate flush evict prefetch copy pickle "
-    "state save-optimizer load reorder zero".split()
+    "train train train backward backward backward step read evaluate flush evict prefetch copy "
+    "pickle state save-optimizer load reorder zero".split()
 )
 #: An action, its ids, and a lookup that follows at once, of the same ids or of some of them: drawn
 #: apart, one between a backward pass and its step would be too rare to be found.
