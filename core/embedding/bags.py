@@ -31,7 +31,7 @@ def pooled_on_gpu(
     """Return a row for each bag, as ``torch.embedding_bag`` does; see `kernels.cuda.Bags.pool`."""
     kernels = kernels_on(matrix.device)
     return kernels.bags.pool(
-        matrix, index, offsets, mode, padding=padding, include_last=include_last
+        matrix.contiguous(), index, offsets, mode, padding=padding, include_last=include_last
     )
 
 

@@ -100,7 +100,7 @@ def look_up_on_gpu(
     if rows.guests is not None:
         if n:
             rows.guests.look_up(rows, flat, slots, tally, first, counts=counts)
-        padding = None if padding_idx is None else int(rows.residents.slot_of[padding_idx])
+        padding = None if padding_idx is None else rows.residents.slot_or_none(padding_idx)
     elif n:
         finder = notes.finder(len(rows))
         finder.claim(flat)

@@ -149,7 +149,32 @@ class BackwardPass:
         #: Lookups, what their rows were then, and their gradients; a sparse one has the ids as
         #: indices, another ``[u + 1, D]`` has a row for each id of the lookup and one more.
         self.taken: list[tuple[Use, torch.Tensor | None, torch.Tensor]] = []
+        #: Lookups whose gradients autograd sums, and the mark of each gradient.
+        self.returned: list[tuple[Use, tuple[int, int]]] = []
         self._end = end
+
+    def has_returned(self, grad: torch.Tensor) -> bool:
+        """Return whether a gradient is the sum of those that the lookups have returned.
+
+        Autograd adds gradients to the first one in place, so that the memory and the number of
+        writes to it tell. Where it did not, rows that no lookup has must have no gradient.
+        """
+        if not self.returned:
+            return False
+        _, (address, version) = self.returned[0]
+        if sum_mark(grad) == (address, version + len(self.returned) - 1):
+            return True
+        if len(self.returned) == 1:
+            return False
+        values = values_of(grad)
+        given = (values != 0).any(1).nonzero()[:, 0]
+        if grad.is_sparse:
+            given = grad._indices()[0][given]
+        looked_up = torch.zeros(grad.shape[0], dtype=torch.bool, device=grad.device)
+        for use, _ in self.returned:
+            slots = on_device_of(grad, use.slots) if use.on_device is None else use.on_device
+            looked_up[slots] = True
+        return bool(looked_up[given].all())
 
     def __call__(self) -> None:
         """Hand over what was brought."""
@@ -181,3 +206,30 @@ def accumulates(node: Any) -> bool:
 def sparse_rows(ids: torch.Tensor, values: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     """Return a sparse tensor of rows ``[n, ...]`` by int64 ``[n]`` ids, repeated or not."""
     return torch.sparse_coo_tensor(ids[None], values, tuple(shape), check_invariants=False)
+
+
+def sum_mark(grad: torch.Tensor) -> tuple[int, int]:
+    """Return what tells a gradient from others: its address, and how often it was written to."""
+    return values_of(grad).data_ptr(), grad._version
+
+
+def on_device_of(like: torch.Tensor, numbers: Array) -> torch.Tensor:
+    """Return int64 numbers on the device of a tensor."""
+    return torch.from_numpy(numbers).to(like.device)
+
+
+def values_of(grad: torch.Tensor) -> torch.Tensor:
+    """Return the values of a gradient, sparse or not."""
+    return grad._values() if grad.is_sparse else grad
+
+
+def given_slots(grad: torch.Tensor, slots: Array) -> Array:
+    """Return those of the slots whose gradient is not zero."""
+    if grad.is_sparse:
+        nonzero = (grad._values() != 0).any(1)
+        found: Array = np.intersect1d(slots, grad._indices()[0][nonzero].cpu().numpy())
+        return found
+    slots = slots[slots < grad.shape[0]]
+    nonzero = (grad[on_device_of(grad, slots)] != 0).any(1)
+    kept: Array = slots[nonzero.cpu().numpy()]
+    return kept

@@ -20,7 +20,7 @@ from ..memory.host import HostBuffer
 from .device_notes import notes_of, wait_for_all
 from .gradients import Array
 from .resident_cache import with_spare
-from .sizes import resized, set_data
+from .sizes import resized
 
 if TYPE_CHECKING:
     from .rows import CachedRows
@@ -238,7 +238,7 @@ class Guests:
         for link, states in zip(rows.training.links, those.states, strict=True):
             link.follow(states)
         rows.parameter.grad = None
-        set_data(rows.parameter, those.data)
+        rows.watch.set_data(those.data)
         rows.parameter.grad = those.grad
 
     def _check_memory(self, more: int, there: _BySlot) -> None:

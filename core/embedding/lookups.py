@@ -160,10 +160,11 @@ def to_device(index: Array, device: torch.device) -> torch.Tensor:
     return t.to(device, non_blocking=True)
 
 
-def _place_of(rows: CachedRows, row: int, host: Array, found: Found) -> int:
-    """Return the place of a row, or of one that no id of the batch has."""
+def _place_of(rows: CachedRows, row: int, host: Array, found: Found) -> int | None:
+    """Return the place of a row, or of one that no id of the batch has; None where none is left."""
     if found.whole:
-        return int(rows.residents.slot_of[row])
+        # Without a slot the row is not in this batch, and -1 would name the last row instead.
+        return rows.residents.slot_or_none(row)
     at = np.flatnonzero(host == row)
     if not len(at):
         return len(found.matrix) - 1

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..errors import ArgumentError, ArgumentTypeError
+from ..errors import ArgumentError, ArgumentTypeError, BitslabError
 from .rows import CachedRows
 
 
@@ -15,7 +15,8 @@ class RowsModule(torch.nn.Module):
     """A module whose tables are cached rows.
 
     Its parameters are the resident rows. Its state dict holds whole tables instead, in the order of
-    the ids, under the names that `tables` gives.
+    the ids, under the names that `tables` gives. They are copies: what is written into them does
+    not reach the table before `load_state_dict` is given them.
 
     A subclass calls `own` once for each `CachedRows`, and may override `tables`.
     """
@@ -39,12 +40,52 @@ class RowsModule(torch.nn.Module):
         # Not by register_parameter: the name may also be a property, such as `weight`.
         self._parameters[name] = rows.parameter
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute; refuse the parameter of the rows."""
+        self._refuse_change(name)
+        super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        """Delete an attribute; refuse the parameter of the rows."""
+        self._refuse_change(name)
+        super().__delattr__(name)
+
+    def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
+        """Add a parameter; refuse another one in the place of that of the rows."""
+        self._refuse_change(name)
+        super().register_parameter(name, param)
+
+    def _refuse_change(self, name: str) -> None:
+        if name in self.__dict__.get("_rows_of", ()):
+            raise BitslabError(
+                f"{name}: belongs to the packed table and cannot be replaced or deleted; give the "
+                "table new rows with load_state_dict() or rows.load()"
+            )
+
+    def check_parameters(self) -> None:
+        """Refuse to look rows up with other parameters than those of the rows.
+
+        Raises
+        ------
+        BitslabError
+            When one was put in their place, such as by `torch.func.functional_call`.
+        """
+        for name, rows in self._rows_of.items():
+            # Another thread that makes a state dict takes them out meanwhile.
+            if self._parameters.get(name, rows.parameter) is not rows.parameter:
+                raise BitslabError(
+                    f"{name}: another tensor was put in the place of the module's parameter, such "
+                    "as by torch.func.functional_call, and would be ignored; pass the module's own "
+                    "parameter, or leave the table uncompressed"
+                )
+
     def tables(self) -> Iterator[tuple[str, CachedRows, int, int]]:
         """Yield the name of each table in state dicts, its rows, the first and the last + 1."""
         for name, rows in self._rows_of.items():
             yield name, rows, 0, len(rows)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
+        self.check_parameters()
         for rows in self._rows_of.values():
             rows.before_move()
         failed: BaseException | None = None

@@ -148,6 +148,11 @@ class Residents:
         slots = np.empty(ids.shape[0], np.int64)
         return slots, _find_bags()(ids, offsets, include_last, self.slot_of, slots)
 
+    def slot_or_none(self, row: int) -> int | None:
+        """Return the slot of a row, None where it has none."""
+        slot = int(self.slot_of[row])
+        return slot if slot >= 0 else None
+
     def first_outside(self, ids: Array) -> int:
         """Return the first position of an id out of range, or -1."""
         return int(call(_jitted().find_outside, ids, self.n_rows))

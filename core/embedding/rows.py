@@ -33,6 +33,7 @@ from .gradients import NONE, Array
 from .guests import GuestRoom, Guests
 from .lookups import bring, host_ids, look_up, prefetch, read, to_device
 from .optimizers import check_optimizer
+from .parameter_watch import ParameterWatch
 from .resident_bags import ResidentBags
 from .resident_cache import MissRate, ResidentCache, cache_on_gpu, with_spare
 from .residents import Residents
@@ -89,7 +90,8 @@ class CachedRows:
 
     float16 and bfloat16: torch's dense SGD rounds the last ``numel % 64`` elements of a parameter,
     and of the share of each thread, otherwise than the others, so that a step may differ there by
-    one unit in the last place.
+    one unit in the last place. `torch.nn.utils.clip_grad_norm_` sums in the order of the slots: a
+    norm may differ in the last bit.
 
     Threads: lookups of several threads wait for each other.
 
@@ -137,6 +139,7 @@ class CachedRows:
         self.warm_up(counts, warmup_ratio)
 
     def _begin(self, stores: list[dict[str, RowState]]) -> None:
+        self.watch = ParameterWatch(self)
         self.statistics = Statistics()
         self.notes: DeviceNotes | None = None
         self.guests: Guests | None = None
@@ -308,7 +311,8 @@ class CachedRows:
         weight, index
             As there.
         padding : int or None
-            Place of that row in `weight`; of a row that no index names, if the batch has none.
+            Place of that row in `weight`; of a row that no index names, or None, if the batch has
+            none.
         """
         with self.lock:
             self._check_open()

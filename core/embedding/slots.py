@@ -87,6 +87,7 @@ def look_up_slots(
     rows: CachedRows, slots: torch.Tensor, padding_idx: int | None
 ) -> tuple[torch.Tensor, torch.Tensor, int | None]:
     """Do what `CachedRows.lookup_slots` says."""
+    rows.watch.check()
     take_notes(rows)
     host = slots.detach().reshape(-1).cpu().numpy()
     held = rows.residents.id_of
@@ -98,5 +99,5 @@ def look_up_slots(
     matrix: torch.Tensor = rows.parameter.data
     if torch.is_grad_enabled() and rows.parameter.requires_grad:
         matrix = rows.training.hold(matrix, used, held[used], whole=True)
-    padding = None if padding_idx is None else int(rows.residents.slot_of[padding_idx])
+    padding = None if padding_idx is None else rows.residents.slot_or_none(padding_idx)
     return matrix, slots.to(rows.device, torch.int64), padding

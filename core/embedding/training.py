@@ -18,14 +18,18 @@ from .gradients import (
     accumulates,
     at_end_of_backward,
     detour,
+    given_slots,
+    on_device_of,
     pass_number,
     sparse_rows,
+    sum_mark,
     track,
+    values_of,
 )
 from .guests import let_go
 from .optimizers import OptimizerLink, has_stepped, watch
 from .resident_cache import with_spare
-from .sizes import resized, set_data
+from .sizes import resized
 from .state import RowState
 
 if TYPE_CHECKING:
@@ -62,7 +66,6 @@ class Training:
         # Those under way, by number; autograd holds each while it lasts.
         self._passes: weakref.WeakValueDictionary[int, BackwardPass] = weakref.WeakValueDictionary()
         self._grown = rows.residents.extra_rows > 0
-        self._version = rows.parameter._version
         self._reused: tuple[torch.Tensor, Array] | None = None
         self._dropped: tuple[torch.Tensor, int] | None = None
         # A sparse gradient as an optimizer has it for a step, and as it was.
@@ -80,6 +83,7 @@ class Training:
         """Follow a parameter that is another object now."""
         if self._rows.trainable:
             watch(self._rows)
+            self._rows.watch.watch_gradients()
 
     @property
     def _on_host(self) -> bool:
@@ -110,6 +114,7 @@ class Training:
         on_device : torch.Tensor, optional
             int64 ``[n]``, the slots, where the host knows none of them before `know_slots`.
         """
+        self._rows.watch.watch_gradients()
         use = Use(slots, ids, self._rows.source.changes, on_device)
         self._live.add(use)
         parameter = self._rows.parameter
@@ -158,6 +163,7 @@ class Training:
         rows = self._rows
         with rows.lock:
             self._check_there(use)
+            rows.watch.check()
             self._check_cleared("backward")
             this = self._this_pass()
             if use.on_device is not None and self._collects(this, node, shape):
@@ -166,7 +172,7 @@ class Training:
             if grad.is_sparse:
                 kept = self._arrived_sparse(this, node, use, grad, slots, shape)
             elif self._collects(this, node, shape):
-                rows_only = grad if slots is not None else grad[_on(use.slots, grad)]
+                rows_only = grad if slots is not None else grad[on_device_of(grad, use.slots)]
                 self._collect(this, node, use, None, rows_only)
                 kept = None
             elif slots is not None:
@@ -174,8 +180,8 @@ class Training:
             else:
                 kept = grad
             use.used = True
-            if not self._pending and not self._held_on_gpu:
-                self._version = rows.parameter._version
+            if kept is not None:
+                this.returned.append((use, sum_mark(kept)))
             if use.on_device is not None:
                 notes_of(rows).changed(use.on_device, held=rows.guests is not None)
                 return kept
@@ -213,6 +219,7 @@ class Training:
         """Take the gradient of rows that were looked up beside the parameter, and of one more."""
         rows = self._rows
         with rows.lock:
+            rows.watch.check()
             self._check_cleared("backward")
             if grad.is_sparse:
                 places = grad._indices()[0].cpu()
@@ -262,7 +269,7 @@ class Training:
             why = "torch.autograd.grad"
         elif torch.is_grad_enabled():
             why = "create_graph=True"
-        elif self._rows.parameter._backward_hooks:
+        elif self._rows.watch.has_other_hooks:
             why = "a hook on the parameter"
         if why:
             raise BitslabError(
@@ -288,9 +295,9 @@ class Training:
         dropped, self._dropped = self._dropped, None
         if grad is None:
             return
-        left = reused is not None and reused[0] is grad and bool(len(_given(grad, reused[1])))
+        left = reused is not None and reused[0] is grad and bool(len(given_slots(grad, reused[1])))
         if dropped is not None and dropped[0] is grad:
-            left |= dropped[1] == grad._version or bool((_values(grad) != 0).any())
+            left |= dropped[1] == grad._version or bool((values_of(grad) != 0).any())
         if left:
             self._reused, self._dropped = reused, dropped
             raise BitslabError(
@@ -316,7 +323,7 @@ class Training:
                 if grad.is_sparse:
                     sparse = grad if sparse is None else sparse + grad
                     continue
-                where = _on(rows.residents.slot_of[use.ids].astype(np.int64), grad)
+                where = on_device_of(grad, rows.residents.slot_of[use.ids].astype(np.int64))
                 given = grad[: len(use.ids)]
                 if dense is None:
                     dense = torch.zeros_like(rows.parameter.data).index_copy_(0, where, given)
@@ -330,7 +337,6 @@ class Training:
                     rows.parameter.grad = dense if old is None else dense + old
                 else:
                     old.add_(dense)
-            self._version = rows.parameter._version
         hooks: Any = getattr(rows.parameter, "_post_accumulate_grad_hooks", None)
         for hook in list((hooks or {}).values()):
             hook(rows.parameter)
@@ -345,7 +351,7 @@ class Training:
             if found is None or use.changes != rows.source.changes:
                 fresh = rows.source.gather(ids)  # a step may have changed them since the lookup
             else:
-                fresh = found[_on(new, found)]
+                fresh = found[on_device_of(found, new)]
             self._grow(ids, fresh)
         slots = residents.slot_of[use.ids].astype(np.int64)
         residents.dirty[slots] = True
@@ -365,7 +371,7 @@ class Training:
         self._grown = True
         for link in self.links:
             link.grow(ids, first)
-        set_data(parameter, data)
+        rows.watch.set_data(data)
         parameter.grad = grad
         rows.residents.grow(ids)
 
@@ -393,8 +399,10 @@ class Training:
 
     @property
     def idle(self) -> bool:
-        """Whether no step is under way, so that the parameter is of its size."""
-        return not (self._pending or self._grown or self._rows.guests is not None)
+        """Whether no step is under way, and the parameter of its size and as it should be."""
+        rows = self._rows
+        busy = self._pending or self._grown or rows.guests is not None
+        return not (busy or rows.watch.changed)
 
     @property
     def in_pass(self) -> bool:
@@ -404,13 +412,18 @@ class Training:
     @property
     def in_use(self) -> bool:
         """Whether a gradient may come, or waits for a step."""
-        held = self._held_on_gpu or bool(self._pending)
-        return held or self.in_pass or not all(use.used for use in self._live)
+        return self.held or self.in_pass or not all(use.used for use in self._live)
 
     @property
-    def _held_on_gpu(self) -> bool:
+    def held(self) -> bool:
+        """Whether a gradient waits for a step."""
         notes = self._rows.notes
-        return notes is not None and notes.holding
+        return bool(self._pending) or (notes is not None and notes.holding)
+
+    def has_returned(self, grad: torch.Tensor) -> bool:
+        """Return whether a gradient of the pass under way comes from lookups alone."""
+        this = self._passes.get(pass_number())
+        return this is not None and this.has_returned(grad)
 
     @property
     def live(self) -> list[Use]:
@@ -438,14 +451,15 @@ class Training:
 
     def release_taken(self) -> None:
         """Let go of gradients that a step has taken, or that were dropped."""
-        parameter, notes = self._rows.parameter, self._rows.notes
-        if self.in_pass:
-            return
-        if parameter.grad is None or parameter._version != self._version:
-            self._pending.clear()
-            if notes is not None:
-                notes.release()
-        self._version = parameter._version
+        self._rows.watch.check()
+        if not self.in_pass and self._rows.parameter.grad is None:
+            self.release()
+
+    def release(self) -> None:
+        """Let go of all gradients."""
+        self._pending.clear()
+        if self._rows.notes is not None:
+            self._rows.notes.release()
 
     def settle(self) -> None:
         """Let go of what earlier steps held, once they were taken."""
@@ -472,7 +486,7 @@ class Training:
         if self._passes or grad is None or not self._pending:
             return False
         held = np.unique(np.concatenate([use.slots for use in self._pending]))
-        slots = _given(grad, held)
+        slots = given_slots(grad, held)
         self._pending.clear()
         if len(slots):
             kept = Use(slots, self._rows.residents.id_of[slots])
@@ -497,10 +511,10 @@ class Training:
         for link in self.links:
             link.shrink(capacity)
         grad, parameter.grad = parameter.grad, None
-        set_data(parameter, with_spare(parameter.data[:capacity].clone()))
+        rows.watch.set_data(with_spare(parameter.data[:capacity].clone()))
         if grad is not None:
             parameter.grad = kept = resized(grad, parameter.shape)
-            if len(_given(grad, slots)):
+            if len(given_slots(grad, slots)):
                 self._dropped = (kept, kept._version)
         self._grown = False
 
@@ -512,6 +526,7 @@ class Training:
             link = self.link(optimizer)
             options = link.options
             link.check(options)
+            self._rows.watch.check()
             self._check_cleared("optimizer")
             if type(optimizer) in (torch.optim.Adagrad, torch.optim.SparseAdam):
                 self._sum_in_order(negated=bool(options.get("maximize")))
@@ -541,10 +556,8 @@ class Training:
                 if self._rows.parameter.grad is summed:
                     self._rows.parameter.grad = grad
                 self._summed = None
-            self._pending.clear()
-            if self._rows.notes is not None:
-                self._rows.notes.release()
-            self._version = self._rows.parameter._version
+            self._rows.watch.accept_step()
+            self.release()
 
     def link_of(self, optimizer: torch.optim.Optimizer) -> OptimizerLink | None:
         """Return what joins the rows and an optimizer, if anything does."""
@@ -575,24 +588,3 @@ class Training:
     def stores(self) -> list[dict[str, RowState]]:
         """Return the optimizers' state of all rows, for a copy."""
         return [*(link.complete() for link in self.links), *self._orphans]
-
-
-def _on(numbers: Array, like: torch.Tensor) -> torch.Tensor:
-    """Return int64 numbers on the device of a tensor."""
-    return torch.from_numpy(numbers).to(like.device)
-
-
-def _values(grad: torch.Tensor) -> torch.Tensor:
-    return grad._values() if grad.is_sparse else grad
-
-
-def _given(grad: torch.Tensor, slots: Array) -> Array:
-    """Return those of the slots whose gradient is not zero."""
-    if grad.is_sparse:
-        nonzero = (grad._values() != 0).any(1)
-        found: Array = np.intersect1d(slots, grad._indices()[0][nonzero].cpu().numpy())
-        return found
-    slots = slots[slots < grad.shape[0]]
-    nonzero = (grad[_on(slots, grad)] != 0).any(1)
-    kept: Array = slots[nonzero.cpu().numpy()]
-    return kept

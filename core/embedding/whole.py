@@ -11,11 +11,12 @@ import torch
 from ..codecs.base import check_tensor_argument
 from ..devices import checked_device
 from ..errors import ArgumentError, ArgumentTypeError, BitslabError
+from ..memory.readonly import plain
 from .device_notes import take_notes
 from .gradients import Array
 from .lookups import to_device
 from .resident_cache import with_spare
-from .sizes import set_data
+from .written import differing
 
 if TYPE_CHECKING:
     from .rows import CachedRows
@@ -23,6 +24,10 @@ if TYPE_CHECKING:
 
 def decoded(rows: CachedRows, begin: int, end: int) -> torch.Tensor:
     """Do what `CachedRows.decoded` says."""
+    rows.watch.check()
+    if rows.all_resident:
+        take_notes(rows)  # raises what is known of bad ids
+        return _checked_data(rows)[begin:end].to("cpu", copy=True).contiguous()
     out = rows.table.decoded(begin, end)
     take_notes(rows)
     ids = rows.residents.id_of
@@ -31,6 +36,28 @@ def decoded(rows: CachedRows, begin: int, end: int) -> torch.Tensor:
         there = rows.parameter.data[to_device(slots, rows.device)]
         out[torch.from_numpy(ids[slots] - begin)] = there.cpu()
     return out
+
+
+def _checked_data(rows: CachedRows) -> torch.Tensor:
+    """Return the rows ``[N, D]`` of a parameter that holds all; refuse another."""
+    data = rows.parameter.data
+    if data.shape != rows.shape or data.dtype != rows.dtype:
+        raise BitslabError(
+            f"weight: the module's parameter was given {list(data.shape)} of {data.dtype}, "
+            f"accepted are {list(rows.shape)} of {rows.dtype}"
+        )
+    return data
+
+
+def write_changed(rows: CachedRows) -> None:
+    """Pack the resident rows that may have changed into the table."""
+    if not rows.all_resident:
+        rows.write_back(np.flatnonzero(rows.residents.dirty))
+        return
+    # Whoever wrote to the parameter, and however.
+    _checked_data(rows)
+    for begin, end in rows.ranges(0, len(rows)):
+        rows.write_back(differing(rows, np.arange(begin, end)))
 
 
 def whole(rows: CachedRows) -> torch.Tensor:
@@ -54,11 +81,12 @@ def load(rows: CachedRows, weight: torch.Tensor | Iterable[torch.Tensor], begin:
         raise ArgumentError(
             f"weight: {list(weight.shape)} for rows from {begin} on of {list(rows.shape)}"
         )
-    weight = weight.detach()
+    weight = plain(weight.detach())
     if n_rows == len(rows):
         ranges = rows.ranges(0, n_rows)
         _replace(rows, (weight[first:last].to(rows.dtype) for first, last in ranges))
         return
+    rows.watch.check()
     for first, last in rows.ranges(begin, begin + n_rows):
         piece = weight[first - begin : last - begin].to(rows.dtype)
         rows.source.update(np.arange(first, last), piece)
@@ -80,7 +108,7 @@ def _checked(rows: CachedRows, batches: Iterable[torch.Tensor]) -> Iterator[torc
     for batch in batches:
         _check_rows(rows, batch)
         n_rows += len(batch)
-        yield batch.detach().to(rows.dtype)
+        yield plain(batch.detach()).to(rows.dtype)
     if n_rows != len(rows):
         raise ArgumentError(f"weight: batches of {n_rows} rows in all, accepted are {len(rows)}")
 
@@ -89,6 +117,8 @@ def _replace(rows: CachedRows, batches: Iterable[torch.Tensor]) -> None:
     """Pack all rows anew."""
     rows.source.replace(batches)
     _read_again(rows, 0, len(rows))
+    # Whatever was written to the parameter before is gone.
+    rows.watch.accept()
 
 
 def _read_again(rows: CachedRows, begin: int, end: int) -> None:
@@ -115,7 +145,8 @@ def flush(rows: CachedRows, *, evict: bool) -> None:
     rows.training.settle()
     take_notes(rows)
     residents = rows.residents
-    rows.write_back(np.flatnonzero(residents.dirty))
+    if rows.trainable:
+        write_changed(rows)
     rows.source.tidy()
     if not evict or rows.all_resident:
         return
@@ -137,7 +168,7 @@ def before_move(rows: CachedRows) -> None:
     rows.training.settle()
     take_notes(rows)
     if rows.trainable:
-        rows.write_back(np.flatnonzero(rows.residents.dirty))
+        write_changed(rows)
 
 
 def moved(rows: CachedRows, parameter: torch.nn.Parameter) -> None:
@@ -153,18 +184,24 @@ def moved(rows: CachedRows, parameter: torch.nn.Parameter) -> None:
         if parameter.dtype != rows.dtype:
             table, dtype = rows.table, parameter.dtype
             ranges = rows.ranges(0, len(rows))
-            _replace(rows, (table.decoded(begin, end).to(dtype) for begin, end in ranges))
+            if rows.all_resident:
+                data = parameter.data
+                _replace(rows, (data[begin:end].cpu() for begin, end in ranges))
+            else:
+                _replace(rows, (table.decoded(begin, end).to(dtype) for begin, end in ranges))
     except BaseException:
         # The table has every row as it was.
         rows.device = before
         grad, parameter.grad = parameter.grad, None
         data = torch.zeros(parameter.shape, dtype=rows.dtype, device=before)
-        set_data(parameter, with_spare(data))
+        rows.watch.set_data(with_spare(data))
         if grad is not None and grad.device.type != "meta":
             parameter.grad = grad.to(before, rows.dtype)
         _read_again(rows, 0, len(rows))
         rows.source.move(before)
         raise
+    finally:
+        rows.watch.accept()
     if rows.device != before:
         rows.notes = None  # which `before_move` has taken
     rows.training.moved()
@@ -172,6 +209,7 @@ def moved(rows: CachedRows, parameter: torch.nn.Parameter) -> None:
 
 def description(rows: CachedRows) -> dict[str, Any]:
     """Return what describes the rows for a copy or another process."""
+    rows.watch.check()
     if rows.trainable:
         rows.before_move()
         rows.table.compact(progress=False)

@@ -142,7 +142,8 @@ def refuse_writes(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
         if any(isinstance(t, ReadOnlyTensor) for t in some):
             raise BitslabError(
                 f"{name}: this tensor is read-only: it was decoded from compressed rows, which "
-                "would not change with it; write to a clone() of it, or replace the whole feature"
+                "would not change with it; write to a clone() of it, or replace the whole feature "
+                "or table"
             )
 
 

@@ -88,6 +88,17 @@ class CachedEmbeddingBag(TableModule):
     without gradient alone; others are refused. `weight` and the state dict hold the whole table in
     the order of the ids.
 
+    With ``cache_ratio=1.0`` the parameter is the table: whatever writes to it, or gives it a
+    gradient, changes the table. Else an in-place change of it outside of an optimizer's step
+    (`torch.nn.init`, ``clamp_``) and a gradient that no lookup made (a penalty over
+    ``parameters()``) raise, since only the resident rows would follow. Writes through its ``.data``
+    are not seen then, and not supported, but for a step by hand that moves rows with a gradient
+    alone. Values of the state dict are copies: writes into them do not reach the table. Another
+    parameter in the place of the module's raises (`torch.func.functional_call`).
+
+    `torch.nn.utils.clip_grad_norm_` sums in the order of the resident rows, not of the ids, so that
+    a norm may differ from that of the plain module in the last bit.
+
     Whatever else takes parameters for the table sees the resident rows only: averages of weights
     (`torch.optim.swa_utils`), and DistributedDataParallel, whose processes have different rows
     resident. For several processes there is `bitslab.integrations.torchrec`.
@@ -293,6 +304,7 @@ class CachedEmbeddingBag(TableModule):
             resident, ids out of range that torch pools, as of 16-bit rows, ``[B, n]`` ids and bags
             of more than two ids on average, end in torch's own device assertion.
         """
+        self.check_parameters()
         if not torch.is_grad_enabled() and per_sample_weights is None and shape_hook is None:
             plain = self._plain(input, offsets)
             if plain is not None:
@@ -374,7 +386,7 @@ class CachedEmbeddingBag(TableModule):
                 return matrix
             index = places
             if self.padding_idx is not None:
-                padding = int(rows.residents.slot_of[self.padding_idx])
+                padding = rows.residents.slot_or_none(self.padding_idx)
         out, *_ = torch.embedding_bag(
             matrix,
             index,

@@ -52,6 +52,17 @@ class CachedEmbedding(TableModule):
     without gradient alone; others are refused. `weight` and the state dict hold the whole table in
     the order of the ids.
 
+    With ``cache_ratio=1.0`` the parameter is the table: whatever writes to it, or gives it a
+    gradient, changes the table. Else an in-place change of it outside of an optimizer's step
+    (`torch.nn.init`, ``clamp_``) and a gradient that no lookup made (a penalty over
+    ``parameters()``) raise, since only the resident rows would follow. Writes through its ``.data``
+    are not seen then, and not supported, but for a step by hand that moves rows with a gradient
+    alone. Values of the state dict are copies: writes into them do not reach the table. Another
+    parameter in the place of the module's raises (`torch.func.functional_call`).
+
+    `torch.nn.utils.clip_grad_norm_` sums in the order of the resident rows, not of the ids, so that
+    a norm may differ from that of the plain module in the last bit.
+
     Whatever else takes parameters for the table sees the resident rows only: averages of weights
     (`torch.optim.swa_utils`), and DistributedDataParallel, whose processes have different rows
     resident. For several processes there is `bitslab.integrations.torchrec`.
@@ -224,6 +235,7 @@ class CachedEmbedding(TableModule):
         ArgumentTypeError
             When `input` is no tensor of int32 or int64. Nothing was changed.
         """
+        self.check_parameters()
         rows = self.rows
         wants_grad = torch.is_grad_enabled() and rows.parameter.requires_grad
         comes_and_goes = self.training and rows.trainable and rows.cache == "rows"

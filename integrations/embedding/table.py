@@ -85,7 +85,8 @@ class TableModule(RowsModule):
                 source: Any = self._drawn(dtype) if weight is None else weight
                 if isinstance(source, torch.Tensor):
                     self._check_weight(source.shape, source.dtype, None)
-                    source = source.detach() if dtype is None else source.detach().to(dtype)
+                    source = plain(source.detach())
+                    source = source if dtype is None else source.to(dtype)
                 rows = CachedRows.from_tensor(
                     source, codec=codec, layout=layout, pin=pin_weight, **options
                 )
@@ -149,8 +150,9 @@ class TableModule(RowsModule):
         """A copy of the whole table ``[N, D]`` on the CPU, decoded, in the order of the ids.
 
         It can be read, not written to nor trained, because the table would not change with it: for
-        that there are `CachedRows.load` and ``parameters()``. What ``detach()``, ``clone()``,
-        ``cpu()`` and ``to(...)`` make of it is a plain tensor.
+        that there are `CachedRows.load` and ``parameters()``. That holds for what shares its memory
+        too, such as ``detach()``, ``data``, ``numpy()`` and, on the CPU, ``cpu()``. A ``clone()``
+        is a plain tensor.
         """
         whole = self.rows.whole()
         if torch.is_grad_enabled() and self.rows.parameter.requires_grad:
@@ -217,7 +219,7 @@ class TableModule(RowsModule):
 
 
 class TableCopy(ReadOnlyTensor):
-    """A copy of a whole table: read-only, until somebody takes it for a tensor of his own."""
+    """A copy of a whole table: read-only, with all that shares its memory."""
 
     @classmethod
     def __torch_function__(
@@ -227,14 +229,11 @@ class TableCopy(ReadOnlyTensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Give plain tensors where one is asked for; else do as the base class does."""
-        if func in _TAKES:
+        """Give a plain clone; else do as the base class does."""
+        if func is torch.Tensor.clone:
             with torch._C.DisableTorchFunctionSubclass():
                 return plain(func(*args, **(kwargs or {})))
         return super().__torch_function__(func, types, args, kwargs)
-
-
-_TAKES = (torch.Tensor.detach, torch.Tensor.clone, torch.Tensor.cpu, torch.Tensor.to)
 
 
 class _NoGradient(torch.autograd.Function):

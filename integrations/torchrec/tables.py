@@ -290,6 +290,7 @@ class TableSet(RowsModule):
         self, features: KeyedJaggedTensor, positions: Sequence[int], weighted: bool
     ) -> Iterator[tuple[list[_Run], Picked, torch.Tensor, torch.Tensor]]:
         """Yield for each group: calls, what the features hold, the weight and the index of it."""
+        self.check_parameters()
         asked: list[tuple[Picked, torch.Tensor] | None] = []
         for runs, ranges in zip(self._runs, self._ranges, strict=True):
             wanted = [positions[use] for run in runs for use in run.uses]

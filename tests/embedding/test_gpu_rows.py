@@ -9,6 +9,7 @@ import torch
 
 import bitslab
 from bitslab.embedding.resident_cache import FIRST_LOOKS, LOOK_EVERY, MissRate
+from bitslab.errors import BitslabError
 from bitslab.integrations.embedding import CachedEmbedding, CachedEmbeddingBag, EvictionStrategy
 from bitslab.memory.counters import HOST, Counters
 from tests.gpu import kernels_of
@@ -314,3 +315,33 @@ def test_max_norm_scales_the_same_rows_on_a_gpu():
         ids, offsets = batch()
         torch.testing.assert_close(cached(ids, offsets), plain(ids, offsets))
     torch.testing.assert_close(cached.weight, plain.weight.detach().cpu())
+
+
+@pytest.mark.parametrize("ids_on", ["cpu", "cuda"])
+def test_writes_to_a_parameter_on_the_gpu_are_taken_or_refused(ids_on):
+    ids = torch.tensor([[3, 7, 11]], device=ids_on)
+    plain = torch.nn.EmbeddingBag(40, 8, mode="sum", device="cuda")
+    taken = CachedEmbeddingBag.from_module(plain, cache_ratio=1.0)
+    for module in (plain, taken):
+        (parameter,) = module.parameters()
+        vector = torch.linspace(-1, 1, 40 * 8, device="cuda")
+        torch.nn.utils.vector_to_parameters(vector, [parameter])
+        with torch.no_grad():
+            parameter.clamp_(-0.5, 0.5)
+    assert same_bits(taken.weight, plain.weight.cpu())
+    taken.flush()
+    assert same_bits(taken.rows.table.decoded(0, 40), plain.weight.cpu())
+    assert same_bits(taken(ids), plain(ids.cuda()))
+    refused = CachedEmbeddingBag.from_module(plain, cache_ratio=0.5)
+    (parameter,) = refused.parameters()
+    (refused(ids).sum() + refused(ids + 1).sum()).backward()
+    torch.optim.SGD([parameter], lr=0.1).step()
+    refused.zero_grad()
+    looked_up = refused(ids).sum() + refused(ids + 1).sum()
+    with pytest.raises(BitslabError, match="no lookup made"):
+        (looked_up + parameter.square().sum()).backward()
+    refused.zero_grad()
+    torch.nn.init.zeros_(parameter)
+    for use in (lambda: refused(ids), refused.state_dict, refused.flush):
+        with pytest.raises(BitslabError, match="changed in place"):
+            use()

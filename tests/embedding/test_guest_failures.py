@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bitslab import CompressedTable
-from bitslab.embedding import device_notes, guests
+from bitslab.embedding import device_notes, guests, parameter_watch
 from bitslab.embedding.optimizers import OptimizerLink
 from bitslab.embedding.residents import Residents
 from bitslab.embedding.training import Training
@@ -73,7 +73,7 @@ def test_an_interrupted_exchange_loses_nothing(runner, where, late, monkeypatch)
 WIDENED = {
     "notes": (device_notes.DeviceNotes, "write_to"),
     "state": (OptimizerLink, "follow"),
-    "parameter": (guests, "set_data"),
+    "parameter": (parameter_watch, "set_data"),
     "residents": (Residents, "grow"),
 }
 

@@ -186,7 +186,7 @@ def test_rows_of_other_strides_are_summed_as_they_are(cache_rows):
     if cache_rows < N_ROWS - 1:
         ids = ids.flip(0) + cache_rows - 10
     expected = rows.table.decoded(0, N_ROWS)[ids] + 0.0
-    rows.parameter.data = rows.parameter.data.t().contiguous().t()
+    rows.watch.set_data(rows.parameter.data.t().contiguous().t())
     for _ in range(3):
         found = rows.plain_lookup(ids, offsets, include_last=False, one_each=True)
         assert found is not None
