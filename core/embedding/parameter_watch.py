@@ -84,7 +84,8 @@ class ParameterWatch:
         """Take note of writes to the parameter outside of an optimizer's step.
 
         Where not all rows are resident only a step by hand may do that: it changes no rows but
-        those that have a gradient.
+        those that have a gradient. A write of the values that are there, as of torch's
+        DistributedDataParallel in a group of one, is none.
 
         Raises
         ------
@@ -96,7 +97,10 @@ class ParameterWatch:
         rows = self._rows
         training = rows.training
         if not rows.all_resident and (
-            self._replaced or not training.held or self._clean_rows_differ()
+            self._replaced
+            or self._clean_rows_differ()
+            # What changed rows held before is not known.
+            or (not training.held and bool(rows.residents.dirty.any()))
         ):
             raise BitslabError(
                 "weight: the module's parameter was changed in place, or given other memory, "

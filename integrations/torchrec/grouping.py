@@ -9,7 +9,16 @@ import numpy as np
 import torch
 
 from bitslab import InvariantCodec, RawCodec, RowCodec
-from bitslab.memory.build import Rows, as_tensor, choose_codec, take_rows
+from bitslab.kernels.format import shared_row_items
+from bitslab.memory.build import (
+    Rows,
+    as_tensor,
+    draw_items,
+    fitted_to_items,
+    items_as_rows,
+    take_rows,
+)
+from bitslab.memory.parts import items_per_row
 
 #: Rows of a table that its plan is chosen on, in bytes at the most.
 SAMPLE_BYTES = 2 << 20
@@ -40,9 +49,10 @@ class Sample:
         n = self.rows.shape[0]
         if not n:
             return 0.0
-        taken = int(codec.packed_bytes(self.rows).sum())
+        packed_rows = items_as_rows(self.rows, items_per_row(codec, tuple(self.rows.shape[1:])))
+        taken = int(codec.packed_bytes(packed_rows).sum())
         if isinstance(codec, InvariantCodec):
-            taken += codec.row_metadata_bytes(n)
+            taken += codec.row_metadata_bytes(len(packed_rows))
         return taken * self.n_rows / n
 
 
@@ -67,7 +77,7 @@ def sample_of(rows: Rows, seed: int = 0) -> torch.Tensor:
     n, wanted = rows.shape[0], max(1, SAMPLE_BYTES // max(1, rows[:1].nbytes))
     if n <= wanted:
         return as_tensor(rows)
-    picked = np.sort(np.random.default_rng(seed).choice(n, wanted, replace=False))
+    picked = draw_items(n, wanted, shared_row_items(rows[:1].nbytes), seed)
     return as_tensor(rows[picked]) if isinstance(rows, np.ndarray) else take_rows(rows, picked)
 
 
@@ -119,7 +129,7 @@ def _planned(samples: Sequence[Sample], members: Sequence[int]) -> list[Group]:
     raw = Group(codec="raw")
     own: list[tuple[float, int, RowCodec]] = []
     for i in members:
-        fitted = choose_codec(samples[i].rows, "auto", samples[i].n_rows, {"seed": 0})
+        fitted = fitted_to_items(samples[i].rows, "auto", samples[i].n_rows, {"seed": 0})
         taken = samples[i].nbytes(fitted) + fitted.profile_bytes
         if isinstance(fitted, RawCodec):
             raw.tables.append(i)
@@ -156,7 +166,7 @@ def _one_group(
     if len(own) < 2:
         return None
     tables = [samples[i] for _, i, _ in own]
-    fitted = choose_codec(_joint(tables), "auto", sum(t.n_rows for t in tables), {"seed": 0})
+    fitted = fitted_to_items(_joint(tables), "auto", sum(t.n_rows for t in tables), {"seed": 0})
     taken = sum(t.nbytes(fitted) for t in tables) + fitted.profile_bytes
     if taken > (1 + TOLERANCE) * sum(alone for alone, _, _ in own):
         return None
@@ -168,7 +178,7 @@ def _refitted(samples: Sequence[Sample], shared: _Shared) -> RowCodec:
     tables = [samples[i] for i in shared.group.tables]
     if len(tables) == 1:
         return shared.codec
-    fitted = choose_codec(_joint(tables), "auto", sum(t.n_rows for t in tables), {"seed": 0})
+    fitted = fitted_to_items(_joint(tables), "auto", sum(t.n_rows for t in tables), {"seed": 0})
     if isinstance(fitted, RawCodec):
         return shared.codec
     return min((shared.codec, fitted), key=lambda c: sum(t.nbytes(c) for t in tables))
