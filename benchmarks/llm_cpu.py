@@ -28,11 +28,12 @@ LAYER = ((2048, 2048), (512, 2048), (512, 2048), (2048, 2048), (8192, 2048), (81
 LAYERS = 2
 #: What is loaded: three layers of that kind, and embeddings and a head of 32,000 words.
 CHECKPOINT = replace(SIZES["1b"], layers=3)
-LINES, TOKENS = 8, 128
+#: Lines and tokens of a pass: a prompt of a thousand tokens, and one token.
+PASSES = ((8, 128), (1, 1))
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Rows]:
-    """Return two tables."""
+    """Return a table of packing, and one for each size of a pass."""
     threads = torch.get_num_threads()
     tables = {
         f"Packing a checkpoint on {threads} CPU cores": [
@@ -46,9 +47,12 @@ def run(arguments: argparse.Namespace) -> dict[str, Rows]:
     except FileNotFoundError as error:
         left_out("MiniLM", error)
         return tables
-    tables[f"MiniLM on {threads} CPU cores, {LINES} x {TOKENS} tokens"] = [
-        row for dtype in (torch.float32, torch.bfloat16) for row in _passes(dtype, arguments)
-    ]
+    for lines, tokens in PASSES:
+        tables[f"MiniLM on {threads} CPU cores, {lines} x {tokens} tokens"] = [
+            row
+            for dtype in (torch.float32, torch.bfloat16)
+            for row in _passes(dtype, lines, tokens, arguments)
+        ]
     return tables
 
 
@@ -98,6 +102,16 @@ def _loading(dtype: torch.dtype, repetitions: int) -> dict[str, Any]:
     return _row("a checkpoint, by from_pretrained", dtype, ratio, rates)
 
 
+def _align(model: torch.nn.Module) -> None:
+    """Move weights from the map of the file, where they begin anywhere, to memory of their own.
+
+    torch's sums of a one-token pass differ in the last bit by where the weights begin.
+    """
+    for parameter in model.parameters():
+        if type(parameter) is torch.nn.Parameter:
+            parameter.data = parameter.data.clone()
+
+
 def _row(what: str, dtype: torch.dtype, ratio: float, rates: list[float]) -> dict[str, Any]:
     rate = statistics.median(rates)
     row: dict[str, Any] = {"what": what, "dtype": dtype_name(dtype), "ratio": ratio, "MB/s": rate}
@@ -106,15 +120,17 @@ def _row(what: str, dtype: torch.dtype, ratio: float, rates: list[float]) -> dic
     return row
 
 
-def _passes(dtype: torch.dtype, arguments: argparse.Namespace) -> Rows:
+def _passes(dtype: torch.dtype, lines: int, tokens: int, arguments: argparse.Namespace) -> Rows:
     """Measure a forward pass with fresh text, and compare with the plain model's bit for bit."""
     repetitions = max(5, arguments.repetitions)
-    batches = [llm_minilm.batch(LINES, TOKENS, seed) for seed in range(repetitions + 1)]
+    batches = [llm_minilm.batch(lines, tokens, seed) for seed in range(repetitions + 1)]
     ways: dict[str, Any] = {"plain": llm_minilm.load(dtype)}
     kept: dict[str, Literal["all"] | None] = {"compressed": None, "keep=all": "all"}
     for name, keep in kept.items():
         config = BitslabConfig(execution_device="cpu", keep=keep)
         ways[name] = llm_minilm.load(dtype, quantization_config=config)
+    for model in ways.values():
+        _align(model)
     found: Rows = []
     with torch.no_grad():
         expected = ways["plain"](**batches[0]).last_hidden_state
@@ -138,7 +154,8 @@ def _passes(dtype: torch.dtype, arguments: argparse.Namespace) -> Rows:
             "times plain": statistics.median(ratios),
         }
         asked = {"compressed": DECODING_PASS, "keep=all": KEPT_PASS}.get(name)
-        if asked is not None:
+        # Decoding takes as long for one token as for a thousand, and the rest of the pass does not.
+        if asked is not None and lines * tokens > 1:
             row["asked"] = f"<= {asked:g}: {'ok' if row['times plain'] <= asked else 'missed'}"
         found.append(row)
     return found

@@ -15,17 +15,10 @@ from pathlib import Path
 
 from ..errors import ArgumentError
 
-try:
-    import fcntl
-except ImportError:  # a system without such locks
-    fcntl = None  # type: ignore[assignment]
-
 
 def hold(fd: int) -> None:
     """Mark an open file as used until `release`, or until its last descriptor is closed."""
-    if fcntl is not None:
-        with contextlib.suppress(OSError):
-            fcntl.flock(fd, fcntl.LOCK_SH)
+    _lock(fd, "LOCK_SH")
 
 
 def release(fd: int, owner: int) -> None:
@@ -34,7 +27,7 @@ def release(fd: int, owner: int) -> None:
     The mark would else last as long as the file's memory map, which has a descriptor of its own.
     """
     if os.getpid() == owner:
-        _unlock(fd)
+        _lock(fd, "LOCK_UN")
     os.close(fd)
 
 
@@ -67,37 +60,35 @@ def one_writer(folder: Path) -> Iterator[int]:
     """Enter a folder as the only writer of packed weights; yield its descriptor."""
     fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        if fcntl is not None:
-            with contextlib.suppress(OSError):
-                fcntl.flock(fd, fcntl.LOCK_EX)
+        _lock(fd, "LOCK_EX")
         yield fd
     finally:
-        _unlock(fd)
+        # Not by closing alone: a child that was forked meanwhile has the folder open too.
+        _lock(fd, "LOCK_UN")
         os.close(fd)
 
 
 def _is_used(path: str | os.PathLike[str]) -> bool:
     """Return whether somebody has marked a file as used."""
-    if fcntl is None:
-        return False
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError:
         return False  # there is none, or the attempt to replace it will say what is wrong
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
+        return not _lock(fd, "LOCK_EX", "LOCK_NB")
     finally:
-        _unlock(fd)
+        _lock(fd, "LOCK_UN")
         os.close(fd)
-    return False
 
 
-def _unlock(fd: int) -> None:
-    """Give a lock up, not by closing alone: a child that was forked has the file open too."""
-    if fcntl is not None:
-        with contextlib.suppress(OSError):
-            fcntl.flock(fd, fcntl.LOCK_UN)
+def _lock(fd: int, *flags: str) -> bool:
+    """Return False where somebody else has the lock; True where it is had, or there are none."""
+    try:
+        import fcntl
+
+        fcntl.flock(fd, sum(getattr(fcntl, flag) for flag in flags))
+    except BlockingIOError:
+        return False
+    except (ImportError, OSError):  # no such locks on this system, or on this file system
+        return True
+    return True

@@ -45,10 +45,6 @@ class Slot:
         """The module whose own parameter it is."""
         return alive(self._module)
 
-    module: nn.Module
-    attribute: str
-    name: str
-
     def get(self) -> torch.Tensor | None:
         """Return the parameter that is in the place."""
         return self.module._parameters.get(self.attribute)

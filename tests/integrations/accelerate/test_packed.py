@@ -32,7 +32,7 @@ def by_offload_compressed(model: Any) -> None:
 
 
 def with_layers_left_as_they_are(model: Any) -> None:
-    keep = {"model.embed_tokens": "device", "model.layers.0": "device"}
+    keep: Any = {"model.embed_tokens": "device", "model.layers.0": "device"}
     plugin.offload_compressed(model, execution_device="cpu", min_bytes=0, keep=keep)
 
 
@@ -157,7 +157,8 @@ def test_lookups_stay_out_of_compiled_graphs(way):
     remove_hook_from_submodules(model)
     expected = logits(model)
     way(model)
-    embedding, targets = model.model.embed_tokens, []
+    embedding = model.model.embed_tokens
+    targets: list[str] = []
 
     def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
         targets.extend(str(node.target) for node in graph.graph.nodes)
