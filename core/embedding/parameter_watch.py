@@ -84,8 +84,8 @@ class ParameterWatch:
         """Take note of writes to the parameter outside of an optimizer's step.
 
         Where not all rows are resident only a step by hand may do that: it changes no rows but
-        those that have a gradient. A write of the values that are there, as of torch's
-        DistributedDataParallel in a group of one, is none.
+        those that have a gradient. So may a write that changes nothing, such as the broadcast of
+        DistributedDataParallel.
 
         Raises
         ------
@@ -96,12 +96,7 @@ class ParameterWatch:
             return
         rows = self._rows
         training = rows.training
-        if not rows.all_resident and (
-            self._replaced
-            or self._clean_rows_differ()
-            # What changed rows held before is not known.
-            or (not training.held and bool(rows.residents.dirty.any()))
-        ):
+        if not rows.all_resident and (self._replaced or self._others_changed()):
             raise BitslabError(
                 "weight: the module's parameter was changed in place, or given other memory, "
                 f"outside of an optimizer's step; {ADVICE}"
@@ -109,6 +104,14 @@ class ParameterWatch:
         if not training.in_pass:
             training.release()
         self.accept()
+
+    def _others_changed(self) -> bool:
+        """Return whether rows without a gradient have changed, or may have."""
+        rows = self._rows
+        take_notes(rows)
+        # Of a row that a step has changed since it came nobody knows what it was.
+        unknown = not rows.training.held and bool(rows.residents.dirty.any())
+        return unknown or self._clean_rows_differ()
 
     def _clean_rows_differ(self) -> bool:
         """Return whether resident rows that no gradient has reached differ from the host's."""

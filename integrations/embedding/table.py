@@ -150,9 +150,9 @@ class TableModule(RowsModule):
         """A copy of the whole table ``[N, D]`` on the CPU, decoded, in the order of the ids.
 
         It can be read, not written to nor trained, because the table would not change with it: for
-        that there are `CachedRows.load` and ``parameters()``. That holds for what shares its memory
-        too, such as ``detach()``, ``data``, ``numpy()`` and, on the CPU, ``cpu()``. A ``clone()``
-        is a plain tensor.
+        that there are `CachedRows.load` and ``parameters()``. That holds for its views too, such as
+        ``detach()``, ``data`` and ``numpy()``. What ``clone()``, ``cpu()`` and ``to(...)`` make of
+        them is a plain tensor of the caller's own.
         """
         whole = self.rows.whole()
         if torch.is_grad_enabled() and self.rows.parameter.requires_grad:
@@ -219,7 +219,7 @@ class TableModule(RowsModule):
 
 
 class TableCopy(ReadOnlyTensor):
-    """A copy of a whole table: read-only, with all that shares its memory."""
+    """A copy of a whole table: read-only, until somebody takes it to be a tensor of his own."""
 
     @classmethod
     def __torch_function__(
@@ -229,11 +229,18 @@ class TableCopy(ReadOnlyTensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Give a plain clone; else do as the base class does."""
-        if func is torch.Tensor.clone:
-            with torch._C.DisableTorchFunctionSubclass():
+        """Give plain tensors where one is asked for; else do as the base class does."""
+        with torch._C.DisableTorchFunctionSubclass():
+            if func in _TAKES:
                 return plain(func(*args, **(kwargs or {})))
-        return super().__torch_function__(func, types, args, kwargs)
+        found = super().__torch_function__(func, types, args, kwargs)
+        if type(found) is ReadOnlyTensor:
+            with torch._C.DisableTorchFunctionSubclass():
+                return found.as_subclass(cls)  # so that its own copies are plain as well
+        return found
+
+
+_TAKES = (torch.Tensor.clone, torch.Tensor.cpu, torch.Tensor.to)
 
 
 class _NoGradient(torch.autograd.Function):

@@ -343,8 +343,6 @@ def test_a_copy_of_the_table_can_be_read_only():
         lambda w: w.detach().zero_(),
         lambda w: w.detach()[3].zero_(),
         lambda w: w.data.uniform_(),
-        lambda w: w.cpu().zero_(),
-        lambda w: w.to("cpu").zero_(),
     ):
         with pytest.raises(BitslabError, match="read-only"):
             write(ours.weight)
@@ -353,9 +351,10 @@ def test_a_copy_of_the_table_can_be_read_only():
     with torch.no_grad():
         assert_same(ours(IDS) @ ours.weight.t(), plain(IDS) @ plain.weight.t())
     assert not singles(freeze=True)[1].weight.requires_grad
-    for array in (ours.weight.detach().numpy(), ours.weight.detach().cpu().numpy()):
-        with pytest.raises(ValueError, match="read-only"):
-            array[3] = 0
-    assert type(ours.weight.clone()) is torch.Tensor
-    assert type(ours.weight.detach().clone()) is torch.Tensor
+    array = ours.weight.detach().numpy()
+    with pytest.raises(ValueError, match="read-only"):
+        array[3] = 0
+    for view in (ours.weight, ours.weight.detach(), ours.weight.data):
+        for taken in (view.cpu(), view.to("cpu"), view.clone()):
+            assert type(taken) is torch.Tensor
     assert_same(whole(ours), plain.weight.detach())
