@@ -13,6 +13,7 @@ import torch
 from ..codecs import RawCodec, RowCodec
 from ..codecs.base import rows_as_bytes
 from ..errors import ArgumentError, BitslabError
+from ..kernels.format import ceil_div
 from .arguments import checked_ids
 from .build import SAMPLE_BYTES, check_items, choose_codec, take_rows
 from .device import DeviceCopies
@@ -27,8 +28,7 @@ def update(table: HostTable, ids: torch.Tensor, rows: torch.Tensor) -> None:
     """Do what `CompressedTable.update` says."""
     table._check_open()
     check_writable(table, "update")
-    parts = table._parts
-    check_items(rows, parts.item_shape, parts.dtype)
+    check_items(rows, tuple(table.shape[1:]), table.dtype)
     wanted = checked_ids(ids).cpu()
     if wanted.shape[0] != rows.shape[0]:
         raise ArgumentError(f"ids, rows: {wanted.shape[0]} ids for {rows.shape[0]} rows")
@@ -78,11 +78,10 @@ def merged(table: HostTable, ids: Array, items: torch.Tensor) -> tuple[Array, to
     rows : torch.Tensor
         ``[m, *codec.row_shape]`` on the CPU, decoded.
     """
-    parts = table._parts
-    each, item_bytes = parts.items_per_row, parts.item_bytes
+    each, item_bytes = table.rows_per_packed_row, table.row_bytes
     picked, at = np.unique(ids // each, return_inverse=True)
     rows = table.packed_rows_of(torch.from_numpy(picked))
-    data = rows_as_bytes(rows, parts.row_bytes).view(-1)[: len(picked) * each * item_bytes]
+    data = rows_as_bytes(rows, table.codec.row_bytes).view(-1)[: len(picked) * each * item_bytes]
     data.view(-1, item_bytes).numpy()[at * each + ids % each] = (
         rows_as_bytes(items, item_bytes).cpu().numpy()
     )
@@ -97,7 +96,7 @@ def replace(table: HostTable, fresh: TableParts) -> None:
             check_writable(table, "compact")
             if fresh.codec is not table.codec:
                 for cache in list(table._caches):
-                    cache.forget(torch.arange(table._parts.n_rows))
+                    cache.forget(torch.arange(ceil_div(len(table), table.rows_per_packed_row)))
                 table._device_copies = DeviceCopies()
             old, table._rows = table._rows, HostRows(fresh, pin=table._pin)
             table._prepared = None
@@ -110,12 +109,14 @@ def replace(table: HostTable, fresh: TableParts) -> None:
 
 def fitted_again(table: HostTable) -> RowCodec:
     """Return a codec fitted to the rows as they are now, raw where packing gains nothing."""
-    parts = table._parts
-    n_sample = min(parts.n_rows, max(1, SAMPLE_BYTES // max(1, parts.row_bytes)))
-    picked = np.sort(np.random.default_rng(0).choice(parts.n_rows, n_sample, replace=False))
+    n_rows = ceil_div(len(table), table.rows_per_packed_row)
+    n_sample = min(n_rows, max(1, SAMPLE_BYTES // max(1, table.codec.row_bytes)))
+    picked = np.sort(np.random.default_rng(0).choice(n_rows, n_sample, replace=False))
     sample = table.packed_rows_of(torch.from_numpy(picked))
-    fitted = choose_codec(sample, "auto", parts.n_rows, {})
-    return RawCodec(parts.item_shape, parts.dtype) if isinstance(fitted, RawCodec) else fitted
+    fitted = choose_codec(sample, "auto", n_rows, {})
+    if isinstance(fitted, RawCodec):
+        return RawCodec(tuple(table.shape[1:]), table.dtype)
+    return fitted
 
 
 @contextlib.contextmanager

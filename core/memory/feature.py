@@ -22,7 +22,7 @@ from .locks import call_after_fork
 from .parts import Layout
 from .progress import ProgressFunction
 from .readonly import ReadOnlyTensor, read_only
-from .slabs import SlabCache, raw_bytes_in_slab
+from .slabs import SlabCache, least_capacity_bytes
 from .table import CompressedTable
 
 #: Rows of fewer bytes are gathered by the thread that asks: handing them on would cost more.
@@ -205,7 +205,7 @@ class CompressedFeature:
 
             table = share_table(build, group)
         cache, note = None, ""
-        if cache_ratio and capacity_bytes < max(1, raw_bytes_in_slab(table)):
+        if cache_ratio and capacity_bytes < least_capacity_bytes(table):
             note = f"no cache: {cache_ratio} of {t.nbytes} bytes hold no row"
         elif capacity_bytes:
 
@@ -217,6 +217,11 @@ class CompressedFeature:
 
             if group is None:
                 cache = fill([target])
+                together = cache_ratio and table.rows_per_packed_row > 1
+                if together and not cache.stats()["cached_rows"]:
+                    cache.close()
+                    cache = None
+                    note = f"no cache: {cache_ratio} of {t.nbytes} bytes hold no packed row"
             else:
                 from .ranks import share_cache
 

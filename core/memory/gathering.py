@@ -96,7 +96,7 @@ def on_cpu(table: HostTable, ids: torch.Tensor, data: torch.Tensor, cache: Cache
     storage = None if cache is None else cache.storage(CPU)
     counts = torch.zeros(2 * (MAX_SLABS + 1), dtype=torch.int64)
     raise_damaged(table._rows.decode(ids, data, cache=storage, counters=counts))
-    table._counters_for(cache).add(counts)
+    table.counters_for(cache).add(counts)
 
 
 def _gather_prepared(
@@ -113,8 +113,8 @@ def _gather_prepared(
         total += words
         return damaged
 
-    storage, row_bytes = table._rows.storage(), table._parts.row_bytes
-    return gather_items(storage, row_bytes, ids, data, decode), total
+    sizes = (len(table), table.rows_per_packed_row, table.codec.row_bytes)
+    return gather_items(*sizes, ids, data, decode), total
 
 
 def populate(table: HostTable) -> None:
@@ -233,7 +233,7 @@ def on_gpu(
             ids,
             out,
             cache=None if cache is None else cache.storage(device),
-            counters=table._counters_for(cache).on(device),
+            counters=table.counters_for(cache).on(device),
             sort=sort,
             sm_budget=sm_budget,
             from_end=from_end,

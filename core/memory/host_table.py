@@ -163,14 +163,14 @@ class HostTable:
             for name, n in more.items():
                 self._totals[name] += n
 
-    def _counters_for(self, cache: Cache | None) -> Counters:
+    def counters_for(self, cache: Cache | None) -> Counters:
         """Return what a gather through a cache, or through none, adds to."""
         if cache is None:
             return self.counters
         self._cache_counters.add(cache.counters)
         return cache.counters
 
-    def _read_words(self) -> int:
+    def read_words(self) -> int:
         """Return the words of the table that were read by gathers; waits for the GPUs."""
         counted = [(0, self.counters), *((HOST, c) for c in self._cache_counters)]
         words = sum(

@@ -115,8 +115,7 @@ class SlabCache:
             raise ArgumentTypeError(
                 f"capacity_bytes: expected an int, got {capacity_bytes!r:.60}"
             ) from None
-        # Rows that are packed together come in together, or not at all.
-        raw_row_bytes = max(1, raw_bytes_in_slab(table) // table.rows_per_packed_row)
+        raw_row_bytes = least_capacity_bytes(table)
         if not raw_row_bytes <= capacity_bytes <= MAX_SLAB_BYTES:
             raise ArgumentError(
                 f"capacity_bytes: {capacity_bytes}, accepted are {raw_row_bytes}, which a row of "
@@ -462,6 +461,12 @@ def raw_bytes_in_slab(table: CompressedTable) -> int:
     if isinstance(table.codec, RawCodec):
         return table.row_bytes
     return 4 * ceil_div(table.codec.row_bytes, 4)
+
+
+def least_capacity_bytes(table: CompressedTable) -> int:
+    """Return the least bytes that a slab may have: what a row of the table may take."""
+    # Rows that are packed together come in together, which takes less where they pack.
+    return max(1, raw_bytes_in_slab(table) // table.rows_per_packed_row)
 
 
 def _packer(

@@ -37,7 +37,7 @@ def stats(table: HostTable) -> dict[str, Any]:
     table._check_open()
     parts = table._parts
     raw_bytes = parts.raw_bytes
-    words = table._read_words()
+    words = table.read_words()
     on_gpu = table._gpus
     return {
         "rows": len(table),

@@ -272,7 +272,7 @@ def test_a_feature_of_narrow_rows_is_no_larger_than_they_are(cache_ratio):
     stats = feature.stats()
     assert stats["ratio"] > 1.3 and stats["gathered_rows"] == 300
     assert (stats["cache"] is not None) == (cache_ratio == 0.3)
-    assert any("hold no row" in note for note in stats["notes"]) == (cache_ratio == 0.001)
+    assert any("hold no packed row" in n for n in stats["notes"]) == (cache_ratio == 0.001)
 
 
 def test_gathers_of_a_ring_over_a_cache_are_counted():

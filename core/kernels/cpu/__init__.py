@@ -444,12 +444,12 @@ def _gather_items(
         return gather_rows(rows, layout, wanted, decoded, cache=rows_in_cache, counters=counters)
 
     def gather(wanted: torch.Tensor, items: torch.Tensor) -> int:
-        row_bytes = layout.format.row_bytes
+        sizes = (table.n_items, table.items_per_row, layout.format.row_bytes)
         one_by_one = cache is not None  # whose rows are counted by the items that are wanted
-        return gather_items(table, row_bytes, wanted, items, decode, one_by_one=one_by_one)
+        return gather_items(*sizes, wanted, items, decode, one_by_one=one_by_one)
 
     if cache is not None and cache.holds_items:
-        return gather_cached_items(table, cache, ids, out, counters, gather)
+        return gather_cached_items(table.n_items, cache, ids, out, counters, gather)
     return gather(ids, out)
 
 

@@ -34,7 +34,8 @@ DecodeRows = Callable[[torch.Tensor, torch.Tensor], int]
 
 
 def gather_items(
-    table: TableStorage,
+    n_items: int,
+    items_per_row: int,
     row_bytes: int,
     ids: torch.Tensor,
     out: torch.Tensor,
@@ -46,8 +47,8 @@ def gather_items(
 
     Parameters
     ----------
-    table : TableStorage
-        The table; only its sizes are looked at.
+    n_items, items_per_row : int
+        Items of the table and of a row.
     row_bytes : int
         Bytes of a decoded row.
     ids : torch.Tensor
@@ -64,9 +65,9 @@ def gather_items(
     int
         -1, or the number of the first item of a damaged row.
     """
-    each, item_bytes = table.items_per_row, out.shape[1]
+    each, item_bytes = items_per_row, out.shape[1]
     step = max(1, SCRATCH_BYTES // row_bytes)
-    numbers = _from_the_start(ids, table.n_items)
+    numbers = _from_the_start(ids, n_items)
     for begin in range(0, len(numbers), step):
         some = numbers[begin : begin + step]
         rows = some // each
@@ -84,7 +85,7 @@ def gather_items(
 
 
 def gather_cached_items(
-    table: TableStorage,
+    n_items: int,
     cache: CacheStorage,
     ids: torch.Tensor,
     out: torch.Tensor,
@@ -95,7 +96,7 @@ def gather_cached_items(
 
     Parameters
     ----------
-    table, ids, out
+    n_items, ids, out
         As for `gather_items`.
     cache : CacheStorage
         It `holds_items`.
@@ -104,10 +105,10 @@ def gather_cached_items(
     gather_missing : callable
         Gathers ids int64 ``[m]`` to uint8 ``[m, item_bytes]``; returns what `gather_items` does.
     """
-    numbers, item_bytes = _from_the_start(ids, table.n_items), out.shape[1]
+    numbers, item_bytes = _from_the_start(ids, n_items), out.shape[1]
     locations = np.empty(len(numbers), np.int64)
     entries = cache.entries.numpy()
-    call(mapping().map_find, entries, numbers, table.n_items, locations, 0, len(numbers))
+    call(mapping().map_find, entries, numbers, n_items, locations, 0, len(numbers))
     missing = np.flatnonzero(locations == NOT_CACHED)
     if len(missing):
         rows = torch.empty((len(missing), item_bytes), dtype=torch.uint8)
