@@ -61,15 +61,14 @@ class ResidentCache:
     def forget(self, ids: torch.Tensor) -> None:
         """Do nothing: rows that change in the table are not resident, or are the newer ones."""
 
-    def counted(self) -> tuple[int, int, int]:
-        """Return hits, misses, and bytes read from the table so far; waits for the GPU."""
-        hits = misses = read_bytes = 0
+    def counted(self) -> tuple[int, int]:
+        """Return hits and misses so far; waits for the GPU."""
+        hits = misses = 0
         for counts in self.counters.read().values():
-            rows, words = counts.tolist()
+            rows = counts[0].tolist()
             hits += sum(rows[:HOST])
             misses += rows[HOST]
-            read_bytes += 4 * words[HOST]
-        return hits, misses, read_bytes
+        return hits, misses
 
 
 class MissRate:

@@ -144,13 +144,13 @@ def stats_of(rows: CachedRows) -> dict[str, Any]:
     device_bytes = rows.parameter.nbytes + sum(each.nbytes for each in beside if each is not None)
     if rows.resident_cache is not None:
         on_gpu = rows.resident_cache.counted()
-        hits, misses, moved = hits + on_gpu[0], misses + on_gpu[1], moved + on_gpu[2]
+        hits, misses = hits + on_gpu[0], misses + on_gpu[1]
         lookups += on_gpu[0] + on_gpu[1]
     if rows.source.slabs is not None:
         # What lies in them is not resident to the statistics; they count by themselves.
         slabs = rows.source.slabs.stats()
         hits, misses = slabs["hits"], slabs["misses"]
-        lookups, moved = hits + misses, moved + slabs["host_bytes"]
+        lookups = hits + misses
         device_bytes += sum(slabs["slab_bytes"]) + slabs["map_bytes"]
     return {
         "rows": len(rows),

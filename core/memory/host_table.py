@@ -76,8 +76,8 @@ class HostTable:
         self._totals_lock = threading.RLock()
         self._totals = {"gathers": 0, "rows": 0, "copied_words": 0}
         self.counters = Counters()
-        # Of the caches that rows were gathered through.
-        self._cache_counters: weakref.WeakSet[Counters] = weakref.WeakSet()
+        # Of the caches that rows were gathered through; a cache that is gone has read them too.
+        self._cache_counters: set[Counters] = set()
 
     @property
     def _parts(self) -> TableParts:
