@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,9 @@ class OptionalModule(pytest.Module):
         try:
             return list(super().collect())
         except self.CollectError as error:
+            # Or another file would import from the half that was read.
+            name = ".".join(self.path.relative_to(self.config.rootpath).with_suffix("").parts)
+            sys.modules.pop(name, None)
             skip_where_missing(error)
             raise
 

@@ -316,7 +316,7 @@ class PackedHistory:
         When less than half of the packed sequences are left, they are packed anew, so that fetches
         do not bring the others; this reads the history once and waits for the device.
         """
-        self._reindex(lambda t, dim: t[index] if dim == 0 else t[:, index])
+        self._reindex(lambda t, dim: _indexed(t, dim, index))
         there = sum(era.raw_bytes for era in self.eras)
         if self.packed_tokens and 2 * sum(era.decoded_bytes for era in self.eras) <= there:
             tokens = self.decode()
@@ -540,3 +540,11 @@ def check_options(window: int, block_tokens: int, reserve_tokens: int) -> None:
         raise ArgumentError(
             f"block_tokens: {block_tokens}, accepted are powers of two from 1 to 4096"
         )
+
+
+def _indexed(t: torch.Tensor, dim: int, index: Any) -> torch.Tensor:
+    """Return what an index takes of dimension 0 or 1."""
+    if t.is_floating_point() and t.itemsize == 1:
+        # As bytes: torch 2.8 cannot index 8-bit floats on the CPU.
+        return _indexed(t.view(torch.uint8), dim, index).view(t.dtype)
+    return t[index] if dim == 0 else t[:, index]
