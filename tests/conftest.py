@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import random
+import sys
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -74,6 +75,9 @@ class OptionalModule(pytest.Module):
         try:
             return list(super().collect())
         except self.CollectError as error:
+            # Or another file would import from the half that was read.
+            name = ".".join(self.path.relative_to(self.config.rootpath).with_suffix("").parts)
+            sys.modules.pop(name, None)
             skip_where_missing(error)
             raise
 

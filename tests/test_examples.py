@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import scipy.sparse
 import torch
 
 import bitslab
@@ -67,6 +66,8 @@ def made() -> tuple[np.ndarray[Any, Any], dict[int, list[int]]]:
 @pytest.fixture(scope="module")
 def planetoid(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Write that graph as Planetoid's files have it: test nodes shuffled, node 350 in none."""
+    import scipy.sparse
+
     folder = tmp_path_factory.mktemp("planetoid")
     words, graph = made()
     tested = np.random.default_rng(1).permutation(np.delete(np.arange(300, 400), 50))

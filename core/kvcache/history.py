@@ -326,7 +326,7 @@ class PackedHistory:
             For an index that names no sequences; nothing has changed then.
         """
         found = beam_index(index, self.batch, self.device, "index")
-        self.prepare_take(lambda t, dim: t.index_select(dim, found))()
+        self.prepare_take(lambda t, dim: _indexed(t, dim, found))()
 
     def repeat(self, repeats: int) -> None:
         """Put each sequence `repeats` times in a row; no packed byte is moved."""
@@ -353,7 +353,7 @@ class PackedHistory:
         do not bring the others; this reads the history once and waits for the device.
         """
         found = sequence_index(index, self.batch, "index").to(self.device)
-        self.prepare_take(lambda t, dim: t.index_select(dim, found))()
+        self.prepare_take(lambda t, dim: _indexed(t, dim, found))()
         self.pack_anew()
 
     def prepare_take(self, take: Take) -> Commit:
@@ -584,3 +584,11 @@ def check_options(window: int, block_tokens: int, reserve_tokens: int) -> None:
         raise ArgumentError(
             f"block_tokens: {block_tokens}, accepted are powers of two from 1 to 4096"
         )
+
+
+def _indexed(t: torch.Tensor, dim: int, index: Any) -> torch.Tensor:
+    """Return what an index takes of dimension 0 or 1."""
+    if t.is_floating_point() and t.itemsize == 1:
+        # As bytes: torch 2.8 cannot index 8-bit floats on the CPU.
+        return _indexed(t.view(torch.uint8), dim, index).view(t.dtype)
+    return t[index] if dim == 0 else t[:, index]

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import scipy.sparse
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "examples"))
@@ -74,6 +73,8 @@ def made() -> dict[str, Any]:
 @pytest.fixture(scope="session")
 def planetoid(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Write that graph as Planetoid's files have it: test nodes shuffled, one in none."""
+    import scipy.sparse
+
     folder = tmp_path_factory.mktemp("planetoid")
     data = made()
     numbers = np.delete(np.arange(TESTED_FROM, N_NODES), ISOLATED - TESTED_FROM)

@@ -126,7 +126,8 @@ class Histories(RuleBasedStateMachine):
         if mask:
             index = torch.zeros(self.batch, dtype=torch.bool).index_fill(0, index, True)
         self.packed.select(index)
-        self.tokens = self.tokens[index]
+        bits = self.tokens.view(torch.uint8) if self.tokens.itemsize == 1 else self.tokens
+        self.tokens = bits[index].view(self.tokens.dtype)  # torch 2.8 cannot index 8-bit floats
         self.batch = self.tokens.shape[0]
 
     @rule()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import re
 from typing import Any
 
 import numpy as np
@@ -208,7 +209,13 @@ FUNCTIONAL = {
 @pytest.mark.parametrize("use", FUNCTIONAL.values(), ids=FUNCTIONAL)
 def test_functions_of_torch_func_take_it(t, x, use):
     assert not decoded_whole(t)
-    assert same(use(t), use(x))
+    try:
+        expected = use(x)
+    except RuntimeError as error:  # older versions of torch cannot do all of it
+        with pytest.raises(RuntimeError, match=re.escape(str(error))):
+            use(t)
+        return
+    assert same(use(t), expected)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch, where a graph breaks
