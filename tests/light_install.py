@@ -19,9 +19,9 @@ ABSENT = ["cupy", "matplotlib", "numba", "rich", "safetensors", "scipy"]
 IMPORT_LIMIT_SECONDS = 0.5
 TIMED_IMPORT = (
     "import time, numpy, torch\n"
-    "start = time.perf_counter()\n"
+    "start = time.process_time()\n"
     "import bitslab\n"
-    "print(time.perf_counter() - start)"
+    "print(time.process_time() - start)"
 )
 
 failures = 0
