@@ -39,6 +39,9 @@ MIN_SAMPLE_ROWS = 8
 BATCH_BYTES = 32 << 20  # rows that are packed at once
 #: Rows shorter than this are packed as if they had as many bytes: what is known of each takes more.
 COUNTED_ROW_BYTES = 64
+#: Narrow rows are packed each alone, so that a gather reads no others, where that saves anything
+#: and takes at most so many times what they take together.
+MOST_TAKEN_ALONE = 3.0
 #: Of the packed rows of a table in place, this share is fetched whole at first.
 TYPICAL_SHARE = 0.95
 #: Lengths of rows above this many words are not counted one by one.
@@ -298,7 +301,14 @@ def fitted_to_items(
     shape = tuple(sample.shape[1:])
     each = _items_of_rows(codec, shape, sample.dtype)
     n_rows = None if n_items is None else ceil_div(n_items, each)
-    fitted = choose_codec(items_as_rows(sample, each), codec, n_rows, options)
+    rows = items_as_rows(sample, each)
+    fitted = choose_codec(rows, codec, n_rows, options)
+    if isinstance(codec, str) and isinstance(fitted, InvariantCodec) and each > 1:
+        alone = choose_codec(sample, codec, n_items, options)
+        if isinstance(alone, InvariantCodec) and _shrinks(alone, sample):
+            most_bytes = MOST_TAKEN_ALONE * _packed_bytes(fitted, rows)
+            if _packed_bytes(alone, sample) <= most_bytes:
+                return alone
     return RawCodec(shape, sample.dtype) if isinstance(fitted, RawCodec) else fitted
 
 
@@ -342,10 +352,14 @@ def check_table_codec(cls: type[RowCodec], where: str) -> None:
 def _shrinks(fitted: RowCodec, sample: torch.Tensor) -> bool:
     """Tell whether packing makes rows like the sample's smaller, their metadata counted."""
     assert isinstance(fitted, InvariantCodec)
-    n = sample.shape[0]
+    return _packed_bytes(fitted, sample) < sample.shape[0] * fitted.row_bytes
+
+
+def _packed_bytes(codec: InvariantCodec, rows: torch.Tensor) -> int:
+    """Return the bytes that rows take packed, with what finds them."""
     # Rows kept raw take whole words among packed ones.
-    words = (fitted.packed_bytes(sample) + 3) // 4
-    return 4 * int(words.sum()) + fitted.row_metadata_bytes(n) < n * fitted.row_bytes
+    words = (codec.packed_bytes(rows) + 3) // 4
+    return 4 * int(words.sum()) + codec.row_metadata_bytes(rows.shape[0])
 
 
 def items_as_rows(items: torch.Tensor, each: int) -> torch.Tensor:

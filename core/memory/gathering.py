@@ -107,7 +107,7 @@ def _gather_prepared(
         return prepared.gather(ids, data)
     total = 0
 
-    def decode(rows: torch.Tensor, decoded: torch.Tensor) -> int:
+    def decode(rows: torch.Tensor, decoded: torch.Tensor, _: object) -> int:
         nonlocal total
         damaged, words = prepared.gather(rows, decoded)
         total += words

@@ -48,9 +48,10 @@ class CompressedTable(HostTable):
         (rounded up to 4), host memory does not shrink, and a GPU keeps one bit a row (IBP,
         section 5).
     rows_per_packed_row : int
-        Rows shorter than 64 bytes are packed by as many as make about 256 bytes, and the sizes
-        above are those of such a packed row. A gather reads and decodes it whole for each id, an
-        update packs it anew. 1 for other rows, and where packing gains nothing.
+        Rows shorter than 64 bytes that pack far less each alone are packed by as many as make about
+        256 bytes, and the sizes above are those of such a packed row. A gather reads and decodes it
+        whole for each id, an update packs it anew. 1 for other rows, and where packing gains
+        nothing.
     codec : RowCodec
         What packed the rows, `rows_per_packed_row` of them as one; RawCodec when packing gains
         nothing: rows then take exactly their bytes, whatever these are, and no gather pays for it.

@@ -256,6 +256,17 @@ def test_a_codec_fitted_to_rows_or_to_some_together_is_taken_as_it_is():
             CompressedTable.from_tensor(t, codec=InvariantCodec.fit(rows))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_narrow_rows_that_pack_well_alone_are_packed_alone(dtype):
+    """A gather then reads no others."""
+    torch.manual_seed(3)
+    t = (torch.randint(16, (4000, 8)) / 16).to(dtype)
+    with CompressedTable.from_tensor(t) as table:
+        assert table.rows_per_packed_row == 1 and table.ratio > 1.1
+        table.gather(torch.randint(4000, (1000,)))
+        assert table.stats()["moved_bytes"] < 1000 * table.row_bytes
+
+
 def test_batches_of_any_size_share_packed_rows():
     t, table = narrow_table(5003)
     batches = torch.split(t, [1, 7, 2000, 2995])

@@ -20,7 +20,7 @@ from ..format import (
 )
 from .compiling import call
 from .constants import chunks_of, constants_of, unsigned
-from .items import gather_cached_items, gather_items, without_items
+from .items import count_items, gather_cached_items, gather_items, without_items
 from .loading import encoding_shorts, gathering, mapping, packing
 from .places import HOST_SOURCES, NO_IDS, Places, decode_places
 from .prepared import PreparedTable
@@ -392,8 +392,8 @@ def gather_rows(
         Rows that its map holds are decoded from its slabs.
     counters : torch.Tensor, optional
         int64 ``[2 * (MAX_SLABS + 1)]``, added to: rows from each slab, rows from the table, words
-        of the rows from each slab (packed, or row_words), words of those from the table. With a
-        cache a row counts once for each item that is wanted of it.
+        of the rows from each slab (packed, or row_words), words of those from the table. A row
+        counts once for each item that is wanted of it, its words as often as they are read.
     first_bad : torch.Tensor, optional
         int64 ``[1]``; nothing is gathered unless it is -1.
     order, sm_budget
@@ -440,13 +440,16 @@ def _gather_items(
     rows = without_items(table)
     rows_in_cache = None if cache is None or cache.holds_items else cache
 
-    def decode(wanted: torch.Tensor, decoded: torch.Tensor) -> int:
-        return gather_rows(rows, layout, wanted, decoded, cache=rows_in_cache, counters=counters)
+    def decode(wanted: torch.Tensor, decoded: torch.Tensor, shared: np.ndarray[Any, Any]) -> int:
+        own = None if counters is None else torch.zeros_like(counters)
+        bad = gather_rows(rows, layout, wanted, decoded, cache=rows_in_cache, counters=own)
+        if own is not None and counters is not None and bad < 0:
+            count_items(counters, own, rows_in_cache, wanted, shared)
+        return bad
 
     def gather(wanted: torch.Tensor, items: torch.Tensor) -> int:
         sizes = (table.n_items, table.items_per_row, layout.format.row_bytes)
-        one_by_one = cache is not None  # whose rows are counted by the items that are wanted
-        return gather_items(*sizes, wanted, items, decode, one_by_one=one_by_one)
+        return gather_items(*sizes, wanted, items, decode)
 
     if cache is not None and cache.holds_items:
         return gather_cached_items(table.n_items, cache, ids, out, counters, gather)

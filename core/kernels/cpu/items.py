@@ -24,13 +24,14 @@ from .constants import unsigned
 from .loading import gathering, mapping
 from .threads import run_ranges
 
+Array = np.ndarray[Any, Any]
+
 #: Decoded rows that are held at once.
 SCRATCH_BYTES = 2 << 20
 
-Array = np.ndarray[Any, Any]
-#: Takes rows int64 ``[m]`` and uint8 ``[m, row_bytes]`` to decode them to; returns the number of a
-#: damaged row, or -1.
-DecodeRows = Callable[[torch.Tensor, torch.Tensor], int]
+#: Takes rows int64 ``[m]``, uint8 ``[m, row_bytes]`` to decode them to, and int64 ``[m]``, how many
+#: items are wanted of each; returns the number of a damaged row, or -1.
+DecodeRows = Callable[[torch.Tensor, torch.Tensor, Array], int]
 
 
 def gather_items(
@@ -40,10 +41,8 @@ def gather_items(
     ids: torch.Tensor,
     out: torch.Tensor,
     decode: DecodeRows,
-    *,
-    one_by_one: bool = False,
 ) -> int:
-    """Gather items by id.
+    """Gather items by id; those in one row that follow one another share its decoding.
 
     Parameters
     ----------
@@ -57,8 +56,6 @@ def gather_items(
         uint8 ``[n, item_bytes]``, contiguous.
     decode : callable
         Decodes rows of the table.
-    one_by_one : bool
-        Whether to decode a row for each id; else ids in a row that follow one another share it.
 
     Returns
     -------
@@ -72,11 +69,11 @@ def gather_items(
         some = numbers[begin : begin + step]
         rows = some // each
         starts = np.ones(len(rows), bool)
-        if not one_by_one:
-            np.not_equal(rows[1:], rows[:-1], out=starts[1:])
-        wanted = rows[starts]
+        np.not_equal(rows[1:], rows[:-1], out=starts[1:])
+        first = np.flatnonzero(starts)
+        wanted, shared = rows[first], np.diff(first, append=len(rows))
         scratch = torch.empty((len(wanted), row_bytes), dtype=torch.uint8)
-        bad = decode(torch.from_numpy(wanted), scratch)
+        bad = decode(torch.from_numpy(wanted), scratch, shared)
         if bad >= 0:
             return bad * each
         at = (np.cumsum(starts) - 1) * row_bytes + (some - rows * each) * item_bytes
@@ -118,7 +115,7 @@ def gather_cached_items(
         out.numpy()[missing] = rows.numpy()
     bits = locations.view(np.uint64)
     offsets = bits << np.uint64(64 - SLAB_SHIFT) >> np.uint64(64 - SLAB_SHIFT + OFFSET_SHIFT)
-    slab_of = np.where(locations == NOT_CACHED, MAX_SLABS, bits >> np.uint64(SLAB_SHIFT))
+    slab_of = _source_of(locations)
     for number, slab in enumerate(cache.slabs):
         here = np.flatnonzero(slab_of == number)
         if not len(here):
@@ -135,6 +132,42 @@ def gather_cached_items(
             words = int((locations[here] & MAX_CACHED_ROW_WORDS).sum())
             counters[MAX_SLABS + 1 + number] += words
     return -1
+
+
+def count_items(
+    counters: torch.Tensor,
+    of_rows: torch.Tensor,
+    cache: CacheStorage | None,
+    rows: torch.Tensor,
+    shared: Array,
+) -> None:
+    """Add what a gather of rows counted, where each row stands for the items wanted of it.
+
+    Parameters
+    ----------
+    counters, of_rows : torch.Tensor
+        As for `gather_rows`: to add to, and of the rows.
+    cache : CacheStorage or None
+        What the rows were looked for in.
+    rows : torch.Tensor
+        int64 ``[m]``.
+    shared : numpy.ndarray
+        int64 ``[m]``, items that are wanted of each.
+    """
+    counters[MAX_SLABS + 1 :] += of_rows[MAX_SLABS + 1 :]
+    if cache is None:
+        counters[MAX_SLABS] += int(shared.sum())
+        return
+    locations = np.empty(len(shared), np.int64)
+    call(mapping().map_find, cache.entries.numpy(), rows.numpy(), 0, locations, 0, len(shared))
+    items = np.bincount(_source_of(locations), shared, MAX_SLABS + 1).astype(np.int64)
+    counters[: MAX_SLABS + 1] += torch.from_numpy(items)
+
+
+def _source_of(locations: Array) -> Array:
+    """Return the slab of each location, MAX_SLABS for what is not cached."""
+    slabs = (locations.view(np.uint64) >> np.uint64(SLAB_SHIFT)).astype(np.int64)
+    return np.where(locations == NOT_CACHED, MAX_SLABS, slabs)
 
 
 def without_items(table: TableStorage) -> TableStorage:
