@@ -76,13 +76,15 @@ test: lint types ## lint, check types and run the tests (ARGS goes to pytest)
 
 # In the environment of PYTHON, as it is: torch and cupy for the machine's CUDA, numba, safetensors,
 # rich, pytest, pytest-xdist, hypothesis. Frameworks that are missing are told, and their tests
-# skipped. Workers by free memory and processors; the order of the tests depends on the seed.
+# skipped. Workers by free memory and processors; the order of the tests depends on the seed. Kernels
+# are loaded at once, since loading one may wait for a GPU that a test keeps busy.
 # pytest-benchmark, where it is installed, warns of workers, and warnings are errors.
 gpu-test: ## run the tests that need a GPU, with the packages that PYTHON has (no environment is made)
 	@echo "==> pytest -m gpu; the same order and examples again: make gpu-test SEED=$(SEED)"
 	rm -rf build/lib build/gpu build/bdist.*
 	$(PYTHON) -m pip install --quiet --no-deps --no-build-isolation --target build/gpu .
 	PYTHONPATH=$(CURDIR)/build/gpu BITSLAB_ALLOW_MISSING=1 BITSLAB_SHUFFLE=$(SEED) \
+		CUDA_MODULE_LOADING=EAGER OMP_NUM_THREADS=2 \
 		$(PYTHON) -m pytest -m gpu -n auto --dist worksteal -p no:benchmark \
 		--hypothesis-seed=$(SEED) $(ARGS)
 

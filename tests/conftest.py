@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import random
@@ -140,6 +141,15 @@ def no_waiting() -> Iterator[Callable[[], AbstractContextManager[None]]]:
 def held_stream() -> Callable[..., AbstractContextManager[None]]:
     """Return a context in which nothing queued on a stream runs; see `tests.gpu.held`."""
     return gpu.held
+
+
+@pytest.fixture
+def forks() -> Iterator[None]:
+    """Let no forked child collect what earlier tests left: it cannot free memory of a GPU."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
 
 
 @pytest.fixture

@@ -112,10 +112,10 @@ def test_release_and_page_locking_keep_away_from_a_capture():
     assert lazily.ensure_pinned() and x.eq(2).all()
 
 
+@pytest.mark.usefixtures("forks")
 def test_a_forked_child_reads_it_and_leaves_page_locking_alone():
     u = make(torch.arange(6000.0).view(100, 60))
     assert buffer_of(u).pinned
-    gc.collect()  # tensors on the GPU that the child would collect, which it cannot
     child = os.fork()
     if not child:
         status = 1
@@ -268,9 +268,11 @@ def test_a_gather_waits_for_nothing_and_can_be_captured(no_waiting):
     ids = torch.randint(1000, (200,), device="cuda")
     out = torch.empty(200, 33, device="cuda")
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(2):
             torch.index_select(u, 0, ids, out=out)
+    torch.cuda.current_stream().wait_stream(stream)
     with no_waiting():
         torch.index_select(u, 0, ids, out=out)
     graph = torch.cuda.CUDAGraph()
@@ -398,6 +400,7 @@ class Rows(Dataset[Any]):
         return self.x[i]
 
 
+@pytest.mark.usefixtures("forks")
 @pytest.mark.parametrize("affinity", ["host", "device"])
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_workers_read_it_and_batches_are_page_locked(method, affinity):

@@ -21,6 +21,7 @@ from bitslab.integrations.embedding import (
     compress_embeddings,
     restore_embeddings,
 )
+from tests.helpers import random_bits
 from tests.integrations.embedding.support import D, N, assert_same, batches, lookup, loss_of, table
 
 SMALL: dict[str, Any] = {"min_rows": 20, "cache_ratio": 0.3}
@@ -88,7 +89,9 @@ def test_a_model_trains_as_before_and_is_what_it_was_when_restored():
 
 
 def test_the_report_is_for_people_and_for_machines():
-    report = compress_embeddings(Model(), **SMALL)
+    model = Model()
+    model.bag.weight.data = random_bits(torch.float32, (N, D))
+    report = compress_embeddings(model, **SMALL)
     text = str(report)
     for words in ("table", "ratio", "bag", "more.seq.0", "all", "left alone:", "items.1: has 10"):
         assert words in text

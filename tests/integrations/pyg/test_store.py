@@ -344,6 +344,7 @@ def test_it_goes_to_other_processes_and_files(store):
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("forks")
 def test_rows_come_to_the_gpu():
     data, store = homogeneous_stores(device="cuda", cache_ratio=0.5)
     sampler = Neighbours(data)

@@ -158,6 +158,7 @@ def test_a_worker_says_that_it_cannot_use_a_gpu(monkeypatch):
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("forks")
 @pytest.mark.parametrize("options", [{}, {"codec": "raw", "cache_codec": "auto"}], ids=str)
 @pytest.mark.parametrize("make", [homogeneous, heterogeneous], ids=["data", "hetero"])
 def test_rows_are_decoded_on_the_gpu(make, options):
