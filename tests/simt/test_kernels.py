@@ -178,6 +178,25 @@ def test_damaged_rows_never_reach_outside_the_buffers(variant, part):
     assert told > 0 or part == "words"
 
 
+@pytest.mark.parametrize("ids", [None, torch.arange(40)], ids=["in-order", "by-id"])
+@pytest.mark.parametrize("uniform", [False, True], ids=["positional", "uniform"])
+def test_a_row_of_a_cluster_that_is_not_there_looks_at_no_profile(uniform, ids):
+    case = make_case(Variant("decode", 2, 1, False, uniform, 1), clusters=3, n_rows=40)
+    storage, facts = pack_on_cpu(case)
+    layout = case.layout
+    guards = {"tables": guarded(layout.tables), "starts": guarded(layout.starts)}
+    for row, cluster in ((7, 3), (39, 255)):
+        clusters = storage.row_clusters.clone()
+        clusters[row] = cluster
+        kernels, runner = simt_kernels()
+        out = torch.zeros_like(case.rows)
+        damaged = replace(storage, row_clusters=clusters)
+        kernels.decode_rows(damaged, replace(layout, **guards), ids, 0, out, facts)
+        assert runner.mailbox[0] == DAMAGED_ERROR
+        good = torch.arange(40) != row
+        assert torch.equal(out[good], case.rows[good])
+
+
 @pytest.mark.parametrize("change_words", [1 << 20, 1 << 30, (1 << 31) - 75])
 def test_damaged_lengths_of_four_bytes_do_not_wrap_around(change_words):
     variant = Variant("decode", 4, 1, True, True, 4)

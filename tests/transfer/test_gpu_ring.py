@@ -117,10 +117,15 @@ def test_the_host_never_waits_and_nothing_is_allocated(run_ahead):
         for _ in range(20):
             ring.get()
         torch.cuda.synchronize()
-        before = torch.cuda.memory_stats()["num_device_alloc"]
-        # A stream's queue takes about a thousand launches.
-        run_ahead(lambda: places.update(ring.get().data_ptr() for _ in range(50)))
-        assert torch.cuda.memory_stats()["num_device_alloc"] == before
+        made: list[int] = []
+
+        def get_fifty() -> None:  # a stream's queue takes about a thousand launches
+            made.append(torch.cuda.memory_stats()["num_device_alloc"])
+            places.update(ring.get().data_ptr() for _ in range(50))
+            made.append(torch.cuda.memory_stats()["num_device_alloc"])
+
+        run_ahead(get_fifty)
+        assert made[0] == made[1]
         assert len(places) == 2
 
 

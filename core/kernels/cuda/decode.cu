@@ -51,9 +51,13 @@ __device__ __forceinline__ void fetch_run(const Args& a, const Run& run, i64 til
       s.at = STAGED ? at - origin : (i64)(run.words + at);
       s.length = agrees && wanted ? length : NO_ROW;
       s.cluster = CLUSTERED && a.row_clusters && wanted ? a.row_clusters[row] : 0;
-      if (s.cluster >= a.clusters) s.length = NO_ROW;
+      const bool known = s.cluster < a.clusters;
+      if (!known) {
+        s.length = NO_ROW;
+        s.cluster = 0;  // whose profile is there to be looked at
+      }
       slots[lane - from] = s;
-      if (wanted && (!agrees || s.cluster >= a.clusters)) report(a.mailbox, ERROR_DAMAGED, row, 0, a.n_rows);
+      if (wanted && !(agrees && known)) report(a.mailbox, ERROR_DAMAGED, row, 0, a.n_rows);
     }
   }
   if (STAGED && sound) copy_words(stage, run.words, origin, begin, end, threadIdx.x, 32 * WARPS);

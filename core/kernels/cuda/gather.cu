@@ -214,6 +214,7 @@ __device__ __forceinline__ void fetch_chosen(const Args& a, const Table& t, Want
       s.at = (i64)p;
     } else if (!sound || s.cluster >= a.clusters || !fits) {
       s.length = NO_ROW;
+      s.cluster = 0;  // whose profile is there to be looked at
       if (lane8 == 0) report(a.mailbox, ERROR_DAMAGED, row * t.items_per_row, 0, t.n_items);
     } else {
       s.at = STAGED ? lead + j * a.slot_words : (i64)p;
