@@ -85,7 +85,7 @@ class ParameterWatch:
 
         Where not all rows are resident only a step by hand may do that: it changes no rows but
         those that have a gradient. So may a write that changes nothing, such as the broadcast of
-        DistributedDataParallel.
+        DistributedDataParallel, while no row that has been trained waits to be written back.
 
         Raises
         ------

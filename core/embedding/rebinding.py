@@ -254,10 +254,16 @@ def _note(weight: torch.Tensor, by: Sequence[Any]) -> None:
     _replaced[key] = _Replaced(weakref.ref(weight, forget), [weakref.ref(each) for each in by])
 
 
-def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Refuse a step that leaves alone what it was made to train."""
+def _before_step(
+    optimizer: torch.optim.Optimizer, given: tuple[Any, ...], options: dict[str, Any]
+) -> None:
+    """Refuse a step that leaves alone what it was made to train.
+
+    Gradients that a closure is to make are not there yet.
+    """
     if not _replaced:
         return
+    closure = options.get("closure", given[1] if len(given) > 1 else None)
     for group in optimizer.param_groups:
         params: list[torch.Tensor] = group["params"]
         for weight in params:
@@ -265,7 +271,10 @@ def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             if entry is None or entry.weight() is not weight:
                 continue
             for parameter in entry.parameters():
-                if parameter.grad is not None and not _has_owner(entry, parameter):
+                trained = parameter.grad is not None or (
+                    closure is not None and parameter.requires_grad
+                )
+                if trained and not _has_owner(entry, parameter):
                     kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
                     raise BitslabError(
                         f"optimizer: {kind} was made before its weight {list(weight.shape)} was "

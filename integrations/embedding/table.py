@@ -151,8 +151,9 @@ class TableModule(RowsModule):
 
         It can be read, not written to nor trained, because the table would not change with it: for
         that there are `CachedRows.load` and ``parameters()``. That holds for its views too, such as
-        ``detach()``, ``data`` and ``numpy()``. What ``clone()``, ``cpu()`` and ``to(...)`` make of
-        them is a plain tensor of the caller's own.
+        ``detach()``, ``data`` and ``numpy()``; writes through DLPack (``torch.from_dlpack``) cannot
+        be refused, and do not reach the table either. What ``clone()``, ``cpu()`` and ``to(...)``
+        make of them is a plain tensor of the caller's own.
         """
         whole = self.rows.whole()
         if torch.is_grad_enabled() and self.rows.parameter.requires_grad:

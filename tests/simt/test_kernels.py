@@ -184,14 +184,14 @@ def test_a_row_of_a_cluster_that_is_not_there_looks_at_no_profile(uniform, ids):
     case = make_case(Variant("decode", 2, 1, False, uniform, 1), clusters=3, n_rows=40)
     storage, facts = pack_on_cpu(case)
     layout = case.layout
-    guards = {"tables": guarded(layout.tables), "starts": guarded(layout.starts)}
+    layout = replace(layout, tables=guarded(layout.tables), starts=guarded(layout.starts))
     for row, cluster in ((7, 3), (39, 255)):
         clusters = storage.row_clusters.clone()
         clusters[row] = cluster
         kernels, runner = simt_kernels()
         out = torch.zeros_like(case.rows)
         damaged = replace(storage, row_clusters=clusters)
-        kernels.decode_rows(damaged, replace(layout, **guards), ids, 0, out, facts)
+        kernels.decode_rows(damaged, layout, ids, 0, out, facts)
         assert runner.mailbox[0] == DAMAGED_ERROR
         good = torch.arange(40) != row
         assert torch.equal(out[good], case.rows[good])

@@ -222,6 +222,24 @@ def test_one_that_cannot_be_taken_over_raises_with_the_line_to_move():
             stale.step()
 
 
+@pytest.mark.parametrize("kind", [Own, torch.optim.LBFGS], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("named", [False, True], ids=["position", "keyword"])
+def test_a_closure_hides_no_step_that_would_train_nothing(kind, named):
+    model = Model()
+    optimizer = kind(model.parameters())
+    compress_embeddings(model, **SMALL)
+
+    def closure() -> Any:
+        optimizer.zero_grad()
+        model.zero_grad()
+        loss = loss_of(model(batches(1)[0]))
+        loss.backward()
+        return loss
+
+    with pytest.raises(BitslabError, match=f"{kind.__name__} was made before its weight"):
+        optimizer.step(closure=closure) if named else optimizer.step(closure)
+
+
 def test_parameters_listed_before_are_no_use_afterwards():
     model = Model()
     listed = list(model.parameters())
