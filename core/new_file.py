@@ -78,6 +78,7 @@ class NewFile:
             self.temporary, self._locked = _make(folder)
         except OSError as error:
             raise _named(error, self.requested) from error
+        self._process = os.getpid()
         state = os.fstat(self._locked.fileno())
         self._identity = (state.st_dev, state.st_ino)
 
@@ -110,10 +111,18 @@ class NewFile:
             raise _named(error, self.requested) from error
 
     def close(self) -> None:
-        """Release the lock, and remove the file unless it has its name; again does nothing."""
-        if not self._locked.closed:
+        """Release the lock, and remove the file unless it has its name; again does nothing.
+
+        A child that was forked meanwhile only forgets the file, which its parent writes.
+        """
+        if self._locked.closed:
+            return
+        if os.getpid() == self._process:
             self.temporary.unlink(missing_ok=True)  # after a rename there is none
-            self._locked.close()
+            # Not by closing alone: a forked child has the file open too.
+            with contextlib.suppress(OSError):
+                fcntl.flock(self._locked, fcntl.LOCK_UN)
+        self._locked.close()
 
     def named(self, error: OSError) -> OSError:
         """Return an error of writing as one that names the file that was asked for.

@@ -218,3 +218,26 @@ def test_many_threads_write_into_one_folder(tmp_path: Path) -> None:
         thread.join()
     assert not failed and os.listdir(tmp_path) == ["x"]
     assert len(set((tmp_path / "x").read_bytes())) == 1
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_child_forked_while_a_file_is_written_keeps_no_lock_on_it(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    new = NewFile(path)
+    wait, go = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            new.close()  # as when the child's copy is collected
+            os.read(wait, 1)
+        finally:
+            os._exit(0)
+    try:
+        assert new.temporary.exists()
+        new.commit()
+        new.close()
+        with open(path, "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    finally:
+        os.write(go, b"x")
+        os.waitpid(child, 0)

@@ -10,10 +10,14 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from ..errors import ArgumentError
+
+#: Pauses, in seconds, before a file that is locked is looked at again.
+_LOOKS_S = (0.005, 0.02, 0.05)
 
 
 def hold(fd: int) -> None:
@@ -69,7 +73,16 @@ def one_writer(folder: Path) -> Iterator[int]:
 
 
 def _is_used(path: str | os.PathLike[str]) -> bool:
-    """Return whether somebody has marked a file as used."""
+    """Return whether somebody has marked a file as used.
+
+    A mark lasts; another writer's look at the file, or the end of its writing, does not.
+    """
+    return _is_locked(path) and all(_is_locked(path, after_s) for after_s in _LOOKS_S)
+
+
+def _is_locked(path: str | os.PathLike[str], after_s: float = 0.0) -> bool:
+    """Return whether somebody has a lock on a file, after a pause."""
+    time.sleep(after_s)
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError:

@@ -6,6 +6,7 @@ import gc
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -163,3 +164,16 @@ def test_a_forked_child_that_drops_its_copy_leaves_the_file_in_use(tmp_path):
         check_free(tmp_path / "file", "path")
     release(fd, owner=os.getpid())
     check_free(tmp_path / "file", "path")
+
+
+def test_writers_that_look_at_once_do_not_take_each_other_for_a_model(tmp_path):
+    path = tmp_path / "weights"
+    path.write_bytes(b"")
+
+    def look() -> None:
+        for _ in range(200):
+            check_free(path, "disk")
+
+    with ThreadPoolExecutor(2) as pool:
+        for done in [pool.submit(look) for _ in range(2)]:
+            done.result()
