@@ -526,7 +526,8 @@ def test_a_compile_error_carries_the_compilers_message(tmp_path, monkeypatch):
         SimtModule('\nextern "C" __global__ void k() { nonsense(); }', {}, ["k"])
     with pytest.raises(ValueError, match="cannot rewrite"):
         SimtModule("extern __shared__ int a[4];", {}, [])
-    assert list(tmp_path.iterdir()) == []
+    # The emulator's header may be there: what compiles first in a process makes it.
+    assert [path for path in tmp_path.iterdir() if path.suffix != ".header"] == []
     text = 'extern "C" __global__ void k(int* x) { *x = VALUE; }'
     for value in (1, 2, 1):
         x = np.zeros(1, np.int32)
