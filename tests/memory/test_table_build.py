@@ -366,7 +366,12 @@ for kind, (layout, codec) in KINDS.items():
     few = iter(next(batches())[:500].split(100))
     CompressedTable.from_tensor(few, layout, codec).close()  # compiles
     for source in (mapped, batches):
-        found[f"{kind} {source.__name__}"] = extra(source(), layout, codec)
+        # The least of up to four: what malloc keeps of freed memory comes on top, by chance.
+        name = f"{kind} {source.__name__}"
+        for _ in range(4):
+            found[name] = min(extra(source(), layout, codec), found.get(name, rows * columns * 4))
+            if found[name] < 6 * build.BATCH_BYTES:
+                break
 print(json.dumps({"extra": found, "raw": rows * columns * 4, "batch": build.BATCH_BYTES}))
 """
 
@@ -385,7 +390,7 @@ def test_extra_memory_while_a_table_is_made_is_a_few_batches(tmp_path):
     # The packed rows lie in a memory file, which counts only where it is mapped and touched.
     assert found["raw"] > 12 * found["batch"]
     for name, extra in found["extra"].items():
-        assert extra < 8 * found["batch"], (name, found)
+        assert extra < 7 * found["batch"], (name, found)
 
 
 def test_short_rows_are_packed_in_batches_that_count_their_metadata():
