@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from timing import cpu_seconds
 
-from bitslab.codecs.invariant.codec import InvariantCodec
+from bitslab.engine.codecs.invariant.codec import InvariantCodec
 
 Rows = list[dict[str, Any]]
 PEER_MB = 32

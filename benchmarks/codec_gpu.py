@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from timing import gpu_seconds
 
-from bitslab.codecs.base import PackedRows
-from bitslab.codecs.invariant.codec import InvariantCodec
-from bitslab.codecs.invariant.profile import Profile
-from bitslab.kernels.format import RowFormat
-from bitslab.transfer.stream import Via
+from bitslab.engine.codecs.base import PackedRows
+from bitslab.engine.codecs.invariant.codec import InvariantCodec
+from bitslab.engine.codecs.invariant.profile import Profile
+from bitslab.engine.kernels.format import RowFormat
+from bitslab.engine.transfer.stream import Via
 
 Rows = list[dict[str, Any]]
 PUBLISHED: dict[str, Any] = {

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 import bitslab
-from bitslab.codecs.invariant.codec import InvariantCodec
+from bitslab.engine.codecs.invariant.codec import InvariantCodec
 
 Rows = list[dict[str, Any]]
 

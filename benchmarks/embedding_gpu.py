@@ -31,8 +31,9 @@ from embedding_ids import Draw, trained_like
 
 import bitslab
 from bitslab.embedding import CachedRows
+from bitslab.engine.advisor import pays_to_sort_rows
+from bitslab.engine.transfer.gather import gather_copied_rows
 from bitslab.integrations.embedding import CachedEmbeddingBag
-from bitslab.transfer.gather import gather_copied_rows
 
 Rows = list[dict[str, Any]]
 Lookup = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -123,8 +124,13 @@ def _ways(
 
     def zero_copy(ids: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         rows = torch.empty(len(ids), weight.shape[1], device="cuda")
+        raw_rows = raw._parts.raw_rows()
         gather_copied_rows(
-            raw._parts.raw_rows(), row_bytes, ids, rows.view(torch.uint8).view(-1, row_bytes)
+            raw_rows,
+            row_bytes,
+            ids,
+            rows.view(torch.uint8).view(-1, row_bytes),
+            sort=pays_to_sort_rows(rows.device, raw_rows, len(raw_rows), len(ids)),
         )
         index = torch.arange(len(ids), device="cuda")
         return F.embedding_bag(index, rows, offsets, mode="sum")

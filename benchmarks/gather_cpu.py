@@ -12,7 +12,7 @@ import torch
 from timing import cpu_seconds
 
 import bitslab
-from bitslab.memory.parts import Layout
+from bitslab.tables.parts import Layout
 
 Rows = list[dict[str, Any]]
 TABLE_BYTES = 400 << 20

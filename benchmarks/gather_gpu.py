@@ -18,10 +18,10 @@ from codec_gpu import masked, masked_codec
 from timing import cpu_seconds, gpu_seconds
 
 import bitslab
-from bitslab.codecs.invariant.codec import InvariantCodec
-from bitslab.memory.host import HostBuffer
-from bitslab.memory.parts import Layout
-from bitslab.transfer.gather import gather_copied_rows
+from bitslab.engine.codecs.invariant.codec import InvariantCodec
+from bitslab.engine.memory.host import HostBuffer
+from bitslab.engine.transfer.gather import gather_copied_rows
+from bitslab.tables.parts import Layout
 
 Rows = list[dict[str, Any]]
 GIB = 1 << 30

@@ -13,11 +13,14 @@ from typing import TYPE_CHECKING, Any
 if __name__ != "bitslab":
     raise ImportError("import bitslab, not its folder: this package is installed as 'bitslab'")
 
-__version__ = "0.1.0"
+from .version import __version__  # noqa: E402
 
 if TYPE_CHECKING:
-    from .codecs import InvariantCodec, PackedRows, RawCodec, RowCodec
-    from .container import load, load_file, save_file
+    from .compressed import CompressedTensor, compress, decompress, load, load_file, save_file
+    from .engine.codecs import InvariantCodec, PackedRows, RawCodec, RowCodec
+    from .engine.codecs.registry import codec_names, get_codec, register_codec
+    from .engine.kernels.cuda import raise_pending_errors
+    from .engine.transfer.ring import PrefetchRing
     from .errors import (
         ArgumentError,
         ArgumentTypeError,
@@ -27,15 +30,11 @@ if TYPE_CHECKING:
         IndexRangeError,
         MissingExtraError,
     )
-    from .kernels.cuda import raise_pending_errors
-    from .memory import hotness
-    from .memory.feature import CompressedFeature
-    from .memory.slabs import SlabCache
-    from .memory.table import CompressedTable
-    from .memory.unified import UnifiedTensor, unified
-    from .registry import codec_names, get_codec, register_codec
-    from .tensor import CompressedTensor, compress, decompress
-    from .transfer.ring import PrefetchRing
+    from .tables import hotness
+    from .tables.feature import CompressedFeature
+    from .tables.slabs import SlabCache
+    from .tables.table import CompressedTable
+    from .tensors.unified import UnifiedTensor, unified
 
 __all__ = [
     "ArgumentError",
@@ -71,8 +70,7 @@ __all__ = [
 
 #: Modules that the public names come from, each with its names.
 _HOMES = {
-    "codecs": ("InvariantCodec", "PackedRows", "RawCodec", "RowCodec"),
-    "container": ("load", "load_file", "save_file"),
+    "engine.codecs": ("InvariantCodec", "PackedRows", "RawCodec", "RowCodec"),
     "errors": (
         "ArgumentError",
         "ArgumentTypeError",
@@ -82,14 +80,14 @@ _HOMES = {
         "IndexRangeError",
         "MissingExtraError",
     ),
-    "kernels.cuda": ("raise_pending_errors",),
-    "memory.feature": ("CompressedFeature",),
-    "memory.slabs": ("SlabCache",),
-    "memory.table": ("CompressedTable",),
-    "memory.unified": ("UnifiedTensor", "unified"),
-    "registry": ("codec_names", "get_codec", "register_codec"),
-    "tensor": ("CompressedTensor", "compress", "decompress"),
-    "transfer.ring": ("PrefetchRing",),
+    "engine.kernels.cuda": ("raise_pending_errors",),
+    "tables.feature": ("CompressedFeature",),
+    "tables.slabs": ("SlabCache",),
+    "tables.table": ("CompressedTable",),
+    "tensors.unified": ("UnifiedTensor", "unified"),
+    "engine.codecs.registry": ("codec_names", "get_codec", "register_codec"),
+    "compressed": ("CompressedTensor", "compress", "decompress", "load", "load_file", "save_file"),
+    "engine.transfer.ring": ("PrefetchRing",),
 }
 
 
@@ -98,7 +96,7 @@ def _imported(name: str) -> Any:
     for home, names in _HOMES.items():
         if name in names:
             return getattr(importlib.import_module(f".{home}", __name__), name)
-    module = f"{__name__}.{'memory.hotness' if name == 'hotness' else name}"
+    module = f"{__name__}.{'tables.hotness' if name == 'hotness' else name}"
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:

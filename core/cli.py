@@ -10,10 +10,10 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
-from . import __version__
+from .engine.files.new_file import NewFile
 from .errors import BitslabError, CorruptedDataError
-from .new_file import NewFile
-from .options import DECODE_GBPS, LINK_GBPS, READABLE, SAFETENSORS, WRITABLE, note
+from .report.options import DECODE_GBPS, LINK_GBPS, READABLE, SAFETENSORS, WRITABLE, note
+from .version import __version__
 
 OK, DAMAGED, WRONG_USAGE, INTERRUPTED = 0, 1, 2, 130
 
@@ -85,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = build_parser().parse_args(argv)
     try:
-        from . import commands  # not before: help needs no torch, which takes long to import
+        from .report import commands  # not before: help needs no torch, which takes long to import
 
         commands.COMMANDS[arguments.command](arguments)
         return OK

@@ -21,15 +21,17 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, TypeGuard
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, TypeGuard, TypeVar
 
 import torch
 
-from .codecs import RowCodec
-from .codecs.base import elements
 from .dtypes import dtype_from_name, dtype_name, flat_bytes
+from .engine.codecs import PackedRows, RowCodec
+from .engine.codecs.base import elements
+from .engine.codecs.registry import get_codec
+from .engine.files.new_file import PathLike
+from .engine.files.safetensors_writer import write_safetensors
 from .errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -37,10 +39,6 @@ from .errors import (
     CorruptedDataError,
     load_optional,
 )
-from .new_file import PathLike, replacing
-from .registry import get_codec
-from .safetensors_writer import write_safetensors
-from .tensor import CompressedTensor
 
 CONTAINER_VERSION = 1
 ENTRY = "bitslab"
@@ -65,25 +63,34 @@ _STORED_DTYPES = frozenset(
     }
 )
 
+Made = TypeVar("Made")
+
 # Writing
 
 
-def save_file(
-    tensors: Mapping[str, CompressedTensor],
-    path: PathLike,
-    metadata: Mapping[str, str] | None = None,
-) -> None:
-    """Write compressed tensors to a file.
+class PackedTensor(Protocol):
+    """What a file holds of a tensor, and `write_tensors` takes."""
 
-    Parameters
-    ----------
-    tensors : mapping of str to CompressedTensor
-        On any device.
-    path : str or os.PathLike
-        Written under another name in the same folder and then renamed, so that it is the whole
-        file or, after an error, what it was before.
-    metadata : mapping of str to str, optional
-        Kept in the file's metadata, where any reader of safetensors finds it.
+    @property
+    def codec(self) -> RowCodec:
+        """What packed the rows."""
+        ...
+
+    @property
+    def packed(self) -> PackedRows:
+        """The packed rows, on any device."""
+        ...
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the tensor."""
+        ...
+
+
+def write_tensors(
+    path: PathLike, tensors: Mapping[str, PackedTensor], metadata: Mapping[str, str] | None = None
+) -> None:
+    """Write tensors by name straight to `path`; not atomic.
 
     Raises
     ------
@@ -91,34 +98,13 @@ def save_file(
         When a name or metadata key cannot be stored.
     OSError
         When the file cannot be written.
-
-    Notes
-    -----
-    The same tensors and metadata give the same bytes, in every process. A process that is killed
-    leaves a file ``.*.bitslab-tmp`` behind, which the next save into that folder removes.
-
-    Examples
-    --------
-    >>> import bitslab, torch
-    >>> cts = {"a": bitslab.compress(torch.zeros(100, 64)), "b": bitslab.compress(torch.ones(3))}
-    >>> bitslab.save_file(cts, "both.safetensors", {"model": "example"})  # doctest: +SKIP
     """
-    with replacing(path) as temporary:
-        write_file(tensors, temporary, metadata)
-
-
-def write_file(
-    tensors: Mapping[str, CompressedTensor],
-    path: PathLike,
-    metadata: Mapping[str, str] | None = None,
-) -> None:
-    """Write compressed tensors straight to `path`; the part of `save_file` that is not atomic."""
     stored, entries = file_entries(tensors, metadata)
     write_safetensors(path, stored, entries)
 
 
 def file_entries(
-    tensors: Mapping[str, CompressedTensor], metadata: Mapping[str, str] | None = None
+    tensors: Mapping[str, PackedTensor], metadata: Mapping[str, str] | None = None
 ) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """Return the tensors and the metadata that make up the file of `tensors`."""
     entries = dict(metadata or {})
@@ -132,10 +118,6 @@ def file_entries(
     for name, ct in tensors.items():
         if not isinstance(name, str):
             raise ArgumentTypeError(f"tensors: the name {name!r} is no str")
-        if not isinstance(ct, CompressedTensor):
-            raise ArgumentTypeError(
-                f"tensors: {name!r} is a {type(ct).__name__}, expected a CompressedTensor"
-            )
         parts, records[name] = _record(ct)
         stored |= {f"{name}.{part}": t for part, t in parts.items()}
     entries[ENTRY] = json.dumps(
@@ -145,7 +127,7 @@ def file_entries(
     return stored, entries
 
 
-def _record(ct: CompressedTensor) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+def _record(ct: PackedTensor) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Return the parts of a tensor as they are stored, and what the metadata says about it."""
     parts = {name: t.cpu().contiguous() for name, t in ct.packed.parts.items()}
     if any(not name or "." in name or name == CONFIG_PART for name in parts):
@@ -155,7 +137,7 @@ def _record(ct: CompressedTensor) -> tuple[dict[str, torch.Tensor], dict[str, An
         )
     record: dict[str, Any] = {
         "shape": list(ct.shape),
-        "dtype": dtype_name(ct.dtype),
+        "dtype": dtype_name(ct.codec.dtype),
         "codec": ct.codec.name,
         "n_rows": ct.packed.n_rows,
         "row_elements": elements(ct.codec.row_shape),
@@ -178,67 +160,26 @@ def _record(ct: CompressedTensor) -> tuple[dict[str, torch.Tensor], dict[str, An
 # Reading
 
 
-@dataclass(frozen=True)
-class CompressedFile:
-    """What a file holds.
+def read_tensors(
+    path: PathLike, make: Callable[[RowCodec, PackedRows, tuple[int, ...]], Made]
+) -> tuple[dict[str, Made], dict[str, str]]:
+    """Read all tensors of a file and the caller's metadata.
 
     Parameters
     ----------
-    tensors : dict of str to CompressedTensor
+    path : str or os.PathLike
+        The file.
+    make : callable
+        Makes a tensor of codec, packed rows and shape; a `BitslabError` that it raises says that
+        the three do not fit, and so that the file is damaged. The packed rows are memory-mapped
+        from the file. Every byte is read once, to compare the checksums.
+
+    Returns
+    -------
+    tensors : dict of str to what `make` returns
         By name, in the order in which they were saved.
     metadata : dict of str to str
-        The caller's metadata.
-    """
-
-    tensors: dict[str, CompressedTensor]
-    metadata: dict[str, str] = field(default_factory=dict)
-
-
-def load(path: PathLike) -> CompressedTensor:
-    """Read the one compressed tensor of a file.
-
-    Parameters
-    ----------
-    path : str or os.PathLike
-        As `CompressedTensor.save` wrote it.
-
-    Returns
-    -------
-    CompressedTensor
-        On the CPU, its packed rows memory-mapped from the file.
-
-    Raises
-    ------
-    CorruptedDataError
-        When the file is truncated, altered, written by a newer version, or not by bitslab.
-    ArgumentError
-        When the file holds several tensors, or none.
-    OSError
-        When the file cannot be read.
-    MissingExtraError
-        When safetensors is not installed.
-    """
-    tensors = load_file(path)
-    if len(tensors) != 1:
-        raise ArgumentError(
-            f"{os.fspath(path)}: holds {len(tensors)} tensors; load_file returns all by name"
-        )
-    return next(iter(tensors.values()))
-
-
-def load_file(path: PathLike) -> dict[str, CompressedTensor]:
-    """Read all compressed tensors of a file.
-
-    Parameters
-    ----------
-    path : str or os.PathLike
-        As `save_file` wrote it.
-
-    Returns
-    -------
-    dict of str to CompressedTensor
-        On the CPU, their packed rows memory-mapped from the file. Every byte is read once, to
-        compare the checksums.
+        The caller's.
 
     Raises
     ------
@@ -249,11 +190,6 @@ def load_file(path: PathLike) -> dict[str, CompressedTensor]:
     MissingExtraError
         When safetensors is not installed.
     """
-    return read_file(path).tensors
-
-
-def read_file(path: PathLike) -> CompressedFile:
-    """Read all compressed tensors of a file and the caller's metadata; see `load_file`."""
     where = os.fspath(path)
     load_optional("safetensors", extra=None, purpose="loading a compressed tensor")
     from safetensors import SafetensorError, safe_open
@@ -265,7 +201,8 @@ def read_file(path: PathLike) -> CompressedFile:
             records = _read_records(entries)
             keys = set(file.keys())
             tensors = {
-                name: _read_tensor(name, record, file, keys) for name, record in records.items()
+                name: _read_tensor(name, record, file, keys, make)
+                for name, record in records.items()
             }
     except SafetensorError as error:
         raise CorruptedDataError(
@@ -276,7 +213,7 @@ def read_file(path: PathLike) -> CompressedFile:
     if keys:
         raise CorruptedDataError(f"{where}: entries that belong to no tensor: {sorted(keys)}")
     metadata = {k: v for k, v in entries.items() if k not in (ENTRY, CHECKSUM_ENTRY)}
-    return CompressedFile(tensors, metadata)
+    return tensors, metadata
 
 
 def is_compressed(path: PathLike) -> bool:
@@ -317,7 +254,13 @@ def _read_records(entries: Mapping[str, str]) -> dict[str, Any]:
     return records
 
 
-def _read_tensor(name: str, record: Any, file: Any, keys: set[str]) -> CompressedTensor:
+def _read_tensor(
+    name: str,
+    record: Any,
+    file: Any,
+    keys: set[str],
+    make: Callable[[RowCodec, PackedRows, tuple[int, ...]], Made],
+) -> Made:
     """Read and check one tensor; take the entries that belong to it out of `keys`."""
     try:
         fields = _Fields(record)
@@ -332,7 +275,7 @@ def _read_tensor(name: str, record: Any, file: Any, keys: set[str]) -> Compresse
         codec = _read_codec(fields.get("codec", str), config)
         shape = fields.shape()
         _check_geometry(fields, shape, codec)
-        return CompressedTensor(codec, codec.adopt(fields.count("n_rows"), parts), shape)
+        return make(codec, codec.adopt(fields.count("n_rows"), parts), shape)
     except BitslabError as error:
         raise CorruptedDataError(f"tensor {name!r}: {error}") from error
 

@@ -20,7 +20,7 @@ import bitslab
 from tests import gpu
 
 # Asserts outside test_*.py say what differed only when pytest rewrites them.
-pytest.register_assert_rewrite("tests.codecs.contract", "tests.codecs.model")
+pytest.register_assert_rewrite("tests.engine.codecs.contract", "tests.engine.codecs.model")
 
 # Without a choice DGL writes one to the home folder when it is imported.
 os.environ.setdefault("DGLBACKEND", "pytorch")

@@ -20,7 +20,9 @@ import safetensors.torch
 import torch
 
 import bitslab
-from bitslab import cli, commands, registry
+from bitslab import cli
+from bitslab.engine.codecs import registry
+from bitslab.report import commands
 from tests.helpers import packable, random_bits, same_bits
 
 PNG = b"\x89PNG\r\n\x1a\n"

@@ -19,7 +19,9 @@ import safetensors.torch
 import torch
 
 import bitslab
-from bitslab import cli, commands, files, new_file
+from bitslab import cli
+from bitslab.engine.files import new_file
+from bitslab.report import commands, files
 from tests.helpers import same_bits
 
 

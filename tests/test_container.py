@@ -23,8 +23,9 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 import bitslab
-from bitslab import container, registry
-from bitslab.new_file import replacing
+from bitslab import container
+from bitslab.engine.codecs import registry
+from bitslab.engine.files.new_file import replacing
 from tests.helpers import DTYPES, dtype_id, packable, random_bits, same_bits
 
 Edit = Callable[[dict[str, Any]], None]

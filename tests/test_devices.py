@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 import bitslab
-from bitslab.advisor import measure_link
 from bitslab.devices import checked_device, device_or_default, named_device
 from bitslab.embedding import CachedRows
+from bitslab.engine.advisor import measure_link
 from bitslab.errors import ArgumentError, ArgumentTypeError
 from bitslab.integrations.embedding import CachedEmbedding, CachedEmbeddingBag
 from bitslab.offload import offload_weights, restore_weights

@@ -35,11 +35,11 @@ SNIPPETS = [
 
 def test_public_classes_have_examples() -> None:
     shown = {
-        "bitslab.memory.slabs",
-        "bitslab.memory.table",
-        "bitslab.memory.unified",
-        "bitslab.tensor",
-        "bitslab.transfer.ring",
+        "bitslab.tables.slabs",
+        "bitslab.tables.table",
+        "bitslab.tensors.unified",
+        "bitslab.compressed",
+        "bitslab.engine.transfer.ring",
     }
     assert shown <= set(MODULES)
 

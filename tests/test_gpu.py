@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import bitslab
-from bitslab.codecs.invariant.codec import InvariantCodec
-from bitslab.kernels.cuda import kernels_on
-from bitslab.kernels.cuda.source import Variant, all_variants
-from tests.kernels.cases import TABLE_KINDS, cache_of, make_case, table_of
+from bitslab.engine.codecs.invariant.codec import InvariantCodec
+from bitslab.engine.kernels.cuda import kernels_on
+from bitslab.engine.kernels.cuda.source import Variant, all_variants
+from tests.engine.kernels.cases import TABLE_KINDS, cache_of, make_case, table_of
 
 pytestmark = pytest.mark.gpu  # tests/conftest.py skips these where there is no GPU
 
@@ -85,7 +85,7 @@ def test_gpu_gathers_from_every_kind_of_table_and_cache(variant):
 
 @pytest.mark.parametrize("width", [1, 2, 4, 8])
 def test_gpu_counts_bits_like_the_cpu(width):
-    from bitslab.kernels import cpu, kernels_for
+    from bitslab.engine.kernels import cpu, kernels_for
 
     rows = torch.randint(0, 256, (1000, 264), dtype=torch.uint8)
     counts = kernels_for(torch.device("cuda")).count_bits(rows.cuda(), width)
@@ -100,7 +100,7 @@ def weights(n=4096, columns=256, dtype=torch.bfloat16):
 @pytest.mark.parametrize("pieces", ["one-piece", "many-pieces"])
 def test_rows_in_host_memory_arrive_decoded(via, pieces, monkeypatch):
     if pieces == "many-pieces":
-        monkeypatch.setattr("bitslab.transfer.stream.PIECE_BYTES", 50_000)
+        monkeypatch.setattr("bitslab.engine.transfer.stream.PIECE_BYTES", 50_000)
     x = weights()
     codec = InvariantCodec.fit(x)
     packed = codec.encode(x).pin_memory()

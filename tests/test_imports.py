@@ -77,7 +77,7 @@ ONE_WAY = {
     "cli": set[str](),
 }
 # The advisor measures links with page-locked memory, which knows nothing of the advisor.
-HOST_MEMORY = "bitslab.memory.host"
+HOST_MEMORY = "bitslab.engine.memory.host"
 HOST_MEMORY_MAY_USE = {"errors", "dtypes"}
 VERSION = "bitslab.__version__"  # says something about the package; nothing can be done with it
 OTHERS = COMMAND
@@ -211,14 +211,14 @@ def test_import_waits_for_torch(first: str, tmp_path: Path) -> None:
         "there = [name for name in names if name in vars(bitslab)]\n"
         "listed = set(names) <= set(dir(bitslab))\n"
         "missing = [name for name in names if not hasattr(bitslab, name)]\n"
-        "modules = [bitslab.memory.__name__, bitslab.codecs.__name__, bitslab.hotness.__name__]\n"
+        "modules = [m.__name__ for m in (bitslab.tables, bitslab.engine.codecs, bitslab.hotness)]\n"
         "safe = any('bitslab' in f.__module__ for f in torch.serialization.get_safe_globals())\n"
         "wrong = [name for name in ('nothing', '_nothing') if hasattr(bitslab, name)]\n"
         "every = len(there) == len(names)\n"
         "print(json.dumps([early, every, listed, missing, modules, safe, wrong]))",
         tmp_path,
     )
-    modules = ["bitslab.memory", "bitslab.codecs", "bitslab.memory.hotness"]
+    modules = ["bitslab.tables", "bitslab.engine.codecs", "bitslab.tables.hotness"]
     eager = first == "torch"
     assert found == [eager, eager, True, [], modules, True, []]
 
@@ -276,7 +276,7 @@ def test_advisor_and_tables_do_not_go_in_a_circle() -> None:
             wrong = [
                 found
                 for found in imports(module)
-                if is_under(found.name, "bitslab.memory") and not is_under(found.name, HOST_MEMORY)
+                if is_under(found.name, "bitslab.tables") and not is_under(found.name, HOST_MEMORY)
             ]
             assert not wrong, report(module, wrong, f"of memory/ only {HOST_MEMORY}:")
     wrong = [
@@ -334,17 +334,32 @@ def test_integrations_import_no_other(module: str) -> None:
 @pytest.mark.parametrize(
     ("module", "is_package", "text", "expected"),
     [
-        ("bitslab.codecs.raw", False, "from .base import RowCodec", "bitslab.codecs.base.RowCodec"),
-        ("bitslab.codecs.raw", False, "from . import base", "bitslab.codecs.base"),
-        ("bitslab.codecs", True, "from . import base", "bitslab.codecs.base"),
-        ("bitslab.codecs", True, "from .. import tensor", "bitslab.tensor"),
-        ("bitslab.codecs.raw", False, "from .. import tensor", "bitslab.tensor"),
-        ("bitslab.codecs.raw", False, "from ..tensor import T", "bitslab.tensor.T"),
-        ("bitslab.codecs.invariant.plan", False, "from ...tensor import T", "bitslab.tensor.T"),
-        ("bitslab.kernels", True, "import_module('.cpu', __package__)", "bitslab.kernels.cpu"),
-        ("bitslab.tensor", False, "def f():\n    import dgl.nn", "dgl.nn"),
-        ("bitslab.tensor", False, "load_optional('rich.table', extra=None)", "rich.table"),
-        ("bitslab.tensor", False, "importlib.import_module('dgl')", "dgl"),
+        (
+            "bitslab.engine.codecs.raw",
+            False,
+            "from .base import RowCodec",
+            "bitslab.engine.codecs.base.RowCodec",
+        ),
+        ("bitslab.engine.codecs.raw", False, "from . import base", "bitslab.engine.codecs.base"),
+        ("bitslab.engine.codecs", True, "from . import base", "bitslab.engine.codecs.base"),
+        ("bitslab.engine.codecs", True, "from .. import tensor", "bitslab.compressed"),
+        ("bitslab.engine.codecs.raw", False, "from .. import tensor", "bitslab.compressed"),
+        ("bitslab.engine.codecs.raw", False, "from ..tensor import T", "bitslab.compressed.T"),
+        (
+            "bitslab.engine.codecs.invariant.plan",
+            False,
+            "from ...tensor import T",
+            "bitslab.compressed.T",
+        ),
+        (
+            "bitslab.engine.kernels",
+            True,
+            "import_module('.cpu', __package__)",
+            "bitslab.engine.kernels.cpu",
+        ),
+        ("bitslab.compressed", False, "def f():\n    import dgl.nn", "dgl.nn"),
+        ("bitslab.compressed", False, "load_optional('rich.table', extra=None)", "rich.table"),
+        ("bitslab.compressed", False, "importlib.import_module('dgl')", "dgl"),
     ],
 )
 def test_finder_of_imports(module: str, is_package: bool, text: str, expected: str) -> None:

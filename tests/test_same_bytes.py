@@ -15,10 +15,11 @@ import pytest
 import torch
 
 import bitslab
-from bitslab import cli, files
+from bitslab import cli
 from bitslab.embedding.checkpoint import save_state
 from bitslab.integrations.embedding import CachedEmbedding
 from bitslab.offload import WeightPacker
+from bitslab.report import files
 from tests.helpers import packable
 
 METADATA = {str(i): "x" * i for i in range(20)}

@@ -9,9 +9,9 @@ from typing import Literal, get_args
 import numpy as np
 import torch
 
-from ..codecs.base import raise_bad_index
+from ..engine.codecs.base import raise_bad_index
 from ..errors import ArgumentError, ArgumentTypeError
-from ..memory.table import CompressedTable
+from ..tables.table import CompressedTable
 from .eviction import EvictionStrategy
 from .gradients import Array
 

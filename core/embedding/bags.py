@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from ..engine.kernels.cuda import kernels_on
+from ..engine.kernels.cuda.launch_bags import POOLED_DTYPES
 from ..errors import ArgumentError
-from ..kernels.cuda import kernels_on
-from ..kernels.cuda.launch_bags import POOLED_DTYPES
 
 #: Ids of a bag, on average, up to which `pooled_on_gpu` is used. A thread takes the ids of a bag
 #: one after another: on an H200 bags of one id come 2 to 5 times as fast as from torch, those of

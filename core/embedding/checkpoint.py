@@ -15,10 +15,10 @@ from typing import Any, Protocol
 import torch
 
 from ..dtypes import dtype_name
+from ..engine.files.new_file import PathLike, replacing
+from ..engine.files.safetensors_writer import can_store, write_safetensors
+from ..engine.memory.readonly import ReadOnlyTensor
 from ..errors import ArgumentError, ArgumentTypeError, CorruptedDataError, load_optional
-from ..memory.readonly import ReadOnlyTensor
-from ..new_file import PathLike, replacing
-from ..safetensors_writer import can_store, write_safetensors
 from .optimizer_file import KEY, PREFIX, LoadedOptimizer, SavedOptimizer
 from .optimizers import PIECE_BYTES
 from .rows import CachedRows

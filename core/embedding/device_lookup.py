@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ..engine.kernels.cuda import kernels_on
 from ..errors import BitslabError
-from ..kernels.cuda import kernels_on
 from .device_notes import notes_of
 from .gradients import NONE
 from .guests import room_for

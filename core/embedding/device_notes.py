@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from ..kernels.cuda import kernels_on
-from ..kernels.cuda.launch_slots import SlotFinder
+from ..engine.kernels.cuda import kernels_on
+from ..engine.kernels.cuda.launch_slots import SlotFinder
 from .eviction import EvictionStrategy
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from ..kernels.format import NO_ROW, NO_SLOT, ceil_div
-from ..memory.host import HostBuffer
+from ..engine.kernels.format import NO_ROW, NO_SLOT, ceil_div
+from ..engine.memory.host import HostBuffer
 from .device_notes import notes_of, wait_for_all
 from .gradients import Array
 from .resident_cache import with_spare

@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from ..codecs.base import check_tensor_argument
+from ..engine.advisor import MIN_SORTED_IDS, pays_to_sort
+from ..engine.codecs.base import check_tensor_argument
 from ..errors import ArgumentTypeError, BitslabError, IndexRangeError
-from ..memory.counters import Counters
-from ..transfer.gather import MIN_SORTED_IDS, pays_to_sort
+from ..tables.counters import Counters
 from .device_lookup import look_up_on_gpu, stays_on_gpu
 from .gradients import NONE, Array
 from .residents import Batch

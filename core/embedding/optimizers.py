@@ -20,8 +20,8 @@ from torch.optim.optimizer import (
 )
 
 from ..dtypes import dense
+from ..engine.kernels.cuda import kernels_on
 from ..errors import ArgumentError, ArgumentTypeError, BitslabError
-from ..kernels.cuda import kernels_on
 from .device_notes import take_notes
 from .refusals import passes_over, refused, why_refused, why_refused_when_made
 from .state import RowState

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..memory.feature import fetchers
-from ..memory.slabs import SlabCache
-from ..memory.table import CompressedTable
+from ..tables.feature import fetchers
+from ..tables.slabs import SlabCache
+from ..tables.table import CompressedTable
 
 Array = np.ndarray[Any, Any]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ..memory.report import CompressionReport
+from ..tables.report import CompressionReport
 
 
 @dataclass

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from ..engine.kernels.cpu.compiling import compiling_beside
+from ..engine.kernels.cpu.prepared import SlotMap
+from ..engine.kernels.cpu.team import team_of_torch, threads_for
 from ..errors import load_optional
-from ..kernels.cpu.compiling import compiling_beside
-from ..kernels.cpu.prepared import SlotMap
-from ..kernels.cpu.team import team_of_torch, threads_for
 from .residents import Residents
 
 #: Bits are made once an id was looked up for so many rows of the table: they save about that much
@@ -114,7 +114,7 @@ class ResidentBags:
 def _part_of_copy() -> Any:
     """Return `lookups.part_of_copy`, compiled."""
     load_optional("numba", extra=None, purpose="looking up rows on the CPU")
-    from ..kernels.cpu import lookups
+    from ..engine.kernels.cpu import lookups
 
     with compiling_beside(lookups.copy_resident):
         return lookups.part_of_copy()

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from ..kernels.cuda import kernels_on
-from ..kernels.format import (
+from ..engine.kernels.cuda import kernels_on
+from ..engine.kernels.format import (
     BUCKET_ENTRIES,
     MAX_SLABS,
     NO_ID,
@@ -18,8 +18,8 @@ from ..kernels.format import (
     CacheStorage,
     ceil_div,
 )
-from ..memory.counters import HOST, Counters
-from ..memory.slabs import SlabCache
+from ..tables.counters import HOST, Counters
+from ..tables.slabs import SlabCache
 
 #: Calls after which the GPU's counts are asked for.
 FIRST_LOOKS = (2, 8)

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from ..engine.kernels.cpu.compiling import call, prepare
 from ..errors import BitslabError, load_optional
-from ..kernels.cpu.compiling import call, prepare
 from .eviction import EvictionStrategy
 
 Array = np.ndarray[Any, Any]
@@ -21,7 +21,7 @@ EACH_SLOT = ("keys", "stamps", "pinned", "dirty", "_rank")
 def _jitted() -> Any:
     """Load the Numba functions on first use, so that importing bitslab does not load Numba."""
     load_optional("numba", extra=None, purpose="looking up rows on the CPU")
-    from ..kernels.cpu import residents
+    from ..engine.kernels.cpu import residents
 
     return residents
 

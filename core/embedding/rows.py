@@ -8,15 +8,15 @@ from typing import Any
 
 import torch
 
-from ..codecs import RowCodec
 from ..devices import device_or_default
+from ..engine.codecs import RowCodec
+from ..engine.memory.locks import call_after_fork
+from ..engine.progress import ProgressFunction
 from ..errors import BitslabError
-from ..memory.build import Rows, rows_per_batch
-from ..memory.locks import call_after_fork
-from ..memory.parts import Layout
-from ..memory.progress import ProgressFunction
-from ..memory.slabs import SlabCache
-from ..memory.table import CompressedTable
+from ..tables.build import Rows, rows_per_batch
+from ..tables.parts import Layout
+from ..tables.slabs import SlabCache
+from ..tables.table import CompressedTable
 from ..tracing import not_traced
 from . import slots as by_slots
 from . import warm, whole

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..codecs import RawCodec, RowCodec
-from ..memory.build import Rows
-from ..memory.parts import Layout
-from ..memory.progress import ProgressFunction
-from ..memory.slabs import SlabCache, raw_bytes_in_slab
-from ..memory.table import CompressedTable
+from ..engine.codecs import RawCodec, RowCodec
+from ..engine.progress import ProgressFunction
+from ..tables.build import Rows
+from ..tables.parts import Layout
+from ..tables.slabs import SlabCache, raw_bytes_in_slab
+from ..tables.table import CompressedTable
 from .gradients import Array
 from .prefetch import Prefetched
 

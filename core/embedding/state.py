@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..engine.memory.host import HostBuffer
 from ..errors import BitslabError
-from ..memory.host import HostBuffer
 
 #: Rows that are copied at once.
 PIECE_ROWS = 1 << 16

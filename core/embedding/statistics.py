@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..codecs import RawCodec
+from ..engine.codecs import RawCodec
 from .residents import Batch
 
 if TYPE_CHECKING:

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from ..codecs.base import check_tensor_argument
 from ..devices import checked_device
+from ..engine.codecs.base import check_tensor_argument
+from ..engine.memory.readonly import plain
 from ..errors import ArgumentError, ArgumentTypeError, BitslabError
-from ..memory.readonly import plain
 from .device_notes import take_notes
 from .gradients import Array
 from .lookups import to_device

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from ..codecs.invariant.codec import InvariantCodec
+from ..engine.codecs.invariant.codec import InvariantCodec
+from ..engine.kernels import kernels_for
+from ..engine.kernels.cuda import kernels_on
+from ..engine.kernels.format import BLOCK_ROWS, TableStorage, ceil_div, words_of_rows
 from ..errors import CorruptedDataError
-from ..kernels import kernels_for
-from ..kernels.cuda import kernels_on
-from ..kernels.format import BLOCK_ROWS, TableStorage, ceil_div, words_of_rows
 from .packing import Packed, TokenRows
 from .words import GROWTH, grown
 

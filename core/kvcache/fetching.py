@@ -8,10 +8,10 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from ..engine.kernels import kernels_for
+from ..engine.kernels.cuda.stream import on_stream
+from ..engine.kernels.format import PAD_WORDS, ceil_div
 from ..errors import BitslabError
-from ..kernels import kernels_for
-from ..kernels.cuda.stream import on_stream
-from ..kernels.format import PAD_WORDS, ceil_div
 from .words import DeviceWords, HostWords, grown
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..kernels.cuda.stream import on_stream
-from ..kernels.format import MAX_SLABS
+from ..engine.kernels.cuda.stream import on_stream
+from ..engine.kernels.format import MAX_SLABS
 from .selection import Selection, spread
 from .words import DeviceWords, HostWords
 

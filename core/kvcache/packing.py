@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..codecs.base import rows_as_bytes
-from ..codecs.invariant.codec import InvariantCodec
-from ..codecs.invariant.planner import Sample
-from ..kernels import kernels_for
-from ..kernels.format import RowLayout, bases_of_rows, unsigned_lengths, words_of_rows
+from ..engine.codecs.base import rows_as_bytes
+from ..engine.codecs.invariant.codec import InvariantCodec
+from ..engine.codecs.invariant.planner import Sample
+from ..engine.kernels import kernels_for
+from ..engine.kernels.format import RowLayout, bases_of_rows, unsigned_lengths, words_of_rows
 
 #: Rows are made of as many tokens as this many bytes take: shorter rows carry more metadata, and
 #: rows of several lines decode faster.

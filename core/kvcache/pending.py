@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..codecs.base import rows_as_bytes
+from ..engine.codecs.base import rows_as_bytes
 from .era import Era, Sequences
 from .packing import Packed, TokenRows, pack_rows
 

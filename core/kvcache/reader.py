@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..engine.kernels.cuda.stream import on_stream
+from ..engine.kernels.format import PAD_WORDS
 from ..errors import ArgumentError, ArgumentTypeError
-from ..kernels.cuda.stream import on_stream
-from ..kernels.format import PAD_WORDS
 from .fetching import Slot, Streams
 from .gathering import RowGatherer
 from .words import DeviceWords, HostArena, HostWords, Words

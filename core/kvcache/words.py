@@ -8,9 +8,9 @@ from typing import Any, Protocol
 
 import torch
 
+from ..engine.kernels.format import PAD_WORDS, ceil_div
+from ..engine.memory.host import HostBuffer
 from ..errors import BitslabError
-from ..kernels.format import PAD_WORDS, ceil_div
-from ..memory.host import HostBuffer
 
 #: Words of the smallest piece that a history takes from an arena.
 MIN_PIECE_WORDS = 1 << 14

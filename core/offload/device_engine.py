@@ -8,15 +8,15 @@ from typing import Any
 
 import torch
 
+from ..engine.kernels.cuda import CudaKernels, kernels_on
+from ..engine.kernels.cuda.stream import on_stream
+from ..engine.kernels.format import RowLayout, RowStorage
+from ..engine.transfer.timing import DeviceClock
 from ..errors import BitslabError
-from ..kernels.cuda import CudaKernels, kernels_on
-from ..kernels.cuda.stream import on_stream
-from ..kernels.format import RowLayout, RowStorage
 from .device_rows import DeviceRows
 from .plans import Place, UnitPlan
 from .staging import Stage, StagingRing, new_event
 from .store import PackedWeights
-from .timing import DeviceClock
 
 
 class DeviceSlot:

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from ..kernels.cuda import kernels_on
-from ..kernels.cuda.launch_ids import CHECKED_BY_ALL
-from ..kernels.format import RowLayout, TableStorage
-from ..tensor import row_map
+from ..engine.kernels.cuda import kernels_on
+from ..engine.kernels.cuda.launch_ids import CHECKED_BY_ALL
+from ..engine.kernels.format import RowLayout, TableStorage
+from ..engine.row_map import row_map
 from .images import HostImage, Image
 from .records import TensorRecord
 from .store import PackedWeights, checked_ids

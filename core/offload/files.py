@@ -22,9 +22,9 @@ from typing import Any
 
 import torch
 
+from ..engine.files.file_locks import check_free, one_writer
+from ..engine.files.new_file import NewFile
 from ..errors import ArgumentError, BitslabError, CorruptedDataError
-from ..new_file import NewFile
-from .file_locks import check_free, one_writer
 from .images import FileImage, MappedFile
 from .records import TensorRecord, round_up
 from .store import PackedUnit, PackedWeights

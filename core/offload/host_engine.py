@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
+from ..engine.transfer.timing import HostClock
 from .plans import UnitPlan
 from .store import PackedWeights
-from .timing import HostClock
 
 
 class HostSlot:

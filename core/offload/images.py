@@ -9,9 +9,9 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from ..engine.files.file_locks import hold, release
+from ..engine.memory.host import HostBuffer
 from ..errors import BitslabError
-from ..memory.host import HostBuffer
-from .file_locks import hold, release
 
 
 class Image(Protocol):

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from ..devices import checked_device, device_or_default
+from ..engine.progress import Progress, ProgressFunction
 from ..errors import ArgumentError, ArgumentTypeError
-from ..memory.progress import Progress, ProgressFunction
 from .attached import ATTRIBUTE, LateStream, OffloadedModel, find_offloaded
 from .handles import WeightHandle
 from .report import OffloadReport

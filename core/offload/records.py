@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
-from ..codecs import PackedRows, RawCodec, RowCodec
-from ..codecs.base import elements
+from ..compressed import CompressedTensor
 from ..dtypes import dtype_from_name, dtype_name
+from ..engine.codecs import PackedRows, RawCodec, RowCodec
+from ..engine.codecs.base import elements
+from ..engine.codecs.registry import get_codec
 from ..errors import CorruptedDataError
-from ..registry import get_codec
-from ..tensor import CompressedTensor
 
 PART_ALIGNMENT_BYTES = 16
 RAW_ALIGNMENT_BYTES = 256

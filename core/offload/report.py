@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ..engine.transfer.timing import UnitTimes
 from ..errors import load_optional
-from .timing import UnitTimes
 
 if TYPE_CHECKING:
     from rich.table import Table

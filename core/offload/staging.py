@@ -7,12 +7,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
-from ..kernels.cuda.stream import on_stream
-from ..memory.host import HostBuffer
+from ..engine.kernels.cuda.stream import on_stream
+from ..engine.memory.host import HostBuffer
+from ..engine.transfer.timing import DeviceClock
 from .images import FileImage, HostImage
 from .plans import UnitPlan
 from .store import PackedWeights
-from .timing import DeviceClock
 
 THREAD_NAME = "bitslab-weights"
 

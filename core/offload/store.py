@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import torch
 
+from ..compressed import CompressedTensor
 from ..devices import checked_device
 from ..errors import ArgumentError, ArgumentTypeError, BitslabError, IndexRangeError
-from ..tensor import CompressedTensor
 from .images import DeviceImage, Image
 from .records import TensorRecord
 

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from ..devices import checked_device
+from ..engine.transfer.timing import UnitTimes
 from ..errors import ArgumentError, ArgumentTypeError, BitslabError
 from .device_engine import DeviceEngine
 from .host_engine import HostEngine
 from .plans import UnitPlan, plan_unit
 from .store import PackedWeights
-from .timing import UnitTimes
 
 
 class WeightStream:

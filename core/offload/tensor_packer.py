@@ -12,12 +12,13 @@ from typing import Literal, get_args
 import numpy as np
 import torch
 
-from ..codecs import InvariantCodec, PackedRows, RawCodec
-from ..codecs.base import rows_as_bytes
+from ..compressed import CompressedTensor, compress
 from ..dtypes import dense, flat_bytes
+from ..engine.codecs import InvariantCodec, PackedRows, RawCodec
+from ..engine.codecs.base import rows_as_bytes
+from ..engine.kernels.format import MAX_ROW_BYTES
+from ..engine.row_map import as_rows, natural_row_elements, row_map
 from ..errors import ArgumentError
-from ..kernels.format import MAX_ROW_BYTES
-from ..tensor import CompressedTensor, as_rows, compress, natural_row_elements, row_map
 from .records import stride_order
 
 CodecName = Literal["auto", "raw"]

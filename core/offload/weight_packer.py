@@ -8,8 +8,8 @@ from types import TracebackType
 
 import torch
 
+from ..compressed import CompressedTensor
 from ..errors import ArgumentError, ArgumentTypeError, BitslabError
-from ..tensor import CompressedTensor
 from .files import WeightFile
 from .images import HostImage, Image
 from .records import TensorRecord, lay_out, write_parts

@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 
-from ..codecs import RowCodec
-from ..codecs.base import rows_as_bytes
+from ..compressed import CompressedTensor, compress
 from ..dtypes import dtype_name, element_bytes
+from ..engine.codecs import RowCodec
+from ..engine.codecs.base import rows_as_bytes
+from ..engine.kernels import kernels_for
+from ..engine.row_map import as_rows, natural_row_elements, row_map
 from ..errors import ArgumentError
-from ..kernels import kernels_for
-from ..options import DECODE_GBPS, LINK_GBPS
-from ..tensor import CompressedTensor, as_rows, compress, natural_row_elements, row_map
+from .options import DECODE_GBPS, LINK_GBPS
 
 #: A bit position counts as invariant when at least this share of the rows agree on it.
 INVARIANT_AT = 0.8

@@ -12,7 +12,7 @@ import torch
 from graphsage.arguments import device_named, positive, share
 from graphsage.options import DTYPES, from_zero, new_file, picture
 
-from bitslab.registry import codec_names
+from bitslab.engine.codecs.registry import codec_names
 
 from .clicks import Clicks
 from .criteo import read_criteo

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from bitslab.devices import checked_device
+from bitslab.engine.progress import Progress, ProgressFunction
 from bitslab.errors import ArgumentError, ArgumentTypeError
 from bitslab.integrations.accelerate.dispatched import (
     OffloadedTensor,
@@ -18,7 +19,6 @@ from bitslab.integrations.accelerate.dispatched import (
     remove_offloading,
     streamed_model,
 )
-from bitslab.memory.progress import Progress, ProgressFunction
 from bitslab.offload import (
     OffloadReport,
     PackedWeights,

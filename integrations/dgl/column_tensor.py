@@ -9,8 +9,8 @@ import torch
 from torch.utils._pytree import tree_map
 
 from bitslab import CompressedFeature
-from bitslab.memory.feature_tensor import FeatureTensor, is_fact, name_of
-from bitslab.memory.readonly import plain, read_only
+from bitslab.engine.memory.readonly import plain, read_only
+from bitslab.tensors.feature_tensor import FeatureTensor, is_fact, name_of
 
 # Functions that concern the gradient of a leaf, not its elements.
 _OF_LEAVES = frozenset(
@@ -21,7 +21,7 @@ _OF_LEAVES = frozenset(
 class ColumnTensor(FeatureTensor):
     """The rows of a compressed column as a read-only tensor on the CPU ``[N, *row_shape]``.
 
-    It is a `bitslab.memory.feature_tensor.FeatureTensor`: shape, dtype, device and length need no
+    It is a `bitslab.tensors.feature_tensor.FeatureTensor`: shape, dtype, device and length need no
     row, and rows that are chosen are decoded alone. Everything else decodes all rows once, and the
     feature keeps them. What it does for DGL:
 

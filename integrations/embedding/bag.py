@@ -16,7 +16,7 @@ from bitslab.embedding.lookups import plain_lookup_on_gpu
 from bitslab.errors import ArgumentError, ArgumentTypeError
 from bitslab.integrations.embedding.manager import CacheManager
 from bitslab.integrations.embedding.table import TableModule, pretrained_shape
-from bitslab.memory.parts import Layout
+from bitslab.tables.parts import Layout
 from bitslab.tracing import not_traced
 
 MODES = ("sum", "mean", "max")

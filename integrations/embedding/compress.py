@@ -17,7 +17,7 @@ from bitslab.errors import ArgumentError, ArgumentTypeError
 from bitslab.integrations.embedding.bag import CachedEmbeddingBag
 from bitslab.integrations.embedding.single import CachedEmbedding
 from bitslab.integrations.embedding.table import TableModule, resident_rows
-from bitslab.memory.parts import Layout
+from bitslab.tables.parts import Layout
 
 #: Called with a module's name and the module.
 Predicate = Callable[[str, torch.nn.Module], bool]

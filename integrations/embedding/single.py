@@ -12,7 +12,7 @@ from bitslab import CompressedTable, RowCodec
 from bitslab.embedding import CachedRows, EvictionStrategy
 from bitslab.embedding.arguments import CacheKind
 from bitslab.integrations.embedding.table import TableModule, pretrained_shape
-from bitslab.memory.parts import Layout
+from bitslab.tables.parts import Layout
 from bitslab.tracing import not_traced
 
 

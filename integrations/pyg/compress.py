@@ -19,9 +19,9 @@ from bitslab.integrations.pyg.columns import (
     other_columns,
 )
 from bitslab.integrations.pyg.hotness import Hotness, check_hotness, hot_ids
-from bitslab.memory.feature_tensor import FeatureTensor
-from bitslab.memory.parts import Layout
-from bitslab.memory.report import FeaturesReport
+from bitslab.tables.parts import Layout
+from bitslab.tables.report import FeaturesReport
+from bitslab.tensors.feature_tensor import FeatureTensor
 
 Graph = TypeVar("Graph")
 
@@ -89,7 +89,7 @@ def compress_features(
 
     See Also
     --------
-    bitslab.memory.feature_tensor.FeatureTensor : What stands in the place of the tensors.
+    bitslab.tensors.feature_tensor.FeatureTensor : What stands in the place of the tensors.
     decompress_features : Takes it back.
 
     Examples

@@ -13,10 +13,10 @@ from bitslab import CompressedFeature, RowCodec, hotness
 from bitslab.devices import checked_device
 from bitslab.dtypes import flat_bytes
 from bitslab.errors import ArgumentError, ArgumentTypeError, BitslabError, IndexRangeError
-from bitslab.memory.arguments import row_ids
-from bitslab.memory.feature import RowsFuture
-from bitslab.memory.feature_tensor import FeatureTensor
-from bitslab.memory.parts import Layout
+from bitslab.tables.arguments import row_ids
+from bitslab.tables.feature import RowsFuture
+from bitslab.tables.parts import Layout
+from bitslab.tensors.feature_tensor import FeatureTensor
 
 #: Scores for the rows of every tensor, those by group, or what returns them for a TensorAttr.
 Scores: TypeAlias = "torch.Tensor | Mapping[Any, torch.Tensor] | Callable[[Any], torch.Tensor]"

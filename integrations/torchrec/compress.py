@@ -27,7 +27,7 @@ from bitslab.integrations.torchrec.collection import (
     CompressedEmbeddingBagCollection,
     CompressedEmbeddingCollection,
 )
-from bitslab.memory.parts import Layout
+from bitslab.tables.parts import Layout
 
 Predicate = Callable[[str, torch.nn.Module], bool]
 Packed = CompressedEmbeddingBagCollection | CompressedEmbeddingCollection

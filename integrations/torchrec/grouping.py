@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from bitslab import InvariantCodec, RawCodec, RowCodec
-from bitslab.kernels.format import shared_row_items
-from bitslab.memory.build import (
+from bitslab.engine.kernels.format import shared_row_items
+from bitslab.tables.build import (
     Rows,
     as_tensor,
     draw_items,
@@ -18,7 +18,7 @@ from bitslab.memory.build import (
     items_as_rows,
     take_rows,
 )
-from bitslab.memory.parts import items_per_row
+from bitslab.tables.parts import items_per_row
 
 #: Rows of a table that its plan is chosen on, in bytes at the most.
 SAMPLE_BYTES = 2 << 20

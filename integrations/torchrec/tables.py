@@ -16,8 +16,8 @@ from bitslab.errors import ArgumentError, ArgumentTypeError
 from bitslab.integrations.torchrec.features import Picked, Ranges, pick
 from bitslab.integrations.torchrec.grouping import Sample, group_tables
 from bitslab.integrations.torchrec.sources import Source
-from bitslab.memory.build import check_layout
-from bitslab.memory.parts import Layout
+from bitslab.tables.build import check_layout
+from bitslab.tables.parts import Layout
 
 #: Figures of groups that add up.
 SUMMED = (

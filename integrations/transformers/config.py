@@ -12,8 +12,8 @@ import torch
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from bitslab.devices import named_device
+from bitslab.engine.progress import ProgressFunction
 from bitslab.errors import ArgumentError, ArgumentTypeError
-from bitslab.memory.progress import ProgressFunction
 from bitslab.offload.residence import JsonKeep, Tier
 
 #: The name in a ``config.json``, and of the quantizer.

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from bitslab.memory.progress import Progress, ProgressFunction
+from bitslab.engine.progress import Progress, ProgressFunction
 from bitslab.offload.images import DeviceImage
 from bitslab.offload.store import PackedUnit, PackedWeights
 from bitslab.offload.weight_packer import WeightPacker

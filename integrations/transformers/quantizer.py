@@ -15,6 +15,8 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.logging import is_progress_bar_enabled
 
 from bitslab.devices import checked_device
+from bitslab.engine.files.file_locks import check_free
+from bitslab.engine.progress import ProgressFunction
 from bitslab.errors import ArgumentError, BitslabError
 from bitslab.integrations.transformers.config import METHOD, BitslabConfig
 from bitslab.integrations.transformers.loading import WeightLoader, representatives
@@ -26,7 +28,6 @@ from bitslab.integrations.transformers.placement import (
     unpack_while_room,
 )
 from bitslab.integrations.transformers.sizes import SizeEstimate, estimate
-from bitslab.memory.progress import ProgressFunction
 from bitslab.offload import (
     PackedWeights,
     Unit,
@@ -35,7 +36,6 @@ from bitslab.offload import (
     deferred_state_dict,
     restore_weights,
 )
-from bitslab.offload.file_locks import check_free
 from bitslab.offload.offload import move_residents
 from bitslab.offload.residence import MIN_UNIT_BYTES, choose_tiers
 from bitslab.offload.tensor_packer import MIN_PACKED_BYTES

@@ -14,10 +14,10 @@ import torch
 from bitslab import CompressedTable, RawCodec
 from bitslab.embedding import device_lookup, device_notes, lookups, optimizers
 from bitslab.embedding.training import Training
-from bitslab.kernels import cpu
-from bitslab.kernels.cpu import slots
-from bitslab.kernels.cuda.launch import CudaKernels
-from bitslab.memory.host import HostBuffer
+from bitslab.engine.kernels import cpu
+from bitslab.engine.kernels.cpu import slots
+from bitslab.engine.kernels.cuda.launch import CudaKernels
+from bitslab.engine.memory.host import HostBuffer
 from tests.embedding.support import Pair, check_map
 from tests.simt.runner import SimtRunner
 

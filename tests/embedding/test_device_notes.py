@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from bitslab.embedding import EvictionStrategy, device_notes, statistics
+from bitslab.engine.kernels.cuda.runner import INDEX_ERROR
 from bitslab.errors import ArgumentTypeError
 from bitslab.integrations.embedding import CachedEmbeddingBag
-from bitslab.kernels.cuda.runner import INDEX_ERROR
 from tests.embedding.on_device import told_on_device
 from tests.embedding.support import OPTIMIZERS, Pair
 from tests.helpers import same_bits

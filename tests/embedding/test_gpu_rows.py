@@ -11,7 +11,7 @@ import bitslab
 from bitslab.embedding.resident_cache import FIRST_LOOKS, LOOK_EVERY, MissRate
 from bitslab.errors import BitslabError
 from bitslab.integrations.embedding import CachedEmbedding, CachedEmbeddingBag, EvictionStrategy
-from bitslab.memory.counters import HOST, Counters
+from bitslab.tables.counters import HOST, Counters
 from tests.gpu import kernels_of
 from tests.helpers import dtype_id, same_bits
 

@@ -13,7 +13,7 @@ from bitslab.embedding import device_notes, guests, parameter_watch
 from bitslab.embedding.optimizers import OptimizerLink
 from bitslab.embedding.residents import Residents
 from bitslab.embedding.training import Training
-from bitslab.kernels.cuda.launch_slots import SlotFinder
+from bitslab.engine.kernels.cuda.launch_slots import SlotFinder
 from tests.embedding.on_device import CACHE_ROWS, N_ROWS, check_gpu_map, drawn, made
 
 INTERRUPTED = {
@@ -161,7 +161,7 @@ def test_too_little_memory_leaves_the_lookup_to_the_host(runner, monkeypatch):
 
 
 def test_memory_that_a_gpu_cannot_read_leaves_the_lookup_to_the_host(runner, monkeypatch):
-    monkeypatch.setattr("bitslab.memory.host.HostBuffer.pinned", False)
+    monkeypatch.setattr("bitslab.engine.memory.host.HostBuffer.pinned", False)
     pair = made("adagrad")
     pair.train(*drawn(6, 5))
     assert pair.rows.guests is None

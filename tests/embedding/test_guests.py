@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from bitslab.embedding import EvictionStrategy, device_notes, guests
+from bitslab.engine.kernels.cuda.launch_slots import SlotFinder
+from bitslab.engine.kernels.cuda.runner import INDEX_ERROR
 from bitslab.errors import BitslabError
 from bitslab.integrations.embedding import CachedEmbeddingBag
-from bitslab.kernels.cuda.launch_slots import SlotFinder
-from bitslab.kernels.cuda.runner import INDEX_ERROR
 from tests.embedding.on_device import CACHE_ROWS, N_ROWS, check_gpu_map, drawn, made, told_on_device
 from tests.embedding.support import OPTIMIZERS, Pair, check_map
 from tests.helpers import same_bits

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from bitslab import ArgumentError, ArgumentTypeError, BitslabError, CompressedTable
-from bitslab.codecs import InvariantCodec
 from bitslab.embedding import CachedRows, RowsModule
+from bitslab.engine.codecs import InvariantCodec
 from tests.embedding.support import Pair, check_map
 from tests.helpers import same_bits
 

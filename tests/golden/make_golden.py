@@ -21,8 +21,8 @@ import numpy as np
 import torch
 
 import bitslab
-from bitslab.codecs.invariant import Profile
-from bitslab.kernels.format import RowFormat
+from bitslab.engine.codecs.invariant import Profile
+from bitslab.engine.kernels.format import RowFormat
 
 FOLDER = Path(__file__).parent
 ROWS = 3

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from bitslab import ArgumentError, ArgumentTypeError, BitslabError
+from bitslab.engine.memory import host
 from bitslab.kvcache import CodecPlans, HistoryReader, PackedHistory, history, pending, words
 from bitslab.kvcache.packing import TokenRows, draw_rows
 from bitslab.kvcache.selection import Selection
-from bitslab.memory import host
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8]

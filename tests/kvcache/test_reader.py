@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from bitslab.engine.kernels.cuda import CudaKernels
 from bitslab.errors import CorruptedDataError
-from bitslab.kernels.cuda import CudaKernels
 from bitslab.kvcache import CodecPlans, HistoryReader, PackedHistory, fetching, reader
 from bitslab.kvcache.era import Era
 from bitslab.kvcache.fetching import Slot, Streams

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from bitslab.engine.kernels.cuda.launch_ids import CHECKED_BY_ALL
+from bitslab.engine.kernels.cuda.runner import INDEX_ERROR
 from bitslab.errors import IndexRangeError
-from bitslab.kernels.cuda.launch_ids import CHECKED_BY_ALL
-from bitslab.kernels.cuda.runner import INDEX_ERROR
 from bitslab.offload import PackedUnit, PackedWeights, WeightPacker, device_rows
 from bitslab.offload.device_rows import DeviceRows
 from bitslab.offload.images import DeviceImage

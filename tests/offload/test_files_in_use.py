@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from bitslab.engine.files.file_locks import check_free, hold, release
 from bitslab.errors import ArgumentError
 from bitslab.offload import (
     PackedWeights,
@@ -21,7 +22,6 @@ from bitslab.offload import (
     offload_weights,
     restore_weights,
 )
-from bitslab.offload.file_locks import check_free, hold, release
 from tests.helpers import same_bits
 from tests.offload.models import Blocks
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from bitslab.engine.kernels.cuda.launch_ids import CHECKED_BY_ALL
 from bitslab.errors import BitslabError, IndexRangeError
-from bitslab.kernels.cuda.launch_ids import CHECKED_BY_ALL
 from bitslab.offload import (
     WeightHandle,
     find_offloaded,

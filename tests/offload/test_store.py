@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from bitslab.engine.memory import host
 from bitslab.errors import ArgumentError, BitslabError, CorruptedDataError, IndexRangeError
-from bitslab.memory import host
 from bitslab.offload import (
     PackedWeights,
     WeightPacker,

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from bitslab.kernels.cuda.launch import CudaKernels
-from bitslab.kernels.cuda.runner import MAILBOX_WORDS, Prepared
-from bitslab.kernels.cuda.source import AnyVariant, kernels_of, source_text
+from bitslab.engine.kernels.cuda.launch import CudaKernels
+from bitslab.engine.kernels.cuda.runner import MAILBOX_WORDS, Prepared
+from bitslab.engine.kernels.cuda.source import AnyVariant, kernels_of, source_text
 from tests.simt.module import ModuleSpec, SimtModule
 
 _modules: dict[AnyVariant, SimtModule] = {}

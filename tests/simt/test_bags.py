@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bitslab.kernels.cuda.launch_bags import POOLED_DTYPES, Bags
-from bitslab.kernels.cuda.runner import INDEX_ERROR, NO_ERROR, OFFSETS_ERROR
+from bitslab.engine.kernels.cuda.launch_bags import POOLED_DTYPES, Bags
+from bitslab.engine.kernels.cuda.runner import INDEX_ERROR, NO_ERROR, OFFSETS_ERROR
 from tests.helpers import dtype_id, same_bits
 from tests.simt.module import guarded
 from tests.simt.runner import SimtRunner

@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from bitslab.errors import ArgumentError
-from bitslab.kernels import cpu
-from bitslab.kernels.cuda import launch_copy
-from bitslab.kernels.cuda.launch_copy import (
+from bitslab.engine.kernels import cpu
+from bitslab.engine.kernels.cuda import launch_copy
+from bitslab.engine.kernels.cuda.launch_copy import (
     MAX_ROW_BYTES,
     MAX_STRIDE_BYTES,
     CopyPlan,
@@ -22,10 +21,11 @@ from bitslab.kernels.cuda.launch_copy import (
     division,
     piece_bytes,
 )
-from bitslab.kernels.cuda.launch_ids import IdScratch, check_ids, order_ids
-from bitslab.kernels.cuda.runner import INDEX_ERROR, NO_ERROR
-from bitslab.kernels.cuda.source import COPY_PIECES, PlainVariant, copy_variant
-from bitslab.kernels.format import LINE_BYTES, NO_ROW
+from bitslab.engine.kernels.cuda.launch_ids import IdScratch, check_ids, order_ids
+from bitslab.engine.kernels.cuda.runner import INDEX_ERROR, NO_ERROR
+from bitslab.engine.kernels.cuda.source import COPY_PIECES, PlainVariant, copy_variant
+from bitslab.engine.kernels.format import LINE_BYTES, NO_ROW
+from bitslab.errors import ArgumentError
 from tests.simt.module import guarded
 from tests.simt.runner import SimtRunner
 

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from bitslab.codecs.invariant.layout import build_layout
+from bitslab.engine.codecs.invariant.layout import build_layout
+from bitslab.engine.kernels import cpu
+from bitslab.engine.kernels.cuda.runner import DAMAGED_ERROR, INDEX_ERROR, NO_ERROR
+from bitslab.engine.kernels.cuda.source import Variant, all_variants
+from bitslab.engine.kernels.cuda.tiles import STAGE_BYTES, chosen_shape
+from bitslab.engine.kernels.format import MAX_SLABS, NO_ROW, CacheStorage, RowFormat, TableStorage
 from bitslab.errors import ArgumentError
-from bitslab.kernels import cpu
-from bitslab.kernels.cuda.runner import DAMAGED_ERROR, INDEX_ERROR, NO_ERROR
-from bitslab.kernels.cuda.source import Variant, all_variants
-from bitslab.kernels.cuda.tiles import STAGE_BYTES, chosen_shape
-from bitslab.kernels.format import MAX_SLABS, NO_ROW, CacheStorage, RowFormat, TableStorage
-from tests.kernels.cases import TABLE_KINDS, Case, cache_of, make_case, table_of
+from tests.engine.kernels.cases import TABLE_KINDS, Case, cache_of, make_case, table_of
 from tests.simt.module import guarded
 from tests.simt.runner import simt_kernels
 

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from bitslab.kernels import cpu
-from bitslab.kernels.cuda.runner import INDEX_ERROR, NO_ERROR
-from bitslab.kernels.cuda.source import Variant
-from bitslab.kernels.cuda.tiles import STAGE_BYTES
-from bitslab.kernels.format import MAX_SLABS, NO_ROW
-from tests.kernels.cases import cache_of, make_case, raw_cache_of, table_of
+from bitslab.engine.kernels import cpu
+from bitslab.engine.kernels.cuda.runner import INDEX_ERROR, NO_ERROR
+from bitslab.engine.kernels.cuda.source import Variant
+from bitslab.engine.kernels.cuda.tiles import STAGE_BYTES
+from bitslab.engine.kernels.format import MAX_SLABS, NO_ROW
+from tests.engine.kernels.cases import cache_of, make_case, raw_cache_of, table_of
 from tests.simt.module import guarded
 from tests.simt.runner import simt_kernels
 from tests.simt.test_gather import guarded_cache, guarded_table

@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 import torch
 
-from bitslab.errors import ArgumentError
-from bitslab.kernels.cuda.launch_ids import (
+from bitslab.engine.kernels.cuda.launch_ids import (
     CHECKED_BY_ONE,
     IdScratch,
     bin_shift,
     check_ids,
     order_ids,
 )
-from bitslab.kernels.cuda.source import ORDER_BINS
+from bitslab.engine.kernels.cuda.source import ORDER_BINS
+from bitslab.errors import ArgumentError
 from tests.simt.module import guarded
 from tests.simt.runner import SimtRunner
 

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from bitslab.codecs.invariant.layout import build_layout
+from bitslab.engine.codecs.invariant.layout import build_layout
+from bitslab.engine.kernels import cpu
+from bitslab.engine.kernels.cuda.runner import DAMAGED_ERROR, INDEX_ERROR, NO_ERROR
+from bitslab.engine.kernels.cuda.source import Variant, all_variants
+from bitslab.engine.kernels.cuda.tiles import STAGE_BYTES
+from bitslab.engine.kernels.format import RowStorage
 from bitslab.errors import ArgumentError
-from bitslab.kernels import cpu
-from bitslab.kernels.cuda.runner import DAMAGED_ERROR, INDEX_ERROR, NO_ERROR
-from bitslab.kernels.cuda.source import Variant, all_variants
-from bitslab.kernels.cuda.tiles import STAGE_BYTES
-from bitslab.kernels.format import RowStorage
-from tests.kernels.cases import Case, make_case, pack, pack_on_cpu
+from tests.engine.kernels.cases import Case, make_case, pack, pack_on_cpu
 from tests.simt.module import guarded
 from tests.simt.runner import simt_kernels
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from bitslab.kernels import cpu
-from bitslab.kernels.cuda.launch_ids import map_find, map_insert
-from bitslab.kernels.format import BUCKET_ENTRIES, NO_ID, NOT_CACHED
+from bitslab.engine.kernels import cpu
+from bitslab.engine.kernels.cuda.launch_ids import map_find, map_insert
+from bitslab.engine.kernels.format import BUCKET_ENTRIES, NO_ID, NOT_CACHED
 from tests.simt.module import guarded
 from tests.simt.runner import SimtRunner
 

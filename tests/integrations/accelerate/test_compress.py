@@ -12,8 +12,8 @@ from accelerate import cpu_offload, disk_offload, dispatch_model
 from torch import nn
 
 import bitslab.integrations.accelerate as plugin
+from bitslab.engine.memory import host
 from bitslab.errors import ArgumentError, BitslabError
-from bitslab.memory import host
 from bitslab.offload import WeightHandle, deferred_state_dict, find_offloaded
 from tests.helpers import same_bits
 from tests.offload.models import Blocks, generated, logits, tiny_llama

@@ -18,7 +18,7 @@ import torch
 from bitslab import CompressedFeature, DecodedCopyWarning
 from bitslab.integrations.dgl import compress_features, feature_stats
 from bitslab.integrations.dgl.column_tensor import ColumnTensor, column_tensor
-from bitslab.memory import feature as feature_module
+from bitslab.tables import feature as feature_module
 from tests.helpers import same_bits
 from tests.integrations.dgl.graphs import assert_same, features, homogeneous, packed_graph
 

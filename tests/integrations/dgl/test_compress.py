@@ -19,7 +19,7 @@ from bitslab.integrations.dgl import (
     raw_columns,
 )
 from bitslab.integrations.dgl.compress import degree_scores
-from bitslab.memory.report import feature_name
+from bitslab.tables.report import feature_name
 from tests.helpers import same_bits, take
 from tests.integrations.dgl.graphs import (
     FLOW,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-import bitslab.memory.host as host
+import bitslab.engine.memory.host as host
 from bitslab import ArgumentError, ArgumentTypeError, BitslabError, CompressedTable, IndexRangeError
 from bitslab.embedding import CachedRows
 from bitslab.integrations.embedding import (
@@ -30,7 +30,7 @@ from tests.integrations.embedding.support import (
     train_both,
     whole,
 )
-from tests.memory.support import Recorder
+from tests.tables.support import Recorder
 
 IDS = torch.tensor([3, 1, 4, 1])
 IDS_2D = IDS.view(2, 2)

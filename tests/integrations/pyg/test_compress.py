@@ -36,7 +36,7 @@ from bitslab.integrations.pyg import (
     raw_columns,
 )
 from bitslab.integrations.pyg.hotness import hot_ids
-from bitslab.memory.feature_tensor import FeatureTensor
+from bitslab.tensors.feature_tensor import FeatureTensor
 from tests.integrations.pyg.graphs import (
     CITES,
     WRITES,

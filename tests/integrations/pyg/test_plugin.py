@@ -19,7 +19,7 @@ import bitslab.integrations.pyg
 from bitslab import MissingExtraError
 from bitslab.integrations.pyg import testing
 from bitslab.integrations.pyg.testing import wrapped
-from bitslab.memory.feature_tensor import FeatureTensor
+from bitslab.tensors.feature_tensor import FeatureTensor
 from tests.integrations.pyg.graphs import features, same
 
 OPTION = "--bitslab-compress-features"

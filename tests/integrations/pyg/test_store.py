@@ -20,7 +20,7 @@ from torch_geometric.loader import NeighborLoader, NodeLoader
 
 from bitslab import ArgumentError, ArgumentTypeError, CompressedFeature, IndexRangeError
 from bitslab.integrations.pyg import CompressedFeatureStore, FetchFeatures
-from bitslab.memory.feature_tensor import FeatureTensor
+from bitslab.tensors.feature_tensor import FeatureTensor
 from tests.integrations.pyg.graphs import (
     CITES,
     WRITES,

@@ -14,7 +14,7 @@ from bitslab.integrations.torchrec.grouping import (
     group_tables,
     sample_of,
 )
-from bitslab.memory.build import choose_codec
+from bitslab.tables.build import choose_codec
 
 
 def normal(rows: int, dim: int = 32, scale: float = 0.05, seed: int = 0) -> torch.Tensor:

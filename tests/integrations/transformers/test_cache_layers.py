@@ -17,8 +17,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from transformers import EncoderDecoderCache
 
 from bitslab import ArgumentError, ArgumentTypeError, BitslabError, InvariantCodec
+from bitslab.engine.memory import host
 from bitslab.kvcache.packing import HISTORY_ROWS, CodecPlans, TokenRows
-from bitslab.memory import host
 from tests.integrations.transformers.models import (
     SMALL,
     compressed,

@@ -325,7 +325,7 @@ def test_adapters_are_loaded_on_top(tmp_path: Path) -> None:
 
 
 def test_host_memory_that_runs_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from bitslab.memory.host import HostBuffer
+    from bitslab.engine.memory.host import HostBuffer
 
     write_model("llama", tmp_path)
     allocate, sizes = HostBuffer.allocate, []

@@ -1,0 +1,1 @@
+"""The compression engine: bytes in, bytes out; knows no table, no model and no framework."""

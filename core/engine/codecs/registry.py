@@ -1,0 +1,122 @@
+"""Codec names and their classes.
+
+Built in are ``"ibp"`` and ``"raw"``. A package adds its own by the entry point group
+``bitslab.codecs``, where the name of the entry point is the name of the codec; a program adds one
+by `register_codec`. A name means the same bytes for ever, so none can be given another class.
+
+Every codec serves `bitslab.compress`, files and the command. Tables, their caches and embeddings
+accept the built-in ones alone, whose rows their kernels gather, and refuse others by name.
+"""
+
+from __future__ import annotations
+
+from importlib import metadata
+
+from ...errors import ArgumentError, ArgumentTypeError, BitslabError
+from . import InvariantCodec, RawCodec, RowCodec
+
+ENTRY_POINTS = "bitslab.codecs"
+
+_classes: dict[str, type[RowCodec]] = {c.name: c for c in (InvariantCodec, RawCodec)}
+
+
+def register_codec(cls: type[RowCodec]) -> type[RowCodec]:
+    """Make a codec known by its ``name``; usable as a class decorator.
+
+    It serves `bitslab.compress` and files; tables and embeddings accept ``"ibp"`` and ``"raw"``.
+
+    Parameters
+    ----------
+    cls : type
+        A subclass of `RowCodec` with a ``name`` of its own.
+
+    Returns
+    -------
+    type
+        `cls`, unchanged.
+
+    Raises
+    ------
+    ArgumentTypeError
+        When `cls` is no subclass of `RowCodec` or has no name.
+    ArgumentError
+        When another class has the name.
+    """
+    name = _checked_name(cls)
+    known = _classes.setdefault(name, cls)
+    if known is not cls:
+        raise ArgumentError(
+            f"codec name {name!r}: taken by {_full_name(known)}, so {_full_name(cls)} needs "
+            "another name"
+        )
+    return cls
+
+
+def get_codec(name: str) -> type[RowCodec]:
+    """Return the codec class of a name.
+
+    Parameters
+    ----------
+    name : str
+        As listed by `codec_names`.
+
+    Returns
+    -------
+    type
+        A subclass of `RowCodec`.
+
+    Raises
+    ------
+    ArgumentError
+        When no codec has the name; the message lists those that there are.
+    BitslabError
+        When the package that offers the codec fails to load.
+    """
+    if not isinstance(name, str):
+        raise ArgumentTypeError(f"codec: expected a name, got {type(name).__name__}")
+    if name in _classes:
+        return _classes[name]
+    entry = _entry_points().get(name)
+    if entry is None:
+        raise ArgumentError(f"codec: {name!r} is not known; known are {', '.join(codec_names())}")
+    try:
+        cls = entry.load()
+    except Exception as error:
+        raise BitslabError(
+            f"codec {name!r}: {entry.value!r} cannot be loaded: {type(error).__name__}: {error}"
+        ) from error
+    if _checked_name(cls) != name:
+        raise ArgumentError(f"codec {name!r}: {entry.value!r} calls itself {cls.name!r}")
+    return register_codec(cls)
+
+
+def codec_names() -> list[str]:
+    """Return the names of all codecs, built in, registered and offered by installed packages."""
+    return sorted({*_classes, *_entry_points()})
+
+
+def _entry_points() -> dict[str, metadata.EntryPoint]:
+    """Return what installed packages offer, by name, without importing it."""
+    found: dict[str, metadata.EntryPoint] = {}
+    for entry in metadata.entry_points(group=ENTRY_POINTS):
+        known = _classes.get(entry.name)
+        holder = found.setdefault(entry.name, entry).value if known is None else _full_name(known)
+        # An installation seen twice on the path offers the same value twice, which is harmless.
+        if holder != entry.value:
+            raise ArgumentError(
+                f"codec name {entry.name!r}: taken by {holder}, so {entry.value} needs another name"
+            )
+    return found
+
+
+def _checked_name(cls: object) -> str:
+    if not isinstance(cls, type) or not issubclass(cls, RowCodec):
+        raise ArgumentTypeError(f"codec: expected a subclass of RowCodec, got {cls!r}")
+    name = getattr(cls, "name", None)
+    if not isinstance(name, str) or not name or name == "auto":
+        raise ArgumentTypeError(f"codec: {_full_name(cls)} needs a name, got {name!r}")
+    return name
+
+
+def _full_name(cls: type) -> str:
+    return f"{cls.__module__}:{cls.__qualname__}"

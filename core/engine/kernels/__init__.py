@@ -1,0 +1,69 @@
+"""Dispatch: tensors on a GPU go to the CUDA kernels, those on the CPU to their Numba twins."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+
+from ...errors import ArgumentTypeError
+from .format import RowLayout, RowStorage
+
+
+class Kernels(Protocol):
+    """What a backend offers; `kernels.cpu` documents each function."""
+
+    def count_bits(self, rows: torch.Tensor, chunk_bytes: int) -> torch.Tensor:
+        """Count set bits per position."""
+        ...
+
+    def packed_words(
+        self, rows: torch.Tensor, layout: RowLayout
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Measure packed rows and choose their clusters."""
+        ...
+
+    def encode_rows(
+        self,
+        rows: torch.Tensor,
+        layout: RowLayout,
+        lengths: torch.Tensor,
+        row_clusters: torch.Tensor,
+        bases: torch.Tensor,
+        n_words: int,
+    ) -> torch.Tensor:
+        """Pack rows."""
+        ...
+
+    def decode_rows(
+        self,
+        storage: RowStorage,
+        layout: RowLayout,
+        ids: torch.Tensor | None,
+        row_begin: int,
+        out: torch.Tensor,
+        facts: Mapping[str, int],
+        sm_budget: int | None = None,
+    ) -> int:
+        """Unpack rows; return a damaged row, or -1."""
+        ...
+
+
+def kernels_for(device: torch.device) -> Kernels:
+    """Return the backend for a device.
+
+    Raises
+    ------
+    ArgumentTypeError
+        For a device that is neither a CPU nor a CUDA GPU.
+    """
+    if device.type == "cpu":
+        from . import cpu
+
+        return cpu
+    if device.type == "cuda":
+        from . import cuda
+
+        return cuda.kernels_on(device)
+    raise ArgumentTypeError(f"device: {device}, accepted are cpu and cuda")

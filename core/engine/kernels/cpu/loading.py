@@ -1,0 +1,44 @@
+"""The modules of Numba functions, loaded on first use: importing bitslab does not load Numba."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from ....errors import load_optional
+
+
+@functools.cache
+def packing() -> Any:
+    """Load the functions that pack, check and decode rows."""
+    load_optional("numba", extra=None, purpose="packing rows on the CPU")
+    from . import rows
+
+    return rows
+
+
+@functools.cache
+def encoding_shorts() -> Any:
+    """Load the functions that encode rows of short chunks."""
+    load_optional("numba", extra=None, purpose="packing rows on the CPU")
+    from . import shorts
+
+    return shorts
+
+
+@functools.cache
+def gathering() -> Any:
+    """Load the functions that gather rows."""
+    load_optional("numba", extra=None, purpose="gathering rows on the CPU")
+    from . import gather
+
+    return gather
+
+
+@functools.cache
+def mapping() -> Any:
+    """Load the functions of the map."""
+    load_optional("numba", extra=None, purpose="looking up rows on the CPU")
+    from . import maps
+
+    return maps

@@ -1,0 +1,250 @@
+"""The text of the CUDA kernels and the variants that they are compiled in."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
+from pathlib import Path
+
+import torch
+
+from ....dtypes import EXPONENT_FIELDS
+from ..format import (
+    BUCKET_ENTRIES,
+    CHUNK_BYTES,
+    CODE_BITS,
+    LINE_BYTES,
+    MAX_SLABS,
+    NO_ID,
+    NO_SLOT,
+    NOT_CACHED,
+    OFFSET_SHIFT,
+    PACKED_BIT,
+    SLAB_SHIFT,
+    RowFormat,
+)
+
+_FOLDER = Path(__file__).parent
+_INCLUDE = re.compile(r'^#include "(\w+\.cuh)"$', re.MULTILINE)
+
+_KERNELS: dict[str, tuple[str, ...]] = {
+    "count": ("count_bits",),
+    "encode": ("packed_words", "encode_rows"),
+    "decode": ("decode_rows", "decode_long_rows"),
+    "gather": ("gather_rows", "gather_long_rows", "gather_short_rows"),
+    "copy": ("copy_rows",),
+    "ids": ("check_ids", "reset_order", "count_ids", "order_ids"),
+    "map": ("insert_ids", "find_ids"),
+    "slots": ("claim_slots", "give_slots"),
+    "bags": ("pool_bags", "sound_offsets"),
+}
+
+#: Fewest chunks a lane with which eight lanes can take a row.
+MIN_SHORT_VECTOR = 4
+#: What kernels know of cached rows.
+CACHE_DEFINES = {
+    "MAX_SLABS": MAX_SLABS,
+    "SLAB_SHIFT": SLAB_SHIFT,
+    "OFFSET_SHIFT": OFFSET_SHIFT,
+    "PACKED_BIT": PACKED_BIT,
+    "BUCKET_ENTRIES": BUCKET_ENTRIES,
+    "NO_ID": NO_ID,
+    "NOT_CACHED": NOT_CACHED,
+}
+#: Bins that ids are ordered by before a gather from a large table.
+ORDER_BINS = 8192
+#: Bytes that a lane of the copy of raw rows loads at once, and those that it can store at once.
+COPY_PIECES = {4: (1, 2, 4), 16: (1, 2, 4, 8, 16)}
+
+#: Bytes of the values of rows that are pooled in bags.
+BAG_VALUE_BYTES = (4, 8)
+
+#: Lowest bit of the one-byte exponent fields that have kernels of their own, by chunk_bytes.
+BYTE_FIELDS = {
+    2: EXPONENT_FIELDS[torch.bfloat16][0],
+    4: EXPONENT_FIELDS[torch.float32][0],
+}
+
+
+@cache
+def source_text(name: str) -> str:
+    """Return ``name``.cu with its headers inlined.
+
+    Inlining makes the text the whole key of the compiler's disk cache, which does not look into
+    headers; the #line directives keep the compiler's messages true.
+    """
+    text = (_FOLDER / f"{name}.cu").read_text()
+
+    def inline(match: re.Match[str]) -> str:
+        header = match.group(1)
+        line = text.count("\n", 0, match.end()) + 2
+        body = (_FOLDER / header).read_text()
+        return f'#line 1 "{header}"\n{body}\n#line {line} "{name}.cu"'
+
+    return f'#line 1 "{name}.cu"\n' + _INCLUDE.sub(inline, text)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One compilation of a kernel file.
+
+    Parameters
+    ----------
+    file : str
+        ``"count"``, ``"encode"``, ``"decode"`` or ``"gather"``.
+    chunk_bytes, code_bits, grouped, uniform
+        As in RowFormat; counting knows only chunk_bytes.
+    vector : int
+        Chunks that a lane of the decoder stores at once, 1 where rows are not aligned for more.
+    byte_field : bool
+        Whether the mask is the one-byte exponent field of `BYTE_FIELDS`.
+    """
+
+    file: str
+    chunk_bytes: int
+    code_bits: int = 1
+    grouped: bool = False
+    uniform: bool = False
+    vector: int = 1
+    byte_field: bool = False
+
+    def defines(self) -> dict[str, str | int]:
+        """Return the preprocessor's definitions."""
+        f = RowFormat(
+            self.chunk_bytes, self.chunk_bytes, self.code_bits, self.grouped, self.uniform
+        )
+        defines: dict[str, str | int] = {"CHUNK_BYTES": f.chunk_bytes, "LEVELS": f.levels}
+        if self.file == "count":
+            return defines
+        defines |= {
+            "CODE_BITS": f.code_bits,
+            "GROUPED": int(f.grouped),
+            "UNIFORM": int(f.uniform),
+            "KEEP_SECTION": f.keep_section,
+            "MASK_SECTION": f.mask_section,
+            "SECTIONS": f.sections,
+        }
+        defines["FIELD_LOW"] = BYTE_FIELDS[self.chunk_bytes] if self.byte_field else -1
+        if self.file == "encode":
+            return defines
+        first_codes = sum(1 << self.code_bits * v for v in range(self.vector))
+        wide = self.vector > 1
+        if self.file == "gather":
+            defines |= CACHE_DEFINES
+        return defines | {
+            "VECTOR": self.vector,
+            "FIRST_CODES": f"{first_codes}ull",
+            "ROWS": 2 if wide and not self.uniform else 1,
+            "MIN_BLOCKS": self.blocks,
+        }
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of a decoder that the registers of a multiprocessor have room for."""
+        # Positional masks stay in registers over the rows of a warp, and so do many or long chunks.
+        wide = self.vector > 1
+        crowded = wide and (not self.uniform or self.chunk_bytes in (1, 8))
+        return 3 if crowded else 4
+
+    @property
+    def name(self) -> str:
+        """Readable name, for tests and logs."""
+        if self.file == "count":
+            return f"count-{self.chunk_bytes}B"
+        words = [self.file, f"{self.chunk_bytes}B", f"k{self.code_bits}"]
+        words.append("uniform" if self.uniform else "positional")
+        words += ["grouped"] if self.grouped else []
+        words += [f"v{self.vector}"] if self.file in ("decode", "gather") else []
+        words += ["bytes"] if self.byte_field else []
+        return "-".join(words)
+
+
+@dataclass(frozen=True)
+class PlainVariant:
+    """One compilation of a kernel file that knows nothing of packed rows.
+
+    Parameters
+    ----------
+    file : str
+        ``"copy"``, ``"ids"``, ``"map"``, ``"slots"`` or ``"bags"``.
+    settings : tuple of (str, int)
+        The preprocessor's definitions.
+    """
+
+    file: str
+    settings: tuple[tuple[str, int], ...] = ()
+
+    def defines(self) -> dict[str, str | int]:
+        """Return the preprocessor's definitions, those of bits.cuh among them."""
+        return {"CHUNK_BYTES": 4, "LEVELS": 5, "CODE_BITS": 1, **dict(self.settings)}
+
+    @property
+    def name(self) -> str:
+        """Readable name, for tests and logs."""
+        if self.file not in ("copy", "bags"):
+            return self.file
+        return "-".join([self.file, *(f"{k.lower()}{v}" for k, v in self.settings)])
+
+
+AnyVariant = Variant | PlainVariant
+
+#: The one compilation of what is done with ids before a gather.
+IDS = PlainVariant("ids", (("BINS", ORDER_BINS),))
+#: The one compilation of the map from ids to locations.
+MAP = PlainVariant("map", tuple(CACHE_DEFINES.items()))
+#: The one compilation of the search for the slots of a batch.
+SLOTS = PlainVariant("slots", (("NO_SLOT", NO_SLOT),))
+
+
+def copy_variant(unit_bytes: int, piece_bytes: int) -> PlainVariant:
+    """Return the copy of raw rows that loads `unit_bytes` and stores `piece_bytes` at once."""
+    settings = (("UNIT_BYTES", unit_bytes), ("PIECE_BYTES", piece_bytes))
+    return PlainVariant("copy", (*settings, ("LINE_BYTES", LINE_BYTES), ("SHIFT", 1)))
+
+
+def bags_variant(value_bytes: int, vector: int) -> PlainVariant:
+    """Return the pooling of bags that takes `vector` floats of `value_bytes` at once."""
+    return PlainVariant("bags", (("VALUE_BYTES", value_bytes), ("VECTOR", vector)))
+
+
+def widest_vector(chunk_bytes: int, uniform: bool) -> int:
+    """Return the most chunks that a lane of the decoder takes: 16 bytes of them.
+
+    With positional masks at most four, whose masks and steps fit in registers.
+    """
+    return 16 // chunk_bytes if uniform else min(4, 16 // chunk_bytes)
+
+
+def kernels_of(variant: AnyVariant) -> tuple[str, ...]:
+    """Return the kernels of a compilation."""
+    names = _KERNELS[variant.file]
+    # Eight lanes of fewer chunks are no whole group of codes.
+    narrow = isinstance(variant, Variant) and variant.vector < MIN_SHORT_VECTOR
+    return names[:-1] if variant.file == "gather" and narrow else names
+
+
+def all_variants() -> Iterator[AnyVariant]:
+    """Yield every variant that the library can ask for."""
+    yield IDS
+    yield MAP
+    yield SLOTS
+    for size in BAG_VALUE_BYTES:
+        yield from (bags_variant(size, vector) for vector in (1, 16 // size))
+    for unit, pieces in COPY_PIECES.items():
+        yield from (copy_variant(unit, piece) for piece in pieces)
+    for width in CHUNK_BYTES:
+        yield Variant("count", width)
+    for width, bits, grouped, uniform in product(
+        CHUNK_BYTES, CODE_BITS, (False, True), (False, True)
+    ):
+        yield Variant("encode", width, bits, grouped, uniform)
+        for vector in (1, widest_vector(width, uniform)):
+            yield Variant("decode", width, bits, grouped, uniform, vector)
+            yield Variant("gather", width, bits, grouped, uniform, vector)
+    for width, grouped in product(BYTE_FIELDS, (False, True)):
+        yield Variant("encode", width, 3, grouped, True, byte_field=True)
+        for file in ("decode", "gather"):
+            yield Variant(file, width, 3, grouped, True, widest_vector(width, True), True)

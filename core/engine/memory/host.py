@@ -1,0 +1,545 @@
+"""Host memory that GPUs read by themselves and that processes share without a copy."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import math
+import mmap
+import multiprocessing.reduction
+import operator
+import os
+import re
+import secrets
+import sys
+import threading
+import warnings
+import weakref
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import torch
+
+from ...errors import ArgumentError, ArgumentTypeError, BitslabError
+
+#: Whether memory is page-locked: now (or, with no GPU to be had, at the first use by one), never,
+#: or at the first use by a GPU.
+Pin = bool | Literal["lazily"]
+
+#: Buffers from this size on are first compared with the memory that is available; for smaller ones
+#: that costs as much as the buffer.
+LARGE_BYTES = 16 << 20
+
+_NAME = "bitslab-"  # of memory files; a random token follows
+_MAP_FIXED = 0x10
+_HANDLE = re.compile(r"bitslab-memory:(\d+):(\d+):(\d+):([0-9a-f]{16}):(True|False|lazily)")
+_PINS: dict[str, Pin] = {"True": True, "False": False, "lazily": "lazily"}
+
+_files_lock = threading.Lock()
+_told_of_refusal = False
+_waiting: list[_Memory] = []  # to be released when no stream is capturing
+
+
+class Registrar(Protocol):
+    """What page-locks memory for GPUs; tests put a recording one in the place of CUDA's."""
+
+    def available(self) -> bool:
+        """Tell whether this process can use a GPU."""
+
+    def capturing(self) -> bool:
+        """Tell whether the current stream records a graph, when neither call below is allowed."""
+
+    def register(self, address: int, nbytes: int) -> str:
+        """Page-lock memory and map it for every GPU; return why that was refused, or ""."""
+
+    def unregister(self, address: int) -> None:
+        """Undo `register`."""
+
+    def synchronize(self) -> None:
+        """Wait for every GPU that this process has used."""
+
+
+class CudaRegistrar:
+    """Page-locks memory through the CUDA runtime that torch loads."""
+
+    PORTABLE_MAPPED = 1 | 2  # for every GPU of the process, at the address that the CPU uses
+
+    def available(self) -> bool:
+        """Tell whether this process can use a GPU; a child forked after CUDA started cannot."""
+        return not torch.cuda._is_in_bad_fork() and torch.cuda.is_available()
+
+    def capturing(self) -> bool:
+        """Tell whether the current stream records a graph."""
+        return torch.cuda.is_current_stream_capturing()
+
+    def register(self, address: int, nbytes: int) -> str:
+        """Page-lock memory and map it for every GPU; return why that was refused, or ""."""
+        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        result = runtime.cudaHostRegister(address, nbytes, self.PORTABLE_MAPPED)
+        if result == runtime.cudaError.success:
+            return ""
+        # CUDA keeps the refusal as its last error, and the next kernel launch would report it as
+        # its own; the launch that does so makes CUDA forget it.
+        with contextlib.suppress(RuntimeError):
+            torch.empty(1, device="cuda").fill_(1)
+        return str(runtime.cudaGetErrorString(result))
+
+    def unregister(self, address: int) -> None:
+        """Undo `register`."""
+        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        runtime.cudaHostUnregister(address)
+
+    def synchronize(self) -> None:
+        """Wait for every GPU that this process has used; starts none."""
+        for index in range(torch.cuda.device_count()):
+            if torch._C._cuda_hasPrimaryContext(index):  # type: ignore[attr-defined]
+                # A GPU that has failed reads nothing more, and the next use of it tells of that.
+                with contextlib.suppress(RuntimeError):
+                    torch.cuda.synchronize(index)
+
+
+registrar: Registrar = CudaRegistrar()
+_MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23  # Python has no names for them
+
+
+class _Memory(mmap.mmap):
+    """Mapped memory, page-locked at most as long as it is mapped.
+
+    Tensors over it hold this object, so it goes with the last of them. Only then are the pages
+    given up by the GPUs, and before they are unmapped.
+    """
+
+    address = 0
+    refused = False
+    _registered_by = 0  # a process id: a forked child has the attribute but not the registration
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._lock = threading.Lock()
+
+    def is_pinned(self) -> bool:
+        """Tell whether this process has it page-locked."""
+        return self._registered_by == os.getpid()
+
+    def pin(self) -> bool:
+        """Page-lock once; False when the system refuses, of which a process is told once."""
+        if self.is_pinned() or self.refused or not registrar.available():
+            return self.is_pinned()
+        with self._lock:
+            if self.is_pinned() or self.refused:
+                return self.is_pinned()
+            if registrar.capturing():
+                raise BitslabError(
+                    "host memory cannot be page-locked while a graph is captured: gather from it "
+                    "once before the capture, or call ensure_pinned()"
+                )
+            reason = registrar.register(self.address, len(self))
+            if reason:
+                self.refused = True
+                _tell_of_refusal(len(self), reason)
+            else:
+                self._registered_by = os.getpid()
+        return self.is_pinned()
+
+    def release(self) -> bool:
+        """Let the GPUs give the pages up, once; False when that has to wait."""
+        if not self.is_pinned():
+            return True
+        with self._lock:
+            if self.is_pinned():
+                if registrar.capturing():
+                    return False
+                registrar.synchronize()
+                registrar.unregister(self.address)
+                self._registered_by = 0
+        return True
+
+    def __del__(self) -> None:
+        # A process that ends gives up everything, and CUDA may be gone already.
+        if not sys.is_finalizing() and not self.release():
+            _waiting.append(self)
+
+
+class HostBuffer:
+    """Host memory of an exact size, page-aligned, that GPUs read and processes share.
+
+    The memory is an unnamed file (memfd), mapped: forked processes see it, others map it from its
+    file descriptor, and the size of ``/dev/shm`` does not matter. Page-locked and mapped for GPUs,
+    it has for them the address that it has for the CPU. Each process page-locks for itself.
+
+    What a buffer becomes on its way:
+
+    - through `multiprocessing` (arguments of a spawned process, queues, pipes, DataLoader workers):
+      the same memory, as a file descriptor;
+    - through `handle` and `attach`, between processes of one user and one machine: the same memory;
+    - through `pickle` and `copy`: a copy.
+
+    Tensors and arrays made from `tensor` keep the memory mapped and page-locked after the buffer
+    itself is gone. It is given up when the last of them goes, after every GPU in use has finished
+    its work; while a stream is captured, that is put off to a later allocation or release.
+
+    Threads may use one buffer; two threads that use two buffers never wait for each other.
+
+    Attributes
+    ----------
+    nbytes : int
+        Size in bytes.
+    owner : bool
+        False when the memory was made by another process.
+    shared : bool
+        True when a handle or a file descriptor was given away, or when attached.
+    """
+
+    def __init__(
+        self,
+        fd: int | None,
+        nbytes: int,
+        token: str,
+        pin: Pin,
+        owner: bool,
+        *,
+        private: bool = False,
+    ) -> None:
+        self.nbytes = nbytes
+        self.private = private
+        self.owner = owner
+        self.shared = not owner
+        self._fd = fd
+        self._token = token
+        self._pin = pin
+        self._memory: _Memory | None = None
+        self._tensor: torch.Tensor | None = torch.empty(0, dtype=torch.uint8)
+        if nbytes:
+            self._memory = _private_memory(nbytes) if private else _Memory(-1, nbytes)
+            self._tensor = torch.frombuffer(self._memory, dtype=torch.uint8)
+            self._memory.address = self._tensor.data_ptr()
+            if fd is not None:
+                _map_over(self._memory.address, nbytes, fd)
+        # Last: until here a failure leaves the descriptor to the caller.
+        self._close_fd = None if fd is None else weakref.finalize(self, os.close, fd)
+
+    @classmethod
+    def allocate(cls, nbytes: int, *, pin: Pin = True, private: bool = False) -> HostBuffer:
+        """Make a buffer of zeros.
+
+        Parameters
+        ----------
+        nbytes : int
+            Size in bytes; 0 is allowed.
+        pin : bool or "lazily"
+            True page-locks the memory now where this process can use a GPU, else at the first use
+            by one. "lazily" waits for that use in any case. False never page-locks it.
+        private : bool
+            Whether only this process will ever use it: huge pages, which are page-locked in half
+            the time. It is no file, cannot be shared, and is not there in forked children.
+
+        Raises
+        ------
+        BitslabError
+            When the memory cannot be had. It is taken from the system here, not at its first use.
+        """
+        try:
+            nbytes = operator.index(nbytes)
+        except TypeError:
+            raise ArgumentTypeError(f"nbytes: expected an int, got {type(nbytes)}") from None
+        if nbytes < 0:
+            raise ArgumentError(f"nbytes: expected 0 or more, got {nbytes}")
+        if not isinstance(pin, bool) and pin != "lazily":
+            raise ArgumentError(f"pin: expected True, False or 'lazily', got {pin!r}")
+        _release_waiting()
+        room = _available_bytes() if nbytes >= LARGE_BYTES else math.inf
+        if nbytes > room:
+            raise BitslabError(
+                f"nbytes: {nbytes} bytes of host memory asked for, {room:.0f} are available"
+            )
+        token = secrets.token_hex(8)
+        fd = None
+        try:
+            fd = None if private else make_file(token, nbytes)
+            buffer = cls(fd, nbytes, token, pin, owner=True, private=private)
+            if private:
+                _take_pages(buffer.tensor)
+        except OSError as error:
+            if fd is not None:
+                os.close(fd)
+            raise BitslabError(f"nbytes: {nbytes} bytes of host memory: {error}") from error
+        if pin is True:
+            buffer.ensure_pinned()
+        return buffer
+
+    @classmethod
+    def attach(cls, handle: str) -> HostBuffer:
+        """Map the memory of another process of this user on this machine.
+
+        It is page-locked in this process by `ensure_pinned`, not before.
+
+        Parameters
+        ----------
+        handle : str
+            What `handle` returned there. The memory stays when its maker lets it go, but cannot be
+            attached to any more from then on.
+
+        Raises
+        ------
+        ArgumentError
+            When it is no handle, or its maker has ended or let the memory go.
+        """
+        if not isinstance(handle, str):
+            raise ArgumentTypeError(f"handle: expected a str, got {type(handle)}")
+        found = _HANDLE.fullmatch(handle)
+        if found is None:
+            raise ArgumentError(
+                f"handle: expected what HostBuffer.handle() returns, got {handle!r}"
+            )
+        pid, fd_there, size, token, pin = found.groups()
+        fd = -1
+        try:
+            fd = os.open(f"/proc/{pid}/fd/{fd_there}", os.O_RDWR | os.O_CLOEXEC)
+            name = os.readlink(f"/proc/self/fd/{fd}")
+            if f"memfd:{_NAME}{token}" not in name or os.fstat(fd).st_size != int(size):
+                raise FileNotFoundError("another file is in its place")
+            return cls(fd, int(size), token, _PINS[pin], owner=False)
+        except OSError as error:
+            if fd >= 0:
+                os.close(fd)
+            raise ArgumentError(
+                f"handle: {handle!r} leads to no memory: process {pid} has ended, let it go, or is "
+                f"another user's or container's ({error})"
+            ) from error
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The memory as a tensor: uint8 ``[nbytes]`` on the CPU, always the same one."""
+        if self._tensor is None:
+            raise BitslabError("this HostBuffer is closed")
+        return self._tensor
+
+    @property
+    def token(self) -> str:
+        """What tells this memory from any other, in every process that has it."""
+        return self._token
+
+    @property
+    def closed(self) -> bool:
+        """True after `close`."""
+        return self._tensor is None
+
+    @property
+    def pinned(self) -> bool:
+        """True while the memory is page-locked by this process."""
+        return self._memory is not None and self._memory.is_pinned()
+
+    def ensure_pinned(self) -> bool:
+        """Page-lock the memory for the GPUs of this process, unless that is done already.
+
+        Returns
+        -------
+        bool
+            False when there is no GPU, `pin` is False, the buffer is empty or the system refuses.
+            A refusal is told by one UserWarning per process; the buffer then goes on as ordinary
+            memory, and the system is not asked again.
+
+        Raises
+        ------
+        BitslabError
+            When the buffer is closed, or its first page-locking would fall into a graph capture.
+        """
+        if self.closed:
+            raise BitslabError("this HostBuffer is closed")
+        return self._pin is not False and self._memory is not None and self._memory.pin()
+
+    def handle(self) -> str:
+        """Return what `attach` takes in another process, as long as this buffer is open here."""
+        fd = self._shareable_fd()
+        return f"bitslab-memory:{os.getpid()}:{fd}:{self.nbytes}:{self._token}:{self._pin}"
+
+    def close(self) -> None:
+        """Give up the page-locking and this object's hold on the memory; again does nothing.
+
+        Waits for the GPUs that may still read it. Tensors made from it stay usable on the CPU.
+        """
+        _release_waiting()
+        memory, self._memory, self._tensor = self._memory, None, None
+        if memory is not None and not memory.release():
+            _waiting.append(memory)
+        if self._close_fd is not None:
+            self._close_fd()
+
+    def _shareable_fd(self) -> int:
+        """Return the file descriptor to give away."""
+        if self.closed:
+            raise BitslabError("this HostBuffer is closed")
+        if self.private:
+            raise BitslabError("this memory is private to its process: share a copy of its tensor")
+        with _files_lock:
+            if self._fd is None:
+                self._get_file()
+        if self._fd is None:
+            raise BitslabError(
+                "this system has no memfd_create, so that memory reaches forked processes only"
+            )
+        self.shared = True
+        return self._fd
+
+    def _get_file(self) -> None:
+        """Put a file with the same bytes under the memory, where it is; nobody may write to it.
+
+        Children that were forked before keep the memory as it was.
+        """
+        fd = make_file(self._token, self.nbytes)
+        if fd is None:
+            return
+        try:
+            if self._memory is not None:
+                os.pwrite(fd, self._memory, 0)
+                _map_over(self._memory.address, self.nbytes, fd)
+        except OSError:
+            os.close(fd)
+            raise
+        self._fd, self._close_fd = fd, weakref.finalize(self, os.close, fd)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> HostBuffer:
+        return _copy_of(self.tensor, self._pin)
+
+    def populate(self) -> None:
+        """Map all pages now, so that reading rows at random does not wait for one after another.
+
+        A hint: systems that do not know it (Linux before 5.14) are left to map them one by one.
+        """
+        memory = self._memory
+        if memory is not None and len(memory):
+            with contextlib.suppress(OSError):
+                memory.madvise(_MADV_POPULATE_READ)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _copy_of, (self.tensor, self._pin)
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else "page-locked" if self.pinned else "ordinary memory"
+        return f"HostBuffer({self.nbytes} bytes, {state})"
+
+
+def _forget_lock() -> None:
+    """Replace the lock in a forked child: a thread that does not exist there may hold it."""
+    global _files_lock
+    _files_lock = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_lock)
+
+
+def make_file(token: str, nbytes: int) -> int | None:
+    """Return the descriptor of a memory file of zeros; None where the system has no such files."""
+    if not hasattr(os, "memfd_create"):
+        return None
+    fd = os.memfd_create(_NAME + token, os.MFD_CLOEXEC)
+    try:
+        if nbytes:
+            os.posix_fallocate(fd, 0, nbytes)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _private_memory(nbytes: int) -> _Memory:
+    """Map memory that no file stands behind, of huge pages where the system has some."""
+    memory = _Memory(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
+        # Pages that a GPU reads must stay where they are: a child that had them would make the
+        # parent's next write go elsewhere.
+        if hasattr(mmap, advice):
+            with contextlib.suppress(OSError):  # a system that was built without
+                memory.madvise(getattr(mmap, advice))
+    return memory
+
+
+def _take_pages(tensor: torch.Tensor) -> None:
+    """Take the pages of private memory from the system; other threads go on meanwhile."""
+    advise = ctypes.CDLL(None).madvise
+    advise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    if tensor.numel() and advise(tensor.data_ptr(), tensor.numel(), _MADV_POPULATE_WRITE):
+        tensor[:: mmap.PAGESIZE].zero_()  # Linux before 5.14
+
+
+def _map_over(address: int, nbytes: int, fd: int) -> None:
+    """Map a file in the place of mapped memory; Python's mmap would keep a second descriptor."""
+    call = ctypes.CDLL(None, use_errno=True).mmap
+    call.restype = ctypes.c_void_p
+    call.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED
+    if call(address, nbytes, protection, flags, fd, 0) != address:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+def _copy_of(tensor: torch.Tensor, pin: Pin) -> HostBuffer:
+    """Make a buffer of the bytes of another."""
+    buffer = HostBuffer.allocate(tensor.numel(), pin=pin)
+    buffer.tensor.copy_(tensor)
+    return buffer
+
+
+def _pass_on(buffer: HostBuffer) -> tuple[Any, ...]:
+    """Send a buffer to another process as a file descriptor; the bytes of private memory."""
+    if buffer.private:
+        return buffer.__reduce__()
+    fd = multiprocessing.reduction.DupFd(buffer._shareable_fd())
+    return _receive, (fd, buffer.nbytes, buffer._token, buffer._pin)
+
+
+def _receive(fd: Any, nbytes: int, token: str, pin: Pin) -> HostBuffer:
+    return HostBuffer(fd.detach(), nbytes, token, pin, owner=False)
+
+
+multiprocessing.reduction.ForkingPickler.register(HostBuffer, _pass_on)
+
+
+def _release_waiting() -> None:
+    """Release what could not be released while a stream was captured."""
+    for _ in range(len(_waiting)):
+        with contextlib.suppress(IndexError):  # another thread took the last one
+            memory = _waiting.pop()
+            if not memory.release():
+                _waiting.append(memory)
+                return
+
+
+def _tell_of_refusal(nbytes: int, reason: str) -> None:
+    global _told_of_refusal
+    if _told_of_refusal:
+        return
+    _told_of_refusal = True
+    warnings.warn(
+        f"bitslab: the system refused to page-lock {nbytes} bytes of host memory ({reason}). They "
+        "are used as ordinary memory, and rows for a GPU are gathered by the CPU. Raise the limit "
+        "of locked memory (ulimit -l unlimited; docker run --ulimit memlock=-1) or use less memory",
+        UserWarning,
+        stacklevel=2,
+    )
+
+
+def _available_bytes() -> float:
+    """Bytes that can be had without ending some process; infinity where nothing tells.
+
+    A memory file is bounded by nothing else: asking for more brings the system's out-of-memory
+    killer, not an error.
+    """
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
+        sizes = {words[0]: int(words[1]) << 10 for words in lines}
+        available = sizes["MemAvailable:"] + sizes["SwapFree:"]
+        return min(available, _available_in_container())
+    return math.inf
+
+
+def _available_in_container() -> float:
+    """Bytes under the limit of this process's control group (version 2), its file cache freed."""
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        own = Path("/proc/self/cgroup").read_text().strip().removeprefix("0::/")
+        group = Path("/sys/fs/cgroup", own)
+        limit = int((group / "memory.max").read_text())  # ValueError: "max", no limit
+        lines = (line.split() for line in (group / "memory.stat").read_text().splitlines())
+        stat = {words[0]: int(words[1]) for words in lines}
+        used = int((group / "memory.current").read_text())
+        return limit - used + stat["active_file"] + stat["inactive_file"]
+    return math.inf

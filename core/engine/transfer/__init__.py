@@ -1,0 +1,1 @@
+"""Moving bytes between host, device and file."""

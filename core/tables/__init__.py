@@ -1,0 +1,1 @@
+"""Tables that live compressed in host memory, and caches of their rows on GPUs."""

@@ -1,0 +1,98 @@
+"""What callers name rows and targets by, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, SupportsIndex
+
+import numpy as np
+import torch
+
+from ..devices import checked_device
+from ..engine.codecs.base import (
+    check_indices_argument,
+    check_tensor_argument,
+    index_tensor,
+    raise_bad_index,
+)
+from ..errors import ArgumentError, ArgumentTypeError
+
+Index = SupportsIndex | slice | torch.Tensor | Sequence[Any] | np.ndarray[Any, Any]
+
+
+def checked_ids(ids: torch.Tensor) -> torch.Tensor:
+    """Return ids as contiguous int32 or int64 ``[n]``, or refuse them."""
+    check_tensor_argument("ids", ids)
+    if ids.dtype in (torch.int64, torch.int32) and ids.dim() == 1:
+        return ids.contiguous()
+    return check_indices_argument(ids, "ids")
+
+
+def check_not_from_end(ids: torch.Tensor, n_rows: int, name: str = "ids") -> None:
+    """Refuse ids other than 0 to `n_rows` - 1, where negative ones do not count from the end.
+
+    Parameters
+    ----------
+    ids : torch.Tensor
+        Integers ``[n]``. Those on a GPU are not looked at, which would wait for it.
+    n_rows : int
+        Rows there are.
+    name : str
+        What the message calls them.
+
+    Raises
+    ------
+    IndexRangeError
+        When an id is out of this range.
+    """
+    if ids.device.type != "cpu" or not ids.numel():
+        return
+    lowest, highest = (int(bound) for bound in ids.aminmax())
+    if lowest < 0 or highest >= n_rows:
+        position = int(((ids < 0) | (ids >= n_rows)).nonzero()[0, 0])
+        raise_bad_index(int(ids[position]), position, n_rows, name, from_end=False)
+
+
+def target_device(
+    ids: torch.Tensor, out: torch.Tensor | None, device: torch.device | str | None
+) -> torch.device:
+    """Return where rows are wanted."""
+    if device is None:
+        return ids.device if out is None else out.device
+    target = checked_device(device)
+    if out is not None and out.device != target:
+        raise ArgumentTypeError(f"out: on {out.device}, expected {target}")
+    return target
+
+
+def row_ids(index: Index, n_rows: int) -> torch.Tensor:
+    """Return what an index of a table of `n_rows` rows stands for: integers of any shape.
+
+    Parameters
+    ----------
+    index : int, slice, torch.Tensor, numpy.ndarray or sequence
+        Rows, a range with any step, integers of any shape, or a bool mask ``[N]``.
+    n_rows : int
+        Rows of the table.
+
+    Raises
+    ------
+    IndexRangeError
+        When an int is out of range; integers of a tensor are not looked at.
+    ArgumentTypeError, ArgumentError
+        When it is something else, such as several indices, or a mask of another length.
+    """
+    if isinstance(index, slice):
+        picked = range(*index.indices(n_rows))
+        return torch.from_numpy(np.arange(picked.start, picked.stop, picked.step, dtype=np.int64))
+    if isinstance(index, (tuple, type(None), type(...), bool, str)):
+        raise ArgumentTypeError(
+            f"index: {index!r} is not accepted, only rows can be indexed: by an int, a slice, "
+            "integers or a mask"
+        )
+    ids = index if isinstance(index, torch.Tensor) else index_tensor(index, n_rows)
+    if ids.dtype != torch.bool:
+        return ids
+    if ids.shape != (n_rows,):
+        raise ArgumentError(f"index: mask of shape {list(ids.shape)}, expected {[n_rows]}")
+    return ids.nonzero()[:, 0]

@@ -1,0 +1,491 @@
+"""Packing rows into the parts of a table, batch after batch, in bounded memory."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, get_args
+
+import numpy as np
+import torch
+
+from ..engine.codecs import InvariantCodec, RawCodec, RowCodec
+from ..engine.codecs.base import bits_in_order, check_tensor_argument, elements, rows_as_bytes
+from ..engine.codecs.registry import get_codec
+from ..engine.kernels import cpu
+from ..engine.kernels.format import (
+    BLOCK_ROWS,
+    MAX_ROW_BYTES,
+    MAX_SHARED_ROW_BYTES,
+    PAD_WORDS,
+    ceil_div,
+    shared_row_items,
+)
+from ..engine.memory.writer import HostWriter
+from ..engine.progress import Progress
+from ..engine.row_map import as_rows, row_map
+from ..errors import ArgumentError, ArgumentTypeError
+from .parts import Layout, TableParts, bits_of, items_per_row, widened
+
+Rows = torch.Tensor | np.ndarray[Any, Any]
+
+SAMPLE_BYTES = 8 << 20  # what a codec is fitted on at the most, or
+MIN_SAMPLE_ROWS = 8
+BATCH_BYTES = 32 << 20  # rows that are packed at once
+#: Rows shorter than this are packed as if they had as many bytes: what is known of each takes more.
+COUNTED_ROW_BYTES = 64
+#: Narrow rows are packed each alone, so that a gather reads no others, where that saves anything
+#: and takes at most so many times what they take together.
+MOST_TAKEN_ALONE = 3.0
+#: Of the packed rows of a table in place, this share is fetched whole at first.
+TYPICAL_SHARE = 0.95
+#: Lengths of rows above this many words are not counted one by one.
+COUNTED_WORDS = 1 << 16
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class PartsBuilder:
+    """Packs batches of items into the parts of a table; see `TableParts`.
+
+    Parameters
+    ----------
+    codec : RowCodec
+        A fitted codec; RawCodec for a raw table.
+    item_shape : tuple of int
+        Shape of an item, of which a whole number makes a row of the codec.
+    layout : {"compact", "inplace"}
+        How rows are to lie; raw tables lie in place either way.
+    pin : bool
+        Whether the words are page-locked at the end.
+    device : torch.device or None
+        Where batches are packed; where they are when None.
+    """
+
+    def __init__(
+        self,
+        codec: RowCodec,
+        item_shape: tuple[int, ...],
+        layout: Layout,
+        *,
+        pin: bool,
+        device: torch.device | None = None,
+    ) -> None:
+        self.codec = codec
+        self.item_shape = item_shape
+        self.layout: Layout = layout
+        self.raw = isinstance(codec, RawCodec)
+        self.row_words = ceil_div(codec.row_bytes, 4)
+        self._each = items_per_row(codec, item_shape)
+        self._item_bytes = codec.row_bytes // self._each
+        self._device = device
+        self._waiting: list[torch.Tensor] = []
+        self._waiting_items = self._n_items = 0
+        # So many that the cost of a call does not count, so few that joining them takes no room.
+        self._enough_items = self._each * max(BLOCK_ROWS, rows_per_batch(codec.row_bytes) // 4)
+        self._counts = np.zeros(min(self.row_words, COUNTED_WORDS) + 1, np.int64)
+        self._packed_rows = self._packed_words = self._max_packed = 0
+        self._end_word = 0
+        names = ["words"]
+        if not self.raw:
+            names += ["bases", "lengths"] if layout == "compact" else ["flags"]
+            names += ["row_clusters"] if getattr(codec, "clusters", 1) > 1 else []
+        self._writers = {name: HostWriter(pin=pin and name == "words") for name in names}
+
+    def add(self, items: torch.Tensor) -> None:
+        """Pack more items, ``[n, *item_shape]`` of the codec's dtype, of any number."""
+        check_items(items, self.item_shape, self.codec.dtype)
+        if not items.shape[0]:
+            return
+        self._n_items += items.shape[0]
+        data = rows_as_bytes(items, self._item_bytes)
+        if self._waiting_items + data.shape[0] < self._enough_items:
+            # A copy: an iterator may give the same memory again with other rows in it.
+            self._wait(data.clone())
+            return
+        if self._waiting:
+            device = self._waiting[0].device
+            data = torch.cat([*self._waiting, data.to(device)])
+            self._waiting, self._waiting_items = [], 0
+        # Blocks of 32 rows share an offset and a word of flags, so whole ones are packed.
+        block = BLOCK_ROWS * self._each
+        whole = data.shape[0] // block * block
+        self._pack(data[:whole])
+        if whole < data.shape[0]:
+            self._wait(data[whole:].clone())
+
+    def _wait(self, data: torch.Tensor) -> None:
+        if self._waiting:
+            data = data.to(self._waiting[0].device)
+        self._waiting.append(data)
+        self._waiting_items += data.shape[0]
+
+    def _pack(self, data: torch.Tensor) -> None:
+        """Pack the bytes ``[n, item_bytes]`` of items; only the last ones need not fill a row."""
+        if self.raw:
+            self._writers["words"].append(data.cpu())
+            return
+        n, row_words = ceil_div(data.shape[0], self._each), self.row_words
+        if n * self._each > data.shape[0]:
+            filler = data[-1:].expand(n * self._each - data.shape[0], -1)
+            data = torch.cat([data, filler])
+        rows = data.flatten().view(self.codec.dtype).view(n, *self.codec.row_shape)
+        packed = self.codec.encode(rows if self._device is None else rows.to(self._device))
+        parts = {name: part.cpu() for name, part in packed.parts.items()}
+        lengths = widened(parts["lengths"])
+        sizes = np.where(lengths == 0, row_words, lengths)
+        n_words = packed.facts["n_words"]
+        self._packed_rows += int(np.count_nonzero(lengths))
+        self._packed_words += n_words
+        self._max_packed = max(self._max_packed, int(lengths.max()))
+        self._counts += np.bincount(
+            np.minimum(lengths, len(self._counts) - 1), minlength=len(self._counts)
+        )
+        if self.layout == "compact":
+            self._writers["words"].append(parts["words"][:n_words])
+            self._writers["bases"].append(parts["bases"][:-1] + self._end_word)
+            self._writers["lengths"].append(parts["lengths"])
+            self._end_word += n_words
+        else:
+            placed = torch.zeros(n * row_words, dtype=torch.int32)
+            at = np.cumsum(sizes) - sizes
+            target = np.arange(n, dtype=np.int64) * row_words
+            cpu.move_rows(
+                parts["words"],
+                torch.from_numpy(at),
+                torch.from_numpy(sizes),
+                placed,
+                torch.from_numpy(target),
+            )
+            self._writers["words"].append(placed)
+            self._writers["flags"].append(bits_of(lengths != 0))
+        if "row_clusters" in self._writers:
+            self._writers["row_clusters"].append(parts["row_clusters"])
+
+    def finish(self) -> TableParts:
+        """Return the parts; the builder is used up."""
+        if self._waiting:
+            self._pack(torch.cat(self._waiting))
+            self._waiting = []
+        raw_bytes = self._n_items * self._item_bytes if self.raw else 0
+        padding = torch.zeros(4 * PAD_WORDS + -raw_bytes % 4, dtype=torch.uint8)
+        self._writers["words"].append(padding)
+        if "bases" in self._writers:
+            self._writers["bases"].append(torch.tensor([self._end_word]))
+        dtypes = {
+            "words": torch.int32,
+            "bases": torch.int64,
+            "flags": torch.int32,
+            "row_clusters": torch.uint8,
+        }
+        if isinstance(self.codec, InvariantCodec):
+            dtypes["lengths"] = self.codec.profile.format.length_dtype
+        buffers = {name: writer.finish() for name, writer in self._writers.items()}
+        tensors = {name: b.tensor.view(dtypes[name]) for name, b in buffers.items()}
+        facts = {
+            "max_packed_words": self._max_packed,
+            "typical_words": self._typical_words(),
+            "packed_words": ceil_div(raw_bytes, 4) if self.raw else self._packed_words,
+            "packed_rows": self._packed_rows,
+        }
+        shape = (self._n_items, *self.item_shape)
+        return TableParts(self.codec, self.layout, shape, tensors, buffers, facts)
+
+    def _typical_words(self) -> int:
+        """Words that hold most packed rows whole."""
+        counts = self._counts.copy()
+        counts[0] = 0
+        if not counts.any() or counts[-1]:
+            return max(1, min(self._max_packed, self.row_words - 1))
+        share = np.cumsum(counts) / counts.sum()
+        return int(np.searchsorted(share, TYPICAL_SHARE))
+
+    def discard(self) -> None:
+        """Let go of what was built so far."""
+        for writer in self._writers.values():
+            writer.discard()
+
+
+def build_parts(
+    batches: Iterable[torch.Tensor],
+    codec: RowCodec,
+    item_shape: tuple[int, ...],
+    layout: Layout,
+    *,
+    pin: bool,
+    progress: Progress,
+    device: torch.device | None = None,
+) -> TableParts:
+    """Pack batches ``[n, *item_shape]`` one after another; on an error nothing is kept."""
+    builder = PartsBuilder(codec, item_shape, layout, pin=pin, device=device)
+    step = rows_per_batch(codec.row_bytes) * items_per_row(codec, item_shape)
+    try:
+        for batch in batches:
+            check_items(batch, item_shape, codec.dtype)
+            for part in torch.split(batch, step):
+                builder.add(part)
+                progress.advance(part.shape[0])
+        return builder.finish()
+    except BaseException:
+        builder.discard()
+        raise
+
+
+def choose_codec(
+    sample: torch.Tensor, codec: str | RowCodec, n_rows: int | None, options: Mapping[str, Any]
+) -> RowCodec:
+    """Return a fitted codec for rows like those of a sample.
+
+    Parameters
+    ----------
+    sample : torch.Tensor
+        ``[n, *row_shape]``: rows as they are packed.
+    codec : str or RowCodec
+        ``"auto"``: invariant bit packing, or raw where that does not make the sample smaller. A
+        name: that codec, fitted with `options`. A codec: that one.
+    n_rows : int or None
+        Rows of the table, None when not known.
+    options : mapping
+        For the codec's `fit`.
+    """
+    if isinstance(codec, RowCodec):
+        if options:
+            raise ArgumentTypeError(
+                f"options: {sorted(options)} are for fitting; `codec` is fitted"
+            )
+        if codec.dtype != sample.dtype or tuple(codec.row_shape) != tuple(sample.shape[1:]):
+            raise ArgumentError(
+                f"codec: fitted for rows {list(codec.row_shape)} {codec.dtype}, the table's are "
+                f"{list(sample.shape[1:])} {sample.dtype}"
+            )
+        check_table_codec(type(codec), "codec")
+        fitted = codec
+    elif isinstance(codec, str):
+        raw = RawCodec(tuple(sample.shape[1:]), sample.dtype)
+        cls = InvariantCodec if codec == "auto" else get_codec(codec)
+        check_table_codec(cls, "codec")
+        if cls is RawCodec:
+            return RawCodec.fit(sample, **options)
+        if not sample.numel() or (codec == "auto" and raw.row_bytes > MAX_ROW_BYTES):
+            return raw
+        extra = {} if n_rows is None or cls is not InvariantCodec else {"n_rows": n_rows}
+        fitted = cls.fit(sample, **{**extra, **options})
+        if codec == "auto" and not _shrinks(fitted, sample):
+            return raw
+    else:
+        raise ArgumentTypeError(f"codec: expected a name or a codec, got {type(codec).__name__}")
+    return fitted
+
+
+def fitted_to_items(
+    sample: torch.Tensor,
+    codec: str | RowCodec,
+    n_items: int | None,
+    options: Mapping[str, Any],
+) -> RowCodec:
+    """Return a fitted codec for a table of items like those of a sample; see `choose_codec`.
+
+    Parameters
+    ----------
+    sample : torch.Tensor
+        ``[n, *item_shape]``; items that share a row follow one another.
+    codec, options
+        As in `choose_codec`. A fitted codec is for items, or for rows of several.
+    n_items : int or None
+        Items of the table, None when not known.
+    """
+    shape = tuple(sample.shape[1:])
+    each = _items_of_rows(codec, shape, sample.dtype)
+    n_rows = None if n_items is None else ceil_div(n_items, each)
+    rows = items_as_rows(sample, each)
+    fitted = choose_codec(rows, codec, n_rows, options)
+    if isinstance(codec, str) and isinstance(fitted, InvariantCodec) and each > 1:
+        alone = choose_codec(sample, codec, n_items, options)
+        if isinstance(alone, InvariantCodec) and _shrinks(alone, sample):
+            most_bytes = MOST_TAKEN_ALONE * _packed_bytes(fitted, rows)
+            if _packed_bytes(alone, sample) <= most_bytes:
+                return alone
+    return RawCodec(shape, sample.dtype) if isinstance(fitted, RawCodec) else fitted
+
+
+def _items_of_rows(codec: str | RowCodec, item_shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    """Return how many items are to share a row."""
+    item_bytes = elements(item_shape) * dtype.itemsize
+    if not isinstance(codec, RowCodec):
+        return 1 if codec == "raw" else shared_row_items(item_bytes)
+    each = items_per_row(codec, item_shape)
+    shared = isinstance(codec, InvariantCodec) and codec.row_bytes <= MAX_SHARED_ROW_BYTES
+    if shared and item_bytes and codec.row_shape == (each * elements(item_shape),):
+        return each
+    return 1
+
+
+def check_table_codec(cls: type[RowCodec], where: str) -> None:
+    """Refuse a codec whose rows the kernels of tables cannot gather.
+
+    Subclasses too: what they change, the kernels would pass over.
+
+    Parameters
+    ----------
+    cls : type
+        The codec's class.
+    where : str
+        The argument or the file that brings it, for the message.
+
+    Raises
+    ------
+    ArgumentError
+        For any codec but `InvariantCodec` and `RawCodec` themselves.
+    """
+    if cls not in (InvariantCodec, RawCodec):
+        raise ArgumentError(
+            f"{where}: codec {cls.name!r} of {cls.__module__}.{cls.__qualname__}; tables, their "
+            "caches and embeddings accept 'auto', 'ibp' and 'raw', whose rows kernels gather. "
+            "Other codecs serve bitslab.compress and files"
+        )
+
+
+def _shrinks(fitted: RowCodec, sample: torch.Tensor) -> bool:
+    """Tell whether packing makes rows like the sample's smaller, their metadata counted."""
+    assert isinstance(fitted, InvariantCodec)
+    return _packed_bytes(fitted, sample) < sample.shape[0] * fitted.row_bytes
+
+
+def _packed_bytes(codec: InvariantCodec, rows: torch.Tensor) -> int:
+    """Return the bytes that rows take packed, with what finds them."""
+    # Rows kept raw take whole words among packed ones.
+    words = (codec.packed_bytes(rows) + 3) // 4
+    return 4 * int(words.sum()) + codec.row_metadata_bytes(rows.shape[0])
+
+
+def items_as_rows(items: torch.Tensor, each: int) -> torch.Tensor:
+    """Return items ``[n, *item_shape]`` as rows of `each` items, ``[ceil(n / each), elements]``.
+
+    The last item fills the last row up.
+    """
+    if each == 1 or not items.shape[0]:
+        return items
+    rows = row_map(items.shape, each * elements(items.shape[1:]))
+    return as_rows(items, rows, (each * elements(items.shape[1:]),))
+
+
+def check_items(items: torch.Tensor, item_shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Refuse rows of a table of another dtype or shape than it has."""
+    check_tensor_argument("rows", items)
+    if items.dtype != dtype:
+        raise ArgumentTypeError(f"rows: dtype {items.dtype}, the table's are {dtype}")
+    if items.dim() < 1 or tuple(items.shape[1:]) != item_shape:
+        raise ArgumentError(
+            f"rows: shape {list(items.shape)}, the table's are {['N', *item_shape]}"
+        )
+
+
+def rows_per_batch(row_bytes: int) -> int:
+    """Rows that are packed at once: whole blocks, of about BATCH_BYTES."""
+    counted = max(COUNTED_ROW_BYTES, row_bytes)
+    return max(1, BATCH_BYTES // counted // BLOCK_ROWS) * BLOCK_ROWS
+
+
+def sample_rows(t: Rows, seed: int) -> torch.Tensor:
+    """Draw rows of a tensor or array to fit a codec on, all when they are few.
+
+    Narrow ones are drawn by as many as share a packed row.
+    """
+    n = t.shape[0]
+    wanted = max(MIN_SAMPLE_ROWS, SAMPLE_BYTES // max(1, t[:1].nbytes))
+    if n <= wanted:
+        return as_tensor(t)
+    picked = draw_items(n, wanted, shared_row_items(t[:1].nbytes), seed)
+    if isinstance(t, np.ndarray):
+        return as_tensor(t[picked])
+    return take_rows(t, picked)
+
+
+def draw_items(n_items: int, wanted: int, each: int, seed: int) -> np.ndarray[Any, Any]:
+    """Return int64 ids, ascending, of about `wanted` items of whole rows of `each` items."""
+    n_rows = n_items // each
+    count = min(n_rows, max(1, wanted // each))
+    rows = np.sort(np.random.default_rng(seed).choice(n_rows, count, replace=False))
+    return (rows[:, None] * each + np.arange(each)).reshape(-1)
+
+
+def take_rows(rows: torch.Tensor, positions: np.ndarray[Any, Any]) -> torch.Tensor:
+    """Index rows of any dtype; what is not contiguous is not copied whole for that."""
+    index = torch.from_numpy(positions).to(rows.device)
+    rows = rows.detach()
+    if rows.is_complex() or not bits_in_order(rows):
+        # Lazy conjugates and negatives are complex numbers or parts of them.
+        plain = rows.is_complex() or rows.is_neg() or rows.dtype.itemsize > 8
+        if plain:
+            return rows[index]
+        return rows.view(_INTEGERS[rows.dtype.itemsize])[index].view(rows.dtype)
+    data = rows_as_bytes(rows, rows[:1].nbytes)[index]
+    return data.flatten().view(rows.dtype).view(len(positions), *rows.shape[1:])
+
+
+def slices_of(t: Rows) -> Iterator[torch.Tensor]:
+    """Yield the rows of a tensor or array in batches; a memory-mapped one is read as it goes."""
+    step = rows_per_batch(t[:1].nbytes)
+    for begin in range(0, t.shape[0], step):
+        yield as_tensor(t[begin : begin + step])
+
+
+def as_tensor(rows: Rows) -> torch.Tensor:
+    """Return rows as a tensor, or refuse them."""
+    if isinstance(rows, np.ndarray):
+        # Torch warns of arrays that cannot be written to, and knows no other byte order.
+        native = rows.dtype.newbyteorder("=")
+        flags = rows.flags
+        plain = flags.writeable and flags.c_contiguous and flags.aligned
+        copied = not plain or rows.dtype != native
+        array = np.array(rows, dtype=native) if copied else np.asarray(rows)
+        try:
+            return torch.from_numpy(array)
+        except TypeError as error:
+            raise ArgumentTypeError(
+                f"rows: torch has no dtype like numpy's {rows.dtype}"
+            ) from error
+    check_tensor_argument("rows", rows)
+    return rows.detach()
+
+
+def check_layout(layout: str) -> None:
+    """Refuse a layout that is not known."""
+    if layout not in get_args(Layout):
+        raise ArgumentError(f"layout: {layout!r}, accepted are {', '.join(get_args(Layout))}")
+
+
+def peek(batches: Iterable[Rows], seed: int) -> tuple[torch.Tensor, Iterator[torch.Tensor]]:
+    """Return the first rows of an iterable of batches, and all its batches."""
+    if not isinstance(batches, Iterable):
+        raise ArgumentTypeError(
+            f"t: expected a tensor, an array or an iterable of them, got {type(batches).__name__}"
+        )
+    rest = map(as_tensor, batches)
+    first: deque[torch.Tensor] = deque()
+    seen_bytes = 0
+    for batch in rest:
+        if batch.dim() < 1:
+            raise ArgumentError("t: a batch has no dimension; a table needs rows")
+        seen_bytes += max(1, batch.nbytes)
+        enough = seen_bytes >= SAMPLE_BYTES
+        # A copy: the next batch may come in the same memory.
+        first.append(batch if enough else batch.clone())
+        if enough:
+            break
+    if not first:
+        raise ArgumentError("t: has no batches, so shape and dtype of its rows are not known")
+    like = first[0]
+    if any(b.dtype != like.dtype or b.shape[1:] != like.shape[1:] for b in first):
+        raise ArgumentError("t: its batches differ in dtype or in the shape of their rows")
+    row_bytes = elements(like.shape[1:]) * like.dtype.itemsize
+    samples = [rows_as_bytes(sample_rows(b, seed), row_bytes).cpu() for b in first]
+    data = torch.cat(samples)
+    sample = data.flatten().view(like.dtype).view(data.shape[0], *like.shape[1:])
+    return sample, _emptied(first, rest)
+
+
+def _emptied(first: deque[torch.Tensor], rest: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Yield what was peeked at, letting it go, and then the rest."""
+    while first:
+        yield first.popleft()
+    yield from rest

@@ -1,0 +1,81 @@
+"""Files of tables: opening them, mapped where that serves, and writing them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+
+import torch
+
+from ..compressed import CompressedTensor
+from ..engine.codecs import InvariantCodec, RawCodec
+from ..engine.codecs.base import elements
+from ..engine.files.new_file import PathLike
+from ..engine.kernels.format import MAX_SHARED_ROW_BYTES
+from ..engine.progress import Progress
+from ..errors import ArgumentError
+from .build import build_parts, check_table_codec, slices_of
+from .host_table import HostTable
+from .parts import Layout, TableParts
+
+
+def parts_of_file(
+    path: PathLike, ct: CompressedTensor, layout: Layout, *, pin: bool
+) -> tuple[TableParts, bool]:
+    """Return the parts of a table of what a file holds, and whether they map the file."""
+    whole = len(ct.shape) >= 1 and tuple(ct.codec.row_shape) == tuple(ct.shape[1:])
+    if not whole and not _holds_shared_rows(ct):
+        raise ArgumentError(
+            f"{os.fspath(path)}: holds a tensor {list(ct.shape)} in rows of "
+            f"{list(ct.codec.row_shape)}, expected one row for each item, or for several where "
+            "they are narrow, as CompressedTable.save writes them"
+        )
+    check_table_codec(type(ct.codec), os.fspath(path))
+    shape = tuple(ct.shape[1:])
+    with Progress("reading", len(ct), None) as shown:
+        if isinstance(ct.codec, RawCodec):
+            batches = slices_of(ct.packed.parts["rows"])
+            return build_parts(batches, ct.codec, shape, layout, pin=pin, progress=shown), False
+        mapped = TableParts.from_compressed(ct)
+        if layout == "inplace":
+            with contextlib.closing(HostTable(mapped, pin=False)) as table:
+                batches = table._batches()
+                parts = build_parts(batches, ct.codec, shape, layout, pin=pin, progress=shown)
+            return parts, False
+        if pin and torch.cuda.is_available():
+            return mapped.copy(pin=pin, progress=shown), False
+        return mapped, True
+
+
+def _holds_shared_rows(ct: CompressedTensor) -> bool:
+    """Return whether several items of a tensor make one row, of a kind that tables hold."""
+    item, row = elements(ct.shape[1:]), elements(ct.codec.row_shape)
+    shared = len(ct.shape) >= 1 and 0 < item < row and row % item == 0
+    return (
+        shared
+        and isinstance(ct.codec, InvariantCodec)
+        and ct.codec.row_bytes <= MAX_SHARED_ROW_BYTES
+    )
+
+
+def save(table: HostTable, path: PathLike) -> None:
+    """Do what `CompressedTable.save` says."""
+    with table.unchanging():
+        parts, fresh = table._parts, None
+        if not parts.raw and (parts.layout == "inplace" or table._rows.dirty):
+            with Progress("packing", len(table), None) as shown:
+                fresh = parts = build_parts(
+                    table._batches(),
+                    parts.codec,
+                    parts.item_shape,
+                    "compact",
+                    pin=False,
+                    progress=shown,
+                )
+        try:
+            with table._reading():
+                packed = parts.as_packed()
+            CompressedTensor(parts.codec, packed, table.shape).save(path)
+        finally:
+            if fresh is not None:
+                fresh.close()

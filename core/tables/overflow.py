@@ -1,0 +1,136 @@
+"""Where rows of a compact table go that no longer fit their place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..engine.kernels.format import PAD_WORDS, ceil_div
+from ..engine.memory.host import HostBuffer
+
+FIRST_BYTES = 64 << 10  # of room for rows, when the first one comes
+
+Array = np.ndarray[Any, Any]
+
+
+class Overflow:
+    """Raw rows outside their table, and which rows they are.
+
+    The first word of a row's own place says in which place of the overflow it lies.
+
+    Parameters
+    ----------
+    n_rows : int
+        Rows of the table.
+    row_words : int
+        Words of a row kept raw.
+    pin : bool
+        Whether the memory is page-locked.
+    """
+
+    def __init__(self, n_rows: int, row_words: int, *, pin: bool) -> None:
+        self._row_words = row_words
+        self._pin = pin
+        self._moved = torch.zeros(ceil_div(n_rows, 32), dtype=torch.int32)
+        self._buffer = self._allocate(0)
+        self._used = 0
+        self._free: list[int] = []
+
+    def _allocate(self, rows: int) -> HostBuffer:
+        return HostBuffer.allocate(4 * (rows * self._row_words + PAD_WORDS), pin=self._pin)
+
+    @property
+    def moved(self) -> torch.Tensor:
+        """int32 ``[ceil(N / 32)]``, a bit for each row of the table."""
+        return self._moved
+
+    @property
+    def words(self) -> torch.Tensor:
+        """int32, the rows; another tensor after `reserve` made room."""
+        return self._buffer.tensor.view(torch.int32)
+
+    @property
+    def rows(self) -> int:
+        """Rows that have moved."""
+        return self._used - len(self._free)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the rows and the bits."""
+        return self._buffer.nbytes + self._moved.nbytes
+
+    def holds(self, ids: Array) -> Array:
+        """Return which of the rows int64 ``[n]`` have moved."""
+        return bits_at(self._moved, ids)
+
+    def reserve(self, rows: int) -> HostBuffer | None:
+        """Make room for more rows; return memory that is no longer used, to be closed later."""
+        capacity = (self._buffer.nbytes // 4 - PAD_WORDS) // self._row_words
+        missing = self._used - len(self._free) + rows - capacity
+        if missing <= 0:
+            return None
+        old = self._buffer
+        least = FIRST_BYTES // (4 * self._row_words)
+        fresh = self._allocate(max(capacity + missing, 2 * capacity, least))
+        fresh.tensor[: 4 * self._used * self._row_words] = old.tensor[
+            : 4 * self._used * self._row_words
+        ]
+        self._buffer = fresh
+        return old
+
+    def put(self, ids: Array, rows: Array, words: Array, at: Array) -> None:
+        """Take rows in, or new values of rows that are in already.
+
+        Parameters
+        ----------
+        ids : numpy.ndarray
+            int64 ``[n]``, no two alike.
+        rows : numpy.ndarray
+            uint32 ``[n, row_words]``.
+        words : numpy.ndarray
+            uint32, the table's words.
+        at : numpy.ndarray
+            int64 ``[n]``: where each row's own place begins.
+        """
+        places = np.empty(len(ids), np.int64)
+        inside = self.holds(ids)
+        places[inside] = words[at[inside]]
+        new = np.flatnonzero(~inside)
+        reused = [self._free.pop() for _ in range(min(len(self._free), len(new)))]
+        places[new[: len(reused)]] = reused
+        fresh = len(new) - len(reused)
+        places[new[len(reused) :]] = np.arange(self._used, self._used + fresh)
+        self._used += fresh
+        capacity = self._buffer.nbytes // 4 - PAD_WORDS
+        area = self.words.numpy().view(np.uint32)[: capacity // self._row_words * self._row_words]
+        area.reshape(-1, self._row_words)[places] = rows
+        words[at[new]] = places[new]
+        set_bits(self._moved, ids[new], True)
+
+    def release(self, ids: Array, words: Array, at: Array) -> None:
+        """Let rows go that are about to be written to their own place again."""
+        inside = self.holds(ids)
+        self._free.extend(words[at[inside]].tolist())
+        set_bits(self._moved, ids[inside], False)
+
+    def close(self) -> None:
+        """Let the memory go."""
+        self._buffer.close()
+
+
+def bits_at(bits: torch.Tensor, ids: Array) -> Array:
+    """Return bit ``id & 31`` of word ``id >> 5`` of int32 `bits` as bools ``[n]``."""
+    words: Array = bits.numpy().view(np.uint32)
+    found: Array = words[ids >> 5] >> (ids & 31).astype(np.uint32) & 1
+    return found.astype(bool)
+
+
+def set_bits(bits: torch.Tensor, ids: Array, value: bool | Array) -> None:
+    """Set or clear bit ``id & 31`` of word ``id >> 5`` of int32 `bits`, for ids no two alike."""
+    words = bits.numpy().view(np.uint32)
+    masks = np.uint32(1) << (ids & 31).astype(np.uint32)
+    on = np.broadcast_to(value, ids.shape)
+    np.bitwise_or.at(words, ids[on] >> 5, masks[on])
+    np.bitwise_and.at(words, ids[~on] >> 5, ~masks[~on])

@@ -1,0 +1,267 @@
+"""A table's rows in host memory, as tensors: where they come from and what they become."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from ..compressed import CompressedTensor
+from ..dtypes import dtype_from_name, dtype_name
+from ..engine.codecs import InvariantCodec, PackedRows, RawCodec, RowCodec
+from ..engine.codecs.base import elements
+from ..engine.codecs.invariant.layout import build_layout
+from ..engine.codecs.registry import get_codec
+from ..engine.kernels.format import RowFormat, RowLayout, TableStorage, ceil_div
+from ..engine.memory.host import HostBuffer
+from ..engine.memory.writer import HostWriter
+from ..engine.progress import Progress
+
+Layout = Literal["compact", "inplace"]
+
+#: Raw rows up to this share of a table are rare enough to be gathered more slowly than the others.
+RARE_SHARE = 1 / 32
+
+
+@dataclass(frozen=True)
+class TableParts:
+    """A table in host memory.
+
+    Its rows are those of the codec. They are what callers call rows, one of the table each, unless
+    these are narrow: then several of the table's rows, its items here, share a row.
+
+    Parameters
+    ----------
+    codec : RowCodec
+        What packed the rows, or RawCodec.
+    layout : {"compact", "inplace"}
+        How rows lie.
+    shape : tuple of int
+        Shape of the table, ``[n_items, *item_shape]``.
+    tensors : dict of str to torch.Tensor
+        ``words``, and ``bases`` and ``lengths``, or ``flags``; ``row_clusters`` with clusters. As
+        in TableStorage.
+    buffers : dict of str to HostBuffer
+        The memory that the tensors lie in; not those that lie in a mapped file.
+    facts : dict of str to int
+        ``max_packed_words`` (of a row, those kept raw not counted), ``typical_words``,
+        ``packed_words`` (of all rows together) and ``packed_rows`` (those not kept raw).
+    """
+
+    codec: RowCodec
+    layout: Layout
+    shape: tuple[int, ...]
+    tensors: dict[str, torch.Tensor]
+    buffers: dict[str, HostBuffer] = field(default_factory=dict)
+    facts: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the elements."""
+        return self.codec.dtype
+
+    @property
+    def item_shape(self) -> tuple[int, ...]:
+        """Shape of an item."""
+        return self.shape[1:]
+
+    @property
+    def n_items(self) -> int:
+        """Number of items."""
+        return self.shape[0]
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of an item before packing."""
+        return elements(self.item_shape) * self.dtype.itemsize
+
+    @property
+    def items_per_row(self) -> int:
+        """Items of a row; the last row may have fewer and is filled up."""
+        return items_per_row(self.codec, self.item_shape)
+
+    @property
+    def n_rows(self) -> int:
+        """Number of rows."""
+        return ceil_div(self.n_items, self.items_per_row)
+
+    @property
+    def raw_bytes(self) -> int:
+        """Bytes of all items before packing."""
+        return self.n_items * self.item_bytes
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row before packing."""
+        return self.codec.row_bytes
+
+    @property
+    def row_words(self) -> int:
+        """Words of a row kept raw among packed ones."""
+        return ceil_div(self.row_bytes, 4)
+
+    @property
+    def raw(self) -> bool:
+        """Whether the whole table is kept raw."""
+        return isinstance(self.codec, RawCodec)
+
+    def storage(
+        self, moved: Mapping[str, torch.Tensor] | None = None, moved_rows: int = 0
+    ) -> TableStorage:
+        """Return what the kernels read; `moved` brings ``moved`` and ``overflow``."""
+        t = self.tensors
+        n_rows, each = self.n_rows, self.items_per_row
+        raw_rows = n_rows - self.facts["packed_rows"] + moved_rows
+        return TableStorage(
+            n_rows=n_rows,
+            items_per_row=each,
+            filler_items=n_rows * each - self.n_items,
+            words=t["words"],
+            bases=t.get("bases"),
+            lengths=t.get("lengths"),
+            row_clusters=t.get("row_clusters"),
+            flags=t.get("flags"),
+            typical_words=self.facts["typical_words"],
+            max_packed_words=self.facts["max_packed_words"],
+            max_words=staged_words(
+                self.facts["max_packed_words"], self.row_words, raw_rows, n_rows
+            ),
+            **(moved or {}),
+        )
+
+    def raw_rows(self) -> torch.Tensor:
+        """View the rows of a raw table as uint8 ``[N, row_bytes]``."""
+        data = self.tensors["words"].view(torch.uint8)[: self.raw_bytes]
+        return data.view(self.n_rows, self.row_bytes)
+
+    def close(self) -> None:
+        """Let the memory go, as soon as nobody else holds one of the tensors."""
+        self.tensors.clear()
+        for buffer in self.buffers.values():
+            buffer.close()
+
+    def row_layout(self) -> RowLayout:
+        """Return the tables that the kernels read, on the CPU; unused where all rows are raw."""
+        if isinstance(self.codec, InvariantCodec):
+            return self.codec.row_layout()
+        chunk_bytes = math.gcd(self.row_bytes, 4) or 4
+        fmt = RowFormat(self.row_bytes, chunk_bytes, 1, grouped=False, uniform=True)
+        dtype = np.dtype(f"u{chunk_bytes}")
+        return build_layout(fmt, np.zeros((1, 1), dtype), np.zeros((1, 1, 1), dtype))
+
+    def gains_nothing(self) -> bool:
+        """Return whether packed rows, with what finds and decodes them, are no smaller than raw."""
+        packed = 4 * self.facts["packed_words"] + self.metadata_bytes + self.codec.profile_bytes
+        return packed >= self.raw_bytes
+
+    @property
+    def metadata_bytes(self) -> int:
+        """Bytes of what finds rows among the words."""
+        return sum(t.nbytes for name, t in self.tensors.items() if name != "words")
+
+    def as_packed(self) -> PackedRows:
+        """Return a compact or raw table as its codec's packed rows."""
+        if self.raw:
+            rows = self.raw_rows().view(-1).view(self.dtype).view(self.shape)
+            return PackedRows(self.n_rows, {"rows": rows})
+        return PackedRows(self.n_rows, dict(self.tensors), {"n_words": self.facts["packed_words"]})
+
+    def describe(self) -> dict[str, Any]:
+        """Return all but the memory, as JSON-able values; see `from_description`."""
+        return {
+            "codec": self.codec.name,
+            "config": self.codec.to_config(),
+            "layout": self.layout,
+            "shape": list(self.shape),
+            "facts": self.facts,
+            "dtypes": {name: dtype_name(t.dtype) for name, t in self.tensors.items()},
+        }
+
+    @classmethod
+    def from_description(
+        cls, state: Mapping[str, Any], buffers: dict[str, HostBuffer]
+    ) -> TableParts:
+        """Put together what `describe` described and the memory."""
+        codec = get_codec(state["codec"]).from_config(state["config"])
+        dtypes = {name: dtype_from_name(text) for name, text in state["dtypes"].items()}
+        tensors = {name: buffers[name].tensor.view(dtype) for name, dtype in dtypes.items()}
+        return cls(
+            codec,
+            state["layout"],
+            tuple(state["shape"]),
+            tensors,
+            buffers,
+            dict(state["facts"]),
+        )
+
+    @classmethod
+    def from_compressed(cls, ct: CompressedTensor) -> TableParts:
+        """Take the parts of a compressed tensor as a compact table that owns no memory."""
+        facts = ct.packed.facts
+        lengths = as_unsigned(ct.packed.parts["lengths"])
+        return cls(
+            ct.codec,
+            "compact",
+            tuple(ct.shape),
+            dict(ct.packed.parts),
+            {},
+            {
+                "max_packed_words": int(lengths.max(initial=0)),
+                "typical_words": facts["max_row_words"],
+                "packed_words": facts["n_words"],
+                "packed_rows": int(np.count_nonzero(lengths)),
+            },
+        )
+
+    def copy(self, *, pin: bool, progress: Progress) -> TableParts:
+        """Copy the table to memory of its own."""
+        buffers: dict[str, HostBuffer] = {}
+        try:
+            for name, t in self.tensors.items():
+                writer = HostWriter(pin=pin and name == "words")
+                for piece in torch.split(t, 8 << 20):
+                    writer.append(piece)
+                buffers[name] = writer.finish()
+        except BaseException:
+            for buffer in buffers.values():
+                buffer.close()
+            raise
+        progress.advance(self.n_items)
+        tensors = {name: b.tensor.view(self.tensors[name].dtype) for name, b in buffers.items()}
+        return replace(self, tensors=tensors, buffers=buffers)
+
+
+def items_per_row(codec: RowCodec, item_shape: tuple[int, ...]) -> int:
+    """Return how many items of a shape make a row of a codec."""
+    return elements(codec.row_shape) // max(1, elements(item_shape)) or 1
+
+
+def as_unsigned(lengths: torch.Tensor) -> np.ndarray[Any, Any]:
+    """View lengths, which are unsigned whatever torch's dtype says."""
+    kinds = {1: np.uint8, 2: np.uint16, 4: np.uint32}
+    return lengths.numpy().view(kinds[lengths.element_size()])
+
+
+def staged_words(max_packed_words: int, row_words: int, raw_rows: int, n_rows: int) -> int:
+    """Words that kernels hold for each row: of raw rows too, unless those are rare.
+
+    The fewer words, the more rows a GPU works on at once.
+    """
+    return row_words if raw_rows > RARE_SHARE * n_rows else max(1, max_packed_words)
+
+
+def widened(lengths: torch.Tensor) -> np.ndarray[Any, Any]:
+    """Copy lengths to int64."""
+    return as_unsigned(lengths).astype(np.int64)
+
+
+def bits_of(flags: np.ndarray[Any, Any]) -> torch.Tensor:
+    """Pack bools ``[n]`` into int32 ``[ceil(n / 32)]``, the first in the lowest bit."""
+    data = np.packbits(flags, bitorder="little")
+    padded = np.zeros(4 * ceil_div(len(flags), 32), np.uint8)
+    padded[: len(data)] = data
+    return torch.from_numpy(padded.view(np.int32))

@@ -1,0 +1,251 @@
+"""The rows of a table in host memory: its parts, the rows that have moved, and how rows change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..engine.codecs import PackedRows
+from ..engine.codecs.base import rows_as_bytes
+from ..engine.kernels import cpu
+from ..engine.kernels.cpu.items import without_items
+from ..engine.kernels.format import BLOCK_ROWS, TableStorage
+from .overflow import Overflow, bits_at, set_bits
+from .parts import TableParts, as_unsigned, widened
+
+Array = np.ndarray[Any, Any]
+
+
+class HostRows:
+    """Rows in host memory; nobody may read while they change.
+
+    Parameters
+    ----------
+    parts : TableParts
+        The rows as they were packed.
+    pin : bool
+        Whether rows that move are page-locked too.
+    """
+
+    def __init__(self, parts: TableParts, *, pin: bool) -> None:
+        self.parts = parts
+        self.layout = parts.row_layout()
+        self.overflow: Overflow | None = None
+        #: Whether rows were updated since they were packed.
+        self.dirty = False
+        self._pin = pin
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of words, of what finds rows among them, of moved rows, and of the profile."""
+        own = sum(t.nbytes for t in self.parts.tensors.values())
+        return own + self.overflow_bytes + self.parts.codec.profile_bytes
+
+    @property
+    def moved_rows(self) -> int:
+        """Rows that lie in the overflow area."""
+        return 0 if self.overflow is None else self.overflow.rows
+
+    @property
+    def packed_rows(self) -> int:
+        """Rows that are not raw now."""
+        return self.parts.facts["packed_rows"] - self.moved_rows
+
+    @property
+    def packed_items(self) -> int:
+        """Items in rows that are not raw now."""
+        last = np.array([self.parts.n_rows - 1])
+        return self._items_of(
+            self.packed_rows, lambda: self.row_lengths(torch.from_numpy(last))[0][0] > 0
+        )
+
+    @property
+    def moved_items(self) -> int:
+        """Items in rows that lie in the overflow area."""
+        last, overflow = np.array([self.parts.n_rows - 1]), self.overflow
+        return self._items_of(
+            self.moved_rows, lambda: overflow is not None and bool(overflow.holds(last)[0])
+        )
+
+    def _items_of(self, n_rows: int, last_is_one: Callable[[], bool]) -> int:
+        """Return the items of some rows, given whether the last of the table is one of them."""
+        each = self.parts.items_per_row
+        filler = self.parts.n_rows * each - self.parts.n_items
+        return n_rows * each - (filler if n_rows and filler and last_is_one() else 0)
+
+    @property
+    def overflow_bytes(self) -> int:
+        """Bytes of rows that have moved."""
+        return 0 if self.overflow is None else self.overflow.nbytes
+
+    def storage(self) -> TableStorage:
+        """Return the rows as the kernels of the CPU read them."""
+        if self.overflow is None:
+            return self.parts.storage()
+        moved = {"moved": self.overflow.moved, "overflow": self.overflow.words}
+        return self.parts.storage(moved, self.overflow.rows)
+
+    def decode(self, ids: torch.Tensor, data: torch.Tensor, **more: Any) -> int:
+        """Gather items to uint8 ``[n, item_bytes]`` on the CPU; see `kernels.cpu.gather_rows`."""
+        if self.parts.raw and not more:
+            cpu.copy_rows(self.parts.raw_rows(), self.parts.row_bytes, ids, data)
+            return -1
+        return cpu.gather_rows(self.storage(), self.layout, ids, data, **more)
+
+    def decode_packed_rows(self, ids: torch.Tensor, data: torch.Tensor) -> int:
+        """Decode rows to uint8 ``[m, row_bytes]``; return the number of a damaged one, or -1."""
+        if self.parts.items_per_row == 1:
+            return self.decode(ids, data)
+        return cpu.gather_rows(without_items(self.storage()), self.layout, ids, data)
+
+    def row_lengths(self, ids: torch.Tensor) -> tuple[Array, int]:
+        """Return the words that packed rows take, 0 for raw ones, and the words of a raw row.
+
+        Parameters
+        ----------
+        ids : torch.Tensor
+            int64 ``[n]`` on the CPU, in range.
+        """
+        row_words = self.parts.row_words
+        if self.parts.raw:
+            return np.zeros(ids.shape[0], np.int64), row_words
+        _, lengths, _ = cpu.row_places(self.storage(), self.layout, ids)
+        return lengths.to(torch.int64).numpy(), row_words
+
+    def packed_words_of(self, ids: torch.Tensor, n_words: int) -> torch.Tensor:
+        """Return the words of int64 ``[n]`` rows, back to back: int32 ``[n_words]``.
+
+        The table is not raw: rows of such a table need not begin at words.
+        """
+        row_words = self.parts.row_words
+        target = torch.empty(n_words, dtype=torch.int32)
+        storage = self.storage()
+        at, lengths, kind = cpu.row_places(storage, self.layout, ids)
+        sizes = torch.where(lengths == 0, row_words, lengths).to(torch.int64)
+        begin = sizes.cumsum(0) - sizes
+        for number, source in enumerate((storage.words, storage.overflow)):
+            if source is not None:
+                here = kind == number
+                cpu.move_rows(source, at[here], sizes[here], target, begin[here])
+        return target
+
+    def update(self, ids: Array, rows: torch.Tensor, packed: PackedRows | None) -> dict[str, Array]:
+        """Give rows new values.
+
+        Parameters
+        ----------
+        ids : numpy.ndarray
+            int64 ``[n]``, rows of the codec, in range, no two alike.
+        rows : torch.Tensor
+            ``[n, *codec.row_shape]``.
+        packed : PackedRows or None
+            The same, packed, on the CPU; None for a raw table.
+
+        Returns
+        -------
+        dict of str to numpy.ndarray
+            Entries that have changed of the metadata, by its name in TableStorage.
+        """
+        self.dirty = True
+        row_bytes, row_words = self.parts.row_bytes, self.parts.row_words
+        data = rows_as_bytes(rows, row_bytes).cpu()
+        if packed is None:
+            self.parts.raw_rows().numpy()[ids] = data.numpy()
+            return {}
+        if self.parts.layout == "inplace":
+            return self._update_in_place(ids, packed)
+        padded = torch.nn.functional.pad(data, (0, 4 * row_words - row_bytes)).contiguous()
+        return self._update_compact(ids, packed, padded.numpy().view(np.uint32))
+
+    def _update_in_place(self, ids: Array, packed: PackedRows) -> dict[str, Array]:
+        tensors, row_words = self.parts.tensors, self.parts.row_words
+        lengths = widened(packed.parts["lengths"])
+        begin, sizes = _runs_of(lengths, row_words)
+        _move(packed.parts["words"], begin, sizes, tensors["words"], ids * row_words)
+        facts = self.parts.facts
+        were_packed = bits_at(tensors["flags"], ids)
+        facts["packed_rows"] += int(np.count_nonzero(lengths)) - int(were_packed.sum())
+        facts["max_packed_words"] = max(facts["max_packed_words"], int(lengths.max()))
+        set_bits(tensors["flags"], ids, lengths != 0)
+        changed = {"flags": np.unique(ids >> 5)}
+        if "row_clusters" in tensors:
+            tensors["row_clusters"].numpy()[ids] = packed.parts["row_clusters"].numpy()
+            changed["row_clusters"] = ids
+        return changed
+
+    def _update_compact(self, ids: Array, packed: PackedRows, raw: Array) -> dict[str, Array]:
+        tensors, row_words = self.parts.tensors, self.parts.row_words
+        words = tensors["words"].numpy().view(np.uint32)
+        at, room = _own_places(self.parts, ids)
+        lengths = widened(packed.parts["lengths"])
+        # A place of a raw row is found by its length of 0, so a raw row must stay in it.
+        stays_raw = room == 0
+        fits = (lengths > 0) & (lengths <= room)
+        goes = ~stays_raw & ~fits
+        stale = None
+        if goes.any():
+            if self.overflow is None:
+                self.overflow = Overflow(self.parts.n_rows, row_words, pin=self._pin)
+            stale = self.overflow.reserve(int(goes.sum()))
+        if self.overflow is not None:
+            self.overflow.release(ids[fits], words, at[fits])
+            self.overflow.put(ids[goes], raw[goes], words, at[goes])
+        begin, sizes = _runs_of(lengths, row_words)
+        fresh = packed.parts["words"]
+        _move(fresh, begin[fits], sizes[fits], tensors["words"], at[fits])
+        here = np.flatnonzero(stays_raw)
+        _move(
+            torch.from_numpy(raw.view(np.int32)).view(-1),
+            here * row_words,
+            np.full(len(here), row_words),
+            tensors["words"],
+            at[here],
+        )
+        changed = {"moved": np.unique(ids >> 5)} if self.overflow is not None else {}
+        if "row_clusters" in tensors:
+            kept = ids[fits]
+            tensors["row_clusters"].numpy()[kept] = packed.parts["row_clusters"].numpy()[fits]
+            changed["row_clusters"] = kept
+        if stale is not None:
+            stale.close()
+        return changed
+
+    def close(self) -> None:
+        """Let the memory go."""
+        self.parts.close()
+        if self.overflow is not None:
+            self.overflow.close()
+
+
+def _own_places(parts: TableParts, ids: Array) -> tuple[Array, Array]:
+    """Return where the own places of a compact table's rows begin and their words, 0 for raw."""
+    bases, lengths = parts.tensors["bases"].numpy(), as_unsigned(parts.tensors["lengths"])
+    lane = np.arange(BLOCK_ROWS)
+    at = np.empty(len(ids), np.int64)
+    step = 1 << 14
+    for begin in range(0, len(ids), step):
+        some = ids[begin : begin + step]
+        peers = np.minimum((some & -BLOCK_ROWS)[:, None] + lane, parts.n_rows - 1)
+        sizes = lengths[peers].astype(np.int64)
+        sizes = np.where(sizes == 0, parts.row_words, sizes)
+        before = np.where(lane < (some & BLOCK_ROWS - 1)[:, None], sizes, 0).sum(1)
+        at[begin : begin + step] = bases[some >> 5] + before
+    return at, lengths[ids].astype(np.int64)
+
+
+def _runs_of(lengths: Array, row_words: int) -> tuple[Array, Array]:
+    """Return where rows of these lengths that lie back to back begin, and their words."""
+    sizes = np.where(lengths == 0, row_words, lengths)
+    return np.cumsum(sizes) - sizes, sizes
+
+
+def _move(
+    source: torch.Tensor, at: Array, sizes: Array, target: torch.Tensor, target_at: Array
+) -> None:
+    """Copy runs of words; see `kernels.cpu.move_rows`."""
+    runs = (torch.from_numpy(np.ascontiguousarray(run)) for run in (at, sizes, target_at))
+    at_, sizes_, target_at_ = runs
+    cpu.move_rows(source, at_, sizes_, target, target_at_)

@@ -1,0 +1,552 @@
+"""CompressedTable: rows packed in host memory, gathered by id to a CPU or a GPU."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from ..compressed import load
+from ..dtypes import dtype_name
+from ..engine.advisor.advice import Advice
+from ..engine.codecs import RowCodec
+from ..engine.files.new_file import PathLike
+from ..engine.kernels.cpu.prepared import SlotMap
+from ..engine.progress import Progress, ProgressFunction
+from ..errors import BitslabError
+from . import changes, files, gathering, making, statistics
+from .arguments import Index, row_ids
+from .build import Rows, build_parts, check_layout
+from .cache import Cache
+from .host_table import HostTable, raise_damaged
+from .parts import Layout, TableParts
+from .rows import HostRows
+from .sharing import checksum_of_file, handle_of, parts_of_handle
+
+
+class CompressedTable(HostTable):
+    """A table of rows that lie packed in host memory; any rows are gathered by id, decoded.
+
+    On a GPU one kernel reads the packed rows over the link (zero-copy) and decodes them; the
+    packed bytes are all that crosses. On the CPU the same rows come from Numba kernels.
+
+    Make one with `from_tensor`, `from_file` or `attach`.
+
+    Attributes
+    ----------
+    shape : torch.Size
+        ``[N, *row_shape]``.
+    dtype : torch.dtype
+        Dtype of the rows' elements.
+    layout : {"compact", "inplace"}
+        ``"compact"``: packed rows back to back; host memory shrinks, and a GPU keeps 1.25 bytes a
+        row to find them (2.25 for rows over 1 KiB, 4.25 over 256 KiB; one more for a codec with
+        clusters). ``"inplace"``: row i stays at i * row_bytes
+        (rounded up to 4), host memory does not shrink, and a GPU keeps one bit a row (IBP,
+        section 5).
+    rows_per_packed_row : int
+        Rows shorter than 64 bytes that pack far less each alone are packed by as many as make about
+        256 bytes, and the sizes above are those of such a packed row. A gather reads and decodes it
+        whole for each id, an update packs it anew. 1 for other rows, and where packing gains
+        nothing.
+    codec : RowCodec
+        What packed the rows, `rows_per_packed_row` of them as one; RawCodec when packing gains
+        nothing: rows then take exactly their bytes, whatever these are, and no gather pays for it.
+
+    Notes
+    -----
+    Threads: any number may gather at once. `update` and `compact` wait for gathers under way, those
+    on GPUs included, and hold off new ones, so that a gather sees the old or the new value of a
+    row, never a mix. Replays of a CUDA graph that captured a gather are not seen: no update may run
+    beside them, and after an update or `compact` the graph must be captured again.
+
+    Processes: a table reaches a worker process (fork, spawn, ``torch.multiprocessing``) as the same
+    memory, and an unrelated process of the same user by `handle` and `attach`; each page-locks it
+    for its own GPUs. A table that was handed out so is read-only from then on. Forked children
+    share the memory too: they cannot change it, and must not read rows that their parent updates
+    after the fork. Plain pickling and the `copy` module copy.
+
+    Examples
+    --------
+    >>> import torch, bitslab
+    >>> features = torch.randn(1000, 64).round()
+    >>> table = bitslab.CompressedTable.from_tensor(features)
+    >>> torch.equal(table[[3, 1, 3]], features[[3, 1, 3]])
+    True
+    >>> table.stats()["ratio"] > 2
+    True
+    """
+
+    # Making one
+
+    @classmethod
+    def from_tensor(
+        cls,
+        t: Rows | Iterable[Rows],
+        layout: Layout = "compact",
+        codec: str | RowCodec = "auto",
+        pin: bool = True,
+        *,
+        device: torch.device | str | None = None,
+        seed: int = 0,
+        progress: ProgressFunction | bool | None = None,
+        **options: Any,
+    ) -> CompressedTable:
+        """Pack a table.
+
+        Parameters
+        ----------
+        t : torch.Tensor, numpy.ndarray, or iterable of them
+            ``[N, *row_shape]`` of any dtype, on a CPU or GPU; a memory-mapped array is read piece
+            by piece. An iterable gives batches ``[n, *row_shape]`` of any number of rows each; the
+            codec is fitted on the first of them, up to 8 MiB of rows.
+        layout : {"compact", "inplace"}
+            How rows lie; see `CompressedTable`.
+        codec : str or RowCodec
+            ``"auto"``: invariant bit packing with a plan for these rows, or raw where packing does
+            not make them smaller. ``"ibp"`` or ``"raw"``: that codec, fitted to these rows. A
+            codec of these two classes: that one, fitted to rows or, in one dimension, to some of
+            them together. Registered codecs are refused.
+        pin : bool
+            Whether the packed rows are page-locked, as a GPU needs to read them itself. Without a
+            GPU nothing is locked until one is used.
+        device : torch.device or str, optional
+            Where rows are packed: a GPU does it at the link's rate. Where they are when left out.
+        seed : int
+            Seed of the choice of sample rows, and of the codec's `fit`.
+        progress : callable, bool, optional
+            Called with the rows done and all rows (or None) after each batch. When left out, a bar
+            is shown on a terminal after two seconds; False for none. Where packing turns out to
+            gain nothing, rows are counted from 0 again while they are kept raw.
+        **options
+            For the codec's `fit`.
+
+        Returns
+        -------
+        CompressedTable
+
+        Raises
+        ------
+        ArgumentTypeError, ArgumentError
+            When an argument is not accepted. Nothing is kept of a table that could not be finished.
+
+        Notes
+        -----
+        Extra memory: a few times 32 MiB, or 32 rows if those are more, whatever the size of the
+        table.
+        """
+        parts = making.parts_of_rows(
+            t, layout, codec, options, pin=pin, device=device, seed=seed, progress=progress
+        )
+        return cls(parts, pin=pin)
+
+    @classmethod
+    def from_file(
+        cls, path: PathLike, layout: Layout = "compact", pin: bool = True
+    ) -> CompressedTable:
+        """Open a table that `save` wrote.
+
+        Parameters
+        ----------
+        path : str or os.PathLike
+            A file of one compressed tensor whose rows are the items of its first dimension, or
+            several of them where they are narrow.
+        layout : {"compact", "inplace"}
+            How rows are to lie.
+        pin : bool
+            With a GPU: read the packed rows into page-locked memory. Without a GPU, or when False,
+            a compact table of packed rows stays memory-mapped and is read as it is used: the file
+            may be replaced, but must not be written to.
+
+        Raises
+        ------
+        CorruptedDataError
+            When the file is truncated, altered, or not by bitslab.
+        ArgumentError
+            When the file holds something else than one table.
+        OSError
+            When the file cannot be read.
+        """
+        check_layout(layout)
+        parts, mapped = files.parts_of_file(path, load(path), layout, pin=pin)
+        table = cls(parts, pin=pin and not mapped)
+        if mapped:
+            table._path = os.path.abspath(path)
+            table._checksum = checksum_of_file(path)
+        return table
+
+    def save(self, path: PathLike) -> None:
+        """Write the table to a file that `from_file` and `bitslab.load` read.
+
+        Parameters
+        ----------
+        path : str or os.PathLike
+            The file appears whole or not at all: a crash or a full disk leaves an old one as is.
+
+        Raises
+        ------
+        OSError
+            When the file cannot be written.
+
+        Notes
+        -----
+        Readers go on, updates wait. A table in place, or one with updated rows, is packed anew for
+        the file, which takes memory for one more compact copy.
+        """
+        files.save(self, path)
+
+    # Gathering
+
+    def gather(
+        self,
+        ids: torch.Tensor,
+        out: torch.Tensor | None = None,
+        device: torch.device | str | None = None,
+        *,
+        sort: bool | None = None,
+        sm_budget: int | None = None,
+    ) -> torch.Tensor:
+        """Return rows chosen by id, decoded.
+
+        Parameters
+        ----------
+        ids : torch.Tensor
+            Integers ``[n]`` on a CPU or GPU, repeated or not; negative ones count from the end.
+        out : torch.Tensor, optional
+            ``[n, *row_shape]`` of the table's dtype to write to.
+        device : torch.device or str, optional
+            Where the rows are wanted; that of `out`, or else of `ids`, when left out.
+        sort : bool, optional
+            On a GPU: whether to take the rows in the order in which they lie, which large tables
+            gain from; by the model of the link when left out (see `bitslab.engine.advisor`).
+        sm_budget : int, optional
+            On a GPU: multiprocessors that the kernels may use; all when left out.
+
+        Returns
+        -------
+        torch.Tensor
+            `out`, or a new tensor.
+
+        Raises
+        ------
+        IndexRangeError
+            When an id is out of range; `out` is untouched. For ids on a GPU the error comes from
+            the next call on that GPU or from `bitslab.raise_pending_errors`, because a gather never
+            waits for the GPU.
+        ArgumentTypeError, ArgumentError
+            When an argument is not accepted.
+        CorruptedDataError
+            When a row is damaged; what `out` holds is undefined then.
+        BitslabError
+            When the table is closed.
+
+        Notes
+        -----
+        On torch's current stream. Nothing waits for the GPU, and once warm nothing is allocated but
+        the result; with `out` and ids on the GPU a call can be captured in a CUDA graph.
+        """
+        return gathering.gather(self, ids, out, device, None, sort, sm_budget)
+
+    def gather_with(
+        self,
+        cache: Cache,
+        ids: torch.Tensor,
+        out: torch.Tensor | None,
+        device: torch.device | str | None,
+        sort: bool | None,
+        sm_budget: int | None,
+    ) -> torch.Tensor:
+        """Gather, but take what `cache` has from there; see `SlabCache.gather`."""
+        return gathering.gather(self, ids, out, device, cache, sort, sm_budget)
+
+    def gather_checked(
+        self,
+        cache: Cache | None,
+        ids: torch.Tensor,
+        out: torch.Tensor,
+        sort: bool | None = None,
+    ) -> None:
+        """Gather for callers that have checked the arguments; see `gather_with`.
+
+        Parameters
+        ----------
+        cache : Cache or None
+            As there.
+        ids : torch.Tensor
+            int32 or int64 ``[n]``, contiguous, on the device of `out`; on a CPU in range.
+        out : torch.Tensor
+            ``[n, *row_shape]`` of the table's dtype, contiguous.
+        sort : bool, optional
+            As in `gather`.
+        """
+        if out.numel():
+            with self._lock.reading():
+                self._check_open()
+                data = out.view(torch.uint8).view(out.shape[0], self.row_bytes)
+                if data.device.type == "cpu":
+                    gathering.on_cpu(self, ids, data, cache)
+                else:
+                    gathering.on_gpu(self, ids, data, cache, sort, None)
+        self._count(gathers=1, rows=ids.shape[0])
+
+    def look_up_bags(
+        self,
+        ids: torch.Tensor,
+        offsets: torch.Tensor,
+        slots: SlotMap,
+        resident: torch.Tensor,
+        out: torch.Tensor,
+    ) -> int | None:
+        """Sum bags of one id each on the CPU: rows out of a cache, the others decoded, and 0 added.
+
+        Parameters
+        ----------
+        ids, offsets : torch.Tensor
+            int64 ``[n]`` on the CPU, contiguous: rows, and where bags begin.
+        slots : SlotMap
+            The slot of each row in `resident`.
+        resident : torch.Tensor
+            ``[slots, *row_shape]`` of the table's dtype, contiguous.
+        out : torch.Tensor
+            float32 or float64 ``[n, *row_shape]``, contiguous.
+
+        Returns
+        -------
+        int or None
+            How many of the rows were not resident. None where that cannot be done in one go: an id
+            is out of range or negative, bag n does not begin at id n, the table is raw or in
+            place, or its rows share packed rows. What `out` holds is undefined then.
+        """
+        with self._lock.reading():
+            self._check_open()
+            prepared = None
+            if self.rows_per_packed_row == 1:
+                prepared = gathering.prepared_rows(self)
+            if prepared is None or not out.numel():
+                return None
+            gathering.populate(self)
+            found = prepared.look_up(ids, offsets, slots, resident, out)
+            if found is None:
+                return None
+            damaged, words, missing = found
+            raise_damaged(damaged)
+        if missing:
+            self._count(gathers=1, rows=missing, copied_words=words)
+        return missing
+
+    def gather_on_gpu(
+        self, cache: Cache | None, ids: torch.Tensor, out: torch.Tensor, sort: bool | None = None
+    ) -> None:
+        """Gather on a GPU for callers that have checked the arguments; see `gather_with`.
+
+        Parameters
+        ----------
+        cache : Cache or None
+            As there.
+        ids : torch.Tensor
+            int32 or int64 ``[n]``, contiguous, on the device of `out`. Negative ones are out of
+            range.
+        out : torch.Tensor
+            ``[n, *row_shape]`` of the table's dtype, contiguous, on a GPU.
+        sort : bool, optional
+            As in `gather`.
+        """
+        n = ids.shape[0]
+        if n and self.row_bytes:
+            with self._lock.reading():
+                self._check_open()
+                gathering.on_gpu(self, ids, out, cache, sort, None, from_end=False)
+        self._count(gathers=1, rows=n)
+
+    def readable_by_gpu(self) -> bool:
+        """Tell whether GPUs can read the packed rows where they are; page-lock them if so."""
+        with self._lock.reading():
+            self._check_open()
+            return gathering.readable_by_gpu(self)
+
+    def gather_some_on_gpu(self, ids: torch.Tensor, out: torch.Tensor) -> None:
+        """Gather on a GPU what of some ids is wanted, for callers that know the ids to be good.
+
+        Parameters
+        ----------
+        ids : torch.Tensor
+            int64 ``[n]``, contiguous, on the GPU: 0 to N - 1, or ``kernels.format.NO_ROW``, whose
+            row of `out` is left as it is.
+        out : torch.Tensor
+            As for `gather_on_gpu`; the table is `readable_by_gpu`.
+        """
+        with self._lock.reading():
+            self._check_open()
+            gathering.some_on_gpu(self, ids, out)
+
+    def __getitem__(self, index: Index) -> torch.Tensor:
+        """Return rows by an int, a slice, integers of any shape, or a bool mask ``[N]``."""
+        ids = row_ids(index, len(self))
+        rows = self.gather(ids.reshape(-1))
+        return rows.view(*ids.shape, *self.shape[1:])
+
+    # On a GPU
+
+    def advice(self, device: torch.device | str, batch_rows: int = statistics.BATCH_ROWS) -> Advice:
+        """Return what the models of link and decoder say about gathers from this table.
+
+        Parameters
+        ----------
+        device : torch.device or str
+            Where rows are wanted. Its link, and its rate of decoding such rows, are measured once.
+        batch_rows : int
+            Rows of a gather.
+        """
+        return statistics.advice(self, device, batch_rows)
+
+    # Changing rows
+
+    def update(self, ids: torch.Tensor, rows: torch.Tensor) -> None:
+        """Give rows new values.
+
+        Parameters
+        ----------
+        ids : torch.Tensor
+            Integers ``[n]`` on a CPU or GPU. Of rows with one id the last counts.
+        rows : torch.Tensor
+            ``[n, *row_shape]`` of the table's dtype, on a CPU or GPU.
+
+        Raises
+        ------
+        IndexRangeError
+            When an id is out of range; nothing is changed.
+        BitslabError
+            When the table is closed, read-only, memory-mapped, or was handed to other processes.
+
+        Notes
+        -----
+        Returns when the change is made. A packed row that fits its old place goes there; one that
+        does not is kept raw in an overflow area until `compact`. In place every row fits.
+        """
+        changes.update(self, ids, rows)
+
+    def compact(
+        self, progress: ProgressFunction | bool | None = None, *, refit: bool = False
+    ) -> None:
+        """Pack the table anew: every row lies in its place again and takes no more than it needs.
+
+        Readers go on while the new copy is made beside the old one; updates wait.
+
+        Parameters
+        ----------
+        progress : callable, bool, optional
+            As in `from_tensor`. What it calls may gather from the table and save it, not change it.
+        refit : bool
+            Whether to fit the codec to the rows as they are now, or to keep them raw if packing
+            gains nothing any more. A cache over the table then has to be filled again.
+
+        Raises
+        ------
+        BitslabError
+            As in `update`.
+        """
+        self._check_open()
+        if self._parts.raw or not self._rows.dirty:
+            return
+        with changes.changing(self, "compact"):
+            changes.check_writable(self, "compact")
+            with Progress("packing", len(self), progress) as shown:
+                codec = changes.fitted_again(self) if refit else self.codec
+                shape = tuple(self.shape[1:])
+                fresh = build_parts(
+                    self._batches(), codec, shape, self.layout, pin=self._pin, progress=shown
+                )
+            changes.replace(self, fresh)
+
+    # Other processes
+
+    def handle(self) -> str:
+        """Return a text by which another process of this user on this machine can `attach`.
+
+        For processes that are no children of this one, such as the ranks of torchrun. This process
+        must live, and hold the table, until the others have attached. The table is read-only from
+        now on.
+        """
+        with self._reading():
+            if self._path is not None:
+                raise BitslabError(
+                    "handle: this table is memory-mapped; open the file in each process"
+                )
+            if self._rows.overflow is not None:
+                raise BitslabError("handle: rows have moved; call compact() first")
+            return handle_of(self._parts)
+
+    @classmethod
+    def attach(cls, handle: str, pin: bool = True) -> CompressedTable:
+        """Open a table of another process by its `handle`: the same memory, read-only.
+
+        Raises
+        ------
+        ArgumentError
+            When the handle is none, or the process that gave it is gone.
+        """
+        return cls(parts_of_handle(handle), pin=pin, read_only=True)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Describe the table for another process; plain pickle copies its memory."""
+        with self._reading():
+            if self._path is not None:
+                return {"path": self._path, "checksum": self._checksum}
+            if self._rows.overflow is not None:
+                raise BitslabError("pickle: rows have moved; call compact() first")
+            state = self._parts.describe()
+            return state | {"buffers": dict(self._parts.buffers), "pin": self._pin}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if "path" in state:
+            opened = CompressedTable.from_file(state["path"], pin=False)
+            if opened._checksum != state["checksum"]:
+                raise BitslabError(f"{state['path']}: holds another table than when it was opened")
+            self._begin(opened._rows, pin=False, read_only=False)
+            self._path, self._checksum = opened._path, opened._checksum
+            return
+        buffers = state["buffers"]
+        read_only = any(buffer.shared for buffer in buffers.values())
+        parts = TableParts.from_description(state, buffers)
+        self._begin(HostRows(parts, pin=state["pin"]), pin=state["pin"], read_only=read_only)
+
+    def __copy__(self) -> CompressedTable:
+        """Copy the memory too: two tables over one would not hear of each other's changes."""
+        return copy.deepcopy(self)
+
+    # Statistics and end
+
+    def __repr__(self) -> str:
+        """Name shape, dtype, layout, plan and ratio."""
+        if self._closed:
+            return "CompressedTable(closed)"
+        return (
+            f"CompressedTable({list(self.shape)}, {dtype_name(self.dtype)}, {self.layout}, "
+            f"{self.codec.describe()}, {self.ratio:.2f}x)"
+        )
+
+    def stats(self) -> dict[str, Any]:
+        """Return sizes and counts; reading them waits for the GPUs.
+
+        Returns
+        -------
+        dict
+            ``rows``, ``row_bytes``, ``rows_per_packed_row``, ``layout``, ``codec``,
+            ``raw_bytes``, ``packed_bytes`` (the words), ``metadata_bytes`` (what finds rows in
+            them, and the profile), ``host_bytes`` (all of it), ``ratio`` (raw over host bytes),
+            ``packed_rows``, ``moved_rows``, ``overflow_bytes``, ``pinned``; of the gathers of this
+            process so far, those through a cache included: ``gathers``, ``gathered_rows``,
+            ``gathered_bytes`` (decoded), ``moved_bytes`` (words of this table read for them,
+            through caches that are still there); ``advice``, once a GPU was used: what the models
+            of link and codec say, with reasons.
+        """
+        return statistics.stats(self)
+
+    def __enter__(self) -> CompressedTable:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()

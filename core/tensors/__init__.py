@@ -1,0 +1,1 @@
+"""Faces of tables and of mapped host memory that are torch tensors."""

@@ -1,1 +1,0 @@
-"""Moving packed rows across a link."""

@@ -1,0 +1,75 @@
+"""Bytes that were written once are decoded for ever, and still written."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+
+import bitslab
+from tests.engine.codecs import model
+from tests.golden import make_golden
+from tests.helpers import bits_of, same_bits
+
+NAMES = make_golden.names()
+
+
+def read(name: str) -> tuple[bitslab.RowCodec, torch.Tensor, dict[str, torch.Tensor], Any]:
+    path = make_golden.FOLDER / f"{name}.json"
+    assert path.is_file(), f"{path.name} is missing: take it back from the history of the project"
+    content = json.loads(path.read_text())
+    codec = bitslab.get_codec(content["codec"]).from_config(content["config"])
+    parts = {key: make_golden.tensor_from_json(part) for key, part in content["parts"].items()}
+    return codec, make_golden.tensor_from_json(content["rows"]), parts, content["config"]
+
+
+def test_every_golden_file_is_read() -> None:
+    assert sorted(path.stem for path in make_golden.FOLDER.glob("*.json")) == sorted(NAMES)
+
+
+def test_every_codec_has_golden_files() -> None:
+    codecs = {read(name)[0].name for name in NAMES}
+    assert codecs >= {"ibp", "raw"}
+
+
+def test_every_option_has_golden_files() -> None:
+    formats = list(make_golden.formats())
+    for switch in ("grouped", "uniform", "clusters"):
+        for width in (1, 2, 4, 8):
+            chosen = {getattr(f, switch) for f in formats if f.chunk_bytes == width}
+            assert len(chosen) == 2, (switch, width)
+        for code_bits in (1, 2, 3):
+            chosen = {getattr(f, switch) for f in formats if f.code_bits == code_bits}
+            assert len(chosen) == 2, (switch, code_bits)
+    assert len({(f.grouped, f.uniform, f.clusters) for f in formats}) == 8
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_golden_rows_are_decoded(name: str) -> None:
+    codec, rows, parts, _ = read(name)
+    packed = codec.adopt(len(rows), parts)
+    assert same_bits(codec.decode(packed), rows)
+    ids = torch.tensor([len(rows) - 1, 0, -1])
+    assert same_bits(codec.decode(packed, ids), rows[ids])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_golden_rows_are_encoded_to_the_same_bytes(name: str) -> None:
+    codec, rows, parts, config = read(name)
+    packed = codec.encode(rows)
+    assert packed.parts.keys() == parts.keys()
+    for key, part in parts.items():
+        assert same_bits(packed.parts[key], part), key
+    assert codec.to_config() == config
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("ibp1")])
+def test_golden_rows_are_as_the_format_says(name: str) -> None:
+    codec, rows, parts, config = read(name)
+    assert b"".join(model.read_rows(config, parts)) == bits_of(rows).numpy().tobytes()
+    lengths = model.unsigned(parts["lengths"])
+    assert (lengths > 0).tolist() == [True, True, False], "the last row is there to stay raw"
+    if isinstance(codec, bitslab.InvariantCodec) and codec.clusters > 1:
+        assert parts["row_clusters"].tolist() == [0, 1, 0]

@@ -1,0 +1,61 @@
+"""What tests of host memory need: a registrar that records, and looks at memory and files."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from bitslab.engine.memory.host import HostBuffer
+from bitslab.tensors.unified import UnifiedTensor
+
+
+class Recorder:
+    """Pretends that there is a GPU; `calls` is what it was asked, in order."""
+
+    def __init__(self):
+        self.calls: list[tuple[Any, ...]] = []
+        self.there = True
+        self.refusal = ""
+        self.captures = False
+
+    def available(self):
+        return self.there
+
+    def capturing(self):
+        return self.captures
+
+    def register(self, address, nbytes):
+        self.calls.append(("register", address, nbytes))
+        return self.refusal
+
+    def unregister(self, address):
+        self.calls.append(("unregister", address))
+
+    def synchronize(self):
+        self.calls.append(("synchronize",))
+
+    def names(self):
+        return [call[0] for call in self.calls]
+
+
+def buffer_of(t: torch.Tensor) -> HostBuffer:
+    """Return the buffer that a unified tensor lies in."""
+    assert type(t) is UnifiedTensor and t.host_buffer is not None
+    return t.host_buffer
+
+
+def inode_at(address: int) -> int:
+    """Inode of the file mapped at an address of this process."""
+    with open("/proc/self/maps") as maps:
+        for line in maps:
+            span, _, _, _, inode, *_ = line.split()
+            begin, end = (int(x, 16) for x in span.split("-"))
+            if begin <= address < end:
+                return int(inode)
+    raise AssertionError(f"nothing is mapped at {address:#x}")
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
