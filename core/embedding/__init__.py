@@ -5,8 +5,36 @@ optimizer gets its `parameter`. `RowsModule` is the base of modules that own one
 people use are in `bitslab.integrations.embedding` and `bitslab.integrations.torchrec`.
 """
 
+from .arguments import CacheKind
+from .bags import pooled_on_gpu, pools_on_gpu, sound_offsets
+from .checkpoint import load_state, save_state
+from .device_notes import take_notes
 from .eviction import EvictionStrategy
-from .module import RowsModule
+from .gradients import at_end_of_backward
+from .lookups import plain_lookup_on_gpu
+from .module import RowsModule, rows_for_ratio
+from .rebinding import give_back, live_optimizers, take_over
+from .report import TablesReport
+from .residents import Residents
 from .rows import CachedRows
 
-__all__ = ["CachedRows", "EvictionStrategy", "RowsModule"]
+__all__ = [
+    "CacheKind",
+    "CachedRows",
+    "EvictionStrategy",
+    "Residents",
+    "RowsModule",
+    "TablesReport",
+    "at_end_of_backward",
+    "give_back",
+    "live_optimizers",
+    "load_state",
+    "plain_lookup_on_gpu",
+    "pooled_on_gpu",
+    "pools_on_gpu",
+    "rows_for_ratio",
+    "save_state",
+    "sound_offsets",
+    "take_notes",
+    "take_over",
+]

@@ -4,8 +4,39 @@
 Framework-free: `bitslab.integrations.transformers.CompressedCache` is made of them.
 """
 
-from .history import PackedHistory
+from .gathering import Gathered
+from .history import Commit, PackedHistory, check_options
+from .index import beam_index, repeat_count, sequence_index
 from .packing import CodecPlans
-from .reader import HistoryReader
+from .reader import HistoryReader, check_sm_budget
+from .selection import (
+    HeavyScores,
+    PartialKeys,
+    Selection,
+    Take,
+    TokenScores,
+    check_share,
+    probability_sums,
+    skew_of,
+)
 
-__all__ = ["CodecPlans", "HistoryReader", "PackedHistory"]
+__all__ = [
+    "CodecPlans",
+    "Commit",
+    "Gathered",
+    "HeavyScores",
+    "HistoryReader",
+    "PackedHistory",
+    "PartialKeys",
+    "Selection",
+    "Take",
+    "TokenScores",
+    "beam_index",
+    "check_options",
+    "check_share",
+    "check_sm_budget",
+    "probability_sums",
+    "repeat_count",
+    "sequence_index",
+    "skew_of",
+]

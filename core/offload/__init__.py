@@ -3,28 +3,54 @@
 from .attached import OffloadedModel, find_offloaded
 from .guards import deferred_state_dict
 from .handles import WeightHandle
-from .offload import attach_weights, offload_report, offload_weights, restore_weights
+from .images import DeviceImage
+from .offload import (
+    attach_weights,
+    move_residents,
+    offload_report,
+    offload_weights,
+    restore_weights,
+    split_units,
+    stored_names,
+)
 from .report import OffloadReport, UnitReport
+from .residence import MIN_UNIT_BYTES, JsonKeep, Keep, Tier, choose_tiers
 from .store import PackedUnit, PackedWeights
-from .stream import WeightStream
-from .units import Unit, cut_units
+from .stream import WeightStream, check_counts
+from .tensor_packer import MIN_PACKED_BYTES, CodecName, TensorPacker
+from .units import Predicate, Slot, Unit, cut_units
 from .weight_packer import WeightPacker
 
 __all__ = [
+    "CodecName",
+    "DeviceImage",
+    "JsonKeep",
+    "Keep",
+    "MIN_PACKED_BYTES",
+    "MIN_UNIT_BYTES",
     "OffloadReport",
     "OffloadedModel",
     "PackedUnit",
     "PackedWeights",
+    "Predicate",
+    "Slot",
+    "TensorPacker",
+    "Tier",
     "Unit",
     "UnitReport",
     "WeightHandle",
     "WeightPacker",
     "WeightStream",
     "attach_weights",
+    "check_counts",
+    "choose_tiers",
     "cut_units",
     "deferred_state_dict",
     "find_offloaded",
+    "move_residents",
     "offload_report",
     "offload_weights",
     "restore_weights",
+    "split_units",
+    "stored_names",
 ]

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from bitslab.devices import checked_device
-from bitslab.engine.progress import Progress, ProgressFunction
+from bitslab.engine import Progress, ProgressFunction
 from bitslab.errors import ArgumentError, ArgumentTypeError
 from bitslab.integrations.accelerate.dispatched import (
     OffloadedTensor,
@@ -20,19 +20,23 @@ from bitslab.integrations.accelerate.dispatched import (
     streamed_model,
 )
 from bitslab.offload import (
+    MIN_UNIT_BYTES,
+    CodecName,
+    Keep,
     OffloadReport,
     PackedWeights,
+    Predicate,
+    Slot,
     Unit,
     WeightPacker,
     attach_weights,
+    check_counts,
+    choose_tiers,
     cut_units,
     offload_weights,
+    split_units,
+    stored_names,
 )
-from bitslab.offload.offload import split_units, stored_names
-from bitslab.offload.residence import MIN_UNIT_BYTES, Keep, choose_tiers
-from bitslab.offload.stream import check_counts
-from bitslab.offload.tensor_packer import CodecName
-from bitslab.offload.units import Predicate, Slot
 
 
 def compress_offloaded(

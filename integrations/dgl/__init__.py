@@ -20,7 +20,7 @@ from bitslab.integrations.dgl.compress import (  # noqa: E402
     feature_stats,
     raw_columns,
 )
-from bitslab.tables.report import FeaturesReport  # noqa: E402
+from bitslab.tables import FeaturesReport  # noqa: E402
 
 attach()
 

@@ -11,7 +11,7 @@ from dgl.frame import Column, LazyFeature, _LazyIndex
 from bitslab import ArgumentError, ArgumentTypeError, CompressedFeature, hotness
 from bitslab.devices import checked_device
 from bitslab.integrations.dgl.column_tensor import ColumnTensor, column_tensor
-from bitslab.tables.arguments import check_not_from_end
+from bitslab.tables import check_not_from_end
 
 _MISSING = object()
 

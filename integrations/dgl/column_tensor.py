@@ -9,8 +9,8 @@ import torch
 from torch.utils._pytree import tree_map
 
 from bitslab import CompressedFeature
-from bitslab.engine.memory.readonly import plain, read_only
-from bitslab.tensors.feature_tensor import FeatureTensor, is_fact, name_of
+from bitslab.engine.memory import plain, read_only
+from bitslab.tensors import FeatureTensor, is_fact, name_of
 
 # Functions that concern the gradient of a leaf, not its elements.
 _OF_LEAVES = frozenset(

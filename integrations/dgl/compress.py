@@ -17,7 +17,7 @@ from bitslab.integrations.dgl.column import (
     put_feature,
     why_raw,
 )
-from bitslab.tables.report import FeaturesReport, feature_name
+from bitslab.tables import FeaturesReport, feature_name
 
 #: A node type, or an edge type as DGL spells it out: (source type, name, destination type).
 GraphType = str | tuple[str, str, str]

@@ -24,11 +24,9 @@ from dgl import utils
 from dgl.distributed import DistTensor, dist_context, kvstore
 
 from bitslab.dtypes import dtype_from_name, dtype_name, flat_bytes
-from bitslab.engine.codecs import PackedRows, RawCodec, RowCodec
-from bitslab.engine.codecs.base import elements
-from bitslab.engine.codecs.registry import get_codec
+from bitslab.engine.codecs import PackedRows, RawCodec, RowCodec, elements, get_codec
 from bitslab.errors import ArgumentError, ArgumentTypeError, BitslabError
-from bitslab.tables.build import MIN_SAMPLE_ROWS, SAMPLE_BYTES, choose_codec
+from bitslab.tables import MIN_SAMPLE_ROWS, SAMPLE_BYTES, choose_codec
 
 #: Of handlers and replies; who reads another one does without packing.
 WIRE_VERSION = 1

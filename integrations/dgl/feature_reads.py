@@ -14,9 +14,9 @@ import dgl
 import torch
 
 from bitslab import CompressedFeature
-from bitslab.engine.codecs.base import check_tensor_argument
+from bitslab.engine.codecs import check_tensor_argument
 from bitslab.errors import ArgumentError, ArgumentTypeError, BitslabError, MissingExtraError
-from bitslab.tables.feature import RowsFuture
+from bitslab.tables import RowsFuture
 
 WHERE_GRAPHBOLT_IS = (
     "GraphBolt loads with dgl 2.4.0 from https://data.dgl.ai/wheels (torch 2.4 or older; of those "

@@ -6,9 +6,7 @@
 a model in bounded memory.
 """
 
-from bitslab.embedding import EvictionStrategy
-from bitslab.embedding.checkpoint import load_state, save_state
-from bitslab.embedding.report import TablesReport
+from bitslab.embedding import EvictionStrategy, TablesReport, load_state, save_state
 from bitslab.integrations.embedding.bag import CachedEmbeddingBag
 from bitslab.integrations.embedding.compress import compress_embeddings, restore_embeddings
 from bitslab.integrations.embedding.single import CachedEmbedding

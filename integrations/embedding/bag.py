@@ -9,14 +9,19 @@ import torch
 import torch.nn.functional as F
 
 from bitslab import CompressedTable, RowCodec
-from bitslab.embedding import CachedRows, EvictionStrategy
-from bitslab.embedding.arguments import CacheKind
-from bitslab.embedding.bags import pooled_on_gpu, pools_on_gpu, sound_offsets
-from bitslab.embedding.lookups import plain_lookup_on_gpu
+from bitslab.embedding import (
+    CachedRows,
+    CacheKind,
+    EvictionStrategy,
+    plain_lookup_on_gpu,
+    pooled_on_gpu,
+    pools_on_gpu,
+    sound_offsets,
+)
 from bitslab.errors import ArgumentError, ArgumentTypeError
 from bitslab.integrations.embedding.manager import CacheManager
 from bitslab.integrations.embedding.table import TableModule, pretrained_shape
-from bitslab.tables.parts import Layout
+from bitslab.tables import Layout
 from bitslab.tracing import not_traced
 
 MODES = ("sum", "mean", "max")

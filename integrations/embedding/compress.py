@@ -8,16 +8,21 @@ from typing import Any
 import torch
 
 from bitslab import RowCodec
-from bitslab.embedding import CachedRows, EvictionStrategy
-from bitslab.embedding.arguments import CacheKind
-from bitslab.embedding.module import rows_for_ratio
-from bitslab.embedding.rebinding import give_back, live_optimizers, take_over
-from bitslab.embedding.report import TablesReport
+from bitslab.embedding import (
+    CachedRows,
+    CacheKind,
+    EvictionStrategy,
+    TablesReport,
+    give_back,
+    live_optimizers,
+    rows_for_ratio,
+    take_over,
+)
 from bitslab.errors import ArgumentError, ArgumentTypeError
 from bitslab.integrations.embedding.bag import CachedEmbeddingBag
 from bitslab.integrations.embedding.single import CachedEmbedding
 from bitslab.integrations.embedding.table import TableModule, resident_rows
-from bitslab.tables.parts import Layout
+from bitslab.tables import Layout
 
 #: Called with a module's name and the module.
 Predicate = Callable[[str, torch.nn.Module], bool]

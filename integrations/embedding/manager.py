@@ -10,9 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bitslab.embedding import CachedRows, EvictionStrategy
-from bitslab.embedding.device_notes import take_notes
-from bitslab.embedding.residents import Residents
+from bitslab.embedding import CachedRows, EvictionStrategy, Residents, take_notes
 from bitslab.errors import ArgumentError
 
 

@@ -9,10 +9,9 @@ import torch
 import torch.nn.functional as F
 
 from bitslab import CompressedTable, RowCodec
-from bitslab.embedding import CachedRows, EvictionStrategy
-from bitslab.embedding.arguments import CacheKind
+from bitslab.embedding import CachedRows, CacheKind, EvictionStrategy
 from bitslab.integrations.embedding.table import TableModule, pretrained_shape
-from bitslab.tables.parts import Layout
+from bitslab.tables import Layout
 from bitslab.tracing import not_traced
 
 

@@ -10,13 +10,10 @@ from typing import Any
 import torch
 
 from bitslab import CompressedTable, RowCodec
-from bitslab.embedding import CachedRows, EvictionStrategy, RowsModule
-from bitslab.embedding.arguments import CacheKind
-from bitslab.embedding.module import rows_for_ratio
-from bitslab.engine.memory.readonly import ReadOnlyTensor, keep_from_compiler, plain
+from bitslab.embedding import CachedRows, CacheKind, EvictionStrategy, RowsModule, rows_for_ratio
+from bitslab.engine.memory import ReadOnlyTensor, keep_from_compiler, plain
 from bitslab.errors import ArgumentError, ArgumentTypeError, BitslabError
-from bitslab.tables.build import rows_per_batch
-from bitslab.tables.parts import Layout
+from bitslab.tables import Layout, rows_per_batch
 
 #: All that a state dict of ColossalAI's class holds.
 COLOSSAL_KEY = "cache_weight_mgr.cuda_cached_weight"

@@ -25,7 +25,7 @@ from bitslab.integrations.pyg.compress import (  # noqa: E402
 )
 from bitslab.integrations.pyg.store import CompressedFeatureStore  # noqa: E402
 from bitslab.integrations.pyg.transform import FetchFeatures  # noqa: E402
-from bitslab.tables.report import FeaturesReport  # noqa: E402
+from bitslab.tables import FeaturesReport  # noqa: E402
 
 __all__ = [
     "CompressedFeatureStore",

@@ -11,8 +11,8 @@ import torch
 from torch_geometric.data import Data, HeteroData
 
 from bitslab.errors import ArgumentError, ArgumentTypeError
-from bitslab.tables.report import feature_name
-from bitslab.tensors.feature_tensor import FeatureTensor
+from bitslab.tables import feature_name
+from bitslab.tensors import FeatureTensor
 
 #: A node type or an edge type of a HeteroData; of a Data, "nodes" or "edges".
 Place: TypeAlias = "str | tuple[str, str, str]"

@@ -19,9 +19,8 @@ from bitslab.integrations.pyg.columns import (
     other_columns,
 )
 from bitslab.integrations.pyg.hotness import Hotness, check_hotness, hot_ids
-from bitslab.tables.parts import Layout
-from bitslab.tables.report import FeaturesReport
-from bitslab.tensors.feature_tensor import FeatureTensor
+from bitslab.tables import FeaturesReport, Layout
+from bitslab.tensors import FeatureTensor
 
 Graph = TypeVar("Graph")
 

@@ -13,10 +13,8 @@ from bitslab import CompressedFeature, RowCodec, hotness
 from bitslab.devices import checked_device
 from bitslab.dtypes import flat_bytes
 from bitslab.errors import ArgumentError, ArgumentTypeError, BitslabError, IndexRangeError
-from bitslab.tables.arguments import row_ids
-from bitslab.tables.feature import RowsFuture
-from bitslab.tables.parts import Layout
-from bitslab.tensors.feature_tensor import FeatureTensor
+from bitslab.tables import Layout, RowsFuture, row_ids
+from bitslab.tensors import FeatureTensor
 
 #: Scores for the rows of every tensor, those by group, or what returns them for a TensorAttr.
 Scores: TypeAlias = "torch.Tensor | Mapping[Any, torch.Tensor] | Callable[[Any], torch.Tensor]"

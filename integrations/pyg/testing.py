@@ -20,7 +20,7 @@ from torch_geometric.data.data import BaseData
 from torch_geometric.data.storage import BaseStorage
 
 from bitslab import CompressedFeature, InvariantCodec
-from bitslab.tensors.feature_tensor import FeatureTensor
+from bitslab.tensors import FeatureTensor
 
 OPTION = "--bitslab-compress-features"
 #: Smaller tensors are packed with a plan that is not searched for, and masks of the first tensor of

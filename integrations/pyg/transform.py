@@ -14,8 +14,8 @@ from bitslab.errors import ArgumentError, ArgumentTypeError, BitslabError
 from bitslab.integrations.pyg.columns import Names, Place, check_data
 from bitslab.integrations.pyg.compress import compressed_columns
 from bitslab.integrations.pyg.store import CompressedFeatureStore
-from bitslab.tables.feature import RowsFuture
-from bitslab.tensors.feature_tensor import FeatureTensor
+from bitslab.tables import RowsFuture
+from bitslab.tensors import FeatureTensor
 
 Source: TypeAlias = "Data | HeteroData | CompressedFeatureStore"
 

@@ -36,8 +36,7 @@ from bitslab.integrations.torchrec.sources import (
 )
 from bitslab.integrations.torchrec.tables import TableOptions, TableSet, TableSpec
 from bitslab.integrations.torchrec.traced import as_leaf
-from bitslab.tables.build import Rows
-from bitslab.tables.parts import Layout
+from bitslab.tables import Layout, Rows
 
 Weights = Mapping[str, Rows]
 #: TorchRec's EmbeddingBagConfig or EmbeddingConfig, which have no types.

@@ -18,16 +18,14 @@ from torchrec.modules.embedding_modules import (
 )
 
 from bitslab import RowCodec
-from bitslab.embedding import EvictionStrategy
-from bitslab.embedding.rebinding import give_back, live_optimizers, take_over
-from bitslab.embedding.report import TablesReport
+from bitslab.embedding import EvictionStrategy, TablesReport, give_back, live_optimizers, take_over
 from bitslab.errors import ArgumentError, ArgumentTypeError
 from bitslab.integrations.torchrec.collection import (
     DTYPES,
     CompressedEmbeddingBagCollection,
     CompressedEmbeddingCollection,
 )
-from bitslab.tables.parts import Layout
+from bitslab.tables import Layout
 
 Predicate = Callable[[str, torch.nn.Module], bool]
 Packed = CompressedEmbeddingBagCollection | CompressedEmbeddingCollection

@@ -9,7 +9,7 @@ import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torchrec.optim.fused import FusedOptimizer
 
-from bitslab.embedding.gradients import at_end_of_backward
+from bitslab.embedding import at_end_of_backward
 from bitslab.errors import ArgumentError
 from bitslab.integrations.torchrec.tables import TableSet
 

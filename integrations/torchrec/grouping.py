@@ -9,16 +9,16 @@ import numpy as np
 import torch
 
 from bitslab import InvariantCodec, RawCodec, RowCodec
-from bitslab.engine.kernels.format import shared_row_items
-from bitslab.tables.build import (
+from bitslab.engine.kernels import shared_row_items
+from bitslab.tables import (
     Rows,
     as_tensor,
     draw_items,
     fitted_to_items,
     items_as_rows,
+    items_per_row,
     take_rows,
 )
-from bitslab.tables.parts import items_per_row
 
 #: Rows of a table that its plan is chosen on, in bytes at the most.
 SAMPLE_BYTES = 2 << 20

@@ -33,7 +33,7 @@ from bitslab.errors import ArgumentError, ArgumentTypeError
 from bitslab.integrations.torchrec.kernel import PackedKernel, as_fused_params, make_kernel
 from bitslab.integrations.torchrec.shards import ShardLayout, TableShard
 from bitslab.integrations.torchrec.tables import TableOptions
-from bitslab.tables.parts import Layout
+from bitslab.tables import Layout
 
 KERNEL = EmbeddingComputeKernel.CUSTOMIZED_KERNEL
 SHARDINGS = (ShardingType.TABLE_WISE.value, ShardingType.ROW_WISE.value)

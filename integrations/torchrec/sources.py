@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from bitslab.integrations.torchrec.grouping import sample_of
-from bitslab.tables.build import Rows, rows_per_batch, slices_of
+from bitslab.tables import Rows, rows_per_batch, slices_of
 
 
 class Source(Protocol):

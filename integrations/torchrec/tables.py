@@ -10,14 +10,12 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from bitslab import RowCodec
-from bitslab.embedding import CachedRows, EvictionStrategy, RowsModule
-from bitslab.embedding.module import rows_for_ratio
+from bitslab.embedding import CachedRows, EvictionStrategy, RowsModule, rows_for_ratio
 from bitslab.errors import ArgumentError, ArgumentTypeError
 from bitslab.integrations.torchrec.features import Picked, Ranges, pick
 from bitslab.integrations.torchrec.grouping import Sample, group_tables
 from bitslab.integrations.torchrec.sources import Source
-from bitslab.tables.build import check_layout
-from bitslab.tables.parts import Layout
+from bitslab.tables import Layout, check_layout
 
 #: Figures of groups that add up.
 SUMMED = (

@@ -14,10 +14,16 @@ from bitslab.devices import checked_device
 from bitslab.errors import ArgumentError, ArgumentTypeError
 from bitslab.integrations.transformers.cache_layer import CompressedLayer
 from bitslab.integrations.transformers.selectors import KVSelector
-from bitslab.kvcache import CodecPlans, HistoryReader, PackedHistory
-from bitslab.kvcache.history import Commit, check_options
-from bitslab.kvcache.index import repeat_count, sequence_index
-from bitslab.kvcache.reader import check_sm_budget
+from bitslab.kvcache import (
+    CodecPlans,
+    Commit,
+    HistoryReader,
+    PackedHistory,
+    check_options,
+    check_sm_budget,
+    repeat_count,
+    sequence_index,
+)
 from bitslab.tracing import exporting, not_traced
 
 #: What `stats` says of a cache that packs nothing, before the kinds of its layers.

@@ -14,11 +14,18 @@ from transformers.cache_utils import CacheLayerMixin
 from bitslab.errors import ArgumentError, ArgumentTypeError, BitslabError
 from bitslab.integrations.transformers.selective import Attended
 from bitslab.integrations.transformers.selectors import MAX_QUERIES, KVSelector
-from bitslab.kvcache import HistoryReader, PackedHistory
-from bitslab.kvcache.gathering import Gathered
-from bitslab.kvcache.history import Commit
-from bitslab.kvcache.index import beam_index, repeat_count, sequence_index
-from bitslab.kvcache.selection import Selection, Take, TokenScores
+from bitslab.kvcache import (
+    Commit,
+    Gathered,
+    HistoryReader,
+    PackedHistory,
+    Selection,
+    Take,
+    TokenScores,
+    beam_index,
+    repeat_count,
+    sequence_index,
+)
 
 
 class CompressedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]

@@ -12,9 +12,9 @@ import torch
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from bitslab.devices import named_device
-from bitslab.engine.progress import ProgressFunction
+from bitslab.engine import ProgressFunction
 from bitslab.errors import ArgumentError, ArgumentTypeError
-from bitslab.offload.residence import JsonKeep, Tier
+from bitslab.offload import JsonKeep, Tier
 
 #: The name in a ``config.json``, and of the quantizer.
 METHOD = "bitslab"

@@ -7,10 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from bitslab.engine.progress import Progress, ProgressFunction
-from bitslab.offload.images import DeviceImage
-from bitslab.offload.store import PackedUnit, PackedWeights
-from bitslab.offload.weight_packer import WeightPacker
+from bitslab.engine import Progress, ProgressFunction
+from bitslab.offload import DeviceImage, PackedUnit, PackedWeights, WeightPacker
 
 
 class WeightLoader:

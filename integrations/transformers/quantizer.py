@@ -15,8 +15,8 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.logging import is_progress_bar_enabled
 
 from bitslab.devices import checked_device
-from bitslab.engine.files.file_locks import check_free
-from bitslab.engine.progress import ProgressFunction
+from bitslab.engine import ProgressFunction
+from bitslab.engine.files import check_free
 from bitslab.errors import ArgumentError, BitslabError
 from bitslab.integrations.transformers.config import METHOD, BitslabConfig
 from bitslab.integrations.transformers.loading import WeightLoader, representatives
@@ -29,16 +29,17 @@ from bitslab.integrations.transformers.placement import (
 )
 from bitslab.integrations.transformers.sizes import SizeEstimate, estimate
 from bitslab.offload import (
+    MIN_PACKED_BYTES,
+    MIN_UNIT_BYTES,
     PackedWeights,
     Unit,
     attach_weights,
+    choose_tiers,
     cut_units,
     deferred_state_dict,
+    move_residents,
     restore_weights,
 )
-from bitslab.offload.offload import move_residents
-from bitslab.offload.residence import MIN_UNIT_BYTES, choose_tiers
-from bitslab.offload.tensor_packer import MIN_PACKED_BYTES
 
 #: Of the free memory of a GPU that a caller named without a budget, the share for weights.
 FREE_SHARE = 0.9

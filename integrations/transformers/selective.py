@@ -14,7 +14,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 
 from bitslab.errors import ArgumentError, ArgumentTypeError, BitslabError
-from bitslab.kvcache.selection import Selection, TokenScores
+from bitslab.kvcache import Selection, TokenScores
 
 if TYPE_CHECKING:
     from bitslab.integrations.transformers.selectors import KVSelector

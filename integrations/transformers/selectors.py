@@ -17,7 +17,7 @@ from bitslab.integrations.transformers.selective import (
     attention_modules,
     function_of,
 )
-from bitslab.kvcache.selection import (
+from bitslab.kvcache import (
     HeavyScores,
     PartialKeys,
     TokenScores,

@@ -12,7 +12,7 @@ from safetensors import safe_open
 
 from bitslab.dtypes import dtype_name
 from bitslab.errors import CorruptedDataError
-from bitslab.offload.tensor_packer import TensorPacker
+from bitslab.offload import TensorPacker
 
 #: Raw bytes of a sample; of each kind of tensor (layer numbers left out) one is taken.
 SAMPLE_BYTES = 1 << 17

@@ -1,7 +1,16 @@
 """The codecs, one file or folder each, and the contract that they share."""
 
-from .base import PackedRows, RowCodec
+from .base import PackedRows, RowCodec, check_tensor_argument, elements
 from .invariant import InvariantCodec
 from .raw import RawCodec
+from .registry import get_codec
 
-__all__ = ["InvariantCodec", "PackedRows", "RawCodec", "RowCodec"]
+__all__ = [
+    "InvariantCodec",
+    "PackedRows",
+    "RawCodec",
+    "RowCodec",
+    "check_tensor_argument",
+    "elements",
+    "get_codec",
+]

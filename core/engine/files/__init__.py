@@ -1,1 +1,7 @@
 """Files: written whole or not at all, the same bytes for the same content, and locks on them."""
+
+from .file_locks import check_free
+
+__all__ = [
+    "check_free",
+]

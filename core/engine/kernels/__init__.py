@@ -8,7 +8,9 @@ from typing import Protocol
 import torch
 
 from ...errors import ArgumentTypeError
-from .format import RowLayout, RowStorage
+from .format import RowLayout, RowStorage, shared_row_items
+
+__all__ = ["Kernels", "RowLayout", "RowStorage", "kernels_for", "shared_row_items"]
 
 
 class Kernels(Protocol):

@@ -1,1 +1,10 @@
 """Host memory that GPUs read: page-locked, shared or mapped, and the locks on it."""
+
+from .readonly import ReadOnlyTensor, keep_from_compiler, plain, read_only
+
+__all__ = [
+    "ReadOnlyTensor",
+    "keep_from_compiler",
+    "plain",
+    "read_only",
+]
