@@ -16,7 +16,7 @@ import json
 import os
 import struct
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -27,7 +27,6 @@ from ..engine.files.new_file import NewFile
 from ..errors import ArgumentError, BitslabError, CorruptedDataError
 from .images import FileImage, MappedFile
 from .records import TensorRecord, round_up
-from .store import PackedUnit, PackedWeights
 
 FILE_VERSION = 1
 INDEX_ENTRY = "bitslab_weights"
@@ -168,19 +167,47 @@ class WeightFile:
         self.abandon()
 
 
-def open_file(path: str | os.PathLike[str], *, verify: bool) -> PackedWeights:
-    """Open a file of packed weights; see `PackedWeights.open`."""
+#: For each unit its image and, by the names of its tensors, where they lie in it.
+Units = dict[str, tuple[FileImage, dict[str, TensorRecord]]]
+
+
+@contextlib.contextmanager
+def opened(
+    path: str | os.PathLike[str], *, verify: bool
+) -> Iterator[tuple[Units, dict[str, str]]]:
+    """Open a file of packed weights, and close it where what is made of it fails.
+
+    Parameters
+    ----------
+    path : str or os.PathLike
+        As `WeightFile` wrote it.
+    verify : bool
+        Compare the checksum of every image.
+
+    Yields
+    ------
+    units : Units
+        In the order of the model.
+    aliases : dict of str to str
+        Further names of tensors.
+
+    Raises
+    ------
+    CorruptedDataError
+        When the file is damaged, or the block refuses its content by a `BitslabError`.
+    OSError
+        When it cannot be read.
+    """
     where = os.fspath(path)
     file = MappedFile(where)
     try:
-        units, aliases = _read_units(file, verify)
-        return PackedWeights(units, aliases, where)
+        yield _read_units(file, verify)
     except BitslabError as error:
         file.close()
         raise CorruptedDataError(f"{where}: {error}") from error
 
 
-def _read_units(file: MappedFile, verify: bool) -> tuple[dict[str, PackedUnit], dict[str, str]]:
+def _read_units(file: MappedFile, verify: bool) -> tuple[Units, dict[str, str]]:
     """Read header and index, and check what they say."""
     data = file.mapped()
     start, entries = _read_header(data)
@@ -197,7 +224,7 @@ def _read_units(file: MappedFile, verify: bool) -> tuple[dict[str, PackedUnit], 
     if found.get(CHECKSUM_ENTRY) != f"{zlib.crc32(text):08x}":
         raise CorruptedDataError("damaged: its index does not match its checksum")
     index = json.loads(text)
-    units = {}
+    units: Units = {}
     for name, described in index["units"].items():
         begin, end = _span(entries, name, start, file.nbytes)
         if verify and zlib.crc32(data[begin:end].numpy().data) != described["crc32"]:
@@ -206,7 +233,7 @@ def _read_units(file: MappedFile, verify: bool) -> tuple[dict[str, PackedUnit], 
             tensor: TensorRecord.from_json(content, end - begin)
             for tensor, content in described["tensors"].items()
         }
-        units[name] = PackedUnit(FileImage(file, begin, end - begin), records)
+        units[name] = FileImage(file, begin, end - begin), records
     return units, index["aliases"]
 
 

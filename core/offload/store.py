@@ -13,6 +13,7 @@ import torch
 from ..compressed import CompressedTensor
 from ..devices import checked_device
 from ..errors import ArgumentError, ArgumentTypeError, BitslabError, IndexRangeError
+from .files import WeightFile, opened
 from .images import DeviceImage, Image
 from .records import TensorRecord
 
@@ -277,8 +278,6 @@ class PackedWeights:
         OSError
             When its folder does not exist or cannot be written to.
         """
-        from .files import WeightFile
-
         if self.path is not None and os.path.realpath(path) == os.path.realpath(self.path):
             raise ArgumentError(f"path: {os.fspath(path)} is the file that holds these weights")
         with WeightFile(path, self.units, "path") as file:
@@ -305,9 +304,9 @@ class PackedWeights:
         OSError
             When it cannot be read.
         """
-        from .files import open_file
-
-        return open_file(path, verify=verify)
+        with opened(path, verify=verify) as (units, aliases):
+            held = {name: PackedUnit(*unit) for name, unit in units.items()}
+            return cls(held, aliases, os.fspath(path))
 
     def close(self) -> None:
         """Give all memory up; again does nothing."""
