@@ -26,7 +26,7 @@ SHELL := bash
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help test test-lowest gpu-test lint format types demo bench light clean
+.PHONY: help test test-lowest gpu-test lint format plain-copy types demo bench light clean
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_ROOT_USER_ACTION := ignore
 # Without a choice DGL writes one to the home folder when it is imported.
@@ -88,21 +88,26 @@ gpu-test: ## run the tests that need a GPU, with the packages that PYTHON has (n
 		$(PYTHON) -m pytest -m gpu -n auto --dist worksteal -p no:benchmark \
 		--hypothesis-seed=$(SEED) $(ARGS)
 
-lint: $(VENV)/.dev-stamp ## ruff: rules and formatting
+lint: plain-copy ## ruff: rules and formatting; import-linter: which part may import which
 	@echo "==> ruff"
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	@echo "==> import-linter"
+	PYTHONPATH=build/types $(BIN)/lint-imports --no-cache | sed -n '/^Contracts$$/,$$p'
 
 format: $(VENV)/.dev-stamp ## let ruff mend what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# mypy reads a plain copy: it cannot follow the editable hook. The last copy goes first, because pip
-# leaves modules there that were deleted since. Paths are shown as in core/.
-types: $(VENV)/.dev-stamp ## mypy, strict
-	@echo "==> mypy"
+# mypy and import-linter read a plain copy: they cannot follow the editable hook. The last copy goes
+# first, because pip leaves modules there that were deleted since.
+plain-copy: $(VENV)/.dev-stamp
 	rm -rf build/types
 	$(PIP) install --quiet --no-deps --no-build-isolation --upgrade --target build/types .
+
+# Paths are shown as in core/.
+types: plain-copy ## mypy, strict
+	@echo "==> mypy"
 	$(BIN)/mypy | sed -E 's#^build/types/bitslab/integrations/#integrations/#; s#^build/types/bitslab/#core/#'
 
 demo: $(VENV)/.demo-stamp ## run the examples: compress, gather, train two GNNs, train and serve a DLRM, generate text

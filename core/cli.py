@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from .engine.files.new_file import NewFile
 from .errors import BitslabError, CorruptedDataError
-from .report.options import DECODE_GBPS, LINK_GBPS, READABLE, SAFETENSORS, WRITABLE, note
+from .options import DECODE_GBPS, LINK_GBPS, READABLE, SAFETENSORS, WRITABLE, note
 from .version import __version__
 
 OK, DAMAGED, WRONG_USAGE, INTERRUPTED = 0, 1, 2, 130

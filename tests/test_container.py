@@ -24,6 +24,7 @@ from safetensors import safe_open
 
 import bitslab
 from bitslab import container
+from bitslab.compressed import read_file
 from bitslab.engine.codecs import registry
 from bitslab.engine.files.new_file import replacing
 from tests.helpers import DTYPES, dtype_id, packable, random_bits, same_bits
@@ -147,7 +148,7 @@ def test_file_is_safetensors_and_keeps_the_metadata(tmp_path: Path) -> None:
     assert record["codec"] == "ibp"
     assert record["n_rows"] == 60
     assert record["parts"]["words"].keys() == {"dtype", "shape", "crc32"}
-    assert container.read_file(path).metadata == {"format": "pt"}
+    assert read_file(path).metadata == {"format": "pt"}
 
 
 def test_raw_tensors_are_plain_entries(tmp_path: Path) -> None:
@@ -352,7 +353,7 @@ def test_altered_byte_is_refused_or_changes_nothing(flip: int, tmp_path: Path) -
         damaged[position] ^= flip
         path.write_bytes(damaged)
         try:
-            file = container.read_file(path)
+            file = read_file(path)
         except bitslab.CorruptedDataError as error:
             assert str(path) in str(error)
             refused += 1

@@ -172,9 +172,7 @@ Units = dict[str, tuple[FileImage, dict[str, TensorRecord]]]
 
 
 @contextlib.contextmanager
-def opened(
-    path: str | os.PathLike[str], *, verify: bool
-) -> Iterator[tuple[Units, dict[str, str]]]:
+def opened(path: str | os.PathLike[str], *, verify: bool) -> Iterator[tuple[Units, dict[str, str]]]:
     """Open a file of packed weights, and close it where what is made of it fails.
 
     Parameters

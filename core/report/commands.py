@@ -21,8 +21,7 @@ from ..dtypes import flat_bytes
 from ..engine.codecs.registry import get_codec
 from ..engine.files.new_file import NewFile
 from ..errors import ArgumentError, BitslabError, CorruptedDataError, load_optional
-from .files import read_tensors, write_tensors
-from .options import (
+from ..options import (
     PLOT_EXTENSIONS,
     READABLE,
     SAFETENSORS,
@@ -30,6 +29,7 @@ from .options import (
     checked_extension,
     note,
 )
+from .files import read_tensors, write_tensors
 
 T = TypeVar("T", torch.Tensor, CompressedTensor, torch.Tensor | CompressedTensor)
 

@@ -17,7 +17,7 @@ from ..dtypes import dtype_name
 from ..engine.files.new_file import PathLike
 from ..engine.files.safetensors_writer import can_store, write_safetensors
 from ..errors import ArgumentError, load_optional
-from .options import READABLE, SAFETENSORS, TORCH, checked_extension
+from ..options import READABLE, SAFETENSORS, TORCH, checked_extension
 
 #: Name of the tensor of a file that gives it none.
 ONLY_NAME = "tensor"

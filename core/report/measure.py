@@ -15,7 +15,7 @@ from ..engine.codecs.base import rows_as_bytes
 from ..engine.kernels import kernels_for
 from ..engine.row_map import as_rows, natural_row_elements, row_map
 from ..errors import ArgumentError
-from .options import DECODE_GBPS, LINK_GBPS
+from ..options import DECODE_GBPS, LINK_GBPS
 
 #: A bit position counts as invariant when at least this share of the rows agree on it.
 INVARIANT_AT = 0.8

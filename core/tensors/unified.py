@@ -517,4 +517,6 @@ def _receive_ordinary(
 
 
 ForkingPickler.register(UnifiedTensor, _pass_on)
-torch.serialization.add_safe_globals([_restore])
+# Files name the function that makes the tensor again by the module that it was in when they were
+# written.
+torch.serialization.add_safe_globals([_restore, (_restore, "bitslab.memory.unified._restore")])

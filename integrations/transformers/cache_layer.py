@@ -12,8 +12,7 @@ import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from bitslab.errors import ArgumentError, ArgumentTypeError, BitslabError
-from bitslab.integrations.transformers.selective import Attended
-from bitslab.integrations.transformers.selectors import MAX_QUERIES, KVSelector
+from bitslab.integrations.transformers.selectors import MAX_QUERIES, Attended, KVSelector
 from bitslab.kvcache import (
     Commit,
     Gathered,

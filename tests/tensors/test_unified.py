@@ -7,6 +7,7 @@ import gc
 import io
 import multiprocessing
 import pickle
+import zipfile
 from typing import Any
 
 import pytest
@@ -126,6 +127,21 @@ def test_device_affinity_from_elsewhere_counts_as_host_without_a_gpu():
         assert type(result) is UnifiedTensor and result.affinity == "host"
         assert torch.equal(result, expected)
     assert type(u[torch.tensor([1])]) is torch.Tensor
+
+
+def test_files_from_before_the_module_was_renamed_load():
+    x = torch.arange(12.0).view(3, 4)
+    renamed = io.BytesIO()
+    with zipfile.ZipFile(save(make(x))) as saved, zipfile.ZipFile(renamed, "w") as old:
+        for name in saved.namelist():
+            data = saved.read(name)
+            if name.endswith("data.pkl"):
+                assert data.count(b"cbitslab.tensors.unified\n") == 1
+                data = data.replace(b"cbitslab.tensors.unified\n", b"cbitslab.memory.unified\n")
+            old.writestr(name, data)
+    renamed.seek(0)
+    loaded = torch.load(renamed)
+    assert isinstance(loaded, UnifiedTensor) and torch.equal(loaded, x)
 
 
 def test_an_unknown_affinity_is_refused():

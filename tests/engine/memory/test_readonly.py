@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import bitslab
-from bitslab.engine.memory.readonly import ReadOnlyTensor, read_only
+from bitslab.engine.memory.readonly import ReadOnlyTensor, plain, read_only
 
 WRITES = {
     "setitem": lambda t: t.__setitem__(0, 1),
@@ -110,4 +110,4 @@ def test_functions_of_torch_func_read_it(rows):
     weights = torch.ones(3)
     for transform in (torch.func.grad, torch.func.jacrev):
         result = transform(lambda w: (rows @ w).sum())(weights)
-        assert torch.equal(result, bitslab.engine.memory.readonly.plain(rows).sum(0))
+        assert torch.equal(result, plain(rows).sum(0))

@@ -15,8 +15,8 @@ from bitslab.integrations.transformers import (
     HeavyHitterSelector,
     InfiniGenSelector,
 )
-from bitslab.integrations.transformers.selective import PREFIX
-from bitslab.integrations.transformers.selectors import query_of
+from bitslab.integrations.transformers.selectors.attention import PREFIX
+from bitslab.integrations.transformers.selectors.queries import query_of
 from bitslab.kvcache.selection import PartialKeys
 from tests.integrations.transformers.models import SMALL, config_of, model_of, prompt_of
 from tests.integrations.transformers.test_selectors import (

@@ -5,49 +5,22 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 
 from bitslab.errors import ArgumentError, ArgumentTypeError, BitslabError
-from bitslab.kvcache import Selection, TokenScores
-
-if TYPE_CHECKING:
-    from bitslab.integrations.transformers.selectors import KVSelector
+from bitslab.integrations.transformers.selectors.attended import Observer, attended_of
+from bitslab.kvcache import Selection
 
 #: Attention implementations that can be served.
 INNER = ("sdpa", "eager")
 PREFIX = "bitslab_"
 #: What attention modules call their cache; the second is GPT-NeoX's and its like.
 CACHE_NAMES = ("past_key_values", "layer_past")
-_ATTRIBUTE = "bitslab_attended"
-
-
-@dataclass(frozen=True, eq=False)
-class Attended:
-    """What a tensor of keys says to the attention function that receives it.
-
-    Parameters
-    ----------
-    selector : KVSelector
-        That chose.
-    scores : TokenScores
-        Of the layer.
-    selection : Selection or None
-        What was chosen; None when all tokens are there.
-    """
-
-    selector: KVSelector
-    scores: TokenScores
-    selection: Selection | None
-
-    def attach_to(self, keys: torch.Tensor) -> None:
-        """Let a tensor of keys say this."""
-        setattr(keys, _ATTRIBUTE, self)
 
 
 class Attachment:
@@ -86,7 +59,7 @@ class Attachment:
 
         def before(module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
             cache = next((kwargs[name] for name in CACHE_NAMES if name in kwargs), None)
-            selector: KVSelector | None = getattr(cache, "selector", None)
+            selector: Observer | None = getattr(cache, "selector", None)
             if selector is not None:
                 hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
                 selector.before_attention(cache, modules, module, hidden, kwargs)
@@ -186,7 +159,7 @@ def _attention(inner_name: str) -> Callable[..., tuple[torch.Tensor, torch.Tenso
         inner = source.ALL_ATTENTION_FUNCTIONS.get_interface(
             inner_name, getattr(source, "eager_attention_forward", None)
         )
-        attended: Attended | None = getattr(key, _ATTRIBUTE, None)
+        attended = attended_of(key)
         selection = None if attended is None else attended.selection
         if selection is not None:
             if options.get("position_bias") is not None:
