@@ -6,7 +6,7 @@ import os
 import sys
 from pathlib import Path
 
-from ..errors import ArgumentError
+from .errors import ArgumentError
 
 SAFETENSORS = (".safetensors", ".bitslab")
 TORCH = (".pt", ".pth", ".bin")
