@@ -16,6 +16,7 @@ from ..codecs import RowCodec
 from ..codecs.base import raise_bad_index, rows_as_bytes
 from ..errors import BitslabError, CorruptedDataError
 from ..kernels import cpu
+from ..kernels.cpu.items import PreparedItems
 from ..kernels.cpu.prepared import PreparedTable
 from .arguments import checked_ids
 from .build import rows_per_batch
@@ -57,7 +58,7 @@ class HostTable:
         self._populated = False
         self._caches: weakref.WeakSet[Cache] = weakref.WeakSet()
         # What gathers on the CPU read, with the rows and the overflow's size that it was made for.
-        self._prepared: tuple[HostRows, int, PreparedTable | None] | None = None
+        self._prepared: tuple[HostRows, int, PreparedTable | PreparedItems | None] | None = None
         self.after_fork()
         call_after_fork(self)
 

@@ -14,7 +14,7 @@ from ..codecs import RowCodec
 from ..container import load
 from ..dtypes import dtype_name
 from ..errors import BitslabError
-from ..kernels.cpu.prepared import SlotMap
+from ..kernels.cpu.prepared import PreparedTable, SlotMap
 from ..new_file import PathLike
 from . import changes, files, gathering, making, statistics
 from .arguments import Index, row_ids
@@ -322,10 +322,8 @@ class CompressedTable(HostTable):
         """
         with self._lock.reading():
             self._check_open()
-            prepared = None
-            if self.rows_per_packed_row == 1:
-                prepared = gathering.prepared_rows(self)
-            if prepared is None or not out.numel():
+            prepared = gathering.prepared_rows(self)
+            if not isinstance(prepared, PreparedTable) or not out.numel():
                 return None
             gathering.populate(self)
             found = prepared.look_up(ids, offsets, slots, resident, out)
