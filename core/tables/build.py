@@ -37,6 +37,9 @@ COUNTED_ROW_BYTES = 64
 #: Narrow rows are packed each alone, so that a gather reads no others, where that saves anything
 #: and takes at most so many times what they take together.
 MOST_TAKEN_ALONE = 3.0
+#: Narrow rows that could share packed rows are left raw unless they take so many times what they
+#: take together: gathers of packed ones take several times as long on a CPU.
+LEAST_SHARED_RATIO = 1.125
 #: Of the packed rows of a table in place, this share is fetched whole at first.
 TYPICAL_SHARE = 0.95
 #: Lengths of rows above this many words are not counted one by one.
@@ -281,6 +284,7 @@ def fitted_to_items(
     codec: str | RowCodec,
     n_items: int | None,
     options: Mapping[str, Any],
+    layout: Layout = "compact",
 ) -> RowCodec:
     """Return a fitted codec for a table of items like those of a sample; see `choose_codec`.
 
@@ -292,6 +296,9 @@ def fitted_to_items(
         As in `choose_codec`. A fitted codec is for items, or for rows of several.
     n_items : int or None
         Items of the table, None when not known.
+    layout : {"compact", "inplace"}
+        How rows are to lie. In place a row takes whole words, so that narrow ones of other sizes
+        are never packed each alone.
     """
     shape = tuple(sample.shape[1:])
     each = _items_of_rows(codec, shape, sample.dtype)
@@ -299,11 +306,14 @@ def fitted_to_items(
     rows = items_as_rows(sample, each)
     fitted = choose_codec(rows, codec, n_rows, options)
     if isinstance(codec, str) and isinstance(fitted, InvariantCodec) and each > 1:
-        alone = choose_codec(sample, codec, n_items, options)
-        if isinstance(alone, InvariantCodec) and _shrinks(alone, sample):
-            most_bytes = MOST_TAKEN_ALONE * _packed_bytes(fitted, rows)
-            if _packed_bytes(alone, sample) <= most_bytes:
-                return alone
+        together = _packed_bytes(fitted, rows)
+        if layout == "compact" or sample[:1].nbytes % 4 == 0:
+            alone = choose_codec(sample, codec, n_items, options)
+            if isinstance(alone, InvariantCodec) and _shrinks(alone, sample):
+                if _packed_bytes(alone, sample) <= MOST_TAKEN_ALONE * together:
+                    return alone
+        if codec == "auto" and rows.nbytes < LEAST_SHARED_RATIO * together:
+            return RawCodec(shape, sample.dtype)
     return RawCodec(shape, sample.dtype) if isinstance(fitted, RawCodec) else fitted
 
 

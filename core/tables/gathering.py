@@ -12,7 +12,7 @@ from ..engine.codecs.base import (
     raise_bad_index,
     rows_as_bytes,
 )
-from ..engine.kernels.cpu.items import gather_items
+from ..engine.kernels.cpu.items import PreparedItems
 from ..engine.kernels.cpu.prepared import PreparedTable
 from ..engine.kernels.cuda import kernels_on
 from ..engine.kernels.format import MAX_SLABS
@@ -90,7 +90,7 @@ def on_cpu(table: HostTable, ids: torch.Tensor, data: torch.Tensor, cache: Cache
         return
     prepared = prepared_rows(table) if cache is None else None
     if prepared is not None:
-        damaged, words = _gather_prepared(table, prepared, ids, data)
+        damaged, words = prepared.gather(ids, data)
         raise_damaged(damaged)
         table._count(copied_words=words)
         return
@@ -98,24 +98,6 @@ def on_cpu(table: HostTable, ids: torch.Tensor, data: torch.Tensor, cache: Cache
     counts = torch.zeros(2 * (MAX_SLABS + 1), dtype=torch.int64)
     raise_damaged(table._rows.decode(ids, data, cache=storage, counters=counts))
     table.counters_for(cache).add(counts)
-
-
-def _gather_prepared(
-    table: HostTable, prepared: PreparedTable, ids: torch.Tensor, data: torch.Tensor
-) -> tuple[int, int]:
-    """Return a damaged row or -1, and the words of the packed rows; see `PreparedTable.gather`."""
-    if table.rows_per_packed_row == 1:
-        return prepared.gather(ids, data)
-    total = 0
-
-    def decode(rows: torch.Tensor, decoded: torch.Tensor, _: object) -> int:
-        nonlocal total
-        damaged, words = prepared.gather(rows, decoded)
-        total += words
-        return damaged
-
-    sizes = (len(table), table.rows_per_packed_row, table.codec.row_bytes)
-    return gather_items(*sizes, ids, data, decode), total
 
 
 def populate(table: HostTable) -> None:
@@ -127,15 +109,18 @@ def populate(table: HostTable) -> None:
             buffer.populate()
 
 
-def prepared_rows(table: HostTable) -> PreparedTable | None:
+def prepared_rows(table: HostTable) -> PreparedTable | PreparedItems | None:
     """Return the packed rows made ready for gathers on the CPU, or None where that cannot be."""
     rows, overflow_bytes = table._rows, table._rows.overflow_bytes
     found = table._prepared
     # Updates write to memory in place, but for an overflow that has to grow.
     if found is None or found[0] is not rows or found[1] != overflow_bytes:
         storage = rows.storage()
-        serves = PreparedTable.serves(storage, rows.layout)
-        prepared = PreparedTable(storage, rows.layout) if serves else None
+        prepared: PreparedTable | PreparedItems | None = None
+        if storage.items_per_row > 1:
+            prepared = PreparedItems(storage, rows.layout)
+        elif PreparedTable.serves(storage, rows.layout):
+            prepared = PreparedTable(storage, rows.layout)
         found = table._prepared = (rows, overflow_bytes, prepared)
     return found[2]
 

@@ -15,6 +15,7 @@ import torch
 from ..engine.codecs import RowCodec
 from ..engine.codecs.base import raise_bad_index, rows_as_bytes
 from ..engine.kernels import cpu
+from ..engine.kernels.cpu.items import PreparedItems
 from ..engine.kernels.cpu.prepared import PreparedTable
 from ..engine.memory.locks import ReadersAndWriter, call_after_fork
 from ..errors import BitslabError, CorruptedDataError
@@ -57,7 +58,7 @@ class HostTable:
         self._populated = False
         self._caches: weakref.WeakSet[Cache] = weakref.WeakSet()
         # What gathers on the CPU read, with the rows and the overflow's size that it was made for.
-        self._prepared: tuple[HostRows, int, PreparedTable | None] | None = None
+        self._prepared: tuple[HostRows, int, PreparedTable | PreparedItems | None] | None = None
         self.after_fork()
         call_after_fork(self)
 

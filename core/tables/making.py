@@ -54,7 +54,7 @@ def parts_of_rows(
         sample, batches = peek(t, seed)
     if not isinstance(codec, RowCodec) and codec in ("auto", "ibp"):
         options = {"seed": seed, **options}
-    fitted = fitted_to_items(sample, codec, n_rows, options)
+    fitted = fitted_to_items(sample, codec, n_rows, options, layout)
     shape = tuple(sample.shape[1:])
     with Progress("packing", n_rows, progress) as shown:
         parts = build_parts(batches, fitted, shape, layout, pin=pin, progress=shown, device=where)

@@ -154,8 +154,14 @@ class TableParts:
         return build_layout(fmt, np.zeros((1, 1), dtype), np.zeros((1, 1, 1), dtype))
 
     def gains_nothing(self) -> bool:
-        """Return whether packed rows, with what finds and decodes them, are no smaller than raw."""
+        """Return whether packed rows, with what finds and decodes them, are no smaller than raw.
+
+        In place it is what gathers read of them that is smaller. What their places take beyond the
+        raw bytes, since a row takes whole words there, counts as read.
+        """
         packed = 4 * self.facts["packed_words"] + self.metadata_bytes + self.codec.profile_bytes
+        if self.layout == "inplace":
+            packed += max(0, 4 * self.row_words * self.n_rows - self.raw_bytes)
         return packed >= self.raw_bytes
 
     @property

@@ -14,7 +14,7 @@ from ..dtypes import dtype_name
 from ..engine.advisor.advice import Advice
 from ..engine.codecs import RowCodec
 from ..engine.files.new_file import PathLike
-from ..engine.kernels.cpu.prepared import SlotMap
+from ..engine.kernels.cpu.prepared import PreparedTable, SlotMap
 from ..engine.progress import Progress, ProgressFunction
 from ..errors import BitslabError
 from . import changes, files, gathering, making, statistics
@@ -322,10 +322,8 @@ class CompressedTable(HostTable):
         """
         with self._lock.reading():
             self._check_open()
-            prepared = None
-            if self.rows_per_packed_row == 1:
-                prepared = gathering.prepared_rows(self)
-            if prepared is None or not out.numel():
+            prepared = gathering.prepared_rows(self)
+            if not isinstance(prepared, PreparedTable) or not out.numel():
                 return None
             gathering.populate(self)
             found = prepared.look_up(ids, offsets, slots, resident, out)

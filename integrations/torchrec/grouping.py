@@ -11,6 +11,7 @@ import torch
 from bitslab import InvariantCodec, RawCodec, RowCodec
 from bitslab.engine.kernels import shared_row_items
 from bitslab.tables import (
+    Layout,
     Rows,
     as_tensor,
     draw_items,
@@ -81,7 +82,9 @@ def sample_of(rows: Rows, seed: int = 0) -> torch.Tensor:
     return as_tensor(rows[picked]) if isinstance(rows, np.ndarray) else take_rows(rows, picked)
 
 
-def group_tables(samples: Sequence[Sample], codec: str | RowCodec = "auto") -> list[Group]:
+def group_tables(
+    samples: Sequence[Sample], codec: str | RowCodec = "auto", layout: Layout = "compact"
+) -> list[Group]:
     """Divide tables into groups that are packed with one plan each.
 
     Rows of one group have one shape and dtype, and all may change or none. With ``codec="auto"``
@@ -92,7 +95,7 @@ def group_tables(samples: Sequence[Sample], codec: str | RowCodec = "auto") -> l
     ----------
     samples : sequence of Sample
         The tables.
-    codec : str or RowCodec
+    codec, layout
         As in `bitslab.CompressedTable.from_tensor`.
 
     Returns
@@ -107,7 +110,7 @@ def group_tables(samples: Sequence[Sample], codec: str | RowCodec = "auto") -> l
     groups: list[Group] = []
     for members in alike.values():
         if codec == "auto":
-            groups += _planned(samples, members)
+            groups += _planned(samples, members, layout)
         else:
             groups.append(Group(members, codec))
     for group in groups:
@@ -125,17 +128,17 @@ class _Shared:
     alone: float
 
 
-def _planned(samples: Sequence[Sample], members: Sequence[int]) -> list[Group]:
+def _planned(samples: Sequence[Sample], members: Sequence[int], layout: Layout) -> list[Group]:
     raw = Group(codec="raw")
     own: list[tuple[float, int, RowCodec]] = []
     for i in members:
-        fitted = fitted_to_items(samples[i].rows, "auto", samples[i].n_rows, {"seed": 0})
+        fitted = _fitted([samples[i]], layout)
         taken = samples[i].nbytes(fitted) + fitted.profile_bytes
         if isinstance(fitted, RawCodec):
             raw.tables.append(i)
         else:
             own.append((taken, i, fitted))
-    together = _one_group(samples, own)
+    together = _one_group(samples, own, layout)
     if together is not None:
         return [together] + ([raw] if raw.tables else [])
     shared: list[_Shared] = []
@@ -155,30 +158,36 @@ def _planned(samples: Sequence[Sample], members: Sequence[int]) -> list[Group]:
         else:
             shared.append(_Shared(Group([i], fitted), fitted, alone, alone))
     for s in shared:
-        s.group.codec = _refitted(samples, s)
+        s.group.codec = _refitted(samples, s, layout)
     return [s.group for s in shared] + ([raw] if raw.tables else [])
 
 
+def _fitted(tables: Sequence[Sample], layout: Layout) -> RowCodec:
+    """Return one codec for the rows of tables."""
+    rows = tables[0].rows if len(tables) == 1 else _joint(tables)
+    return fitted_to_items(rows, "auto", sum(t.n_rows for t in tables), {"seed": 0}, layout)
+
+
 def _one_group(
-    samples: Sequence[Sample], own: Sequence[tuple[float, int, RowCodec]]
+    samples: Sequence[Sample], own: Sequence[tuple[float, int, RowCodec]], layout: Layout
 ) -> Group | None:
     """Return one group of all tables that are packed, if one plan suits them all."""
     if len(own) < 2:
         return None
     tables = [samples[i] for _, i, _ in own]
-    fitted = fitted_to_items(_joint(tables), "auto", sum(t.n_rows for t in tables), {"seed": 0})
+    fitted = _fitted(tables, layout)
     taken = sum(t.nbytes(fitted) for t in tables) + fitted.profile_bytes
     if taken > (1 + TOLERANCE) * sum(alone for alone, _, _ in own):
         return None
     return Group([i for _, i, _ in own], fitted)
 
 
-def _refitted(samples: Sequence[Sample], shared: _Shared) -> RowCodec:
+def _refitted(samples: Sequence[Sample], shared: _Shared, layout: Layout) -> RowCodec:
     """Return a plan for all tables of a group, or that of its largest where this is no better."""
     tables = [samples[i] for i in shared.group.tables]
     if len(tables) == 1:
         return shared.codec
-    fitted = fitted_to_items(_joint(tables), "auto", sum(t.n_rows for t in tables), {"seed": 0})
+    fitted = _fitted(tables, layout)
     if isinstance(fitted, RawCodec):
         return shared.codec
     return min((shared.codec, fitted), key=lambda c: sum(t.nbytes(c) for t in tables))

@@ -183,7 +183,7 @@ class TableSet(RowsModule):
         try:
             for numbers, resident in ((large, False), (small, True)):
                 samples = [self._sampled(self.specs[i], sources) for i in numbers]
-                for group in group_tables(samples, options.codec):
+                for group in group_tables(samples, options.codec, options.layout):
                     tables = [numbers[i] for i in group.tables]
                     self._add(group.codec, tables, sources, device, resident=resident)
                     for i in group.tables:

@@ -20,7 +20,7 @@ from ..format import (
 )
 from .compiling import call
 from .constants import chunks_of, constants_of, unsigned
-from .items import count_items, gather_cached_items, gather_items, without_items
+from .items import PreparedItems
 from .loading import encoding_shorts, gathering, mapping, packing
 from .places import HOST_SOURCES, NO_IDS, Places, decode_places
 from .prepared import PreparedTable
@@ -408,7 +408,8 @@ def gather_rows(
     if n == 0 or (first_bad is not None and int(first_bad) != -1):
         return -1
     if table.items_per_row > 1:
-        return _gather_items(table, layout, ids, out, cache, counters)
+        bad, _ = PreparedItems(table, layout).gather(ids, out, cache=cache, counters=counters)
+        return bad
     if cache is None and PreparedTable.serves(table, layout):
         bad, words = PreparedTable(table, layout).gather(ids, out)
         if counters is not None and bad < 0:
@@ -426,34 +427,6 @@ def gather_rows(
         by_place[:, :MAX_SLABS] += counts[HOST_SOURCES:].T
         by_place[:, MAX_SLABS] += counts[:HOST_SOURCES].sum(0)
     return -1
-
-
-def _gather_items(
-    table: TableStorage,
-    layout: RowLayout,
-    ids: torch.Tensor,
-    out: torch.Tensor,
-    cache: CacheStorage | None,
-    counters: torch.Tensor | None,
-) -> int:
-    """Do what `gather_rows` does where items share rows."""
-    rows = without_items(table)
-    rows_in_cache = None if cache is None or cache.holds_items else cache
-
-    def decode(wanted: torch.Tensor, decoded: torch.Tensor, shared: np.ndarray[Any, Any]) -> int:
-        own = None if counters is None else torch.zeros_like(counters)
-        bad = gather_rows(rows, layout, wanted, decoded, cache=rows_in_cache, counters=own)
-        if own is not None and counters is not None and bad < 0:
-            count_items(counters, own, rows_in_cache, wanted, shared)
-        return bad
-
-    def gather(wanted: torch.Tensor, items: torch.Tensor) -> int:
-        sizes = (table.n_items, table.items_per_row, layout.format.row_bytes)
-        return gather_items(*sizes, wanted, items, decode)
-
-    if cache is not None and cache.holds_items:
-        return gather_cached_items(table.n_items, cache, ids, out, counters, gather)
-    return gather(ids, out)
 
 
 def row_places(

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba import njit, types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 ONE = np.uint64(1)
@@ -59,6 +60,18 @@ def bits_of(typing_context: Any, x: Any) -> Any:
         return context.get_constant(types.int64, bits)
 
     return types.int64(x), build
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def spread_bits(typing_context: Any, x: Any, mask: Any) -> Any:
+    """Spread the low bits of `x` over the places of a mask, by an instruction of x86 (BMI2)."""
+
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kind = ir.FunctionType(ir.IntType(64), [ir.IntType(64)] * 2)
+        name = "llvm.x86.bmi.pdep.64"
+        return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), args)
+
+    return types.uint64(types.uint64, types.uint64), build
 
 
 @njit(nogil=True, cache=True)

@@ -159,6 +159,22 @@ def find_row(table, row):
 
 
 @njit(nogil=True, cache=True, forceinline=True)
+def find_short_row(bases, lengths, words, limit, row_words, row):
+    """Do what `find_row` does for a row of a whole block whose lengths are bytes; none has moved.
+
+    `bases`, `lengths` and `words` are addresses, `limit` is the number of words.
+    """
+    words_of = load_8(lengths + row)
+    place = load_signed(bases + 8 * (row >> 5))
+    place += words_before_8(lengths + (row & ~31), row & 31, row_words)
+    # As in `find_row`.
+    size = words_of if words_of > 0 else row_words
+    if place < 0 or place > limit - size or words_of >= row_words:
+        words_of = np.int64(DAMAGED)
+    return words + 4 * place, words_of
+
+
+@njit(nogil=True, cache=True, forceinline=True)
 def row_at(ids, n, n_rows):
     """Return the row that an id stands for."""
     row = np.int64(ids[np.uint64(n)])  # unsigned, or Numba tests for a place before the end
@@ -223,14 +239,7 @@ def ask_words(table, ids, begin, end, slots, bits, bits_step, resident, found, p
             words_of = np.int64(0)
             hits += 1
         elif 0 <= row < whole:
-            words_of = load_8(lengths + row)
-            place = load_signed(bases + 8 * (row >> 5))
-            place += words_before_8(lengths + (row & ~31), row & 31, row_words)
-            start = words + 4 * place
-            # As in `find_row`.
-            size = words_of if words_of > 0 else row_words
-            if place < 0 or place > limit - size or words_of >= row_words:
-                words_of = np.int64(DAMAGED)
+            start, words_of = find_short_row(bases, lengths, words, limit, row_words, row)
         else:
             start, words_of = find_row(table, row)
         to = found + 16 * (n & places)

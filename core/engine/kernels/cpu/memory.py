@@ -147,6 +147,19 @@ def or_chunk(typing_context: Any, like: Any, address: Any, bits: Any) -> Any:
     return types.void(like, types.int64, types.uint64), build
 
 
+@intrinsic  # type: ignore[untyped-decorator]
+def store_chunk(typing_context: Any, like: Any, address: Any, bits: Any) -> Any:
+    """Write the low bits of a number as the chunk at an address; `like` is as in `or_chunk`."""
+    kind = ir.IntType(like.bitwidth)
+
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        x = args[2] if kind.width == 64 else builder.trunc(args[2], kind)
+        builder.store(x, builder.inttoptr(args[1], kind.as_pointer()), align=1)
+        return context.get_dummy_value()
+
+    return types.void(like, types.int64, types.uint64), build
+
+
 def _in_array(context: Any, builder: Any, kind: Any, array: Any, at: Any) -> Any:
     """Return the address `at` bytes behind the start of an array."""
     start = context.make_array(kind)(context, builder, array).data

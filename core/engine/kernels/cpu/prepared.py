@@ -20,6 +20,8 @@ from .threads import run_ranges
 _BATCH_BYTES = 32768
 _NOT_PLAIN = -(1 << 62)  # lookups.NOT_PLAIN, which loads Numba
 
+Array = np.ndarray[Any, Any]
+
 
 class SlotMap:
     """The slot of each row of a table in a cache, as compiled code reads it.
@@ -72,38 +74,13 @@ class PreparedTable:
         from . import lookups
 
         f = layout.format
-        check_sizes(table, f.clusters)
         field = constants_of(layout).field
         assert field is not None and table.bases is not None and table.lengths is not None
-        words, overflow = table.words, table.overflow
         values = field.values if field.bytes is None else field.bytes
         batch = lookups.MAX_BATCH
         while batch > 2 and batch * f.row_bytes > _BATCH_BYTES:
             batch //= 2
-        numbers = {
-            lookups.N_ROWS: table.n_rows,
-            lookups.ROW_BYTES: f.row_bytes,
-            lookups.ROW_WORDS: f.row_words,
-            lookups.WORDS: words.data_ptr(),
-            lookups.WORDS_LIMIT: max(0, words.numel() - PAD_WORDS),
-            lookups.BASES: table.bases.data_ptr(),
-            lookups.LENGTHS: table.lengths.data_ptr(),
-            lookups.LENGTH_BYTES: table.lengths.element_size(),
-            lookups.ROW_CLUSTERS: _address(table.row_clusters if f.clusters > 1 else None),
-            lookups.CLUSTERS: f.clusters,
-            lookups.MOVED: _address(table.moved),
-            lookups.OVERFLOW: _address(overflow),
-            lookups.OVERFLOW_LIMIT: 0 if overflow is None else overflow.numel() - PAD_WORDS,
-            lookups.FIELDS: field.numbers.ctypes.data,
-            lookups.VALUES: values.ctypes.data,
-            lookups.CLUSTER_VALUES_BYTES: values.strides[0],
-            lookups.GROUP_VALUES_BYTES: field.group_values_bytes,
-            lookups.EACH: field.each,
-            lookups.CODE_BITS: f.code_bits,
-            lookups.GROUPED: f.grouped,
-            lookups.CHUNKS: f.chunks,
-            lookups.BATCH: batch,
-        }
+        numbers = {**numbers_of(table, layout, values), lookups.BATCH: batch}
         self._numbers = np.array([numbers[i] for i in range(lookups.SIZES)], np.int64)
         self._address: int = self._numbers.ctypes.data
         self._part = 0  # address of `lookups.part_of_gather`'s function
@@ -247,6 +224,48 @@ class PreparedTable:
         team.run(self._part, call.buffer_info()[0], threads)
         n = len(call)
         return [(call[at], call[at + 1]) for at in range(n - 2 * threads, n, 2)]
+
+
+def numbers_of(table: TableStorage, layout: RowLayout, values: Array | None) -> dict[int, int]:
+    """Return what lookups.py reads of a table and its field, by place, but for the batch.
+
+    Parameters
+    ----------
+    table : TableStorage
+        On the CPU, of any kind. Checked to have what its number of rows needs.
+    layout : RowLayout
+        On the CPU.
+    values : numpy.ndarray or None
+        ``[K, ...]``, what the codes stand for; None where the layout has no field.
+    """
+    from . import lookups
+
+    f = layout.format
+    check_sizes(table, f.clusters)
+    field, words, overflow = constants_of(layout).field, table.words, table.overflow
+    return {
+        lookups.N_ROWS: table.n_rows,
+        lookups.ROW_BYTES: f.row_bytes,
+        lookups.ROW_WORDS: f.row_words,
+        lookups.WORDS: words.data_ptr(),
+        lookups.WORDS_LIMIT: max(0, words.numel() - PAD_WORDS),
+        lookups.BASES: _address(table.bases),
+        lookups.LENGTHS: _address(table.lengths),
+        lookups.LENGTH_BYTES: 0 if table.lengths is None else table.lengths.element_size(),
+        lookups.ROW_CLUSTERS: _address(table.row_clusters if f.clusters > 1 else None),
+        lookups.CLUSTERS: f.clusters,
+        lookups.MOVED: _address(table.moved),
+        lookups.OVERFLOW: _address(overflow),
+        lookups.OVERFLOW_LIMIT: 0 if overflow is None else overflow.numel() - PAD_WORDS,
+        lookups.FIELDS: 0 if field is None else field.numbers.ctypes.data,
+        lookups.VALUES: 0 if values is None else values.ctypes.data,
+        lookups.CLUSTER_VALUES_BYTES: 0 if values is None else values.strides[0],
+        lookups.GROUP_VALUES_BYTES: 0 if field is None else field.group_values_bytes,
+        lookups.EACH: field is not None and field.each,
+        lookups.CODE_BITS: f.code_bits,
+        lookups.GROUPED: f.grouped,
+        lookups.CHUNKS: f.chunks,
+    }
 
 
 @functools.cache
