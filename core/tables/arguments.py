@@ -15,6 +15,7 @@ from ..engine.codecs.base import (
     index_tensor,
     raise_bad_index,
 )
+from ..engine.kernels import cpu
 from ..errors import ArgumentError, ArgumentTypeError
 
 Index = SupportsIndex | slice | torch.Tensor | Sequence[Any] | np.ndarray[Any, Any]
@@ -53,10 +54,31 @@ def check_not_from_end(ids: torch.Tensor, n_rows: int, name: str = "ids") -> Non
         raise_bad_index(int(ids[position]), position, n_rows, name, from_end=False)
 
 
-def target_device(
+def check_ids_in_range(ids: torch.Tensor, n_rows: int, *, from_end: bool = True) -> None:
+    """Raise IndexRangeError when one of the ids ``[n]`` on the CPU is out of range.
+
+    Parameters
+    ----------
+    ids : torch.Tensor
+        int32 or int64, contiguous.
+    n_rows : int
+        Rows there are.
+    from_end : bool
+        Whether negative ids count from the end.
+    """
+    position = cpu.check_ids(ids, n_rows)
+    if position < 0 and not from_end and bool((ids < 0).any()):
+        position = int((ids < 0).nonzero()[0])
+    if position >= 0:
+        raise_bad_index(int(ids[position]), position, n_rows, "ids")
+
+
+def checked_target(
     ids: torch.Tensor, out: torch.Tensor | None, device: torch.device | str | None
 ) -> torch.device:
-    """Return where rows are wanted."""
+    """Return where rows are wanted, or refuse `out` and `device`."""
+    if out is not None:
+        check_tensor_argument("out", out)
     if device is None:
         return ids.device if out is None else out.device
     target = checked_device(device)

@@ -1,10 +1,11 @@
-"""Changing a table's rows: new values for some of them, and the whole packed anew."""
+"""Changes of a table's rows: who may make them, and what they come down to."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -12,60 +13,119 @@ import torch
 
 from ..engine.codecs import RawCodec, RowCodec
 from ..engine.codecs.base import rows_as_bytes
-from ..engine.kernels.format import ceil_div
 from ..errors import ArgumentError, BitslabError
-from .arguments import checked_ids
+from .arguments import check_ids_in_range, checked_ids
 from .build import SAMPLE_BYTES, check_items, choose_codec, take_rows
-from .device import DeviceCopies
-from .host_table import HostTable
 from .parts import TableParts
-from .rows import HostRows
 
 Array = np.ndarray[Any, Any]
 
 
-def update(table: HostTable, ids: torch.Tensor, rows: torch.Tensor) -> None:
-    """Do what `CompressedTable.update` says."""
-    table._check_open()
-    check_writable(table, "update")
-    check_items(rows, tuple(table.shape[1:]), table.dtype)
+class Ownership:
+    """Whose a table's memory is, whether this process may change it, and what does so now.
+
+    Parameters
+    ----------
+    read_only : bool
+        Whether other processes have the memory too.
+
+    Attributes
+    ----------
+    path, checksum : str or None, str
+        Of the file that is mapped.
+    read_only : bool
+        As given, or since the table was handed out.
+    """
+
+    def __init__(self, *, read_only: bool) -> None:
+        self.path: str | None = None
+        self.checksum = ""
+        self.read_only = read_only
+        self._pid = os.getpid()
+        self.after_fork()
+
+    def mapped(self, path: str | None, checksum: str) -> None:
+        """Note that the memory is a file's, which nobody may change."""
+        self.path, self.checksum = path, checksum
+
+    def after_fork(self) -> None:
+        """Begin anew in a forked child: nobody changes the table there."""
+        # Reentrant, so that a function that `compact` calls can save the table.
+        self._lock = threading.RLock()
+        self._busy = ""  # what changes the table: "update", "compact"
+
+    def unchanging(self) -> contextlib.AbstractContextManager[object]:
+        """Hold off changes, not readers; a thread may enter again."""
+        return self._lock
+
+    @contextlib.contextmanager
+    def changing(self, what: str) -> Iterator[None]:
+        """Be the only one that changes the table."""
+        with self._lock:
+            if self._busy:
+                raise BitslabError(f"{what}: called from inside {self._busy} of the same table")
+            self._busy = what
+            try:
+                yield
+            finally:
+                self._busy = ""
+
+    def check(self, what: str, parts: TableParts) -> None:
+        """Raise BitslabError when `what` must not change the table."""
+        if self.path is not None:
+            raise BitslabError(
+                f"{what}: this table is memory-mapped from {self.path}; open it with "
+                "layout='inplace', or make one with from_tensor"
+            )
+        if self._pid != os.getpid():
+            raise BitslabError(f"{what}: this table belongs to process {self._pid}, the parent")
+        if self.read_only or any(buffer.shared for buffer in parts.buffers.values()):
+            raise BitslabError(
+                f"{what}: this table's memory is shared with other processes, which would not see "
+                "the change whole; change it before it is handed out"
+            )
+
+
+def checked_update(
+    ids: torch.Tensor, rows: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype
+) -> tuple[Array, torch.Tensor]:
+    """Return the ids and rows of an update of a table of this shape and dtype, or refuse them.
+
+    Returns
+    -------
+    ids : numpy.ndarray
+        int64 ``[n]``, in range, not negative, no two alike.
+    rows : torch.Tensor
+        ``[n, *row_shape]``, the last of those given for each id.
+    """
+    check_items(rows, shape[1:], dtype)
     wanted = checked_ids(ids).cpu()
     if wanted.shape[0] != rows.shape[0]:
         raise ArgumentError(f"ids, rows: {wanted.shape[0]} ids for {rows.shape[0]} rows")
-    table.check_ids(wanted)
+    check_ids_in_range(wanted, shape[0])
     numbers = wanted.numpy().astype(np.int64)
-    numbers = np.where(numbers < 0, numbers + len(table), numbers)
+    numbers = np.where(numbers < 0, numbers + shape[0], numbers)
     last = len(numbers) - 1 - np.unique(numbers[::-1], return_index=True)[1]
     if len(last) < len(numbers):
-        numbers = numbers[last]
-        rows = take_rows(rows, last)
-    if not len(numbers) or not table.row_bytes:
-        return
-    with changing(table, "update"):
-        if table.rows_per_packed_row > 1:
-            numbers, rows = merged(table, numbers, rows)
-        packed = None if table._parts.raw else table.codec.encode(rows).to(torch.device("cpu"))
-        with table._lock.writing():
-            table._check_open()
-            # Once more: it may have been handed out since.
-            check_writable(table, "update")
-            for cache in list(table._caches):
-                cache.forget(torch.from_numpy(numbers))
-            try:
-                changed = table._rows.update(numbers, rows, packed)
-                table._device_copies.refresh(table._rows, changed)
-            except BaseException:
-                table._device_copies.clear()  # made anew from what the host has
-                raise
+        return numbers[last], take_rows(rows, last)
+    return numbers, rows
 
 
-def merged(table: HostTable, ids: Array, items: torch.Tensor) -> tuple[Array, torch.Tensor]:
+def merged(
+    packed_rows_of: Callable[[torch.Tensor], torch.Tensor],
+    parts: TableParts,
+    ids: Array,
+    items: torch.Tensor,
+) -> tuple[Array, torch.Tensor]:
     """Return the packed rows that items lie in, with these as they are to be.
 
     Parameters
     ----------
-    table : HostTable
-        Inside `changing`; several of its rows share a packed row.
+    packed_rows_of : callable
+        Returns packed rows ``[m, *codec.row_shape]`` on the CPU, decoded, by their numbers int64
+        ``[m]``.
+    parts : TableParts
+        Of a table several of whose rows share a packed row.
     ids : numpy.ndarray
         int64 ``[n]``, in range, no two alike.
     items : torch.Tensor
@@ -78,71 +138,21 @@ def merged(table: HostTable, ids: Array, items: torch.Tensor) -> tuple[Array, to
     rows : torch.Tensor
         ``[m, *codec.row_shape]`` on the CPU, decoded.
     """
-    each, item_bytes = table.rows_per_packed_row, table.row_bytes
+    each, item_bytes = parts.items_per_row, parts.item_bytes
     picked, at = np.unique(ids // each, return_inverse=True)
-    rows = table.packed_rows_of(torch.from_numpy(picked))
-    data = rows_as_bytes(rows, table.codec.row_bytes).view(-1)[: len(picked) * each * item_bytes]
+    rows = packed_rows_of(torch.from_numpy(picked))
+    data = rows_as_bytes(rows, parts.row_bytes).view(-1)[: len(picked) * each * item_bytes]
     data.view(-1, item_bytes).numpy()[at * each + ids % each] = (
         rows_as_bytes(items, item_bytes).cpu().numpy()
     )
     return picked, rows
 
 
-def replace(table: HostTable, fresh: TableParts) -> None:
-    """Let a table, inside `changing`, have its rows in other parts; a failure closes these."""
-    try:
-        with table._lock.writing():
-            table._check_open()
-            check_writable(table, "compact")
-            if fresh.codec is not table.codec:
-                for cache in list(table._caches):
-                    cache.forget(torch.arange(ceil_div(len(table), table.rows_per_packed_row)))
-                table._device_copies = DeviceCopies()
-            old, table._rows = table._rows, HostRows(fresh, pin=table._pin)
-            table._prepared = None
-            table._device_copies.clear()
-    except BaseException:
-        fresh.close()
-        raise
-    old.close()
-
-
-def fitted_again(table: HostTable) -> RowCodec:
+def fitted_again(
+    packed_rows_of: Callable[[torch.Tensor], torch.Tensor], parts: TableParts
+) -> RowCodec:
     """Return a codec fitted to the rows as they are now, raw where packing gains nothing."""
-    n_rows = ceil_div(len(table), table.rows_per_packed_row)
-    n_sample = min(n_rows, max(1, SAMPLE_BYTES // max(1, table.codec.row_bytes)))
-    picked = np.sort(np.random.default_rng(0).choice(n_rows, n_sample, replace=False))
-    sample = table.packed_rows_of(torch.from_numpy(picked))
-    fitted = choose_codec(sample, "auto", n_rows, {})
-    if isinstance(fitted, RawCodec):
-        return RawCodec(tuple(table.shape[1:]), table.dtype)
-    return fitted
-
-
-@contextlib.contextmanager
-def changing(table: HostTable, what: str) -> Iterator[None]:
-    """Be the only one that changes the table."""
-    with table._update_lock:
-        if table._busy:
-            raise BitslabError(f"{what}: called from inside {table._busy} of the same table")
-        table._busy = what
-        try:
-            yield
-        finally:
-            table._busy = ""
-
-
-def check_writable(table: HostTable, what: str) -> None:
-    """Raise BitslabError when `what` must not change the table."""
-    if table._path is not None:
-        raise BitslabError(
-            f"{what}: this table is memory-mapped from {table._path}; open it with "
-            "layout='inplace', or make one with from_tensor"
-        )
-    if table._pid != os.getpid():
-        raise BitslabError(f"{what}: this table belongs to process {table._pid}, the parent")
-    if table._read_only or any(buffer.shared for buffer in table._parts.buffers.values()):
-        raise BitslabError(
-            f"{what}: this table's memory is shared with other processes, which would not see "
-            "the change whole; change it before it is handed out"
-        )
+    n_sample = min(parts.n_rows, max(1, SAMPLE_BYTES // max(1, parts.row_bytes)))
+    picked = np.sort(np.random.default_rng(0).choice(parts.n_rows, n_sample, replace=False))
+    fitted = choose_codec(packed_rows_of(torch.from_numpy(picked)), "auto", parts.n_rows, {})
+    return RawCodec(parts.item_shape, parts.dtype) if isinstance(fitted, RawCodec) else fitted

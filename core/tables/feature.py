@@ -20,7 +20,7 @@ from ..engine.memory.locks import call_after_fork
 from ..engine.memory.readonly import ReadOnlyTensor, read_only
 from ..engine.progress import ProgressFunction
 from ..errors import ArgumentError, ArgumentTypeError, DecodedCopyWarning
-from .arguments import target_device
+from .arguments import checked_target
 from .parts import Layout
 from .slabs import SlabCache, least_capacity_bytes
 from .table import CompressedTable
@@ -287,7 +287,7 @@ class CompressedFeature:
         torch.Tensor
             ``[n, *row_shape]``.
         """
-        cache = self._cache_for(target_device(ids, out, device))
+        cache = self._cache_for(checked_target(ids, out, device))
         if cache is not None:
             return cache.gather(ids, out, device)
         return self.table.gather(ids, out, device)
@@ -315,7 +315,7 @@ class CompressedFeature:
         IndexRangeError
             When an id on the CPU is out of range. What else goes wrong is raised by `wait`.
         """
-        target = target_device(ids, None, device)
+        target = checked_target(ids, None, device)
         if target.type != "cpu":
             return RowsFuture(self.gather(ids, None, target))
         if ids.device.type == "cpu":

@@ -15,8 +15,8 @@ from ..engine.kernels.format import MAX_SHARED_ROW_BYTES
 from ..engine.progress import Progress
 from ..errors import ArgumentError
 from .build import build_parts, check_table_codec, slices_of
-from .host_table import HostTable
 from .parts import Layout, TableParts
+from .rows import HostRows
 
 
 def parts_of_file(
@@ -38,8 +38,8 @@ def parts_of_file(
             return build_parts(batches, ct.codec, shape, layout, pin=pin, progress=shown), False
         mapped = TableParts.from_compressed(ct)
         if layout == "inplace":
-            with contextlib.closing(HostTable(mapped, pin=False)) as table:
-                batches = table._batches()
+            with contextlib.closing(HostRows(mapped, pin=False)) as rows:
+                batches = rows.batches()
                 parts = build_parts(batches, ct.codec, shape, layout, pin=pin, progress=shown)
             return parts, False
         if pin and torch.cuda.is_available():
@@ -56,26 +56,3 @@ def _holds_shared_rows(ct: CompressedTensor) -> bool:
         and isinstance(ct.codec, InvariantCodec)
         and ct.codec.row_bytes <= MAX_SHARED_ROW_BYTES
     )
-
-
-def save(table: HostTable, path: PathLike) -> None:
-    """Do what `CompressedTable.save` says."""
-    with table.unchanging():
-        parts, fresh = table._parts, None
-        if not parts.raw and (parts.layout == "inplace" or table._rows.dirty):
-            with Progress("packing", len(table), None) as shown:
-                fresh = parts = build_parts(
-                    table._batches(),
-                    parts.codec,
-                    parts.item_shape,
-                    "compact",
-                    pin=False,
-                    progress=shown,
-                )
-        try:
-            with table._reading():
-                packed = parts.as_packed()
-            CompressedTensor(parts.codec, packed, table.shape).save(path)
-        finally:
-            if fresh is not None:
-                fresh.close()

@@ -1,236 +1,313 @@
-"""Gathers from a table: on the CPU by Numba kernels, on a GPU by kernels that read host memory."""
+"""Gathers: rows by id, on the CPU by Numba kernels, on a GPU by kernels that read host memory."""
 
 from __future__ import annotations
+
+import threading
 
 import torch
 
 from ..engine.advisor import pays_to_sort_rows
-from ..engine.codecs.base import (
-    bits_in_order,
-    check_out_argument,
-    check_tensor_argument,
-    raise_bad_index,
-    rows_as_bytes,
-)
+from ..engine.codecs.base import rows_as_bytes
 from ..engine.kernels.cpu.items import PreparedItems
-from ..engine.kernels.cpu.prepared import PreparedTable
+from ..engine.kernels.cpu.prepared import PreparedTable, SlotMap
 from ..engine.kernels.cuda import kernels_on
 from ..engine.kernels.format import MAX_SLABS
+from ..engine.memory.locks import ReadersAndWriter
 from ..engine.transfer.gather import gather_copied_rows, gather_packed_rows
-from .arguments import checked_ids, target_device
+from .arguments import check_ids_in_range
 from .cache import Cache
-from .host_table import HostTable, raise_damaged
+from .counters import HOST, Counters
+from .device import DeviceCopies
+from .rows import Array, HostRows, raise_damaged
 
 CPU = torch.device("cpu")
 POPULATED_BYTES = 4 << 30  # up to which all pages are mapped at the first gather: about a second
 
 
-def gather(
-    table: HostTable,
-    ids: torch.Tensor,
-    out: torch.Tensor | None,
-    device: torch.device | str | None,
-    cache: Cache | None,
-    sort: bool | None,
-    sm_budget: int | None,
-) -> torch.Tensor:
-    """Do what `CompressedTable.gather_with` says; with no cache, `CompressedTable.gather`."""
-    table._check_open()
-    wanted = checked_ids(ids)
-    if out is not None:
-        check_tensor_argument("out", out)
-    target = target_device(ids, out, device)
-    n = wanted.shape[0]
-    if out is not None:
-        check_out_argument(out, (n, *table._parts.item_shape), table.dtype, target, [ids])
-    if target.type == "cpu":
-        wanted = wanted.cpu()
-    if wanted.device.type == "cpu":
-        table._check_ids(wanted)
-    result = out
-    if result is not None and not bits_in_order(result):
-        # A copy of what it holds, since bad ids leave `out` untouched.
-        result = result.detach().resolve_conj().resolve_neg()
-        result = result.clone(memory_format=torch.contiguous_format)
-    if result is None:
-        result = torch.empty((n, *table._parts.item_shape), dtype=table.dtype, device=target)
-    if n and table.row_bytes:
-        with table._lock.reading():
-            table._check_open()
-            if target.type == "cpu":
-                on_cpu(table, wanted, rows_as_bytes(result, table.row_bytes), cache)
-            else:
-                if wanted.device.type == "cpu":
-                    # A copy from pageable memory would make the host wait for the GPU.
-                    wanted = wanted.pin_memory()
-                wanted = wanted.to(target, non_blocking=True)
-                on_gpu(table, wanted, result, cache, sort, sm_budget)
-    table._count(gathers=1, rows=n)
-    return result if out is None or out is result else out.copy_(result)
-
-
-def on_cpu(table: HostTable, ids: torch.Tensor, data: torch.Tensor, cache: Cache | None) -> None:
-    """Gather rows on the CPU, for a reader inside the table's lock.
+class Gathers:
+    """Gathers from rows in host memory, what they keep on each device, and their counts.
 
     Parameters
     ----------
-    table : HostTable
-        The table.
-    ids : torch.Tensor
-        int32 or int64 ``[n]`` on the CPU, contiguous and in range.
-    data : torch.Tensor
-        uint8 ``[n, row_bytes]`` on the CPU, contiguous, to write to.
-    cache : Cache or None
-        What answers for some of the rows.
+    rows : HostRows
+        The rows.
+    lock : ReadersAndWriter
+        The table's. Callers of gathers hold it as readers, those of `update`, `replace` and `close`
+        as the writer.
+    pin : bool
+        Whether the rows are to be page-locked where a GPU asks for them.
+
+    Notes
+    -----
+    Threads may gather at once.
     """
-    populate(table)
-    if table._parts.raw and cache is None:
-        table._rows.decode(ids, data)
-        table._count(copied_words=ids.shape[0] * table._parts.row_words)
-        return
-    prepared = prepared_rows(table) if cache is None else None
-    if prepared is not None:
-        damaged, words = prepared.gather(ids, data)
-        raise_damaged(damaged)
-        table._count(copied_words=words)
-        return
-    storage = None if cache is None else cache.storage(CPU)
-    counts = torch.zeros(2 * (MAX_SLABS + 1), dtype=torch.int64)
-    raise_damaged(table._rows.decode(ids, data, cache=storage, counters=counts))
-    table.counters_for(cache).add(counts)
 
+    def __init__(self, rows: HostRows, lock: ReadersAndWriter, *, pin: bool) -> None:
+        self._rows = rows
+        self._pin = pin
+        self._populated = False
+        # What gathers on the CPU read, with the rows and the overflow's size that it was made for.
+        self._prepared: tuple[HostRows, int, PreparedTable | PreparedItems | None] | None = None
+        self._inherited: object = None
+        self._of_this_process(lock)
 
-def populate(table: HostTable) -> None:
-    """Map the pages of the rows, once."""
-    if not table._populated:
-        table._populated = True
-        buffer = table._parts.buffers.get("words")
-        if buffer is not None and buffer.nbytes <= POPULATED_BYTES:
-            buffer.populate()
+    def _of_this_process(self, lock: ReadersAndWriter) -> None:
+        self._lock = lock
+        self._copies = DeviceCopies()
+        self._totals_lock = threading.RLock()
+        self._totals = {"gathers": 0, "rows": 0, "copied_words": 0}
+        #: GPUs that have gathered.
+        self.gpus: set[torch.device] = set()
+        #: Rows and words that gathers with no cache have read.
+        self.counters = Counters()
+        # Of the caches that rows were gathered through; a cache that is gone has read them too.
+        self._cache_counters: set[Counters] = set()
 
+    def after_fork(self, lock: ReadersAndWriter) -> None:
+        """Begin anew in a forked child, with its own lock: copies on GPUs and counts."""
+        # A child cannot free what its parent has on GPUs, so it keeps that.
+        self._inherited = (self._lock, self._copies, self.counters, self._inherited)
+        self._of_this_process(lock)
 
-def prepared_rows(table: HostTable) -> PreparedTable | PreparedItems | None:
-    """Return the packed rows made ready for gathers on the CPU, or None where that cannot be."""
-    rows, overflow_bytes = table._rows, table._rows.overflow_bytes
-    found = table._prepared
-    # Updates write to memory in place, but for an overflow that has to grow.
-    if found is None or found[0] is not rows or found[1] != overflow_bytes:
-        storage = rows.storage()
-        prepared: PreparedTable | PreparedItems | None = None
-        if storage.items_per_row > 1:
-            prepared = PreparedItems(storage, rows.layout)
-        elif PreparedTable.serves(storage, rows.layout):
-            prepared = PreparedTable(storage, rows.layout)
-        found = table._prepared = (rows, overflow_bytes, prepared)
-    return found[2]
+    # Counts
 
+    def count(self, **more: int) -> None:
+        """Add to ``gathers``, ``rows`` and ``copied_words``."""
+        with self._totals_lock:
+            for name, n in more.items():
+                self._totals[name] += n
 
-def readable_by_gpu(table: HostTable) -> bool:
-    """Tell whether GPUs can read the rows where they are; page-lock them if they are to."""
-    buffer = table._parts.buffers.get("words")
-    return bool(table._pin and buffer is not None and buffer.ensure_pinned())
+    @property
+    def total_gathers(self) -> int:
+        """Gathers of this process so far."""
+        return self._totals["gathers"]
 
+    @property
+    def total_rows(self) -> int:
+        """Rows that they returned."""
+        return self._totals["rows"]
 
-def some_on_gpu(table: HostTable, ids: torch.Tensor, out: torch.Tensor) -> None:
-    """Gather some rows on a GPU, on torch's current stream, for a reader inside the table's lock.
+    def counters_for(self, cache: Cache | None) -> Counters:
+        """Return what a gather through a cache, or through none, adds to."""
+        if cache is None:
+            return self.counters
+        self._cache_counters.add(cache.counters)
+        return cache.counters
 
-    Parameters
-    ----------
-    table : HostTable
-        One that is `readable_by_gpu`.
-    ids : torch.Tensor
-        int64 ``[n]`` on the GPU, contiguous: good ones, which nobody checks, or NO_ROW.
-    out : torch.Tensor
-        As for `on_gpu`; rows of NO_ROW are left as they are.
-    """
-    device, parts = out.device, table._parts
-    kernels = kernels_on(device, tell=False)
-    table._gpus.add(device)
-    try:
-        if parts.raw:
-            raw = table._device_copies.raw_rows(table._rows)
-            kernels.copy_rows(raw, parts.item_bytes, ids, out)
-        else:
-            storage, layout = table._device_copies.get(device, table._rows)
-            counters = table.counters.on(device)
-            kernels.gather_rows(storage, layout, ids, out, counters=counters)
-    finally:
-        table._lock.mark_gpu_read(device)
+    def read_words(self) -> int:
+        """Return the words of the table that were read by gathers; waits for the GPUs."""
+        counted = [(0, self.counters), *((HOST, c) for c in self._cache_counters)]
+        words = sum(
+            int(counts[1, first:].sum())
+            for first, counters in counted
+            for counts in counters.read().values()
+        )
+        return words + self._totals["copied_words"]
 
+    # On the CPU
 
-def on_gpu(
-    table: HostTable,
-    ids: torch.Tensor,
-    out: torch.Tensor,
-    cache: Cache | None,
-    sort: bool | None,
-    sm_budget: int | None,
-    *,
-    from_end: bool = True,
-) -> None:
-    """Gather rows on a GPU, on torch's current stream, for a reader inside the table's lock.
+    def on_cpu(self, ids: torch.Tensor, data: torch.Tensor, cache: Cache | None) -> None:
+        """Gather rows on the CPU.
 
-    Parameters
-    ----------
-    table : HostTable
-        The table.
-    ids : torch.Tensor
-        int32 or int64 ``[n]`` on the GPU, contiguous; the kernels check them.
-    out : torch.Tensor
-        The rows ``[n, *row_shape]`` or their bytes uint8 ``[n, row_bytes]``, contiguous, on the
-        GPU, to write to.
-    cache : Cache or None
-        What answers for some of the rows.
-    sort, sm_budget : optional
-        As in `CompressedTable.gather`.
-    from_end : bool
-        Whether negative ids count from the end; they are out of range otherwise.
-    """
-    device, parts = out.device, table._parts
-    if not readable_by_gpu(table):
-        # The GPU cannot read the rows itself: the CPU gathers them, and a copy brings them.
-        on_host = torch.empty(out.shape, dtype=out.dtype)
-        wanted = ids.cpu()
-        table._check_ids(wanted)
-        if not from_end and bool((wanted < 0).any()):
-            position = int((wanted < 0).nonzero()[0])
-            raise_bad_index(int(wanted[position]), position, len(table), "ids")
-        on_cpu(table, wanted, rows_as_bytes(on_host, table.row_bytes), cache)
-        out.copy_(on_host)
-        return
-    table._gpus.add(device)
-    try:
+        Parameters
+        ----------
+        ids : torch.Tensor
+            int32 or int64 ``[n]`` on the CPU, contiguous and in range.
+        data : torch.Tensor
+            uint8 ``[n, row_bytes]`` on the CPU, contiguous, to write to.
+        cache : Cache or None
+            What answers for some of the rows.
+
+        Raises
+        ------
+        CorruptedDataError
+            When a row is damaged; what `data` holds is undefined then.
+        """
+        self._populate()
+        parts = self._rows.parts
         if parts.raw and cache is None:
-            rows = table._device_copies.raw_rows(table._rows)
+            self._rows.decode(ids, data)
+            self.count(copied_words=ids.shape[0] * parts.row_words)
+            return
+        prepared = self._prepared_rows() if cache is None else None
+        if prepared is not None:
+            damaged, words = prepared.gather(ids, data)
+            raise_damaged(damaged)
+            self.count(copied_words=words)
+            return
+        storage = None if cache is None else cache.storage(CPU)
+        counts = torch.zeros(2 * (MAX_SLABS + 1), dtype=torch.int64)
+        raise_damaged(self._rows.decode(ids, data, cache=storage, counters=counts))
+        self.counters_for(cache).add(counts)
+
+    def look_up_bags(
+        self,
+        ids: torch.Tensor,
+        offsets: torch.Tensor,
+        slots: SlotMap,
+        resident: torch.Tensor,
+        out: torch.Tensor,
+    ) -> int | None:
+        """Do what `CompressedTable.look_up_bags` says."""
+        prepared = self._prepared_rows()
+        if not isinstance(prepared, PreparedTable) or not out.numel():
+            return None
+        self._populate()
+        found = prepared.look_up(ids, offsets, slots, resident, out)
+        if found is None:
+            return None
+        damaged, words, missing = found
+        raise_damaged(damaged)
+        if missing:
+            self.count(gathers=1, rows=missing, copied_words=words)
+        return missing
+
+    def _populate(self) -> None:
+        """Map the pages of the rows, once."""
+        if not self._populated:
+            self._populated = True
+            buffer = self._rows.parts.buffers.get("words")
+            if buffer is not None and buffer.nbytes <= POPULATED_BYTES:
+                buffer.populate()
+
+    def _prepared_rows(self) -> PreparedTable | PreparedItems | None:
+        """Return the packed rows made ready for gathers on the CPU, None where that cannot be."""
+        rows, overflow_bytes = self._rows, self._rows.overflow_bytes
+        found = self._prepared
+        # Updates write to memory in place, but for an overflow that has to grow.
+        if found is None or found[0] is not rows or found[1] != overflow_bytes:
+            storage = rows.storage()
+            prepared: PreparedTable | PreparedItems | None = None
+            if storage.items_per_row > 1:
+                prepared = PreparedItems(storage, rows.layout)
+            elif PreparedTable.serves(storage, rows.layout):
+                prepared = PreparedTable(storage, rows.layout)
+            found = self._prepared = (rows, overflow_bytes, prepared)
+        return found[2]
+
+    # On a GPU
+
+    def readable_by_gpu(self) -> bool:
+        """Return whether GPUs can read the rows where they are; page-lock them if they are to."""
+        buffer = self._rows.parts.buffers.get("words")
+        return bool(self._pin and buffer is not None and buffer.ensure_pinned())
+
+    def some_on_gpu(self, ids: torch.Tensor, out: torch.Tensor) -> None:
+        """Gather some rows on a GPU, on torch's current stream.
+
+        Parameters
+        ----------
+        ids : torch.Tensor
+            int64 ``[n]`` on the GPU, contiguous: good ones, which nobody checks, or NO_ROW. The
+            rows are `readable_by_gpu`.
+        out : torch.Tensor
+            As for `on_gpu`; rows of NO_ROW are left as they are.
+        """
+        device, parts = out.device, self._rows.parts
+        kernels = kernels_on(device, tell=False)
+        self.gpus.add(device)
+        try:
+            if parts.raw:
+                raw = self._copies.raw_rows(self._rows)
+                kernels.copy_rows(raw, parts.item_bytes, ids, out)
+            else:
+                storage, layout = self._copies.get(device, self._rows)
+                counters = self.counters.on(device)
+                kernels.gather_rows(storage, layout, ids, out, counters=counters)
+        finally:
+            self._lock.mark_gpu_read(device)
+
+    def on_gpu(
+        self,
+        ids: torch.Tensor,
+        out: torch.Tensor,
+        cache: Cache | None,
+        sort: bool | None,
+        sm_budget: int | None,
+        *,
+        from_end: bool = True,
+    ) -> None:
+        """Gather rows on a GPU, on torch's current stream.
+
+        Parameters
+        ----------
+        ids : torch.Tensor
+            int32 or int64 ``[n]`` on the GPU, contiguous; the kernels check them.
+        out : torch.Tensor
+            The rows ``[n, *row_shape]`` or their bytes uint8 ``[n, row_bytes]``, contiguous, on
+            the GPU, to write to.
+        cache : Cache or None
+            What answers for some of the rows.
+        sort, sm_budget : optional
+            As in `CompressedTable.gather`.
+        from_end : bool
+            Whether negative ids count from the end; they are out of range otherwise.
+        """
+        device, parts = out.device, self._rows.parts
+        if not self.readable_by_gpu():
+            # The GPU cannot read the rows itself: the CPU gathers them, and a copy moves them.
+            on_host = torch.empty(out.shape, dtype=out.dtype)
+            wanted = ids.cpu()
+            check_ids_in_range(wanted, parts.n_items, from_end=from_end)
+            self.on_cpu(wanted, rows_as_bytes(on_host, parts.item_bytes), cache)
+            out.copy_(on_host)
+            return
+        self.gpus.add(device)
+        try:
+            if parts.raw and cache is None:
+                rows = self._copies.raw_rows(self._rows)
+                if sort is None:
+                    sort = pays_to_sort_rows(device, rows, len(rows), ids.shape[0])
+                gather_copied_rows(
+                    rows,
+                    parts.item_bytes,
+                    ids,
+                    out,
+                    sort=sort,
+                    sm_budget=sm_budget,
+                    from_end=from_end,
+                )
+                self.count(copied_words=ids.shape[0] * parts.row_words)
+                return
+            storage, layout = self._copies.get(device, self._rows)
             if sort is None:
-                sort = pays_to_sort_rows(device, rows, len(rows), ids.shape[0])
-            gather_copied_rows(
-                rows,
-                parts.item_bytes,
+                # With a cache few ids go to the table; the others would lose by the order.
+                sort = cache is None and pays_to_sort_rows(
+                    device, storage.words, storage.n_rows, ids.shape[0]
+                )
+            gather_packed_rows(
+                storage,
+                layout,
                 ids,
                 out,
+                cache=None if cache is None else cache.storage(device),
+                counters=self.counters_for(cache).on(device),
                 sort=sort,
                 sm_budget=sm_budget,
                 from_end=from_end,
             )
-            table._count(copied_words=ids.shape[0] * parts.row_words)
-            return
-        storage, layout = table._device_copies.get(device, table._rows)
-        if sort is None:
-            # With a cache, few ids go to the table, and those that do not would lose by the order.
-            sort = cache is None and pays_to_sort_rows(
-                device, storage.words, storage.n_rows, ids.shape[0]
-            )
-        gather_packed_rows(
-            storage,
-            layout,
-            ids,
-            out,
-            cache=None if cache is None else cache.storage(device),
-            counters=table.counters_for(cache).on(device),
-            sort=sort,
-            sm_budget=sm_budget,
-            from_end=from_end,
-        )
-    finally:
-        table._lock.mark_gpu_read(device)
+        finally:
+            self._lock.mark_gpu_read(device)
+
+    # Changes
+
+    def refresh(self, changed: dict[str, Array]) -> None:
+        """Copy metadata that an update has changed to the GPUs; see `DeviceCopies.refresh`."""
+        self._copies.refresh(self._rows, changed)
+
+    def forget_copies(self) -> None:
+        """Drop what GPUs keep of the metadata; the next gather copies it anew."""
+        self._copies.clear()
+
+    def replace(self, rows: HostRows) -> None:
+        """Gather from other rows from now on."""
+        if rows.parts.codec is not self._rows.parts.codec:
+            self._copies = DeviceCopies()
+        self._rows = rows
+        self._prepared = None
+        self._copies.clear()
+
+    def close(self) -> None:
+        """Free what gathers keep; the rows are the table's."""
+        self._prepared = None
+        self._copies.clear()

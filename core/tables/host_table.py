@@ -1,10 +1,8 @@
-"""HostTable: a table of rows in host memory as one process has it open: its state and its locks."""
+"""HostTable: rows in host memory as one process has them open, and the locks that guard them."""
 
 from __future__ import annotations
 
 import contextlib
-import os
-import threading
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -12,27 +10,29 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..devices import checked_device
+from ..engine.advisor.advice import Advice, advisor_for
 from ..engine.codecs import RowCodec
-from ..engine.codecs.base import raise_bad_index, rows_as_bytes
-from ..engine.kernels import cpu
-from ..engine.kernels.cpu.items import PreparedItems
-from ..engine.kernels.cpu.prepared import PreparedTable
+from ..engine.codecs.base import bits_in_order, check_out_argument, rows_as_bytes
+from ..engine.kernels.format import ceil_div
 from ..engine.memory.locks import ReadersAndWriter, call_after_fork
-from ..errors import BitslabError, CorruptedDataError
-from .arguments import checked_ids
-from .build import rows_per_batch
+from ..errors import BitslabError
+from .arguments import check_ids_in_range, checked_ids, checked_target
+from .build import SAMPLE_BYTES
 from .cache import Cache
-from .counters import HOST, Counters
-from .device import DeviceCopies
+from .changes import Ownership, checked_update, merged
+from .counters import Counters
+from .gathering import Gathers
 from .parts import Layout, TableParts
-from .rows import HostRows
+from .rows import HostRows, raise_damaged
+
+BATCH_ROWS = 100_000  # of the gathers that advice is about, when nobody says
 
 
 class HostTable:
-    """Rows packed in host memory, the locks that guard them, and what is counted of their gathers.
+    """Rows packed in host memory, open in one process: reading, changing and counting them.
 
-    `CompressedTable` is one, with what callers do to tables. The modules that do it (`making`,
-    `files`, `gathering`, `changes`, `statistics`) work on a HostTable.
+    `CompressedTable` is one, with what makes, keeps and shares tables.
 
     Parameters
     ----------
@@ -50,35 +50,18 @@ class HostTable:
     def _begin(self, rows: HostRows, *, pin: bool, read_only: bool) -> None:
         self._rows = rows
         self._pin = pin
-        self._read_only = read_only
-        self._path: str | None = None  # of the file that is mapped, and its checksum
-        self._checksum = ""
-        self._pid = os.getpid()
         self._closed = False
-        self._populated = False
+        self._ownership = Ownership(read_only=read_only)
         self._caches: weakref.WeakSet[Cache] = weakref.WeakSet()
-        # What gathers on the CPU read, with the rows and the overflow's size that it was made for.
-        self._prepared: tuple[HostRows, int, PreparedTable | PreparedItems | None] | None = None
-        self.after_fork()
+        self._lock = ReadersAndWriter()
+        self._gathers = Gathers(rows, self._lock, pin=pin)
         call_after_fork(self)
 
     def after_fork(self) -> None:
         """Set up what belongs to one process: locks, copies on GPUs, counts."""
-        # A child cannot let go what its parent has on GPUs, so it keeps that.
-        inherited = ("_lock", "_device_copies", "counters", "_inherited")
-        self._inherited = [self.__dict__.get(name) for name in inherited]
         self._lock = ReadersAndWriter()
-        # Held by whoever changes the table and by whoever must not see it change. Reentrant, so
-        # that a function that `compact` calls can save the table.
-        self._update_lock = threading.RLock()
-        self._busy = ""  # what changes the table: "update", "compact"
-        self._device_copies = DeviceCopies()
-        self._gpus: set[torch.device] = set()  # that gathered from this table
-        self._totals_lock = threading.RLock()
-        self._totals = {"gathers": 0, "rows": 0, "copied_words": 0}
-        self.counters = Counters()
-        # Of the caches that rows were gathered through; a cache that is gone has read them too.
-        self._cache_counters: set[Counters] = set()
+        self._gathers.after_fork(self._lock)
+        self._ownership.after_fork()
 
     @property
     def _parts(self) -> TableParts:
@@ -159,41 +142,68 @@ class HostTable:
             self._check_open()
             yield
 
-    def _count(self, **more: int) -> None:
-        with self._totals_lock:
-            for name, n in more.items():
-                self._totals[name] += n
-
-    def counters_for(self, cache: Cache | None) -> Counters:
-        """Return what a gather through a cache, or through none, adds to."""
-        if cache is None:
-            return self.counters
-        self._cache_counters.add(cache.counters)
-        return cache.counters
-
-    def read_words(self) -> int:
-        """Return the words of the table that were read by gathers; waits for the GPUs."""
-        counted = [(0, self.counters), *((HOST, c) for c in self._cache_counters)]
-        words = sum(
-            int(counts[1, first:].sum())
-            for first, counters in counted
-            for counts in counters.read().values()
-        )
-        return words + self._totals["copied_words"]
+    def gather_through(
+        self,
+        cache: Cache | None,
+        ids: torch.Tensor,
+        out: torch.Tensor | None,
+        device: torch.device | str | None,
+        sort: bool | None,
+        sm_budget: int | None,
+    ) -> torch.Tensor:
+        """Do what `CompressedTable.gather_with` says; with no cache, `CompressedTable.gather`."""
+        self._check_open()
+        wanted = checked_ids(ids)
+        target = checked_target(ids, out, device)
+        n, parts = wanted.shape[0], self._parts
+        if out is not None:
+            check_out_argument(out, (n, *parts.item_shape), parts.dtype, target, [ids])
+        if target.type == "cpu":
+            wanted = wanted.cpu()
+        if wanted.device.type == "cpu":
+            check_ids_in_range(wanted, parts.n_items)
+        result = out
+        if result is not None and not bits_in_order(result):
+            # A copy of what it holds, since bad ids leave `out` untouched.
+            result = result.detach().resolve_conj().resolve_neg()
+            result = result.clone(memory_format=torch.contiguous_format)
+        if result is None:
+            result = torch.empty((n, *parts.item_shape), dtype=parts.dtype, device=target)
+        if n and parts.item_bytes:
+            with self._reading():
+                if target.type == "cpu":
+                    data = rows_as_bytes(result, parts.item_bytes)
+                    self._gathers.on_cpu(wanted, data, cache)
+                else:
+                    if wanted.device.type == "cpu":
+                        # A copy from pageable memory would make the host wait for the GPU.
+                        wanted = wanted.pin_memory()
+                    wanted = wanted.to(target, non_blocking=True)
+                    self._gathers.on_gpu(wanted, result, cache, sort, sm_budget)
+        self._gathers.count(gathers=1, rows=n)
+        return result if out is None or out is result else out.copy_(result)
 
     def check_ids(self, ids: torch.Tensor) -> None:
         """Raise IndexRangeError when one of the ids ``[n]`` on the CPU is out of range."""
-        self._check_ids(checked_ids(ids))
+        check_ids_in_range(checked_ids(ids), len(self))
 
-    def _check_ids(self, ids: torch.Tensor) -> None:
-        position = cpu.check_ids(ids, len(self))
-        if position >= 0:
-            raise_bad_index(int(ids[position]), position, len(self), "ids")
+    @property
+    def counters(self) -> Counters:
+        """Rows and words that gathers with no cache have read."""
+        return self._gathers.counters
+
+    def counters_for(self, cache: Cache | None) -> Counters:
+        """Return what a gather through a cache, or through none, adds to."""
+        return self._gathers.counters_for(cache)
+
+    def read_words(self) -> int:
+        """Return the words of the table that were read by gathers; waits for the GPUs."""
+        return self._gathers.read_words()
 
     @contextlib.contextmanager
     def unchanging(self) -> Iterator[None]:
         """Hold off updates, not readers; a thread may enter again."""
-        with self._update_lock:
+        with self._ownership.unchanging():
             self._check_open()
             yield
 
@@ -210,23 +220,18 @@ class HostTable:
         with self._reading():
             return self._rows.packed_words_of(ids, n_words)
 
-    def _batches(self) -> Iterator[torch.Tensor]:
-        """Yield all rows, decoded, batch after batch; these gathers are not counted."""
-        step = rows_per_batch(self._parts.row_bytes) * self.rows_per_packed_row
-        for begin in range(0, len(self), step):
-            yield self.decoded(begin, min(begin + step, len(self)))
-
     def decoded(self, begin: int, end: int) -> torch.Tensor:
         """Return rows ``[end - begin, *row_shape]`` on the CPU; `stats` does not count them."""
         return self.rows_of(torch.from_numpy(np.arange(begin, end)))
 
     def rows_of(self, ids: torch.Tensor) -> torch.Tensor:
         """Do the same for int64 ``[n]`` ids on the CPU, in range."""
-        rows = torch.empty((ids.shape[0], *self.shape[1:]), dtype=self.dtype)
         with self._reading():
-            if self.row_bytes:
-                raise_damaged(self._rows.decode(ids, rows_as_bytes(rows, self.row_bytes)))
-        return rows
+            return self._rows.decoded(ids)
+
+    def batches(self) -> Iterator[torch.Tensor]:
+        """Return all rows, decoded, batch after batch; updates may come in between."""
+        return map(self.rows_of, self._rows.batch_ids())
 
     def packed_rows_of(self, ids: torch.Tensor) -> torch.Tensor:
         """Return packed rows by their numbers int64 ``[m]``: ``[m, *codec.row_shape]``, decoded."""
@@ -238,6 +243,69 @@ class HostTable:
                 raise_damaged(bad if bad < 0 else bad * parts.items_per_row)
         return rows
 
+    # Changing it
+
+    def update(self, ids: torch.Tensor, rows: torch.Tensor) -> None:
+        """Give rows new values.
+
+        Parameters
+        ----------
+        ids : torch.Tensor
+            Integers ``[n]`` on a CPU or GPU. Of rows with one id the last counts.
+        rows : torch.Tensor
+            ``[n, *row_shape]`` of the table's dtype, on a CPU or GPU.
+
+        Raises
+        ------
+        IndexRangeError
+            When an id is out of range; nothing is changed.
+        BitslabError
+            When the table is closed, read-only, memory-mapped, or was handed to other processes.
+
+        Notes
+        -----
+        Returns when the change is made. A packed row that fits its old place goes there; one that
+        does not is kept raw in an overflow area until `compact`. In place every row fits.
+        """
+        self._check_open()
+        self._ownership.check("update", self._parts)
+        numbers, rows = checked_update(ids, rows, tuple(self.shape), self.dtype)
+        if not len(numbers) or not self.row_bytes:
+            return
+        with self._ownership.changing("update"):
+            parts = self._parts
+            if parts.items_per_row > 1:
+                numbers, rows = merged(self.packed_rows_of, parts, numbers, rows)
+            packed = None if parts.raw else parts.codec.encode(rows).to(torch.device("cpu"))
+            with self._lock.writing():
+                self._check_open()
+                # Once more: it may have been handed out since.
+                self._ownership.check("update", parts)
+                for cache in list(self._caches):
+                    cache.forget(torch.from_numpy(numbers))
+                try:
+                    self._gathers.refresh(self._rows.update(numbers, rows, packed))
+                except BaseException:
+                    self._gathers.forget_copies()  # made anew from what the host has
+                    raise
+
+    def _replace(self, fresh: TableParts) -> None:
+        """Have the rows in other parts, inside `Ownership.changing`; a failure closes these."""
+        try:
+            with self._lock.writing():
+                self._check_open()
+                self._ownership.check("compact", self._parts)
+                if fresh.codec is not self.codec:
+                    packed_rows = ceil_div(len(self), self.rows_per_packed_row)
+                    for cache in list(self._caches):
+                        cache.forget(torch.arange(packed_rows))
+                old, self._rows = self._rows, HostRows(fresh, pin=self._pin)
+                self._gathers.replace(self._rows)
+        except BaseException:
+            fresh.close()
+            raise
+        old.close()
+
     # Who else knows of it
 
     def add_cache(self, cache: Cache) -> None:
@@ -247,26 +315,86 @@ class HostTable:
     @property
     def token(self) -> str:
         """What tells the table's memory from any other, in every process that has it."""
-        return self._checksum or self._parts.buffers["words"].token
+        return self._ownership.checksum or self._parts.buffers["words"].token
 
     def hand_out(self) -> str:
         """Let the table change no more, and return its `token`."""
         with self._reading():
-            self._read_only = True
+            self._ownership.read_only = True
             return self.token
 
+    # What is known of it
+
+    def advice(self, device: torch.device | str, batch_rows: int = BATCH_ROWS) -> Advice:
+        """Return what the models of link and decoder say about gathers from this table.
+
+        Parameters
+        ----------
+        device : torch.device or str
+            Where rows are wanted. Its link, and its rate of decoding such rows, are measured once.
+        batch_rows : int
+            Rows of a gather.
+        """
+        self._check_open()
+        parts = self._parts
+        n_sample = min(parts.n_rows, 4096, max(1, SAMPLE_BYTES // max(1, parts.row_bytes)))
+        sample = None if parts.raw else lambda: self.packed_rows_of(torch.arange(n_sample))
+        return advisor_for(checked_device(device)).advise(
+            codec=None if parts.raw else self.codec,
+            sample=sample,
+            n_rows=len(self),
+            row_bytes=max(1, self.row_bytes),
+            rows_per_packed_row=self.rows_per_packed_row,
+            packed_bytes=4 * parts.facts["packed_words"],
+            packed_span_bytes=parts.tensors["words"].nbytes,
+            batch_rows=batch_rows,
+        )
+
+    def stats(self) -> dict[str, Any]:
+        """Return sizes and counts; reading them waits for the GPUs.
+
+        Returns
+        -------
+        dict
+            ``rows``, ``row_bytes``, ``rows_per_packed_row``, ``layout``, ``codec``,
+            ``raw_bytes``, ``packed_bytes`` (the words), ``metadata_bytes`` (what finds rows in
+            them, and the profile), ``host_bytes`` (all of it), ``ratio`` (raw over host bytes),
+            ``packed_rows``, ``moved_rows``, ``overflow_bytes``, ``pinned``; of the gathers of this
+            process so far, those through a cache included: ``gathers``, ``gathered_rows``,
+            ``gathered_bytes`` (decoded), ``moved_bytes`` (words of this table read for them,
+            through caches that are still there); ``advice``, once a GPU was used: what the models
+            of link and codec say, with reasons.
+        """
+        self._check_open()
+        parts, rows, gathers = self._parts, self._rows, self._gathers
+        words = self.read_words()
+        return {
+            "rows": len(self),
+            "row_bytes": self.row_bytes,
+            "rows_per_packed_row": self.rows_per_packed_row,
+            "layout": parts.layout,
+            "codec": self.codec.describe(),
+            "raw_bytes": parts.raw_bytes,
+            "packed_bytes": parts.tensors["words"].nbytes,
+            "metadata_bytes": parts.metadata_bytes + self.codec.profile_bytes,
+            "host_bytes": self.nbytes,
+            "ratio": self.ratio,
+            "packed_rows": rows.packed_items,
+            "moved_rows": rows.moved_items,
+            "overflow_bytes": rows.overflow_bytes,
+            "pinned": self.pinned,
+            "gathers": gathers.total_gathers,
+            "gathered_rows": gathers.total_rows,
+            "gathered_bytes": gathers.total_rows * self.row_bytes,
+            "moved_bytes": 4 * words,
+            "advice": {str(device): self.advice(device).as_dict() for device in gathers.gpus},
+        }
+
     def close(self) -> None:
-        """Let the memory go, after the gathers under way; closing twice is fine."""
+        """Free the memory, after the gathers under way; closing twice is fine."""
         if self._closed:
             return
         with self._lock.writing():
             self._closed = True
-            self._prepared = None
-            self._device_copies.clear()
+            self._gathers.close()
             self._rows.close()
-
-
-def raise_damaged(row: int) -> None:
-    """Raise CorruptedDataError for the damaged row that decoding told of; -1 says that none is."""
-    if row >= 0:
-        raise CorruptedDataError(f"table: row {row} is damaged; `out` is undefined")

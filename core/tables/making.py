@@ -23,8 +23,8 @@ from .build import (
     sample_rows,
     slices_of,
 )
-from .host_table import HostTable
 from .parts import Layout, TableParts
+from .rows import HostRows
 
 
 def parts_of_rows(
@@ -61,7 +61,7 @@ def parts_of_rows(
         if codec == "auto" and not parts.raw and parts.gains_nothing():
             # The sample promised more than all rows keep.
             shown.restart()
-            with contextlib.closing(HostTable(parts, pin=False)) as packed:
+            with contextlib.closing(HostRows(parts, pin=False)) as packed:
                 raw = RawCodec(shape, parts.dtype)
-                parts = build_parts(packed._batches(), raw, shape, layout, pin=pin, progress=shown)
+                parts = build_parts(packed.batches(), raw, shape, layout, pin=pin, progress=shown)
     return parts

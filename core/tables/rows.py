@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,8 @@ from ..engine.codecs.base import rows_as_bytes
 from ..engine.kernels import cpu
 from ..engine.kernels.cpu.items import without_items
 from ..engine.kernels.format import BLOCK_ROWS, TableStorage
+from ..errors import CorruptedDataError
+from .build import rows_per_batch
 from .overflow import Overflow, bits_at, set_bits
 from .parts import TableParts, as_unsigned, widened
 
@@ -94,6 +96,36 @@ class HostRows:
             cpu.copy_rows(self.parts.raw_rows(), self.parts.row_bytes, ids, data)
             return -1
         return cpu.gather_rows(self.storage(), self.layout, ids, data, **more)
+
+    def batches(self) -> Iterator[torch.Tensor]:
+        """Return all rows ``[n, *row_shape]`` on the CPU, decoded, batch after batch.
+
+        Raises
+        ------
+        CorruptedDataError
+            When a row is damaged.
+        """
+        return map(self.decoded, self.batch_ids())
+
+    def batch_ids(self) -> Iterator[torch.Tensor]:
+        """Yield the ids of `batches`, int64 ``[n]``."""
+        parts = self.parts
+        step = rows_per_batch(parts.row_bytes) * parts.items_per_row
+        for begin in range(0, parts.n_items, step):
+            yield torch.from_numpy(np.arange(begin, min(begin + step, parts.n_items)))
+
+    def decoded(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return rows ``[n, *row_shape]`` on the CPU by int64 ``[n]`` ids on the CPU, in range.
+
+        Raises
+        ------
+        CorruptedDataError
+            When a row is damaged.
+        """
+        rows = torch.empty((ids.shape[0], *self.parts.item_shape), dtype=self.parts.dtype)
+        if self.parts.item_bytes:
+            raise_damaged(self.decode(ids, rows_as_bytes(rows, self.parts.item_bytes)))
+        return rows
 
     def decode_packed_rows(self, ids: torch.Tensor, data: torch.Tensor) -> int:
         """Decode rows to uint8 ``[m, row_bytes]``; return the number of a damaged one, or -1."""
@@ -249,3 +281,9 @@ def _move(
     runs = (torch.from_numpy(np.ascontiguousarray(run)) for run in (at, sizes, target_at))
     at_, sizes_, target_at_ = runs
     cpu.move_rows(source, at_, sizes_, target, target_at_)
+
+
+def raise_damaged(row: int) -> None:
+    """Raise CorruptedDataError for the damaged row that decoding found; -1 says that none is."""
+    if row >= 0:
+        raise CorruptedDataError(f"table: row {row} is damaged; `out` is undefined")

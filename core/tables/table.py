@@ -9,19 +9,19 @@ from typing import Any
 
 import torch
 
-from ..compressed import load
+from ..compressed import CompressedTensor, load
 from ..dtypes import dtype_name
-from ..engine.advisor.advice import Advice
 from ..engine.codecs import RowCodec
 from ..engine.files.new_file import PathLike
-from ..engine.kernels.cpu.prepared import PreparedTable, SlotMap
+from ..engine.kernels.cpu.prepared import SlotMap
 from ..engine.progress import Progress, ProgressFunction
 from ..errors import BitslabError
-from . import changes, files, gathering, making, statistics
+from . import files, making
 from .arguments import Index, row_ids
 from .build import Rows, build_parts, check_layout
 from .cache import Cache
-from .host_table import HostTable, raise_damaged
+from .changes import fitted_again
+from .host_table import HostTable
 from .parts import Layout, TableParts
 from .rows import HostRows
 from .sharing import checksum_of_file, handle_of, parts_of_handle
@@ -174,8 +174,7 @@ class CompressedTable(HostTable):
         parts, mapped = files.parts_of_file(path, load(path), layout, pin=pin)
         table = cls(parts, pin=pin and not mapped)
         if mapped:
-            table._path = os.path.abspath(path)
-            table._checksum = checksum_of_file(path)
+            table._ownership.mapped(os.path.abspath(path), checksum_of_file(path))
         return table
 
     def save(self, path: PathLike) -> None:
@@ -196,7 +195,31 @@ class CompressedTable(HostTable):
         Readers go on, updates wait. A table in place, or one with updated rows, is packed anew for
         the file, which takes memory for one more compact copy.
         """
-        files.save(self, path)
+        with self.unchanging():
+            parts, fresh = self._parts, None
+            if not parts.raw and (parts.layout == "inplace" or self._rows.dirty):
+                fresh = parts = self._packed_anew("compact", parts.codec, pin=False)
+            try:
+                with self._reading():
+                    packed = parts.as_packed()
+                CompressedTensor(parts.codec, packed, self.shape).save(path)
+            finally:
+                if fresh is not None:
+                    fresh.close()
+
+    def _packed_anew(
+        self,
+        layout: Layout,
+        codec: RowCodec,
+        *,
+        pin: bool,
+        progress: ProgressFunction | bool | None = None,
+    ) -> TableParts:
+        """Return the rows as they are now, packed by a codec; for who holds changes off."""
+        with Progress("packing", len(self), progress) as shown:
+            return build_parts(
+                self.batches(), codec, self._parts.item_shape, layout, pin=pin, progress=shown
+            )
 
     # Gathering
 
@@ -248,7 +271,7 @@ class CompressedTable(HostTable):
         On torch's current stream. Nothing waits for the GPU, and once warm nothing is allocated but
         the result; with `out` and ids on the GPU a call can be captured in a CUDA graph.
         """
-        return gathering.gather(self, ids, out, device, None, sort, sm_budget)
+        return self.gather_through(None, ids, out, device, sort, sm_budget)
 
     def gather_with(
         self,
@@ -260,7 +283,7 @@ class CompressedTable(HostTable):
         sm_budget: int | None,
     ) -> torch.Tensor:
         """Gather, but take what `cache` has from there; see `SlabCache.gather`."""
-        return gathering.gather(self, ids, out, device, cache, sort, sm_budget)
+        return self.gather_through(cache, ids, out, device, sort, sm_budget)
 
     def gather_checked(
         self,
@@ -283,14 +306,13 @@ class CompressedTable(HostTable):
             As in `gather`.
         """
         if out.numel():
-            with self._lock.reading():
-                self._check_open()
+            with self._reading():
                 data = out.view(torch.uint8).view(out.shape[0], self.row_bytes)
                 if data.device.type == "cpu":
-                    gathering.on_cpu(self, ids, data, cache)
+                    self._gathers.on_cpu(ids, data, cache)
                 else:
-                    gathering.on_gpu(self, ids, data, cache, sort, None)
-        self._count(gathers=1, rows=ids.shape[0])
+                    self._gathers.on_gpu(ids, data, cache, sort, None)
+        self._gathers.count(gathers=1, rows=ids.shape[0])
 
     def look_up_bags(
         self,
@@ -320,20 +342,8 @@ class CompressedTable(HostTable):
             is out of range or negative, bag n does not begin at id n, the table is raw or in
             place, or its rows share packed rows. What `out` holds is undefined then.
         """
-        with self._lock.reading():
-            self._check_open()
-            prepared = gathering.prepared_rows(self)
-            if not isinstance(prepared, PreparedTable) or not out.numel():
-                return None
-            gathering.populate(self)
-            found = prepared.look_up(ids, offsets, slots, resident, out)
-            if found is None:
-                return None
-            damaged, words, missing = found
-            raise_damaged(damaged)
-        if missing:
-            self._count(gathers=1, rows=missing, copied_words=words)
-        return missing
+        with self._reading():
+            return self._gathers.look_up_bags(ids, offsets, slots, resident, out)
 
     def gather_on_gpu(
         self, cache: Cache | None, ids: torch.Tensor, out: torch.Tensor, sort: bool | None = None
@@ -354,16 +364,14 @@ class CompressedTable(HostTable):
         """
         n = ids.shape[0]
         if n and self.row_bytes:
-            with self._lock.reading():
-                self._check_open()
-                gathering.on_gpu(self, ids, out, cache, sort, None, from_end=False)
-        self._count(gathers=1, rows=n)
+            with self._reading():
+                self._gathers.on_gpu(ids, out, cache, sort, None, from_end=False)
+        self._gathers.count(gathers=1, rows=n)
 
     def readable_by_gpu(self) -> bool:
         """Tell whether GPUs can read the packed rows where they are; page-lock them if so."""
-        with self._lock.reading():
-            self._check_open()
-            return gathering.readable_by_gpu(self)
+        with self._reading():
+            return self._gathers.readable_by_gpu()
 
     def gather_some_on_gpu(self, ids: torch.Tensor, out: torch.Tensor) -> None:
         """Gather on a GPU what of some ids is wanted, for callers that know the ids to be good.
@@ -376,9 +384,8 @@ class CompressedTable(HostTable):
         out : torch.Tensor
             As for `gather_on_gpu`; the table is `readable_by_gpu`.
         """
-        with self._lock.reading():
-            self._check_open()
-            gathering.some_on_gpu(self, ids, out)
+        with self._reading():
+            self._gathers.some_on_gpu(ids, out)
 
     def __getitem__(self, index: Index) -> torch.Tensor:
         """Return rows by an int, a slice, integers of any shape, or a bool mask ``[N]``."""
@@ -386,45 +393,7 @@ class CompressedTable(HostTable):
         rows = self.gather(ids.reshape(-1))
         return rows.view(*ids.shape, *self.shape[1:])
 
-    # On a GPU
-
-    def advice(self, device: torch.device | str, batch_rows: int = statistics.BATCH_ROWS) -> Advice:
-        """Return what the models of link and decoder say about gathers from this table.
-
-        Parameters
-        ----------
-        device : torch.device or str
-            Where rows are wanted. Its link, and its rate of decoding such rows, are measured once.
-        batch_rows : int
-            Rows of a gather.
-        """
-        return statistics.advice(self, device, batch_rows)
-
     # Changing rows
-
-    def update(self, ids: torch.Tensor, rows: torch.Tensor) -> None:
-        """Give rows new values.
-
-        Parameters
-        ----------
-        ids : torch.Tensor
-            Integers ``[n]`` on a CPU or GPU. Of rows with one id the last counts.
-        rows : torch.Tensor
-            ``[n, *row_shape]`` of the table's dtype, on a CPU or GPU.
-
-        Raises
-        ------
-        IndexRangeError
-            When an id is out of range; nothing is changed.
-        BitslabError
-            When the table is closed, read-only, memory-mapped, or was handed to other processes.
-
-        Notes
-        -----
-        Returns when the change is made. A packed row that fits its old place goes there; one that
-        does not is kept raw in an overflow area until `compact`. In place every row fits.
-        """
-        changes.update(self, ids, rows)
 
     def compact(
         self, progress: ProgressFunction | bool | None = None, *, refit: bool = False
@@ -449,15 +418,10 @@ class CompressedTable(HostTable):
         self._check_open()
         if self._parts.raw or not self._rows.dirty:
             return
-        with changes.changing(self, "compact"):
-            changes.check_writable(self, "compact")
-            with Progress("packing", len(self), progress) as shown:
-                codec = changes.fitted_again(self) if refit else self.codec
-                shape = tuple(self.shape[1:])
-                fresh = build_parts(
-                    self._batches(), codec, shape, self.layout, pin=self._pin, progress=shown
-                )
-            changes.replace(self, fresh)
+        with self._ownership.changing("compact"):
+            self._ownership.check("compact", self._parts)
+            codec = fitted_again(self.packed_rows_of, self._parts) if refit else self.codec
+            self._replace(self._packed_anew(self.layout, codec, pin=self._pin, progress=progress))
 
     # Other processes
 
@@ -469,7 +433,7 @@ class CompressedTable(HostTable):
         now on.
         """
         with self._reading():
-            if self._path is not None:
+            if self._ownership.path is not None:
                 raise BitslabError(
                     "handle: this table is memory-mapped; open the file in each process"
                 )
@@ -491,8 +455,8 @@ class CompressedTable(HostTable):
     def __getstate__(self) -> dict[str, Any]:
         """Describe the table for another process; plain pickle copies its memory."""
         with self._reading():
-            if self._path is not None:
-                return {"path": self._path, "checksum": self._checksum}
+            if self._ownership.path is not None:
+                return {"path": self._ownership.path, "checksum": self._ownership.checksum}
             if self._rows.overflow is not None:
                 raise BitslabError("pickle: rows have moved; call compact() first")
             state = self._parts.describe()
@@ -501,10 +465,11 @@ class CompressedTable(HostTable):
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "path" in state:
             opened = CompressedTable.from_file(state["path"], pin=False)
-            if opened._checksum != state["checksum"]:
+            mapped = opened._ownership
+            if mapped.checksum != state["checksum"]:
                 raise BitslabError(f"{state['path']}: holds another table than when it was opened")
             self._begin(opened._rows, pin=False, read_only=False)
-            self._path, self._checksum = opened._path, opened._checksum
+            self._ownership.mapped(mapped.path, mapped.checksum)
             return
         buffers = state["buffers"]
         read_only = any(buffer.shared for buffer in buffers.values())
@@ -515,7 +480,7 @@ class CompressedTable(HostTable):
         """Copy the memory too: two tables over one would not hear of each other's changes."""
         return copy.deepcopy(self)
 
-    # Statistics and end
+    # Representation and end
 
     def __repr__(self) -> str:
         """Name shape, dtype, layout, plan and ratio."""
@@ -525,23 +490,6 @@ class CompressedTable(HostTable):
             f"CompressedTable({list(self.shape)}, {dtype_name(self.dtype)}, {self.layout}, "
             f"{self.codec.describe()}, {self.ratio:.2f}x)"
         )
-
-    def stats(self) -> dict[str, Any]:
-        """Return sizes and counts; reading them waits for the GPUs.
-
-        Returns
-        -------
-        dict
-            ``rows``, ``row_bytes``, ``rows_per_packed_row``, ``layout``, ``codec``,
-            ``raw_bytes``, ``packed_bytes`` (the words), ``metadata_bytes`` (what finds rows in
-            them, and the profile), ``host_bytes`` (all of it), ``ratio`` (raw over host bytes),
-            ``packed_rows``, ``moved_rows``, ``overflow_bytes``, ``pinned``; of the gathers of this
-            process so far, those through a cache included: ``gathers``, ``gathered_rows``,
-            ``gathered_bytes`` (decoded), ``moved_bytes`` (words of this table read for them,
-            through caches that are still there); ``advice``, once a GPU was used: what the models
-            of link and codec say, with reasons.
-        """
-        return statistics.stats(self)
 
     def __enter__(self) -> CompressedTable:
         return self

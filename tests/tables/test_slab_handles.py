@@ -89,7 +89,7 @@ def test_slabs_leave_no_file_open():
             cache.refresh(torch.arange(50))
             SlabCache.attach(table, cache.handle()).close()
             assert open_files() > before
-        table._read_only = False
+        table._ownership.read_only = False
     del cache
     assert open_files() == before
 

@@ -336,7 +336,7 @@ def test_counts_are_exact():
             table.gather(torch.tensor([1000]))
         table.gather(ids[:0])
         table[7]
-        list(table._batches())
+        list(table.batches())
         stats = table.stats()
         assert (stats["gathers"], stats["gathered_rows"]) == (3, 5)
         assert stats["gathered_bytes"] == 5 * 256

@@ -52,7 +52,9 @@ class PreparedItems:
             places.ITEM_BYTES: self._item_bytes,
             places.ITEMS_PER_ROW: self._each,
             # Lengths are what find rows where there are both.
-            places.FLAGS: 0 if table.flags is None or table.lengths is not None else table.flags.data_ptr(),
+            places.FLAGS: 0
+            if table.flags is None or table.lengths is not None
+            else table.flags.data_ptr(),
             places.TABLES: tables.ctypes.data,
             places.TABLE_BYTES: tables.itemsize,
             places.POSITIONS: tables.shape[2],
