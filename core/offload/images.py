@@ -122,15 +122,19 @@ class MappedFile:
     def __init__(self, path: str, *, in_use: bool = True) -> None:
         self.path = path
         self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        if in_use:
-            hold(self._fd)
         self._close_fd = weakref.finalize(self, release, self._fd, os.getpid())
+        if in_use:
+            try:
+                hold(self._fd, path)
+            except BaseException:
+                self._close_fd()
+                raise
         self.nbytes = os.fstat(self._fd).st_size
         self._map: torch.Tensor | None = None
 
     def renamed(self, path: str) -> None:
         """Mark the file as used: it is complete and has another name now."""
-        hold(self._fd)
+        hold(self._fd, path)
         self.path = path
         self.nbytes = os.fstat(self._fd).st_size
         self._map = None

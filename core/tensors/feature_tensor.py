@@ -62,7 +62,9 @@ class FeatureTensor(torch.Tensor):
     and read-only; a note in ``t.feature.stats()`` tells of it. In-place functions and gradients are
     refused. Writes that torch does not see, such as another library's through DLPack
     (``torch.from_dlpack(t)``), are not: they change the decoded copy and not the packed rows. Give
-    such a writer ``t.clone()``.
+    such a writer ``t.clone()``. ``torch.utils.dlpack.to_dlpack(t)``, which no class can intercept,
+    raises, or with torch 2.8 and older gives that copy, as ``torch.from_dlpack(t)`` does: there is
+    no address before rows are decoded.
 
     Processes: `multiprocessing` and DataLoader workers, forked or spawned, share the table.
     `copy.deepcopy` copies it. `pickle` and `torch.save` write the plain tensor, so that a file can

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import gc
 import os
 import subprocess
@@ -14,7 +16,7 @@ import pytest
 import torch
 
 from bitslab.engine.files.file_locks import check_free, hold, release
-from bitslab.errors import ArgumentError
+from bitslab.errors import ArgumentError, BitslabError
 from bitslab.offload import (
     PackedWeights,
     WeightPacker,
@@ -158,7 +160,7 @@ def test_a_file_is_not_replaced_until_the_process_that_uses_it(end, tmp_path):
 def test_a_forked_child_that_drops_its_copy_leaves_the_file_in_use(tmp_path):
     (tmp_path / "file").write_bytes(b"")
     fd = os.open(tmp_path / "file", os.O_RDONLY)
-    hold(fd)
+    hold(fd, tmp_path / "file")
     release(os.dup(fd), owner=os.getpid() + 1)  # as a child does with the descriptor it inherits
     with pytest.raises(ArgumentError, match=f"^path: .*{IN_USE}"):
         check_free(tmp_path / "file", "path")
@@ -177,3 +179,50 @@ def test_writers_that_look_at_once_do_not_take_each_other_for_a_model(tmp_path):
     with ThreadPoolExecutor(2) as pool:
         for done in [pool.submit(look) for _ in range(2)]:
             done.result()
+
+
+def refuse_locks(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    def flock(fd: int, flags: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+
+
+@pytest.mark.parametrize("name", ["ENOLCK", "EOPNOTSUPP", "ENOSYS", "EINVAL", "EBADF"])
+def test_a_file_system_without_locks_is_written_to_and_read(name, monkeypatch, tmp_path):
+    # EBADF is what network file systems say of a folder, or of a file that is open to be read.
+    refuse_locks(monkeypatch, getattr(errno, name))
+    path = tmp_path / "weights"
+    for _ in range(2):
+        model = streamed(path)
+        assert same_bits(output(model), output(Blocks(count=2)))
+        restore_weights(model)
+
+
+@pytest.mark.parametrize("name", ["EIO", "EDEADLK", "EPERM"])
+def test_another_failure_to_lock_is_an_error_that_names_the_file(name, monkeypatch, tmp_path):
+    path = tmp_path / "weights"
+    by_saving(path)
+    before = path.read_bytes()
+    with monkeypatch.context() as patched:
+        refuse_locks(patched, getattr(errno, name))
+        n_open = len(os.listdir("/dev/fd"))
+        for use in (PackedWeights.open, lambda p: check_free(p, "disk")):
+            with pytest.raises(OSError, match=f"cannot be locked.*{path}") as caught:
+                use(path)
+            assert caught.value.errno == getattr(errno, name)
+        with pytest.raises((OSError, BitslabError), match="cannot be locked"):
+            by_offloading(path)
+        del caught
+        assert len(os.listdir("/dev/fd")) == n_open
+    assert path.read_bytes() == before and [p.name for p in tmp_path.iterdir()] == ["weights"]
+    by_offloading(path)
+
+
+@pytest.mark.parametrize("name", ["EAGAIN", "EACCES"])
+def test_a_lock_that_is_refused_means_that_somebody_uses_the_file(name, monkeypatch, tmp_path):
+    path = tmp_path / "weights"
+    path.write_bytes(b"")
+    refuse_locks(monkeypatch, getattr(errno, name))
+    with pytest.raises(ArgumentError, match=IN_USE):
+        check_free(path, "disk")

@@ -379,9 +379,23 @@ def test_rows_go_to_the_gpu_of_their_ids(t, x):
 
 
 def test_there_is_no_address_before_rows_are_decoded(t, x):
-    with pytest.raises(RuntimeError, match="Cannot access data pointer"):
-        DLPACK.to_dlpack(t)  # which torch lets nobody intercept
+    try:
+        capsule = DLPACK.to_dlpack(t)  # which torch lets nobody intercept
+    except RuntimeError as error:
+        assert "Cannot access data pointer" in str(error)
+        assert not decoded_whole(t)
+    else:
+        # Torch 2.8 and older ones take a strided view first, which decodes.
+        assert torch.equal(DLPACK.from_dlpack(capsule), x)
+        assert decoded_whole(t)
     assert torch.equal(DLPACK.from_dlpack(t), x)
+
+
+def test_the_view_that_older_torch_exports_is_of_decoded_rows(t, x):
+    """Their ``to_dlpack`` takes this view of any tensor, and then its address."""
+    with torch._C.DisableTorchFunctionSubclass():
+        view = torch.ops.aten.as_strided.default(t, t.shape, t.stride(), t.storage_offset())
+    assert view.data_ptr() == t.feature.whole().data_ptr() and torch.equal(view, x)
 
 
 @pytest.mark.parametrize("bad", [-1, N], ids=["-1", "N"])
