@@ -101,6 +101,10 @@ class DeviceNotes:
         self.holding |= held
         self._flags.index_fill_(0, slots, DIRTY | HELD if held else DIRTY)
 
+    def held(self) -> torch.Tensor:
+        """Return bool ``[n_slots]``: whether a gradient of a slot waits for a step."""
+        return (self._flags & HELD).bool()
+
     def release(self) -> None:
         """Note that no gradient waits any more."""
         if self.holding:

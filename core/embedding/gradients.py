@@ -28,7 +28,7 @@ class Use:
         int64 ``[n]`` slots on the device, repeated or not, where the host knows none of them.
     """
 
-    __slots__ = ("__weakref__", "changes", "ids", "on_device", "slots", "used")
+    __slots__ = ("__weakref__", "changes", "ids", "on_device", "origin", "slots", "used")
 
     def __init__(
         self,
@@ -43,6 +43,8 @@ class Use:
         self.on_device = on_device
         #: Whether backward went through.
         self.used = False
+        #: What lookups take the parameter from; kept as long as the graph.
+        self.origin: torch.Tensor | None = None
 
     @property
     def beside(self) -> bool:
@@ -67,18 +69,36 @@ class Owner(Protocol):
         """Take the gradient of rows that were looked up beside the parameter."""
 
 
+class _Origin(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, parameter: torch.Tensor, came: Callable[[torch.Tensor], None]
+    ) -> torch.Tensor:
+        ctx.came = came
+        ctx.set_materialize_grads(False)
+        # No view: writes to the parameter would give it another history. One number of memory.
+        shape, like = parameter.shape, {"dtype": parameter.dtype, "device": parameter.device}
+        return torch.empty_strided(shape, (0,) * len(shape), **like)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        if grads[0] is not None:
+            ctx.came(grads[0])
+        return grads[0], None
+
+
 class _Track(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        parameter: torch.Tensor,
+        origin: torch.Tensor,
         matrix: torch.Tensor,
         slots: torch.Tensor | None,
         owner: Owner,
         use: Use,
     ) -> torch.Tensor:
-        ctx.owner, ctx.use, ctx.slots, ctx.shape = owner, use, slots, parameter.shape
-        return parameter.view_as(parameter) if slots is None else matrix.view_as(matrix)
+        ctx.owner, ctx.use, ctx.slots, ctx.shape = owner, use, slots, origin.shape
+        return matrix.view_as(matrix)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -100,12 +120,21 @@ class _Detour(torch.autograd.Function):
         return None, None, None, None
 
 
+_origin: Callable[..., torch.Tensor] = _Origin.apply
 _track: Callable[..., torch.Tensor] = _Track.apply
 _detour: Callable[..., torch.Tensor] = _Detour.apply
 
 
+def origin_of(parameter: torch.Tensor, came: Callable[[torch.Tensor], None]) -> torch.Tensor:
+    """Return what hands its gradient on to a parameter, after `came` was called with it.
+
+    It has the parameter's shape, and no values.
+    """
+    return _origin(parameter, came)
+
+
 def track(
-    parameter: torch.Tensor,
+    origin: torch.Tensor,
     matrix: torch.Tensor,
     slots: torch.Tensor | None,
     owner: Owner,
@@ -115,18 +144,18 @@ def track(
 
     Parameters
     ----------
-    parameter : torch.Tensor
-        ``[C, D]``.
+    origin : torch.Tensor
+        ``[C, D]``, the parameter, or what hands its gradient on to it.
     matrix : torch.Tensor
-        Its rows `slots`, and one more that is none.
+        Its rows `slots`, and one more that is none; or all of it.
     slots : torch.Tensor or None
-        int64 ``[u]``; None to return the parameter itself.
+        int64 ``[u]``; None for all.
     owner : Owner
         Who is told.
     use : Use
         The lookup.
     """
-    return _track(parameter, matrix, slots, owner, use)
+    return _track(origin, matrix, slots, owner, use)
 
 
 def detour(parameter: torch.Tensor, rows: torch.Tensor, owner: Owner, use: Use) -> torch.Tensor:
@@ -149,32 +178,9 @@ class BackwardPass:
         #: Lookups, what their rows were then, and their gradients; a sparse one has the ids as
         #: indices, another ``[u + 1, D]`` has a row for each id of the lookup and one more.
         self.taken: list[tuple[Use, torch.Tensor | None, torch.Tensor]] = []
-        #: Lookups whose gradients autograd sums, and the mark of each gradient.
-        self.returned: list[tuple[Use, tuple[int, int]]] = []
+        #: Mark of the gradient that lookups have made, where autograd sums it.
+        self.of_lookups: tuple[int, int] | None = None
         self._end = end
-
-    def has_returned(self, grad: torch.Tensor) -> bool:
-        """Return whether a gradient is the sum of those that the lookups have returned.
-
-        Autograd adds gradients to the first one in place, so that the memory and the number of
-        writes to it tell. Where it did not, rows that no lookup has must have no gradient.
-        """
-        if not self.returned:
-            return False
-        _, (address, version) = self.returned[0]
-        if sum_mark(grad) == (address, version + len(self.returned) - 1):
-            return True
-        if len(self.returned) == 1:
-            return False
-        values = values_of(grad)
-        given = (values != 0).any(1).nonzero()[:, 0]
-        if grad.is_sparse:
-            given = grad._indices()[0][given]
-        looked_up = torch.zeros(grad.shape[0], dtype=torch.bool, device=grad.device)
-        for use, _ in self.returned:
-            slots = on_device_of(grad, use.slots) if use.on_device is None else use.on_device
-            looked_up[slots] = True
-        return bool(looked_up[given].all())
 
     def __call__(self) -> None:
         """Hand over what was brought."""
@@ -193,12 +199,14 @@ def at_end_of_backward(function: Callable[[], None]) -> None:
 
 
 def accumulates(node: Any) -> bool:
-    """Tell whether what a node hands to its first input is added to that input's ``grad``.
+    """Tell whether what a node hands on first is added to the ``grad`` of the leaf it comes to.
 
     `torch.autograd.grad` returns it instead.
     """
+    while node.next_functions:
+        node = node.next_functions[0][0]
     try:
-        return bool(torch._C._will_engine_execute_node(node.next_functions[0][0]))
+        return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError:  # torch's answer to a leaf in torch.autograd.grad
         return False
 

@@ -237,9 +237,10 @@ class Guests:
         notes_of(rows).write_to(those.notes)
         for link, states in zip(rows.training.links, those.states, strict=True):
             link.follow(states)
-        rows.parameter.grad = None
+        before, rows.parameter.grad = rows.parameter.grad, None
         rows.watch.set_data(those.data)
         rows.parameter.grad = those.grad
+        rows.training.gradients.follow(before, those.grad)
 
     def _check_memory(self, more: int, there: _BySlot) -> None:
         """Raise OutOfMemoryError where so many rows more would take too much of what is free."""
@@ -396,7 +397,7 @@ class Guests:
             rows.write_back(changed)
             rows.statistics.note_written_back(len(changed))
             training.save(leaving, residents.id_of[leaving])
-            training.note_reuse(np.concatenate([left, guests]))
+            training.gradients.note_reuse(np.concatenate([left, guests]))
             lost = slots  # what was in them is safe on the host
             at, to = (torch.from_numpy(each).to(self._device) for each in (moving, slots))
             rows.parameter.data[to] = rows.parameter.data[at]

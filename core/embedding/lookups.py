@@ -216,7 +216,7 @@ def _exchange(rows: CachedRows, batch: Batch, slots: Array) -> int:
         fresh = rows.source.gather(batch.missing[:step])
         rows.write_back(changed)
         rows.training.save(held, residents.id_of[held])
-        rows.training.note_reuse(held)
+        rows.training.gradients.note_reuse(held)
         lost = slots  # what was in them is safe on the host
         for begin in range(0, len(slots), step):
             if begin:

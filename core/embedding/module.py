@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from ..errors import ArgumentError, ArgumentTypeError, BitslabError
+from .parameter_watch import covers
 from .rows import CachedRows
 
 
@@ -149,7 +150,7 @@ class RowsModule(torch.nn.Module):
         finally:
             self._parameters.update(theirs)
         unexpected_keys += [key for key in unexpected if key not in names]
-        fitting = []
+        fitting: dict[CachedRows, list[tuple[int, torch.Tensor]]] = {}
         for name, rows, begin, end in tables:
             key = prefix + name
             if key not in state_dict:
@@ -167,10 +168,18 @@ class RowsModule(torch.nn.Module):
             elif not value.dtype.is_floating_point:
                 error_msgs.append(f"{key}: {value.dtype}, expected floating-point rows")
             else:
-                fitting.append((rows, value, begin))
+                fitting.setdefault(rows, []).append((begin, value))
         if not error_msgs:
-            for rows, value, begin in fitting:
-                rows.load(value, begin)
+            for rows, parts in fitting.items():
+                if not _are_whole(rows, parts):
+                    with rows.lock:  # before anything is loaded
+                        rows.watch.check()
+            for rows, parts in fitting.items():
+                if _are_whole(rows, parts):
+                    rows.load(_pieces(rows, parts))
+                    continue
+                for begin, value in parts:
+                    rows.load(value, begin)
 
     def __prepare_scriptable__(self) -> Any:
         """Refuse `torch.jit.script`, which asks each module for what it scripts instead."""
@@ -201,6 +210,19 @@ class RowsModule(torch.nn.Module):
         """Let the memory of the tables go; the module is of no use then."""
         for rows in self._rows_of.values():
             rows.close()
+
+
+def _are_whole(rows: CachedRows, parts: Sequence[tuple[int, torch.Tensor]]) -> bool:
+    """Return whether parts, each with its first row, are all rows."""
+    ranges = [(begin, begin + len(value)) for begin, value in parts]
+    return sum(len(value) for _, value in parts) == len(rows) and covers(ranges, len(rows))
+
+
+def _pieces(rows: CachedRows, parts: Sequence[tuple[int, torch.Tensor]]) -> Iterator[torch.Tensor]:
+    """Yield the rows of parts in their order, some at a time."""
+    for _, value in sorted(parts, key=lambda part: part[0]):
+        for first, last in rows.ranges(0, len(value)):
+            yield value[first:last]
 
 
 def rows_for_ratio(n_rows: int, cache_ratio: float) -> int:

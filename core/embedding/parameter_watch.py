@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -24,11 +25,11 @@ ADVICE = (
 
 
 class ParameterWatch:
-    """Version and memory of a parameter as lookups and steps have left them, and its gradients.
+    """Version and memory of a parameter as lookups and steps have left them.
 
     Where all rows are resident, the parameter is the table: everybody may write to it. Else what
-    others write, or their gradients, would reach the resident rows alone, and are refused. Writes
-    through ``parameter.data`` leave the version as it is, and are not seen.
+    others write would reach the resident rows alone, and is refused. Writes through
+    ``parameter.data`` leave the version as it is, and are not seen.
 
     Parameters
     ----------
@@ -38,10 +39,11 @@ class ParameterWatch:
 
     def __init__(self, rows: CachedRows) -> None:
         self._owner = weakref.ref(rows)
-        self._hooked: weakref.ref[torch.nn.Parameter] | None = None
-        self._hook: Any = None
         self._version = 0
         self._addresses: tuple[int, ...] = ()
+        # Rows that were loaded since a change that is refused: from, to; and what tells the change.
+        self._loaded: list[tuple[int, int]] = []
+        self._loaded_after: tuple[int, int] = (0, 0)
         self.accept()
 
     @property
@@ -54,6 +56,7 @@ class ParameterWatch:
         """Take the parameter as it is now for what it should be."""
         parameter = self._rows.parameter
         self._version, self._addresses = parameter._version, (parameter.data_ptr(),)
+        self._loaded.clear()
 
     def accept_step(self) -> None:
         """Take what an optimizer's step has written for what should be there."""
@@ -79,6 +82,7 @@ class ParameterWatch:
         self._addresses = (*self._addresses, data.data_ptr())
         set_data(parameter, data)
         self._addresses = (parameter.data_ptr(),)
+        self._rows.training.gradients.forget_origin()
 
     def check(self) -> None:
         """Take note of writes to the parameter outside of an optimizer's step.
@@ -92,18 +96,37 @@ class ParameterWatch:
         BitslabError
             When something else has changed it.
         """
-        if not self.changed:
-            return
-        rows = self._rows
-        training = rows.training
-        if not rows.all_resident and (self._replaced or self._others_changed()):
+        self._rows.training.gradients.raise_known()
+        if self.refuses():
             raise BitslabError(
                 "weight: the module's parameter was changed in place, or given other memory, "
                 f"outside of an optimizer's step; {ADVICE}"
             )
-        if not training.in_pass:
-            training.release()
+
+    def refuses(self) -> bool:
+        """Return whether `check` refuses what was written; else accept it."""
+        if not self.changed:
+            return False
+        rows = self._rows
+        if not rows.all_resident and (self._replaced or self._others_changed()):
+            return True
+        if not rows.training.in_pass:
+            rows.training.release()
         self.accept()
+        return False
+
+    def accept_loaded(self, begin: int, end: int) -> None:
+        """Note that rows begin..end were loaded; accept the parameter once all were.
+
+        Rows that were loaded before another change do not count.
+        """
+        parameter = self._rows.parameter
+        now = parameter._version, parameter.data_ptr()
+        if now != self._loaded_after:
+            self._loaded, self._loaded_after = [], now
+        self._loaded.append((begin, end))
+        if covers(self._loaded, len(self._rows)):
+            self.accept()
 
     def _others_changed(self) -> bool:
         """Return whether rows without a gradient have changed, or may have."""
@@ -120,53 +143,12 @@ class ParameterWatch:
         clean = rows.residents.resident()
         return len(differing(rows, clean[~rows.residents.dirty[clean]])) > 0
 
-    # Gradients
 
-    def watch_gradients(self) -> None:
-        """Refuse gradients that come from elsewhere than from lookups, from now on.
-
-        Nothing is done where all rows are resident, or the parameter takes no gradient.
-        """
-        rows = self._rows
-        parameter = rows.parameter
-        if rows.all_resident or not parameter.requires_grad:
-            return
-        if self._hooked is not None and self._hooked() is parameter:
-            return
-        if self._hook is not None:
-            self._hook.remove()
-        owner = self._owner  # the parameter may outlive the rows
-
-        def check(grad: torch.Tensor | None) -> None:
-            rows = owner()
-            if rows is not None and grad is not None and _accumulates(rows.parameter):
-                _check_origin(rows, grad)
-
-        # Copies for other processes leave it out, without a warning.
-        torch.utils.hooks.unserializable_hook(check)  # type: ignore[no-untyped-call]
-        self._hook = parameter.register_hook(check)  # type: ignore[no-untyped-call]
-        self._hooked = weakref.ref(parameter)
-
-    @property
-    def has_other_hooks(self) -> bool:
-        """Whether somebody else has registered a hook on the parameter."""
-        ours = None if self._hook is None else self._hook.id
-        return any(key != ours for key in self._rows.parameter._backward_hooks or ())
-
-
-def _check_origin(rows: CachedRows, grad: torch.Tensor) -> None:
-    """Refuse a gradient that is to be added and does not come from lookups alone."""
-    if not rows.training.has_returned(grad):
-        raise BitslabError(
-            "backward: the module's parameter has a gradient that no lookup made, such as that "
-            f"of a penalty over parameters(); {ADVICE}"
-        )
-
-
-def _accumulates(parameter: torch.nn.Parameter) -> bool:
-    """Return whether the gradient of a parameter is added to ``grad`` in this backward pass."""
-    node = torch.autograd.graph.get_gradient_edge(parameter).node
-    try:
-        return bool(torch._C._will_engine_execute_node(node))
-    except RuntimeError:  # torch.autograd.grad, which returns it instead
-        return False
+def covers(ranges: Iterable[tuple[int, int]], n_rows: int) -> bool:
+    """Return whether ranges of rows, from and to, have all of 0..n_rows."""
+    reached = 0
+    for begin, end in sorted(ranges):
+        if begin > reached:
+            return False
+        reached = max(reached, end)
+    return reached >= n_rows

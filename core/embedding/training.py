@@ -10,6 +10,7 @@ import torch
 
 from ..errors import BitslabError
 from .device_notes import notes_of, take_notes
+from .gradient_watch import GradientWatch
 from .gradients import (
     NONE,
     Array,
@@ -22,9 +23,7 @@ from .gradients import (
     on_device_of,
     pass_number,
     sparse_rows,
-    sum_mark,
     track,
-    values_of,
 )
 from .guests import let_go
 from .optimizers import OptimizerLink, has_stepped, watch
@@ -61,13 +60,12 @@ class Training:
         self._owner = weakref.ref(rows)
         self.links: list[OptimizerLink] = []
         self._orphans = list(stores)
+        self.gradients = GradientWatch(rows)
         self._live: weakref.WeakSet[Use] = weakref.WeakSet()
         self._pending: list[Use] = []
         # Those under way, by number; autograd holds each while it lasts.
         self._passes: weakref.WeakValueDictionary[int, BackwardPass] = weakref.WeakValueDictionary()
         self._grown = rows.residents.extra_rows > 0
-        self._reused: tuple[torch.Tensor, Array] | None = None
-        self._dropped: tuple[torch.Tensor, int] | None = None
         # A sparse gradient as an optimizer has it for a step, and as it was.
         self._summed: tuple[torch.Tensor | None, torch.Tensor] | None = None
         self.moved()
@@ -83,7 +81,7 @@ class Training:
         """Follow a parameter that is another object now."""
         if self._rows.trainable:
             watch(self._rows)
-            self._rows.watch.watch_gradients()
+            self.gradients.watch()
 
     @property
     def _on_host(self) -> bool:
@@ -114,13 +112,14 @@ class Training:
         on_device : torch.Tensor, optional
             int64 ``[n]``, the slots, where the host knows none of them before `know_slots`.
         """
-        self._rows.watch.watch_gradients()
         use = Use(slots, ids, self._rows.source.changes, on_device)
         self._live.add(use)
-        parameter = self._rows.parameter
+        parameter, use.origin = self._rows.parameter, self.gradients.origin()
         if use.beside:
             return detour(parameter, matrix, self, use)
-        return track(parameter, matrix, None if whole else torch.from_numpy(slots), self, use)
+        if whole:  # detached, it notices writes to the parameter before backward
+            return track(use.origin, parameter.detach(), None, self, use)
+        return track(use.origin, matrix, torch.from_numpy(slots), self, use)
 
     def _waiting(self) -> list[Use]:
         return [use for use in self._live if not use.used and len(use.slots)]
@@ -164,7 +163,7 @@ class Training:
         with rows.lock:
             self._check_there(use)
             rows.watch.check()
-            self._check_cleared("backward")
+            self.gradients.check_cleared("backward")
             this = self._this_pass()
             if use.on_device is not None and self._collects(this, node, shape):
                 take_notes(rows)  # gradients are summed here by ids
@@ -180,8 +179,6 @@ class Training:
             else:
                 kept = grad
             use.used = True
-            if kept is not None:
-                this.returned.append((use, sum_mark(kept)))
             if use.on_device is not None:
                 notes_of(rows).changed(use.on_device, held=rows.guests is not None)
                 return kept
@@ -220,7 +217,7 @@ class Training:
         rows = self._rows
         with rows.lock:
             rows.watch.check()
-            self._check_cleared("backward")
+            self.gradients.check_cleared("backward")
             if grad.is_sparse:
                 places = grad._indices()[0].cpu()
                 real = places < len(use.ids)
@@ -269,7 +266,7 @@ class Training:
             why = "torch.autograd.grad"
         elif torch.is_grad_enabled():
             why = "create_graph=True"
-        elif self._rows.watch.has_other_hooks:
+        elif self.gradients.has_other_hooks:
             why = "a hook on the parameter"
         if why:
             raise BitslabError(
@@ -277,33 +274,6 @@ class Training:
                 f"room for, which is {self._rows.cache_rows} rows; make the cache larger"
             )
         this.taken.append((use, found, grad.detach()))
-
-    def note_reuse(self, slots: Array) -> None:
-        """Remember that slots get other rows while an old gradient stands in them."""
-        grad = self._rows.parameter.grad
-        if grad is None:
-            self._reused = None
-            return
-        if self._reused is not None and self._reused[0] is grad:
-            slots = np.union1d(self._reused[1], slots)
-        self._reused = (grad, slots)
-
-    def _check_cleared(self, what: str) -> None:
-        """Refuse to go on with gradients of rows that are elsewhere by now."""
-        grad = self._rows.parameter.grad
-        reused, self._reused = self._reused, None
-        dropped, self._dropped = self._dropped, None
-        if grad is None:
-            return
-        left = reused is not None and reused[0] is grad and bool(len(given_slots(grad, reused[1])))
-        if dropped is not None and dropped[0] is grad:
-            left |= dropped[1] == grad._version or bool((values_of(grad) != 0).any())
-        if left:
-            self._reused, self._dropped = reused, dropped
-            raise BitslabError(
-                f"{what}: gradients of an earlier step were not cleared, and their rows have "
-                "left the cache; call optimizer.zero_grad() after each step"
-            )
 
     def _end_pass(self, this: BackwardPass) -> None:
         """Bring what a pass collected to the parameter, which grows to hold its rows."""
@@ -313,10 +283,13 @@ class Training:
             for number in [n for n, each in self._passes.items() if each is this]:
                 del self._passes[number]
             if not taken:
+                self._leave_one_free()
                 return
             take_notes(rows)
+            self.gradients.before_backward()
             for use, found, _ in taken:
                 self._make_resident(use, found)
+            self._leave_one_free()
             sparse: torch.Tensor | None = None
             dense: torch.Tensor | None = None
             for use, _, grad in taken:
@@ -364,7 +337,7 @@ class Training:
         rows = self._rows
         parameter, first = rows.parameter, len(rows.residents.id_of)
         data = torch.cat([parameter.data[:first], fresh])
-        grad = parameter.grad
+        before = grad = parameter.grad
         if grad is not None:
             grad = resized(grad, data.shape)
         parameter.grad = None
@@ -373,7 +346,24 @@ class Training:
             link.grow(ids, first)
         rows.watch.set_data(data)
         parameter.grad = grad
+        self.gradients.follow(before, grad)
         rows.residents.grow(ids)
+
+    def _leave_one_free(self) -> None:
+        """Let the parameter grow by a slot of no row where gradients of lookups are in all slots.
+
+        A gradient that is changed by hand everywhere is told by it from one that is scaled.
+        """
+        rows = self._rows
+        n_slots = len(rows.residents.id_of)
+        n_held = sum(len(use.slots) for use in self._pending)
+        if rows.all_resident or rows.guests is not None or n_held < n_slots:
+            return
+        free = np.ones(n_slots, bool)
+        for use in self._pending:
+            free[use.slots] = False
+        if not free.any():
+            self._grow(np.array([-1]), rows.parameter.data.new_zeros(1, rows.row_dim))
 
     def _add_sparse(self, grad: torch.Tensor) -> None:
         """Add a sparse gradient by ids to that of the parameter."""
@@ -405,6 +395,11 @@ class Training:
         return not (busy or rows.watch.changed)
 
     @property
+    def pass_under_way(self) -> BackwardPass | None:
+        """The backward pass that this code runs in, if gradients of lookups have come with it."""
+        return self._passes.get(pass_number())
+
+    @property
     def in_pass(self) -> bool:
         """Whether a backward pass is under way."""
         return len(self._passes) > 0
@@ -419,11 +414,6 @@ class Training:
         """Whether a gradient waits for a step."""
         notes = self._rows.notes
         return bool(self._pending) or (notes is not None and notes.holding)
-
-    def has_returned(self, grad: torch.Tensor) -> bool:
-        """Return whether a gradient of the pass under way comes from lookups alone."""
-        this = self._passes.get(pass_number())
-        return this is not None and this.has_returned(grad)
 
     @property
     def live(self) -> list[Use]:
@@ -514,8 +504,9 @@ class Training:
         rows.watch.set_data(with_spare(parameter.data[:capacity].clone()))
         if grad is not None:
             parameter.grad = kept = resized(grad, parameter.shape)
+            self.gradients.follow(grad, kept)
             if len(given_slots(grad, slots)):
-                self._dropped = (kept, kept._version)
+                self.gradients.note_dropped(kept)
         self._grown = False
 
     # Steps
@@ -527,7 +518,8 @@ class Training:
             options = link.options
             link.check(options)
             self._rows.watch.check()
-            self._check_cleared("optimizer")
+            self.gradients.check_cleared("optimizer")
+            self.gradients.check(use.slots for use in self._pending)
             if type(optimizer) in (torch.optim.Adagrad, torch.optim.SparseAdam):
                 self._sum_in_order(negated=bool(options.get("maximize")))
             link.align()

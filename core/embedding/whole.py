@@ -86,11 +86,14 @@ def load(rows: CachedRows, weight: torch.Tensor | Iterable[torch.Tensor], begin:
         ranges = rows.ranges(0, n_rows)
         _replace(rows, (weight[first:last].to(rows.dtype) for first, last in ranges))
         return
-    rows.watch.check()
+    # Other rows stay refused until they are loaded too.
+    refused = rows.watch.refuses()
     for first, last in rows.ranges(begin, begin + n_rows):
         piece = weight[first - begin : last - begin].to(rows.dtype)
         rows.source.update(np.arange(first, last), piece)
     _read_again(rows, begin, begin + n_rows)
+    if refused:
+        rows.watch.accept_loaded(begin, begin + n_rows)
 
 
 def _check_rows(rows: CachedRows, weight: torch.Tensor) -> None:
@@ -159,7 +162,7 @@ def flush(rows: CachedRows, *, evict: bool) -> None:
     slots = residents.resident()
     slots = slots[~residents.pinned[slots]]
     rows.training.save(slots, residents.id_of[slots])
-    rows.training.note_reuse(slots)
+    rows.training.gradients.note_reuse(slots)
     residents.empty(slots)
 
 

@@ -54,10 +54,15 @@ class CachedEmbedding(TableModule):
     With ``cache_ratio=1.0`` the parameter is the table: whatever writes to it, or gives it a
     gradient, changes the table. Else an in-place change of it outside of an optimizer's step
     (`torch.nn.init`, ``clamp_``) and a gradient that no lookup made (a penalty over
-    ``parameters()``) raise, since only the resident rows would follow. Writes through its ``.data``
-    are not seen then, and not supported, but for a step by hand that moves rows with a gradient
-    alone. Values of the state dict are copies: writes into them do not reach the table. Another
-    parameter in the place of the module's raises (`torch.func.functional_call`).
+    ``parameters()``) raise, since only the resident rows would follow. A gradient that was assigned
+    or changed by hand (``p.grad.add_(noise)``) raises at the step, before anything moves, if it is
+    not zero in rows that no lookup of the step holds; clipping and scaling pass. On a GPU nothing
+    waits for that: the next lookup or step raises, and rows that no lookup holds do not move.
+    Writes through ``.data`` of the parameter or of its gradient are not seen then, and not
+    supported, but for a step by hand that moves rows with a gradient alone; nor is a gradient
+    that was kept while rows came and went, which has the rows of before. Values of the state dict
+    are copies: writes into them do not reach the table. Another parameter in the place of the
+    module's raises (`torch.func.functional_call`).
 
     `torch.nn.utils.clip_grad_norm_` sums in the order of the resident rows, not of the ids, so that
     a norm may differ from that of the plain module in the last bit.

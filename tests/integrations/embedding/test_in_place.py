@@ -194,6 +194,16 @@ PENALTIES: dict[str, Any] = {
         loss_of(lookup(m, IDS)) + loss_of(lookup(m, IDS[:3])) + parameter_of(m).square().sum()
     ),
     "too-many-rows": lambda m: loss_of(lookup(m, EVERY_ID)) + parameter_of(m).square().sum(),
+    # Lookups that take all resident rows leave none to tell a penalty by.
+    "all-resident-rows": lambda m: (
+        loss_of(lookup(m, EVERY_ID[:6]))
+        + loss_of(lookup(m, EVERY_ID[6:10]))
+        + parameter_of(m).square().sum()
+    ),
+    "zero-one-lookup": lambda m: loss_of(lookup(m, IDS)) + 0 * parameter_of(m).sum(),
+    "zero-two-lookups": lambda m: (
+        loss_of(lookup(m, IDS)) + loss_of(lookup(m, IDS[:3])) + 0 * parameter_of(m).sum()
+    ),
 }
 
 
@@ -238,6 +248,175 @@ def test_torch_autograd_grad_of_a_parameter_is_no_gradient_to_add():
     parameter = parameter_of(ours)
     (grad,) = torch.autograd.grad(parameter.square().sum(), [parameter])
     assert_same(grad, 2 * parameter.detach())
+
+
+def noise(parameter: torch.nn.Parameter) -> None:
+    assert parameter.grad is not None
+    parameter.grad = parameter.grad + torch.ones_like(parameter)
+
+
+def added(parameter: torch.nn.Parameter) -> None:
+    assert parameter.grad is not None
+    parameter.grad.add_(torch.ones_like(parameter))
+
+
+def assigned(parameter: torch.nn.Parameter) -> None:
+    parameter.grad = torch.ones_like(parameter)
+
+
+def unscaled(parameter: torch.nn.Parameter) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(torch.zeros(()))
+    scaler.unscale_(torch.optim.SGD([parameter], lr=0.1))
+
+
+BY_HAND: dict[str, Any] = {"assigned": assigned, "add_": added, "noise": noise}
+SCALED: dict[str, Any] = {
+    "mul_": lambda p: p.grad.mul_(0.5),
+    "assigned": lambda p: setattr(p, "grad", p.grad * 0.5),
+    "clip_grad_norm_": lambda p: torch.nn.utils.clip_grad_norm_([p], 1e9),
+    "clip_grad_value_": lambda p: torch.nn.utils.clip_grad_value_([p], 0.01),
+    "unscale_": unscaled,
+}
+BATCHES = pytest.mark.parametrize(
+    "ids", [IDS, EVERY_ID[:10], EVERY_ID], ids=["some", "all-slots", "too-many-rows"]
+)
+
+
+@pytest.mark.parametrize("change", BY_HAND.values(), ids=BY_HAND.keys())
+@pytest.mark.parametrize("when", ["before-step", "before-backward", "without-backward"])
+@BATCHES
+@SOME
+@BOTH
+def test_a_gradient_that_is_changed_by_hand_is_refused_at_the_step(
+    make, options, ids, when, change
+):
+    plain, ours = make(**options)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (plain, ours)]
+    before = whole(plain).clone()
+    parameter = parameter_of(ours)
+    if when == "without-backward":
+        if options == {"cache": "packed"}:
+            return  # there are no resident rows
+        assigned(parameter)
+    else:
+        loss_of(lookup(ours, ids)).backward()
+        change(parameter)
+        if when == "before-backward":
+            loss_of(lookup(ours, ids)).backward()
+    for _ in range(2):
+        with pytest.raises(BitslabError, match="gradient of the module's parameter was changed"):
+            optimizers[1].step()
+    assert_same(whole(ours), before)
+    ours.zero_grad()
+    for module, optimizer in zip((plain, ours), optimizers, strict=True):
+        step(module, optimizer, ids)
+    assert_same(whole(ours), whole(plain))
+
+
+@pytest.mark.parametrize("scale", SCALED.values(), ids=SCALED.keys())
+@pytest.mark.parametrize("set_to_none", [True, False], ids=["none", "zeros"])
+@BATCHES
+@SOME
+@BOTH
+def test_a_gradient_may_be_scaled_by_hand(make, options, ids, set_to_none, scale):
+    pair = make(**options)
+    optimizers = [torch.optim.Adagrad(m.parameters(), lr=0.1) for m in pair]
+    for n in range(4):
+        for module, optimizer in zip(pair, optimizers, strict=True):
+            optimizer.zero_grad(set_to_none)
+            loss_of(lookup(module, (ids + 5 * n) % N)).backward()
+            scale(parameter_of(module))
+            optimizer.step()
+    assert_same(whole(pair[1]), whole(pair[0]))
+
+
+def test_a_gradient_may_be_changed_by_hand_where_all_rows_are_resident():
+    pair = bags(cache_ratio=1.0)
+    for module in pair:
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        loss_of(lookup(module, IDS)).backward()
+        added(parameter_of(module))
+        optimizer.step()
+    assert_same(pair[1].state_dict()["weight"], pair[0].weight.detach())
+
+
+@pytest.mark.parametrize("change", ["scaled", "add_"])
+def test_gradients_of_sparse_lookups_are_looked_at_too(change):
+    plain, ours = bags(sparse=True, cache_ratio=0.2)
+    for module in (plain, ours):
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        loss_of(lookup(module, IDS)).backward()
+        parameter = parameter_of(module)
+        if change == "add_":
+            parameter.grad = torch.ones_like(parameter) + parameter.grad
+        else:
+            parameter.grad.mul_(0.5)
+        if change == "add_" and module is ours:
+            with pytest.raises(BitslabError, match="changed by hand"):
+                optimizer.step()
+            return
+        optimizer.step()
+    assert_same(whole(ours), whole(plain))
+
+
+def test_a_hook_that_changes_the_gradient_of_the_resident_rows_is_seen():
+    _, ours = bags(cache_ratio=0.2)
+    parameter_of(ours).register_hook(lambda grad: grad + 1)
+    loss_of(lookup(ours, IDS)).backward()
+    with pytest.raises(BitslabError, match="changed by hand"):
+        torch.optim.SGD(ours.parameters(), lr=0.1).step()
+
+
+def test_a_gradient_of_lookups_on_a_gpu_is_looked_at_in_the_slots_that_they_hold():
+    with told_on_device(twins=True):
+        rows = CachedRows.from_tensor(torch.randn(40, 4), cache_rows=8, device="cpu")
+        optimizer = torch.optim.SGD([rows.parameter], lr=0.1)
+        for n in range(4):
+            matrix, index = rows.lookup(torch.arange(n, n + 5), train=True)
+            matrix[index].sum().backward()
+            torch.nn.utils.clip_grad_norm_([rows.parameter], 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert rows.guests is not None
+        matrix, index = rows.lookup(torch.arange(20, 25), train=True)
+        matrix[index].sum().backward()
+        added(rows.parameter)
+        with pytest.raises(BitslabError, match="changed by hand"):
+            optimizer.step()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("where", ["cpu", "cuda"])
+def test_a_gradient_that_is_changed_by_hand_on_a_gpu_is_told_later(where, run_ahead):
+    weight = torch.randn(400, 8)
+    rows = CachedRows.from_tensor(weight, cache_rows=40, device="cuda")
+    optimizer = torch.optim.SGD([rows.parameter], lr=0.1)
+
+    def looked_up() -> None:
+        optimizer.zero_grad()
+        matrix, index = rows.lookup(torch.arange(5, device=where), train=True)
+        F.embedding(index, matrix).sum().backward()
+
+    def clipped() -> None:
+        torch.nn.utils.clip_grad_norm_([rows.parameter], 1e9, foreach=True)
+        optimizer.step()
+
+    for _ in range(3):
+        looked_up()
+        clipped()
+    looked_up()
+    run_ahead(clipped)
+    looked_up()
+    added(rows.parameter)
+    optimizer.step()
+    torch.cuda.synchronize()
+    with pytest.raises(BitslabError, match="changed by hand"):
+        looked_up()
+    # Rows that no lookup holds have not moved.
+    assert_same(rows.whole()[5:], weight[5:])
+    looked_up()
+    clipped()
 
 
 REPLACED: dict[str, Any] = {

@@ -308,6 +308,73 @@ def test_state_of_another_shape_is_refused_and_nothing_changes() -> None:
         ours.load_state_dict({**state, "embedding_bags.t9.weight": torch.zeros(2, 2)})
 
 
+def written_in_place(ours: torch.nn.Module) -> int:
+    """Train, then write to all resident rows; return in how many groups rows are refused now."""
+    optimizer = make_optimizer(ours, **ADAGRAD)
+    ours(batch()).values().square().sum().backward()
+    optimizer.step()
+    for parameter in ours.parameters():
+        torch.nn.init.ones_(parameter)
+    refused = 0
+    for group in ours.groups:
+        with pytest.raises(BitslabError, match="changed in place"):
+            group.rows.whole()
+        refused += 1
+    return refused
+
+
+@pytest.mark.parametrize("how", ["state-dict", "views"])
+def test_loading_all_tables_makes_refused_writes_good(how) -> None:
+    theirs, ours = bags()
+    assert max(len(group.tables) for group in ours.groups) > 1
+    assert written_in_place(ours) == len(ours.groups)
+    if how == "state-dict":
+        assert not any(ours.load_state_dict(theirs.state_dict()))
+    else:
+        for name, view in ours.embedding_bags.items():
+            view.load(theirs.embedding_bags[name].weight.detach())
+    assert same_state(theirs, ours)
+    ours.zero_grad()  # gradients stand from before
+    train(theirs, ours, ADAGRAD, steps=3)
+    assert same_state(theirs, ours)
+
+
+def test_rows_that_were_not_loaded_stay_refused() -> None:
+    theirs, ours = bags()
+    written_in_place(ours)
+    group = next(group for group in ours.groups if len(group.tables) > 1)
+    first, *others = [ours.specs[table].name for table in group.tables]
+    ours.embedding_bags[first].load(theirs.embedding_bags[first].weight.detach())
+    with pytest.raises(BitslabError, match="changed in place"):
+        ours(batch())
+    for parameter in ours.parameters():
+        torch.nn.init.zeros_(parameter)  # the rows that were loaded too
+    for name in others:
+        ours.embedding_bags[name].load(theirs.embedding_bags[name].weight.detach())
+    with pytest.raises(BitslabError, match="changed in place"):
+        ours(batch())
+    ours.load_state_dict(theirs.state_dict())
+    assert same_state(theirs, ours)
+
+
+def test_a_load_that_fails_changes_no_table() -> None:
+    theirs, ours = bags()
+    written_in_place(ours)
+    before = [group.rows.table.decoded(0, len(group.rows)) for group in ours.groups]
+    state = theirs.state_dict()
+    group = next(group for group in ours.groups if len(group.tables) > 1)
+    missing = f"embedding_bags.{ours.specs[group.tables[-1]].name}.weight"
+    part = {key: value for key, value in state.items() if key != missing}
+    with pytest.raises(BitslabError, match="changed in place"):
+        ours.load_state_dict(part, strict=False)
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        ours.load_state_dict({**state, missing: torch.zeros(2, 2)})
+    after = [group.rows.table.decoded(0, len(group.rows)) for group in ours.groups]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    ours.load_state_dict(state)
+    assert same_state(theirs, ours)
+
+
 def test_optimizer_state_is_that_of_all_rows() -> None:
     """Adagrad goes on from a checkpoint as it does in TorchRec's own."""
     theirs, ours = bags()

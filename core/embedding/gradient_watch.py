@@ -1,0 +1,276 @@
+"""The gradient of a parameter of cached rows: what lookups made of it, and what others did."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from ..errors import BitslabError
+from .device_notes import notes_of
+from .gradients import Array, given_slots, on_device_of, origin_of, sum_mark, values_of
+from .parameter_watch import ADVICE
+
+if TYPE_CHECKING:
+    from .rows import CachedRows
+
+
+class GradientWatch:
+    """Refuses gradients of resident rows that the other rows of the table would lack.
+
+    All lookups take the parameter from one tensor, `origin`. What its backward hands on is what
+    lookups have made, whatever their number, and nothing else may reach the parameter. Changes of
+    ``parameter.grad`` between backward and step are seen by its address and version, as of a tensor
+    that is assigned or written to: rows that no lookup of the step holds must be zero then.
+
+    Nothing is done where all rows are resident, or the parameter takes no gradient. Writes through
+    ``parameter.grad.data`` leave the version as it is, and are not seen.
+
+    Parameters
+    ----------
+    rows : CachedRows
+        The rows, whose lock is held by whoever calls.
+    """
+
+    def __init__(self, rows: CachedRows) -> None:
+        self._owner = weakref.ref(rows)
+        self._hooked: weakref.ref[torch.nn.Parameter] | None = None
+        self._hooks: list[Any] = []
+        self._origin: weakref.ref[torch.Tensor] | None = None
+        # Mark of `parameter.grad` as the last backward pass left it.
+        self._left: tuple[int, int] | None = None
+        # Whether it was changed before that.
+        self._changed_before = False
+        # A gradient, and slots that got other rows while it stands in them.
+        self._reused: tuple[torch.Tensor, Array] | None = None
+        # A gradient that has lost rows, and its version then.
+        self._dropped: tuple[torch.Tensor, int] | None = None
+        # Where a GPU tells that it has found a gradient to refuse.
+        self._found: torch.Tensor | None = None
+
+    @property
+    def _rows(self) -> CachedRows:
+        rows = self._owner()
+        assert rows is not None
+        return rows
+
+    # In backward
+
+    def origin(self) -> torch.Tensor:
+        """Return what stands for the parameter in the graph of a lookup.
+
+        It is shared by lookups as long as somebody keeps it, and the shape stays.
+        """
+        self.raise_known()
+        self.watch()
+        parameter = self._rows.parameter
+        if self._rows.all_resident:
+            return parameter
+        kept = None if self._origin is None else self._origin()
+        if kept is not None and (kept.shape, kept.dtype, kept.device) == (
+            parameter.shape,
+            parameter.dtype,
+            parameter.device,
+        ):
+            return kept
+        owner = self._owner
+
+        def came(grad: torch.Tensor) -> None:
+            rows = owner()
+            this = None if rows is None else rows.training.pass_under_way
+            if this is not None:
+                this.of_lookups = sum_mark(grad)
+
+        origin = origin_of(parameter, came)
+        self._origin = weakref.ref(origin)
+        return origin
+
+    def forget_origin(self) -> None:
+        """Begin anew with `origin`, after the parameter was given other memory."""
+        self._origin = None
+
+    def watch(self) -> None:
+        """Hear of all gradients of the parameter from now on."""
+        rows = self._rows
+        parameter = rows.parameter
+        if rows.all_resident or not parameter.requires_grad:
+            return
+        if self._hooked is not None and self._hooked() is parameter:
+            return
+        for hook in self._hooks:
+            hook.remove()
+        self._origin = None
+        owner = self._owner  # the parameter may outlive the rows
+
+        def comes(grad: torch.Tensor | None) -> None:
+            rows = owner()
+            if rows is not None and grad is not None and _accumulates(rows.parameter):
+                rows.training.gradients.before_backward(grad)
+
+        def came(parameter: torch.Tensor) -> None:
+            rows = owner()
+            if rows is not None and rows.parameter is parameter:
+                rows.training.gradients.after_backward()
+
+        # Copies for other processes leave it out, without a warning.
+        torch.utils.hooks.unserializable_hook(comes)  # type: ignore[no-untyped-call]
+        self._hooks = [
+            parameter.register_hook(comes),  # type: ignore[no-untyped-call]
+            parameter.register_post_accumulate_grad_hook(came),
+        ]
+        self._hooked = weakref.ref(parameter)
+
+    @property
+    def has_other_hooks(self) -> bool:
+        """Whether somebody else has registered a hook on the parameter."""
+        ours = self._hooks[0].id if self._hooks else None
+        return any(key != ours for key in self._rows.parameter._backward_hooks or ())
+
+    def before_backward(self, grad: torch.Tensor | None = None) -> None:
+        """Note what others have done to the gradient before a pass adds to it.
+
+        Parameters
+        ----------
+        grad : torch.Tensor, optional
+            What autograd is about to add; it must come from lookups alone.
+        """
+        this = self._rows.training.pass_under_way
+        if grad is not None and (this is None or this.of_lookups != sum_mark(grad)):
+            raise BitslabError(
+                "backward: the module's parameter has a gradient that no lookup made, such as that "
+                f"of a penalty over parameters(); {ADVICE}"
+            )
+        old = self._rows.parameter.grad
+        cleared = old is None or self._is_as_left(old) or _is_known_zero(old)
+        self._changed_before = not cleared
+
+    def after_backward(self) -> None:
+        """Note the gradient as a pass has left it."""
+        grad = self._rows.parameter.grad
+        self._left = None if grad is None else sum_mark(grad)
+
+    def _is_as_left(self, grad: torch.Tensor) -> bool:
+        return not self._changed_before and self._left == sum_mark(grad)
+
+    def follow(self, old: torch.Tensor | None, new: torch.Tensor | None) -> None:
+        """Take a gradient for what another was, such as of another number of rows."""
+        if old is not None and new is not None and self._left == sum_mark(old):
+            self._left = sum_mark(new)
+
+    # Between steps
+
+    def note_reuse(self, slots: Array) -> None:
+        """Remember that slots get other rows while an old gradient stands in them."""
+        grad = self._rows.parameter.grad
+        if grad is None:
+            self._reused = None
+            return
+        if self._reused is not None and self._reused[0] is grad:
+            slots = np.union1d(self._reused[1], slots)
+        self._reused = (grad, slots)
+
+    def note_dropped(self, grad: torch.Tensor) -> None:
+        """Remember that a gradient has lost rows."""
+        self._dropped = (grad, grad._version)
+
+    def check_cleared(self, what: str) -> None:
+        """Refuse to go on with gradients of rows that are elsewhere by now."""
+        grad = self._rows.parameter.grad
+        reused, self._reused = self._reused, None
+        dropped, self._dropped = self._dropped, None
+        if grad is None:
+            return
+        left = reused is not None and reused[0] is grad and bool(len(given_slots(grad, reused[1])))
+        if dropped is not None and dropped[0] is grad:
+            left |= dropped[1] == grad._version or bool((values_of(grad) != 0).any())
+        if left:
+            self._reused, self._dropped = reused, dropped
+            raise BitslabError(
+                f"{what}: gradients of an earlier step were not cleared, and their rows have "
+                "left the cache; call optimizer.zero_grad() after each step"
+            )
+
+    # In steps
+
+    def check(self, held: Iterable[Array]) -> None:
+        """Refuse a gradient that was changed so that others than the rows of lookups have one.
+
+        Parameters
+        ----------
+        held : iterable of numpy.ndarray
+            int64, slots of the rows whose gradient lookups have made, as far as the host knows.
+
+        Raises
+        ------
+        BitslabError
+            On a GPU only by the next call that looks rows up or takes a step: nothing waits. Rows
+            that no lookup holds do not move.
+        """
+        self.raise_known()
+        rows = self._rows
+        grad = rows.parameter.grad
+        if grad is None or rows.all_resident or not values_of(grad).numel():
+            return
+        if self._is_as_left(grad) and not self.has_other_hooks:
+            return
+        on_gpu = rows.device.type == "cuda"
+        with torch.no_grad():
+            free = torch.ones(rows.parameter.shape[0], dtype=torch.bool, device=grad.device)
+            for slots in held:
+                free.index_fill_(0, on_device_of(grad, slots), False)
+            if rows.guests is not None:
+                free &= ~notes_of(rows).held()
+            values = values_of(grad)
+            strays = free[grad._indices()[0]] if grad.is_sparse else free
+            # Also where it is NaN; twice as fast as `any` of what is not 0.
+            found = strays & (values.abs().amax(1) != 0)
+            if not on_gpu:
+                if bool(found.any()):
+                    raise _refused()
+                return
+            values.masked_fill_(found[:, None], 0)
+            self._tell_later(found.any())
+            self._left = sum_mark(grad)
+
+    def _tell_later(self, found: torch.Tensor) -> None:
+        if self._found is None:
+            self._found = torch.zeros(1, dtype=torch.bool).pin_memory()
+        # Stays true once it is.
+        total = self._found.to(found.device, non_blocking=True) | found
+        self._found.copy_(total, non_blocking=True)
+
+    def raise_known(self) -> None:
+        """Raise what a GPU has told of a gradient that `check` was given."""
+        if self._found is not None and bool(self._found):
+            self._found = None
+            raise _refused()
+
+
+def _refused() -> BitslabError:
+    return BitslabError(
+        "optimizer: the gradient of the module's parameter was changed by hand, or not cleared "
+        "after an earlier step, and is not zero in rows that no lookup of this step holds: only "
+        "the resident rows would follow, not the whole table. Scale gradients instead, call "
+        "optimizer.zero_grad() after each step, make all rows resident with cache_ratio=1.0, or "
+        "leave the table uncompressed"
+    )
+
+
+def _is_known_zero(grad: torch.Tensor) -> bool:
+    """Return whether a gradient was set to zero, as far as that can be known without a GPU."""
+    values = values_of(grad)
+    if values.device.type != "cpu":
+        return False
+    return not values.numel() or all(float(end) == 0 for end in torch.aminmax(values))
+
+
+def _accumulates(parameter: torch.nn.Parameter) -> bool:
+    """Return whether the gradient of a parameter is added to ``grad`` in this backward pass."""
+    node = torch.autograd.graph.get_gradient_edge(parameter).node
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # torch.autograd.grad, which returns it instead
+        return False
