@@ -10,7 +10,6 @@ import torch
 from ..kernels.cuda.stream import on_stream
 from ..kernels.format import MAX_SLABS
 from .selection import Selection, spread
-from .words import DeviceWords, HostWords
 
 if TYPE_CHECKING:
     from .era import Era
@@ -119,7 +118,7 @@ class RowGatherer:
             selection.packed // each, history.packed_tokens // each, device=rows.device
         )
         rows = torch.cat([rows, behind.expand(batch, heads, -1)], dim=2)
-        words = self._words_of(history)
+        words = self._reader.whole_words(history)
         # An era whose first block is being packed holds nothing yet.
         eras = [era for era in history.eras if era.n_blocks]
         kept = eras[0].rows
@@ -138,22 +137,6 @@ class RowGatherer:
                 out[inside.flatten()] = part
             begin = end
         return out.view(kept.dtype).view(batch, heads, -1, kept.dim)
-
-    def _words_of(self, history: PackedHistory) -> torch.Tensor:
-        if isinstance(history.words, DeviceWords):
-            on_device = history.words.whole()
-            self._reader.keep(on_device)
-            return on_device
-        assert isinstance(history.words, HostWords)
-        words = history.words.whole()
-        if words is None:
-            # Rows are read where they lie. What reads and writes the pieces must have ended.
-            for stream in self._reader.side_streams() or ():
-                stream.synchronize()
-            history.words.merge()
-            words = history.words.whole()
-        assert words is not None
-        return words
 
     def _decode(self, era: Era, words: torch.Tensor, ids: torch.Tensor, out: torch.Tensor) -> None:
         from_host = self._reader.offload

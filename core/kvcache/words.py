@@ -1,4 +1,4 @@
-"""Where the packed words of a history lie: pieces of host memory, or one tensor on a device."""
+"""Where packed words of a history lie: pieces of host memory, or one tensor that readers have."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from ..errors import BitslabError
 from ..kernels.format import PAD_WORDS, ceil_div
-from ..memory.host import HostBuffer
+from ..memory.host import HostBuffer, check_available
 
 #: Words of the smallest piece that a history takes from an arena.
 MIN_PIECE_WORDS = 1 << 14
@@ -158,10 +158,7 @@ class HostArena:
             try:
                 words = _buffer(least_bytes, pin=self._pin)
             except BitslabError as error:
-                raise BitslabError(
-                    f"K/V history: {least_bytes} bytes more of host memory are needed, beside "
-                    f"{self.nbytes} in use ({error}); what is packed stays usable"
-                ) from error
+                raise _refusal(least_bytes, self.nbytes, error) from error
         self._made_bytes += words.nbytes
         return words
 
@@ -330,7 +327,7 @@ class HostWords:
 
 
 class DeviceWords:
-    """Words in one tensor on a device.
+    """Words in one tensor on the device that reads them; more of them move it.
 
     Parameters
     ----------
@@ -354,7 +351,14 @@ class DeviceWords:
         """Copy int32 ``[n]`` words of the device behind the last ones, on the current stream."""
         end = self.n_words + words.shape[0]
         size, least = end + PAD_WORDS, self._ahead_words
-        self._words = grown(self._words, size, self.n_words, at_least=least, at_most=most)
+        try:
+            self._words = grown(self._words, size, self.n_words, at_least=least, at_most=most)
+        except BitslabError:
+            # Less may be had than would be good to have.
+            try:
+                self._words = grown(self._words, size, self.n_words, at_least=least, at_most=0)
+            except BitslabError as error:
+                raise _refusal(4 * max(size, least), self.nbytes, error) from error
         self._words[self.n_words : end].copy_(words)
         self.n_words = end
 
@@ -365,6 +369,21 @@ class DeviceWords:
     def truncate(self, n_words: int) -> None:
         """Forget all but the first words."""
         self.n_words = n_words
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Take the words along, in memory of their exact size."""
+        return {"words": self._words[: self.n_words].clone()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["words"].device)  # type: ignore[misc]
+        self.append(state["words"], most=0)
+
+
+def _refusal(needed_bytes: int, used_bytes: int, error: BitslabError) -> BitslabError:
+    return BitslabError(
+        f"K/V history: {needed_bytes} bytes more of host memory are needed, beside {used_bytes} in "
+        f"use ({error}); what is packed stays usable"
+    )
 
 
 def grown(
@@ -384,13 +403,21 @@ def grown(
         Entries that a new tensor has at the least.
     at_most : int, optional
         Entries that it has at the most, but where more are needed.
+
+    Raises
+    ------
+    BitslabError
+        When the CPU's memory does not have the room.
     """
     if size <= t.shape[0]:
         return t
     ahead = size + size // GROWTH
     if at_most is not None:
         ahead = max(size, min(ahead, at_most))
+    n = max(ahead, at_least)
+    if t.device.type == "cpu":
+        check_available(n * t.itemsize)
     with torch.inference_mode(False):
-        larger = torch.empty(max(ahead, at_least), dtype=t.dtype, device=t.device)
+        larger = torch.empty(n, dtype=t.dtype, device=t.device)
     larger[:used].copy_(t[:used])
     return larger

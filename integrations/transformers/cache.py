@@ -342,7 +342,11 @@ class CompressedCache(DynamicCache, SelfAttentionCache):
             )
         }
         readers = self._histories.readers.values()
-        reserved = sum(reader.arena.nbytes for reader in readers)
+        histories = [history for layer in self._packed.values() for history in layer.histories]
+        reserved = sum(
+            reader.host_bytes(history for history in histories if history.device == device)
+            for device, reader in self._histories.readers.items()
+        )
         buffers = sum(reader.buffer_bytes for reader in readers)
         sums["device_bytes"] += buffers
         for layer in self._packed.values():
