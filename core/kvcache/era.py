@@ -14,8 +14,9 @@ from ..errors import CorruptedDataError
 from ..kernels import kernels_for
 from ..kernels.cuda import kernels_on
 from ..kernels.format import BLOCK_ROWS, TableStorage, ceil_div, words_of_rows
+from .arena import GROWTH
 from .packing import Packed, TokenRows
-from .words import GROWTH, grown
+from .words import grown
 
 
 @dataclass

@@ -11,13 +11,13 @@ import torch
 
 from ..dtypes import dense
 from ..errors import ArgumentError, ArgumentTypeError, BitslabError
+from .arena import GROWTH
 from .era import Era, Sequences
 from .index import beam_index, repeat_count, sequence_index
 from .packing import LEAST_GAIN, CodecPlans, TokenRows, draw_rows
 from .pending import Arrival, Pending
 from .reader import HistoryReader
 from .selection import Take
-from .words import GROWTH
 
 #: Makes a change that was prepared: nothing is left that could fail.
 Commit = Callable[[], None]

@@ -9,9 +9,10 @@ import torch
 
 from ..errors import ArgumentError, ArgumentTypeError
 from ..kernels.cuda.stream import on_stream
+from .arena import HostArena
 from .fetching import Slot, Streams
 from .gathering import RowGatherer
-from .words import DeviceWords, HostArena, HostWords, Words
+from .words import DeviceWords, HostWords, Words
 
 if TYPE_CHECKING:
     from .era import Era

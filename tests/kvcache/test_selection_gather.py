@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from bitslab.kvcache import CodecPlans, HistoryReader, PackedHistory
+from bitslab.kvcache.arena import HostArena
 from bitslab.kvcache.selection import Selection
-from bitslab.kvcache.words import HostArena, HostWords
+from bitslab.kvcache.words import HostWords
 
 CPU = torch.device("cpu")
 
