@@ -13,7 +13,7 @@ from .selection import Selection, spread
 
 if TYPE_CHECKING:
     from .era import Era
-    from .history import PackedHistory
+    from .history import PackedHistory, Revision
     from .reader import HistoryReader
 
 
@@ -24,8 +24,8 @@ class Gathered:
     ----------
     parts : list of torch.Tensor
         Of each history, ``[B, H, n, D]``, contiguous.
-    key : list
-        What they were gathered from.
+    revisions : list of Revision
+        What they were gathered from, of each history.
     event : torch.cuda.Event, optional
         Passed when they are there; None when they are.
     """
@@ -33,16 +33,16 @@ class Gathered:
     def __init__(
         self,
         parts: list[torch.Tensor],
-        key: list[tuple[object, int]],
+        revisions: list[Revision],
         event: torch.cuda.Event | None,
     ) -> None:
         self._parts = parts
-        self._key = key
+        self._revisions = revisions
         self._event = event
 
     def holds(self, histories: Sequence[PackedHistory]) -> bool:
         """Tell whether it was gathered from these histories as they are now."""
-        return self._key == _key(histories)
+        return self._revisions == _revisions(histories)
 
     def get(self) -> list[torch.Tensor]:
         """Return the tokens, for the current stream, which waits for them."""
@@ -99,7 +99,9 @@ class RowGatherer:
         """
         streams = self._reader.side_streams()
         if streams is None:
-            return Gathered([self._gather(h, selection) for h in histories], _key(histories), None)
+            return Gathered(
+                [self._gather(h, selection) for h in histories], _revisions(histories), None
+            )
         copies, decodes = streams
         decodes.wait_stream(torch.cuda.current_stream(self._reader.device))
         # New words arrive on the stream of the copies.
@@ -108,7 +110,7 @@ class RowGatherer:
         with on_stream(decodes):
             parts = [self._gather(history, selection) for history in histories]
             event = decodes.record_event()
-        return Gathered(parts, _key(histories), event)
+        return Gathered(parts, _revisions(histories), event)
 
     def _gather(self, history: PackedHistory, selection: Selection) -> torch.Tensor:
         each = history.tokens_per_row
@@ -146,5 +148,5 @@ class RowGatherer:
             self._raw_bytes += out.nbytes
 
 
-def _key(histories: Sequence[PackedHistory]) -> list[tuple[object, int]]:
-    return [(history.identity, history.version) for history in histories]
+def _revisions(histories: Sequence[PackedHistory]) -> list[Revision]:
+    return [history.revision for history in histories]

@@ -172,11 +172,6 @@ class HistoryReader:
 
     # For histories
 
-    def forget(self, history: PackedHistory) -> None:
-        """Let go of how a history was fetched, which has changed."""
-        for slot in self._slots:
-            slot.drop(history)
-
     def side_streams(self) -> tuple[torch.cuda.Stream, torch.cuda.Stream] | None:
         """Return the streams that copy and that decode; None on the CPU."""
         return None if self._streams is None else (self._streams.copies, self._streams.decodes)
