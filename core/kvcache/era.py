@@ -14,8 +14,9 @@ from ..engine.kernels import kernels_for
 from ..engine.kernels.cuda import kernels_on
 from ..engine.kernels.format import BLOCK_ROWS, TableStorage, ceil_div, words_of_rows
 from ..errors import CorruptedDataError
+from .arena import GROWTH
 from .packing import Packed, TokenRows
-from .words import GROWTH, grown
+from .words import grown
 
 
 @dataclass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 
@@ -16,7 +16,7 @@ from .words import DeviceWords, HostWords, grown
 
 if TYPE_CHECKING:
     from .era import Era
-    from .history import PackedHistory
+    from .history import PackedHistory, Revision
 
 ALIGN_BYTES = 256  # of everything in a slot's buffers
 
@@ -57,7 +57,7 @@ class Slot:
         self.consumed = torch.cuda.Event()  # type: ignore[no-untyped-call]
         #: What it holds, or is to hold when its events have passed.
         self.fetched: Fetch | None = None
-        self._fetches: WeakKeyDictionary[PackedHistory, Fetch] = WeakKeyDictionary()
+        self._fetches: WeakKeyDictionary[Revision, Fetch] = WeakKeyDictionary()
         self._readers: set[int] = set()  # streams that the allocator knows to read `out`
 
     def holds(self, histories: Sequence[PackedHistory]) -> bool:
@@ -67,10 +67,6 @@ class Slot:
     def forget(self) -> None:
         """Let go of what it was fetched for."""
         self.fetched = None
-
-    def drop(self, history: PackedHistory) -> None:
-        """Let go of how a history was fetched, which has changed."""
-        self._fetches.pop(history, None)
 
     @property
     def nbytes(self) -> int:
@@ -96,10 +92,10 @@ class Slot:
         self.forget()
         while len(self.copied) < len(histories):
             self.copied.append(torch.cuda.Event())  # type: ignore[no-untyped-call]
-        fetch = self._fetches.get(histories[0])
+        fetch = self._fetches.get(histories[0].revision)
         if fetch is None or not fetch.serves(histories):
             fetch = self._plan(histories, ids_of, sm_budget)
-            self._fetches[histories[0]] = fetch
+            self._fetches[histories[0].revision] = fetch
         fetch.start(self._streams, self)
         self.fetched = fetch
         return fetch
@@ -202,7 +198,7 @@ class Fetch:
         decodes: list[list[Callable[[], None]]],
         own_ids: list[torch.Tensor],
     ) -> None:
-        self._key = [(history.identity, history.version) for history in histories]
+        self._revisions = [ref(history.revision) for history in histories]
         self.parts = parts
         self._copies = copies
         self._decodes = decodes
@@ -212,9 +208,9 @@ class Fetch:
 
     def serves(self, histories: Sequence[PackedHistory]) -> bool:
         """Tell whether it is for these histories as they are now."""
-        return len(self._key) == len(histories) and all(
-            kept is history.identity and version == history.version
-            for (kept, version), history in zip(self._key, histories, strict=True)
+        return len(self._revisions) == len(histories) and all(
+            revision() is history.revision
+            for revision, history in zip(self._revisions, histories, strict=True)
         )
 
     def start(self, streams: Streams, slot: Slot) -> None:

@@ -10,11 +10,10 @@ import torch
 from ..engine.kernels.cuda.stream import on_stream
 from ..engine.kernels.format import MAX_SLABS
 from .selection import Selection, spread
-from .words import DeviceWords, HostWords
 
 if TYPE_CHECKING:
     from .era import Era
-    from .history import PackedHistory
+    from .history import PackedHistory, Revision
     from .reader import HistoryReader
 
 
@@ -25,8 +24,8 @@ class Gathered:
     ----------
     parts : list of torch.Tensor
         Of each history, ``[B, H, n, D]``, contiguous.
-    key : list
-        What they were gathered from.
+    revisions : list of Revision
+        What they were gathered from, of each history.
     event : torch.cuda.Event, optional
         Passed when they are there; None when they are.
     """
@@ -34,16 +33,16 @@ class Gathered:
     def __init__(
         self,
         parts: list[torch.Tensor],
-        key: list[tuple[object, int]],
+        revisions: list[Revision],
         event: torch.cuda.Event | None,
     ) -> None:
         self._parts = parts
-        self._key = key
+        self._revisions = revisions
         self._event = event
 
     def holds(self, histories: Sequence[PackedHistory]) -> bool:
         """Tell whether it was gathered from these histories as they are now."""
-        return self._key == _key(histories)
+        return self._revisions == _revisions(histories)
 
     def get(self) -> list[torch.Tensor]:
         """Return the tokens, for the current stream, which waits for them."""
@@ -100,7 +99,9 @@ class RowGatherer:
         """
         streams = self._reader.side_streams()
         if streams is None:
-            return Gathered([self._gather(h, selection) for h in histories], _key(histories), None)
+            return Gathered(
+                [self._gather(h, selection) for h in histories], _revisions(histories), None
+            )
         copies, decodes = streams
         decodes.wait_stream(torch.cuda.current_stream(self._reader.device))
         # New words arrive on the stream of the copies.
@@ -109,7 +110,7 @@ class RowGatherer:
         with on_stream(decodes):
             parts = [self._gather(history, selection) for history in histories]
             event = decodes.record_event()
-        return Gathered(parts, _key(histories), event)
+        return Gathered(parts, _revisions(histories), event)
 
     def _gather(self, history: PackedHistory, selection: Selection) -> torch.Tensor:
         each = history.tokens_per_row
@@ -119,7 +120,7 @@ class RowGatherer:
             selection.packed // each, history.packed_tokens // each, device=rows.device
         )
         rows = torch.cat([rows, behind.expand(batch, heads, -1)], dim=2)
-        words = self._words_of(history)
+        words = self._reader.whole_words(history)
         # An era whose first block is being packed holds nothing yet.
         eras = [era for era in history.eras if era.n_blocks]
         kept = eras[0].rows
@@ -139,22 +140,6 @@ class RowGatherer:
             begin = end
         return out.view(kept.dtype).view(batch, heads, -1, kept.dim)
 
-    def _words_of(self, history: PackedHistory) -> torch.Tensor:
-        if isinstance(history.words, DeviceWords):
-            on_device = history.words.whole()
-            self._reader.keep(on_device)
-            return on_device
-        assert isinstance(history.words, HostWords)
-        words = history.words.whole()
-        if words is None:
-            # Rows are read where they lie. What reads and writes the pieces must have ended.
-            for stream in self._reader.side_streams() or ():
-                stream.synchronize()
-            history.words.merge()
-            words = history.words.whole()
-        assert words is not None
-        return words
-
     def _decode(self, era: Era, words: torch.Tensor, ids: torch.Tensor, out: torch.Tensor) -> None:
         from_host = self._reader.offload
         counters = self._counters if from_host else None
@@ -163,5 +148,5 @@ class RowGatherer:
             self._raw_bytes += out.nbytes
 
 
-def _key(histories: Sequence[PackedHistory]) -> list[tuple[object, int]]:
-    return [(history.identity, history.version) for history in histories]
+def _revisions(histories: Sequence[PackedHistory]) -> list[Revision]:
+    return [history.revision for history in histories]

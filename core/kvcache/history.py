@@ -11,13 +11,13 @@ import torch
 
 from ..dtypes import dense
 from ..errors import ArgumentError, ArgumentTypeError, BitslabError
+from .arena import GROWTH
 from .era import Era, Sequences
 from .index import beam_index, repeat_count, sequence_index
 from .packing import LEAST_GAIN, CodecPlans, TokenRows, draw_rows
 from .pending import Arrival, Pending
 from .reader import HistoryReader
 from .selection import Take
-from .words import GROWTH
 
 #: Makes a change that was prepared: nothing is left that could fail.
 Commit = Callable[[], None]
@@ -28,6 +28,13 @@ PIECE_BYTES = 64 << 20
 DRIFT_BLOCKS = 4
 DRIFT = 0.05
 REFIT_GAIN = 0.02
+
+
+class Revision:
+    """The packed tokens of one history as they are now.
+
+    What is worked out from them is kept by this, weakly: it goes with their next change.
+    """
 
 
 class PackedHistory:
@@ -67,8 +74,8 @@ class PackedHistory:
         Tokens of a sequence that are packed.
     tail : torch.Tensor
         ``[B, H, t, D]`` on the device: the tokens behind them.
-    version : int
-        Changes whenever what the packed tokens decode to does.
+    revision : Revision
+        Another one whenever what the packed tokens decode to has changed.
     refits : int
         How often a codec has been fitted again.
 
@@ -113,12 +120,11 @@ class PackedHistory:
         self._block_tokens = block_tokens
         self._reserve_tokens = reserve_tokens
         self._at_once = at_once or reader.device.type == "cpu"
-        self.identity = object()
+        self.revision = Revision()
         self._make_event()
         self._clear()
         self.refits = 0
         self.moved_to_host_bytes = 0
-        self.version = 0
 
     def _clear(self) -> None:
         self.eras: list[Era] = []
@@ -405,9 +411,8 @@ class PackedHistory:
     # Inside
 
     def _change(self) -> None:
-        self.version += 1
+        self.revision = Revision()
         self._changed = True
-        self._reader.forget(self)
         for era in self.eras:
             era.forget_tables()
 
@@ -553,7 +558,7 @@ class PackedHistory:
         """Leave out what is under way: its tokens are in the tail."""
         self._reader.wait_for_copies()
         state = dict(self.__dict__)
-        for name in ("identity", "ready", "_changed"):
+        for name in ("revision", "ready", "_changed"):
             del state[name]
         # As bytes: torch 2.13 cannot unpickle tensors of 8-bit floats.
         tail = (dense(self.tail).view(torch.uint8), self.tail.dtype)
@@ -563,7 +568,7 @@ class PackedHistory:
         self.__dict__.update(state)
         tail, dtype = state["tail"]
         self.tail = tail.view(dtype)
-        self.identity = object()
+        self.revision = Revision()
         self._make_event()
         for era in self.eras:
             self._reader.keep(*era.tensors())

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..engine.kernels.cuda.stream import on_stream
-from ..engine.kernels.format import PAD_WORDS
 from ..errors import ArgumentError, ArgumentTypeError
+from .arena import HostArena
 from .fetching import Slot, Streams
 from .gathering import RowGatherer
-from .words import DeviceWords, HostArena, HostWords, Words
+from .words import DeviceWords, HostWords, Words
 
 if TYPE_CHECKING:
     from .era import Era
@@ -32,7 +32,7 @@ class HistoryReader:
 
     On a GPU the packed words of a history in host memory cross by the copy engine on one stream and
     are decoded on another, into one of two buffers; events order the streams, the host waits for
-    nothing. On the CPU a history is decoded when it is read.
+    nothing. On the CPU a history is decoded when it is read, from words in one tensor.
 
     Parameters
     ----------
@@ -90,9 +90,39 @@ class HistoryReader:
 
     def new_words(self, ahead_words: int) -> Words:
         """Return an empty store of words for a history."""
-        if self.offload:
+        if self.offload and self._streams is not None:
             return HostWords(self.arena, ahead_words)
         return DeviceWords(self.device, ahead_words)
+
+    def host_bytes(self, histories: Iterable[PackedHistory]) -> int:
+        """Return the bytes of host memory that all histories of this reader have reserved.
+
+        With those, on a GPU, that are made ahead, or that histories have given up.
+        """
+        if not self.offload:
+            return 0
+        if self._streams is not None:
+            return self.arena.nbytes
+        return sum(history.words.nbytes for history in histories)
+
+    def whole_words(self, history: PackedHistory) -> torch.Tensor:
+        """Return the words of a history, and PAD_WORDS behind them, where they lie in one piece.
+
+        Pieces of host memory are merged first: a GPU is waited for then.
+        """
+        words = history.words
+        if isinstance(words, DeviceWords):
+            self.keep(words.whole())
+            return words.whole()
+        assert isinstance(words, HostWords)
+        if words.whole() is None:
+            # What reads and writes the pieces must have ended.
+            for stream in self.side_streams() or ():
+                stream.synchronize()
+            words.merge()
+        whole = words.whole()
+        assert whole is not None
+        return whole
 
     # Reading
 
@@ -141,11 +171,6 @@ class HistoryReader:
                 slot.consumed.record(torch.cuda.current_stream(self.device.index))
 
     # For histories
-
-    def forget(self, history: PackedHistory) -> None:
-        """Let go of how a history was fetched, which has changed."""
-        for slot in self._slots:
-            slot.drop(history)
 
     def side_streams(self) -> tuple[torch.cuda.Stream, torch.cuda.Stream] | None:
         """Return the streams that copy and that decode; None on the CPU."""
@@ -200,15 +225,9 @@ class HistoryReader:
     def _decode_now(self, history: PackedHistory) -> list[torch.Tensor]:
         if not history.packed_tokens:
             return []
-        words = history.words.whole() if isinstance(history.words, DeviceWords) else None
-        if isinstance(history.words, HostWords):
-            words = history.words.whole()
+        words = self.whole_words(history)
+        if self.offload:
             self._fetched_bytes += 4 * history.words.n_words
-            if words is None:
-                # Not kept: it would be memory that packing is to save.
-                words = torch.empty(history.words.n_words + PAD_WORDS, dtype=torch.int32)
-                history.words.copy_to(words)
-        assert words is not None
         out = [torch.empty(e.decoded_bytes, dtype=torch.uint8) for e in history.eras]
         eras = zip(history.eras, out, strict=True)
         return [era.decode(words, self._ids_of(era), o, None) for era, o in eras]

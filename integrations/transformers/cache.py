@@ -13,6 +13,7 @@ from transformers.cache_utils import DynamicLayer
 from bitslab.devices import checked_device
 from bitslab.errors import ArgumentError, ArgumentTypeError
 from bitslab.integrations.transformers.cache_layer import CompressedLayer
+from bitslab.integrations.transformers.cross_attention import SelfAttentionCache
 from bitslab.integrations.transformers.selectors import KVSelector
 from bitslab.kvcache import (
     CodecPlans,
@@ -32,7 +33,7 @@ NOTHING_PACKED = (
 )
 
 
-class CompressedCache(DynamicCache):
+class CompressedCache(DynamicCache, SelfAttentionCache):
     """A K/V cache whose full-attention layers keep their history packed, losslessly.
 
     Pass it as ``past_key_values=`` to ``generate`` or to a forward pass. K and V have the bits that
@@ -76,10 +77,10 @@ class CompressedCache(DynamicCache):
     On a GPU the packed and the decoded K and V of two layers lie in buffers that all layers share,
     and `update` joins those of one with its last tokens.
 
-    Encoder-decoder models need a cache for each kind of attention, as
+    Encoder-decoder models are given a cache for each kind of attention, as
     ``EncoderDecoderCache(CompressedCache(config), DynamicCache(config=config))``, both of which may
-    be compressed. One for both, with which K and V of the encoder would join those of the decoder,
-    is refused by the first `update` of cross-attention.
+    be compressed. Alone, the cache keeps K and V of self-attention, and the model computes those of
+    the encoder in each forward pass: logits are the same, and steps take longer.
 
     The method is that of IBP sections 5 and 6.4. The profile of each layer is learnt from the first
     K and V that are packed, the prompt's as a rule, and again when blocks become larger.
@@ -168,7 +169,6 @@ class CompressedCache(DynamicCache):
         for i, layer in self._packed.items():
             self.layers[i] = layer
         self._histories.expect(2 * max(1, len(packed)))
-        self._passes = _Passes() if _attends_across(config) else None
         self._next = dict(zip(packed, [*packed[1:], *packed[:1]], strict=True))
 
     def update(
@@ -198,9 +198,8 @@ class CompressedCache(DynamicCache):
         Raises
         ------
         ArgumentError, ArgumentTypeError
-            In `torch.export`, for a layer that the config does not have, K and V that do not
-            continue those that are there, and those of cross-attention behind those of
-            self-attention.
+            In `torch.export`, for a layer that the config does not have, and K and V that do not
+            continue those that are there.
         BitslabError
             When host memory runs out.
         """
@@ -228,15 +227,6 @@ class CompressedCache(DynamicCache):
         layer = self._packed.get(layer_idx)
         if layer is None:
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        if self._passes is not None and not self._passes.begin(layer_idx, layer.get_seq_length()):
-            layer.keep_first(self._passes.length)
-            self._undo(layer_idx)
-            self._passes.end()
-            raise ArgumentError(
-                f"layer_idx: {layer_idx} comes twice in a forward pass, as in self-attention and "
-                "cross-attention; these need a cache each: past_key_values=EncoderDecoderCache("
-                "CompressedCache(model.config), DynamicCache(config=model.config))"
-            )
         try:
             found = layer.update(key_states, value_states)
         except Exception:
@@ -244,12 +234,6 @@ class CompressedCache(DynamicCache):
             raise
         self._packed[self._next[layer_idx]].prefetch()
         return found
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Return the length that `update` will return for so many new tokens, and its offset."""
-        if self._passes is not None:
-            self._passes.end()
-        return super().get_mask_sizes(query_length, layer_idx)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove tokens from the end, of no layer when one refuses.
@@ -306,12 +290,6 @@ class CompressedCache(DynamicCache):
             lambda layer: layer.prepare_repeat(count),
             lambda layer: layer.batch_repeat_interleave(count),
         )
-
-    def reset(self) -> None:
-        """Forget all tokens; the next ones may have another shape, dtype and device."""
-        if self._passes is not None:
-            self._passes.end()
-        super().reset()  # type: ignore[no-untyped-call]
 
     def batch_select_indices(self, indices: Any) -> None:
         """Keep the sequences of an index.
@@ -370,7 +348,11 @@ class CompressedCache(DynamicCache):
             )
         }
         readers = self._histories.readers.values()
-        reserved = sum(reader.arena.nbytes for reader in readers)
+        histories = [history for layer in self._packed.values() for history in layer.histories]
+        reserved = sum(
+            reader.host_bytes(history for history in histories if history.device == device)
+            for device, reader in self._histories.readers.items()
+        )
         buffers = sum(reader.buffer_bytes for reader in readers)
         sums["device_bytes"] += buffers
         for layer in self._packed.values():
@@ -425,8 +407,6 @@ class CompressedCache(DynamicCache):
         self, prepare: Callable[[CompressedLayer], Commit], plain: Callable[[Any], None]
     ) -> None:
         """Change all layers, or none when one cannot: `prepare` ours, `plain` the others."""
-        if self._passes is not None:
-            self._passes.end()
         commits = [prepare(layer) for layer in self._packed.values()]
         with _as_they_were(
             layer for i, layer in enumerate(self.layers) if i not in self._packed
@@ -453,44 +433,6 @@ torch.utils._pytree.register_pytree_node(
     serialized_type_name=f"{CompressedCache.__module__}.{CompressedCache.__name__}",
     flatten_with_keys_fn=lambda cache: ([], cache),
 )
-
-
-class _Passes:
-    """Tells forward passes of an encoder-decoder model apart, by the layers that are updated.
-
-    A model asks for the sizes of its mask once a pass, and then updates each layer once. With one
-    cache for both kinds of attention it updates each layer twice in a row.
-
-    Attributes
-    ----------
-    length : int
-        Tokens of the last layer before it was updated.
-    """
-
-    def __init__(self) -> None:
-        self._layer: int | None = None
-        self.length = 0
-
-    def begin(self, layer: int, length: int) -> bool:
-        """Take the layer that is to be updated; False when it was the last one of this pass."""
-        if layer == self._layer:
-            return False
-        self._layer, self.length = layer, length
-        return True
-
-    def end(self) -> None:
-        """Expect any layer."""
-        self._layer = None
-
-
-def _attends_across(config: PreTrainedConfig) -> bool:
-    """Return whether a model has cross-attention."""
-    decoder = config.get_text_config(decoder=True)
-    return any(
-        getattr(c, name, False)
-        for c in (config, decoder)
-        for name in ("is_encoder_decoder", "add_cross_attention")
-    )
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from bitslab import ArgumentError, ArgumentTypeError, BitslabError
 from bitslab.engine.memory import host
 from bitslab.kvcache import CodecPlans, HistoryReader, PackedHistory, history, pending, words
+from bitslab.kvcache.era import Era
 from bitslab.kvcache.packing import TokenRows, draw_rows
 from bitslab.kvcache.selection import Selection
 
@@ -206,14 +207,17 @@ def test_a_long_prompt_is_packed_in_pieces(offload: bool, monkeypatch: pytest.Mo
     assert stats["refits"] == 0
 
 
+@pytest.mark.parametrize("pieces", [False, True], ids=["one-tensor", "pieces"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8], ids=["packed", "raw"])
-def test_rows_are_decoded_where_they_lie(dtype: torch.dtype, monkeypatch) -> None:
+def test_rows_are_decoded_where_they_lie(dtype: torch.dtype, pieces: bool, monkeypatch) -> None:
     """What readers of chosen tokens use."""
     monkeypatch.setattr(words, "MIN_PIECE_WORDS", 1 << 8)
     tokens = torch.randint(-128, 128, (3, 2, 700, 64), dtype=torch.int8)
     if dtype == torch.bfloat16:
         tokens = normal(3, 2, 700, 64)
     packed = make(block_tokens=32)
+    if pieces:
+        packed.words = words.HostWords(packed._reader.arena)
     for begin in range(0, 700, 100):
         packed.append(tokens[:, :, begin : begin + 100])
     packed.reorder(torch.tensor([2, 0]))
@@ -221,11 +225,8 @@ def test_rows_are_decoded_where_they_lie(dtype: torch.dtype, monkeypatch) -> Non
     each, (era,) = packed.tokens_per_row, packed.eras
     assert each == 256 // (64 * dtype.itemsize)
     places = torch.randint(0, era.tokens // each, (2, 2, 50))
-    store = packed.words
-    assert isinstance(store, words.HostWords) and store.whole() is None
-    store.merge()
-    all_words = store.whole()
-    assert all_words is not None
+    assert (packed.words.whole() is None) == pieces
+    all_words = packed._reader.whole_words(packed)
     out = torch.empty((200, 256), dtype=torch.uint8)
     era.decode_rows(all_words, era.row_ids(places).flatten(), out, None)
     rows = tokens[:, :, : era.tokens].reshape(2, 2, -1, each * 64)
@@ -350,12 +351,39 @@ def test_any_error_leaves_it_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_same(packed, tokens)
 
 
-def test_copies_take_their_memory_from_their_readers() -> None:
+@pytest.mark.parametrize("pieces", [False, True], ids=["one-tensor", "pieces"])
+def test_copies_take_their_memory_from_their_readers(pieces: bool) -> None:
     packed = make()
+    if pieces:
+        packed.words = words.HostWords(packed._reader.arena)
     packed.append(normal(1, 2, 300, 64))
     twin = copy.deepcopy(packed)
-    assert twin._reader.arena.nbytes >= twin.stats()["host_bytes"] > 0
+    assert (twin._reader.arena.nbytes >= twin.stats()["host_bytes"]) == pieces
+    assert 0 < twin.stats()["host_bytes"] <= packed.stats()["host_bytes"]
     assert twin._reader is not packed._reader and twin._reader.arena is not packed._reader.arena
+    assert (
+        twin._reader.whole_words(twin).data_ptr() != packed._reader.whole_words(packed).data_ptr()
+    )
+
+
+def test_the_cpu_reads_words_where_they_lie_however_they_came(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    packed, tokens = make(), normal(1, 2, 2000, 64)
+    for begin in range(0, 2000, 50):
+        packed.append(tokens[:, :, begin : begin + 50])
+    read: list[tuple[int, int]] = []
+    decode = Era.decode
+
+    def noted(era: Era, words: torch.Tensor, *args: Any) -> torch.Tensor:
+        read.append((words.data_ptr(), words.untyped_storage().nbytes()))
+        return decode(era, words, *args)
+
+    monkeypatch.setattr(Era, "decode", noted)
+    for _ in range(2):
+        assert_same(packed, tokens)
+    assert len(set(read)) == 1
+    assert read[0][1] == packed.stats()["host_bytes"] <= 1.2 * 4 * packed.words.n_words
 
 
 def test_a_codec_is_fitted_again_when_tokens_change() -> None:

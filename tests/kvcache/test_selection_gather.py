@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from bitslab.kvcache import CodecPlans, HistoryReader, PackedHistory
+from bitslab.kvcache.arena import HostArena
 from bitslab.kvcache.selection import Selection
-from bitslab.kvcache.words import HostArena, HostWords
+from bitslab.kvcache.words import HostWords
 
 CPU = torch.device("cpu")
 
@@ -141,8 +142,9 @@ def test_sequences_that_were_reordered() -> None:
 
 
 def test_words_in_many_pieces_are_merged() -> None:
-    reader, history = history_of(activations(1, 2, 40, 128, torch.bfloat16))
-    parts = [activations(1, 2, 40, 128, torch.bfloat16)]
+    reader, history = history_of(activations(1, 2, 4, 128, torch.bfloat16))
+    history.words = HostWords(reader.arena)  # as on a GPU
+    parts = [activations(1, 2, 4, 128, torch.bfloat16)]
     for seed in range(1, 40):
         parts.append(activations(1, 2, 64, 128, torch.bfloat16, seed=seed))
         history.append(parts[-1])

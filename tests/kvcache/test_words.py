@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from bitslab.errors import BitslabError
-from bitslab.kvcache import words
-from bitslab.kvcache.words import AHEAD, THREAD_NAME, HostArena, HostWords
+from bitslab.kvcache import arena as arenas
+from bitslab.kvcache.arena import AHEAD, THREAD_NAME, HostArena
+from bitslab.kvcache.words import HostWords
 
 PIECE, PART = 10_240, 1024  # words
 
@@ -22,7 +23,7 @@ class Buffers:
         self.ahead: list[int] = []
         self.asked: list[int] = []
         self.error: Exception | None = None  # of the thread
-        make = words._buffer
+        make = arenas._buffer
 
         def noted(nbytes: int, *, pin: bool) -> torch.Tensor:
             if threading.current_thread().name.startswith(THREAD_NAME):
@@ -33,12 +34,12 @@ class Buffers:
                 self.asked.append(nbytes)
             return make(nbytes, pin=pin)
 
-        monkeypatch.setattr(words, "_buffer", noted)
+        monkeypatch.setattr(arenas, "_buffer", noted)
 
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(words, "MIN_PART_WORDS", PART)
+    monkeypatch.setattr(arenas, "MIN_PART_WORDS", PART)
 
 
 @pytest.fixture

@@ -246,11 +246,7 @@ class HostBuffer:
         if not isinstance(pin, bool) and pin != "lazily":
             raise ArgumentError(f"pin: expected True, False or 'lazily', got {pin!r}")
         _release_waiting()
-        room = _available_bytes() if nbytes >= LARGE_BYTES else math.inf
-        if nbytes > room:
-            raise BitslabError(
-                f"nbytes: {nbytes} bytes of host memory asked for, {room:.0f} are available"
-            )
+        check_available(nbytes)
         token = secrets.token_hex(8)
         fd = None
         try:
@@ -516,6 +512,21 @@ def _tell_of_refusal(nbytes: int, reason: str) -> None:
         UserWarning,
         stacklevel=2,
     )
+
+
+def check_available(nbytes: int) -> None:
+    """Refuse what is large, and more than can be had without ending some process.
+
+    Raises
+    ------
+    BitslabError
+        That says how much is available.
+    """
+    room = _available_bytes() if nbytes >= LARGE_BYTES else math.inf
+    if nbytes > room:
+        raise BitslabError(
+            f"nbytes: {nbytes} bytes of host memory asked for, {room:.0f} are available"
+        )
 
 
 def _available_bytes() -> float:

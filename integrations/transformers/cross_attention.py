@@ -1,0 +1,65 @@
+"""One cache where a model with cross-attention looks for two."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import Cache, DynamicCache, EncoderDecoderCache
+
+
+class SelfAttentionCache(EncoderDecoderCache):
+    """An `EncoderDecoderCache` that is a cache of self-attention, and keeps nothing else.
+
+    Attention modules update self-attention and cross-attention through one method of a `Cache`,
+    with the same arguments. Which of both it is they tell an `EncoderDecoderCache` alone, by the
+    part that they take. Here the part of self-attention is the cache itself, and that of
+    cross-attention returns what it is given: models compute K and V of the encoder in each forward
+    pass.
+
+    As a part of another `EncoderDecoderCache` it is an ordinary cache. All else is as in `Cache`.
+
+    Attributes
+    ----------
+    cross_attention_cache : DynamicCache
+        Keeps nothing. T5Gemma puts another of its class in its place.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        # Not the base class's, which asks for two caches.
+        Cache.__init__(self, *args, **kwargs)
+        self.cross_attention_cache = _Passing()
+
+    @property
+    def self_attention_cache(self) -> SelfAttentionCache:
+        """Itself."""
+        return self
+
+    @property
+    def is_updated(self) -> dict[int, bool]:
+        """Layers whose K and V of the encoder are kept: never any, whatever a model puts there."""
+        return {}
+
+
+def _restore(names: set[str]) -> None:
+    """Give `SelfAttentionCache` the methods of `Cache` that the class between hands to two."""
+    for name in names:
+        setattr(SelfAttentionCache, name, vars(Cache)[name])
+
+
+_restore((vars(EncoderDecoderCache).keys() & vars(Cache).keys()) - vars(SelfAttentionCache).keys())
+
+
+class _Passing(DynamicCache):
+    """A cache of cross-attention that keeps nothing."""
+
+    def update(
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what is given, contiguous as from caches that keep it: kernels see strides."""
+        return key_states.contiguous(), value_states.contiguous()
