@@ -3,7 +3,7 @@
 from .base import PackedRows, RowCodec, check_tensor_argument, elements
 from .invariant import InvariantCodec
 from .raw import RawCodec
-from .registry import get_codec
+from .registry import codec_names, get_codec, register_codec
 
 __all__ = [
     "InvariantCodec",
@@ -11,6 +11,8 @@ __all__ = [
     "RawCodec",
     "RowCodec",
     "check_tensor_argument",
+    "codec_names",
     "elements",
     "get_codec",
+    "register_codec",
 ]
