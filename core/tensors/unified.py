@@ -517,6 +517,14 @@ def _receive_ordinary(
 
 
 ForkingPickler.register(UnifiedTensor, _pass_on)
+
+
+def _restore_older(*args: Any) -> UnifiedTensor:
+    return _restore(*args)
+
+
 # Files name the function that makes the tensor again by the module that it was in when they were
 # written.
-torch.serialization.add_safe_globals([_restore, (_restore, "bitslab.memory.unified._restore")])
+_restore_older.__module__ = "bitslab.memory.unified"
+_restore_older.__qualname__ = _restore_older.__name__ = "_restore"
+torch.serialization.add_safe_globals([_restore, _restore_older])
