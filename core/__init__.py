@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from .tables.feature import CompressedFeature
     from .tables.slabs import SlabCache
     from .tables.table import CompressedTable
-    from .tensors.unified import UnifiedTensor, unified
+    from .tensors.unified_tensor import UnifiedTensor, unified
 
 __all__ = [
     "ArgumentError",
@@ -84,7 +84,7 @@ _HOMES = {
     "tables.feature": ("CompressedFeature",),
     "tables.slabs": ("SlabCache",),
     "tables.table": ("CompressedTable",),
-    "tensors.unified": ("UnifiedTensor", "unified"),
+    "tensors.unified_tensor": ("UnifiedTensor", "unified"),
     "engine.codecs.registry": ("codec_names", "get_codec", "register_codec"),
     "compressed": ("CompressedTensor", "compress", "decompress", "load", "load_file", "save_file"),
     "engine.transfer.ring": ("PrefetchRing",),

@@ -37,7 +37,7 @@ def test_public_classes_have_examples() -> None:
     shown = {
         "bitslab.tables.slabs",
         "bitslab.tables.table",
-        "bitslab.tensors.unified",
+        "bitslab.tensors.unified_tensor",
         "bitslab.compressed",
         "bitslab.engine.transfer.ring",
     }

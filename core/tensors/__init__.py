@@ -1,7 +1,7 @@
 """Faces of tables and of mapped host memory that are torch tensors."""
 
 from .feature_tensor import FeatureTensor, is_fact, name_of
-from .unified import UnifiedTensor, unified
+from .unified_tensor import UnifiedTensor, unified
 
 __all__ = [
     "FeatureTensor",

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from bitslab.engine.memory.host import HostBuffer
-from bitslab.tensors.unified import UnifiedTensor
+from bitslab.tensors.unified_tensor import UnifiedTensor
 
 
 class Recorder:

@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader, Dataset
 import bitslab
 from bitslab.engine.memory import host
 from bitslab.engine.memory.host import HostBuffer
-from bitslab.tensors.unified import UnifiedTensor
-from bitslab.tensors.unified import unified as make
+from bitslab.tensors.unified_tensor import UnifiedTensor
+from bitslab.tensors.unified_tensor import unified as make
 from tests.helpers import dtype_id, random_bits, same_bits
 from tests.tables.support import buffer_of
 

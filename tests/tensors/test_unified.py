@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from bitslab import ArgumentError, ArgumentTypeError, BitslabError
 from bitslab.engine.memory import host
-from bitslab.tensors import unified
-from bitslab.tensors.unified import Operand, Placement, UnifiedTensor, placement, rows_of
+from bitslab.tensors import unified_tensor as unified
+from bitslab.tensors.unified_tensor import Operand, Placement, UnifiedTensor, placement, rows_of
 from tests.helpers import DTYPES, dtype_id, random_bits, same_bits
 from tests.tables.support import Recorder, buffer_of, inode_at
 
@@ -136,8 +136,10 @@ def test_files_from_before_the_module_was_renamed_load():
         for name in saved.namelist():
             data = saved.read(name)
             if name.endswith("data.pkl"):
-                assert data.count(b"cbitslab.tensors.unified\n") == 1
-                data = data.replace(b"cbitslab.tensors.unified\n", b"cbitslab.memory.unified\n")
+                assert data.count(b"cbitslab.tensors.unified_tensor\n") == 1
+                data = data.replace(
+                    b"cbitslab.tensors.unified_tensor\n", b"cbitslab.memory.unified\n"
+                )
             old.writestr(name, data)
     renamed.seek(0)
     loaded = torch.load(renamed)
