@@ -16,8 +16,8 @@ from .era import Era, Sequences
 from .index import beam_index, repeat_count, sequence_index
 from .packing import LEAST_GAIN, CodecPlans, TokenRows, draw_rows
 from .pending import Arrival, Pending
-from .reader import HistoryReader
 from .selection import Take
+from .words import Words
 
 #: Makes a change that was prepared: nothing is left that could fail.
 Commit = Callable[[], None]
@@ -51,8 +51,8 @@ class PackedHistory:
 
     Parameters
     ----------
-    reader : HistoryReader
-        What brings it to its device; the histories of all layers on that device share one.
+    words : Words
+        An empty store for its packed words, that `HistoryReader.new_words` returns.
     plans : CodecPlans
         What fits its codecs; the histories of all layers share one.
     kind : str
@@ -94,7 +94,8 @@ class PackedHistory:
     >>> import torch
     >>> from bitslab.kvcache import CodecPlans, HistoryReader, PackedHistory
     >>> reader = HistoryReader(torch.device("cpu"), offload=True, sm_budget=None)
-    >>> history = PackedHistory(reader, CodecPlans(), "k", window=32, block_tokens=64)
+    >>> words = reader.new_words()
+    >>> history = PackedHistory(words, CodecPlans(), "k", window=32, block_tokens=64)
     >>> tokens = torch.randn(1, 2, 300, 64).bfloat16()
     >>> history.append(tokens)
     >>> history.packed_tokens, torch.equal(history.decode(), tokens)
@@ -103,7 +104,7 @@ class PackedHistory:
 
     def __init__(
         self,
-        reader: HistoryReader,
+        words: Words,
         plans: CodecPlans,
         kind: str,
         *,
@@ -113,13 +114,14 @@ class PackedHistory:
         at_once: bool = False,
     ) -> None:
         check_options(window, block_tokens, reserve_tokens)
-        self._reader = reader
+        self.words = words
+        self._link = words.link
         self._plans = plans
         self._kind = kind
         self._window = window
         self._block_tokens = block_tokens
         self._reserve_tokens = reserve_tokens
-        self._at_once = at_once or reader.device.type == "cpu"
+        self._at_once = at_once or self.device.type == "cpu"
         self.revision = Revision()
         self._make_event()
         self._clear()
@@ -128,17 +130,16 @@ class PackedHistory:
 
     def _clear(self) -> None:
         self.eras: list[Era] = []
-        self.words = self._reader.new_words(0)
         self.packed_tokens = 0
         self._rows: TokenRows | None = None
-        self.tail = torch.empty((0, 0, 0, 0), device=self._reader.device)
+        self.tail = torch.empty((0, 0, 0, 0), device=self.device)
         self._pending: Pending | None = None
         self._sample: Arrival | None = None
         self._recent: list[float] = []  # words of a row, of the last blocks of the era
         self._refit_wanted = False
 
     def _make_event(self) -> None:
-        on_gpu = self._reader.device.type == "cuda"
+        on_gpu = self.device.type == "cuda"
         self.ready = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
         self._changed = True
 
@@ -152,7 +153,7 @@ class PackedHistory:
     @property
     def device(self) -> torch.device:
         """Where tokens are decoded."""
-        return self._reader.device
+        return self._link.device
 
     @property
     def batch(self) -> int:
@@ -166,10 +167,25 @@ class PackedHistory:
 
     def decode(self) -> torch.Tensor:
         """Return all tokens, ``[B, H, length, D]`` on the device, contiguous."""
-        parts = self._reader.read([self])[0]
-        tokens = torch.cat([*parts, self.tail], dim=-2)
-        self._reader.done([self])
-        return tokens
+        return torch.cat([*self.decode_packed(), self.tail], dim=-2)
+
+    def decode_packed(self) -> list[torch.Tensor]:
+        """Return the packed tokens, decoded on the current stream.
+
+        Returns
+        -------
+        list of torch.Tensor
+            Its eras, oldest first: ``[B, H, tokens, D]`` on the device, contiguous.
+        """
+        if not self.packed_tokens:
+            return []
+        words = self.words.fetch()
+        found = []
+        for era in self.eras:
+            out = torch.empty(era.decoded_bytes, dtype=torch.uint8, device=self.device)
+            era.decoding(words, era.ids(), out, None)()
+            found.append(era.tokens_in(out))
+        return found
 
     def stats(self) -> dict[str, int | float]:
         """Return bytes and counts.
@@ -190,8 +206,7 @@ class PackedHistory:
         metadata = sum(era.device_bytes for era in self.eras)
         pending = 0 if self._pending is None else self._pending.nbytes
         tail = self.tail.untyped_storage().nbytes()
-        on_host = self._reader.offload
-        words = self.words.nbytes
+        on_host, words = self.words.on_host, self.words.nbytes
         return {
             "raw_bytes": sum(era.decoded_bytes for era in self.eras) + self.tail.nbytes,
             "packed_raw_bytes": raw,
@@ -220,9 +235,9 @@ class PackedHistory:
             raise ArgumentError(
                 f"{self._kind}: shape {list(tokens.shape)}, expected [B, H, tokens, D]"
             )
-        if tokens.device != self._reader.device:
+        if tokens.device != self.device:
             raise ArgumentTypeError(
-                f"{self._kind}: on {tokens.device}, this cache is on {self._reader.device}"
+                f"{self._kind}: on {tokens.device}, this cache is on {self.device}"
             )
         if self.length == 0:
             return
@@ -244,7 +259,7 @@ class PackedHistory:
         Parameters
         ----------
         tokens : torch.Tensor
-            ``[B, H, n, D]`` on the reader's device, of any strides; they are not kept.
+            ``[B, H, n, D]`` on the history's device, of any strides; they are not kept.
         checked : bool
             Whether they have been given to `check`.
 
@@ -305,9 +320,7 @@ class PackedHistory:
         begin = length - length % self._block_tokens
         rest = self.tail[:, :, :0]
         if begin < length:
-            parts = self._reader.read([self])[0]
-            rest = torch.cat(parts, dim=-2)[:, :, begin:length].clone()
-            self._reader.done([self])
+            rest = torch.cat(self.decode_packed(), dim=-2)[:, :, begin:length].clone()
         blocks, kept, n_eras = begin // self._block_tokens, 0, 0
         for era in self.eras:
             if kept + era.n_blocks > blocks:
@@ -393,19 +406,17 @@ class PackedHistory:
 
     def reset(self) -> None:
         """Forget all tokens and codecs; host memory that was taken is used again."""
-        words = self.words
-        self._reader.quiesce()
+        self._link.quiesce()
         self._clear()
-        words.truncate(0)
-        self.words = words
+        self.words.truncate(0)
         self._change()
 
-    # For the reader
+    # For readers
 
     def mark_ready(self) -> None:
         """Record, on the current stream, that the metadata of the packed tokens is there."""
         if self._changed and self.ready is not None:
-            self.ready.record(torch.cuda.current_stream(self._reader.device))
+            self.ready.record(torch.cuda.current_stream(self.device))
         self._changed = False
 
     # Inside
@@ -426,12 +437,12 @@ class PackedHistory:
     ) -> None:
         """Keep `begin` packed tokens: of whole eras and blocks of the next; `rest` is the tail."""
         self._pending = self._sample = None
-        self._reader.quiesce()
+        self._link.quiesce()
         self.words.truncate(words_end)
         if n_blocks:
             era = self.eras[n_eras]
             era.truncate(n_blocks)
-            self._reader.keep(*era.tensors())
+            self._link.keep(*era.tensors())
         del self.eras[n_eras + (1 if n_blocks else 0) :]
         self.packed_tokens = begin
         self._set_tail(rest)
@@ -444,7 +455,7 @@ class PackedHistory:
         self.tail = tail
         for era, origin in zip(self.eras, origins, strict=True):
             era.set_origin(origin)
-            self._reader.keep(*era.tensors())
+            self._link.keep(*era.tensors())
         if self._pending is not None and index is not None:
             self._pending.sequences.index, self._pending.sequences.plain = index, False
         if self.eras:
@@ -471,7 +482,7 @@ class PackedHistory:
             block_bytes = batch * rows.heads * rows.head_rows * rows.row_bytes
             n_blocks = min(due, max(1, PIECE_BYTES // block_bytes))
             tokens = self.tail[:, :, : n_blocks * self._block_tokens]
-            index = torch.arange(batch, dtype=torch.int32, device=self._reader.device)
+            index = torch.arange(batch, dtype=torch.int32, device=self.device)
             self._pending = Pending(rows, self.eras[-1], tokens, n_blocks, Sequences(batch, index))
             self._settle(wait=wait)
 
@@ -483,21 +494,22 @@ class PackedHistory:
         era, at = self.eras[-1], self.words.n_words
         n_words, max_words = pending.sizes()
         needed = n_words * self._reserve_tokens // pending.tokens
-        if not at and self.words.nbytes < 4 * needed:
-            self.words = self._reader.new_words(needed)
+        if not at:
+            self.words.reserve(needed)
         tokens = self.packed_tokens + pending.tokens
         tail = self.tail[:, :, pending.tokens :].clone(memory_format=torch.contiguous_format)
         most = self._most_words(era, pending)
-        self._reader.append(self.words, pending.packed.words[:n_words], pending.made, tokens, most)
+        packed = pending.packed.words[:n_words]
+        self.words.append(packed, made=pending.made, tokens=tokens, most=most)
         sizes = (n_words, max_words)
         try:
             era.commit(pending.packed, sizes, pending.n_blocks, pending.sequences, at)
         except Exception:
             self.words.truncate(at)
             raise
-        self._reader.keep(*era.tensors())
+        self._link.keep(*era.tensors())
         self._pending = None
-        self.moved_to_host_bytes += 4 * n_words if self._reader.offload else 0
+        self.moved_to_host_bytes += 4 * n_words if self.words.on_host else 0
         self.packed_tokens += pending.tokens
         self.tail = tail
         self._change()
@@ -550,13 +562,12 @@ class PackedHistory:
         metadata = codec.row_metadata_bytes(sample.shape[0])
         # Raw rows lie at multiples of their words.
         raw = packed + metadata > (1 - LEAST_GAIN) * sample.nbytes and not rows.row_bytes % 4
-        device, batch = self._reader.device, self.tail.shape[0]
-        self.eras.append(Era(rows, None if raw else codec, device, self.words.n_words, batch))
+        first, batch = self.words.n_words, self.tail.shape[0]
+        self.eras.append(Era(rows, None if raw else codec, self.device, first, batch))
         return True
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what is under way: its tokens are in the tail."""
-        self._reader.wait_for_copies()
         state = dict(self.__dict__)
         for name in ("revision", "ready", "_changed"):
             del state[name]
@@ -571,7 +582,7 @@ class PackedHistory:
         self.revision = Revision()
         self._make_event()
         for era in self.eras:
-            self._reader.keep(*era.tensors())
+            self._link.keep(*era.tensors())
 
 
 def check_options(window: int, block_tokens: int, reserve_tokens: int) -> None:
