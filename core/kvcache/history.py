@@ -13,9 +13,10 @@ from ..dtypes import dense
 from ..errors import ArgumentError, ArgumentTypeError, BitslabError
 from .arena import GROWTH
 from .era import Era, Sequences
+from .fitting import Fitting
 from .index import beam_index, repeat_count, sequence_index
-from .packing import LEAST_GAIN, CodecPlans, TokenRows, draw_rows
-from .pending import Arrival, Pending
+from .packing import CodecPlans, TokenRows
+from .pending import Pending
 from .selection import Take
 from .words import Words
 
@@ -23,11 +24,6 @@ from .words import Words
 Commit = Callable[[], None]
 #: Tokens are packed in pieces of about this many bytes, to bound the memory that it takes.
 PIECE_BYTES = 64 << 20
-#: A codec is fitted again when the last DRIFT_BLOCKS blocks took this share of the raw bytes more
-#: than the first ones of its era did, and the new one is kept when it saves REFIT_GAIN of them.
-DRIFT_BLOCKS = 4
-DRIFT = 0.05
-REFIT_GAIN = 0.02
 
 
 class Revision:
@@ -76,8 +72,6 @@ class PackedHistory:
         ``[B, H, t, D]`` on the device: the tokens behind them.
     revision : Revision
         Another one whenever what the packed tokens decode to has changed.
-    refits : int
-        How often a codec has been fitted again.
 
     Notes
     -----
@@ -116,7 +110,7 @@ class PackedHistory:
         check_options(window, block_tokens, reserve_tokens)
         self.words = words
         self._link = words.link
-        self._plans = plans
+        self._fitting = Fitting(plans, kind)
         self._kind = kind
         self._window = window
         self._block_tokens = block_tokens
@@ -125,7 +119,6 @@ class PackedHistory:
         self.revision = Revision()
         self._make_event()
         self._clear()
-        self.refits = 0
         self.moved_to_host_bytes = 0
 
     def _clear(self) -> None:
@@ -134,9 +127,7 @@ class PackedHistory:
         self._rows: TokenRows | None = None
         self.tail = torch.empty((0, 0, 0, 0), device=self.device)
         self._pending: Pending | None = None
-        self._sample: Arrival | None = None
-        self._recent: list[float] = []  # words of a row, of the last blocks of the era
-        self._refit_wanted = False
+        self._fitting.reset()
 
     def _make_event(self) -> None:
         on_gpu = self.device.type == "cuda"
@@ -159,6 +150,11 @@ class PackedHistory:
     def batch(self) -> int:
         """Sequences."""
         return self.tail.shape[0]
+
+    @property
+    def refits(self) -> int:
+        """How often a codec has been fitted again."""
+        return self._fitting.refits
 
     @property
     def tokens_per_row(self) -> int:
@@ -277,7 +273,8 @@ class PackedHistory:
         before, new = self.length, tokens.detach()
         if before == 0:
             # These may be of another kind than what has been fitted to.
-            self._pending = self._sample = None
+            self._pending = None
+            self._fitting.forget_sample()
             self.eras = []
             self._rows = TokenRows(new.shape[1], new.shape[3], new.dtype, self._block_tokens)
         self.tail = torch.cat([self.tail, new], dim=-2) if self.tail.shape[2] else new
@@ -436,7 +433,7 @@ class PackedHistory:
         self, begin: int, n_eras: int, n_blocks: int, words_end: int, rest: torch.Tensor
     ) -> None:
         """Keep `begin` packed tokens: of whole eras and blocks of the next; `rest` is the tail."""
-        self._pending = self._sample = None
+        self._pending = None
         self._link.quiesce()
         self.words.truncate(words_end)
         if n_blocks:
@@ -446,7 +443,7 @@ class PackedHistory:
         del self.eras[n_eras + (1 if n_blocks else 0) :]
         self.packed_tokens = begin
         self._set_tail(rest)
-        self._recent = []
+        self._fitting.forget_blocks()
         self._change()
 
     def _put(
@@ -476,7 +473,7 @@ class PackedHistory:
             if due < 1:
                 return
             wait = due > 1 or self._at_once
-            if (not self.eras or self._refit_wanted) and not self._fit(rows, due, wait):
+            if (not self.eras or self._fitting.wanted) and not self._begin_era(rows, wait):
                 return
             batch = self.tail.shape[0]
             block_bytes = batch * rows.heads * rows.head_rows * rows.row_bytes
@@ -513,7 +510,7 @@ class PackedHistory:
         self.packed_tokens += pending.tokens
         self.tail = tail
         self._change()
-        self._look_for_drift(era, n_words / pending.packed.lengths.shape[0])
+        self._fitting.watch(era, n_words / pending.packed.lengths.shape[0])
 
     def _most_words(self, era: Era, pending: Pending) -> int:
         """Return the words for which memory may be taken: with metadata no more than raw tokens."""
@@ -523,47 +520,20 @@ class PackedHistory:
         metadata += era.metadata_bytes_of(pending.packed.lengths.shape[0])
         return max(0, raw - metadata) // 4
 
-    def _look_for_drift(self, era: Era, words: float) -> None:
-        """Ask for a new codec when the last blocks were larger than the first ones of the era."""
-        if era.layout is None:
-            return
-        self._recent = [*self._recent[1 - DRIFT_BLOCKS :], words]
-        mean = sum(self._recent) / len(self._recent)
-        limit = era.expected_words + DRIFT * era.layout.format.row_words
-        self._refit_wanted = len(self._recent) == DRIFT_BLOCKS and mean > limit
+    def _begin_era(self, rows: TokenRows, wait: bool) -> bool:
+        """Find the codec for the tokens that are to be packed.
 
-    def _fit(self, rows: TokenRows, due: int, wait: bool) -> bool:
-        """Begin an era with a codec for the tokens that are to be packed.
-
-        Returns False when the sample is still on its way to the host.
+        Returns False when their sample is still on its way to the host.
         """
-        if self._sample is None:
-            # With the window: a block of few heads is too little to tell kinds of tokens apart.
-            whole = self.tail.shape[2] // self._block_tokens * self._block_tokens
-            tokens = self.tail[:, :, :whole]
-            self._sample = Arrival(draw_rows(rows, tokens))
-        sample = self._sample.get(wait)
-        if sample is None:
+        # With the window: a block of few heads is too little to tell kinds of tokens apart.
+        whole = self.tail.shape[2] // self._block_tokens * self._block_tokens
+        last = self.eras[-1] if self.eras else None
+        choice = self._fitting.choose(rows, self.tail[:, :, :whole], last, wait)
+        if choice is None:
             return False
-        self._sample = None
-        self._refit_wanted = False
-        codec = self._plans.fit(self._kind, sample, anew=bool(self.eras))
-        packed = float(codec.packed_bytes(sample).sum())
-        if self.eras:
-            self.refits += 1
-            self._recent = []
-            last = self.eras[-1]
-            if last.codec is not None:
-                now = float(last.codec.packed_bytes(sample).sum())
-                if now - packed < REFIT_GAIN * sample.nbytes:
-                    # The tokens are harder to pack, not of another kind.
-                    last.expected_words = now / 4 / sample.shape[0]
-                    return True
-        metadata = codec.row_metadata_bytes(sample.shape[0])
-        # Raw rows lie at multiples of their words.
-        raw = packed + metadata > (1 - LEAST_GAIN) * sample.nbytes and not rows.row_bytes % 4
-        first, batch = self.words.n_words, self.tail.shape[0]
-        self.eras.append(Era(rows, None if raw else codec, self.device, first, batch))
+        if choice.anew:
+            first, batch = self.words.n_words, self.tail.shape[0]
+            self.eras.append(Era(rows, choice.codec, self.device, first, batch))
         return True
 
     def __getstate__(self) -> dict[str, Any]:
@@ -573,7 +543,7 @@ class PackedHistory:
             del state[name]
         # As bytes: torch 2.13 cannot unpickle tensors of 8-bit floats.
         tail = (dense(self.tail).view(torch.uint8), self.tail.dtype)
-        return {**state, "tail": tail, "_pending": None, "_sample": None}
+        return {**state, "tail": tail, "_pending": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -14,7 +14,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from bitslab import ArgumentError, ArgumentTypeError, BitslabError
-from bitslab.kvcache import CodecPlans, HistoryReader, PackedHistory, history, pending, words
+from bitslab.kvcache import (
+    CodecPlans,
+    HistoryReader,
+    PackedHistory,
+    fitting,
+    history,
+    pending,
+    words,
+)
 from bitslab.kvcache.era import Era
 from bitslab.kvcache.gathering import RowGatherer
 from bitslab.kvcache.packing import TokenRows, draw_rows
@@ -304,8 +312,8 @@ def test_an_era_is_read_before_its_first_block_has_come(
     tokens = normal(2, 2, 40, 64)
     if anew:
         packed.append(tokens)
-        monkeypatch.setattr(history, "REFIT_GAIN", -1.0)
-        packed._refit_wanted = True
+        monkeypatch.setattr(fitting, "REFIT_GAIN", -1.0)
+        packed._fitting.wanted = True
     before = packed.packed_tokens
     monkeypatch.setattr(pending.Pending, "known", lambda block, wait: False)
     more = normal(2, 2, 40, 64, seed=1)
