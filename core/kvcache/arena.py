@@ -40,11 +40,15 @@ class HostArena:
         Whether to page-lock the memory for GPUs.
     slab_bytes : int
         Size of a buffer up to which memory is taken ahead, or an eighth of what is there.
+    histories : int
+        Histories that are expected to take memory in all.
     """
 
-    def __init__(self, *, pin: bool, slab_bytes: int) -> None:
+    def __init__(self, *, pin: bool, slab_bytes: int, histories: int = 1) -> None:
         self._pin = pin
         self._slab_bytes = slab_bytes
+        self.histories = histories
+        self._furthest = 0  # tokens of the history that has most
         self._slab = torch.empty(0, dtype=torch.int32)  # what is left of the last buffer
         # Buffers that are being made, and their bytes.
         self._ahead: deque[tuple[Future[torch.Tensor], int]] = deque()
@@ -62,6 +66,17 @@ class HostArena:
     @property
     def _ahead_bytes(self) -> int:
         return sum(nbytes for _, nbytes in self._ahead)
+
+    def others(self, tokens: int) -> int:
+        """Return the histories that are expected to have so many tokens next.
+
+        All others follow the first one that comes so far.
+        """
+        return self.histories - 1 if tokens > self._furthest else 0
+
+    def reach(self, tokens: int) -> None:
+        """Take note of the tokens that a history has."""
+        self._furthest = max(self._furthest, tokens)
 
     def allow(self, before: int, now: int, *, others: int = 0) -> None:
         """Take what the tokens of a history take unpacked, and took before.
@@ -162,7 +177,7 @@ class HostArena:
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the memory out: histories take their words along."""
-        return {"pin": self._pin, "slab_bytes": self._slab_bytes}
+        return {"pin": self._pin, "slab_bytes": self._slab_bytes, "histories": self.histories}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)  # type: ignore[misc]

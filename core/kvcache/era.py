@@ -154,7 +154,7 @@ class Era:
         return self.n_blocks, self.batch, rows.heads, rows.head_rows
 
     def ids(self) -> torch.Tensor:
-        """Return the rows of all tokens, int32 ``[B * H * rows]``, in the order of `decode`.
+        """Return the rows of all tokens, int32 ``[B * H * rows]``, in the order of `decoding`.
 
         There are none where rows are `in_order`.
         """
@@ -267,10 +267,24 @@ class Era:
             self.origin = self.origin[:n_blocks]
         self._tables = {}
 
-    def decode(
+    def _copy_rows(self, words: torch.Tensor, out: torch.Tensor) -> None:
+        """Copy raw rows that are in order: blocks of each head behind one another."""
+        rows = self.rows
+        raw = words[self.first_word : self.first_word + self.n_rows * rows.row_bytes // 4]
+        blocks = raw.view(self.n_blocks, self.batch, rows.heads, -1).permute(1, 2, 0, 3)
+        out.view(torch.int32).view(blocks.shape).copy_(blocks)
+
+    def tokens_in(self, out: torch.Tensor) -> torch.Tensor:
+        """View what `decoding` writes as ``[B, H, tokens, D]``."""
+        rows = self.rows
+        return out.view(rows.dtype).view(self.batch, rows.heads, self.tokens, rows.dim)
+
+    def decoding(
         self, words: torch.Tensor, ids: torch.Tensor, out: torch.Tensor, sm_budget: int | None
-    ) -> torch.Tensor:
-        """Decode all tokens, on the current stream.
+    ) -> Callable[[], None]:
+        """Return what decodes all tokens, on the stream that is current then.
+
+        It holds as long as no block is added and no sequence moved.
 
         Parameters
         ----------
@@ -282,37 +296,6 @@ class Era:
             uint8 ``[decoded_bytes]``, starting at a multiple of 16 bytes.
         sm_budget : int, optional
             Multiprocessors that decoding may use.
-
-        Returns
-        -------
-        torch.Tensor
-            `out` as ``[B, H, tokens, D]``.
-        """
-        if self.in_order:
-            self._copy_rows(words, out)
-        else:
-            self.decode_rows(words, ids, out.view(-1, self.rows.row_bytes), sm_budget)
-        return self.tokens_in(out)
-
-    def _copy_rows(self, words: torch.Tensor, out: torch.Tensor) -> None:
-        """Copy raw rows that are in order: blocks of each head behind one another."""
-        rows = self.rows
-        raw = words[self.first_word : self.first_word + self.n_rows * rows.row_bytes // 4]
-        blocks = raw.view(self.n_blocks, self.batch, rows.heads, -1).permute(1, 2, 0, 3)
-        out.view(torch.int32).view(blocks.shape).copy_(blocks)
-
-    def tokens_in(self, out: torch.Tensor) -> torch.Tensor:
-        """View what `decode` writes as ``[B, H, tokens, D]``."""
-        rows = self.rows
-        return out.view(rows.dtype).view(self.batch, rows.heads, self.tokens, rows.dim)
-
-    def decoding(
-        self, words: torch.Tensor, ids: torch.Tensor, out: torch.Tensor, sm_budget: int | None
-    ) -> Callable[[], None]:
-        """Return what decodes all tokens, on the stream that is current then.
-
-        It holds as long as no block is added and no sequence moved. The arguments are those of
-        `decode`.
         """
         if self.in_order:
             return partial(self._copy_rows, words, out)
@@ -359,7 +342,7 @@ class Era:
         Parameters
         ----------
         words : torch.Tensor
-            As for `decode`, or in page-locked host memory: then a GPU reads the rows over the link.
+            As for `decoding`, or in page-locked host memory, whose rows a GPU reads over the link.
         ids : torch.Tensor
             int32 ``[n]`` on the device; they must be good.
         out : torch.Tensor

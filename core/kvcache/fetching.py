@@ -1,9 +1,8 @@
-"""Histories on their way to a GPU: buffers, streams, and what a fetch does, worked out once."""
+"""Histories on their way to a GPU: buffers, and what a fetch does, worked out once."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -11,30 +10,12 @@ import torch
 from ..engine.kernels import kernels_for
 from ..engine.kernels.cuda.stream import on_stream
 from ..engine.kernels.format import PAD_WORDS, ceil_div
-from ..errors import BitslabError
+from .era import Era
+from .history import PackedHistory, Revision
+from .link import Streams
 from .words import DeviceWords, HostWords, grown
 
-if TYPE_CHECKING:
-    from .era import Era
-    from .history import PackedHistory, Revision
-
 ALIGN_BYTES = 256  # of everything in a slot's buffers
-
-
-class Streams:
-    """The streams of a GPU's reader.
-
-    Parameters
-    ----------
-    device : torch.device
-        The GPU.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        if not torch.cuda.is_available():
-            raise BitslabError(f"device: {device}, but torch sees no CUDA GPU")
-        self.copies = torch.cuda.Stream(device=device)  # type: ignore[no-untyped-call]
-        self.decodes = torch.cuda.Stream(device=device)  # type: ignore[no-untyped-call]
 
 
 class Slot:
@@ -234,7 +215,7 @@ class Fetch:
 
 
 #: Returns the rows of an era.
-IdsOf = Callable[["Era"], torch.Tensor]
+IdsOf = Callable[[Era], torch.Tensor]
 
 
 def _aligned(nbytes: int) -> int:

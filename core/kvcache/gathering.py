@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
 from ..engine.kernels.cuda.stream import on_stream
 from ..engine.kernels.format import MAX_SLABS
+from .era import Era
+from .history import PackedHistory, Revision
+from .link import Link
 from .selection import Selection, spread
-
-if TYPE_CHECKING:
-    from .era import Era
-    from .history import PackedHistory, Revision
-    from .reader import HistoryReader
 
 
 class Gathered:
@@ -55,31 +52,32 @@ class Gathered:
 
 
 class RowGatherer:
-    """Gathers chosen tokens of the histories of a reader.
+    """Gathers chosen tokens of histories.
 
     On a GPU the rows are read over the link from page-locked memory and decoded by one kernel, on
-    the reader's stream for decoding; the host waits for nothing, unless codecs have been fitted
+    the link's stream for decoding; the host waits for nothing, unless codecs have been fitted
     again, and the rows of each are to be told apart.
 
     Parameters
     ----------
-    reader : HistoryReader
-        Whose histories are read.
+    link : Link
+        Whose device's histories are read.
+    sm_budget : int or None
+        Multiprocessors that decoding may use; all when None.
     """
 
-    def __init__(self, reader: HistoryReader) -> None:
-        self._reader = reader
+    def __init__(self, link: Link, sm_budget: int | None) -> None:
+        self._link = link
+        self._sm_budget = sm_budget
         self._raw_bytes = 0
         # What lasts is written to later, perhaps outside the inference mode of a first pass.
         with torch.inference_mode(False):
-            self._counters = torch.zeros(
-                2 * (MAX_SLABS + 1), dtype=torch.int64, device=reader.device
-            )
+            self._counters = torch.zeros(2 * (MAX_SLABS + 1), dtype=torch.int64, device=link.device)
 
     @property
     def moved_bytes(self) -> int:
         """Bytes of the words of all rows that were gathered from host memory; waits for a GPU."""
-        self._reader.quiesce()
+        self._link.quiesce()
         return self._raw_bytes + 4 * int(self._counters[-1])
 
     def gather(self, histories: Sequence[PackedHistory], selection: Selection) -> Gathered:
@@ -88,7 +86,7 @@ class RowGatherer:
         Parameters
         ----------
         histories : sequence of PackedHistory
-            Of the reader, with at least ``selection.packed`` packed tokens each.
+            Of the link, with at least ``selection.packed`` packed tokens each.
         selection : Selection
             Made on the current stream.
 
@@ -97,15 +95,15 @@ class RowGatherer:
         Gathered
             The chosen tokens in the order of time, of each history.
         """
-        streams = self._reader.side_streams()
+        streams = self._link.streams
         if streams is None:
             return Gathered(
                 [self._gather(h, selection) for h in histories], _revisions(histories), None
             )
-        copies, decodes = streams
-        decodes.wait_stream(torch.cuda.current_stream(self._reader.device))
+        decodes = streams.decodes
+        decodes.wait_stream(torch.cuda.current_stream(self._link.device))
         # New words arrive on the stream of the copies.
-        decodes.wait_stream(copies)
+        decodes.wait_stream(streams.copies)
         selection.groups.record_stream(decodes)
         with on_stream(decodes):
             parts = [self._gather(history, selection) for history in histories]
@@ -120,7 +118,7 @@ class RowGatherer:
             selection.packed // each, history.packed_tokens // each, device=rows.device
         )
         rows = torch.cat([rows, behind.expand(batch, heads, -1)], dim=2)
-        words = self._reader.whole_words(history)
+        words, from_host = history.words.merged(), history.words.on_host
         # An era whose first block is being packed holds nothing yet.
         eras = [era for era in history.eras if era.n_blocks]
         kept = eras[0].rows
@@ -130,20 +128,26 @@ class RowGatherer:
         for era in eras:
             end = begin + era.tokens // each
             if len(eras) == 1:
-                self._decode(era, words, era.row_ids(rows).flatten(), out)
+                self._decode(era, words, era.row_ids(rows).flatten(), out, from_host)
             else:
                 inside = (rows >= begin) & (rows < end)
                 ids = era.row_ids((rows - begin).clamp(0, end - begin - 1))[inside]
                 part = torch.empty((ids.shape[0], row_bytes), dtype=torch.uint8, device=ids.device)
-                self._decode(era, words, ids, part)
+                self._decode(era, words, ids, part, from_host)
                 out[inside.flatten()] = part
             begin = end
         return out.view(kept.dtype).view(batch, heads, -1, kept.dim)
 
-    def _decode(self, era: Era, words: torch.Tensor, ids: torch.Tensor, out: torch.Tensor) -> None:
-        from_host = self._reader.offload
+    def _decode(
+        self,
+        era: Era,
+        words: torch.Tensor,
+        ids: torch.Tensor,
+        out: torch.Tensor,
+        from_host: bool,
+    ) -> None:
         counters = self._counters if from_host else None
-        era.decode_rows(words, ids, out, self._reader.sm_budget, counters)
+        era.decode_rows(words, ids, out, self._sm_budget, counters)
         if era.layout is None and from_host:
             self._raw_bytes += out.nbytes
 

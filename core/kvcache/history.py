@@ -13,21 +13,17 @@ from ..dtypes import dense
 from ..errors import ArgumentError, ArgumentTypeError, BitslabError
 from .arena import GROWTH
 from .era import Era, Sequences
+from .fitting import Fitting
 from .index import beam_index, repeat_count, sequence_index
-from .packing import LEAST_GAIN, CodecPlans, TokenRows, draw_rows
-from .pending import Arrival, Pending
-from .reader import HistoryReader
+from .packing import CodecPlans, TokenRows
+from .pending import Pending
 from .selection import Take
+from .words import Words
 
 #: Makes a change that was prepared: nothing is left that could fail.
 Commit = Callable[[], None]
 #: Tokens are packed in pieces of about this many bytes, to bound the memory that it takes.
 PIECE_BYTES = 64 << 20
-#: A codec is fitted again when the last DRIFT_BLOCKS blocks took this share of the raw bytes more
-#: than the first ones of its era did, and the new one is kept when it saves REFIT_GAIN of them.
-DRIFT_BLOCKS = 4
-DRIFT = 0.05
-REFIT_GAIN = 0.02
 
 
 class Revision:
@@ -51,8 +47,8 @@ class PackedHistory:
 
     Parameters
     ----------
-    reader : HistoryReader
-        What brings it to its device; the histories of all layers on that device share one.
+    words : Words
+        An empty store for its packed words, that `HistoryReader.new_words` returns.
     plans : CodecPlans
         What fits its codecs; the histories of all layers share one.
     kind : str
@@ -76,8 +72,6 @@ class PackedHistory:
         ``[B, H, t, D]`` on the device: the tokens behind them.
     revision : Revision
         Another one whenever what the packed tokens decode to has changed.
-    refits : int
-        How often a codec has been fitted again.
 
     Notes
     -----
@@ -94,7 +88,8 @@ class PackedHistory:
     >>> import torch
     >>> from bitslab.kvcache import CodecPlans, HistoryReader, PackedHistory
     >>> reader = HistoryReader(torch.device("cpu"), offload=True, sm_budget=None)
-    >>> history = PackedHistory(reader, CodecPlans(), "k", window=32, block_tokens=64)
+    >>> words = reader.new_words()
+    >>> history = PackedHistory(words, CodecPlans(), "k", window=32, block_tokens=64)
     >>> tokens = torch.randn(1, 2, 300, 64).bfloat16()
     >>> history.append(tokens)
     >>> history.packed_tokens, torch.equal(history.decode(), tokens)
@@ -103,7 +98,7 @@ class PackedHistory:
 
     def __init__(
         self,
-        reader: HistoryReader,
+        words: Words,
         plans: CodecPlans,
         kind: str,
         *,
@@ -113,32 +108,29 @@ class PackedHistory:
         at_once: bool = False,
     ) -> None:
         check_options(window, block_tokens, reserve_tokens)
-        self._reader = reader
-        self._plans = plans
+        self.words = words
+        self._link = words.link
+        self._fitting = Fitting(plans, kind)
         self._kind = kind
         self._window = window
         self._block_tokens = block_tokens
         self._reserve_tokens = reserve_tokens
-        self._at_once = at_once or reader.device.type == "cpu"
+        self._at_once = at_once or self.device.type == "cpu"
         self.revision = Revision()
         self._make_event()
         self._clear()
-        self.refits = 0
         self.moved_to_host_bytes = 0
 
     def _clear(self) -> None:
         self.eras: list[Era] = []
-        self.words = self._reader.new_words(0)
         self.packed_tokens = 0
         self._rows: TokenRows | None = None
-        self.tail = torch.empty((0, 0, 0, 0), device=self._reader.device)
+        self.tail = torch.empty((0, 0, 0, 0), device=self.device)
         self._pending: Pending | None = None
-        self._sample: Arrival | None = None
-        self._recent: list[float] = []  # words of a row, of the last blocks of the era
-        self._refit_wanted = False
+        self._fitting.reset()
 
     def _make_event(self) -> None:
-        on_gpu = self._reader.device.type == "cuda"
+        on_gpu = self.device.type == "cuda"
         self.ready = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
         self._changed = True
 
@@ -152,12 +144,17 @@ class PackedHistory:
     @property
     def device(self) -> torch.device:
         """Where tokens are decoded."""
-        return self._reader.device
+        return self._link.device
 
     @property
     def batch(self) -> int:
         """Sequences."""
         return self.tail.shape[0]
+
+    @property
+    def refits(self) -> int:
+        """How often a codec has been fitted again."""
+        return self._fitting.refits
 
     @property
     def tokens_per_row(self) -> int:
@@ -166,10 +163,25 @@ class PackedHistory:
 
     def decode(self) -> torch.Tensor:
         """Return all tokens, ``[B, H, length, D]`` on the device, contiguous."""
-        parts = self._reader.read([self])[0]
-        tokens = torch.cat([*parts, self.tail], dim=-2)
-        self._reader.done([self])
-        return tokens
+        return torch.cat([*self.decode_packed(), self.tail], dim=-2)
+
+    def decode_packed(self) -> list[torch.Tensor]:
+        """Return the packed tokens, decoded on the current stream.
+
+        Returns
+        -------
+        list of torch.Tensor
+            Its eras, oldest first: ``[B, H, tokens, D]`` on the device, contiguous.
+        """
+        if not self.packed_tokens:
+            return []
+        words = self.words.fetch()
+        found = []
+        for era in self.eras:
+            out = torch.empty(era.decoded_bytes, dtype=torch.uint8, device=self.device)
+            era.decoding(words, era.ids(), out, None)()
+            found.append(era.tokens_in(out))
+        return found
 
     def stats(self) -> dict[str, int | float]:
         """Return bytes and counts.
@@ -190,8 +202,7 @@ class PackedHistory:
         metadata = sum(era.device_bytes for era in self.eras)
         pending = 0 if self._pending is None else self._pending.nbytes
         tail = self.tail.untyped_storage().nbytes()
-        on_host = self._reader.offload
-        words = self.words.nbytes
+        on_host, words = self.words.on_host, self.words.nbytes
         return {
             "raw_bytes": sum(era.decoded_bytes for era in self.eras) + self.tail.nbytes,
             "packed_raw_bytes": raw,
@@ -220,9 +231,9 @@ class PackedHistory:
             raise ArgumentError(
                 f"{self._kind}: shape {list(tokens.shape)}, expected [B, H, tokens, D]"
             )
-        if tokens.device != self._reader.device:
+        if tokens.device != self.device:
             raise ArgumentTypeError(
-                f"{self._kind}: on {tokens.device}, this cache is on {self._reader.device}"
+                f"{self._kind}: on {tokens.device}, this cache is on {self.device}"
             )
         if self.length == 0:
             return
@@ -244,7 +255,7 @@ class PackedHistory:
         Parameters
         ----------
         tokens : torch.Tensor
-            ``[B, H, n, D]`` on the reader's device, of any strides; they are not kept.
+            ``[B, H, n, D]`` on the history's device, of any strides; they are not kept.
         checked : bool
             Whether they have been given to `check`.
 
@@ -262,7 +273,8 @@ class PackedHistory:
         before, new = self.length, tokens.detach()
         if before == 0:
             # These may be of another kind than what has been fitted to.
-            self._pending = self._sample = None
+            self._pending = None
+            self._fitting.forget_sample()
             self.eras = []
             self._rows = TokenRows(new.shape[1], new.shape[3], new.dtype, self._block_tokens)
         self.tail = torch.cat([self.tail, new], dim=-2) if self.tail.shape[2] else new
@@ -305,9 +317,7 @@ class PackedHistory:
         begin = length - length % self._block_tokens
         rest = self.tail[:, :, :0]
         if begin < length:
-            parts = self._reader.read([self])[0]
-            rest = torch.cat(parts, dim=-2)[:, :, begin:length].clone()
-            self._reader.done([self])
+            rest = torch.cat(self.decode_packed(), dim=-2)[:, :, begin:length].clone()
         blocks, kept, n_eras = begin // self._block_tokens, 0, 0
         for era in self.eras:
             if kept + era.n_blocks > blocks:
@@ -393,19 +403,17 @@ class PackedHistory:
 
     def reset(self) -> None:
         """Forget all tokens and codecs; host memory that was taken is used again."""
-        words = self.words
-        self._reader.quiesce()
+        self._link.quiesce()
         self._clear()
-        words.truncate(0)
-        self.words = words
+        self.words.truncate(0)
         self._change()
 
-    # For the reader
+    # For readers
 
     def mark_ready(self) -> None:
         """Record, on the current stream, that the metadata of the packed tokens is there."""
         if self._changed and self.ready is not None:
-            self.ready.record(torch.cuda.current_stream(self._reader.device))
+            self.ready.record(torch.cuda.current_stream(self.device))
         self._changed = False
 
     # Inside
@@ -425,17 +433,17 @@ class PackedHistory:
         self, begin: int, n_eras: int, n_blocks: int, words_end: int, rest: torch.Tensor
     ) -> None:
         """Keep `begin` packed tokens: of whole eras and blocks of the next; `rest` is the tail."""
-        self._pending = self._sample = None
-        self._reader.quiesce()
+        self._pending = None
+        self._link.quiesce()
         self.words.truncate(words_end)
         if n_blocks:
             era = self.eras[n_eras]
             era.truncate(n_blocks)
-            self._reader.keep(*era.tensors())
+            self._link.keep(*era.tensors())
         del self.eras[n_eras + (1 if n_blocks else 0) :]
         self.packed_tokens = begin
         self._set_tail(rest)
-        self._recent = []
+        self._fitting.forget_blocks()
         self._change()
 
     def _put(
@@ -444,7 +452,7 @@ class PackedHistory:
         self.tail = tail
         for era, origin in zip(self.eras, origins, strict=True):
             era.set_origin(origin)
-            self._reader.keep(*era.tensors())
+            self._link.keep(*era.tensors())
         if self._pending is not None and index is not None:
             self._pending.sequences.index, self._pending.sequences.plain = index, False
         if self.eras:
@@ -465,13 +473,13 @@ class PackedHistory:
             if due < 1:
                 return
             wait = due > 1 or self._at_once
-            if (not self.eras or self._refit_wanted) and not self._fit(rows, due, wait):
+            if (not self.eras or self._fitting.wanted) and not self._begin_era(rows, wait):
                 return
             batch = self.tail.shape[0]
             block_bytes = batch * rows.heads * rows.head_rows * rows.row_bytes
             n_blocks = min(due, max(1, PIECE_BYTES // block_bytes))
             tokens = self.tail[:, :, : n_blocks * self._block_tokens]
-            index = torch.arange(batch, dtype=torch.int32, device=self._reader.device)
+            index = torch.arange(batch, dtype=torch.int32, device=self.device)
             self._pending = Pending(rows, self.eras[-1], tokens, n_blocks, Sequences(batch, index))
             self._settle(wait=wait)
 
@@ -483,25 +491,26 @@ class PackedHistory:
         era, at = self.eras[-1], self.words.n_words
         n_words, max_words = pending.sizes()
         needed = n_words * self._reserve_tokens // pending.tokens
-        if not at and self.words.nbytes < 4 * needed:
-            self.words = self._reader.new_words(needed)
+        if not at:
+            self.words.reserve(needed)
         tokens = self.packed_tokens + pending.tokens
         tail = self.tail[:, :, pending.tokens :].clone(memory_format=torch.contiguous_format)
         most = self._most_words(era, pending)
-        self._reader.append(self.words, pending.packed.words[:n_words], pending.made, tokens, most)
+        packed = pending.packed.words[:n_words]
+        self.words.append(packed, made=pending.made, tokens=tokens, most=most)
         sizes = (n_words, max_words)
         try:
             era.commit(pending.packed, sizes, pending.n_blocks, pending.sequences, at)
         except Exception:
             self.words.truncate(at)
             raise
-        self._reader.keep(*era.tensors())
+        self._link.keep(*era.tensors())
         self._pending = None
-        self.moved_to_host_bytes += 4 * n_words if self._reader.offload else 0
+        self.moved_to_host_bytes += 4 * n_words if self.words.on_host else 0
         self.packed_tokens += pending.tokens
         self.tail = tail
         self._change()
-        self._look_for_drift(era, n_words / pending.packed.lengths.shape[0])
+        self._fitting.watch(era, n_words / pending.packed.lengths.shape[0])
 
     def _most_words(self, era: Era, pending: Pending) -> int:
         """Return the words for which memory may be taken: with metadata no more than raw tokens."""
@@ -511,58 +520,30 @@ class PackedHistory:
         metadata += era.metadata_bytes_of(pending.packed.lengths.shape[0])
         return max(0, raw - metadata) // 4
 
-    def _look_for_drift(self, era: Era, words: float) -> None:
-        """Ask for a new codec when the last blocks were larger than the first ones of the era."""
-        if era.layout is None:
-            return
-        self._recent = [*self._recent[1 - DRIFT_BLOCKS :], words]
-        mean = sum(self._recent) / len(self._recent)
-        limit = era.expected_words + DRIFT * era.layout.format.row_words
-        self._refit_wanted = len(self._recent) == DRIFT_BLOCKS and mean > limit
+    def _begin_era(self, rows: TokenRows, wait: bool) -> bool:
+        """Find the codec for the tokens that are to be packed.
 
-    def _fit(self, rows: TokenRows, due: int, wait: bool) -> bool:
-        """Begin an era with a codec for the tokens that are to be packed.
-
-        Returns False when the sample is still on its way to the host.
+        Returns False when their sample is still on its way to the host.
         """
-        if self._sample is None:
-            # With the window: a block of few heads is too little to tell kinds of tokens apart.
-            whole = self.tail.shape[2] // self._block_tokens * self._block_tokens
-            tokens = self.tail[:, :, :whole]
-            self._sample = Arrival(draw_rows(rows, tokens))
-        sample = self._sample.get(wait)
-        if sample is None:
+        # With the window: a block of few heads is too little to tell kinds of tokens apart.
+        whole = self.tail.shape[2] // self._block_tokens * self._block_tokens
+        last = self.eras[-1] if self.eras else None
+        choice = self._fitting.choose(rows, self.tail[:, :, :whole], last, wait)
+        if choice is None:
             return False
-        self._sample = None
-        self._refit_wanted = False
-        codec = self._plans.fit(self._kind, sample, anew=bool(self.eras))
-        packed = float(codec.packed_bytes(sample).sum())
-        if self.eras:
-            self.refits += 1
-            self._recent = []
-            last = self.eras[-1]
-            if last.codec is not None:
-                now = float(last.codec.packed_bytes(sample).sum())
-                if now - packed < REFIT_GAIN * sample.nbytes:
-                    # The tokens are harder to pack, not of another kind.
-                    last.expected_words = now / 4 / sample.shape[0]
-                    return True
-        metadata = codec.row_metadata_bytes(sample.shape[0])
-        # Raw rows lie at multiples of their words.
-        raw = packed + metadata > (1 - LEAST_GAIN) * sample.nbytes and not rows.row_bytes % 4
-        device, batch = self._reader.device, self.tail.shape[0]
-        self.eras.append(Era(rows, None if raw else codec, device, self.words.n_words, batch))
+        if choice.anew:
+            first, batch = self.words.n_words, self.tail.shape[0]
+            self.eras.append(Era(rows, choice.codec, self.device, first, batch))
         return True
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what is under way: its tokens are in the tail."""
-        self._reader.wait_for_copies()
         state = dict(self.__dict__)
         for name in ("revision", "ready", "_changed"):
             del state[name]
         # As bytes: torch 2.13 cannot unpickle tensors of 8-bit floats.
         tail = (dense(self.tail).view(torch.uint8), self.tail.dtype)
-        return {**state, "tail": tail, "_pending": None, "_sample": None}
+        return {**state, "tail": tail, "_pending": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -571,7 +552,7 @@ class PackedHistory:
         self.revision = Revision()
         self._make_event()
         for era in self.eras:
-            self._reader.keep(*era.tensors())
+            self._link.keep(*era.tensors())
 
 
 def check_options(window: int, block_tokens: int, reserve_tokens: int) -> None:

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from ..engine.kernels.cuda.stream import on_stream
 from ..errors import ArgumentError, ArgumentTypeError
 from .arena import HostArena
-from .fetching import Slot, Streams
+from .era import Era
+from .fetching import Slot
 from .gathering import RowGatherer
+from .history import PackedHistory
+from .link import Link
 from .words import DeviceWords, HostWords, Words
-
-if TYPE_CHECKING:
-    from .era import Era
-    from .history import PackedHistory
 
 #: One history is used while the next one comes.
 SLOTS = 2
@@ -28,7 +26,7 @@ SLAB_BYTES = 64 << 20
 
 
 class HistoryReader:
-    """Reads histories of one device, and fetches the ones to come.
+    """Reads histories of one device, whose words are in its stores, and fetches the ones to come.
 
     On a GPU the packed words of a history in host memory cross by the copy engine on one stream and
     are decoded on another, into one of two buffers; events order the streams, the host waits for
@@ -61,26 +59,29 @@ class HistoryReader:
         if device.type not in ("cpu", "cuda"):
             raise ArgumentTypeError(f"device: {device}, accepted are cpu and cuda")
         check_sm_budget(sm_budget)
-        self.device = device
         self.offload = offload
         self.sm_budget = sm_budget
+        self.link = Link(device)
         on_gpu = device.type == "cuda"
-        self.arena = HostArena(pin=on_gpu, slab_bytes=SLAB_BYTES)
-        self.histories = histories
-        self._furthest = 0  # packed tokens of the history that has most
-        self._fetched_bytes = 0
-        self._streams = Streams(device) if on_gpu else None
-        self._slots: list[Slot] = []
-        if self._streams is not None:
-            self._slots = [Slot(device, self._streams) for _ in range(SLOTS)]
+        self.arena = HostArena(pin=on_gpu, slab_bytes=SLAB_BYTES, histories=histories)
+        self._start()
+
+    def _start(self) -> None:
+        streams = self.link.streams
+        self._slots = [] if streams is None else [Slot(self.device, streams) for _ in range(SLOTS)]
         self._turn = 0
-        self.chosen = RowGatherer(self)
+        self.chosen = RowGatherer(self.link, self.sm_budget)
         self._ids: dict[tuple[int, ...], torch.Tensor] = {}  # of eras, by their key
+
+    @property
+    def device(self) -> torch.device:
+        """Where K and V are used."""
+        return self.link.device
 
     @property
     def moved_to_device_bytes(self) -> int:
         """Bytes of packed words that were fetched; waits for a GPU that has gathered rows."""
-        return self._fetched_bytes + self.chosen.moved_bytes
+        return self.link.fetched_bytes + self.chosen.moved_bytes
 
     @property
     def buffer_bytes(self) -> int:
@@ -88,11 +89,15 @@ class HistoryReader:
         ids = sum(t.nbytes for t in self._ids.values())
         return ids + sum(slot.nbytes for slot in self._slots)
 
-    def new_words(self, ahead_words: int) -> Words:
+    def new_words(self) -> Words:
         """Return an empty store of words for a history."""
-        if self.offload and self._streams is not None:
-            return HostWords(self.arena, ahead_words)
-        return DeviceWords(self.device, ahead_words)
+        if self.offload and self.link.streams is not None:
+            return HostWords(self.arena, self.link)
+        return DeviceWords(self.link, on_host=self.offload)
+
+    def expect(self, histories: int) -> None:
+        """Take note of how many histories there will be in all."""
+        self.arena.histories = histories
 
     def host_bytes(self, histories: Iterable[PackedHistory]) -> int:
         """Return the bytes of host memory that all histories of this reader have reserved.
@@ -101,28 +106,9 @@ class HistoryReader:
         """
         if not self.offload:
             return 0
-        if self._streams is not None:
+        if self.link.streams is not None:
             return self.arena.nbytes
         return sum(history.words.nbytes for history in histories)
-
-    def whole_words(self, history: PackedHistory) -> torch.Tensor:
-        """Return the words of a history, and PAD_WORDS behind them, where they lie in one piece.
-
-        Pieces of host memory are merged first: a GPU is waited for then.
-        """
-        words = history.words
-        if isinstance(words, DeviceWords):
-            self.keep(words.whole())
-            return words.whole()
-        assert isinstance(words, HostWords)
-        if words.whole() is None:
-            # What reads and writes the pieces must have ended.
-            for stream in self.side_streams() or ():
-                stream.synchronize()
-            words.merge()
-        whole = words.whole()
-        assert whole is not None
-        return whole
 
     # Reading
 
@@ -140,8 +126,8 @@ class HistoryReader:
             For each history its eras, oldest first: ``[B, H, tokens, D]``, contiguous. On a GPU
             the current stream waits for them; they hold until `done`.
         """
-        if self._streams is None:
-            return [self._decode_now(history) for history in histories]
+        if self.link.streams is None:
+            return [history.decode_packed() for history in histories]
         if not any(history.packed_tokens for history in histories):
             return [[] for _ in histories]
         slot = next((s for s in self._slots if s.holds(histories)), None)
@@ -158,7 +144,7 @@ class HistoryReader:
 
         Waits for nothing.
         """
-        if self._streams is None or any(slot.holds(histories) for slot in self._slots):
+        if self.link.streams is None or any(slot.holds(histories) for slot in self._slots):
             return
         if any(history.packed_tokens for history in histories):
             self._fetch(histories)
@@ -170,72 +156,12 @@ class HistoryReader:
                 slot.forget()
                 slot.consumed.record(torch.cuda.current_stream(self.device.index))
 
-    # For histories
-
-    def side_streams(self) -> tuple[torch.cuda.Stream, torch.cuda.Stream] | None:
-        """Return the streams that copy and that decode; None on the CPU."""
-        return None if self._streams is None else (self._streams.copies, self._streams.decodes)
-
-    def keep(self, *tensors: torch.Tensor) -> None:
-        """Tell the allocator that this reader's streams read tensors, whenever they are let go."""
-        if self._streams is not None:
-            for t in tensors:
-                t.record_stream(self._streams.copies)
-                t.record_stream(self._streams.decodes)
-
-    def append(
-        self,
-        words: Words,
-        new: torch.Tensor,
-        made: torch.cuda.Event | None,
-        tokens: int,
-        most_words: int,
-    ) -> None:
-        """Append int32 words on the device to a history's, in the order of all copies.
-
-        `made` is None where they are known to be there. With them the history has `tokens` packed,
-        for which memory of `most_words` in all may be taken ahead.
-        """
-        # The first one to come so far: the others will follow.
-        others = self.histories - 1 if tokens > self._furthest else 0
-        if self._streams is None or not self.offload:
-            words.append(new, most=most_words, others=others)
-        else:
-            with on_stream(self._streams.copies):
-                if made is not None:
-                    self._streams.copies.wait_event(made)
-                words.append(new, most=most_words, others=others)
-            new.record_stream(self._streams.copies)
-        self._furthest = max(self._furthest, tokens)
-
-    def quiesce(self) -> None:
-        """Let the current stream wait for all fetches, so that it may write to what they read."""
-        if self._streams is not None:
-            current = torch.cuda.current_stream(self.device)
-            current.wait_stream(self._streams.copies)
-            current.wait_stream(self._streams.decodes)
-
-    def wait_for_copies(self) -> None:
-        """Wait until all words have arrived in host memory."""
-        if self._streams is not None:
-            self._streams.copies.synchronize()
-
     # Inside
-
-    def _decode_now(self, history: PackedHistory) -> list[torch.Tensor]:
-        if not history.packed_tokens:
-            return []
-        words = self.whole_words(history)
-        if self.offload:
-            self._fetched_bytes += 4 * history.words.n_words
-        out = [torch.empty(e.decoded_bytes, dtype=torch.uint8) for e in history.eras]
-        eras = zip(history.eras, out, strict=True)
-        return [era.decode(words, self._ids_of(era), o, None) for era, o in eras]
 
     def _ids_of(self, era: Era) -> torch.Tensor:
         """Return the rows of an era, from another one where they are the same."""
         key = era.key
-        if key is None or self._streams is None:
+        if key is None:
             return era.ids()
         found = self._ids.pop(key, None)
         if found is None:
@@ -249,18 +175,17 @@ class HistoryReader:
         """Start to fetch and decode histories into the buffers whose turn it is."""
         slot = self._slots[self._turn]
         self._turn = (self._turn + 1) % SLOTS
-        self._fetched_bytes += slot.fetch(histories, self._ids_of, self.sm_budget).nbytes
+        fetch = slot.fetch(histories, self._ids_of, self.sm_budget)
+        self.link.fetched_bytes += fetch.nbytes
         return slot
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out streams, buffers and what they hold."""
-        names = ("device", "offload", "sm_budget", "histories", "arena")
-        return {name: self.__dict__[name] for name in names}
+        """Leave out buffers and what they hold."""
+        return {name: self.__dict__[name] for name in ("offload", "sm_budget", "link", "arena")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        arena = state.pop("arena")
-        self.__init__(**state)  # type: ignore[misc]
-        self.arena = arena  # which the words of histories come from
+        self.__dict__.update(state)
+        self._start()
 
 
 def check_sm_budget(sm_budget: object) -> None:

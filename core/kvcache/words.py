@@ -6,18 +6,32 @@ from typing import Any, Protocol
 
 import torch
 
+from ..engine.kernels.cuda.stream import on_stream
 from ..engine.kernels.format import PAD_WORDS
 from ..engine.memory.host import check_available
 from ..errors import BitslabError
 from .arena import GROWTH, MIN_PART_WORDS, HostArena, no_memory
+from .link import Link
 
 #: Words of the smallest piece that a history takes from an arena.
 MIN_PIECE_WORDS = 1 << 14
 
 
 class Words(Protocol):
-    """Words one after the other, that are appended to and cut off at the end."""
+    """Words of one history, one after the other, appended to and cut off at the end.
 
+    Attributes
+    ----------
+    link : Link
+        How they cross to the device that decodes them.
+    on_host : bool
+        Whether they lie in host memory, and cross.
+    n_words : int
+        How many there are.
+    """
+
+    link: Link
+    on_host: bool
     n_words: int
 
     @property
@@ -25,16 +39,49 @@ class Words(Protocol):
         """Bytes of the memory that is taken."""
         ...
 
-    def append(self, words: torch.Tensor, *, most: int | None = None, others: int = 0) -> None:
-        """Copy int32 ``[n]`` words behind the last ones; BitslabError changes nothing.
+    def reserve(self, n_words: int) -> None:
+        """Have the first `append` take memory for so many words; there are none yet."""
+        ...
 
-        Memory ahead is taken up to `most` words in all; as would be good to have when None.
-        `others` is the number of histories that are expected to append as many next.
+    def append(
+        self,
+        words: torch.Tensor,
+        *,
+        made: torch.cuda.Event | None = None,
+        tokens: int = 0,
+        most: int | None = None,
+    ) -> None:
+        """Copy int32 ``[n]`` words of the device behind the last ones, in the order of all copies.
+
+        BitslabError changes nothing.
+
+        Parameters
+        ----------
+        words : torch.Tensor
+            The words.
+        made : torch.cuda.Event, optional
+            Passed when they are there; None where that is known.
+        tokens : int
+            Packed tokens that the history has with them.
+        most : int, optional
+            Words up to which memory ahead is taken; as would be good to have when None.
         """
         ...
 
     def truncate(self, n_words: int) -> None:
         """Forget all but the first words; the memory is kept."""
+        ...
+
+    def fetch(self) -> torch.Tensor:
+        """Return all words and PAD_WORDS behind them, on the device, for the current stream."""
+        ...
+
+    def merged(self) -> torch.Tensor:
+        """Return the words and PAD_WORDS behind them where they lie, after merging pieces.
+
+        For readers of single rows, on the link's streams. A GPU is waited for where there are
+        pieces to be merged.
+        """
         ...
 
 
@@ -45,19 +92,22 @@ class HostWords:
     ----------
     arena : HostArena
         Where the pieces come from.
-    ahead_words : int
-        Words that the first piece has room for at the least.
+    link : Link
+        How they cross.
 
     Notes
     -----
-    On a GPU, `append` and `copy_to` run on the current stream and wait for nothing; callers use one
-    stream for both, and read `to_tensor` when it has passed them.
+    On a GPU, `append` waits for nothing: words cross on the link's stream for copies. So must
+    `transfers`.
     """
 
-    def __init__(self, arena: HostArena, ahead_words: int = 0) -> None:
+    on_host = True
+
+    def __init__(self, arena: HostArena, link: Link) -> None:
         self._arena = arena
+        self.link = link
         self._pieces: list[torch.Tensor] = []
-        self._ahead_words = ahead_words
+        self._ahead_words = 0
         self._allowed = 0
         self.n_words = 0
 
@@ -66,10 +116,34 @@ class HostWords:
         """Bytes of the pieces."""
         return sum(piece.nbytes for piece in self._pieces)
 
-    def append(self, words: torch.Tensor, *, most: int | None = None, others: int = 0) -> None:
-        """Copy int32 ``[n]`` words of any device behind the last ones."""
+    def reserve(self, n_words: int) -> None:
+        """Have the first piece take room for so many words."""
+        if self.nbytes < 4 * n_words:
+            self._pieces, self._ahead_words, self._allowed = [], n_words, 0
+
+    def append(
+        self,
+        words: torch.Tensor,
+        *,
+        made: torch.cuda.Event | None = None,
+        tokens: int = 0,
+        most: int | None = None,
+    ) -> None:
+        """Copy int32 ``[n]`` words behind the last ones."""
+        streams = self.link.streams
+        if streams is None:
+            self._append(words, tokens, most)
+            return
+        with on_stream(streams.copies):
+            if made is not None:
+                streams.copies.wait_event(made)
+            self._append(words, tokens, most)
+        words.record_stream(streams.copies)
+
+    def _append(self, words: torch.Tensor, tokens: int, most: int | None) -> None:
         n = words.shape[0]
         capacity = sum(piece.shape[0] for piece in self._pieces)
+        others = self._arena.others(tokens)
         if most is not None:
             self._arena.allow(self._allowed, most, others=others)
             self._allowed = most
@@ -92,14 +166,10 @@ class HostWords:
             piece[begin:end].copy_(words[done : done + end - begin], non_blocking=True)
             done += end - begin
         self.n_words += n
-
-    def copy_to(self, out: torch.Tensor) -> None:
-        """Copy all words to int32 ``[>= n_words]`` on any device: a transfer for each piece."""
-        for target, source in self.transfers(out):
-            target.copy_(source, non_blocking=True)
+        self._arena.reach(tokens)
 
     def transfers(self, out: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return the targets and sources that `copy_to` copies."""
+        """Return the targets in int32 ``[>= n_words]``, and the sources, that bring all words."""
         found, done = [], 0
         for piece in self._pieces:
             n = min(piece.shape[0], self.n_words - done)
@@ -109,26 +179,41 @@ class HostWords:
             done += n
         return found
 
-    def whole(self) -> torch.Tensor | None:
-        """Return the words and PAD_WORDS behind them where they lie, if that is in one piece."""
-        end = self.n_words + PAD_WORDS
-        if self._pieces and self._pieces[0].shape[0] >= end:
-            return self._pieces[0][:end]
-        return None
+    def fetch(self) -> torch.Tensor:
+        """Return all words and PAD_WORDS behind them, on the device, for the current stream."""
+        self.link.fetched_bytes += 4 * self.n_words
+        streams = self.link.streams
+        if streams is None:
+            return self.merged()
+        current = torch.cuda.current_stream(self.link.device)
+        current.wait_stream(streams.copies)
+        out = torch.empty(self.n_words + PAD_WORDS, dtype=torch.int32, device=self.link.device)
+        self._copy_to(out)
+        # What is written to the pieces next is written on that stream.
+        streams.copies.wait_stream(current)
+        return out
 
-    def merge(self) -> None:
-        """Bring all words into one piece, for readers of single rows; the pieces before are lost.
+    def merged(self) -> torch.Tensor:
+        """Return the words and PAD_WORDS behind them in one piece; BitslabError changes nothing.
 
-        What reads and writes the pieces must have ended. BitslabError changes nothing.
+        Where there are more, those are lost.
         """
         n = self.n_words + PAD_WORDS
-        piece = self._arena.take(n, n + n // GROWTH)
-        self.copy_to(piece)
-        self._pieces = [piece]
+        if not self._pieces or self._pieces[0].shape[0] < n:
+            # What reads and writes the pieces must have ended.
+            self.link.wait()
+            piece = self._arena.take(n, n + n // GROWTH)
+            self._copy_to(piece)
+            self._pieces = [piece]
+        return self._pieces[0][:n]
 
     def truncate(self, n_words: int) -> None:
         """Forget all but the first words."""
         self.n_words = n_words
+
+    def _copy_to(self, out: torch.Tensor) -> None:
+        for target, source in self.transfers(out):
+            target.copy_(source, non_blocking=True)
 
     def _ranges(self, begin: int, end: int) -> list[tuple[torch.Tensor, int, int]]:
         found, start = [], 0
@@ -142,13 +227,14 @@ class HostWords:
 
     def __getstate__(self) -> dict[str, Any]:
         """Take the words along, in memory of their exact size."""
+        self.link.wait_for_copies()
         words = torch.empty(self.n_words, dtype=torch.int32)
-        self.copy_to(words)
-        return {"arena": self._arena, "words": words}
+        self._copy_to(words)
+        return {"arena": self._arena, "link": self.link, "words": words}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["arena"])  # type: ignore[misc]
-        self.append(state["words"])
+        self.__init__(state["arena"], state["link"])  # type: ignore[misc]
+        self._append(state["words"], 0, None)
 
 
 class DeviceWords:
@@ -156,15 +242,17 @@ class DeviceWords:
 
     Parameters
     ----------
-    device : torch.device
-        Where they lie.
-    ahead_words : int
-        Words that are expected.
+    link : Link
+        Whose device they lie on.
+    on_host : bool
+        Whether that is host memory: on the CPU.
     """
 
-    def __init__(self, device: torch.device, ahead_words: int = 0) -> None:
-        self._words = torch.zeros(PAD_WORDS, dtype=torch.int32, device=device)
-        self._ahead_words = ahead_words
+    def __init__(self, link: Link, *, on_host: bool = False) -> None:
+        self.link = link
+        self.on_host = on_host
+        self._words = torch.zeros(PAD_WORDS, dtype=torch.int32, device=link.device)
+        self._ahead_words = 0
         self.n_words = 0
 
     @property
@@ -172,8 +260,20 @@ class DeviceWords:
         """Bytes of the tensor."""
         return self._words.nbytes
 
-    def append(self, words: torch.Tensor, *, most: int | None = None, others: int = 0) -> None:
-        """Copy int32 ``[n]`` words of the device behind the last ones, on the current stream."""
+    def reserve(self, n_words: int) -> None:
+        """Have the tensor take room for so many words when it is made anew."""
+        if self.nbytes < 4 * n_words:
+            self._words, self._ahead_words = self._words.new_zeros(PAD_WORDS), n_words
+
+    def append(
+        self,
+        words: torch.Tensor,
+        *,
+        made: torch.cuda.Event | None = None,
+        tokens: int = 0,
+        most: int | None = None,
+    ) -> None:
+        """Copy int32 ``[n]`` words behind the last ones, on the current stream that made them."""
         end = self.n_words + words.shape[0]
         size, least = end + PAD_WORDS, self._ahead_words
         try:
@@ -191,16 +291,29 @@ class DeviceWords:
         """Return the words and PAD_WORDS behind them."""
         return self._words[: self.n_words + PAD_WORDS]
 
+    def fetch(self) -> torch.Tensor:
+        """Return the words and PAD_WORDS behind them."""
+        if self.on_host:
+            self.link.fetched_bytes += 4 * self.n_words
+        return self.whole()
+
+    def merged(self) -> torch.Tensor:
+        """Return the words and PAD_WORDS behind them, for the link's streams."""
+        whole = self.whole()
+        self.link.keep(whole)
+        return whole
+
     def truncate(self, n_words: int) -> None:
         """Forget all but the first words."""
         self.n_words = n_words
 
     def __getstate__(self) -> dict[str, Any]:
         """Take the words along, in memory of their exact size."""
-        return {"words": self._words[: self.n_words].clone()}
+        words = self._words[: self.n_words].clone()
+        return {"link": self.link, "on_host": self.on_host, "words": words}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["words"].device)  # type: ignore[misc]
+        self.__init__(state["link"], on_host=state["on_host"])  # type: ignore[misc]
         self.append(state["words"], most=0)
 
 

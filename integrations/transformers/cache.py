@@ -480,7 +480,7 @@ class _Histories:
         """Say how many there will be."""
         self._expected = histories
         for reader in self.readers.values():
-            reader.histories = histories
+            reader.expect(histories)
 
     def open(self, device: torch.device) -> tuple[HistoryReader, list[PackedHistory]]:
         """Return the reader of a device and two new histories, K's and V's."""
@@ -489,7 +489,9 @@ class _Histories:
                 f"key_states: on {device}, this cache was made for {self._device}"
             )
         reader = self._reader(device)
-        found = [PackedHistory(reader, self._plans, kind, **self._options) for kind in "kv"]
+        found = [
+            PackedHistory(reader.new_words(), self._plans, kind, **self._options) for kind in "kv"
+        ]
         return reader, found
 
     def _reader(self, device: torch.device) -> HistoryReader:

@@ -21,8 +21,14 @@ def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
 def pair(offload: bool) -> tuple[HistoryReader, list[PackedHistory]]:
     device = torch.device("cuda", torch.cuda.current_device())
     made = HistoryReader(device, offload=offload, sm_budget=64)
+    return made, layer_of(made)
+
+
+def layer_of(made: HistoryReader) -> list[PackedHistory]:
     plans = CodecPlans()
-    return made, [PackedHistory(made, plans, kind, window=16, block_tokens=32) for kind in "kv"]
+    return [
+        PackedHistory(made.new_words(), plans, kind, window=16, block_tokens=32) for kind in "kv"
+    ]
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> torch.Tensor:
@@ -82,7 +88,7 @@ def test_every_operation(offload: bool, dtype: torch.dtype, dim: int) -> None:
 def test_the_bytes_are_those_of_the_cpu() -> None:
     _, (on_gpu, _) = pair(offload=True)
     on_cpu = PackedHistory(
-        HistoryReader(torch.device("cpu"), offload=True, sm_budget=None),
+        HistoryReader(torch.device("cpu"), offload=True, sm_budget=None).new_words(),
         CodecPlans(),
         "k",
         window=16,
@@ -99,7 +105,7 @@ def test_the_bytes_are_those_of_the_cpu() -> None:
 def test_steps_wait_for_nothing(offload: bool, no_waiting) -> None:
     """Two layers in turn, prefetched, as a model decodes; a block is packed every 32 steps."""
     made, first = pair(offload)
-    second = [PackedHistory(made, CodecPlans(), k, window=16, block_tokens=32) for k in "kv"]
+    second = layer_of(made)
     layers = [first, second]
     tokens = [normal(1, 4, 800, 128, seed=i) for i in range(4)]
     for layer, histories in enumerate(layers):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,8 +15,17 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from bitslab import ArgumentError, ArgumentTypeError, BitslabError
 from bitslab.engine.memory import host
-from bitslab.kvcache import CodecPlans, HistoryReader, PackedHistory, history, pending, words
+from bitslab.kvcache import (
+    CodecPlans,
+    HistoryReader,
+    PackedHistory,
+    fitting,
+    history,
+    pending,
+    words,
+)
 from bitslab.kvcache.era import Era
+from bitslab.kvcache.gathering import RowGatherer
 from bitslab.kvcache.packing import TokenRows, draw_rows
 from bitslab.kvcache.selection import Selection
 
@@ -23,10 +33,12 @@ CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8]
 
 
-def make(offload: bool = True, **options: Any) -> PackedHistory:
+def make(offload: bool = True, *, pieces: bool = False, **options: Any) -> PackedHistory:
+    """Return a history; with words in pieces of host memory, as on a GPU."""
     reader = HistoryReader(CPU, offload=offload, sm_budget=None)
     options = {"window": 8, "block_tokens": 16, **options}
-    return PackedHistory(reader, CodecPlans(), "k", **options)
+    store = words.HostWords(reader.arena, reader.link) if pieces else reader.new_words()
+    return PackedHistory(store, CodecPlans(), "k", **options)
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> torch.Tensor:
@@ -215,9 +227,7 @@ def test_rows_are_decoded_where_they_lie(dtype: torch.dtype, pieces: bool, monke
     tokens = torch.randint(-128, 128, (3, 2, 700, 64), dtype=torch.int8)
     if dtype == torch.bfloat16:
         tokens = normal(3, 2, 700, 64)
-    packed = make(block_tokens=32)
-    if pieces:
-        packed.words = words.HostWords(packed._reader.arena)
+    packed = make(block_tokens=32, pieces=pieces)
     for begin in range(0, 700, 100):
         packed.append(tokens[:, :, begin : begin + 100])
     packed.reorder(torch.tensor([2, 0]))
@@ -225,8 +235,8 @@ def test_rows_are_decoded_where_they_lie(dtype: torch.dtype, pieces: bool, monke
     each, (era,) = packed.tokens_per_row, packed.eras
     assert each == 256 // (64 * dtype.itemsize)
     places = torch.randint(0, era.tokens // each, (2, 2, 50))
-    assert (packed.words.whole() is None) == pieces
-    all_words = packed._reader.whole_words(packed)
+    assert not pieces or len(packed.words._pieces) > 1  # type: ignore[attr-defined]
+    all_words = packed.words.merged()
     out = torch.empty((200, 256), dtype=torch.uint8)
     era.decode_rows(all_words, era.row_ids(places).flatten(), out, None)
     rows = tokens[:, :, : era.tokens].reshape(2, 2, -1, each * 64)
@@ -302,8 +312,8 @@ def test_an_era_is_read_before_its_first_block_has_come(
     tokens = normal(2, 2, 40, 64)
     if anew:
         packed.append(tokens)
-        monkeypatch.setattr(history, "REFIT_GAIN", -1.0)
-        packed._refit_wanted = True
+        monkeypatch.setattr(fitting, "REFIT_GAIN", -1.0)
+        packed._fitting.wanted = True
     before = packed.packed_tokens
     monkeypatch.setattr(pending.Pending, "known", lambda block, wait: False)
     more = normal(2, 2, 40, 64, seed=1)
@@ -314,7 +324,7 @@ def test_an_era_is_read_before_its_first_block_has_come(
     if anew:
         groups = torch.arange(before // packed.tokens_per_row).expand(2, 2, -1)
         chosen = Selection(groups, packed.tokens_per_row, before)
-        [found] = packed._reader.chosen.gather([packed], chosen).get()
+        [found] = RowGatherer(packed.words.link, None).gather([packed], chosen).get()
         assert torch.equal(found, tokens[:, :, :before])
     monkeypatch.undo()
     packed.append(all_tokens)
@@ -352,18 +362,16 @@ def test_any_error_leaves_it_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("pieces", [False, True], ids=["one-tensor", "pieces"])
-def test_copies_take_their_memory_from_their_readers(pieces: bool) -> None:
-    packed = make()
-    if pieces:
-        packed.words = words.HostWords(packed._reader.arena)
+def test_copies_take_memory_of_their_own(pieces: bool) -> None:
+    packed = make(pieces=pieces)
     packed.append(normal(1, 2, 300, 64))
     twin = copy.deepcopy(packed)
-    assert (twin._reader.arena.nbytes >= twin.stats()["host_bytes"]) == pieces
+    if pieces:
+        arenas = [one.words._arena for one in (packed, twin)]  # type: ignore[attr-defined]
+        assert arenas[0] is not arenas[1] and arenas[1].nbytes >= twin.stats()["host_bytes"]
     assert 0 < twin.stats()["host_bytes"] <= packed.stats()["host_bytes"]
-    assert twin._reader is not packed._reader and twin._reader.arena is not packed._reader.arena
-    assert (
-        twin._reader.whole_words(twin).data_ptr() != packed._reader.whole_words(packed).data_ptr()
-    )
+    assert twin.words.link is not packed.words.link
+    assert len({one.words.merged().data_ptr() for one in (packed, twin)}) == 2
 
 
 def test_the_cpu_reads_words_where_they_lie_however_they_came(
@@ -373,13 +381,13 @@ def test_the_cpu_reads_words_where_they_lie_however_they_came(
     for begin in range(0, 2000, 50):
         packed.append(tokens[:, :, begin : begin + 50])
     read: list[tuple[int, int]] = []
-    decode = Era.decode
+    decoding = Era.decoding
 
-    def noted(era: Era, words: torch.Tensor, *args: Any) -> torch.Tensor:
+    def noted(era: Era, words: torch.Tensor, *args: Any) -> Callable[[], None]:
         read.append((words.data_ptr(), words.untyped_storage().nbytes()))
-        return decode(era, words, *args)
+        return decoding(era, words, *args)
 
-    monkeypatch.setattr(Era, "decode", noted)
+    monkeypatch.setattr(Era, "decoding", noted)
     for _ in range(2):
         assert_same(packed, tokens)
     assert len(set(read)) == 1

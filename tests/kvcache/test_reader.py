@@ -10,9 +10,9 @@ import torch
 
 from bitslab.engine.kernels.cuda import CudaKernels
 from bitslab.errors import CorruptedDataError
-from bitslab.kvcache import CodecPlans, HistoryReader, PackedHistory, fetching, reader
+from bitslab.kvcache import CodecPlans, HistoryReader, PackedHistory, fetching, words
 from bitslab.kvcache.era import Era
-from bitslab.kvcache.fetching import Slot, Streams
+from bitslab.kvcache.link import Streams
 from bitslab.kvcache.reader import SLOTS
 from tests.simt.runner import SimtRunner, simt_kernels
 
@@ -42,7 +42,7 @@ class Stream:
 def streams(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("Stream", "Event"):
         monkeypatch.setattr(torch.cuda, name, Stream)
-    for module in (reader, fetching):
+    for module in (words, fetching):
         monkeypatch.setattr(module, "on_stream", contextlib.nullcontext)
     monkeypatch.setattr(torch.cuda, "current_stream", Stream)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -51,15 +51,15 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def reader_with_streams(offload: bool = True) -> HistoryReader:
     made = HistoryReader(CPU, offload=offload, sm_budget=None)
-    made._streams = streams = Streams(CPU)
-    made._slots = [Slot(CPU, streams) for _ in range(SLOTS)]
+    made.link.streams = Streams(CPU)
+    made._start()
     return made
 
 
 def layers_of(made: HistoryReader, n: int) -> list[list[PackedHistory]]:
     plans = CodecPlans()
     return [
-        [PackedHistory(made, plans, kind, window=8, block_tokens=16) for kind in "kv"]
+        [PackedHistory(made.new_words(), plans, kind, window=8, block_tokens=16) for kind in "kv"]
         for _ in range(n)
     ]
 

@@ -11,6 +11,7 @@ import torch
 from bitslab.errors import BitslabError
 from bitslab.kvcache import arena as arenas
 from bitslab.kvcache.arena import AHEAD, THREAD_NAME, HostArena
+from bitslab.kvcache.link import Link
 from bitslab.kvcache.words import HostWords
 
 PIECE, PART = 10_240, 1024  # words
@@ -109,13 +110,14 @@ def test_memory_that_is_refused_ahead_is_asked_for_again(
 
 
 def test_words_of_several_histories_lie_in_memory_made_ahead(buffers: Buffers) -> None:
-    arena = HostArena(pin=False, slab_bytes=4 * PIECE)
-    histories = [HostWords(arena) for _ in range(6)]
+    arena = HostArena(pin=False, slab_bytes=4 * PIECE, histories=6)
+    histories = [HostWords(arena, Link(torch.device("cpu"))) for _ in range(6)]
     given = [torch.arange(i, PIECE + i, dtype=torch.int32) for i in range(6)]
-    for i, (history, new) in enumerate(zip(histories, given, strict=True)):
-        history.append(new, others=5 if i == 0 else 0)
+    for history, new in zip(histories, given, strict=True):
+        history.append(new, tokens=100)
     for history, new in zip(histories, given, strict=True):
         out = torch.zeros(PIECE, dtype=torch.int32)
-        history.copy_to(out)
+        for target, source in history.transfers(out):
+            target.copy_(source)
         assert torch.equal(out, new)
     assert buffers.ahead

@@ -23,6 +23,7 @@ from tests.tables.support import Recorder, buffer_of, inode_at
 
 make = unified.unified
 CPU, GPU0, GPU1 = torch.device("cpu"), torch.device("cuda", 0), torch.device("cuda", 1)
+NOW = b"cbitslab.tensors.unified_tensor\n"
 LARGE = (1024, 1100)  # of bytes even more than SMALL_RESULT_BYTES
 
 

@@ -103,12 +103,12 @@ def test_beams_that_share_packed_tokens_take_their_memory_once() -> None:
 def test_raw_rows_come_in_few_pieces_of_memory() -> None:
     """Each is a transfer of its own, and there is no room ahead for the next ones."""
     reader = HistoryReader(torch.device("cpu"), offload=True, sm_budget=None)
-    history = PackedHistory(reader, CodecPlans(), "k", window=16, block_tokens=16)
-    history.words = HostWords(reader.arena)  # as on a GPU
+    words = HostWords(reader.arena, reader.link)  # as on a GPU
+    history = PackedHistory(words, CodecPlans(), "k", window=16, block_tokens=16)
     for seed in range(400):
         history.append(tokens_of("noise", 8, seed))
     assert history.stats()["kept_raw_bytes"] == history.packed_tokens * HEADS * DIM
-    assert len(history.words._pieces) < 40
+    assert len(words._pieces) < 40
     assert history.packed_tokens > 0.8 * history.length
     expected = torch.cat([tokens_of("noise", 8, seed) for seed in range(400)], dim=2)
     assert torch.equal(history.decode(), expected)
