@@ -119,7 +119,7 @@ class GradientWatch:
         torch.utils.hooks.unserializable_hook(comes)  # type: ignore[no-untyped-call]
         self._hooks = [
             parameter.register_hook(comes),  # type: ignore[no-untyped-call]
-            parameter.register_post_accumulate_grad_hook(came),
+            parameter.register_post_accumulate_grad_hook(came),  # type: ignore[no-untyped-call]
         ]
         self._hooked = weakref.ref(parameter)
 
@@ -144,8 +144,8 @@ class GradientWatch:
                 f"of a penalty over parameters(); {ADVICE}"
             )
         old = self._rows.parameter.grad
-        cleared = old is None or self._is_as_left(old) or _is_known_zero(old)
-        self._changed_before = not cleared
+        as_made = old is None or self._is_as_left(old) or _is_known_zero(old)
+        self._changed_before = not as_made
 
     def after_backward(self) -> None:
         """Note the gradient as a pass has left it."""

@@ -77,8 +77,8 @@ class _Origin(torch.autograd.Function):
         ctx.came = came
         ctx.set_materialize_grads(False)
         # No view: writes to the parameter would give it another history. One number of memory.
-        shape, like = parameter.shape, {"dtype": parameter.dtype, "device": parameter.device}
-        return torch.empty_strided(shape, (0,) * len(shape), **like)
+        shape, strides = parameter.shape, (0,) * parameter.dim()
+        return torch.empty_strided(shape, strides, dtype=parameter.dtype, device=parameter.device)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:

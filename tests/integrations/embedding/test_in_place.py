@@ -348,6 +348,7 @@ def test_gradients_of_sparse_lookups_are_looked_at_too(change):
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
         loss_of(lookup(module, IDS)).backward()
         parameter = parameter_of(module)
+        assert parameter.grad is not None
         if change == "add_":
             parameter.grad = torch.ones_like(parameter) + parameter.grad
         else:

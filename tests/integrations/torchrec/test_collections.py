@@ -308,7 +308,7 @@ def test_state_of_another_shape_is_refused_and_nothing_changes() -> None:
         ours.load_state_dict({**state, "embedding_bags.t9.weight": torch.zeros(2, 2)})
 
 
-def written_in_place(ours: torch.nn.Module) -> int:
+def written_in_place(ours: CompressedEmbeddingBagCollection) -> int:
     """Train, then write to all resident rows; return in how many groups rows are refused now."""
     optimizer = make_optimizer(ours, **ADAGRAD)
     ours(batch()).values().square().sum().backward()
