@@ -18,7 +18,7 @@ from bitslab.memory.build import (
     items_as_rows,
     take_rows,
 )
-from bitslab.memory.parts import items_per_row
+from bitslab.memory.parts import Layout, items_per_row
 
 #: Rows of a table that its plan is chosen on, in bytes at the most.
 SAMPLE_BYTES = 2 << 20
