@@ -17,6 +17,7 @@ from bitslab.tables.parts import Layout
 Rows = list[dict[str, Any]]
 TABLE_BYTES = 400 << 20
 GATHERED = 10_000
+NARROW_ROWS = 200_000
 PUBLISHED: dict[str, Any] = {
     "codec": "ibp",
     "chunk_bytes": 4,
@@ -88,6 +89,16 @@ def measure(label: str, x: torch.Tensor, reps: int, **options: Any) -> tuple[Row
     return rates, memory
 
 
+def narrow(n: int) -> list[tuple[str, torch.Tensor]]:
+    """Return columns of rows that are shorter than what finds a packed row, by name."""
+    generator = torch.Generator().manual_seed(n)
+    return [
+        ("int64 labels, 8 B", torch.randint(7, (n,), generator=generator)),
+        ("bfloat16 normal, 16 B", normal(n, 8, torch.bfloat16)),
+        ("float16 normal, 6 B", normal(n, 3, torch.float16)),
+    ]
+
+
 def run(arguments: argparse.Namespace) -> dict[str, Rows]:
     """Measure on this machine's CPU."""
     rates: Rows = []
@@ -99,6 +110,11 @@ def run(arguments: argparse.Namespace) -> dict[str, Rows]:
         ("float32 sparse, 14.8 KB", sparse(20_000, 3703), {}),
     ):
         more_rates, more_memory = measure(label, x, arguments.repetitions, **options)
+        rates += more_rates
+        memory += more_memory
+    # Packed together whether or not that saves enough for "auto".
+    for label, x in narrow(NARROW_ROWS):
+        more_rates, more_memory = measure(label, x, arguments.repetitions, codec="ibp")
         rates += more_rates
         memory += more_memory
     threads = torch.get_num_threads()

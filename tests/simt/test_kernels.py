@@ -197,6 +197,30 @@ def test_a_row_of_a_cluster_that_is_not_there_looks_at_no_profile(uniform, ids):
         assert torch.equal(out[good], case.rows[good])
 
 
+@pytest.mark.parametrize("row_bytes", [64, 4096], ids=["tiles-of-32", "tiles-of-fewer"])
+@pytest.mark.parametrize("base", [1, 2, 3], ids=["second", "third", "end"])
+@pytest.mark.parametrize("change_words", [-5, 1 << 40], ids=["less", "far-more"])
+def test_a_base_that_does_not_continue_the_lengths_before_it_is_told(row_bytes, base, change_words):
+    case = make_case(Variant("decode", 4, 3, False, True, 4), n_rows=70, row_bytes=row_bytes)
+    storage, facts = pack_on_cpu(case)
+    bases = storage.bases.clone()
+    bases[base] += change_words
+    damaged = replace(storage, bases=guarded(bases), words=guarded(storage.words))
+    kernels, runner = simt_kernels()
+    out = guarded(torch.zeros_like(case.rows))
+    kernels.decode_rows(damaged, case.layout, None, 0, out, facts)
+    assert runner.mailbox[0] == DAMAGED_ERROR
+    assert cpu.decode_rows(damaged, case.layout, None, 0, out.clone()) == 32 * (base - 1)
+    # The rows before the block in front of it are told of by neither.
+    before = out[: 32 * (base - 1)]
+    runner.mailbox[0] = NO_ERROR
+    if len(before):
+        kernels.decode_rows(damaged, case.layout, None, 0, before, facts)
+        assert runner.mailbox[0] == NO_ERROR
+        assert torch.equal(before, case.rows[: len(before)])
+        assert cpu.decode_rows(damaged, case.layout, None, 0, before) == -1
+
+
 @pytest.mark.parametrize("change_words", [1 << 20, 1 << 30, (1 << 31) - 75])
 def test_damaged_lengths_of_four_bytes_do_not_wrap_around(change_words):
     variant = Variant("decode", 4, 1, True, True, 4)

@@ -98,6 +98,45 @@ def test_no_table_is_larger_than_its_rows(dtype, layout):
                 assert same_bits(table[:], updated(t, where, rows)), what
 
 
+@pytest.mark.parametrize("make", ["from_tensor", "from_batches"])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int16, torch.float16], ids=str)
+@pytest.mark.parametrize("columns", [1, 3, 5, 7, 9, 25, 31])
+def test_no_table_in_place_takes_whole_words_for_narrow_rows(columns, dtype, make):
+    """Rows of such sizes share packed rows of whole words, or are raw."""
+    t = values(dtype, (5000, columns))
+    rows = t if make == "from_tensor" else iter(t.split(1000))
+    with CompressedTable.from_tensor(rows, "inplace") as table:
+        if table.rows_per_packed_row == 1 and table.row_bytes % 4:
+            assert table.codec.name == "raw"
+            assert table.nbytes == -(-t.nbytes // 4) * 4 + 16
+        assert table.nbytes <= t.nbytes + 5000 // 8 + SPARE_BYTES["inplace"]
+        assert same_bits(table[:], t)
+
+
+@pytest.mark.parametrize("saved", ["most", "nothing"])
+def test_longer_rows_in_place_take_whole_words_only_where_more_is_saved(saved):
+    noise = torch.randint(0, 256, (4000, 65), dtype=torch.uint8)
+    t = noise % 4 if saved == "most" else torch.where(torch.rand(4000, 65) < 0.04, noise, noise | 1)
+    with CompressedTable.from_tensor(t, "inplace") as table:
+        assert (table.codec.name == "raw") == (saved == "nothing")
+        if saved == "nothing":
+            assert table.nbytes == t.nbytes + 16
+        table.gather(torch.arange(4000))
+        assert table.stats()["moved_bytes"] <= t.nbytes + 3 * 4000
+        assert same_bits(table[:], t)
+
+
+@pytest.mark.parametrize("layout", ["compact", "inplace"])
+def test_rows_that_would_save_little_together_are_raw(layout):
+    """A gather from packed rows takes several times as long on a CPU."""
+    torch.manual_seed(0)
+    t = (0.05 * torch.randn(40_000, 3)).half()
+    with CompressedTable.from_tensor(t, codec="ibp") as packed:
+        assert packed.rows_per_packed_row > 1 and 1.05 < packed.ratio < 1.125
+    with CompressedTable.from_tensor(t, layout) as table:
+        assert table.codec.name == "raw" and table.nbytes == t.nbytes + 16
+
+
 @pytest.mark.parametrize("row_bytes", [1, 2, 3, 5, 6, 7, 33, 63, 65, 101, 1433])
 def test_raw_rows_take_exactly_their_bytes_in_tables_and_caches(row_bytes):
     t = values(torch.uint8, (300, row_bytes), "noise")

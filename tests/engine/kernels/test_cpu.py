@@ -380,14 +380,32 @@ def test_base_whose_row_would_end_beyond_64_bits_is_refused(back: int) -> None:
             codec.decode(damaged, ids)
 
 
+@pytest.mark.parametrize("base", [0, 1, 2], ids=["first", "second", "end"])
+def test_a_file_whose_bases_do_not_follow_its_lengths_is_refused(base: int, tmp_path: Path) -> None:
+    codec, packed = raw_table()
+    bases = packed.parts["bases"].clone()
+    found = bases.numpy().tobytes()
+    bitslab.CompressedTensor(codec, packed, torch.Size([64, 256])).save(tmp_path / "x.bitslab")
+    data = (tmp_path / "x.bitslab").read_bytes()
+    assert data.count(found) == 1
+    bases[base] += 4
+    (tmp_path / "x.bitslab").write_bytes(data.replace(found, bases.numpy().tobytes()))
+    with pytest.raises(bitslab.CorruptedDataError):
+        bitslab.load(tmp_path / "x.bitslab").decompress()
+    damaged = bitslab.PackedRows(64, {**packed.parts, "bases": bases}, packed.facts)
+    with pytest.raises(bitslab.CorruptedDataError, match="row (0|32) is damaged"):
+        codec.decode(damaged)
+
+
 @pytest.mark.parametrize("base", [-(2**63), -64, -1, 2**32, 2**62, 2**63 - 65])
 def test_base_outside_the_words_is_refused(base: int) -> None:
     codec, packed = raw_table()
     bases = packed.parts["bases"].clone()
     bases[1] = base
     damaged = bitslab.PackedRows(64, {**packed.parts, "bases": bases}, packed.facts)
-    assert torch.equal(codec.decode(damaged, stop=32), codec.decode(packed, stop=32))
-    for kwargs in ({}, {"start": 32}, {"indices": torch.tensor([32])}):
+    first = torch.arange(32)
+    assert torch.equal(codec.decode(damaged, first), codec.decode(packed, first))
+    for kwargs in ({}, {"start": 32}, {"stop": 32}, {"indices": torch.tensor([32])}):
         with pytest.raises(bitslab.CorruptedDataError):
             codec.decode(damaged, **kwargs)
 

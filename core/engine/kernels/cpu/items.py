@@ -37,7 +37,8 @@ class PreparedItems:
 
     def __init__(self, table: TableStorage, layout: RowLayout) -> None:
         gathering()
-        from . import item_ranges as places
+        from . import item_places as places
+        from .item_ranges import gather_items as kernel
 
         f = layout.format
         constants = constants_of(layout)
@@ -56,7 +57,6 @@ class PreparedItems:
             if table.flags is None or table.lengths is not None
             else table.flags.data_ptr(),
             places.TABLES: tables.ctypes.data,
-            places.TABLE_BYTES: tables.itemsize,
             places.POSITIONS: tables.shape[2],
             places.SECTIONS: tables.shape[1],
             places.STARTS: starts.ctypes.data,
@@ -70,7 +70,7 @@ class PreparedItems:
         self._numbers[places.SLAB_LIMITS :] = -1
         self._n_items = table.n_items
         self._like = UNSIGNED[f.chunk_bytes](0)
-        self._kernel = places.gather_items
+        self._kernel: Any = kernel
         self._holds = (table, constants)
 
     def gather(
@@ -117,14 +117,14 @@ class PreparedItems:
                 item = int(wanted[bad])
                 item += self._n_items if item < 0 else 0
                 return item // self._each * self._each, 0
-        total = sum(counts for _, counts in results)
+        total: Array = np.sum([counts for _, counts in results], axis=0)
         if counters is not None:
             counters.numpy().reshape(2, MAX_SLABS + 1)[:] += total
         return -1, int(total[1, MAX_SLABS])
 
     def _with_slabs(self, cache: CacheStorage) -> Array:
         """Return the numbers of the table with those of a cache."""
-        from . import item_ranges as places
+        from . import item_places as places
 
         numbers = self._numbers.copy()
         numbers[places.HOLDS_ITEMS] = cache.holds_items

@@ -361,6 +361,16 @@ def row_place(bases, lengths, row, row_words):
 
 
 @njit(nogil=True, cache=True)
+def words_of_block(lengths, block, row_words):
+    """Return the words of the rows that share an entry of the bases."""
+    total = np.int64(0)
+    for r in range(32 * block, min(32 * (block + 1), lengths.shape[0])):
+        length = np.int64(lengths[r])
+        total += length if length > 0 else row_words
+    return total
+
+
+@njit(nogil=True, cache=True)
 def needed_words(words, at, length, starts, chunks, chunk_bits, code_bits, grouped, uniform):
     """Return the words that a packed row's own codes ask for, or -1 when `length` is too short."""
     groups = (chunks + 31) >> 5
@@ -415,7 +425,9 @@ def check_rows(
 ):
     """Return the first row of the range (of ``ids[begin:end]`` if given) that is damaged, or -1.
 
-    A row is sound when it lies inside `words` and is exactly as long as its codes ask for.
+    A row is sound when it lies inside `words` and is exactly as long as its codes ask for. Of rows
+    in order, those of a block whose lengths do not fill it up to the next base are all damaged, as
+    for the CUDA kernel, which copies what the bases say.
     """
     limit = words.shape[0] - 4
     n_rows = lengths.shape[0]
@@ -430,6 +442,11 @@ def check_rows(
         if indexed or n == begin or (r & 31) == 0:
             # A damaged base is harmless here: only lengths are read before `at` is looked at.
             at = row_place(bases, lengths, r, row_words)
+            block = r >> 5
+            if not indexed and bases[block + 1] - bases[block] != words_of_block(
+                lengths, block, row_words
+            ):
+                return r
         length = np.int64(lengths[r])
         size = length if length > 0 else row_words
         # Not at + size > limit: a damaged base may be so large that the sum wraps around.

@@ -24,8 +24,8 @@ __device__ __forceinline__ void fetch_run(const Args& a, const Run& run, i64 til
   const int from = (int)(first & 31), last = from + a.tile_rows - 1;
   // One warp looks at the rows, the others only at the tile's ends.
   const bool looks = (threadIdx.x >> 5) == (tile & (WARPS - 1));
-  i64 begin = run.bases[block], end = run.bases[block + 1];
-  const i64 base = begin;
+  const i64 base = run.bases[block], next_base = run.bases[block + 1];
+  i64 begin = base, end = next_base;
   int length = 0, size = 0;
   if (looks || a.tile_rows < 32) {
     const i64 row = block * 32 + lane;
@@ -40,9 +40,9 @@ __device__ __forceinline__ void fetch_run(const Args& a, const Run& run, i64 til
   const bool sound = begin >= 0 && begin <= end && end <= run.n_words && (!STAGED || end - origin + 4 <= a.stage_words);
   if (looks) {
     const int up_to_me = inclusive_scan(size, lane);
-    // With whole blocks, begin and end came from the bases: the lengths must agree.
+    // The lengths of a block must fill it: of a whole one the other warps copy what the bases say.
     const bool agrees = !__any_sync(FULL, too_long(length, a.row_words)) && sound &&
-                        (a.tile_rows < 32 || end - begin == __shfl_sync(FULL, up_to_me, 31));
+                        next_base - base == __shfl_sync(FULL, up_to_me, 31);
     if (lane >= from && lane <= last) {
       const i64 row = block * 32 + lane;
       const bool wanted = row >= run.row_begin && row < run.row_begin + run.n;
