@@ -1,7 +1,7 @@
-"""WeightHandle: what stands in a model where a packed parameter was.
+"""WeightHandle: a tensor without data that replaces a packed parameter in a model.
 
 While a unit's forward pass runs, its parameters are ordinary tensors. At all other times, and for
-whoever uses a parameter without calling its module, a handle is in its place: a tensor with the
+whoever uses a parameter without calling its module, a handle replaces it: a tensor with the
 parameter's shape, dtype and the device it is used on, that holds no data and decodes itself for
 whatever operation it is given to. An operation that takes rows, as a look-up in an embedding or
 ``weight[ids]``, decodes only these rows.
@@ -25,7 +25,7 @@ _KEPT = {_aten.detach.default, _aten.lift_fresh.default}
 
 
 class WeightSource(Protocol):
-    """Where handles get their data from."""
+    """Decodes the tensors of handles."""
 
     def whole(self, name: str) -> torch.Tensor:
         """Decode a tensor on the device that it is used on."""
@@ -40,7 +40,7 @@ class WeightHandle(torch.Tensor):
     Parameters
     ----------
     source : WeightSource
-        Where its data come from.
+        What decodes it.
     name : str
         Its name there.
     like : torch.Tensor
@@ -99,7 +99,7 @@ class WeightHandle(torch.Tensor):
 
     @property
     def data(self) -> torch.Tensor:
-        """The handle without its history, as for any tensor; it cannot be set."""
+        """The detached handle, as for any tensor; it cannot be set."""
         return self.detach()
 
     @data.setter
@@ -134,9 +134,9 @@ class WeightHandle(torch.Tensor):
             ids = _ROWS[func](*args)
             if ids is not None:
                 return handle._source.rows(handle._name, ids)
-        for place, argument in enumerate(func._schema.arguments):
+        for position, argument in enumerate(func._schema.arguments):
             if argument.is_write:
-                given = args[place] if place < len(args) else kwargs.get(argument.name)
+                given = args[position] if position < len(args) else kwargs.get(argument.name)
                 for value in tree_leaves(given):  # some operations write to a list of tensors
                     if isinstance(value, cls):
                         value._refuse(f"changed in place ({func})")
@@ -214,27 +214,27 @@ _ROWS: dict[Any, Callable[..., torch.Tensor | None]] = {
 
 
 def _takes_most(handle: WeightHandle, n: int) -> bool:
-    """Tell whether so many rows are decoded faster with all others, in one go."""
+    """Return whether decoding the whole tensor is faster than decoding so many rows."""
     return n > 0.75 * len(handle)
 
 
 def _is_first(handle: WeightHandle, dim: int) -> bool:
-    """Tell whether a dimension is that of the rows, and these can be decoded one by one."""
+    """Return whether a dimension is that of the rows, and rows can be decoded one by one."""
     by_row = handle.dim() > 1 and handle.numel() > 0 and handle.is_contiguous()
     return by_row and dim in (0, -handle.dim())
 
 
 def _takes_rows(handle: WeightHandle, ids: torch.Tensor) -> bool:
-    """Tell whether torch would take a tensor for numbers of rows; a uint8 one is a mask."""
+    """Return whether torch takes a tensor as row numbers; a uint8 one is a mask."""
     numbers = ids.dtype in (torch.int64, torch.int32) and not isinstance(ids, WeightHandle)
     there = ids.device in (handle.device, _CPU) and not ids.is_meta
     return numbers and there and _is_first(handle, 0)
 
 
 def _bounds(ids: torch.Tensor) -> tuple[int, int]:
-    """Return the lowest and the highest id, as far as no GPU has to be waited for.
+    """Return the lowest and the highest id; 0 and -1 where that would wait for a GPU.
 
-    One that reads the rows checks the ids itself.
+    A GPU that reads the rows checks the ids itself.
     """
     if ids.device != _CPU or not ids.numel():
         return 0, -1
@@ -243,7 +243,7 @@ def _bounds(ids: torch.Tensor) -> tuple[int, int]:
 
 
 def _numbers(handle: WeightHandle, rows: int | range) -> torch.Tensor:
-    """Return numbers of rows where they are wanted, which needs no copy to a GPU."""
+    """Return row numbers on the device that they are used on, made there without a copy."""
     device = _CPU if handle.is_meta else handle.device  # of a deferred state dict: read on the host
     if isinstance(rows, int):
         return torch.full((), rows, device=device)
@@ -251,6 +251,6 @@ def _numbers(handle: WeightHandle, rows: int | range) -> torch.Tensor:
 
 
 def bound_parameter(tensor: torch.Tensor) -> nn.Parameter:
-    """Make the parameter that a module sees while its unit runs."""
+    """Return the parameter that a module has while its unit runs."""
     with torch.inference_mode(False):  # a later pass may be one with gradients
         return nn.Parameter(tensor, requires_grad=False)
