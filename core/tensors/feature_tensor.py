@@ -18,7 +18,7 @@ from ..errors import ArgumentTypeError, BitslabError
 from ..tables.arguments import check_not_from_end
 from ..tables.feature import CompressedFeature
 
-# Functions that tell something about a tensor which is known without its elements.
+# Functions whose result is known without elements of the tensor.
 _FACTS = frozenset(
     """
     __hash__ __len__ _is_view dim dim_order element_size get_device has_names is_complex is_conj
@@ -59,7 +59,7 @@ class FeatureTensor(torch.Tensor):
 
     Shape, dtype and the like need no row. ``t.clone()``, ``t.to(device)`` and ``t.cuda()`` decode
     to a plain tensor. Everything else works on ``t.feature.whole()``, all rows, decoded once, kept
-    and read-only; a note in ``t.feature.stats()`` tells of it. In-place functions and gradients are
+    and read-only; a note in ``t.feature.stats()`` says so. In-place functions and gradients are
     refused. Writes that torch does not see, such as another library's through DLPack
     (``torch.from_dlpack(t)``), are not: they change the decoded copy and not the packed rows. Give
     such a writer ``t.clone()``.
@@ -203,7 +203,7 @@ def name_of(func: Callable[..., Any]) -> tuple[str, str]:
 
 
 def is_fact(func: Callable[..., Any]) -> bool:
-    """Return whether a function of torch tells something that is known without elements."""
+    """Return whether the result of a function of torch is known without elements."""
     name, attribute = name_of(func)
     return name in _FACTS or (name == "__get__" and attribute not in _ELEMENT_PROPERTIES)
 
@@ -263,7 +263,7 @@ def _no_gradient() -> BitslabError:
 
 
 def _is_transforming() -> bool:
-    """Tell whether torch.func is at work, whose ids and new tensors may have no memory."""
+    """Return whether torch.func is at work, whose ids and new tensors may have no memory."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 

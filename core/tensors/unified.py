@@ -19,8 +19,9 @@ from .unified_rows import as_integers, by_way_of_cpu, rows_of, rows_to_gpu
 
 __all__ = ["Affinity", "Operand", "Placement", "UnifiedTensor", "placement", "rows_of", "unified"]
 
-#: Results of fewer bytes stay in ordinary memory: a buffer of its own has two file descriptors, of
-#: which a process has 1024 by default, and fresh pages, which cost more than most small operators.
+#: Results of fewer bytes are left in ordinary memory: a buffer of its own has two file descriptors,
+#: of which a process has 1024 by default, and fresh pages, which cost more than most small
+#: operators.
 SMALL_RESULT_BYTES = 1 << 20
 
 
@@ -36,7 +37,7 @@ class UnifiedTensor(torch.Tensor):
 
     - an int32, int64 or bool index on a GPU gives a tensor on that GPU. The GPU reads the rows
       itself, on the current stream and, but for a bool index, without making the host wait; an id
-      out of range is told by a later call or by `bitslab.raise_pending_errors`, and the output
+      out of range is raised by a later call or by `bitslab.raise_pending_errors`, and the output
       is then left untouched;
     - an index on the CPU gives a tensor on the CPU: unified in host affinity, else plain.
 
@@ -144,7 +145,7 @@ class UnifiedTensor(torch.Tensor):
         return self
 
     def is_shared(self) -> bool:
-        """Tell whether other processes get this memory without a copy."""
+        """Return whether other processes get this memory without a copy."""
         shared: bool = _plain(self).is_shared()  # type: ignore[no-untyped-call]
         return shared or self.host_buffer is not None
 
@@ -197,7 +198,7 @@ class UnifiedTensor(torch.Tensor):
                 result = _compute_on(place.device, func, args, kwargs)
             else:
                 result = func(*args, **kwargs)
-            return tree_map(lambda x: _settle(x, place, operands), result)
+            return tree_map(lambda x: _placed(x, place, operands), result)
 
 
 def unified(
@@ -304,7 +305,7 @@ def _typed(buffer: HostBuffer, shape: Sequence[int], dtype: torch.dtype) -> torc
 
 
 def _is_fact(result: Any) -> bool:
-    """Tell whether a result is something about a tensor, not a tensor."""
+    """Return whether a result is something about a tensor, not a tensor."""
     return result is None or isinstance(
         result, (bool, int, float, str, torch.Size, torch.device, torch.dtype)
     )
@@ -320,7 +321,7 @@ def _describe(t: torch.Tensor) -> Operand:
 
 
 def _uses_gpu() -> bool:
-    """Tell whether device affinity holds here: not in DataLoader workers, not without a GPU."""
+    """Return whether device affinity holds here: not in DataLoader workers, not without a GPU."""
     if torch.cuda._is_in_bad_fork() or torch.utils.data.get_worker_info() is not None:
         return False
     initialized: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
@@ -341,7 +342,7 @@ def _with_views(result: Any, args: Any) -> Any:
     return tree_map(own, result)
 
 
-def _settle(x: Any, place: Placement, operands: Sequence[torch.Tensor]) -> Any:
+def _placed(x: Any, place: Placement, operands: Sequence[torch.Tensor]) -> Any:
     """Put a result where the rules want it, unless it lies in the memory of an operand."""
     if not isinstance(x, torch.Tensor) or isinstance(x, UnifiedTensor):
         return x
@@ -379,7 +380,7 @@ def _compute_on(
         if x.device.type == "cpu" and x.dim() == 0 and not isinstance(x, UnifiedTensor):
             return x
         if x.device.type != "cpu" and device.type != "cpu":
-            return x  # on another GPU: torch tells of it
+            return x  # on another GPU: torch raises
         if id(x) not in moved:
             # A tensor made in inference mode does not count its changes.
             with contextlib.ExitStack() as stack:
@@ -478,7 +479,7 @@ def _restore(
 ) -> UnifiedTensor:
     """Make a unified tensor of what was pickled, saved or is copied."""
     u = unified(t)
-    # As it was, though this process may have no such GPU: its use tells of that, not its reading.
+    # As it was, though this process may have no such GPU: its use raises, not its reading.
     u._affinity, u._gpu = affinity, gpu
     u.requires_grad_(requires_grad)
     return u

@@ -97,7 +97,7 @@ class HostWriter:
         return buffer
 
     def discard(self) -> None:
-        """Let go of what was written."""
+        """Release what was written."""
         self._pieces.clear()
         if self._fd is not None:
             os.close(self._fd)

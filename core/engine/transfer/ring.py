@@ -41,7 +41,7 @@ class PrefetchRing:
         `out` when it is given; or such a function. All batches have one row shape and dtype.
     batches : iterable, optional
         Tensors of ids ``[n]``; with `key`, anything that holds one. It is advanced in the
-        consumer's thread, up to `depth` batches ahead; ids must stay as they are until their rows
+        consumer's thread, up to `depth` batches ahead; ids must not change until their rows
         were got. Left out: batches come by `put`.
     depth : int
         Number of buffers: one is used by the consumer, the others are fetched ahead. Each takes
@@ -123,8 +123,8 @@ class PrefetchRing:
         self._key, self._copy, self._depth = key, copy, depth
         self._waiting: deque[Any] = deque()  # put, and no buffer free yet
         self._under_way: deque[_Fetch] = deque()
-        self._free = [_Slot() for _ in range(depth)]
-        self._held: _Slot | None = None
+        self._free = [_RingBuffer() for _ in range(depth)]
+        self._held: _RingBuffer | None = None
         self._n_batches = self._n_rows = self._raw_bytes = 0
         self._closed = False
         self._process = os.getpid()
@@ -141,7 +141,7 @@ class PrefetchRing:
     def put(self, batch: Any) -> None:
         """Ask for a batch of ids ``[n]`` (with `key`, for an item). Never waits.
 
-        Its gather starts as soon as a buffer is free; bad ids are told by the `get` they belong to.
+        Its gather starts as soon as a buffer is free; bad ids are raised by the `get` of the batch.
 
         Raises
         ------
@@ -181,7 +181,7 @@ class PrefetchRing:
             self.close()
 
     def _prepare(self) -> bool:
-        """Hand on the buffer in use, start what can start; tell whether a batch is under way."""
+        """Release the buffer in use and start fetches; return whether a batch is in flight."""
         self._check_usable("get")
         if self._held is not None:
             self._fetcher.release(self._held)
@@ -221,21 +221,21 @@ class PrefetchRing:
         return ids
 
     def _take(self) -> Any:
-        self._fetcher.tell()
-        # Taken off only when it has come: a wait that Ctrl-C interrupts can be taken up again.
+        self._fetcher.raise_errors()
+        # Removed only when it is fetched: a wait that Ctrl-C interrupts can be resumed.
         fetch = self._under_way[0]
-        if fetch.slot is not None:
+        if fetch.buffer is not None:
             self._fetcher.finish(fetch)
         self._under_way.popleft()
         if fetch.error is not None:
-            if fetch.slot is not None:
-                self._free.append(fetch.slot)
+            if fetch.buffer is not None:
+                self._free.append(fetch.buffer)
             error, fetch.error = fetch.error, None  # or its traceback would hold it in a cycle
             try:
                 raise error
             finally:
                 del error
-        self._held = fetch.slot
+        self._held = fetch.buffer
         rows = fetch.rows
         assert rows is not None  # neither rows nor an error is impossible
         self._n_batches += 1
@@ -296,7 +296,7 @@ class PrefetchRing:
 
 
 def _device_of(source: Any) -> torch.device:
-    """Return where rows of a source are wanted when nobody says."""
+    """Return the device of a ring's rows when none is given: that of the source."""
     devices = getattr(source, "devices", None)  # of a cache
     if isinstance(devices, tuple) and devices:
         return named_device(devices[0], "source.devices")
@@ -344,7 +344,7 @@ def _check_keywords(gather: Callable[..., Any]) -> None:
 
 
 def _check_of(source: Any) -> Callable[[torch.Tensor], None] | None:
-    """Return what refuses bad ids on the CPU before they go to a GPU, if the source knows them."""
+    """Return the source's check of ids on the CPU, before they go to a GPU; None without one."""
     if isinstance(source, torch.Tensor):
         rows = len(source)
 
@@ -362,29 +362,29 @@ def _check_of(source: Any) -> Callable[[torch.Tensor], None] | None:
     return found
 
 
-class _Slot:
-    """A place in the ring. The events are a GPU's: rows are there; rows are no longer used."""
+class _RingBuffer:
+    """A buffer of the ring, with the GPU's events: rows are written; rows are no longer used."""
 
     def __init__(self) -> None:
-        self.buffer: torch.Tensor | None = None
+        self.memory: torch.Tensor | None = None
         self.ready: torch.cuda.Event | None = None
         self.released: torch.cuda.Event | None = None
 
 
 @dataclass(eq=False)
 class _Fetch:
-    """A batch on its way: it has a slot, or an error of the iterable, and ends with rows or one."""
+    """A batch in flight: has a buffer, or an error of the iterable; ends with rows or an error."""
 
     batch: Any = None
     ids: torch.Tensor | None = None
-    slot: _Slot | None = None
+    buffer: _RingBuffer | None = None
     rows: torch.Tensor | None = None
     error: BaseException | None = None
     done: threading.Event = field(default_factory=threading.Event)  # set by the thread
 
 
 class _Gatherer:
-    """Gathers into the buffers of slots, which grow to the largest batch seen."""
+    """Gathers into ring buffers, which grow to the largest batch seen."""
 
     def __init__(self, gather: Callable[..., torch.Tensor], device: torch.device) -> None:
         self._gather = gather
@@ -392,7 +392,7 @@ class _Gatherer:
         self._like: torch.Tensor | None = None  # an empty tensor of the rows' shape and dtype
         self._most_rows = 0
 
-    def gather(self, ids: torch.Tensor, slot: _Slot) -> torch.Tensor:
+    def gather(self, ids: torch.Tensor, buffer: _RingBuffer) -> torch.Tensor:
         n = ids.shape[0]
         self._most_rows = max(self._most_rows, n)
         if self._like is None:
@@ -400,9 +400,9 @@ class _Gatherer:
             # returned a view of its own memory.
             rows = self._gather(ids, device=self._device)
         else:
-            if slot.buffer is None or slot.buffer.shape[0] < n:
-                slot.buffer = self._like.new_empty((self._most_rows, *self._like.shape[1:]))
-            rows = self._gather(ids, out=slot.buffer[:n], device=self._device)
+            if buffer.memory is None or buffer.memory.shape[0] < n:
+                buffer.memory = self._like.new_empty((self._most_rows, *self._like.shape[1:]))
+            rows = self._gather(ids, out=buffer.memory[:n], device=self._device)
         if not isinstance(rows, torch.Tensor) or rows.dim() < 1 or rows.shape[0] != n:
             what = list(rows.shape) if isinstance(rows, torch.Tensor) else type(rows).__name__
             raise ArgumentError(f"source: returned {what} for {n} ids, expected [{n}, ...]")
@@ -436,8 +436,8 @@ class _ThreadFetcher:
             else:
                 self._tasks.put(fetch)
 
-    def tell(self) -> None:
-        """Raise nothing: what goes wrong on the CPU belongs to its batch."""
+    def raise_errors(self) -> None:
+        """Raise nothing: an error on the CPU belongs to its batch."""
 
     def finish(self, fetch: _Fetch) -> None:
         begin = time.perf_counter()
@@ -446,8 +446,8 @@ class _ThreadFetcher:
         finally:
             self._waited += time.perf_counter() - begin
 
-    def release(self, slot: _Slot) -> None:
-        """Nothing to do: the next task for this slot is queued after this call."""
+    def release(self, buffer: _RingBuffer) -> None:
+        """Nothing to do: the next task for this buffer is queued after this call."""
 
     def wait_seconds(self) -> float:
         return self._waited
@@ -470,8 +470,8 @@ def _serve(
         try:
             if stop.is_set():
                 raise _closed_meanwhile()
-            assert fetch.ids is not None and fetch.slot is not None
-            fetch.rows = gatherer.gather(fetch.ids, fetch.slot)
+            assert fetch.ids is not None and fetch.buffer is not None
+            fetch.rows = gatherer.gather(fetch.ids, fetch.buffer)
         except BaseException as error:  # whatever it is, it is the consumer's
             fetch.error = error
         fetch.done.set()
@@ -494,7 +494,7 @@ class _StreamFetcher:
         self._device = device
         self._gatherer = _Gatherer(gather, self._device)
         self._check = check
-        self._told: BitslabError | None = None  # by a kernel of a batch that went before
+        self._earlier_error: BitslabError | None = None  # by a kernel of a batch that went before
         self._stream = torch.cuda.Stream(device=self._device)  # type: ignore[no-untyped-call]
         self._process = os.getpid()
         self._waited = 0.0
@@ -502,12 +502,12 @@ class _StreamFetcher:
         self._timing: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
 
     def start(self, fetch: _Fetch) -> None:
-        ids, slot = fetch.ids, fetch.slot
-        assert ids is not None and slot is not None
-        if slot.ready is None:
-            slot.ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        if slot.released is not None:
-            self._stream.wait_event(slot.released)
+        ids, buffer = fetch.ids, fetch.buffer
+        assert ids is not None and buffer is not None
+        if buffer.ready is None:
+            buffer.ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        if buffer.released is not None:
+            self._stream.wait_event(buffer.released)
         current = torch.cuda.current_stream(self._device)
         try:
             with torch.cuda.stream(self._stream):
@@ -523,31 +523,31 @@ class _StreamFetcher:
                     raise ArgumentTypeError(
                         f"ids: on {ids.device}, accepted are cpu and {self._device}"
                     )
-                self._hear()
-                fetch.rows = self._gatherer.gather(ids, slot)
-        except BaseException as error:  # Ctrl-C too is told by `get`, with the ring in order
+                self._collect_errors()
+                fetch.rows = self._gatherer.gather(ids, buffer)
+        except BaseException as error:  # `get` raises it, Ctrl-C too, with the ring consistent
             fetch.error = error
-        slot.ready.record(self._stream)
+        buffer.ready.record(self._stream)
 
-    def _hear(self) -> None:
-        """Take what kernels told of earlier batches, so that this one is not lost for it."""
+    def _collect_errors(self) -> None:
+        """Keep the error of an earlier batch's kernel, so that it does not fail this batch."""
         try:
             kernels_on(self._device)
         except BitslabError as error:
-            self._told = self._told or error
+            self._earlier_error = self._earlier_error or error
 
-    def tell(self) -> None:
-        """Raise what kernels told of earlier batches; the batch to come stays to be got."""
-        told, self._told = self._told, None
-        if told is not None:
-            raise told
+    def raise_errors(self) -> None:
+        """Raise the error of an earlier batch's kernel; `get` can be called again after it."""
+        error, self._earlier_error = self._earlier_error, None
+        if error is not None:
+            raise error
 
     def finish(self, fetch: _Fetch) -> None:
-        assert fetch.slot is not None and fetch.slot.ready is not None
+        assert fetch.buffer is not None and fetch.buffer.ready is not None
         current = torch.cuda.current_stream(self._device)
         before, after = self._timers.pop() if self._timers else (_timer(), _timer())
         before.record(current)
-        current.wait_event(fetch.slot.ready)
+        current.wait_event(fetch.buffer.ready)
         after.record(current)
         self._timing.append((before, after))
         self.wait_seconds()
@@ -556,10 +556,10 @@ class _StreamFetcher:
             # ring is gone, before this stream is through with it.
             fetch.rows.record_stream(current)
 
-    def release(self, slot: _Slot) -> None:
-        if slot.released is None:
-            slot.released = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        slot.released.record(torch.cuda.current_stream(self._device))
+    def release(self, buffer: _RingBuffer) -> None:
+        if buffer.released is None:
+            buffer.released = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        buffer.released.record(torch.cuda.current_stream(self._device))
 
     def wait_seconds(self) -> float:
         while self._timing and self._timing[0][1].query():  # type: ignore[no-untyped-call]
@@ -570,7 +570,7 @@ class _StreamFetcher:
 
     def close(self) -> None:
         if os.getpid() == self._process:
-            # The source's memory may go as soon as the ring is closed.
+            # The source's memory may be freed as soon as the ring is closed.
             self._stream.synchronize()
 
 

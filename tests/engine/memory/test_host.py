@@ -28,7 +28,7 @@ from tests.tables.support import Recorder, inode_at, open_files
 def recorder(monkeypatch):
     recorder = Recorder()
     monkeypatch.setattr(host, "registrar", recorder)
-    monkeypatch.setattr(host, "_told_of_refusal", False)
+    monkeypatch.setattr(host, "_warned_of_refusal", False)
     yield recorder
     gc.collect()  # what is left is released here, not by CUDA
 

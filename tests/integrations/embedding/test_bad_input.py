@@ -233,7 +233,7 @@ def test_a_ratio_that_gives_a_row_says_nothing_and_a_compressed_model_says_it_in
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
     recorder = Recorder()
     monkeypatch.setattr(host, "registrar", recorder)
-    monkeypatch.setattr(host, "_told_of_refusal", False)
+    monkeypatch.setattr(host, "_warned_of_refusal", False)
     yield recorder
     gc.collect()
 
