@@ -246,7 +246,7 @@ class HostBuffer:
         if not isinstance(pin, bool) and pin != "lazily":
             raise ArgumentError(f"pin: expected True, False or 'lazily', got {pin!r}")
         _release_waiting()
-        room = _available_bytes() if nbytes >= LARGE_BYTES else math.inf
+        room = available_bytes() if nbytes >= LARGE_BYTES else math.inf
         if nbytes > room:
             raise BitslabError(
                 f"nbytes: {nbytes} bytes of host memory asked for, {room:.0f} are available"
@@ -413,6 +413,13 @@ class HostBuffer:
     def __reduce__(self) -> tuple[Any, ...]:
         return _copy_of, (self.tensor, self._pin)
 
+    def reduce_shared(self) -> tuple[Any, ...]:
+        """Return what `multiprocessing` pickles: the file descriptor; private memory's bytes."""
+        if self.private:
+            return self.__reduce__()
+        fd = multiprocessing.reduction.DupFd(self._shareable_fd())
+        return _receive, (fd, self.nbytes, self._token, self._pin)
+
     def __repr__(self) -> str:
         state = "closed" if self.closed else "page-locked" if self.pinned else "ordinary memory"
         return f"HostBuffer({self.nbytes} bytes, {state})"
@@ -479,19 +486,11 @@ def _copy_of(tensor: torch.Tensor, pin: Pin) -> HostBuffer:
     return buffer
 
 
-def _pass_on(buffer: HostBuffer) -> tuple[Any, ...]:
-    """Send a buffer to another process as a file descriptor; the bytes of private memory."""
-    if buffer.private:
-        return buffer.__reduce__()
-    fd = multiprocessing.reduction.DupFd(buffer._shareable_fd())
-    return _receive, (fd, buffer.nbytes, buffer._token, buffer._pin)
-
-
 def _receive(fd: Any, nbytes: int, token: str, pin: Pin) -> HostBuffer:
     return HostBuffer(fd.detach(), nbytes, token, pin, owner=False)
 
 
-multiprocessing.reduction.ForkingPickler.register(HostBuffer, _pass_on)
+multiprocessing.reduction.ForkingPickler.register(HostBuffer, HostBuffer.reduce_shared)
 
 
 def _release_waiting() -> None:
@@ -518,7 +517,7 @@ def _warn_of_refusal(nbytes: int, reason: str) -> None:
     )
 
 
-def _available_bytes() -> float:
+def available_bytes() -> float:
     """Return the bytes that can be allocated; infinity where the system does not say.
 
     A memory file is bounded by nothing else: allocating more starts the system's out-of-memory

@@ -408,9 +408,7 @@ def test_without_memory_files_a_buffer_works_but_goes_to_no_other_process(monkey
 
 
 def test_available_memory_is_read_from_the_system():
-    assert (
-        0 < host._available_bytes() <= 2 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGESIZE")
-    )
+    assert 0 < host.available_bytes() <= 2 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGESIZE")
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 4097, 5 << 20])
