@@ -56,7 +56,7 @@ examples:
   bitslab compress checkpoint.pt checkpoint.safetensors
 
 OUT is a safetensors file, whatever of the two extensions it has; bitslab.load_file reads it.
-OUT appears when it is complete and, with --verify, checked; else it stays what it was. A file that
+OUT appears when it is complete and, with --verify, checked; else it is left unchanged. A file that
 has its name is replaced with --force only. The same IN always gives the same bytes.
 """
 DECOMPRESS_EPILOG = """\
@@ -114,7 +114,7 @@ def _outcome(new: NewFile | None) -> str:
 
 
 def _fail(error: Exception | str, status: int) -> int:
-    """Say what went wrong in one line."""
+    """Print an error in one line."""
     note(f"error: {' '.join(str(error).split())}")
     return status
 

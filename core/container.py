@@ -12,7 +12,7 @@ The parts of a compressed tensor are entries ``<name>.<part>`` of the file. The 
 others
     The caller's.
 
-Compatibility law: files of every older version stay readable, and every version keeps these two
+Compatibility law: files of every older version can be read, and every version keeps these two
 entries, so that any reader can tell a newer file from a damaged one.
 """
 
@@ -217,7 +217,7 @@ def read_tensors(
 
 
 def is_compressed(path: PathLike) -> bool:
-    """Say whether a file is a safetensors file that bitslab wrote; False for any other file."""
+    """Return whether a file is a safetensors file that bitslab wrote; False for any other file."""
     load_optional("safetensors", extra=None, purpose="reading a safetensors file")
     from safetensors import SafetensorError, safe_open
 

@@ -301,7 +301,7 @@ class Guests:
                 number,
                 uses=notes.begin(counts=counts),
                 first=first,
-                told=int(self._told.ctypes.data) + 8 * stay.told,
+                miss_count=int(self._told.ctypes.data) + 8 * stay.told,
             )
         except BaseException:
             self._mend(rows)

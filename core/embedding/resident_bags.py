@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..engine.kernels.cpu.compiling import compiling_beside
+from ..engine.kernels.cpu.compiling import compiling_with_cache_of
 from ..engine.kernels.cpu.prepared import SlotMap
 from ..engine.kernels.cpu.team import team_of_torch, threads_for
 from ..errors import load_optional
@@ -116,5 +116,5 @@ def _part_of_copy() -> Any:
     load_optional("numba", extra=None, purpose="looking up rows on the CPU")
     from ..engine.kernels.cpu import lookups
 
-    with compiling_beside(lookups.copy_resident):
+    with compiling_with_cache_of(lookups.copy_resident):
         return lookups.part_of_copy()

@@ -21,9 +21,9 @@ EACH_SLOT = ("keys", "stamps", "pinned", "dirty", "_rank")
 def _jitted() -> Any:
     """Load the Numba functions on first use, so that importing bitslab does not load Numba."""
     load_optional("numba", extra=None, purpose="looking up rows on the CPU")
-    from ..engine.kernels.cpu import residents
+    from ..engine.kernels.cpu import slot_table
 
-    return residents
+    return slot_table
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Telling how far long work has come: to a function of the caller's, or on the terminal."""
+"""Progress of long work, reported to a function of the caller or shown on the terminal."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from ..errors import load_optional
 
-#: Called with what is done and what there is in all, None where that is not known: rows of a table,
+#: Called with what is done and the total, None where that is not known, in units of the work: rows,
 #: raw bytes of a model.
 ProgressFunction = Callable[[int, "int | None"], None]
 
@@ -18,16 +18,16 @@ SHOW_AFTER_S = 2.0
 
 
 class Progress:
-    """Counts rows; after two seconds a bar shows them, when stderr is a terminal.
+    """Counts what is done; after two seconds a bar shows it, when stderr is a terminal.
 
     Parameters
     ----------
     title : str
-        What is going on.
+        The work, named beside the bar.
     total_rows : int or None
         Rows in all.
     report : callable, bool or None
-        A function that is told instead; False for silence.
+        A function to call instead; False for silence.
     """
 
     def __init__(
@@ -45,11 +45,11 @@ class Progress:
         return self
 
     def restart(self) -> None:
-        """Count from 0 again, for a second pass over the rows."""
+        """Count from 0 again, for a second pass."""
         self._done = 0
 
     def advance(self, rows: int) -> None:
-        """Say that more rows are done."""
+        """Add to what is done, and report it."""
         self._done += rows
         if callable(self._report):
             self._report(self._done, self._total)

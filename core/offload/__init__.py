@@ -1,4 +1,4 @@
-"""Weights that stream packed: for any `torch.nn.Module`, with the same outputs bit for bit."""
+"""Weights that stream packed, for any `torch.nn.Module`, with the same outputs bit for bit."""
 
 from .attached import OffloadedModel, find_offloaded
 from .guards import deferred_state_dict
@@ -6,7 +6,7 @@ from .handles import WeightHandle
 from .images import DeviceImage
 from .offload import (
     attach_weights,
-    move_residents,
+    move_unpacked,
     offload_report,
     offload_weights,
     restore_weights,
@@ -18,7 +18,7 @@ from .residence import MIN_UNIT_BYTES, JsonKeep, Keep, Tier, choose_tiers
 from .store import PackedUnit, PackedWeights
 from .stream import WeightStream, check_counts
 from .tensor_packer import MIN_PACKED_BYTES, CodecName, TensorPacker
-from .units import Predicate, Slot, Unit, cut_units
+from .units import ParameterRef, Predicate, Unit, cut_units
 from .weight_packer import WeightPacker
 
 __all__ = [
@@ -33,7 +33,7 @@ __all__ = [
     "PackedUnit",
     "PackedWeights",
     "Predicate",
-    "Slot",
+    "ParameterRef",
     "TensorPacker",
     "Tier",
     "Unit",
@@ -47,7 +47,7 @@ __all__ = [
     "cut_units",
     "deferred_state_dict",
     "find_offloaded",
-    "move_residents",
+    "move_unpacked",
     "offload_report",
     "offload_weights",
     "restore_weights",

@@ -1,4 +1,4 @@
-"""A model whose weights stream: what was put into it, and how it is taken out again."""
+"""A model whose weights stream: what is attached to it, and how that is detached."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from ..errors import ArgumentError, BitslabError
 from ..tracing import not_traced
 from .guards import ApplyGuard, CallGuard, PickleGuard, StateGuard
 from .handles import WeightHandle
-from .hooks import Turnstile, UnitHooks, aligned
+from .hooks import EnterCallback, UnitHooks, aligned
 from .report import OffloadReport, UnitReport
 from .residence import Tier, is_lookup
 from .store import PackedWeights
 from .stream import WeightStream
-from .units import Slot, Unit, alive
+from .units import ParameterRef, Unit, alive
 
 ATTRIBUTE = "_bitslab_offload"
 
 
-#: What is put on a model's modules beside hooks.
+#: What is installed on a model's modules in addition to hooks.
 Guard = StateGuard | ApplyGuard | CallGuard | PickleGuard
 
 
 class LateStream:
-    """Where handles get their data from: a stream that is made after them."""
+    """A source of weights whose stream is made after the handles that use it."""
 
     def __init__(self) -> None:
         self.stream: WeightStream | None = None
@@ -50,23 +50,23 @@ class LateStream:
 
 
 class OffloadedModel:
-    """The packed weights of a model with all that binds them to it.
+    """The packed weights of a model, with the hooks and guards that bind them to it.
 
     Parameters
     ----------
     model : torch.nn.Module
-        The model, with handles in the places of packed parameters. It holds this object and is
+        The model, with handles instead of its packed parameters. It holds this object and is
         held weakly, so that the memory of both goes with the last reference to the model.
     units : sequence of Unit
-        Its units, with the slots that hold handles.
+        Its units; their refs hold handles.
     tiers : mapping of str to Tier
         Where each unit is kept; those on the device are only reported.
-    resident : mapping of str to int
+    on_device : mapping of str to int
         Raw bytes of the units that are kept unpacked on the device.
     weights : PackedWeights
         The packed weights.
     source : LateStream
-        What the handles ask.
+        The source of weights of the handles.
     device : torch.device
         Where the model runs.
     depth, sm_budget
@@ -80,7 +80,7 @@ class OffloadedModel:
         model: nn.Module,
         units: Sequence[Unit],
         tiers: Mapping[str, Tier],
-        resident: Mapping[str, int],
+        on_device: Mapping[str, int],
         weights: PackedWeights,
         source: LateStream,
         device: torch.device,
@@ -92,38 +92,38 @@ class OffloadedModel:
         self.weights = weights
         self.units = list(units)
         self._tiers = dict(tiers)
-        self._resident = dict(resident)
+        self._on_device = dict(on_device)
         self._trainable = set(trainable)
         streamed = [unit for unit in self.units if not is_lookup(unit)]
-        names = {unit.name: [_handle(slot).packed_name for slot in unit.slots] for unit in streamed}
-        # Images of units all of whose users are to stay on the device.
+        names = {unit.name: [_handle(ref).packed_name for ref in unit.refs] for unit in streamed}
+        # Images that some unit of tier "packed" uses are kept on the device.
         users: dict[str, set[str]] = {}
         for unit in self.units:
-            for slot in unit.slots:
-                home = weights.unit_of(_handle(slot).packed_name)
-                users.setdefault(home, set()).add(self._tiers.get(unit.name, "host"))
-        packed = [home for home, tiers_of in users.items() if "packed" in tiers_of]
+            for ref in unit.refs:
+                stored_in = weights.unit_of(_handle(ref).packed_name)
+                users.setdefault(stored_in, set()).add(self._tiers.get(unit.name, "host"))
+        packed = [stored_in for stored_in, tiers_of in users.items() if "packed" in tiers_of]
         weights.move_to_device(packed, device)
         self.stream = WeightStream(weights, names, device=device, depth=depth, sm_budget=sm_budget)
         source.stream = self.stream
         self.hooks = [UnitHooks(unit, self.stream) for unit in streamed]
         self._guards: list[Guard] = []
-        owners: dict[int, list[Slot]] = {}
+        owners: dict[int, list[ParameterRef]] = {}
         for unit in self.units:
-            for slot in unit.slots:
-                owners.setdefault(id(slot.module), []).append(slot)
-        for slots in owners.values():
-            distinct = list({slot.attribute: slot for slot in slots}.values())
+            for ref in unit.refs:
+                owners.setdefault(id(ref.module), []).append(ref)
+        for refs in owners.values():
+            distinct = list({ref.attribute: ref for ref in refs}.values())
             self._guards.append(StateGuard(weights, distinct))
-            if slots[0].module is not model:
-                own = [_handle(slot) for slot in distinct]
-                self._guards.append(ApplyGuard(slots[0].module, own))
-        handles = [_handle(slot) for unit in self.units for slot in unit.slots]
+            if refs[0].module is not model:
+                own = [_handle(ref) for ref in distinct]
+                self._guards.append(ApplyGuard(refs[0].module, own))
+        handles = [_handle(ref) for unit in self.units for ref in unit.refs]
         self._guards.append(ApplyGuard(model, handles))
         self._guards += [CallGuard(unit.module) for unit in self.units if is_lookup(unit)]
-        # Wherever pickling comes across a hook or a guard before it comes to a handle.
+        # Wherever pickling meets a hook or a guard before it meets a handle.
         touched = [model, *(unit.module for unit in streamed)]
-        touched += [slots[0].module for slots in owners.values()]
+        touched += [refs[0].module for refs in owners.values()]
         self._guards += [PickleGuard(module) for module in dict.fromkeys(touched)]
         self._begin_hook = model.register_forward_pre_hook(
             not_traced(self._begin), with_kwargs=True, prepend=True
@@ -143,77 +143,77 @@ class OffloadedModel:
     def _begin(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Begin a pass of the whole model: with nothing left of one that was interrupted."""
-        if any(hooks.visiting() for hooks in self.hooks) and not _is_inside_itself(module):
+        """Begin a pass of the whole model; undo what an interrupted one left."""
+        if any(hooks.is_active() for hooks in self.hooks) and not _is_inside_itself(module):
             for hooks in self.hooks:
                 hooks.abandon()
         return aligned(args, kwargs, self.device)
 
-    def add_resident(self, units: Mapping[str, int]) -> None:
-        """Report units that are kept unpacked on the device, by their raw bytes."""
-        self._resident.update(units)
+    def add_on_device(self, units: Mapping[str, int]) -> None:
+        """Add units that are kept unpacked on the device, by their raw bytes, to the report."""
+        self._on_device.update(units)
 
-    def set_turnstile(self, turnstile: Turnstile | None) -> None:
-        """Let a function be called whenever a thread is about to enter a unit."""
+    def set_enter_callback(self, callback: EnterCallback | None) -> None:
+        """Set the function that each thread calls before it enters a unit; None for none."""
         for hooks in self.hooks:
-            hooks.turnstile = turnstile
+            hooks.enter_callback = callback
 
     def report(self) -> OffloadReport:
         """Return sizes and times of the units; on a GPU this waits for it."""
         times = self.stream.times()
         rows = []
         for unit in self.units:
-            stored = {_handle(slot).packed_name for slot in unit.slots}
+            stored = {_handle(ref).packed_name for ref in unit.refs}
             records = [self.weights.record(name) for name in stored]
-            home = {self.weights.unit_of(name) for name in stored} == {unit.name}
+            stored_in = {self.weights.unit_of(name) for name in stored} == {unit.name}
             rows.append(
                 UnitReport(
                     unit.name,
-                    self._place_of(unit),
+                    self._tier_of(unit),
                     sum(record.raw_nbytes for record in records),
                     self.weights.unit_nbytes(unit.name)
-                    if home
+                    if stored_in
                     else sum(record.packed_nbytes for record in records),
                     times.get(unit.name),
-                    shared=not home,
+                    shared=not stored_in,
                 )
             )
-        rows += [UnitReport(name, "device", n, n, None) for name, n in self._resident.items()]
-        order = {name: place for place, name in enumerate(self._tiers)}
+        rows += [UnitReport(name, "device", n, n, None) for name, n in self._on_device.items()]
+        order = {name: position for position, name in enumerate(self._tiers)}
         rows.sort(key=lambda row: order.get(row.name, len(order)))
         return OffloadReport(rows, str(self.device), self.stream.stats(), self.weights.path)
 
-    def _place_of(self, unit: Unit) -> str:
-        """Return where a unit is kept: its tier, or that its host tier is a file."""
+    def _tier_of(self, unit: Unit) -> str:
+        """Return a unit's tier, "disk" where its host tier is a file."""
         tier = self._tiers.get(unit.name, "host")
         return "disk" if tier == "host" and self.weights.path is not None else tier
 
     def restore(self, device: torch.device | None = None) -> None:
-        """Give the model its ordinary parameters back and let everything else go.
+        """Give the model its ordinary parameters back; remove hooks and release all memory.
 
         Parameters
         ----------
         device : torch.device, optional
-            Where the parameters are wanted; on the CPU when left out.
+            The device of the parameters; the CPU when left out.
         """
         # Detached last: if memory runs out on the way, the model is right and this can be repeated.
         restored: dict[str, nn.Parameter] = {}
         for unit in self.units:
-            for slot in unit.slots:
-                handle = slot.get()
+            for ref in unit.refs:
+                handle = ref.get()
                 if not isinstance(handle, WeightHandle):
-                    continue  # somebody put another parameter there
+                    continue  # replaced by another parameter since
                 name = handle.packed_name
                 if name not in restored:
                     data = self.weights.read(name, device or "cpu")
                     wanted = name in self._trainable
                     restored[name] = nn.Parameter(data, requires_grad=wanted)
-                slot.put(restored[name])
+                ref.put(restored[name])
         self.detach()
         self.close()
 
     def detach(self) -> None:
-        """Take hooks and guards off the model; handles stay, and decode themselves."""
+        """Take hooks and guards off the model; handles are left, and decode themselves."""
         for hooks in self.hooks:
             hooks.remove()
         for guard in reversed(self._guards):
@@ -222,13 +222,13 @@ class OffloadedModel:
         self.model.__dict__.pop(ATTRIBUTE, None)
 
     def close(self) -> None:
-        """Give packed weights and buffers up; handles that are left raise."""
+        """Release packed weights and buffers; handles that are left raise."""
         self.stream.close()
         self.weights.close()
 
 
 def find_offloaded(model: nn.Module) -> OffloadedModel:
-    """Return what streams the weights of a model, or of a module inside it.
+    """Return the `OffloadedModel` of a model, or of a module inside it.
 
     Raises
     ------
@@ -248,7 +248,7 @@ def find_offloaded(model: nn.Module) -> OffloadedModel:
 
 
 def _is_inside_itself(model: nn.Module) -> bool:
-    """Tell whether a model that is just called was called by itself."""
+    """Return whether the running call of a model is nested in another call of it."""
     calls = 0
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -258,8 +258,8 @@ def _is_inside_itself(model: nn.Module) -> bool:
     return calls > 1
 
 
-def _handle(slot: Slot) -> WeightHandle:
-    handle = slot.get()
+def _handle(ref: ParameterRef) -> WeightHandle:
+    handle = ref.get()
     if not isinstance(handle, WeightHandle):
-        raise BitslabError(f"{slot.name}: expected a handle, got {type(handle).__name__}")
+        raise BitslabError(f"{ref.name}: expected a handle, got {type(handle).__name__}")
     return handle

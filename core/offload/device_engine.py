@@ -14,12 +14,12 @@ from ..engine.kernels.format import RowLayout, RowStorage
 from ..engine.transfer.timing import DeviceClock
 from ..errors import BitslabError
 from .device_rows import DeviceRows
-from .plans import Place, UnitPlan
+from .plans import PlannedTensor, UnitPlan
 from .staging import Stage, StagingRing, new_event
 from .store import PackedWeights
 
 
-class DeviceSlot:
+class DeviceDecodeBuffer:
     """A buffer on the GPU that holds a unit's decoded tensors.
 
     Parameters
@@ -31,7 +31,7 @@ class DeviceSlot:
     """
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
-        self.buffer = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        self.data = torch.empty(nbytes, dtype=torch.uint8, device=device)
         self.unit: str | None = None
         self.users = 0
         self.ready: torch.cuda.Event | None = None
@@ -49,7 +49,7 @@ class DecodeWork:
     plan : UnitPlan
         The unit.
     sources : mapping of str to (torch.Tensor, int)
-        For each place: the bytes that hold it, and what to add to the record's offsets there.
+        For each tensor: the bytes that hold it, and what to add to the record's offsets there.
     decoded : torch.Tensor
         Buffer of decoded tensors.
     layouts : mapping of str to RowLayout
@@ -71,22 +71,22 @@ class DecodeWork:
     ) -> None:
         self._decodes: list[Callable[[], None]] = []
         copies: list[list[Any]] = []  # [source tensor, source offset, decoded offset, bytes]
-        for place in plan.places:
-            record, (data, shift) = place.record, sources[place.name]
+        for planned in plan.tensors:
+            record, (data, shift) = planned.record, sources[planned.name]
             if not record.decoded_nbytes:
                 continue
             if record.raw:
                 begin = record.offset + shift
                 last = copies[-1] if copies else None
                 gap = None if last is None else begin - last[1]
-                if last is not None and last[0] is data and place.decoded - last[2] == gap:
+                if last is not None and last[0] is data and planned.decoded_offset - last[2] == gap:
                     last[3] = gap + record.nbytes  # what lies between is copied too
                 else:
-                    copies.append([data, begin, place.decoded, record.nbytes])
+                    copies.append([data, begin, planned.decoded_offset, record.nbytes])
                 continue
-            layout = layouts[place.name]
-            out = decoded[place.decoded : place.decoded + record.decoded_nbytes]
-            storage = storage_of(place, data, shift)
+            layout = layouts[planned.name]
+            out = decoded[planned.decoded_offset : planned.decoded_offset + record.decoded_nbytes]
+            storage = storage_of(planned, data, shift)
             rows = out.view(record.n_rows, layout.format.row_bytes)
             self._decodes.append(
                 kernels.prepare_decode(storage, layout, rows, record.facts, sm_budget)
@@ -102,12 +102,12 @@ class DecodeWork:
 
 
 class DeviceEngine:
-    """Brings units to a GPU; see `WeightStream`.
+    """Transfers units to a GPU and decodes them there; see `WeightStream`.
 
     Parameters
     ----------
     weights : PackedWeights
-        Where they come from.
+        The packed weights.
     plans : sequence of UnitPlan
         The units.
     device : torch.device
@@ -130,17 +130,17 @@ class DeviceEngine:
         self._device = device
         self._sm_budget = sm_budget
         self.depth = depth
-        #: One that is used and one that is decoded meanwhile.
-        self.slots = 1 if depth == 0 else 2
+        #: Buffers of decoded tensors: one in use, one that is decoded into meanwhile.
+        self.n_buffers = 1 if depth == 0 else 2
         self._clocks = {plan.name: DeviceClock(device) for plan in plans}
-        self._slot_nbytes = max((plan.decoded_nbytes for plan in plans), default=0)
-        self._resident = {plan.name for plan in plans if self._on_device(plan)}
+        self._buffer_nbytes = max((plan.decoded_nbytes for plan in plans), default=0)
+        self._in_device_memory = {plan.name for plan in plans if self._on_device(plan)}
         self._layouts: dict[str, RowLayout] = {}
         self._decoding = torch.cuda.Stream(device=device)  # type: ignore[no-untyped-call]
-        crossing = [plan for plan in plans if plan.name not in self._resident]
+        crossing = [plan for plan in plans if plan.name not in self._in_device_memory]
         self._ring = StagingRing(weights, crossing, device, depth, self._clocks)
         self._row_reader = DeviceRows(weights, device)
-        # A model that is dropped may have units under way: buffers are given up after them.
+        # A model that is dropped may have units in flight: buffers are released after them.
         finished = weakref.finalize(self, _wait_for, self._decoding, self._ring.stream)
         finished.atexit = False
 
@@ -150,78 +150,80 @@ class DeviceEngine:
         return self._clocks
 
     def check(self) -> None:
-        """Refuse a pass that is captured: a graph has no part in what the other streams do."""
+        """Refuse a pass under CUDA-graph capture: a graph holds no work of the other streams."""
         if torch.cuda.is_current_stream_capturing():
             raise BitslabError(
                 "weights that stream cannot be used while a CUDA graph is captured; keep the units "
                 "of the graph on the device with keep="
             )
 
-    def new_slot(self) -> DeviceSlot:
-        """Make a slot for any unit."""
-        slot = DeviceSlot(self._slot_nbytes, self._device)
-        # Work queued on the memory before it was given up comes first.
+    def new_buffer(self) -> DeviceDecodeBuffer:
+        """Allocate a buffer that is large enough for each unit."""
+        buffer = DeviceDecodeBuffer(self._buffer_nbytes, self._device)
+        # Work that was queued on the memory before it was released comes first.
         self._decoding.wait_stream(torch.cuda.current_stream(self._device.index))
-        return slot
+        return buffer
 
     def ready(self, plan: UnitPlan) -> bool:
-        """Tell whether a unit can be loaded without waiting for a disk."""
-        return plan.name in self._resident or self._ring.ready(plan)
+        """Return whether a unit can be loaded without waiting for a disk."""
+        return plan.name in self._in_device_memory or self._ring.ready(plan)
 
     def stage(self, plan: UnitPlan, window: Sequence[str]) -> None:
-        """Start a unit's transfer, if it must cross and a buffer is free."""
-        if plan.name not in self._resident:
-            self._ring.bring(plan, window, must=False)
+        """Start a unit's transfer, if it crosses the link and a buffer is free."""
+        if plan.name not in self._in_device_memory:
+            self._ring.fetch(plan, window, must=False)
 
-    def load(self, slot: DeviceSlot, plan: UnitPlan) -> None:
-        """Decode a unit into a slot, when its bytes are there and the slot's users are done."""
+    def load(self, buffer: DeviceDecodeBuffer, plan: UnitPlan) -> None:
+        """Decode a unit into a buffer, after its transfer and after the buffer's last use."""
         stage = None
-        if plan.name not in self._resident:
-            stage = self._ring.bring(plan, (), must=True)
-        # Also where a decode that was damaged is told of.
+        if plan.name not in self._in_device_memory:
+            stage = self._ring.fetch(plan, (), must=True)
+        # Also raises the error of an earlier decode that met damaged rows.
         kernels = kernels_on(self._device)
-        work = self._work(slot, plan, stage, kernels)
+        work = self._work(buffer, plan, stage, kernels)
         clock = self._clocks[plan.name]
         with on_stream(self._decoding):
-            if stage is not None and stage.arrived is not None:
-                self._decoding.wait_event(stage.arrived)
-            for event in slot.released.values():
+            if stage is not None and stage.copied is not None:
+                self._decoding.wait_event(stage.copied)
+            for event in buffer.released.values():
                 self._decoding.wait_event(event)
             clock.mark("decode", False, self._decoding)
             work.start()
-            slot.ready = clock.mark("decode", True, self._decoding)
+            buffer.ready = clock.mark("decode", True, self._decoding)
             if stage is not None:
                 stage.consumed.record(self._decoding)
                 stage.unit = None
             else:
                 clock.clear("transfer")
 
-    def enter(self, slot: DeviceSlot, plan: UnitPlan, loaded: bool) -> dict[str, torch.Tensor]:
-        """Make the current stream wait for a slot and return its tensors."""
+    def enter(
+        self, buffer: DeviceDecodeBuffer, plan: UnitPlan, loaded: bool
+    ) -> dict[str, torch.Tensor]:
+        """Make the current stream wait for a buffer and return its tensors."""
         current = torch.cuda.current_stream(self._device.index)
         clock = self._clocks[plan.name]
         clock.mark("stall", False, current)
-        if slot.ready is not None:
-            current.wait_event(slot.ready)
+        if buffer.ready is not None:
+            current.wait_event(buffer.ready)
         clock.mark("stall", True, current)
         clock.mark("compute", False, current)
-        views = slot.views.get(plan.name)
+        views = buffer.views.get(plan.name)
         if views is None:
-            views = slot.views[plan.name] = plan.views(slot.buffer)
+            views = buffer.views[plan.name] = plan.views(buffer.data)
         return views
 
-    def leave(self, slot: DeviceSlot, plan: UnitPlan) -> None:
-        """Let a slot be overwritten when the current stream has come to this point."""
+    def leave(self, buffer: DeviceDecodeBuffer, plan: UnitPlan) -> None:
+        """Allow a buffer to be overwritten once the current stream has reached this point."""
         current = torch.cuda.current_stream(self._device.index)
         self._clocks[plan.name].mark("compute", True, current)
-        event = slot.released.get(current.cuda_stream)
+        event = buffer.released.get(current.cuda_stream)
         if event is None:
-            event = slot.released[current.cuda_stream] = new_event()
-            slot.buffer.record_stream(current)  # it may be given up while this one still reads it
+            event = buffer.released[current.cuda_stream] = new_event()
+            buffer.data.record_stream(current)  # it may be freed while this stream still reads it
         event.record(current)
 
     def whole(self, name: str) -> torch.Tensor:
-        """Decode one tensor to memory of its own."""
+        """Decode one tensor to new memory."""
         return self._weights.read(name, self._device)
 
     def rows(self, name: str, ids: torch.Tensor) -> torch.Tensor:
@@ -229,35 +231,35 @@ class DeviceEngine:
         return self._row_reader.rows(name, ids, self._sm_budget)
 
     def close(self) -> None:
-        """Give the buffers up, when the GPU has finished with them."""
+        """Release the buffers, after the GPU has finished with them."""
         torch.cuda.synchronize(self._device)
         self._ring.close()
         self._row_reader.close()
         self._layouts.clear()
 
     def _on_device(self, plan: UnitPlan) -> bool:
-        homes = {piece.home for piece in plan.pieces}
-        return all(self._weights.unit(home).image.tier == "device" for home in homes)
+        by_unit = {piece.stored_in for piece in plan.pieces}
+        return all(self._weights.unit(stored_in).image.tier == "device" for stored_in in by_unit)
 
     def _work(
-        self, slot: DeviceSlot, plan: UnitPlan, stage: Stage | None, kernels: CudaKernels
+        self, buffer: DeviceDecodeBuffer, plan: UnitPlan, stage: Stage | None, kernels: CudaKernels
     ) -> DecodeWork:
-        """Return the launches from a staging buffer, or a resident image, to a slot."""
+        """Return the launches from a staging buffer, or an image in device memory, to a buffer."""
         key = (plan.name, 0 if stage is None else id(stage))
-        work = slot.work.get(key)
+        work = buffer.work.get(key)
         if work is None:
             sources = {}
-            for place in plan.places:
+            for planned in plan.tensors:
                 if stage is None:
-                    sources[place.name] = self._weights.unit(place.home).image.tensor(), 0
+                    sources[planned.name] = self._weights.unit(planned.stored_in).image.tensor(), 0
                 else:
-                    sources[place.name] = stage.buffer, place.shift
-                if not place.record.raw and place.name not in self._layouts:
-                    layout = place.record.codec.row_layout()  # type: ignore[attr-defined]
-                    self._layouts[place.name] = layout.to(self._device)
+                    sources[planned.name] = stage.buffer, planned.shift
+                if not planned.record.raw and planned.name not in self._layouts:
+                    layout = planned.record.codec.row_layout()  # type: ignore[attr-defined]
+                    self._layouts[planned.name] = layout.to(self._device)
                     self._decoding.wait_stream(torch.cuda.current_stream(self._device.index))
-            work = DecodeWork(plan, sources, slot.buffer, self._layouts, kernels, self._sm_budget)
-            slot.work[key] = work
+            work = DecodeWork(plan, sources, buffer.data, self._layouts, kernels, self._sm_budget)
+            buffer.work[key] = work
         return work
 
 
@@ -266,11 +268,11 @@ def _wait_for(*streams: torch.cuda.Stream) -> None:
         stream.synchronize()
 
 
-def storage_of(place: Place, data: torch.Tensor, shift: int) -> RowStorage:
-    """View the parts of packed rows in a buffer on the GPU."""
+def storage_of(planned: PlannedTensor, data: torch.Tensor, shift: int) -> RowStorage:
+    """View the tensors of packed rows in a buffer on the GPU."""
     parts = {
         name: data[part.offset + shift :][: part.nbytes].view(part.dtype).view(part.shape)
-        for name, part in place.record.parts.items()
+        for name, part in planned.record.parts.items()
     }
     empty = torch.empty(0, dtype=torch.uint8, device=data.device)
     return RowStorage(

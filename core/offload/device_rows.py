@@ -18,7 +18,7 @@ from .store import PackedWeights, checked_ids
 class DeviceRows:
     """Decodes rows by id on a GPU.
 
-    The words stay where they are; what finds rows among them, one or two bytes a row, is copied to
+    The words are read in place; what finds rows among them, one or two bytes a row, is copied to
     the GPU once. Tensors that a GPU cannot read by itself (in a file, or host memory that the
     system refused to page-lock) are looked up on the CPU, which waits for the ids.
 
@@ -33,7 +33,7 @@ class DeviceRows:
     def __init__(self, weights: PackedWeights, device: torch.device) -> None:
         self._weights = weights
         self._device = device
-        #: One object for each tensor: the kernels keep what they prepare for a table.
+        #: One object for each tensor: the kernels cache what they prepare for a table.
         self._tables: dict[str, tuple[TableStorage, RowLayout]] = {}
 
     def rows(self, name: str, ids: torch.Tensor, sm_budget: int | None) -> torch.Tensor:
@@ -72,7 +72,7 @@ class DeviceRows:
     def _table(
         self, name: str, record: TensorRecord, held: Image
     ) -> tuple[TableStorage, RowLayout]:
-        """Return a tensor's rows with all but the words on the GPU."""
+        """Return a tensor's rows, with everything but the words on the GPU."""
         found = self._tables.get(name)
         if found is None:
             parts = record.packed(held.tensor()).parts
@@ -90,12 +90,12 @@ class DeviceRows:
         return found
 
     def close(self) -> None:
-        """Let the copies go."""
+        """Release the copies."""
         self._tables.clear()
 
 
 def _row_by_row(record: TensorRecord) -> bool:
-    """Tell whether an item of the first dimension is one row of the codec."""
+    """Return whether an item of the first dimension is one row of the codec."""
     if not record.row_ordered:
         return False
     row_elements = record.codec.row_bytes // record.dtype.itemsize

@@ -1,12 +1,12 @@
 """Files of packed weights: safetensors with one uint8 tensor for each unit's image.
 
-Images are written as they are made, so the header, which comes first in the file, gets its place
-before its content is known, and is filled up with spaces as the format allows. How tensors lie in
+Images are written as they are made, so the header, which comes first in the file, gets its space
+before its content is known, and is padded with blanks as the format allows. How tensors lie in
 images stands behind them in one more entry, ``bitslab_weights``: JSON with ``version``, ``units``
 (for each its ``tensors`` and the ``crc32`` of its image) and ``aliases``. The metadata has
 ``bitslab_weights``: the version, and ``bitslab_crc32``: the checksum of that entry.
 
-Compatibility law: files of every older version stay readable.
+Compatibility law: files of every older version can be read.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from .records import TensorRecord, round_up
 FILE_VERSION = 1
 INDEX_ENTRY = "bitslab_weights"
 CHECKSUM_ENTRY = "bitslab_crc32"
-#: Images start at such multiples, for reads that pass the system's cache by.
+#: Images start at such multiples, for reads that bypass the system's page cache.
 ALIGNMENT_BYTES = 4096
-#: More than the JSON of one header entry takes beside its name.
+#: More than the JSON of one header entry takes in addition to its name.
 _ENTRY_BYTES = 160
 
 
@@ -105,7 +105,7 @@ class WeightFile:
         return FileImage(self._mapped, offset, data.numel())
 
     def _append(self, name: str, data: memoryview, multiple: int) -> int:
-        """Write an entry at the end of the file, what was left free before it a part of it."""
+        """Append an entry, after a padding entry for the bytes that its alignment leaves free."""
         begin = self._at
         offset = round_up(begin, multiple)
         self._file.seek(offset)
@@ -122,7 +122,7 @@ class WeightFile:
         return {"dtype": "U8", "shape": [end - begin], "data_offsets": offsets}
 
     def finish(self, aliases: Mapping[str, str]) -> str:
-        """Write the header, give the file its name and return that."""
+        """Write the header, rename the file to its final path and return that."""
         index = {"version": FILE_VERSION, "units": self._units, "aliases": dict(aliases)}
         text = json.dumps(index, separators=(",", ":")).encode()
         metadata = {INDEX_ENTRY: str(FILE_VERSION), CHECKSUM_ENTRY: f"{zlib.crc32(text):08x}"}

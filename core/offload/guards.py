@@ -1,4 +1,4 @@
-"""What else a model with packed weights does right: its state dict, moves, casts and pickling."""
+"""State dicts, moves, casts and pickling of a model with packed weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..errors import BitslabError
 from ..tracing import not_traced
 from .handles import WeightHandle
 from .store import PackedWeights
-from .units import Slot, alive
+from .units import ParameterRef, alive
 
 #: What stands for a packed weight in the state dict that `deferred_state_dict` makes.
 _StandIns = dict[tuple[PackedWeights, str], WeightHandle]
@@ -28,7 +28,7 @@ def deferred_state_dict(model: nn.Module) -> dict[str, Any]:
     """Return a model's state dict whose packed weights are decoded when they are used.
 
     ``model.state_dict()`` decodes all weights at once. This one is for writers that work shard by
-    shard: beside the packed weights they need memory for one shard.
+    shard: in addition to the packed weights they need memory for one shard.
 
     Parameters
     ----------
@@ -82,7 +82,7 @@ def deferred_state_dict(model: nn.Module) -> dict[str, Any]:
 
 
 class _OnHost:
-    """Where the tensors of a deferred state dict get their data from."""
+    """The source of weights of a deferred state dict: everything is decoded on the CPU."""
 
     def __init__(self, weights: PackedWeights) -> None:
         self._weights = weights
@@ -97,20 +97,20 @@ class _OnHost:
 
 
 class StateGuard:
-    """Gives a module's state dict the decoded weights in the places of its handles.
+    """Replaces handles in a module's state dict by the decoded weights.
 
     Parameters
     ----------
     weights : PackedWeights
-        Where they come from.
-    slots : sequence of Slot
-        Places of handles that are the module's own.
+        The packed weights.
+    refs : sequence of ParameterRef
+        The module's own parameters that are handles.
     """
 
-    def __init__(self, weights: PackedWeights, slots: Sequence[Slot]) -> None:
+    def __init__(self, weights: PackedWeights, refs: Sequence[ParameterRef]) -> None:
         self._weights = weights
-        self._attributes = [slot.attribute for slot in slots]
-        module = slots[0].module
+        self._attributes = [ref.attribute for ref in refs]
+        module = refs[0].module
         self._removers = [
             module._register_state_dict_hook(self._decode),  # type: ignore[no-untyped-call]
             module.register_load_state_dict_pre_hook(  # type: ignore[no-untyped-call]
@@ -127,7 +127,7 @@ class StateGuard:
                 state_dict[prefix + attribute] = self._stand_in(found.packed_name)
 
     def _stand_in(self, name: str) -> torch.Tensor:
-        """Return what a state dict has in the place of a handle."""
+        """Return what replaces a handle in a state dict."""
         made = _stand_ins.get()
         if made is None:
             return self._weights.read_shared(name)
@@ -158,7 +158,7 @@ class StateGuard:
 
 
 class _Override:
-    """A method that stands in a module before its class's own.
+    """A method that is set on a module and hides that of its class.
 
     Parameters
     ----------
@@ -175,7 +175,7 @@ class _Override:
         module.__dict__[name] = self.call
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        """Be called instead of the module's own method."""
+        """Run instead of the module's own method."""
         raise NotImplementedError
 
     @property
@@ -184,14 +184,14 @@ class _Override:
         return alive(self._module)
 
     def original(self) -> Callable[..., Any]:
-        """Return the method that stood there before, bound to the module."""
+        """Return the method that was replaced, bound to the module."""
         if self._own is not None:
             own: Callable[..., Any] = self._own
             return own
         return functools.partial(getattr(type(self.module), self._name), self.module)
 
     def remove(self) -> None:
-        """Give the module its own method back, unless another one stands there by now."""
+        """Give the module its own method back, unless another one has replaced this since."""
         held = self.module.__dict__
         if getattr(held.get(self._name), "__self__", None) is not self:
             return
@@ -202,15 +202,15 @@ class _Override:
 
 
 class ApplyGuard(_Override):
-    """Lets ``module.to`` and the like move what is resident, and refuses to change handles.
+    """Makes ``module.to`` and the like move what is not packed, and refuse to change handles.
 
     Parameters
     ----------
     module : torch.nn.Module
         A module that owns handles, or the model itself.
     handles : sequence of WeightHandle
-        Whose dtype and device must stay: for the model those of all modules, so that nothing has
-        changed when it is refused.
+        Whose dtype and device must not change: for the model those of all modules, so that a
+        refused change has changed nothing.
     """
 
     def __init__(self, module: nn.Module, handles: Sequence[WeightHandle]) -> None:
@@ -218,7 +218,7 @@ class ApplyGuard(_Override):
         super().__init__(module, "_apply")
 
     def call(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Apply a function to what is resident, once it is known to change no handle."""
+        """Apply a function to what is not packed, once it is known to change no handle."""
         kinds = {(handle.dtype, handle.device): handle for handle in self._handles}
         for (dtype, device), handle in kinds.items():
             probe = fn(torch.empty(0, dtype=dtype, device=device))
@@ -242,7 +242,7 @@ class CallGuard:
     """Keeps the forward pass of a module that looks rows up out of compiled graphs.
 
     torch.compile knows no handles. Where accelerate has put its own forward pass before that of the
-    module, the one behind it is kept out, so that it stays when accelerate takes its own off.
+    module, the one behind it is kept out, and is still there when accelerate removes its own.
 
     Parameters
     ----------
@@ -273,7 +273,7 @@ class CallGuard:
 
 
 class PickleGuard(_Override):
-    """Refuses to pickle or copy a module whose weights are packed, as hooks of it would fail.
+    """Refuses to pickle or copy a module whose weights are packed, since its hooks cannot be.
 
     Parameters
     ----------

@@ -1,7 +1,7 @@
-"""WeightHandle: what stands in a model where a packed parameter was.
+"""WeightHandle: a tensor without data that replaces a packed parameter in a model.
 
 While a unit's forward pass runs, its parameters are ordinary tensors. At all other times, and for
-whoever uses a parameter without calling its module, a handle is in its place: a tensor with the
+whoever uses a parameter without calling its module, a handle replaces it: a tensor with the
 parameter's shape, dtype and the device it is used on, that holds no data and decodes itself for
 whatever operation it is given to. An operation that takes rows, as a look-up in an embedding or
 ``weight[ids]``, decodes only these rows.
@@ -14,8 +14,9 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
+from ..engine.tensor_rows import are_row_ids, is_row_dim, written_tensors
 from ..errors import BitslabError
 
 _aten = torch.ops.aten
@@ -25,7 +26,7 @@ _KEPT = {_aten.detach.default, _aten.lift_fresh.default}
 
 
 class WeightSource(Protocol):
-    """Where handles get their data from."""
+    """Decodes the tensors of handles."""
 
     def whole(self, name: str) -> torch.Tensor:
         """Decode a tensor on the device that it is used on."""
@@ -40,7 +41,7 @@ class WeightHandle(torch.Tensor):
     Parameters
     ----------
     source : WeightSource
-        Where its data come from.
+        What decodes it.
     name : str
         Its name there.
     like : torch.Tensor
@@ -53,9 +54,6 @@ class WeightHandle(torch.Tensor):
     Read-only: loading into it or changing it in place raises, as do copying and pickling.
     `restore_weights` gives the model its ordinary parameters back.
     """
-
-    _source: WeightSource
-    _name: str
 
     @staticmethod
     def __new__(
@@ -83,12 +81,18 @@ class WeightHandle(torch.Tensor):
         handle: WeightHandle = torch.Tensor._make_wrapper_subclass(
             cls, like.shape, strides=like.stride(), dtype=like.dtype, device=device
         )
-        handle._source, handle._name = source, name
-        handle._is_param = True
         return handle
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        pass  # all is done by __new__
+    def __init__(
+        self,
+        source: WeightSource,
+        name: str = "",
+        like: torch.Tensor | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        self._source = source
+        self._name = name
+        self._is_param = True  # an nn.Parameter for `isinstance` and modules
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -99,16 +103,24 @@ class WeightHandle(torch.Tensor):
 
     @property
     def data(self) -> torch.Tensor:
-        """The handle without its history, as for any tensor; it cannot be set."""
+        """The detached handle, as for any tensor; it cannot be set."""
         return self.detach()
 
     @data.setter
     def data(self, value: torch.Tensor) -> NoReturn:
-        self._refuse("given other data")
+        raise self.refusal("given other data")
 
     def decode(self) -> torch.Tensor:
         """Return the parameter's data, on the handle's device."""
         return self._source.whole(self._name)
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return rows ``[*ids.shape, *shape[1:]]``, decoded, on the handle's device."""
+        return self._source.rows(self._name, ids)
+
+    def alias(self) -> WeightHandle:
+        """Return another handle of the same tensor."""
+        return type(self)(self._source, self._name, self, self.device)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -127,33 +139,29 @@ class WeightHandle(torch.Tensor):
             with torch.inference_mode(False):
                 return cls.__torch_dispatch__(func, types, args, kwargs)
         if func is _aten.alias.default:  # such as weight[:], and torch wants another tensor
-            (handle,) = args
-            return cls(handle._source, handle._name, handle, handle.device)
+            return args[0].alias()
         if func in _ROWS and isinstance(args[0], cls):
-            handle = args[0]
             ids = _ROWS[func](*args)
             if ids is not None:
-                return handle._source.rows(handle._name, ids)
-        for place, argument in enumerate(func._schema.arguments):
-            if argument.is_write:
-                given = args[place] if place < len(args) else kwargs.get(argument.name)
-                for value in tree_leaves(given):  # some operations write to a list of tensors
-                    if isinstance(value, cls):
-                        value._refuse(f"changed in place ({func})")
+                return args[0].rows(ids)
+        for value in written_tensors(func, args, kwargs):
+            if isinstance(value, cls):
+                raise value.refusal(f"changed in place ({func})")
         args, kwargs = tree_map_only(cls, cls.decode, (args, kwargs))
         return func(*args, **kwargs)
 
-    def _refuse(self, what: str) -> NoReturn:
-        raise BitslabError(
+    def refusal(self, what: str) -> BitslabError:
+        """Return the error of an operation that a packed weight cannot take part in."""
+        return BitslabError(
             f"{self._name}: this weight is packed and cannot be {what}; call "
             "bitslab.offload.restore_weights(model) first"
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        self._refuse("copied")
+        raise self.refusal("copied")
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        self._refuse("pickled; save its state_dict()")
+        raise self.refusal("pickled; save its state_dict()")
 
     def __repr__(self, *, tensor_contents: None = None) -> str:  # type: ignore[override]
         return f"WeightHandle({self._name!r}, {list(self.shape)}, {self.dtype}, {self.device})"
@@ -178,7 +186,7 @@ def _indexed(handle: WeightHandle, indices: list[torch.Tensor | None]) -> torch.
 
 
 def _index_selected(handle: WeightHandle, dim: int, ids: torch.Tensor) -> torch.Tensor | None:
-    if not _is_first(handle, dim) or ids.dim() > 1 or not _takes_rows(handle, ids):
+    if not _is_decodable_dim(handle, dim) or ids.dim() > 1 or not _takes_rows(handle, ids):
         return None
     if _takes_most(handle, ids.numel()):
         return None
@@ -187,7 +195,7 @@ def _index_selected(handle: WeightHandle, dim: int, ids: torch.Tensor) -> torch.
 
 
 def _selected(handle: WeightHandle, dim: int, index: int) -> torch.Tensor | None:
-    n_rows = len(handle) if _is_first(handle, dim) else 0
+    n_rows = len(handle) if _is_decodable_dim(handle, dim) else 0
     return _numbers(handle, index % n_rows) if -n_rows <= index < n_rows else None
 
 
@@ -198,7 +206,7 @@ def _sliced(
     end: int | None = None,
     step: int = 1,
 ) -> torch.Tensor | None:
-    if not _is_first(handle, dim) or step < 1:
+    if not _is_decodable_dim(handle, dim) or step < 1:
         return None
     picked = range(*slice(start, end, step).indices(len(handle)))
     return None if _takes_most(handle, len(picked)) else _numbers(handle, picked)
@@ -214,27 +222,27 @@ _ROWS: dict[Any, Callable[..., torch.Tensor | None]] = {
 
 
 def _takes_most(handle: WeightHandle, n: int) -> bool:
-    """Tell whether so many rows are decoded faster with all others, in one go."""
+    """Return whether decoding the whole tensor is faster than decoding so many rows."""
     return n > 0.75 * len(handle)
 
 
-def _is_first(handle: WeightHandle, dim: int) -> bool:
-    """Tell whether a dimension is that of the rows, and these can be decoded one by one."""
+def _is_decodable_dim(handle: WeightHandle, dim: int) -> bool:
+    """Return whether a dimension is that of the rows, and rows can be decoded one by one."""
     by_row = handle.dim() > 1 and handle.numel() > 0 and handle.is_contiguous()
-    return by_row and dim in (0, -handle.dim())
+    return by_row and is_row_dim(handle, dim)
 
 
 def _takes_rows(handle: WeightHandle, ids: torch.Tensor) -> bool:
-    """Tell whether torch would take a tensor for numbers of rows; a uint8 one is a mask."""
-    numbers = ids.dtype in (torch.int64, torch.int32) and not isinstance(ids, WeightHandle)
+    """Return whether torch takes a tensor as row numbers; a uint8 one is a mask."""
+    numbers = are_row_ids(ids) and not isinstance(ids, WeightHandle)
     there = ids.device in (handle.device, _CPU) and not ids.is_meta
-    return numbers and there and _is_first(handle, 0)
+    return numbers and there and _is_decodable_dim(handle, 0)
 
 
 def _bounds(ids: torch.Tensor) -> tuple[int, int]:
-    """Return the lowest and the highest id, as far as no GPU has to be waited for.
+    """Return the lowest and the highest id; 0 and -1 where that would wait for a GPU.
 
-    One that reads the rows checks the ids itself.
+    A GPU that reads the rows checks the ids itself.
     """
     if ids.device != _CPU or not ids.numel():
         return 0, -1
@@ -243,7 +251,7 @@ def _bounds(ids: torch.Tensor) -> tuple[int, int]:
 
 
 def _numbers(handle: WeightHandle, rows: int | range) -> torch.Tensor:
-    """Return numbers of rows where they are wanted, which needs no copy to a GPU."""
+    """Return row numbers on the device that they are used on, made there without a copy."""
     device = _CPU if handle.is_meta else handle.device  # of a deferred state dict: read on the host
     if isinstance(rows, int):
         return torch.full((), rows, device=device)
@@ -251,6 +259,6 @@ def _numbers(handle: WeightHandle, rows: int | range) -> torch.Tensor:
 
 
 def bound_parameter(tensor: torch.Tensor) -> nn.Parameter:
-    """Make the parameter that a module sees while its unit runs."""
+    """Return the parameter that a module has while its unit runs."""
     with torch.inference_mode(False):  # a later pass may be one with gradients
         return nn.Parameter(tensor, requires_grad=False)

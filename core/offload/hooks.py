@@ -1,4 +1,4 @@
-"""Hooks around a unit's forward pass: its weights are there while it runs, and only then."""
+"""Hooks around a unit's forward pass: its parameters are decoded tensors while it runs."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from .handles import WeightHandle, bound_parameter
 from .stream import WeightStream
 from .units import Unit
 
-#: Called with the name of a unit that a thread is about to enter, before its weights are asked for.
-Turnstile = Callable[[str], None]
+#: Called with the name of a unit that a thread is about to enter, before its weights are acquired.
+EnterCallback = Callable[[str], None]
 
 
 @dataclass
-class _Visit:
-    """One forward pass of a unit."""
+class _Activation:
+    """One running forward pass of a unit, in one thread."""
 
     acquired: bool = False
     saving: contextlib.AbstractContextManager[Any] | None = None
@@ -37,14 +37,14 @@ class UnitHooks:
     Parameters
     ----------
     unit : Unit
-        The unit, with handles in the places of its parameters.
+        The unit; its refs hold handles.
     stream : WeightStream
-        What brings its weights.
+        What fetches and decodes its weights.
 
     Notes
     -----
     Several threads, and a module that calls itself, may be in one unit: the first binds and the
-    last gives back. Weights that autograd keeps for the backward pass are not kept but decoded
+    last unbinds. Weights that autograd keeps for the backward pass are not kept but decoded
     again there, because their memory is used for the next units meanwhile; what else it keeps goes
     to the hooks that were there before, as those of `torch.utils.checkpoint`. For the same reason a
     view of a weight that the module returns becomes a copy.
@@ -52,17 +52,17 @@ class UnitHooks:
 
     def __init__(self, unit: Unit, stream: WeightStream) -> None:
         self.unit = unit
-        self.turnstile: Turnstile | None = None
+        self.enter_callback: EnterCallback | None = None
         self._stream = stream
         self._handles: list[WeightHandle] = []
-        for slot in unit.slots:
-            handle = slot.get()
+        for ref in unit.refs:
+            handle = ref.get()
             if not isinstance(handle, WeightHandle):
-                raise BitslabError(f"{slot.name}: expected a handle, got {type(handle).__name__}")
+                raise BitslabError(f"{ref.name}: expected a handle, got {type(handle).__name__}")
             self._handles.append(handle)
         self._bound: list[nn.Parameter] = []
         self._storages: set[int] = set()
-        self._visitors = 0
+        self._active = 0
         self._lock = threading.Lock()
         self._local = threading.local()
         #: Parameters over a buffer's tensors, made once for each buffer.
@@ -80,55 +80,55 @@ class UnitHooks:
             remover.remove()
         self._parameters.clear()
 
-    def visiting(self) -> bool:
-        """Tell whether this thread is inside of the unit, or an interrupt left it there."""
-        return bool(self._visits())
+    def is_active(self) -> bool:
+        """Return whether this thread is in the unit's forward pass; also after an interrupt."""
+        return bool(self._activations())
 
     def abandon(self) -> None:
-        """Undo this thread's visits whose end never came: torch calls no hook on an interrupt."""
-        while self._visits():
+        """Undo this thread's activations that never ended: torch calls no hook on an interrupt."""
+        while self._activations():
             self._leave()
 
-    def _visits(self) -> list[_Visit]:
-        visits: list[_Visit] = self._local.__dict__.setdefault("visits", [])
-        return visits
+    def _activations(self) -> list[_Activation]:
+        activations: list[_Activation] = self._local.__dict__.setdefault("activations", [])
+        return activations
 
     def _before(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         # First of all, because `_after` comes whatever happens here.
-        visit = _Visit()
-        self._visits().append(visit)
-        if self.turnstile is not None:
-            self.turnstile(self.unit.name)
+        activation = _Activation()
+        self._activations().append(activation)
+        if self.enter_callback is not None:
+            self.enter_callback(self.unit.name)
         views = self._stream.acquire(self.unit.name)
-        visit.acquired = True
+        activation.acquired = True
         with self._lock:
-            self._visitors += 1
-            if self._visitors == 1:
+            self._active += 1
+            if self._active == 1:
                 self._bind(views)
         if torch.is_grad_enabled():
             save = functools.partial(self._save, *_present_hooks())
-            visit.saving = torch.autograd.graph.saved_tensors_hooks(save, _load)
-            visit.saving.__enter__()
+            activation.saving = torch.autograd.graph.saved_tensors_hooks(save, _load)
+            activation.saving.__enter__()
         return aligned(args, kwargs, self._stream.device)
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        if not self._visits():
-            return None  # a hook of somebody else's, before `_before`, has raised
+        if not self._activations():
+            return None  # another hook, before `_before`, has raised
         kept = _changed(output, self._copied)
         self._leave()
         return None if kept is output else kept
 
     def _leave(self) -> None:
-        visit = self._visits().pop()
-        if visit.saving is not None:
-            visit.saving.__exit__(None, None, None)
-        if visit.acquired:
+        activation = self._activations().pop()
+        if activation.saving is not None:
+            activation.saving.__exit__(None, None, None)
+        if activation.acquired:
             with self._lock:
-                self._visitors -= 1
-                if self._visitors == 0:
-                    self._give_back()
+                self._active -= 1
+                if self._active == 0:
+                    self._unbind()
             self._stream.release(self.unit.name)
 
     def _bind(self, views: dict[str, torch.Tensor]) -> None:
@@ -139,21 +139,17 @@ class UnitHooks:
             self._parameters[id(views)] = found
         self._bound = found[1]
         self._storages = {p.untyped_storage().data_ptr() for p in self._bound} - {0}
-        for slot, handle, parameter in zip(
-            self.unit.slots, self._handles, self._bound, strict=True
-        ):
-            # A parameter that somebody put into the place since is used as it is.
-            if slot.get() is handle:
-                slot.put(parameter)
+        for ref, handle, parameter in zip(self.unit.refs, self._handles, self._bound, strict=True):
+            # A parameter that has replaced the handle since is used as it is.
+            if ref.get() is handle:
+                ref.put(parameter)
 
-    def _give_back(self) -> None:
-        for slot, handle, parameter in zip(
-            self.unit.slots, self._handles, self._bound, strict=True
-        ):
-            if slot.get() is parameter:
-                slot.put(handle)
+    def _unbind(self) -> None:
+        for ref, handle, parameter in zip(self.unit.refs, self._handles, self._bound, strict=True):
+            if ref.get() is parameter:
+                ref.put(handle)
 
-    # What outlives the pass
+    # Tensors that outlive the pass
 
     def _copied(self, tensor: torch.Tensor) -> torch.Tensor:
         """Copy a tensor that shares memory with a weight."""
@@ -173,8 +169,8 @@ class UnitHooks:
             offset = address - parameter.data_ptr()
             if address and 0 <= offset < max(1, parameter.nbytes) and tensor.numel():
                 offset //= parameter.element_size()
-                place = tensor.shape, tensor.stride(), offset
-                return functools.partial(_decoded, handle, tensor.dtype, *place)
+                view = tensor.shape, tensor.stride(), offset
+                return functools.partial(_decoded, handle, tensor.dtype, *view)
         return functools.partial(unpack, pack(tensor))
 
 
@@ -201,7 +197,7 @@ def _decoded(
 
 
 def _has_data(tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor has memory that can be compared with others'."""
+    """Return whether a tensor has memory whose address can be compared with that of weights."""
     plain = type(tensor) in (torch.Tensor, nn.Parameter)
     return plain and not tensor.is_meta and tensor.layout == torch.strided
 

@@ -1,4 +1,4 @@
-"""Units decoded on the CPU, when they are asked for, into memory that is used again and again."""
+"""Units decoded on the CPU, when they are acquired, into buffers that are reused."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .plans import UnitPlan
 from .store import PackedWeights
 
 
-class HostSlot:
+class HostDecodeBuffer:
     """A buffer that holds a unit's decoded tensors.
 
     Parameters
@@ -21,32 +21,32 @@ class HostSlot:
     """
 
     def __init__(self, nbytes: int) -> None:
-        self.buffer = torch.empty(nbytes, dtype=torch.uint8)
+        self.data = torch.empty(nbytes, dtype=torch.uint8)
         self.unit: str | None = None
         self.users = 0
         self.views: dict[str, dict[str, torch.Tensor]] = {}
 
 
 class HostEngine:
-    """Brings units on the CPU; see `WeightStream`.
+    """Decodes units on the CPU; see `WeightStream`.
 
     Parameters
     ----------
     weights : PackedWeights
-        Where they come from.
+        The packed weights.
     plans : sequence of UnitPlan
         The units.
     """
 
-    #: Slots that are there from the first unit on.
-    slots = 1
-    #: Nothing can be done meanwhile: the CPU that would decode computes.
+    #: Buffers that are allocated with the first unit.
+    n_buffers = 1
+    #: Nothing is decoded ahead: the CPU that would decode computes.
     depth = 0
 
     def __init__(self, weights: PackedWeights, plans: Sequence[UnitPlan]) -> None:
         self._weights = weights
-        # What is kept raw is used where it lies.
-        self._slot_nbytes = max((_packed_end(plan) for plan in plans), default=0)
+        # Tensors that are kept raw are used in the image.
+        self._buffer_nbytes = max((_packed_end(plan) for plan in plans), default=0)
         self._clocks = {plan.name: HostClock() for plan in plans}
 
     @property
@@ -55,51 +55,55 @@ class HostEngine:
         return self._clocks
 
     def check(self) -> None:
-        """Refuse what cannot be done now; a CPU can always."""
+        """Refuse nothing: on the CPU units can always be acquired."""
 
-    def new_slot(self) -> HostSlot:
-        """Make a slot for any unit."""
-        return HostSlot(self._slot_nbytes)
+    def new_buffer(self) -> HostDecodeBuffer:
+        """Allocate a buffer that is large enough for each unit."""
+        return HostDecodeBuffer(self._buffer_nbytes)
 
-    def load(self, slot: HostSlot, plan: UnitPlan) -> None:
-        """Decode a unit into a slot."""
+    def load(self, buffer: HostDecodeBuffer, plan: UnitPlan) -> None:
+        """Decode a unit into a buffer."""
         clock = self._clocks[plan.name]
         clock.begin("decode")
         clock.begin("stall")
-        for place in plan.places:
-            packed = place.record.packed(self._weights.unit(place.home).image.tensor())
-            if not place.record.raw and place.record.decoded_nbytes:
-                codec = place.record.codec
-                flat = slot.buffer[place.decoded : place.decoded + place.record.decoded_nbytes]
-                out = flat.view(codec.dtype).view(place.record.n_rows, *codec.row_shape)
+        for planned in plan.tensors:
+            packed = planned.record.packed(self._weights.unit(planned.stored_in).image.tensor())
+            if not planned.record.raw and planned.record.decoded_nbytes:
+                codec = planned.record.codec
+                flat = buffer.data[
+                    planned.decoded_offset : planned.decoded_offset + planned.record.decoded_nbytes
+                ]
+                out = flat.view(codec.dtype).view(planned.record.n_rows, *codec.row_shape)
                 codec.decode(packed, out=out)
         clock.end("decode")
         clock.end("stall")
 
     def ready(self, plan: UnitPlan) -> bool:
-        """Tell whether a unit can be loaded without waiting."""
+        """Return True: no unit waits for a disk."""
         return True
 
     def stage(self, plan: UnitPlan, window: Sequence[str]) -> None:
-        """Bring a unit's bytes nearer; nothing is nearer than here."""
+        """Do nothing: there is no link to cross."""
 
-    def enter(self, slot: HostSlot, plan: UnitPlan, loaded: bool) -> dict[str, torch.Tensor]:
-        """Return the decoded tensors in a slot."""
+    def enter(
+        self, buffer: HostDecodeBuffer, plan: UnitPlan, loaded: bool
+    ) -> dict[str, torch.Tensor]:
+        """Return the decoded tensors in a buffer."""
         clock = self._clocks[plan.name]
         if not loaded:
             clock.clear("decode", "stall")
-        views = slot.views.get(plan.name)
+        views = buffer.views.get(plan.name)
         if views is None:
-            views = slot.views[plan.name] = self._views(slot, plan)
+            views = buffer.views[plan.name] = self._views(buffer, plan)
         clock.begin("compute")
         return views
 
-    def leave(self, slot: HostSlot, plan: UnitPlan) -> None:
-        """Take note that a unit's tensors are not used any more."""
+    def leave(self, buffer: HostDecodeBuffer, plan: UnitPlan) -> None:
+        """End the time that a unit's module computes."""
         self._clocks[plan.name].end("compute")
 
     def whole(self, name: str) -> torch.Tensor:
-        """Decode one tensor to memory of its own."""
+        """Decode one tensor to new memory."""
         return self._weights.read(name)
 
     def rows(self, name: str, ids: torch.Tensor) -> torch.Tensor:
@@ -107,24 +111,26 @@ class HostEngine:
         return self._weights.rows(name, ids.cpu())
 
     def close(self) -> None:
-        """Give the buffers up."""
+        """Release the clocks."""
         self._clocks.clear()
 
-    def _views(self, slot: HostSlot, plan: UnitPlan) -> dict[str, torch.Tensor]:
-        """View a unit's tensors: decoded ones in the slot, raw ones in the image."""
+    def _views(self, buffer: HostDecodeBuffer, plan: UnitPlan) -> dict[str, torch.Tensor]:
+        """View a unit's tensors: decoded ones in the buffer, raw ones in the image."""
         views = {}
-        for place in plan.places:
-            record = place.record
+        for planned in plan.tensors:
+            record = planned.record
             if record.raw:
-                image = self._weights.unit(place.home).image.tensor()
+                image = self._weights.unit(planned.stored_in).image.tensor()
                 flat = image[record.offset : record.offset + record.nbytes]
             else:
-                flat = slot.buffer[place.decoded : place.decoded + record.decoded_nbytes]
-            views[place.name] = record.restored(flat)
+                flat = buffer.data[
+                    planned.decoded_offset : planned.decoded_offset + record.decoded_nbytes
+                ]
+            views[planned.name] = record.restored(flat)
         return views
 
 
 def _packed_end(plan: UnitPlan) -> int:
-    """Bytes of a slot up to the last tensor that is not raw."""
-    ends = [p.decoded + p.record.decoded_nbytes for p in plan.places if not p.record.raw]
+    """Bytes of a buffer up to the last tensor that is not raw."""
+    ends = [p.decoded_offset + p.record.decoded_nbytes for p in plan.tensors if not p.record.raw]
     return max(ends, default=0)

@@ -35,7 +35,7 @@ class Image(Protocol):
         ...
 
     def close(self) -> None:
-        """Give the memory up; again does nothing."""
+        """Release the memory; again does nothing."""
         ...
 
 
@@ -133,7 +133,7 @@ class MappedFile:
         self._map: torch.Tensor | None = None
 
     def renamed(self, path: str) -> None:
-        """Mark the file as used: it is complete and has another name now."""
+        """Lock the file as one in use: it is complete and has another name now."""
         hold(self._fd, path)
         self.path = path
         self.nbytes = os.fstat(self._fd).st_size
@@ -193,7 +193,7 @@ class MappedFile:
             raise BitslabError(f"{self.path}: ends at byte {offset + done}, it was cut")
 
     def close(self) -> None:
-        """Let the file go; again does nothing."""
+        """Unmap and unlock the file; again does nothing."""
         self._map = None
         self._close_fd()
 
@@ -204,7 +204,7 @@ class FileImage:
     Parameters
     ----------
     file : MappedFile
-        The file, of which several images may lie.
+        The file, which may hold several images.
     offset, nbytes : int
         Where it lies there.
     """
@@ -226,5 +226,5 @@ class FileImage:
         self.file.read(self.offset, out)
 
     def close(self) -> None:
-        """Let the file go."""
+        """Unmap and unlock the file, of all its images."""
         self.file.close()

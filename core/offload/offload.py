@@ -1,4 +1,4 @@
-"""Packing the weights of a model, and giving them back."""
+"""Packing the weights of a model, and restoring them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .residence import MIN_UNIT_BYTES, Keep, Tier, choose_tiers
 from .store import PackedWeights
 from .stream import check_counts
 from .tensor_packer import CodecName
-from .units import Predicate, Slot, Unit, cut_units, is_plain
+from .units import ParameterRef, Predicate, Unit, cut_units, is_plain
 from .weight_packer import WeightPacker
 
 
@@ -35,9 +35,9 @@ def offload_weights(
     codec: CodecName = "auto",
     progress: ProgressFunction | bool | None = None,
 ) -> OffloadReport:
-    """Pack the weights of a model and let them stream to the device as it runs.
+    """Pack the weights of a model and stream them to the device as it runs.
 
-    The model stays the object that it is, with the same outputs, bit for bit. Its weights lie
+    The model remains the same object, with the same outputs, bit for bit. Its weights lie
     packed in page-locked host memory and cross one unit (transformer layer) after the other, ahead
     of their use; see `WeightStream`. Of embeddings, and where code takes rows of a weight itself
     (``weight[ids]``, ``weight[5:7]``), only the rows asked for are decoded.
@@ -46,12 +46,12 @@ def offload_weights(
     ----------
     model : torch.nn.Module
         Any model with its parameters on the CPU or a GPU. Where most of a model is frozen, the
-        parameters that require gradients (adapters, a head) stay as they are, as do parameters of a
+        parameters that require gradients (adapters, a head) are not packed, nor are parameters of a
         class of their own (quantised weights) and buffers; they move to `execution_device`.
     execution_device : torch.device or str, optional
         Where the model runs; the current GPU, or the CPU without one, when left out.
     keep : None, "all", "packed", float, mapping or callable
-        What stays on the device. "all": every unit, unpacked. "packed": every unit, packed in
+        What is kept on the device. "all": every unit, unpacked. "packed": every unit, packed in
         device memory and decoded for each use. A share 0 to 1 of the raw bytes: units spread
         evenly, unpacked. By name of the unit (a mapping, or a function of it): "device",
         "packed" or "host".
@@ -63,13 +63,13 @@ def offload_weights(
     sm_budget : int or None
         Multiprocessors of the GPU that decoding may take.
     min_bytes : int
-        Units of fewer raw bytes stay on the device.
+        Units of fewer raw bytes are kept on the device.
     predicate : callable, optional
         Gets a parameter's name and the parameter; only those for which it is true are packed.
     codec : {"auto", "raw"}
         "raw" streams the weights as they are.
     progress : callable, bool or None
-        Told the raw bytes packed so far and in all; a bar on the terminal when left out.
+        Called with the raw bytes packed so far and in all; a bar on the terminal when left out.
 
     Returns
     -------
@@ -114,11 +114,11 @@ def offload_weights(
     units = cut_units(model, packable(model, predicate))
     tiers = choose_tiers(units, keep, min_bytes)
     _check_data(units)
-    streamed, resident = split_units(units, tiers)
+    streamed, on_device = split_units(units, tiers)
     source = LateStream()
     names, aliases = stored_names(streamed)
     trainable = {
-        s.name for u in streamed for s in u.slots if (p := s.get()) is not None and p.requires_grad
+        s.name for u in streamed for s in u.refs if (p := s.get()) is not None and p.requires_grad
     }
     packer = WeightPacker(names, disk=disk, codec=codec, aliases=aliases)
     try:
@@ -130,14 +130,14 @@ def offload_weights(
         raise
     try:
         attached = OffloadedModel(
-            model, streamed, tiers, resident, weights, source, device, depth, sm_budget, trainable
+            model, streamed, tiers, on_device, weights, source, device, depth, sm_budget, trainable
         )
     except BaseException:
         _put_back(streamed, weights, trainable)
         weights.close()
         raise
     try:
-        move_residents(model, device)
+        move_unpacked(model, device)
     except BaseException:
         restore_weights(model)
         raise
@@ -154,14 +154,14 @@ def attach_weights(
     sm_budget: int | None = 64,
     move_rest: bool = True,
 ) -> OffloadReport:
-    """Let a model stream weights that are packed already.
+    """Stream weights that are packed already through a model.
 
     Parameters
     ----------
     model : torch.nn.Module
         A model whose parameters of the names in `weights` are replaced; they may be on the meta
         device. Its other parameters and its buffers move to `execution_device`; those on the meta
-        device stay there.
+        device are left there.
     weights : PackedWeights
         By the names of the model's parameters. They belong to the model from here on.
     execution_device, keep, depth, sm_budget
@@ -186,7 +186,7 @@ def attach_weights(
     check_counts(depth, sm_budget)
     device = device_or_default(execution_device, "execution_device")
     units = cut_units(model, lambda name, _: name in weights)
-    found = {slot.name for unit in units for slot in unit.slots}
+    found = {ref.name for unit in units for ref in unit.refs}
     missing = [name for name in weights.names if name not in found]
     if missing:
         raise ArgumentError(
@@ -198,8 +198,8 @@ def attach_weights(
     handles: dict[str, WeightHandle] = {}
     trainable = set()
     for unit in units:
-        for slot in unit.slots:
-            parameter, name = slot.get(), weights.stored_name(slot.name)
+        for ref in unit.refs:
+            parameter, name = ref.get(), weights.stored_name(ref.name)
             record = weights.record(name)
             assert parameter is not None
             if tuple(parameter.shape) != record.shape:
@@ -212,32 +212,32 @@ def attach_weights(
                 handles[name] = WeightHandle(source, name, like, device)
                 if parameter.requires_grad:
                     trainable.add(name)
-    before = [(slot, slot.get()) for unit in units for slot in unit.slots]
+    before = [(ref, ref.get()) for unit in units for ref in unit.refs]
     try:
-        for slot, _ in before:
-            slot.put(handles[weights.stored_name(slot.name)])
+        for ref, _ in before:
+            ref.put(handles[weights.stored_name(ref.name)])
         if move_rest:
-            move_residents(model, device)
+            move_unpacked(model, device)
         attached = OffloadedModel(
             model, units, tiers, {}, weights, source, device, depth, sm_budget, trainable
         )
     except BaseException:
-        for slot, parameter in before:
+        for ref, parameter in before:
             assert parameter is not None
-            slot.put(parameter)
+            ref.put(parameter)
         raise
     return attached.report()
 
 
 def restore_weights(model: nn.Module, device: torch.device | str | None = None) -> None:
-    """Give a model its ordinary parameters back, decoded, and let the packed ones go.
+    """Give a model its ordinary parameters back, decoded, and release the packed ones.
 
     Parameters
     ----------
     model : torch.nn.Module
         A model whose weights stream, or a module around it.
     device : torch.device or str, optional
-        Where the parameters are wanted; on the CPU when left out. What stayed on the device moves
+        The device of the parameters; the CPU when left out. What was kept on the device moves
         there too.
 
     Raises
@@ -248,7 +248,7 @@ def restore_weights(model: nn.Module, device: torch.device | str | None = None) 
     attached = find_offloaded(model)
     target = checked_device("cpu" if device is None else device)
     attached.restore(target)
-    move_residents(attached.model, target)
+    move_unpacked(attached.model, target)
 
 
 def offload_report(model: nn.Module) -> OffloadReport:
@@ -262,13 +262,13 @@ def offload_report(model: nn.Module) -> OffloadReport:
     return find_offloaded(model).report()
 
 
-# What several ways of packing a model share
+# Shared by the ways to pack a model
 
 
 def packable(model: nn.Module, predicate: Predicate | None) -> Predicate:
-    """Return which parameters may be packed: where most are frozen, not those that are trained.
+    """Return a predicate of the parameters to pack: where most are frozen, only frozen ones.
 
-    A frozen table of positions makes no adapters of the other weights, nor do numbers of 8 bits,
+    A frozen table of positions does not make adapters of the other weights, nor do 8-bit numbers,
     which cannot be trained anyway.
     """
     floating = [p for p in model.parameters() if p.is_floating_point() and p.itemsize > 1]
@@ -286,19 +286,19 @@ def packable(model: nn.Module, predicate: Predicate | None) -> Predicate:
 def split_units(
     units: Sequence[Unit], tiers: Mapping[str, Tier]
 ) -> tuple[list[Unit], dict[str, int]]:
-    """Return the units that are packed, and the raw bytes of those that stay on the device.
+    """Return the units that are packed, and the raw bytes of those that are kept on the device.
 
-    A parameter that is tied to one that stays, stays.
+    A parameter that is tied to one on the device is kept there.
     """
-    kept = {id(s.get()) for unit in units if tiers[unit.name] == "device" for s in unit.slots}
-    streamed, resident = [], {}
+    kept = {id(s.get()) for unit in units if tiers[unit.name] == "device" for s in unit.refs}
+    streamed, on_device = [], {}
     for unit in units:
-        slots = [slot for slot in unit.slots if id(slot.get()) not in kept]
-        if tiers[unit.name] == "device" or not slots:
-            resident[unit.name] = unit.raw_nbytes
+        refs = [ref for ref in unit.refs if id(ref.get()) not in kept]
+        if tiers[unit.name] == "device" or not refs:
+            on_device[unit.name] = unit.raw_nbytes
         else:
-            streamed.append(Unit(unit.name, unit.module, slots))
-    return streamed, resident
+            streamed.append(Unit(unit.name, unit.module, refs))
+    return streamed, on_device
 
 
 def stored_names(units: Sequence[Unit]) -> tuple[dict[str, list[str]], dict[str, str]]:
@@ -308,20 +308,20 @@ def stored_names(units: Sequence[Unit]) -> tuple[dict[str, list[str]], dict[str,
     aliases: dict[str, str] = {}
     for unit in units:
         own = []
-        for slot in unit.slots:
-            key = id(slot.get())
+        for ref in unit.refs:
+            key = id(ref.get())
             if key not in first:
-                first[key] = slot.name
-                own.append(slot.name)
-            elif first[key] != slot.name:
-                aliases[slot.name] = first[key]
+                first[key] = ref.name
+                own.append(ref.name)
+            elif first[key] != ref.name:
+                aliases[ref.name] = first[key]
         if own:
             names[unit.name] = own
     return names, aliases
 
 
-def move_residents(model: nn.Module, device: torch.device) -> None:
-    """Move what is not packed to a device, in place, so that it stays the same objects.
+def move_unpacked(model: nn.Module, device: torch.device) -> None:
+    """Move what is not packed to a device, in place: parameters remain the same objects.
 
     Only parameters of a class of their own, which know best what moves with their data, are
     replaced by what their own `to` returns.
@@ -361,11 +361,11 @@ def _check_data(units: Sequence[Unit]) -> None:
     if not units:
         raise ArgumentError("model: it has no parameters that can be packed")
     for unit in units:
-        for slot in unit.slots:
-            parameter = slot.get()
+        for ref in unit.refs:
+            parameter = ref.get()
             if parameter is not None and parameter.is_meta:
                 raise ArgumentError(
-                    f"model: {slot.name!r} is on the meta device and has no data; for a model that "
+                    f"model: {ref.name!r} is on the meta device and has no data; for a model that "
                     "accelerate has dispatched, use bitslab.integrations.accelerate"
                 )
 
@@ -377,28 +377,28 @@ def _pack(
     device: torch.device,
     progress: ProgressFunction | bool | None,
 ) -> None:
-    """Pack unit by unit, and put handles in the places of what is packed."""
-    places: dict[int, list[Slot]] = {}
+    """Pack unit by unit, and replace what is packed by handles."""
+    refs_by_id: dict[int, list[ParameterRef]] = {}
     for unit in units:
-        for slot in unit.slots:
-            places.setdefault(id(slot.get()), []).append(slot)
-    total = sum(p.nbytes for slots in places.values() if (p := slots[0].get()) is not None)
+        for ref in unit.refs:
+            refs_by_id.setdefault(id(ref.get()), []).append(ref)
+    total = sum(p.nbytes for refs in refs_by_id.values() if (p := refs[0].get()) is not None)
     done: set[int] = set()
     with Progress("packing weights", total, progress) as bar:
         for unit in units:
             fresh = []
-            for slot in unit.slots:
-                parameter = slot.get()
+            for ref in unit.refs:
+                parameter = ref.get()
                 assert parameter is not None
                 if id(parameter) in done or isinstance(parameter, WeightHandle):
                     continue
                 done.add(id(parameter))
-                packer.add(slot.name, parameter)
-                fresh.append((slot.name, parameter))
+                packer.add(ref.name, parameter)
+                fresh.append((ref.name, parameter))
             for name, parameter in fresh:
                 handle = WeightHandle(source, name, parameter, device)
-                for slot in places[id(parameter)]:
-                    slot.put(handle)
+                for ref in refs_by_id[id(parameter)]:
+                    ref.put(handle)
                 bar.advance(parameter.nbytes)
             del fresh
 
@@ -409,16 +409,16 @@ def _undo(units: Sequence[Unit], packer: WeightPacker, trainable: set[str]) -> N
 
 
 def _put_back(units: Sequence[Unit], weights: PackedWeights, trainable: set[str]) -> None:
-    """Replace handles by decoded parameters, and give each unit's image up when it is done."""
+    """Replace handles by decoded parameters, and release each unit's image when it is done."""
     restored: dict[str, nn.Parameter] = {}
     for unit in units:
-        for slot in unit.slots:
-            handle = slot.get()
+        for ref in unit.refs:
+            handle = ref.get()
             if isinstance(handle, WeightHandle):
                 name = handle.packed_name
                 if name not in restored:
                     data = weights.read(name)
                     restored[name] = nn.Parameter(data, requires_grad=name in trainable)
-                slot.put(restored[name])
+                ref.put(restored[name])
         if unit.name in weights.units and weights.unit(unit.name).image.tier == "host":
             weights.unit(unit.name).image.close()

@@ -1,4 +1,4 @@
-"""What a unit takes of which images, and where it lands: worked out once."""
+"""Which ranges of which images a unit needs, and where they land: planned once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Piece:
 
     Parameters
     ----------
-    home : str
+    stored_in : str
         The unit whose image it is of.
     begin, end : int
         The range.
@@ -27,7 +27,7 @@ class Piece:
         Whether it comes over the link; an image in device memory does not.
     """
 
-    home: str
+    stored_in: str
     begin: int
     end: int
     staged: int
@@ -35,7 +35,7 @@ class Piece:
 
 
 @dataclass(frozen=True, eq=False)
-class Place:
+class PlannedTensor:
     """A tensor of a unit.
 
     Parameters
@@ -44,32 +44,32 @@ class Place:
         Its name among the packed weights.
     record : TensorRecord
         How it is packed.
-    home : str
+    stored_in : str
         The unit whose image it lies in.
     shift : int
         What to add to an offset in that image for the offset in a staging buffer.
-    decoded : int
+    decoded_offset : int
         Its first byte in a buffer of decoded tensors.
     """
 
     name: str
     record: TensorRecord
-    home: str
+    stored_in: str
     shift: int
-    decoded: int
+    decoded_offset: int
 
 
 @dataclass(eq=False)
 class UnitPlan:
-    """All that a unit needs.
+    """What a unit transfers and decodes, with all offsets.
 
     Parameters
     ----------
     name : str
         Name of the unit.
     pieces : list of Piece
-        What crosses.
-    places : list of Place
+        The ranges that are copied to staging.
+    tensors : list of PlannedTensor
         Its tensors.
     staged_nbytes, decoded_nbytes : int
         Bytes of its staging and its decoded buffer.
@@ -77,14 +77,14 @@ class UnitPlan:
 
     name: str
     pieces: list[Piece] = field(default_factory=list)
-    places: list[Place] = field(default_factory=list)
+    tensors: list[PlannedTensor] = field(default_factory=list)
     staged_nbytes: int = 0
     decoded_nbytes: int = 0
 
     @property
     def raw_nbytes(self) -> int:
         """Bytes of its tensors before packing."""
-        return sum(place.record.raw_nbytes for place in self.places)
+        return sum(planned.record.raw_nbytes for planned in self.tensors)
 
     @property
     def crossing_nbytes(self) -> int:
@@ -94,30 +94,32 @@ class UnitPlan:
     def views(self, decoded: torch.Tensor) -> dict[str, torch.Tensor]:
         """View its tensors in a buffer of decoded tensors, uint8 ``[decoded_nbytes]``."""
         return {
-            place.name: place.record.restored(
-                decoded[place.decoded : place.decoded + place.record.decoded_nbytes]
+            planned.name: planned.record.restored(
+                decoded[
+                    planned.decoded_offset : planned.decoded_offset + planned.record.decoded_nbytes
+                ]
             )
-            for place in self.places
+            for planned in self.tensors
         }
 
 
 def plan_unit(weights: PackedWeights, unit: str, names: Sequence[str]) -> UnitPlan:
     """Plan a unit that needs these tensors, of its own image or, where tied, of another's."""
     plan = UnitPlan(unit)
-    homes: dict[str, dict[str, TensorRecord]] = {}
+    by_unit: dict[str, dict[str, TensorRecord]] = {}
     for name in dict.fromkeys(weights.stored_name(name) for name in names):
-        homes.setdefault(weights.unit_of(name), {})[name] = weights.record(name)
-    for home, records in homes.items():
-        held = weights.unit(home)
+        by_unit.setdefault(weights.unit_of(name), {})[name] = weights.record(name)
+    for stored_in, records in by_unit.items():
+        held = weights.unit(stored_in)
         for begin, end, part in _ranges(held.records, held.image.nbytes, records):
             staged = round_up(plan.staged_nbytes, RAW_ALIGNMENT_BYTES) + begin % RAW_ALIGNMENT_BYTES
             crosses = held.image.tier != "device"
-            plan.pieces.append(Piece(home, begin, end, staged, crosses))
+            plan.pieces.append(Piece(stored_in, begin, end, staged, crosses))
             plan.staged_nbytes = staged + end - begin
             # In the order of the image, so that tensors kept raw can be copied together.
             for name, record in sorted(part.items(), key=lambda item: item[1].offset):
                 at = round_up(plan.decoded_nbytes, RAW_ALIGNMENT_BYTES)
-                plan.places.append(Place(name, record, home, staged - begin, at))
+                plan.tensors.append(PlannedTensor(name, record, stored_in, staged - begin, at))
                 plan.decoded_nbytes = at + record.decoded_nbytes
     return plan
 

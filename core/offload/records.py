@@ -3,7 +3,7 @@
 An image is a run of bytes, uint8 ``[nbytes]``, that holds the packed tensors of a unit one behind
 the other. Parts of packed tensors start at multiples of 16 bytes, which the kernels' loads need;
 tensors kept raw start at multiples of 256, so that a run of them can be copied at once to where a
-GPU's libraries want them.
+GPU's libraries expect them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def round_up(nbytes: int, multiple: int) -> int:
 
 @dataclass(frozen=True)
 class Part:
-    """One tensor of a packed form.
+    """One tensor of a packed tensor's rows.
 
     Parameters
     ----------
@@ -212,7 +212,7 @@ def stride_order(tensor: torch.Tensor) -> tuple[int, ...]:
 def lay_out(
     packed: Sequence[tuple[CompressedTensor, tuple[int, ...], tuple[int, ...]]],
 ) -> tuple[list[TensorRecord], int]:
-    """Give packed tensors their places in one image.
+    """Give packed tensors their offsets in one image.
 
     Parameters
     ----------
@@ -246,6 +246,6 @@ def lay_out(
 
 
 def write_parts(ct: CompressedTensor, record: TensorRecord, image: torch.Tensor) -> None:
-    """Copy a packed tensor to its place in an image on the CPU."""
+    """Copy a packed tensor to its offset in an image on the CPU."""
     for name, part in record.parts.items():
         part.of(image).copy_(ct.packed.parts[name])

@@ -1,4 +1,4 @@
-"""What streaming weights cost: bytes and times of each unit."""
+"""Bytes and times of each unit of streamed weights."""
 
 from __future__ import annotations
 

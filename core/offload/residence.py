@@ -1,4 +1,4 @@
-"""Which units stay on the device, unpacked or packed, and which are fetched for each use."""
+"""Which units are kept on the device, unpacked or packed, and which are fetched for each use."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ Tier = Literal["device", "packed", "host"]
 JsonKeep = None | Literal["all", "packed"] | float | Mapping[str, Tier]
 Keep = JsonKeep | Callable[[str], Tier | None]
 
-#: Units of fewer raw bytes stay on the device: a transfer of their own would take longer than what
+#: Units of fewer raw bytes are kept on the device: a transfer of their own takes longer than what
 #: it saves.
 MIN_UNIT_BYTES = 64 << 10
 
 
 def is_lookup(unit: Unit) -> bool:
-    """Tell whether a unit is an embedding of which rows are looked up."""
+    """Return whether a unit is an embedding of which rows are looked up."""
     module = unit.module
-    return isinstance(module, nn.Embedding) and module.max_norm is None and len(unit.slots) == 1
+    return isinstance(module, nn.Embedding) and module.max_norm is None and len(unit.refs) == 1
 
 
 def choose_tiers(units: Sequence[Unit], keep: Keep, min_bytes: int) -> dict[str, Tier]:
@@ -83,14 +83,14 @@ def _share(units: Sequence[Unit], share: float) -> dict[str, Tier]:
     tiers: dict[str, Tier] = {}
     seen = kept = 0
     for unit in units:
-        # Look-ups fetch rows: to keep them whole gains the least.
+        # Lookups fetch rows: keeping the whole table gains the least.
         if is_lookup(unit) and share < 1:
             tiers[unit.name] = "host"
             continue
         seen += unit.raw_nbytes
-        stays = kept + unit.raw_nbytes <= share * seen + 1e-6 * seen
-        kept += unit.raw_nbytes if stays else 0
-        tiers[unit.name] = "device" if stays else "host"
+        fits = kept + unit.raw_nbytes <= share * seen + 1e-6 * seen
+        kept += unit.raw_nbytes if fits else 0
+        tiers[unit.name] = "device" if fits else "host"
     return tiers
 
 

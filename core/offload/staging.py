@@ -1,4 +1,4 @@
-"""Packed bytes on their way to a GPU: a ring of staging buffers filled by the copy engine."""
+"""A ring of staging buffers on the GPU, filled with packed units by the copy engine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ THREAD_NAME = "bitslab-weights"
 
 
 def new_event() -> torch.cuda.Event:
-    """Make an event that takes no time."""
+    """Return an event that records no time."""
     return torch.cuda.Event()  # type: ignore[no-untyped-call]
 
 
@@ -36,9 +36,9 @@ class Stage:
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.buffer = torch.empty(nbytes, dtype=torch.uint8, device=device)
         self.unit: str | None = None
-        self.arrived: torch.cuda.Event | None = None
+        self.copied: torch.cuda.Event | None = None
         self.consumed = new_event()
-        self.turn = 0  # when it was filled last
+        self.turn = 0  # number of the transfer that filled it last
 
 
 class FileReader:
@@ -68,7 +68,7 @@ class FileReader:
         for unit in [unit for unit in self._reads if unit not in window]:
             _, reading = self._reads[unit]
             if reading.done():
-                del self._reads[unit]  # was expected and did not come
+                del self._reads[unit]  # was expected but not used
         taken = {index for index, _ in self._reads.values()}
         free = [index for index in range(len(self._buffers)) if index not in taken]
         if free:
@@ -76,7 +76,7 @@ class FileReader:
             self._reads[plan.name] = free[0], reading
 
     def ready(self, plan: UnitPlan) -> bool:
-        """Tell whether a unit was read."""
+        """Return whether a unit has been read without an error."""
         found = self._reads.get(plan.name)
         return found is not None and found[1].done() and found[1].exception() is None
 
@@ -99,10 +99,10 @@ class FileReader:
         return self._buffers[index].tensor, self._crossed[index]
 
     def _read(self, index: int, plan: UnitPlan) -> None:
-        # Not the forward pass waits here, but this thread.
+        # This thread waits here, so that the forward pass does not.
         self._crossed[index].synchronize()
         for piece in plan.pieces:
-            image = self._weights.unit(piece.home).image
+            image = self._weights.unit(piece.stored_in).image
             target = self._buffers[index].tensor[piece.staged :][: piece.end - piece.begin]
             if isinstance(image, FileImage):
                 image.file.read(image.offset + piece.begin, target)
@@ -110,14 +110,14 @@ class FileReader:
                 target.copy_(image.tensor()[piece.begin : piece.end])
 
     def close(self) -> None:
-        """End the thread and give the buffers up."""
+        """End the thread and release the buffers."""
         self._thread.shutdown(wait=True)
         for buffer in self._buffers:
             buffer.close()
 
 
 class StagingRing:
-    """Brings packed units to the GPU ahead of their use.
+    """Copies packed units to the GPU ahead of their use.
 
     Parameters
     ----------
@@ -158,21 +158,21 @@ class StagingRing:
             self._reader = FileReader(weights, most, max(1, depth) + 1)
 
     def _is_pinned(self, plan: UnitPlan) -> bool:
-        images = [self._weights.unit(piece.home).image for piece in plan.pieces]
+        images = [self._weights.unit(piece.stored_in).image for piece in plan.pieces]
         return all(image.tier == "device" or _pinned(image) for image in images)
 
     def ready(self, plan: UnitPlan) -> bool:
-        """Tell whether a unit can be brought without waiting for a disk."""
+        """Return whether a unit can be copied without waiting for a disk."""
         if self.find(plan) is not None or plan.name not in self._disk:
             return True
         return self._reader is not None and self._reader.ready(plan)
 
     def find(self, plan: UnitPlan) -> Stage | None:
-        """Return the buffer that a unit is in, or on its way to."""
+        """Return the buffer that holds a unit, or is being filled with it."""
         return next((stage for stage in self._stages if stage.unit == plan.name), None)
 
-    def bring(self, plan: UnitPlan, window: Sequence[str], *, must: bool) -> Stage | None:
-        """Start a unit's transfer, unless it is under way.
+    def fetch(self, plan: UnitPlan, window: Sequence[str], *, must: bool) -> Stage | None:
+        """Start a unit's transfer, unless it was started already.
 
         Parameters
         ----------
@@ -194,7 +194,7 @@ class StagingRing:
         free = [s for s in self._stages if s.unit is None or s.unit not in window]
         if not free and not must:
             return None
-        # The one filled longest ago: the others' last units may still be on their way, and a copy
+        # The one filled longest ago: the others' last units may still be in flight, and a copy
         # into their buffers would wait for these to be decoded.
         stage = min(free or self._stages, key=lambda s: (s.unit is not None, s.turn))
         stage.unit = None
@@ -205,7 +205,7 @@ class StagingRing:
         return stage
 
     def _copy(self, stage: Stage, plan: UnitPlan) -> None:
-        """Copy a unit's bytes to a buffer, when its last content was decoded."""
+        """Copy a unit's bytes to a buffer, once its last content is decoded."""
         clock = self._clocks[plan.name]
         source, crossed = None, None
         if plan.name in self._disk:
@@ -217,17 +217,17 @@ class StagingRing:
             for piece in plan.pieces:
                 target = stage.buffer[piece.staged :][: piece.end - piece.begin]
                 if source is None:
-                    image = self._weights.unit(piece.home).image.tensor()
+                    image = self._weights.unit(piece.stored_in).image.tensor()
                     target.copy_(image[piece.begin : piece.end], non_blocking=True)
                 else:
                     part = source[piece.staged :][: piece.end - piece.begin]
                     target.copy_(part, non_blocking=True)
-            stage.arrived = clock.mark("transfer", True, self.stream)
+            stage.copied = clock.mark("transfer", True, self.stream)
             if crossed is not None:
                 crossed.record(self.stream)
 
     def close(self) -> None:
-        """Give the buffers up."""
+        """Release the buffers."""
         if self._reader is not None:
             self._reader.close()
         self._stages.clear()

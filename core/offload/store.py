@@ -51,7 +51,7 @@ class PackedWeights:
 
     Notes
     -----
-    Threads may share it. `close` is for when nobody uses it any more.
+    Threads may share it. `close` it when it is no longer used.
 
     Examples
     --------
@@ -78,17 +78,19 @@ class PackedWeights:
     ) -> None:
         self._units = dict(units)
         self._aliases = dict(aliases or {})
-        self._homes = {name: unit for unit, held in self._units.items() for name in held.records}
+        self._stored_in = {
+            name: unit for unit, held in self._units.items() for name in held.records
+        }
         self.path = path
         self._lock = threading.Lock()
         self._shared: weakref.WeakValueDictionary[str, torch.Tensor]
         self._shared = weakref.WeakValueDictionary()
         self._closed = False
         for name, target in self._aliases.items():
-            if target not in self._homes or name in self._homes:
+            if target not in self._stored_in or name in self._stored_in:
                 raise ArgumentError(f"aliases: {name!r} -> {target!r} names no stored tensor")
 
-    # What there is
+    # Contents
 
     @property
     def units(self) -> tuple[str, ...]:
@@ -98,7 +100,7 @@ class PackedWeights:
     @property
     def names(self) -> tuple[str, ...]:
         """Names of all tensors, aliases included."""
-        return (*self._homes, *self._aliases)
+        return (*self._stored_in, *self._aliases)
 
     @property
     def aliases(self) -> dict[str, str]:
@@ -135,7 +137,7 @@ class PackedWeights:
 
     def unit_of(self, name: str) -> str:
         """Return the name of the unit that stores a tensor."""
-        return self._homes[self.stored_name(name)]
+        return self._stored_in[self.stored_name(name)]
 
     def unit_nbytes(self, name: str) -> int:
         """Bytes of a unit's image and profiles."""
@@ -149,23 +151,23 @@ class PackedWeights:
     def stored_name(self, name: str) -> str:
         """Return the name under which a tensor is stored."""
         name = self._aliases.get(name, name)
-        if name not in self._homes:
+        if name not in self._stored_in:
             raise ArgumentError(f"name: no tensor {name!r:.200} among these packed weights")
         return name
 
     def record(self, name: str) -> TensorRecord:
         """Return how and where a tensor is stored."""
         name = self.stored_name(name)
-        return self.unit(self._homes[name]).records[name]
+        return self.unit(self._stored_in[name]).records[name]
 
     def __contains__(self, name: object) -> bool:
-        return name in self._homes or name in self._aliases
+        return name in self._stored_in or name in self._aliases
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.names)
 
     def __len__(self) -> int:
-        return len(self._homes) + len(self._aliases)
+        return len(self._stored_in) + len(self._aliases)
 
     # Reading
 
@@ -175,7 +177,7 @@ class PackedWeights:
         Its dimensions are in the order of the record's `order`.
         """
         name = self.stored_name(name)
-        held = self.unit(self._homes[name])
+        held = self.unit(self._stored_in[name])
         return held.records[name].compressed(held.image.tensor())
 
     def read(self, name: str, device: torch.device | str = "cpu") -> torch.Tensor:
@@ -186,7 +188,7 @@ class PackedWeights:
         name : str
             Its name or an alias.
         device : torch.device or str
-            Where it is wanted.
+            The device of the result.
 
         Returns
         -------
@@ -215,9 +217,9 @@ class PackedWeights:
         return record.restored(out).to(target)
 
     def read_shared(self, name: str) -> torch.Tensor:
-        """Decode a whole tensor on the CPU, the same one for all names while it is in use.
+        """Decode a whole tensor on the CPU, the same one for all its names while one is in use.
 
-        As tied parameters are one tensor in a state dict.
+        Tied parameters are thereby one tensor in a state dict.
         """
         name = self.stored_name(name)
         with self._lock:
@@ -252,10 +254,10 @@ class PackedWeights:
             return self.read(name)[ids]
         return self.compressed(name)[ids].to("cpu")
 
-    # Keeping
+    # Memory and files
 
     def move_to_device(self, units: Sequence[str], device: torch.device) -> None:
-        """Move the images of units to a GPU, packed as they are, and give their host memory up."""
+        """Move the images of units to a GPU, packed as they are, and release their host memory."""
         for name in units:
             held = self.unit(name)
             if held.image.tier == "device" or device.type != "cuda":
@@ -274,7 +276,7 @@ class PackedWeights:
             When it is the file that these weights, or those of another model, are read from, or a
             folder.
         BitslabError
-            When it cannot be written, as on a full disk; what was there stays.
+            When it cannot be written, as on a full disk; a file that was there is kept.
         OSError
             When its folder does not exist or cannot be written to.
         """
@@ -288,7 +290,7 @@ class PackedWeights:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], *, verify: bool = True) -> PackedWeights:
-        """Open a file of packed weights; its images stay in the file, memory-mapped.
+        """Open a file of packed weights; its images are memory-mapped, not read.
 
         Parameters
         ----------
@@ -309,7 +311,7 @@ class PackedWeights:
             return cls(held, aliases, os.fspath(path))
 
     def close(self) -> None:
-        """Give all memory up; again does nothing."""
+        """Release all memory; again does nothing."""
         if not self._closed:
             self._closed = True
             for held in self._units.values():
@@ -317,7 +319,7 @@ class PackedWeights:
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"{self.nbytes} bytes of {self.raw_nbytes}"
-        return f"PackedWeights({len(self._units)} units, {len(self._homes)} tensors, {state})"
+        return f"PackedWeights({len(self._units)} units, {len(self._stored_in)} tensors, {state})"
 
     def __deepcopy__(self, memo: dict[int, object]) -> PackedWeights:
         raise ArgumentTypeError("packed weights cannot be copied; save them and open the file")

@@ -1,4 +1,4 @@
-"""WeightStream: the decoded tensors of one unit after the other, fetched ahead of their use."""
+"""WeightStream: decoded tensors, unit by unit, fetched ahead of their use."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .store import PackedWeights
 
 
 class WeightStream:
-    """Brings the units of packed weights to a device, in the order in which they are used.
+    """Fetches and decodes the units of packed weights in the order in which they are used.
 
     On a GPU the packed bytes of the next `depth` units cross on a stream of their own into a ring
     of staging buffers, and are decoded on another into one of two buffers of decoded tensors while
@@ -33,7 +33,7 @@ class WeightStream:
     units : mapping of str to sequence of str, optional
         For each unit the names of its tensors, of any images; those of `weights` when left out.
     device : torch.device or str
-        Where decoded tensors are wanted.
+        The device of decoded tensors.
     depth : int
         Units whose packed bytes are fetched ahead; 0 fetches each when it is acquired.
     sm_budget : int or None
@@ -92,12 +92,12 @@ class WeightStream:
         order = list(self._plans)
         self._next = dict(zip(order, [*order[1:], *order[:1]], strict=True))
         self._last: str | None = None
-        self._slots: list[Any] = []
+        self._buffers: list[Any] = []
         self._lock = threading.RLock()
         self._acquisitions = self._loads = self._moved = 0
         self._closed = False
 
-    # What there is
+    # Contents
 
     @property
     def units(self) -> tuple[str, ...]:
@@ -105,7 +105,7 @@ class WeightStream:
         return tuple(self._plans)
 
     def plan(self, unit: str) -> UnitPlan:
-        """Return what a unit takes of which images."""
+        """Return which ranges of which images a unit needs."""
         if unit not in self._plans:
             raise ArgumentError(f"unit: {unit!r}, there are {', '.join(self._plans) or 'none'}")
         return self._plans[unit]
@@ -120,14 +120,14 @@ class WeightStream:
             "acquisitions": self._acquisitions,
             "loads": self._loads,
             "moved_bytes": self._moved if self.device.type == "cuda" else 0,
-            "buffers": len(self._slots),
+            "buffers": len(self._buffers),
         }
 
     def times(self) -> dict[str, UnitTimes]:
         """Return each unit's times in its last pass; on a GPU this waits for it."""
         return {unit: clock.read() for unit, clock in self._engine.clocks.items()}
 
-    # Use
+    # Acquiring and releasing
 
     def acquire(self, unit: str) -> dict[str, torch.Tensor]:
         """Return the decoded tensors of a unit, valid until `release`.
@@ -156,15 +156,15 @@ class WeightStream:
             if self._closed:
                 raise BitslabError("these streamed weights are closed")
             self._engine.check()
-            slot = self._slot_of(unit)
-            loaded = slot is None
-            if slot is None:
-                slot = self._free_slot()
-                self._load(slot, plan)
+            buffer = self._buffer_of(unit)
+            loaded = buffer is None
+            if buffer is None:
+                buffer = self._free_buffer()
+                self._load(buffer, plan)
             views: dict[str, torch.Tensor]
             with torch.inference_mode(False):  # views are kept, for passes with gradients too
-                views = self._engine.enter(slot, plan, loaded)
-            slot.users += 1
+                views = self._engine.enter(buffer, plan, loaded)
+            buffer.users += 1
             self._acquisitions += 1
             if self._last is not None and self._last != unit:
                 self._next[self._last] = unit
@@ -172,7 +172,7 @@ class WeightStream:
             try:
                 self._fetch_ahead()
             except BaseException:
-                slot.users -= 1
+                buffer.users -= 1
                 raise
         return views
 
@@ -180,16 +180,16 @@ class WeightStream:
         """Give the tensors of a unit back; once for each `acquire`."""
         plan = self.plan(unit)
         with self._lock:
-            slot = self._slot_of(unit)
-            if slot is None or slot.users == 0:
+            buffer = self._buffer_of(unit)
+            if buffer is None or buffer.users == 0:
                 raise BitslabError(f"unit: {unit!r} is released more often than acquired")
-            self._engine.leave(slot, plan)
-            slot.users -= 1
+            self._engine.leave(buffer, plan)
+            buffer.users -= 1
             if not self._closed:
                 self._fetch_ahead()
 
     def whole(self, name: str) -> torch.Tensor:
-        """Decode one tensor to memory of its own on `device`."""
+        """Decode one tensor to new memory on `device`."""
         with self._lock:
             self._engine.check()
             result: torch.Tensor = self._engine.whole(name)
@@ -221,39 +221,39 @@ class WeightStream:
         return result
 
     def close(self) -> None:
-        """Give the buffers up, after the GPU has finished with them; again does nothing."""
+        """Release the buffers, after the GPU has finished with them; again does nothing."""
         with self._lock:
             if not self._closed:
                 self._closed = True
                 self._engine.close()
-                self._slots.clear()
+                self._buffers.clear()
 
-    # Inside
+    # Buffers and the window of expected units
 
-    def _slot_of(self, unit: str) -> Any:
-        return next((slot for slot in self._slots if slot.unit == unit), None)
+    def _buffer_of(self, unit: str) -> Any:
+        return next((buffer for buffer in self._buffers if buffer.unit == unit), None)
 
-    def _free_slot(self) -> Any:
-        """Return a slot that nobody uses, at best one whose unit is not expected soon."""
+    def _free_buffer(self) -> Any:
+        """Return a buffer that is not in use, at best one whose unit is not expected soon."""
         expected = self._window()
-        idle = [slot for slot in self._slots if slot.users == 0]
-        for slot in idle:
-            if slot.unit not in expected:
-                return slot
+        idle = [buffer for buffer in self._buffers if buffer.users == 0]
+        for buffer in idle:
+            if buffer.unit not in expected:
+                return buffer
         if idle:
             return idle[0]
-        return self._new_slot()
+        return self._new_buffer()
 
-    def _new_slot(self) -> Any:
+    def _new_buffer(self) -> Any:
         with torch.inference_mode(False):
-            slot = self._engine.new_slot()
-        self._slots.append(slot)
-        return slot
+            buffer = self._engine.new_buffer()
+        self._buffers.append(buffer)
+        return buffer
 
-    def _load(self, slot: Any, plan: UnitPlan) -> None:
-        slot.unit = None  # an error leaves nothing that looks decoded
-        self._engine.load(slot, plan)
-        slot.unit = plan.name
+    def _load(self, buffer: Any, plan: UnitPlan) -> None:
+        buffer.unit = None  # an error leaves nothing that looks decoded
+        self._engine.load(buffer, plan)
+        buffer.unit = plan.name
         self._loads += 1
         self._moved += plan.crossing_nbytes
 
@@ -271,19 +271,19 @@ class WeightStream:
     def _fetch_ahead(self) -> None:
         """Decode the unit expected next, if a buffer is free, and stage those behind it."""
         window = self._window()
-        if window and self._slot_of(window[0]) is None:
-            while len(self._slots) < self._engine.slots:
-                self._new_slot()
-            free = [s for s in self._slots if s.users == 0 and s.unit not in window]
+        if window and self._buffer_of(window[0]) is None:
+            while len(self._buffers) < self._engine.n_buffers:
+                self._new_buffer()
+            free = [b for b in self._buffers if b.users == 0 and b.unit not in window]
             if free and self._engine.ready(self._plans[window[0]]):
                 self._load(free[0], self._plans[window[0]])
         for unit in window:
-            if self._slot_of(unit) is None:
+            if self._buffer_of(unit) is None:
                 self._engine.stage(self._plans[unit], window)
 
 
 def check_counts(depth: Any, sm_budget: Any) -> None:
-    """Refuse what is no number of units, or of multiprocessors."""
+    """Refuse a `depth` or an `sm_budget` that is no count."""
     _check_count("depth", depth, 0)
     if sm_budget is not None:
         _check_count("sm_budget", sm_budget, 1)

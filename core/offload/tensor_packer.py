@@ -1,4 +1,4 @@
-"""Choosing a codec for one weight after the other.
+"""Choosing a codec for each weight of a model.
 
 A full plan of a tensor takes longer than packing a few megabytes, and the weights of a model mostly
 differ in scale, not in kind. So a plan is made once for each dtype and row size; the tensors after
@@ -23,7 +23,7 @@ from .records import stride_order
 
 CodecName = Literal["auto", "raw"]
 
-#: Tensors below this, norms and biases mostly, are kept raw: their profile would cost what they
+#: Tensors of fewer bytes, norms and biases mostly, are kept raw: their profile would cost what they
 #: save.
 MIN_PACKED_BYTES = 4 << 10
 #: What a codec is fitted on at the most. Of weights, more changes the result by less than 0.1 %.

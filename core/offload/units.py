@@ -1,4 +1,4 @@
-"""Cutting a model into units: what crosses the link at once.
+"""Cutting a model into units, the parts whose weights cross the link at once.
 
 The elements of the outermost lists of blocks (`torch.nn.ModuleList` or `torch.nn.Sequential` of at
 least two children of one class that hold parameters: the layers of a transformer) are units with
@@ -15,12 +15,12 @@ from torch import nn
 
 from ..errors import BitslabError
 
-#: Tells whether a parameter is to be packed, by its name and itself.
+#: Returns whether a parameter is to be packed, by its name and itself.
 Predicate = Callable[[str, nn.Parameter], bool]
 
 
-class Slot:
-    """A place of a parameter in a model.
+class ParameterRef:
+    """A reference to a parameter of a model: the module that owns it, and its name there.
 
     Parameters
     ----------
@@ -46,11 +46,11 @@ class Slot:
         return alive(self._module)
 
     def get(self) -> torch.Tensor | None:
-        """Return the parameter that is in the place."""
+        """Return the parameter."""
         return self.module._parameters.get(self.attribute)
 
     def put(self, tensor: torch.Tensor) -> None:
-        """Put a parameter into the place."""
+        """Replace the parameter."""
         if isinstance(self.module, nn.RNNBase):  # keeps a second list of its parameters
             setattr(self.module, self.attribute, tensor)
         else:
@@ -66,14 +66,14 @@ class Unit:
         Name of its module in the model; "" is the model itself.
     module : torch.nn.Module
         The module whose forward pass needs the parameters; held weakly.
-    slots : sequence of Slot
-        Places of the parameters that are packed, tied ones included.
+    refs : sequence of ParameterRef
+        The parameters that are packed, tied ones included.
     """
 
-    def __init__(self, name: str, module: nn.Module, slots: Sequence[Slot] = ()) -> None:
+    def __init__(self, name: str, module: nn.Module, refs: Sequence[ParameterRef] = ()) -> None:
         self.name = name
         self._module = weakref.ref(module)
-        self.slots = list(slots)
+        self.refs = list(refs)
 
     @property
     def module(self) -> nn.Module:
@@ -81,17 +81,22 @@ class Unit:
         return alive(self._module)
 
     @property
+    def slots(self) -> list[ParameterRef]:
+        """Older name of `refs`."""
+        return self.refs
+
+    @property
     def names(self) -> list[str]:
         """Names of the parameters, of tied ones the first."""
         seen: dict[int, str] = {}
-        for slot in self.slots:
-            seen.setdefault(id(slot.get()), slot.name)
+        for ref in self.refs:
+            seen.setdefault(id(ref.get()), ref.name)
         return list(seen.values())
 
     @property
     def raw_nbytes(self) -> int:
         """Bytes of the parameters, tied ones counted once."""
-        parameters = {id(p): p.nbytes for slot in self.slots if (p := slot.get()) is not None}
+        parameters = {id(p): p.nbytes for ref in self.refs if (p := ref.get()) is not None}
         return sum(parameters.values())
 
 
@@ -110,7 +115,7 @@ def alive(module: weakref.ref[nn.Module]) -> nn.Module:
 
 
 def is_block_list(module: nn.Module) -> bool:
-    """Tell whether a module is a list of blocks of one kind."""
+    """Return whether a module is a list of blocks of one kind."""
     if not isinstance(module, (nn.ModuleList, nn.Sequential)):
         return False
     children = list(module.children())
@@ -150,8 +155,8 @@ def cut_units(model: nn.Module, predicate: Predicate | None = None) -> list[Unit
                     continue
                 full = f"{prefix}.{attribute}" if prefix else attribute
                 if predicate is None or predicate(full, parameter):
-                    unit.slots.append(Slot(owner, attribute, full))
-        if unit.slots:
+                    unit.refs.append(ParameterRef(owner, attribute, full))
+        if unit.refs:
             units.append(unit)
     return units
 
@@ -160,7 +165,7 @@ def _walk(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module, bool]]
     """Yield modules, each once, that may be units, and whether what is below belongs to them."""
     seen: set[int] = set()
 
-    def visit(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module, bool]]:
+    def walk(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module, bool]]:
         if id(module) in seen:
             return
         seen.add(id(module))
@@ -173,15 +178,15 @@ def _walk(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module, bool]]
                     seen.add(id(child))
                     yield full, child, True
             else:
-                yield from visit(full, child)
+                yield from walk(full, child)
 
-    yield from visit(name, module)
+    yield from walk(name, module)
 
 
 def is_plain(parameter: torch.Tensor) -> bool:
-    """Tell whether a parameter is an ordinary dense tensor, not a class of its own.
+    """Return whether a parameter is an ordinary dense tensor, not a class of its own.
 
-    Quantised weights with a class of their own know how to use themselves and stay as they are.
+    Quantised weights with a class of their own are left as they are.
     """
     ordinary = type(parameter) in (nn.Parameter, torch.Tensor)
     return ordinary and parameter.layout == torch.strided and not parameter.is_quantized

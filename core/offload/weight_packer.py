@@ -1,4 +1,4 @@
-"""WeightPacker: packs parameters as they come, one unit's image when its last one is there."""
+"""WeightPacker: packs parameters one by one, and makes a unit's image with its last one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class WeightPacker:
     """Packs named tensors into `PackedWeights`, in any order, in bounded extra memory.
 
     A tensor is packed by `add`; when the last one of a unit is there, the unit's image is put
-    together and its pieces are given up. So beside what is packed already, the extra memory is
+    together and its pieces are released. In addition to what is packed already, the extra memory is
     that of the units that are not complete: one, when tensors come unit by unit.
 
     Parameters
@@ -48,7 +48,7 @@ class WeightPacker:
     Notes
     -----
     One thread at a time may use one packer. A packer that is left without `finish` (an error
-    inside ``with``) gives its memory up and removes its file.
+    inside ``with``) releases its memory and removes its file.
 
     Examples
     --------
@@ -71,12 +71,14 @@ class WeightPacker:
         aliases: Mapping[str, str] | None = None,
     ) -> None:
         self._wanted = {unit: list(names) for unit, names in units.items()}
-        self._homes: dict[str, str] = {}
+        self._stored_in: dict[str, str] = {}
         for unit, names in self._wanted.items():
             for name in names:
-                if name in self._homes:
-                    raise ArgumentError(f"units: {name!r} stands in {self._homes[name]!r} and here")
-                self._homes[name] = unit
+                if name in self._stored_in:
+                    raise ArgumentError(
+                        f"units: {name!r} stands in {self._stored_in[name]!r} and here"
+                    )
+                self._stored_in[name] = unit
         self._aliases = dict(aliases or {})
         self._packer = TensorPacker(codec)
         self._pending: dict[str, dict[str, _Packed]] = {}
@@ -92,7 +94,9 @@ class WeightPacker:
     def missing(self) -> list[str]:
         """Return the names that were not added yet."""
         there = {name for pending in self._pending.values() for name in pending}
-        return [n for n, unit in self._homes.items() if unit not in self._done and n not in there]
+        return [
+            n for n, unit in self._stored_in.items() if unit not in self._done and n not in there
+        ]
 
     def add(self, name: str, tensor: torch.Tensor) -> bool:
         """Pack a tensor.
@@ -120,7 +124,7 @@ class WeightPacker:
             When the host memory for the unit's image cannot be had; the tensors of this unit are
             kept, and adding the last of them again tries again.
         """
-        unit = self._homes.get(name)
+        unit = self._stored_in.get(name)
         if unit is None:
             raise ArgumentError(f"name: {name!r:.200} is in no unit of this packer")
         pending = self._pending.setdefault(unit, {})
@@ -174,7 +178,7 @@ class WeightPacker:
         return known * len(self._wanted) // (len(self._done) + 1)
 
     def take(self) -> dict[str, PackedUnit]:
-        """Return the complete units and forget them; for undoing, unit by unit."""
+        """Return the complete units and forget them, for undoing unit by unit."""
         done, self._done = self._done, {}
         return done
 
@@ -198,7 +202,7 @@ class WeightPacker:
         return PackedWeights(units, self._aliases, path)
 
     def abandon(self) -> None:
-        """Give up what was packed, and remove the file; does nothing after `finish`."""
+        """Release what was packed, and remove the file; does nothing after `finish`."""
         if self._finished:
             return
         self._finished = True

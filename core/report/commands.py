@@ -217,7 +217,7 @@ def _refuse_same(source: str, target: str) -> None:
 
 @contextlib.contextmanager
 def _naming_output(new: NewFile) -> Iterator[None]:
-    """Let errors name the output, not the temporary file that is read again."""
+    """Make errors name the output, not the temporary file that is read again."""
     try:
         yield
     except BitslabError as error:

@@ -43,7 +43,7 @@ class TensorFile:
     metadata : dict of str to str, optional
         The metadata of a safetensors file.
     left_out : list of str
-        What the file holds beside tensors, each with its name and type.
+        What the file holds in addition to tensors, each with its name and type.
     """
 
     tensors: dict[str, torch.Tensor]

@@ -137,7 +137,7 @@ def inspect_tensor(
     link: Link | None = None,
     **options: Any,
 ) -> TensorReport:
-    """Compress a tensor and say what came of it.
+    """Compress a tensor and return its sizes, ratio and times.
 
     Parameters
     ----------

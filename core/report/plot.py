@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 #: More tensors of a dtype than this are drawn as a heat-map.
 MOST_LINES = 8
-#: Rows of a heat-map that can be told apart by name.
+#: Rows of a heat-map that are labelled by name.
 MOST_NAMES = 40
 #: Regions of floating-point numbers.
 _SHADES = {"mantissa": "#ffffff", "exponent": "#e8eef7", "sign": "#f7ece1"}

@@ -144,7 +144,7 @@ class HostRows:
         row_words = self.parts.row_words
         if self.parts.raw:
             return np.zeros(ids.shape[0], np.int64), row_words
-        _, lengths, _ = cpu.row_places(self.storage(), self.layout, ids)
+        _, lengths, _ = cpu.locate_rows(self.storage(), self.layout, ids)
         return lengths.to(torch.int64).numpy(), row_words
 
     def packed_words_of(self, ids: torch.Tensor, n_words: int) -> torch.Tensor:
@@ -155,7 +155,7 @@ class HostRows:
         row_words = self.parts.row_words
         target = torch.empty(n_words, dtype=torch.int32)
         storage = self.storage()
-        at, lengths, kind = cpu.row_places(storage, self.layout, ids)
+        at, lengths, kind = cpu.locate_rows(storage, self.layout, ids)
         sizes = torch.where(lengths == 0, row_words, lengths).to(torch.int64)
         begin = sizes.cumsum(0) - sizes
         for number, source in enumerate((storage.words, storage.overflow)):

@@ -14,11 +14,12 @@ from torch.utils._pytree import tree_map
 
 from ..engine.codecs.base import raise_bad_index
 from ..engine.memory.readonly import keep_from_compiler, plain, read_only, refuse_writes
+from ..engine.tensor_rows import are_row_ids, is_row_dim, row_functions, written_tensors
 from ..errors import ArgumentTypeError, BitslabError
 from ..tables.arguments import check_not_from_end
 from ..tables.feature import CompressedFeature
 
-# Functions that tell something about a tensor which is known without its elements.
+# Functions whose result is known without elements of the tensor.
 _FACTS = frozenset(
     """
     __hash__ __len__ _is_view dim dim_order element_size get_device has_names is_complex is_conj
@@ -59,7 +60,7 @@ class FeatureTensor(torch.Tensor):
 
     Shape, dtype and the like need no row. ``t.clone()``, ``t.to(device)`` and ``t.cuda()`` decode
     to a plain tensor. Everything else works on ``t.feature.whole()``, all rows, decoded once, kept
-    and read-only; a note in ``t.feature.stats()`` tells of it. In-place functions and gradients are
+    and read-only; a note in ``t.feature.stats()`` says so. In-place functions and gradients are
     refused. Writes that torch does not see, such as another library's through DLPack
     (``torch.from_dlpack(t)``), are not: they change the decoded copy and not the packed rows. Give
     such a writer ``t.clone()``. ``torch.utils.dlpack.to_dlpack(t)``, which no class can intercept,
@@ -100,8 +101,10 @@ class FeatureTensor(torch.Tensor):
         )
         # What takes the address of its memory must fail: there is none.
         torch._C._set_throw_on_mutable_data_ptr(made)
-        made._feature = feature
         return made
+
+    def __init__(self, feature: CompressedFeature) -> None:
+        self._feature = feature
 
     @property
     def feature(self) -> CompressedFeature:
@@ -164,11 +167,8 @@ class FeatureTensor(torch.Tensor):
             rows = _index_select(*args)
             if rows is not NotImplemented:
                 return rows
-        for i, argument in enumerate(func._schema.arguments):
-            given = args[i] if i < len(args) else kwargs.get(argument.name)
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                if isinstance(given, FeatureTensor):
-                    raise _read_only(str(func))
+        if any(isinstance(t, FeatureTensor) for t in written_tensors(func, args, kwargs)):
+            raise _read_only(str(func))
         args, kwargs = _replaced(args, kwargs, lambda t: plain(_whole(t)))
         return func(*args, **kwargs)
 
@@ -205,34 +205,34 @@ def name_of(func: Callable[..., Any]) -> tuple[str, str]:
 
 
 def is_fact(func: Callable[..., Any]) -> bool:
-    """Return whether a function of torch tells something that is known without elements."""
+    """Return whether the result of a function of torch is known without elements."""
     name, attribute = name_of(func)
     return name in _FACTS or (name == "__get__" and attribute not in _ELEMENT_PROPERTIES)
 
 
 def _alias(t: FeatureTensor) -> FeatureTensor:
     """Return another tensor of the same class over the same rows."""
-    return type(t)(t._feature)
+    return type(t)(t.feature)
 
 
 def _decoded(t: FeatureTensor) -> torch.Tensor:
     """Return all rows as a plain tensor of its own."""
-    return t._feature.table.decoded(0, len(t._feature))
+    return t.feature.table.decoded(0, len(t.feature))
 
 
 def _whole(t: FeatureTensor) -> torch.Tensor:
     """Return all rows, decoded once and kept, read-only."""
     if not _is_transforming():
-        return t._feature.whole()
+        return t.feature.whole()
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
     with temporarily_clear_interpreter_stack():
-        return t._feature.whole()
+        return t.feature.whole()
 
 
 def _stand_in(t: FeatureTensor) -> torch.Tensor:
     """Return a tensor of the same shape and dtype that takes the memory of one element."""
-    return torch.zeros((), dtype=t._feature.dtype).expand(t._feature.shape)
+    return torch.zeros((), dtype=t.feature.dtype).expand(t.feature.shape)
 
 
 def _replaced(
@@ -265,7 +265,7 @@ def _no_gradient() -> BitslabError:
 
 
 def _is_transforming() -> bool:
-    """Tell whether torch.func is at work, whose ids and new tensors may have no memory."""
+    """Return whether torch.func is at work, whose ids and new tensors may have no memory."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
@@ -281,7 +281,7 @@ def _take(t: FeatureTensor, ids: torch.Tensor, *, from_end: bool) -> Any:
     from_end : bool
         Whether negative ids count from the end, as in ``t[ids]``, or are refused.
     """
-    feature = t._feature
+    feature = t.feature
     ids = _as_plain(ids)
     flat = ids.reshape(-1)
     n_ids = flat.shape[0]
@@ -300,7 +300,7 @@ def _take(t: FeatureTensor, ids: torch.Tensor, *, from_end: bool) -> Any:
 def _as_plain(ids: torch.Tensor) -> torch.Tensor:
     """Return ids of a subclass of tensor, such as PyG's Index, as a plain tensor."""
     if isinstance(ids, FeatureTensor):
-        return plain(ids._feature.whole())
+        return plain(ids.feature.whole())
     if type(ids) is not torch.Tensor:
         return ids.as_tensor() if hasattr(ids, "as_tensor") else plain(ids)
     return ids
@@ -312,7 +312,7 @@ def _index_select(
     """``torch.index_select(input, dim, index, out=out)``."""
     if not isinstance(input, FeatureTensor) or isinstance(out, FeatureTensor):
         return NotImplemented
-    if not _is_first(input, dim) or index.dim() > 1 or not _are_ids(index):
+    if not is_row_dim(input, dim) or index.dim() > 1 or not are_row_ids(index):
         return NotImplemented
     index = _as_plain(index).reshape(-1)
     direct = (
@@ -325,7 +325,7 @@ def _index_select(
     )
     if direct:
         check_not_from_end(index, len(input), "index")
-        return input._feature.gather(index, out)
+        return input.feature.gather(index, out)
     rows = _take(input, index, from_end=False)
     if out is None or rows is NotImplemented:
         return rows
@@ -342,7 +342,7 @@ def _embedding(
     **kwargs: Any,
 ) -> Any:
     """``torch.nn.functional.embedding``; arguments other than `max_norm` act on gradients."""
-    if not isinstance(weight, FeatureTensor) or not _are_ids(input):
+    if not isinstance(weight, FeatureTensor) or not are_row_ids(input):
         return NotImplemented
     if max_norm is not None:
         raise _read_only("embedding with max_norm")
@@ -369,7 +369,7 @@ def _get_item(t: torch.Tensor, index: Any) -> Any:
         ids = _as_plain(ids).nonzero()[:, 0]
     elif isinstance(first, (list, range)) and not ids.numel():
         ids = ids.to(torch.int64)  # torch makes floats of it
-    elif not _are_ids(ids):
+    elif not are_row_ids(ids):
         if ids.dtype not in (torch.bool, torch.uint8):
             _stand_in(t)[index]  # raises what torch raises
         return NotImplemented
@@ -386,7 +386,7 @@ def _row(t: FeatureTensor, number: int, rest: list[Any]) -> torch.Tensor:
     n_rows = len(t)
     if not -n_rows <= number < n_rows:
         raise_bad_index(number, 0, n_rows, "index")
-    row = read_only(t._feature.gather(torch.tensor([number]))[0])
+    row = read_only(t.feature.gather(torch.tensor([number]))[0])
     return row[tuple(rest)] if rest else row
 
 
@@ -396,12 +396,12 @@ def _slice(t: FeatureTensor, picked: slice, rest: list[Any]) -> Any:
     if len(numbers) == len(t):
         return NotImplemented  # a view of all rows
     ids = torch.arange(numbers.start, max(numbers.start, numbers.stop), numbers.step)
-    rows: torch.Tensor = read_only(t._feature.gather(ids))
+    rows: torch.Tensor = read_only(t.feature.gather(ids))
     return rows[(slice(None), *rest)] if rest else rows
 
 
 def _narrow(input: torch.Tensor, dim: int, start: Any, length: int) -> Any:
-    if not isinstance(input, FeatureTensor) or not _is_first(input, dim):
+    if not isinstance(input, FeatureTensor) or not is_row_dim(input, dim):
         return NotImplemented
     if isinstance(start, torch.Tensor):
         start = int(start)
@@ -412,17 +412,9 @@ def _narrow(input: torch.Tensor, dim: int, start: Any, length: int) -> Any:
 
 
 def _select(input: torch.Tensor, dim: int, index: Any) -> Any:
-    if not isinstance(input, FeatureTensor) or not _is_first(input, dim):
+    if not isinstance(input, FeatureTensor) or not is_row_dim(input, dim):
         return NotImplemented
     return _row(input, operator.index(index), [])
-
-
-def _is_first(t: torch.Tensor, dim: Any) -> bool:
-    return isinstance(dim, int) and dim in (0, -t.dim())
-
-
-def _are_ids(ids: Any) -> bool:
-    return isinstance(ids, torch.Tensor) and ids.dtype in (torch.int32, torch.int64)
 
 
 # What is no choice of rows
@@ -441,8 +433,8 @@ def _convert(
     if result.is_cuda:
         # Packed rows cross the link, and are decoded there.
         ids = torch.arange(len(t), device=result.device)
-        return func(t._feature.gather(ids), *args, **kwargs)
-    return func(t._feature.whole(), *args, **kwargs)
+        return func(t.feature.gather(ids), *args, **kwargs)
+    return func(t.feature.whole(), *args, **kwargs)
 
 
 def _clone(input: torch.Tensor, *, memory_format: torch.memory_format | None = None) -> Any:
@@ -469,11 +461,10 @@ def _storage(t: FeatureTensor) -> torch.UntypedStorage:
 
 
 _SPECIAL: dict[Callable[..., Any], Callable[..., Any]] = {
-    torch.Tensor.__getitem__: _get_item,
+    **row_functions(get_item=_get_item, index_select=_index_select, embedding=_embedding),
     torch.Tensor.clone: _clone,
     torch.Tensor.detach: _alias,
     torch.Tensor.detach_: _itself,
-    torch.Tensor.index_select: _index_select,
     torch.Tensor.is_pinned: lambda t, *device: False,
     torch.Tensor.is_shared: lambda t: True,
     torch.Tensor.narrow: _narrow,
@@ -482,10 +473,7 @@ _SPECIAL: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.Tensor.select: _select,
     torch.Tensor.share_memory_: _itself,
     torch.Tensor.untyped_storage: _storage,
-    torch.nn.functional.embedding: _embedding,
-    # By these names, since PyG puts a function of its own in the place of `torch.index_select`.
     torch._C._VariableFunctions.clone: _clone,
-    torch._C._VariableFunctions.index_select: _index_select,
     torch._C._VariableFunctions.narrow: _narrow,
     torch._C._VariableFunctions.select: _select,
 }
@@ -495,7 +483,7 @@ _DECODERS = frozenset([_clone, _embedding, _get_item, _index_select, _narrow, _s
 
 def _pass_on(t: FeatureTensor) -> tuple[Any, ...]:
     """Send a tensor to another process, which shares the memory of the table."""
-    return FeatureTensor, (t._feature,)
+    return FeatureTensor, (t.feature,)
 
 
 ForkingPickler.register(FeatureTensor, _pass_on)

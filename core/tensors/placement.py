@@ -61,8 +61,8 @@ def placement(operands: Sequence[Operand]) -> Placement:
     return Placement(torch.device("cpu"), "unified" if unified_operands else "cpu")
 
 
-# Names of functions that do as they are told on the host memory, in either affinity: what tells
-# about a tensor, what names the place of its result itself, and what writes where it is told to.
+# Names of functions that run on the host memory in either affinity: those that return metadata of a
+# tensor, name the device of their result, or write to a tensor that they are given.
 DIRECT = frozenset(
     """
     __get__ __set__ __delete__ __array__ __array_wrap__ __bool__ __complex__ __dir__ __dlpack__
@@ -91,7 +91,7 @@ VIEWS = frozenset(
 
 
 def names_device(*args: Any, **kwargs: Any) -> bool:
-    """Tell whether the arguments of `Tensor.to` say where the result is to lie."""
+    """Return whether the arguments of `Tensor.to` say where the result is to lie."""
     return "device" in kwargs or any(
         isinstance(x, (torch.device, str, int, torch.Tensor)) and not isinstance(x, bool)
         for x in (*args[:1], kwargs.get("other"))

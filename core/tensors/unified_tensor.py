@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, cast
 
@@ -13,15 +14,36 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ..devices import checked_device, named_device
 from ..engine.memory.host import HostBuffer
+from ..engine.tensor_rows import are_row_ids, is_row_dim, row_functions
 from ..errors import ArgumentError, ArgumentTypeError, BitslabError
 from .placement import DIRECT, VIEWS, Affinity, Operand, Placement, names_device, placement
 from .unified_rows import as_integers, by_way_of_cpu, rows_of, rows_to_gpu
 
 __all__ = ["Affinity", "Operand", "Placement", "UnifiedTensor", "placement", "rows_of", "unified"]
 
-#: Results of fewer bytes stay in ordinary memory: a buffer of its own has two file descriptors, of
-#: which a process has 1024 by default, and fresh pages, which cost more than most small operators.
+#: Results of fewer bytes are left in ordinary memory: a buffer of its own has two file descriptors,
+#: of which a process has 1024 by default, and fresh pages, which cost more than most small
+#: operators.
 SMALL_RESULT_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class UnifiedState:
+    """What a unified tensor has besides its elements.
+
+    Parameters
+    ----------
+    buffer : HostBuffer or None
+        The buffer that its memory was taken from; None for ordinary memory.
+    affinity : {"host", "device"}
+        Where operators compute that nothing else decides about.
+    gpu : torch.device or None
+        GPU of device affinity.
+    """
+
+    buffer: HostBuffer | None = None
+    affinity: Affinity = "host"
+    gpu: torch.device | None = None
 
 
 class UnifiedTensor(torch.Tensor):
@@ -36,7 +58,7 @@ class UnifiedTensor(torch.Tensor):
 
     - an int32, int64 or bool index on a GPU gives a tensor on that GPU. The GPU reads the rows
       itself, on the current stream and, but for a bool index, without making the host wait; an id
-      out of range is told by a later call or by `bitslab.raise_pending_errors`, and the output
+      out of range is raised by a later call or by `bitslab.raise_pending_errors`, and the output
       is then left untouched;
     - an index on the CPU gives a tensor on the CPU: unified in host affinity, else plain.
 
@@ -80,27 +102,25 @@ class UnifiedTensor(torch.Tensor):
     Threads may use one UnifiedTensor as they may use one torch.Tensor.
     """
 
-    # Defaults for tensors that torch itself makes of this class, such as a Parameter.
-    _buffer: HostBuffer | None = None
-    _affinity: Affinity = "host"
-    _gpu: torch.device | None = None
+    #: The default is for tensors that torch itself makes of this class, such as a Parameter.
+    unified_state = UnifiedState()
 
     @property
     def affinity(self) -> Affinity:
         """Where operators compute that nothing else decides about: "host" or "device"."""
-        return self._affinity
+        return self.unified_state.affinity
 
     @property
     def cuda_device(self) -> torch.device | None:
         """The GPU of device affinity; None in host affinity."""
-        return self._gpu
+        return self.unified_state.gpu
 
     @property
     def host_buffer(self) -> HostBuffer | None:
         """The buffer that the memory belongs to; None for ordinary memory."""
         # Torch can give a tensor other memory: `u.data = x`, `set_`, `resize_`.
         with torch._C.DisableTorchFunctionSubclass():
-            buffer = self._buffer
+            buffer = self.unified_state.buffer
             if buffer is None or buffer.closed or _address(self) != _address(buffer.tensor):
                 return None
             return buffer
@@ -127,8 +147,8 @@ class UnifiedTensor(torch.Tensor):
         ArgumentError
             When the affinity is unknown or the GPU is not there.
         """
-        self._gpu = _checked_gpu(affinity, device)
-        self._affinity = affinity
+        gpu = _checked_gpu(affinity, device)
+        self.unified_state = replace(self.unified_state, affinity=affinity, gpu=gpu)
         return self
 
     def with_affinity(
@@ -144,7 +164,7 @@ class UnifiedTensor(torch.Tensor):
         return self
 
     def is_shared(self) -> bool:
-        """Tell whether other processes get this memory without a copy."""
+        """Return whether other processes get this memory without a copy."""
         shared: bool = _plain(self).is_shared()  # type: ignore[no-untyped-call]
         return shared or self.host_buffer is not None
 
@@ -156,16 +176,16 @@ class UnifiedTensor(torch.Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> UnifiedTensor:
         if id(self) not in memo:
-            memo[id(self)] = _restore(
-                _plain(self), self._affinity, self._gpu, bool(self.requires_grad)
-            )
+            state, wants = self.unified_state, bool(self.requires_grad)
+            memo[id(self)] = _restore(_plain(self), state.affinity, state.gpu, wants)
         return cast(UnifiedTensor, memo[id(self)])
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         t = _plain(self).detach()
         if t.numel() * t.element_size() < t.untyped_storage().nbytes():
             t = t.clone()  # a view: torch would write the whole memory
-        return _restore, (t, self._affinity, self._gpu, bool(self.requires_grad))
+        state = self.unified_state
+        return _restore, (t, state.affinity, state.gpu, bool(self.requires_grad))
 
     @classmethod
     def __torch_function__(
@@ -197,7 +217,7 @@ class UnifiedTensor(torch.Tensor):
                 result = _compute_on(place.device, func, args, kwargs)
             else:
                 result = func(*args, **kwargs)
-            return tree_map(lambda x: _settle(x, place, operands), result)
+            return tree_map(lambda x: _placed(x, place, operands), result)
 
 
 def unified(
@@ -255,7 +275,7 @@ def unified(
         buffer = HostBuffer.allocate(source.numel() * source.element_size())
         target = _typed(buffer, source.shape, source.dtype)
         as_integers(target).copy_(as_integers(source))
-    return _over(target, buffer, affinity, gpu)
+    return _over(target, UnifiedState(buffer, affinity, gpu))
 
 
 def _checked_gpu(affinity: Any, device: torch.device | str | int | None) -> torch.device | None:
@@ -272,19 +292,17 @@ def _checked_gpu(affinity: Any, device: torch.device | str | int | None) -> torc
     return checked_device(gpu)
 
 
-def _over(
-    t: torch.Tensor, buffer: HostBuffer | None, affinity: Affinity, gpu: torch.device | None
-) -> UnifiedTensor:
+def _over(t: torch.Tensor, state: UnifiedState) -> UnifiedTensor:
     """Return a unified tensor over the memory of a plain one."""
     with torch._C.DisableTorchFunctionSubclass():
         u = t.as_subclass(UnifiedTensor)
-    u._buffer, u._affinity, u._gpu = buffer, affinity, gpu
+    u.unified_state = state
     return u
 
 
 def _like(t: torch.Tensor, u: UnifiedTensor) -> UnifiedTensor:
     """Return a tensor over the memory of `u` as a unified one."""
-    return _over(t, u._buffer, u._affinity, u._gpu)
+    return _over(t, u.unified_state)
 
 
 def _plain(t: torch.Tensor) -> torch.Tensor:
@@ -304,7 +322,7 @@ def _typed(buffer: HostBuffer, shape: Sequence[int], dtype: torch.dtype) -> torc
 
 
 def _is_fact(result: Any) -> bool:
-    """Tell whether a result is something about a tensor, not a tensor."""
+    """Return whether a result is something about a tensor, not a tensor."""
     return result is None or isinstance(
         result, (bool, int, float, str, torch.Size, torch.device, torch.dtype)
     )
@@ -312,15 +330,16 @@ def _is_fact(result: Any) -> bool:
 
 def _describe(t: torch.Tensor) -> Operand:
     if isinstance(t, UnifiedTensor):
-        affinity = t._affinity if t._affinity == "host" or _uses_gpu() else "host"
-        return Operand("unified", t.dim() == 0, affinity, t._gpu)
+        state = t.unified_state
+        affinity = state.affinity if state.affinity == "host" or _uses_gpu() else "host"
+        return Operand("unified", t.dim() == 0, affinity, state.gpu)
     if t.is_cuda:
         return Operand("cuda", t.dim() == 0, device=t.device)
     return Operand("cpu", t.dim() == 0)
 
 
 def _uses_gpu() -> bool:
-    """Tell whether device affinity holds here: not in DataLoader workers, not without a GPU."""
+    """Return whether device affinity holds here: not in DataLoader workers, not without a GPU."""
     if torch.cuda._is_in_bad_fork() or torch.utils.data.get_worker_info() is not None:
         return False
     initialized: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
@@ -341,7 +360,7 @@ def _with_views(result: Any, args: Any) -> Any:
     return tree_map(own, result)
 
 
-def _settle(x: Any, place: Placement, operands: Sequence[torch.Tensor]) -> Any:
+def _placed(x: Any, place: Placement, operands: Sequence[torch.Tensor]) -> Any:
     """Put a result where the rules want it, unless it lies in the memory of an operand."""
     if not isinstance(x, torch.Tensor) or isinstance(x, UnifiedTensor):
         return x
@@ -360,7 +379,7 @@ def _settle(x: Any, place: Placement, operands: Sequence[torch.Tensor]) -> Any:
             buffer = HostBuffer.allocate(nbytes, pin="lazily")
             x, result = _typed(buffer, x.shape, x.dtype), x
             as_integers(x).copy_(as_integers(result.resolve_conj().resolve_neg()))
-    return _over(x, buffer, "host", None)
+    return _over(x, UnifiedState(buffer))
 
 
 def _compute_on(
@@ -379,7 +398,7 @@ def _compute_on(
         if x.device.type == "cpu" and x.dim() == 0 and not isinstance(x, UnifiedTensor):
             return x
         if x.device.type != "cpu" and device.type != "cpu":
-            return x  # on another GPU: torch tells of it
+            return x  # on another GPU: torch raises
         if id(x) not in moved:
             # A tensor made in inference mode does not count its changes.
             with contextlib.ExitStack() as stack:
@@ -423,12 +442,12 @@ def _index_select(
     if not index.is_cuda:
         rows = torch.index_select(source, dim, index, out=out)
         return rows if out is not None else _placed_on_cpu(input, rows)
-    if source.dim() == 0 or index.dim() != 1 or index.dtype not in (torch.int32, torch.int64):
+    if source.dim() == 0 or index.dim() != 1 or not are_row_ids(index):
         raise ArgumentTypeError(
             "index: expected int32 or int64 [n] for a tensor with dimensions, "
             f"got {index.dtype} {list(index.shape)} for one of shape {list(source.shape)}"
         )
-    if dim in (0, -source.dim()):
+    if is_row_dim(source, dim):
         return rows_to_gpu(source, input.host_buffer, index, out)
     here = torch.index_select(source, dim, index.cpu()).to(index.device)
     return here if out is None else out.copy_(here)
@@ -455,11 +474,8 @@ def _set_item(u: torch.Tensor, index: Any, value: Any) -> Any:
 
 
 _SPECIAL: dict[Callable[..., Any], Callable[..., Any]] = {
-    torch.Tensor.__getitem__: _get_item,
+    **row_functions(get_item=_get_item, index_select=_index_select, embedding=_embedding),
     torch.Tensor.__setitem__: _set_item,
-    torch.Tensor.index_select: _index_select,
-    torch.index_select: _index_select,
-    torch.nn.functional.embedding: _embedding,
 }
 
 
@@ -467,7 +483,7 @@ def _placed_on_cpu(u: UnifiedTensor, result: torch.Tensor) -> torch.Tensor:
     """Return rows, or a view, of `u` as what a CPU index gives."""
     if _address(result) == _address(u):
         return _like(result, u)
-    return result if u._affinity == "device" else _over(result, None, "host", None)
+    return result if u.affinity == "device" else _over(result, UnifiedState())
 
 
 # Other processes, files and copies.
@@ -478,20 +494,20 @@ def _restore(
 ) -> UnifiedTensor:
     """Make a unified tensor of what was pickled, saved or is copied."""
     u = unified(t)
-    # As it was, though this process may have no such GPU: its use tells of that, not its reading.
-    u._affinity, u._gpu = affinity, gpu
+    # As it was, though this process may have no such GPU: its use raises, not its reading.
+    u.unified_state = replace(u.unified_state, affinity=affinity, gpu=gpu)
     u.requires_grad_(requires_grad)
     return u
 
 
 def _pass_on(u: UnifiedTensor) -> tuple[Any, ...]:
     """Send a tensor to another process: its buffer's memory, or as torch does."""
-    t, buffer = _plain(u), u.host_buffer
+    t, buffer, state = _plain(u), u.host_buffer, u.unified_state
     if buffer is None or (t.requires_grad and not t.is_leaf):
         reduced = reduce_tensor(t)  # type: ignore[no-untyped-call]
-        return _receive_ordinary, (reduced, u._affinity, u._gpu)
+        return _receive_ordinary, (reduced, state.affinity, state.gpu)
     place = (t.storage_offset(), t.shape, t.stride())
-    return _receive, (buffer, t.dtype, place, t.requires_grad, u._affinity, u._gpu)
+    return _receive, (buffer, t.dtype, place, t.requires_grad, state.affinity, state.gpu)
 
 
 def _receive(
@@ -504,7 +520,7 @@ def _receive(
 ) -> UnifiedTensor:
     offset, shape, stride = place
     t = torch.empty(0, dtype=dtype).set_(buffer.tensor.untyped_storage(), offset, shape, stride)
-    return _over(t.requires_grad_(requires_grad), buffer, affinity, gpu)
+    return _over(t.requires_grad_(requires_grad), UnifiedState(buffer, affinity, gpu))
 
 
 def _receive_ordinary(
@@ -513,7 +529,7 @@ def _receive_ordinary(
     gpu: torch.device | None,
 ) -> UnifiedTensor:
     rebuild, args = reduced
-    return _over(rebuild(*args), None, affinity, gpu)
+    return _over(rebuild(*args), UnifiedState(None, affinity, gpu))
 
 
 ForkingPickler.register(UnifiedTensor, _pass_on)

@@ -25,8 +25,8 @@ from bitslab.offload import (
     Keep,
     OffloadReport,
     PackedWeights,
+    ParameterRef,
     Predicate,
-    Slot,
     Unit,
     WeightPacker,
     attach_weights,
@@ -50,16 +50,16 @@ def compress_offloaded(
     codec: CodecName = "auto",
     progress: ProgressFunction | bool | None = None,
 ) -> OffloadReport:
-    """Pack what accelerate has offloaded of a model, and let it stream from then on.
+    """Pack what accelerate has offloaded of a model, and stream it from then on.
 
     Weights that ``device_map=`` (or `cpu_offload`, `disk_offload`, `dispatch_model`) has put into
     host memory or on disk are packed one layer after the other, and accelerate's hooks that would
-    fetch them are taken off. Modules that are on a device stay where they are.
+    fetch them are taken off. Modules that are on a device are left there.
 
     Parameters
     ----------
     model : torch.nn.Module
-        A dispatched model; changed in place. Raw weights in host memory are given up as they are
+        A dispatched model; changed in place. Raw weights in host memory are freed as they are
         packed. A folder of weights on disk is read, and left as it is.
     keep, disk, depth, sm_budget, min_bytes, codec, progress
         As for `bitslab.offload.offload_weights`, for the offloaded parts.
@@ -107,7 +107,7 @@ def compress_offloaded(
     try:
         units = cut_units(model, lambda name, _: name in by_name)
         tiers = choose_tiers(units, keep, min_bytes)
-        streamed, resident = split_units(units, tiers)
+        streamed, on_device = split_units(units, tiers)
         names, aliases = stored_names(streamed)
         rest = _loaded_rest(tensors, streamed, device)
         packer = WeightPacker(names, codec=codec, disk=disk, aliases=aliases)
@@ -126,12 +126,12 @@ def compress_offloaded(
                 move_rest=False,
             )
         except BaseException:
-            _give_back(freed, PackedWeights(packer.take()) if weights is None else weights)
+            _return_freed(freed, PackedWeights(packer.take()) if weights is None else weights)
             packer.abandon()
             raise
     except BaseException:
-        for slot, parameter in originals:
-            slot.put(parameter)
+        for ref, parameter in originals:
+            ref.put(parameter)
         raise
     for tensor, value in rest:
         places = tensor.module._buffers if tensor.is_buffer else tensor.module._parameters
@@ -139,7 +139,7 @@ def compress_offloaded(
     remove_offloading(model)
     allow_moves(model, device)
     attached = streamed_model(model)
-    attached.add_resident(resident)
+    attached.add_on_device(on_device)
     return attached.report()
 
 
@@ -205,9 +205,9 @@ def restore(model: nn.Module, device: torch.device | str | None = None) -> None:
     Parameters
     ----------
     model : torch.nn.Module
-        A model whose weights stream. What stayed on devices stays there.
+        A model whose weights stream. What is on a device already is left there.
     device : torch.device or str, optional
-        Where the parameters are wanted, if elsewhere.
+        Another device for the parameters.
 
     Raises
     ------
@@ -218,10 +218,10 @@ def restore(model: nn.Module, device: torch.device | str | None = None) -> None:
     attached.restore(attached.device if device is None else checked_device(device))
 
 
-def _tie(tensors: Iterable[OffloadedTensor]) -> list[tuple[Slot, torch.Tensor]]:
-    """Put one meta parameter into all places of a tied weight; return what was there.
+def _tie(tensors: Iterable[OffloadedTensor]) -> list[tuple[ParameterRef, torch.Tensor]]:
+    """Share one meta parameter among all names of a tied weight; return the replaced ones.
 
-    accelerate gives every place a meta parameter of its own; the weights themselves, where they are
+    accelerate gives every name a meta parameter of its own; the weights themselves, where they are
     in memory, are one tensor still.
     """
     first: dict[tuple[int, tuple[int, ...], torch.dtype], torch.Tensor] = {}
@@ -229,14 +229,14 @@ def _tie(tensors: Iterable[OffloadedTensor]) -> list[tuple[Slot, torch.Tensor]]:
     for tensor in tensors:
         if tensor.is_buffer or not tensor.in_memory:
             continue
-        slot = Slot(tensor.module, tensor.attribute, tensor.name)
-        value, parameter = tensor.value(), slot.get()
+        ref = ParameterRef(tensor.module, tensor.attribute, tensor.name)
+        value, parameter = tensor.value(), ref.get()
         if parameter is None or value.numel() == 0:
             continue
         shared = first.setdefault((value.data_ptr(), value.shape, value.dtype), parameter)
         if shared is not parameter:
-            originals.append((slot, parameter))
-            slot.put(shared)
+            originals.append((ref, parameter))
+            ref.put(shared)
     return originals
 
 
@@ -248,34 +248,34 @@ def _pack(
     freed: list[tuple[OffloadedTensor, str]],
     progress: ProgressFunction | bool | None,
 ) -> None:
-    """Pack unit by unit, giving up the raw weights of complete units."""
+    """Pack unit by unit, and free the raw weights of complete units."""
     units = list(units)
-    total = sum(p.nbytes for u in units for s in u.slots if (p := s.get()) is not None)
+    total = sum(p.nbytes for u in units for s in u.refs if (p := s.get()) is not None)
     further: dict[str, list[str]] = {}
     for alias, name in aliases.items():
         further.setdefault(name, []).append(alias)
     with Progress("packing weights", total, progress) as bar:
         for unit in units:
             complete = []
-            for slot in unit.slots:
-                parameter = slot.get()
-                if slot.name not in aliases:
-                    packer.add(slot.name, by_name[slot.name].value())
-                    complete.append(slot.name)
+            for ref in unit.refs:
+                parameter = ref.get()
+                if ref.name not in aliases:
+                    packer.add(ref.name, by_name[ref.name].value())
+                    complete.append(ref.name)
                 bar.advance(0 if parameter is None else parameter.nbytes)
             for name in complete:
-                for place in (name, *further.get(name, ())):
-                    if by_name[place].give_up():
-                        freed.append((by_name[place], name))
+                for tied in (name, *further.get(name, ())):
+                    if by_name[tied].release():
+                        freed.append((by_name[tied], name))
 
 
-def _give_back(freed: list[tuple[OffloadedTensor, str]], held: PackedWeights) -> None:
-    """Put the weights that were given up back, decoded, for accelerate to go on with."""
+def _return_freed(freed: list[tuple[OffloadedTensor, str]], held: PackedWeights) -> None:
+    """Give accelerate's maps the freed weights back, decoded."""
     restored: dict[str, torch.Tensor] = {}
     for tensor, name in freed:
         if name not in restored:
             restored[name] = held.read(name)
-        tensor.give_back(restored[name])
+        tensor.put_back(restored[name])
     held.close()
 
 
@@ -283,7 +283,7 @@ def _loaded_rest(
     tensors: Iterable[OffloadedTensor], streamed: Iterable[Unit], device: torch.device
 ) -> list[tuple[OffloadedTensor, torch.Tensor]]:
     """Return offloaded tensors that are not packed (buffers, small ones) on the device."""
-    packed = {slot.name for unit in streamed for slot in unit.slots}
+    packed = {ref.name for unit in streamed for ref in unit.refs}
     loaded: dict[int, nn.Parameter] = {}
     rest: list[tuple[OffloadedTensor, torch.Tensor]] = []
     for tensor in tensors:

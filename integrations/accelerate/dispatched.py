@@ -1,4 +1,4 @@
-"""What accelerate's hooks hold of a dispatched model: the offloaded weights, and where they run."""
+"""The offloaded weights that accelerate's hooks hold of a dispatched model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import nn
 from bitslab.errors import ArgumentError
 from bitslab.offload import OffloadedModel, find_offloaded
 
-#: What accelerate puts beside a module's own attributes.
+#: Methods that accelerate sets on a model with offloaded parts.
 _METHODS = ("to", "cuda", "npu", "xpu", "mlu", "sdaa", "musa", "neuron")
 
 
@@ -57,23 +57,23 @@ class OffloadedTensor:
     @property
     def in_memory(self) -> bool:
         """Whether a dict in host memory holds it, not a file."""
-        found, key = self._home()
+        found, key = self._owner()
         return isinstance(found, dict) and key in found
 
-    def give_up(self) -> bool:
+    def release(self) -> bool:
         """Take it out of the dict that holds it; False when it is in a file."""
         if not self.in_memory:
             return False
-        found, key = self._home()
+        found, key = self._owner()
         del found[key]
         return True
 
-    def give_back(self, value: torch.Tensor) -> None:
-        """Put it into the dict again that it was taken out of."""
-        found, key = self._home()
+    def put_back(self, value: torch.Tensor) -> None:
+        """Put it back into the dict that it was taken out of."""
+        found, key = self._owner()
         found[key] = value
 
-    def _home(self) -> tuple[Any, str]:
+    def _owner(self) -> tuple[Any, str]:
         """Return the innermost mapping of the hook's map and the key there."""
         found: Any = self.weights
         key = self.key
@@ -86,7 +86,7 @@ class OffloadedTensor:
 
 
 def streamed_model(model: nn.Module) -> OffloadedModel:
-    """Return what streams the weights of a model.
+    """Return the `OffloadedModel` of a model.
 
     Raises
     ------
@@ -175,7 +175,7 @@ def device_of(device: Any) -> torch.device:
 
 
 def remove_offloading(model: nn.Module) -> None:
-    """Take the hooks that offload weights off a model; others stay.
+    """Remove the hooks that offload weights from a model, and no others.
 
     Not by accelerate's own function, which loads the raw weights first.
     """

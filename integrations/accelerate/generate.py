@@ -2,7 +2,7 @@
 
 FlexGen (ICML'23, section 4.2) computes a block of batches layer by layer, so that a layer's weights
 cross once for all of them. Here each batch runs an unmodified ``model.generate`` in a thread of its
-own. One thread runs at a time; whenever it is about to enter a unit of the streamed weights it
+own. One thread runs at a time; when it is about to enter a unit of the streamed weights it
 hands over, and those that wait for the same unit go first.
 """
 
@@ -23,7 +23,7 @@ from bitslab.integrations.accelerate.dispatched import streamed_model
 from bitslab.offload import OffloadedModel
 
 THREAD_NAME = "bitslab-generate"
-#: What would be one object for all batches, which each of them changes.
+#: Arguments that every batch changes, so that they cannot be shared.
 _OWN = ("past_key_values", "streamer", "assistant_model", "negative_prompt_ids")
 
 
@@ -34,7 +34,7 @@ def generate_blocks(
     seeds: int | Sequence[int] | None = None,
     **kwargs: Any,
 ) -> list[Any]:
-    """Let several batches generate together, one transfer of each layer serving them all.
+    """Generate for several batches together, with one transfer of each layer for all of them.
 
     Parameters
     ----------
@@ -133,7 +133,7 @@ class _Batch:
     Parameters
     ----------
     number : int
-        Its place among the batches.
+        Its index among the batches.
     seed : int or None
         Seed of its random numbers.
     call : callable
@@ -185,7 +185,7 @@ class _Schedule:
         self._batches = batches
         self._change = threading.Condition()
         self._running: _Batch | None = None
-        self._held: str | None = None
+        self._held_unit: str | None = None
         self._failed = False
         self._local = threading.local()
 
@@ -205,7 +205,7 @@ class _Schedule:
                 name=f"{THREAD_NAME}-{batch.number}",
                 daemon=True,
             )
-        self._attached.set_turnstile(self._pass)
+        self._attached.set_enter_callback(self._on_enter)
         try:
             for batch in self._batches:
                 assert batch.thread is not None
@@ -222,7 +222,7 @@ class _Schedule:
             for batch in self._batches:
                 if batch.thread is not None and batch.thread.ident is not None:
                     batch.thread.join()
-            self._attached.set_turnstile(None)
+            self._attached.set_enter_callback(None)
             self._hold(None)
         for batch in self._batches:
             if batch.error is not None and not isinstance(batch.error, _Stopped):
@@ -237,7 +237,7 @@ class _Schedule:
             self._wait(batch)
             with modes.entered():
                 batch.result = batch.call()
-        except BaseException as error:  # told to the caller of `run`
+        except BaseException as error:  # raised by `run`
             batch.error = error
             with self._change:
                 self._failed = True
@@ -246,18 +246,18 @@ class _Schedule:
                 batch.done = True
                 self._choose()
 
-    def _pass(self, unit: str) -> None:
-        """Hand over before a unit is entered, and wait for the next turn."""
+    def _on_enter(self, unit: str) -> None:
+        """Enter callback: yield to another batch, and wait until this one is chosen again."""
         batch = getattr(self._local, "batch", None)
         if batch is None:
-            return  # a thread that is none of these
+            return  # a thread that this schedule does not run
         batch.random = _Random(self._attached.device)
         batch.unit = unit
         batch.entered += 1
         with self._change:
             self._choose()
         self._wait(batch)
-        if self._held != unit:
+        if self._held_unit != unit:
             self._hold(unit)
 
     def _wait(self, batch: _Batch) -> None:
@@ -271,24 +271,26 @@ class _Schedule:
     # Under the lock, or by the one that runs
 
     def _choose(self) -> None:
-        """Give the turn to a batch that waits for the present unit, or to the one furthest back."""
+        """Choose a batch that waits for the present unit, or else the one furthest behind."""
         waiting = [batch for batch in self._batches if not batch.done]
-        here = [batch for batch in waiting if batch.unit is not None and batch.unit == self._held]
+        here = [
+            batch for batch in waiting if batch.unit is not None and batch.unit == self._held_unit
+        ]
         self._running = min(here or waiting, key=lambda b: (b.entered, b.number), default=None)
         self._change.notify_all()
 
     def _hold(self, unit: str | None) -> None:
-        """Keep a unit on the device until another one is held."""
-        held, self._held = self._held, None
+        """Acquire a unit until another one is held; None releases the last."""
+        held, self._held_unit = self._held_unit, None
         if held is not None:
             self._attached.stream.release(held)
         if unit is not None:
             self._attached.stream.acquire(unit)
-        self._held = unit
+        self._held_unit = unit
 
 
 class _Modes:
-    """What torch keeps for each thread: carried over from the caller's.
+    """The thread-local modes of torch of the calling thread, to be entered in others.
 
     Parameters
     ----------
@@ -308,7 +310,7 @@ class _Modes:
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """Be in these modes."""
+        """Enter these modes."""
         with contextlib.ExitStack() as stack:
             if self._inference:
                 stack.enter_context(torch.inference_mode())

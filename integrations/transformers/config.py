@@ -54,18 +54,18 @@ class BitslabConfig(QuantizationConfigMixin):  # type: ignore[misc, unused-ignor
         uncompressed as far as there is room for all of them, packed otherwise. Not together with
         a `device_map` that divides the model.
     disk : str or os.PathLike, optional
-        File for packed weights, in place of host memory: for those that are streamed. It has to
-        stay as long as the model is used. One that bitslab wrote before is written anew; any other,
+        File for packed weights, instead of host memory: for those that are streamed. It must not be
+        removed while the model is used. One that bitslab wrote before is written anew; any other,
         and one that a model is using, in any process, is refused.
     depth : int, default 2
         Units that are fetched ahead of the one that computes.
     sm_budget : int or None, default 64
         Multiprocessors that decoding may use while a layer computes; all for None.
     min_bytes : int, optional
-        Units of fewer raw bytes stay on the device; 64 KiB when left out.
+        Units of fewer raw bytes are kept on the device; 64 KiB when left out.
     skip_modules : sequence of str, optional
-        Modules by name whose weights stay on the device uncompressed; a name stands for all
-        modules below it (``["lm_head", "model.layers.0"]``). What is tied to such a weight stays
+        Modules by name whose weights are kept on the device uncompressed; a name stands for all
+        modules below it (``["lm_head", "model.layers.0"]``). What is tied to such a weight is kept
         with it.
     progress : callable or bool, optional
         Called as ``progress(done_bytes, total_bytes)`` while weights are packed; True for a bar on
@@ -115,7 +115,7 @@ class BitslabConfig(QuantizationConfigMixin):  # type: ignore[misc, unused-ignor
 
     @property
     def progress(self) -> ProgressFunction | bool | None:
-        """What is told how far packing has come."""
+        """The function that is called with the progress of packing, or whether to show a bar."""
         return self._progress
 
     def to_dict(self) -> dict[str, Any]:

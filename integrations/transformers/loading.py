@@ -12,7 +12,7 @@ from bitslab.offload import DeviceImage, PackedUnit, PackedWeights, WeightPacker
 
 
 class WeightLoader:
-    """Takes the weights of a model one after the other and puts each where it is to lie.
+    """Packs the weights of a model one by one and moves each to where it is kept.
 
     Parameters
     ----------
@@ -27,13 +27,13 @@ class WeightLoader:
     sizes : mapping of str to int
         Raw bytes of every tensor in the model's dtype, for `progress`.
     progress : callable, bool or None
-        Told the raw bytes that were taken, and those of all tensors.
+        Called with the raw bytes that were taken, and those of all tensors.
 
     Notes
     -----
     A unit's tensors are packed one by one as they come, and its packed form is put together when
-    the last one is there. Beside what is packed, memory is needed for one raw tensor and for the
-    packed tensors of units that are not complete.
+    the last one is there. In addition to what is packed, memory is needed for one raw tensor and
+    the packed tensors of units that are not complete.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class WeightLoader:
         progress: ProgressFunction | bool | None,
     ) -> None:
         self._order = list(units)
-        self._homes = {name: unit for unit, names in units.items() for name in names}
+        self._unit_of = {name: unit for unit, names in units.items() for name in names}
         self.places = dict(places)
         self.device = device
         chosen = {
@@ -55,28 +55,28 @@ class WeightLoader:
             for place in ("packed", "host")
         }
         self._streamed = WeightPacker(chosen["host"], disk=disk if chosen["host"] else None)
-        self._resident = WeightPacker(chosen["packed"])
+        self._packed_on_device = WeightPacker(chosen["packed"])
         self._on_device: dict[str, PackedUnit] = {}
         self._taken: set[str] = set()
         self._sizes = dict(sizes)
         self._progress = Progress("compressing weights", sum(self._sizes.values()), progress)
-        # transformers may give loading up without a word; neither a half-written file nor a bar on
-        # the terminal is to stay.
-        weakref.finalize(self, _abandon, self._progress, self._streamed, self._resident)
+        # transformers may abort loading without notice; neither a half-written file nor a bar on
+        # the terminal may be left.
+        weakref.finalize(self, _abandon, self._progress, self._streamed, self._packed_on_device)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._homes
+        return name in self._unit_of
 
     def is_packed(self, name: str) -> bool:
-        """Say whether a tensor is one that is packed."""
-        return name in self._homes and self.places[self._homes[name]] != "device"
+        """Return whether a tensor is one that is packed."""
+        return name in self._unit_of and self.places[self._unit_of[name]] != "device"
 
     def missing(self) -> list[str]:
         """Return the names that were not added yet."""
-        return [name for name in self._homes if name not in self._taken]
+        return [name for name in self._unit_of if name not in self._taken]
 
     def add(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Take a tensor and return what stands for it in the model until `finish`.
+        """Take a tensor and return what replaces it in the model until `finish`.
 
         Parameters
         ----------
@@ -97,16 +97,16 @@ class WeightLoader:
         OSError
             When the file cannot be written.
         """
-        place = self.places[self._homes[name]]
+        place = self.places[self._unit_of[name]]
         if place == "device":
             held = tensor.to(self.device)
             self._took(name)
             return held
         if place == "host":
             self._streamed.add(name, tensor)
-        elif self._resident.add(name, tensor):
+        elif self._packed_on_device.add(name, tensor):
             # At once, so that host memory holds one packed unit of those that lie on the device.
-            for unit, packed in self._resident.take().items():
+            for unit, packed in self._packed_on_device.take().items():
                 image = DeviceImage(packed.image.tensor().to(self.device))
                 packed.image.close()
                 self._on_device[unit] = PackedUnit(image, packed.records)
@@ -136,7 +136,7 @@ class WeightLoader:
             When tensors are missing.
         """
         streamed = self._streamed.finish()
-        self._resident.abandon()
+        self._packed_on_device.abandon()
         self._progress.__exit__(None, None, None)
         units = {unit: streamed.unit(unit) for unit in streamed.units} | self._on_device
         ordered = {unit: units[unit] for unit in self._order if unit in units}
@@ -147,8 +147,8 @@ class WeightLoader:
         return PackedWeights(ordered, aliases, streamed.path)
 
     def abandon(self) -> None:
-        """Give everything up."""
-        _abandon(self._progress, self._streamed, self._resident)
+        """Release all memory and remove the file."""
+        _abandon(self._progress, self._streamed, self._packed_on_device)
         self._on_device.clear()
 
 
@@ -159,33 +159,33 @@ def _abandon(progress: Progress, *packers: WeightPacker) -> None:
 
 
 def representatives(
-    tied: Mapping[str, str], arriving: Iterable[str]
+    tied: Mapping[str, str], in_checkpoint: Iterable[str]
 ) -> tuple[dict[str, str], set[str]]:
-    """Say under which name tied weights are packed.
+    """Return the name that each tied weight is packed under.
 
     Parameters
     ----------
     tied : mapping of str to str
         Names of parameters to the one that they are tied to, as transformers has them.
-    arriving : iterable of str
+    in_checkpoint : iterable of str
         Names that the checkpoint has.
 
     Returns
     -------
     aliases : dict of str to str
-        The other names of a tied weight to the one that it is packed under: one that arrives.
+        The other names of a tied weight to the one that it is packed under: one in the checkpoint.
     together : set of str
-        All names of weights of which several arrive. Only when they are all there it can be said
-        whether they are the same, so they are packed last.
+        All names of weights of which the checkpoint has several. Whether they are equal is known
+        when all are read, so they are packed last.
     """
-    arriving = set(arriving)
+    in_checkpoint = set(in_checkpoint)
     groups: dict[str, list[str]] = {}
     for target, source in tied.items():
         groups.setdefault(source, [source]).append(target)
     aliases: dict[str, str] = {}
     together: set[str] = set()
     for names in groups.values():
-        there = [name for name in names if name in arriving]
+        there = [name for name in names if name in in_checkpoint]
         kept = there[0] if there else names[0]
         aliases |= {name: kept for name in names if name != kept}
         if len(there) != 1:

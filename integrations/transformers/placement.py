@@ -1,4 +1,4 @@
-"""Where units of weights lie: what a device map means for a model that runs on one device."""
+"""Placement of units by a device map, for a model that runs on one device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Place = Any
 
 
 def is_gpu(place: Place) -> bool:
-    """Say whether a value of a device map is a GPU."""
+    """Return whether a value of a device map is a GPU."""
     if isinstance(place, int):
         return True
     return str(place) not in ("cpu", "disk")

@@ -37,7 +37,7 @@ from bitslab.offload import (
     choose_tiers,
     cut_units,
     deferred_state_dict,
-    move_residents,
+    move_unpacked,
     restore_weights,
 )
 
@@ -78,12 +78,12 @@ class LoadReport:
 
 @dataclass
 class _Plan:
-    """What a device map became: the caller's own, or the one that transformers planned."""
+    """The device map: the caller's own, or the one that transformers planned."""
 
     device_map: dict[str, Any] | None = None
     asked_for: str | None = None  # "auto" and the like, until it is planned
     budget: dict[Any, float] = field(default_factory=dict)
-    gpu: Any = None  # that it was planned for; the model runs there even if no unit stays there
+    gpu: Any = None  # that it was planned for; the model runs there even if it holds no unit
 
     @property
     def divides(self) -> bool:
@@ -103,13 +103,13 @@ class BitslabQuantizer(HfQuantizer):  # type: ignore[misc, unused-ignore]
     Notes
     -----
     Weights come one by one, sorted by name, on the CPU. Each is packed at once and the model gets
-    a tensor without data in its place, so that beside the packed weights memory is needed for the
-    largest unit. A tied weight that the checkpoint has several times is packed last, when it is
+    a tensor without data instead, so that in addition to the packed weights memory is needed for
+    the largest unit. A tied weight that the checkpoint has several times is packed last, when it is
     known whether its copies are the same.
 
-    The checkpoint stays what it is: `save_pretrained` writes the plain weights, the same bytes as
-    for the plain model, and a ``config.json`` that does not name this method. Beside the packed
-    weights it needs memory for one shard (its ``max_shard_size``), and for weights that
+    The checkpoint is not changed: `save_pretrained` writes the plain weights, the same bytes as
+    for the plain model, and a ``config.json`` that does not name this method. In addition to the
+    packed weights it needs memory for one shard (its ``max_shard_size``), and for weights that
     transformers stores in another form than it computes with. How weights are kept
     is a matter of the machine that loads them, and a configuration that names it would keep all
     who do not have bitslab from loading the file. A ``config.json`` that has
@@ -130,19 +130,19 @@ class BitslabQuantizer(HfQuantizer):  # type: ignore[misc, unused-ignore]
         self._files: Sequence[str] | None = None
         self._units: dict[str, list[str]] = {}
         self._sizes: SizeEstimate | None = None
-        self._arriving: set[str] = set()
+        self._in_checkpoint: set[str] = set()
         self._misshapen: set[str] = set()
-        self._staying: set[str] = set()
+        self._skipped: set[str] = set()
         self._loader: WeightLoader | None = None
         self._together: set[str] = set()
         self._aliases: dict[str, str] = {}
         self._failure: Exception | None = None
         self._planned_bytes: int | None = None
 
-    # What transformers asks of the caller's arguments
+    # Called by transformers with the caller's arguments
 
     def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Note the dtype that weights are loaded in; nothing that comes later is told of it."""
+        """Record the dtype that weights are loaded in: transformers passes it nowhere else."""
         self._dtype = dtype
         return dtype
 
@@ -151,14 +151,14 @@ class BitslabQuantizer(HfQuantizer):  # type: ignore[misc, unused-ignore]
         if self._plan.asked_for is None or not isinstance(device_map, dict):
             return
         self._plan.device_map = dict(device_map)
-        # Weights come to the CPU, from where they go to their places packed. The map is changed in
-        # place because it is the one that transformers loads by, and dispatches with accelerate's
+        # Weights are loaded to the CPU, packed, and moved from there. The map is changed in place
+        # because it is the one that transformers loads by, and dispatches with accelerate's
         # hooks by, which these weights do not need.
         device_map.clear()
         device_map[""] = "cpu"
 
     def update_device_map(self, device_map: Any) -> Any:
-        """Note a device map; transformers plans one for "auto" and the like."""
+        """Record a device map; transformers plans one for "auto" and the like."""
         if isinstance(device_map, str):
             self._plan.asked_for = device_map
             if self.config.keep is not None:
@@ -193,7 +193,7 @@ class BitslabQuantizer(HfQuantizer):  # type: ignore[misc, unused-ignore]
             for gpu in gpus:
                 if gpu != chosen:
                     del max_memory[gpu]
-            # The planner leaves room for the largest module beside what it places.
+            # The planner leaves room for the largest module in addition to what it places.
             if chosen is not None and self._raw_bytes() + self._largest() > max_memory[chosen]:
                 max_memory[chosen] = max(0, max_memory[chosen] - self._working_bytes())
         self._plan.budget = dict(max_memory)
@@ -233,21 +233,21 @@ class BitslabQuantizer(HfQuantizer):  # type: ignore[misc, unused-ignore]
                     "model.named_modules()"
                 )
         for pair in _tied(model).items():
-            # What is tied to a weight that stays is that weight, and stays.
+            # What is tied to a skipped weight is that weight, and skipped.
             if any(map(self._is_skipped, pair)):
-                self._staying.update(pair)
+                self._skipped.update(pair)
         units = cut_units(model, lambda name, parameter: not self._is_skipped(name))
-        self._units = {unit.name: [slot.name for slot in unit.slots] for unit in units}
+        self._units = {unit.name: [ref.name for ref in unit.refs] for unit in units}
         if not isinstance(self.config.keep, str):
             choose_tiers(units, self.config.keep, 0)  # refuses units that there are not
         return model
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
-        """Say whether a parameter is taken as it is read."""
+        """Return whether a parameter is packed as it is read."""
         # Nothing more after loading: adapters that are loaded on top have this quantizer too.
         if param_name in self._misshapen or self._model is None:
             return False
-        self._arriving.add(param_name)
+        self._in_checkpoint.add(param_name)
         try:
             parameter = model.get_parameter(param_name)
         except AttributeError:  # a buffer
@@ -256,11 +256,11 @@ class BitslabQuantizer(HfQuantizer):  # type: ignore[misc, unused-ignore]
         return bool(parameter.dtype == self._dtype)
 
     def get_quantize_ops(self) -> _Pack:
-        """Return what takes a parameter."""
+        """Return the operation that packs a parameter."""
         return _Pack(self)
 
     def take(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Take a weight that was read; return what stands for it in the model."""
+        """Pack a weight that was read; return what replaces it in the model."""
         if self._failure is None:
             try:
                 return self._taken(name, tensor)
@@ -279,14 +279,14 @@ class BitslabQuantizer(HfQuantizer):  # type: ignore[misc, unused-ignore]
         if name not in self._loader or name in self._together:
             return tensor
         if tensor.shape != self._model.get_parameter(name).shape:
-            # transformers tells of it, or makes a new one, as it does for a plain model.
+            # transformers reports it, or makes a new one, as it does for a plain model.
             self._misshapen.add(name)
             return tensor
         return self._loader.add(name, tensor)
 
     def _begin(self) -> None:
-        """Decide where everything goes, as soon as it is known which weights the file has."""
-        self._aliases, self._together = representatives(_tied(self._model), self._arriving)
+        """Place all units, once it is known which weights the checkpoint has."""
+        self._aliases, self._together = representatives(_tied(self._model), self._in_checkpoint)
         stored = {
             unit: [name for name in names if name not in self._aliases]
             for unit, names in self._units.items()
@@ -314,7 +314,7 @@ class BitslabQuantizer(HfQuantizer):  # type: ignore[misc, unused-ignore]
         return checked_device(execution_device(self._plan.device_map, asked))
 
     def _progress(self) -> ProgressFunction | bool | None:
-        """Return what is told of packing; no second bar beside that of transformers."""
+        """Return the progress option of packing; False where transformers shows a bar already."""
         if self.config.progress is None and is_progress_bar_enabled():
             return False
         return self.config.progress
@@ -328,7 +328,7 @@ class BitslabQuantizer(HfQuantizer):  # type: ignore[misc, unused-ignore]
             keep = self._stored_places(units, keep)
         least = MIN_UNIT_BYTES if self.config.min_bytes is None else self.config.min_bytes
         cut = [
-            Unit(u.name, u.module, [slot for slot in u.slots if slot.name in units[u.name]])
+            Unit(u.name, u.module, [ref for ref in u.refs if ref.name in units[u.name]])
             for u in cut_units(self._model)
             if u.name in units
         ]
@@ -337,12 +337,12 @@ class BitslabQuantizer(HfQuantizer):  # type: ignore[misc, unused-ignore]
     def _stored_places(
         self, units: Mapping[str, Sequence[str]], keep: Mapping[str, str]
     ) -> dict[str, str]:
-        """Return the places of units that hold tensors; one that is tied to another names that."""
-        homes = {name: unit for unit, names in units.items() for name in names}
+        """Return the places of units that store tensors, also when given for a unit tied to one."""
+        unit_of = {name: unit for unit, names in units.items() for name in names}
         found = {unit: place for unit, place in keep.items() if unit in units}
         for unit in keep.keys() - found.keys():
             for name in self._units[unit]:
-                found.setdefault(homes[self._aliases[name]], keep[unit])
+                found.setdefault(unit_of[self._aliases[name]], keep[unit])
         return found
 
     def _planned_places(
@@ -361,11 +361,11 @@ class BitslabQuantizer(HfQuantizer):  # type: ignore[misc, unused-ignore]
                 "the first); BitslabConfig(disk=FILE) says in which file, or max_memory gives the "
                 "CPU more"
             )
-        resident = [unit for unit, place in planned.items() if place == "gpu"]
+        on_gpu = [unit for unit, place in planned.items() if place == "gpu"]
         packed = {u: self._packed_bytes(names) for u, names in units.items()}
-        unpacked = unpack_while_room(resident, raw, packed, self._room(device))
+        unpacked = unpack_while_room(on_gpu, raw, packed, self._room(device))
         return {
-            unit: "host" if unit not in resident else "device" if unit in unpacked else "packed"
+            unit: "host" if unit not in on_gpu else "device" if unit in unpacked else "packed"
             for unit in units
         }
 
@@ -417,17 +417,17 @@ class BitslabQuantizer(HfQuantizer):  # type: ignore[misc, unused-ignore]
                 weights.close()
                 raise
         else:
-            move_residents(model, loader.device)
+            move_unpacked(model, loader.device)
         self._model = self._loader = None
         return model
 
     def _packed(self, model: Any, loader: WeightLoader) -> PackedWeights:
-        """Pack what is left, and say what is tied, now that the model is complete."""
+        """Pack what is left, and find what is tied, now that the model is complete."""
         aliases: dict[str, str] = {}
         untied: dict[str, torch.Tensor] = {}
         for name, kept in self._aliases.items():
             own = model.get_parameter(name)
-            if name in self._staying:
+            if name in self._skipped:
                 continue
             if own is not model.get_parameter(kept):
                 untied[name] = own.detach()
@@ -458,7 +458,7 @@ class BitslabQuantizer(HfQuantizer):  # type: ignore[misc, unused-ignore]
         self.remove_quantization_config(model)  # type: ignore[no-untyped-call, unused-ignore]
         return model if dtype is None else model.to(dtype)
 
-    # What transformers asks of the loaded model
+    # Called by transformers on the loaded model
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return what `save_pretrained` writes: weights that are decoded shard by shard."""
@@ -487,7 +487,7 @@ class BitslabQuantizer(HfQuantizer):  # type: ignore[misc, unused-ignore]
 
     def _is_skipped(self, name: str) -> bool:
         skipped = self.config.skip_modules or ()
-        return name in self._staying or any(
+        return name in self._skipped or any(
             not module or f"{name}.".startswith(f"{module}.") for module in skipped
         )
 
@@ -508,7 +508,7 @@ class BitslabQuantizer(HfQuantizer):  # type: ignore[misc, unused-ignore]
         return found
 
     def _working_bytes(self) -> float:
-        """Return what streaming needs on a device: two decoded units, and those on their way."""
+        """Return what streaming needs on a device: two decoded units, and packed ones in flight."""
         sizes = self._raw_sizes()
         raw = max((sum(sizes[n] for n in names) for names in self._units.values()), default=0)
         return 2 * raw + (self.config.depth + 1) * self._largest()
@@ -519,7 +519,7 @@ class BitslabQuantizer(HfQuantizer):  # type: ignore[misc, unused-ignore]
 
 
 class _Pack(ConversionOps):  # type: ignore[misc, unused-ignore]
-    """The last operation on a weight that was read: hand it over."""
+    """The last operation on a weight that was read: the quantizer packs it."""
 
     def __init__(self, quantizer: BitslabQuantizer) -> None:
         self._quantizer = quantizer
@@ -531,7 +531,7 @@ class _Pack(ConversionOps):  # type: ignore[misc, unused-ignore]
         target_patterns: list[str] | None = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """Pack the tensors of one or several parameters; return what stands for them."""
+        """Pack the tensors of one or several parameters; return what replaces them."""
         found = {}
         for name, value in input_dict.items():
             tensor = value[0] if isinstance(value, list) else value

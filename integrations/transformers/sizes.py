@@ -47,7 +47,6 @@ class SizeEstimate:
     shares: dict[str, float] = field(default_factory=dict)
     mean: float = 1.0
     source: str = ""
-    _by_end: dict[str, float] = field(default_factory=dict, repr=False)
 
     def share(self, name: str) -> float:
         """Return packed over raw bytes of a parameter, at most 1.
@@ -60,7 +59,8 @@ class SizeEstimate:
         kind = kind_of(name)
         found = self.shares.get(kind)
         if found is None:
-            found = self._by_end.get(_end(kind), self.mean)
+            ends = [share for other, share in self.shares.items() if _end(other) == _end(kind)]
+            found = sum(ends) / len(ends) if ends else self.mean
         return min(1.0, found * MARGIN)
 
 
@@ -94,10 +94,6 @@ def estimate(files: Sequence[str] | None, dtype: torch.dtype) -> SizeEstimate:
         raw_bytes += sample.nbytes
         expected += count * found.shares[kind]
         numbers += count
-    ends: dict[str, list[float]] = defaultdict(list)
-    for kind, share in found.shares.items():
-        ends[_end(kind)].append(share)
-    found._by_end = {end: sum(shares) / len(shares) for end, shares in ends.items()}
     if numbers:
         found.mean = expected / numbers
         found.source = (

@@ -47,7 +47,7 @@ class TwinFinder:
         to = np.empty(0, np.int64) if wanted is None else wanted.numpy()
         slots.claim_slots(ids.numpy(), self.n_rows, self.slot_of, to, self.claims)
 
-    def give(self, ids, to, tally, number, *, uses=None, first=0, told=0):
+    def give(self, ids, to, tally, number, *, uses=None, first=0, miss_count=0):
         count = np.zeros(1, np.int64)
         slots.give_slots(
             ids.numpy(),
@@ -64,8 +64,8 @@ class TwinFinder:
             count,
             self.claims,
         )
-        if told:
-            ctypes.c_int64.from_address(told).value = int(count[0])
+        if miss_count:
+            ctypes.c_int64.from_address(miss_count).value = int(count[0])
 
 
 @contextlib.contextmanager

@@ -193,10 +193,10 @@ class Behind:
         self.told: list[tuple[int, torch.Tensor]] = []
         give = SlotFinder.give
 
-        def later(finder, *arguments, told, **options):
+        def later(finder, *arguments, miss_count, **options):
             here = torch.zeros(1, dtype=torch.int64)
-            give(finder, *arguments, told=here.data_ptr(), **options)
-            self.told.append((told, here))
+            give(finder, *arguments, miss_count=here.data_ptr(), **options)
+            self.told.append((miss_count, here))
 
         monkeypatch.setattr(SlotFinder, "give", later)
 

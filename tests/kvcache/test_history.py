@@ -335,7 +335,7 @@ def test_an_era_is_read_before_its_first_block_has_come(
 def test_tokens_of_another_kind_after_memory_ran_out(monkeypatch: pytest.MonkeyPatch) -> None:
     packed = make()
     monkeypatch.setattr(host, "LARGE_BYTES", 0)
-    monkeypatch.setattr(host, "_available_bytes", lambda: 0)
+    monkeypatch.setattr(host, "available_bytes", lambda: 0)
     with pytest.raises(BitslabError, match="more of host memory"):
         packed.append(normal(2, 2, 100, 64))
     assert packed.length == 0
@@ -444,7 +444,7 @@ def test_host_memory_runs_out(monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = normal(1, 2, 300, 64)
     packed.append(tokens)
     monkeypatch.setattr(host, "LARGE_BYTES", 0)
-    monkeypatch.setattr(host, "_available_bytes", lambda: 1000)
+    monkeypatch.setattr(host, "available_bytes", lambda: 1000)
     more = normal(1, 2, 30_000, 64)
     with pytest.raises(BitslabError, match=r"\d+ bytes more of host memory are needed"):
         packed.append(more)
@@ -457,7 +457,7 @@ def test_host_memory_runs_out(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_less_memory_than_would_be_good_to_have(monkeypatch: pytest.MonkeyPatch) -> None:
     packed = make()
     monkeypatch.setattr(host, "LARGE_BYTES", 0)
-    monkeypatch.setattr(host, "_available_bytes", lambda: 100_000)
+    monkeypatch.setattr(host, "available_bytes", lambda: 100_000)
     tokens = normal(1, 2, 300, 64)
     packed.append(tokens)
     assert_same(packed, tokens)

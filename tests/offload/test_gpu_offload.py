@@ -365,7 +365,7 @@ def test_a_dropped_model_leaves_memory_that_is_used_again_alone(options, held_up
                 torch.cuda._sleep(SLEEP_CYCLES)
             model(x)  # its units, and those fetched ahead, wait behind that
         images = [stream.weights.unit(name).image for name in stream.weights.units]
-        own = [holder.buffer for holder in (*stream._slots, *engine._ring._stages)]
+        own = [held.data for held in stream._buffers] + [s.buffer for s in engine._ring._stages]
         own += [image.tensor() for image in images if image.tier == "device"]
         memory = [range(t.data_ptr(), t.data_ptr() + t.numel()) for t in own if t.numel()]
         gone = weakref.ref(engine)

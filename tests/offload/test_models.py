@@ -21,7 +21,7 @@ from bitslab.offload import (
     restore_weights,
 )
 from bitslab.offload.hooks import aligned
-from bitslab.offload.offload import move_residents
+from bitslab.offload.offload import move_unpacked
 from tests.helpers import same_bits
 from tests.offload.models import (
     Blocks,
@@ -410,7 +410,7 @@ def test_arguments_and_parameters_of_other_classes_are_moved_as_they_are():
 
     model = nn.Linear(2, 2, bias=False)
     model.weight = Own(torch.ones(2, 2))
-    move_residents(model, torch.device("meta"))
+    move_unpacked(model, torch.device("meta"))
     assert model.weight.is_meta and isinstance(model.weight, nn.Parameter)
     cache, there = object(), torch.ones(1)
     given = {"mask": torch.ones(1, device="meta"), "cache": cache, "pair": (there, 3)}

@@ -107,7 +107,7 @@ def test_packed_rows_of_a_cache_lie_beside_a_raw_table(variant, clusters, row_by
     cached = torch.arange(0, 45, 2)
     cache = guarded_cache(cache_of(case, packed, cached, slabs=3))
     cache = replace(cache, layout=case.layout, row_clusters=packed.row_clusters)
-    _, lengths, _ = cpu.row_places(packed, case.layout, cached)
+    _, lengths, _ = cpu.locate_rows(packed, case.layout, cached)
     assert (lengths > 0).any()
     # What a raw table says of itself: one byte a chunk, nothing packed.
     fmt = RowFormat(case.rows.shape[1], 1, 1, grouped=False, uniform=True)
@@ -144,7 +144,7 @@ def test_rows_in_place_longer_than_typical_are_fetched_on(grouped, uniform):
     variant = Variant("gather", 4, 3, grouped, uniform, 4)
     case = make_case(variant, n_rows=64, row_bytes=1024, seed=3)
     table = table_of(case, "inplace")
-    _, lengths, _ = cpu.row_places(table, case.layout, torch.arange(64))
+    _, lengths, _ = cpu.locate_rows(table, case.layout, torch.arange(64))
     packed = lengths[lengths > 0]
     assert len(packed.unique()) > 3
     for typical in (int(packed.min()), int(packed.median()), int(packed.max())):
@@ -164,7 +164,7 @@ def test_raw_rows_too_long_for_the_stage_are_read_where_they_are(kind, row_bytes
     )
     case.rows[::5] = torch.randint(0, 256, case.rows[::5].shape, dtype=torch.uint8)
     table = table_of(case, kind)
-    _, lengths, _ = cpu.row_places(table, case.layout, torch.arange(64))
+    _, lengths, _ = cpu.locate_rows(table, case.layout, torch.arange(64))
     assert (lengths == 0).any()
     for cached in (False, True):
         cache = guarded_cache(cache_of(case, table, torch.arange(0, 64, 2))) if cached else None
@@ -199,7 +199,7 @@ def test_raw_rows_outside_the_stage_lie_beside_short_packed_ones(plan, kind):
     case.rows = torch.from_numpy(rows.view(np.uint8).reshape(96, 1024).copy())
     case.rows[5::11] = torch.randint(0, 256, case.rows[5::11].shape, dtype=torch.uint8)
     table = table_of(case, kind)
-    _, lengths, _ = cpu.row_places(table, case.layout, torch.arange(96))
+    _, lengths, _ = cpu.locate_rows(table, case.layout, torch.arange(96))
     longest = int(lengths.max())
     assert (lengths == 0).sum() == 9
     assert chosen_shape(longest).slot_words < fmt.row_words + 4

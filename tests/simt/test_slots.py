@@ -45,18 +45,23 @@ class Cache:
     def kernels(self, ids, first, number, counts=True):
         wanted = guarded(torch.full((len(ids),), NO_ROW))
         slots = guarded(torch.empty(2, len(ids), dtype=torch.int64))
-        tally, told = guarded(torch.zeros(2, dtype=torch.int64)), guarded(torch.tensor([-1]))
+        hits_misses, misses = (
+            guarded(torch.zeros(2, dtype=torch.int64)),
+            guarded(torch.tensor([-1])),
+        )
         uses = self.uses if counts else None
         self.finder.claim(ids, wanted)
-        self.finder.give(ids, slots, tally, number, uses=uses, first=first, told=told.data_ptr())
+        self.finder.give(
+            ids, slots, hits_misses, number, uses=uses, first=first, miss_count=misses.data_ptr()
+        )
         assert torch.equal(slots[0], slots[1])
         assert self.claims.tolist() == [0, -1]
-        return wanted, slots[0], tally, told
+        return wanted, slots[0], hits_misses, misses
 
     def twins(self, ids, first, number, counts=True):
         wanted = torch.full((len(ids),), NO_ROW)
         slots, kept = torch.empty(2, len(ids), dtype=torch.int64)
-        tally, told = torch.zeros(2, dtype=torch.int64), torch.tensor([-1])
+        hits_misses, misses = torch.zeros(2, dtype=torch.int64), torch.tensor([-1])
         slot_of = NOTHING if self.whole else self.slot_of.numpy()
         twin.claim_slots(ids.numpy(), N_ROWS, slot_of, wanted.numpy(), self.claims.numpy())
         bad = twin.give_slots(
@@ -70,12 +75,12 @@ class Cache:
             number,
             self.uses.numpy() if counts else NOTHING,
             self.adds,
-            tally.numpy(),
-            told.numpy(),
+            hits_misses.numpy(),
+            misses.numpy(),
             self.claims.numpy(),
         )
         assert torch.equal(slots, kept)
-        return wanted, slots, tally, told, bad
+        return wanted, slots, hits_misses, misses, bad
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
@@ -90,18 +95,22 @@ def test_rows_without_a_slot_get_the_free_ones(seed, n, adds, dtype):
         ids = torch.randint(-3 if number == 8 else 0, N_ROWS, (n,), generator=generator).to(dtype)
         rows = ids.clamp(0).long()
         before = cache.slot_of.clone()
-        wanted, slots, tally, told = cache.kernels(ids, first, number)
+        wanted, slots, hits_misses, misses = cache.kernels(ids, first, number)
         missing = set(rows[before[rows] == NO_SLOT].tolist())
         count = len(missing)
         assert set(wanted[:count].tolist()) == missing
         assert wanted[count:].eq(NO_ROW).all()
-        assert tally.tolist() == [len(rows.unique()) - count, count] and told.tolist() == [count]
+        assert hits_misses.tolist() == [len(rows.unique()) - count, count] and misses.tolist() == [
+            count
+        ]
         assert torch.equal(cache.slot_of[wanted[:count]], torch.arange(first, first + count).int())
         assert torch.equal(slots, cache.slot_of[rows].long())
         there = before != NO_SLOT
         assert torch.equal(cache.slot_of[there], before[there])
-        their_wanted, their_slots, their_tally, their_told, bad = theirs.twins(ids, first, number)
-        assert their_tally.tolist() == tally.tolist() and their_told.tolist() == [count]
+        their_wanted, their_slots, their_counts, their_misses, bad = theirs.twins(
+            ids, first, number
+        )
+        assert their_counts.tolist() == hits_misses.tolist() and their_misses.tolist() == [count]
         outside = (ids < 0).nonzero()
         assert bad == (int(outside[0]) if len(outside) else -1)
         if len(outside):
@@ -118,11 +127,11 @@ def test_rows_that_are_all_resident_lie_in_the_slots_of_their_numbers(seed):
     cache, theirs = Cache(seed, True, whole=True), Cache(seed, True, whole=True)
     ids = torch.randint(N_ROWS, (500,), generator=torch.Generator().manual_seed(seed))
     for counts in (False, True):
-        _, slots, tally, told = cache.kernels(ids, 0, 1 + counts, counts)
+        _, slots, hits_misses, misses = cache.kernels(ids, 0, 1 + counts, counts)
         assert torch.equal(slots, ids)
-        assert tally.tolist() == [len(ids.unique()), 0] and told.tolist() == [0]
-        their_slots, their_tally = theirs.twins(ids, 0, 1 + counts, counts)[1:3]
-        assert torch.equal(slots, their_slots) and torch.equal(tally, their_tally)
+        assert hits_misses.tolist() == [len(ids.unique()), 0] and misses.tolist() == [0]
+        their_slots, their_counts = theirs.twins(ids, 0, 1 + counts, counts)[1:3]
+        assert torch.equal(slots, their_slots) and torch.equal(hits_misses, their_counts)
         assert torch.equal(cache.uses, theirs.uses)
     assert torch.equal(cache.uses[:N_ROWS], torch.bincount(ids, minlength=N_ROWS))
     assert not cache.runner.mailbox.any()

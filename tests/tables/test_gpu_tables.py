@@ -269,7 +269,7 @@ def test_page_locking_refused_still_gives_the_rows(monkeypatch):
     monkeypatch.setattr(
         "bitslab.engine.memory.host.CudaRegistrar.register", lambda *a: "refused here"
     )
-    monkeypatch.setattr("bitslab.engine.memory.host._told_of_refusal", False)
+    monkeypatch.setattr("bitslab.engine.memory.host._warned_of_refusal", False)
     x = weights()
     with pytest.warns(UserWarning, match="refused to page-lock"):
         table = CompressedTable.from_tensor(x)

@@ -296,7 +296,7 @@ def test_what_fails_half_way_leaves_nothing_behind(kind, fails, monkeypatch):
         expected = MemoryError
     elif fails == "available":
         left = iter([1 << 40] * 4)
-        monkeypatch.setattr("bitslab.engine.memory.host._available_bytes", lambda: next(left, 0))
+        monkeypatch.setattr("bitslab.engine.memory.host.available_bytes", lambda: next(left, 0))
         expected = BitslabError
     elif fails == "mapping":
 

@@ -28,7 +28,7 @@ LARGE = (1024, 1100)
 @pytest.fixture
 def already_locked(monkeypatch):
     """Make the system refuse to page-lock: someone else has done so with the same memory."""
-    monkeypatch.setattr(host, "_told_of_refusal", False)
+    monkeypatch.setattr(host, "_warned_of_refusal", False)
     locked: list[int] = []
 
     class Refusing(host.CudaRegistrar):

@@ -416,7 +416,7 @@ def test_a_view_without_rows_has_none(view):
 def recorder(monkeypatch):
     recorder = Recorder()
     monkeypatch.setattr(host, "registrar", recorder)
-    monkeypatch.setattr(host, "_told_of_refusal", False)
+    monkeypatch.setattr(host, "_warned_of_refusal", False)
     yield recorder
     gc.collect()
 

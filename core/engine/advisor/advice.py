@@ -157,7 +157,7 @@ def advise(
     ]
     if not crosses_link:
         pack = saved > 0
-        reasons.append("Rows stay on the CPU: packing is decided by memory alone.")
+        reasons.append("Rows are used on the CPU: packing is decided by memory alone.")
     else:
         pack = packed_seconds < raw.best or (saved > 0 and packed_seconds <= raw.best)
         reasons.append(
@@ -310,7 +310,7 @@ class Advisor:
         return self._link
 
     def sort(self, table_bytes: int, row_bytes: float, n_rows: int) -> bool:
-        """Tell whether to sort the ids of a batch; see `LinkModel.gather_seconds`.
+        """Return whether to sort the ids of a batch; see `LinkModel.gather_seconds`.
 
         Decided once for batches of like size (same power of two), by the middle of the range, so
         that it costs a look into a dict.

@@ -63,7 +63,7 @@ class LinkModel:
     zero_copy_bytes_per_s : float
         Rate at which a kernel reads page-locked host memory by itself.
     copy_seconds : float
-        What every copy costs beside its bytes.
+        What every copy costs in addition to its bytes.
     host_gather_bytes_per_s : float
         Rate at which the host's processors collect scattered rows into one buffer.
     random_rows_per_s : tuple of (int, float)
@@ -187,7 +187,7 @@ class LinkModel:
         return seconds + max(bytes_seconds, lookups / self.lookups_per_s(table_bytes))
 
     def pays_to_sort(self, table_bytes: float, row_bytes: float, n_rows: int) -> bool:
-        """Tell whether sorting the ids saves 5 % or more.
+        """Return whether sorting the ids saves 5 % or more.
 
         Less is within the model's error, and where it comes from repeated ids alone, a batch
         without repeats would lose.
@@ -428,7 +428,7 @@ def _measure_random_rows(model: LinkModel, device: torch.device, deep_bytes: int
         out = torch.empty((n_ids, row_bytes), dtype=torch.uint8, device=device)
         for size in sizes:
             seconds = []
-            for _ in range(REPEATS):  # fresh ids each time: translations stay warm
+            for _ in range(REPEATS):  # fresh ids each time; address translations are kept warm
                 ids = torch.randint(size // row_bytes, (n_ids,), device=device)
                 seconds.append(stream_seconds(kernels.copy_rows, table, row_bytes, ids, out))
             points.append((size, n_ids / min(seconds[1:])))

@@ -1,6 +1,6 @@
 """The contract of a row codec, and what its `encode` returns.
 
-Compatibility law: bytes that a codec wrote stay readable under its name. A change of the bytes
+Compatibility law: bytes that a codec wrote can be read under its name for ever. A change of them
 gets a new codec name or a new format version, never a silent change.
 """
 
@@ -86,7 +86,7 @@ class RowCodec(ABC):
     @property
     @abstractmethod
     def profile_bytes(self) -> int:
-        """Bytes of what the codec learnt and must be kept beside the packed rows."""
+        """Bytes of what the codec learnt, which must be kept along with the packed rows."""
 
     #: Class method ``fit(sample, **options)``: learn from ``[N, ...]`` sample rows, on any device.
     #: Every codec has options of its own, so that their types are known to type checkers.
@@ -165,7 +165,7 @@ def rows_as_bytes(t: torch.Tensor, row_bytes: int) -> torch.Tensor:
 
 
 def bits_in_order(t: torch.Tensor) -> bool:
-    """Tell whether `rows_as_bytes` is a view of `t`, so that writing to it writes to `t`."""
+    """Return whether `rows_as_bytes` is a view of `t`, so that writing to it writes to `t`."""
     return t.is_contiguous() and not t.is_conj() and not t.is_neg()
 
 

@@ -226,7 +226,7 @@ def _boot() -> str:
 
 
 def _sync_folder(path: Path) -> None:
-    """Let the names in a folder survive a loss of power."""
+    """Sync a folder, so that the names in it survive a loss of power."""
     folder = os.open(path, os.O_RDONLY)
     try:
         os.fsync(folder)

@@ -1,4 +1,4 @@
-"""Sizes and offsets of the packed row, format version 1: the one home of this arithmetic.
+"""Sizes and offsets of the packed row, format version 1: all arithmetic of the form is here.
 
 A row of ``row_bytes`` bytes is cut into chunks of ``chunk_bytes``. Its packed form is a run of
 little-endian 32-bit words with four parts, each starting on a word:

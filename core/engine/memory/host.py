@@ -36,18 +36,18 @@ _HANDLE = re.compile(r"bitslab-memory:(\d+):(\d+):(\d+):([0-9a-f]{16}):(True|Fal
 _PINS: dict[str, Pin] = {"True": True, "False": False, "lazily": "lazily"}
 
 _files_lock = threading.Lock()
-_told_of_refusal = False
+_warned_of_refusal = False
 _waiting: list[_Memory] = []  # to be released when no stream is capturing
 
 
 class Registrar(Protocol):
-    """What page-locks memory for GPUs; tests put a recording one in the place of CUDA's."""
+    """What page-locks memory for GPUs; tests replace CUDA's by a recording one."""
 
     def available(self) -> bool:
-        """Tell whether this process can use a GPU."""
+        """Return whether this process can use a GPU."""
 
     def capturing(self) -> bool:
-        """Tell whether the current stream records a graph, when neither call below is allowed."""
+        """Return whether the current stream records a graph, when neither call below is allowed."""
 
     def register(self, address: int, nbytes: int) -> str:
         """Page-lock memory and map it for every GPU; return why that was refused, or ""."""
@@ -65,11 +65,11 @@ class CudaRegistrar:
     PORTABLE_MAPPED = 1 | 2  # for every GPU of the process, at the address that the CPU uses
 
     def available(self) -> bool:
-        """Tell whether this process can use a GPU; a child forked after CUDA started cannot."""
+        """Return whether this process can use a GPU; a child forked after CUDA started cannot."""
         return not torch.cuda._is_in_bad_fork() and torch.cuda.is_available()
 
     def capturing(self) -> bool:
-        """Tell whether the current stream records a graph."""
+        """Return whether the current stream records a graph."""
         return torch.cuda.is_current_stream_capturing()
 
     def register(self, address: int, nbytes: int) -> str:
@@ -93,7 +93,7 @@ class CudaRegistrar:
         """Wait for every GPU that this process has used; starts none."""
         for index in range(torch.cuda.device_count()):
             if torch._C._cuda_hasPrimaryContext(index):  # type: ignore[attr-defined]
-                # A GPU that has failed reads nothing more, and the next use of it tells of that.
+                # A GPU that has failed reads nothing more, and its next use raises.
                 with contextlib.suppress(RuntimeError):
                     torch.cuda.synchronize(index)
 
@@ -105,8 +105,8 @@ _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23  # Python has no names for th
 class _Memory(mmap.mmap):
     """Mapped memory, page-locked at most as long as it is mapped.
 
-    Tensors over it hold this object, so it goes with the last of them. Only then are the pages
-    given up by the GPUs, and before they are unmapped.
+    Tensors over it hold this object, so it is freed with the last of them. Only then are the pages
+    unlocked, and before they are unmapped.
     """
 
     address = 0
@@ -117,11 +117,11 @@ class _Memory(mmap.mmap):
         self._lock = threading.Lock()
 
     def is_pinned(self) -> bool:
-        """Tell whether this process has it page-locked."""
+        """Return whether this process has it page-locked."""
         return self._registered_by == os.getpid()
 
     def pin(self) -> bool:
-        """Page-lock once; False when the system refuses, of which a process is told once."""
+        """Page-lock once; False when the system refuses, with one warning in a process."""
         if self.is_pinned() or self.refused or not registrar.available():
             return self.is_pinned()
         with self._lock:
@@ -135,13 +135,13 @@ class _Memory(mmap.mmap):
             reason = registrar.register(self.address, len(self))
             if reason:
                 self.refused = True
-                _tell_of_refusal(len(self), reason)
+                _warn_of_refusal(len(self), reason)
             else:
                 self._registered_by = os.getpid()
         return self.is_pinned()
 
     def release(self) -> bool:
-        """Let the GPUs give the pages up, once; False when that has to wait."""
+        """Unlock the pages once; False when that has to wait for the end of a graph capture."""
         if not self.is_pinned():
             return True
         with self._lock:
@@ -154,7 +154,7 @@ class _Memory(mmap.mmap):
         return True
 
     def __del__(self) -> None:
-        # A process that ends gives up everything, and CUDA may be gone already.
+        # A process that ends frees everything, and CUDA may be shut down already.
         if not sys.is_finalizing() and not self.release():
             _waiting.append(self)
 
@@ -166,7 +166,7 @@ class HostBuffer:
     file descriptor, and the size of ``/dev/shm`` does not matter. Page-locked and mapped for GPUs,
     it has for them the address that it has for the CPU. Each process page-locks for itself.
 
-    What a buffer becomes on its way:
+    How a buffer crosses processes:
 
     - through `multiprocessing` (arguments of a spawned process, queues, pipes, DataLoader workers):
       the same memory, as a file descriptor;
@@ -174,8 +174,8 @@ class HostBuffer:
     - through `pickle` and `copy`: a copy.
 
     Tensors and arrays made from `tensor` keep the memory mapped and page-locked after the buffer
-    itself is gone. It is given up when the last of them goes, after every GPU in use has finished
-    its work; while a stream is captured, that is put off to a later allocation or release.
+    itself is freed. It is released with the last of them, after every GPU in use has finished its
+    work; while a stream is captured, that is put off to a later allocation or release.
 
     Threads may use one buffer; two threads that use two buffers never wait for each other.
 
@@ -271,13 +271,13 @@ class HostBuffer:
         Parameters
         ----------
         handle : str
-            What `handle` returned there. The memory stays when its maker lets it go, but cannot be
-            attached to any more from then on.
+            What `handle` returned there. The memory is kept when its maker releases it, but cannot
+            be attached to any more from then on.
 
         Raises
         ------
         ArgumentError
-            When it is no handle, or its maker has ended or let the memory go.
+            When it is no handle, or its maker has ended or released the memory.
         """
         if not isinstance(handle, str):
             raise ArgumentTypeError(f"handle: expected a str, got {type(handle)}")
@@ -311,7 +311,7 @@ class HostBuffer:
 
     @property
     def token(self) -> str:
-        """What tells this memory from any other, in every process that has it."""
+        """A name that is unique to this memory, and the same in every process that has it."""
         return self._token
 
     @property
@@ -331,7 +331,7 @@ class HostBuffer:
         -------
         bool
             False when there is no GPU, `pin` is False, the buffer is empty or the system refuses.
-            A refusal is told by one UserWarning per process; the buffer then goes on as ordinary
+            A refusal gives one UserWarning per process; the buffer is then used as ordinary
             memory, and the system is not asked again.
 
         Raises
@@ -349,9 +349,9 @@ class HostBuffer:
         return f"bitslab-memory:{os.getpid()}:{fd}:{self.nbytes}:{self._token}:{self._pin}"
 
     def close(self) -> None:
-        """Give up the page-locking and this object's hold on the memory; again does nothing.
+        """Unlock the pages and drop this object's reference to the memory; again does nothing.
 
-        Waits for the GPUs that may still read it. Tensors made from it stay usable on the CPU.
+        Waits for the GPUs that may still read it. Tensors made from it are usable on the CPU still.
         """
         _release_waiting()
         memory, self._memory, self._tensor = self._memory, None, None
@@ -377,7 +377,7 @@ class HostBuffer:
         return self._fd
 
     def _get_file(self) -> None:
-        """Put a file with the same bytes under the memory, where it is; nobody may write to it.
+        """Back the memory by a file with the same bytes, at the same address; no writes meanwhile.
 
         Children that were forked before keep the memory as it was.
         """
@@ -409,6 +409,13 @@ class HostBuffer:
     def __reduce__(self) -> tuple[Any, ...]:
         return _copy_of, (self.tensor, self._pin)
 
+    def reduce_shared(self) -> tuple[Any, ...]:
+        """Return what `multiprocessing` pickles: the file descriptor; private memory's bytes."""
+        if self.private:
+            return self.__reduce__()
+        fd = multiprocessing.reduction.DupFd(self._shareable_fd())
+        return _receive, (fd, self.nbytes, self._token, self._pin)
+
     def __repr__(self) -> str:
         state = "closed" if self.closed else "page-locked" if self.pinned else "ordinary memory"
         return f"HostBuffer({self.nbytes} bytes, {state})"
@@ -439,10 +446,10 @@ def make_file(token: str, nbytes: int) -> int | None:
 
 
 def _private_memory(nbytes: int) -> _Memory:
-    """Map memory that no file stands behind, of huge pages where the system has some."""
+    """Map anonymous memory, of huge pages where the system has some."""
     memory = _Memory(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
-        # Pages that a GPU reads must stay where they are: a child that had them would make the
+        # Pages that a GPU reads must not be copied on write: a child that had them would make the
         # parent's next write go elsewhere.
         if hasattr(mmap, advice):
             with contextlib.suppress(OSError):  # a system that was built without
@@ -469,25 +476,17 @@ def _map_over(address: int, nbytes: int, fd: int) -> None:
 
 
 def _copy_of(tensor: torch.Tensor, pin: Pin) -> HostBuffer:
-    """Make a buffer of the bytes of another."""
+    """Return a new buffer with the bytes of another."""
     buffer = HostBuffer.allocate(tensor.numel(), pin=pin)
     buffer.tensor.copy_(tensor)
     return buffer
-
-
-def _pass_on(buffer: HostBuffer) -> tuple[Any, ...]:
-    """Send a buffer to another process as a file descriptor; the bytes of private memory."""
-    if buffer.private:
-        return buffer.__reduce__()
-    fd = multiprocessing.reduction.DupFd(buffer._shareable_fd())
-    return _receive, (fd, buffer.nbytes, buffer._token, buffer._pin)
 
 
 def _receive(fd: Any, nbytes: int, token: str, pin: Pin) -> HostBuffer:
     return HostBuffer(fd.detach(), nbytes, token, pin, owner=False)
 
 
-multiprocessing.reduction.ForkingPickler.register(HostBuffer, _pass_on)
+multiprocessing.reduction.ForkingPickler.register(HostBuffer, HostBuffer.reduce_shared)
 
 
 def _release_waiting() -> None:
@@ -500,11 +499,11 @@ def _release_waiting() -> None:
                 return
 
 
-def _tell_of_refusal(nbytes: int, reason: str) -> None:
-    global _told_of_refusal
-    if _told_of_refusal:
+def _warn_of_refusal(nbytes: int, reason: str) -> None:
+    global _warned_of_refusal
+    if _warned_of_refusal:
         return
-    _told_of_refusal = True
+    _warned_of_refusal = True
     warnings.warn(
         f"bitslab: the system refused to page-lock {nbytes} bytes of host memory ({reason}). They "
         "are used as ordinary memory, and rows for a GPU are gathered by the CPU. Raise the limit "
@@ -522,18 +521,18 @@ def check_available(nbytes: int) -> None:
     BitslabError
         That says how much is available.
     """
-    room = _available_bytes() if nbytes >= LARGE_BYTES else math.inf
+    room = available_bytes() if nbytes >= LARGE_BYTES else math.inf
     if nbytes > room:
         raise BitslabError(
             f"nbytes: {nbytes} bytes of host memory asked for, {room:.0f} are available"
         )
 
 
-def _available_bytes() -> float:
-    """Bytes that can be had without ending some process; infinity where nothing tells.
+def available_bytes() -> float:
+    """Return the bytes that can be allocated; infinity where the system does not say.
 
-    A memory file is bounded by nothing else: asking for more brings the system's out-of-memory
-    killer, not an error.
+    A memory file is bounded by nothing else: allocating more starts the system's out-of-memory
+    killer and raises no error.
     """
     with contextlib.suppress(OSError, ValueError, KeyError):
         lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())

@@ -42,7 +42,7 @@ if hasattr(os, "register_at_fork"):
 class ReadersAndWriter:
     """Lets many readers in at once, or one writer alone.
 
-    A writer waits for the readers that are inside and for GPU work that `mark_gpu_read` told of;
+    A writer waits for the readers that are inside and for GPU work recorded by `mark_gpu_read`;
     readers that come later wait for the writer. A thread that is inside as a reader may enter as
     one again (the garbage collector may run anybody's code in it); what could never end, a writer
     that waits for its own thread, is an error instead.
@@ -60,7 +60,7 @@ class ReadersAndWriter:
         ] = {}
 
     def reading(self) -> ReadersAndWriter:
-        """Be inside as a reader, by ``with``."""
+        """Return the lock as a context manager of a reader."""
         return self
 
     def __enter__(self) -> None:
@@ -84,7 +84,7 @@ class ReadersAndWriter:
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
-        """Be inside alone, with no GPU read under way."""
+        """Hold the lock as the only one inside, with no GPU read in flight."""
         me = threading.get_ident()
         with self._changed:
             if self._writing_thread == me or me in self._depths:
@@ -107,7 +107,7 @@ class ReadersAndWriter:
                 self._changed.notify_all()
 
     def mark_gpu_read(self, device: torch.device) -> None:
-        """Say, as a reader, that work on the current stream of a GPU reads what is guarded.
+        """Record, as a reader, that work on the current stream of a GPU reads what is guarded.
 
         Reads of a graph under capture, and its replays, are the caller's to guard.
         """

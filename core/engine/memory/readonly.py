@@ -1,4 +1,4 @@
-"""ReadOnlyTensor: decoded rows that belong to somebody else, so that nobody writes to them."""
+"""ReadOnlyTensor: a tensor over decoded rows of another owner that refuses writes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class ReadOnlyTensor(torch.Tensor):
     Pickles and deep copies of it are plain tensors of their own.
 
     Writers that torch does not see, such as a NumPy view or a kernel of another library, are not
-    stopped; `written` tells of those that torch counts.
+    stopped; `written` says whether there were some that torch counts.
     """
 
     @classmethod

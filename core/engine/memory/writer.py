@@ -48,7 +48,7 @@ class HostWriter:
             When there is no memory for them.
         """
         data = flat_bytes(t)
-        if data.numel() > host._available_bytes():
+        if data.numel() > host.available_bytes():
             raise BitslabError(
                 f"host memory: no room for {data.numel()} bytes more after {self._nbytes}"
             )
@@ -97,7 +97,7 @@ class HostWriter:
         return buffer
 
     def discard(self) -> None:
-        """Let go of what was written."""
+        """Release what was written."""
         self._pieces.clear()
         if self._fd is not None:
             os.close(self._fd)

@@ -1,8 +1,8 @@
 """Rows chosen by id to a GPU: ids checked and, where that pays, ordered first.
 
-A gather never waits for the GPU and takes no memory of its own once it is warm: what it needs
-beside its output is kept for each thread and stream. Under capture in a CUDA graph that memory is
-the graph's own instead, so that replays disturb nobody.
+A gather never waits for the GPU and allocates nothing but its output once it is warm: its scratch
+memory is kept for each thread and stream. Under capture in a CUDA graph that memory is the graph's
+own instead, so that replays do not interfere with other gathers.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def gather_copied_rows(
     row_bytes : int
         Bytes of a row, up to stride_bytes.
     ids : torch.Tensor
-        int32 or int64 ``[n]`` on the GPU, contiguous. A bad id leaves `out` untouched and is told
+        int32 or int64 ``[n]`` on the GPU, contiguous. A bad id leaves `out` untouched and is raised
         by the next call on the GPU or by `bitslab.raise_pending_errors`.
     out : torch.Tensor
         ``[n, ...]`` of any dtype on the GPU, rows of row_bytes bytes, contiguous.

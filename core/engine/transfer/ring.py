@@ -8,13 +8,9 @@ from __future__ import annotations
 
 import inspect
 import os
-import queue
-import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, cast
 
@@ -22,10 +18,7 @@ import torch
 
 from ...devices import checked_device, named_device
 from ...errors import ArgumentError, ArgumentTypeError, BitslabError, IndexRangeError
-from ..kernels.cuda import kernels_on
-
-THREAD_NAME = "bitslab-prefetch"
-CLOSE_SECONDS = 30.0  # a gather that takes longer outlives `close` in its (daemon) thread
+from .fetchers import Fetch, Gatherer, RingBuffer, StreamFetcher, ThreadFetcher
 
 
 class PrefetchRing:
@@ -41,7 +34,7 @@ class PrefetchRing:
         `out` when it is given; or such a function. All batches have one row shape and dtype.
     batches : iterable, optional
         Tensors of ids ``[n]``; with `key`, anything that holds one. It is advanced in the
-        consumer's thread, up to `depth` batches ahead; ids must stay as they are until their rows
+        consumer's thread, up to `depth` batches ahead; ids must not change until their rows
         were got. Left out: batches come by `put`.
     depth : int
         Number of buffers: one is used by the consumer, the others are fetched ahead. Each takes
@@ -122,17 +115,17 @@ class PrefetchRing:
         self._exhausted = batches is None
         self._key, self._copy, self._depth = key, copy, depth
         self._waiting: deque[Any] = deque()  # put, and no buffer free yet
-        self._under_way: deque[_Fetch] = deque()
-        self._free = [_Slot() for _ in range(depth)]
-        self._held: _Slot | None = None
+        self._under_way: deque[Fetch] = deque()
+        self._free = [RingBuffer() for _ in range(depth)]
+        self._held: RingBuffer | None = None
         self._n_batches = self._n_rows = self._raw_bytes = 0
         self._closed = False
         self._process = os.getpid()
-        self._fetcher: _ThreadFetcher | _StreamFetcher
+        self._fetcher: ThreadFetcher | StreamFetcher
         if where.type == "cpu":
-            self._fetcher = _ThreadFetcher(_Gatherer(gather, where))
+            self._fetcher = ThreadFetcher(Gatherer(gather, where))
         else:
-            self._fetcher = _StreamFetcher(gather, where, _check_of(source))
+            self._fetcher = StreamFetcher(gather, where, _check_of(source))
         # Runs once: at close, when the ring is collected, or at exit. It must not hold the ring.
         self._finalize = weakref.finalize(self, self._fetcher.close)
 
@@ -141,7 +134,7 @@ class PrefetchRing:
     def put(self, batch: Any) -> None:
         """Ask for a batch of ids ``[n]`` (with `key`, for an item). Never waits.
 
-        Its gather starts as soon as a buffer is free; bad ids are told by the `get` they belong to.
+        Its gather starts as soon as a buffer is free; bad ids are raised by the `get` of the batch.
 
         Raises
         ------
@@ -181,7 +174,7 @@ class PrefetchRing:
             self.close()
 
     def _prepare(self) -> bool:
-        """Hand on the buffer in use, start what can start; tell whether a batch is under way."""
+        """Release the buffer in use and start fetches; return whether a batch is in flight."""
         self._check_usable("get")
         if self._held is not None:
             self._fetcher.release(self._held)
@@ -200,12 +193,12 @@ class PrefetchRing:
                     batch = next(self._batches)
                 else:
                     return
-                fetch = _Fetch(batch, self._ids_of(batch), self._free[-1])
+                fetch = Fetch(batch, self._ids_of(batch), self._free[-1])
             except StopIteration:
                 self._exhausted = True
                 return
             except Exception as error:
-                self._under_way.append(_Fetch(error=error))
+                self._under_way.append(Fetch(error=error))
                 continue
             self._free.pop()
             self._under_way.append(fetch)
@@ -221,21 +214,21 @@ class PrefetchRing:
         return ids
 
     def _take(self) -> Any:
-        self._fetcher.tell()
-        # Taken off only when it has come: a wait that Ctrl-C interrupts can be taken up again.
+        self._fetcher.raise_errors()
+        # Removed only when it is fetched: a wait that Ctrl-C interrupts can be resumed.
         fetch = self._under_way[0]
-        if fetch.slot is not None:
+        if fetch.buffer is not None:
             self._fetcher.finish(fetch)
         self._under_way.popleft()
         if fetch.error is not None:
-            if fetch.slot is not None:
-                self._free.append(fetch.slot)
+            if fetch.buffer is not None:
+                self._free.append(fetch.buffer)
             error, fetch.error = fetch.error, None  # or its traceback would hold it in a cycle
             try:
                 raise error
             finally:
                 del error
-        self._held = fetch.slot
+        self._held = fetch.buffer
         rows = fetch.rows
         assert rows is not None  # neither rows nor an error is impossible
         self._n_batches += 1
@@ -296,7 +289,7 @@ class PrefetchRing:
 
 
 def _device_of(source: Any) -> torch.device:
-    """Return where rows of a source are wanted when nobody says."""
+    """Return the device of a ring's rows when none is given: that of the source."""
     devices = getattr(source, "devices", None)  # of a cache
     if isinstance(devices, tuple) and devices:
         return named_device(devices[0], "source.devices")
@@ -344,7 +337,7 @@ def _check_keywords(gather: Callable[..., Any]) -> None:
 
 
 def _check_of(source: Any) -> Callable[[torch.Tensor], None] | None:
-    """Return what refuses bad ids on the CPU before they go to a GPU, if the source knows them."""
+    """Return the source's check of ids on the CPU, before they go to a GPU; None without one."""
     if isinstance(source, torch.Tensor):
         rows = len(source)
 
@@ -360,219 +353,3 @@ def _check_of(source: Any) -> Callable[[torch.Tensor], None] | None:
         return check
     found: Callable[[torch.Tensor], None] | None = getattr(source, "check_ids", None)
     return found
-
-
-class _Slot:
-    """A place in the ring. The events are a GPU's: rows are there; rows are no longer used."""
-
-    def __init__(self) -> None:
-        self.buffer: torch.Tensor | None = None
-        self.ready: torch.cuda.Event | None = None
-        self.released: torch.cuda.Event | None = None
-
-
-@dataclass(eq=False)
-class _Fetch:
-    """A batch on its way: it has a slot, or an error of the iterable, and ends with rows or one."""
-
-    batch: Any = None
-    ids: torch.Tensor | None = None
-    slot: _Slot | None = None
-    rows: torch.Tensor | None = None
-    error: BaseException | None = None
-    done: threading.Event = field(default_factory=threading.Event)  # set by the thread
-
-
-class _Gatherer:
-    """Gathers into the buffers of slots, which grow to the largest batch seen."""
-
-    def __init__(self, gather: Callable[..., torch.Tensor], device: torch.device) -> None:
-        self._gather = gather
-        self._device = device
-        self._like: torch.Tensor | None = None  # an empty tensor of the rows' shape and dtype
-        self._most_rows = 0
-
-    def gather(self, ids: torch.Tensor, slot: _Slot) -> torch.Tensor:
-        n = ids.shape[0]
-        self._most_rows = max(self._most_rows, n)
-        if self._like is None:
-            # The first rows say what a row is. They are not kept as a buffer: the source may have
-            # returned a view of its own memory.
-            rows = self._gather(ids, device=self._device)
-        else:
-            if slot.buffer is None or slot.buffer.shape[0] < n:
-                slot.buffer = self._like.new_empty((self._most_rows, *self._like.shape[1:]))
-            rows = self._gather(ids, out=slot.buffer[:n], device=self._device)
-        if not isinstance(rows, torch.Tensor) or rows.dim() < 1 or rows.shape[0] != n:
-            what = list(rows.shape) if isinstance(rows, torch.Tensor) else type(rows).__name__
-            raise ArgumentError(f"source: returned {what} for {n} ids, expected [{n}, ...]")
-        if self._like is None:
-            self._like = rows.new_empty((0, *rows.shape[1:]))
-        return rows
-
-
-class _ThreadFetcher:
-    """Fetches in a thread, for the CPU.
-
-    The thread knows nothing of the ring, so that a ring that nobody uses can be collected.
-    """
-
-    def __init__(self, gatherer: _Gatherer) -> None:
-        self._tasks: queue.SimpleQueue[_Fetch | None] = queue.SimpleQueue()
-        self._stop = threading.Event()
-        self._lock = threading.RLock()  # no task may be queued behind the end
-        self._process = os.getpid()
-        self._waited = 0.0
-        self._thread = threading.Thread(
-            target=_serve, args=(gatherer, self._tasks, self._stop), name=THREAD_NAME, daemon=True
-        )
-        self._thread.start()
-
-    def start(self, fetch: _Fetch) -> None:
-        with self._lock:
-            if self._stop.is_set():
-                fetch.error = _closed_meanwhile()
-                fetch.done.set()
-            else:
-                self._tasks.put(fetch)
-
-    def tell(self) -> None:
-        """Raise nothing: what goes wrong on the CPU belongs to its batch."""
-
-    def finish(self, fetch: _Fetch) -> None:
-        begin = time.perf_counter()
-        try:
-            fetch.done.wait()
-        finally:
-            self._waited += time.perf_counter() - begin
-
-    def release(self, slot: _Slot) -> None:
-        """Nothing to do: the next task for this slot is queued after this call."""
-
-    def wait_seconds(self) -> float:
-        return self._waited
-
-    def close(self) -> None:
-        if os.getpid() != self._process:
-            return  # a forked child has the thread's queue and locks, in any state, but no thread
-        with self._lock:
-            self._stop.set()
-            self._tasks.put(None)
-        # The garbage collector may run this in the very thread.
-        if threading.current_thread() is not self._thread:
-            self._thread.join(CLOSE_SECONDS)
-
-
-def _serve(
-    gatherer: _Gatherer, tasks: queue.SimpleQueue[_Fetch | None], stop: threading.Event
-) -> None:
-    while (fetch := tasks.get()) is not None:
-        try:
-            if stop.is_set():
-                raise _closed_meanwhile()
-            assert fetch.ids is not None and fetch.slot is not None
-            fetch.rows = gatherer.gather(fetch.ids, fetch.slot)
-        except BaseException as error:  # whatever it is, it is the consumer's
-            fetch.error = error
-        fetch.done.set()
-        del fetch  # an idle thread keeps no buffer alive
-
-
-def _closed_meanwhile() -> BitslabError:
-    return BitslabError("get: this ring was closed before the batch was fetched")
-
-
-class _StreamFetcher:
-    """Fetches on a stream of its own, for a GPU."""
-
-    def __init__(
-        self,
-        gather: Callable[..., torch.Tensor],
-        device: torch.device,
-        check: Callable[[torch.Tensor], None] | None,
-    ) -> None:
-        self._device = device
-        self._gatherer = _Gatherer(gather, self._device)
-        self._check = check
-        self._told: BitslabError | None = None  # by a kernel of a batch that went before
-        self._stream = torch.cuda.Stream(device=self._device)  # type: ignore[no-untyped-call]
-        self._process = os.getpid()
-        self._waited = 0.0
-        self._timers: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-        self._timing: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
-
-    def start(self, fetch: _Fetch) -> None:
-        ids, slot = fetch.ids, fetch.slot
-        assert ids is not None and slot is not None
-        if slot.ready is None:
-            slot.ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        if slot.released is not None:
-            self._stream.wait_event(slot.released)
-        current = torch.cuda.current_stream(self._device)
-        try:
-            with torch.cuda.stream(self._stream):
-                if ids.device.type == "cpu":
-                    if self._check is not None:
-                        self._check(ids)
-                    # A copy from pageable memory would make the host wait for the stream.
-                    ids = ids.pin_memory().to(self._device, non_blocking=True)
-                elif ids.device == self._device:
-                    self._stream.wait_stream(current)  # which may be making the ids
-                    ids.record_stream(self._stream)
-                else:
-                    raise ArgumentTypeError(
-                        f"ids: on {ids.device}, accepted are cpu and {self._device}"
-                    )
-                self._hear()
-                fetch.rows = self._gatherer.gather(ids, slot)
-        except BaseException as error:  # Ctrl-C too is told by `get`, with the ring in order
-            fetch.error = error
-        slot.ready.record(self._stream)
-
-    def _hear(self) -> None:
-        """Take what kernels told of earlier batches, so that this one is not lost for it."""
-        try:
-            kernels_on(self._device)
-        except BitslabError as error:
-            self._told = self._told or error
-
-    def tell(self) -> None:
-        """Raise what kernels told of earlier batches; the batch to come stays to be got."""
-        told, self._told = self._told, None
-        if told is not None:
-            raise told
-
-    def finish(self, fetch: _Fetch) -> None:
-        assert fetch.slot is not None and fetch.slot.ready is not None
-        current = torch.cuda.current_stream(self._device)
-        before, after = self._timers.pop() if self._timers else (_timer(), _timer())
-        before.record(current)
-        current.wait_event(fetch.slot.ready)
-        after.record(current)
-        self._timing.append((before, after))
-        self.wait_seconds()
-        if fetch.rows is not None:
-            # The memory belongs to the other stream; torch must not hand it out again, when the
-            # ring is gone, before this stream is through with it.
-            fetch.rows.record_stream(current)
-
-    def release(self, slot: _Slot) -> None:
-        if slot.released is None:
-            slot.released = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        slot.released.record(torch.cuda.current_stream(self._device))
-
-    def wait_seconds(self) -> float:
-        while self._timing and self._timing[0][1].query():  # type: ignore[no-untyped-call]
-            before, after = self._timing.popleft()
-            self._waited += before.elapsed_time(after) / 1e3
-            self._timers.append((before, after))
-        return self._waited
-
-    def close(self) -> None:
-        if os.getpid() == self._process:
-            # The source's memory may go as soon as the ring is closed.
-            self._stream.synchronize()
-
-
-def _timer() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Packed rows from host memory to a GPU, decoded as they arrive.
+"""Packed rows copied from host memory to a GPU piece by piece, and decoded as they arrive.
 
 Contiguous rows cross by the copy engine, piece by piece, into a small ring of staging buffers: a
 piece is decoded while the next ones cross. Rows chosen by index are read over the link by the

@@ -1,4 +1,4 @@
-"""Times of a unit's transfer, decoding and use."""
+"""Times of a unit's transfer, decoding and use; a unit is whatever crosses a link at once."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-#: What is timed: bytes cross, bytes are decoded, the module waits for them, the module computes.
+#: What is timed: bytes cross, bytes are decoded, compute waits for them, compute runs.
 SPANS = ("transfer", "decode", "stall", "compute")
 
 
@@ -20,9 +20,9 @@ class UnitTimes:
     transfer_ms, decode_ms : float
         How long its bytes crossed, and were decoded; 0 where they did not.
     stall_ms : float
-        How long its module waited for them.
+        How long its compute waited for them.
     compute_ms : float
-        How long its module computed, up to where it was given back.
+        How long it was in use, up to its release.
     """
 
     transfer_ms: float = 0.0
@@ -32,7 +32,7 @@ class UnitTimes:
 
 
 class HostClock:
-    """Takes the times of one unit by the clock of the CPU."""
+    """Times one unit by the clock of the CPU."""
 
     def __init__(self) -> None:
         self._began: dict[str, float] = {}
@@ -48,7 +48,7 @@ class HostClock:
             self._ms[span] = 1e3 * (time.perf_counter() - self._began.pop(span))
 
     def clear(self, *spans: str) -> None:
-        """Say that spans did not take place this time."""
+        """Set spans to 0: they did not take place this time."""
         for span in spans:
             self._ms[span] = 0.0
 
@@ -58,7 +58,7 @@ class HostClock:
 
 
 class DeviceClock:
-    """Takes the times of one unit by events on a GPU's streams; the host waits for none.
+    """Times one unit by events on a GPU's streams; the host waits for none.
 
     Parameters
     ----------
@@ -72,7 +72,7 @@ class DeviceClock:
         self._taken: set[tuple[str, bool]] = set()
 
     def mark(self, span: str, end: bool, stream: torch.cuda.Stream) -> torch.cuda.Event:
-        """Record the begin or the end of a span on a stream and return the event."""
+        """Record the begin or the end of a span on a stream; return the event."""
         key = (span, end)
         event = self._events.get(key)
         if event is None:
@@ -83,7 +83,7 @@ class DeviceClock:
         return event
 
     def clear(self, *spans: str) -> None:
-        """Say that spans did not take place this time."""
+        """Set spans to 0: they did not take place this time."""
         for span in spans:
             self._taken -= {(span, False), (span, True)}
 

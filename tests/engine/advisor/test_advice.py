@@ -201,6 +201,8 @@ def test_an_advisor_measures_the_decoder_on_a_sample(tmp_path, monkeypatch):
     assert "decode" not in advisor.advise(codec=codec, **facts).seconds
     advice = advisor.advise(codec=codec, sample=rows, **facts)
     assert advice.seconds["decode"] > 0
-    assert advice.packed_reasons[1] == "Rows stay on the CPU: packing is decided by memory alone."
+    assert (
+        advice.packed_reasons[1] == "Rows are used on the CPU: packing is decided by memory alone."
+    )
     assert advisor.advise(codec=codec, **facts).seconds["decode"] == advice.seconds["decode"]
     assert advisor.advise(decode_bytes_per_s=1e9, **facts).seconds["decode"] == 0.128

@@ -149,7 +149,7 @@ def table_of(case: Case, kind: str, seed: int = 0) -> TableStorage:
     words = _noise(rng, n * size + PAD_WORDS)
     words[: n * size].view(n, size)[:] = _raw_words(case.rows, size)
     packed = pack_on_cpu(case)[0]
-    at, lengths, _ = cpu.row_places(_compact_table(packed, case), case.layout, torch.arange(n))
+    at, lengths, _ = cpu.locate_rows(_compact_table(packed, case), case.layout, torch.arange(n))
     cpu.move_rows(packed.words, at, lengths, words, torch.arange(n) * size)
     lengths = lengths.to(torch.int64)
     sizes = torch.where(lengths > 0, lengths, size)
@@ -170,7 +170,7 @@ def cache_of(
     ids = torch.unique(ids.to(torch.int64) % max(1, table.n_rows))
     if table.lengths is None and table.flags is None:
         return raw_cache_of(case.rows, ids, slabs)
-    at, lengths, kind = cpu.row_places(table, case.layout, ids)
+    at, lengths, kind = cpu.locate_rows(table, case.layout, ids)
     sizes = torch.where(lengths > 0, lengths, case.layout.format.row_words).to(torch.int64)
     buckets = 1
     while buckets * BUCKET_ENTRIES * load < len(ids):
@@ -252,8 +252,8 @@ def _moved_table(case: Case, rng: np.random.Generator) -> TableStorage:
     order[::3] = torch.arange(n)[::3]  # a third was never written
     now, _ = pack_on_cpu(case)
     before = _compact_table(pack_on_cpu(replace(case, rows=case.rows[order]))[0], case)
-    places, room, _ = cpu.row_places(before, case.layout, torch.arange(n))
-    packed_at, packed_words, _ = cpu.row_places(
+    places, room, _ = cpu.locate_rows(before, case.layout, torch.arange(n))
+    packed_at, packed_words, _ = cpu.locate_rows(
         _compact_table(now, case), case.layout, torch.arange(n)
     )
     raw = _raw_words(case.rows, size)

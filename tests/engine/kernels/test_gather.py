@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 import bitslab
 from bitslab.engine.kernels import cpu
-from bitslab.engine.kernels.cpu import constants, places
+from bitslab.engine.kernels.cpu import constants, row_finder
 from bitslab.engine.kernels.cpu import gather as jitted
 from bitslab.engine.kernels.cuda.source import BYTE_FIELDS, Variant
 from bitslab.engine.kernels.format import (
@@ -259,7 +259,7 @@ def test_counters_say_how_many_rows_and_words_came_from_where(
     stored = cached(variant, clusters, kind, slabs) if slabs else None
     counters = torch.arange(COUNTERS)  # added to
     assert gather(table, case, ids, cache=stored, counters=counters)[0] == -1
-    _, words, _ = cpu.row_places(table, case.layout, ids)
+    _, words, _ = cpu.locate_rows(table, case.layout, ids)
     expected = list(range(COUNTERS))
     for row, count in zip((ids % N_ROWS).tolist(), words.tolist(), strict=True):
         place = row // 2 % slabs if slabs and row % 2 == 0 else MAX_SLABS
@@ -281,7 +281,7 @@ def test_places_are_exact(
     """Rows copied from their places, and nothing else, make a sound compact table."""
     case, table = case_of(variant, clusters), tabled(variant, clusters, kind)
     ids = draw_ids(seed, 60, dtype)
-    at, words, source = cpu.row_places(table, case.layout, ids)
+    at, words, source = cpu.locate_rows(table, case.layout, ids)
     assert (at.dtype, words.dtype, source.dtype) == (torch.int64, torch.int32, torch.uint8)
     sizes = torch.where(words > 0, words, case.layout.format.row_words).to(torch.int64)
     ends = sizes.cumsum(0)
@@ -309,14 +309,14 @@ def test_places_are_exact(
 @pytest.mark.parametrize("kind", TABLE_KINDS)
 def test_no_ids_have_no_places(kind: str) -> None:
     case, table = case_of(VARIANTS[0], 1), tabled(VARIANTS[0], 1, kind)
-    at, words, source = cpu.row_places(table, case.layout, torch.empty(0, dtype=torch.int64))
+    at, words, source = cpu.locate_rows(table, case.layout, torch.empty(0, dtype=torch.int64))
     assert (at.shape, words.shape, source.shape) == ((0,), (0,), (0,))
 
 
 def test_moved_tables_have_rows_of_every_sort() -> None:
     """What the other tests call moved has rows in the overflow, shorter rows and raw ones."""
     case, table = case_of(FIELDED[0], 1), tabled(FIELDED[0], 1, "compact-moved")
-    _, words, source = cpu.row_places(table, case.layout, torch.arange(N_ROWS))
+    _, words, source = cpu.locate_rows(table, case.layout, torch.arange(N_ROWS))
     assert table.lengths is not None
     room = table.lengths.numpy().view(f"u{table.lengths.element_size()}").astype(np.int64)
     assert int((source == 1).sum()) > 2
@@ -437,7 +437,7 @@ def test_both_decoders_agree_on_any_words(
     room = max(0, case.layout.format.row_words - 1)
     with contextlib.suppress(bitslab.CorruptedDataError):
         # As many words as the codes ask for, give or take one.
-        needed = int(cpu.row_places(table_with(room), case.layout, torch.tensor([0]))[1])
+        needed = int(cpu.locate_rows(table_with(room), case.layout, torch.tensor([0]))[1])
         room = min(room, max(0, needed + spare))
     table = table_with(room)
     ids = torch.zeros(1, dtype=torch.int64)
@@ -458,7 +458,7 @@ def test_codes_of_chunks_that_are_missing_do_not_count(
     """They are written as 1; a reader that took 0 for an exception would run over the row."""
     case = field_case(name, False, columns)
     table = table_of(case, "inplace")
-    at, lengths, _ = cpu.row_places(table, case.layout, torch.arange(N_ROWS))
+    at, lengths, _ = cpu.locate_rows(table, case.layout, torch.arange(N_ROWS))
     groups = (columns + 31) // 32
     payload_bits = (8 * FIELDS[name][0] - FIELDS[name][2]) * columns
     last = (payload_bits + 31) // 32 + 3 * (groups - 1)  # word of the last group's codes
@@ -500,7 +500,7 @@ def test_part_that_is_too_small_for_its_table_is_refused(kind: str, part: str) -
     with pytest.raises(bitslab.ArgumentError, match=rf"^table\.{part}: {size} entries"):
         gather(short, case, torch.arange(3))
     with pytest.raises(bitslab.ArgumentError, match=rf"^table\.{part}: {size} entries"):
-        cpu.row_places(short, case.layout, torch.arange(3))
+        cpu.locate_rows(short, case.layout, torch.arange(3))
 
 
 def test_damaged_row_is_told_by_its_number() -> None:
@@ -513,7 +513,7 @@ def test_damaged_row_is_told_by_its_number() -> None:
     assert gather(damaged, case, torch.tensor([3, -N_ROWS + 33]))[0] == 33
     assert gather(damaged, case, torch.tensor([3, 70]))[0] == -1
     with pytest.raises(bitslab.CorruptedDataError, match="^table: row 40 is damaged$"):
-        cpu.row_places(damaged, case.layout, torch.tensor([3, 40, 41]))
+        cpu.locate_rows(damaged, case.layout, torch.tensor([3, 40, 41]))
 
 
 def test_row_that_asks_for_more_words_than_its_place_is_told() -> None:
@@ -521,7 +521,7 @@ def test_row_that_asks_for_more_words_than_its_place_is_told() -> None:
     for variant in (VARIANTS[0], FIELDED[0], FIELDED[1]):
         case = case_of(variant, 1)
         table = tabled(variant, 1, "inplace")
-        at, words, _ = cpu.row_places(table, case.layout, torch.arange(N_ROWS))
+        at, words, _ = cpu.locate_rows(table, case.layout, torch.arange(N_ROWS))
         row = int((words > 0).nonzero()[-1])
         zeroed = table.words.clone()
         size = case.layout.format.row_words
@@ -529,13 +529,13 @@ def test_row_that_asks_for_more_words_than_its_place_is_told() -> None:
         damaged = replace(table, words=zeroed)
         assert gather(damaged, case, torch.tensor([0, row]))[0] == row
         with pytest.raises(bitslab.CorruptedDataError, match=f"^table: row {row} is damaged$"):
-            cpu.row_places(damaged, case.layout, torch.tensor([row]))
+            cpu.locate_rows(damaged, case.layout, torch.tensor([row]))
 
 
 @pytest.mark.parametrize("place", [-1, 1000, 2**31 - 1])
 def test_overflow_place_that_is_not_there_is_told(place: int) -> None:
     case, table = case_of(VARIANTS[0], 1), tabled(VARIANTS[0], 1, "compact-moved")
-    source = cpu.row_places(table, case.layout, torch.arange(N_ROWS))[2]
+    source = cpu.locate_rows(table, case.layout, torch.arange(N_ROWS))[2]
     row = int((source == 1).nonzero()[0])
     before = table_of(replace(case), "compact-moved")
     assert before.bases is not None and before.lengths is not None
@@ -658,7 +658,7 @@ def read_damaged(seed: int, count: int) -> None:
         table, stored = guard(table, side), guard(stored, side)
         ids = draw_ids(int(rng.integers(2**32)), 80)
         try:
-            cpu.row_places(table, case.layout, ids)
+            cpu.locate_rows(table, case.layout, ids)
         except bitslab.CorruptedDataError:
             pass
         out = guarded(torch.zeros(80, case.rows.shape[1], dtype=torch.uint8), side=side)
@@ -688,5 +688,5 @@ def test_damaged_tables_and_caches_never_crash_the_process(seed: int) -> None:
 
 
 def test_sources_are_numbered_alike_on_both_sides() -> None:
-    assert places.SOURCES == jitted.SOURCES
-    assert places.HOST_SOURCES == jitted.FROM_SLABS
+    assert row_finder.SOURCES == jitted.SOURCES
+    assert row_finder.HOST_SOURCES == jitted.FROM_SLABS

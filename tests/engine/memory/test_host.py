@@ -28,7 +28,7 @@ from tests.tables.support import Recorder, inode_at, open_files
 def recorder(monkeypatch):
     recorder = Recorder()
     monkeypatch.setattr(host, "registrar", recorder)
-    monkeypatch.setattr(host, "_told_of_refusal", False)
+    monkeypatch.setattr(host, "_warned_of_refusal", False)
     yield recorder
     gc.collect()  # what is left is released here, not by CUDA
 
@@ -408,9 +408,7 @@ def test_without_memory_files_a_buffer_works_but_goes_to_no_other_process(monkey
 
 
 def test_available_memory_is_read_from_the_system():
-    assert (
-        0 < host._available_bytes() <= 2 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGESIZE")
-    )
+    assert 0 < host.available_bytes() <= 2 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGESIZE")
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 4097, 5 << 20])

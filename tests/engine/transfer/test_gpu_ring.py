@@ -10,7 +10,8 @@ import torch
 
 import bitslab
 from bitslab import ArgumentError, InvariantCodec
-from bitslab.engine.transfer.ring import THREAD_NAME, PrefetchRing, _StreamFetcher
+from bitslab.engine.transfer.fetchers import THREAD_NAME, StreamFetcher
+from bitslab.engine.transfer.ring import PrefetchRing
 
 pytestmark = pytest.mark.gpu  # tests/conftest.py skips these where there is no GPU
 
@@ -166,7 +167,7 @@ def test_close_waits_for_the_gathers_under_way():
     ring = PrefetchRing(OnDevice(100_000_000), random_ids(3), device="cuda")
     ring.get()
     ring.close()
-    assert isinstance(ring._fetcher, _StreamFetcher)
+    assert isinstance(ring._fetcher, StreamFetcher)
     assert ring._fetcher._stream.query()
     ring.close()
     with pytest.raises(bitslab.BitslabError, match="get: this ring is closed"):

@@ -14,8 +14,9 @@ import torch
 
 import bitslab
 from bitslab import ArgumentError, ArgumentTypeError, BitslabError, InvariantCodec
-from bitslab.engine.transfer import ring as ring_module
-from bitslab.engine.transfer.ring import THREAD_NAME, PrefetchRing
+from bitslab.engine.transfer import fetchers
+from bitslab.engine.transfer.fetchers import THREAD_NAME
+from bitslab.engine.transfer.ring import PrefetchRing
 
 TABLE = torch.randn(500, 24, generator=torch.Generator().manual_seed(1))
 IDS = [torch.arange(n, n + 5) for n in range(8)]
@@ -425,7 +426,7 @@ def test_close_inside_a_slow_gather_waits_for_it_alone():
 
 
 def test_close_gives_up_on_a_gather_that_does_not_end(monkeypatch):
-    monkeypatch.setattr(ring_module, "CLOSE_SECONDS", 0.1)
+    monkeypatch.setattr(fetchers, "CLOSE_SECONDS", 0.1)
     entered, end = threading.Event(), threading.Event()
 
     def stuck(ids, out=None, device=None):

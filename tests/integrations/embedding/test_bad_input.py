@@ -233,7 +233,7 @@ def test_a_ratio_that_gives_a_row_says_nothing_and_a_compressed_model_says_it_in
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
     recorder = Recorder()
     monkeypatch.setattr(host, "registrar", recorder)
-    monkeypatch.setattr(host, "_told_of_refusal", False)
+    monkeypatch.setattr(host, "_warned_of_refusal", False)
     yield recorder
     gc.collect()
 
@@ -265,7 +265,7 @@ def test_a_table_that_memory_has_no_room_for_leaves_all_as_it_was(monkeypatch):
     kept = model[0]
     _, ours = singles()
     with monkeypatch.context() as patched:
-        patched.setattr(host, "_available_bytes", lambda: 100)
+        patched.setattr(host, "available_bytes", lambda: 100)
         with pytest.raises(BitslabError, match="host memory"):
             compress_embeddings(model, min_rows=1)
         assert model[0] is kept

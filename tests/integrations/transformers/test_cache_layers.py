@@ -307,7 +307,7 @@ def test_host_memory_runs_out_in_the_middle_of_a_pass(monkeypatch: pytest.Monkey
 
 def test_the_error_says_how_much_memory_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "LARGE_BYTES", 0)
-    monkeypatch.setattr(host, "_available_bytes", lambda: 0)
+    monkeypatch.setattr(host, "available_bytes", lambda: 0)
     cache = compressed(config_of("llama"), **SMALL)
     with pytest.raises(BitslabError, match=r"K/V history: \d+ bytes more of host memory"):
         feed(cache, 100)

@@ -67,7 +67,7 @@ class InvariantCodec(RowCodec):
     Notes
     -----
     Immutable; threads may share it. The kernels' tables are made once for each device. What a GPU
-    finds wrong while it decodes is told to the next caller on that GPU, whichever thread it is.
+    finds wrong while it decodes is raised by the next call on that GPU, in whichever thread.
 
     Examples
     --------

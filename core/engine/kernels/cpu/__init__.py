@@ -22,8 +22,8 @@ from .compiling import call
 from .constants import chunks_of, constants_of, unsigned
 from .items import PreparedItems
 from .loading import encoding_shorts, gathering, mapping, packing
-from .places import HOST_SOURCES, NO_IDS, Places, decode_places
 from .prepared import PreparedTable
+from .row_finder import HOST_SOURCES, NO_IDS, RowFinder, decode_found_rows
 from .threads import run_ranges
 
 
@@ -113,7 +113,7 @@ def encode_rows(
     bases: torch.Tensor,
     n_words: int,
 ) -> torch.Tensor:
-    """Pack rows whose places are known.
+    """Pack rows whose offsets are known.
 
     Parameters
     ----------
@@ -277,9 +277,9 @@ def decode_rows(
         storage.lengths,
         storage.row_clusters if storage.row_clusters.numel() else None,
     )
-    places = Places(table, f, ids, row_begin)
-    bad, _ = decode_places(places, layout, out)
-    return bad if bad < 0 else places.row(bad)
+    finder = RowFinder(table, f, ids, row_begin)
+    bad, _ = decode_found_rows(finder, layout, out)
+    return bad if bad < 0 else finder.row(bad)
 
 
 def copy_rows(
@@ -327,7 +327,7 @@ def map_insert(entries: torch.Tensor, ids: torch.Tensor, locations: torch.Tensor
         int64 ``[buckets * BUCKET_ENTRIES, 2]``, contiguous, `buckets` a power of two; see
         `CacheStorage`.
     ids : torch.Tensor
-        int32 or int64 ``[n]``, not negative. Of equal ones the last stays.
+        int32 or int64 ``[n]``, not negative. Of equal ones the last is kept.
     locations : torch.Tensor
         int64 ``[n]``.
 
@@ -418,10 +418,10 @@ def gather_rows(
         return bad
     table, layout = read_together(table, layout, cache)
     f = layout.format
-    places = Places(table, f, ids, cache=cache)
-    bad, counts = decode_places(places, layout, out)
+    finder = RowFinder(table, f, ids, cache=cache)
+    bad, counts = decode_found_rows(finder, layout, out)
     if bad >= 0:
-        return places.row(bad)
+        return finder.row(bad)
     if counters is not None:
         by_place = counters.numpy().reshape(2, MAX_SLABS + 1)
         by_place[:, :MAX_SLABS] += counts[HOST_SOURCES:].T
@@ -429,10 +429,10 @@ def gather_rows(
     return -1
 
 
-def row_places(
+def locate_rows(
     table: TableStorage, layout: RowLayout, ids: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Find the exact places of a table's rows, to copy them with `move_rows`.
+    """Return the exact locations of a table's rows, to copy them with `move_rows`.
 
     Parameters
     ----------
@@ -458,24 +458,24 @@ def row_places(
         When a row is damaged.
     """
     f = layout.format
-    places = Places(table, f, ids)
+    finder = RowFinder(table, f, ids)
     starts = constants_of(layout).starts
     kernel = gathering().measure_found
     constants = (starts, f.chunks, 8 * f.chunk_bytes, f.code_bits, f.grouped, f.uniform)
 
     def work(begin: int, end: int) -> tuple[int, tuple[np.ndarray[Any, Any], ...]]:
-        bad, found = places.find(begin, end)
+        bad, found = finder.find(begin, end)
         if bad < 0:
             # Packed rows lie in the table's words alone.
-            bad = int(call(kernel, places.sources[0], 0, *found, *constants))
+            bad = int(call(kernel, finder.sources[0], 0, *found, *constants))
             bad = bad if bad < 0 else begin + bad
         return bad, found
 
     n = ids.shape[0]
-    results = run_ranges(work, n, f.row_bytes) if n else [(-1, places.find(0, 0)[1])]
+    results = run_ranges(work, n, f.row_bytes) if n else [(-1, finder.find(0, 0)[1])]
     for bad, _ in results:
         if bad >= 0:
-            raise CorruptedDataError(f"table: row {places.row(bad)} is damaged")
+            raise CorruptedDataError(f"table: row {finder.row(bad)} is damaged")
     source, at, length, _ = (
         torch.from_numpy(np.concatenate(parts))
         for parts in zip(*(found for _, found in results), strict=True)

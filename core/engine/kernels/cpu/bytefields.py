@@ -1,10 +1,10 @@
 """Decoding rows whose field is one byte, with no branch that depends on data.
 
-The field of float32 and bfloat16 rows mostly is their exponent: eight bits, beside a payload of
+The field of float32 and bfloat16 rows mostly is their exponent: eight bits, next to a payload of
 whole bytes. On such a row `decode_byte_row` does what `fields.decode_field_row` does, with the same
 bytes out, but puts all exceptions of 32 chunks in at once: the codes become bytes, these bytes look
 up the values, and an instruction of AVX-512 (VBMI2) spreads the exceptions over the places whose
-code is 0. `serves` tells for which rows, `available` on which processors; all others are decoded
+code is 0. `serves` says for which rows, `available` on which processors; all others are decoded
 by fields.py.
 
 Nothing behind a row is read. What is read is asked for well ahead of its turn, and a line of the
@@ -27,12 +27,12 @@ from numba.extending import intrinsic
 
 from ..format import GROUP_CHUNKS, RowFormat
 from .bits import GROUP, bits_of
-from .fields import FIELD_BITS, FIRST_FIELD_RUN, FIRST_RUN, KIND, STAY
+from .fields import FIELD_BITS, FIRST_FIELD_RUN, FIRST_RUN, FIXED, KIND
 from .groups import WHOLE_BYTES, concatenated, shuffle, splat, vector, zero
 from .memory import load, load_signed
 
 VALUES_BYTES = 16  # of what the codes of a cluster stand for
-_AT_ONCE = 8  # exceptions that one read brings
+_AT_ONCE = 8  # exceptions in one read
 _FEATURES = ("avx512bw", "avx512vl", "avx512vbmi", "avx512vbmi2")
 
 _BYTE = ir.IntType(8)
@@ -42,13 +42,13 @@ _LONG = ir.IntType(64)
 
 @functools.cache
 def available() -> bool:
-    """Tell whether Numba compiles for a processor that has the instructions used here."""
+    """Return whether Numba compiles for a processor that has the instructions used here."""
     features: str = cpu_target.target_context.codegen().magic_tuple()[2]
     return {f"+{name}" for name in _FEATURES} <= set(features.split(","))
 
 
 def serves(numbers: np.ndarray[Any, Any], row: RowFormat) -> bool:
-    """Tell whether rows are of this kind; see `constants.Field.numbers`.
+    """Return whether rows are of this kind; see `constants.Field.numbers`.
 
     That is rows of whole groups, whose codes are all stored: more would have to be looked at in
     each of them. Shorter ones there are none, so what is read before the end of a part lies inside.
@@ -104,7 +104,7 @@ def _ways_to_read_codes() -> bytearray:
     """Return three vectors for codes of each number of bits from 0 to 3.
 
     Where the bytes of 8 codes go, all of which end with byte 15, one to 64 bits; how far each code
-    is shifted there; and what then stays of it.
+    is shifted there; and a mask of the bits that are kept of it.
     """
     found = []
     for bits in range(4):
@@ -124,12 +124,12 @@ def _read_codes(builder: Any, end: Any, code_bits: Any) -> Any:
     text = ir.Constant(ir.ArrayType(_BYTE, len(found)), found)
     ways = builder.ptrtoint(cgutils.global_constant(builder, ".ways_to_read_codes", text), _LONG)
     way = builder.add(ways, builder.mul(code_bits, _LONG(3 * GROUP_CHUNKS)))
-    places, shifts, stay = (load(builder, way, some, GROUP_CHUNKS * i) for i in range(3))
+    places, shifts, fixed = (load(builder, way, some, GROUP_CHUNKS * i) for i in range(3))
     block = load(builder, end, vector(8, 16), -16)
     block = shuffle(builder, block, block, 2 * list(range(16)))
     x = _call(builder, "llvm.x86.avx2.pshuf.b", block, places)
     x = _call(builder, "llvm.x86.avx512.pmultishift.qb.256", shifts, x)
-    return builder.and_(x, stay)
+    return builder.and_(x, fixed)
 
 
 def _put_in(builder: Any, x: Any, missing: Any, exceptions: Any, end: Any) -> Any:
@@ -174,7 +174,7 @@ def decode_byte_group(
     typing_context: Any,
     like: Any,
     payload_at: Any,
-    stay: Any,
+    fixed: Any,
     shift: Any,
     codes_end: Any,
     code_bits: Any,
@@ -191,7 +191,7 @@ def decode_byte_group(
         Any number as wide as a chunk, 16 or 32 bits.
     payload_at : int64
         Address of the payload: 32 or 96 bytes.
-    stay : int64
+    fixed : int64
         The mask of the bits that are in place once they are read.
     shift : int64
         Where the field's lowest bit goes.
@@ -203,17 +203,17 @@ def decode_byte_group(
         Address of VALUES_BYTES bytes, by code.
     exceptions, end : int64
         Addresses of the first exception and of the row's end, with 8 readable bytes before that.
-        Exceptions behind the end are told by what is returned; what is written is then undefined.
+        Exceptions behind the end show in what is returned; what is written is then undefined.
     target : int64
         Address of 32 chunks.
     """
     width = like.bitwidth
 
     def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        _, payload_at, stay, shift, codes_end, code_bits, values, exceptions, end, target = args
+        _, payload_at, fixed, shift, codes_end, code_bits, values, exceptions, end, target = args
         x = _read_payload(builder, payload_at, width)
         kind = ir.IntType(width)
-        x = builder.and_(x, splat(builder, builder.trunc(stay, kind), GROUP_CHUNKS))
+        x = builder.and_(x, splat(builder, builder.trunc(fixed, kind), GROUP_CHUNKS))
         codes = _read_codes(builder, codes_end, code_bits)
         missing = builder.icmp_unsigned("==", codes, zero(codes.type))
         missing = builder.bitcast(missing, _INT)
@@ -240,7 +240,7 @@ def decode_byte_row(like, row, most, field, values, code_bits, chunks, target):
 
     Returns the row's words, or -1 when its codes ask for more than `most`.
     """
-    stay = load_signed(field + 8 * STAY)
+    fixed = load_signed(field + 8 * FIXED)
     shift = load_signed(field + 8 * (FIRST_FIELD_RUN + 1))
     chunk_bytes = bits_of(like) >> 3
     groups = chunks >> 5
@@ -255,7 +255,7 @@ def decode_byte_row(like, row, most, field, values, code_bits, chunks, target):
         exception += decode_byte_group(
             like,
             read_at,
-            stay,
+            fixed,
             shift,
             codes_at,
             code_bits,

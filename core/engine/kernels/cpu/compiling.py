@@ -53,14 +53,14 @@ def prepare(kernel: Any, *args: Any) -> None:
 
     signature = tuple(typeof(argument) for argument in args)
     if signature not in kernel.overloads:
-        with compiling_beside(kernel):
+        with compiling_with_cache_of(kernel):
             kernel.compile(signature)
     compiled.add(key)
 
 
 @contextlib.contextmanager
-def compiling_beside(kernel: Any) -> Iterator[None]:
-    """Compile something else into the cache where `kernel` is, or load it from there."""
+def compiling_with_cache_of(kernel: Any) -> Iterator[None]:
+    """Hold the locks under which functions are compiled into the cache that `kernel` is in."""
     with _lock, _only_process(kernel.stats.cache_path), _watched():
         yield
 

@@ -1,4 +1,4 @@
-"""What the Numba functions read of a row layout, worked out once for each layout."""
+"""What the Numba functions read of a row layout, computed once for each layout."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def _field_of(layout: RowLayout, tables: Array) -> Field | None:
 
 
 def _describe(mask: int, chunk_bytes: int, numbers: Array) -> bool:
-    """Write `Field.numbers` of a mask, or tell that it is not of the kind."""
+    """Return whether a mask is of the kind, and write its `Field.numbers`."""
     from . import fields, groups
 
     width = 8 * chunk_bytes
@@ -140,7 +140,7 @@ def _describe(mask: int, chunk_bytes: int, numbers: Array) -> bool:
         (run, shift) for run, shift in payload if shift == 0 or (shift == 8 and not run & ~twice)
     ]
     moving = [run for run in payload if run not in in_place]
-    stay = sum(run << shift for run, shift in in_place)
+    fixed = sum(run << shift for run, shift in in_place)
     if len(moving) > fields.MAX_RUNS or not 0 < len(field) <= fields.MAX_FIELD_RUNS:
         return False
     if bits > _MAX_PAYLOAD_BITS[chunk_bytes]:
@@ -149,7 +149,7 @@ def _describe(mask: int, chunk_bytes: int, numbers: Array) -> bool:
     facts = {
         fields.PAYLOAD_BITS: bits,
         fields.KIND: kind,
-        fields.STAY: stay * in_all,
+        fields.FIXED: fixed * in_all,
         fields.FIELD_BITS: width - bits,
     }
     for i, (run, shift) in enumerate(moving):

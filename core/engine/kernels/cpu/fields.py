@@ -3,7 +3,7 @@
 Most tensors of numbers are packed so: the mask is the exponent, or a part of it. Same packed row,
 same bytes out as `rows.decode_row`, many times as fast: `groups.decode_group` works on 32 chunks at
 once, and then the exceptions, which are few, are put in one by one. `constants.Field` says which
-rows these are, and brings what is read here.
+rows these are, and builds the arrays that are read here.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .memory import copy_between, load_32, load_64, load_signed, or_chunk
 # Numbers that describe a field, int64 each, by their place: see constants.Field.
 PAYLOAD_BITS = 0
 KIND = 1
-STAY = 2
+FIXED = 2
 FIELD_BITS = 3
 FIRST_RUN = 4  # masks and shifts of the payload's runs that move, behind the last a mask of 0
 MAX_RUNS = 8
@@ -71,7 +71,7 @@ def decode_field_row(
     """
     payload_bits = load_signed(field + 8 * PAYLOAD_BITS)
     kind = load_signed(field + 8 * KIND)
-    stay = load_signed(field + 8 * STAY)
+    fixed = load_signed(field + 8 * FIXED)
     field_bits = load_signed(field + 8 * FIELD_BITS)
     runs = field + 8 * FIRST_RUN
     places = field + 8 * FIRST_FIELD_RUN
@@ -97,7 +97,7 @@ def decode_field_row(
         payload_at = row + 4 * payload_bits * group
         to = target
         if count < GROUP:
-            # What is read and written for the chunks that are missing stays in there.
+            # Reads and writes for the missing chunks are confined to these buffers.
             copy_between(spare, payload_at, (payload_bits * count + 7) >> 3)
             payload_at = spare
             to = spare + SPARE_PAYLOAD_BYTES
@@ -110,7 +110,7 @@ def decode_field_row(
             like,
             payload_at,
             kind,
-            stay,
+            fixed,
             runs,
             field + 8 * PAYLOAD_BITS,
             codes_at,

@@ -169,21 +169,21 @@ def _read_windows(builder: Any, at: Any, payload_bits: Any, width: int) -> Any:
         low = builder.mul(low, _LONG(sum(1 << bit for bit in range(0, 64, 2 * half))))
         high = builder.shl(low, _LONG(half))
         move = splat(builder, builder.sub(_LONG(half), taken), count)
-        stays = builder.and_(x, splat(builder, low, count))
+        unmoved = builder.and_(x, splat(builder, low, count))
         moves = builder.and_(builder.shl(x, move), splat(builder, high, count))
-        x = builder.or_(stays, moves)
+        x = builder.or_(unmoved, moves)
         half //= 2
     return x
 
 
-def _deposit(builder: Any, x: Any, stay: Any, runs: Any) -> Any:
-    """Return the bits of `x` that `stay`, and runs of bits moved: all ``(x & mask) << shift``.
+def _deposit(builder: Any, x: Any, fixed: Any, runs: Any) -> Any:
+    """Return ``x & fixed`` with runs of bits moved added: all ``(x & mask) << shift``.
 
-    `stay` is a mask, `runs` the address of masks and shifts, the last mask being 0.
+    `fixed` is a mask, `runs` the address of masks and shifts, the last mask being 0.
     """
     count = x.type.count
     before = builder.block
-    kept = builder.and_(x, splat(builder, stay, count))
+    kept = builder.and_(x, splat(builder, fixed, count))
     head = builder.append_basic_block("run")
     loop = builder.append_basic_block("move")
     end = builder.append_basic_block("deposited")
@@ -207,19 +207,19 @@ def _deposit(builder: Any, x: Any, stay: Any, runs: Any) -> Any:
 
 def _read_payload(builder: Any, at: Any, field: Any, width: int) -> Any:
     """Return the payload's bits of each chunk at their places."""
-    kind, stay, runs, payload_bits_at = field
+    kind, fixed, runs, payload_bits_at = field
 
     def none() -> Any:
         return zero(vector(64, GROUP_CHUNKS * width // 64))
 
     def whole_bytes() -> Any:
-        return _deposit(builder, _read_bytes(builder, at, width), stay, runs)
+        return _deposit(builder, _read_bytes(builder, at, width), fixed, runs)
 
     def windows() -> Any:
         # Loaded here: LLVM would put what follows from it before the choice.
         payload_bits = load(builder, payload_bits_at, _LONG)
         x = _read_windows(builder, at, payload_bits, width)
-        return _deposit(builder, x, stay, runs)
+        return _deposit(builder, x, fixed, runs)
 
     cases = {NO_PAYLOAD: none, WHOLE_BYTES: whole_bytes, WINDOWS: windows}
     if width not in (16, 32):
@@ -273,7 +273,7 @@ def decode_group(
     like: Any,
     payload_at: Any,
     kind: Any,
-    stay: Any,
+    fixed: Any,
     runs: Any,
     payload_bits_at: Any,
     codes_at: Any,
@@ -292,7 +292,7 @@ def decode_group(
         Addresses, with OVER_READ_BYTES readable behind what they hold.
     kind : int64
         How the payload is read.
-    stay, runs : int64
+    fixed, runs : int64
         Where the payload's bits go, in all chunks of 64 bits at once: the mask of those that are
         in place once they are read, and the address of masks and shifts that move the others, the
         last mask being 0.

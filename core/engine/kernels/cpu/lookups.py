@@ -63,7 +63,7 @@ SIZES = 22
 MAX_BATCH = 32
 DAMAGED = -1
 
-# What a lookup of bags of one id each knows beside the table, int64 each, by its place. A resident
+# What a lookup of bags of one id each reads in addition to the table, int64 each. A resident
 # row is taken from the cache, and 0 is added to all floats, since a sum begins with it.
 OFFSETS = 0  # address of int64, where bags begin
 SLOT_OF = 1  # address of int32 for each row: its slot, negative for none
@@ -193,7 +193,7 @@ def bit_of(bits, bits_step, row):
 
 @njit(nogil=True, cache=True)
 def ask_lengths(table, ids, begin, end, slots, bits, bits_step):
-    """Ask for what tells where rows ``ids[begin:end]`` lie, see `gather_compact`."""
+    """Prefetch the lengths and bases of rows ``ids[begin:end]``, see `gather_compact`."""
     n_rows = load_signed(table + 8 * N_ROWS)
     bases = load_signed(table + 8 * BASES)
     lengths = load_signed(table + 8 * LENGTHS)
@@ -214,7 +214,7 @@ def ask_lengths(table, ids, begin, end, slots, bits, bits_step):
 
 @njit(nogil=True, cache=True)
 def ask_words(table, ids, begin, end, slots, bits, bits_step, resident, found, places):
-    """Find rows ``ids[begin:end]`` and ask for their words; return how many are resident.
+    """Find rows ``ids[begin:end]`` and prefetch their words; return how many are resident.
 
     For row n address and words, as `find_row` returns them, go to place ``n & places`` of `found`.
     """
@@ -349,7 +349,7 @@ def cluster_at(table, ids, n):
 
 @njit(nogil=True, cache=True)
 def are_plain(ids, offsets, n_rows, begin, end):
-    """Tell whether ids are in range, none negative, and bag n starts at id n, n = begin..end."""
+    """Return whether ids are in range, none negative, and bag n starts at id n, n = begin..end."""
     # Bits are gathered, with no branch, so that the loops run on vectors.
     wrong = np.int64(0)
     differs = np.int64(0)

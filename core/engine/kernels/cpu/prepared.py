@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from ..format import PAD_WORDS, RowLayout, TableStorage, check_sizes
-from .compiling import compiling_beside, prepare
+from .compiling import compiling_with_cache_of, prepare
 from .constants import SIGNED, UNSIGNED, Field, constants_of
 from .loading import gathering
 from .team import Team, team_of_torch, threads_for
@@ -47,9 +47,9 @@ class SlotMap:
         self.bits_at = 0
 
     def make_bits(self) -> None:
-        """Note in a bit for each row whether it has a slot.
+        """Build a bit set of the rows that have a slot.
 
-        Lookups ask these bits first; they stay in a nearer cache of the processor than the map.
+        Lookups read these bits first; they fit a nearer cache of the processor than the map.
         """
         self._bits = np.packbits(self.slot_of >= 0, bitorder="little")
         self.bits_at = self._bits.ctypes.data
@@ -66,7 +66,7 @@ class PreparedTable:
     table : TableStorage
         On the CPU.
     layout : RowLayout
-        On the CPU; `serves` tells whether it is one for this class.
+        On the CPU; one that `serves` accepts.
     """
 
     def __init__(self, table: TableStorage, layout: RowLayout) -> None:
@@ -94,7 +94,7 @@ class PreparedTable:
 
     @staticmethod
     def serves(table: TableStorage, layout: RowLayout) -> bool:
-        """Tell whether a table is compact and has a field."""
+        """Return whether a table is compact and has a field."""
         gathering()
         return table.lengths is not None and constants_of(layout).field is not None
 
@@ -273,7 +273,7 @@ def _part_of_gather(chunk: str) -> Any:
     """Return `lookups.part_of_gather` for chunks of a dtype."""
     from . import lookups
 
-    with compiling_beside(lookups.gather_compact):
+    with compiling_with_cache_of(lookups.gather_compact):
         return lookups.part_of_gather(np.dtype(chunk).type(0))
 
 

@@ -48,7 +48,7 @@ _tables: WeakKeyDictionary[RowLayout, ShortTables] = WeakKeyDictionary()
 
 
 def serves(layout: RowLayout) -> bool:
-    """Tell whether rows of a layout are encoded here."""
+    """Return whether rows of a layout are encoded here."""
     f = layout.format
     return f.chunk_bytes <= 2 and f.uniform and not f.grouped and f.clusters == 1
 

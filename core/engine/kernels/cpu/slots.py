@@ -11,7 +11,7 @@ CLAIMED = NO_SLOT - 2
 
 @njit(nogil=True, cache=True)
 def claim_slots(ids, n_rows, slot_of, wanted, claims):
-    """Say which rows of a batch have no slot."""
+    """Write the rows of a batch that have no slot."""
     for i in range(ids.shape[0]):
         row = min(max(ids[i], 0), n_rows - 1)
         if row != ids[i] and claims[1] < 0:
@@ -25,9 +25,9 @@ def claim_slots(ids, n_rows, slot_of, wanted, claims):
 
 @njit(nogil=True, cache=True)
 def give_slots(
-    ids, n_rows, slot_of, first, slots, kept, seen, number, uses, adds, tally, told, claims
+    ids, n_rows, slot_of, first, slots, kept, seen, number, uses, adds, counts, miss_count, claims
 ):
-    """Tell where all rows of a batch lie; return the first position of a bad id, or -1."""
+    """Write the slots of all rows of a batch; return the first position of a bad id, or -1."""
     different = 0
     for i in range(ids.shape[0]):
         row = min(max(ids[i], 0), n_rows - 1)
@@ -42,8 +42,8 @@ def give_slots(
             different += 1
         if uses.shape[0]:
             uses[slot] = uses[slot] + 1 if adds else number
-    came, bad = claims[0], claims[1]
+    missed, bad = claims[0], claims[1]
     claims[0], claims[1] = 0, -1
-    tally[0] += different - came
-    tally[1] = told[0] = came
+    counts[0] += different - missed
+    counts[1] = miss_count[0] = missed
     return bad

@@ -38,7 +38,7 @@ def _get_pool(threads: int) -> ThreadPoolExecutor:
     global _pool, _pool_threads
     with _lock:
         if _pool is None or _pool_threads < threads:
-            # A smaller pool that another thread still uses ends by itself when it is let go.
+            # A smaller pool that another thread still uses ends with its last reference.
             _pool = ThreadPoolExecutor(threads, thread_name_prefix="bitslab")
             _pool_threads = threads
         return _pool

@@ -225,7 +225,7 @@ class CupyRunner:
         self._launch(address, *grid, *block, shared_bytes, stream, places, 0)
 
     def raise_pending(self) -> None:
-        """Raise the error that a kernel told of, if any, and forget it. Waits for nothing."""
+        """Raise the error in the mailbox, if any, and clear it. Waits for nothing."""
         if not self._mail[0] or torch.cuda.is_current_stream_capturing():
             return
         kind, where, index, n_rows = self.mailbox.tolist()
@@ -284,7 +284,7 @@ def raise_pending_errors(device: torch.device | str | None = None) -> None:
     """Wait for a GPU and raise the error that a decode on it met, if any.
 
     Decoding never waits for the GPU, so an index out of range, offsets of bags that are not sound,
-    or a damaged row that only the kernel sees is told by the next call on that device, or here.
+    or a damaged row that only the kernel sees is raised by the next call on that device, or here.
 
     Parameters
     ----------

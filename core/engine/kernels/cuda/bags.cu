@@ -1,8 +1,8 @@
 // Bags of rows: their sum, mean or largest values, and the offsets that say where bags begin.
 //
 // Bag b has the ids from offsets[b] to offsets[b + 1], the last one those up to the end. Offsets that do
-// not begin with 0, fall, or go beyond the ids are told in the mailbox, by the position of one of them
-// and how many ids there are; no id outside is read for them. Of several errors any may be told.
+// not begin with 0, fall, or go beyond the ids are reported in the mailbox: the position of one of
+// them and how many ids there are. No id outside is read for them. Of several errors any may be reported.
 //
 // value_t is float or double, VECTOR of them are loaded at once; the host says which.
 #include "bits.cuh"
@@ -34,7 +34,7 @@ __device__ __forceinline__ bool sound_offset(i64 before, i64 offset, i64 b, i64 
 
 // A thread takes VECTOR values of one bag after another, added up in the order of the ids as torch does,
 // so that results have the same bits. index[n]: rows of matrix[n_rows], `width` vectors each; those that
-// are `padding` count for nothing, and neither do those out of range, which are told.
+// are `padding` count for nothing, and neither do those out of range, which are reported.
 extern "C" __global__ void __launch_bounds__(THREADS)
     pool_bags(const values_t* __restrict__ matrix, i64 n_rows, int width, const void* __restrict__ index, int index_bytes, i64 n,
               i64 padding, const void* __restrict__ offsets, int offset_bytes, i64 entries, int last_is_end, int mode,

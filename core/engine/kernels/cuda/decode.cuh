@@ -593,7 +593,7 @@ __device__ __forceinline__ void decode_tile(const Args& a, const Kept& kept, i64
         c.length = s.length;
         c.p = STAGED ? stage + (int)s.at : (const u32*)s.at;
 #if GATHER && (FIELD_LOW < 0 || GROUPED)
-        // Lanes of a row that is none read on beside those of others, so they need a place to read.
+        // Lanes without a row read along with those that have one, so they need an address to read.
         if (STAGED && LANES < 32 && s.length == RAW_OUTSIDE) c.p = stage;
 #endif
 #if GATHER

@@ -89,7 +89,7 @@ struct Wanted {
 #endif
 };
 
-// The row of a tile that falls to this lane and the seven beside it.
+// The row of a tile that falls to this lane and its seven neighbours.
 __device__ __forceinline__ Wanted load_wanted(const Args& a, const Table& t, i64 tile) {
   const int j = (threadIdx.x >> 5) + ((threadIdx.x & 31) >> 3) * WARPS;
   const i64 position = tile * a.tile_rows + j;

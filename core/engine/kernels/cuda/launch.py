@@ -166,7 +166,7 @@ class CudaKernels:
         Returns
         -------
         int
-            -1. Bad ids leave `out` untouched and, like damaged rows, are told in the mailbox.
+            -1. Bad ids leave `out` untouched and, like damaged rows, are reported in the mailbox.
         """
         if ids is not None:
             table = TableStorage(
@@ -231,7 +231,7 @@ class CudaKernels:
             have as many bytes.
         first_bad : torch.Tensor, optional
             int64 ``[1]``, what `check_ids` or `order_ids` found; when it found a bad id, `out` is
-            left untouched and the mailbox tells.
+            left untouched and the mailbox has the error.
         lowest : int
             Without `first_bad`: the lowest good id, 0 or ``-N``. Every block then looks at all ids,
             which for up to CHECKED_BY_ALL takes less than a launch for that. ALL_GOOD where they
@@ -244,7 +244,7 @@ class CudaKernels:
         Returns
         -------
         int
-            -1. Damaged rows are told in the mailbox.
+            -1. Damaged rows are reported in the mailbox.
         """
         n = out.shape[0]
         if n == 0:

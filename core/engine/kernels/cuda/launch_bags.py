@@ -49,10 +49,10 @@ class Bags:
             ``[R, D]`` of one of POOLED_DTYPES, contiguous, on the device.
         index : torch.Tensor
             int32 or int64 ``[n]`` on the device, contiguous: rows of `matrix`. Those out of range
-            count for nothing, and the mailbox tells.
+            count for nothing, and the mailbox has the error.
         offsets : torch.Tensor
             int32 or int64 ``[B]`` on the device, contiguous. Bags of offsets that are not sound are
-            zeros, and the mailbox tells.
+            zeros, and the mailbox has the error.
         mode : int
             0 for the sum, 1 for the mean, 2 for the largest values.
         padding : int, optional
@@ -73,7 +73,7 @@ class Bags:
         if pool is None:
             pool = self._pools[size, vector] = self._prepared_pool(size, vector)
         width = dim // vector
-        # One bag at least, so that an end that is not the number of ids is told.
+        # One bag at least, so that an end that is not the number of ids is reported.
         blocks = max(1, min(ceil_div(out.shape[0] * width, THREADS), self._most_blocks))
         pool(
             blocks,
@@ -96,7 +96,7 @@ class Bags:
     def sound_offsets(
         self, offsets: torch.Tensor, n_ids: int, *, include_last: bool = False
     ) -> torch.Tensor:
-        """Return offsets that kernels of torch can take: where they are bad the mailbox tells.
+        """Return offsets that kernels of torch can take; bad ones are reported in the mailbox.
 
         Parameters
         ----------

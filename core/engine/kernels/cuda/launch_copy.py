@@ -72,7 +72,7 @@ def copy_rows(
         address.
     first_bad : torch.Tensor, optional
         int64 ``[1]`` on the device, what `check_ids` or `order_ids` found. When it is not -1, `out`
-        is left untouched and the mailbox tells of the id.
+        is left untouched and the id is reported in the mailbox.
     lowest : int
         Without `first_bad`: the lowest good id, 0 or ``-N``. Every block then looks at all ids,
         which for up to CHECKED_BY_ALL takes less than a launch for that. ALL_GOOD where they are

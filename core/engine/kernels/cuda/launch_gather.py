@@ -83,7 +83,7 @@ class GatherPlan:
         item_bytes: int,
     ) -> None:
         self._layout = layout
-        # Weakly: nobody wants the slabs of a cache that is gone.
+        # Weakly, so that the slabs of a cache that was deleted are freed.
         self._cache = None if cache is None else ref(cache)
         self._start = address % 16
         self.words = table.words
@@ -149,7 +149,7 @@ class GatherPlan:
         )
 
     def serves(self, layout: RowLayout, cache: CacheStorage | None, address: int) -> bool:
-        """Tell whether a gather to an address can go by this."""
+        """Return whether a gather to an address can go by this."""
         kept = None if self._cache is None else self._cache()
         if (kept is None) != (self._cache is None):
             return False

@@ -120,7 +120,7 @@ def order_ids(
     runner, ids, n_rows, lowest
         As in `check_ids`.
     scratch : IdScratch
-        Overwritten; ``scratch.first_bad`` tells afterwards whether an id was out of range, and then
+        Overwritten; ``scratch.first_bad`` says afterwards whether an id was out of range, and then
         the order must not be used.
 
     Returns
@@ -175,7 +175,7 @@ def map_insert(
         is a power of two up to 2**32, or 0.
     ids : torch.Tensor
         int32 or int64 ``[n]`` on the device. An id that is there gets the new location; of an id
-        given twice either location stays.
+        given twice either location is kept.
     locations : torch.Tensor
         int64 ``[n]`` on the device.
 

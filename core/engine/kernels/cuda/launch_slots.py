@@ -14,7 +14,7 @@ BLOCKS = 8  # of a multiprocessor
 
 
 class SlotFinder:
-    """Finds the slots of batches: `claim`, then what brings rows, then `give`, on one stream.
+    """Finds the slots of batches: `claim`, then the fetch of rows, then `give`, on one stream.
 
     Parameters
     ----------
@@ -30,7 +30,8 @@ class SlotFinder:
         int32 ``[N]`` on the device: the slot of each row, or -1; each row lies in the slot of its
         own number when left out.
     adds : bool
-        Whether the use of a slot is how many ids were looked up there, or else the last batch.
+        Whether access counters of slots count the ids that were looked up there; else they hold the
+        number of the last batch.
     """
 
     def __init__(
@@ -76,14 +77,14 @@ class SlotFinder:
         self,
         ids: torch.Tensor,
         slots: torch.Tensor,
-        tally: torch.Tensor,
+        counts: torch.Tensor,
         number: int,
         *,
         uses: torch.Tensor | None = None,
         first: int = 0,
-        told: int = 0,
+        miss_count: int = 0,
     ) -> None:
-        """Find the slots of the batch; an id out of range is told in the mailbox.
+        """Find the slots of the batch; an id out of range is reported in the mailbox.
 
         Parameters
         ----------
@@ -91,17 +92,17 @@ class SlotFinder:
             As given to `claim`.
         slots : torch.Tensor
             int64 ``[2, n]`` on the device, overwritten, both rows alike.
-        tally : torch.Tensor
-            int64 ``[2]`` on the device, zeros: gets the different rows that had a slot, and those
-            that had none.
+        counts : torch.Tensor
+            int64 ``[2]`` on the device, zeros: gets the numbers of different rows that had a slot
+            (hits) and that had none (misses).
         number : int
             Of the batch, 1 to 2^31 - 1, another one than that of the batches before.
         uses : torch.Tensor, optional
-            int64 ``[n_slots]`` on the device: the use of each slot, if it is to be noted.
+            int64 ``[n_slots]`` on the device: the access counter of each slot, to be updated.
         first : int
             The slot of the first row that had none; the others follow.
-        told : int
-            Address of an int64 in page-locked host memory that gets the rows that had none, or 0.
+        miss_count : int
+            Address of an int64 in page-locked host memory that gets the number of misses, or 0.
         """
         n = ids.shape[0]
         to = slots.data_ptr()
@@ -115,8 +116,8 @@ class SlotFinder:
             to + 8 * n,
             number,
             0 if uses is None else uses.data_ptr(),
-            tally.data_ptr(),
-            told,
+            counts.data_ptr(),
+            miss_count,
         )
 
     def _blocks(self, n: int) -> int:

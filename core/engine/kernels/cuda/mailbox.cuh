@@ -1,4 +1,4 @@
-// How a kernel tells the host what went wrong: four words in host memory that the CPU can read at any
+// How a kernel reports an error to the host: four words in host memory that the CPU can read at any
 // time, {kind, position or row, id, rows or ids}.
 enum { ERROR_NONE = 0, ERROR_INDEX = 1, ERROR_DAMAGED = 2, ERROR_OFFSETS = 3 };
 

@@ -7,7 +7,7 @@ __device__ __forceinline__ i64 load_id(const void* ids, i64 position, int id_byt
 }
 
 // Put ids and their locations into the map; an id that is there gets the new location, of an id
-// given twice either location stays. failed[0] grows by the ids for which no entry was free, and by
+// given twice either location is kept. failed[0] grows by the ids for which no entry was free, and by
 // negative ones.
 //
 // Entries are only ever filled, and everybody tries the first free one of a bucket that lacks the

@@ -68,7 +68,7 @@ class Runner(Protocol):
         Parameters
         ----------
         variant, kernel, args, shared_bytes
-            As for `launch`; tensors among `args` stay alive with what is returned.
+            As for `launch`; tensors among `args` live as long as what is returned.
         threads : int
             Of a block.
         changing : sequence of int

@@ -1,5 +1,5 @@
 // Slots of a cache for the rows of a batch: rows that have none get free ones. claim_slots says which
-// rows those are; then they are brought, and give_slots tells where all rows of the batch lie.
+// rows those are; then they are fetched, and give_slots writes the slots of all rows of the batch.
 //
 // slot_of[N] is the slot of each row, or NO_SLOT; between the two launches CLAIMED - k for the k-th of
 // the rows that are to come. Without it each row lies in the slot of its own number. An id out of range
@@ -45,11 +45,11 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 
 // slots, kept: get the slot of each id, twice. The rows to come lie from slot `first` on. seen: for each
 // slot the number of the last batch that had it. uses, if any, is raised by one for each id of a slot
-// with `adds`, and becomes the number of the batch without. tally, zeros: gets the different rows that
-// had a slot, and those that had none; told, in host memory that the CPU can read at any time, the latter.
+// with `adds`, and becomes the number of the batch without. counts, zeros: gets the different rows that
+// had a slot, and those that had none; miss_count, in host memory that the CPU can read at any time, the latter.
 extern "C" __global__ void __launch_bounds__(THREADS)
     give_slots(const void* __restrict__ ids, int id_bytes, i64 n, i64 n_rows, int* slot_of, int first, i64* slots,
-               i64* kept, int* seen, int number, u64* uses, int adds, u64* tally, volatile i64* told, u64* claims,
+               i64* kept, int* seen, int number, u64* uses, int adds, u64* counts, volatile i64* miss_count, u64* claims,
                i64* mailbox) {
   const i64 stride = (i64)gridDim.x * THREADS;
   u32 different = 0;
@@ -70,13 +70,13 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     }
   }
   different = __reduce_add_sync(FULL, different);
-  if ((threadIdx.x & 31) == 0 && different) atomicAdd(tally, (u64)different);
+  if ((threadIdx.x & 31) == 0 && different) atomicAdd(counts, (u64)different);
   if (blockIdx.x || threadIdx.x) return;
-  const u64 came = claims[0], bad = claims[1];
+  const u64 missed = claims[0], bad = claims[1];
   claims[0] = 0;
   claims[1] = ~0ull;
-  tally[1] = came;
-  atomicAdd(tally, 0ull - came);
-  if (told != nullptr) *told = (i64)came;
+  counts[1] = missed;
+  atomicAdd(counts, 0ull - missed);
+  if (miss_count != nullptr) *miss_count = (i64)missed;
   if (bad < (u64)n) report(mailbox, ERROR_INDEX, (i64)bad, load_id(ids, (i64)bad, id_bytes), n_rows);
 }

@@ -144,7 +144,7 @@ class Variant:
     @property
     def blocks(self) -> int:
         """Blocks of a decoder that the registers of a multiprocessor have room for."""
-        # Positional masks stay in registers over the rows of a warp, and so do many or long chunks.
+        # Positional masks live in registers over the rows of a warp, as do many or long chunks.
         wide = self.vector > 1
         crowded = wide and (not self.uniform or self.chunk_bytes in (1, 8))
         return 3 if crowded else 4

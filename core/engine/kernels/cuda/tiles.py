@@ -42,7 +42,7 @@ class Grid:
 
     def __init__(self, runner: Runner, variant: Variant, shape: TileShape) -> None:
         self.shared_bytes = 4 * (2 * shape.stage_words + PAD_WORDS)
-        # A block has a few kilobytes of its own beside the stages.
+        # A block has a few kilobytes of its own in addition to the stages.
         at_once = runner.shared_bytes_per_multiprocessor // (self.shared_bytes + 4096)
         self._at_once = max(1, min(variant.blocks, at_once))
         self._multiprocessors = runner.multiprocessors
@@ -135,7 +135,7 @@ def decode_variant(file: str, layout: RowLayout, address: int) -> Variant:
 
 
 def has_byte_field(layout: RowLayout) -> bool:
-    """Tell whether the mask is the one-byte exponent field that kernels know."""
+    """Return whether the mask is the one-byte exponent field that kernels know."""
     f = layout.format
     low = BYTE_FIELDS.get(f.chunk_bytes)
     return f.uniform and f.code_bits == 3 and layout.fields[0] == (low, 8)

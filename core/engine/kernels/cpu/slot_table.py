@@ -1,11 +1,11 @@
-"""Which rows of a table are resident in a cache, and which of them go when others come.
+"""The slot table of a cache: which rows it holds, and which are evicted for others.
 
-Arrays: ``slot_of`` int32 ``[N]``, the slot of each row or -1; ``keys`` int64 ``[C]``, the worth of
-what lies in each slot, which never falls while a row is resident; ``stamps`` int64 ``[C]``, the
+Arrays: ``slot_of`` int32 ``[N]``, the slot of each row or -1; ``keys`` int64 ``[C]``, the priority
+of the row in each slot, which never falls while it is cached; ``stamps`` int64 ``[C]``, the
 number of the last batch that used it; ``pinned`` bool ``[C]``. ``heap`` int32 ``[C]`` and
-``heap_keys`` int64 ``[C]`` are a binary heap of the slots that may be emptied, the least worth
+``heap_keys`` int64 ``[C]`` are a binary heap of the slots that may be evicted, the lowest key
 first. A key there may be older than that of the slot: whoever takes such a slot from the top puts
-it back with the key of now, so that using a row costs nothing in the heap.
+it back with its current key, so that using a row costs nothing in the heap.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from numba import njit
 from ..format import NO_SLOT
 from .memory import prefetch
 
-# What a lookup adds to the worth of a row.
+# How a lookup changes the key of a row.
 KEEP = 0
 COUNT_UP = 1  # how often it was looked up
 LAST_USE = 2  # when it was looked up
@@ -82,7 +82,7 @@ def find_outside(ids, n_rows):
 
 @njit(nogil=True, cache=True)
 def look_up(ids, slot_of, keys, stamps, stamp, how, slots, touched, rank, missing, missing_counts):
-    """Find the slots of rows in range and note that they are used.
+    """Find the slots of rows in range and update their stamps and keys.
 
     ``slots[n]`` becomes the slot, or ``-(k + 2)`` for the k-th different row without one, which
     stands in ``missing[k]`` and is looked up ``missing_counts[k]`` times; ``slot_of`` is marked the
@@ -121,7 +121,7 @@ def look_up(ids, slot_of, keys, stamps, stamp, how, slots, touched, rank, missin
 
 @njit(nogil=True, cache=True)
 def unmark(slot_of, missing):
-    """Take the marks of `look_up` back."""
+    """Remove the marks of `look_up`."""
     for k in range(missing.shape[0]):
         slot_of[missing[k]] = NO_SLOT
 
@@ -136,7 +136,7 @@ def resolve(slots, places):
 
 @njit(nogil=True, cache=True)
 def compress_slots(slots, rank, n_missing):
-    """Count the rows of a batch through: the missing ones from 0, those with a slot then."""
+    """Replace slots by numbers of rows: missing rows from 0, then those with a slot."""
     for n in range(slots.shape[0]):
         slot = slots[n]
         slots[n] = n_missing + rank[slot] if slot >= 0 else -slot - 2
@@ -178,7 +178,7 @@ def push(heap, heap_keys, size, slots, keys):
 
 @njit(nogil=True, cache=True)
 def take_least(heap, heap_keys, size, keys, stamps, stamp, pinned, count, taken, held):
-    """Take the `count` slots of least worth that neither are pinned nor used by batch `stamp`.
+    """Take the `count` slots of lowest key that neither are pinned nor used by batch `stamp`.
 
     Returns how many there were, in ``taken``, and the new size of the heap. With fewer than `count`
     the heap is as before.

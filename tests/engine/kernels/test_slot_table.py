@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bitslab.engine.kernels.cpu import residents as kernels
+from bitslab.engine.kernels.cpu import slot_table as kernels
 from bitslab.engine.kernels.cpu.compiling import call
 
 

@@ -1,4 +1,4 @@
-"""Where rows lie, and the rows of such places decoded; see gather.py."""
+"""Finding where the rows of a gather lie, and decoding them; see gather.py."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ NO_IDS = np.empty(0, np.int64)
 _NO_WORDS = np.empty(0, np.uint32)
 _NO_BYTES = np.empty(0, np.uint8)
 
-# Rows whose places are looked up at once: 14 bytes each.
-_PLACED_ROWS = 1 << 16
+# Rows that are located at once: 14 bytes each.
+_FOUND_ROWS = 1 << 16
 # Sources of rows, as in gather.py: the table's words, its overflow, then the slabs.
 SOURCES = 2 + MAX_SLABS
 HOST_SOURCES = 2
 
 
-class Places:
-    """Looks up where rows of a table lie; see gather.py.
+class RowFinder:
+    """Finds the source, offset and length of rows of a table; see gather.py.
 
     Parameters
     ----------
@@ -96,7 +96,7 @@ class Places:
         Returns
         -------
         bad : int
-            The position of a row whose place is damaged, or -1.
+            The position of a row whose location is damaged, or -1.
         found : tuple of arrays
             source, at, length and cluster of each row; see gather.py.
         """
@@ -127,8 +127,8 @@ class Places:
         return (bad if bad < 0 else begin + bad), found
 
 
-def decode_places(
-    places: Places, layout: RowLayout, out: torch.Tensor
+def decode_found_rows(
+    finder: RowFinder, layout: RowLayout, out: torch.Tensor
 ) -> tuple[int, np.ndarray[Any, Any]]:
     """Decode rows to `out`.
 
@@ -161,11 +161,11 @@ def decode_places(
 
     def work(begin: int, end: int) -> tuple[int, np.ndarray[Any, Any]]:
         counts = np.zeros((SOURCES, 2), np.int64)
-        for first in range(begin, end, _PLACED_ROWS):
-            bad, found = places.find(first, min(first + _PLACED_ROWS, end))
+        for first in range(begin, end, _FOUND_ROWS):
+            bad, found = finder.find(first, min(first + _FOUND_ROWS, end))
             if bad >= 0:
                 return bad, counts
-            for which, words in enumerate(places.sources):
+            for which, words in enumerate(finder.sources):
                 bad = decode(words, which, found, first, counts) if len(words) else -1
                 if bad >= 0:
                     return first + bad, counts
