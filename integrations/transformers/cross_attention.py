@@ -31,12 +31,12 @@ class SelfAttentionCache(EncoderDecoderCache):
         self.cross_attention_cache = _Passing()
 
     @property
-    def self_attention_cache(self) -> SelfAttentionCache:
+    def self_attention_cache(self) -> SelfAttentionCache:  # type: ignore[override]
         """Itself."""
         return self
 
     @property
-    def is_updated(self) -> dict[int, bool]:
+    def is_updated(self) -> dict[int, bool]:  # type: ignore[override]
         """Layers whose K and V of the encoder are kept: never any, whatever a model puts there."""
         return {}
 
