@@ -15,6 +15,7 @@ from bitslab.integrations.torchrec.grouping import (
     sample_of,
 )
 from bitslab.tables.build import choose_codec
+from bitslab.tables.parts import items_per_row
 
 
 def normal(rows: int, dim: int = 32, scale: float = 0.05, seed: int = 0) -> torch.Tensor:
@@ -102,3 +103,13 @@ def test_samples_are_small_and_in_order() -> None:
     assert sample.nbytes <= SAMPLE_BYTES
     assert bool((sample[1:, 0] > sample[:-1, 0]).all())
     assert torch.equal(sample_of(rows.numpy()), sample)
+
+
+def test_tables_in_place_never_pack_rows_alone_that_are_no_whole_words() -> None:
+    generator = torch.Generator().manual_seed(0)
+    tables = [torch.randint(7, (4000, 9), generator=generator).short() for _ in range(2)]
+    samples = [Sample(4000, t) for t in tables]
+    for layout, each in (("compact", {1}), ("inplace", {16})):
+        groups = group_tables(samples, layout=layout)
+        assert [group.tables for group in groups] == [[0, 1]]
+        assert {items_per_row(group.codec, (9,)) for group in groups} == each
