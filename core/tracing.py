@@ -1,4 +1,4 @@
-"""What torch.compile must not look into."""
+"""Functions that torch.compile does not trace."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def not_traced(function: Function) -> Function:
-    """Run a function as it is in compiled models, which go on around it.
+    """Exclude a function from tracing; compiled models call it between two graphs.
 
-    What comes and goes in a cache, or is packed, cannot be traced. Outside of compiled models the
-    wrapper of `torch.compiler.disable` stays out of the way: it costs 40 microseconds a call
-    (torch 2.11, Python 3.12).
+    Caches and packed data cannot be traced. Outside of compiled models the wrapper of
+    `torch.compiler.disable` is bypassed: it costs 40 microseconds a call (torch 2.11, Python
+    3.12).
     """
-    apart = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+    untraced = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
 
     @functools.wraps(function)
     def called(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
-            return apart(*args, **kwargs)
+            return untraced(*args, **kwargs)
         return function(*args, **kwargs)
 
     return cast(Function, called)
 
 
 def exporting() -> bool:
-    """Return whether `torch.export` traces what runs."""
+    """Return whether `torch.export` traces the running code."""
     if hasattr(torch.compiler, "is_exporting"):
         return torch.compiler.is_exporting()
-    # Before torch 2.7: what is traced without the compiler's own tracer is exported.
+    # Before torch 2.7: tracing without dynamo means export.
     return torch.compiler.is_compiling() and not torch.compiler.is_dynamo_compiling()

@@ -345,7 +345,7 @@ def distributed_tensors_are_accepted(session: Session) -> None:
     assert tensor[torch.empty(0, dtype=torch.int64)].shape == (0, 4, 16)
     assert same_bits(tensor[[ROWS - 1]], whole[-1:])
     assert same_bits(tensor[torch.arange(3)], whole[:3])  # all of it on this machine
-    with pytest.raises(bitslab.ArgumentTypeError, match="beside a DistTensor"):
+    with pytest.raises(bitslab.ArgumentTypeError, match="together with a DistTensor"):
         compress_pulls(tensor, "float64")
     pulls.detach()
 
