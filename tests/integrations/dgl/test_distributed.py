@@ -234,7 +234,7 @@ def pushed_rows_are_never_stale(session: Session) -> None:
     key, expected = session.name("pushed"), session.tensors["pushed"]
     pulls = compress_pulls(session.client, key)
     assert session.right("pushed", session.pulled("pushed"))
-    # To the other machine, which is told; and to this one, through shared memory.
+    # To the other machine, which is report; and to this one, through shared memory.
     ids = torch.tensor([LOCAL_ROWS + 3, ROWS - 1, 0, 5])
     rows = torch.arange(4 * 64).view(4, 64).float()
     expected[ids] = rows

@@ -189,9 +189,9 @@ def test_the_report_is_for_people_and_for_machines():
     data = heterogeneous()
     report = compress_features(data, ["x", "edge_attr"], device="cpu", cache_ratio=0.3)
     assert list(report.compressed) == ["paper.x", "author.x", "author:writes:paper.edge_attr"]
-    facts = json.loads(json.dumps(report.as_dict()))
+    content = json.loads(json.dumps(report.as_dict()))
     stats = feature_stats(data)
-    assert facts["compressed"]["paper.x"] == json.loads(json.dumps(stats["paper"]["x"]))
+    assert content["compressed"]["paper.x"] == json.loads(json.dumps(stats["paper"]["x"]))
     lines = str(report).splitlines()
     assert lines[0].split() == "feature rows packed as raw MiB host MiB ratio cached".split()
     assert [line.split()[0] for line in lines[1:5]] == [*report.compressed, "all"]
