@@ -43,7 +43,7 @@ EDITABLE := PYTHONWARNINGS='ignore:Editable installation' $(PIP) install --quiet
 # its fbgemm-gpu, as constraints.txt explains. 7 MB.
 TORCHREC := $(PIP) install --quiet --no-deps -c constraints.txt torchrec fbgemm-gpu-cpu
 
-# Stamp files: each says that its part of the environment agrees with the files it depends on.
+# Stamp files: each marks its part of the environment as up to date with the files it depends on.
 
 $(VENV)/.pip-stamp: constraints.txt
 	@echo "==> making $(VENV) with $$($(PYTHON) --version)"
@@ -65,7 +65,7 @@ $(VENV)/.dev-stamp: pyproject.toml constraints.txt $(VENV)/.pip-stamp
 	touch $(VENV)/.demo-stamp $@
 
 # Each worker begins with one half of the tests, in order, and takes from the other's when it is done:
-# so nearly all files stay on one worker, which starts servers or builds the wheel once for all of
+# so nearly every file runs on one worker, which starts servers or builds the wheel once for all of
 # their tests. Groups (--dist loadgroup) would do, but pytest-xdist 3.8 cannot name them to pytest 9.2.
 # Two workers share the processors: threads of torch that spin behind its operations would take them
 # from the other's tests (OMP_WAIT_POLICY).
@@ -75,7 +75,7 @@ test: lint types ## lint, check types and run the tests (ARGS goes to pytest)
 		--hypothesis-seed=$(SEED) $(ARGS)
 
 # In the environment of PYTHON, as it is: torch and cupy for the machine's CUDA, numba, safetensors,
-# rich, pytest, pytest-xdist, hypothesis. Frameworks that are missing are told, and their tests
+# rich, pytest, pytest-xdist, hypothesis. Missing frameworks are listed, and their tests
 # skipped. Workers by free memory and processors; the order of the tests depends on the seed. Kernels
 # are loaded at once, since loading one may wait for a GPU that a test keeps busy.
 # pytest-benchmark, where it is installed, warns of workers, and warnings are errors.
@@ -95,7 +95,7 @@ lint: plain-copy ## ruff: rules and formatting; import-linter: which part may im
 	@echo "==> import-linter"
 	PYTHONPATH=build/types $(BIN)/lint-imports --no-cache | sed -n '/^Contracts$$/,$$p'
 
-format: $(VENV)/.dev-stamp ## let ruff mend what it can
+format: $(VENV)/.dev-stamp ## let ruff fix what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 

@@ -1,4 +1,4 @@
-"""Measure the codecs: ratios on real data, speed on the CPU and on a GPU, beside peers.
+"""Measure the codecs: ratios on real data, speed on the CPU and on a GPU, compared with peers.
 
 python benchmarks/codec.py            # what this machine can run
 python benchmarks/codec.py --only gpu --out benchmarks/results/gpu.md

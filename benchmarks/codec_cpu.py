@@ -1,4 +1,4 @@
-"""The codec on the CPU beside a plain copy, zstd and ZipNN: speed, random access, memory.
+"""The codec on the CPU compared with a plain copy, zstd and ZipNN: speed, random access, memory.
 
 Every repetition works on an input of its own, drawn at the start, so that no cache holds it; every
 result is compared with its input bit for bit. Outputs of decoding and copying are allocated
@@ -208,9 +208,9 @@ def resident(mark: str) -> int:
 def extra_bytes(call: Callable[[], Any]) -> tuple[int, Any]:
     """Return the peak of memory in a call beyond what was in use and its result; and the result."""
     gc.collect()
-    # Memory that was freed but not given back would hide what the call takes.
+    # Freed memory that the process still holds would hide what the call takes.
     ctypes.CDLL(None).malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
+    Path("/proc/self/clear_refs").write_text("5")  # reset the high-water mark
     before = resident("VmRSS")
     result = call()
     return max(0, resident("VmHWM") - before - result.nbytes), result

@@ -1,4 +1,4 @@
-"""The codec on a GPU: decode and encode in device memory, and over the link, beside peers.
+"""The codec on a GPU: decode and encode in device memory, and over the link, compared with peers.
 
 Every repetition works on another of several inputs, drawn at the start, each many times the size
 of the GPU's cache, and every result is compared with its input bit for bit.
@@ -146,7 +146,7 @@ def on_device(nbytes: int, reps: int) -> Rows:
 
 
 def chosen_row(label: str, x: torch.Tensor, reps: int) -> dict[str, Any]:
-    """Measure the decoding of random rows, beside torch's index_select on the raw tensor."""
+    """Measure the decoding of random rows, compared with torch's index_select on the raw tensor."""
     codec = InvariantCodec.fit(x[:4096], chunk_bytes=x.element_size(), uniform=True)
     packed = codec.encode(x)
     n = len(x) // 4

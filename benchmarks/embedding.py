@@ -1,10 +1,10 @@
-"""Measure lookups of embedding rows: packed tables with a cache, beside the peers.
+"""Measure lookups of embedding rows: packed tables with a cache, compared with the peers.
 
 python benchmarks/embedding.py --only ratio     # sizes of trained tables
-python benchmarks/embedding.py --only cpu       # beside nn.EmbeddingBag
+python benchmarks/embedding.py --only cpu       # and nn.EmbeddingBag
 python benchmarks/embedding.py --only gpu --out benchmarks/results/gpu.md
 python benchmarks/embedding.py --only train     # steps of training on a GPU
-python benchmarks/embedding.py --only pool      # bags of rows in a GPU's memory, beside torch
+python benchmarks/embedding.py --only pool      # bags of rows in a GPU's memory, and torch's
 
 One id a bag, as in the IBP paper's section 6.3, and fresh ids for each repetition. Uniform ids, and
 ids by a Zipf law whose most used tenth of a tenth the caches hold. Rates are millions of lookups a

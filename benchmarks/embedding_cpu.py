@@ -1,4 +1,4 @@
-"""Lookups on a CPU: CachedEmbeddingBag beside nn.EmbeddingBag and FBGEMM's table for CPUs."""
+"""Lookups on a CPU: CachedEmbeddingBag, nn.EmbeddingBag, and FBGEMM's table for CPUs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from bitslab.integrations.embedding import CachedEmbeddingBag
 Rows = list[dict[str, Any]]
 Lookup = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
-HIT_SHARE, MISS_SHARE = 1 / 2, 1 / 3  # of nn.EmbeddingBag's rate, what is asked
+HIT_SHARE, MISS_SHARE = 1 / 2, 1 / 3  # target: share of nn.EmbeddingBag's rate
 
 
 def fbgemm_table(weight: torch.Tensor) -> Lookup | None:
@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Rows]:
         for row_bytes in arguments.row_bytes:
             found += _of_one_table(table_bytes // row_bytes, row_bytes, arguments)
     threads = torch.get_num_threads()
-    return {f"Lookups on {threads} CPU cores, million a second (beside nn.EmbeddingBag)": found}
+    return {f"Lookups on {threads} CPU cores, million a second (nn.EmbeddingBag's = 1)": found}
 
 
 def _of_one_table(n_rows: int, row_bytes: int, arguments: argparse.Namespace) -> Rows:
@@ -113,7 +113,7 @@ def _seconds(
 
 
 def _drawn(draw: Draw, n: int, wanted: torch.Tensor | None) -> torch.Tensor:
-    """Draw ids, only such as are wanted."""
+    """Draw ids from the wanted ones only."""
     if wanted is None:
         return draw.ids(n)
     found = torch.empty(0, dtype=torch.int64)

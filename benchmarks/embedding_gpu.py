@@ -1,6 +1,6 @@
-"""Lookups on a GPU out of tables in host memory, beside what people use for that today.
+"""Lookups on a GPU out of tables in host memory, compared with existing libraries.
 
-- ``on device``: nn.EmbeddingBag with the whole table in the GPU's memory: what there is to lose.
+- ``on device``: nn.EmbeddingBag with the whole table in the GPU's memory: the upper bound.
 - ``CPU + copy``: nn.EmbeddingBag in host memory, its result copied through page-locked memory.
 - ``zero-copy``: raw rows read by the GPU (no cache), then nn.functional.embedding_bag.
 - ``zero-copy, cache``: the same with a cache of raw rows: CachedEmbeddingBag with ``codec="raw"``.
@@ -64,7 +64,7 @@ def _of_one_table(weight: torch.Tensor, kind: str, arguments: argparse.Namespace
     for n in arguments.batches:
         offsets = torch.arange(n, device="cuda")
         lines: dict[str, float] = {}
-        # Enough of them for a time that can be told.
+        # Enough of them for a time that can be measured.
         timed = max(arguments.repetitions, min(200, 1_000_000 // n))
         batches = [draw.ids(n).cuda() for _ in range(2 * WARM_UP + timed)]
         wanted = ways["on device"](batches[0], offsets)

@@ -17,7 +17,7 @@ class Draw:
     kind : {"uniform", "zipf"}
         The law.
     seed : int
-        Of what is drawn.
+        Seed of the ids.
     """
 
     def __init__(self, n_rows: int, kind: str, seed: int = 0) -> None:
@@ -36,7 +36,7 @@ class Draw:
         return self._ids[torch.searchsorted(self._ends, at).clamp_(max=self.n_rows - 1)]
 
     def counts(self) -> torch.Tensor:
-        """Return how often rows are used, int64 ``[N]``, as a data set would tell."""
+        """Return how often rows are used, int64 ``[N]``, as counts of a data set."""
         if self.kind == "uniform":
             return torch.ones(self.n_rows, dtype=torch.int64)
         counts = torch.empty(self.n_rows, dtype=torch.int64)

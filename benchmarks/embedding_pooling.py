@@ -1,4 +1,4 @@
-"""Bags of rows in a GPU's memory: the pooling of CachedEmbeddingBag beside torch.embedding_bag's.
+"""Bags of rows in a GPU's memory: CachedEmbeddingBag's pooling and torch.embedding_bag's.
 
 Microseconds by CUDA events, with bags of so many ids each; every result compared bit for bit.
 """

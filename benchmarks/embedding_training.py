@@ -127,7 +127,7 @@ def _microseconds(step: Step, batches: list[torch.Tensor]) -> float:
 
 
 def _waits(step: Step, batches: list[torch.Tensor]) -> str:
-    """Tell whether a step waits for a GPU that has other work."""
+    """Return whether a step waits for a GPU that has other work."""
     for ids in batches[:4]:
         step(ids)
     torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""Gathers on the CPU: rows of a CompressedTable beside torch.index_select of the raw tensor.
+"""Gathers on the CPU: rows of a CompressedTable compared with torch.index_select of the raw tensor.
 
 Every repetition draws ids of its own; every result is compared with the raw rows bit for bit.
 """

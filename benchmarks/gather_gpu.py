@@ -1,4 +1,4 @@
-"""Gathers to a GPU: raw and packed rows out of host memory, and out of a cache, beside peers.
+"""Gathers to a GPU: raw and packed rows out of host memory, and out of a cache, and peers.
 
 "Ideal" is the rate at which the same kernel reads rows in order out of page-locked memory
 (zero-copy) in the same run. "Row B of lines" is the share of the lines of 128 bytes that a row
@@ -233,7 +233,7 @@ def cached_rows(reps: int) -> Rows:
 
 
 def peers(reps: int) -> Rows:
-    """Measure what people use today beside this library, on one table."""
+    """Measure existing libraries on one table."""
     found: Rows = []
     n_rows, columns, n = 2 << 20, 256, 200_000
     x = torch.empty(n_rows, columns)
@@ -289,5 +289,5 @@ def run(arguments: argparse.Namespace) -> dict[str, Rows]:
     if "cache" in parts:
         tables["Rows out of a slab in device memory"] = cached_rows(reps)
     if "peers" in parts:
-        tables["200,000 rows of 1 KB float32 out of 2 GiB, beside peers"] = peers(reps)
+        tables["200,000 rows of 1 KB float32 out of 2 GiB, compared with peers"] = peers(reps)
     return tables

@@ -111,7 +111,7 @@ def main() -> int:
 
 
 def installed(parser: argparse.ArgumentParser, wanted: str | None) -> list[Framework]:
-    """Return the frameworks asked for, or those that there are."""
+    """Return the frameworks of the options, or all that are installed."""
     found = []
     for name in ("dgl", "pyg"):
         if wanted not in (None, "both", name):
@@ -219,7 +219,7 @@ class Measuring:
         return {name: value for name, value in row.items() if value is not None}
 
     def close(self) -> None:
-        """Let the features go: the next graph needs the room."""
+        """Free the features: the next graph needs the memory."""
         self.trainers.clear()
         gc.collect()
         if self.device.type == "cuda":

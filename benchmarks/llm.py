@@ -1,4 +1,4 @@
-"""Measure offloaded generation: packed weights and a packed K/V cache, beside the peers.
+"""Measure offloaded generation: packed weights and a packed K/V cache, compared with the peers.
 
 python benchmarks/llm.py --only ratio    # what MiniLM's weights, keys and values take
 python benchmarks/llm.py --only cpu      # packing, and a forward pass of MiniLM
@@ -11,8 +11,8 @@ fresh prompts for each repetition, and compare every token with the plain run's.
 of the repetitions after one that warms up. accelerate's cpu_offload and transformers' offloaded
 cache copy everything for each token, so they generate fewer; each row has how many. cuDNN's
 attention is off, since it makes a plan for each new length. Without a GPU they run on the CPU,
-where nothing crosses a link: what is told of bytes is what would, and the workload is a tenth as
-long, with 4 prompts. DFloat11 and nvCOMP are measured where they can be imported (dfloat11,
+where nothing crosses a link: reported bytes are those that a link would carry, and the workload is
+a tenth as long, with 4 prompts. DFloat11 and nvCOMP are measured if they can be imported (dfloat11,
 nvidia.nvcomp) and there is a GPU. Rows are printed to stderr as they come, tables at the end.
 """
 

@@ -1,8 +1,8 @@
 """The K/V cache: on the device, transformers' offloaded one, packed on the host and on the device.
 
-Weights lie on the device throughout. New tokens go down to the host in blocks of 64 once they leave
+Weights are on the device throughout. New tokens go down to the host in blocks of 64 once they leave
 the window of 128, so bytes for each token are only even over several blocks. nvCOMP has no cache
-for transformers, so it stands in the part for weights only.
+for transformers, so it is only in the part for weights.
 """
 
 from __future__ import annotations

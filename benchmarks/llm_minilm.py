@@ -44,9 +44,9 @@ def batch(lines: int, tokens: int, seed: int = 0) -> dict[str, torch.Tensor]:
     Parameters
     ----------
     lines, tokens : int
-        Shape of what comes back: all lines are full.
+        Shape of the result; there is no padding.
     seed : int
-        Others begin elsewhere in the text.
+        Chooses where lines begin in the text.
     """
     ids = _text_ids()
     generator = torch.Generator().manual_seed(seed)

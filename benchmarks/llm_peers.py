@@ -28,7 +28,7 @@ MOST_DFLOAT11_VALUES = 100_000_000
 
 
 def run(work: Workload, rate: float) -> Rows:
-    """Measure those that are there, at a link of `rate` bytes/s; tell why one is left out."""
+    """Measure the installed peers, at a link of `rate` bytes/s; print why one is left out."""
     found: Rows = []
     ways: dict[str, tuple[str, Callable[[Any], Row]]] = {
         "nvCOMP": ("nvidia.nvcomp", lambda nvcomp: _nvcomp(work, nvcomp, rate)),
@@ -42,7 +42,7 @@ def run(work: Workload, rate: float) -> Rows:
         except (ImportError, ArgumentError) as error:
             left_out(name, error)
         except Exception as error:
-            # What a peer fails at must not take the rows that were measured before.
+            # A failing peer must not lose the rows that were measured before.
             traceback.print_exc()
             left_out(name, repr(error))
         work.free()
@@ -125,12 +125,12 @@ def dfloat11_row(work: Workload, dfloat11: Any) -> Row:
     """Measure a pass with DFloat11, which keeps packed weights on the device.
 
     It packs the linear modules of the first layer, and every layer gets these; the embeddings and
-    the head stay as they are. The logits are compared with those of the same weights unpacked.
+    the head are left unpacked. The logits are compared with those of the same weights unpacked.
 
     Parameters
     ----------
     work : Workload
-        Has the model.
+        The workload with the model.
     dfloat11 : module
         The package.
     """

@@ -1,4 +1,4 @@
-"""A model of random weights, prompts, and what the two parts that generate share."""
+"""A model of random weights, prompts, and a loop, for the two parts that generate."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ class Workload:
     Parameters
     ----------
     arguments : argparse.Namespace
-        Of llm.py.
+        Arguments of llm.py.
     folder : Path
         Where the model is written.
     steps : Steps
-        Shows on a terminal what is being done.
+        Shows progress on a terminal.
     """
 
     def __init__(self, arguments: argparse.Namespace, folder: Path, steps: Steps) -> None:
@@ -72,7 +72,7 @@ class Workload:
         )
 
     def prompt(self, i: int) -> Prompt:
-        """Return the prompts of a repetition, others each."""
+        """Return the prompts of a repetition, which differ between repetitions."""
         a = self.arguments
         return random_prompt(self.shape.vocabulary, a.batch, a.prompt_tokens, 1000 + i)
 
@@ -85,7 +85,7 @@ class Workload:
     ) -> Run:
         """Generate in one way, repetition after repetition; times are medians of these.
 
-        `then` gets the model afterwards, as it was loaded, and its memory is not counted.
+        `then` is called with the loaded model afterwards; its memory is not counted.
         """
         runs: list[Run] = []
         whole = Run(weights, cache)
@@ -99,8 +99,8 @@ class Workload:
                 run = Run(weights, cache)
                 options = cache_options or CacheOptions()
                 new_tokens = self._new_tokens(run, i)
-                told = f"repetition {i} of {repetitions}" if i else "warming up"
-                with self.steps.step(f"{run.name}: {told}") as report:
+                label = f"repetition {i} of {repetitions}" if i else "warming up"
+                with self.steps.step(f"{run.name}: {label}") as report:
                     generate(run, model, self.prompt(i), new_tokens, self.device, options, report)
                 self._compare(run, i)
                 runs.append(run)
@@ -122,13 +122,13 @@ class Workload:
         )
 
     def free(self) -> None:
-        """Give back the memory of a model that nothing refers to any more."""
+        """Free the memory of a model that has no references left."""
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def _new_tokens(self, run: Run, i: int) -> int:
-        """Return the tokens to generate in a repetition; 0 is the one that warms up."""
+        """Return the tokens to generate in a repetition; repetition 0 warms up."""
         if not SLOW & {run.weights_way, run.cache_way}:
             return int(self.arguments.new_tokens)
         return int(self.arguments.slow_tokens) if i else SLOW_WARM_UP_TOKENS
@@ -180,7 +180,7 @@ def line(name: str, run: Run, plain: Run, batch: int) -> Row:
 
 @torch.no_grad()
 def pass_seconds(work: Workload, model: Any) -> float:
-    """Return the median time of a pass of one token, others each."""
+    """Return the median time of a pass of one token, a new one for each pass."""
     times = []
     for i in range(2 + 3 * work.arguments.repetitions):
         ids = torch.randint(work.shape.vocabulary, (1, 1), device=work.device)
@@ -199,7 +199,7 @@ def wait(device: torch.device) -> None:
 
 
 def show(row: Row) -> Row:
-    """Print a row as soon as it is there, since the tables come last; return it."""
+    """Print a row at once, since the tables come last; return it."""
     numbers = (f"{key} {value:.4g}" for key, value in row.items() if isinstance(value, float))
     print(f"{row['way']}:", ", ".join(numbers), file=sys.stderr)
     return row

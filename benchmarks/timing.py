@@ -30,9 +30,9 @@ def cpu_seconds(run: Callable[[int], object], repetitions: int) -> float:
 def cpu_seconds_in_turn(
     runs: Mapping[str, Callable[[int], object]], repetitions: int
 ) -> dict[str, float]:
-    """Return the same of several that take turns, so that the machine changes under all alike.
+    """Return median times of several runs that take turns, so that noise affects all alike.
 
-    Each time another one begins: what memory the allocator has kept, it finds first.
+    The first one changes from turn to turn, because it reuses the memory of the allocator.
     """
     names = list(runs)
     times: dict[str, list[float]] = {name: [] for name in names}

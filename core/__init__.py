@@ -1,7 +1,7 @@
 """Bitslab: tensors that are cheaper to move.
 
-Before torch is imported, the public names below are imported on first use, and torch with them: so
-the help of the command starts at once. Where torch is imported already, everything is imported.
+If torch is not imported yet, the public names below and torch are imported on first use, so that
+`bitslab --help` starts at once. Otherwise all of them are imported here.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ __all__ = [
     "unified",
 ]
 
-#: Modules that the public names come from, each with its names.
-_HOMES = {
+#: Modules that define the public names.
+_MODULES = {
     "engine.codecs": ("InvariantCodec", "PackedRows", "RawCodec", "RowCodec"),
     "errors": (
         "ArgumentError",
@@ -93,7 +93,7 @@ _HOMES = {
 
 def _imported(name: str) -> Any:
     """Return a public name, or a module of the package, on first use."""
-    for home, names in _HOMES.items():
+    for home, names in _MODULES.items():
         if name in names:
             return getattr(importlib.import_module(f".{home}", __name__), name)
     module = f"{__name__}.{'tables.hotness' if name == 'hotness' else name}"
@@ -116,7 +116,7 @@ if not TYPE_CHECKING:  # a type checker would take any name for one of ours
         return sorted({*globals(), *__all__})
 
     if "torch" in sys.modules:
-        # Nothing is saved by waiting, and torch.load knows at once what it may make.
+        # Lazy imports would save nothing, and torch.load needs the classes registered.
         for _name in __all__:
             if _name not in globals():
                 __getattr__(_name)

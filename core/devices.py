@@ -1,4 +1,4 @@
-"""Devices that callers name, checked."""
+"""Checks of device arguments."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ DeviceLike: TypeAlias = torch.device | str | int
 
 
 def named_device(device: DeviceLike, argument: str = "device") -> torch.device:
-    """Return the CPU or CUDA device that a caller names, whether or not it is there.
+    """Return the CPU or CUDA device of an argument, whether or not the machine has it.
 
     Parameters
     ----------
     device : torch.device or str or int
         An int is the number of a GPU.
     argument : str
-        What the caller calls it, for the message.
+        Name of the argument, for the message.
 
     Raises
     ------
@@ -50,12 +50,12 @@ def _parsed(device: str | int) -> torch.device | None:
         found = torch.device(name)
     except RuntimeError:
         return None
-    # torch keeps the low byte of a number: of cuda:256 it makes cuda:0.
+    # torch keeps the low byte of an index: cuda:256 becomes cuda:0.
     return found if str(found) == name else None
 
 
 def checked_device(device: DeviceLike, argument: str = "device") -> torch.device:
-    """Return a device that is there, a GPU with its number, or refuse it; see `named_device`."""
+    """Return a device that exists, a GPU with its index, or refuse it; see `named_device`."""
     found = named_device(device, argument)
     if found.type == "cpu":
         return torch.device("cpu")
@@ -68,7 +68,7 @@ def checked_device(device: DeviceLike, argument: str = "device") -> torch.device
 
 
 def device_or_default(device: DeviceLike | None, argument: str = "device") -> torch.device:
-    """Return a device that is there; the current GPU, or the CPU without one, for None."""
+    """Return a device that exists; for None the current GPU, or the CPU without one."""
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     return checked_device(device, argument)

@@ -1,4 +1,4 @@
-"""Names of dtypes in configurations, bit fields of floating-point dtypes, tensors as bytes."""
+"""Names and bit fields of dtypes, and tensors as bytes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def dtype_from_name(name: str) -> torch.dtype:
-    """Return the dtype that `dtype_name` named."""
+    """Return the dtype of a name; the inverse of `dtype_name`."""
     dtype = getattr(torch, name, None) if isinstance(name, str) else None
     if not isinstance(dtype, torch.dtype):
         raise CorruptedDataError(f"dtype: {name!r} is not a dtype of this torch")
@@ -37,17 +37,17 @@ EXPONENT_FIELDS: dict[torch.dtype, tuple[int, int]] = {
 
 
 def element_bytes(dtype: torch.dtype) -> int:
-    """Bytes of a number in a tensor of `dtype`: half an element for complex dtypes."""
+    """Return the bytes of a real number in a tensor of `dtype`: half an element if complex."""
     return dtype.itemsize // 2 if dtype.is_complex else dtype.itemsize
 
 
 def dense(t: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's bits in the order of its elements, a view where they lie so already.
+    """Return a tensor in row-major order with the strides of its shape, a view where possible.
 
-    The strides are those of the shape. A contiguous tensor may have others: dimensions of one
-    element, as those of ``torch.randn(2)[::2]``, keep any, with which torch views no other dtype.
+    A contiguous tensor may have other strides: a dimension of one element, as in
+    ``torch.randn(2)[::2]``, keeps any stride, and torch then refuses to view another dtype.
     """
-    # Lazy conjugates and negatives do not hold the bits that they show.
+    # The memory of lazy conjugates and negatives holds other bits than their values.
     found = t.detach().resolve_conj().resolve_neg().contiguous()
     strides, step = [], 1
     for size in reversed(found.shape):
@@ -58,5 +58,5 @@ def dense(t: torch.Tensor) -> torch.Tensor:
 
 
 def flat_bytes(t: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's bits as uint8 ``[nbytes]``, a view where they lie in order."""
+    """Return a tensor's bytes as uint8 ``[nbytes]``, a view where it is row-major."""
     return dense(t).reshape(-1).view(torch.uint8)

@@ -1,4 +1,4 @@
-"""The errors that bitslab raises, by one base class, and the kinds of warnings it gives."""
+"""Error and warning classes of bitslab, and imports of optional packages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class BitslabError(Exception):
 
 
 class ArgumentError(BitslabError, ValueError):
-    """An argument's value is not accepted; the message names it, what came and what is accepted."""
+    """An argument's value is not accepted; the message says what was given and what is accepted."""
 
 
 class ArgumentTypeError(BitslabError, TypeError):
@@ -19,7 +19,7 @@ class ArgumentTypeError(BitslabError, TypeError):
 
 
 class IndexRangeError(BitslabError, IndexError):
-    """A row index lies outside the table."""
+    """A row index is out of range."""
 
 
 class CorruptedDataError(BitslabError, ValueError):
@@ -31,21 +31,21 @@ class MissingExtraError(BitslabError, ImportError):
 
 
 class DecodedCopyWarning(UserWarning):
-    """A compressed feature was read as a whole, and the decoded copy is kept; given once for each.
+    """A compressed feature was read as a whole, and the decoded copy is kept; once a feature.
 
-    A copy under 1 MiB gets none.
+    Copies under 1 MiB raise no warning.
     """
 
 
 def load_optional(module: str, *, extra: str | None, purpose: str) -> ModuleType:
-    """Import `module` on first use, or say which pip extra brings it.
+    """Import `module` on first use, or raise an error that names the pip extra to install.
 
     Parameters
     ----------
     module : str
         Dotted name of the module to import.
     extra : str or None
-        The pip extra that brings it; None for a base dependency of bitslab.
+        The pip extra that installs it; None for a base dependency of bitslab.
     purpose : str
         What it is needed for, for the message.
 

@@ -1,4 +1,4 @@
-"""What torch.compile must not look into."""
+"""Functions that torch.compile does not trace."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ def not_traced(function: Function) -> Function:
     Caches and packed tensors cannot be traced. Outside of compiled models the wrapper of
     `torch.compiler.disable` is bypassed: it costs 40 microseconds a call (torch 2.11, Python 3.12).
     """
-    apart = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+    untraced = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
 
     @functools.wraps(function)
     def called(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
-            return apart(*args, **kwargs)
+            return untraced(*args, **kwargs)
         return function(*args, **kwargs)
 
     return cast(Function, called)
 
 
 def exporting() -> bool:
-    """Return whether `torch.export` traces what runs."""
+    """Return whether `torch.export` traces the running code."""
     if hasattr(torch.compiler, "is_exporting"):
         return torch.compiler.is_exporting()
-    # Before torch 2.7: what is traced without the compiler's own tracer is exported.
+    # Before torch 2.7: tracing without dynamo means export.
     return torch.compiler.is_compiling() and not torch.compiler.is_dynamo_compiling()

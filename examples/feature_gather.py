@@ -1,7 +1,7 @@
-"""Gather rows of a feature table in four ways, compare every bit, and say what each way costs.
+"""Gather rows of a feature table in four ways, compare every bit, and print what each way costs.
 
   raw         a tensor in host memory: torch.index_select on the CPU, then a copy to the GPU
-  unified     the same bytes in memory that the GPU reads by itself        bitslab.unified
+  unified     the same bytes in memory that the GPU reads directly         bitslab.unified
   compressed  rows packed in host memory, decoded where they arrive        bitslab.CompressedTable
   cached      the hottest of the packed rows in GPU memory as well         bitslab.SlabCache
 
@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 import torch
 
-# They lie beside this script.
+# These modules are next to this script.
 from graphsage.arguments import device_named, positive, share
 from graphsage.planetoid import GraphUnpickler, normalised, read_sparse
 from inspect_and_compress import MODEL_PACKAGE, find_model
@@ -126,7 +126,7 @@ def main() -> int:
         with steps.step("cached: filling", None):
             cached_rows = cache.fill(hottest)
         results.append(gathering.measure_cached(cache, results[-1]))
-    facts = {
+    summary = {
         "data": data.name,
         "rows": len(data.rows),
         "row_bytes": row_bytes,
@@ -145,12 +145,12 @@ def main() -> int:
         "rows_that_differ": sum(result.rows_that_differ for result in results),
     }
     if arguments.json:
-        print(json.dumps({**facts, "ways": [asdict(result) for result in results]}))
+        print(json.dumps({**summary, "ways": [asdict(result) for result in results]}))
     else:
-        print_table(facts, results, on_cpu=device.type == "cpu")
+        print_table(summary, results, on_cpu=device.type == "cpu")
     cache.close()
     table.close()
-    return 1 if facts["rows_that_differ"] else 0
+    return 1 if summary["rows_that_differ"] else 0
 
 
 # Options
@@ -192,7 +192,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--layout",
         choices=("compact", "inplace"),
         default="compact",
-        help="compact: host memory shrinks; inplace: each packed row stays where the raw row would "
+        help="compact: host memory shrinks; inplace: each packed row is where the raw row would "
         "be, and the GPU keeps 1 bit a row to find it (default: %(default)s)",
     )
     add("--device", help="cpu or cuda (default: cuda where there is a GPU)")
@@ -247,7 +247,7 @@ def load_graph(folder: Path, name: str) -> Data:
     first, others, numbers, graph = graph_files(folder, name)
     features = read_sparse(first)
     tested = np.loadtxt(numbers, dtype=np.int64, ndmin=1)
-    # Nodes that stand in no file have no features.
+    # Nodes that no file lists have no features.
     rows = np.zeros((tested.max() + 1, features.shape[1]), np.float32)
     rows[: len(features)] = features
     rows[tested] = read_sparse(others)
@@ -255,7 +255,7 @@ def load_graph(folder: Path, name: str) -> Data:
     with graph.open("rb") as file:
         neighbours = GraphUnpickler(file, encoding="latin1").load()
     degrees = torch.tensor([len(neighbours.get(node, ())) for node in range(len(rows))])
-    # A sampler meets a node as often as it is a neighbour of others; and each once an epoch.
+    # A sampler reads a node as often as it is a neighbour of others, and once an epoch as a seed.
     return Data(name, torch.from_numpy(rows), 1.0 + degrees, degrees)
 
 
@@ -278,7 +278,7 @@ def tiled(data: Data, n_rows: int | None) -> Data:
             data.popularity, data.degrees = data.popularity[source], data.degrees[source]
     if data.degrees is None:
         # The k-th most frequent word is 1/k as frequent as the first. Which word that is does not
-        # matter here, but the frequent ones must not lie side by side.
+        # matter here, but the frequent ones must not be neighbours.
         shuffled = torch.randperm(n, generator=torch.Generator().manual_seed(0))
         data.popularity = 1.0 / (1 + shuffled)
     return data
@@ -297,7 +297,7 @@ def draw(
 def hottest_rows(
     data: Data, by_degree: bool, batch: int, generator: torch.Generator
 ) -> torch.Tensor:
-    """Order all rows, those first that will be asked for most."""
+    """Return all row ids, those with the most requests first."""
     if by_degree and data.degrees is not None:
         begins = torch.cat([torch.zeros(1, dtype=torch.int64), data.degrees.cumsum(0)])
         return hotness.by_degree(begins)
@@ -389,7 +389,7 @@ class Gathering:
         )
 
     def check(self, way: str, source: Any, where: torch.device) -> int:
-        """Return how many rows of all batches differ from the table's, in any bit."""
+        """Return the number of rows of all batches that differ from the table's in any bit."""
         differ = 0
         with self.steps.step(f"{way}: comparing", len(self.batches)) as report:
             for done, (ids, rows) in enumerate(self.fetch(source, where), 1):
@@ -463,18 +463,18 @@ class Steps:
 
     @contextlib.contextmanager
     def step(self, title: str, total: int | None) -> Iterator[Report]:
-        """Show a step; what this gives is called with how much is done."""
+        """Show a step; yield a function that takes the amount done."""
         task = self._bar.add_task(title, total=total)
         yield lambda done, _: self._bar.update(task, completed=done)
         self._bar.remove_task(task)
 
 
-def print_table(facts: dict[str, Any], results: list[Result], *, on_cpu: bool) -> None:
+def print_table(summary: dict[str, Any], results: list[Result], *, on_cpu: bool) -> None:
     console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
     console.print(
-        f"{facts['data']}: {facts['rows']:,} rows of {facts['row_bytes']:,} bytes "
-        f"({facts['dtype']}), {facts['batches']:,} batches of {facts['batch']:,} rows "
-        f"on {facts['device']}"
+        f"{summary['data']}: {summary['rows']:,} rows of {summary['row_bytes']:,} bytes "
+        f"({summary['dtype']}), {summary['batches']:,} batches of {summary['batch']:,} rows "
+        f"on {summary['device']}"
     )
     shown = Table()
     shown.add_column("way")
@@ -499,17 +499,18 @@ def print_table(facts: dict[str, Any], results: list[Result], *, on_cpu: bool) -
         )
     console.print(shown)
     console.print(
-        f"{facts['layout']}, {facts['codec']}: raw rows take {facts['ratio']:.2f}x the memory\n"
-        f"a cache of {facts['cache_bytes'] / 1e6:,.2f} MB, filled by {facts['hotness']}, holds "
-        f"{facts['cached_rows']:,} rows; uncompressed, {facts['rows_that_fit_uncompressed']:,} "
+        f"{summary['layout']}, {summary['codec']}: raw rows take {summary['ratio']:.2f}x the "
+        "memory\n"
+        f"a cache of {summary['cache_bytes'] / 1e6:,.2f} MB, filled by {summary['hotness']}, holds "
+        f"{summary['cached_rows']:,} rows; uncompressed, {summary['rows_that_fit_uncompressed']:,} "
         "would fit"
     )
     if on_cpu:
         console.print(
             "No GPU is used: bytes moved are bytes read, unified rows are gathered by the CPU, and "
-            "the cache lies in host memory."
+            "the cache is in host memory."
         )
-    checked, differ = facts["rows_checked"], facts["rows_that_differ"]
+    checked, differ = summary["rows_checked"], summary["rows_that_differ"]
     verdict = f"{differ:,} DIFFER" if differ else "all equal"
     console.print(f"{checked:,} rows compared bit for bit: {verdict}")
 

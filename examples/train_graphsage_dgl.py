@@ -181,7 +181,7 @@ FRAMEWORK = Framework("DGL", DglTrainer, own_loader)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    # Which cores a process gets is left to whoever starts it.
+    # The caller chooses the cores of a process.
     warnings.filterwarnings("ignore", message="Dataloader CPU affinity")
     return run(
         FRAMEWORK,

@@ -89,7 +89,7 @@ class Hops:
 
 
 class SeededSampler(BaseSampler):  # type: ignore[misc]
-    """Brings a sampler in plain torch to PyG's loaders; theirs need pyg-lib, which PyPI has not."""
+    """Adapts a sampler in plain torch to PyG's loaders; PyG's own samplers need pyg-lib."""
 
     def __init__(self, sampler: NeighbourSampler, batches: Sequence[Seeds]) -> None:
         self.sampler, self.batches = sampler, batches
@@ -239,7 +239,7 @@ FRAMEWORK = Framework("PyG", PygTrainer, own_loader)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    # In beta, and what torch 2.11 says though the call asks for no checks.
+    # The warning that CSR tensors are in beta, and one that torch 2.11 gives without checks.
     warnings.filterwarnings("ignore", message="Sparse (CSR|invariant)")
     return run(
         FRAMEWORK,

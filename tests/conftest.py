@@ -145,7 +145,7 @@ def held_stream() -> Callable[..., AbstractContextManager[None]]:
 
 @pytest.fixture
 def forks() -> Iterator[None]:
-    """Let no forked child collect what earlier tests left: it cannot free memory of a GPU."""
+    """Keep forked children from collecting old objects: a child cannot free GPU memory."""
     gc.collect()
     gc.disable()
     yield
@@ -167,7 +167,7 @@ def profiled() -> Callable[[Callable[[], Any]], Any]:
 
 @pytest.fixture
 def fresh_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Let nothing that torch.compile has made reach a test, and none of the test's another one."""
+    """Reset torch.compile before and after each test."""
     # What torch traces for its own tools is a third of the time where pytest keeps it as well.
     monkeypatch.setattr(logging.getLogger("torch.__trace"), "propagate", False)
     torch.compiler.reset()
@@ -177,7 +177,7 @@ def fresh_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
-    """Let torch compute alone: on little work its threads wait, more so beside another worker's."""
+    """Run torch on one thread: on small work threads mostly wait, more so with several workers."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -34,7 +34,7 @@ def set_sync_debug_mode(mode: str) -> None:
 
 @contextlib.contextmanager
 def waiting_raises() -> Iterator[None]:
-    """Let every operation of torch that makes the host wait for the GPU raise."""
+    """Raise an error at every torch operation that makes the host wait for the GPU."""
     torch.cuda.synchronize()
     try:
         set_sync_debug_mode("error")
@@ -55,7 +55,7 @@ def run_ahead(work: Callable[[], Any]) -> None:
 
 @contextlib.contextmanager
 def held(stream: torch.cuda.Stream | None = None) -> Iterator[None]:
-    """Let nothing that is queued on a stream (the current one) from here on run inside.
+    """Block all work that is queued on a stream (the current one) inside the context.
 
     A kernel that waits for a flag in host memory occupies the stream. The flag is set at the end;
     where the host waits for the stream inside, after `HELD_SECONDS`, and the test fails. So a test
@@ -89,7 +89,7 @@ def held(stream: torch.cuda.Stream | None = None) -> Iterator[None]:
 
 
 def _fill_allocators(stream: torch.cuda.Stream) -> None:
-    """Let torch have memory to spare: the driver makes who asks it for more wait for the GPU.
+    """Give torch spare memory: asking the driver for more makes the caller wait for the GPU.
 
     Page-locked memory that is given up is not used again before the GPU is through with it.
     """

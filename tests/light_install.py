@@ -29,7 +29,7 @@ failures = 0
 
 @contextlib.contextmanager
 def check(what: str) -> Iterator[Callable[[str], None]]:
-    """Run one check; print its outcome with what it noted down."""
+    """Run one check; print its outcome with its remarks."""
     global failures
     notes: list[str] = []
     try:
@@ -106,8 +106,8 @@ def main() -> int:
         shapes = [list(rows.shape) for rows in bitslab.PrefetchRing(gather, batches)]
         expect(shapes == [[2, 64], [1, 64]], f"came as {shapes}")
 
-    with tempfile.TemporaryDirectory() as place:
-        path = Path(place, "weights.safetensors")
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "weights.safetensors")
         write_safetensors(path)
 
         with check("load() says that it needs safetensors") as note:

@@ -214,7 +214,7 @@ def test_what_is_no_tensor_is_left_out_and_said(
     assert list(bitslab.load_file(tmp_path / "x.bitslab")) == ["a"]
 
 
-def test_metadata_that_finds_no_place_is_said(
+def test_metadata_that_cannot_be_written_is_reported(
     packed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run("decompress", packed, tmp_path / "out.pt") == 0

@@ -200,7 +200,7 @@ def test_name_that_a_format_cannot_hold_is_refused(
     ids=["garbage", "compressed"],
 )
 @pytest.mark.parametrize("name", ["x.bitslab", "x.safetensors"])
-def test_compress_tells_compressed_files_by_what_is_in_them(
+def test_compress_detects_compressed_files_by_their_content(
     name: str, content: bytes | None, message: str, packed: Path, tmp_path: Path, capsys: Any
 ) -> None:
     path = tmp_path / name

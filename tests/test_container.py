@@ -324,14 +324,14 @@ def test_mode_of_an_old_file_is_kept_and_a_link_is_followed(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("path", ["missing/x.safetensors", "."], ids=["no-folder", "a-folder"])
-def test_place_that_cannot_be_written_is_an_oserror(path: str, tmp_path: Path) -> None:
+def test_path_that_cannot_be_written_is_an_oserror(path: str, tmp_path: Path) -> None:
     with pytest.raises(OSError, match="missing|directory"):
         bitslab.save_file({}, tmp_path / path)
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("path", ["missing.safetensors", "."], ids=["no-file", "a-folder"])
-def test_place_that_cannot_be_read_is_an_oserror(path: str, tmp_path: Path) -> None:
+def test_path_that_cannot_be_read_is_an_oserror(path: str, tmp_path: Path) -> None:
     with pytest.raises(OSError, match="No such file|Is a directory") as caught:
         bitslab.load(tmp_path / path)
     assert str(tmp_path) in str(caught.value)
@@ -420,13 +420,13 @@ def put(*path: Any) -> Edit:
 
     def edit(content: dict[str, Any]) -> None:
         *keys, last, value = path
-        place = packed_record(content)
+        node = packed_record(content)
         for key in keys:
-            place = place[key]
+            node = node[key]
         if value is None:
-            del place[last]
+            del node[last]
         else:
-            place[last] = value
+            node[last] = value
 
     return edit
 
@@ -578,18 +578,18 @@ JSON = st.recursive(
 def test_random_description_is_refused_or_changes_nothing(
     tmp_path: Path, data: st.DataObject
 ) -> None:
-    """Whatever stands at one place of the description, with the checksum made good."""
+    """Any value at one position of the description, with the checksum made good."""
     path = tmp_path / "x.safetensors"
     tensors = write_small(path)
 
     def edit(content: dict[str, Any]) -> None:
-        place: Any = content
+        node: Any = content
         while True:
-            key = data.draw(st.sampled_from(sorted(place)))
-            if not isinstance(place[key], dict) or not place[key] or data.draw(st.booleans()):
-                place[key] = data.draw(JSON)
+            key = data.draw(st.sampled_from(sorted(node)))
+            if not isinstance(node[key], dict) or not node[key] or data.draw(st.booleans()):
+                node[key] = data.draw(JSON)
                 return
-            place = place[key]
+            node = node[key]
 
     rewrite(path, edit)
     try:

@@ -115,26 +115,26 @@ def test_words_as_a_script_print_json_that_agrees_with_a_table() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert not done.stderr
-    told = json.loads(done.stdout)
-    ways = {way["way"]: way for way in told["ways"]}
+    report = json.loads(done.stdout)
+    ways = {way["way"]: way for way in report["ways"]}
     assert list(ways) == WAYS
     gathered = BATCH * BATCHES
     assert [way["rows_checked"] for way in ways.values()] == [gathered] * len(WAYS)
-    assert told["rows_checked"] == gathered * len(WAYS)
-    assert told["rows_that_differ"] == 0
+    assert report["rows_checked"] == gathered * len(WAYS)
+    assert report["rows_that_differ"] == 0
 
     rows = trained_words()[:3000]
-    assert (told["rows"], told["row_bytes"]) == (len(rows), rows[0].nbytes)
+    assert (report["rows"], report["row_bytes"]) == (len(rows), rows[0].nbytes)
     with bitslab.CompressedTable.from_tensor(rows) as table:
         stats = table.stats()
-    assert told["codec"] == stats["codec"]
-    assert told["ratio"] == stats["ratio"]
+    assert report["codec"] == stats["codec"]
+    assert report["ratio"] == stats["ratio"]
     assert ways["raw"]["host_bytes"] == ways["unified"]["host_bytes"] == rows.nbytes
     assert ways["compressed"]["host_bytes"] == ways["cached"]["host_bytes"] == stats["host_bytes"]
-    assert told["cache_bytes"] == rows.nbytes // 100
-    fit = told["cache_bytes"] // rows[0].nbytes
-    assert told["rows_that_fit_uncompressed"] == fit
-    assert fit < told["cached_rows"] < 2 * fit * stats["ratio"]
+    assert report["cache_bytes"] == rows.nbytes // 100
+    fit = report["cache_bytes"] // rows[0].nbytes
+    assert report["rows_that_fit_uncompressed"] == fit
+    assert fit < report["cached_rows"] < 2 * fit * stats["ratio"]
 
     assert ways["raw"]["moved_bytes_per_row"] == rows[0].nbytes
     packed_row_bytes = stats["packed_bytes"] / len(rows)
@@ -145,7 +145,7 @@ def test_words_as_a_script_print_json_that_agrees_with_a_table() -> None:
     assert ways["cached"]["moved_bytes_per_row"] == pytest.approx(
         missed * packed_row_bytes, rel=0.05
     )
-    assert 0 < ways["cached"]["device_bytes"] < 2 * told["cache_bytes"]
+    assert 0 < ways["cached"]["device_bytes"] < 2 * report["cache_bytes"]
     for way in ways.values():
         assert way["bytes_per_s"] == pytest.approx(gathered * rows[0].nbytes / way["seconds"])
         assert way["times_raw"] == pytest.approx(ways["raw"]["seconds"] / way["seconds"])
@@ -168,7 +168,7 @@ def test_table_shows_what_the_json_says(run: Any, planetoid: Path) -> None:
     options = ["--root", str(planetoid), "--rows", "1000", "--cache-ratio", "0.05", *SMALL]
     status, out, _ = run(*options, "--json")
     assert status == 0
-    told = json.loads(out)
+    report = json.loads(out)
     status, out, err = run(*options)
     assert status == 0
     assert not err
@@ -178,14 +178,14 @@ def test_table_shows_what_the_json_says(run: Any, planetoid: Path) -> None:
         if line.startswith("│")
     ]
     assert [line[0] for line in lines] == WAYS
-    for line, way in zip(lines, told["ways"], strict=True):
+    for line, way in zip(lines, report["ways"], strict=True):
         assert line[1] == f"{way['host_bytes'] / 1e6:,.2f}"
         assert line[2] == f"{way['device_bytes'] / 1e6:,.2f}"
         assert line[3] == f"{way['moved_bytes_per_row']:,.0f}"
         assert line[4] == ("" if way["hit_rate"] is None else f"{way['hit_rate']:.1%}")
         assert float(line[5]) > 0
         assert float(line[6]) > 0
-    assert f"holds {told['cached_rows']:,} rows" in out
+    assert f"holds {report['cached_rows']:,} rows" in out
     assert f"{4 * BATCH * BATCHES:,} rows compared bit for bit: all equal" in out
     assert "unified rows are gathered by the CPU" in " ".join(out.split())
 
@@ -250,9 +250,9 @@ def test_a_row_that_differs_is_told(
     options = ["--root", str(planetoid), "--layout", layout, "--cache-ratio", "0.5", *SMALL]
     status, out, _ = run(*options, "--json")
     assert status == 1
-    told = json.loads(out)
-    assert told["layout"] == layout
-    differ = {way["way"]: way["rows_that_differ"] for way in told["ways"]}
+    report = json.loads(out)
+    assert report["layout"] == layout
+    differ = {way["way"]: way["rows_that_differ"] for way in report["ways"]}
     assert differ == {"raw": 0, "unified": 0, "compressed": BATCHES, "cached": 0}
     status, out, _ = run(*options)
     assert status == 1
@@ -260,7 +260,7 @@ def test_a_row_that_differs_is_told(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (["--cache-ratio", "0"], "--cache-ratio: 0, accepted are numbers above 0 and up to 1"),
         (["--cache-ratio", "1.5"], "--cache-ratio: 1.5, accepted"),
@@ -277,11 +277,11 @@ def test_a_row_that_differs_is_told(
         (["--data", "novels"], "--data: invalid choice"),
     ],
 )
-def test_refused(run: Any, arguments: list[str], told: str) -> None:
+def test_refused(run: Any, arguments: list[str], message: str) -> None:
     status, out, err = run(*arguments)
     assert status == 2
     assert not out
-    assert told in " ".join(err.split())
+    assert message in " ".join(err.split())
 
 
 @pytest.mark.parametrize("part", ["allx", "graph"])
@@ -309,9 +309,9 @@ def test_on_a_gpu(run: Any, planetoid: Path, layout: str) -> None:
     options = ["--root", str(planetoid), "--rows", "5000", "--layout", layout, "--device", "cuda"]
     status, out, _ = run(*options, "--json")
     assert status == 0
-    told = json.loads(out)
-    assert told["device"].startswith("cuda")
-    ways = {way["way"]: way for way in told["ways"]}
+    report = json.loads(out)
+    assert report["device"].startswith("cuda")
+    ways = {way["way"]: way for way in report["ways"]}
     assert ways["raw"]["device_bytes"] == 0
     assert ways["cached"]["device_bytes"] > ways["compressed"]["device_bytes"] > 0
     assert ways["cached"]["moved_bytes_per_row"] < ways["compressed"]["moved_bytes_per_row"]

@@ -137,7 +137,7 @@ def test_bad_index_on_the_gpu_leaves_the_output_untouched_and_is_told_later():
         codec.decode(packed, ids[:1], out=out[:1])
 
 
-def test_damaged_words_on_the_gpu_are_told_and_stay_inside_the_buffers():
+def test_damaged_words_on_the_gpu_are_reported_and_cause_no_access_outside_the_buffers():
     x = weights()
     codec = InvariantCodec.fit(x)
     generator = torch.Generator().manual_seed(0)
@@ -234,7 +234,7 @@ def test_rows_are_decoded_to_an_odd_address():
         assert torch.equal(codec.decode(packed, ids, out=out).cpu(), x)
 
 
-def test_page_locked_rows_stay_while_the_gpu_reads_them():
+def test_page_locked_rows_are_kept_while_the_gpu_reads_them():
     x = weights()
     codec = InvariantCodec.fit(x)
     out = torch.zeros_like(x, device="cuda")

@@ -142,7 +142,7 @@ def measured(code: str, cwd: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Say what a fresh `import bitslab` loads beyond torch and numpy, and what it touches."""
+    """Report what a fresh `import bitslab` loads beyond torch and numpy, and what it touches."""
     return measured(  # type: ignore[no-any-return]
         "import json, sys, threading, warnings\n"
         "import numpy, torch\n"

@@ -16,7 +16,7 @@ import bitslab
 
 if sys.version_info >= (3, 11):
     import tomllib
-else:  # which pytest brings along
+else:  # a dependency of pytest
     import tomli as tomllib
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -29,7 +29,7 @@ LEFTOVERS = (
     f"build/bdist.{sysconfig.get_platform()}/wheel/bitslab/interrupted.py",
 )
 
-# One build for all of these tests: they stay on one worker.
+# One build for all of these tests: they run on one worker.
 pytestmark = pytest.mark.xdist_group("wheel")
 
 

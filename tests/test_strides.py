@@ -136,7 +136,7 @@ def test_rows_that_are_cut_from_odd_ones_update_a_table(layout, dtype, n):
         assert torch.equal(table.gather(torch.arange(300)), expected)
 
 
-def test_a_view_where_bits_lie_in_order_and_a_copy_elsewhere():
+def test_a_view_of_row_major_bits_and_a_copy_of_others():
     t = cut(torch.float32, (1, 1), (5, 3), 7)
     assert dense(t).data_ptr() == t.data_ptr() and dense(t).stride() == (1, 1)
     plain = torch.randn(3, 4)

@@ -1,4 +1,4 @@
-"""Tables that live compressed in host memory, and caches of their rows on GPUs."""
+"""Tables of compressed rows in host memory, and caches of these rows on GPUs."""
 
 from . import hotness
 from .arguments import check_not_from_end, row_ids

@@ -1,4 +1,4 @@
-"""What callers name rows and targets by, checked."""
+"""Checks of the ids, devices and indices that callers give."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ def check_not_from_end(ids: torch.Tensor, n_rows: int, name: str = "ids") -> Non
     Parameters
     ----------
     ids : torch.Tensor
-        Integers ``[n]``. Those on a GPU are not looked at, which would wait for it.
+        Integers ``[n]``. Ids on a GPU are not checked: that would wait for the GPU.
     n_rows : int
-        Rows there are.
+        Number of rows.
     name : str
-        What the message calls them.
+        Name of the argument, for the message.
 
     Raises
     ------
@@ -62,7 +62,7 @@ def check_ids_in_range(ids: torch.Tensor, n_rows: int, *, from_end: bool = True)
     ids : torch.Tensor
         int32 or int64, contiguous.
     n_rows : int
-        Rows there are.
+        Number of rows.
     from_end : bool
         Whether negative ids count from the end.
     """
@@ -76,7 +76,7 @@ def check_ids_in_range(ids: torch.Tensor, n_rows: int, *, from_end: bool = True)
 def checked_target(
     ids: torch.Tensor, out: torch.Tensor | None, device: torch.device | str | None
 ) -> torch.device:
-    """Return where rows are wanted, or refuse `out` and `device`."""
+    """Return the device that rows go to, or refuse `out` and `device`."""
     if out is not None:
         check_tensor_argument("out", out)
     if device is None:
@@ -88,7 +88,7 @@ def checked_target(
 
 
 def row_ids(index: Index, n_rows: int) -> torch.Tensor:
-    """Return what an index of a table of `n_rows` rows stands for: integers of any shape.
+    """Return the row ids, integers of any shape, that an index of a table stands for.
 
     Parameters
     ----------
@@ -100,7 +100,7 @@ def row_ids(index: Index, n_rows: int) -> torch.Tensor:
     Raises
     ------
     IndexRangeError
-        When an int is out of range; integers of a tensor are not looked at.
+        When an int is out of range; integers of a tensor are not checked.
     ArgumentTypeError, ArgumentError
         When it is something else, such as several indices, or a mask of another length.
     """

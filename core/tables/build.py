@@ -1,4 +1,4 @@
-"""Packing rows into the parts of a table, batch after batch, in bounded memory."""
+"""Packing rows into the buffers of a table, batch after batch, in bounded memory."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ Rows = torch.Tensor | np.ndarray[Any, Any]
 SAMPLE_BYTES = 8 << 20  # what a codec is fitted on at the most, or
 MIN_SAMPLE_ROWS = 8
 BATCH_BYTES = 32 << 20  # rows that are packed at once
-#: Rows shorter than this are packed as if they had as many bytes: what is known of each takes more.
+#: Batches of shorter rows are sized as if rows had this many bytes: their metadata takes more.
 COUNTED_ROW_BYTES = 64
-#: Narrow rows are packed each alone, so that a gather reads no others, where that saves anything
-#: and takes at most so many times what they take together.
+#: Narrow rows are packed one by one, so that a gather reads no others, where that saves anything
+#: and takes at most this many times their size when packed together.
 MOST_TAKEN_ALONE = 3.0
-#: Narrow rows that could share packed rows are left raw unless they take so many times what they
-#: take together: gathers of packed ones take several times as long on a CPU.
+#: Narrow rows that could share packed rows are kept raw unless they take at least this many times
+#: their packed size: gathers of packed ones take several times as long on a CPU.
 LEAST_SHARED_RATIO = 1.125
-#: Of the packed rows of a table in place, this share is fetched whole at first.
+#: Share of the packed rows of a table in place that a first read of `typical_words` covers.
 TYPICAL_SHARE = 0.95
 #: Lengths of rows above this many words are not counted one by one.
 COUNTED_WORDS = 1 << 16
@@ -48,7 +48,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class PartsBuilder:
-    """Packs batches of items into the parts of a table; see `TableParts`.
+    """Packs batches of items into the buffers of a table; see `TableParts`.
 
     Parameters
     ----------
@@ -57,11 +57,11 @@ class PartsBuilder:
     item_shape : tuple of int
         Shape of an item, of which a whole number makes a row of the codec.
     layout : {"compact", "inplace"}
-        How rows are to lie; raw tables lie in place either way.
+        How rows are stored; raw tables are stored in place either way.
     pin : bool
         Whether the words are page-locked at the end.
     device : torch.device or None
-        Where batches are packed; where they are when None.
+        Where batches are packed; their own device when None.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class PartsBuilder:
         self._device = device
         self._waiting: list[torch.Tensor] = []
         self._waiting_items = self._n_items = 0
-        # So many that the cost of a call does not count, so few that joining them takes no room.
+        # Enough that the cost of a call is negligible, few enough that joining them takes no room.
         self._enough_items = self._each * max(BLOCK_ROWS, rows_per_batch(codec.row_bytes) // 4)
         self._counts = np.zeros(min(self.row_words, COUNTED_WORDS) + 1, np.int64)
         self._packed_rows = self._packed_words = self._max_packed = 0
@@ -102,14 +102,14 @@ class PartsBuilder:
         self._n_items += items.shape[0]
         data = rows_as_bytes(items, self._item_bytes)
         if self._waiting_items + data.shape[0] < self._enough_items:
-            # A copy: an iterator may give the same memory again with other rows in it.
+            # A copy: an iterator may reuse the memory for its next batch.
             self._wait(data.clone())
             return
         if self._waiting:
             device = self._waiting[0].device
             data = torch.cat([*self._waiting, data.to(device)])
             self._waiting, self._waiting_items = [], 0
-        # Blocks of 32 rows share an offset and a word of flags, so whole ones are packed.
+        # Blocks of 32 rows share an offset and a word of flags, so only whole blocks are packed.
         block = BLOCK_ROWS * self._each
         whole = data.shape[0] // block * block
         self._pack(data[:whole])
@@ -165,7 +165,7 @@ class PartsBuilder:
             self._writers["row_clusters"].append(parts["row_clusters"])
 
     def finish(self) -> TableParts:
-        """Return the parts; the builder is used up."""
+        """Return the table's buffers; the builder cannot be used again."""
         if self._waiting:
             self._pack(torch.cat(self._waiting))
             self._waiting = []
@@ -194,7 +194,7 @@ class PartsBuilder:
         return TableParts(self.codec, self.layout, shape, tensors, buffers, facts)
 
     def _typical_words(self) -> int:
-        """Words that hold most packed rows whole."""
+        """Return a number of words that most packed rows fit in."""
         counts = self._counts.copy()
         counts[0] = 0
         if not counts.any() or counts[-1]:
@@ -203,7 +203,7 @@ class PartsBuilder:
         return int(np.searchsorted(share, TYPICAL_SHARE))
 
     def discard(self) -> None:
-        """Let go of what was built so far."""
+        """Free what was built so far."""
         for writer in self._writers.values():
             writer.discard()
 
@@ -218,7 +218,7 @@ def build_parts(
     progress: Progress,
     device: torch.device | None = None,
 ) -> TableParts:
-    """Pack batches ``[n, *item_shape]`` one after another; on an error nothing is kept."""
+    """Pack batches ``[n, *item_shape]`` one after another; an error frees everything."""
     builder = PartsBuilder(codec, item_shape, layout, pin=pin, device=device)
     step = rows_per_batch(codec.row_bytes) * items_per_row(codec, item_shape)
     try:
@@ -291,14 +291,14 @@ def fitted_to_items(
     Parameters
     ----------
     sample : torch.Tensor
-        ``[n, *item_shape]``; items that share a row follow one another.
+        ``[n, *item_shape]``; items that share a row are consecutive.
     codec, options
-        As in `choose_codec`. A fitted codec is for items, or for rows of several.
+        As in `choose_codec`. A fitted codec is for items, or for rows of several items.
     n_items : int or None
         Items of the table, None when not known.
     layout : {"compact", "inplace"}
-        How rows are to lie. In place a row takes whole words, so that narrow ones of other sizes
-        are never packed each alone.
+        How rows are stored. In place a row takes whole words, so narrow items whose size is no
+        whole number of words are never packed one by one.
     """
     shape = tuple(sample.shape[1:])
     each = _items_of_rows(codec, shape, sample.dtype)
@@ -318,7 +318,7 @@ def fitted_to_items(
 
 
 def _items_of_rows(codec: str | RowCodec, item_shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    """Return how many items are to share a row."""
+    """Return the number of items that share a row."""
     item_bytes = elements(item_shape) * dtype.itemsize
     if not isinstance(codec, RowCodec):
         return 1 if codec == "raw" else shared_row_items(item_bytes)
@@ -332,14 +332,14 @@ def _items_of_rows(codec: str | RowCodec, item_shape: tuple[int, ...], dtype: to
 def check_table_codec(cls: type[RowCodec], where: str) -> None:
     """Refuse a codec whose rows the kernels of tables cannot gather.
 
-    Subclasses too: what they change, the kernels would pass over.
+    Subclasses are refused too: kernels would ignore what they override.
 
     Parameters
     ----------
     cls : type
         The codec's class.
     where : str
-        The argument or the file that brings it, for the message.
+        The argument or file that the codec comes from, for the message.
 
     Raises
     ------
@@ -355,13 +355,13 @@ def check_table_codec(cls: type[RowCodec], where: str) -> None:
 
 
 def _shrinks(fitted: RowCodec, sample: torch.Tensor) -> bool:
-    """Tell whether packing makes rows like the sample's smaller, their metadata counted."""
+    """Return whether packing makes rows like the sample's smaller, their metadata included."""
     assert isinstance(fitted, InvariantCodec)
     return _packed_bytes(fitted, sample) < sample.shape[0] * fitted.row_bytes
 
 
 def _packed_bytes(codec: InvariantCodec, rows: torch.Tensor) -> int:
-    """Return the bytes that rows take packed, with what finds them."""
+    """Return the bytes of rows when packed, their metadata included."""
     # Rows kept raw take whole words among packed ones.
     words = (codec.packed_bytes(rows) + 3) // 4
     return 4 * int(words.sum()) + codec.row_metadata_bytes(rows.shape[0])
@@ -370,7 +370,7 @@ def _packed_bytes(codec: InvariantCodec, rows: torch.Tensor) -> int:
 def items_as_rows(items: torch.Tensor, each: int) -> torch.Tensor:
     """Return items ``[n, *item_shape]`` as rows of `each` items, ``[ceil(n / each), elements]``.
 
-    The last item fills the last row up.
+    The last row is padded with copies of the last item.
     """
     if each == 1 or not items.shape[0]:
         return items
@@ -379,7 +379,7 @@ def items_as_rows(items: torch.Tensor, each: int) -> torch.Tensor:
 
 
 def check_items(items: torch.Tensor, item_shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Refuse rows of a table of another dtype or shape than it has."""
+    """Refuse rows whose dtype or shape differs from the table's."""
     check_tensor_argument("rows", items)
     if items.dtype != dtype:
         raise ArgumentTypeError(f"rows: dtype {items.dtype}, the table's are {dtype}")
@@ -390,7 +390,7 @@ def check_items(items: torch.Tensor, item_shape: tuple[int, ...], dtype: torch.d
 
 
 def rows_per_batch(row_bytes: int) -> int:
-    """Rows that are packed at once: whole blocks, of about BATCH_BYTES."""
+    """Return the rows that are packed at once: whole blocks, of about BATCH_BYTES."""
     counted = max(COUNTED_ROW_BYTES, row_bytes)
     return max(1, BATCH_BYTES // counted // BLOCK_ROWS) * BLOCK_ROWS
 
@@ -398,7 +398,7 @@ def rows_per_batch(row_bytes: int) -> int:
 def sample_rows(t: Rows, seed: int) -> torch.Tensor:
     """Draw rows of a tensor or array to fit a codec on, all when they are few.
 
-    Narrow ones are drawn by as many as share a packed row.
+    Narrow rows are drawn in groups of as many as share a packed row.
     """
     n = t.shape[0]
     wanted = max(MIN_SAMPLE_ROWS, SAMPLE_BYTES // max(1, t[:1].nbytes))
@@ -419,7 +419,7 @@ def draw_items(n_items: int, wanted: int, each: int, seed: int) -> np.ndarray[An
 
 
 def take_rows(rows: torch.Tensor, positions: np.ndarray[Any, Any]) -> torch.Tensor:
-    """Index rows of any dtype; what is not contiguous is not copied whole for that."""
+    """Index rows of any dtype, without a copy of the whole tensor if it is not contiguous."""
     index = torch.from_numpy(positions).to(rows.device)
     rows = rows.detach()
     if rows.is_complex() or not bits_in_order(rows):
@@ -433,7 +433,7 @@ def take_rows(rows: torch.Tensor, positions: np.ndarray[Any, Any]) -> torch.Tens
 
 
 def slices_of(t: Rows) -> Iterator[torch.Tensor]:
-    """Yield the rows of a tensor or array in batches; a memory-mapped one is read as it goes."""
+    """Yield the rows of a tensor or array in batches; a memory-mapped array is read as needed."""
     step = rows_per_batch(t[:1].nbytes)
     for begin in range(0, t.shape[0], step):
         yield as_tensor(t[begin : begin + step])
@@ -459,7 +459,7 @@ def as_tensor(rows: Rows) -> torch.Tensor:
 
 
 def check_layout(layout: str) -> None:
-    """Refuse a layout that is not known."""
+    """Refuse an unknown layout."""
     if layout not in get_args(Layout):
         raise ArgumentError(f"layout: {layout!r}, accepted are {', '.join(get_args(Layout))}")
 
@@ -478,7 +478,7 @@ def peek(batches: Iterable[Rows], seed: int) -> tuple[torch.Tensor, Iterator[tor
             raise ArgumentError("t: a batch has no dimension; a table needs rows")
         seen_bytes += max(1, batch.nbytes)
         enough = seen_bytes >= SAMPLE_BYTES
-        # A copy: the next batch may come in the same memory.
+        # A copy: the iterator may reuse the memory for its next batch.
         first.append(batch if enough else batch.clone())
         if enough:
             break
@@ -495,7 +495,7 @@ def peek(batches: Iterable[Rows], seed: int) -> tuple[torch.Tensor, Iterator[tor
 
 
 def _emptied(first: deque[torch.Tensor], rest: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Yield what was peeked at, letting it go, and then the rest."""
+    """Yield the batches that were peeked at, keeping no reference, and then the rest."""
     while first:
         yield first.popleft()
     yield from rest

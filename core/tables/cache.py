@@ -1,4 +1,4 @@
-"""What a table asks of a cache of its rows."""
+"""Cache: the interface through which a table uses a cache of its rows."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from .counters import Counters
 
 
 class Cache(Protocol):
-    """What keeps copies of a table's rows, answers for some of them and must hear of changes."""
+    """Copies of some of a table's rows, which the table invalidates when these rows change."""
 
     def storage(self, device: torch.device) -> CacheStorage | None:
-        """Return the cached rows as the kernels of a device read them; None for none there."""
+        """Return the cached rows as kernels on a device read them; None when it has none."""
         ...
 
     @property
     def counters(self) -> Counters:
-        """Counts of the rows that were gathered through it."""
+        """Counts of the rows that were gathered through the cache."""
         ...
 
     def forget(self, ids: torch.Tensor) -> None:
-        """Drop the copies of packed rows int64 ``[n]``, before anyone reads again."""
+        """Drop the copies of packed rows int64 ``[n]``; no gather runs meanwhile."""
         ...

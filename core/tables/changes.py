@@ -1,4 +1,4 @@
-"""Changes of a table's rows: who may make them, and what they come down to."""
+"""Updates of a table's rows: permission to write, checks, and merging into packed rows."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ Array = np.ndarray[Any, Any]
 
 
 class Ownership:
-    """Whose a table's memory is, whether this process may change it, and what does so now.
+    """Owner of a table's memory: whether this process may write to it, and one writer at a time.
 
     Parameters
     ----------
     read_only : bool
-        Whether other processes have the memory too.
+        Whether other processes use the same memory.
 
     Attributes
     ----------
     path, checksum : str or None, str
-        Of the file that is mapped.
+        Path and checksum of the file that is mapped.
     read_only : bool
-        As given, or since the table was handed out.
+        As given; True once the table is shared with another process.
     """
 
     def __init__(self, *, read_only: bool) -> None:
@@ -45,22 +45,22 @@ class Ownership:
         self.after_fork()
 
     def mapped(self, path: str | None, checksum: str) -> None:
-        """Note that the memory is a file's, which nobody may change."""
+        """Record that the memory is a mapped file, which is read-only."""
         self.path, self.checksum = path, checksum
 
     def after_fork(self) -> None:
-        """Begin anew in a forked child: nobody changes the table there."""
+        """Reset the lock in a forked child, where no writer is active."""
         # Reentrant, so that a function that `compact` calls can save the table.
         self._lock = threading.RLock()
-        self._busy = ""  # what changes the table: "update", "compact"
+        self._busy = ""  # the method that is writing: "update", "compact"
 
     def unchanging(self) -> contextlib.AbstractContextManager[object]:
-        """Hold off changes, not readers; a thread may enter again."""
+        """Return a reentrant lock that blocks writers, not readers."""
         return self._lock
 
     @contextlib.contextmanager
     def changing(self, what: str) -> Iterator[None]:
-        """Be the only one that changes the table."""
+        """Hold the write lock for the method `what`; it is not reentrant."""
         with self._lock:
             if self._busy:
                 raise BitslabError(f"{what}: called from inside {self._busy} of the same table")
@@ -82,7 +82,7 @@ class Ownership:
         if self.read_only or any(buffer.shared for buffer in parts.buffers.values()):
             raise BitslabError(
                 f"{what}: this table's memory is shared with other processes, which would not see "
-                "the change whole; change it before it is handed out"
+                "the change whole; change it before it is shared"
             )
 
 
@@ -117,15 +117,15 @@ def merged(
     ids: Array,
     items: torch.Tensor,
 ) -> tuple[Array, torch.Tensor]:
-    """Return the packed rows that items lie in, with these as they are to be.
+    """Return the packed rows that hold some items, decoded, with the new values in place.
 
     Parameters
     ----------
     packed_rows_of : callable
-        Returns packed rows ``[m, *codec.row_shape]`` on the CPU, decoded, by their numbers int64
-        ``[m]``.
+        Takes numbers of packed rows, int64 ``[m]``, and returns these rows on the CPU, decoded:
+        ``[m, *codec.row_shape]``.
     parts : TableParts
-        Of a table several of whose rows share a packed row.
+        The buffers of a table in which several rows share a packed row.
     ids : numpy.ndarray
         int64 ``[n]``, in range, no two alike.
     items : torch.Tensor
@@ -151,7 +151,7 @@ def merged(
 def fitted_again(
     packed_rows_of: Callable[[torch.Tensor], torch.Tensor], parts: TableParts
 ) -> RowCodec:
-    """Return a codec fitted to the rows as they are now, raw where packing gains nothing."""
+    """Return a codec fitted to the current rows; RawCodec where packing saves nothing."""
     n_sample = min(parts.n_rows, max(1, SAMPLE_BYTES // max(1, parts.row_bytes)))
     picked = np.sort(np.random.default_rng(0).choice(parts.n_rows, n_sample, replace=False))
     fitted = choose_codec(packed_rows_of(torch.from_numpy(picked)), "auto", parts.n_rows, {})

@@ -8,12 +8,12 @@ import torch
 
 from ..engine.kernels.format import MAX_SLABS
 
-#: Place of the host table, behind those of the slabs.
+#: Index of the host table in the counts, after those of the slabs.
 HOST = MAX_SLABS
 
 
 class Counters:
-    """Rows and words that gathers took, by where they lay.
+    """Rows and words that gathers read, by memory: each slab, or the host table.
 
     For each device int64 ``[2 * (MAX_SLABS + 1)]``: rows from each slab, rows from the host table,
     words from each slab, words from the host table. Threads may share one.
@@ -28,7 +28,7 @@ class Counters:
         """Return the counts that kernels on a device add to."""
         with self._lock:
             if device not in self._on:
-                with torch.inference_mode(False):  # it is changed outside of it too
+                with torch.inference_mode(False):  # it is written outside of it too
                     counts = torch.zeros(2 * (MAX_SLABS + 1), dtype=torch.int64, device=device)
                 if device.type == "cuda":
                     # Kernels on other streams may add to them at once.

@@ -1,4 +1,4 @@
-"""What GPUs keep of a table: all but its words and the rows that have moved."""
+"""Copies of a table's metadata on GPUs; words and overflow rows are read from host memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .rows import HostRows
 
 
 class DeviceCopies:
-    """Copies on GPUs of what finds rows among a table's words, made at the first use there."""
+    """Copies on GPUs of the metadata that locates rows, made at the first use on each GPU."""
 
     def __init__(self) -> None:
         self._storages: dict[torch.device, TableStorage] = {}
@@ -27,23 +27,23 @@ class DeviceCopies:
         return list(self._storages)
 
     def get(self, device: torch.device, rows: HostRows) -> tuple[TableStorage, RowLayout]:
-        """Return a table as a GPU's kernels read it: words in host memory, the rest there."""
+        """Return a table as kernels on a GPU read it: words in host memory, metadata on the GPU."""
         layout, storage = self._layouts.get(device), self._storages.get(device)
         if layout is not None and storage is not None:
             return storage, layout
         layout = layout or rows.layout.to(device)
         host = rows.storage()
 
-        def there(t: torch.Tensor | None) -> torch.Tensor | None:
+        def on_gpu(t: torch.Tensor | None) -> torch.Tensor | None:
             return None if t is None else t.to(device)
 
         storage = replace(
             host,
-            bases=there(host.bases),
-            lengths=there(host.lengths),
-            row_clusters=there(host.row_clusters),
-            flags=there(host.flags),
-            moved=there(host.moved),
+            bases=on_gpu(host.bases),
+            lengths=on_gpu(host.lengths),
+            row_clusters=on_gpu(host.row_clusters),
+            flags=on_gpu(host.flags),
+            moved=on_gpu(host.moved),
         )
         # Other streams may use these at once.
         torch.cuda.current_stream(device).synchronize()
@@ -51,20 +51,20 @@ class DeviceCopies:
         return storage, layout
 
     def raw_rows(self, rows: HostRows) -> torch.Tensor:
-        """Return the rows of a raw table as uint8 ``[N, row_bytes]``, a view that is kept."""
+        """Return the rows of a raw table as uint8 ``[N, row_bytes]``, a view made once."""
         if self._raw_rows is None:
             self._raw_rows = rows.parts.raw_rows()
         return self._raw_rows
 
     def refresh(self, rows: HostRows, changed: Mapping[str, np.ndarray[Any, Any]]) -> None:
-        """Bring entries of the metadata that have changed to the GPUs, and wait for them.
+        """Copy changed entries of the metadata to the GPUs, and wait for the copies.
 
         Parameters
         ----------
         rows : HostRows
-            The rows, changed.
+            The rows, after the update.
         changed : mapping of str to numpy.ndarray
-            What `HostRows.update` returned.
+            Changed entries by tensor, as `HostRows.update` returns them.
         """
         host = rows.storage()
         for device, there in self._storages.items():
@@ -84,6 +84,6 @@ class DeviceCopies:
             torch.cuda.current_stream(device).synchronize()
 
     def clear(self) -> None:
-        """Let the copies of the metadata go."""
+        """Free the copies of the metadata."""
         self._storages.clear()
         self._raw_rows = None

@@ -1,4 +1,4 @@
-"""CompressedFeature: one feature of the nodes or edges of a graph, in a table and maybe a cache."""
+"""CompressedFeature: a feature of the nodes or edges of a graph, as a table with a cache."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ from .parts import Layout
 from .slabs import SlabCache, least_capacity_bytes
 from .table import CompressedTable
 
-#: Rows of fewer bytes are gathered by the thread that asks: handing them on would cost more.
+#: Gathers of fewer bytes run in the calling thread: a hand-over would cost more.
 OVERLAP_BYTES = 1 << 20
-#: A decoded copy of a feature that takes this many bytes is worth a warning; a smaller one, a note.
+#: A decoded copy of a feature of at least this many bytes raises a warning.
 WARN_BYTES = 1 << 20
 
 HotIds = torch.Tensor | Callable[[], torch.Tensor]
 
 
 class _Fetchers:
-    """Two threads for all features: each gather uses as many more as torch does."""
+    """Two threads for all features: each gather runs torch's number of threads itself."""
 
     def __init__(self) -> None:
         self.after_fork()
         call_after_fork(self)
 
     def after_fork(self) -> None:
-        """Forget the parent's threads, which do not exist in a forked child."""
+        """Drop the parent's threads, which do not exist in a forked child."""
         self._lock = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
 
@@ -52,17 +52,17 @@ class _Fetchers:
             return self._pool.submit(work)
 
 
-#: Decode rows on the CPU beside other work.
+#: Decode rows on the CPU in the background.
 fetchers = _Fetchers()
 
 
 class RowsFuture:
-    """Rows that were asked for; `wait` returns them.
+    """Rows that were requested; `wait` returns them.
 
     Notes
     -----
-    On a GPU the rows belong to the stream that was current when they were asked for, as those of
-    any operator do, and `wait` does not wait for the GPU.
+    On a GPU the rows belong to the stream that was current at the request, as with any operator,
+    and `wait` does not wait for the GPU.
     """
 
     __slots__ = ("_rows",)
@@ -71,32 +71,31 @@ class RowsFuture:
         self._rows = rows
 
     def wait(self) -> torch.Tensor:
-        """Return the rows ``[n, *row_shape]``; raise what their gather raised."""
+        """Return the rows ``[n, *row_shape]``, or raise the error of their gather."""
         if isinstance(self._rows, torch.Tensor):
             return self._rows
         return self._rows.result()
 
 
 class CompressedFeature:
-    """A feature of the nodes or edges of a graph: one row each, packed, maybe with a cache.
+    """A feature of the nodes or edges of a graph: one packed row each, with an optional cache.
 
-    This is what plug-ins put in the place of a feature tensor. It never changes: a feature with new
-    values is a new one.
+    Integrations put it in the place of a feature tensor. It is immutable.
 
     Parameters
     ----------
     table : CompressedTable
         The rows.
     cache : SlabCache, optional
-        Over that table.
+        A cache over that table.
     device : torch.device or str, optional
-        Where rows are wanted mostly; that of the cache, or else the CPU, when left out.
+        Where rows mostly go; the device of the cache, or else the CPU, when left out.
 
     Notes
     -----
     Threads: any number may gather. Processes: a worker process gets the same host memory (see
-    `CompressedTable`) and no cache, since GPUs are not for workers; `copy.deepcopy` copies the
-    table and leaves the cache. Forked children use neither the parent's GPUs nor its cache on them.
+    `CompressedTable`) and no cache, since workers must not use GPUs; `copy.deepcopy` copies the
+    table without the cache. Forked children use neither the parent's GPUs nor its cache on them.
 
     Examples
     --------
@@ -136,7 +135,7 @@ class CompressedFeature:
         call_after_fork(self)
 
     def after_fork(self) -> None:
-        """Set up what belongs to one process: the lock."""
+        """Reset the lock, which belongs to one process."""
         self._lock = threading.RLock()
 
     @classmethod
@@ -164,19 +163,19 @@ class CompressedFeature:
         codec, layout, progress, **options
             As in `CompressedTable.from_tensor`. ``"raw"`` keeps the rows as they are.
         device : torch.device or str, optional
-            Where rows are wanted, and the cache is. When left out: the current GPU, or the CPU
-            where there is none.
+            Device of the cache, and where rows mostly go. When left out: the current GPU, or the
+            CPU where there is none.
         cache_bytes : int
             Bytes of a cache of hot rows in the memory of `device`; 0 for none.
         cache_ratio : float
-            The same as a share of the bytes of `t`, 0 to 1; not beside `cache_bytes`. A share that
-            would not hold one row makes no cache, and a note in `stats`.
+            The same as a share of the bytes of `t`, 0 to 1; not together with `cache_bytes`. For a
+            share below one row no cache is made, and ``notes`` in `stats` says so.
         cache_codec : str or RowCodec, optional
             With ``codec="raw"``: what packs the rows in the cache, so that only those are packed
             (IBP(C) of IBP, section 6.2).
         hot_ids : torch.Tensor or function, optional
-            Ids by hotness, the hottest first (see `bitslab.hotness`), or what returns them, called
-            only for a cache. The order of the rows when left out.
+            Ids by hotness, the hottest first (see `bitslab.hotness`), or a function that returns
+            them, called only for a cache. The order of the rows when left out.
         group : torch.distributed.ProcessGroup, optional
             Ranks that all make this feature: those on one machine share one copy of the table in
             host memory, and one cache with a slab of the bytes above on the GPU of each; see
@@ -275,12 +274,12 @@ class CompressedFeature:
         out: torch.Tensor | None = None,
         device: torch.device | str | None = None,
     ) -> torch.Tensor:
-        """Return rows chosen by id, decoded, through the cache where it is of use.
+        """Return rows chosen by id, decoded, through the cache if it serves the target device.
 
         Parameters
         ----------
         ids, out, device
-            As in `CompressedTable.gather`, which also says what is raised.
+            As in `CompressedTable.gather`, which also lists the errors.
 
         Returns
         -------
@@ -304,16 +303,16 @@ class CompressedFeature:
         Parameters
         ----------
         ids : torch.Tensor
-            As in `CompressedTable.gather`. They must stay as they are until the rows were got.
+            As in `CompressedTable.gather`. They must not change before `wait` returned.
         device : torch.device or str, optional
-            Where the rows are wanted; that of `ids` when left out.
+            Where the rows go; the device of `ids` when left out.
         pin_memory : bool
             Rows on the CPU: put them into page-locked memory, for a copy to a GPU.
 
         Raises
         ------
         IndexRangeError
-            When an id on the CPU is out of range. What else goes wrong is raised by `wait`.
+            When an id on the CPU is out of range. `wait` raises all other errors.
         """
         target = checked_target(ids, None, device)
         if target.type != "cpu":
@@ -337,9 +336,9 @@ class CompressedFeature:
 
         It is the same object each time, so that ``requires_grad_`` lasts.
 
-        For what reads a whole feature, such as a layer over the full graph. A note in `stats` gives
-        the bytes of the copy, once; so does a DecodedCopyWarning where they are 1 MiB or more.
-        `forget_whole` lets go of it.
+        For callers that read a whole feature, such as a layer over the full graph. ``notes`` in
+        `stats` gives the bytes of the copy; so does a DecodedCopyWarning, once, where they are
+        1 MiB or more. `forget_whole` frees the copy.
 
         Returns
         -------
@@ -347,7 +346,7 @@ class CompressedFeature:
             ``[N, *row_shape]``.
         """
         with self._lock:
-            # Somebody may have found a way to write to it; the table knows better.
+            # The copy may have been written to in spite of everything; the table has the values.
             if self._whole is None or self._whole._version != self._whole_version:
                 self._whole = read_only(self.table.decoded(0, len(self)))
                 self._whole_version = self._whole._version
@@ -375,18 +374,18 @@ class CompressedFeature:
 
     @property
     def kept_whole(self) -> ReadOnlyTensor | None:
-        """What `whole` returned and keeps; None when it was never asked for, or forgotten."""
+        """The copy that `whole` keeps; None before `whole` and after `forget_whole`."""
         return self._whole
 
     def forget_whole(self) -> None:
-        """Let go of the decoded rows that `whole` keeps."""
+        """Free the decoded rows that `whole` keeps."""
         with self._lock:
             self._whole = None
 
-    # The tensor that stands for it
+    # The tensor that represents it
 
     def stand_in(self, make: Callable[[CompressedFeature], torch.Tensor]) -> torch.Tensor:
-        """Return the tensor that stands for this feature, the same object while it is in use.
+        """Return the tensor that represents this feature, the same object while it is in use.
 
         Parameters
         ----------
@@ -396,8 +395,8 @@ class CompressedFeature:
         Returns
         -------
         torch.Tensor
-            What `make` returned. It may hold this feature: only a weak reference to it is kept,
-            until `hold_leaf`.
+            What `make` returned. It may refer to this feature: the feature keeps only a weak
+            reference to it, until `hold_leaf`.
         """
         with self._lock:
             t = None if self._tensor is None else self._tensor()
@@ -409,7 +408,7 @@ class CompressedFeature:
     def hold_leaf(self, t: torch.Tensor | None) -> None:
         """Keep the tensor that `stand_in` returned alive while it takes gradients; None: no longer.
 
-        Its gradient would be lost otherwise where nobody else holds it.
+        Otherwise its gradient would be lost when no other reference keeps it.
         """
         self._leaf = t
 
@@ -419,7 +418,7 @@ class CompressedFeature:
         return self._leaf
 
     def _cache_for(self, target: torch.device) -> SlabCache | None:
-        """Return the cache if rows that are wanted on a device can come from it."""
+        """Return the cache if it serves gathers to a device."""
         cache = self.cache
         return cache if cache is not None and target in cache.devices else None
 
@@ -432,8 +431,8 @@ class CompressedFeature:
         -------
         dict
             What `CompressedTable.stats` returns; ``cache`` (what `SlabCache.stats` returns, or
-            None), ``hit_rate`` (0 without a cache), ``materialised_bytes`` (of what `whole` keeps)
-            and ``notes`` (what is worth knowing).
+            None), ``hit_rate`` (0 without a cache), ``materialised_bytes`` (of the copy that
+            `whole` keeps) and ``notes`` (a list of remarks, such as why there is no cache).
         """
         stats = self.table.stats()
         cache = None if self.cache is None else self.cache.stats()
@@ -456,7 +455,7 @@ class CompressedFeature:
         self._notes = state["notes"]
 
     def __copy__(self) -> CompressedFeature:
-        """Return this one, which never changes."""
+        """Return this feature, which is immutable."""
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompressedFeature:
@@ -467,7 +466,7 @@ class CompressedFeature:
 
 
 def _levels_to_caller() -> int:
-    """Return the stacklevel with which the caller's warning names a line outside this and torch."""
+    """Return the stacklevel of the first frame outside this package and torch, for a warning."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None:
         package = str(frame.f_globals.get("__name__", "")).partition(".")[0]

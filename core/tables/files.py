@@ -1,4 +1,4 @@
-"""Files of tables: opening them, mapped where that serves, and writing them."""
+"""Opening files of tables, memory-mapped where possible."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .rows import HostRows
 def parts_of_file(
     path: PathLike, ct: CompressedTensor, layout: Layout, *, pin: bool
 ) -> tuple[TableParts, bool]:
-    """Return the parts of a table of what a file holds, and whether they map the file."""
+    """Return the buffers of the table in a file, and whether they map the file."""
     whole = len(ct.shape) >= 1 and tuple(ct.codec.row_shape) == tuple(ct.shape[1:])
     if not whole and not _holds_shared_rows(ct):
         raise ArgumentError(

@@ -21,21 +21,22 @@ from .device import DeviceCopies
 from .rows import Array, HostRows, raise_damaged
 
 CPU = torch.device("cpu")
-POPULATED_BYTES = 4 << 30  # up to which all pages are mapped at the first gather: about a second
+#: Tables up to this size: all pages are mapped at the first gather, which takes about a second.
+POPULATED_BYTES = 4 << 30
 
 
 class Gathers:
-    """Gathers from rows in host memory, what they keep on each device, and their counts.
+    """Gathers from rows in host memory, with their state on each device and their counts.
 
     Parameters
     ----------
     rows : HostRows
         The rows.
     lock : ReadersAndWriter
-        The table's. Callers of gathers hold it as readers, those of `update`, `replace` and `close`
-        as the writer.
+        The table's lock. Callers of gathers hold it as readers, callers of `update`, `replace`
+        and `close` as the writer.
     pin : bool
-        Whether the rows are to be page-locked where a GPU asks for them.
+        Whether to page-lock the rows when a GPU first gathers.
 
     Notes
     -----
@@ -46,7 +47,7 @@ class Gathers:
         self._rows = rows
         self._pin = pin
         self._populated = False
-        # What gathers on the CPU read, with the rows and the overflow's size that it was made for.
+        # Prepared for gathers on the CPU, with the rows and overflow size that it was made from.
         self._prepared: tuple[HostRows, int, PreparedTable | PreparedItems | None] | None = None
         self._inherited: object = None
         self._of_this_process(lock)
@@ -60,12 +61,12 @@ class Gathers:
         self.gpus: set[torch.device] = set()
         #: Rows and words that gathers with no cache have read.
         self.counters = Counters()
-        # Of the caches that rows were gathered through; a cache that is gone has read them too.
+        # Counters outlive their caches: a deleted cache has read rows of the table too.
         self._cache_counters: set[Counters] = set()
 
     def after_fork(self, lock: ReadersAndWriter) -> None:
-        """Begin anew in a forked child, with its own lock: copies on GPUs and counts."""
-        # A child cannot free what its parent has on GPUs, so it keeps that.
+        """Reset copies on GPUs and counts in a forked child, and use its own lock."""
+        # A child cannot free the parent's GPU memory, so it keeps the references.
         self._inherited = (self._lock, self._copies, self.counters, self._inherited)
         self._of_this_process(lock)
 
@@ -84,11 +85,11 @@ class Gathers:
 
     @property
     def total_rows(self) -> int:
-        """Rows that they returned."""
+        """Rows that these gathers returned."""
         return self._totals["rows"]
 
     def counters_for(self, cache: Cache | None) -> Counters:
-        """Return what a gather through a cache, or through none, adds to."""
+        """Return the counters of gathers through a cache, or of gathers with no cache."""
         if cache is None:
             return self.counters
         self._cache_counters.add(cache.counters)
@@ -116,7 +117,7 @@ class Gathers:
         data : torch.Tensor
             uint8 ``[n, row_bytes]`` on the CPU, contiguous, to write to.
         cache : Cache or None
-            What answers for some of the rows.
+            Holds copies of some rows, which are read from there.
 
         Raises
         ------
@@ -148,7 +149,7 @@ class Gathers:
         resident: torch.Tensor,
         out: torch.Tensor,
     ) -> int | None:
-        """Do what `CompressedTable.look_up_bags` says."""
+        """See `CompressedTable.look_up_bags`."""
         prepared = self._prepared_rows()
         if not isinstance(prepared, PreparedTable) or not out.numel():
             return None
@@ -171,10 +172,10 @@ class Gathers:
                 buffer.populate()
 
     def _prepared_rows(self) -> PreparedTable | PreparedItems | None:
-        """Return the packed rows made ready for gathers on the CPU, None where that cannot be."""
+        """Return the packed rows prepared for CPU gathers; None if the layout has no such form."""
         rows, overflow_bytes = self._rows, self._rows.overflow_bytes
         found = self._prepared
-        # Updates write to memory in place, but for an overflow that has to grow.
+        # Updates write in place; only an overflow that grows moves to new memory.
         if found is None or found[0] is not rows or found[1] != overflow_bytes:
             storage = rows.storage()
             prepared: PreparedTable | PreparedItems | None = None
@@ -188,7 +189,7 @@ class Gathers:
     # On a GPU
 
     def readable_by_gpu(self) -> bool:
-        """Return whether GPUs can read the rows where they are; page-lock them if they are to."""
+        """Return whether GPUs can read the rows in host memory; page-lock them if `pin`."""
         buffer = self._rows.parts.buffers.get("words")
         return bool(self._pin and buffer is not None and buffer.ensure_pinned())
 
@@ -198,7 +199,7 @@ class Gathers:
         Parameters
         ----------
         ids : torch.Tensor
-            int64 ``[n]`` on the GPU, contiguous: good ones, which nobody checks, or NO_ROW. The
+            int64 ``[n]`` on the GPU, contiguous: in range, which is not checked, or NO_ROW. The
             rows are `readable_by_gpu`.
         out : torch.Tensor
             As for `on_gpu`; rows of NO_ROW are left as they are.
@@ -237,7 +238,7 @@ class Gathers:
             The rows ``[n, *row_shape]`` or their bytes uint8 ``[n, row_bytes]``, contiguous, on
             the GPU, to write to.
         cache : Cache or None
-            What answers for some of the rows.
+            Holds copies of some rows, which are read from there.
         sort, sm_budget : optional
             As in `CompressedTable.gather`.
         from_end : bool
@@ -245,7 +246,7 @@ class Gathers:
         """
         device, parts = out.device, self._rows.parts
         if not self.readable_by_gpu():
-            # The GPU cannot read the rows itself: the CPU gathers them, and a copy moves them.
+            # The GPU cannot read the rows: gather on the CPU, then copy.
             on_host = torch.empty(out.shape, dtype=out.dtype)
             wanted = ids.cpu()
             check_ids_in_range(wanted, parts.n_items, from_end=from_end)
@@ -271,7 +272,7 @@ class Gathers:
                 return
             storage, layout = self._copies.get(device, self._rows)
             if sort is None:
-                # With a cache few ids go to the table; the others would lose by the order.
+                # With a cache few ids miss; sorting would only slow the hits down.
                 sort = cache is None and pays_to_sort_rows(
                     device, storage.words, storage.n_rows, ids.shape[0]
                 )
@@ -296,7 +297,7 @@ class Gathers:
         self._copies.refresh(self._rows, changed)
 
     def forget_copies(self) -> None:
-        """Drop what GPUs keep of the metadata; the next gather copies it anew."""
+        """Free the metadata on GPUs; the next gather copies it again."""
         self._copies.clear()
 
     def replace(self, rows: HostRows) -> None:
@@ -308,6 +309,6 @@ class Gathers:
         self._copies.clear()
 
     def close(self) -> None:
-        """Free what gathers keep; the rows are the table's."""
+        """Free the state of gathers; the rows belong to the table."""
         self._prepared = None
         self._copies.clear()

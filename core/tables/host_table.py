@@ -1,4 +1,4 @@
-"""HostTable: rows in host memory as one process has them open, and the locks that guard them."""
+"""HostTable: rows in host memory, open in one process, and the locks that guard them."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ from .gathering import Gathers
 from .parts import Layout, TableParts
 from .rows import HostRows, raise_damaged
 
-BATCH_ROWS = 100_000  # of the gathers that advice is about, when nobody says
+BATCH_ROWS = 100_000  # rows of a gather that `advice` assumes by default
 
 
 class HostTable:
     """Rows packed in host memory, open in one process: reading, changing and counting them.
 
-    `CompressedTable` is one, with what makes, keeps and shares tables.
+    `CompressedTable` adds construction, files and sharing.
 
     Parameters
     ----------
     parts : TableParts
-        The rows as they were packed.
+        The packed rows.
     pin : bool
-        Whether they are page-locked for GPUs, and so are those that move.
+        Whether the rows, those in the overflow area included, are page-locked for GPUs.
     read_only : bool
-        Whether nobody may change them.
+        Whether updates are refused.
     """
 
     def __init__(self, parts: TableParts, *, pin: bool, read_only: bool = False) -> None:
@@ -58,7 +58,7 @@ class HostTable:
         call_after_fork(self)
 
     def after_fork(self) -> None:
-        """Set up what belongs to one process: locks, copies on GPUs, counts."""
+        """Reset the state of one process: locks, copies on GPUs, counts."""
         self._lock = ReadersAndWriter()
         self._gathers.after_fork(self._lock)
         self._ownership.after_fork()
@@ -86,17 +86,17 @@ class HostTable:
 
     @property
     def layout(self) -> Layout:
-        """How rows lie."""
+        """How rows are stored."""
         return self._parts.layout
 
     @property
     def codec(self) -> RowCodec:
-        """What packed the rows."""
+        """Codec of the packed rows."""
         return self._parts.codec
 
     @property
     def rows_per_packed_row(self) -> int:
-        """How many rows are packed as one: 1, but for narrow rows, which share a packed row."""
+        """Number of rows in a packed row: 1, or more where narrow rows share a packed row."""
         return self._parts.items_per_row
 
     @property
@@ -106,23 +106,23 @@ class HostTable:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of host memory: words, what finds rows in them, and rows that have moved."""
+        """Bytes of host memory: words, metadata, overflow area and profile."""
         return self._rows.nbytes
 
     @property
     def overflow_bytes(self) -> int:
-        """Bytes of rows that updates have moved; see `compact`."""
+        """Bytes of the overflow area, which holds rows that updates moved; see `compact`."""
         return self._rows.overflow_bytes
 
     @property
     def ratio(self) -> float:
-        """Bytes of the rows over `nbytes`; 1 when there are none."""
+        """Raw bytes over `nbytes`; 1 when there are none."""
         raw_bytes = len(self) * self.row_bytes
         return raw_bytes / self.nbytes if raw_bytes and self.nbytes else 1.0
 
     @property
     def pinned(self) -> bool:
-        """Whether GPUs of this process can read the packed rows by themselves."""
+        """Whether GPUs of this process can read the packed rows in host memory."""
         buffer = self._parts.buffers.get("words")
         return buffer is not None and buffer.pinned
 
@@ -151,7 +151,7 @@ class HostTable:
         sort: bool | None,
         sm_budget: int | None,
     ) -> torch.Tensor:
-        """Do what `CompressedTable.gather_with` says; with no cache, `CompressedTable.gather`."""
+        """Gather through a cache or, for None, without; see `CompressedTable.gather`."""
         self._check_open()
         wanted = checked_ids(ids)
         target = checked_target(ids, out, device)
@@ -164,7 +164,7 @@ class HostTable:
             check_ids_in_range(wanted, parts.n_items)
         result = out
         if result is not None and not bits_in_order(result):
-            # A copy of what it holds, since bad ids leave `out` untouched.
+            # A copy of its contents, since bad ids leave `out` untouched.
             result = result.detach().resolve_conj().resolve_neg()
             result = result.clone(memory_format=torch.contiguous_format)
         if result is None:
@@ -193,7 +193,7 @@ class HostTable:
         return self._gathers.counters
 
     def counters_for(self, cache: Cache | None) -> Counters:
-        """Return what a gather through a cache, or through none, adds to."""
+        """Return the counters of gathers through a cache, or of gathers with no cache."""
         return self._gathers.counters_for(cache)
 
     def read_words(self) -> int:
@@ -202,7 +202,7 @@ class HostTable:
 
     @contextlib.contextmanager
     def unchanging(self) -> Iterator[None]:
-        """Hold off updates, not readers; a thread may enter again."""
+        """Block updates, not readers; reentrant."""
         with self._ownership.unchanging():
             self._check_open()
             yield
@@ -225,12 +225,12 @@ class HostTable:
         return self.rows_of(torch.from_numpy(np.arange(begin, end)))
 
     def rows_of(self, ids: torch.Tensor) -> torch.Tensor:
-        """Do the same for int64 ``[n]`` ids on the CPU, in range."""
+        """Return rows ``[n, *row_shape]`` on the CPU by int64 ``[n]`` ids on the CPU, in range."""
         with self._reading():
             return self._rows.decoded(ids)
 
     def batches(self) -> Iterator[torch.Tensor]:
-        """Return all rows, decoded, batch after batch; updates may come in between."""
+        """Return all rows, decoded, batch after batch; updates may run between batches."""
         return map(self.rows_of, self._rows.batch_ids())
 
     def packed_rows_of(self, ids: torch.Tensor) -> torch.Tensor:
@@ -246,7 +246,7 @@ class HostTable:
     # Changing it
 
     def update(self, ids: torch.Tensor, rows: torch.Tensor) -> None:
-        """Give rows new values.
+        """Overwrite rows.
 
         Parameters
         ----------
@@ -260,12 +260,13 @@ class HostTable:
         IndexRangeError
             When an id is out of range; nothing is changed.
         BitslabError
-            When the table is closed, read-only, memory-mapped, or was handed to other processes.
+            When the table is closed, read-only, memory-mapped, or shared with other processes.
 
         Notes
         -----
-        Returns when the change is made. A packed row that fits its old place goes there; one that
-        does not is kept raw in an overflow area until `compact`. In place every row fits.
+        Returns when the change is made. A packed row that fits where the old one was is written
+        there; one that does not is kept raw in an overflow area until `compact`. In place every row
+        fits.
         """
         self._check_open()
         self._ownership.check("update", self._parts)
@@ -279,18 +280,18 @@ class HostTable:
             packed = None if parts.raw else parts.codec.encode(rows).to(torch.device("cpu"))
             with self._lock.writing():
                 self._check_open()
-                # Once more: it may have been handed out since.
+                # Again: the table may have been shared since.
                 self._ownership.check("update", parts)
                 for cache in list(self._caches):
                     cache.forget(torch.from_numpy(numbers))
                 try:
                     self._gathers.refresh(self._rows.update(numbers, rows, packed))
                 except BaseException:
-                    self._gathers.forget_copies()  # made anew from what the host has
+                    self._gathers.forget_copies()  # the next gather copies them again
                     raise
 
     def _replace(self, fresh: TableParts) -> None:
-        """Have the rows in other parts, inside `Ownership.changing`; a failure closes these."""
+        """Switch to other buffers, inside `Ownership.changing`; a failure closes the new ones."""
         try:
             with self._lock.writing():
                 self._check_open()
@@ -306,32 +307,32 @@ class HostTable:
             raise
         old.close()
 
-    # Who else knows of it
+    # Caches and other processes
 
     def add_cache(self, cache: Cache) -> None:
-        """Tell `cache` of every update from now on; it is held weakly."""
+        """Invalidate updated rows in `cache` from now on; it is held weakly."""
         self._caches.add(cache)
 
     @property
     def token(self) -> str:
-        """What tells the table's memory from any other, in every process that has it."""
+        """Identity of the table's memory, the same in every process that maps it."""
         return self._ownership.checksum or self._parts.buffers["words"].token
 
-    def hand_out(self) -> str:
-        """Let the table change no more, and return its `token`."""
+    def freeze(self) -> str:
+        """Make the table read-only, and return its `token`."""
         with self._reading():
             self._ownership.read_only = True
             return self.token
 
-    # What is known of it
+    # Advice, statistics, end
 
     def advice(self, device: torch.device | str, batch_rows: int = BATCH_ROWS) -> Advice:
-        """Return what the models of link and decoder say about gathers from this table.
+        """Return the advice of the models of link and decoder for gathers from this table.
 
         Parameters
         ----------
         device : torch.device or str
-            Where rows are wanted. Its link, and its rate of decoding such rows, are measured once.
+            Where rows go. Its link, and its rate of decoding such rows, are measured once.
         batch_rows : int
             Rows of a gather.
         """
@@ -357,13 +358,13 @@ class HostTable:
         -------
         dict
             ``rows``, ``row_bytes``, ``rows_per_packed_row``, ``layout``, ``codec``,
-            ``raw_bytes``, ``packed_bytes`` (the words), ``metadata_bytes`` (what finds rows in
-            them, and the profile), ``host_bytes`` (all of it), ``ratio`` (raw over host bytes),
+            ``raw_bytes``, ``packed_bytes`` (the words), ``metadata_bytes`` (with the profile),
+            ``host_bytes`` (all of it), ``ratio`` (raw over host bytes),
             ``packed_rows``, ``moved_rows``, ``overflow_bytes``, ``pinned``; of the gathers of this
             process so far, those through a cache included: ``gathers``, ``gathered_rows``,
             ``gathered_bytes`` (decoded), ``moved_bytes`` (words of this table read for them,
-            through caches that are still there); ``advice``, once a GPU was used: what the models
-            of link and codec say, with reasons.
+            through caches too); ``advice``, once a GPU was used: the decisions of the models
+            of link and codec, with reasons.
         """
         self._check_open()
         parts, rows, gathers = self._parts, self._rows, self._gathers

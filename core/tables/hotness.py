@@ -1,4 +1,4 @@
-"""Which rows are asked for most: orders of ids for `SlabCache.fill`."""
+"""Orders of ids by access frequency, for `SlabCache.fill`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..errors import ArgumentError, ArgumentTypeError
 
 
 def by_scores(scores: torch.Tensor) -> torch.Tensor:
-    """Order ids by scores of your own, the highest first.
+    """Order ids by given scores, the highest first.
 
     Parameters
     ----------
@@ -83,7 +83,7 @@ def by_degree(indptr: torch.Tensor, indices: torch.Tensor | None = None) -> torc
 
 
 def by_counts(batches: Iterable[torch.Tensor] | Mapping[int, int], n_rows: int) -> torch.Tensor:
-    """Order ids by how often some batches ask for them (pre-sampling), the most frequent first.
+    """Order ids by how often some batches request them (pre-sampling), the most frequent first.
 
     Parameters
     ----------
@@ -96,7 +96,7 @@ def by_counts(batches: Iterable[torch.Tensor] | Mapping[int, int], n_rows: int) 
     Returns
     -------
     torch.Tensor
-        int64 ``[N]`` on the CPU; rows that were never asked for come last.
+        int64 ``[N]`` on the CPU; rows that were never requested come last.
     """
     counts = np.zeros(n_rows, np.int64)
     if isinstance(batches, Mapping):

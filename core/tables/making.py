@@ -1,4 +1,4 @@
-"""The parts of a new table: packed from rows, or kept raw where packing gains nothing."""
+"""The buffers of a new table: packed from rows, or raw where packing saves nothing."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def parts_of_rows(
     seed: int,
     progress: ProgressFunction | bool | None,
 ) -> TableParts:
-    """Do what `CompressedTable.from_tensor` says."""
+    """Pack rows into the buffers of a table; see `CompressedTable.from_tensor`."""
     check_layout(layout)
     where = None if device is None else checked_device(device)
     if isinstance(t, (torch.Tensor, np.ndarray)):
@@ -59,7 +59,7 @@ def parts_of_rows(
     with Progress("packing", n_rows, progress) as shown:
         parts = build_parts(batches, fitted, shape, layout, pin=pin, progress=shown, device=where)
         if codec == "auto" and not parts.raw and parts.gains_nothing():
-            # The sample promised more than all rows keep.
+            # The sample packs well, the whole table does not.
             shown.restart()
             with contextlib.closing(HostRows(parts, pin=False)) as packed:
                 raw = RawCodec(shape, parts.dtype)

@@ -1,4 +1,4 @@
-"""Where rows of a compact table go that no longer fit their place."""
+"""Overflow area of a compact table, for updated rows that no longer fit where they were."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from ..engine.kernels.format import PAD_WORDS, ceil_div
 from ..engine.memory.host import HostBuffer
 
-FIRST_BYTES = 64 << 10  # of room for rows, when the first one comes
+FIRST_BYTES = 64 << 10  # initial capacity for rows
 
 Array = np.ndarray[Any, Any]
 
@@ -18,7 +18,7 @@ Array = np.ndarray[Any, Any]
 class Overflow:
     """Raw rows outside their table, and which rows they are.
 
-    The first word of a row's own place says in which place of the overflow it lies.
+    The first word at a row's offset in the table is its index in the overflow area.
 
     Parameters
     ----------
@@ -48,7 +48,7 @@ class Overflow:
 
     @property
     def words(self) -> torch.Tensor:
-        """int32, the rows; another tensor after `reserve` made room."""
+        """int32, the rows; a new tensor whenever `reserve` reallocates."""
         return self._buffer.tensor.view(torch.int32)
 
     @property
@@ -66,7 +66,7 @@ class Overflow:
         return bits_at(self._moved, ids)
 
     def reserve(self, rows: int) -> HostBuffer | None:
-        """Make room for more rows; return memory that is no longer used, to be closed later."""
+        """Make room for more rows; return the old buffer, to be closed later, if it is replaced."""
         capacity = (self._buffer.nbytes // 4 - PAD_WORDS) // self._row_words
         missing = self._used - len(self._free) + rows - capacity
         if missing <= 0:
@@ -81,7 +81,7 @@ class Overflow:
         return old
 
     def put(self, ids: Array, rows: Array, words: Array, at: Array) -> None:
-        """Take rows in, or new values of rows that are in already.
+        """Add rows, or overwrite rows that are in the overflow area already.
 
         Parameters
         ----------
@@ -92,31 +92,31 @@ class Overflow:
         words : numpy.ndarray
             uint32, the table's words.
         at : numpy.ndarray
-            int64 ``[n]``: where each row's own place begins.
+            int64 ``[n]``: offset of each row in `words`.
         """
-        places = np.empty(len(ids), np.int64)
+        indices = np.empty(len(ids), np.int64)
         inside = self.holds(ids)
-        places[inside] = words[at[inside]]
+        indices[inside] = words[at[inside]]
         new = np.flatnonzero(~inside)
         reused = [self._free.pop() for _ in range(min(len(self._free), len(new)))]
-        places[new[: len(reused)]] = reused
+        indices[new[: len(reused)]] = reused
         fresh = len(new) - len(reused)
-        places[new[len(reused) :]] = np.arange(self._used, self._used + fresh)
+        indices[new[len(reused) :]] = np.arange(self._used, self._used + fresh)
         self._used += fresh
         capacity = self._buffer.nbytes // 4 - PAD_WORDS
         area = self.words.numpy().view(np.uint32)[: capacity // self._row_words * self._row_words]
-        area.reshape(-1, self._row_words)[places] = rows
-        words[at[new]] = places[new]
+        area.reshape(-1, self._row_words)[indices] = rows
+        words[at[new]] = indices[new]
         set_bits(self._moved, ids[new], True)
 
     def release(self, ids: Array, words: Array, at: Array) -> None:
-        """Let rows go that are about to be written to their own place again."""
+        """Free the overflow entries of rows that are about to be written to the table again."""
         inside = self.holds(ids)
         self._free.extend(words[at[inside]].tolist())
         set_bits(self._moved, ids[inside], False)
 
     def close(self) -> None:
-        """Let the memory go."""
+        """Free the memory."""
         self._buffer.close()
 
 

@@ -1,4 +1,4 @@
-"""A table's rows in host memory, as tensors: where they come from and what they become."""
+"""TableParts: the buffers and metadata of a table in host memory."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ RARE_SHARE = 1 / 32
 
 @dataclass(frozen=True)
 class TableParts:
-    """A table in host memory.
+    """Buffers and metadata of a table in host memory.
 
-    Its rows are those of the codec. They are what callers call rows, one of the table each, unless
-    these are narrow: then several of the table's rows, its items here, share a row.
+    A row here is a row of the codec, an item is a row of the table. They are the same, except that
+    several narrow items share one row.
 
     Parameters
     ----------
     codec : RowCodec
-        What packed the rows, or RawCodec.
+        The codec of the rows; RawCodec for a raw table.
     layout : {"compact", "inplace"}
-        How rows lie.
+        How rows are stored.
     shape : tuple of int
         Shape of the table, ``[n_items, *item_shape]``.
     tensors : dict of str to torch.Tensor
         ``words``, and ``bases`` and ``lengths``, or ``flags``; ``row_clusters`` with clusters. As
         in TableStorage.
     buffers : dict of str to HostBuffer
-        The memory that the tensors lie in; not those that lie in a mapped file.
+        The memory behind the tensors; none for tensors in a mapped file.
     facts : dict of str to int
-        ``max_packed_words`` (of a row, those kept raw not counted), ``typical_words``,
+        Metadata: ``max_packed_words`` (of a row, raw rows not counted), ``typical_words``,
         ``packed_words`` (of all rows together) and ``packed_rows`` (those not kept raw).
     """
 
@@ -81,7 +81,7 @@ class TableParts:
 
     @property
     def items_per_row(self) -> int:
-        """Items of a row; the last row may have fewer and is filled up."""
+        """Items of a row; the last row may have fewer and is padded."""
         return items_per_row(self.codec, self.item_shape)
 
     @property
@@ -112,7 +112,7 @@ class TableParts:
     def storage(
         self, moved: Mapping[str, torch.Tensor] | None = None, moved_rows: int = 0
     ) -> TableStorage:
-        """Return what the kernels read; `moved` brings ``moved`` and ``overflow``."""
+        """Return the kernels' view; `moved` holds the tensors ``moved`` and ``overflow``."""
         t = self.tensors
         n_rows, each = self.n_rows, self.items_per_row
         raw_rows = n_rows - self.facts["packed_rows"] + moved_rows
@@ -139,7 +139,7 @@ class TableParts:
         return data.view(self.n_rows, self.row_bytes)
 
     def close(self) -> None:
-        """Let the memory go, as soon as nobody else holds one of the tensors."""
+        """Free the memory, as soon as no other reference to one of the tensors is left."""
         self.tensors.clear()
         for buffer in self.buffers.values():
             buffer.close()
@@ -154,10 +154,10 @@ class TableParts:
         return build_layout(fmt, np.zeros((1, 1), dtype), np.zeros((1, 1, 1), dtype))
 
     def gains_nothing(self) -> bool:
-        """Return whether packed rows, with what finds and decodes them, are no smaller than raw.
+        """Return whether packed rows with their metadata and profile are no smaller than raw.
 
-        In place it is what gathers read of them that is smaller. What their places take beyond the
-        raw bytes, since a row takes whole words there, counts as read.
+        In place, what counts is the bytes that gathers read; the padding of each row to whole words
+        counts as read.
         """
         packed = 4 * self.facts["packed_words"] + self.metadata_bytes + self.codec.profile_bytes
         if self.layout == "inplace":
@@ -166,7 +166,7 @@ class TableParts:
 
     @property
     def metadata_bytes(self) -> int:
-        """Bytes of what finds rows among the words."""
+        """Bytes of the metadata that locates rows among the words."""
         return sum(t.nbytes for name, t in self.tensors.items() if name != "words")
 
     def as_packed(self) -> PackedRows:
@@ -191,7 +191,7 @@ class TableParts:
     def from_description(
         cls, state: Mapping[str, Any], buffers: dict[str, HostBuffer]
     ) -> TableParts:
-        """Put together what `describe` described and the memory."""
+        """Return the parts from what `describe` returned and their memory."""
         codec = get_codec(state["codec"]).from_config(state["config"])
         dtypes = {name: dtype_from_name(text) for name, text in state["dtypes"].items()}
         tensors = {name: buffers[name].tensor.view(dtype) for name, dtype in dtypes.items()}
@@ -206,7 +206,7 @@ class TableParts:
 
     @classmethod
     def from_compressed(cls, ct: CompressedTensor) -> TableParts:
-        """Take the parts of a compressed tensor as a compact table that owns no memory."""
+        """Return a view of a compressed tensor as a compact table that owns no memory."""
         facts = ct.packed.facts
         lengths = as_unsigned(ct.packed.parts["lengths"])
         return cls(
@@ -242,18 +242,18 @@ class TableParts:
 
 
 def items_per_row(codec: RowCodec, item_shape: tuple[int, ...]) -> int:
-    """Return how many items of a shape make a row of a codec."""
+    """Return the number of items of a shape in a row of a codec."""
     return elements(codec.row_shape) // max(1, elements(item_shape)) or 1
 
 
 def as_unsigned(lengths: torch.Tensor) -> np.ndarray[Any, Any]:
-    """View lengths, which are unsigned whatever torch's dtype says."""
+    """View lengths as unsigned; torch's dtype may be the signed one of that width."""
     kinds = {1: np.uint8, 2: np.uint16, 4: np.uint32}
     return lengths.numpy().view(kinds[lengths.element_size()])
 
 
 def staged_words(max_packed_words: int, row_words: int, raw_rows: int, n_rows: int) -> int:
-    """Words that kernels hold for each row: of raw rows too, unless those are rare.
+    """Return the words that kernels stage for each row: enough for raw rows, unless these are rare.
 
     The fewer words, the more rows a GPU works on at once.
     """

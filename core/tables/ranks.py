@@ -1,4 +1,4 @@
-"""One table, and one cache, for the processes of a machine: the ranks of torch.distributed."""
+"""One table and one cache for all ranks of torch.distributed on a machine."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def share_table(build: Callable[[], CompressedTable], group: Any = None) -> Comp
     Returns
     -------
     CompressedTable
-        Read-only where ranks share it. The one that built may end or close it before the others.
+        Read-only where ranks share it. The rank that built may exit or close it before the others.
 
     Raises
     ------
@@ -76,7 +76,7 @@ def share_cache(
     Parameters
     ----------
     table : CompressedTable
-        What `share_table` returned.
+        The table that `share_table` returned.
     build : function
         ``(devices) -> SlabCache``: a filled cache over `table` with a slab on each of the devices,
         which are the GPUs of the ranks of the machine, or the CPU once for each rank, up to eight.
@@ -114,16 +114,16 @@ def share_cache(
 def _shared(
     what: str,
     group: Any,
-    told: Any,
+    payload: Any,
     build: Callable[[list[Any]], Shared],
     attach: Callable[[str], Shared],
 ) -> Shared:
     """Build on the lowest rank of each machine, attach on the others; fail on all or on none.
 
-    `build` gets what every rank of the machine `told`, in the order of the ranks.
+    `build` takes the `payload` of every rank of the machine, in the order of the ranks.
     """
     me = _rank(group)
-    ranks = _exchange(group, (_machine(), told))
+    ranks = _exchange(group, (_machine(), payload))
     neighbours = [rank for rank, (machine, _) in enumerate(ranks) if machine == ranks[me][0]]
     leads = neighbours[0] == me
     made: Shared | None = None
@@ -133,7 +133,7 @@ def _shared(
             made = build([ranks[rank][1] for rank in neighbours])
             if len(neighbours) > 1:
                 handle = made.handle()
-        except BaseException as error:  # even of a Ctrl-C the others must hear, or they wait
+        except BaseException as error:  # a Ctrl-C is reported too, or the other ranks wait
             failure = error
     try:
         answers = _exchange(group, (handle, _text_of(failure)))
@@ -143,7 +143,7 @@ def _shared(
                 made = attach(answers[neighbours[0]][0])
             except BaseException as error:
                 failure = error
-        # Whoever built may let go of the memory only when all have attached.
+        # The rank that built may free the memory only when all have attached.
         _raise_failures(what, _exchange(group, ("", _text_of(failure))), failure)
     except BaseException:
         if made is not None:
@@ -168,21 +168,21 @@ def _rank(group: Any) -> int:
     return rank
 
 
-def _exchange(group: Any, told: Any) -> list[Any]:
-    """Tell all ranks of a group something; return what each told, by rank."""
+def _exchange(group: Any, payload: Any) -> list[Any]:
+    """All-gather a picklable payload; return the payload of every rank, by rank."""
     answers: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(answers, told, group=group)
+    dist.all_gather_object(answers, payload, group=group)
     return answers
 
 
 def _machine() -> tuple[str, ...]:
-    """Return what is the same for processes that can map each other's memory."""
-    facts = [platform.node(), str(os.getuid()) if hasattr(os, "getuid") else ""]
+    """Return an identity that is equal for processes which can map each other's memory."""
+    identity = [platform.node(), str(os.getuid()) if hasattr(os, "getuid") else ""]
     with contextlib.suppress(OSError):
-        facts.append(os.readlink("/proc/self/ns/pid"))
+        identity.append(os.readlink("/proc/self/ns/pid"))
     with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
-        facts.append(file.read().strip())
-    return tuple(facts)
+        identity.append(file.read().strip())
+    return tuple(identity)
 
 
 def _devices(names: list[str]) -> list[torch.device]:
@@ -201,7 +201,7 @@ def _text_of(failure: BaseException | None) -> str:
 def _raise_failures(
     what: str, answers: list[tuple[str, str]], failure: BaseException | None
 ) -> None:
-    """Raise if any rank failed; `failure` is this one's own."""
+    """Raise if any rank failed; `failure` is the error of this rank."""
     if failure is not None and not isinstance(failure, Exception):
         raise failure
     failed = [(rank, text) for rank, (_, text) in enumerate(answers) if text]

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 @dataclass
 class CompressionReport:
-    """What one call compressed, what it left alone, and why; ``print`` shows a table.
+    """What one call compressed, what it left alone, and why; ``print`` formats it as a table.
 
     Parameters
     ----------
@@ -23,7 +23,7 @@ class CompressionReport:
     compressed: dict[str, dict[str, Any]] = field(default_factory=dict)
     left: dict[str, str] = field(default_factory=dict)
 
-    #: What an entry is, what an empty report says, and the heading of the rows in a cache.
+    #: Heading of the entries, text of an empty report, and heading of the cached rows.
     entry: ClassVar[str] = "table"
     empty: ClassVar[str] = "no tables"
     cached: ClassVar[str] = "cached"
@@ -36,12 +36,12 @@ class CompressionReport:
 
     @property
     def raw_bytes(self) -> int:
-        """Bytes of the rows of all entries as they were, each counted once."""
+        """Bytes of all entries before packing, each counted once."""
         return self._sum("raw_bytes")
 
     @property
     def host_bytes(self) -> int:
-        """Bytes that they take in host memory now."""
+        """Bytes of all entries in host memory now."""
         return self._sum("host_bytes")
 
     def _sum(self, name: str) -> int:
@@ -49,7 +49,7 @@ class CompressionReport:
         return sum(stats[name] for stats in own)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return all of it, for JSON."""
+        """Return the report as JSON-able values."""
         return {
             "raw_bytes": self.raw_bytes,
             "host_bytes": self.host_bytes,
@@ -58,7 +58,7 @@ class CompressionReport:
         }
 
     def __str__(self) -> str:
-        """Show a table for people."""
+        """Return the report as a text table."""
         if not self.compressed and not self.left:
             return self.empty
         lines = []
@@ -113,24 +113,24 @@ class FeaturesReport(CompressionReport):
     empty: ClassVar[str] = "no features"
 
 
-def feature_name(place: Any, name: str) -> str:
-    """Return what reports call a feature.
+def feature_name(graph_type: Any, name: str) -> str:
+    """Return the name of a feature in reports.
 
     Parameters
     ----------
-    place : str, tuple of str or None
+    graph_type : str, tuple of str or None
         The node type, or the edge type; None in a graph that has no types.
     name : str
-        Its name there.
+        Its name among the features of that type.
 
     Returns
     -------
     str
         Such as ``"paper.x"``, ``"author:writes:paper.weight"`` and, without types, ``"x"``.
     """
-    if place is None:
+    if graph_type is None:
         return name
-    return f"{place if isinstance(place, str) else ':'.join(place)}.{name}"
+    return f"{graph_type if isinstance(graph_type, str) else ':'.join(graph_type)}.{name}"
 
 
 def _mib(nbytes: int) -> str:

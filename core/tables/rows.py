@@ -1,4 +1,4 @@
-"""The rows of a table in host memory: its parts, the rows that have moved, and how rows change."""
+"""The rows of a table in host memory: its buffers, its overflow area, decoding and updates."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ Array = np.ndarray[Any, Any]
 
 
 class HostRows:
-    """Rows in host memory; nobody may read while they change.
+    """Rows in host memory; callers keep readers out while rows change.
 
     Parameters
     ----------
     parts : TableParts
-        The rows as they were packed.
+        The packed rows.
     pin : bool
         Whether rows that move are page-locked too.
     """
@@ -42,13 +42,13 @@ class HostRows:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of words, of what finds rows among them, of moved rows, and of the profile."""
+        """Bytes of words, metadata, overflow area and profile."""
         own = sum(t.nbytes for t in self.parts.tensors.values())
         return own + self.overflow_bytes + self.parts.codec.profile_bytes
 
     @property
     def moved_rows(self) -> int:
-        """Rows that lie in the overflow area."""
+        """Rows in the overflow area."""
         return 0 if self.overflow is None else self.overflow.rows
 
     @property
@@ -66,7 +66,7 @@ class HostRows:
 
     @property
     def moved_items(self) -> int:
-        """Items in rows that lie in the overflow area."""
+        """Items of rows in the overflow area."""
         last, overflow = np.array([self.parts.n_rows - 1]), self.overflow
         return self._items_of(
             self.moved_rows, lambda: overflow is not None and bool(overflow.holds(last)[0])
@@ -80,11 +80,11 @@ class HostRows:
 
     @property
     def overflow_bytes(self) -> int:
-        """Bytes of rows that have moved."""
+        """Bytes of the overflow area."""
         return 0 if self.overflow is None else self.overflow.nbytes
 
     def storage(self) -> TableStorage:
-        """Return the rows as the kernels of the CPU read them."""
+        """Return the rows as CPU kernels read them."""
         if self.overflow is None:
             return self.parts.storage()
         moved = {"moved": self.overflow.moved, "overflow": self.overflow.words}
@@ -134,7 +134,7 @@ class HostRows:
         return cpu.gather_rows(without_items(self.storage()), self.layout, ids, data)
 
     def row_lengths(self, ids: torch.Tensor) -> tuple[Array, int]:
-        """Return the words that packed rows take, 0 for raw ones, and the words of a raw row.
+        """Return the words of packed rows, 0 for raw ones, and the words of a raw row.
 
         Parameters
         ----------
@@ -165,7 +165,7 @@ class HostRows:
         return target
 
     def update(self, ids: Array, rows: torch.Tensor, packed: PackedRows | None) -> dict[str, Array]:
-        """Give rows new values.
+        """Overwrite rows.
 
         Parameters
         ----------
@@ -174,12 +174,12 @@ class HostRows:
         rows : torch.Tensor
             ``[n, *codec.row_shape]``.
         packed : PackedRows or None
-            The same, packed, on the CPU; None for a raw table.
+            The same rows, packed, on the CPU; None for a raw table.
 
         Returns
         -------
         dict of str to numpy.ndarray
-            Entries that have changed of the metadata, by its name in TableStorage.
+            Changed entries of each metadata tensor, by its name in TableStorage.
         """
         self.dirty = True
         row_bytes, row_words = self.parts.row_bytes, self.parts.row_words
@@ -211,24 +211,24 @@ class HostRows:
     def _update_compact(self, ids: Array, packed: PackedRows, raw: Array) -> dict[str, Array]:
         tensors, row_words = self.parts.tensors, self.parts.row_words
         words = tensors["words"].numpy().view(np.uint32)
-        at, room = _own_places(self.parts, ids)
+        at, room = _table_ranges(self.parts, ids)
         lengths = widened(packed.parts["lengths"])
-        # A place of a raw row is found by its length of 0, so a raw row must stay in it.
-        stays_raw = room == 0
+        # A length of 0 marks a raw row in the table, so a raw row never moves to the overflow.
+        raw_in_table = room == 0
         fits = (lengths > 0) & (lengths <= room)
-        goes = ~stays_raw & ~fits
+        overflows = ~raw_in_table & ~fits
         stale = None
-        if goes.any():
+        if overflows.any():
             if self.overflow is None:
                 self.overflow = Overflow(self.parts.n_rows, row_words, pin=self._pin)
-            stale = self.overflow.reserve(int(goes.sum()))
+            stale = self.overflow.reserve(int(overflows.sum()))
         if self.overflow is not None:
             self.overflow.release(ids[fits], words, at[fits])
-            self.overflow.put(ids[goes], raw[goes], words, at[goes])
+            self.overflow.put(ids[overflows], raw[overflows], words, at[overflows])
         begin, sizes = _runs_of(lengths, row_words)
         fresh = packed.parts["words"]
         _move(fresh, begin[fits], sizes[fits], tensors["words"], at[fits])
-        here = np.flatnonzero(stays_raw)
+        here = np.flatnonzero(raw_in_table)
         _move(
             torch.from_numpy(raw.view(np.int32)).view(-1),
             here * row_words,
@@ -246,14 +246,14 @@ class HostRows:
         return changed
 
     def close(self) -> None:
-        """Let the memory go."""
+        """Free the memory."""
         self.parts.close()
         if self.overflow is not None:
             self.overflow.close()
 
 
-def _own_places(parts: TableParts, ids: Array) -> tuple[Array, Array]:
-    """Return where the own places of a compact table's rows begin and their words, 0 for raw."""
+def _table_ranges(parts: TableParts, ids: Array) -> tuple[Array, Array]:
+    """Return the word offset of each row in a compact table, and its words, 0 for raw."""
     bases, lengths = parts.tensors["bases"].numpy(), as_unsigned(parts.tensors["lengths"])
     lane = np.arange(BLOCK_ROWS)
     at = np.empty(len(ids), np.int64)
@@ -269,7 +269,7 @@ def _own_places(parts: TableParts, ids: Array) -> tuple[Array, Array]:
 
 
 def _runs_of(lengths: Array, row_words: int) -> tuple[Array, Array]:
-    """Return where rows of these lengths that lie back to back begin, and their words."""
+    """Return the offsets and words of rows of these lengths that are stored back to back."""
     sizes = np.where(lengths == 0, row_words, lengths)
     return np.cumsum(sizes) - sizes, sizes
 
@@ -284,6 +284,6 @@ def _move(
 
 
 def raise_damaged(row: int) -> None:
-    """Raise CorruptedDataError for the damaged row that decoding found; -1 says that none is."""
+    """Raise CorruptedDataError for the damaged row that decoding found; -1 for none."""
     if row >= 0:
         raise CorruptedDataError(f"table: row {row} is damaged; `out` is undefined")

@@ -1,4 +1,4 @@
-"""Tables in other processes: what tells an unrelated process where one lies, and mapped files."""
+"""Handles by which unrelated processes map the memory of a table, and checksums of files."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def parts_of_handle(handle: str) -> TableParts:
     Raises
     ------
     ArgumentError
-        When the handle is none, or the process that gave it is gone.
+        When the handle is not valid, or the process that gave it is gone.
     """
     try:
         state: dict[str, Any] = json.loads(handle)
@@ -56,7 +56,7 @@ def parts_of_handle(handle: str) -> TableParts:
 
 
 def checksum_of_file(path: PathLike) -> str:
-    """Return the checksum of a file's header, which holds those of all that is in it."""
+    """Return the checksum of a file's header, which holds the checksums of all tensors."""
     from safetensors import safe_open
 
     with safe_open(os.fspath(path), framework="pt") as file:

@@ -1,4 +1,4 @@
-"""Caches in other processes: what tells one where the slabs of another lie."""
+"""Handles by which other processes map the slabs of a cache."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ..engine.codecs import InvariantCodec
 from ..engine.kernels.format import BUCKET_ENTRIES, MAX_SLABS, PAD_WORDS, CacheStorage
 from ..engine.memory.host import HostBuffer
 from ..errors import ArgumentError, BitslabError
-from .snapshot import Places, Slabs, Snapshot, layout_on
+from .snapshot import SlabAllocator, Slabs, Snapshot, layout_on
 from .table import CompressedTable
 
 HANDLE_VERSION = 2
-#: What `torch.UntypedStorage._share_cuda_` returns: a CUDA IPC handle, where the slab lies in the
-#: memory that it opens, and torch's count of who uses it.
+#: What `torch.UntypedStorage._share_cuda_` returns: a CUDA IPC handle, the offset of the slab in
+#: the memory that it opens, and torch's reference count of that memory.
 _SHARED = (
     "device",
     "memory",
@@ -40,18 +40,19 @@ def handle_of_cache(
     snapshot : Snapshot
         The rows.
     table_token : str
-        What tells the table from others.
+        Identity of the table; see `HostTable.token`.
     packer : InvariantCodec or None
-        What packed the rows, where the table did not.
+        Codec of the rows if the cache packed them itself.
     capacity_bytes : int
-        Of a slab.
+        Capacity of a slab.
 
     Returns
     -------
     handle : str
-        What `parts_of_cache_handle` takes.
+        The text that `parts_of_cache_handle` takes.
     buffers : list of HostBuffer
-        Memory that the handle leads to beside the slabs; it must live as long as the handle.
+        Memory that the handle refers to in addition to the slabs; it must live as long as the
+        handle.
     """
     storage = next(iter(snapshot.storages.values()))
     maps = {"entries": _in_host_memory(storage.entries)}
@@ -74,23 +75,23 @@ def handle_of_cache(
 
 
 def parts_of_cache_handle(
-    handle: str, table: CompressedTable, places: Places
+    handle: str, table: CompressedTable, allocator: SlabAllocator
 ) -> tuple[Snapshot, InvariantCodec | None, int]:
-    """Open the cached rows of another process for the one device of `places`.
+    """Open the cached rows of another process for the one device of `allocator`.
 
     Returns
     -------
     snapshot : Snapshot
         The rows.
     packer : InvariantCodec or None
-        What packed them, where the table did not.
+        Codec of the rows if the cache packed them itself.
     capacity_bytes : int
-        Of a slab.
+        Capacity of a slab.
 
     Raises
     ------
     ArgumentError
-        When the handle is none, of another table's cache, or leads nowhere.
+        When the handle is not valid, is of another table's cache, or its memory is gone.
     """
     try:
         state: dict[str, Any] = json.loads(handle)
@@ -112,7 +113,7 @@ def parts_of_cache_handle(
             "handle: of a cache over another table; attach to the table of the process that gave "
             "it (CompressedTable.handle, CompressedTable.attach)"
         )
-    (device,) = places.devices
+    (device,) = allocator.devices
     packer = None if config is None else _packer_of(config, table)
     maps = {name: HostBuffer.attach(str(text)).tensor for name, text in named.items()}
     entries, row_clusters = maps["entries"], maps.get("row_clusters")
@@ -123,7 +124,7 @@ def parts_of_cache_handle(
     if (0 if row_clusters is None else row_clusters.numel()) != (len(table) if clusters > 1 else 0):
         raise ArgumentError("handle: its map and its codec do not fit together")
     slabs = _open_slabs(described, device)
-    with places.on(device):
+    with allocator.on(device):
         storage = CacheStorage(
             entries.view(torch.int64).view(-1, 2).to(device),
             slabs.words,
@@ -132,18 +133,18 @@ def parts_of_cache_handle(
             None if packer is None else layout_on(device, packer.row_layout()),
             None if row_clusters is None else row_clusters.to(device),
         )
-    places.finish()
+    allocator.finish()
     return Snapshot(slabs, {device: storage}, n_rows), packer, capacity_bytes
 
 
 def gpu_name(device: torch.device) -> str:
-    """Return what a GPU is called in all processes, whichever of the GPUs each can see."""
+    """Return a name of a GPU that is the same in all processes, whichever GPUs each can see."""
     properties = torch.cuda.get_device_properties(device)
     return str(getattr(properties, "uuid", device.index))
 
 
 def gpu_named(name: str) -> torch.device:
-    """Return the GPU of a name, as this process counts them."""
+    """Return the GPU of a name, with its index in this process."""
     for index in range(torch.cuda.device_count()):
         if gpu_name(torch.device("cuda", index)) == name:
             return torch.device("cuda", index)
@@ -221,8 +222,8 @@ def _open_gpu_memory(
             for name, value in described["memory"].items()
         }
         gpu, words = str(described["gpu"]), int(described["words"])
-        # On the GPU that reads, whichever the memory is on: so CUDA lets the one read the other.
-        # No event is waited for: the slab was complete when its handle was given.
+        # Opened on the GPU that reads, whichever GPU has the memory: that enables peer access.
+        # No event is waited for: the slab was complete when its handle was made.
         values |= {"device": reader.index, "event_needed": False}
         shared = [values[name] for name in _SHARED]
     except (AttributeError, KeyError, TypeError, ValueError) as error:

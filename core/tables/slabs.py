@@ -29,17 +29,17 @@ from .arguments import Index, row_ids
 from .build import MIN_SAMPLE_ROWS, SAMPLE_BYTES, choose_codec
 from .counters import HOST, Counters
 from .slab_handles import handle_of_cache, parts_of_cache_handle, slabs_on_cpu
-from .snapshot import Places, Snapshot, fill
+from .snapshot import SlabAllocator, Snapshot, fill
 from .table import CompressedTable
 
-MAX_SLAB_BYTES = 1 << SLAB_SHIFT - OFFSET_SHIFT  # what a location can tell
+MAX_SLAB_BYTES = 1 << SLAB_SHIFT - OFFSET_SHIFT  # the offsets that a location can hold
 
 
 class SlabCache:
     """Packed copies of a table's hot rows in GPU memory: one slab a GPU, up to eight.
 
     A gather takes the rows that are cached from the slabs, its own GPU's or, over NVLink,
-    another's, and the others from the table in host memory, in one launch. Because rows lie packed,
+    another's, and the others from the table in host memory, in one launch. Because rows are packed,
     a slab holds as many times more of them as they are smaller (IBP, section 5, Table 7); raw rows
     take exactly their bytes. Rows of a raw table can be packed for the cache alone: IBP(C) of IBP,
     section 6.2. Narrow rows that the table packs together are cached together, if there is room for
@@ -48,17 +48,18 @@ class SlabCache:
     Parameters
     ----------
     table : CompressedTable
-        Where the rows come from; compact, in place or raw.
+        The table of the rows; compact, in place or raw.
     capacity_bytes : int
-        Bytes of rows in each slab. The map from ids to places takes 32 to 64 bytes a cached row on
-        every GPU beside it (see `stats`).
+        Bytes of rows in each slab. The map from ids to locations takes another 32 to 64
+        bytes a cached row on every GPU (see `stats`).
     devices : sequence of torch.device or str, optional
         GPUs, one slab each; the current GPU when left out, or the CPU where there is no GPU.
         ``["cpu", "cpu"]`` makes two slabs in host memory, to try things without a GPU.
     codec : str or RowCodec, optional
         What packs the cached rows of a raw table: ``"auto"`` (invariant bit packing with a plan for
         these rows, or nothing where it does not make them smaller), the name of a codec, which is
-        fitted to these rows, or a codec. Rows lie as in the table when left out.
+        fitted to these rows, or a codec. When left out, rows are stored
+        as in the table.
 
     Raises
     ------
@@ -69,18 +70,18 @@ class SlabCache:
     Attributes
     ----------
     codec : RowCodec
-        What the cached rows are packed with; RawCodec when they are raw.
+        Codec of the cached rows; RawCodec when they are raw.
     devices : tuple of torch.device
-        Where rows can be gathered to.
+        Devices that rows can be gathered to.
 
     Notes
     -----
     Threads: any number may gather while one fills or refreshes; a gather sees the old set of rows
-    or the new one. Until the new slabs are ready the old ones stay, so a refresh needs room for
-    both.
+    or the new one. The old slabs are kept until the new ones are ready, so a refresh needs room
+    for both.
     An update of the table drops the rows in question from the cache. A CUDA graph that captured a
     gather must be captured again after a fill or refresh. Clusters of a codec that packs for the
-    cache alone take one byte for each row of the table beside the map.
+    cache alone take one byte for each row of the table in addition to the map.
 
     Processes: one fills a cache, the others of the machine read the same slabs by `handle` and
     `attach`, each from its own GPU.
@@ -127,15 +128,15 @@ class SlabCache:
             )
         where = _checked_devices(devices)
         packer = None if codec is None else _packer(table, codec, len(where) * capacity_bytes)
-        places = Places(where)
-        self._begin(table, capacity_bytes, packer, places, Snapshot.empty(places))
+        allocator = SlabAllocator(where)
+        self._begin(table, capacity_bytes, packer, allocator, Snapshot.empty(allocator))
 
     def _begin(
         self,
         table: CompressedTable,
         capacity_bytes: int,
         packer: InvariantCodec | None,
-        places: Places,
+        allocator: SlabAllocator,
         snapshot: Snapshot,
         *,
         attached: bool = False,
@@ -143,21 +144,21 @@ class SlabCache:
         self.table = table
         self.capacity_bytes = capacity_bytes
         self.codec: RowCodec = packer or table.codec
-        self.devices = places.devices
+        self.devices = allocator.devices
         self._slab_devices = snapshot.slabs.devices
         self._packer = packer
-        self._places = places
+        self._allocator = allocator
         self._snapshot = snapshot
         self._attached = attached
-        self._handed_out: list[HostBuffer] = []  # that the handles which were given lead to
+        self._shared_buffers: list[HostBuffer] = []  # memory that handles refer to
         self._closed = False
         table.add_cache(self)
         self.after_fork()
         call_after_fork(self)
 
     def after_fork(self) -> None:
-        """Set up what belongs to one process: locks and counts."""
-        # A child cannot let go what its parent has on GPUs, so it keeps that.
+        """Reset the state of one process: locks and counts."""
+        # A child cannot free the parent's GPU memory, so it keeps the references.
         self._inherited = [self.__dict__.get(name) for name in ("counters", "_inherited")]
         self._fill_lock = threading.RLock()
         self.counters = Counters()
@@ -165,13 +166,13 @@ class SlabCache:
     # Filling
 
     def fill(self, ids_by_hotness: torch.Tensor) -> int:
-        """Cache as many rows as fit, the hottest first; what was cached before goes.
+        """Cache as many rows as fit, the hottest first, in place of the rows cached before.
 
         Parameters
         ----------
         ids_by_hotness : torch.Tensor
             Integers ``[n]``, rows of the table, the hottest first; see `bitslab.hotness`.
-            Repeated ids count once. They go to the slabs in turn.
+            Repeated ids count once. Rows are assigned to the slabs in turn.
 
         Returns
         -------
@@ -192,9 +193,9 @@ class SlabCache:
         numbers = numbers // self.table.rows_per_packed_row
         _, first = np.unique(numbers, return_index=True)
         with self._fill_lock, self.table.unchanging():
-            # Waits for no reader: they go on with the old rows until the new ones are there.
+            # Waits for no reader: gathers use the old rows until the new ones are ready.
             chosen = numbers[np.sort(first)]
-            fresh = fill(self.table, self._packer, chosen, self.capacity_bytes, self._places)
+            fresh = fill(self.table, self._packer, chosen, self.capacity_bytes, self._allocator)
             self._check_open()
             self._check_own()
             self._snapshot = fresh
@@ -202,17 +203,16 @@ class SlabCache:
 
     @property
     def _cached_rows(self) -> int:
-        """Rows of the table whose packed rows are cached; looks one up where the last is short."""
+        """Rows of the table that are cached; looks up the last packed row, which may hold fewer."""
         each, snapshot = self.table.rows_per_packed_row, self._snapshot
         last, in_last = divmod(len(self.table), each)
         short = snapshot.n_rows and in_last and snapshot.has(last)
         return snapshot.n_rows * each - (each - in_last if short else 0)
 
     def refresh(self, ids_by_hotness: torch.Tensor) -> int:
-        """Fill again, for rows that are hot by now; the name says that readers may be under way.
+        """Fill again with the rows that are hot now, while readers run; see `fill`.
 
-        Everything that `fill` says holds: readers go on with the old rows until the new ones are
-        there.
+        Gathers use the old rows until the new ones are ready.
         """
         return self.fill(ids_by_hotness)
 
@@ -234,13 +234,13 @@ class SlabCache:
         ids, out, device, sm_budget
             As there.
         sort : bool, optional
-            On a GPU: whether to order the ids first. Not when left out: how many miss, which the
-            order is for, only the GPU knows. It pays where many rows of a large table do.
+            On a GPU: whether to sort the ids first; not when left out. Sorting pays where many rows
+            of a large table miss, and only the GPU knows how many do.
 
         Raises
         ------
         ArgumentError
-            When the rows are wanted on a GPU that has no slab.
+            When rows are requested on a GPU that has no slab.
         """
         self._check_open()
         return self.table.gather_with(self, ids, out, device, sort, sm_budget)
@@ -268,14 +268,14 @@ class SlabCache:
         """Dtype of the rows' elements."""
         return self.table.dtype
 
-    # What the table asks for
+    # Interface for the table; see `Cache`
 
     def storage(self, device: torch.device) -> CacheStorage | None:
-        """Return the cached rows as the kernels of a device read them; None for none there."""
+        """Return the cached rows as kernels on a device read them; None when it has none."""
         return self._snapshot.on(device)
 
     def forget(self, ids: torch.Tensor) -> None:
-        """Drop the copies of packed rows int64 ``[n]``, which are about to change in the table."""
+        """Drop the copies of packed rows int64 ``[n]``, which the table is about to overwrite."""
         self._snapshot.forget(ids)
 
     # Statistics and end
@@ -288,8 +288,8 @@ class SlabCache:
         dict
             ``cached_rows``, ``codec``, ``capacity_bytes`` (of a slab), ``slab_bytes`` (used, a
             list), ``map_bytes`` (on each device), ``hits``, ``misses``, ``hit_rate``, and the bytes
-            read by source, as they lie there: ``local_bytes`` (slab of the GPU that asked),
-            ``peer_bytes`` (slabs of others), ``host_bytes`` (the table).
+            read by source, in their stored form: ``local_bytes`` (slab of the GPU that gathers),
+            ``peer_bytes`` (slabs of other GPUs), ``host_bytes`` (the table).
         """
         self._check_open()
         snapshot = self._snapshot
@@ -323,8 +323,8 @@ class SlabCache:
     def handle(self) -> str:
         """Return a text by which other processes of this user on this machine can `attach`.
 
-        The cache and its table change no more from now on. The slabs stay this process's: it must
-        live, and hold the cache open, as long as the others use it.
+        The cache and its table are read-only from now on. This process owns the slabs: it must
+        live, and keep the cache open, as long as the others use it.
 
         Raises
         ------
@@ -336,9 +336,9 @@ class SlabCache:
             raise BitslabError("handle: this cache is attached; ask the process that filled it")
         with self._fill_lock:
             text, buffers = handle_of_cache(
-                self._snapshot, self.table.hand_out(), self._packer, self.capacity_bytes
+                self._snapshot, self.table.freeze(), self._packer, self.capacity_bytes
             )
-            self._handed_out += buffers
+            self._shared_buffers += buffers
             return text
 
     @classmethod
@@ -352,17 +352,17 @@ class SlabCache:
         table : CompressedTable
             That process's table: attached by its handle, or inherited.
         handle : str
-            What `handle` returned there.
+            The text that `handle` returned in that process.
         device : torch.device or str, optional
-            The GPU where this process wants rows, the current one when left out. It keeps a copy of
-            the map and reads its own slab, if it has one, and over NVLink those of others. The CPU
-            for slabs on the CPU.
+            The GPU that this process gathers to, the current one when left out. It keeps a copy of
+            the map and reads its own slab, if it has one, and over NVLink those of other GPUs. The
+            CPU for slabs on the CPU.
 
         Raises
         ------
         ArgumentError
-            When the handle is none, is of another table's cache, its process is gone, or the GPU
-            cannot read one of the slabs.
+            When the handle is not valid, is of another table's cache, its process is gone, or the
+            GPU cannot read one of the slabs.
         """
         if not isinstance(table, CompressedTable):
             raise ArgumentTypeError(
@@ -370,30 +370,30 @@ class SlabCache:
             )
         if device is None:
             device = "cpu" if slabs_on_cpu(handle) else "cuda"
-        places = Places((checked_device(device),))
-        snapshot, packer, capacity_bytes = parts_of_cache_handle(handle, table, places)
-        table.hand_out()
+        allocator = SlabAllocator((checked_device(device),))
+        snapshot, packer, capacity_bytes = parts_of_cache_handle(handle, table, allocator)
+        table.freeze()
         made = cls.__new__(cls)
-        made._begin(table, capacity_bytes, packer, places, snapshot, attached=True)
+        made._begin(table, capacity_bytes, packer, allocator, snapshot, attached=True)
         return made
 
     def _check_own(self) -> None:
-        if self._attached or self._handed_out:
+        if self._attached or self._shared_buffers:
             raise BitslabError(
                 "fill: this cache is shared with other processes, which would not see the change; "
                 "make a new one"
             )
 
     def close(self) -> None:
-        """Let the slabs go, after the gathers under way; the table stays."""
+        """Free the slabs, after the gathers under way; the table is left open."""
         if not self._closed:
             with self._fill_lock:
                 self._closed = True
                 if self._attached and self.devices[0].type == "cuda":
-                    # Torch knows of no stream that reads memory of another process.
+                    # Torch records no streams for the memory of another process.
                     torch.cuda.synchronize(self.devices[0])
-                self._snapshot = Snapshot.empty(self._places)
-                self._handed_out = []
+                self._snapshot = Snapshot.empty(self._allocator)
+                self._shared_buffers = []
 
     def __enter__(self) -> SlabCache:
         return self
@@ -402,7 +402,7 @@ class SlabCache:
         self.close()
 
     def __reduce__(self) -> Any:
-        """Refuse to go to another process."""
+        """Refuse to be pickled or copied."""
         raise ArgumentTypeError(
             "cache: cannot be pickled or copied; make one over the table in each process, or use "
             "handle and attach"
@@ -438,7 +438,7 @@ def _checked_devices(
         if len(set(found)) < len(found):
             raise ArgumentError(f"devices: {', '.join(map(str, found))}; one slab for each GPU")
         for reader, other in _pairs(found):
-            _let_read(reader, other)
+            _enable_peer_access(reader, other)
     return found
 
 
@@ -448,31 +448,31 @@ def _pairs(
     return ((a, b) for a in devices for b in devices if a != b)
 
 
-def _let_read(reader: torch.device, other: torch.device) -> None:
-    """Let kernels of one GPU read another's memory."""
+def _enable_peer_access(reader: torch.device, other: torch.device) -> None:
+    """Enable kernels of one GPU to read the memory of another."""
     if not torch.cuda.can_device_access_peer(reader, other):
         raise ArgumentError(f"devices: {reader} cannot read the memory of {other}")
-    # Torch opens the way when it first copies.
+    # Torch enables peer access at its first copy.
     torch.zeros(1, device=reader).copy_(torch.zeros(1, device=other))
 
 
 def raw_bytes_in_slab(table: CompressedTable) -> int:
-    """Return the bytes that a row which the table keeps raw takes in a slab."""
+    """Return the bytes in a slab of a row that the table keeps raw."""
     if isinstance(table.codec, RawCodec):
         return table.row_bytes
     return 4 * ceil_div(table.codec.row_bytes, 4)
 
 
 def least_capacity_bytes(table: CompressedTable) -> int:
-    """Return the least bytes that a slab may have: what a row of the table may take."""
-    # Rows that are packed together come in together, which takes less where they pack.
+    """Return the smallest accepted size of a slab: the most that a row of the table may take."""
+    # Rows that are packed together are cached together, which takes less where they pack.
     return max(1, raw_bytes_in_slab(table) // table.rows_per_packed_row)
 
 
 def _packer(
     table: CompressedTable, codec: str | RowCodec, capacity_bytes: int
 ) -> InvariantCodec | None:
-    """Return what packs cached rows of a raw table; None when packing gains nothing."""
+    """Return the codec for cached rows of a raw table; None when packing saves nothing."""
     if not isinstance(table.codec, RawCodec):
         raise ArgumentError(
             f"codec: {codec!r:.60}, but the table is packed by {table.codec.describe()}; accepted "
@@ -481,7 +481,7 @@ def _packer(
     row_bytes = max(1, table.row_bytes)
     n_sample = min(len(table), max(MIN_SAMPLE_ROWS, SAMPLE_BYTES // row_bytes))
     picked = np.sort(np.random.default_rng(0).choice(len(table), n_sample, replace=False))
-    # Weighs the size of the profile: at least so many rows will lie in the slabs.
+    # Weighs the size of the profile: the slabs hold at least this many rows.
     n_rows = min(len(table), capacity_bytes // row_bytes)
     fitted = choose_codec(table.rows_of(torch.from_numpy(picked)), codec, n_rows, {})
     return fitted if isinstance(fitted, InvariantCodec) else None

@@ -1,4 +1,4 @@
-"""What a cache holds at one time: slabs, the map that leads to them, and how rows get there."""
+"""Snapshot: slabs of cached rows and the map from ids to them; `fill` makes one from a table."""
 
 from __future__ import annotations
 
@@ -34,36 +34,36 @@ from ..errors import ArgumentError, BitslabError
 from .parts import staged_words
 from .table import CompressedTable
 
-STAGE_BYTES = 32 << 20  # rows that go to the slabs at once
+STAGE_BYTES = 32 << 20  # rows that are copied to the slabs at once
 
 Array = np.ndarray[Any, Any]
 
 
 class _MapKernels(Protocol):
-    """What both backends can do to maps from ids to locations."""
+    """Operations of both backends on maps from ids to locations."""
 
     def map_insert(
         self, entries: torch.Tensor, ids: torch.Tensor, locations: torch.Tensor
     ) -> int | torch.Tensor:
-        """Insert ids; return how many found no place."""
+        """Insert ids; return the number of ids that did not fit."""
 
     def map_find(self, entries: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """Return locations, NOT_CACHED for ids that are not there."""
+        """Return locations, NOT_CACHED for ids that are not in the map."""
 
 
 def _map_kernels(device: torch.device) -> _MapKernels:
     if device.type == "cuda":
-        # Nobody's bad ids may stop a change half-way.
+        # A pending error of another call must not stop a change half-way.
         return kernels_on(device, tell=False)
     return cast(_MapKernels, kernels_for(device))
 
 
-class Places:
-    """The devices of the slabs, and a stream on each GPU that their memory belongs to.
+class SlabAllocator:
+    """Allocates slabs on their devices, on each GPU on a stream of its own.
 
-    Torch hands memory out again once the streams that it was told of have passed; it knows them by
-    their handles, and that of every GPU's default stream is the same. Memory of a stream of its own
-    is safe from a neighbour's default stream.
+    Torch reuses memory once the streams that were recorded for it have passed. It identifies a
+    stream by its handle, which is the same for the default streams of all GPUs. Memory that belongs
+    to a stream of its own is not confused with that of another GPU's default stream.
     """
 
     def __init__(self, devices: tuple[torch.device, ...]) -> None:
@@ -76,7 +76,7 @@ class Places:
 
     @contextlib.contextmanager
     def on(self, device: torch.device) -> Iterator[None]:
-        """Work on a device, on its stream."""
+        """Make a device and its stream current."""
         if device.type == "cpu":
             yield
             return
@@ -84,11 +84,11 @@ class Places:
             yield
 
     def allocate(self, words: Sequence[int]) -> Slabs:
-        """Return a slab of zeros for each device, of so many words and PAD_WORDS behind them."""
+        """Return a slab of zeros for each device: its number of words and PAD_WORDS more."""
         slabs, buffers = [], []
         for device, n in zip(self.devices, words, strict=True):
             if device.type == "cpu":
-                # Memory that other processes can map.
+                # Shared memory, which other processes can map.
                 buffers.append(HostBuffer.allocate(4 * (n + PAD_WORDS), pin=False))
                 slabs.append(buffers[-1].tensor.view(torch.int32))
                 continue
@@ -97,7 +97,7 @@ class Places:
         return Slabs(tuple(slabs), self.devices, tuple(buffers))
 
     def finish(self) -> None:
-        """Wait for what was written, which any stream may read from now on."""
+        """Wait for all writes; any stream may read the slabs from then on."""
         for stream in self._streams.values():
             stream.synchronize()
 
@@ -111,9 +111,9 @@ class Slabs:
     words : tuple of torch.Tensor
         int32, one a slab, readable on the devices that gather.
     devices : tuple of torch.device
-        Where they lie.
+        The device of each slab.
     buffers : tuple of HostBuffer
-        The memory that those on the CPU lie in.
+        The memory of the slabs on the CPU.
     """
 
     words: tuple[torch.Tensor, ...]
@@ -128,14 +128,14 @@ class Slabs:
 
 @dataclass(eq=False)
 class Snapshot:
-    """One set of cached rows; it never changes, but for rows that are dropped.
+    """One set of cached rows, immutable except that rows are dropped.
 
     Parameters
     ----------
     slabs : Slabs
         The rows.
     storages : dict of torch.device to CacheStorage
-        The same as kernels read them, on each device that may gather.
+        The rows as kernels read them, on each device that may gather.
     n_rows : int
         Packed rows that are cached: rows of the table, unless several of these share one.
     """
@@ -146,14 +146,14 @@ class Snapshot:
     _seen: set[tuple[torch.device, int]] = field(default_factory=set)
 
     @classmethod
-    def empty(cls, places: Places) -> Snapshot:
-        """Return one of no rows."""
-        return cls.of(places, places.allocate([0] * len(places.devices)))
+    def empty(cls, allocator: SlabAllocator) -> Snapshot:
+        """Return a snapshot of no rows."""
+        return cls.of(allocator, allocator.allocate([0] * len(allocator.devices)))
 
     @classmethod
     def of(
         cls,
-        places: Places,
+        allocator: SlabAllocator,
         slabs: Slabs,
         ids: Array | None = None,
         locations: Array | None = None,
@@ -161,13 +161,13 @@ class Snapshot:
         layout: RowLayout | None = None,
         row_clusters: Array | None = None,
     ) -> Snapshot:
-        """Put slabs and a map together, on every device that has a slab."""
+        """Build the map of some slabs on every device that has one."""
         n = 0 if ids is None else len(ids)
         # A power of two of buckets, at most half full.
         buckets = 1 << (ceil_div(2 * n, BUCKET_ENTRIES) - 1).bit_length() if n else 1
         storages = {}
-        for device in dict.fromkeys(places.devices):
-            with places.on(device):
+        for device in dict.fromkeys(allocator.devices):
+            with allocator.on(device):
                 entries = torch.full(
                     (buckets * BUCKET_ENTRIES, 2), NO_ID, dtype=torch.int64, device=device
                 )
@@ -179,7 +179,7 @@ class Snapshot:
                     )
                     if int(failed):
                         raise BitslabError(
-                            f"cache: {int(failed)} of {n} ids found no place in the map"
+                            f"cache: {int(failed)} of {n} ids did not fit into the map"
                         )
                 storages[device] = CacheStorage(
                     entries,
@@ -189,18 +189,18 @@ class Snapshot:
                     layout_on(device, layout),
                     None if row_clusters is None else torch.from_numpy(row_clusters).to(device),
                 )
-        places.finish()
+        allocator.finish()
         return cls(slabs, storages, n)
 
     @property
     def map_bytes(self) -> int:
-        """Bytes of what finds rows in the slabs, on one device."""
+        """Bytes of the map and the clusters, on one device."""
         storage = next(iter(self.storages.values()))
         clusters = 0 if storage.row_clusters is None else storage.row_clusters.nbytes
         return storage.entries.nbytes + clusters
 
     def on(self, device: torch.device) -> CacheStorage | None:
-        """Return what the kernels of a device read; None for the CPU when the slabs are on GPUs."""
+        """Return the storage for kernels on a device; None for the CPU when slabs are on GPUs."""
         storage = self.storages.get(device)
         if storage is None and device.type == "cuda":
             raise ArgumentError(
@@ -208,7 +208,7 @@ class Snapshot:
                 f"{', '.join(map(str, self.storages))}"
             )
         if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
-            # Callers cannot see these tensors: tell the allocator itself which streams read them.
+            # Callers cannot see these tensors, so the streams that read them are recorded here.
             key = (device, stream_pointer(device))
             if key not in self._seen:
                 assert storage is not None
@@ -240,7 +240,7 @@ class Snapshot:
 
 
 def layout_on(device: torch.device, layout: RowLayout | None) -> RowLayout | None:
-    """Return a layout with its tables on a device; the same one where they are there."""
+    """Return a layout with its tables on a device; the same object if they are there already."""
     if layout is None or layout.tables.device == device:
         return layout
     return layout.to(device)
@@ -258,7 +258,7 @@ def _tensors_of(storage: CacheStorage) -> Iterator[torch.Tensor]:
 
 
 class _RawRows:
-    """Rows of a raw table that a cache holds raw, each of exactly its bytes."""
+    """Rows of a raw table that a cache stores raw, each in exactly its bytes."""
 
     layout = None
     row_clusters = None
@@ -277,8 +277,8 @@ class _RawRows:
         return rows_as_bytes(rows, self.raw_row_bytes).view(-1).to(device)
 
 
-class _RowsAsTheyLie:
-    """Packed rows that a cache holds as the table does."""
+class _PackedTableRows:
+    """Packed rows that a cache stores in the packed form of the table."""
 
     layout = None
     row_clusters = None
@@ -297,24 +297,26 @@ class _RowsAsTheyLie:
         return words.view(torch.uint8).to(device)
 
 
-class _RowsPackedHere:
+class _RowsPackedForCache:
     """Rows of a raw table that a cache packs, on the GPU if its slabs are on GPUs.
 
-    Rows are packed twice, once to know their lengths and, those that fit, once to keep them: so no
-    more than a stage of them takes memory beside the slabs.
+    Rows are packed twice: once for their lengths and, those that fit, once to store them. So no
+    more than one stage of them takes memory in addition to the slabs.
     """
 
-    def __init__(self, table: CompressedTable, codec: InvariantCodec, places: Places) -> None:
+    def __init__(
+        self, table: CompressedTable, codec: InvariantCodec, allocator: SlabAllocator
+    ) -> None:
         self._table = table
         self._codec = codec
-        self._places = places
+        self._allocator = allocator
         self.layout = codec.row_layout()
         self.row_clusters = np.zeros(len(table), np.uint8) if codec.clusters > 1 else None
         self.raw_row_bytes = 4 * ceil_div(codec.row_bytes, 4)
 
     def lengths(self, ids: Array) -> tuple[Array, int]:
-        device = self._places.devices[0]
-        with self._places.on(device):
+        device = self._allocator.devices[0]
+        with self._allocator.on(device):
             sizes = self._codec.packed_bytes(self._rows(ids, device)).cpu().numpy()
         row_bytes = self._table.row_bytes
         return np.where(sizes < row_bytes, sizes // 4, 0), ceil_div(row_bytes, 4)
@@ -334,29 +336,29 @@ def fill(
     codec: InvariantCodec | None,
     ids: Array,
     capacity_bytes: int,
-    places: Places,
+    allocator: SlabAllocator,
 ) -> Snapshot:
     """Copy the first rows that fit to new slabs and map them.
 
     Parameters
     ----------
     table : CompressedTable
-        Where the rows are; it must not change meanwhile.
+        The table, which must not change meanwhile.
     codec : InvariantCodec or None
-        What packs rows of a raw table; None to keep them as they lie.
+        Packs rows of a raw table; None to keep the form that rows have in the table.
     ids : numpy.ndarray
-        int64 ``[n]``, packed rows in range, no two alike; they go to the slabs in turn.
+        int64 ``[n]``, packed rows in range, no two alike; they are assigned to the slabs in turn.
     capacity_bytes : int
         Bytes of rows in each slab.
-    places : Places
-        Where the slabs go.
+    allocator : SlabAllocator
+        Allocates the slabs.
     """
-    rows: _RawRows | _RowsAsTheyLie | _RowsPackedHere
+    rows: _RawRows | _PackedTableRows | _RowsPackedForCache
     if codec is not None:
-        rows = _RowsPackedHere(table, codec, places)
+        rows = _RowsPackedForCache(table, codec, allocator)
     else:
-        rows = (_RawRows if isinstance(table.codec, RawCodec) else _RowsAsTheyLie)(table)
-    n_slabs = len(places.devices)
+        rows = (_RawRows if isinstance(table.codec, RawCodec) else _PackedTableRows)(table)
+    n_slabs = len(allocator.devices)
     used = np.zeros(n_slabs, np.int64)
     taken: list[tuple[Array, Array, Array]] = []  # ids, locations, bytes of each batch
     open_slabs = np.ones(n_slabs, bool)
@@ -385,17 +387,17 @@ def fill(
         taken.append((some[fits], locations[fits], sizes[fits]))
         if not open_slabs.any():
             break
-    slabs = places.allocate([ceil_div(n_bytes, 4) for n_bytes in used.tolist()])
+    slabs = allocator.allocate([ceil_div(n_bytes, 4) for n_bytes in used.tolist()])
     for some, locations, sizes in taken:
         for s, slab_words in enumerate(slabs.words):
             mine = (locations.view(np.uint64) >> np.uint64(SLAB_SHIFT)) == s
             if mine.any():
                 begin = int(_offset_bytes(locations[mine][:1])[0])
-                with places.on(slab_words.device):
+                with allocator.on(slab_words.device):
                     data = rows.data(some[mine], int(sizes[mine].sum()), slab_words.device)
                     slab_words.view(torch.uint8)[begin : begin + len(data)] = data
     if not taken:
-        return Snapshot.empty(places)
+        return Snapshot.empty(allocator)
     all_ids, all_locations, _ = (np.concatenate(parts) for parts in zip(*taken, strict=True))
     packed = (all_locations >> PACKED_BIT & 1).astype(bool)
     max_words = staged_words(
@@ -405,7 +407,7 @@ def fill(
         len(all_ids),
     )
     return Snapshot.of(
-        places, slabs, all_ids, all_locations, max_words, rows.layout, rows.row_clusters
+        allocator, slabs, all_ids, all_locations, max_words, rows.layout, rows.row_clusters
     )
 
 

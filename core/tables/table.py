@@ -28,10 +28,10 @@ from .sharing import checksum_of_file, handle_of, parts_of_handle
 
 
 class CompressedTable(HostTable):
-    """A table of rows that lie packed in host memory; any rows are gathered by id, decoded.
+    """A table of packed rows in host memory; any rows are gathered by id, decoded.
 
-    On a GPU one kernel reads the packed rows over the link (zero-copy) and decodes them; the
-    packed bytes are all that crosses. On the CPU the same rows come from Numba kernels.
+    On a GPU one kernel reads the packed rows over the link (zero-copy) and decodes them: only
+    packed bytes cross. On the CPU Numba kernels decode the same rows.
 
     Make one with `from_tensor`, `from_file` or `attach`.
 
@@ -44,28 +44,28 @@ class CompressedTable(HostTable):
     layout : {"compact", "inplace"}
         ``"compact"``: packed rows back to back; host memory shrinks, and a GPU keeps 1.25 bytes a
         row to find them (2.25 for rows over 1 KiB, 4.25 over 256 KiB; one more for a codec with
-        clusters). ``"inplace"``: row i stays at i * row_bytes
+        clusters). ``"inplace"``: row i is at i * row_bytes
         (rounded up to 4), host memory does not shrink, and a GPU keeps one bit a row (IBP,
         section 5).
     rows_per_packed_row : int
         Rows shorter than 64 bytes that pack far less each alone are packed by as many as make about
         256 bytes, and the sizes above are those of such a packed row. A gather reads and decodes it
-        whole for each id, an update packs it anew. 1 for other rows, and where packing gains
+        whole for each id, an update repacks it. 1 for other rows, and where packing gains
         nothing.
     codec : RowCodec
-        What packed the rows, `rows_per_packed_row` of them as one; RawCodec when packing gains
-        nothing: rows then take exactly their bytes, whatever these are, and no gather pays for it.
+        Codec of the packed rows, each of `rows_per_packed_row` rows; RawCodec when packing saves
+        nothing: rows then take exactly their raw bytes, and gathers copy them.
 
     Notes
     -----
     Threads: any number may gather at once. `update` and `compact` wait for gathers under way, those
-    on GPUs included, and hold off new ones, so that a gather sees the old or the new value of a
+    on GPUs included, and block new ones, so that a gather sees the old or the new value of a
     row, never a mix. Replays of a CUDA graph that captured a gather are not seen: no update may run
-    beside them, and after an update or `compact` the graph must be captured again.
+    during one, and after an update or `compact` the graph must be captured again.
 
     Processes: a table reaches a worker process (fork, spawn, ``torch.multiprocessing``) as the same
     memory, and an unrelated process of the same user by `handle` and `attach`; each page-locks it
-    for its own GPUs. A table that was handed out so is read-only from then on. Forked children
+    for its own GPUs. A table that was shared this way is read-only from then on. Forked children
     share the memory too: they cannot change it, and must not read rows that their parent updates
     after the fork. Plain pickling and the `copy` module copy.
 
@@ -104,7 +104,7 @@ class CompressedTable(HostTable):
             by piece. An iterable gives batches ``[n, *row_shape]`` of any number of rows each; the
             codec is fitted on the first of them, up to 8 MiB of rows.
         layout : {"compact", "inplace"}
-            How rows lie; see `CompressedTable`.
+            How rows are stored; see `CompressedTable`.
         codec : str or RowCodec
             ``"auto"``: invariant bit packing with a plan for these rows, or raw where packing does
             not make them smaller. ``"ibp"`` or ``"raw"``: that codec, fitted to these rows. A
@@ -114,7 +114,7 @@ class CompressedTable(HostTable):
             Whether the packed rows are page-locked, as a GPU needs to read them itself. Without a
             GPU nothing is locked until one is used.
         device : torch.device or str, optional
-            Where rows are packed: a GPU does it at the link's rate. Where they are when left out.
+            Where rows are packed: a GPU packs at the link's rate. The device of `t` when left out.
         seed : int
             Seed of the choice of sample rows, and of the codec's `fit`.
         progress : callable, bool, optional
@@ -131,7 +131,7 @@ class CompressedTable(HostTable):
         Raises
         ------
         ArgumentTypeError, ArgumentError
-            When an argument is not accepted. Nothing is kept of a table that could not be finished.
+            When an argument is not accepted. A table that could not be finished is freed.
 
         Notes
         -----
@@ -155,10 +155,10 @@ class CompressedTable(HostTable):
             A file of one compressed tensor whose rows are the items of its first dimension, or
             several of them where they are narrow.
         layout : {"compact", "inplace"}
-            How rows are to lie.
+            How rows are stored.
         pin : bool
             With a GPU: read the packed rows into page-locked memory. Without a GPU, or when False,
-            a compact table of packed rows stays memory-mapped and is read as it is used: the file
+            a compact table of packed rows is memory-mapped and read as it is used: the file
             may be replaced, but must not be written to.
 
         Raises
@@ -166,7 +166,7 @@ class CompressedTable(HostTable):
         CorruptedDataError
             When the file is truncated, altered, or not by bitslab.
         ArgumentError
-            When the file holds something else than one table.
+            When the file holds anything but one table.
         OSError
             When the file cannot be read.
         """
@@ -192,13 +192,13 @@ class CompressedTable(HostTable):
 
         Notes
         -----
-        Readers go on, updates wait. A table in place, or one with updated rows, is packed anew for
+        Readers run on, updates wait. A table in place, or one with updated rows, is repacked for
         the file, which takes memory for one more compact copy.
         """
         with self.unchanging():
             parts, fresh = self._parts, None
             if not parts.raw and (parts.layout == "inplace" or self._rows.dirty):
-                fresh = parts = self._packed_anew("compact", parts.codec, pin=False)
+                fresh = parts = self._repacked("compact", parts.codec, pin=False)
             try:
                 with self._reading():
                     packed = parts.as_packed()
@@ -207,7 +207,7 @@ class CompressedTable(HostTable):
                 if fresh is not None:
                     fresh.close()
 
-    def _packed_anew(
+    def _repacked(
         self,
         layout: Layout,
         codec: RowCodec,
@@ -215,7 +215,7 @@ class CompressedTable(HostTable):
         pin: bool,
         progress: ProgressFunction | bool | None = None,
     ) -> TableParts:
-        """Return the rows as they are now, packed by a codec; for who holds changes off."""
+        """Return the current rows, packed by a codec; the caller blocks updates."""
         with Progress("packing", len(self), progress) as shown:
             return build_parts(
                 self.batches(), codec, self._parts.item_shape, layout, pin=pin, progress=shown
@@ -241,10 +241,10 @@ class CompressedTable(HostTable):
         out : torch.Tensor, optional
             ``[n, *row_shape]`` of the table's dtype to write to.
         device : torch.device or str, optional
-            Where the rows are wanted; that of `out`, or else of `ids`, when left out.
+            Where the rows go; the device of `out`, or else of `ids`, when left out.
         sort : bool, optional
-            On a GPU: whether to take the rows in the order in which they lie, which large tables
-            gain from; by the model of the link when left out (see `bitslab.engine.advisor`).
+            On a GPU: whether to read the rows in the order of their ids, which is faster for large
+            tables; by the model of the link when left out (see `bitslab.engine.advisor`).
         sm_budget : int, optional
             On a GPU: multiprocessors that the kernels may use; all when left out.
 
@@ -282,7 +282,7 @@ class CompressedTable(HostTable):
         sort: bool | None,
         sm_budget: int | None,
     ) -> torch.Tensor:
-        """Gather, but take what `cache` has from there; see `SlabCache.gather`."""
+        """Gather, reading cached rows from `cache`; see `SlabCache.gather`."""
         return self.gather_through(cache, ids, out, device, sort, sm_budget)
 
     def gather_checked(
@@ -338,7 +338,7 @@ class CompressedTable(HostTable):
         Returns
         -------
         int or None
-            How many of the rows were not resident. None where that cannot be done in one go: an id
+            Number of rows that were not resident. None where one pass cannot do it: an id
             is out of range or negative, bag n does not begin at id n, the table is raw or in
             place, or its rows share packed rows. What `out` holds is undefined then.
         """
@@ -369,12 +369,12 @@ class CompressedTable(HostTable):
         self._gathers.count(gathers=1, rows=n)
 
     def readable_by_gpu(self) -> bool:
-        """Tell whether GPUs can read the packed rows where they are; page-lock them if so."""
+        """Return whether GPUs can read the packed rows in host memory; page-lock them if so."""
         with self._reading():
             return self._gathers.readable_by_gpu()
 
     def gather_some_on_gpu(self, ids: torch.Tensor, out: torch.Tensor) -> None:
-        """Gather on a GPU what of some ids is wanted, for callers that know the ids to be good.
+        """Gather on a GPU the rows of some ids, which the caller has checked; skip NO_ROW.
 
         Parameters
         ----------
@@ -398,17 +398,18 @@ class CompressedTable(HostTable):
     def compact(
         self, progress: ProgressFunction | bool | None = None, *, refit: bool = False
     ) -> None:
-        """Pack the table anew: every row lies in its place again and takes no more than it needs.
+        """Repack the table, which empties the overflow area.
 
-        Readers go on while the new copy is made beside the old one; updates wait.
+        Readers use the old copy while the new one is made; updates wait. Both take memory
+        meanwhile.
 
         Parameters
         ----------
         progress : callable, bool, optional
-            As in `from_tensor`. What it calls may gather from the table and save it, not change it.
+            As in `from_tensor`. The callback may gather from the table and save it, not change it.
         refit : bool
-            Whether to fit the codec to the rows as they are now, or to keep them raw if packing
-            gains nothing any more. A cache over the table then has to be filled again.
+            Whether to fit the codec to the current rows, or to keep them raw if packing saves
+            nothing any more. A cache over the table then has to be filled again.
 
         Raises
         ------
@@ -421,7 +422,7 @@ class CompressedTable(HostTable):
         with self._ownership.changing("compact"):
             self._ownership.check("compact", self._parts)
             codec = fitted_again(self.packed_rows_of, self._parts) if refit else self.codec
-            self._replace(self._packed_anew(self.layout, codec, pin=self._pin, progress=progress))
+            self._replace(self._repacked(self.layout, codec, pin=self._pin, progress=progress))
 
     # Other processes
 
@@ -429,7 +430,7 @@ class CompressedTable(HostTable):
         """Return a text by which another process of this user on this machine can `attach`.
 
         For processes that are no children of this one, such as the ranks of torchrun. This process
-        must live, and hold the table, until the others have attached. The table is read-only from
+        must live, and keep the table, until the others have attached. The table is read-only from
         now on.
         """
         with self._reading():
@@ -448,7 +449,7 @@ class CompressedTable(HostTable):
         Raises
         ------
         ArgumentError
-            When the handle is none, or the process that gave it is gone.
+            When the handle is not valid, or the process that gave it is gone.
         """
         return cls(parts_of_handle(handle), pin=pin, read_only=True)
 
@@ -477,13 +478,13 @@ class CompressedTable(HostTable):
         self._begin(HostRows(parts, pin=state["pin"]), pin=state["pin"], read_only=read_only)
 
     def __copy__(self) -> CompressedTable:
-        """Copy the memory too: two tables over one would not hear of each other's changes."""
+        """Copy the memory too: two tables over one memory would not see each other's updates."""
         return copy.deepcopy(self)
 
     # Representation and end
 
     def __repr__(self) -> str:
-        """Name shape, dtype, layout, plan and ratio."""
+        """Return shape, dtype, layout, plan and ratio as text."""
         if self._closed:
             return "CompressedTable(closed)"
         return (

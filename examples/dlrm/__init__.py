@@ -1,1 +1,1 @@
-"""What the two DLRM scripts share: clicks to learn from, tables kept in several ways, the model."""
+"""Modules of the two DLRM scripts: click data, embedding tables in several modes, the model."""

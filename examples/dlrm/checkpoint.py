@@ -32,14 +32,14 @@ class Checkpoint:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            told = torch.load(path, weights_only=True, mmap=True, map_location="cpu")
+            saved = torch.load(path, weights_only=True, mmap=True, map_location="cpu")
         except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise ClicksError(f"--checkpoint {path}: cannot be read: {reason}") from error
-        if not isinstance(told, dict) or not {"model", "settings"} <= set(told):
+        if not isinstance(saved, dict) or not {"model", "settings"} <= set(saved):
             raise ClicksError(f"--checkpoint {path}: not written by train_dlrm.py --save")
-        self.settings: dict[str, Any] = told["settings"]
-        state: dict[str, torch.Tensor] = told["model"]
+        self.settings: dict[str, Any] = saved["settings"]
+        state: dict[str, torch.Tensor] = saved["model"]
         self.tables = {
             key.removeprefix(TABLE_KEY).removesuffix(".weight"): value
             for key, value in state.items()

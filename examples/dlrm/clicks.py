@@ -1,4 +1,4 @@
-"""Clicks: what was shown to whom, whether it was clicked; and batches of them."""
+"""Clicks: features and labels of impressions, and batches of them."""
 
 from __future__ import annotations
 

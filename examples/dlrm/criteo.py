@@ -70,7 +70,7 @@ def read_criteo(
     Raises
     ------
     ClicksError
-        When the file cannot be read, or a line is not as said above; the message has its number.
+        When the file cannot be read, or a line has another form; the message has its number.
 
     Notes
     -----

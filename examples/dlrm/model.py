@@ -14,14 +14,14 @@ from .tables import Tables
 class Dlrm(torch.nn.Module):
     """Predicts clicks.
 
-    A perceptron brings the dense features to one vector as wide as the embeddings; the dot products
+    A perceptron maps the dense features to one vector as wide as the embeddings; the dot products
     of all pairs among it and the pooled embeddings go, with itself, through a second perceptron to
     the logit of a click.
 
     Parameters
     ----------
     tables : Tables
-        The embeddings, whatever keeps them.
+        The embeddings, in any mode.
     n_dense : int
         Dense features.
     bottom, top : sequence of int

@@ -21,7 +21,7 @@ def read_movielens(folder: Path, test_share: float = 0.1) -> Clicks:
 
     Dense are the time of the rating, and with u.user the age; sparse are user and film, with
     u.user the gender, occupation and zip code, with u.item the genres, of which a film has
-    several. A label tells whether the rating was 4 or more.
+    several. A label is 1 if the rating was 4 or more.
 
     Parameters
     ----------

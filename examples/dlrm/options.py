@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-# They lie beside this package.
+# These modules are next to this package.
 from graphsage.arguments import device_named, positive, share
 from graphsage.options import DTYPES, from_zero, new_file, picture
 
@@ -29,7 +29,7 @@ SETTINGS = (
 
 
 def add_data_options(parser: argparse.ArgumentParser, lines: int | None) -> None:
-    """Add what says which clicks there are, and how many are drawn where none are given."""
+    """Add the options of the click data."""
     add = parser.add_argument_group("data").add_argument
     add(
         "--data",
@@ -80,7 +80,7 @@ def add_data_options(parser: argparse.ArgumentParser, lines: int | None) -> None
 
 
 def add_table_options(parser: argparse.ArgumentParser) -> None:
-    """Add what says how the tables are kept."""
+    """Add the options of the tables."""
     add = parser.add_argument_group("tables").add_argument
     add(
         "--embedding-dim",
@@ -115,7 +115,7 @@ def add_table_options(parser: argparse.ArgumentParser) -> None:
         "--layout",
         choices=("compact", "inplace"),
         default="compact",
-        help="compact: host memory shrinks; inplace: each packed row stays where the raw row would "
+        help="compact: host memory shrinks; inplace: each packed row is where the raw row would "
         "be (default: %(default)s)",
     )
 
@@ -174,7 +174,7 @@ def checked_device(parser: argparse.ArgumentParser, name: str | None) -> torch.d
 
 
 def check_data(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Refuse data that is not there, or named twice."""
+    """Refuse data that is missing, or named twice."""
     if options.data and options.root:
         parser.error(
             "argument --root: is for MovieLens, --data for Criteo; accepted is one of them"
@@ -186,7 +186,7 @@ def check_data(parser: argparse.ArgumentParser, options: argparse.Namespace) -> 
 
 
 def load_clicks(options: argparse.Namespace, test_share: float, steps: Any) -> Clicks:
-    """Read or draw what the options name; ClicksError says why it cannot be had."""
+    """Read or draw the clicks that the options name, or raise ClicksError."""
     if options.data:
         with steps.step(f"reading {options.data.name}") as report:
             return read_criteo(options.data, options.max_rows, options.lines, test_share, report)

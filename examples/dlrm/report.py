@@ -1,11 +1,11 @@
-"""What the script that trains shows: a table of all ways, a verdict, a plot."""
+"""Output of the training script: a table of all ways, a verdict, a plot."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
 
-from graphsage.report import same_bits  # it lies beside this package
+from graphsage.report import same_bits  # next to this package
 from rich.console import Console
 from rich.table import Table
 
@@ -58,7 +58,7 @@ def all_equal(runs: Sequence[Run]) -> bool:
 
 
 def verdict(runs: Sequence[Run], equal: bool, device: str) -> str:
-    """Say whether the ways agree."""
+    """Return a line on whether the ways agree."""
     n_losses = sum(len(epoch.losses) for epoch in runs[0].epochs)
     found = "equal to the last bit" if equal else "DIFFERENT"
     if not equal and device != "cpu":
@@ -77,8 +77,8 @@ def draw(path: Path, runs: Sequence[Run]) -> None:
     for i, run in enumerate(runs):
         # Thinner and thinner, so that each shows on those that it equals.
         width = 2 * (len(runs) - i)
-        told = [loss for epoch in run.epochs for loss in epoch.losses]
-        losses.plot(range(1, len(told) + 1), told, label=run.mode, linewidth=width)
+        values = [loss for epoch in run.epochs for loss in epoch.losses]
+        losses.plot(range(1, len(values) + 1), values, label=run.mode, linewidth=width)
         epochs = [epoch.epoch for epoch in run.epochs]
         auc = [epoch.auc for epoch in run.epochs]
         areas.plot(epochs, auc, label=run.mode, linewidth=width, marker="o")

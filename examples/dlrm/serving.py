@@ -13,7 +13,7 @@ from .clicks import Batch, Report
 from .model import Dlrm
 from .tables import Memory, Tables, Traffic
 
-#: Percentiles that are told.
+#: Percentiles that are reported.
 PERCENTILES = (50, 90, 99)
 #: Repetitions that are not timed: the first ones compile kernels, fill caches and warm buffers up.
 WARM_UPS = 2
@@ -107,7 +107,7 @@ class Server:
     ) -> None:
         self.kept, self.model, self.draw, self.device = kept, model.eval(), draw, device
         for tables in kept.values():
-            # Of no account for torch's own; cached rows stay where they are then.
+            # No effect on torch's own modules; a cache does not change its rows then.
             tables.module.eval()
 
     def serve(

@@ -8,19 +8,19 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from graphsage.training import drawn_seed  # it lies beside this package
+from graphsage.training import drawn_seed  # next to this package
 
 import bitslab
 
 from .clicks import Batch, sent
 
-#: What a table's weights are made of: its name, and the rows it has.
+#: Returns the weights of a table by its name and number of rows.
 Weights = Callable[[str, int], torch.Tensor]
 
 
 @dataclass
 class Traffic:
-    """What tables moved and hit since they were made."""
+    """Bytes moved, and cache hits, of tables since they were made."""
 
     moved_bytes: int = 0
     hits: int = 0
@@ -75,9 +75,9 @@ class Tables(ABC):
     table_rows : mapping of str to int
         The rows of each feature's table, in the order of the features.
     weights : callable
-        Gives the first weights of a table.
+        Returns the initial weights of a table.
     device : torch.device
-        Where embeddings are wanted.
+        Device of the embeddings.
     options : TableOptions
         How they are kept.
     """
@@ -106,7 +106,7 @@ class Tables(ABC):
         """Return the sum of each bag's rows, ``[B, T, D]``."""
 
     def prefetch(self, batch: Batch) -> None:  # noqa: B027 (a choice, not a duty)
-        """Say which batch comes next; nothing to do where rows need not be brought."""
+        """Start to fetch the rows of the next batch, in modes that fetch ahead."""
 
     def traffic(self) -> Traffic:
         return Traffic()
@@ -122,11 +122,11 @@ class Tables(ABC):
 
     @property
     def codecs(self) -> list[str]:
-        """What packs the tables, each once."""
+        """Codecs of the tables, each once."""
         return []
 
     def close(self) -> None:  # noqa: B027 (a choice, not a duty)
-        """Give back what the tables hold beside tensors."""
+        """Free what the tables hold in addition to tensors."""
 
 
 @dataclass(frozen=True)
@@ -261,7 +261,7 @@ def traffic_of(stats: list[dict[str, Any]]) -> Traffic:
 
 
 def memory_of(stats: list[dict[str, Any]]) -> Memory:
-    """Sum the sizes; what finds resident rows is in host memory too."""
+    """Sum the sizes; the slot tables are in host memory too."""
     return Memory(
         sum(of["raw_bytes"] for of in stats),
         sum(of["host_bytes"] + of["map_bytes"] for of in stats),
@@ -270,7 +270,7 @@ def memory_of(stats: list[dict[str, Any]]) -> Memory:
 
 
 def codecs_of(stats: list[dict[str, Any]]) -> list[str]:
-    """Name what packs rows, each once."""
+    """Return the codecs' names, each once."""
     return sorted({str(of["codec"]) for of in stats})
 
 

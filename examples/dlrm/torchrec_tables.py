@@ -11,7 +11,7 @@ import torch
 from .clicks import Batch
 from .tables import Memory, Tables, Traffic, Weights, codecs_of, memory_of, traffic_of
 
-#: Who in torch says that a function that TorchRec uses has been renamed.
+#: The logger in torch that warns of a renamed function, which TorchRec uses.
 TRACING = "torch.fx._symbolic_trace"
 
 
@@ -20,7 +20,7 @@ def missing_torchrec() -> str | None:
     logging.getLogger(TRACING).addFilter(_about_errors)
     try:
         with warnings.catch_warnings():
-            # What TorchRec 1.8 and FBGEMM say of torch when imported is not for their users.
+            # TorchRec 1.8 and FBGEMM raise warnings about torch at import.
             warnings.simplefilter("ignore")
             import torchrec  # noqa: F401
     except Exception as error:  # a library that does not fit the torch at hand raises anything
@@ -29,7 +29,7 @@ def missing_torchrec() -> str | None:
 
 
 def _about_errors(record: logging.LogRecord) -> bool:
-    # By a filter, because torch sets the levels of its loggers anew when more of it is imported.
+    # By a filter, because torch sets the levels of its loggers again when more of it is imported.
     return record.levelno >= logging.ERROR
 
 

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from graphsage.training import drawn_seed  # it lies beside this package
+from graphsage.training import drawn_seed  # next to this package
 from torch.nn import functional
 
 from .auc import auc
@@ -30,7 +30,7 @@ OPTIMIZERS: dict[str, tuple[MakeOptimizer, MakeOptimizer]] = {
 
 @dataclass
 class Epoch:
-    """What one epoch gave and cost; the test is not part of the time and the traffic."""
+    """Results and costs of one epoch; time and traffic exclude the test."""
 
     epoch: int
     losses: list[float]
@@ -65,7 +65,7 @@ class Epoch:
 
 @dataclass
 class Run:
-    """What training in one mode gave."""
+    """Results of training in one mode."""
 
     mode: str
     prepare_seconds: float
@@ -141,11 +141,11 @@ class Trainer:
             n_lookups += batch.n_lookups
             if report:
                 report(len(losses), len(lines))
-        told = torch.stack(losses).tolist()
+        losses_read = torch.stack(losses).tolist()
         seconds = time.perf_counter() - begin
         traffic = self.tables.traffic() - before
         test_loss, area = self.test()
-        return Epoch(number, told, test_loss, area, seconds, n_lookups, traffic)
+        return Epoch(number, losses_read, test_loss, area, seconds, n_lookups, traffic)
 
     def test(self) -> tuple[float, float]:
         """Return the mean loss and the AUC of the lines kept back."""

@@ -23,7 +23,7 @@ ID_EFFECT, DENSE_EFFECT = 0.35, 1.0
 class ZipfIds:
     """Draws ids of one table: the k-th most frequent one about ``k ** -exponent`` as often.
 
-    The frequent ones do not lie side by side, because ids are ranks times a number that has no
+    Frequent ids are no neighbours, because ids are ranks times a number that has no
     common divisor with the rows.
     """
 
@@ -93,9 +93,9 @@ def draw_clicks(
     scale : float
         Rows of the large tables as a share of Criteo Kaggle's.
     exponent : float
-        Of the Zipf law of ids.
+        Exponent of the Zipf law of ids.
     seed : int
-        Of all that is drawn.
+        Seed of all random numbers.
     test_share : float
         Share of the lines to keep back for testing.
     report : callable, optional

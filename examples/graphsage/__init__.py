@@ -1,1 +1,1 @@
-"""What the two scripts that train GraphSAGE share: graphs, a sampler, a pipeline, the loop."""
+"""Modules of the two GraphSAGE scripts: graphs, a sampler, a pipeline, the training loop."""

@@ -36,7 +36,7 @@ def placed(x: torch.Tensor, mode: str) -> torch.Tensor:
 
 @dataclass
 class Traffic:
-    """What was asked of features, and what it took."""
+    """Bytes requested of features, and bytes moved."""
 
     gathered_bytes: int = 0
     moved_bytes: int = 0
@@ -65,7 +65,7 @@ class Traffic:
 
 @dataclass
 class Column:
-    """A feature of nodes or edges, whatever holds it."""
+    """A feature of nodes or edges, in any mode."""
 
     rows: torch.Tensor | bitslab.CompressedFeature
     _asked_rows: int = field(default=0, init=False)
@@ -84,7 +84,7 @@ class Column:
 
     @property
     def memory(self) -> str:
-        """Tells the memory of the rows from any other; ranks that share a copy say the same."""
+        """Identity of the memory of the rows, equal on ranks that share a copy."""
         if isinstance(self.rows, bitslab.CompressedFeature):
             return self.rows.table.token
         return f"{os.getpid()} {platform.node()} {self.rows.data_ptr()}"
@@ -101,11 +101,11 @@ class Column:
         return torch.index_select(self.rows, 0, ids.cpu(), out=out).to(device, non_blocking=True)
 
     def count(self, n_rows: int) -> None:
-        """Note that rows were asked for: tensors do not count by themselves."""
+        """Count requested rows: tensors do not count by themselves."""
         self._asked_rows += n_rows
 
     def traffic(self) -> Traffic:
-        """Return what was moved since the column was made."""
+        """Return the bytes moved since the column was made."""
         if isinstance(self.rows, torch.Tensor):
             asked_bytes = self._asked_rows * self.row_bytes
             return Traffic(asked_bytes, asked_bytes)

@@ -18,7 +18,7 @@ MODES_HELP = """\
 The features are kept in one of five ways, as IBP (EuroSys'26, section 6.2) compares them:
 
   raw      a tensor in host memory, as the framework has it
-  unified  a tensor in host memory that the GPU reads by itself            bitslab.unified
+  unified  a tensor in host memory that the GPU reads directly             bitslab.unified
   host     rows packed in host memory, decoded where they arrive           IBP(M)
   cache    raw rows in host memory, the hottest ones packed on the GPU     IBP(C)
   both     packed rows in host memory, the hottest ones on the GPU too     IBP(C/M)
@@ -89,7 +89,7 @@ def make_parser(description: str, script: str, line: str) -> argparse.ArgumentPa
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add what says how a graph is made and trained on; benchmarks have these too."""
+    """Add the options of graph and training; benchmarks have these too."""
     add = parser.add_argument
     add(
         "--root",

@@ -1,4 +1,4 @@
-"""Prepares the next batches while one trains, as Legion does, and says how long who worked."""
+"""Prepares the next batches while one trains, as Legion does, and measures both threads."""
 
 from __future__ import annotations
 
@@ -50,16 +50,16 @@ def prepared(
         Batches prepared ahead in the thread, on a GPU on a stream of its own; with 0 fetching is
         done here, after sampling.
     spent : Spent
-        Gets the seconds.
+        The seconds are added to it.
     device : torch.device
-        Where batches are wanted.
+        Device of the batches.
     """
     iterators: list[Iterator[Any]] = []
     on_gpu = device.type == "cuda"
     stream = torch.cuda.Stream(device) if on_gpu and ahead else None
 
-    def settle() -> None:
-        # The clock must not stop before the GPU does; nobody else waits here.
+    def wait_for_gpu() -> None:
+        # Times must include the GPU's work; the training thread does not wait here.
         if on_gpu:
             torch.cuda.current_stream(device).synchronize()
 
@@ -68,14 +68,14 @@ def prepared(
         if not iterators:
             iterators.append(start())
         sampled = next(iterators[0], _END)
-        settle()
+        wait_for_gpu()
         spent.sampling += time.perf_counter() - begin
         return sampled
 
     def timed_fetch(sampled: Any) -> Any:
         begin = time.perf_counter()
         fetched = fetch(sampled)
-        settle()
+        wait_for_gpu()
         spent.fetching += time.perf_counter() - begin
         return fetched
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 NAMES = ("citeseer", "cora", "pubmed")
-#: The first nodes, the nodes to be tested, their numbers, and who is whose neighbour.
+#: The first nodes, the nodes to be tested, their numbers, and the adjacency lists.
 PARTS = ("allx", "ally", "tx", "ty", "test.index", "graph")
 
 
@@ -21,7 +21,7 @@ class PlanetoidError(Exception):
 
 @dataclass
 class Planetoid:
-    """A citation graph; nodes that stand in no file have neither features nor a label.
+    """A citation graph; nodes that no file lists have neither features nor a label.
 
     `x` is float32 ``[N, F]``, each row divided by its sum; `y` int64 ``[N]``, -1 where there is no
     label; `source` and `target` are int64 ``[E]``, every edge once in each direction.
@@ -83,7 +83,7 @@ def read_sparse(path: Path) -> np.ndarray:
 
 
 def normalised(rows: np.ndarray) -> np.ndarray:
-    """Divide each row by its sum, in place; rows of zeros stay."""
+    """Divide each row by its sum, in place; rows of zeros are unchanged."""
     sums = rows.sum(axis=1, keepdims=True)
     rows /= np.where(sums == 0, 1, sums)
     return rows
@@ -127,7 +127,7 @@ def read_planetoid(folder: Path, name: str) -> Planetoid:
             f"nodes {tested.min()} to {tested.max()}, where {len(first_x)} to {known - 1} belong",
         )
 
-    # Citeseer's test nodes have gaps: nodes without edges that stand in no file.
+    # Citeseer's test nodes have gaps: nodes without edges that no file lists.
     n_nodes = max(len(first_x), int(tested.max(initial=-1)) + 1)
     x = np.zeros((n_nodes, first_x.shape[1]), np.float32)
     y = np.full(n_nodes, -1, np.int64)
@@ -153,7 +153,7 @@ def _read_labels(path: Path) -> np.ndarray:
 
 
 def _read_graph(path: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Return the ends of the edges, int64 ``[E]`` each: who is named, and who names it."""
+    """Return the ends of the edges, int64 ``[E]`` each: the listed neighbours, and their nodes."""
     with path.open("rb") as file:
         neighbours = GraphUnpickler(file, encoding="latin1").load()
     if not isinstance(neighbours, dict):

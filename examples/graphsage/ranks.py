@@ -14,14 +14,14 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class Ranks:
-    """Which of how many processes this is, and their group (None for one alone)."""
+    """Rank, number of processes, and their group (None for a single process)."""
 
     rank: int = 0
     size: int = 1
     group: Any = None
 
     def wrapped(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Let the ranks average the model's gradients."""
+        """Wrap the model so that ranks average its gradients."""
         if self.group is None:
             return model
         return torch.nn.parallel.DistributedDataParallel(model, process_group=self.group)
@@ -70,7 +70,7 @@ def started(device: torch.device) -> Iterator[Ranks]:
         return
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    # gloo beside NCCL: the ranks also hand host memory to each other.
+    # gloo in addition to NCCL: ranks exchange host memory too.
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     try:
         yield Ranks(dist.get_rank(), dist.get_world_size(), dist.group.WORLD)

@@ -1,4 +1,4 @@
-"""What the scripts show: progress, a table for each way of keeping features, JSON, a plot."""
+"""Output of the scripts: progress, a table for each way of keeping features, JSON, a plot."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OUTPUT = Path("-")
 
 @dataclass
 class Run:
-    """What training in one mode gave."""
+    """Results of training in one mode."""
 
     mode: str
     raw_bytes: int
@@ -79,7 +79,7 @@ class Steps:
 
     @contextmanager
     def step(self, title: str) -> Iterator[Report]:
-        """Show a step; what this gives is called with how much is done, and of how much."""
+        """Show a step; yield a function that takes the amount done and the total."""
         task = self._bar.add_task(title, total=None)
         try:
             yield lambda done, total: self._bar.update(task, completed=done, total=total)
@@ -136,7 +136,7 @@ def print_run(console: Console, run: Run, n_ranks: int) -> None:
         console.print(f"validation accuracy {run.validation_accuracy:.1%}")
 
 
-def write_json(path: Path, facts: dict[str, Any], runs: Sequence[Run]) -> None:
+def write_json(path: Path, summary: dict[str, Any], runs: Sequence[Run]) -> None:
     """Write everything to a file, or to the output for ``-``; NaN and infinity as null."""
 
     def finite(value: Any) -> Any:
@@ -147,8 +147,8 @@ def write_json(path: Path, facts: dict[str, Any], runs: Sequence[Run]) -> None:
             return [finite(part) for part in value]
         return None if isinstance(value, float) and not math.isfinite(value) else value
 
-    told = finite({**facts, "runs": [run.as_dict() for run in runs]})
-    text = json.dumps(told, indent=1, allow_nan=False)
+    content = finite({**summary, "runs": [run.as_dict() for run in runs]})
+    text = json.dumps(content, indent=1, allow_nan=False)
     if path == OUTPUT:
         print(text)
     else:

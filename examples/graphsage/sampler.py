@@ -59,21 +59,21 @@ class NeighbourSampler:
         seed : int
             Of this draw; give each batch one of its own.
         """
-        # Where each node of the graph stands among the sampled ones.
-        place = torch.full((len(self.indptr) - 1,), -1, dtype=torch.int64, device=seeds.device)
-        place[seeds] = torch.arange(len(seeds), device=seeds.device)
+        # Position of each node of the graph among the sampled ones.
+        position = torch.full((len(self.indptr) - 1,), -1, dtype=torch.int64, device=seeds.device)
+        position[seeds] = torch.arange(len(seeds), device=seeds.device)
         nodes, source, target, edges = [seeds], [], [], []
         frontier, total = seeds, len(seeds)
         for hop, fanout in enumerate(self.fanouts):
             to, drawn = self._draw(frontier, fanout, seed * len(self.fanouts) + hop)
             neighbours = self.indices[drawn]
             # -2 marks the new ones; nonzero gives each once, in order, without sorting.
-            fresh = neighbours[place[neighbours] < 0]
-            place[fresh] = -2
-            found = (place == -2).nonzero().flatten()
-            place[found] = torch.arange(total, total + len(found), device=seeds.device)
-            source.append(place[neighbours])
-            target.append(place[frontier][to])
+            fresh = neighbours[position[neighbours] < 0]
+            position[fresh] = -2
+            found = (position == -2).nonzero().flatten()
+            position[found] = torch.arange(total, total + len(found), device=seeds.device)
+            source.append(position[neighbours])
+            target.append(position[frontier][to])
             edges.append(drawn)
             nodes.append(found)
             frontier, total = found, total + len(found)
@@ -120,6 +120,6 @@ def _hash(numbers: torch.Tensor, steps: torch.Tensor, seed: int) -> torch.Tensor
     """Mix numbers and steps with a seed to even 62-bit ones (splitmix64), int64 alike."""
     mixed = numbers * -7046029254386353131 + (steps + seed) * _MIX + 1
     for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
-        # >> keeps the sign, so the bits that it brings in are masked.
+        # >> keeps the sign, so the bits shifted in are masked.
         mixed = (mixed ^ ((mixed >> shift) & ((1 << (64 - shift)) - 1))) * factor
     return (mixed ^ ((mixed >> 31) & ((1 << 33) - 1))) & ((1 << 62) - 1)

@@ -1,4 +1,4 @@
-"""What the two scripts do, whichever framework they use."""
+"""The main program of the two scripts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .options import DTYPES, checked_device, make_parser
 from .report import OUTPUT, Run, Steps, draw, make_console, print_run, same_bits, write_json
 from .training import Trainer
 
-#: Options that results depend on and that no other fact shows.
+#: Options that results depend on and that no other value of the summary shows.
 SETTINGS = (
     "batch_size",
     "cache_ratio",
@@ -37,7 +37,7 @@ SETTINGS = (
 
 @dataclass(frozen=True)
 class Framework:
-    """What a script brings: its name, its trainer, and how it loads its own datasets."""
+    """A framework's script: its name, its trainer, and the loader of its own datasets."""
 
     name: str
     trainer: type[Trainer]
@@ -136,7 +136,7 @@ def facts_of(
     options: argparse.Namespace,
     equal: bool,
 ) -> dict[str, Any]:
-    """Return what is the same for all ways."""
+    """Return the values common to all ways."""
     on = f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else "cpu"
     return {
         "framework": framework.name,
@@ -153,24 +153,24 @@ def facts_of(
     }
 
 
-def show(options: argparse.Namespace, facts: dict[str, Any], runs: Sequence[Run]) -> None:
+def show(options: argparse.Namespace, summary: dict[str, Any], runs: Sequence[Run]) -> None:
     """Print, draw and write what the options ask for."""
     if options.json != OUTPUT:
         console = make_console()
         console.print(
-            f"{facts['dataset']}: {facts['nodes']:,} nodes of {facts['features']:,} "
-            f"{facts['dtype']} features, {facts['edges']:,} edges; {facts['framework']} on "
-            f"{facts['device']}" + (f", {facts['ranks']} ranks" if facts["ranks"] > 1 else "")
+            f"{summary['dataset']}: {summary['nodes']:,} nodes of {summary['features']:,} "
+            f"{summary['dtype']} features, {summary['edges']:,} edges; {summary['framework']} on "
+            f"{summary['device']}" + (f", {summary['ranks']} ranks" if summary["ranks"] > 1 else "")
         )
         for run in runs:
-            print_run(console, run, facts["ranks"])
+            print_run(console, run, summary["ranks"])
         if len(runs) > 1:
             n = len(runs[0].losses)
-            verdict = "equal to the last bit" if facts["losses_equal"] else "DIFFERENT"
-            if facts["device"] != "cpu" and not facts["losses_equal"]:
+            verdict = "equal to the last bit" if summary["losses_equal"] else "DIFFERENT"
+            if summary["device"] != "cpu" and not summary["losses_equal"]:
                 verdict += " (a GPU adds in no fixed order: compare last bits on a CPU)"
             console.print(f"losses of {n:,} batches, {len(runs)} ways: {verdict}")
     if options.json:
-        write_json(options.json, facts, runs)
+        write_json(options.json, summary, runs)
     if options.plot:
         draw(options.plot, runs)

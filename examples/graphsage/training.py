@@ -46,7 +46,7 @@ class Fetched:
     rows: dict[str, int]
 
     def record_stream(self, stream: Any) -> None:
-        """Keep the memory of all parts, which are on a GPU, until this stream is done with it."""
+        """Record this stream on all tensors, which are on a GPU, so that their memory is kept."""
         for value in (*self.inputs, self.labels):
             for part in value if isinstance(value, list) else [value]:
                 part.record_stream(stream)
@@ -54,7 +54,7 @@ class Fetched:
 
 @dataclass
 class Epoch:
-    """What one epoch gave and cost.
+    """Results and costs of one epoch.
 
     Seconds: `sampling` and `fetching` of the thread that prepares batches, `waiting` of the one
     that trains, `training` the rest of its time. Without a pipeline it waits for both.
@@ -108,7 +108,7 @@ class Trainer(abc.ABC):
     device : torch.device
         Where it trains.
     ranks : Ranks
-        Who trains together.
+        The processes that train together.
     """
 
     #: Set by `prepare`.

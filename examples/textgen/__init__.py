@@ -1,1 +1,1 @@
-"""The parts of generate_offloaded.py: models, ways to keep weights and caches, what is shown."""
+"""The parts of generate_offloaded.py: models, ways to keep weights and caches, output."""

@@ -112,14 +112,14 @@ def generate(
 
     marks: list[tuple[Traffic, Traffic]] = []
 
-    def told(n: int) -> None:
+    def on_token(n: int) -> None:
         # After the prompt's pass, so that what moved since is that of single tokens.
         if n == 1:
             marks.append(traffic(run.weights_way, model, cache))
         if report:
             report(n, new_tokens)
 
-    clock = Clock(told)
+    clock = Clock(on_token)
     with torch.no_grad():
         found = model.generate(
             input_ids=prompt.ids,

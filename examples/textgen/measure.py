@@ -18,27 +18,27 @@ LOOK_EVERY_S = 0.01
 
 
 class Clock(BaseStreamer):  # type: ignore[misc, unused-ignore]
-    """Takes the time when `generate` has each token; the first it is given are the prompt's.
+    """Records the time of each token of `generate`; the first call is for the prompt.
 
     Parameters
     ----------
-    told : callable
-        Called with the number of tokens that are there, 0 for the prompt. Its time is not counted.
+    on_token : callable
+        Called with the number of tokens so far, 0 for the prompt. Its time is not counted.
     """
 
-    def __init__(self, told: Callable[[int], None] = lambda n: None) -> None:
+    def __init__(self, on_token: Callable[[int], None] = lambda n: None) -> None:
         self.times: list[float] = []
-        self._told = told
+        self._on_token = on_token
         self._lost = 0.0
 
     def put(self, value: Any) -> None:
         now = time.perf_counter()
         self.times.append(now - self._lost)
-        self._told(len(self.times) - 1)
+        self._on_token(len(self.times) - 1)
         self._lost += time.perf_counter() - now
 
     def end(self) -> None:
-        """Nothing is to be done."""
+        """Do nothing."""
 
     @property
     def prefill_seconds(self) -> float:
@@ -69,7 +69,7 @@ class MemoryPeak:
     """Measures the most memory that was in use, on the host beyond what was there before.
 
     Weights that transformers maps from a checkpoint count as `mapped_bytes`, which the system may
-    take back as long as nobody reads them; `host_bytes` it may not.
+    evict between reads, unlike `host_bytes`.
 
     Parameters
     ----------

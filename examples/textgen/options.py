@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-# They lie beside this package.
+# These modules are next to this package.
 from graphsage.arguments import device_named, positive
 from graphsage.options import DTYPES, from_zero, new_file
 
@@ -27,8 +27,8 @@ Weights and the cache of keys and values are kept in one of these ways, without 
 compressed and packed weights are one argument of from_pretrained,
 quantization_config=bitslab.integrations.transformers.BitslabConfig(...), and the compressed cache
 is one of generate, past_key_values=CompressedCache(model.config). The same prompt is run once with
-a plain model and a plain cache, and the tokens must be equal. On a CPU nothing crosses a link: what
-is told of bytes is what would, and packed weights are decoded for each pass.
+a plain model and a plain cache, and the tokens must be equal. On a CPU nothing crosses a link:
+reported bytes are those that a link would carry, and packed weights are decoded for each pass.
 """
 
 EPILOG = """\
@@ -140,7 +140,7 @@ def _add_ways(parser: argparse.ArgumentParser) -> None:
         "--keep",
         type=_share,
         metavar="SHARE",
-        help="compressed: share of the raw bytes that stays on the device as it is (default: none)",
+        help="compressed: share of the raw bytes that is kept raw on the device (default: none)",
     )
     add(
         "--disk",
@@ -169,8 +169,7 @@ def _add_ways(parser: argparse.ArgumentParser) -> None:
         type=from_zero,
         default=128,
         metavar="N",
-        help="compressed: the last tokens that stay on the device as they are (default: "
-        "%(default)s)",
+        help="compressed: the last tokens that are kept raw on the device (default: %(default)s)",
     )
     add(
         "--block-tokens",

@@ -20,11 +20,11 @@ def print_tokens(console: Console, run: Run, tokenizer: Any) -> None:
     """Print the first lines of what was generated, as text where there is a tokenizer."""
     for i, line in enumerate(run.tokens[:4]):
         if tokenizer is not None:
-            told = repr(tokenizer.decode(line))
+            text = repr(tokenizer.decode(line))
         else:
             cut = " ..." if len(line) > SHOWN_TOKENS else ""
-            told = " ".join(map(str, line[:SHOWN_TOKENS])) + cut
-        console.print(Text(f"line {i}: {told}"))
+            text = " ".join(map(str, line[:SHOWN_TOKENS])) + cut
+        console.print(Text(f"line {i}: {text}"))
     if len(run.tokens) > 4:
         console.print(f"and {len(run.tokens) - 4} more lines")
 

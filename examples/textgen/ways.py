@@ -164,8 +164,8 @@ def cache_sizes(cache: Any) -> list[Size]:
         return []
     found = []
     for i, layer in enumerate(cache.layers):
-        told = [history.stats() for history in getattr(layer, "histories", ())]
-        raw, packed = (sum(s[name] for s in told) for name in ("packed_raw_bytes", "packed_bytes"))
+        stats = [history.stats() for history in getattr(layer, "histories", ())]
+        raw, packed = (sum(s[name] for s in stats) for name in ("packed_raw_bytes", "packed_bytes"))
         found.append(Size(f"layer {i}", int(raw), int(packed)))
     return found
 
@@ -177,16 +177,16 @@ def traffic(weights_way: str, model: Any, cache: Any) -> tuple[Traffic, Traffic]
     """
     up = down = weights = 0.0
     if isinstance(cache, CompressedCache):
-        told = cache.stats()
-        up, down = told["moved_to_device_bytes"], told["moved_to_host_bytes"]
+        stats = cache.stats()
+        up, down = stats["moved_to_device_bytes"], stats["moved_to_host_bytes"]
     # What is packed on the device crosses no link.
     streamed = None if weights_way == "packed" else _streamed(model)
     if streamed is not None:
-        stream, told = streamed.stream, streamed.stream.stats()
-        weights = told["moved_bytes"]
+        stream, stats = streamed.stream, streamed.stream.stats()
+        weights = stats["moved_bytes"]
         if stream.device.type == "cpu" and stream.units:
             one_pass = sum(stream.plan(unit).crossing_nbytes for unit in stream.units)
-            weights = told["loads"] * one_pass / len(stream.units)
+            weights = stats["loads"] * one_pass / len(stream.units)
     return Traffic(weights, up), Traffic(0, down)
 
 

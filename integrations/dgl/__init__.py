@@ -1,6 +1,6 @@
-"""DGL: graphs whose feature columns lie packed in host memory, for stock DGL 1.1.3.
+"""DGL: graphs whose feature columns are packed in host memory, for stock DGL 1.1.3.
 
-`compress_features` compresses columns of a graph, `feature_stats` says what that saves and moved,
+`compress_features` compresses columns of a graph, `feature_stats` returns sizes and traffic,
 `decompress_features` undoes it. Importing this package adds one method to DGL, undone by `detach`:
 ``graph.get_node_storage("feat").compress()``.
 """
@@ -9,7 +9,7 @@ from bitslab.errors import load_optional
 
 load_optional("dgl", extra="dgl", purpose="bitslab.integrations.dgl")
 
-from bitslab.integrations.dgl.column import (  # noqa: E402 (after the check that dgl is there)
+from bitslab.integrations.dgl.column import (  # noqa: E402 (after the check that dgl is installed)
     CompressedColumn,
     attach,
     detach,

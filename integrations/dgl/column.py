@@ -1,4 +1,4 @@
-"""CompressedColumn: what takes the place of a feature column in a frame of DGL."""
+"""CompressedColumn: replaces a feature column in a frame of DGL."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _MISSING = object()
 
 
 class CompressedColumn(Column):  # type: ignore[misc]
-    """A column of a frame of DGL whose rows lie packed in a `bitslab.CompressedFeature`.
+    """A column of a frame of DGL whose rows are packed in a `bitslab.CompressedFeature`.
 
-    A column of DGL is a storage, maybe with an index, a device and a dtype that are applied when
-    its data are first read. So is this one, with the feature as its storage: rows that a subgraph
-    needs are gathered from the packed table when they are read, to the device where they are
-    wanted, and no others are decoded. From then on the column holds a tensor of its own and is a
-    plain `dgl.frame.Column`, as is one that is written to.
+    A column of DGL is a storage, with an optional index, device and dtype that are applied when
+    its data are first read. Here the storage is the feature: the rows of a subgraph are gathered
+    from the packed table when they are read, to the device of the column, and no others are
+    decoded. From then on the column holds a tensor of its own and is a plain `dgl.frame.Column`,
+    as is one that is written to.
 
     Parameters
     ----------
@@ -36,23 +36,22 @@ class CompressedColumn(Column):  # type: ignore[misc]
     -----
     Clones and subcolumns share the feature. ``graph.ndata["feat"]`` returns all rows of a full
     column as a `ColumnTensor`, which is read-only: its shape, dtype and length come without
-    decoding, ``graph.ndata["feat"][ids]`` decodes those rows alone. What reads all values decodes
+    decoding, ``graph.ndata["feat"][ids]`` decodes those rows alone. Reading all values decodes
     them once and keeps them with the feature; `feature_stats` gives the bytes of that copy, and a
     DecodedCopyWarning does where they are 1 MiB or more.
     """
 
-    # What DGL's columns have beside their storage.
+    # Attributes of DGL's columns in addition to the storage.
     scheme: Any
     index: Any
     device: Any
     deferred_dtype: torch.dtype | None
 
-    # The invariant: the storage is a CompressedFeature, or None while DGL moves a subcolumn between
-    # processes without it. Whoever puts a tensor there, DGL's own code included, makes the column a
-    # plain one.
+    # Invariant: the storage is a CompressedFeature, or None while DGL moves a subcolumn between
+    # processes without it. Setting a tensor, as DGL's own code does, makes the column a plain one.
     @property
     def storage(self) -> Any:
-        """The CompressedFeature that has the rows; None on the way to another process."""
+        """The CompressedFeature that holds the rows; None while pickled for another process."""
         return self.__dict__["storage"]
 
     @storage.setter
@@ -71,8 +70,8 @@ class CompressedColumn(Column):  # type: ignore[misc]
     def data(self) -> Any:
         """Return the rows ``[n, *row_shape]``; reading them makes this a plain column.
 
-        All rows of the feature are returned as a `ColumnTensor` instead, which decodes what is read
-        of it, and the column stays as it is.
+        All rows of the feature are returned as a `ColumnTensor` instead, which decodes the rows
+        that are read, and the column remains compressed.
         """
         target = None if self.device is None else torch.device(self.device[0])
         on_host = target is None or target.type == "cpu"
@@ -89,7 +88,7 @@ class CompressedColumn(Column):  # type: ignore[misc]
         return rows
 
     def __getitem__(self, rowids: torch.Tensor) -> torch.Tensor:
-        """Return rows; no others are decoded."""
+        """Return rows by id; no others are decoded."""
         rows: torch.Tensor = self.subcolumn(rowids).data
         return rows
 
@@ -107,16 +106,16 @@ class CompressedColumn(Column):  # type: ignore[misc]
         indices : torch.Tensor
             Integers ``[n]``, on a CPU or GPU.
         device : torch.device or str
-            Where the rows are wanted. Packed rows cross the link and are decoded there.
+            Where the rows go. Packed rows cross the link and are decoded there.
         pin_memory : bool
             Rows on the CPU: put them into page-locked memory.
         **kwargs
-            Taken as DGL's storages take them; copies are asynchronous anyway.
+            Accepted as by DGL's storages; copies are asynchronous anyway.
 
         Returns
         -------
         RowsFuture
-            ``wait()`` returns rows ``[n, *row_shape]``. DGL asks for all columns of a batch before
+            ``wait()`` returns rows ``[n, *row_shape]``. DGL requests all columns of a batch before
             it waits for the first, so they load together. A column that `to` moved elsewhere
             returns a tensor, as DGL does, and so does one whose rows, as ``graph.ndata["feat"]``
             returns them, require a gradient.
@@ -135,7 +134,7 @@ class CompressedColumn(Column):  # type: ignore[misc]
             # Moved by `to`: decoded there once, as DGL moves a whole column once.
             _ = self.data
             return self.fetch(indices, device, pin_memory=pin_memory, **kwargs)
-        # Rows of a subgraph: only those asked for are decoded.
+        # Rows of a subgraph: only the requested ones are decoded.
         index = None if self.index is None else self._ids()
         ids = indices if index is None else indices.to(index.device)
         # Tables count negative ids from the end; DGL refuses them.
@@ -152,9 +151,9 @@ class CompressedColumn(Column):  # type: ignore[misc]
     def _rows_with_gradient(
         self, ids: torch.Tensor, device: torch.device | None
     ) -> torch.Tensor | None:
-        """Return rows through which gradients reach what `data` returned, if that takes them.
+        """Return rows whose gradients reach the tensor that `data` returned, if that takes them.
 
-        Otherwise None: rows from the packed table know nothing of gradients.
+        Otherwise None: rows from the packed table have no gradient.
         """
         leaf = self.storage.leaf
         if leaf is None:
@@ -163,7 +162,7 @@ class CompressedColumn(Column):  # type: ignore[misc]
         return rows.to(ids.device if device is None else device)
 
     def _ids(self) -> torch.Tensor:
-        """Return the rows of the feature that this column has, by id."""
+        """Return the ids of the feature's rows that this column has."""
         if self.index is None:
             return torch.arange(len(self.storage))
         if isinstance(self.index, _LazyIndex):
@@ -172,7 +171,7 @@ class CompressedColumn(Column):  # type: ignore[misc]
         check_not_from_end(ids, len(self.storage), "rowids")
         return ids
 
-    # Columns made of this one. DGL makes them as plain columns around whatever the storage is.
+    # Columns made of this one. DGL makes plain columns around any storage.
 
     def clone(self) -> Any:
         """Return a column of the same feature."""
@@ -191,11 +190,11 @@ class CompressedColumn(Column):  # type: ignore[misc]
         return Column(self.data.clone(), self.scheme)
 
     def to(self, device: torch.device | str, **kwargs: Any) -> Any:
-        """Return a column whose rows are wanted on a device; nothing is decoded yet."""
+        """Return a column whose rows go to a device when they are read; nothing is decoded yet."""
         column = super().to(device, **kwargs)
         if torch.device(device).type == "cpu" and not _on_gpu(self.index):
-            # Packed rows are decoded to the CPU anyway. DGL would take the whole column for one
-            # that has yet to be moved, and scripts say `graph.to(device)` without a GPU too.
+            # Packed rows are decoded to the CPU anyway. With a device set DGL would copy the whole
+            # column, and scripts call `graph.to(device)` without a GPU too.
             column.device = None
         return column
 
@@ -217,10 +216,10 @@ class CompressedColumn(Column):  # type: ignore[misc]
     # Memory
 
     def pin_memory_(self) -> None:
-        """Do nothing: packed rows are page-locked by themselves where there is a GPU."""
+        """Do nothing: tables page-lock their rows where there is a GPU."""
 
     def record_stream(self, stream: Any) -> None:
-        """Tell torch that a stream uses the index; packed rows are in no GPU's memory."""
+        """Record that a stream uses the index; packed rows are not in GPU memory."""
         if _on_gpu(self.index):
             self.index.record_stream(stream)
 
@@ -229,20 +228,20 @@ class CompressedColumn(Column):  # type: ignore[misc]
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle a full column by its feature, which worker processes share; read any other."""
         if self.storage is not None and not (self.index is None and self.device is None):
-            _ = self.data  # which makes this a plain column
+            _ = self.data  # makes this a plain column
         return object.__reduce_ex__(self, protocol)
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__.copy()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # DGL expects that a column on its way without storage waits for no conversion; this may.
+        # DGL refuses a column without storage that has a deferred dtype; this one may have one.
         deferred_dtype = state["deferred_dtype"]
         super().__setstate__({**state, "deferred_dtype": None})
         self.deferred_dtype = deferred_dtype
 
     def __repr__(self) -> str:
-        """Name the feature; nothing is decoded for it."""
+        """Return the feature's repr; nothing is decoded."""
         rows = "" if self.index is None else f"{len(self)} rows of "
         return f"CompressedColumn({rows}{self.storage!r})"
 
@@ -251,13 +250,13 @@ class CompressedColumn(Column):  # type: ignore[misc]
 
 
 def _on_gpu(index: Any) -> bool:
-    """Tell whether any part of a column's index is on a GPU."""
-    parts = index._indices if isinstance(index, _LazyIndex) else [index]
-    return any(part is not None and part.device.type != "cpu" for part in parts)
+    """Return whether any tensor of a column's index is on a GPU."""
+    indices = index._indices if isinstance(index, _LazyIndex) else [index]
+    return any(t is not None and t.device.type != "cpu" for t in indices)
 
 
 class _Converted:
-    """Rows that were asked for, converted once they are there."""
+    """Requested rows, converted once they are gathered."""
 
     def __init__(self, rows: Any, dtype: torch.dtype) -> None:
         self._rows = rows
@@ -269,12 +268,12 @@ class _Converted:
 
 
 def why_raw(column: Any, *, any_dtype: bool = False) -> str:
-    """Say why a column is not compressed when nobody names it; "" when it can be.
+    """Return why a column is not compressed without being named; "" when it can be.
 
     Parameters
     ----------
     column : dgl.frame.Column or dgl.frame.LazyFeature
-        What is in a frame.
+        An entry of a frame.
     any_dtype : bool
         Whether columns of other dtypes than floating-point and complex ones are accepted.
     """
@@ -311,27 +310,27 @@ def compress_column(
     """Compress a column where it is: ``graph.get_node_storage("feat").compress()``.
 
     This is `dgl.frame.Column.compress` once ``bitslab.integrations.dgl`` is imported, the line of
-    the published artifact of IBP. `compress_features` does the same for many columns, and knows
-    which rows are hot.
+    the published artifact of IBP. `compress_features` does the same for many columns, and finds
+    the hot rows by itself.
 
     Parameters
     ----------
     device, layout, cache_bytes, cache_ratio, codec, cache_codec, group
         As in `bitslab.CompressedFeature.from_tensor`.
     hotness : torch.Tensor, optional
-        Real numbers ``[N]``: how often each row is asked for. A cache needs them, because a column
+        Real numbers ``[N]``: how often each row is requested. A cache needs them, because a column
         does not know its graph.
 
     Returns
     -------
     CompressedColumn
-        The same object. One that is compressed already stays as it is.
+        The same object. A compressed column is returned unchanged.
 
     Raises
     ------
     ArgumentError, ArgumentTypeError
         When the column is not on the CPU or requires a gradient, when an argument is not accepted,
-        or when one is given for a column that is compressed already. The column is as it was then.
+        or when one is given for a column that is compressed already. The column is unchanged then.
     """
     if isinstance(column, CompressedColumn):
         other = {"device": device is not None, "layout": layout != "compact"}
@@ -393,7 +392,7 @@ def put_feature(column: Any, feature: CompressedFeature) -> Any:
     return column
 
 
-# The one thing that is added to DGL.
+# The only change to DGL.
 
 _before: Any = _MISSING
 
@@ -407,7 +406,7 @@ def attach() -> None:
 
 
 def detach() -> None:
-    """Take the method away and put back what was there; columns stay compressed."""
+    """Remove the method and restore what was there before; columns remain compressed."""
     global _before
     if Column.__dict__.get("compress") is not compress_column:
         return

@@ -1,4 +1,4 @@
-"""ColumnTensor: what ``graph.ndata["feat"]`` returns for a compressed column."""
+"""ColumnTensor: the tensor that ``graph.ndata["feat"]`` returns for a compressed column."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _OF_LEAVES = frozenset(
 class ColumnTensor(FeatureTensor):
     """The rows of a compressed column as a read-only tensor on the CPU ``[N, *row_shape]``.
 
-    It is a `bitslab.tensors.feature_tensor.FeatureTensor`: shape, dtype, device and length need no
-    row, and rows that are chosen are decoded alone. Everything else decodes all rows once, and the
-    feature keeps them. What it does for DGL:
+    It is a `bitslab.tensors.feature_tensor.FeatureTensor`: shape, dtype, device and length decode
+    nothing, and indexed rows are decoded alone. Everything else decodes all rows once, and the
+    feature keeps them. For DGL:
 
-    - ``print`` shows what it shows of a plain tensor, and decodes no more rows than are shown;
+    - ``print`` shows the same as for a plain tensor, and decodes only the rows that are shown;
     - ``requires_grad_()`` is accepted; gradients reach ``.grad`` from the whole and from rows;
-    - ``contiguous()`` returns the decoded rows, since DGL's kernels take their address next;
+    - ``contiguous()`` returns the decoded rows, since DGL's kernels then read their memory;
     - pickles and deep copies of it are plain tensors.
 
     Parameters
@@ -44,7 +44,7 @@ class ColumnTensor(FeatureTensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Leave gradients to torch, memory to the decoded rows, and the rest to FeatureTensor."""
+        """Run gradient functions on the leaf, memory access on the decoded rows."""
         kwargs = kwargs or {}
         name, attribute = name_of(func)
         first = args[0] if args else None
@@ -65,7 +65,7 @@ class ColumnTensor(FeatureTensor):
         return super().__torch_function__(func, types, args, kwargs)
 
     def __repr__(self, *args: Any, **kwargs: Any) -> str:  # type: ignore[override]
-        """Show what torch shows of a plain tensor; only the rows that are shown are decoded."""
+        """Return the repr of a plain tensor; only the rows that are shown are decoded."""
         return repr(_excerpt(self.feature).requires_grad_(self.requires_grad))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -101,7 +101,7 @@ class _Elements(torch.autograd.Function):
 
 
 def _with_gradients(args: Any, kwargs: Any) -> tuple[Any, bool]:
-    """Put decoded rows in the place of leaves; return the arguments, and whether there were any."""
+    """Replace leaves by decoded rows; return the arguments, and whether there was a leaf."""
     used = False
 
     def replace(x: Any) -> Any:
@@ -115,7 +115,7 @@ def _with_gradients(args: Any, kwargs: Any) -> tuple[Any, bool]:
 
 
 def _excerpt(feature: CompressedFeature) -> torch.Tensor:
-    """Return a tensor that torch prints as it prints all rows: those not shown are left out."""
+    """Return a tensor that prints like all rows, without most of the rows that are not shown."""
     options: Any = torch._tensor_str.PRINT_OPTS
     n_rows, n_edge = len(feature), int(options.edgeitems)
     row_numel = feature.shape[1:].numel()

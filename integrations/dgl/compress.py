@@ -27,8 +27,8 @@ Hotness = str | Scores | Mapping[Any, torch.Tensor]
 
 
 @dataclass(frozen=True, eq=False)
-class _Place:
-    """Where a column is: a frame of the graph, and its name there."""
+class _ColumnRef:
+    """A column of a graph: its frame, and its name in the frame."""
 
     type: GraphType
     frame: Any
@@ -56,7 +56,7 @@ def compress_features(
     cache_codec: Any = None,
     group: Any = None,
 ) -> FeaturesReport:
-    """Keep feature columns of a graph packed in host memory; training sees the same bits.
+    """Pack feature columns of a graph in host memory; training reads the same bits.
 
     Parameters
     ----------
@@ -64,20 +64,21 @@ def compress_features(
         On the CPU; homogeneous or heterogeneous.
     names : str, iterable of str, or mapping, optional
         Which columns. None: all floating-point and complex ones of all node and edge types that are
-        not compressed yet and require no gradient; the report says what was left, and why.
-        Names: of any dtype, of every type that has one. A mapping gives the names, or None, for a
-        node type, an edge type's name or its triple; a name that is a node type's stands for that.
+        not compressed yet and require no gradient; the report lists the columns left alone, and
+        why. Names: of any dtype, of every type that has one. A mapping gives the names, or None,
+        for a node type, an edge type's name or its triple; a name of a node type and an edge type
+        means the node type.
     device : torch.device or str, optional
-        Where rows are wanted mostly, and caches are. When left out: the current GPU, or the CPU
+        Device of the caches, and where rows mostly go. When left out: the current GPU, or the CPU
         where there is none.
     layout : {"compact", "inplace"}
         As in `bitslab.CompressedTable`.
     cache_bytes, cache_ratio : int, float
         A cache of hot rows on `device` for each column: bytes, or a share of the column's bytes.
     hotness : "degree", torch.Tensor, mapping or callable
-        How often each row is asked for, real numbers ``[N]``; only looked at for a cache.
+        How often each row is requested, real numbers ``[N]``; only used for a cache.
         ``"degree"``: see Notes. A tensor: for columns of a single type. A mapping: from types, as
-        in `names`, to tensors; types that it leaves out go by degree. A callable takes the graph
+        in `names`, to tensors; other types are ordered by degree. A callable takes the graph
         and a type (a node type's name, or an edge type's triple) and returns a tensor.
     codec, cache_codec, group
         As in `bitslab.CompressedFeature.from_tensor`. ``codec="raw", cache_codec="auto"`` packs the
@@ -88,7 +89,7 @@ def compress_features(
     FeaturesReport
         What was compressed, and what was left alone and why, by type and name, such as
         ``"_N.feat"`` and ``"user:likes:item.weight"``; ``print`` shows a table. When anything fails
-        the graph is left as it was.
+        the graph is unchanged.
 
     Raises
     ------
@@ -100,28 +101,28 @@ def compress_features(
 
     Notes
     -----
-    Samplers walk against the edges, from seeds to those that point at them. So a node is met about
-    as often as edges leave it: its score is its out-degree, over all edge types. An edge is drawn
-    when its destination is met, which is in proportion to that node's out-degree, plus one for the
-    times when it is a seed, and then it is one of the node's in-degree edges of its type, of which
-    samplers draw a fixed number: its score is (1 + out-degree) / in-degree of the destination.
+    Samplers walk against the edges, from seeds to the nodes that point at them. So a node is
+    sampled about as often as edges leave it: its score is its out-degree, over all edge types. An
+    edge can be sampled when its destination is, in proportion to that node's out-degree, plus one
+    for the times when it is a seed. Samplers then draw a fixed number of the node's in-degree edges
+    of that type: the score of an edge is (1 + out-degree) / in-degree of its destination.
 
     ``graph.ndata["feat"]`` returns a tensor whose shape, dtype and length come without decoding, as
-    in ``graph.ndata["feat"].shape[1]``; rows that are chosen from it are decoded alone. What reads
-    all its values, as a layer over the full graph, `dgl.save_graphs` and `dgl.batch` do, decodes
-    them once, and the feature keeps them; `feature_stats` gives the bytes of that copy, and so does
+    in ``graph.ndata["feat"].shape[1]``; indexed rows are decoded alone. Reading all values, as a
+    layer over the full graph, `dgl.save_graphs` and `dgl.batch` do, decodes them once, and the
+    feature keeps them; `feature_stats` gives the bytes of that copy, and so does
     a DecodedCopyWarning, once, where they are 1 MiB or more.
 
-    Compressed columns are read-only. What writes to one raises, such as DGL's transforms that write
-    in place, `dgl.FeatMask` and `dgl.RowFeatNormalizer`. Writers that torch does not see are not
-    stopped: what another library writes through DLPack, as to
-    ``torch.from_dlpack(graph.ndata["feat"])``, changes the decoded copy and not the packed rows, so
-    that later reads differ. The way out: transform the graph before it is compressed; or make the
-    column plain by ``decompress_features(graph, "feat")``, transform it and compress it again. For
-    DLPack, ``graph.ndata["feat"].clone()`` is the caller's own.
+    Compressed columns are read-only. Writing to one raises, as DGL's transforms that work in place
+    do, `dgl.FeatMask` and `dgl.RowFeatNormalizer`. Writes that torch does not see are not stopped:
+    a write of another library through DLPack, as to ``torch.from_dlpack(graph.ndata["feat"])``,
+    changes the decoded copy and not the packed rows, so that later reads differ. Instead, transform
+    the graph before it is compressed; or make the column plain by ``decompress_features(graph,
+    "feat")``, transform it and compress it again. For DLPack, ``graph.ndata["feat"].clone()`` is
+    the caller's own.
 
-    Compress before loaders are made: worker processes that persist keep the graph as they first saw
-    it.
+    Compress before loaders are made: persistent worker processes keep the graph they
+    started with.
 
     Examples
     --------
@@ -144,36 +145,36 @@ def compress_features(
     if isinstance(hotness, str) and hotness != "degree":
         raise ArgumentError(f"hotness: {hotness!r}, the only name accepted is 'degree'")
     chosen = _chosen(graph, names)
-    order = _Order(graph, hotness, {place.type for place in chosen})
-    tensors = {place: plain_rows(place.column) for place in chosen}
+    order = _Order(graph, hotness, {ref.type for ref in chosen})
+    tensors = {ref: plain_rows(ref.column) for ref in chosen}
     features = {
-        place: CompressedFeature.from_tensor(
+        ref: CompressedFeature.from_tensor(
             tensor,
             device=device,
             layout=layout,  # type: ignore[arg-type]
             cache_bytes=cache_bytes,
             cache_ratio=cache_ratio,
-            hot_ids=lambda place=place: order.of(place.type),  # type: ignore[misc]
+            hot_ids=lambda ref=ref: order.of(ref.type),  # type: ignore[misc]
             codec=codec,
             cache_codec=cache_codec,
             group=group,
         )
-        for place, tensor in tensors.items()
+        for ref, tensor in tensors.items()
     }
     report = FeaturesReport()
-    taken = {(place.type, place.name) for place in chosen}
-    for place in _places(graph):
-        if (place.type, place.name) not in taken:
-            reason = why_raw(place.column) or "was not named"
-            report.left[feature_name(place.type, place.name)] = reason
-    for place, feature in features.items():
-        put_feature(place.column, feature)
-        report.compressed[feature_name(place.type, place.name)] = feature.stats()
+    taken = {(ref.type, ref.name) for ref in chosen}
+    for ref in _column_refs(graph):
+        if (ref.type, ref.name) not in taken:
+            reason = why_raw(ref.column) or "was not named"
+            report.left[feature_name(ref.type, ref.name)] = reason
+    for ref, feature in features.items():
+        put_feature(ref.column, feature)
+        report.compressed[feature_name(ref.type, ref.name)] = feature.stats()
     return report
 
 
 def decompress_features(graph: Any, names: Names = None) -> Any:
-    """Put plain tensors back in the place of compressed columns.
+    """Replace compressed columns by plain tensors.
 
     Parameters
     ----------
@@ -193,14 +194,14 @@ def decompress_features(graph: Any, names: Names = None) -> Any:
         When there is no such column, or one that is named is not compressed.
     """
     _check_graph(graph)
-    chosen = [place for place, _ in _named(graph, names, _is_compressed)]
-    for place in chosen:
-        if not _is_compressed(place.column):
-            raise ArgumentError(f"names: {place} is not compressed")
-    for place in chosen:
-        column = place.column
+    chosen = [ref for ref, _ in _named(graph, names, _is_compressed)]
+    for ref in chosen:
+        if not _is_compressed(ref.column):
+            raise ArgumentError(f"names: {ref} is not compressed")
+    for ref in chosen:
+        column = ref.column
         if column._is_full():
-            # What `data` returns is read-only and belongs to the feature.
+            # `data` would return a read-only tensor that belongs to the feature.
             column.data = column.storage.gather(torch.arange(len(column)))
         else:
             _ = column.data
@@ -208,7 +209,7 @@ def decompress_features(graph: Any, names: Names = None) -> Any:
 
 
 def feature_stats(graph: Any) -> dict[GraphType, dict[str, dict[str, Any]]]:
-    """Return what compressed columns take and moved so far.
+    """Return sizes and traffic of the compressed columns.
 
     Parameters
     ----------
@@ -224,14 +225,14 @@ def feature_stats(graph: Any) -> dict[GraphType, dict[str, dict[str, Any]]]:
     """
     _check_graph(graph)
     stats: dict[GraphType, dict[str, dict[str, Any]]] = {}
-    for place in _places(graph):
-        if _is_compressed(place.column) and place.column.storage is not None:
-            stats.setdefault(place.type, {})[place.name] = place.column.storage.stats()
+    for ref in _column_refs(graph):
+        if _is_compressed(ref.column) and ref.column.storage is not None:
+            stats.setdefault(ref.type, {})[ref.name] = ref.column.storage.stats()
     return stats
 
 
 def raw_columns(graph: Any) -> dict[GraphType, dict[str, str]]:
-    """Return the columns that are not compressed, and why `compress_features` would leave them.
+    """Return the columns that are not compressed, and why `compress_features` leaves them alone.
 
     Parameters
     ----------
@@ -246,9 +247,9 @@ def raw_columns(graph: Any) -> dict[GraphType, dict[str, str]]:
     """
     _check_graph(graph)
     raw: dict[GraphType, dict[str, str]] = {}
-    for place in _places(graph):
-        if not _is_compressed(place.column):
-            raw.setdefault(place.type, {})[place.name] = why_raw(place.column)
+    for ref in _column_refs(graph):
+        if not _is_compressed(ref.column):
+            raw.setdefault(ref.type, {})[ref.name] = why_raw(ref.column)
     return raw
 
 
@@ -269,47 +270,47 @@ def _is_compressed(column: Any) -> bool:
     return isinstance(column, CompressedColumn)
 
 
-def _places(graph: Any) -> Iterator[_Place]:
+def _column_refs(graph: Any) -> Iterator[_ColumnRef]:
     types = [*graph.ntypes, *graph.canonical_etypes]
     for type_, frame in zip(types, [*graph._node_frames, *graph._edge_frames], strict=True):
         for name in frame:
-            yield _Place(type_, frame, name)
+            yield _ColumnRef(type_, frame, name)
 
 
-def _chosen(graph: Any, names: Names) -> list[_Place]:
-    """Return the columns to compress, or say why one that is named cannot be."""
+def _chosen(graph: Any, names: Names) -> list[_ColumnRef]:
+    """Return the columns to compress, or refuse a named one that cannot be."""
     chosen = []
-    for place, named in _named(graph, names, lambda column: not why_raw(column)):
-        reason = why_raw(place.column, any_dtype=named)
+    for ref, named in _named(graph, names, lambda column: not why_raw(column)):
+        reason = why_raw(ref.column, any_dtype=named)
         if reason:
-            raise ArgumentError(f"names: {place} {reason}")
-        chosen.append(place)
+            raise ArgumentError(f"names: {ref} {reason}")
+        chosen.append(ref)
     return chosen
 
 
 def _named(
     graph: Any, names: Names, unless_named: Callable[[Any], bool]
-) -> list[tuple[_Place, bool]]:
-    """Return the columns that `names` stands for, and whether each is named."""
-    places = list(_places(graph))
+) -> list[tuple[_ColumnRef, bool]]:
+    """Return the columns that `names` selects, and whether each is named."""
+    refs = list(_column_refs(graph))
     if isinstance(names, Mapping):
         asked: list[tuple[GraphType | None, Any]] = [
             (_type_of(graph, key, "names"), value) for key, value in names.items()
         ]
     else:
         asked = [(None, names)]
-    found: dict[_Place, bool] = {}
+    found: dict[_ColumnRef, bool] = {}
     for type_, wanted in asked:
-        here = [place for place in places if type_ in (None, place.type)]
+        here = [ref for ref in refs if type_ in (None, ref.type)]
         if wanted is None:
-            for place in here:
-                if unless_named(place.column):
-                    found.setdefault(place, False)
+            for ref in here:
+                if unless_named(ref.column):
+                    found.setdefault(ref, False)
             continue
         for name in _listed(wanted):
-            matching = [place for place in here if place.name == name]
+            matching = [ref for ref in here if ref.name == name]
             if not matching:
-                there = ", ".join(f"{place.name!r} of {place.type!r}" for place in here) or "none"
+                there = ", ".join(f"{ref.name!r} of {ref.type!r}" for ref in here) or "none"
                 raise ArgumentError(f"names: there is no column {name!r}; there are: {there}")
             found.update(dict.fromkeys(matching, True))
     return list(found.items())
@@ -327,7 +328,7 @@ def _listed(names: Any) -> list[str]:
 
 
 def _type_of(graph: Any, key: Any, argument: str) -> GraphType:
-    """Return the node type or triple that a key stands for."""
+    """Return the node type or triple that a key names."""
     if key in graph.ntypes:
         return str(key)
     triples: list[GraphType] = [
@@ -344,7 +345,7 @@ def _type_of(graph: Any, key: Any, argument: str) -> GraphType:
 
 
 class _Order:
-    """Ids of each type's rows, the hottest first, found when they are first asked for."""
+    """Ids of each type's rows, the hottest first, computed at the first use."""
 
     def __init__(self, graph: Any, hotness: Hotness, types: set[GraphType]) -> None:
         if isinstance(hotness, torch.Tensor) and len(types) > 1:
@@ -383,7 +384,7 @@ class _Order:
 
 
 def degree_scores(graph: Any, type_: GraphType) -> torch.Tensor:
-    """Return about how often a neighbour sampler meets nodes or draws edges; see the Notes above.
+    """Return scores of how often a neighbour sampler reads rows; see `compress_features`, Notes.
 
     Parameters
     ----------
@@ -403,9 +404,9 @@ def degree_scores(graph: Any, type_: GraphType) -> torch.Tensor:
             if triple[0] == type_:
                 scores += graph.out_degrees(etype=triple)
         return scores
-    met = 1 + degree_scores(graph, type_[2])
+    sampled = 1 + degree_scores(graph, type_[2])
     _, destinations = graph.edges(etype=type_)
-    per_node: torch.Tensor = met / graph.in_degrees(etype=type_).clamp(min=1)
+    per_node: torch.Tensor = sampled / graph.in_degrees(etype=type_).clamp(min=1)
     return per_node[destinations.long()]
 
 

@@ -1,13 +1,13 @@
 """DistDGL: rows pulled from other machines cross the network packed.
 
-A server packs the rows of each pull when it is asked for them, straight from DGL's own tensor. It
-keeps no packed copy, because none could be kept right: trainers on the server's machine write to
-that tensor through shared memory, and the server never hears of it.
+A server packs the rows of each pull on request, directly from DGL's own tensor. It keeps no packed
+copy, because the copy would become stale: trainers on the server's machine write to that tensor
+through shared memory, without a message to the server.
 
-Who wants packed rows says so in the request: its name of the tensor is a `str` that pickles as
-"this tensor, packed by that codec". So a server's handler still answers everybody else as before:
-sampler processes, trainers that did not ask, and DGL's own pull in C++. The reply pickles as a call
-of the function that unpacks it. DGL at the receiver thus sees the tensor that it expects.
+A client requests packed rows by the name of the tensor: a `str` that pickles as "this tensor,
+packed by that codec". So a server's handler still answers all other requests as before: sampler
+processes, trainers without compression, and DGL's own pull in C++. The reply pickles as a call of
+the function that unpacks it, so DGL at the receiver gets the tensor that it expects.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from bitslab.engine.codecs import PackedRows, RawCodec, RowCodec, elements, get_
 from bitslab.errors import ArgumentError, ArgumentTypeError, BitslabError
 from bitslab.tables import MIN_SAMPLE_ROWS, SAMPLE_BYTES, choose_codec
 
-#: Of handlers and replies; who reads another one does without packing.
+#: Version of handlers and replies; a process that reads another version does not pack.
 WIRE_VERSION = 1
-#: Replies after which packing is judged by the time that it took.
+#: Number of replies after which the measured time of packing decides.
 MEASURED_REPLIES = 8
 
 Handler = Callable[[Mapping[str, torch.Tensor], str, torch.Tensor], torch.Tensor]
-Part = tuple[str, tuple[int, ...], "np.ndarray[Any, Any]"]  # dtype, shape, bytes
+WireTensor = tuple[str, tuple[int, ...], "np.ndarray[Any, Any]"]  # dtype, shape, bytes
 
 
 def compress_pulls(
@@ -45,11 +45,11 @@ def compress_pulls(
     link_gb_per_s: float | None = None,
     **options: Any,
 ) -> CompressedPulls:
-    """Let the rows of a distributed tensor cross the network packed from now on.
+    """Send the rows of a distributed tensor over the network packed from now on.
 
     Every client of the same role must call this, in the same order, as DGL demands of
-    `register_pull_handler`. Bitslab must be installed where the servers run. Rows that lie on the
-    client's own machine are read through shared memory, as before.
+    `register_pull_handler`. Bitslab must be installed where the servers run. Rows on the client's
+    own machine are read through shared memory, as before.
 
     Parameters
     ----------
@@ -59,23 +59,23 @@ def compress_pulls(
         Name of the tensor in the store, with a client only.
     codec : str or RowCodec
         As in `CompressedTable.from_tensor`; it is fitted on up to 8 MiB of rows, which every client
-        pulls from all over the tensor. Where it would not make them smaller, nothing changes.
+        pulls from all over the tensor. Where packing would not make them smaller, nothing changes.
     link_gb_per_s : float, optional
         Rate of the network in 1e9 bytes a second. When the first pulls show that packing takes
         longer than a network of that rate needs for the bytes saved, this client goes back to raw
-        rows, and a note in `stats` says so. When left out, packed rows are always asked for.
+        rows, and ``notes`` in `stats` says so. When left out, packed rows are always requested.
     **options
         For the codec's `fit`.
 
     Returns
     -------
     CompressedPulls
-        What counts bytes, and puts everything back.
+        Its `stats` counts bytes, its `detach` restores the store.
 
     Raises
     ------
     ArgumentTypeError
-        When `store` or `codec` is something else.
+        When `store` or `codec` is of another type.
     ArgumentError
         When the store has no tensor of that name, its pulls are compressed already, or the rate
         is not above 0.
@@ -83,12 +83,11 @@ def compress_pulls(
     Notes
     -----
     Packing takes time at the server, unpacking at the client. ``stats()["gains_below_gb_per_s"]``
-    says for networks of which rate that pays: on two cores, 0.5 for sparse rows packed to a
+    is the rate of a network below which that pays: on two cores, 0.5 for sparse rows packed to a
     sixtieth, 0.03 for normally distributed ones. DGL itself joins and orders rows more slowly for a
     tensor with a handler that is not its own, which that figure leaves out.
 
-    Any dtype comes back bit for bit. A tensor that is pushed to gives its new rows at the next
-    pull.
+    All dtypes are restored bit for bit. The next pull after a push returns the new rows.
 
     In a training script, in every trainer::
 
@@ -120,9 +119,9 @@ class CompressedPulls:
     Attributes
     ----------
     name : str
-        Of the tensor in the store.
+        Name of the tensor in the store.
     codec : RowCodec
-        What packs its rows.
+        Codec of its rows.
 
     Notes
     -----
@@ -150,7 +149,7 @@ class CompressedPulls:
             inner = client._pull_handlers[name]
             handler = PackingHandler(inner, self._form_id, self.codec)
             _forms[self._form_id] = self._form
-            # Even where packing gains nothing, because it is a barrier: other clients wait in it.
+            # Even where packing saves nothing, because it is a barrier: other clients wait in it.
             client.register_pull_handler(name, handler)
             if isinstance(self.codec, RawCodec):
                 self._notes.append("raw: packing would not make these rows smaller")
@@ -162,7 +161,7 @@ class CompressedPulls:
         override.pulls[name] = self
 
     def detach(self) -> None:
-        """Put DGL's handler back, here and on the servers; a second call does nothing.
+        """Restore DGL's handler, here and on the servers; a second call does nothing.
 
         Every client of the role must call it, as `compress_pulls`.
         """
@@ -174,13 +173,13 @@ class CompressedPulls:
             override.remove()
         if self._handler is None:
             return
-        # A tensor that was deleted took its handlers along, and servers that are gone need none.
+        # A deleted tensor has no handlers any more, and stopped servers need none.
         if dist_context.is_initialized() and self.name in self._client.data_name_list():
             self._client.register_pull_handler(self.name, self._handler.inner)
         _forms.pop(self._form_id, None)
 
     def stats(self) -> dict[str, Any]:
-        """Return what this client received from other machines since `compress_pulls`.
+        """Return counts of the rows received from other machines since `compress_pulls`.
 
         Returns
         -------
@@ -189,8 +188,8 @@ class CompressedPulls:
             them), ``ratio`` of the two (1 before the first pull), ``replies`` and ``raw_replies``
             (whose rows packing would not have made smaller), ``pack_seconds`` (at the servers) and
             ``unpack_seconds`` (here), ``gains_below_gb_per_s`` (rate of a link, in 1e9 bytes a
-            second, below which packed rows arrived sooner than raw ones would have; 0 where none
-            was saved), ``codec`` and ``notes``.
+            second, below which packed rows are faster than raw ones; 0 where no byte was saved),
+            ``codec`` and ``notes``.
         """
         form = self._form
         return {
@@ -212,10 +211,10 @@ class CompressedPulls:
         return f"<CompressedPulls of {self.name!r}, {self.codec.describe()}>"
 
     def _wanted(self) -> bool:
-        """Tell whether to ask for packed rows."""
+        """Return whether to request packed rows."""
         if self._handler is None or isinstance(self.codec, RawCodec):
             return False
-        # Otherwise the tensor was deleted since, and maybe another one got its name.
+        # Another handler: the tensor was deleted, and its name may belong to another one now.
         handlers = self._client._pull_handlers
         if handlers.get(self.name) is not self._handler:
             return False
@@ -227,7 +226,7 @@ class CompressedPulls:
         self._notes.append(
             f"raw: packing gains below {gain:.3g} GB/s, the network has {self._link_gb_per_s:.3g}"
         )
-        # DGL pulls faster with its own handler, and the servers give raw rows to who does not ask.
+        # DGL pulls faster with its own handler, and servers answer its requests with raw rows.
         handlers[self.name] = self._handler.inner
         return False
 
@@ -236,12 +235,12 @@ class CompressedPulls:
 
 
 class _Pull:
-    """Stands in for a client's `pull` and asks for packed rows where that was wanted."""
+    """Replaces a client's `pull` and requests packed rows for the compressed tensors."""
 
     def __init__(self, client: Any) -> None:
         self.client = client
         self.pulls: dict[str, CompressedPulls] = {}
-        self._before = vars(client).get("pull")  # somebody else's override
+        self._before = vars(client).get("pull")  # an override by other code
 
     def __call__(self, name: str, id_tensor: Any) -> torch.Tensor:
         client = self.client
@@ -268,10 +267,10 @@ class _Pull:
 
 
 class _WantedName(str):
-    """A tensor's name at the client that wants its rows packed. At a server it is an _AskedName.
+    """A tensor's name at a client that requests packed rows; it unpickles as an _AskedName.
 
-    Two classes, because a client's handler gets this name too, for the rows on its own machine,
-    which need no packing.
+    There are two classes because a client's handler gets this name too, for the rows on its own
+    machine, which are not packed.
     """
 
     form_id: str
@@ -286,13 +285,15 @@ class _WantedName(str):
 
 
 class _AskedName(_WantedName):
-    """A tensor's name at the server that is asked for packed rows."""
+    """A tensor's name at the server, in a request for packed rows."""
 
 
 def _client_and_name(store: Any, name: str | None) -> tuple[Any, Any]:
     if isinstance(store, DistTensor):
         if name is not None:
-            raise ArgumentTypeError(f"name: {name!r:.60} beside a DistTensor, which has its own")
+            raise ArgumentTypeError(
+                f"name: {name!r:.60} together with a DistTensor, which has its own"
+            )
         return store.kvstore, store.kvstore_key
     if not isinstance(store, (kvstore.KVClient, kvstore.SA_KVClient)):
         raise ArgumentTypeError(
@@ -319,16 +320,16 @@ def _sample(client: Any, name: str) -> torch.Tensor:
 
 
 class PackingHandler:
-    """A pull handler that packs rows for those who ask, and leaves others what they had before.
+    """A pull handler that packs rows on request, and answers all other requests as before.
 
     Parameters
     ----------
     inner : callable
-        The handler that gives the rows, DGL's own mostly.
+        The handler that returns the rows, usually DGL's own.
     form_id : str
-        Which packed form the codec stands for, in requests and replies.
+        Identifies the codec in requests and replies.
     codec : RowCodec
-        What packs them.
+        Packs the rows.
     """
 
     def __init__(self, inner: Handler, form_id: str, codec: RowCodec) -> None:
@@ -339,7 +340,7 @@ class PackingHandler:
     def __call__(
         self, data_store: Mapping[str, torch.Tensor], name: str, ids: torch.Tensor
     ) -> torch.Tensor | _Reply:
-        """Return the rows ``[n, ...]`` of local `ids` ``[n]``, packed where that was asked for."""
+        """Return the rows ``[n, ...]`` of local `ids` ``[n]``, packed if requested."""
         rows = self.inner(data_store, str(name), ids)
         if not isinstance(name, _AskedName):
             return rows
@@ -349,10 +350,10 @@ class PackingHandler:
         return _packed(name.form_id, form.codec, rows)
 
     def __eq__(self, other: object) -> bool:
-        """Equal DGL's handler and each other: to a client that does not ask, they are the same.
+        """Compare by the inner handler: for ordinary requests this handler acts like it.
 
-        When a new client maps the shared data, backup servers insist that their handler equals the
-        client's, which is DGL's own.
+        When a new client maps the shared data, backup servers require that their handler equals
+        the client's, which is DGL's own.
         """
         plain = other.inner if isinstance(other, PackingHandler) else other
         return bool(self.inner == plain)
@@ -369,12 +370,12 @@ class PackingHandler:
             return
         self._form_id, codec_name, config = state[2:]
         self._codec = get_codec(codec_name).from_config(config)
-        # Clients that fitted their codec before and after a push have different ones: all are kept.
+        # Clients that fitted their codec before and after a push have different codecs: keep all.
         _forms.setdefault(self._form_id, _Form(self._codec))
 
 
 class _Reply:
-    """Packed rows on their way: what is pickled is the call that unpacks them."""
+    """Packed rows as a reply, which pickles as a call of `_unpacked`."""
 
     def __init__(self, form_id: str, packed: PackedRows, seconds: float) -> None:
         self._form_id = form_id
@@ -394,28 +395,28 @@ def _packed(form_id: str, codec: RowCodec, rows: torch.Tensor) -> _Reply:
     return _Reply(form_id, packed, time.perf_counter() - began)
 
 
-# What both know
+# Used by both
 
 
 class _Form:
-    """A codec that both ends know, and what the client received packed by it."""
+    """A codec known to client and server, and the client's counts of rows packed by it."""
 
     def __init__(self, codec: RowCodec) -> None:
         self.codec = codec
         self.rows = self.raw_bytes = self.moved_bytes = self.replies = self.raw_replies = 0
         self.pack_seconds = self.unpack_seconds = 0.0
-        # Compiles, or loads, the kernels before the first pull has to wait for them.
+        # Compiles or loads the kernels, so that the first pull does not wait for them.
         one = codec.encode(torch.zeros((1, *codec.row_shape), dtype=codec.dtype))
         codec.decode(codec.adopt(1, one.parts))
 
     @property
     def gains_below_gb_per_s(self) -> float:
-        """Bytes saved over the time that it took, in 1e9 bytes a second; 0 where none was saved."""
+        """Bytes saved over the time spent, in 1e9 bytes a second; 0 where no byte was saved."""
         saved = self.raw_bytes - self.moved_bytes
         return saved / (self.pack_seconds + self.unpack_seconds) / 1e9 if saved > 0 else 0.0
 
     def takes(self, rows: torch.Tensor) -> bool:
-        """Tell whether the codec is for such rows: the tensor's name may mean another one now."""
+        """Return whether the codec fits these rows: the name may belong to another tensor now."""
         return rows.dtype == self.codec.dtype and tuple(rows.shape[1:]) == self.codec.row_shape
 
 
@@ -429,7 +430,7 @@ def _form_id(name: str, codec: RowCodec) -> str:
 
 
 def _unpacked(
-    version: int, form_id: str, n_rows: int, parts: Mapping[str, Part], pack_seconds: float
+    version: int, form_id: str, n_rows: int, parts: Mapping[str, WireTensor], pack_seconds: float
 ) -> torch.Tensor:
     """Unpack a reply; pickle calls it at the receiver."""
     form = _forms.get(form_id)
@@ -454,7 +455,7 @@ def _unpacked(
     return rows
 
 
-def _bytes_of(t: torch.Tensor) -> Part:
+def _bytes_of(t: torch.Tensor) -> WireTensor:
     # NumPy's pickles are a copy of the bytes; torch's are archives, and slow.
     flat = flat_bytes(t)
     return dtype_name(t.dtype), tuple(t.shape), flat.numpy()

@@ -1,6 +1,6 @@
-"""What a GraphBolt feature does, and how GraphBolt is found; GraphBolt itself is not needed here.
+"""The methods of a GraphBolt feature, and the import of GraphBolt.
 
-`bitslab.integrations.dgl.graphbolt` puts the two together.
+This module imports without GraphBolt; `bitslab.integrations.dgl.graphbolt` needs it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def load_graphbolt() -> ModuleType:
         return importlib.import_module("dgl.graphbolt")
     except ModuleNotFoundError as error:
         if error.name != "dgl.graphbolt":
-            raise  # GraphBolt is there, and a package that it needs is not: its name says enough
+            raise  # GraphBolt needs a package that is missing: the error names it
         reason = "has no GraphBolt"
         cause: Exception = error
     except (ImportError, OSError) as error:
@@ -57,14 +57,14 @@ class FeatureReads:
     feature : CompressedFeature or torch.Tensor
         The rows, or a tensor ``[N, ...]`` of any dtype to pack.
     metadata : dict, optional
-        What `metadata` returns.
+        The dict that `metadata` returns.
     **options
         With a tensor: those of `CompressedFeature.from_tensor`. They are kept for `update`.
 
     Raises
     ------
     ArgumentTypeError
-        When `feature` is something else, or options come with a CompressedFeature.
+        When `feature` is of another type, or options are given with a CompressedFeature.
     ArgumentError
         As in `CompressedFeature.from_tensor`.
     """
@@ -116,14 +116,14 @@ class FeatureReads:
         return self.feature.whole() if ids is None else self.feature.gather(ids)
 
     def read_async(self, ids: torch.Tensor) -> Iterator[RowsFuture | RowsOnStream]:
-        """Read in stages: yield once, what has the rows.
+        """Start to gather rows, and yield once, a future of the rows.
 
-        Ids on a CPU: a thread gathers meanwhile. Ids on a GPU: a stream of its own does.
+        Ids on a CPU: a thread gathers. Ids on a GPU: a separate stream does.
 
         Parameters
         ----------
         ids : torch.Tensor
-            As in `read`. They must stay as they are until the rows were got.
+            As in `read`. They must not change before ``wait()`` returned.
 
         Yields
         ------
@@ -146,7 +146,7 @@ class FeatureReads:
         yield RowsOnStream(rows, done)
 
     def read_async_num_stages(self, ids_device: torch.device) -> int:
-        """Return how often `read_async` yields for ids on a device: once."""
+        """Return the number of times that `read_async` yields: 1."""
         if ids_device.type not in ("cpu", "cuda"):
             raise ArgumentTypeError(f"ids_device: {ids_device}, accepted are cpu and cuda")
         return 1
@@ -160,11 +160,11 @@ class FeatureReads:
         return len(self.feature)
 
     def metadata(self) -> dict[str, Any]:
-        """Return what was given as metadata, or an empty dict."""
+        """Return the given metadata, or an empty dict."""
         return {} if self._metadata is None else self._metadata
 
     def update(self, value: torch.Tensor, ids: torch.Tensor | None = None) -> None:
-        """Give rows new values, or replace the whole feature.
+        """Overwrite rows, or replace the whole feature.
 
         Parameters
         ----------
@@ -172,8 +172,8 @@ class FeatureReads:
             ``[n, *row_shape]`` of the feature's dtype, on a CPU or GPU. Without `ids` the new
             feature, with any number of rows: it is packed with the options given at first.
         ids : torch.Tensor, optional
-            Integers ``[n]``. Of rows with one id the last counts. Rows that are cached leave the
-            cache.
+            Integers ``[n]``. Of rows with one id the last counts. Cached rows are dropped from
+            the cache.
 
         Raises
         ------
@@ -182,8 +182,8 @@ class FeatureReads:
         IndexRangeError
             When an id is out of range; nothing is changed.
         BitslabError
-            With `ids`: when the table was handed to other processes or is read-only. Without: when
-            the feature came with a cache made elsewhere, so that nobody knows what is to be in it.
+            With `ids`: when the table is shared with other processes or read-only. Without: when
+            the feature was given with a cache, whose new content is not known.
         """
         if ids is not None:
             self.feature.table.update(ids, value)
@@ -200,8 +200,8 @@ class FeatureReads:
         if options is None:
             if old.cache is not None:
                 raise BitslabError(
-                    "update: this feature was given with a cache, whose rows for other values "
-                    "nobody chose; make a new one from the tensor: "
+                    "update: this feature was given with a cache, whose rows for other "
+                    "values are not known; make a new one from the tensor: "
                     f"{type(self).__name__}(tensor, cache_bytes=...)"
                 )
             options = {"layout": old.table.layout, "device": old.device}
@@ -216,12 +216,12 @@ class FeatureReads:
         return f"{type(self).__name__}({self.feature!r}, metadata={self.metadata()!r})"
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave the streams, which belong to a process."""
+        """Leave out the streams, which belong to a process."""
         return self.__dict__ | {"_streams": {}}
 
 
 class RowsOnStream:
-    """Rows that another stream of a GPU gathers; `wait` returns them."""
+    """Rows that are gathered on a separate GPU stream; `wait` returns them."""
 
     __slots__ = ("_done", "_rows")
 

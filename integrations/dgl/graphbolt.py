@@ -1,7 +1,7 @@
-"""A GraphBolt feature whose rows lie packed in host memory.
+"""A GraphBolt feature whose rows are packed in host memory.
 
 Importing this module needs a DGL with a GraphBolt that loads; otherwise it raises
-MissingExtraError, which says which ones have one.
+MissingExtraError, which lists the versions that have one.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ _Feature: Any = load_graphbolt().Feature
 class GraphBoltFeature(FeatureReads, _Feature):  # type: ignore[misc]
     """A ``dgl.graphbolt.Feature`` over a `CompressedFeature`.
 
-    It goes wherever a ``TorchBasedFeature`` goes: into a ``BasicFeatureStore``, and under
-    GraphBolt's own caches. What it does is in `FeatureReads`.
+    Use it like a ``TorchBasedFeature``: in a ``BasicFeatureStore``, and under GraphBolt's own
+    caches. `FeatureReads` has its methods.
 
     Parameters
     ----------

@@ -1,10 +1,10 @@
 """A pytest plug-in: any test run of DGL with every floating-point column compressed.
 
 ``pytest -p bitslab.integrations.dgl.testing --bitslab-compress-features ...`` makes each column
-that DGL makes of a tensor a `CompressedColumn`, whoever asks for it, so that a suite which knows
-nothing of bitslab checks that nothing else changes. Columns that cannot be compressed stay raw:
-integers, gradients, tensors on a GPU. Warnings of decoded copies are left out: nobody chose to
-compress. Without the option nothing happens.
+that DGL makes of a tensor a `CompressedColumn`, so that any test suite of DGL checks that results
+do not change. Columns that cannot be compressed are left raw: integers, gradients, tensors on a
+GPU. Warnings of decoded copies are ignored: the tests did not choose to compress. Without the
+option nothing happens.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from bitslab.integrations.dgl.column import CompressedColumn, put_feature, why_r
 
 OPTION = "--bitslab-compress-features"
 
-# Every column is packed, however small, by a plan that is not searched for: suites make thousands
-# of columns of a few numbers.
+# Every column is packed, however small, by a fixed plan: suites make thousands of columns of a few
+# numbers.
 PLAN: dict[str, Any] = {"code_bits": 1, "grouped": False, "uniform": False}
 
 
@@ -44,7 +44,7 @@ class CompressEveryColumn:
     Attributes
     ----------
     compressed, raw : int
-        Columns that were compressed, and that stayed as they were.
+        Columns that were compressed, and that were left raw.
     """
 
     def __init__(self) -> None:
@@ -58,13 +58,13 @@ class CompressEveryColumn:
 
         def init(column: Any, storage: Any, *args: Any, **kwargs: Any) -> None:
             plain_init(column, storage, *args, **kwargs)
-            # With more than a storage it is a copy that DGL has not finished.
+            # With more arguments than a storage it is a copy that DGL has not finished.
             if not args and not kwargs:
                 self._compress(column)
 
         def create(data: Any) -> Any:
             column = plain_create(data)
-            if isinstance(data, Column):  # of a tensor, `init` has it already
+            if isinstance(data, Column):  # from a tensor, `init` compressed it
                 self._compress(column)
             return column
 
@@ -77,7 +77,7 @@ class CompressEveryColumn:
         self._put(Frame, "add_column", add_column)
 
     def stop(self) -> None:
-        """Let DGL make plain columns again."""
+        """Restore DGL's methods, which make plain columns."""
         while self._plain:
             owner, name, value = self._plain.pop()
             setattr(owner, name, value)
@@ -88,7 +88,7 @@ class CompressEveryColumn:
 
     def _compress(self, column: Any) -> None:
         if isinstance(column, CompressedColumn) or isinstance(column.storage, CompressedFeature):
-            return  # or a copy of such a one, which becomes one
+            return  # or a copy of a compressed column, which becomes one
         if column.index is not None or why_raw(column):
             self.raw += 1
             return
@@ -115,7 +115,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Start before test modules are imported: some make graphs as they are."""
+    """Start before test modules are imported: some make graphs at import."""
     if config.getoption(OPTION):
         config.addinivalue_line("filterwarnings", "ignore::bitslab.DecodedCopyWarning")
         allow_many_files()
@@ -124,15 +124,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """Put DGL's own way of making columns back."""
+    """Restore DGL's methods."""
     if _KEY in config.stash:
         config.stash[_KEY].stop()
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """Say how many columns there were."""
+    """Write the number of columns."""
     if _KEY in config.stash:
         every = config.stash[_KEY]
         terminalreporter.write_line(
-            f"bitslab: {every.compressed} columns were compressed, {every.raw} stayed raw"
+            f"bitslab: {every.compressed} columns were compressed, {every.raw} were left raw"
         )

@@ -1,9 +1,9 @@
-"""PyG trains from compressed features: in `Data` and `HeteroData`, or in a `FeatureStore`.
+"""PyG: compressed features in `Data` and `HeteroData`, or in a `FeatureStore`.
 
-- `compress_features`: one line after the dataset is loaded; loaders and models go on unchanged.
-  `feature_stats` says what that saves and moved, `decompress_features` undoes it.
+- `compress_features`: one line after the dataset is loaded; loaders and models need no change.
+  `feature_stats` returns sizes and traffic, `decompress_features` undoes it.
 - `CompressedFeatureStore`: a PyG feature store that holds compressed tensors.
-- `FetchFeatures`: a transform that puts the rows of a batch on the training device, so that a GPU
+- `FetchFeatures`: a transform that gathers the rows of a batch on the training device, where a GPU
   decodes them.
 - ``pytest -p bitslab.integrations.pyg.testing --bitslab-compress-features``: any test run with
   every float tensor of every graph compressed.

@@ -1,4 +1,4 @@
-"""The node and edge tensors of `Data` and `HeteroData`: which there are, and which are named."""
+"""The node and edge tensors of `Data` and `HeteroData`, and their selection by name."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from bitslab.errors import ArgumentError, ArgumentTypeError
 from bitslab.tables import feature_name
 from bitslab.tensors import FeatureTensor
 
-#: A node type or an edge type of a HeteroData; of a Data, "nodes" or "edges".
-Place: TypeAlias = "str | tuple[str, str, str]"
-#: What callers choose columns by.
+#: A node type or an edge type of a HeteroData; for a Data, "nodes" or "edges".
+GraphType: TypeAlias = "str | tuple[str, str, str]"
+#: Names of columns, as arguments.
 Names: TypeAlias = "str | Iterable[str] | Mapping[Any, Any] | None"
 
 
@@ -27,15 +27,15 @@ class Column:
     Parameters
     ----------
     store : torch_geometric.data.storage.BaseStorage
-        What holds it.
-    place : str or tuple of str
-        Whose rows these are: a node type, an edge type, or for a Data "nodes" or "edges".
+        The store that holds it.
+    type : str or tuple of str
+        A node type, an edge type, or for a Data "nodes" or "edges".
     name : str
         Its name in the store, such as "x".
     """
 
     store: Any
-    place: Place
+    type: GraphType
     name: str
 
     def __eq__(self, other: object) -> bool:
@@ -48,24 +48,22 @@ class Column:
 
     @property
     def value(self) -> Any:
-        """What the store holds now."""
+        """The current value in the store."""
         return self.store[self.name]
 
     @property
     def full_name(self) -> str:
-        """What reports call it."""
-        return feature_name(None if self.store._key is None else self.place, self.name)
+        """Name in reports."""
+        return feature_name(None if self.store._key is None else self.type, self.name)
 
     @property
     def of_edges(self) -> bool:
-        """Whether it has a row for each edge."""
-        return not isinstance(self.place, str) or (
-            self.place == "edges" and self.store._key is None
-        )
+        """Whether there is a row for each edge."""
+        return not isinstance(self.type, str) or (self.type == "edges" and self.store._key is None)
 
     def __str__(self) -> str:
-        """Name it as in an error message."""
-        return repr(self.name) if self.store._key is None else f"{self.name!r} of {self.place!r}"
+        """Return the name for error messages."""
+        return repr(self.name) if self.store._key is None else f"{self.name!r} of {self.type!r}"
 
 
 def check_data(data: Any) -> None:
@@ -95,10 +93,10 @@ def _columns_in(data: Any, store: Any) -> Iterator[Column]:
 
 
 def other_columns(data: Any) -> Iterator[tuple[Column, str]]:
-    """Yield what has a row for each node or edge but is no dense tensor, and why it is no column.
+    """Yield attributes with a row for each node or edge that are no dense tensor, and why.
 
-    Such as arrays of NumPy, memory-mapped ones too, and sparse tensors. The edges themselves are
-    none of these.
+    Such as NumPy arrays, memory-mapped ones too, and sparse tensors, but not the edges
+    themselves.
     """
     for store in stores_of(data):
         for name in list(store.keys()):
@@ -107,7 +105,7 @@ def other_columns(data: Any) -> Iterator[tuple[Column, str]]:
                 continue
             if isinstance(store[name], torch.Tensor) and store[name].layout is torch.strided:
                 continue
-            # Of sparse adjacencies it is a pair.
+            # For sparse adjacencies it is a pair.
             if not isinstance(data.__cat_dim__(name, store[name], store), int):
                 continue
             if store.is_node_attr(name) or store.is_edge_attr(name):
@@ -121,7 +119,7 @@ def _column(store: Any, name: str) -> Column:
 
 
 def obstacle(data: Any, store: Any, name: str) -> str:
-    """Return why an attribute is no column of rows, or an empty text."""
+    """Return why an attribute is not a column of rows, or "" for a column."""
     value = store[name]
     if isinstance(value, np.ndarray):
         return (
@@ -140,21 +138,21 @@ def obstacle(data: Any, store: Any, name: str) -> str:
 
 
 def chosen_columns(data: Any, names: Names) -> list[tuple[Column, bool]]:
-    """Return columns, each once, and whether it was named or stands there for all.
+    """Return columns, each once, and whether it was named.
 
     Parameters
     ----------
     data : Data or HeteroData
         The graph.
     names : str, iterable of str, mapping or None
-        Names; for a HeteroData they count in every node and edge type that has them. A mapping
+        Names; in a HeteroData they select from every node and edge type that has them. A mapping
         gives names for some of the types: ``{"paper": "x", ("a", "to", "b"): ["edge_attr"]}``.
         None, here or for a type: all of them.
 
     Raises
     ------
     ArgumentError, ArgumentTypeError
-        When a name or type is unknown, or names something else than rows of nodes or edges.
+        When a name or type is unknown, or names anything but rows of nodes or edges.
     """
     found: dict[Column, bool] = {}
     if isinstance(names, Mapping):
@@ -198,5 +196,5 @@ def _named(data: Any, stores: list[Any], names: Any) -> dict[Column, bool]:
 
 
 def is_compressed(column: Column) -> bool:
-    """Tell whether a column is a `FeatureTensor`."""
+    """Return whether a column is a `FeatureTensor`."""
     return isinstance(column.value, FeatureTensor)

@@ -1,4 +1,4 @@
-"""Compressed features in the place of tensors in `Data` and `HeteroData`."""
+"""compress_features: replaces tensors in `Data` and `HeteroData` by compressed features."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ def compress_features(
     cache_codec: str | RowCodec | None = None,
     group: Any = None,
 ) -> FeaturesReport:
-    """Put compressed features in the place of the node and edge tensors of a graph.
+    """Replace the node and edge tensors of a graph by compressed features.
 
-    Loaders, transforms and models go on unchanged: a batch gets plain tensors with the same bits.
-    ``copy.copy(data)`` shares the compressed features, ``copy.deepcopy(data)`` copies them as they
-    are; ``data.clone()``, ``data.to(device)`` on a GPU, and files hold plain tensors.
+    Loaders, transforms and models need no change: a batch gets plain tensors with the same bits.
+    ``copy.copy(data)`` shares the compressed features, ``copy.deepcopy(data)`` copies them in
+    compressed form; ``data.clone()``, ``data.to(device)`` on a GPU, and files hold plain tensors.
 
     Parameters
     ----------
@@ -55,18 +55,18 @@ def compress_features(
         yet and requires no gradient. Integers, such as labels, and masks must be named. Arrays of
         NumPy are left alone; `torch.from_numpy` makes tensors of them, memory-mapped ones too.
     device : torch.device or str, optional
-        Where rows are wanted: the cache goes there. The current GPU, or the CPU where there is
+        Device of the cache, and where rows mostly go. The current GPU, or the CPU where there is
         none, when left out.
     layout : {"compact", "inplace"}
-        How rows lie in host memory; see `bitslab.CompressedTable`.
+        How rows are stored in host memory; see `bitslab.CompressedTable`.
     cache_bytes, cache_ratio
         Size of a cache of hot rows in the memory of `device`, for each tensor: in bytes, or as a
         share of the tensor's bytes (IBP, section 5). None by default.
     hotness : "degree", torch.Tensor, mapping or function
-        What is hot, asked for only if there is a cache. ``"degree"``: nodes that are a source of
-        many edges, and edges that lead to such nodes and are few there. A tensor: a score for each
+        Order of the rows for the cache. ``"degree"``: nodes that are a source of many edges, and
+        edges that point to such nodes where these have a low in-degree. A tensor: a score for each
         row, of one type. A mapping: tensors by node type and edge type, of a Data by "nodes" and
-        "edges"; what it leaves out goes by degree. A function: takes the graph and the type, and
+        "edges"; other types are ordered by degree. A function: takes the graph and the type, and
         returns a tensor.
     codec, cache_codec : str or RowCodec
         As in `bitslab.CompressedFeature.from_tensor`. ``codec="raw", cache_codec="auto"`` packs the
@@ -84,12 +84,12 @@ def compress_features(
     ------
     ArgumentError, ArgumentTypeError
         When an argument is not accepted, a name is unknown, or what it names is compressed already,
-        requires a gradient, or has no rows of nodes or edges. Nothing was changed then.
+        requires a gradient, or has no rows of nodes or edges. The graph is unchanged then.
 
     See Also
     --------
-    bitslab.tensors.feature_tensor.FeatureTensor : What stands in the place of the tensors.
-    decompress_features : Takes it back.
+    bitslab.tensors.feature_tensor.FeatureTensor : Replaces the tensors.
+    decompress_features : The reverse.
 
     Examples
     --------
@@ -144,13 +144,13 @@ def compress_features(
 
 
 def _left_alone(data: Any, chosen: list[Column]) -> dict[str, str]:
-    """Return why all columns but the chosen ones are left alone, by name."""
+    """Return why the other columns are left alone, by name."""
     left = {c.full_name: why_raw(c) or "was not named" for c in columns_of(data) if c not in chosen}
     return left | {column.full_name: reason for column, reason in other_columns(data)}
 
 
 def why_raw(column: Column, any_dtype: bool = False) -> str:
-    """Return why a column is not compressed, or an empty text."""
+    """Return why a column is not compressed; "" when it can be."""
     value = column.value
     if is_compressed(column):
         return "is compressed already"
@@ -162,7 +162,7 @@ def why_raw(column: Column, any_dtype: bool = False) -> str:
 
 
 def decompress_features(data: Graph, names: Names = None) -> Graph:
-    """Put plain tensors back in the place of compressed features.
+    """Replace compressed features by plain tensors.
 
     Parameters
     ----------
@@ -179,7 +179,8 @@ def decompress_features(data: Graph, names: Names = None) -> Graph:
     Raises
     ------
     ArgumentError, ArgumentTypeError
-        When a name is unknown or names a tensor that is not compressed; nothing was changed then.
+        When a name is unknown or names a tensor that is not compressed; the graph is unchanged
+        then.
     """
     check_data(data)
     columns = compressed_columns(data, names)
@@ -201,7 +202,7 @@ def compressed_columns(data: Any, names: Names = None) -> list[Column]:
 
 
 def feature_stats(data: Any) -> dict[Any, Any]:
-    """Return what the compressed features of a graph take and moved so far, in this process.
+    """Return sizes and traffic of the compressed features of a graph, in this process.
 
     Parameters
     ----------
@@ -211,11 +212,11 @@ def feature_stats(data: Any) -> dict[Any, Any]:
     Returns
     -------
     dict
-        What `bitslab.CompressedFeature.stats` returns: for a Data by name, for a HeteroData by type
+        The dicts of `bitslab.CompressedFeature.stats`: for a Data by name, for a HeteroData by type
         and then by name.
     """
     check_data(data)
-    return _by_place((c, c.value.feature.stats()) for c in columns_of(data) if is_compressed(c))
+    return _by_type((c, c.value.feature.stats()) for c in columns_of(data) if is_compressed(c))
 
 
 def raw_columns(data: Any) -> dict[Any, Any]:
@@ -229,18 +230,18 @@ def raw_columns(data: Any) -> dict[Any, Any]:
     Returns
     -------
     dict
-        Why `compress_features` without names would leave them, empty for those that it would not:
-        for a Data by name, for a HeteroData by type and then by name.
+        Why `compress_features` without names leaves them alone, "" if it does not: for a Data by
+        name, for a HeteroData by type and then by name.
     """
     check_data(data)
     raw = [(column, why_raw(column)) for column in columns_of(data) if not is_compressed(column)]
-    return _by_place([*raw, *other_columns(data)])
+    return _by_type([*raw, *other_columns(data)])
 
 
-def _by_place(values: Iterable[tuple[Column, Any]]) -> dict[Any, Any]:
+def _by_type(values: Iterable[tuple[Column, Any]]) -> dict[Any, Any]:
     """Return values by name or, where there are types, by type and name."""
     found: dict[Any, Any] = {}
     for column, value in values:
         flat = column.store._key is None
-        (found if flat else found.setdefault(column.place, {}))[column.name] = value
+        (found if flat else found.setdefault(column.type, {}))[column.name] = value
     return found

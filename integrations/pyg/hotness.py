@@ -1,4 +1,4 @@
-"""Which rows of nodes and edges a loader asks for most, for caches of their features."""
+"""Orders of node and edge rows by how often a loader reads them, for caches of features."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from torch_geometric.utils import to_edge_index
 
 from bitslab import hotness as orders
 from bitslab.errors import ArgumentError, ArgumentTypeError
-from bitslab.integrations.pyg.columns import Column, Place
+from bitslab.integrations.pyg.columns import Column, GraphType
 
-#: "degree", scores, scores by place, or what returns scores for a graph and a place.
+#: "degree", scores, scores by type, or a function of a graph and a type that returns scores.
 Hotness: TypeAlias = (
-    "str | torch.Tensor | Mapping[Any, torch.Tensor] | Callable[[Any, Place], torch.Tensor]"
+    "str | torch.Tensor | Mapping[Any, torch.Tensor] | Callable[[Any, GraphType], torch.Tensor]"
 )
 
 
 def check_hotness(hotness: Any, columns: list[Column]) -> None:
-    """Refuse what says nothing about the hotness of these columns' rows."""
+    """Refuse a `hotness` that does not fit these columns."""
     if isinstance(hotness, str) and hotness != "degree":
         raise ArgumentError(f"hotness: {hotness!r}, accepted are 'degree', scores, or a function")
     if not (isinstance(hotness, (str, torch.Tensor, Mapping)) or callable(hotness)):
@@ -28,10 +28,10 @@ def check_hotness(hotness: Any, columns: list[Column]) -> None:
             f"hotness: a {type(hotness).__name__}, expected 'degree', a tensor of scores, a "
             "mapping from types to such tensors, or a function"
         )
-    places = list(dict.fromkeys(column.place for column in columns))
-    if isinstance(hotness, torch.Tensor) and len(places) > 1:
+    types = list(dict.fromkeys(column.type for column in columns))
+    if isinstance(hotness, torch.Tensor) and len(types) > 1:
         raise ArgumentError(
-            f"hotness: one tensor for rows of {places}; give a mapping from these to tensors"
+            f"hotness: one tensor for rows of {types}; give a mapping from these to tensors"
         )
 
 
@@ -43,7 +43,7 @@ def hot_ids(data: Any, column: Column, hotness: Any) -> torch.Tensor:
     data : Data or HeteroData
         The graph.
     column : Column
-        Of nodes or edges.
+        A column of nodes or edges.
     hotness : str, torch.Tensor, mapping or function
         As in `compress_features`.
 
@@ -58,13 +58,13 @@ def hot_ids(data: Any, column: Column, hotness: Any) -> torch.Tensor:
         When there is not one score for each row, or the graph has no edges to count.
     """
     if isinstance(hotness, Mapping):
-        hotness = hotness.get(column.place, "degree")
+        hotness = hotness.get(column.type, "degree")
     if isinstance(hotness, str):
         scores = _degrees(data, column)
     elif isinstance(hotness, torch.Tensor):
         scores = hotness
     else:
-        scores = hotness(data, column.place)
+        scores = hotness(data, column.type)
     order = orders.by_scores(scores)
     if len(order) != len(column.value):
         raise ArgumentError(
@@ -74,27 +74,27 @@ def hot_ids(data: Any, column: Column, hotness: Any) -> torch.Tensor:
 
 
 def _degrees(data: Any, column: Column) -> torch.Tensor:
-    """Score the rows by how often a sampler meets them that draws neighbours.
+    """Return scores of how often a neighbour sampler reads each row.
 
-    It walks from a node to the sources of the edges that lead to it. So a node is met as often as
-    it is a source. An edge can be drawn when its target is met, as a source or as a seed, and is
-    one of those that lead there, of which a fixed number is drawn: (1 + times the target is a
-    source) / edges of this type that lead to the target.
+    A sampler walks from a node to the sources of its incoming edges. So a node is sampled as often
+    as it is a source: its score is its out-degree. An edge can be sampled when its target is, as a
+    source or as a seed, and a fixed number of the target's incoming edges is drawn: its score is
+    (1 + out-degree) / in-degree of the target, the in-degree over edges of this type.
     """
     if not column.of_edges:
-        return _times_source(data, column.place, len(column.value))
+        return _out_degrees(data, column.type, len(column.value))
     _, targets = _edges(column.store)
-    place = "nodes" if isinstance(data, Data) else column.place[-1]
-    n_targets = data.num_nodes if isinstance(data, Data) else data[place].num_nodes
-    met = 1 + _times_source(data, place, n_targets)
-    return (met / torch.bincount(targets, minlength=n_targets).clamp(min=1))[targets]
+    type_ = "nodes" if isinstance(data, Data) else column.type[-1]
+    n_targets = data.num_nodes if isinstance(data, Data) else data[type_].num_nodes
+    sampled = 1 + _out_degrees(data, type_, n_targets)
+    return (sampled / torch.bincount(targets, minlength=n_targets).clamp(min=1))[targets]
 
 
-def _times_source(data: Any, place: Place, n_nodes: int) -> torch.Tensor:
+def _out_degrees(data: Any, type_: GraphType, n_nodes: int) -> torch.Tensor:
     stores = [data._store] if isinstance(data, Data) else data.edge_stores
     counts = torch.zeros(n_nodes, dtype=torch.int64)
     for store in stores:
-        if store._key is None or store._key[0] == place:
+        if store._key is None or store._key[0] == type_:
             sources, _ = _edges(store)
             counts += torch.bincount(sources, minlength=n_nodes)
     return counts

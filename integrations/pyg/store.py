@@ -16,12 +16,12 @@ from bitslab.errors import ArgumentError, ArgumentTypeError, BitslabError, Index
 from bitslab.tables import Layout, RowsFuture, row_ids
 from bitslab.tensors import FeatureTensor
 
-#: Scores for the rows of every tensor, those by group, or what returns them for a TensorAttr.
+#: Scores for the rows of every tensor, scores by group, or a function of a TensorAttr.
 Scores: TypeAlias = "torch.Tensor | Mapping[Any, torch.Tensor] | Callable[[Any], torch.Tensor]"
 
 
 class UnknownTensorError(ArgumentError, KeyError):
-    """No tensor of this group and name was put into the store."""
+    """The store has no tensor of this group and name."""
 
     __str__ = Exception.__str__  # a KeyError shows its message quoted
 
@@ -34,7 +34,7 @@ class _Entry:
     feature : CompressedFeature
         Its rows.
     ids : torch.Tensor, optional
-        int64 ``[N]``, whose rows they are; row i is that of id i when left out.
+        int64 ``[N]``, the id of each row; 0 to N - 1 when left out.
     """
 
     def __init__(self, feature: CompressedFeature, ids: torch.Tensor | None) -> None:
@@ -43,52 +43,52 @@ class _Entry:
         self.ordered = None if ids is None else torch.sort(ids)
 
     def numbers(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return which rows of the feature those of some ids are."""
+        """Return the rows of the feature, by number, that belong to ids."""
         if self.ordered is None:
             return ids
         here = ids.cpu()
         if not len(self.ordered.values):
             found = torch.zeros(0, dtype=torch.bool)
         else:
-            places = torch.searchsorted(self.ordered.values, here)
-            places.clamp_(max=len(self.ordered.values) - 1)
-            found = self.ordered.values[places] == here
+            positions = torch.searchsorted(self.ordered.values, here)
+            positions.clamp_(max=len(self.ordered.values) - 1)
+            found = self.ordered.values[positions] == here
         if len(here) and not (len(found) and bool(found.all())):
             missing = here[~found] if len(found) else here
             raise IndexRangeError(f"index: no row was put for id {int(missing[0])}")
-        return self.ordered.indices[places].to(ids.device) if len(here) else ids
+        return self.ordered.indices[positions].to(ids.device) if len(here) else ids
 
 
 class CompressedFeatureStore(FeatureStore):  # type: ignore[misc]
     """A feature store of PyG that keeps its tensors compressed.
 
-    It goes where a `torch_geometric.data.FeatureStore` goes, such as
+    Use it like any `torch_geometric.data.FeatureStore`, as in
     ``NodeLoader((feature_store, graph_store), sampler, ...)``, homogeneous (``group_name=None``) or
     heterogeneous, with worker processes, which share its memory, or without. All tensors of a batch
-    are asked for together, then awaited.
+    are requested together, then awaited.
 
     **Edge features** have an edge type as their group; in a homogeneous graph ``(None, None)``,
-    as in `torch_geometric.distributed`. PyG's loaders fetch node features alone from a feature
-    store (they ask for the rows of the batch's nodes in every tensor that `get_all_tensor_attrs`
-    lists, so that edge features are not in this list): `FetchFeatures(store)`, as the loader's
+    as in `torch_geometric.distributed`. PyG's loaders fetch only node features from a feature
+    store (they request the rows of the batch's nodes of every tensor that `get_all_tensor_attrs`
+    lists, so edge features are not in this list): `FetchFeatures(store)`, as the loader's
     ``transform`` or after it, adds those of the batch's edges, ``batch.e_id``.
 
     **Index.** ``put_tensor(t, group, name, index=None)`` gives a row for each node. With an index
-    (ids ``[n]``, a bool mask or a slice) of a tensor that is there it replaces those rows; of a new
-    one it says whose rows these are. ``get_tensor`` takes None or ``slice(None)`` (all rows: a
-    `FeatureTensor`, which decodes what it is asked for), a slice, a tensor or array of ids, a bool
-    mask, or an int, which gives one row without the first dimension. ``update_tensor`` replaces all
-    rows (None) or those of the index. Features never change in place: to replace rows the tensor is
-    packed anew, so that batches under way keep the old values.
+    (ids ``[n]``, a bool mask or a slice) it replaces those rows of an existing tensor; for a new
+    one it gives the ids of the rows. ``get_tensor`` takes None or ``slice(None)`` (all rows: a
+    `FeatureTensor`, which decodes rows when they are read), a slice, a tensor or array of ids, a
+    bool mask, or an int, which gives one row without the first dimension. ``update_tensor``
+    replaces all rows (None) or those of the index. Features never change in place: to replace rows
+    the tensor is repacked, so that batches in flight keep the old values.
 
     Parameters
     ----------
     codec, layout, cache_bytes, cache_ratio, cache_codec, group
-        Of every tensor that is put; as in `compress_features`.
+        For every tensor that is put; as in `compress_features`.
     device : torch.device or str, optional
-        Where rows are wanted. When given, batches get their rows there, whichever device the ids
-        are on; but in a worker process on the CPU. When left out, rows follow the ids, and a cache
-        is on the current GPU, or the CPU where there is none.
+        Where rows go, whichever device the ids are on; in a worker process always to the CPU. When
+        left out, rows go to the device of the ids, and a cache is on the current GPU, or the CPU
+        where there is none.
     hotness : torch.Tensor, mapping or function, optional
         Scores of the rows for the cache: a tensor ``[N]`` for all, a mapping from groups to
         tensors, or a function of a TensorAttr. The order of the rows when left out.
@@ -133,7 +133,7 @@ class CompressedFeatureStore(FeatureStore):  # type: ignore[misc]
         }
         self._entries: dict[tuple[Any, Any], _Entry] = {}
 
-    # What PyG calls
+    # PyG's interface
 
     def _put_tensor(self, tensor: Any, attr: Any) -> bool:
         key = (attr.group_name, attr.attr_name)
@@ -167,12 +167,12 @@ class CompressedFeatureStore(FeatureStore):  # type: ignore[misc]
 
     def _multi_get_tensor(self, attrs: list[Any]) -> list[torch.Tensor]:
         entries = [self._entry(attr) for attr in attrs]
-        asked = [
+        futures = [
             None if _is_all(attr.index) else self._fetch(entry, attr.index)
             for entry, attr in zip(entries, attrs, strict=True)
         ]
         got: list[torch.Tensor] = []
-        for entry, attr, future in zip(entries, attrs, asked, strict=True):
+        for entry, attr, future in zip(entries, attrs, futures, strict=True):
             rows = FeatureTensor(entry.feature) if future is None else future.wait()
             got.append(rows[0] if _is_number(attr.index) else rows)
         return got
@@ -181,21 +181,21 @@ class CompressedFeatureStore(FeatureStore):  # type: ignore[misc]
         return self._entries.pop((attr.group_name, attr.attr_name), None) is not None
 
     def update_tensor(self, tensor: Any, *args: Any, **kwargs: Any) -> bool:
-        """Replace a tensor that is there, or the rows of an index.
+        """Replace an existing tensor, or the rows of an index.
 
         Parameters
         ----------
         tensor : torch.Tensor or numpy.ndarray
             The new rows.
         *args, **kwargs
-            Of a TensorAttr: group, name, index.
+            As for a TensorAttr: group, name, index.
 
         Raises
         ------
         UnknownTensorError
             When there is no such tensor; it is a KeyError.
         ArgumentError, ArgumentTypeError, IndexRangeError
-            When the rows or the index do not fit; nothing was changed then.
+            When the rows or the index do not fit; the store is unchanged then.
         """
         attr = self._tensor_attr_cls.cast(*args, **kwargs)
         self._entry(attr)
@@ -213,17 +213,17 @@ class CompressedFeatureStore(FeatureStore):  # type: ignore[misc]
         return (len(_ids(attr.index, shape[0])), *shape[1:])
 
     def get_all_tensor_attrs(self) -> list[Any]:
-        """Return group and name of every tensor of nodes; those of edges are not for loaders."""
+        """Return group and name of every node tensor; loaders cannot use those of edges."""
         return [self._attr(*key) for key in self._entries if not _is_edge_group(key[0])]
 
-    # More
+    # Additions to PyG's interface
 
     def edge_tensor_attrs(self) -> list[Any]:
-        """Return group and name of every tensor of edges."""
+        """Return group and name of every edge tensor."""
         return [self._attr(*key) for key in self._entries if _is_edge_group(key[0])]
 
     def feature(self, group_name: Any, attr_name: str) -> CompressedFeature:
-        """Return what holds the rows of a tensor.
+        """Return the feature of a tensor.
 
         Raises
         ------
@@ -244,7 +244,7 @@ class CompressedFeatureStore(FeatureStore):  # type: ignore[misc]
         return entry.feature.fetch(entry.numbers(ids), device)
 
     def stats(self) -> dict[tuple[Any, Any], dict[str, Any]]:
-        """Return what `bitslab.CompressedFeature.stats` does, by group and name."""
+        """Return `bitslab.CompressedFeature.stats` of every tensor, by group and name."""
         return {key: entry.feature.stats() for key, entry in self._entries.items()}
 
     def __len__(self) -> int:
@@ -252,15 +252,15 @@ class CompressedFeatureStore(FeatureStore):  # type: ignore[misc]
         return len(self._entries)
 
     def __bool__(self) -> bool:
-        """Be true though empty, as other feature stores are."""
+        """Return True, also for an empty store, as other feature stores do."""
         return True
 
     def __repr__(self) -> str:
-        """Name the tensors and their ratios."""
+        """Return names and ratios of the tensors as text."""
         held = ", ".join(f"{key}: {e.feature.ratio:.2f}x" for key, e in self._entries.items())
         return f"{type(self).__name__}({held})"
 
-    # Parts of the above
+    # Internals
 
     def _attr(self, group_name: Any, attr_name: Any) -> Any:
         attr = self._tensor_attr_cls()
@@ -316,7 +316,7 @@ class CompressedFeatureStore(FeatureStore):  # type: ignore[misc]
         rows = feature.table.decoded(0, len(feature))
         if tensor.requires_grad:
             raise ArgumentError("tensor: requires a gradient, which packed rows cannot take")
-        # As bytes: what is copied as a number may lose the payload of a NaN.
+        # As bytes: copying numbers may lose the payload of a NaN.
         width = feature.table.row_bytes
         if width and len(ids):
             target = rows.view(len(rows), -1).view(torch.uint8)
@@ -340,9 +340,9 @@ def _is_edge_group(group_name: Any) -> bool:
 
 
 def _ids(index: Any, n_rows: int | None) -> torch.Tensor:
-    """Return ids ``[n]`` for an index; a slice or mask needs the number of rows there are.
+    """Return ids ``[n]`` for an index; `n_rows` bounds slices and masks.
 
-    Without one a slice needs a stop, and a mask is as long as it is.
+    For None a slice needs a stop, and a mask may have any length.
     """
     if isinstance(index, np.ndarray):
         index = torch.from_numpy(index)

@@ -3,9 +3,9 @@
 ``pytest -p bitslab.integrations.pyg.testing --bitslab-compress-features ...`` runs any tests that
 way: each floating-point tensor with a dimension and without gradient that is set on a `Data` or
 `HeteroData` becomes a `FeatureTensor`, until ``requires_grad_`` of its graph or store asks for a
-gradient. Warnings of decoded copies are left out: nobody chose to compress. What then differs is
-told by the tests: in-place writes to features raise, and a feature
-does not share memory, strides or identity with the tensor that it was made of.
+gradient. Warnings of decoded copies are ignored: the tests did not choose to compress. Tests then
+fail only where features differ from tensors: in-place writes to features raise, and a feature does
+not share memory, strides or identity with the tensor that it was made of.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from bitslab import CompressedFeature, InvariantCodec
 from bitslab.tensors import FeatureTensor
 
 OPTION = "--bitslab-compress-features"
-#: Smaller tensors are packed with a plan that is not searched for, and masks of the first tensor of
-#: their kind: suites set thousands of tensors of a few numbers.
+#: Smaller tensors are packed with a fixed plan, and with the masks of the first tensor of their
+#: shape and dtype: suites set thousands of tensors of a few numbers.
 PLANNED_BYTES = 1 << 16
 PLAN: dict[str, Any] = {"code_bits": 1, "grouped": False, "uniform": True, "threshold": 0.9}
 
@@ -47,7 +47,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Compress from now on, if asked to."""
+    """Compress from now on, if the option is given."""
     if config.getoption(OPTION):
         config.addinivalue_line("filterwarnings", "ignore::bitslab.DecodedCopyWarning")
         _allow_open_files()
@@ -57,22 +57,22 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_unconfigure() -> None:
-    """Leave PyG as it was."""
+    """Restore PyG's methods."""
     BaseStorage.__setitem__ = _plain_setitem
     for holder, plain in _plain_requires_grad.items():
         holder.requires_grad_ = plain
 
 
 def pytest_report_header(config: pytest.Config) -> str:
-    """Say whether features are compressed."""
-    state = "compressed" if config.getoption(OPTION) else "as they are"
+    """Return a line on whether features are compressed."""
+    state = "compressed" if config.getoption(OPTION) else "not compressed"
     return f"bitslab: float features of PyG graphs are {state}"
 
 
 def _allow_open_files() -> None:
     """Raise this process's limit of open files as far as it may: a feature holds a few.
 
-    The usual 1024 do for some 170 features, and suites keep lists of hundreds of graphs.
+    The usual 1024 are enough for some 170 features; suites keep lists of hundreds of graphs.
     """
     try:
         import resource
@@ -88,7 +88,7 @@ def _set_compressed(storage: Any, key: str, value: Any) -> None:
 
 
 def _requiring_plain(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Decode features for good before they take gradients, as those that do are not compressed."""
+    """Replace features by plain tensors before they take gradients."""
 
     def requires_grad_(holder: Any, *names: str, requires_grad: bool = True) -> Any:
         for storage in [holder] if isinstance(holder, BaseStorage) else holder.stores:
@@ -101,7 +101,7 @@ def _requiring_plain(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def wrapped(value: Any) -> Any:
-    """Return a FeatureTensor for a float tensor that can be one; everything else as it is."""
+    """Return a FeatureTensor for a float tensor that can be one; everything else unchanged."""
     if (
         not isinstance(value, torch.Tensor)
         or isinstance(value, (FeatureTensor, torch.nn.Parameter))

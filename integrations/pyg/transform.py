@@ -1,4 +1,4 @@
-"""FetchFeatures: features of a batch, on the device where they are wanted."""
+"""FetchFeatures: adds features to a batch, on the training device."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from torch_geometric.transforms import BaseTransform
 
 from bitslab.devices import checked_device
 from bitslab.errors import ArgumentError, ArgumentTypeError, BitslabError
-from bitslab.integrations.pyg.columns import Names, Place, check_data
+from bitslab.integrations.pyg.columns import GraphType, Names, check_data
 from bitslab.integrations.pyg.compress import compressed_columns
 from bitslab.integrations.pyg.store import CompressedFeatureStore
 from bitslab.tables import RowsFuture
 from bitslab.tensors import FeatureTensor
 
-Source: TypeAlias = "Data | HeteroData | CompressedFeatureStore"
+FeatureSource: TypeAlias = "Data | HeteroData | CompressedFeatureStore"
 
 
 @dataclass(frozen=True)
 class _Wanted:
-    """A tensor to fetch; `place` is a type, or "nodes" or "edges" of a graph without types."""
+    """A tensor to fetch; `type` is "nodes" or "edges" for a graph without types."""
 
-    place: Place
+    type: GraphType
     name: str
     of_edges: bool
     source: Any  # a CompressedFeatureStore and the group in it, or a CompressedFeature
@@ -40,30 +40,29 @@ class _Wanted:
 class FetchFeatures(BaseTransform):  # type: ignore[misc]
     """A transform that adds the features of a batch's nodes and edges, decoded on their device.
 
-    The loader samples alone, without features; then the rows of ``batch.n_id``, and of
-    ``batch.e_id`` for edge features, are fetched where the batch is trained on. On a GPU they cross
-    the link packed and are decoded there, or come from the cache. All tensors are asked for first
-    and awaited then::
+    The loader only samples; then the rows of ``batch.n_id``, and of ``batch.e_id`` for edge
+    features, are fetched to the device of the training. For a GPU they cross the link packed and
+    are decoded there, or come from the cache. All tensors are requested first, then awaited::
 
         compress_features(data, cache_ratio=0.01)
-        fetch = FetchFeatures.detach(data, device="cuda")  # data has no x now
+        fetch = FetchFeatures.detach(data, device="cuda")  # data.x is removed
         for batch in NeighborLoader(data, ...):
-            batch = fetch(batch.to("cuda"))  # and batch has one
+            batch = fetch(batch.to("cuda"))  # adds batch.x
 
     On the CPU, and where the loader has no workers or ``filter_per_worker=False``, it can be the
     loader's ``transform`` too. In worker processes, which must not use a GPU, it fetches to the CPU
-    when `device` is left out, and says so when `device` is a GPU.
+    when `device` is left out, and raises an error when `device` is a GPU.
 
     Parameters
     ----------
     source : Data, HeteroData or CompressedFeatureStore
-        Compressed features. Of a Data or HeteroData they are taken when this is made: what happens
-        to it later changes nothing here.
+        Compressed features. Those of a Data or HeteroData are taken at construction: later changes
+        of the graph have no effect.
     names : str, list of str, or dict, optional
         What to fetch; as in `compress_features`. When left out: all compressed features, except
-        that what a batch has already is not fetched again.
+        those that a batch has already.
     device : torch.device or str, optional
-        Where the rows are wanted; where the batch's ids are when left out.
+        Where the rows go; the device of the batch's ids when left out.
 
     Raises
     ------
@@ -73,7 +72,7 @@ class FetchFeatures(BaseTransform):  # type: ignore[misc]
 
     def __init__(
         self,
-        source: Source,
+        source: FeatureSource,
         names: Names = None,
         device: torch.device | str | None = None,
     ) -> None:
@@ -90,7 +89,7 @@ class FetchFeatures(BaseTransform):  # type: ignore[misc]
         if not columns:
             raise ArgumentError("source: holds no compressed feature; call compress_features first")
         self._wanted = [
-            _Wanted(column.place, column.name, column.of_edges, column.value.feature)
+            _Wanted(column.type, column.name, column.of_edges, column.value.feature)
             for column in columns
         ]
 
@@ -113,7 +112,7 @@ class FetchFeatures(BaseTransform):  # type: ignore[misc]
         Returns
         -------
         FetchFeatures
-            What adds them to batches.
+            The transform that adds them to batches.
         """
         fetch = cls(data, names, device)
         for column in compressed_columns(data, names):
@@ -123,12 +122,12 @@ class FetchFeatures(BaseTransform):  # type: ignore[misc]
         return fetch
 
     def attach(self, data: Data | HeteroData) -> Data | HeteroData:
-        """Put the features into a graph again that `detach` took out; returns the same graph."""
+        """Put features that `detach` took out into a graph again; return the same graph."""
         check_data(data)
         for wanted in self._wanted:
             if isinstance(wanted.source, CompressedFeatureStore):
                 raise ArgumentTypeError("attach: these features belong to a feature store")
-            store = data._store if isinstance(data, Data) else data[wanted.place]
+            store = data._store if isinstance(data, Data) else data[wanted.type]
             store[wanted.name] = FeatureTensor(wanted.source)
         return data
 
@@ -138,21 +137,21 @@ class FetchFeatures(BaseTransform):  # type: ignore[misc]
         Parameters
         ----------
         data : Data or HeteroData
-            A batch with ``n_id``, and ``e_id`` for edge features, as PyG's loaders make it.
+            A batch with ``n_id``, and ``e_id`` for edge features, as from PyG's loaders.
 
         Returns
         -------
         Data or HeteroData
-            A shallow copy with the features. Types that the batch does not have are left out.
+            A shallow copy with the features. Types that the batch does not have are skipped.
 
         Raises
         ------
         ArgumentError
             When the batch lacks the ids.
         IndexRangeError
-            When an id is beyond the features.
+            When an id is out of range.
         BitslabError
-            When rows are wanted on a GPU in a worker process.
+            When rows go to a GPU in a worker process.
         """
         check_data(data)
         device = self._device
@@ -163,54 +162,54 @@ class FetchFeatures(BaseTransform):  # type: ignore[misc]
                     "call it on the batches that the loader gives, or make the loader with "
                     "filter_per_worker=False, whose transform runs in the training process"
                 )
-        asked: list[tuple[Any, str, RowsFuture]] = []
+        futures: list[tuple[Any, str, RowsFuture]] = []
         for wanted in self._wanted if self._store is None or self._always else self._of_store():
-            store = self._part_of(data, wanted)
+            store = self._store_in(data, wanted)
             if store is None or (wanted.name in store and not self._always):
                 continue
             key = "e_id" if wanted.of_edges else "n_id"
             ids = store.get(key)
             if ids is None:
                 raise ArgumentError(
-                    f"batch: has no {key} for {wanted.name!r} of {wanted.place!r}, which says "
+                    f"batch: has no {key} for {wanted.name!r} of {wanted.type!r}, which says "
                     "whose features these are; loaders that sample give it"
                 )
-            asked.append((store, wanted.name, wanted.fetch(ids, device)))
-        for store, name, future in asked:
+            futures.append((store, wanted.name, wanted.fetch(ids, device)))
+        for store, name, future in futures:
             store[name] = future.wait()
         return data
 
     def stats(self) -> dict[Any, dict[str, Any]]:
-        """Return what `bitslab.CompressedFeature.stats` does, by type and name."""
+        """Return `bitslab.CompressedFeature.stats` of each feature, by type and name."""
         if self._store is not None:
             return self._store.stats()
-        return {(w.place, w.name): w.source.stats() for w in self._wanted}
+        return {(w.type, w.name): w.source.stats() for w in self._wanted}
 
     def __repr__(self) -> str:
-        """Name what is fetched and where to."""
-        names = [f"{w.name} of {w.place}" for w in self._wanted] or ["all of the store"]
+        """Return the fetched features and their device as text."""
+        names = [f"{w.name} of {w.type}" for w in self._wanted] or ["all of the store"]
         where = "where the ids are" if self._device is None else str(self._device)
         return f"FetchFeatures({', '.join(names)}; {where})"
 
     @staticmethod
-    def _part_of(data: Any, wanted: _Wanted) -> Any:
-        """Return the store of a batch that the features belong into; None where it has none."""
+    def _store_in(data: Any, wanted: _Wanted) -> Any:
+        """Return the store of a batch that the features belong to; None where it has none."""
         if isinstance(data, Data):
-            return data._store if wanted.place in ("nodes", "edges") else None
+            return data._store if wanted.type in ("nodes", "edges") else None
         types = data.edge_types if wanted.of_edges else data.node_types
-        return data[wanted.place] if wanted.place in types else None
+        return data[wanted.type] if wanted.type in types else None
 
     def _of_store(self) -> list[_Wanted]:
-        """Return what a store holds now, or what was named of it."""
+        """Return the current tensors of the feature store, or the named ones."""
         store = self._store
         assert store is not None
         all_of_it = []
         for attr in [*store.get_all_tensor_attrs(), *store.edge_tensor_attrs()]:
             group, of_edges = attr.group_name, isinstance(attr.group_name, tuple)
-            place = group
+            type_ = group
             if group is None or group == (None, None):
-                place = "edges" if of_edges else "nodes"
-            all_of_it.append(_Wanted(place, attr.attr_name, of_edges, store, group))
+                type_ = "edges" if of_edges else "nodes"
+            all_of_it.append(_Wanted(type_, attr.attr_name, of_edges, store, group))
         if not self._always:
             return all_of_it
         return _named(all_of_it, self._names)
@@ -223,9 +222,9 @@ def _named(there: list[_Wanted], names: Any) -> list[_Wanted]:
         pairs += [(group, name) for name in ([some] if isinstance(some, str) else some)]
     chosen = []
     for group, name in pairs:
-        found = [w for w in there if w.name == name and (group is None or w.place == group)]
+        found = [w for w in there if w.name == name and (group is None or w.type == group)]
         if not found:
-            known = [(w.place, w.name) for w in there]
+            known = [(w.type, w.name) for w in there]
             raise ArgumentError(f"names: {name!r} is not in the store; there are {known}")
         chosen += found
     return chosen

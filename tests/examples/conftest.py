@@ -48,15 +48,15 @@ def train(tmp_path: Path) -> Any:
     """Run a script; give its exit status and what it wrote as JSON."""
 
     def train(script: Any, *arguments: str) -> tuple[int, Any]:
-        told = tmp_path / "told.json"
-        status = script.main([*arguments, "--json", str(told), "--device", "cpu"])
-        return status, json.loads(told.read_text())
+        json_file = tmp_path / "report.json"
+        status = script.main([*arguments, "--json", str(json_file), "--device", "cpu"])
+        return status, json.loads(json_file.read_text())
 
     return train
 
 
 def made() -> dict[str, Any]:
-    """Make what the files hold: words and labels of the nodes, who is whose neighbour."""
+    """Make what the files hold: words and labels of the nodes, and their neighbours."""
     rng = np.random.default_rng(0)
     words = rng.random((N_NODES, N_WORDS)) < 0.2
     labels = np.arange(N_NODES) % N_CLASSES

@@ -80,12 +80,12 @@ def test_files_that_do_not_fit_each_other(planetoid: Path, tmp_path: Path, part:
     if part == "test.index":
         lines = path.read_text().split()
         path.write_text("\n".join([*lines[1:], lines[1]]))
-        told = "named twice"
+        report = "named twice"
     else:
         other = {"ally": "ty", "tx": "allx", "ty": "ally"}[part]
         shutil.copy(tmp_path / f"ind.citeseer.{other}", path)
-        told = "rows where"
-    with pytest.raises(DatasetError, match=rf"{part} cannot be read .*{told}"):
+        report = "rows where"
+    with pytest.raises(DatasetError, match=rf"{part} cannot be read .*{report}"):
         datasets.load("citeseer", tmp_path, no_loader)
 
 
@@ -153,15 +153,15 @@ def test_digits_are_linked_both_ways() -> None:
 
 def test_scaled_up_graph_has_hubs_and_real_rows(planetoid: Path) -> None:
     graph = datasets.load("citeseer", planetoid, no_loader)
-    told = []
-    big = datasets.scaled_up(graph, 5000, 20, 7, lambda done, total: told.append((done, total)))
+    calls = []
+    big = datasets.scaled_up(graph, 5000, 20, 7, lambda done, total: calls.append((done, total)))
     assert big.n_nodes == len(big.x) == len(big.y) == 5000
-    assert told[-1] == (50_000, 50_000)
+    assert calls[-1] == (50_000, 50_000)
     degrees = big.indptr.diff()
     # Some edges are drawn twice.
     assert 17 < big.n_edges / 5000 < 20
     assert degrees.max() > 12 * degrees.median()
-    # Those with the highest degrees lie anywhere.
+    # Nodes of high degree are spread over all ids.
     assert degrees[:2500].sum() == pytest.approx(big.n_edges / 2, rel=0.2)
     pairs = big.indices * 5000 + big.targets
     assert len(pairs.unique()) == big.n_edges
@@ -185,7 +185,7 @@ def test_graph_whose_labels_do_not_fit() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (
             ["--dataset", "Nonsense"],
@@ -196,16 +196,16 @@ def test_graph_whose_labels_do_not_fit() -> None:
     ],
 )
 def test_refused_with_exit_status_2(
-    script: Any, capsys: pytest.CaptureFixture[str], arguments: list[str], told: str
+    script: Any, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
     assert script.main([*arguments, "--device", "cpu"]) == 2
     printed = capsys.readouterr()
     assert not printed.out
-    assert re.search(told, " ".join(printed.err.split()))
+    assert re.search(message, " ".join(printed.err.split()))
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (["--fanouts", "0"], "--fanouts: 0, accepted are numbers from 1 on, and -1"),
         (["--cache-ratio", "2"], "--cache-ratio: 2, accepted are numbers above 0 and up to 1"),
@@ -213,7 +213,7 @@ def test_refused_with_exit_status_2(
         (["--lr", "0"], "--lr: 0, accepted are numbers above 0"),
         (["--device", "abacus"], "--device: abacus, accepted are cpu and cuda"),
         (["--device", "cuda:99"], "--device: cuda:99, but torch sees"),
-        (["--json", "/nowhere/told.json"], "--json: /nowhere/told.json: /nowhere is no folder"),
+        (["--json", "/nowhere/report.json"], "--json: /nowhere/report.json: /nowhere is no folder"),
         (["--plot", "/"], "--plot: / is a folder"),
         (["--plot", "ways.txt"], "--plot: ways.txt: accepted are names in .avif"),
         (["--plot", "ways"], "--plot: ways: accepted are names in .avif"),
@@ -221,12 +221,12 @@ def test_refused_with_exit_status_2(
     ],
 )
 def test_refused_options(
-    script: Any, capsys: pytest.CaptureFixture[str], arguments: list[str], told: str
+    script: Any, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
     with pytest.raises(SystemExit) as stopped:
         script.main(arguments)
     assert stopped.value.code == 2
-    assert told in " ".join(capsys.readouterr().err.split())
+    assert message in " ".join(capsys.readouterr().err.split())
 
 
 def test_one_gpu_for_several_ranks_is_refused(

@@ -60,45 +60,45 @@ WAYS: dict[str, list[str]] = {
 def test_auc_and_losses_are_equal_in_all_modes(
     script: Any, train: Any, options: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    status, told = train(script, *SMALL, *options, "--embedding", "all")
+    status, report = train(script, *SMALL, *options, "--embedding", "all")
     assert status == 0
-    assert told["all_equal"]
+    assert report["all_equal"]
     sparse = "--sparse" in options or "sparse-adam" in options
-    modes = [run["mode"] for run in told["runs"]]
+    modes = [run["mode"] for run in report["runs"]]
     assert modes == (["torch", "cached"] if sparse else HERE)
-    assert set(told["left_out"]) == set(MODES) - set(modes)
-    for run in told["runs"]:
-        assert numbers(run) == numbers(told["runs"][0])
+    assert set(report["left_out"]) == set(MODES) - set(modes)
+    for run in report["runs"]:
+        assert numbers(run) == numbers(report["runs"][0])
         assert len(losses(run)) == BATCHES
         (epoch,) = run["epochs"]
         assert epoch["lookups"] == BATCHES * 64 * 26
         assert epoch["lookups_per_s"] == pytest.approx(epoch["lookups"] / epoch["seconds"])
-        assert run["raw_bytes"] == told["runs"][0]["raw_bytes"] > 0
-    torch_run, cached = told["runs"][:2]
+        assert run["raw_bytes"] == report["runs"][0]["raw_bytes"] > 0
+    torch_run, cached = report["runs"][:2]
     assert (torch_run["epochs"][0]["hit_rate"], torch_run["ratio"]) == (None, 1)
     assert 0 < cached["epochs"][0]["hit_rate"] < 1
     assert cached["epochs"][0]["moved_bytes"] > 0
     out = capsys.readouterr().out
     assert f"{BATCHES} batches, {len(modes)} ways: equal to the last bit" in out
-    for mode in told["left_out"]:
+    for mode in report["left_out"]:
         assert f"left out: {mode}: " in out
 
 
 def test_training_learns(script: Any, train: Any) -> None:
-    status, told = train(script, "--lines", "12000", "--scale", "1e-4", "--embedding", "torch")
+    status, report = train(script, "--lines", "12000", "--scale", "1e-4", "--embedding", "torch")
     assert status == 0
-    (run,) = told["runs"]
-    assert told["tested_lines"] == 1200
+    (run,) = report["runs"]
+    assert report["tested_lines"] == 1200
     assert losses(run)[-1] < losses(run)[0]
     assert run["epochs"][0]["auc"] > 0.65
 
 
 def test_a_seed_gives_the_same_again_and_another_does_not(script: Any, train: Any) -> None:
-    told = [
+    report = [
         numbers(train(script, *SMALL, "--embedding", "torch", "--seed", seed)[1]["runs"][0])
         for seed in "001"
     ]
-    assert told[0] == told[1] != told[2]
+    assert report[0] == report[1] != report[2]
 
 
 def test_a_bit_that_differs_is_told(
@@ -112,20 +112,20 @@ def test_a_bit_that_differs_is_told(
         return pooled + torch.nn.functional.one_hot(torch.tensor(0), pooled.shape[2]) * 1e-7
 
     monkeypatch.setattr(CachedTables, "look_up", look_up)
-    status, told = train(script, *SMALL, "--embedding", "torch", "cached")
+    status, report = train(script, *SMALL, "--embedding", "torch", "cached")
     assert status == 1
-    assert not told["all_equal"]
+    assert not report["all_equal"]
     assert f"{BATCHES} batches, 2 ways: DIFFERENT" in capsys.readouterr().out
 
 
 def test_training_that_diverges_is_valid_json(script: Any, train: Any, tmp_path: Path) -> None:
     options = ["--optimizer", "sgd", "--lr", "1e30", "--embedding", "torch", "cached"]
-    status, told = train(script, *SMALL, *options, "--epochs", "2")
+    status, report = train(script, *SMALL, *options, "--epochs", "2")
     assert status == 0
-    assert told["all_equal"]
-    assert losses(told["runs"][0])[-1] is None
-    assert "NaN" not in (tmp_path / "told.json").read_text()
-    assert told["settings"]["lr"] == 1e30
+    assert report["all_equal"]
+    assert losses(report["runs"][0])[-1] is None
+    assert "NaN" not in (tmp_path / "report.json").read_text()
+    assert report["settings"]["lr"] == 1e30
 
 
 def test_table_shows_what_the_json_says(
@@ -133,9 +133,9 @@ def test_table_shows_what_the_json_says(
 ) -> None:
     plot = tmp_path / "plot.png"
     options = ["--embedding", "cached", "--epochs", "2", "--plot", str(plot)]
-    _, told = train(script, *SMALL, *options)
+    _, report = train(script, *SMALL, *options)
     out = capsys.readouterr().out
-    (run,) = told["runs"]
+    (run,) = report["runs"]
     lines = [line for line in out.splitlines() if line.startswith("│")]
     cells = [[cell.strip() for cell in line.strip("│").split("│")] for line in lines]
     for row, epoch in zip(cells, run["epochs"], strict=True):
@@ -152,21 +152,25 @@ def test_table_shows_what_the_json_says(
 
 def test_json_on_the_output_is_all_of_it(script: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert script.main([*SMALL, "--embedding", "torch", "--device", "cpu", "--json", "-"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert [run["mode"] for run in told["runs"]] == ["torch"]
-    assert told["settings"]["embedding_dim"] == 8
-    assert told["tables"]["C3"] == 1013
+    report = json.loads(capsys.readouterr().out)
+    assert [run["mode"] for run in report["runs"]] == ["torch"]
+    assert report["settings"]["embedding_dim"] == 8
+    assert report["tables"]["C3"] == 1013
 
 
 def test_criteo_and_movielens_are_trained_on(script: Any, train: Any, tmp_path: Path) -> None:
     path = written(tmp_path / "log.tsv", lines_of_criteo())
     options = ["--embedding", "torch", "cached", "--batch-size", "9"]
-    status, told = train(script, "--data", str(path), "--max-rows", "4", *options)
+    status, report = train(script, "--data", str(path), "--max-rows", "4", *options)
     assert status == 0
-    assert (told["dataset"], told["lines"], told["settings"]["data"]) == ("log.tsv", 40, str(path))
-    assert set(told["tables"].values()) == {4}
-    status, told = train(script, "--data", str(path), "--lines", "30", *options)
-    assert (status, told["lines"]) == (0, 30)
+    assert (report["dataset"], report["lines"], report["settings"]["data"]) == (
+        "log.tsv",
+        40,
+        str(path),
+    )
+    assert set(report["tables"].values()) == {4}
+    status, report = train(script, "--data", str(path), "--lines", "30", *options)
+    assert (status, report["lines"]) == (0, 30)
 
     ratings = [f"{i % 5}\t{i % 7}\t{1 + i % 5}\t{i}\n" for i in range(40)]
     (tmp_path / "u.data").write_text("".join(ratings))
@@ -174,9 +178,9 @@ def test_criteo_and_movielens_are_trained_on(script: Any, train: Any, tmp_path: 
         "|".join([str(i), "a", "b", "c", "d", *"0101"[: i % 3].ljust(19, "0")]) for i in range(7)
     ]
     (tmp_path / "u.item").write_text("\n".join(films))
-    status, told = train(script, "--root", str(tmp_path), *options)
+    status, report = train(script, "--root", str(tmp_path), *options)
     assert status == 0
-    assert told["tables"] == {"user": 5, "film": 7, "genres": 19}
+    assert report["tables"] == {"user": 5, "film": 7, "genres": 19}
 
 
 def test_what_is_saved_is_the_same_in_all_modes(script: Any, tmp_path: Path) -> None:
@@ -248,14 +252,14 @@ BAD_OPTIONS = {
 }
 
 
-@pytest.mark.parametrize(("options", "told"), BAD_OPTIONS.values(), ids=BAD_OPTIONS)
+@pytest.mark.parametrize(("options", "message"), BAD_OPTIONS.values(), ids=BAD_OPTIONS)
 def test_options_that_are_refused(
-    script: Any, options: list[str], told: str, capsys: pytest.CaptureFixture[str]
+    script: Any, options: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as stopped:
         script.main(options)
     assert stopped.value.code == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_ways_that_need_what_is_not_installed(
@@ -305,11 +309,11 @@ def test_as_a_script() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", [[], ["--pipelined"]], ids=["plain", "pipelined"])
 def test_on_a_gpu(script: Any, options: list[str], tmp_path: Path) -> None:
-    told = tmp_path / "told.json"
+    json_file = tmp_path / "report.json"
     command = [*SMALL, *options, "--embedding", "torch", "cached", "--device", "cuda"]
     # Sums on a GPU have no fixed order, so losses may differ in their last bits.
-    assert script.main([*command, "--json", str(told)]) in (0, 1)
-    first, cached = json.loads(told.read_text())["runs"]
+    assert script.main([*command, "--json", str(json_file)]) in (0, 1)
+    first, cached = json.loads(json_file.read_text())["runs"]
     assert losses(cached) == pytest.approx(losses(first), rel=1e-4)
     assert 0 < cached["device_bytes"] < first["device_bytes"]
     assert first["host_bytes"] == 0 < cached["host_bytes"]

@@ -85,12 +85,12 @@ def test_criteo_is_read_as_python_reads_it(
     written(path, rows, form.get("delimiter", "\t"), form.get("end", "\n"))
     if form.get("cut"):
         path.write_bytes(path.read_bytes()[:-1])
-    told: list[tuple[int, int]] = []
-    clicks = read_criteo(path, 1000, report=lambda done, total: told.append((done, total)))
+    calls: list[tuple[int, int]] = []
+    clicks = read_criteo(path, 1000, report=lambda done, total: calls.append((done, total)))
     check_criteo(clicks, lines)
     assert (len(clicks), clicks.n_tested) == (N_LINES, 4)
-    assert told[-1] == (path.stat().st_size, path.stat().st_size)
-    assert [done for done, _ in told] == sorted(done for done, _ in told)
+    assert calls[-1] == (path.stat().st_size, path.stat().st_size)
+    assert [done for done, _ in calls] == sorted(done for done, _ in calls)
 
 
 @pytest.mark.parametrize("read_bytes", [300, 1 << 24], ids=["pieces", "whole"])
@@ -138,12 +138,12 @@ BAD_FIELDS = {
 }
 
 
-@pytest.mark.parametrize(("column", "text", "told"), BAD_FIELDS.values(), ids=BAD_FIELDS)
+@pytest.mark.parametrize(("column", "text", "message"), BAD_FIELDS.values(), ids=BAD_FIELDS)
 @pytest.mark.parametrize("read_bytes", [300, 1 << 24], ids=["pieces", "whole"])
 def test_criteo_names_the_line_that_is_wrong(
     column: int,
     text: str,
-    told: str,
+    message: str,
     read_bytes: int,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -153,12 +153,12 @@ def test_criteo_names_the_line_that_is_wrong(
     lines[2][column] = text
     with pytest.raises(ClicksError) as raised:
         read_criteo(written(tmp_path / "log.txt", lines), 1000)
-    assert told in str(raised.value)
+    assert message in str(raised.value)
     assert "a label, 13 integers and 26 categories" in str(raised.value)
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "message"),
     [
         (b"", "0 lines, which are too few"),
         (b"\t".join([b"1"] * 40) + b"\n", "1 lines, which are too few"),
@@ -166,9 +166,9 @@ def test_criteo_names_the_line_that_is_wrong(
     ],
     ids=["empty", "one line", "prose"],
 )
-def test_files_that_are_no_logs(content: bytes, told: str, tmp_path: Path) -> None:
+def test_files_that_are_no_logs(content: bytes, message: str, tmp_path: Path) -> None:
     (tmp_path / "log.txt").write_bytes(content)
-    with pytest.raises(ClicksError, match=told):
+    with pytest.raises(ClicksError, match=message):
         read_criteo(tmp_path / "log.txt", 1000)
 
 
@@ -187,7 +187,7 @@ GENRES = {1: [0, 5], 2: [], 7: [18]}
 
 @pytest.fixture
 def movielens(tmp_path: Path) -> Path:
-    """Write three files of three users and three films, each with one that nobody rated."""
+    """Write three files of three users and three films, each with one that has no rating."""
     ratings = [(5, 1, 5, 86_400), (3, 2, 3, 90_000), (5, 7, 4, 864_000), (9, 1, 1, 100_000)]
     (tmp_path / "ml-u.data").write_text(
         "".join("\t".join(map(str, rating)) + "\n" for rating in ratings)
@@ -241,12 +241,14 @@ BAD_FILES = {
 }
 
 
-@pytest.mark.parametrize(("name", "text", "told"), BAD_FILES.values(), ids=BAD_FILES)
-def test_movielens_files_that_are_wrong(name: str, text: str, told: str, movielens: Path) -> None:
+@pytest.mark.parametrize(("name", "text", "message"), BAD_FILES.values(), ids=BAD_FILES)
+def test_movielens_files_that_are_wrong(
+    name: str, text: str, message: str, movielens: Path
+) -> None:
     (movielens / name).write_text(text)
     with pytest.raises(ClicksError) as raised:
         read_movielens(movielens)
-    assert told in str(raised.value)
+    assert message in str(raised.value)
 
 
 def test_movielens_that_is_not_there(tmp_path: Path) -> None:
@@ -322,11 +324,11 @@ def test_ids_follow_the_law(rows: int, exponent: float) -> None:
 
 
 def test_drawn_clicks_are_the_same_for_a_seed() -> None:
-    told: list[int] = []
-    one = draw_clicks(500, 1e-4, 1.05, seed=3, report=lambda done, _: told.append(done))
+    calls: list[int] = []
+    one = draw_clicks(500, 1e-4, 1.05, seed=3, report=lambda done, _: calls.append(done))
     two = draw_clicks(500, 1e-4, 1.05, seed=3)
     other = draw_clicks(500, 1e-4, 1.05, seed=4)
-    assert told == list(range(1, 27))
+    assert calls == list(range(1, 27))
     assert torch.equal(one.dense, two.dense)
     assert torch.equal(one.labels, two.labels)
     assert all(

@@ -44,12 +44,12 @@ CASES: dict[str, list[str]] = {
 def test_lookups_are_those_of_torch(
     script: Any, train: Any, options: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    status, told = train(script, *SMALL, *options)
+    status, report = train(script, *SMALL, *options)
     assert status == 0
-    assert [run["mode"] for run in told["runs"]] == MODES
-    assert told["requests_that_differ"] == 0
-    assert told["requests_compared"] == 3 * 2 * 4
-    for run in told["runs"]:
+    assert [run["mode"] for run in report["runs"]] == MODES
+    assert report["requests_that_differ"] == 0
+    assert report["requests_compared"] == 3 * 2 * 4
+    for run in report["runs"]:
         assert [size["batch_size"] for size in run["sizes"]] == [16, 64]
         for size in run["sizes"]:
             assert size["requests"] == 4
@@ -57,11 +57,11 @@ def test_lookups_are_those_of_torch(
             times = [size[f"p{p}_seconds"] for p in (50, 90, 99)]
             assert 0 < times[0] <= times[1] <= times[2]
             assert size["request_p50_seconds"] > times[0]
-    raw, rows, packed, uncached = told["runs"]
+    raw, rows, packed, uncached = report["runs"]
     assert raw["ratio"] == 1
     for run in (rows, packed, uncached):
         assert (run["host_bytes"] < raw["host_bytes"]) == (
-            "inplace" not in told["settings"]["layout"]
+            "inplace" not in report["settings"]["layout"]
         )
     for run in (rows, packed):
         assert 0 < run["sizes"][0]["hit_rate"] < 1
@@ -82,8 +82,8 @@ def test_requests_are_of_fresh_ids(script: Any) -> None:
 
 
 def test_rows_that_are_asked_for_most_are_hot(script: Any, train: Any) -> None:
-    told = [train(script, *SMALL, "--counted", n, "--modes", "rows")[1] for n in ("1", "20000")]
-    rates = [one["runs"][1]["sizes"][1]["hit_rate"] for one in told]
+    report = [train(script, *SMALL, "--counted", n, "--modes", "rows")[1] for n in ("1", "20000")]
+    rates = [one["runs"][1]["sizes"][1]["hit_rate"] for one in report]
     assert rates[0] < rates[1]
     counts = script.counted(
         script.drawer(script.make_parser().parse_args(SMALL), {"a": 1000, "b": 50}, 13, None),
@@ -108,9 +108,9 @@ def test_a_row_that_differs_is_told(
         return pooled
 
     monkeypatch.setattr(UncachedTables, "look_up", look_up)
-    status, told = train(script, *SMALL, "--modes", "uncached")
+    status, report = train(script, *SMALL, "--modes", "uncached")
     assert status == 1
-    assert told["requests_that_differ"] == told["requests_compared"] + 2 * 2  # warm-ups too
+    assert report["requests_that_differ"] == report["requests_compared"] + 2 * 2  # warm-ups too
     assert "8 requests compared bit for bit with nn.EmbeddingBag: 12 DIFFER" in (
         capsys.readouterr().out
     )
@@ -124,13 +124,13 @@ def test_a_trained_model_is_served(script: Any, train: Any, tmp_path: Path) -> N
     saving = ["--save", str(path), "--device", "cpu"]
     assert trainer.main([*data, *training.split(), *saving]) == 0
     options = ["--checkpoint", str(path), "--batch-sizes", "8", "--repeats", "3"]
-    status, told = train(script, *options, *data)
+    status, report = train(script, *options, *data)
     assert status == 0
-    assert told["requests_from"] == "log.csv"
-    assert set(told["tables"].values()) == {5}
-    assert told["row_bytes"] == 32
-    status, told = train(script, *options)
-    assert (status, told["requests_from"]) == (0, "drawn")
+    assert report["requests_from"] == "log.csv"
+    assert set(report["tables"].values()) == {5}
+    assert report["row_bytes"] == 32
+    status, report = train(script, *options)
+    assert (status, report["requests_from"]) == (0, "drawn")
     status = script.main([*options, "--data", str(log), "--max-rows", "4", "--device", "cpu"])
     assert status == 2
 
@@ -139,14 +139,14 @@ def test_table_shows_what_the_json_says(
     script: Any, train: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     plot = tmp_path / "plot.png"
-    _, told = train(script, *SMALL, "--modes", "rows", "--plot", str(plot))
+    _, report = train(script, *SMALL, "--modes", "rows", "--plot", str(plot))
     out = capsys.readouterr().out
     cells = [
         [cell.strip() for cell in line.strip("│").split("│")]
         for line in out.splitlines()
         if line.startswith("│")
     ]
-    raw, rows = told["runs"]
+    raw, rows = report["runs"]
     assert cells[1][0] == "rows: hot rows as they are"
     assert cells[1][1:] == [
         f"{rows['host_bytes'] / 1e6:,.2f}",
@@ -195,14 +195,14 @@ BAD_OPTIONS = {
 }
 
 
-@pytest.mark.parametrize(("options", "told"), BAD_OPTIONS.values(), ids=BAD_OPTIONS)
+@pytest.mark.parametrize(("options", "message"), BAD_OPTIONS.values(), ids=BAD_OPTIONS)
 def test_options_that_are_refused(
-    script: Any, options: list[str], told: str, capsys: pytest.CaptureFixture[str]
+    script: Any, options: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as stopped:
         script.main(options)
     assert stopped.value.code == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 BAD_CHECKPOINTS: dict[str, tuple[Any, str]] = {
@@ -213,9 +213,9 @@ BAD_CHECKPOINTS: dict[str, tuple[Any, str]] = {
 }
 
 
-@pytest.mark.parametrize(("content", "told"), BAD_CHECKPOINTS.values(), ids=BAD_CHECKPOINTS)
+@pytest.mark.parametrize(("content", "message"), BAD_CHECKPOINTS.values(), ids=BAD_CHECKPOINTS)
 def test_files_that_are_no_checkpoints(
-    script: Any, content: Any, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    script: Any, content: Any, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "dlrm.pt"
     if isinstance(content, bytes):
@@ -223,7 +223,7 @@ def test_files_that_are_no_checkpoints(
     else:
         torch.save(content, path)
     assert script.main(["--checkpoint", str(path), "--device", "cpu"]) == 2
-    assert f"--checkpoint {path}: {told}" in capsys.readouterr().err
+    assert f"--checkpoint {path}: {message}" in capsys.readouterr().err
 
 
 def test_as_a_script_with_json_on_the_output() -> None:
@@ -238,16 +238,16 @@ def test_as_a_script_with_json_on_the_output() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert not done.stderr
-    told = json.loads(done.stdout)
-    assert [run["mode"] for run in told["runs"]] == ["raw", "uncached"]
-    assert told["settings"]["batch_sizes"] == [16, 64]
+    report = json.loads(done.stdout)
+    assert [run["mode"] for run in report["runs"]] == ["raw", "uncached"]
+    assert report["settings"]["batch_sizes"] == [16, 64]
 
 
 @pytest.mark.gpu
 def test_on_a_gpu(script: Any, tmp_path: Path) -> None:
-    told = tmp_path / "told.json"
-    assert script.main([*SMALL, "--device", "cuda", "--json", str(told)]) == 0
-    runs = {run["mode"]: run for run in json.loads(told.read_text())["runs"]}
+    json_file = tmp_path / "report.json"
+    assert script.main([*SMALL, "--device", "cuda", "--json", str(json_file)]) == 0
+    runs = {run["mode"]: run for run in json.loads(json_file.read_text())["runs"]}
     assert list(runs) == ["raw", "host", "rows", "packed", "uncached"]
     assert runs["raw"]["host_bytes"] == runs["host"]["device_bytes"] == 0
     assert runs["rows"]["device_bytes"] < runs["raw"]["device_bytes"]

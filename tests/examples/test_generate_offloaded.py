@@ -46,14 +46,14 @@ CASES: dict[str, list[str]] = {
 
 @pytest.mark.parametrize("options", CASES.values(), ids=CASES)
 def test_tokens_are_those_of_the_plain_run(script: Any, train: Any, options: list[str]) -> None:
-    status, told = train(script, *TINY, *options)
+    status, report = train(script, *TINY, *options)
     assert status == 0
-    plain, run = told["runs"]
+    plain, run = report["runs"]
     assert (plain["weights"], plain["cache"]) == ("device", "dynamic")
     assert run["tokens_equal_plain"] is True and plain["tokens_equal_plain"] is None
     assert run["tokens"] == plain["tokens"]
-    assert len(run["tokens"]) == told["batch"] and len(run["tokens"][0]) == 24
-    for one in told["runs"]:
+    assert len(run["tokens"]) == report["batch"] and len(run["tokens"][0]) == 24
+    for one in report["runs"]:
         assert one["prefill_seconds"] > 0 and one["token_seconds"] > 0 and one["load_seconds"] > 0
         assert one["peak_host_bytes"] >= 0 and one["peak_device_bytes"] == 0
     if run["cache"] == "compressed":
@@ -71,8 +71,8 @@ def test_tokens_are_those_of_the_plain_run(script: Any, train: Any, options: lis
 
 def test_only_new_blocks_cross_to_the_host(script: Any, train: Any) -> None:
     options = [*TINY, "--new-tokens", "129", "--weights", "device"]
-    _, told = train(script, *options)
-    run = told["runs"][1]
+    _, report = train(script, *options)
+    run = report["runs"][1]
     raw = 2 * 2 * 2 * 32 * 2  # layers, keys and values, heads, head_dim, bytes
     # Two blocks of 64 in 128 passes: one token's bytes for each.
     assert 0.5 * raw < run["down_bytes_per_token"]["cache"] < raw
@@ -81,25 +81,25 @@ def test_only_new_blocks_cross_to_the_host(script: Any, train: Any) -> None:
 
 def test_weights_on_disk(script: Any, train: Any, tmp_path: Path) -> None:
     file = tmp_path / "packed.safetensors"
-    status, told = train(script, *TINY, "--disk", str(file), "--no-plain")
+    status, report = train(script, *TINY, "--disk", str(file), "--no-plain")
     assert status == 0 and file.is_file()
-    assert len(told["runs"]) == 1 and told["runs"][0]["tokens_equal_plain"] is None
+    assert len(report["runs"]) == 1 and report["runs"][0]["tokens_equal_plain"] is None
     with pytest.raises(SystemExit):
         script.main([*TINY, "--device", "cpu", "--disk", str(file)])
 
 
 def test_plain_run_alone(script: Any, train: Any) -> None:
-    status, told = train(script, *TINY, "--weights", "device", "--cache", "dynamic")
-    assert status == 0 and len(told["runs"]) == 1
+    status, report = train(script, *TINY, "--weights", "device", "--cache", "dynamic")
+    assert status == 0 and len(report["runs"]) == 1
 
 
 def test_table_shows_what_the_json_says(
     script: Any, train: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _, told = train(script, *TINY, "--batch", "5")
+    _, report = train(script, *TINY, "--batch", "5")
     out = capsys.readouterr().out
     assert "llama tiny, bfloat16; 5 x 150 tokens, 24 new ones; on cpu" in out
-    assert "line 3: " + " ".join(map(str, told["runs"][1]["tokens"][3][:16])) in out
+    assert "line 3: " + " ".join(map(str, report["runs"][1]["tokens"][3][:16])) in out
     assert "and 1 more lines" in out
     assert "120 tokens are equal the plain run's" in out
     assert "model.layers.1" in out and "layer 1" in out
@@ -116,8 +116,8 @@ def test_a_token_that_differs_is_told(
         return keys, -values
 
     monkeypatch.setattr(CompressedCache, "update", update)
-    status, told = train(script, *TINY)
-    assert status == 1 and told["runs"][1]["tokens_equal_plain"] is False
+    status, report = train(script, *TINY)
+    assert status == 1 and report["runs"][1]["tokens_equal_plain"] is False
     assert "24 tokens are DIFFERENT FROM the plain run's" in capsys.readouterr().out
 
 
@@ -136,8 +136,8 @@ def test_model_of_the_caller_with_a_tokenizer(
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<s>")
     tokenizer.save_pretrained(folder)
     options = ["--model", str(folder), "--prompt", "the link is slow", "is", "--new-tokens", "6"]
-    status, told = train(script, *options)
-    assert status == 0 and (told["batch"], told["prompt_tokens"]) == (2, 4)
+    status, report = train(script, *options)
+    assert status == 0 and (report["batch"], report["prompt_tokens"]) == (2, 4)
     assert "line 1: '" in capsys.readouterr().out
     prompt = written_prompt(tokenizer, ["the link is slow", "is"])
     assert prompt.mask.tolist() == [[1, 1, 1, 1], [0, 0, 0, 1]]
@@ -194,14 +194,14 @@ def test_json_to_the_output(script: Any, capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_clock_and_memory() -> None:
-    told: list[int] = []
-    clock = Clock(told.append)
+    calls: list[int] = []
+    clock = Clock(calls.append)
     for _ in range(2):
         clock.put(None)
     assert [clock.token_seconds] == [None] and clock.prefill_seconds >= 0
     clock.put(None)
     clock.end()
-    assert told == [0, 1, 2] and clock.token_seconds is not None
+    assert calls == [0, 1, 2] and clock.token_seconds is not None
     peak = MemoryPeak(torch.device("cpu"))
     with peak:
         taken = torch.ones(1 << 25, dtype=torch.uint8)

@@ -41,8 +41,8 @@ def test_benchmark_measures_all_ways(
     monkeypatch.setattr(sys, "argv", command)
     assert benchmark.main() == 0
     text = out.read_text()
-    told = capsys.readouterr()
-    assert text in told.out + "\n"
+    printed = capsys.readouterr()
+    assert text in printed.out + "\n"
     assert (
         "llama tiny (2 layers, 2 K/V heads), bfloat16, 2 x 200 tokens, 4 new ones, on cpu" in text
     )
@@ -54,8 +54,8 @@ def test_benchmark_measures_all_ways(
     generated = text[: text.index("Weights: one forward pass")]
     tokens = re.findall(r"^\| (\S+).*?\| (\d)  +\|", generated, flags=re.MULTILINE)
     assert tokens == [("plain,", "4"), ("accelerate", "3"), ("packed,", "4"), ("packed,", "4")]
-    assert told.err.count("packed, streamed: ") == 2  # as soon as the rows are there
-    assert "left out: transformers' offloaded: it needs a GPU" in told.err
+    assert printed.err.count("packed, streamed: ") == 2  # as soon as the rows are there
+    assert "left out: transformers' offloaded: it needs a GPU" in printed.err
 
 
 def test_a_cpu_gets_a_part_of_the_workload(benchmark: Any) -> None:
@@ -198,9 +198,9 @@ def test_a_peer_that_fails_is_left_out(
     monkeypatch.setitem(sys.modules, "dfloat11", SimpleNamespace())
     with made() as work:
         assert peers.run(work, 1e9) == []
-        told = capsys.readouterr().err
-        assert "left out: nvCOMP: " in told and "left out: DFloat11: AttributeError(" in told
-        assert "Traceback" in told
+        printed = capsys.readouterr().err
+        assert "left out: nvCOMP: " in printed and "left out: DFloat11: AttributeError(" in printed
+        assert "Traceback" in printed
         monkeypatch.setitem(sys.modules, "dfloat11", DFloat11())
         (row,) = peers.run(work, 1e9)
     assert row["way"].startswith("DFloat11") and row["values"] == "equal"

@@ -34,12 +34,12 @@ def test_losses_are_equal_in_all_modes(
 ) -> None:
     plot = tmp_path / "plot.png"
     options = ["--dtype", dtype, *(["--edge-features"] if edges else ["--plot", str(plot)])]
-    status, told = train(script, *SMALL, *options, "--features", "all")
+    status, report = train(script, *SMALL, *options, "--features", "all")
     assert status == 0
-    assert told["losses_equal"]
-    assert (told["nodes"], told["dtype"]) == (300, dtype)
-    assert told["edge_features"] == (8 if edges else 0)
-    runs = {run["mode"]: run for run in told["runs"]}
+    assert report["losses_equal"]
+    assert (report["nodes"], report["dtype"]) == (300, dtype)
+    assert report["edge_features"] == (8 if edges else 0)
+    runs = {run["mode"]: run for run in report["runs"]}
     assert tuple(runs) == MODES
     assert len(losses(runs["raw"])) == 3
     for run in runs.values():
@@ -61,22 +61,22 @@ def test_losses_are_equal_in_all_modes(
     assert edges or plot.read_bytes().startswith(b"\x89PNG")
 
 
-def test_losses_do_not_depend_on_who_samples(script: Any, train: Any) -> None:
-    told = []
+def test_losses_do_not_depend_on_the_sampling_process(script: Any, train: Any) -> None:
+    calls = []
     for options in ([], ["--no-pipeline"], ["--workers", "1"]):
-        status, said = train(script, *SMALL, *options, "--edge-features")
+        status, report = train(script, *SMALL, *options, "--edge-features")
         assert status == 0
-        told.append(losses(said["runs"][0]))
-    assert told[0] == told[1] == told[2]
+        calls.append(losses(report["runs"][0]))
+    assert calls[0] == calls[1] == calls[2]
     _, other = train(script, *SMALL, "--edge-features", "--seed", "1")
-    assert losses(other["runs"][0]) != told[0]
+    assert losses(other["runs"][0]) != calls[0]
 
 
 def test_training_learns(script: Any, train: Any) -> None:
-    status, told = train(script, "--epochs", "4", "--hidden", "32", "--lr", "0.02")
+    status, report = train(script, "--epochs", "4", "--hidden", "32", "--lr", "0.02")
     assert status == 0
-    (run,) = told["runs"]
-    assert (told["dataset"], run["mode"]) == ("digits", "both")
+    (run,) = report["runs"]
+    assert (report["dataset"], run["mode"]) == ("digits", "both")
     assert run["epochs"][-1]["loss"] < run["epochs"][0]["loss"] / 2
     assert run["validation_accuracy"] > 0.7
 
@@ -92,25 +92,25 @@ def test_a_bit_that_differs_is_told(
         return rows
 
     monkeypatch.setattr(bitslab.CompressedFeature, "gather", gather)
-    status, told = train(script, *SMALL, "--features", "all")
+    status, report = train(script, *SMALL, "--features", "all")
     assert status == 1
-    assert not told["losses_equal"]
+    assert not report["losses_equal"]
     assert "losses of 3 batches, 5 ways: DIFFERENT" in capsys.readouterr().out
 
 
 def test_json_on_the_output_is_all_of_it(script: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert script.main([*SMALL, "--features", "raw", "--json", "-"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert [run["mode"] for run in told["runs"]] == ["raw"]
+    report = json.loads(capsys.readouterr().out)
+    assert [run["mode"] for run in report["runs"]] == ["raw"]
 
 
 def test_training_that_diverges_is_valid_json(script: Any, train: Any, tmp_path: Path) -> None:
-    status, told = train(script, *SMALL, "--lr", "1e30", "--features", "all")
+    status, report = train(script, *SMALL, "--lr", "1e30", "--features", "all")
     assert status == 0
-    assert told["losses_equal"]
-    assert losses(told["runs"][0])[-1] is None
-    assert "NaN" not in (tmp_path / "told.json").read_text()
-    assert told["settings"]["lr"] == 1e30
+    assert report["losses_equal"]
+    assert losses(report["runs"][0])[-1] is None
+    assert "NaN" not in (tmp_path / "report.json").read_text()
+    assert report["settings"]["lr"] == 1e30
 
 
 def test_all_nodes_for_validation_count(
@@ -120,8 +120,8 @@ def test_all_nodes_for_validation_count(
     # As in the frameworks' splits, where fewer are trained on.
     few = replace(graph, train=graph.train[:40])
     monkeypatch.setattr(datasets, "digits", lambda: few)
-    _, told = train(script, "--features", "raw", "--epochs", "1", "--hidden", "8")
-    right = told["runs"][0]["validation_accuracy"] * len(graph.validated)
+    _, report = train(script, "--features", "raw", "--epochs", "1", "--hidden", "8")
+    right = report["runs"][0]["validation_accuracy"] * len(graph.validated)
     assert 0 < right < len(graph.validated) == 599
     assert right == pytest.approx(round(right))
 
@@ -141,9 +141,9 @@ def test_interrupted(
 def test_table_shows_what_the_json_says(
     script: Any, train: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _, told = train(script, *SMALL, "--features", "both")
+    _, report = train(script, *SMALL, "--features", "both")
     out = capsys.readouterr().out
-    (run,) = told["runs"]
+    (run,) = report["runs"]
     (epoch,) = run["epochs"]
     assert f"both, IBP(C/M): features of {run['raw_bytes'] / 1e6:.2f} MB take" in out
     (line,) = [line for line in out.splitlines() if line.startswith("│")]
@@ -155,18 +155,18 @@ def test_table_shows_what_the_json_says(
 
 
 def test_max_train_bounds_an_epoch(script: Any, train: Any) -> None:
-    status, told = train(script, *SMALL, "--max-train", "70", "--features", "raw")
+    status, report = train(script, *SMALL, "--max-train", "70", "--features", "raw")
     assert status == 0
-    assert len(losses(told["runs"][0])) == 1
-    status, told = train(script, *SMALL, "--max-train", "30", "--features", "raw")
-    assert len(losses(told["runs"][0])) == 1
+    assert len(losses(report["runs"][0])) == 1
+    status, report = train(script, *SMALL, "--max-train", "30", "--features", "raw")
+    assert len(losses(report["runs"][0])) == 1
 
 
 def test_planetoid_is_trained_on(script: Any, train: Any, planetoid: Path) -> None:
     options = ["--dataset", "citeseer", "--root", str(planetoid), "--batch-size", "20"]
-    status, told = train(script, *options, "--features", "all", "--epochs", "1")
+    status, report = train(script, *options, "--features", "all", "--epochs", "1")
     assert status == 0
-    assert (told["dataset"], told["nodes"]) == ("citeseer", 60)
+    assert (report["dataset"], report["nodes"]) == ("citeseer", 60)
 
 
 def test_two_ranks_train_as_one(script: Any, train: Any, tmp_path: Path) -> None:
@@ -174,11 +174,11 @@ def test_two_ranks_train_as_one(script: Any, train: Any, tmp_path: Path) -> None
     # What is drawn for a node depends on the batch around it; all of its neighbours do not.
     options = [*SMALL, "--fanouts", "-1", "-1", "--epochs", "2", "--features", "both"]
     _, alone = train(script, *options)
-    told = tmp_path / "two.json"
+    json_file = tmp_path / "two.json"
     path = ROOT / "examples" / f"{script.__name__}.py"
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-        + [str(path), *options, "--device", "cpu", "--json", str(told)],
+        + [str(path), *options, "--device", "cpu", "--json", str(json_file)],
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -186,7 +186,7 @@ def test_two_ranks_train_as_one(script: Any, train: Any, tmp_path: Path) -> None
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("digits SU: ") == 1
-    together = json.loads(told.read_text())
+    together = json.loads(json_file.read_text())
     assert together["ranks"] == 2
     (one,), (two,) = alone["runs"], together["runs"]
     assert two["copies"] == 1
@@ -245,11 +245,11 @@ def test_benchmark_measures_all_modes_in_turn(
 @pytest.mark.parametrize("pipeline", ["--pipeline", "--no-pipeline"])
 def test_on_a_gpu(pipeline: str, tmp_path: Path) -> None:
     script = pytest.importorskip("train_graphsage_pyg", exc_type=ImportError)
-    told = tmp_path / "told.json"
-    options = [*SMALL, "--edge-features", "--device", "cuda", pipeline, "--json", str(told)]
+    json_file = tmp_path / "report.json"
+    options = [*SMALL, "--edge-features", "--device", "cuda", pipeline, "--json", str(json_file)]
     # Sums on a GPU have no fixed order, so losses may differ in their last bits.
     assert script.main([*options, "--features", "all"]) in (0, 1)
-    runs = json.loads(told.read_text())["runs"]
+    runs = json.loads(json_file.read_text())["runs"]
     for run in runs:
         assert losses(run) == pytest.approx(losses(runs[0]), rel=1e-4)
     moved = {run["mode"]: run["epochs"][0]["moved_bytes"] for run in runs}

@@ -41,7 +41,7 @@ class Recorder:
 
 
 def buffer_of(t: torch.Tensor) -> HostBuffer:
-    """Return the buffer that a unified tensor lies in."""
+    """Return the buffer that holds a unified tensor."""
     assert type(t) is UnifiedTensor and t.host_buffer is not None
     return t.host_buffer
 

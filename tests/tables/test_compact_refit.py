@@ -11,7 +11,7 @@ from tests.helpers import same_bits
 
 
 def rows(scale: float, n_rows: int = 4000, seed: int = 0) -> torch.Tensor:
-    """Return rows whose exponents lie about that of a scale."""
+    """Return rows whose exponents are near that of a scale."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(n_rows, 32, generator=generator).mul_(scale)
 

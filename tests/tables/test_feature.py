@@ -160,7 +160,7 @@ def test_odd_shapes(shape):
     assert torch.equal(feature.whole(), t)
 
 
-def test_rows_that_do_not_lie_in_order(x):
+def test_rows_that_are_not_contiguous(x):
     t = torch.randn(24, N).round().t()[::2]
     assert torch.equal(CompressedFeature.from_tensor(t).whole(), t)
 

@@ -1,4 +1,4 @@
-"""Tables and caches on a real GPU: rows over the link and out of slabs, beside the CPU's."""
+"""Tables and caches on a real GPU: rows over the link and out of slabs, compared with the CPU's."""
 
 from __future__ import annotations
 
@@ -223,7 +223,7 @@ def test_threads_on_one_and_on_several_streams_get_their_own_rows():
     assert not failures
 
 
-def test_refresh_goes_on_beside_readers():
+def test_refresh_runs_concurrently_with_readers():
     x = weights(20_000)
     with CompressedTable.from_tensor(x) as table:
         cache = SlabCache(table, x.nbytes // 8)
@@ -337,7 +337,7 @@ def test_rare_raw_rows_do_not_hold_the_others_up(layout):
 
 
 @pytest.mark.parametrize("kind", TABLES)
-def test_an_out_that_is_not_contiguous_stays_as_it_is_when_an_id_is_bad(kind):
+def test_an_out_that_is_not_contiguous_is_unchanged_when_an_id_is_bad(kind):
     layout, codec = TABLES[kind]
     x = weights()
     with CompressedTable.from_tensor(x, layout, codec) as table:
@@ -417,7 +417,7 @@ def test_stats_of_raw_and_packed_tables_give_advice():
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_refresh_goes_on_beside_readers_on_another_gpu():
+def test_refresh_runs_concurrently_with_readers_on_another_gpu():
     x = weights(20_000)
     with CompressedTable.from_tensor(x) as table:
         cache = SlabCache(table, x.nbytes // 8, ["cuda:0", "cuda:1"])

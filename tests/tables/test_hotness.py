@@ -1,4 +1,4 @@
-"""Orders of ids by how hot they are, beside numpy."""
+"""Orders of ids by hotness, compared with numpy."""
 
 from __future__ import annotations
 

@@ -249,7 +249,7 @@ def test_narrow_tables_go_through_files(layout, tmp_path):
         with CompressedTable.from_file(path, again) as opened:
             assert opened.rows_per_packed_row == 16 and opened.codec == table.codec
             assert same_bits(opened[:], t)
-    # What `compress` wrote of narrow items lies in such rows too.
+    # `compress` stores narrow items in such rows too.
     compressed = bitslab.compress(t)
     compressed.save(path)
     with CompressedTable.from_file(path, layout) as opened:

@@ -50,7 +50,7 @@ def test_an_attached_cache_has_the_same_slabs(kind):
         assert attached.codec == cache.codec and attached.devices == (torch.device("cpu"),)
 
 
-def test_what_was_handed_out_changes_no_more():
+def test_a_shared_cache_and_its_table_are_read_only():
     x = weights(100)
     table = make(x, "raw")
     cache = filled(table)
@@ -62,7 +62,7 @@ def test_what_was_handed_out_changes_no_more():
         table.update(torch.tensor([1]), x[:1])
     with pytest.raises(BitslabError, match="handle: this cache is attached"):
         attached.handle()
-    # What other processes have mapped stays.
+    # Memory that other processes have mapped is kept.
     cache.close()
     assert same_bits(attached.gather(torch.arange(100)), x)
     attached.close()
@@ -72,7 +72,7 @@ def test_what_was_handed_out_changes_no_more():
     assert same_bits(table[:], x)
 
 
-def test_a_cache_that_was_let_go_leads_nowhere():
+def test_the_handle_of_a_deleted_cache_is_refused():
     table = make(weights(100), "compact")
     cache = filled(table)
     handle = cache.handle()

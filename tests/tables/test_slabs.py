@@ -1,4 +1,4 @@
-"""SlabCache on the CPU: what is cached, where it lies, what is read from where, and changes."""
+"""SlabCache on the CPU: cached rows, their locations, counts of reads, and updates."""
 
 from __future__ import annotations
 
@@ -295,7 +295,7 @@ def test_rows_that_change_leave_the_caches_they_are_in(kind):
         assert same_bits(cache.gather(torch.arange(100)), x)
 
 
-def test_refresh_goes_on_beside_readers_and_updates():
+def test_refresh_runs_concurrently_with_readers_and_updates():
     x = even_rows(600, 100)
     table = make(x, "compact")
     cache = SlabCache(table, 40_000, ["cpu"] * 3)
@@ -305,7 +305,7 @@ def test_refresh_goes_on_beside_readers_and_updates():
     def read(seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
         while not stop.is_set():
-            ids = torch.randint(300, (400,), generator=generator)  # rows that stay
+            ids = torch.randint(300, (400,), generator=generator)  # rows that are kept
             if not same_bits(cache.gather(ids), x[ids]):
                 failures.append(seed)
 
@@ -355,7 +355,7 @@ def test_a_closed_cache_says_so_and_the_table_goes_on():
         other.gather(torch.tensor([1]))
 
 
-def test_a_cache_that_is_let_go_is_not_told_any_more():
+def test_a_deleted_cache_gets_no_more_invalidations():
     table = make(weights(100, 16), "compact")
     cache = SlabCache(table, 3000, ["cpu"])
     assert len(table._caches) == 1

@@ -153,7 +153,7 @@ def test_fills_in_stages_are_fills_at_once(monkeypatch):
     assert all(torch.equal(a, b) for a, b in zip(*words, strict=True))
 
 
-def test_a_cache_of_rows_that_packing_does_not_shrink_stays_raw():
+def test_a_cache_of_rows_that_packing_does_not_shrink_is_kept_raw():
     x = random_bits(torch.float32, (300, 16))
     table = make(x, "raw")
     for codec in ("auto", "raw", RawCodec((16,), torch.float32)):

@@ -58,7 +58,7 @@ def test_every_dtype_and_shape_comes_back_bit_for_bit(kind, dtype):
 @pytest.mark.parametrize("row_bytes", [1020, 1024, 1028, 5000, 256 << 10, (256 << 10) + 4])
 def test_rows_around_each_width_of_length_are_gathered(kind, row_bytes):
     x = packable(torch.float32, (40, row_bytes // 4))
-    x[7] = random_bits(torch.float32, (1, row_bytes // 4))  # stays raw
+    x[7] = random_bits(torch.float32, (1, row_bytes // 4))  # kept raw
     options = {} if kind == "raw" else {"uniform": True, "grouped": False, "chunk_bytes": 4}
     with make(x, kind, **options) as table:
         ids = torch.tensor([39, 7, 0, 7, -1])
@@ -259,7 +259,7 @@ def test_a_closed_table_says_so(kind, tmp_path):
         inode_at(address)
 
 
-def test_a_table_that_is_let_go_leaves_nothing_open():
+def test_a_deleted_table_leaves_nothing_open():
     make(weights(), "compact")
     gc.collect()
     before = open_files()

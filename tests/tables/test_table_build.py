@@ -244,13 +244,13 @@ def test_the_same_seed_makes_the_same_table():
 
 def test_progress_counts_rows_up_to_all(monkeypatch):
     monkeypatch.setattr(build, "BATCH_BYTES", 64 << 10)
-    told: list[Any] = []
+    calls: list[Any] = []
     x = weights(2000, 64)
-    CompressedTable.from_tensor(x, codec="ibp", progress=lambda *p: told.append(p))
-    assert len(told) == 8 and told[-1] == (2000, 2000) and told == sorted(told)
-    told.clear()
-    CompressedTable.from_tensor(x.split(999), codec="ibp", progress=lambda *p: told.append(p))
-    assert told[-1] == (2000, None)
+    CompressedTable.from_tensor(x, codec="ibp", progress=lambda *p: calls.append(p))
+    assert len(calls) == 8 and calls[-1] == (2000, 2000) and calls == sorted(calls)
+    calls.clear()
+    CompressedTable.from_tensor(x.split(999), codec="ibp", progress=lambda *p: calls.append(p))
+    assert calls[-1] == (2000, None)
 
 
 class Stop(Exception):
@@ -388,7 +388,7 @@ def test_extra_memory_while_a_table_is_made_is_a_few_batches(tmp_path):
     )
     assert ran.returncode == 0, ran.stderr
     found = json.loads(ran.stdout)
-    # The packed rows lie in a memory file, which counts only where it is mapped and touched.
+    # The packed rows are in a memory file, which counts only where it is mapped and touched.
     assert found["raw"] > 12 * found["batch"]
     for name, extra in found["extra"].items():
         assert extra < 7 * found["batch"], (name, found)

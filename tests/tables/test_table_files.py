@@ -52,7 +52,7 @@ def test_updated_rows_are_saved_and_the_table_goes_on(kind, tmp_path):
     assert same_bits(CompressedTable.from_file(tmp_path / "t")[:], x)
 
 
-def test_a_compact_file_stays_mapped_and_outlives_its_name(tmp_path):
+def test_a_compact_file_remains_mapped_after_it_is_unlinked(tmp_path):
     if torch.cuda.is_available():
         pytest.skip("with a GPU the rows are read into page-locked memory")
     path = tmp_path / "t"
@@ -116,12 +116,12 @@ def test_rows_of_a_codec_that_no_kernel_gathers_are_refused(tmp_path, monkeypatc
     other = bitslab.CompressedTensor(ct.codec, ct.packed, ct.shape)
     other.codec = _NoKernel(ct.codec)  # type: ignore[assignment]
     monkeypatch.setattr("bitslab.tables.table.load", lambda path: other)
-    with pytest.raises(ArgumentError, match="codec 'unheard-of' of .* accept 'auto', 'ibp'"):
+    with pytest.raises(ArgumentError, match="codec 'unknown-codec' of .* accept 'auto', 'ibp'"):
         CompressedTable.from_file(tmp_path / "t")
 
 
 class _NoKernel:
-    name = "unheard-of"
+    name = "unknown-codec"
 
     def __init__(self, codec):
         self.row_shape, self.dtype = codec.row_shape, codec.dtype

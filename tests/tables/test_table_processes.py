@@ -139,7 +139,7 @@ def test_small_tables_have_no_file_until_one_is_asked_for():
     tables[0].update(torch.tensor([1]), rows[:1])
     rows[1] = rows[0]
     attached = CompressedTable.attach(tables[0].handle())
-    # The same memory, at the same address for whoever used it before.
+    # The same memory, at the same address for all earlier users.
     assert tables[0]._parts.tensors["words"].data_ptr() == address
     assert words_inode(tables[0]) == words_inode(attached) != 0
     assert same_bits(attached[:], rows) and same_bits(tables[0][:], rows)
@@ -205,19 +205,19 @@ def test_a_handle_that_is_none_is_refused(change):
             CompressedTable.attach(no_text)  # type: ignore[arg-type]
 
 
-def test_rows_that_have_moved_must_come_back_before_a_table_is_handed_out():
+def test_a_table_with_overflow_rows_must_be_compacted_before_it_is_shared():
     x = torch.zeros(100, 64)
     table = make(x, "compact")
     fresh = random_bits(torch.float32, (1, 64))
     table.update(torch.tensor([3]), fresh)
-    for hand_out in (table.handle, lambda: pickle.dumps(table)):
+    for share in (table.handle, lambda: pickle.dumps(table)):
         with pytest.raises(BitslabError, match=r"rows have moved; call compact\(\) first"):
-            hand_out()
+            share()
     table.compact()
     assert same_bits(CompressedTable.attach(table.handle())[3], fresh[0])
 
 
-def test_a_cache_stays_in_its_process():
+def test_a_cache_is_not_pickled():
     cache = SlabCache(make(weights(), "compact"), 10_000, ["cpu"])
     with pytest.raises(TypeError, match="make one over the table in each process"):
         pickle.dumps(cache)
@@ -288,7 +288,7 @@ def test_a_fork_while_others_gather_update_and_fill_finds_no_lock_held():
 
 
 @pytest.mark.parametrize("moment", ["reading", "writing", "packing", "counting", "filling"])
-def test_a_fork_while_a_thread_is_inside_finds_nobody_inside(moment):
+def test_a_fork_while_a_thread_is_inside_finds_no_reader_inside(moment):
     x = weights()
     table = make(x, "compact")
     cache = SlabCache(table, 10_000, ["cpu"])
@@ -336,7 +336,7 @@ def gather_for_ever(table: CompressedTable, pipe: Any) -> None:
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_a_worker_that_is_killed_in_a_gather_harms_nobody(method):
+def test_a_worker_that_is_killed_in_a_gather_blocks_no_other_process(method):
     x = weights(20_000, 64)
     table = make(x, "compact")
     context: Any = multiprocessing.get_context(method)

@@ -1,4 +1,4 @@
-"""Changing rows: against a plain tensor, beside readers, and what is refused."""
+"""Updates of rows: compared with a plain tensor, with concurrent readers, and bad arguments."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ N, COLUMNS = 70, 9
 
 
 def rows_of(seed: int, n: int) -> torch.Tensor:
-    """Return rows of which some are packed short, some long and some stay raw."""
+    """Return rows of which some are packed short, some long and some kept raw."""
     some = (packable, random_bits, lambda dtype, shape, seed: torch.zeros(shape))
     parts = [make_(torch.float32, (n, COLUMNS), seed) for make_ in some]
     generator = torch.Generator().manual_seed(seed)
@@ -64,7 +64,7 @@ def test_any_sequence_of_changes_leaves_what_it_leaves_in_a_tensor(
         if action == "update":
             fresh = rows_of(number, len(ids))
             table.update(index, fresh)
-            for one, row in zip(ids, fresh, strict=True):  # in order: the last one stays
+            for one, row in zip(ids, fresh, strict=True):  # in order: the last one counts
                 x[one] = row
         elif action == "gather":
             assert same_bits(table.gather(index), take(x, index % N))
@@ -110,16 +110,16 @@ def test_rows_that_do_not_fit_move_and_come_back():
     x[12:14] = torch.nn.functional.pad(torch.tensor([[13.0], [12.0]]), (0, 255))  # fit again
     table.update(torch.tensor([13, 12]), x[[13, 12]])
     assert table.stats()["moved_rows"] == 8
-    x[[30, 31]] = random_bits(torch.float32, (2, 256), seed=1)  # take the two places
+    x[[30, 31]] = random_bits(torch.float32, (2, 256), seed=1)  # take the two free entries
     before = table.stats()["overflow_bytes"]
     table.update(torch.tensor([30, 31]), x[[30, 31]])
     stats = table.stats()
     assert stats["moved_rows"] == 10 and stats["overflow_bytes"] == before
     assert same_bits(table[:], x)
-    told: list[int] = []
-    table.compact(progress=lambda done, total: told.append(done))
+    calls: list[int] = []
+    table.compact(progress=lambda done, total: calls.append(done))
     stats = table.stats()
-    assert told == [1000] and stats["moved_rows"] == stats["overflow_bytes"] == 0
+    assert calls == [1000] and stats["moved_rows"] == stats["overflow_bytes"] == 0
     assert stats["packed_rows"] == 1000 - 11
     fresh = CompressedTable.from_tensor(x, codec=table.codec)
     assert table.nbytes == fresh.nbytes and same_bits(table[:], x)
@@ -296,9 +296,9 @@ def test_gathers_see_rows_that_moved_wherever_the_overflow_lies() -> None:
 def test_what_a_table_keeps_for_gathers_goes_with_its_rows() -> None:
     x = packable(torch.float32, (500, 32), 0)
     table = CompressedTable.from_tensor(x, codec="ibp", chunk_bytes=4, progress=False)
-    for let_go in (lambda: table.compact(progress=False), table.close):
+    for free in (lambda: table.compact(progress=False), table.close):
         table.gather(torch.arange(9))
         kept = weakref.ref(table._rows.parts.tensors["words"])
         table.update(torch.tensor([3]), torch.zeros(1, 32))
-        let_go()
+        free()
         assert kept() is None

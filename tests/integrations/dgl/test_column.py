@@ -1,4 +1,4 @@
-"""CompressedColumn beside dgl.frame.Column: reading, copies, conversions, writing, pickles."""
+"""CompressedColumn against dgl.frame.Column: reading, copies, conversions, writing, pickles."""
 
 from __future__ import annotations
 
@@ -273,7 +273,7 @@ def test_a_new_value_replaces_it():
     assert type(kept) is Column
 
 
-def test_rows_are_updated_beside_what_others_hold():
+def test_updates_of_rows_leave_other_columns_unchanged():
     column, plain = packed(), Column(X.clone())
     other = column.clone()
     for each in (column, plain):

@@ -1,4 +1,4 @@
-"""What ``graph.ndata["feat"]`` returns: facts without decoding, rows alone, values once."""
+"""What ``graph.ndata["feat"]`` returns: metadata without decoding, single rows, all values once."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def decoded(graph, name="feat"):
     return stats["gathered_rows"], stats["materialised_bytes"]
 
 
-FACTS = {
+METADATA = {
     "shape": lambda g: g.ndata["feat"].shape[1],
     "size": lambda g: (g.ndata["feat"].size(), g.ndata["feat"].size(-1)),
     "dtype": lambda g: g.ndata["feat"].dtype,
@@ -51,10 +51,10 @@ FACTS = {
 }
 
 
-@pytest.mark.parametrize("fact", FACTS)
-def test_facts_come_without_decoding(fact):
+@pytest.mark.parametrize("name", METADATA)
+def test_metadata_is_read_without_decoding(name):
     graph = packed_graph(homogeneous())
-    assert FACTS[fact](graph) == FACTS[fact](homogeneous())
+    assert METADATA[name](graph) == METADATA[name](homogeneous())
     assert decoded(graph) == (0, 0)
     assert feature_stats(graph)["_N"]["feat"]["notes"] == []
 
@@ -138,7 +138,7 @@ def test_a_large_copy_is_warned_of_once_where_it_was_read(monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         graph.ndata["feat"].sum()
-        graph.ndata["half"].sum()  # a smaller one is noted
+        graph.ndata["half"].sum()  # a smaller copy raises no warning
 
 
 # Gradients
@@ -200,7 +200,7 @@ def test_gradients_reach_it(way):
     assert_same(*results)
 
 
-def test_a_gradient_lasts_though_nobody_holds_the_tensor():
+def test_a_gradient_is_kept_without_a_reference_to_the_tensor():
     graph = packed_graph(homogeneous())
     graph.ndata["feat"].requires_grad_()
     (graph.ndata["feat"] * 2).sum().backward()
@@ -243,7 +243,7 @@ def test_copies_are_plain_tensors(copied, gradient):
 def test_its_address_is_that_of_the_decoded_rows_or_none():
     x = packed_graph(homogeneous()).ndata["feat"]
     with pytest.raises(RuntimeError, match="Cannot access data pointer"):
-        DLPACK.to_dlpack(x)  # which torch lets nobody intercept
+        DLPACK.to_dlpack(x)  # which cannot be intercepted
     rows = DLPACK.to_dlpack(x.contiguous())
     for each in (
         DLPACK.from_dlpack(rows),

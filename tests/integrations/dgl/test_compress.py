@@ -118,11 +118,11 @@ def test_the_report_is_for_people_and_for_machines():
         "left alone:\n  user.label: is ",
     ):
         assert words in text
-    facts = json.loads(json.dumps(report.as_dict()))
+    content = json.loads(json.dumps(report.as_dict()))
     stats = feature_stats(graph)
-    assert facts["compressed"]["user.feat"] == json.loads(json.dumps(stats["user"]["feat"]))
+    assert content["compressed"]["user.feat"] == json.loads(json.dumps(stats["user"]["feat"]))
     assert (
-        facts["raw_bytes"]
+        content["raw_bytes"]
         == report.raw_bytes
         == sum(one["raw_bytes"] for some in stats.values() for one in some.values())
     )

@@ -234,7 +234,7 @@ def pushed_rows_are_never_stale(session: Session) -> None:
     key, expected = session.name("pushed"), session.tensors["pushed"]
     pulls = compress_pulls(session.client, key)
     assert session.right("pushed", session.pulled("pushed"))
-    # To the other machine, which is told; and to this one, through shared memory.
+    # To the other machine, which is report; and to this one, through shared memory.
     ids = torch.tensor([LOCAL_ROWS + 3, ROWS - 1, 0, 5])
     rows = torch.arange(4 * 64).view(4, 64).float()
     expected[ids] = rows
@@ -345,7 +345,7 @@ def distributed_tensors_are_accepted(session: Session) -> None:
     assert tensor[torch.empty(0, dtype=torch.int64)].shape == (0, 4, 16)
     assert same_bits(tensor[[ROWS - 1]], whole[-1:])
     assert same_bits(tensor[torch.arange(3)], whole[:3])  # all of it on this machine
-    with pytest.raises(bitslab.ArgumentTypeError, match="beside a DistTensor"):
+    with pytest.raises(bitslab.ArgumentTypeError, match="together with a DistTensor"):
         compress_pulls(tensor, "float64")
     pulls.detach()
 

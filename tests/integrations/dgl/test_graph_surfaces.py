@@ -296,9 +296,9 @@ def test_graphs_are_saved_and_loaded(make, tmp_path):
     assert_same_graph(loaded[1], make())
 
 
-# What stays compressed
+# What remains compressed
 
-STAYS = {
+COMPRESSED = {
     "local variable": lambda g: g.local_var(),
     "clone": lambda g: g.clone(),
     "formats": lambda g: g.formats(["coo"]),
@@ -314,10 +314,10 @@ STAYS = {
 }
 
 
-@pytest.mark.parametrize("way", STAYS)
+@pytest.mark.parametrize("way", COMPRESSED)
 def test_nothing_is_decoded_until_it_is_read(way):
     graph = packed_graph(homogeneous())
-    made = STAYS[way](graph)
+    made = COMPRESSED[way](graph)
     found = [c for c in columns(made).values() if isinstance(c, CompressedColumn)]
     assert len(found) >= 4
     for column in found:

@@ -1,4 +1,4 @@
-"""GraphBolt features: what they do, and what is said where there is no GraphBolt.
+"""GraphBolt features, and the error where there is no GraphBolt.
 
 DGL 1.1.3 has none, so the class itself is not made here. All of its methods are `FeatureReads`,
 which is tested as it is.
@@ -123,7 +123,7 @@ def test_rows_are_updated() -> None:
     feature.update(t[[5, 6]], torch.tensor([5, 6]))
     assert same_bits(feature.read(torch.arange(200)), t)
     assert same_bits(feature.read().clone(), t)
-    assert not torch.equal(whole, t)  # what was read stays as it was
+    assert not torch.equal(whole, t)  # rows read before are unchanged
     with pytest.raises(bitslab.IndexRangeError):
         feature.update(t[:1], torch.tensor([200]))
     with pytest.raises(bitslab.ArgumentError, match="2 ids for 1 rows"):
@@ -190,7 +190,7 @@ def test_reads_on_a_stream_of_their_own() -> None:
     assert rows.device == ids.device
     assert same_bits((rows + 0).cpu(), t[host_ids] + 0)
     assert same_bits(feature.read(ids).cpu(), t[host_ids])
-    # Not the stream of the caller, who goes on meanwhile.
+    # Not the stream of the caller, which does not wait.
     assert list(feature._streams) == [ids.device]
     assert feature._streams[ids.device] != torch.cuda.current_stream()
     assert pickle.loads(pickle.dumps(feature))._streams == {}

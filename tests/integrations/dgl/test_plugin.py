@@ -27,7 +27,7 @@ def test_compressed():
     assert MADE_ON_IMPORT.ndata["x"].tolist() == [[0, 1], [2, 3], [4, 5]]
     assert graph.subgraph([0, 1]).edata["w"].shape[1] == 3
 
-def test_no_warning_of_a_copy_that_nobody_chose():
+def test_no_warning_of_decoded_copies():
     graph = dgl.rand_graph(1 << 12, 9)
     graph.ndata["x"] = torch.ones(1 << 12, 1 << 7)
     assert graph.ndata["x"].sum() == 1 << 19
@@ -55,11 +55,11 @@ def test_runs_with_and_without_the_option(pytester, monkeypatch):
     pytester.makeini("[pytest]\nfilterwarnings = error::bitslab.DecodedCopyWarning")
     result = pytester.runpython(pytester.makepyfile(runs=RUNS.format(option=OPTION)))
     assert result.ret == 0
-    told = [line for line in result.outlines if line.startswith("bitslab: ")]
-    assert len(told) == 1 and told[0].startswith("bitslab: 3 columns were compressed, ")
+    report = [line for line in result.outlines if line.startswith("bitslab: ")]
+    assert len(report) == 1 and report[0].startswith("bitslab: 3 columns were compressed, ")
 
 
-def test_every_column_is_compressed_whoever_makes_it():
+def test_every_column_is_compressed_however_it_is_made():
     every, before = CompressEveryColumn(), dict(vars(Column))
     every.start()
     try:

@@ -63,7 +63,7 @@ def bits(t: torch.Tensor) -> torch.Tensor:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Tell whether two tensors have the same dtype, shape and bits."""
+    """Return whether two tensors have the same dtype, shape and bits."""
     return bool(a.dtype == b.dtype and a.shape == b.shape and torch.equal(bits(a), bits(b)))
 
 
@@ -105,8 +105,8 @@ class Neighbours(BaseSampler):  # type: ignore[misc]
 
     def sample_from_edges(self, index, neg_sampling=None):
         ends = torch.stack([index.row, index.col])
-        seeds, place = ends.unique(return_inverse=True)
-        return self._sample({"": seeds}, (index.input_id, place, index.label, None))
+        seeds, position = ends.unique(return_inverse=True)
+        return self._sample({"": seeds}, (index.input_id, position, index.label, None))
 
     def _sample(self, seeds, metadata):
         nodes = {kind: ids.tolist() for kind, ids in seeds.items()}
@@ -123,9 +123,9 @@ class Neighbours(BaseSampler):  # type: ignore[misc]
                         if source not in known:
                             known.append(source)
                             fresh.setdefault(kind[0], []).append(source)
-                        places = (known.index(source), nodes[kind[2]].index(node), edge)
-                        for column, place in zip(found[kind], places, strict=True):
-                            column.append(place)
+                        positions = (known.index(source), nodes[kind[2]].index(node), edge)
+                        for column, position in zip(found[kind], positions, strict=True):
+                            column.append(position)
             frontier = fresh
         node = {kind: torch.tensor(ids) for kind, ids in nodes.items()}
         row, col, edge = (

@@ -189,9 +189,9 @@ def test_the_report_is_for_people_and_for_machines():
     data = heterogeneous()
     report = compress_features(data, ["x", "edge_attr"], device="cpu", cache_ratio=0.3)
     assert list(report.compressed) == ["paper.x", "author.x", "author:writes:paper.edge_attr"]
-    facts = json.loads(json.dumps(report.as_dict()))
+    content = json.loads(json.dumps(report.as_dict()))
     stats = feature_stats(data)
-    assert facts["compressed"]["paper.x"] == json.loads(json.dumps(stats["paper"]["x"]))
+    assert content["compressed"]["paper.x"] == json.loads(json.dumps(stats["paper"]["x"]))
     lines = str(report).splitlines()
     assert lines[0].split() == "feature rows packed as raw MiB host MiB ratio cached".split()
     assert [line.split()[0] for line in lines[1:5]] == [*report.compressed, "all"]
@@ -214,10 +214,10 @@ def test_bag_of_words_shrinks_and_what_moves_with_it():
 # Hotness
 
 
-def hottest(data, place, name, hotness="degree"):
+def hottest(data, type_, name, hotness="degree"):
     from bitslab.integrations.pyg.columns import chosen_columns
 
-    (column,) = [c for c, _ in chosen_columns(data, name) if c.place == place]
+    (column,) = [c for c, _ in chosen_columns(data, name) if c.type == type_]
     return hot_ids(data, column, hotness)
 
 
@@ -245,7 +245,7 @@ def test_degree_counts_how_often_a_node_is_a_neighbour():
     [
         torch.arange(N),
         {"nodes": torch.arange(N)},
-        lambda data, place: torch.arange(data.num_nodes) if place == "nodes" else None,
+        lambda data, type_: torch.arange(data.num_nodes) if type_ == "nodes" else None,
     ],
     ids=["tensor", "mapping", "function"],
 )

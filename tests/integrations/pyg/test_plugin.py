@@ -1,4 +1,4 @@
-"""The pytest option that compresses every float tensor of every graph, and what imports say."""
+"""The pytest option that compresses every float tensor of every graph, and errors at import."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_hundreds_of_graphs_fit_in_the_limit_of_open_files():
     graphs = [Data(x=torch.ones(5, 3)) for _ in range(300)]
     assert all(type(graph.x).__name__ == "FeatureTensor" for graph in graphs)
 
-def test_no_warning_of_a_copy_that_nobody_chose():
+def test_no_warning_of_decoded_copies():
     assert Data(x=torch.ones(1 << 12, 1 << 7)).x.sum() == 1 << 19
 """
 
@@ -115,7 +115,7 @@ def test_tiny_tensors_keep_every_bit(dtype):
         assert same(wrapped(x[:, 0])[[1, 2, 3]], x[[1, 2, 3], 0])
 
 
-def test_what_stays_as_it_is():
+def test_what_is_left_raw():
     t = wrapped(torch.zeros(3, 2))
     for value in (
         t,

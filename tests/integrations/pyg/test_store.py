@@ -120,7 +120,7 @@ def test_every_form_of_index(store, index):
 
 @pytest.mark.parametrize("index", [IDS.numpy(), np.arange(N) % 7 == 0])
 def test_long_arrays_that_pyg_takes_no_further(store, index):
-    # PyG 2.8 cannot tell whether an index is set that is an array of several elements.
+    # PyG 2.8 fails for an index that is an array of several elements.
     attr = TensorAttr("paper", "x", index)
     assert same(store._get_tensor(attr), X[index])
     assert store._get_tensor_size(attr) == tuple(X[index].shape)
@@ -186,7 +186,7 @@ def test_updates_replace_all_or_some_rows(store):
     store.put_tensor(X[:1], "paper", "x", torch.tensor([20]))
     expected.view(torch.int32)[20] = X.view(torch.int32)[0]
     assert same(store["paper", "x", None], expected)
-    assert same(before, X)  # what was got stays as it was
+    assert same(before, X)  # rows got before are unchanged
     store.update_tensor(X[:5, :2], "paper", "x", None)
     assert same(store["paper", "x", None], X[:5, :2])
     with pytest.raises(KeyError):

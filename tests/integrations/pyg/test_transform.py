@@ -57,7 +57,7 @@ def test_batches_are_those_of_a_loader_that_fetches(make, how):
             assert "x" not in lean.stores[0]  # the batch given is not changed
         for store in batch.stores:
             if "num_nodes" in store:
-                del store["num_nodes"]  # what tells, now that features do not
+                del store["num_nodes"]  # the only source of it without features
         assert_same_graphs(sorted_keys(batch), sorted_keys(expected))
     assert sum(s["gathered_rows"] for s in fetch.stats().values()) > 0 or how == "worker"
     assert_same_graphs(without_number(fetch.attach(data)), sorted_keys(make()))
