@@ -78,6 +78,7 @@ class Cache:
         return wanted, slots, tally, told, bad
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
 @pytest.mark.parametrize("adds", [True, False], ids=["counts", "last"])
 @pytest.mark.parametrize("n", [1, 31, 700])
