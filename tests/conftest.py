@@ -1,4 +1,4 @@
-"""What holds for every test: GPU tests without a GPU, missing packages, how hypothesis draws."""
+"""What holds for every test: GPU tests without a GPU, missing packages, which cases are drawn."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import torch
 from hypothesis import settings
 
 import bitslab
-from tests import gpu
+from tests import gpu, pairwise
 
 # Asserts outside test_*.py say what differed only when pytest rewrites them.
 pytest.register_assert_rewrite("tests.engine.codecs.contract", "tests.engine.codecs.model")
@@ -37,7 +37,10 @@ settings.register_profile(
     print_blob=True,
 )
 settings.register_profile("bitslab-ci", settings.get_profile("bitslab"), max_examples=30)
-settings.load_profile("bitslab-ci" if os.environ.get("CI") else "bitslab")
+settings.register_profile("bitslab-full", settings.get_profile("bitslab"), max_examples=300)
+settings.load_profile(
+    "bitslab-full" if pairwise.FULL else "bitslab-ci" if os.environ.get("CI") else "bitslab"
+)
 
 #: With BITSLAB_ALLOW_MISSING=1, tests of those that are not installed skip, and say so.
 OPTIONAL = {
@@ -106,11 +109,17 @@ def pytest_runtest_call() -> Generator[None, Any, Any]:
         raise
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    pairwise.use_seed(config)
+
+
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
     return gpu.worker_count() if torch.cuda.is_available() else None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(trylast=True)  # of what -k and -m leave
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    pairwise.keep_covers(config, items)
     # All workers of pytest-xdist need the same order, so the seed comes from outside.
     if seed := os.environ.get("BITSLAB_SHUFFLE"):
         random.Random(seed).shuffle(items)

@@ -27,6 +27,7 @@ def made(dim: int, dtype: torch.dtype, seed: int = 0):
     return guarded(rows), guarded(torch.randint(N_ROWS, (N_IDS,), generator=generator))
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("include_last", [False, True], ids=["", "with-end"])
 @pytest.mark.parametrize("padding", [None, 7], ids=["", "padding"])
 @pytest.mark.parametrize("dim", [1, 3, 8, 200])
@@ -79,6 +80,7 @@ UNSOUND = {
 }
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
 @pytest.mark.parametrize("case", UNSOUND)
 def test_offsets_that_are_not_sound_are_told_and_nothing_beyond_the_ids_is_read(case, dtype):

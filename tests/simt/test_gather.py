@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -11,15 +12,31 @@ import torch
 from bitslab.engine.codecs.invariant.layout import build_layout
 from bitslab.engine.kernels import cpu
 from bitslab.engine.kernels.cuda.runner import DAMAGED_ERROR, INDEX_ERROR, NO_ERROR
-from bitslab.engine.kernels.cuda.source import Variant, all_variants
+from bitslab.engine.kernels.cuda.source import Variant
 from bitslab.engine.kernels.cuda.tiles import STAGE_BYTES, chosen_shape
 from bitslab.engine.kernels.format import MAX_SLABS, NO_ROW, CacheStorage, RowFormat, TableStorage
 from bitslab.errors import ArgumentError
 from tests.engine.kernels.cases import TABLE_KINDS, Case, cache_of, make_case, table_of
 from tests.simt.module import guarded
 from tests.simt.runner import simt_kernels
+from tests.simt.variants import variants_run
 
-GATHERERS = [v for v in all_variants() if isinstance(v, Variant) and v.file == "gather"]
+PLANS = {
+    "positional": Variant("gather", 4, 1, False, False, 4),
+    "uniform": Variant("gather", 2, 3, False, True, 8),
+    "grouped": Variant("gather", 4, 1, True, True, 4),
+    "bytes": Variant("gather", 4, 3, False, True, 4, True),
+}
+#: Those that other tests, here and in test_gather_items.py, run as well.
+NAMED = [
+    *PLANS.values(),
+    *(Variant("gather", 4, 2, True, False, vector) for vector in (1, 4)),
+    *(Variant("gather", 4, 3, *plan, 4) for plan in product((False, True), (False, True))),
+    Variant("gather", 2, 3, False, True, 8, byte_field=True),
+    Variant("gather", 1, 1, True, True),
+    *(Variant("gather", width, 3, False, True) for width in (2, 4, 8)),
+]
+GATHERERS = variants_run("gather", NAMED)
 
 
 def guarded_table(table: TableStorage) -> TableStorage:
@@ -174,14 +191,6 @@ def test_raw_rows_too_long_for_the_stage_are_read_where_they_are(kind, row_bytes
         kernels.gather_rows(short, case.layout, torch.arange(64), out, cache=cache)
         assert runner.mailbox[0] == NO_ERROR
         assert torch.equal(out, case.rows)
-
-
-PLANS = {
-    "positional": Variant("gather", 4, 1, False, False, 4),
-    "uniform": Variant("gather", 2, 3, False, True, 8),
-    "grouped": Variant("gather", 4, 1, True, True, 4),
-    "bytes": Variant("gather", 4, 3, False, True, 4, True),
-}
 
 
 @pytest.mark.parametrize("plan", PLANS)

@@ -62,6 +62,7 @@ def gather_both(table, layout, ids, item_bytes, *, cache=None, order=None, same_
     return twin, counts[1].view(2, -1)[0]
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("cached", ["table", "rows-cached", "items-cached"])
 @pytest.mark.parametrize("kind", ["compact", "compact-moved", "inplace"])
 @pytest.mark.parametrize("shared", SHARED)

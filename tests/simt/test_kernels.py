@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -11,21 +12,35 @@ import torch
 from bitslab.engine.codecs.invariant.layout import build_layout
 from bitslab.engine.kernels import cpu
 from bitslab.engine.kernels.cuda.runner import DAMAGED_ERROR, INDEX_ERROR, NO_ERROR
-from bitslab.engine.kernels.cuda.source import Variant, all_variants
+from bitslab.engine.kernels.cuda.source import Variant
 from bitslab.engine.kernels.cuda.tiles import STAGE_BYTES
 from bitslab.engine.kernels.format import RowStorage
 from bitslab.errors import ArgumentError
 from tests.engine.kernels.cases import Case, make_case, pack, pack_on_cpu
 from tests.simt.module import guarded
 from tests.simt.runner import simt_kernels
+from tests.simt.variants import settings_of, variants_run
 
-VARIANTS = [v for v in all_variants() if isinstance(v, Variant)]
-DECODERS = [v for v in VARIANTS if v.file == "decode"]
-ENCODERS = [v for v in VARIANTS if v.file == "encode"]
+#: Those that other tests of this file decode with; with them goes an encoder of each plan.
+NAMED = [
+    *(Variant("decode", 4, 3, *plan) for plan in product((False, True), (False, True), (1, 4))),
+    *(Variant("decode", 2, 1, False, uniform) for uniform in (False, True)),
+    *(Variant("decode", width, 1, False, True) for width in (4, 8)),
+    Variant("decode", 4, 1, True, True, 4),
+    Variant("decode", 2, 3, False, True, 8, byte_field=True),
+]
+DECODERS = variants_run("decode", NAMED)
+ENCODERS = variants_run(
+    "encode", [Variant("encode", 4, 3, *plan) for plan in product((False, True), (False, True))]
+)
 
 
 def by_name(variant: Variant) -> str:
     return variant.name
+
+
+def settings(variant: Variant) -> tuple[int, ...]:
+    return tuple(settings_of(variant).values())
 
 
 def profiles_of(variant: Variant) -> tuple[int, ...]:
@@ -94,6 +109,7 @@ def test_prepared_decodes_refuse_places_that_a_kernel_cannot_use():
     nothing()
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("variant", ENCODERS, ids=by_name)
 @pytest.mark.parametrize("row_bytes", [None, 16 * 37], ids=["odd-rows", "aligned-rows"])
 def test_encode_kernels_write_the_bytes_of_their_twins(variant, row_bytes):
@@ -120,6 +136,7 @@ def test_count_kernel_counts_like_its_twin(width):
 LARGE = {"two-warps-a-row": 9 << 10, "block-a-row": 24 << 10, "longer-than-the-stage": 64 << 10}
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("row_bytes", LARGE.values(), ids=LARGE)
 @pytest.mark.parametrize("grouped", [False, True], ids=["plain", "grouped"])
 @pytest.mark.parametrize("uniform", [False, True], ids=["positional", "uniform"])
@@ -148,7 +165,8 @@ def test_bad_id_leaves_the_output_untouched_and_is_told():
     assert runner.mailbox.tolist() == [INDEX_ERROR, 1, -71, 70]
 
 
-@pytest.mark.parametrize("variant", DECODERS[::7], ids=by_name)
+@pytest.mark.pairwise(variant=settings)
+@pytest.mark.parametrize("variant", DECODERS, ids=by_name)
 @pytest.mark.parametrize("part", ["words", "bases", "lengths", "row_clusters"])
 def test_damaged_rows_never_reach_outside_the_buffers(variant, part):
     if part == "row_clusters":

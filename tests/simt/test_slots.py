@@ -83,6 +83,7 @@ class Cache:
         return wanted, slots, hits_misses, misses, bad
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
 @pytest.mark.parametrize("adds", [True, False], ids=["counts", "last"])
 @pytest.mark.parametrize("n", [1, 31, 700])

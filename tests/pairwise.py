@@ -1,0 +1,111 @@
+"""Covers of the pairs of a test's parameters, which run in place of all their products.
+
+A test whose parameters do not interact is marked ``pairwise``. Of the product of its parameters it
+then runs the cases that hold every value, and every two values of different parameters, at least
+once. The seed of hypothesis chooses which cases these are, so that other runs take others, and
+``BITSLAB_FULL=1`` (``make test-full``) runs them all. A case that is named on the command line runs
+in any case.
+
+A parameter that itself stands for several is taken apart by a function, given under its name:
+
+>>> @pytest.mark.pairwise(variant=lambda v: (v.width, v.grouped))  # doctest: +SKIP
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from itertools import combinations
+from typing import Any
+
+import pytest
+
+#: Whether all cases of every product run.
+FULL = os.environ.get("BITSLAB_FULL") == "1"
+#: What chooses the covers of this run; set by `use_seed`.
+seed: object = 0
+
+Case = Mapping[str, Hashable]
+
+
+def cover(cases: Sequence[Case], seed: object = 0, first: Iterable[int] = ()) -> list[int]:
+    """Return the positions of cases that hold all values, and all pairs of values, of all cases.
+
+    Parameters
+    ----------
+    cases : sequence of mapping
+        The value of every parameter, case by case; of a product or of a part of one.
+    seed : object
+        Chooses among cases that add as many pairs; anything with a repr.
+    first : iterable of int
+        Positions of cases that are in the cover anyway.
+
+    Returns
+    -------
+    list of int
+        Rising, the same for the same arguments.
+    """
+    bit_of: dict[Any, int] = {}
+    masks = []
+    for case in cases:
+        values = sorted(case.items(), key=lambda item: item[0])
+        held = [(value,) for value in values] + list(combinations(values, 2))
+        masks.append(sum(1 << bit_of.setdefault(pair, len(bit_of)) for pair in held))
+    left = list(range(len(cases)))
+    random.Random(repr(seed)).shuffle(left)
+    chosen = list(first)
+    missing = (1 << len(bit_of)) - 1
+    for i in chosen:
+        missing &= ~masks[i]
+    while missing:
+        best = max(left, key=lambda i: (masks[i] & missing).bit_count())
+        missing &= ~masks[best]
+        chosen.append(best)
+        # Those that add nothing now never do again.
+        left = [i for i in left if masks[i] & missing]
+    return sorted(chosen)
+
+
+def use_seed(config: pytest.Config) -> None:
+    """Let the seed of hypothesis choose the covers of this run, where it is given."""
+    global seed
+    seed = config.getoption("hypothesis_seed", None) or 0
+
+
+def keep_covers(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Take from `items` those cases of tests marked ``pairwise`` that are not in the cover."""
+    if FULL:
+        return
+    products: dict[tuple[str, str], list[pytest.Function]] = {}
+    for item in items:
+        if isinstance(item, pytest.Function) and item.get_closest_marker("pairwise"):
+            above = item.parent.nodeid if item.parent else ""
+            products.setdefault((above, item.originalname), []).append(item)
+    dropped: set[pytest.Item] = set()
+    for (_, name), cases in products.items():
+        kept = cover([_parameters(case) for case in cases], (seed, name))
+        dropped |= set(cases) - {cases[i] for i in kept}
+    if dropped:
+        config.hook.pytest_deselected(items=[item for item in items if item in dropped])
+        items[:] = [item for item in items if item not in dropped]
+
+
+def _parameters(item: pytest.Function) -> dict[str, Hashable]:
+    """Return the values of a case's parameters; those that are given together are one.
+
+    A value is known by its address, since not all can be hashed: all cases of a test have the same.
+    """
+    (mark, *_) = item.iter_markers("pairwise")
+    params = dict(item.callspec.params)
+    found: dict[str, Hashable] = {}
+    for given in item.iter_markers("parametrize"):
+        names = given.args[0] if given.args else given.kwargs["argnames"]
+        names = names.split(",") if isinstance(names, str) else list(names)
+        values = [params.pop(name.strip()) for name in names]
+        if len(names) == 1 and (parts := mark.kwargs.get(names[0])):
+            found |= {f"{names[0]}[{i}]": part for i, part in enumerate(parts(values[0]))}
+        else:
+            found[",".join(names)] = tuple(map(id, values))
+    # Those of fixtures and of pytest_generate_tests.
+    return found | {name: id(value) for name, value in params.items()}

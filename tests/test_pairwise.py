@@ -1,0 +1,106 @@
+"""Covers of pairs hold every pair, in few cases, and stand for the product of marked tests."""
+
+from __future__ import annotations
+
+from itertools import combinations, product
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests import pairwise
+from tests.pairwise import cover
+
+pytest_plugins = ["pytester"]
+
+
+def product_of(sizes: list[int]) -> list[dict[str, int]]:
+    names = [f"p{number}" for number in range(len(sizes))]
+    return [dict(zip(names, each, strict=True)) for each in product(*map(range, sizes))]
+
+
+def pairs_in(cases: list[dict[str, Any]]) -> set[Any]:
+    return {pair for case in cases for n in (1, 2) for pair in combinations(case.items(), n)}
+
+
+@given(sizes=st.lists(st.integers(1, 5), max_size=4), data=st.data())
+def test_every_pair_of_a_product_or_of_a_part_of_one_is_covered(
+    sizes: list[int], data: st.DataObject
+) -> None:
+    cases = [case for case in product_of(sizes) if data.draw(st.booleans())]
+    first = {i for i in range(len(cases)) if data.draw(st.integers(0, 9)) == 0}
+    chosen = cover(cases, data.draw(st.integers(0, 9)), first)
+    assert chosen == sorted(set(chosen))
+    assert first <= set(chosen)
+    assert pairs_in([cases[i] for i in chosen]) == pairs_in(cases)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "at_most"), [([10, 6], 60), ([9, 5, 2, 2], 60), ([4, 3, 2, 2, 4, 2], 24), ([13], 13)]
+)
+def test_covers_are_small(sizes: list[int], at_most: int) -> None:
+    assert len(cover(product_of(sizes))) <= at_most
+
+
+def test_a_seed_always_gives_the_same_cover_and_others_give_others() -> None:
+    cases = product_of([5, 4, 3, 2])
+    assert cover(cases, 1) == cover(cases, 1)
+    taken = [cover(cases, seed) for seed in range(40)]
+    assert len(set(map(tuple, taken))) > 30
+    assert {i for chosen in taken for i in chosen} == set(range(len(cases)))
+
+
+MARKED = """
+import pytest
+
+@pytest.mark.pairwise(a=lambda a: (a // 4, a // 2 % 2, a % 2))
+@pytest.mark.parametrize("a", range(8))
+@pytest.mark.parametrize(("b", "c"), [("x", 1), ("y", 2)])
+def test_marked(a, b, c): pass
+
+@pytest.mark.parametrize("a", range(8))
+@pytest.mark.parametrize("b", range(2))
+def test_not_marked(a, b): pass
+"""
+CONFTEST = """
+from tests.pairwise import keep_covers
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "pairwise: of the product of parameters, a cover of pairs")
+
+def pytest_collection_modifyitems(config, items):
+    keep_covers(config, items)
+"""
+
+
+@pytest.mark.parametrize("full", [False, True], ids=["cover", "full"])
+def test_tests_that_are_marked_run_a_cover(
+    full: bool, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pairwise, "FULL", full)
+    pytester.makeconftest(CONFTEST)
+    pytester.makepyfile(MARKED)
+    ran = pytester.inline_run("-p", "no:cacheprovider", "--hypothesis-seed=5")
+    passed = [report.nodeid.split("::")[1] for report in ran.listoutcomes()[0]]
+    assert sum(name.startswith("test_not_marked") for name in passed) == 16
+    marked = [name for name in passed if name.startswith("test_marked")]
+    if full:
+        assert len(marked) == 16
+        return
+    assert 4 <= len(marked) <= 8
+    cases = [name[len("test_marked[") : -1].split("-") for name in marked]  # "x-1-6"
+    parts = [
+        {"b": b, "a0": int(a) // 4, "a1": int(a) // 2 % 2, "a2": int(a) % 2} for b, _, a in cases
+    ]
+    assert len(pairs_in(parts)) == 8 + 24  # four parameters of two values, and six pairs of them
+
+
+def test_a_case_that_is_named_always_runs(pytester: pytest.Pytester) -> None:
+    pytester.makeconftest(CONFTEST)
+    file = pytester.makepyfile(MARKED)
+    for a in range(8):
+        ran = pytester.inline_run(
+            f"{file}::test_marked[x-1-{a}]", "-p", "no:cacheprovider", plugins=[]
+        )
+        ran.assertoutcome(passed=1)
