@@ -25,6 +25,10 @@ ENGINE = ("codecs", "memory", "transfer", "advisor", "files", "kernels")
 LISTS = ("Parameters", "Attributes", "Returns", "Raises", "Yields", "Warns", "Other Parameters")
 
 
+#: A rule of a table.
+RULE = re.compile(r"=+(?: +=+)+")
+
+
 @dataclass(frozen=True)
 class Found:
     """Where a name is defined."""
@@ -132,6 +136,15 @@ def as_markdown(docstring: str) -> str:
             section = line.strip()
             parts += ["", f"**{section}**", ""]
             i += 2
+            continue
+        if RULE.fullmatch(line):  # a table of reStructuredText, up to its last rule
+            end = i + 1
+            while end + 1 < len(lines) and (
+                not RULE.fullmatch(lines[end]) or (end < len(lines) - 1 and lines[end + 1].strip())
+            ):
+                end += 1
+            parts += ["", "```text", *lines[i : end + 1], "```", ""]
+            i = end + 1
             continue
         block = [line]
         while i + 1 < len(lines) and (lines[i + 1].startswith(" ") or not lines[i + 1].strip()):

@@ -130,8 +130,8 @@ class Chart:
     panels : sequence of Panel
         In reading order.
     columns : int
-        Panels beside each other.
-    note : str
+        Panels in a line.
+    source : str
         Below the bars: hardware and the results file.
     unit : str
         Behind each number.
@@ -140,7 +140,7 @@ class Chart:
     title: str
     panels: Sequence[Panel]
     columns: int
-    note: str
+    source: str
     unit: str = ""
 
     def description(self) -> str:
@@ -149,7 +149,7 @@ class Chart:
         for panel in self.panels:
             bars = "; ".join(f"{bar.name}: {shown(bar, self.unit)}" for bar in panel.bars)
             parts.append(f"{panel.title}: {bars}")
-        return f"{self.title}. {'. '.join(parts)}. {self.note}"
+        return f"{self.title}. {'. '.join(parts)}. {self.source}"
 
 
 def shown(bar: Bar, unit: str) -> str:
@@ -168,7 +168,7 @@ SIZES = "2026-11-20-two-cpu-cores.md"
 
 
 def weights() -> Chart:
-    """Return a forward pass with offloaded weights, beside accelerate and nvCOMP."""
+    """Return a forward pass with offloaded weights, by accelerate, nvCOMP and bitslab."""
     rows = rows_of(LLM, "One forward pass; `ideal`")
     names: list[tuple[str, str, Kind]] = [
         ("accelerate cpu_offload", "accelerate, cpu_offload", "peer"),
@@ -188,7 +188,7 @@ def weights() -> Chart:
 
 
 def cache() -> Chart:
-    """Return the time of a token by how K and V are kept, beside transformers' caches."""
+    """Return the time of a token by how K and V are kept, transformers' caches included."""
     cases = [
         ("paper's workload, 32 K/V heads", "The packed history over the link alone takes 61 ms"),
         ("32k context, 8 K/V heads", "--new-tokens 40 --repetitions 2`: 27 ms over the link"),
@@ -214,7 +214,7 @@ def cache() -> Chart:
 
 
 def lookups() -> Chart:
-    """Return embedding lookups beside FBGEMM and ColossalAI."""
+    """Return embedding lookups by FBGEMM, ColossalAI and bitslab."""
     second = rows_of(LOOKUPS, "Second run, ids ordered")
     first = rows_of(LOOKUPS, "First run, with ColossalAI")
     panels = []
@@ -238,7 +238,7 @@ def lookups() -> Chart:
 
 
 def epochs() -> Chart:
-    """Return epochs of GraphSAGE beside raw features and the gather of DGL's use_uva."""
+    """Return epochs of GraphSAGE on raw features, gathered in two ways, and on packed ones."""
     names: list[tuple[str, str, Kind]] = [
         ("raw", "CPU gather and copy", "peer"),
         ("unified", "zero-copy, as DGL's use_uva", "peer"),
@@ -267,7 +267,7 @@ def epochs() -> Chart:
 
 
 def gathers() -> Chart:
-    """Return gathers of rows from host memory beside the usual ways."""
+    """Return gathers of rows from host memory, by the usual ways and by bitslab."""
     rows = rows_of(GATHER, "### 200,000 rows of 1 KB float32 out of 2 GiB, beside peers")
     names: list[tuple[str, str, Kind]] = [
         ("CPU gather into page-locked memory, then copy", "CPU gather and copy", "peer"),
@@ -286,7 +286,7 @@ def gathers() -> Chart:
     return Chart(
         "Random rows of 1 KB from host memory to the GPU, GB/s of rows (more is better)",
         [
-            Panel("dense float32, beside the usual ways", dense),
+            Panel("dense float32", dense),
             Panel("by what packing saves", by_saving),
         ],
         1,
@@ -295,7 +295,7 @@ def gathers() -> Chart:
 
 
 def sizes() -> Chart:
-    """Return how much smaller real data get, beside the published options."""
+    """Return how much smaller real data get, by bitslab and by the published options."""
     rows = rows_of(SIZES, "### Ratio on real data")
     names = [
         ("Citeseer", "Citeseer features, float32"),
@@ -360,7 +360,7 @@ def path_of(name: str, theme: str) -> Path:
 
 
 def draw_chart(chart: Chart, colours: dict[str, str]) -> Figure:
-    """Draw bars, a panel beside or below the other."""
+    """Draw bars, panel by panel."""
     import matplotlib.pyplot as plt
 
     lines = -(-len(chart.panels) // chart.columns)
@@ -381,7 +381,7 @@ def draw_chart(chart: Chart, colours: dict[str, str]) -> Figure:
         weight="bold",
         va="center",
     )
-    figure.text(0.012, 0.14 / height, chart.note, color=colours["faint"], size=7.5, va="center")
+    figure.text(0.012, 0.14 / height, chart.source, color=colours["faint"], size=7.5, va="center")
     longest = max(len(b.name) for p in chart.panels for b in p.bars)
     left = 0.03 + 0.0088 * longest * 8.6 / 9
     right = 0.985
@@ -558,8 +558,8 @@ def pictures(names: Sequence[str] = ()) -> Iterator[tuple[str, str, Figure]]:
     import matplotlib.pyplot as plt
 
     matplotlib.use("svg")
-    # Text stays text: small files, which can be searched and read aloud. Others of these fonts are
-    # no wider.
+    # Text is kept as text: small files, which can be searched and read aloud. The other fonts that
+    # `save` names are no wider.
     options = {"svg.fonttype": "none", "font.family": FONT}
     for name in names or ("overview", *CHARTS):
         for theme, colours in THEMES.items():

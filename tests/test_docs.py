@@ -24,7 +24,7 @@ from docs import make_api, make_pictures
 
 if sys.version_info >= (3, 11):
     import tomllib
-else:  # which pytest brings along
+else:  # which pytest depends on
     import tomli as tomllib
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -324,7 +324,7 @@ def wrong_of(words: list[str], helps: dict[str, str]) -> list[str]:
         if rest[0] not in known:
             return rest[:1]
         return wrong_options(rest[1:], known[rest[0]].format_help())
-    return [f"{program}: tell this test how to check it"]
+    return [f"{program}: this test cannot check it yet"]
 
 
 def test_commands_name_what_is_there(tmp_path: Path) -> None:
@@ -436,7 +436,7 @@ def test_paths_are_there() -> None:
 
 
 def is_known(name: str) -> bool:
-    """Tell whether a dotted name is a module of the project, or one that a module has."""
+    """Return whether a dotted name is a module of the project, or one that a module has."""
     if make_api.path_of(name):
         return True
     module, _, attribute = name.rpartition(".")
