@@ -26,7 +26,7 @@ SHELL := bash
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help test test-lowest gpu-test lint format plain-copy types demo bench light clean
+.PHONY: help test test-lowest gpu-test lint format plain-copy types docs demo bench light clean
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_ROOT_USER_ACTION := ignore
 # Without a choice DGL writes one to the home folder when it is imported.
@@ -109,6 +109,10 @@ plain-copy: $(VENV)/.dev-stamp
 types: plain-copy ## mypy, strict
 	@echo "==> mypy"
 	$(BIN)/mypy | sed -E 's#^build/types/bitslab/integrations/#integrations/#; s#^build/types/bitslab/#core/#'
+
+docs: $(VENV)/.dev-stamp ## make the API reference and the pictures of docs/ anew
+	$(BIN)/python docs/make_api.py
+	$(BIN)/python docs/make_pictures.py
 
 demo: $(VENV)/.demo-stamp ## run the examples: compress, gather, train two GNNs, train and serve a DLRM, generate text
 	@for name in $(DEMO); do
