@@ -7,6 +7,7 @@ import torch
 
 pytest.importorskip("torchrec", reason="torchrec is not installed")
 
+from bitslab import RowCodec
 from bitslab.integrations.torchrec.grouping import (
     SAMPLE_BYTES,
     TOLERANCE,
@@ -15,7 +16,7 @@ from bitslab.integrations.torchrec.grouping import (
     sample_of,
 )
 from bitslab.tables.build import choose_codec
-from bitslab.tables.parts import items_per_row
+from bitslab.tables.parts import Layout, items_per_row
 
 
 def normal(rows: int, dim: int = 32, scale: float = 0.05, seed: int = 0) -> torch.Tensor:
@@ -109,7 +110,8 @@ def test_tables_in_place_never_pack_rows_alone_that_are_no_whole_words() -> None
     generator = torch.Generator().manual_seed(0)
     tables = [torch.randint(7, (4000, 9), generator=generator).short() for _ in range(2)]
     samples = [Sample(4000, t) for t in tables]
-    for layout, each in (("compact", {1}), ("inplace", {16})):
-        groups = group_tables(samples, layout=layout)
-        assert [group.tables for group in groups] == [[0, 1]]
-        assert {items_per_row(group.codec, (9,)) for group in groups} == each
+    layouts: tuple[tuple[Layout, int], ...] = (("compact", 1), ("inplace", 16))
+    for layout, each in layouts:
+        (group,) = group_tables(samples, layout=layout)
+        assert group.tables == [0, 1] and isinstance(group.codec, RowCodec)
+        assert items_per_row(group.codec, (9,)) == each
