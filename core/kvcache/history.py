@@ -18,7 +18,7 @@ from .index import beam_index, repeat_count, sequence_index
 from .packing import CodecPlans, TokenRows
 from .pending import Pending
 from .selection import Take
-from .words import Words
+from .words import DeviceWords, HostWords, Words
 
 #: Makes a change that was prepared: nothing is left that could fail.
 Commit = Callable[[], None]
@@ -108,6 +108,12 @@ class PackedHistory:
         at_once: bool = False,
     ) -> None:
         check_options(window, block_tokens, reserve_tokens)
+        given: object = words
+        if not isinstance(given, HostWords | DeviceWords) or given.n_words:
+            raise ArgumentTypeError(
+                "words: expected an empty store, as HistoryReader.new_words() returns, got "
+                f"{given!r:.60}"
+            )
         self.words = words
         self._link = words.link
         self._fitting = Fitting(plans, kind)

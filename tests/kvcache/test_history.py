@@ -508,6 +508,15 @@ def test_options_are_checked(options: dict[str, Any], error: type[Exception]) ->
         make(**options)
 
 
+def test_a_history_takes_an_empty_store_of_words_alone() -> None:
+    used = make()
+    used.append(normal(1, 2, 300, 64))
+    for bad in (HistoryReader(CPU, offload=True, sm_budget=None), used.words, None):
+        with pytest.raises(ArgumentTypeError, match="words: expected an empty store"):
+            PackedHistory(bad, CodecPlans(), "k", window=8, block_tokens=16)  # type: ignore[arg-type]
+    assert used.length == 300
+
+
 def test_a_reader_checks_its_arguments() -> None:
     with pytest.raises(ArgumentTypeError, match="device"):
         HistoryReader(torch.device("meta"), offload=True, sm_budget=None)
