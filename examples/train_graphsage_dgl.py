@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("DGLBACKEND", "pytorch")  # DGL asks for a config file otherwise
+os.environ.setdefault("DGLBACKEND", "pytorch")  # otherwise DGL writes a config file
 
 import dgl  # noqa: E402
 import torch  # noqa: E402

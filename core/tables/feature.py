@@ -438,7 +438,9 @@ class CompressedFeature:
         cache = None if self.cache is None else self.cache.stats()
         notes = list(self._notes)
         if stats["codec"] == "raw" and cache is None:
-            notes.append("kept raw: packing would not make this feature smaller, or was not wanted")
+            notes.append(
+                "kept raw: packing would not make this feature smaller, or was not requested"
+            )
         return stats | {
             "cache": cache,
             "hit_rate": 0.0 if cache is None else cache["hit_rate"],

@@ -135,7 +135,7 @@ class CompressedTable(HostTable):
 
         Notes
         -----
-        Extra memory: a few times 32 MiB, or 32 rows if those are more, whatever the size of the
+        Extra memory: a few times 32 MiB, or 32 rows if those are more, for any size of the
         table.
         """
         parts = making.parts_of_rows(
