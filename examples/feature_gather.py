@@ -77,7 +77,7 @@ class Data:
 
 @dataclass
 class Result:
-    """What one way of gathering costs."""
+    """Costs of one way of gathering."""
 
     way: str
     host_bytes: int

@@ -69,7 +69,7 @@ class SeededSampler(dgl.dataloading.NeighborSampler):  # type: ignore[misc]
 
 
 class Batches(list[Seeds]):
-    """What DGL's loader takes for a dataset: one item a batch, and where the ids are."""
+    """A dataset for DGL's loader: one item a batch, with the device of its ids."""
 
     device = torch.device("cpu")
 

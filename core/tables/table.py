@@ -80,7 +80,7 @@ class CompressedTable(HostTable):
     True
     """
 
-    # Making one
+    # Construction
 
     @classmethod
     def from_tensor(
@@ -297,7 +297,7 @@ class CompressedTable(HostTable):
         Parameters
         ----------
         cache : Cache or None
-            As there.
+            As in `gather_with`.
         ids : torch.Tensor
             int32 or int64 ``[n]``, contiguous, on the device of `out`; on a CPU in range.
         out : torch.Tensor
@@ -353,7 +353,7 @@ class CompressedTable(HostTable):
         Parameters
         ----------
         cache : Cache or None
-            As there.
+            As in `gather_with`.
         ids : torch.Tensor
             int32 or int64 ``[n]``, contiguous, on the device of `out`. Negative ones are out of
             range.
@@ -393,7 +393,7 @@ class CompressedTable(HostTable):
         rows = self.gather(ids.reshape(-1))
         return rows.view(*ids.shape, *self.shape[1:])
 
-    # Changing rows
+    # Updates
 
     def compact(
         self, progress: ProgressFunction | bool | None = None, *, refit: bool = False
