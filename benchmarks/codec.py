@@ -15,7 +15,7 @@ from timing import print_tables
 
 
 def main() -> int:
-    """Run the parts asked for and print one table each."""
+    """Run the requested parts and print one table each."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )

@@ -26,7 +26,7 @@ PARTS = ("ratio", "cpu", "gpu", "train", "pool")
 
 
 def main() -> int:
-    """Run the parts asked for and print one table each."""
+    """Run the requested parts and print one table each."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )

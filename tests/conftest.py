@@ -1,4 +1,4 @@
-"""What holds for every test: GPU tests without a GPU, missing packages, which cases are drawn."""
+"""Setup of all tests: skips without a GPU, missing packages, which cases are drawn."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ OPTIONAL = {
 
 
 def skip_where_missing(error: BaseException | None) -> None:
-    """Skip where an optional package is missing and may be; otherwise return."""
+    """Skip the test if an optional package is missing and BITSLAB_ALLOW_MISSING is set."""
     while error is not None and os.environ.get("BITSLAB_ALLOW_MISSING") == "1":
         name = error.name if isinstance(error, ModuleNotFoundError) else None
         for package in OPTIONAL & {name, (name or "").split(".")[0]}:

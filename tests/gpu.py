@@ -1,4 +1,4 @@
-"""What tests on a GPU share: contexts in which waiting raises, held streams, profiles.
+"""Helpers for tests on a GPU: contexts in which waiting raises, held streams, profiles.
 
 `tests/conftest.py` makes fixtures of them. Nothing else in the tests may call torch's sync debug
 mode or its profiler: both outlive a test that does not clean up.
@@ -59,7 +59,7 @@ def held(stream: torch.cuda.Stream | None = None) -> Iterator[None]:
 
     A kernel that waits for a flag in host memory occupies the stream. The flag is set at the end;
     where the host waits for the stream inside, after `HELD_SECONDS`, and the test fails. So a test
-    shows that the host does not wait, whatever the speed and the load of the machine.
+    shows that the host does not wait, at any speed and load of the machine.
     """
     import cupy
 
@@ -137,6 +137,6 @@ def kernels_of(profile: Any) -> list[str]:
 
 
 def worker_count() -> int:
-    """Return how many processes of tests this machine's GPU and processor bear at once."""
+    """Return the number of test processes for this machine's GPU memory and processors."""
     free_bytes, _ = torch.cuda.mem_get_info()
     return max(1, min(free_bytes // WORKER_BYTES, len(os.sched_getaffinity(0)) * 3 // 4))

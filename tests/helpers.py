@@ -1,4 +1,4 @@
-"""What several tests need: tensors of every dtype, and comparison bit for bit."""
+"""Shared helpers: tensors of every dtype, and comparison bit for bit."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Check an install that has torch and numpy and no other dependency: `make light` runs this.
 
-It stands alone, because pytest is not there either. Each check says what it saw; the exit status
-is the number of checks that failed.
+It is a plain script, because pytest is not installed either. Each check says what it saw; the exit
+status is the number of checks that failed.
 """
 
 from __future__ import annotations

@@ -77,14 +77,14 @@ def packed(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> P
 
 @contextlib.contextmanager
 def nothing_written(folder: Path) -> Iterator[None]:
-    """Check that the files of a folder are what they were."""
+    """Check that the files of a folder are unchanged."""
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     yield
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
 
 def one_line(capsys: pytest.CaptureFixture[str]) -> str:
-    """Return what stands on stderr, which must be one line."""
+    """Return the text on stderr, which must be one line."""
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("bitslab: error: ")
     return str(line)
@@ -547,7 +547,7 @@ def test_wrong_usage_exits_with_2(arguments: list[str], capsys: Any) -> None:
 
 
 def test_failed_write_leaves_the_old_output(model: Path, tmp_path: Path) -> None:
-    """A limit on the size of files stands for the full disk."""
+    """A limit on the size of files simulates the full disk."""
     out = tmp_path / "x.bitslab"
     out.write_bytes(b"old")
     code = (
@@ -661,7 +661,7 @@ def test_options_that_a_compressed_file_would_ignore_are_refused(
     [["inspect", "{m}", "--plot", "{t}/no/p.png"], ["compress", "{m}", "{t}/no/x.bitslab"]],
     ids=["plot", "compress"],
 )
-def test_missing_output_folder_is_told_before_the_work(
+def test_missing_output_folder_is_reported_before_the_work(
     arguments: list[str], model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = [a.format(m=model, t=tmp_path) for a in arguments]

@@ -1,4 +1,4 @@
-"""What the `bitslab` command does with files: full disks, odd input, interruptions, old files."""
+"""Files of the `bitslab` command: full disks, odd input, interruptions, old files."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def run(*arguments: str | Path) -> int:
 
 
 def one_line(capsys: pytest.CaptureFixture[str]) -> str:
-    """Return what stands on stderr, which must be one line."""
+    """Return the text on stderr, which must be one line."""
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("bitslab: error: ")
     return str(line)
@@ -47,10 +47,10 @@ def packed(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("extension", ["pt", "npz", "npy", "safetensors"])
-def test_disk_that_takes_no_more_is_told_in_one_line_that_names_the_output(
+def test_disk_that_takes_no_more_is_reported_in_one_line_that_names_the_output(
     extension: str, packed: Path, tmp_path: Path, capsys: Any
 ) -> None:
-    """A limit on the size of files stands for the full disk."""
+    """A limit on the size of files simulates the full disk."""
     out = tmp_path / f"out.{extension}"
     assert run("decompress", packed, out) == 0  # what is compiled goes to files too
     out.write_bytes(b"old")
@@ -69,7 +69,7 @@ def test_disk_that_takes_no_more_is_told_in_one_line_that_names_the_output(
     assert out.read_bytes() == b"old" and len(list(tmp_path.iterdir())) == 2
 
 
-def test_output_folder_that_cannot_be_written_to_is_told_before_the_work(
+def test_output_folder_that_cannot_be_written_to_is_reported_before_the_work(
     packed: Path, tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:
     def read_only(*arguments: Any) -> None:
@@ -142,7 +142,7 @@ def test_what_is_no_array_in_an_npz_file_is_left_out(tmp_path: Path, capsys: Any
 
 
 @pytest.mark.parametrize("error", [MemoryError("8 TB"), RuntimeError("DefaultCPUAllocator: no")])
-def test_memory_that_runs_out_is_told_in_one_line(
+def test_memory_that_runs_out_is_reported_in_one_line(
     error: Exception, packed: Path, tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:
     def fail(self: object) -> None:

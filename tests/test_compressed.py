@@ -1,4 +1,4 @@
-"""compress, decompress, and what a CompressedTensor is."""
+"""compress, decompress, and CompressedTensor."""
 
 from __future__ import annotations
 
@@ -279,7 +279,7 @@ def test_empty_tensors_can_be_indexed(shape: tuple[int, ...]) -> None:
 
 
 class Recording(bitslab.RawCodec):
-    """Notes which rows are decoded."""
+    """Records which rows are decoded."""
 
     name = "recording"
     decoded: list[int]

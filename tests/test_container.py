@@ -1,4 +1,4 @@
-"""The file form: what is written comes back, and what was not written is refused."""
+"""The file form: round trips, and refusal of damaged and foreign files."""
 
 from __future__ import annotations
 
@@ -263,7 +263,7 @@ def test_failed_write_keeps_the_old_file(tmp_path: Path) -> None:
 
 
 def test_full_disk_leaves_nothing_behind(tmp_path: Path) -> None:
-    """A limit on the size of files stands for the full disk."""
+    """A limit on the size of files simulates the full disk."""
     code = (
         "import resource, signal, sys, torch, bitslab\n"
         "ct = bitslab.compress(torch.randn(1000, 64))\n"

@@ -1,4 +1,4 @@
-"""Devices that callers name: one check for all that take one."""
+"""Device arguments: one check for all functions that take one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the documentation shows: examples and commands run, links and figures lead somewhere."""
+"""Documentation: examples and commands run, links and figures lead somewhere."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_public_classes_have_examples() -> None:
 
 
 def raise_missing(printed: str) -> None:
-    """Raise what an example failed of where a package is not installed."""
+    """Raise the error of an example that failed because a package is not installed."""
     found = re.search(r"No module named '([\w.]+)'", printed)
     if found:
         raise ModuleNotFoundError(printed, name=found[1])

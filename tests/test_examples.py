@@ -28,14 +28,14 @@ SMALL = ["--batch", str(BATCH), "--batches", str(BATCHES), "--device", "cpu"]
 
 @pytest.fixture
 def example(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Import examples/feature_gather.py as a script finds its neighbours."""
+    """Import examples/feature_gather.py with its folder on the path, as for a script."""
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
     return importlib.import_module("feature_gather")
 
 
 @pytest.fixture
 def run(example: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    """Run the example; give its exit status and what it printed."""
+    """Run the example; return its exit status and its output."""
 
     def run(*arguments: str) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["feature_gather.py", *arguments])
@@ -236,7 +236,7 @@ def test_hottest_rows_come_first(example: Any, planetoid: Path, hotness: str) ->
 
 
 @pytest.mark.parametrize("layout", ["compact", "inplace"])
-def test_a_row_that_differs_is_told(
+def test_a_row_that_differs_is_reported(
     run: Any, planetoid: Path, monkeypatch: pytest.MonkeyPatch, layout: str
 ) -> None:
     honest = bitslab.CompressedTable.gather

@@ -1,4 +1,4 @@
-"""The kernels on a real GPU: the cases of tests/simt, and what only a GPU shows."""
+"""The kernels on a real GPU: the cases of tests/simt, and tests that need a GPU."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_indices_read_page_locked_rows_over_the_link():
         codec.decode(codec.encode(x), ids, out=out)
 
 
-def test_bad_index_on_the_gpu_leaves_the_output_untouched_and_is_told_later():
+def test_bad_index_on_the_gpu_leaves_the_output_untouched_and_is_reported_later():
     x = weights()
     codec = InvariantCodec.fit(x)
     packed = codec.encode(x.cuda())

@@ -1,4 +1,4 @@
-"""What importing bitslab loads and costs, and how modules import; pyproject.toml has contracts."""
+"""Modules and time of `import bitslab`, and rules of imports; pyproject.toml has contracts."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Import:
 
 
 def modules(package: str) -> list[str]:
-    """Name every module of a package, from its folder in the checkout."""
+    """Return the names of all modules of a package, from its folder in the checkout."""
     folder = ROOT / FOLDERS[package]
     names = []
     for path in sorted(folder.rglob("*.py")):
@@ -79,7 +79,7 @@ def source(module: str) -> Path:
 
 
 def resolve(name: str, module: str, is_package: bool) -> str:
-    """Make a name with leading dots, as it stands in a module, absolute."""
+    """Return the absolute name of a relative import in a module."""
     rest = name.lstrip(".")
     level = len(name) - len(rest)
     if not level:
@@ -90,7 +90,7 @@ def resolve(name: str, module: str, is_package: bool) -> str:
 
 
 def imports_in(text: str, module: str, is_package: bool) -> Iterator[Import]:
-    """Find every import in a module, wherever it stands, by its absolute name.
+    """Find every import in a module, nested ones too, by its absolute name.
 
     `from a import b` gives `a.b`, whatever b is; `import_module` counts where its argument is
     written out.
@@ -162,7 +162,7 @@ def test_this_checkout_is_under_test(loaded: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("first", ["bitslab", "torch"])
 def test_import_waits_for_torch(first: str, tmp_path: Path) -> None:
-    """What comes before torch is imported on first use; then torch.load knows our tensors too."""
+    """A bitslab imported before torch loads on first use; then torch.load knows our tensors too."""
     second = "torch" if first == "bitslab" else "bitslab"
     found = measured(
         f"import json, sys, {first}\n"

@@ -1,4 +1,4 @@
-"""What the wheel holds: every package, every kernel, the version, the command, and no more."""
+"""Contents of the wheel: every package, every kernel, the version, the command, and no more."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors of any strides and offsets go through every part that takes tensors as bytes."""
+"""Tensors of any strides and offsets in every API that reads tensors as bytes."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ from .parts import Layout, TableParts, bits_of, items_per_row, widened
 
 Rows = torch.Tensor | np.ndarray[Any, Any]
 
-SAMPLE_BYTES = 8 << 20  # what a codec is fitted on at the most, or
+SAMPLE_BYTES = 8 << 20  # most bytes that a codec is fitted on, but at least
 MIN_SAMPLE_ROWS = 8
 BATCH_BYTES = 32 << 20  # rows that are packed at once
 #: Batches of shorter rows are sized as if rows had this many bytes: their metadata takes more.

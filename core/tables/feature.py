@@ -230,7 +230,7 @@ class CompressedFeature:
             made._notes.append(note)
         return made
 
-    # What it is
+    # Properties
 
     @property
     def shape(self) -> torch.Size:
@@ -262,7 +262,7 @@ class CompressedFeature:
         return len(self.table)
 
     def __repr__(self) -> str:
-        """Name the table and the cache."""
+        """Return table and cache as text."""
         cache = "" if self.cache is None else f", {self.cache!r}"
         return f"CompressedFeature({self.table!r}{cache})"
 
@@ -346,7 +346,7 @@ class CompressedFeature:
             ``[N, *row_shape]``.
         """
         with self._lock:
-            # The copy may have been written to in spite of everything; the table has the values.
+            # Writes that torch cannot stop change the copy's version: decode again.
             if self._whole is None or self._whole._version != self._whole_version:
                 self._whole = read_only(self.table.decoded(0, len(self)))
                 self._whole_version = self._whole._version
@@ -382,7 +382,7 @@ class CompressedFeature:
         with self._lock:
             self._whole = None
 
-    # The tensor that represents it
+    # The tensor that represents the feature
 
     def stand_in(self, make: Callable[[CompressedFeature], torch.Tensor]) -> torch.Tensor:
         """Return the tensor that represents this feature, the same object while it is in use.
@@ -430,7 +430,7 @@ class CompressedFeature:
         Returns
         -------
         dict
-            What `CompressedTable.stats` returns; ``cache`` (what `SlabCache.stats` returns, or
+            All of `CompressedTable.stats`; ``cache`` (the dict of `SlabCache.stats`, or
             None), ``hit_rate`` (0 without a cache), ``materialised_bytes`` (of the copy that
             `whole` keeps) and ``notes`` (a list of remarks, such as why there is no cache).
         """
@@ -438,7 +438,9 @@ class CompressedFeature:
         cache = None if self.cache is None else self.cache.stats()
         notes = list(self._notes)
         if stats["codec"] == "raw" and cache is None:
-            notes.append("kept raw: packing would not make this feature smaller, or was not wanted")
+            notes.append(
+                "kept raw: packing would not make this feature smaller, or was not requested"
+            )
         return stats | {
             "cache": cache,
             "hit_rate": 0.0 if cache is None else cache["hit_rate"],

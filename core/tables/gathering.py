@@ -290,7 +290,7 @@ class Gathers:
         finally:
             self._lock.mark_gpu_read(device)
 
-    # Changes
+    # Updates
 
     def refresh(self, changed: dict[str, Array]) -> None:
         """Copy metadata that an update has changed to the GPUs; see `DeviceCopies.refresh`."""

@@ -67,7 +67,7 @@ class HostTable:
     def _parts(self) -> TableParts:
         return self._rows.parts
 
-    # What it is
+    # Properties
 
     @property
     def shape(self) -> torch.Size:
@@ -130,7 +130,7 @@ class HostTable:
         """Return the number of rows."""
         return self._parts.n_items
 
-    # Reading it
+    # Reading
 
     def _check_open(self) -> None:
         if self._closed:
@@ -243,7 +243,7 @@ class HostTable:
                 raise_damaged(bad if bad < 0 else bad * parts.items_per_row)
         return rows
 
-    # Changing it
+    # Updates
 
     def update(self, ids: torch.Tensor, rows: torch.Tensor) -> None:
         """Overwrite rows.

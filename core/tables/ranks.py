@@ -85,7 +85,7 @@ def share_cache(
     group : torch.distributed.ProcessGroup, optional
         As in `share_table`.
     device : torch.device or str, optional
-        Where this rank wants rows; the current GPU, or the CPU where there is none, when left out.
+        Where rows of this rank go; the current GPU, or the CPU where there is none, when left out.
 
     Returns
     -------

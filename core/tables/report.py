@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 @dataclass
 class CompressionReport:
-    """What one call compressed, what it left alone, and why; ``print`` formats it as a table.
+    """Compressed entries and entries left alone, with reasons; ``print`` shows them as a table.
 
     Parameters
     ----------
@@ -98,7 +98,7 @@ class CompressionReport:
 
 @dataclass
 class FeaturesReport(CompressionReport):
-    """Which features of a graph are compressed now, which were left alone, and why.
+    """Compressed features of a graph, and features left alone, with reasons.
 
     Parameters
     ----------

@@ -213,7 +213,7 @@ class HostRows:
         words = tensors["words"].numpy().view(np.uint32)
         at, room = _table_ranges(self.parts, ids)
         lengths = widened(packed.parts["lengths"])
-        # A length of 0 marks a raw row in the table, so a raw row never moves to the overflow.
+        # A length of 0 marks a row that is raw in the table: it has room, and never moves.
         raw_in_table = room == 0
         fits = (lengths > 0) & (lengths <= room)
         overflows = ~raw_in_table & ~fits

@@ -56,7 +56,7 @@ class SlabCache:
         GPUs, one slab each; the current GPU when left out, or the CPU where there is no GPU.
         ``["cpu", "cpu"]`` makes two slabs in host memory, to try things without a GPU.
     codec : str or RowCodec, optional
-        What packs the cached rows of a raw table: ``"auto"`` (invariant bit packing with a plan for
+        Codec for the cached rows of a raw table: ``"auto"`` (invariant bit packing with a plan for
         these rows, or nothing where it does not make them smaller), the name of a codec, which is
         fitted to these rows, or a codec. When left out, rows are stored
         as in the table.
@@ -232,7 +232,7 @@ class SlabCache:
         Parameters
         ----------
         ids, out, device, sm_budget
-            As there.
+            As in `CompressedTable.gather`.
         sort : bool, optional
             On a GPU: whether to sort the ids first; not when left out. Sorting pays where many rows
             of a large table miss, and only the GPU knows how many do.
@@ -409,7 +409,7 @@ class SlabCache:
         )
 
     def __repr__(self) -> str:
-        """Name the table, the devices and how full the slabs are."""
+        """Return table, devices and number of cached rows as text."""
         if self._closed:
             return "SlabCache(closed)"
         where = ", ".join(str(d) for d in self.devices)

@@ -80,7 +80,7 @@ class CompressedTable(HostTable):
     True
     """
 
-    # Making one
+    # Construction
 
     @classmethod
     def from_tensor(
@@ -135,7 +135,7 @@ class CompressedTable(HostTable):
 
         Notes
         -----
-        Extra memory: a few times 32 MiB, or 32 rows if those are more, whatever the size of the
+        Extra memory: a few times 32 MiB, or 32 rows if those are more, for any size of the
         table.
         """
         parts = making.parts_of_rows(
@@ -297,7 +297,7 @@ class CompressedTable(HostTable):
         Parameters
         ----------
         cache : Cache or None
-            As there.
+            As in `gather_with`.
         ids : torch.Tensor
             int32 or int64 ``[n]``, contiguous, on the device of `out`; on a CPU in range.
         out : torch.Tensor
@@ -353,7 +353,7 @@ class CompressedTable(HostTable):
         Parameters
         ----------
         cache : Cache or None
-            As there.
+            As in `gather_with`.
         ids : torch.Tensor
             int32 or int64 ``[n]``, contiguous, on the device of `out`. Negative ones are out of
             range.
@@ -393,7 +393,7 @@ class CompressedTable(HostTable):
         rows = self.gather(ids.reshape(-1))
         return rows.view(*ids.shape, *self.shape[1:])
 
-    # Changing rows
+    # Updates
 
     def compact(
         self, progress: ProgressFunction | bool | None = None, *, refit: bool = False

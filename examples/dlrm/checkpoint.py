@@ -21,7 +21,7 @@ def save(path: Path, model: Dlrm, settings: dict[str, Any]) -> None:
 
 
 class Checkpoint:
-    """A model as `save` wrote it; its tables are read when they are asked for.
+    """A model as `save` wrote it; its tables are read on request.
 
     Raises
     ------

@@ -121,7 +121,7 @@ def tested_lines(n_lines: int, share: float, name: str) -> int:
 
 
 def ahead(items: list[Batch] | Iterator[Batch]) -> Iterator[tuple[Batch, Batch | None]]:
-    """Give each batch together with the next one; None after the last."""
+    """Yield each batch and the next one, None after the last."""
     present: Batch | None = None
     for following in items:
         if present is not None:

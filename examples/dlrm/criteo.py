@@ -136,7 +136,7 @@ class _Block:
         n_lines = len(found) if max_lines is None else min(max_lines, len(found))
         for line in np.flatnonzero(found[:n_lines] != columns):
             self._refuse(line, f"{int(found[line])} fields, expected {columns}")
-        # One field after the other of the lines that are wanted, each behind the end of the last.
+        # One field after the other of these lines, each after the end of the last.
         ends = ends[: n_lines * columns]
         begins = np.concatenate([np.zeros(1, np.int64), ends[:-1] + 1])
         counts = ends - begins
@@ -196,7 +196,7 @@ class _Block:
     def _bytes_at(
         self, begins: np.ndarray[Any, Any], i: int, counts: np.ndarray[Any, Any]
     ) -> np.ndarray[Any, Any]:
-        """Return byte i of each field, and whatever there is where a field has fewer."""
+        """Return byte i of each field; any byte where a field is shorter."""
         found: np.ndarray[Any, Any] = self.bytes[np.minimum(begins + i, begins + counts)]
         return found
 

@@ -1,4 +1,4 @@
-"""Reads MovieLens-100k: who liked which film, and what is known of both."""
+"""Reads MovieLens-100k: ratings of films by users, and attributes of both."""
 
 from __future__ import annotations
 

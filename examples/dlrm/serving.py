@@ -26,7 +26,7 @@ Draw = Callable[[int], Batch]
 
 @dataclass
 class Timing:
-    """What requests of one size took in one mode; times in seconds."""
+    """Times of requests of one size in one mode, in seconds."""
 
     mode: str
     batch_size: int

@@ -131,7 +131,7 @@ class Tables(ABC):
 
 @dataclass(frozen=True)
 class TableOptions:
-    """How tables are kept.
+    """Options of the tables.
 
     `evict` is a name of EvictionStrategy; `cache` is "rows" or "packed"; `counts` has for each
     table how often its rows are used, int64 ``[rows]``.

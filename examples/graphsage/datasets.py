@@ -1,4 +1,4 @@
-"""Graphs to train on: digits by default, Planetoid files, whatever the framework has, scaled up."""
+"""Graphs to train on: digits by default, Planetoid files, the framework's datasets, scaled up."""
 
 from __future__ import annotations
 

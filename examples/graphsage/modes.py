@@ -14,7 +14,7 @@ import bitslab
 MODES = ("raw", "unified", "host", "cache", "both")
 #: Legion without compression: raw rows, the hottest ones on the GPU too. For benchmarks.
 RAW_CACHE = "raw cache"
-#: What `compress_features` is asked for; the other modes keep tensors.
+#: Modes of `compress_features` and their arguments; the other modes keep tensors.
 COMPRESSED: dict[str, dict[str, Any]] = {
     "host": {},
     "cache": {"codec": "raw", "cache_codec": "auto"},
@@ -45,7 +45,7 @@ class Traffic:
 
     @property
     def ratio(self) -> float | None:
-        """Bytes asked for over those that moved; None when none did, as all came from a cache."""
+        """Bytes requested over bytes moved; None if all came from a cache."""
         return self.gathered_bytes / self.moved_bytes if self.moved_bytes else None
 
     @property

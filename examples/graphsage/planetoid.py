@@ -139,7 +139,7 @@ def read_planetoid(folder: Path, name: str) -> Planetoid:
         raise _damaged(paths["graph"], f"nodes beyond the {n_nodes} that have features")
     keep = source != target
     source, target = source[keep], target[keep]
-    # Each edge once in each direction, whatever the file repeats.
+    # Each edge once in each direction: the file repeats some.
     both = np.unique(np.concatenate([source * n_nodes + target, target * n_nodes + source]))
     return Planetoid(normalised(x), y, both // n_nodes, both % n_nodes)
 

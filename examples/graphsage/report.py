@@ -19,7 +19,7 @@ from rich.table import Table
 from .modes import PAPER_NAMES
 from .training import Epoch, Report
 
-#: Stands for the standard output where a file is asked for.
+#: Means the standard output where a file is expected.
 OUTPUT = Path("-")
 
 

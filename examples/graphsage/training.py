@@ -144,7 +144,7 @@ class Trainer(abc.ABC):
 
     @abc.abstractmethod
     def prepare(self) -> dict[str, Column]:
-        """Put the graph into the framework's form, its features in the mode; name the columns."""
+        """Convert the graph to the framework's form; return its feature columns by name."""
 
     @abc.abstractmethod
     def make_model(self) -> torch.nn.Module:

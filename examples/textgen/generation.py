@@ -24,7 +24,7 @@ from .ways import (
 
 @dataclass
 class Run:
-    """What one way of keeping weights and cache gave; times in seconds, memory in bytes.
+    """Results of one way to keep weights and cache; times in seconds, memory in bytes.
 
     Attributes
     ----------

@@ -1,4 +1,4 @@
-"""What generating takes: time to each token, and memory at its peak."""
+"""Measurements: time to each token, and peak memory."""
 
 from __future__ import annotations
 

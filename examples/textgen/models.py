@@ -133,7 +133,7 @@ def write_random_model(
     torch.manual_seed(seed)
     config = RANDOM[kind](shape, positions)
     config.dtype = dtype
-    # Random weights end a text as soon as any token; lengths are to be those that were asked for.
+    # Random weights end a text as soon as any token; lengths must be the requested ones.
     config.eos_token_id = None
     with device:
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)

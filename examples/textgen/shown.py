@@ -1,4 +1,4 @@
-"""What the script shows: tokens, a row for each run, a row for each layer."""
+"""Output of the script: tokens, a row for each run, a row for each layer."""
 
 from __future__ import annotations
 

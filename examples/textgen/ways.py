@@ -30,7 +30,7 @@ Report = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class WeightOptions:
-    """How weights are kept, where that is packed."""
+    """Options of packed weights."""
 
     keep: float | None = None
     disk: str | None = None
@@ -40,7 +40,7 @@ class WeightOptions:
 
 @dataclass(frozen=True)
 class CacheOptions:
-    """How a compressed cache is kept."""
+    """Options of a compressed cache."""
 
     window: int = 128
     block_tokens: int = 64
@@ -173,7 +173,7 @@ def cache_sizes(cache: Any) -> list[Size]:
 def traffic(weights_way: str, model: Any, cache: Any) -> tuple[Traffic, Traffic]:
     """Return what has crossed to the device and to the host so far, where that is counted.
 
-    On a CPU, where nothing crosses: the packed bytes that were decoded or put away.
+    On a CPU, where nothing crosses: the packed bytes that were decoded or stored.
     """
     up = down = weights = 0.0
     if isinstance(cache, CompressedCache):

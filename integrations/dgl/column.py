@@ -385,7 +385,7 @@ def hot_ids(scores: Any, n_rows: int, name: str) -> torch.Tensor:
 
 
 def put_feature(column: Any, feature: CompressedFeature) -> Any:
-    """Make a plain column, whose data were read, one of a feature with the same rows."""
+    """Turn a plain column, whose data were read, into one of a feature with the same rows."""
     column.unpin_memory_()
     column.__class__ = CompressedColumn
     column.__dict__["storage"] = feature

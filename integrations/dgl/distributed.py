@@ -207,7 +207,7 @@ class CompressedPulls:
         }
 
     def __repr__(self) -> str:
-        """Name the tensor and the codec."""
+        """Return name and codec of the tensor as text."""
         return f"<CompressedPulls of {self.name!r}, {self.codec.describe()}>"
 
     def _wanted(self) -> bool:
@@ -456,7 +456,7 @@ def _unpacked(
 
 
 def _bytes_of(t: torch.Tensor) -> WireTensor:
-    # NumPy's pickles are a copy of the bytes; torch's are archives, and slow.
+    # NumPy pickles a copy of the bytes; torch pickles an archive, which is slow.
     flat = flat_bytes(t)
     return dtype_name(t.dtype), tuple(t.shape), flat.numpy()
 

@@ -212,7 +212,7 @@ class FeatureReads:
         return self.feature.stats()
 
     def __repr__(self) -> str:
-        """Name the feature and its metadata."""
+        """Return feature and metadata as text."""
         return f"{type(self).__name__}({self.feature!r}, metadata={self.metadata()!r})"
 
     def __getstate__(self) -> dict[str, Any]:

@@ -26,7 +26,7 @@ class GraphBoltFeature(FeatureReads, _Feature):  # type: ignore[misc]
     feature : CompressedFeature or torch.Tensor
         The rows, or a tensor ``[N, ...]`` of any dtype to pack.
     metadata : dict, optional
-        What `metadata` returns.
+        The dict that `metadata` returns.
     **options
         With a tensor: those of `CompressedFeature.from_tensor`.
 

@@ -28,8 +28,8 @@ PLAN: dict[str, Any] = {"code_bits": 1, "grouped": False, "uniform": False}
 def allow_many_files() -> None:
     """Raise this process's limit of open files as far as it may.
 
-    Packed rows lie in shared memory that is an open file, and suites keep hundreds of graphs, while
-    many systems allow 1024 files unless a process asks for more.
+    Packed rows are in shared memory, which is an open file, and suites keep hundreds of graphs,
+    while many systems allow 1024 files unless a process asks for more.
     """
     with contextlib.suppress(ImportError, ValueError, OSError):  # no such limit here, or refused
         import resource

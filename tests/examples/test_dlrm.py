@@ -101,7 +101,7 @@ def test_a_seed_gives_the_same_again_and_another_does_not(script: Any, train: An
     assert report[0] == report[1] != report[2]
 
 
-def test_a_bit_that_differs_is_told(
+def test_a_bit_that_differs_is_reported(
     script: Any, train: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     honest = CachedTables.look_up

@@ -97,7 +97,7 @@ def test_rows_that_are_asked_for_most_are_hot(script: Any, train: Any) -> None:
     ]
 
 
-def test_a_row_that_differs_is_told(
+def test_a_row_that_differs_is_reported(
     script: Any, train: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     honest = UncachedTables.look_up

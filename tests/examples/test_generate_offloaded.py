@@ -106,7 +106,7 @@ def test_table_shows_what_the_json_says(
     assert "compressed, compressed" in out and "device, dynamic" in out
 
 
-def test_a_token_that_differs_is_told(
+def test_a_token_that_differs_is_reported(
     script: Any, train: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     honest = CompressedCache.update

@@ -52,7 +52,7 @@ def test_no_more_than_asked_is_prepared_ahead(ahead: int) -> None:
         assert sampled == list(range(1 + ahead))
 
 
-def test_times_are_told() -> None:
+def test_times_are_reported() -> None:
     def fetch(batch: int) -> int:
         time.sleep(0.02)
         return batch

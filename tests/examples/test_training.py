@@ -81,7 +81,7 @@ def test_training_learns(script: Any, train: Any) -> None:
     assert run["validation_accuracy"] > 0.7
 
 
-def test_a_bit_that_differs_is_told(
+def test_a_bit_that_differs_is_reported(
     script: Any, train: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     honest = bitslab.CompressedFeature.gather

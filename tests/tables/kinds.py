@@ -1,4 +1,4 @@
-"""The kinds of tables that there are, and rows to make them of."""
+"""Tables of every layout and codec, and rows for them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests of host memory need: a registrar that records, and looks at memory and files."""
+"""Helpers for tests of host memory: a recording registrar, and queries of memory and files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bitslab.tensors.unified_tensor import UnifiedTensor
 
 
 class Recorder:
-    """Pretends that there is a GPU; `calls` is what it was asked, in order."""
+    """Pretends that there is a GPU; `calls` lists the calls, in order."""
 
     def __init__(self):
         self.calls: list[tuple[Any, ...]] = []

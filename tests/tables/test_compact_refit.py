@@ -1,4 +1,4 @@
-"""compact(refit=True): the codec of a table follows rows that have moved away from it."""
+"""compact(refit=True): the codec of a table is fitted again to rows that have changed."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ dist.destroy_process_group()
 
 
 def run_ranks(folder: Path, backend: str, gpus: str) -> list[list[dict[str, int]]]:
-    """Run two ranks; return what each saw of the three caches."""
+    """Run two ranks; return the results of each for the three caches."""
     root = str(Path(__file__).parents[2])
     processes = [
         subprocess.Popen(

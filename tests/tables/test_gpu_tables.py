@@ -84,7 +84,7 @@ def test_raw_rows_of_any_size_and_alignment_are_copied(row_bytes, offset):
 
 
 @pytest.mark.parametrize("kind", TABLES)
-def test_bad_ids_on_the_gpu_leave_the_output_untouched_and_are_told_later(kind):
+def test_bad_ids_on_the_gpu_leave_the_output_untouched_and_are_reported_later(kind):
     layout, codec = TABLES[kind]
     x = weights()
     with CompressedTable.from_tensor(x, layout, codec) as table:

@@ -83,7 +83,7 @@ def test_what_compress_saves_a_table_saves_too(saving):
 @pytest.mark.parametrize("layout", ["compact", "inplace"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_no_table_is_larger_than_its_rows(dtype, layout):
-    """All metadata counted, and whatever the width of a row; in place, a bit a packed row."""
+    """All metadata counted, for every width of a row; in place, a bit a packed row."""
     for tail in TAILS:
         for n, kind in ((1, "few"), (40, "few"), (700, "few"), (700, "noise")):
             t = values(dtype, (n, *tail), kind)

@@ -1,4 +1,4 @@
-"""Tables and caches that the ranks of a machine share: two processes, once, and what each saw."""
+"""Tables and caches shared by the ranks of a machine: one run of two processes."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ dist.destroy_process_group()
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory) -> list[dict[str, Any]]:
-    """What each of two ranks saw."""
+    """Results of each of two ranks."""
     folder = tmp_path_factory.mktemp("ranks")
     root = str(Path(__file__).parents[2])
     processes = [
@@ -137,7 +137,7 @@ def test_ranks_read_the_same_slabs(seen):
     assert seen[0]["handle"] is None and "is attached" in seen[1]["handle"]
 
 
-def test_what_fails_on_one_rank_is_told_on_all(seen):
+def test_what_fails_on_one_rank_is_reported_on_all(seen):
     for rank in seen:
         assert rank["build fails"] == (
             "share_table: rank 0 of the group failed: ValueError: no such file"

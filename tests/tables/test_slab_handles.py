@@ -1,4 +1,4 @@
-"""Caches by handle, in the process that gave it; tests/tables/test_ranks.py has two processes."""
+"""Caches by handle, in the process that made it; tests/tables/test_ranks.py has two processes."""
 
 from __future__ import annotations
 

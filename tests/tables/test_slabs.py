@@ -224,7 +224,7 @@ def test_bytes_of_each_slab_go_to_its_own_device(monkeypatch):
     assert (stats["local_bytes"], stats["peer_bytes"], stats["host_bytes"]) == (640, 640, 640)
 
 
-def test_bad_ids_are_told_and_not_counted():
+def test_bad_ids_are_reported_and_not_counted():
     table = make(weights(100, 16), "compact")
     cache = SlabCache(table, 3000, ["cpu"])
     cache.fill(torch.arange(100))

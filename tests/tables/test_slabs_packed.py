@@ -1,4 +1,4 @@
-"""Caches that pack rows of a raw table: what they hold, what is read from where, and changes."""
+"""Caches that pack rows of a raw table: cached rows, counts of reads, and updates."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_a_packed_cache_holds_as_many_times_more_rows_as_they_are_smaller(rows):
     )
 
 
-def test_rows_of_clusters_are_told_apart():
+def test_rows_of_different_clusters_are_distinguished():
     x = two_kinds(400, 30)
     codec = InvariantCodec.fit(x, clusters=2)
     assert codec.clusters == 2

@@ -149,7 +149,7 @@ def test_a_table_without_rows_accepts_no_index():
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int16])
-def test_the_first_bad_id_is_told_and_out_is_left_as_it_was(kind, dtype):
+def test_the_first_bad_id_is_reported_and_out_is_left_as_it_was(kind, dtype):
     table = make(weights(1000, 16), kind)
     out = torch.full((4, 16), 7.0)
     for bad in (1000, -1001, 30_000):
@@ -195,7 +195,7 @@ def test_an_out_that_does_not_fit_is_refused(out, error, says):
         make(weights(), "compact").gather(torch.tensor([1, 2]), out=out)
 
 
-def test_out_is_written_and_returned_whatever_its_strides():
+def test_out_is_written_and_returned_for_any_strides():
     x = weights()
     ids = torch.tensor([5, 5, 999])
     for kind in KINDS:

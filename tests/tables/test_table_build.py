@@ -1,4 +1,4 @@
-"""Making tables: kinds of input, codecs, bounded memory, and failures half-way."""
+"""Building tables: kinds of input, codecs, bounded memory, and failures half-way."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables in files: what is written, memory-mapped tables, damage, crashes and full disks."""
+"""Tables in files: contents, memory-mapped tables, damage, crashes and full disks."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_a_damaged_or_truncated_file_is_refused(tmp_path):
             CompressedTable.from_file(path)
 
 
-def test_a_row_that_is_damaged_in_memory_is_told():
+def test_a_row_that_is_damaged_in_memory_is_reported():
     x = weights()
     for kind in ("compact", "in-place"):
         table = make(x, kind, code_bits=3, uniform=True)

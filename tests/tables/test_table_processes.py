@@ -36,7 +36,7 @@ def resident_anonymous() -> int:
 
 
 def look(table: CompressedTable, ids: torch.Tensor) -> tuple[int, bytes, int, str]:
-    """Return what a worker sees of a table."""
+    """Return a worker's view of a table."""
     table.gather(ids[:1])
     before = resident_anonymous()
     rows = [table.gather(ids) for _ in range(3)][0]

@@ -275,7 +275,7 @@ def test_a_compact_that_fails_or_is_overtaken_by_close_leaves_the_table_as_it_wa
 
 
 def test_gathers_see_rows_that_moved_wherever_the_overflow_lies() -> None:
-    """Between the changes the same table gathers: what it keeps for that has to follow them."""
+    """Gathers run between the updates: the prepared state of gathers must follow."""
     n = 2000
     x = packable(torch.float32, (n, 32), 0)
     table = CompressedTable.from_tensor(x, codec="ibp", chunk_bytes=4, progress=False)

@@ -1,4 +1,4 @@
-"""What holds for the tests of DGL: its backend, and warnings of its own that are no news."""
+"""Setup of the tests of DGL: its backend, and known warnings of DGL itself."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ SOLD = ("shop", "sells", "item")
 
 
 def features(n_rows: int, *row_shape: int, seed: int = 0, dtype=torch.float32) -> torch.Tensor:
-    """Make numbers that pack well, and among them some that are easily lost: NaN, -0.0, inf."""
+    """Make numbers that pack well, and among them special values: NaN, -0.0, inf."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn((n_rows, *row_shape), generator=generator).round().to(dtype)
     flat = x.view(-1)
@@ -77,7 +77,7 @@ def columns(graph: Any) -> dict[tuple[Any, str], Any]:
 
 
 def compressed(graph: Any) -> set[tuple[Any, str]]:
-    """Name the columns of a graph that are compressed."""
+    """Return the names of the compressed columns of a graph."""
     return {key for key, col in columns(graph).items() if isinstance(col, CompressedColumn)}
 
 

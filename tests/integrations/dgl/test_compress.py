@@ -301,7 +301,7 @@ def test_edges_by_their_destinations():
 
 
 def hot(graph, type_, name, n_rows):
-    """Return the rows that a cache of `n_rows` rows holds, by asking for each."""
+    """Return the rows that a cache of `n_rows` rows holds, by gathering each."""
     column = columns(graph)[type_, name]
     found = []
     for row in range(len(column)):

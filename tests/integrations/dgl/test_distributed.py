@@ -1,4 +1,4 @@
-"""Pulls of DistDGL, packed: two servers that stand for two machines, and one client.
+"""Pulls of DistDGL, packed: two servers in the role of two machines, and one client.
 
 Servers and client are processes of their own, as in DGL's own tests. The client runs all checks in
 one session, because DGL takes some ten seconds to connect; each check is a test here.
@@ -36,7 +36,7 @@ TIMEOUT_SECONDS = 120
 
 
 def make_tensors() -> dict[str, torch.Tensor]:
-    """Make what the servers hold; every process makes the same. (DGL knows no bool or bfloat16.)"""
+    """Make the servers' tensors, the same in every process. (DGL has no bool or bfloat16.)"""
     generator = torch.Generator().manual_seed(0)
     counts = torch.randn(ROWS, 64, generator=generator).round()
     odd = counts.clone()
@@ -59,7 +59,7 @@ PACKED = ["float32", "float64", "float16", "int64", "uint8"]
 
 
 def make_policy(part: int) -> Any:
-    """Give the first rows to machine 0 and the others to machine 1."""
+    """Assign the first rows to machine 0 and the others to machine 1."""
     from dgl.distributed.graph_partition_book import NodePartitionPolicy, RangePartitionBook
 
     nodes = np.array([[0, LOCAL_ROWS], [LOCAL_ROWS, ROWS]])
@@ -93,7 +93,7 @@ def serve(part: int, ip_config: str, tag: str, all_there: Any) -> None:
 
 
 class Session:
-    """What a check in the client process works with."""
+    """Objects for the checks in the client process."""
 
     def __init__(self, client: Any, ip_config: str, tag: str) -> None:
         self.client = client
@@ -310,7 +310,7 @@ def others_get_what_they_got_before(session: Session) -> None:
     pulls.detach()
 
 
-def handlers_of_the_user_stay(session: Session) -> None:
+def handlers_of_the_user_are_kept(session: Session) -> None:
     from bitslab.integrations.dgl.distributed import compress_pulls
 
     key = session.name("float16")
@@ -405,7 +405,7 @@ CHECKS: list[Callable[[Session], None]] = [
     a_tensor_that_gains_nothing_is_left_alone,
     packing_stops_where_the_network_is_faster,
     others_get_what_they_got_before,
-    handlers_of_the_user_stay,
+    handlers_of_the_user_are_kept,
     distributed_tensors_are_accepted,
     names_are_checked,
     detaching_restores_everything,

@@ -338,7 +338,7 @@ def test_reading_a_subgraph_decodes_its_rows_alone():
     assert torch.equal(graph.ndata["half"][4], homogeneous().ndata["half"][4])
 
 
-def test_reading_a_whole_column_is_told_once():
+def test_reading_a_whole_column_is_reported_once():
     graph = packed_graph(homogeneous())
     for _ in range(2):
         nn.GraphConv(9, 2)(dgl.add_self_loop(graph), graph.ndata["feat"])

@@ -37,7 +37,7 @@ def test_import_says_which_dgl_has_graphbolt(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("kind", [FileNotFoundError, ImportError])  # what DGL 2 raises
-def test_a_graphbolt_that_does_not_load_is_told_from_none(
+def test_a_graphbolt_that_does_not_load_is_distinguished_from_none(
     monkeypatch: pytest.MonkeyPatch, kind: type[Exception]
 ) -> None:
     def fail(name: str) -> None:
@@ -58,7 +58,7 @@ def test_a_package_that_graphbolt_misses_is_named(monkeypatch: pytest.MonkeyPatc
 
 
 def read_in_stages(feature: FeatureReads, ids: torch.Tensor) -> Any:
-    """Read as GraphBolt's fetcher does: the last stage yields what has the rows."""
+    """Read as GraphBolt's fetcher does: the last stage yields a future of the rows."""
     handle = feature.read_async(ids)
     for _ in range(feature.read_async_num_stages(ids.device)):
         future = next(handle)

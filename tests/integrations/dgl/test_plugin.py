@@ -1,4 +1,4 @@
-"""The pytest plug-in: a run of tests that know nothing of bitslab, with columns compressed."""
+"""The pytest plug-in: a run of tests that do not import bitslab, with compressed columns."""
 
 from __future__ import annotations
 

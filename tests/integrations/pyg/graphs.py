@@ -81,7 +81,7 @@ def assert_same_graphs(a: Any, b: Any) -> None:
 
 
 class Neighbours(BaseSampler):  # type: ignore[misc]
-    """Take up to `fanout` edges that lead to each node, two hops deep; no chance is involved.
+    """Take up to `fanout` edges that lead to each node, two hops deep, without random numbers.
 
     Edges are kept ordered by target, as PyG's own sampler keeps them, so that there is an
     `edge_permutation`.

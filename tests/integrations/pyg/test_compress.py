@@ -1,4 +1,4 @@
-"""compress_features: loaders, transforms and models of PyG go on as before, bit for bit."""
+"""compress_features: loaders, transforms and models of PyG give the same bits."""
 
 from __future__ import annotations
 
@@ -509,7 +509,7 @@ def test_features_are_replaced_not_written_to():
     assert same(next(iter(loader)).x, torch.ones(4, 2)[:1].expand(len(next(iter(loader)).x), 2))
 
 
-def test_ids_beyond_the_features_are_told_by_the_loader():
+def test_ids_beyond_the_features_are_reported_by_the_loader():
     data = compressed()
     sampler = Neighbours(data, fanout=2)
     data.x = packed_graph(Data(x=features(8, 2))).x

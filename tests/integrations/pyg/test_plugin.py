@@ -48,7 +48,7 @@ def test_no_warning_of_decoded_copies():
 
 
 def configured(asked: bool) -> Any:
-    """Return what pytest gives a plug-in, as far as ours looks at it."""
+    """Return a pytest config with the attributes that the plug-in uses."""
     return SimpleNamespace(getoption={OPTION: asked}.get, addinivalue_line=lambda *line: None)
 
 

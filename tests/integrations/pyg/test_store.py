@@ -45,7 +45,7 @@ def store():
 
 
 class Edges(GraphStore):  # type: ignore[misc]
-    """Keeps edges in a dict, as small as a graph store can be."""
+    """A minimal graph store, which keeps edges in a dict."""
 
     def __init__(self, data: Any):
         super().__init__()

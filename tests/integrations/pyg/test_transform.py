@@ -1,4 +1,4 @@
-"""FetchFeatures: features of a batch, on the device where they are wanted."""
+"""FetchFeatures: features of a batch, on the training device."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def load(data, **options):
 
 
 def sorted_keys(data):
-    """Order what the stores hold, since a fetched feature comes last."""
+    """Sort the stores' attributes, since a fetched feature comes last."""
     data = copy.copy(data)
     for store in data.stores:
         store._mapping = dict(sorted(store._mapping.items()))
