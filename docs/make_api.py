@@ -100,11 +100,11 @@ def find(module: str, name: str) -> Found:
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             if any(isinstance(t, ast.Name) and t.id == name for t in targets):
                 return Found(module, name, node)
-    for node in ast.walk(parsed(module)):
-        if isinstance(node, ast.ImportFrom):
-            for alias in node.names:
+    for inner in ast.walk(parsed(module)):
+        if isinstance(inner, ast.ImportFrom):
+            for alias in inner.names:
                 if (alias.asname or alias.name) == name:
-                    origin = _absolute(node, module)
+                    origin = _absolute(inner, module)
                     if path_of(f"{origin}.{alias.name}"):
                         return Found(f"{origin}.{alias.name}", alias.name, None)
                     return find(origin, alias.name)

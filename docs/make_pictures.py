@@ -563,7 +563,8 @@ def pictures(names: Sequence[str] = ()) -> Iterator[tuple[str, str, Figure]]:
     options = {"svg.fonttype": "none", "font.family": FONT}
     for name in names or ("overview", *CHARTS):
         for theme, colours in THEMES.items():
-            with plt.rc_context(options | {"svg.hashsalt": f"bitslab-{name}"}):
+            salted: Any = options | {"svg.hashsalt": f"bitslab-{name}"}
+            with plt.rc_context(salted):
                 drawn = (
                     draw_overview(colours)
                     if name == "overview"
