@@ -23,7 +23,7 @@ class Progress:
     Parameters
     ----------
     title : str
-        The work, named beside the bar.
+        The work; the title of the bar.
     total : int or None
         What there is in all; None where that is not known.
     report : callable, bool or None
