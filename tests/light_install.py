@@ -74,8 +74,9 @@ def main() -> int:
     with check("import bitslab") as note:
         import bitslab
 
-        folder = Path(bitslab.__file__).parent
-        expect(folder.is_relative_to(sys.prefix), f"this is not the installed copy: {folder}")
+        installed = Path(bitslab.__file__).parent
+        copy = f"this is not the installed copy: {installed}"
+        expect(installed.is_relative_to(sys.prefix), copy)
         note(f"version {bitslab.__version__}")
 
     with check(f"import takes under {IMPORT_LIMIT_SECONDS} s beyond torch") as note:

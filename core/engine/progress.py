@@ -23,18 +23,18 @@ class Progress:
     Parameters
     ----------
     title : str
-        The work, named beside the bar.
-    total_rows : int or None
-        Rows in all.
+        The work; the title of the bar.
+    total : int or None
+        What there is in all; None where that is not known.
     report : callable, bool or None
         A function to call instead; False for silence.
     """
 
     def __init__(
-        self, title: str, total_rows: int | None, report: ProgressFunction | bool | None
+        self, title: str, total: int | None, report: ProgressFunction | bool | None
     ) -> None:
         self._title = title
-        self._total = total_rows
+        self._total = total
         self._report = report
         self._done = 0
         self._began = time.monotonic()
@@ -48,9 +48,9 @@ class Progress:
         """Count from 0 again, for a second pass."""
         self._done = 0
 
-    def advance(self, rows: int) -> None:
+    def advance(self, amount: int) -> None:
         """Add to what is done, and report it."""
-        self._done += rows
+        self._done += amount
         if callable(self._report):
             self._report(self._done, self._total)
         elif self._report is not False:

@@ -1,5 +1,6 @@
 """Weights that stream packed, for any `torch.nn.Module`, with the same outputs bit for bit."""
 
+from ..engine.transfer.unit_report import UnitReport
 from .attached import OffloadedModel, find_offloaded
 from .guards import deferred_state_dict
 from .handles import WeightHandle
@@ -13,7 +14,7 @@ from .offload import (
     split_units,
     stored_names,
 )
-from .report import OffloadReport, UnitReport
+from .report import OffloadReport
 from .residence import MIN_UNIT_BYTES, JsonKeep, Keep, Tier, choose_tiers
 from .store import PackedUnit, PackedWeights
 from .stream import WeightStream, check_counts

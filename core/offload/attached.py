@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..engine.transfer.unit_report import UnitReport
 from ..errors import ArgumentError, BitslabError
 from ..tracing import not_traced
 from .guards import ApplyGuard, CallGuard, PickleGuard, StateGuard
 from .handles import WeightHandle
 from .hooks import EnterCallback, UnitHooks, aligned
-from .report import OffloadReport, UnitReport
+from .report import OffloadReport
 from .residence import Tier, is_lookup
 from .store import PackedWeights
 from .stream import WeightStream

@@ -81,7 +81,7 @@ class WeightPacker:
                 self._stored_in[name] = unit
         self._aliases = dict(aliases or {})
         self._packer = TensorPacker(codec)
-        self._pending: dict[str, dict[str, _Packed]] = {}
+        self._incomplete: dict[str, dict[str, _Packed]] = {}
         self._done: dict[str, PackedUnit] = {}
         self._finished = False
         self._file = None if disk is None else WeightFile(disk, list(self._wanted))
@@ -93,7 +93,7 @@ class WeightPacker:
 
     def missing(self) -> list[str]:
         """Return the names that were not added yet."""
-        there = {name for pending in self._pending.values() for name in pending}
+        there = {name for held in self._incomplete.values() for name in held}
         return [
             n for n, unit in self._stored_in.items() if unit not in self._done and n not in there
         ]
@@ -127,16 +127,16 @@ class WeightPacker:
         unit = self._stored_in.get(name)
         if unit is None:
             raise ArgumentError(f"name: {name!r:.200} is in no unit of this packer")
-        pending = self._pending.setdefault(unit, {})
-        if unit in self._done or (name in pending and len(pending) < len(self._wanted[unit])):
+        held = self._incomplete.setdefault(unit, {})
+        if unit in self._done or (name in held and len(held) < len(self._wanted[unit])):
             raise ArgumentError(f"name: {name!r} was added before")
         if not isinstance(tensor, torch.Tensor):
             raise ArgumentTypeError(f"tensor: expected a tensor, got {type(tensor).__name__}")
         if tensor.is_meta:
             raise ArgumentTypeError(f"tensor: {name!r} is on the meta device, it has no data")
         ct, order = self._packer.pack(tensor)
-        pending[name] = (ct.to("cpu"), tuple(tensor.shape), order)
-        if len(pending) < len(self._wanted[unit]):
+        held[name] = (ct.to("cpu"), tuple(tensor.shape), order)
+        if len(held) < len(self._wanted[unit]):
             return False
         self._complete(unit)
         return True
@@ -144,7 +144,7 @@ class WeightPacker:
     def _complete(self, unit: str) -> None:
         """Put a unit's image together."""
         names = self._wanted[unit]
-        pieces = self._pending[unit]
+        pieces = self._incomplete[unit]
         records, nbytes = lay_out([pieces[name] for name in names])
         placed = dict(zip(names, records, strict=True))
         image: Image
@@ -162,7 +162,7 @@ class WeightPacker:
             data = torch.zeros(nbytes, dtype=torch.uint8)
             self._fill(data, pieces, placed)
             image = self._file.write(unit, data, placed)
-        del self._pending[unit]
+        del self._incomplete[unit]
         self._done[unit] = PackedUnit(image, placed)
 
     @staticmethod
@@ -206,7 +206,7 @@ class WeightPacker:
         if self._finished:
             return
         self._finished = True
-        self._pending.clear()
+        self._incomplete.clear()
         if self._file is not None:
             self._file.abandon()
         for held in self.take().values():

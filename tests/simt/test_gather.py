@@ -211,7 +211,7 @@ def test_raw_rows_outside_the_stage_lie_beside_short_packed_ones(plan, kind):
     _, lengths, _ = cpu.locate_rows(table, case.layout, torch.arange(96))
     longest = int(lengths.max())
     assert (lengths == 0).sum() == 9
-    assert chosen_shape(longest).slot_words < fmt.row_words + 4
+    assert chosen_shape(longest).stride_words < fmt.row_words + 4
     for seed in range(3):
         kernels, runner = simt_kernels(seed)
         out = guarded(torch.zeros_like(case.rows))

@@ -267,9 +267,9 @@ def test_a_closed_table_waits_for_the_gpu():
 
 def test_page_locking_refused_still_gives_the_rows(monkeypatch):
     monkeypatch.setattr(
-        "bitslab.engine.memory.host.CudaRegistrar.register", lambda *a: "refused here"
+        "bitslab.engine.memory.page_locking.CudaRegistrar.register", lambda *a: "refused here"
     )
-    monkeypatch.setattr("bitslab.engine.memory.host._warned_of_refusal", False)
+    monkeypatch.setattr("bitslab.engine.memory.page_locking._warned_of_refusal", False)
     x = weights()
     with pytest.warns(UserWarning, match="refused to page-lock"):
         table = CompressedTable.from_tensor(x)

@@ -300,11 +300,11 @@ def test_what_fails_half_way_leaves_nothing_behind(kind, fails, monkeypatch):
         expected = BitslabError
     elif fails == "mapping":
 
-        class NoRoom(host._Memory):
+        class NoRoom(host.MappedMemory):
             def __new__(cls, *args):
                 raise OSError(12, "Cannot allocate memory")
 
-        monkeypatch.setattr(host, "_Memory", NoRoom)
+        monkeypatch.setattr(host, "MappedMemory", NoRoom)
         expected = BitslabError
     layout, codec = KINDS[kind]
     with pytest.raises(expected):

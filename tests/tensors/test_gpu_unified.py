@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import bitslab
-from bitslab.engine.memory import host
+from bitslab.engine.memory import page_locking
 from bitslab.engine.memory.host import HostBuffer
 from bitslab.tensors.unified_tensor import UnifiedTensor
 from bitslab.tensors.unified_tensor import unified as make
@@ -28,10 +28,10 @@ LARGE = (1024, 1100)
 @pytest.fixture
 def already_locked(monkeypatch):
     """Make the system refuse to page-lock: someone else has done so with the same memory."""
-    monkeypatch.setattr(host, "_warned_of_refusal", False)
+    monkeypatch.setattr(page_locking, "_warned_of_refusal", False)
     locked: list[int] = []
 
-    class Refusing(host.CudaRegistrar):
+    class Refusing(page_locking.CudaRegistrar):
         def register(self, address, nbytes):
             if not locked or locked[-1] != address:
                 assert super().register(address, nbytes) == ""
@@ -39,7 +39,7 @@ def already_locked(monkeypatch):
             return super().register(address, nbytes)
 
     registrar = Refusing()
-    monkeypatch.setattr(host, "registrar", registrar)
+    monkeypatch.setattr(page_locking, "registrar", registrar)
     kept: list[UnifiedTensor] = []  # the memory stays mapped until it is given up below
     yield kept
     for address in locked:

@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from bitslab import ArgumentError, ArgumentTypeError, BitslabError
-from bitslab.engine.memory import host
+from bitslab.engine.memory import host, page_locking
 from bitslab.tensors import unified_tensor as unified
 from bitslab.tensors.unified_tensor import Operand, Placement, UnifiedTensor, placement, rows_of
 from tests.helpers import DTYPES, dtype_id, random_bits, same_bits
@@ -415,8 +415,8 @@ def test_a_view_without_rows_has_none(view):
 @pytest.fixture
 def recorder(monkeypatch):
     recorder = Recorder()
-    monkeypatch.setattr(host, "registrar", recorder)
-    monkeypatch.setattr(host, "_warned_of_refusal", False)
+    monkeypatch.setattr(page_locking, "registrar", recorder)
+    monkeypatch.setattr(page_locking, "_warned_of_refusal", False)
     yield recorder
     gc.collect()
 

@@ -11,16 +11,15 @@ import operator
 import os
 import re
 import secrets
-import sys
 import threading
-import warnings
 import weakref
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 
 from ...errors import ArgumentError, ArgumentTypeError, BitslabError
+from .page_locking import MappedMemory, release_or_wait, release_waiting
 
 #: Whether memory is page-locked: now (or, with no GPU to be had, at the first use by one), never,
 #: or at the first use by a GPU.
@@ -36,127 +35,7 @@ _HANDLE = re.compile(r"bitslab-memory:(\d+):(\d+):(\d+):([0-9a-f]{16}):(True|Fal
 _PINS: dict[str, Pin] = {"True": True, "False": False, "lazily": "lazily"}
 
 _files_lock = threading.Lock()
-_warned_of_refusal = False
-_waiting: list[_Memory] = []  # to be released when no stream is capturing
-
-
-class Registrar(Protocol):
-    """What page-locks memory for GPUs; tests replace CUDA's by a recording one."""
-
-    def available(self) -> bool:
-        """Return whether this process can use a GPU."""
-
-    def capturing(self) -> bool:
-        """Return whether the current stream records a graph, when neither call below is allowed."""
-
-    def register(self, address: int, nbytes: int) -> str:
-        """Page-lock memory and map it for every GPU; return why that was refused, or ""."""
-
-    def unregister(self, address: int) -> None:
-        """Undo `register`."""
-
-    def synchronize(self) -> None:
-        """Wait for every GPU that this process has used."""
-
-
-class CudaRegistrar:
-    """Page-locks memory through the CUDA runtime that torch loads."""
-
-    PORTABLE_MAPPED = 1 | 2  # for every GPU of the process, at the address that the CPU uses
-
-    def available(self) -> bool:
-        """Return whether this process can use a GPU; a child forked after CUDA started cannot."""
-        return not torch.cuda._is_in_bad_fork() and torch.cuda.is_available()
-
-    def capturing(self) -> bool:
-        """Return whether the current stream records a graph."""
-        return torch.cuda.is_current_stream_capturing()
-
-    def register(self, address: int, nbytes: int) -> str:
-        """Page-lock memory and map it for every GPU; return why that was refused, or ""."""
-        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        result = runtime.cudaHostRegister(address, nbytes, self.PORTABLE_MAPPED)
-        if result == runtime.cudaError.success:
-            return ""
-        # CUDA keeps the refusal as its last error, and the next kernel launch would report it as
-        # its own; the launch that does so makes CUDA forget it.
-        with contextlib.suppress(RuntimeError):
-            torch.empty(1, device="cuda").fill_(1)
-        return str(runtime.cudaGetErrorString(result))
-
-    def unregister(self, address: int) -> None:
-        """Undo `register`."""
-        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        runtime.cudaHostUnregister(address)
-
-    def synchronize(self) -> None:
-        """Wait for every GPU that this process has used; starts none."""
-        for index in range(torch.cuda.device_count()):
-            if torch._C._cuda_hasPrimaryContext(index):  # type: ignore[attr-defined]
-                # A GPU that has failed reads nothing more, and its next use raises.
-                with contextlib.suppress(RuntimeError):
-                    torch.cuda.synchronize(index)
-
-
-registrar: Registrar = CudaRegistrar()
 _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23  # Python has no names for them
-
-
-class _Memory(mmap.mmap):
-    """Mapped memory, page-locked at most as long as it is mapped.
-
-    Tensors over it hold this object, so it is freed with the last of them. Only then are the pages
-    unlocked, and before they are unmapped.
-    """
-
-    address = 0
-    refused = False
-    _registered_by = 0  # a process id: a forked child has the attribute but not the registration
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._lock = threading.Lock()
-
-    def is_pinned(self) -> bool:
-        """Return whether this process has it page-locked."""
-        return self._registered_by == os.getpid()
-
-    def pin(self) -> bool:
-        """Page-lock once; False when the system refuses, with one warning in a process."""
-        if self.is_pinned() or self.refused or not registrar.available():
-            return self.is_pinned()
-        with self._lock:
-            if self.is_pinned() or self.refused:
-                return self.is_pinned()
-            if registrar.capturing():
-                raise BitslabError(
-                    "host memory cannot be page-locked while a graph is captured: gather from it "
-                    "once before the capture, or call ensure_pinned()"
-                )
-            reason = registrar.register(self.address, len(self))
-            if reason:
-                self.refused = True
-                _warn_of_refusal(len(self), reason)
-            else:
-                self._registered_by = os.getpid()
-        return self.is_pinned()
-
-    def release(self) -> bool:
-        """Unlock the pages once; False when that has to wait for the end of a graph capture."""
-        if not self.is_pinned():
-            return True
-        with self._lock:
-            if self.is_pinned():
-                if registrar.capturing():
-                    return False
-                registrar.synchronize()
-                registrar.unregister(self.address)
-                self._registered_by = 0
-        return True
-
-    def __del__(self) -> None:
-        # A process that ends frees everything, and CUDA may be shut down already.
-        if not sys.is_finalizing() and not self.release():
-            _waiting.append(self)
 
 
 class HostBuffer:
@@ -206,10 +85,10 @@ class HostBuffer:
         self._fd = fd
         self._token = token
         self._pin = pin
-        self._memory: _Memory | None = None
+        self._memory: MappedMemory | None = None
         self._tensor: torch.Tensor | None = torch.empty(0, dtype=torch.uint8)
         if nbytes:
-            self._memory = _private_memory(nbytes) if private else _Memory(-1, nbytes)
+            self._memory = _private_memory(nbytes) if private else MappedMemory(-1, nbytes)
             self._tensor = torch.frombuffer(self._memory, dtype=torch.uint8)
             self._memory.address = self._tensor.data_ptr()
             if fd is not None:
@@ -245,7 +124,7 @@ class HostBuffer:
             raise ArgumentError(f"nbytes: expected 0 or more, got {nbytes}")
         if not isinstance(pin, bool) and pin != "lazily":
             raise ArgumentError(f"pin: expected True, False or 'lazily', got {pin!r}")
-        _release_waiting()
+        release_waiting()
         check_available(nbytes)
         token = secrets.token_hex(8)
         fd = None
@@ -353,10 +232,10 @@ class HostBuffer:
 
         Waits for the GPUs that may still read it. Tensors made from it are usable on the CPU still.
         """
-        _release_waiting()
+        release_waiting()
         memory, self._memory, self._tensor = self._memory, None, None
-        if memory is not None and not memory.release():
-            _waiting.append(memory)
+        if memory is not None:
+            release_or_wait(memory)
         if self._close_fd is not None:
             self._close_fd()
 
@@ -445,9 +324,9 @@ def make_file(token: str, nbytes: int) -> int | None:
     return fd
 
 
-def _private_memory(nbytes: int) -> _Memory:
+def _private_memory(nbytes: int) -> MappedMemory:
     """Map anonymous memory, of huge pages where the system has some."""
-    memory = _Memory(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = MappedMemory(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
         # Pages that a GPU reads must not be copied on write: a child that had them would make the
         # parent's next write go elsewhere.
@@ -487,30 +366,6 @@ def _receive(fd: Any, nbytes: int, token: str, pin: Pin) -> HostBuffer:
 
 
 multiprocessing.reduction.ForkingPickler.register(HostBuffer, HostBuffer.reduce_shared)
-
-
-def _release_waiting() -> None:
-    """Release what could not be released while a stream was captured."""
-    for _ in range(len(_waiting)):
-        with contextlib.suppress(IndexError):  # another thread took the last one
-            memory = _waiting.pop()
-            if not memory.release():
-                _waiting.append(memory)
-                return
-
-
-def _warn_of_refusal(nbytes: int, reason: str) -> None:
-    global _warned_of_refusal
-    if _warned_of_refusal:
-        return
-    _warned_of_refusal = True
-    warnings.warn(
-        f"bitslab: the system refused to page-lock {nbytes} bytes of host memory ({reason}). They "
-        "are used as ordinary memory, and rows for a GPU are gathered by the CPU. Raise the limit "
-        "of locked memory (ulimit -l unlimited; docker run --ulimit memlock=-1) or use less memory",
-        UserWarning,
-        stacklevel=2,
-    )
 
 
 def check_available(nbytes: int) -> None:

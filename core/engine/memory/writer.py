@@ -9,7 +9,7 @@ import torch
 
 from ...dtypes import flat_bytes
 from ...errors import BitslabError
-from . import host
+from . import host, page_locking
 from .host import HostBuffer, Pin
 
 #: Buffers up to this size have no file until another process asks for one, unless a GPU reads them:
@@ -37,7 +37,9 @@ class HostWriter:
         self._fd: int | None = None
         self._has_files = hasattr(os, "memfd_create")
         # What is page-locked cannot get its file later.
-        self._small_bytes = 0 if pin is not False and host.registrar.available() else SMALL_BYTES
+        self._small_bytes = (
+            0 if pin is not False and page_locking.registrar.available() else SMALL_BYTES
+        )
 
     def append(self, t: torch.Tensor) -> None:
         """Append the bytes of a CPU tensor.

@@ -109,18 +109,18 @@ def decode_across(
             raise CorruptedDataError(
                 f"packed: the offsets of rows {first * BLOCK_ROWS} to {end} are damaged"
             )
-        slot = turn % RING
+        index = turn % RING
         if turn < RING:
             n_words = max(PIECE_BYTES // 4, end_word - first_word) + PAD_WORDS
             ring.append(torch.empty(n_words, dtype=torch.int32, device=device))
         else:
-            copies.wait_event(decoded[slot])
-            if ring[slot].shape[0] < end_word - first_word + PAD_WORDS:
-                ring[slot] = torch.empty(
+            copies.wait_event(decoded[index])
+            if ring[index].shape[0] < end_word - first_word + PAD_WORDS:
+                ring[index] = torch.empty(
                     end_word - first_word + PAD_WORDS, dtype=torch.int32, device=device
                 )
                 copies.wait_stream(current)
-        words = ring[slot][: end_word - first_word + PAD_WORDS]
+        words = ring[index][: end_word - first_word + PAD_WORDS]
         with torch.cuda.stream(copies):
             words.copy_(storage.words[first_word : end_word + PAD_WORDS], non_blocking=True)
         current.wait_stream(copies)
@@ -138,7 +138,7 @@ def decode_across(
         if turn < RING:
             decoded.append(event)
         else:
-            decoded[slot] = event
+            decoded[index] = event
 
 
 def _pieces(storage: RowStorage, row_begin: int, row_end: int) -> Iterator[tuple[int, int]]:

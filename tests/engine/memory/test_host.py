@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from bitslab import ArgumentError, ArgumentTypeError, BitslabError
-from bitslab.engine.memory import host
+from bitslab.engine.memory import host, page_locking
 from bitslab.engine.memory.host import HostBuffer
 from tests.tables.support import Recorder, inode_at, open_files
 
@@ -27,8 +27,8 @@ from tests.tables.support import Recorder, inode_at, open_files
 @pytest.fixture
 def recorder(monkeypatch):
     recorder = Recorder()
-    monkeypatch.setattr(host, "registrar", recorder)
-    monkeypatch.setattr(host, "_warned_of_refusal", False)
+    monkeypatch.setattr(page_locking, "registrar", recorder)
+    monkeypatch.setattr(page_locking, "_warned_of_refusal", False)
     yield recorder
     gc.collect()  # what is left is released here, not by CUDA
 
@@ -254,12 +254,12 @@ def test_a_closed_buffer_says_so(use):
 
 def test_an_interpreter_that_ends_says_nothing_and_calls_no_gpu():
     script = """
-import bitslab.engine.memory.host as host
+from bitslab.engine.memory import host, page_locking
 from tests.tables.support import Recorder
 class Loud(Recorder):
     def unregister(self, address): print("unregister")
     def synchronize(self): print("synchronize")
-host.registrar = Loud()
+page_locking.registrar = Loud()
 buffer, view = host.HostBuffer.allocate(5000), host.HostBuffer.allocate(10).tensor
 """
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)

@@ -12,6 +12,7 @@ import torch
 import bitslab.engine.memory.host as host
 from bitslab import ArgumentError, ArgumentTypeError, BitslabError, CompressedTable, IndexRangeError
 from bitslab.embedding import CachedRows
+from bitslab.engine.memory import page_locking
 from bitslab.integrations.embedding import (
     CachedEmbedding,
     CachedEmbeddingBag,
@@ -232,8 +233,8 @@ def test_a_ratio_that_gives_a_row_says_nothing_and_a_compressed_model_says_it_in
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
     recorder = Recorder()
-    monkeypatch.setattr(host, "registrar", recorder)
-    monkeypatch.setattr(host, "_warned_of_refusal", False)
+    monkeypatch.setattr(page_locking, "registrar", recorder)
+    monkeypatch.setattr(page_locking, "_warned_of_refusal", False)
     yield recorder
     gc.collect()
 

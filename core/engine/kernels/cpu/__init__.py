@@ -383,7 +383,7 @@ def gather_rows(
     table : TableStorage
         On the CPU.
     layout : RowLayout
-        On the CPU; a cache may bring another, see `format.read_together`.
+        On the CPU; a cache may need another, see `format.read_together`.
     ids : torch.Tensor
         int32 or int64 ``[n]`` items, negative ones counted from the end, checked by `check_ids`.
     out : torch.Tensor

@@ -15,9 +15,9 @@ struct Run {
   i64 row_begin, n;
 };
 
-// Fill the tile's slots and start the copies of its words: rows in order, one run of words.
+// Describe the rows of the tile and start the copies of its words: rows in order, one run of words.
 template <bool STAGED>
-__device__ __forceinline__ void fetch_run(const Args& a, const Run& run, i64 tile, Slot* slots, u32* stage) {
+__device__ __forceinline__ void fetch_run(const Args& a, const Run& run, i64 tile, TileRow* fetched, u32* stage) {
   const int lane = threadIdx.x & 31;
   const i64 first = tile * a.tile_rows;
   const i64 block = first >> 5;
@@ -46,7 +46,7 @@ __device__ __forceinline__ void fetch_run(const Args& a, const Run& run, i64 til
     if (lane >= from && lane <= last) {
       const i64 row = block * 32 + lane;
       const bool wanted = row >= run.row_begin && row < run.row_begin + run.n;
-      Slot s;
+      TileRow s;
       const i64 at = base + up_to_me - size;
       s.at = STAGED ? at - origin : (i64)(run.words + at);
       s.length = agrees && wanted ? length : NO_ROW;
@@ -56,7 +56,7 @@ __device__ __forceinline__ void fetch_run(const Args& a, const Run& run, i64 til
         s.length = NO_ROW;
         s.cluster = 0;  // whose profile is there to be looked at
       }
-      slots[lane - from] = s;
+      fetched[lane - from] = s;
       if (wanted && !(agrees && known)) report(a.mailbox, ERROR_DAMAGED, row, 0, a.n_rows);
     }
   }
@@ -65,7 +65,7 @@ __device__ __forceinline__ void fetch_run(const Args& a, const Run& run, i64 til
 
 template <bool STAGED>
 __device__ __forceinline__ void decode_all(const Args& a, const Run& run, u32* shared) {
-  __shared__ Slot slots[2][32];
+  __shared__ TileRow fetched[2][32];
   __shared__ int part_bits[WARPS];
   const i64 first = run.row_begin / a.tile_rows;
   const i64 last = (run.row_begin + run.n - 1) / a.tile_rows;
@@ -78,10 +78,10 @@ __device__ __forceinline__ void decode_all(const Args& a, const Run& run, u32* s
     // Behind this barrier the tile is there, and no warp looks at the one before it any more.
     __syncthreads();
     const i64 next = tile + gridDim.x;
-    if (next <= last) fetch_run<STAGED>(a, run, next, slots[half ^ 1], shared + (half ^ 1) * a.stage_words);
+    if (next <= last) fetch_run<STAGED>(a, run, next, fetched[half ^ 1], shared + (half ^ 1) * a.stage_words);
     if (STAGED) copy_async_commit();
     if (tile >= begin)
-      decode_tile<STAGED, 32>(a, kept, tile * a.tile_rows - run.row_begin, slots[half], shared + half * a.stage_words,
+      decode_tile<STAGED, 32>(a, kept, tile * a.tile_rows - run.row_begin, fetched[half], shared + half * a.stage_words,
                           part_bits);
     half ^= 1;
   }
@@ -91,12 +91,12 @@ __device__ __forceinline__ void decode_all(const Args& a, const Run& run, u32* s
   const u32 *__restrict__ words, i64 n_words, const i64 *__restrict__ bases, const void *__restrict__ lengths,    \
       int length_bytes, i64 row_begin, i64 n, const u8 *__restrict__ row_clusters,                                \
       const chunk_t *__restrict__ tables, const int *__restrict__ starts, i64 n_rows, int chunks, int row_words,  \
-      int row_bytes, int clusters, int tile_rows, int slot_words, int stage_words, int longest_words,             \
+      int row_bytes, int clusters, int tile_rows, int stride_words, int stage_words, int longest_words,           \
       u8 *__restrict__ out, i64 *mailbox
 #define DECODE_BODY(STAGED)                                                                                       \
   extern __shared__ __align__(128) u32 shared[];                                                                  \
   const Args a = {row_clusters, tables,    starts,     n_rows,      chunks, row_words, row_bytes,                 \
-                  clusters,     tile_rows, slot_words, stage_words, longest_words, out, mailbox};                  \
+                  clusters,     tile_rows, stride_words, stage_words, longest_words, out, mailbox};                \
   const Run run = {words, n_words, bases, lengths, length_bytes, row_begin, n};                                   \
   decode_all<STAGED>(a, run, shared);
 

@@ -5,9 +5,9 @@
 // eight of them to fit the stage are shared by several warps.
 //
 // A lane owns VECTOR consecutive chunks of each step, so that it stores up to 16 bytes at once.
-// The payload's place is known from the profile; only exceptions need a sum over lanes.
+// The payload's position is known from the profile; only exceptions need a sum over lanes.
 //
-// The including file defines GATHER: 1 when every row has a place in `out` of its own, and may turn
+// The including file defines GATHER: 1 when every row has an offset in `out` of its own, and may turn
 // out to be longer than what was fetched of it. Then raw rows may begin at any byte, and of a row that
 // several items share one may be wanted alone; the decoders of one chunk a lane are for such rows.
 #define WARPS 8
@@ -24,7 +24,7 @@ struct Args {
   const chunk_t* tables;
   const int* starts;
   i64 n_rows;
-  int chunks, row_words, row_bytes, clusters, tile_rows, slot_words, stage_words;
+  int chunks, row_words, row_bytes, clusters, tile_rows, stride_words, stage_words;
   int longest_words;  // words of the longest row, packed or raw
   u8* out;
   i64* mailbox;
@@ -33,7 +33,7 @@ struct Args {
 #endif
 };
 
-struct alignas(16) Slot {  // a row of a tile
+struct alignas(16) TileRow {  // a row of a tile
   i64 at;                  // its first word: in the stage, or, where it is not staged, its address
   int length;              // words; 0: raw; RAW_OUTSIDE: raw, but too long for the stage; NO_ROW
   int cluster;
@@ -164,7 +164,7 @@ struct Cursor {
   int exception_bit;  // of the next exception
   int stored;         // stored groups before this step
 #if GATHER
-  const Slot* slot;
+  const TileRow* row;
 #endif
 };
 
@@ -173,8 +173,8 @@ template <int LANES>
 __device__ __forceinline__ bool reaches(Cursor& c, int end_bit, int longest_words, int lane) {
   if (end_bit <= c.length * 32) return true;
 #if GATHER
-  if (c.slot->source != nullptr) {
-    c.length = fetch_on<LANES>(c.slot->source, (u32*)c.p, c.length, (end_bit + 31) >> 5, longest_words, lane);
+  if (c.row->source != nullptr) {
+    c.length = fetch_on<LANES>(c.row->source, (u32*)c.p, c.length, (end_bit + 31) >> 5, longest_words, lane);
     return end_bit <= c.length * 32;
   }
 #endif
@@ -249,7 +249,7 @@ __device__ __forceinline__ Positions load_positions(const chunk_t* table, const 
   return q;
 }
 
-// The place of a lane's next chunk in the payload, and how many bits it has there.
+// The position of a lane's next chunk in the payload, and how many bits it has there.
 __device__ __forceinline__ chunk_t payload_chunk(const u32* p, const Positions& q, int v, int& bit) {
 #if UNIFORM
   if (q.bits == 0) return 0;
@@ -464,14 +464,14 @@ __device__ __forceinline__ int2 count_stored(const u32* group_words, int groups,
 }
 
 // Where the parts of a packed row begin.
-struct Places {
+struct CodeOffsets {
   const chunk_t* table;
   const int* starts;
   int group_at, code_at;  // words
 };
-__device__ __forceinline__ Places places_of(const Args& a, int cluster) {
+__device__ __forceinline__ CodeOffsets code_offsets_of(const Args& a, int cluster) {
   const int positions = UNIFORM ? 1 : a.chunks;
-  Places q;
+  CodeOffsets q;
   q.table = a.tables + (i64)cluster * SECTIONS * positions;
   q.starts = a.starts + (i64)cluster * (positions + 1);
   q.group_at = ((UNIFORM ? q.starts[1] * a.chunks : q.starts[a.chunks]) + 31) >> 5;
@@ -481,7 +481,7 @@ __device__ __forceinline__ Places places_of(const Args& a, int cluster) {
 
 // What a warp keeps over its tiles.
 struct Kept {
-  Places places;
+  CodeOffsets offsets;
   int team;                 // warps that share a row: one, unless a tile has fewer rows than warps
   int first_row, part;      // this warp's first row of a tile, and its part of it
   int step_begin, step_end; // its steps of a row
@@ -497,7 +497,7 @@ template <int LANES> __device__ __forceinline__ Kept prepare(const Args& a) {
   Kept k;
   const int warp = threadIdx.x >> 5;
   const int steps = (a.chunks + LANES * VECTOR - 1) / (LANES * VECTOR);
-  k.places = places_of(a, 0);
+  k.offsets = code_offsets_of(a, 0);
   k.team = a.tile_rows < WARPS ? WARPS / a.tile_rows : 1;
   k.first_row = warp / k.team;
   k.part = warp % k.team;
@@ -541,7 +541,7 @@ template <int LANES> __device__ __noinline__ void copy_outside(const u32* p, u8*
 
 #if BY_BYTES
 // Whether a row is not wanted whole, or does not begin at a word.
-__device__ __forceinline__ bool is_cut(const Args& a, const Slot& s) { return a.item_bytes != a.row_bytes || s.skip; }
+__device__ __forceinline__ bool is_cut(const Args& a, const TileRow& s) { return a.item_bytes != a.row_bytes || s.skip; }
 
 // The same for what is wanted of a row that is cut.
 __device__ __noinline__ void copy_cut(const u8* from, u8* to, int bytes, int thread, int threads) {
@@ -549,7 +549,7 @@ __device__ __noinline__ void copy_cut(const u8* from, u8* to, int bytes, int thr
 }
 
 // Store of a chunk of a decoded row, `at` bytes behind the row's begin, what belongs to the item wanted.
-__device__ __forceinline__ void store_cut(const Args& a, const Slot& s, u8* to, chunk_t x, int at) {
+__device__ __forceinline__ void store_cut(const Args& a, const TileRow& s, u8* to, chunk_t x, int at) {
 #pragma unroll
   for (int b = 0; b < CHUNK_BYTES; ++b) {
     const int in_item = at + b - (int)s.skip;
@@ -560,7 +560,7 @@ __device__ __forceinline__ void store_cut(const Args& a, const Slot& s, u8* to, 
 
 // Decode the rows of a tile. In order, `first_out` is the row of `out` of the tile's first row.
 template <bool STAGED, int LANES>
-__device__ __forceinline__ void decode_tile(const Args& a, const Kept& kept, i64 first_out, const Slot* slots,
+__device__ __forceinline__ void decode_tile(const Args& a, const Kept& kept, i64 first_out, const TileRow* fetched,
                                             const u32* stage, int* part_bits) {
   const int lane = threadIdx.x & (LANES - 1), warp = threadIdx.x >> 5;
   constexpr int STEP_CHUNKS = LANES * VECTOR;
@@ -570,7 +570,7 @@ __device__ __forceinline__ void decode_tile(const Args& a, const Kept& kept, i64
   const int groups = (a.chunks + 31) >> 5;
   for (int begin = kept.first_row; begin < a.tile_rows; begin += TURNS * SIDE_BY_SIDE * WARPS) {
     const int first = begin + ((threadIdx.x & 31) / LANES) * WARPS;  // of this lane
-    Places places = kept.places;
+    CodeOffsets offsets = kept.offsets;
     Cursor cursors[TURNS];
     // This lane's chunks in the first step.
     const i64 lane_bytes = (i64)(kept.step_begin * LANES + lane) * VECTOR * CHUNK_BYTES;
@@ -589,7 +589,7 @@ __device__ __forceinline__ void decode_tile(const Args& a, const Kept& kept, i64
       c.exception_bit = c.stored = 0;
       c.p = stage;
       if (first + j * WARPS < a.tile_rows) {
-        const Slot& s = slots[first + j * WARPS];
+        const TileRow& s = fetched[first + j * WARPS];
         c.length = s.length;
         c.p = STAGED ? stage + (int)s.at : (const u32*)s.at;
 #if GATHER && (FIELD_LOW < 0 || GROUPED)
@@ -597,15 +597,15 @@ __device__ __forceinline__ void decode_tile(const Args& a, const Kept& kept, i64
         if (STAGED && LANES < 32 && s.length == RAW_OUTSIDE) c.p = stage;
 #endif
 #if GATHER
-        c.slot = &s;
+        c.row = &s;
         outs[j] = a.out + (i64)s.out * a.item_bytes + lane_bytes;
 #endif
-        if (CLUSTERED && a.row_clusters) places = places_of(a, s.cluster);
+        if (CLUSTERED && a.row_clusters) offsets = code_offsets_of(a, s.cluster);
       }
 #if BY_BYTES
-      if (c.length == 0 && is_cut(a, *c.slot)) {
+      if (c.length == 0 && is_cut(a, *c.row)) {
         const int thread = kept.part * LANES + lane;
-        copy_cut((const u8*)c.p + c.slot->skip, OUT(j) - lane_bytes, a.item_bytes, thread, kept.team * LANES);
+        copy_cut((const u8*)c.p + c.row->skip, OUT(j) - lane_bytes, a.item_bytes, thread, kept.team * LANES);
         c.length = NO_ROW;
       }
 #endif
@@ -617,7 +617,7 @@ __device__ __forceinline__ void decode_tile(const Args& a, const Kept& kept, i64
       if (STAGED && c.length == RAW_OUTSIDE) {
         // The first of the warps that share a row copies all of it.
         if (kept.part == 0) {
-          const Slot& s = slots[first + j * WARPS];
+          const TileRow& s = fetched[first + j * WARPS];
 #if BY_BYTES
           if (is_cut(a, s)) copy_cut((const u8*)s.at + s.skip, OUT(j) - lane_bytes, a.item_bytes, lane, LANES);
           else
@@ -629,12 +629,12 @@ __device__ __forceinline__ void decode_tile(const Args& a, const Kept& kept, i64
 #endif
       if (c.length > 0) {
         int stored = groups;
-        if (GROUPED && places.code_at <= c.length) {
-          const int2 count = count_stored<LANES>(c.p + places.group_at, groups, kept.step_begin * VECTOR, lane);
+        if (GROUPED && offsets.code_at <= c.length) {
+          const int2 count = count_stored<LANES>(c.p + offsets.group_at, groups, kept.step_begin * VECTOR, lane);
           c.stored = count.x;
           stored = count.y;
         }
-        c.exception_bit = (places.code_at + stored * CODE_BITS) * 32;
+        c.exception_bit = (offsets.code_at + stored * CODE_BITS) * 32;
         if (!reaches<LANES>(c, c.exception_bit, a.longest_words, lane)) {
           report_damage(a, lane);
           c.length = NO_ROW;
@@ -645,7 +645,7 @@ __device__ __forceinline__ void decode_tile(const Args& a, const Kept& kept, i64
       Cursor& c = cursors[0];
       int bits = 0;
       if (c.length > 0)
-        bits = count_exceptions(c, places.table, positions, places.group_at, places.code_at, groups, a.chunks,
+        bits = count_exceptions(c, offsets.table, positions, offsets.group_at, offsets.code_at, groups, a.chunks,
                                 kept.step_begin, kept.step_end, lane);
       if (lane == 0) part_bits[warp] = bits;
       __syncthreads();
@@ -658,13 +658,13 @@ __device__ __forceinline__ void decode_tile(const Args& a, const Kept& kept, i64
       const int i = (step * LANES + lane) * VECTOR;
       const bool inside = i < a.chunks && (LANES == 32 || cursors[0].length > 0);
 #if FIELD_LOW < 0 && !(UNIFORM && !CLUSTERED)
-      const Positions own = load_positions(places.table, places.starts, positions, inside ? i : 0);
+      const Positions own = load_positions(offsets.table, offsets.starts, positions, inside ? i : 0);
 #endif
 #pragma unroll
       for (int j = 0; j < TURNS; ++j) {
         Cursor& c = cursors[j];
         if (TURNS > 1 && c.length < 0) continue;
-        const codes_t codes = next_codes<LANES>(c, places.group_at, places.code_at, groups, step, lane, inside);
+        const codes_t codes = next_codes<LANES>(c, offsets.group_at, offsets.code_at, groups, step, lane, inside);
         u8* to = OUT(j);
 #if FIELD_LOW >= 0
         uint4 x;
@@ -675,10 +675,10 @@ __device__ __forceinline__ void decode_tile(const Args& a, const Kept& kept, i64
         const Positions& own = kept.positions;
 #endif
         chunk_t x[VECTOR];
-        rebuild<LANES>(c, own, places.table, positions, codes, inside ? i : 0, lane, a.longest_words, x);
+        rebuild<LANES>(c, own, offsets.table, positions, codes, inside ? i : 0, lane, a.longest_words, x);
 #if BY_BYTES
         if (a.item_bytes != a.row_bytes) {
-          if (inside) store_cut(a, *c.slot, to, x[0], i * CHUNK_BYTES);
+          if (inside) store_cut(a, *c.row, to, x[0], i * CHUNK_BYTES);
         } else
 #endif
           if (inside) store_chunks(to, x);

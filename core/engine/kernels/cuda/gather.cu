@@ -116,10 +116,10 @@ __device__ __forceinline__ Wanted positive(const Args& a, const Table& t, Wanted
   return w;
 }
 
-// Fill the tile's slots and start the copies of its words. Eight lanes look after a row, so that a warp
+// Describe the rows of a tile and start the copies of its words. Eight lanes look after a row, so that a warp
 // finds and fetches four at once; where a tile has but one row a warp, all its lanes copy that.
 template <bool STAGED>
-__device__ __forceinline__ void fetch_chosen(const Args& a, const Table& t, Wanted wanted, Slot* slots, u32* stage,
+__device__ __forceinline__ void fetch_chosen(const Args& a, const Table& t, Wanted wanted, TileRow* fetched, u32* stage,
                                              Counts& counts) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, lane8 = lane & 7;
   const int j = warp + (lane >> 3) * WARPS;
@@ -139,7 +139,7 @@ __device__ __forceinline__ void fetch_chosen(const Args& a, const Table& t, Want
     for (int d = 4; d; d >>= 1) before += __shfl_xor_sync(FULL, before, d);
     own = __shfl_sync(FULL, own, (lane & 24) + ((int)(row & 31) >> 2));
   }
-  Slot s;
+  TileRow s;
   s.at = 0;
   s.length = NO_ROW;
   s.cluster = 0;
@@ -197,9 +197,9 @@ __device__ __forceinline__ void fetch_chosen(const Args& a, const Table& t, Want
       p = t.words + at;
       if (STAGED && most > size) s.source = p;
       if (sound && t.moved != nullptr && bit_of(t.moved, row)) {
-        const u32 place = *p;
-        sound = place < (u64)t.overflow_rows;
-        p = t.overflow + (i64)place * a.row_words;
+        const u32 position = *p;
+        sound = position < (u64)t.overflow_rows;
+        p = t.overflow + (i64)position * a.row_words;
         s.length = 0;
         most = size = a.row_words;
       }
@@ -207,8 +207,8 @@ __device__ __forceinline__ void fetch_chosen(const Args& a, const Table& t, Want
     if (counted == 0) counted = min(size, a.row_words);
     if (CLUSTERED && a.row_clusters) s.cluster = a.row_clusters[row];
     lead = (int)((u64)p >> 2) & 31;  // words from the line's begin
-    const bool fits = !STAGED || lead + most + 4 <= a.slot_words;
-    // Places in the stage are as long as packed rows are; a raw row among them may be longer.
+    const bool fits = !STAGED || lead + most + 4 <= a.stride_words;
+    // Strides in the stage are as long as packed rows are; a raw row among them may be longer.
     if (sound && !fits && s.length == 0) {
       s.length = RAW_OUTSIDE;
       s.at = (i64)p;
@@ -217,20 +217,20 @@ __device__ __forceinline__ void fetch_chosen(const Args& a, const Table& t, Want
       s.cluster = 0;  // whose profile is there to be looked at
       if (lane8 == 0) report(a.mailbox, ERROR_DAMAGED, row * t.items_per_row, 0, t.n_items);
     } else {
-      s.at = STAGED ? lead + j * a.slot_words : (i64)p;
+      s.at = STAGED ? lead + j * a.stride_words : (i64)p;
     }
   }
   const bool found = s.length != NO_ROW, staged = found && s.length != RAW_OUTSIDE;
   if (STAGED) {
     if (a.tile_rows > WARPS) {
-      if (staged) copy_words(stage + j * a.slot_words, p - lead, 0, lead, lead + size, lane8, 8);
+      if (staged) copy_words(stage + j * a.stride_words, p - lead, 0, lead, lead + size, lane8, 8);
     } else if (__shfl_sync(FULL, (int)staged, 0)) {
       const u32* line = (const u32*)__shfl_sync(FULL, (i64)(p - lead), 0);
       const int begin = __shfl_sync(FULL, lead, 0), end = begin + __shfl_sync(FULL, size, 0);
-      copy_words(stage + warp * a.slot_words, line, 0, begin, end, lane, 32);
+      copy_words(stage + warp * a.stride_words, line, 0, begin, end, lane, 32);
     }
   }
-  if (lane8 == 0 && j < a.tile_rows) slots[j] = s;
+  if (lane8 == 0 && j < a.tile_rows) fetched[j] = s;
   // One turn for each source that this warp's rows come from, which is one as a rule.
   for (u32 left = __ballot_sync(FULL, found && lane8 == 0); left;) {
     const int source = __shfl_sync(FULL, from, __ffs(left) - 1);
@@ -246,7 +246,7 @@ __device__ __forceinline__ void fetch_chosen(const Args& a, const Table& t, Want
 
 template <bool STAGED, int LANES>
 __device__ __forceinline__ void gather_all(const Args& a, const Table& t, i64* counters, u32* shared) {
-  __shared__ Slot slots[2][32];
+  __shared__ TileRow fetched[2][32];
   __shared__ int part_bits[WARPS];
   const i64 last = (t.n - 1) / a.tile_rows;
   const Kept kept = prepare<LANES>(a);
@@ -268,7 +268,7 @@ __device__ __forceinline__ void gather_all(const Args& a, const Table& t, i64* c
     __syncthreads();
     if (tile + gridDim.x <= last) {
       if (!AHEAD) next = positive(a, t, load_wanted(a, t, tile + gridDim.x));
-      fetch_chosen<STAGED>(a, t, next, slots[half ^ 1], shared + (half ^ 1) * a.stage_words, counts);
+      fetch_chosen<STAGED>(a, t, next, fetched[half ^ 1], shared + (half ^ 1) * a.stage_words, counts);
     }
     if (STAGED) copy_async_commit();
     if (AHEAD) {
@@ -276,7 +276,7 @@ __device__ __forceinline__ void gather_all(const Args& a, const Table& t, i64* c
       if (t.entries != nullptr && next.row >= 0) prefetch_bucket(t.entries, t.bucket_mask, next.row);
       after = load_wanted(a, t, tile + 3 * (i64)gridDim.x);
     }
-    if (tile >= begin) decode_tile<STAGED, LANES>(a, kept, 0, slots[half], shared + half * a.stage_words, part_bits);
+    if (tile >= begin) decode_tile<STAGED, LANES>(a, kept, 0, fetched[half], shared + half * a.stage_words, part_bits);
     half ^= 1;
   }
   const int lane = threadIdx.x & 31;
@@ -293,7 +293,7 @@ __device__ __forceinline__ void gather_all(const Args& a, const Table& t, i64* c
       const i64 *__restrict__ slabs, const void *__restrict__ ids, int id_bytes, const u32 *__restrict__ order,   \
       i64 n, const u8 *__restrict__ row_clusters, const chunk_t *__restrict__ tables,                             \
       const int *__restrict__ starts, i64 n_rows, int chunks, int row_words, int row_bytes, int clusters,         \
-      int tile_rows, int slot_words, int stage_words, int longest_words, u8 *__restrict__ out,                    \
+      int tile_rows, int stride_words, int stage_words, int longest_words, u8 *__restrict__ out,                  \
       const u64 *first_bad, i64 lowest, i64 *counters, i64 *mailbox, int items_per_row, int item_bytes,           \
       i64 n_items, int items_cached
 #define GATHER_BODY(STAGED, LANES)                                                                                \
@@ -305,7 +305,7 @@ __device__ __forceinline__ void gather_all(const Args& a, const Table& t, i64* c
     return;                                                                                                       \
   }                                                                                                               \
   const Args a = {row_clusters, tables,    starts,     n_rows,      chunks,        row_words, row_bytes,          \
-                  clusters,     tile_rows, slot_words, stage_words, longest_words, out,       mailbox,            \
+                  clusters,     tile_rows, stride_words, stage_words, longest_words, out,       mailbox,          \
                   item_bytes};                                                                                    \
   const Table t = {words,         n_words,       bases,   lengths, length_bytes, flags, moved,    overflow, \
                    overflow_rows, typical_words, entries, bucket_mask, slabs,    ids,   id_bytes, order,    n,    \

@@ -24,7 +24,7 @@ extern "C" __global__ void __launch_bounds__(CHECK_THREADS)
   else if (found != ~0ull) atomicMin(first_bad, found);
 }
 
-// bins: the ids of each bin, then the places of each bin that are given away.
+// bins: the ids of each bin, then the positions of each bin that are given away.
 extern "C" __global__ void __launch_bounds__(THREADS) reset_order(u32* bins, u64* first_bad) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i < 2 * BINS) bins[i] = 0;
@@ -53,11 +53,11 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 extern "C" __global__ void __launch_bounds__(THREADS)
     order_ids(const void* __restrict__ ids, int id_bytes, i64 n, i64 n_rows, int shift, u32* bins,
               const u64* first_bad, u32* __restrict__ order) {
-  __shared__ u32 places[BINS];  // ids of this block by bin; then where the next of them goes
+  __shared__ u32 next_of_bin[BINS];  // ids of this block by bin; then where the next of them goes
   __shared__ u32 warp_totals[THREADS / 32];
   if (first_bad[0] != ~0ull) return;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  for (int b = threadIdx.x; b < BINS; b += THREADS) places[b] = 0;
+  for (int b = threadIdx.x; b < BINS; b += THREADS) next_of_bin[b] = 0;
   // Each thread takes a run of bins; their starts follow from the totals of the runs before it.
   const int first_bin = threadIdx.x * BINS_PER_THREAD;
   u32 totals[BINS_PER_THREAD], total = 0;
@@ -72,7 +72,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   for (i64 i = (i64)blockIdx.x * THREADS + threadIdx.x; i < n; i += stride) {
     i64 id = load_id(ids, i, id_bytes);
     if (id < 0) id += n_rows;
-    atomicAdd(&places[id >> shift], 1u);
+    atomicAdd(&next_of_bin[id >> shift], 1u);
   }
   u32 start = up_to_me - total;
   for (int w = 0; w < warp; ++w) start += warp_totals[w];
@@ -82,19 +82,19 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   u32 taken[BINS_PER_THREAD];
 #pragma unroll
   for (int b = 0; b < BINS_PER_THREAD; ++b) {
-    const u32 mine = places[first_bin + b];
+    const u32 mine = next_of_bin[first_bin + b];
     taken[b] = 0;
     if (mine) taken[b] = atomicAdd(&bins[BINS + first_bin + b], mine);
   }
 #pragma unroll
   for (int b = 0; b < BINS_PER_THREAD; ++b) {
-    places[first_bin + b] = start + taken[b];
+    next_of_bin[first_bin + b] = start + taken[b];
     start += totals[b];
   }
   __syncthreads();
   for (i64 i = (i64)blockIdx.x * THREADS + threadIdx.x; i < n; i += stride) {
     i64 id = load_id(ids, i, id_bytes);
     if (id < 0) id += n_rows;
-    order[atomicAdd(&places[id >> shift], 1u)] = (u32)i;
+    order[atomicAdd(&next_of_bin[id >> shift], 1u)] = (u32)i;
   }
 }

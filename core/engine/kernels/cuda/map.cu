@@ -11,7 +11,7 @@ __device__ __forceinline__ i64 load_id(const void* ids, i64 position, int id_byt
 // negative ones.
 //
 // Entries are only ever filled, and everybody tries the first free one of a bucket that lacks the
-// id: whoever finds it taken looks again, so no id comes to lie in two places. A reader at the
+// id: whoever finds it taken looks again, so that no id has two entries. A reader at the
 // same time finds an id without its location, NOT_CACHED, at worst.
 extern "C" __global__ void __launch_bounds__(256)
     insert_ids(longlong2* entries, u32 bucket_mask, const void* __restrict__ ids, int id_bytes,

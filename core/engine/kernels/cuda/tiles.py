@@ -61,22 +61,22 @@ class TileShape:
     ----------
     tile_rows : int
         Rows of a tile, up to 32; with fewer than 8 (a power of two), warps share a row.
-    slot_words : int
-        Words of a row's place in the stage, when rows are fetched one by one.
+    stride_words : int
+        Words from a row to the next in the stage, when rows are fetched one by one.
     stage_words : int
         Words of a tile's stage; 0: rows are read where they are.
     """
 
-    def __init__(self, tile_rows: int, slot_words: int, stage_words: int) -> None:
+    def __init__(self, tile_rows: int, stride_words: int, stage_words: int) -> None:
         self.tile_rows = tile_rows
-        self.slot_words = slot_words
+        self.stride_words = stride_words
         self.stage_words = stage_words
 
 
 def run_shape(f: RowFormat, facts: Mapping[str, int]) -> TileShape:
     """Choose the largest tile of rows in order whose packed words fit the stage."""
     row_words = facts["max_row_words"]
-    # A tile starts up to 31 words behind the line that its place begins at, and readers look a few
+    # A tile starts up to 31 words behind the line that it is staged from, and readers look a few
     # words ahead.
     limit_words = STAGE_BYTES // 4
     if lines(row_words + 36) > limit_words:
@@ -90,15 +90,15 @@ def run_shape(f: RowFormat, facts: Mapping[str, int]) -> TileShape:
 
 
 def chosen_shape(max_words: int) -> TileShape:
-    """Choose the tile of rows chosen by id, each with a place of its own in the stage."""
-    slot_words = lines(max_words + 36)  # as above
+    """Choose the tile of rows chosen by id, which are staged one by one."""
+    stride_words = lines(max_words + 36)  # as above
     limit_words = STAGE_BYTES // 4
-    if slot_words > limit_words:
+    if stride_words > limit_words:
         return TileShape(1, 0, 0)
-    rows = min(MAX_CHOSEN_ROWS, limit_words // slot_words // WARPS * WARPS)
+    rows = min(MAX_CHOSEN_ROWS, limit_words // stride_words // WARPS * WARPS)
     if rows == 0:
-        rows = 4 if 4 * slot_words <= limit_words else 2 if 2 * slot_words <= limit_words else 1
-    return TileShape(rows, slot_words, rows * slot_words)
+        rows = 4 if 4 * stride_words <= limit_words else 2 if 2 * stride_words <= limit_words else 1
+    return TileShape(rows, stride_words, rows * stride_words)
 
 
 def lines(words: int) -> int:
@@ -118,7 +118,7 @@ def tile_arguments(layout: RowLayout, n_rows: int, shape: TileShape) -> dict[str
         "row_bytes": np.int32(f.row_bytes),
         "clusters": np.int32(f.clusters),
         "tile_rows": np.int32(shape.tile_rows),
-        "slot_words": np.int32(shape.slot_words),
+        "stride_words": np.int32(shape.stride_words),
         "stage_words": np.int32(shape.stage_words),
     }
 
