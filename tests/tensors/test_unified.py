@@ -18,7 +18,7 @@ from bitslab import ArgumentError, ArgumentTypeError, BitslabError
 from bitslab.engine.memory import host
 from bitslab.tensors import unified
 from bitslab.tensors.unified import Operand, Placement, UnifiedTensor, placement, rows_of
-from tests.helpers import DTYPES, dtype_id, random_bits, same_bits
+from tests.helpers import DTYPES, dtype_id, random_bits, same_bits, traits
 from tests.tables.support import Recorder, buffer_of, inode_at
 
 make = unified.unified
@@ -37,6 +37,7 @@ def lies_in(t: torch.Tensor, u: UnifiedTensor) -> bool:
 # The copy.
 
 
+@pytest.mark.pairwise(dtype=traits)
 @pytest.mark.parametrize("shape", [(), (0,), (7,), (5, 3), (0, 3), (4, 1, 3)])
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
 def test_bits_shape_and_size_are_kept(dtype, shape):
