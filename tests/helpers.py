@@ -33,6 +33,14 @@ def dtype_id(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def traits(dtype: torch.dtype) -> tuple[int, str]:
+    """Return what tells dtypes apart for those who move bytes: the width, the kind of number."""
+    if dtype == torch.bool:
+        return 1, "bool"
+    kind = "complex" if dtype.is_complex else "float" if dtype.is_floating_point else "integer"
+    return dtype.itemsize, kind
+
+
 def bits_of(t: torch.Tensor) -> torch.Tensor:
     """Copy a tensor's bytes to uint8 ``[nbytes]``."""
     t = t.detach().resolve_conj().resolve_neg()

@@ -6,16 +6,17 @@ once. The seed of hypothesis chooses which cases these are, so that other runs t
 ``BITSLAB_FULL=1`` (``make test-full``) runs them all. A case that is named on the command line runs
 in any case.
 
-A parameter that itself stands for several is taken apart by a function, given under its name:
+A parameter that itself stands for several is taken apart by a function, given under its name. Then
+each of its values is in the cover, and each pair of one of its parts and another parameter:
 
->>> @pytest.mark.pairwise(variant=lambda v: (v.width, v.grouped))  # doctest: +SKIP
+>>> @pytest.mark.pairwise(dtype=lambda dtype: (dtype.itemsize, dtype.is_complex))  # doctest: +SKIP
 """
 
 from __future__ import annotations
 
 import os
 import random
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
@@ -29,7 +30,12 @@ seed: object = 0
 Case = Mapping[str, Hashable]
 
 
-def cover(cases: Sequence[Case], seed: object = 0, first: Iterable[int] = ()) -> list[int]:
+def cover(
+    cases: Sequence[Case],
+    seed: object = 0,
+    first: Iterable[int] = (),
+    alone: Collection[str] = (),
+) -> list[int]:
     """Return the positions of cases that hold all values, and all pairs of values, of all cases.
 
     Parameters
@@ -40,6 +46,8 @@ def cover(cases: Sequence[Case], seed: object = 0, first: Iterable[int] = ()) ->
         Chooses among cases that add as many pairs; anything with a repr.
     first : iterable of int
         Positions of cases that are in the cover anyway.
+    alone : collection of str
+        Parameters whose values are covered, but in no pairs.
 
     Returns
     -------
@@ -50,7 +58,8 @@ def cover(cases: Sequence[Case], seed: object = 0, first: Iterable[int] = ()) ->
     masks = []
     for case in cases:
         values = sorted(case.items(), key=lambda item: item[0])
-        held = [(value,) for value in values] + list(combinations(values, 2))
+        paired = [value for value in values if value[0] not in alone]
+        held = [*((value,) for value in values), *combinations(paired, 2)]
         masks.append(sum(1 << bit_of.setdefault(pair, len(bit_of)) for pair in held))
     left = list(range(len(cases)))
     random.Random(repr(seed)).shuffle(left)
@@ -84,7 +93,8 @@ def keep_covers(config: pytest.Config, items: list[pytest.Item]) -> None:
             products.setdefault((above, item.originalname), []).append(item)
     dropped: set[pytest.Item] = set()
     for (_, name), cases in products.items():
-        kept = cover([_parameters(case) for case in cases], (seed, name))
+        taken_apart = next(cases[0].iter_markers("pairwise")).kwargs
+        kept = cover([_parameters(case) for case in cases], (seed, name), alone=taken_apart)
         dropped |= set(cases) - {cases[i] for i in kept}
     if dropped:
         config.hook.pytest_deselected(items=[item for item in items if item in dropped])
@@ -105,7 +115,6 @@ def _parameters(item: pytest.Function) -> dict[str, Hashable]:
         values = [params.pop(name.strip()) for name in names]
         if len(names) == 1 and (parts := mark.kwargs.get(names[0])):
             found |= {f"{names[0]}[{i}]": part for i, part in enumerate(parts(values[0]))}
-        else:
-            found[",".join(names)] = tuple(map(id, values))
+        found[",".join(names)] = tuple(map(id, values))
     # Those of fixtures and of pytest_generate_tests.
     return found | {name: id(value) for name, value in params.items()}

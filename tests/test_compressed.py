@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import bitslab
 from bitslab.engine.row_map import natural_row_elements, row_map
-from tests.helpers import DTYPES, dtype_id, packable, random_bits, same_bits, take
+from tests.helpers import DTYPES, dtype_id, packable, random_bits, same_bits, take, traits
 
 SHAPES = {
     "0-d": (),
@@ -44,6 +44,7 @@ def shape_cases(*names: str) -> Any:
 # Round trips
 
 
+@pytest.mark.pairwise(dtype=traits)
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("make", [packable, random_bits], ids=["packable", "random"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
@@ -57,6 +58,7 @@ def test_every_dtype_comes_back_bit_for_bit(
         assert same_bits(bitslab.decompress(ct), t)
 
 
+@pytest.mark.pairwise(dtype=traits)
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.uint8, torch.complex128], ids=dtype_id)
 @shape_cases()
@@ -131,6 +133,7 @@ def test_later_changes_of_the_tensor_do_not_reach_the_packed_rows(codec: str) ->
 # Sizes
 
 
+@pytest.mark.pairwise(dtype=traits)
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
 @shape_cases()
 def test_auto_is_never_larger_than_raw(shape: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -323,6 +326,7 @@ def test_only_the_rows_that_are_asked_for_are_decoded(
     assert set(codec.decoded) == expected
 
 
+@pytest.mark.pairwise(dtype=traits)
 @pytest.mark.parametrize(
     "index", [20, -21, 10**30, -(10**30), [0, 20], [-21], [[3], [99]]], ids=str
 )

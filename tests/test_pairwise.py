@@ -88,12 +88,13 @@ def test_tests_that_are_marked_run_a_cover(
     if full:
         assert len(marked) == 16
         return
-    assert 4 <= len(marked) <= 8
+    assert 8 <= len(marked) <= 10
     cases = [name[len("test_marked[") : -1].split("-") for name in marked]  # "x-1-6"
     parts = [
         {"b": b, "a0": int(a) // 4, "a1": int(a) // 2 % 2, "a2": int(a) % 2} for b, _, a in cases
     ]
     assert len(pairs_in(parts)) == 8 + 24  # four parameters of two values, and six pairs of them
+    assert {a for _, _, a in cases} == set("01234567")
 
 
 def test_a_case_that_is_named_always_runs(pytester: pytest.Pytester) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from bitslab import CompressedTable, InvariantCodec, RawCodec, compress, load, unified
 from bitslab.dtypes import dense, flat_bytes
 from bitslab.offload import WeightPacker
-from tests.helpers import DTYPES, bits_of, dtype_id
+from tests.helpers import DTYPES, bits_of, dtype_id, traits
 
 MEMORY_BYTES = 4096
 
@@ -103,6 +103,7 @@ def check(way: Any, t: torch.Tensor, folder: Path) -> None:
     assert torch.equal(bits_of(t), before)
 
 
+@pytest.mark.pairwise(dtype=traits)
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
 def test_few_elements_with_any_strides(way, dtype, tmp_path):

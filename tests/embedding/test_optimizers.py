@@ -25,6 +25,7 @@ def batches(seed: int, count: int, n_rows: int = 40) -> list[list[int]]:
     return [ids.long().tolist() for ids in drawn]
 
 
+@pytest.mark.pairwise
 @EACH
 @pytest.mark.parametrize("evict", list(EvictionStrategy), ids=lambda evict: evict.name)
 @pytest.mark.parametrize("cache", ["rows", "packed"])

@@ -36,6 +36,7 @@ def threads(request):
     torch.set_num_threads(before)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("dim", [1, 15, 16, 33, 700])
 @pytest.mark.parametrize("n", [0, 1, 15, 16, 17, 31, 33, 48, 2000])
@@ -64,6 +65,7 @@ BAD = {
 }
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("bad", BAD)
 @pytest.mark.parametrize("n", [40, 2000])
 def test_what_is_no_such_batch_is_left_to_others(threads, n, bad):

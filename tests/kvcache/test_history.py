@@ -268,6 +268,7 @@ def test_noise_is_kept_raw(offload: bool) -> None:
     assert_same(packed, noise)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("block", [8, 16, 64])
 @pytest.mark.parametrize("kind", ["normal", "coarse", "noise"])
 @pytest.mark.parametrize("dtype", DTYPES[:4], ids=str)

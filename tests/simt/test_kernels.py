@@ -39,10 +39,6 @@ def by_name(variant: Variant) -> str:
     return variant.name
 
 
-def settings(variant: Variant) -> tuple[int, ...]:
-    return tuple(settings_of(variant).values())
-
-
 def profiles_of(variant: Variant) -> tuple[int, ...]:
     """Rows with clusters take the decoder of one chunk a lane."""
     return (1, 3) if variant.vector == 1 else (1,)
@@ -165,7 +161,7 @@ def test_bad_id_leaves_the_output_untouched_and_is_told():
     assert runner.mailbox.tolist() == [INDEX_ERROR, 1, -71, 70]
 
 
-@pytest.mark.pairwise(variant=settings)
+@pytest.mark.pairwise(variant=settings_of)
 @pytest.mark.parametrize("variant", DECODERS, ids=by_name)
 @pytest.mark.parametrize("part", ["words", "bases", "lengths", "row_clusters"])
 def test_damaged_rows_never_reach_outside_the_buffers(variant, part):

@@ -12,16 +12,16 @@ from bitslab.engine.kernels.cuda.source import Variant, all_variants
 from tests import pairwise
 
 
-def settings_of(variant: Variant) -> dict[str, int]:
+def settings_of(variant: Variant) -> tuple[int, ...]:
     """Return what a variant is compiled with, setting by setting."""
-    return {
-        "chunk_bytes": variant.chunk_bytes,
-        "code_bits": variant.code_bits,
-        "grouped": variant.grouped,
-        "uniform": variant.uniform,
-        "wide": variant.vector > 1,
-        "byte_field": variant.byte_field,
-    }
+    return (
+        variant.chunk_bytes,
+        variant.code_bits,
+        variant.grouped,
+        variant.uniform,
+        variant.vector > 1,
+        variant.byte_field,
+    )
 
 
 def variants_run(file: str, first: Sequence[Variant] = ()) -> list[Variant]:
@@ -33,5 +33,5 @@ def variants_run(file: str, first: Sequence[Variant] = ()) -> list[Variant]:
     if pairwise.FULL:
         return variants
     anyway = [variants.index(variant) for variant in first]
-    settings = [settings_of(variant) for variant in variants]
+    settings = [dict(zip("123456", settings_of(v), strict=True)) for v in variants]
     return [variants[i] for i in pairwise.cover(settings, pairwise.seed, anyway)]

@@ -23,7 +23,7 @@ from bitslab import (
     RawCodec,
 )
 from bitslab.tables import build
-from tests.helpers import DTYPES, dtype_id, packable, random_bits, same_bits, take
+from tests.helpers import DTYPES, dtype_id, packable, random_bits, same_bits, take, traits
 from tests.tables.kinds import KINDS, make, weights
 from tests.tables.support import inode_at, open_files
 
@@ -37,6 +37,7 @@ def shape_id(shape) -> str:
 # Rows
 
 
+@pytest.mark.pairwise(dtype=traits)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
 def test_every_dtype_and_shape_comes_back_bit_for_bit(kind, dtype):

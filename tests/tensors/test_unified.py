@@ -19,6 +19,10 @@ from bitslab.engine.memory import host, page_locking
 from bitslab.tensors import unified_tensor as unified
 from bitslab.tensors.unified_tensor import Operand, Placement, UnifiedTensor, placement, rows_of
 from tests.helpers import DTYPES, dtype_id, random_bits, same_bits
+from bitslab.engine.memory import host
+from bitslab.tensors import unified
+from bitslab.tensors.unified import Operand, Placement, UnifiedTensor, placement, rows_of
+from tests.helpers import DTYPES, dtype_id, random_bits, same_bits, traits
 from tests.tables.support import Recorder, buffer_of, inode_at
 
 make = unified.unified
@@ -38,6 +42,7 @@ def lies_in(t: torch.Tensor, u: UnifiedTensor) -> bool:
 # The copy.
 
 
+@pytest.mark.pairwise(dtype=traits)
 @pytest.mark.parametrize("shape", [(), (0,), (7,), (5, 3), (0, 3), (4, 1, 3)])
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
 def test_bits_shape_and_size_are_kept(dtype, shape):

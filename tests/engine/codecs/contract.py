@@ -23,7 +23,7 @@ import pytest
 import torch
 
 import bitslab
-from tests.helpers import DTYPES, bits_of, dtype_id, packable, random_bits, same_bits, take
+from tests.helpers import DTYPES, bits_of, dtype_id, packable, random_bits, same_bits, take, traits
 
 Options = Mapping[str, Any]
 INDEX_DTYPES = [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8]
@@ -275,6 +275,7 @@ class RowCodecContract:
 
     # Round trips
 
+    @pytest.mark.pairwise(dtype=traits)
     @by_dtype()
     def test_every_dtype_comes_back_bit_for_bit(self, dtype: torch.dtype, options: Options) -> None:
         seen = packable(dtype, (50, 24))
@@ -460,6 +461,7 @@ class RowCodecContract:
         assert torch.equal(codec.packed_bytes(rows[60:80]), sizes[60:80])
         assert codec.packed_bytes(rows[:0]).shape == (0,)
 
+    @pytest.mark.pairwise(dtype=traits)
     @by_dtype()
     def test_packed_rows_outgrow_raw_rows_by_no_more_than_the_metadata(
         self, dtype: torch.dtype, options: Options
@@ -476,6 +478,7 @@ class RowCodecContract:
 
     # Configurations and files
 
+    @pytest.mark.pairwise(dtype=traits)
     @by_dtype()
     def test_config_gives_an_equal_codec_and_the_same_bytes(
         self, dtype: torch.dtype, options: Options

@@ -18,7 +18,7 @@ from bitslab.engine.kernels.cuda.source import Variant
 from bitslab.engine.kernels.format import RowFormat
 from tests.engine.codecs import model
 from tests.engine.kernels.cases import make_case
-from tests.helpers import DTYPES, bits_of, dtype_id, packable, random_bits, same_bits
+from tests.helpers import DTYPES, bits_of, dtype_id, packable, random_bits, same_bits, traits
 
 PUBLISHED: dict[str, Any] = {"code_bits": 1, "grouped": False, "uniform": False}
 WIDTHS = [1, 2, 4, 8]
@@ -66,6 +66,7 @@ def test_option_is_obeyed_whatever_it_costs(dtype: torch.dtype, option: str, val
         assert same_bits(codec.decode(codec.encode(rows)), rows)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("code_bits", [1, 2, 3])
 @pytest.mark.parametrize("grouped", [False, True], ids=["plain", "grouped"])
@@ -89,6 +90,7 @@ def test_options_are_obeyed_together(
     assert same_bits(codec.decode(codec.encode(rows)), rows)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("threshold", [0.5, 0.6, 0.75, 0.9, 1, 1.0], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int64], ids=dtype_id)
@@ -275,6 +277,7 @@ def test_published_options_give_the_published_sizes(
     assert int(np.minimum(words, raw_words).sum()) == min(totals.values())
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("code_bits", [1, 2, 3])
 @pytest.mark.parametrize("grouped", [False, True], ids=["plain", "grouped"])
 @pytest.mark.parametrize("uniform", [False, True], ids=["positional", "uniform"])
@@ -298,6 +301,7 @@ def test_sizes_are_those_of_the_format(
 # The packed layout, read by a reader that knows only its description
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("code_bits", [1, 2, 3])
 @pytest.mark.parametrize("grouped", [False, True], ids=["plain", "grouped"])
 @pytest.mark.parametrize("uniform", [False, True], ids=["positional", "uniform"])
@@ -435,6 +439,7 @@ SAMPLES = {
 }
 
 
+@pytest.mark.pairwise(dtype=traits)
 @pytest.mark.parametrize("make", SAMPLES.values(), ids=SAMPLES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
 def test_planner_never_makes_the_sample_larger(dtype: torch.dtype, make: Any) -> None:

@@ -1,4 +1,8 @@
-"""Every variant of the CUDA kernels compiles for every architecture, without a GPU or a driver."""
+"""Every variant of the CUDA kernels compiles, without a GPU or a driver.
+
+All of them compile for one architecture, and those that hold every pair of settings and
+architecture for the others; all for all with ``BITSLAB_FULL=1``.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,8 @@ import os
 import pickle
 import re
 import tempfile
+from collections.abc import Hashable
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -19,14 +25,33 @@ from bitslab.engine.kernels.cuda.source import (
     kernels_of,
     source_text,
 )
+from tests import pairwise
+from tests.simt.variants import settings_of
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "sm_120")
 FULLY_OPTIMISED = "sm_90"
 VARIANTS = list(all_variants())
 
 
-#: What was compiled before, by the text, the options and the compiler's version.
-CACHE = Path(__file__).resolve().parents[2] / "build" / "nvrtc"
+def settings_by_name(variant: AnyVariant) -> dict[str, Hashable]:
+    """Return what a variant is compiled with."""
+    if isinstance(variant, Variant):
+        return {"file": variant.file, **dict(zip("123456", settings_of(variant), strict=True))}
+    return {"file": variant.file, **dict(variant.settings)}
+
+
+def for_other_architectures() -> list[tuple[AnyVariant, str]]:
+    others = [name for name in ARCHITECTURES if name != FULLY_OPTIMISED]
+    cases = list(product(VARIANTS, others))
+    if pairwise.FULL:
+        return cases
+    settings = [{**settings_by_name(v), "architecture": name} for v, name in cases]
+    return [cases[i] for i in pairwise.cover(settings, pairwise.seed)]
+
+
+#: What was compiled before, by the text with all that it includes, the options and the compiler's
+#: version. What failed is compiled again.
+CACHE = Path(__file__).resolve().parents[3] / "build" / "nvrtc"
 
 
 def compile_variant(variant: AnyVariant, architecture: str, *extra: str) -> tuple[bytes, str]:
@@ -85,35 +110,45 @@ def test_sums_of_rows_keep_subnormals(variant):
     assert "pool_bags" in text and ".ftz" not in text
 
 
+def assert_compiles(variant: AnyVariant, architecture: str, *extra: str) -> str:
+    """Return the compiler's log."""
+    code, log = compile_variant(variant, architecture, *extra)
+    assert "warning" not in log and "error" not in log, log
+    for kernel in kernels_of(variant):
+        assert kernel.encode() in code
+    return log
+
+
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: v.name)
-def test_variant_compiles_for_every_architecture(variant):
-    # Codes of fewer bits run the code of those of three, with fewer values to hold; those of one
-    # bit are compiled in full where they are used most, in the published plan.
-    in_full = (
+def test_every_variant_compiles(variant):
+    # Full optimisation, as on a user's machine, is measured on this architecture; the fast compile
+    # takes a third of the time and refuses the same mistakes. Codes of fewer bits run the code of
+    # those of three, with fewer values to hold; those of one bit are compiled in full where they
+    # are used most, in the published plan.
+    optimised = (
         not isinstance(variant, Variant)
         or variant.code_bits == 3
         or (variant.code_bits == 1 and variant.chunk_bytes == 4)
     )
-    for architecture in ARCHITECTURES:
-        # Full optimisation, as on a user's machine, is measured on one architecture; on the
-        # others the fast compile takes a third of the time and refuses the same mistakes.
-        optimised = architecture == FULLY_OPTIMISED and in_full
-        extra = () if optimised else ("-Ofc=max",)
-        code, log = compile_variant(variant, architecture, *extra)
-        assert "warning" not in log and "error" not in log, log
-        for kernel in kernels_of(variant):
-            assert kernel.encode() in code
-        if optimised:
-            spilled_bytes = [int(n) for n in re.findall(r"(\d+) bytes spill stores", log)]
-            # Functions that are not inlined are listed beside the kernels.
-            assert len(spilled_bytes) >= len(kernels_of(variant)), log
-            # A few registers may wait in memory between tiles; the fastest kernels, and those that
-            # unpack nothing, keep all.
-            fastest = not isinstance(variant, Variant) or (
-                variant.byte_field and not variant.grouped
-            )
-            limit = 0 if fastest else 256 if variant.file == "gather" else 128
-            assert max(spilled_bytes) <= limit, log
+    log = assert_compiles(variant, FULLY_OPTIMISED, *(() if optimised else ("-Ofc=max",)))
+    if optimised:
+        spilled_bytes = [int(n) for n in re.findall(r"(\d+) bytes spill stores", log)]
+        # Functions that are not inlined are listed beside the kernels.
+        assert len(spilled_bytes) >= len(kernels_of(variant)), log
+        # A few registers may wait in memory between tiles; the fastest kernels, and those that
+        # unpack nothing, keep all.
+        fastest = not isinstance(variant, Variant) or (variant.byte_field and not variant.grouped)
+        limit = 0 if fastest else 256 if variant.file == "gather" else 128
+        assert max(spilled_bytes) <= limit, log
+
+
+@pytest.mark.parametrize(
+    ("variant", "architecture"),
+    for_other_architectures(),
+    ids=lambda given: given if isinstance(given, str) else given.name,
+)
+def test_variants_compile_for_other_architectures(variant, architecture):
+    assert_compiles(variant, architecture, "-Ofc=max")
 
 
 def test_variants_have_names_of_their_own():

@@ -143,6 +143,7 @@ def bags_of(
     return found, out, expected[ids] + 0.0
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("n", [1, 15, 16, 33, 5000])
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize(

@@ -38,6 +38,7 @@ from bitslab.engine.kernels.format import (
 )
 from tests.engine.kernels.cases import TABLE_KINDS, Case, cache_of, location, make_case, table_of
 from tests.simt.module import guarded
+from tests.simt.variants import settings_of
 
 ROOT = Path(__file__).resolve().parents[2]
 N_ROWS = 75  # two blocks of rows and a part of one
@@ -163,6 +164,7 @@ def test_gathered_rows_are_those_of_plain_indexing(
     assert torch.equal(out, case.rows[ids.long()])
 
 
+@pytest.mark.pairwise(variant=settings_of)
 @pytest.mark.parametrize("kind", TABLE_KINDS)
 @pytest.mark.parametrize("clusters", [1, 3], ids=["one-profile", "three-clusters"])
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
@@ -175,6 +177,7 @@ def test_every_row_of_every_kind_of_table(variant: Variant, clusters: int, kind:
         assert torch.equal(out, case.rows.repeat(2, 1))
 
 
+@pytest.mark.pairwise(columns=lambda n: (min(n // 32, 3), n % 32 % 4))
 @pytest.mark.parametrize("columns", [1, 3, 4, 5, 31, 32, 33, 63, 64, 65, 97, 100, 131])
 @pytest.mark.parametrize("grouped", [False, True], ids=["codes", "groups"])
 @pytest.mark.parametrize("name", FIELDS)

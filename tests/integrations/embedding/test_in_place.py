@@ -70,6 +70,7 @@ READS: dict[str, Any] = {
 }
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("read", READS.values(), ids=READS.keys())
 @pytest.mark.parametrize("write", [*WRITES.values(), *UNSEEN.values()], ids=[*WRITES, *UNSEEN])
 @BOTH
@@ -134,6 +135,7 @@ USES: dict[str, Any] = {
 }
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("freeze", [False, True], ids=["trains", "frozen"])
 @pytest.mark.parametrize("use", USES.values(), ids=USES.keys())
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES.keys())
@@ -436,6 +438,7 @@ REPLACED: dict[str, Any] = {
 }
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("replace", REPLACED.values(), ids=REPLACED.keys())
 @pytest.mark.parametrize("cache_ratio", [0.2, 1.0])
 @BOTH

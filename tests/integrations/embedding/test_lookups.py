@@ -74,6 +74,7 @@ def grads(module: torch.nn.Module) -> torch.Tensor:
     return whole(module) - before
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("given", INPUTS)
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 @pytest.mark.parametrize("padding_idx", [None, 3], ids=["plain", "padding"])
@@ -142,6 +143,7 @@ def test_long_rows_are_scaled_down_for_good(make, norm_type):
     assert not torch.equal(whole(ours), table())
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("padding_idx", [None, 7, -1], ids=str)
 @pytest.mark.parametrize("cache_ratio", [0.001, 0.2, 1.0], ids=["one-row", "some", "all"])

@@ -58,6 +58,7 @@ def of(name: str, sparse: bool) -> Optimizers:
     return (SPARSE if sparse else DENSE)[name]
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("cache_ratio", CACHES.values(), ids=CACHES)
 @pytest.mark.parametrize(("name", "sparse"), CASES, ids=[f"{n}-{s}" for n, s in CASES])
 @pytest.mark.parametrize("make", [bags, singles])

@@ -49,6 +49,7 @@ def assert_equal_caches(cache: Any, plain: Any) -> None:
         assert torch.equal(ours.values, theirs.values)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_tokens_and_bits_equal_the_plain_run(name: str, mode: str) -> None:
@@ -93,6 +94,7 @@ def test_hybrid_layers_are_transformers_own() -> None:
     assert kinds[0] == "LinearAttentionAndFullAttentionLayer"
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("mode", ["greedy", "sample", "beam"])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_left_padding(name: str, mode: str) -> None:
