@@ -337,12 +337,19 @@ CHARTS: dict[str, Callable[[], Chart]] = {
     "sizes": sizes,
 }
 
+#: The rings and what is in them; tests/test_docs.py compares them with the folders.
+RINGS = {
+    "engine": ("kernels", "memory", "codecs", "transfer", "advisor", "files"),
+    "systems": ("tables", "tensors", "embedding", "offload", "kvcache"),
+    "integrations": ("dgl", "pyg", "embedding", "torchrec", "transformers", "accelerate"),
+}
+
 OVERVIEW = (
     "Packed bytes lie in host memory or a file, cross the slow link into staging buffers on the "
     "GPU and are decoded there into plain rows; scattered rows are read over the link by the "
-    "kernel itself. Three rings: the engine (kernels, memory, codecs, transfer, advisor), the "
-    "systems (tables, tensors, embedding, offload, kvcache), the integrations (dgl, pyg, "
-    "embedding, torchrec, transformers, accelerate); imports go inwards only"
+    "kernel itself. Three rings: "
+    + "; ".join(f"{ring} ({', '.join(parts)})" for ring, parts in RINGS.items())
+    + "; imports go inwards only"
 )
 
 
@@ -526,16 +533,16 @@ def draw_overview(colours: dict[str, str]) -> Figure:
     box(45, 4, 40.2, 9.2, "ring1", "ours")
     text(4, 19.6, "3  integrations/", 9.5, ha="left", weight="bold")
     text(21.5, 19.6, "one line for each framework", 8, ha="left", **faint)
-    text(4, 9.5, "dgl\npyg\nembedding\ntorchrec\ntransformers\naccelerate", 8.5, ha="left")
+    text(4, 9.5, "\n".join(RINGS["integrations"]), 8.5, ha="left")
     text(24, 14.9, "2  systems", 9.5, ha="left", weight="bold")
     text(36.3, 14.9, "each on the engine", 8, ha="left", **faint)
-    text(24, 8.2, "tables   tensors\nembedding\noffload\nkvcache", 8.5, ha="left")
+    text(24, 8.2, "\n".join(RINGS["systems"]), 8.5, ha="left")
     text(47, 11.3, "1  engine/", 9.5, ha="left", weight="bold")
     text(58.5, 11.3, "bytes in, bytes out", 8, ha="left", **faint)
     text(
         47,
         7.2,
-        "kernels (CUDA, and twins for the CPU)   memory\ncodecs   transfer   advisor",
+        "{} (CUDA, and twins for the CPU)   {}\n{}   {}   {}   {}".format(*RINGS["engine"]),
         8.5,
         ha="left",
     )

@@ -523,6 +523,18 @@ def test_picture_shows_what_the_results_say(name: str, theme: str) -> None:
     assert "<dc:date>" not in text
 
 
+def test_overview_has_every_package() -> None:
+    def packages(folder: str) -> set[str]:
+        return {path.parent.name for path in (ROOT / folder).glob("*/__init__.py")}
+
+    rings = {ring: set(parts) for ring, parts in make_pictures.RINGS.items()}
+    assert rings == {
+        "engine": packages("core/engine"),
+        "systems": packages("core") - {"engine", "report"},
+        "integrations": packages("integrations"),
+    }
+
+
 def test_every_picture_is_drawn_and_shown() -> None:
     drawn = {
         make_pictures.path_of(name, theme)
