@@ -72,7 +72,7 @@ def _of_one_table(n_rows: int, row_bytes: int, arguments: argparse.Namespace) ->
             warmup_ratio=1.0,
             ids_freq_mapping=draw.counts(),
         ).eval()
-        resident = torch.from_numpy(bag.rows.residents.slot_of >= 0)
+        resident = torch.from_numpy(bag.rows.slot_table.slot_of >= 0)
         for n in arguments.batches:
             offsets = torch.arange(n)
             cases = {"all hit": resident, "none hit": ~resident, "as drawn": None}

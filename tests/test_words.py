@@ -39,6 +39,7 @@ DONE = [
     "core/container.py",
     "core/devices.py",
     "core/dtypes.py",
+    "core/embedding",
     "core/engine",
     "core/errors.py",
     "core/offload",
@@ -47,11 +48,16 @@ DONE = [
     "core/tensors",
     "core/tracing.py",
     "integrations/accelerate",
+    "integrations/embedding",
+    "integrations/torchrec",
     "integrations/transformers/config.py",
     "integrations/transformers/loading.py",
     "integrations/transformers/placement.py",
     "integrations/transformers/quantizer.py",
     "integrations/transformers/sizes.py",
+    "tests/embedding",
+    "tests/integrations/embedding",
+    "tests/integrations/torchrec",
 ]
 
 SUFFIXES = {".cu", ".cuh", ".md", ".py"}

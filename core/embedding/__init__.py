@@ -8,21 +8,21 @@ people use are in `bitslab.integrations.embedding` and `bitslab.integrations.tor
 from .arguments import CacheKind
 from .bags import pooled_on_gpu, pools_on_gpu, sound_offsets
 from .checkpoint import load_state, save_state
-from .device_notes import take_notes
+from .device_counters import sync_from_device
 from .eviction import EvictionStrategy
 from .gradients import at_end_of_backward
 from .lookups import plain_lookup_on_gpu
 from .module import RowsModule, rows_for_ratio
 from .rebinding import give_back, live_optimizers, take_over
 from .report import TablesReport
-from .residents import Residents
 from .rows import CachedRows
+from .slot_table import SlotTable
 
 __all__ = [
     "CacheKind",
     "CachedRows",
     "EvictionStrategy",
-    "Residents",
+    "SlotTable",
     "RowsModule",
     "TablesReport",
     "at_end_of_backward",
@@ -35,6 +35,6 @@ __all__ = [
     "rows_for_ratio",
     "save_state",
     "sound_offsets",
-    "take_notes",
+    "sync_from_device",
     "take_over",
 ]

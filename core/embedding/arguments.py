@@ -1,4 +1,4 @@
-"""What cached rows are made of, checked."""
+"""Checks of the arguments of cached rows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CacheKind = Literal["rows", "packed"]
 
 
 def check_table(table: object) -> None:
-    """Refuse what is no table of floating-point rows."""
+    """Raise unless `table` is a CompressedTable of floating-point rows."""
     if not isinstance(table, CompressedTable):
         raise ArgumentTypeError(f"table: expected a CompressedTable, got {type(table).__name__}")
     if table.ndim != 2 or not len(table) or not table.shape[1]:
@@ -29,7 +29,7 @@ def check_table(table: object) -> None:
 
 
 def checked_rows(cache_rows: int, n_rows: int, least: int) -> int:
-    """Return how many rows are to be resident, or refuse it."""
+    """Return `cache_rows` as an int; raise unless it is `least` to `n_rows`."""
     try:
         wanted = operator.index(cache_rows)
     except TypeError:
@@ -42,10 +42,10 @@ def checked_rows(cache_rows: int, n_rows: int, least: int) -> int:
 def ids_by_use(
     counts: torch.Tensor | Sequence[int] | None, n_rows: int, most_used: int = 0
 ) -> tuple[Array, Array]:
-    """Return the ids by how often they are used, and how often each is, int64 ``[N]``.
+    """Return the ids, the most used first, and the count of each id; int64 ``[N]`` each.
 
-    Ids of one count come in the order in which ColossalAI's class has them, which is that of
-    torch's `argsort`, or of `topk` for those that it makes resident first.
+    Ids with equal counts are ordered as in ColossalAI's class: by torch's `argsort`, or by `topk`
+    for those that it makes resident first.
 
     Parameters
     ----------
@@ -54,7 +54,7 @@ def ids_by_use(
     n_rows : int
         N.
     most_used : int
-        Of how many ids `topk` says which come first.
+        Number of leading ids that are ordered by `topk`.
     """
     if counts is None:
         return np.arange(n_rows), np.zeros(n_rows, np.int64)
@@ -64,7 +64,7 @@ def ids_by_use(
             f"counts: {list(often.shape)} of {often.dtype}, expected a number for each of "
             f"{n_rows} rows"
         )
-    # Where they lie: a GPU has ties in another order than a CPU.
+    # On their own device: a GPU orders ties differently from a CPU.
     order = torch.argsort(often, descending=True)
     if most_used:
         first = torch.topk(often, min(most_used, n_rows)).indices
@@ -85,7 +85,7 @@ def check_options(buffer_rows: object, cache: object, evict: object) -> None:
 
 
 def checked_pins(pinned_ids: Sequence[int], n_rows: int) -> tuple[int, ...]:
-    """Return the rows that always stay, each once, or refuse one that is not there."""
+    """Return the rows that are always resident, each once; raise for one out of range."""
     pins = tuple(dict.fromkeys(pinned_ids))
     for position, row in enumerate(pins):
         if not 0 <= row < n_rows:

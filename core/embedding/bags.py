@@ -1,4 +1,4 @@
-"""Bags of ids: offsets that say where each begins, looked at before anything reads by them."""
+"""Bags of ids: their offsets are checked before a kernel reads by them."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from ..engine.kernels.cuda.launch_bags import POOLED_DTYPES
 from ..errors import ArgumentError
 
 #: Ids of a bag, on average, up to which `pooled_on_gpu` is used. A thread takes the ids of a bag
-#: one after another: on an H200 bags of one id come 2 to 5 times as fast as from torch, those of
-#: 50 and more at 0.4 to 0.6 of its rate (benchmarks/embedding.py --only pool).
+#: one after another: on an H200 bags of one id take 1/2 to 1/5 of torch's time, those of
+#: 50 ids and more run at 0.4 to 0.6 of its rate (benchmarks/embedding.py --only pool).
 MOST_POOLED_IDS = 2
 
 
 def pools_on_gpu(dtype: torch.dtype, n_ids: int, n_bags: int) -> bool:
-    """Tell whether `pooled_on_gpu` takes rows of a dtype, and so many ids in so many bags."""
+    """Return whether `pooled_on_gpu` pays for this dtype, number of ids and number of bags."""
     return dtype in POOLED_DTYPES and 0 < n_bags and n_ids <= MOST_POOLED_IDS * n_bags
 
 

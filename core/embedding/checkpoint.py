@@ -2,7 +2,7 @@
 
 The file is a plain safetensors file of the model's whole state dict: tables are in it as rows in
 the order of their ids, as any other model with the same names loads them. An optimizer's state may
-stand beside it; see `optimizer_file`.
+be in it too; see `optimizer_file`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _KINDS = (torch.Tensor, torch.nn.Parameter, ReadOnlyTensor)
 
 
 class _InPieces(Protocol):
-    """What stands for rows in a state dict, and gives them some at a time."""
+    """Rows of a state dict that are read piece by piece when a file is written."""
 
     def pieces(self) -> Iterator[torch.Tensor]:
         """Yield them in the order of the ids."""
@@ -39,7 +39,7 @@ class _Table:
     def __init__(self, rows: CachedRows, begin: int, end: int) -> None:
         self.rows, self.begin, self.end = rows, begin, end
         shape = (end - begin, *rows.shape[1:])
-        #: What stands in their place; hooks of state dicts may give it another name.
+        #: Stand-in on the meta device; hooks of state dicts may give it another name.
         self.stand_in = torch.empty(shape, dtype=rows.dtype, device="meta")
 
     def pieces(self) -> Iterator[torch.Tensor]:
@@ -175,8 +175,8 @@ def load_state(
     Notes
     -----
     Memory: the file is mapped, and a table packed from it in pieces, which takes some 100 MB
-    whatever its size. It is packed beside the one that it replaces, so that a packed table is there
-    twice for the time. So is an optimizer's state of all rows, which lies in host memory.
+    whatever its size. Both the old and the new packed table exist until it is packed. So do the
+    old and new optimizer state of all rows, in host memory.
     """
     _check_model(model)
     where = os.fspath(path)

@@ -1,4 +1,4 @@
-"""The gradient of a parameter of cached rows: what lookups made of it, and what others did."""
+"""Gradient watch: finds changes of the parameter's gradient that no lookup has made."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from ..errors import BitslabError
-from .device_notes import notes_of
+from .device_counters import device_counters_of
 from .gradients import Array, given_slots, on_device_of, origin_of, sum_mark, values_of
 from .parameter_watch import ADVICE
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 class GradientWatch:
     """Refuses gradients of resident rows that the other rows of the table would lack.
 
-    All lookups take the parameter from one tensor, `origin`. What its backward hands on is what
-    lookups have made, whatever their number, and nothing else may reach the parameter. Changes of
+    All lookups use one stand-in of the parameter in the graph, `origin`. Its gradient is the sum of
+    what lookups have made, and no other gradient may reach the parameter. Changes of
     ``parameter.grad`` between backward and step are seen by its address and version, as of a tensor
     that is assigned or written to: rows that no lookup of the step holds must be zero then.
 
@@ -48,7 +48,7 @@ class GradientWatch:
         self._reused: tuple[torch.Tensor, Array] | None = None
         # A gradient that has lost rows, and its version then.
         self._dropped: tuple[torch.Tensor, int] | None = None
-        # Where a GPU tells that it has found a gradient to refuse.
+        # Page-locked flag that a GPU sets when it has found a gradient to refuse.
         self._found: torch.Tensor | None = None
 
     @property
@@ -60,9 +60,9 @@ class GradientWatch:
     # In backward
 
     def origin(self) -> torch.Tensor:
-        """Return what stands for the parameter in the graph of a lookup.
+        """Return the stand-in of the parameter in the graphs of lookups.
 
-        It is shared by lookups as long as somebody keeps it, and the shape stays.
+        Lookups share one as long as a graph holds it and the shape is the same.
         """
         self.raise_known()
         self.watch()
@@ -78,22 +78,22 @@ class GradientWatch:
             return kept
         owner = self._owner
 
-        def came(grad: torch.Tensor) -> None:
+        def on_gradient(grad: torch.Tensor) -> None:
             rows = owner()
             this = None if rows is None else rows.training.pass_under_way
             if this is not None:
                 this.of_lookups = sum_mark(grad)
 
-        origin = origin_of(parameter, came)
+        origin = origin_of(parameter, on_gradient)
         self._origin = weakref.ref(origin)
         return origin
 
     def forget_origin(self) -> None:
-        """Begin anew with `origin`, after the parameter was given other memory."""
+        """Make a new `origin` next time, after the parameter was given other memory."""
         self._origin = None
 
     def watch(self) -> None:
-        """Hear of all gradients of the parameter from now on."""
+        """Register hooks on the parameter, unless they are there."""
         rows = self._rows
         parameter = rows.parameter
         if rows.all_resident or not parameter.requires_grad:
@@ -105,21 +105,21 @@ class GradientWatch:
         self._origin = None
         owner = self._owner  # the parameter may outlive the rows
 
-        def comes(grad: torch.Tensor | None) -> None:
+        def before_accumulation(grad: torch.Tensor | None) -> None:
             rows = owner()
             if rows is not None and grad is not None and _accumulates(rows.parameter):
                 rows.training.gradients.before_backward(grad)
 
-        def came(parameter: torch.Tensor) -> None:
+        def after_accumulation(parameter: torch.Tensor) -> None:
             rows = owner()
             if rows is not None and rows.parameter is parameter:
                 rows.training.gradients.after_backward()
 
         # Copies for other processes leave it out, without a warning.
-        torch.utils.hooks.unserializable_hook(comes)  # type: ignore[no-untyped-call]
+        torch.utils.hooks.unserializable_hook(before_accumulation)  # type: ignore[no-untyped-call]
         self._hooks = [
-            parameter.register_hook(comes),  # type: ignore[no-untyped-call]
-            parameter.register_post_accumulate_grad_hook(came),  # type: ignore[no-untyped-call]
+            parameter.register_hook(before_accumulation),  # type: ignore[no-untyped-call]
+            parameter.register_post_accumulate_grad_hook(after_accumulation),  # type: ignore[no-untyped-call]
         ]
         self._hooked = weakref.ref(parameter)
 
@@ -130,12 +130,12 @@ class GradientWatch:
         return any(key != ours for key in self._rows.parameter._backward_hooks or ())
 
     def before_backward(self, grad: torch.Tensor | None = None) -> None:
-        """Note what others have done to the gradient before a pass adds to it.
+        """Record whether others have changed the gradient before a pass adds to it.
 
         Parameters
         ----------
         grad : torch.Tensor, optional
-            What autograd is about to add; it must come from lookups alone.
+            The sum that autograd is about to add; lookups alone must have made it.
         """
         this = self._rows.training.pass_under_way
         if grad is not None and (this is None or this.of_lookups != sum_mark(grad)):
@@ -148,7 +148,7 @@ class GradientWatch:
         self._changed_before = not as_made
 
     def after_backward(self) -> None:
-        """Note the gradient as a pass has left it."""
+        """Record the mark of the gradient after a pass."""
         grad = self._rows.parameter.grad
         self._left = None if grad is None else sum_mark(grad)
 
@@ -156,14 +156,14 @@ class GradientWatch:
         return not self._changed_before and self._left == sum_mark(grad)
 
     def follow(self, old: torch.Tensor | None, new: torch.Tensor | None) -> None:
-        """Take a gradient for what another was, such as of another number of rows."""
+        """Treat a gradient as its predecessor, such as one with another number of rows."""
         if old is not None and new is not None and self._left == sum_mark(old):
             self._left = sum_mark(new)
 
     # Between steps
 
-    def note_reuse(self, slots: Array) -> None:
-        """Remember that slots get other rows while an old gradient stands in them."""
+    def record_reuse(self, slots: Array) -> None:
+        """Record that slots get other rows while an old gradient has values there."""
         grad = self._rows.parameter.grad
         if grad is None:
             self._reused = None
@@ -172,12 +172,12 @@ class GradientWatch:
             slots = np.union1d(self._reused[1], slots)
         self._reused = (grad, slots)
 
-    def note_dropped(self, grad: torch.Tensor) -> None:
-        """Remember that a gradient has lost rows."""
+    def record_dropped(self, grad: torch.Tensor) -> None:
+        """Record that rows were cut off a gradient."""
         self._dropped = (grad, grad._version)
 
     def check_cleared(self, what: str) -> None:
-        """Refuse to go on with gradients of rows that are elsewhere by now."""
+        """Raise if a gradient still has values of rows that have left their slots."""
         grad = self._rows.parameter.grad
         reused, self._reused = self._reused, None
         dropped, self._dropped = self._dropped, None
@@ -221,29 +221,29 @@ class GradientWatch:
             free = torch.ones(rows.parameter.shape[0], dtype=torch.bool, device=grad.device)
             for slots in held:
                 free.index_fill_(0, on_device_of(grad, slots), False)
-            if rows.guests is not None:
-                free &= ~notes_of(rows).held()
+            if rows.miss_buffer is not None:
+                free &= ~device_counters_of(rows).held()
             values = values_of(grad)
             strays = free[grad._indices()[0]] if grad.is_sparse else free
-            # Also where it is NaN; twice as fast as `any` of what is not 0.
+            # NaN counts as well; twice as fast as `any` over nonzeros.
             found = strays & (values.abs().amax(1) != 0)
             if not on_gpu:
                 if bool(found.any()):
                     raise _refused()
                 return
             values.masked_fill_(found[:, None], 0)
-            self._tell_later(found.any())
+            self._report_later(found.any())
             self._left = sum_mark(grad)
 
-    def _tell_later(self, found: torch.Tensor) -> None:
+    def _report_later(self, found: torch.Tensor) -> None:
         if self._found is None:
             self._found = torch.zeros(1, dtype=torch.bool).pin_memory()
-        # Stays true once it is.
+        # Once true, it remains true.
         total = self._found.to(found.device, non_blocking=True) | found
         self._found.copy_(total, non_blocking=True)
 
     def raise_known(self) -> None:
-        """Raise what a GPU has told of a gradient that `check` was given."""
+        """Raise if a GPU has reported a gradient that `check` refuses."""
         if self._found is not None and bool(self._found):
             self._found = None
             raise _refused()

@@ -1,4 +1,4 @@
-"""How autograd and a cache of rows hear of each other."""
+"""Autograd functions that route gradients of looked-up rows to the parameter or to a bypass."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ Array = np.ndarray[Any, Any]
 NONE: Array = np.empty(0, np.int64)
 
 
-class Use:
-    """A lookup whose gradient may come: its rows must stay where they are until then.
+class PinnedLookup:
+    """A lookup whose gradient may still be computed; its rows keep their slots until then.
 
-    It lives as long as the graph that `track` or `detour` put it into.
+    It lives as long as the autograd graph that `track` or `bypass` put it into.
 
     Parameters
     ----------
     slots, ids : numpy.ndarray
         int64 ``[u]``: the different slots of the lookup, and the rows in them; no slots where the
-        rows were looked up beside the parameter.
+        lookup bypassed the cache.
     changes : int
-        How often the table had changed when they were looked up.
+        `RowStore.changes` at the lookup.
     on_device : torch.Tensor, optional
-        int64 ``[n]`` slots on the device, repeated or not, where the host knows none of them.
+        int64 ``[n]`` slots on the device, with repetitions, where only the GPU knows them.
     """
 
     __slots__ = ("__weakref__", "changes", "ids", "on_device", "origin", "slots", "used")
@@ -41,49 +41,51 @@ class Use:
         self.ids = ids
         self.changes = changes
         self.on_device = on_device
-        #: Whether backward went through.
+        #: Whether backward has passed through it.
         self.used = False
-        #: What lookups take the parameter from; kept as long as the graph.
+        #: See `GradientWatch.origin`; kept as long as the graph.
         self.origin: torch.Tensor | None = None
 
     @property
-    def beside(self) -> bool:
-        """Whether the rows were looked up beside the parameter."""
+    def bypassed(self) -> bool:
+        """Whether the lookup bypassed the cache."""
         return not len(self.slots) and len(self.ids) > 0
 
 
 class Owner(Protocol):
-    """What hears of backward passes."""
+    """Receiver of gradients of lookups."""
 
-    def arrived(
+    def on_gradient(
         self,
         node: Any,
-        use: Use,
+        lookup: PinnedLookup,
         grad: torch.Tensor,
         slots: torch.Tensor | None,
         shape: torch.Size,
     ) -> torch.Tensor | None:
-        """Hear of the gradient of a lookup; return what autograd adds to that of the parameter."""
+        """Handle the gradient of a lookup; return the parameter's, or None if the pass sums it."""
 
-    def take(self, node: Any, use: Use, found: torch.Tensor | None, grad: torch.Tensor) -> None:
-        """Take the gradient of rows that were looked up beside the parameter."""
+    def take(
+        self, node: Any, lookup: PinnedLookup, found: torch.Tensor | None, grad: torch.Tensor
+    ) -> None:
+        """Handle the gradient of a lookup that bypassed the cache."""
 
 
 class _Origin(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, parameter: torch.Tensor, came: Callable[[torch.Tensor], None]
+        ctx: Any, parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]
     ) -> torch.Tensor:
-        ctx.came = came
+        ctx.hook = hook
         ctx.set_materialize_grads(False)
-        # No view: writes to the parameter would give it another history. One number of memory.
+        # No view, whose history a write to the parameter would change. One element of memory.
         shape, strides = parameter.shape, (0,) * parameter.dim()
         return torch.empty_strided(shape, strides, dtype=parameter.dtype, device=parameter.device)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         if grads[0] is not None:
-            ctx.came(grads[0])
+            ctx.hook(grads[0])
         return grads[0], None
 
 
@@ -95,42 +97,42 @@ class _Track(torch.autograd.Function):
         matrix: torch.Tensor,
         slots: torch.Tensor | None,
         owner: Owner,
-        use: Use,
+        lookup: PinnedLookup,
     ) -> torch.Tensor:
-        ctx.owner, ctx.use, ctx.slots, ctx.shape = owner, use, slots, origin.shape
+        ctx.owner, ctx.lookup, ctx.slots, ctx.shape = owner, lookup, slots, origin.shape
         return matrix.view_as(matrix)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        grad = ctx.owner.arrived(ctx, ctx.use, grads[0], ctx.slots, ctx.shape)
+        grad = ctx.owner.on_gradient(ctx, ctx.lookup, grads[0], ctx.slots, ctx.shape)
         return grad, None, None, None, None
 
 
-class _Detour(torch.autograd.Function):
+class _Bypass(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, parameter: torch.Tensor, rows: torch.Tensor, owner: Owner, use: Use
+        ctx: Any, parameter: torch.Tensor, rows: torch.Tensor, owner: Owner, lookup: PinnedLookup
     ) -> torch.Tensor:
-        ctx.owner, ctx.use, ctx.rows = owner, use, rows
+        ctx.owner, ctx.lookup, ctx.rows = owner, lookup, rows
         return rows.view_as(rows)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        ctx.owner.take(ctx, ctx.use, ctx.rows, grads[0])
+        ctx.owner.take(ctx, ctx.lookup, ctx.rows, grads[0])
         return None, None, None, None
 
 
 _origin: Callable[..., torch.Tensor] = _Origin.apply
 _track: Callable[..., torch.Tensor] = _Track.apply
-_detour: Callable[..., torch.Tensor] = _Detour.apply
+_bypass: Callable[..., torch.Tensor] = _Bypass.apply
 
 
-def origin_of(parameter: torch.Tensor, came: Callable[[torch.Tensor], None]) -> torch.Tensor:
-    """Return what hands its gradient on to a parameter, after `came` was called with it.
+def origin_of(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> torch.Tensor:
+    """Return a stand-in of a parameter in the graph; backward calls `hook` with its gradient.
 
-    It has the parameter's shape, and no values.
+    It has the parameter's shape and no values; its gradient goes on to the parameter.
     """
-    return _origin(parameter, came)
+    return _origin(parameter, hook)
 
 
 def track(
@@ -138,52 +140,54 @@ def track(
     matrix: torch.Tensor,
     slots: torch.Tensor | None,
     owner: Owner,
-    use: Use,
+    lookup: PinnedLookup,
 ) -> torch.Tensor:
-    """Return rows whose gradient goes to the parameter, with `owner` told when it passes.
+    """Return rows whose gradient goes through `owner.on_gradient` to the parameter.
 
     Parameters
     ----------
     origin : torch.Tensor
-        ``[C, D]``, the parameter, or what hands its gradient on to it.
+        ``[C, D]``, the parameter, or its stand-in; see `origin_of`.
     matrix : torch.Tensor
-        Its rows `slots`, and one more that is none; or all of it.
+        Rows `slots` of the parameter and one row of zeros behind them; or the whole parameter.
     slots : torch.Tensor or None
         int64 ``[u]``; None for all.
     owner : Owner
-        Who is told.
-    use : Use
+        Receives the gradient.
+    lookup : PinnedLookup
         The lookup.
     """
-    return _track(origin, matrix, slots, owner, use)
+    return _track(origin, matrix, slots, owner, lookup)
 
 
-def detour(parameter: torch.Tensor, rows: torch.Tensor, owner: Owner, use: Use) -> torch.Tensor:
-    """Return `rows`, whose gradient goes to `owner` instead of to the parameter."""
-    return _detour(parameter, rows, owner, use)
+def bypass(
+    parameter: torch.Tensor, rows: torch.Tensor, owner: Owner, lookup: PinnedLookup
+) -> torch.Tensor:
+    """Return `rows`, whose gradient goes to `owner.take` instead of the parameter."""
+    return _bypass(parameter, rows, owner, lookup)
 
 
 class BackwardPass:
-    """What a backward pass has brought to rows beside the parameter so far.
+    """Gradients that a backward pass has collected for lookups that bypassed the cache.
 
-    Autograd holds it until the pass has ended or failed, and calls it in the first case.
+    Autograd holds it until the pass has ended or failed, and calls it if it has ended.
 
     Parameters
     ----------
     end : callable
-        Takes what was brought.
+        Called with this object at the end of the pass.
     """
 
     def __init__(self, end: Callable[[BackwardPass], None]) -> None:
-        #: Lookups, what their rows were then, and their gradients; a sparse one has the ids as
-        #: indices, another ``[u + 1, D]`` has a row for each id of the lookup and one more.
-        self.taken: list[tuple[Use, torch.Tensor | None, torch.Tensor]] = []
-        #: Mark of the gradient that lookups have made, where autograd sums it.
+        #: Lookups, the rows that they found, and their gradients: sparse ones have ids as indices,
+        #: dense ones ``[u + 1, D]`` have a row for each id of the lookup and one more.
+        self.taken: list[tuple[PinnedLookup, torch.Tensor | None, torch.Tensor]] = []
+        #: Mark of the sum of lookups' gradients, if autograd sums them.
         self.of_lookups: tuple[int, int] | None = None
         self._end = end
 
     def __call__(self) -> None:
-        """Hand over what was brought."""
+        """End the pass."""
         self._end(self)
 
 
@@ -199,9 +203,9 @@ def at_end_of_backward(function: Callable[[], None]) -> None:
 
 
 def accumulates(node: Any) -> bool:
-    """Tell whether what a node hands on first is added to the ``grad`` of the leaf it comes to.
+    """Return whether the leaf behind a node accumulates into ``grad`` in this pass.
 
-    `torch.autograd.grad` returns it instead.
+    It does not in `torch.autograd.grad`.
     """
     while node.next_functions:
         node = node.next_functions[0][0]
@@ -217,7 +221,7 @@ def sparse_rows(ids: torch.Tensor, values: torch.Tensor, shape: Sequence[int]) -
 
 
 def sum_mark(grad: torch.Tensor) -> tuple[int, int]:
-    """Return what tells a gradient from others: its address, and how often it was written to."""
+    """Return what identifies a gradient: its address and its version."""
     return values_of(grad).data_ptr(), grad._version
 
 

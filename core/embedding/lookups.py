@@ -1,6 +1,6 @@
-"""Looking rows up: which are resident, which come, and which are decoded beside the cache.
+"""Lookups: rows that are resident, rows that are fetched, and rows that bypass the cache.
 
-Functions of `CachedRows`, whose lock is held by whoever calls.
+Functions behind `CachedRows`; callers hold its lock.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from ..engine.advisor import MIN_SORTED_IDS, pays_to_sort
 from ..engine.codecs.base import check_tensor_argument
 from ..errors import ArgumentTypeError, BitslabError, IndexRangeError
 from ..tables.counters import Counters
-from .device_lookup import look_up_on_gpu, stays_on_gpu
+from .device_lookup import look_up_on_gpu, runs_on_gpu
 from .gradients import NONE, Array
-from .residents import Batch
+from .slot_table import Batch
 
 if TYPE_CHECKING:
     from .rows import CachedRows
 
 IDS = (torch.int64, torch.int32)
-#: Up to which a copy from pageable memory to a GPU is taken at once; more may wait for the GPU.
+#: Larger copies from pageable memory to a GPU may make the host wait for the GPU.
 STAGED_BYTES = 1 << 16
 
 
@@ -37,11 +37,11 @@ class Found:
     matrix : torch.Tensor
         ``[M, D]``.
     index : numpy.ndarray
-        int64 ``[n]``, the place of each id in it.
+        int64 ``[n]``, the row of each id in it.
     ids : numpy.ndarray
-        int64 ``[u]``, the different ids in the order of their places, where a gradient may come.
+        int64 ``[u]``, the different ids in the order of their rows, if a gradient is wanted.
     slots : numpy.ndarray
-        int64 ``[u]``, their slots; empty where they were looked up beside the parameter.
+        int64 ``[u]``, their slots; empty where the batch bypassed the cache.
     whole : bool
         Whether the matrix is the parameter itself.
     """
@@ -63,33 +63,33 @@ def look_up(
     max_norm: float | None,
     norm_type: float,
 ) -> tuple[torch.Tensor, torch.Tensor, int | None]:
-    """Do what `CachedRows.lookup_padded` says."""
+    """Implement `CachedRows.lookup_padded`."""
     _check_frozen(rows)
     wants_grad = rows.parameter.requires_grad and torch.is_grad_enabled()
     if wants_grad:
         _check_not_averaged(rows)
-    brings = train and rows.trainable and rows.cache == "rows"
-    trains = wants_grad or brings
+    fetches = train and rows.trainable and rows.cache == "rows"
+    trains = wants_grad or fetches
     check_ids_tensor(ids)
-    if trains and max_norm is None and stays_on_gpu(rows, ids, brings=brings):
+    if trains and max_norm is None and runs_on_gpu(rows, ids, fetches=fetches):
         there = look_up_on_gpu(
-            rows, ids, counts=brings, wants_grad=wants_grad, padding_idx=padding_idx
+            rows, ids, counts=fetches, wants_grad=wants_grad, padding_idx=padding_idx
         )
         if there is not None:
             return there
-    rows.training.settle()
+    rows.training.retire_steps()
     if rows.device.type == "cuda" and not trains and max_norm is None:
         return _decode_on_gpu(rows, ids, padding_idx)
     host = host_ids(rows, ids)
-    if brings:
-        found = bring(rows, host, wants_grad=wants_grad, sparse=sparse)
+    if fetches:
+        found = fetch(rows, host, wants_grad=wants_grad, sparse=sparse)
     elif wants_grad:
         found = _read_with_grad(rows, host, sparse=sparse)
     else:
         found = _read(rows, host)
     if max_norm is not None:
         _renormalise(rows, host, found, max_norm, norm_type)
-    padding = None if padding_idx is None else _place_of(rows, padding_idx, host, found)
+    padding = None if padding_idx is None else _position_of(rows, padding_idx, host, found)
     index = to_device(found.index, rows.device)
     if index.shape != ids.shape:
         index = index.view(ids.shape)
@@ -131,7 +131,7 @@ def host_ids(rows: CachedRows, ids: torch.Tensor) -> Array:
     if ids.dtype is not torch.int64 or ids.device.type != "cpu":
         ids = ids.to("cpu", torch.int64)
     host: Array = np.ascontiguousarray(ids.numpy()).reshape(-1)
-    bad = rows.residents.first_outside(host)
+    bad = rows.slot_table.first_outside(host)
     if bad >= 0:
         raise IndexRangeError(
             f"input: index {int(host[bad])} at position {bad} is out of range for "
@@ -141,13 +141,13 @@ def host_ids(rows: CachedRows, ids: torch.Tensor) -> Array:
 
 
 def prefetch(rows: CachedRows, ids: torch.Tensor) -> None:
-    """Do what `CachedRows.prefetch` says."""
+    """Implement `CachedRows.prefetch`."""
     check_ids_tensor(ids)
     if ids.is_cuda:
         return
     host = host_ids(rows, ids)
-    slots, missing = rows.residents.find(host)
-    rows.source.prefetch(np.unique(host[slots < 0]) if missing else NONE)
+    slots, missing = rows.slot_table.find(host)
+    rows.row_store.prefetch(np.unique(host[slots < 0]) if missing else NONE)
 
 
 def to_device(index: Array, device: torch.device) -> torch.Tensor:
@@ -160,11 +160,11 @@ def to_device(index: Array, device: torch.device) -> torch.Tensor:
     return t.to(device, non_blocking=True)
 
 
-def _place_of(rows: CachedRows, row: int, host: Array, found: Found) -> int | None:
-    """Return the place of a row, or of one that no id of the batch has; None where none is left."""
+def _position_of(rows: CachedRows, row: int, host: Array, found: Found) -> int | None:
+    """Return the index of a row in the matrix, or of the row of zeros that no id names."""
     if found.whole:
         # Without a slot the row is not in this batch, and -1 would name the last row instead.
-        return rows.residents.slot_or_none(row)
+        return rows.slot_table.slot_or_none(row)
     at = np.flatnonzero(host == row)
     if not len(at):
         return len(found.matrix) - 1
@@ -172,11 +172,11 @@ def _place_of(rows: CachedRows, row: int, host: Array, found: Found) -> int | No
     return int(found.index[at[0]])
 
 
-# With rows coming and going
+# Lookups that make rows resident
 
 
-def bring(rows: CachedRows, host: Array, *, wants_grad: bool, sparse: bool) -> Found:
-    """Make the rows of a batch resident, or look them up beside the cache if they do not fit.
+def fetch(rows: CachedRows, host: Array, *, wants_grad: bool, sparse: bool) -> Found:
+    """Make the rows of a batch resident, or bypass the cache if they do not fit.
 
     Parameters
     ----------
@@ -185,47 +185,47 @@ def bring(rows: CachedRows, host: Array, *, wants_grad: bool, sparse: bool) -> F
     host : numpy.ndarray
         int64 ``[n]`` ids in range.
     wants_grad, sparse : bool
-        Whether a gradient may come, and whether it will be sparse.
+        Whether a gradient is wanted, and whether it will be sparse.
     """
-    residents = rows.residents
-    batch = residents.look_up(host)
+    slot_table = rows.slot_table
+    batch = slot_table.look_up(host)
     slots, written = NONE, 0
     if len(batch.missing):
         rows.training.pin()
-        room = residents.make_room(batch)
-        if room is None and rows.training.let_go():
+        room = slot_table.make_room(batch)
+        if room is None and rows.training.release_zeroed():
             rows.training.pin()
-            room = residents.make_room(batch)
+            room = slot_table.make_room(batch)
         if room is None:
-            return _beside(rows, batch)
+            return _bypass(rows, batch)
         slots = room
         written = _exchange(rows, batch, slots)
-    rows.statistics.note(batch, written)
+    rows.statistics.record(batch, written)
     return _resident(rows, batch, slots, wants_grad=wants_grad, sparse=sparse)
 
 
 def _exchange(rows: CachedRows, batch: Batch, slots: Array) -> int:
     """Put the missing rows of a batch into slots; return how many rows were written back."""
-    residents = rows.residents
-    gone = residents.id_of[slots]
+    slot_table = rows.slot_table
+    gone = slot_table.id_of[slots]
     held = slots[gone >= 0]
-    changed = held[residents.dirty[held]]
+    changed = held[slot_table.dirty[held]]
     step = rows.buffer_rows or len(slots)
     lost = NONE
     try:
-        fresh = rows.source.gather(batch.missing[:step])
+        fresh = rows.row_store.gather(batch.missing[:step])
         rows.write_back(changed)
-        rows.training.save(held, residents.id_of[held])
-        rows.training.gradients.note_reuse(held)
-        lost = slots  # what was in them is safe on the host
+        rows.training.save(held, slot_table.id_of[held])
+        rows.training.gradients.record_reuse(held)
+        lost = slots  # the rows in them are on the host by now
         for begin in range(0, len(slots), step):
             if begin:
-                fresh = rows.source.gather(batch.missing[begin : begin + step])
+                fresh = rows.row_store.gather(batch.missing[begin : begin + step])
             rows.parameter.data[to_device(slots[begin : begin + step], rows.device)] = fresh
-        residents.admit(batch.missing, slots, batch.missing_counts)
+        slot_table.admit(batch.missing, slots, batch.missing_counts)
         rows.training.restore(slots, batch.missing)
     except BaseException:
-        residents.mend(lost)
+        slot_table.repair(lost)
         raise
     return len(changed)
 
@@ -234,16 +234,16 @@ def _resident(
     rows: CachedRows, batch: Batch, slots: Array, *, wants_grad: bool, sparse: bool
 ) -> Found:
     """Return the rows of a batch that are all resident, its missing ones in `slots` by now."""
-    residents = rows.residents
+    slot_table = rows.slot_table
     all_slots = np.concatenate([slots, batch.touched])
     # A parameter of no rows, which a packed cache has, is none that torch takes for padding_idx.
     if len(rows.parameter) and (not wants_grad or sparse or rows.device.type != "cpu"):
-        index = residents.resolved(batch, slots)
-        ids = residents.id_of[all_slots]
+        index = slot_table.resolved(batch, slots)
+        ids = slot_table.id_of[all_slots]
         return Found(rows.parameter.data, index, ids, all_slots, whole=True)
     # In the order of the ids, because torch sums the gradient of a row in an order that depends on
     # how the indices of different rows compare.
-    ids, index, order = _in_order(residents.numbered(batch), residents.id_of[all_slots])
+    ids, index, order = _in_order(slot_table.numbered(batch), slot_table.id_of[all_slots])
     all_slots = all_slots[order]
     matrix = _with_one_more(rows, len(ids))
     here = to_device(all_slots, rows.device)
@@ -251,60 +251,62 @@ def _resident(
     return Found(matrix, index, ids, all_slots)
 
 
-def _beside(rows: CachedRows, batch: Batch) -> Found:
-    """Look a batch up in rows of its own; what is resident stays."""
-    residents = rows.residents
+def _bypass(rows: CachedRows, batch: Batch) -> Found:
+    """Bypass the cache: gather into a temporary matrix; evict nothing."""
+    slot_table = rows.slot_table
     missing, touched = batch.missing, batch.touched
-    all_ids = np.concatenate([missing, residents.id_of[touched]])
+    all_ids = np.concatenate([missing, slot_table.id_of[touched]])
     try:
-        ids, index, order = _in_order(residents.numbered(batch), all_ids)
+        ids, index, order = _in_order(slot_table.numbered(batch), all_ids)
         matrix = _with_one_more(rows, len(ids))
-        place = np.empty_like(order)
-        place[order] = np.arange(len(order))
+        position = np.empty_like(order)
+        position[order] = np.arange(len(order))
         if len(missing):
-            matrix[to_device(place[: len(missing)], rows.device)] = rows.source.gather(missing)
+            matrix[to_device(position[: len(missing)], rows.device)] = rows.row_store.gather(
+                missing
+            )
         if len(touched):
             there = rows.parameter.data[to_device(touched, rows.device)]
-            matrix[to_device(place[len(missing) :], rows.device)] = there
+            matrix[to_device(position[len(missing) :], rows.device)] = there
     finally:
-        residents.leave(batch)
-    rows.statistics.note(batch, 0)
+        slot_table.reject(batch)
+    rows.statistics.record(batch, 0)
     return Found(matrix, index, ids)
 
 
 def _in_order(numbers: Array, ids: Array) -> tuple[Array, Array, Array]:
-    """Return different ids ``[u]`` ascending, the place of each number among them, and the order.
+    """Return different ids ``[u]`` ascending, the index of each number among them, and the order.
 
-    ``numbers`` int64 ``[n]`` are places in `ids`.
+    ``numbers`` int64 ``[n]`` are indices into `ids`.
     """
     order = np.argsort(ids)
-    place = np.empty_like(order)
-    place[order] = np.arange(len(order))
-    return ids[order], place[numbers], order
+    position = np.empty_like(order)
+    position[order] = np.arange(len(order))
+    return ids[order], position[numbers], order
 
 
 def _with_one_more(rows: CachedRows, n_rows: int) -> torch.Tensor:
-    """Return rows to be written to, and one of zeros behind them that no id has."""
+    """Return uninitialised rows, and a row of zeros behind them that no id names."""
     matrix = torch.empty(n_rows + 1, rows.row_dim, dtype=rows.dtype, device=rows.device)
     matrix[n_rows:] = 0
     return matrix
 
 
-# With nothing coming or going
+# Lookups that leave the cache as it is
 
 
 def _read_with_grad(rows: CachedRows, host: Array, *, sparse: bool) -> Found:
-    batch = rows.residents.look_up(host, count=False)
+    batch = rows.slot_table.look_up(host, count=False)
     if len(batch.missing):
-        return _beside(rows, batch)
-    rows.statistics.note(batch, 0)
+        return _bypass(rows, batch)
+    rows.statistics.record(batch, 0)
     return _resident(rows, batch, NONE, wants_grad=True, sparse=sparse)
 
 
 def _read(rows: CachedRows, host: Array) -> Found:
-    slots, missing = rows.residents.find(host)
+    slots, missing = rows.slot_table.find(host)
     if not missing and len(rows.parameter):
-        rows.statistics.note_rows(len(host), 0)
+        rows.statistics.record_rows(len(host), 0)
         return Found(rows.parameter.data, slots, whole=True)
     matrix = _with_one_more(rows, len(host))
     _fill(rows, host, slots, missing, matrix[:-1])
@@ -312,15 +314,15 @@ def _read(rows: CachedRows, host: Array) -> Found:
 
 
 def read(rows: CachedRows, ids: torch.Tensor) -> torch.Tensor:
-    """Do what `CachedRows.read` says."""
+    """Implement `CachedRows.read`."""
     _check_frozen(rows)
-    rows.training.settle()
+    rows.training.retire_steps()
     if rows.device.type == "cuda":
         matrix, index, _ = _decode_on_gpu(rows, ids, None)
         whole = matrix.data_ptr() == rows.parameter.data_ptr()
         return matrix[index] if whole else matrix.view(*ids.shape, rows.row_dim)
     host = host_ids(rows, ids)
-    slots, missing = rows.residents.find(host)
+    slots, missing = rows.slot_table.find(host)
     return rows_of(rows, host, slots, missing).view(*ids.shape, rows.row_dim)
 
 
@@ -343,16 +345,16 @@ def rows_of(rows: CachedRows, host: Array, slots: Array, missing: int) -> torch.
 
 def _fill(rows: CachedRows, host: Array, slots: Array, missing: int, out: torch.Tensor) -> None:
     """Write the rows of a batch to ``[n, D]`` on the device; see `rows_of`."""
-    rows.statistics.note_rows(len(host) - missing, missing)
+    rows.statistics.record_rows(len(host) - missing, missing)
     if not missing:
         torch.index_select(rows.parameter.data, 0, to_device(slots, rows.device), out=out)
         return
     if 2 * missing > len(host):
-        # Decoding some rows for nothing costs less than picking the others.
-        rows.source.decode(host, out)
+        # Decoding resident rows as well costs less than selecting the others.
+        rows.row_store.decode(host, out)
     else:
         away = np.flatnonzero(slots < 0)
-        out[to_device(away, rows.device)] = rows.source.gather(host[away])
+        out[to_device(away, rows.device)] = rows.row_store.gather(host[away])
     if missing < len(host):
         here = np.flatnonzero(slots >= 0)
         there = rows.parameter.data[to_device(slots[here], rows.device)]
@@ -362,10 +364,10 @@ def _fill(rows: CachedRows, host: Array, slots: Array, missing: int, out: torch.
 def _decode_on_gpu(
     rows: CachedRows, ids: torch.Tensor, padding_idx: int | None
 ) -> tuple[torch.Tensor, torch.Tensor, int | None]:
-    """Take resident rows from the GPU's memory and the others from the host's, in one kernel.
+    """Read resident rows from the GPU's memory and the others from the host's, in one kernel.
 
-    Nothing waits for the GPU: ids there are checked by the kernel, and a bad one is told by the
-    next call on it or by `bitslab.raise_pending_errors`.
+    Nothing waits for the GPU: the kernel checks ids there, and a bad one is raised by the next call
+    on that GPU or by `bitslab.raise_pending_errors`.
     """
     check_ids_tensor(ids)
     return _gathered_on_gpu(rows, ids, padding_idx)
@@ -374,7 +376,7 @@ def _decode_on_gpu(
 def plain_lookup_on_gpu(
     rows: CachedRows, ids: torch.Tensor, padding_idx: int | None, *, masked: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor, int | None] | None:
-    """Look ids up in inference on a GPU, where there is nothing else to do.
+    """Look ids up in inference on a GPU, in the plainest case.
 
     Parameters
     ----------
@@ -385,13 +387,13 @@ def plain_lookup_on_gpu(
     padding_idx : int, optional
         As for `CachedRows.lookup_padded`.
     masked : bool
-        Whether bad ids are to be such as torch refuses; left out for a kernel that looks itself.
+        Whether bad ids are turned into ids that torch refuses; not needed by a kernel that checks.
 
     Returns
     -------
     tuple or None
-        What `CachedRows.lookup_padded` returns. None where there is more to do, such as to refuse:
-        then that does it.
+        What `CachedRows.lookup_padded` returns. None where there is more to do, such as to raise:
+        `CachedRows.lookup_padded` does that.
     """
     with rows.lock:
         frozen = rows.parameter.requires_grad and not rows.trainable
@@ -403,7 +405,7 @@ def plain_lookup_on_gpu(
 def _gathered_on_gpu(
     rows: CachedRows, ids: torch.Tensor, padding_idx: int | None, *, masked: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor, int | None]:
-    """Do what `_decode_on_gpu` does with ids that are int32 or int64."""
+    """Implement `_decode_on_gpu` for ids that are int32 or int64."""
     device, parameter, flat = rows.device, rows.parameter, ids
     if ids.dim() != 1 or not ids.is_contiguous():
         flat = ids.reshape(-1).contiguous()
@@ -434,7 +436,7 @@ def _gathered_on_gpu(
 
 
 def _pays_to_sort(rows: CachedRows, counters: Counters, n: int) -> bool:
-    """Return whether so many rows miss the GPU's memory that the ids are better in order."""
+    """Return whether enough rows miss the GPU's memory that sorting the ids pays."""
     if n <= MIN_SORTED_IDS:
         return False
     rate = rows.miss_rate
@@ -453,7 +455,7 @@ def _pays_to_sort(rows: CachedRows, counters: Counters, n: int) -> bool:
 def _renormalise(
     rows: CachedRows, host: Array, found: Found, max_norm: float, norm_type: float
 ) -> None:
-    """Scale down the rows of a batch that are too long, here and in the table."""
+    """Scale down the rows of a batch that are longer than `max_norm`, in the table too."""
     index, matrix = to_device(found.index, rows.device), found.matrix
     used = torch.unique(index)
     before = matrix[used]
@@ -464,10 +466,10 @@ def _renormalise(
     row_at = np.empty(matrix.shape[0], np.int64)
     row_at[found.index] = host
     ids = row_at[changed.cpu().numpy()]
-    slots = rows.residents.slot_of[ids].astype(np.int64)
+    slots = rows.slot_table.slot_of[ids].astype(np.int64)
     there = slots >= 0
-    rows.residents.dirty[slots[there]] = True
+    rows.slot_table.dirty[slots[there]] = True
     if not found.whole:
         kept = torch.from_numpy(there).to(rows.device)
         rows.parameter.data[to_device(slots[there], rows.device)] = matrix[changed[kept]]
-        rows.source.update(ids[~there], matrix[changed[~kept]])
+        rows.row_store.update(ids[~there], matrix[changed[~kept]])

@@ -23,7 +23,7 @@ class RowsModule(torch.nn.Module):
     """
 
     def __init__(self) -> None:
-        # Not super(): a subclass may also be of a framework's class, whose own tables it lacks.
+        # Not super(): a subclass may also derive from a framework's class, which would make tables.
         torch.nn.Module.__init__(self)
         self._rows_of: dict[str, CachedRows] = {}
 
@@ -94,7 +94,7 @@ class RowsModule(torch.nn.Module):
             super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         except BaseException as error:
             failed = error
-        # Whatever failed, each table goes where its parameter is by now, or both stay.
+        # Whatever failed, a table follows its parameter, or both are left where they were.
         for name, rows in self._rows_of.items():
             parameter = self._parameters[name]
             assert parameter is not None
@@ -108,7 +108,7 @@ class RowsModule(torch.nn.Module):
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        """Bring parameters to their size between steps, before anything is copied."""
+        """Give parameters their size between steps before anything is copied."""
         for rows in self._rows_of.values():
             rows.before_move()
         return self.__dict__.copy()
@@ -170,15 +170,15 @@ class RowsModule(torch.nn.Module):
             else:
                 fitting.setdefault(rows, []).append((begin, value))
         if not error_msgs:
-            for rows, parts in fitting.items():
-                if not _are_whole(rows, parts):
+            for rows, pieces in fitting.items():
+                if not _are_whole(rows, pieces):
                     with rows.lock:  # before anything is loaded
                         rows.watch.check()
-            for rows, parts in fitting.items():
-                if _are_whole(rows, parts):
-                    rows.load(_pieces(rows, parts))
+            for rows, pieces in fitting.items():
+                if _are_whole(rows, pieces):
+                    rows.load(_pieces(rows, pieces))
                     continue
-                for begin, value in parts:
+                for begin, value in pieces:
                     rows.load(value, begin)
 
     def __prepare_scriptable__(self) -> Any:
@@ -189,14 +189,15 @@ class RowsModule(torch.nn.Module):
         )
 
     def attach_optimizer(self, optimizer: torch.optim.Optimizer, *, row_wise: bool = False) -> None:
-        """Let an optimizer's state follow the rows before its first step; see `CachedRows`.
+        """Attach an optimizer before its first step, so that its state follows the rows.
 
         Parameters
         ----------
         optimizer : torch.optim.Optimizer
             Made from this module's parameters.
         row_wise : bool
-            The caller vouches that a step leaves rows without gradient, and their state, alone.
+            Whether the caller guarantees that a step leaves rows without gradient, and their state,
+            alone.
         """
         for rows in self._rows_of.values():
             rows.attach_optimizer(optimizer, row_wise=row_wise)
@@ -207,20 +208,20 @@ class RowsModule(torch.nn.Module):
             rows.flush()
 
     def close(self) -> None:
-        """Let the memory of the tables go; the module is of no use then."""
+        """Free the memory of the tables; the module cannot be used afterwards."""
         for rows in self._rows_of.values():
             rows.close()
 
 
-def _are_whole(rows: CachedRows, parts: Sequence[tuple[int, torch.Tensor]]) -> bool:
-    """Return whether parts, each with its first row, are all rows."""
-    ranges = [(begin, begin + len(value)) for begin, value in parts]
-    return sum(len(value) for _, value in parts) == len(rows) and covers(ranges, len(rows))
+def _are_whole(rows: CachedRows, pieces: Sequence[tuple[int, torch.Tensor]]) -> bool:
+    """Return whether pieces, each with its first row, cover all rows."""
+    ranges = [(begin, begin + len(value)) for begin, value in pieces]
+    return sum(len(value) for _, value in pieces) == len(rows) and covers(ranges, len(rows))
 
 
-def _pieces(rows: CachedRows, parts: Sequence[tuple[int, torch.Tensor]]) -> Iterator[torch.Tensor]:
-    """Yield the rows of parts in their order, some at a time."""
-    for _, value in sorted(parts, key=lambda part: part[0]):
+def _pieces(rows: CachedRows, pieces: Sequence[tuple[int, torch.Tensor]]) -> Iterator[torch.Tensor]:
+    """Yield the rows of the pieces in order, in batches of bounded size."""
+    for _, value in sorted(pieces, key=lambda piece: piece[0]):
         for first, last in rows.ranges(0, len(value)):
             yield value[first:last]
 

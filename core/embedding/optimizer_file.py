@@ -1,4 +1,4 @@
-"""State dicts of optimizers in safetensors files: tensors under names of their own, JSON beside.
+"""State dicts of optimizers in safetensors files: tensors by name, the rest JSON in the metadata.
 
 The file's metadata has an entry ``bitslab_optimizer``, JSON with
 
@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from ..errors import ArgumentError, ArgumentTypeError, BitslabError, CorruptedDataError
-from .optimizers import OptimizerLink, StateOfRows, check_optimizer, deferred_rows, links_of
+from .optimizers import OptimizerAdapter, StateOfRows, adapters_of, check_optimizer, deferred_rows
 from .state import RowState
 
 #: Entry of the metadata.
@@ -37,7 +37,7 @@ VERSION = 1
 
 
 class SavedOptimizer:
-    """The state of an optimizer as a file takes it.
+    """The state of an optimizer in the form in which a file holds it.
 
     Parameters
     ----------
@@ -65,7 +65,7 @@ class SavedOptimizer:
     def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
         groups = _names_of(model, check_optimizer(optimizer))
-        links = links_of(optimizer)
+        adapters = adapters_of(optimizer)
         self.rows: dict[int, StateOfRows]
         with deferred_rows() as self.rows:
             state_dict = optimizer.state_dict()
@@ -78,10 +78,10 @@ class SavedOptimizer:
             "version": VERSION,
             "type": type(optimizer).__qualname__,
             "groups": groups,
-            "shapes": _shapes(groups, optimizer, links),
+            "shapes": _shapes(groups, optimizer, adapters),
             "state_dict": {
                 "state": state,
-                # The parameter groups, and what an optimizer of somebody else keeps beside them.
+                # The parameter groups, and further entries of third-party optimizers.
                 **{
                     key: self._encoded(value, str(key))
                     for key, value in state_dict.items()
@@ -176,8 +176,8 @@ class LoadedOptimizer:
             raise ArgumentError(
                 f"optimizer: its {_words(groups)}; in {where} it is {_words(saved)}"
             )
-        self._links = links_of(self._optimizer)
-        for name, shape in _shapes(groups, self._optimizer, self._links).items():
+        self._adapters = adapters_of(self._optimizer)
+        for name, shape in _shapes(groups, self._optimizer, self._adapters).items():
             if content["shapes"][name] != shape:
                 raise ArgumentError(
                     f"optimizer: its parameter {name!r} is {shape}, in {where} it is "
@@ -185,7 +185,7 @@ class LoadedOptimizer:
                 )
 
     def _take(self, saved: dict[str, Any]) -> None:
-        """Read all of it; that of cached rows into stores that `load` puts in place."""
+        """Decode the saved state; that of cached rows goes into stores that `load` installs."""
         param_groups = self._decoded(saved["param_groups"])
         parameters, options_of = [], {}
         for group, options in zip(self._optimizer.param_groups, param_groups, strict=True):
@@ -195,10 +195,10 @@ class LoadedOptimizer:
                     options[name] = value.to(now.device)  # a graph may have captured it
             for parameter in group["params"]:
                 parameters.append(parameter)
-                if id(parameter) in self._links:
-                    self._links[id(parameter)].check(options)
+                if id(parameter) in self._adapters:
+                    self._adapters[id(parameter)].check(options)
                     options_of[id(parameter)] = options
-        self._stores: dict[int, dict[str, RowState]] = {each: {} for each in self._links}
+        self._stores: dict[int, dict[str, RowState]] = {each: {} for each in self._adapters}
         state: dict[Any, Any] = {}
         for saved_key, value in saved["state"]:
             key = self._decoded(saved_key)
@@ -220,7 +220,7 @@ class LoadedOptimizer:
             if values is None or not values.dim():
                 found[name] = self._decoded(value)
                 continue
-            self._stores[at][name] = self._links[at].store_of(name, values, options)
+            self._stores[at][name] = self._adapters[at].store_of(name, values, options)
             found[name] = values[:0].clone()
         return found
 
@@ -242,8 +242,8 @@ class LoadedOptimizer:
     def load(self) -> None:
         """Give the state to the optimizer."""
         with contextlib.ExitStack() as stack:
-            for id_, link in self._links.items():
-                stack.enter_context(link.replacing_stores(self._stores[id_]))
+            for id_, adapter in self._adapters.items():
+                stack.enter_context(adapter.replacing_stores(self._stores[id_]))
             with _restoring(self._optimizer):
                 self._optimizer.load_state_dict(self._state_dict)
 
@@ -275,19 +275,19 @@ def _names_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[
 
 
 def _shapes(
-    groups: list[list[str]], optimizer: torch.optim.Optimizer, links: dict[int, OptimizerLink]
+    groups: list[list[str]], optimizer: torch.optim.Optimizer, adapters: dict[int, OptimizerAdapter]
 ) -> dict[str, list[int]]:
     """Return the shapes of an optimizer's parameters, of tables those of all rows."""
     found = {}
     for names, group in zip(groups, optimizer.param_groups, strict=True):
         for name, parameter in zip(names, group["params"], strict=True):
-            link = links.get(id(parameter))
-            found[name] = list(parameter.shape if link is None else link.shape)
+            adapter = adapters.get(id(parameter))
+            found[name] = list(parameter.shape if adapter is None else adapter.shape)
     return found
 
 
 def _words(groups: list[list[str]]) -> str:
-    """Say what is in parameter groups."""
+    """Return a description of parameter groups for error messages."""
     held = "; ".join(f"[{', '.join(names)}]" for names in groups)
     return f"{len(groups)} parameter group{'s' * (len(groups) != 1)} {held:.500}"
 

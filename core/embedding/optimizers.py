@@ -1,4 +1,4 @@
-"""Optimizers of cached rows, and how their state follows the rows.
+"""Optimizer adapters: optimizer state follows cached rows between device and host.
 
 An optimizer sees the resident rows alone; `refusals` says when that is right.
 """
@@ -22,7 +22,7 @@ from torch.optim.optimizer import (
 from ..dtypes import dense
 from ..engine.kernels.cuda import kernels_on
 from ..errors import ArgumentError, ArgumentTypeError, BitslabError
-from .device_notes import take_notes
+from .device_counters import sync_from_device
 from .refusals import passes_over, refused, why_refused, why_refused_when_made
 from .state import RowState
 
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, Any]
 
 
-class OptimizerLink:
-    """What joins a table's cached rows and one optimizer.
+class OptimizerAdapter:
+    """Keeps one optimizer's state in step with the rows in the slots of a table's cache.
 
     Parameters
     ----------
@@ -42,9 +42,10 @@ class OptimizerLink:
     optimizer : torch.optim.Optimizer
         The optimizer that has their parameter.
     row_wise : bool
-        Whether the caller vouches that rows without gradient, and their state, stay as they are.
+        Whether the caller guarantees that a step leaves rows without gradient, and their state,
+        alone.
     stores : dict of str to RowState
-        State of rows that are not resident, from before.
+        Earlier state of rows that are not resident.
 
     Raises
     ------
@@ -78,12 +79,12 @@ class OptimizerLink:
         return self._optimizer()
 
     def check(self, options: Mapping[str, Any] | None = None) -> None:
-        """Refuse the optimizer as its options are now.
+        """Raise if the optimizer would move rows without gradient.
 
         Parameters
         ----------
         options : mapping, optional
-            Options that the group of the rows is to have instead of those that it has.
+            Options to check instead of those of the rows' parameter group.
         """
         optimizer = self._optimizer()
         if optimizer is None or self.row_wise:
@@ -95,13 +96,13 @@ class OptimizerLink:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Those of the optimizer for the rows, looked for among all; empty once it is gone."""
+        """Options of the rows' parameter group, with defaults; empty once the optimizer is gone."""
         optimizer = self._optimizer()
         return {} if optimizer is None else _group_of(optimizer, self._parameter)
 
     @property
     def shape(self) -> torch.Size:
-        """That of the table, ``[N, D]``."""
+        """Shape of the table, ``[N, D]``."""
         rows = self._rows()
         assert rows is not None
         return rows.shape
@@ -143,7 +144,7 @@ class OptimizerLink:
         return self.stores[name]
 
     def align(self, *, made_now: bool = False) -> None:
-        """Make every row state of the optimizer one that follows the slots.
+        """Make every row state of the optimizer one with a row for each slot.
 
         State of all rows in id order, as a checkpoint holds it, is divided between the resident
         rows and the host.
@@ -151,7 +152,7 @@ class OptimizerLink:
         Parameters
         ----------
         made_now : bool
-            Whether state that is new was made by the step just taken, from the parameter as it is.
+            Whether new state was made by the step just taken, in the shape of the parameter.
         """
         rows = self._rows()
         if rows is None:
@@ -160,7 +161,7 @@ class OptimizerLink:
         if not made_now:
             there = {name for name, _ in self._row_states()}
             for name in [name for name in self._known if name not in there]:
-                # Somebody has let the optimizer begin anew.
+                # The optimizer's state was cleared from outside.
                 del self._known[name], self.stores[name]
         for name, value in self._row_states():
             known = self._known.get(name)
@@ -176,7 +177,7 @@ class OptimizerLink:
                 store.load(value)
                 self._set(name, self._resident_state(name, value.device))
             elif inherited:
-                # A copy of an optimizer: rows may have come and gone since, but the store has all.
+                # A copy of an optimizer: other rows may be resident since, but the store has all.
                 self._set(name, self._resident_state(name, value.device))
             elif value.shape[0] == n_slots:
                 self._known[name] = weakref.ref(value)
@@ -194,44 +195,44 @@ class OptimizerLink:
     def _resident_state(self, name: str, device: torch.device) -> torch.Tensor:
         rows = self._rows()
         assert rows is not None
-        take_notes(rows)
-        ids = rows.residents.id_of
+        sync_from_device(rows)
+        ids = rows.slot_table.id_of
         return self.stores[name].read(np.maximum(ids, 0), device)
 
     def complete(self) -> dict[str, RowState]:
         """Return the state of all rows, those that are resident too."""
         rows = self._rows()
         assert rows is not None
-        take_notes(rows)
-        slots = rows.residents.resident()
-        self.save(slots, rows.residents.id_of[slots])
+        sync_from_device(rows)
+        slots = rows.slot_table.resident()
+        self.save(slots, rows.slot_table.id_of[slots])
         return self.stores
 
     def save(self, slots: Array, ids: Array) -> None:
-        """Keep the state of rows that leave their slots."""
+        """Save the state of rows that leave their slots: int64 ``[n]`` each."""
         for name, value in self._row_states():
             if name in self.stores:
                 picked = torch.from_numpy(slots).to(value.device)
                 self.stores[name].write(ids, value[picked])
 
     def restore(self, slots: Array, ids: Array) -> None:
-        """Bring the state of rows that came to slots."""
+        """Load the state of rows that were put into slots: int64 ``[n]`` each."""
         for name, value in self._row_states():
             if name in self.stores:
                 picked = torch.from_numpy(slots).to(value.device)
                 value[picked] = self.stores[name].read(ids, value.device)
 
     def grow(self, ids: Array, first: int) -> None:
-        """Make room for rows from slot `first` on."""
+        """Append the state of rows ``ids``, for slots from `first` on."""
         for name, value in self._row_states():
             if name in self.stores:
                 more = self.stores[name].read(ids, value.device)
                 self._set(name, torch.cat([value[:first], more]))
 
-    # Where a GPU brings rows by itself
+    # Rows of the miss buffer, fetched by the GPU
 
     def follows_on_gpu(self) -> bool:
-        """Tell whether the GPU can bring the state of rows; get the state ready for that."""
+        """Page-lock the state for the GPU; return whether the GPU can fetch state of rows."""
         rows = self._rows()
         assert rows is not None
         n_slots = rows.parameter.shape[0]
@@ -245,11 +246,11 @@ class OptimizerLink:
         )
 
     def states(self) -> dict[str, torch.Tensor]:
-        """Return the state that follows the slots."""
+        """Return the tensors of the state that have a row for each slot."""
         return {name: value for name, value in self._row_states() if name in self.stores}
 
     def widened(self, more: int) -> dict[str, torch.Tensor]:
-        """Return the state with room for so many slots more, where rows have none yet."""
+        """Return copies of the state with `more` slots appended, filled with the default."""
         found = {}
         for name, value in self.states().items():
             new = value.new_full((more, *value.shape[1:]), self.stores[name].default)
@@ -257,12 +258,12 @@ class OptimizerLink:
         return found
 
     def follow(self, states: dict[str, torch.Tensor]) -> None:
-        """Let other tensors be the state, such as `widened` has returned them."""
+        """Use other tensors as the state, such as `widened` returns."""
         for name, value in states.items():
             self._set(name, value)
 
     def restore_on_gpu(self, ids: torch.Tensor, first: int) -> None:
-        """Bring the state of rows int64 ``[n]``, or NO_ROW, to slots from `first` on."""
+        """Fetch state of rows int64 ``[n]``, or NO_ROW, to slots from `first` on, on the GPU."""
         kernels = None
         for name, value in self._row_states():
             kernels = kernels or kernels_on(value.device, tell=False)
@@ -270,13 +271,13 @@ class OptimizerLink:
             kernels.copy_rows(stored, stored.shape[1], ids, value[first : first + len(ids)])
 
     def move(self, slots: torch.Tensor, to: torch.Tensor) -> None:
-        """Follow rows to other slots: int64 ``[n]`` each, on their device."""
+        """Copy state of rows to other slots: int64 ``[n]`` each, on their device."""
         for name, value in self._row_states():
             if name in self.stores:
                 value[to.to(value.device)] = value[slots.to(value.device)]
 
     def shrink(self, slots: int) -> None:
-        """Let state behind the first slots go; `save` it before."""
+        """Cut the state off behind the first `slots` slots; `save` it before."""
         for name, value in self._row_states():
             if name in self.stores and value.shape[0] > slots:
                 self._set(name, value[:slots].clone())
@@ -298,15 +299,15 @@ class OptimizerLink:
         store = self.stores[name]
         for begin, end in _ranges(len(rows), store.nbytes):
             with rows.lock:
-                take_notes(rows)
+                sync_from_device(rows)
                 found = store.read(np.arange(begin, end), _CPU)
-                at, slots = rows.residents.among(begin, end)
+                at, slots = rows.slot_table.among(begin, end)
                 there = torch.from_numpy(slots).to(value.device)
                 found[torch.from_numpy(at)] = value.detach()[there].cpu()
             yield found.to(value.dtype)
 
     def whole(self, name: str, value: torch.Tensor) -> torch.Tensor:
-        """Return what stands in a state dict: the state of all rows ``[N, ...]``, on the CPU."""
+        """Return the entry of a state dict: the state of all rows ``[N, ...]``, on the CPU."""
         if name not in self.stores:
             return value
         rows = self._rows()
@@ -329,8 +330,8 @@ class OptimizerLink:
     ) -> RowState:
         """Return the state of all rows ``[N, ...]`` as `replacing_stores` takes it.
 
-        Rows that are as if never written are not, by the options that the rows are to have. Such
-        state has the dtype of the rows, as `torch.optim.Optimizer.load_state_dict` gives it.
+        Rows that equal the default are not written. The state gets the dtype of the rows, as in
+        `torch.optim.Optimizer.load_state_dict`.
         """
         if len(values) != self.shape[0]:
             raise ArgumentError(
@@ -349,12 +350,12 @@ class OptimizerLink:
 
     @contextlib.contextmanager
     def replacing_stores(self, stores: dict[str, RowState]) -> Iterator[None]:
-        """Let the optimizer load state for which it is given tensors of no rows.
+        """Install stores while the optimizer loads a state dict whose row states have no rows.
 
         Parameters
         ----------
         stores : dict of str to RowState
-            Its state of all rows, which is taken unless the block raises.
+            State of all rows; the previous stores come back if the block raises.
         """
         before = self.stores, self._known
         self.stores, self._known = stores, {}
@@ -366,32 +367,32 @@ class OptimizerLink:
 
 
 class StateOfRows:
-    """State of all rows that stands in a state dict, read when it is written to a file.
+    """State of all rows in a state dict, read when the state dict is written to a file.
 
     Parameters
     ----------
-    link : OptimizerLink
-        What joins rows and optimizer.
+    adapter : OptimizerAdapter
+        Of the rows and the optimizer.
     name : str
         Name of the state.
     value : torch.Tensor
-        That of the resident rows.
+        The state of the resident rows.
     stand_in : torch.Tensor
-        ``[N, ...]`` on the meta device, what stands there instead.
+        ``[N, ...]`` on the meta device, the entry of the state dict.
     """
 
     def __init__(
-        self, link: OptimizerLink, name: str, value: torch.Tensor, stand_in: torch.Tensor
+        self, adapter: OptimizerAdapter, name: str, value: torch.Tensor, stand_in: torch.Tensor
     ) -> None:
-        self._link, self._name, self._value = link, name, value
+        self._adapter, self._name, self._value = adapter, name, value
         self.stand_in = stand_in
 
     def pieces(self) -> Iterator[torch.Tensor]:
         """Yield it in id order, some rows at a time, on the CPU."""
-        return self._link.pieces(self._name, self._value)
+        return self._adapter.pieces(self._name, self._value)
 
 
-#: What takes state of rows piece by piece, where a state dict is made for a file.
+#: Set while a state dict is made for a file: stand-ins of row states by their id.
 _deferred: ContextVar[dict[int, StateOfRows] | None] = ContextVar("_deferred", default=None)
 _CPU = torch.device("cpu")
 #: Bytes of rows, or of their state, that are read and written at once.
@@ -400,9 +401,9 @@ PIECE_BYTES = 2 << 20
 
 @contextlib.contextmanager
 def deferred_rows() -> Iterator[dict[int, StateOfRows]]:
-    """Let state dicts of optimizers hold stand-ins for what all rows have; yield that by their id.
+    """Make state dicts of optimizers hold stand-ins for state of all rows; yield it by their id.
 
-    Only in this thread or task, so that others get whole state meanwhile.
+    Applies to this thread or task alone; others get the whole state meanwhile.
     """
     found: dict[int, StateOfRows] = {}
     token = _deferred.set(found)
@@ -413,7 +414,7 @@ def deferred_rows() -> Iterator[dict[int, StateOfRows]]:
 
 
 def _ranges(n_rows: int, nbytes: int) -> Iterator[tuple[int, int]]:
-    """Yield the first and the last + 1 of rows that take so many bytes in all, some at a time."""
+    """Yield ranges (first, last + 1) of rows of some PIECE_BYTES each; all take `nbytes`."""
     step = max(1, PIECE_BYTES * n_rows // max(1, nbytes))
     for begin in range(0, n_rows, step):
         yield begin, min(begin + step, n_rows)
@@ -430,7 +431,7 @@ def _only_value(value: torch.Tensor) -> float | None:
 
 
 def has_stepped(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> bool:
-    """Tell whether an optimizer has state of a parameter that is not as it was made."""
+    """Return whether an optimizer has state of a parameter other than its initial state."""
     for name, value in optimizer.state.get(parameter, {}).items():
         if name == "step" and float(value) > 0:
             return True
@@ -448,7 +449,7 @@ def _group_of(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> dict
     )
 
 
-# Finding optimizers by themselves
+# Finding the optimizers of watched parameters
 
 _watched: weakref.WeakValueDictionary[int, CachedRows] = weakref.WeakValueDictionary()
 _hooks: list[Any] = []
@@ -456,7 +457,7 @@ _followed: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 
 def watch(rows: CachedRows) -> None:
-    """Hear of every step of an optimizer that has the parameter of these rows."""
+    """Run `before_step` and `after_step` around steps of optimizers that have these rows."""
     if not _hooks:
         _hooks.append(register_optimizer_step_pre_hook(_before_step))
         _hooks.append(register_optimizer_step_post_hook(_after_step))
@@ -476,9 +477,9 @@ def _ours_among(parameters: Iterable[torch.Tensor]) -> Iterator[CachedRows]:
 
 
 def _concerned(optimizer: torch.optim.Optimizer) -> list[CachedRows]:
-    """Return the rows of an optimizer but those that it passes over and could not train.
+    """Return the rows of an optimizer, but for those that it skips and could not train.
 
-    Such as where it trains the rest of a model.
+    It skips them where it trains the rest of a model.
     """
     return [
         rows
@@ -493,7 +494,7 @@ def _check_new_groups() -> None:
     """Refuse optimizers as they are made, which torch has no hook for."""
     add = torch.optim.Optimizer.add_param_group
 
-    # Not with what marks `add` for torch.compile, which is of that function alone.
+    # Without attributes: they mark `add` alone for torch.compile.
     @functools.wraps(add, updated=())
     def add_param_group(self: torch.optim.Optimizer, param_group: dict[str, Any]) -> None:
         add(self, param_group)
@@ -506,12 +507,12 @@ def _check_new_groups() -> None:
     torch.optim.Optimizer.add_param_group = add_param_group  # type: ignore[method-assign]
 
 
-def links_of(optimizer: torch.optim.Optimizer) -> dict[int, OptimizerLink]:
-    """Return what joins an optimizer and cached rows, made where there is nothing yet.
+def adapters_of(optimizer: torch.optim.Optimizer) -> dict[int, OptimizerAdapter]:
+    """Return the adapters of an optimizer, made where there are none yet.
 
     Returns
     -------
-    dict of int to OptimizerLink
+    dict of int to OptimizerAdapter
         By the id of the parameter.
 
     Raises
@@ -522,9 +523,9 @@ def links_of(optimizer: torch.optim.Optimizer) -> dict[int, OptimizerLink]:
     found = {}
     for rows in _ours(optimizer):
         rows.attach_optimizer(optimizer)
-        link = rows.training.link_of(optimizer)
-        assert link is not None
-        found[id(rows.parameter)] = link
+        adapter = rows.training.adapter_of(optimizer)
+        assert adapter is not None
+        found[id(rows.parameter)] = adapter
     return found
 
 
@@ -546,7 +547,7 @@ def _before_step(
 def _with_gradients(
     optimizer: torch.optim.Optimizer, closure: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """Return a closure after which the gradients that it has brought are looked at too."""
+    """Return a closure that also checks the gradients that it has computed."""
 
     def ready(*args: Any, **kwargs: Any) -> Any:
         loss = closure(*args, **kwargs)
@@ -564,15 +565,15 @@ def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 
 def _in_id_order(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-    """Put state of all rows into a state dict, in the place of that of the resident ones."""
+    """Replace state of resident rows in a state dict by that of all rows."""
     number = 0
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             rows = _watched.get(id(parameter))
-            link = None if rows is None else rows.training.link_of(optimizer)
-            if link is not None and number in state_dict["state"]:
+            adapter = None if rows is None else rows.training.adapter_of(optimizer)
+            if adapter is not None and number in state_dict["state"]:
                 state_dict["state"][number] = {
-                    name: link.whole(name, value)
+                    name: adapter.whole(name, value)
                     if isinstance(value, torch.Tensor) and value.dim()
                     else value
                     for name, value in state_dict["state"][number].items()
@@ -581,11 +582,11 @@ def _in_id_order(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -
 
 
 def _took_state(optimizer: torch.optim.Optimizer) -> None:
-    """Divide the state that an optimizer loaded between the device and the host."""
+    """Divide state that an optimizer has loaded between the device and the host."""
     for rows in _ours(optimizer):
-        link = rows.training.link_of(optimizer)
-        if link is not None:
-            link.align()
+        adapter = rows.training.adapter_of(optimizer)
+        if adapter is not None:
+            adapter.align()
 
 
 def check_optimizer(optimizer: object) -> torch.optim.Optimizer:

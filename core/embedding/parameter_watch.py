@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..errors import BitslabError
-from .device_notes import take_notes
+from .device_counters import sync_from_device
 from .sizes import set_data
 from .written import differing
 
@@ -25,7 +25,7 @@ ADVICE = (
 
 
 class ParameterWatch:
-    """Version and memory of a parameter as lookups and steps have left them.
+    """Detects writes to a parameter by its version and address after lookups and steps.
 
     Where all rows are resident, the parameter is the table: everybody may write to it. Else what
     others write would reach the resident rows alone, and is refused. Writes through
@@ -41,7 +41,8 @@ class ParameterWatch:
         self._owner = weakref.ref(rows)
         self._version = 0
         self._addresses: tuple[int, ...] = ()
-        # Rows that were loaded since a change that is refused: from, to; and what tells the change.
+        # Rows that were loaded since a change that is refused: from, to; and the mark of the
+        # change.
         self._loaded: list[tuple[int, int]] = []
         self._loaded_after: tuple[int, int] = (0, 0)
         self.accept()
@@ -53,13 +54,13 @@ class ParameterWatch:
         return rows
 
     def accept(self) -> None:
-        """Take the parameter as it is now for what it should be."""
+        """Accept the parameter as it is now."""
         parameter = self._rows.parameter
         self._version, self._addresses = parameter._version, (parameter.data_ptr(),)
         self._loaded.clear()
 
     def accept_step(self) -> None:
-        """Take what an optimizer's step has written for what should be there."""
+        """Accept what an optimizer's step has written."""
         rows = self._rows
         # One write is the step's. More may be those of a hook of the optimizer.
         one = rows.parameter._version - self._version <= 1
@@ -85,7 +86,7 @@ class ParameterWatch:
         self._rows.training.gradients.forget_origin()
 
     def check(self) -> None:
-        """Take note of writes to the parameter outside of an optimizer's step.
+        """Refuse writes to the parameter outside of an optimizer's step.
 
         Where not all rows are resident only a step by hand may do that: it changes no rows but
         those that have a gradient. So may a write that changes nothing, such as the broadcast of
@@ -116,7 +117,7 @@ class ParameterWatch:
         return False
 
     def accept_loaded(self, begin: int, end: int) -> None:
-        """Note that rows begin..end were loaded; accept the parameter once all were.
+        """Record that rows begin..end were loaded; accept the parameter once all were.
 
         Rows that were loaded before another change do not count.
         """
@@ -131,17 +132,17 @@ class ParameterWatch:
     def _others_changed(self) -> bool:
         """Return whether rows without a gradient have changed, or may have."""
         rows = self._rows
-        take_notes(rows)
-        # Of a row that a step has changed since it came nobody knows what it was.
-        unknown = not rows.training.held and bool(rows.residents.dirty.any())
+        sync_from_device(rows)
+        # The old value of a row that a step has changed is unknown.
+        unknown = not rows.training.held and bool(rows.slot_table.dirty.any())
         return unknown or self._clean_rows_differ()
 
     def _clean_rows_differ(self) -> bool:
         """Return whether resident rows that no gradient has reached differ from the host's."""
         rows = self._rows
-        take_notes(rows)
-        clean = rows.residents.resident()
-        return len(differing(rows, clean[~rows.residents.dirty[clean]])) > 0
+        sync_from_device(rows)
+        clean = rows.slot_table.resident()
+        return len(differing(rows, clean[~rows.slot_table.dirty[clean]])) > 0
 
 
 def covers(ranges: Iterable[tuple[int, int]], n_rows: int) -> bool:

@@ -1,4 +1,4 @@
-"""Rows on their way to a lookup to come."""
+"""Prefetched rows of the next lookup."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Array = np.ndarray[Any, Any]
 
 
 class Prefetched:
-    """Some rows of a table, decoded beside what else is going on.
+    """Some rows of a table, decoded asynchronously.
 
     On a GPU they are decoded on a stream of their own, on the CPU by another thread.
 
@@ -27,7 +27,7 @@ class Prefetched:
     ids : numpy.ndarray
         int64 ``[n]``, ascending, no two alike.
     device : torch.device
-        Where they are wanted.
+        Where they are decoded to.
     """
 
     def __init__(
@@ -49,17 +49,17 @@ class Prefetched:
             self._event.record(stream)
 
     def forget(self, ids: Array) -> None:
-        """Use rows no more that are about to change in the table."""
+        """Drop rows that are about to change in the table."""
         at = np.minimum(np.searchsorted(self._ids, ids), len(self._ids) - 1)
         self._valid[at[self._ids[at] == ids]] = False
         # A thread that still decodes must not see a row half changed, nor hold the table's lock.
         if isinstance(self._rows, Future):
             wait([self._rows])
         else:
-            self._arrived()
+            self._ready()
 
     def _failed(self) -> bool:
-        """Tell whether nothing came; who needs the rows then gets the error, if it is one still."""
+        """Return whether decoding failed; the lookup then decodes again and raises the error."""
         return isinstance(self._rows, Future) and self._rows.exception() is not None
 
     def gather(
@@ -69,12 +69,12 @@ class Prefetched:
         out: torch.Tensor | None,
         device: torch.device,
     ) -> torch.Tensor:
-        """Return rows ``[n, D]`` of int64 ``[n]`` ids, those that are here and the others."""
+        """Return rows ``[n, D]`` of int64 ``[n]`` ids, prefetched or not."""
         at = np.minimum(np.searchsorted(self._ids, ids), len(self._ids) - 1)
         here = (self._ids[at] == ids) & self._valid[at]
         if not here.any() or self._failed():
             return source.gather(torch.from_numpy(ids), out, device)
-        rows = self._arrived()
+        rows = self._ready()
         if out is None:
             out = torch.empty((len(ids), *rows.shape[1:]), dtype=rows.dtype, device=device)
         found = torch.from_numpy(np.flatnonzero(here)).to(device)
@@ -85,7 +85,7 @@ class Prefetched:
             out[torch.from_numpy(others).to(device)] = more
         return out
 
-    def _arrived(self) -> torch.Tensor:
+    def _ready(self) -> torch.Tensor:
         """Return the rows, for work on the current stream."""
         rows = self._rows if isinstance(self._rows, torch.Tensor) else self._rows.result()
         if self._event is not None:

@@ -1,7 +1,7 @@
 """Optimizers that were made before the parameters they hold were replaced.
 
 A table that is compressed in a model has another parameter than before, and so has one that is
-restored. `take_over` and `give_back` let live optimizers hold the new parameters, with the state
+restored. `take_over` and `give_back` put the new parameters into live optimizers, with the state
 that they have. Those that keep parameters elsewhere too cannot be changed from outside: they hold
 what is no longer in the model, and their step raises where it would train nothing.
 """
@@ -36,7 +36,7 @@ def take_over(
     rows: CachedRows,
     optimizers: Sequence[torch.optim.Optimizer],
 ) -> None:
-    """Let optimizers that hold weights hold the parameter of their rows in their place.
+    """Replace weights in optimizers by the parameter of the rows packed from them.
 
     Parameters
     ----------
@@ -61,7 +61,7 @@ def take_over(
         for weight in weights:
             _warn_of_gradients(weight)
     for weight in weights:
-        _note(weight, [rows])
+        _record(weight, [rows])
 
 
 def give_back(
@@ -69,7 +69,7 @@ def give_back(
     weights: Sequence[torch.nn.Parameter],
     optimizers: Sequence[torch.optim.Optimizer],
 ) -> None:
-    """Let optimizers that hold the parameter of rows hold plain weights in its place.
+    """Replace the parameter of rows in optimizers by plain weights.
 
     Parameters
     ----------
@@ -87,7 +87,7 @@ def give_back(
             continue
         if rows.trainable and not why_refused(optimizer, group, parameter):
             rows.attach_optimizer(optimizer)  # what it has may be as it was made
-        states = _parted(_state_of_all(rows, optimizer), weights)
+        states = _divided(_state_of_all(rows, optimizer), weights)
         if states is None:
             continue
         _swap(optimizer, group, [parameter], weights, states)
@@ -96,7 +96,7 @@ def give_back(
     for entry in list(_replaced.values()):
         if any(each() is rows for each in entry.by):
             entry.by = [weakref.ref(weight) for weight in weights]
-    _note(parameter, weights)
+    _record(parameter, weights)
 
 
 # Parameters and state of an optimizer
@@ -138,7 +138,7 @@ def _swap(
     new: Sequence[torch.Tensor],
     states: Sequence[State],
 ) -> None:
-    """Put parameters and their state in the place of others of the same group."""
+    """Replace parameters of a group, and their state, by others."""
     given = {id(parameter) for parameter in old}
     params: list[torch.Tensor] = group["params"]
     gone = [i for i, p in enumerate(params) if id(p) in given]
@@ -156,11 +156,11 @@ def _swap(
 
 def _state_of_all(rows: CachedRows, optimizer: torch.optim.Optimizer) -> State:
     """Return an optimizer's state of rows with all of them in the order of their ids."""
-    link = rows.training.link_of(optimizer)
+    adapter = rows.training.adapter_of(optimizer)
     state = optimizer.state.get(rows.parameter, {})
     return {
-        name: link.whole(name, value)
-        if link is not None and isinstance(value, torch.Tensor) and value.dim()
+        name: adapter.whole(name, value)
+        if adapter is not None and isinstance(value, torch.Tensor) and value.dim()
         else value
         for name, value in state.items()
     }
@@ -187,23 +187,23 @@ def _joined(states: Sequence[State], weights: Sequence[torch.Tensor]) -> State |
     return found
 
 
-def _parted(state: State, weights: Sequence[torch.Tensor]) -> list[State] | None:
+def _divided(state: State, weights: Sequence[torch.Tensor]) -> list[State] | None:
     """Return state of all rows as that of weights; None where it is not of all rows."""
     n_rows = sum(len(weight) for weight in weights)
     found: list[State] = [{} for _ in weights]
     for name, value in state.items():
         if not isinstance(value, torch.Tensor):
-            parts: list[Any] = [value] * len(weights)
+            shares: list[Any] = [value] * len(weights)
         elif not value.dim():
-            parts = [value.clone() for _ in weights]
+            shares = [value.clone() for _ in weights]
         elif not _is_of_rows(value, n_rows):
             return None
         elif len(weights) == 1:
-            parts = [value]
+            shares = [value]
         else:
-            parts = [part.clone() for part in torch.split(value, [len(w) for w in weights])]
-        for each, part in zip(found, parts, strict=True):
-            each[name] = part
+            shares = [share.clone() for share in torch.split(value, [len(w) for w in weights])]
+        for each, share in zip(found, shares, strict=True):
+            each[name] = share
     return found
 
 
@@ -212,10 +212,10 @@ def _is_of_rows(value: Any, n_rows: int) -> bool:
 
 
 def _move_state(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> None:
-    """Bring state of rows to the device of their parameter."""
+    """Move state of rows to the device of their parameter."""
     for value in optimizer.state.get(parameter, {}).values():
         if isinstance(value, torch.Tensor) and value.dim() and value.device != parameter.device:
-            # In place: what follows the rows knows the tensor.
+            # In place: the optimizer adapter knows the tensor.
             value.data = value.data.to(parameter.device)
 
 
@@ -232,7 +232,7 @@ class _Replaced:
     owner: weakref.ref[torch.optim.Optimizer] | None = None
 
     def parameters(self) -> list[torch.Tensor]:
-        """Return what stands in its place now."""
+        """Return the parameters that replace it now."""
         found = [each() for each in self.by]
         return [getattr(each, "parameter", each) for each in found if each is not None]
 
@@ -242,8 +242,8 @@ _replaced: dict[int, _Replaced] = {}
 _hooks: list[Any] = []
 
 
-def _note(weight: torch.Tensor, by: Sequence[Any]) -> None:
-    """Remember what a parameter was replaced by."""
+def _record(weight: torch.Tensor, by: Sequence[Any]) -> None:
+    """Record what a parameter was replaced by."""
     if not _hooks:
         _hooks.append(register_optimizer_step_pre_hook(_before_step))
     key = id(weight)

@@ -1,12 +1,12 @@
 """Which optimizers are right for cached rows.
 
 An optimizer sees the resident rows alone. That gives what it would do to the whole table exactly
-where a row without gradient stays as it is, and its state with it. Rows are compared by their bits,
+where a row without gradient is left unchanged, as is its state. Rows are compared by their bits,
 so that -0.0 counts as another value than 0.0.
 
-What stays here and torch's dense steps change in rows without gradient is nothing but a signalling
-NaN, which arithmetic makes a quiet one, any NaN of bfloat16, whose bits it sets, and a subnormal
-number under `torch.set_flush_denormal(True)`.
+torch's dense steps also change, in rows without gradient: a signalling NaN, which arithmetic makes
+a quiet one; any NaN of bfloat16, whose bits it sets; and a subnormal number under
+`torch.set_flush_denormal(True)`. Cached rows that are not resident keep those.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def why_refused(
         return "moves rows that were not looked up, or is not known"
     reason = why_refused_when_made(optimizer, group)
     grad = parameter.grad
-    # Without a gradient a step does nothing; one that a closure brings is looked at then.
+    # Without a gradient a step does nothing; one that a closure computes is checked then.
     if reason or grad is None or grad.is_sparse or type(optimizer) is torch.optim.SparseAdam:
         return reason
     return _why_not_dense(group, parameter)
@@ -83,7 +83,7 @@ def why_refused_when_made(optimizer: torch.optim.Optimizer, group: Mapping[str, 
 
 
 def refused(optimizer: torch.optim.Optimizer, reason: str) -> ArgumentError:
-    """Return the error that says why an optimizer is refused, and what to use instead."""
+    """Return the error for an optimizer, with the reason and what to use instead."""
     kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
     return ArgumentError(f"optimizer: {kind} {reason}; {ADVICE}")
 

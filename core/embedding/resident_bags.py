@@ -12,7 +12,7 @@ from ..engine.kernels.cpu.compiling import compiling_with_cache_of
 from ..engine.kernels.cpu.prepared import SlotMap
 from ..engine.kernels.cpu.team import team_of_torch, threads_for
 from ..errors import load_optional
-from .residents import Residents
+from .slot_table import SlotTable
 
 #: Bits are made once an id was looked up for so many rows of the table: they save about that much
 #: time for each id, and rows that come and go would have them made again and again.
@@ -29,12 +29,12 @@ class ResidentBags:
         self._looked_up = 0
         self._part = 0  # address of `lookups.part_of_copy`'s function
 
-    def slot_map(self, residents: Residents, n_ids: int = 0) -> SlotMap:
+    def slot_map(self, slot_table: SlotTable, n_ids: int = 0) -> SlotMap:
         """Return the map of slots for a lookup.
 
         Parameters
         ----------
-        residents : Residents
+        slot_table : SlotTable
             Which rows lie in which slots.
         n_ids : int
             Ids for which bits, if there were some, would help.
@@ -42,20 +42,20 @@ class ResidentBags:
         found = self._map
         if (
             found is None
-            or found.slot_of is not residents.slot_of
-            or self._changes != residents.changes
+            or found.slot_of is not slot_table.slot_of
+            or self._changes != slot_table.changes
         ):
-            found = self._map = SlotMap(residents.slot_of)
-            self._changes, self._looked_up = residents.changes, 0
+            found = self._map = SlotMap(slot_table.slot_of)
+            self._changes, self._looked_up = slot_table.changes, 0
         if found.bits_at == 0:
             self._looked_up += n_ids
-            if self._looked_up * ROWS_PER_ID >= residents.n_rows:
+            if self._looked_up * ROWS_PER_ID >= slot_table.n_rows:
                 found.make_bits()
         return found
 
     def sums(
         self,
-        residents: Residents,
+        slot_table: SlotTable,
         parameter: torch.Tensor,
         ids: torch.Tensor,
         offsets: torch.Tensor,
@@ -64,7 +64,7 @@ class ResidentBags:
 
         Parameters
         ----------
-        residents : Residents
+        slot_table : SlotTable
             Which rows lie in which slots.
         parameter : torch.Tensor
             float32 or float64 ``[slots, D]``, contiguous.
@@ -94,10 +94,10 @@ class ResidentBags:
                 ids.data_ptr(),
                 n,
                 row_bytes,
-                residents.n_rows,
+                slot_table.n_rows,
                 out.data_ptr(),
                 offsets.data_ptr(),
-                self.slot_map(residents).slots_at,
+                self.slot_map(slot_table).slots_at,
                 parameter.data_ptr(),
                 float_bytes,
                 0,

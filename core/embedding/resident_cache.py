@@ -21,7 +21,7 @@ from ..engine.kernels.format import (
 from ..tables.counters import HOST, Counters
 from ..tables.slabs import SlabCache
 
-#: Calls after which the GPU's counts are asked for.
+#: Calls of `MissRate.update` at which a copy of the counts is started; then every LOOK_EVERY.
 FIRST_LOOKS = (2, 8)
 LOOK_EVERY = 64
 
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 class ResidentCache:
     """The parameter of cached rows as a slab of raw rows, with a map from ids to them.
 
-    The map is on the GPU, made when a gather first needs it and after rows came or went; in
-    inference none do.
+    The map is built on the GPU when a gather first needs it, and again after the resident rows
+    change, which inference does not do.
 
     Parameters
     ----------
@@ -52,14 +52,14 @@ class ResidentCache:
         rows = self._rows()
         if rows is None or device != rows.device:
             return None
-        made_of = (rows.residents.changes, rows.parameter.data_ptr())
+        made_of = (rows.slot_table.changes, rows.parameter.data_ptr())
         if self._storage is None or made_of != self._made_of:
             self._storage = _storage(rows)
             self._made_of = made_of
         return self._storage
 
     def forget(self, ids: torch.Tensor) -> None:
-        """Do nothing: rows that change in the table are not resident, or are the newer ones."""
+        """Do nothing: no resident row is older than the table's."""
 
     def counted(self) -> tuple[int, int]:
         """Return hits and misses so far; waits for the GPU."""
@@ -72,15 +72,15 @@ class ResidentCache:
 
 
 class MissRate:
-    """Which share of the rows that were looked up on a GPU had to be fetched, as far as known.
+    """Share of looked-up rows that missed the GPU's memory, by its last counts that were read.
 
-    The GPU counts; its counts are copied now and then, and read once they are there, so that nobody
-    waits for them.
+    The GPU counts hits and misses. An asynchronous copy of the counts is started now and then and
+    read once it has ended, so nothing waits.
 
     Parameters
     ----------
     expected : float
-        What to go by until then.
+        The share to assume before the first copy.
     """
 
     def __init__(self, expected: float) -> None:
@@ -93,7 +93,7 @@ class MissRate:
         self._before = (0, 0)
 
     def update(self, counters: Counters, device: torch.device) -> float:
-        """Return the share; start to ask for new counts, or take those that have come."""
+        """Return the share; start a copy of new counts, or read the one that has ended."""
         self._calls += 1
         if self._coming is not None:
             counts, event = self._coming
@@ -118,11 +118,11 @@ class MissRate:
 
 
 def cache_on_gpu(rows: CachedRows) -> SlabCache | ResidentCache | None:
-    """Do what `CachedRows.cache_on_gpu` says."""
+    """Implement `CachedRows.cache_on_gpu`."""
     if rows.resident_cache is not None:
         return rows.resident_cache
-    if rows.source.slabs is not None:
-        return rows.source.slabs
+    if rows.row_store.slabs is not None:
+        return rows.row_store.slabs
     if rows.cache == "packed" or not fits(rows.table.row_bytes):
         return None
     rows.resident_cache = ResidentCache(rows)
@@ -130,12 +130,12 @@ def cache_on_gpu(rows: CachedRows) -> SlabCache | ResidentCache | None:
 
 
 def fits(row_bytes: int) -> bool:
-    """Tell whether kernels can read rows of so many bytes where they lie."""
+    """Return whether kernels can read rows of `row_bytes` in place: whole words only."""
     return row_bytes > 0 and row_bytes % 4 == 0
 
 
 def with_spare(data: torch.Tensor) -> torch.Tensor:
-    """Return rows ``[C, D]`` with memory behind them that kernels of a GPU may read.
+    """Return rows ``[C, D]`` followed by padding that GPU kernels may read.
 
     On the CPU they are returned as they are.
     """
@@ -149,9 +149,9 @@ def with_spare(data: torch.Tensor) -> torch.Tensor:
 
 
 def _storage(rows: CachedRows) -> CacheStorage:
-    residents, device, row_bytes = rows.residents, rows.device, rows.table.row_bytes
-    slots = residents.resident()
-    ids = residents.id_of[slots]
+    slot_table, device, row_bytes = rows.slot_table, rows.device, rows.table.row_bytes
+    slots = slot_table.resident()
+    ids = slot_table.id_of[slots]
     locations = (
         (slots * row_bytes).astype(np.uint64) << np.uint64(OFFSET_SHIFT) | np.uint64(row_bytes // 4)
     ).view(np.int64)

@@ -27,17 +27,17 @@ from .arguments import (
     checked_pins,
     checked_rows,
 )
-from .device_notes import DeviceNotes
+from .device_counters import DeviceCounters
 from .eviction import EvictionStrategy
 from .gradients import NONE, Array
-from .guests import GuestRoom, Guests
-from .lookups import bring, host_ids, look_up, prefetch, read, to_device
+from .lookups import fetch, host_ids, look_up, prefetch, read, to_device
+from .miss_buffer import MissBuffer, MissBufferSize
 from .optimizers import check_optimizer
 from .parameter_watch import ParameterWatch
 from .resident_bags import ResidentBags
 from .resident_cache import MissRate, ResidentCache, cache_on_gpu, with_spare
-from .residents import Residents
-from .source import Source, packed_table
+from .row_store import RowStore, packed_table
+from .slot_table import SlotTable
 from .state import RowState
 from .statistics import Statistics, stats_of
 from .training import Training
@@ -46,7 +46,7 @@ from .training import Training
 class CachedRows:
     """Rows of an embedding table: all packed in host memory, the hot ones resident on a device.
 
-    `lookup` brings the rows of a batch to the device, where they train as part of `parameter`, and
+    `lookup` fetches the rows of a batch to the device, where they train as part of `parameter`, and
     rows that leave are packed again on the way back. Only rows that may have changed go back.
 
     Parameters
@@ -62,7 +62,7 @@ class CachedRows:
         a `SlabCache` that takes no more bytes than so many raw rows; rows that train are then
         fetched for each batch and written back after each step.
     evict : EvictionStrategy
-        What leaves first.
+        Which row leaves first.
     trainable : bool
         Whether rows may change. If not, nothing is ever written back.
     counts : torch.Tensor, sequence or None
@@ -70,23 +70,23 @@ class CachedRows:
     warmup_ratio : float
         Share of the resident rows that is filled at first, 0 to 1.
     pinned_ids : sequence of int
-        Rows that stay resident always, such as the one that pads.
+        Rows that are always resident, such as the padding row.
     buffer_rows : int
-        The most rows that are brought at once, which bounds the memory for that; 0 for no bound.
+        The most rows that are fetched at once, which bounds the memory for that; 0 for no bound.
 
     Attributes
     ----------
     parameter : torch.nn.Parameter
         ``[cache_rows, D]`` on the device, for the optimizer. When the rows of a step do not fit it
-        grows, and shrinks at the next lookup. While ids come on a GPU it has slots behind those of
-        the cache, for 2.5 batches and up to 16, where rows that miss come without the host.
+        grows, and shrinks at the next lookup. With ids on a GPU it has a miss buffer
+        behind the slots of the cache, for the misses of 2.5 and up to 16 batches.
 
     Notes
     -----
     A step of an optimizer gives exactly what it would give on the whole table, if the optimizer
     leaves rows without gradient alone. Others are refused: those of `torch.optim` when they are
     made, the rest at their first step. Gradients must be cleared between steps, as usual
-    (`zero_grad`); what could not be told apart raises.
+    (`zero_grad`); what could not be distinguished raises.
 
     float16 and bfloat16: torch's dense SGD rounds the last ``numel % 64`` elements of a parameter,
     and of the share of each thread, otherwise than the others, so that a step may differ there by
@@ -128,11 +128,11 @@ class CachedRows:
         self.buffer_rows = buffer_rows
         self.cache: CacheKind = cache
         packed_rows = cache_rows if cache == "packed" else 0
-        self.source = Source(table, self.device, packed_rows, "auto", True, NONE)
+        self.row_store = RowStore(table, self.device, packed_rows, "auto", True, NONE)
         self.pinned_ids = checked_pins(pinned_ids, n_rows) if cache == "rows" else ()
-        # Beside at least one row that can change places.
+        # Besides pinned rows there is at least one slot whose row can change.
         resident = 0 if cache == "packed" else min(n_rows, cache_rows + len(self.pinned_ids))
-        self.residents = Residents(n_rows, resident, evict)
+        self.slot_table = SlotTable(n_rows, resident, evict)
         data = torch.zeros(resident, self.row_dim, dtype=table.dtype, device=self.device)
         self.parameter = torch.nn.Parameter(with_spare(data), requires_grad=trainable)
         self._begin([])
@@ -141,14 +141,14 @@ class CachedRows:
     def _begin(self, stores: list[dict[str, RowState]]) -> None:
         self.watch = ParameterWatch(self)
         self.statistics = Statistics()
-        self.notes: DeviceNotes | None = None
-        self.guests: Guests | None = None
-        self.guest_room = GuestRoom()
+        self.device_counters: DeviceCounters | None = None
+        self.miss_buffer: MissBuffer | None = None
+        self.miss_buffer_size = MissBufferSize()
         self.resident_bags = ResidentBags()
         #: Whether all rows of the last plain lookup were resident.
         self.all_hit = False
         self.resident_cache: ResidentCache | None = None
-        cached = self.source.packed_rows or self.cache_rows
+        cached = self.row_store.packed_rows or self.cache_rows
         self.miss_rate = MissRate(1 - cached / len(self))
         self._numbers: torch.Tensor | None = None
         self._first_numbers: torch.Tensor | None = None
@@ -158,9 +158,9 @@ class CachedRows:
         self.training = Training(self, stores)
 
     def after_fork(self) -> None:
-        """Set up what belongs to one process: the lock, and what its threads fetch."""
+        """Make the lock anew, and drop prefetched rows: both belong to one process."""
         self.lock = threading.RLock()
-        self.source.prefetched = None
+        self.row_store.prefetched = None
 
     @classmethod
     def from_tensor(
@@ -193,15 +193,15 @@ class CachedRows:
         except BaseException:
             table.close()
             raise
-        made.source.codec, made.source.pin, made.source.notes = codec, pin, notes
+        made.row_store.codec, made.row_store.pin, made.row_store.notes = codec, pin, notes
         return made
 
-    # What it is
+    # Attributes
 
     @property
     def table(self) -> CompressedTable:
         """The rows on the host; those of resident ones may be older."""
-        return self.source.table
+        return self.row_store.table
 
     def __len__(self) -> int:
         """Return the number of rows of the table."""
@@ -225,12 +225,12 @@ class CachedRows:
     @property
     def cache_rows(self) -> int:
         """Rows that `parameter` holds between steps, those of `pinned_ids` included."""
-        return self.residents.capacity_rows
+        return self.slot_table.capacity_rows
 
     @property
     def all_resident(self) -> bool:
         """Whether every row is resident; then each lies in the slot of its own number."""
-        return self.residents.capacity_rows == self.residents.n_rows
+        return self.slot_table.capacity_rows == self.slot_table.n_rows
 
     def __repr__(self) -> str:
         """Name the table and the cache."""
@@ -256,8 +256,7 @@ class CachedRows:
         ids : torch.Tensor
             int32 or int64 of any shape, on a CPU or GPU, 0 to N - 1.
         train : bool
-            Whether rows may come and go. If not, what is resident stays so, and the other rows of
-            the batch are decoded beside it.
+            Whether rows of the batch become resident. If not, they bypass the cache.
         sparse : bool
             Whether the gradient is going to be sparse.
         max_norm, norm_type : float
@@ -275,7 +274,7 @@ class CachedRows:
         ------
         IndexRangeError
             When an id is out of range; nothing was changed. For ids on a GPU the next call there or
-            `bitslab.raise_pending_errors` tells, since nothing waits for the GPU.
+            `bitslab.raise_pending_errors` raises it, since nothing waits for the GPU.
         ArgumentTypeError
             When the ids are no int32 or int64.
         BitslabError
@@ -297,7 +296,7 @@ class CachedRows:
         max_norm: float | None = None,
         norm_type: float = 2.0,
     ) -> tuple[torch.Tensor, torch.Tensor, int | None]:
-        """Do what `lookup` does, and say where the row is that pads.
+        """Return what `lookup` returns, and the index of the padding row.
 
         Parameters
         ----------
@@ -311,8 +310,8 @@ class CachedRows:
         weight, index
             As there.
         padding : int or None
-            Place of that row in `weight`; of a row that no index names, or None, if the batch has
-            none.
+            Index of that row in `weight`; if the batch has none, that of a row that no index names,
+            or None.
         """
         with self.lock:
             self._check_open()
@@ -328,7 +327,7 @@ class CachedRows:
 
     @not_traced
     def read(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return the rows of some ids, with no gradient and with nothing coming or going.
+        """Return the rows of some ids, without gradient; the cache is left as it is.
 
         Parameters
         ----------
@@ -352,7 +351,7 @@ class CachedRows:
         include_last: bool,
         one_each: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-        """Look bags up in inference on a CPU, where there is nothing else to do.
+        """Look bags up in inference on a CPU, in the plainest case.
 
         Parameters
         ----------
@@ -378,7 +377,7 @@ class CachedRows:
                 return None
             return by_slots.plain_lookup(self, ids, offsets, include_last, one_each)
 
-    def bring(self, ids: torch.Tensor) -> torch.Tensor | None:
+    def fetch(self, ids: torch.Tensor) -> torch.Tensor | None:
         """Make the rows of some ids resident.
 
         Parameters
@@ -393,15 +392,15 @@ class CachedRows:
         """
         with self.lock:
             self._check_open()
-            self.training.settle()
-            found = bring(self, host_ids(self, ids), wants_grad=False, sparse=False)
+            self.training.retire_steps()
+            found = fetch(self, host_ids(self, ids), wants_grad=False, sparse=False)
             return to_device(found.index, self.device).view(ids.shape) if found.whole else None
 
     @not_traced
     def lookup_slots(
         self, slots: torch.Tensor, padding_idx: int | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, int | None]:
-        """Do what `lookup_padded` does for rows that `bring` has made resident.
+        """Return what `lookup_padded` returns, for rows that `fetch` has made resident.
 
         Parameters
         ----------
@@ -415,7 +414,7 @@ class CachedRows:
             return by_slots.look_up_slots(self, slots, padding_idx)
 
     def cache_on_gpu(self) -> SlabCache | ResidentCache | None:
-        """Return what tells the kernels of the GPU which rows are in its memory."""
+        """Return the cache that gather kernels read rows in the GPU's memory from, if any."""
         return cache_on_gpu(self)
 
     def numbers(self, n: int) -> torch.Tensor:
@@ -443,8 +442,9 @@ class CachedRows:
         Parameters
         ----------
         ids : torch.Tensor
-            As for `lookup`. With those on a GPU nothing is done: their lookup brings the rows that
-            miss by itself, and reads nothing back but with `max_norm` or where memory is short.
+            As for `lookup`. With those on a GPU nothing is done: their lookup runs on the
+            GPU, which fetches rows that miss; the host reads ids back only with `max_norm` or where
+            memory is short.
         """
         with self.lock:
             self._check_open()
@@ -453,7 +453,7 @@ class CachedRows:
     def warm_up(
         self, counts: torch.Tensor | Sequence[int] | None = None, warmup_ratio: float = 1.0
     ) -> None:
-        """Choose anew what is resident, before training or for good in inference.
+        """Choose the resident rows anew, before training or for inference.
 
         Parameters
         ----------
@@ -468,14 +468,17 @@ class CachedRows:
             warm.warm_up(self, counts, warmup_ratio)
 
     def attach_optimizer(self, optimizer: torch.optim.Optimizer, *, row_wise: bool = False) -> None:
-        """Let an optimizer's state follow the rows before its first step, when it is found anyway.
+        """Attach an optimizer before its first step, so that its state follows the rows.
+
+        At its first step it is found and attached anyway.
 
         Parameters
         ----------
         optimizer : torch.optim.Optimizer
             It has `parameter`.
         row_wise : bool
-            The caller vouches that a step leaves rows without gradient, and their state, alone.
+            Whether the caller guarantees that a step leaves rows without gradient, and their state,
+            alone.
 
         Raises
         ------
@@ -484,7 +487,7 @@ class CachedRows:
         """
         with self.lock:
             self._check_open()
-            self.training.link(check_optimizer(optimizer), row_wise=row_wise).align()
+            self.training.adapter(check_optimizer(optimizer), row_wise=row_wise).align()
 
     def flush(self, *, evict: bool = False) -> None:
         """Pack every row that may have changed back into the table.
@@ -492,7 +495,7 @@ class CachedRows:
         Parameters
         ----------
         evict : bool
-            Whether the resident rows leave too, but for those that always stay.
+            Whether the resident rows are evicted too, but for `pinned_ids`.
         """
         with self.lock, torch.no_grad():
             self._check_open()
@@ -538,7 +541,7 @@ class CachedRows:
             whole.load(self, weight, begin)
 
     def before_move(self) -> None:
-        """Get ready for `moved`: changed rows go back to the table."""
+        """Write changed rows back to the table, before a module moves the parameter."""
         with self.lock, torch.no_grad():
             whole.before_move(self)
 
@@ -548,7 +551,7 @@ class CachedRows:
         Parameters
         ----------
         parameter : torch.nn.Parameter
-            It, or what stands in its place now.
+            The parameter, or the one that replaces it now.
         """
         with self.lock, torch.no_grad():
             whole.moved(self, parameter)
@@ -556,16 +559,16 @@ class CachedRows:
     # Copies, statistics, end
 
     def __getstate__(self) -> dict[str, Any]:
-        """Describe the rows for a copy or another process, which knows no optimizer yet."""
+        """Return the pickled form: rows and optimizer state, but no optimizers."""
         with self.lock:
             self._check_open()
             return whole.description(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        stores, source = state.pop("stores"), state.pop("source")
+        stores, store = state.pop("stores"), state.pop("row_store")
         self.__dict__.update(state)
         self.device = self.parameter.device
-        self.source = Source(device=self.device, **source)
+        self.row_store = RowStore(device=self.device, **store)
         self._begin(stores)
 
     def stats(self) -> dict[str, Any]:
@@ -587,11 +590,11 @@ class CachedRows:
             return stats_of(self)
 
     def close(self) -> None:
-        """Let the memory go; closing twice is fine."""
+        """Free the memory; closing twice is fine."""
         with self.lock:
             if not self.closed:
-                self.closed, self.guests = True, None
-                self.source.close()
+                self.closed, self.miss_buffer = True, None
+                self.row_store.close()
 
     def _check_open(self) -> None:
         if self.closed:

@@ -1,4 +1,4 @@
-"""Giving a parameter, and its gradient, another number of rows."""
+"""Resizing a parameter and its gradient to another number of rows."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .gradients import sparse_rows
 
 
 def resized(grad: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """Return a gradient with another number of rows, others 0 or left out."""
+    """Return a gradient with the number of rows of `shape`; rows that are added are 0."""
     n_rows = shape[0]
     if grad.is_sparse:
         indices, values = grad._indices(), grad._values()
@@ -27,5 +27,5 @@ def set_data(parameter: torch.nn.Parameter, data: torch.Tensor) -> None:
     # Autograd's node that takes its gradient checks the shape of when it was made; it lives as long
     # as any graph does, such as that of the last output, and is made anew only for another dtype.
     other = torch.float32 if data.dtype is torch.float64 else torch.float64
-    # Both at once, as far as an interruption can tell.
+    # One statement, so that Ctrl-C cannot leave the dummy tensor.
     parameter.data, parameter.data = torch.empty(0, dtype=other, device=data.device), data

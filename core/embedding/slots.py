@@ -1,4 +1,4 @@
-"""Lookups that need nothing brought: plain ones on a CPU, and those by slots instead of ids."""
+"""Lookups that fetch nothing: plain ones on a CPU, and lookups by slot instead of id."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from ..errors import ArgumentError
-from .device_notes import take_notes
+from .device_counters import sync_from_device
 from .lookups import rows_of
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ def plain_lookup(
     include_last: bool,
     one_each: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-    """Do what `CachedRows.plain_lookup` says."""
+    """Implement `CachedRows.plain_lookup`."""
     parameter = rows.parameter
     if not parameter.is_cpu or not rows.training.idle:
         return None
@@ -33,17 +33,17 @@ def plain_lookup(
     if one_each and parameter.is_contiguous():
         # Another thread may move the module meanwhile: this keeps the rows.
         resident = parameter.data
-        # Where the batch before needed no row of the table, this one probably needs none.
+        # If the batch before needed no row of the table, this one probably needs none.
         out = _resident_bags(rows, resident, ids, offsets) if rows.all_hit else None
         if not rows.all_hit:
             out = _decoded_bags(rows, resident, ids, offsets)
         if out is not None:
             return out, None
     host = ids.numpy()
-    slots, missing = rows.residents.find_bags(host, offsets.numpy(), include_last)
+    slots, missing = rows.slot_table.find_bags(host, offsets.numpy(), include_last)
     rows.all_hit = missing == 0
     if missing == 0 and len(slots):
-        rows.statistics.note_rows(len(slots), 0)
+        rows.statistics.record_rows(len(slots), 0)
         return parameter, torch.from_numpy(slots)
     if missing <= 0 or not one_each or not torch.equal(offsets, rows.numbers(len(ids))):
         return None
@@ -58,10 +58,10 @@ def _resident_bags(
     n = ids.shape[0]
     if n * resident.shape[1] * resident.element_size() > COPIED_BYTES:
         return None
-    out = rows.resident_bags.sums(rows.residents, resident, ids, offsets)
+    out = rows.resident_bags.sums(rows.slot_table, resident, ids, offsets)
     rows.all_hit = out is not None
     if out is not None:
-        rows.statistics.note_rows(n, 0)
+        rows.statistics.record_rows(n, 0)
     return out
 
 
@@ -69,28 +69,28 @@ def _decoded_bags(
     rows: CachedRows, resident: torch.Tensor, ids: torch.Tensor, offsets: torch.Tensor
 ) -> torch.Tensor | None:
     """Return bags of one id each in one go, or None where that cannot be."""
-    source = rows.source
-    if source.prefetched is not None or source.slabs is not None:
+    store = rows.row_store
+    if store.prefetched is not None or store.slabs is not None:
         return None
     n = ids.shape[0]
     out = resident.new_empty(n, resident.shape[1])
-    slots = rows.resident_bags.slot_map(rows.residents, n)
+    slots = rows.resident_bags.slot_map(rows.slot_table, n)
     missing = rows.table.look_up_bags(ids, offsets, slots, resident, out)
     if missing is None:
         return None
     rows.all_hit = missing == 0
-    rows.statistics.note_rows(n - missing, missing)
+    rows.statistics.record_rows(n - missing, missing)
     return out
 
 
 def look_up_slots(
     rows: CachedRows, slots: torch.Tensor, padding_idx: int | None
 ) -> tuple[torch.Tensor, torch.Tensor, int | None]:
-    """Do what `CachedRows.lookup_slots` says."""
+    """Implement `CachedRows.lookup_slots`."""
     rows.watch.check()
-    take_notes(rows)
+    sync_from_device(rows)
     host = slots.detach().reshape(-1).cpu().numpy()
-    held = rows.residents.id_of
+    held = rows.slot_table.id_of
     if len(host) and not (0 <= host.min() and host.max() < len(held)):
         raise ArgumentError(f"input: slots outside 0 to {len(held) - 1}")
     used = np.unique(host)
@@ -99,5 +99,5 @@ def look_up_slots(
     matrix: torch.Tensor = rows.parameter.data
     if torch.is_grad_enabled() and rows.parameter.requires_grad:
         matrix = rows.training.hold(matrix, used, held[used], whole=True)
-    padding = None if padding_idx is None else rows.residents.slot_or_none(padding_idx)
+    padding = None if padding_idx is None else rows.slot_table.slot_or_none(padding_idx)
     return matrix, slots.to(rows.device, torch.int64), padding

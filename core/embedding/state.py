@@ -1,4 +1,4 @@
-"""An optimizer's state of the rows that are not resident."""
+"""Optimizer state of rows that are not resident, in host memory."""
 
 from __future__ import annotations
 
@@ -50,7 +50,10 @@ class RowState:
         return self.__dict__ | {"_buffer": None}
 
     def pin(self) -> bool:
-        """Let GPUs read the values, all of whose memory is taken then; tell whether they can."""
+        """Page-lock the values so that GPUs can read them; return whether that worked.
+
+        The memory of all rows is taken then.
+        """
         if self._buffer is None:
             try:
                 buffer = HostBuffer.allocate(self._values.nbytes)

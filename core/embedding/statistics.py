@@ -1,4 +1,4 @@
-"""Counts of lookups."""
+"""Hit and miss counters of lookups, on the host and on devices."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..engine.codecs import RawCodec
-from .residents import Batch
+from .slot_table import Batch
 
 if TYPE_CHECKING:
     from .rows import CachedRows
@@ -16,25 +16,25 @@ if TYPE_CHECKING:
 HISTORY = 100_000
 #: Batches whose counts on a device lie in one tensor.
 BLOCK = 1024
-#: In a history: a count that lies on a device.
+#: In a history: a count that is still on a device.
 ON_DEVICE = -1
 
 
 class Statistics:
-    """Counts of lookups, in all and batch by batch.
+    """Hit and miss counters, in all and batch by batch.
 
-    Those that lie on a device are read when somebody asks for hits or misses.
+    Counters on a device are read when hits or misses are asked for.
     """
 
     def __init__(self) -> None:
         self.lookups = 0
-        #: Of each batch that brought rows: rows written back.
+        #: Rows written back for each batch that fetched rows.
         self.written_back_history: list[int] = []
         self._hits = self._misses = 0
         self._hits_history: list[int] = []
         self._misses_history: list[int] = []
-        #: Rows that a GPU brought by itself, as far as they were read.
-        self.brought_by_gpu = 0
+        #: Rows that a GPU fetched through its miss buffer, as of the last read of its counters.
+        self.fetched_by_gpu = 0
         # int64 [BLOCK, 2] each: hits and misses of batches, in order, and of how many batches.
         self._blocks: list[torch.Tensor] = []
         self._on_device = 0
@@ -53,50 +53,50 @@ class Statistics:
 
     @property
     def hits_history(self) -> list[int]:
-        """Of each batch that brought rows: different rows that hit."""
+        """Different rows that hit, for each batch that fetched rows."""
         self._read()
         return list(self._hits_history)
 
     @property
     def misses_history(self) -> list[int]:
-        """Of each batch that brought rows: different rows that missed."""
+        """Different rows that missed, for each batch that fetched rows."""
         self._read()
         return list(self._misses_history)
 
-    def note(self, batch: Batch, written_back: int) -> None:
-        """Count a batch by its different rows."""
-        self.note_rows(len(batch.touched), len(batch.missing), len(batch.slots))
+    def record(self, batch: Batch, written_back: int) -> None:
+        """Count a batch: each different row is one hit or one miss."""
+        self.record_rows(len(batch.touched), len(batch.missing), len(batch.slots))
         self._append(len(batch.touched), len(batch.missing), written_back)
 
-    def note_on_device(self, n_ids: int, device: torch.device) -> torch.Tensor:
-        """Count a batch whose hits and misses only the device knows.
+    def record_on_device(self, n_ids: int, device: torch.device) -> torch.Tensor:
+        """Return counters on the device for a batch whose hits and misses only the device knows.
 
         Parameters
         ----------
         n_ids : int
             Ids of the batch.
         device : torch.device
-            It.
+            Where the batch is looked up.
 
         Returns
         -------
         torch.Tensor
-            int64 ``[2]`` on it, zeros: where the different rows that hit, and those that missed,
-            are to be written.
+            int64 ``[2]`` on `device`, zeros: the kernel writes the numbers of different rows that
+            hit and that missed.
         """
         if self._on_device == BLOCK * len(self._blocks):
             if len(self._blocks) > 2 * HISTORY // BLOCK:
                 self._read()  # waits, once in so many batches, so that they do not pile up
             with torch.inference_mode(False):  # it may be written to in training later
                 self._blocks.append(torch.zeros(BLOCK, 2, dtype=torch.int64, device=device))
-        place = self._blocks[-1][self._on_device % BLOCK]
+        counters = self._blocks[-1][self._on_device % BLOCK]
         self._on_device += 1
         self.lookups += n_ids
         self._append(ON_DEVICE, ON_DEVICE, 0)
-        return place
+        return counters
 
-    def note_written_back(self, n_rows: int) -> None:
-        """Count rows that were written back since the last batch to that batch."""
+    def record_written_back(self, n_rows: int) -> None:
+        """Add rows that were written back since the last batch to that batch's count."""
         if self.written_back_history:
             self.written_back_history[-1] += n_rows
 
@@ -108,7 +108,7 @@ class Statistics:
                 del history[:HISTORY]
 
     def _read(self) -> None:
-        """Read what lies on a device."""
+        """Read the counters on devices."""
         if not self._on_device:
             return
         for block in self._blocks:
@@ -120,13 +120,13 @@ class Statistics:
         self._hits += sum(hits for hits, _ in counts)
         misses = sum(misses for _, misses in counts)
         self._misses += misses
-        self.brought_by_gpu += misses
-        places = [i for i, hits in enumerate(self._hits_history) if hits == ON_DEVICE]
+        self.fetched_by_gpu += misses
+        unread = [i for i, hits in enumerate(self._hits_history) if hits == ON_DEVICE]
         # The first of them may be gone from the history.
-        for place, pair in zip(places, counts[len(counts) - len(places) :], strict=True):
-            self._hits_history[place], self._misses_history[place] = pair
+        for position, pair in zip(unread, counts[len(counts) - len(unread) :], strict=True):
+            self._hits_history[position], self._misses_history[position] = pair
 
-    def note_rows(self, hits: int, misses: int, lookups: int | None = None) -> None:
+    def record_rows(self, hits: int, misses: int, lookups: int | None = None) -> None:
         """Count rows that were resident, rows that were not, and ids looked up."""
         self._hits += hits
         self._misses += misses
@@ -134,21 +134,23 @@ class Statistics:
 
 
 def stats_of(rows: CachedRows) -> dict[str, Any]:
-    """Do what `CachedRows.stats` says."""
+    """Implement `CachedRows.stats`."""
     table = rows.table.stats()
     hits, misses = rows.statistics.hits, rows.statistics.misses
     lookups, moved = rows.statistics.lookups, table["moved_bytes"]
     if isinstance(rows.table.codec, RawCodec):
-        moved += rows.statistics.brought_by_gpu * table["row_bytes"]  # which the table cannot count
-    beside = (rows.notes, rows.guests)
-    device_bytes = rows.parameter.nbytes + sum(each.nbytes for each in beside if each is not None)
+        moved += rows.statistics.fetched_by_gpu * table["row_bytes"]  # which the table cannot count
+    on_device = (rows.device_counters, rows.miss_buffer)
+    device_bytes = rows.parameter.nbytes + sum(
+        each.nbytes for each in on_device if each is not None
+    )
     if rows.resident_cache is not None:
         on_gpu = rows.resident_cache.counted()
         hits, misses = hits + on_gpu[0], misses + on_gpu[1]
         lookups += on_gpu[0] + on_gpu[1]
-    if rows.source.slabs is not None:
-        # What lies in them is not resident to the statistics; they count by themselves.
-        slabs = rows.source.slabs.stats()
+    if rows.row_store.slabs is not None:
+        # Rows in slabs are no hits to the statistics: slabs have counters of their own.
+        slabs = rows.row_store.slabs.stats()
         hits, misses = slabs["hits"], slabs["misses"]
         lookups = hits + misses
         device_bytes += sum(slabs["slab_bytes"]) + slabs["map_bytes"]
@@ -158,16 +160,16 @@ def stats_of(rows: CachedRows) -> dict[str, Any]:
         "codec": table["codec"],
         "raw_bytes": table["raw_bytes"],
         "host_bytes": table["host_bytes"],
-        "map_bytes": rows.residents.map_bytes,
+        "map_bytes": rows.slot_table.map_bytes,
         "ratio": table["ratio"],
-        "cache_rows": rows.source.packed_rows or rows.cache_rows,
+        "cache_rows": rows.row_store.packed_rows or rows.cache_rows,
         "device_bytes": device_bytes,
         "lookups": lookups,
         "hits": hits,
         "misses": misses,
         "hit_rate": hits / (hits + misses) if hits + misses else 0.0,
-        "written_back": rows.source.written_back,
+        "written_back": rows.row_store.written_back,
         "moved_bytes": moved,
         "overflow_bytes": table["overflow_bytes"],
-        "notes": list(rows.source.notes),
+        "notes": list(rows.row_store.notes),
     }

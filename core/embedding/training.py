@@ -1,4 +1,4 @@
-"""What a step needs of cached rows: they stay until their gradient has been applied."""
+"""Training of cached rows: they keep their slots until their gradient has been applied."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ import numpy as np
 import torch
 
 from ..errors import BitslabError
-from .device_notes import notes_of, take_notes
+from .device_counters import device_counters_of, sync_from_device
 from .gradient_watch import GradientWatch
 from .gradients import (
     NONE,
     Array,
     BackwardPass,
-    Use,
+    PinnedLookup,
     accumulates,
     at_end_of_backward,
-    detour,
+    bypass,
     given_slots,
     on_device_of,
     pass_number,
     sparse_rows,
     track,
 )
-from .guests import let_go
-from .optimizers import OptimizerLink, has_stepped, watch
+from .miss_buffer import drain
+from .optimizers import OptimizerAdapter, has_stepped, watch
 from .resident_cache import with_spare
 from .sizes import resized
 from .state import RowState
@@ -35,37 +35,37 @@ if TYPE_CHECKING:
     from .rows import CachedRows
 
 
-#: Lookups whose gradients are looked at together, for those that were set to zero.
+#: Lookups with pending gradients from which on slots whose gradient was zeroed are released.
 MANY_LOOKUPS = 32
 
 
 class Training:
-    """Gradients and optimizers of cached rows. The rows' lock is held by whoever calls.
+    """Gradients and optimizers of cached rows. Callers hold the rows' lock.
 
-    Rows of a lookup may not leave their slots while a backward pass may come (the lookup *waits*),
-    nor until a step has applied their gradient (it is *pending*). Gradients of rows that were
-    looked up beside the parameter (a *detour*) are brought to it at the end of the backward pass;
-    it grows to hold those rows for the step, and shrinks at the next lookup. A pass with a detour
-    sums all of its gradients here, in the order in which they arrive, as autograd does.
+    Rows of a lookup keep their slots while a backward pass may reach it (the lookup *waits*), and
+    until a step has applied their gradient (it is *pending*). Gradients of lookups that bypassed
+    the cache are added to the parameter's at the end of the backward pass: the parameter grows to
+    hold their rows for the step, and shrinks at the next lookup. Such a pass sums all of its
+    gradients here, in the order in which autograd computes them, as autograd does.
 
     Parameters
     ----------
     rows : CachedRows
         The rows.
     stores : list of dict of str to RowState
-        State of optimizers that are not known yet, from before a copy.
+        State of optimizers that are not attached yet, from before a copy.
     """
 
     def __init__(self, rows: CachedRows, stores: list[dict[str, RowState]]) -> None:
         self._owner = weakref.ref(rows)
-        self.links: list[OptimizerLink] = []
-        self._orphans = list(stores)
+        self.adapters: list[OptimizerAdapter] = []
+        self._unclaimed = list(stores)
         self.gradients = GradientWatch(rows)
-        self._live: weakref.WeakSet[Use] = weakref.WeakSet()
-        self._pending: list[Use] = []
-        # Those under way, by number; autograd holds each while it lasts.
+        self._live: weakref.WeakSet[PinnedLookup] = weakref.WeakSet()
+        self._pending: list[PinnedLookup] = []
+        # Backward passes under way, by number; autograd holds each while it lasts.
         self._passes: weakref.WeakValueDictionary[int, BackwardPass] = weakref.WeakValueDictionary()
-        self._grown = rows.residents.extra_rows > 0
+        self._grown = rows.slot_table.extra_rows > 0
         # A sparse gradient as an optimizer has it for a step, and as it was.
         self._summed: tuple[torch.Tensor | None, torch.Tensor] | None = None
         self.moved()
@@ -78,7 +78,7 @@ class Training:
         return rows
 
     def moved(self) -> None:
-        """Follow a parameter that is another object now."""
+        """Watch the parameter after it has become another object."""
         if self._rows.trainable:
             watch(self._rows)
             self.gradients.watch()
@@ -88,7 +88,7 @@ class Training:
         """Whether gradients are summed on the host, bit for bit as torch sums them."""
         return self._rows.device.type == "cpu"
 
-    # Lookups whose gradient may come
+    # Lookups whose gradient may be computed
 
     def hold(
         self,
@@ -99,98 +99,100 @@ class Training:
         whole: bool,
         on_device: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return rows of a batch such that their gradient arrives, and keep them in their slots.
+        """Return rows of a batch with a graph that reports their gradient; pin their slots.
 
         Parameters
         ----------
         matrix : torch.Tensor
-            ``[M, D]``, the rows, and at the end one that is none; or the parameter's.
+            ``[M, D]``, the rows and a row of zeros behind them; or the parameter's data.
         slots, ids : numpy.ndarray
-            int64 ``[u]``; no slots where the rows lie beside the parameter.
+            int64 ``[u]``; no slots where the lookup bypassed the cache.
         whole : bool
             Whether the matrix is the parameter's.
         on_device : torch.Tensor, optional
-            int64 ``[n]``, the slots, where the host knows none of them before `know_slots`.
+            int64 ``[n]``, the slots, where only the GPU knows them until `sync_slots`.
         """
-        use = Use(slots, ids, self._rows.source.changes, on_device)
-        self._live.add(use)
-        parameter, use.origin = self._rows.parameter, self.gradients.origin()
-        if use.beside:
-            return detour(parameter, matrix, self, use)
-        if whole:  # detached, it notices writes to the parameter before backward
-            return track(use.origin, parameter.detach(), None, self, use)
-        return track(use.origin, matrix, torch.from_numpy(slots), self, use)
+        lookup = PinnedLookup(slots, ids, self._rows.row_store.changes, on_device)
+        self._live.add(lookup)
+        parameter, lookup.origin = self._rows.parameter, self.gradients.origin()
+        if lookup.bypassed:
+            return bypass(parameter, matrix, self, lookup)
+        if whole:  # detached: autograd detects writes to the parameter before backward
+            return track(lookup.origin, parameter.detach(), None, self, lookup)
+        return track(lookup.origin, matrix, torch.from_numpy(slots), self, lookup)
 
-    def _waiting(self) -> list[Use]:
-        return [use for use in self._live if not use.used and len(use.slots)]
+    def _waiting(self) -> list[PinnedLookup]:
+        return [lookup for lookup in self._live if not lookup.used and len(lookup.slots)]
 
     def pin(self) -> None:
-        """Mark the slots whose rows may not leave."""
-        residents = self._rows.residents
-        residents.pinned[:] = False
+        """Set `pinned` of the slots whose rows may not leave."""
+        slot_table = self._rows.slot_table
+        slot_table.pinned[:] = False
         for row in self._rows.pinned_ids:
-            if residents.slot_of[row] >= 0:
-                residents.pinned[residents.slot_of[row]] = True
-        for use in (*self._waiting(), *self._pending):
-            residents.pinned[use.slots] = True
+            if slot_table.slot_of[row] >= 0:
+                slot_table.pinned[slot_table.slot_of[row]] = True
+        for lookup in (*self._waiting(), *self._pending):
+            slot_table.pinned[lookup.slots] = True
 
     # Backward
 
-    def arrived(
+    def on_gradient(
         self,
         node: Any,
-        use: Use,
+        lookup: PinnedLookup,
         grad: torch.Tensor,
         slots: torch.Tensor | None,
         shape: torch.Size,
     ) -> torch.Tensor | None:
-        """Hear of the gradient of resident rows; return what autograd adds to the parameter's.
+        """Backward hook: mark rows dirty and pinned; return the gradient, or None if summed here.
 
         Parameters
         ----------
         node : torch.autograd.graph.Node
-            What the gradient has reached.
-        use : Use
+            The node that the gradient has reached.
+        lookup : PinnedLookup
             The lookup.
         grad : torch.Tensor
-            Of the parameter; or of the rows in `slots` and of one more that is none.
+            Of the parameter; or of the rows in `slots` and of the row of zeros behind them.
         slots : torch.Tensor or None
             int64 ``[u]``.
         shape : torch.Size
-            That of the parameter at the lookup.
+            Shape of the parameter at the lookup.
         """
         rows = self._rows
         with rows.lock:
-            self._check_there(use)
+            self._check_resident(lookup)
             rows.watch.check()
             self.gradients.check_cleared("backward")
             this = self._this_pass()
-            if use.on_device is not None and self._collects(this, node, shape):
-                take_notes(rows)  # gradients are summed here by ids
+            if lookup.on_device is not None and self._collects(this, node, shape):
+                sync_from_device(rows)  # gradients are summed here by id
             kept: torch.Tensor | None
             if grad.is_sparse:
-                kept = self._arrived_sparse(this, node, use, grad, slots, shape)
+                kept = self._on_sparse_gradient(this, node, lookup, grad, slots, shape)
             elif self._collects(this, node, shape):
-                rows_only = grad if slots is not None else grad[on_device_of(grad, use.slots)]
-                self._collect(this, node, use, None, rows_only)
+                rows_only = grad if slots is not None else grad[on_device_of(grad, lookup.slots)]
+                self._collect(this, node, lookup, None, rows_only)
                 kept = None
             elif slots is not None:
                 kept = grad.new_zeros(shape).index_copy_(0, slots, grad[: len(slots)])
             else:
                 kept = grad
-            use.used = True
-            if use.on_device is not None:
-                notes_of(rows).changed(use.on_device, held=rows.guests is not None)
+            lookup.used = True
+            if lookup.on_device is not None:
+                device_counters_of(rows).changed(
+                    lookup.on_device, held=rows.miss_buffer is not None
+                )
                 return kept
-            rows.residents.dirty[use.slots] = True
-            self._pending.append(use)
+            rows.slot_table.dirty[lookup.slots] = True
+            self._pending.append(lookup)
             return kept
 
-    def _arrived_sparse(
+    def _on_sparse_gradient(
         self,
         this: BackwardPass,
         node: Any,
-        use: Use,
+        lookup: PinnedLookup,
         grad: torch.Tensor,
         slots: torch.Tensor | None,
         shape: torch.Size,
@@ -203,36 +205,38 @@ class Training:
         # Sparse gradients are added to each other in an order that depends on how their indices
         # compare, so that has to happen to those of ids. One alone is as well left to autograd.
         others = rows.parameter.grad is not None or any(
-            other is not use for other in self._waiting()
+            other is not lookup for other in self._waiting()
         )
         summed = others and self._on_host and accumulates(node)
         if not summed and not self._collects(this, node, shape):
             return grad
-        ids = torch.from_numpy(rows.residents.id_of)[grad._indices()[0].cpu()].to(grad.device)
-        self._collect(this, node, use, None, sparse_rows(ids, grad._values(), rows.shape))
+        ids = torch.from_numpy(rows.slot_table.id_of)[grad._indices()[0].cpu()].to(grad.device)
+        self._collect(this, node, lookup, None, sparse_rows(ids, grad._values(), rows.shape))
         return None
 
-    def take(self, node: Any, use: Use, found: torch.Tensor | None, grad: torch.Tensor) -> None:
-        """Take the gradient of rows that were looked up beside the parameter, and of one more."""
+    def take(
+        self, node: Any, lookup: PinnedLookup, found: torch.Tensor | None, grad: torch.Tensor
+    ) -> None:
+        """Collect the gradient of a lookup that bypassed the cache."""
         rows = self._rows
         with rows.lock:
             rows.watch.check()
             self.gradients.check_cleared("backward")
             if grad.is_sparse:
-                places = grad._indices()[0].cpu()
-                real = places < len(use.ids)
-                ids = torch.from_numpy(use.ids)[places[real]].to(grad.device)
+                positions = grad._indices()[0].cpu()
+                real = positions < len(lookup.ids)
+                ids = torch.from_numpy(lookup.ids)[positions[real]].to(grad.device)
                 values = grad._values()[real.to(grad.device)]
                 grad = sparse_rows(ids, values, rows.shape)
-            self._collect(self._this_pass(), node, use, found, grad)
-            use.used = True
+            self._collect(self._this_pass(), node, lookup, found, grad)
+            lookup.used = True
 
-    def _check_there(self, use: Use) -> None:
-        if use.on_device is not None:
-            return  # no row leaves before the host knows of the lookup
-        id_of = self._rows.residents.id_of
-        there = not len(use.slots) or use.slots.max() < len(id_of)
-        if not there or not np.array_equal(id_of[use.slots], use.ids):
+    def _check_resident(self, lookup: PinnedLookup) -> None:
+        if lookup.on_device is not None:
+            return  # no row leaves before the host knows the slots
+        id_of = self._rows.slot_table.id_of
+        there = not len(lookup.slots) or lookup.slots.max() < len(id_of)
+        if not there or not np.array_equal(id_of[lookup.slots], lookup.ids):
             raise BitslabError(
                 "backward: rows of this lookup have left the cache since an earlier backward "
                 "pass and step; look them up again"
@@ -247,16 +251,16 @@ class Training:
         return this
 
     def _collects(self, this: BackwardPass, node: Any, shape: torch.Size) -> bool:
-        """Tell whether a pass sums gradients here: autograd could not, or in another order."""
+        """Return whether a pass sums gradients here: autograd could not, or in another order."""
         if this.taken or shape != self._rows.parameter.shape:
             return True
-        return any(use.beside for use in self._live) and accumulates(node)
+        return any(lookup.bypassed for lookup in self._live) and accumulates(node)
 
     def _collect(
         self,
         this: BackwardPass,
         node: Any,
-        use: Use,
+        lookup: PinnedLookup,
         found: torch.Tensor | None,
         grad: torch.Tensor,
     ) -> None:
@@ -273,10 +277,10 @@ class Training:
                 f"backward: {why} is not possible with a batch of more rows than the cache has "
                 f"room for, which is {self._rows.cache_rows} rows; make the cache larger"
             )
-        this.taken.append((use, found, grad.detach()))
+        this.taken.append((lookup, found, grad.detach()))
 
     def _end_pass(self, this: BackwardPass) -> None:
-        """Bring what a pass collected to the parameter, which grows to hold its rows."""
+        """Add the gradients of a pass to the parameter's, which grows to hold their rows."""
         rows = self._rows
         with rows.lock, torch.no_grad():
             taken, this.taken = this.taken, []
@@ -285,19 +289,19 @@ class Training:
             if not taken:
                 self._leave_one_free()
                 return
-            take_notes(rows)
+            sync_from_device(rows)
             self.gradients.before_backward()
-            for use, found, _ in taken:
-                self._make_resident(use, found)
+            for lookup, found, _ in taken:
+                self._make_resident(lookup, found)
             self._leave_one_free()
             sparse: torch.Tensor | None = None
             dense: torch.Tensor | None = None
-            for use, _, grad in taken:
+            for lookup, _, grad in taken:
                 if grad.is_sparse:
                     sparse = grad if sparse is None else sparse + grad
                     continue
-                where = on_device_of(grad, rows.residents.slot_of[use.ids].astype(np.int64))
-                given = grad[: len(use.ids)]
+                where = on_device_of(grad, rows.slot_table.slot_of[lookup.ids].astype(np.int64))
+                given = grad[: len(lookup.ids)]
                 if dense is None:
                     dense = torch.zeros_like(rows.parameter.data).index_copy_(0, where, given)
                 else:
@@ -314,54 +318,54 @@ class Training:
         for hook in list((hooks or {}).values()):
             hook(rows.parameter)
 
-    def _make_resident(self, use: Use, found: torch.Tensor | None) -> None:
-        """Let the parameter grow to hold rows that gradients have come for."""
+    def _make_resident(self, lookup: PinnedLookup, found: torch.Tensor | None) -> None:
+        """Grow the parameter to hold the rows of a gradient."""
         rows = self._rows
-        residents = rows.residents
-        new = np.flatnonzero(residents.slot_of[use.ids] < 0)
+        slot_table = rows.slot_table
+        new = np.flatnonzero(slot_table.slot_of[lookup.ids] < 0)
         if len(new):
-            ids = use.ids[new]
-            if found is None or use.changes != rows.source.changes:
-                fresh = rows.source.gather(ids)  # a step may have changed them since the lookup
+            ids = lookup.ids[new]
+            if found is None or lookup.changes != rows.row_store.changes:
+                fresh = rows.row_store.gather(ids)  # a step may have changed them since the lookup
             else:
                 fresh = found[on_device_of(found, new)]
             self._grow(ids, fresh)
-        slots = residents.slot_of[use.ids].astype(np.int64)
-        residents.dirty[slots] = True
-        if use.beside:
-            added = Use(slots, use.ids)
+        slots = slot_table.slot_of[lookup.ids].astype(np.int64)
+        slot_table.dirty[slots] = True
+        if lookup.bypassed:
+            added = PinnedLookup(slots, lookup.ids)
             added.used = True
             self._pending.append(added)
 
     def _grow(self, ids: Array, fresh: torch.Tensor) -> None:
         rows = self._rows
-        parameter, first = rows.parameter, len(rows.residents.id_of)
+        parameter, first = rows.parameter, len(rows.slot_table.id_of)
         data = torch.cat([parameter.data[:first], fresh])
         before = grad = parameter.grad
         if grad is not None:
             grad = resized(grad, data.shape)
         parameter.grad = None
         self._grown = True
-        for link in self.links:
-            link.grow(ids, first)
+        for adapter in self.adapters:
+            adapter.grow(ids, first)
         rows.watch.set_data(data)
         parameter.grad = grad
         self.gradients.follow(before, grad)
-        rows.residents.grow(ids)
+        rows.slot_table.grow(ids)
 
     def _leave_one_free(self) -> None:
-        """Let the parameter grow by a slot of no row where gradients of lookups are in all slots.
+        """Append an empty slot to the parameter if lookups' gradients fill all slots.
 
-        A gradient that is changed by hand everywhere is told by it from one that is scaled.
+        It distinguishes a gradient that is changed by hand everywhere from one that is scaled.
         """
         rows = self._rows
-        n_slots = len(rows.residents.id_of)
-        n_held = sum(len(use.slots) for use in self._pending)
-        if rows.all_resident or rows.guests is not None or n_held < n_slots:
+        n_slots = len(rows.slot_table.id_of)
+        n_held = sum(len(lookup.slots) for lookup in self._pending)
+        if rows.all_resident or rows.miss_buffer is not None or n_held < n_slots:
             return
         free = np.ones(n_slots, bool)
-        for use in self._pending:
-            free[use.slots] = False
+        for lookup in self._pending:
+            free[lookup.slots] = False
         if not free.any():
             self._grow(np.array([-1]), rows.parameter.data.new_zeros(1, rows.row_dim))
 
@@ -371,32 +375,32 @@ class Training:
         old = rows.parameter.grad
         if old is not None:
             grad = self._by_id(old) + grad
-        slot_of = torch.from_numpy(rows.residents.slot_of)
+        slot_of = torch.from_numpy(rows.slot_table.slot_of)
         slots = slot_of[grad._indices()[0].cpu()].to(grad.device, torch.int64)
         rows.parameter.grad = sparse_rows(slots, grad._values(), rows.parameter.shape)
 
     def _by_id(self, grad: torch.Tensor) -> torch.Tensor:
         """Return a sparse gradient of the parameter with the ids as indices."""
-        ids = torch.from_numpy(self._rows.residents.id_of)[grad._indices()[0].cpu()]
+        ids = torch.from_numpy(self._rows.slot_table.id_of)[grad._indices()[0].cpu()]
         return sparse_rows(ids.to(grad.device), grad._values(), self._rows.shape)
 
     # Between steps
 
     @property
     def step_may_come(self) -> bool:
-        """Whether a step could change rows by a gradient that is there."""
+        """Whether a step could change rows: there is a gradient, or a pass is under way."""
         return self._rows.parameter.grad is not None or len(self._passes) > 0
 
     @property
     def idle(self) -> bool:
-        """Whether no step is under way, and the parameter of its size and as it should be."""
+        """Whether no gradient is pending, and the parameter has its size and was not written to."""
         rows = self._rows
-        busy = self._pending or self._grown or rows.guests is not None
+        busy = self._pending or self._grown or rows.miss_buffer is not None
         return not (busy or rows.watch.changed)
 
     @property
     def pass_under_way(self) -> BackwardPass | None:
-        """The backward pass that this code runs in, if gradients of lookups have come with it."""
+        """The backward pass that this code runs in, if it has reached a lookup."""
         return self._passes.get(pass_number())
 
     @property
@@ -406,128 +410,128 @@ class Training:
 
     @property
     def in_use(self) -> bool:
-        """Whether a gradient may come, or waits for a step."""
-        return self.held or self.in_pass or not all(use.used for use in self._live)
+        """Whether a gradient is pending, or may still be computed."""
+        return self.held or self.in_pass or not all(lookup.used for lookup in self._live)
 
     @property
     def held(self) -> bool:
         """Whether a gradient waits for a step."""
-        notes = self._rows.notes
-        return bool(self._pending) or (notes is not None and notes.holding)
+        counters = self._rows.device_counters
+        return bool(self._pending) or (counters is not None and counters.holding)
 
     @property
-    def live(self) -> list[Use]:
-        """The lookups whose graph is there."""
+    def live(self) -> list[PinnedLookup]:
+        """The lookups whose graph is alive."""
         return list(self._live)
 
-    def know_slots(self, held: Array = NONE) -> None:
-        """Take over from the GPU which slots are in use.
+    def sync_slots(self, held: Array = NONE) -> None:
+        """Read from the GPU which slots its lookups use.
 
         Parameters
         ----------
         held : numpy.ndarray
-            int64, those whose gradient waits for a step.
+            int64, slots whose gradient waits for a step.
         """
-        id_of = self._rows.residents.id_of
+        id_of = self._rows.slot_table.id_of
         if len(held):
-            kept = Use(held, id_of[held])
+            kept = PinnedLookup(held, id_of[held])
             kept.used = True
             self._pending.append(kept)
-        for use in self.live:
-            if use.on_device is not None:
-                use.slots = np.unique(use.on_device.cpu().numpy())
-                use.ids = id_of[use.slots]
-                use.on_device = None
+        for lookup in self.live:
+            if lookup.on_device is not None:
+                lookup.slots = np.unique(lookup.on_device.cpu().numpy())
+                lookup.ids = id_of[lookup.slots]
+                lookup.on_device = None
 
-    def release_taken(self) -> None:
-        """Let go of gradients that a step has taken, or that were dropped."""
+    def release_applied(self) -> None:
+        """Release pending lookups if a step has applied their gradients, or they were dropped."""
         self._rows.watch.check()
         if not self.in_pass and self._rows.parameter.grad is None:
             self.release()
 
     def release(self) -> None:
-        """Let go of all gradients."""
+        """Release all pending lookups."""
         self._pending.clear()
-        if self._rows.notes is not None:
-            self._rows.notes.release()
+        if self._rows.device_counters is not None:
+            self._rows.device_counters.release()
 
-    def settle(self) -> None:
-        """Let go of what earlier steps held, once they were taken."""
+    def retire_steps(self) -> None:
+        """Release lookups of finished steps, drain the miss buffer, shrink the parameter."""
         if self.idle:
             return
-        self.release_taken()
-        if self._rows.guests is not None:
-            let_go(self._rows)
-            self._grown = self._rows.residents.extra_rows > 0
+        self.release_applied()
+        if self._rows.miss_buffer is not None:
+            drain(self._rows)
+            self._grown = self._rows.slot_table.extra_rows > 0
         if self.in_pass:
             return
         if len(self._pending) >= MANY_LOOKUPS:
-            self.let_go()
+            self.release_zeroed()
         if self._grown and not self._pending:
-            capacity = self._rows.residents.capacity_rows
-            if all(use.slots.max() < capacity for use in self._waiting()):
-                # Also where nothing else may be written to by autograd later.
+            capacity = self._rows.slot_table.capacity_rows
+            if all(lookup.slots.max() < capacity for lookup in self._waiting()):
+                # Autograd may write to it later, so it is no inference tensor.
                 with torch.inference_mode(False), torch.no_grad():
                     self._shrink()
 
-    def let_go(self) -> bool:
-        """Let rows leave whose gradient was set to zero; tell whether there were any."""
+    def release_zeroed(self) -> bool:
+        """Release slots whose gradient was set to zero; return whether there were any."""
         grad = self._rows.parameter.grad
         if self._passes or grad is None or not self._pending:
             return False
-        held = np.unique(np.concatenate([use.slots for use in self._pending]))
+        held = np.unique(np.concatenate([lookup.slots for lookup in self._pending]))
         slots = given_slots(grad, held)
         self._pending.clear()
         if len(slots):
-            kept = Use(slots, self._rows.residents.id_of[slots])
+            kept = PinnedLookup(slots, self._rows.slot_table.id_of[slots])
             kept.used = True
             self._pending.append(kept)
         return len(slots) < len(held)
 
     def _shrink(self) -> None:
-        """Send the rows that did not fit back to the host."""
+        """Write rows beyond the capacity back to the host, and remove their slots."""
         rows = self._rows
-        residents, parameter = rows.residents, rows.parameter
-        capacity = residents.capacity_rows
-        slots = np.arange(capacity, len(residents.id_of))
-        slots = slots[residents.id_of[slots] >= 0]
-        ids = residents.id_of[slots]
-        rows.write_back(slots[residents.dirty[slots]])
-        for link in self.links:
-            link.save(slots, ids)
-        # From here on an interruption leaves at worst more rows than `residents` knows of, which
-        # are cut off the next time.
-        residents.shrink()
-        for link in self.links:
-            link.shrink(capacity)
+        slot_table, parameter = rows.slot_table, rows.parameter
+        capacity = slot_table.capacity_rows
+        slots = np.arange(capacity, len(slot_table.id_of))
+        slots = slots[slot_table.id_of[slots] >= 0]
+        ids = slot_table.id_of[slots]
+        rows.write_back(slots[slot_table.dirty[slots]])
+        for adapter in self.adapters:
+            adapter.save(slots, ids)
+        # From here on an interruption leaves at worst more rows than the slot table has slots for,
+        # which are cut off the next time.
+        slot_table.shrink()
+        for adapter in self.adapters:
+            adapter.shrink(capacity)
         grad, parameter.grad = parameter.grad, None
         rows.watch.set_data(with_spare(parameter.data[:capacity].clone()))
         if grad is not None:
             parameter.grad = kept = resized(grad, parameter.shape)
             self.gradients.follow(grad, kept)
             if len(given_slots(grad, slots)):
-                self.gradients.note_dropped(kept)
+                self.gradients.record_dropped(kept)
         self._grown = False
 
     # Steps
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Get ready for a step of an optimizer that has the parameter."""
+        """Check options and gradient before a step of an optimizer, and align its state."""
         with self._rows.lock:
-            link = self.link(optimizer)
-            options = link.options
-            link.check(options)
+            adapter = self.adapter(optimizer)
+            options = adapter.options
+            adapter.check(options)
             self._rows.watch.check()
             self.gradients.check_cleared("optimizer")
-            self.gradients.check(use.slots for use in self._pending)
+            self.gradients.check(lookup.slots for lookup in self._pending)
             if type(optimizer) in (torch.optim.Adagrad, torch.optim.SparseAdam):
                 self._sum_in_order(negated=bool(options.get("maximize")))
-            link.align()
+            adapter.align()
 
     def _sum_in_order(self, *, negated: bool) -> None:
-        """Sum what a sparse gradient has of each row as torch does where ids are the indices.
+        """Coalesce a sparse gradient in the order of the ids, as torch does for a plain table.
 
-        An optimizer that goes uphill sums what it has negated, which gives zeros of another sign.
+        With `negated` (maximize) it is negated first, which gives zeros of the other sign.
         """
         rows = self._rows
         grad = rows.parameter.grad
@@ -539,11 +543,11 @@ class Training:
         self._summed = (rows.parameter.grad, grad)
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take note of a step."""
+        """Accept the values of a step, and release its lookups."""
         with self._rows.lock:
-            self.link(optimizer).align(made_now=True)
+            self.adapter(optimizer).align(made_now=True)
             if self._summed is not None:
-                # What comes next may be added to the gradient as it was.
+                # Later gradients are added to the gradient as it was.
                 summed, grad = self._summed
                 if self._rows.parameter.grad is summed:
                     self._rows.parameter.grad = grad
@@ -551,32 +555,34 @@ class Training:
             self._rows.watch.accept_step()
             self.release()
 
-    def link_of(self, optimizer: torch.optim.Optimizer) -> OptimizerLink | None:
-        """Return what joins the rows and an optimizer, if anything does."""
-        return next((link for link in self.links if link.optimizer is optimizer), None)
+    def adapter_of(self, optimizer: torch.optim.Optimizer) -> OptimizerAdapter | None:
+        """Return the adapter of an optimizer, or None."""
+        return next((adapter for adapter in self.adapters if adapter.optimizer is optimizer), None)
 
-    def link(self, optimizer: torch.optim.Optimizer, *, row_wise: bool = False) -> OptimizerLink:
-        """Return what joins the rows and an optimizer; make it if there is nothing yet."""
-        self.links = [link for link in self.links if link.optimizer is not None]
-        found = self.link_of(optimizer)
+    def adapter(
+        self, optimizer: torch.optim.Optimizer, *, row_wise: bool = False
+    ) -> OptimizerAdapter:
+        """Return the adapter of an optimizer, made if there is none yet."""
+        self.adapters = [adapter for adapter in self.adapters if adapter.optimizer is not None]
+        found = self.adapter_of(optimizer)
         if found is None:
             stores: dict[str, RowState] | None = None
-            if self._orphans and has_stepped(optimizer, self._rows.parameter):
-                stores, *self._orphans = self._orphans
-            found = OptimizerLink(self._rows, optimizer, row_wise=row_wise, stores=stores)
-            self.links.append(found)
+            if self._unclaimed and has_stepped(optimizer, self._rows.parameter):
+                stores, *self._unclaimed = self._unclaimed
+            found = OptimizerAdapter(self._rows, optimizer, row_wise=row_wise, stores=stores)
+            self.adapters.append(found)
         return found
 
     def save(self, slots: Array, ids: Array) -> None:
-        """Keep the optimizers' state of rows that leave their slots."""
-        for link in self.links:
-            link.save(slots, ids)
+        """Save optimizer state of rows that leave their slots: int64 ``[n]`` each."""
+        for adapter in self.adapters:
+            adapter.save(slots, ids)
 
     def restore(self, slots: Array, ids: Array) -> None:
-        """Bring the optimizers' state of rows that came to slots."""
-        for link in self.links:
-            link.restore(slots, ids)
+        """Load optimizer state of rows that were put into slots: int64 ``[n]`` each."""
+        for adapter in self.adapters:
+            adapter.restore(slots, ids)
 
     def stores(self) -> list[dict[str, RowState]]:
-        """Return the optimizers' state of all rows, for a copy."""
-        return [*(link.complete() for link in self.links), *self._orphans]
+        """Return the optimizers' state of all rows, for a copy of the rows."""
+        return [*(adapter.complete() for adapter in self.adapters), *self._unclaimed]

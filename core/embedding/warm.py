@@ -1,4 +1,4 @@
-"""Choosing which rows are resident at first."""
+"""Warm-up: choosing which rows are resident at first."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .arguments import ids_by_use
 from .eviction import EvictionStrategy
 from .gradients import Array
 from .lookups import to_device
-from .residents import Batch
+from .slot_table import Batch
 
 if TYPE_CHECKING:
     from .rows import CachedRows
@@ -22,23 +22,23 @@ if TYPE_CHECKING:
 def warm_up(
     rows: CachedRows, counts: torch.Tensor | Sequence[int] | None, warmup_ratio: float
 ) -> None:
-    """Do what `CachedRows.warm_up` says."""
+    """Implement `CachedRows.warm_up`."""
     if not isinstance(warmup_ratio, (int, float)) or not 0 <= warmup_ratio <= 1:
         raise ArgumentError(f"warmup_ratio: {warmup_ratio!r:.60}, accepted are 0 to 1")
-    residents = rows.residents
-    by_lfu = residents.evict is EvictionStrategy.LFU
+    slot_table = rows.slot_table
+    by_lfu = slot_table.evict is EvictionStrategy.LFU
     movable_rows = rows.cache_rows - len(rows.pinned_ids)
     most_used = int(np.ceil(movable_rows * warmup_ratio)) if by_lfu else 0
     order, how_often = ids_by_use(counts, len(rows), most_used)
-    rows.training.settle()
-    if len(residents.resident()):
+    rows.training.retire_steps()
+    if len(slot_table.resident()):
         rows.flush(evict=True)
     if rows.cache == "packed":
-        rows.source.fill(order)
+        rows.row_store.fill(order)
         return
-    if counts is not None and residents.evict is EvictionStrategy.DATASET:
-        residents.order = np.empty(len(rows), np.int64)
-        residents.order[order] = np.arange(len(rows))
+    if counts is not None and slot_table.evict is EvictionStrategy.DATASET:
+        slot_table.order = np.empty(len(rows), np.int64)
+        slot_table.order[order] = np.arange(len(rows))
     chosen = _chosen(rows, order, warmup_ratio)
     if len(chosen):
         _fill(rows, chosen, how_often[chosen])
@@ -46,28 +46,28 @@ def warm_up(
 
 def _chosen(rows: CachedRows, order: Array, warmup_ratio: float) -> Array:
     """Return the rows int64 that free slots shall hold; `order` is the ids, the most used first."""
-    residents = rows.residents
+    slot_table = rows.slot_table
     if rows.all_resident:
         # Each in the slot of its own number, where it may lie already.
-        return order[:0] if residents.free_rows < len(rows) else np.arange(len(rows))
-    away = residents.slot_of < 0
+        return order[:0] if slot_table.free_rows < len(rows) else np.arange(len(rows))
+    away = slot_table.slot_of < 0
     fixed = np.array([row for row in rows.pinned_ids if away[row]], np.int64)
-    wanted = int(np.ceil((residents.free_rows - len(fixed)) * warmup_ratio))
+    wanted = int(np.ceil((slot_table.free_rows - len(fixed)) * warmup_ratio))
     rest = order[away[order] & ~np.isin(order, fixed)]
     return np.concatenate([fixed, rest[:wanted]])
 
 
 def _fill(rows: CachedRows, chosen: Array, counts: Array) -> None:
     """Put rows into free slots; `counts` says how often each is used."""
-    residents = rows.residents
+    slot_table = rows.slot_table
     fresh = rows.table.gather(torch.from_numpy(chosen), None, rows.device)
     slots = None
     try:
-        slots = residents.make_room(Batch(chosen, chosen[:0], chosen, counts))
+        slots = slot_table.make_room(Batch(chosen, chosen[:0], chosen, counts))
         assert slots is not None  # no more than the free ones
         rows.parameter.data[to_device(slots, rows.device)] = fresh
-        residents.admit(chosen, slots, counts)
+        slot_table.admit(chosen, slots, counts)
         rows.training.restore(slots, chosen)
     except BaseException:
-        residents.mend(slots)
+        slot_table.repair(slots)
         raise

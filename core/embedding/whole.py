@@ -1,4 +1,4 @@
-"""What cached rows do about the whole table: reading it, loading it, and moving it elsewhere."""
+"""Operations of cached rows on the whole table: read, load, write back, move, describe."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..devices import checked_device
 from ..engine.codecs.base import check_tensor_argument
 from ..engine.memory.readonly import plain
 from ..errors import ArgumentError, ArgumentTypeError, BitslabError
-from .device_notes import take_notes
+from .device_counters import sync_from_device
 from .gradients import Array
 from .lookups import to_device
 from .resident_cache import with_spare
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 
 
 def decoded(rows: CachedRows, begin: int, end: int) -> torch.Tensor:
-    """Do what `CachedRows.decoded` says."""
+    """Implement `CachedRows.decoded`."""
     rows.watch.check()
     if rows.all_resident:
-        take_notes(rows)  # raises what is known of bad ids
+        sync_from_device(rows)  # raises what is known of bad ids
         return _checked_data(rows)[begin:end].to("cpu", copy=True).contiguous()
     out = rows.table.decoded(begin, end)
-    take_notes(rows)
-    ids = rows.residents.id_of
-    slots = np.flatnonzero(rows.residents.dirty & (ids >= begin) & (ids < end))
+    sync_from_device(rows)
+    ids = rows.slot_table.id_of
+    slots = np.flatnonzero(rows.slot_table.dirty & (ids >= begin) & (ids < end))
     if len(slots):
         there = rows.parameter.data[to_device(slots, rows.device)]
         out[torch.from_numpy(ids[slots] - begin)] = there.cpu()
@@ -52,7 +52,7 @@ def _checked_data(rows: CachedRows) -> torch.Tensor:
 def write_changed(rows: CachedRows) -> None:
     """Pack the resident rows that may have changed into the table."""
     if not rows.all_resident:
-        rows.write_back(np.flatnonzero(rows.residents.dirty))
+        rows.write_back(np.flatnonzero(rows.slot_table.dirty))
         return
     # Whoever wrote to the parameter, and however.
     _checked_data(rows)
@@ -61,7 +61,7 @@ def write_changed(rows: CachedRows) -> None:
 
 
 def whole(rows: CachedRows) -> torch.Tensor:
-    """Do what `CachedRows.whole` says."""
+    """Implement `CachedRows.whole`."""
     out = torch.empty(rows.shape, dtype=rows.dtype)
     for begin, end in rows.ranges(0, len(rows)):
         out[begin:end] = rows.decoded(begin, end)
@@ -69,7 +69,7 @@ def whole(rows: CachedRows) -> torch.Tensor:
 
 
 def load(rows: CachedRows, weight: torch.Tensor | Iterable[torch.Tensor], begin: int) -> None:
-    """Do what `CachedRows.load` says."""
+    """Implement `CachedRows.load`."""
     if not isinstance(weight, torch.Tensor) and isinstance(weight, Iterable):
         if begin:
             raise ArgumentError(f"begin: {begin}, accepted with batches is 0")
@@ -86,11 +86,11 @@ def load(rows: CachedRows, weight: torch.Tensor | Iterable[torch.Tensor], begin:
         ranges = rows.ranges(0, n_rows)
         _replace(rows, (weight[first:last].to(rows.dtype) for first, last in ranges))
         return
-    # Other rows stay refused until they are loaded too.
+    # Writes to other rows are still refused until those are loaded too.
     refused = rows.watch.refuses()
     for first, last in rows.ranges(begin, begin + n_rows):
         piece = weight[first - begin : last - begin].to(rows.dtype)
-        rows.source.update(np.arange(first, last), piece)
+        rows.row_store.update(np.arange(first, last), piece)
     _read_again(rows, begin, begin + n_rows)
     if refused:
         rows.watch.accept_loaded(begin, begin + n_rows)
@@ -118,7 +118,7 @@ def _checked(rows: CachedRows, batches: Iterable[torch.Tensor]) -> Iterator[torc
 
 def _replace(rows: CachedRows, batches: Iterable[torch.Tensor]) -> None:
     """Pack all rows anew."""
-    rows.source.replace(batches)
+    rows.row_store.replace(batches)
     _read_again(rows, 0, len(rows))
     # Whatever was written to the parameter before is gone.
     rows.watch.accept()
@@ -126,56 +126,56 @@ def _replace(rows: CachedRows, batches: Iterable[torch.Tensor]) -> None:
 
 def _read_again(rows: CachedRows, begin: int, end: int) -> None:
     """Read the resident ones of rows begin..end from the table."""
-    take_notes(rows)
-    at, slots = rows.residents.among(begin, end)
+    sync_from_device(rows)
+    at, slots = rows.slot_table.among(begin, end)
     if len(slots):
         fresh = rows.table.gather(torch.from_numpy(at + begin), None, rows.device)
         rows.parameter.data[to_device(slots, rows.device)] = fresh
-        rows.residents.dirty[slots] = rows.training.step_may_come
+        rows.slot_table.dirty[slots] = rows.training.step_may_come
 
 
 def write_back(rows: CachedRows, slots: Array) -> None:
-    """Do what `CachedRows.write_back` says."""
+    """Implement `CachedRows.write_back`."""
     if len(slots):
         changed = rows.parameter.data[to_device(slots, rows.device)]
-        rows.source.update(rows.residents.id_of[slots], changed)
+        rows.row_store.update(rows.slot_table.id_of[slots], changed)
         # A step may still apply a gradient that is there.
-        rows.residents.dirty[slots] = rows.training.step_may_come
+        rows.slot_table.dirty[slots] = rows.training.step_may_come
 
 
 def flush(rows: CachedRows, *, evict: bool) -> None:
-    """Do what `CachedRows.flush` says."""
-    rows.training.settle()
-    take_notes(rows)
-    residents = rows.residents
+    """Implement `CachedRows.flush`."""
+    rows.training.retire_steps()
+    sync_from_device(rows)
+    slot_table = rows.slot_table
     if rows.trainable:
         write_changed(rows)
-    rows.source.tidy()
+    rows.row_store.tidy()
     if not evict or rows.all_resident:
         return
     rows.training.pin()
-    if residents.extra_rows or (residents.pinned.sum() > len(rows.pinned_ids)):
+    if slot_table.extra_rows or (slot_table.pinned.sum() > len(rows.pinned_ids)):
         raise BitslabError(
             "flush: gradients of looked-up rows wait for a step; take it, or clear them "
             "with zero_grad(), and drop what was computed from them"
         )
-    slots = residents.resident()
-    slots = slots[~residents.pinned[slots]]
-    rows.training.save(slots, residents.id_of[slots])
-    rows.training.gradients.note_reuse(slots)
-    residents.empty(slots)
+    slots = slot_table.resident()
+    slots = slots[~slot_table.pinned[slots]]
+    rows.training.save(slots, slot_table.id_of[slots])
+    rows.training.gradients.record_reuse(slots)
+    slot_table.evict_slots(slots)
 
 
 def before_move(rows: CachedRows) -> None:
-    """Do what `CachedRows.before_move` says."""
-    rows.training.settle()
-    take_notes(rows)
+    """Implement `CachedRows.before_move`."""
+    rows.training.retire_steps()
+    sync_from_device(rows)
     if rows.trainable:
         write_changed(rows)
 
 
 def moved(rows: CachedRows, parameter: torch.nn.Parameter) -> None:
-    """Do what `CachedRows.moved` says."""
+    """Implement `CachedRows.moved`."""
     if parameter.device.type == "meta":
         raise ArgumentError("device: meta; rows of a table cannot go there")
     rows.parameter = parameter
@@ -183,7 +183,7 @@ def moved(rows: CachedRows, parameter: torch.nn.Parameter) -> None:
     try:
         rows.device = checked_device(parameter.device)
         parameter.data = with_spare(parameter.data)
-        rows.source.move(rows.device)
+        rows.row_store.move(rows.device)
         if parameter.dtype != rows.dtype:
             table, dtype = rows.table, parameter.dtype
             ranges = rows.ranges(0, len(rows))
@@ -201,12 +201,12 @@ def moved(rows: CachedRows, parameter: torch.nn.Parameter) -> None:
         if grad is not None and grad.device.type != "meta":
             parameter.grad = grad.to(before, rows.dtype)
         _read_again(rows, 0, len(rows))
-        rows.source.move(before)
+        rows.row_store.move(before)
         raise
     finally:
         rows.watch.accept()
     if rows.device != before:
-        rows.notes = None  # which `before_move` has taken
+        rows.device_counters = None  # synced by `before_move`
     rows.training.moved()
 
 
@@ -216,6 +216,6 @@ def description(rows: CachedRows) -> dict[str, Any]:
     if rows.trainable:
         rows.before_move()
         rows.table.compact(progress=False)
-    names = ("parameter", "trainable", "cache", "pinned_ids", "residents", "buffer_rows")
+    names = ("parameter", "trainable", "cache", "pinned_ids", "slot_table", "buffer_rows")
     state = {name: getattr(rows, name) for name in names}
-    return state | {"stores": rows.training.stores(), "source": rows.source.description()}
+    return state | {"stores": rows.training.stores(), "row_store": rows.row_store.description()}

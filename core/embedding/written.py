@@ -21,7 +21,7 @@ def differing(rows: CachedRows, slots: Array) -> Array:
     found, data = [NONE], rows.parameter.data
     for begin, end in rows.ranges(0, len(slots)):
         some = slots[begin:end]
-        ids = torch.from_numpy(rows.residents.id_of[some])
+        ids = torch.from_numpy(rows.slot_table.id_of[some])
         kept = rows.table.gather(ids, None, rows.device)
         here = data[on_device_of(data, some)]
         differs = (kept.view(torch.uint8) != here.view(torch.uint8)).any(1)

@@ -1,4 +1,4 @@
-"""CachedEmbeddingBag: an nn.EmbeddingBag whose table lies packed in host memory."""
+"""CachedEmbeddingBag: an nn.EmbeddingBag with a packed table in host memory."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ class CachedEmbeddingBag(TableModule):
     warmup_ratio : float
         Share of the cache that is filled at first.
     buffer_size : int
-        The most rows that are brought at once, which bounds the memory for that; 0 for no bound.
+        The most rows that are fetched at once, which bounds the memory for that; 0 for no bound.
     pin_weight : bool
-        Whether the packed table is page-locked, as a GPU needs to read it by itself. Nothing is
+        Whether the packed table is page-locked, as a GPU needs to read it directly. Nothing is
         locked without a GPU.
     evict_strategy : EvictionStrategy
-        What leaves first: the least often used of late (LFU), in the data set (DATASET), or the one
-        not used for longest (LRU).
+        Which row leaves first: the least often used of late (LFU), in the data set (DATASET), or
+        the one not used for longest (LRU).
     codec : str or RowCodec
         As in `bitslab.CompressedTable.from_tensor`; ``"raw"`` packs nothing.
     layout : {"compact", "inplace"}
@@ -72,8 +72,8 @@ class CachedEmbeddingBag(TableModule):
         Whether resident rows are kept as they are, or packed, so that more fit; the latter is for
         inference.
     rows : bitslab.embedding.CachedRows, optional
-        Table and cache that are there already, such as another module's, which are shared then, in
-        the place of `_weight` and of all that says how to make them.
+        Existing table and cache, such as those of another module, which are shared. `_weight` and
+        the options of table and cache are ignored then.
 
     Attributes
     ----------
@@ -101,17 +101,17 @@ class CachedEmbeddingBag(TableModule):
     not zero in rows that no lookup of the step holds; clipping and scaling pass. On a GPU nothing
     waits for that: the next lookup or step raises, and rows that no lookup holds do not move.
     Writes through ``.data`` of the parameter or of its gradient are not seen then, and not
-    supported, but for a step by hand that moves rows with a gradient alone; nor is a gradient
-    that was kept while rows came and went, which has the rows of before. Values of the state dict
-    are copies: writes into them do not reach the table. Another parameter in the place of the
-    module's raises (`torch.func.functional_call`).
+    supported, but for a step by hand that moves rows with a gradient alone; nor is a gradient that
+    was kept while other rows became resident, which belongs to the earlier rows. Values of the
+    state dict are copies: writes into them do not reach the table. Replacing the module's parameter
+    raises (`torch.func.functional_call`).
 
     `torch.nn.utils.clip_grad_norm_` sums in the order of the resident rows, not of the ids, so that
     a norm may differ from that of the plain module in the last bit.
 
-    Whatever else takes parameters for the table sees the resident rows only: averages of weights
+    Other code that takes parameters for the table sees the resident rows only: averages of weights
     (`torch.optim.swa_utils`), and DistributedDataParallel, whose processes have different rows
-    resident. For several processes there is `bitslab.integrations.torchrec`.
+    resident. For several processes use `bitslab.integrations.torchrec`.
 
     Examples
     --------
@@ -196,7 +196,7 @@ class CachedEmbeddingBag(TableModule):
         padding_idx: int | None = None,
         **options: Any,
     ) -> CachedEmbeddingBag:
-        """Make a bag over a table that is there already.
+        """Make a bag over an existing table.
 
         Parameters
         ----------
@@ -230,7 +230,7 @@ class CachedEmbeddingBag(TableModule):
         Parameters
         ----------
         module : torch.nn.EmbeddingBag
-            It stays as it is.
+            It is left unchanged.
         **options
             More of the class, such as ``cache_ratio``.
         """
@@ -259,7 +259,7 @@ class CachedEmbeddingBag(TableModule):
         Parameters
         ----------
         weight : torch.nn.Parameter, optional
-            What it shall use, instead of decoding the table: that of a module which shared `rows`.
+            Its weight, if the table was decoded before for a module that shared `rows`.
         """
         made = torch.nn.EmbeddingBag.from_pretrained(
             self.rows.whole().to(self.rows.device) if weight is None else weight.detach(),
@@ -276,7 +276,7 @@ class CachedEmbeddingBag(TableModule):
             made.weight = weight
         return made.train(self.training)
 
-    # What comes and goes cannot be traced; compiled models go on around it.
+    # A changing cache cannot be traced; compiled models break the graph around it.
     @not_traced
     def forward(
         self,
@@ -309,8 +309,8 @@ class CachedEmbeddingBag(TableModule):
             When an id is out of range.
         ArgumentError, ArgumentTypeError
             When offsets do not fit, or a dtype or shape is not accepted. Nothing was changed.
-            Offsets on a GPU, like ids there, are told by a later call, or by
-            `bitslab.raise_pending_errors`; a step may have been made by then. Where all rows are
+            Errors of offsets on a GPU, like those of ids there, are raised by a later call or by
+            `bitslab.raise_pending_errors`; a step may have been taken by then. Where all rows are
             resident, ids out of range that torch pools, as of 16-bit rows, ``[B, n]`` ids and bags
             of more than two ids on average, end in torch's own device assertion.
         """
@@ -391,12 +391,12 @@ class CachedEmbeddingBag(TableModule):
             )
             if found is None:
                 return None
-            matrix, places = found
-            if places is None:
+            matrix, slots = found
+            if slots is None:
                 return matrix
-            index = places
+            index = slots
             if self.padding_idx is not None:
-                padding = rows.residents.slot_or_none(self.padding_idx)
+                padding = rows.slot_table.slot_or_none(self.padding_idx)
         out, *_ = torch.embedding_bag(
             matrix,
             index,
@@ -411,7 +411,7 @@ class CachedEmbeddingBag(TableModule):
         return out
 
     def _one_each(self, offsets: torch.Tensor, input: torch.Tensor) -> bool:
-        """Tell whether bags may be of one id each, and their sum or mean be that id's row."""
+        """Return whether each bag may be one id, whose row is then its sum and mean."""
         return (
             offsets.numel() == input.numel()
             and self.mode != "max"
@@ -461,12 +461,12 @@ class CachedEmbeddingBag(TableModule):
             )
 
     def prefetch(self, input: torch.Tensor, offsets: torch.Tensor | None = None) -> None:
-        """Start to bring the rows of a batch to come; see `CachedRows.prefetch`.
+        """Start to fetch the rows of a later batch; see `CachedRows.prefetch`.
 
         Parameters
         ----------
         input, offsets : torch.Tensor
-            As for `forward`. Offsets tell nothing about rows and may be left out.
+            As for `forward`. Offsets are ignored and may be left out.
         """
         self.rows.prefetch(input)
 
@@ -482,7 +482,7 @@ class CachedEmbeddingBag(TableModule):
     def set_cache_mgr_async_copy(self, flag: bool) -> None:
         """Accept what ColossalAI's class does; it changes nothing.
 
-        Copies and launches wait for the GPU nowhere that they need not.
+        Copies and launches are asynchronous wherever they can be.
 
         Parameters
         ----------
@@ -493,7 +493,7 @@ class CachedEmbeddingBag(TableModule):
             raise ArgumentTypeError(f"flag: expected a bool, got {flag!r:.60}")
 
     def set_cache_op(self, cache_op: bool = True) -> None:
-        """Say whether `forward` takes ids, or slots that ``cache_weight_mgr.prepare_ids`` gave."""
+        """Make `forward` take ids, or slots from ``cache_weight_mgr.prepare_ids`` if False."""
         self.cache_op = bool(cache_op)
 
     def print_comm_stats(self) -> None:

@@ -1,4 +1,4 @@
-"""Cached embeddings in the place of nn.Embedding and nn.EmbeddingBag in a model."""
+"""Replacing nn.Embedding and nn.EmbeddingBag of a model by cached embeddings, and back."""
 
 from __future__ import annotations
 
@@ -66,11 +66,11 @@ def compress_embeddings(
     layout: Layout = "compact",
     cache: CacheKind = "rows",
 ) -> TablesReport:
-    """Put cached embeddings in the place of `nn.Embedding` and `nn.EmbeddingBag` in a model.
+    """Replace `nn.Embedding` and `nn.EmbeddingBag` in a model by cached embeddings.
 
-    Values, training mode, options, hooks and ties stay: a module that is reached by several names
-    stays one module, and modules that share a weight share their rows. One table is packed at a
-    time, and its plain weight let go before the next one is.
+    Values, training mode, options, hooks and ties are kept: a module with several names remains one
+    module, and modules that share a weight share their rows. One table is packed at a time, and its
+    plain weight freed before the next.
 
     Optimizers of `torch.optim` that were made before hold the resident rows afterwards, in the
     place of the weights and with the state that they have, and train on if they are of a kind that
@@ -131,7 +131,7 @@ def compress_embeddings(
     optimizers = live_optimizers()
     made: list[TableModule] = []
     try:
-        # What was packed is dropped from the list, so that its weight is let go.
+        # Packed modules are dropped from the list, so that their weights are freed.
         while groups:
             group = groups.pop(0)
             new = _replace_group(model, group, cache_ratio, freeze, device, options, report)
@@ -144,7 +144,7 @@ def compress_embeddings(
 
 
 def restore_embeddings(model: torch.nn.Module) -> torch.nn.Module:
-    """Put plain modules back in the place of cached embeddings in a model.
+    """Replace cached embeddings in a model by plain modules.
 
     Parameters
     ----------
@@ -157,7 +157,7 @@ def restore_embeddings(model: torch.nn.Module) -> torch.nn.Module:
         The same object. Weights are as training left them, on the device where lookups happened;
         modules that shared rows share a weight. Gradients that no step has applied are lost.
         Optimizers of `torch.optim` hold the weights afterwards, with the state of all rows; others
-        must be made anew.
+        must be made again.
 
     Raises
     ------
@@ -206,7 +206,7 @@ def _check(
 def _groups(
     model: torch.nn.Module, min_rows: int, predicate: Predicate | None, report: TablesReport
 ) -> list[list[Named]]:
-    """Return the modules to replace, those that share a weight together; note the others."""
+    """Return the modules to replace, grouped by weight; add the others to the report."""
     users: dict[int, list[Named]] = {}
     for name, module in model.named_modules():
         for parameter in module._parameters.values():
@@ -247,7 +247,7 @@ def _groups(
 
 
 def _memory_of(t: torch.Tensor) -> int:
-    """Return what tells whether two tensors share memory."""
+    """Return a key that is equal for tensors that share memory."""
     try:
         return t.untyped_storage().data_ptr() or id(t)
     except (RuntimeError, NotImplementedError):  # sparse ones, and what is not on a device yet
@@ -290,7 +290,7 @@ def _why_left(module: torch.nn.Module, min_rows: int) -> str:
 
 
 def _hidden(model: torch.nn.Module) -> dict[int, str]:
-    """Return why modules are left that are also reached by what is no module, such as a list."""
+    """Return why modules are left alone that a non-module attribute, such as a list, holds."""
     found = {}
     for name, module in model.named_modules():
         for attribute, value in vars(module).items():
@@ -321,7 +321,7 @@ def _replace_group(
     options: dict[str, Any],
     report: TablesReport,
 ) -> list[TableModule]:
-    """Pack the weight of modules that share it, and put cached ones in their place."""
+    """Pack the weight of modules that share it, and replace them by cached modules."""
     weight = _weight_of(group[0][1])
     cache_rows, notes = resident_rows(weight.shape[0], cache_ratio)
     pads = dict.fromkeys(m.padding_idx for _, m in group if m.padding_idx is not None)
@@ -364,7 +364,7 @@ def _pass_hooks(old: torch.nn.Module, new: torch.nn.Module) -> None:
 
 
 def _put(model: torch.nn.Module, stand_ins: dict[int, torch.nn.Module]) -> None:
-    """Put modules in the place of others, by their ids, wherever those stand."""
+    """Replace modules, by their ids, wherever the model holds them."""
     for module in list(model.modules()):
         for name, child in module._modules.items():
             if child is not None and id(child) in stand_ins:
@@ -372,7 +372,7 @@ def _put(model: torch.nn.Module, stand_ins: dict[int, torch.nn.Module]) -> None:
 
 
 def _restore(model: torch.nn.Module, modules: list[TableModule]) -> None:
-    """Put plain modules in the place of cached ones, table by table; the list is used up."""
+    """Replace cached modules by plain ones, table by table; empties the list."""
     modules.sort(key=lambda module: id(module.rows))
     weight: torch.nn.Parameter | None = None
     before: CachedRows | None = None

@@ -10,24 +10,24 @@ from typing import Any
 import numpy as np
 import torch
 
-from bitslab.embedding import CachedRows, EvictionStrategy, Residents, take_notes
+from bitslab.embedding import CachedRows, EvictionStrategy, SlotTable, sync_from_device
 from bitslab.errors import ArgumentError
 
 
 class CacheManager:
     """What ``CachedEmbeddingBag.cache_weight_mgr`` is in ColossalAI, over `CachedRows`.
 
-    It is no module, and its maps are copies. There are neither ``_admit`` and ``_evict``, which are
-    deprecated there, nor ``limit_buff_index_copyer``; nor have bags ``swap_in_bandwidth`` and
+    It is no module, and its maps are copies. ``_admit`` and ``_evict``, deprecated there, and
+    ``limit_buff_index_copyer`` are left out; so are the bags' ``swap_in_bandwidth`` and
     ``swap_out_bandwidth``: to measure those, each lookup would have to wait for the GPU.
-    `print_comm_stats` says what was moved.
+    `print_comm_stats` prints what was moved.
 
     Parameters
     ----------
     rows : CachedRows
         The rows.
     evict_strategy : EvictionStrategy
-        What leaves first.
+        Which row leaves first.
     """
 
     def __init__(self, rows: CachedRows, evict_strategy: EvictionStrategy) -> None:
@@ -37,12 +37,12 @@ class CacheManager:
         self._elapsed_s: dict[str, float] = {}
 
     @property
-    def _residents(self) -> Residents:
-        """What is resident, the host's knowledge brought up to date."""
+    def _slot_table(self) -> SlotTable:
+        """The slot table, synchronised with the device."""
         with self._rows.lock:
-            self._rows.training.settle()
-            take_notes(self._rows)
-            return self._rows.residents
+            self._rows.training.retire_steps()
+            sync_from_device(self._rows)
+            return self._rows.slot_table
 
     @property
     def num_embeddings(self) -> int:
@@ -64,7 +64,7 @@ class CacheManager:
     @property
     def cuda_available_row_num(self) -> int:
         """Slots of the cache that hold no row."""
-        return self._residents.free_rows
+        return self._slot_table.free_rows
 
     @property
     def weight(self) -> torch.Tensor:
@@ -75,20 +75,20 @@ class CacheManager:
     def cuda_cached_weight(self) -> torch.nn.Parameter:
         """The resident rows ``[C, D]``."""
         with self._rows.lock:
-            self._rows.training.settle()
+            self._rows.training.retire_steps()
         return self._rows.parameter
 
     @property
     def idx_map(self) -> torch.Tensor:
         """int64 ``[N]``: with DATASET the rank of each id by use, 0 the most used; else the ids."""
-        order = self._residents.order
+        order = self._slot_table.order
         ranks = np.arange(len(self._rows)) if order is None else order.astype(np.int64)
         return torch.from_numpy(ranks)
 
     @property
     def cached_idx_map(self) -> torch.Tensor:
         """int64 ``[C]``: the row in each slot, as `idx_map` numbers it, or -1."""
-        ids = self._residents.id_of
+        ids = self._slot_table.id_of
         return torch.where(
             torch.from_numpy(ids) >= 0, self.idx_map[torch.from_numpy(np.maximum(ids, 0))], -1
         )
@@ -97,29 +97,29 @@ class CacheManager:
     def inverted_cached_idx(self) -> torch.Tensor:
         """int64 ``[N]``: the slot of each row, as `idx_map` numbers it, or -1."""
         slots = torch.empty(len(self._rows), dtype=torch.int64)
-        slots[self.idx_map] = torch.from_numpy(self._residents.slot_of).to(torch.int64)
+        slots[self.idx_map] = torch.from_numpy(self._slot_table.slot_of).to(torch.int64)
         return slots
 
     @property
     def freq_cnter(self) -> torch.Tensor:
         """int64 ``[C]``: with LFU how often each resident row was looked up."""
-        return torch.from_numpy(self._residents.keys.copy())
+        return torch.from_numpy(self._slot_table.keys.copy())
 
     @property
     def evict_backlist(self) -> torch.Tensor:
         """int64: rows that may not leave yet, as `idx_map` numbers them.
 
-        A gradient of theirs may come or waits for a step, or they pad.
+        Their gradient is pending or may still be computed, or they are padding rows.
         """
         with self._rows.lock:
-            residents = self._residents
+            slot_table = self._slot_table
             self._rows.training.pin()
-            ids = residents.id_of[residents.pinned]
+            ids = slot_table.id_of[slot_table.pinned]
         return self.idx_map[torch.from_numpy(ids)]
 
     @property
     def buffer_size(self) -> int:
-        """The most rows that are brought at once; 0 for no bound."""
+        """The most rows that are fetched at once; 0 for no bound."""
         return self._rows.buffer_rows
 
     @property
@@ -165,7 +165,7 @@ class CacheManager:
         ids_freq_mapping: torch.Tensor | Sequence[int] | None = None,
         warmup_ratio: float = 0.7,
     ) -> None:
-        """Say how often each id is used, and fill the cache with the most used.
+        """Fill the cache with the ids that are used most.
 
         Parameters
         ----------
@@ -189,7 +189,7 @@ class CacheManager:
         ArgumentError
             When they have more different rows than fit; `forward` copes with that.
         """
-        slots = self._rows.bring(ids)
+        slots = self._rows.fetch(ids)
         if slots is None:
             raise ArgumentError(
                 f"ids: more different rows than the {self.cuda_row_num} that can be resident"

@@ -1,4 +1,4 @@
-"""CachedEmbedding: an nn.Embedding whose table lies packed in host memory."""
+"""CachedEmbedding: an nn.Embedding with a packed table in host memory."""
 
 from __future__ import annotations
 
@@ -59,17 +59,17 @@ class CachedEmbedding(TableModule):
     not zero in rows that no lookup of the step holds; clipping and scaling pass. On a GPU nothing
     waits for that: the next lookup or step raises, and rows that no lookup holds do not move.
     Writes through ``.data`` of the parameter or of its gradient are not seen then, and not
-    supported, but for a step by hand that moves rows with a gradient alone; nor is a gradient
-    that was kept while rows came and went, which has the rows of before. Values of the state dict
-    are copies: writes into them do not reach the table. Another parameter in the place of the
-    module's raises (`torch.func.functional_call`).
+    supported, but for a step by hand that moves rows with a gradient alone; nor is a gradient that
+    was kept while other rows became resident, which belongs to the earlier rows. Values of the
+    state dict are copies: writes into them do not reach the table. Replacing the module's parameter
+    raises (`torch.func.functional_call`).
 
     `torch.nn.utils.clip_grad_norm_` sums in the order of the resident rows, not of the ids, so that
     a norm may differ from that of the plain module in the last bit.
 
-    Whatever else takes parameters for the table sees the resident rows only: averages of weights
+    Other code that takes parameters for the table sees the resident rows only: averages of weights
     (`torch.optim.swa_utils`), and DistributedDataParallel, whose processes have different rows
-    resident. For several processes there is `bitslab.integrations.torchrec`.
+    resident. For several processes use `bitslab.integrations.torchrec`.
 
     Examples
     --------
@@ -142,7 +142,7 @@ class CachedEmbedding(TableModule):
         sparse: bool = False,
         **options: Any,
     ) -> CachedEmbedding:
-        """Make an embedding over a table that is there already.
+        """Make an embedding over an existing table.
 
         Parameters
         ----------
@@ -174,7 +174,7 @@ class CachedEmbedding(TableModule):
         Parameters
         ----------
         module : torch.nn.Embedding
-            It stays as it is.
+            It is left unchanged.
         **options
             More of the class, such as ``cache_ratio``.
         """
@@ -201,7 +201,7 @@ class CachedEmbedding(TableModule):
         Parameters
         ----------
         weight : torch.nn.Parameter, optional
-            What it shall use, instead of decoding the table: that of a module which shared `rows`.
+            Its weight, if the table was decoded before for a module that shared `rows`.
         """
         made = torch.nn.Embedding.from_pretrained(  # type: ignore[no-untyped-call]
             self.rows.whole().to(self.rows.device) if weight is None else weight.detach(),
@@ -217,7 +217,7 @@ class CachedEmbedding(TableModule):
             made.weight = weight
         return made.train(self.training)
 
-    # What comes and goes cannot be traced; compiled models go on around it.
+    # A changing cache cannot be traced; compiled models break the graph around it.
     @not_traced
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Return the row of each id.
@@ -257,7 +257,7 @@ class CachedEmbedding(TableModule):
         return F.embedding(index, weight, padding, None, 2.0, self.scale_grad_by_freq, self.sparse)
 
     def prefetch(self, input: torch.Tensor) -> None:
-        """Start to bring the rows of a batch to come; see `CachedRows.prefetch`.
+        """Start to fetch the rows of a later batch; see `CachedRows.prefetch`.
 
         Parameters
         ----------

@@ -55,14 +55,14 @@ class TableModule(RowsModule):
         self.norm_type = norm_type
         self.scale_grad_by_freq = scale_grad_by_freq
         self.sparse = sparse
-        #: What `stats` says of how the table was made.
+        #: Remarks on how the table was made, for `stats`.
         self.notes: list[str] = []
         if rows is not None:
             self._check_rows(rows)
         else:
             cache_rows, self.notes = resident_rows(self.num_embeddings, cache_ratio)
             for note in self.notes:
-                # Of the line that makes the module; who compresses a model gets a report instead.
+                # Points at the line that makes the module; compressing a model reports it instead.
                 warnings.warn(f"bitslab: {note}", UserWarning, stacklevel=3)
             options: dict[str, Any] = {
                 "cache_rows": cache_rows,
@@ -87,7 +87,7 @@ class TableModule(RowsModule):
                 rows = CachedRows.from_tensor(
                     source, codec=codec, layout=layout, pin=pin_weight, **options
                 )
-        self.evict_strategy = rows.residents.evict
+        self.evict_strategy = rows.slot_table.evict
         self.own("weight", rows)
 
     def _check_rows(self, rows: CachedRows) -> None:
@@ -98,8 +98,8 @@ class TableModule(RowsModule):
                 f"rows: {list(rows.shape)}, expected [num_embeddings, embedding_dim] = "
                 f"[{self.num_embeddings}, {self.embedding_dim}]"
             )
-        stays = rows.cache == "packed" or rows.all_resident or self.padding_idx in rows.pinned_ids
-        if self.padding_idx is not None and not stays:
+        kept = rows.cache == "packed" or rows.all_resident or self.padding_idx in rows.pinned_ids
+        if self.padding_idx is not None and not kept:
             raise ArgumentError(
                 f"rows: made with pinned_ids={rows.pinned_ids}, expected padding_idx="
                 f"{self.padding_idx} among them"
@@ -120,7 +120,7 @@ class TableModule(RowsModule):
         """Yield batches of rows as torch draws those of a new embedding."""
         dtype = dtype or torch.get_default_dtype()
         # Multiples of 16 elements, so that the generator gives what one draw of all would; a last
-        # piece of fewer goes with the one before.
+        # piece of fewer is drawn with the piece before.
         step = max(16, rows_per_batch(self.embedding_dim * dtype.itemsize) // 16 * 16)
         begin = 0
         while begin < self.num_embeddings:
@@ -134,7 +134,7 @@ class TableModule(RowsModule):
             begin = end
 
     def reset_parameters(self) -> None:
-        """Draw the whole table anew, as torch does for a new embedding."""
+        """Draw all rows again, as torch does for a new embedding."""
         self.rows.load(self._drawn(self.rows.dtype))
 
     @property
@@ -165,7 +165,7 @@ class TableModule(RowsModule):
         Returns
         -------
         dict
-            What `CachedRows.stats` returns, and ``notes``: what is worth knowing, in words.
+            What `CachedRows.stats` returns, and ``notes``: remarks, in words.
         """
         stats = self.rows.stats()
         notes = [*stats.get("notes", []), *self.notes]
@@ -188,7 +188,7 @@ class TableModule(RowsModule):
             error_msgs.append(
                 f"{cached}: the rows that lay in ColossalAI's cache, in the order of its slots; "
                 "which ids they belong to is not saved, so that not even all rows of a table can "
-                f"be told apart. Save the table instead, after cache_weight_mgr.flush(): "
+                f"be identified. Save the table instead, after cache_weight_mgr.flush(): "
                 f"{prefix}weight = cache_weight_mgr.weight[cache_weight_mgr.idx_map.cpu()]"
             )
             return
@@ -217,7 +217,7 @@ class TableModule(RowsModule):
 
 
 class TableCopy(ReadOnlyTensor):
-    """A copy of a whole table: read-only, until somebody takes it to be a tensor of his own."""
+    """A copy of a whole table: read-only, until it is copied to a plain tensor."""
 
     @classmethod
     def __torch_function__(
@@ -227,7 +227,7 @@ class TableCopy(ReadOnlyTensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Give plain tensors where one is asked for; else do as the base class does."""
+        """Return plain tensors from copying functions; else act as the base class."""
         with torch._C.DisableTorchFunctionSubclass():
             if func in _TAKES:
                 return plain(func(*args, **(kwargs or {})))
@@ -242,7 +242,7 @@ _TAKES = (torch.Tensor.clone, torch.Tensor.cpu, torch.Tensor.to)
 
 
 class _NoGradient(torch.autograd.Function):
-    """A copy of rows that says so when somebody trains it."""
+    """A copy of rows whose backward raises."""
 
     @staticmethod
     def forward(ctx: Any, parameter: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:

@@ -157,7 +157,7 @@ class _Collection(TableSet):
         return {spec.name: TableView(self, i) for i, spec in enumerate(self.specs)}
 
     def reset_parameters(self) -> None:
-        """Fill the tables anew by the `init_fn` of their configs; on the meta device do nothing."""
+        """Fill the tables again by the `init_fn` of their configs; nothing on the meta device."""
         if self.on_meta:
             return
         for i, (config, spec) in enumerate(zip(self._configs, self.specs, strict=True)):
@@ -166,7 +166,7 @@ class _Collection(TableSet):
                 self.load(i, rows)
 
     def prefetch(self, features: KeyedJaggedTensor) -> None:
-        """Start to fetch the rows that a batch to come will look up.
+        """Start to fetch the rows of a later batch.
 
         A hint: results never depend on it.
 
@@ -200,9 +200,9 @@ class CompressedEmbeddingBagCollection(_Collection, EmbeddingBagCollection):  # 
     cannot be scripted.
 
     Tables of one row shape and dtype lie back to back in one packed table, and one lookup serves
-    all their features. Tables that packing does not make smaller stay raw, apart, and those whose
-    rows ask for another plan lie apart too. `parameters` are the resident rows, one matrix for each
-    of these groups.
+    all their features. Tables that packing does not make smaller are kept raw in a table of their
+    own, as are tables whose rows need another plan. `parameters` are the resident rows, one matrix
+    for each of these groups.
 
     Parameters
     ----------
@@ -212,8 +212,8 @@ class CompressedEmbeddingBagCollection(_Collection, EmbeddingBagCollection):  # 
         Whether rows are multiplied by the weights of the features before they are summed.
     device : torch.device or str, optional
         Where lookups happen; the current GPU, or the CPU where there is none, when left out. On the
-        meta device, which is also taken from ``with torch.device("meta")``, tables have shapes
-        alone, and so have outputs; rows come with a collection made anew elsewhere.
+        meta device, which is also taken from ``with torch.device("meta")``, tables and outputs
+        have shapes alone; for rows make the collection again on another device.
     weights : mapping of str to torch.Tensor or numpy.ndarray, optional
         Rows of tables, by table, instead of what `init_fn` fills them with. They are packed piece
         by piece, so that they may be memory-mapped.
@@ -332,7 +332,7 @@ class CompressedEmbeddingBagCollection(_Collection, EmbeddingBagCollection):  # 
         return self._configs
 
     def is_weighted(self) -> bool:
-        """Tell whether rows are weighted."""
+        """Return whether rows are weighted."""
         return self._is_weighted
 
 
@@ -428,7 +428,7 @@ class CompressedEmbeddingCollection(_Collection, EmbeddingCollection):  # type: 
         return self._configs
 
     def need_indices(self) -> bool:
-        """Tell whether outputs hold the values too."""
+        """Return whether outputs hold the values too."""
         return self._need_indices
 
     def embedding_dim(self) -> int:
@@ -526,7 +526,7 @@ def _sources(
     *,
     interleaved: bool,
 ) -> dict[str, Source]:
-    """Return where the rows of each table come from; draws random numbers as TorchRec does."""
+    """Return the source of each table's rows; draws random numbers as TorchRec does."""
     sources: dict[str, Source] = {name: RowsSource(rows) for name, rows in weights.items()}
     to_fill = [(c, s) for c, s in zip(configs, specs, strict=True) if c.name not in weights]
     if not interleaved:

@@ -1,4 +1,4 @@
-"""Packed collections in the place of TorchRec's unsharded ones in a model."""
+"""Replacing TorchRec's unsharded collections of a model by packed ones, and back."""
 
 from __future__ import annotations
 
@@ -62,10 +62,10 @@ def compress_tables(
     cache: Literal["rows", "packed"] = "rows",
     evict: EvictionStrategy = EvictionStrategy.LFU,
 ) -> CollectionsReport:
-    """Put packed collections in the place of TorchRec's in a model.
+    """Replace TorchRec's collections in a model by packed ones.
 
     Unsharded `EmbeddingBagCollection` and `EmbeddingCollection` modules are replaced whole: weights
-    are kept, and tables that require no gradient stay frozen.
+    are kept, and tables that require no gradient remain frozen.
 
     Optimizers of `torch.optim` that were made before hold the resident rows afterwards, in the
     place of the weights and with the state that they have, if they have all tables that lie
@@ -161,7 +161,7 @@ def compress_tables(
 
 
 def restore_tables(model: torch.nn.Module) -> torch.nn.Module:
-    """Put TorchRec's collections back in the place of packed ones.
+    """Replace packed collections by TorchRec's.
 
     Parameters
     ----------
@@ -174,7 +174,7 @@ def restore_tables(model: torch.nn.Module) -> torch.nn.Module:
         The model; another object than before only if that was a collection itself. Weights are as
         training left them, on the device where lookups happened. Gradients that no step has
         applied are lost. Optimizers of `torch.optim` hold the weights afterwards, with the state of
-        all rows; others must be made anew.
+        all rows; others must be made again.
 
     Raises
     ------
@@ -280,13 +280,13 @@ def _plain(module: Packed) -> torch.nn.Module:
     for i, (_, bag) in enumerate(_bags(made)):
         weight = module.decoded(i).to(module.device)
         bag.weight = torch.nn.Parameter(weight, requires_grad=module.specs[i].trainable)
-    made._device = module.device  # what TorchRec was told when it made them
+    made._device = module.device  # the device that TorchRec's module was made with
     restored: torch.nn.Module = made.train(module.training)
     return restored
 
 
 def _replaced(model: torch.nn.Module, made: Mapping[int, torch.nn.Module]) -> torch.nn.Module:
-    """Put modules in the place of others, by their ids, wherever those stand."""
+    """Replace modules, by their ids, wherever the model holds them."""
     for module in list(model.modules()):
         for name, child in module._modules.items():
             if id(child) in made:

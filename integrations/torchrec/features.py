@@ -1,4 +1,4 @@
-"""What a KeyedJaggedTensor holds for a group of tables that lie back to back."""
+"""Values of a KeyedJaggedTensor for a group of tables that are packed back to back."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def checked_features(features: object, *, weighted: bool) -> KeyedJaggedTensor:
 
 
 def positions_of(features: KeyedJaggedTensor, names: Sequence[str]) -> list[int]:
-    """Return where features stand among the keys."""
+    """Return the positions of features among the keys."""
     where = features._key_indices()
     missing = [name for name in names if name not in where]
     if missing:

@@ -13,7 +13,7 @@ from bitslab.embedding import at_end_of_backward
 from bitslab.errors import ArgumentError
 from bitslab.integrations.torchrec.tables import TableSet
 
-#: The learning rate and the eps that FBGEMM takes when it is told none.
+#: The learning rate and the eps that FBGEMM takes by default.
 LEARNING_RATE = 0.01
 EPS = 1e-8
 
@@ -24,7 +24,7 @@ AsShard = Callable[[int, torch.Tensor], Any]
 class RowWiseAdagrad(torch.optim.Optimizer):
     """Adagrad with one sum for each row: of the mean of the squares of its gradient.
 
-    A row without gradient stays as it is, and so does its sum.
+    A row without gradient is left unchanged, and so is its sum.
 
     Parameters
     ----------
@@ -57,7 +57,7 @@ class RowWiseAdagrad(torch.optim.Optimizer):
 
 
 def wants_fused(fused_params: Mapping[str, Any]) -> bool:
-    """Tell whether parameters of a kernel name an optimizer that it is to apply itself."""
+    """Return whether parameters of a kernel name an optimizer that it is to apply itself."""
     return bool({"optimizer", "learning_rate"} & fused_params.keys())
 
 
@@ -119,7 +119,7 @@ class KernelOptimizer(FusedOptimizer):  # type: ignore[misc]
         parameters = [group.rows.parameter for group in tables.groups]
         self._inner = make_optimizer(parameters, fused_params)
         tables.attach_optimizer(self._inner, row_wise=isinstance(self._inner, RowWiseAdagrad))
-        # TorchRec goes by parameters of tables; those of the groups hold several.
+        # TorchRec expects a parameter for each table; a group's parameter holds several tables.
         self._handles = [torch.nn.Parameter(torch.empty(0)) for _ in tables.specs]
         self._taken: dict[torch.nn.Parameter, dict[str, Any]] = {}
         names = [f"{spec.name}.weight" for spec in tables.specs]
@@ -145,7 +145,7 @@ class KernelOptimizer(FusedOptimizer):  # type: ignore[misc]
         """Do nothing: the state is the inner optimizer's."""
 
     def post_load_state_dict(self) -> None:
-        """Take over what was loaded into the state that was asked for last."""
+        """Install what was loaded into the state dict that was made last."""
         held = self._inner.state_dict()
         for number, group in enumerate(self._tables.groups):
             for i in group.tables:
@@ -159,8 +159,8 @@ class KernelOptimizer(FusedOptimizer):  # type: ignore[misc]
 
     def step_after_backward(self, grad: torch.Tensor) -> None:
         """Take a step when the backward pass that is under way ends; a hook of a tensor."""
-        # Gradients of rows that were not resident are brought to the parameter by a call at the end
-        # of the pass too, which is queued while the pass goes on: the step comes behind it.
+        # Gradients of rows that bypassed the cache are added to the parameter's by a callback at
+        # the end of the pass too, queued during the pass: the step comes after it.
         at_end_of_backward(lambda: at_end_of_backward(self._step))
 
     def _step(self) -> None:

@@ -1,4 +1,4 @@
-"""Which tables lie in one packed table, and with which plan."""
+"""Grouping of tables: which are packed together, and with which plan."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TOLERANCE = 0.01
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """What planning knows of a table.
+    """Sampled rows of a table, for planning.
 
     Parameters
     ----------
@@ -46,7 +46,7 @@ class Sample:
     trainable: bool = True
 
     def nbytes(self, codec: RowCodec) -> float:
-        """Bytes that the table takes with a codec, what finds its rows counted."""
+        """Bytes that the table takes with a codec, row metadata included."""
         n = self.rows.shape[0]
         if not n:
             return 0.0
@@ -120,7 +120,7 @@ def group_tables(
 
 @dataclass(eq=False)
 class _Shared:
-    """A group that is being made, the bytes it takes and those of plans of their own."""
+    """A group so far: its bytes, and those with a plan for each table."""
 
     group: Group
     codec: RowCodec

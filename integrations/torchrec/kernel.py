@@ -60,7 +60,7 @@ class PackedKernel(BaseEmbedding):  # type: ignore[misc]
     group : torch.distributed.ProcessGroup
         The ranks.
     weights : mapping of str to torch.Tensor
-        The whole tables, by name; those on the meta device are filled anew.
+        The whole tables, by name; those on the meta device are filled by their `init_fn`.
     pooled : bool
         Whether rows are pooled.
     sharding_type : ShardingType or None
@@ -136,7 +136,7 @@ class PackedKernel(BaseEmbedding):  # type: ignore[misc]
         return torch.cat(self.tables.sequences(features, positions)).to(self._output_dtype)
 
     def prefetch(self, features: KeyedJaggedTensor) -> None:
-        """Start to fetch the rows of a lookup to come."""
+        """Start to fetch the rows of a later lookup."""
         self.tables.prefetch_at(features, range(len(self.tables.uses)))
 
     def layout_of(self, number: int) -> ShardLayout:
@@ -152,7 +152,7 @@ class PackedKernel(BaseEmbedding):  # type: ignore[misc]
         return {} if destination is None else destination
 
     def named_parameters_by_table(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """Yield nothing: parameters stand with their tables in the sharded module."""
+        """Yield nothing: the sharded module yields the parameters with their tables."""
         yield from ()
 
     def flush(self) -> None:
@@ -160,7 +160,7 @@ class PackedKernel(BaseEmbedding):  # type: ignore[misc]
         self.tables.flush()
 
     def purge(self) -> None:
-        """Do nothing: what is resident is kept right when rows are loaded."""
+        """Do nothing: loading rows updates the resident ones."""
 
 
 class FusedPackedKernel(PackedKernel, FusedOptimizerModule):  # type: ignore[misc]
@@ -169,7 +169,7 @@ class FusedPackedKernel(PackedKernel, FusedOptimizerModule):  # type: ignore[mis
     def __init__(self, config: GroupedEmbeddingConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
         for group in self.tables.groups:
-            # What tells TorchRec's users that no other optimizer is to have it.
+            # By this TorchRec's users see that no other optimizer may have it.
             group.rows.parameter._in_backward_optimizers = []  # type: ignore[attr-defined]
         self._optimizer = KernelOptimizer(self.tables, config.fused_params or {}, self._as_shard)
 
@@ -198,7 +198,7 @@ def make_kernel(config: GroupedEmbeddingConfig, *args: Any, **kwargs: Any) -> Pa
 def _source_of(
     table: ShardedEmbeddingTable, weight: torch.Tensor | None, dtype: torch.dtype
 ) -> Source:
-    """Return where the rows of a shard come from."""
+    """Return the source of a shard's rows."""
     offset = table.local_metadata.shard_offsets[0]
     if weight is not None and not weight.is_meta:
         return RowsSource(weight.detach()[offset : offset + table.local_rows])

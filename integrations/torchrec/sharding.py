@@ -52,11 +52,11 @@ class PackedParameterSharding(ParameterSharding):  # type: ignore[misc]
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def get_additional_fused_params(self) -> dict[str, Any]:
-        """Return what the kernel is told; TorchRec asks for it."""
+        """Return the kernel's parameters; TorchRec calls it."""
         return dict(self.options)
 
 
-# Lookups: TorchRec's, with a kernel of ours where the plan says so.
+# Lookups: TorchRec's, with our kernel where the plan asks for it.
 
 
 class _PooledLookup(GroupedPooledEmbeddingsLookup):  # type: ignore[misc]
@@ -200,7 +200,7 @@ class _PackedTables:
         return [c for c in configs if plan[c.name].compute_kernel == KERNEL.value]
 
     def reset_parameters(self: Any) -> None:
-        """Fill tables anew, but for packed ones: those hold the weights of the unsharded module."""
+        """Reset tables, but for packed ones: those hold the weights of the unsharded module."""
         configs = getattr(self, self._configs_name)
         packed = self._packed_configs()
         setattr(self, self._configs_name, [c for c in configs if c not in packed])
@@ -210,7 +210,7 @@ class _PackedTables:
             setattr(self, self._configs_name, configs)
 
     def train(self: Any, mode: bool = True) -> Any:
-        """Set whether rows come and go; see `torch.nn.Module.train`."""
+        """Set whether lookups make rows resident; see `torch.nn.Module.train`."""
         super().train(mode)  # type: ignore[misc]
         for lookup in self._lookups:
             lookup.train(mode)
@@ -227,7 +227,7 @@ class _PackedTables:
 
 
 class ShardedCompressedEmbeddingBagCollection(_PackedTables, ShardedEmbeddingBagCollection):  # type: ignore[misc]
-    """TorchRec's sharded EmbeddingBagCollection, its tables packed where the plan says so."""
+    """TorchRec's sharded EmbeddingBagCollection, with tables packed where the plan asks for it."""
 
     _key = "embedding_bags"
     _configs_name = "_embedding_bag_configs"
@@ -252,7 +252,7 @@ class ShardedCompressedEmbeddingBagCollection(_PackedTables, ShardedEmbeddingBag
 
 
 class ShardedCompressedEmbeddingCollection(_PackedTables, ShardedEmbeddingCollection):  # type: ignore[misc]
-    """TorchRec's sharded EmbeddingCollection, its tables packed where the plan says so."""
+    """TorchRec's sharded EmbeddingCollection, with tables packed where the plan asks for it."""
 
     _key = "embeddings"
     _configs_name = "_embedding_configs"
@@ -329,10 +329,11 @@ class PackedSharder:
 
 
 class CompressedEmbeddingBagCollectionSharder(PackedSharder, EmbeddingBagCollectionSharder):  # type: ignore[misc]
-    """Shards EmbeddingBagCollection modules, with tables packed where the plan says so.
+    """Shards EmbeddingBagCollection modules, with tables packed where the plan asks for it.
 
-    Give it to TorchRec's DistributedModelParallel beside a plan from `packed_plan`, table-wise or
-    row-wise. Each rank packs its shards; the weights of the unsharded module are kept.
+    Give it to TorchRec's DistributedModelParallel together with a plan from `packed_plan`,
+    table-wise or row-wise. Each rank packs its shards; the weights of the unsharded module are
+    kept.
 
     With an optimizer in `fused_params`, or by TorchRec's `apply_optimizer_in_backward`, gradients
     are applied in backward as FBGEMM's kernels do: EXACT_SGD, EXACT_ADAGRAD and
@@ -377,7 +378,7 @@ class CompressedEmbeddingBagCollectionSharder(PackedSharder, EmbeddingBagCollect
 
 
 class CompressedEmbeddingCollectionSharder(PackedSharder, EmbeddingCollectionSharder):  # type: ignore[misc]
-    """Shards EmbeddingCollection modules, with tables packed where the plan says so.
+    """Shards EmbeddingCollection modules, with tables packed where the plan asks for it.
 
     As `CompressedEmbeddingBagCollectionSharder`; it takes TorchRec's ``use_index_dedup`` too.
     """

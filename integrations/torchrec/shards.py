@@ -128,7 +128,7 @@ class ShardLayout:
 
 
 class TableShard(torch.nn.Module):
-    """What stands for one table in a sharded collection.
+    """One table of a sharded collection.
 
     Its state dict holds a ShardedTensor of the whole table. Its parameter, where it has one, holds
     the resident rows of all tables that are packed together with this one on this rank.

@@ -1,4 +1,4 @@
-"""Where the rows of a table come from before they are packed."""
+"""Sources of the rows of a table before they are packed."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ CacheKind = Literal["rows", "packed"]
 
 @dataclass(frozen=True)
 class TableSpec:
-    """A table and what is looked up in it.
+    """A table, and the features that are looked up in it.
 
     Parameters
     ----------
@@ -252,7 +252,7 @@ class TableSet(RowsModule):
     def tables(self) -> Iterator[tuple[str, CachedRows, int, int]]:
         """Yield the name of each table in state dicts, its rows, the first and the last + 1."""
         if self.on_meta:
-            return  # what stands there is parameters
+            return  # nothing but parameters there
         for i, spec in enumerate(self.specs):
             number, begin = self._place[i]
             rows = self.groups[number].rows
@@ -429,7 +429,7 @@ class TableSet(RowsModule):
         ]
 
     def prefetch_at(self, features: KeyedJaggedTensor, positions: Sequence[int]) -> None:
-        """Start to fetch the rows of a lookup to come; results never depend on it."""
+        """Start to fetch the rows of a later lookup; results never depend on it."""
         for group, runs, ranges in zip(self.groups, self._runs, self._ranges, strict=True):
             wanted = [positions[use] for run in runs for use in run.uses]
             if wanted:

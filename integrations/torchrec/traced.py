@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-#: Where a graph has a collection that was traced by itself: an attribute of that.
+#: Path in the graph of a collection that is traced as the root: an attribute of it.
 OWN_PATH = "collection"
 
 
 def as_leaf(module: torch.nn.Module, features: torch.fx.Proxy) -> Any:
-    """Return what stands for the output of a collection while a model is traced.
+    """Return the proxy of a collection's output while a model is traced.
 
     The graph calls the collection and does not look into it, whichever tracer makes it.
 
@@ -20,7 +20,7 @@ def as_leaf(module: torch.nn.Module, features: torch.fx.Proxy) -> Any:
     module : torch.nn.Module
         The collection. One that is traced by itself has an attribute `OWN_PATH`, itself.
     features : torch.fx.Proxy
-        What stands for its argument.
+        Proxy of its argument.
     """
     tracer: Any = features.tracer
     path = tracer.path_of_module(module) or OWN_PATH

@@ -6,20 +6,20 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.embedding.on_device import summed_as_on_gpu, told_on_device
+from tests.embedding.on_device import on_simulated_gpu, summed_as_on_gpu
 from tests.simt.runner import SimtRunner
 
 
 @pytest.fixture
 def runner() -> Iterator[SimtRunner]:
-    """Let lookups in training go the way of ids on a GPU; what its kernels ran on."""
-    with told_on_device() as runner:
+    """Run training lookups on the code path of ids on a GPU; return the runner of its kernels."""
+    with on_simulated_gpu() as runner:
         yield runner
 
 
 @pytest.fixture
 def steps_as_on_gpu() -> Iterator[None]:
-    """Let steps be those of a GPU, for tests in which only some lookups go the way of ids there."""
+    """Sum gradients as on a GPU, for tests in which only some lookups run there."""
     with pytest.MonkeyPatch.context() as patch:
         summed_as_on_gpu(patch)
         yield

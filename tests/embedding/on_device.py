@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from bitslab import CompressedTable, RawCodec
-from bitslab.embedding import device_lookup, device_notes, lookups, optimizers
+from bitslab.embedding import device_counters, device_lookup, lookups, optimizers
 from bitslab.embedding.training import Training
 from bitslab.engine.kernels import cpu
 from bitslab.engine.kernels.cpu import slots
@@ -47,7 +47,7 @@ class TwinFinder:
         to = np.empty(0, np.int64) if wanted is None else wanted.numpy()
         slots.claim_slots(ids.numpy(), self.n_rows, self.slot_of, to, self.claims)
 
-    def give(self, ids, to, tally, number, *, uses=None, first=0, miss_count=0):
+    def give(self, ids, to, counts, number, *, uses=None, first=0, miss_count=0):
         count = np.zeros(1, np.int64)
         slots.give_slots(
             ids.numpy(),
@@ -60,7 +60,7 @@ class TwinFinder:
             number,
             np.empty(0, np.int64) if uses is None else uses.numpy(),
             self.adds,
-            tally.numpy(),
+            counts.numpy(),
             count,
             self.claims,
         )
@@ -69,8 +69,8 @@ class TwinFinder:
 
 
 @contextlib.contextmanager
-def told_on_device(*, twins: bool = False) -> Iterator[SimtRunner]:
-    """Let lookups in training go the way of ids on a GPU, with its kernels; yield their runner.
+def on_simulated_gpu(*, twins: bool = False) -> Iterator[SimtRunner]:
+    """Run training lookups on the code path of ids on a GPU, with its kernels; yield their runner.
 
     With `twins` the kernels' twins take their place, which need a tenth of the time.
     """
@@ -87,10 +87,10 @@ def told_on_device(*, twins: bool = False) -> Iterator[SimtRunner]:
             kernels.gather_rows(table._rows.storage(), table._rows.layout, ids, out)
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (device_lookup, device_notes, optimizers):
+        for module in (device_lookup, device_counters, optimizers):
             patch.setattr(module, "kernels_on", lambda device, tell=True: kernels)
         patch.setattr(
-            lookups, "stays_on_gpu", lambda rows, ids, brings: rows.all_resident or brings
+            lookups, "runs_on_gpu", lambda rows, ids, fetches: rows.all_resident or fetches
         )
         patch.setattr(CompressedTable, "readable_by_gpu", lambda table: True)
         patch.setattr(CompressedTable, "gather_some_on_gpu", gather_some)
@@ -101,7 +101,7 @@ def told_on_device(*, twins: bool = False) -> Iterator[SimtRunner]:
 
 def summed_as_on_gpu(patch: pytest.MonkeyPatch):
     """Leave gradients alone in steps where only the GPU knows the slots."""
-    patch.setattr(Training, "_on_host", property(lambda own: own._rows.guests is None))
+    patch.setattr(Training, "_on_host", property(lambda own: own._rows.miss_buffer is None))
 
 
 def made(optimizer: str = "sgd", cache_rows: int = CACHE_ROWS, **options) -> Pair:
@@ -118,11 +118,11 @@ def drawn(seed: int, n_batches: int, most: int = 12) -> list[list[int]]:
 
 def check_gpu_map(pair: Pair):
     """Compare the GPU's map with the host's, which knows everything."""
-    found = pair.rows.guests
+    found = pair.rows.miss_buffer
     if found is not None:
-        found.catch_up(pair.rows)
-        assert np.array_equal(found._slot_of.numpy(), pair.rows.residents.slot_of)
+        found.sync(pair.rows)
+        assert np.array_equal(found._slot_of.numpy(), pair.rows.slot_table.slot_of)
         ids = np.maximum(found._ids.numpy(), -1)
-        ids[pair.rows.residents.slot_of[ids] != np.arange(len(ids)) + pair.rows.cache_rows] = -1
-        assert np.array_equal(ids, pair.rows.residents.id_of[pair.rows.cache_rows :])
+        ids[pair.rows.slot_table.slot_of[ids] != np.arange(len(ids)) + pair.rows.cache_rows] = -1
+        assert np.array_equal(ids, pair.rows.slot_table.id_of[pair.rows.cache_rows :])
     check_map(pair.rows)

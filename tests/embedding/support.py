@@ -79,7 +79,7 @@ class Pair:
             self.step()
 
     def evict(self):
-        """Let other rows come until none of before is left."""
+        """Look other rows up until no earlier row is resident."""
         with torch.no_grad():
             for first in range(0, len(self.rows), self.rows.cache_rows):
                 last = min(first + self.rows.cache_rows, len(self.rows))
@@ -99,8 +99,8 @@ class Pair:
 
 def check_map(rows: CachedRows):
     """Check that ids and slots name each other, and that sizes agree."""
-    residents = rows.residents
-    slots = residents.resident()
-    assert np.array_equal(residents.slot_of[residents.id_of[slots]], slots)
-    assert (residents.slot_of != -1).sum() == len(slots)
-    assert rows.parameter.shape[0] == len(residents.id_of)
+    slot_table = rows.slot_table
+    slots = slot_table.resident()
+    assert np.array_equal(slot_table.slot_of[slot_table.id_of[slots]], slots)
+    assert (slot_table.slot_of != -1).sum() == len(slots)
+    assert rows.parameter.shape[0] == len(slot_table.id_of)

@@ -28,7 +28,7 @@ def test_bags_of_other_dtypes_are_left_to_torch(dtype):
 @pytest.mark.parametrize(
     "offsets, include_last", [([0, 0, 3], False), ([0, 2, 7], True), ([], False), ([0], False)]
 )
-def test_sound_offsets_stay_as_they_are(offsets, include_last, dtype):
+def test_sound_offsets_are_left_unchanged(offsets, include_last, dtype):
     given = torch.tensor(offsets, dtype=dtype)
     found = sound_offsets(given, 7, CPU, include_last=include_last)
     assert found.dtype == torch.int64 and found.tolist() == offsets

@@ -17,7 +17,7 @@ import torch
 import bitslab.embedding
 from bitslab import BitslabError, CompressedTable
 from bitslab.embedding.prefetch import Prefetched
-from tests.embedding.on_device import told_on_device
+from tests.embedding.on_device import on_simulated_gpu
 from tests.embedding.support import Pair, check_map
 from tests.helpers import same_bits
 
@@ -65,7 +65,7 @@ def trained(optimizer: str = "adagrad", **options) -> Pair:
 
 WORK = {
     "exchange": lambda pair: pair.rows.lookup(torch.tensor([1, 15, 16]), train=True),
-    "beside": lambda pair: pair.rows.lookup(torch.arange(3, 17), train=True),
+    "bypass": lambda pair: pair.rows.lookup(torch.arange(3, 17), train=True),
     "inference": lambda pair: pair.rows.lookup(torch.tensor([1, 28]), train=False),
     "flush": lambda pair: pair.rows.flush(evict=True),
     "warm-up": lambda pair: pair.rows.warm_up(torch.arange(30)),
@@ -96,8 +96,8 @@ def test_an_interruption_at_any_line_loses_nothing(work, options):
 
 
 @pytest.mark.parametrize("work", ["exchange", "inference", "flush", "warm-up"])
-def test_an_interruption_at_any_line_loses_nothing_that_a_gpu_has_brought(work):
-    with told_on_device(twins=True):
+def test_an_interruption_at_any_line_loses_nothing_that_a_gpu_has_fetched(work):
+    with on_simulated_gpu(twins=True):
         interrupt_at_every(17, work, exact=True)
 
 
@@ -138,7 +138,7 @@ def test_a_prefetch_that_fails_is_no_error(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(CompressedTable, "gather", lambda *args: 1 / 0)
         pair.rows.prefetch(torch.tensor([25, 26]))
-        prefetched = pair.rows.source.prefetched
+        prefetched = pair.rows.row_store.prefetched
         assert isinstance(prefetched, Prefetched)
         assert isinstance(prefetched._rows, Future)
         assert isinstance(prefetched._rows.exception(), ZeroDivisionError)
@@ -181,7 +181,7 @@ def test_a_forked_process_waits_for_no_thread_of_its_parent(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(CompressedTable, "gather", slow)
         pair.rows.prefetch(torch.tensor([25, 26]))
-        # The other thread waits, with what it was about to bring.
+        # The other thread waits, with what it was about to fetch.
     process = context.Process(target=child, args=(pair.rows, queue))
     process.start()
     try:
@@ -224,7 +224,7 @@ def test_a_copy_in_the_middle_of_training_goes_on_alike(how, optimizer):
     state = (pair.rows, pair.optimizers[1])
     rows, other = copy.deepcopy(state) if how == "deepcopy" else pickle.loads(pickle.dumps(state))
     assert rows.parameter is other.param_groups[0]["params"][0]
-    pair.train((1, 2), range(12))  # the copy does not hear of it
+    pair.train((1, 2), range(12))  # the copy is not affected
     pair = trained(optimizer)
     pair.rows, pair.optimizers[1] = rows, other
     pair.evict()  # rows move before the copied optimizer takes a step

@@ -100,7 +100,7 @@ def test_training_does_not_wait_when_all_rows_hit(no_waiting):
             step(*some)
 
 
-def test_rows_that_would_come_more_slowly_stay_raw_and_say_so():
+def test_rows_that_would_come_more_slowly_are_kept_raw_with_a_note():
     _, short = pair(dim=32, codec="auto", freeze=True)
     _, long = pair(dim=2048, codec="auto", freeze=True)
     assert short.stats()["codec"] == "raw"
@@ -126,7 +126,7 @@ def test_a_table_loaded_anew_is_packed_only_where_that_pays(dim, packed, freeze)
 
 
 @pytest.mark.parametrize("codec", ["ibp", "raw"])
-def test_a_codec_that_was_named_stays_when_a_table_is_loaded_anew_on_a_gpu(codec):
+def test_a_codec_that_was_named_is_kept_when_a_table_is_loaded_anew_on_a_gpu(codec):
     _, cached = pair(codec=codec, freeze=True)
     fresh = torch.randn(N_ROWS, 32).mul_(0.05)
     cached.load_state_dict({"weight": fresh})
@@ -144,7 +144,7 @@ def test_resident_rows_are_counted_as_hits_on_a_gpu():
     assert 0 < stats["moved_bytes"] - before < 200 * stats["row_bytes"]
 
 
-def test_a_bad_id_on_the_gpu_is_told_later():
+def test_a_bad_id_on_the_gpu_is_reported_later():
     _, cached = pair(freeze=True)
     ids = torch.tensor([1, N_ROWS], device="cuda")
     # By the second call, or by the first, where the GPU is done with the gather before the pooling.
@@ -229,7 +229,7 @@ def test_the_rate_of_misses_is_what_the_gpu_counted_of_late():
     asked = shares(second - first - 1)
     assert asked == [0.25] * len(asked)
     assert shares(1) == [1.0]  # of the rows since
-    # Where nothing was looked up since, the share stays.
+    # Where nothing was looked up since, the share is unchanged.
     kept = shares(LOOK_EVERY - second - 1)
     assert kept == [1.0] * len(kept)
     assert shares(1) == [1.0]

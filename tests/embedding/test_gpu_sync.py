@@ -131,7 +131,7 @@ def test_a_table_that_is_resident_whole_is_copied_moved_and_read_as_it_is(max_no
 
 
 @pytest.mark.parametrize("n", [600, 60_000])
-def test_a_bad_id_in_training_a_table_that_is_resident_whole_is_told_later(n, run_ahead):
+def test_a_bad_id_in_training_a_table_that_is_resident_whole_is_reported_later(n, run_ahead):
     bag = whole()
     optimizer = torch.optim.SGD(bag.parameters(), lr=0.1)
     offsets = torch.arange(0, n, 3, device="cuda")
@@ -312,7 +312,7 @@ def test_training_lookups_are_not_captured_by_a_graph():
     bag(ids, offsets).sum().backward()
 
 
-def test_a_bad_id_is_told_before_rows_are_saved():
+def test_a_bad_id_is_reported_before_rows_are_saved():
     bag = whole()
     ids, offsets = drawn(600)[0], torch.arange(0, 600, 3, device="cuda")
     ids[5] = N_ROWS

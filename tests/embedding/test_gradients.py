@@ -234,7 +234,7 @@ def test_autograd_grad(ids):
     plain, ours = pair.loss(ids)
     if ids == FITS:
         found = torch.autograd.grad(ours, [pair.rows.parameter])[0]
-        slots = pair.rows.residents.slot_of[list(ids)]
+        slots = pair.rows.slot_table.slot_of[list(ids)]
         expected = torch.autograd.grad(plain, [pair.plain])[0]
         assert same_bits(found[slots], expected[list(ids)])
     else:
@@ -260,7 +260,7 @@ def test_second_derivatives_are_right_or_refused(ids):
     plain = (F.embedding(t, pair.plain) ** 3).sum()
     first = torch.autograd.grad(plain, [pair.plain], create_graph=True)[0]
     (first**2).sum().backward()
-    slots = pair.rows.residents.slot_of[list(ids)]
+    slots = pair.rows.slot_table.slot_of[list(ids)]
     got, wanted = pair.rows.parameter.grad, pair.plain.grad
     assert got is not None and wanted is not None
     assert same_bits(got[slots], wanted[list(ids)])
@@ -345,7 +345,7 @@ def test_a_lookup_within_backward_moves_no_row_whose_gradient_is_on_its_way():
     scale = LooksUp.apply(start)
     plain_second, ours_second = pair.loss((6, 7))
     (plain_first + plain_second).backward()
-    # The second lookup's gradient has arrived when the others come, that of the first has not.
+    # The second lookup's gradient has reached it when the others come, that of the first has not.
     (ours_first * scale + ours_second).backward()
     pair.step()
     pair.check()

@@ -175,7 +175,7 @@ def test_rows_that_require_no_gradient_may_be_among_parameters_of_any_optimizer(
     optimizer.step(closure)
     assert (other != 1).all()
     assert same_bits(pair.rows.whole(), before)
-    pair.rows.parameter.requires_grad_(True)  # whoever thaws them hears of it at the step
+    pair.rows.parameter.requires_grad_(True)  # the step raises for rows that were unfrozen by hand
     pair.backward(range(20))
     with pytest.raises(ArgumentError, match=f"optimizer: .*{kind.__name__} .*; use "):
         optimizer.step()
@@ -358,7 +358,7 @@ def test_the_default_device_of_torch_is_not_that_of_state():
     assert state[:4].eq(1.5).all() and state[4:10].eq(0.5).all()
 
 
-def test_a_signalling_nan_that_is_not_looked_up_stays():
+def test_a_signalling_nan_that_is_not_looked_up_is_kept():
     weight = torch.full((20, 4), 0x7F800001, dtype=torch.int32).view(torch.float32)
     rows = CachedRows.from_tensor(weight, cache_rows=5, device="cpu")
     optimizer = torch.optim.SGD([rows.parameter], lr=0.1)

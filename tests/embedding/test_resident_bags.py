@@ -25,7 +25,7 @@ def some(dim: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def sums(rows: CachedRows, ids: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor | None:
-    return ResidentBags().sums(rows.residents, rows.parameter, ids, offsets)
+    return ResidentBags().sums(rows.slot_table, rows.parameter, ids, offsets)
 
 
 @pytest.fixture(params=[1, 2], ids=["1 thread", "2 threads"])
@@ -104,8 +104,8 @@ def served(monkeypatch) -> list[bool]:
 def test_batches_that_hit_after_one_that_hit_are_served_in_one_go(monkeypatch):
     plain, bag = resident_bag()
     found, offsets = served(monkeypatch), torch.arange(50)
-    resident = torch.from_numpy(bag.rows.residents.id_of)
-    away = torch.arange(N_ROWS)[bag.rows.residents.slot_of < 0]
+    resident = torch.from_numpy(bag.rows.slot_table.id_of)
+    away = torch.arange(N_ROWS)[bag.rows.slot_table.slot_of < 0]
     hits = [resident[torch.randint(len(resident), (50,))] for _ in range(4)]
     mixed = torch.cat([hits[0][:49], away[:1]])
     for ids in (*hits, mixed, hits[0], hits[1]):
@@ -116,7 +116,7 @@ def test_batches_that_hit_after_one_that_hit_are_served_in_one_go(monkeypatch):
 
 
 @torch.no_grad()
-def test_a_bad_id_after_batches_that_hit_is_told():
+def test_a_bad_id_after_batches_that_hit_is_reported():
     _, bag = resident_bag()
     ids, offsets = torch.arange(10), torch.arange(10)
     for _ in range(2):
@@ -167,16 +167,16 @@ def test_without_threads_of_torch_lookups_are_the_same(monkeypatch):
 def test_bits_of_resident_rows_are_made_in_time_and_anew_when_rows_change_places():
     plain, bag = resident_bag(freeze=False)
     rows, offsets = bag.rows, torch.arange(N_ROWS // 32)
-    away = torch.arange(N_ROWS)[rows.residents.slot_of < 0]
+    away = torch.arange(N_ROWS)[rows.slot_table.slot_of < 0]
     wanted = away[: len(offsets)]
 
     def bits_after_a_lookup() -> bool:
         assert same_bits(bag(wanted, offsets), plain(wanted, offsets))
-        return rows.resident_bags.slot_map(rows.residents).bits_at != 0
+        return rows.resident_bags.slot_map(rows.slot_table).bits_at != 0
 
     assert [bits_after_a_lookup() for _ in range(4)] == [False, False, True, True]
     # One row comes, and differs from then on from what the table on the host has.
-    slot = rows.bring(wanted[:1])
+    slot = rows.fetch(wanted[:1])
     rows.parameter.data[slot] = plain.weight.data[wanted[:1]] = 7.0
     assert [bits_after_a_lookup() for _ in range(4)] == [False, False, True, True]
 

@@ -1,4 +1,4 @@
-"""Cached rows beside a plain parameter: whatever is done in whatever order, nothing differs."""
+"""Cached rows against a plain parameter: random operations in random order, equal results."""
 
 from __future__ import annotations
 
@@ -185,13 +185,13 @@ def test_only_rows_that_may_have_changed_go_back():
     assert pair.rows.stats()["written_back"] == 2
 
 
-def test_counts_say_what_is_resident_at_first_and_what_stays():
+def test_counts_say_what_is_resident_at_first_and_what_is_kept():
     counts = torch.zeros(40, dtype=torch.int64)
     counts[[30, 31, 32, 33]] = torch.tensor([4, 3, 2, 1])
     pair = Pair(cache_rows=4, counts=counts, warmup_ratio=1.0)
-    assert set(pair.rows.residents.id_of.tolist()) == {30, 31, 32, 33}
+    assert set(pair.rows.slot_table.id_of.tolist()) == {30, 31, 32, 33}
     pair.rows.lookup(torch.tensor([5]), train=True)
-    assert set(pair.rows.residents.id_of.tolist()) == {30, 31, 32, 5}
+    assert set(pair.rows.slot_table.id_of.tolist()) == {30, 31, 32, 5}
 
 
 @pytest.mark.parametrize("cache_rows", [8, 40], ids=["some", "all"])
@@ -203,7 +203,7 @@ def test_warming_up_again_keeps_rows_and_state(cache_rows):
         check_map(pair.rows)
     pair.check()
     if cache_rows == 40:
-        assert pair.rows.residents.slot_of.tolist() == list(range(40))
+        assert pair.rows.slot_table.slot_of.tolist() == list(range(40))
 
 
 BAD_IDS: dict[str, tuple[Any, type[Exception]]] = {
@@ -219,7 +219,7 @@ BAD_IDS: dict[str, tuple[Any, type[Exception]]] = {
 def test_bad_ids_change_nothing(bad):
     pair = Pair()
     ids, error = BAD_IDS[bad]
-    before = pair.rows.residents.slot_of.copy()
+    before = pair.rows.slot_table.slot_of.copy()
     for call in (
         lambda: pair.rows.lookup(ids, train=True),
         lambda: pair.rows.lookup(ids, train=False),
@@ -228,7 +228,7 @@ def test_bad_ids_change_nothing(bad):
     ):
         with pytest.raises(error, match="input"):
             call()
-    assert (pair.rows.residents.slot_of == before).all()
+    assert (pair.rows.slot_table.slot_of == before).all()
 
 
 @pytest.mark.parametrize(
@@ -267,4 +267,4 @@ def test_pinned_rows_are_counted_once():
     pair = Pair(pinned_ids=(3, 3))
     check_map(pair.rows)
     pair.evict()
-    assert pair.rows.residents.slot_of[3] >= 0
+    assert pair.rows.slot_table.slot_of[3] >= 0

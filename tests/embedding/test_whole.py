@@ -109,7 +109,7 @@ def rewrite(rows: CachedRows, fresh: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("begin", ["flush", "update"])
-def test_a_codec_that_was_given_stays(begin):
+def test_a_codec_that_was_given_is_kept(begin):
     n_rows, dim = (400, 16) if begin == "flush" else (6000, 128)
     weight, fresh = smooth(n_rows, dim), some(n_rows, dim)
     given = InvariantCodec.fit(weight)
@@ -140,8 +140,8 @@ def test_a_codec_that_was_given_stays(begin):
 @pytest.mark.parametrize("n_missing", [0, 2, 9], ids="{}-missing".format)
 def test_packed_rows_on_a_cpu_are_counted_once(n_missing):
     rows = CachedRows.from_tensor(some(400), cache_rows=40, cache="packed", device="cpu")
-    assert rows.source.slabs is not None
-    cached = rows.source.slabs.stats()["cached_rows"]
+    assert rows.row_store.slabs is not None
+    cached = rows.row_store.slabs.stats()["cached_rows"]
     assert 10 <= cached < 391
     ids = torch.cat([torch.arange(10), torch.arange(391, 391 + n_missing)])
     assert same_bits(rows.read(ids), some(400)[ids])

@@ -15,4 +15,4 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def small_tables(one_thread: None) -> None:
-    """Let torch work alone."""
+    """Run torch on one thread."""

@@ -41,7 +41,7 @@ START = torch.tensor([0, 2])
 def state_of(module: Any) -> list[Any]:
     """Return what an error must leave as it is."""
     rows: CachedRows = module.rows
-    held = rows.residents
+    held = rows.slot_table
     copied = (held.slot_of, held.id_of, held.keys, held.dirty, held.pinned, held._free)
     stats = {k: v for k, v in module.stats().items() if k not in ("lookups",)}
     return [whole(module), [a.tolist() for a in copied], list(rows.parameter.shape), stats]
@@ -76,7 +76,7 @@ def test_bad_ids(case, kind, phase):
             step(ours, torch.optim.SGD(ours.parameters(), lr=0.1), IDS)
             ours.zero_grad()
             with torch.no_grad():
-                lookup(ours, IDS)  # lets go of what the step needed
+                lookup(ours, IDS)  # releases what the step needed
         before = state_of(ours)
         with torch.set_grad_enabled(phase != "no-grad"), pytest.raises(error, match=says):
             if isinstance(ours, CachedEmbeddingBag):
@@ -209,9 +209,9 @@ def test_the_table_given_is_open_after_an_error():
 def test_a_ratio_that_gives_no_row_takes_one_and_says_so(n):
     says = f"cache_ratio=0.01 of {n} rows is less than one row; one is resident, the fewest"
     for kind in (CachedEmbedding, CachedEmbeddingBag):
-        with pytest.warns(UserWarning, match=f"bitslab: {says}") as told:
+        with pytest.warns(UserWarning, match=f"bitslab: {says}") as caught:
             ours = kind(n, D, device="cpu")
-        assert len(told) == 1 and told[0].filename == __file__
+        assert len(caught) == 1 and caught[0].filename == __file__
         assert ours.rows.cache_rows == 1
         (note,) = (note for note in ours.stats()["notes"] if "cache_ratio" in note)
         assert says in note
@@ -242,10 +242,10 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
 def test_a_table_beyond_the_pin_limit_is_one_warning_and_works(recorder):
     recorder.refusal = "out of memory"
     plain = torch.nn.Embedding(3000, D, _weight=table(3000))
-    with pytest.warns(UserWarning, match="ulimit -l") as told:
+    with pytest.warns(UserWarning, match="ulimit -l") as caught:
         ours = CachedEmbedding.from_module(plain)
         again = CachedEmbedding.from_module(plain)
-    assert len(told) == 1
+    assert len(caught) == 1
     ids = batches(1, n=3000)[0]
     assert_same(ours(ids).detach(), plain(ids).detach())
     assert_same(again(ids).detach(), plain(ids).detach())

@@ -207,7 +207,7 @@ def test_what_a_file_cannot_hold_is_refused(tmp_path):
         load_state("model", path)  # type: ignore[arg-type]
 
 
-def test_damaged_files_are_told(tmp_path):
+def test_damaged_files_are_reported(tmp_path):
     path = tmp_path / "m.safetensors"
     _, ours = singles()
     save_state(ours, path)
@@ -222,7 +222,7 @@ def test_damaged_files_are_told(tmp_path):
     assert_same(whole(ours), table())
 
 
-def test_memory_stays_bounded_whatever_the_size_of_a_table(tmp_path):
+def test_memory_is_bounded_whatever_the_size_of_a_table(tmp_path):
     some_rows = torch.randn(1 << 13, 128)
 
     def rows() -> Any:

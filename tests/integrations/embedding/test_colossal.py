@@ -65,7 +65,7 @@ def test_the_order_of_arguments_is_theirs():
     assert (bag.mode, bag.include_last_offset, bag.rows.dtype) == ("sum", True, torch.float16)
     assert bag.cache_weight_mgr.cuda_row_num == N // 5
     assert bag.rows.buffer_rows == 7 and bag.evict_strategy is EvictionStrategy.DATASET
-    # The row that pads is there beside the half of the others that are used most.
+    # The row that pads is there besides the half of the others that are used most.
     assert resident_ids(bag) == list(range(N - 1 - N // 10, N))
 
 
@@ -170,7 +170,7 @@ def test_those_of_equal_use_that_are_resident_first_are_those_of_their_class():
         assert_same(bag.cache_weight_mgr.cached_idx_map[:7], torch.topk(counts, 7).indices)
 
 
-def test_rows_that_may_not_leave_are_told():
+def test_rows_that_may_not_leave_are_reported():
     _, ours = bags(mode="sum", evict_strategy=EvictionStrategy.DATASET, ids_freq_mapping=range(N))
     manager = ours.cache_weight_mgr
     assert manager.evict_backlist.tolist() == []
@@ -235,7 +235,7 @@ def test_a_flush_leaves_what_a_plain_table_has(strategy):
     assert_same(step(ours, mine, ids), step(plain, theirs, ids))
 
 
-def test_a_plain_module_made_of_the_weight_trains_beside_it():
+def test_a_plain_module_made_of_the_weight_trains_independently():
     ours = bag_of(6, 5, EvictionStrategy.LFU)
     plain = torch.nn.EmbeddingBag.from_pretrained(
         ours.weight.detach().to("cpu"), freeze=False, mode="sum"
@@ -318,7 +318,7 @@ def test_bandwidths_and_buffers_bound_what_comes_at_once():
 KEY = "cache_weight_mgr.cuda_cached_weight"
 
 
-def test_a_table_beside_their_cache_is_loaded():
+def test_a_table_next_to_their_cache_is_loaded():
     _, ours = bags()
     state = {"weight": table() * 2, KEY: torch.zeros(10, D)}
     assert not any(ours.load_state_dict(state))

@@ -157,7 +157,7 @@ def test_options_reach_every_table():
         pin_weight=False,
     )
     for module in (model.bag, model.items[0]):
-        assert module.rows.residents.evict is EvictionStrategy.LRU
+        assert module.rows.slot_table.evict is EvictionStrategy.LRU
         assert module.evict_strategy is EvictionStrategy.LRU
         assert module.rows.table.layout == "inplace" and module.rows.buffer_rows == 4
         assert module.stats()["codec"] == "raw" and module.rows.cache_rows - N // 2 in (0, 1)
@@ -167,7 +167,7 @@ def test_options_reach_every_table():
     assert report.compressed["bag"]["cache_rows"] == 1
 
 
-def test_mode_dtype_and_gradients_stay():
+def test_mode_dtype_and_gradients_are_kept():
     model = Model().to(torch.bfloat16).eval()
     model.bag.weight.requires_grad_(False)
     model.items[0].train()
@@ -202,7 +202,7 @@ def test_what_is_frozen_for_now_can_be_unfrozen_later():
 
 # torch says this of full backward hooks of any module whose inputs are integers.
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning")
-def test_hooks_and_their_handles_stay():
+def test_hooks_and_their_handles_are_kept():
     model: Any = torch.nn.Sequential(torch.nn.Embedding(N, D))
     seen: list[str] = []
     handles = [

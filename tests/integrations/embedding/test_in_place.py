@@ -13,7 +13,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from bitslab.embedding import CachedRows
 from bitslab.errors import BitslabError
-from tests.embedding.on_device import told_on_device
+from tests.embedding.on_device import on_simulated_gpu
 from tests.integrations.embedding.support import (
     D,
     N,
@@ -196,7 +196,7 @@ PENALTIES: dict[str, Any] = {
         loss_of(lookup(m, IDS)) + loss_of(lookup(m, IDS[:3])) + parameter_of(m).square().sum()
     ),
     "too-many-rows": lambda m: loss_of(lookup(m, EVERY_ID)) + parameter_of(m).square().sum(),
-    # Lookups that take all resident rows leave none to tell a penalty by.
+    # Lookups that take all resident rows leave none to detect a penalty by.
     "all-resident-rows": lambda m: (
         loss_of(lookup(m, EVERY_ID[:6]))
         + loss_of(lookup(m, EVERY_ID[6:10]))
@@ -226,9 +226,9 @@ def test_gradients_that_no_lookup_made_are_refused(options, penalty, sparse):
 
 @pytest.mark.parametrize("lookups", [1, 2, 3])
 @pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
-def test_gradients_of_lookups_on_a_gpu_are_told_from_others(lookups, sparse):
+def test_gradients_of_lookups_on_a_gpu_are_distinguished_from_others(lookups, sparse):
     weight = torch.randn(40, 4)
-    with told_on_device(twins=True):
+    with on_simulated_gpu(twins=True):
         rows = CachedRows.from_tensor(weight, cache_rows=8, device="cpu")
         optimizer = torch.optim.SGD([rows.parameter], lr=0.1)
 
@@ -240,7 +240,7 @@ def test_gradients_of_lookups_on_a_gpu_are_told_from_others(lookups, sparse):
             torch.stack([found(n + k) for k in range(lookups)]).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-        assert rows.guests is not None
+        assert rows.miss_buffer is not None
         with pytest.raises(BitslabError, match="no lookup made"):
             (found(20) + rows.parameter.square().sum()).backward()
 
@@ -372,7 +372,7 @@ def test_a_hook_that_changes_the_gradient_of_the_resident_rows_is_seen():
 
 
 def test_a_gradient_of_lookups_on_a_gpu_is_looked_at_in_the_slots_that_they_hold():
-    with told_on_device(twins=True):
+    with on_simulated_gpu(twins=True):
         rows = CachedRows.from_tensor(torch.randn(40, 4), cache_rows=8, device="cpu")
         optimizer = torch.optim.SGD([rows.parameter], lr=0.1)
         for n in range(4):
@@ -381,7 +381,7 @@ def test_a_gradient_of_lookups_on_a_gpu_is_looked_at_in_the_slots_that_they_hold
             torch.nn.utils.clip_grad_norm_([rows.parameter], 0.1)
             optimizer.step()
             optimizer.zero_grad()
-        assert rows.guests is not None
+        assert rows.miss_buffer is not None
         matrix, index = rows.lookup(torch.arange(20, 25), train=True)
         matrix[index].sum().backward()
         added(rows.parameter)
@@ -391,7 +391,7 @@ def test_a_gradient_of_lookups_on_a_gpu_is_looked_at_in_the_slots_that_they_hold
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("where", ["cpu", "cuda"])
-def test_a_gradient_that_is_changed_by_hand_on_a_gpu_is_told_later(where, run_ahead):
+def test_a_gradient_that_is_changed_by_hand_on_a_gpu_is_reported_later(where, run_ahead):
     weight = torch.randn(400, 8)
     rows = CachedRows.from_tensor(weight, cache_rows=40, device="cuda")
     optimizer = torch.optim.SGD([rows.parameter], lr=0.1)

@@ -24,7 +24,7 @@ from tests.integrations.embedding.support import (
 )
 
 IDS = torch.tensor([3, 1, 49, 3, 0, 7, 7, 20, 33, 5, 3, 48])
-#: Arguments of forward beside the module's options.
+#: Arguments of forward besides the module's options.
 INPUTS: dict[str, tuple[Any, ...]] = {
     "offsets": (IDS, torch.tensor([0, 4, 5, 9])),
     "empty-bags": (IDS, torch.tensor([0, 0, 4, 4, 12, 12])),

@@ -260,7 +260,7 @@ def test_files_with_an_optimizer_are_files_of_the_model_too(tmp_path):
     assert sorted(st.load_file(path)) == ["weight"]
 
 
-def test_memory_stays_bounded_whatever_the_size_of_the_state(tmp_path):
+def test_memory_is_bounded_whatever_the_size_of_the_state(tmp_path):
     some_rows = torch.randn(1 << 13, 128)
     n = 50 << 13
     rows: Any = (some_rows + number for number in range(50))
@@ -274,20 +274,20 @@ def test_memory_stays_bounded_whatever_the_size_of_the_state(tmp_path):
     )
     optimizer = Adagrad(ours.parameters())
     ours.attach_optimizer(optimizer)
-    (link,) = ours.rows.training.links
+    (adapter,) = ours.rows.training.adapters
     trained = np.arange(n // 2, n // 2 + (1 << 14))  # 8 MB of more than 200
-    link.stores["sum"].write(trained, torch.rand(len(trained), 128))
+    adapter.stores["sum"].write(trained, torch.rand(len(trained), 128))
     path = tmp_path / "m"
     with Peak() as peak:
         save_state(ours, path, optimizer=optimizer)
     assert peak.bytes < 32e6
     assert path.stat().st_size > 2 * n * 128 * 4
-    kept = link.stores["sum"].read(trained, torch.device("cpu"))
-    link.stores["sum"].write(trained, torch.zeros(len(trained), 128))
+    kept = adapter.stores["sum"].read(trained, torch.device("cpu"))
+    adapter.stores["sum"].write(trained, torch.zeros(len(trained), 128))
     with Peak() as peak:
         load_state(ours, path, optimizer=optimizer)
-    assert peak.bytes < n * 128 * 4 + 48e6  # once more beside what it replaces, not twice
-    assert_same(link.stores["sum"].read(trained, torch.device("cpu")), kept)
+    assert peak.bytes < n * 128 * 4 + 48e6  # once more in addition to what it replaces, not twice
+    assert_same(adapter.stores["sum"].read(trained, torch.device("cpu")), kept)
     with Peak() as peak:  # what it would be
         optimizer.state_dict()
     assert peak.bytes > 200e6
@@ -419,7 +419,7 @@ def test_an_error_of_the_optimizer_itself_leaves_it_as_it_was(when, tmp_path):
 
 
 class Noting(Adagrad):
-    """Keeps notes beside its state, under keys of its own too."""
+    """Keeps notes besides its state, under keys of its own too."""
 
     notes: Any = None
 
@@ -431,7 +431,7 @@ class Noting(Adagrad):
         super().load_state_dict(state_dict)
 
 
-def test_what_an_optimizer_keeps_beside_its_state_comes_back(tmp_path):
+def test_what_an_optimizer_keeps_besides_its_state_comes_back(tmp_path):
     layer = torch.nn.Linear(2, 2)
     optimizer: Any = Noting(layer.parameters())
     other: Any = Noting(layer.parameters())
@@ -451,14 +451,14 @@ def test_state_that_starts_high_in_the_file_costs_no_row_that_was_not_written(tm
     save_state(plain, tmp_path / "m", optimizer=theirs)
     mine = Adagrad(ours.parameters(), lr=0.1)
     load_state(ours, tmp_path / "m", optimizer=mine)
-    link = ours.rows.training.link_of(mine)
-    assert link is not None
-    assert int(link.stores["sum"]._values.any(1).sum()) == 5
+    adapter = ours.rows.training.adapter_of(mine)
+    assert adapter is not None
+    assert int(adapter.stores["sum"]._values.any(1).sum()) == 5
     found, expected = (o.state_dict()["state"][0]["sum"] for o in (mine, theirs))
     assert_same(found, expected)
 
 
-def test_options_in_the_file_that_cached_rows_refuse_are_told_at_once(tmp_path):
+def test_options_in_the_file_that_cached_rows_refuse_are_reported_at_once(tmp_path):
     plain, ours = bags()
     theirs = SGD(plain.parameters(), lr=0.1, momentum=0.9)
     step(plain, theirs, batches(1)[0])
@@ -518,9 +518,9 @@ def test_what_cannot_be_saved_is_refused_and_leaves_the_file_there_was(tmp_path,
     def fail(*args: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    (link,) = (each for each in ours.rows.training.links if each.optimizer is mine)
+    (adapter,) = (each for each in ours.rows.training.adapters if each.optimizer is mine)
     with monkeypatch.context() as patched:
-        patched.setattr(link.stores["sum"], "read", fail)
+        patched.setattr(adapter.stores["sum"], "read", fail)
         with pytest.raises(OSError, match="No space left"):
             save_state(ours, path, optimizer=mine)
     assert path.read_bytes() == kept and os.listdir(tmp_path) == ["m"]
@@ -536,7 +536,7 @@ def test_what_cannot_be_saved_is_refused_and_leaves_the_file_there_was(tmp_path,
     ],
     ids=["cut", "newer", "tensor-gone", "no-object"],
 )
-def test_a_damaged_entry_is_told_and_changes_nothing(change, says, tmp_path):
+def test_a_damaged_entry_is_reported_and_changes_nothing(change, says, tmp_path):
     path = tmp_path / "m"
     saved(path)
     with safetensors.safe_open(path, "pt") as file:

@@ -1,4 +1,4 @@
-"""Whatever is done in whatever order, a cached module is never told from a plain one."""
+"""Random operations in random order: a cached module equals a plain one."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ def test_options_of_modules(make, options):
 
 
 def test_rows_packed_anew_as_training_moves_them(monkeypatch):
-    monkeypatch.setattr("bitslab.embedding.source.REPACK_BYTES", 1 << 10)
+    monkeypatch.setattr("bitslab.embedding.row_store.REPACK_BYTES", 1 << 10)
     before = torch.ones(400, D)
     plain = torch.nn.Embedding(400, D, _weight=before.clone())
     ours = CachedEmbedding.from_module(plain, cache_ratio=0.1)
@@ -159,7 +159,7 @@ def test_gradients_that_gather_over_several_batches(cache_ratio, sparse, set_to_
 
 
 @pytest.mark.parametrize("cache_ratio", [0.1, 0.3], ids=["too-small", "large"])
-@pytest.mark.parametrize("keep", [False, True], ids=["alone", "beside-another-graph"])
+@pytest.mark.parametrize("keep", [False, True], ids=["alone", "with-another-graph"])
 def test_a_gradient_is_clipped_by_the_norm_of_all(cache_ratio, keep):
     plain, ours = bags(mode="sum", cache_ratio=cache_ratio)
     optimizers = [SGD(m.parameters(), lr=0.5) for m in (plain, ours)]
@@ -434,7 +434,7 @@ def test_training_goes_on_from_a_checkpoint_of_either_kind(name, attached):
 def test_a_step_counts_for_an_optimizer_that_was_made_first():
     plain, ours = bags(mode="sum", cache_ratio=0.3)
     theirs, mine = Adagrad(plain.parameters()), Adagrad(ours.parameters())
-    with torch.no_grad():  # rows come and go before the optimizer is known
+    with torch.no_grad():  # resident rows change before the optimizer is known
         for ids in batches(5, seed=9):
             lookup(ours, ids)
     for ids in batches(10):

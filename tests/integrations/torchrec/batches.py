@@ -89,7 +89,7 @@ def joined(parts: Sequence[KeyedJaggedTensor]) -> KeyedJaggedTensor:
 
 
 def same_state(a: Any, b: Any) -> bool:
-    """Tell whether two modules or state dicts hold the same keys in order, and the same bits."""
+    """Return whether two modules or state dicts hold the same keys in order, and the same bits."""
     a, b = (s.state_dict() if isinstance(s, torch.nn.Module) else s for s in (a, b))
     return list(a) == list(b) and all(
         a[key].dtype == b[key].dtype and torch.equal(a[key], b[key]) for key in a

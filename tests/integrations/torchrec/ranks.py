@@ -43,7 +43,7 @@ STEPS = 3
 TIMEOUT = timedelta(seconds=60)
 CPU = torch.device("cpu")
 LR = {"learning_rate": 0.1}
-#: What the sharder is told, and the optimizer of an unsharded model that does the same.
+#: Arguments of the sharder, and the optimizer of an unsharded model that does the same.
 OPTIMIZERS: dict[str, tuple[dict[str, Any] | None, Callable[..., Any]]] = {
     "dense": (None, lambda p: torch.optim.SGD(p, lr=0.1)),
     "sgd": ({"optimizer": EmbOptimType.EXACT_SGD, **LR}, lambda p: torch.optim.SGD(p, lr=0.1)),
@@ -501,7 +501,7 @@ def run(rank: int, folder: str, outcomes: Any) -> None:
         try:
             check(*arguments)
         except Exception:
-            # The other rank waits for this one in vain from here on; it hears of its end.
+            # The other rank waits for this one in vain from here on; it sees its end.
             outcomes.put((name, rank, traceback.format_exc()))
             return
         outcomes.put((name, rank, ""))

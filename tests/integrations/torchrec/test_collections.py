@@ -339,7 +339,7 @@ def test_loading_all_tables_makes_refused_writes_good(how) -> None:
     assert same_state(theirs, ours)
 
 
-def test_rows_that_were_not_loaded_stay_refused() -> None:
+def test_rows_that_were_not_loaded_are_still_refused() -> None:
     theirs, ours = bags()
     written_in_place(ours)
     group = next(group for group in ours.groups if len(group.tables) > 1)

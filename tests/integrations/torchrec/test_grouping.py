@@ -66,7 +66,7 @@ def test_a_table_with_a_plan_of_its_own_lies_apart() -> None:
     assert groups_of(weights[0], counts, weights[1]) == [[0, 2], [1]]
 
 
-def test_sharing_costs_no_more_than_told() -> None:
+def test_sharing_costs_no_more_than_stated() -> None:
     tables = [normal(400 * (i + 1), scale=0.01 * 3**i, seed=i) for i in range(5)]
     samples = [Sample(t.shape[0], t) for t in tables]
     together = 0.0

@@ -20,7 +20,7 @@ from tests.integrations.torchrec import ranks
 
 TIMEOUT_SECONDS = 120
 
-# One process group for all checks: they stay on one worker.
+# One process group for all checks: they run on one worker.
 pytestmark = pytest.mark.xdist_group("torchrec-ranks")
 
 

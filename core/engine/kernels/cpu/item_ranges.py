@@ -21,12 +21,12 @@ from .fields import (
     FIELD_BITS,
     FIRST_FIELD_RUN,
     FIRST_RUN,
+    FIXED,
     KIND,
     NUMBERS,
     PAYLOAD_BITS,
     SPARE_BYTES,
     SPARE_PAYLOAD_BYTES,
-    STAY,
     read_exception,
 )
 from .groups import decode_group
@@ -350,7 +350,7 @@ def decode_groups(like, table, row, most, cluster, begin, end, spare, target):
     starts = load_signed(table + 8 * STARTS) + 4 * (positions + 1) * cluster
     payload_bits = load_signed(field + 8 * PAYLOAD_BITS)
     kind = load_signed(field + 8 * KIND)
-    stay = load_signed(field + 8 * STAY)
+    fixed = load_signed(field + 8 * FIXED)
     field_bits = load_signed(field + 8 * FIELD_BITS)
     runs = field + 8 * FIRST_RUN
     places = field + 8 * FIRST_FIELD_RUN
@@ -375,7 +375,7 @@ def decode_groups(like, table, row, most, cluster, begin, end, spare, target):
         count = min(GROUP, chunks - GROUP * group)
         payload_at = row + 4 * payload_bits * group
         if count < GROUP:
-            # What is read for the chunks that are missing stays in there.
+            # What is read for the chunks that are missing remains in bounds.
             copy_between(spare, payload_at, (payload_bits * count + 7) >> 3)
             payload_at = spare
         inside = low == 0 and high == group_bytes
@@ -385,7 +385,7 @@ def decode_groups(like, table, row, most, cluster, begin, end, spare, target):
             like,
             payload_at,
             kind,
-            stay,
+            fixed,
             runs,
             field + 8 * PAYLOAD_BITS,
             at,

@@ -1,4 +1,4 @@
-"""The rows of a table that are resident in a cache: where they lie, and which leave first."""
+"""Slot table: which row each cache slot holds, the slot of each row, and which rows leave first."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..errors import BitslabError, load_optional
 from .eviction import EvictionStrategy
 
 Array = np.ndarray[Any, Any]
-#: What `Residents` knows of each slot, beside the row in it.
+#: Arrays with an entry for each slot, besides `id_of`.
 EACH_SLOT = ("keys", "stamps", "pinned", "dirty", "_rank")
 
 
@@ -40,7 +40,7 @@ def _find_bags() -> Any:
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """What a lookup needs.
+    """Slots and missing rows of the ids of one lookup.
 
     Parameters
     ----------
@@ -60,8 +60,8 @@ class Batch:
     missing_counts: Array
 
 
-class Residents:
-    """Slots of a cache and the rows in them; nobody else may call meanwhile.
+class SlotTable:
+    """Slots of a cache and the rows in them. Not thread-safe: the owner holds a lock.
 
     Parameters
     ----------
@@ -70,7 +70,7 @@ class Residents:
     capacity_rows : int
         Slots.
     evict : EvictionStrategy
-        What leaves first.
+        Which row leaves first.
     """
 
     def __init__(self, n_rows: int, capacity_rows: int, evict: EvictionStrategy) -> None:
@@ -91,11 +91,11 @@ class Residents:
         self._heap_size = 0
         self._free = np.arange(capacity_rows)[::-1].copy()  # slots with no row, the last one first
         self._stamp = 0
-        # Whether a batch is looked up whose missing rows were neither admitted nor left.
+        # Whether the missing rows of the last batch were neither admitted nor rejected yet.
         self._open = False
-        # Whether `mend` was interrupted.
-        self._torn = False
-        #: How often rows came or went.
+        # Whether `repair` was interrupted.
+        self._inconsistent = False
+        #: Counts changes of which rows are resident.
         self.changes = 0
 
     @property
@@ -158,16 +158,16 @@ class Residents:
         return int(call(_jitted().find_outside, ids, self.n_rows))
 
     def look_up(self, ids: Array, *, count: bool = True) -> Batch:
-        """Find rows for a batch and note their use; end with `admit`, or take it back by `leave`.
+        """Find the slots of a batch and update their keys; `admit` or `reject` must follow.
 
         Parameters
         ----------
         ids : numpy.ndarray
             int64 ``[n]``, in range.
         count : bool
-            Whether the batch counts for what leaves first.
+            Whether the batch updates what decides which row leaves first.
         """
-        self.make_sound()
+        self.repair_if_interrupted()
         self._stamp += 1
         kernels = _jitted()
         how = kernels.KEEP
@@ -196,18 +196,18 @@ class Residents:
         self._open = n_missing > 0
         return Batch(slots, touched[:n_touched], missing[:n_missing], counts[:n_missing])
 
-    def leave(self, batch: Batch) -> None:
-        """Admit none of the missing rows of a batch."""
+    def reject(self, batch: Batch) -> None:
+        """End a lookup without admitting its missing rows."""
         call(_jitted().unmark, self.slot_of, batch.missing)
         self._open = False
 
     def make_room(self, batch: Batch) -> Array | None:
         """Choose slots for the missing rows of a batch: int64, or None when there are too few.
 
-        The rows in them are still there; `put_back` undoes the choice.
+        The rows in them are not evicted yet; `put_back` undoes the choice.
         """
-        if self._torn:
-            self.mend()
+        if self._inconsistent:
+            self.repair()
         wanted = len(batch.missing)
         from_free = min(wanted, len(self._free))
         chosen = self._free[len(self._free) - from_free :][::-1].copy()
@@ -244,14 +244,14 @@ class Residents:
         self._free = np.concatenate([self._free, slots[~held][::-1]])
 
     def admit(self, ids: Array, slots: Array, counts: Array) -> None:
-        """Let rows take the place of those in slots that `make_room` chose.
+        """Put rows into slots that `make_room` chose; the rows in those leave.
 
         Parameters
         ----------
         ids, slots : numpy.ndarray
             int64 ``[n]``.
         counts : numpy.ndarray
-            int64 ``[n]``, how often the rows were looked up so far; for LFU.
+            int64 ``[n]``, how often the rows were looked up so far; used by LFU.
         """
         self.changes += 1
         gone = self.id_of[slots]
@@ -266,14 +266,14 @@ class Residents:
         self._open = False
 
     def _first_keys(self, ids: Array, first: Array | int) -> Array | int:
-        """Return what rows that come are worth; `first` where that is how they were used."""
+        """Return the keys of rows that are admitted: their rank for DATASET, else `first`."""
         if self.evict is not EvictionStrategy.DATASET:
             return first
         return -(ids if self.order is None else self.order[ids])
 
-    def resolved(self, batch: Batch, places: Array) -> Array:
-        """Return the slots of a batch, ``places[k]`` for its k-th missing row."""
-        call(_jitted().resolve, batch.slots, places)
+    def resolved(self, batch: Batch, slots: Array) -> Array:
+        """Return the slots of a batch, ``slots[k]`` for its k-th missing row."""
+        call(_jitted().resolve, batch.slots, slots)
         return batch.slots
 
     def numbered(self, batch: Batch) -> Array:
@@ -281,19 +281,19 @@ class Residents:
         call(_jitted().compress_slots, batch.slots, self._rank, len(batch.missing))
         return batch.slots
 
-    def empty(self, slots: Array) -> None:
-        """Let rows below the capacity go."""
-        self.mend(slots)
+    def evict_slots(self, slots: Array) -> None:
+        """Evict the rows of slots below the capacity; int64 ``[n]``."""
+        self.repair(slots)
 
-    def mend(self, lost: Array | None = None) -> None:
-        """Make everything agree with `id_of` again, such as after an exchange that failed midway.
+    def repair(self, lost: Array | None = None) -> None:
+        """Rebuild all other arrays from `id_of`, such as after an exchange that failed midway.
 
         Parameters
         ----------
         lost : numpy.ndarray, optional
             int64, slots whose rows are gone.
         """
-        self._torn = True
+        self._inconsistent = True
         self.changes += 1
         if lost is not None:
             self.id_of[lost] = -1
@@ -305,26 +305,26 @@ class Residents:
         self._free = np.flatnonzero(self.id_of[: self.capacity_rows] < 0)[::-1].copy()
         self._heap_size = 0
         self._push(slots[slots < self.capacity_rows])
-        self._open = self._torn = False
+        self._open = self._inconsistent = False
 
-    def make_sound(self) -> None:
-        """Do what `mend` does if the last batch was interrupted."""
-        if self._open or self._torn:
-            self.mend()
+    def repair_if_interrupted(self) -> None:
+        """Call `repair` if the last batch, or a repair, was interrupted."""
+        if self._open or self._inconsistent:
+            self.repair()
 
     def clear(self) -> None:
-        """Let all rows go."""
+        """Empty all slots."""
         order, changes = self._order, self.changes
         self.__init__(self.n_rows, self.capacity_rows, self.evict)  # type: ignore[misc]
         self._order, self.changes = order, changes + 1
 
     def grow(self, ids: Array) -> Array:
-        """Have slots beyond the capacity for rows that have none; return them, int64.
+        """Append slots beyond the capacity for rows that have none; return the slots, int64.
 
         Parameters
         ----------
         ids : numpy.ndarray
-            int64 ``[n]``, -1 where a slot is to hold none.
+            int64 ``[n]``, -1 for a slot that holds no row.
         """
         self.changes += 1
         slots = np.arange(len(self.id_of), len(self.id_of) + len(ids))
@@ -332,7 +332,7 @@ class Residents:
         for name in EACH_SLOT:
             old = getattr(self, name)
             grown[name] = np.concatenate([old, np.zeros(len(ids), old.dtype)])
-        # At once, so that an interruption leaves them alike.
+        # One statement, so that Ctrl-C cannot leave arrays of different lengths.
         self.__dict__.update(grown)
         self.slot_of[ids[ids >= 0]] = slots[ids >= 0]
         return slots
@@ -344,43 +344,45 @@ class Residents:
         self._stamp += 1
         return self._stamp
 
-    def take_in(self, slots: Array, ids: Array) -> None:
-        """Hear of rows int64 ``[n]`` that have come to slots beyond the capacity, or are there."""
+    def record_fetched(self, slots: Array, ids: Array) -> None:
+        """Record the rows int64 ``[n]`` that the GPU has put into slots beyond the capacity."""
         self.changes += 1
         new = self.id_of[slots] != ids
         self.keys[slots[new]] = self._first_keys(ids[new], 0)
         self.dirty[slots[new]] = False
         self.id_of[slots] = ids
-        # Also of those that are there: an interrupt may have come in between.
+        # Also of rows recorded before: an interrupt may have come in between.
         self.slot_of[ids] = slots
 
-    def make_room_for(self, guests: Array, at_least: int) -> Array:
-        """Choose slots for rows beyond the capacity, the most used first, that are worth it.
+    def make_room_for(self, candidates: Array, at_least: int) -> Array:
+        """Choose slots below the capacity for the most used rows beyond it.
+
+        A row moves only if its key is at least that of the row whose slot it would take.
 
         Parameters
         ----------
-        guests : numpy.ndarray
-            int64 ``[n]``, their slots, in order.
+        candidates : numpy.ndarray
+            int64 ``[n]``, slots beyond the capacity, the most used first.
         at_least : int
-            How many come even where they are worth less, or they could never be used often: with
-            LFU.
+            With LFU, how many move even if their keys are lower, else a new row could never
+            gather uses.
 
         Returns
         -------
         numpy.ndarray
-            int64, at most n slots, for the first ones. The rows in them are still there.
+            int64, at most n slots, for the first candidates. The rows in them are not evicted yet.
         """
         self._stamp += 1
         below = slice(0, self.capacity_rows)
         leaves = (self.id_of[below] >= 0) & ~self.pinned[below]
-        wanted = min(len(guests), len(self._free) + int(leaves.sum()))
-        none = guests[:0]
-        slots = self.make_room(Batch(none, none, guests[:wanted], none))
+        wanted = min(len(candidates), len(self._free) + int(leaves.sum()))
+        none = candidates[:0]
+        slots = self.make_room(Batch(none, none, candidates[:wanted], none))
         if slots is None:
             raise BitslabError("cache: fewer slots than counted; this is a bug of bitslab")
-        worth = self.keys[guests[:wanted]] >= self.keys[slots]
+        worth = self.keys[candidates[:wanted]] >= self.keys[slots]
         worth |= self.id_of[slots] < 0
-        # Those that leave are in ascending order, and those that come in descending.
+        # Keys of rows that leave ascend, those of candidates descend.
         n = wanted if worth.all() else int(np.argmin(worth))
         if self.evict is EvictionStrategy.LFU:
             n = max(n, min(at_least, wanted))
@@ -388,7 +390,7 @@ class Residents:
         return slots[:n]
 
     def move(self, slots: Array, to: Array) -> None:
-        """Let rows in slots beyond the capacity take the place of others: int64 ``[n]`` each."""
+        """Move rows from slots beyond the capacity to others, whose rows leave; int64 ``[n]``."""
         self.changes += 1
         for name in ("keys", "stamps", "dirty"):
             values = getattr(self, name)
@@ -396,7 +398,7 @@ class Residents:
         gone, ids = self.id_of[to], self.id_of[slots]
         id_of = self.id_of.copy()
         id_of[to], id_of[slots] = ids, -1
-        # At once, so that an interruption leaves each row in one place; `mend` does the rest.
+        # One assignment, so that Ctrl-C leaves each row in one slot; `repair` does the rest.
         self.id_of = id_of
         self.slot_of[gone[gone >= 0]] = -1
         self.slot_of[ids] = to
@@ -404,7 +406,7 @@ class Residents:
         self._push(to)
 
     def drop(self, slots: Array) -> None:
-        """Let rows beyond the capacity go, whose slots stay."""
+        """Empty slots beyond the capacity; the slots are kept."""
         self.changes += 1
         self.slot_of[self.id_of[slots]] = -1
         self.id_of[slots] = -1
@@ -415,7 +417,7 @@ class Residents:
         self.dirty[slots] = False
 
     def shrink(self) -> None:
-        """Let the rows beyond the capacity go."""
+        """Remove the slots beyond the capacity."""
         self.changes += 1
         capacity = self.capacity_rows
         ids = self.id_of[capacity:]

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import torch
 
-from bitslab.embedding import EvictionStrategy, device_notes, statistics
+from bitslab.embedding import EvictionStrategy, device_counters, statistics
 from bitslab.engine.kernels.cuda.runner import INDEX_ERROR
 from bitslab.errors import ArgumentTypeError
 from bitslab.integrations.embedding import CachedEmbeddingBag
-from tests.embedding.on_device import told_on_device
+from tests.embedding.on_device import on_simulated_gpu
 from tests.embedding.support import OPTIMIZERS, Pair
 from tests.helpers import same_bits
 
@@ -31,7 +31,7 @@ def whole_pair(optimizer: str = "sgd", **options) -> Pair:
 
 def marked(rows) -> list[int]:
     """Return the rows that may have changed, as far as the host knows."""
-    return np.flatnonzero(rows.residents.dirty).tolist()
+    return np.flatnonzero(rows.slot_table.dirty).tolist()
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -101,9 +101,9 @@ def test_ids_may_be_written_to_before_backward(runner):
 def test_what_a_lookup_returns_may_be_written_to(runner):
     pair = whole_pair()
     weight, index = pair.rows.lookup(torch.tensor([4, 5]), train=True)
-    beside = torch.zeros(7, weight.shape[1])
-    index.add_(len(beside))
-    torch.cat([beside, weight])[index].sum().backward()
+    others = torch.zeros(7, weight.shape[1])
+    index.add_(len(others))
+    torch.cat([others, weight])[index].sum().backward()
     pair.rows.flush()
     assert marked(pair.rows) == [4, 5]
 
@@ -120,7 +120,7 @@ def test_a_kept_history_does_not_change(runner):
 def test_an_interrupted_note_is_taken(runner, monkeypatch):
     pair = whole_pair()
     loss = pair.rows.lookup(torch.tensor([4, 5]), train=True)[0].sum()
-    device_notes.take_notes(pair.rows)  # what the lookup itself has noted
+    device_counters.sync_from_device(pair.rows)  # the dirty bits of the lookup itself
     fill = torch.Tensor.index_fill_
 
     def interrupted(tensor, *arguments):
@@ -130,8 +130,8 @@ def test_an_interrupted_note_is_taken(runner, monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(torch.Tensor, "index_fill_", interrupted)
         loss.backward()
-    pair.rows.training.settle()
-    device_notes.take_notes(pair.rows)
+    pair.rows.training.retire_steps()
+    device_counters.sync_from_device(pair.rows)
     assert marked(pair.rows) == [4, 5]
 
 
@@ -175,7 +175,7 @@ def test_loaded_rows_take_the_place_of_changed_ones(runner):
 
 def test_what_is_counted_is_what_the_host_counts():
     found = []
-    for way in (told_on_device, contextlib.nullcontext):
+    for way in (on_simulated_gpu, contextlib.nullcontext):
         bag = CachedEmbeddingBag(
             N_ROWS, 4, cache_ratio=1.0, device="cpu", evict_strategy=EvictionStrategy.LFU
         )
@@ -201,7 +201,7 @@ def test_what_is_counted_is_what_the_host_counts():
     assert found[0][0][0] == [2, 3, 40, 1, 0, 2]
 
 
-def test_histories_stay_short(runner, monkeypatch):
+def test_histories_are_bounded(runner, monkeypatch):
     monkeypatch.setattr(statistics, "HISTORY", 5)
     monkeypatch.setattr(statistics, "BLOCK", 4)
     rows = whole_pair().rows
@@ -216,7 +216,7 @@ def test_histories_stay_short(runner, monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
 @pytest.mark.parametrize("bad", [-1, N_ROWS])
-def test_a_bad_id_is_told(runner, bad, dtype):
+def test_a_bad_id_is_reported(runner, bad, dtype):
     rows = whole_pair().rows
     weight, index = rows.lookup(torch.tensor([[3, 1], [bad, 2]], dtype=dtype), train=True)
     assert runner.mailbox.tolist() == [INDEX_ERROR, 2, bad, N_ROWS]

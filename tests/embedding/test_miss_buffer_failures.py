@@ -1,4 +1,4 @@
-"""Rows that a GPU brings by itself: interruptions, too little memory, and memory it cannot read."""
+"""Miss buffer: interruptions, too little memory, and memory that the GPU cannot read."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from bitslab import CompressedTable
-from bitslab.embedding import device_notes, guests, parameter_watch
-from bitslab.embedding.optimizers import OptimizerLink
-from bitslab.embedding.residents import Residents
+from bitslab.embedding import device_counters, miss_buffer, parameter_watch
+from bitslab.embedding.optimizers import OptimizerAdapter
+from bitslab.embedding.slot_table import SlotTable
 from bitslab.embedding.training import Training
 from bitslab.engine.kernels.cuda.launch_slots import SlotFinder
 from tests.embedding.on_device import CACHE_ROWS, N_ROWS, check_gpu_map, drawn, made
@@ -19,7 +19,7 @@ from tests.embedding.on_device import CACHE_ROWS, N_ROWS, check_gpu_map, drawn, 
 INTERRUPTED = {
     "claim": SlotFinder,
     "gather_some_on_gpu": CompressedTable,
-    "restore_on_gpu": OptimizerLink,
+    "restore_on_gpu": OptimizerAdapter,
     "give": SlotFinder,
 }
 
@@ -47,7 +47,7 @@ def test_an_interrupted_lookup_loses_nothing(runner, where, late, monkeypatch):
     pair.check()
 
 
-EXCHANGED = {"move": Residents, "drop": Residents, "take_in": Residents, "save": Training}
+EXCHANGED = {"move": SlotTable, "drop": SlotTable, "record_fetched": SlotTable, "save": Training}
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["before", "after"])
@@ -64,17 +64,17 @@ def test_an_interrupted_exchange_loses_nothing(runner, where, late, monkeypatch)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(EXCHANGED[where], where, interrupted)
-        pair.rows.training.settle()
+        pair.rows.training.retire_steps()
     pair.train((1, 30), (2, 31, 7, 8))
     check_gpu_map(pair)
     pair.check()
 
 
 WIDENED = {
-    "notes": (device_notes.DeviceNotes, "write_to"),
-    "state": (OptimizerLink, "follow"),
+    "counters": (device_counters.DeviceCounters, "write_to"),
+    "state": (OptimizerAdapter, "follow"),
     "parameter": (parameter_watch, "set_data"),
-    "residents": (Residents, "grow"),
+    "slot-table": (SlotTable, "grow"),
 }
 
 
@@ -84,7 +84,7 @@ WIDENED = {
 @pytest.mark.parametrize("late", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("where", WIDENED)
 def test_an_interrupted_widening_loses_nothing(runner, where, late, error, monkeypatch):
-    monkeypatch.setattr(guests, "PAUSE_LOOKUPS", 1)
+    monkeypatch.setattr(miss_buffer, "PAUSE_LOOKUPS", 1)
     pair = made("adagrad")
     pair.train((1, 2), (30, 31))
     owner, name = WIDENED[where]
@@ -113,15 +113,15 @@ def test_an_interrupted_widening_loses_nothing(runner, where, late, error, monke
 def test_gradients_wait_for_their_step_though_the_host_was_interrupted(runner, late, monkeypatch):
     pair = made(cache_rows=2)
     pair.backward((4, 30))
-    know_slots = Training.know_slots
+    sync_slots = Training.sync_slots
 
     def interrupted(training, *held):
         if late:
-            know_slots(training, *held)
+            sync_slots(training, *held)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Training, "know_slots", interrupted)
+        patch.setattr(Training, "sync_slots", interrupted)
         pair.rows.flush()
     with torch.no_grad():
         for first in range(0, N_ROWS, 2):
@@ -148,9 +148,9 @@ def test_too_little_memory_leaves_the_lookup_to_the_host(runner, monkeypatch):
     def full(data):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(guests, "PAUSE_LOOKUPS", 2)
+    monkeypatch.setattr(miss_buffer, "PAUSE_LOOKUPS", 2)
     with monkeypatch.context() as patch:
-        patch.setattr(guests, "with_spare", full)
+        patch.setattr(miss_buffer, "with_spare", full)
         pair.train((1, 30))
         pair.check()
     pair.train((1, 30), (2, 31))
@@ -164,8 +164,8 @@ def test_memory_that_a_gpu_cannot_read_leaves_the_lookup_to_the_host(runner, mon
     monkeypatch.setattr("bitslab.engine.memory.host.HostBuffer.pinned", False)
     pair = made("adagrad")
     pair.train(*drawn(6, 5))
-    assert pair.rows.guests is None
+    assert pair.rows.miss_buffer is None
     pair.check()
     pair = made("sgd")
     pair.train((1, 30))
-    assert pair.rows.guests is not None
+    assert pair.rows.miss_buffer is not None

@@ -1,4 +1,4 @@
-"""Rows that a GPU brings by itself for lookups whose ids the host does not read.
+"""Rows that a GPU fetches by itself for lookups whose ids the host does not read.
 
 The CPU stands for the GPU here, with the GPU's own kernels behind it.
 """
@@ -14,12 +14,19 @@ import numpy as np
 import pytest
 import torch
 
-from bitslab.embedding import EvictionStrategy, device_notes, guests
+from bitslab.embedding import EvictionStrategy, device_counters, miss_buffer
 from bitslab.engine.kernels.cuda.launch_slots import SlotFinder
 from bitslab.engine.kernels.cuda.runner import INDEX_ERROR
 from bitslab.errors import BitslabError
 from bitslab.integrations.embedding import CachedEmbeddingBag
-from tests.embedding.on_device import CACHE_ROWS, N_ROWS, check_gpu_map, drawn, made, told_on_device
+from tests.embedding.on_device import (
+    CACHE_ROWS,
+    N_ROWS,
+    check_gpu_map,
+    drawn,
+    made,
+    on_simulated_gpu,
+)
 from tests.embedding.support import OPTIMIZERS, Pair, check_map
 from tests.helpers import same_bits
 
@@ -32,7 +39,7 @@ def test_steps_are_those_of_a_plain_parameter(runner, optimizer, codec):
     pair = made(optimizer, codec=codec)
     for number, ids in enumerate(drawn(1, 15)):
         pair.train(ids)
-        assert pair.rows.guests is not None
+        assert pair.rows.miss_buffer is not None
         if number % 7 == 6:
             check_gpu_map(pair)
             pair.check()
@@ -44,13 +51,13 @@ def test_steps_are_those_of_a_plain_parameter(runner, optimizer, codec):
 
 
 @pytest.mark.parametrize("evict", EvictionStrategy)
-def test_the_most_used_rows_stay(runner, evict):
+def test_the_most_used_rows_are_kept(runner, evict):
     counts = list(range(N_ROWS, 0, -1)) if evict is EvictionStrategy.DATASET else None
     pair = made(evict=evict, counts=counts, cache_rows=6)
     for _ in range(6):
         pair.train((20, 21, 22), (20, 21), (30,), (31,), (32,), (33,))
-    pair.rows.training.settle()
-    resident = set(np.flatnonzero(pair.rows.residents.slot_of >= 0).tolist())
+    pair.rows.training.retire_steps()
+    resident = set(np.flatnonzero(pair.rows.slot_table.slot_of >= 0).tolist())
     assert len(resident) == 6
     if evict is EvictionStrategy.DATASET:
         assert resident == set(range(6))
@@ -70,17 +77,17 @@ def test_whatever_else_happens_the_steps_are_those_of_a_plain_parameter(optimize
     pair.train((1, 2))
 
     def by(way, *batches):
-        with told_on_device(twins=True) if way else contextlib.nullcontext():
+        with on_simulated_gpu(twins=True) if way else contextlib.nullcontext():
             pair.train(*batches)
 
     def two_lookups():
-        with told_on_device(twins=True):
+        with on_simulated_gpu(twins=True):
             pair.backward(*drawn(int(generator.integers(1 << 30)), 2))
         pair.step()
 
     def mixed_lookups():
         first, second = drawn(int(generator.integers(1 << 30)), 2)
-        with told_on_device(twins=True):
+        with on_simulated_gpu(twins=True):
             one = pair.loss(first)
         other = pair.loss(second)
         for mine, theirs in zip(one, other, strict=True):
@@ -88,24 +95,24 @@ def test_whatever_else_happens_the_steps_are_those_of_a_plain_parameter(optimize
         pair.step()
 
     def accumulated():
-        with told_on_device(twins=True):
+        with on_simulated_gpu(twins=True):
             for ids in drawn(int(generator.integers(1 << 30)), 3):
                 pair.backward(ids)
         pair.step()
 
     def kept_gradients():
-        with told_on_device(twins=True):
+        with on_simulated_gpu(twins=True):
             pair.backward((3, 9, 30))
         pair.step(clear=False)
         pair.zero_grad(set_to_none=False)
 
     def dropped():
-        with told_on_device(twins=True):
+        with on_simulated_gpu(twins=True):
             pair.backward((5, 33))
         pair.zero_grad()
 
     def without_gradient():
-        with told_on_device(twins=True), torch.no_grad():
+        with on_simulated_gpu(twins=True), torch.no_grad():
             pair.rows.lookup(torch.tensor([7, 8, 39]), train=True)
 
     def evaluated():
@@ -120,9 +127,9 @@ def test_whatever_else_happens_the_steps_are_those_of_a_plain_parameter(optimize
     def copied():
         assert same_bits(copy.deepcopy(pair.rows).whole(), pair.plain)
 
-    def brought():
+    def fetched():
         with torch.no_grad():
-            pair.rows.bring(torch.tensor([11, 12]))
+            pair.rows.fetch(torch.tensor([11, 12]))
 
     what = [
         two_lookups,
@@ -134,7 +141,7 @@ def test_whatever_else_happens_the_steps_are_those_of_a_plain_parameter(optimize
         evaluated,
         loaded,
         copied,
-        brought,
+        fetched,
         pair.check,
         lambda: check_gpu_map(pair),
         lambda: pair.rows.flush(),
@@ -155,10 +162,10 @@ def test_whatever_else_happens_the_steps_are_those_of_a_plain_parameter(optimize
 def test_rows_that_are_there_do_not_move(runner):
     pair = made()
     pair.train(range(8))
-    changes = pair.rows.residents.changes
+    changes = pair.rows.slot_table.changes
     for _ in range(50):
         pair.train((1, 5), (7, 0, 7))
-    assert pair.rows.residents.changes == changes
+    assert pair.rows.slot_table.changes == changes
     assert pair.rows.parameter.shape[0] == CACHE_ROWS + 20
     pair.check()
 
@@ -166,7 +173,7 @@ def test_rows_that_are_there_do_not_move(runner):
 def test_what_is_counted_is_what_the_host_counts():
     found = []
     batches = [(1, 2, 1), (30, 0, 31, 31), (1, 30), (2,), ()]
-    for way in (told_on_device, contextlib.nullcontext):
+    for way in (on_simulated_gpu, contextlib.nullcontext):
         bag = CachedEmbeddingBag(N_ROWS, 4, cache_ratio=0.25, warmup_ratio=1.0, device="cpu")
         optimizer = torch.optim.SGD(bag.parameters(), lr=0.1)
         for ids in batches:
@@ -187,40 +194,40 @@ def test_what_is_counted_is_what_the_host_counts():
 
 
 class Behind:
-    """A GPU that tells of nothing until it is asked to."""
+    """A GPU that reports no misses until `sync` is called."""
 
     def __init__(self, monkeypatch):
-        self.told: list[tuple[int, torch.Tensor]] = []
+        self.reported: list[tuple[int, torch.Tensor]] = []
         give = SlotFinder.give
 
         def later(finder, *arguments, miss_count, **options):
             here = torch.zeros(1, dtype=torch.int64)
             give(finder, *arguments, miss_count=here.data_ptr(), **options)
-            self.told.append((miss_count, here))
+            self.reported.append((miss_count, here))
 
         monkeypatch.setattr(SlotFinder, "give", later)
 
-    def catch_up(self):
-        for told, here in self.told:
-            ctypes.c_int64.from_address(told).value = int(here)
-        self.told.clear()
+    def sync(self):
+        for address, here in self.reported:
+            ctypes.c_int64.from_address(address).value = int(here)
+        self.reported.clear()
 
 
 def waits(pair: Pair, monkeypatch) -> list[int]:
     """Return a list that gets an entry for each time the host waits for the GPU."""
     found: list[int] = []
-    wait = device_notes.wait_for_all
+    wait = device_counters.wait_for_all
 
-    def noted(device):
+    def recorded(device):
         found.append(1)
         wait(device)
 
-    monkeypatch.setattr(guests, "wait_for_all", noted)
+    monkeypatch.setattr(miss_buffer, "wait_for_all", recorded)
     return found
 
 
 def test_a_host_that_is_ahead_waits_only_when_room_for_16_batches_is_used(runner, monkeypatch):
-    monkeypatch.setattr(guests, "PATIENCE_S", 0.01)
+    monkeypatch.setattr(miss_buffer, "PATIENCE_S", 0.01)
     pair = made()
     waited = waits(pair, monkeypatch)
     behind = Behind(monkeypatch)
@@ -231,10 +238,10 @@ def test_a_host_that_is_ahead_waits_only_when_room_for_16_batches_is_used(runner
     assert pair.rows.parameter.shape[0] == CACHE_ROWS + 16 * len(batch)
     pair.train(batch)
     assert len(waited) == 1
-    behind.catch_up()
+    behind.sync()
     for _ in range(10):
         pair.train(batch)
-        behind.catch_up()
+        behind.sync()
     assert len(waited) == 1
     pair.check()
 
@@ -281,7 +288,7 @@ def test_gradients_of_the_step_before_are_cleared_after_the_lookup(runner, optim
     pair.check()
 
 
-def test_gradients_that_are_not_cleared_are_told(runner):
+def test_gradients_that_are_not_cleared_are_reported(runner):
     pair = made(cache_rows=2)
     with pytest.raises(BitslabError, match="zero_grad"):
         for first in range(0, N_ROWS, 2):
@@ -290,7 +297,7 @@ def test_gradients_that_are_not_cleared_are_told(runner):
                 optimizer.step()
 
 
-def test_a_second_backward_reaches_rows_that_stayed(runner):
+def test_a_second_backward_reaches_rows_that_were_kept(runner):
     pair = made()
     losses = pair.loss((4, 5))
     for loss in losses:
@@ -312,7 +319,7 @@ def test_a_second_backward_is_refused_when_its_rows_have_left(runner):
     with torch.no_grad():
         for first in range(0, N_ROWS, 2):
             pair.rows.lookup(torch.tensor([first, first + 1]), train=True)
-    pair.rows.training.settle()
+    pair.rows.training.retire_steps()
     with pytest.raises(BitslabError, match="have left the cache"):
         loss.backward()
 
@@ -354,7 +361,7 @@ def test_training_goes_on_after_inference_mode(runner):
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
 @pytest.mark.parametrize("bad", [-1, N_ROWS])
-def test_a_bad_id_is_told(runner, bad, dtype):
+def test_a_bad_id_is_reported(runner, bad, dtype):
     rows = made().rows
     weight, index = rows.lookup(torch.tensor([[3, 31], [bad, 2]], dtype=dtype), train=True)
     assert runner.mailbox.tolist() == [INDEX_ERROR, 2, bad, N_ROWS]
@@ -375,20 +382,20 @@ def test_padding_takes_no_gradient(runner):
             optimizer.zero_grad()
             module(torch.tensor(ids), torch.tensor([0, 2])).sum().backward()
             optimizer.step()
-    assert bag.rows.guests is not None
+    assert bag.rows.miss_buffer is not None
     assert same_bits(bag.weight, plain.weight)
 
 
 def times_made(monkeypatch) -> list[int]:
     """Return a list that gets an entry for each time slots behind the cache are begun anew."""
     found: list[int] = []
-    was = guests.Guests.__init__
+    was = miss_buffer.MissBuffer.__init__
 
-    def noted(self, rows):
+    def recorded(self, rows):
         found.append(1)
         was(self, rows)
 
-    monkeypatch.setattr(guests.Guests, "__init__", noted)
+    monkeypatch.setattr(miss_buffer.MissBuffer, "__init__", recorded)
     return found
 
 
@@ -415,11 +422,11 @@ def test_steps_of_many_lookups_that_miss_soon_find_room(runner, monkeypatch):
 
 
 def test_a_gpu_that_is_a_little_behind_is_not_waited_for(runner, monkeypatch):
-    monkeypatch.setattr(guests, "MOST_BATCHES", 3)
+    monkeypatch.setattr(miss_buffer, "MOST_BATCHES", 3)
     pair = made()
     waited = waits(pair, monkeypatch)
     behind = Behind(monkeypatch)
-    monkeypatch.setattr("time.sleep", lambda seconds: behind.catch_up())
+    monkeypatch.setattr("time.sleep", lambda seconds: behind.sync())
     for _ in range(20):
         pair.train((1, 2, 3))
     assert not waited
@@ -433,7 +440,7 @@ def test_an_earlier_batch_that_did_not_fit_may_be_kept(optimizer):
     for loss in kept:
         loss.backward(retain_graph=True)
     pair.step()
-    with told_on_device():
+    with on_simulated_gpu():
         pair.train((1, 30, 31), (2, 30, 32))
         for loss in kept:
             loss.backward(retain_graph=True)
@@ -449,7 +456,7 @@ def test_lookups_of_the_gpu_and_the_host_share_a_backward_pass(optimizer):
     for loss in early:
         loss.backward(retain_graph=True)
     pair.step()
-    with told_on_device():
+    with on_simulated_gpu():
         pair.train((1, 30, 31))
         late = pair.loss((2, 30, 32))
         for one, other in zip(early, late, strict=True):
@@ -464,8 +471,8 @@ def test_what_is_on_the_device_is_counted(runner):
     pair = made()
     before = pair.rows.stats()["device_bytes"]
     pair.train((1, 30))
-    found = pair.rows.guests
-    assert found is not None and pair.rows.notes is not None
-    beside = found.nbytes + pair.rows.notes.nbytes
-    more = pair.rows.parameter.nbytes + beside
+    found = pair.rows.miss_buffer
+    assert found is not None and pair.rows.device_counters is not None
+    extra_bytes = found.nbytes + pair.rows.device_counters.nbytes
+    more = pair.rows.parameter.nbytes + extra_bytes
     assert pair.rows.stats()["device_bytes"] == more > before

@@ -1,4 +1,4 @@
-"""What lookups by ids on a GPU note there, of each slot, until the host asks for it."""
+"""Per-slot dirty bits and access counters on the GPU, until the next sync with the host."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from .rows import CachedRows
 
 
-#: Of a slot: its row may have changed; a gradient of it waits for a step.
+#: Bits of a slot: its row may have changed; its gradient waits for a step.
 DIRTY, HELD = 1, 2
 
 
-class DeviceNotes:
-    """What lookups have noted of each slot, on the device.
+class DeviceCounters:
+    """Dirty bits and access counters of the slots, written by lookups on the device.
 
     Parameters
     ----------
@@ -29,15 +29,15 @@ class DeviceNotes:
     device : torch.device
         Where they are.
     evict : EvictionStrategy
-        What leaves first, which says what of their use is noted.
+        Which row leaves first: it decides what an access counter counts.
     """
 
     def __init__(self, n_slots: int, device: torch.device, evict: EvictionStrategy) -> None:
         self.device = device
         self._evict = evict
-        #: int64 [n_slots]: how often each was used, or when last; None where that does not matter.
+        #: int64 [n_slots], access counters: uses, or the last batch; None for DATASET.
         self._uses: torch.Tensor | None = None
-        # Also where nothing else may be written to in training later.
+        # Training may write to them later, so they are no inference tensors.
         with torch.inference_mode(False):
             self._flags = torch.zeros(n_slots, dtype=torch.uint8, device=device)
             self._seen = torch.zeros(n_slots, dtype=torch.int32, device=device)
@@ -47,7 +47,7 @@ class DeviceNotes:
         if device.type == "cuda":
             # Other streams may write to them.
             torch.cuda.current_stream(device).synchronize()
-        # Whether there is anything that the host does not know.
+        # Whether the device holds anything that the host has not read yet.
         self._fresh = False
         #: Whether gradients wait for a step.
         self.holding = False
@@ -77,7 +77,7 @@ class DeviceNotes:
         return self._finder
 
     def in_order(self) -> None:
-        """Let what comes on the current stream wait for the last batch, if that was on another."""
+        """Make the current stream wait for the last batch if that ran on another stream."""
         if self.device.type != "cuda":
             return
         stream = torch.cuda.current_stream(self.device)
@@ -86,7 +86,7 @@ class DeviceNotes:
         self._stream = stream
 
     def begin(self, *, counts: bool) -> torch.Tensor | None:
-        """Return where the next batch is to note its use, if it does."""
+        """Return the access counters that the next batch updates; None if it does not count."""
         self._fresh |= counts
         return self._uses if counts else None
 
@@ -96,7 +96,7 @@ class DeviceNotes:
         self._claims[1:].fill_(-1)
 
     def changed(self, slots: torch.Tensor, *, held: bool) -> None:
-        """Note that rows in slots int64 ``[n]`` may change, and whether they wait for a step."""
+        """Set the dirty bits of slots int64 ``[n]``; `held`: gradients wait for a step."""
         self._fresh = True  # first: an interrupt may come in between
         self.holding |= held
         self._flags.index_fill_(0, slots, DIRTY | HELD if held else DIRTY)
@@ -106,22 +106,22 @@ class DeviceNotes:
         return (self._flags & HELD).bool()
 
     def release(self) -> None:
-        """Note that no gradient waits any more."""
+        """Clear the bits of gradients that wait for a step."""
         if self.holding:
             self._flags.bitwise_and_(DIRTY)
             self.holding = False
 
     def by_slot(self) -> tuple[torch.Tensor | None, ...]:
-        """Return what the notes are written to."""
+        """Return tensors ``[n_slots]``: flags, last batch that had the slot, access counters."""
         return self._flags, self._seen, self._uses
 
     def widened(self, more: int) -> tuple[torch.Tensor | None, ...]:
-        """Return the same for so many slots more; see `write_to`."""
+        """Return copies with `more` slots appended; see `write_to`."""
         return tuple(t if t is None else torch.cat([t, t.new_zeros(more)]) for t in self.by_slot())
 
-    def write_to(self, notes: tuple[torch.Tensor | None, ...]) -> None:
-        """Write notes to other tensors, such as `widened` has returned."""
-        flags, seen, uses = notes
+    def write_to(self, by_slot: tuple[torch.Tensor | None, ...]) -> None:
+        """Use other tensors from now on, such as `widened` returns."""
+        flags, seen, uses = by_slot
         assert flags is not None and seen is not None
         self._finder = None
         self._flags, self._seen, self._uses = flags, seen, uses
@@ -132,57 +132,59 @@ class DeviceNotes:
         return sum(t.nbytes for t in self.by_slot() if t is not None)
 
     def take(self, rows: CachedRows) -> None:
-        """Hand over to the host what it does not know; waits for the GPU if there is anything.
+        """Add dirty bits and access counters to the host's slot table and clear them here.
+
+        Waits for the GPU if lookups have written anything since the last sync.
 
         Raises
         ------
         IndexRangeError
-            When one of the lookups was given a bad id; nothing was handed over.
+            When a lookup was given a bad id; nothing was added.
         """
         if not self._fresh:
             return
         wait_for_all(self.device)
-        residents = rows.residents
+        slot_table = rows.slot_table
         flags = self._flags.cpu().numpy()
-        residents.dirty |= flags & DIRTY != 0
-        if rows.guests is not None:
-            rows.training.know_slots(np.flatnonzero(flags & HELD))
+        slot_table.dirty |= flags & DIRTY != 0
+        if rows.miss_buffer is not None:
+            rows.training.sync_slots(np.flatnonzero(flags & HELD))
         if self._uses is not None:
             uses = self._uses.cpu().numpy()
             if self._evict is EvictionStrategy.LFU:
-                residents.keys += uses
+                slot_table.keys += uses
             else:
-                np.maximum(residents.keys, uses, out=residents.keys)
+                np.maximum(slot_table.keys, uses, out=slot_table.keys)
             self._uses.zero_()
-        # After all has been taken, so that an interrupt leaves it here or in both places.
+        # Cleared last: an interrupt leaves the bits here or in both copies, never in neither.
         self._flags.zero_()
         if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()  # before others note again
+            torch.cuda.current_stream(self.device).synchronize()  # before other streams write
         self._fresh = self.holding = False
 
 
 def wait_for_all(device: torch.device) -> None:
-    """Wait for a GPU, whatever the streams it works on, and raise what it has told of."""
+    """Wait for all streams of a GPU, and raise the errors that its kernels have reported."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         kernels_on(device)
 
 
-def take_notes(rows: CachedRows) -> None:
-    """Let the host know what lookups by ids on a GPU have brought, changed and used."""
-    if rows.guests is not None:
-        rows.guests.catch_up(rows)
-    elif rows.notes is not None:
-        rows.notes.take(rows)
+def sync_from_device(rows: CachedRows) -> None:
+    """Update the host's slot table with what lookups on a GPU have fetched, changed and used."""
+    if rows.miss_buffer is not None:
+        rows.miss_buffer.sync(rows)
+    elif rows.device_counters is not None:
+        rows.device_counters.take(rows)
 
 
-def notes_of(rows: CachedRows) -> DeviceNotes:
-    """Return what is noted of the slots on the device."""
-    if rows.notes is None or rows.notes.device != rows.device:
-        if rows.notes is not None:
-            rows.notes.take(rows)
-        evict, n_slots = rows.residents.evict, len(rows.residents.id_of)
+def device_counters_of(rows: CachedRows) -> DeviceCounters:
+    """Return the counters of the slots on the rows' device, made on first use."""
+    if rows.device_counters is None or rows.device_counters.device != rows.device:
+        if rows.device_counters is not None:
+            rows.device_counters.take(rows)
+        evict, n_slots = rows.slot_table.evict, len(rows.slot_table.id_of)
         if evict is EvictionStrategy.LRU and rows.all_resident:
             evict = EvictionStrategy.DATASET  # nothing leaves
-        rows.notes = DeviceNotes(n_slots, rows.device, evict)
-    return rows.notes
+        rows.device_counters = DeviceCounters(n_slots, rows.device, evict)
+    return rows.device_counters

@@ -1,4 +1,4 @@
-"""The rows on the host: their table, what holds some of it packed on a GPU, and rows on the way."""
+"""Row store: the table on the host, a slab of packed rows on a GPU, and prefetched rows."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ REFILL_SHARE = 0.25
 PIECE_ROWS = 1 << 16
 
 
-class Source:
-    """A table of rows on the host. The owner's lock is held by whoever calls.
+class RowStore:
+    """All rows of a table, in host memory. Callers hold the owner's lock.
 
     Parameters
     ----------
     table : CompressedTable
         The rows.
     device : torch.device
-        Where they are wanted.
+        Where they are looked up.
     packed_rows : int
         Raw rows whose bytes a slab on the device takes, full of packed ones; 0 for no slab.
     codec : str or RowCodec
@@ -48,7 +48,7 @@ class Source:
     hot : numpy.ndarray
         int64, rows for the slab, the hottest first.
     notes : sequence of str
-        What is worth knowing of how they were packed.
+        Remarks on how they were packed, for `stats`.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Source:
         self.notes = notes
         self.slabs: SlabCache | None = None
         self.prefetched: Prefetched | None = None
-        #: How often rows were changed.
+        #: Counts calls that changed rows.
         self.changes = 0
         self.written_back = 0
         self._stale_rows = 0
@@ -117,7 +117,7 @@ class Source:
         self.slabs.fill(torch.from_numpy(hot))
 
     def move(self, device: torch.device) -> None:
-        """Follow the rows that are resident to another device."""
+        """Decode to another device from now on."""
         if device == self.device:
             return
         self.device = device
@@ -158,7 +158,8 @@ class Source:
             self._pack_anew()
 
     def _pack_anew(self) -> None:
-        # Training moves values away from what the codec was fitted to; one that was given stays.
+        # Training moves values away from what the codec was fitted to; a codec that was given is
+        # kept.
         self.table.compact(progress=False, refit=self.codec in ("auto", "ibp"))
         self._rewritten_rows = 0
         self._make_slabs_anew()
@@ -177,7 +178,7 @@ class Source:
             old.close()
 
     def close(self) -> None:
-        """Let the memory go."""
+        """Free the memory."""
         self.prefetched = None
         if self.slabs is not None:
             self.slabs.close()
@@ -192,7 +193,7 @@ def packed_table(
     device: torch.device,
     progress: ProgressFunction | bool | None = None,
 ) -> tuple[CompressedTable, list[str]]:
-    """Pack rows, or keep them raw where a GPU would fetch packed ones more slowly, and say why.
+    """Return a table of rows, and remarks; raw where a GPU would fetch packed rows more slowly.
 
     Parameters
     ----------
