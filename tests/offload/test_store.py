@@ -17,6 +17,7 @@ from bitslab.offload import (
     PackedWeights,
     WeightPacker,
     WeightStream,
+    cut_units,
     find_offloaded,
     offload_weights,
 )
@@ -303,3 +304,9 @@ def test_damaged_weights_raise_and_leave_the_stream_usable():
         model(x)
     lengths.copy_(kept)
     assert same_bits(model(x), expected)
+
+
+def test_the_older_name_of_refs_works():
+    unit = cut_units(torch.nn.Linear(4, 3))[0]
+    assert [ref.name for ref in unit.slots] == ["weight", "bias"]
+    assert unit.slots is unit.refs

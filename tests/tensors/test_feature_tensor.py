@@ -111,6 +111,12 @@ def test_what_would_be_a_view_is_a_read_only_copy_of_those_rows(t, x, choose):
         rows.zero_()
 
 
+def test_an_operator_cannot_write_through_a_list_of_tensors(t, x):
+    with pytest.raises(BitslabError, match="read-only"):
+        torch.ops.aten._foreach_add_.Scalar([t], 1)
+    assert torch.equal(t.feature.whole(), x)
+
+
 FACTS = {
     "shape": lambda t: (t.shape, t.size(), t.size(-1), t.dim(), t.ndim, len(t), t.numel()),
     "dtype": lambda t: (t.dtype, t.element_size(), t.itemsize, t.nbytes, t.type()),
