@@ -18,10 +18,6 @@ from bitslab import ArgumentError, ArgumentTypeError, BitslabError
 from bitslab.engine.memory import host, page_locking
 from bitslab.tensors import unified_tensor as unified
 from bitslab.tensors.unified_tensor import Operand, Placement, UnifiedTensor, placement, rows_of
-from tests.helpers import DTYPES, dtype_id, random_bits, same_bits
-from bitslab.engine.memory import host
-from bitslab.tensors import unified
-from bitslab.tensors.unified import Operand, Placement, UnifiedTensor, placement, rows_of
 from tests.helpers import DTYPES, dtype_id, random_bits, same_bits, traits
 from tests.tables.support import Recorder, buffer_of, inode_at
 
