@@ -28,7 +28,7 @@ def pooled_on_gpu(
     padding: int | None,
     include_last: bool,
 ) -> torch.Tensor:
-    """Return a row for each bag, as ``torch.embedding_bag`` does; see `kernels.cuda.Bags.pool`."""
+    """Return a row for each bag, as ``torch.embedding_bag`` does; see `cuda.launch_bags`."""
     kernels = kernels_on(matrix.device)
     return kernels.bags.pool(
         matrix.contiguous(), index, offsets, mode, padding=padding, include_last=include_last
