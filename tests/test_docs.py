@@ -5,17 +5,17 @@ from __future__ import annotations
 import doctest
 import importlib
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 import bitslab
+from tests.forked import run_forked
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
+FRAMEWORKS = ("transformers", "dgl", "torch_geometric", "torchrec")
 FOLDERS = {"bitslab": "core", "bitslab.integrations": "integrations"}
 
 MODULES = sorted(
@@ -66,12 +66,12 @@ def test_docstring(
 
 @pytest.mark.parametrize("code", SNIPPETS, ids=range(len(SNIPPETS)))
 def test_readme_snippet(code: str, tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "error::UserWarning:bitslab", "-c", code],
+    # What shows one framework begins in one process that has imported it.
+    used = [name for name in FRAMEWORKS if re.search(rf"^(import|from) {name}\b", code, re.M)]
+    done = run_forked(
+        ["-W", "error::UserWarning:bitslab", "-c", code],
+        imports=["torch", "bitslab", *used[:1]],
         cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=300,
     )
     raise_missing(done.stderr)
     assert done.returncode == 0, done.stderr

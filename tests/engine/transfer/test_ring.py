@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import subprocess
-import sys
 import threading
 import time
 
@@ -16,6 +14,7 @@ import bitslab
 from bitslab import ArgumentError, ArgumentTypeError, BitslabError, InvariantCodec
 from bitslab.engine.transfer import ring as ring_module
 from bitslab.engine.transfer.ring import THREAD_NAME, PrefetchRing
+from tests.forked import run_forked
 
 TABLE = torch.randn(500, 24, generator=torch.Generator().manual_seed(1))
 IDS = [torch.arange(n, n + 5) for n in range(8)]
@@ -497,12 +496,7 @@ ring = PrefetchRing(gather, [torch.arange(3)] * 9)
 {"" if state == "never-used" else "ring.get()"}
 print("end")
 """
-    done = subprocess.run(
-        [sys.executable, "-X", "faulthandler", "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    done = run_forked(["-c", code], timeout_s=60)
     assert (done.returncode, done.stdout, done.stderr) == (0, "end\n", "")
 
 
@@ -533,7 +527,7 @@ if child == 0:
 else:
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), ring.get().tolist())
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = run_forked(["-c", code], timeout_s=60)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == "0 [0.0, 1.0, 2.0]\n"
 
