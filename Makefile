@@ -2,7 +2,8 @@
 # environment, LOWEST_PYTHON that of make test-lowest; ARGS reaches pytest, the demos and the
 # benchmarks: make test ARGS="-k codec".
 # DEMO and BENCH name the scripts: make bench BENCH=gather ARGS="--only cpu".
-# SEED is hypothesis' (a new one each time, printed): make test SEED=7.
+# SEED is hypothesis' (a new one each time, printed), and chooses which cases of products of
+# parameters run: make test SEED=7.
 
 PYTHON ?= python3
 LOWEST_PYTHON ?= python3.10
@@ -26,7 +27,7 @@ SHELL := bash
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help test test-lowest gpu-test lint format plain-copy types docs demo bench light clean
+.PHONY: help test test-full test-lowest gpu-test lint format plain-copy types docs demo bench light clean
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_ROOT_USER_ACTION := ignore
 # Without a choice DGL writes one to the home folder when it is imported.
@@ -73,6 +74,10 @@ test: lint types ## lint, check types and run the tests (ARGS goes to pytest)
 	@echo "==> pytest; the same examples again: make test SEED=$(SEED)"
 	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2 --dist worksteal \
 		--hypothesis-seed=$(SEED) $(ARGS)
+
+# make test runs covers of the products of parameters (tests/pairwise.py), and its seed chooses them.
+test-full: export BITSLAB_FULL := 1
+test-full: test ## the same with all products of parameters, all kernels, and more examples
 
 # In the environment of PYTHON, as it is: torch and cupy for the machine's CUDA, numba, safetensors,
 # rich, pytest, pytest-xdist, hypothesis. Missing frameworks are listed, and their tests

@@ -23,6 +23,7 @@ import bitslab
 from bitslab import cli
 from bitslab.engine.codecs import registry
 from bitslab.report import commands
+from tests.forked import run_forked
 from tests.helpers import packable, random_bits, same_bits
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -48,10 +49,9 @@ def run(*arguments: str | Path) -> int:
     return cli.main([str(a) for a in arguments])
 
 
-def spawn(*arguments: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
+def spawn(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     """Run the command as its own process."""
-    command = [sys.executable, "-m", "bitslab.cli", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, **options)
+    return run_forked(["-m", "bitslab.cli", *arguments])
 
 
 @pytest.fixture(autouse=True)
@@ -114,7 +114,8 @@ def test_safetensors_file_is_restored_byte_for_byte(
 
 def test_real_process_restores_a_file(model: Path, tmp_path: Path) -> None:
     packed, restored = tmp_path / "x.bitslab", tmp_path / "x.safetensors"
-    done = spawn("compress", model, packed, "--verify")
+    command = [sys.executable, "-m", "bitslab.cli", "compress", str(model), str(packed), "--verify"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stderr) == (0, "")
     assert "2 tensors, 0.03 MB -> 0.02 MB (1." in done.stdout and "verified" in done.stdout
     done = spawn("decompress", packed, restored, "--verify")
@@ -557,9 +558,8 @@ def test_failed_write_leaves_the_old_output(model: Path, tmp_path: Path) -> None
         "resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))\n"
         "sys.exit(cli.main(sys.argv[1:]))\n"
     )
-    command = [sys.executable, "-c", code, "compress", str(model), str(out), "--force"]
     with nothing_written(tmp_path):
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        done = run_forked(["-c", code, "compress", model, out, "--force"])
     assert done.returncode == 2
     assert done.stderr.startswith("bitslab: error: ") and done.stderr.count("\n") == 1
     assert str(out) in done.stderr and "tmp'" not in done.stderr
@@ -589,9 +589,7 @@ def test_missing_package_is_named(
         "sys.exit(cli.main(sys.argv[1:]))\n"
     )
     given = [a.format(model=model) for a in arguments]
-    done = subprocess.run(
-        [sys.executable, "-c", code, *given], capture_output=True, text=True, cwd=tmp_path
-    )
+    done = run_forked(["-c", code, *given], cwd=tmp_path)
     assert done.returncode == 2
     assert message in done.stderr and "Traceback" not in done.stderr
     assert done.stderr.count("\n") == 1
@@ -636,12 +634,12 @@ def test_truncated_compressed_file_is_damaged_for_every_command(tmp_path: Path) 
     path = tmp_path / "x.bitslab"
     bitslab.save_file({"a": bitslab.compress(torch.randn(64, 64))}, path)
     path.write_bytes(path.read_bytes()[:200])
-    for arguments in (["inspect", path], ["decompress", path, tmp_path / "y.safetensors"]):
-        done = subprocess.run(
-            [sys.executable, "-m", "bitslab.cli", *map(str, arguments)],
-            capture_output=True,
-            text=True,
-        )
+    commands: list[list[str | Path]] = [
+        ["inspect", path],
+        ["decompress", path, tmp_path / "y.safetensors"],
+    ]
+    for arguments in commands:
+        done = spawn(*arguments)
         assert done.returncode == 1, done.stderr
         assert "x.bitslab" in done.stderr and "Traceback" not in done.stderr
 

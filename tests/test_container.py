@@ -7,8 +7,6 @@ import json
 import os
 import stat
 import struct
-import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Callable
@@ -27,6 +25,7 @@ from bitslab import container
 from bitslab.compressed import read_file
 from bitslab.engine.codecs import registry
 from bitslab.engine.files.new_file import replacing
+from tests.forked import run_forked
 from tests.helpers import DTYPES, dtype_id, packable, random_bits, same_bits
 
 Edit = Callable[[dict[str, Any]], None]
@@ -274,9 +273,7 @@ def test_full_disk_leaves_nothing_behind(tmp_path: Path) -> None:
     )
     path = tmp_path / "x.safetensors"
     path.write_bytes(b"old")
-    done = subprocess.run(
-        [sys.executable, "-c", code, path], capture_output=True, text=True, timeout=300
-    )
+    done = run_forked(["-c", code, path])
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("OSError") and "cannot be written" in done.stdout
     assert str(path) in done.stdout and "ulimit -f" in done.stdout

@@ -17,6 +17,7 @@ import torch
 
 import bitslab
 
+from .forked import run_forked
 from .helpers import same_bits
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -82,12 +83,7 @@ def planetoid(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def script(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(ROOT / "examples" / f"{name}.py"), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    return run_forked([ROOT / "examples" / f"{name}.py", *arguments])
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import io
 import json
 import math
-import subprocess
-import sys
 from dataclasses import replace
 from typing import Any
 
@@ -27,6 +25,7 @@ from bitslab.report import (
 )
 from bitslab.report.measure import bit_shares
 from bitslab.report.plot import float_regions
+from tests.forked import run_forked
 from tests.helpers import DTYPES, dtype_id, packable, random_bits
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -275,5 +274,5 @@ def test_plot_leaves_matplotlib_as_it_was() -> None:
         "assert 'matplotlib.pyplot' not in sys.modules, 'pyplot chooses a backend for everyone'\n"
         "assert state() == before\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = run_forked(["-c", code])
     assert done.returncode == 0, done.stderr

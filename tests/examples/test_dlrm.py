@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,8 @@ import torch
 from dlrm.modes import MODES, counted, make_tables, refusal
 from dlrm.tables import CachedTables, TableOptions, TorchTables, initial_weights
 from dlrm.zipf import draw_clicks
+
+from tests.forked import run_forked
 
 from .conftest import ROOT
 from .test_dlrm_data import lines_of_criteo, written
@@ -294,11 +295,8 @@ def test_interrupted(
 
 def test_as_a_script() -> None:
     path = ROOT / "examples" / "train_dlrm.py"
-    done = subprocess.run(
-        [sys.executable, str(path), *SMALL, "--embedding", "torch", "--device", "cpu"],
-        capture_output=True,
-        text=True,
-        timeout=300,
+    done = run_forked(
+        [path, *SMALL, "--embedding", "torch", "--device", "cpu"],
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr

@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,8 @@ import pytest
 import torch
 from dlrm.serving import percentile, same_bits
 from dlrm.tables import UncachedTables
+
+from tests.forked import run_forked
 
 from .conftest import ROOT
 from .test_dlrm_data import lines_of_criteo, written
@@ -229,13 +229,7 @@ def test_files_that_are_no_checkpoints(
 def test_as_a_script_with_json_on_the_output() -> None:
     path = ROOT / "examples" / "serve_dlrm.py"
     options = [*SMALL, "--modes", "uncached", "--device", "cpu", "--json", "-"]
-    done = subprocess.run(
-        [sys.executable, str(path), *options],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
+    done = run_forked([path, *options], env=os.environ | {"OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
     assert not done.stderr
     report = json.loads(done.stdout)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ from textgen.measure import Clock, MemoryPeak
 from textgen.models import RANDOM, SIZES, write_random_model, written_prompt
 
 from bitslab.integrations.transformers import CompressedCache
+from tests.forked import run_forked
 
 from .conftest import ROOT
 
@@ -174,12 +173,7 @@ def test_model_that_is_not_there(
 
 
 def test_help_teaches() -> None:
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / "generate_offloaded.py"), "--help"],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = run_forked([ROOT / "examples" / "generate_offloaded.py", "--help"])
     assert done.returncode == 0, done.stderr
     for word in ("BitslabConfig", "CompressedCache", "compressed", "offloaded", "examples:"):
         assert word in done.stdout

@@ -9,8 +9,6 @@ import multiprocessing
 import os
 import pickle
 import signal
-import subprocess
-import sys
 import threading
 import time
 import warnings
@@ -21,6 +19,7 @@ import pytest
 import torch
 
 from bitslab import ArgumentError, BitslabError, CompressedTable, SlabCache
+from tests.forked import run_forked
 from tests.helpers import random_bits, same_bits
 from tests.tables.kinds import KINDS, make, weights
 from tests.tables.support import inode_at, open_files
@@ -113,13 +112,8 @@ print(json.dumps([inode, rows.hex(), grown, refusal, list(table.shape)]))
 def test_an_unrelated_process_attaches_to_the_same_memory(kind):
     x = weights(6000, 64)
     table = make(x, kind)
-    ran = subprocess.run(
-        [sys.executable, "-c", ATTACHED, str(Path(__file__).parents[2])],
-        input=table.handle() + "\n",
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
+    ran = run_forked(
+        ["-c", ATTACHED, Path(__file__).parents[2]], input=table.handle() + "\n", timeout_s=120
     )
     assert ran.returncode == 0, ran.stderr
     inode, rows, _, refusal, shape = json.loads(ran.stdout)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
@@ -26,9 +23,10 @@ from bitslab.engine.kernels.cuda.source import Variant
 from bitslab.engine.kernels.format import BLOCK_ROWS, PAD_WORDS, RowFormat, RowStorage
 from tests.engine.codecs import model
 from tests.engine.kernels.cases import Case, make_case, pack_on_cpu
+from tests.forked import run_forked
 from tests.simt.module import guarded
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 WIDTHS = (1, 2, 4, 8)
 BATCH = 250  # damaged tables that one subprocess reads
 
@@ -476,14 +474,7 @@ def test_damaged_parts_never_crash_the_process(seed: int) -> None:
         "from tests.engine.kernels.test_cpu import read_damaged_in_guarded_memory as read; "
         f"read({seed}, {BATCH})"
     )
-    path = os.pathsep.join(p for p in (str(ROOT), *sys.path) if p)
-    result = subprocess.run(
-        [sys.executable, "-X", "faulthandler", "-c", code],
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    result = run_forked(["-c", code], cwd=ROOT, timeout_s=120)
     assert result.returncode == 0, result.stderr[-3000:]
     assert result.stdout == f"read {BATCH}\n"
 
@@ -503,13 +494,6 @@ for row_clusters in short:
 
 
 def test_too_few_row_clusters_are_not_read_beyond_their_end() -> None:
-    path = os.pathsep.join(p for p in (str(ROOT), *sys.path) if p)
-    result = subprocess.run(
-        [sys.executable, "-X", "faulthandler", "-c", SHORT_CLUSTERS],
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    result = run_forked(["-c", SHORT_CLUSTERS], cwd=ROOT, timeout_s=120)
     assert result.returncode == 0, result.stderr[-3000:]
     assert result.stdout.split() == ["refused", "refused"]

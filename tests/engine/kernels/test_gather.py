@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from functools import cache
@@ -37,10 +34,11 @@ from bitslab.engine.kernels.format import (
     TableStorage,
 )
 from tests.engine.kernels.cases import TABLE_KINDS, Case, cache_of, location, make_case, table_of
+from tests.forked import run_forked
 from tests.simt.module import guarded
 from tests.simt.variants import settings_of
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 N_ROWS = 75  # two blocks of rows and a part of one
 BATCH = 400  # damaged tables that one subprocess reads
 COUNTERS = 2 * (MAX_SLABS + 1)
@@ -678,14 +676,7 @@ def test_damaged_tables_and_caches_never_crash_the_process(seed: int) -> None:
     code = (
         f"from tests.engine.kernels.test_gather import read_damaged as read; read({seed}, {BATCH})"
     )
-    path = os.pathsep.join(p for p in (str(ROOT), *sys.path) if p)
-    result = subprocess.run(
-        [sys.executable, "-X", "faulthandler", "-c", code],
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    result = run_forked(["-c", code], cwd=ROOT, timeout_s=120)
     assert result.returncode == 0, result.stderr[-3000:]
     assert result.stdout == f"read {BATCH}\n"
 

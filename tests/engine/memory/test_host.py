@@ -8,8 +8,6 @@ import gc
 import multiprocessing
 import os
 import pickle
-import subprocess
-import sys
 import threading
 import warnings
 from pathlib import Path
@@ -21,6 +19,7 @@ import torch
 from bitslab import ArgumentError, ArgumentTypeError, BitslabError
 from bitslab.engine.memory import host, page_locking
 from bitslab.engine.memory.host import HostBuffer
+from tests.forked import run_forked
 from tests.tables.support import Recorder, inode_at, open_files
 
 
@@ -262,7 +261,7 @@ class Loud(Recorder):
 page_locking.registrar = Loud()
 buffer, view = host.HostBuffer.allocate(5000), host.HostBuffer.allocate(10).tensor
 """
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    run = run_forked(["-c", script])
     assert (run.returncode, run.stdout, run.stderr) == (0, "", "")
 
 
@@ -334,9 +333,8 @@ print(buffer.owner, buffer.shared, buffer.nbytes, inode_at(buffer.tensor.data_pt
 def test_an_unrelated_process_attaches_by_handle():
     buffer = allocate_filled(5000, pin=False)
     expected = buffer.tensor + 1
-    run = subprocess.run(
-        [sys.executable, "-c", ATTACH, buffer.handle()], capture_output=True, text=True, check=True
-    )
+    run = run_forked(["-c", ATTACH, buffer.handle()])
+    assert run.returncode == 0, run.stderr
     inode = inode_at(buffer.tensor.data_ptr())
     assert run.stdout.split() == ["False", "True", "5000", str(inode)]
     assert buffer.shared and torch.equal(buffer.tensor, expected)
@@ -378,7 +376,8 @@ def test_a_stale_handle_is_refused():
     del others
     assert open_files() == before
     script = "from bitslab.engine.memory.host import HostBuffer as H; print(H.allocate(9).handle())"
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    run = run_forked(["-c", script])
+    assert run.returncode == 0, run.stderr
     with pytest.raises(ArgumentError, match="leads to no memory: process .* has ended"):
         HostBuffer.attach(run.stdout.strip())
 

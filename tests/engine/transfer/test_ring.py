@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import subprocess
-import sys
 import threading
 import time
 
@@ -17,6 +15,7 @@ from bitslab import ArgumentError, ArgumentTypeError, BitslabError, InvariantCod
 from bitslab.engine.transfer import fetchers
 from bitslab.engine.transfer.fetchers import THREAD_NAME
 from bitslab.engine.transfer.ring import PrefetchRing
+from tests.forked import run_forked
 
 TABLE = torch.randn(500, 24, generator=torch.Generator().manual_seed(1))
 IDS = [torch.arange(n, n + 5) for n in range(8)]
@@ -498,12 +497,7 @@ ring = PrefetchRing(gather, [torch.arange(3)] * 9)
 {"" if state == "never-used" else "ring.get()"}
 print("end")
 """
-    done = subprocess.run(
-        [sys.executable, "-X", "faulthandler", "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    done = run_forked(["-c", code], timeout_s=60)
     assert (done.returncode, done.stdout, done.stderr) == (0, "end\n", "")
 
 
@@ -534,7 +528,7 @@ if child == 0:
 else:
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), ring.get().tolist())
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = run_forked(["-c", code], timeout_s=60)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == "0 [0.0, 1.0, 2.0]\n"
 
