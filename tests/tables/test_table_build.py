@@ -16,7 +16,7 @@ import torch
 
 import bitslab
 from bitslab import ArgumentError, ArgumentTypeError, BitslabError, CompressedTable, InvariantCodec
-from bitslab.engine.memory import host
+from bitslab.engine.memory import host, page_locking
 from bitslab.tables import build
 from tests.helpers import packable, random_bits, same_bits
 from tests.tables.kinds import KINDS, make, weights
@@ -300,7 +300,7 @@ def test_what_fails_half_way_leaves_nothing_behind(kind, fails, monkeypatch):
         expected = BitslabError
     elif fails == "mapping":
 
-        class NoRoom(host.MappedMemory):
+        class NoRoom(page_locking.MappedMemory):
             def __new__(cls, *args):
                 raise OSError(12, "Cannot allocate memory")
 

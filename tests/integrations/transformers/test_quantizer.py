@@ -384,7 +384,7 @@ def test_each_unit_is_packed_before_the_next_one_is_read(
         told.append(("packed", tensor.nbytes))
         done = add(self, name, tensor)
         if done:
-            complete.append(len(self._pending))
+            complete.append(len(self._incomplete))
         return done
 
     monkeypatch.setattr(core_model_loading, "_materialize_copy", watched_read)
