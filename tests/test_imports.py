@@ -174,7 +174,8 @@ def test_import_waits_for_torch(first: str, tmp_path: Path) -> None:
         "listed = set(names) <= set(dir(bitslab))\n"
         "missing = [name for name in names if not hasattr(bitslab, name)]\n"
         "modules = [m.__name__ for m in (bitslab.tables, bitslab.engine.codecs, bitslab.hotness)]\n"
-        "safe = any('bitslab' in f.__module__ for f in torch.serialization.get_safe_globals())\n"
+        "known = torch.serialization.get_safe_globals()\n"
+        "safe = any('bitslab' in getattr(f, '__module__', '') for f in known)\n"
         "wrong = [name for name in ('nothing', '_nothing') if hasattr(bitslab, name)]\n"
         "every = len(there) == len(names)\n"
         "print(json.dumps([early, every, listed, missing, modules, safe, wrong]))",
