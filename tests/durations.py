@@ -12,20 +12,20 @@ import sys
 from pathlib import Path
 
 LINE = re.compile(r"^([\d.]+)s (call|setup|teardown) +(tests/\S.*)$", re.M)
-SUMMARY = re.compile(r"^=+ (.* in ([\d.]+)s.*?) =+$", re.M)
+SECONDS = re.compile(r"^=+ .* in ([\d.]+)s.*? =+$", re.M)
 
 
 def table_of(log: str, machine: str, day: datetime.date) -> str:
     """Return the page for what pytest printed with ``--durations``."""
     found = LINE.findall(log)
-    *_, (summary, seconds) = SUMMARY.findall(log)
+    seconds = float(SECONDS.findall(log)[-1])
     of_these = sum(float(s) for s, _, _ in found)
     rows = "\n".join(f"| {s} | {phase} | `{name}` |" for s, phase, name in found)
     return f"""# The longest tests
 
-{day}, {machine}. `make test ARGS="--durations={len(found)}"`: {summary}. These {len(found)} take
-{of_these:.0f} s of the {2 * float(seconds):.0f} s of two workers. To write this page again, see
-`tests/durations.py`.
+{day}, {machine}. `make test ARGS="--durations={len(found)}"` took {seconds:.0f} s;
+{of_these:.0f} s of the {2 * seconds:.0f} s of its two workers were these {len(found)}.
+`tests/durations.py` writes this page again.
 
 | seconds | phase | test |
 |---:|---|---|
