@@ -204,7 +204,9 @@ def test_import_takes_little_beyond_torch(tmp_path: Path) -> None:
         "import bitslab\n"
         "print(time.process_time() - start)"
     )
-    seconds = [measured(code, tmp_path) for _ in range(3)]
+    seconds = [measured(code, tmp_path)]
+    while min(seconds) >= IMPORT_LIMIT_SECONDS and len(seconds) < 3:
+        seconds.append(measured(code, tmp_path))
     assert min(seconds) < IMPORT_LIMIT_SECONDS, f"import bitslab took {seconds} s beyond torch"
 
 

@@ -7,12 +7,32 @@ import subprocess
 import sys
 from pathlib import Path
 
+#: Each of two processes compiles what the other has compiled, or is compiling, for other widths.
 CODE = """
-import sys, torch, bitslab
-dtype = getattr(torch, sys.argv[1])
-x = (torch.randn(300, 64) * 8).to(dtype)
-ct = bitslab.compress(x, "ibp", chunk_bytes=dtype.itemsize)
-assert torch.equal(ct.decompress().view(torch.uint8), x.view(torch.uint8))
+import sys, torch
+from bitslab.engine.kernels import cpu
+rows = (torch.arange(300 * 64) % 251).to(torch.uint8).view(300, 64)
+
+def count(width):
+    counts = cpu.count_bits(rows, width)
+    ones = sum(int((rows >> bit & 1).sum()) for bit in range(8))
+    assert int(counts.sum()) == ones
+
+def copy(width):
+    out = torch.zeros(9, 64, dtype=torch.uint8)
+    cpu.copy_rows(rows, 64, torch.arange(9).to({2: torch.int32, 4: torch.int64}[width]), out)
+    assert torch.equal(out, rows[:9])
+
+def move(width):
+    words, counts = rows.view(-1).view(torch.int32), torch.ones(9)
+    out = torch.zeros(9, dtype=torch.int32)
+    at = torch.arange(9)
+    cpu.move_rows(words, at, counts.to({2: torch.int32, 4: torch.int64}[width]), out, at)
+    assert torch.equal(out, words[:9])
+
+width = int(sys.argv[1])
+for kernel in (count, copy, move) if width == 2 else (move, copy, count):
+    kernel(width)
 """
 
 
@@ -20,7 +40,7 @@ def test_processes_share_a_new_cache(tmp_path: Path) -> None:
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
     for _ in range(2):  # into the new cache, then out of it
         running = [
-            subprocess.Popen([sys.executable, "-c", CODE, dtype], env=environment)
-            for dtype in ("bfloat16", "float32")
+            subprocess.Popen([sys.executable, "-c", CODE, width], env=environment)
+            for width in ("2", "4")
         ]
         assert [process.wait(timeout=300) for process in running] == [0, 0]
