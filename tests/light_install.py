@@ -107,8 +107,8 @@ def main() -> int:
         shapes = [list(rows.shape) for rows in bitslab.PrefetchRing(gather, batches)]
         expect(shapes == [[2, 64], [1, 64]], f"came as {shapes}")
 
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "weights.safetensors")
+    with tempfile.TemporaryDirectory() as temporary:
+        path = Path(temporary, "weights.safetensors")
         write_safetensors(path)
 
         with check("load() says that it needs safetensors") as note:
