@@ -12,7 +12,8 @@ from .device_counters import sync_from_device
 from .eviction import EvictionStrategy
 from .gradients import at_end_of_backward
 from .lookups import plain_lookup_on_gpu
-from .module import RowsModule, rows_for_ratio
+from .module import RowsModule
+from .options import CacheOptions, rows_for_ratio
 from .rebinding import give_back, live_optimizers, take_over
 from .report import TablesReport
 from .rows import CachedRows
@@ -20,6 +21,7 @@ from .slot_table import SlotTable
 
 __all__ = [
     "CacheKind",
+    "CacheOptions",
     "CachedRows",
     "EvictionStrategy",
     "SlotTable",

@@ -84,6 +84,12 @@ def check_options(buffer_rows: object, cache: object, evict: object) -> None:
         raise ArgumentTypeError(f"evict: expected an EvictionStrategy, got {evict!r:.60}")
 
 
+def check_warmup_ratio(warmup_ratio: object) -> None:
+    """Raise unless `warmup_ratio` is a number from 0 to 1."""
+    if not isinstance(warmup_ratio, (int, float)) or not 0 <= warmup_ratio <= 1:
+        raise ArgumentError(f"warmup_ratio: {warmup_ratio!r:.60}, accepted are 0 to 1")
+
+
 def checked_pins(pinned_ids: Sequence[int], n_rows: int) -> tuple[int, ...]:
     """Return the rows that are always resident, each once; raise for one out of range."""
     pins = tuple(dict.fromkeys(pinned_ids))

@@ -91,7 +91,7 @@ class DeviceCounters:
         return self._uses if counts else None
 
     def forget_claims(self) -> None:
-        """Begin anew after a batch whose slots were not all found."""
+        """Reset the claims after a batch whose slots were not all found."""
         self._claims[:1].zero_()
         self._claims[1:].fill_(-1)
 

@@ -449,7 +449,7 @@ def room_for(rows: CachedRows, n_ids: int) -> int | None:
     except torch.OutOfMemoryError:
         known.pause = PAUSE_LOOKUPS
         return None
-    # Checked each time: a table that is packed anew has other memory.
+    # Checked each time: a table that is packed again has other memory.
     return first if rows.table.readable_by_gpu() else None
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..errors import ArgumentError, ArgumentTypeError, BitslabError
+from ..errors import ArgumentTypeError, BitslabError
 from .parameter_watch import covers
 from .rows import CachedRows
 
@@ -224,22 +224,3 @@ def _pieces(rows: CachedRows, pieces: Sequence[tuple[int, torch.Tensor]]) -> Ite
     for _, value in sorted(pieces, key=lambda piece: piece[0]):
         for first, last in rows.ranges(0, len(value)):
             yield value[first:last]
-
-
-def rows_for_ratio(n_rows: int, cache_ratio: float) -> int:
-    """Return how many rows a share of a table is, at least one.
-
-    Parameters
-    ----------
-    n_rows : int
-        Rows of the table.
-    cache_ratio : float
-        Share of them, more than 0 and up to 1.
-    """
-    if (
-        isinstance(cache_ratio, bool)
-        or not isinstance(cache_ratio, (int, float))
-        or not 0 < cache_ratio <= 1
-    ):
-        raise ArgumentError(f"cache_ratio: {cache_ratio!r:.60}, accepted are more than 0 to 1")
-    return max(1, int(n_rows * cache_ratio))

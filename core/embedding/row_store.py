@@ -17,7 +17,7 @@ from ..tables.table import CompressedTable
 from .gradients import Array
 from .prefetch import Prefetched
 
-#: A packed table is packed anew when rows that outgrew their place take this share of its bytes;
+#: A packed table is packed again when rows that outgrew their place take this share of its bytes;
 REPACK_SHARE = 0.25
 #: between steps, as before a checkpoint, this share,
 TIDY_SHARE = REPACK_SHARE / 4
@@ -25,7 +25,7 @@ TIDY_SHARE = REPACK_SHARE / 4
 REPACK_BYTES = 1 << 20
 #: and this share of its rows was written since, or packing would take longer than training.
 REWRITTEN_SHARE = 0.25
-#: Slabs are filled anew when this share of their rows has changed, which they do not hold then.
+#: Slabs are filled again when this share of their rows has changed, which they do not hold then.
 REFILL_SHARE = 0.25
 PIECE_ROWS = 1 << 16
 
@@ -153,7 +153,7 @@ class RowStore:
                 self.fill(self.hot)
 
     def tidy(self) -> None:
-        """Pack the table anew if rows that outgrew their place take more than they should."""
+        """Pack the table again if rows that outgrew their place take more than they should."""
         if self.table.overflow_bytes > TIDY_SHARE * self.table.nbytes:
             self._pack_anew()
 
@@ -165,7 +165,7 @@ class RowStore:
         self._make_slabs_anew()
 
     def replace(self, batches: Iterable[torch.Tensor]) -> None:
-        """Pack all rows anew, from batches of them in order."""
+        """Pack all rows again from batches, in order."""
         fresh, notes = packed_table(batches, self.table.layout, self.codec, self.pin, self.device)
         old, self.table = self.table, fresh
         self.notes = notes

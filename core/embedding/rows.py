@@ -158,7 +158,7 @@ class CachedRows:
         self.training = Training(self, stores)
 
     def after_fork(self) -> None:
-        """Make the lock anew, and drop prefetched rows: both belong to one process."""
+        """Make a new lock, and drop prefetched rows: both belong to one process."""
         self.lock = threading.RLock()
         self.row_store.prefetched = None
 
@@ -453,7 +453,7 @@ class CachedRows:
     def warm_up(
         self, counts: torch.Tensor | Sequence[int] | None = None, warmup_ratio: float = 1.0
     ) -> None:
-        """Choose the resident rows anew, before training or for inference.
+        """Choose the resident rows again, before training or for inference.
 
         Parameters
         ----------

@@ -25,7 +25,8 @@ def resized(grad: torch.Tensor, shape: torch.Size) -> torch.Tensor:
 def set_data(parameter: torch.nn.Parameter, data: torch.Tensor) -> None:
     """Give a parameter another number of rows."""
     # Autograd's node that takes its gradient checks the shape of when it was made; it lives as long
-    # as any graph does, such as that of the last output, and is made anew only for another dtype.
+    # as any graph does, such as that of the last output, and a new one is made only for another
+    # dtype.
     other = torch.float32 if data.dtype is torch.float64 else torch.float64
     # One statement, so that Ctrl-C cannot leave the dummy tensor.
     parameter.data, parameter.data = torch.empty(0, dtype=other, device=data.device), data

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from ..errors import ArgumentError
-from .arguments import ids_by_use
+from .arguments import check_warmup_ratio, ids_by_use
 from .eviction import EvictionStrategy
 from .gradients import Array
 from .lookups import to_device
@@ -23,8 +22,7 @@ def warm_up(
     rows: CachedRows, counts: torch.Tensor | Sequence[int] | None, warmup_ratio: float
 ) -> None:
     """Implement `CachedRows.warm_up`."""
-    if not isinstance(warmup_ratio, (int, float)) or not 0 <= warmup_ratio <= 1:
-        raise ArgumentError(f"warmup_ratio: {warmup_ratio!r:.60}, accepted are 0 to 1")
+    check_warmup_ratio(warmup_ratio)
     slot_table = rows.slot_table
     by_lfu = slot_table.evict is EvictionStrategy.LFU
     movable_rows = rows.cache_rows - len(rows.pinned_ids)

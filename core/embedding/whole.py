@@ -117,7 +117,7 @@ def _checked(rows: CachedRows, batches: Iterable[torch.Tensor]) -> Iterator[torc
 
 
 def _replace(rows: CachedRows, batches: Iterable[torch.Tensor]) -> None:
-    """Pack all rows anew."""
+    """Pack all rows again."""
     rows.row_store.replace(batches)
     _read_again(rows, 0, len(rows))
     # Whatever was written to the parameter before is gone.

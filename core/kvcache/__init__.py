@@ -1,7 +1,9 @@
 """Packed K/V history of attention layers: lossless, append-only on the host, decoded ahead.
 
-`PackedHistory` holds the K or the V of one layer, `HistoryReader` brings histories to their device.
-Framework-free: `bitslab.integrations.transformers.CompressedCache` is made of them.
+`PackedHistory` holds the K or the V of one layer, `HistoryReader` fetches histories to their
+device.
+It knows no framework: `bitslab.integrations.transformers.CompressedCache` is built
+on it.
 """
 
 from .gathering import Gathered

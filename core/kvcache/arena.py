@@ -16,7 +16,7 @@ from ..errors import BitslabError
 ALIGN_WORDS = 64
 #: Words of a part that is taken of a buffer whose rest is too small for all that is needed.
 MIN_PART_WORDS = 1 << 10
-#: Memory is taken ahead by this share of what is there, so that pieces stay few.
+#: Memory is taken ahead by this share of what is there, so that pieces are few.
 GROWTH = 8
 #: Buffers that are made ahead at once: what is expected may not come.
 AHEAD = 2
@@ -75,11 +75,11 @@ class HostArena:
         return self.histories - 1 if tokens > self._furthest else 0
 
     def reach(self, tokens: int) -> None:
-        """Take note of the tokens that a history has."""
+        """Record the tokens that a history has."""
         self._furthest = max(self._furthest, tokens)
 
     def allow(self, before: int, now: int, *, others: int = 0) -> None:
-        """Take what the tokens of a history take unpacked, and took before.
+        """Update the words that the tokens of a history take unpacked: a bound for memory ahead.
 
         Parameters
         ----------
@@ -129,13 +129,13 @@ class HostArena:
             return False
         future, _ = self._ahead[0]
         if future.exception() is not None:
-            # It was only hoped for. What is needed is asked for again, and told of.
+            # It was speculative. What is needed is asked for again, and its error is raised.
             self._ahead.clear()
             self._expected_words = 0
             return False
         made = future.result()
         if made.shape[0] < least:
-            return False  # it serves others
+            return False  # other histories may use it
         self._ahead.popleft()
         self._slab = made
         self._made_bytes += made.nbytes
@@ -167,7 +167,7 @@ class HostArena:
         try:
             words = _buffer(ahead, pin=self._pin)
         except BitslabError:
-            # Less may be had than would be good to have.
+            # Without memory ahead it may fit.
             try:
                 words = _buffer(least_bytes, pin=self._pin)
             except BitslabError as error:
@@ -186,7 +186,7 @@ class HostArena:
 def _buffer(nbytes: int, *, pin: bool) -> torch.Tensor:
     """Return new host memory as int32 words."""
     buffer = HostBuffer.allocate(nbytes, pin=True if pin else "lazily", private=pin)
-    # What lasts is written to later, perhaps outside the inference mode of a first pass.
+    # Written to later, perhaps outside the inference mode of a first pass.
     with torch.inference_mode(False):
         return buffer.tensor[: buffer.nbytes // 4 * 4].view(torch.int32)
 
@@ -194,8 +194,8 @@ def _buffer(nbytes: int, *, pin: bool) -> torch.Tensor:
 def _made(nbytes: int, device: int | None) -> torch.Tensor:
     """Return host memory, page-locked where a GPU's number is given, from a thread.
 
-    The current GPU of a thread is the first one until it is told another, and page-locking starts
-    the current one.
+    The current GPU of a new thread is the first one, and page-locking makes a context on the
+    current one.
     """
     if device is None:
         return _buffer(nbytes, pin=False)
@@ -206,6 +206,6 @@ def _made(nbytes: int, device: int | None) -> torch.Tensor:
 def no_memory(needed_bytes: int, used_bytes: int, error: BitslabError) -> BitslabError:
     """Return the error of a history that has no memory for more words."""
     return BitslabError(
-        f"K/V history: {needed_bytes} bytes more of host memory are needed, beside {used_bytes} in "
-        f"use ({error}); what is packed stays usable"
+        f"K/V history: {needed_bytes} bytes more of host memory are needed, with {used_bytes} in "
+        f"use ({error}); what is packed remains usable"
     )

@@ -1,4 +1,4 @@
-"""Which codec packs the next blocks of a history."""
+"""Codecs of a history: fitted to its first tokens, and again when blocks become larger."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from ..engine.codecs.invariant.codec import InvariantCodec
-from .era import Era
+from .in_flight import AsyncCopy
 from .packing import LEAST_GAIN, CodecPlans, TokenRows, draw_rows
-from .pending import Arrival
+from .segment import Segment
 
 #: A codec is fitted again when the last DRIFT_BLOCKS blocks took this share of the raw bytes more
-#: than the first ones of its era did, and the new one is kept when it saves REFIT_GAIN of them.
+#: than the first ones of its segment did, and the new one is kept when it saves REFIT_GAIN of them.
 DRIFT_BLOCKS = 4
 DRIFT = 0.05
 REFIT_GAIN = 0.02
@@ -21,17 +21,17 @@ REFIT_GAIN = 0.02
 
 @dataclass(frozen=True)
 class Choice:
-    """What packs the next blocks.
+    """The codec of the next blocks.
 
     Parameters
     ----------
-    anew : bool
-        Whether an era begins with them; else the last one goes on.
+    begins_segment : bool
+        Whether they begin a segment; else they continue the last one.
     codec : InvariantCodec or None
-        The codec of the new era; None keeps rows raw.
+        The codec of the new segment; None keeps rows raw.
     """
 
-    anew: bool
+    begins_segment: bool
     codec: InvariantCodec | None = None
 
 
@@ -41,7 +41,7 @@ class Fitting:
     Parameters
     ----------
     plans : CodecPlans
-        What fits them; the histories of all layers share one.
+        Fits the codecs; the histories of all layers share one.
     kind : str
         ``"k"`` or ``"v"``, for `plans`.
 
@@ -56,15 +56,15 @@ class Fitting:
     def __init__(self, plans: CodecPlans, kind: str) -> None:
         self._plans = plans
         self._kind = kind
-        self._sample: Arrival | None = None
-        self._recent: list[float] = []  # words of a row, of the last blocks of the era
+        self._sample: AsyncCopy | None = None
+        self._recent: list[float] = []  # words of a row, of the last blocks of the segment
         self.wanted = False
         self.refits = 0
 
     def choose(
-        self, rows: TokenRows, tokens: torch.Tensor, last: Era | None, wait: bool
+        self, rows: TokenRows, tokens: torch.Tensor, last: Segment | None, wait: bool
     ) -> Choice | None:
-        """Return what packs the next blocks, or None while a sample is on its way to the host.
+        """Return the codec of the next blocks, or None while a sample is copied to the host.
 
         Parameters
         ----------
@@ -72,19 +72,19 @@ class Fitting:
             What a row is.
         tokens : torch.Tensor
             ``[B, H, n * block_tokens, D]``, at least those that are to be packed.
-        last : Era, optional
-            The era that packed the blocks before.
+        last : Segment, optional
+            The segment that packed the blocks before.
         wait : bool
             Whether to wait for the sample.
         """
         if self._sample is None:
-            self._sample = Arrival(draw_rows(rows, tokens))
+            self._sample = AsyncCopy(draw_rows(rows, tokens))
         sample = self._sample.get(wait)
         if sample is None:
             return None
         self._sample = None
         self.wanted = False
-        codec = self._plans.fit(self._kind, sample, anew=last is not None)
+        codec = self._plans.fit(self._kind, sample, search_all=last is not None)
         packed = float(codec.packed_bytes(sample).sum())
         if last is not None:
             self.refits += 1
@@ -92,24 +92,24 @@ class Fitting:
             if last.codec is not None:
                 now = float(last.codec.packed_bytes(sample).sum())
                 if now - packed < REFIT_GAIN * sample.nbytes:
-                    # The tokens are harder to pack, not of another kind.
+                    # The tokens are harder to pack for any codec.
                     last.expected_words = now / 4 / sample.shape[0]
-                    return Choice(anew=False)
+                    return Choice(begins_segment=False)
         metadata = codec.row_metadata_bytes(sample.shape[0])
         # Raw rows lie at multiples of their words.
         raw = packed + metadata > (1 - LEAST_GAIN) * sample.nbytes and not rows.row_bytes % 4
-        return Choice(anew=True, codec=None if raw else codec)
+        return Choice(begins_segment=True, codec=None if raw else codec)
 
-    def watch(self, era: Era, words: float) -> None:
-        """Take note of the words of a row in the block that was packed last.
+    def watch(self, segment: Segment, words: float) -> None:
+        """Record the words of a row in the block that was packed last.
 
-        Another codec is wanted when the last blocks were larger than the first ones of the era.
+        Another codec is wanted when the last blocks were larger than the first ones of the segment.
         """
-        if era.layout is None:
+        if segment.layout is None:
             return
         self._recent = [*self._recent[1 - DRIFT_BLOCKS :], words]
         mean = sum(self._recent) / len(self._recent)
-        limit = era.expected_words + DRIFT * era.layout.format.row_words
+        limit = segment.expected_words + DRIFT * segment.layout.format.row_words
         self.wanted = len(self._recent) == DRIFT_BLOCKS and mean > limit
 
     def forget_sample(self) -> None:
@@ -121,10 +121,10 @@ class Fitting:
         self._sample, self._recent = None, []
 
     def reset(self) -> None:
-        """Begin as with no tokens."""
+        """Return to the state with no tokens."""
         self.forget_blocks()
         self.wanted = False
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what is on its way."""
+        """Leave out the sample, which may be in flight."""
         return {**self.__dict__, "_sample": None}

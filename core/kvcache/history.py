@@ -1,4 +1,4 @@
-"""The K or V of one layer: packed blocks, and the last tokens as they came."""
+"""PackedHistory: the K or V of one layer, packed by the block, the last tokens unpacked."""
 
 from __future__ import annotations
 
@@ -12,35 +12,35 @@ import torch
 from ..dtypes import dense
 from ..errors import ArgumentError, ArgumentTypeError, BitslabError
 from .arena import GROWTH
-from .era import Era, Sequences
 from .fitting import Fitting
+from .in_flight import InFlightBlocks
 from .index import beam_index, repeat_count, sequence_index
 from .packing import CodecPlans, TokenRows
-from .pending import Pending
+from .segment import Segment, Sequences
 from .selection import Take
 from .words import DeviceWords, HostWords, Words
 
-#: Makes a change that was prepared: nothing is left that could fail.
+#: Makes a prepared change; it cannot fail.
 Commit = Callable[[], None]
 #: Tokens are packed in pieces of about this many bytes, to bound the memory that it takes.
 PIECE_BYTES = 64 << 20
 
 
 class Revision:
-    """The packed tokens of one history as they are now.
+    """Identity of the packed tokens of one history between two changes.
 
-    What is worked out from them is kept by this, weakly: it goes with their next change.
+    Caches of what is derived from them use it as a weak key, so that a change drops their entries.
     """
 
 
 class PackedHistory:
     """The K or V of one layer, lossless.
 
-    The last tokens, at least `window` and fewer than ``window + 2 * block_tokens``, lie as they
-    came on the device; all before them are packed by the block. Where no codec makes tokens smaller
-    they are moved as they are, an eighth of what is there at a time, and the last ones may be more.
-    Blocks are only ever appended: sequences are reordered, repeated and chosen through an index,
-    and tokens are removed from the end.
+    The last tokens, at least `window` and fewer than ``window + 2 * block_tokens``, are kept
+    unpacked on the device; all before them are packed by the block. Where no codec makes tokens
+    smaller they are moved raw, an eighth of what is packed at a time, and the unpacked tail may be
+    longer. Blocks are only ever appended: sequences are reordered, repeated and chosen through an
+    index, and tokens are removed from the end.
 
     Words, metadata and the room ahead take no more memory than the raw tokens, but for a few
     hundred bytes, unless `reserve_tokens` asks for more. Memory of tokens that are removed is kept.
@@ -50,11 +50,11 @@ class PackedHistory:
     words : Words
         An empty store for its packed words, that `HistoryReader.new_words` returns.
     plans : CodecPlans
-        What fits its codecs; the histories of all layers share one.
+        Fits its codecs; the histories of all layers share one.
     kind : str
         ``"k"`` or ``"v"``, for `plans` and messages.
     window : int
-        Tokens that stay unpacked.
+        Tokens that are kept unpacked, at least.
     block_tokens : int
         Tokens of a block; a power of two up to 4096.
     reserve_tokens : int
@@ -71,15 +71,15 @@ class PackedHistory:
     tail : torch.Tensor
         ``[B, H, t, D]`` on the device: the tokens behind them.
     revision : Revision
-        Another one whenever what the packed tokens decode to has changed.
+        Replaced whenever the packed tokens change.
 
     Notes
     -----
     On a GPU nothing waits for the device but: packing more than one block (a prompt), or any
     `at_once`, which waits for the packed size, so that the raw tokens of one layer at a time take
     memory; removing packed tokens; and copies and pickles. Else a single block is packed on the
-    device, stays unpacked until its size is known on the host, and is moved there by a later
-    `append`.
+    device (in flight): its tokens are kept in the tail until its size is known on the host, and a
+    later `append` moves it there.
 
     Gradients do not flow into the past: the tokens are kept detached. One thread at a time.
 
@@ -128,11 +128,11 @@ class PackedHistory:
         self.moved_to_host_bytes = 0
 
     def _clear(self) -> None:
-        self.eras: list[Era] = []
+        self.segments: list[Segment] = []
         self.packed_tokens = 0
         self._rows: TokenRows | None = None
         self.tail = torch.empty((0, 0, 0, 0), device=self.device)
-        self._pending: Pending | None = None
+        self._in_flight: InFlightBlocks | None = None
         self._fitting.reset()
 
     def _make_event(self) -> None:
@@ -140,7 +140,7 @@ class PackedHistory:
         self.ready = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
         self._changed = True
 
-    # What it holds
+    # State
 
     @property
     def length(self) -> int:
@@ -177,16 +177,16 @@ class PackedHistory:
         Returns
         -------
         list of torch.Tensor
-            Its eras, oldest first: ``[B, H, tokens, D]`` on the device, contiguous.
+            Its segments, oldest first: ``[B, H, tokens, D]`` on the device, contiguous.
         """
         if not self.packed_tokens:
             return []
         words = self.words.fetch()
         found = []
-        for era in self.eras:
-            out = torch.empty(era.decoded_bytes, dtype=torch.uint8, device=self.device)
-            era.decoding(words, era.ids(), out, None)()
-            found.append(era.tokens_in(out))
+        for segment in self.segments:
+            out = torch.empty(segment.decoded_bytes, dtype=torch.uint8, device=self.device)
+            segment.decoding(words, segment.ids(), out, None)()
+            found.append(segment.tokens_in(out))
         return found
 
     def stats(self) -> dict[str, int | float]:
@@ -198,25 +198,27 @@ class PackedHistory:
             ``raw_bytes`` of all tokens unpacked, for each sequence; ``packed_bytes`` (words and all
             metadata in use) of the packed tokens, ``packed_raw_bytes`` that these took before, and
             the ``packed_ratio`` of both (1.0 when there are none); ``kept_raw_bytes`` of
-            ``packed_raw_bytes`` that lie as they came since no codec makes them smaller;
-            ``host_bytes`` and ``device_bytes`` of memory for words, metadata, tail and what is
-            being packed, with the room ahead; ``moved_to_host_bytes`` so far (on the CPU: of words
+            ``packed_raw_bytes`` kept raw since no codec makes them smaller;
+            ``host_bytes`` and ``device_bytes`` of memory for words, metadata, tail and blocks
+            in flight, with the room ahead; ``moved_to_host_bytes`` so far (on the CPU: of words
             that would have crossed), ``refits``.
         """
-        raw = sum(era.raw_bytes for era in self.eras)
-        packed = 4 * self.words.n_words + sum(era.metadata_bytes for era in self.eras)
-        metadata = sum(era.device_bytes for era in self.eras)
-        pending = 0 if self._pending is None else self._pending.nbytes
+        raw = sum(segment.raw_bytes for segment in self.segments)
+        packed = 4 * self.words.n_words + sum(segment.metadata_bytes for segment in self.segments)
+        metadata = sum(segment.device_bytes for segment in self.segments)
+        in_flight = 0 if self._in_flight is None else self._in_flight.nbytes
         tail = self.tail.untyped_storage().nbytes()
         on_host, words = self.words.on_host, self.words.nbytes
         return {
-            "raw_bytes": sum(era.decoded_bytes for era in self.eras) + self.tail.nbytes,
+            "raw_bytes": sum(segment.decoded_bytes for segment in self.segments) + self.tail.nbytes,
             "packed_raw_bytes": raw,
             "packed_bytes": packed,
             "packed_ratio": raw / packed if raw else 1.0,
-            "kept_raw_bytes": sum(era.raw_bytes for era in self.eras if era.layout is None),
+            "kept_raw_bytes": sum(
+                segment.raw_bytes for segment in self.segments if segment.layout is None
+            ),
             "host_bytes": words if on_host else 0,
-            "device_bytes": metadata + tail + pending + (0 if on_host else words),
+            "device_bytes": metadata + tail + in_flight + (0 if on_host else words),
             "moved_to_host_bytes": self.moved_to_host_bytes,
             "refits": self.refits,
         }
@@ -224,7 +226,7 @@ class PackedHistory:
     # Changes
 
     def check(self, tokens: torch.Tensor) -> None:
-        """Refuse tokens that do not continue what is there.
+        """Raise for tokens that do not continue those of the history.
 
         Raises
         ------
@@ -268,20 +270,20 @@ class PackedHistory:
         Raises
         ------
         ArgumentError, ArgumentTypeError
-            For tokens that do not continue what is there.
+            For tokens that do not continue those of the history.
         BitslabError
             When host memory runs out; after this, as after any error, the history is as it was
             before, and usable.
         """
         if not checked:
             self.check(tokens)
-        self._settle(wait=False)
+        self._retire(wait=False)
         before, new = self.length, tokens.detach()
         if before == 0:
-            # These may be of another kind than what has been fitted to.
-            self._pending = None
+            # These may be of another kind than the tokens that a codec was fitted to.
+            self._in_flight = None
             self._fitting.forget_sample()
-            self.eras = []
+            self.segments = []
             self._rows = TokenRows(new.shape[1], new.shape[3], new.dtype, self._block_tokens)
         self.tail = torch.cat([self.tail, new], dim=-2) if self.tail.shape[2] else new
         try:
@@ -311,7 +313,7 @@ class PackedHistory:
         self.prepare_crop(length)()
 
     def prepare_crop(self, length: int) -> Commit:
-        """Return what keeps the first tokens, as `crop` does, and cannot fail.
+        """Return a commit that keeps the first tokens, as `crop` does.
 
         Nothing changes before it is called, and the history must not change until then.
         """
@@ -324,14 +326,14 @@ class PackedHistory:
         rest = self.tail[:, :, :0]
         if begin < length:
             rest = torch.cat(self.decode_packed(), dim=-2)[:, :, begin:length].clone()
-        blocks, kept, n_eras = begin // self._block_tokens, 0, 0
-        for era in self.eras:
-            if kept + era.n_blocks > blocks:
+        blocks, kept, n_segments = begin // self._block_tokens, 0, 0
+        for segment in self.segments:
+            if kept + segment.n_blocks > blocks:
                 break
-            kept += era.n_blocks
-            n_eras += 1
-        end = self.eras[n_eras].words_end(blocks - kept)
-        return partial(self._cut, begin, n_eras, blocks - kept, end, rest)
+            kept += segment.n_blocks
+            n_segments += 1
+        end = self.segments[n_segments].words_end(blocks - kept)
+        return partial(self._cut, begin, n_segments, blocks - kept, end, rest)
 
     def reorder(self, index: Any) -> None:
         """Take sequence ``index[b]`` for each b; no packed byte is moved.
@@ -371,15 +373,15 @@ class PackedHistory:
 
         Notes
         -----
-        When less than half of the packed sequences are left, they are packed anew, so that fetches
-        do not bring the others; this reads the history once and waits for the device.
+        When less than half of the packed sequences are left, they are packed again, so that the
+        others are not fetched; this reads the history once and waits for the device.
         """
         found = sequence_index(index, self.batch, "index").to(self.device)
         self.prepare_take(lambda t, dim: _indexed(t, dim, found))()
         self.pack_anew()
 
     def prepare_take(self, take: Take) -> Commit:
-        """Return what puts other sequences in the place of all, and cannot fail.
+        """Return a commit that replaces the sequences.
 
         Parameters
         ----------
@@ -387,19 +389,22 @@ class PackedHistory:
             Takes a tensor and its dimension of sequences, and returns it with the others.
         """
         tail = take(self.tail, 0)
-        origins = [era.taken(take) for era in self.eras]
-        pending = self._pending
-        index = None if pending is None else take(pending.sequences.index, 0)
+        origins = [segment.taken(take) for segment in self.segments]
+        in_flight = self._in_flight
+        index = None if in_flight is None else take(in_flight.sequences.index, 0)
         return partial(self._put, tail, origins, index)
 
     def pack_anew(self) -> None:
-        """Pack the sequences alone that are left, when they are less than half of the packed ones.
+        """Pack the remaining sequences again if they are less than half of the packed ones.
 
-        It only saves memory: where that takes memory that is not there, nothing changes, or tokens
-        stay unpacked until the next `append`.
+        This only saves memory: where memory for it is lacking, nothing changes, or tokens are left
+        unpacked until the next `append`.
         """
-        there = sum(era.raw_bytes for era in self.eras)
-        if not self.packed_tokens or 2 * sum(era.decoded_bytes for era in self.eras) > there:
+        there = sum(segment.raw_bytes for segment in self.segments)
+        if (
+            not self.packed_tokens
+            or 2 * sum(segment.decoded_bytes for segment in self.segments) > there
+        ):
             return
         with suppress(MemoryError, RuntimeError, BitslabError):
             rows, tokens = self._rows, self.decode()
@@ -408,7 +413,7 @@ class PackedHistory:
             self._pack()
 
     def reset(self) -> None:
-        """Forget all tokens and codecs; host memory that was taken is used again."""
+        """Remove all tokens and codecs; host memory that was taken is reused."""
         self._link.quiesce()
         self._clear()
         self.words.truncate(0)
@@ -417,36 +422,36 @@ class PackedHistory:
     # For readers
 
     def mark_ready(self) -> None:
-        """Record, on the current stream, that the metadata of the packed tokens is there."""
+        """Record `ready` on the current stream, behind the writes of the packed metadata."""
         if self._changed and self.ready is not None:
             self.ready.record(torch.cuda.current_stream(self.device))
         self._changed = False
 
-    # Inside
+    # Private
 
     def _change(self) -> None:
         self.revision = Revision()
         self._changed = True
-        for era in self.eras:
-            era.forget_tables()
+        for segment in self.segments:
+            segment.forget_tables()
 
     def _set_tail(self, tail: torch.Tensor) -> None:
         self.tail = tail
-        if self._pending is not None and self._pending.tokens > tail.shape[2]:
-            self._pending = None
+        if self._in_flight is not None and self._in_flight.tokens > tail.shape[2]:
+            self._in_flight = None
 
     def _cut(
-        self, begin: int, n_eras: int, n_blocks: int, words_end: int, rest: torch.Tensor
+        self, begin: int, n_segments: int, n_blocks: int, words_end: int, rest: torch.Tensor
     ) -> None:
-        """Keep `begin` packed tokens: of whole eras and blocks of the next; `rest` is the tail."""
-        self._pending = None
+        """Keep `begin` packed tokens: segments, and blocks of the next; `rest` is the tail."""
+        self._in_flight = None
         self._link.quiesce()
         self.words.truncate(words_end)
         if n_blocks:
-            era = self.eras[n_eras]
-            era.truncate(n_blocks)
-            self._link.keep(*era.tensors())
-        del self.eras[n_eras + (1 if n_blocks else 0) :]
+            segment = self.segments[n_segments]
+            segment.truncate(n_blocks)
+            self._link.keep(*segment.tensors())
+        del self.segments[n_segments + (1 if n_blocks else 0) :]
         self.packed_tokens = begin
         self._set_tail(rest)
         self._fitting.forget_blocks()
@@ -456,100 +461,107 @@ class PackedHistory:
         self, tail: torch.Tensor, origins: list[torch.Tensor], index: torch.Tensor | None
     ) -> None:
         self.tail = tail
-        for era, origin in zip(self.eras, origins, strict=True):
-            era.set_origin(origin)
-            self._link.keep(*era.tensors())
-        if self._pending is not None and index is not None:
-            self._pending.sequences.index, self._pending.sequences.plain = index, False
-        if self.eras:
+        for segment, origin in zip(self.segments, origins, strict=True):
+            segment.set_origin(origin)
+            self._link.keep(*segment.tensors())
+        if self._in_flight is not None and index is not None:
+            self._in_flight.sequences.index, self._in_flight.sequences.plain = index, False
+        if self.segments:
             self._change()
 
     def _pack(self) -> None:
-        """Pack the blocks that have left the window, as far as nothing is to be waited for."""
+        """Pack the blocks that have left the window, as far as that needs no waiting."""
         rows = self._rows
         if rows is None or not rows.token_bytes or not self.tail.shape[0] * self.tail.shape[1]:
             return
-        if self._pending is None and self.eras and self.eras[-1].layout is None:
-            # There is no room ahead for raw rows: each time memory is taken for an eighth more.
+        if self._in_flight is None and self.segments and self.segments[-1].layout is None:
+            # Raw rows have no room ahead: memory grows by an eighth at a time.
             due = (self.tail.shape[2] - self._window) // self._block_tokens
-            if due * GROWTH < self.eras[-1].n_blocks:
+            if due * GROWTH < self.segments[-1].n_blocks:
                 return
-        while self._pending is None:
+        while self._in_flight is None:
             due = (self.tail.shape[2] - self._window) // self._block_tokens
             if due < 1:
                 return
             wait = due > 1 or self._at_once
-            if (not self.eras or self._fitting.wanted) and not self._begin_era(rows, wait):
+            if (not self.segments or self._fitting.wanted) and not self._begin_segment(rows, wait):
                 return
             batch = self.tail.shape[0]
             block_bytes = batch * rows.heads * rows.head_rows * rows.row_bytes
             n_blocks = min(due, max(1, PIECE_BYTES // block_bytes))
             tokens = self.tail[:, :, : n_blocks * self._block_tokens]
             index = torch.arange(batch, dtype=torch.int32, device=self.device)
-            self._pending = Pending(rows, self.eras[-1], tokens, n_blocks, Sequences(batch, index))
-            self._settle(wait=wait)
+            self._in_flight = InFlightBlocks(
+                rows, self.segments[-1], tokens, n_blocks, Sequences(batch, index)
+            )
+            self._retire(wait=wait)
 
-    def _settle(self, *, wait: bool) -> None:
-        """Move the block that is being packed to its place, if its size is known."""
-        pending = self._pending
-        if pending is None or not pending.known(wait):
+    def _retire(self, *, wait: bool) -> None:
+        """Move the in-flight block to the word store, if its size is known."""
+        in_flight = self._in_flight
+        if in_flight is None or not in_flight.known(wait):
             return
-        era, at = self.eras[-1], self.words.n_words
-        n_words, max_words = pending.sizes()
-        needed = n_words * self._reserve_tokens // pending.tokens
+        segment, at = self.segments[-1], self.words.n_words
+        n_words, max_words = in_flight.sizes()
+        needed = n_words * self._reserve_tokens // in_flight.tokens
         if not at:
             self.words.reserve(needed)
-        tokens = self.packed_tokens + pending.tokens
-        tail = self.tail[:, :, pending.tokens :].clone(memory_format=torch.contiguous_format)
-        most = self._most_words(era, pending)
-        packed = pending.packed.words[:n_words]
-        self.words.append(packed, made=pending.made, tokens=tokens, most=most)
+        tokens = self.packed_tokens + in_flight.tokens
+        tail = self.tail[:, :, in_flight.tokens :].clone(memory_format=torch.contiguous_format)
+        most = self._most_words(segment, in_flight)
+        packed = in_flight.packed.words[:n_words]
+        self.words.append(packed, made=in_flight.made, tokens=tokens, most=most)
         sizes = (n_words, max_words)
         try:
-            era.commit(pending.packed, sizes, pending.n_blocks, pending.sequences, at)
+            segment.commit(in_flight.packed, sizes, in_flight.n_blocks, in_flight.sequences, at)
         except Exception:
             self.words.truncate(at)
             raise
-        self._link.keep(*era.tensors())
-        self._pending = None
+        self._link.keep(*segment.tensors())
+        self._in_flight = None
         self.moved_to_host_bytes += 4 * n_words if self.words.on_host else 0
-        self.packed_tokens += pending.tokens
+        self.packed_tokens += in_flight.tokens
         self.tail = tail
         self._change()
-        self._fitting.watch(era, n_words / pending.packed.lengths.shape[0])
+        self._fitting.watch(segment, n_words / in_flight.packed.lengths.shape[0])
 
-    def _most_words(self, era: Era, pending: Pending) -> int:
+    def _most_words(self, segment: Segment, in_flight: InFlightBlocks) -> int:
         """Return the words for which memory may be taken: with metadata no more than raw tokens."""
-        raw = sum(e.raw_bytes for e in self.eras)
-        raw += pending.sequences.packed * era.rows.heads * era.rows.token_bytes * pending.tokens
-        metadata = sum(e.device_bytes for e in self.eras)
-        metadata += era.metadata_bytes_of(pending.packed.lengths.shape[0])
+        raw = sum(e.raw_bytes for e in self.segments)
+        raw += (
+            in_flight.sequences.packed
+            * segment.rows.heads
+            * segment.rows.token_bytes
+            * in_flight.tokens
+        )
+        metadata = sum(e.device_bytes for e in self.segments)
+        metadata += segment.metadata_bytes_of(in_flight.packed.lengths.shape[0])
         return max(0, raw - metadata) // 4
 
-    def _begin_era(self, rows: TokenRows, wait: bool) -> bool:
-        """Find the codec for the tokens that are to be packed.
+    def _begin_segment(self, rows: TokenRows, wait: bool) -> bool:
+        """Begin a segment if the next blocks need another codec.
 
-        Returns False when their sample is still on its way to the host.
+        Returns False while the sample of tokens is copied to the host.
         """
-        # With the window: a block of few heads is too little to tell kinds of tokens apart.
+        # With the window: a block of few heads is too small a sample.
         whole = self.tail.shape[2] // self._block_tokens * self._block_tokens
-        last = self.eras[-1] if self.eras else None
+        last = self.segments[-1] if self.segments else None
         choice = self._fitting.choose(rows, self.tail[:, :, :whole], last, wait)
         if choice is None:
             return False
-        if choice.anew:
+        if choice.begins_segment:
             first, batch = self.words.n_words, self.tail.shape[0]
-            self.eras.append(Era(rows, choice.codec, self.device, first, batch))
+            self.segments.append(Segment(rows, choice.codec, self.device, first, batch))
         return True
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what is under way: its tokens are in the tail."""
+        """Leave out in-flight blocks: their tokens are in the tail."""
         state = dict(self.__dict__)
         for name in ("revision", "ready", "_changed"):
             del state[name]
         # As bytes: torch 2.13 cannot unpickle tensors of 8-bit floats.
         tail = (dense(self.tail).view(torch.uint8), self.tail.dtype)
-        return {**state, "tail": tail, "_pending": None}
+        return {**state, "tail": tail, "_in_flight": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -557,12 +569,12 @@ class PackedHistory:
         self.tail = tail.view(dtype)
         self.revision = Revision()
         self._make_event()
-        for era in self.eras:
-            self._link.keep(*era.tensors())
+        for segment in self.segments:
+            self._link.keep(*segment.tensors())
 
 
 def check_options(window: int, block_tokens: int, reserve_tokens: int) -> None:
-    """Refuse options of a history that it cannot have."""
+    """Raise for options that a history does not accept."""
     for name, value in (
         ("window", window),
         ("block_tokens", block_tokens),
@@ -579,7 +591,7 @@ def check_options(window: int, block_tokens: int, reserve_tokens: int) -> None:
 
 
 def _indexed(t: torch.Tensor, dim: int, index: Any) -> torch.Tensor:
-    """Return what an index takes of dimension 0 or 1."""
+    """Index dimension 0 or 1 of a tensor."""
     if t.is_floating_point() and t.itemsize == 1:
         # As bytes: torch 2.8 cannot index 8-bit floats on the CPU.
         return _indexed(t.view(torch.uint8), dim, index).view(t.dtype)

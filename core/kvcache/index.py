@@ -1,4 +1,4 @@
-"""Which sequences of a batch an argument names: checked before anything changes."""
+"""Indices of sequences of a batch, checked before anything changes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def sequence_index(index: Any, batch: int, name: str = "indices") -> torch.Tenso
     index : torch.Tensor, sequence or slice
         Integers ``[n]``, negative ones counted from the end, or bools ``[batch]``.
     batch : int
-        Sequences that are there.
+        Sequences of the batch.
     name : str
         Of the argument, for messages.
 
@@ -34,7 +34,7 @@ def sequence_index(index: Any, batch: int, name: str = "indices") -> torch.Tenso
     ArgumentError
         For another shape.
     IndexRangeError
-        For a sequence that is not there.
+        For a sequence out of range.
     """
     if isinstance(index, slice):
         return torch.tensor(range(batch)[index], dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""How packed words cross to the device that decodes them, and what must not overtake what."""
+"""The link between host memory and a device: its streams, their order, and bytes fetched."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..errors import BitslabError
 
 
 class Streams:
-    """The streams of a GPU beside the current one.
+    """Streams of a GPU for copies and decodes.
 
     Parameters
     ----------
@@ -33,7 +33,7 @@ class Streams:
 
 
 class Link:
-    """What the stores of words, and the readers, of one device have in common.
+    """Streams and counters that the word stores and readers of one device share.
 
     Parameters
     ----------
@@ -43,9 +43,9 @@ class Link:
     Attributes
     ----------
     streams : Streams or None
-        None on the CPU, where all is done at once.
+        None on the CPU, where everything is synchronous.
     fetched_bytes : int
-        Bytes of words that crossed to the device as a whole; on the CPU, that would have.
+        Bytes of words fetched as a whole; on the CPU, those that a GPU would have fetched.
 
     Notes
     -----
@@ -58,14 +58,14 @@ class Link:
         self.fetched_bytes = 0
 
     def keep(self, *tensors: torch.Tensor) -> None:
-        """Let the allocator know that the streams read tensors, whenever these are freed."""
+        """Keep the memory of tensors from reuse until the streams have read it."""
         if self.streams is not None:
             for t in tensors:
                 t.record_stream(self.streams.copies)
                 t.record_stream(self.streams.decodes)
 
     def quiesce(self) -> None:
-        """Let the current stream wait for all fetches, so that it may write to what they read."""
+        """Make the current stream wait for all fetches, so that it may write to what they read."""
         if self.streams is not None:
             current = torch.cuda.current_stream(self.device)
             current.wait_stream(self.streams.copies)

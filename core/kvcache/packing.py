@@ -1,4 +1,4 @@
-"""Tokens as rows of a codec, and packing rows without waiting for the GPU."""
+"""Tokens as rows of a codec, plans of codecs, and packing without waiting for the GPU."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ ROW_BYTES = 256
 #: Bytes of rows that a codec is fitted to; more took twice as long and saved 0.04 % more on
 #: MiniLM's K and V.
 SAMPLE_BYTES = 128 << 10
-#: Rows that a profile is weighed against: it is kept for a whole history.
+#: Rows over which the bytes of a profile are counted: it is kept for a whole history.
 HISTORY_ROWS = 1 << 16
-#: Layers pack alike whose shares of the raw bytes differ by this at most.
+#: Layers pack alike if their packed shares of the raw bytes differ by this at most.
 SHARE_DIFFERENCE = 0.02
-#: A bit is steady on which this share of the chunks agree.
+#: A bit is steady if this share of the chunks agree on it.
 STEADY_SHARE = 0.9
 #: Share of the raw bytes that a codec must save, or rows are kept raw.
 LEAST_GAIN = 0.01
@@ -33,7 +33,7 @@ LEAST_GAIN = 0.01
 
 @dataclass(frozen=True)
 class TokenRows:
-    """How tokens of one layer become rows.
+    """Shape of the rows that tokens of one layer become.
 
     A row is `tokens_per_row` consecutive tokens of one head, so that rows decoded in the order of
     batch, head and time are a contiguous ``[B, H, T, D]``.
@@ -105,7 +105,7 @@ class _Planned:
 
 
 class CodecPlans:
-    """Fits codecs; what was best for one layer serves the others that pack alike.
+    """Fits codecs; the options that were best for one layer serve others that pack alike.
 
     Layers of a model differ in the values that their exponents take, not in what a chunk is. Where
     all chunks have one mask, a layer takes that of the layer before, and learns its values alone,
@@ -117,20 +117,20 @@ class CodecPlans:
     def __init__(self) -> None:
         self._planned: dict[tuple[str, torch.dtype, int], _Planned] = {}
 
-    def fit(self, kind: str, sample: torch.Tensor, *, anew: bool = False) -> InvariantCodec:
+    def fit(self, kind: str, sample: torch.Tensor, *, search_all: bool = False) -> InvariantCodec:
         """Return a codec for rows like those of a sample.
 
         Parameters
         ----------
         kind : str
-            What the rows are, ``"k"`` or ``"v"``.
+            Kind of the rows, ``"k"`` or ``"v"``.
         sample : torch.Tensor
             ``[n, elements]`` on the CPU.
-        anew : bool
-            Whether to look at all options again.
+        search_all : bool
+            Whether to search all options again.
         """
         key = (kind, sample.dtype, sample.shape[1])
-        planned = None if anew else self._planned.get(key)
+        planned = None if search_all else self._planned.get(key)
         options: dict[str, Any] = {}
         if planned is not None and planned.share <= 1 - LEAST_GAIN:
             f = planned.codec.profile.format
@@ -181,14 +181,14 @@ def draw_rows(rows: TokenRows, tokens: torch.Tensor) -> torch.Tensor:
     block_bytes = blocks[:, :, 0].numel() * tokens.itemsize
     step = max(1, blocks.shape[2] * block_bytes // (16 * SAMPLE_BYTES))
     some = rows.rows_of(blocks[:, :, ::step].flatten(2, 3))
-    # An odd step meets all heads and all places in a block, whose numbers are often even.
+    # An odd step visits all heads and all rows of a block, whose numbers are often even.
     step = max(1, some.shape[0] * rows.row_bytes // SAMPLE_BYTES)
     return some[:: step - 1 + step % 2].contiguous()
 
 
 @dataclass(frozen=True, eq=False)
 class Packed:
-    """Rows that were packed, perhaps before the device has done so.
+    """Packed rows; the device may still be writing them.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Histories brought to their device: fetched and decoded ahead on streams of their own."""
+"""HistoryReader: fetches and decodes histories ahead, on streams of its own."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import torch
 
 from ..errors import ArgumentError, ArgumentTypeError
 from .arena import HostArena
-from .era import Era
-from .fetching import Slot
+from .fetching import FetchBuffers
 from .gathering import RowGatherer
 from .history import PackedHistory
 from .link import Link
+from .segment import Segment
 from .words import DeviceWords, HostWords, Words
 
-#: One history is used while the next one comes.
-SLOTS = 2
-#: Sets of row numbers that are kept: layers change theirs one after the other.
+#: The histories of one layer are used while those of the next are fetched.
+BUFFERS = 2
+#: Sets of row numbers that are kept: layers grow one after the other.
 KEPT_IDS = 3
 #: Size of a host buffer, where that much is needed: the call that page-locks it costs as much as
 #: 64 MiB take to cross the link.
@@ -26,7 +26,7 @@ SLAB_BYTES = 64 << 20
 
 
 class HistoryReader:
-    """Reads histories of one device, whose words are in its stores, and fetches the ones to come.
+    """Reads histories of one device, whose words are in its stores, and prefetches the next ones.
 
     On a GPU the packed words of a history in host memory cross by the copy engine on one stream and
     are decoded on another, into one of two buffers; events order the streams, the host waits for
@@ -41,7 +41,7 @@ class HistoryReader:
     sm_budget : int or None
         Multiprocessors that decoding may use; all when None.
     histories : int
-        Histories that it is expected to have in all, for which page-locked memory is made ahead.
+        Number of histories expected in all, for which page-locked memory is made ahead.
 
     Notes
     -----
@@ -68,10 +68,12 @@ class HistoryReader:
 
     def _start(self) -> None:
         streams = self.link.streams
-        self._slots = [] if streams is None else [Slot(self.device, streams) for _ in range(SLOTS)]
+        self._buffers = (
+            [] if streams is None else [FetchBuffers(self.device, streams) for _ in range(BUFFERS)]
+        )
         self._turn = 0
         self.chosen = RowGatherer(self.link, self.sm_budget)
-        self._ids: dict[tuple[int, ...], torch.Tensor] = {}  # of eras, by their key
+        self._ids: dict[tuple[int, ...], torch.Tensor] = {}  # of segments, by their key
 
     @property
     def device(self) -> torch.device:
@@ -85,9 +87,9 @@ class HistoryReader:
 
     @property
     def buffer_bytes(self) -> int:
-        """Bytes on the device of the buffers that histories come by; none on the CPU."""
+        """Bytes on the device of the fetch buffers; 0 on the CPU."""
         ids = sum(t.nbytes for t in self._ids.values())
-        return ids + sum(slot.nbytes for slot in self._slots)
+        return ids + sum(buffers.nbytes for buffers in self._buffers)
 
     def new_words(self) -> Words:
         """Return an empty store of words for a history."""
@@ -96,13 +98,13 @@ class HistoryReader:
         return DeviceWords(self.link, on_host=self.offload)
 
     def expect(self, histories: int) -> None:
-        """Take note of how many histories there will be in all."""
+        """Set the number of histories expected in all."""
         self.arena.histories = histories
 
     def host_bytes(self, histories: Iterable[PackedHistory]) -> int:
         """Return the bytes of host memory that all histories of this reader have reserved.
 
-        With those, on a GPU, that are made ahead, or that histories have given up.
+        On a GPU this includes memory made ahead, and memory that histories have returned.
         """
         if not self.offload:
             return 0
@@ -123,64 +125,64 @@ class HistoryReader:
         Returns
         -------
         list of lists of torch.Tensor
-            For each history its eras, oldest first: ``[B, H, tokens, D]``, contiguous. On a GPU
+            For each history its segments, oldest first: ``[B, H, tokens, D]``, contiguous. On a GPU
             the current stream waits for them; they hold until `done`.
         """
         if self.link.streams is None:
             return [history.decode_packed() for history in histories]
         if not any(history.packed_tokens for history in histories):
             return [[] for _ in histories]
-        slot = next((s for s in self._slots if s.holds(histories)), None)
-        if slot is None:
-            slot = self._fetch(histories)
-        # What comes next must come into the other one.
-        self._turn = (self._slots.index(slot) + 1) % SLOTS
-        slot.use(torch.cuda.current_stream(self.device.index))
-        assert slot.fetched is not None
-        return [list(parts) for parts in slot.fetched.parts]
+        buffers = next((b for b in self._buffers if b.holds(histories)), None)
+        if buffers is None:
+            buffers = self._fetch(histories)
+        # The next fetch must use the other buffers.
+        self._turn = (self._buffers.index(buffers) + 1) % BUFFERS
+        buffers.use(torch.cuda.current_stream(self.device.index))
+        assert buffers.fetched is not None
+        return [list(tokens) for tokens in buffers.fetched.tokens]
 
     def prefetch(self, histories: Sequence[PackedHistory]) -> None:
-        """Start to fetch and decode histories that will be read next, unless they are on their way.
+        """Start to fetch and decode histories that will be read next, unless they are in flight.
 
         Waits for nothing.
         """
-        if self.link.streams is None or any(slot.holds(histories) for slot in self._slots):
+        if self.link.streams is None or any(buffers.holds(histories) for buffers in self._buffers):
             return
         if any(history.packed_tokens for history in histories):
             self._fetch(histories)
 
     def done(self, histories: Sequence[PackedHistory]) -> None:
-        """Say that the current stream has used what `read` returned last for these histories."""
-        for slot in self._slots:
-            if slot.holds(histories):
-                slot.forget()
-                slot.consumed.record(torch.cuda.current_stream(self.device.index))
+        """Release what `read` returned for these histories, after work on the current stream."""
+        for buffers in self._buffers:
+            if buffers.holds(histories):
+                buffers.forget()
+                buffers.consumed.record(torch.cuda.current_stream(self.device.index))
 
     # Inside
 
-    def _ids_of(self, era: Era) -> torch.Tensor:
-        """Return the rows of an era, from another one where they are the same."""
-        key = era.key
+    def _ids_of(self, segment: Segment) -> torch.Tensor:
+        """Return the row numbers of a segment, shared with segments of the same key."""
+        key = segment.key
         if key is None:
-            return era.ids()
+            return segment.ids()
         found = self._ids.pop(key, None)
         if found is None:
-            found = era.ids()
+            found = segment.ids()
             if len(self._ids) == KEPT_IDS:
                 del self._ids[next(iter(self._ids))]
         self._ids[key] = found  # the last used one last
         return found
 
-    def _fetch(self, histories: Sequence[PackedHistory]) -> Slot:
-        """Start to fetch and decode histories into the buffers whose turn it is."""
-        slot = self._slots[self._turn]
-        self._turn = (self._turn + 1) % SLOTS
-        fetch = slot.fetch(histories, self._ids_of, self.sm_budget)
+    def _fetch(self, histories: Sequence[PackedHistory]) -> FetchBuffers:
+        """Start to fetch and decode histories into the next buffers."""
+        buffers = self._buffers[self._turn]
+        self._turn = (self._turn + 1) % BUFFERS
+        fetch = buffers.fetch(histories, self._ids_of, self.sm_budget)
         self.link.fetched_bytes += fetch.nbytes
-        return slot
+        return buffers
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out buffers and what they hold."""
+        """Leave out the buffers."""
         return {name: self.__dict__[name] for name in ("offload", "sm_budget", "link", "arena")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -189,6 +191,6 @@ class HistoryReader:
 
 
 def check_sm_budget(sm_budget: object) -> None:
-    """Refuse what is no number of multiprocessors."""
+    """Raise unless `sm_budget` is None or a positive int."""
     if sm_budget is not None and (type(sm_budget) is not int or sm_budget < 1):
         raise ArgumentError(f"sm_budget: {sm_budget!r:.60}, accepted are None and integers from 1")

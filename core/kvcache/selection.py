@@ -1,4 +1,4 @@
-"""Which packed tokens of a layer are worth fetching: scores by token and head, and their choice.
+"""Selection of packed tokens to fetch: scores by token and head, and the choice by them.
 
 The methods are those of InfiniGen (Lee et al., OSDI 2024) and H2O (Zhang et al., NeurIPS 2023).
 """
@@ -16,7 +16,7 @@ from ..errors import ArgumentError, ArgumentTypeError
 
 #: Takes a tensor and a dimension, and reorders, repeats or chooses the sequences in it.
 Take = Callable[[torch.Tensor, int], torch.Tensor]
-#: A buffer that is full is made larger by this share.
+#: A full buffer grows by 1 / GROWTH.
 GROWTH = 4
 #: Attention probabilities of a prompt are computed for as many queries at once as take this much.
 PROBABILITY_BYTES = 64 << 20
@@ -24,7 +24,7 @@ PROBABILITY_BYTES = 64 << 20
 
 @dataclass(frozen=True, eq=False)
 class Selection:
-    """The packed tokens that a layer attends to; those behind the packed ones it always does.
+    """The packed tokens that a layer attends to, besides all unpacked ones.
 
     Parameters
     ----------
@@ -46,7 +46,7 @@ class Selection:
         return self.groups.shape[2] * self.group_tokens
 
     def positions(self) -> torch.Tensor:
-        """Return the places of the chosen tokens, int64 ``[B, H, tokens]``, ascending."""
+        """Return the positions of the chosen tokens, int64 ``[B, H, tokens]``, ascending."""
         return spread(self.groups, self.group_tokens)
 
 
@@ -84,12 +84,12 @@ def best_groups(
 
 
 class TokenScores(ABC):
-    """What a selector knows of the tokens of one layer of one cache.
+    """Scores of the tokens of one layer of one cache, kept for a selector.
 
     Attributes
     ----------
     length : int
-        Tokens that it has seen; behind the cache's when the model does not show them.
+        Tokens that it has seen; fewer than the cache's if the model does not report them.
     """
 
     length = 0
@@ -97,7 +97,7 @@ class TokenScores(ABC):
     @property
     @abstractmethod
     def ready(self) -> bool:
-        """Whether `choose` knows what the next query needs."""
+        """Whether `choose` has what it needs for the next query."""
 
     @abstractmethod
     def choose(self, packed: int, group_tokens: int) -> Selection | None:
@@ -124,7 +124,7 @@ class TokenScores(ABC):
 
     @abstractmethod
     def prepare_take(self, take: Take) -> Callable[[], None]:
-        """Return what reorders, repeats or chooses sequences, and cannot fail.
+        """Return a commit that reorders, repeats or chooses sequences.
 
         Nothing changes before it is called.
         """
@@ -139,7 +139,7 @@ class TokenScores(ABC):
 
 
 class HeavyScores(TokenScores):
-    """The attention probability that each token of each K/V head has had in all (H2O).
+    """Accumulated attention probability of each token and K/V head (H2O).
 
     Parameters
     ----------
@@ -163,7 +163,7 @@ class HeavyScores(TokenScores):
         return self._sums.tokens
 
     def add(self, probabilities: torch.Tensor, chosen: Selection | None, new: int) -> None:
-        """Take the probabilities of a forward pass, and the tokens that came with it.
+        """Add the probabilities of a forward pass, and its new tokens.
 
         Parameters
         ----------
@@ -173,7 +173,7 @@ class HeavyScores(TokenScores):
         chosen : Selection or None
             None when all tokens were attended.
         new : int
-            Tokens that came.
+            New tokens.
         """
         probabilities = probabilities.float()
         self._sums.append(probabilities.new_zeros((*probabilities.shape[:2], new)))
@@ -202,11 +202,11 @@ class HeavyScores(TokenScores):
         return [self.sums]
 
     def prepare_take(self, take: Take) -> Callable[[], None]:
-        """Return what reorders, repeats or chooses sequences."""
+        """Return a commit that reorders, repeats or chooses sequences."""
         return self._sums.prepare_take(take)
 
     def crop(self, length: int) -> None:
-        """Keep the first tokens; what later queries gave them stays."""
+        """Keep the first tokens, with what later queries have added to their sums."""
         self._sums.crop(length)
         self.length = self._sums.length
 
@@ -217,7 +217,7 @@ class HeavyScores(TokenScores):
 
 
 class PartialKeys(TokenScores):
-    """The columns of skewed keys that tell most about attention, and a query to come (InfiniGen).
+    """Partial skewed keys, and ranks of tokens for the next query (InfiniGen).
 
     Parameters
     ----------
@@ -250,7 +250,7 @@ class PartialKeys(TokenScores):
 
     @property
     def ready(self) -> bool:
-        """Whether a query to come is known."""
+        """Whether the next query was speculated."""
         return self._ranks is not None
 
     @property
@@ -264,7 +264,7 @@ class PartialKeys(TokenScores):
         return self._keys.tokens
 
     def see(self, query: torch.Tensor, new_keys: torch.Tensor) -> None:
-        """Take the keys that a forward pass brought; the first ones decide on the columns.
+        """Append the keys of a forward pass; the first ones decide on the columns.
 
         Parameters
         ----------
@@ -282,14 +282,14 @@ class PartialKeys(TokenScores):
     def speculate(
         self, query: torch.Tensor, scaling: float, allowed: torch.Tensor | None = None
     ) -> None:
-        """Take what the next query of this layer is likely to be.
+        """Rank tokens by a guess of this layer's next query.
 
         Parameters
         ----------
         query : torch.Tensor
             ``[B, query heads, q, D]``, after rotation.
         scaling : float
-            That makes a logit of query times key.
+            Factor of query times key in the logits.
         allowed : torch.Tensor, optional
             bool, broadcast to ``[B, query heads, q, length]``: tokens that each query may attend.
         """
@@ -305,8 +305,9 @@ class PartialKeys(TokenScores):
         if allowed is not None:
             allowed = allowed.to(scores.device).expand(-1, query.shape[1] * query.shape[2], -1, -1)
             scores = scores.masked_fill(~torch.unflatten(allowed, 1, (heads, -1)), -math.inf)
-        # What is much attended by one query head goes before the best of one that attends to all
-        # tokens alike. Queries of padding, that may attend to nothing, have no highest score.
+        # Tokens that one query head attends to strongly rank before the best of a head that attends
+        # to all tokens alike. Queries of padding, that may attend to nothing, have no highest
+        # score.
         total = scores.logsumexp(-1, keepdim=True).nan_to_num(neginf=0.0)
         self._ranks = (scores - total).amax((2, 3))
         if self._alpha is not None:
@@ -314,7 +315,7 @@ class PartialKeys(TokenScores):
             self._near = (scores > highest - self._alpha).any(2).any(2)
 
     def choose(self, packed: int, group_tokens: int) -> Selection | None:
-        """Choose the groups of the best tokens; all without a query to come."""
+        """Choose the groups of the best tokens; all if no query was speculated."""
         if self._ranks is None:
             return None
         n_groups = packed // group_tokens
@@ -327,11 +328,11 @@ class PartialKeys(TokenScores):
         return best_groups(ranks, packed, group_tokens, most)
 
     def tensors(self) -> list[torch.Tensor]:
-        """Return the kept columns of the keys, and what makes them."""
+        """Return the kept columns of the keys, and their projection."""
         return [] if self._project is None else [self.keys, self._project]
 
     def prepare_take(self, take: Take) -> Callable[[], None]:
-        """Return what reorders, repeats or chooses sequences."""
+        """Return a commit that reorders, repeats or chooses sequences."""
         take_keys = self._keys.prepare_take(take)
         project = None if self._project is None else take(self._project, 0)
 
@@ -375,9 +376,9 @@ class PartialKeys(TokenScores):
 
 
 def skew_of(gram: torch.Tensor) -> torch.Tensor:
-    """Return the matrix that puts what queries have in common into few columns.
+    """Return the rotation that concentrates queries in few columns.
 
-    Queries and keys that are multiplied by it have the products that they had before.
+    Products of queries and keys that are both multiplied by it are unchanged.
 
     Parameters
     ----------
@@ -475,7 +476,7 @@ class TokenBuffer:
         if self._buffer is None or self._buffer.shape[2] < end:
             shape = list(new.shape)
             shape[2] = end + end // GROWTH
-            # It is written to later, perhaps outside the inference mode of a first pass.
+            # Written to later, perhaps outside the inference mode of a first pass.
             with torch.inference_mode(False):
                 larger = new.new_empty(shape)
             if self._buffer is not None:
@@ -485,7 +486,7 @@ class TokenBuffer:
         self.length = end
 
     def prepare_take(self, take: Take) -> Callable[[], None]:
-        """Return what reorders, repeats or chooses sequences."""
+        """Return a commit that reorders, repeats or chooses sequences."""
         buffer = None if self._buffer is None else take(self._buffer, 0)
 
         def commit() -> None:

@@ -1,4 +1,4 @@
-"""Where packed words of a history lie: pieces of host memory, or one tensor that readers have."""
+"""Word stores of a history: pieces of host memory, or one tensor on the device."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Words(Protocol):
     Attributes
     ----------
     link : Link
-        How they cross to the device that decodes them.
+        The link to the device that decodes them.
     on_host : bool
-        Whether they lie in host memory, and cross.
+        Whether they are in host memory, and cross the link.
     n_words : int
         How many there are.
     """
@@ -40,7 +40,7 @@ class Words(Protocol):
         ...
 
     def reserve(self, n_words: int) -> None:
-        """Have the first `append` take memory for so many words; there are none yet."""
+        """Make the first `append` take memory for `n_words` words; the store is empty."""
         ...
 
     def append(
@@ -60,16 +60,16 @@ class Words(Protocol):
         words : torch.Tensor
             The words.
         made : torch.cuda.Event, optional
-            Passed when they are there; None where that is known.
+            Passed when they are written; None if they are.
         tokens : int
             Packed tokens that the history has with them.
         most : int, optional
-            Words up to which memory ahead is taken; as would be good to have when None.
+            Words up to which memory ahead is taken; None for no bound.
         """
         ...
 
     def truncate(self, n_words: int) -> None:
-        """Forget all but the first words; the memory is kept."""
+        """Remove all but the first words; the memory is kept."""
         ...
 
     def fetch(self) -> torch.Tensor:
@@ -97,8 +97,8 @@ class HostWords:
 
     Notes
     -----
-    On a GPU, `append` waits for nothing: words cross on the link's stream for copies. So must
-    `transfers`.
+    On a GPU, `append` waits for nothing: words cross on the link's stream for copies. So must the
+    copies of `transfers`.
     """
 
     on_host = True
@@ -117,7 +117,7 @@ class HostWords:
         return sum(piece.nbytes for piece in self._pieces)
 
     def reserve(self, n_words: int) -> None:
-        """Have the first piece take room for so many words."""
+        """Make the first piece have room for `n_words` words."""
         if self.nbytes < 4 * n_words:
             self._pieces, self._ahead_words, self._allowed = [], n_words, 0
 
@@ -169,7 +169,7 @@ class HostWords:
         self._arena.reach(tokens)
 
     def transfers(self, out: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return the targets in int32 ``[>= n_words]``, and the sources, that bring all words."""
+        """Return targets in int32 ``[>= n_words]`` and sources of copies that fetch all words."""
         found, done = [], 0
         for piece in self._pieces:
             n = min(piece.shape[0], self.n_words - done)
@@ -189,18 +189,18 @@ class HostWords:
         current.wait_stream(streams.copies)
         out = torch.empty(self.n_words + PAD_WORDS, dtype=torch.int32, device=self.link.device)
         self._copy_to(out)
-        # What is written to the pieces next is written on that stream.
+        # The next words are written to the pieces on that stream.
         streams.copies.wait_stream(current)
         return out
 
     def merged(self) -> torch.Tensor:
         """Return the words and PAD_WORDS behind them in one piece; BitslabError changes nothing.
 
-        Where there are more, those are lost.
+        Words behind them are lost.
         """
         n = self.n_words + PAD_WORDS
         if not self._pieces or self._pieces[0].shape[0] < n:
-            # What reads and writes the pieces must have ended.
+            # Copies from and to the pieces must have ended.
             self.link.wait()
             piece = self._arena.take(n, n + n // GROWTH)
             self._copy_to(piece)
@@ -208,7 +208,7 @@ class HostWords:
         return self._pieces[0][:n]
 
     def truncate(self, n_words: int) -> None:
-        """Forget all but the first words."""
+        """Remove all but the first words."""
         self.n_words = n_words
 
     def _copy_to(self, out: torch.Tensor) -> None:
@@ -238,7 +238,7 @@ class HostWords:
 
 
 class DeviceWords:
-    """Words in one tensor on the device that reads them; more of them move it.
+    """Words in one tensor on the device that reads them; appending may reallocate it.
 
     Parameters
     ----------
@@ -261,7 +261,7 @@ class DeviceWords:
         return self._words.nbytes
 
     def reserve(self, n_words: int) -> None:
-        """Have the tensor take room for so many words when it is made anew."""
+        """Make the next tensor have room for `n_words` words."""
         if self.nbytes < 4 * n_words:
             self._words, self._ahead_words = self._words.new_zeros(PAD_WORDS), n_words
 
@@ -279,7 +279,7 @@ class DeviceWords:
         try:
             self._words = grown(self._words, size, self.n_words, at_least=least, at_most=most)
         except BitslabError:
-            # Less may be had than would be good to have.
+            # Without room ahead it may fit.
             try:
                 self._words = grown(self._words, size, self.n_words, at_least=least, at_most=0)
             except BitslabError as error:
@@ -304,7 +304,7 @@ class DeviceWords:
         return whole
 
     def truncate(self, n_words: int) -> None:
-        """Forget all but the first words."""
+        """Remove all but the first words."""
         self.n_words = n_words
 
     def __getstate__(self) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from bitslab import RowCodec
 from bitslab.embedding import (
     CachedRows,
     CacheKind,
+    CacheOptions,
     EvictionStrategy,
     TablesReport,
     give_back,
@@ -21,7 +22,7 @@ from bitslab.embedding import (
 from bitslab.errors import ArgumentError, ArgumentTypeError
 from bitslab.integrations.embedding.bag import CachedEmbeddingBag
 from bitslab.integrations.embedding.single import CachedEmbedding
-from bitslab.integrations.embedding.table import TableModule, resident_rows
+from bitslab.integrations.embedding.table import TableModule, notes_on_ratio
 from bitslab.tables import Layout
 
 #: Called with a module's name and the module.
@@ -119,22 +120,23 @@ def compress_embeddings(
     _check(model, cache_ratio, min_rows, predicate)
     report = TablesReport()
     groups = _groups(model, min_rows, predicate, report)
-    options: dict[str, Any] = {
-        "codec": codec,
-        "layout": layout,
-        "pin": pin_weight,
-        "warmup_ratio": warmup_ratio,
-        "buffer_rows": buffer_size,
-        "evict": evict_strategy,
-        "cache": cache,
-    }
+    options = CacheOptions(
+        cache_ratio=cache_ratio,
+        cache=cache,
+        evict=evict_strategy,
+        warmup_ratio=warmup_ratio,
+        buffer_rows=buffer_size,
+        codec=codec,
+        layout=layout,
+        pin=pin_weight,
+    )
     optimizers = live_optimizers()
     made: list[TableModule] = []
     try:
         # Packed modules are dropped from the list, so that their weights are freed.
         while groups:
             group = groups.pop(0)
-            new = _replace_group(model, group, cache_ratio, freeze, device, options, report)
+            new = _replace_group(model, group, freeze, device, options, report)
             made += new
             take_over([_weight_of(group.pop()[1])], new[0].rows, optimizers)
     except BaseException:
@@ -315,23 +317,20 @@ def _held(value: Any) -> Iterator[torch.nn.Module]:
 def _replace_group(
     model: torch.nn.Module,
     group: list[Named],
-    cache_ratio: float,
     freeze: bool | None,
     device: torch.device | str | None,
-    options: dict[str, Any],
+    options: CacheOptions,
     report: TablesReport,
 ) -> list[TableModule]:
     """Pack the weight of modules that share it, and replace them by cached modules."""
     weight = _weight_of(group[0][1])
-    cache_rows, notes = resident_rows(weight.shape[0], cache_ratio)
     pads = dict.fromkeys(m.padding_idx for _, m in group if m.padding_idx is not None)
-    rows = CachedRows.from_tensor(
+    rows = options.pack(
         weight,
-        cache_rows=cache_rows,
+        len(weight),
         device=weight.device if device is None else device,
         trainable=not (not weight.requires_grad if freeze is None else freeze),
         pinned_ids=list(pads),
-        **options,
     )
     if rows.trainable:
         rows.parameter.requires_grad_(weight.requires_grad)
@@ -342,7 +341,7 @@ def _replace_group(
         else:
             assert isinstance(old, torch.nn.EmbeddingBag)
             made.append(CachedEmbeddingBag.from_module(old, rows=rows))
-    made[0].notes += notes
+    made[0].notes += notes_on_ratio(len(weight), options.cache_ratio)
     _put(model, {id(old): new for (_, old), new in zip(group, made, strict=True)})
     first = group[0][0]
     for (name, old), new in zip(group, made, strict=True):

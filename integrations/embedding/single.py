@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from bitslab import CompressedTable, RowCodec
-from bitslab.embedding import CachedRows, CacheKind, EvictionStrategy
+from bitslab.embedding import CachedRows, CacheKind, CacheOptions, EvictionStrategy
 from bitslab.integrations.embedding.table import TableModule, pretrained_shape
 from bitslab.tables import Layout
 from bitslab.tracing import not_traced
@@ -117,16 +117,18 @@ class CachedEmbedding(TableModule):
             _weight,
             dtype,
             device,
-            cache_ratio=cache_ratio,
+            CacheOptions(
+                cache_ratio=cache_ratio,
+                cache=cache,
+                evict=evict_strategy,
+                warmup_ratio=warmup_ratio,
+                buffer_rows=buffer_size,
+                codec=codec,
+                layout=layout,
+                pin=pin_weight,
+            ),
             ids_freq_mapping=ids_freq_mapping,
-            warmup_ratio=warmup_ratio,
-            buffer_size=buffer_size,
-            pin_weight=pin_weight,
-            evict_strategy=evict_strategy,
-            codec=codec,
-            layout=layout,
             freeze=freeze or _freeze,
-            cache=cache,
             rows=rows,
         )
 

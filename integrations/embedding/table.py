@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from bitslab import CompressedTable, RowCodec
-from bitslab.embedding import CachedRows, CacheKind, EvictionStrategy, RowsModule, rows_for_ratio
+from bitslab import CompressedTable
+from bitslab.embedding import CachedRows, CacheOptions, RowsModule
 from bitslab.engine.memory import ReadOnlyTensor, keep_from_compiler, plain
 from bitslab.errors import ArgumentError, ArgumentTypeError, BitslabError
-from bitslab.tables import Layout, rows_per_batch
+from bitslab.tables import rows_per_batch
 
 #: All that a state dict of ColossalAI's class holds.
 COLOSSAL_KEY = "cache_weight_mgr.cuda_cached_weight"
@@ -34,17 +34,10 @@ class TableModule(RowsModule):
         weight: torch.Tensor | CompressedTable | None,
         dtype: torch.dtype | None,
         device: torch.device | str | None,
+        options: CacheOptions,
         *,
-        cache_ratio: float,
         ids_freq_mapping: torch.Tensor | Sequence[int] | None,
-        warmup_ratio: float,
-        buffer_size: int,
-        pin_weight: bool,
-        evict_strategy: EvictionStrategy,
-        codec: str | RowCodec,
-        layout: Layout,
         freeze: bool,
-        cache: CacheKind,
         rows: CachedRows | None = None,
     ) -> None:
         super().__init__()
@@ -60,33 +53,25 @@ class TableModule(RowsModule):
         if rows is not None:
             self._check_rows(rows)
         else:
-            cache_rows, self.notes = resident_rows(self.num_embeddings, cache_ratio)
+            self.notes += notes_on_ratio(self.num_embeddings, options.cache_ratio)
             for note in self.notes:
                 # Points at the line that makes the module; compressing a model reports it instead.
                 warnings.warn(f"bitslab: {note}", UserWarning, stacklevel=3)
-            options: dict[str, Any] = {
-                "cache_rows": cache_rows,
-                "device": device,
-                "cache": cache,
-                "evict": evict_strategy,
-                "trainable": not freeze,
-                "counts": ids_freq_mapping,
-                "warmup_ratio": warmup_ratio,
-                "buffer_rows": buffer_size,
-                "pinned_ids": () if self.padding_idx is None else (self.padding_idx,),
-            }
-            if isinstance(weight, CompressedTable):
-                self._check_weight(weight.shape, weight.dtype, dtype)
-                rows = CachedRows(weight, **options)
-            else:
-                source: Any = self._drawn(dtype) if weight is None else weight
-                if isinstance(source, torch.Tensor):
-                    self._check_weight(source.shape, source.dtype, None)
-                    source = plain(source.detach())
-                    source = source if dtype is None else source.to(dtype)
-                rows = CachedRows.from_tensor(
-                    source, codec=codec, layout=layout, pin=pin_weight, **options
-                )
+            source: Any = self._drawn(dtype) if weight is None else weight
+            if isinstance(source, CompressedTable):
+                self._check_weight(source.shape, source.dtype, dtype)
+            elif isinstance(source, torch.Tensor):
+                self._check_weight(source.shape, source.dtype, None)
+                source = plain(source.detach())
+                source = source if dtype is None else source.to(dtype)
+            rows = options.pack(
+                source,
+                self.num_embeddings,
+                device=device,
+                trainable=not freeze,
+                counts=ids_freq_mapping,
+                pinned_ids=() if self.padding_idx is None else (self.padding_idx,),
+            )
         self.evict_strategy = rows.slot_table.evict
         self.own("weight", rows)
 
@@ -267,16 +252,15 @@ def pretrained_shape(embeddings: torch.Tensor | CompressedTable) -> tuple[int, i
     return shape[0], shape[1]
 
 
-def resident_rows(n_rows: int, cache_ratio: float) -> tuple[int, list[str]]:
-    """Return how many rows a share of a table is, one at least, and notes on that."""
-    wanted = rows_for_ratio(n_rows, cache_ratio)
+def notes_on_ratio(n_rows: int, cache_ratio: float) -> list[str]:
+    """Return a note if a share of a table is less than the one row that is resident at least."""
     # A ratio of 1 / n_rows is one row, whatever the product is rounded to.
     if n_rows * cache_ratio < 1 - 1e-9:
-        return 1, [
+        return [
             f"cache_ratio={cache_ratio} of {n_rows} rows is less than one row; one is resident, "
             "the fewest that work"
         ]
-    return wanted, []
+    return []
 
 
 def _positive(name: str, value: int) -> int:

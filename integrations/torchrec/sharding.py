@@ -307,7 +307,14 @@ class PackedSharder:
             raise ArgumentTypeError(
                 f"codec: expected the name of a codec, got {type(codec).__name__}"
             )
-        self.options = TableOptions(cache_ratio, min_rows, codec, layout, cache, evict)
+        self.options = TableOptions(
+            cache_ratio=cache_ratio,
+            cache=cache,
+            evict=evict,
+            codec=codec,
+            layout=layout,
+            min_rows=min_rows,
+        )
 
     def _with_options(
         self, params: Mapping[str, ParameterSharding]

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from bitslab import RowCodec
-from bitslab.embedding import CachedRows, EvictionStrategy, RowsModule, rows_for_ratio
-from bitslab.errors import ArgumentError, ArgumentTypeError
+from bitslab.embedding import CachedRows, CacheOptions, RowsModule
+from bitslab.errors import ArgumentError
 from bitslab.integrations.torchrec.features import Picked, Ranges, pick
 from bitslab.integrations.torchrec.grouping import Sample, group_tables
 from bitslab.integrations.torchrec.sources import Source
-from bitslab.tables import Layout, check_layout
 
 #: Figures of groups that add up.
 SUMMED = (
@@ -29,7 +28,6 @@ SUMMED = (
     "written_back",
     "moved_bytes",
 )
-CacheKind = Literal["rows", "packed"]
 
 
 @dataclass(frozen=True)
@@ -62,34 +60,16 @@ class TableSpec:
 
 
 @dataclass(frozen=True)
-class TableOptions:
-    """How tables are kept.
+class TableOptions(CacheOptions):
+    """How the packed tables of a collection are kept; `cache_ratio` is that of each of them.
 
     Parameters
     ----------
-    cache_ratio : float
-        Share of the rows of each packed table that is resident on the device.
     min_rows : int
-        Tables with fewer rows than that are resident whole.
-    codec, layout, cache, evict
-        As for `bitslab.embedding.CachedRows`.
+        Tables with fewer rows are resident whole.
     """
 
-    cache_ratio: float = 0.01
     min_rows: int = 0
-    codec: str | RowCodec = "auto"
-    layout: Layout = "compact"
-    cache: CacheKind = "rows"
-    evict: EvictionStrategy = EvictionStrategy.LFU
-
-    def __post_init__(self) -> None:
-        """Check before tables are read what is checked again when they are packed."""
-        rows_for_ratio(1, self.cache_ratio)
-        check_layout(self.layout)
-        if self.cache not in get_args(CacheKind):
-            raise ArgumentError(f"cache: {self.cache!r:.60}, accepted are {get_args(CacheKind)}")
-        if not isinstance(self.evict, EvictionStrategy):
-            raise ArgumentTypeError(f"evict: expected an EvictionStrategy, got {self.evict!r:.60}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -226,17 +206,10 @@ class TableSet(RowsModule):
                 for rows in sources[self.specs[i].name].batches():
                     yield rows.to(like.dtype)
 
-        n_rows = max(1, end)
-        rows = CachedRows.from_tensor(
-            batches(),
-            codec=codec,
-            layout=options.layout,
-            cache_rows=n_rows if resident else rows_for_ratio(n_rows, options.cache_ratio),
-            device=device,
-            cache="rows" if resident else options.cache,
-            evict=options.evict,
-            trainable=like.trainable,
-        )
+        if resident:
+            options = replace(options, cache="rows", cache_ratio=1.0)
+        options = replace(options, codec=codec)
+        rows = options.pack(batches(), max(1, end), device=device, trainable=like.trainable)
         self.own(f"rows_{len(self.groups)}", rows)
         self.groups.append(TableGroup(rows, tables))
 

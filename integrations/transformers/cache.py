@@ -27,7 +27,7 @@ from bitslab.kvcache import (
 )
 from bitslab.tracing import exporting, not_traced
 
-#: What `stats` says of a cache that packs nothing, before the kinds of its layers.
+#: Begin of the `note` in `stats` of a cache that packs nothing.
 NOTHING_PACKED = (
     "nothing is packed: the config has no full-attention layer, and this cache is transformers' own"
 )
@@ -38,8 +38,8 @@ class CompressedCache(DynamicCache, SelfAttentionCache):
 
     Pass it as ``past_key_values=`` to ``generate`` or to a forward pass. K and V have the bits that
     `transformers.DynamicCache` returns, after every operation that ``generate`` uses; so tokens are
-    the same. Only packed blocks ever cross to the host, each once. The layer to come is fetched and
-    decoded while the present one computes.
+    the same. Only packed blocks ever cross to the host, each once. The next layer is fetched and
+    decoded while the current one computes.
 
     Parameters
     ----------
@@ -50,9 +50,9 @@ class CompressedCache(DynamicCache, SelfAttentionCache):
     offload : bool
         Whether packed history lies in page-locked host memory; else on the layer's device.
     device : torch.device or str, optional
-        Where K and V are used: refuses others. Left out, each layer learns it from its first K.
+        Where K and V are used: refuses others. Left out, each layer takes it from its first K.
     window : int
-        Tokens that stay unpacked on the device, at least.
+        Tokens that are kept unpacked on the device, at least.
     block_tokens : int
         Tokens that are packed and moved together; a power of two up to 4096.
     reserve_tokens : int, optional
@@ -89,8 +89,8 @@ class CompressedCache(DynamicCache, SelfAttentionCache):
     what is packed depends on values.
 
     After an error of the cache (another model's shapes, no memory) all full-attention layers hold
-    the tokens that they held before the forward pass, and the cache stays usable. Gradients do not
-    flow into past tokens. One thread at a time.
+    the tokens that they held before the forward pass, and the cache remains usable. Gradients do
+    not flow into past tokens. One thread at a time.
 
     Examples
     --------
@@ -156,7 +156,7 @@ class CompressedCache(DynamicCache, SelfAttentionCache):
                 f"config: {type(config).__name__} has layers of type {error}, which transformers' "
                 "DynamicCache does not know"
             ) from error
-        # Transformers knows best what layers a model has; the plain ones are replaced.
+        # transformers decides which layers a model has; the plain ones are replaced.
         packed = [i for i, layer in enumerate(self.layers) if type(layer) is DynamicLayer]
         if select is not None:
             select.check_layers(packed)
@@ -324,7 +324,7 @@ class CompressedCache(DynamicCache, SelfAttentionCache):
             ``raw_bytes`` of all tokens, which a `DynamicCache` takes; ``host_bytes`` and
             ``device_bytes``, all memory that is reserved, each byte once: packed words and metadata
             with room ahead, unpacked tokens, selectors' scores, and ``buffer_bytes`` (of
-            ``device_bytes``) that layers on a GPU come by, as much as two layers take raw and
+            ``device_bytes``) fetch buffers on a GPU, as much as two layers take raw and
             packed; ``ratio``, raw bytes over both. Of packed tokens: ``packed_raw_bytes``,
             ``packed_bytes`` and ``kept_raw_bytes`` of `PackedHistory.stats`, their
             ``packed_ratio``, and ``ratios`` by layer. ``moved_to_host_bytes`` and
@@ -392,7 +392,7 @@ class CompressedCache(DynamicCache, SelfAttentionCache):
         return max((layer.get_seq_length() for layer in held), default=0)
 
     def _batch(self) -> int | None:
-        """Return the sequences that are there; None before the first."""
+        """Return the number of sequences; None before the first."""
         for layer in self.layers:
             if isinstance(layer, CompressedLayer):
                 if layer.get_seq_length():
@@ -424,7 +424,7 @@ class CompressedCache(DynamicCache, SelfAttentionCache):
                 layer.keep_first(length)
 
 
-# `torch.export` flattens its inputs. As a constant the cache gets to `update`, which refuses it by
+# `torch.export` flattens its inputs. As a constant the cache reaches `update`, which refuses it by
 # name, also where transformers registers all kinds of caches as containers of tensors.
 torch.utils._pytree.register_pytree_node(
     CompressedCache,
@@ -437,9 +437,9 @@ torch.utils._pytree.register_pytree_node(
 
 @contextmanager
 def _as_they_were(layers: Iterable[Any]) -> Iterator[list[Any]]:
-    """Give transformers' layers back what they held, when an error comes.
+    """Restore the state of transformers' layers if the block raises.
 
-    They put new tensors in the place of old ones, in attributes and in dicts of a layer.
+    They replace tensors, never write to them: in attributes and in dicts of a layer.
     """
     found = list(layers)
     kept = [
@@ -473,11 +473,11 @@ class _Histories:
         self._plans = CodecPlans()
         self._expected = 1
         self.readers: dict[torch.device, HistoryReader] = {}
-        if device is not None:  # whose errors belong to the constructor of the cache
+        if device is not None:  # so that its errors are raised by the constructor of the cache
             self._reader(device)
 
     def expect(self, histories: int) -> None:
-        """Say how many there will be."""
+        """Set the number of histories expected in all."""
         self._expected = histories
         for reader in self.readers.values():
             reader.expect(histories)

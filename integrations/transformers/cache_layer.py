@@ -28,7 +28,7 @@ from bitslab.kvcache import (
 
 
 class CompressedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
-    """K and V of a layer, packed; stands for transformers' `DynamicLayer`.
+    """K and V of a layer, packed; takes the place of transformers' `DynamicLayer`.
 
     Parameters
     ----------
@@ -37,14 +37,14 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     selector : KVSelector, optional
         Chooses which packed tokens are read.
     scores : TokenScores, optional
-        What the selector knows of this layer's tokens.
+        The selector's scores of this layer's tokens.
 
     Attributes
     ----------
     keys, values : torch.Tensor or None
         All K and V, ``[B, H, T, D]``, decoded at each access; None before the first.
     read_tokens, there_tokens : int
-        Packed tokens of a sequence and head that `update` has read, and that were there, in all.
+        Packed tokens of a sequence and head that `update` has read, and could have read, in all.
     """
 
     is_sliding = False
@@ -69,7 +69,7 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self.there_tokens = 0
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Learn device and dtype from the first K and V."""
+        """Set device and dtype from the first K and V."""
         device = key_states.device
         if self._reader is None or self._reader.device != device:
             self._reader, self.histories = self._open(device)
@@ -86,19 +86,19 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         key_states, value_states : torch.Tensor
             ``[B, H, n, D]`` on one device.
         args, kwargs
-            What models pass for other kinds of layers; not used.
+            Arguments for other kinds of layers; ignored.
 
         Returns
         -------
         keys, values : torch.Tensor
             ``[B, H, T, D]``, contiguous, the bits that `DynamicCache` returns. Gradients reach the
             new tokens, not the past ones. With a selector, T are the chosen tokens and all behind
-            the packed ones, and `keys` says so to the attention function.
+            the packed ones, and `keys` carries the selection to the attention function.
 
         Raises
         ------
         ArgumentError, ArgumentTypeError
-            For K and V of another shape, dtype or device than those that are there.
+            For K and V of another shape, dtype or device than those of the layer.
         BitslabError
             When host memory runs out, or the selector has not seen the tokens before. After any
             error the layer is as it was before.
@@ -130,13 +130,13 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         before = self.get_seq_length()
         chosen = self._choose(key_states.shape[2], before)
         if chosen is None:
-            parts = self._reader.read(self.histories)
+            decoded = self._reader.read(self.histories)
         else:
-            parts = [[part] for part in chosen.gathered.get()]
+            decoded = [[packed] for packed in chosen.gathered.get()]
         self._count(chosen)
         keys, values = (
             torch.cat([*packed, history.tail, tokens] if before else [tokens], dim=-2)
-            for packed, history, tokens in zip(parts, self.histories, new, strict=True)
+            for packed, history, tokens in zip(decoded, self.histories, new, strict=True)
         )
         if chosen is None:
             self._reader.done(self.histories)
@@ -174,7 +174,7 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return min((history.packed_tokens for history in self.histories), default=0)
 
     def offload(self) -> None:
-        """Do nothing: packed tokens are where they belong."""
+        """Do nothing: packed tokens are offloaded already."""
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return the length that `update` will return for so many new tokens, and offset 0."""
@@ -223,7 +223,7 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self.prepare_crop(tokens_to_remove)()
 
     def prepare_crop(self, tokens_to_remove: int) -> Commit:
-        """Return what `crop` does, which cannot fail; nothing changes before it is called."""
+        """Return a commit that does what `crop` does; nothing changes before it is called."""
         remove = _count_of("tokens_to_remove", tokens_to_remove)
         if remove > 0:
             raise ArgumentError(
@@ -246,7 +246,7 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self.prepare_reorder(beam_idx)()
 
     def prepare_reorder(self, beam_idx: Any) -> Commit:
-        """Return what `reorder_cache` does, as `prepare_crop`."""
+        """Return a commit that does what `reorder_cache` does; see `prepare_crop`."""
         if not self.get_seq_length():
             return _nothing
         found = beam_index(beam_idx, self.batch, self.histories[0].device)
@@ -257,7 +257,7 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self.prepare_repeat(repeats)()
 
     def prepare_repeat(self, repeats: int) -> Commit:
-        """Return what `batch_repeat_interleave` does, as `prepare_crop`."""
+        """Return a commit that does what `batch_repeat_interleave` does; see `prepare_crop`."""
         count = repeat_count(repeats)
         return self._prepare_take(lambda t, dim: t.repeat_interleave(count, dim=dim))
 
@@ -266,7 +266,7 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self.prepare_select(indices)()
 
     def prepare_select(self, indices: Any) -> Commit:
-        """Return what `batch_select_indices` does, as `prepare_crop`."""
+        """Return a commit that does what `batch_select_indices` does; see `prepare_crop`."""
         if not self.get_seq_length():
             return _nothing
         found = sequence_index(indices, self.batch)
@@ -279,10 +279,10 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
         return commit
 
-    # Inside
+    # Private
 
     def _choose(self, new: int, there: int) -> _Chosen | None:
-        """Return the chosen packed tokens of those that are there, or None for all of them."""
+        """Return the chosen packed tokens, or None for all of them."""
         ahead, self._ahead = self._ahead, None
         if self.scores is None or not there:
             return None
@@ -312,7 +312,7 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self.read_tokens += there if chosen is None else chosen.selection.tokens
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what is on its way."""
+        """Leave out tokens that are gathered ahead."""
         return {**self.__dict__, "_ahead": None}
 
     def _prepare_take(self, take: Take) -> Commit:
@@ -354,7 +354,7 @@ def _count_of(name: str, value: Any) -> int:
 
 @dataclass(frozen=True, eq=False)
 class _Chosen:
-    """Chosen tokens, and their K and V on their way."""
+    """Chosen tokens, and their K and V in flight."""
 
     selection: Selection
     gathered: Gathered

@@ -1,4 +1,4 @@
-"""One cache where a model with cross-attention looks for two."""
+"""SelfAttentionCache: one cache for models with cross-attention, which expect two."""
 
 from __future__ import annotations
 
@@ -9,20 +9,19 @@ from transformers import Cache, DynamicCache, EncoderDecoderCache
 
 
 class SelfAttentionCache(EncoderDecoderCache):
-    """An `EncoderDecoderCache` that is a cache of self-attention, and keeps nothing else.
+    """An `EncoderDecoderCache` that caches self-attention alone.
 
     Attention modules update self-attention and cross-attention through one method of a `Cache`,
-    with the same arguments. Which of both it is they tell an `EncoderDecoderCache` alone, by the
-    part that they take. Here the part of self-attention is the cache itself, and that of
-    cross-attention returns what it is given: models compute K and V of the encoder in each forward
-    pass.
+    with the same arguments. Only an `EncoderDecoderCache` distinguishes them, by its two caches.
+    Here the cache of self-attention is this one itself, and that of cross-attention returns what it
+    is given: models compute K and V of the encoder in each forward pass.
 
-    As a part of another `EncoderDecoderCache` it is an ordinary cache. All else is as in `Cache`.
+    Inside another `EncoderDecoderCache` it is an ordinary cache. All else is as in `Cache`.
 
     Attributes
     ----------
     cross_attention_cache : DynamicCache
-        Keeps nothing. T5Gemma puts another of its class in its place.
+        Keeps nothing. T5Gemma replaces it by another of its class.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -37,12 +36,12 @@ class SelfAttentionCache(EncoderDecoderCache):
 
     @property
     def is_updated(self) -> dict[int, bool]:  # type: ignore[override]
-        """Layers whose K and V of the encoder are kept: never any, whatever a model puts there."""
+        """Layers whose K and V of the encoder are kept: always empty, whatever a model sets."""
         return {}
 
 
 def _restore(names: set[str]) -> None:
-    """Give `SelfAttentionCache` the methods of `Cache` that the class between hands to two."""
+    """Give `SelfAttentionCache` the methods of `Cache` that `EncoderDecoderCache` overrides."""
     for name in names:
         setattr(SelfAttentionCache, name, vars(Cache)[name])
 

@@ -153,7 +153,7 @@ def test_a_stale_prefetch_is_dropped() -> None:
             assert_same(history, tokens)
 
 
-def test_memory_let_go_during_a_prefetch() -> None:
+def test_memory_freed_during_a_prefetch() -> None:
     """Nothing that a fetch under way still reads is used for something else."""
     for seed in range(20):
         made, histories = pair(offload=True)

@@ -1,4 +1,4 @@
-"""PackedHistory beside a plain tensor of tokens."""
+"""PackedHistory against a plain tensor of tokens."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from bitslab.kvcache import (
     PackedHistory,
     fitting,
     history,
-    pending,
+    in_flight,
     words,
 )
-from bitslab.kvcache.era import Era
 from bitslab.kvcache.gathering import RowGatherer
 from bitslab.kvcache.packing import TokenRows, draw_rows
+from bitslab.kvcache.segment import Segment
 from bitslab.kvcache.selection import Selection
 
 CPU = torch.device("cpu")
@@ -53,10 +53,10 @@ def assert_same(packed: PackedHistory, tokens: torch.Tensor) -> None:
     assert torch.equal(*raw)
 
 
-Arrival = pending.Arrival
+AsyncCopy = in_flight.AsyncCopy
 
 
-class Late(Arrival):
+class Late(AsyncCopy):
     """What comes to the host only when it has been asked for some times, as from a busy GPU."""
 
     asks = 0
@@ -71,7 +71,7 @@ class Late(Arrival):
 
 
 class Histories(RuleBasedStateMachine):
-    """A history beside a tensor that is cut, joined and indexed as DynamicCache does it."""
+    """A history and a tensor that is cut, joined and indexed as DynamicCache does it."""
 
     @initialize(
         offload=st.booleans(),
@@ -91,9 +91,9 @@ class Histories(RuleBasedStateMachine):
         self.batch = batch
         self.tokens = self.draw(0)
 
-    def put(self, arrival: type[pending.Arrival]) -> None:
-        for module in (history, pending):
-            vars(module)["Arrival"] = arrival
+    def put(self, async_copy: type[in_flight.AsyncCopy]) -> None:
+        for module in (history, in_flight):
+            vars(module)["AsyncCopy"] = async_copy
 
     def draw(self, n: int) -> torch.Tensor:
         self.seed += 1
@@ -102,7 +102,7 @@ class Histories(RuleBasedStateMachine):
         return normal(*shape, dtype=torch.float32, seed=self.seed).to(self.dtype).transpose(1, 2)
 
     def teardown(self) -> None:
-        self.put(Arrival)
+        self.put(AsyncCopy)
 
     @rule(n=st.sampled_from([0, 1, 1, 2, 5, 17, 60, 150]))
     def append(self, n: int) -> None:
@@ -169,7 +169,7 @@ TestHistories = Histories.TestCase
 TestHistories.settings = settings(max_examples=40, stateful_step_count=14, deadline=None)
 
 
-def test_the_window_stays_and_blocks_are_packed() -> None:
+def test_the_window_is_kept_and_blocks_are_packed() -> None:
     packed = make(window=40, block_tokens=32)
     packed.append(normal(1, 2, 71, 64))
     assert packed.packed_tokens == 0
@@ -232,14 +232,14 @@ def test_rows_are_decoded_where_they_lie(dtype: torch.dtype, pieces: bool, monke
         packed.append(tokens[:, :, begin : begin + 100])
     packed.reorder(torch.tensor([2, 0]))
     tokens = tokens[[2, 0]]
-    each, (era,) = packed.tokens_per_row, packed.eras
+    each, (segment,) = packed.tokens_per_row, packed.segments
     assert each == 256 // (64 * dtype.itemsize)
-    places = torch.randint(0, era.tokens // each, (2, 2, 50))
+    places = torch.randint(0, segment.tokens // each, (2, 2, 50))
     assert not pieces or len(packed.words._pieces) > 1  # type: ignore[attr-defined]
     all_words = packed.words.merged()
     out = torch.empty((200, 256), dtype=torch.uint8)
-    era.decode_rows(all_words, era.row_ids(places).flatten(), out, None)
-    rows = tokens[:, :, : era.tokens].reshape(2, 2, -1, each * 64)
+    segment.decode_rows(all_words, segment.row_ids(places).flatten(), out, None)
+    rows = tokens[:, :, : segment.tokens].reshape(2, 2, -1, each * 64)
     expected = rows.gather(2, places[..., None].expand(-1, -1, -1, rows.shape[3]))
     assert torch.equal(out.view(dtype).view(expected.shape), expected)
     assert_same(packed, tokens)
@@ -305,7 +305,7 @@ def test_it_may_begin_in_inference_mode() -> None:
 
 
 @pytest.mark.parametrize("anew", [False, True], ids=["first", "fitted again"])
-def test_an_era_is_read_before_its_first_block_has_come(
+def test_a_segment_is_read_before_its_first_block_is_packed(
     anew: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a GPU, that tells the size of a block later."""
@@ -316,10 +316,10 @@ def test_an_era_is_read_before_its_first_block_has_come(
         monkeypatch.setattr(fitting, "REFIT_GAIN", -1.0)
         packed._fitting.wanted = True
     before = packed.packed_tokens
-    monkeypatch.setattr(pending.Pending, "known", lambda block, wait: False)
+    monkeypatch.setattr(in_flight.InFlightBlocks, "known", lambda block, wait: False)
     more = normal(2, 2, 40, 64, seed=1)
     packed.append(more)
-    assert packed.packed_tokens == before and not packed.eras[-1].n_blocks
+    assert packed.packed_tokens == before and not packed.segments[-1].n_blocks
     all_tokens = torch.cat([tokens, more], dim=-2) if anew else more
     assert_same(packed, all_tokens)
     if anew:
@@ -355,7 +355,7 @@ def test_any_error_leaves_it_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(pending, "pack_rows", fail)
+    monkeypatch.setattr(in_flight, "pack_rows", fail)
     with pytest.raises(torch.OutOfMemoryError):
         packed.append(tokens)
     monkeypatch.undo()
@@ -382,13 +382,13 @@ def test_the_cpu_reads_words_where_they_lie_however_they_came(
     for begin in range(0, 2000, 50):
         packed.append(tokens[:, :, begin : begin + 50])
     read: list[tuple[int, int]] = []
-    decoding = Era.decoding
+    decoding = Segment.decoding
 
-    def noted(era: Era, words: torch.Tensor, *args: Any) -> Callable[[], None]:
+    def recorded(segment: Segment, words: torch.Tensor, *args: Any) -> Callable[[], None]:
         read.append((words.data_ptr(), words.untyped_storage().nbytes()))
-        return decoding(era, words, *args)
+        return decoding(segment, words, *args)
 
-    monkeypatch.setattr(Era, "decoding", noted)
+    monkeypatch.setattr(Segment, "decoding", recorded)
     for _ in range(2):
         assert_same(packed, tokens)
     assert len(set(read)) == 1
@@ -402,12 +402,12 @@ def test_a_codec_is_fitted_again_when_tokens_change() -> None:
     for i in range(0, 1200, 8):
         packed.append(second[:, :, i : i + 8])
     assert packed.refits == 1
-    assert len(packed.eras) == 2
+    assert len(packed.segments) == 2
     tokens = torch.cat([first, second], dim=-2)
     assert_same(packed, tokens)
     assert packed.stats()["packed_ratio"] > 1.25
     packed.crop(380)
-    assert len(packed.eras) == 1
+    assert len(packed.segments) == 1
     packed.append(tokens[:, :, 380:])
     assert_same(packed, tokens)
 

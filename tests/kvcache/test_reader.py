@@ -1,4 +1,4 @@
-"""The reader's slots, with streams that do all at once: what a GPU does, but for time."""
+"""The reader's buffers, with synchronous streams: what a GPU does, but for time."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 from bitslab.engine.kernels.cuda import CudaKernels
 from bitslab.errors import CorruptedDataError
 from bitslab.kvcache import CodecPlans, HistoryReader, PackedHistory, fetching, words
-from bitslab.kvcache.era import Era
 from bitslab.kvcache.link import Streams
-from bitslab.kvcache.reader import SLOTS
+from bitslab.kvcache.reader import BUFFERS
+from bitslab.kvcache.segment import Segment
 from tests.simt.runner import SimtRunner, simt_kernels
 
 CPU = torch.device("cpu")
@@ -80,11 +80,11 @@ def test_layers_come_in_turn(n_layers: int, offload: bool) -> None:
     fetches = 0
     for begin, end in [(0, 200), *((t, t + 1) for t in range(200, 260))]:
         for i, histories in enumerate(layers):
-            kept = [slot.fetched for slot in made._slots]
+            kept = [buffers.fetched for buffers in made._buffers]
             parts = made.read(histories)
             if begin:
                 # It had come before it was asked for.
-                assert kept == [slot.fetched for slot in made._slots]
+                assert kept == [buffers.fetched for buffers in made._buffers]
                 fetches += 4 * sum(history.words.n_words for history in histories)
             for history, part, whole in zip(histories, parts, tokens[i], strict=True):
                 found = torch.cat([*part, history.tail], dim=-2) if begin else whole[:, :, :0]
@@ -146,7 +146,8 @@ def test_buffers_are_shared_by_all_layers() -> None:
         made.done(histories)
     one = layers[0][0].stats()
     assert (
-        made.buffer_bytes < SLOTS * 2 * 1.3 * (one["packed_raw_bytes"] + one["packed_bytes"]) + 4096
+        made.buffer_bytes
+        < BUFFERS * 2 * 1.3 * (one["packed_raw_bytes"] + one["packed_bytes"]) + 4096
     )
 
 
@@ -178,9 +179,9 @@ def test_any_number_of_histories_comes_at_once() -> None:
         assert torch.equal(torch.cat([*parts, history.tail], dim=-2), history.decode())
 
 
-def test_fetches_of_histories_that_have_changed_are_let_go() -> None:
+def test_fetches_of_histories_that_have_changed_are_dropped() -> None:
     made = reader_with_streams(offload=False)
-    layers = layers_of(made, 3)  # an odd number: each comes by both slots
+    layers = layers_of(made, 3)  # an odd number: each uses both buffers
     for turn in range(4):
         for i, histories in enumerate(layers):
             made.prefetch(histories)
@@ -188,22 +189,22 @@ def test_fetches_of_histories_that_have_changed_are_let_go() -> None:
             made.done(histories)
             for history in histories:
                 history.append(normal(1, 2, 40, 64, seed=10 * turn + i))
-    assert sum(len(slot._fetches) for slot in made._slots) == 0
+    assert sum(len(buffers._fetches) for buffers in made._buffers) == 0
     for histories in layers:
         for history in histories:
             history.reorder(torch.tensor([0, 0]))
         before = made.buffer_bytes
         made.prefetch(histories)
-        ids = sum(era.ids().nbytes for history in histories for era in history.eras)
+        ids = sum(segment.ids().nbytes for history in histories for segment in history.segments)
         assert made.buffer_bytes >= before + ids > before, "numbers of rows are counted"
 
 
 @pytest.fixture
 def gpu_kernels(monkeypatch: pytest.MonkeyPatch) -> SimtRunner:
-    """Let plans start the GPU's kernels, which run on the CPU."""
+    """Make plans start the GPU's kernels, which run on the CPU."""
     kernels, runner = simt_kernels()
 
-    def pending(device: torch.device) -> CudaKernels:
+    def gpu_kernels(device: torch.device) -> CudaKernels:
         kind = int(runner.mailbox[0])
         runner.mailbox.zero_()
         if kind:
@@ -211,13 +212,19 @@ def gpu_kernels(monkeypatch: pytest.MonkeyPatch) -> SimtRunner:
         return kernels
 
     def decoding(
-        era: Era, words: torch.Tensor, ids: torch.Tensor, out: torch.Tensor, budget: int | None
+        segment: Segment,
+        words: torch.Tensor,
+        ids: torch.Tensor,
+        out: torch.Tensor,
+        budget: int | None,
     ) -> Any:
-        target = out.view(-1, era.rows.row_bytes)
-        return kernels.prepare_gather(era._new_table(words), era.layout, ids, target, budget)  # type: ignore[arg-type]
+        target = out.view(-1, segment.rows.row_bytes)
+        return kernels.prepare_gather(
+            segment._new_table(words), segment.layout, ids, target, budget
+        )  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Era, "decoding", decoding)
-    monkeypatch.setattr(fetching, "kernels_for", pending)
+    monkeypatch.setattr(Segment, "decoding", decoding)
+    monkeypatch.setattr(fetching, "kernels_for", gpu_kernels)
     return runner
 
 
@@ -231,7 +238,7 @@ def test_launches_that_are_kept_decode_and_tell_of_damage(gpu_kernels: SimtRunne
         for parts, history in zip(made.read(histories), histories, strict=True):
             assert torch.equal(torch.cat([*parts, history.tail], dim=-2), tokens)
         made.done(histories)
-    histories[0].eras[0]._lengths[3] = 250
+    histories[0].segments[0]._lengths[3] = 250
     made.read(histories)
     made.done(histories)
     with pytest.raises(CorruptedDataError, match="an earlier decode"):

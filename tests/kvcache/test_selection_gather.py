@@ -79,11 +79,11 @@ def test_only_the_chosen_rows_are_counted() -> None:
     tokens = activations(2, 4, 520, 128, torch.bfloat16)
     reader, history = history_of(tokens)
     chosen = choice(history, 16, 1)
-    [era] = history.eras
-    assert era.layout is not None
-    rows = era.row_ids(chosen.groups).flatten()
-    words = era._lengths[rows].long()
-    words[words == 0] = era.layout.format.row_words
+    [segment] = history.segments
+    assert segment.layout is not None
+    rows = segment.row_ids(chosen.groups).flatten()
+    words = segment._lengths[rows].long()
+    words[words == 0] = segment.layout.format.row_words
     reader.chosen.gather([history], chosen).get()
     assert reader.moved_to_device_bytes == 4 * int(words.sum())
     reader.chosen.gather([history], chosen).get()
@@ -108,14 +108,14 @@ def noise(batch: int, heads: int, tokens: int, dim: int) -> torch.Tensor:
 def test_raw_rows() -> None:
     tokens = noise(2, 2, 200, 128)
     reader, history = history_of(tokens)
-    assert history.eras[0].layout is None
+    assert history.segments[0].layout is None
     chosen = choice(history, 7, 1)
     [part] = reader.chosen.gather([history], chosen).get()
     assert torch.equal(part.view(torch.int16), of_tokens(tokens.view(torch.int16), chosen))
     assert reader.moved_to_device_bytes == part.nbytes
 
 
-def test_several_eras() -> None:
+def test_several_segments() -> None:
     reader, history = history_of(activations(2, 2, 200, 64, torch.bfloat16))
     parts = [activations(2, 2, 200, 64, torch.bfloat16)]
     for scale in (2.0**40, 2.0**-40):
@@ -123,7 +123,7 @@ def test_several_eras() -> None:
             more = activations(2, 2, 32, 64, torch.bfloat16, seed=seed) * scale
             history.append(more)
             parts.append(more)
-    assert len(history.eras) > 1
+    assert len(history.segments) > 1
     tokens = torch.cat(parts, dim=2)
     for n in (1, 9, history.packed_tokens // 4 - 1):
         chosen = choice(history, n, 4, seed=n)
@@ -172,7 +172,7 @@ def test_pieces_are_aligned_for_kernels_that_read_them_where_they_lie() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("offload", [True, False], ids=["host", "device"])
-@pytest.mark.parametrize("kind", ["packed", "raw", "eras"])
+@pytest.mark.parametrize("kind", ["packed", "raw", "segments"])
 def test_chosen_tokens_on_a_gpu(offload: bool, kind: str) -> None:
     device = torch.device("cuda", 0)
     if kind == "raw":
@@ -180,12 +180,12 @@ def test_chosen_tokens_on_a_gpu(offload: bool, kind: str) -> None:
     else:
         tokens = activations(2, 2, 520, 128, torch.bfloat16)
     reader, history = history_of(tokens, offload=offload, device=device)
-    if kind == "eras":
+    if kind == "segments":
         parts = [tokens]
         for seed in range(12):
             parts.append(activations(2, 2, 64, 128, torch.bfloat16, seed=seed) * 2.0**40)
             history.append(parts[-1].to(device))
-        assert len(history.eras) > 1
+        assert len(history.segments) > 1
         tokens = torch.cat(parts, dim=2)
     for seed in range(3):
         chosen = choice(history, 24, 1, seed=seed)

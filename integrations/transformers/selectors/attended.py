@@ -1,4 +1,4 @@
-"""What a tensor of keys says to the attention function that receives it: who chose its tokens."""
+"""Attended: the selection that a tensor of keys carries to the attention function."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ATTRIBUTE = "bitslab_attended"
 
 
 class Observer(Protocol):
-    """What attention asks of a selector; `KVSelector` documents both."""
+    """The methods of a selector that attention calls; see `KVSelector`."""
 
     def observe(
         self,
@@ -26,7 +26,7 @@ class Observer(Protocol):
         weights: torch.Tensor | None,
         options: Mapping[str, Any],
     ) -> None:
-        """See the attention of a layer."""
+        """Update scores by the attention of a layer."""
         ...
 
     def before_attention(
@@ -37,22 +37,22 @@ class Observer(Protocol):
         hidden: torch.Tensor,
         options: Mapping[str, Any],
     ) -> None:
-        """See the input of an attention module, before it runs."""
+        """Receive the input of an attention module, before it runs."""
         ...
 
 
 @dataclass(frozen=True, eq=False)
 class Attended:
-    """What a tensor of keys says to the attention function that receives it.
+    """The selection that a tensor of keys carries to the attention function.
 
     Parameters
     ----------
     selector : KVSelector
-        That chose.
+        The selector.
     scores : TokenScores
-        Of the layer.
+        Scores of the layer.
     selection : Selection or None
-        What was chosen; None when all tokens are there.
+        The chosen tokens; None for all.
     """
 
     selector: Observer
@@ -60,11 +60,11 @@ class Attended:
     selection: Selection | None
 
     def attach_to(self, keys: torch.Tensor) -> None:
-        """Let a tensor of keys say this."""
+        """Attach this to a tensor of keys."""
         setattr(keys, _ATTRIBUTE, self)
 
 
 def attended_of(keys: torch.Tensor) -> Attended | None:
-    """Return what a tensor of keys says, if anything."""
+    """Return what is attached to a tensor of keys, or None."""
     found: Attended | None = getattr(keys, _ATTRIBUTE, None)
     return found

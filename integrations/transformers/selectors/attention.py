@@ -1,4 +1,4 @@
-"""Attention to chosen tokens: transformers' own functions, between a cache's K and their masks."""
+"""Attention to chosen tokens: wraps transformers' attention functions and their masks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from bitslab.kvcache import Selection
 #: Attention implementations that can be served.
 INNER = ("sdpa", "eager")
 PREFIX = "bitslab_"
-#: What attention modules call their cache; the second is GPT-NeoX's and its like.
+#: Names of the cache argument of attention modules; the second is that of GPT-NeoX and others.
 CACHE_NAMES = ("past_key_values", "layer_past")
 
 
@@ -31,7 +31,7 @@ class Attachment:
     Parameters
     ----------
     model : torch.nn.Module
-        That holds a transformers model.
+        A module that holds a transformers model.
 
     Raises
     ------
@@ -72,7 +72,7 @@ class Attachment:
             config._attn_implementation_internal = PREFIX + config._attn_implementation
 
     def detach(self) -> None:
-        """Give the model back as it was; a second time does nothing."""
+        """Restore the model; a second call does nothing."""
         for config, inner in self._configs:
             if config._attn_implementation == PREFIX + inner:
                 config._attn_implementation_internal = inner

@@ -21,9 +21,9 @@ class KVSelector(ABC):
 
     The last tokens of a cache, at least its `window`, are always attended. Prompts, as any forward
     pass with more than MAX_QUERIES new tokens, attend to everything. Tokens that are not chosen
-    stay in the cache and may be chosen later.
+    are kept in the cache and may be chosen later.
 
-    A selector holds options only; what it knows of a cache's tokens lies in the cache.
+    A selector holds options only; the scores of a cache's tokens are in the cache.
 
     Attributes
     ----------
@@ -34,7 +34,7 @@ class KVSelector(ABC):
     recent = 0
 
     def attached(self, model: torch.nn.Module) -> Attachment:
-        """Lead a model's attention through selectors.
+        """Route a model's attention through selectors.
 
         Caches without a selector work as before on a model that is attached.
 
@@ -46,7 +46,7 @@ class KVSelector(ABC):
         Returns
         -------
         Attachment
-            A context manager, at whose end the model is as it was; or call its `detach`.
+            A context manager that restores the model at its end; or call its `detach`.
 
         Raises
         ------
@@ -58,7 +58,7 @@ class KVSelector(ABC):
 
     @abstractmethod
     def scores(self, layer: int) -> TokenScores:
-        """Return what a new cache knows of a layer."""
+        """Return empty scores of a layer for a new cache."""
 
     @abstractmethod
     def observe(
@@ -71,7 +71,7 @@ class KVSelector(ABC):
         weights: torch.Tensor | None,
         options: Mapping[str, Any],
     ) -> None:
-        """See the attention of a layer.
+        """Update scores by the attention of a layer.
 
         Parameters
         ----------
@@ -99,13 +99,13 @@ class KVSelector(ABC):
         hidden: torch.Tensor,
         options: Mapping[str, Any],
     ) -> None:
-        """See the input ``[B, q, hidden size]`` of an attention module, before it runs."""
+        """Receive the input ``[B, q, hidden size]`` of an attention module, before it runs."""
         return
 
     def check_layers(self, layers: Iterable[int]) -> None:
-        """Refuse the full-attention layers of a cache."""
+        """Raise for full-attention layers that it cannot serve."""
         return
 
     def check_model(self, modules: Mapping[int, Any]) -> None:
-        """Refuse the attention modules of a model."""
+        """Raise for attention modules that it cannot serve."""
         return

@@ -17,7 +17,7 @@ class HeavyHitterSelector(KVSelector):
     """The tokens that have had the most attention so far, and the recent ones (H2O).
 
     Zhang et al., "H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large Language
-    Models", NeurIPS 2023; tokens are not thrown away here. Needs nothing computed beforehand.
+    Models", NeurIPS 2023; here no token is dropped. Needs nothing computed beforehand.
 
     Parameters
     ----------
@@ -26,7 +26,7 @@ class HeavyHitterSelector(KVSelector):
     recent : int
         Tokens at the end that are always attended; the cache's window is at least this.
     prompt_queries : int, optional
-        Of a prompt, only so many queries at its end count, which saves computing the prompt's
+        Number of queries at the end of a prompt that count, which saves computing the prompt's
         attention twice (as SnapKV does). All when left out.
 
     Examples
@@ -74,7 +74,7 @@ class HeavyHitterSelector(KVSelector):
         weights: torch.Tensor | None,
         options: Mapping[str, Any],
     ) -> None:
-        """Add up the attention that each token has had."""
+        """Add the attention probabilities of each token."""
         assert isinstance(attended.scores, HeavyScores)
         new = query.shape[2]
         last = self.prompt_queries if new > MAX_QUERIES else None

@@ -24,7 +24,7 @@ class InfiniGenSelector(KVSelector):
 
     Lee et al., "InfiniGen: Efficient Generative Inference of Large Language Models with Dynamic KV
     Cache Management", OSDI 2024. Keys and queries are skewed by an orthogonal matrix of each K/V
-    head, so that few columns hold most of their product; those columns of the keys stay on the
+    head, so that few columns hold most of their product; those columns of the keys are kept on the
     device. When a layer runs, its attention input goes through the query projection of the next
     layer, and the columns of the query give a score to every token. With rotary embeddings the
     skew comes after the rotation. The first full-attention layer is scored by its own query.
@@ -39,12 +39,12 @@ class InfiniGenSelector(KVSelector):
         Share of the packed tokens that are fetched at most.
     alpha : float, optional
         Tokens are fetched whose logit of attention is above the highest less this; the same number
-        for all heads, the mean over them. None fetches the whole budget always, and never waits for
-        a GPU to know the number, as one layer after the other does otherwise.
+        for all heads, the mean over them. With None the whole budget is fetched, and no layer waits
+        for a GPU to know the number.
 
     Notes
     -----
-    Pickles, and so do the skews alone, for ``InfiniGenSelector(skews)``.
+    A selector can be pickled; so can `skews` alone, for ``InfiniGenSelector(skews)``.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class InfiniGenSelector(KVSelector):
         ----------
         model : transformers.PreTrainedModel
             A decoder whose attention has a q_proj: Llama, Mistral, Qwen2, Qwen3, Gemma, OPT,
-            Mixtral and the like. Whether its queries are computed alike is checked.
+            Mixtral and the like. `fit` checks that its queries are computed as expected.
         sample_inputs : torch.Tensor, mapping, or iterable of these
             Token ids ``[B, T]``, or keyword arguments of the model, without padding; a few thousand
             tokens in all are enough.
@@ -119,7 +119,7 @@ class InfiniGenSelector(KVSelector):
         )
 
     def check_layers(self, layers: Iterable[int]) -> None:
-        """Refuse a cache with other full-attention layers than the model that was fitted."""
+        """Raise for a cache with other full-attention layers than the model that was fitted."""
         if set(layers) != set(self.skews):
             raise ArgumentError(
                 f"select: fitted to a model whose full-attention layers are {sorted(self.skews)}, "
@@ -127,7 +127,7 @@ class InfiniGenSelector(KVSelector):
             )
 
     def check_model(self, modules: Mapping[int, Any]) -> None:
-        """Refuse a model without query projections."""
+        """Raise for a model without query projections."""
         missing = set(self.skews) - set(modules)
         if missing:
             raise ArgumentError(

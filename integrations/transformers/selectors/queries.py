@@ -1,4 +1,4 @@
-"""Queries that are computed again from a layer's input, and the models that allow it."""
+"""Recomputing queries from a layer's input, for models that allow it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The skews of a model's queries, summed up from sample tokens (InfiniGen)."""
+"""The skews of a model's queries, computed from sample tokens (InfiniGen)."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def fit_skews(model: torch.nn.Module, sample_inputs: Any) -> dict[int, torch.Ten
 
 
 class _Collector(KVSelector):
-    """Sums up products of queries, and compares them with those that are computed again."""
+    """Sums products of queries, and compares queries with recomputed ones."""
 
     def __init__(self, modules: Mapping[int, Any], layers: list[int]) -> None:
         self._modules = modules
@@ -111,7 +111,7 @@ class _Collector(KVSelector):
 
 
 class _SampleCache(DynamicCache):
-    """A cache that tells a collector of its keys."""
+    """A cache that marks its keys for a collector."""
 
     def __init__(self, config: Any, collector: _Collector) -> None:
         super().__init__(config=config)

@@ -10,8 +10,8 @@ import torch
 
 from bitslab import BitslabError
 from bitslab.integrations.transformers import HeavyHitterSelector
-from bitslab.kvcache import PackedHistory, pending
-from bitslab.kvcache.era import Era
+from bitslab.kvcache import PackedHistory, in_flight
+from bitslab.kvcache.segment import Segment
 from bitslab.kvcache.selection import PartialKeys
 from tests.integrations.transformers.models import SMALL, compressed, config_of, dynamic
 
@@ -169,14 +169,16 @@ def test_a_change_that_a_plain_layer_refuses_changes_no_layer(method: str, argum
     assert_usable(ours, plain)
 
 
-def test_sequences_stay_when_they_cannot_be_packed_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sequences_are_kept_when_they_cannot_be_packed_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Where less than half are left; packing again only saves memory."""
     ours, plain = both()
 
     def fail(*_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(pending, "pack_rows", fail)
+    monkeypatch.setattr(in_flight, "pack_rows", fail)
     for cache in (ours, plain):
         cache.batch_select_indices(torch.tensor([1]))
     monkeypatch.undo()
@@ -199,7 +201,7 @@ def test_metadata_that_cannot_be_had_changes_no_token(
     history = ours.layers[1].histories[1]
     before = history.words.n_words
     if failing == "commit":
-        monkeypatch.setattr(Era, "commit", fail)
+        monkeypatch.setattr(Segment, "commit", fail)
     else:
         monkeypatch.setattr(PackedHistory, "append", fail)
     with pytest.raises(torch.OutOfMemoryError):

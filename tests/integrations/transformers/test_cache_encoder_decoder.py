@@ -50,7 +50,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 MODELS["bart-one-layer"] = ("Bart", {**MODELS["bart"][1], "decoder_layers": 1})
 #: Decoders that are given what another model has encoded: GPT-2 puts a cache for cross-attention
-#: beside one that it is given, RemBERT and TrOCR do not.
+#: besides one that it is given, RemBERT and TrOCR do not.
 DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2LMHeadModel", {"n_embd": 32, "n_head": 2, "bos_token_id": 1, "eos_token_id": 1}),
     "rembert": (

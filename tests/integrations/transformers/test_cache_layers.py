@@ -1,4 +1,4 @@
-"""CompressedCache beside DynamicCache, fed the same; what it refuses, holds and moves."""
+"""CompressedCache and DynamicCache with the same input; what it refuses, holds and moves."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ TestCaches = Caches.TestCase
 TestCaches.settings = settings(max_examples=15, stateful_step_count=12, deadline=None)
 
 
-def test_layers_of_other_kinds_stay_as_they_are() -> None:
+def test_layers_of_other_kinds_are_left_unchanged() -> None:
     for name in ("gemma2", "gemma3"):
         cache = compressed(config_of(name))
         kinds = [type(layer).__name__ for layer in cache.layers]
@@ -324,7 +324,7 @@ def test_only_new_blocks_cross_to_the_host() -> None:
         feed(cache, 1, batch=1, dtype=torch.bfloat16)
     after = cache.stats()
     moved = (after["moved_to_host_bytes"] - before["moved_to_host_bytes"]) / 256
-    # Without the metadata, which stays on the device.
+    # Without the metadata, which is on the device.
     ratio = after["packed_raw_bytes"] / after["moved_to_host_bytes"]
     assert moved == pytest.approx(token_bytes / ratio, rel=0.1)
     assert ratio > 1.35

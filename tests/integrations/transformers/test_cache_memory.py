@@ -68,8 +68,8 @@ def test_stats_count_every_byte_once(offload: bool) -> None:
     for layer in cache.layers:
         for history in layer.histories:
             tensors = [history.tail]
-            for era in history.eras:
-                tensors += era.tensors()
+            for segment in history.segments:
+                tensors += segment.tensors()
             for t in [*tensors, history.words.whole()]:
                 there[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
     assert stats["host_bytes"] + stats["device_bytes"] == pytest.approx(

@@ -75,12 +75,12 @@ def test_a_layer_is_scored_by_the_query_that_the_input_of_the_one_before_it_make
         scores: Any = make(layer)
         speculate = scores.speculate
 
-        def told(query: torch.Tensor, *others: Any) -> None:
+        def reported(query: torch.Tensor, *others: Any) -> None:
             trace.append(f"score {layer}")
             queries[layer] = query
             speculate(query, *others)
 
-        scores.speculate = told
+        scores.speculate = reported
         return scores
 
     def entered(module: Any, args: Any, kwargs: dict[str, Any]) -> None:

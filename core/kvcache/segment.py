@@ -1,4 +1,4 @@
-"""Blocks of tokens that one codec packed."""
+"""Segments: blocks of tokens that one codec packed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .words import grown
 
 @dataclass
 class Sequences:
-    """Sequences of a block, that may change between its packing and its commit.
+    """Sequences of a block; they may change between its packing and its commit.
 
     Parameters
     ----------
@@ -38,7 +38,7 @@ class Sequences:
     plain: bool = True
 
 
-class Era:
+class Segment:
     """The blocks of a history from one fit of its codec to the next.
 
     Parameters
@@ -87,7 +87,7 @@ class Era:
         self._tables: dict[int, TableStorage] = {}  # by the address of the words
         self.n_rows = 0
         self.max_words = 0  # of a packed row
-        self.expected_words = 0.0  # of a row on the average, as its first blocks took
+        self.expected_words = 0.0  # mean of a row in the first blocks: the baseline of drift
         row = torch.arange(rows.head_rows, dtype=torch.int32, device=device)
         head = torch.arange(rows.heads, dtype=torch.int32, device=device) * rows.head_rows
         self._within = (head[:, None] + row)[None, :, None]  # [1, H, 1, R]
@@ -147,7 +147,7 @@ class Era:
 
     @property
     def key(self) -> tuple[int, ...] | None:
-        """What eras with equal `ids` have in common, or None: nearly all layers' are alike."""
+        """Key that segments with equal `ids` share, as those of most layers do; or None."""
         rows = self.rows
         if self.origin is not None or self.in_order:
             return None
@@ -164,7 +164,7 @@ class Era:
         return (origin.t()[:, None, :, None] + self._within).flatten()
 
     def tensors(self) -> list[torch.Tensor]:
-        """Return the tensors that decoding reads beside the words."""
+        """Return the tensors that decoding reads, besides the words."""
         found = [self._within, self._lengths, self._bases]
         if self.origin is not None:
             found.append(self.origin)
@@ -186,7 +186,7 @@ class Era:
         packed : Packed
             Rows of whole blocks.
         sizes : (int, int)
-            What `packed.sizes` says.
+            The values of `packed.sizes`.
         n_blocks : int
             Blocks.
         sequences : Sequences
@@ -198,7 +198,7 @@ class Era:
         n = packed.lengths.shape[0]
         each, begin = n // n_blocks, self.n_rows
         end = begin + n
-        # All that may lack memory comes before the first change.
+        # Everything that may run out of memory comes before the first change.
         origin = self.origin
         if origin is not None or not sequences.plain:
             starts = torch.arange(begin, end, each, dtype=torch.int32, device=self._bases.device)
@@ -242,12 +242,12 @@ class Era:
         return take(self._plain_origin() if self.origin is None else self.origin, 1)
 
     def set_origin(self, origin: torch.Tensor) -> None:
-        """Put other sequences, that `taken` returned, in the place of those that are there."""
+        """Replace the sequences by those that `taken` returned."""
         self.origin = origin
         self.batch = origin.shape[1]
 
     def words_end(self, n_blocks: int) -> int:
-        """Return where the words of the first blocks, of which there are more, end.
+        """Return the word at which the first `n_blocks` blocks end; there are more blocks.
 
         On a GPU this waits once.
         """
@@ -260,7 +260,7 @@ class Era:
         return int(self._bases[first] + words.sum())
 
     def truncate(self, n_blocks: int) -> None:
-        """Forget the blocks behind the first ones, of which there are fewer."""
+        """Remove all but the first `n_blocks` blocks."""
         self.n_rows = self._block_rows[n_blocks]
         del self._block_rows[n_blocks:], self._raw_bytes[n_blocks:]
         if self.origin is not None:
@@ -291,7 +291,7 @@ class Era:
         words : torch.Tensor
             int32, the history's words and PAD_WORDS behind them, on the device.
         ids : torch.Tensor
-            What `ids` returns, or an era of the same `key`.
+            What `ids` returns, or a segment of the same `key`.
         out : torch.Tensor
             uint8 ``[decoded_bytes]``, starting at a multiple of 16 bytes.
         sm_budget : int, optional
@@ -305,24 +305,24 @@ class Era:
         kernels = kernels_on(out.device)
         return kernels.prepare_gather(self._new_table(words), self.layout, ids, target, sm_budget)
 
-    def row_ids(self, places: torch.Tensor) -> torch.Tensor:
-        """Return where rows lie.
+    def row_ids(self, positions: torch.Tensor) -> torch.Tensor:
+        """Return the numbers of rows for `decode_rows`.
 
         Parameters
         ----------
-        places : torch.Tensor
+        positions : torch.Tensor
             Integers ``[B, H, n]`` on the device: rows of each head of each sequence, counted from
-            the era's first token.
+            the segment's first token.
 
         Returns
         -------
         torch.Tensor
-            int32 ``[B, H, n]``, for `decode_rows`.
+            int32 ``[B, H, n]``.
         """
-        batch, heads, _ = places.shape
-        sequence = torch.arange(batch, device=places.device)[:, None, None]
-        head = torch.arange(heads, dtype=torch.int32, device=places.device)[:, None]
-        blocks, rows = places // self.rows.head_rows, places % self.rows.head_rows
+        batch, heads, _ = positions.shape
+        sequence = torch.arange(batch, device=positions.device)[:, None, None]
+        head = torch.arange(heads, dtype=torch.int32, device=positions.device)[:, None]
+        blocks, rows = positions // self.rows.head_rows, positions % self.rows.head_rows
         if self.origin is None:
             first = ((blocks * batch + sequence) * heads + head) * self.rows.head_rows
             return (first + rows).to(torch.int32)
@@ -344,7 +344,7 @@ class Era:
         words : torch.Tensor
             As for `decoding`, or in page-locked host memory, whose rows a GPU reads over the link.
         ids : torch.Tensor
-            int32 ``[n]`` on the device; they must be good.
+            int32 ``[n]`` on the device, in range; not checked.
         out : torch.Tensor
             uint8 ``[n, row_bytes]`` on the device, contiguous.
         sm_budget : int, optional
@@ -366,7 +366,7 @@ class Era:
             raise CorruptedDataError(f"K/V history: packed row {bad} is damaged")
 
     def _table(self, words: torch.Tensor) -> TableStorage:
-        """Return the rows as kernels read them, which know a table that they have seen."""
+        """Return the rows as kernels read them; cached, because kernels keep what they prepared."""
         table = self._tables.get(words.data_ptr())
         if table is None or table.words.shape != words.shape:
             table = self._tables[words.data_ptr()] = self._new_table(words)
@@ -382,9 +382,9 @@ class Era:
         )
 
     def forget_tables(self) -> None:
-        """Let go of words that have been decoded from."""
+        """Drop cached tables, which hold words."""
         self._tables = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave the words out: they are the history's."""
+        """Leave the words out: the history pickles them."""
         return {**self.__dict__, "_tables": {}}

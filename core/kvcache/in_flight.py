@@ -1,27 +1,32 @@
-"""Blocks of a history that are being packed, and what comes from a GPU without waiting for it."""
+"""In-flight blocks of a history, and asynchronous copies to the host."""
 
 from __future__ import annotations
 
 import torch
 
 from ..engine.codecs.base import rows_as_bytes
-from .era import Era, Sequences
 from .packing import Packed, TokenRows, pack_rows
+from .segment import Segment, Sequences
 
 
-class Pending:
-    """Blocks that are being packed on the device, and are still in the tail."""
+class InFlightBlocks:
+    """Blocks that are being packed on the device; their tokens are still in the tail."""
 
     def __init__(
-        self, rows: TokenRows, era: Era, tokens: torch.Tensor, n_blocks: int, sequences: Sequences
+        self,
+        rows: TokenRows,
+        segment: Segment,
+        tokens: torch.Tensor,
+        n_blocks: int,
+        sequences: Sequences,
     ) -> None:
         self.tokens = tokens.shape[2]
         self.n_blocks = n_blocks
         self.sequences = sequences
         self._sizes: list[int] | None = None
-        self.made: torch.cuda.Event | None = None  # of words whose size needs no waiting for
+        self.made: torch.cuda.Event | None = None  # of words whose size is known at once
         data = rows_as_bytes(rows.rows_of(tokens), rows.row_bytes)
-        if era.layout is None:
+        if segment.layout is None:
             n = data.shape[0]
             empty = torch.empty(n, dtype=torch.uint8, device="meta")
             self.packed = Packed(data.flatten().view(torch.int32), empty, empty, empty)
@@ -29,19 +34,19 @@ class Pending:
             if data.device.type == "cuda":
                 self.made = torch.cuda.current_stream(data.device).record_event()
             return
-        self.packed = pack_rows(data, era.layout)
-        self._arrival = Arrival(self.packed.sizes)
+        self.packed = pack_rows(data, segment.layout)
+        self._sizes_copy = AsyncCopy(self.packed.sizes)
 
     @property
     def nbytes(self) -> int:
-        """Bytes on the device of what was packed."""
+        """Bytes on the device of the packed blocks."""
         p = self.packed
         return p.words.nbytes + p.bases.nbytes + (0 if p.lengths.is_meta else p.lengths.nbytes)
 
     def known(self, wait: bool) -> bool:
-        """Tell whether the packed size is known, after waiting for it where that is asked for."""
+        """Return whether the packed size is known; with `wait`, wait for it."""
         if self._sizes is None:
-            sizes = self._arrival.get(wait)
+            sizes = self._sizes_copy.get(wait)
             self._sizes = None if sizes is None else sizes.tolist()
         return self._sizes is not None
 
@@ -51,21 +56,21 @@ class Pending:
         return self._sizes[0], self._sizes[1]
 
 
-class Arrival:
-    """A tensor on its way to the host."""
+class AsyncCopy:
+    """An asynchronous copy of a tensor to the host."""
 
     def __init__(self, t: torch.Tensor) -> None:
         self._event: torch.cuda.Event | None = None
-        self._there = t
+        self._on_host = t
         if t.device.type == "cuda":
-            self._there = torch.empty(t.shape, dtype=t.dtype, pin_memory=True)
-            self._there.copy_(t, non_blocking=True)
+            self._on_host = torch.empty(t.shape, dtype=t.dtype, pin_memory=True)
+            self._on_host.copy_(t, non_blocking=True)
             self._event = torch.cuda.current_stream(t.device).record_event()
 
     def get(self, wait: bool) -> torch.Tensor | None:
-        """Return it, or None when it has not come and is not waited for."""
+        """Return the tensor on the host; None if it is in flight and not waited for."""
         if self._event is not None and not self._event.query():  # type: ignore[no-untyped-call]
             if not wait:
                 return None
             self._event.synchronize()
-        return self._there
+        return self._on_host
