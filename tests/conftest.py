@@ -132,7 +132,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    # Frameworks and collected tests stay to the end. Where the collector has not to walk them, a
+    # Frameworks and collected tests live to the end. Where the collector has not to walk them, a
     # collection, of which tests ask for many, takes milliseconds in place of half a second.
     gc.collect()
     gc.freeze()

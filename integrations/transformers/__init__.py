@@ -1,7 +1,7 @@
-"""Hugging Face transformers: models whose weights and K/V caches stay packed, losslessly.
+"""Hugging Face transformers: models whose weights and K/V caches remain packed, losslessly.
 
 - `BitslabConfig`: passed as ``quantization_config=`` to ``from_pretrained``, packs weights while
-  they load; they stream to the device, or stay packed on it. `BitslabQuantizer` does the work.
+  they load; they stream to the device, or remain packed on it. `BitslabQuantizer` does the work.
 - `CompressedCache`: passed as ``past_key_values=`` to ``generate`` or a forward pass; the history
   of full-attention layers lies packed in host memory or on the device.
 - `HeavyHitterSelector`, `InfiniGenSelector`: fetch a part of the history only. `KVSelector` is the

@@ -5,7 +5,7 @@ Run by hand, from the root of the repository, when a codec or a format version i
     python tests/golden/make_golden.py
 
 A file that is there is never written again; there is no reason to change one, because bytes that
-were written stay readable. test_golden.py reads the files with what is defined here.
+were written remain readable. test_golden.py reads the files with what is defined here.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def names() -> list[str]:
 
 
 def make_invariant(fmt: RowFormat) -> Case:
-    """One row with few exceptions, one with all values and more exceptions, one that stays raw."""
+    """One row with few exceptions, one with all values and more exceptions, one that is raw."""
     rng = np.random.default_rng(list(name_of(fmt).encode()))
     dtype = np.dtype(f"<u{fmt.chunk_bytes}")
 

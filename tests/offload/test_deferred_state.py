@@ -29,7 +29,7 @@ SHARD_BYTES = 100_000
 
 
 @pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> list[int | str]:
+def reported(monkeypatch: pytest.MonkeyPatch) -> list[int | str]:
     """List the raw bytes of every weight that is decoded, and "file" for every file begun."""
     events: list[int | str] = []
     read = PackedWeights.read
@@ -88,28 +88,28 @@ def test_it_is_the_state_dict(tied):
     assert not any(isinstance(tensor, WeightHandle) for tensor in model.state_dict().values())
 
 
-def test_nothing_is_decoded_before_it_is_used(told):
+def test_nothing_is_decoded_before_it_is_used(reported):
     model = Blocks()
     offload_weights(model, execution_device="cpu", min_bytes=0)
     deferred = deferred_state_dict(model)
-    assert told == []
+    assert reported == []
     weight = deferred["blocks.1.linear.weight"]
     assert weight.device.type == "meta" and weight.shape == (64, 64)
-    assert told == []
+    assert reported == []
     assert torch.equal(weight + 0, model.state_dict()["blocks.1.linear.weight"])
-    assert told[0] == weight.nbytes
+    assert reported[0] == weight.nbytes
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_shards_are_written_one_after_the_other(tied, tmp_path, told):
+def test_shards_are_written_one_after_the_other(tied, tmp_path, reported):
     model = tiny_llama(tied=tied, dtype=torch.bfloat16)
     options: dict[str, Any] = {"max_shard_size": SHARD_BYTES}
     model.save_pretrained(tmp_path / "plain", **options)
     offload_weights(model, execution_device="cpu", min_bytes=0)
-    told.clear()
+    reported.clear()
     model.save_pretrained(tmp_path / "packed", state_dict=deferred_state_dict(model), **options)
     assert_same_files(tmp_path / "plain", tmp_path / "packed")
-    first, *others = decoded_for_files(told)
+    first, *others = decoded_for_files(reported)
     table = model.model.embed_tokens.weight.nbytes
     assert first == (table if tied else 0)
     assert len(others) > 3 and 0 < max(others) <= SHARD_BYTES
@@ -117,16 +117,16 @@ def test_shards_are_written_one_after_the_other(tied, tmp_path, told):
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_a_model_that_was_loaded_packed_is_saved_so_by_itself(tied, tmp_path, told):
+def test_a_model_that_was_loaded_packed_is_saved_so_by_itself(tied, tmp_path, reported):
     tiny_llama(tied=tied, dtype=torch.bfloat16).save_pretrained(tmp_path / "saved")
     load = transformers.AutoModelForCausalLM.from_pretrained
     config = BitslabConfig(min_bytes=0, execution_device="cpu")
     for number, device_map in enumerate([None, "cpu", "auto"]):
         options: dict[str, Any] = {"dtype": torch.bfloat16, "device_map": device_map}
         model = load(tmp_path / "saved", quantization_config=config, **options)
-        told.clear()
+        reported.clear()
         model.save_pretrained(tmp_path / f"packed-{number}", max_shard_size=SHARD_BYTES)
-        first, *others = decoded_for_files(told)
+        first, *others = decoded_for_files(reported)
         assert first == (model.get_input_embeddings().weight.nbytes if tied else 0)
         assert len(others) > 3 and 0 < max(others) <= SHARD_BYTES
         plain = load(tmp_path / "saved", dtype=torch.bfloat16)
@@ -150,7 +150,7 @@ def test_weights_that_were_restored_are_saved_as_they_are(tmp_path):
         before["lm_head.weight"].to("cpu")
 
 
-def test_files_of_safetensors_and_plain_models_take_it(tmp_path, told):
+def test_files_of_safetensors_and_plain_models_take_it(tmp_path, reported):
     model = nn.Sequential(nn.Linear(64, 48), nn.Linear(48, 64))
     model[0].weight = nn.Parameter(torch.randn(64, 48).T)
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -172,7 +172,7 @@ def test_files_of_safetensors_and_plain_models_take_it(tmp_path, told):
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft 0.21.2
-def test_adapters_are_saved_without_decoding_the_model(tmp_path, told):
+def test_adapters_are_saved_without_decoding_the_model(tmp_path, reported):
     config = LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
 
     def adapted() -> Any:
@@ -182,9 +182,9 @@ def test_adapters_are_saved_without_decoding_the_model(tmp_path, told):
     plain, model = adapted(), adapted()
     plain.save_pretrained(tmp_path / "plain")
     offload_weights(model, execution_device="cpu", min_bytes=0)
-    told.clear()
+    reported.clear()
     model.save_pretrained(tmp_path / "packed", state_dict=deferred_state_dict(model))
-    assert told == []
+    assert reported == []
     name = "adapter_model.safetensors"
     assert load_file(tmp_path / "plain" / name).keys()
     assert (tmp_path / "packed" / name).read_bytes() == (tmp_path / "plain" / name).read_bytes()
@@ -196,14 +196,14 @@ def test_a_plain_model_has_its_own_state_dict():
     assert all(deferred[name].data_ptr() == t.data_ptr() for name, t in model.state_dict().items())
 
 
-def test_two_parts_that_stream_apart_are_both_deferred(told):
+def test_two_parts_that_stream_apart_are_both_deferred(reported):
     model = nn.ModuleDict({"one": Blocks(), "two": tiny_llama()})
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     expected = logits(model["two"])
     for part in model.values():
         offload_weights(part, execution_device="cpu", min_bytes=0)
-    told.clear()
+    reported.clear()
     deferred = deferred_state_dict(model)
-    assert told == [] and all(isinstance(t, WeightHandle) for t in deferred.values())
+    assert reported == [] and all(isinstance(t, WeightHandle) for t in deferred.values())
     assert all(same_bits(deferred[name].to("cpu"), t) for name, t in state.items())
     assert same_bits(logits(model["two"]), expected)

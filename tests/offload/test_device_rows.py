@@ -51,7 +51,9 @@ def test_rows_are_those_of_the_table(runner, dtype, codec):
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("count", [5, CHECKED_BY_ALL + 1])
 @pytest.mark.parametrize("bad", [-1, -ROWS, -ROWS - 1, ROWS, 1 << 40])
-def test_ids_out_of_range_are_told_and_nothing_is_decoded(runner, monkeypatch, bad, count, codec):
+def test_ids_out_of_range_are_reported_and_nothing_is_decoded(
+    runner, monkeypatch, bad, count, codec
+):
     table = packable(torch.bfloat16, (ROWS, 64))
     reader = DeviceRows(resident(table, codec), torch.device("cpu"))
     ids = torch.arange(count) % ROWS

@@ -291,7 +291,7 @@ def test_lookups_can_be_captured(options):
 @pytest.mark.parametrize("length", [17, CHECKED_BY_ALL], ids=["few", "many"])
 @pytest.mark.parametrize("bad", [-1, -1000, 1000, 1 << 40])
 @pytest.mark.parametrize("options", LOOKUPS.values(), ids=LOOKUPS)
-def test_bad_ids_of_an_embedding_are_told_by_a_later_call(options, bad, length, no_waiting):
+def test_bad_ids_of_an_embedding_are_reported_by_a_later_call(options, bad, length, no_waiting):
     model = llama()
     embed = model.model.embed_tokens
     table = embed.weight.detach().cuda()
@@ -304,8 +304,8 @@ def test_bad_ids_of_an_embedding_are_told_by_a_later_call(options, bad, length, 
         found = embed(wrong)
     assert found.shape == before.shape and found.dtype == before.dtype
     torch.cuda.synchronize()
-    told = rf"index {bad} at position {length + 3}, out of range for 1000 rows"
-    with pytest.raises(IndexRangeError, match=told):
+    reported = rf"index {bad} at position {length + 3}, out of range for 1000 rows"
+    with pytest.raises(IndexRangeError, match=reported):
         embed(good)
     assert same_bits(embed(good), table[good]) and same_bits(before, table[good])
 

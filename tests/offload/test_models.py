@@ -128,11 +128,11 @@ def test_embeddings_are_looked_up_by_row(monkeypatch):
     whole = attached.stream.whole
     asked: list[str] = []
 
-    def told(name):
+    def reported(name):
         asked.append(name)
         return whole(name)
 
-    monkeypatch.setattr(attached.stream, "whole", told)
+    monkeypatch.setattr(attached.stream, "whole", reported)
     ids = token_ids()
     assert same_bits(model.model.embed_tokens(ids), table[ids])
     assert asked == []
@@ -190,7 +190,7 @@ def test_moves_and_casts_of_the_model_are_refused_and_change_nothing():
     offload_weights(model, execution_device="cpu", min_bytes=20_000)
     expected = logits(model)
     norm = model.model.norm.weight
-    assert type(norm) is nn.Parameter  # small: it stays
+    assert type(norm) is nn.Parameter  # small: it remains
     for cast in (model.half, lambda: model.to(torch.bfloat16), lambda: model.to("meta")):
         with pytest.raises(BitslabError, match="packed as torch.float32 for cpu"):
             cast()
@@ -512,14 +512,14 @@ def test_the_report_says_what_it_costs():
     assert "model.layers.1" in str(report) and f"{report.ratio:.2f}x" in str(report)
 
 
-def test_progress_is_told():
-    told: list[tuple[int, int | None]] = []
+def test_progress_is_reported():
+    reported: list[tuple[int, int | None]] = []
     model = Blocks()
     raw = sum(p.nbytes for p in model.parameters())
     offload_weights(
-        model, execution_device="cpu", min_bytes=0, progress=lambda *now: told.append(now)
+        model, execution_device="cpu", min_bytes=0, progress=lambda *now: reported.append(now)
     )
-    assert told[-1] == (raw, raw) and told == sorted(told)
+    assert reported[-1] == (raw, raw) and reported == sorted(reported)
 
 
 def test_only_what_is_wanted_is_packed():

@@ -69,12 +69,12 @@ def packed(tensor: torch.Tensor, **options: Any) -> Any:
 
 
 def watched(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return a list that is told of rows that are decoded, and let whole tensors fail."""
+    """Return a list of the rows that are decoded, and make whole tensors fail."""
     attached = find_offloaded(model)
-    rows, told = attached.weights.rows, []
+    rows, reported = attached.weights.rows, []
 
     def telling(name: str, ids: torch.Tensor) -> torch.Tensor:
-        told.extend(ids.flatten().tolist())
+        reported.extend(ids.flatten().tolist())
         return rows(name, ids)
 
     def refuse(*_: Any) -> Any:
@@ -83,7 +83,7 @@ def watched(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr(attached.weights, "rows", telling)
     monkeypatch.setattr(attached.weights, "read", refuse)
     monkeypatch.setattr(attached.stream, "whole", refuse)
-    return told
+    return reported
 
 
 @pytest.mark.parametrize("kind", ["packed", "raw", "convolution", "file"])

@@ -64,13 +64,13 @@ def test_raw_weights_are_given_up_unit_by_unit():
     alive: list[int] = []
     add = WeightPacker.add
 
-    def told(self, name, tensor):
+    def reported(self, name, tensor):
         if name.startswith("blocks.1."):
             alive.append(sum(ref() is not None for ref in refs))
         return add(self, name, tensor)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(WeightPacker, "add", told)
+        patch.setattr(WeightPacker, "add", reported)
         offload_weights(model, execution_device="cpu", min_bytes=0)
     assert len(alive) == 4 and max(alive) == 0
 
@@ -186,7 +186,7 @@ def test_a_plan_is_kept_for_tensors_that_differ_in_scale_only():
     assert raw.nbytes == sparse.nbytes
 
 
-def test_a_packer_refuses_what_it_was_not_told_of(tensors):
+def test_a_packer_refuses_what_it_was_not_given(tensors):
     with pytest.raises(ArgumentError, match="'a' stands in"):
         WeightPacker({"x": ["a"], "y": ["a"]})
     packer = WeightPacker({"x": ["a", "b"]})
@@ -245,7 +245,7 @@ def test_host_memory_that_runs_out_leaves_the_model_as_it_was(monkeypatch):
 
 
 @pytest.mark.parametrize("what", ["removed", "cut"])
-def test_a_file_that_goes_under_a_running_model_is_told(tmp_path, what):
+def test_a_file_that_goes_under_a_running_model_is_reported(tmp_path, what):
     model = Blocks(width=128)
     x = torch.randn(3, 128)
     expected = model(x).detach()

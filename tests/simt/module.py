@@ -257,7 +257,7 @@ class SimtModule:
         TypeError, ValueError
             If an argument does not fit the kernel's parameter; nothing has run.
         SimtError
-            If the kernel broke a rule. What it wrote until then stays written.
+            If the kernel broke a rule. What it wrote until then remains written.
         """
         if name not in self._launchers:
             raise ValueError(f"no kernel {name!r} in this module, only {sorted(self._launchers)}")

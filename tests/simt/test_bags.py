@@ -83,7 +83,7 @@ UNSOUND = {
 @pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
 @pytest.mark.parametrize("case", UNSOUND)
-def test_offsets_that_are_not_sound_are_told_and_nothing_beyond_the_ids_is_read(case, dtype):
+def test_offsets_that_are_not_sound_are_reported_and_nothing_beyond_the_ids_is_read(case, dtype):
     values, include_last = UNSOUND[case]
     rows, ids = made(8, torch.float32)
     offsets = guarded(torch.tensor(values, dtype=dtype))
@@ -128,7 +128,7 @@ def test_sound_offsets_are_copied(n, include_last, dtype):
 
 
 @pytest.mark.parametrize("bad", [-1, N_ROWS, -(1 << 40)])
-def test_ids_out_of_range_are_told_and_count_for_nothing(bad):
+def test_ids_out_of_range_are_reported_and_count_for_nothing(bad):
     rows, ids = made(8, torch.float32)
     given = ids.clone()
     given[10] = bad

@@ -143,7 +143,7 @@ def test_no_rows_and_rows_of_no_bytes_launch_nothing():
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=["int32", "int64"])
 @pytest.mark.parametrize("bad", [300, -301, 2_000_000_000])
-def test_a_bad_id_is_told_and_nothing_is_written(dtype, bad):
+def test_a_bad_id_is_reported_and_nothing_is_written(dtype, bad):
     runner = SimtRunner()
     rows, ids = random_bytes(300, 52), torch.randint(-300, 300, (5000,)).to(dtype)
     ids[4321] = bad

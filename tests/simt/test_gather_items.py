@@ -103,7 +103,7 @@ def test_items_are_taken_out_of_the_rows_that_they_share(shared, kind, cached):
 
 @pytest.mark.parametrize("cached", [False, True], ids=["table", "cache"])
 @pytest.mark.parametrize("row_bytes", [1, 2, 3, 5, 6, 63, 101, 1433, STAGE_BYTES + 3])
-def test_raw_rows_begin_at_any_byte_and_reads_stay_within_the_table(row_bytes, cached):
+def test_raw_rows_begin_at_any_byte_and_reads_remain_within_the_table(row_bytes, cached):
     width = 2 if row_bytes % 2 == 0 else 1
     n_rows = 12 if row_bytes > 1000 else 45
     case = make_case(Variant("gather", width, 1, False, True), n_rows=n_rows, row_bytes=row_bytes)

@@ -151,7 +151,7 @@ def test_large_rows_are_shared_by_warps(row_bytes, grouped, uniform, vector):
     assert {name for _, name in assert_decodes(case, storage, facts, 0)} == {kernel}
 
 
-def test_bad_id_leaves_the_output_untouched_and_is_told():
+def test_bad_id_leaves_the_output_untouched_and_is_reported():
     case = make_case(Variant("decode", 4, 3, False, True, 4))
     storage, facts = pack_on_cpu(case)
     kernels, runner = simt_kernels()
@@ -170,7 +170,7 @@ def test_damaged_rows_never_reach_outside_the_buffers(variant, part):
     rng = np.random.default_rng([3, *variant.name.encode()])
     case = make_case(variant, clusters=3 if part == "row_clusters" else 1, n_rows=40)
     storage, facts = pack_on_cpu(case)
-    told = 0
+    reported = 0
     for trial in range(12):
         parts = {
             "words": storage.words.clone(),
@@ -188,8 +188,8 @@ def test_damaged_rows_never_reach_outside_the_buffers(variant, part):
         ids = torch.arange(0, 40, 3)
         out = guarded(torch.zeros(len(ids), case.rows.shape[1], dtype=torch.uint8))
         kernels.decode_rows(RowStorage(**parts), case.layout, ids, 0, out, facts)
-        told += int(runner.mailbox[0]) == DAMAGED_ERROR
-    assert told > 0 or part == "words"
+        reported += int(runner.mailbox[0]) == DAMAGED_ERROR
+    assert reported > 0 or part == "words"
 
 
 @pytest.mark.parametrize("ids", [None, torch.arange(40)], ids=["in-order", "by-id"])
@@ -214,7 +214,9 @@ def test_a_row_of_a_cluster_that_is_not_there_looks_at_no_profile(uniform, ids):
 @pytest.mark.parametrize("row_bytes", [64, 4096], ids=["tiles-of-32", "tiles-of-fewer"])
 @pytest.mark.parametrize("base", [1, 2, 3], ids=["second", "third", "end"])
 @pytest.mark.parametrize("change_words", [-5, 1 << 40], ids=["less", "far-more"])
-def test_a_base_that_does_not_continue_the_lengths_before_it_is_told(row_bytes, base, change_words):
+def test_a_base_that_does_not_continue_the_lengths_before_it_is_reported(
+    row_bytes, base, change_words
+):
     case = make_case(Variant("decode", 4, 3, False, True, 4), n_rows=70, row_bytes=row_bytes)
     storage, facts = pack_on_cpu(case)
     bases = storage.bases.clone()
@@ -225,7 +227,7 @@ def test_a_base_that_does_not_continue_the_lengths_before_it_is_told(row_bytes, 
     kernels.decode_rows(damaged, case.layout, None, 0, out, facts)
     assert runner.mailbox[0] == DAMAGED_ERROR
     assert cpu.decode_rows(damaged, case.layout, None, 0, out.clone()) == 32 * (base - 1)
-    # The rows before the block in front of it are told of by neither.
+    # The rows before the block in front of it are reported by neither.
     before = out[: 32 * (base - 1)]
     runner.mailbox[0] = NO_ERROR
     if len(before):

@@ -62,7 +62,7 @@ def test_inserted_ids_are_found_up_to_a_full_map(buckets, seed):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_ids_that_find_no_room_are_counted_and_the_others_stay(seed):
+def test_ids_that_find_no_room_are_counted_and_the_others_remain(seed):
     for buckets, too_many in ((1, 5), (4, 1), (4, 300)):
         room = buckets * BUCKET_ENTRIES
         ids = torch.tensor(distinct_ids(room + too_many, seed))

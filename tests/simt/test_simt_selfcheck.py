@@ -252,7 +252,7 @@ def test_a_shuffle_from_outside_the_mask_gives_poison(modules):
 
 
 def test_a_traced_launch_tells_every_wanted_load_and_its_step():
-    """Lanes that load nothing count the step, so that a step stays one instruction of a warp."""
+    """Lanes that load nothing count the step, so that a step remains one instruction of a warp."""
     text = r"""
     extern "C" __global__ void every_other(const unsigned* x, unsigned* out) {
       const unsigned i = blockIdx.x * blockDim.x + threadIdx.x;

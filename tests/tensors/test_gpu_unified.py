@@ -40,7 +40,7 @@ def already_locked(monkeypatch):
 
     registrar = Refusing()
     monkeypatch.setattr(page_locking, "registrar", registrar)
-    kept: list[UnifiedTensor] = []  # the memory stays mapped until it is given up below
+    kept: list[UnifiedTensor] = []  # the memory remains mapped until it is given up below
     yield kept
     for address in locked:
         registrar.unregister(address)
@@ -75,10 +75,10 @@ def test_closing_ends_page_locking_and_keeps_views():
 
 def test_a_refusal_is_one_warning_and_leaves_cuda_in_order(already_locked):
     t = torch.randn(100, 6)
-    with pytest.warns(UserWarning, match="ulimit -l") as told:
+    with pytest.warns(UserWarning, match="ulimit -l") as reported:
         u = make(t)
     already_locked.append(u)
-    assert len(told) == 1 and not buffer_of(u).pinned
+    assert len(reported) == 1 and not buffer_of(u).pinned
     torch.ones(3, device="cuda").add_(1)  # would report the refusal, had it been left behind
     ids = torch.tensor([[3, -1], [99, 3]], device="cuda")
     with warnings.catch_warnings():
@@ -220,7 +220,7 @@ def test_gradients_of_a_gather_come_back_to_the_host():
     assert u.grad is not None and torch.equal(u.grad, expected)
 
 
-def test_an_id_out_of_range_is_told_later_and_the_output_is_untouched():
+def test_an_id_out_of_range_is_reported_later_and_the_output_is_untouched():
     u = make(torch.randn(30, 7))
     out = torch.full((2, 7), 5.0, device="cuda")
     torch.index_select(u, 0, torch.tensor([3, 30], device="cuda"), out=out)

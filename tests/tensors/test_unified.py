@@ -236,7 +236,7 @@ def test_several_results_are_unified():
     assert [type(x) for x in u.unbind(0)] == [UnifiedTensor] * 8
 
 
-def test_results_that_lie_elsewhere_stay_there():
+def test_results_that_lie_elsewhere_remain_there():
     t = torch.randn(4, 3)
     u = make(t)
     assert u.add_(1) is u and torch.equal(u, t + 1)
@@ -252,7 +252,7 @@ def test_results_that_lie_elsewhere_stay_there():
     assert t.copy_(u) is t and type(t) is torch.Tensor
 
 
-def test_a_result_that_gets_no_buffer_stays_in_ordinary_memory(monkeypatch):
+def test_a_result_that_gets_no_buffer_remains_in_ordinary_memory(monkeypatch):
     u = make(torch.ones(LARGE))
 
     def refuse(*args, **kwargs):
@@ -313,7 +313,7 @@ def test_views_share_memory_and_owner(view):
     ],
     ids=["ids", "int32-2d", "empty", "mask", "list", "columns", "elements", "unified"],
 )
-def test_a_cpu_index_stays_on_the_cpu(index):
+def test_a_cpu_index_remains_on_the_cpu(index):
     t = torch.randn(5, 7)
     u = make(t)
     rows = u[index]
@@ -446,9 +446,9 @@ def test_results_are_page_locked_when_they_are_first_gathered_from(recorder):
 def test_refused_page_locking_is_one_warning_and_all_else_works(recorder):
     recorder.refusal = "operation not permitted"
     t = torch.randn(10, 6)
-    with pytest.warns(UserWarning, match="ulimit -l") as told:
+    with pytest.warns(UserWarning, match="ulimit -l") as reported:
         tensors = [make(t) for _ in range(3)]
-    assert len(told) == 1
+    assert len(reported) == 1
     for u in tensors:
         assert not buffer_of(u).pinned
         assert torch.equal(u[torch.tensor([3, 1])], t[[3, 1]]) and torch.equal(u * 2, t * 2)

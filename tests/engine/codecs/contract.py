@@ -471,7 +471,7 @@ class RowCodecContract:
             for rows in (random_bits(dtype, (n, 24)), edge_rows(dtype, n, 24)):
                 assert codec.encode(rows).nbytes <= rows.nbytes + self.metadata_bytes(codec, n)
 
-    def test_size_of_the_profile_is_told(self, options: Options) -> None:
+    def test_size_of_the_profile_is_reported(self, options: Options) -> None:
         codec = self.fit(packable(torch.float32, (100, 32)), options)
         assert isinstance(codec.profile_bytes, int)
         assert 0 <= codec.profile_bytes <= len(json.dumps(codec.to_config()))

@@ -70,6 +70,6 @@ def test_golden_rows_are_as_the_format_says(name: str) -> None:
     codec, rows, parts, config = read(name)
     assert b"".join(model.read_rows(config, parts)) == bits_of(rows).numpy().tobytes()
     lengths = model.unsigned(parts["lengths"])
-    assert (lengths > 0).tolist() == [True, True, False], "the last row is there to stay raw"
+    assert (lengths > 0).tolist() == [True, True, False], "the last row is there to remain raw"
     if isinstance(codec, bitslab.InvariantCodec) and codec.clusters > 1:
         assert parts["row_clusters"].tolist() == [0, 1, 0]

@@ -258,7 +258,7 @@ def test_published_options_give_the_published_sizes(
         totals[threshold] = int(np.minimum(words, raw_words).sum())
         bitval = model.majority_values(shares, masks)
         paper[threshold] = int(model.packed_bits(data, masks, bitval).sum())
-        # The planner, told the threshold, finds just these masks, values and sizes.
+        # The planner, given the threshold, finds just these masks, values and sizes.
         codec = InvariantCodec.fit(rows, chunk_bytes=width, threshold=threshold, **PUBLISHED)
         assert np.array_equal(codec.profile.masks[0], masks)
         assert np.array_equal(codec.profile.values[0, :, 0], values)

@@ -1,4 +1,4 @@
-"""Bags of rows on a real GPU: the bits of torch.embedding_bag; bad offsets and ids are told."""
+"""Bags of rows on a real GPU: the bits of torch.embedding_bag; bad offsets and ids are reported."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_bags_have_the_bits_of_torch(bags, dtype, mode, dim, padding, n, n_bags)
 
 
 @pytest.mark.parametrize("n", [1, 1000, 300_000])
-def test_a_bad_offset_is_told_wherever_it_is(bags, n):
+def test_a_bad_offset_is_reported_wherever_it_is(bags, n):
     rows, ids = rows_of(32, torch.float32), torch.randint(N_ROWS, (n,), device="cuda")
     for at in sorted({0, n // 2, n - 1}):
         offsets = torch.arange(n, device="cuda")
@@ -72,7 +72,7 @@ def test_a_bad_offset_is_told_wherever_it_is(bags, n):
                 bitslab.raise_pending_errors()
 
 
-def test_bad_ids_are_told(bags):
+def test_bad_ids_are_reported(bags):
     rows, ids = rows_of(32, torch.float32), torch.arange(500, device="cuda")
     offsets = torch.arange(0, 500, 5, device="cuda")
     for bad in (-1, N_ROWS, 1 << 50):

@@ -61,7 +61,7 @@ def test_tables_and_outputs_of_more_than_four_gibibytes(kernels, on_host):
 
 
 @MEMORIES
-def test_a_bad_id_is_told_and_nothing_is_written(kernels, on_host):
+def test_a_bad_id_is_reported_and_nothing_is_written(kernels, on_host):
     rows = random_bytes(1000 * 512, on_host=on_host).view(1000, 512)
     ids = torch.randint(-1000, 1000, (20_000,), device="cuda")
     ids[7_777] = 1000

@@ -179,7 +179,7 @@ def test_bags_are_rows_of_the_cache_or_of_the_table(
     assert bad == -1
     assert missing == n - int(torch.isin(ids, slots).sum())
     assert (words > 0) == (missing > 0)
-    # The bits of a number that is not one are not told by torch's own addition.
+    # The bits of a number that is not one are not defined by torch's own addition.
     assert torch.equal(out.isnan(), expected.isnan())
     whole = torch.int32 if dtype == torch.float32 else torch.int64
     assert torch.equal(
@@ -207,7 +207,7 @@ def test_bags_of_several_ids_or_bad_ones_are_refused(
     assert table.look_up(ids, offsets, SlotMap(slot_of), torch.empty(0, 32), out) is None
 
 
-def test_first_damaged_row_of_bags_is_told() -> None:
+def test_first_damaged_row_of_bags_is_reported() -> None:
     case = case_of("float32", 32, n_rows=200)
     storage = table_of(case, "compact")
     assert storage.bases is not None

@@ -1,4 +1,4 @@
-"""The Numba twins: any rows come back, damaged rows are told, and nothing runs over a buffer."""
+"""The Numba twins: any rows come back, damage is reported, and nothing runs over a buffer."""
 
 from __future__ import annotations
 
@@ -236,7 +236,7 @@ def test_results_do_not_depend_on_the_number_of_threads(width: int, clusters: in
 
 @pytest.mark.usefixtures("thread_count")
 @pytest.mark.parametrize("row", [0, 7000, 14_999])
-def test_damage_is_told_whichever_thread_finds_it(row: int) -> None:
+def test_damage_is_reported_whichever_thread_finds_it(row: int) -> None:
     case = large_case(Variant("decode", 4), 1)
     packed = case.codec.encode(case.rows)
     lengths = packed.parts["lengths"].clone()
@@ -359,7 +359,7 @@ def test_truncated_words_are_never_adopted_nor_decoded(key: Key, cut: int) -> No
 
 
 def raw_table() -> tuple[bitslab.InvariantCodec, bitslab.PackedRows]:
-    """Rows that stay raw, so that no code of theirs can show that they are misplaced."""
+    """Rows that remain raw, so that no code of theirs can show that they are misplaced."""
     rows = torch.randint(0, 256, (64, 256), dtype=torch.uint8)
     codec = bitslab.InvariantCodec.fit(rows, chunk_bytes=4)
     packed = codec.encode(rows)

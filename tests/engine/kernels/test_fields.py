@@ -220,7 +220,7 @@ def test_first_id_outside_is_found(
     assert cpu.check_ids(torch.from_numpy(ids), n_rows) == expected
 
 
-def test_first_of_several_damaged_rows_is_told() -> None:
+def test_first_of_several_damaged_rows_is_reported() -> None:
     case = case_of("float32", 32, n_rows=200)
     table = table_of(case, "compact")
     assert table.bases is not None

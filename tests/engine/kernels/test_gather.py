@@ -1,4 +1,4 @@
-"""Rows by id out of tables and caches: indexing is the oracle, damage is told, none crashes."""
+"""Rows by id out of tables and caches: indexing is the oracle, damage is reported, none crashes."""
 
 from __future__ import annotations
 
@@ -477,7 +477,7 @@ def test_codes_of_chunks_that_are_missing_do_not_count(
 
 @pytest.mark.parametrize("row", [-1, N_ROWS, 2**40, -(2**62)])
 @pytest.mark.parametrize("kind", TABLE_KINDS)
-def test_row_that_is_not_there_is_told_even_unchecked(kind: str, row: int) -> None:
+def test_row_that_is_not_there_is_reported_even_unchecked(kind: str, row: int) -> None:
     case, table = case_of(VARIANTS[0], 1), guard(tabled(VARIANTS[0], 1, kind), "end")
     first = row - N_ROWS if row < 0 else row  # as an id that is outside from either end
     ids = torch.tensor([0, first])
@@ -504,7 +504,7 @@ def test_part_that_is_too_small_for_its_table_is_refused(kind: str, part: str) -
         cpu.locate_rows(short, case.layout, torch.arange(3))
 
 
-def test_damaged_row_is_told_by_its_number() -> None:
+def test_damaged_row_is_reported_by_its_number() -> None:
     case, table = case_of(FIELDED[0], 1), tabled(FIELDED[0], 1, "compact")
     assert table.bases is not None
     bases = table.bases.clone()
@@ -517,7 +517,7 @@ def test_damaged_row_is_told_by_its_number() -> None:
         cpu.locate_rows(damaged, case.layout, torch.tensor([3, 40, 41]))
 
 
-def test_row_that_asks_for_more_words_than_its_place_is_told() -> None:
+def test_row_that_asks_for_more_words_than_its_place_is_reported() -> None:
     """Every code 0: more exceptions than fit."""
     for variant in (VARIANTS[0], FIELDED[0], FIELDED[1]):
         case = case_of(variant, 1)
@@ -534,7 +534,7 @@ def test_row_that_asks_for_more_words_than_its_place_is_told() -> None:
 
 
 @pytest.mark.parametrize("place", [-1, 1000, 2**31 - 1])
-def test_overflow_place_that_is_not_there_is_told(place: int) -> None:
+def test_overflow_place_that_is_not_there_is_reported(place: int) -> None:
     case, table = case_of(VARIANTS[0], 1), tabled(VARIANTS[0], 1, "compact-moved")
     source = cpu.locate_rows(table, case.layout, torch.arange(N_ROWS))[2]
     row = int((source == 1).nonzero()[0])
@@ -558,7 +558,7 @@ BAD_LOCATIONS = {
 
 
 @pytest.mark.parametrize("name", BAD_LOCATIONS)
-def test_location_outside_the_slabs_is_told(name: str) -> None:
+def test_location_outside_the_slabs_is_reported(name: str) -> None:
     case, table = case_of(VARIANTS[0], 1), tabled(VARIANTS[0], 1, "compact")
     stored = guard(cached(VARIANTS[0], 1, "compact", 2), "end")
     assert (
@@ -586,7 +586,7 @@ def test_location_without_the_number_of_words_is_enough(variant: Variant) -> Non
     assert torch.equal(out, case.rows[ids])
 
 
-def test_location_between_words_is_told() -> None:
+def test_location_between_words_is_reported() -> None:
     case, table = case_of(VARIANTS[0], 1), tabled(VARIANTS[0], 1, "compact")
     stored = cached(VARIANTS[0], 1, "compact", 2)
     entries = stored.entries.clone()
@@ -643,7 +643,7 @@ def damage_storage(rng: np.random.Generator, storage: Any) -> Any:
 def read_damaged(seed: int, count: int) -> None:
     """Read damaged tables and caches beside pages that may not be touched."""
     rng = np.random.default_rng(seed)
-    told = sound = 0
+    reported = sound = 0
     for _ in range(count):
         variant = VARIANTS[rng.integers(len(VARIANTS))]
         clusters = int(rng.choice([1, 3]))
@@ -666,8 +666,8 @@ def read_damaged(seed: int, count: int) -> None:
         for cache_or_none in (None, stored):
             bad = cpu.gather_rows(table, case.layout, ids, out, cache=cache_or_none)
             assert bad == -1 or bad in (ids % N_ROWS).tolist()
-            told, sound = told + (bad >= 0), sound + (bad < 0)
-    assert told > count // 10 and sound > count // 10
+            reported, sound = reported + (bad >= 0), sound + (bad < 0)
+    assert reported > count // 10 and sound > count // 10
     print("read", count)
 
 

@@ -127,7 +127,7 @@ def test_ids_that_collide_go_on_around_the_end(bucket: int) -> None:
     assert (cpu.map_find(entries, absent) == NOT_CACHED).all()
 
 
-def test_last_of_equal_ids_stays() -> None:
+def test_last_of_equal_ids_remains() -> None:
     entries = empty_map(2)
     ids = torch.tensor([5, 9, 5, 5, 9])
     assert cpu.map_insert(entries, ids, torch.arange(5)) == 0

@@ -71,7 +71,7 @@ def test_torch_that_comes_with_openmp_has_a_team() -> None:
 
 @pytest.mark.parametrize("threads", [4], indirect=True)
 @pytest.mark.usefixtures("threads")
-def test_first_damaged_row_is_told_whichever_thread_meets_it(case: Case) -> None:
+def test_first_damaged_row_is_reported_whichever_thread_meets_it(case: Case) -> None:
     storage = table_of(case, "compact")
     assert storage.bases is not None
     storage.bases[[10, 40]] = 2**62

@@ -58,7 +58,7 @@ def test_a_buffer_is_zeros_of_its_exact_size(nbytes):
         (1 << 60, False, BitslabError, "are available"),
     ],
 )
-def test_what_cannot_be_allocated_is_told_at_once(nbytes, pin, error, says):
+def test_what_cannot_be_allocated_is_reported_at_once(nbytes, pin, error, says):
     with pytest.raises(error, match=says):
         HostBuffer.allocate(nbytes, pin=pin)
 
@@ -146,12 +146,12 @@ def test_without_a_gpu_memory_is_ordinary_until_there_is_one(recorder):
     assert buffer.ensure_pinned()
 
 
-def test_refused_page_locking_is_told_once_and_the_memory_stays_usable(recorder):
+def test_refused_page_locking_is_reported_once_and_the_memory_remains_usable(recorder):
     recorder.refusal = "out of memory"
-    with pytest.warns(UserWarning) as told:
+    with pytest.warns(UserWarning) as reported:
         first = HostBuffer.allocate(5000)
-    assert len(told) == 1
-    message = str(told[0].message)
+    assert len(reported) == 1
+    message = str(reported[0].message)
     assert "5000 bytes" in message and "out of memory" in message and "ulimit -l" in message
     with warnings.catch_warnings():
         warnings.simplefilter("error")

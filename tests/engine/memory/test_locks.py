@@ -160,19 +160,19 @@ def test_readers_go_on_when_a_waiting_writer_is_interrupted(monkeypatch):
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_what_is_living_is_told_of_a_fork():
-    class Told:
+def test_living_objects_are_notified_of_a_fork():
+    class Notified:
         forks = 0
 
         def after_fork(self) -> None:
             self.forks += 1
 
-    told, gone = Told(), Told()
-    call_after_fork(told)
+    living, gone = Notified(), Notified()
+    call_after_fork(living)
     call_after_fork(gone)
     del gone
     pid = os.fork()
     if pid == 0:
-        os._exit(told.forks)
+        os._exit(living.forks)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
-    assert told.forks == 0
+    assert living.forks == 0

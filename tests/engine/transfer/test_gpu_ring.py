@@ -140,7 +140,7 @@ def test_the_waits_of_the_stream_are_counted():
     assert stats == {"batches": 6, "rows": 3072, "raw_bytes": 3072 * 256, "depth": 2}
 
 
-def test_copies_stay():
+def test_copies_remain():
     batches = random_ids(9)
     kept = list(PrefetchRing(Packed(), batches, device="cuda", copy=True))
     for batch, rows in zip(batches, kept, strict=True):
@@ -156,7 +156,7 @@ def test_errors_come_at_their_get_and_the_rest_in_order():
         assert torch.equal(ring.get().cpu(), ROWS[good[2]])
 
 
-def test_bad_ids_that_only_the_gpu_sees_are_told():
+def test_bad_ids_that_only_the_gpu_sees_are_reported():
     with PrefetchRing(Packed(), [torch.tensor([0, 5000])], device="cuda") as ring:
         ring.get()
         with pytest.raises(bitslab.IndexRangeError, match="index 5000 at position 1"):

@@ -107,7 +107,7 @@ def test_buffers_are_reused_and_grow_only(depth):
     assert len(places) == depth
 
 
-def test_rows_stay_until_the_next_get():
+def test_rows_remain_until_the_next_get():
     with PrefetchRing(gather, IDS, depth=3) as ring:
         for ids in IDS:
             rows = ring.get()
@@ -115,7 +115,7 @@ def test_rows_stay_until_the_next_get():
             assert torch.equal(rows, TABLE[ids])
 
 
-def test_copies_stay_for_ever():
+def test_copies_remain_for_ever():
     kept = list(PrefetchRing(gather, IDS, copy=True))
     assert all(torch.equal(rows, TABLE[ids]) for ids, rows in zip(IDS, kept, strict=True))
 
@@ -286,7 +286,7 @@ def test_a_source_that_returns_something_else(returned):
 
 
 class Rows:
-    """A source that cannot be told where its rows are wanted."""
+    """A source that does not accept where its rows are wanted."""
 
     def gather(self, ids: torch.Tensor) -> torch.Tensor:
         return TABLE[ids]
@@ -502,7 +502,7 @@ print("end")
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
-def test_a_forked_child_is_told_and_can_leave():
+def test_a_forked_child_gets_an_error_and_can_leave():
     code = """
 import os, torch
 from bitslab import BitslabError

@@ -165,19 +165,19 @@ def test_an_error_after_packing_leaves_accelerate_as_it_was(monkeypatch, tmp_pat
     assert same_bits(logits(model), expected)
 
 
-def test_other_hooks_stay():
+def test_other_hooks_remain():
     model = tiny_llama()
     cpu_offload(model, execution_device=CPU)
     inner = model.model.layers[0].mlp.up_proj
     called = []
     from accelerate.hooks import ModelHook, add_hook_to_module
 
-    class Told(ModelHook):  # type: ignore[misc]
+    class Notified(ModelHook):  # type: ignore[misc]
         def pre_forward(self, module, *args, **kwargs):
             called.append(module)
             return args, kwargs
 
-    add_hook_to_module(inner, Told(), append=True)
+    add_hook_to_module(inner, Notified(), append=True)
     plugin.compress_offloaded(model, min_bytes=0)
     logits(model)
     assert called == [inner]

@@ -151,7 +151,7 @@ def test_a_hook_on_an_embedding_outlives_the_packed_weights(when):
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
 @pytest.mark.parametrize("way", [by_offload_compressed, by_compress_offloaded], ids=named)
-def test_lookups_stay_out_of_compiled_graphs(way):
+def test_lookups_remain_out_of_compiled_graphs(way):
     model = tiny_llama(layers=1)
     cpu_offload(model, execution_device="cpu")
     remove_hook_from_submodules(model)

@@ -51,8 +51,8 @@ def plain(folder: Path, kind: str = "llama", dtype: torch.dtype = torch.bfloat16
 def test_model_is_the_plain_one(kind: str, tmp_path: Path) -> None:
     write_model(kind, tmp_path / "saved")
     expected = plain(tmp_path / "saved", kind)
-    model, told = load(tmp_path / "saved", kind, output_loading_info=True)
-    assert not any(told.values())
+    model, reported = load(tmp_path / "saved", kind, output_loading_info=True)
+    assert not any(reported.values())
     assert same_bits(logits(model), logits(expected))
     found = model.state_dict()
     assert list(found) == list(expected.state_dict())
@@ -164,7 +164,7 @@ def test_what_is_kept(keep: Any, tmp_path: Path) -> None:
     assert same_bits(logits(model), logits(plain(tmp_path)))
 
 
-def test_skipped_modules_stay_as_they_are(tmp_path: Path) -> None:
+def test_skipped_modules_remain_as_they_are(tmp_path: Path) -> None:
     write_model("llama", tmp_path)
     config = BitslabConfig(min_bytes=0, skip_modules=["lm_head", "model.layers.0.mlp"])
     model = load(tmp_path, config=config)
@@ -176,19 +176,19 @@ def test_skipped_modules_stay_as_they_are(tmp_path: Path) -> None:
 
 def test_progress_reaches_the_total(tmp_path: Path) -> None:
     write_model("gemma", tmp_path)
-    told: list[tuple[int, int | None]] = []
-    config = BitslabConfig(min_bytes=0, progress=lambda done, total: told.append((done, total)))
+    reported: list[tuple[int, int | None]] = []
+    config = BitslabConfig(min_bytes=0, progress=lambda done, total: reported.append((done, total)))
     model = load(tmp_path, "gemma", config=config)
-    done = [d for d, _ in told]
-    assert done == sorted(done) and done[-1] == told[-1][1]
+    done = [d for d, _ in reported]
+    assert done == sorted(done) and done[-1] == reported[-1][1]
     assert done[-1] == model.hf_quantizer.report.raw_bytes
 
 
 def test_weights_that_the_checkpoint_lacks_are_new_ones(tmp_path: Path) -> None:
     model = make_model("llama")
     model.model.save_pretrained(tmp_path)  # without the head
-    found, told = load(tmp_path, output_loading_info=True)
-    assert told["missing_keys"] == {"lm_head.weight"}
+    found, reported = load(tmp_path, output_loading_info=True)
+    assert reported["missing_keys"] == {"lm_head.weight"}
     state = found.state_dict()
     assert state["lm_head.weight"].float().std() > 0.01
     for name, tensor in model.model.state_dict().items():
@@ -371,17 +371,17 @@ def test_each_unit_is_packed_before_the_next_one_is_read(
     saved: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_model("llama", tmp_path, dtype=saved)
-    told: list[tuple[str, int]] = []
+    reported: list[tuple[str, int]] = []
     complete = []
     read, add = core_model_loading._materialize_copy, WeightPacker.add
 
     def watched_read(*args: Any, **options: Any) -> torch.Tensor:
         found: torch.Tensor = read(*args, **options)
-        told.append(("read", found.nbytes))
+        reported.append(("read", found.nbytes))
         return found
 
     def watched_add(self: WeightPacker, name: str, tensor: torch.Tensor) -> bool:
-        told.append(("packed", tensor.nbytes))
+        reported.append(("packed", tensor.nbytes))
         done = add(self, name, tensor)
         if done:
             complete.append(len(self._incomplete))
@@ -391,8 +391,8 @@ def test_each_unit_is_packed_before_the_next_one_is_read(
     monkeypatch.setattr(WeightPacker, "add", watched_add)
     model = load(tmp_path)
     # One tensor is read, and packed before the next one is.
-    assert [what for what, _ in told] == ["read", "packed"] * (len(told) // 2)
-    assert sum(size for what, size in told if what == "read") == raw_bytes(model)
+    assert [what for what, _ in reported] == ["read", "packed"] * (len(reported) // 2)
+    assert sum(size for what, size in reported if what == "read") == raw_bytes(model)
     assert len(complete) == len(model.hf_quantizer.report.places) and not any(complete)
 
 
@@ -410,7 +410,7 @@ def test_plan_is_made_with_the_sizes_that_come_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("skipped", ["lm_head", "model.embed_tokens"])
-def test_what_is_tied_to_a_skipped_module_stays(skipped: str, tmp_path: Path) -> None:
+def test_what_is_tied_to_a_skipped_module_remains(skipped: str, tmp_path: Path) -> None:
     write_model("gemma", tmp_path)
     model = load(tmp_path, "gemma", config=BitslabConfig(min_bytes=0, skip_modules=[skipped]))
     assert model.lm_head.weight is model.model.embed_tokens.weight
@@ -449,7 +449,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize(("config", "options", "text"), REFUSED.values(), ids=REFUSED)
-def test_what_cannot_be_is_told_by_its_own_error(
+def test_what_cannot_be_is_reported_by_its_own_error(
     config: dict[str, Any], options: dict[str, Any], text: str, tmp_path: Path
 ) -> None:
     write_model("llama", tmp_path)

@@ -92,12 +92,12 @@ def test_devices_are_named() -> None:
 def test_progress_is_shared_by_copies_and_left_out_of_json() -> None:
     lock = threading.Lock()  # what shows progress cannot be copied
 
-    def told(done: int, total: int | None) -> None:
+    def reported(done: int, total: int | None) -> None:
         with lock:
             pass
 
-    config = BitslabConfig(progress=told)
-    assert copy.deepcopy(config).progress is told
+    config = BitslabConfig(progress=reported)
+    assert copy.deepcopy(config).progress is reported
     assert "progress" not in json.dumps(config.to_dict())
 
 

@@ -58,7 +58,7 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("accelerate.utils.modeling.logger.warning", lambda *args, **kwargs: None)
 
 
-def test_all_that_fits_stays_as_it_is() -> None:
+def test_all_that_fits_remains_as_it_is() -> None:
     quantizer, places, found = planned("sequential", {0: 4 * raw_bytes(), "cpu": CPU_BYTES})
     assert set(places.values()) == {"device"}
     assert found == {"": "cpu"}, "weights come to the CPU first, and accelerate has no hooks to set"
