@@ -138,8 +138,8 @@ def load_state(
 ) -> Any:
     """Read a safetensors file into a model, cached tables piece by piece.
 
-    What `save_state` wrote of an optimizer is read too if there is one to take it. It may come from
-    a plain model, and go to one: names and shapes are those of the whole tables.
+    The state of an optimizer that `save_state` wrote is read if `optimizer` is given. It may be
+    that of a plain model, or be loaded into one: names and shapes are those of the whole tables.
 
     Parameters
     ----------

@@ -32,7 +32,7 @@ class GradientWatch:
     Parameters
     ----------
     rows : CachedRows
-        The rows, whose lock is held by whoever calls.
+        The rows; callers hold their lock.
     """
 
     def __init__(self, rows: CachedRows) -> None:

@@ -167,15 +167,15 @@ class MissBuffer:
         if self._made_of != rows.slot_table.changes:
             self.sync(rows)
             self._copy_host_map(rows)
-        room, known = min(n_ids, self._away), rows.miss_buffer_size
+        room, size = min(n_ids, self._away), rows.miss_buffer_size
         if self.n_slots < BATCHES * room:
-            known.slots = max(known.slots, int(BATCHES * MORE * room))
+            size.slots = max(size.slots, int(BATCHES * MORE * room))
         first = self._first_free(room)
         if first is None and self._may_be_enough(room):
             # The GPU is behind, but perhaps all rows hit.
-            known.slots = max(known.slots, min(2 * self.n_slots, MOST_BATCHES * room))
-        if known.slots > self.n_slots and not rows.training.in_use:
-            self._widen(rows, known.slots)
+            size.slots = max(size.slots, min(2 * self.n_slots, MOST_BATCHES * room))
+        if size.slots > self.n_slots and not rows.training.in_use:
+            self._widen(rows, size.slots)
             first = self._first_free(room)
         end = time.monotonic() + PATIENCE_S
         while first is None and self._may_be_enough(room) and time.monotonic() < end:
@@ -187,7 +187,7 @@ class MissBuffer:
             first = self._first_free(room)
         if first is None:
             # Gradients hold what is there.
-            known.slots = max(known.slots, min(2 * self.n_slots, MOST_BATCHES * room))
+            size.slots = max(size.slots, min(2 * self.n_slots, MOST_BATCHES * room))
         return first
 
     def _widen(self, rows: CachedRows, n_slots: int) -> None:
@@ -429,9 +429,9 @@ def room_for(rows: CachedRows, n_ids: int) -> int | None:
     int or None
         A slot for `MissBuffer.look_up`; None where the host has to look the ids up.
     """
-    training, miss_buffer, known = rows.training, rows.miss_buffer, rows.miss_buffer_size
-    if known.pause:
-        known.pause -= 1
+    training, miss_buffer, size = rows.training, rows.miss_buffer, rows.miss_buffer_size
+    if size.pause:
+        size.pause -= 1
         return None
     rows.slot_table.repair_if_interrupted()
     training.release_applied()
@@ -447,7 +447,7 @@ def room_for(rows: CachedRows, n_ids: int) -> int | None:
             miss_buffer = rows.miss_buffer = MissBuffer(rows)
         first = miss_buffer.make_room(rows, n_ids)
     except torch.OutOfMemoryError:
-        known.pause = PAUSE_LOOKUPS
+        size.pause = PAUSE_LOOKUPS
         return None
     # Checked each time: a table that is packed again has other memory.
     return first if rows.table.readable_by_gpu() else None

@@ -232,7 +232,7 @@ class LoadedOptimizer:
             return [self._decoded(each) for each in value]
         t = self._tensor(value)
         if t is not None:
-            return t.clone()  # no memory of the file, which may be another by and by
+            return t.clone()  # no memory of the mapped file, which may change later
         if _is(value, "tuple"):
             return tuple(self._decoded(each) for each in value["tuple"])
         if isinstance(value, dict):

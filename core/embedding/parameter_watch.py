@@ -34,7 +34,7 @@ class ParameterWatch:
     Parameters
     ----------
     rows : CachedRows
-        The rows, whose lock is held by whoever calls.
+        The rows; callers hold their lock.
     """
 
     def __init__(self, rows: CachedRows) -> None:

@@ -74,7 +74,7 @@ def give_back(
     Parameters
     ----------
     rows : CachedRows
-        The rows; nobody looks them up any more.
+        The rows, which are looked up no more.
     weights : sequence of torch.nn.Parameter
         ``[N_i, D]``, all rows, back to back.
     optimizers : sequence of torch.optim.Optimizer
@@ -122,7 +122,7 @@ def _group_of_all(
 
 
 def _groups(optimizer: torch.optim.Optimizer) -> list[State]:
-    """Return the groups that an optimizer has itself, not those of one inside it."""
+    """Return the groups of an optimizer, but not of one that it wraps."""
     groups = vars(optimizer).get("param_groups")
     return groups if isinstance(groups, list) else []
 

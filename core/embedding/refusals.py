@@ -61,7 +61,7 @@ def why_refused(
 def why_refused_when_made(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> str:
     """Return why an optimizer moves rows that were not looked up, whatever their gradient is.
 
-    The text is empty for optimizers of one's own, which a caller may vouch for later.
+    The text is empty for third-party optimizers, for which a caller may pass `row_wise` later.
 
     Parameters
     ----------

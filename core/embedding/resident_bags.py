@@ -15,12 +15,12 @@ from ..errors import load_optional
 from .slot_table import SlotTable
 
 #: Bits are made once an id was looked up for so many rows of the table: they save about that much
-#: time for each id, and rows that come and go would have them made again and again.
+#: time for each id, and while resident rows change they would be made again and again.
 ROWS_PER_ID = 16
 
 
 class ResidentBags:
-    """Looks such bags up by the threads of torch; the rows' lock is held by whoever calls."""
+    """Looks such bags up by the threads of torch; callers hold the rows' lock."""
 
     def __init__(self) -> None:
         # The map of slots, after so many changes of it, and the ids looked up since.

@@ -435,7 +435,7 @@ class CachedRows:
         whole.write_back(self, slots)
 
     def prefetch(self, ids: torch.Tensor) -> None:
-        """Start to fetch the rows of a lookup to come, and return.
+        """Start to fetch the rows of a later lookup, and return.
 
         A hint: results never depend on it. One is kept, the last.
 

@@ -324,7 +324,9 @@ def _replace_group(
 ) -> list[TableModule]:
     """Pack the weight of modules that share it, and replace them by cached modules."""
     weight = _weight_of(group[0][1])
-    pads = dict.fromkeys(m.padding_idx for _, m in group if m.padding_idx is not None)
+    pads: dict[Any, None] = dict.fromkeys(
+        m.padding_idx for _, m in group if m.padding_idx is not None
+    )
     rows = options.pack(
         weight,
         len(weight),

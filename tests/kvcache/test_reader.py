@@ -219,9 +219,9 @@ def gpu_kernels(monkeypatch: pytest.MonkeyPatch) -> SimtRunner:
         budget: int | None,
     ) -> Any:
         target = out.view(-1, segment.rows.row_bytes)
-        return kernels.prepare_gather(
-            segment._new_table(words), segment.layout, ids, target, budget
-        )  # type: ignore[arg-type]
+        assert segment.layout is not None
+        table = segment._new_table(words)
+        return kernels.prepare_gather(table, segment.layout, ids, target, budget)
 
     monkeypatch.setattr(Segment, "decoding", decoding)
     monkeypatch.setattr(fetching, "kernels_for", gpu_kernels)
