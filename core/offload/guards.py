@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ..errors import BitslabError
+from ..module_tensors import own_parameters
 from ..tracing import not_traced
 from .handles import WeightHandle
 from .store import PackedWeights
@@ -144,7 +145,7 @@ class StateGuard:
         self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *others: Any
     ) -> None:
         for attribute in self._attributes:
-            held = module._parameters.get(attribute)
+            held = own_parameters(module).get(attribute)
             if prefix + attribute in state_dict and isinstance(held, WeightHandle):
                 raise BitslabError(
                     f"{prefix}{attribute}: this weight is packed and cannot be loaded into; call "
@@ -228,7 +229,7 @@ class ApplyGuard(_Override):
                     f"cannot become {probe.dtype} on {probe.device}; call "
                     "bitslab.offload.restore_weights(model) first"
                 )
-        parameters = self.module._parameters
+        parameters = own_parameters(self.module)
         held = {n: p for n, p in parameters.items() if isinstance(p, WeightHandle)}
         for name in held:
             parameters[name] = None

@@ -11,6 +11,7 @@ from torch import nn
 from ..devices import checked_device, device_or_default
 from ..engine.progress import Progress, ProgressFunction
 from ..errors import ArgumentError, ArgumentTypeError
+from ..module_tensors import own_buffers, own_parameters
 from .attached import ATTRIBUTE, LateStream, OffloadedModel, find_offloaded
 from .handles import WeightHandle
 from .report import OffloadReport
@@ -328,7 +329,7 @@ def move_unpacked(model: nn.Module, device: torch.device) -> None:
     """
     replaced: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
     for module in model.modules():
-        for name, parameter in list(module._parameters.items()):
+        for name, parameter in list(own_parameters(module).items()):
             if parameter is None or isinstance(parameter, WeightHandle) or parameter.is_meta:
                 continue
             if parameter.device == device:
@@ -341,10 +342,11 @@ def move_unpacked(model: nn.Module, device: torch.device) -> None:
                 if not isinstance(moved, nn.Parameter):
                     moved = nn.Parameter(moved, requires_grad=parameter.requires_grad)
                 replaced[id(parameter)] = parameter, moved
-            module._parameters[name] = replaced[id(parameter)][1]
-        for name, buffer in module._buffers.items():
+            own_parameters(module)[name] = replaced[id(parameter)][1]
+        buffers = own_buffers(module)
+        for name, buffer in buffers.items():
             if buffer is not None and not buffer.is_meta and buffer.device != device:
-                module._buffers[name] = buffer.to(device)
+                buffers[name] = buffer.to(device)
 
 
 def _check_model(model: nn.Module) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ..errors import BitslabError
+from ..module_tensors import own_parameters
 
 #: Returns whether a parameter is to be packed, by its name and itself.
 Predicate = Callable[[str, nn.Parameter], bool]
@@ -47,14 +48,14 @@ class ParameterRef:
 
     def get(self) -> torch.Tensor | None:
         """Return the parameter."""
-        return self.module._parameters.get(self.attribute)
+        return own_parameters(self.module).get(self.attribute)
 
     def put(self, tensor: torch.Tensor) -> None:
         """Replace the parameter."""
         if isinstance(self.module, nn.RNNBase):  # keeps a second list of its parameters
             setattr(self.module, self.attribute, tensor)
         else:
-            self.module._parameters[self.attribute] = tensor  # type: ignore[assignment]
+            own_parameters(self.module)[self.attribute] = tensor  # type: ignore[assignment]
 
 
 class Unit:
@@ -150,7 +151,7 @@ def cut_units(model: nn.Module, predicate: Predicate | None = None) -> list[Unit
         unit = Unit(name, module)
         for below, owner in inner:
             prefix = ".".join(part for part in (name, below) if part)
-            for attribute, parameter in owner._parameters.items():
+            for attribute, parameter in own_parameters(owner).items():
                 if parameter is None or not is_plain(parameter):
                     continue
                 full = f"{prefix}.{attribute}" if prefix else attribute

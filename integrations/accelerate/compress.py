@@ -19,6 +19,7 @@ from bitslab.integrations.accelerate.dispatched import (
     remove_offloading,
     streamed_model,
 )
+from bitslab.module_tensors import own_buffers, own_parameters
 from bitslab.offload import (
     MIN_UNIT_BYTES,
     CodecName,
@@ -134,8 +135,8 @@ def compress_offloaded(
             ref.put(parameter)
         raise
     for tensor, value in rest:
-        places = tensor.module._buffers if tensor.is_buffer else tensor.module._parameters
-        places[tensor.attribute] = value  # type: ignore[assignment]
+        own = own_buffers if tensor.is_buffer else own_parameters
+        own(tensor.module)[tensor.attribute] = value  # type: ignore[assignment]
     remove_offloading(model)
     allow_moves(model, device)
     attached = streamed_model(model)
@@ -292,7 +293,7 @@ def _loaded_rest(
         if tensor.is_buffer:
             rest.append((tensor, tensor.value().to(device)))
             continue
-        parameter = tensor.module._parameters.get(tensor.attribute)
+        parameter = own_parameters(tensor.module).get(tensor.attribute)
         if parameter is None:
             continue
         if id(parameter) not in loaded:

@@ -12,6 +12,7 @@ from accelerate.utils import OffloadedWeightsLoader, PrefixedDataset, named_modu
 from torch import nn
 
 from bitslab.errors import ArgumentError
+from bitslab.module_tensors import own_buffers
 from bitslab.offload import OffloadedModel, find_offloaded
 
 #: Methods that accelerate sets on a model with offloaded parts.
@@ -48,7 +49,7 @@ class OffloadedTensor:
     @property
     def is_buffer(self) -> bool:
         """Whether it is a buffer."""
-        return self.attribute in self.module._buffers
+        return self.attribute in own_buffers(self.module)
 
     def value(self) -> torch.Tensor:
         """Return its data, on whatever device the map gives them."""

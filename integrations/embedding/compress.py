@@ -23,6 +23,7 @@ from bitslab.errors import ArgumentError, ArgumentTypeError
 from bitslab.integrations.embedding.bag import CachedEmbeddingBag
 from bitslab.integrations.embedding.single import CachedEmbedding
 from bitslab.integrations.embedding.table import TableModule, notes_on_ratio
+from bitslab.module_tensors import own_buffers, own_children, own_parameters, replace_modules
 from bitslab.tables import Layout
 
 #: Called with a module's name and the module.
@@ -211,10 +212,10 @@ def _groups(
     """Return the modules to replace, grouped by weight; add the others to the report."""
     users: dict[int, list[Named]] = {}
     for name, module in model.named_modules():
-        for parameter in module._parameters.values():
+        for parameter in own_parameters(module).values():
             if parameter is not None:
                 users.setdefault(_memory_of(parameter), []).append((name, module))
-        for buffer in module._buffers.values():
+        for buffer in own_buffers(module).values():
             if buffer is not None:
                 users.setdefault(_memory_of(buffer), []).append((name, module))
     hidden = _hidden(model)
@@ -265,8 +266,10 @@ def _why_left(module: torch.nn.Module, min_rows: int) -> str:
         return "is parametrized"
     if kind not in _PLAIN:
         return f"is a {kind.__name__}, a class of its own"
-    weight = module._parameters.get("weight")
-    if weight is None or len(module._parameters) > 1 or module._buffers or module._modules:
+    parameters = own_parameters(module)
+    weight = parameters.get("weight")
+    more = len(parameters) > 1 or own_buffers(module) or own_children(module)
+    if weight is None or more:
         return "has more to it than a weight, such as weight_norm or pruning add"
     if "forward" in module.__dict__:
         return "has a forward of its own"
@@ -344,7 +347,7 @@ def _replace_group(
             assert isinstance(old, torch.nn.EmbeddingBag)
             made.append(CachedEmbeddingBag.from_module(old, rows=rows))
     made[0].notes += notes_on_ratio(len(weight), options.cache_ratio)
-    _put(model, {id(old): new for (_, old), new in zip(group, made, strict=True)})
+    replace_modules(model, {id(old): new for (_, old), new in zip(group, made, strict=True)})
     first = group[0][0]
     for (name, old), new in zip(group, made, strict=True):
         _pass_hooks(old, new)
@@ -364,14 +367,6 @@ def _pass_hooks(old: torch.nn.Module, new: torch.nn.Module) -> None:
             new.__dict__[name] = old.__dict__[name]
 
 
-def _put(model: torch.nn.Module, stand_ins: dict[int, torch.nn.Module]) -> None:
-    """Replace modules, by their ids, wherever the model holds them."""
-    for module in list(model.modules()):
-        for name, child in module._modules.items():
-            if child is not None and id(child) in stand_ins:
-                module._modules[name] = stand_ins[id(child)]
-
-
 def _restore(model: torch.nn.Module, modules: list[TableModule]) -> None:
     """Replace cached modules by plain ones, table by table; empties the list."""
     modules.sort(key=lambda module: id(module.rows))
@@ -383,7 +378,7 @@ def _restore(model: torch.nn.Module, modules: list[TableModule]) -> None:
         assert isinstance(old, (CachedEmbedding, CachedEmbeddingBag))
         shared = weight if old.rows is before else None
         new = old.to_module(weight=shared)
-        _put(model, {id(old): new})
+        replace_modules(model, {id(old): new})
         _pass_hooks(old, new)
         if shared is None:
             give_back(old.rows, [_weight_of(new)], optimizers)

@@ -54,16 +54,18 @@ class Column:
     @property
     def full_name(self) -> str:
         """Name in reports."""
-        return feature_name(None if self.store._key is None else self.type, self.name)
+        return feature_name(None if type_of(self.store) is None else self.type, self.name)
 
     @property
     def of_edges(self) -> bool:
         """Whether there is a row for each edge."""
-        return not isinstance(self.type, str) or (self.type == "edges" and self.store._key is None)
+        return not isinstance(self.type, str) or (
+            self.type == "edges" and type_of(self.store) is None
+        )
 
     def __str__(self) -> str:
         """Return the name for error messages."""
-        return repr(self.name) if self.store._key is None else f"{self.name!r} of {self.type!r}"
+        return repr(self.name) if type_of(self.store) is None else f"{self.name!r} of {self.type!r}"
 
 
 def check_data(data: Any) -> None:
@@ -75,9 +77,19 @@ def check_data(data: Any) -> None:
         )
 
 
+def type_of(store: Any) -> Any:
+    """Return the node or edge type of a store of `HeteroData`; None for the store of `Data`."""
+    return store._key
+
+
+def store_of(data: Data) -> Any:
+    """Return the one store of `Data`."""
+    return data._store
+
+
 def stores_of(data: Any) -> list[Any]:
     """Return the stores that can hold node or edge tensors."""
-    return [data._store] if isinstance(data, Data) else [*data.node_stores, *data.edge_stores]
+    return [store_of(data)] if isinstance(data, Data) else [*data.node_stores, *data.edge_stores]
 
 
 def columns_of(data: Any) -> Iterator[Column]:
@@ -113,8 +125,8 @@ def other_columns(data: Any) -> Iterator[tuple[Column, str]]:
 
 
 def _column(store: Any, name: str) -> Column:
-    if store._key is not None:
-        return Column(store, store._key, name)
+    if type_of(store) is not None:
+        return Column(store, type_of(store), name)
     return Column(store, "nodes" if store.is_node_attr(name) else "edges", name)
 
 

@@ -17,6 +17,7 @@ from bitslab.integrations.pyg.columns import (
     columns_of,
     is_compressed,
     other_columns,
+    type_of,
 )
 from bitslab.integrations.pyg.hotness import Hotness, check_hotness, hot_ids
 from bitslab.tables import FeaturesReport, Layout
@@ -242,6 +243,6 @@ def _by_type(values: Iterable[tuple[Column, Any]]) -> dict[Any, Any]:
     """Return values by name or, where there are types, by type and name."""
     found: dict[Any, Any] = {}
     for column, value in values:
-        flat = column.store._key is None
+        flat = type_of(column.store) is None
         (found if flat else found.setdefault(column.type, {}))[column.name] = value
     return found

@@ -11,7 +11,7 @@ from torch_geometric.utils import to_edge_index
 
 from bitslab import hotness as orders
 from bitslab.errors import ArgumentError, ArgumentTypeError
-from bitslab.integrations.pyg.columns import Column, GraphType
+from bitslab.integrations.pyg.columns import Column, GraphType, store_of, type_of
 
 #: "degree", scores, scores by type, or a function of a graph and a type that returns scores.
 Hotness: TypeAlias = (
@@ -91,10 +91,10 @@ def _degrees(data: Any, column: Column) -> torch.Tensor:
 
 
 def _out_degrees(data: Any, type_: GraphType, n_nodes: int) -> torch.Tensor:
-    stores = [data._store] if isinstance(data, Data) else data.edge_stores
+    stores = [store_of(data)] if isinstance(data, Data) else data.edge_stores
     counts = torch.zeros(n_nodes, dtype=torch.int64)
     for store in stores:
-        if store._key is None or store._key[0] == type_:
+        if type_of(store) is None or type_of(store)[0] == type_:
             sources, _ = _edges(store)
             counts += torch.bincount(sources, minlength=n_nodes)
     return counts

@@ -11,7 +11,7 @@ from torch_geometric.transforms import BaseTransform
 
 from bitslab.devices import checked_device
 from bitslab.errors import ArgumentError, ArgumentTypeError, BitslabError
-from bitslab.integrations.pyg.columns import GraphType, Names, check_data
+from bitslab.integrations.pyg.columns import GraphType, Names, check_data, store_of
 from bitslab.integrations.pyg.compress import compressed_columns
 from bitslab.integrations.pyg.store import CompressedFeatureStore
 from bitslab.tables import RowsFuture
@@ -127,7 +127,7 @@ class FetchFeatures(BaseTransform):  # type: ignore[misc]
         for wanted in self._wanted:
             if isinstance(wanted.source, CompressedFeatureStore):
                 raise ArgumentTypeError("attach: these features belong to a feature store")
-            store = data._store if isinstance(data, Data) else data[wanted.type]
+            store = store_of(data) if isinstance(data, Data) else data[wanted.type]
             store[wanted.name] = FeatureTensor(wanted.source)
         return data
 
@@ -195,7 +195,7 @@ class FetchFeatures(BaseTransform):  # type: ignore[misc]
     def _store_in(data: Any, wanted: _Wanted) -> Any:
         """Return the store of a batch that the features belong to; None where it has none."""
         if isinstance(data, Data):
-            return data._store if wanted.type in ("nodes", "edges") else None
+            return store_of(data) if wanted.type in ("nodes", "edges") else None
         types = data.edge_types if wanted.of_edges else data.node_types
         return data[wanted.type] if wanted.type in types else None
 

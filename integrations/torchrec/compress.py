@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -25,6 +25,7 @@ from bitslab.integrations.torchrec.collection import (
     CompressedEmbeddingBagCollection,
     CompressedEmbeddingCollection,
 )
+from bitslab.module_tensors import own_parameters, replace_modules
 from bitslab.tables import Layout
 
 Predicate = Callable[[str, torch.nn.Module], bool]
@@ -121,7 +122,9 @@ def compress_tables(
                 f"model: {name or 'it'} is sharded ({type(module).__name__}); pass "
                 "CompressedEmbeddingBagCollectionSharder to DistributedModelParallel instead"
             )
-    uses = Counter(id(p) for m in model.modules() for p in m._parameters.values() if p is not None)
+    uses = Counter(
+        id(p) for m in model.modules() for p in own_parameters(m).values() if p is not None
+    )
     report = CollectionsReport(model=model)
     made: dict[int, Packed] = {}
     try:
@@ -156,7 +159,7 @@ def compress_tables(
         weights = _weights(module)
         for group in made[key].groups:
             take_over([weights[i] for i in group.tables], group.rows, optimizers)
-    report.model = _replaced(model, made)
+    report.model = replace_modules(model, made)
     return report
 
 
@@ -185,7 +188,7 @@ def restore_tables(model: torch.nn.Module) -> torch.nn.Module:
         raise ArgumentTypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
     packed = [module for module in model.modules() if isinstance(module, OURS)]
     made = {id(module): _plain(module) for module in packed}
-    restored = _replaced(model, made)
+    restored = replace_modules(model, made)
     optimizers = live_optimizers() if packed else []
     for module in packed:
         weights = _weights(made[id(module)])
@@ -283,12 +286,3 @@ def _plain(module: Packed) -> torch.nn.Module:
     made._device = module.device  # the device that TorchRec's module was made with
     restored: torch.nn.Module = made.train(module.training)
     return restored
-
-
-def _replaced(model: torch.nn.Module, made: Mapping[int, torch.nn.Module]) -> torch.nn.Module:
-    """Replace modules, by their ids, wherever the model holds them."""
-    for module in list(model.modules()):
-        for name, child in module._modules.items():
-            if id(child) in made:
-                module._modules[name] = made[id(child)]
-    return made.get(id(model), model)
