@@ -54,9 +54,9 @@ def run_forked(
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder, name) for name in ("in", "out", "err")]
         files[0].write_text(input)
-        command = [str(argument) for argument in arguments]
+        given = [str(argument) for argument in arguments]
         request = {
-            "arguments": command,
+            "arguments": given,
             "cwd": str(cwd or os.getcwd()),
             "env": dict(os.environ if env is None else env),
             "timeout_s": timeout_s,
@@ -69,7 +69,7 @@ def run_forked(
         status = parent.stdout.readline()
         assert status, f"a process that has imported {', '.join(imports)} has ended"
         out, err = (path.read_text() for path in files[1:])
-        return subprocess.CompletedProcess(command, int(status), out, err)
+        return subprocess.CompletedProcess(given, int(status), out, err)
 
 
 @functools.cache

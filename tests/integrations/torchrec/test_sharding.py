@@ -27,7 +27,9 @@ pytestmark = pytest.mark.xdist_group("torchrec-ranks")
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[int, str]]:
     """Run all checks on both ranks; return what each raised, by rank."""
-    context = multiprocessing.get_context("spawn")
+    # Both ranks begin in forks of one process that has imported TorchRec.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([ranks.__name__])
     folder = str(tmp_path_factory.mktemp("ranks"))
     found: dict[str, dict[int, str]] = {name: {} for name in ranks.CHECKS}
     results = context.Queue()

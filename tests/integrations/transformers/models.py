@@ -96,6 +96,12 @@ CLASSES = {
 }
 
 
+def cache_traits(name: str) -> tuple[bool, ...]:
+    """Return what of an architecture its cache sees: fewer heads, a sliding window, rotation."""
+    _, options = {**CONFIGS, **UNUSUAL}[name]
+    return "num_key_value_heads" in options, "layer_types" in options, name in ("opt", "gpt2")
+
+
 def config_of(name: str, **changes: Any) -> Any:
     """Return the config of an architecture."""
     kind, options = {**CONFIGS, **UNUSUAL}[name]

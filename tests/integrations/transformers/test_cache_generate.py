@@ -13,6 +13,7 @@ from tests.integrations.transformers.models import (
     CONFIGS,
     SMALL,
     UNUSUAL,
+    cache_traits,
     compressed,
     config_of,
     dynamic,
@@ -49,7 +50,7 @@ def assert_equal_caches(cache: Any, plain: Any) -> None:
         assert torch.equal(ours.values, theirs.values)
 
 
-@pytest.mark.pairwise
+@pytest.mark.pairwise(name=cache_traits)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_tokens_and_bits_equal_the_plain_run(name: str, mode: str) -> None:
@@ -94,7 +95,7 @@ def test_hybrid_layers_are_transformers_own() -> None:
     assert kinds[0] == "LinearAttentionAndFullAttentionLayer"
 
 
-@pytest.mark.pairwise
+@pytest.mark.pairwise(name=cache_traits)
 @pytest.mark.parametrize("mode", ["greedy", "sample", "beam"])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_left_padding(name: str, mode: str) -> None:
