@@ -74,7 +74,7 @@ class CachedEmbeddingBag(TableModule):
         inference.
     rows : bitslab.embedding.CachedRows, optional
         Existing table and cache, such as those of another module, which are shared. `_weight` and
-        the options of table and cache are ignored then.
+        the options of table and cache have no effect then.
 
     Attributes
     ----------
