@@ -1,4 +1,4 @@
-"""Every variant of the CUDA kernels, run on the CPU, gives the bytes of its Numba twin."""
+"""Variants of the CUDA kernels, run on the CPU, give the bytes of their Numba twins."""
 
 from __future__ import annotations
 

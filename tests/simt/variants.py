@@ -1,6 +1,6 @@
 """Which variants of the kernels of packed rows are compiled and run here.
 
-Compiling one takes g++ two to three seconds. tests/engine/cuda/test_nvrtc.py compiles all of them,
+Compiling one takes g++ one to two seconds. tests/engine/cuda/test_nvrtc.py compiles all of them,
 and tests/test_gpu.py runs them on a GPU; here those run that hold every pair of settings.
 """
 
