@@ -18,6 +18,7 @@ from codec_gpu import masked, masked_codec
 from timing import cpu_seconds, gpu_seconds
 
 import bitslab
+from bitslab.engine.advisor import pays_to_sort_rows
 from bitslab.engine.codecs.invariant.codec import InvariantCodec
 from bitslab.engine.memory.host import HostBuffer
 from bitslab.engine.transfer.gather import gather_copied_rows
@@ -33,12 +34,16 @@ def drawn(n_rows: int, n: int, reps: int) -> list[torch.Tensor]:
     return [torch.randint(n_rows, (n,), device="cuda") for _ in range(reps + WARM_UP)]
 
 
-def copied(rows: torch.Tensor, ids: list[torch.Tensor], reps: int, **how: Any) -> float:
-    """Return the seconds of a gather of raw rows, and check one."""
-    out = torch.empty(len(ids[0]), rows.shape[1], dtype=torch.uint8, device="cuda")
-    seconds = gpu_seconds(
-        lambda i: gather_copied_rows(rows, rows.shape[1], ids[i], out, **how), reps, WARM_UP
-    )
+def copied(rows: torch.Tensor, ids: list[torch.Tensor], reps: int, sort: bool | None) -> float:
+    """Return the seconds of a gather of raw rows, and check one; None sorts where that pays."""
+    n = len(ids[0])
+    out = torch.empty(n, rows.shape[1], dtype=torch.uint8, device="cuda")
+
+    def gather(i: int) -> None:
+        pays = pays_to_sort_rows(out.device, rows, len(rows), n) if sort is None else sort
+        gather_copied_rows(rows, rows.shape[1], ids[i], out, sort=pays)
+
+    seconds = gpu_seconds(gather, reps, WARM_UP)
     last = ids[reps + WARM_UP - 1]
     if not torch.equal(out[::997].cpu(), rows[last[::997].cpu()]):
         raise SystemExit("raw gather: rows differ from the table")

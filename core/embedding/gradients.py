@@ -10,6 +10,8 @@ import torch
 
 Array = np.ndarray[Any, Any]
 NONE: Array = np.empty(0, np.int64)
+#: Larger copies from pageable memory to a GPU may make the host wait for the GPU.
+STAGED_BYTES = 1 << 16
 
 
 class PinnedLookup:
@@ -225,9 +227,19 @@ def sum_mark(grad: torch.Tensor) -> tuple[int, int]:
     return values_of(grad).data_ptr(), grad._version
 
 
+def to_device(numbers: Array, device: torch.device) -> torch.Tensor:
+    """Return int64 numbers on a device; the host does not wait for a GPU."""
+    t = torch.from_numpy(numbers)
+    if device.type == "cpu":
+        return t
+    if t.nbytes > STAGED_BYTES:
+        t = t.pin_memory()
+    return t.to(device, non_blocking=True)
+
+
 def on_device_of(like: torch.Tensor, numbers: Array) -> torch.Tensor:
-    """Return int64 numbers on the device of a tensor."""
-    return torch.from_numpy(numbers).to(like.device)
+    """Return int64 numbers on the device of a tensor; the host does not wait for a GPU."""
+    return to_device(numbers, like.device)
 
 
 def values_of(grad: torch.Tensor) -> torch.Tensor:

@@ -17,15 +17,13 @@ from ..engine.codecs.base import check_tensor_argument
 from ..errors import ArgumentTypeError, BitslabError, IndexRangeError
 from ..tables.counters import Counters
 from .device_lookup import look_up_on_gpu, runs_on_gpu
-from .gradients import NONE, Array
+from .gradients import NONE, Array, to_device
 from .slot_table import Batch
 
 if TYPE_CHECKING:
     from .rows import CachedRows
 
 IDS = (torch.int64, torch.int32)
-#: Larger copies from pageable memory to a GPU may make the host wait for the GPU.
-STAGED_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,16 +146,6 @@ def prefetch(rows: CachedRows, ids: torch.Tensor) -> None:
     host = host_ids(rows, ids)
     slots, missing = rows.slot_table.find(host)
     rows.row_store.prefetch(np.unique(host[slots < 0]) if missing else NONE)
-
-
-def to_device(index: Array, device: torch.device) -> torch.Tensor:
-    """Return int64 numbers on a device."""
-    t = torch.from_numpy(index)
-    if device.type == "cpu":
-        return t
-    if t.nbytes > STAGED_BYTES:
-        t = t.pin_memory()
-    return t.to(device, non_blocking=True)
 
 
 def _position_of(rows: CachedRows, row: int, host: Array, found: Found) -> int | None:

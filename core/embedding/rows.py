@@ -29,8 +29,8 @@ from .arguments import (
 )
 from .device_counters import DeviceCounters
 from .eviction import EvictionStrategy
-from .gradients import NONE, Array
-from .lookups import fetch, host_ids, look_up, prefetch, read, to_device
+from .gradients import NONE, Array, to_device
+from .lookups import fetch, host_ids, look_up, prefetch, read
 from .miss_buffer import MissBuffer, MissBufferSize
 from .optimizers import check_optimizer
 from .parameter_watch import ParameterWatch

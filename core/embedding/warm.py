@@ -10,8 +10,7 @@ import torch
 
 from .arguments import check_warmup_ratio, ids_by_use
 from .eviction import EvictionStrategy
-from .gradients import Array
-from .lookups import to_device
+from .gradients import Array, to_device
 from .slot_table import Batch
 
 if TYPE_CHECKING:

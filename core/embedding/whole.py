@@ -13,8 +13,7 @@ from ..engine.codecs.base import check_tensor_argument
 from ..engine.memory.readonly import plain
 from ..errors import ArgumentError, ArgumentTypeError, BitslabError
 from .device_counters import sync_from_device
-from .gradients import Array
-from .lookups import to_device
+from .gradients import Array, to_device
 from .resident_cache import with_spare
 from .written import differing
 

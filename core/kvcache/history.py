@@ -185,7 +185,7 @@ class PackedHistory:
         found = []
         for segment in self.segments:
             out = torch.empty(segment.decoded_bytes, dtype=torch.uint8, device=self.device)
-            segment.decoding(words, segment.ids(), out, None)()
+            segment.decoding(words, segment.ids(), out, self.words.link.sm_budget)()
             found.append(segment.tokens_in(out))
         return found
 

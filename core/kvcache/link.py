@@ -39,6 +39,8 @@ class Link:
     ----------
     device : torch.device
         Where K and V are used.
+    sm_budget : int or None
+        Multiprocessors that decoding may use; all when None.
 
     Attributes
     ----------
@@ -52,8 +54,9 @@ class Link:
     Copies and pickles have streams of their own.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, sm_budget: int | None = None) -> None:
         self.device = device
+        self.sm_budget = sm_budget
         self.streams = Streams(device) if device.type == "cuda" else None
         self.fetched_bytes = 0
 
@@ -83,7 +86,7 @@ class Link:
             self.streams.decodes.synchronize()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"device": self.device}
+        return {"device": self.device, "sm_budget": self.sm_budget}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)  # type: ignore[misc]

@@ -61,7 +61,7 @@ class HistoryReader:
         check_sm_budget(sm_budget)
         self.offload = offload
         self.sm_budget = sm_budget
-        self.link = Link(device)
+        self.link = Link(device, sm_budget)
         on_gpu = device.type == "cuda"
         self.arena = HostArena(pin=on_gpu, slab_bytes=SLAB_BYTES, histories=histories)
         self._start()
