@@ -179,7 +179,8 @@ def test_two_ranks_train_as_one(script: Any, train: Any, tmp_path: Path) -> None
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
         + [str(path), *options, "--device", "cpu", "--json", str(json_file)],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        # Where a rank ends by a signal, its stacks are printed.
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"},
         capture_output=True,
         text=True,
         timeout=300,
