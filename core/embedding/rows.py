@@ -20,13 +20,7 @@ from ..tables.table import CompressedTable
 from ..tracing import not_traced
 from . import slots as by_slots
 from . import warm, whole
-from .arguments import (
-    CacheKind,
-    check_options,
-    check_table,
-    checked_pins,
-    checked_rows,
-)
+from .arguments import CacheKind, check_options, check_table, checked_pins, checked_rows
 from .device_counters import DeviceCounters
 from .eviction import EvictionStrategy
 from .gradients import NONE, Array, to_device
