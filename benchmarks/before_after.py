@@ -18,6 +18,7 @@ import json
 import os
 import shlex
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -138,6 +139,20 @@ def figures_of(before: Sequence[Tables], after: Sequence[Tables]) -> dict[str, l
     return found
 
 
+def in_turns(
+    versions: dict[str, Version], command: Sequence[str], rounds: int
+) -> tuple[list[Tables], list[Tables]]:
+    """Run a benchmark of both versions; return the tables of each round."""
+    results: dict[str, list[Tables]] = {side: [] for side in versions}
+    for turn in range(rounds):
+        for side in list(versions)[:: 1 if turn % 2 == 0 else -1]:
+            begin = time.perf_counter()
+            results[side].append(versions[side].run(command))
+            seconds = time.perf_counter() - begin
+            print(f"{shlex.join(command)}: {side}, {seconds:.0f} s", file=sys.stderr, flush=True)
+    return results["before"], results["after"]
+
+
 def main() -> int:
     """Run the benchmarks and print one table each."""
     parser = argparse.ArgumentParser(
@@ -151,37 +166,39 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.add_argument("--out", type=Path, help="also write the tables to this Markdown file")
     arguments = parser.parse_args()
-    text, tables = "", {}
+    text, failed = "", False
+    tables: dict[str, list[dict[str, Any]]] = {}
     with tempfile.TemporaryDirectory() as folder:
         versions = {
             side: Version(getattr(arguments, side), Path(folder) / side)
             for side in ("before", "after")
         }
         for benchmark in arguments.benchmarks:
-            results: dict[str, list[Tables]] = {"before": [], "after": []}
-            for turn in range(arguments.rounds):
-                for side in ("before", "after") if turn % 2 == 0 else ("after", "before"):
-                    begin = time.perf_counter()
-                    results[side].append(versions[side].run(shlex.split(benchmark)))
-                    seconds = time.perf_counter() - begin
-                    print(f"{benchmark}: {side}, {seconds:.0f} s", file=sys.stderr, flush=True)
-            for title, figures in figures_of(results["before"], results["after"]).items():
+            try:
+                before, after = in_turns(versions, shlex.split(benchmark), arguments.rounds)
+            except subprocess.CalledProcessError as error:
+                print(f"{benchmark}: ended with {error.returncode}", file=sys.stderr, flush=True)
+                failed = True
+                continue
+            for title, figures in figures_of(before, after).items():
                 everything = [figure.line(arguments.limit) for figure in figures]
                 lines = [line for line in everything if line["before"] != line["after"]]
                 slower = sum(line["slower"] == "yes" for line in lines)
-                changes = sorted(line["change %"] for line in lines)
-                middle = changes[len(changes) // 2] if changes else 0.0
+                changes = [line["change %"] for line in lines]
+                middle = statistics.median(changes) if changes else 0.0
                 tables[f"{benchmark}: {title}"] = lines
                 heading = f"`{benchmark}`: {title}"
-                text += markdown(heading, lines)
+                text += markdown(heading, lines) or f"### {heading}\n"
                 text += (
                     f"\n{len(everything)} figures, {len(everything) - len(lines)} of them equal, "
                 )
-                text += f"{slower} slower or larger; median change of the others {middle} %.\n\n"
+                text += (
+                    f"{slower} slower or larger; median change of the others {middle:.1f} %.\n\n"
+                )
+            if arguments.out:  # what is measured is kept, whatever follows
+                arguments.out.write_text(text)
     print(json.dumps(tables, indent=1) if arguments.json else text)
-    if arguments.out:
-        arguments.out.write_text(text)
-    return 0
+    return int(failed)
 
 
 if __name__ == "__main__":
