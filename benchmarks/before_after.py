@@ -48,7 +48,7 @@ class Version:
     """
 
     def __init__(self, what: str, folder: Path) -> None:
-        self.root = Path(what)
+        self.root = Path(what).resolve()
         if not self.root.is_dir():
             self.root = folder / "checkout"
             self.root.mkdir(parents=True)
