@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bitslab.engine.kernels.cuda.launch_bags import POOLED_DTYPES, Bags
+from bitslab.engine.kernels.cuda.bags import POOLED_DTYPES, BagKernels
 from bitslab.engine.kernels.cuda.runner import INDEX_ERROR, NO_ERROR, OFFSETS_ERROR
 from tests.helpers import dtype_id, same_bits
 from tests.simt.module import guarded
@@ -44,7 +44,7 @@ def test_bags_are_those_of_torch(bags, dtype, mode, dim, padding, include_last):
     runner = SimtRunner(1)
     for kind in (torch.int64, torch.int32):
         index, begins = guarded(ids.to(kind)), guarded(offsets.to(kind))
-        found = Bags(runner).pool(
+        found = BagKernels(runner).pool(
             rows, index, begins, mode, padding=padding, include_last=include_last
         )
         assert same_bits(found, expected)
@@ -56,7 +56,7 @@ def test_rows_at_odd_addresses_are_pooled_one_value_at_a_time():
     rows = guarded(rows.flatten())[1:9].view(2, 4)
     ids, offsets = ids % 2, torch.tensor([0, 5, 60])
     runner = SimtRunner()
-    found = Bags(runner).pool(rows, ids, offsets, 0)
+    found = BagKernels(runner).pool(rows, ids, offsets, 0)
     assert same_bits(found, torch.nn.functional.embedding_bag(ids, rows, offsets, mode="sum"))
     assert runner.launched[0][0].defines()["VECTOR"] == 1
 
@@ -64,7 +64,7 @@ def test_rows_at_odd_addresses_are_pooled_one_value_at_a_time():
 def test_more_bags_than_threads_are_all_pooled():
     rows, _ = made(4, torch.float32)
     ids = torch.arange(9000) % N_ROWS
-    found = Bags(SimtRunner()).pool(rows, ids, torch.arange(9000), 0)
+    found = BagKernels(SimtRunner()).pool(rows, ids, torch.arange(9000), 0)
     assert same_bits(found, rows[ids])
 
 
@@ -89,12 +89,12 @@ def test_offsets_that_are_not_sound_are_reported_and_nothing_beyond_the_ids_is_r
     offsets = guarded(torch.tensor(values, dtype=dtype))
     for mode in range(3):
         runner = SimtRunner(mode)
-        out = Bags(runner).pool(rows, ids, offsets, mode, include_last=include_last)
+        out = BagKernels(runner).pool(rows, ids, offsets, mode, include_last=include_last)
         kind, where, _, n_ids = runner.mailbox.tolist()
         assert (kind, n_ids) == (OFFSETS_ERROR, N_IDS) and 0 <= where < len(values)
         assert out.shape[0] == len(values) - include_last
     runner = SimtRunner()
-    found = Bags(runner).sound_offsets(offsets, N_IDS, include_last=include_last)
+    found = BagKernels(runner).sound_offsets(offsets, N_IDS, include_last=include_last)
     assert found.tolist() == [0] * (len(values) - include_last) + [N_IDS] * include_last
     kind, where, _, n_ids = runner.mailbox.tolist()
     assert (kind, n_ids) == (OFFSETS_ERROR, N_IDS)
@@ -122,7 +122,7 @@ def test_sound_offsets_are_copied(n, include_last, dtype):
     n_ids = 9000 if n else 0
     runner = SimtRunner()
     given = guarded(offsets.to(dtype))
-    found = Bags(runner).sound_offsets(given, n_ids, include_last=include_last)
+    found = BagKernels(runner).sound_offsets(given, n_ids, include_last=include_last)
     assert torch.equal(found, offsets) and found.dtype == torch.int64
     assert runner.mailbox[0] == NO_ERROR
 
@@ -133,6 +133,6 @@ def test_ids_out_of_range_are_reported_and_count_for_nothing(bad):
     given = ids.clone()
     given[10] = bad
     runner = SimtRunner()
-    found = Bags(runner).pool(rows, guarded(given), torch.tensor([0, 10, 11]), 0)
+    found = BagKernels(runner).pool(rows, guarded(given), torch.tensor([0, 10, 11]), 0)
     assert runner.mailbox.tolist() == [INDEX_ERROR, 10, bad, N_ROWS]
     assert same_bits(found[0], rows[ids[:10]].sum(0)) and not found[1].any()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,8 @@ from ....errors import (
     load_optional,
 )
 from ..compile_notice import CompileNotice
-from .launch import CudaKernels
+from .kernels import CudaKernels
+from .parameters import Parameters, Value, kinds_of, split
 from .runner import INDEX_ERROR, MAILBOX_WORDS, OFFSETS_ERROR
 from .source import AnyVariant, kernels_of, source_text
 
@@ -28,32 +29,32 @@ __all__ = ["CudaKernels", "kernels_on", "raise_pending_errors"]
 # Before it looks into its cache, cupy loads NVRTC and asks it for a few things.
 notice = CompileNotice("kernels for the GPU", load_s=0.5)
 
+Sizes = tuple[int, int, int]  # of a grid or a block
+
 _lock = threading.Lock()
 _runners: dict[int, CupyRunner] = {}
 _local = threading.local()
 
 
 class _Frame:
-    """Memory for the arguments of one launch: eight bytes each, and where each lies.
+    """Memory for the parameters of one launch: eight bytes each, and where each lies.
 
     A kernel reads as many of the eight bytes as its parameter has, the lowest first.
 
     Parameters
     ----------
     values : sequence of int
-        The arguments.
-    first : sequence of int
-        Those that come first in `values` of the frame; the others follow.
+        What the eight bytes hold, in any order.
+    places : sequence of int
+        For each parameter of the kernel, in order: where its value stands in `values`.
     """
 
     __slots__ = ("_places", "address", "values")
 
-    def __init__(self, values: Sequence[int], first: Sequence[int] = ()) -> None:
-        n = len(values)
-        order = [*first, *(i for i in range(n) if i not in first)]
-        self.values = (ctypes.c_int64 * n)(*(values[i] for i in order))
+    def __init__(self, values: Sequence[int], places: Sequence[int]) -> None:
+        self.values = (ctypes.c_int64 * len(values))(*values)
         begin = ctypes.addressof(self.values)
-        self._places = (ctypes.c_void_p * n)(*(begin + 8 * order.index(i) for i in range(n)))
+        self._places = (ctypes.c_void_p * len(places))(*(begin + 8 * place for place in places))
         self.address = ctypes.addressof(self._places)
 
 
@@ -69,45 +70,53 @@ class _Kernel:
         self.shared_bytes = 40 << 10
 
 
-class _Prepared:
-    """See `Runner.prepare`."""
+class _Bound:
+    """See `Runner.bind`.
+
+    Parameters
+    ----------
+    start : callable
+        `CupyRunner.start`.
+    address : int
+        Of the kernel.
+    parameters : type of Parameters
+        What it takes.
+    threads, shared_bytes, fixed
+        As for `Runner.bind`.
+    """
 
     def __init__(
         self,
-        runner: CupyRunner,
-        kernel: _Kernel,
-        threads: int,
-        args: Sequence[Any],
-        changing: Sequence[int],
+        start: Callable[[int, Sizes, Sizes, int, int], None],
+        address: int,
+        parameters: type[Parameters],
+        threads: int | Sizes,
         shared_bytes: int,
+        fixed: Mapping[str, Value],
     ) -> None:
-        self._runner = runner
-        self._address = kernel.address
-        self._threads = threads
-        self._owners = args  # of the memory that the arguments point to
-        self._values = [_value(a) for a in args]
-        self._changing = tuple(changing)
-        self._put = struct.Struct(f"={len(changing)}q").pack_into
+        self._start = start
+        self._address = address
+        self._block = threads if isinstance(threads, tuple) else (threads, 1, 1)
         self._shared_bytes = shared_bytes
+        self._owners = fixed  # of the memory that the parameters point to
+        changing, numbers = split(parameters, fixed)
+        # Those that change come first, so that one call writes them all.
+        stored = {name: place for place, name in enumerate([*changing, *numbers])}
+        self._places = [stored[name] for name in kinds_of(parameters)]
+        self._values = [0] * len(changing) + [*numbers.values()]
+        self._put = struct.Struct(f"={len(changing)}q").pack_into
         # One for each launch that is being put together: by threads, or a finaliser amid another.
         self._frames: list[_Frame] = []
 
-    def __call__(self, blocks: int, *changing: int) -> None:
+    def __call__(self, blocks: int | Sizes, *changing: int) -> None:
         try:
             frame = self._frames.pop()
         except IndexError:
-            frame = _Frame(self._values, self._changing)
+            frame = _Frame(self._values, self._places)
         self._put(frame.values, 0, *changing)
-        block = (self._threads, 1, 1)
-        self._runner.start(self._address, (blocks, 1, 1), block, self._shared_bytes, frame.address)
+        grid = blocks if isinstance(blocks, tuple) else (blocks, 1, 1)
+        self._start(self._address, grid, self._block, self._shared_bytes, frame.address)
         self._frames.append(frame)
-
-
-def _value(argument: Any) -> int:
-    """Return what stands for an argument in a frame."""
-    if isinstance(argument, torch.Tensor):
-        return argument.data_ptr()
-    return 0 if argument is None else int(argument)
 
 
 class CupyRunner:
@@ -130,7 +139,6 @@ class CupyRunner:
         # cupy's own launches take thrice the time of these.
         self._launch: Any = self._cupy.cuda.driver.launchKernel
         self._kernels: dict[tuple[AnyVariant, str], _Kernel] = {}
-        self._frames: dict[int, list[_Frame]] = {}  # by number of arguments
         properties = torch.cuda.get_device_properties(device)
         self.multiprocessors: int = properties.multi_processor_count
         self.shared_bytes_per_multiprocessor: int = properties.shared_memory_per_multiprocessor
@@ -158,45 +166,24 @@ class CupyRunner:
             for name in kernels_of(variant):
                 self._kernels[variant, name] = _Kernel(module.get_function(name))
 
-    def launch(
+    def bind(
         self,
         variant: AnyVariant,
-        kernel: str,
-        grid: tuple[int, ...],
-        block: tuple[int, ...],
-        args: Sequence[Any],
+        parameters: type[Parameters],
+        threads: int | Sizes,
         shared_bytes: int = 0,
-    ) -> None:
-        """Start a kernel on torch's current stream of the device."""
-        address = self._kernel(variant, kernel, shared_bytes).address
-        values: list[ctypes.c_int64 | int] = [_value(a) for a in args]
-        frames = self._frames.setdefault(len(values), [])
-        try:
-            frame = frames.pop()
-        except IndexError:
-            frame = _Frame([0] * len(values))
-        frame.values[:] = values
-        self.start(address, _three(grid), _three(block), shared_bytes, frame.address)
-        frames.append(frame)
-
-    def prepare(
-        self,
-        variant: AnyVariant,
-        kernel: str,
-        threads: int,
-        args: Sequence[Any],
-        changing: Sequence[int],
-        shared_bytes: int = 0,
-    ) -> _Prepared:
-        """Return a kernel ready for launches that differ in few arguments."""
-        found = self._kernel(variant, kernel, shared_bytes)
-        return _Prepared(self, found, threads, args, changing, shared_bytes)
+        /,
+        **fixed: Value,
+    ) -> _Bound:
+        """Return a kernel that is ready to be started; see `Runner.bind`."""
+        address = self._kernel(variant, parameters.kernel, shared_bytes).address
+        return _Bound(self.start, address, parameters, threads, shared_bytes, fixed)
 
     def start(
         self,
         address: int,
-        grid: tuple[int, int, int],
-        block: tuple[int, int, int],
+        grid: Sizes,
+        block: Sizes,
         shared_bytes: int,
         places: int,
     ) -> None:
@@ -245,11 +232,6 @@ class CupyRunner:
         raise CorruptedDataError(
             f"packed: {place} of an earlier decode on {self._device} is damaged"
         )
-
-
-def _three(sizes: tuple[int, ...]) -> tuple[int, int, int]:
-    x, y, z = (*sizes, 1, 1)[:3]
-    return x, y, z
 
 
 def _runner(device: torch.device) -> CupyRunner:
