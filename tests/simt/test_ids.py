@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from bitslab.engine.kernels import cpu
+from bitslab.engine.kernels.cpu import ids as twin
 from bitslab.engine.kernels.cuda.ids import (
     CHECKED_BY_ONE,
     IdKernels,
@@ -82,6 +84,34 @@ def test_the_order_goes_through_the_table_bin_after_bin(n_rows, dtype, seed):
         assert order.data_ptr() == scratch.order.data_ptr()
         assert_ordered(order, ids, n_rows)
         assert (scratch.order[n:] == -7).all()
+
+
+@DTYPES
+@pytest.mark.parametrize("n_rows", [5, 1_000_003])
+def test_twins_order_as_the_kernels_do(n_rows, dtype):
+    """But for the sequence within a bin."""
+    ids = random_ids(9000, n_rows, dtype)
+    scratch, twins = IdScratch.allocate("cpu", 9000), IdScratch.allocate("cpu", 9000)
+    shift = bin_shift(n_rows)
+    for bad in (None, 4321):
+        if bad is not None:
+            ids[bad], ids[-1] = n_rows, -n_rows - 1
+        order = IdKernels(SimtRunner(1)).order(ids, n_rows, scratch)
+        bins, first_bad = twins.bins.numpy(), twins.first_bad.numpy()
+        twin.reset_order(bins, first_bad)
+        twin.count_ids(ids.numpy(), -n_rows, n_rows, shift, bins, first_bad)
+        assert np.array_equal(bins[:ORDER_BINS], scratch.bins[:ORDER_BINS])
+        twins.order.fill_(-7)
+        twin.order_ids(ids.numpy(), n_rows, shift, bins, first_bad, twins.order.numpy())
+        assert torch.equal(twins.first_bad, scratch.first_bad)
+        assert cpu.check_ids(ids, n_rows) == int(scratch.first_bad)
+        if bad is None:
+            assert torch.equal(twins.bins, scratch.bins)
+            assert_ordered(twins.order, ids, n_rows)
+            rows = [ids[each.long()] % n_rows >> shift for each in (order, twins.order)]
+            assert torch.equal(*rows)
+        else:
+            assert first_bad[0] == bad and (twins.order == -7).all()
 
 
 def test_blocks_share_the_bins():

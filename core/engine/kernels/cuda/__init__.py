@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
-import struct
 import threading
-from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,8 +16,9 @@ from ....errors import (
     load_optional,
 )
 from ..compile_notice import CompileNotice
+from .frames import BoundKernel, Sizes
 from .kernels import CudaKernels
-from .parameters import Parameters, Value, kinds_of, split
+from .parameters import Parameters, Value
 from .runner import INDEX_ERROR, MAILBOX_WORDS, OFFSETS_ERROR
 from .source import AnyVariant, kernels_of, source_text
 
@@ -29,33 +27,9 @@ __all__ = ["CudaKernels", "kernels_on", "raise_pending_errors"]
 # Before it looks into its cache, cupy loads NVRTC and asks it for a few things.
 notice = CompileNotice("kernels for the GPU", load_s=0.5)
 
-Sizes = tuple[int, int, int]  # of a grid or a block
-
 _lock = threading.Lock()
 _runners: dict[int, CupyRunner] = {}
 _local = threading.local()
-
-
-class _Frame:
-    """Memory for the parameters of one launch: eight bytes each, and where each lies.
-
-    A kernel reads as many of the eight bytes as its parameter has, the lowest first.
-
-    Parameters
-    ----------
-    values : sequence of int
-        What the eight bytes hold, in any order.
-    places : sequence of int
-        For each parameter of the kernel, in order: where its value stands in `values`.
-    """
-
-    __slots__ = ("_places", "address", "values")
-
-    def __init__(self, values: Sequence[int], places: Sequence[int]) -> None:
-        self.values = (ctypes.c_int64 * len(values))(*values)
-        begin = ctypes.addressof(self.values)
-        self._places = (ctypes.c_void_p * len(places))(*(begin + 8 * place for place in places))
-        self.address = ctypes.addressof(self._places)
 
 
 class _Kernel:
@@ -68,55 +42,6 @@ class _Kernel:
         self.address: int = function.kernel.ptr
         # That it may ask for; more than 48 KiB, static arrays included, must be asked for.
         self.shared_bytes = 40 << 10
-
-
-class _Bound:
-    """See `Runner.bind`.
-
-    Parameters
-    ----------
-    start : callable
-        `CupyRunner.start`.
-    address : int
-        Of the kernel.
-    parameters : type of Parameters
-        What it takes.
-    threads, shared_bytes, fixed
-        As for `Runner.bind`.
-    """
-
-    def __init__(
-        self,
-        start: Callable[[int, Sizes, Sizes, int, int], None],
-        address: int,
-        parameters: type[Parameters],
-        threads: int | Sizes,
-        shared_bytes: int,
-        fixed: Mapping[str, Value],
-    ) -> None:
-        self._start = start
-        self._address = address
-        self._block = threads if isinstance(threads, tuple) else (threads, 1, 1)
-        self._shared_bytes = shared_bytes
-        self._owners = fixed  # of the memory that the parameters point to
-        changing, numbers = split(parameters, fixed)
-        # Those that change come first, so that one call writes them all.
-        stored = {name: place for place, name in enumerate([*changing, *numbers])}
-        self._places = [stored[name] for name in kinds_of(parameters)]
-        self._values = [0] * len(changing) + [*numbers.values()]
-        self._put = struct.Struct(f"={len(changing)}q").pack_into
-        # One for each launch that is being put together: by threads, or a finaliser amid another.
-        self._frames: list[_Frame] = []
-
-    def __call__(self, blocks: int | Sizes, *changing: int) -> None:
-        try:
-            frame = self._frames.pop()
-        except IndexError:
-            frame = _Frame(self._values, self._places)
-        self._put(frame.values, 0, *changing)
-        grid = blocks if isinstance(blocks, tuple) else (blocks, 1, 1)
-        self._start(self._address, grid, self._block, self._shared_bytes, frame.address)
-        self._frames.append(frame)
 
 
 class CupyRunner:
@@ -174,10 +99,10 @@ class CupyRunner:
         shared_bytes: int = 0,
         /,
         **fixed: Value,
-    ) -> _Bound:
+    ) -> BoundKernel:
         """Return a kernel that is ready to be started; see `Runner.bind`."""
         address = self._kernel(variant, parameters.kernel, shared_bytes).address
-        return _Bound(self.start, address, parameters, threads, shared_bytes, fixed)
+        return BoundKernel(self.start, address, parameters, threads, shared_bytes, fixed)
 
     def start(
         self,

@@ -1,7 +1,7 @@
 """What kernels take: for each kernel a class whose fields are its parameters, in order.
 
 The class stands in the file with the name of the kernel's .cu text; tests compare the two. A
-launcher gives it to `Runner.bind` with the values that stay the same, and calls what comes back
+launcher gives it to `Runner.bind` with the values that are fixed, and calls what comes back
 with the grid and the values that change.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from functools import cache
 from typing import Annotated, ClassVar, NamedTuple, get_type_hints
 
 import torch
@@ -48,11 +47,17 @@ class Parameters:
     kernel: ClassVar[str]
 
 
-@cache
+_kinds: dict[type[Parameters], Mapping[str, Kind]] = {}
+
+
 def kinds_of(parameters: type[Parameters]) -> Mapping[str, Kind]:
     """Return name and kind of each parameter, in order."""
-    hints = get_type_hints(parameters, include_extras=True)
-    return {field.name: hints[field.name].__metadata__[0] for field in fields(parameters)}
+    found = _kinds.get(parameters)
+    if found is None:
+        hints = get_type_hints(parameters, include_extras=True)
+        found = {field.name: hints[field.name].__metadata__[0] for field in fields(parameters)}
+        _kinds[parameters] = found
+    return found
 
 
 def split(
