@@ -268,7 +268,7 @@ class OptimizerAdapter:
         for name, value in self._row_states():
             kernels = kernels or kernels_on(value.device, tell=False)
             stored = self.stores[name].as_bytes()
-            kernels.copy.rows(stored, stored.shape[1], ids, value[first : first + len(ids)])
+            kernels.copy_rows(stored, stored.shape[1], ids, value[first : first + len(ids)])
 
     def move(self, slots: torch.Tensor, to: torch.Tensor) -> None:
         """Copy state of rows to other slots: int64 ``[n]`` each, on their device."""

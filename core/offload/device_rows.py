@@ -63,7 +63,7 @@ class DeviceRows:
         if record.raw:
             source = record.parts["rows"].of(held.tensor()).view(-1).view(torch.uint8)
             rows = source.view(record.n_rows, row_bytes)
-            kernels.copy.rows(rows, row_bytes, wanted, target, **options)
+            kernels.copy_rows(rows, row_bytes, wanted, target, **options)
         else:
             table, layout = self._table(name, record, held)
             kernels.gather_rows(table, layout, wanted, target, **options)

@@ -210,7 +210,7 @@ class Gathers:
         try:
             if parts.raw:
                 raw = self._copies.raw_rows(self._rows)
-                kernels.copy.rows(raw, parts.item_bytes, ids, out)
+                kernels.copy_rows(raw, parts.item_bytes, ids, out)
             else:
                 storage, layout = self._copies.get(device, self._rows)
                 counters = self.counters.on(device)

@@ -29,12 +29,12 @@ class TwinKernels:
     """The kernels' twins on the CPU in the place of the kernels, for long tests."""
 
     def __init__(self) -> None:
-        self.slots = self.copy = self
+        self.slots = self
 
     def finder(self, n_rows, seen, claims, *, slot_of=None, adds=False) -> TwinFinder:
         return TwinFinder(n_rows, seen, claims, slot_of, adds)
 
-    def rows(self, rows, row_bytes, ids, out):
+    def copy_rows(self, rows, row_bytes, ids, out):
         cpu.copy_rows(rows, row_bytes, ids, out.view(len(ids), -1).view(torch.uint8))
 
 
@@ -85,7 +85,7 @@ def on_simulated_gpu(*, twins: bool = False) -> Iterator[SimtRunner]:
             there = ids >= 0
             out[there] = table.gather(ids[there])
         elif isinstance(table.codec, RawCodec):
-            kernels.copy.rows(table._parts.raw_rows(), table.row_bytes, ids, out)
+            kernels.copy_rows(table._parts.raw_rows(), table.row_bytes, ids, out)
         else:
             kernels.gather_rows(table._rows.storage(), table._rows.layout, ids, out)
 

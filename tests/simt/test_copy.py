@@ -58,7 +58,7 @@ def assert_copies(rows, row_bytes, ids, offset, kernels=None, **options) -> Simt
     runner = SimtRunner()
     kernels = kernels or CopyKernels(runner)
     out, whole = output(len(ids), row_bytes, offset)
-    kernels.rows(rows, row_bytes, ids, out, **options)
+    kernels.copy_rows(rows, row_bytes, ids, out, **options)
     assert torch.equal(out, rows[ids.long(), :row_bytes])
     before = out.data_ptr() - whole.data_ptr()
     behind = before + out.numel()
@@ -135,9 +135,9 @@ def test_the_budget_of_multiprocessors_bounds_the_grid():
 def test_no_rows_and_rows_of_no_bytes_launch_nothing():
     runner = SimtRunner()
     rows, no_ids = random_bytes(4, 8), torch.zeros(0, dtype=torch.int64)
-    CopyKernels(runner).rows(rows, 8, no_ids, torch.empty(0, 8, dtype=torch.uint8))
+    CopyKernels(runner).copy_rows(rows, 8, no_ids, torch.empty(0, 8, dtype=torch.uint8))
     empty = torch.empty(3, 0, dtype=torch.uint8)
-    CopyKernels(runner).rows(rows, 0, torch.zeros(3, dtype=torch.int64), empty)
+    CopyKernels(runner).copy_rows(rows, 0, torch.zeros(3, dtype=torch.int64), empty)
     assert runner.launched == []
 
 
@@ -159,7 +159,7 @@ def test_a_bad_id_is_reported_and_nothing_is_written(dtype, bad):
         else:
             IdKernels(runner).check(ids, 300, scratch.first_bad)
         out = torch.full((5000, 52), FILL, dtype=torch.uint8)
-        CopyKernels(runner).rows(rows, 52, ids, out, first_bad=scratch.first_bad, order=order)
+        CopyKernels(runner).copy_rows(rows, 52, ids, out, first_bad=scratch.first_bad, order=order)
         assert (out == FILL).all()
         assert runner.mailbox.tolist() == [INDEX_ERROR, 4321, bad, 300]
 
@@ -169,7 +169,7 @@ def test_good_ids_pass_the_check_and_the_order():
     rows, ids = random_bytes(300, 52), torch.randint(-300, 300, (700,))
     order = IdKernels(runner).order(ids, 300, scratch)
     out = torch.empty(700, 52, dtype=torch.uint8)
-    CopyKernels(runner).rows(rows, 52, ids, out, first_bad=scratch.first_bad, order=order)
+    CopyKernels(runner).copy_rows(rows, 52, ids, out, first_bad=scratch.first_bad, order=order)
     assert torch.equal(out, rows[ids])
     assert runner.mailbox[0] == NO_ERROR
 
@@ -189,7 +189,7 @@ def test_places_past_four_gibibytes_are_reached(tmp_path):
     order = torch.tensor(picked, dtype=torch.int32)
     for unit in COPY_PIECES:
         out[picked] = FILL
-        CopyKernels(SimtRunner()).rows(rows, 600, ids, out[:4], order=order, unit_bytes=unit)
+        CopyKernels(SimtRunner()).copy_rows(rows, 600, ids, out[:4], order=order, unit_bytes=unit)
         assert torch.equal(out[picked], rows[ids[picked].long()])
 
 
@@ -197,12 +197,12 @@ def test_rows_too_long_or_too_far_apart_are_refused():
     flat = random_bytes(1)
     out, ids = torch.empty(1, 1, dtype=torch.uint8), torch.zeros(1, dtype=torch.int64)
     with pytest.raises(ArgumentError, match="row_bytes: 2147483648; .* at most"):
-        CopyKernels(SimtRunner()).rows(flat.expand(2, 1), MAX_ROW_BYTES + (1 << 14), ids, out)
+        CopyKernels(SimtRunner()).copy_rows(flat.expand(2, 1), MAX_ROW_BYTES + (1 << 14), ids, out)
     far = torch.empty(2, 1, dtype=torch.uint8, device="meta").as_strided(
         (2, 1), (MAX_STRIDE_BYTES + 1, 1)
     )
     with pytest.raises(ArgumentError, match="rows: bytes from row to row: 4294967296; "):
-        CopyKernels(SimtRunner()).rows(far, 1, ids, out)
+        CopyKernels(SimtRunner()).copy_rows(far, 1, ids, out)
 
 
 def test_division_by_multiplication_is_exact():
@@ -265,7 +265,7 @@ def test_the_example_of_pytorch_direct(monkeypatch, shift, expected):
     runner = SimtRunner(traced=True)
     rows = table(5, 44, 44, "start", 0)
     out = torch.empty(3, 44, dtype=torch.uint8)
-    CopyKernels(runner).rows(rows, 44, torch.tensor([0, 2, 4]), out, unit_bytes=4)
+    CopyKernels(runner).copy_rows(rows, 44, torch.tensor([0, 2, 4]), out, unit_bytes=4)
     assert torch.equal(out, rows[[0, 2, 4]])
     loads = runner.loads[0]
     row_2 = loads[(loads["thread"] >= 11) & (loads["thread"] <= 21)]
@@ -284,7 +284,7 @@ def test_long_rows_ask_for_at_most_two_lines_more_than_they_touch(unit, row_byte
         runner = SimtRunner(traced=True)
         ids = torch.randperm(n)
         out = torch.empty(n, row_bytes, dtype=torch.uint8)
-        CopyKernels(runner).rows(rows, row_bytes, ids, out, unit_bytes=unit)
+        CopyKernels(runner).copy_rows(rows, row_bytes, ids, out, unit_bytes=unit)
         assert torch.equal(out, rows[ids])
         loads, blocks = runner.loads[0], runner.grids[0][0]
         steps = copying.TILE_UNITS // copying.THREADS
@@ -310,7 +310,7 @@ def test_small_rows_share_the_loads_of_a_warp():
     runner = SimtRunner(traced=True)
     ids = torch.randint(0, 1000, (1024,))
     out = torch.empty(1024, 16, dtype=torch.uint8)
-    CopyKernels(runner).rows(rows, 16, ids, out, unit_bytes=16)
+    CopyKernels(runner).copy_rows(rows, 16, ids, out, unit_bytes=16)
     loads = runner.loads[0]
     instructions = np.stack([loads["block"], loads["thread"] // 32, loads["step"]])
     assert np.unique(instructions, axis=1).shape[1] == 1024 // 32
@@ -324,7 +324,7 @@ def test_a_copy_that_checks_ids_itself_writes_all_or_nothing(unit):
         ids = good.clone()
         ids[2345] = ids[2999] = bad
         out = torch.full((3000, 64), FILL, dtype=torch.uint8)
-        CopyKernels(runner).rows(rows, 64, ids, out, lowest=lowest, unit_bytes=unit)
+        CopyKernels(runner).copy_rows(rows, 64, ids, out, lowest=lowest, unit_bytes=unit)
         assert (out == FILL).all()
         assert runner.mailbox.tolist() == [INDEX_ERROR, 2345, bad, 50]
         runner.mailbox.zero_()
@@ -348,7 +348,7 @@ def test_rows_of_no_id_are_left_as_they_are(row_bytes):
     ids = torch.tensor([3, NO_ROW, 49, 0, NO_ROW, NO_ROW, 3])
     out, _ = output(len(ids), row_bytes, 0)
     twin = out.clone()
-    CopyKernels(SimtRunner()).rows(rows, row_bytes, ids, out)
+    CopyKernels(SimtRunner()).copy_rows(rows, row_bytes, ids, out)
     wanted = torch.where((ids >= 0)[:, None], rows[ids.clamp(0)], FILL)
     assert torch.equal(out, wanted)
     cpu.copy_rows(rows.contiguous(), row_bytes, ids, twin)

@@ -406,7 +406,7 @@ def _measure_zero_copy(host: torch.Tensor, here: torch.Tensor) -> float:
     out = here.view(-1, PROBE_ROW_BYTES)
     parts = torch.randperm(rows.shape[0], device=here.device).chunk(1 + REPEATS)
     seconds = [
-        stream_seconds(kernels.copy.rows, rows, PROBE_ROW_BYTES, ids, out[: ids.shape[0]])
+        stream_seconds(kernels.copy_rows, rows, PROBE_ROW_BYTES, ids, out[: ids.shape[0]])
         for ids in parts
     ]
     return len(parts[1]) * PROBE_ROW_BYTES / min(seconds[1:])  # the first compiles
@@ -430,7 +430,7 @@ def _measure_random_rows(model: LinkModel, device: torch.device, deep_bytes: int
             seconds = []
             for _ in range(REPEATS):  # fresh ids each time; address translations are kept warm
                 ids = torch.randint(size // row_bytes, (n_ids,), device=device)
-                seconds.append(stream_seconds(kernels.copy.rows, table, row_bytes, ids, out))
+                seconds.append(stream_seconds(kernels.copy_rows, table, row_bytes, ids, out))
             points.append((size, n_ids / min(seconds[1:])))
     factor = points[-1][1] / dict(H200_RANDOM_ROWS)[sizes[-1]]
     rest = [(size, rate * factor) for size, rate in H200_RANDOM_ROWS if size > sizes[-1]]

@@ -58,7 +58,7 @@ def gather_copied_rows(
     kernels = kernels_on(out.device)
     lowest = -n_rows if from_end else 0
     first_bad, order = _look_at_ids(kernels, ids, n_rows, sort, lowest)
-    kernels.copy.rows(
+    kernels.copy_rows(
         rows,
         row_bytes,
         ids,

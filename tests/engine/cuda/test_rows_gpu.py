@@ -41,7 +41,7 @@ def test_rows_of_any_size_and_address_arrive(kernels, row_bytes, on_host):
             for order in (None, torch.randperm(n, device="cuda").int()):
                 whole = torch.full((to + n * row_bytes + 64,), FILL, device="cuda").byte()
                 out = whole[to : to + n * row_bytes].view(n, row_bytes)
-                kernels.copy.rows(rows, row_bytes, ids, out, order=order)
+                kernels.copy_rows(rows, row_bytes, ids, out, order=order)
                 assert torch.equal(out, expected)
                 assert (whole[:to] == FILL).all()
                 assert (whole[to + n * row_bytes :] == FILL).all()
@@ -55,7 +55,7 @@ def test_tables_and_outputs_of_more_than_four_gibibytes(kernels, on_host):
     out = torch.empty(n_rows, row_bytes, dtype=torch.uint8, device="cuda")
     scratch = IdScratch.allocate("cuda", n_rows)
     order = kernels.ids.order(ids, n_rows, scratch)
-    kernels.copy.rows(rows, row_bytes, ids, out, first_bad=scratch.first_bad, order=order)
+    kernels.copy_rows(rows, row_bytes, ids, out, first_bad=scratch.first_bad, order=order)
     for some in torch.arange(n_rows, device="cuda").split(500_000):
         assert torch.equal(out[some].cpu(), rows[ids[some].to(rows.device)].cpu())
 
@@ -72,7 +72,7 @@ def test_a_bad_id_is_reported_and_nothing_is_written(kernels, on_host):
     assert scratch.first_bad.item() == 7_777
     assert (scratch.order == -7).all()
     out = torch.full((20_000, 512), FILL, dtype=torch.uint8, device="cuda")
-    kernels.copy.rows(rows, 512, ids, out, first_bad=scratch.first_bad, order=order)
+    kernels.copy_rows(rows, 512, ids, out, first_bad=scratch.first_bad, order=order)
     with pytest.raises(IndexRangeError, match="1000 at position 7777"):
         bitslab.raise_pending_errors("cuda")
     assert (out == FILL).all()
@@ -126,7 +126,7 @@ def test_checking_ordering_and_copying_can_be_captured_in_a_graph(kernels, on_ho
 
     def gather() -> None:
         order = kernels.ids.order(ids, 5000, scratch)
-        kernels.copy.rows(rows, 602, ids, out, first_bad=scratch.first_bad, order=order)
+        kernels.copy_rows(rows, 602, ids, out, first_bad=scratch.first_bad, order=order)
 
     gather()  # compiles
     graph = torch.cuda.CUDAGraph()

@@ -70,7 +70,7 @@ class CopyKernels:
         #: What copies of rows of one size have in common.
         self.plans: dict[tuple[object, ...], CopyPlan] = {}
 
-    def rows(
+    def copy_rows(
         self,
         rows: torch.Tensor,
         row_bytes: int,
@@ -179,7 +179,7 @@ class CopyPlan:
     ordered : bool
         Whether they are taken in order.
     sm_budget, unit_bytes : int or None
-        As for `CopyKernels.rows`.
+        As for `CopyKernels.copy_rows`.
 
     Attributes
     ----------

@@ -20,8 +20,9 @@ from .slots import SlotKernels
 class CudaKernels:
     """The kernels of one GPU.
 
-    Functions that a codec needs are here under the names that they have in `kernels.cpu`, with the
-    same arguments and the same bytes. The others are reached by the part that they belong to.
+    Functions that codecs need, packed or raw, are here under the names that they have in
+    `kernels.cpu`, with the same arguments and the same bytes. The others are reached by the part
+    that they belong to.
 
     Parameters
     ----------
@@ -36,8 +37,6 @@ class CudaKernels:
         Maps ids to locations.
     slots : SlotKernels
         Finds slots of a cache.
-    copy : CopyKernels
-        Copies raw rows.
     bags : BagKernels
         Pools bags of rows.
     """
@@ -46,7 +45,6 @@ class CudaKernels:
         self.ids = IdKernels(runner)
         self.map = MapKernels(runner)
         self.slots = SlotKernels(runner)
-        self.copy = CopyKernels(runner)
         self.bags = BagKernels(runner)
         self.count_bits = CountKernels(runner).count_bits
         encode = EncodeKernels(runner)
@@ -58,4 +56,4 @@ class CudaKernels:
         decode = DecodeKernels(runner, self.ids, gather)
         self.decode_rows = decode.decode_rows
         self.prepare_decode = decode.prepare_decode
-        self.copy_rows = self.copy.rows
+        self.copy_rows = CopyKernels(runner).copy_rows
