@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..engine.kernels.cuda import kernels_on
-from ..engine.kernels.cuda.launch_bags import POOLED_DTYPES
+from ..engine.kernels.cuda.bags import POOLED_DTYPES
 from ..errors import ArgumentError
 
 #: Ids of a bag, on average, up to which `pooled_on_gpu` is used. A thread takes the ids of a bag
@@ -28,7 +28,7 @@ def pooled_on_gpu(
     padding: int | None,
     include_last: bool,
 ) -> torch.Tensor:
-    """Return a row for each bag, as ``torch.embedding_bag`` does; see `cuda.launch_bags`."""
+    """Return a row for each bag, as ``torch.embedding_bag`` does; see `cuda.bags`."""
     kernels = kernels_on(matrix.device)
     return kernels.bags.pool(
         matrix.contiguous(), index, offsets, mode, padding=padding, include_last=include_last

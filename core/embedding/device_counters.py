@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from ..engine.kernels.cuda import kernels_on
-from ..engine.kernels.cuda.launch_slots import SlotFinder
+from ..engine.kernels.cuda.slots import SlotFinder
 from .eviction import EvictionStrategy
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class DeviceCounters:
             kernels = kernels_on(self.device, tell=False)
             adds = self._evict is EvictionStrategy.LFU
             self._finds_in = slot_of
-            self._finder = kernels.slot_finder(
+            self._finder = kernels.slots.finder(
                 n_rows, self._seen, self._claims, slot_of=slot_of, adds=adds
             )
         assert slot_of is self._finds_in

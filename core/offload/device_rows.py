@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ..engine.kernels.cuda import kernels_on
-from ..engine.kernels.cuda.launch_ids import CHECKED_BY_ALL
+from ..engine.kernels.cuda.ids import CHECKED_BY_ALL
 from ..engine.kernels.format import RowLayout, TableStorage
 from ..engine.row_map import row_map
 from .images import HostImage, Image
@@ -58,7 +58,7 @@ class DeviceRows:
         first_bad = None
         if wanted.shape[0] > CHECKED_BY_ALL:
             first_bad = torch.empty(1, dtype=torch.int64, device=self._device)
-            kernels.check_ids(wanted, record.n_rows, first_bad, 0)
+            kernels.ids.check(wanted, record.n_rows, first_bad, 0)
         options: dict[str, Any] = {"first_bad": first_bad, "lowest": 0, "sm_budget": sm_budget}
         if record.raw:
             source = record.parts["rows"].of(held.tensor()).view(-1).view(torch.uint8)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from ..engine.codecs import InvariantCodec, RawCodec
 from ..engine.codecs.base import rows_as_bytes
-from ..engine.kernels import kernels_for
+from ..engine.kernels import cpu
 from ..engine.kernels.cuda import kernels_on
 from ..engine.kernels.cuda.stream import stream_pointer
 from ..engine.kernels.format import (
@@ -39,23 +39,27 @@ STAGE_BYTES = 32 << 20  # rows that are copied to the slabs at once
 Array = np.ndarray[Any, Any]
 
 
-class _MapKernels(Protocol):
-    """Operations of both backends on maps from ids to locations."""
+class _MapKernels(NamedTuple):
+    """Operations of both backends on maps from ids to locations.
 
-    def map_insert(
-        self, entries: torch.Tensor, ids: torch.Tensor, locations: torch.Tensor
-    ) -> int | torch.Tensor:
-        """Insert ids; return the number of ids that did not fit."""
+    Parameters
+    ----------
+    insert : callable
+        Insert ids with their locations; return the number of ids that did not fit.
+    find : callable
+        Return locations, NOT_CACHED for ids that are not in the map.
+    """
 
-    def map_find(self, entries: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """Return locations, NOT_CACHED for ids that are not in the map."""
+    insert: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], int | torch.Tensor]
+    find: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def _map_kernels(device: torch.device) -> _MapKernels:
-    if device.type == "cuda":
-        # A pending error of another call must not stop a change half-way.
-        return kernels_on(device, tell=False)
-    return cast(_MapKernels, kernels_for(device))
+    if device.type != "cuda":
+        return _MapKernels(cpu.map_insert, cpu.map_find)
+    # A pending error of another call must not stop a change half-way.
+    kernels = kernels_on(device, tell=False).map
+    return _MapKernels(kernels.insert, kernels.find)
 
 
 class SlabAllocator:
@@ -172,7 +176,7 @@ class Snapshot:
                     (buckets * BUCKET_ENTRIES, 2), NO_ID, dtype=torch.int64, device=device
                 )
                 if ids is not None and locations is not None and n:
-                    failed = _map_kernels(device).map_insert(
+                    failed = _map_kernels(device).insert(
                         entries,
                         torch.from_numpy(ids).to(device),
                         torch.from_numpy(locations).to(device),
@@ -221,7 +225,7 @@ class Snapshot:
     def has(self, row: int) -> bool:
         """Return whether a packed row is cached; waits for a GPU."""
         device, storage = next(iter(self.storages.items()))
-        found = _map_kernels(device).map_find(storage.entries, torch.tensor([row]).to(device))
+        found = _map_kernels(device).find(storage.entries, torch.tensor([row]).to(device))
         return int(found) != NOT_CACHED
 
     def forget(self, ids: torch.Tensor) -> None:
@@ -230,9 +234,9 @@ class Snapshot:
         for device, storage in self.storages.items():
             kernels = _map_kernels(device)
             there = ids.to(device)
-            cached = there[kernels.map_find(storage.entries, there) != NOT_CACHED]
+            cached = there[kernels.find(storage.entries, there) != NOT_CACHED]
             if cached.numel():
-                kernels.map_insert(storage.entries, cached, torch.full_like(cached, NOT_CACHED))
+                kernels.insert(storage.entries, cached, torch.full_like(cached, NOT_CACHED))
             if device.type == "cuda":
                 torch.cuda.current_stream(device).synchronize()
             dropped = cached.numel()

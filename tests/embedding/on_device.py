@@ -16,7 +16,7 @@ from bitslab.embedding import device_counters, device_lookup, lookups, optimizer
 from bitslab.embedding.training import Training
 from bitslab.engine.kernels import cpu
 from bitslab.engine.kernels.cpu import slots
-from bitslab.engine.kernels.cuda.launch import CudaKernels
+from bitslab.engine.kernels.cuda import CudaKernels
 from bitslab.engine.memory.host import HostBuffer
 from tests.embedding.support import Pair, check_map
 from tests.simt.runner import SimtRunner
@@ -28,7 +28,10 @@ N_ROWS, CACHE_ROWS = 40, 8
 class TwinKernels:
     """The kernels' twins on the CPU in the place of the kernels, for long tests."""
 
-    def slot_finder(self, n_rows, seen, claims, *, slot_of=None, adds=False) -> TwinFinder:
+    def __init__(self) -> None:
+        self.slots = self
+
+    def finder(self, n_rows, seen, claims, *, slot_of=None, adds=False) -> TwinFinder:
         return TwinFinder(n_rows, seen, claims, slot_of, adds)
 
     def copy_rows(self, rows, row_bytes, ids, out):

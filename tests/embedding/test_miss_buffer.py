@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from bitslab.embedding import EvictionStrategy, device_counters, miss_buffer
-from bitslab.engine.kernels.cuda.launch_slots import SlotFinder
 from bitslab.engine.kernels.cuda.runner import INDEX_ERROR
+from bitslab.engine.kernels.cuda.slots import SlotFinder
 from bitslab.errors import BitslabError
 from bitslab.integrations.embedding import CachedEmbeddingBag
 from tests.embedding.on_device import (

@@ -13,7 +13,7 @@ from bitslab.embedding import device_counters, miss_buffer, parameter_watch
 from bitslab.embedding.optimizers import OptimizerAdapter
 from bitslab.embedding.slot_table import SlotTable
 from bitslab.embedding.training import Training
-from bitslab.engine.kernels.cuda.launch_slots import SlotFinder
+from bitslab.engine.kernels.cuda.slots import SlotFinder
 from tests.embedding.on_device import CACHE_ROWS, N_ROWS, check_gpu_map, drawn, made
 
 INTERRUPTED = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bitslab.engine.kernels.cuda.launch_ids import CHECKED_BY_ALL
+from bitslab.engine.kernels.cuda.ids import CHECKED_BY_ALL
 from bitslab.engine.kernels.cuda.runner import INDEX_ERROR
 from bitslab.errors import IndexRangeError
 from bitslab.offload import PackedUnit, PackedWeights, WeightPacker, device_rows

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from bitslab.engine.kernels.cuda.launch_ids import CHECKED_BY_ALL
+from bitslab.engine.kernels.cuda.ids import CHECKED_BY_ALL
 from bitslab.errors import BitslabError, IndexRangeError
 from bitslab.offload import (
     WeightHandle,

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from bitslab.engine.kernels.cuda.launch import CudaKernels
-from bitslab.engine.kernels.cuda.runner import MAILBOX_WORDS, Prepared
+from bitslab.engine.kernels.cuda import CudaKernels
+from bitslab.engine.kernels.cuda.parameters import Kind, Parameters, Value, kinds_of, split
+from bitslab.engine.kernels.cuda.runner import MAILBOX_WORDS, Launch
 from bitslab.engine.kernels.cuda.source import AnyVariant, kernels_of, source_text
 from tests.simt.module import ModuleSpec, SimtModule
 
 _modules: dict[AnyVariant, SimtModule] = {}
 
+_NUMBERS = {"int": np.int32, "u32": np.uint32, "i64": np.int64}
+
 
 class SimtRunner:
-    """A `Runner` whose device is the CPU.
+    """A `Runner` whose device is the CPU; each start runs a kernel to its end.
 
     Parameters
     ----------
@@ -39,51 +41,46 @@ class SimtRunner:
         self.launched: list[tuple[AnyVariant, str]] = []
         self.grids: list[tuple[int, ...]] = []
 
-    def launch(
+    def bind(
         self,
         variant: AnyVariant,
-        kernel: str,
-        grid: tuple[int, ...],
-        block: tuple[int, ...],
-        args: Sequence[Any],
+        parameters: type[Parameters],
+        threads: int | tuple[int, int, int],
         shared_bytes: int = 0,
-    ) -> None:
-        """Run a kernel to its end."""
-        self.launched.append((variant, kernel))
-        self.grids.append(grid)
-        if variant not in _modules:
-            _modules[variant] = SimtModule(*module_spec(variant))
-        loads = _modules[variant].launch(
-            kernel,
-            grid,
-            block,
-            args,
-            shared_bytes=shared_bytes,
-            seed=self.seed,
-            traced=self.traced,
-        )
-        if loads is not None:
-            self.loads.append(loads)
+        /,
+        **fixed: Value,
+    ) -> Launch:
+        """Return a kernel that is ready to be started."""
+        kinds, kernel = kinds_of(parameters), parameters.kernel
+        changing, _ = split(parameters, fixed)
 
-    def prepare(
-        self,
-        variant: AnyVariant,
-        kernel: str,
-        threads: int,
-        args: Sequence[Any],
-        changing: Sequence[int],
-        shared_bytes: int = 0,
-    ) -> Prepared:
-        """Return a kernel ready for launches that differ in few arguments."""
-
-        def launch(blocks: int, *values: int) -> None:
-            now = list(args)
-            for place, value in zip(changing, values, strict=True):
-                kind = type(args[place])
-                now[place] = ctypes.c_void_p(value) if args[place] is None else kind(value)
-            self.launch(variant, kernel, (blocks,), (threads,), now, shared_bytes)
+        def launch(blocks: int | tuple[int, int, int], *values: int) -> None:
+            given = {**fixed, **dict(zip(changing, values, strict=True))}
+            grid = blocks if isinstance(blocks, tuple) else (blocks,)
+            self.launched.append((variant, kernel))
+            self.grids.append(grid)
+            if variant not in _modules:
+                _modules[variant] = SimtModule(*module_spec(variant))
+            loads = _modules[variant].launch(
+                kernel,
+                grid,
+                threads,
+                [_argument(kind, given[name]) for name, kind in kinds.items()],
+                shared_bytes=shared_bytes,
+                seed=self.seed,
+                traced=self.traced,
+            )
+            if loads is not None:
+                self.loads.append(loads)
 
         return launch
+
+
+def _argument(kind: Kind, value: Value) -> object:
+    """Return what `SimtModule.launch` takes for a value."""
+    if value is None or isinstance(value, torch.Tensor):
+        return value
+    return ctypes.c_void_p(value) if kind.c_type == "*" else _NUMBERS[kind.c_type](value)
 
 
 def module_spec(variant: AnyVariant) -> ModuleSpec:

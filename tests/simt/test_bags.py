@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
-from bitslab.engine.kernels.cuda.launch_bags import POOLED_DTYPES, Bags
+from bitslab.engine.kernels.cpu import bags as twin
+from bitslab.engine.kernels.cuda.bags import NO_PADDING, POOLED_DTYPES, BagKernels
 from bitslab.engine.kernels.cuda.runner import INDEX_ERROR, NO_ERROR, OFFSETS_ERROR
 from tests.helpers import dtype_id, same_bits
 from tests.simt.module import guarded
@@ -44,11 +46,36 @@ def test_bags_are_those_of_torch(bags, dtype, mode, dim, padding, include_last):
     runner = SimtRunner(1)
     for kind in (torch.int64, torch.int32):
         index, begins = guarded(ids.to(kind)), guarded(offsets.to(kind))
-        found = Bags(runner).pool(
+        found = BagKernels(runner).pool(
             rows, index, begins, mode, padding=padding, include_last=include_last
         )
         assert same_bits(found, expected)
     assert not runner.mailbox.any()
+
+
+@pytest.mark.parametrize("include_last", [False, True], ids=["", "with-end"])
+@pytest.mark.parametrize("mode", range(3), ids=MODES)
+@pytest.mark.parametrize(
+    ("dtype", "id_dtype"),
+    [(torch.float32, torch.int64), (torch.float64, torch.int32)],
+    ids=["float32", "float64"],
+)
+def test_sums_that_round_are_those_of_the_twin(dtype, id_dtype, mode, include_last):
+    generator = torch.Generator().manual_seed(mode)
+    rows = guarded(torch.randn(N_ROWS, 8, generator=generator, dtype=dtype))
+    for k, value in enumerate((0.0, -0.0, float("inf"), 1e-310, 1e-42)):
+        rows[k::17] = value
+    ids = torch.randint(N_ROWS, (N_IDS,), generator=generator).to(id_dtype)
+    ids[::5] = 7
+    for values in SOUND.values():
+        offsets = torch.tensor(values + [N_IDS] * include_last, dtype=id_dtype)
+        found = BagKernels(SimtRunner(mode)).pool(
+            rows, guarded(ids), guarded(offsets), mode, padding=7, include_last=include_last
+        )
+        out = torch.empty_like(found)
+        arrays = (rows.numpy(), ids.numpy(), 7, offsets.numpy(), include_last, mode, out.numpy())
+        assert twin.pool_bags(*arrays) == (-1, -1)
+        assert same_bits(out, found)
 
 
 def test_rows_at_odd_addresses_are_pooled_one_value_at_a_time():
@@ -56,7 +83,7 @@ def test_rows_at_odd_addresses_are_pooled_one_value_at_a_time():
     rows = guarded(rows.flatten())[1:9].view(2, 4)
     ids, offsets = ids % 2, torch.tensor([0, 5, 60])
     runner = SimtRunner()
-    found = Bags(runner).pool(rows, ids, offsets, 0)
+    found = BagKernels(runner).pool(rows, ids, offsets, 0)
     assert same_bits(found, torch.nn.functional.embedding_bag(ids, rows, offsets, mode="sum"))
     assert runner.launched[0][0].defines()["VECTOR"] == 1
 
@@ -64,7 +91,7 @@ def test_rows_at_odd_addresses_are_pooled_one_value_at_a_time():
 def test_more_bags_than_threads_are_all_pooled():
     rows, _ = made(4, torch.float32)
     ids = torch.arange(9000) % N_ROWS
-    found = Bags(SimtRunner()).pool(rows, ids, torch.arange(9000), 0)
+    found = BagKernels(SimtRunner()).pool(rows, ids, torch.arange(9000), 0)
     assert same_bits(found, rows[ids])
 
 
@@ -89,12 +116,12 @@ def test_offsets_that_are_not_sound_are_reported_and_nothing_beyond_the_ids_is_r
     offsets = guarded(torch.tensor(values, dtype=dtype))
     for mode in range(3):
         runner = SimtRunner(mode)
-        out = Bags(runner).pool(rows, ids, offsets, mode, include_last=include_last)
+        out = BagKernels(runner).pool(rows, ids, offsets, mode, include_last=include_last)
         kind, where, _, n_ids = runner.mailbox.tolist()
         assert (kind, n_ids) == (OFFSETS_ERROR, N_IDS) and 0 <= where < len(values)
         assert out.shape[0] == len(values) - include_last
     runner = SimtRunner()
-    found = Bags(runner).sound_offsets(offsets, N_IDS, include_last=include_last)
+    found = BagKernels(runner).sound_offsets(offsets, N_IDS, include_last=include_last)
     assert found.tolist() == [0] * (len(values) - include_last) + [N_IDS] * include_last
     kind, where, _, n_ids = runner.mailbox.tolist()
     assert (kind, n_ids) == (OFFSETS_ERROR, N_IDS)
@@ -107,6 +134,23 @@ def test_offsets_that_are_not_sound_are_reported_and_nothing_beyond_the_ids_is_r
         or (include_last and b == len(values) - 1 and values[b] != N_IDS)
     )
     assert where == first_bad
+    copied = torch.empty_like(found)
+    bad = twin.sound_offsets(offsets.numpy(), N_IDS, include_last, copied.numpy())
+    assert bad == first_bad and torch.equal(copied, found)
+    for mode in range(3):
+        out = BagKernels(SimtRunner()).pool(rows, ids, offsets, mode, include_last=include_last)
+        pooled = torch.empty_like(out)
+        bad_bag, bad_id = twin.pool_bags(
+            rows.numpy(),
+            ids.numpy(),
+            NO_PADDING,
+            offsets.numpy(),
+            include_last,
+            mode,
+            pooled.numpy(),
+        )
+        assert 0 <= bad_bag < len(values) and bad_id == -1
+        assert same_bits(pooled, out)
 
 
 @pytest.mark.parametrize("n", [0, 1, 1024, 5000])
@@ -122,8 +166,11 @@ def test_sound_offsets_are_copied(n, include_last, dtype):
     n_ids = 9000 if n else 0
     runner = SimtRunner()
     given = guarded(offsets.to(dtype))
-    found = Bags(runner).sound_offsets(given, n_ids, include_last=include_last)
+    found = BagKernels(runner).sound_offsets(given, n_ids, include_last=include_last)
     assert torch.equal(found, offsets) and found.dtype == torch.int64
+    copied = torch.empty_like(found)
+    assert twin.sound_offsets(given.numpy(), n_ids, include_last, copied.numpy()) == -1
+    assert torch.equal(copied, found)
     assert runner.mailbox[0] == NO_ERROR
 
 
@@ -133,6 +180,10 @@ def test_ids_out_of_range_are_reported_and_count_for_nothing(bad):
     given = ids.clone()
     given[10] = bad
     runner = SimtRunner()
-    found = Bags(runner).pool(rows, guarded(given), torch.tensor([0, 10, 11]), 0)
+    found = BagKernels(runner).pool(rows, guarded(given), torch.tensor([0, 10, 11]), 0)
     assert runner.mailbox.tolist() == [INDEX_ERROR, 10, bad, N_ROWS]
     assert same_bits(found[0], rows[ids[:10]].sum(0)) and not found[1].any()
+    out, offsets = torch.empty_like(found), np.array([0, 10, 11])
+    arrays = (rows.numpy(), given.numpy(), NO_PADDING, offsets, False, 0, out.numpy())
+    assert twin.pool_bags(*arrays) == (-1, 10)
+    assert same_bits(out, found)

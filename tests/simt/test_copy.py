@@ -10,18 +10,17 @@ import pytest
 import torch
 
 from bitslab.engine.kernels import cpu
-from bitslab.engine.kernels.cuda import launch_copy
-from bitslab.engine.kernels.cuda.launch_copy import (
+from bitslab.engine.kernels.cuda import copy as copying
+from bitslab.engine.kernels.cuda.copy import (
     MAX_ROW_BYTES,
     MAX_STRIDE_BYTES,
-    CopyPlan,
+    CopyKernels,
     choose_unit,
-    copy_rows,
     covering_units,
     division,
     piece_bytes,
 )
-from bitslab.engine.kernels.cuda.launch_ids import IdScratch, check_ids, order_ids
+from bitslab.engine.kernels.cuda.ids import IdKernels, IdScratch
 from bitslab.engine.kernels.cuda.runner import INDEX_ERROR, NO_ERROR
 from bitslab.engine.kernels.cuda.source import COPY_PIECES, PlainVariant, copy_variant
 from bitslab.engine.kernels.format import LINE_BYTES, NO_ROW
@@ -54,11 +53,12 @@ def output(n: int, row_bytes: int, offset: int) -> tuple[torch.Tensor, torch.Ten
     return whole[shift : shift + n * row_bytes].view(n, row_bytes), whole
 
 
-def assert_copies(rows, row_bytes, ids, offset, **options) -> SimtRunner:
+def assert_copies(rows, row_bytes, ids, offset, kernels=None, **options) -> SimtRunner:
     """Copy, compare every row and look for bytes written elsewhere."""
     runner = SimtRunner()
+    kernels = kernels or CopyKernels(runner)
     out, whole = output(len(ids), row_bytes, offset)
-    copy_rows(runner, rows, row_bytes, ids, out, **options)
+    kernels.copy_rows(rows, row_bytes, ids, out, **options)
     assert torch.equal(out, rows[ids.long(), :row_bytes])
     before = out.data_ptr() - whole.data_ptr()
     behind = before + out.numel()
@@ -119,8 +119,8 @@ def test_more_units_than_one_round_of_the_grid():
         runner = assert_copies(rows, row_bytes, ids, 0, unit_bytes=4, sm_budget=1)
         units = n * covering_units(row_bytes, row_bytes, rows.data_ptr(), 4)
         blocks = runner.grids[0][0]
-        assert blocks == launch_copy.BLOCKS
-        assert units > 2 * blocks * launch_copy.TILE_UNITS
+        assert blocks == copying.BLOCKS
+        assert units > 2 * blocks * copying.TILE_UNITS
 
 
 def test_the_budget_of_multiprocessors_bounds_the_grid():
@@ -128,16 +128,16 @@ def test_the_budget_of_multiprocessors_bounds_the_grid():
     grids = {}
     for budget in (None, 0, 1, 2, 99):
         grids[budget] = assert_copies(rows, 4096, ids, 0, sm_budget=budget).grids[0][0]
-    each = launch_copy.BLOCKS
+    each = copying.BLOCKS
     assert grids == {None: 2 * each, 0: each, 1: each, 2: 2 * each, 99: 2 * each}
 
 
 def test_no_rows_and_rows_of_no_bytes_launch_nothing():
     runner = SimtRunner()
     rows, no_ids = random_bytes(4, 8), torch.zeros(0, dtype=torch.int64)
-    copy_rows(runner, rows, 8, no_ids, torch.empty(0, 8, dtype=torch.uint8))
+    CopyKernels(runner).copy_rows(rows, 8, no_ids, torch.empty(0, 8, dtype=torch.uint8))
     empty = torch.empty(3, 0, dtype=torch.uint8)
-    copy_rows(runner, rows, 0, torch.zeros(3, dtype=torch.int64), empty)
+    CopyKernels(runner).copy_rows(rows, 0, torch.zeros(3, dtype=torch.int64), empty)
     assert runner.launched == []
 
 
@@ -154,12 +154,12 @@ def test_a_bad_id_is_reported_and_nothing_is_written(dtype, bad):
         order = None
         if ordered:
             scratch.order.fill_(-7)
-            order = order_ids(runner, ids, 300, scratch)
+            order = IdKernels(runner).order(ids, 300, scratch)
             assert (scratch.order == -7).all()
         else:
-            check_ids(runner, ids, 300, scratch.first_bad)
+            IdKernels(runner).check(ids, 300, scratch.first_bad)
         out = torch.full((5000, 52), FILL, dtype=torch.uint8)
-        copy_rows(runner, rows, 52, ids, out, first_bad=scratch.first_bad, order=order)
+        CopyKernels(runner).copy_rows(rows, 52, ids, out, first_bad=scratch.first_bad, order=order)
         assert (out == FILL).all()
         assert runner.mailbox.tolist() == [INDEX_ERROR, 4321, bad, 300]
 
@@ -167,9 +167,9 @@ def test_a_bad_id_is_reported_and_nothing_is_written(dtype, bad):
 def test_good_ids_pass_the_check_and_the_order():
     runner, scratch = SimtRunner(), IdScratch.allocate("cpu", 700)
     rows, ids = random_bytes(300, 52), torch.randint(-300, 300, (700,))
-    order = order_ids(runner, ids, 300, scratch)
+    order = IdKernels(runner).order(ids, 300, scratch)
     out = torch.empty(700, 52, dtype=torch.uint8)
-    copy_rows(runner, rows, 52, ids, out, first_bad=scratch.first_bad, order=order)
+    CopyKernels(runner).copy_rows(rows, 52, ids, out, first_bad=scratch.first_bad, order=order)
     assert torch.equal(out, rows[ids])
     assert runner.mailbox[0] == NO_ERROR
 
@@ -189,7 +189,7 @@ def test_places_past_four_gibibytes_are_reached(tmp_path):
     order = torch.tensor(picked, dtype=torch.int32)
     for unit in COPY_PIECES:
         out[picked] = FILL
-        copy_rows(SimtRunner(), rows, 600, ids, out[:4], order=order, unit_bytes=unit)
+        CopyKernels(SimtRunner()).copy_rows(rows, 600, ids, out[:4], order=order, unit_bytes=unit)
         assert torch.equal(out[picked], rows[ids[picked].long()])
 
 
@@ -197,12 +197,12 @@ def test_rows_too_long_or_too_far_apart_are_refused():
     flat = random_bytes(1)
     out, ids = torch.empty(1, 1, dtype=torch.uint8), torch.zeros(1, dtype=torch.int64)
     with pytest.raises(ArgumentError, match="row_bytes: 2147483648; .* at most"):
-        copy_rows(SimtRunner(), flat.expand(2, 1), MAX_ROW_BYTES + (1 << 14), ids, out)
+        CopyKernels(SimtRunner()).copy_rows(flat.expand(2, 1), MAX_ROW_BYTES + (1 << 14), ids, out)
     far = torch.empty(2, 1, dtype=torch.uint8, device="meta").as_strided(
         (2, 1), (MAX_STRIDE_BYTES + 1, 1)
     )
     with pytest.raises(ArgumentError, match="rows: bytes from row to row: 4294967296; "):
-        copy_rows(SimtRunner(), far, 1, ids, out)
+        CopyKernels(SimtRunner()).copy_rows(far, 1, ids, out)
 
 
 def test_division_by_multiplication_is_exact():
@@ -260,12 +260,12 @@ def test_the_example_of_pytorch_direct(monkeypatch, shift, expected):
         values = (unit_bytes, piece, 16, shift)
         return PlainVariant("copy", tuple(zip(names, values, strict=True)))
 
-    monkeypatch.setattr(launch_copy, "copy_variant", variant)
-    monkeypatch.setattr(launch_copy, "LINE_BYTES", 16)
+    monkeypatch.setattr(copying, "copy_variant", variant)
+    monkeypatch.setattr(copying, "LINE_BYTES", 16)
     runner = SimtRunner(traced=True)
     rows = table(5, 44, 44, "start", 0)
     out = torch.empty(3, 44, dtype=torch.uint8)
-    copy_rows(runner, rows, 44, torch.tensor([0, 2, 4]), out, unit_bytes=4)
+    CopyKernels(runner).copy_rows(rows, 44, torch.tensor([0, 2, 4]), out, unit_bytes=4)
     assert torch.equal(out, rows[[0, 2, 4]])
     loads = runner.loads[0]
     row_2 = loads[(loads["thread"] >= 11) & (loads["thread"] <= 21)]
@@ -284,13 +284,13 @@ def test_long_rows_ask_for_at_most_two_lines_more_than_they_touch(unit, row_byte
         runner = SimtRunner(traced=True)
         ids = torch.randperm(n)
         out = torch.empty(n, row_bytes, dtype=torch.uint8)
-        copy_rows(runner, rows, row_bytes, ids, out, unit_bytes=unit)
+        CopyKernels(runner).copy_rows(rows, row_bytes, ids, out, unit_bytes=unit)
         assert torch.equal(out, rows[ids])
         loads, blocks = runner.loads[0], runner.grids[0][0]
-        steps = launch_copy.TILE_UNITS // launch_copy.THREADS
+        steps = copying.TILE_UNITS // copying.THREADS
         tile = loads["step"] // steps * blocks + loads["block"]
-        thread = loads["step"] % steps * launch_copy.THREADS + loads["thread"]
-        place = tile.astype(np.int64) * launch_copy.TILE_UNITS + thread
+        thread = loads["step"] % steps * copying.THREADS + loads["thread"]
+        place = tile.astype(np.int64) * copying.TILE_UNITS + thread
         row = place // covering_units(row_bytes, row_bytes, rows.data_ptr(), unit)
         asked = np.unique([row, place // units_a_line, loads["address"] // LINE_BYTES], axis=1)[0]
         asked = np.bincount(asked.astype(np.int64), minlength=n)
@@ -310,7 +310,7 @@ def test_small_rows_share_the_loads_of_a_warp():
     runner = SimtRunner(traced=True)
     ids = torch.randint(0, 1000, (1024,))
     out = torch.empty(1024, 16, dtype=torch.uint8)
-    copy_rows(runner, rows, 16, ids, out, unit_bytes=16)
+    CopyKernels(runner).copy_rows(rows, 16, ids, out, unit_bytes=16)
     loads = runner.loads[0]
     instructions = np.stack([loads["block"], loads["thread"] // 32, loads["step"]])
     assert np.unique(instructions, axis=1).shape[1] == 1024 // 32
@@ -324,7 +324,7 @@ def test_a_copy_that_checks_ids_itself_writes_all_or_nothing(unit):
         ids = good.clone()
         ids[2345] = ids[2999] = bad
         out = torch.full((3000, 64), FILL, dtype=torch.uint8)
-        copy_rows(runner, rows, 64, ids, out, lowest=lowest, unit_bytes=unit)
+        CopyKernels(runner).copy_rows(rows, 64, ids, out, lowest=lowest, unit_bytes=unit)
         assert (out == FILL).all()
         assert runner.mailbox.tolist() == [INDEX_ERROR, 2345, bad, 50]
         runner.mailbox.zero_()
@@ -333,13 +333,13 @@ def test_a_copy_that_checks_ids_itself_writes_all_or_nothing(unit):
 
 
 def test_plans_are_kept_for_rows_of_one_size_only():
-    plans: dict[tuple[object, ...], CopyPlan] = {}
+    kernels = CopyKernels(SimtRunner())
     for _ in range(2):
         for row_bytes, stride, offset in ((64, 64, 0), (64, 80, 0), (32, 64, 0), (64, 64, 4)):
             for n in (1, 33):
                 rows = table(n, row_bytes, stride, "start", offset)
-                assert_copies(rows, row_bytes, torch.randint(-n, n, (40,)), 0, plans=plans)
-    assert 4 <= len(plans) <= 6
+                assert_copies(rows, row_bytes, torch.randint(-n, n, (40,)), 0, kernels)
+    assert 4 <= len(kernels.plans) <= 6
 
 
 @pytest.mark.parametrize("row_bytes", [1, 6, 16, 128, 2000])
@@ -348,7 +348,7 @@ def test_rows_of_no_id_are_left_as_they_are(row_bytes):
     ids = torch.tensor([3, NO_ROW, 49, 0, NO_ROW, NO_ROW, 3])
     out, _ = output(len(ids), row_bytes, 0)
     twin = out.clone()
-    copy_rows(SimtRunner(), rows, row_bytes, ids, out)
+    CopyKernels(SimtRunner()).copy_rows(rows, row_bytes, ids, out)
     wanted = torch.where((ids >= 0)[:, None], rows[ids.clamp(0)], FILL)
     assert torch.equal(out, wanted)
     cpu.copy_rows(rows.contiguous(), row_bytes, ids, twin)

@@ -229,7 +229,7 @@ def test_a_bad_id_leaves_the_output_untouched_and_is_reported(kind):
     kernels, runner = simt_kernels()
     ids = torch.tensor([0, 1, 70, -71], dtype=torch.int64)
     first_bad = torch.empty(1, dtype=torch.int64)
-    kernels.check_ids(ids, 70, first_bad)
+    kernels.ids.check(ids, 70, first_bad)
     out = torch.full((4, case.rows.shape[1]), 7, dtype=torch.uint8)
     kernels.gather_rows(table_of(case, kind), case.layout, ids, out, first_bad=first_bad)
     assert (out == 7).all()

@@ -124,7 +124,7 @@ def test_a_bad_item_leaves_the_output_untouched_and_is_named(lowest):
     first_bad = None
     if lowest is None:
         first_bad = torch.empty(1, dtype=torch.int64)
-        kernels.check_ids(ids, table.n_items, first_bad)
+        kernels.ids.check(ids, table.n_items, first_bad)
     out = torch.full((4, items.shape[1]), 7, dtype=torch.uint8)
     kernels.gather_rows(table, case.layout, ids, out, first_bad=first_bad, lowest=lowest or 0)
     assert (out == 7).all()

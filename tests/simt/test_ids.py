@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from bitslab.engine.kernels.cuda.launch_ids import (
+from bitslab.engine.kernels import cpu
+from bitslab.engine.kernels.cpu import ids as twin
+from bitslab.engine.kernels.cuda.ids import (
     CHECKED_BY_ONE,
+    IdKernels,
     IdScratch,
     bin_shift,
-    check_ids,
-    order_ids,
 )
 from bitslab.engine.kernels.cuda.source import ORDER_BINS
 from bitslab.errors import ArgumentError
@@ -29,7 +30,7 @@ def random_ids(n: int, n_rows: int, dtype: torch.dtype, seed: int = 0) -> torch.
 
 def first_bad(ids: torch.Tensor, n_rows: int, seed: int = 0, lowest: int | None = None) -> int:
     found = torch.full((1,), 12345)
-    check_ids(SimtRunner(seed), ids, n_rows, found, lowest)
+    IdKernels(SimtRunner(seed)).check(ids, n_rows, found, lowest)
     return int(found)
 
 
@@ -66,7 +67,7 @@ def test_ids_below_the_lowest_are_bad():
         assert first_bad(ids, 1000) == -1
         assert first_bad(ids, 1000, lowest=0) == n // 3
         scratch = IdScratch.allocate("cpu", n)
-        order_ids(SimtRunner(), ids, 1000, scratch, 0)
+        IdKernels(SimtRunner()).order(ids, 1000, scratch, 0)
         assert scratch.first_bad.tolist() == [n // 3]
 
 
@@ -78,11 +79,39 @@ def test_the_order_goes_through_the_table_bin_after_bin(n_rows, dtype, seed):
     for n in (9000, 1, 333):  # the same scratch again and again
         ids = random_ids(n, n_rows, dtype, seed)
         scratch.order.fill_(-7)
-        order = order_ids(SimtRunner(seed), ids, n_rows, scratch)
+        order = IdKernels(SimtRunner(seed)).order(ids, n_rows, scratch)
         assert scratch.first_bad.tolist() == [-1]
         assert order.data_ptr() == scratch.order.data_ptr()
         assert_ordered(order, ids, n_rows)
         assert (scratch.order[n:] == -7).all()
+
+
+@DTYPES
+@pytest.mark.parametrize("n_rows", [5, 1_000_003])
+def test_twins_order_as_the_kernels_do(n_rows, dtype):
+    """But for the sequence within a bin."""
+    ids = random_ids(9000, n_rows, dtype)
+    scratch, twins = IdScratch.allocate("cpu", 9000), IdScratch.allocate("cpu", 9000)
+    shift = bin_shift(n_rows)
+    for bad in (None, 4321):
+        if bad is not None:
+            ids[bad], ids[-1] = n_rows, -n_rows - 1
+        order = IdKernels(SimtRunner(1)).order(ids, n_rows, scratch)
+        bins, first_bad = twins.bins.numpy(), twins.first_bad.numpy()
+        twin.reset_order(bins, first_bad)
+        twin.count_ids(ids.numpy(), -n_rows, n_rows, shift, bins, first_bad)
+        assert np.array_equal(bins[:ORDER_BINS], scratch.bins[:ORDER_BINS])
+        twins.order.fill_(-7)
+        twin.order_ids(ids.numpy(), n_rows, shift, bins, first_bad, twins.order.numpy())
+        assert torch.equal(twins.first_bad, scratch.first_bad)
+        assert cpu.check_ids(ids, n_rows) == int(scratch.first_bad)
+        if bad is None:
+            assert torch.equal(twins.bins, scratch.bins)
+            assert_ordered(twins.order, ids, n_rows)
+            rows = [ids[each.long()] % n_rows >> shift for each in (order, twins.order)]
+            assert torch.equal(*rows)
+        else:
+            assert first_bad[0] == bad and (twins.order == -7).all()
 
 
 def test_blocks_share_the_bins():
@@ -93,7 +122,7 @@ def test_blocks_share_the_bins():
         (1 << 40, torch.randint(-(1 << 40), 1 << 40, (20_000,))),
         (3, torch.ones(20_000, dtype=torch.int64)),
     ):
-        assert_ordered(order_ids(runner, ids, n_rows, scratch), ids, n_rows)
+        assert_ordered(IdKernels(runner).order(ids, n_rows, scratch), ids, n_rows)
     assert min(grid[0] for grid in runner.grids if grid[0] != 32) > 1
 
 
@@ -106,23 +135,23 @@ def test_with_a_bad_id_nothing_is_ordered(dtype, seed):
             ids = random_ids(n, 500, dtype, seed)
             ids[n // 2] = ids[n - 1] = bad
             scratch.order.fill_(-7)
-            order_ids(SimtRunner(seed), ids, 500, scratch)
+            IdKernels(SimtRunner(seed)).order(ids, 500, scratch)
             assert scratch.first_bad.tolist() == [n // 2]
             assert (scratch.order == -7).all()
-    order_ids(SimtRunner(seed), random_ids(40, 500, dtype), 500, scratch)
+    IdKernels(SimtRunner(seed)).order(random_ids(40, 500, dtype), 500, scratch)
     assert scratch.first_bad.tolist() == [-1]
 
 
 def test_no_ids_are_all_good():
     scratch = IdScratch.allocate("cpu", 0)
-    assert len(order_ids(SimtRunner(), torch.zeros(0, dtype=torch.int64), 7, scratch)) == 0
+    assert len(IdKernels(SimtRunner()).order(torch.zeros(0, dtype=torch.int64), 7, scratch)) == 0
     assert scratch.first_bad.tolist() == [-1]
 
 
 def test_more_ids_than_the_scratch_takes_are_refused():
     scratch = IdScratch.allocate("cpu", 9)
     with pytest.raises(ArgumentError, match="ids: 10, but the scratch .* takes 9"):
-        order_ids(SimtRunner(), torch.zeros(10, dtype=torch.int64), 7, scratch)
+        IdKernels(SimtRunner()).order(torch.zeros(10, dtype=torch.int64), 7, scratch)
 
 
 def test_bins_are_as_small_as_the_table_allows():

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from bitslab.engine.kernels import cpu
-from bitslab.engine.kernels.cuda.launch_ids import map_find, map_insert
+from bitslab.engine.kernels.cuda.map import MapKernels
 from bitslab.engine.kernels.format import BUCKET_ENTRIES, NO_ID, NOT_CACHED
 from tests.simt.module import guarded
 from tests.simt.runner import SimtRunner
@@ -36,7 +36,7 @@ def assert_holds(entries: torch.Tensor, wanted: dict[int, int], absent: list[int
     ids = torch.tensor([*wanted, *absent], dtype=torch.int64)
     expected = [*wanted.values(), *[NOT_CACHED] * len(absent)]
     before = entries.clone()
-    assert map_find(SimtRunner(), entries, ids).tolist() == expected
+    assert MapKernels(SimtRunner()).find(entries, ids).tolist() == expected
     assert cpu.map_find(entries, ids).tolist() == expected
     assert torch.equal(entries, before)
 
@@ -54,8 +54,8 @@ def test_inserted_ids_are_found_up_to_a_full_map(buckets, seed):
         ids = distinct_ids(n + 50, seed)
         wanted = {i: k * k - 7 for k, i in enumerate(ids[:n])}
         entries = empty_map(buckets)
-        failed = map_insert(
-            SimtRunner(seed), entries, torch.tensor([*wanted]), torch.tensor([*wanted.values()])
+        failed = MapKernels(SimtRunner(seed)).insert(
+            entries, torch.tensor([*wanted]), torch.tensor([*wanted.values()])
         )
         assert failed.tolist() == [0]
         assert_holds(entries, wanted, [*ids[n:], -1, -2, -(1 << 63)])
@@ -67,7 +67,7 @@ def test_ids_that_find_no_room_are_counted_and_the_others_remain(seed):
         room = buckets * BUCKET_ENTRIES
         ids = torch.tensor(distinct_ids(room + too_many, seed))
         entries = empty_map(buckets)
-        failed = map_insert(SimtRunner(seed), entries, ids, ids + 1)
+        failed = MapKernels(SimtRunner(seed)).insert(entries, ids, ids + 1)
         assert failed.tolist() == [too_many]
         held = set(entries[:, 0].tolist())
         absent = [i for i in ids.tolist() if i not in held]
@@ -75,7 +75,7 @@ def test_ids_that_find_no_room_are_counted_and_the_others_remain(seed):
         assert_holds(entries, {i: i + 1 for i in held}, absent)
         # What is there can be given new locations, even now.
         again = torch.tensor(sorted(held))
-        assert map_insert(SimtRunner(seed), entries, again, again + 2).tolist() == [0]
+        assert MapKernels(SimtRunner(seed)).insert(entries, again, again + 2).tolist() == [0]
         assert_holds(entries, {i: i + 2 for i in held}, absent)
 
 
@@ -86,7 +86,7 @@ def test_ids_of_one_bucket_spill_over_the_end(seed):
     alike = [i for i in range(3000) if own_bucket(i, buckets) == buckets - 1]
     ids, absent = alike[:20], alike[20:30]
     entries = empty_map(buckets)
-    failed = map_insert(SimtRunner(seed), entries, torch.tensor(ids), torch.tensor(ids) * 3)
+    failed = MapKernels(SimtRunner(seed)).insert(entries, torch.tensor(ids), torch.tensor(ids) * 3)
     assert failed.tolist() == [0]
     per_bucket = (entries[:, 0] != NO_ID).view(buckets, BUCKET_ENTRIES).sum(1).tolist()
     assert per_bucket == [8, 4, 0, 0, 0, 0, 0, 8]
@@ -100,7 +100,7 @@ def test_an_id_given_many_times_at_once_gets_one_entry(seed):
     for buckets, kinds in ((1, 8), (1, 3), (16, 40)):
         ids = torch.from_numpy(generator.integers(0, kinds, 2000))
         entries = empty_map(buckets)
-        failed = map_insert(SimtRunner(seed), entries, ids, torch.arange(2000))
+        failed = MapKernels(SimtRunner(seed)).insert(entries, ids, torch.arange(2000))
         assert failed.tolist() == [0]
         held = {int(i): int(location) for i, location in entries if i != NO_ID}
         assert set(held) == set(ids.tolist())
@@ -115,7 +115,7 @@ def test_later_calls_overwrite_and_add(seed):
     for call in range(3):
         ids = torch.randperm(120)[:80]
         locations = torch.randint(-(1 << 63), (1 << 63) - 1, (80,))
-        assert map_insert(SimtRunner(seed + call), entries, ids, locations).tolist() == [0]
+        assert MapKernels(SimtRunner(seed + call)).insert(entries, ids, locations).tolist() == [0]
         wanted |= dict(zip(ids.tolist(), locations.tolist(), strict=True))
     assert_holds(entries, wanted, [i for i in range(150) if i not in wanted])
 
@@ -124,33 +124,33 @@ def test_maps_filled_on_the_cpu_are_read_and_filled_on():
     entries = empty_map(16)
     ids = torch.tensor(distinct_ids(100, 0))
     assert cpu.map_insert(entries, ids[:60], ids[:60] // 3) == 0
-    assert map_insert(SimtRunner(), entries, ids[40:], ids[40:] // 3).tolist() == [0]
+    assert MapKernels(SimtRunner()).insert(entries, ids[40:], ids[40:] // 3).tolist() == [0]
     assert_holds(entries, {i: i // 3 for i in ids.tolist()}, distinct_ids(20, 1))
 
 
 def test_ids_of_four_bytes_are_the_same_ids():
     entries, out = empty_map(16), guarded(torch.zeros(90, dtype=torch.int64))
     ids = torch.arange(40, 100, dtype=torch.int32)
-    assert map_insert(SimtRunner(), entries, ids, ids.long() + 5).tolist() == [0]
+    assert MapKernels(SimtRunner()).insert(entries, ids, ids.long() + 5).tolist() == [0]
     asked = torch.arange(20, 110, dtype=torch.int32)
-    assert map_find(SimtRunner(), entries, asked, out) is out
+    assert MapKernels(SimtRunner()).find(entries, asked, out) is out
     expected = [i + 5 if 40 <= i < 100 else NOT_CACHED for i in range(20, 110)]
     assert out.tolist() == expected
-    assert map_find(SimtRunner(), entries, asked.long()).tolist() == expected
+    assert MapKernels(SimtRunner()).find(entries, asked.long()).tolist() == expected
 
 
 def test_negative_ids_are_never_held():
     entries = empty_map(2)
     ids = torch.tensor([-1, 3, -5, -(1 << 63)])
-    assert map_insert(SimtRunner(), entries, ids, torch.arange(4)).tolist() == [3]
+    assert MapKernels(SimtRunner()).insert(entries, ids, torch.arange(4)).tolist() == [3]
     assert_holds(entries, {3: 1}, [-1, -5, -(1 << 63)])
 
 
 def test_maps_without_entries_and_calls_without_ids():
     runner, none = SimtRunner(), torch.zeros(0, dtype=torch.int64)
     nothing, ids = torch.zeros(0, 2, dtype=torch.int64), torch.arange(5)
-    assert map_insert(runner, nothing, ids, ids).tolist() == [5]
-    assert map_find(runner, nothing, ids).tolist() == [NOT_CACHED] * 5
-    assert map_insert(runner, empty_map(1), none, none).tolist() == [0]
-    assert map_find(runner, empty_map(1), none).tolist() == []
+    assert MapKernels(runner).insert(nothing, ids, ids).tolist() == [5]
+    assert MapKernels(runner).find(nothing, ids).tolist() == [NOT_CACHED] * 5
+    assert MapKernels(runner).insert(empty_map(1), none, none).tolist() == [0]
+    assert MapKernels(runner).find(empty_map(1), none).tolist() == []
     assert runner.launched == []

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from bitslab.engine.kernels.cpu import slots as twin
-from bitslab.engine.kernels.cuda.launch_slots import SlotFinder
 from bitslab.engine.kernels.cuda.runner import INDEX_ERROR
+from bitslab.engine.kernels.cuda.slots import SlotFinder
 from bitslab.engine.kernels.format import NO_ROW, NO_SLOT
 from tests.simt.module import guarded
 from tests.simt.runner import SimtRunner

@@ -1,4 +1,17 @@
-"""Dispatch: tensors on a GPU go to the CUDA kernels, those on the CPU to their Numba twins."""
+"""The kernels: tensors on a GPU go to CUDA C++, those on the CPU to its Numba twins.
+
+| where | what |
+|---|---|
+| `format.py` | sizes, offsets and constants of the packed form, which both backends read |
+| `cuda/NAME.cu` | kernels as text, compiled at first use; `.cuh` files are what they share |
+| `cuda/NAME.py` | launches them: a class for each kernel that lists its parameters, and the grid |
+| `cuda/kernels.py` | all launchers of one GPU together, which `kernels_for` returns |
+| `cuda/parameters.py`, `runner.py`, `frames.py` | the one way from values by name to a launch |
+| `cpu/` | the twins, plain loops with the same results: what a kernel does is read there |
+
+`kernels_for` chooses by device and offers what both have. What only a GPU has, such as ordering ids
+before a gather, is reached by `cuda.kernels_on`. A new kernel: docs/extending.md.
+"""
 
 from __future__ import annotations
 

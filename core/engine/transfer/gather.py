@@ -12,7 +12,7 @@ import threading
 import torch
 
 from ..kernels.cuda import CudaKernels, kernels_on
-from ..kernels.cuda.launch_ids import CHECKED_BY_ALL, IdScratch
+from ..kernels.cuda.ids import CHECKED_BY_ALL, IdScratch
 from ..kernels.cuda.stream import stream_pointer
 from ..kernels.format import CacheStorage, RowLayout, TableStorage
 
@@ -134,9 +134,9 @@ def _look_at_ids(
         return None, None
     scratch = _scratch(ids.device, n)
     if sort:
-        order = kernels.order_ids(ids, n_rows, scratch, lowest)
+        order = kernels.ids.order(ids, n_rows, scratch, lowest)
         return scratch.first_bad, order
-    kernels.check_ids(ids, n_rows, scratch.first_bad, lowest)
+    kernels.ids.check(ids, n_rows, scratch.first_bad, lowest)
     return scratch.first_bad, None
 
 

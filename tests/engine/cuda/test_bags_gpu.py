@@ -7,7 +7,7 @@ import torch
 
 import bitslab
 from bitslab.engine.kernels.cuda import kernels_on
-from bitslab.engine.kernels.cuda.launch_bags import POOLED_DTYPES, Bags
+from bitslab.engine.kernels.cuda.bags import POOLED_DTYPES, BagKernels
 from bitslab.errors import ArgumentError, IndexRangeError
 from tests.helpers import dtype_id, same_bits
 
@@ -18,7 +18,7 @@ N_ROWS = 3000
 
 
 @pytest.fixture
-def bags() -> Bags:
+def bags() -> BagKernels:
     return kernels_on(torch.device("cuda")).bags
 
 

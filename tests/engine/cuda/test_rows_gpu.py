@@ -7,7 +7,7 @@ import torch
 
 import bitslab
 from bitslab.engine.kernels.cuda import CudaKernels, kernels_on
-from bitslab.engine.kernels.cuda.launch_ids import IdScratch, bin_shift
+from bitslab.engine.kernels.cuda.ids import IdScratch, bin_shift
 from bitslab.engine.kernels.format import BUCKET_ENTRIES, NO_ID, NOT_CACHED
 from bitslab.errors import IndexRangeError
 
@@ -54,7 +54,7 @@ def test_tables_and_outputs_of_more_than_four_gibibytes(kernels, on_host):
     ids = torch.randperm(n_rows, device="cuda")
     out = torch.empty(n_rows, row_bytes, dtype=torch.uint8, device="cuda")
     scratch = IdScratch.allocate("cuda", n_rows)
-    order = kernels.order_ids(ids, n_rows, scratch)
+    order = kernels.ids.order(ids, n_rows, scratch)
     kernels.copy_rows(rows, row_bytes, ids, out, first_bad=scratch.first_bad, order=order)
     for some in torch.arange(n_rows, device="cuda").split(500_000):
         assert torch.equal(out[some].cpu(), rows[ids[some].to(rows.device)].cpu())
@@ -68,7 +68,7 @@ def test_a_bad_id_is_reported_and_nothing_is_written(kernels, on_host):
     ids[19_999] = -1001
     scratch = IdScratch.allocate("cuda", 20_000)
     scratch.order.fill_(-7)
-    order = kernels.order_ids(ids, 1000, scratch)
+    order = kernels.ids.order(ids, 1000, scratch)
     assert scratch.first_bad.item() == 7_777
     assert (scratch.order == -7).all()
     out = torch.full((20_000, 512), FILL, dtype=torch.uint8, device="cuda")
@@ -85,7 +85,7 @@ def test_a_million_ids_are_ordered_bin_after_bin(kernels, n_rows, dtype):
     scratch = IdScratch.allocate("cuda", n)
     for _ in range(3):
         ids = torch.randint(-n_rows, n_rows, (n,), device="cuda").to(dtype)
-        order = kernels.order_ids(ids, n_rows, scratch).long()
+        order = kernels.ids.order(ids, n_rows, scratch).long()
         assert scratch.first_bad.item() == -1
         assert torch.equal(order.sort().values, torch.arange(n, device="cuda"))
         bins = (ids.long() % n_rows)[order] >> bin_shift(n_rows)
@@ -97,21 +97,21 @@ def test_blocks_that_race_for_entries_lose_no_id(kernels):
     entries = torch.full((buckets * BUCKET_ENTRIES, 2), NO_ID, device="cuda")
     distinct = torch.randperm(1 << 22, device="cuda")[: buckets * BUCKET_ENTRIES // 2]
     ids = distinct.repeat(8)[torch.randperm(8 * len(distinct), device="cuda")]
-    assert kernels.map_insert(entries, ids, torch.arange(len(ids), device="cuda")).item() == 0
+    assert kernels.map.insert(entries, ids, torch.arange(len(ids), device="cuda")).item() == 0
     held = entries[:, 0][entries[:, 0] != NO_ID]
     assert torch.equal(held.sort().values, distinct.sort().values)
-    assert torch.equal(ids[kernels.map_find(entries, distinct)], distinct)
+    assert torch.equal(ids[kernels.map.find(entries, distinct)], distinct)
     absent = torch.arange(1 << 22, 1 << 23, device="cuda")
-    assert (kernels.map_find(entries, absent) == NOT_CACHED).all()
+    assert (kernels.map.find(entries, absent) == NOT_CACHED).all()
 
 
 def test_a_map_filled_beyond_its_room_counts_what_is_left_out(kernels):
     buckets = 64
     entries = torch.full((buckets * BUCKET_ENTRIES, 2), NO_ID, device="cuda")
     ids = torch.randperm(100_000, device="cuda")
-    failed = kernels.map_insert(entries, ids, ids * 3).item()
+    failed = kernels.map.insert(entries, ids, ids * 3).item()
     assert failed == 100_000 - buckets * BUCKET_ENTRIES
-    found = kernels.map_find(entries, ids)
+    found = kernels.map.find(entries, ids)
     there = found != NOT_CACHED
     assert int(there.sum()) == buckets * BUCKET_ENTRIES
     assert torch.equal(found[there], ids[there] * 3)
@@ -125,7 +125,7 @@ def test_checking_ordering_and_copying_can_be_captured_in_a_graph(kernels, on_ho
     scratch = IdScratch.allocate("cuda", 3000)
 
     def gather() -> None:
-        order = kernels.order_ids(ids, 5000, scratch)
+        order = kernels.ids.order(ids, 5000, scratch)
         kernels.copy_rows(rows, 602, ids, out, first_bad=scratch.first_bad, order=order)
 
     gather()  # compiles

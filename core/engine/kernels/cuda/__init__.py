@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
-import struct
 import threading
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,7 +16,9 @@ from ....errors import (
     load_optional,
 )
 from ..compile_notice import CompileNotice
-from .launch import CudaKernels
+from .frames import BoundKernel, Sizes
+from .kernels import CudaKernels
+from .parameters import Parameters, Value
 from .runner import INDEX_ERROR, MAILBOX_WORDS, OFFSETS_ERROR
 from .source import AnyVariant, kernels_of, source_text
 
@@ -33,30 +32,6 @@ _runners: dict[int, CupyRunner] = {}
 _local = threading.local()
 
 
-class _Frame:
-    """Memory for the arguments of one launch: eight bytes each, and where each lies.
-
-    A kernel reads as many of the eight bytes as its parameter has, the lowest first.
-
-    Parameters
-    ----------
-    values : sequence of int
-        The arguments.
-    first : sequence of int
-        Those that come first in `values` of the frame; the others follow.
-    """
-
-    __slots__ = ("_places", "address", "values")
-
-    def __init__(self, values: Sequence[int], first: Sequence[int] = ()) -> None:
-        n = len(values)
-        order = [*first, *(i for i in range(n) if i not in first)]
-        self.values = (ctypes.c_int64 * n)(*(values[i] for i in order))
-        begin = ctypes.addressof(self.values)
-        self._places = (ctypes.c_void_p * n)(*(begin + 8 * order.index(i) for i in range(n)))
-        self.address = ctypes.addressof(self._places)
-
-
 class _Kernel:
     """A compiled kernel."""
 
@@ -67,47 +42,6 @@ class _Kernel:
         self.address: int = function.kernel.ptr
         # That it may ask for; more than 48 KiB, static arrays included, must be asked for.
         self.shared_bytes = 40 << 10
-
-
-class _Prepared:
-    """See `Runner.prepare`."""
-
-    def __init__(
-        self,
-        runner: CupyRunner,
-        kernel: _Kernel,
-        threads: int,
-        args: Sequence[Any],
-        changing: Sequence[int],
-        shared_bytes: int,
-    ) -> None:
-        self._runner = runner
-        self._address = kernel.address
-        self._threads = threads
-        self._owners = args  # of the memory that the arguments point to
-        self._values = [_value(a) for a in args]
-        self._changing = tuple(changing)
-        self._put = struct.Struct(f"={len(changing)}q").pack_into
-        self._shared_bytes = shared_bytes
-        # One for each launch that is being put together: by threads, or a finaliser amid another.
-        self._frames: list[_Frame] = []
-
-    def __call__(self, blocks: int, *changing: int) -> None:
-        try:
-            frame = self._frames.pop()
-        except IndexError:
-            frame = _Frame(self._values, self._changing)
-        self._put(frame.values, 0, *changing)
-        block = (self._threads, 1, 1)
-        self._runner.start(self._address, (blocks, 1, 1), block, self._shared_bytes, frame.address)
-        self._frames.append(frame)
-
-
-def _value(argument: Any) -> int:
-    """Return what stands for an argument in a frame."""
-    if isinstance(argument, torch.Tensor):
-        return argument.data_ptr()
-    return 0 if argument is None else int(argument)
 
 
 class CupyRunner:
@@ -130,7 +64,6 @@ class CupyRunner:
         # cupy's own launches take thrice the time of these.
         self._launch: Any = self._cupy.cuda.driver.launchKernel
         self._kernels: dict[tuple[AnyVariant, str], _Kernel] = {}
-        self._frames: dict[int, list[_Frame]] = {}  # by number of arguments
         properties = torch.cuda.get_device_properties(device)
         self.multiprocessors: int = properties.multi_processor_count
         self.shared_bytes_per_multiprocessor: int = properties.shared_memory_per_multiprocessor
@@ -158,45 +91,24 @@ class CupyRunner:
             for name in kernels_of(variant):
                 self._kernels[variant, name] = _Kernel(module.get_function(name))
 
-    def launch(
+    def bind(
         self,
         variant: AnyVariant,
-        kernel: str,
-        grid: tuple[int, ...],
-        block: tuple[int, ...],
-        args: Sequence[Any],
+        parameters: type[Parameters],
+        threads: int | Sizes,
         shared_bytes: int = 0,
-    ) -> None:
-        """Start a kernel on torch's current stream of the device."""
-        address = self._kernel(variant, kernel, shared_bytes).address
-        values: list[ctypes.c_int64 | int] = [_value(a) for a in args]
-        frames = self._frames.setdefault(len(values), [])
-        try:
-            frame = frames.pop()
-        except IndexError:
-            frame = _Frame([0] * len(values))
-        frame.values[:] = values
-        self.start(address, _three(grid), _three(block), shared_bytes, frame.address)
-        frames.append(frame)
-
-    def prepare(
-        self,
-        variant: AnyVariant,
-        kernel: str,
-        threads: int,
-        args: Sequence[Any],
-        changing: Sequence[int],
-        shared_bytes: int = 0,
-    ) -> _Prepared:
-        """Return a kernel ready for launches that differ in few arguments."""
-        found = self._kernel(variant, kernel, shared_bytes)
-        return _Prepared(self, found, threads, args, changing, shared_bytes)
+        /,
+        **fixed: Value,
+    ) -> BoundKernel:
+        """Return a kernel that is ready to be started; see `Runner.bind`."""
+        address = self._kernel(variant, parameters.kernel, shared_bytes).address
+        return BoundKernel(self.start, address, parameters, threads, shared_bytes, fixed)
 
     def start(
         self,
         address: int,
-        grid: tuple[int, int, int],
-        block: tuple[int, int, int],
+        grid: Sizes,
+        block: Sizes,
         shared_bytes: int,
         places: int,
     ) -> None:
@@ -245,11 +157,6 @@ class CupyRunner:
         raise CorruptedDataError(
             f"packed: {place} of an earlier decode on {self._device} is damaged"
         )
-
-
-def _three(sizes: tuple[int, ...]) -> tuple[int, int, int]:
-    x, y, z = (*sizes, 1, 1)[:3]
-    return x, y, z
 
 
 def _runner(device: torch.device) -> CupyRunner:

@@ -47,7 +47,7 @@ __device__ __forceinline__ piece_t piece_of(unit_t x, int p) {
 // The k-th row taken is row order[k] of `out`, or row k without an order, from that id. A block goes
 // through tiles of TILE units; step_rows rows and step_units units lie between two of its tiles. A
 // number t below 2^31 divided by `units` is the high word of t * multiplier, shifted right by `shift`;
-// for a single unit, whose multiplier would not fit, multiplier is 0. See division in launch_copy.py.
+// for a single unit, whose multiplier would not fit, multiplier is 0. See division in copy.py.
 // For first_bad and lowest see bad_position. A row whose id is NO_ROW is left as it is.
 extern "C" __global__ void __launch_bounds__(THREADS, 4)
     copy_rows(const u8* __restrict__ rows, u32 stride_bytes, i64 n_rows, int row_bytes, const void* __restrict__ ids,

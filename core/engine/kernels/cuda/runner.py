@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
+from .parameters import Parameters, Value
 from .source import AnyVariant
 
 MAILBOX_WORDS = 4
@@ -14,18 +14,20 @@ MAILBOX_WORDS = 4
 NO_ERROR, INDEX_ERROR, DAMAGED_ERROR, OFFSETS_ERROR = 0, 1, 2, 3  # as in mailbox.cuh
 
 
-class Prepared(Protocol):
-    """A kernel whose launches have most arguments in common."""
+class Launch(Protocol):
+    """A kernel that is bound: see `Runner.bind`."""
 
-    def __call__(self, blocks: int, *changing: int) -> None:
-        """Start it on so many blocks, on torch's current stream.
+    def __call__(self, blocks: int | tuple[int, int, int], *changing: int) -> None:
+        """Start it on torch's current stream.
 
         Parameters
         ----------
-        blocks : int
+        blocks : int or tuple of int
             Blocks of the grid.
         *changing : int
-            What changes: numbers, and addresses, 0 for none.
+            The parameters that are not fixed, in the order of the kernel: numbers, and addresses,
+            0 for none. What they point to is to live until this returns, and from then on as any
+            tensor that torch's current stream uses.
         """
 
 
@@ -39,41 +41,30 @@ class Runner(Protocol):
     #: int64 ``[MAILBOX_WORDS]`` that kernels write errors to and the host reads at any time.
     mailbox: torch.Tensor
 
-    def launch(
+    def bind(
         self,
         variant: AnyVariant,
-        kernel: str,
-        grid: tuple[int, ...],
-        block: tuple[int, ...],
-        args: Sequence[Any],
+        parameters: type[Parameters],
+        threads: int | tuple[int, int, int],
         shared_bytes: int = 0,
-    ) -> None:
-        """Start a kernel on torch's current stream; tensors pass their address.
-
-        Arguments are tensors, None, or numpy integers of the parameter's size.
-        """
-        ...
-
-    def prepare(
-        self,
-        variant: AnyVariant,
-        kernel: str,
-        threads: int,
-        args: Sequence[Any],
-        changing: Sequence[int],
-        shared_bytes: int = 0,
-    ) -> Prepared:
-        """Return a kernel ready for launches that differ in few arguments.
+        /,
+        **fixed: Value,
+    ) -> Launch:
+        """Return a kernel that is ready to be started any number of times, by any thread.
 
         Parameters
         ----------
-        variant, kernel, args, shared_bytes
-            As for `launch`; tensors among `args` live as long as what is returned.
-        threads : int
-            Of a block.
-        changing : sequence of int
-            Places in `args` of what is given at each launch. There None stands for an address, a
-            numpy integer for a number of its size.
+        variant : Variant or PlainVariant
+            The compilation that has the kernel; it is compiled now if it is not yet.
+        parameters : type of Parameters
+            The kernel.
+        threads : int or tuple of int
+            Threads of a block.
+        shared_bytes : int
+            Dynamic shared memory of a block.
+        **fixed
+            Parameters that are the same at each start: numbers, tensors, None. Tensors live as long
+            as what is returned. The other parameters change from start to start.
         """
         ...
 

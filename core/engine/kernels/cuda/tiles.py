@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
-import numpy as np
 import torch
 
 from ..format import PAD_WORDS, RowFormat, RowLayout, ceil_div
+from .parameters import Value
 from .runner import Runner
 from .source import BYTE_FIELDS, Variant, widest_vector
 
@@ -106,20 +105,20 @@ def lines(words: int) -> int:
     return ceil_div(words, 32) * 32
 
 
-def tile_arguments(layout: RowLayout, n_rows: int, shape: TileShape) -> dict[str, Any]:
-    """Return the arguments that both decoders take in the same order."""
+def tile_arguments(layout: RowLayout, n_rows: int, shape: TileShape) -> dict[str, Value]:
+    """Return the parameters that both decoders have."""
     f = layout.format
     return {
         "tables": layout.tables,
         "starts": layout.starts,
-        "n_rows": np.int64(n_rows),
-        "chunks": np.int32(f.chunks),
-        "row_words": np.int32(f.row_words),
-        "row_bytes": np.int32(f.row_bytes),
-        "clusters": np.int32(f.clusters),
-        "tile_rows": np.int32(shape.tile_rows),
-        "stride_words": np.int32(shape.stride_words),
-        "stage_words": np.int32(shape.stage_words),
+        "n_rows": n_rows,
+        "chunks": f.chunks,
+        "row_words": f.row_words,
+        "row_bytes": f.row_bytes,
+        "clusters": f.clusters,
+        "tile_rows": shape.tile_rows,
+        "stride_words": shape.stride_words,
+        "stage_words": shape.stage_words,
     }
 
 

@@ -2,15 +2,88 @@
 
 from __future__ import annotations
 
-import numpy as np
+from dataclasses import dataclass
+
 import torch
 
 from ..format import ceil_div
+from .parameters import Address, Int32, Int64, Parameters
 from .runner import Runner
 from .source import SLOTS
 
 THREADS = 256  # of a block
 BLOCKS = 8  # of a multiprocessor
+
+
+@dataclass(init=False)
+class ClaimSlots(Parameters):
+    """Parameters of `claim_slots`.
+
+    int32 or int64 ids, int32 `slot_of` or None, int64 `wanted` and `claims`.
+    """
+
+    kernel = "claim_slots"
+
+    ids: Address
+    id_bytes: Int32
+    n: Int64
+    n_rows: Int64
+    slot_of: Address
+    wanted: Address
+    claims: Address
+
+
+@dataclass(init=False)
+class GiveSlots(Parameters):
+    """Parameters of `give_slots`.
+
+    int32 or int64 ids, int32 `slot_of` or None and `seen`, the others int64; `uses` and
+    `miss_count` may be None, the latter lies in host memory.
+    """
+
+    kernel = "give_slots"
+
+    ids: Address
+    id_bytes: Int32
+    n: Int64
+    n_rows: Int64
+    slot_of: Address
+    first: Int32
+    slots: Address
+    kept: Address
+    seen: Address
+    number: Int32
+    uses: Address
+    adds: Int32
+    counts: Address
+    miss_count: Address
+    claims: Address
+    mailbox: Address
+
+
+class SlotKernels:
+    """The kernels of slots.cu on one GPU.
+
+    Parameters
+    ----------
+    runner : Runner
+        Of the device.
+    """
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+
+    def finder(
+        self,
+        n_rows: int,
+        seen: torch.Tensor,
+        claims: torch.Tensor,
+        *,
+        slot_of: torch.Tensor | None = None,
+        adds: bool = False,
+    ) -> SlotFinder:
+        """Return what finds the slots of batches; see `SlotFinder`."""
+        return SlotFinder(self._runner, n_rows, seen, claims, slot_of=slot_of, adds=adds)
 
 
 class SlotFinder:
@@ -45,17 +118,19 @@ class SlotFinder:
         adds: bool = False,
     ) -> None:
         self._most_blocks = BLOCKS * runner.multiprocessors
-        ids = (None, np.int32(0), np.int64(0), np.int64(n_rows), slot_of)
-        self._claim = runner.prepare(
-            SLOTS, "claim_slots", THREADS, [*ids, None, claims], [0, 1, 2, 5]
+        self._claim = runner.bind(
+            SLOTS, ClaimSlots, THREADS, n_rows=n_rows, slot_of=slot_of, claims=claims
         )
-        given = [np.int32(0), None, None, seen, np.int32(0), None, np.int32(adds), None, None]
-        self._give = runner.prepare(
+        self._give = runner.bind(
             SLOTS,
-            "give_slots",
+            GiveSlots,
             THREADS,
-            [*ids, *given, claims, runner.mailbox],
-            [0, 1, 2, 5, 6, 7, 9, 10, 12, 13],
+            n_rows=n_rows,
+            slot_of=slot_of,
+            seen=seen,
+            adds=adds,
+            claims=claims,
+            mailbox=runner.mailbox,
         )
 
     def claim(self, ids: torch.Tensor, wanted: torch.Tensor | None = None) -> None:

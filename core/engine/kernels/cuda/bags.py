@@ -2,22 +2,66 @@
 
 from __future__ import annotations
 
-import numpy as np
+from dataclasses import dataclass
+from functools import cached_property
+
 import torch
 
 from ..format import ceil_div
-from .runner import Prepared, Runner
+from .parameters import Address, Int32, Int64, Parameters
+from .runner import Launch, Runner
 from .source import bags_variant
 
 THREADS, CHECK_THREADS = 256, 1024  # of a block
 BLOCKS = 8  # of a multiprocessor
 NO_PADDING = -(1 << 63)
-#: Dtypes of rows that `Bags.pool` takes.
+#: Dtypes of rows that `BagKernels.pool` takes.
 POOLED_DTYPES = (torch.float32, torch.float64)
 
 
-class Bags:
-    """The kernels of bags on one GPU.
+@dataclass(init=False)
+class PoolBags(Parameters):
+    """Parameters of `pool_bags`.
+
+    Rows of `width` vectors of float32 or float64, int32 or int64 ids and offsets, of which there
+    are `entries`; `mode` is 0 for the sum, 1 for the mean, 2 for the largest values.
+    """
+
+    kernel = "pool_bags"
+
+    matrix: Address
+    n_rows: Int64
+    width: Int32
+    index: Address
+    index_bytes: Int32
+    n: Int64
+    padding: Int64
+    offsets: Address
+    offset_bytes: Int32
+    entries: Int64
+    last_is_end: Int32
+    mode: Int32
+    out: Address
+    mailbox: Address
+
+
+@dataclass(init=False)
+class SoundOffsets(Parameters):
+    """Parameters of `sound_offsets`: int32 or int64 offsets, an int64 output, `n` ids."""
+
+    kernel = "sound_offsets"
+
+    offsets: Address
+    offset_bytes: Int32
+    entries: Int64
+    n: Int64
+    last_is_end: Int32
+    out: Address
+    mailbox: Address
+
+
+class BagKernels:
+    """The kernels of bags.cu on one GPU.
 
     Parameters
     ----------
@@ -28,8 +72,7 @@ class Bags:
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
         self._most_blocks = BLOCKS * runner.multiprocessors
-        self._pools: dict[tuple[int, int], Prepared] = {}
-        self._check: Prepared | None = None
+        self._pools: dict[tuple[int, int], Launch] = {}
 
     def pool(
         self,
@@ -71,7 +114,10 @@ class Bags:
         vector = 16 // size if (address | to | dim * size) % 16 == 0 else 1
         pool = self._pools.get((size, vector))
         if pool is None:
-            pool = self._pools[size, vector] = self._prepared_pool(size, vector)
+            pool = self._runner.bind(
+                bags_variant(size, vector), PoolBags, THREADS, mailbox=self._runner.mailbox
+            )
+            self._pools[size, vector] = pool
         width = dim // vector
         # One bag at least, so that an end that is not the number of ids is reported.
         blocks = max(1, min(ceil_div(out.shape[0] * width, THREADS), self._most_blocks))
@@ -113,22 +159,6 @@ class Bags:
             int64 ``[B]``: a copy, or where one offset is bad zeros, with `n_ids` as the end.
         """
         out = torch.empty_like(offsets, dtype=torch.int64)
-        if self._check is None:
-            self._check = self._runner.prepare(
-                bags_variant(4, 1),
-                "sound_offsets",
-                CHECK_THREADS,
-                [
-                    None,
-                    np.int32(0),
-                    np.int64(0),
-                    np.int64(0),
-                    np.int32(0),
-                    None,
-                    self._runner.mailbox,
-                ],
-                range(6),
-            )
         if out.shape[0]:
             size = offsets.element_size()
             self._check(
@@ -136,13 +166,8 @@ class Bags:
             )
         return out
 
-    def _prepared_pool(self, value_bytes: int, vector: int) -> Prepared:
-        args = [None, np.int64(0), np.int32(0), None, np.int32(0), np.int64(0), np.int64(0)]
-        args += [None, np.int32(0), np.int64(0), np.int32(0), np.int32(0), None]
-        return self._runner.prepare(
-            bags_variant(value_bytes, vector),
-            "pool_bags",
-            THREADS,
-            [*args, self._runner.mailbox],
-            range(len(args)),
+    @cached_property
+    def _check(self) -> Launch:
+        return self._runner.bind(
+            bags_variant(4, 1), SoundOffsets, CHECK_THREADS, mailbox=self._runner.mailbox
         )

@@ -1,0 +1,157 @@
+"""Measuring and packing rows on a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ..format import PAD_WORDS, RowLayout, ceil_div
+from .parameters import Address, Int32, Int64, Parameters
+from .runner import Launch, Runner
+from .source import Variant
+from .tiles import THREADS, WARPS, aligned_to, has_byte_field
+
+STAGE_BYTES = 6 << 10  # packed row that a warp puts together in shared memory
+BLOCKS = 8  # of a multiprocessor
+
+
+@dataclass(init=False)
+class PackedWords(Parameters):
+    """Parameters of `packed_words`.
+
+    Rows of `chunks` chunks, the tensors of a `RowLayout`; unsigned `lengths` of `length_bytes`
+    each. `row_clusters`, uint8, may be None.
+    """
+
+    kernel = "packed_words"
+
+    rows: Address
+    n_rows: Int64
+    chunks: Int32
+    row_words: Int32
+    clusters: Int32
+    tables: Address
+    starts: Address
+    lengths: Address
+    length_bytes: Int32
+    row_clusters: Address
+
+
+@dataclass(init=False)
+class EncodeRows(Parameters):
+    """Parameters of `encode_rows`: as of `PackedWords`, int64 bases, int32 words.
+
+    A warp puts a packed row together in `stage_words` of shared memory, or where it belongs when
+    these are 0.
+    """
+
+    kernel = "encode_rows"
+
+    rows: Address
+    n_rows: Int64
+    chunks: Int32
+    row_words: Int32
+    row_bytes: Int32
+    clusters: Int32
+    tables: Address
+    starts: Address
+    lengths: Address
+    length_bytes: Int32
+    row_clusters: Address
+    bases: Address
+    words: Address
+    stage_words: Int32
+
+
+class EncodeKernels:
+    """The kernels of encode.cu on one GPU.
+
+    Parameters
+    ----------
+    runner : Runner
+        Of the device.
+    """
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self._most_blocks = BLOCKS * runner.multiprocessors
+        self._launches: dict[tuple[Variant, type[Parameters], int], Launch] = {}
+
+    def packed_words(
+        self, rows: torch.Tensor, layout: RowLayout
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Measure packed rows; see `kernels.cpu.packed_words`."""
+        f, n = layout.format, rows.shape[0]
+        lengths = torch.empty(n, dtype=f.length_dtype, device=rows.device)
+        row_clusters = torch.empty(
+            n if f.clusters > 1 else 0, dtype=torch.uint8, device=rows.device
+        )
+        if n:
+            rows = aligned_to(rows, f.chunk_bytes)
+            self._launch(layout, PackedWords, 0)(
+                self._blocks(n),
+                rows.data_ptr(),
+                n,
+                f.chunks,
+                f.row_words,
+                f.clusters,
+                layout.tables.data_ptr(),
+                layout.starts.data_ptr(),
+                lengths.data_ptr(),
+                lengths.element_size(),
+                row_clusters.data_ptr() if f.clusters > 1 else 0,
+            )
+        return lengths, row_clusters
+
+    def encode_rows(
+        self,
+        rows: torch.Tensor,
+        layout: RowLayout,
+        lengths: torch.Tensor,
+        row_clusters: torch.Tensor,
+        bases: torch.Tensor,
+        n_words: int,
+    ) -> torch.Tensor:
+        """Pack rows; see `kernels.cpu.encode_rows`."""
+        f, n = layout.format, rows.shape[0]
+        words = torch.zeros(n_words + PAD_WORDS, dtype=torch.int32, device=rows.device)
+        if n:
+            rows = aligned_to(rows, f.chunk_bytes)
+            # A packed row is shorter than a raw one, and the last read-modify-write may touch the
+            # word behind it.
+            stage_words = f.row_words + 1 if 4 * f.row_words < STAGE_BYTES else 0
+            self._launch(layout, EncodeRows, max(16, 4 * stage_words * WARPS))(
+                self._blocks(n),
+                rows.data_ptr(),
+                n,
+                f.chunks,
+                f.row_words,
+                f.row_bytes,
+                f.clusters,
+                layout.tables.data_ptr(),
+                layout.starts.data_ptr(),
+                lengths.data_ptr(),
+                lengths.element_size(),
+                row_clusters.data_ptr() if f.clusters > 1 else 0,
+                bases.data_ptr(),
+                words.data_ptr(),
+                stage_words,
+            )
+        return words
+
+    def _launch(self, layout: RowLayout, parameters: type[Parameters], shared_bytes: int) -> Launch:
+        f = layout.format
+        byte_field = f.clusters == 1 and has_byte_field(layout)
+        variant = Variant(
+            "encode", f.chunk_bytes, f.code_bits, f.grouped, f.uniform, byte_field=byte_field
+        )
+        key = (variant, parameters, shared_bytes)
+        found = self._launches.get(key)
+        if found is None:
+            found = self._runner.bind(variant, parameters, THREADS, shared_bytes)
+            self._launches[key] = found
+        return found
+
+    def _blocks(self, n_rows: int) -> int:
+        return min(ceil_div(n_rows, WARPS), self._most_blocks)

@@ -1,0 +1,59 @@
+"""All kernels of one GPU; each part stands in the file with the name of its .cu text.
+
+What runs a kernel is a `Runner`; the tests put one in its place that runs the same text on a CPU.
+"""
+
+from __future__ import annotations
+
+from .bags import BagKernels
+from .copy import CopyKernels
+from .count import CountKernels
+from .decode import DecodeKernels
+from .encode import EncodeKernels
+from .gather import GatherKernels
+from .ids import IdKernels
+from .map import MapKernels
+from .runner import Runner
+from .slots import SlotKernels
+
+
+class CudaKernels:
+    """The kernels of one GPU.
+
+    Functions that codecs need, packed or raw, are here under the names that they have in
+    `kernels.cpu`, with the same arguments and the same bytes. The others are reached by the part
+    that they belong to.
+
+    Parameters
+    ----------
+    runner : Runner
+        Of the device.
+
+    Attributes
+    ----------
+    ids : IdKernels
+        Checks ids and orders them.
+    map : MapKernels
+        Maps ids to locations.
+    slots : SlotKernels
+        Finds slots of a cache.
+    bags : BagKernels
+        Pools bags of rows.
+    """
+
+    def __init__(self, runner: Runner) -> None:
+        self.ids = IdKernels(runner)
+        self.map = MapKernels(runner)
+        self.slots = SlotKernels(runner)
+        self.bags = BagKernels(runner)
+        self.count_bits = CountKernels(runner).count_bits
+        encode = EncodeKernels(runner)
+        self.packed_words = encode.packed_words
+        self.encode_rows = encode.encode_rows
+        gather = GatherKernels(runner)
+        self.gather_rows = gather.gather_rows
+        self.prepare_gather = gather.prepare_gather
+        decode = DecodeKernels(runner, self.ids, gather)
+        self.decode_rows = decode.decode_rows
+        self.prepare_decode = decode.prepare_decode
+        self.copy_rows = CopyKernels(runner).copy_rows
