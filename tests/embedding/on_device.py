@@ -84,7 +84,7 @@ def on_simulated_gpu(*, twins: bool = False) -> Iterator[SimtRunner]:
         elif isinstance(table.codec, RawCodec):
             kernels.copy_rows(table._parts.raw_rows(), table.row_bytes, ids, out)
         else:
-            kernels.gather_rows(table._rows.storage(), table._rows.layout, ids, out)
+            kernels.gather_rows(table._rows.storage(), table._rows.kernels.layout, ids, out)
 
     with pytest.MonkeyPatch.context() as patch:
         for module in (device_lookup, device_counters, optimizers):
