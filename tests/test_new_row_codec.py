@@ -19,6 +19,7 @@ import bitslab
 from bitslab.dtypes import dtype_from_name, dtype_name
 from bitslab.engine.codecs import HostRowKernels, WordRowCodec, elements, registry
 from bitslab.engine.codecs.base import rows_as_bytes
+from bitslab.engine.kernels.format import TableStorage
 from bitslab.kvcache import HistoryReader, PackedHistory
 from bitslab.offload import PackedWeights, WeightPacker, WeightStream
 from tests.helpers import same_bits
@@ -38,7 +39,8 @@ class SparseKernels(HostRowKernels):
     def _differences(self, rows: torch.Tensor) -> np.ndarray:
         padded = np.zeros((len(rows), 4 * self.row_words), np.uint8)
         padded[:, : self.row_bytes] = rows.numpy()
-        return padded.view(np.uint32) ^ self._like
+        differences: np.ndarray = padded.view(np.uint32) ^ self._like
+        return differences
 
     def measure(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         words = self._head_words + np.count_nonzero(self._differences(rows), axis=1)
@@ -186,11 +188,9 @@ def test_damaged_rows_are_found() -> None:
         codec.adopt(len(x), packed.parts)
 
 
-def _table_of(packed: bitslab.PackedRows) -> Any:
-    from bitslab.engine.kernels.format import TableStorage
-
-    parts = {name: packed.parts[name] for name in ("words", "bases", "lengths")}
-    return TableStorage(packed.n_rows, **parts)
+def _table_of(packed: bitslab.PackedRows) -> TableStorage:
+    parts = packed.parts
+    return TableStorage(packed.n_rows, parts["words"], parts["bases"], parts["lengths"])
 
 
 @pytest.mark.parametrize("layout", ["compact", "inplace"])
@@ -342,3 +342,17 @@ def test_a_gpu_is_refused_by_the_kernels() -> None:
     codec = SparseCodec.fit(rows_of(1, 4, 64, torch.float32))
     with pytest.raises(bitslab.ArgumentTypeError, match="cuda.*SparseKernels.* CPU alone"):
         codec.kernels(torch.device("cuda", 0))
+
+
+@pytest.mark.gpu
+def test_tables_gather_for_a_gpu_on_the_host() -> None:
+    x = rows_of(1, 200, 64, torch.float32)
+    ids = torch.tensor([3, -1, 3, 150])
+    with bitslab.CompressedTable.from_tensor(x, codec="sparse-test", progress=False) as table:
+        assert same_bits(table.gather(ids.cuda()).cpu(), x[ids])
+        cache = bitslab.SlabCache(table, x.nbytes, "cuda")
+        cache.fill(torch.arange(100))
+        assert same_bits(cache.gather(ids.cuda()).cpu(), x[ids])
+    with bitslab.CompressedTable.from_tensor(x, codec="raw", progress=False) as raw:
+        with pytest.raises(bitslab.ArgumentError, match="devices: cuda.*'sparse-test'.* for cpu"):
+            bitslab.SlabCache(raw, x.nbytes, "cuda", codec=SparseCodec.fit(x))

@@ -128,6 +128,11 @@ class SlabCache:
             )
         where = _checked_devices(devices)
         packer = None if codec is None else _packer(table, codec, len(where) * capacity_bytes)
+        if packer is not None and where[0].type not in packer.device_types:
+            accepted = ", ".join(packer.device_types)
+            raise ArgumentError(
+                f"devices: {where[0]}, codec {packer.name!r} has kernels for {accepted}"
+            )
         allocator = SlabAllocator(where)
         self._begin(table, capacity_bytes, packer, allocator, Snapshot.empty(allocator))
 

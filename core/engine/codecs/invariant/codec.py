@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -74,7 +75,6 @@ class InvariantCodec(WordRowCodec):
                 f"profile: made for rows of {profile.format.row_bytes} bytes, "
                 f"{list(row_shape)} {dtype} has {self.row_bytes}"
             )
-        self._layout = build_layout(profile.format, profile.masks, profile.values)
 
     # Fitting
 
@@ -226,6 +226,10 @@ class InvariantCodec(WordRowCodec):
         if elements(shape) * dtype.itemsize != profile.format.row_bytes:
             raise CorruptedDataError("ibp: row_shape and dtype do not fit the profile")
         return cls(profile, tuple(shape), dtype)
+
+    @cached_property
+    def _layout(self) -> RowLayout:
+        return build_layout(self.profile.format, self.profile.masks, self.profile.values)
 
     def row_layout(self) -> RowLayout:
         """Return the tables that the kernels read, on the CPU."""
