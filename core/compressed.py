@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +12,7 @@ import torch
 
 from .container import read_tensors, write_tensors
 from .dtypes import dtype_name
-from .engine.codecs import InvariantCodec, PackedRows, RawCodec, RowCodec
+from .engine.codecs import PackedRows, RawCodec, RowCodec
 from .engine.codecs.base import (
     check_indices_argument,
     check_out_argument,
@@ -21,7 +20,7 @@ from .engine.codecs.base import (
     index_tensor,
     raise_bad_index,
 )
-from .engine.codecs.registry import get_codec
+from .engine.codecs.registry import codec_class, fit_codec
 from .engine.files.new_file import PathLike, replacing
 from .engine.kernels.format import MAX_ROW_BYTES
 from .engine.row_map import MIN_ROW_BYTES, as_rows, natural_row_elements, row_map
@@ -349,7 +348,7 @@ def compress(
         return _with_codec(tensor, codec, options)
     if not isinstance(codec, str):
         raise ArgumentTypeError(f"codec: expected a name or a codec, got {type(codec).__name__}")
-    cls = InvariantCodec if codec == "auto" else get_codec(codec)
+    cls = codec_class(codec)
     raw = _raw_codec(tensor)
     if cls is RawCodec:
         return _encode(tensor, RawCodec.fit(_items_of(tensor), **options))
@@ -359,10 +358,7 @@ def compress(
         return _encode(tensor, raw)
     rows = row_map(tensor.shape, row_elements)
     sample = as_rows(tensor, rows, (row_elements,))
-    accepted = inspect.signature(cls.fit).parameters
-    given = {"seed": seed, "n_rows": rows.n_rows}
-    given = {name: value for name, value in given.items() if name in accepted} | options
-    fitted = cls.fit(sample, **given)
+    fitted = fit_codec(cls, sample, options, seed=seed, n_rows=rows.n_rows)
     ct = CompressedTensor(fitted, fitted.encode(sample), tensor.shape)
     if codec == "auto" and ct.nbytes >= ct.raw_nbytes:
         return _encode(tensor, raw)

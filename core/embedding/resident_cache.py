@@ -15,9 +15,9 @@ from ..engine.kernels.format import (
     NO_ID,
     OFFSET_SHIFT,
     PAD_WORDS,
-    CacheStorage,
     ceil_div,
 )
+from ..tables.cache import CacheView
 from ..tables.counters import HOST, Counters
 from ..tables.slabs import SlabCache
 
@@ -44,10 +44,10 @@ class ResidentCache:
     def __init__(self, rows: CachedRows) -> None:
         self._rows = weakref.ref(rows)
         self.counters = Counters()
-        self._storage: CacheStorage | None = None
+        self._storage: CacheView | None = None
         self._made_of: tuple[int, int] = (-1, 0)
 
-    def storage(self, device: torch.device) -> CacheStorage | None:
+    def storage(self, device: torch.device) -> CacheView | None:
         """Return the resident rows as the kernels of the GPU read them."""
         rows = self._rows()
         if rows is None or device != rows.device:
@@ -148,7 +148,7 @@ def with_spare(data: torch.Tensor) -> torch.Tensor:
     return roomy[: data.shape[0]]
 
 
-def _storage(rows: CachedRows) -> CacheStorage:
+def _storage(rows: CachedRows) -> CacheView:
     slot_table, device, row_bytes = rows.slot_table, rows.device, rows.table.row_bytes
     slots = slot_table.resident()
     ids = slot_table.id_of[slots]
@@ -168,6 +168,6 @@ def _storage(rows: CachedRows) -> CacheStorage:
     slab = data.view(torch.uint8).view(-1).view(torch.int32)
     # The map knows rows of the table, of which several may share a packed row.
     holds_items = rows.table.rows_per_packed_row > 1
-    return CacheStorage(
+    return CacheView(
         entries, (slab,), addresses.to(device), row_bytes // 4, holds_items=holds_items
     )

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..engine.codecs import RawCodec, RowCodec
+from ..engine.codecs import RowCodec
 from ..engine.progress import ProgressFunction
 from ..tables.build import Rows
 from ..tables.parts import Layout
@@ -203,7 +203,7 @@ def packed_table(
         Where the rows are wanted.
     """
     table = CompressedTable.from_tensor(rows, layout, codec, pin, progress=progress)
-    chosen = codec == "auto" and not isinstance(table.codec, RawCodec) and device.type == "cuda"
+    chosen = codec == "auto" and not table.codec.keeps_raw and device.type == "cuda"
     if not chosen or table.advice(device).packed:
         return table, []
     with table:

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..engine.codecs import RawCodec
 from .slot_table import Batch
 
 if TYPE_CHECKING:
@@ -138,7 +137,7 @@ def stats_of(rows: CachedRows) -> dict[str, Any]:
     table = rows.table.stats()
     hits, misses = rows.statistics.hits, rows.statistics.misses
     lookups, moved = rows.statistics.lookups, table["moved_bytes"]
-    if isinstance(rows.table.codec, RawCodec):
+    if rows.table.codec.keeps_raw:
         moved += rows.statistics.fetched_by_gpu * table["row_bytes"]  # which the table cannot count
     on_device = (rows.device_counters, rows.miss_buffer)
     device_bytes = rows.parameter.nbytes + sum(

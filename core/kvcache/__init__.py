@@ -9,7 +9,7 @@ on it.
 from .gathering import Gathered
 from .history import Commit, PackedHistory, check_options
 from .index import beam_index, repeat_count, sequence_index
-from .packing import CodecPlans
+from .packing import CodecPlans, Plans
 from .reader import HistoryReader, check_sm_budget
 from .selection import (
     HeavyScores,
@@ -30,6 +30,7 @@ __all__ = [
     "HistoryReader",
     "PackedHistory",
     "PartialKeys",
+    "Plans",
     "Selection",
     "Take",
     "TokenScores",

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from ..engine.codecs.invariant.codec import InvariantCodec
+from ..engine.codecs import RowCodec
 from .in_flight import AsyncCopy
-from .packing import LEAST_GAIN, CodecPlans, TokenRows, draw_rows
+from .packing import LEAST_GAIN, Plans, TokenRows, draw_rows
 from .segment import Segment
 
 #: A codec is fitted again when the last DRIFT_BLOCKS blocks took this share of the raw bytes more
@@ -27,12 +27,12 @@ class Choice:
     ----------
     begins_segment : bool
         Whether they begin a segment; else they continue the last one.
-    codec : InvariantCodec or None
+    codec : RowCodec or None
         The codec of the new segment; None keeps rows raw.
     """
 
     begins_segment: bool
-    codec: InvariantCodec | None = None
+    codec: RowCodec | None = None
 
 
 class Fitting:
@@ -40,7 +40,7 @@ class Fitting:
 
     Parameters
     ----------
-    plans : CodecPlans
+    plans : Plans
         Fits the codecs; the histories of all layers share one.
     kind : str
         ``"k"`` or ``"v"``, for `plans`.
@@ -53,7 +53,7 @@ class Fitting:
         How often one has been fitted again.
     """
 
-    def __init__(self, plans: CodecPlans, kind: str) -> None:
+    def __init__(self, plans: Plans, kind: str) -> None:
         self._plans = plans
         self._kind = kind
         self._sample: AsyncCopy | None = None
@@ -105,11 +105,11 @@ class Fitting:
 
         Another codec is wanted when the last blocks were larger than the first ones of the segment.
         """
-        if segment.layout is None:
+        if segment.kernels is None:
             return
         self._recent = [*self._recent[1 - DRIFT_BLOCKS :], words]
         mean = sum(self._recent) / len(self._recent)
-        limit = segment.expected_words + DRIFT * segment.layout.format.row_words
+        limit = segment.expected_words + DRIFT * segment.kernels.row_words
         self.wanted = len(self._recent) == DRIFT_BLOCKS and mean > limit
 
     def forget_sample(self) -> None:

@@ -148,7 +148,7 @@ class RowGatherer:
     ) -> None:
         counters = self._counters if from_host else None
         segment.decode_rows(words, ids, out, self._sm_budget, counters)
-        if segment.layout is None and from_host:
+        if segment.kernels is None and from_host:
             self._raw_bytes += out.nbytes
 
 

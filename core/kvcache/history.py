@@ -15,7 +15,7 @@ from .arena import GROWTH
 from .fitting import Fitting
 from .in_flight import InFlightBlocks
 from .index import beam_index, repeat_count, sequence_index
-from .packing import CodecPlans, TokenRows
+from .packing import Plans, TokenRows
 from .segment import Segment, Sequences
 from .selection import Take
 from .words import DeviceWords, HostWords, Words
@@ -49,7 +49,7 @@ class PackedHistory:
     ----------
     words : Words
         An empty store for its packed words, that `HistoryReader.new_words` returns.
-    plans : CodecPlans
+    plans : Plans
         Fits its codecs; the histories of all layers share one.
     kind : str
         ``"k"`` or ``"v"``, for `plans` and messages.
@@ -99,7 +99,7 @@ class PackedHistory:
     def __init__(
         self,
         words: Words,
-        plans: CodecPlans,
+        plans: Plans,
         kind: str,
         *,
         window: int,
@@ -215,7 +215,7 @@ class PackedHistory:
             "packed_bytes": packed,
             "packed_ratio": raw / packed if raw else 1.0,
             "kept_raw_bytes": sum(
-                segment.raw_bytes for segment in self.segments if segment.layout is None
+                segment.raw_bytes for segment in self.segments if segment.kernels is None
             ),
             "host_bytes": words if on_host else 0,
             "device_bytes": metadata + tail + in_flight + (0 if on_host else words),
@@ -474,7 +474,7 @@ class PackedHistory:
         rows = self._rows
         if rows is None or not rows.token_bytes or not self.tail.shape[0] * self.tail.shape[1]:
             return
-        if self._in_flight is None and self.segments and self.segments[-1].layout is None:
+        if self._in_flight is None and self.segments and self.segments[-1].kernels is None:
             # Raw rows have no room ahead: memory grows by an eighth at a time.
             due = (self.tail.shape[2] - self._window) // self._block_tokens
             if due * GROWTH < self.segments[-1].n_blocks:

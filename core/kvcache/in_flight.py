@@ -26,7 +26,7 @@ class InFlightBlocks:
         self._sizes: list[int] | None = None
         self.made: torch.cuda.Event | None = None  # of words whose size is known at once
         data = rows_as_bytes(rows.rows_of(tokens), rows.row_bytes)
-        if segment.layout is None:
+        if segment.kernels is None:
             n = data.shape[0]
             empty = torch.empty(n, dtype=torch.uint8, device="meta")
             self.packed = Packed(data.flatten().view(torch.int32), empty, empty, empty)
@@ -34,7 +34,7 @@ class InFlightBlocks:
             if data.device.type == "cuda":
                 self.made = torch.cuda.current_stream(data.device).record_event()
             return
-        self.packed = pack_rows(data, segment.layout)
+        self.packed = pack_rows(data, segment.kernels)
         self._sizes_copy = AsyncCopy(self.packed.sizes)
 
     @property

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
+from ..engine.codecs import InvariantCodec, RowCodec, RowKernels
 from ..engine.codecs.base import rows_as_bytes
-from ..engine.codecs.invariant.codec import InvariantCodec
 from ..engine.codecs.invariant.planner import Sample
 from ..engine.kernels import kernels_for
-from ..engine.kernels.format import RowLayout, bases_of_rows, unsigned_lengths, words_of_rows
+from ..engine.kernels.format import bases_of_rows, unsigned_lengths, words_of_rows
 
 #: Rows are made of as many tokens as this many bytes take: shorter rows carry more metadata, and
 #: rows of several lines decode faster.
@@ -104,8 +104,16 @@ class _Planned:
     steady: int
 
 
+class Plans(Protocol):
+    """What fits the codecs of histories."""
+
+    def fit(self, kind: str, sample: torch.Tensor, *, search_all: bool = False) -> RowCodec:
+        """Return a codec of one cluster for rows like those of a sample; see `CodecPlans.fit`."""
+        ...
+
+
 class CodecPlans:
-    """Fits codecs; the options that were best for one layer serve others that pack alike.
+    """Fits invariant bit packing; the best options of one layer serve others that pack alike.
 
     Layers of a model differ in the values that their exponents take, not in what a chunk is. Where
     all chunks have one mask, a layer takes that of the layer before, and learns its values alone,
@@ -208,22 +216,22 @@ class Packed:
     sizes: torch.Tensor
 
 
-def pack_rows(rows: torch.Tensor, layout: RowLayout) -> Packed:
+def pack_rows(rows: torch.Tensor, kernels: RowKernels) -> Packed:
     """Pack rows on their device, without waiting for it.
 
     Parameters
     ----------
     rows : torch.Tensor
         uint8 ``[n, row_bytes]``, contiguous.
-    layout : RowLayout
+    kernels : RowKernels
         On the same device.
     """
-    kernels = kernels_for(rows.device)
-    row_words = layout.format.row_words
-    lengths, clusters = kernels.packed_words(rows, layout)
+    kernels_for(rows.device)  # raises the error of an earlier decode there
+    row_words = kernels.row_words
+    lengths, clusters = kernels.measure(rows)
     bases, _ = bases_of_rows(words_of_rows(lengths, row_words))
     sizes = torch.stack([bases[-1], unsigned_lengths(lengths).max()])
     # On the CPU the exact size is known; on a GPU asking for it would wait.
     most = int(sizes[0]) if rows.device.type == "cpu" else rows.shape[0] * row_words
-    data = kernels.encode_rows(rows, layout, lengths, clusters, bases, most)
+    data = kernels.encode(rows, lengths, clusters, bases, most)
     return Packed(data, lengths, bases, sizes)

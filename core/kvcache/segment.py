@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..engine.codecs.invariant.codec import InvariantCodec
+from ..engine.codecs import RowCodec
 from ..engine.kernels import kernels_for
 from ..engine.kernels.cuda import kernels_on
 from ..engine.kernels.format import BLOCK_ROWS, TableStorage, ceil_div, words_of_rows
@@ -45,7 +45,7 @@ class Segment:
     ----------
     rows : TokenRows
         What a row is.
-    codec : InvariantCodec or None
+    codec : RowCodec or None
         What packs the rows; None keeps them raw.
     device : torch.device
         Where the metadata lies.
@@ -56,6 +56,8 @@ class Segment:
 
     Attributes
     ----------
+    kernels : RowKernels or None
+        The codec's, on the device; None where rows are kept raw.
     batch : int
         Sequences.
     origin : torch.Tensor or None
@@ -68,18 +70,18 @@ class Segment:
     def __init__(
         self,
         rows: TokenRows,
-        codec: InvariantCodec | None,
+        codec: RowCodec | None,
         device: torch.device,
         first_word: int,
         batch: int,
     ) -> None:
         self.rows = rows
         self.codec = codec
-        self.layout = None if codec is None else codec.row_layout().to(device)
+        self.kernels = None if codec is None else codec.kernels(device)
         self.first_word = first_word
         self.batch = batch
         self.origin: torch.Tensor | None = None
-        dtype = torch.uint8 if self.layout is None else self.layout.format.length_dtype
+        dtype = torch.uint8 if self.kernels is None else self.kernels.length_dtype
         self._lengths = torch.empty(0, dtype=dtype, device=device)
         self._bases = torch.empty(0, dtype=torch.int64, device=device)
         self._block_rows: list[int] = []  # the row at which each block starts
@@ -116,10 +118,10 @@ class Segment:
     def metadata_bytes(self) -> int:
         """Bytes on the device that find the rows, as much of them as is used."""
         origin = 0 if self.origin is None else self.origin.nbytes
-        if self.layout is None:
+        if self.kernels is None:
             return origin
         entries = ceil_div(self.n_rows, BLOCK_ROWS) + 1
-        tables = self.layout.tables.nbytes + self.layout.starts.nbytes
+        tables = sum(t.nbytes for t in self.kernels.tensors)
         rows = self.n_rows * self._lengths.itemsize + 8 * entries
         return rows + tables + origin
 
@@ -127,14 +129,14 @@ class Segment:
     def device_bytes(self) -> int:
         """Bytes on the device of all metadata, with room ahead."""
         origin = 0 if self.origin is None else self.origin.nbytes
-        if self.layout is None:
+        if self.kernels is None:
             return origin + self._within.nbytes
-        tables = self.layout.tables.nbytes + self.layout.starts.nbytes
+        tables = sum(t.nbytes for t in self.kernels.tensors)
         return origin + self._within.nbytes + tables + self._lengths.nbytes + self._bases.nbytes
 
     def metadata_bytes_of(self, n_rows: int) -> int:
         """Return the bytes on the device that so many rows more take at the most."""
-        if self.layout is None:
+        if self.kernels is None:
             return 0
         entries = ceil_div(n_rows, BLOCK_ROWS) + 1
         nbytes = n_rows * self._lengths.itemsize + entries * self._bases.itemsize
@@ -143,7 +145,7 @@ class Segment:
     @property
     def in_order(self) -> bool:
         """Whether rows are raw and lie as they were packed: no row is to be looked up."""
-        return self.layout is None and self.origin is None
+        return self.kernels is None and self.origin is None
 
     @property
     def key(self) -> tuple[int, ...] | None:
@@ -168,7 +170,7 @@ class Segment:
         found = [self._within, self._lengths, self._bases]
         if self.origin is not None:
             found.append(self.origin)
-        return found if self.layout is None else [*found, self.layout.tables, self.layout.starts]
+        return found if self.kernels is None else [*found, *self.kernels.tensors]
 
     def _plain_origin(self) -> torch.Tensor:
         each = self.rows.heads * self.rows.head_rows
@@ -205,7 +207,7 @@ class Segment:
             first_rows = sequences.index * (self.rows.heads * self.rows.head_rows)
             before = self._plain_origin() if origin is None else origin
             origin = torch.cat([before, starts[:, None] + first_rows])
-        if self.layout is not None:
+        if self.kernels is not None:
             first, last = ceil_div(begin, BLOCK_ROWS), ceil_div(end, BLOCK_ROWS) + 1
             bases = packed.bases
             if begin % BLOCK_ROWS:
@@ -234,8 +236,8 @@ class Segment:
         return bases
 
     def _words_of(self, lengths: torch.Tensor) -> torch.Tensor:
-        assert self.layout is not None
-        return words_of_rows(lengths, self.layout.format.row_words)
+        assert self.kernels is not None
+        return words_of_rows(lengths, self.kernels.row_words)
 
     def taken(self, take: Callable[[torch.Tensor, int], torch.Tensor]) -> torch.Tensor:
         """Return the `origin` of other sequences; `take` indexes a dimension of a tensor."""
@@ -252,7 +254,7 @@ class Segment:
         On a GPU this waits once.
         """
         row = self._block_rows[n_blocks]
-        if self.layout is None:
+        if self.kernels is None:
             return self.first_word + row * self.rows.row_bytes // 4
         # Where the rows before it in its entry of `bases` end.
         first = row // BLOCK_ROWS
@@ -300,10 +302,10 @@ class Segment:
         if self.in_order:
             return partial(self._copy_rows, words, out)
         target = out.view(-1, self.rows.row_bytes)
-        if self.layout is None or out.device.type == "cpu":
+        if self.kernels is None or out.device.type == "cpu":
             return partial(self.decode_rows, words, ids, target, sm_budget)
-        kernels = kernels_on(out.device)
-        return kernels.prepare_gather(self._new_table(words), self.layout, ids, target, sm_budget)
+        kernels_on(out.device)  # raises the error of an earlier decode there
+        return self.kernels.prepare_gather(self._new_table(words), ids, target, sm_budget)
 
     def row_ids(self, positions: torch.Tensor) -> torch.Tensor:
         """Return the numbers of rows for `decode_rows`.
@@ -350,17 +352,17 @@ class Segment:
         sm_budget : int, optional
             Multiprocessors that decoding may use.
         counters : torch.Tensor, optional
-            int64 on the device, to which packed rows and words are added, as `gather_rows` says.
+            int64 on the device, added to as `RowKernels.gather` says.
         """
-        kernels: Any = kernels_for(out.device)
+        kernels: Any = kernels_for(out.device)  # raises the error of an earlier decode there
         row_bytes = self.rows.row_bytes
-        if self.layout is None:
+        if self.kernels is None:
             begin = self.first_word
             raw = words[begin : begin + self.n_rows * row_bytes // 4].view(torch.uint8)
             kernels.copy_rows(raw.view(-1, row_bytes), row_bytes, ids, out, sm_budget=sm_budget)
             return
-        bad = kernels.gather_rows(
-            self._table(words), self.layout, ids, out, counters=counters, sm_budget=sm_budget
+        bad = self.kernels.gather(
+            self._table(words), ids, out, counters=counters, sm_budget=sm_budget
         )
         if bad >= 0:
             raise CorruptedDataError(f"K/V history: packed row {bad} is damaged")

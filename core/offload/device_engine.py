@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
-from ..engine.kernels.cuda import CudaKernels, kernels_on
+from ..engine.codecs import RowKernels
+from ..engine.kernels.cuda import kernels_on
 from ..engine.kernels.cuda.stream import on_stream
-from ..engine.kernels.format import RowLayout, RowStorage
+from ..engine.kernels.format import RowStorage
 from ..engine.transfer.timing import DeviceClock
 from ..errors import BitslabError
 from .device_rows import DeviceRows
@@ -52,10 +53,8 @@ class DecodeWork:
         For each tensor: the bytes that hold it, and what to add to the record's offsets there.
     decoded : torch.Tensor
         Buffer of decoded tensors.
-    layouts : mapping of str to RowLayout
-        The codecs' tables on the GPU, by the tensor's name.
-    kernels : CudaKernels
-        Of the GPU.
+    kernels : mapping of str to RowKernels
+        The codecs' on the GPU, by the tensor's name.
     sm_budget : int or None
         Multiprocessors that decoding may take.
     """
@@ -65,8 +64,7 @@ class DecodeWork:
         plan: UnitPlan,
         sources: Mapping[str, tuple[torch.Tensor, int]],
         decoded: torch.Tensor,
-        layouts: Mapping[str, RowLayout],
-        kernels: CudaKernels,
+        kernels: Mapping[str, RowKernels],
         sm_budget: int | None,
     ) -> None:
         self._decodes: list[Callable[[], None]] = []
@@ -84,13 +82,11 @@ class DecodeWork:
                 else:
                     copies.append([data, begin, planned.decoded_offset, record.nbytes])
                 continue
-            layout = layouts[planned.name]
+            packed = kernels[planned.name]
             out = decoded[planned.decoded_offset : planned.decoded_offset + record.decoded_nbytes]
             storage = storage_of(planned, data, shift)
-            rows = out.view(record.n_rows, layout.format.row_bytes)
-            self._decodes.append(
-                kernels.prepare_decode(storage, layout, rows, record.facts, sm_budget)
-            )
+            rows = out.view(record.n_rows, packed.row_bytes)
+            self._decodes.append(packed.prepare_decode(storage, rows, record.facts, sm_budget))
         self._copies = [(decoded[to : to + n], data[at : at + n]) for data, at, to, n in copies]
 
     def start(self) -> None:
@@ -135,7 +131,7 @@ class DeviceEngine:
         self._clocks = {plan.name: DeviceClock(device) for plan in plans}
         self._buffer_nbytes = max((plan.decoded_nbytes for plan in plans), default=0)
         self._in_device_memory = {plan.name for plan in plans if self._on_device(plan)}
-        self._layouts: dict[str, RowLayout] = {}
+        self._kernels: dict[str, RowKernels] = {}
         self._decoding = torch.cuda.Stream(device=device)  # type: ignore[no-untyped-call]
         crossing = [plan for plan in plans if plan.name not in self._in_device_memory]
         self._ring = StagingRing(weights, crossing, device, depth, self._clocks)
@@ -178,9 +174,9 @@ class DeviceEngine:
         stage = None
         if plan.name not in self._in_device_memory:
             stage = self._ring.fetch(plan, (), must=True)
-        # Also raises the error of an earlier decode that met damaged rows.
-        kernels = kernels_on(self._device)
-        work = self._work(buffer, plan, stage, kernels)
+        # Raises the error of an earlier decode that met damaged rows.
+        kernels_on(self._device)
+        work = self._work(buffer, plan, stage)
         clock = self._clocks[plan.name]
         with on_stream(self._decoding):
             if stage is not None and stage.copied is not None:
@@ -235,15 +231,13 @@ class DeviceEngine:
         torch.cuda.synchronize(self._device)
         self._ring.close()
         self._row_reader.close()
-        self._layouts.clear()
+        self._kernels.clear()
 
     def _on_device(self, plan: UnitPlan) -> bool:
         by_unit = {piece.stored_in for piece in plan.pieces}
         return all(self._weights.unit(stored_in).image.tier == "device" for stored_in in by_unit)
 
-    def _work(
-        self, buffer: DeviceDecodeBuffer, plan: UnitPlan, stage: Stage | None, kernels: CudaKernels
-    ) -> DecodeWork:
+    def _work(self, buffer: DeviceDecodeBuffer, plan: UnitPlan, stage: Stage | None) -> DecodeWork:
         """Return the launches from a staging buffer, or an image in device memory, to a buffer."""
         key = (plan.name, 0 if stage is None else id(stage))
         work = buffer.work.get(key)
@@ -254,11 +248,10 @@ class DeviceEngine:
                     sources[planned.name] = self._weights.unit(planned.stored_in).image.tensor(), 0
                 else:
                     sources[planned.name] = stage.buffer, planned.shift
-                if not planned.record.raw and planned.name not in self._layouts:
-                    layout = planned.record.codec.row_layout()  # type: ignore[attr-defined]
-                    self._layouts[planned.name] = layout.to(self._device)
+                if not planned.record.raw and planned.name not in self._kernels:
+                    self._kernels[planned.name] = planned.record.codec.kernels(self._device)
                     self._decoding.wait_stream(torch.cuda.current_stream(self._device.index))
-            work = DecodeWork(plan, sources, buffer.data, self._layouts, kernels, self._sm_budget)
+            work = DecodeWork(plan, sources, buffer.data, self._kernels, self._sm_budget)
             buffer.work[key] = work
         return work
 

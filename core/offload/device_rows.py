@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 
+from ..engine.codecs import RowKernels
 from ..engine.kernels.cuda import kernels_on
 from ..engine.kernels.cuda.ids import CHECKED_BY_ALL
-from ..engine.kernels.format import RowLayout, TableStorage
+from ..engine.kernels.format import TableStorage
 from ..engine.row_map import row_map
 from .images import HostImage, Image
 from .records import TensorRecord
@@ -34,7 +35,7 @@ class DeviceRows:
         self._weights = weights
         self._device = device
         #: One object for each tensor: the kernels cache what they prepare for a table.
-        self._tables: dict[str, tuple[TableStorage, RowLayout]] = {}
+        self._tables: dict[str, tuple[TableStorage, RowKernels]] = {}
 
     def rows(self, name: str, ids: torch.Tensor, sm_budget: int | None) -> torch.Tensor:
         """Return ``[*ids.shape, *shape[1:]]`` on the GPU, decoded on the current stream."""
@@ -65,13 +66,13 @@ class DeviceRows:
             rows = source.view(record.n_rows, row_bytes)
             kernels.copy_rows(rows, row_bytes, wanted, target, **options)
         else:
-            table, layout = self._table(name, record, held)
-            kernels.gather_rows(table, layout, wanted, target, **options)
+            table, packed = self._table(name, record, held)
+            packed.gather(table, wanted, target, **options)
         return out
 
     def _table(
         self, name: str, record: TensorRecord, held: Image
-    ) -> tuple[TableStorage, RowLayout]:
+    ) -> tuple[TableStorage, RowKernels]:
         """Return a tensor's rows, with everything but the words on the GPU."""
         found = self._tables.get(name)
         if found is None:
@@ -85,8 +86,7 @@ class DeviceRows:
                 row_clusters=None if clusters is None else clusters.to(self._device),
                 max_words=record.facts["max_row_words"],
             )
-            layout = record.codec.row_layout().to(self._device)  # type: ignore[attr-defined]
-            found = self._tables[name] = table, layout
+            found = self._tables[name] = table, record.codec.kernels(self._device)
         return found
 
     def close(self) -> None:

@@ -16,7 +16,7 @@ import torch
 
 from ..compressed import CompressedTensor
 from ..dtypes import dtype_from_name, dtype_name
-from ..engine.codecs import PackedRows, RawCodec, RowCodec
+from ..engine.codecs import PackedRows, RowCodec
 from ..engine.codecs.base import elements
 from ..engine.codecs.registry import get_codec
 from ..errors import CorruptedDataError
@@ -99,7 +99,7 @@ class TensorRecord:
     @property
     def raw(self) -> bool:
         """Whether it is kept raw."""
-        return isinstance(self.codec, RawCodec)
+        return self.codec.keeps_raw
 
     @property
     def raw_nbytes(self) -> int:
@@ -228,10 +228,10 @@ def lay_out(
     """
     at = 0
     records: dict[int, TensorRecord] = {}
-    raw_last = sorted(range(len(packed)), key=lambda i: isinstance(packed[i][0].codec, RawCodec))
+    raw_last = sorted(range(len(packed)), key=lambda i: packed[i][0].codec.keeps_raw)
     for index in raw_last:
         ct, shape, order = packed[index]
-        is_raw = isinstance(ct.codec, RawCodec)
+        is_raw = ct.codec.keeps_raw
         at = round_up(at, RAW_ALIGNMENT_BYTES if is_raw else PART_ALIGNMENT_BYTES)
         begin = at
         parts = {}

@@ -14,8 +14,9 @@ import torch
 
 from ..compressed import CompressedTensor, compress
 from ..dtypes import dense, flat_bytes
-from ..engine.codecs import InvariantCodec, PackedRows, RawCodec
+from ..engine.codecs import PackedRows, RawCodec, RowCodec, codec_class
 from ..engine.codecs.base import rows_as_bytes
+from ..engine.codecs.registry import fit_codec
 from ..engine.kernels.format import MAX_ROW_BYTES
 from ..engine.row_map import as_rows, natural_row_elements, row_map
 from ..errors import ArgumentError
@@ -43,6 +44,8 @@ class TensorPacker:
     ----------
     codec : {"auto", "raw"}
         "auto": invariant bit packing where it saves at least 2 %; "raw": everything as it is.
+    plan_with : type, optional
+        A class of row codecs to take in place of invariant bit packing.
 
     Raises
     ------
@@ -54,11 +57,14 @@ class TensorPacker:
     One thread at a time may use one packer.
     """
 
-    def __init__(self, codec: CodecName = "auto") -> None:
+    def __init__(
+        self, codec: CodecName = "auto", *, plan_with: type[RowCodec] | None = None
+    ) -> None:
         if codec not in get_args(CodecName):
             raise ArgumentError(f"codec: {codec!r:.60}, accepted are 'auto' and 'raw'")
         self._codec = codec
-        self._plans: dict[tuple[torch.dtype, int], tuple[InvariantCodec, float, float]] = {}
+        self._plan_with = plan_with or codec_class("auto")
+        self._plans: dict[tuple[torch.dtype, int], tuple[RowCodec, float, float]] = {}
 
     def pack(self, tensor: torch.Tensor) -> tuple[CompressedTensor, tuple[int, ...]]:
         """Pack a dense tensor of any dtype, on a CPU or GPU.
@@ -80,7 +86,7 @@ class TensorPacker:
                 return ct, order
         return _kept_raw(stored), order
 
-    def _codec_for(self, tensor: torch.Tensor) -> InvariantCodec | None:
+    def _codec_for(self, tensor: torch.Tensor) -> RowCodec | None:
         """Return a codec fitted to a tensor, None where it is to be kept raw."""
         if self._codec == "raw" or tensor.dim() < 2 or tensor.nbytes < MIN_PACKED_BYTES:
             return None
@@ -98,7 +104,7 @@ class TensorPacker:
             alike = abs(_zero_share(sample) - zeros) <= MORE_ZEROS
             if alike and share - LESS_SAVED <= saved <= share + MORE_SAVED:
                 return codec if saved >= MIN_SAVED else None
-        codec = InvariantCodec.fit(sample, n_rows=rows.n_rows)
+        codec = fit_codec(self._plan_with, sample, {}, n_rows=rows.n_rows)
         saved = _saved_share(codec, sample)
         self._plans[key] = codec, saved, _zero_share(sample)
         return codec if saved >= MIN_SAVED else None
@@ -115,7 +121,7 @@ def _sample(rows: torch.Tensor, row_bytes: int) -> torch.Tensor:
     return rows.cpu()
 
 
-def _saved_share(codec: InvariantCodec, sample: torch.Tensor) -> float:
+def _saved_share(codec: RowCodec, sample: torch.Tensor) -> float:
     """Return the share of a sample's bytes that a codec saves, lengths of rows counted."""
     raw = sample.nbytes
     packed = int(codec.packed_bytes(sample).sum()) + codec.row_metadata_bytes(sample.shape[0])

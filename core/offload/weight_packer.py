@@ -9,6 +9,7 @@ from types import TracebackType
 import torch
 
 from ..compressed import CompressedTensor
+from ..engine.codecs import RowCodec
 from ..errors import ArgumentError, ArgumentTypeError, BitslabError
 from .files import WeightFile
 from .images import HostImage, Image
@@ -31,7 +32,7 @@ class WeightPacker:
     ----------
     units : mapping of str to sequence of str
         For each unit, in the order of the model, the names of its tensors. A name stands once.
-    codec : {"auto", "raw"}
+    codec, plan_with
         See `TensorPacker`.
     disk : str or os.PathLike, optional
         A safetensors file to write the images to, instead of host memory.
@@ -67,6 +68,7 @@ class WeightPacker:
         units: Mapping[str, Sequence[str]],
         *,
         codec: CodecName = "auto",
+        plan_with: type[RowCodec] | None = None,
         disk: str | os.PathLike[str] | None = None,
         aliases: Mapping[str, str] | None = None,
     ) -> None:
@@ -80,7 +82,7 @@ class WeightPacker:
                     )
                 self._stored_in[name] = unit
         self._aliases = dict(aliases or {})
-        self._packer = TensorPacker(codec)
+        self._packer = TensorPacker(codec, plan_with=plan_with)
         self._incomplete: dict[str, dict[str, _Packed]] = {}
         self._done: dict[str, PackedUnit] = {}
         self._finished = False

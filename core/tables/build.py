@@ -9,9 +9,15 @@ from typing import Any, get_args
 import numpy as np
 import torch
 
-from ..engine.codecs import InvariantCodec, RawCodec, RowCodec
-from ..engine.codecs.base import bits_in_order, check_tensor_argument, elements, rows_as_bytes
-from ..engine.codecs.registry import get_codec
+from ..engine.codecs import RawCodec, RowCodec
+from ..engine.codecs.base import (
+    bits_in_order,
+    check_tensor_argument,
+    elements,
+    gathered_by_kernels,
+    rows_as_bytes,
+)
+from ..engine.codecs.registry import codec_class, fit_codec
 from ..engine.kernels import cpu
 from ..engine.kernels.format import (
     BLOCK_ROWS,
@@ -53,7 +59,7 @@ class PartsBuilder:
     Parameters
     ----------
     codec : RowCodec
-        A fitted codec; RawCodec for a raw table.
+        A fitted codec; one that keeps rows raw for a raw table.
     item_shape : tuple of int
         Shape of an item, of which a whole number makes a row of the codec.
     layout : {"compact", "inplace"}
@@ -76,7 +82,8 @@ class PartsBuilder:
         self.codec = codec
         self.item_shape = item_shape
         self.layout: Layout = layout
-        self.raw = isinstance(codec, RawCodec)
+        self.raw = codec.keeps_raw
+        self._kernels = codec.kernels(torch.device("cpu"))
         self.row_words = ceil_div(codec.row_bytes, 4)
         self._each = items_per_row(codec, item_shape)
         self._item_bytes = codec.row_bytes // self._each
@@ -91,7 +98,7 @@ class PartsBuilder:
         names = ["words"]
         if not self.raw:
             names += ["bases", "lengths"] if layout == "compact" else ["flags"]
-            names += ["row_clusters"] if getattr(codec, "clusters", 1) > 1 else []
+            names += ["row_clusters"] if self._kernels.clusters > 1 else []
         self._writers = {name: HostWriter(pin=pin and name == "words") for name in names}
 
     def add(self, items: torch.Tensor) -> None:
@@ -179,9 +186,8 @@ class PartsBuilder:
             "bases": torch.int64,
             "flags": torch.int32,
             "row_clusters": torch.uint8,
+            "lengths": self._kernels.length_dtype,
         }
-        if isinstance(self.codec, InvariantCodec):
-            dtypes["lengths"] = self.codec.profile.format.length_dtype
         buffers = {name: writer.finish() for name, writer in self._writers.items()}
         tensors = {name: b.tensor.view(dtypes[name]) for name, b in buffers.items()}
         facts = {
@@ -234,7 +240,11 @@ def build_parts(
 
 
 def choose_codec(
-    sample: torch.Tensor, codec: str | RowCodec, n_rows: int | None, options: Mapping[str, Any]
+    sample: torch.Tensor,
+    codec: str | RowCodec,
+    n_rows: int | None,
+    options: Mapping[str, Any],
+    seed: int | None = None,
 ) -> RowCodec:
     """Return a fitted codec for rows like those of a sample.
 
@@ -249,6 +259,8 @@ def choose_codec(
         Rows of the table, None when not known.
     options : mapping
         For the codec's `fit`.
+    seed : int or None
+        Of the choice of sample rows by `fit`, where it makes one; its default when None.
     """
     if isinstance(codec, RowCodec):
         if options:
@@ -264,15 +276,14 @@ def choose_codec(
         fitted = codec
     elif isinstance(codec, str):
         raw = RawCodec(tuple(sample.shape[1:]), sample.dtype)
-        cls = InvariantCodec if codec == "auto" else get_codec(codec)
+        cls = codec_class(codec)
         check_table_codec(cls, "codec")
-        if cls is RawCodec:
-            return RawCodec.fit(sample, **options)
+        if cls.keeps_raw:
+            return cls.fit(sample, **options)
         if not sample.numel() or (codec == "auto" and raw.row_bytes > MAX_ROW_BYTES):
             return raw
-        extra = {} if n_rows is None or cls is not InvariantCodec else {"n_rows": n_rows}
-        fitted = cls.fit(sample, **{**extra, **options})
-        if codec == "auto" and not _shrinks(fitted, sample):
+        fitted = fit_codec(cls, sample, options, n_rows=n_rows, seed=seed)
+        if codec == "auto" and not shrinks(fitted, sample):
             return raw
     else:
         raise ArgumentTypeError(f"codec: expected a name or a codec, got {type(codec).__name__}")
@@ -285,6 +296,7 @@ def fitted_to_items(
     n_items: int | None,
     options: Mapping[str, Any],
     layout: Layout = "compact",
+    seed: int | None = None,
 ) -> RowCodec:
     """Return a fitted codec for a table of items like those of a sample; see `choose_codec`.
 
@@ -292,7 +304,7 @@ def fitted_to_items(
     ----------
     sample : torch.Tensor
         ``[n, *item_shape]``; items that share a row are consecutive.
-    codec, options
+    codec, options, seed
         As in `choose_codec`. A fitted codec is for items, or for rows of several items.
     n_items : int or None
         Items of the table, None when not known.
@@ -304,35 +316,40 @@ def fitted_to_items(
     each = _items_of_rows(codec, shape, sample.dtype)
     n_rows = None if n_items is None else ceil_div(n_items, each)
     rows = items_as_rows(sample, each)
-    fitted = choose_codec(rows, codec, n_rows, options)
-    if isinstance(codec, str) and isinstance(fitted, InvariantCodec) and each > 1:
+    fitted = choose_codec(rows, codec, n_rows, options, seed)
+    if isinstance(codec, str) and not fitted.keeps_raw and each > 1:
         together = _packed_bytes(fitted, rows)
         if layout == "compact" or sample[:1].nbytes % 4 == 0:
-            alone = choose_codec(sample, codec, n_items, options)
-            if isinstance(alone, InvariantCodec) and _shrinks(alone, sample):
+            alone = choose_codec(sample, codec, n_items, options, seed)
+            if not alone.keeps_raw and shrinks(alone, sample):
                 if _packed_bytes(alone, sample) <= MOST_TAKEN_ALONE * together:
                     return alone
         if codec == "auto" and rows.nbytes < LEAST_SHARED_RATIO * together:
             return RawCodec(shape, sample.dtype)
-    return RawCodec(shape, sample.dtype) if isinstance(fitted, RawCodec) else fitted
+    return RawCodec(shape, sample.dtype) if fitted.keeps_raw else fitted
 
 
 def _items_of_rows(codec: str | RowCodec, item_shape: tuple[int, ...], dtype: torch.dtype) -> int:
     """Return the number of items that share a row."""
     item_bytes = elements(item_shape) * dtype.itemsize
     if not isinstance(codec, RowCodec):
-        return 1 if codec == "raw" else shared_row_items(item_bytes)
+        return shared_row_items(item_bytes) if _shares_rows(codec) else 1
     each = items_per_row(codec, item_shape)
-    shared = isinstance(codec, InvariantCodec) and codec.row_bytes <= MAX_SHARED_ROW_BYTES
+    shared = codec.shares_rows and codec.row_bytes <= MAX_SHARED_ROW_BYTES
     if shared and item_bytes and codec.row_shape == (each * elements(item_shape),):
         return each
     return 1
 
 
-def check_table_codec(cls: type[RowCodec], where: str) -> None:
-    """Refuse a codec whose rows the kernels of tables cannot gather.
+def _shares_rows(codec: object) -> bool:
+    """Return whether items may share rows of a codec by name; others are refused elsewhere."""
+    return isinstance(codec, str) and codec_class(codec).shares_rows
 
-    Subclasses are refused too: kernels would ignore what they override.
+
+def check_table_codec(cls: type[RowCodec], where: str) -> None:
+    """Refuse a codec with no kernels that gather its rows.
+
+    So is a subclass of one with no kernels of its own: they would ignore what it overrides.
 
     Parameters
     ----------
@@ -344,23 +361,23 @@ def check_table_codec(cls: type[RowCodec], where: str) -> None:
     Raises
     ------
     ArgumentError
-        For any codec but `InvariantCodec` and `RawCodec` themselves.
+        When the class has no `kernels` for the rows that its `encode` packs.
     """
-    if cls not in (InvariantCodec, RawCodec):
+    if not gathered_by_kernels(cls):
         raise ArgumentError(
             f"{where}: codec {cls.name!r} of {cls.__module__}.{cls.__qualname__}; tables, their "
-            "caches and embeddings accept 'auto', 'ibp' and 'raw', whose rows kernels gather. "
+            "caches and embeddings accept 'auto', 'ibp' and 'raw', whose rows kernels gather, and "
+            "codecs with a method `kernels` of their own (bitslab.engine.codecs.WordRowCodec). "
             "Other codecs serve bitslab.compress and files"
         )
 
 
-def _shrinks(fitted: RowCodec, sample: torch.Tensor) -> bool:
+def shrinks(fitted: RowCodec, sample: torch.Tensor) -> bool:
     """Return whether packing makes rows like the sample's smaller, their metadata included."""
-    assert isinstance(fitted, InvariantCodec)
     return _packed_bytes(fitted, sample) < sample.shape[0] * fitted.row_bytes
 
 
-def _packed_bytes(codec: InvariantCodec, rows: torch.Tensor) -> int:
+def _packed_bytes(codec: RowCodec, rows: torch.Tensor) -> int:
     """Return the bytes of rows when packed, their metadata included."""
     # Rows kept raw take whole words among packed ones.
     words = (codec.packed_bytes(rows) + 3) // 4

@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
+from ..engine.codecs import RowKernels
 from ..engine.kernels.format import CacheStorage
 from .counters import Counters
+
+
+@dataclass(frozen=True, eq=False)
+class CacheView(CacheStorage):
+    """Cached rows as the gathers of a table read them on one device.
+
+    Parameters
+    ----------
+    kernels : RowKernels or None
+        What gathers from a raw table and the cache, which packs its rows; None where rows are
+        stored as in the table.
+    """
+
+    kernels: RowKernels | None = None
 
 
 class Cache(Protocol):
     """Copies of some of a table's rows, which the table invalidates when these rows change."""
 
-    def storage(self, device: torch.device) -> CacheStorage | None:
+    def storage(self, device: torch.device) -> CacheView | None:
         """Return the cached rows as kernels on a device read them; None when it has none."""
         ...
 

@@ -15,7 +15,7 @@ from ..engine.codecs import RawCodec, RowCodec
 from ..engine.codecs.base import rows_as_bytes
 from ..errors import ArgumentError, BitslabError
 from .arguments import check_ids_in_range, checked_ids
-from .build import SAMPLE_BYTES, check_items, choose_codec, take_rows
+from .build import SAMPLE_BYTES, check_items, choose_codec, shrinks, take_rows
 from .parts import TableParts
 
 Array = np.ndarray[Any, Any]
@@ -154,5 +154,8 @@ def fitted_again(
     """Return a codec fitted to the current rows; RawCodec where packing saves nothing."""
     n_sample = min(parts.n_rows, max(1, SAMPLE_BYTES // max(1, parts.row_bytes)))
     picked = np.sort(np.random.default_rng(0).choice(parts.n_rows, n_sample, replace=False))
-    fitted = choose_codec(packed_rows_of(torch.from_numpy(picked)), "auto", parts.n_rows, {})
-    return RawCodec(parts.item_shape, parts.dtype) if isinstance(fitted, RawCodec) else fitted
+    sample = packed_rows_of(torch.from_numpy(picked))
+    fitted = choose_codec(sample, parts.codec.name, parts.n_rows, {})
+    if fitted.keeps_raw or not shrinks(fitted, sample):
+        return RawCodec(parts.item_shape, parts.dtype)
+    return fitted

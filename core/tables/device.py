@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..engine.kernels.format import RowLayout, TableStorage
+from ..engine.codecs import RowKernels
+from ..engine.kernels.format import TableStorage
 from .rows import HostRows
 
 
@@ -18,7 +19,7 @@ class DeviceCopies:
 
     def __init__(self) -> None:
         self._storages: dict[torch.device, TableStorage] = {}
-        self._layouts: dict[torch.device, RowLayout] = {}
+        self._kernels: dict[torch.device, RowKernels] = {}
         self._raw_rows: torch.Tensor | None = None
 
     @property
@@ -26,12 +27,12 @@ class DeviceCopies:
         """GPUs that hold a copy."""
         return list(self._storages)
 
-    def get(self, device: torch.device, rows: HostRows) -> tuple[TableStorage, RowLayout]:
-        """Return a table as kernels on a GPU read it: words in host memory, metadata on the GPU."""
-        layout, storage = self._layouts.get(device), self._storages.get(device)
-        if layout is not None and storage is not None:
-            return storage, layout
-        layout = layout or rows.layout.to(device)
+    def get(self, device: torch.device, rows: HostRows) -> tuple[TableStorage, RowKernels]:
+        """Return a table as a GPU reads it, words in host memory, metadata there, and kernels."""
+        kernels, storage = self._kernels.get(device), self._storages.get(device)
+        if kernels is not None and storage is not None:
+            return storage, kernels
+        kernels = kernels or rows.parts.codec.kernels(device)
         host = rows.storage()
 
         def on_gpu(t: torch.Tensor | None) -> torch.Tensor | None:
@@ -47,8 +48,8 @@ class DeviceCopies:
         )
         # Other streams may use these at once.
         torch.cuda.current_stream(device).synchronize()
-        self._layouts[device], self._storages[device] = layout, storage
-        return storage, layout
+        self._kernels[device], self._storages[device] = kernels, storage
+        return storage, kernels
 
     def raw_rows(self, rows: HostRows) -> torch.Tensor:
         """Return the rows of a raw table as uint8 ``[N, row_bytes]``, a view made once."""

@@ -8,7 +8,6 @@ import os
 import torch
 
 from ..compressed import CompressedTensor
-from ..engine.codecs import InvariantCodec, RawCodec
 from ..engine.codecs.base import elements
 from ..engine.files.new_file import PathLike
 from ..engine.kernels.format import MAX_SHARED_ROW_BYTES
@@ -33,7 +32,7 @@ def parts_of_file(
     check_table_codec(type(ct.codec), os.fspath(path))
     shape = tuple(ct.shape[1:])
     with Progress("reading", len(ct), None) as shown:
-        if isinstance(ct.codec, RawCodec):
+        if ct.codec.keeps_raw:
             batches = slices_of(ct.packed.parts["rows"])
             return build_parts(batches, ct.codec, shape, layout, pin=pin, progress=shown), False
         mapped = TableParts.from_compressed(ct)
@@ -51,8 +50,4 @@ def _holds_shared_rows(ct: CompressedTensor) -> bool:
     """Return whether several items of a tensor make one row, of a kind that tables hold."""
     item, row = elements(ct.shape[1:]), elements(ct.codec.row_shape)
     shared = len(ct.shape) >= 1 and 0 < item < row and row % item == 0
-    return (
-        shared
-        and isinstance(ct.codec, InvariantCodec)
-        and ct.codec.row_bytes <= MAX_SHARED_ROW_BYTES
-    )
+    return shared and ct.codec.shares_rows and ct.codec.row_bytes <= MAX_SHARED_ROW_BYTES

@@ -8,10 +8,10 @@ import torch
 
 from ..engine.advisor import pays_to_sort_rows
 from ..engine.codecs.base import rows_as_bytes
-from ..engine.kernels.cpu.items import PreparedItems
 from ..engine.kernels.cpu.prepared import PreparedTable, SlotMap
 from ..engine.kernels.cuda import kernels_on
 from ..engine.kernels.format import MAX_SLABS
+from ..engine.kernels.row_kernels import PreparedRows
 from ..engine.memory.locks import ReadersAndWriter
 from ..engine.transfer.gather import gather_copied_rows, gather_packed_rows
 from .arguments import check_ids_in_range
@@ -48,7 +48,7 @@ class Gathers:
         self._pin = pin
         self._populated = False
         # Prepared for gathers on the CPU, with the rows and overflow size that it was made from.
-        self._prepared: tuple[HostRows, int, PreparedTable | PreparedItems | None] | None = None
+        self._prepared: tuple[HostRows, int, PreparedRows | None] | None = None
         self._inherited: object = None
         self._of_this_process(lock)
 
@@ -171,18 +171,13 @@ class Gathers:
             if buffer is not None and buffer.nbytes <= POPULATED_BYTES:
                 buffer.populate()
 
-    def _prepared_rows(self) -> PreparedTable | PreparedItems | None:
+    def _prepared_rows(self) -> PreparedRows | None:
         """Return the packed rows prepared for CPU gathers; None if the layout has no such form."""
         rows, overflow_bytes = self._rows, self._rows.overflow_bytes
         found = self._prepared
         # Updates write in place; only an overflow that grows moves to new memory.
         if found is None or found[0] is not rows or found[1] != overflow_bytes:
-            storage = rows.storage()
-            prepared: PreparedTable | PreparedItems | None = None
-            if storage.items_per_row > 1:
-                prepared = PreparedItems(storage, rows.layout)
-            elif PreparedTable.serves(storage, rows.layout):
-                prepared = PreparedTable(storage, rows.layout)
+            prepared = rows.kernels.prepare_table(rows.storage())
             found = self._prepared = (rows, overflow_bytes, prepared)
         return found[2]
 
@@ -190,6 +185,8 @@ class Gathers:
 
     def readable_by_gpu(self) -> bool:
         """Return whether GPUs can read the rows in host memory; page-lock them if `pin`."""
+        if "cuda" not in self._rows.parts.codec.device_types:
+            return False
         buffer = self._rows.parts.buffers.get("words")
         return bool(self._pin and buffer is not None and buffer.ensure_pinned())
 
@@ -205,16 +202,14 @@ class Gathers:
             As for `on_gpu`; rows of NO_ROW are left as they are.
         """
         device, parts = out.device, self._rows.parts
-        kernels = kernels_on(device, tell=False)
         self.gpus.add(device)
         try:
             if parts.raw:
                 raw = self._copies.raw_rows(self._rows)
-                kernels.copy_rows(raw, parts.item_bytes, ids, out)
+                kernels_on(device, tell=False).copy_rows(raw, parts.item_bytes, ids, out)
             else:
-                storage, layout = self._copies.get(device, self._rows)
-                counters = self.counters.on(device)
-                kernels.gather_rows(storage, layout, ids, out, counters=counters)
+                storage, kernels = self._copies.get(device, self._rows)
+                kernels.gather(storage, ids, out, counters=self.counters.on(device))
         finally:
             self._lock.mark_gpu_read(device)
 
@@ -270,7 +265,10 @@ class Gathers:
                 )
                 self.count(copied_words=ids.shape[0] * parts.row_words)
                 return
-            storage, layout = self._copies.get(device, self._rows)
+            storage, kernels = self._copies.get(device, self._rows)
+            cached = None if cache is None else cache.storage(device)
+            if cached is not None and cached.kernels is not None:
+                kernels = cached.kernels
             if sort is None:
                 # With a cache few ids miss; sorting would only slow the hits down.
                 sort = cache is None and pays_to_sort_rows(
@@ -278,10 +276,10 @@ class Gathers:
                 )
             gather_packed_rows(
                 storage,
-                layout,
+                kernels,
                 ids,
                 out,
-                cache=None if cache is None else cache.storage(device),
+                cache=cached,
                 counters=self.counters_for(cache).on(device),
                 sort=sort,
                 sm_budget=sm_budget,

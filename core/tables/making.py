@@ -52,9 +52,7 @@ def parts_of_rows(
     else:
         n_rows = None
         sample, batches = peek(t, seed)
-    if not isinstance(codec, RowCodec) and codec in ("auto", "ibp"):
-        options = {"seed": seed, **options}
-    fitted = fitted_to_items(sample, codec, n_rows, options, layout)
+    fitted = fitted_to_items(sample, codec, n_rows, options, layout, seed)
     shape = tuple(sample.shape[1:])
     with Progress("packing", n_rows, progress) as shown:
         parts = build_parts(batches, fitted, shape, layout, pin=pin, progress=shown, device=where)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -12,11 +11,10 @@ import torch
 
 from ..compressed import CompressedTensor
 from ..dtypes import dtype_from_name, dtype_name
-from ..engine.codecs import InvariantCodec, PackedRows, RawCodec, RowCodec
+from ..engine.codecs import PackedRows, RowCodec
 from ..engine.codecs.base import elements
-from ..engine.codecs.invariant.layout import build_layout
 from ..engine.codecs.registry import get_codec
-from ..engine.kernels.format import RowFormat, RowLayout, TableStorage, ceil_div
+from ..engine.kernels.format import TableStorage, ceil_div
 from ..engine.memory.host import HostBuffer
 from ..engine.memory.writer import HostWriter
 from ..engine.progress import Progress
@@ -37,7 +35,7 @@ class TableParts:
     Parameters
     ----------
     codec : RowCodec
-        The codec of the rows; RawCodec for a raw table.
+        The codec of the rows; one that keeps them raw for a raw table.
     layout : {"compact", "inplace"}
         How rows are stored.
     shape : tuple of int
@@ -107,7 +105,7 @@ class TableParts:
     @property
     def raw(self) -> bool:
         """Whether the whole table is kept raw."""
-        return isinstance(self.codec, RawCodec)
+        return self.codec.keeps_raw
 
     def storage(
         self, moved: Mapping[str, torch.Tensor] | None = None, moved_rows: int = 0
@@ -143,15 +141,6 @@ class TableParts:
         self.tensors.clear()
         for buffer in self.buffers.values():
             buffer.close()
-
-    def row_layout(self) -> RowLayout:
-        """Return the tables that the kernels read, on the CPU; unused where all rows are raw."""
-        if isinstance(self.codec, InvariantCodec):
-            return self.codec.row_layout()
-        chunk_bytes = math.gcd(self.row_bytes, 4) or 4
-        fmt = RowFormat(self.row_bytes, chunk_bytes, 1, grouped=False, uniform=True)
-        dtype = np.dtype(f"u{chunk_bytes}")
-        return build_layout(fmt, np.zeros((1, 1), dtype), np.zeros((1, 1, 1), dtype))
 
     def gains_nothing(self) -> bool:
         """Return whether packed rows with their metadata and profile are no smaller than raw.

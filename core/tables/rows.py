@@ -15,6 +15,7 @@ from ..engine.kernels.cpu.items import without_items
 from ..engine.kernels.format import BLOCK_ROWS, TableStorage
 from ..errors import CorruptedDataError
 from .build import rows_per_batch
+from .cache import CacheView
 from .overflow import Overflow, bits_at, set_bits
 from .parts import TableParts, as_unsigned, widened
 
@@ -34,7 +35,8 @@ class HostRows:
 
     def __init__(self, parts: TableParts, *, pin: bool) -> None:
         self.parts = parts
-        self.layout = parts.row_layout()
+        #: Of the codec, on the CPU.
+        self.kernels = parts.codec.kernels(torch.device("cpu"))
         self.overflow: Overflow | None = None
         #: Whether rows were updated since they were packed.
         self.dirty = False
@@ -91,11 +93,13 @@ class HostRows:
         return self.parts.storage(moved, self.overflow.rows)
 
     def decode(self, ids: torch.Tensor, data: torch.Tensor, **more: Any) -> int:
-        """Gather items to uint8 ``[n, item_bytes]`` on the CPU; see `kernels.cpu.gather_rows`."""
+        """Gather items to uint8 ``[n, item_bytes]`` on the CPU; see `RowKernels.gather`."""
         if self.parts.raw and not more:
             cpu.copy_rows(self.parts.raw_rows(), self.parts.row_bytes, ids, data)
             return -1
-        return cpu.gather_rows(self.storage(), self.layout, ids, data, **more)
+        cache: CacheView | None = more.get("cache")
+        kernels = self.kernels if cache is None else cache.kernels or self.kernels
+        return kernels.gather(self.storage(), ids, data, **more)
 
     def batches(self) -> Iterator[torch.Tensor]:
         """Return all rows ``[n, *row_shape]`` on the CPU, decoded, batch after batch.
@@ -131,7 +135,7 @@ class HostRows:
         """Decode rows to uint8 ``[m, row_bytes]``; return the number of a damaged one, or -1."""
         if self.parts.items_per_row == 1:
             return self.decode(ids, data)
-        return cpu.gather_rows(without_items(self.storage()), self.layout, ids, data)
+        return self.kernels.gather(without_items(self.storage()), ids, data)
 
     def row_lengths(self, ids: torch.Tensor) -> tuple[Array, int]:
         """Return the words of packed rows, 0 for raw ones, and the words of a raw row.
@@ -144,7 +148,7 @@ class HostRows:
         row_words = self.parts.row_words
         if self.parts.raw:
             return np.zeros(ids.shape[0], np.int64), row_words
-        _, lengths, _ = cpu.locate_rows(self.storage(), self.layout, ids)
+        _, lengths, _ = self.kernels.locate(self.storage(), ids)
         return lengths.to(torch.int64).numpy(), row_words
 
     def packed_words_of(self, ids: torch.Tensor, n_words: int) -> torch.Tensor:
@@ -155,7 +159,7 @@ class HostRows:
         row_words = self.parts.row_words
         target = torch.empty(n_words, dtype=torch.int32)
         storage = self.storage()
-        at, lengths, kind = cpu.locate_rows(storage, self.layout, ids)
+        at, lengths, kind = self.kernels.locate(storage, ids)
         sizes = torch.where(lengths == 0, row_words, lengths).to(torch.int64)
         begin = sizes.cumsum(0) - sizes
         for number, source in enumerate((storage.words, storage.overflow)):

@@ -8,14 +8,15 @@ from typing import Any
 
 import torch
 
-from ..engine.codecs import InvariantCodec
-from ..engine.kernels.format import BUCKET_ENTRIES, MAX_SLABS, PAD_WORDS, CacheStorage
+from ..engine.codecs import RowCodec, get_codec
+from ..engine.kernels.format import BUCKET_ENTRIES, MAX_SLABS, PAD_WORDS
 from ..engine.memory.host import HostBuffer
 from ..errors import ArgumentError, BitslabError
-from .snapshot import SlabAllocator, Slabs, Snapshot, layout_on
+from .cache import CacheView
+from .snapshot import SlabAllocator, Slabs, Snapshot
 from .table import CompressedTable
 
-HANDLE_VERSION = 2
+HANDLE_VERSION = 3
 #: What `torch.UntypedStorage._share_cuda_` returns: a CUDA IPC handle, the offset of the slab in
 #: the memory that it opens, and torch's reference count of that memory.
 _SHARED = (
@@ -31,7 +32,7 @@ _SHARED = (
 
 
 def handle_of_cache(
-    snapshot: Snapshot, table_token: str, packer: InvariantCodec | None, capacity_bytes: int
+    snapshot: Snapshot, table_token: str, packer: RowCodec | None, capacity_bytes: int
 ) -> tuple[str, list[HostBuffer]]:
     """Describe cached rows for other processes.
 
@@ -41,7 +42,7 @@ def handle_of_cache(
         The rows.
     table_token : str
         Identity of the table; see `HostTable.token`.
-    packer : InvariantCodec or None
+    packer : RowCodec or None
         Codec of the rows if the cache packed them itself.
     capacity_bytes : int
         Capacity of a slab.
@@ -67,6 +68,7 @@ def handle_of_cache(
         "capacity_bytes": capacity_bytes,
         "cached_rows": snapshot.n_rows,
         "max_words": storage.max_words,
+        "codec": None if packer is None else packer.name,
         "packer": None if packer is None else packer.to_config(),
         "maps": {name: buffer.handle() for name, buffer in maps.items()},
         "slabs": slabs,
@@ -76,14 +78,14 @@ def handle_of_cache(
 
 def parts_of_cache_handle(
     handle: str, table: CompressedTable, allocator: SlabAllocator
-) -> tuple[Snapshot, InvariantCodec | None, int]:
+) -> tuple[Snapshot, RowCodec | None, int]:
     """Open the cached rows of another process for the one device of `allocator`.
 
     Returns
     -------
     snapshot : Snapshot
         The rows.
-    packer : InvariantCodec or None
+    packer : RowCodec or None
         Codec of the rows if the cache packed them itself.
     capacity_bytes : int
         Capacity of a slab.
@@ -100,7 +102,7 @@ def parts_of_cache_handle(
         n_rows, max_words, capacity_bytes = (
             int(state[name]) for name in ("cached_rows", "max_words", "capacity_bytes")
         )
-        config, _ = state["packer"], named["entries"]
+        codec, config, _ = state["codec"], state["packer"], named["entries"]
     except (TypeError, ValueError, KeyError, RecursionError) as error:
         raise ArgumentError(f"handle: {handle!r:.60} is not from SlabCache.handle") from error
     if version != HANDLE_VERSION:
@@ -114,24 +116,26 @@ def parts_of_cache_handle(
             "it (CompressedTable.handle, CompressedTable.attach)"
         )
     (device,) = allocator.devices
-    packer = None if config is None else _packer_of(config, table)
+    packer = None if codec is None else _packer_of(codec, config, table)
     maps = {name: HostBuffer.attach(str(text)).tensor for name, text in named.items()}
     entries, row_clusters = maps["entries"], maps.get("row_clusters")
     buckets = entries.numel() // (16 * BUCKET_ENTRIES)
     if buckets < 1 or buckets & (buckets - 1) or entries.numel() % (16 * BUCKET_ENTRIES):
         raise ArgumentError(f"handle: a map of {entries.numel()} bytes is none")
-    clusters = 1 if packer is None else packer.clusters
+    with allocator.on(device):
+        kernels = None if packer is None else packer.kernels(device)
+    clusters = 1 if kernels is None else kernels.clusters
     if (0 if row_clusters is None else row_clusters.numel()) != (len(table) if clusters > 1 else 0):
         raise ArgumentError("handle: its map and its codec do not fit together")
     slabs = _open_slabs(described, device)
     with allocator.on(device):
-        storage = CacheStorage(
+        storage = CacheView(
             entries.view(torch.int64).view(-1, 2).to(device),
             slabs.words,
             slabs.addresses().to(device),
             max_words,
-            None if packer is None else layout_on(device, packer.row_layout()),
             None if row_clusters is None else row_clusters.to(device),
+            kernels=kernels,
         )
     allocator.finish()
     return Snapshot(slabs, {device: storage}, n_rows), packer, capacity_bytes
@@ -154,9 +158,9 @@ def gpu_named(name: str) -> torch.device:
     )
 
 
-def _packer_of(config: Any, table: CompressedTable) -> InvariantCodec:
+def _packer_of(name: str, config: Any, table: CompressedTable) -> RowCodec:
     try:
-        packer = InvariantCodec.from_config(config)
+        packer = get_codec(name).from_config(config)
     except BitslabError as error:
         raise ArgumentError(f"handle: {error}") from error
     if (packer.row_shape, packer.dtype) != (tuple(table.shape[1:]), table.dtype):

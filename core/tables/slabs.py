@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from ..devices import checked_device
-from ..engine.codecs import InvariantCodec, RawCodec, RowCodec
+from ..engine.codecs import RowCodec
 from ..engine.codecs.base import check_indices_argument
 from ..engine.kernels.format import (
     MAX_CACHED_ROW_WORDS,
@@ -19,7 +19,6 @@ from ..engine.kernels.format import (
     OFFSET_SHIFT,
     PAD_WORDS,
     SLAB_SHIFT,
-    CacheStorage,
     ceil_div,
 )
 from ..engine.memory.host import HostBuffer
@@ -27,6 +26,7 @@ from ..engine.memory.locks import call_after_fork
 from ..errors import ArgumentError, ArgumentTypeError, BitslabError
 from .arguments import Index, row_ids
 from .build import MIN_SAMPLE_ROWS, SAMPLE_BYTES, choose_codec
+from .cache import CacheView
 from .counters import HOST, Counters
 from .slab_handles import handle_of_cache, parts_of_cache_handle, slabs_on_cpu
 from .snapshot import SlabAllocator, Snapshot, fill
@@ -128,6 +128,11 @@ class SlabCache:
             )
         where = _checked_devices(devices)
         packer = None if codec is None else _packer(table, codec, len(where) * capacity_bytes)
+        if packer is not None and where[0].type not in packer.device_types:
+            accepted = ", ".join(packer.device_types)
+            raise ArgumentError(
+                f"devices: {where[0]}, codec {packer.name!r} has kernels for {accepted}"
+            )
         allocator = SlabAllocator(where)
         self._begin(table, capacity_bytes, packer, allocator, Snapshot.empty(allocator))
 
@@ -135,7 +140,7 @@ class SlabCache:
         self,
         table: CompressedTable,
         capacity_bytes: int,
-        packer: InvariantCodec | None,
+        packer: RowCodec | None,
         allocator: SlabAllocator,
         snapshot: Snapshot,
         *,
@@ -270,7 +275,7 @@ class SlabCache:
 
     # Interface for the table; see `Cache`
 
-    def storage(self, device: torch.device) -> CacheStorage | None:
+    def storage(self, device: torch.device) -> CacheView | None:
         """Return the cached rows as kernels on a device read them; None when it has none."""
         return self._snapshot.on(device)
 
@@ -458,7 +463,7 @@ def _enable_peer_access(reader: torch.device, other: torch.device) -> None:
 
 def raw_bytes_in_slab(table: CompressedTable) -> int:
     """Return the bytes in a slab of a row that the table keeps raw."""
-    if isinstance(table.codec, RawCodec):
+    if table.codec.keeps_raw:
         return table.row_bytes
     return 4 * ceil_div(table.codec.row_bytes, 4)
 
@@ -469,11 +474,9 @@ def least_capacity_bytes(table: CompressedTable) -> int:
     return max(1, raw_bytes_in_slab(table) // table.rows_per_packed_row)
 
 
-def _packer(
-    table: CompressedTable, codec: str | RowCodec, capacity_bytes: int
-) -> InvariantCodec | None:
+def _packer(table: CompressedTable, codec: str | RowCodec, capacity_bytes: int) -> RowCodec | None:
     """Return the codec for cached rows of a raw table; None when packing saves nothing."""
-    if not isinstance(table.codec, RawCodec):
+    if not table.codec.keeps_raw:
         raise ArgumentError(
             f"codec: {codec!r:.60}, but the table is packed by {table.codec.describe()}; accepted "
             "is None, since its cached rows are packed as they are"
@@ -484,4 +487,4 @@ def _packer(
     # Weighs the size of the profile: the slabs hold at least this many rows.
     n_rows = min(len(table), capacity_bytes // row_bytes)
     fitted = choose_codec(table.rows_of(torch.from_numpy(picked)), codec, n_rows, {})
-    return fitted if isinstance(fitted, InvariantCodec) else None
+    return None if fitted.keeps_raw else fitted

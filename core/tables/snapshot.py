@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ..engine.codecs import InvariantCodec, RawCodec
+from ..engine.codecs import RowCodec
 from ..engine.codecs.base import rows_as_bytes
 from ..engine.kernels import cpu
 from ..engine.kernels.cuda import kernels_on
@@ -25,12 +25,11 @@ from ..engine.kernels.format import (
     PACKED_BIT,
     PAD_WORDS,
     SLAB_SHIFT,
-    CacheStorage,
-    RowLayout,
     ceil_div,
 )
 from ..engine.memory.host import HostBuffer
 from ..errors import ArgumentError, BitslabError
+from .cache import CacheView
 from .parts import staged_words
 from .table import CompressedTable
 
@@ -138,14 +137,14 @@ class Snapshot:
     ----------
     slabs : Slabs
         The rows.
-    storages : dict of torch.device to CacheStorage
+    storages : dict of torch.device to CacheView
         The rows as kernels read them, on each device that may gather.
     n_rows : int
         Packed rows that are cached: rows of the table, unless several of these share one.
     """
 
     slabs: Slabs
-    storages: dict[torch.device, CacheStorage]
+    storages: dict[torch.device, CacheView]
     n_rows: int
     _seen: set[tuple[torch.device, int]] = field(default_factory=set)
 
@@ -162,10 +161,10 @@ class Snapshot:
         ids: Array | None = None,
         locations: Array | None = None,
         max_words: int = 0,
-        layout: RowLayout | None = None,
+        packer: RowCodec | None = None,
         row_clusters: Array | None = None,
     ) -> Snapshot:
-        """Build the map of some slabs on every device that has one."""
+        """Build the map of some slabs on every device that has one; `packer` packed their rows."""
         n = 0 if ids is None else len(ids)
         # A power of two of buckets, at most half full.
         buckets = 1 << (ceil_div(2 * n, BUCKET_ENTRIES) - 1).bit_length() if n else 1
@@ -185,13 +184,13 @@ class Snapshot:
                         raise BitslabError(
                             f"cache: {int(failed)} of {n} ids did not fit into the map"
                         )
-                storages[device] = CacheStorage(
+                storages[device] = CacheView(
                     entries,
                     slabs.words,
                     slabs.addresses().to(device),
                     max_words,
-                    layout_on(device, layout),
                     None if row_clusters is None else torch.from_numpy(row_clusters).to(device),
+                    kernels=None if packer is None else packer.kernels(device),
                 )
         allocator.finish()
         return cls(slabs, storages, n)
@@ -203,7 +202,7 @@ class Snapshot:
         clusters = 0 if storage.row_clusters is None else storage.row_clusters.nbytes
         return storage.entries.nbytes + clusters
 
-    def on(self, device: torch.device) -> CacheStorage | None:
+    def on(self, device: torch.device) -> CacheView | None:
         """Return the storage for kernels on a device; None for the CPU when slabs are on GPUs."""
         storage = self.storages.get(device)
         if storage is None and device.type == "cuda":
@@ -243,20 +242,12 @@ class Snapshot:
         self.n_rows -= dropped
 
 
-def layout_on(device: torch.device, layout: RowLayout | None) -> RowLayout | None:
-    """Return a layout with its tables on a device; the same object if they are there already."""
-    if layout is None or layout.tables.device == device:
-        return layout
-    return layout.to(device)
-
-
-def _tensors_of(storage: CacheStorage) -> Iterator[torch.Tensor]:
+def _tensors_of(storage: CacheView) -> Iterator[torch.Tensor]:
     yield from storage.slabs
     yield storage.entries
     yield storage.addresses
-    if storage.layout is not None:
-        yield storage.layout.tables
-        yield storage.layout.starts
+    if storage.kernels is not None:
+        yield from storage.kernels.tensors
     if storage.row_clusters is not None:
         yield storage.row_clusters
 
@@ -264,7 +255,6 @@ def _tensors_of(storage: CacheStorage) -> Iterator[torch.Tensor]:
 class _RawRows:
     """Rows of a raw table that a cache stores raw, each in exactly its bytes."""
 
-    layout = None
     row_clusters = None
 
     def __init__(self, table: CompressedTable) -> None:
@@ -284,7 +274,6 @@ class _RawRows:
 class _PackedTableRows:
     """Packed rows that a cache stores in the packed form of the table."""
 
-    layout = None
     row_clusters = None
 
     def __init__(self, table: CompressedTable) -> None:
@@ -308,14 +297,12 @@ class _RowsPackedForCache:
     more than one stage of them takes memory in addition to the slabs.
     """
 
-    def __init__(
-        self, table: CompressedTable, codec: InvariantCodec, allocator: SlabAllocator
-    ) -> None:
+    def __init__(self, table: CompressedTable, codec: RowCodec, allocator: SlabAllocator) -> None:
         self._table = table
         self._codec = codec
         self._allocator = allocator
-        self.layout = codec.row_layout()
-        self.row_clusters = np.zeros(len(table), np.uint8) if codec.clusters > 1 else None
+        clusters = codec.kernels(torch.device("cpu")).clusters
+        self.row_clusters = np.zeros(len(table), np.uint8) if clusters > 1 else None
         self.raw_row_bytes = 4 * ceil_div(codec.row_bytes, 4)
 
     def lengths(self, ids: Array) -> tuple[Array, int]:
@@ -337,7 +324,7 @@ class _RowsPackedForCache:
 
 def fill(
     table: CompressedTable,
-    codec: InvariantCodec | None,
+    codec: RowCodec | None,
     ids: Array,
     capacity_bytes: int,
     allocator: SlabAllocator,
@@ -348,7 +335,7 @@ def fill(
     ----------
     table : CompressedTable
         The table, which must not change meanwhile.
-    codec : InvariantCodec or None
+    codec : RowCodec or None
         Packs rows of a raw table; None to keep the form that rows have in the table.
     ids : numpy.ndarray
         int64 ``[n]``, packed rows in range, no two alike; they are assigned to the slabs in turn.
@@ -361,7 +348,7 @@ def fill(
     if codec is not None:
         rows = _RowsPackedForCache(table, codec, allocator)
     else:
-        rows = (_RawRows if isinstance(table.codec, RawCodec) else _PackedTableRows)(table)
+        rows = (_RawRows if table.codec.keeps_raw else _PackedTableRows)(table)
     n_slabs = len(allocator.devices)
     used = np.zeros(n_slabs, np.int64)
     taken: list[tuple[Array, Array, Array]] = []  # ids, locations, bytes of each batch
@@ -411,7 +398,7 @@ def fill(
         len(all_ids),
     )
     return Snapshot.of(
-        allocator, slabs, all_ids, all_locations, max_words, rows.layout, rows.row_clusters
+        allocator, slabs, all_ids, all_locations, max_words, codec, rows.row_clusters
     )
 
 

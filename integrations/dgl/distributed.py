@@ -151,7 +151,7 @@ class CompressedPulls:
             _forms[self._form_id] = self._form
             # Even where packing saves nothing, because it is a barrier: other clients wait in it.
             client.register_pull_handler(name, handler)
-            if isinstance(self.codec, RawCodec):
+            if self.codec.keeps_raw:
                 self._notes.append("raw: packing would not make these rows smaller")
                 client._pull_handlers[name] = inner
             self._handler = handler
@@ -212,7 +212,7 @@ class CompressedPulls:
 
     def _wanted(self) -> bool:
         """Return whether to request packed rows."""
-        if self._handler is None or isinstance(self.codec, RawCodec):
+        if self._handler is None or self.codec.keeps_raw:
             return False
         # Another handler: the tensor was deleted, and its name may belong to another one now.
         handlers = self._client._pull_handlers

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from bitslab import InvariantCodec, RawCodec, RowCodec
+from bitslab import RowCodec
 from bitslab.engine.kernels import shared_row_items
 from bitslab.tables import (
     Layout,
@@ -52,8 +52,7 @@ class Sample:
             return 0.0
         packed_rows = items_as_rows(self.rows, items_per_row(codec, tuple(self.rows.shape[1:])))
         taken = int(codec.packed_bytes(packed_rows).sum())
-        if isinstance(codec, InvariantCodec):
-            taken += codec.row_metadata_bytes(len(packed_rows))
+        taken += codec.row_metadata_bytes(len(packed_rows))
         return taken * self.n_rows / n
 
 
@@ -134,7 +133,7 @@ def _planned(samples: Sequence[Sample], members: Sequence[int], layout: Layout) 
     for i in members:
         fitted = _fitted([samples[i]], layout)
         taken = samples[i].nbytes(fitted) + fitted.profile_bytes
-        if isinstance(fitted, RawCodec):
+        if fitted.keeps_raw:
             raw.tables.append(i)
         else:
             own.append((taken, i, fitted))
@@ -188,7 +187,7 @@ def _refitted(samples: Sequence[Sample], shared: _Shared, layout: Layout) -> Row
     if len(tables) == 1:
         return shared.codec
     fitted = _fitted(tables, layout)
-    if isinstance(fitted, RawCodec):
+    if fitted.keeps_raw:
         return shared.codec
     return min((shared.codec, fitted), key=lambda c: sum(t.nbytes(c) for t in tables))
 

@@ -87,7 +87,8 @@ def on_simulated_gpu(*, twins: bool = False) -> Iterator[SimtRunner]:
         elif isinstance(table.codec, RawCodec):
             kernels.copy_rows(table._parts.raw_rows(), table.row_bytes, ids, out)
         else:
-            kernels.gather_rows(table._rows.storage(), table._rows.layout, ids, out)
+            packed: Any = table._rows.kernels
+            kernels.gather_rows(table._rows.storage(), packed.layout, ids, out)
 
     with pytest.MonkeyPatch.context() as patch:
         for module in (device_lookup, device_counters, optimizers):

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from bitslab.engine.kernels.cuda import CudaKernels
+from bitslab.engine.kernels.row_kernels import LayoutKernels
 from bitslab.errors import CorruptedDataError
 from bitslab.kvcache import CodecPlans, HistoryReader, PackedHistory, fetching, words
 from bitslab.kvcache.link import Streams
@@ -219,9 +220,9 @@ def gpu_kernels(monkeypatch: pytest.MonkeyPatch) -> SimtRunner:
         budget: int | None,
     ) -> Any:
         target = out.view(-1, segment.rows.row_bytes)
-        assert segment.layout is not None
+        assert isinstance(segment.kernels, LayoutKernels)
         table = segment._new_table(words)
-        return kernels.prepare_gather(table, segment.layout, ids, target, budget)
+        return kernels.prepare_gather(table, segment.kernels.layout, ids, target, budget)
 
     monkeypatch.setattr(Segment, "decoding", decoding)
     monkeypatch.setattr(fetching, "kernels_for", gpu_kernels)

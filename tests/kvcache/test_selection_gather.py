@@ -80,10 +80,10 @@ def test_only_the_chosen_rows_are_counted() -> None:
     reader, history = history_of(tokens)
     chosen = choice(history, 16, 1)
     [segment] = history.segments
-    assert segment.layout is not None
+    assert segment.kernels is not None
     rows = segment.row_ids(chosen.groups).flatten()
     words = segment._lengths[rows].long()
-    words[words == 0] = segment.layout.format.row_words
+    words[words == 0] = segment.kernels.row_words
     reader.chosen.gather([history], chosen).get()
     assert reader.moved_to_device_bytes == 4 * int(words.sum())
     reader.chosen.gather([history], chosen).get()
@@ -108,7 +108,7 @@ def noise(batch: int, heads: int, tokens: int, dim: int) -> torch.Tensor:
 def test_raw_rows() -> None:
     tokens = noise(2, 2, 200, 128)
     reader, history = history_of(tokens)
-    assert history.segments[0].layout is None
+    assert history.segments[0].kernels is None
     chosen = choice(history, 7, 1)
     [part] = reader.chosen.gather([history], chosen).get()
     assert torch.equal(part.view(torch.int16), of_tokens(tokens.view(torch.int16), chosen))

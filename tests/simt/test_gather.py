@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from bitslab.engine.codecs.invariant.layout import build_layout
 from bitslab.engine.kernels import cpu
 from bitslab.engine.kernels.cuda.runner import DAMAGED_ERROR, INDEX_ERROR, NO_ERROR
 from bitslab.engine.kernels.cuda.source import Variant
 from bitslab.engine.kernels.cuda.tiles import STAGE_BYTES, chosen_shape
-from bitslab.engine.kernels.format import MAX_SLABS, NO_ROW, CacheStorage, RowFormat, TableStorage
+from bitslab.engine.kernels.format import MAX_SLABS, NO_ROW, CacheStorage, TableStorage
 from bitslab.errors import ArgumentError
 from tests.engine.kernels.cases import TABLE_KINDS, Case, cache_of, make_case, table_of
 from tests.simt.module import guarded
@@ -123,19 +122,16 @@ def test_packed_rows_of_a_cache_lie_beside_a_raw_table(variant, clusters, row_by
     packed, table = table_of(case, "compact"), table_of(case, "raw")
     cached = torch.arange(0, 45, 2)
     cache = guarded_cache(cache_of(case, packed, cached, slabs=3))
-    cache = replace(cache, layout=case.layout, row_clusters=packed.row_clusters)
+    cache = replace(cache, row_clusters=packed.row_clusters)
     _, lengths, _ = cpu.locate_rows(packed, case.layout, cached)
     assert (lengths > 0).any()
-    # What a raw table says of itself: one byte a chunk, nothing packed.
-    fmt = RowFormat(case.rows.shape[1], 1, 1, grouped=False, uniform=True)
-    plain = build_layout(fmt, np.zeros((1, 1), np.uint8), np.zeros((1, 1, 1), np.uint8))
     ids = torch.from_numpy(np.random.default_rng(0).integers(-45, 45, 41))
     kernels, runner = simt_kernels()
     counts = torch.zeros(2, 2 * (MAX_SLABS + 1), dtype=torch.int64)
     gathers = (cpu.gather_rows, kernels.gather_rows)
     for gather, counters in zip(gathers, counts, strict=True):
         out = guarded(torch.zeros(41, case.rows.shape[1], dtype=torch.uint8))
-        gather(guarded_table(table), plain, ids, out, cache=cache, counters=counters)
+        gather(guarded_table(table), case.layout, ids, out, cache=cache, counters=counters)
         assert torch.equal(out, case.rows[ids])
     assert runner.mailbox[0] == NO_ERROR and runner.launched[-1][0] == variant
     assert torch.equal(counts[0], counts[1])

@@ -1,16 +1,23 @@
 """The codecs, one file or folder each, and the contract that they share."""
 
+from ..kernels.host_rows import HostRowKernels
+from ..kernels.row_kernels import RowKernels
 from .base import PackedRows, RowCodec, check_tensor_argument, elements
 from .invariant import InvariantCodec
 from .raw import RawCodec
-from .registry import codec_names, get_codec, register_codec
+from .registry import codec_class, codec_names, get_codec, register_codec
+from .words import WordRowCodec
 
 __all__ = [
+    "HostRowKernels",
     "InvariantCodec",
     "PackedRows",
     "RawCodec",
     "RowCodec",
+    "RowKernels",
+    "WordRowCodec",
     "check_tensor_argument",
+    "codec_class",
     "codec_names",
     "elements",
     "get_codec",

@@ -17,6 +17,7 @@ import torch
 from ...devices import checked_device
 from ...dtypes import flat_bytes
 from ...errors import ArgumentError, ArgumentTypeError, IndexRangeError
+from ..kernels.row_kernels import RowKernels
 
 _INDEX_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
@@ -64,6 +65,10 @@ class PackedRows:
 class RowCodec(ABC):
     """Packs rows of one shape and dtype; any row can be decoded alone.
 
+    The methods from `encode` to `adopt` are enough for `bitslab.compress` and files. What tables,
+    caches, histories of K and V and streams of weights need of a codec they ask of `kernels`, whose
+    rows are words; `WordRowCodec` makes these methods of its kernels.
+
     A codec is immutable: fitting makes a new one. It has no global state, so threads may share it.
 
     The law: ``decode(encode(rows))`` equals `rows` bit for bit, NaN payloads, signed zeros and
@@ -72,6 +77,12 @@ class RowCodec(ABC):
     """
 
     name: ClassVar[str]
+    #: Types of the devices that `kernels` takes.
+    device_types: ClassVar[tuple[str, ...]] = ("cpu",)
+    #: Whether rows are kept as they are: systems then store plain rows and copy them.
+    keeps_raw: ClassVar[bool] = False
+    #: Whether several narrow items of a table may share a row, of which `kernels` gathers one.
+    shares_rows: ClassVar[bool] = False
 
     #: Shape of a row, everything after the first dimension.
     row_shape: tuple[int, ...]
@@ -131,6 +142,24 @@ class RowCodec(ABC):
     def from_config(cls, config: Mapping[str, Any]) -> RowCodec:
         """Build the codec that `to_config` described."""
 
+    def kernels(self, device: torch.device) -> RowKernels:
+        """Return what tables, caches, histories and streams of weights ask for; see `WordRowCodec`.
+
+        Raises
+        ------
+        ArgumentTypeError
+            When the codec has none, or none for this device.
+        """
+        raise ArgumentTypeError(f"codec {self.name!r}: {_full_name(type(self))} has no kernels()")
+
+    def row_metadata_bytes(self, n_rows: int) -> int:
+        """Return the bytes that find `n_rows` rows among packed ones; 0 where none are needed."""
+        return 0
+
+    def refitted(self, sample: torch.Tensor) -> RowCodec:
+        """Return a codec for other rows of the same kind, in less time than `fit` where it can."""
+        return type(self).fit(sample)
+
     def describe(self) -> str:
         """Return the codec and its plan in a few words, for tables."""
         return self.name
@@ -147,6 +176,21 @@ class RowCodec(ABC):
         """Name the codec, its plan and its rows."""
         rows = f"rows {list(self.row_shape)} {self.dtype}"
         return f"<{type(self).__name__} {self.describe()}, {rows}>"
+
+
+def _full_name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def gathered_by_kernels(cls: type[RowCodec]) -> bool:
+    """Return whether `kernels` of a codec's class read what its `encode` writes.
+
+    A class that has a name of its own, or overrides how rows are packed, needs its own: those that
+    it inherits would ignore what it changes.
+    """
+    packing = {"name", "kernels", "encode", "decode"}
+    owner = next(c for c in cls.__mro__ if packing & vars(c).keys())
+    return owner is not RowCodec and "kernels" in vars(owner)
 
 
 def elements(shape: Sequence[int]) -> int:
@@ -177,6 +221,14 @@ def check_tensor_argument(name: str, t: torch.Tensor) -> None:
         raise ArgumentTypeError(f"{name}: expected a dense tensor, got layout {t.layout}")
     if t.device.type not in ("cpu", "cuda"):
         raise ArgumentTypeError(f"{name}: on {t.device}, accepted are cpu and cuda")
+
+
+def check_integer(name: str, value: Any, accepted: range) -> None:
+    """Refuse what is no int, or none of those accepted."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ArgumentTypeError(f"{name}: expected an int, got {value!r:.60}")
+    if value not in accepted:
+        raise ArgumentError(f"{name}: {value}, accepted are {accepted[0]} to {accepted[-1]}")
 
 
 def check_rows_argument(codec: RowCodec, rows: torch.Tensor) -> None:

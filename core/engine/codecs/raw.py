@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 
 from ...dtypes import dtype_from_name, dtype_name
 from ...errors import ArgumentError, ArgumentTypeError, CorruptedDataError
+from ..kernels.format import RowFormat
+from ..kernels.row_kernels import LayoutKernels, RowKernels
 from .base import (
     PackedRows,
     RowCodec,
@@ -21,6 +25,7 @@ from .base import (
     raise_bad_index,
     rows_as_bytes,
 )
+from .invariant.layout import build_layout
 
 
 class RawCodec(RowCodec):
@@ -35,6 +40,8 @@ class RawCodec(RowCodec):
     """
 
     name: ClassVar[str] = "raw"
+    device_types: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
+    keeps_raw: ClassVar[bool] = True
 
     def __init__(self, row_shape: tuple[int, ...], dtype: torch.dtype) -> None:
         self.row_shape = tuple(row_shape)
@@ -127,6 +134,14 @@ class RawCodec(RowCodec):
                 f"got {list(rows.shape)} {rows.dtype}"
             )
         return PackedRows(n_rows, {"rows": rows})
+
+    def kernels(self, device: torch.device) -> RowKernels:
+        """Return kernels that gather raw rows, out of a table and the slabs of its cache."""
+        chunk_bytes = math.gcd(self.row_bytes, 4) or 4
+        fmt = RowFormat(self.row_bytes, chunk_bytes, 1, grouped=False, uniform=True)
+        dtype = np.dtype(f"u{chunk_bytes}")
+        layout = build_layout(fmt, np.zeros((1, 1), dtype), np.zeros((1, 1, 1), dtype))
+        return LayoutKernels(layout.to(device))
 
     def to_config(self) -> dict[str, Any]:
         """Return row shape and dtype."""

@@ -4,13 +4,18 @@ Built in are ``"ibp"`` and ``"raw"``. A package adds its own by the entry point 
 ``bitslab.codecs``, where the name of the entry point is the name of the codec; a program adds one
 by `register_codec`. A name means the same bytes for ever, so none can be given another class.
 
-Every codec serves `bitslab.compress`, files and the command. Tables, their caches and embeddings
-accept the built-in ones alone, whose rows their kernels gather, and refuse others by name.
+Every codec serves `bitslab.compress`, files and the command. Those that have kernels (see
+`WordRowCodec`) serve tables, their caches and embeddings too, which refuse others by name.
 """
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Mapping
 from importlib import metadata
+from typing import Any
+
+import torch
 
 from ...errors import ArgumentError, ArgumentTypeError, BitslabError
 from . import InvariantCodec, RawCodec, RowCodec
@@ -23,7 +28,7 @@ _classes: dict[str, type[RowCodec]] = {c.name: c for c in (InvariantCodec, RawCo
 def register_codec(cls: type[RowCodec]) -> type[RowCodec]:
     """Make a codec known by its ``name``; usable as a class decorator.
 
-    It serves `bitslab.compress` and files; tables and embeddings accept ``"ibp"`` and ``"raw"``.
+    It serves `bitslab.compress` and files and, if it has kernels, tables and embeddings.
 
     Parameters
     ----------
@@ -88,6 +93,38 @@ def get_codec(name: str) -> type[RowCodec]:
     if _checked_name(cls) != name:
         raise ArgumentError(f"codec {name!r}: {entry.value!r} calls itself {cls.name!r}")
     return register_codec(cls)
+
+
+def codec_class(name: str) -> type[RowCodec]:
+    """Return the codec class of a name, or for ``"auto"`` the one that is planned with by default.
+
+    Raises
+    ------
+    ArgumentError
+        When no codec has the name.
+    """
+    return InvariantCodec if name == "auto" else get_codec(name)
+
+
+def fit_codec(
+    cls: type[RowCodec], sample: torch.Tensor, options: Mapping[str, Any], **given: Any
+) -> RowCodec:
+    """Return a codec fitted to sample rows.
+
+    Parameters
+    ----------
+    cls : type
+        The codec's class.
+    sample : torch.Tensor
+        As for its `fit`.
+    options : mapping
+        The user's options, which the `fit` of the class must accept.
+    **given
+        Further ones, left out where it has no option of that name; None where not known.
+    """
+    accepted = inspect.signature(cls.fit).parameters
+    known = {k: v for k, v in given.items() if k in accepted and v is not None}
+    return cls.fit(sample, **known | dict(options))
 
 
 def codec_names() -> list[str]:

@@ -358,12 +358,9 @@ class CacheStorage:
         int64 ``[MAX_SLABS]`` on the device that gathers: where each slab starts; 0: none.
     max_words : int
         As in `TableStorage`, of the cached rows.
-    layout : RowLayout or None
-        On the device that gathers: how packed cached rows of a raw table are packed; None where
-        rows are packed as the table's.
     row_clusters : torch.Tensor or None
-        uint8 ``[N]`` on the device that gathers, of the table's rows; None unless `layout` has
-        clusters.
+        uint8 ``[N]`` on the device that gathers, of the rows of a raw table, where those that are
+        cached are packed by a codec with clusters.
     holds_items : bool
         Whether what is cached are raw items, by their ids, though items of the table share rows.
     """
@@ -372,18 +369,15 @@ class CacheStorage:
     slabs: tuple[torch.Tensor, ...]
     addresses: torch.Tensor
     max_words: int = 0
-    layout: RowLayout | None = None
     row_clusters: torch.Tensor | None = None
     holds_items: bool = False
 
 
-def read_together(
-    table: TableStorage, layout: RowLayout, cache: CacheStorage | None
-) -> tuple[TableStorage, RowLayout]:
-    """Return a table and a layout with which one gather reads its rows and the cached ones.
+def read_together(table: TableStorage, cache: CacheStorage | None) -> TableStorage:
+    """Return a table with which one gather reads its rows and the cached ones.
 
-    A raw table has no packed row, so the layout of a cache that packs takes the place of its own.
+    A raw table has no clusters of its own: those of a cache that packs its rows take their place.
     """
-    if cache is None or cache.layout is None:
-        return table, layout
-    return replace(table, row_clusters=cache.row_clusters), cache.layout
+    if cache is None or cache.row_clusters is None:
+        return table
+    return replace(table, row_clusters=cache.row_clusters)

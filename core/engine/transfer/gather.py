@@ -14,7 +14,8 @@ import torch
 from ..kernels.cuda import CudaKernels, kernels_on
 from ..kernels.cuda.ids import CHECKED_BY_ALL, IdScratch
 from ..kernels.cuda.stream import stream_pointer
-from ..kernels.format import CacheStorage, RowLayout, TableStorage
+from ..kernels.format import CacheStorage, TableStorage
+from ..kernels.row_kernels import RowKernels
 
 MIN_SCRATCH_IDS = 1 << 16
 
@@ -72,7 +73,7 @@ def gather_copied_rows(
 
 def gather_packed_rows(
     table: TableStorage,
-    layout: RowLayout,
+    packed: RowKernels,
     ids: torch.Tensor,
     out: torch.Tensor,
     *,
@@ -88,8 +89,8 @@ def gather_packed_rows(
     ----------
     table : TableStorage
         Words in page-locked host memory or on the GPU, the rest on the GPU.
-    layout : RowLayout
-        On the GPU.
+    packed : RowKernels
+        On the GPU, of the table's codec, or of the cache's where the table is raw.
     ids, out, sort, sm_budget, from_end
         As in `gather_copied_rows`.
     cache : CacheStorage, optional
@@ -101,11 +102,11 @@ def gather_packed_rows(
     if not n:
         return
     kernels = kernels_on(out.device)
-    lowest = -table.n_items if from_end else 0
-    first_bad, order = _look_at_ids(kernels, ids, table.n_items, sort, lowest)
-    kernels.gather_rows(
+    n_items = table.n_items
+    lowest = -n_items if from_end else 0
+    first_bad, order = _look_at_ids(kernels, ids, n_items, sort, lowest)
+    packed.gather(
         table,
-        layout,
         ids,
         out,
         cache=cache,

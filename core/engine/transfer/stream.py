@@ -15,8 +15,8 @@ from typing import Literal
 import torch
 
 from ...errors import ArgumentError, ArgumentTypeError, CorruptedDataError
-from ..kernels import Kernels
-from ..kernels.format import BLOCK_ROWS, PAD_WORDS, RowLayout, RowStorage, ceil_div
+from ..kernels.format import BLOCK_ROWS, PAD_WORDS, RowStorage, ceil_div
+from ..kernels.row_kernels import RowKernels
 
 Via = Literal["auto", "copy-engine", "zero-copy"]
 
@@ -29,8 +29,7 @@ _being_read: list[tuple[torch.cuda.Event, torch.Tensor]] = []
 
 
 def decode_across(
-    kernels: Kernels,
-    layout: RowLayout,
+    kernels: RowKernels,
     storage: RowStorage,
     facts: Mapping[str, int],
     ids: torch.Tensor | None,
@@ -43,10 +42,8 @@ def decode_across(
 
     Parameters
     ----------
-    kernels : Kernels
-        Kernels of the GPU.
-    layout : RowLayout
-        On the GPU.
+    kernels : RowKernels
+        Of the rows' codec, on the GPU.
     storage : RowStorage
         In host memory; page-locked (``PackedRows.pin_memory``), or the copies wait for the host.
     facts : mapping of str to int
@@ -90,7 +87,7 @@ def decode_across(
                 "memory: use packed.pin_memory(), or packed.to(out.device)"
             )
         ids = None if ids is None else ids.to(device)
-        kernels.decode_rows(on_device, layout, ids, row_begin, out, facts, sm_budget)
+        kernels.decode(on_device, ids, row_begin, out, facts, sm_budget)
         _keep_until_read(storage.words, device)
         return
     current = torch.cuda.current_stream(device)
@@ -133,7 +130,7 @@ def decode_across(
             clusters[rows] if clusters.numel() else clusters,
         )
         target = out[begin - row_begin : end - row_begin]
-        kernels.decode_rows(piece, layout, None, begin - rows.start, target, facts, sm_budget)
+        kernels.decode(piece, None, begin - rows.start, target, facts, sm_budget)
         event = current.record_event()
         if turn < RING:
             decoded.append(event)

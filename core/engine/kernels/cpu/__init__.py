@@ -383,7 +383,7 @@ def gather_rows(
     table : TableStorage
         On the CPU.
     layout : RowLayout
-        On the CPU; a cache may need another, see `format.read_together`.
+        On the CPU: of the packed rows of the table or, where that is raw, of the cache.
     ids : torch.Tensor
         int32 or int64 ``[n]`` items, negative ones counted from the end, checked by `check_ids`.
     out : torch.Tensor
@@ -416,7 +416,7 @@ def gather_rows(
             counters[MAX_SLABS] += n
             counters[2 * MAX_SLABS + 1] += words
         return bad
-    table, layout = read_together(table, layout, cache)
+    table = read_together(table, cache)
     f = layout.format
     finder = RowFinder(table, f, ids, cache=cache)
     bad, counts = decode_found_rows(finder, layout, out)

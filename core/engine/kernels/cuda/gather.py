@@ -277,7 +277,7 @@ class GatherPlan:
         self._cache = None if cache is None else ref(cache)
         self._start = address % 16
         self.words = table.words
-        table, layout = read_together(table, layout, cache)
+        table = read_together(table, cache)
         f = layout.format
         each = table.items_per_row
         self.aligned = each > 1 or address % f.chunk_bytes == 0
