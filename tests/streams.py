@@ -1,4 +1,4 @@
-"""Recorded streams: what a GPU would be told, in which order, on a machine without one.
+"""Recorded streams: what a GPU would be given to do, and in which order, on a machine without one.
 
 `recorded` replaces torch's streams and events. Work is done at once, on the CPU, and what matters
 is kept: which stream waits for how much work of which other one. Two ways to say the same (an event

@@ -79,6 +79,12 @@ class StagingBuffer(Generic[Key]):
             args, work = (self.ready, work, *args), _checked
         self.released = lane.run(work, *args, after=self.ready, mark=self.released)
 
+    def use(self, stream: torch.cuda.Stream) -> None:
+        """Make a stream wait until another one has filled it."""
+        if self.ready is not None:
+            assert not isinstance(self.ready, Future)
+            stream.wait_event(self.ready)
+
     def release(self, stream: torch.cuda.Stream) -> None:
         """Allow it to be filled again once a stream has reached this point."""
         self.released = record_on(stream, self.released)
