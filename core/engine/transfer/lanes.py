@@ -217,7 +217,8 @@ class ThreadTask(Future[T]):
 
     def wait(self) -> None:
         """Wait until it is done, has failed or was cancelled; raise nothing."""
-        wait([self])
+        if not self.done():
+            wait([self])
 
 
 class ThreadLane:

@@ -25,7 +25,7 @@ from ...kernels.format import (
     unsigned_lengths,
     words_of_rows,
 )
-from ...transfer.stream import Via, decode_across
+from ...transfer.across import Via, decode_across
 from ..base import (
     PackedRows,
     RowCodec,
