@@ -64,7 +64,6 @@ class FileReader:
         buffer = self._ring.find(plan.name)
         if buffer is None:
             buffer = self._ring.take((), must=True)
-            assert buffer is not None
             self._fill(buffer, plan)
         buffer.key = None
         _reading(buffer).result()

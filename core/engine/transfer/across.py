@@ -111,7 +111,6 @@ def decode_across(
                 f"packed: the offsets of rows {first * BLOCK_ROWS} to {end} are damaged"
             )
         staged = ring.take((), must=True)
-        assert staged is not None
         copies.wait(staged.released)
         n_words = end_word - first_word + PAD_WORDS
         if staged.memory is None:

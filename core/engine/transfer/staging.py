@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Hashable, Sequence
 from concurrent.futures import Future
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar, overload
 
 import torch
 
@@ -113,6 +113,12 @@ class StagingRing(Generic[Key]):
             if buffer.key == key:
                 return buffer
         return None
+
+    @overload
+    def take(self, window: Collection[Key], *, must: Literal[True]) -> StagingBuffer[Key]: ...
+
+    @overload
+    def take(self, window: Collection[Key], *, must: bool) -> StagingBuffer[Key] | None: ...
 
     def take(self, window: Collection[Key], *, must: bool) -> StagingBuffer[Key] | None:
         """Return an empty buffer, to be filled now.

@@ -10,11 +10,12 @@ import threading
 import time
 import weakref
 from concurrent.futures import CancelledError
+from typing import Any
 
 import pytest
 import torch
 
-from bitslab.engine.transfer import StreamLane, ThreadLane
+from bitslab.engine.transfer import StreamLane, Task, ThreadLane
 from bitslab.engine.transfer.lanes import wait_on_host
 from tests.forked import run_forked
 from tests.streams import recorded
@@ -24,6 +25,11 @@ CPU = torch.device("cpu")
 
 def threads_of(lane):
     return [thread for thread in threading.enumerate() if thread.name == lane.name]
+
+
+def held_up(entered, held):
+    entered.set()
+    return held.wait(20)
 
 
 @pytest.fixture
@@ -36,7 +42,7 @@ def lane(request):
 
 def test_a_thread_works_in_order_and_starts_with_the_first_work(lane):
     assert not threads_of(lane)
-    done = []
+    done: list[int] = []
     tasks = [lane.submit(done.append, n) for n in range(100)]
     tasks[-1].wait()
     assert done == list(range(100)) and all(task.done() for task in tasks)
@@ -104,7 +110,7 @@ def test_close_waits_for_what_is_under_way_and_cancels_the_rest():
 def test_close_gives_up_after_its_time():
     lane, held = ThreadLane("slow"), threading.Event()
     entered = threading.Event()
-    task = lane.submit(lambda: entered.set() or held.wait(20))
+    task = lane.submit(held_up, entered, held)
     assert entered.wait(20)
     begin = time.monotonic()
     lane.close(0.05)
@@ -198,15 +204,16 @@ print("end")
 def test_a_stream_waits_by_events_and_the_host_for_threads_alone(monkeypatch, lane):
     with recorded(monkeypatch) as record:
         first, second = StreamLane(CPU), StreamLane(CPU)
+        current: Any = record.current
         record.work("makes ids")
-        first.follow(record.current)
+        first.follow(current)
         mark = first.run(record.work, "one")
         again = second.run(record.work, "two", after=mark)
         assert first.run(record.work, "three", after=lane.run(int), mark=mark) is mark
         second.wait(None)
         second.wait(mark)
         second.run(record.work, "four", mark=again)
-        second.precede(record.current)
+        second.precede(current)
         assert record.take() == [
             ("current", "makes ids"),
             ("stream0", "after current:1"),
@@ -237,13 +244,16 @@ def test_a_result_of_a_stream_is_waited_for_by_the_current_one(monkeypatch):
             record.work("makes")
             return torch.ones(2)
 
-        task = lane.submit(make)
+        def fail():
+            raise ZeroDivisionError
+
+        task: Task[torch.Tensor] = lane.submit(make)
         assert task.done() and task.exception() is None
         assert record.take() == [("stream0", "makes")]
         assert task.result().tolist() == [1, 1]
         assert record.take() == [("current", "after stream0:1"), ("current", "keeps 8")]
         with pytest.raises(ZeroDivisionError):
-            lane.submit(lambda: 1 / 0)
+            lane.submit(fail)
         assert record.current.name == "current"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ CPU = torch.device("cpu")
 N = 5000
 
 
-def ring_of(count, nbytes=N):
+def ring_of(count: int, nbytes: int = N) -> Any:
     return StagingRing(
         [StagingBuffer(torch.zeros(nbytes, dtype=torch.uint8)) for _ in range(count)]
     )
@@ -148,7 +149,7 @@ def test_bytes_of_a_gpu_go_to_a_file_and_back(monkeypatch, files, tmp_path):
 def test_an_error_of_a_thread_is_that_of_what_needs_its_bytes(files, tmp_path):
     (tmp_path / "file").write_bytes(bytes(N - 1))
     fd = os.open(tmp_path / "file", os.O_RDONLY)
-    buffer = StagingBuffer(torch.zeros(N, dtype=torch.uint8))
+    [buffer] = ring_of(1).buffers
     buffer.fill(files, read_at, fd, 0, buffer.data)
     buffer.drain(files, list)
     for task in (buffer.ready, buffer.released):
@@ -165,7 +166,7 @@ def test_an_error_of_a_thread_is_that_of_what_needs_its_bytes(files, tmp_path):
 
 def test_an_error_of_a_copy_leaves_the_last_marks(monkeypatch):
     with recorded(monkeypatch):
-        lane, buffer = StreamLane(CPU), StagingBuffer()
+        lane, [buffer] = StreamLane(CPU), ring_of(1).buffers
         buffer.fill(lane, copy_pieces, [])
         ready = buffer.ready
         with pytest.raises(ZeroDivisionError):
@@ -178,7 +179,7 @@ def test_a_gpus_bytes_reach_a_file_and_come_back(tmp_path):
     n_bytes, device = 1 << 20, torch.device("cuda", 0)
     memory = [HostBuffer.allocate(n_bytes) for _ in range(2)]
     assert all(buffer.pinned for buffer in memory)
-    ring = StagingRing([StagingBuffer(buffer.tensor) for buffer in memory])
+    ring: Any = StagingRing([StagingBuffer(buffer.tensor) for buffer in memory])
     out, files = StreamLane(device), ThreadLane("files")
     fd = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
     chunks = [torch.randint(0, 256, (n_bytes,), dtype=torch.uint8, device=device) for _ in range(9)]
@@ -191,7 +192,7 @@ def test_a_gpus_bytes_reach_a_file_and_come_back(tmp_path):
     for buffer in ring.buffers:
         buffer.released.result()
 
-    there = StagingRing(
+    there: Any = StagingRing(
         [StagingBuffer(torch.empty(n_bytes, dtype=torch.uint8, device=device)) for _ in range(3)]
     )
     out.follow(torch.cuda.current_stream(device))
