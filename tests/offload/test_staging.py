@@ -32,10 +32,11 @@ class Kernels:
 
 def weights_of(path: str | None = None) -> PackedWeights:
     generator = torch.Generator().manual_seed(1)
-    with WeightPacker({unit: [unit] for unit in UNITS}, **({"disk": path} if path else {})) as p:
+    options: dict[str, Any] = {"disk": path} if path else {}
+    with WeightPacker({unit: [unit] for unit in UNITS}, **options) as packer:
         for unit in UNITS:
-            p.add(unit, torch.randn(64, 64, generator=generator).bfloat16())
-        return p.finish()
+            packer.add(unit, torch.randn(64, 64, generator=generator).bfloat16())
+        return packer.finish()
 
 
 def steps_of(use: int, depth: int, computed: int) -> list[Step]:

@@ -10,6 +10,7 @@ import threading
 import time
 import weakref
 from concurrent.futures import CancelledError
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -199,6 +200,17 @@ print("end")
 
 
 # Streams
+
+
+def test_lanes_alone_make_streams():
+    root = Path(__file__).resolve().parents[3]
+    made = [
+        path.relative_to(root).as_posix()
+        for folder in ("core", "integrations")
+        for path in (root / folder).rglob("*.py")
+        if "cuda.Stream(" in path.read_text()
+    ]
+    assert made == ["core/engine/transfer/lanes.py"]
 
 
 def test_a_stream_waits_by_events_and_the_host_for_threads_alone(monkeypatch, lane):
