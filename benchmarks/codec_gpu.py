@@ -19,7 +19,7 @@ from bitslab.engine.codecs.base import PackedRows
 from bitslab.engine.codecs.invariant.codec import InvariantCodec
 from bitslab.engine.codecs.invariant.profile import Profile
 from bitslab.engine.kernels.format import RowFormat
-from bitslab.engine.transfer.stream import Via
+from bitslab.engine.transfer.across import Via
 
 Rows = list[dict[str, Any]]
 PUBLISHED: dict[str, Any] = {

@@ -100,7 +100,7 @@ def weights(n=4096, columns=256, dtype=torch.bfloat16):
 @pytest.mark.parametrize("pieces", ["one-piece", "many-pieces"])
 def test_rows_in_host_memory_arrive_decoded(via, pieces, monkeypatch):
     if pieces == "many-pieces":
-        monkeypatch.setattr("bitslab.engine.transfer.stream.PIECE_BYTES", 50_000)
+        monkeypatch.setattr("bitslab.engine.transfer.across.PIECE_BYTES", 50_000)
     x = weights()
     codec = InvariantCodec.fit(x)
     packed = codec.encode(x).pin_memory()

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future, wait
 from typing import Any
 
 import numpy as np
 import torch
 
+from ..engine.transfer.lanes import StreamLane, Task
 from ..tables.feature import fetchers
 from ..tables.slabs import SlabCache
 from ..tables.table import CompressedTable
@@ -35,32 +35,21 @@ class Prefetched:
     ) -> None:
         self._ids = ids
         self._valid = np.ones(len(ids), bool)
-        self._device = device
-        wanted = torch.from_numpy(ids)
-        self._event: torch.cuda.Event | None = None
-        self._rows: torch.Tensor | Future[torch.Tensor]
-        if device.type == "cpu":
-            self._rows = fetchers.submit(lambda: source.gather(wanted, None, device))
-            return
-        stream = torch.cuda.Stream(device=device)  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(stream):
-            self._rows = source.gather(wanted, None, device)
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._event.record(stream)
+        lane = fetchers if device.type == "cpu" else StreamLane(device)
+        self._rows: Task[torch.Tensor] = lane.submit(
+            source.gather, torch.from_numpy(ids), None, device
+        )
 
     def forget(self, ids: Array) -> None:
         """Drop rows that are about to change in the table."""
         at = np.minimum(np.searchsorted(self._ids, ids), len(self._ids) - 1)
         self._valid[at[self._ids[at] == ids]] = False
         # A thread that still decodes must not see a row half changed, nor hold the table's lock.
-        if isinstance(self._rows, Future):
-            wait([self._rows])
-        else:
-            self._ready()
+        self._rows.wait()
 
     def _failed(self) -> bool:
         """Return whether decoding failed; the lookup then decodes again and raises the error."""
-        return isinstance(self._rows, Future) and self._rows.exception() is not None
+        return self._rows.exception() is not None
 
     def gather(
         self,
@@ -74,7 +63,7 @@ class Prefetched:
         here = (self._ids[at] == ids) & self._valid[at]
         if not here.any() or self._failed():
             return source.gather(torch.from_numpy(ids), out, device)
-        rows = self._ready()
+        rows = self._rows.result()
         if out is None:
             out = torch.empty((len(ids), *rows.shape[1:]), dtype=rows.dtype, device=device)
         found = torch.from_numpy(np.flatnonzero(here)).to(device)
@@ -84,11 +73,3 @@ class Prefetched:
             more = source.gather(torch.from_numpy(ids[others]), None, device)
             out[torch.from_numpy(others).to(device)] = more
         return out
-
-    def _ready(self) -> torch.Tensor:
-        """Return the rows, for work on the current stream."""
-        rows = self._rows if isinstance(self._rows, torch.Tensor) else self._rows.result()
-        if self._event is not None:
-            self._event.wait(torch.cuda.current_stream(self._device))
-            rows.record_stream(torch.cuda.current_stream(self._device))
-        return rows

@@ -8,8 +8,8 @@ from weakref import WeakKeyDictionary, ref
 import torch
 
 from ..engine.kernels import kernels_for
-from ..engine.kernels.cuda.stream import on_stream
 from ..engine.kernels.format import PAD_WORDS, ceil_div
+from ..engine.transfer.staging import StagingBuffer, copy_pieces
 from .history import PackedHistory, Revision
 from .link import Streams
 from .segment import Segment
@@ -31,11 +31,15 @@ class FetchBuffers:
 
     def __init__(self, device: torch.device, streams: Streams) -> None:
         self._streams = streams
-        self.staged = torch.empty(0, dtype=torch.int32, device=device)
-        self.out = torch.empty(0, dtype=torch.uint8, device=device)
-        self.copied: list[torch.cuda.Event] = []  # of each history
-        self.decoded = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self.consumed = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        #: Packed words of all histories; each part is ready by itself, and released by its decode.
+        self.words: StagingBuffer[Revision] = StagingBuffer(
+            torch.empty(0, dtype=torch.int32, device=device)
+        )
+        self.copied: list[torch.cuda.Event | None] = []  # of each history
+        #: Decoded tokens.
+        self.out: StagingBuffer[Revision] = StagingBuffer(
+            torch.empty(0, dtype=torch.uint8, device=device)
+        )
         #: The fetch whose tokens it holds, once its events have passed.
         self.fetched: Fetch | None = None
         self._fetches: WeakKeyDictionary[Revision, Fetch] = WeakKeyDictionary()
@@ -53,7 +57,7 @@ class FetchBuffers:
     def nbytes(self) -> int:
         """Bytes on the device of the buffers and of row numbers that only its fetches have."""
         ids = {id(t): t.nbytes for fetch in self._fetches.values() for t in fetch.own_ids}
-        return self.staged.nbytes + self.out.nbytes + sum(ids.values())
+        return self.words.data.nbytes + self.out.data.nbytes + sum(ids.values())
 
     def fetch(
         self, histories: Sequence[PackedHistory], ids_of: IdsOf, sm_budget: int | None
@@ -69,10 +73,10 @@ class FetchBuffers:
         sm_budget : int or None
             Multiprocessors that decoding may use.
         """
-        kernels_for(self.out.device)  # raises errors of earlier decodes
+        kernels_for(self.out.data.device)  # raises errors of earlier decodes
         self.forget()
         while len(self.copied) < len(histories):
-            self.copied.append(torch.cuda.Event())  # type: ignore[no-untyped-call]
+            self.copied.append(None)
         fetch = self._fetches.get(histories[0].revision)
         if fetch is None or not fetch.serves(histories):
             fetch = self._plan(histories, ids_of, sm_budget)
@@ -83,10 +87,14 @@ class FetchBuffers:
 
     def use(self, current: torch.cuda.Stream) -> None:
         """Make a stream wait for the decoded tokens, which it reads."""
-        current.wait_event(self.decoded)
+        self.out.use(current)
         if current.cuda_stream not in self._readers:
-            self.out.record_stream(current)
+            self.out.data.record_stream(current)
             self._readers.add(current.cuda_stream)
+
+    def release(self, current: torch.cuda.Stream) -> None:
+        """Allow the decoded tokens to be overwritten once a stream has reached this point."""
+        self.out.release(current)
 
     def _plan(
         self, histories: Sequence[PackedHistory], ids_of: IdsOf, sm_budget: int | None
@@ -95,7 +103,8 @@ class FetchBuffers:
         for history in histories:
             history.mark_ready()
         words = self._words_on_device(histories)
-        with on_stream(self._streams.decodes):
+        decode_lane = self._streams.decodes
+        with decode_lane.on():
             sizes = [
                 [segment.decoded_bytes for segment in history.segments] for history in histories
             ]
@@ -105,12 +114,11 @@ class FetchBuffers:
             decodes: list[list[Callable[[], None]]] = []
             at = 0
             for history, there, each in zip(histories, words, sizes, strict=True):
-                if history.ready is not None:
-                    self._streams.decodes.wait_event(history.ready)
+                decode_lane.wait(history.ready)
                 tokens.append([])
                 decodes.append([])
                 for segment, size in zip(history.segments, each, strict=True):
-                    out, ids = self.out[at : at + size], ids_of(segment)
+                    out, ids = self.out.data[at : at + size], ids_of(segment)
                     if segment.key is None:  # others are shared by all layers
                         own_ids.append(ids)
                     decodes[-1].append(segment.decoding(there, ids, out, sm_budget))
@@ -128,7 +136,7 @@ class FetchBuffers:
         for history in histories:
             if isinstance(history.words, DeviceWords):
                 there = history.words.whole()
-                there.record_stream(self._streams.decodes)
+                self._streams.decodes.keep(there)
                 found.append(there)
         if found:
             return found
@@ -136,24 +144,24 @@ class FetchBuffers:
         self._grow_staged(sum(_aligned(4 * size) // 4 for size in sizes))
         at = 0
         for size in sizes:
-            found.append(self.staged[at : at + size])
+            found.append(self.words.data[at : at + size])
             at += _aligned(4 * size) // 4
         return found
 
     def _grow_staged(self, n_words: int) -> None:
         """Make room for packed words, on the stream that copies them."""
-        if self.staged.shape[0] < n_words:
+        if self.words.data.shape[0] < n_words:
             self._fetches.clear()
-            with on_stream(self._streams.copies):
-                self.staged = grown(self.staged, n_words, 0)
-            self.staged.record_stream(self._streams.decodes)
+            with self._streams.copies.on():
+                self.words.memory = grown(self.words.data, n_words, 0)
+            self._streams.decodes.keep(self.words.memory)
 
     def _grow_out(self, nbytes: int) -> None:
         """Make room for decoded tokens, on the stream that decodes them."""
-        if self.out.shape[0] < nbytes:
+        if self.out.data.shape[0] < nbytes:
             self._fetches.clear()
             self._readers.clear()
-            self.out = grown(self.out, nbytes, 0)
+            self.out.memory = grown(self.out.data, nbytes, 0)
 
 
 class Fetch:
@@ -199,21 +207,22 @@ class Fetch:
     def start(self, streams: Streams, buffers: FetchBuffers) -> None:
         """Start the copies and decodes: K is decoded while V crosses."""
         crosses = self.nbytes > 0
+        copies, decodes, copied = streams.copies, streams.decodes, buffers.copied
         if crosses:
-            with on_stream(streams.copies):
-                streams.copies.wait_event(buffers.decoded)
-                for each, copied in zip(self._copies, buffers.copied, strict=False):
-                    for target, source in each:
-                        target.copy_(source, non_blocking=True)
-                    copied.record(streams.copies)
-        with on_stream(streams.decodes):
-            streams.decodes.wait_event(buffers.consumed)
-            for each_decode, copied in zip(self._decodes, buffers.copied, strict=False):
+            with copies.on():
+                copies.wait(buffers.words.released)
+                for i, each in enumerate(self._copies):
+                    copy_pieces(each)
+                    copied[i] = copies.record(copied[i])
+        with decodes.on():
+            decodes.wait(buffers.out.released)
+            for i, each_decode in enumerate(self._decodes):
                 if crosses:
-                    streams.decodes.wait_event(copied)
+                    decodes.wait(copied[i])
                 for decode in each_decode:
                     decode()
-            buffers.decoded.record(streams.decodes)
+            # Decoding is also the last use of the packed words.
+            buffers.out.ready = buffers.words.released = decodes.record(buffers.out.ready)
 
 
 #: Returns the rows of a segment.

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import torch
 
-from ..engine.kernels.cuda.stream import on_stream
 from ..engine.kernels.format import MAX_SLABS
 from .history import PackedHistory, Revision
 from .link import Link
@@ -101,13 +100,13 @@ class RowGatherer:
                 [self._gather(h, selection) for h in histories], _revisions(histories), None
             )
         decodes = streams.decodes
-        decodes.wait_stream(torch.cuda.current_stream(self._link.device))
+        decodes.follow(torch.cuda.current_stream(self._link.device))
         # New words are written on the stream of the copies.
-        decodes.wait_stream(streams.copies)
-        selection.groups.record_stream(decodes)
-        with on_stream(decodes):
+        decodes.follow(streams.copies.stream)
+        decodes.keep(selection.groups)
+        with decodes.on():
             tokens = [self._gather(history, selection) for history in histories]
-            event = decodes.record_event()
+            event = decodes.record()
         return Gathered(tokens, _revisions(histories), event)
 
     def _gather(self, history: PackedHistory, selection: Selection) -> torch.Tensor:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ..engine.transfer.lanes import StreamLane
 from ..errors import BitslabError
 
 
@@ -19,17 +20,17 @@ class Streams:
 
     Attributes
     ----------
-    copies : torch.cuda.Stream
+    copies : StreamLane
         Words cross on it, to the host and back.
-    decodes : torch.cuda.Stream
+    decodes : StreamLane
         Words are decoded on it.
     """
 
     def __init__(self, device: torch.device) -> None:
         if not torch.cuda.is_available():
             raise BitslabError(f"device: {device}, but torch sees no CUDA GPU")
-        self.copies = torch.cuda.Stream(device=device)  # type: ignore[no-untyped-call]
-        self.decodes = torch.cuda.Stream(device=device)  # type: ignore[no-untyped-call]
+        self.copies = StreamLane(device)
+        self.decodes = StreamLane(device)
 
 
 class Link:
@@ -63,16 +64,15 @@ class Link:
     def keep(self, *tensors: torch.Tensor) -> None:
         """Keep the memory of tensors from reuse until the streams have read it."""
         if self.streams is not None:
-            for t in tensors:
-                t.record_stream(self.streams.copies)
-                t.record_stream(self.streams.decodes)
+            self.streams.copies.keep(*tensors)
+            self.streams.decodes.keep(*tensors)
 
     def quiesce(self) -> None:
         """Make the current stream wait for all fetches, so that it may write to what they read."""
         if self.streams is not None:
             current = torch.cuda.current_stream(self.device)
-            current.wait_stream(self.streams.copies)
-            current.wait_stream(self.streams.decodes)
+            self.streams.copies.precede(current)
+            self.streams.decodes.precede(current)
 
     def wait_for_copies(self) -> None:
         """Wait until all words have crossed."""

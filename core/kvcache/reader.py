@@ -156,7 +156,7 @@ class HistoryReader:
         for buffers in self._buffers:
             if buffers.holds(histories):
                 buffers.forget()
-                buffers.consumed.record(torch.cuda.current_stream(self.device.index))
+                buffers.release(torch.cuda.current_stream(self.device.index))
 
     # Inside
 

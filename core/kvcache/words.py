@@ -6,7 +6,6 @@ from typing import Any, Protocol
 
 import torch
 
-from ..engine.kernels.cuda.stream import on_stream
 from ..engine.kernels.format import PAD_WORDS
 from ..engine.memory.host import check_available
 from ..errors import BitslabError
@@ -134,11 +133,10 @@ class HostWords:
         if streams is None:
             self._append(words, tokens, most)
             return
-        with on_stream(streams.copies):
-            if made is not None:
-                streams.copies.wait_event(made)
+        with streams.copies.on():
+            streams.copies.wait(made)
             self._append(words, tokens, most)
-        words.record_stream(streams.copies)
+        streams.copies.keep(words)
 
     def _append(self, words: torch.Tensor, tokens: int, most: int | None) -> None:
         n = words.shape[0]
@@ -186,11 +184,11 @@ class HostWords:
         if streams is None:
             return self.merged()
         current = torch.cuda.current_stream(self.link.device)
-        current.wait_stream(streams.copies)
+        streams.copies.precede(current)
         out = torch.empty(self.n_words + PAD_WORDS, dtype=torch.int32, device=self.link.device)
         self._copy_to(out)
         # The next words are written to the pieces on that stream.
-        streams.copies.wait_stream(current)
+        streams.copies.follow(current)
         return out
 
     def merged(self) -> torch.Tensor:

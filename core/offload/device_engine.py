@@ -10,13 +10,14 @@ import torch
 
 from ..engine.codecs import RowKernels
 from ..engine.kernels.cuda import kernels_on
-from ..engine.kernels.cuda.stream import on_stream
 from ..engine.kernels.format import RowStorage
+from ..engine.transfer.lanes import StreamLane, new_event
+from ..engine.transfer.staging import StagingBuffer
 from ..engine.transfer.timing import DeviceClock
 from ..errors import BitslabError
 from .device_rows import DeviceRows
 from .plans import PlannedTensor, UnitPlan
-from .staging import Stage, StagingRing, new_event
+from .staging import StagedUnits
 from .store import PackedWeights
 
 
@@ -132,12 +133,12 @@ class DeviceEngine:
         self._buffer_nbytes = max((plan.decoded_nbytes for plan in plans), default=0)
         self._in_device_memory = {plan.name for plan in plans if self._on_device(plan)}
         self._kernels: dict[str, RowKernels] = {}
-        self._decoding = torch.cuda.Stream(device=device)  # type: ignore[no-untyped-call]
+        self._decoding = StreamLane(device)
         crossing = [plan for plan in plans if plan.name not in self._in_device_memory]
-        self._ring = StagingRing(weights, crossing, device, depth, self._clocks)
+        self._staged = StagedUnits(weights, crossing, device, depth, self._clocks)
         self._row_reader = DeviceRows(weights, device)
         # A model that is dropped may have units in flight: buffers are released after them.
-        finished = weakref.finalize(self, _wait_for, self._decoding, self._ring.stream)
+        finished = weakref.finalize(self, _wait_for, self._decoding, self._staged.lane)
         finished.atexit = False
 
     @property
@@ -157,38 +158,39 @@ class DeviceEngine:
         """Allocate a buffer that is large enough for each unit."""
         buffer = DeviceDecodeBuffer(self._buffer_nbytes, self._device)
         # Work that was queued on the memory before it was released comes first.
-        self._decoding.wait_stream(torch.cuda.current_stream(self._device.index))
+        self._decoding.follow(torch.cuda.current_stream(self._device.index))
         return buffer
 
     def ready(self, plan: UnitPlan) -> bool:
         """Return whether a unit can be loaded without waiting for a disk."""
-        return plan.name in self._in_device_memory or self._ring.ready(plan)
+        return plan.name in self._in_device_memory or self._staged.ready(plan)
 
     def stage(self, plan: UnitPlan, window: Sequence[str]) -> None:
         """Start a unit's transfer, if it crosses the link and a buffer is free."""
         if plan.name not in self._in_device_memory:
-            self._ring.fetch(plan, window, must=False)
+            self._staged.fetch(plan, window, must=False)
 
     def load(self, buffer: DeviceDecodeBuffer, plan: UnitPlan) -> None:
         """Decode a unit into a buffer, after its transfer and after the buffer's last use."""
         stage = None
         if plan.name not in self._in_device_memory:
-            stage = self._ring.fetch(plan, (), must=True)
+            stage = self._staged.fetch(plan, (), must=True)
         # Raises the error of an earlier decode that met damaged rows.
         kernels_on(self._device)
         work = self._work(buffer, plan, stage)
         clock = self._clocks[plan.name]
-        with on_stream(self._decoding):
-            if stage is not None and stage.copied is not None:
-                self._decoding.wait_event(stage.copied)
-            for event in buffer.released.values():
-                self._decoding.wait_event(event)
-            clock.mark("decode", False, self._decoding)
-            work.start()
-            buffer.ready = clock.mark("decode", True, self._decoding)
+        stream = self._decoding.stream
+        with self._decoding.on():
             if stage is not None:
-                stage.consumed.record(self._decoding)
-                stage.unit = None
+                self._decoding.wait(stage.ready)
+            for event in buffer.released.values():
+                stream.wait_event(event)
+            clock.mark("decode", False, stream)
+            work.start()
+            buffer.ready = clock.mark("decode", True, stream)
+            if stage is not None:
+                stage.release(stream)
+                stage.key = None
             else:
                 clock.clear("transfer")
 
@@ -229,7 +231,7 @@ class DeviceEngine:
     def close(self) -> None:
         """Release the buffers, after the GPU has finished with them."""
         torch.cuda.synchronize(self._device)
-        self._ring.close()
+        self._staged.close()
         self._row_reader.close()
         self._kernels.clear()
 
@@ -237,7 +239,9 @@ class DeviceEngine:
         by_unit = {piece.stored_in for piece in plan.pieces}
         return all(self._weights.unit(stored_in).image.tier == "device" for stored_in in by_unit)
 
-    def _work(self, buffer: DeviceDecodeBuffer, plan: UnitPlan, stage: Stage | None) -> DecodeWork:
+    def _work(
+        self, buffer: DeviceDecodeBuffer, plan: UnitPlan, stage: StagingBuffer[str] | None
+    ) -> DecodeWork:
         """Return the launches from a staging buffer, or an image in device memory, to a buffer."""
         key = (plan.name, 0 if stage is None else id(stage))
         work = buffer.work.get(key)
@@ -247,18 +251,18 @@ class DeviceEngine:
                 if stage is None:
                     sources[planned.name] = self._weights.unit(planned.stored_in).image.tensor(), 0
                 else:
-                    sources[planned.name] = stage.buffer, planned.shift
+                    sources[planned.name] = stage.data, planned.shift
                 if not planned.record.raw and planned.name not in self._kernels:
                     self._kernels[planned.name] = planned.record.codec.kernels(self._device)
-                    self._decoding.wait_stream(torch.cuda.current_stream(self._device.index))
+                    self._decoding.follow(torch.cuda.current_stream(self._device.index))
             work = DecodeWork(plan, sources, buffer.data, self._kernels, self._sm_budget)
             buffer.work[key] = work
         return work
 
 
-def _wait_for(*streams: torch.cuda.Stream) -> None:
-    for stream in streams:
-        stream.synchronize()
+def _wait_for(*lanes: StreamLane) -> None:
+    for lane in lanes:
+        lane.close()
 
 
 def storage_of(planned: PlannedTensor, data: torch.Tensor, shift: int) -> RowStorage:

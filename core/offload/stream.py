@@ -10,6 +10,7 @@ import torch
 
 from ..devices import checked_device
 from ..engine.transfer.timing import UnitTimes
+from ..engine.transfer.window import Window
 from ..errors import ArgumentError, ArgumentTypeError, BitslabError
 from .device_engine import DeviceEngine
 from .host_engine import HostEngine
@@ -89,9 +90,7 @@ class WeightStream:
                 self._engine = DeviceEngine(weights, plans, self.device, depth, sm_budget)
             else:
                 self._engine = HostEngine(weights, plans)
-        order = list(self._plans)
-        self._next = dict(zip(order, [*order[1:], *order[:1]], strict=True))
-        self._last: str | None = None
+        self._window = Window(list(self._plans))
         self._buffers: list[Any] = []
         self._lock = threading.RLock()
         self._acquisitions = self._loads = self._moved = 0
@@ -166,9 +165,7 @@ class WeightStream:
                 views = self._engine.enter(buffer, plan, loaded)
             buffer.users += 1
             self._acquisitions += 1
-            if self._last is not None and self._last != unit:
-                self._next[self._last] = unit
-            self._last = unit
+            self._window.use(unit)
             try:
                 self._fetch_ahead()
             except BaseException:
@@ -228,14 +225,14 @@ class WeightStream:
                 self._engine.close()
                 self._buffers.clear()
 
-    # Buffers and the window of expected units
+    # Buffers, and what is fetched ahead
 
     def _buffer_of(self, unit: str) -> Any:
         return next((buffer for buffer in self._buffers if buffer.unit == unit), None)
 
     def _free_buffer(self) -> Any:
         """Return a buffer that is not in use, at best one whose unit is not expected soon."""
-        expected = self._window()
+        expected = self._window.expected(self._engine.depth)
         idle = [buffer for buffer in self._buffers if buffer.users == 0]
         for buffer in idle:
             if buffer.unit not in expected:
@@ -257,20 +254,9 @@ class WeightStream:
         self._loads += 1
         self._moved += plan.crossing_nbytes
 
-    def _window(self) -> list[str]:
-        """Return the units that are expected next."""
-        window: list[str] = []
-        unit = self._last
-        while unit is not None and len(window) < self._engine.depth:
-            unit = self._next[unit]
-            if unit == self._last or unit in window:
-                break
-            window.append(unit)
-        return window
-
     def _fetch_ahead(self) -> None:
         """Decode the unit expected next, if a buffer is free, and stage those behind it."""
-        window = self._window()
+        window = self._window.expected(self._engine.depth)
         if window and self._buffer_of(window[0]) is None:
             while len(self._buffers) < self._engine.n_buffers:
                 self._new_buffer()

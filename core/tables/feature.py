@@ -8,7 +8,6 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from ..engine.codecs.base import check_tensor_argument
 from ..engine.memory.locks import call_after_fork
 from ..engine.memory.readonly import ReadOnlyTensor, read_only
 from ..engine.progress import ProgressFunction
+from ..engine.transfer.lanes import Task, ThreadLane
 from ..errors import ArgumentError, ArgumentTypeError, DecodedCopyWarning
 from .arguments import checked_target
 from .parts import Layout
@@ -33,27 +33,9 @@ WARN_BYTES = 1 << 20
 HotIds = torch.Tensor | Callable[[], torch.Tensor]
 
 
-class _Fetchers:
-    """Two threads for all features: each gather runs torch's number of threads itself."""
-
-    def __init__(self) -> None:
-        self.after_fork()
-        call_after_fork(self)
-
-    def after_fork(self) -> None:
-        """Drop the parent's threads, which do not exist in a forked child."""
-        self._lock = threading.Lock()
-        self._pool: ThreadPoolExecutor | None = None
-
-    def submit(self, work: Callable[[], torch.Tensor]) -> Future[torch.Tensor]:
-        with self._lock:
-            if self._pool is None:
-                self._pool = ThreadPoolExecutor(2, thread_name_prefix="bitslab-fetch")
-            return self._pool.submit(work)
-
-
-#: Decode rows on the CPU in the background.
-fetchers = _Fetchers()
+#: Decode rows on the CPU in the background, for all features: two threads, since each gather runs
+#: torch's number of threads itself.
+fetchers = ThreadLane("bitslab-fetch", threads=2)
 
 
 class RowsFuture:
@@ -62,12 +44,13 @@ class RowsFuture:
     Notes
     -----
     On a GPU the rows belong to the stream that was current at the request, as with any operator,
-    and `wait` does not wait for the GPU.
+    or to a stream of their own, for which `wait` makes the current one wait. The host does not wait
+    for the GPU.
     """
 
     __slots__ = ("_rows",)
 
-    def __init__(self, rows: torch.Tensor | Future[torch.Tensor]) -> None:
+    def __init__(self, rows: torch.Tensor | Task[torch.Tensor]) -> None:
         self._rows = rows
 
     def wait(self) -> torch.Tensor:

@@ -28,6 +28,7 @@ from ..engine.kernels.format import (
     ceil_div,
 )
 from ..engine.memory.host import HostBuffer
+from ..engine.transfer.lanes import StreamLane
 from ..errors import ArgumentError, BitslabError
 from .cache import CacheView
 from .parts import staged_words
@@ -71,11 +72,7 @@ class SlabAllocator:
 
     def __init__(self, devices: tuple[torch.device, ...]) -> None:
         self.devices = devices
-        self._streams = {
-            d: torch.cuda.Stream(device=d)  # type: ignore[no-untyped-call]
-            for d in devices
-            if d.type == "cuda"
-        }
+        self._lanes = {d: StreamLane(d) for d in devices if d.type == "cuda"}
 
     @contextlib.contextmanager
     def on(self, device: torch.device) -> Iterator[None]:
@@ -83,7 +80,7 @@ class SlabAllocator:
         if device.type == "cpu":
             yield
             return
-        with torch.cuda.stream(self._streams[device]):
+        with self._lanes[device].on():
             yield
 
     def allocate(self, words: Sequence[int]) -> Slabs:
@@ -101,8 +98,8 @@ class SlabAllocator:
 
     def finish(self) -> None:
         """Wait for all writes; any stream may read the slabs from then on."""
-        for stream in self._streams.values():
-            stream.synchronize()
+        for lane in self._lanes.values():
+            lane.synchronize()
 
 
 @dataclass(frozen=True, eq=False)

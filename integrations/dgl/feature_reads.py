@@ -15,6 +15,7 @@ import torch
 
 from bitslab import CompressedFeature
 from bitslab.engine.codecs import check_tensor_argument
+from bitslab.engine.transfer import StreamLane
 from bitslab.errors import ArgumentError, ArgumentTypeError, BitslabError, MissingExtraError
 from bitslab.tables import RowsFuture
 
@@ -92,7 +93,7 @@ class FeatureReads:
             feature = CompressedFeature.from_tensor(feature, **options)
         self.feature = feature
         self._metadata = metadata
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._lanes: dict[torch.device, StreamLane] = {}
 
     def read(self, ids: torch.Tensor | None = None) -> torch.Tensor:
         """Return rows, decoded.
@@ -115,7 +116,7 @@ class FeatureReads:
         """
         return self.feature.whole() if ids is None else self.feature.gather(ids)
 
-    def read_async(self, ids: torch.Tensor) -> Iterator[RowsFuture | RowsOnStream]:
+    def read_async(self, ids: torch.Tensor) -> Iterator[RowsFuture]:
         """Start to gather rows, and yield once, a future of the rows.
 
         Ids on a CPU: a thread gathers. Ids on a GPU: a separate stream does.
@@ -127,23 +128,18 @@ class FeatureReads:
 
         Yields
         ------
-        RowsFuture or RowsOnStream
+        RowsFuture
             Its ``wait()`` returns ``[n, *row_shape]`` on the device of `ids`.
         """
         if not ids.is_cuda:
             yield self.feature.fetch(ids)
             return
-        current = torch.cuda.current_stream(ids.device)
-        stream = self._streams.get(ids.device)
-        if stream is None:
-            stream = torch.cuda.Stream(device=ids.device)  # type: ignore[no-untyped-call]
-            self._streams[ids.device] = stream
-        stream.wait_stream(current)
-        with torch.cuda.stream(stream):
-            ids.record_stream(stream)
-            rows = self.feature.gather(ids)
-            done = stream.record_event()
-        yield RowsOnStream(rows, done)
+        lane = self._lanes.get(ids.device)
+        if lane is None:
+            lane = self._lanes[ids.device] = StreamLane(ids.device)
+        lane.follow(torch.cuda.current_stream(ids.device))
+        lane.keep(ids)
+        yield RowsFuture(lane.submit(self.feature.gather, ids))
 
     def read_async_num_stages(self, ids_device: torch.device) -> int:
         """Return the number of times that `read_async` yields: 1."""
@@ -217,21 +213,4 @@ class FeatureReads:
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the streams, which belong to a process."""
-        return self.__dict__ | {"_streams": {}}
-
-
-class RowsOnStream:
-    """Rows that are gathered on a separate GPU stream; `wait` returns them."""
-
-    __slots__ = ("_done", "_rows")
-
-    def __init__(self, rows: torch.Tensor, done: torch.cuda.Event) -> None:
-        self._rows = rows
-        self._done = done
-
-    def wait(self) -> torch.Tensor:
-        """Return the rows; the current stream waits for them, the host does not."""
-        stream = torch.cuda.current_stream(self._rows.device)
-        stream.wait_event(self._done)
-        self._rows.record_stream(stream)
-        return self._rows
+        return self.__dict__ | {"_lanes": {}}

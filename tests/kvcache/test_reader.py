@@ -10,8 +10,9 @@ import torch
 
 from bitslab.engine.kernels.cuda import CudaKernels
 from bitslab.engine.kernels.row_kernels import LayoutKernels
+from bitslab.engine.transfer import lanes
 from bitslab.errors import CorruptedDataError
-from bitslab.kvcache import CodecPlans, HistoryReader, PackedHistory, fetching, words
+from bitslab.kvcache import CodecPlans, HistoryReader, PackedHistory, fetching
 from bitslab.kvcache.link import Streams
 from bitslab.kvcache.reader import BUFFERS
 from bitslab.kvcache.segment import Segment
@@ -43,8 +44,7 @@ class Stream:
 def streams(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("Stream", "Event"):
         monkeypatch.setattr(torch.cuda, name, Stream)
-    for module in (words, fetching):
-        monkeypatch.setattr(module, "on_stream", contextlib.nullcontext)
+    monkeypatch.setattr(lanes, "on_stream", contextlib.nullcontext)
     monkeypatch.setattr(torch.cuda, "current_stream", Stream)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)

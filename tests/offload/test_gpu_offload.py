@@ -197,7 +197,9 @@ def test_the_report_says_that_a_transfer_is_waited_for(held_stream):
     engine = find_offloaded(model).stream._engine
     with torch.no_grad():
         model(x)
-        with held_stream(engine._ring.stream):  # the first unit's bytes come later than its module
+        with held_stream(
+            engine._staged.lane.stream
+        ):  # the first unit's bytes come later than its module
             model(x)
             clock = next(iter(engine.clocks.values()))
             clock._events["stall", False].synchronize()
@@ -360,12 +362,14 @@ def test_a_dropped_model_leaves_memory_that_is_used_again_alone(options, held_up
         with torch.no_grad():
             assert same_bits(model(x), expected)
             torch.cuda.synchronize()
-            slow = engine._ring.stream if held_up == "transfers" else engine._decoding
+            slow = engine._staged.lane.stream if held_up == "transfers" else engine._decoding.stream
             with torch.cuda.stream(slow):
                 torch.cuda._sleep(SLEEP_CYCLES)
             model(x)  # its units, and those fetched ahead, wait behind that
         images = [stream.weights.unit(name).image for name in stream.weights.units]
-        own = [held.data for held in stream._buffers] + [s.buffer for s in engine._ring._stages]
+        own = [held.data for held in stream._buffers] + [
+            b.data for b in engine._staged.ring.buffers
+        ]
         own += [image.tensor() for image in images if image.tier == "device"]
         memory = [range(t.data_ptr(), t.data_ptr() + t.numel()) for t in own if t.numel()]
         gone = weakref.ref(engine)

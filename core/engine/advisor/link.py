@@ -27,6 +27,7 @@ import torch
 from ...devices import checked_device
 from ...errors import ArgumentError, ArgumentTypeError, MissingExtraError
 from ..kernels.cuda import kernels_on
+from ..transfer.lanes import StreamLane
 
 LINK_VARIABLE = "BITSLAB_LINK"
 
@@ -382,10 +383,10 @@ def _measure_gpu(device: torch.device) -> LinkModel:
 @contextlib.contextmanager
 def own_stream(device: torch.device) -> Iterator[None]:
     """Work on a stream of its own, whose time is not that of what the caller's has still to do."""
-    stream = torch.cuda.Stream(device=device)  # type: ignore[no-untyped-call]
-    with torch.cuda.device(device), torch.cuda.stream(stream):
+    lane = StreamLane(device)
+    with torch.cuda.device(device), lane.on():
         yield
-        stream.synchronize()
+        lane.synchronize()
 
 
 def stream_seconds(work: Callable[..., object], *args: Any) -> float:

@@ -21,7 +21,7 @@ from ..kernels.format import (
     words_of_rows,
 )
 from ..kernels.row_kernels import RowKernels
-from ..transfer.stream import Via, decode_across
+from ..transfer.across import Via, decode_across
 from .base import (
     PackedRows,
     RowCodec,

@@ -1,4 +1,4 @@
-"""What a prefetch ring fetches batches with: a thread on the CPU, a stream of its own on a GPU.
+"""What a prefetch ring fetches batches with: a lane of a thread on the CPU, of a stream on a GPU.
 
 A fetcher knows nothing of the ring, so that a ring that is no longer used can be collected. It has
 `start`, `finish` and `release` for the fetch of one batch, in the order of the batches;
@@ -7,31 +7,23 @@ A fetcher knows nothing of the ring, so that a ring that is no longer used can b
 
 from __future__ import annotations
 
-import os
-import queue
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ...errors import ArgumentError, ArgumentTypeError, BitslabError
 from ..kernels.cuda import kernels_on
+from .lanes import CLOSE_SECONDS, StreamLane, ThreadLane, ThreadTask
+from .staging import StagingBuffer
 
 THREAD_NAME = "bitslab-prefetch"
-CLOSE_SECONDS = 30.0  # a gather that takes longer outlives `close` in its (daemon) thread
 
-
-class RingBuffer:
-    """A buffer of the ring, with the GPU's events: rows are written; rows are no longer used."""
-
-    def __init__(self) -> None:
-        self.memory: torch.Tensor | None = None
-        self.ready: torch.cuda.Event | None = None
-        self.released: torch.cuda.Event | None = None
+#: A buffer of the ring: its memory grows to the largest batch.
+RingBuffer = StagingBuffer[int]
 
 
 @dataclass(eq=False)
@@ -43,7 +35,7 @@ class Fetch:
     buffer: RingBuffer | None = None
     rows: torch.Tensor | None = None
     error: BaseException | None = None
-    done: threading.Event = field(default_factory=threading.Event)  # set by the thread
+    task: ThreadTask[None] | None = None  # of the thread
 
 
 class Gatherer:
@@ -82,35 +74,27 @@ class ThreadFetcher:
     """
 
     def __init__(self, gatherer: Gatherer) -> None:
-        self._tasks: queue.SimpleQueue[Fetch | None] = queue.SimpleQueue()
-        self._stop = threading.Event()
-        self._lock = threading.RLock()  # no task may be queued behind the end
-        self._process = os.getpid()
+        self._gatherer = gatherer
+        self._lane = ThreadLane(THREAD_NAME)
         self._waited = 0.0
-        self._thread = threading.Thread(
-            target=_serve, args=(gatherer, self._tasks, self._stop), name=THREAD_NAME, daemon=True
-        )
-        self._thread.start()
 
     def start(self, fetch: Fetch) -> None:
         """Queue the fetch of a batch."""
-        with self._lock:
-            if self._stop.is_set():
-                fetch.error = _closed_meanwhile()
-                fetch.done.set()
-            else:
-                self._tasks.put(fetch)
+        fetch.task = self._lane.submit(_fetch, self._gatherer, fetch)
 
     def raise_errors(self) -> None:
         """Raise nothing: an error on the CPU belongs to its batch."""
 
     def finish(self, fetch: Fetch) -> None:
         """Wait until a batch is fetched."""
+        assert fetch.task is not None
         begin = time.perf_counter()
         try:
-            fetch.done.wait()
+            fetch.task.wait()
         finally:
             self._waited += time.perf_counter() - begin
+        if fetch.task.cancelled():
+            fetch.error = BitslabError("get: this ring was closed before the batch was fetched")
 
     def release(self, buffer: RingBuffer) -> None:
         """Nothing to do: the next task for this buffer is queued after this call."""
@@ -121,33 +105,16 @@ class ThreadFetcher:
 
     def close(self) -> None:
         """Fail batches that are not fetched, and end the thread."""
-        if os.getpid() != self._process:
-            return  # a forked child has the thread's queue and locks, in any state, but no thread
-        with self._lock:
-            self._stop.set()
-            self._tasks.put(None)
-        # The garbage collector may run this in the very thread.
-        if threading.current_thread() is not self._thread:
-            self._thread.join(CLOSE_SECONDS)
+        self._lane.close(CLOSE_SECONDS)
 
 
-def _serve(
-    gatherer: Gatherer, tasks: queue.SimpleQueue[Fetch | None], stop: threading.Event
-) -> None:
-    while (fetch := tasks.get()) is not None:
-        try:
-            if stop.is_set():
-                raise _closed_meanwhile()
-            assert fetch.ids is not None and fetch.buffer is not None
-            fetch.rows = gatherer.gather(fetch.ids, fetch.buffer)
-        except BaseException as error:  # whatever it is, it is the consumer's
-            fetch.error = error
-        fetch.done.set()
-        del fetch  # an idle thread keeps no buffer alive
-
-
-def _closed_meanwhile() -> BitslabError:
-    return BitslabError("get: this ring was closed before the batch was fetched")
+def _fetch(gatherer: Gatherer, fetch: Fetch) -> None:
+    assert fetch.ids is not None and fetch.buffer is not None
+    try:
+        fetch.rows = gatherer.gather(fetch.ids, fetch.buffer)
+    except BaseException as error:  # whatever it is, it is the consumer's
+        fetch.error = error
+        del fetch  # which the error's traceback would hold in a cycle
 
 
 class StreamFetcher:
@@ -163,8 +130,7 @@ class StreamFetcher:
         self._gatherer = Gatherer(gather, self._device)
         self._check = check
         self._earlier_error: BitslabError | None = None  # by a kernel of a batch that went before
-        self._stream = torch.cuda.Stream(device=self._device)  # type: ignore[no-untyped-call]
-        self._process = os.getpid()
+        self._lane = StreamLane(device)
         self._waited = 0.0
         self._timers: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self._timing: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
@@ -173,21 +139,18 @@ class StreamFetcher:
         """Queue the fetch of a batch on the stream, after the last use of its buffer."""
         ids, buffer = fetch.ids, fetch.buffer
         assert ids is not None and buffer is not None
-        if buffer.ready is None:
-            buffer.ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        if buffer.released is not None:
-            self._stream.wait_event(buffer.released)
+        self._lane.wait(buffer.released)
         current = torch.cuda.current_stream(self._device)
         try:
-            with torch.cuda.stream(self._stream):
+            with self._lane.on():
                 if ids.device.type == "cpu":
                     if self._check is not None:
                         self._check(ids)
                     # A copy from pageable memory would make the host wait for the stream.
                     ids = ids.pin_memory().to(self._device, non_blocking=True)
                 elif ids.device == self._device:
-                    self._stream.wait_stream(current)  # which may be making the ids
-                    ids.record_stream(self._stream)
+                    self._lane.follow(current)  # which may be making the ids
+                    self._lane.keep(ids)
                 else:
                     raise ArgumentTypeError(
                         f"ids: on {ids.device}, accepted are cpu and {self._device}"
@@ -196,7 +159,7 @@ class StreamFetcher:
                 fetch.rows = self._gatherer.gather(ids, buffer)
         except BaseException as error:  # `get` raises it, Ctrl-C too, with the ring consistent
             fetch.error = error
-        buffer.ready.record(self._stream)
+        buffer.ready = self._lane.record(buffer.ready)
 
     def _collect_errors(self) -> None:
         """Keep the error of an earlier batch's kernel, so that it does not fail this batch."""
@@ -213,11 +176,11 @@ class StreamFetcher:
 
     def finish(self, fetch: Fetch) -> None:
         """Make the current stream wait for the rows of a batch."""
-        assert fetch.buffer is not None and fetch.buffer.ready is not None
+        assert fetch.buffer is not None
         current = torch.cuda.current_stream(self._device)
         before, after = self._timers.pop() if self._timers else (_timer(), _timer())
         before.record(current)
-        current.wait_event(fetch.buffer.ready)
+        fetch.buffer.use(current)
         after.record(current)
         self._timing.append((before, after))
         self.wait_seconds()
@@ -228,9 +191,7 @@ class StreamFetcher:
 
     def release(self, buffer: RingBuffer) -> None:
         """Allow a buffer to be overwritten once the current stream has reached this point."""
-        if buffer.released is None:
-            buffer.released = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        buffer.released.record(torch.cuda.current_stream(self._device))
+        buffer.release(torch.cuda.current_stream(self._device))
 
     def wait_seconds(self) -> float:
         """Return how long streams have waited in all, as far as the GPU has got."""
@@ -241,10 +202,8 @@ class StreamFetcher:
         return self._waited
 
     def close(self) -> None:
-        """Wait for the stream."""
-        if os.getpid() == self._process:
-            # The source's memory may be freed as soon as the ring is closed.
-            self._stream.synchronize()
+        """Wait for the stream: the source's memory may be freed as soon as the ring is closed."""
+        self._lane.close()
 
 
 def _timer() -> torch.cuda.Event:

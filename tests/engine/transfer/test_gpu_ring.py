@@ -168,7 +168,7 @@ def test_close_waits_for_the_gathers_under_way():
     ring.get()
     ring.close()
     assert isinstance(ring._fetcher, StreamFetcher)
-    assert ring._fetcher._stream.query()
+    assert ring._fetcher._lane.stream.query()
     ring.close()
     with pytest.raises(bitslab.BitslabError, match="get: this ring is closed"):
         ring.get()

@@ -191,6 +191,6 @@ def test_reads_on_a_stream_of_their_own() -> None:
     assert same_bits((rows + 0).cpu(), t[host_ids] + 0)
     assert same_bits(feature.read(ids).cpu(), t[host_ids])
     # Not the stream of the caller, which does not wait.
-    assert list(feature._streams) == [ids.device]
-    assert feature._streams[ids.device] != torch.cuda.current_stream()
-    assert pickle.loads(pickle.dumps(feature))._streams == {}
+    assert list(feature._lanes) == [ids.device]
+    assert feature._lanes[ids.device].stream != torch.cuda.current_stream()
+    assert pickle.loads(pickle.dumps(feature))._lanes == {}

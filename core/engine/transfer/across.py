@@ -17,6 +17,8 @@ import torch
 from ...errors import ArgumentError, ArgumentTypeError, CorruptedDataError
 from ..kernels.format import BLOCK_ROWS, PAD_WORDS, RowStorage, ceil_div
 from ..kernels.row_kernels import RowKernels
+from .lanes import StreamLane
+from .staging import StagingBuffer, StagingRing
 
 Via = Literal["auto", "copy-engine", "zero-copy"]
 
@@ -91,11 +93,10 @@ def decode_across(
         _keep_until_read(storage.words, device)
         return
     current = torch.cuda.current_stream(device)
-    copies = _copy_stream(device)
-    copies.wait_stream(current)
-    ring: list[torch.Tensor] = []
-    decoded: list[torch.cuda.Event] = []
-    for turn, (begin, end) in enumerate(_pieces(storage, row_begin, row_begin + out.shape[0])):
+    copies = _copy_lane(device)
+    copies.follow(current)
+    ring: StagingRing[int] = StagingRing([StagingBuffer() for _ in range(RING)])
+    for begin, end in _pieces(storage, row_begin, row_begin + out.shape[0]):
         first, last = begin // BLOCK_ROWS, ceil_div(end, BLOCK_ROWS)
         first_word, end_word = int(storage.bases[first]), int(storage.bases[last])
         limit = min(
@@ -106,21 +107,20 @@ def decode_across(
             raise CorruptedDataError(
                 f"packed: the offsets of rows {first * BLOCK_ROWS} to {end} are damaged"
             )
-        index = turn % RING
-        if turn < RING:
-            n_words = max(PIECE_BYTES // 4, end_word - first_word) + PAD_WORDS
-            ring.append(torch.empty(n_words, dtype=torch.int32, device=device))
-        else:
-            copies.wait_event(decoded[index])
-            if ring[index].shape[0] < end_word - first_word + PAD_WORDS:
-                ring[index] = torch.empty(
-                    end_word - first_word + PAD_WORDS, dtype=torch.int32, device=device
-                )
-                copies.wait_stream(current)
-        words = ring[index][: end_word - first_word + PAD_WORDS]
-        with torch.cuda.stream(copies):
+        staged = ring.take((), must=True)
+        copies.wait(staged.released)
+        n_words = end_word - first_word + PAD_WORDS
+        if staged.memory is None:
+            n_allocated = max(PIECE_BYTES // 4 + PAD_WORDS, n_words)
+            staged.memory = torch.empty(n_allocated, dtype=torch.int32, device=device)
+        elif staged.memory.shape[0] < n_words:
+            staged.memory = torch.empty(n_words, dtype=torch.int32, device=device)
+            copies.follow(current)
+        words = staged.memory[:n_words]
+        with copies.on():
             words.copy_(storage.words[first_word : end_word + PAD_WORDS], non_blocking=True)
-        current.wait_stream(copies)
+        staged.ready = copies.record(staged.ready)
+        staged.use(current)
         rows = slice(first * BLOCK_ROWS, min(last * BLOCK_ROWS, storage.lengths.shape[0]))
         clusters = on_device.row_clusters
         piece = RowStorage(
@@ -131,11 +131,7 @@ def decode_across(
         )
         target = out[begin - row_begin : end - row_begin]
         kernels.decode(piece, None, begin - rows.start, target, facts, sm_budget)
-        event = current.record_event()
-        if turn < RING:
-            decoded.append(event)
-        else:
-            decoded[index] = event
+        staged.release(current)
 
 
 def _pieces(storage: RowStorage, row_begin: int, row_end: int) -> Iterator[tuple[int, int]]:
@@ -151,12 +147,12 @@ def _pieces(storage: RowStorage, row_begin: int, row_end: int) -> Iterator[tuple
         begin = end
 
 
-def _copy_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the stream that this thread's copies to a device run on."""
-    streams: dict[torch.device, torch.cuda.Stream] = _local.__dict__.setdefault("streams", {})
-    if device not in streams:
-        streams[device] = torch.cuda.Stream(device=device)  # type: ignore[no-untyped-call]
-    return streams[device]
+def _copy_lane(device: torch.device) -> StreamLane:
+    """Return the lane that this thread's copies to a device run on."""
+    lanes: dict[torch.device, StreamLane] = _local.__dict__.setdefault("lanes", {})
+    if device not in lanes:
+        lanes[device] = StreamLane(device)
+    return lanes[device]
 
 
 def _keep_until_read(words: torch.Tensor, device: torch.device) -> None:

@@ -1,0 +1,401 @@
+"""Lanes: ordered workers that move bytes, a stream of a GPU or threads of the host.
+
+Both take work in order and return what can be waited for: `submit` returns a task with a result,
+`run` a mark that another lane waits for. Streams wait for marks of streams by events, and the host
+waits for nothing; where one side is a thread, a thread waits, or the host that queues work on a
+stream.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from ..kernels.cuda.stream import on_stream
+from ..memory.locks import call_after_fork
+
+CLOSE_SECONDS = 30.0  # work that takes longer outlives `close` in its (daemon) thread
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+#: When work on a lane is done: an event on a stream, the task of a thread.
+Mark = torch.cuda.Event | Future[Any]
+
+
+class Task(Protocol[T_co]):
+    """Work that was submitted to a lane."""
+
+    def done(self) -> bool:
+        """Return whether it is done; waits for nothing."""
+
+    def wait(self) -> None:
+        """Wait until it is done: the host for a thread, torch's current stream for a stream."""
+
+    def exception(self) -> BaseException | None:
+        """Return its error, or None; waits as `wait` does."""
+
+    def result(self) -> T_co:
+        """Return its result, or raise its error; waits as `wait` does."""
+
+
+class Lane(Protocol):
+    """What streams and threads have in common."""
+
+    def submit(self, work: Callable[..., torch.Tensor], /, *args: Any) -> Task[torch.Tensor]:
+        """Run ``work(*args)`` after all work before it."""
+
+    def run(
+        self,
+        work: Callable[..., Any],
+        /,
+        *args: Any,
+        after: Mark | None = None,
+        mark: Mark | None = None,
+    ) -> Mark:
+        """Run ``work(*args)`` after all work before it and after a mark; return its own mark."""
+
+    def close(self) -> None:
+        """Wait for the work under way."""
+
+
+class StreamLane:
+    """A stream of its own on a GPU: the only place where the library makes one.
+
+    Parameters
+    ----------
+    device : torch.device
+        The GPU.
+
+    Attributes
+    ----------
+    stream : torch.cuda.Stream
+        The stream.
+
+    Notes
+    -----
+    Threads may share it. A copy or pickle is a lane with a stream of its own. In a forked child,
+    which has no GPU, `synchronize` and `close` do nothing.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream: torch.cuda.Stream = torch.cuda.Stream(device=device)  # type: ignore[no-untyped-call]
+        self._process = os.getpid()
+
+    def on(self) -> on_stream:
+        """Return a context that makes the stream torch's current one."""
+        return on_stream(self.stream)
+
+    def follow(self, stream: torch.cuda.Stream) -> None:
+        """Run what comes next after all that is queued on another stream now."""
+        self.stream.wait_stream(stream)
+
+    def precede(self, stream: torch.cuda.Stream) -> None:
+        """Make another stream wait for all that is queued here now."""
+        stream.wait_stream(self.stream)
+
+    def wait(self, mark: Mark | None) -> None:
+        """Run what comes next after a mark; the host waits for a task of a thread."""
+        if mark is None:
+            return
+        if isinstance(mark, Future):
+            wait_on_host(mark)
+        else:
+            self.stream.wait_event(mark)
+
+    def record(self, mark: Mark | None = None) -> torch.cuda.Event:
+        """Return an event behind all that is queued now: `mark`, or a new one where it is none."""
+        return record_on(self.stream, mark)
+
+    def keep(self, *tensors: torch.Tensor) -> None:
+        """Keep the memory of tensors, when they are freed, until what is queued now is done."""
+        for t in tensors:
+            t.record_stream(self.stream)
+
+    def run(
+        self,
+        work: Callable[..., torch.cuda.Event | None],
+        /,
+        *args: Any,
+        after: Mark | None = None,
+        mark: Mark | None = None,
+    ) -> torch.cuda.Event:
+        """Queue ``work(*args)`` behind a mark.
+
+        Parameters
+        ----------
+        work : callable
+            Called at once, with the stream as torch's current one. May return an event that it
+            recorded last.
+        after : event or task, optional
+            What the stream waits for.
+        mark : event, optional
+            Recorded behind the work, where that returned none; a new event when left out.
+
+        Returns
+        -------
+        torch.cuda.Event
+            The event behind the work.
+        """
+        with on_stream(self.stream):
+            self.wait(after)
+            made = work(*args)
+        return self.record(mark) if made is None else made
+
+    def submit(self, work: Callable[..., torch.Tensor], /, *args: Any) -> StreamTask:
+        """Queue ``work(*args)``, called at once, which returns a tensor made on the stream.
+
+        Raises
+        ------
+        Exception
+            That of the call.
+        """
+        with on_stream(self.stream):
+            result = work(*args)
+            return StreamTask(self.device, result, self.record())
+
+    def synchronize(self) -> None:
+        """Wait for the stream; in a forked child, do nothing."""
+        if os.getpid() == self._process:
+            self.stream.synchronize()
+
+    def close(self) -> None:
+        """Wait for the stream: memory that its work reads may be freed then."""
+        self.synchronize()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the stream, which belongs to a process."""
+        return {"device": self.device}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["device"])  # type: ignore[misc]
+
+
+class StreamTask:
+    """A tensor that a stream makes."""
+
+    __slots__ = ("_device", "_event", "_result")
+
+    def __init__(self, device: torch.device, result: torch.Tensor, event: torch.cuda.Event) -> None:
+        self._device = device
+        self._result = result
+        self._event = event
+
+    def done(self) -> bool:
+        """Return whether it is done."""
+        done: bool = self._event.query()  # type: ignore[no-untyped-call]
+        return done
+
+    def wait(self) -> None:
+        """Make torch's current stream wait for the tensor."""
+        self.result()
+
+    def exception(self) -> None:
+        """Return None: the call has raised its errors, and kernels report theirs later."""
+
+    def result(self) -> torch.Tensor:
+        """Return the tensor; torch's current stream waits for it, the host does not."""
+        current = torch.cuda.current_stream(self._device)
+        current.wait_event(self._event)
+        # The memory belongs to the other stream, which must not use it again before this one is
+        # through with it.
+        self._result.record_stream(current)
+        return self._result
+
+
+class ThreadTask(Future[T]):
+    """Work of a thread."""
+
+    def wait(self) -> None:
+        """Wait until it is done, has failed or was cancelled; raise nothing."""
+        if not self.done():
+            wait([self])
+
+
+class ThreadLane:
+    """Threads of their own, which take work in order: one thread, or several at a time.
+
+    Parameters
+    ----------
+    name : str
+        The threads' name.
+    threads : int
+        Number of threads. With one, work is also done in order.
+
+    Notes
+    -----
+    Threads start with the first work. They are daemons, and know nothing of the lane, so that one
+    that nobody uses is collected, which closes it, as does the interpreter's exit. A forked child
+    has none of the parent's threads and work, and starts its own. A copy or pickle is a lane with
+    threads of its own.
+
+    Examples
+    --------
+    >>> from bitslab.engine.transfer import ThreadLane
+    >>> lane = ThreadLane("example")
+    >>> lane.submit(sum, [1, 2]).result()
+    3
+    >>> lane.close()
+    >>> lane.submit(sum, [1, 2]).cancelled()
+    True
+    """
+
+    def __init__(self, name: str, threads: int = 1) -> None:
+        self.name = name
+        self.threads = threads
+        self._open()
+        call_after_fork(self)
+
+    def _open(self, closed: bool = False) -> None:
+        self._workers = _Workers(self.name, self.threads, closed)
+        self._finalize = weakref.finalize(self, self._workers.close, CLOSE_SECONDS)
+
+    def after_fork(self) -> None:
+        """Drop the parent's threads, which do not exist in a forked child."""
+        self._finalize.detach()
+        self._open(self._workers.closed)
+
+    def submit(self, work: Callable[..., T], /, *args: Any) -> ThreadTask[T]:
+        """Queue ``work(*args)``; on a closed lane the task is cancelled."""
+        return self._workers.submit(work, args)
+
+    def run(
+        self,
+        work: Callable[..., Any],
+        /,
+        *args: Any,
+        after: Mark | None = None,
+        mark: Mark | None = None,
+    ) -> ThreadTask[Any]:
+        """Queue ``work(*args)``, before which the thread waits for a mark; `mark` is not used."""
+        if after is None:
+            return self._workers.submit(work, args)
+        return self._workers.submit(_after, (after, work, args))
+
+    def close(self, seconds: float | None = CLOSE_SECONDS) -> None:
+        """Cancel work that has not begun, and end the threads. Again: nothing.
+
+        Parameters
+        ----------
+        seconds : float or None
+            How long to wait for the work under way; without a limit for None.
+        """
+        self._workers.close(seconds)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the threads, which belong to a process."""
+        return {"name": self.name, "threads": self.threads}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)  # type: ignore[misc]
+
+
+#: A task with the function and arguments that it calls; None ends a thread.
+_Item = tuple[ThreadTask[Any], Callable[..., Any], tuple[Any, ...]] | None
+
+
+class _Workers:
+    """The threads of a lane and their queue, in one process."""
+
+    def __init__(self, name: str, most: int, closed: bool) -> None:
+        self._name, self._most = name, most
+        self._process = os.getpid()
+        self._items: queue.SimpleQueue[_Item] = queue.SimpleQueue()
+        # No work may be queued behind the end; entered again by a collection that closes.
+        self._lock = threading.RLock()
+        self._threads: list[threading.Thread] = []
+        self.closed = closed
+
+    def submit(self, work: Callable[..., T], args: tuple[Any, ...]) -> ThreadTask[T]:
+        task: ThreadTask[T] = ThreadTask()
+        with self._lock:
+            if self.closed:
+                _cancel(task)
+                return task
+            if len(self._threads) < self._most:
+                thread = threading.Thread(
+                    target=_serve, args=(self._items,), name=self._name, daemon=True
+                )
+                thread.start()
+                self._threads.append(thread)
+            self._items.put((task, work, args))
+        return task
+
+    def close(self, seconds: float | None) -> None:
+        if os.getpid() != self._process:
+            return  # a forked child has the queue and locks, in any state, but no thread
+        with self._lock:
+            if self.closed:
+                return
+            self.closed = True
+            while True:
+                try:
+                    item = self._items.get_nowait()
+                except queue.Empty:
+                    break
+                if item is not None:
+                    _cancel(item[0])
+            for _ in self._threads:
+                self._items.put(None)
+        end = None if seconds is None else time.monotonic() + seconds
+        for thread in self._threads:
+            # The garbage collector may run this in one of them.
+            if thread is not threading.current_thread():
+                thread.join(None if end is None else max(0.0, end - time.monotonic()))
+
+
+def _cancel(task: Future[Any]) -> None:
+    task.cancel()
+    task.set_running_or_notify_cancel()  # wakes those that wait for it
+
+
+def _serve(items: queue.SimpleQueue[_Item]) -> None:
+    while (item := items.get()) is not None:
+        _do(*item)
+        item = None  # an idle thread keeps nothing alive
+
+
+def _do(task: ThreadTask[Any], work: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    if not task.set_running_or_notify_cancel():
+        return
+    try:
+        result = work(*args)
+    except BaseException as error:  # whatever it is, it is the caller's
+        task.set_exception(error)
+        del task  # which the error's traceback would hold in a cycle
+    else:
+        task.set_result(result)
+
+
+def _after(mark: Mark, work: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    wait_on_host(mark)
+    return work(*args)
+
+
+def new_event() -> torch.cuda.Event:
+    """Return an event that records no time."""
+    return torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+
+def record_on(stream: torch.cuda.Stream, mark: Mark | None = None) -> torch.cuda.Event:
+    """Return an event behind all that is queued on a stream: `mark`, or a new one."""
+    event = new_event() if mark is None or isinstance(mark, Future) else mark
+    event.record(stream)
+    return event
+
+
+def wait_on_host(mark: Mark) -> None:
+    """Wait for a mark in the calling thread; an error of a task is not raised."""
+    if isinstance(mark, Future):
+        wait([mark])
+    else:
+        mark.synchronize()
