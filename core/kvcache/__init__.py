@@ -11,16 +11,15 @@ from .history import Commit, PackedHistory, check_options
 from .index import beam_index, repeat_count, sequence_index
 from .packing import CodecPlans
 from .reader import HistoryReader, check_sm_budget
-from .selection import (
+from .scores import (
     HeavyScores,
     PartialKeys,
-    Selection,
-    Take,
     TokenScores,
     check_share,
     probability_sums,
     skew_of,
 )
+from .selection import Selection, Take
 
 __all__ = [
     "CodecPlans",
