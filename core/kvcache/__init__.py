@@ -7,8 +7,9 @@ on it.
 """
 
 from .gathering import Gathered
-from .history import Commit, PackedHistory, check_options
+from .history import PackedHistory, check_options
 from .index import beam_index, repeat_count, sequence_index
+from .packed_tokens import Commit
 from .packing import CodecPlans
 from .reader import HistoryReader, check_sm_budget
 from .scores import (

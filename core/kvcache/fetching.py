@@ -10,8 +10,9 @@ import torch
 from ..engine.kernels import kernels_for
 from ..engine.kernels.cuda.stream import on_stream
 from ..engine.kernels.format import PAD_WORDS, ceil_div
-from .history import PackedHistory, Revision
+from .history import PackedHistory
 from .link import Streams
+from .packed_tokens import Revision
 from .segment import Segment
 from .words import DeviceWords, HostWords, grown
 
@@ -93,7 +94,7 @@ class FetchBuffers:
     ) -> Fetch:
         """Plan a fetch, once the metadata that it reads on the device is written."""
         for history in histories:
-            history.mark_ready()
+            history.packed.mark_ready()
         words = self._words_on_device(histories)
         with on_stream(self._streams.decodes):
             sizes = [
@@ -105,8 +106,8 @@ class FetchBuffers:
             decodes: list[list[Callable[[], None]]] = []
             at = 0
             for history, there, each in zip(histories, words, sizes, strict=True):
-                if history.ready is not None:
-                    self._streams.decodes.wait_event(history.ready)
+                if history.packed.ready is not None:
+                    self._streams.decodes.wait_event(history.packed.ready)
                 tokens.append([])
                 decodes.append([])
                 for segment, size in zip(history.segments, each, strict=True):

@@ -8,8 +8,9 @@ import torch
 
 from ..engine.kernels.cuda.stream import on_stream
 from ..engine.kernels.format import MAX_SLABS
-from .history import PackedHistory, Revision
+from .history import PackedHistory
 from .link import Link
+from .packed_tokens import Revision
 from .segment import Segment
 from .selection import Selection, spread
 

@@ -97,7 +97,7 @@ def test_the_bytes_are_those_of_the_cpu() -> None:
     tokens = normal(2, 3, 500, 128)
     on_gpu.append(tokens)
     on_cpu.append(tokens.cpu())
-    kept = [h.__getstate__()["words"].__getstate__()["words"] for h in (on_gpu, on_cpu)]
+    kept = [h.words.__getstate__()["words"] for h in (on_gpu, on_cpu)]
     assert torch.equal(*kept)
 
 
