@@ -362,6 +362,7 @@ class PackedHistory:
             self.packed.start(rows)
             self.tail = tokens
             self._pack()
+            self.words.trim()
 
     def reset(self) -> None:
         """Remove all tokens and codecs; host memory that was taken is reused."""
