@@ -224,7 +224,7 @@ def test_memory_of_a_cache_that_is_gone_is_not_used_while_its_words_cross(
     with held_stream(link.streams.copies):
         made.prefetch(histories)
         del made, histories, history
-        gc.collect()
         used = host_arena().stats()["used_bytes"]
         assert used > 0, "the copies have not begun"
+    gc.collect()
     assert host_arena().stats()["used_bytes"] == 0

@@ -27,7 +27,7 @@ OTHER: dict[str, Any] = {"pin": False, "private": True}
 
 
 class Event:
-    """An event that passes when it is told to."""
+    """An event that passes when `passed` is set."""
 
     def __init__(self) -> None:
         self.passed = False
