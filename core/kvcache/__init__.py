@@ -7,20 +7,20 @@ on it.
 """
 
 from .gathering import Gathered
-from .history import Commit, PackedHistory, check_options
+from .history import PackedHistory, check_options
 from .index import beam_index, repeat_count, sequence_index
+from .packed_tokens import Commit
 from .packing import CodecPlans, Plans
 from .reader import HistoryReader, check_sm_budget
-from .selection import (
+from .scores import (
     HeavyScores,
     PartialKeys,
-    Selection,
-    Take,
     TokenScores,
     check_share,
     probability_sums,
     skew_of,
 )
+from .selection import Selection, Take
 
 __all__ = [
     "CodecPlans",

@@ -1,45 +1,45 @@
-"""Host memory that histories take pieces of for their packed words."""
+"""Host memory of the histories of one cache: how much is taken of the arena, and when."""
 
 from __future__ import annotations
 
 from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import torch
 
 from ..engine.kernels.format import ceil_div
-from ..engine.memory.host import HostBuffer
+from ..engine.memory.arena import ALIGN_BYTES, Arena, Pending, Reservation, host_arena
+from ..engine.memory.host import Pin
 from ..errors import BitslabError
 
-#: Pieces start at multiples of this: kernels that read rows over the link want 16 bytes.
-ALIGN_WORDS = 64
-#: Words of a part that is taken of a buffer whose rest is too small for all that is needed.
+#: Words of a part that is taken of a reservation whose rest is too small for all that is needed.
 MIN_PART_WORDS = 1 << 10
 #: Memory is taken ahead by this share of what is there, so that pieces are few.
 GROWTH = 8
-#: Buffers that are made ahead at once: what is expected may not come.
+#: Reservations that are made ahead at once: what is expected may not come.
 AHEAD = 2
-THREAD_NAME = "bitslab-history"
 
 
 class HostArena:
-    """Host memory that histories take pieces of; it only grows.
+    """Takes memory of the process's arena for histories of one cache, some of it ahead.
 
     A piece is never moved, so that growing copies nothing and waits for nothing but the system.
-    Few large buffers serve many histories: page-locking costs by the call, and each buffer takes a
-    file descriptor. Memory that is expected to be taken soon is made ready in a thread.
+    Large reservations serve many histories: page-locking costs by the call. Memory that is
+    expected to be taken soon is made ready in the arena's thread. What histories no longer use goes
+    back to the arena, for any cache.
 
-    Histories say by `allow` what their tokens take unpacked. Buffers are no larger in all than that
-    and what is expected to be taken, but where more is needed: memory that is taken ahead is memory
-    that packing has saved.
+    Histories say by `allow` what their tokens take unpacked. The cache has no more memory in all
+    than that and what is expected to be taken, but where more is needed: memory that is taken ahead
+    is memory that packing has saved.
 
     Parameters
     ----------
     pin : bool
         Whether to page-lock the memory for GPUs.
     slab_bytes : int
-        Size of a buffer up to which memory is taken ahead, or an eighth of what is there.
+        Size of a reservation up to which memory is taken ahead, or an eighth of what is there.
     histories : int
         Histories that are expected to take memory in all.
     """
@@ -49,19 +49,35 @@ class HostArena:
         self._slab_bytes = slab_bytes
         self.histories = histories
         self._furthest = 0  # tokens of the history that has most
-        self._slab = torch.empty(0, dtype=torch.int32)  # what is left of the last buffer
-        # Buffers that are being made, and their bytes.
-        self._ahead: deque[tuple[Future[torch.Tensor], int]] = deque()
         self._expected_words = 0  # to be taken
         self._allowed_words: int | None = None  # None: as much as would be good to have
         self._allowed_soon_words = 0  # when all histories have as many tokens as the longest one
-        self._thread: ThreadPoolExecutor | None = None
-        self._made_bytes = 0
+        self._begin()
+
+    def _begin(self) -> None:
+        """Begin with no memory."""
+        self._arena: Arena | None = None  # that the memory is of
+        self._rest: Reservation | None = None  # what is left of the last one
+        # Reservations that are being made, and their bytes.
+        self._ahead: deque[tuple[Future[Reservation], int]] = deque()
+        self._taken_bytes = 0  # by histories
+        #: Bytes that histories have given back since `_taken_bytes` was last looked at.
+        self._returned_bytes: deque[int] = deque()
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all buffers, and of those that are being made."""
-        return self._made_bytes + self._ahead_bytes
+        """Bytes that histories have, what is left for them, and what is being made."""
+        return self._held_bytes + self._ahead_bytes
+
+    @property
+    def _held_bytes(self) -> int:
+        while self._returned_bytes:
+            self._taken_bytes -= self._returned_bytes.popleft()
+        return self._taken_bytes + self._rest_bytes
+
+    @property
+    def _rest_bytes(self) -> int:
+        return 0 if self._rest is None else self._rest.nbytes
 
     @property
     def _ahead_bytes(self) -> int:
@@ -95,8 +111,12 @@ class HostArena:
     def _room_bytes(self, words: int) -> int:
         return 4 * words - self.nbytes
 
-    def take(self, least: int, wanted: int, *, others: int = 0) -> torch.Tensor:
+    def take(
+        self, least: int, wanted: int, *, others: int = 0, pending: Pending | None = None
+    ) -> torch.Tensor:
         """Return a piece of memory.
+
+        It goes back to the arena when the last tensor over it is gone.
 
         Parameters
         ----------
@@ -104,6 +124,8 @@ class HostArena:
             Words that are needed, and words that would be good to have.
         others : int
             Pieces of this size that are expected to be taken next.
+        pending : callable, optional
+            Returns events behind the work of GPUs that may still use the piece when it is gone.
 
         Returns
         -------
@@ -115,65 +137,78 @@ class HostArena:
         BitslabError
             When there is no memory for `least` words; the message says how much that is.
         """
-        size = ceil_div(wanted, ALIGN_WORDS) * ALIGN_WORDS
-        if self._slab.shape[0] < least and not self._next_slab(least):
-            self._slab = self._allocate(4 * least, 4 * wanted, 4 * others * size)
-        piece, self._slab = self._slab[:wanted], self._slab[size:]
-        self._expected_words = max(0, self._expected_words - piece.shape[0]) + others * size
-        self._make_ahead()
+        if self._arena is not host_arena():
+            self._begin()  # in a forked child: the memory is the parent's
+            self._arena = host_arena()
+        size_bytes = ceil_div(4 * wanted, ALIGN_BYTES) * ALIGN_BYTES
+        rest = self._rest
+        if rest is None or rest.nbytes < 4 * least:
+            rest = self._made_ahead(least)
+            if rest is None:
+                rest = self._reserve(4 * least, 4 * wanted, others * size_bytes)
+            self._rest = rest
+        nbytes = min(rest.nbytes, 4 * wanted)
+        taken = min(rest.nbytes, size_bytes)  # with what aligns the next piece
+        back = partial(self._returned_bytes.append, taken)
+        piece = rest.cut(nbytes, pending, back).view(torch.int32)
+        self._taken_bytes += taken
+        self._expected_words = max(0, self._expected_words - nbytes // 4) + others * size_bytes // 4
+        self._make_ahead(self._arena)
         return piece
 
-    def _next_slab(self, least: int) -> bool:
-        """Go on with a buffer that was made ahead; False when there is none for `least` words."""
+    def _made_ahead(self, least: int) -> Reservation | None:
+        """Return what was made ahead next; None when it is not enough for `least` words."""
         if not self._ahead:
-            return False
+            return None
         future, _ = self._ahead[0]
         if future.exception() is not None:
             # It was speculative. What is needed is asked for again, and its error is raised.
             self._ahead.clear()
             self._expected_words = 0
-            return False
+            return None
         made = future.result()
-        if made.shape[0] < least:
-            return False  # other histories may use it
+        if made.nbytes < 4 * least:
+            return None  # other histories may use it
         self._ahead.popleft()
-        self._slab = made
-        self._made_bytes += made.nbytes
-        return True
+        return made
 
-    def _make_ahead(self) -> None:
-        """Start to make the buffers that are expected to be needed."""
-        slab_bytes = max(self._slab_bytes, self._made_bytes // GROWTH)
-        missing = 4 * (self._expected_words - self._slab.shape[0]) - self._ahead_bytes
+    def _make_ahead(self, arena: Arena) -> None:
+        """Start to reserve what is expected to be needed."""
+        slab_bytes = max(self._slab_bytes, self._held_bytes // GROWTH)
+        missing = 4 * self._expected_words - self._rest_bytes - self._ahead_bytes
         if self._allowed_words is not None:
             missing = min(missing, self._room_bytes(self._allowed_soon_words))
         while missing > 0 and len(self._ahead) < AHEAD:
-            if self._thread is None:
-                self._thread = ThreadPoolExecutor(1, thread_name_prefix=THREAD_NAME)
-            device = torch.cuda.current_device() if self._pin else None
-            nbytes = min(slab_bytes, max(missing, 4 * MIN_PART_WORDS))
-            self._ahead.append((self._thread.submit(_made, nbytes, device), nbytes))
+            nbytes = _whole_words(min(slab_bytes, max(missing, 4 * MIN_PART_WORDS)))
+            made = arena.reserve_soon(nbytes, pin=self._pin_kind, private=self._pin)
+            self._ahead.append((made, nbytes))
             missing -= nbytes
 
-    def _allocate(self, least_bytes: int, wanted_bytes: int, others_bytes: int) -> torch.Tensor:
-        ahead = max(self._slab_bytes, self._made_bytes // GROWTH)
+    def _reserve(self, least_bytes: int, wanted_bytes: int, others_bytes: int) -> Reservation:
+        """Return memory of the arena to go on with; what was left of the last goes back."""
+        self._rest = None
+        held_bytes = self._held_bytes
+        ahead = max(self._slab_bytes, held_bytes // GROWTH)
         if self._allowed_words is not None:
             soon = self._room_bytes(max(self._allowed_words, self._allowed_soon_words))
             ahead = max(
                 min(ahead, wanted_bytes + others_bytes, soon),
-                min(self._made_bytes // GROWTH, self._room_bytes(self._allowed_words)),
+                min(held_bytes // GROWTH, self._room_bytes(self._allowed_words)),
             )
-        ahead = max(ahead, wanted_bytes)
+        ahead = _whole_words(max(ahead, wanted_bytes))
+        arena = host_arena()
         try:
-            words = _buffer(ahead, pin=self._pin)
+            return arena.reserve(wanted_bytes, ahead, pin=self._pin_kind, private=self._pin)
         except BitslabError:
             # Without memory ahead it may fit.
             try:
-                words = _buffer(least_bytes, pin=self._pin)
+                return arena.reserve(least_bytes, pin=self._pin_kind, private=self._pin)
             except BitslabError as error:
                 raise no_memory(least_bytes, self.nbytes, error) from error
-        self._made_bytes += words.nbytes
-        return words
+
+    @property
+    def _pin_kind(self) -> Pin:
+        return True if self._pin else "lazily"
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the memory out: histories take their words along."""
@@ -183,24 +218,8 @@ class HostArena:
         self.__init__(**state)  # type: ignore[misc]
 
 
-def _buffer(nbytes: int, *, pin: bool) -> torch.Tensor:
-    """Return new host memory as int32 words."""
-    buffer = HostBuffer.allocate(nbytes, pin=True if pin else "lazily", private=pin)
-    # Written to later, perhaps outside the inference mode of a first pass.
-    with torch.inference_mode(False):
-        return buffer.tensor[: buffer.nbytes // 4 * 4].view(torch.int32)
-
-
-def _made(nbytes: int, device: int | None) -> torch.Tensor:
-    """Return host memory, page-locked where a GPU's number is given, from a thread.
-
-    The current GPU of a new thread is the first one, and page-locking makes a context on the
-    current one.
-    """
-    if device is None:
-        return _buffer(nbytes, pin=False)
-    with torch.cuda.device(device):
-        return _buffer(nbytes, pin=True)
+def _whole_words(nbytes: int) -> int:
+    return nbytes // 4 * 4
 
 
 def no_memory(needed_bytes: int, used_bytes: int, error: BitslabError) -> BitslabError:

@@ -10,8 +10,9 @@ import torch
 from ..engine.kernels import kernels_for
 from ..engine.kernels.format import PAD_WORDS, ceil_div
 from ..engine.transfer.staging import StagingBuffer, copy_pieces
-from .history import PackedHistory, Revision
+from .history import PackedHistory
 from .link import Streams
+from .packed_tokens import Revision
 from .segment import Segment
 from .words import DeviceWords, HostWords, grown
 
@@ -101,7 +102,7 @@ class FetchBuffers:
     ) -> Fetch:
         """Plan a fetch, once the metadata that it reads on the device is written."""
         for history in histories:
-            history.mark_ready()
+            history.packed.mark_ready()
         words = self._words_on_device(histories)
         decode_lane = self._streams.decodes
         with decode_lane.on():
@@ -114,7 +115,7 @@ class FetchBuffers:
             decodes: list[list[Callable[[], None]]] = []
             at = 0
             for history, there, each in zip(histories, words, sizes, strict=True):
-                decode_lane.wait(history.ready)
+                decode_lane.wait(history.packed.ready)
                 tokens.append([])
                 decodes.append([])
                 for segment, size in zip(history.segments, each, strict=True):

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import torch
 
 from ..engine.kernels.format import MAX_SLABS
-from .history import PackedHistory, Revision
+from .history import PackedHistory
 from .link import Link
+from .packed_tokens import Revision
 from .segment import Segment
 from .selection import Selection, spread
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -11,26 +10,12 @@ import torch
 
 from ..dtypes import dense
 from ..errors import ArgumentError, ArgumentTypeError, BitslabError
-from .arena import GROWTH
-from .fitting import Fitting
-from .in_flight import InFlightBlocks
 from .index import beam_index, repeat_count, sequence_index
+from .packed_tokens import Commit, PackedTokens, Revision
 from .packing import Plans, TokenRows
-from .segment import Segment, Sequences
+from .segment import Segment
 from .selection import Take
 from .words import DeviceWords, HostWords, Words
-
-#: Makes a prepared change; it cannot fail.
-Commit = Callable[[], None]
-#: Tokens are packed in pieces of about this many bytes, to bound the memory that it takes.
-PIECE_BYTES = 64 << 20
-
-
-class Revision:
-    """Identity of the packed tokens of one history between two changes.
-
-    Caches of what is derived from them use it as a weak key, so that a change drops their entries.
-    """
 
 
 class PackedHistory:
@@ -66,12 +51,10 @@ class PackedHistory:
 
     Attributes
     ----------
-    packed_tokens : int
-        Tokens of a sequence that are packed.
+    packed : PackedTokens
+        The packed tokens.
     tail : torch.Tensor
         ``[B, H, t, D]`` on the device: the tokens behind them.
-    revision : Revision
-        Replaced whenever the packed tokens change.
 
     Notes
     -----
@@ -114,43 +97,30 @@ class PackedHistory:
                 "words: expected an empty store, as HistoryReader.new_words() returns, got "
                 f"{given!r:.60}"
             )
-        self.words = words
-        self._link = words.link
-        self._fitting = Fitting(plans, kind)
+        self.packed = PackedTokens(
+            words, plans, kind, block_tokens=block_tokens, reserve_tokens=reserve_tokens
+        )
+        self._device = words.link.device
         self._kind = kind
         self._window = window
         self._block_tokens = block_tokens
-        self._reserve_tokens = reserve_tokens
-        self._at_once = at_once or self.device.type == "cpu"
-        self.revision = Revision()
-        self._make_event()
-        self._clear()
-        self.moved_to_host_bytes = 0
+        self._at_once = at_once or self._device.type == "cpu"
+        self.tail = self._no_tokens()
 
-    def _clear(self) -> None:
-        self.segments: list[Segment] = []
-        self.packed_tokens = 0
-        self._rows: TokenRows | None = None
-        self.tail = torch.empty((0, 0, 0, 0), device=self.device)
-        self._in_flight: InFlightBlocks | None = None
-        self._fitting.reset()
-
-    def _make_event(self) -> None:
-        on_gpu = self.device.type == "cuda"
-        self.ready = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
-        self._changed = True
+    def _no_tokens(self) -> torch.Tensor:
+        return torch.empty((0, 0, 0, 0), device=self._device)
 
     # State
 
     @property
     def length(self) -> int:
         """Tokens of a sequence."""
-        return self.packed_tokens + self.tail.shape[2]
+        return self.packed.length + self.tail.shape[2]
 
     @property
     def device(self) -> torch.device:
         """Where tokens are decoded."""
-        return self._link.device
+        return self._device
 
     @property
     def batch(self) -> int:
@@ -158,14 +128,34 @@ class PackedHistory:
         return self.tail.shape[0]
 
     @property
+    def packed_tokens(self) -> int:
+        """Tokens of a sequence that are packed."""
+        return self.packed.length
+
+    @property
+    def words(self) -> Words:
+        """The words of the packed tokens."""
+        return self.packed.words
+
+    @property
+    def segments(self) -> list[Segment]:
+        """The segments of the packed tokens, oldest first."""
+        return self.packed.segments
+
+    @property
+    def revision(self) -> Revision:
+        """Replaced whenever the packed tokens change."""
+        return self.packed.revision
+
+    @property
     def refits(self) -> int:
         """How often a codec has been fitted again."""
-        return self._fitting.refits
+        return self.packed.refits
 
     @property
     def tokens_per_row(self) -> int:
         """Consecutive tokens of one head that make a row; 1 before there are any."""
-        return 1 if self._rows is None else self._rows.tokens_per_row
+        return self.packed.tokens_per_row
 
     def decode(self) -> torch.Tensor:
         """Return all tokens, ``[B, H, length, D]`` on the device, contiguous."""
@@ -179,15 +169,7 @@ class PackedHistory:
         list of torch.Tensor
             Its segments, oldest first: ``[B, H, tokens, D]`` on the device, contiguous.
         """
-        if not self.packed_tokens:
-            return []
-        words = self.words.fetch()
-        found = []
-        for segment in self.segments:
-            out = torch.empty(segment.decoded_bytes, dtype=torch.uint8, device=self.device)
-            segment.decoding(words, segment.ids(), out, self.words.link.sm_budget)()
-            found.append(segment.tokens_in(out))
-        return found
+        return self.packed.decode()
 
     def stats(self) -> dict[str, int | float]:
         """Return bytes and counts.
@@ -203,25 +185,10 @@ class PackedHistory:
             in flight, with the room ahead; ``moved_to_host_bytes`` so far (on the CPU: of words
             that would have crossed), ``refits``.
         """
-        raw = sum(segment.raw_bytes for segment in self.segments)
-        packed = 4 * self.words.n_words + sum(segment.metadata_bytes for segment in self.segments)
-        metadata = sum(segment.device_bytes for segment in self.segments)
-        in_flight = 0 if self._in_flight is None else self._in_flight.nbytes
-        tail = self.tail.untyped_storage().nbytes()
-        on_host, words = self.words.on_host, self.words.nbytes
-        return {
-            "raw_bytes": sum(segment.decoded_bytes for segment in self.segments) + self.tail.nbytes,
-            "packed_raw_bytes": raw,
-            "packed_bytes": packed,
-            "packed_ratio": raw / packed if raw else 1.0,
-            "kept_raw_bytes": sum(
-                segment.raw_bytes for segment in self.segments if segment.kernels is None
-            ),
-            "host_bytes": words if on_host else 0,
-            "device_bytes": metadata + tail + in_flight + (0 if on_host else words),
-            "moved_to_host_bytes": self.moved_to_host_bytes,
-            "refits": self.refits,
-        }
+        stats = self.packed.stats()
+        stats["raw_bytes"] += self.tail.nbytes
+        stats["device_bytes"] += self.tail.untyped_storage().nbytes()
+        return stats
 
     # Changes
 
@@ -277,14 +244,11 @@ class PackedHistory:
         """
         if not checked:
             self.check(tokens)
-        self._retire(wait=False)
+        packed = self.packed
+        self.tail = packed.retire(self.tail, wait=False)
         before, new = self.length, tokens.detach()
         if before == 0:
-            # These may be of another kind than the tokens that a codec was fitted to.
-            self._in_flight = None
-            self._fitting.forget_sample()
-            self.segments = []
-            self._rows = TokenRows(new.shape[1], new.shape[3], new.dtype, self._block_tokens)
+            packed.start(TokenRows(new.shape[1], new.shape[3], new.dtype, self._block_tokens))
         self.tail = torch.cat([self.tail, new], dim=-2) if self.tail.shape[2] else new
         try:
             self._pack()
@@ -326,14 +290,7 @@ class PackedHistory:
         rest = self.tail[:, :, :0]
         if begin < length:
             rest = torch.cat(self.decode_packed(), dim=-2)[:, :, begin:length].clone()
-        blocks, kept, n_segments = begin // self._block_tokens, 0, 0
-        for segment in self.segments:
-            if kept + segment.n_blocks > blocks:
-                break
-            kept += segment.n_blocks
-            n_segments += 1
-        end = self.segments[n_segments].words_end(blocks - kept)
-        return partial(self._cut, begin, n_segments, blocks - kept, end, rest)
+        return partial(self._commit, self.packed.prepare_crop(begin), rest)
 
     def reorder(self, index: Any) -> None:
         """Take sequence ``index[b]`` for each b; no packed byte is moved.
@@ -389,10 +346,7 @@ class PackedHistory:
             Takes a tensor and its dimension of sequences, and returns it with the others.
         """
         tail = take(self.tail, 0)
-        origins = [segment.taken(take) for segment in self.segments]
-        in_flight = self._in_flight
-        index = None if in_flight is None else take(in_flight.sequences.index, 0)
-        return partial(self._put, tail, origins, index)
+        return partial(self._commit, self.packed.prepare_take(take), tail)
 
     def pack_anew(self) -> None:
         """Pack the remaining sequences again if they are less than half of the packed ones.
@@ -400,177 +354,54 @@ class PackedHistory:
         This only saves memory: where memory for it is lacking, nothing changes, or tokens are left
         unpacked until the next `append`.
         """
-        there = sum(segment.raw_bytes for segment in self.segments)
-        if (
-            not self.packed_tokens
-            or 2 * sum(segment.decoded_bytes for segment in self.segments) > there
-        ):
+        if not self.packed.mostly_dropped:
             return
         with suppress(MemoryError, RuntimeError, BitslabError):
-            rows, tokens = self._rows, self.decode()
+            rows, tokens = self.packed.rows, self.decode()
             self.reset()
-            self._rows, self.tail = rows, tokens
+            self.packed.start(rows)
+            self.tail = tokens
             self._pack()
+            self.words.trim()
 
     def reset(self) -> None:
         """Remove all tokens and codecs; host memory that was taken is reused."""
-        self._link.quiesce()
-        self._clear()
-        self.words.truncate(0)
-        self._change()
+        self.packed.reset()
+        self.tail = self._no_tokens()
 
-    # For readers
-
-    def mark_ready(self) -> None:
-        """Record `ready` on the current stream, behind the writes of the packed metadata."""
-        if self._changed and self.ready is not None:
-            self.ready.record(torch.cuda.current_stream(self.device))
-        self._changed = False
-
-    # Private
-
-    def _change(self) -> None:
-        self.revision = Revision()
-        self._changed = True
-        for segment in self.segments:
-            segment.forget_tables()
+    def _commit(self, change: Commit, tail: torch.Tensor) -> None:
+        """Change the packed tokens, and replace the tail."""
+        change()
+        self.tail = tail
 
     def _set_tail(self, tail: torch.Tensor) -> None:
         self.tail = tail
-        if self._in_flight is not None and self._in_flight.tokens > tail.shape[2]:
-            self._in_flight = None
+        self.packed.forget_in_flight(tail.shape[2])
 
-    def _cut(
-        self, begin: int, n_segments: int, n_blocks: int, words_end: int, rest: torch.Tensor
-    ) -> None:
-        """Keep `begin` packed tokens: segments, and blocks of the next; `rest` is the tail."""
-        self._in_flight = None
-        self._link.quiesce()
-        self.words.truncate(words_end)
-        if n_blocks:
-            segment = self.segments[n_segments]
-            segment.truncate(n_blocks)
-            self._link.keep(*segment.tensors())
-        del self.segments[n_segments + (1 if n_blocks else 0) :]
-        self.packed_tokens = begin
-        self._set_tail(rest)
-        self._fitting.forget_blocks()
-        self._change()
-
-    def _put(
-        self, tail: torch.Tensor, origins: list[torch.Tensor], index: torch.Tensor | None
-    ) -> None:
-        self.tail = tail
-        for segment, origin in zip(self.segments, origins, strict=True):
-            segment.set_origin(origin)
-            self._link.keep(*segment.tensors())
-        if self._in_flight is not None and index is not None:
-            self._in_flight.sequences.index, self._in_flight.sequences.plain = index, False
-        if self.segments:
-            self._change()
+    def _blocks_due(self) -> int:
+        return (self.tail.shape[2] - self._window) // self._block_tokens
 
     def _pack(self) -> None:
         """Pack the blocks that have left the window, as far as that needs no waiting."""
-        rows = self._rows
-        if rows is None or not rows.token_bytes or not self.tail.shape[0] * self.tail.shape[1]:
+        packed, due = self.packed, self._blocks_due()
+        if due < packed.least_blocks():
             return
-        if self._in_flight is None and self.segments and self.segments[-1].kernels is None:
-            # Raw rows have no room ahead: memory grows by an eighth at a time.
-            due = (self.tail.shape[2] - self._window) // self._block_tokens
-            if due * GROWTH < self.segments[-1].n_blocks:
-                return
-        while self._in_flight is None:
-            due = (self.tail.shape[2] - self._window) // self._block_tokens
-            if due < 1:
-                return
+        while due >= 1:
             wait = due > 1 or self._at_once
-            if (not self.segments or self._fitting.wanted) and not self._begin_segment(rows, wait):
+            if not packed.begin(self.tail, due, wait=wait):
                 return
-            batch = self.tail.shape[0]
-            block_bytes = batch * rows.heads * rows.head_rows * rows.row_bytes
-            n_blocks = min(due, max(1, PIECE_BYTES // block_bytes))
-            tokens = self.tail[:, :, : n_blocks * self._block_tokens]
-            index = torch.arange(batch, dtype=torch.int32, device=self.device)
-            self._in_flight = InFlightBlocks(
-                rows, self.segments[-1], tokens, n_blocks, Sequences(batch, index)
-            )
-            self._retire(wait=wait)
-
-    def _retire(self, *, wait: bool) -> None:
-        """Move the in-flight block to the word store, if its size is known."""
-        in_flight = self._in_flight
-        if in_flight is None or not in_flight.known(wait):
-            return
-        segment, at = self.segments[-1], self.words.n_words
-        n_words, max_words = in_flight.sizes()
-        needed = n_words * self._reserve_tokens // in_flight.tokens
-        if not at:
-            self.words.reserve(needed)
-        tokens = self.packed_tokens + in_flight.tokens
-        tail = self.tail[:, :, in_flight.tokens :].clone(memory_format=torch.contiguous_format)
-        most = self._most_words(segment, in_flight)
-        packed = in_flight.packed.words[:n_words]
-        self.words.append(packed, made=in_flight.made, tokens=tokens, most=most)
-        sizes = (n_words, max_words)
-        try:
-            segment.commit(in_flight.packed, sizes, in_flight.n_blocks, in_flight.sequences, at)
-        except Exception:
-            self.words.truncate(at)
-            raise
-        self._link.keep(*segment.tensors())
-        self._in_flight = None
-        self.moved_to_host_bytes += 4 * n_words if self.words.on_host else 0
-        self.packed_tokens += in_flight.tokens
-        self.tail = tail
-        self._change()
-        self._fitting.watch(segment, n_words / in_flight.packed.lengths.shape[0])
-
-    def _most_words(self, segment: Segment, in_flight: InFlightBlocks) -> int:
-        """Return the words for which memory may be taken: with metadata no more than raw tokens."""
-        raw = sum(e.raw_bytes for e in self.segments)
-        raw += (
-            in_flight.sequences.packed
-            * segment.rows.heads
-            * segment.rows.token_bytes
-            * in_flight.tokens
-        )
-        metadata = sum(e.device_bytes for e in self.segments)
-        metadata += segment.metadata_bytes_of(in_flight.packed.lengths.shape[0])
-        return max(0, raw - metadata) // 4
-
-    def _begin_segment(self, rows: TokenRows, wait: bool) -> bool:
-        """Begin a segment if the next blocks need another codec.
-
-        Returns False while the sample of tokens is copied to the host.
-        """
-        # With the window: a block of few heads is too small a sample.
-        whole = self.tail.shape[2] // self._block_tokens * self._block_tokens
-        last = self.segments[-1] if self.segments else None
-        choice = self._fitting.choose(rows, self.tail[:, :, :whole], last, wait)
-        if choice is None:
-            return False
-        if choice.begins_segment:
-            first, batch = self.words.n_words, self.tail.shape[0]
-            self.segments.append(Segment(rows, choice.codec, self.device, first, batch))
-        return True
+            self.tail = packed.retire(self.tail, wait=wait)
+            due = self._blocks_due()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out in-flight blocks: their tokens are in the tail."""
-        state = dict(self.__dict__)
-        for name in ("revision", "ready", "_changed"):
-            del state[name]
         # As bytes: torch 2.13 cannot unpickle tensors of 8-bit floats.
         tail = (dense(self.tail).view(torch.uint8), self.tail.dtype)
-        return {**state, "tail": tail, "_in_flight": None}
+        return {**self.__dict__, "tail": tail}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         tail, dtype = state["tail"]
         self.tail = tail.view(dtype)
-        self.revision = Revision()
-        self._make_event()
-        for segment in self.segments:
-            self._link.keep(*segment.tensors())
 
 
 def check_options(window: int, block_tokens: int, reserve_tokens: int) -> None:

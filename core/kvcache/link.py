@@ -67,6 +67,13 @@ class Link:
             self.streams.copies.keep(*tensors)
             self.streams.decodes.keep(*tensors)
 
+    def pending(self) -> list[torch.cuda.Event]:
+        """Return events behind all work of the streams; none where they are idle."""
+        if self.streams is None:
+            return []
+        both = (self.streams.copies, self.streams.decodes)
+        return [stream.record_event() for stream in both if not stream.query()]
+
     def quiesce(self) -> None:
         """Make the current stream wait for all fetches, so that it may write to what they read."""
         if self.streams is not None:

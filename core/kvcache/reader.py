@@ -104,7 +104,7 @@ class HistoryReader:
     def host_bytes(self, histories: Iterable[PackedHistory]) -> int:
         """Return the bytes of host memory that all histories of this reader have reserved.
 
-        On a GPU this includes memory made ahead, and memory that histories have returned.
+        On a GPU this includes memory made ahead; what histories no longer use is the arena's again.
         """
         if not self.offload:
             return 0

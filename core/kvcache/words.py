@@ -71,6 +71,10 @@ class Words(Protocol):
         """Remove all but the first words; the memory is kept."""
         ...
 
+    def trim(self) -> None:
+        """Give back memory that lies behind the words and is a piece of its own."""
+        ...
+
     def fetch(self) -> torch.Tensor:
         """Return all words and PAD_WORDS behind them, on the device, for the current stream."""
         ...
@@ -156,7 +160,7 @@ class HostWords:
                 wanted = max(needed, min(wanted, most - capacity))
             # What is left of a buffer is used up, but for scraps.
             least = needed if self._ahead_words else min(needed, MIN_PART_WORDS)
-            self._pieces.append(self._arena.take(least, wanted, others=others))
+            self._pieces.append(self._take(least, wanted, others))
             capacity += self._pieces[-1].shape[0]
             others = 0
         done = 0
@@ -200,7 +204,7 @@ class HostWords:
         if not self._pieces or self._pieces[0].shape[0] < n:
             # Copies from and to the pieces must have ended.
             self.link.wait()
-            piece = self._arena.take(n, n + n // GROWTH)
+            piece = self._take(n, n + n // GROWTH)
             self._copy_to(piece)
             self._pieces = [piece]
         return self._pieces[0][:n]
@@ -208,6 +212,17 @@ class HostWords:
     def truncate(self, n_words: int) -> None:
         """Remove all but the first words."""
         self.n_words = n_words
+
+    def trim(self) -> None:
+        """Give pieces behind the words back to the arena."""
+        kept, start = 0, 0
+        while start < self.n_words:
+            start += self._pieces[kept].shape[0]
+            kept += 1
+        del self._pieces[kept:]
+
+    def _take(self, least: int, wanted: int, others: int = 0) -> torch.Tensor:
+        return self._arena.take(least, wanted, others=others, pending=self.link.pending)
 
     def _copy_to(self, out: torch.Tensor) -> None:
         for target, source in self.transfers(out):
@@ -304,6 +319,9 @@ class DeviceWords:
     def truncate(self, n_words: int) -> None:
         """Remove all but the first words."""
         self.n_words = n_words
+
+    def trim(self) -> None:
+        """Keep the tensor, which is one piece."""
 
     def __getstate__(self) -> dict[str, Any]:
         """Take the words along, in memory of their exact size."""

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from ..engine.files.file_locks import hold, release
-from ..engine.memory.host import HostBuffer
+from ..engine.memory.arena import host_arena
 from ..errors import BitslabError
 
 
@@ -57,8 +57,8 @@ class HostImage:
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
-        with torch.inference_mode(False):  # else autograd could not use what is kept raw
-            self._buffer = HostBuffer.allocate(nbytes)
+        # A buffer of its own: what is kept raw may be used when the image is closed.
+        self._buffer = host_arena().buffer(nbytes)
 
     @property
     def pinned(self) -> bool:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
+from typing import Any
 
 import pytest
 import torch
 
+from bitslab.engine.memory import arena, host_arena
 from bitslab.kvcache import CodecPlans, HistoryReader, PackedHistory, reader
 
 pytestmark = pytest.mark.gpu  # tests/conftest.py skips these where there is no GPU
@@ -97,7 +100,8 @@ def test_the_bytes_are_those_of_the_cpu() -> None:
     tokens = normal(2, 3, 500, 128)
     on_gpu.append(tokens)
     on_cpu.append(tokens.cpu())
-    kept = [h.__getstate__()["words"].__getstate__()["words"] for h in (on_gpu, on_cpu)]
+    stores = [h.words.__getstate__() for h in (on_gpu, on_cpu)]
+    kept = [store["words"] for store in stores]  # type: ignore[index]
     assert torch.equal(*kept)
 
 
@@ -176,3 +180,51 @@ def test_a_codec_is_fitted_again_on_the_way() -> None:
             torch.cuda.synchronize()
     assert history.refits >= 1
     assert_same(history, tokens)
+
+
+def test_a_second_cache_uses_the_page_locked_memory_of_the_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(arena, "_arena", None)
+    reserved: list[int] = []
+    tokens = normal(2, 4, 2000, 128)
+    for _ in range(3):
+        made, histories = pair(offload=True)
+        for history in histories:
+            history.append(tokens)
+        parts = [
+            torch.cat([*part, history.tail], dim=-2)
+            for part, history in zip(made.read(histories), histories, strict=True)
+        ]
+        made.done(histories)
+        assert all(torch.equal(part, tokens) for part in parts)
+        assert 0 < made.host_bytes(histories) <= host_arena().stats()["reserved_bytes"]
+        reserved.append(host_arena().stats()["reserved_bytes"])
+        torch.cuda.synchronize()
+        del made, histories, history, parts
+        gc.collect()
+        assert host_arena().stats()["used_bytes"] == 0
+    assert len(set(reserved)) == 1, reserved
+    assert host_arena().trim() == reserved[0]
+
+
+def test_memory_of_a_cache_that_is_gone_is_not_used_while_its_words_cross(
+    monkeypatch: pytest.MonkeyPatch, held_stream: Any
+) -> None:
+    monkeypatch.setattr(arena, "_arena", None)
+    tokens = normal(2, 4, 2000, 128)
+    made, histories = pair(offload=True)
+    for history in histories:
+        history.append(tokens)
+    for _ in range(2):  # both buffers are there, and the kernels loaded
+        made.read(histories)
+        made.done(histories)
+    link = made.link
+    assert link.streams is not None
+    with held_stream(link.streams.copies):
+        made.prefetch(histories)
+        del made, histories, history
+        used = host_arena().stats()["used_bytes"]
+        assert used > 0, "the copies have not begun"
+    gc.collect()
+    assert host_arena().stats()["used_bytes"] == 0

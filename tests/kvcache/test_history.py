@@ -20,8 +20,8 @@ from bitslab.kvcache import (
     HistoryReader,
     PackedHistory,
     fitting,
-    history,
     in_flight,
+    packed_tokens,
     words,
 )
 from bitslab.kvcache.gathering import RowGatherer
@@ -92,7 +92,7 @@ class Histories(RuleBasedStateMachine):
         self.tokens = self.draw(0)
 
     def put(self, async_copy: type[in_flight.AsyncCopy]) -> None:
-        for module in (history, in_flight):
+        for module in (fitting, in_flight):
             vars(module)["AsyncCopy"] = async_copy
 
     def draw(self, n: int) -> torch.Tensor:
@@ -162,7 +162,7 @@ class Histories(RuleBasedStateMachine):
         if self.packed.length:
             assert_same(self.packed, self.tokens)
             assert self.packed.batch == self.batch
-            assert self.packed.packed_tokens % self.packed._block_tokens == 0
+            assert self.packed.packed_tokens % self.packed.packed.block_tokens == 0
 
 
 TestHistories = Histories.TestCase
@@ -203,7 +203,7 @@ def test_a_sample_meets_all_heads() -> None:
 
 @pytest.mark.parametrize("offload", [True, False], ids=["host", "device"])
 def test_a_long_prompt_is_packed_in_pieces(offload: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(history, "PIECE_BYTES", 50_000)
+    monkeypatch.setattr(packed_tokens, "PIECE_BYTES", 50_000)
     monkeypatch.setattr(words, "MIN_PIECE_WORDS", 1 << 10)
     tokens = normal(2, 2, 1000, 64)
     packed = make(offload)
@@ -314,7 +314,7 @@ def test_a_segment_is_read_before_its_first_block_is_packed(
     if anew:
         packed.append(tokens)
         monkeypatch.setattr(fitting, "REFIT_GAIN", -1.0)
-        packed._fitting.wanted = True
+        packed.packed._fitting.wanted = True
     before = packed.packed_tokens
     monkeypatch.setattr(in_flight.InFlightBlocks, "known", lambda block, wait: False)
     more = normal(2, 2, 40, 64, seed=1)

@@ -36,6 +36,9 @@ class Stream:
 
     def synchronize(self) -> None: ...
 
+    def query(self) -> bool:
+        return True
+
     def record_event(self) -> Stream:
         return self
 

@@ -143,7 +143,7 @@ def test_sequences_that_were_reordered() -> None:
 
 def test_words_in_many_pieces_are_merged() -> None:
     reader, history = history_of(activations(1, 2, 4, 128, torch.bfloat16))
-    history.words = words = HostWords(reader.arena, reader.link)  # as on a GPU
+    history.packed.words = words = HostWords(reader.arena, reader.link)  # as on a GPU
     parts = [activations(1, 2, 4, 128, torch.bfloat16)]
     for seed in range(1, 40):
         parts.append(activations(1, 2, 64, 128, torch.bfloat16, seed=seed))

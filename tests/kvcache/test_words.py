@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import threading
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 
+from bitslab.engine.memory import HostBuffer, host_arena
+from bitslab.engine.memory import arena as engine_arena
+from bitslab.engine.memory.arena import THREAD_NAME
 from bitslab.errors import BitslabError
+from bitslab.kvcache import CodecPlans, HistoryReader, PackedHistory, words
 from bitslab.kvcache import arena as arenas
-from bitslab.kvcache.arena import AHEAD, THREAD_NAME, HostArena
+from bitslab.kvcache.arena import AHEAD, HostArena
 from bitslab.kvcache.link import Link
 from bitslab.kvcache.words import HostWords
 
@@ -18,29 +23,31 @@ PIECE, PART = 10_240, 1024  # words
 
 
 class Buffers:
-    """Notes who made which buffers, and refuses some."""
+    """Records who made which buffers, and refuses some."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.ahead: list[int] = []
         self.asked: list[int] = []
         self.error: Exception | None = None  # of the thread
-        make = arenas._buffer
+        make = HostBuffer.allocate
 
-        def noted(nbytes: int, *, pin: bool) -> torch.Tensor:
+        def recorded(nbytes: int, **options: Any) -> HostBuffer:
             if threading.current_thread().name.startswith(THREAD_NAME):
                 self.ahead.append(nbytes)
                 if self.error is not None:
                     raise self.error
             else:
                 self.asked.append(nbytes)
-            return make(nbytes, pin=pin)
+            return make(nbytes, **options)
 
-        monkeypatch.setattr(arenas, "_buffer", noted)
+        monkeypatch.setattr(HostBuffer, "allocate", recorded)
 
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts are small, and the process's arena has nothing of other tests."""
     monkeypatch.setattr(arenas, "MIN_PART_WORDS", PART)
+    monkeypatch.setattr(engine_arena, "_arena", None)
 
 
 @pytest.fixture
@@ -121,3 +128,101 @@ def test_words_of_several_histories_lie_in_memory_made_ahead(buffers: Buffers) -
             target.copy_(source)
         assert torch.equal(out, new)
     assert buffers.ahead
+
+
+def grown_histories(n: int = 4) -> tuple[HistoryReader, list[PackedHistory]]:
+    """Return histories with words in pieces of host memory, as on a GPU, that grew by steps."""
+    reader = HistoryReader(torch.device("cpu"), offload=True, sm_budget=None, histories=n)
+    plans = CodecPlans()
+    histories = [
+        PackedHistory(HostWords(reader.arena, reader.link), plans, "k", window=8, block_tokens=16)
+        for _ in range(n)
+    ]
+    generator = torch.Generator().manual_seed(0)
+    for length in (300, 40, 40, 200):
+        for history in histories:
+            history.append(torch.randn(2, 2, length, 64, generator=generator).bfloat16())
+    return reader, histories
+
+
+def wait_for_buffers() -> None:
+    """Wait for the buffers that are being made ahead."""
+    host_arena().reserve_soon(1, pin=False).result()
+
+
+def test_a_second_cache_uses_the_memory_of_the_first() -> None:
+    reader, histories = grown_histories()
+    wait_for_buffers()
+    before, reserved = host_arena().stats(), reader.arena.nbytes
+    assert 0 < reserved <= before["reserved_bytes"]
+    for _ in range(3):
+        del reader, histories
+        assert host_arena().stats()["used_bytes"] == 0
+        reader, histories = grown_histories()
+        wait_for_buffers()
+        assert host_arena().stats()["reserved_bytes"] == before["reserved_bytes"]
+        assert reader.arena.nbytes == reserved
+    assert torch.equal(histories[0].decode(), grown_histories()[1][0].decode())
+
+
+def test_two_caches_at_once_share_no_memory() -> None:
+    caches = [grown_histories() for _ in range(2)]
+    kept = [[history.decode() for history in histories] for _, histories in caches]
+    del caches[0], kept[0]
+    caches.append(grown_histories())
+    caches[1][1][0].append(kept[0][0])
+    assert torch.equal(caches[0][1][1].decode(), kept[0][1])
+    first, second = (reader.arena.nbytes for reader, _ in caches)
+    assert first + second <= host_arena().stats()["reserved_bytes"]
+
+
+def test_a_history_that_is_gone_gives_its_memory_back() -> None:
+    reader, histories = grown_histories()
+    before, each = reader.arena.nbytes, histories[0].words.nbytes
+    histories.pop(0)
+    assert before - each - 1024 <= reader.arena.nbytes <= before - each
+    first = histories[0].decode()
+    histories.append(grown_histories(1)[1][0])
+    assert torch.equal(histories[0].decode(), first)
+
+
+def test_pieces_behind_the_words_are_given_back() -> None:
+    arena = HostArena(pin=False, slab_bytes=4 * PIECE)
+    store = HostWords(arena, Link(torch.device("cpu")))
+    given = torch.arange(20 * PIECE, dtype=torch.int32)
+    for begin in range(0, given.shape[0], PIECE):
+        store.append(given[begin : begin + PIECE])
+    reserved = arena.nbytes
+    store.trim()
+    assert arena.nbytes == reserved
+    before = store.nbytes
+    store.truncate(PIECE + 5)
+    store.trim()
+    assert PIECE + 5 <= store.nbytes // 4 < 4 * PIECE
+    assert (
+        reserved - 1.01 * (before - store.nbytes)
+        <= arena.nbytes
+        <= reserved - (before - store.nbytes)
+    )
+    store.append(given)
+    assert torch.equal(store.merged()[: PIECE + 5], given[: PIECE + 5])
+    assert torch.equal(store.merged()[PIECE + 5 : store.n_words], given)
+    store.truncate(0)
+    store.trim()
+    assert store.nbytes == 0
+
+
+def test_pieces_that_are_merged_are_kept_for_a_fetch_that_was_planned_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(words, "MIN_PIECE_WORDS", 1 << 8)
+    _, [history] = grown_histories(1)
+    store = history.words
+    assert isinstance(store, HostWords)
+    out = torch.zeros(store.n_words, dtype=torch.int32)
+    planned = store.transfers(out)
+    expected = store.merged()[: store.n_words].clone()
+    others = grown_histories(2)
+    for target, source in planned:
+        target.copy_(source)
+    assert torch.equal(out, expected) and len(planned) > 1 and others

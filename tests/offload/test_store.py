@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from bitslab.engine.memory import host
+from bitslab.engine.memory import arena, host, host_arena
 from bitslab.errors import ArgumentError, BitslabError, CorruptedDataError, IndexRangeError
 from bitslab.offload import (
     PackedWeights,
@@ -56,6 +56,22 @@ def test_every_tensor_comes_back(dtype):
     weights = pack(tensors)
     for name, tensor in tensors.items():
         assert same_bits(weights.read(name), tensor), name
+
+
+def test_host_images_take_their_bytes_of_the_arena_until_they_are_closed(tensors, monkeypatch):
+    monkeypatch.setattr(arena, "_arena", None)
+    before = host_arena().stats()
+    weights = pack(tensors)
+    stats = host_arena().stats()
+    nbytes = sum(weights.unit(name).image.nbytes for name in weights.units)
+    assert stats["reserved_bytes"] - before["reserved_bytes"] == nbytes
+    assert stats["buffers"] - before["buffers"] == len(weights.units) == 2
+    part = next(iter(weights.compressed("noise").packed.parts.values()))
+    kept = part.clone()
+    weights.close()
+    assert host_arena().stats() == before
+    pack(tensors)
+    assert same_bits(part, kept), "the memory is not used again while somebody has it"
 
 
 def test_raw_weights_are_given_up_unit_by_unit():

@@ -1,11 +1,14 @@
 """Host memory that GPUs read: page-locked, shared or mapped, and the locks on it."""
 
+from .arena import Arena, host_arena
 from .host import HostBuffer
 from .readonly import ReadOnlyTensor, keep_from_compiler, plain, read_only
 
 __all__ = [
+    "Arena",
     "HostBuffer",
     "ReadOnlyTensor",
+    "host_arena",
     "keep_from_compiler",
     "plain",
     "read_only",

@@ -10,9 +10,8 @@ import torch
 
 from bitslab import BitslabError
 from bitslab.integrations.transformers import HeavyHitterSelector
-from bitslab.kvcache import PackedHistory, in_flight
+from bitslab.kvcache import PackedHistory, PartialKeys, in_flight
 from bitslab.kvcache.segment import Segment
-from bitslab.kvcache.selection import PartialKeys
 from tests.integrations.transformers.models import SMALL, compressed, config_of, dynamic
 
 HEADS, DIM, BATCH, TOKENS = 2, 16, 3, 50

@@ -18,7 +18,7 @@ from bitslab.integrations.transformers import (
     KVSelector,
 )
 from bitslab.integrations.transformers.selectors import MAX_QUERIES
-from bitslab.kvcache.selection import HeavyScores, Selection
+from bitslab.kvcache import HeavyScores, Selection
 from tests.integrations.transformers.models import BASE, SMALL, model_of, prompt_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -17,7 +17,7 @@ from bitslab.integrations.transformers import (
 )
 from bitslab.integrations.transformers.selectors.attention import PREFIX
 from bitslab.integrations.transformers.selectors.queries import query_of
-from bitslab.kvcache.selection import PartialKeys
+from bitslab.kvcache import PartialKeys
 from tests.integrations.transformers.models import SMALL, config_of, model_of, prompt_of
 from tests.integrations.transformers.test_selectors import (
     FUSED,

@@ -8,19 +8,17 @@ import pytest
 import torch
 
 from bitslab.errors import ArgumentError, ArgumentTypeError
-from bitslab.kvcache import selection as selection_module
-from bitslab.kvcache.selection import (
+from bitslab.kvcache.scores import (
     HeavyScores,
     PartialKeys,
-    Selection,
-    TokenBuffer,
     TokenScores,
-    best_groups,
     check_share,
     probability_sums,
     skew_of,
-    spread,
 )
+from bitslab.kvcache.scores import heavy as heavy_module
+from bitslab.kvcache.scores.base import TokenBuffer
+from bitslab.kvcache.selection import Selection, best_groups, spread
 
 
 def randn(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -219,7 +217,7 @@ MASKS = ["none", "bool", "float"]
 def test_probability_sums(
     mask_kind: str, extra: str, n_queries: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(selection_module, "PROBABILITY_BYTES", 1500)  # several pieces
+    monkeypatch.setattr(heavy_module, "PROBABILITY_BYTES", 1500)  # several pieces
     query, key = randn(2, 4, n_queries, 8), randn(2, 2, 20, 8, seed=1)
     causal = torch.arange(20) <= torch.arange(20 - n_queries, 20)[:, None]
     allowed = causal.expand(2, 1, -1, -1).clone()

@@ -1,0 +1,409 @@
+"""The arena: host memory of this process that GPUs read, taken in pieces and given back."""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import operator
+import os
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ...errors import ArgumentError, BitslabError
+from ..kernels.format import ceil_div
+from . import page_locking
+from .host import HostBuffer, Pin
+
+#: Pieces start at multiples of this: kernels that read rows over the link want 16 bytes.
+ALIGN_BYTES = 256
+THREAD_NAME = "bitslab-arena"
+
+
+class Event(Protocol):
+    """What has passed when a GPU has done its work; torch.cuda.Event is one."""
+
+    def query(self) -> bool:
+        """Return whether it has passed."""
+
+
+#: Returns events behind the work of GPUs that may still read or write some memory. It is called
+#: once, with the arena locked.
+Pending = Callable[[], Iterable[Event]]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of memory, as `HostBuffer.allocate` takes it."""
+
+    pin: Pin
+    private: bool
+
+
+@dataclass(eq=False)
+class _Slab:
+    """A buffer that is cut into pieces, and its free ranges, ascending and apart."""
+
+    buffer: HostBuffer
+    kind: Kind
+    free: list[tuple[int, int]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.array: NDArray[np.uint8] = self.buffer.tensor.numpy()
+
+    @property
+    def nbytes(self) -> int:
+        return self.buffer.nbytes
+
+    @property
+    def free_bytes(self) -> int:
+        return sum(end - begin for begin, end in self.free)
+
+    def take(self, begin: int, end: int) -> None:
+        """Take a range at the start of a free one."""
+        at = bisect.bisect_left(self.free, (begin, 0))
+        rest = (end, self.free[at][1])
+        self.free[at : at + 1] = [rest] if rest[0] < rest[1] else []
+
+    def give_back(self, begin: int, end: int) -> None:
+        """Take a range back, and join it with free neighbours."""
+        at = bisect.bisect_left(self.free, (begin, 0))
+        first, last = at, at
+        if at and self.free[at - 1][1] == begin:
+            first, begin = at - 1, self.free[at - 1][0]
+        if at < len(self.free) and self.free[at][0] == end:
+            last, end = at + 1, self.free[at][1]
+        self.free[first:last] = [(begin, end)]
+
+
+@dataclass(eq=False)
+class _Range:
+    """A range of a slab that is taken, aligned but for the end of the slab."""
+
+    slab: _Slab
+    begin: int
+    end: int
+    pending: Pending | None = None
+    when_returned: Callable[[], object] | None = None
+
+
+class Reservation:
+    """Memory of an arena that a taker has to itself, and cuts tensors from.
+
+    What is left goes back to the arena with this object. One thread at a time.
+
+    Attributes
+    ----------
+    nbytes : int
+        What is left.
+    """
+
+    def __init__(self, taken: _Range, nbytes: int, returned: deque[_Range]) -> None:
+        self.nbytes = nbytes
+        self._range = taken
+        self._returned = returned
+        weakref.finalize(self, returned.append, taken).atexit = False
+
+    def cut(
+        self,
+        nbytes: int,
+        pending: Pending | None = None,
+        when_returned: Callable[[], object] | None = None,
+    ) -> torch.Tensor:
+        """Return the first bytes as a tensor.
+
+        They go back to the arena when the last tensor over them is gone, this one and all views of
+        it, so that no tensor ever shows the bytes of another owner; and when the work of GPUs has
+        passed that `pending` tells of.
+
+        Parameters
+        ----------
+        nbytes : int
+            From 1 to all that is left. With them goes what aligns the next ones.
+        pending : callable, optional
+            Returns events, once the last tensor is gone, behind the work of GPUs that may still
+            use the memory; none when left out.
+        when_returned : callable, optional
+            Called when the last tensor is gone, from any thread and inside the garbage collector:
+            it must take no lock, and not fail.
+
+        Returns
+        -------
+        torch.Tensor
+            uint8 ``[nbytes]`` on the CPU, starting at a multiple of ALIGN_BYTES. New memory is
+            zero, other memory is not.
+        """
+        if not 0 < nbytes <= self.nbytes:
+            raise ArgumentError(f"nbytes: {nbytes}, accepted are 1 to {self.nbytes}")
+        left, slab, begin = self._range, self._range.slab, self._range.begin
+        array = slab.array[begin : begin + nbytes]
+        # Written to later, perhaps outside the inference mode of a first pass.
+        with torch.inference_mode(False):
+            tensor = torch.from_numpy(array)  # whose storage holds the array
+        size = _aligned(nbytes)
+        middle = begin + size if size < self.nbytes else left.end
+        cut = _Range(slab, begin, middle, pending, when_returned)
+        # The garbage collector may run this while this thread holds any lock; it takes none.
+        weakref.finalize(array, _give_back, self._returned, cut).atexit = False
+        left.begin = middle
+        self.nbytes = max(0, self.nbytes - size)
+        return tensor
+
+
+def _give_back(returned: deque[_Range], gone: _Range) -> None:
+    returned.append(gone)
+    if gone.when_returned is not None:
+        gone.when_returned()
+
+
+class Arena:
+    """Host memory of one process, shared by everything that takes pieces of it.
+
+    Pieces are cut from large buffers, because page-locking costs by the call, and each buffer of
+    shared memory takes a file descriptor. A piece never moves. A taker reserves as much as it wants
+    to cut pieces from; a new buffer is exactly as large as what was asked for.
+
+    Memory is reused for the next taker. Buffers that are wholly free are returned to the system by
+    `trim`, and when memory for a new buffer is lacking. Unlocking pages waits for all GPUs, so that
+    nothing is returned while there is room.
+
+    What does not come from here: tables and unified tensors own each a `HostBuffer`, that processes
+    share by its file or map from one, and such memory goes back to the system with its owner; and
+    the small page-locked tensors that torch's own allocator serves.
+
+    Notes
+    -----
+    Threads may share it. A forked child has an arena of its own; the parent's memory is neither
+    reused nor released there.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._slabs: list[_Slab] = []
+        self._returned: deque[_Range] = deque()
+        self._deferred: list[tuple[list[Event], _Range]] = []
+        self._dedicated: weakref.WeakSet[HostBuffer] = weakref.WeakSet()
+        self._thread: ThreadPoolExecutor | None = None
+
+    def reserve(
+        self, least: int, wanted: int | None = None, *, pin: Pin = True, private: bool = True
+    ) -> Reservation:
+        """Return free memory, or that of a new buffer.
+
+        Waits for no GPU, but where memory is lacking.
+
+        Parameters
+        ----------
+        least, wanted : int
+            Bytes that are needed, and that would be good to have; as many when left out. Between
+            both when free memory has as much, else `wanted`.
+        pin, private
+            As for `HostBuffer.allocate`.
+
+        Raises
+        ------
+        BitslabError
+            When the memory cannot be had; nothing has changed then, but that free buffers have been
+            returned to the system.
+        """
+        wanted = least if wanted is None else wanted
+        if not 0 < least <= wanted:
+            raise ArgumentError(f"least: {least}, accepted are 1 to {wanted} bytes")
+        kind = Kind(pin, private)
+        found = self._reserve_free(least, wanted, kind)
+        return self._reserve_new(wanted, kind) if found is None else found
+
+    def reserve_soon(
+        self, nbytes: int, *, pin: Pin = True, private: bool = True
+    ) -> Future[Reservation]:
+        """Return so many bytes of free memory at once or, where a buffer is made, from a thread.
+
+        The error of a buffer that cannot be had is that of the future.
+        """
+        kind = Kind(pin, private)
+        found = self._reserve_free(nbytes, nbytes, kind)
+        if found is not None:
+            there: Future[Reservation] = Future()
+            there.set_result(found)
+            return there
+        on_gpu = pin is True and page_locking.registrar.available()
+        device = torch.cuda.current_device() if on_gpu else None
+        with self._lock:
+            if self._thread is None:
+                self._thread = ThreadPoolExecutor(1, thread_name_prefix=THREAD_NAME)
+        return self._thread.submit(self._reserve_new_on, nbytes, kind, device)
+
+    def buffer(self, nbytes: int) -> HostBuffer:
+        """Return a page-locked buffer of exactly this size that is in no slab.
+
+        For what is kept long, seen by forked children, or has views that outlive it. Closing it
+        returns it to the system.
+
+        Raises
+        ------
+        BitslabError
+            When the memory cannot be had.
+        """
+        made = self._allocate(nbytes, Kind(pin=True, private=False))
+        with self._lock:
+            self._dedicated.add(made)
+        return made
+
+    def trim(self) -> int:
+        """Return buffers that are wholly free to the system; the bytes of these.
+
+        Waits for the GPUs in use where there are such buffers.
+        """
+        with self._lock:
+            self._collect()
+            idle = [slab for slab in self._slabs if slab.free == [(0, slab.nbytes)]]
+            self._slabs = [slab for slab in self._slabs if slab not in idle]
+        for slab in idle:
+            slab.buffer.close()
+        return sum(slab.nbytes for slab in idle)
+
+    def stats(self) -> dict[str, int]:
+        """Return what the arena holds.
+
+        Returns
+        -------
+        dict
+            ``reserved_bytes`` of all buffers, ``used_bytes`` of pieces and buffers that are taken
+            or that GPUs may still use, and ``buffers``, their number.
+        """
+        with self._lock:
+            self._collect()
+            dedicated = [buffer for buffer in self._dedicated if not buffer.closed]
+            free = sum(slab.free_bytes for slab in self._slabs)
+            reserved = sum(slab.nbytes for slab in self._slabs)
+            reserved += sum(buffer.nbytes for buffer in dedicated)
+            return {
+                "reserved_bytes": reserved,
+                "used_bytes": reserved - free,
+                "buffers": len(self._slabs) + len(dedicated),
+            }
+
+    def _reserve_free(self, least: int, wanted: int, kind: Kind) -> Reservation | None:
+        """Return the smallest free range for all that is wanted, else the largest one."""
+        with self._lock:
+            self._collect()
+            ranges = [
+                (end - begin, slab, begin)
+                for slab in self._slabs
+                if slab.kind == kind
+                for begin, end in slab.free
+                if end - begin >= least
+            ]
+            if not ranges:
+                return None
+            enough = [found for found in ranges if found[0] >= wanted]
+            by_size = operator.itemgetter(0)
+            size, slab, begin = min(enough, key=by_size) if enough else max(ranges, key=by_size)
+            nbytes = min(size, wanted)
+            end = begin + min(size, _aligned(nbytes))
+            slab.take(begin, end)
+        return Reservation(_Range(slab, begin, end), nbytes, self._returned)
+
+    def _reserve_new(self, nbytes: int, kind: Kind) -> Reservation:
+        slab = _Slab(self._allocate(nbytes, kind), kind)
+        with self._lock:
+            self._slabs.append(slab)
+        return Reservation(_Range(slab, 0, nbytes), nbytes, self._returned)
+
+    def _reserve_new_on(self, nbytes: int, kind: Kind, device: int | None) -> Reservation:
+        """Return the memory of a new buffer, from a thread.
+
+        The current GPU of a new thread is the first one, and page-locking makes a context on the
+        current one.
+        """
+        if device is None:
+            return self._reserve_new(nbytes, kind)
+        with torch.cuda.device(device):
+            return self._reserve_new(nbytes, kind)
+
+    def _allocate(self, nbytes: int, kind: Kind) -> HostBuffer:
+        with torch.inference_mode(False):
+            try:
+                return HostBuffer.allocate(nbytes, pin=kind.pin, private=kind.private)
+            except BitslabError:
+                if not self.trim():
+                    raise
+                return HostBuffer.allocate(nbytes, pin=kind.pin, private=kind.private)
+
+    def _collect(self) -> None:
+        """Free what was returned and no GPU uses any more; with the lock held."""
+        # Asking for events would end a graph capture.
+        in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        wait = in_use and page_locking.registrar.capturing()
+        for _ in range(len(self._returned)):
+            gone = self._returned.popleft()
+            if gone.begin == gone.end:
+                continue  # a reservation that was used up
+            if gone.pending is None:
+                gone.slab.give_back(gone.begin, gone.end)
+            elif wait:
+                self._returned.append(gone)
+            else:
+                self._deferred.append((_events(gone.pending), gone))
+        if wait or not self._deferred:
+            return
+        left = []
+        for events, gone in self._deferred:
+            if all(map(_passed, events)):
+                gone.slab.give_back(gone.begin, gone.end)
+            else:
+                left.append((events, gone))
+        self._deferred = left
+
+
+def _events(pending: Pending) -> list[Event]:
+    with contextlib.suppress(RuntimeError):
+        return list(pending())
+    return []  # a GPU that has failed uses nothing more
+
+
+def _passed(event: Event) -> bool:
+    with contextlib.suppress(RuntimeError):
+        return event.query()
+    return True
+
+
+def _aligned(nbytes: int) -> int:
+    return ceil_div(nbytes, ALIGN_BYTES) * ALIGN_BYTES
+
+
+_arena: Arena | None = None
+_arena_lock = threading.Lock()
+#: Of the parents of this process: their memory may not be mapped here, and what has its address
+#: must not be unmapped with them.
+_inherited: list[Arena] = []
+
+
+def host_arena() -> Arena:
+    """Return the arena of this process, made at the first call."""
+    global _arena
+    with _arena_lock:
+        if _arena is None:
+            _arena = Arena()
+        return _arena
+
+
+def _after_fork() -> None:
+    """Begin with no arena in a forked child: the memory is the parent's."""
+    global _arena, _arena_lock
+    _arena_lock = threading.Lock()
+    if _arena is not None:
+        _inherited.append(_arena)
+        _arena = None
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
