@@ -185,9 +185,8 @@ class Gathers:
 
     def readable_by_gpu(self) -> bool:
         """Return whether GPUs can read the rows in host memory; page-lock them if `pin`."""
-        if "cuda" not in self._rows.parts.codec.device_types:
-            return False
-        buffer = self._rows.parts.buffers.get("words")
+        rows = self._rows
+        buffer = rows.parts.buffers.get("words") if rows.for_gpus else None
         return bool(self._pin and buffer is not None and buffer.ensure_pinned())
 
     def some_on_gpu(self, ids: torch.Tensor, out: torch.Tensor) -> None:

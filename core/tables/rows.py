@@ -37,6 +37,8 @@ class HostRows:
         self.parts = parts
         #: Of the codec, on the CPU.
         self.kernels = parts.codec.kernels(torch.device("cpu"))
+        #: Whether the codec's kernels gather on GPUs.
+        self.for_gpus = "cuda" in parts.codec.device_types
         self.overflow: Overflow | None = None
         #: Whether rows were updated since they were packed.
         self.dirty = False

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from bitslab.engine.kernels.cuda.ids import CHECKED_BY_ALL
 from bitslab.engine.kernels.cuda.runner import INDEX_ERROR
+from bitslab.engine.kernels.row_kernels import LayoutKernels
 from bitslab.errors import IndexRangeError
 from bitslab.offload import PackedUnit, PackedWeights, WeightPacker, device_rows
 from bitslab.offload.device_rows import DeviceRows
@@ -21,7 +24,12 @@ CODECS = ["auto", "raw"]
 @pytest.fixture
 def runner(monkeypatch: pytest.MonkeyPatch) -> SimtRunner:
     kernels, runner = simt_kernels()
+
+    def gather(bound: LayoutKernels, table: Any, ids: Any, out: Any, **options: Any) -> int:
+        return kernels.gather_rows(table, bound.layout, ids, out, **options)
+
     monkeypatch.setattr(device_rows, "kernels_on", lambda device: kernels)
+    monkeypatch.setattr(LayoutKernels, "gather", gather)
     return runner
 
 
