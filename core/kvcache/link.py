@@ -72,7 +72,7 @@ class Link:
         if self.streams is None:
             return []
         both = (self.streams.copies, self.streams.decodes)
-        return [stream.record_event() for stream in both if not stream.query()]
+        return [lane.record() for lane in both if not lane.idle()]
 
     def quiesce(self) -> None:
         """Make the current stream wait for all fetches, so that it may write to what they read."""

@@ -116,6 +116,11 @@ class StreamLane:
         """Return an event behind all that is queued now: `mark`, or a new one where it is none."""
         return record_on(self.stream, mark)
 
+    def idle(self) -> bool:
+        """Return whether all that was queued is done; waits for nothing."""
+        done: bool = self.stream.query()  # type: ignore[no-untyped-call]
+        return done
+
     def keep(self, *tensors: torch.Tensor) -> None:
         """Keep the memory of tensors, when they are freed, until what is queued now is done."""
         for t in tensors:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from bitslab import InvariantCodec, PrefetchRing
-from bitslab.engine.transfer import across, fetchers
+from bitslab.engine.transfer import across, fetchers, lanes
 from tests.streams import recorded
 
 CPU = torch.device("cpu")
@@ -46,7 +46,7 @@ class Kernels:
     def __init__(self, record: Any) -> None:
         self.record = record
 
-    def decode_rows(self, piece, layout, ids, begin, out, facts, sm_budget):
+    def decode(self, piece, ids, begin, out, facts, sm_budget):
         self.record.work("decodes")
 
 
@@ -56,14 +56,12 @@ def test_a_piece_crosses_when_the_one_before_in_its_buffer_is_decoded(monkeypatc
     storage = codec._storage(packed)
     monkeypatch.setattr(across, "PIECE_BYTES", storage.words.nbytes // 7)
     with recorded(monkeypatch) as record:
-        lane = across.StreamLane(CPU)
+        lane = lanes.StreamLane(CPU)
         monkeypatch.setattr(across, "_copy_lane", lambda device: lane)
         record.work("earlier")
         out: Any = torch.empty(2048, 128, dtype=torch.uint8)
         kernels: Any = Kernels(record)
-        across.decode_across(
-            kernels, codec.row_layout(), storage, packed.facts, None, 0, out, "copy-engine"
-        )
+        across.decode_across(kernels, storage, packed.facts, None, 0, out, "copy-engine")
         steps = [(who, what if "after" in what else what.split()[0]) for who, what in record.take()]
     n_pieces = steps.count(("current", "decodes"))
     expected = [("current", "earlier"), ("stream0", "after current:1")]
