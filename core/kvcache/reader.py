@@ -132,7 +132,7 @@ class HistoryReader:
             return [history.decode_packed() for history in histories]
         if not any(history.packed_tokens for history in histories):
             return [[] for _ in histories]
-        buffers = next((b for b in self._buffers if b.holds(histories)), None)
+        buffers = self._holding(histories)
         if buffers is None:
             buffers = self._fetch(histories)
         # The next fetch must use the other buffers.
@@ -146,7 +146,7 @@ class HistoryReader:
 
         Waits for nothing.
         """
-        if self.link.streams is None or any(buffers.holds(histories) for buffers in self._buffers):
+        if self.link.streams is None or self._holding(histories) is not None:
             return
         if any(history.packed_tokens for history in histories):
             self._fetch(histories)
@@ -159,6 +159,13 @@ class HistoryReader:
                 buffers.release(torch.cuda.current_stream(self.device.index))
 
     # Inside
+
+    def _holding(self, histories: Sequence[PackedHistory]) -> FetchBuffers | None:
+        """Return the buffers whose last fetch was of these histories, unchanged since."""
+        for buffers in self._buffers:
+            if buffers.holds(histories):
+                return buffers
+        return None
 
     def _ids_of(self, segment: Segment) -> torch.Tensor:
         """Return the row numbers of a segment, shared with segments of the same key."""

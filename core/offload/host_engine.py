@@ -64,8 +64,7 @@ class HostEngine:
     def load(self, buffer: HostDecodeBuffer, plan: UnitPlan) -> None:
         """Decode a unit into a buffer."""
         clock = self._clocks[plan.name]
-        clock.begin("decode")
-        clock.begin("stall")
+        clock.begin("decode", "stall")
         for planned in plan.tensors:
             packed = planned.record.packed(self._weights.unit(planned.stored_in).image.tensor())
             if not planned.record.raw and planned.record.decoded_nbytes:
@@ -75,8 +74,7 @@ class HostEngine:
                 ]
                 out = flat.view(codec.dtype).view(planned.record.n_rows, *codec.row_shape)
                 codec.decode(packed, out=out)
-        clock.end("decode")
-        clock.end("stall")
+        clock.end("decode", "stall")
 
     def ready(self, plan: UnitPlan) -> bool:
         """Return True: no unit waits for a disk."""

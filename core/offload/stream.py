@@ -228,7 +228,10 @@ class WeightStream:
     # Buffers, and what is fetched ahead
 
     def _buffer_of(self, unit: str) -> Any:
-        return next((buffer for buffer in self._buffers if buffer.unit == unit), None)
+        for buffer in self._buffers:
+            if buffer.unit == unit:
+                return buffer
+        return None
 
     def _free_buffer(self) -> Any:
         """Return a buffer that is not in use, at best one whose unit is not expected soon."""

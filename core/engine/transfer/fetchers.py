@@ -93,7 +93,7 @@ class ThreadFetcher:
             fetch.task.wait()
         finally:
             self._waited += time.perf_counter() - begin
-        if fetch.task.cancelled():
+        if fetch.rows is None and fetch.error is None:  # the task was cancelled
             fetch.error = BitslabError("get: this ring was closed before the batch was fetched")
 
     def release(self, buffer: RingBuffer) -> None:

@@ -110,11 +110,13 @@ class StreamLane:
         if isinstance(mark, Future):
             wait_on_host(mark)
         else:
-            self.stream.wait_event(mark)
+            mark.wait(self.stream)  # `stream.wait_event` calls this
 
     def record(self, mark: Mark | None = None) -> torch.cuda.Event:
         """Return an event behind all that is queued now: `mark`, or a new one where it is none."""
-        return record_on(self.stream, mark)
+        event = new_event() if mark is None or isinstance(mark, Future) else mark
+        event.record(self.stream)
+        return event
 
     def idle(self) -> bool:
         """Return whether all that was queued is done; waits for nothing."""

@@ -83,7 +83,7 @@ class StagingBuffer(Generic[Key]):
         """Make a stream wait until another one has filled it."""
         if self.ready is not None:
             assert not isinstance(self.ready, Future)
-            stream.wait_event(self.ready)
+            self.ready.wait(stream)
 
     def release(self, stream: torch.cuda.Stream) -> None:
         """Allow it to be filled again once a stream has reached this point."""

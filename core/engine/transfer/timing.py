@@ -38,14 +38,18 @@ class HostClock:
         self._began: dict[str, float] = {}
         self._ms = dict.fromkeys(SPANS, 0.0)
 
-    def begin(self, span: str) -> None:
-        """Start a span."""
-        self._began[span] = time.perf_counter()
+    def begin(self, *spans: str) -> None:
+        """Start spans, all at the same time."""
+        now = time.perf_counter()
+        for span in spans:
+            self._began[span] = now
 
-    def end(self, span: str) -> None:
-        """End a span that was started."""
-        if span in self._began:
-            self._ms[span] = 1e3 * (time.perf_counter() - self._began.pop(span))
+    def end(self, *spans: str) -> None:
+        """End those of the spans that were started, all at the same time."""
+        now = time.perf_counter()
+        for span in spans:
+            if span in self._began:
+                self._ms[span] = 1e3 * (now - self._began.pop(span))
 
     def clear(self, *spans: str) -> None:
         """Set spans to 0: they did not take place this time."""

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from bitslab import InvariantCodec, PrefetchRing
-from bitslab.engine.transfer import across, fetchers, lanes
+from bitslab.engine.transfer import StreamLane, across, fetchers
 from tests.streams import recorded
 
 CPU = torch.device("cpu")
@@ -56,7 +56,7 @@ def test_a_piece_crosses_when_the_one_before_in_its_buffer_is_decoded(monkeypatc
     storage = codec._storage(packed)
     monkeypatch.setattr(across, "PIECE_BYTES", storage.words.nbytes // 7)
     with recorded(monkeypatch) as record:
-        lane = lanes.StreamLane(CPU)
+        lane = StreamLane(CPU)
         monkeypatch.setattr(across, "_copy_lane", lambda device: lane)
         record.work("earlier")
         out: Any = torch.empty(2048, 128, dtype=torch.uint8)
