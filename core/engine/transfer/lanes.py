@@ -120,7 +120,7 @@ class StreamLane:
 
     def idle(self) -> bool:
         """Return whether all that was queued is done; waits for nothing."""
-        done: bool = self.stream.query()  # type: ignore[no-untyped-call]
+        done: bool = self.stream.query()
         return done
 
     def keep(self, *tensors: torch.Tensor) -> None:
