@@ -291,8 +291,11 @@ def test_copies_have_streams_of_their_own(monkeypatch):
 def test_streams_of_a_gpu_run_beside_the_current_one(held_stream):
     lane, second = StreamLane(torch.device("cuda", 0)), StreamLane(torch.device("cuda", 0))
     x = torch.ones(1000, device="cuda")
-    (x + 1).sum().item()  # loads the kernels
     lane.follow(torch.cuda.current_stream())
+    # Loads the kernels, and gives the streams memory: asking for more would wait for the GPU.
+    lane.submit(lambda: x + 1).result().sum().item()
+    gc.collect()
+    torch.cuda.synchronize()
     with held_stream():
         task = lane.submit(lambda: x + 1)
         lane.synchronize()  # what is held is the current stream
