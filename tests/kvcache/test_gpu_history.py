@@ -221,7 +221,7 @@ def test_memory_of_a_cache_that_is_gone_is_not_used_while_its_words_cross(
         made.done(histories)
     link = made.link
     assert link.streams is not None
-    with held_stream(link.streams.copies):
+    with held_stream(link.streams.copies.stream):
         made.prefetch(histories)
         del made, histories, history
         used = host_arena().stats()["used_bytes"]
