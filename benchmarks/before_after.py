@@ -32,6 +32,8 @@ from timing import markdown
 ROOT = Path(__file__).resolve().parents[1]
 RATES = ("/s",)  # ends of columns where more is better,
 COSTS = (" ms", " us", " s", "MB", "bytes", "B/row", "MB/token")  # and where less is
+#: Units of columns that name none, by the words of their table's title.
+OF_TITLES = {"million a second": " M/s", "microseconds": " us"}
 
 Tables = dict[str, list[dict[str, Any]]]
 
@@ -120,13 +122,17 @@ def figures_of(before: Sequence[Tables], after: Sequence[Tables]) -> dict[str, l
     found: dict[str, list[Figure]] = {}
     for at, (title, rows) in enumerate(after[0].items()):
         figures = found.setdefault(title, [])
+        unit = next((unit for words, unit in OF_TITLES.items() if words in title), "")
         for index, row in enumerate(rows):
             names = {k: v for k, v in row.items() if not k.endswith((*RATES, *COSTS))}
             label = ", ".join(str(v) for v in names.values() if not isinstance(v, float))
             for column, value in row.items():
-                if not isinstance(value, (int, float)) or not column.endswith((*RATES, *COSTS)):
+                named = column
+                if unit and isinstance(value, float) and " / " not in column:
+                    named = column + unit
+                if not isinstance(value, (int, float)) or not named.endswith((*RATES, *COSTS)):
                     continue
-                figure = Figure(label, column)
+                figure = Figure(label, named)
                 for side, rounds in (("before", before), ("after", after)):
                     for tables in rounds:
                         there = list(tables.values())

@@ -74,6 +74,24 @@ def test_a_change_within_the_noise_is_none(
     assert figure.line(3)["slower"] == slower
 
 
+@pytest.mark.parametrize(
+    ("title", "figure"),
+    [
+        ("lookups, million a second", "bag M/s"),
+        ("steps, microseconds", "bag us"),
+        ("a table", None),
+    ],
+    ids=["a rate", "a time", "no unit"],
+)
+def test_columns_without_a_unit_have_that_of_their_title(
+    title: str, figure: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tables = [{title: [{"ids": 512, "bag": 2.0, "bag / nn": 1.5}]}]
+    (found,) = script("before_after", monkeypatch).figures_of(tables, tables).values()
+    assert [each.column for each in found] == ([] if figure is None else [figure])
+    assert all(each.row == "512" for each in found)
+
+
 def test_host_time_measures_every_call(
     one_thread: None,
     monkeypatch: pytest.MonkeyPatch,
