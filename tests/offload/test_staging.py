@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from bitslab import InvariantCodec
 from bitslab.errors import BitslabError
 from bitslab.offload import PackedWeights, WeightPacker, WeightStream, device_engine
 from bitslab.offload.images import HostImage, MappedFile
@@ -23,10 +24,11 @@ UNITS = [f"unit{n}" for n in range(5)]
 class Kernels:
     """Kernels that record the launches they would start."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: Recorder, row_bytes: int) -> None:
         self.recorder = recorder
+        self.row_bytes = row_bytes
 
-    def prepare_decode(self, storage: Any, layout: Any, rows: torch.Tensor, *_: Any) -> Any:
+    def prepare_decode(self, storage: Any, rows: torch.Tensor, *_: Any) -> Any:
         return lambda: self.recorder.work("decodes")
 
 
@@ -82,7 +84,10 @@ def test_streams_wait_for_each_other_and_the_host_for_none(
     monkeypatch.setattr(HostImage, "pinned", True)
     with recorded(monkeypatch) as record:
         stream = WeightStream(weights, depth=depth)
-        monkeypatch.setattr(device_engine, "kernels_on", lambda device: Kernels(record))
+        monkeypatch.setattr(device_engine, "kernels_on", lambda device: None)
+        monkeypatch.setattr(
+            InvariantCodec, "kernels", lambda codec, device: Kernels(record, codec.row_bytes)
+        )
         plans = [stream.plan(unit) for unit in UNITS]
         stream._engine = device_engine.DeviceEngine(weights, plans, CPU, depth, None)
         for unit in 4 * UNITS:  # each in both buffers: all marks and views are made

@@ -26,7 +26,6 @@ __device__ __forceinline__ void fetch_run(const Args& a, const Run& run, i64 til
   const bool looks = (threadIdx.x >> 5) == (tile & (WARPS - 1));
   const i64 base = run.bases[block];
   i64 begin = base, end = run.bases[block + 1];
-  bool fits = true;  // whether the lengths of the block fill it
   int length = 0, size = 0;
   if (looks || a.tile_rows < 32) {
     const i64 row = block * 32 + lane;
@@ -36,7 +35,6 @@ __device__ __forceinline__ void fetch_run(const Args& a, const Run& run, i64 til
     }
   }
   if (a.tile_rows < 32) {
-    fits = end - base == (i64)__reduce_add_sync(FULL, size);
     begin = base + __reduce_add_sync(FULL, lane < from ? size : 0);
     end = begin + __reduce_add_sync(FULL, lane >= from && lane <= last ? size : 0);
   }
@@ -44,9 +42,9 @@ __device__ __forceinline__ void fetch_run(const Args& a, const Run& run, i64 til
   const bool sound = begin >= 0 && begin <= end && end <= run.n_words && (!STAGED || end - origin + 4 <= a.stage_words);
   if (looks) {
     const int up_to_me = inclusive_scan(size, lane);
-    // Of a whole block begin and end are what the bases say, by which the other warps copy.
-    const bool agrees = !__any_sync(FULL, too_long(length, a.row_words)) && sound && fits &&
-                        (a.tile_rows < 32 || end - begin == __shfl_sync(FULL, up_to_me, 31));
+    // The lengths of a block must fill it: of a whole one the other warps copy what the bases say.
+    const bool agrees = !__any_sync(FULL, too_long(length, a.row_words)) && sound &&
+                        run.bases[block + 1] - base == __shfl_sync(FULL, up_to_me, 31);
     if (lane >= from && lane <= last) {
       const i64 row = block * 32 + lane;
       const bool wanted = row >= run.row_begin && row < run.row_begin + run.n;
