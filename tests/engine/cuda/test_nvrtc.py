@@ -137,7 +137,12 @@ def test_every_variant_compiles(variant):
         assert len(spilled_bytes) >= len(kernels_of(variant)), log
         # A few registers may wait in memory between tiles; the fastest kernels, and those that
         # unpack nothing, keep all.
-        fastest = not isinstance(variant, Variant) or (variant.byte_field and not variant.grouped)
+        fastest = (
+            not isinstance(variant, Variant)
+            or (variant.byte_field and not variant.grouped)
+            # A spill in these takes a tenth of their speed.
+            or (variant.file == "decode" and not variant.grouped and variant.chunk_bytes in (2, 4))
+        )
         limit = 0 if fastest else 256 if variant.file == "gather" else 128
         assert max(spilled_bytes) <= limit, log
 
