@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -57,52 +58,52 @@ class TableParts:
     buffers: dict[str, HostBuffer] = field(default_factory=dict)
     facts: dict[str, int] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def dtype(self) -> torch.dtype:
         """Dtype of the elements."""
         return self.codec.dtype
 
-    @property
+    @cached_property
     def item_shape(self) -> tuple[int, ...]:
         """Shape of an item."""
         return self.shape[1:]
 
-    @property
+    @cached_property
     def n_items(self) -> int:
         """Number of items."""
         return self.shape[0]
 
-    @property
+    @cached_property
     def item_bytes(self) -> int:
         """Bytes of an item before packing."""
         return elements(self.item_shape) * self.dtype.itemsize
 
-    @property
+    @cached_property
     def items_per_row(self) -> int:
         """Items of a row; the last row may have fewer and is padded."""
         return items_per_row(self.codec, self.item_shape)
 
-    @property
+    @cached_property
     def n_rows(self) -> int:
         """Number of rows."""
         return ceil_div(self.n_items, self.items_per_row)
 
-    @property
+    @cached_property
     def raw_bytes(self) -> int:
         """Bytes of all items before packing."""
         return self.n_items * self.item_bytes
 
-    @property
+    @cached_property
     def row_bytes(self) -> int:
         """Bytes of a row before packing."""
         return self.codec.row_bytes
 
-    @property
+    @cached_property
     def row_words(self) -> int:
         """Words of a row kept raw among packed ones."""
         return ceil_div(self.row_bytes, 4)
 
-    @property
+    @cached_property
     def raw(self) -> bool:
         """Whether the whole table is kept raw."""
         return self.codec.keeps_raw
