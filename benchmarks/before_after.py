@@ -31,6 +31,7 @@ from timing import markdown
 
 ROOT = Path(__file__).resolve().parents[1]
 RATES = ("/s",)  # ends of columns where more is better,
+SHARE = " of "  # in the name of a column of shares of what a peer does, where more is better too,
 COSTS = (" ms", " us", " s", "MB", "bytes", "B/row", "MB/token")  # and where less is
 #: Units of columns that name none, by the words of their table's title.
 OF_TITLES = {"million a second": " M/s", "microseconds": " us"}
@@ -93,7 +94,7 @@ class Figure:
 
     def __init__(self, row: str, column: str) -> None:
         self.row, self.column = row, column
-        self.higher_is_better = column.endswith(RATES)
+        self.higher_is_better = column.endswith(RATES) or SHARE in column
         self.rounds: dict[str, list[float]] = {"before": [], "after": []}
 
     def line(self, limit: float) -> dict[str, Any]:
@@ -127,10 +128,12 @@ def figures_of(before: Sequence[Tables], after: Sequence[Tables]) -> dict[str, l
             names = {k: v for k, v in row.items() if not k.endswith((*RATES, *COSTS))}
             label = ", ".join(str(v) for v in names.values() if not isinstance(v, float))
             for column, value in row.items():
-                named = column
-                if unit and isinstance(value, float) and " / " not in column:
-                    named = column + unit
-                if not isinstance(value, (int, float)) or not named.endswith((*RATES, *COSTS)):
+                named, ratio = column, isinstance(value, float) and SHARE in column
+                if isinstance(value, float) and unit and not ratio and " / " not in column:
+                    named = column.removesuffix(unit) + unit
+                if not isinstance(value, (int, float)):
+                    continue
+                if not ratio and not named.endswith((*RATES, *COSTS)):
                     continue
                 figure = Figure(label, named)
                 for side, rounds in (("before", before), ("after", after)):

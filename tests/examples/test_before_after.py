@@ -75,20 +75,22 @@ def test_a_change_within_the_noise_is_none(
 
 
 @pytest.mark.parametrize(
-    ("title", "figure"),
+    ("title", "figures"),
     [
-        ("lookups, million a second", "bag M/s"),
-        ("steps, microseconds", "bag us"),
-        ("a table", None),
+        ("lookups, million a second", ["bag M/s", "nn M/s", "bag of nn"]),
+        ("steps, microseconds", ["bag us", "nn us", "bag of nn"]),
+        ("a table", ["bag of nn"]),
     ],
     ids=["a rate", "a time", "no unit"],
 )
 def test_columns_without_a_unit_have_that_of_their_title(
-    title: str, figure: str | None, monkeypatch: pytest.MonkeyPatch
+    title: str, figures: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tables = [{title: [{"ids": 512, "bag": 2.0, "bag / nn": 1.5}]}]
+    row = {"ids": 512, "bag": 2.0, "nn": 3.0, "bag / nn": 1.5, "bag of nn": 0.5}
+    tables = [{title: [row]}]
     (found,) = script("before_after", monkeypatch).figures_of(tables, tables).values()
-    assert [each.column for each in found] == ([] if figure is None else [figure])
+    assert [each.column for each in found] == figures
+    assert found[-1].higher_is_better
     assert all(each.row == "512" for each in found)
 
 
