@@ -17,8 +17,13 @@ from hypothesis import strategies as st
 
 import bitslab
 from bitslab.dtypes import dtype_from_name, dtype_name
-from bitslab.engine.codecs import HostRowKernels, WordRowCodec, elements, registry
-from bitslab.engine.codecs.base import rows_as_bytes
+from bitslab.engine.codecs import (
+    HostRowKernels,
+    WordRowCodec,
+    elements,
+    registry,
+    rows_as_bytes,
+)
 from bitslab.engine.kernels.format import TableStorage
 from bitslab.kvcache import HistoryReader, PackedHistory
 from bitslab.offload import PackedWeights, WeightPacker, WeightStream
@@ -342,6 +347,102 @@ def test_a_gpu_is_refused_by_the_kernels() -> None:
     codec = SparseCodec.fit(rows_of(1, 4, 64, torch.float32))
     with pytest.raises(bitslab.ArgumentTypeError, match="cuda.*SparseKernels.* CPU alone"):
         codec.kernels(torch.device("cuda", 0))
+
+
+class Overriding(bitslab.InvariantCodec):
+    """Packs otherwise than its parent, whose kernels it inherits."""
+
+    name = "overriding-test"
+
+    def encode(self, rows: torch.Tensor) -> bitslab.PackedRows:
+        return super().encode(~rows)
+
+
+class Flipping(bitslab.RawCodec):
+    """Keeps no plain rows, though its parent does."""
+
+    name = "flipping-test"
+
+    def encode(self, rows: torch.Tensor) -> bitslab.PackedRows:
+        return super().encode(~rows)
+
+    def kernels(self, device: torch.device) -> Any:
+        raise AssertionError("asked for kernels of rows that are not what they read")
+
+
+class Unregistered(SparseCodec):
+    name = "unregistered-test"
+
+    def kernels(self, device: torch.device) -> SparseKernels:
+        return super().kernels(device)
+
+
+class SameName(SparseCodec):
+    def kernels(self, device: torch.device) -> SparseKernels:
+        return super().kernels(device)
+
+
+@pytest.mark.parametrize(
+    ("cls", "message"),
+    [
+        (Overriding, "with a method `kernels` of their own"),
+        (Flipping, "with a method `kernels` of their own"),
+        (Unregistered, "'unregistered-test'.* is not the codec of that name; use bitslab.reg"),
+        (SameName, "'sparse-test' of .*SameName is not the codec of that name"),
+    ],
+)
+def test_tables_refuse_what_they_would_read_otherwise(cls: Any, message: str) -> None:
+    x = rows_of(1, 40, 64, torch.int16)
+    with pytest.raises(bitslab.ArgumentError, match=message):
+        bitslab.CompressedTable.from_tensor(x, codec=cls.fit(x), progress=False)
+
+
+@pytest.mark.parametrize("cls", [Overriding, Flipping], ids=lambda cls: cls.name)
+def test_weights_refuse_what_they_would_read_otherwise(cls: Any) -> None:
+    with pytest.raises(bitslab.ArgumentError, match=f"plan_with: codec {cls.name!r} has no method"):
+        WeightPacker({"unit": ["weight"]}, plan_with=cls)
+
+
+def test_histories_refuse_a_codec_with_clusters() -> None:
+    class Clustered:
+        def fit(self, kind: str, sample: torch.Tensor, *, search_all: bool = False) -> Any:
+            codec = bitslab.InvariantCodec.fit(sample, clusters=2)
+            assert codec.clusters == 2
+            return codec
+
+    words = HistoryReader(CPU, offload=True, sm_budget=None).new_words()
+    history = PackedHistory(words, Clustered(), "k", window=8, block_tokens=8)
+    x = torch.arange(128 * 64, dtype=torch.int32).view(128, 64) % 1000
+    x[::2] <<= 16
+    with pytest.raises(bitslab.ArgumentError, match="plans: a codec with 2 clusters"):
+        history.append(x.view(torch.float32).view(1, 1, 128, 64))
+
+
+def test_a_history_is_copied_without_its_kernels() -> None:
+    """Kernels may hold what cannot be copied."""
+
+    class Uncopied(SparseKernels):
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            raise TypeError("kernels are not to be copied")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(f"{__name__}.SparseKernels", Uncopied)
+        words = HistoryReader(CPU, offload=True, sm_budget=None).new_words()
+        history = PackedHistory(words, SparsePlans(), "k", window=8, block_tokens=8)
+        tokens = rows_of(1, 64, 64, torch.bfloat16).view(1, 1, 64, 64)
+        history.append(tokens)
+        assert history.packed_tokens
+        assert same_bits(copy.deepcopy(history).decode(), tokens)
+        assert same_bits(pickle.loads(pickle.dumps(history)).decode(), tokens)
+
+
+@pytest.mark.gpu
+def test_tables_take_rows_of_a_gpu() -> None:
+    x = rows_of(1, 200, 64, torch.float32)
+    with bitslab.CompressedTable.from_tensor(x.cuda(), codec="sparse-test", progress=False) as t:
+        x[7] = 5
+        t.update(torch.tensor([7]).cuda(), x[7:8].cuda())
+        assert same_bits(t.gather(torch.arange(200)), x)
 
 
 @pytest.mark.gpu

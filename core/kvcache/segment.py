@@ -13,7 +13,7 @@ from ..engine.codecs import RowCodec
 from ..engine.kernels import kernels_for
 from ..engine.kernels.cuda import kernels_on
 from ..engine.kernels.format import BLOCK_ROWS, TableStorage, ceil_div, words_of_rows
-from ..errors import CorruptedDataError
+from ..errors import ArgumentError, CorruptedDataError
 from .arena import GROWTH
 from .packing import Packed, TokenRows
 from .words import grown
@@ -78,6 +78,10 @@ class Segment:
         self.rows = rows
         self.codec = codec
         self.kernels = None if codec is None else codec.kernels(device)
+        if self.kernels is not None and self.kernels.clusters != 1:
+            raise ArgumentError(
+                f"plans: a codec with {self.kernels.clusters} clusters, histories take one cluster"
+            )
         self.first_word = first_word
         self.batch = batch
         self.origin: torch.Tensor | None = None
@@ -388,5 +392,10 @@ class Segment:
         self._tables = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave the words out: the history pickles them."""
-        return {**self.__dict__, "_tables": {}}
+        """Leave the words out, which the history pickles, and the kernels, made again."""
+        return {**self.__dict__, "_tables": {}, "kernels": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if self.codec is not None:
+            self.kernels = self.codec.kernels(self._lengths.device)

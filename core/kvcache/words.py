@@ -122,6 +122,8 @@ class HostWords:
     def reserve(self, n_words: int) -> None:
         """Make the first piece have room for `n_words` words."""
         if self.nbytes < 4 * n_words:
+            if self._allowed:
+                self._arena.allow(self._allowed, 0)
             self._pieces, self._ahead_words, self._allowed = [], n_words, 0
 
     def append(

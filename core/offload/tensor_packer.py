@@ -15,7 +15,7 @@ import torch
 from ..compressed import CompressedTensor, compress
 from ..dtypes import dense, flat_bytes
 from ..engine.codecs import PackedRows, RawCodec, RowCodec, codec_class
-from ..engine.codecs.base import rows_as_bytes
+from ..engine.codecs.base import gathered_by_kernels, rows_as_bytes
 from ..engine.codecs.registry import fit_codec
 from ..engine.kernels.format import MAX_ROW_BYTES
 from ..engine.row_map import as_rows, natural_row_elements, row_map
@@ -64,6 +64,11 @@ class TensorPacker:
             raise ArgumentError(f"codec: {codec!r:.60}, accepted are 'auto' and 'raw'")
         self._codec = codec
         self._plan_with = plan_with or codec_class("auto")
+        if not gathered_by_kernels(self._plan_with):
+            raise ArgumentError(
+                f"plan_with: codec {self._plan_with.name!r} has no method `kernels` of its own for "
+                "the rows that it packs (bitslab.engine.codecs.WordRowCodec)"
+            )
         self._plans: dict[tuple[torch.dtype, int], tuple[RowCodec, float, float]] = {}
 
     def pack(self, tensor: torch.Tensor) -> tuple[CompressedTensor, tuple[int, ...]]:

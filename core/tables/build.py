@@ -9,15 +9,16 @@ from typing import Any, get_args
 import numpy as np
 import torch
 
-from ..engine.codecs import RawCodec, RowCodec
+from ..engine.codecs import RawCodec, RowCodec, WordRowCodec
 from ..engine.codecs.base import (
     bits_in_order,
     check_tensor_argument,
     elements,
     gathered_by_kernels,
+    on_codec_device,
     rows_as_bytes,
 )
-from ..engine.codecs.registry import codec_class, fit_codec
+from ..engine.codecs.registry import codec_class, codec_names, fit_codec, get_codec
 from ..engine.kernels import cpu
 from ..engine.kernels.format import (
     BLOCK_ROWS,
@@ -139,7 +140,8 @@ class PartsBuilder:
             filler = data[-1:].expand(n * self._each - data.shape[0], -1)
             data = torch.cat([data, filler])
         rows = data.flatten().view(self.codec.dtype).view(n, *self.codec.row_shape)
-        packed = self.codec.encode(rows if self._device is None else rows.to(self._device))
+        rows = rows if self._device is None else rows.to(self._device)
+        packed = self.codec.encode(on_codec_device(self.codec, rows))
         parts = {name: part.cpu() for name, part in packed.parts.items()}
         lengths = widened(parts["lengths"])
         sizes = np.where(lengths == 0, row_words, lengths)
@@ -363,12 +365,18 @@ def check_table_codec(cls: type[RowCodec], where: str) -> None:
     ArgumentError
         When the class has no `kernels` for the rows that its `encode` packs.
     """
-    if not gathered_by_kernels(cls):
+    if not gathered_by_kernels(cls) or not (cls.keeps_raw or issubclass(cls, WordRowCodec)):
         raise ArgumentError(
             f"{where}: codec {cls.name!r} of {cls.__module__}.{cls.__qualname__}; tables, their "
             "caches and embeddings accept 'auto', 'ibp' and 'raw', whose rows kernels gather, and "
             "codecs with a method `kernels` of their own (bitslab.engine.codecs.WordRowCodec). "
             "Other codecs serve bitslab.compress and files"
+        )
+    if cls.name not in codec_names() or get_codec(cls.name) is not cls:
+        # Other processes, files and `compact` find the codec by its name.
+        raise ArgumentError(
+            f"{where}: codec {cls.name!r} of {cls.__module__}.{cls.__qualname__} is not the codec "
+            "of that name; use bitslab.register_codec, and a name of its own"
         )
 
 

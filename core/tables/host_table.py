@@ -13,7 +13,12 @@ import torch
 from ..devices import checked_device
 from ..engine.advisor.advice import Advice, advisor_for
 from ..engine.codecs import RowCodec
-from ..engine.codecs.base import bits_in_order, check_out_argument, rows_as_bytes
+from ..engine.codecs.base import (
+    bits_in_order,
+    check_out_argument,
+    on_codec_device,
+    rows_as_bytes,
+)
 from ..engine.kernels.format import ceil_div
 from ..engine.memory.locks import ReadersAndWriter, call_after_fork
 from ..errors import BitslabError
@@ -277,7 +282,9 @@ class HostTable:
             parts = self._parts
             if parts.items_per_row > 1:
                 numbers, rows = merged(self.packed_rows_of, parts, numbers, rows)
-            packed = None if parts.raw else parts.codec.encode(rows).to(torch.device("cpu"))
+            packed = None
+            if not parts.raw:
+                packed = parts.codec.encode(on_codec_device(parts.codec, rows)).to("cpu")
             with self._lock.writing():
                 self._check_open()
                 # Again: the table may have been shared since.

@@ -102,7 +102,7 @@ def parts_of_cache_handle(
         n_rows, max_words, capacity_bytes = (
             int(state[name]) for name in ("cached_rows", "max_words", "capacity_bytes")
         )
-        codec, config, _ = state["codec"], state["packer"], named["entries"]
+        codec, config, _ = state.get("codec"), state["packer"], named["entries"]
     except (TypeError, ValueError, KeyError, RecursionError) as error:
         raise ArgumentError(f"handle: {handle!r:.60} is not from SlabCache.handle") from error
     if version != HANDLE_VERSION:

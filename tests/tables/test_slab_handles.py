@@ -138,6 +138,15 @@ BROKEN = {
 }
 
 
+def test_a_handle_of_an_older_version_is_named_as_one():
+    x = weights(100)
+    table = make(x, "compact")
+    state = json.loads(filled(table).handle())
+    older = {name: value for name, value in state.items() if name != "codec"} | {"version": 2}
+    with pytest.raises(ArgumentError, match="handle: version 2, this bitslab reads 3"):
+        SlabCache.attach(table, json.dumps(older), "cpu")
+
+
 @pytest.mark.parametrize("change", BROKEN.values(), ids=BROKEN)
 def test_a_handle_that_is_none_is_refused(change):
     x = torch.arange(100 * 64, dtype=torch.int32).view(100, 64) % 1000

@@ -2,7 +2,7 @@
 
 from ..kernels.host_rows import HostRowKernels
 from ..kernels.row_kernels import RowKernels
-from .base import PackedRows, RowCodec, check_tensor_argument, elements
+from .base import PackedRows, RowCodec, check_tensor_argument, elements, rows_as_bytes
 from .invariant import InvariantCodec
 from .raw import RawCodec
 from .registry import codec_class, codec_names, get_codec, register_codec
@@ -22,4 +22,5 @@ __all__ = [
     "elements",
     "get_codec",
     "register_codec",
+    "rows_as_bytes",
 ]

@@ -65,7 +65,7 @@ class PackedRows:
 class RowCodec(ABC):
     """Packs rows of one shape and dtype; any row can be decoded alone.
 
-    The methods from `encode` to `adopt` are enough for `bitslab.compress` and files. What tables,
+    `fit` and the abstract methods are enough for `bitslab.compress` and files. What tables,
     caches, histories of K and V and streams of weights need of a codec they ask of `kernels`, whose
     rows are words; `WordRowCodec` makes these methods of its kernels.
 
@@ -190,7 +190,17 @@ def gathered_by_kernels(cls: type[RowCodec]) -> bool:
     """
     packing = {"name", "kernels", "encode", "decode"}
     owner = next(c for c in cls.__mro__ if packing & vars(c).keys())
+    if cls.keeps_raw:
+        # Systems store plain rows: nothing below the class that says so may pack them otherwise.
+        owner = next(c for c in cls.__mro__ if "keeps_raw" in vars(c))
+        below = cls.__mro__[: cls.__mro__.index(owner)]
+        return not any({"encode", "decode"} & vars(c).keys() for c in below)
     return owner is not RowCodec and "kernels" in vars(owner)
+
+
+def on_codec_device(codec: RowCodec, rows: torch.Tensor) -> torch.Tensor:
+    """Return rows where the codec packs them: on the CPU if it has no kernels for their device."""
+    return rows if rows.device.type in codec.device_types else rows.cpu()
 
 
 def elements(shape: Sequence[int]) -> int:

@@ -396,7 +396,7 @@ class LayoutKernels(RowKernels):
 
     def __reduce__(self) -> Any:
         """Take the layout along; a device's kernels are found again."""
-        return LayoutKernels, (self.layout,)
+        return type(self), (self.layout,)
 
 
 def _backend(device: torch.device) -> Any:

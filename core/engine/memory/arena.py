@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import contextlib
 import operator
 import os
 import threading
@@ -20,7 +19,7 @@ from numpy.typing import NDArray
 
 from ...errors import ArgumentError, BitslabError
 from ..kernels.format import ceil_div
-from . import page_locking
+from . import host, page_locking
 from .host import HostBuffer, Pin
 
 #: Pieces start at multiples of this: kernels that read rows over the link want 16 bytes.
@@ -151,10 +150,11 @@ class Reservation:
         size = _aligned(nbytes)
         middle = begin + size if size < self.nbytes else left.end
         cut = _Range(slab, begin, middle, pending, when_returned)
-        # The garbage collector may run this while this thread holds any lock; it takes none.
-        weakref.finalize(array, _give_back, self._returned, cut).atexit = False
+        # First: an interruption between these lines must leave no bytes with two owners.
         left.begin = middle
         self.nbytes = max(0, self.nbytes - size)
+        # The garbage collector may run this while this thread holds any lock; it takes none.
+        weakref.finalize(array, _give_back, self._returned, cut).atexit = False
         return tensor
 
 
@@ -260,8 +260,14 @@ class Arena:
     def trim(self) -> int:
         """Return buffers that are wholly free to the system; the bytes of these.
 
-        Waits for the GPUs in use where there are such buffers.
+        Waits for the GPUs in use where pieces that went back or such buffers may still be read.
+        While the current stream is captured in a graph nothing is returned.
         """
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            if page_locking.registrar.capturing():
+                return 0
+            if self._returned or self._deferred:
+                page_locking.registrar.synchronize()
         with self._lock:
             self._collect()
             idle = [slab for slab in self._slabs if slab.free == [(0, slab.nbytes)]]
@@ -352,7 +358,11 @@ class Arena:
             elif wait:
                 self._returned.append(gone)
             else:
-                self._deferred.append((_events(gone.pending), gone))
+                events = _events(gone.pending)
+                if events is None:
+                    self._returned.append(gone)
+                else:
+                    self._deferred.append((events, gone))
         if wait or not self._deferred:
             return
         left = []
@@ -364,16 +374,24 @@ class Arena:
         self._deferred = left
 
 
-def _events(pending: Pending) -> list[Event]:
-    with contextlib.suppress(RuntimeError):
+def _events(pending: Pending) -> list[Event] | None:
+    """Return the events; None where another thread's graph capture allows none to be asked for."""
+    try:
         return list(pending())
-    return []  # a GPU that has failed uses nothing more
+    except RuntimeError as error:
+        # A GPU that has failed uses nothing more.
+        return None if _of_capture(error) else []
 
 
 def _passed(event: Event) -> bool:
-    with contextlib.suppress(RuntimeError):
+    try:
         return event.query()
-    return True
+    except RuntimeError as error:
+        return not _of_capture(error)
+
+
+def _of_capture(error: RuntimeError) -> bool:
+    return "captur" in str(error)
 
 
 def _aligned(nbytes: int) -> int:
@@ -404,6 +422,14 @@ def _after_fork() -> None:
         _inherited.append(_arena)
         _arena = None
 
+
+def _return_idle() -> None:
+    """Return idle buffers to the system, for what else needs host memory."""
+    if _arena is not None:
+        _arena.trim()
+
+
+host.reclaimers.append(_return_idle)
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)

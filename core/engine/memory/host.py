@@ -13,6 +13,7 @@ import re
 import secrets
 import threading
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,6 +29,8 @@ Pin = bool | Literal["lazily"]
 #: Buffers from this size on are first compared with the memory that is available; for smaller ones
 #: that costs as much as the buffer.
 LARGE_BYTES = 16 << 20
+#: Called where memory is lacking: each returns what its owner holds idle to the system.
+reclaimers: list[Callable[[], object]] = []
 
 _NAME = "bitslab-"  # of memory files; a random token follows
 _MAP_FIXED = 0x10
@@ -376,11 +379,21 @@ def check_available(nbytes: int) -> None:
     BitslabError
         That says how much is available.
     """
-    room = available_bytes() if nbytes >= LARGE_BYTES else math.inf
+    room = room_for(nbytes) if nbytes >= LARGE_BYTES else math.inf
     if nbytes > room:
         raise BitslabError(
             f"nbytes: {nbytes} bytes of host memory asked for, {room:.0f} are available"
         )
+
+
+def room_for(nbytes: int) -> float:
+    """Return the bytes that can be allocated; idle memory goes first where these are too few."""
+    room = available_bytes()
+    if room < nbytes and reclaimers:
+        for reclaim in reclaimers:
+            reclaim()
+        room = available_bytes()
+    return room
 
 
 def available_bytes() -> float:

@@ -50,7 +50,7 @@ class HostWriter:
             When there is no memory for them.
         """
         data = flat_bytes(t)
-        if data.numel() > host.available_bytes():
+        if data.numel() > host.room_for(data.numel()):
             raise BitslabError(
                 f"host memory: no room for {data.numel()} bytes more after {self._nbytes}"
             )

@@ -17,7 +17,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from bitslab.engine.memory import Arena, HostBuffer, arena, host_arena, page_locking
+from bitslab.engine.memory import Arena, HostBuffer, arena, host, host_arena, page_locking
 from bitslab.engine.memory.arena import ALIGN_BYTES, THREAD_NAME, Pending
 from bitslab.errors import ArgumentError, BitslabError
 
@@ -432,3 +432,61 @@ def test_memory_that_a_copy_reads_is_not_used_again_before_its_end(held_stream: 
     assert bool((out == 5).all())
     assert pool.stats()["used_bytes"] == 0
     assert pool.trim() == 2 << 20
+
+
+def test_a_capture_of_another_thread_frees_nothing() -> None:
+    """It makes CUDA refuse questions, which says nothing about the GPU's work."""
+    captured = [True]
+
+    def refuse() -> None:
+        if captured[0]:
+            raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
+
+    class Refusing(Event):
+        def query(self) -> bool:
+            refuse()
+            return True
+
+    def pending() -> list[Event]:
+        refuse()
+        return []
+
+    pool = Arena()
+    pieces = [take(pool, 256, **PLAIN, pending=way) for way in (pending, lambda: [Refusing()])]
+    pieces.clear()
+    assert pool.stats()["used_bytes"] == 512
+    captured[0] = False
+    assert pool.stats()["used_bytes"] == 0
+
+
+def test_memory_that_lacks_elsewhere_is_taken_of_idle_buffers(
+    own_arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    idle = take(own_arena, 5000, **PLAIN)
+    del idle
+    monkeypatch.setattr(
+        host, "available_bytes", lambda: (32 << 20) - own_arena.stats()["reserved_bytes"]
+    )
+    HostBuffer.allocate((32 << 20) - 1000, pin=False).close()
+    assert own_arena.stats()["buffers"] == 0
+    with pytest.raises(BitslabError, match="are available"):
+        HostBuffer.allocate(33 << 20, pin=False)
+
+
+def test_trim_waits_for_gpus_that_still_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    event = Event()
+
+    class Registrar:
+        def capturing(self) -> bool:
+            return False
+
+        def synchronize(self) -> None:
+            event.passed = True
+
+    pool = Arena()
+    piece = take(pool, 4096, **PLAIN, pending=lambda: [event])
+    del piece
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.cuda, "is_initialized", lambda: True)
+        patched.setattr(page_locking, "registrar", Registrar())
+        assert pool.trim() == 4096
