@@ -190,12 +190,10 @@ def gathered_by_kernels(cls: type[RowCodec]) -> bool:
     """
     packing = {"name", "kernels", "encode", "decode"}
     owner = next(c for c in cls.__mro__ if packing & vars(c).keys())
-    if cls.keeps_raw:
-        # Systems store plain rows: nothing below the class that says so may pack them otherwise.
-        owner = next(c for c in cls.__mro__ if "keeps_raw" in vars(c))
-        below = cls.__mro__[: cls.__mro__.index(owner)]
-        return not any({"encode", "decode"} & vars(c).keys() for c in below)
-    return owner is not RowCodec and "kernels" in vars(owner)
+    if owner is RowCodec or "kernels" not in vars(owner):
+        return False
+    # Of a class that keeps rows plain systems store plain rows: one below it may pack them.
+    return not cls.keeps_raw or "keeps_raw" in vars(owner)
 
 
 def on_codec_device(codec: RowCodec, rows: torch.Tensor) -> torch.Tensor:
