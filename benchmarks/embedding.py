@@ -50,6 +50,15 @@ def main() -> int:
     )
     parser.add_argument("--table-mib", type=int, help="raw bytes of the table; 256 or 2048 (gpu)")
     parser.add_argument("--cache-ratio", type=float, default=0.01, help="share of rows cached")
+    parser.add_argument(
+        "--cache-ratios",
+        type=float,
+        nargs="+",
+        default=[0.01, 0.05, 0.2, 1.0],
+        metavar="SHARE",
+        help="shares of rows cached, for steps of training",
+    )
+    parser.add_argument("--codec", default="auto", help="of the table, for steps of training")
     parser.add_argument("--colossalai", type=Path, metavar="FOLDER", help="its cache_embedding")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.add_argument("--out", type=Path, help="also write the tables to this Markdown file")

@@ -1,12 +1,16 @@
 """Steps of training on a GPU with the table in host memory: lookup, backward and optimizer.
 
-- ``on device``: nn.EmbeddingBag with the whole table in the GPU's memory: what there is to lose.
-- ``ids on GPU`` and ``ids on CPU``: CachedEmbeddingBag, by where the ids of a batch come from.
-- ``ColossalAI``: its CachedEmbeddingBag with ids on the GPU, which it reads back.
+Wall time of a step in microseconds, fresh ids for each, one wait at the end of all:
 
-``resident``: ids of which the cache holds all rows. ``waits``: whether the host had to wait for the
-GPU in a step by ids there, which was kept busy meanwhile. Mean wall time of a step in microseconds,
-with one wait at the end of all.
+- ``on device``: nn.EmbeddingBag with the whole table in the GPU's memory.
+- ``step``: CachedEmbeddingBag, ids on the GPU.
+- ``limit``: 200 + 1.5 times (``on device`` + the bytes that came and went, optimizer state
+  included, over the link's rates of reading and writing random rows, measured here too).
+- ``host``: time of the host alone, for as many steps as a GPU's queue takes.
+- ``ColossalAI``: its CachedEmbeddingBag, where its folder is given and a batch fits its cache.
+
+``misses`` and ``written``: rows a step. A cache of 100 % holds all rows: its limit is 1.3 times
+``on device``.
 """
 
 from __future__ import annotations
@@ -20,121 +24,200 @@ import torch
 from embedding_gpu import colossalai_bag
 from embedding_ids import Draw, trained_like
 
+from bitslab import CompressedTable
+from bitslab.engine.kernels.cuda import kernels_on
+from bitslab.engine.kernels.cuda.exchange import ExchangedArray
 from bitslab.integrations.embedding import CachedEmbeddingBag
 
 Rows = list[dict[str, Any]]
 Step = Callable[[torch.Tensor], None]
-WARM_UP = 20
-BUSY_CYCLES = 200_000_000  # a tenth of a second, which no step takes
+WARM_UP = 8
+QUEUED_STEPS = 12  # that surely fit in a GPU's queue
 OPTIMIZERS = {"SGD, sparse": (torch.optim.SGD, True), "Adagrad": (torch.optim.Adagrad, False)}
+ADDED_US, FACTOR, RESIDENT_FACTOR = 200.0, 1.5, 1.3
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Rows]:
     """Measure, and compare the rows with nn.EmbeddingBag's after all steps."""
     found: Rows = []
-    table_bytes = (arguments.table_mib or 256) << 20
+    table_bytes = (arguments.table_mib or 512) << 20
     for row_bytes in arguments.row_bytes:
         weight = trained_like(table_bytes // row_bytes, row_bytes)
-        for kind in ("resident", "zipf"):
-            draw = Draw(len(weight), "zipf")
-            for n in arguments.batches:
-                batches = _drawn(draw, n, kind, len(weight), arguments)
-                for name in OPTIMIZERS:
-                    line = {"row B": row_bytes, "ids": n, "rows": kind, "optimizer": name}
-                    found.append(line | _of_one_size(weight, batches, draw, name, arguments))
+        rates = _link_rates(weight)
+        batches = _drawn(len(weight), arguments)
+        for name in OPTIMIZERS:
+            plain = _plain_of(weight, name)
+            on_device = {key: _measure(plain[1], each)[0] for key, each in batches.items()}
+            for ratio in arguments.cache_ratios:
+                found += _of_a_cache(
+                    weight, batches, name, ratio, on_device, plain[0], rates, arguments
+                )
     title = (
-        f"Steps of training on {torch.cuda.get_device_name()}, table of {table_bytes >> 20} MiB in "
-        f"host memory, cache of {arguments.cache_ratio:.0%}, microseconds"
+        f"Steps of training on {torch.cuda.get_device_name()}, table of {table_bytes >> 20} MiB "
+        f"in host memory, codec {arguments.codec}, microseconds"
     )
     return {title: found}
 
 
-def _drawn(
-    draw: Draw, n: int, kind: str, n_rows: int, arguments: argparse.Namespace
-) -> list[torch.Tensor]:
-    """Return ids of batches on the GPU, new ones for each."""
-    steps = WARM_UP + max(arguments.repetitions, min(100, 500_000 // n))
-    if kind == "zipf":
-        return [draw.ids(n).cuda() for _ in range(steps)]
-    # The most used ones, which are resident from the start.
-    hot = draw.counts().topk(int(n_rows * arguments.cache_ratio)).indices
-    return [hot[torch.randint(len(hot), (n,))].cuda() for _ in range(steps)]
+def _drawn(n_rows: int, arguments: argparse.Namespace) -> dict[tuple[str, int], list[torch.Tensor]]:
+    """Return ids of batches on the GPU, new ones for each step, by law and size."""
+    batches = {}
+    for law in ("uniform", "zipf"):
+        draw = Draw(n_rows, law)
+        for n in arguments.batches:
+            steps = WARM_UP + QUEUED_STEPS + arguments.repetitions
+            batches[law, n] = [draw.ids(n).cuda() for _ in range(steps)]
+    return batches
 
 
-def _of_one_size(
-    weight: torch.Tensor,
-    batches: list[torch.Tensor],
-    draw: Draw,
-    name: str,
-    arguments: argparse.Namespace,
-) -> dict[str, Any]:
-    kind, sparse = OPTIMIZERS[name]
-    offsets = torch.arange(len(batches[0]), device="cuda")
+def _step_of(bag: torch.nn.Module, name: str) -> Step:
+    optimizer = OPTIMIZERS[name][0](bag.parameters(), lr=0.01)
 
-    def step_of(bag: torch.nn.Module) -> Step:
-        optimizer = kind(bag.parameters(), lr=0.01)
+    def step(ids: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        bag(ids, _offsets(len(ids))).sum().backward()
+        optimizer.step()
 
-        def step(ids: torch.Tensor) -> None:
-            optimizer.zero_grad()
-            bag(ids, offsets).sum().backward()
-            optimizer.step()
+    return step
 
-        return step
 
+_kept: dict[int, torch.Tensor] = {}
+
+
+def _offsets(n: int) -> torch.Tensor:
+    if n not in _kept:
+        _kept[n] = torch.arange(n, device="cuda")
+    return _kept[n]
+
+
+def _plain_of(weight: torch.Tensor, name: str) -> tuple[torch.nn.Module, Step]:
     plain = torch.nn.EmbeddingBag.from_pretrained(
-        weight.cuda(), freeze=False, mode="sum", sparse=sparse
+        weight.cuda(), freeze=False, mode="sum", sparse=OPTIMIZERS[name][1]
     )
-    line: dict[str, Any] = {"on device": _microseconds(step_of(plain), batches)}
-    for way in ("ids on GPU", "ids on CPU"):
-        bag = CachedEmbeddingBag.from_pretrained(
-            weight,
-            freeze=False,
-            mode="sum",
-            sparse=sparse,
-            cache_ratio=arguments.cache_ratio,
-            warmup_ratio=1.0,
-            ids_freq_mapping=draw.counts(),
-            device="cuda",
-        )
-        step = step_of(bag)
-        ids = batches if way == "ids on GPU" else [each.cpu() for each in batches]
-        line[way] = _microseconds(step, ids)
-        if not torch.allclose(bag.weight, plain.weight.cpu(), rtol=0, atol=1e-6):
-            raise SystemExit(f"{way}: rows differ from nn.EmbeddingBag's")
-        if way == "ids on GPU":
-            line["hit rate"] = bag.stats()["hit_rate"]
-            line["waits"] = _waits(step, batches)
-    line["ids on CPU / on GPU"] = line["ids on CPU"] / line["ids on GPU"]
-    most = max(len(ids.unique()) for ids in batches)  # type: ignore[no-untyped-call]
-    if arguments.colossalai is not None and most <= len(weight) * arguments.cache_ratio:
-        theirs = colossalai_bag(
-            arguments.colossalai, weight, arguments.cache_ratio, draw.counts(), sparse=sparse
-        )
-        line["ColossalAI"] = _microseconds(step_of(theirs), batches)
-        line["ColossalAI / on GPU"] = line["ColossalAI"] / line["ids on GPU"]
-    return line
+    return plain, _step_of(plain, name)
 
 
-def _microseconds(step: Step, batches: list[torch.Tensor]) -> float:
+def _of_a_cache(
+    weight: torch.Tensor,
+    batches: dict[tuple[str, int], list[torch.Tensor]],
+    name: str,
+    ratio: float,
+    on_device: dict[tuple[str, int], float],
+    plain: torch.nn.Module,
+    rates: tuple[float, float],
+    arguments: argparse.Namespace,
+) -> Rows:
+    sparse, found = OPTIMIZERS[name][1], []
+    row_bytes = weight.shape[1] * weight.element_size()
+    moved_bytes = row_bytes * (1 if sparse else 2)  # with Adagrad's sums
+    bag = CachedEmbeddingBag.from_pretrained(
+        weight,
+        freeze=False,
+        mode="sum",
+        sparse=sparse,
+        cache_ratio=ratio,
+        warmup_ratio=1.0,
+        codec=arguments.codec,
+        ids_freq_mapping=Draw(len(weight), "zipf").counts(),
+        device="cuda",
+    )
+    step = _step_of(bag, name)
+    for (law, n), ids in batches.items():
+        before = bag.stats()
+        microseconds, host = _measure(step, ids)
+        after = bag.stats()
+        misses, written = (
+            (after[key] - before[key]) / len(ids) for key in ("misses", "written_back")
+        )
+        link = 1e6 * moved_bytes * (misses / rates[0] + written / rates[1])
+        limit = ADDED_US + FACTOR * (on_device[law, n] + link)
+        if ratio >= 1:
+            limit = RESIDENT_FACTOR * on_device[law, n]
+        line = {
+            "row B": row_bytes,
+            "cache": f"{ratio:.0%}",
+            "optimizer": name,
+            "law": law,
+            "ids": n,
+            "misses": misses,
+            "written": written,
+            "on device us": on_device[law, n],
+            "step us": microseconds,
+            "limit us": limit,
+            "step / limit": microseconds / limit,
+            "host us": host,
+        }
+        found.append(line | _peers(weight, ids, name, ratio, microseconds, arguments))
+    if not torch.allclose(bag.weight, plain.weight.detach().cpu(), rtol=0, atol=1e-5):
+        raise SystemExit(f"{name}, cache of {ratio:.0%}: rows differ from nn.EmbeddingBag's")
+    return found
+
+
+def _peers(
+    weight: torch.Tensor,
+    ids: list[torch.Tensor],
+    name: str,
+    ratio: float,
+    microseconds: float,
+    arguments: argparse.Namespace,
+) -> dict[str, float]:
+    most = max(len(each.unique()) for each in ids)  # type: ignore[no-untyped-call]
+    if arguments.colossalai is None or ratio >= 1 or most > len(weight) * ratio:
+        return {}
+    counts = Draw(len(weight), "zipf").counts()
+    theirs = colossalai_bag(arguments.colossalai, weight, ratio, counts, sparse=OPTIMIZERS[name][1])
+    theirs_us, _ = _measure(_step_of(theirs, name), ids)
+    return {"ColossalAI us": theirs_us, "ColossalAI / step": theirs_us / microseconds}
+
+
+def _link_rates(weight: torch.Tensor) -> tuple[float, float]:
+    """Return bytes a second of random rows over the link: read, and written."""
+    table = CompressedTable.from_tensor(weight, codec="raw")
+    stored = table.rows_for_gpu()
+    if stored is None:
+        raise SystemExit("the table cannot be page-locked")
+    kernels = kernels_on(torch.device("cuda", torch.cuda.current_device()))
+    n = min(len(weight) // 4, 65536)
+    cached = torch.empty(n, *weight.shape[1:], device="cuda")
+    arrays = kernels.exchange.described([ExchangedArray(cached, stored)], cached.device)
+    slots, claims = torch.arange(n, device="cuda"), torch.tensor([n, 0, 0, 0], device="cuda")
+    seconds: list[list[float]] = [[], []]
+    generator = torch.Generator(device="cuda").manual_seed(3)
+    for _ in range(8):
+        rows = torch.randperm(len(weight), device="cuda", generator=generator)[:n].contiguous()
+        out = torch.empty(n, *weight.shape[1:], device="cuda")
+        for way in range(2):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda._sleep(1_000_000)  # type: ignore[no-untyped-call]
+            begin.record()  # type: ignore[no-untyped-call]
+            if way == 0:
+                table.gather(rows, out)
+                cached.copy_(out)
+            else:
+                units = n * cached.shape[1] * 4 // 16
+                kernels.exchange.exchange(arrays, slots, rows, claims, units, to_host=True)
+            end.record()  # type: ignore[no-untyped-call]
+            torch.cuda.synchronize()
+            seconds[way].append(begin.elapsed_time(end) / 1e3)  # type: ignore[no-untyped-call]
+    table.close()
+    read, written = (n * cached.shape[1] * 4 / sorted(each)[len(each) // 2] for each in seconds)
+    return read, written
+
+
+def _measure(step: Step, batches: list[torch.Tensor]) -> tuple[float, float]:
+    """Return wall time of a step, and of the host alone, in microseconds."""
     for ids in batches[:WARM_UP]:
         step(ids)
     torch.cuda.synchronize()
     begin = time.perf_counter()
-    for ids in batches[WARM_UP:]:
+    for ids in batches[WARM_UP : WARM_UP + QUEUED_STEPS]:
+        step(ids)
+    host = time.perf_counter() - begin
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    for ids in batches[WARM_UP + QUEUED_STEPS :]:
         step(ids)
     torch.cuda.synchronize()
-    return 1e6 * (time.perf_counter() - begin) / (len(batches) - WARM_UP)
-
-
-def _waits(step: Step, batches: list[torch.Tensor]) -> str:
-    """Return whether a step waits for a GPU that has other work."""
-    for ids in batches[:4]:
-        step(ids)
-    torch.cuda.synchronize()
-    torch.cuda._sleep(BUSY_CYCLES)  # type: ignore[no-untyped-call]
-    busy = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    busy.record()
-    step(batches[4])
-    waited: bool = busy.query()  # type: ignore[no-untyped-call]
-    torch.cuda.synchronize()
-    return "yes" if waited else "no"
+    wall = time.perf_counter() - begin
+    n = len(batches) - WARM_UP - QUEUED_STEPS
+    return 1e6 * wall / n, 1e6 * host / QUEUED_STEPS

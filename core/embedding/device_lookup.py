@@ -1,22 +1,54 @@
 """Training lookups by ids on a GPU: the host neither reads the ids nor waits for the GPU.
 
-Dirty bits and access counters of such a batch are kept on the GPU until the next sync.
+See `DeviceSlots`, which owns the cache while such lookups go on.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
 
 from ..engine.kernels.cuda import kernels_on
+from ..engine.kernels.cuda.slots import SlotColumns
 from ..errors import BitslabError
-from .device_counters import device_counters_of
-from .gradients import NONE
-from .miss_buffer import room_for
+from .device_slots import DeviceSlots
+from .gradients import NONE, Array
+from .resident_cache import with_spare
+from .row_exchange import RowExchange
+from .sizes import resized
 
 if TYPE_CHECKING:
     from .rows import CachedRows
+
+#: Slots that are added, more than a batch needs: batches differ a little in size.
+MORE = 1.25
+#: Added slots, with gradient and optimizer state, take at most this share of the free GPU memory.
+MEMORY_SHARE = 0.25
+#: Lookups done by the host after an allocation failed, before the next attempt.
+PAUSE_LOOKUPS = 1000
+
+
+@dataclass(slots=True)
+class WantedSlots:
+    """How many slots lookups on the device want; outlives `DeviceSlots`."""
+
+    #: Slots that would have been enough so far.
+    slots: int = 0
+    #: Lookups to be done by the host before the next attempt to allocate.
+    pause: int = 0
+
+
+class _BySlot(NamedTuple):
+    """The tensors on the device that have an entry for each slot."""
+
+    data: torch.Tensor
+    grad: torch.Tensor | None
+    columns: SlotColumns
+    #: Of each optimizer, by name.
+    states: list[dict[str, torch.Tensor]]
 
 
 def runs_on_gpu(rows: CachedRows, ids: torch.Tensor, *, fetches: bool) -> bool:
@@ -81,32 +113,217 @@ def look_up_on_gpu(
             "the lookup out of the graph"
         )
     flat = ids.detach().reshape(-1).contiguous()
-    first = 0
+    n, oldest, exchange = flat.shape[0], None, None
+    device_slots: DeviceSlots | None
     if rows.all_resident:
         rows.training.retire_steps()
+        device_slots = device_slots_of(rows)
     else:
-        found = room_for(rows, len(flat))
-        if found is None:
+        oldest = rows.training.oldest_kept
+        device_slots = _with_room(rows, n, oldest)
+        if device_slots is None:
             return None
-        first = found
+        exchange = rows.exchange
+        assert exchange is not None
+        states = [each for adapter in rows.training.adapters for each in adapter.followed()]
+        exchange.begin(rows.parameter.data, states, n)
     kernels_on(rows.device)  # raises errors of earlier lookups
-    counters = device_counters_of(rows)
-    counters.in_order()
-    n = flat.shape[0]
-    hit_miss_counts = rows.statistics.record_on_device(n, rows.device)
+    device_slots.in_order()
+    counters = rows.statistics.record_on_device(n, rows.device)
     # Always new memory: ids may be written to before backward, and so may what is returned.
     slots = torch.empty(2, n, dtype=torch.int64, device=rows.device)
+    number = 0
+    if n:
+        number = device_slots.look_up(flat, slots, counters, oldest, exchange, uses=counts)
+        if exchange is not None:
+            rows.training.gradients.record_reuse_from(number)
     padding = padding_idx
-    if rows.miss_buffer is not None:
-        if n:
-            rows.miss_buffer.look_up(rows, flat, slots, hit_miss_counts, first, counts=counts)
-        padding = None if padding_idx is None else rows.slot_table.slot_or_none(padding_idx)
-    elif n:
-        finder = counters.finder(len(rows))
-        finder.claim(flat)
-        number = rows.slot_table.next_stamp()
-        finder.give(flat, slots, hit_miss_counts, number, uses=counters.begin(counts=counts))
+    if padding is not None and not device_slots.whole:
+        padding = rows.slot_table.slot_or_none(padding)
     matrix: torch.Tensor = rows.parameter.data
     if wants_grad:
-        matrix = rows.training.hold(matrix, NONE, NONE, whole=True, on_device=slots[0])
+        matrix = rows.training.hold(
+            matrix, NONE, NONE, whole=True, on_device=slots[0], number=number
+        )
     return matrix, slots[1].view(ids.shape), padding
+
+
+def device_slots_of(rows: CachedRows) -> DeviceSlots:
+    """Return the slots on the rows' device, made on first use."""
+    if rows.device_slots is None or rows.device_slots.device != rows.device:
+        if rows.device_slots is not None:
+            rows.device_slots.sync()
+        rows.device_slots = DeviceSlots(
+            rows.slot_table,
+            rows.device,
+            kernels_on(rows.device, tell=False),
+            has_state=any(adapter.followed() for adapter in rows.training.adapters),
+        )
+    return rows.device_slots
+
+
+def _with_room(rows: CachedRows, n_ids: int, oldest: int | None) -> DeviceSlots | None:
+    """Return the slots on the device, enough of them for a lookup of `n_ids` ids.
+
+    Returns
+    -------
+    DeviceSlots or None
+        None where the host has to look the ids up.
+    """
+    training, wanted = rows.training, rows.wanted_slots
+    if wanted.pause:
+        wanted.pause -= 1
+        return None
+    training.release_applied()
+    if any(not adapter.follows_on_gpu() for adapter in training.adapters):
+        return None
+    if not rows.table.readable_by_gpu():
+        # Asked each time: a table that is packed again has other memory.
+        return None
+    try:
+        if rows.device_slots is None:
+            rows.slot_table.repair_if_interrupted()
+            training.retire_steps()
+            # Gradients of lookups that bypassed the cache may grow the parameter.
+            bypassing = any(lookup.bypassed for lookup in training.live)
+            if not training.idle or training.in_use or bypassing:
+                return None
+            training.pin()
+            rows.exchange = RowExchange(rows.row_store, kernels_on(rows.device, tell=False))
+            device_slots_of(rows)
+        found = rows.device_slots
+        assert found is not None
+        needed = found.slots_needed(n_ids, oldest)
+        if needed <= found.n_slots:
+            return found
+        wanted.slots = max(wanted.slots, int(MORE * needed))
+        if training.in_use:
+            return None  # the shape of gradients would change
+        _widen(rows, found, max(needed, min(wanted.slots, len(rows))))
+        return found
+    except torch.OutOfMemoryError:
+        wanted.pause = PAUSE_LOOKUPS
+        return None
+
+
+# More slots
+
+
+def _widen(rows: CachedRows, device_slots: DeviceSlots, n_slots: int) -> None:
+    """Have `n_slots` slots."""
+    # The parameter must not have the shape of the whole table: state is recognised by it.
+    n_slots += n_slots == len(rows)
+    more = n_slots - device_slots.n_slots
+    states = [adapter.states() for adapter in rows.training.adapters]
+    data, grad = rows.parameter.data, rows.parameter.grad
+    before = _BySlot(data, grad, device_slots.columns, states)
+    with torch.inference_mode(False), torch.no_grad():
+        # Allocate everything before anything changes.
+        _check_memory(rows, more, before)
+        grown = data.new_zeros(data.shape[0] + more, data.shape[1])
+        grown[: data.shape[0]] = data
+        after = _BySlot(
+            with_spare(grown),
+            None if grad is None else resized(grad, grown.shape),
+            device_slots.widened(more),
+            [adapter.widened(more) for adapter in rows.training.adapters],
+        )
+        try:
+            _install(rows, device_slots, after)
+            rows.slot_table.grow(np.full(more, -1))
+        except BaseException:
+            if len(rows.slot_table.id_of) < len(after.data):
+                _install(rows, device_slots, before)
+            raise
+
+
+def _install(rows: CachedRows, device_slots: DeviceSlots, tensors: _BySlot) -> None:
+    """Use other tensors from now on."""
+    device_slots.install(tensors.columns)
+    for adapter, states in zip(rows.training.adapters, tensors.states, strict=True):
+        adapter.follow(states)
+    before, rows.parameter.grad = rows.parameter.grad, None
+    rows.watch.set_data(tensors.data)
+    rows.parameter.grad = tensors.grad
+    rows.training.gradients.follow(before, tensors.grad)
+
+
+def _check_memory(rows: CachedRows, more: int, there: _BySlot) -> None:
+    """Raise OutOfMemoryError if `more` rows would take too large a share of the free memory."""
+    device = rows.device
+    if device.type != "cuda":
+        return
+    states = [t for each in there.states for t in each.values()]
+    of_rows = [there.data, there.data, *states]  # twice: the gradient is as large as the rows
+    needed = more * sum(t.element_size() * t[:1].numel() for t in of_rows)
+    free = torch.cuda.mem_get_info(device)[0]
+    free += torch.cuda.memory_reserved(device)
+    free -= torch.cuda.memory_allocated(device)
+    if needed > MEMORY_SHARE * free:
+        raise torch.OutOfMemoryError(f"{needed} bytes for the miss buffer, {free} are free")
+
+
+# Back to the host
+
+
+def sync_from_device(rows: CachedRows) -> None:
+    """Update the host's slot table and rows with what lookups on a GPU have done; waits for it."""
+    if rows.device_slots is not None:
+        rows.device_slots.sync()
+        if rows.exchange is not None:
+            rows.exchange.finish()
+
+
+def take_back(rows: CachedRows) -> None:
+    """Make the host's slot table the owner of the cache again."""
+    device_slots = rows.device_slots
+    if device_slots is None or device_slots.whole:
+        sync_from_device(rows)
+        return
+    sync_from_device(rows)
+    held = np.flatnonzero(device_slots.held().cpu().numpy())
+    rows.training.sync_slots(held, device_slots)
+    rows.device_slots = rows.exchange = None
+    _keep_most_used(rows)
+
+
+def _keep_most_used(rows: CachedRows) -> None:
+    """Move the most used rows of the miss buffer into the cache, and evict the others to the host.
+
+    Rows whose gradient waits for a step, or may still be computed, are kept.
+    """
+    slot_table, training = rows.slot_table, rows.training
+    if training.in_pass:
+        return
+    training.pin()
+    filled = np.arange(slot_table.capacity_rows, len(slot_table.id_of))
+    filled = filled[(slot_table.id_of[filled] >= 0) & ~slot_table.pinned[filled]]
+    if len(filled):
+        _exchange(rows, filled)
+
+
+def _exchange(rows: CachedRows, filled: Array) -> None:
+    """Empty slots behind those of the cache, int64 ``[n]``; see `_keep_most_used`."""
+    slot_table, training = rows.slot_table, rows.training
+    filled = filled[np.argsort(-slot_table.keys[filled], kind="stable")]
+    came, lost = slot_table.id_of[filled], filled[:0]
+    try:
+        slots = slot_table.make_room_for(filled, 0)
+        moving, unmoved = filled[: len(slots)], filled[len(slots) :]
+        left = slots[slot_table.id_of[slots] >= 0]
+        leaving = np.concatenate([left, unmoved])
+        changed = leaving[slot_table.dirty[leaving]]
+        rows.write_back(changed)
+        rows.statistics.record_written_back(len(changed))
+        training.save(leaving, slot_table.id_of[leaving])
+        training.gradients.record_reuse(np.concatenate([left, filled]))
+        lost = slots  # the rows in them are on the host by now
+        at, to = (torch.from_numpy(each).to(rows.device) for each in (moving, slots))
+        rows.parameter.data[to] = rows.parameter.data[at]
+        for adapter in training.adapters:
+            adapter.move(at, to)
+        slot_table.move(moving, slots)
+        slot_table.drop(unmoved)
+    except BaseException:
+        slot_table.repair(lost[slot_table.id_of[lost] != came[: len(lost)]])
+        raise

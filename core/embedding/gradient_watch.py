@@ -10,12 +10,17 @@ import numpy as np
 import torch
 
 from ..errors import BitslabError
-from .device_counters import device_counters_of
 from .gradients import Array, given_slots, on_device_of, origin_of, sum_mark, values_of
 from .parameter_watch import ADVICE
 
 if TYPE_CHECKING:
     from .rows import CachedRows
+
+
+NOT_CLEARED = (
+    "gradients of an earlier step were not cleared, and their rows have left the cache; call "
+    "optimizer.zero_grad() after each step"
+)
 
 
 class GradientWatch:
@@ -46,6 +51,9 @@ class GradientWatch:
         self._changed_before = False
         # A gradient, and slots that got other rows while it stands in them.
         self._reused: tuple[torch.Tensor, Array] | None = None
+        # A gradient, and the first batch whose rows a GPU put into slots while values of earlier
+        # ones may stand in it.
+        self._reused_on_device: tuple[torch.Tensor, int] | None = None
         # A gradient that has lost rows, and its version then.
         self._dropped: tuple[torch.Tensor, int] | None = None
         # Page-locked flag that a GPU sets when it has found a gradient to refuse.
@@ -172,6 +180,14 @@ class GradientWatch:
             slots = np.union1d(self._reused[1], slots)
         self._reused = (grad, slots)
 
+    def record_reuse_from(self, number: int) -> None:
+        """Record that a GPU gives slots to the rows of batch `number`; see `record_reuse`."""
+        grad, reused = self._rows.parameter.grad, self._reused_on_device
+        if grad is None:
+            self._reused_on_device = None
+        elif reused is None or reused[0] is not grad:
+            self._reused_on_device = (grad, number)
+
     def record_dropped(self, grad: torch.Tensor) -> None:
         """Record that rows were cut off a gradient."""
         self._dropped = (grad, grad._version)
@@ -181,17 +197,39 @@ class GradientWatch:
         grad = self._rows.parameter.grad
         reused, self._reused = self._reused, None
         dropped, self._dropped = self._dropped, None
+        on_device, self._reused_on_device = self._reused_on_device, None
         if grad is None:
             return
+        if on_device is not None and on_device[0] is grad:
+            self._check_reused(what, grad, on_device[1])
         left = reused is not None and reused[0] is grad and bool(len(given_slots(grad, reused[1])))
         if dropped is not None and dropped[0] is grad:
             left |= dropped[1] == grad._version or bool((values_of(grad) != 0).any())
         if left:
             self._reused, self._dropped = reused, dropped
-            raise BitslabError(
-                f"{what}: gradients of an earlier step were not cleared, and their rows have "
-                "left the cache; call optimizer.zero_grad() after each step"
-            )
+            raise BitslabError(f"{what}: {NOT_CLEARED}")
+
+    def _check_reused(self, what: str, grad: torch.Tensor, number: int) -> None:
+        """Refuse values of a gradient in slots that batches from `number` on have got."""
+        device_slots = self._rows.device_slots
+        since = None if device_slots is None else device_slots.columns.since
+        values = values_of(grad)
+        if since is None or not values.numel():
+            return
+        with torch.no_grad():
+            fresh = since >= number
+            fresh = fresh[grad._indices()[0]] if grad.is_sparse else fresh[: grad.shape[0]]
+            found = fresh & (values.abs().amax(1) != 0)
+            if grad.device.type == "cpu":
+                if bool(found.any()):
+                    self._reused_on_device = (grad, number)
+                    raise BitslabError(f"{what}: {NOT_CLEARED}")
+                return
+            as_left = self._is_as_left(grad)
+            values.masked_fill_(found[:, None], 0)
+            self._report_later(found.any())
+            if as_left:
+                self._left = sum_mark(grad)
 
     # In steps
 
@@ -221,8 +259,8 @@ class GradientWatch:
             free = torch.ones(rows.parameter.shape[0], dtype=torch.bool, device=grad.device)
             for slots in held:
                 free.index_fill_(0, on_device_of(grad, slots), False)
-            if rows.miss_buffer is not None:
-                free &= ~device_counters_of(rows).held()
+            if rows.device_slots is not None and rows.device_slots.holding:
+                free &= ~rows.device_slots.held()
             values = values_of(grad)
             strays = free[grad._indices()[0]] if grad.is_sparse else free
             # NaN counts as well; twice as fast as `any` over nonzeros.

@@ -28,9 +28,11 @@ class PinnedLookup:
         `RowStore.changes` at the lookup.
     on_device : torch.Tensor, optional
         int64 ``[n]`` slots on the device, with repetitions, where only the GPU knows them.
+    number : int
+        Of the batch, where the GPU has looked it up.
     """
 
-    __slots__ = ("__weakref__", "changes", "ids", "on_device", "origin", "slots", "used")
+    __slots__ = ("__weakref__", "changes", "ids", "number", "on_device", "origin", "slots", "used")
 
     def __init__(
         self,
@@ -38,11 +40,13 @@ class PinnedLookup:
         ids: Array,
         changes: int = 0,
         on_device: torch.Tensor | None = None,
+        number: int = 0,
     ) -> None:
         self.slots = slots
         self.ids = ids
         self.changes = changes
         self.on_device = on_device
+        self.number = number
         #: Whether backward has passed through it.
         self.used = False
         #: See `GradientWatch.origin`; kept as long as the graph.

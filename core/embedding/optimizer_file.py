@@ -27,7 +27,7 @@ import torch
 
 from ..errors import ArgumentError, ArgumentTypeError, BitslabError, CorruptedDataError
 from .optimizers import OptimizerAdapter, StateOfRows, adapters_of, check_optimizer, deferred_rows
-from .state import RowState
+from .row_state import RowState
 
 #: Entry of the metadata.
 KEY = "bitslab_optimizer"

@@ -20,11 +20,10 @@ from torch.optim.optimizer import (
 )
 
 from ..dtypes import dense
-from ..engine.kernels.cuda import kernels_on
 from ..errors import ArgumentError, ArgumentTypeError, BitslabError
-from .device_counters import sync_from_device
+from .device_lookup import sync_from_device
 from .refusals import passes_over, refused, why_refused, why_refused_when_made
-from .state import RowState
+from .row_state import RowState
 
 if TYPE_CHECKING:
     from .rows import CachedRows
@@ -174,6 +173,7 @@ class OptimizerAdapter:
             if value.shape[0] == n_slots and (made_now or rows.all_resident):
                 self._known[name] = weakref.ref(value)
             elif value.shape[0] == n_rows:
+                sync_from_device(rows)  # the GPU may still write to the store
                 store.load(value)
                 self._set(name, self._resident_state(name, value.device))
             elif inherited:
@@ -245,6 +245,10 @@ class OptimizerAdapter:
             for name, value in self._row_states()
         )
 
+    def followed(self) -> list[tuple[torch.Tensor, RowState]]:
+        """Return the state of rows in slots ``[S, ...]``, and that of all rows."""
+        return [(value, self.stores[name]) for name, value in self._row_states()]
+
     def states(self) -> dict[str, torch.Tensor]:
         """Return the tensors of the state that have a row for each slot."""
         return {name: value for name, value in self._row_states() if name in self.stores}
@@ -261,14 +265,6 @@ class OptimizerAdapter:
         """Use other tensors as the state, such as `widened` returns."""
         for name, value in states.items():
             self._set(name, value)
-
-    def restore_on_gpu(self, ids: torch.Tensor, first: int) -> None:
-        """Fetch state of rows int64 ``[n]``, or NO_ROW, to slots from `first` on, on the GPU."""
-        kernels = None
-        for name, value in self._row_states():
-            kernels = kernels or kernels_on(value.device, tell=False)
-            stored = self.stores[name].as_bytes()
-            kernels.copy_rows(stored, stored.shape[1], ids, value[first : first + len(ids)])
 
     def move(self, slots: torch.Tensor, to: torch.Tensor) -> None:
         """Copy state of rows to other slots: int64 ``[n]`` each, on their device."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..errors import BitslabError
-from .device_counters import sync_from_device
+from .device_lookup import sync_from_device
 from .sizes import set_data
 from .written import differing
 

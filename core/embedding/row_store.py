@@ -132,15 +132,15 @@ class RowStore:
 
     # To the host
 
-    def update(self, ids: Array, rows: torch.Tensor) -> None:
-        """Give rows int64 ``[n]`` new values ``[n, D]``."""
+    def update(self, ids: Array, rows: torch.Tensor, *, counted: bool = True) -> None:
+        """Give rows int64 ``[n]`` new values ``[n, D]``; `counted`: as rows written back."""
         if not len(ids):
             return
         if self.prefetched is not None:
             self.prefetched.forget(ids)
         self.changes += 1
         self.table.update(torch.from_numpy(ids), rows)
-        self.written_back += len(ids)
+        self.written_back += len(ids) if counted else 0
         self._rewritten_rows += len(ids)
         if self._rewritten_rows > REWRITTEN_SHARE * len(
             self.table

@@ -21,18 +21,19 @@ from ..tracing import not_traced
 from . import slots as by_slots
 from . import warm, whole
 from .arguments import CacheKind, check_options, check_table, checked_pins, checked_rows
-from .device_counters import DeviceCounters
+from .device_lookup import WantedSlots
+from .device_slots import DeviceSlots
 from .eviction import EvictionStrategy
 from .gradients import NONE, Array, to_device
 from .lookups import fetch, host_ids, look_up, prefetch, read
-from .miss_buffer import MissBuffer, MissBufferSize
 from .optimizers import check_optimizer
 from .parameter_watch import ParameterWatch
 from .resident_bags import ResidentBags
 from .resident_cache import MissRate, ResidentCache, cache_on_gpu, with_spare
+from .row_exchange import RowExchange
+from .row_state import RowState
 from .row_store import RowStore, packed_table
 from .slot_table import SlotTable
-from .state import RowState
 from .statistics import Statistics, stats_of
 from .training import Training
 
@@ -72,8 +73,9 @@ class CachedRows:
     ----------
     parameter : torch.nn.Parameter
         ``[cache_rows, D]`` on the device, for the optimizer. When the rows of a step do not fit it
-        grows, and shrinks at the next lookup. With ids on a GPU it has a miss buffer
-        behind the slots of the cache, for the misses of 2.5 and up to 16 batches.
+        grows, and shrinks at the next lookup. With ids on a GPU it has at least as many rows as
+        there are ids in lookups whose gradient has not been applied: where that is more than the
+        cache, those behind are the miss buffer.
 
     Notes
     -----
@@ -135,9 +137,9 @@ class CachedRows:
     def _begin(self, stores: list[dict[str, RowState]]) -> None:
         self.watch = ParameterWatch(self)
         self.statistics = Statistics()
-        self.device_counters: DeviceCounters | None = None
-        self.miss_buffer: MissBuffer | None = None
-        self.miss_buffer_size = MissBufferSize()
+        self.device_slots: DeviceSlots | None = None
+        self.exchange: RowExchange | None = None
+        self.wanted_slots = WantedSlots()
         self.resident_bags = ResidentBags()
         #: Whether all rows of the last plain lookup were resident.
         self.all_hit = False
@@ -225,6 +227,11 @@ class CachedRows:
     def all_resident(self) -> bool:
         """Whether every row is resident; then each lies in the slot of its own number."""
         return self.slot_table.capacity_rows == self.slot_table.n_rows
+
+    @property
+    def owned_by_device(self) -> bool:
+        """Whether a GPU finds, evicts and fetches rows by itself."""
+        return self.device_slots is not None and not self.device_slots.whole
 
     def __repr__(self) -> str:
         """Name the table and the cache."""
@@ -587,7 +594,7 @@ class CachedRows:
         """Free the memory; closing twice is fine."""
         with self.lock:
             if not self.closed:
-                self.closed, self.miss_buffer = True, None
+                self.closed, self.device_slots, self.exchange = True, None, None
                 self.row_store.close()
 
     def _check_open(self) -> None:

@@ -337,22 +337,29 @@ class SlotTable:
         self.slot_of[ids[ids >= 0]] = slots[ids >= 0]
         return slots
 
-    # Slots beyond the capacity that a GPU fills
+    # Slots that a GPU fills
 
     def next_stamp(self) -> int:
         """Return the number of a batch that the host does not look up."""
         self._stamp += 1
         return self._stamp
 
-    def record_fetched(self, slots: Array, ids: Array) -> None:
-        """Record the rows int64 ``[n]`` that the GPU has put into slots beyond the capacity."""
-        self.changes += 1
-        new = self.id_of[slots] != ids
-        self.keys[slots[new]] = self._first_keys(ids[new], 0)
-        self.dirty[slots[new]] = False
-        self.id_of[slots] = ids
-        # Also of rows recorded before: an interrupt may have come in between.
-        self.slot_of[ids] = slots
+    def take(self, id_of: Array, keys: Array, dirty: Array) -> None:
+        """Take over what a GPU has changed: the row in each slot, keys and dirty bits.
+
+        Parameters
+        ----------
+        id_of : numpy.ndarray
+            int64 ``[S]``, negative for slots that hold no row.
+        keys : numpy.ndarray
+            int64 ``[S]``.
+        dirty : numpy.ndarray
+            bool ``[S]``.
+        """
+        self._inconsistent = True  # until `repair` has run
+        self.keys[:], self.dirty[:] = keys, dirty
+        np.maximum(id_of, -1, out=self.id_of)
+        self.repair()
 
     def make_room_for(self, candidates: Array, at_least: int) -> Array:
         """Choose slots below the capacity for the most used rows beyond it.

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from ..errors import ArgumentError
-from .device_counters import sync_from_device
+from .device_lookup import take_back
 from .lookups import rows_of
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def look_up_slots(
 ) -> tuple[torch.Tensor, torch.Tensor, int | None]:
     """Implement `CachedRows.lookup_slots`."""
     rows.watch.check()
-    sync_from_device(rows)
+    take_back(rows)
     host = slots.detach().reshape(-1).cpu().numpy()
     held = rows.slot_table.id_of
     if len(host) and not (0 <= host.min() and host.max() < len(held)):

@@ -27,14 +27,15 @@ class Statistics:
 
     def __init__(self) -> None:
         self.lookups = 0
-        #: Rows written back for each batch that fetched rows.
-        self.written_back_history: list[int] = []
+        self._written_back_history: list[int] = []
+        self._written_by_gpu = 0
         self._hits = self._misses = 0
         self._hits_history: list[int] = []
         self._misses_history: list[int] = []
         #: Rows that a GPU fetched through its miss buffer, as of the last read of its counters.
         self.fetched_by_gpu = 0
-        # int64 [BLOCK, 2] each: hits and misses of batches, in order, and of how many batches.
+        # int64 [BLOCK, 3] each: hits, misses and rows written back of batches, in order, and of
+        # how many batches.
         self._blocks: list[torch.Tensor] = []
         self._on_device = 0
 
@@ -62,6 +63,18 @@ class Statistics:
         self._read()
         return list(self._misses_history)
 
+    @property
+    def written_back_history(self) -> list[int]:
+        """Rows written back for each batch that fetched rows."""
+        self._read()
+        return list(self._written_back_history)
+
+    @property
+    def written_by_gpu(self) -> int:
+        """Rows that a GPU has written back by itself."""
+        self._read()
+        return self._written_by_gpu
+
     def record(self, batch: Batch, written_back: int) -> None:
         """Count a batch: each different row is one hit or one miss."""
         self.record_rows(len(batch.touched), len(batch.missing), len(batch.slots))
@@ -80,14 +93,14 @@ class Statistics:
         Returns
         -------
         torch.Tensor
-            int64 ``[2]`` on `device`, zeros: the kernel writes the numbers of different rows that
-            hit and that missed.
+            int64 ``[3]`` on `device`, zeros: the kernel writes the numbers of different rows that
+            hit, that missed, and that were written back.
         """
         if self._on_device == BLOCK * len(self._blocks):
             if len(self._blocks) > 2 * HISTORY // BLOCK:
                 self._read()  # waits, once in so many batches, so that they do not pile up
             with torch.inference_mode(False):  # it may be written to in training later
-                self._blocks.append(torch.zeros(BLOCK, 2, dtype=torch.int64, device=device))
+                self._blocks.append(torch.zeros(BLOCK, 3, dtype=torch.int64, device=device))
         counters = self._blocks[-1][self._on_device % BLOCK]
         self._on_device += 1
         self.lookups += n_ids
@@ -96,11 +109,11 @@ class Statistics:
 
     def record_written_back(self, n_rows: int) -> None:
         """Add rows that were written back since the last batch to that batch's count."""
-        if self.written_back_history:
-            self.written_back_history[-1] += n_rows
+        if self._written_back_history:
+            self._written_back_history[-1] += n_rows
 
     def _append(self, hits: int, misses: int, written_back: int) -> None:
-        histories = (self._hits_history, self._misses_history, self.written_back_history)
+        histories = (self._hits_history, self._misses_history, self._written_back_history)
         for history, count in zip(histories, (hits, misses, written_back), strict=True):
             history.append(count)
             if len(history) > 2 * HISTORY:
@@ -116,14 +129,16 @@ class Statistics:
         counts = [pair for block in self._blocks for pair in block.tolist()]
         counts = counts[: self._on_device]
         self._blocks, self._on_device = [], 0
-        self._hits += sum(hits for hits, _ in counts)
-        misses = sum(misses for _, misses in counts)
+        self._hits += sum(hits for hits, _, _ in counts)
+        misses = sum(misses for _, misses, _ in counts)
+        self._written_by_gpu += sum(written for _, _, written in counts)
         self._misses += misses
         self.fetched_by_gpu += misses
         unread = [i for i, hits in enumerate(self._hits_history) if hits == ON_DEVICE]
         # The first of them may be gone from the history.
-        for position, pair in zip(unread, counts[len(counts) - len(unread) :], strict=True):
-            self._hits_history[position], self._misses_history[position] = pair
+        for position, each in zip(unread, counts[len(counts) - len(unread) :], strict=True):
+            self._hits_history[position], self._misses_history[position] = each[:2]
+            self._written_back_history[position] += each[2]
 
     def record_rows(self, hits: int, misses: int, lookups: int | None = None) -> None:
         """Count rows that were resident, rows that were not, and ids looked up."""
@@ -139,7 +154,7 @@ def stats_of(rows: CachedRows) -> dict[str, Any]:
     lookups, moved = rows.statistics.lookups, table["moved_bytes"]
     if rows.table.codec.keeps_raw:
         moved += rows.statistics.fetched_by_gpu * table["row_bytes"]  # which the table cannot count
-    on_device = (rows.device_counters, rows.miss_buffer)
+    on_device = (rows.device_slots, rows.exchange)
     device_bytes = rows.parameter.nbytes + sum(
         each.nbytes for each in on_device if each is not None
     )
@@ -167,7 +182,7 @@ def stats_of(rows: CachedRows) -> dict[str, Any]:
         "hits": hits,
         "misses": misses,
         "hit_rate": hits / (hits + misses) if hits + misses else 0.0,
-        "written_back": rows.row_store.written_back,
+        "written_back": rows.row_store.written_back + rows.statistics.written_by_gpu,
         "moved_bytes": moved,
         "overflow_bytes": table["overflow_bytes"],
         "notes": list(rows.row_store.notes),

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 
 from ..errors import BitslabError
-from .device_counters import device_counters_of, sync_from_device
+from .device_lookup import take_back
+from .device_slots import DeviceSlots
 from .gradient_watch import GradientWatch
 from .gradients import (
-    NONE,
     Array,
     BackwardPass,
     PinnedLookup,
@@ -25,11 +25,10 @@ from .gradients import (
     sparse_rows,
     track,
 )
-from .miss_buffer import drain
 from .optimizers import OptimizerAdapter, has_stepped, watch
 from .resident_cache import with_spare
+from .row_state import RowState
 from .sizes import resized
-from .state import RowState
 
 if TYPE_CHECKING:
     from .rows import CachedRows
@@ -37,6 +36,8 @@ if TYPE_CHECKING:
 
 #: Lookups with pending gradients from which on slots whose gradient was zeroed are released.
 MANY_LOOKUPS = 32
+#: Stands for the ids of a lookup whose rows have left.
+GONE = -2
 
 
 class Training:
@@ -98,6 +99,7 @@ class Training:
         *,
         whole: bool,
         on_device: torch.Tensor | None = None,
+        number: int = 0,
     ) -> torch.Tensor:
         """Return rows of a batch with a graph that reports their gradient; pin their slots.
 
@@ -111,8 +113,10 @@ class Training:
             Whether the matrix is the parameter's.
         on_device : torch.Tensor, optional
             int64 ``[n]``, the slots, where only the GPU knows them until `sync_slots`.
+        number : int
+            Of the batch, where the GPU has looked it up.
         """
-        lookup = PinnedLookup(slots, ids, self._rows.row_store.changes, on_device)
+        lookup = PinnedLookup(slots, ids, self._rows.row_store.changes, on_device, number)
         self._live.add(lookup)
         parameter, lookup.origin = self._rows.parameter, self.gradients.origin()
         if lookup.bypassed:
@@ -166,7 +170,7 @@ class Training:
             self.gradients.check_cleared("backward")
             this = self._this_pass()
             if lookup.on_device is not None and self._collects(this, node, shape):
-                sync_from_device(rows)  # gradients are summed here by id
+                take_back(rows)  # gradients are summed here by id
             kept: torch.Tensor | None
             if grad.is_sparse:
                 kept = self._on_sparse_gradient(this, node, lookup, grad, slots, shape)
@@ -180,9 +184,8 @@ class Training:
                 kept = grad
             lookup.used = True
             if lookup.on_device is not None:
-                device_counters_of(rows).changed(
-                    lookup.on_device, held=rows.miss_buffer is not None
-                )
+                assert rows.device_slots is not None
+                rows.device_slots.changed(lookup.on_device, lookup.number)
                 return kept
             rows.slot_table.dirty[lookup.slots] = True
             self._pending.append(lookup)
@@ -233,10 +236,16 @@ class Training:
 
     def _check_resident(self, lookup: PinnedLookup) -> None:
         if lookup.on_device is not None:
-            return  # no row leaves before the host knows the slots
-        id_of = self._rows.slot_table.id_of
-        there = not len(lookup.slots) or lookup.slots.max() < len(id_of)
-        if not there or not np.array_equal(id_of[lookup.slots], lookup.ids):
+            device_slots = self._rows.device_slots
+            # No row leaves before the first backward pass and step.
+            there = not lookup.used or not (
+                device_slots is not None and device_slots.have_left(lookup.on_device, lookup.number)
+            )
+        else:
+            id_of = self._rows.slot_table.id_of
+            there = not len(lookup.slots) or lookup.slots.max() < len(id_of)
+            there = there and np.array_equal(id_of[lookup.slots], lookup.ids)
+        if not there:
             raise BitslabError(
                 "backward: rows of this lookup have left the cache since an earlier backward "
                 "pass and step; look them up again"
@@ -289,7 +298,7 @@ class Training:
             if not taken:
                 self._leave_one_free()
                 return
-            sync_from_device(rows)
+            take_back(rows)
             self.gradients.before_backward()
             for lookup, found, _ in taken:
                 self._make_resident(lookup, found)
@@ -361,7 +370,7 @@ class Training:
         rows = self._rows
         n_slots = len(rows.slot_table.id_of)
         n_held = sum(len(lookup.slots) for lookup in self._pending)
-        if rows.all_resident or rows.miss_buffer is not None or n_held < n_slots:
+        if rows.all_resident or rows.owned_by_device or n_held < n_slots:
             return
         free = np.ones(n_slots, bool)
         for lookup in self._pending:
@@ -395,7 +404,7 @@ class Training:
     def idle(self) -> bool:
         """Whether no gradient is pending, and the parameter has its size and was not written to."""
         rows = self._rows
-        busy = self._pending or self._grown or rows.miss_buffer is not None
+        busy = self._pending or self._grown or rows.owned_by_device
         return not (busy or rows.watch.changed)
 
     @property
@@ -416,21 +425,33 @@ class Training:
     @property
     def held(self) -> bool:
         """Whether a gradient waits for a step."""
-        counters = self._rows.device_counters
-        return bool(self._pending) or (counters is not None and counters.holding)
+        device_slots = self._rows.device_slots
+        return bool(self._pending) or (device_slots is not None and device_slots.holding)
+
+    @property
+    def oldest_kept(self) -> int | None:
+        """The first batch on the device whose gradient may be computed or waits for a step."""
+        device_slots = self._rows.device_slots
+        first = None if device_slots is None else device_slots.held_from
+        for lookup in self._live:
+            if lookup.on_device is not None and not lookup.used:
+                first = lookup.number if first is None else min(first, lookup.number)
+        return first
 
     @property
     def live(self) -> list[PinnedLookup]:
         """The lookups whose graph is alive."""
         return list(self._live)
 
-    def sync_slots(self, held: Array = NONE) -> None:
+    def sync_slots(self, held: Array, device_slots: DeviceSlots) -> None:
         """Read from the GPU which slots its lookups use.
 
         Parameters
         ----------
         held : numpy.ndarray
             int64, slots whose gradient waits for a step.
+        device_slots : DeviceSlots
+            Has looked them up; the host's table has been updated.
         """
         id_of = self._rows.slot_table.id_of
         if len(held):
@@ -439,8 +460,9 @@ class Training:
             self._pending.append(kept)
         for lookup in self.live:
             if lookup.on_device is not None:
+                gone = lookup.used and device_slots.have_left(lookup.on_device, lookup.number)
                 lookup.slots = np.unique(lookup.on_device.cpu().numpy())
-                lookup.ids = id_of[lookup.slots]
+                lookup.ids = np.full_like(lookup.slots, GONE) if gone else id_of[lookup.slots]
                 lookup.on_device = None
 
     def release_applied(self) -> None:
@@ -452,16 +474,16 @@ class Training:
     def release(self) -> None:
         """Release all pending lookups."""
         self._pending.clear()
-        if self._rows.device_counters is not None:
-            self._rows.device_counters.release()
+        if self._rows.device_slots is not None:
+            self._rows.device_slots.release()
 
     def retire_steps(self) -> None:
-        """Release lookups of finished steps, drain the miss buffer, shrink the parameter."""
+        """Release lookups of finished steps, take the cache back from the GPU, shrink it."""
         if self.idle:
             return
         self.release_applied()
-        if self._rows.miss_buffer is not None:
-            drain(self._rows)
+        if self._rows.owned_by_device:
+            take_back(self._rows)
             self._grown = self._rows.slot_table.extra_rows > 0
         if self.in_pass:
             return

@@ -12,7 +12,7 @@ from ..devices import checked_device
 from ..engine.codecs.base import check_tensor_argument
 from ..engine.memory.readonly import plain
 from ..errors import ArgumentError, ArgumentTypeError, BitslabError
-from .device_counters import sync_from_device
+from .device_lookup import sync_from_device, take_back
 from .gradients import Array, to_device
 from .resident_cache import with_spare
 from .written import differing
@@ -27,8 +27,8 @@ def decoded(rows: CachedRows, begin: int, end: int) -> torch.Tensor:
     if rows.all_resident:
         sync_from_device(rows)  # raises what is known of bad ids
         return _checked_data(rows)[begin:end].to("cpu", copy=True).contiguous()
+    sync_from_device(rows)  # the GPU writes to the table too
     out = rows.table.decoded(begin, end)
-    sync_from_device(rows)
     ids = rows.slot_table.id_of
     slots = np.flatnonzero(rows.slot_table.dirty & (ids >= begin) & (ids < end))
     if len(slots):
@@ -85,6 +85,7 @@ def load(rows: CachedRows, weight: torch.Tensor | Iterable[torch.Tensor], begin:
         ranges = rows.ranges(0, n_rows)
         _replace(rows, (weight[first:last].to(rows.dtype) for first, last in ranges))
         return
+    take_back(rows)  # else older rows might come from the device later
     # Writes to other rows are still refused until those are loaded too.
     refused = rows.watch.refuses()
     for first, last in rows.ranges(begin, begin + n_rows):
@@ -117,6 +118,7 @@ def _checked(rows: CachedRows, batches: Iterable[torch.Tensor]) -> Iterator[torc
 
 def _replace(rows: CachedRows, batches: Iterable[torch.Tensor]) -> None:
     """Pack all rows again."""
+    take_back(rows)
     rows.row_store.replace(batches)
     _read_again(rows, 0, len(rows))
     # Whatever was written to the parameter before is gone.
@@ -205,7 +207,7 @@ def moved(rows: CachedRows, parameter: torch.nn.Parameter) -> None:
     finally:
         rows.watch.accept()
     if rows.device != before:
-        rows.device_counters = None  # synced by `before_move`
+        rows.device_slots = None  # synced by `before_move`
     rows.training.moved()
 
 

@@ -70,6 +70,11 @@ class Ownership:
             finally:
                 self._busy = ""
 
+    def allows_changes(self, parts: TableParts) -> bool:
+        """Return whether `check` raises nothing."""
+        shared = self.read_only or any(buffer.shared for buffer in parts.buffers.values())
+        return self.path is None and self._pid == os.getpid() and not shared
+
     def check(self, what: str, parts: TableParts) -> None:
         """Raise BitslabError when `what` must not change the table."""
         if self.path is not None:
@@ -79,7 +84,7 @@ class Ownership:
             )
         if self._pid != os.getpid():
             raise BitslabError(f"{what}: this table belongs to process {self._pid}, the parent")
-        if self.read_only or any(buffer.shared for buffer in parts.buffers.values()):
+        if not self.allows_changes(parts):
             raise BitslabError(
                 f"{what}: this table's memory is shared with other processes, which would not see "
                 "the change whole; change it before it is shared"

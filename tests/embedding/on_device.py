@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,12 +11,12 @@ import pytest
 import torch
 
 from bitslab import CompressedTable, RawCodec
-from bitslab.embedding import device_counters, device_lookup, lookups, optimizers
+from bitslab.embedding import device_lookup, lookups
 from bitslab.embedding.training import Training
-from bitslab.engine.kernels import cpu
-from bitslab.engine.kernels.cpu import slots
+from bitslab.engine.kernels.cpu import slots as twin
 from bitslab.engine.kernels.cuda import CudaKernels
 from bitslab.engine.memory.host import HostBuffer
+from bitslab.tables.gathering import Gathers
 from tests.embedding.support import Pair, check_map
 from tests.simt.runner import SimtRunner
 
@@ -29,46 +28,102 @@ class TwinKernels:
     """The kernels' twins on the CPU in the place of the kernels, for long tests."""
 
     def __init__(self) -> None:
-        self.slots = self
+        self.slots, self.exchange = self, TwinExchange()
 
-    def finder(self, n_rows, seen, claims, *, slot_of=None, adds=False) -> TwinFinder:
-        return TwinFinder(n_rows, seen, claims, slot_of, adds)
+    def finder(self, columns, evict) -> TwinFinder:
+        return TwinFinder(columns, evict)
 
-    def copy_rows(self, rows, row_bytes, ids, out):
-        cpu.copy_rows(rows, row_bytes, ids, out.view(len(ids), -1).view(torch.uint8))
+
+class TwinExchange:
+    """What `ExchangeKernels` does, by the twin."""
+
+    def described(self, arrays, device):
+        return arrays
+
+    def exchange(self, arrays, slots, rows, claims, most_units, *, to_host):
+        for cached, stored, by_position in arrays:
+            twin.exchange_rows(
+                *(t.view(len(t), -1).view(torch.uint8).numpy() for t in (cached, stored)),
+                by_position,
+                slots.numpy(),
+                rows.numpy(),
+                int(claims[0]),
+                to_host,
+            )
 
 
 class TwinFinder:
     """What `SlotFinder` does, by the twins."""
 
-    def __init__(self, n_rows, seen, claims, slot_of, adds):
-        self.n_rows, self.adds = n_rows, adds
-        self.slot_of = np.empty(0, np.int32) if slot_of is None else slot_of.numpy()
-        self.seen, self.claims = seen.numpy(), claims.numpy()
+    def __init__(self, columns, evict):
+        self.columns, self.evict, self.turn = columns, evict, 0
 
-    def claim(self, ids, wanted=None):
-        to = np.empty(0, np.int64) if wanted is None else wanted.numpy()
-        slots.claim_slots(ids.numpy(), self.n_rows, self.slot_of, to, self.claims)
+    @property
+    def claims(self):
+        return self.columns.claims[self.turn]
 
-    def give(self, ids, to, counts, number, *, uses=None, first=0, miss_count=0):
-        count = np.zeros(1, np.int64)
-        slots.give_slots(
+    def claim(self, ids, counts, number, wanted):
+        c = self.columns
+        twin.claim_slots(
             ids.numpy(),
-            self.n_rows,
-            self.slot_of,
-            first,
-            to[0].numpy(),
-            to[1].numpy(),
-            self.seen,
+            c.n_rows,
+            array(c.slot_of, np.int32),
+            c.seen.numpy(),
             number,
-            np.empty(0, np.int64) if uses is None else uses.numpy(),
-            self.adds,
+            array(wanted),
             counts.numpy(),
-            count,
-            self.claims,
+            self.claims.numpy(),
         )
-        if miss_count:
-            ctypes.c_int64.from_address(miss_count).value = int(count[0])
+
+    def choose(self, counts, number, oldest, wanted, victims, leaving):
+        c = self.columns
+        by_slot = c.row_in.numpy(), c.keys.numpy(), c.seen.numpy()
+        pinned, bins = array(c.pinned, np.uint8), c.bins[self.turn].numpy()
+        options = self.evict, number, oldest, bins
+        twin.count_slots(c.n_rows, *by_slot, pinned, *options, self.claims.numpy())
+        twin.choose_slots(
+            c.n_rows,
+            *by_slot,
+            c.since.numpy(),
+            c.changed.numpy(),
+            pinned,
+            array(c.order),
+            *options,
+            wanted.numpy(),
+            victims.numpy(),
+            leaving.numpy(),
+            counts.numpy(),
+            self.claims.numpy(),
+        )
+
+    def give(
+        self, ids, counts, number, slots, *, counting, wanted=None, victims=None, leaving=None
+    ):
+        c, other = self.columns, 1 - self.turn
+        twin.give_slots(
+            ids.numpy(),
+            c.n_rows,
+            array(c.slot_of, np.int32),
+            array(c.row_in),
+            c.keys.numpy(),
+            c.changed.numpy(),
+            counting,
+            number,
+            array(wanted),
+            array(victims),
+            array(leaving),
+            slots[0].numpy(),
+            slots[1].numpy(),
+            counts.numpy(),
+            self.claims.numpy(),
+            c.claims[other].numpy(),
+            array(None if c.bins is None else c.bins[other], np.int32),
+        )
+        self.turn = other
+
+
+def array(tensor, dtype=np.int64):
+    return np.empty(0, dtype) if tensor is None else tensor.numpy()
 
 
 @contextlib.contextmanager
@@ -91,12 +146,11 @@ def on_simulated_gpu(*, twins: bool = False) -> Iterator[SimtRunner]:
             kernels.gather_rows(table._rows.storage(), packed.layout, ids, out)
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (device_lookup, device_counters, optimizers):
-            patch.setattr(module, "kernels_on", lambda device, tell=True: kernels)
+        patch.setattr(device_lookup, "kernels_on", lambda device, tell=True: kernels)
         patch.setattr(
             lookups, "runs_on_gpu", lambda rows, ids, fetches: rows.all_resident or fetches
         )
-        patch.setattr(CompressedTable, "readable_by_gpu", lambda table: True)
+        patch.setattr(Gathers, "readable_by_gpu", lambda gathers: True)
         patch.setattr(CompressedTable, "gather_some_on_gpu", gather_some)
         patch.setattr(HostBuffer, "pinned", True)
         summed_as_on_gpu(patch)
@@ -105,7 +159,7 @@ def on_simulated_gpu(*, twins: bool = False) -> Iterator[SimtRunner]:
 
 def summed_as_on_gpu(patch: pytest.MonkeyPatch):
     """Leave gradients alone in steps where only the GPU knows the slots."""
-    patch.setattr(Training, "_on_host", property(lambda own: own._rows.miss_buffer is None))
+    patch.setattr(Training, "_on_host", property(lambda own: not own._rows.owned_by_device))
 
 
 def made(optimizer: str = "sgd", cache_rows: int = CACHE_ROWS, **options) -> Pair:
@@ -122,11 +176,12 @@ def drawn(seed: int, n_batches: int, most: int = 12) -> list[list[int]]:
 
 def check_gpu_map(pair: Pair):
     """Compare the GPU's map with the host's, which knows everything."""
-    found = pair.rows.miss_buffer
+    found = pair.rows.device_slots
     if found is not None:
-        found.sync(pair.rows)
-        assert np.array_equal(found._slot_of.numpy(), pair.rows.slot_table.slot_of)
-        ids = np.maximum(found._ids.numpy(), -1)
-        ids[pair.rows.slot_table.slot_of[ids] != np.arange(len(ids)) + pair.rows.cache_rows] = -1
-        assert np.array_equal(ids, pair.rows.slot_table.id_of[pair.rows.cache_rows :])
+        device_lookup.sync_from_device(pair.rows)
+        c = found.columns
+        assert c.slot_of is not None and c.row_in is not None
+        assert np.array_equal(c.slot_of.numpy(), pair.rows.slot_table.slot_of)
+        assert np.array_equal(np.maximum(c.row_in.numpy(), -1), pair.rows.slot_table.id_of)
+        assert (c.claims[:, 0] == 0).any() and found.n_slots == len(pair.rows.parameter)
     check_map(pair.rows)

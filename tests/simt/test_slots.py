@@ -8,138 +8,281 @@ import torch
 
 from bitslab.engine.kernels.cpu import slots as twin
 from bitslab.engine.kernels.cuda.runner import INDEX_ERROR
-from bitslab.engine.kernels.cuda.slots import SlotFinder
+from bitslab.engine.kernels.cuda.slots import (
+    BY_LAST_USE,
+    BY_ORDER,
+    BY_USES,
+    CLAIMS,
+    SlotColumns,
+    SlotFinder,
+)
+from bitslab.engine.kernels.cuda.source import LEAVING_BINS
 from bitslab.engine.kernels.format import NO_ROW, NO_SLOT
 from tests.simt.module import guarded
 from tests.simt.runner import SimtRunner
 
 SEEDS = range(4)
-N_ROWS, N_SLOTS = 300, 900
+N_ROWS, N_SLOTS, N_IDS = 3000, 700, 300
 NOTHING = np.empty(0, np.int64)
+EVICTIONS = {"order": BY_ORDER, "uses": BY_USES, "last-use": BY_LAST_USE}
 
 
-class Cache:
-    """What a finder works on, and its twin."""
+def columns(whole: bool = False, pinned: bool = False, order: str = "") -> SlotColumns:
+    n_slots = N_ROWS if whole else N_SLOTS
+    claims = torch.zeros(2, CLAIMS, dtype=torch.int64)
+    claims[:, 1] = -1
+    common = {
+        "n_rows": N_ROWS,
+        "keys": guarded(torch.zeros(n_slots, dtype=torch.int64)),
+        "seen": guarded(torch.zeros(n_slots, dtype=torch.int32)),
+        "changed": guarded(torch.zeros(n_slots, dtype=torch.int32)),
+        "claims": guarded(claims),
+    }
+    if whole:
+        return SlotColumns(**common)
+    ranks = torch.randperm(N_ROWS, generator=torch.Generator().manual_seed(5))
+    held = torch.zeros(n_slots, dtype=torch.uint8)
+    held[[3, 77]] = 1
+    return SlotColumns(
+        **common,
+        slot_of=guarded(torch.full((N_ROWS,), NO_SLOT, dtype=torch.int32)),
+        row_in=guarded(torch.full((n_slots,), NO_ROW)),
+        since=guarded(torch.zeros(n_slots, dtype=torch.int32)),
+        pinned=guarded(held) if pinned else None,
+        bins=guarded(torch.zeros(2, LEAVING_BINS, dtype=torch.int32)),
+        order=guarded(ranks.to(getattr(torch, order))) if order else None,
+    )
 
-    def __init__(self, seed: int, adds: bool, whole: bool = False):
-        generator = np.random.default_rng(seed)
-        slot_of = np.full(N_ROWS, NO_SLOT, np.int32)
-        resident = generator.permutation(N_ROWS)[:100]
-        slot_of[resident] = np.arange(100)
-        self.whole = whole
-        self.slot_of = guarded(torch.from_numpy(slot_of))
-        self.seen = guarded(torch.zeros(N_SLOTS, dtype=torch.int32))
-        self.uses = guarded(torch.zeros(N_SLOTS, dtype=torch.int64))
-        self.claims = guarded(torch.tensor([0, -1]))
-        self.adds = adds
+
+def array(tensor):
+    return NOTHING if tensor is None else tensor.numpy()
+
+
+class Lookups:
+    """Lookups by the kernels, or by their twins."""
+
+    def __init__(self, columns: SlotColumns, evict: int, seed: int = 0, twins: bool = False):
+        self.columns, self.evict, self.twins = columns, evict, twins
         self.runner = SimtRunner(seed)
-        self.finder = SlotFinder(
-            self.runner,
-            N_ROWS,
-            self.seen,
-            self.claims,
-            slot_of=None if whole else self.slot_of,
-            adds=adds,
-        )
+        self.finder = SlotFinder(self.runner, columns, evict)
+        self.number = 0
+        room = 0 if columns.slot_of is None else N_IDS
+        self.wanted = guarded(torch.full((room,), NO_ROW))
+        self.victims = guarded(torch.full((room,), -7))
+        self.leaving = guarded(torch.full((room,), NO_ROW))
 
-    def kernels(self, ids, first, number, counts=True):
-        wanted = guarded(torch.full((len(ids),), NO_ROW))
+    def __call__(self, ids, oldest: int | None = None, counting: int | None = None):
+        """Look a batch up; return slots, counts, and the rows that came, their slots, the leaving."""
+        self.number += 1
+        oldest = self.number if oldest is None else oldest
+        counting = self.evict if counting is None else counting
         slots = guarded(torch.empty(2, len(ids), dtype=torch.int64))
-        hits_misses, misses = (
-            guarded(torch.zeros(2, dtype=torch.int64)),
-            guarded(torch.tensor([-1])),
-        )
-        uses = self.uses if counts else None
-        self.finder.claim(ids, wanted)
-        self.finder.give(
-            ids, slots, hits_misses, number, uses=uses, first=first, miss_count=misses.data_ptr()
-        )
+        counts = guarded(torch.zeros(3, dtype=torch.int64))
+        look_up = self._by_twins if self.twins else self._by_kernels
+        came = look_up(ids, slots, counts, oldest, counting)
         assert torch.equal(slots[0], slots[1])
-        assert self.claims.tolist() == [0, -1]
-        return wanted, slots[0], hits_misses, misses
+        assert self.wanted.eq(NO_ROW).all() and self.leaving.eq(NO_ROW).all()
+        return slots[0], counts.tolist(), came
 
-    def twins(self, ids, first, number, counts=True):
-        wanted = torch.full((len(ids),), NO_ROW)
-        slots, kept = torch.empty(2, len(ids), dtype=torch.int64)
-        hits_misses, misses = torch.zeros(2, dtype=torch.int64), torch.tensor([-1])
-        slot_of = NOTHING if self.whole else self.slot_of.numpy()
-        twin.claim_slots(ids.numpy(), N_ROWS, slot_of, wanted.numpy(), self.claims.numpy())
-        bad = twin.give_slots(
+    def _came(self):
+        n = int(self.columns.claims[(self.number - 1) % 2, 0])
+        return [t[:n].clone() for t in (self.wanted, self.victims, self.leaving)]
+
+    def _by_kernels(self, ids, slots, counts, oldest, counting):
+        c, finder = self.columns, self.finder
+        wanted = None if c.slot_of is None else self.wanted
+        finder.claim(ids, counts, self.number, wanted)
+        if wanted is not None:
+            finder.choose(counts, self.number, oldest, wanted, self.victims, self.leaving)
+        came = self._came()
+        more = {"wanted": wanted, "victims": self.victims, "leaving": self.leaving}
+        finder.give(ids, counts, self.number, slots, counting=counting, **more)
+        return came
+
+    def _by_twins(self, ids, slots, counts, oldest, counting):
+        c = self.columns
+        turn = (self.number - 1) % 2
+        claims, bins = c.claims[turn].numpy(), array(None if c.bins is None else c.bins[turn])
+        next_bins = array(None if c.bins is None else c.bins[1 - turn])
+        by_slot = array(c.row_in), array(c.keys)
+        batch = array(self.wanted), array(self.victims), array(self.leaving)
+        seen, changed, counted = array(c.seen), array(c.changed), counts.numpy()
+        leaves = array(c.pinned), self.evict, self.number, oldest, bins
+        twin.claim_slots(
+            ids.numpy(), N_ROWS, array(c.slot_of), seen, self.number, batch[0], counted, claims
+        )
+        if c.slot_of is not None:
+            twin.count_slots(N_ROWS, *by_slot, seen, *leaves, claims)
+            twin.choose_slots(
+                N_ROWS,
+                *by_slot,
+                seen,
+                array(c.since),
+                changed,
+                leaves[0],
+                array(c.order),
+                *leaves[1:],
+                *batch,
+                counted,
+                claims,
+            )
+        came = self._came()
+        self.bad = twin.give_slots(
             ids.numpy(),
             N_ROWS,
-            slot_of,
-            first,
-            slots.numpy(),
-            kept.numpy(),
-            self.seen.numpy(),
-            number,
-            self.uses.numpy() if counts else NOTHING,
-            self.adds,
-            hits_misses.numpy(),
-            misses.numpy(),
-            self.claims.numpy(),
+            array(c.slot_of),
+            *by_slot,
+            changed,
+            counting,
+            self.number,
+            *batch,
+            slots[0].numpy(),
+            slots[1].numpy(),
+            counted,
+            claims,
+            c.claims[1 - turn].numpy(),
+            next_bins,
         )
-        assert torch.equal(slots, kept)
-        return wanted, slots, hits_misses, misses, bad
+        return came
 
 
 @pytest.mark.pairwise
+@pytest.mark.parametrize("twins", [False, True], ids=["kernels", "twins"])
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
-@pytest.mark.parametrize("adds", [True, False], ids=["counts", "last"])
-@pytest.mark.parametrize("n", [1, 31, 700])
+@pytest.mark.parametrize("evict", EVICTIONS.values(), ids=EVICTIONS.keys())
+@pytest.mark.parametrize("pinned", [False, True], ids=["none-pinned", "pinned"])
+@pytest.mark.parametrize("order", ["", "int32", "int64"])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_rows_without_a_slot_get_the_free_ones(seed, n, adds, dtype):
-    cache, theirs = Cache(seed, adds), Cache(seed, adds)
+def test_rows_take_the_slots_of_those_that_are_worth_least(
+    seed, order, pinned, evict, dtype, twins
+):
+    c = columns(pinned=pinned, order=order)
+    look_up = Lookups(c, evict, seed, twins)
     generator = torch.Generator().manual_seed(seed)
-    first = 100
-    for number in (7, 8, 9):
-        ids = torch.randint(-3 if number == 8 else 0, N_ROWS, (n,), generator=generator).to(dtype)
-        rows = ids.clamp(0).long()
-        before = cache.slot_of.clone()
-        wanted, slots, hits_misses, misses = cache.kernels(ids, first, number)
-        missing = set(rows[before[rows] == NO_SLOT].tolist())
-        count = len(missing)
-        assert set(wanted[:count].tolist()) == missing
-        assert wanted[count:].eq(NO_ROW).all()
-        assert hits_misses.tolist() == [len(rows.unique()) - count, count] and misses.tolist() == [
-            count
-        ]
-        assert torch.equal(cache.slot_of[wanted[:count]], torch.arange(first, first + count).int())
-        assert torch.equal(slots, cache.slot_of[rows].long())
-        there = before != NO_SLOT
-        assert torch.equal(cache.slot_of[there], before[there])
-        their_wanted, their_slots, their_counts, their_misses, bad = theirs.twins(
-            ids, first, number
+    fixed = set() if c.pinned is None else {3, 77}
+    holds: dict[int, int] = {}  # the row in each slot
+    uses: dict[int, int] = {}
+    last: dict[int, int] = {}
+    for number in range(1, 12):
+        n = int(torch.randint(1, N_IDS, (1,), generator=generator))
+        most = N_ROWS if number % 3 else 400
+        ids = torch.randint(most, (n,), generator=generator).to(dtype)
+        oldest = max(1, number - number % 2)  # now and then the rows of the last batch stay
+        changed = torch.randint(2, (N_SLOTS,), generator=generator).bool()
+        c.changed.copy_(changed.int() * 9)
+        before = dict(holds)
+        slots, counts, (came, victims, leaving) = look_up(ids, oldest)
+        there = set(before.values())
+        rows = set(ids.tolist())
+        assert set(came.tolist()) == rows - there and len(set(victims.tolist())) == len(came)
+        for row, slot, left in zip(came.tolist(), victims.tolist(), leaving.tolist(), strict=True):
+            old = before.get(slot)
+            assert left == (old if old is not None and changed[slot] else NO_ROW)
+            assert slot not in fixed and (old is None or last[old] < oldest)
+            assert old not in rows
+            if old is not None:
+                del uses[old]
+            holds[slot], uses[row] = row, 0
+            assert c.since[slot] == number and not c.changed[slot]
+        written = int((leaving != NO_ROW).sum())
+        assert counts == [len(rows & there), len(rows - there), written]
+        for row in ids.tolist():
+            uses[row] += 1
+            last[row] = number
+        assert all(
+            holds[slot] == row for slot, row in zip(slots.tolist(), ids.tolist(), strict=True)
         )
-        assert their_counts.tolist() == hits_misses.tolist() and their_misses.tolist() == [count]
-        outside = (ids < 0).nonzero()
-        assert bad == (int(outside[0]) if len(outside) else -1)
-        if len(outside):
-            assert cache.runner.mailbox.tolist() == [INDEX_ERROR, bad, int(ids[bad]), N_ROWS]
-        if seed == 0:  # lanes in order: the same to the bit
-            assert torch.equal(their_wanted, wanted) and torch.equal(their_slots, slots)
-            assert torch.equal(cache.uses, theirs.uses)
-        assert cache.uses.sum() == theirs.uses.sum()
-        first += count
+        for slot in range(N_SLOTS):
+            row = holds.get(slot)
+            assert c.row_in[slot] == (NO_ROW if row is None else row)
+            if row is not None:
+                assert c.slot_of[row] == slot and c.seen[slot] == last[row]
+                rank = row if c.order is None else int(c.order[row])
+                key = {BY_USES: uses[row], BY_LAST_USE: last[row], BY_ORDER: -rank}[evict]
+                assert c.keys[slot] == key
+        assert int((c.slot_of >= 0).sum()) == len(holds)
+        gone = [before[slot] for slot in victims.tolist() if slot in before]
+        stayed = [
+            r for s, r in before.items() if holds[s] == r and last[r] < oldest and s not in fixed
+        ]
+        stayed = [r for r in stayed if r not in rows]
+        ranks = (lambda r: r) if c.order is None else (lambda r: int(c.order[r]))
+        if gone and evict == BY_LAST_USE and stayed:
+            assert max(last[r] for r in gone) <= min(last[r] for r in stayed)
+        if gone and evict == BY_ORDER and stayed:  # two ranks may share a bin
+            assert min(map(ranks, gone)) + 1 >= max(map(ranks, stayed))
+    assert not look_up.runner.mailbox.any()
 
 
+def test_the_rows_that_leave_are_those_used_least():
+    c = columns()
+    look_up = Lookups(c, BY_USES)
+    for first in (0, 200, 400):  # all but 100 slots
+        look_up(torch.arange(first, first + 200))
+    look_up(torch.arange(0, 600, 4))
+    used = torch.arange(0, 600, 4)
+    _, counts, (came, victims, _) = look_up(torch.arange(1000, 1250))
+    assert counts == [0, 250, 0] and len(came) == 250
+    assert (c.slot_of[used] >= 0).all()
+    look_up(torch.arange(2000, 2300))
+    assert (c.slot_of[used] >= 0).all()
+
+
+@pytest.mark.parametrize("large", [1022, 1023, 1024, 5000, 2**20, 2**40], ids=str)
+def test_counts_of_any_size_keep_their_order(large):
+    c = columns()
+    look_up = Lookups(c, BY_USES)
+    for first in range(0, N_SLOTS, N_IDS):
+        look_up(torch.arange(first, min(first + N_IDS, N_SLOTS)))
+    c.keys.copy_(torch.arange(N_SLOTS) % 2 * large + large)
+    _, _, (_, victims, _) = look_up(torch.arange(1000, 1300))
+    assert (c.row_in[victims] >= 1000).all() and (victims % 2 == 0).all()
+
+
+@pytest.mark.parametrize("evict", EVICTIONS.values(), ids=EVICTIONS.keys())
+@pytest.mark.parametrize("twins", [False, True], ids=["kernels", "twins"])
+def test_a_batch_may_take_every_slot_that_is_left(evict, twins):
+    c = columns(pinned=True)
+    look_up = Lookups(c, evict, twins=twins)
+    for first in range(0, 600, 200):
+        look_up(torch.arange(first, first + 200))
+    kept = look_up(torch.arange(700, 900))[0]
+    number = look_up.number
+    rest = N_SLOTS - 200 - 2
+    for first, n in ((1000, 299), (2000, rest - 299)):
+        _, counts, _ = look_up(torch.arange(first, first + n), oldest=number)
+        assert counts[1] == n
+    assert torch.equal(c.row_in[kept], torch.arange(700, 900))
+    assert c.row_in[c.row_in >= 0].unique().shape[0] == int((c.row_in >= 0).sum())
+
+
+@pytest.mark.parametrize("counting", [BY_ORDER, BY_USES])
+@pytest.mark.parametrize("twins", [False, True], ids=["kernels", "twins"])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_rows_that_are_all_resident_lie_in_the_slots_of_their_numbers(seed):
-    cache, theirs = Cache(seed, True, whole=True), Cache(seed, True, whole=True)
+def test_rows_that_are_all_resident_lie_in_the_slots_of_their_numbers(seed, twins, counting):
+    c = columns(whole=True)
+    look_up = Lookups(c, BY_USES, seed, twins)
     ids = torch.randint(N_ROWS, (500,), generator=torch.Generator().manual_seed(seed))
-    for counts in (False, True):
-        _, slots, hits_misses, misses = cache.kernels(ids, 0, 1 + counts, counts)
-        assert torch.equal(slots, ids)
-        assert hits_misses.tolist() == [len(ids.unique()), 0] and misses.tolist() == [0]
-        their_slots, their_counts = theirs.twins(ids, 0, 1 + counts, counts)[1:3]
-        assert torch.equal(slots, their_slots) and torch.equal(hits_misses, their_counts)
-        assert torch.equal(cache.uses, theirs.uses)
-    assert torch.equal(cache.uses[:N_ROWS], torch.bincount(ids, minlength=N_ROWS))
-    assert not cache.runner.mailbox.any()
+    slots, counts, _ = look_up(ids, counting=counting)
+    assert torch.equal(slots, ids)
+    assert counts == [len(ids.unique()), 0, 0]
+    expected = torch.bincount(ids, minlength=N_ROWS) * (counting == BY_USES)
+    assert torch.equal(c.keys, expected)
+    assert not look_up.runner.mailbox.any()
 
 
-def test_a_bad_id_of_a_batch_that_was_given_up_is_not_looked_for_in_a_shorter_one():
-    cache = Cache(0, True, whole=True)
-    cache.finder.claim(torch.tensor([1, 2, -5]))
-    cache.kernels(torch.tensor([3, 4]), 0, 1)
-    assert not cache.runner.mailbox.any()
+@pytest.mark.parametrize("bad", [-3, N_ROWS, 2**31 - 1])
+def test_a_bad_id_is_reported_and_stands_for_the_row_next_to_it(bad):
+    ids = torch.tensor([5, 6, bad, -9], dtype=torch.int32)
+    near = 0 if bad < 0 else N_ROWS - 1
+    for twins in (False, True):
+        look_up = Lookups(columns(), BY_USES, twins=twins)
+        slots, _, _ = look_up(ids)
+        assert look_up.columns.row_in[slots].tolist() == [5, 6, near, 0]
+        if twins:
+            assert look_up.bad == 2
+        else:
+            assert look_up.runner.mailbox.tolist() == [INDEX_ERROR, 2, bad, N_ROWS]
+        look_up.runner.mailbox.zero_()
+        look_up(torch.tensor([1, 2]))
+        assert not look_up.runner.mailbox.any()

@@ -240,7 +240,7 @@ def test_gradients_of_lookups_on_a_gpu_are_distinguished_from_others(lookups, sp
             torch.stack([found(n + k) for k in range(lookups)]).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-        assert rows.miss_buffer is not None
+        assert rows.owned_by_device
         with pytest.raises(BitslabError, match="no lookup made"):
             (found(20) + rows.parameter.square().sum()).backward()
 
@@ -381,7 +381,7 @@ def test_a_gradient_of_lookups_on_a_gpu_is_looked_at_in_the_slots_that_they_hold
             torch.nn.utils.clip_grad_norm_([rows.parameter], 0.1)
             optimizer.step()
             optimizer.zero_grad()
-        assert rows.miss_buffer is not None
+        assert rows.owned_by_device
         matrix, index = rows.lookup(torch.arange(20, 25), train=True)
         matrix[index].sum().backward()
         added(rows.parameter)

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import numpy as np
 from numba import njit
 
-from ..format import NO_SLOT
+from ..format import NO_ROW, NO_SLOT
+from .slot_table import COUNT_UP, LAST_USE
 
 CLAIMED = NO_SLOT - 2
 
 
 @njit(nogil=True, cache=True)
-def claim_slots(ids, n_rows, slot_of, wanted, claims):
+def claim_slots(ids, n_rows, slot_of, seen, number, wanted, counts, claims):
     """Write the rows of a batch that have no slot."""
     for i in range(ids.shape[0]):
         row = min(max(ids[i], 0), n_rows - 1)
         if row != ids[i] and claims[1] < 0:
             claims[1] = i
-        if slot_of.shape[0] and slot_of[row] == NO_SLOT:
+        slot = row
+        if slot_of.shape[0]:
+            slot = slot_of[row]
+        if slot >= 0:
+            if seen[slot] != number:
+                seen[slot] = number
+                counts[0] += 1
+        elif slot == NO_SLOT:
             k = claims[0]
             claims[0] = k + 1
             wanted[k] = row
@@ -24,26 +33,156 @@ def claim_slots(ids, n_rows, slot_of, wanted, claims):
 
 
 @njit(nogil=True, cache=True)
+def _steps_up_to(x, n_bins):
+    if x < 1024:
+        return x
+    top = 10
+    while x >> (top + 1):
+        top += 1
+    return min(1024 + (top - 10) * 32 + (x >> (top - 5) & 31), n_bins - 2)
+
+
+@njit(nogil=True, cache=True)
+def _bin_of(row, key, evict, number, n_rows, n_bins):
+    if row < 0:
+        return 0
+    if evict == COUNT_UP:
+        return 1 + _steps_up_to(key, n_bins)
+    if evict == LAST_USE:
+        return n_bins - 1 - _steps_up_to(number - key, n_bins)
+    unused = n_rows - 1 + key
+    return 1 + (unused if n_rows < n_bins else unused * (n_bins - 1) // n_rows)
+
+
+@njit(nogil=True, cache=True)
+def _may_leave(seen, pinned, oldest, slot):
+    return seen[slot] < oldest and not (pinned.shape[0] and pinned[slot])
+
+
+@njit(nogil=True, cache=True)
+def count_slots(n_rows, row_in, keys, seen, pinned, evict, number, oldest, bins, claims):
+    """Count the slots whose rows may leave, by what these are worth."""
+    if claims[0] == 0:
+        return
+    for slot in range(row_in.shape[0]):
+        if _may_leave(seen, pinned, oldest, slot):
+            bins[_bin_of(row_in[slot], keys[slot], evict, number, n_rows, bins.shape[0])] += 1
+
+
+@njit(nogil=True, cache=True)
+def choose_slots(
+    n_rows,
+    row_in,
+    keys,
+    seen,
+    since,
+    changed,
+    pinned,
+    order,
+    evict,
+    number,
+    oldest,
+    bins,
+    wanted,
+    victims,
+    leaving,
+    counts,
+    claims,
+):
+    """Take the slots of the rows that are worth least."""
+    missing = claims[0]
+    if missing == 0:
+        return
+    last_bin, before = 0, 0
+    while last_bin < bins.shape[0] and before + bins[last_bin] < missing:
+        before += bins[last_bin]
+        last_bin += 1
+    for slot in range(row_in.shape[0]):
+        if not _may_leave(seen, pinned, oldest, slot):
+            continue
+        row = row_in[slot]
+        bin = _bin_of(row, keys[slot], evict, number, n_rows, bins.shape[0])
+        if bin > last_bin:
+            continue
+        if bin == last_bin:
+            claims[3] += 1
+            if claims[3] > missing - before:
+                continue
+        k = claims[2]
+        claims[2] = k + 1
+        writes = row >= 0 and changed[slot] != 0
+        victims[k] = slot
+        leaving[k] = row if writes else NO_ROW
+        counts[2] += writes
+        if evict == COUNT_UP:
+            keys[slot] = 0
+        elif evict == LAST_USE:
+            keys[slot] = number
+        else:
+            keys[slot] = -(order[wanted[k]] if order.shape[0] else wanted[k])
+        seen[slot] = number
+        since[slot] = number
+
+
+@njit(nogil=True, cache=True)
 def give_slots(
-    ids, n_rows, slot_of, first, slots, kept, seen, number, uses, adds, counts, miss_count, claims
+    ids,
+    n_rows,
+    slot_of,
+    row_in,
+    keys,
+    changed,
+    counting,
+    number,
+    wanted,
+    victims,
+    leaving,
+    slots,
+    kept,
+    counts,
+    claims,
+    next_claims,
+    next_bins,
 ):
     """Write the slots of all rows of a batch; return the first position of a bad id, or -1."""
-    different = 0
     for i in range(ids.shape[0]):
         row = min(max(ids[i], 0), n_rows - 1)
         slot = row
         if slot_of.shape[0]:
             slot = slot_of[row]
             if slot < 0:
-                slot = slot_of[row] = first + (CLAIMED - slot)
+                slot = victims[CLAIMED - slot]
         slots[i] = kept[i] = slot
-        if seen[slot] != number:
-            seen[slot] = number
-            different += 1
-        if uses.shape[0]:
-            uses[slot] = uses[slot] + 1 if adds else number
-    missed, bad = claims[0], claims[1]
-    claims[0], claims[1] = 0, -1
-    counts[0] += different - missed
-    counts[1] = miss_count[0] = missed
+        if counting == COUNT_UP:
+            keys[slot] += 1
+        elif counting == LAST_USE:
+            keys[slot] = number
+    missing = claims[0]
+    for k in range(missing):
+        slot, gone = victims[k], row_in[victims[k]]
+        if gone >= 0:
+            slot_of[gone] = NO_SLOT
+        row_in[slot] = wanted[k]
+        changed[slot] = 0
+        slot_of[wanted[k]] = slot
+        wanted[k] = leaving[k] = NO_ROW
+    next_bins[:] = 0
+    counts[1] = missing
+    bad = claims[1]
+    next_claims[:] = 0
+    next_claims[1] = -1
     return bad
+
+
+@njit(nogil=True, cache=True)
+def exchange_rows(cached, stored, by_position, slots, rows, count, to_host):
+    """Copy rows of one array, uint8 ``[slots, b]``, to uint8 ``[rows, b]`` or from it."""
+    for k in range(count):
+        if rows[k] < 0:
+            continue
+        row = k if by_position else rows[k]
+        for at in range(np.int64(cached.shape[1])):
+            if to_host:
+                stored[row, at] = cached[slots[k], at]
+            else:
+                cached[slots[k], at] = stored[row, at]

@@ -10,6 +10,7 @@ from .copy import CopyKernels
 from .count import CountKernels
 from .decode import DecodeKernels
 from .encode import EncodeKernels
+from .exchange import ExchangeKernels
 from .gather import GatherKernels
 from .ids import IdKernels
 from .map import MapKernels
@@ -37,6 +38,8 @@ class CudaKernels:
         Maps ids to locations.
     slots : SlotKernels
         Finds slots of a cache.
+    exchange : ExchangeKernels
+        Moves rows between a cache and the host.
     bags : BagKernels
         Pools bags of rows.
     """
@@ -45,6 +48,7 @@ class CudaKernels:
         self.ids = IdKernels(runner)
         self.map = MapKernels(runner)
         self.slots = SlotKernels(runner)
+        self.exchange = ExchangeKernels(runner)
         self.bags = BagKernels(runner)
         self.count_bits = CountKernels(runner).count_bits
         encode = EncodeKernels(runner)

@@ -1,10 +1,21 @@
-// Slots of a cache for the rows of a batch: rows that have none get free ones. claim_slots says which
-// rows those are; then they are fetched, and give_slots writes the slots of all rows of the batch.
+// Slots of a cache for the rows of a batch: rows that have none take those of rows that leave.
 //
-// slot_of[N] is the slot of each row, or NO_SLOT; between the two launches CLAIMED - k for the k-th of
-// the rows that are to come. Without it each row lies in the slot of its own number. An id out of range
-// stands for the first or the last row. claims: how many rows are to come, and the first position of an
-// id out of range or all ones; give_slots sets them back.
+// Four launches on one stream: claim_slots finds the rows of the batch that have no slot, count_slots
+// counts how much the rows that may leave are worth, choose_slots takes the slots of those that are worth
+// least; then rows that changed are written back and the others fetched, see exchange.cu; give_slots
+// changes the map, and writes the slots of all ids of the batch. The host knows none of the numbers.
+//
+// slot_of[N] is the slot of each row, or NO_SLOT; between the first and the last launch CLAIMED - k for
+// the k-th of the rows that are to come. Without it each row lies in the slot of its own number, and
+// nothing leaves. An id out of range stands for the first or the last row.
+//
+// claims: rows to come, the first position of an id out of range or all ones, slots taken, and slots
+// taken whose rows are worth as much as the last ones that leave. give_slots of a batch sets the claims
+// and bins of the next one, which are others.
+//
+// A row may leave unless a batch from `oldest` on had it or its slot is pinned. row_in: the row in each
+// slot, or NO_ROW; seen: the last batch that had it; since: the batch that fetched it; keys: see
+// `evict`; changed: 0, or the step that changed it.
 #include "bits.cuh"
 #include "ids.cuh"
 #include "mailbox.cuh"
@@ -12,28 +23,36 @@
 #define THREADS 256
 #define CLAIMING (NO_SLOT - 1)
 #define CLAIMED (NO_SLOT - 2)
+enum { BY_ORDER = 0, BY_USES = 1, BY_LAST_USE = 2 };  // which row leaves first
+enum { MISSING = 0, BAD = 1, TAKEN = 2, TAKEN_LAST = 3 };
 
 __device__ __forceinline__ i64 in_range(i64 id, i64 n_rows) { return id < 0 ? 0 : id < n_rows ? id : n_rows - 1; }
 
-// wanted: gets the rows that are to come, in any order.
+// wanted: gets the rows that are to come, in any order. counts, zeros: gets the different rows that had a slot.
 extern "C" __global__ void __launch_bounds__(THREADS)
-    claim_slots(const void* __restrict__ ids, int id_bytes, i64 n, i64 n_rows, int* slot_of, i64* wanted,
-                u64* claims) {
+    claim_slots(const void* __restrict__ ids, int id_bytes, i64 n, i64 n_rows, int* slot_of, int* seen, int number,
+                i64* wanted, u64* counts, u64* claims) {
   const int lane = threadIdx.x & 31;
   const i64 stride = (i64)gridDim.x * THREADS;
+  u32 hits = 0;
   for (i64 first = (i64)blockIdx.x * THREADS + threadIdx.x - lane; first < n; first += stride) {
     bool won = false;
     i64 row = 0;
     if (first + lane < n) {
       const i64 id = load_id(ids, first + lane, id_bytes);
       row = in_range(id, n_rows);
-      if (row != id) atomicMin(claims + 1, (u64)(first + lane));
-      if (slot_of != nullptr && slot_of[row] == NO_SLOT) won = atomicCAS(slot_of + row, NO_SLOT, CLAIMING) == NO_SLOT;
+      if (row != id) atomicMin(claims + BAD, (u64)(first + lane));
+      const int slot = slot_of == nullptr ? (int)row : *(volatile int*)(slot_of + row);
+      if (slot >= 0) {
+        if (seen[slot] != number && atomicExch(seen + slot, number) != number) ++hits;
+      } else if (slot == NO_SLOT) {
+        won = atomicCAS(slot_of + row, NO_SLOT, CLAIMING) == NO_SLOT;
+      }
     }
     const u32 winners = __ballot_sync(FULL, won);
     if (!winners) continue;
     u64 begin = 0;
-    if (lane == 0) begin = atomicAdd(claims, (u64)__popc(winners));
+    if (lane == 0) begin = atomicAdd(claims + MISSING, (u64)__popc(winners));
     begin = __shfl_sync(FULL, begin, 0);
     if (won) {
       const u64 k = begin + __popc(winners & ((1u << lane) - 1));
@@ -41,42 +60,166 @@ extern "C" __global__ void __launch_bounds__(THREADS)
       slot_of[row] = CLAIMED - (int)k;
     }
   }
+  hits = __reduce_add_sync(FULL, hits);
+  if (lane == 0 && hits) atomicAdd(counts, (u64)hits);
 }
 
-// slots, kept: get the slot of each id, twice. The rows to come lie from slot `first` on. seen: for each
-// slot the number of the last batch that had it. uses, if any, is raised by one for each id of a slot
-// with `adds`, and becomes the number of the batch without. counts, zeros: gets the different rows that
-// had a slot, and those that had none; miss_count, in host memory that the CPU can read at any time, the latter.
+// Numbers that rise with x, one for each up to 1023, then 32 for each power of two.
+__device__ __forceinline__ int steps_up_to(u64 x) {
+  if (x < 1024) return (int)x;
+  const int top = 63 - __clzll((i64)x);
+  const int step = 1024 + (top - 10) * 32 + (int)(x >> (top - 5) & 31);
+  return step < BINS - 2 ? step : BINS - 2;
+}
+
+// The bin of a slot whose row may leave, those of lower ones first: 0 for a slot that holds none.
+__device__ __forceinline__ int bin_of(i64 row, i64 key, int evict, int number, i64 n_rows) {
+  if (row < 0) return 0;
+  if (evict == BY_USES) return 1 + steps_up_to((u64)key);
+  if (evict == BY_LAST_USE) return BINS - 1 - steps_up_to((u64)(number - key));
+  const u64 unused = (u64)(n_rows - 1 + key);  // the key is minus the rank, 0 for the most used row
+  return 1 + (int)(n_rows < BINS ? unused : unused * (BINS - 1) / (u64)n_rows);
+}
+
+__device__ __forceinline__ bool may_leave(const int* seen, const u8* pinned, int oldest, i64 slot) {
+  return seen[slot] < oldest && (pinned == nullptr || !pinned[slot]);
+}
+
+// bins: gets how many rows of each bin may leave; they were zeros.
 extern "C" __global__ void __launch_bounds__(THREADS)
-    give_slots(const void* __restrict__ ids, int id_bytes, i64 n, i64 n_rows, int* slot_of, int first, i64* slots,
-               i64* kept, int* seen, int number, u64* uses, int adds, u64* counts, volatile i64* miss_count, u64* claims,
-               i64* mailbox) {
+    count_slots(i64 n_slots, i64 n_rows, const i64* row_in, const i64* keys, const int* seen, const u8* pinned,
+                int evict, int number, int oldest, u32* bins, const u64* claims) {
+  __shared__ u32 counted[BINS];
+  if (claims[MISSING] == 0) return;
+  for (int b = threadIdx.x; b < BINS; b += THREADS) counted[b] = 0;
+  __syncthreads();
+  const int lane = threadIdx.x & 31;
   const i64 stride = (i64)gridDim.x * THREADS;
-  u32 different = 0;
-  for (i64 i = (i64)blockIdx.x * THREADS + threadIdx.x; i < n; i += stride) {
+  for (i64 first = (i64)blockIdx.x * THREADS + threadIdx.x - lane; first < n_slots; first += stride) {
+    const i64 slot = first + lane;
+    int bin = -1;
+    if (slot < n_slots && may_leave(seen, pinned, oldest, slot))
+      bin = bin_of(row_in[slot], keys[slot], evict, number, n_rows);
+    // Most slots have a bin in common.
+    const u32 leaves = __ballot_sync(FULL, bin >= 0);
+    if (!leaves) continue;
+    const int common = __shfl_sync(FULL, bin, __ffs(leaves) - 1);
+    const u32 alike = __ballot_sync(FULL, bin == common);
+    if (lane == __ffs(leaves) - 1) atomicAdd(counted + common, (u32)__popc(alike));
+    if (bin >= 0 && bin != common) atomicAdd(counted + bin, 1u);
+  }
+  __syncthreads();
+  for (int b = threadIdx.x; b < BINS; b += THREADS)
+    if (counted[b]) atomicAdd(bins + b, counted[b]);
+}
+
+// victims: gets a slot for each of the wanted rows. leaving: gets the row in it where that has changed, else
+// NO_ROW. order: ranks of rows, for BY_ORDER; that of the ids where it is left out. counts[2] gets the rows
+// that are to be written back.
+extern "C" __global__ void __launch_bounds__(THREADS)
+    choose_slots(i64 n_slots, i64 n_rows, const i64* row_in, i64* keys, int* seen, int* since, const int* changed,
+                 const u8* pinned, const void* order, int order_bytes, int evict, int number, int oldest,
+                 const u32* bins, const i64* wanted, i64* victims, i64* leaving, u64* counts, u64* claims) {
+  constexpr int EACH = BINS / THREADS;
+  __shared__ u32 before[THREADS];
+  __shared__ int last_bin;
+  __shared__ u32 of_last;
+  const u64 missing = claims[MISSING];
+  if (missing == 0) return;
+  // The last bin that rows leave from, and how many of it leave.
+  u32 own = 0;
+#pragma unroll
+  for (int k = 0; k < EACH; ++k) own += bins[threadIdx.x * EACH + k];
+  if (threadIdx.x == 0) {
+    last_bin = BINS;
+    of_last = 0;
+  }
+  before[threadIdx.x] = own;
+  __syncthreads();
+  for (int step = 1; step < THREADS; step *= 2) {
+    const u32 more = (int)threadIdx.x >= step ? before[threadIdx.x - step] : 0;
+    __syncthreads();
+    before[threadIdx.x] += more;
+    __syncthreads();
+  }
+  u64 sum = before[threadIdx.x] - own;
+  if (sum < missing && missing <= sum + own) {
+    int bin = threadIdx.x * EACH;
+    while (sum + bins[bin] < missing) sum += bins[bin++];
+    last_bin = bin;
+    of_last = (u32)(missing - sum);
+  }
+  __syncthreads();
+  const int lane = threadIdx.x & 31;
+  const i64 stride = (i64)gridDim.x * THREADS;
+  u32 written = 0;
+  for (i64 first = (i64)blockIdx.x * THREADS + threadIdx.x - lane; first < n_slots; first += stride) {
+    const i64 slot = first + lane;
+    bool takes = false;
+    i64 row = NO_ROW;
+    if (slot < n_slots && may_leave(seen, pinned, oldest, slot)) {
+      row = row_in[slot];
+      const int bin = bin_of(row, keys[slot], evict, number, n_rows);
+      takes = bin < last_bin || (bin == last_bin && atomicAdd(claims + TAKEN_LAST, 1ull) < of_last);
+    }
+    const u32 taking = __ballot_sync(FULL, takes);
+    if (!taking) continue;
+    u64 begin = 0;
+    if (lane == 0) begin = atomicAdd(claims + TAKEN, (u64)__popc(taking));
+    begin = __shfl_sync(FULL, begin, 0);
+    if (!takes) continue;
+    const u64 k = begin + __popc(taking & ((1u << lane) - 1));
+    const i64 to_come = wanted[k];
+    const bool writes = row >= 0 && changed[slot];
+    victims[k] = slot;
+    leaving[k] = writes ? row : NO_ROW;
+    written += writes;
+    keys[slot] = evict == BY_USES ? 0 : evict == BY_LAST_USE ? number
+                 : order == nullptr ? -to_come : -load_id(order, to_come, order_bytes);
+    seen[slot] = number;
+    since[slot] = number;
+  }
+  written = __reduce_add_sync(FULL, written);
+  if (lane == 0 && written) atomicAdd(counts + 2, (u64)written);
+}
+
+// slots, kept: get the slot of each id, twice. counting: BY_USES raises the key of a slot by one for each id
+// there, BY_LAST_USE makes it the number of the batch, BY_ORDER leaves it. counts: gets the different rows
+// that had no slot. wanted and leaving are NO_ROW again afterwards.
+extern "C" __global__ void __launch_bounds__(THREADS)
+    give_slots(const void* __restrict__ ids, int id_bytes, i64 n, i64 n_rows, int* slot_of, i64* row_in, i64* keys,
+               int* changed, int counting, int number, i64* wanted, const i64* victims, i64* leaving, i64* slots,
+               i64* kept, u64* counts, const u64* claims, u64* next_claims, u32* next_bins, i64* mailbox) {
+  const i64 stride = (i64)gridDim.x * THREADS;
+  const i64 begin = (i64)blockIdx.x * THREADS + threadIdx.x;
+  for (i64 i = begin; i < n; i += stride) {
     const i64 row = in_range(load_id(ids, i, id_bytes), n_rows);
     int slot = (int)row;
     if (slot_of != nullptr) {
       const int there = *(volatile int*)(slot_of + row);  // another thread may just have written it
-      slot = there >= 0 ? there : first + (CLAIMED - there);
-      if (there < 0) slot_of[row] = slot;
+      slot = there >= 0 ? there : (int)victims[CLAIMED - there];
     }
     slots[i] = slot;
     kept[i] = slot;
-    if (seen[slot] != number && atomicExch(seen + slot, number) != number) ++different;
-    if (uses != nullptr) {
-      if (adds) atomicAdd(uses + slot, 1ull);
-      else uses[slot] = (u64)number;
-    }
+    if (counting == BY_USES) atomicAdd((u64*)keys + slot, 1ull);
+    else if (counting == BY_LAST_USE) keys[slot] = number;
   }
-  different = __reduce_add_sync(FULL, different);
-  if ((threadIdx.x & 31) == 0 && different) atomicAdd(counts, (u64)different);
-  if (blockIdx.x || threadIdx.x) return;
-  const u64 missed = claims[0], bad = claims[1];
-  claims[0] = 0;
-  claims[1] = ~0ull;
-  counts[1] = missed;
-  atomicAdd(counts, 0ull - missed);
-  if (miss_count != nullptr) *miss_count = (i64)missed;
+  const i64 missing = (i64)claims[MISSING];
+  for (i64 k = begin; k < missing; k += stride) {
+    const i64 slot = victims[k], row = wanted[k], gone = row_in[slot];
+    if (gone >= 0) slot_of[gone] = NO_SLOT;
+    row_in[slot] = row;
+    changed[slot] = 0;
+    slot_of[row] = (int)slot;
+    wanted[k] = NO_ROW;
+    leaving[k] = NO_ROW;
+  }
+  if (next_bins != nullptr)
+    for (i64 b = begin; b < BINS; b += stride) next_bins[b] = 0;
+  if (begin) return;
+  const u64 bad = claims[BAD];
+  counts[1] = (u64)missing;
+  next_claims[MISSING] = next_claims[TAKEN] = next_claims[TAKEN_LAST] = 0;
+  next_claims[BAD] = ~0ull;
   if (bad < (u64)n) report(mailbox, ERROR_INDEX, (i64)bad, load_id(ids, (i64)bad, id_bytes), n_rows);
 }

@@ -1,4 +1,4 @@
-"""Where the rows of a batch lie in a cache, found by a GPU; see slots.cu."""
+"""Slots of a cache for the rows of a batch, found and chosen by a GPU; see slots.cu."""
 
 from __future__ import annotations
 
@@ -13,13 +13,17 @@ from .source import SLOTS
 
 THREADS = 256  # of a block
 BLOCKS = 8  # of a multiprocessor
+CLAIMS = 4  # numbers that the launches of a batch share
+#: Which row leaves first: that of the highest rank, the least used, the one not used for longest.
+#: Also how a batch changes the keys of its slots.
+BY_ORDER, BY_USES, BY_LAST_USE = 0, 1, 2
 
 
 @dataclass(init=False)
 class ClaimSlots(Parameters):
     """Parameters of `claim_slots`.
 
-    int32 or int64 ids, int32 `slot_of` or None, int64 `wanted` and `claims`.
+    int32 or int64 ids, int32 `slot_of` or None and `seen`, int64 `wanted`, `counts` and `claims`.
     """
 
     kernel = "claim_slots"
@@ -29,17 +33,69 @@ class ClaimSlots(Parameters):
     n: Int64
     n_rows: Int64
     slot_of: Address
+    seen: Address
+    number: Int32
     wanted: Address
+    counts: Address
+    claims: Address
+
+
+@dataclass(init=False)
+class CountSlots(Parameters):
+    """Parameters of `count_slots`.
+
+    int64 `row_in`, `keys` and `claims`, int32 `seen` and `bins`, uint8 `pinned` or None.
+    """
+
+    kernel = "count_slots"
+
+    n_slots: Int64
+    n_rows: Int64
+    row_in: Address
+    keys: Address
+    seen: Address
+    pinned: Address
+    evict: Int32
+    number: Int32
+    oldest: Int32
+    bins: Address
+    claims: Address
+
+
+@dataclass(init=False)
+class ChooseSlots(Parameters):
+    """Parameters of `choose_slots`.
+
+    As for `count_slots`; int32 `since` and `changed`, int32 or int64 `order` or None, int64
+    `wanted`, `victims`, `leaving` and `counts`.
+    """
+
+    kernel = "choose_slots"
+
+    n_slots: Int64
+    n_rows: Int64
+    row_in: Address
+    keys: Address
+    seen: Address
+    since: Address
+    changed: Address
+    pinned: Address
+    order: Address
+    order_bytes: Int32
+    evict: Int32
+    number: Int32
+    oldest: Int32
+    bins: Address
+    wanted: Address
+    victims: Address
+    leaving: Address
+    counts: Address
     claims: Address
 
 
 @dataclass(init=False)
 class GiveSlots(Parameters):
-    """Parameters of `give_slots`.
-
-    int32 or int64 ids, int32 `slot_of` or None and `seen`, the others int64; `uses` and
-    `miss_count` may be None, the latter lies in host memory.
-    """
+    """Parameters of `give_slots`: as for the others; int64 `slots` and `kept`."""
 
     kernel = "give_slots"
 
@@ -48,17 +104,66 @@ class GiveSlots(Parameters):
     n: Int64
     n_rows: Int64
     slot_of: Address
-    first: Int32
+    row_in: Address
+    keys: Address
+    changed: Address
+    counting: Int32
+    number: Int32
+    wanted: Address
+    victims: Address
+    leaving: Address
     slots: Address
     kept: Address
-    seen: Address
-    number: Int32
-    uses: Address
-    adds: Int32
     counts: Address
-    miss_count: Address
     claims: Address
+    next_claims: Address
+    next_bins: Address
     mailbox: Address
+
+
+@dataclass(frozen=True, eq=False)
+class SlotColumns:
+    """What a device knows of the slots of a cache, and of the batch that it looks up.
+
+    Parameters
+    ----------
+    n_rows : int
+        Rows of the table, N.
+    keys : torch.Tensor
+        int64 ``[S]``: how much the row in a slot is worth; see `BY_ORDER`.
+    seen : torch.Tensor
+        int32 ``[S]``: the last batch that had the row.
+    changed : torch.Tensor
+        int32 ``[S]``: 0, or, say, the step that changed the row.
+    claims : torch.Tensor
+        int64 ``[2, CLAIMS]``, 0, -1, 0, 0 at first: of two batches in turns.
+    slot_of : torch.Tensor, optional
+        int32 ``[N]``: the slot of each row, or NO_SLOT. Where it is left out, and the following
+        with it, each row lies in the slot of its own number.
+    row_in : torch.Tensor, optional
+        int64 ``[S]``: the row in each slot, or NO_ROW.
+    since : torch.Tensor, optional
+        int32 ``[S]``: the batch that fetched it.
+    pinned : torch.Tensor, optional
+        uint8 ``[S]``: whether it never leaves; none is pinned when left out.
+    bins : torch.Tensor, optional
+        int32 ``[2, LEAVING_BINS]``, zeros at first.
+    order : torch.Tensor, optional
+        int32 or int64 ``[N]``: rank of each row, 0 for the most used; that of the ids when left
+        out.
+    """
+
+    n_rows: int
+    keys: torch.Tensor
+    seen: torch.Tensor
+    changed: torch.Tensor
+    claims: torch.Tensor
+    slot_of: torch.Tensor | None = None
+    row_in: torch.Tensor | None = None
+    since: torch.Tensor | None = None
+    pinned: torch.Tensor | None = None
+    bins: torch.Tensor | None = None
+    order: torch.Tensor | None = None
 
 
 class SlotKernels:
@@ -73,127 +178,188 @@ class SlotKernels:
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
 
-    def finder(
-        self,
-        n_rows: int,
-        seen: torch.Tensor,
-        claims: torch.Tensor,
-        *,
-        slot_of: torch.Tensor | None = None,
-        adds: bool = False,
-    ) -> SlotFinder:
+    def finder(self, columns: SlotColumns, evict: int) -> SlotFinder:
         """Return what finds the slots of batches; see `SlotFinder`."""
-        return SlotFinder(self._runner, n_rows, seen, claims, slot_of=slot_of, adds=adds)
+        return SlotFinder(self._runner, columns, evict)
 
 
 class SlotFinder:
-    """Finds the slots of batches: `claim`, then the fetch of rows, then `give`, on one stream.
+    """Finds the slots of batches: `claim`, `choose`, then the exchange of rows, then `give`.
+
+    All on one stream, for one batch after another.
 
     Parameters
     ----------
     runner : Runner
         Of the device.
-    n_rows : int
-        Rows of the table, N.
-    seen : torch.Tensor
-        int32 ``[n_slots]`` on the device, zeros at first: the last batch that had each slot.
-    claims : torch.Tensor
-        int64 ``[2]`` on the device, 0 and -1 at first.
-    slot_of : torch.Tensor, optional
-        int32 ``[N]`` on the device: the slot of each row, or -1; each row lies in the slot of its
-        own number when left out.
-    adds : bool
-        Whether access counters of slots count the ids that were looked up there; else they hold the
-        number of the last batch.
+    columns : SlotColumns
+        On the device.
+    evict : int
+        BY_ORDER, BY_USES or BY_LAST_USE: which row leaves first.
     """
 
-    def __init__(
-        self,
-        runner: Runner,
-        n_rows: int,
-        seen: torch.Tensor,
-        claims: torch.Tensor,
-        *,
-        slot_of: torch.Tensor | None = None,
-        adds: bool = False,
-    ) -> None:
+    def __init__(self, runner: Runner, columns: SlotColumns, evict: int) -> None:
         self._most_blocks = BLOCKS * runner.multiprocessors
-        self._claim = runner.bind(
-            SLOTS, ClaimSlots, THREADS, n_rows=n_rows, slot_of=slot_of, claims=claims
-        )
-        self._give = runner.bind(
-            SLOTS,
-            GiveSlots,
-            THREADS,
-            n_rows=n_rows,
-            slot_of=slot_of,
-            seen=seen,
-            adds=adds,
-            claims=claims,
-            mailbox=runner.mailbox,
-        )
+        self._n_slots = columns.seen.shape[0]
+        n_rows, order, bins = columns.n_rows, columns.order, columns.bins
+        by_slot = {"row_in": columns.row_in, "keys": columns.keys}
+        leaving = {**by_slot, "seen": columns.seen, "pinned": columns.pinned}
+        leaving |= {"n_slots": self._n_slots, "n_rows": n_rows, "evict": evict}
+        self._turns = []
+        for turn in range(2):
+            claims, next_claims = columns.claims[turn], columns.claims[1 - turn]
+            own_bins, next_bins = (None, None) if bins is None else (bins[turn], bins[1 - turn])
+            claim = runner.bind(
+                SLOTS,
+                ClaimSlots,
+                THREADS,
+                n_rows=n_rows,
+                slot_of=columns.slot_of,
+                seen=columns.seen,
+                claims=claims,
+            )
+            count = runner.bind(SLOTS, CountSlots, THREADS, **leaving, bins=own_bins, claims=claims)
+            choose = runner.bind(
+                SLOTS,
+                ChooseSlots,
+                THREADS,
+                **leaving,
+                since=columns.since,
+                changed=columns.changed,
+                order=order,
+                order_bytes=0 if order is None else order.element_size(),
+                bins=own_bins,
+                claims=claims,
+            )
+            give = runner.bind(
+                SLOTS,
+                GiveSlots,
+                THREADS,
+                **by_slot,
+                n_rows=n_rows,
+                slot_of=columns.slot_of,
+                changed=columns.changed,
+                claims=claims,
+                next_claims=next_claims,
+                next_bins=next_bins,
+                mailbox=runner.mailbox,
+            )
+            self._turns.append((claims, claim, count, choose, give))
+        self._turn = 0
 
-    def claim(self, ids: torch.Tensor, wanted: torch.Tensor | None = None) -> None:
+    @property
+    def claims(self) -> torch.Tensor:
+        """int64 ``[CLAIMS]`` on the device: the rows of this batch that are to come, first."""
+        return self._turns[self._turn][0]
+
+    def claim(
+        self, ids: torch.Tensor, counts: torch.Tensor, number: int, wanted: torch.Tensor | None
+    ) -> None:
         """Find the rows of a batch that have no slot, and look for ids out of range.
 
         Parameters
         ----------
         ids : torch.Tensor
             int32 or int64 ``[n]``, contiguous, on the device; n is not 0.
-        wanted : torch.Tensor, optional
-            int64 on the device, with room for all different ids without a slot: gets them, from
-            its begin on, in any order.
-        """
-        n = ids.shape[0]
-        to = 0 if wanted is None else wanted.data_ptr()
-        self._claim(self._blocks(n), ids.data_ptr(), ids.element_size(), n, to)
-
-    def give(
-        self,
-        ids: torch.Tensor,
-        slots: torch.Tensor,
-        counts: torch.Tensor,
-        number: int,
-        *,
-        uses: torch.Tensor | None = None,
-        first: int = 0,
-        miss_count: int = 0,
-    ) -> None:
-        """Find the slots of the batch; an id out of range is reported in the mailbox.
-
-        Parameters
-        ----------
-        ids : torch.Tensor
-            As given to `claim`.
-        slots : torch.Tensor
-            int64 ``[2, n]`` on the device, overwritten, both rows alike.
         counts : torch.Tensor
-            int64 ``[2]`` on the device, zeros: gets the numbers of different rows that had a slot
-            (hits) and that had none (misses).
+            int64 ``[3]`` on the device, zeros: gets the numbers of different rows that had a slot
+            (hits), that had none (misses), and that are to be written back.
         number : int
-            Of the batch, 1 to 2^31 - 1, another one than that of the batches before.
-        uses : torch.Tensor, optional
-            int64 ``[n_slots]`` on the device: the access counter of each slot, to be updated.
-        first : int
-            The slot of the first row that had none; the others follow.
-        miss_count : int
-            Address of an int64 in page-locked host memory that gets the number of misses, or 0.
+            Of the batch, 1 to 2^31 - 1, higher than those of the batches before.
+        wanted : torch.Tensor or None
+            int64 on the device, NO_ROW, with room for all different ids without a slot: gets them,
+            from its begin on, in any order. None where all rows have one.
         """
         n = ids.shape[0]
-        to = slots.data_ptr()
-        self._give(
+        self._turns[self._turn][1](
             self._blocks(n),
             ids.data_ptr(),
             ids.element_size(),
             n,
-            first,
+            number,
+            0 if wanted is None else wanted.data_ptr(),
+            counts.data_ptr(),
+        )
+
+    def choose(
+        self,
+        counts: torch.Tensor,
+        number: int,
+        oldest: int,
+        wanted: torch.Tensor,
+        victims: torch.Tensor,
+        leaving: torch.Tensor,
+    ) -> None:
+        """Choose slots for these rows; the map remains as it is.
+
+        The caller knows that there are enough.
+
+        Parameters
+        ----------
+        counts, number, wanted
+            As given to `claim`.
+        oldest : int
+            Rows of batches from this number on stay.
+        victims, leaving : torch.Tensor
+            int64 on the device, as long as `wanted`: get the slot of each row that is to come, and
+            the row that is to be written back from there, or NO_ROW.
+        """
+        blocks = self._blocks(self._n_slots)
+        _, _, count, choose, _ = self._turns[self._turn]
+        count(blocks, number, oldest)
+        choose(
+            blocks,
+            number,
+            oldest,
+            wanted.data_ptr(),
+            victims.data_ptr(),
+            leaving.data_ptr(),
+            counts.data_ptr(),
+        )
+
+    def give(
+        self,
+        ids: torch.Tensor,
+        counts: torch.Tensor,
+        number: int,
+        slots: torch.Tensor,
+        *,
+        counting: int,
+        wanted: torch.Tensor | None = None,
+        victims: torch.Tensor | None = None,
+        leaving: torch.Tensor | None = None,
+    ) -> None:
+        """Put the rows that have come into the map, and find the slots of the batch.
+
+        An id out of range is reported in the mailbox.
+
+        Parameters
+        ----------
+        ids, counts, number, wanted, victims, leaving
+            As given to `claim` and `choose`.
+        slots : torch.Tensor
+            int64 ``[2, n]`` on the device, overwritten, both rows alike.
+        counting : int
+            BY_USES raises the key of a slot by one for each id there, BY_LAST_USE makes it the
+            number of the batch, BY_ORDER leaves it.
+        """
+        n = ids.shape[0]
+        to = slots.data_ptr()
+        self._turns[self._turn][4](
+            self._blocks(n),
+            ids.data_ptr(),
+            ids.element_size(),
+            n,
+            counting,
+            number,
+            0 if wanted is None else wanted.data_ptr(),
+            0 if victims is None else victims.data_ptr(),
+            0 if leaving is None else leaving.data_ptr(),
             to,
             to + 8 * n,
-            number,
-            0 if uses is None else uses.data_ptr(),
             counts.data_ptr(),
-            miss_count,
         )
+        self._turn = 1 - self._turn
 
     def _blocks(self, n: int) -> int:
         return min(ceil_div(n, THREADS), self._most_blocks)

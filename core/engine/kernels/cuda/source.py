@@ -19,6 +19,7 @@ from ..format import (
     LINE_BYTES,
     MAX_SLABS,
     NO_ID,
+    NO_ROW,
     NO_SLOT,
     NOT_CACHED,
     OFFSET_SHIFT,
@@ -38,7 +39,8 @@ _KERNELS: dict[str, tuple[str, ...]] = {
     "copy": ("copy_rows",),
     "ids": ("check_ids", "reset_order", "count_ids", "order_ids"),
     "map": ("insert_ids", "find_ids"),
-    "slots": ("claim_slots", "give_slots"),
+    "slots": ("claim_slots", "count_slots", "choose_slots", "give_slots"),
+    "exchange": ("exchange_rows",),
     "bags": ("pool_bags", "sound_offsets"),
 }
 
@@ -56,6 +58,8 @@ CACHE_DEFINES = {
 }
 #: Bins that ids are ordered by before a gather from a large table.
 ORDER_BINS = 8192
+#: Bins that slots are sorted into by the worth of their rows, to find those that leave.
+LEAVING_BINS = 2048
 #: Bytes that a lane of the copy of raw rows loads at once, and those that it can store at once.
 COPY_PIECES = {4: (1, 2, 4), 16: (1, 2, 4, 8, 16)}
 
@@ -175,7 +179,7 @@ class PlainVariant:
     """
 
     file: str
-    settings: tuple[tuple[str, int], ...] = ()
+    settings: tuple[tuple[str, int | str], ...] = ()
 
     def defines(self) -> dict[str, str | int]:
         """Return the preprocessor's definitions, those of bits.cuh among them."""
@@ -196,7 +200,11 @@ IDS = PlainVariant("ids", (("BINS", ORDER_BINS),))
 #: The one compilation of the map from ids to locations.
 MAP = PlainVariant("map", tuple(CACHE_DEFINES.items()))
 #: The one compilation of the search for the slots of a batch.
-SLOTS = PlainVariant("slots", (("NO_SLOT", NO_SLOT),))
+SLOTS = PlainVariant(
+    "slots", (("NO_SLOT", NO_SLOT), ("NO_ROW", f"({NO_ROW + 1}ll-1)"), ("BINS", LEAVING_BINS))
+)
+#: The one compilation of what moves rows between a cache and the host.
+EXCHANGE = PlainVariant("exchange")
 
 
 def copy_variant(unit_bytes: int, piece_bytes: int) -> PlainVariant:
@@ -231,6 +239,7 @@ def all_variants() -> Iterator[AnyVariant]:
     yield IDS
     yield MAP
     yield SLOTS
+    yield EXCHANGE
     for size in BAG_VALUE_BYTES:
         yield from (bags_variant(size, vector) for vector in (1, 16 // size))
     for unit, pieces in COPY_PIECES.items():

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from bitslab.embedding import EvictionStrategy, device_counters, statistics
+from bitslab.embedding import EvictionStrategy, device_lookup, statistics
 from bitslab.engine.kernels.cuda.runner import INDEX_ERROR
 from bitslab.errors import ArgumentTypeError
 from bitslab.integrations.embedding import CachedEmbeddingBag
@@ -120,7 +120,7 @@ def test_a_kept_history_does_not_change(runner):
 def test_an_interrupted_note_is_taken(runner, monkeypatch):
     pair = whole_pair()
     loss = pair.rows.lookup(torch.tensor([4, 5]), train=True)[0].sum()
-    device_counters.sync_from_device(pair.rows)  # the dirty bits of the lookup itself
+    device_lookup.sync_from_device(pair.rows)  # the dirty bits of the lookup itself
     fill = torch.Tensor.index_fill_
 
     def interrupted(tensor, *arguments):
@@ -131,7 +131,7 @@ def test_an_interrupted_note_is_taken(runner, monkeypatch):
         patch.setattr(torch.Tensor, "index_fill_", interrupted)
         loss.backward()
     pair.rows.training.retire_steps()
-    device_counters.sync_from_device(pair.rows)
+    device_lookup.sync_from_device(pair.rows)
     assert marked(pair.rows) == [4, 5]
 
 

@@ -1,4 +1,4 @@
-"""Miss buffer: interruptions, too little memory, and memory that the GPU cannot read."""
+"""Slots on the device: interruptions, too little memory, and memory that the GPU cannot read."""
 
 from __future__ import annotations
 
@@ -9,26 +9,33 @@ import pytest
 import torch
 
 from bitslab import CompressedTable
-from bitslab.embedding import device_counters, miss_buffer, parameter_watch
+from bitslab.embedding import device_lookup, device_slots, parameter_watch
 from bitslab.embedding.optimizers import OptimizerAdapter
+from bitslab.embedding.row_exchange import RowExchange
 from bitslab.embedding.slot_table import SlotTable
 from bitslab.embedding.training import Training
 from bitslab.engine.kernels.cuda.slots import SlotFinder
+from bitslab.tables.gathering import Gathers
 from tests.embedding.on_device import CACHE_ROWS, N_ROWS, check_gpu_map, drawn, made
 
 INTERRUPTED = {
     "claim": SlotFinder,
+    "choose": SlotFinder,
+    "store": RowExchange,
+    "load": RowExchange,
     "gather_some_on_gpu": CompressedTable,
-    "restore_on_gpu": OptimizerAdapter,
     "give": SlotFinder,
 }
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("where", INTERRUPTED)
-def test_an_interrupted_lookup_loses_nothing(runner, where, late, monkeypatch):
-    pair = made("adagrad")
-    pair.train((1, 2), (30, 31))
+@pytest.mark.parametrize("codec", ["ibp", "raw"])
+def test_an_interrupted_lookup_loses_nothing(runner, codec, where, late, monkeypatch):
+    if (codec, where) == ("raw", "gather_some_on_gpu"):
+        codec = "ibp"
+    pair = made("adagrad", codec=codec)
+    pair.train((1, 2), (30, 31), range(8), range(8))
     was = getattr(INTERRUPTED[where], where)
 
     def interrupted(*arguments, **options):
@@ -47,14 +54,14 @@ def test_an_interrupted_lookup_loses_nothing(runner, where, late, monkeypatch):
     pair.check()
 
 
-EXCHANGED = {"move": SlotTable, "drop": SlotTable, "record_fetched": SlotTable, "save": Training}
+EXCHANGED = {"move": SlotTable, "drop": SlotTable, "take": SlotTable, "save": Training}
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("where", EXCHANGED)
 def test_an_interrupted_exchange_loses_nothing(runner, where, late, monkeypatch):
     pair = made("adagrad", cache_rows=4)
-    pair.train((1, 2), (30, 31))
+    pair.train((1, 2, 5, 6, 7, 8), (30, 31))
     was = getattr(EXCHANGED[where], where)
 
     def interrupted(*arguments):
@@ -71,7 +78,7 @@ def test_an_interrupted_exchange_loses_nothing(runner, where, late, monkeypatch)
 
 
 WIDENED = {
-    "counters": (device_counters.DeviceCounters, "write_to"),
+    "columns": (device_slots.DeviceSlots, "install"),
     "state": (OptimizerAdapter, "follow"),
     "parameter": (parameter_watch, "set_data"),
     "slot-table": (SlotTable, "grow"),
@@ -84,7 +91,7 @@ WIDENED = {
 @pytest.mark.parametrize("late", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("where", WIDENED)
 def test_an_interrupted_widening_loses_nothing(runner, where, late, error, monkeypatch):
-    monkeypatch.setattr(miss_buffer, "PAUSE_LOOKUPS", 1)
+    monkeypatch.setattr(device_lookup, "PAUSE_LOOKUPS", 1)
     pair = made("adagrad")
     pair.train((1, 2), (30, 31))
     owner, name = WIDENED[where]
@@ -101,7 +108,7 @@ def test_an_interrupted_widening_loses_nothing(runner, where, late, error, monke
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, interrupted)
         with contextlib.suppress(KeyboardInterrupt), torch.no_grad():
-            pair.rows.lookup(torch.tensor([3, 30, 32, 33, 34, 1]), train=True)
+            pair.rows.lookup(torch.arange(3, 15), train=True)
     assert calls
     for n in range(5):
         pair.train((n, 32 + n, 3, 4, 5, 30), (3, 30))
@@ -115,9 +122,9 @@ def test_gradients_wait_for_their_step_though_the_host_was_interrupted(runner, l
     pair.backward((4, 30))
     sync_slots = Training.sync_slots
 
-    def interrupted(training, *held):
+    def interrupted(training, *known):
         if late:
-            sync_slots(training, *held)
+            sync_slots(training, *known)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
@@ -136,7 +143,7 @@ def test_a_table_that_is_packed_anew_where_no_gpu_can_read_it_is_left_to_the_hos
     pair = made(codec="ibp")
     pair.train((1, 30))
     pair.rows.load(pair.plain.data.clone())
-    monkeypatch.setattr(CompressedTable, "readable_by_gpu", lambda table: False)
+    monkeypatch.setattr(Gathers, "readable_by_gpu", lambda gathers: False)
     monkeypatch.setattr(CompressedTable, "gather_some_on_gpu", lambda *arguments: 1 / 0)
     pair.train((2, 33))
     pair.check()
@@ -148,15 +155,15 @@ def test_too_little_memory_leaves_the_lookup_to_the_host(runner, monkeypatch):
     def full(data):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(miss_buffer, "PAUSE_LOOKUPS", 2)
+    monkeypatch.setattr(device_lookup, "PAUSE_LOOKUPS", 2)
     with monkeypatch.context() as patch:
-        patch.setattr(miss_buffer, "with_spare", full)
-        pair.train((1, 30))
+        patch.setattr(device_lookup, "with_spare", full)
+        pair.train(range(12))
         pair.check()
     pair.train((1, 30), (2, 31))
-    assert pair.rows.parameter.shape[0] == CACHE_ROWS
-    pair.train(*drawn(5, 4))
-    assert pair.rows.parameter.shape[0] > CACHE_ROWS
+    assert not pair.rows.owned_by_device and pair.rows.parameter.shape[0] == CACHE_ROWS
+    pair.train(*drawn(5, 4), range(12))
+    assert pair.rows.owned_by_device and pair.rows.parameter.shape[0] > CACHE_ROWS
     pair.check()
 
 
@@ -164,8 +171,8 @@ def test_memory_that_a_gpu_cannot_read_leaves_the_lookup_to_the_host(runner, mon
     monkeypatch.setattr("bitslab.engine.memory.host.HostBuffer.pinned", False)
     pair = made("adagrad")
     pair.train(*drawn(6, 5))
-    assert pair.rows.miss_buffer is None
+    assert not pair.rows.owned_by_device
     pair.check()
     pair = made("sgd")
     pair.train((1, 30))
-    assert pair.rows.miss_buffer is not None
+    assert pair.rows.owned_by_device

@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import ctypes
 import pickle
 
 import numpy as np
 import pytest
 import torch
 
-from bitslab.embedding import EvictionStrategy, device_counters, miss_buffer
+from bitslab import SlabCache
+from bitslab.embedding import EvictionStrategy, device_lookup, device_slots
 from bitslab.engine.kernels.cuda.runner import INDEX_ERROR
-from bitslab.engine.kernels.cuda.slots import SlotFinder
 from bitslab.errors import BitslabError
 from bitslab.integrations.embedding import CachedEmbeddingBag
 from tests.embedding.on_device import (
@@ -27,7 +26,7 @@ from tests.embedding.on_device import (
     made,
     on_simulated_gpu,
 )
-from tests.embedding.support import OPTIMIZERS, Pair, check_map
+from tests.embedding.support import OPTIMIZERS, check_map
 from tests.helpers import same_bits
 
 CODECS = {"packed": "ibp", "raw": "raw"}
@@ -39,7 +38,7 @@ def test_steps_are_those_of_a_plain_parameter(runner, optimizer, codec):
     pair = made(optimizer, codec=codec)
     for number, ids in enumerate(drawn(1, 15)):
         pair.train(ids)
-        assert pair.rows.miss_buffer is not None
+        assert pair.rows.owned_by_device
         if number % 7 == 6:
             check_gpu_map(pair)
             pair.check()
@@ -60,7 +59,7 @@ def test_the_most_used_rows_are_kept(runner, evict):
     resident = set(np.flatnonzero(pair.rows.slot_table.slot_of >= 0).tolist())
     assert len(resident) == 6
     if evict is EvictionStrategy.DATASET:
-        assert resident == set(range(6))
+        assert resident == {0, 1, 2, 20, 21, 33}
     else:
         assert {20, 21} <= resident
     pair.check()
@@ -166,7 +165,7 @@ def test_rows_that_are_there_do_not_move(runner):
     for _ in range(50):
         pair.train((1, 5), (7, 0, 7))
     assert pair.rows.slot_table.changes == changes
-    assert pair.rows.parameter.shape[0] == CACHE_ROWS + 20
+    assert pair.rows.parameter.shape[0] == CACHE_ROWS
     pair.check()
 
 
@@ -188,90 +187,108 @@ def test_what_is_counted_is_what_the_host_counts():
         counts = dict(
             zip(manager.cached_idx_map.tolist(), manager.freq_cnter.tolist(), strict=True)
         )
+        counts = {row: n for row, n in counts.items() if n}  # of the others any may leave
         found.append((histories, stats, counts, manager.cuda_cached_weight.shape))
     assert found[0] == found[1]
     assert found[0][0] == ([2, 1, 2, 1, 0], [0, 2, 0, 0, 0])
 
 
-class Behind:
-    """A GPU that reports no misses until `sync` is called."""
-
-    def __init__(self, monkeypatch):
-        self.reported: list[tuple[int, torch.Tensor]] = []
-        give = SlotFinder.give
-
-        def later(finder, *arguments, miss_count, **options):
-            here = torch.zeros(1, dtype=torch.int64)
-            give(finder, *arguments, miss_count=here.data_ptr(), **options)
-            self.reported.append((miss_count, here))
-
-        monkeypatch.setattr(SlotFinder, "give", later)
-
-    def sync(self):
-        for address, here in self.reported:
-            ctypes.c_int64.from_address(address).value = int(here)
-        self.reported.clear()
-
-
-def waits(pair: Pair, monkeypatch) -> list[int]:
+def waits(monkeypatch) -> list[int]:
     """Return a list that gets an entry for each time the host waits for the GPU."""
     found: list[int] = []
-    wait = device_counters.wait_for_all
+    wait = device_slots.wait_for_all
 
     def recorded(device):
         found.append(1)
         wait(device)
 
-    monkeypatch.setattr(miss_buffer, "wait_for_all", recorded)
+    monkeypatch.setattr(device_slots, "wait_for_all", recorded)
     return found
 
 
-def test_a_host_that_is_ahead_waits_only_when_room_for_16_batches_is_used(runner, monkeypatch):
-    monkeypatch.setattr(miss_buffer, "PATIENCE_S", 0.01)
-    pair = made()
-    waited = waits(pair, monkeypatch)
-    behind = Behind(monkeypatch)
-    batch = (1, 2, 3, 4)
-    for _ in range(16):
-        pair.train(batch)
-    assert not waited
-    assert pair.rows.parameter.shape[0] == CACHE_ROWS + 16 * len(batch)
-    pair.train(batch)
-    assert len(waited) == 1
-    behind.sync()
-    for _ in range(10):
-        pair.train(batch)
-        behind.sync()
-    assert len(waited) == 1
+@pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS.keys())
+def test_the_host_never_waits_whatever_misses(runner, monkeypatch, codec):
+    pair = made("adagrad", codec=codec)
+    pair.train(range(3), range(10, 22))
+    waited = waits(monkeypatch)
+    pair.train(*drawn(7, 40))
+    assert not waited and pair.rows.owned_by_device
     pair.check()
 
 
-def test_a_host_that_is_not_ahead_never_waits_for_rows_that_are_there(runner, monkeypatch):
+def test_a_lookup_is_a_fixed_number_of_launches(runner):
+    pair = made("adagrad", codec="raw")
+    pair.train(range(12), range(12))
+    runner.launched.clear()
+    pair.train((1, 2, 3), range(20, 32), (), (5,), (5, 5))
+    names = [kernel for _, kernel in runner.launched]
+    lookup = ["claim_slots", "count_slots", "choose_slots", "exchange_rows", "exchange_rows"]
+    assert names == [*lookup, "give_slots"] * 4
+
+
+def test_slots_are_added_for_the_ids_of_lookups_whose_gradient_waits(runner):
     pair = made()
-    waited = waits(pair, monkeypatch)
-    for _ in range(100):
-        pair.backward((1, 2, 3), (4, 5))
+    pair.train((1, 2), (3,))
+    assert pair.rows.parameter.shape[0] == CACHE_ROWS
+    pair.train(range(12))
+    assert pair.rows.parameter.shape[0] == 15  # and a quarter more
+    for _ in range(3):
+        pair.backward(range(12), range(12, 24))
         pair.step()
-    assert not waited
-    assert pair.rows.parameter.shape[0] == CACHE_ROWS + 7
-
-
-def test_few_rows_that_miss_make_it_wait_seldom(runner, monkeypatch):
-    pair = made(cache_rows=20)
-    waited = waits(pair, monkeypatch)
-    for n in range(19):
-        pair.train((*range(9), 20 + n))
-    assert len(waited) == 1  # there is room for 25 rows, of which a batch may need 10
-    pair.check()
-
-
-def test_larger_batches_get_more_room(runner, monkeypatch):
-    pair = made()
-    waited = waits(pair, monkeypatch)
-    pair.train((1, 2), (0, 1, 2, 3, 4, 5, 6, 7), range(8))
-    assert not waited
-    pair.check()
+    assert pair.rows.parameter.shape[0] == 30 and pair.rows.owned_by_device
     pair.train(range(N_ROWS), range(N_ROWS))
+    assert pair.rows.parameter.shape[0] == N_ROWS + 1
+    pair.check()
+    pair.rows.training.retire_steps()
+    assert pair.rows.parameter.shape[0] == CACHE_ROWS
+    pair.check()
+
+
+@pytest.mark.parametrize("evict", EvictionStrategy)
+@pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS.keys())
+def test_rows_that_always_stay_do(runner, evict, codec):
+    pair = made(evict=evict, codec=codec, pinned_ids=(7, 31))
+    for ids in drawn(8, 12):
+        pair.train(ids)
+        check_gpu_map(pair)
+        assert (pair.rows.slot_table.slot_of[[7, 31]] >= 0).all()
+    pair.check()
+
+
+def test_rows_that_have_not_changed_are_not_written_back(runner):
+    pair = made(codec="raw", cache_rows=4)
+    with torch.no_grad():
+        for first in range(0, N_ROWS, 4):
+            pair.rows.lookup(torch.arange(first, first + 4), train=True)
+    assert pair.rows.stats()["written_back"] == 0
+    pair.train((1, 2), (5, 6, 7, 8), (9, 10, 11, 12))
+    history = pair.rows.statistics.written_back_history
+    assert sum(history) == pair.rows.stats()["written_back"] == 6 and history[-1] == 4
+    pair.check()
+
+
+def test_rows_that_are_written_back_are_on_the_host_when_it_looks(runner):
+    """They are in the table itself, or wait in the outbox until it is asked for."""
+    for codec in CODECS.values():
+        pair = made(codec=codec, cache_rows=4)
+        pair.train((1, 2, 3, 4))
+        with torch.no_grad():
+            pair.rows.lookup(torch.arange(20, 24), train=True)
+        pair.rows.stats()
+        device_lookup.sync_from_device(pair.rows)
+        assert same_bits(pair.rows.table.decoded(0, N_ROWS), pair.plain)
+
+
+def test_a_table_with_copies_elsewhere_is_changed_by_the_host(runner):
+    pair = made(codec="raw", cache_rows=4)
+    pair.train((1, 2, 3, 4))
+    assert pair.rows.table.rows_for_gpu() is not None
+    cache = SlabCache(pair.rows.table, 1 << 12, ["cpu"])
+    cache.fill(torch.arange(10))
+    assert pair.rows.table.rows_for_gpu() is None
+    pair.train(*drawn(11, 6))
+    pair.rows.flush()
+    assert same_bits(cache.gather(torch.arange(N_ROWS), None, "cpu"), pair.plain)
     pair.check()
 
 
@@ -382,55 +399,8 @@ def test_padding_takes_no_gradient(runner):
             optimizer.zero_grad()
             module(torch.tensor(ids), torch.tensor([0, 2])).sum().backward()
             optimizer.step()
-    assert bag.rows.miss_buffer is not None
+    assert bag.rows.owned_by_device
     assert same_bits(bag.weight, plain.weight)
-
-
-def times_made(monkeypatch) -> list[int]:
-    """Return a list that gets an entry for each time slots behind the cache are begun anew."""
-    found: list[int] = []
-    was = miss_buffer.MissBuffer.__init__
-
-    def recorded(self, rows):
-        found.append(1)
-        was(self, rows)
-
-    monkeypatch.setattr(miss_buffer.MissBuffer, "__init__", recorded)
-    return found
-
-
-def test_lookups_of_different_sizes_in_a_step_soon_find_room(runner, monkeypatch):
-    pair = made()
-    waited, begun = waits(pair, monkeypatch), times_made(monkeypatch)
-    for _ in range(20):
-        pair.backward((1,), range(8))
-        pair.step()
-    assert len(waited) <= 2 and len(begun) <= 2
-    pair.check()
-
-
-def test_steps_of_many_lookups_that_miss_soon_find_room(runner, monkeypatch):
-    pair = made(cache_rows=20)
-    begun = times_made(monkeypatch)
-    for n in range(20):
-        for k in range(4):
-            away = 4 * n + k
-            pair.backward(((n + k) % 20, 20 + away % 20, 20 + (away + 7) % 20))
-        pair.step()
-    assert len(begun) <= 4
-    pair.check()
-
-
-def test_a_gpu_that_is_a_little_behind_is_not_waited_for(runner, monkeypatch):
-    monkeypatch.setattr(miss_buffer, "MOST_BATCHES", 3)
-    pair = made()
-    waited = waits(pair, monkeypatch)
-    behind = Behind(monkeypatch)
-    monkeypatch.setattr("time.sleep", lambda seconds: behind.sync())
-    for _ in range(20):
-        pair.train((1, 2, 3))
-    assert not waited
-    pair.check()
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "sgd-sparse", "adagrad-sparse"])
@@ -467,12 +437,12 @@ def test_lookups_of_the_gpu_and_the_host_share_a_backward_pass(optimizer):
     pair.check()
 
 
-def test_what_is_on_the_device_is_counted(runner):
-    pair = made()
+@pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS.keys())
+def test_what_is_on_the_device_is_counted(runner, codec):
+    pair = made(codec=codec)
     before = pair.rows.stats()["device_bytes"]
     pair.train((1, 30))
-    found = pair.rows.miss_buffer
-    assert found is not None and pair.rows.device_counters is not None
-    extra_bytes = found.nbytes + pair.rows.device_counters.nbytes
-    more = pair.rows.parameter.nbytes + extra_bytes
+    slots, exchange = pair.rows.device_slots, pair.rows.exchange
+    assert slots is not None and exchange is not None
+    more = pair.rows.parameter.nbytes + slots.nbytes + exchange.nbytes
     assert pair.rows.stats()["device_bytes"] == more > before

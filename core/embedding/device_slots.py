@@ -1,0 +1,389 @@
+"""Slot table of a GPU: it finds rows, chooses those that leave, and exchanges them by itself.
+
+While ids come on the GPU, it owns the cache: the map from rows to slots, what decides which row
+leaves, and which rows have changed are kept there, and a lookup is a fixed number of launches. The
+host's `SlotTable` is updated when it is asked for (`sync`).
+
+Rows of a batch that is looked up keep their slots until its gradient has been applied. The host
+knows no more than how many ids such batches have, so there are at least as many slots: where the
+cache has fewer, the parameter has more rows than the cache for that (the miss buffer).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import fields, replace
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from ..engine.kernels.cuda import CudaKernels, kernels_on
+from ..engine.kernels.cuda.slots import (
+    BY_LAST_USE,
+    BY_ORDER,
+    BY_USES,
+    CLAIMS,
+    SlotColumns,
+    SlotFinder,
+)
+from ..engine.kernels.cuda.source import LEAVING_BINS
+from ..engine.kernels.format import NO_ROW, NO_SLOT
+from .eviction import EvictionStrategy
+from .slot_table import SlotTable
+
+Array = np.ndarray[Any, Any]
+#: Which row leaves first, as kernels know it.
+EVICT = {
+    EvictionStrategy.LFU: BY_USES,
+    EvictionStrategy.LRU: BY_LAST_USE,
+    EvictionStrategy.DATASET: BY_ORDER,
+}
+#: In `SlotColumns.changed`: the row is as on the host, but its optimizer state may not be.
+STATE_ONLY = -1
+#: Columns of `SlotColumns` with an entry for each slot.
+BY_SLOT = ("keys", "seen", "changed", "row_in", "since", "pinned")
+
+
+class Exchange(Protocol):
+    """Moves rows of a batch between their slots and the host, on torch's current stream."""
+
+    def store(self, slots: torch.Tensor, rows: torch.Tensor, claims: torch.Tensor) -> None:
+        """Write rows back from their slots."""
+
+    def load(self, slots: torch.Tensor, rows: torch.Tensor, claims: torch.Tensor) -> None:
+        """Fetch rows to their slots."""
+
+
+class DeviceSlots:
+    """Columns of the slots on a device, and lookups by them.
+
+    Parameters
+    ----------
+    slots : SlotTable
+        The host's slots. Until `sync` they are older than the device's.
+    device : torch.device
+        Where ids come.
+    kernels : CudaKernels
+        Of the device.
+    has_state : bool
+        Whether rows that are resident have optimizer state that the host does not have.
+
+    Attributes
+    ----------
+    whole : bool
+        Whether every row is resident, in the slot of its own number. The host's table is owner of
+        all but uses and changes then, which `sync` adds to it.
+    """
+
+    def __init__(
+        self,
+        slots: SlotTable,
+        device: torch.device,
+        kernels: CudaKernels,
+        *,
+        has_state: bool = False,
+    ) -> None:
+        self.device = device
+        self.whole = slots.capacity_rows == slots.n_rows
+        self._slots = slots
+        self._kernels = kernels
+        n_slots = len(slots.id_of)
+        # Training may write to them later, so they are no inference tensors.
+        with torch.inference_mode(False):
+            claims = torch.zeros(2, CLAIMS, dtype=torch.int64)
+            claims[:, 1] = -1
+            columns = SlotColumns(
+                n_rows=slots.n_rows,
+                keys=torch.zeros(n_slots, dtype=torch.int64, device=device),
+                seen=torch.zeros(n_slots, dtype=torch.int32, device=device),
+                changed=torch.zeros(n_slots, dtype=torch.int32, device=device),
+                claims=claims.to(device),
+            )
+            self._wanted, self._victims, self._leaving = (
+                torch.empty(0, dtype=torch.int64, device=device) for _ in range(3)
+            )
+        self._columns = columns if self.whole else self._copied(columns, has_state)
+        self._finder: SlotFinder | None = None
+        if device.type == "cuda":
+            # Other streams may write to them.
+            torch.cuda.current_stream(device).synchronize()
+        # Whether the device knows anything that the host does not.
+        self._fresh = False
+        # Steps so far; a row that has changed holds the step of its last gradient, from 1 on.
+        self._step = 1
+        #: Whether gradients wait for a step, and the first batch that has one.
+        self.holding = False
+        self.held_from: int | None = None
+        # Of batches whose rows may have to stay: number and ids.
+        self._batches: deque[tuple[int, int]] = deque()
+        # Whether slots may hold other rows than the map says, since a lookup was interrupted.
+        self._loading = False
+        self._stream: torch.cuda.Stream | None = None
+
+    def _copied(self, columns: SlotColumns, has_state: bool) -> SlotColumns:
+        """Return columns with what the host's table has in them."""
+        slots, device = self._slots, self.device
+        rows = np.where(slots.id_of >= 0, slots.id_of, NO_ROW)
+        changed = slots.dirty.astype(np.int32)
+        if has_state:
+            changed[(slots.id_of >= 0) & ~slots.dirty] = STATE_ONLY
+        order = slots.order if slots.evict is EvictionStrategy.DATASET else None
+        with torch.inference_mode(False):
+            return replace(
+                columns,
+                keys=torch.tensor(slots.keys, device=device),
+                # A row that was not looked up since it was warmed up counts as seen by none.
+                seen=torch.zeros_like(columns.seen),
+                changed=torch.tensor(changed, device=device),
+                slot_of=torch.tensor(slots.slot_of, device=device),
+                row_in=torch.tensor(rows, device=device),
+                since=torch.zeros_like(columns.seen),
+                pinned=(
+                    torch.tensor(slots.pinned.astype(np.uint8), device=device)
+                    if slots.pinned.any()
+                    else None
+                ),
+                bins=torch.zeros(2, LEAVING_BINS, dtype=torch.int32, device=device),
+                order=None if order is None else torch.tensor(order, device=device),
+            )
+
+    @property
+    def n_slots(self) -> int:
+        """Slots, those of the miss buffer included."""
+        return self._columns.seen.shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device without the rows, which are the parameter."""
+        columns = (getattr(self._columns, field.name) for field in fields(SlotColumns))
+        own = (self._wanted, self._victims, self._leaving)
+        return sum(t.nbytes for t in (*columns, *own) if isinstance(t, torch.Tensor))
+
+    # Room
+
+    def slots_needed(self, n_ids: int, oldest: int | None) -> int:
+        """Return how many slots a lookup needs so that rows of batches from `oldest` on stay."""
+        while self._batches and (oldest is None or self._batches[0][0] < oldest):
+            self._batches.popleft()
+        pinned = 0 if self._columns.pinned is None else int(self._slots.pinned.sum())
+        held = sum(n for _, n in self._batches)
+        return min(pinned + held + n_ids, self._slots.n_rows)
+
+    def widened(self, more: int) -> SlotColumns:
+        """Return columns with `more` empty slots appended; see `install`."""
+        wider = {}
+        for name in BY_SLOT:
+            column = getattr(self._columns, name)
+            if column is not None:
+                empty = NO_ROW if name == "row_in" else 0
+                wider[name] = torch.cat([column, column.new_full((more,), empty)])
+        return replace(self._columns, **wider)
+
+    @property
+    def columns(self) -> SlotColumns:
+        """The columns as they are now."""
+        return self._columns
+
+    def install(self, columns: SlotColumns) -> None:
+        """Use other columns from now on, such as `widened` returns."""
+        self._forget_claims()  # of the batches in turns the next finder begins with the first
+        self._columns = columns
+
+    # Lookups
+
+    def in_order(self) -> None:
+        """Make the current stream wait for the last batch if that ran on another stream."""
+        if self.device.type != "cuda":
+            return
+        stream = torch.cuda.current_stream(self.device)
+        if self._stream is not None and self._stream != stream:
+            stream.wait_stream(self._stream)
+        self._stream = stream
+
+    def look_up(
+        self,
+        ids: torch.Tensor,
+        slots: torch.Tensor,
+        counts: torch.Tensor,
+        oldest: int | None,
+        exchange: Exchange | None,
+        *,
+        uses: bool,
+    ) -> int:
+        """Find the slots of a batch, after its rows that have none have come.
+
+        Parameters
+        ----------
+        ids : torch.Tensor
+            int32 or int64 ``[n]``, contiguous, on the device; n is not 0. There are
+            `slots_needed`. An id out of range is reported in the mailbox.
+        slots : torch.Tensor
+            int64 ``[2, n]`` on the device, overwritten, both rows alike.
+        counts : torch.Tensor
+            int64 ``[3]`` on the device, zeros: gets the numbers of different rows that had a slot
+            (hits), that had none (misses), and that were written back.
+        oldest : int or None
+            Rows of batches from this number on stay; None for those of this one.
+        exchange : Exchange or None
+            Fetches rows and writes them back; None where all are resident.
+        uses : bool
+            Whether the batch updates what decides which row leaves first.
+
+        Returns
+        -------
+        int
+            The number of the batch.
+        """
+        number, evict = self._slots.next_stamp(), EVICT[self._slots.evict]
+        counting = evict if uses else BY_ORDER
+        if self._finder is None:
+            self._finder = self._kernels.slots.finder(self._columns, evict)
+        finder, n = self._finder, ids.shape[0]
+        self._fresh = True
+        if self.whole:
+            try:
+                finder.claim(ids, counts, number, None)
+                finder.give(ids, counts, number, slots, counting=counting)
+            except BaseException:
+                self._forget_claims()
+                raise
+            return number
+        assert exchange is not None
+        self._make_room_for(n)
+        wanted, victims, leaving = self._wanted, self._victims, self._leaving
+        self._batches.append((number, n))
+        try:
+            finder.claim(ids, counts, number, wanted)
+            finder.choose(
+                counts, number, number if oldest is None else oldest, wanted, victims, leaving
+            )
+            claims = finder.claims
+            exchange.store(victims[:n], leaving[:n], claims)
+            self._loading = True
+            exchange.load(victims[:n], wanted[:n], claims)
+            finder.give(
+                ids,
+                counts,
+                number,
+                slots,
+                counting=counting,
+                wanted=wanted,
+                victims=victims,
+                leaving=leaving,
+            )
+            self._loading = False
+        except BaseException:
+            self._repair()
+            raise
+        return number
+
+    def _make_room_for(self, n: int) -> None:
+        """Have an entry for each of `n` rows that come."""
+        if self._wanted.shape[0] >= n:
+            return
+        if self.device.type == "cuda":
+            for t in (self._wanted, self._victims, self._leaving):
+                t.record_stream(torch.cuda.current_stream(self.device))
+        with torch.inference_mode(False):
+            self._wanted, self._leaving = (
+                torch.full((n,), NO_ROW, dtype=torch.int64, device=self.device) for _ in range(2)
+            )
+            self._victims = torch.zeros(n, dtype=torch.int64, device=self.device)
+
+    def _forget_claims(self) -> None:
+        """Reset what launches of a batch share."""
+        self._columns.claims.zero_()
+        self._columns.claims[:, 1] = -1
+        if self._columns.bins is not None:
+            self._columns.bins.zero_()
+        self._finder = None
+
+    def _repair(self) -> None:
+        """Undo a lookup that failed: rows that it claimed are not resident.
+
+        Those whose slots were taken are not either, once others may have come there: by then they
+        have been written back.
+        """
+        c = self._columns
+        assert c.slot_of is not None and c.row_in is not None
+        claimed = c.slot_of < NO_SLOT
+        if self._loading:
+            lost = self._victims[self._wanted >= 0]
+            gone = c.row_in[lost]
+            c.slot_of[gone[gone >= 0]] = NO_SLOT
+            c.row_in[lost] = NO_ROW
+            c.changed[lost] = 0
+        c.slot_of[claimed] = NO_SLOT
+        self._wanted.fill_(NO_ROW)
+        self._leaving.fill_(NO_ROW)
+        self._forget_claims()
+        self._loading = False
+
+    # Gradients
+
+    def changed(self, slots: torch.Tensor, number: int) -> None:
+        """Record that a gradient of batch `number` waits for a step: of slots int64 ``[n]``."""
+        self._fresh = True  # first: an interrupt may come in between
+        if not self.whole:
+            self.holding = True
+            first = self.held_from
+            self.held_from = number if first is None else min(first, number)
+        self._columns.changed.index_fill_(0, slots, self._step)
+
+    def held(self) -> torch.Tensor:
+        """Return bool ``[n_slots]``: whether a gradient of a slot waits for a step."""
+        if not self.holding:
+            return torch.zeros_like(self._columns.changed, dtype=torch.bool)
+        return self._columns.changed == self._step
+
+    def release(self) -> None:
+        """Record that no gradient waits for a step."""
+        if self.holding:
+            self._step += 1
+            self.holding, self.held_from = False, None
+
+    def have_left(self, slots: torch.Tensor, number: int) -> bool:
+        """Return whether a row of batch `number` has left its slot, of int64 ``[n]``; waits."""
+        since = self._columns.since
+        return since is not None and bool((since[slots] > number).any())
+
+    # Synchronisation with the host
+
+    def sync(self) -> None:
+        """Update the host's table with rows that came, changed and were used; waits for the GPU.
+
+        Raises
+        ------
+        IndexRangeError
+            When a lookup was given a bad id; nothing was updated.
+        """
+        if not self._fresh:
+            return
+        wait_for_all(self.device)
+        slots, c = self._slots, self._columns
+        changed = c.changed.cpu().numpy() > 0
+        keys = c.keys.cpu().numpy()
+        if not self.whole:
+            assert c.row_in is not None
+            slots.take(c.row_in.cpu().numpy(), keys, changed)
+            self._fresh = False
+            return
+        slots.dirty |= changed
+        if slots.evict is EvictionStrategy.LFU:
+            slots.keys += keys
+        elif slots.evict is EvictionStrategy.LRU:
+            np.maximum(slots.keys, keys, out=slots.keys)
+        c.keys.zero_()
+        # Cleared last: an interrupt leaves them here or in both copies, never in neither.
+        c.changed.zero_()
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()  # before other streams write
+        self._fresh = False
+
+
+def wait_for_all(device: torch.device) -> None:
+    """Wait for all streams of a GPU, and raise the errors that its kernels have reported."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        kernels_on(device)
