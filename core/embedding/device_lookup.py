@@ -14,7 +14,7 @@ import torch
 from ..engine.kernels.cuda import kernels_on
 from ..engine.kernels.cuda.slots import SlotColumns
 from ..errors import BitslabError
-from .device_slots import DeviceSlots
+from .device_slots import DeviceSlots, DeviceUses
 from .gradients import NONE, Array
 from .resident_cache import with_spare
 from .row_exchange import RowExchange
@@ -107,59 +107,48 @@ def look_up_on_gpu(
     BitslabError
         When a CUDA graph is captured: its replays would not be counted on the host.
     """
-    if rows.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    device = rows.device
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise BitslabError(
             "a lookup in training cannot be captured by a CUDA graph: call eval() first, or leave "
             "the lookup out of the graph"
         )
-    flat = ids.detach().reshape(-1).contiguous()
-    n, oldest, exchange = flat.shape[0], None, None
-    device_slots: DeviceSlots | None
+    flat = ids.detach()
+    if flat.dim() != 1 or not flat.is_contiguous():
+        flat = flat.reshape(-1).contiguous()
+    n, parameter = flat.shape[0], rows.parameter
     if rows.all_resident:
-        rows.training.retire_steps()
-        device_slots = device_slots_of(rows)
-    else:
-        oldest = rows.training.oldest_kept
-        device_slots = _with_room(rows, n, oldest)
-        if device_slots is None:
-            return None
-        exchange = rows.exchange
-        assert exchange is not None
-        states = [each for adapter in rows.training.adapters for each in adapter.followed()]
-        exchange.begin(rows.parameter.data, states, n)
-    kernels_on(rows.device)  # raises errors of earlier lookups
-    device_slots.in_order()
-    counters = rows.statistics.record_on_device(n, rows.device)
+        kernels = kernels_on(device)  # raises errors of earlier lookups
+        uses = rows.device_uses
+        if uses is None or uses.device != device:
+            uses = rows.device_uses = DeviceUses(rows.slot_table, device, kernels)
+        index = torch.empty(ids.shape, dtype=torch.int64, device=device)
+        counters = rows.statistics.record_on_device(n, device)
+        if n:
+            uses.look_up(flat, index, counters, uses=counts)
+        # The parameter is the table: whatever changes it is found when rows are written back.
+        return (parameter if wants_grad else parameter.data), index, padding_idx
+    oldest = rows.training.oldest_kept
+    device_slots = _with_room(rows, n, oldest)
+    if device_slots is None:
+        return None
+    exchange = rows.exchange
+    assert exchange is not None
+    exchange.begin(parameter.data, rows.training.followed_states(), n)
+    kernels_on(device)
+    counters = rows.statistics.record_on_device(n, device)
     # Always new memory: ids may be written to before backward, and so may what is returned.
-    slots = torch.empty(2, n, dtype=torch.int64, device=rows.device)
+    slots = torch.empty(2, n, dtype=torch.int64, device=device)
     number = 0
     if n:
         number = device_slots.look_up(flat, slots, counters, oldest, exchange, uses=counts)
-        if exchange is not None:
-            rows.training.gradients.record_reuse_from(number)
-    padding = padding_idx
-    if padding is not None and not device_slots.whole:
-        padding = rows.slot_table.slot_or_none(padding)
-    matrix: torch.Tensor = rows.parameter.data
+        rows.training.gradients.record_reuse_from(number)
+    padding = None if padding_idx is None else rows.slot_table.slot_or_none(padding_idx)
+    kept, index = slots.unbind()
+    matrix: torch.Tensor = parameter.data
     if wants_grad:
-        matrix = rows.training.hold(
-            matrix, NONE, NONE, whole=True, on_device=slots[0], number=number
-        )
-    return matrix, slots[1].view(ids.shape), padding
-
-
-def device_slots_of(rows: CachedRows) -> DeviceSlots:
-    """Return the slots on the rows' device, made on first use."""
-    if rows.device_slots is None or rows.device_slots.device != rows.device:
-        if rows.device_slots is not None:
-            rows.device_slots.sync()
-        rows.device_slots = DeviceSlots(
-            rows.slot_table,
-            rows.device,
-            kernels_on(rows.device, tell=False),
-            has_state=any(adapter.followed() for adapter in rows.training.adapters),
-        )
-    return rows.device_slots
+        matrix = rows.training.hold(matrix, NONE, NONE, whole=True, on_device=kept, number=number)
+    return matrix, index if ids.dim() == 1 else index.view(ids.shape), padding
 
 
 def _with_room(rows: CachedRows, n_ids: int, oldest: int | None) -> DeviceSlots | None:
@@ -189,18 +178,23 @@ def _with_room(rows: CachedRows, n_ids: int, oldest: int | None) -> DeviceSlots 
             if not training.idle or training.in_use or bypassing:
                 return None
             training.pin()
-            rows.exchange = RowExchange(rows.row_store, kernels_on(rows.device, tell=False))
-            device_slots_of(rows)
+            kernels = kernels_on(rows.device, tell=False)
+            rows.exchange = RowExchange(rows.row_store, kernels)
+            rows.device_slots = DeviceSlots(
+                rows.slot_table,
+                rows.device,
+                kernels,
+                has_state=len(training.followed_states()) > 0,
+            )
         found = rows.device_slots
-        assert found is not None
         needed = found.slots_needed(n_ids, oldest)
-        if needed <= found.n_slots:
-            return found
-        wanted.slots = max(wanted.slots, int(MORE * needed))
-        if training.in_use:
-            return None  # the shape of gradients would change
-        _widen(rows, found, max(needed, min(wanted.slots, len(rows))))
-        return found
+        enough = needed <= found.n_slots
+        if not enough:
+            wanted.slots = min(max(wanted.slots, int(MORE * needed)), len(rows))
+        if wanted.slots > found.n_slots and not training.in_use:  # else gradients have its shape
+            _widen(rows, found, wanted.slots)
+            enough = True
+        return found if enough else None
     except torch.OutOfMemoryError:
         wanted.pause = PAUSE_LOOKUPS
         return None
@@ -268,19 +262,19 @@ def _check_memory(rows: CachedRows, more: int, there: _BySlot) -> None:
 
 def sync_from_device(rows: CachedRows) -> None:
     """Update the host's slot table and rows with what lookups on a GPU have done; waits for it."""
-    if rows.device_slots is not None:
+    if rows.device_uses is not None:
+        rows.device_uses.sync()
+    if rows.device_slots is not None and rows.exchange is not None:
         rows.device_slots.sync()
-        if rows.exchange is not None:
-            rows.exchange.finish()
+        rows.exchange.finish()
 
 
 def take_back(rows: CachedRows) -> None:
     """Make the host's slot table the owner of the cache again."""
-    device_slots = rows.device_slots
-    if device_slots is None or device_slots.whole:
-        sync_from_device(rows)
-        return
     sync_from_device(rows)
+    device_slots = rows.device_slots
+    if device_slots is None:
+        return
     held = np.flatnonzero(device_slots.held().cpu().numpy())
     rows.training.sync_slots(held, device_slots)
     rows.device_slots = rows.exchange = None

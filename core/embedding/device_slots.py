@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import fields, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -28,11 +28,11 @@ from ..engine.kernels.cuda.slots import (
     SlotFinder,
 )
 from ..engine.kernels.cuda.source import LEAVING_BINS
+from ..engine.kernels.cuda.stream import stream_pointer
 from ..engine.kernels.format import NO_ROW, NO_SLOT
 from .eviction import EvictionStrategy
 from .slot_table import SlotTable
 
-Array = np.ndarray[Any, Any]
 #: Which row leaves first, as kernels know it.
 EVICT = {
     EvictionStrategy.LFU: BY_USES,
@@ -55,25 +55,102 @@ class Exchange(Protocol):
         """Fetch rows to their slots."""
 
 
+class DeviceUses:
+    """Uses of the rows of a table that is resident whole, each row in the slot of its own number.
+
+    Parameters
+    ----------
+    slots : SlotTable
+        The host's slots, to which `sync` adds uses.
+    device : torch.device
+        Where ids come.
+    kernels : CudaKernels
+        Of the device.
+    """
+
+    def __init__(self, slots: SlotTable, device: torch.device, kernels: CudaKernels) -> None:
+        self.device = device
+        self._slots = slots
+        # Training may write to them later, so they are no inference tensors.
+        with torch.inference_mode(False):
+            self._keys = torch.zeros(slots.n_rows, dtype=torch.int64, device=device)
+            self._seen = torch.zeros(slots.n_rows, dtype=torch.int32, device=device)
+        self._keeper = kernels.slots.keeper(self._keys, self._seen)
+        self._order = _InOrder(device)
+        # Whether the device knows anything that the host does not.
+        self._fresh = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device without the rows, which are the parameter."""
+        return self._keys.nbytes + self._seen.nbytes
+
+    def look_up(self, ids: torch.Tensor, slots: torch.Tensor, counts: int, *, uses: bool) -> None:
+        """Find the slots of a batch, int64 ``[n]``; other arguments as for `DeviceSlots`."""
+        self._order.follow()
+        counting = EVICT[self._slots.evict] if uses else BY_ORDER
+        self._fresh = True
+        self._keeper.keep(ids, counts, self._slots.next_stamp(), slots, counting)
+
+    def sync(self) -> None:
+        """Add the uses to the host's table; waits for the GPU.
+
+        Raises
+        ------
+        IndexRangeError
+            When a lookup was given a bad id; nothing was added.
+        """
+        if not self._fresh:
+            return
+        wait_for_all(self.device)
+        keys = self._keys.cpu().numpy()
+        if self._slots.evict is EvictionStrategy.LFU:
+            self._slots.keys += keys
+        elif self._slots.evict is EvictionStrategy.LRU:
+            np.maximum(self._slots.keys, keys, out=self._slots.keys)
+        self._keys.zero_()
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()  # before other streams write
+        self._fresh = False
+
+
+class _InOrder:
+    """Makes batches on different streams follow one another."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pointer = -1
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            # Other streams may use what was made on this one.
+            torch.cuda.current_stream(device).synchronize()
+
+    def follow(self) -> None:
+        """Make the current stream wait for the last batch if that ran on another stream."""
+        if self._device.type != "cuda":
+            return
+        pointer = stream_pointer(self._device)
+        if pointer != self._pointer:
+            stream = torch.cuda.current_stream(self._device)
+            if self._stream is not None:
+                stream.wait_stream(self._stream)
+            self._pointer, self._stream = pointer, stream
+
+
 class DeviceSlots:
     """Columns of the slots on a device, and lookups by them.
 
     Parameters
     ----------
     slots : SlotTable
-        The host's slots. Until `sync` they are older than the device's.
+        The host's slots, of which some rows are not resident. Until `sync` they are older than the
+        device's.
     device : torch.device
         Where ids come.
     kernels : CudaKernels
         Of the device.
     has_state : bool
         Whether rows that are resident have optimizer state that the host does not have.
-
-    Attributes
-    ----------
-    whole : bool
-        Whether every row is resident, in the slot of its own number. The host's table is owner of
-        all but uses and changes then, which `sync` adds to it.
     """
 
     def __init__(
@@ -85,29 +162,17 @@ class DeviceSlots:
         has_state: bool = False,
     ) -> None:
         self.device = device
-        self.whole = slots.capacity_rows == slots.n_rows
         self._slots = slots
         self._kernels = kernels
-        n_slots = len(slots.id_of)
+        self._evict = EVICT[slots.evict]
         # Training may write to them later, so they are no inference tensors.
         with torch.inference_mode(False):
-            claims = torch.zeros(2, CLAIMS, dtype=torch.int64)
-            claims[:, 1] = -1
-            columns = SlotColumns(
-                n_rows=slots.n_rows,
-                keys=torch.zeros(n_slots, dtype=torch.int64, device=device),
-                seen=torch.zeros(n_slots, dtype=torch.int32, device=device),
-                changed=torch.zeros(n_slots, dtype=torch.int32, device=device),
-                claims=claims.to(device),
-            )
+            self._columns = _copied(slots, device, has_state)
             self._wanted, self._victims, self._leaving = (
                 torch.empty(0, dtype=torch.int64, device=device) for _ in range(3)
             )
-        self._columns = columns if self.whole else self._copied(columns, has_state)
         self._finder: SlotFinder | None = None
-        if device.type == "cuda":
-            # Other streams may write to them.
-            torch.cuda.current_stream(device).synchronize()
+        self._order = _InOrder(device)
         # Whether the device knows anything that the host does not.
         self._fresh = False
         # Steps so far; a row that has changed holds the step of its last gradient, from 1 on.
@@ -119,34 +184,6 @@ class DeviceSlots:
         self._batches: deque[tuple[int, int]] = deque()
         # Whether slots may hold other rows than the map says, since a lookup was interrupted.
         self._loading = False
-        self._stream: torch.cuda.Stream | None = None
-
-    def _copied(self, columns: SlotColumns, has_state: bool) -> SlotColumns:
-        """Return columns with what the host's table has in them."""
-        slots, device = self._slots, self.device
-        rows = np.where(slots.id_of >= 0, slots.id_of, NO_ROW)
-        changed = slots.dirty.astype(np.int32)
-        if has_state:
-            changed[(slots.id_of >= 0) & ~slots.dirty] = STATE_ONLY
-        order = slots.order if slots.evict is EvictionStrategy.DATASET else None
-        with torch.inference_mode(False):
-            return replace(
-                columns,
-                keys=torch.tensor(slots.keys, device=device),
-                # A row that was not looked up since it was warmed up counts as seen by none.
-                seen=torch.zeros_like(columns.seen),
-                changed=torch.tensor(changed, device=device),
-                slot_of=torch.tensor(slots.slot_of, device=device),
-                row_in=torch.tensor(rows, device=device),
-                since=torch.zeros_like(columns.seen),
-                pinned=(
-                    torch.tensor(slots.pinned.astype(np.uint8), device=device)
-                    if slots.pinned.any()
-                    else None
-                ),
-                bins=torch.zeros(2, LEAVING_BINS, dtype=torch.int32, device=device),
-                order=None if order is None else torch.tensor(order, device=device),
-            )
 
     @property
     def n_slots(self) -> int:
@@ -192,22 +229,13 @@ class DeviceSlots:
 
     # Lookups
 
-    def in_order(self) -> None:
-        """Make the current stream wait for the last batch if that ran on another stream."""
-        if self.device.type != "cuda":
-            return
-        stream = torch.cuda.current_stream(self.device)
-        if self._stream is not None and self._stream != stream:
-            stream.wait_stream(self._stream)
-        self._stream = stream
-
     def look_up(
         self,
         ids: torch.Tensor,
         slots: torch.Tensor,
-        counts: torch.Tensor,
+        counts: int,
         oldest: int | None,
-        exchange: Exchange | None,
+        exchange: Exchange,
         *,
         uses: bool,
     ) -> int:
@@ -220,13 +248,13 @@ class DeviceSlots:
             `slots_needed`. An id out of range is reported in the mailbox.
         slots : torch.Tensor
             int64 ``[2, n]`` on the device, overwritten, both rows alike.
-        counts : torch.Tensor
-            int64 ``[3]`` on the device, zeros: gets the numbers of different rows that had a slot
-            (hits), that had none (misses), and that were written back.
+        counts : int
+            Address of int64 ``[3]`` on the device, zeros: gets the numbers of different rows that
+            had a slot (hits), that had none (misses), and that were written back.
         oldest : int or None
             Rows of batches from this number on stay; None for those of this one.
-        exchange : Exchange or None
-            Fetches rows and writes them back; None where all are resident.
+        exchange : Exchange
+            Fetches rows and writes them back.
         uses : bool
             Whether the batch updates what decides which row leaves first.
 
@@ -235,43 +263,26 @@ class DeviceSlots:
         int
             The number of the batch.
         """
-        number, evict = self._slots.next_stamp(), EVICT[self._slots.evict]
-        counting = evict if uses else BY_ORDER
-        if self._finder is None:
-            self._finder = self._kernels.slots.finder(self._columns, evict)
+        self._order.follow()
+        number = self._slots.next_stamp()
         finder, n = self._finder, ids.shape[0]
+        if finder is None:
+            finder = self._finder = self._kernels.slots.finder(self._columns, self._evict)
         self._fresh = True
-        if self.whole:
-            try:
-                finder.claim(ids, counts, number, None)
-                finder.give(ids, counts, number, slots, counting=counting)
-            except BaseException:
-                self._forget_claims()
-                raise
-            return number
-        assert exchange is not None
-        self._make_room_for(n)
+        if self._wanted.shape[0] < n:
+            self._make_room_for(n)
         wanted, victims, leaving = self._wanted, self._victims, self._leaving
         self._batches.append((number, n))
+        counting = self._evict if uses else BY_ORDER
+        oldest = number if oldest is None else oldest
         try:
             finder.claim(ids, counts, number, wanted)
-            finder.choose(
-                counts, number, number if oldest is None else oldest, wanted, victims, leaving
-            )
+            finder.choose(counts, number, oldest, wanted, victims, leaving)
             claims = finder.claims
-            exchange.store(victims[:n], leaving[:n], claims)
+            exchange.store(victims, leaving, claims)
             self._loading = True
-            exchange.load(victims[:n], wanted[:n], claims)
-            finder.give(
-                ids,
-                counts,
-                number,
-                slots,
-                counting=counting,
-                wanted=wanted,
-                victims=victims,
-                leaving=leaving,
-            )
+            exchange.load(victims, wanted, claims)
+            finder.give(ids, counts, number, slots, counting, wanted, victims, leaving)
             self._loading = False
         except BaseException:
             self._repair()
@@ -280,8 +291,6 @@ class DeviceSlots:
 
     def _make_room_for(self, n: int) -> None:
         """Have an entry for each of `n` rows that come."""
-        if self._wanted.shape[0] >= n:
-            return
         if self.device.type == "cuda":
             for t in (self._wanted, self._victims, self._leaving):
                 t.record_stream(torch.cuda.current_stream(self.device))
@@ -295,8 +304,7 @@ class DeviceSlots:
         """Reset what launches of a batch share."""
         self._columns.claims.zero_()
         self._columns.claims[:, 1] = -1
-        if self._columns.bins is not None:
-            self._columns.bins.zero_()
+        self._columns.bins.zero_()
         self._finder = None
 
     def _repair(self) -> None:
@@ -306,7 +314,6 @@ class DeviceSlots:
         have been written back.
         """
         c = self._columns
-        assert c.slot_of is not None and c.row_in is not None
         claimed = c.slot_of < NO_SLOT
         if self._loading:
             lost = self._victims[self._wanted >= 0]
@@ -325,10 +332,9 @@ class DeviceSlots:
     def changed(self, slots: torch.Tensor, number: int) -> None:
         """Record that a gradient of batch `number` waits for a step: of slots int64 ``[n]``."""
         self._fresh = True  # first: an interrupt may come in between
-        if not self.whole:
-            self.holding = True
-            first = self.held_from
-            self.held_from = number if first is None else min(first, number)
+        self.holding = True
+        first = self.held_from
+        self.held_from = number if first is None else min(first, number)
         self._columns.changed.index_fill_(0, slots, self._step)
 
     def held(self) -> torch.Tensor:
@@ -345,8 +351,7 @@ class DeviceSlots:
 
     def have_left(self, slots: torch.Tensor, number: int) -> bool:
         """Return whether a row of batch `number` has left its slot, of int64 ``[n]``; waits."""
-        since = self._columns.since
-        return since is not None and bool((since[slots] > number).any())
+        return bool((self._columns.since[slots] > number).any())
 
     # Synchronisation with the host
 
@@ -361,25 +366,36 @@ class DeviceSlots:
         if not self._fresh:
             return
         wait_for_all(self.device)
-        slots, c = self._slots, self._columns
+        c = self._columns
         changed = c.changed.cpu().numpy() > 0
-        keys = c.keys.cpu().numpy()
-        if not self.whole:
-            assert c.row_in is not None
-            slots.take(c.row_in.cpu().numpy(), keys, changed)
-            self._fresh = False
-            return
-        slots.dirty |= changed
-        if slots.evict is EvictionStrategy.LFU:
-            slots.keys += keys
-        elif slots.evict is EvictionStrategy.LRU:
-            np.maximum(slots.keys, keys, out=slots.keys)
-        c.keys.zero_()
-        # Cleared last: an interrupt leaves them here or in both copies, never in neither.
-        c.changed.zero_()
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()  # before other streams write
+        self._slots.take(c.row_in.cpu().numpy(), c.keys.cpu().numpy(), changed)
         self._fresh = False
+
+
+def _copied(slots: SlotTable, device: torch.device, has_state: bool) -> SlotColumns:
+    """Return columns with what the host's table has in them; see `DeviceSlots`."""
+    n_slots = len(slots.id_of)
+    changed = slots.dirty.astype(np.int32)
+    if has_state:
+        changed[(slots.id_of >= 0) & ~slots.dirty] = STATE_ONLY
+    order = slots.order if slots.evict is EvictionStrategy.DATASET else None
+    pinned = slots.pinned.astype(np.uint8) if slots.pinned.any() else None
+    claims = torch.zeros(2, CLAIMS, dtype=torch.int64)
+    claims[:, 1] = -1
+    return SlotColumns(
+        n_rows=slots.n_rows,
+        slot_of=torch.tensor(slots.slot_of, device=device),
+        row_in=torch.tensor(np.where(slots.id_of >= 0, slots.id_of, NO_ROW), device=device),
+        keys=torch.tensor(slots.keys, device=device),
+        # A row that was not looked up since it was warmed up counts as seen by none.
+        seen=torch.zeros(n_slots, dtype=torch.int32, device=device),
+        since=torch.zeros(n_slots, dtype=torch.int32, device=device),
+        changed=torch.tensor(changed, device=device),
+        claims=claims.to(device),
+        bins=torch.zeros(2, LEAVING_BINS, dtype=torch.int32, device=device),
+        pinned=None if pinned is None else torch.tensor(pinned, device=device),
+        order=None if order is None else torch.tensor(order, device=device),
+    )
 
 
 def wait_for_all(device: torch.device) -> None:

@@ -15,6 +15,7 @@ import torch
 from ..engine.kernels.cuda import CudaKernels
 from ..engine.kernels.cuda.exchange import ExchangedArray
 from ..engine.memory.host import HostBuffer
+from ..tables.table import CompressedTable
 from .row_state import RowState
 from .row_store import RowStore
 
@@ -46,15 +47,18 @@ class RowExchange:
     def __init__(self, store: RowStore, kernels: CudaKernels) -> None:
         self._store = store
         self._kernels = kernels
-        self._direct = False
+        # The table whose raw rows the kernel reads and overwrites itself, and these rows.
+        self._direct: tuple[CompressedTable, torch.Tensor] | None = None
         self._n_ids = 0
         self._outbox: _Outbox | None = None
         self._incoming: torch.Tensor | None = None
         self._sent: torch.cuda.Event | None = None
         # How many entries of the outbox are to be packed.
         self._waiting = 0
-        self._arrays: list[list[ExchangedArray]] = [[], []]
-        self._described: list[tuple[tuple[int, ...], torch.Tensor]] = []
+        # What the arrays were described by, and their descriptions for rows that leave and come.
+        self._described_by: tuple[int, ...] = ()
+        self._described: list[torch.Tensor] = []
+        self._row_units = 0
 
     def begin(
         self, data: torch.Tensor, states: Sequence[tuple[torch.Tensor, RowState]], n_ids: int
@@ -70,17 +74,27 @@ class RowExchange:
         n_ids : int
             Ids of the batch.
         """
-        self.finish()
+        if self._waiting:
+            self.finish()
         store, self._n_ids = self._store, n_ids
-        stored = store.table.rows_for_gpu()
-        self._direct = stored is not None
-        followed = [ExchangedArray(value, state.as_bytes()) for value, state in states]
-        if stored is not None:
-            both = [ExchangedArray(data, stored), *followed]
-            self._arrays = [both, both]
+        table, known = store.table, self._direct
+        if known is None or known[0] is not table or not table.takes_gpu_writes:
+            stored = table.rows_for_gpu()
+            known = self._direct = None if stored is None else (table, stored)
+        if known is None:
+            self._make_room_for(n_ids, data)
+        else:
             store.changes += 1
             store.prefetched = None
-            return
+        described_by = [data.data_ptr(), id(known), id(self._outbox), id(self._incoming)]
+        for value, state in states:
+            described_by += [value.data_ptr(), state.address]
+        key = tuple(described_by)
+        if key != self._described_by:
+            self._describe(data, states)
+            self._described_by = key
+
+    def _make_room_for(self, n_ids: int, data: torch.Tensor) -> None:
         if self._outbox is None or self._outbox.n_rows < n_ids:
             self._outbox = _Outbox(n_ids, data)
         if self._incoming is None or self._incoming.shape[0] < n_ids:
@@ -88,44 +102,48 @@ class RowExchange:
                 self._incoming = torch.empty(
                     n_ids, data.shape[1], dtype=data.dtype, device=data.device
                 )
-        out = ExchangedArray(data, self._outbox.rows, by_position=True)
-        come = ExchangedArray(data, self._incoming, by_position=True)
-        self._arrays = [[out, *followed], [come, *followed]]
 
-    def _launch(
-        self, which: int, slots: torch.Tensor, rows: torch.Tensor, claims: torch.Tensor
+    def _describe(
+        self, data: torch.Tensor, states: Sequence[tuple[torch.Tensor, RowState]]
     ) -> None:
-        arrays = self._arrays[which]
-        key = tuple(n for array in arrays for n in array.description())
-        described = next((t for known, t in self._described if known == key), None)
-        if described is None:
-            described = self._kernels.exchange.described(arrays, claims.device)
-            self._described = [*self._described[-3:], (key, described)]
-        most_units = self._n_ids * max(1, max(a.row_bytes for a in arrays) // 16)
-        self._kernels.exchange.exchange(
-            described, slots, rows, claims, most_units, to_host=which == 0
-        )
+        followed = [ExchangedArray(value, state.as_bytes()) for value, state in states]
+        if self._direct is not None:
+            ways = [ExchangedArray(data, self._direct[1])]
+        else:
+            assert self._outbox is not None and self._incoming is not None
+            ends = (self._outbox.rows, self._incoming)
+            ways = [ExchangedArray(data, end, by_position=True) for end in ends]
+        arrays = [[way, *followed] for way in ways]
+        described = self._kernels.exchange.described
+        self._described = [described(each, data.device) for each in arrays]
+        self._row_units = max(1, max(array.row_bytes for array in arrays[0]) // 16)
 
     def store(self, slots: torch.Tensor, rows: torch.Tensor, claims: torch.Tensor) -> None:
         """Write rows back from their slots; see `DeviceSlots`."""
-        self._launch(0, slots, rows, claims)
-        if self._direct:
+        units = self._n_ids * self._row_units
+        self._kernels.exchange.exchange(
+            self._described[0], slots, rows, claims, units, to_host=True
+        )
+        if self._direct is not None:
             return
+        n = self._n_ids
         assert self._outbox is not None
-        self._outbox.ids[: len(rows)].copy_(rows, non_blocking=True)
+        self._outbox.ids[:n].copy_(rows[:n], non_blocking=True)
         if claims.is_cuda:
             self._sent = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._sent.record()  # type: ignore[no-untyped-call]
-        self._waiting = len(rows)
+        self._waiting = n
 
     def load(self, slots: torch.Tensor, rows: torch.Tensor, claims: torch.Tensor) -> None:
         """Fetch rows to their slots."""
-        if not self._direct:
+        n = self._n_ids
+        if self._direct is None:
             assert self._incoming is not None
-            self._store.table.gather_some_on_gpu(rows, self._incoming[: len(rows)])
-        self._launch(1, slots, rows, claims)
-        if self._direct and claims.is_cuda:
-            self._store.table.mark_gpu_use(claims.device)
+            self._store.table.gather_some_on_gpu(rows[:n], self._incoming[:n])
+        units = n * self._row_units
+        self._kernels.exchange.exchange(
+            self._described[-1], slots, rows, claims, units, to_host=False
+        )
 
     def finish(self) -> None:
         """Pack rows that have left into the table; waits until the GPU has sent them."""

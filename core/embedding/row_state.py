@@ -72,6 +72,11 @@ class RowState:
                 self._buffer = HostBuffer.allocate(0)
         return self._buffer.pinned
 
+    @property
+    def address(self) -> int:
+        """Of the values in host memory."""
+        return self._values.data_ptr()
+
     def as_bytes(self) -> torch.Tensor:
         """Return the values as the GPU reads them: uint8 ``[N, bytes of a row]``."""
         return self._values.view(len(self._values), -1).view(torch.uint8)

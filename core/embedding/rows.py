@@ -22,7 +22,7 @@ from . import slots as by_slots
 from . import warm, whole
 from .arguments import CacheKind, check_options, check_table, checked_pins, checked_rows
 from .device_lookup import WantedSlots
-from .device_slots import DeviceSlots
+from .device_slots import DeviceSlots, DeviceUses
 from .eviction import EvictionStrategy
 from .gradients import NONE, Array, to_device
 from .lookups import fetch, host_ids, look_up, prefetch, read
@@ -138,6 +138,7 @@ class CachedRows:
         self.watch = ParameterWatch(self)
         self.statistics = Statistics()
         self.device_slots: DeviceSlots | None = None
+        self.device_uses: DeviceUses | None = None
         self.exchange: RowExchange | None = None
         self.wanted_slots = WantedSlots()
         self.resident_bags = ResidentBags()
@@ -231,7 +232,7 @@ class CachedRows:
     @property
     def owned_by_device(self) -> bool:
         """Whether a GPU finds, evicts and fetches rows by itself."""
-        return self.device_slots is not None and not self.device_slots.whole
+        return self.device_slots is not None
 
     def __repr__(self) -> str:
         """Name the table and the cache."""

@@ -80,7 +80,7 @@ class Statistics:
         self.record_rows(len(batch.touched), len(batch.missing), len(batch.slots))
         self._append(len(batch.touched), len(batch.missing), written_back)
 
-    def record_on_device(self, n_ids: int, device: torch.device) -> torch.Tensor:
+    def record_on_device(self, n_ids: int, device: torch.device) -> int:
         """Return counters on the device for a batch whose hits and misses only the device knows.
 
         Parameters
@@ -92,16 +92,16 @@ class Statistics:
 
         Returns
         -------
-        torch.Tensor
-            int64 ``[3]`` on `device`, zeros: the kernel writes the numbers of different rows that
-            hit, that missed, and that were written back.
+        int
+            Address of int64 ``[3]`` on `device`, zeros: the kernel writes the numbers of different
+            rows that hit, that missed, and that were written back.
         """
         if self._on_device == BLOCK * len(self._blocks):
             if len(self._blocks) > 2 * HISTORY // BLOCK:
                 self._read()  # waits, once in so many batches, so that they do not pile up
             with torch.inference_mode(False):  # it may be written to in training later
                 self._blocks.append(torch.zeros(BLOCK, 3, dtype=torch.int64, device=device))
-        counters = self._blocks[-1][self._on_device % BLOCK]
+        counters = self._blocks[-1].data_ptr() + 24 * (self._on_device % BLOCK)
         self._on_device += 1
         self.lookups += n_ids
         self._append(ON_DEVICE, ON_DEVICE, 0)
@@ -154,7 +154,7 @@ def stats_of(rows: CachedRows) -> dict[str, Any]:
     lookups, moved = rows.statistics.lookups, table["moved_bytes"]
     if rows.table.codec.keeps_raw:
         moved += rows.statistics.fetched_by_gpu * table["row_bytes"]  # which the table cannot count
-    on_device = (rows.device_slots, rows.exchange)
+    on_device = (rows.device_slots, rows.device_uses, rows.exchange)
     device_bytes = rows.parameter.nbytes + sum(
         each.nbytes for each in on_device if each is not None
     )

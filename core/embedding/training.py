@@ -595,6 +595,10 @@ class Training:
             self.adapters.append(found)
         return found
 
+    def followed_states(self) -> list[tuple[torch.Tensor, RowState]]:
+        """Return optimizer state of rows in slots ``[S, ...]``, and that of all rows."""
+        return [each for adapter in self.adapters for each in adapter.followed()]
+
     def save(self, slots: Array, ids: Array) -> None:
         """Save optimizer state of rows that leave their slots: int64 ``[n]`` each."""
         for adapter in self.adapters:

@@ -207,7 +207,7 @@ def moved(rows: CachedRows, parameter: torch.nn.Parameter) -> None:
     finally:
         rows.watch.accept()
     if rows.device != before:
-        rows.device_slots = None  # synced by `before_move`
+        rows.device_uses = None  # synced by `before_move`
     rows.training.moved()
 
 

@@ -380,22 +380,27 @@ class CompressedTable(HostTable):
         -------
         torch.Tensor or None
             uint8 ``[N, row_bytes]``. None where rows are packed, or may not be changed, or have
-            copies in a `SlabCache`: then `update` changes them, or says why not. Who writes calls
-            `mark_gpu_use`, and waits for the GPU before anybody else reads.
+            copies in a `SlabCache`: then `update` changes them, or says why not. Who writes asks
+            `takes_gpu_writes` each time, and waits for the GPU before anybody else reads.
         """
         with self._reading():
             parts = self._parts
-            if self._caches or not self._ownership.allows_changes(parts):
-                return None
-            if not parts.raw or parts.items_per_row != 1 or not self._gathers.readable_by_gpu():
+            if not self.takes_gpu_writes or not self._gathers.readable_by_gpu():
                 return None
             self._rows.dirty = True
             return parts.raw_rows()
 
-    def mark_gpu_use(self, device: torch.device) -> None:
-        """Record that the current stream of a GPU reads or writes rows of `rows_for_gpu`."""
-        with self._reading():
-            self._lock.mark_gpu_read(device)
+    @property
+    def takes_gpu_writes(self) -> bool:
+        """Whether rows are raw, and may be overwritten by a GPU; see `rows_for_gpu`."""
+        parts = self._parts
+        return (
+            not self._closed
+            and not self._caches
+            and parts.raw
+            and parts.items_per_row == 1
+            and self._ownership.allows_changes(parts)
+        )
 
     def gather_some_on_gpu(self, ids: torch.Tensor, out: torch.Tensor) -> None:
         """Gather on a GPU the rows of some ids, which the caller has checked; skip NO_ROW.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 from collections.abc import Iterator
 from typing import Any
 
@@ -33,6 +34,9 @@ class TwinKernels:
     def finder(self, columns, evict) -> TwinFinder:
         return TwinFinder(columns, evict)
 
+    def keeper(self, keys, seen) -> TwinKeeper:
+        return TwinKeeper(keys, seen)
+
 
 class TwinExchange:
     """What `ExchangeKernels` does, by the twin."""
@@ -50,6 +54,21 @@ class TwinExchange:
                 int(claims[0]),
                 to_host,
             )
+
+
+def counts_at(address: int) -> np.ndarray[Any, Any]:
+    return np.ctypeslib.as_array(ctypes.cast(address, ctypes.POINTER(ctypes.c_int64)), (3,))
+
+
+class TwinKeeper:
+    """What `SlotKeeper` does, by the twin."""
+
+    def __init__(self, keys, seen):
+        self.keys, self.seen = keys.numpy(), seen.numpy()
+
+    def keep(self, ids, counts, number, slots, counting):
+        given = self.keys, self.seen, counting, number, slots.numpy().reshape(-1)
+        twin.keep_slots(ids.numpy(), len(self.keys), *given, counts_at(counts))
 
 
 class TwinFinder:
@@ -71,7 +90,7 @@ class TwinFinder:
             c.seen.numpy(),
             number,
             array(wanted),
-            counts.numpy(),
+            counts_at(counts),
             self.claims.numpy(),
         )
 
@@ -92,13 +111,11 @@ class TwinFinder:
             wanted.numpy(),
             victims.numpy(),
             leaving.numpy(),
-            counts.numpy(),
+            counts_at(counts),
             self.claims.numpy(),
         )
 
-    def give(
-        self, ids, counts, number, slots, *, counting, wanted=None, victims=None, leaving=None
-    ):
+    def give(self, ids, counts, number, slots, counting, wanted, victims, leaving):
         c, other = self.columns, 1 - self.turn
         twin.give_slots(
             ids.numpy(),
@@ -114,10 +131,10 @@ class TwinFinder:
             array(leaving),
             slots[0].numpy(),
             slots[1].numpy(),
-            counts.numpy(),
+            counts_at(counts),
             self.claims.numpy(),
             c.claims[other].numpy(),
-            array(None if c.bins is None else c.bins[other], np.int32),
+            c.bins[other].numpy(),
         )
         self.turn = other
 
@@ -180,7 +197,6 @@ def check_gpu_map(pair: Pair):
     if found is not None:
         device_lookup.sync_from_device(pair.rows)
         c = found.columns
-        assert c.slot_of is not None and c.row_in is not None
         assert np.array_equal(c.slot_of.numpy(), pair.rows.slot_table.slot_of)
         assert np.array_equal(np.maximum(c.row_in.numpy(), -1), pair.rows.slot_table.id_of)
         assert (c.claims[:, 0] == 0).any() and found.n_slots == len(pair.rows.parameter)

@@ -15,6 +15,7 @@ from bitslab.engine.kernels.cuda.slots import (
     CLAIMS,
     SlotColumns,
     SlotFinder,
+    SlotKeeper,
 )
 from bitslab.engine.kernels.cuda.source import LEAVING_BINS
 from bitslab.engine.kernels.format import NO_ROW, NO_SLOT
@@ -27,8 +28,8 @@ NOTHING = np.empty(0, np.int64)
 EVICTIONS = {"order": BY_ORDER, "uses": BY_USES, "last-use": BY_LAST_USE}
 
 
-def columns(whole: bool = False, pinned: bool = False, order: str = "") -> SlotColumns:
-    n_slots = N_ROWS if whole else N_SLOTS
+def columns(pinned: bool = False, order: str = "") -> SlotColumns:
+    n_slots = N_SLOTS
     claims = torch.zeros(2, CLAIMS, dtype=torch.int64)
     claims[:, 1] = -1
     common = {
@@ -38,8 +39,6 @@ def columns(whole: bool = False, pinned: bool = False, order: str = "") -> SlotC
         "changed": guarded(torch.zeros(n_slots, dtype=torch.int32)),
         "claims": guarded(claims),
     }
-    if whole:
-        return SlotColumns(**common)
     ranks = torch.randperm(N_ROWS, generator=torch.Generator().manual_seed(5))
     held = torch.zeros(n_slots, dtype=torch.uint8)
     held[[3, 77]] = 1
@@ -66,13 +65,12 @@ class Lookups:
         self.runner = SimtRunner(seed)
         self.finder = SlotFinder(self.runner, columns, evict)
         self.number = 0
-        room = 0 if columns.slot_of is None else N_IDS
-        self.wanted = guarded(torch.full((room,), NO_ROW))
-        self.victims = guarded(torch.full((room,), -7))
-        self.leaving = guarded(torch.full((room,), NO_ROW))
+        self.wanted = guarded(torch.full((N_IDS,), NO_ROW))
+        self.victims = guarded(torch.full((N_IDS,), -7))
+        self.leaving = guarded(torch.full((N_IDS,), NO_ROW))
 
     def __call__(self, ids, oldest: int | None = None, counting: int | None = None):
-        """Look a batch up; return slots, counts, and the rows that came, their slots, the leaving."""
+        """Look a batch up; return slots, counts, and the rows that came, with what left."""
         self.number += 1
         oldest = self.number if oldest is None else oldest
         counting = self.evict if counting is None else counting
@@ -89,21 +87,22 @@ class Lookups:
         return [t[:n].clone() for t in (self.wanted, self.victims, self.leaving)]
 
     def _by_kernels(self, ids, slots, counts, oldest, counting):
-        c, finder = self.columns, self.finder
-        wanted = None if c.slot_of is None else self.wanted
-        finder.claim(ids, counts, self.number, wanted)
-        if wanted is not None:
-            finder.choose(counts, self.number, oldest, wanted, self.victims, self.leaving)
+        finder = self.finder
+        batch, to = (self.wanted, self.victims, self.leaving), counts.data_ptr()
+        finder.claim(ids, to, self.number, self.wanted)
+        finder.choose(to, self.number, oldest, *batch)
         came = self._came()
-        more = {"wanted": wanted, "victims": self.victims, "leaving": self.leaving}
-        finder.give(ids, counts, self.number, slots, counting=counting, **more)
+        finder.give(ids, to, self.number, slots, counting, *batch)
         return came
 
     def _by_twins(self, ids, slots, counts, oldest, counting):
         c = self.columns
         turn = (self.number - 1) % 2
-        claims, bins = c.claims[turn].numpy(), array(None if c.bins is None else c.bins[turn])
-        next_bins = array(None if c.bins is None else c.bins[1 - turn])
+        claims, bins, next_bins = (
+            array(c.claims[turn]),
+            array(c.bins[turn]),
+            array(c.bins[1 - turn]),
+        )
         by_slot = array(c.row_in), array(c.keys)
         batch = array(self.wanted), array(self.victims), array(self.leaving)
         seen, changed, counted = array(c.seen), array(c.changed), counts.numpy()
@@ -111,21 +110,20 @@ class Lookups:
         twin.claim_slots(
             ids.numpy(), N_ROWS, array(c.slot_of), seen, self.number, batch[0], counted, claims
         )
-        if c.slot_of is not None:
-            twin.count_slots(N_ROWS, *by_slot, seen, *leaves, claims)
-            twin.choose_slots(
-                N_ROWS,
-                *by_slot,
-                seen,
-                array(c.since),
-                changed,
-                leaves[0],
-                array(c.order),
-                *leaves[1:],
-                *batch,
-                counted,
-                claims,
-            )
+        twin.count_slots(N_ROWS, *by_slot, seen, *leaves, claims)
+        twin.choose_slots(
+            N_ROWS,
+            *by_slot,
+            seen,
+            array(c.since),
+            changed,
+            leaves[0],
+            array(c.order),
+            *leaves[1:],
+            *batch,
+            counted,
+            claims,
+        )
         came = self._came()
         self.bad = twin.give_slots(
             ids.numpy(),
@@ -256,19 +254,32 @@ def test_a_batch_may_take_every_slot_that_is_left(evict, twins):
     assert c.row_in[c.row_in >= 0].unique().shape[0] == int((c.row_in >= 0).sum())
 
 
-@pytest.mark.parametrize("counting", [BY_ORDER, BY_USES])
-@pytest.mark.parametrize("twins", [False, True], ids=["kernels", "twins"])
+@pytest.mark.parametrize("counting", EVICTIONS.values(), ids=EVICTIONS.keys())
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_rows_that_are_all_resident_lie_in_the_slots_of_their_numbers(seed, twins, counting):
-    c = columns(whole=True)
-    look_up = Lookups(c, BY_USES, seed, twins)
-    ids = torch.randint(N_ROWS, (500,), generator=torch.Generator().manual_seed(seed))
-    slots, counts, _ = look_up(ids, counting=counting)
-    assert torch.equal(slots, ids)
-    assert counts == [len(ids.unique()), 0, 0]
-    expected = torch.bincount(ids, minlength=N_ROWS) * (counting == BY_USES)
-    assert torch.equal(c.keys, expected)
-    assert not look_up.runner.mailbox.any()
+def test_rows_that_are_all_resident_lie_in_the_slots_of_their_numbers(seed, dtype, counting):
+    ids = torch.randint(N_ROWS, (500,), generator=torch.Generator().manual_seed(seed)).to(dtype)
+    runner, found = SimtRunner(seed), []
+    for twins in (False, True):
+        keys = guarded(torch.zeros(N_ROWS, dtype=torch.int64))
+        seen = guarded(torch.zeros(N_ROWS, dtype=torch.int32))
+        counts = guarded(torch.zeros(3, dtype=torch.int64))
+        slots = guarded(torch.empty(len(ids), dtype=torch.int64))
+        for number in (1, 2):
+            if twins:
+                given = array(keys), array(seen), counting, number, array(slots), array(counts)
+                assert twin.keep_slots(ids.numpy(), N_ROWS, *given) == -1
+            else:
+                keeper = SlotKeeper(runner, keys, seen)
+                keeper.keep(ids, counts.data_ptr(), number, slots, counting)
+        assert torch.equal(slots, ids.long())
+        assert counts.tolist() == [2 * len(ids.unique()), 0, 0]
+        found.append((keys.tolist(), seen.tolist()))
+    assert found[0] == found[1]
+    used = torch.bincount(ids, minlength=N_ROWS)
+    expected = {BY_USES: 2 * used, BY_LAST_USE: 2 * (used > 0), BY_ORDER: 0 * used}[counting]
+    assert found[0][0] == expected.tolist()
+    assert not runner.mailbox.any()
 
 
 @pytest.mark.parametrize("bad", [-3, N_ROWS, 2**31 - 1])
@@ -286,3 +297,11 @@ def test_a_bad_id_is_reported_and_stands_for_the_row_next_to_it(bad):
         look_up.runner.mailbox.zero_()
         look_up(torch.tensor([1, 2]))
         assert not look_up.runner.mailbox.any()
+    keys, seen = torch.zeros(N_ROWS, dtype=torch.int64), torch.zeros(N_ROWS, dtype=torch.int32)
+    counts, slots = torch.zeros(3, dtype=torch.int64), torch.empty(3, dtype=torch.int64)
+    keeper = SlotKeeper(look_up.runner, keys, seen)
+    keeper.keep(ids[:3], counts.data_ptr(), 1, slots, BY_USES)
+    assert look_up.runner.mailbox.tolist() == [INDEX_ERROR, 2, bad, N_ROWS]
+    given = array(keys), array(seen), BY_USES, 2, array(slots), array(counts)
+    assert twin.keep_slots(ids[:3].numpy(), N_ROWS, *given) == 2
+    assert slots.tolist() == [5, 6, near]

@@ -18,9 +18,7 @@ def claim_slots(ids, n_rows, slot_of, seen, number, wanted, counts, claims):
         row = min(max(ids[i], 0), n_rows - 1)
         if row != ids[i] and claims[1] < 0:
             claims[1] = i
-        slot = row
-        if slot_of.shape[0]:
-            slot = slot_of[row]
+        slot = slot_of[row]
         if slot >= 0:
             if seen[slot] != number:
                 seen[slot] = number
@@ -30,6 +28,25 @@ def claim_slots(ids, n_rows, slot_of, seen, number, wanted, counts, claims):
             claims[0] = k + 1
             wanted[k] = row
             slot_of[row] = CLAIMED - k
+
+
+@njit(nogil=True, cache=True)
+def keep_slots(ids, n_rows, keys, seen, counting, number, slots, counts):
+    """Write the slots of a batch whose rows are all resident; return a bad position, or -1."""
+    bad = -1
+    for i in range(ids.shape[0]):
+        row = min(max(ids[i], 0), n_rows - 1)
+        slots[i] = row
+        if row != ids[i]:
+            bad = i
+        if seen[row] != number:
+            seen[row] = number
+            counts[0] += 1
+        if counting == COUNT_UP:
+            keys[row] += 1
+        elif counting == LAST_USE:
+            keys[row] = number
+    return bad
 
 
 @njit(nogil=True, cache=True)
@@ -147,11 +164,9 @@ def give_slots(
     """Write the slots of all rows of a batch; return the first position of a bad id, or -1."""
     for i in range(ids.shape[0]):
         row = min(max(ids[i], 0), n_rows - 1)
-        slot = row
-        if slot_of.shape[0]:
-            slot = slot_of[row]
-            if slot < 0:
-                slot = victims[CLAIMED - slot]
+        slot = slot_of[row]
+        if slot < 0:
+            slot = victims[CLAIMED - slot]
         slots[i] = kept[i] = slot
         if counting == COUNT_UP:
             keys[slot] += 1

@@ -6,8 +6,7 @@
 // changes the map, and writes the slots of all ids of the batch. The host knows none of the numbers.
 //
 // slot_of[N] is the slot of each row, or NO_SLOT; between the first and the last launch CLAIMED - k for
-// the k-th of the rows that are to come. Without it each row lies in the slot of its own number, and
-// nothing leaves. An id out of range stands for the first or the last row.
+// the k-th of the rows that are to come. An id out of range stands for the first or the last row.
 //
 // claims: rows to come, the first position of an id out of range or all ones, slots taken, and slots
 // taken whose rows are worth as much as the last ones that leave. give_slots of a batch sets the claims
@@ -42,7 +41,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
       const i64 id = load_id(ids, first + lane, id_bytes);
       row = in_range(id, n_rows);
       if (row != id) atomicMin(claims + BAD, (u64)(first + lane));
-      const int slot = slot_of == nullptr ? (int)row : *(volatile int*)(slot_of + row);
+      const int slot = *(volatile int*)(slot_of + row);
       if (slot >= 0) {
         if (seen[slot] != number && atomicExch(seen + slot, number) != number) ++hits;
       } else if (slot == NO_SLOT) {
@@ -62,6 +61,25 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   }
   hits = __reduce_add_sync(FULL, hits);
   if (lane == 0 && hits) atomicAdd(counts, (u64)hits);
+}
+
+// Of a cache that has every row in the slot of its own number: slots gets those of the ids. seen, number,
+// counts and counting as elsewhere. The position that is reported is one of an id out of range.
+extern "C" __global__ void __launch_bounds__(THREADS)
+    keep_slots(const void* __restrict__ ids, int id_bytes, i64 n, i64 n_rows, i64* keys, int* seen, int counting,
+               int number, i64* slots, u64* counts, i64* mailbox) {
+  const i64 stride = (i64)gridDim.x * THREADS;
+  u32 hits = 0;
+  for (i64 i = (i64)blockIdx.x * THREADS + threadIdx.x; i < n; i += stride) {
+    const i64 id = load_id(ids, i, id_bytes), row = in_range(id, n_rows);
+    slots[i] = row;
+    if (row != id) report(mailbox, ERROR_INDEX, i, id, n_rows);
+    if (seen[row] != number && atomicExch(seen + row, number) != number) ++hits;
+    if (counting == BY_USES) atomicAdd((u64*)keys + row, 1ull);
+    else if (counting == BY_LAST_USE) keys[row] = number;
+  }
+  hits = __reduce_add_sync(FULL, hits);
+  if ((threadIdx.x & 31) == 0 && hits) atomicAdd(counts, (u64)hits);
 }
 
 // Numbers that rise with x, one for each up to 1023, then 32 for each power of two.
@@ -194,11 +212,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   const i64 begin = (i64)blockIdx.x * THREADS + threadIdx.x;
   for (i64 i = begin; i < n; i += stride) {
     const i64 row = in_range(load_id(ids, i, id_bytes), n_rows);
-    int slot = (int)row;
-    if (slot_of != nullptr) {
-      const int there = *(volatile int*)(slot_of + row);  // another thread may just have written it
-      slot = there >= 0 ? there : (int)victims[CLAIMED - there];
-    }
+    const int there = *(volatile int*)(slot_of + row);  // another thread may just have written it
+    const int slot = there >= 0 ? there : (int)victims[CLAIMED - there];
     slots[i] = slot;
     kept[i] = slot;
     if (counting == BY_USES) atomicAdd((u64*)keys + slot, 1ull);
@@ -214,8 +229,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     wanted[k] = NO_ROW;
     leaving[k] = NO_ROW;
   }
-  if (next_bins != nullptr)
-    for (i64 b = begin; b < BINS; b += stride) next_bins[b] = 0;
+  for (i64 b = begin; b < BINS; b += stride) next_bins[b] = 0;
   if (begin) return;
   const u64 bad = claims[BAD];
   counts[1] = (u64)missing;

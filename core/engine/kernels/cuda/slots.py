@@ -20,10 +20,29 @@ BY_ORDER, BY_USES, BY_LAST_USE = 0, 1, 2
 
 
 @dataclass(init=False)
+class KeepSlots(Parameters):
+    """Parameters of `keep_slots`: int32 or int64 ids, int32 `seen`, the others int64."""
+
+    kernel = "keep_slots"
+
+    ids: Address
+    id_bytes: Int32
+    n: Int64
+    n_rows: Int64
+    keys: Address
+    seen: Address
+    counting: Int32
+    number: Int32
+    slots: Address
+    counts: Address
+    mailbox: Address
+
+
+@dataclass(init=False)
 class ClaimSlots(Parameters):
     """Parameters of `claim_slots`.
 
-    int32 or int64 ids, int32 `slot_of` or None and `seen`, int64 `wanted`, `counts` and `claims`.
+    int32 or int64 ids, int32 `slot_of` and `seen`, int64 `wanted`, `counts` and `claims`.
     """
 
     kernel = "claim_slots"
@@ -129,40 +148,39 @@ class SlotColumns:
     ----------
     n_rows : int
         Rows of the table, N.
+    slot_of : torch.Tensor
+        int32 ``[N]``: the slot of each row, or NO_SLOT.
+    row_in : torch.Tensor
+        int64 ``[S]``: the row in each slot, or NO_ROW.
     keys : torch.Tensor
         int64 ``[S]``: how much the row in a slot is worth; see `BY_ORDER`.
     seen : torch.Tensor
         int32 ``[S]``: the last batch that had the row.
+    since : torch.Tensor
+        int32 ``[S]``: the batch that fetched it.
     changed : torch.Tensor
         int32 ``[S]``: 0, or, say, the step that changed the row.
     claims : torch.Tensor
         int64 ``[2, CLAIMS]``, 0, -1, 0, 0 at first: of two batches in turns.
-    slot_of : torch.Tensor, optional
-        int32 ``[N]``: the slot of each row, or NO_SLOT. Where it is left out, and the following
-        with it, each row lies in the slot of its own number.
-    row_in : torch.Tensor, optional
-        int64 ``[S]``: the row in each slot, or NO_ROW.
-    since : torch.Tensor, optional
-        int32 ``[S]``: the batch that fetched it.
+    bins : torch.Tensor
+        int32 ``[2, LEAVING_BINS]``, zeros at first.
     pinned : torch.Tensor, optional
         uint8 ``[S]``: whether it never leaves; none is pinned when left out.
-    bins : torch.Tensor, optional
-        int32 ``[2, LEAVING_BINS]``, zeros at first.
     order : torch.Tensor, optional
         int32 or int64 ``[N]``: rank of each row, 0 for the most used; that of the ids when left
         out.
     """
 
     n_rows: int
+    slot_of: torch.Tensor
+    row_in: torch.Tensor
     keys: torch.Tensor
     seen: torch.Tensor
+    since: torch.Tensor
     changed: torch.Tensor
     claims: torch.Tensor
-    slot_of: torch.Tensor | None = None
-    row_in: torch.Tensor | None = None
-    since: torch.Tensor | None = None
+    bins: torch.Tensor
     pinned: torch.Tensor | None = None
-    bins: torch.Tensor | None = None
     order: torch.Tensor | None = None
 
 
@@ -182,6 +200,58 @@ class SlotKernels:
         """Return what finds the slots of batches; see `SlotFinder`."""
         return SlotFinder(self._runner, columns, evict)
 
+    def keeper(self, keys: torch.Tensor, seen: torch.Tensor) -> SlotKeeper:
+        """Return what counts batches whose rows are all resident; see `SlotKeeper`."""
+        return SlotKeeper(self._runner, keys, seen)
+
+
+class SlotKeeper:
+    """Counts the uses of rows that lie in the slots of their own numbers.
+
+    Parameters
+    ----------
+    runner : Runner
+        Of the device.
+    keys, seen : torch.Tensor
+        int64 and int32 ``[N]`` on the device; see `SlotColumns`.
+    """
+
+    def __init__(self, runner: Runner, keys: torch.Tensor, seen: torch.Tensor) -> None:
+        self._most_blocks = BLOCKS * runner.multiprocessors
+        self._launch = runner.bind(
+            SLOTS,
+            KeepSlots,
+            THREADS,
+            n_rows=keys.shape[0],
+            keys=keys,
+            seen=seen,
+            mailbox=runner.mailbox,
+        )
+
+    def keep(
+        self, ids: torch.Tensor, counts: int, number: int, slots: torch.Tensor, counting: int
+    ) -> None:
+        """Find the slots of a batch; see `SlotFinder`.
+
+        Parameters
+        ----------
+        ids, counts, number, counting
+            As for its methods.
+        slots : torch.Tensor
+            int64 ``[n]`` on the device, overwritten.
+        """
+        n = ids.shape[0]
+        self._launch(
+            min(ceil_div(n, THREADS), self._most_blocks),
+            ids.data_ptr(),
+            ids.element_size(),
+            n,
+            counting,
+            number,
+            slots.data_ptr(),
+            counts,
+        )
+
 
 class SlotFinder:
     """Finds the slots of batches: `claim`, `choose`, then the exchange of rows, then `give`.
@@ -199,16 +269,17 @@ class SlotFinder:
     """
 
     def __init__(self, runner: Runner, columns: SlotColumns, evict: int) -> None:
-        self._most_blocks = BLOCKS * runner.multiprocessors
-        self._n_slots = columns.seen.shape[0]
-        n_rows, order, bins = columns.n_rows, columns.order, columns.bins
+        most_blocks = BLOCKS * runner.multiprocessors
+        self._most_blocks = most_blocks
+        self._slot_blocks = min(ceil_div(columns.seen.shape[0], THREADS), most_blocks)
+        n_rows, order = columns.n_rows, columns.order
         by_slot = {"row_in": columns.row_in, "keys": columns.keys}
         leaving = {**by_slot, "seen": columns.seen, "pinned": columns.pinned}
-        leaving |= {"n_slots": self._n_slots, "n_rows": n_rows, "evict": evict}
+        leaving |= {"n_slots": columns.seen.shape[0], "n_rows": n_rows, "evict": evict}
         self._turns = []
         for turn in range(2):
             claims, next_claims = columns.claims[turn], columns.claims[1 - turn]
-            own_bins, next_bins = (None, None) if bins is None else (bins[turn], bins[1 - turn])
+            bins, next_bins = columns.bins[turn], columns.bins[1 - turn]
             claim = runner.bind(
                 SLOTS,
                 ClaimSlots,
@@ -218,7 +289,7 @@ class SlotFinder:
                 seen=columns.seen,
                 claims=claims,
             )
-            count = runner.bind(SLOTS, CountSlots, THREADS, **leaving, bins=own_bins, claims=claims)
+            count = runner.bind(SLOTS, CountSlots, THREADS, **leaving, bins=bins, claims=claims)
             choose = runner.bind(
                 SLOTS,
                 ChooseSlots,
@@ -228,7 +299,7 @@ class SlotFinder:
                 changed=columns.changed,
                 order=order,
                 order_bytes=0 if order is None else order.element_size(),
-                bins=own_bins,
+                bins=bins,
                 claims=claims,
             )
             give = runner.bind(
@@ -252,38 +323,36 @@ class SlotFinder:
         """int64 ``[CLAIMS]`` on the device: the rows of this batch that are to come, first."""
         return self._turns[self._turn][0]
 
-    def claim(
-        self, ids: torch.Tensor, counts: torch.Tensor, number: int, wanted: torch.Tensor | None
-    ) -> None:
+    def claim(self, ids: torch.Tensor, counts: int, number: int, wanted: torch.Tensor) -> None:
         """Find the rows of a batch that have no slot, and look for ids out of range.
 
         Parameters
         ----------
         ids : torch.Tensor
             int32 or int64 ``[n]``, contiguous, on the device; n is not 0.
-        counts : torch.Tensor
-            int64 ``[3]`` on the device, zeros: gets the numbers of different rows that had a slot
-            (hits), that had none (misses), and that are to be written back.
+        counts : int
+            Address of int64 ``[3]`` on the device, zeros: gets the numbers of different rows that
+            had a slot (hits), that had none (misses), and that are to be written back.
         number : int
             Of the batch, 1 to 2^31 - 1, higher than those of the batches before.
-        wanted : torch.Tensor or None
+        wanted : torch.Tensor
             int64 on the device, NO_ROW, with room for all different ids without a slot: gets them,
-            from its begin on, in any order. None where all rows have one.
+            from its begin on, in any order.
         """
         n = ids.shape[0]
         self._turns[self._turn][1](
-            self._blocks(n),
+            min(ceil_div(n, THREADS), self._most_blocks),
             ids.data_ptr(),
             ids.element_size(),
             n,
             number,
-            0 if wanted is None else wanted.data_ptr(),
-            counts.data_ptr(),
+            wanted.data_ptr(),
+            counts,
         )
 
     def choose(
         self,
-        counts: torch.Tensor,
+        counts: int,
         number: int,
         oldest: int,
         wanted: torch.Tensor,
@@ -304,30 +373,28 @@ class SlotFinder:
             int64 on the device, as long as `wanted`: get the slot of each row that is to come, and
             the row that is to be written back from there, or NO_ROW.
         """
-        blocks = self._blocks(self._n_slots)
         _, _, count, choose, _ = self._turns[self._turn]
-        count(blocks, number, oldest)
+        count(self._slot_blocks, number, oldest)
         choose(
-            blocks,
+            self._slot_blocks,
             number,
             oldest,
             wanted.data_ptr(),
             victims.data_ptr(),
             leaving.data_ptr(),
-            counts.data_ptr(),
+            counts,
         )
 
     def give(
         self,
         ids: torch.Tensor,
-        counts: torch.Tensor,
+        counts: int,
         number: int,
         slots: torch.Tensor,
-        *,
         counting: int,
-        wanted: torch.Tensor | None = None,
-        victims: torch.Tensor | None = None,
-        leaving: torch.Tensor | None = None,
+        wanted: torch.Tensor,
+        victims: torch.Tensor,
+        leaving: torch.Tensor,
     ) -> None:
         """Put the rows that have come into the map, and find the slots of the batch.
 
@@ -343,23 +410,19 @@ class SlotFinder:
             BY_USES raises the key of a slot by one for each id there, BY_LAST_USE makes it the
             number of the batch, BY_ORDER leaves it.
         """
-        n = ids.shape[0]
-        to = slots.data_ptr()
+        n, to = ids.shape[0], slots.data_ptr()
         self._turns[self._turn][4](
-            self._blocks(n),
+            min(ceil_div(n, THREADS), self._most_blocks),
             ids.data_ptr(),
             ids.element_size(),
             n,
             counting,
             number,
-            0 if wanted is None else wanted.data_ptr(),
-            0 if victims is None else victims.data_ptr(),
-            0 if leaving is None else leaving.data_ptr(),
+            wanted.data_ptr(),
+            victims.data_ptr(),
+            leaving.data_ptr(),
             to,
             to + 8 * n,
-            counts.data_ptr(),
+            counts,
         )
         self._turn = 1 - self._turn
-
-    def _blocks(self, n: int) -> int:
-        return min(ceil_div(n, THREADS), self._most_blocks)

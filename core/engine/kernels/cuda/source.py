@@ -39,7 +39,7 @@ _KERNELS: dict[str, tuple[str, ...]] = {
     "copy": ("copy_rows",),
     "ids": ("check_ids", "reset_order", "count_ids", "order_ids"),
     "map": ("insert_ids", "find_ids"),
-    "slots": ("claim_slots", "count_slots", "choose_slots", "give_slots"),
+    "slots": ("keep_slots", "claim_slots", "count_slots", "choose_slots", "give_slots"),
     "exchange": ("exchange_rows",),
     "bags": ("pool_bags", "sound_offsets"),
 }
