@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from embedding_gpu import colossalai_bag
 from embedding_ids import Draw, trained_like
+from timing import gpu_seconds
 
 from bitslab import CompressedTable
 from bitslab.engine.kernels.cuda import kernels_on
@@ -90,7 +91,7 @@ def _offsets(n: int) -> torch.Tensor:
     return _kept[n]
 
 
-def _plain_of(weight: torch.Tensor, name: str) -> tuple[torch.nn.Module, Step]:
+def _plain_of(weight: torch.Tensor, name: str) -> tuple[torch.nn.EmbeddingBag, Step]:
     plain = torch.nn.EmbeddingBag.from_pretrained(
         weight.cuda(), freeze=False, mode="sum", sparse=OPTIMIZERS[name][1]
     )
@@ -103,11 +104,11 @@ def _of_a_cache(
     name: str,
     ratio: float,
     on_device: dict[tuple[str, int], float],
-    plain: torch.nn.Module,
+    plain: torch.nn.EmbeddingBag,
     rates: tuple[float, float],
     arguments: argparse.Namespace,
 ) -> Rows:
-    sparse, found = OPTIMIZERS[name][1], []
+    sparse, found = OPTIMIZERS[name][1], list[dict[str, Any]]()
     row_bytes = weight.shape[1] * weight.element_size()
     moved_bytes = row_bytes * (1 if sparse else 2)  # with Adagrad's sums
     bag = CachedEmbeddingBag.from_pretrained(
@@ -177,31 +178,23 @@ def _link_rates(weight: torch.Tensor) -> tuple[float, float]:
     if stored is None:
         raise SystemExit("the table cannot be page-locked")
     kernels = kernels_on(torch.device("cuda", torch.cuda.current_device()))
-    n = min(len(weight) // 4, 65536)
+    n, row_bytes = min(len(weight) // 4, 65536), weight.shape[1] * weight.element_size()
     cached = torch.empty(n, *weight.shape[1:], device="cuda")
     arrays = kernels.exchange.described([ExchangedArray(cached, stored)], cached.device)
     slots, claims = torch.arange(n, device="cuda"), torch.tensor([n, 0, 0, 0], device="cuda")
-    seconds: list[list[float]] = [[], []]
     generator = torch.Generator(device="cuda").manual_seed(3)
-    for _ in range(8):
-        rows = torch.randperm(len(weight), device="cuda", generator=generator)[:n].contiguous()
-        out = torch.empty(n, *weight.shape[1:], device="cuda")
-        for way in range(2):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda._sleep(1_000_000)  # type: ignore[no-untyped-call]
-            begin.record()  # type: ignore[no-untyped-call]
-            if way == 0:
-                table.gather(rows, out)
-                cached.copy_(out)
-            else:
-                units = n * cached.shape[1] * 4 // 16
-                kernels.exchange.exchange(arrays, slots, rows, claims, units, to_host=True)
-            end.record()  # type: ignore[no-untyped-call]
-            torch.cuda.synchronize()
-            seconds[way].append(begin.elapsed_time(end) / 1e3)  # type: ignore[no-untyped-call]
+    drawn = [torch.randperm(len(weight), device="cuda", generator=generator) for _ in range(20)]
+    ids = [each[:n].contiguous() for each in drawn]
+    units = n * cached.shape[1] * cached.element_size() // 16
+
+    def written(i: int) -> None:
+        kernels.exchange.exchange(arrays, slots, ids[i], claims, units, to_host=True)
+
+    read_s = gpu_seconds(lambda i: table.gather(ids[i], cached), 8)
+    # Values of other rows come there, but they are no one's.
+    written_s = gpu_seconds(lambda i: written(10 + i), 8)
     table.close()
-    read, written = (n * cached.shape[1] * 4 / sorted(each)[len(each) // 2] for each in seconds)
-    return read, written
+    return n * row_bytes / read_s, n * row_bytes / written_s
 
 
 def _measure(step: Step, batches: list[torch.Tensor]) -> tuple[float, float]:

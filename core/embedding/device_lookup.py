@@ -130,11 +130,12 @@ def look_up_on_gpu(
         return (parameter if wants_grad else parameter.data), index, padding_idx
     oldest = rows.training.oldest_kept
     device_slots = _with_room(rows, n, oldest)
-    if device_slots is None:
+    states = None if device_slots is None else rows.training.followed_states()
+    if device_slots is None or states is None:
         return None
-    exchange = rows.exchange
+    exchange, parameter = rows.exchange, rows.parameter
     assert exchange is not None
-    exchange.begin(parameter.data, rows.training.followed_states(), n)
+    exchange.begin(parameter.data, states, n)
     kernels_on(device)
     counters = rows.statistics.record_on_device(n, device)
     # Always new memory: ids may be written to before backward, and so may what is returned.
@@ -164,11 +165,11 @@ def _with_room(rows: CachedRows, n_ids: int, oldest: int | None) -> DeviceSlots 
         wanted.pause -= 1
         return None
     training.release_applied()
-    if any(not adapter.follows_on_gpu() for adapter in training.adapters):
-        return None
-    if not rows.table.readable_by_gpu():
+    exchange = rows.exchange
+    if exchange is None or not exchange.is_direct:
         # Asked each time: a table that is packed again has other memory.
-        return None
+        if not rows.table.readable_by_gpu():
+            return None
     try:
         if rows.device_slots is None:
             rows.slot_table.repair_if_interrupted()
@@ -177,6 +178,9 @@ def _with_room(rows: CachedRows, n_ids: int, oldest: int | None) -> DeviceSlots 
             bypassing = any(lookup.bypassed for lookup in training.live)
             if not training.idle or training.in_use or bypassing:
                 return None
+            states = training.followed_states()
+            if states is None:
+                return None
             training.pin()
             kernels = kernels_on(rows.device, tell=False)
             rows.exchange = RowExchange(rows.row_store, kernels)
@@ -184,7 +188,7 @@ def _with_room(rows: CachedRows, n_ids: int, oldest: int | None) -> DeviceSlots 
                 rows.slot_table,
                 rows.device,
                 kernels,
-                has_state=len(training.followed_states()) > 0,
+                has_state=len(states) > 0,
             )
         found = rows.device_slots
         needed = found.slots_needed(n_ids, oldest)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import fields, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -171,6 +171,7 @@ class DeviceSlots:
             self._wanted, self._victims, self._leaving = (
                 torch.empty(0, dtype=torch.int64, device=device) for _ in range(3)
             )
+        self._pinned_rows = int(slots.pinned.sum())
         self._finder: SlotFinder | None = None
         self._order = _InOrder(device)
         # Whether the device knows anything that the host does not.
@@ -180,7 +181,7 @@ class DeviceSlots:
         #: Whether gradients wait for a step, and the first batch that has one.
         self.holding = False
         self.held_from: int | None = None
-        # Of batches whose rows may have to stay: number and ids.
+        # Of batches whose rows may have to remain: number and ids.
         self._batches: deque[tuple[int, int]] = deque()
         # Whether slots may hold other rows than the map says, since a lookup was interrupted.
         self._loading = False
@@ -200,16 +201,15 @@ class DeviceSlots:
     # Room
 
     def slots_needed(self, n_ids: int, oldest: int | None) -> int:
-        """Return how many slots a lookup needs so that rows of batches from `oldest` on stay."""
+        """Return how many slots a lookup needs so that rows of batches from `oldest` on remain."""
         while self._batches and (oldest is None or self._batches[0][0] < oldest):
             self._batches.popleft()
-        pinned = 0 if self._columns.pinned is None else int(self._slots.pinned.sum())
         held = sum(n for _, n in self._batches)
-        return min(pinned + held + n_ids, self._slots.n_rows)
+        return min(self._pinned_rows + held + n_ids, self._slots.n_rows)
 
     def widened(self, more: int) -> SlotColumns:
         """Return columns with `more` empty slots appended; see `install`."""
-        wider = {}
+        wider: dict[str, Any] = {}
         for name in BY_SLOT:
             column = getattr(self._columns, name)
             if column is not None:
@@ -252,7 +252,7 @@ class DeviceSlots:
             Address of int64 ``[3]`` on the device, zeros: gets the numbers of different rows that
             had a slot (hits), that had none (misses), and that were written back.
         oldest : int or None
-            Rows of batches from this number on stay; None for those of this one.
+            Rows of batches from this number on remain; None for those of this one.
         exchange : Exchange
             Fetches rows and writes them back.
         uses : bool

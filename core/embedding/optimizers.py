@@ -229,25 +229,27 @@ class OptimizerAdapter:
                 more = self.stores[name].read(ids, value.device)
                 self._set(name, torch.cat([value[:first], more]))
 
-    # Rows of the miss buffer, fetched by the GPU
+    # Rows that a GPU exchanges with the host
 
-    def follows_on_gpu(self) -> bool:
-        """Page-lock the state for the GPU; return whether the GPU can fetch state of rows."""
-        rows = self._rows()
-        assert rows is not None
-        n_slots = rows.parameter.shape[0]
-        return all(
-            name in self.stores
-            and value.device == rows.device
-            and value.shape[0] == n_slots
-            and value.is_contiguous()
-            and self.stores[name].pin()
-            for name, value in self._row_states()
-        )
+    def followed(self) -> list[tuple[torch.Tensor, RowState]] | None:
+        """Return the state of rows in slots ``[S, ...]``, and that of all rows, page-locked.
 
-    def followed(self) -> list[tuple[torch.Tensor, RowState]]:
-        """Return the state of rows in slots ``[S, ...]``, and that of all rows."""
-        return [(value, self.stores[name]) for name, value in self._row_states()]
+        None where a GPU cannot exchange them.
+        """
+        state, found = self._state(), []
+        if state:
+            rows = self._rows()
+            assert rows is not None
+            device, n_slots = rows.device, rows.parameter.shape[0]
+            for name, value in state.items():
+                if not isinstance(value, torch.Tensor) or not value.dim() or value.is_sparse:
+                    continue
+                store = self.stores.get(name)
+                fits = value.shape[0] == n_slots and value.device == device
+                if store is None or not fits or not value.is_contiguous() or not store.pin():
+                    return None
+                found.append((value, store))
+        return found
 
     def states(self) -> dict[str, torch.Tensor]:
         """Return the tensors of the state that have a row for each slot."""

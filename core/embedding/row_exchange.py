@@ -60,6 +60,12 @@ class RowExchange:
         self._described: list[torch.Tensor] = []
         self._row_units = 0
 
+    @property
+    def is_direct(self) -> bool:
+        """Whether the kernel reads and overwrites the rows of the table itself."""
+        known = self._direct
+        return known is not None and known[0] is self._store.table and known[0].takes_gpu_writes
+
     def begin(
         self, data: torch.Tensor, states: Sequence[tuple[torch.Tensor, RowState]], n_ids: int
     ) -> None:
@@ -77,10 +83,10 @@ class RowExchange:
         if self._waiting:
             self.finish()
         store, self._n_ids = self._store, n_ids
-        table, known = store.table, self._direct
-        if known is None or known[0] is not table or not table.takes_gpu_writes:
-            stored = table.rows_for_gpu()
-            known = self._direct = None if stored is None else (table, stored)
+        if not self.is_direct:
+            stored = store.table.rows_for_gpu()
+            self._direct = None if stored is None else (store.table, stored)
+        known = self._direct
         if known is None:
             self._make_room_for(n_ids, data)
         else:
@@ -131,7 +137,7 @@ class RowExchange:
         self._outbox.ids[:n].copy_(rows[:n], non_blocking=True)
         if claims.is_cuda:
             self._sent = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._sent.record()  # type: ignore[no-untyped-call]
+            self._sent.record()
         self._waiting = n
 
     def load(self, slots: torch.Tensor, rows: torch.Tensor, claims: torch.Tensor) -> None:

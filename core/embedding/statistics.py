@@ -32,7 +32,7 @@ class Statistics:
         self._hits = self._misses = 0
         self._hits_history: list[int] = []
         self._misses_history: list[int] = []
-        #: Rows that a GPU fetched through its miss buffer, as of the last read of its counters.
+        #: Rows that a GPU fetched by itself, as of the last read of its counters.
         self.fetched_by_gpu = 0
         # int64 [BLOCK, 3] each: hits, misses and rows written back of batches, in order, and of
         # how many batches.

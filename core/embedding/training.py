@@ -62,7 +62,7 @@ class Training:
         self.adapters: list[OptimizerAdapter] = []
         self._unclaimed = list(stores)
         self.gradients = GradientWatch(rows)
-        self._live: weakref.WeakSet[PinnedLookup] = weakref.WeakSet()
+        self._live: list[weakref.ref[PinnedLookup]] = []
         self._pending: list[PinnedLookup] = []
         # Backward passes under way, by number; autograd holds each while it lasts.
         self._passes: weakref.WeakValueDictionary[int, BackwardPass] = weakref.WeakValueDictionary()
@@ -117,7 +117,8 @@ class Training:
             Of the batch, where the GPU has looked it up.
         """
         lookup = PinnedLookup(slots, ids, self._rows.row_store.changes, on_device, number)
-        self._live.add(lookup)
+        self._live = [ref for ref in self._live if ref() is not None]
+        self._live.append(weakref.ref(lookup))
         parameter, lookup.origin = self._rows.parameter, self.gradients.origin()
         if lookup.bypassed:
             return bypass(parameter, matrix, self, lookup)
@@ -126,7 +127,7 @@ class Training:
         return track(lookup.origin, matrix, torch.from_numpy(slots), self, lookup)
 
     def _waiting(self) -> list[PinnedLookup]:
-        return [lookup for lookup in self._live if not lookup.used and len(lookup.slots)]
+        return [lookup for lookup in self.live if not lookup.used and len(lookup.slots)]
 
     def pin(self) -> None:
         """Set `pinned` of the slots whose rows may not leave."""
@@ -263,7 +264,7 @@ class Training:
         """Return whether a pass sums gradients here: autograd could not, or in another order."""
         if this.taken or shape != self._rows.parameter.shape:
             return True
-        return any(lookup.bypassed for lookup in self._live) and accumulates(node)
+        return any(lookup.bypassed for lookup in self.live) and accumulates(node)
 
     def _collect(
         self,
@@ -420,7 +421,7 @@ class Training:
     @property
     def in_use(self) -> bool:
         """Whether a gradient is pending, or may still be computed."""
-        return self.held or self.in_pass or not all(lookup.used for lookup in self._live)
+        return self.held or self.in_pass or not all(lookup.used for lookup in self.live)
 
     @property
     def held(self) -> bool:
@@ -433,7 +434,7 @@ class Training:
         """The first batch on the device whose gradient may be computed or waits for a step."""
         device_slots = self._rows.device_slots
         first = None if device_slots is None else device_slots.held_from
-        for lookup in self._live:
+        for lookup in self.live:
             if lookup.on_device is not None and not lookup.used:
                 first = lookup.number if first is None else min(first, lookup.number)
         return first
@@ -441,7 +442,7 @@ class Training:
     @property
     def live(self) -> list[PinnedLookup]:
         """The lookups whose graph is alive."""
-        return list(self._live)
+        return [lookup for ref in self._live if (lookup := ref()) is not None]
 
     def sync_slots(self, held: Array, device_slots: DeviceSlots) -> None:
         """Read from the GPU which slots its lookups use.
@@ -595,9 +596,18 @@ class Training:
             self.adapters.append(found)
         return found
 
-    def followed_states(self) -> list[tuple[torch.Tensor, RowState]]:
-        """Return optimizer state of rows in slots ``[S, ...]``, and that of all rows."""
-        return [each for adapter in self.adapters for each in adapter.followed()]
+    def followed_states(self) -> list[tuple[torch.Tensor, RowState]] | None:
+        """Return optimizer state of rows in slots ``[S, ...]``, and that of all rows.
+
+        None where a GPU cannot exchange them.
+        """
+        found = []
+        for adapter in self.adapters:
+            followed = adapter.followed()
+            if followed is None:
+                return None
+            found += followed
+        return found
 
     def save(self, slots: Array, ids: Array) -> None:
         """Save optimizer state of rows that leave their slots: int64 ``[n]`` each."""

@@ -15,6 +15,7 @@ from bitslab import CompressedTable, RawCodec
 from bitslab.embedding import device_lookup, lookups
 from bitslab.embedding.training import Training
 from bitslab.engine.kernels.cpu import slots as twin
+from bitslab.engine.kernels.cpu.compiling import call
 from bitslab.engine.kernels.cuda import CudaKernels
 from bitslab.engine.memory.host import HostBuffer
 from bitslab.tables.gathering import Gathers
@@ -46,7 +47,8 @@ class TwinExchange:
 
     def exchange(self, arrays, slots, rows, claims, most_units, *, to_host):
         for cached, stored, by_position in arrays:
-            twin.exchange_rows(
+            call(
+                twin.exchange_rows,
                 *(t.view(len(t), -1).view(torch.uint8).numpy() for t in (cached, stored)),
                 by_position,
                 slots.numpy(),

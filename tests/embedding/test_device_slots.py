@@ -246,7 +246,7 @@ def test_slots_are_added_for_the_ids_of_lookups_whose_gradient_waits(runner):
 
 @pytest.mark.parametrize("evict", EvictionStrategy)
 @pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS.keys())
-def test_rows_that_always_stay_do(runner, evict, codec):
+def test_rows_that_never_leave_do_not(runner, evict, codec):
     pair = made(evict=evict, codec=codec, pinned_ids=(7, 31))
     for ids in drawn(8, 12):
         pair.train(ids)

@@ -107,7 +107,7 @@ def test_a_graph_that_is_dropped_holds_nothing():
     for first in range(0, 40, 8):
         pair.loss(range(first, first + 8))
     gc.collect()
-    assert not list(pair.rows.training._live)
+    assert not pair.rows.training.live
     pair.loss(range(20, 28))
     assert pair.rows.parameter.shape[0] == 8
 

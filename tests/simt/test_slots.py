@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -32,7 +34,7 @@ def columns(pinned: bool = False, order: str = "") -> SlotColumns:
     n_slots = N_SLOTS
     claims = torch.zeros(2, CLAIMS, dtype=torch.int64)
     claims[:, 1] = -1
-    common = {
+    common: dict[str, Any] = {
         "n_rows": N_ROWS,
         "keys": guarded(torch.zeros(n_slots, dtype=torch.int64)),
         "seen": guarded(torch.zeros(n_slots, dtype=torch.int32)),
@@ -165,7 +167,7 @@ def test_rows_take_the_slots_of_those_that_are_worth_least(
         n = int(torch.randint(1, N_IDS, (1,), generator=generator))
         most = N_ROWS if number % 3 else 400
         ids = torch.randint(most, (n,), generator=generator).to(dtype)
-        oldest = max(1, number - number % 2)  # now and then the rows of the last batch stay
+        oldest = max(1, number - number % 2)  # now and then the rows of the last batch remain
         changed = torch.randint(2, (N_SLOTS,), generator=generator).bool()
         c.changed.copy_(changed.int() * 9)
         before = dict(holds)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from ..format import ceil_div
-from .parameters import Address, Int32, Int64, Parameters
+from .parameters import Address, Int32, Int64, Parameters, Value
 from .runner import Runner
 from .source import SLOTS
 
@@ -273,8 +273,8 @@ class SlotFinder:
         self._most_blocks = most_blocks
         self._slot_blocks = min(ceil_div(columns.seen.shape[0], THREADS), most_blocks)
         n_rows, order = columns.n_rows, columns.order
-        by_slot = {"row_in": columns.row_in, "keys": columns.keys}
-        leaving = {**by_slot, "seen": columns.seen, "pinned": columns.pinned}
+        by_slot: dict[str, Value] = {"row_in": columns.row_in, "keys": columns.keys}
+        leaving: dict[str, Value] = {**by_slot, "seen": columns.seen, "pinned": columns.pinned}
         leaving |= {"n_slots": columns.seen.shape[0], "n_rows": n_rows, "evict": evict}
         self._turns = []
         for turn in range(2):
@@ -368,7 +368,7 @@ class SlotFinder:
         counts, number, wanted
             As given to `claim`.
         oldest : int
-            Rows of batches from this number on stay.
+            Rows of batches from this number on remain.
         victims, leaving : torch.Tensor
             int64 on the device, as long as `wanted`: get the slot of each row that is to come, and
             the row that is to be written back from there, or NO_ROW.
