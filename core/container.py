@@ -112,9 +112,7 @@ def file_entries(
     """Return the tensors and the metadata that make up the file of `tensors`."""
     _check_metadata(metadata)
     parts = {name: _parts_of(name, ct) for name, ct in tensors.items()}
-    crc32s = {
-        _key(name, part): _crc32(t) for name, its in parts.items() for part, t in its.items()
-    }
+    crc32s = {_key(name, part): _crc32(t) for name, its in parts.items() for part, t in its.items()}
     return _stored(parts), _entries(tensors, parts, metadata, crc32s)
 
 
