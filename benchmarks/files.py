@@ -1,6 +1,6 @@
-"""Measure `bitslab compress` and `bitslab decompress` of a safetensors file, beside ZipNN and a copy.
+"""Measure `bitslab compress` and `decompress` of a safetensors file, beside ZipNN and a copy.
 
-python benchmarks/files.py                              # 512 MB of bfloat16, on the GPU if there is one
+python benchmarks/files.py                              # 512 MB of bfloat16, on a GPU if there
 python benchmarks/files.py --device cpu --mb 256
 python benchmarks/files.py --file model.safetensors     # of a file that is there
 
@@ -8,8 +8,8 @@ The commands run in this process, so that Python's start is not in it; what the 
 process has to load or compile is in the column "first". Every repetition has a file of its own,
 which lies in the page cache, and every result is compared with its input byte for byte. All writers
 sync what they wrote, which the disk under --folder limits: "plain copy" shows by how much, and
-/dev/shm has no such limit. ZipNN gets each tensor in memory and writes what it returns; it is slow to
-begin with, so it gets the first --peer-mb of the file.
+/dev/shm has no such limit. ZipNN gets each tensor in memory and writes what it returns, for the
+first --peer-mb of the file.
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ def command(*arguments: str | Path) -> None:
         raise SystemExit(f"bitslab {' '.join(map(str, arguments))}: exit status {status}")
 
 
-def seconds(work: Callable[[], object]) -> float:
+def seconds(work: Callable[..., object], *arguments: Any) -> float:
     """Return the time that some work takes."""
     begin = time.perf_counter()
-    work()
+    work(*arguments)
     return time.perf_counter() - begin
 
 
@@ -164,13 +164,11 @@ def main() -> int:
             source.read_bytes()  # into the page cache
             nbytes = source.stat().st_size
             os.sync()
-            packing.append(nbytes / seconds(lambda: command("compress", source, packed, *options)))
-            unpacking.append(
-                nbytes / seconds(lambda: command("decompress", packed, restored, *options))
-            )
+            packing.append(nbytes / seconds(command, "compress", source, packed, *options))
+            unpacking.append(nbytes / seconds(command, "decompress", packed, restored, *options))
             check(source, restored)
             ratios.append(nbytes / packed.stat().st_size)
-            copying.append(nbytes / seconds(lambda: copy(source, restored)))
+            copying.append(nbytes / seconds(copy, source, restored))
             if i == arguments.repetitions:
                 peer = measure_zipnn(source, folder, arguments.peer_mb * 1_000_000)
     ours = {

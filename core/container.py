@@ -34,6 +34,7 @@ from .engine.codecs.registry import get_codec
 from .engine.files.checksums import combined_crc32
 from .engine.files.new_file import PathLike
 from .engine.files.safetensors_writer import SafetensorsLayout, write_safetensors
+from .engine.files.writeback import start_writeback
 from .engine.transfer.staging import write_at
 from .errors import (
     ArgumentError,
@@ -184,7 +185,9 @@ class StreamedFile:
         self._write(_key(name, part), begin, data)
 
     def _write(self, key: str, begin: int, data: torch.Tensor) -> None:
-        write_at(self._fd, self._header_bytes + self._layout.offsets[key] + begin, data)
+        at = self._header_bytes + self._layout.offsets[key] + begin
+        write_at(self._fd, at, data)
+        start_writeback(self._fd, at, data.shape[0])
         crc32 = zlib.crc32(data.numpy().data)
         with self._lock:
             self._written[key].append((begin, data.shape[0], crc32))

@@ -145,10 +145,10 @@ def test_what_is_no_array_in_an_npz_file_is_left_out(tmp_path: Path, capsys: Any
 def test_memory_that_runs_out_is_reported_in_one_line(
     error: Exception, packed: Path, tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:
-    def fail(self: object) -> None:
+    def fail(*arguments: object) -> None:
         raise error
 
-    monkeypatch.setattr(bitslab.CompressedTensor, "decompress", fail)
+    monkeypatch.setattr(commands, "unpacked_tensors", fail)
     assert run("decompress", packed, tmp_path / "out.pt") == 2
     assert "not enough memory" in one_line(capsys)
 

@@ -101,7 +101,8 @@ def pack(arguments: argparse.Namespace) -> None:
         raise ArgumentError(f"{arguments.input}: is compressed by bitslab already")
     with Workers(_device(arguments)) as workers:
         tensors, metadata = _read_plain(arguments.input)
-        raw_bytes = sum(t.nbytes for t in tensors.values())
+        # Not `nbytes`, which sparse tensors do not have.
+        raw_bytes = sum(t.numel() * t.dtype.itemsize for t in tensors.values())
         with Progress(f"compressing {arguments.input}", 2 * raw_bytes, None) as progress:
             packer = FilePacker(
                 tensors,

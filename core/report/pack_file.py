@@ -1,4 +1,4 @@
-"""Compressing the tensors of a file: on a GPU or several threads, reading and writing meanwhile.
+"""Compressing the tensors of a file, piece by piece: on a GPU, or by several threads.
 
 A file says at its beginning how long everything is, so all tensors are measured before the first is
 packed. Both goes over the pieces of a tensor, some megabytes each, in any order: at no time more
@@ -16,13 +16,19 @@ from typing import Any
 
 import torch
 
-from ..compressed import compress
-from ..container import PackedTensor, StreamedFile
+from ..compressed import CompressedTensor, compress
+from ..container import StreamedFile
 from ..engine.codecs import InvariantCodec, PackedRows, RawCodec, RowCodec, WordRowCodec
 from ..engine.codecs.base import elements, gathered_by_kernels
 from ..engine.codecs.registry import codec_class, fit_codec
-from ..engine.kernels.format import BLOCK_ROWS, MAX_ROW_BYTES, PAD_WORDS, bases_of_rows, ceil_div
-from ..engine.kernels.format import words_of_rows
+from ..engine.kernels.format import (
+    BLOCK_ROWS,
+    MAX_ROW_BYTES,
+    PAD_WORDS,
+    bases_of_rows,
+    ceil_div,
+    words_of_rows,
+)
 from ..engine.kernels.row_kernels import RowKernels
 from ..engine.progress import Progress
 from ..engine.row_map import row_map
@@ -68,6 +74,11 @@ class FilePacker:
         Names the tensor in errors.
     progress : Progress
         Advanced by the bytes of the tensors, twice: measured, and written.
+
+    Attributes
+    ----------
+    outlines : dict of str to Outline or CompressedTensor
+        What becomes of each tensor, once it is measured.
     """
 
     def __init__(
@@ -86,14 +97,14 @@ class FilePacker:
         self._naming = naming
         self._progress = progress
         self._pieces: list[_Piece] = []
-        self.outlines: dict[str, PackedTensor] = {}
+        self.outlines: dict[str, Outline | CompressedTensor] = {}
 
     def measure(self) -> None:
         """Choose codecs, and find out how long everything becomes: `outlines`."""
         cls = codec_class(self._codec)
         streamed = issubclass(cls, WordRowCodec) and gathered_by_kernels(cls)
         planned: dict[str, TensorRows] = {}
-        found: dict[str, PackedTensor] = {}
+        found: dict[str, Outline | CompressedTensor] = {}
         for name, t in self._tensors.items():
             with self._naming(name):
                 if not _is_plain(t) or not (streamed or cls is RawCodec):
@@ -289,7 +300,9 @@ class _WordsPiece(_Piece):
             link = workers.link()
             on_device = link.to_device(data.view(-1)).view(data.shape)
             with link.lane.on():
-                there = [t.to(its.device) for t in (lengths, row_clusters, bases)]
-                words = its.kernels.encode(on_device, *there, n_words)
+                lengths, row_clusters, bases = (
+                    t.to(its.device) for t in (lengths, row_clusters, bases)
+                )
+                words = its.kernels.encode(on_device, lengths, row_clusters, bases, n_words)
                 packed = link.to_host(words[:kept_words].view(torch.uint8))
         file.write(its.name, "words", 4 * first_word, packed)

@@ -1,10 +1,10 @@
 """Choosing a codec for each tensor of a file; tensors of one kind share a plan.
 
-A plan of a tensor takes longer than packing many megabytes. Tensors of one dtype and row size mostly
-differ in scale, not in kind: the masks of the first one serve the others, which learn the values
-alone. Each is checked by what a plan of a few of its own rows packs a larger sample to: it keeps the
-masks where that saves hardly more, and is planned anew otherwise. What is chosen depends on the
-tensors and their order alone, not on the number of threads or on where they are packed.
+A plan of a tensor takes longer than packing many megabytes. Tensors of one dtype and row size
+mostly differ in scale, not in kind: the masks of the first one serve the others, which learn the
+values alone. Each is checked by what a plan of a few of its own rows packs a larger sample to: it
+keeps the masks where that saves hardly more, and is planned anew otherwise. What is chosen depends
+on the tensors and their order alone, not on the number of threads or on where they are packed.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ import torch
 
 from ..dtypes import flat_bytes
 from ..engine.codecs.base import elements
-from ..engine.kernels.format import BLOCK_ROWS, ceil_div
+from ..engine.kernels.format import BLOCK_ROWS
 from ..engine.row_map import natural_row_elements, row_map
 
 #: Raw bytes of the rows that are packed, or unpacked, together.
@@ -76,9 +76,5 @@ class TensorRows:
 
 def row_ranges(n_rows: int, row_bytes: int) -> list[tuple[int, int]]:
     """Return ranges that cover ``range(n_rows)``, of whole blocks and of about PIECE_BYTES each."""
-    blocks = max(1, PIECE_BYTES // (BLOCK_ROWS * max(1, row_bytes)))
-    step = blocks * BLOCK_ROWS
-    return [
-        (begin, min(begin + step, n_rows))
-        for begin in range(0, ceil_div(n_rows, step) * step, step)
-    ]
+    step = max(1, PIECE_BYTES // (BLOCK_ROWS * max(1, row_bytes))) * BLOCK_ROWS
+    return [(begin, min(begin + step, n_rows)) for begin in range(0, n_rows, step)]

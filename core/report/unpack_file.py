@@ -1,4 +1,4 @@
-"""Decompressing the tensors of a file: on a GPU or several threads, reading and writing meanwhile."""
+"""Decompressing the tensors of a file, piece by piece: on a GPU, or by several threads."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from ..dtypes import flat_bytes
 from ..engine.codecs import RawCodec, WordRowCodec
 from ..engine.codecs.base import gathered_by_kernels
 from ..engine.files.safetensors_writer import SafetensorsLayout
+from ..engine.files.writeback import start_writeback
 from ..engine.kernels.format import BLOCK_ROWS, PAD_WORDS, RowStorage, ceil_div
 from ..engine.kernels.row_kernels import RowKernels
 from ..engine.progress import Progress
 from ..engine.transfer.staging import write_at
+from .files import check_storable
 from .pack_file import LEAST_DEVICE_BYTES
 from .tensor_rows import row_ranges
 from .workers import Workers
@@ -104,6 +106,7 @@ def write_plain(
     shapes = {
         name: torch.empty(ct.shape, dtype=ct.dtype, device="meta") for name, ct in tensors.items()
     }
+    check_storable(shapes)
     layout = SafetensorsLayout(shapes)
     header = layout.header(metadata)
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -113,7 +116,9 @@ def write_plain(
         write_at(fd, 0, torch.frombuffer(bytearray(header), dtype=torch.uint8))
 
         def write(piece: Unpacked) -> None:
-            write_at(fd, len(header) + layout.offsets[piece.name] + piece.begin, piece.data)
+            at = len(header) + layout.offsets[piece.name] + piece.begin
+            write_at(fd, at, piece.data)
+            start_writeback(fd, at, piece.data.shape[0])
 
         each_unpacked(tensors, write, workers, progress)
     finally:

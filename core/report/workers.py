@@ -15,8 +15,7 @@ from ..engine.transfer import StreamLane, ThreadLane
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
-#: More threads than these wait for each other: for memory, for the lock of the file; with a GPU, which
-#: does the work, sooner.
+#: More threads wait for each other: for memory, for the file's lock. With a GPU they only copy.
 MOST_THREADS, MOST_THREADS_OF_GPU = 16, 8
 
 
@@ -66,8 +65,8 @@ class Workers:
         then : callable
             Called with each item and result in this order, in the calling thread.
         key : callable, optional
-            Says which items use the same kernels. With a GPU the first item of each key is worked on
-            in the calling thread, before the threads begin: they would compile the kernels each.
+            Says which items use the same kernels. With a GPU the first item of each key is done in
+            the calling thread, before the threads begin: each of them would compile the kernels.
 
         Notes
         -----

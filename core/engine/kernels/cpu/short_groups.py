@@ -2,7 +2,7 @@
 
 What `groups.decode_group` is for decoding, for the chunks that `shorts` encodes: a group of 32 has
 whole words of payload and of codes, so that groups do not touch each other's words. Addresses are
-integers, of any alignment; nothing is checked, so callers have to know what they may read and write.
+integers, of any alignment; nothing is checked, so callers have to know what they may touch.
 
 As with bits.py, whoever changes this file has to clear ``__pycache__``.
 """
@@ -67,7 +67,7 @@ def _missing(builder: Any, codes: Any) -> Any:
     return builder.zext(builder.bitcast(found, _INT), _LONG)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def find_exceptions(typing_context: Any, like: Any, at: Any, mask: Any, values: Any) -> Any:
     """Return a word with a bit set for each of 32 chunks that has no code.
 
@@ -83,7 +83,7 @@ def find_exceptions(typing_context: Any, like: Any, at: Any, mask: Any, values: 
     return types.uint64(like, i, i, i), build
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def encode_short_group(
     typing_context: Any,
     like: Any,
@@ -143,9 +143,7 @@ def encode_short_group(
             joined = _joined(builder, joined, bits)
             bits = builder.add(bits, bits)
         eighths = [builder.extract_element(joined, _INT(i)) for i in range(4)]
-        low, high = (
-            builder.or_(eighths[i], builder.shl(eighths[i + 1], bits)) for i in (0, 2)
-        )
+        low, high = (builder.or_(eighths[i], builder.shl(eighths[i + 1], bits)) for i in (0, 2))
         half = builder.add(bits, bits)
         put(CODES, builder.or_(low, builder.shl(high, half)))
         # Of 96 bits the last 32; of fewer there is nothing behind the first 64.
@@ -156,7 +154,7 @@ def encode_short_group(
     return types.uint64(like, i, i, i, i, i, i, i), build
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def store_byte_payloads(typing_context: Any, result: Any, target: Any) -> Any:
     """Write the payloads of a group, of 8 bits each, from what `encode_short_group` wrote."""
 

@@ -56,7 +56,7 @@ class ShortTables:
     mask : int
         The mask.
     values : numpy.ndarray
-        uint16 ``[MOST_VALUES]``: the values that have a code, by code; the first in the other places.
+        uint16 ``[MOST_VALUES]``: the values that have a code, by code; behind them the first one.
     runs : numpy.ndarray
         int64 ``[MAX_RUNS, 2]``, as `short_groups.encode_short_group` takes them.
     together : bool
