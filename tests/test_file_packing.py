@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import functools
 import os
 import threading
 from pathlib import Path
@@ -16,6 +18,7 @@ import bitslab
 from bitslab import cli, container
 from bitslab.container import StreamedFile
 from bitslab.engine.codecs import InvariantCodec, PackedRows
+from bitslab.engine.progress import Progress
 from bitslab.errors import BitslabError
 from bitslab.report import pack_file, shared_plans, tensor_rows
 from bitslab.report.shared_plans import choose_codecs
@@ -114,6 +117,25 @@ def test_tensors_that_are_not_row_major_are_restored(tmp_path: Path) -> None:
     assert run("decompress", tmp_path / "x.bitslab", tmp_path / "out.pt", "--verify") == 0
     back = torch.load(tmp_path / "out.pt")
     assert all(same_bits(back[name], t) for name, t in tensors.items())
+
+
+def test_progress_ends_where_all_is_done(tmp_path: Path, small_pieces: None) -> None:
+    tensors = some_tensors()
+    total = pack_file.PASSES * sum(t.nbytes for t in tensors.values())
+    for codec in ("auto", "raw"):
+        reported: list[int] = []
+        with Workers(CPU, 2) as workers:
+            with Progress("x", total, functools.partial(note, reported)) as progress:
+                named = lambda name: contextlib.nullcontext()  # noqa: E731
+                packer = pack_file.FilePacker(tensors, codec, {}, workers, named, progress)
+                packer.measure()
+                (tmp_path / "x").touch()
+                packer.write(tmp_path / "x", None)
+        assert reported == sorted(reported) and reported[-1] == total and len(reported) > 20
+
+
+def note(reported: list[int], done: int, total: int | None) -> None:
+    reported.append(done)
 
 
 # Plans

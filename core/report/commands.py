@@ -34,7 +34,7 @@ from ..options import (
     note,
 )
 from .files import read_tensors, write_tensors
-from .pack_file import FilePacker
+from .pack_file import PASSES, FilePacker
 from .unpack_file import Unpacked, each_unpacked, unpacked_tensors, write_plain
 from .workers import Workers
 
@@ -99,11 +99,12 @@ def pack(arguments: argparse.Namespace) -> None:
     options = _codec_options(arguments)
     if _holds_compressed(arguments.input):
         raise ArgumentError(f"{arguments.input}: is compressed by bitslab already")
-    with Workers(_device(arguments)) as workers:
+    with Workers(_device(arguments)) as workers, contextlib.ExitStack() as output:
         tensors, metadata = _read_plain(arguments.input)
         # Not `nbytes`, which sparse tensors do not have.
         raw_bytes = sum(t.numel() * t.dtype.itemsize for t in tensors.values())
-        with Progress(f"compressing {arguments.input}", 2 * raw_bytes, None) as progress:
+        title, total = f"compressing {arguments.input}", PASSES * raw_bytes
+        with Progress(title, total, None) as progress:
             packer = FilePacker(
                 tensors,
                 arguments.codec,
@@ -113,11 +114,12 @@ def pack(arguments: argparse.Namespace) -> None:
                 progress,
             )
             packer.measure()
-            with NewFile(arguments.output) as arguments.new, _naming_output(arguments.new):
-                packer.write(arguments.new.temporary, metadata)
-                if arguments.verify:
-                    written = read_file(arguments.new.temporary, workers.map).tensors
-                    _verify_packed(arguments.output, tensors, written, workers)
+            arguments.new = output.enter_context(NewFile(arguments.output))
+            output.enter_context(_naming_output(arguments.new))
+            packer.write(arguments.new.temporary, metadata)
+        if arguments.verify:
+            written = read_file(arguments.new.temporary, workers.map).tensors
+            _verify_packed(arguments.output, tensors, written, workers)
     packed_bytes = sum(outline.nbytes for outline in packer.outlines.values())
     ratio = raw_bytes / packed_bytes if packed_bytes else 1.0
     figures = f"{raw_bytes / 1e6:,.2f} MB -> {packed_bytes / 1e6:,.2f} MB ({ratio:.2f}x)"
@@ -134,18 +136,15 @@ def restore(arguments: argparse.Namespace) -> None:
             note(f"{arguments.output}: {extension} has no place for the metadata, it is left out")
         raw_bytes = sum(ct.raw_nbytes for ct in content.tensors.values())
         title = f"decompressing {arguments.input}"
-        with (
-            Progress(title, raw_bytes, None) as progress,
-            NewFile(arguments.output) as arguments.new,
-            _naming_output(arguments.new),
-        ):
+        with NewFile(arguments.output) as arguments.new, _naming_output(arguments.new):
             temporary = arguments.new.temporary
             try:
-                if extension == ".safetensors":
-                    write_plain(temporary, content.tensors, content.metadata, workers, progress)
-                else:
-                    tensors = unpacked_tensors(content.tensors, workers, progress)
-                    write_tensors(tensors, temporary, extension)
+                with Progress(title, raw_bytes, None) as progress:
+                    if extension == ".safetensors":
+                        write_plain(temporary, content.tensors, content.metadata, workers, progress)
+                    else:
+                        tensors = unpacked_tensors(content.tensors, workers, progress)
+                        write_tensors(tensors, temporary, extension)
             except ArgumentError as error:
                 raise ArgumentError(f"{arguments.output}: {error}") from error
             if arguments.verify:

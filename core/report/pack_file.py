@@ -39,6 +39,9 @@ from .workers import Workers
 #: Tensors of fewer bytes are packed on the CPU before a GPU has them.
 LEAST_DEVICE_BYTES = 1 << 20
 
+#: How often a tensor's bytes count as progress.
+PASSES = 3
+
 #: Puts file and tensor before the message of an error: called with the name of the tensor.
 Naming = Callable[[str], contextlib.AbstractContextManager[None]]
 
@@ -73,7 +76,7 @@ class FilePacker:
     naming : callable
         Names the tensor in errors.
     progress : Progress
-        Advanced by the bytes of the tensors, twice: measured, and written.
+        Advanced by the bytes of the tensors PASSES times: planned, measured, and written.
 
     Attributes
     ----------
@@ -109,11 +112,13 @@ class FilePacker:
             with self._naming(name):
                 if not _is_plain(t) or not (streamed or cls is RawCodec):
                     found[name] = compress(t, self._codec, **self._options)
+                    self._progress.advance(PASSES * t.nbytes)
                     continue
                 rows = TensorRows(t)
                 too_long = self._codec == "auto" and rows.row_bytes > MAX_ROW_BYTES
                 if cls is RawCodec or t.numel() == 0 or too_long:
                     found[name] = self._raw(t, name)
+                    self._progress.advance((PASSES - 1) * t.nbytes)
                 else:
                     planned[name] = rows
         measured = self._measured(planned, self._chosen(cls, planned))
@@ -162,7 +167,13 @@ class FilePacker:
                 return fit_codec(cls, sample, self._options, seed=0, n_rows=rows.n_rows)
 
         share = cls is InvariantCodec and self._options.get("clusters", 1) == 1
-        return choose_codecs(list(planned.values()), fit, self._workers, share=share)
+        return choose_codecs(
+            list(planned.values()),
+            fit,
+            self._workers,
+            share=share,
+            then=lambda rows: self._progress.advance(rows.data.shape[0]),
+        )
 
     def _measured(
         self, planned: Mapping[str, TensorRows], codecs: Sequence[RowCodec]
@@ -179,7 +190,7 @@ class FilePacker:
         def add(piece: tuple[_Rows, int, int], found: tuple[torch.Tensor, torch.Tensor]) -> None:
             its, begin, end = piece
             lengths[its.name].append(found)
-            self._progress.advance((end - begin) * its.rows.row_bytes)
+            self._progress.advance(its.rows.bytes_of(begin, end))
 
         self._workers.each(
             lambda piece: piece[0].measure(piece[1], piece[2], self._workers),
@@ -276,7 +287,7 @@ class _WordsPiece(_Piece):
         row_clusters: torch.Tensor,
     ) -> None:
         self.key = its.key
-        self.raw_bytes = (end - begin) * its.rows.row_bytes
+        self.raw_bytes = its.rows.bytes_of(begin, end)
         self._its = its
         self._begin = begin
         self._end = end

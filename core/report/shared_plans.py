@@ -32,7 +32,12 @@ Fit = Callable[[TensorRows, torch.Tensor], RowCodec]
 
 
 def choose_codecs(
-    tensors: Sequence[TensorRows], fit: Fit, workers: Workers, *, share: bool
+    tensors: Sequence[TensorRows],
+    fit: Fit,
+    workers: Workers,
+    *,
+    share: bool,
+    then: Callable[[TensorRows], object] = lambda _: None,
 ) -> list[RowCodec]:
     """Return a codec for each tensor.
 
@@ -46,6 +51,8 @@ def choose_codecs(
         What plans and checks.
     share : bool
         Whether tensors may share plans.
+    then : callable
+        Called with each tensor once it has a codec, in the calling thread.
     """
     chosen: dict[int, RowCodec] = {}
     groups: dict[object, list[int]] = {}
@@ -54,22 +61,24 @@ def choose_codecs(
         groups.setdefault(i if alone else (rows.dtype, rows.row_bytes), []).append(i)
     checks = {i: _Check(tensors[i], fit) for group in groups.values() for i in group[1:]}
     waiting = list(groups.values())
+
+    def give(i: int, codec: RowCodec | None) -> None:
+        if codec is not None:
+            chosen[i] = codec
+            then(tensors[i])
+
     while waiting:
         leaders = [group[0] for group in waiting]
-        planned = workers.map(
-            lambda i: fit(tensors[i], tensors[i].typed(0, tensors[i].n_rows)), leaders
+        workers.each(
+            lambda i: fit(tensors[i], tensors[i].typed(0, tensors[i].n_rows)), leaders, give
         )
-        chosen |= zip(leaders, planned, strict=True)
         followers = [(i, chosen[group[0]]) for group in waiting for i in group[1:]]
-        found = dict(
-            zip(
-                (i for i, _ in followers),
-                workers.map(lambda pair: checks[pair[0]].shared(pair[1]), followers),
-                strict=True,
-            )
+        workers.each(
+            lambda pair: checks[pair[0]].shared(pair[1]),
+            followers,
+            lambda pair, codec: give(pair[0], codec),
         )
-        chosen |= {i: codec for i, codec in found.items() if codec is not None}
-        left = ([i for i in group[1:] if found[i] is None] for group in waiting)
+        left = ([i for i in group if i not in chosen] for group in waiting)
         # Where a plan serves few others, each of them gets its own at once.
         waiting = [
             part

@@ -55,6 +55,10 @@ class TensorRows:
             data = torch.cat([data, last.repeat(missing // self._item_bytes)])
         return data.view(end - begin, self.row_bytes)
 
+    def bytes_of(self, begin: int, end: int) -> int:
+        """Return the bytes of the tensor in a range of rows, without the filler."""
+        return min(end * self.row_bytes, self.data.shape[0]) - begin * self.row_bytes
+
     def sample(self, n_bytes: int, least_rows: int = 1) -> torch.Tensor:
         """Return about so many bytes of rows spread over all: ``[n, row_elements]``."""
         wanted = max(least_rows, n_bytes // self.row_bytes)

@@ -80,7 +80,7 @@ class Workers:
         tasks = {i: self._lane.submit(work, item) for i, item in enumerate(items) if i not in ahead}
         try:
             for i, item in enumerate(items):
-                # What a task made is let go with it.
+                # What a task made is freed with it.
                 then(item, ahead.pop(i) if i in ahead else tasks.pop(i).result())
         finally:
             for task in tasks.values():

@@ -27,6 +27,7 @@ def combined_crc32(pieces: Iterable[tuple[int, int]]) -> int:
     Examples
     --------
     >>> import zlib
+    >>> from bitslab.engine.files.checksums import combined_crc32
     >>> parts = [b"invariant ", b"", b"bit packing"]
     >>> combined_crc32((zlib.crc32(part), len(part)) for part in parts) == zlib.crc32(
     ...     b"".join(parts)

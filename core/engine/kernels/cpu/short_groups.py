@@ -47,7 +47,7 @@ def _codes_of(builder: Any, x: Any, mask: Any, values: Any) -> Any:
     """Return the code of each chunk: the first value that its masked bits equal, from 1, or 0."""
     masked = builder.and_(x, splat(builder, builder.trunc(mask, _SHORT), GROUP_CHUNKS))
     codes = zero(x.type)
-    # The last one that is put in stays: that of the first of equal values.
+    # The last one that is put in is kept: that of the first of equal values.
     for code in range(MOST_VALUES, 0, -1):
         value = splat(builder, load(builder, values, _SHORT, 2 * (code - 1)), GROUP_CHUNKS)
         equal = builder.icmp_unsigned("==", masked, value)
