@@ -102,7 +102,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (BitslabError, OSError) as error:
         return _fail(error, WRONG_USAGE)
     except (MemoryError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and "DefaultCPUAllocator" not in str(error):
+        # What torch says where the host's memory, or that of a GPU, does not suffice.
+        lacking = ("DefaultCPUAllocator", "out of memory")
+        if isinstance(error, RuntimeError) and not any(text in str(error) for text in lacking):
             raise
         return _fail(f"not enough memory: {error}", WRONG_USAGE)
 
