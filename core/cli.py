@@ -57,7 +57,8 @@ examples:
 
 OUT is a safetensors file, whatever of the two extensions it has; bitslab.load_file reads it.
 OUT appears when it is complete and, with --verify, checked; else it is left unchanged. A file that
-has its name is replaced with --force only. The same IN always gives the same bytes.
+has its name is replaced with --force only. The same IN always gives the same bytes, on a GPU too.
+Tensors of one kind share a plan where that costs less than 0.3 %.
 """
 DECOMPRESS_EPILOG = """\
 examples:
@@ -101,7 +102,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (BitslabError, OSError) as error:
         return _fail(error, WRONG_USAGE)
     except (MemoryError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and "DefaultCPUAllocator" not in str(error):
+        # What torch says where the host's memory, or that of a GPU, does not suffice.
+        lacking = ("DefaultCPUAllocator", "out of memory")
+        if isinstance(error, RuntimeError) and not any(text in str(error) for text in lacking):
             raise
         return _fail(f"not enough memory: {error}", WRONG_USAGE)
 
@@ -161,6 +164,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--verify", action="store_true", help="read the file again and compare every bit"
     )
     _add_force(compress_, "OUT")
+    _add_device(compress_)
     _add_codec_arguments(compress_)
 
     restore = _parser(commands.add_parser, "decompress", "restore a tensor file", DECOMPRESS_EPILOG)
@@ -171,6 +175,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--verify", action="store_true", help="read the file again and compare every bit"
     )
     _add_force(restore, "OUT")
+    _add_device(restore)
     return parser
 
 
@@ -206,6 +211,16 @@ def _add_codec_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_force(parser: argparse.ArgumentParser, output: str) -> None:
     parser.add_argument("--force", action="store_true", help=f"replace {output} if it exists")
+
+
+def _add_device(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--device",
+        default="auto",
+        metavar="NAME",
+        help="auto (default: the GPU, or the CPU without one), cpu, cuda, or cuda:N; OUT has the "
+        "same bytes",
+    )
 
 
 def _rate(text: str) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, SupportsIndex
 
@@ -548,6 +548,14 @@ def load_file(path: PathLike) -> dict[str, CompressedTensor]:
     return read_file(path).tensors
 
 
-def read_file(path: PathLike) -> CompressedFile:
-    """Read all compressed tensors of a file and the caller's metadata; see `load_file`."""
-    return CompressedFile(*read_tensors(path, CompressedTensor))
+def read_file(
+    path: PathLike,
+    each: Callable[
+        [Callable[[str], CompressedTensor], Iterable[str]], Iterable[CompressedTensor]
+    ] = map,
+) -> CompressedFile:
+    """Read all compressed tensors of a file and the caller's metadata; see `load_file`.
+
+    `each` calls a function with each name, as `map`, maybe in several threads.
+    """
+    return CompressedFile(*read_tensors(path, CompressedTensor, each))

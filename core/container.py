@@ -20,8 +20,9 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol, TypeGuard, TypeVar
 
 import torch
@@ -30,8 +31,11 @@ from .dtypes import dtype_from_name, dtype_name, flat_bytes
 from .engine.codecs import PackedRows, RowCodec
 from .engine.codecs.base import elements
 from .engine.codecs.registry import get_codec
+from .engine.files.checksums import combined_crc32
 from .engine.files.new_file import PathLike
-from .engine.files.safetensors_writer import write_safetensors
+from .engine.files.safetensors_writer import SafetensorsLayout, write_safetensors
+from .engine.files.writeback import start_writeback
+from .engine.transfer.staging import write_at
 from .errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -107,61 +111,208 @@ def file_entries(
     tensors: Mapping[str, PackedTensor], metadata: Mapping[str, str] | None = None
 ) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """Return the tensors and the metadata that make up the file of `tensors`."""
-    entries = dict(metadata or {})
-    for key, text in entries.items():
+    _check_metadata(metadata)
+    parts = {name: _parts_of(name, ct) for name, ct in tensors.items()}
+    crc32s = {_key(name, part): _crc32(t) for name, its in parts.items() for part, t in its.items()}
+    return _stored(parts), _entries(tensors, parts, metadata, crc32s)
+
+
+class StreamedFile:
+    """The file of packed tensors, written piece by piece, in any order; not atomic.
+
+    Where each part lies is known before the content of any: those whose content comes later are on
+    the meta device. Other parts are written at once.
+
+    Parameters
+    ----------
+    path : str or os.PathLike
+        An existing file; what it holds is replaced.
+    tensors : mapping of str to PackedTensor
+        By name.
+    metadata : mapping of str to str, optional
+        The caller's.
+
+    Raises
+    ------
+    ArgumentError
+        When a name or metadata key cannot be stored.
+    OSError
+        When the file cannot be written.
+
+    Notes
+    -----
+    Threads may call `write` at the same time. The header has the checksums: it is written by
+    `finish`, and spaces stand at its end for digits that they do not have.
+    """
+
+    def __init__(
+        self,
+        path: PathLike,
+        tensors: Mapping[str, PackedTensor],
+        metadata: Mapping[str, str] | None = None,
+    ) -> None:
+        _check_metadata(metadata)
+        self._tensors, self._metadata = tensors, metadata
+        self._parts = {name: _parts_of(name, ct) for name, ct in tensors.items()}
+        self._keys = {_key(n, part): t for n, its in self._parts.items() for part, t in its.items()}
+        self._layout = SafetensorsLayout(_stored(self._parts))
+        self._lock = threading.Lock()
+        self._written: dict[str, list[tuple[int, int, int]]] = {key: [] for key in self._keys}
+        self._header_bytes = len(self._header(dict.fromkeys(self._keys, 0xFFFFFFFF)))
+        self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            os.ftruncate(self._fd, 0)
+            os.ftruncate(self._fd, self._header_bytes + self._layout.data_bytes)
+            for key, t in self._keys.items():
+                if t.device.type != "meta":
+                    self._write(key, 0, _as_bytes(t))
+        except BaseException:
+            self.close()
+            raise
+
+    def write(self, name: str, part: str, begin: int, data: torch.Tensor) -> None:
+        """Write bytes of a part whose content comes later.
+
+        Parameters
+        ----------
+        name, part : str
+            The tensor and its part.
+        begin : int
+            Where the bytes begin in the part.
+        data : torch.Tensor
+            uint8 ``[n]`` on the CPU, contiguous.
+        """
+        self._write(_key(name, part), begin, data)
+
+    def _write(self, key: str, begin: int, data: torch.Tensor) -> None:
+        at = self._header_bytes + self._layout.offsets[key] + begin
+        write_at(self._fd, at, data)
+        start_writeback(self._fd, at, data.shape[0])
+        crc32 = zlib.crc32(data.numpy().data)
+        with self._lock:
+            self._written[key].append((begin, data.shape[0], crc32))
+
+    def finish(self) -> None:
+        """Write the header, and close the file.
+
+        Raises
+        ------
+        BitslabError
+            When bytes of a part were not written, or were written twice.
+        """
+        crc32s = {}
+        for key, pieces in self._written.items():
+            pieces.sort()
+            end = 0
+            for begin, n_bytes, _ in pieces:
+                if begin != end:
+                    raise BitslabError(f"{key}: byte {begin} follows byte {end} of what is written")
+                end += n_bytes
+            if end != self._keys[key].nbytes:
+                raise BitslabError(f"{key}: {end} of {self._keys[key].nbytes} bytes are written")
+            crc32s[key] = combined_crc32((crc32, n_bytes) for _, n_bytes, crc32 in pieces)
+        header = torch.frombuffer(bytearray(self._header(crc32s)), dtype=torch.uint8)
+        write_at(self._fd, 0, header)
+        self.close()
+
+    def close(self) -> None:
+        """Close the file, of which no thread may be writing; again does nothing."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def _header(self, crc32s: Mapping[str, int]) -> bytes:
+        entries = _entries(self._tensors, self._parts, self._metadata, crc32s)
+        return self._layout.header(entries, getattr(self, "_header_bytes", 0))
+
+
+def _check_metadata(metadata: Mapping[str, str] | None) -> None:
+    for key, text in (metadata or {}).items():
         if not isinstance(key, str) or not isinstance(text, str):
             raise ArgumentTypeError(f"metadata: {key!r}: {text!r}; keys and values must be str")
         if key in (ENTRY, CHECKSUM_ENTRY):
             raise ArgumentError(f"metadata: the key {key!r} is taken by bitslab")
-    stored: dict[str, torch.Tensor] = {}
-    records: dict[str, Any] = {}
-    for name, ct in tensors.items():
-        if not isinstance(name, str):
-            raise ArgumentTypeError(f"tensors: the name {name!r} is no str")
-        parts, records[name] = _record(ct)
-        stored |= {f"{name}.{part}": t for part, t in parts.items()}
-    entries[ENTRY] = json.dumps(
-        {"version": CONTAINER_VERSION, "tensors": records}, separators=(",", ":")
-    )
-    entries[CHECKSUM_ENTRY] = _checksum_of(entries)
-    return stored, entries
 
 
-def _record(ct: PackedTensor) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Return the parts of a tensor as they are stored, and what the metadata says about it."""
-    parts = {name: t.cpu().contiguous() for name, t in ct.packed.parts.items()}
-    if any(not name or "." in name or name == CONFIG_PART for name in parts):
+def _key(name: str, part: str) -> str:
+    """Return the name under which the file has a part of a tensor."""
+    return f"{name}.{part}"
+
+
+def _parts_of(name: str, ct: PackedTensor) -> dict[str, torch.Tensor]:
+    """Return the parts of a tensor, and its configuration where that is one too."""
+    if not isinstance(name, str):
+        raise ArgumentTypeError(f"tensors: the name {name!r} is no str")
+    parts = {
+        part: t if t.device.type == "meta" else t.cpu().contiguous()
+        for part, t in ct.packed.parts.items()
+    }
+    if any(not part or "." in part or part == CONFIG_PART for part in parts):
         raise ArgumentError(
             f"codec {ct.codec.name!r}: parts {sorted(parts)}; a part's name has no dot and is not "
             f"{CONFIG_PART!r}"
         )
-    record: dict[str, Any] = {
-        "shape": list(ct.shape),
-        "dtype": dtype_name(ct.codec.dtype),
-        "codec": ct.codec.name,
-        "n_rows": ct.packed.n_rows,
-        "row_elements": elements(ct.codec.row_shape),
-    }
-    config = ct.codec.to_config()
-    text = json.dumps(config, separators=(",", ":")).encode()
+    text = _config_text(ct)
     if len(text) > LONG_CONFIG_BYTES:
         parts[CONFIG_PART] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    else:
-        record["config"] = config
-    record["parts"] = {
-        name: {"dtype": dtype_name(t.dtype), "shape": list(t.shape), "crc32": _crc32(t)}
-        for name, t in parts.items()
-    }
+    return parts
+
+
+def _config_text(ct: PackedTensor) -> bytes:
+    return json.dumps(ct.codec.to_config(), separators=(",", ":")).encode()
+
+
+def _stored(parts: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Return the entries of the file: parts of dtypes that not every reader knows as bytes."""
     return {
-        name: t if t.dtype in _STORED_DTYPES else _as_bytes(t) for name, t in parts.items()
-    }, record
+        _key(name, part): t if t.dtype in _STORED_DTYPES else _as_bytes(t)
+        for name, its in parts.items()
+        for part, t in its.items()
+    }
+
+
+def _entries(
+    tensors: Mapping[str, PackedTensor],
+    parts: Mapping[str, Mapping[str, torch.Tensor]],
+    metadata: Mapping[str, str] | None,
+    crc32s: Mapping[str, int],
+) -> dict[str, str]:
+    """Return the file's metadata; `crc32s` are those of its entries."""
+    records: dict[str, Any] = {}
+    for name, ct in tensors.items():
+        record: dict[str, Any] = {
+            "shape": list(ct.shape),
+            "dtype": dtype_name(ct.codec.dtype),
+            "codec": ct.codec.name,
+            "n_rows": ct.packed.n_rows,
+            "row_elements": elements(ct.codec.row_shape),
+        }
+        if CONFIG_PART not in parts[name]:
+            record["config"] = ct.codec.to_config()
+        record["parts"] = {
+            part: {
+                "dtype": dtype_name(t.dtype),
+                "shape": list(t.shape),
+                "crc32": crc32s[_key(name, part)],
+            }
+            for part, t in parts[name].items()
+        }
+        records[name] = record
+    entries = dict(metadata or {})
+    entries[ENTRY] = json.dumps(
+        {"version": CONTAINER_VERSION, "tensors": records}, separators=(",", ":")
+    )
+    entries[CHECKSUM_ENTRY] = _checksum_of(entries)
+    return entries
 
 
 # Reading
 
 
 def read_tensors(
-    path: PathLike, make: Callable[[RowCodec, PackedRows, tuple[int, ...]], Made]
+    path: PathLike,
+    make: Callable[[RowCodec, PackedRows, tuple[int, ...]], Made],
+    each: Callable[[Callable[[str], Made], Iterable[str]], Iterable[Made]] = map,
 ) -> tuple[dict[str, Made], dict[str, str]]:
     """Read all tensors of a file and the caller's metadata.
 
@@ -173,6 +324,9 @@ def read_tensors(
         Makes a tensor of codec, packed rows and shape; a `BitslabError` that it raises says that
         the three do not fit, and so that the file is damaged. The packed rows are memory-mapped
         from the file. Every byte is read once, to compare the checksums.
+    each : callable
+        What `map` does, maybe in several threads: calls a function with each name, and returns the
+        results in order.
 
     Returns
     -------
@@ -200,10 +354,12 @@ def read_tensors(
             entries = dict(file.metadata() or {})
             records = _read_records(entries)
             keys = set(file.keys())
-            tensors = {
-                name: _read_tensor(name, record, file, keys, make)
-                for name, record in records.items()
-            }
+            mapped = {name: _map_parts(name, found, file, keys) for name, found in records.items()}
+
+            def read(name: str) -> Made:
+                return _read_tensor(name, records[name], mapped[name], make)
+
+            tensors = dict(zip(records, each(read, records), strict=True))
     except SafetensorError as error:
         raise CorruptedDataError(
             f"{where}: no safetensors file, or truncated or damaged: {error}"
@@ -254,23 +410,32 @@ def _read_records(entries: Mapping[str, str]) -> dict[str, Any]:
     return records
 
 
-def _read_tensor(
-    name: str,
-    record: Any,
-    file: Any,
-    keys: set[str],
-    make: Callable[[RowCodec, PackedRows, tuple[int, ...]], Made],
-) -> Made:
-    """Read and check one tensor; take the entries that belong to it out of `keys`."""
+def _map_parts(name: str, record: Any, file: Any, keys: set[str]) -> dict[str, torch.Tensor]:
+    """Return the stored parts of a tensor, mapped; take their entries out of `keys`."""
     try:
-        fields = _Fields(record)
         parts = {}
-        for part, described in fields.get("parts", dict).items():
-            key = f"{name}.{part}"
+        for part in _Fields(record).get("parts", dict):
+            key = _key(name, part)
             if key not in keys:
                 raise CorruptedDataError(f"part {part!r} is missing")
             keys.discard(key)
-            parts[part] = _read_part(part, _Fields(described), file.get_tensor(key))
+            parts[part] = file.get_tensor(key)
+        return parts
+    except BitslabError as error:
+        raise CorruptedDataError(f"tensor {name!r}: {error}") from error
+
+
+def _read_tensor(
+    name: str,
+    record: Any,
+    mapped: Mapping[str, torch.Tensor],
+    make: Callable[[RowCodec, PackedRows, tuple[int, ...]], Made],
+) -> Made:
+    """Check one tensor, whose stored parts are mapped."""
+    try:
+        fields = _Fields(record)
+        described = fields.get("parts", dict)
+        parts = {part: _read_part(part, _Fields(described[part]), t) for part, t in mapped.items()}
         config = _read_config(fields, parts)
         codec = _read_codec(fields.get("codec", str), config)
         shape = fields.shape()

@@ -141,14 +141,22 @@ def test_what_is_no_array_in_an_npz_file_is_left_out(tmp_path: Path, capsys: Any
     assert list(bitslab.load_file(tmp_path / "x.bitslab")) == ["a"]
 
 
-@pytest.mark.parametrize("error", [MemoryError("8 TB"), RuntimeError("DefaultCPUAllocator: no")])
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError("8 TB"),
+        RuntimeError("DefaultCPUAllocator: no"),
+        torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 8 TB."),
+    ],
+    ids=["python", "host", "gpu"],
+)
 def test_memory_that_runs_out_is_reported_in_one_line(
     error: Exception, packed: Path, tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:
-    def fail(self: object) -> None:
+    def fail(*arguments: object) -> None:
         raise error
 
-    monkeypatch.setattr(bitslab.CompressedTensor, "decompress", fail)
+    monkeypatch.setattr(commands, "unpacked_tensors", fail)
     assert run("decompress", packed, tmp_path / "out.pt") == 2
     assert "not enough memory" in one_line(capsys)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import io
 import json
 import math
@@ -13,13 +14,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
-from ..compressed import CompressedTensor, compress, read_file, write_file
+from ..compressed import CompressedTensor, read_file
 from ..container import is_compressed
+from ..devices import checked_device, device_or_default
 from ..dtypes import flat_bytes
 from ..engine.codecs.registry import get_codec
 from ..engine.files.new_file import NewFile
+from ..engine.progress import Progress
 from ..errors import ArgumentError, BitslabError, CorruptedDataError, load_optional
 from ..options import (
     PLOT_EXTENSIONS,
@@ -30,6 +34,9 @@ from ..options import (
     note,
 )
 from .files import read_tensors, write_tensors
+from .pack_file import PASSES, FilePacker
+from .unpack_file import Unpacked, each_unpacked, unpacked_tensors, write_plain
+from .workers import Workers
 
 T = TypeVar("T", torch.Tensor, CompressedTensor, torch.Tensor | CompressedTensor)
 
@@ -92,48 +99,60 @@ def pack(arguments: argparse.Namespace) -> None:
     options = _codec_options(arguments)
     if _holds_compressed(arguments.input):
         raise ArgumentError(f"{arguments.input}: is compressed by bitslab already")
-    tensors, metadata = _read_plain(arguments.input)
-    packed = {}
-    for name, t in _with_progress(f"compressing {arguments.input}", tensors):
-        with _naming(arguments.input, name):
-            packed[name] = compress(t, arguments.codec, **options)
-    raw_bytes = sum(ct.raw_nbytes for ct in packed.values())
-    packed_bytes = sum(ct.nbytes for ct in packed.values())
-    ratio = raw_bytes / packed_bytes if packed_bytes else 1.0
-    with NewFile(arguments.output) as arguments.new, _naming_output(arguments.new):
-        write_file(packed, arguments.new.temporary, metadata)
+    with Workers(_device(arguments)) as workers, contextlib.ExitStack() as output:
+        tensors, metadata = _read_plain(arguments.input)
+        # Not `nbytes`, which sparse tensors do not have.
+        raw_bytes = sum(t.numel() * t.dtype.itemsize for t in tensors.values())
+        title, total = f"compressing {arguments.input}", PASSES * raw_bytes
+        with Progress(title, total, None) as progress:
+            packer = FilePacker(
+                tensors,
+                arguments.codec,
+                options,
+                workers,
+                lambda name: _naming(arguments.input, name),
+                progress,
+            )
+            packer.measure()
+            arguments.new = output.enter_context(NewFile(arguments.output))
+            output.enter_context(_naming_output(arguments.new))
+            packer.write(arguments.new.temporary, metadata)
         if arguments.verify:
-            written = read_file(arguments.new.temporary).tensors
-            found = _with_progress(f"verifying {arguments.output}", written)
-            _verify(arguments.output, tensors, ((k, ct.decompress()) for k, ct in found))
+            written = read_file(arguments.new.temporary, workers.map).tensors
+            _verify_packed(arguments.output, tensors, written, workers)
+    packed_bytes = sum(outline.nbytes for outline in packer.outlines.values())
+    ratio = raw_bytes / packed_bytes if packed_bytes else 1.0
     figures = f"{raw_bytes / 1e6:,.2f} MB -> {packed_bytes / 1e6:,.2f} MB ({ratio:.2f}x)"
-    _say_done(arguments, len(packed), figures)
+    _say_done(arguments, len(tensors), figures)
 
 
 def restore(arguments: argparse.Namespace) -> None:
     """Write the plain form of a compressed file."""
     extension = checked_extension(arguments.output, WRITABLE)
     _check_output(arguments.output, [arguments.input], arguments.force)
-    content = read_file(arguments.input)
-    tensors = {
-        name: ct.decompress()
-        for name, ct in _with_progress(f"decompressing {arguments.input}", content.tensors)
-    }
-    if content.metadata and extension != ".safetensors":
-        note(f"{arguments.output}: {extension} has no place for the metadata, it is left out")
-    with NewFile(arguments.output) as arguments.new, _naming_output(arguments.new):
-        try:
-            write_tensors(tensors, arguments.new.temporary, extension, content.metadata)
-        except ArgumentError as error:
-            raise ArgumentError(f"{arguments.output}: {error}") from error
-        if arguments.verify:
-            written = read_tensors(arguments.new.temporary, extension).tensors
-            if extension == ".npy":
-                written = dict(zip(tensors, written.values(), strict=True))
-            found = _with_progress(f"verifying {arguments.output}", written)
-            _verify(arguments.output, tensors, found)
-    raw_bytes = sum(t.nbytes for t in tensors.values())
-    _say_done(arguments, len(tensors), f"{raw_bytes / 1e6:,.2f} MB")
+    with Workers(_device(arguments)) as workers:
+        content = read_file(arguments.input, workers.map)
+        if content.metadata and extension != ".safetensors":
+            note(f"{arguments.output}: {extension} has no place for the metadata, it is left out")
+        raw_bytes = sum(ct.raw_nbytes for ct in content.tensors.values())
+        title = f"decompressing {arguments.input}"
+        with NewFile(arguments.output) as arguments.new, _naming_output(arguments.new):
+            temporary = arguments.new.temporary
+            try:
+                with Progress(title, raw_bytes, None) as progress:
+                    if extension == ".safetensors":
+                        write_plain(temporary, content.tensors, content.metadata, workers, progress)
+                    else:
+                        tensors = unpacked_tensors(content.tensors, workers, progress)
+                        write_tensors(tensors, temporary, extension)
+            except ArgumentError as error:
+                raise ArgumentError(f"{arguments.output}: {error}") from error
+            if arguments.verify:
+                written = read_tensors(temporary, extension).tensors
+                if extension == ".npy":
+                    written = dict(zip(content.tensors, written.values(), strict=True))
+                _verify_packed(arguments.output, written, content.tensors, workers)
+    _say_done(arguments, len(content.tensors), f"{raw_bytes / 1e6:,.2f} MB")
 
 
 COMMANDS: dict[str, Callable[[argparse.Namespace], None]] = {
@@ -225,26 +244,42 @@ def _naming_output(new: NewFile) -> Iterator[None]:
         raise type(error)(text) from error
 
 
-def _verify(
+def _verify_packed(
     path: str,
-    expected: Mapping[str, torch.Tensor],
-    found: Iterable[tuple[str, torch.Tensor]],
+    plain: Mapping[str, torch.Tensor],
+    packed: Mapping[str, CompressedTensor],
+    workers: Workers,
 ) -> None:
-    """Compare tensors bit for bit."""
-    missing = set(expected)
-    for name, t in found:
-        original = expected.get(name)
-        if original is None:
-            raise CorruptedDataError(f"{path}: verification failed: {name!r} is new in it")
-        if t.dtype != original.dtype or t.shape != original.shape or not _equal_bits(t, original):
-            raise CorruptedDataError(f"{path}: verification failed: {name} is not what it was")
-        missing.discard(name)
-    if missing:
-        raise CorruptedDataError(f"{path}: verification failed: {sorted(missing)} are missing")
+    """Compare packed tensors with plain ones, bit for bit."""
+    for name in plain.keys() | packed.keys():
+        if name not in plain or name not in packed:
+            raise CorruptedDataError(f"{path}: verification failed: {name!r} is in one of the two")
+    data = {name: flat_bytes(t) for name, t in plain.items()}
+
+    def differs(name: str) -> CorruptedDataError:
+        return CorruptedDataError(f"{path}: verification failed: {name} is not what it was")
+
+    for name, t in plain.items():
+        if t.dtype != packed[name].dtype or t.shape != packed[name].shape:
+            raise differs(name)
+
+    def compare(piece: Unpacked) -> None:
+        expected = data[piece.name][piece.begin : piece.begin + piece.data.shape[0]]
+        if not np.array_equal(piece.data.numpy(), expected.numpy()):
+            raise differs(piece.name)
+
+    total = sum(t.nbytes for t in plain.values())
+    with Progress(f"verifying {path}", total, None) as progress:
+        each_unpacked(packed, compare, workers, progress)
 
 
-def _equal_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return torch.equal(flat_bytes(a), flat_bytes(b))
+def _device(arguments: argparse.Namespace) -> torch.device:
+    """Return the device of the work."""
+    if arguments.device != "auto":
+        return checked_device(arguments.device, "--device")
+    # A machine with a GPU and without the package that starts the kernels works as one without.
+    found = torch.cuda.is_available() and importlib.util.find_spec("cupy") is not None
+    return device_or_default("cuda" if found else "cpu")
 
 
 def _with_progress(what: str, items: Mapping[str, T]) -> Iterator[tuple[str, T]]:

@@ -117,9 +117,7 @@ def write_tensors(
         When the file cannot be written.
     """
     if extension == ".safetensors":
-        for name, t in tensors.items():
-            if not can_store(t.dtype):
-                raise ArgumentError(f"{name}: safetensors has no {dtype_name(t.dtype)}; write .pt")
+        check_storable(tensors)
         write_safetensors(path, tensors, metadata)
     elif extension in TORCH:
         _write_torch(tensors, path)
@@ -133,6 +131,19 @@ def write_tensors(
             np.lib.format.write_array(cast(IO[bytes], _Sink(file)), arrays[0], allow_pickle=False)
     else:
         _write_npz({name: _as_array(name, t) for name, t in tensors.items()}, path)
+
+
+def check_storable(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Refuse a dtype that safetensors cannot hold.
+
+    Raises
+    ------
+    ArgumentError
+        That names the tensor and says which format can.
+    """
+    for name, t in tensors.items():
+        if not can_store(t.dtype):
+            raise ArgumentError(f"{name}: safetensors has no {dtype_name(t.dtype)}; write .pt")
 
 
 def _read_safetensors(where: str) -> TensorFile:

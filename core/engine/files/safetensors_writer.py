@@ -22,6 +22,8 @@ from .new_file import PathLike
 #: What the safetensors library reads.
 MAX_HEADER_BYTES = 100_000_000
 METADATA = "__metadata__"
+#: Bytes before the header's text, which say how long that is.
+LENGTH_BYTES = 8
 #: Bytes of a tensor that are copied at a time where it does not lie in order in host memory.
 PIECE_BYTES = 4 << 20
 
@@ -80,39 +82,81 @@ def write_safetensors(
     OSError
         When the file cannot be written.
     """
-    header: dict[str, Any] = {}
-    if metadata:
-        header[METADATA] = dict(sorted(metadata.items()))
-    names = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
-    end = 0
-    for name in names:
-        t = tensors[name]
-        if name == METADATA:
-            raise ArgumentError(f"tensors: the name {name!r} is taken by safetensors")
-        if not can_store(t.dtype):
-            raise ArgumentError(f"{name}: safetensors has no {dtype_name(t.dtype)}")
-        begin, end = end, end + t.numel() * t.dtype.itemsize
-        described = {"dtype": _NAMES[dtype_name(t.dtype)], "shape": list(t.shape)}
-        header[name] = described | {"data_offsets": [begin, end]}
-    text = _as_text(header)
+    layout = SafetensorsLayout(tensors)
     with open(path, "wb") as file:
-        file.write(len(text).to_bytes(8, "little"))
-        file.write(text)
-        for name in names:
+        file.write(layout.header(metadata))
+        begin = file.tell()
+        for name in layout.offsets:
             given = None if pieces is None else pieces.get(name)
             for piece in _pieces(tensors[name]) if given is None else given:
                 _write(file, piece)
-        if file.tell() != 8 + len(text) + end:
+        if file.tell() != begin + layout.data_bytes:
             raise OSError(errno.EIO, "its size is not what was to be written", os.fspath(path))
 
 
-def _as_text(header: Mapping[str, Any]) -> bytes:
+class SafetensorsLayout:
+    """Where tensors lie in a safetensors file, known before their content.
+
+    Parameters
+    ----------
+    tensors : mapping of str to torch.Tensor
+        Their dtypes and shapes count alone: they may be on the meta device.
+
+    Attributes
+    ----------
+    offsets : dict of str to int
+        By name, in the order of the file: where each begins, in bytes from the end of the header.
+    data_bytes : int
+        Bytes of all tensors.
+
+    Raises
+    ------
+    ArgumentError
+        When safetensors cannot hold a dtype or a name.
+    """
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self.offsets: dict[str, int] = {}
+        self.data_bytes = 0
+        self._described: dict[str, Any] = {}
+        for name in sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name)):
+            t = tensors[name]
+            if name == METADATA:
+                raise ArgumentError(f"tensors: the name {name!r} is taken by safetensors")
+            if not can_store(t.dtype):
+                raise ArgumentError(f"{name}: safetensors has no {dtype_name(t.dtype)}")
+            begin, end = self.data_bytes, self.data_bytes + t.numel() * t.dtype.itemsize
+            described = {"dtype": _NAMES[dtype_name(t.dtype)], "shape": list(t.shape)}
+            self._described[name] = described | {"data_offsets": [begin, end]}
+            self.offsets[name], self.data_bytes = begin, end
+
+    def header(self, metadata: Mapping[str, str] | None = None, least_bytes: int = 0) -> bytes:
+        """Return the bytes before the tensors.
+
+        Parameters
+        ----------
+        metadata : mapping of str to str, optional
+            For the file's header.
+        least_bytes : int
+            Spaces fill a shorter header up to this, a multiple of 8.
+
+        Raises
+        ------
+        ArgumentError
+            When a text cannot be written as UTF-8, or the header is too long.
+        """
+        entries: dict[str, Any] = {METADATA: dict(sorted(metadata.items()))} if metadata else {}
+        text = _as_text(entries | self._described, least_bytes - LENGTH_BYTES)
+        return len(text).to_bytes(LENGTH_BYTES, "little") + text
+
+
+def _as_text(header: Mapping[str, Any], least_bytes: int) -> bytes:
     try:
         text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         part = error.object[max(error.start - 20, 0) : error.end + 20]
         raise ArgumentError(f"names and metadata: {part!r} cannot be written as UTF-8") from error
-    text += b" " * (-len(text) % 8)
+    text += b" " * max(-len(text) % 8, least_bytes - len(text))
     if len(text) > MAX_HEADER_BYTES:
         raise ArgumentError(
             f"tensors: the file's header would have {len(text)} bytes, safetensors reads "

@@ -79,8 +79,9 @@ def packed_words(rows: torch.Tensor, layout: RowLayout) -> tuple[torch.Tensor, t
     lengths_out, clusters_out = unsigned(lengths), row_clusters.numpy()
     if encoding_shorts().serves(layout):
         short = encoding_shorts().tables_of(layout)
+        codes = (short.codes, short.mask, short.values, short.together)
         sizes = (short.payload_bits, short.masked_bits, f.code_bits, f.row_words)
-        measured = (chunks, short.codes, *sizes, lengths_out)
+        measured = (chunks, *codes, *sizes, lengths_out)
         measure = encoding_shorts().measure_rows
         run_ranges(lambda begin, end: call(measure, *measured, begin, end), len(rows), f.row_bytes)
         return lengths, row_clusters
@@ -148,6 +149,10 @@ def encode_rows(
             short.codes,
             short.payload,
             short.masked,
+            short.mask,
+            short.values,
+            short.runs,
+            short.together,
             short.payload_bits,
             short.masked_bits,
             f.code_bits,

@@ -128,8 +128,8 @@ def _describe(mask: int, chunk_bytes: int, numbers: Array) -> bool:
     from . import fields, groups
 
     width = 8 * chunk_bytes
-    payload = _runs(((1 << width) - 1) & ~mask, width)
-    field = _runs(mask, width)
+    payload = runs_of(((1 << width) - 1) & ~mask, width)
+    field = runs_of(mask, width)
     bits = width - mask.bit_count()
     kind = groups.WINDOWS if bits else groups.NO_PAYLOAD
     twice = 0  # bits that also stand 8 places higher, once they are read
@@ -163,7 +163,7 @@ def _describe(mask: int, chunk_bytes: int, numbers: Array) -> bool:
     return True
 
 
-def _runs(mask: int, width: int) -> list[tuple[int, int]]:
+def runs_of(mask: int, width: int) -> list[tuple[int, int]]:
     """Return the runs of ones of a mask: where they lie when gathered at the low end, and moves."""
     runs = []
     taken = bit = 0

@@ -1,8 +1,11 @@
 """Encoding rows of chunks of one or two bytes that have one mask at every position.
 
-Most weights are packed so: bfloat16 and float16 by their exponents. A chunk has at most 65,536
-values, so what it becomes is looked up. Same packed row as `rows.encode_rows` writes, several times
-as fast: rows have one pass each to be measured and to be written.
+Most weights are packed so: bfloat16 and float16 by their exponents. Same packed row as
+`rows.encode_rows` writes, many times as fast: rows have one pass each to be measured and to be
+written, in which `short_groups` works on 32 chunks at once. The last chunks of a row, and those of
+masks of many runs, are looked up: a chunk has at most 65,536 values.
+
+As with bits.py, whoever changes short_groups.py has to clear ``__pycache__``.
 """
 
 from __future__ import annotations
@@ -15,9 +18,24 @@ import numpy as np
 from numba import njit
 
 from ..format import RowLayout
-from .bits import GROUP, LOW_WORD, ONE, WORD, ZERO
+from .bits import GROUP, LOW_WORD, ONE, WORD, ZERO, lowest_bit, popcount
+from .constants import runs_of
+from .memory import address_of, load_64, stack_memory
+from .short_groups import (
+    CODES,
+    MAX_RUNS,
+    MOST_VALUES,
+    PAYLOADS,
+    RESULT_NUMBERS,
+    encode_short_group,
+    find_exceptions,
+    store_byte_payloads,
+)
 
 Array = np.ndarray[Any, Any]
+
+DOUBLE = np.uint64(64)
+_result_memory = stack_memory(8 * RESULT_NUMBERS)
 
 #: What a chunk that was not stored counts as, at the end of a row's last group.
 _NO_CHUNK = ONE
@@ -35,6 +53,14 @@ class ShortTables:
         uint16 ``[2 ** bits]``: the bits where the mask is 0, and where it is 1, gathered.
     payload_bits, masked_bits : int
         How many these are.
+    mask : int
+        The mask.
+    values : numpy.ndarray
+        uint16 ``[MOST_VALUES]``: the values that have a code, by code; behind them the first one.
+    runs : numpy.ndarray
+        int64 ``[MAX_RUNS, 2]``, as `short_groups.encode_short_group` takes them.
+    together : bool
+        Whether groups are encoded at once: the payload has no more runs than that.
     """
 
     codes: Array
@@ -42,6 +68,10 @@ class ShortTables:
     masked: Array
     payload_bits: int
     masked_bits: int
+    mask: int
+    values: Array
+    runs: Array
+    together: bool
 
 
 _tables: WeakKeyDictionary[RowLayout, ShortTables] = WeakKeyDictionary()
@@ -66,12 +96,23 @@ def tables_of(layout: RowLayout) -> ShortTables:
         # The first of equal values has the code, as in rows.choose_codes.
         for code in range(f.values, 0, -1):
             codes[(x & mask) == (int(section[code]) & mask)] = code
+        values = np.full(MOST_VALUES, int(section[1]) & mask, np.uint16)
+        values[: f.values] = section[1 : 1 + f.values] & mask
+        found_runs = runs_of(((1 << bits) - 1) & ~mask, bits)
+        runs = np.zeros((MAX_RUNS, 2), np.int64)
+        together = len(found_runs) <= MAX_RUNS
+        if together:
+            runs[: len(found_runs)] = np.array(found_runs, np.int64).reshape(-1, 2)
         found = _tables[layout] = ShortTables(
             codes,
             _gathered(x, ~mask, bits),
             _gathered(x, mask, bits),
             bits - mask.bit_count(),
             mask.bit_count(),
+            mask,
+            values,
+            runs,
+            together,
         )
     return found
 
@@ -88,14 +129,34 @@ def _gathered(x: Array, mask: int, bits: int) -> Array:
 
 
 @njit(nogil=True, cache=True)
-def measure_rows(rows, codes, payload_bits, masked_bits, code_bits, row_words, lengths, begin, end):
+def measure_rows(
+    rows,
+    codes,
+    mask,
+    values,
+    together,
+    payload_bits,
+    masked_bits,
+    code_bits,
+    row_words,
+    lengths,
+    begin,
+    end,
+):
     """Write the words of each packed row to `lengths`, 0 for a row kept raw."""
     chunks = rows.shape[1]
     fixed = ((payload_bits * chunks + 31) >> 5) + ((chunks + 31) >> 5) * code_bits
+    whole = chunks >> 5 if together else 0
+    group_bytes = GROUP * rows.itemsize
+    values_at = address_of(values)
     for r in range(begin, end):
         misses = 0
         row = rows[r]
-        for i in range(chunks):
+        group_at = address_of(rows) + r * chunks * rows.itemsize
+        for _ in range(whole):
+            misses += popcount(find_exceptions(rows.dtype.type(0), group_at, mask, values_at))
+            group_at += group_bytes
+        for i in range(whole * GROUP, chunks):
             misses += 1 if codes[row[i]] == 0 else 0
         words = fixed + ((misses * masked_bits + 31) >> 5)
         lengths[r] = words if words < row_words else 0
@@ -108,6 +169,10 @@ def write_rows(
     codes,
     payload,
     masked,
+    mask,
+    values,
+    runs,
+    together,
     payload_bits,
     masked_bits,
     code_bits,
@@ -128,7 +193,11 @@ def write_rows(
     code_words = ((chunks + 31) >> 5) * code_bits
     k = np.uint64(code_bits)
     p = np.uint64(payload_bits)
+    p4 = np.uint64(4 * payload_bits)
     m = np.uint64(masked_bits)
+    whole = chunks >> 5 if together else 0
+    values_at, runs_at, result = address_of(values), address_of(runs), _result_memory()
+    like = rows.dtype.type(0)
     at = np.int64(bases[begin >> 5])
     for r in range(begin, end):
         if lengths[r] == 0:
@@ -147,7 +216,50 @@ def write_rows(
         code_filled = ZERO
         exception_held = ZERO
         exception_filled = ZERO
-        for i in range(chunks):
+        group_at = address_of(rows) + r * chunks * rows.itemsize
+        for group in range(whole):
+            rest = encode_short_group(
+                like, group_at, mask, values_at, runs_at, payload_bits, code_bits, result
+            )
+            group_at += GROUP * rows.itemsize
+            if payload_bits == 8:
+                store_byte_payloads(result, address_of(words) + 4 * payload_at)
+                payload_at += 8
+            else:
+                for i in range(PAYLOADS, RESULT_NUMBERS):
+                    x4 = load_64(result + 8 * i)
+                    payload_held |= x4 << payload_filled
+                    payload_filled += p4
+                    if payload_filled >= DOUBLE:
+                        words[payload_at] = payload_held & LOW_WORD
+                        words[payload_at + 1] = payload_held >> WORD
+                        payload_at += 2
+                        payload_filled -= DOUBLE
+                        # Two shifts, because one by 64 has no meaning.
+                        payload_held = (x4 >> ONE) >> (p4 - payload_filled - ONE)
+            low = load_64(result + 8 * CODES)
+            words[code_at] = low & LOW_WORD
+            if code_bits > 1:
+                words[code_at + 1] = low >> WORD
+            if code_bits > 2:
+                words[code_at + 2] = load_64(result + 8 * (CODES + 1))
+            code_at += code_bits
+            while rest != ZERO:
+                x = row[GROUP * group + lowest_bit(rest)]
+                rest &= rest - ONE
+                exception_held |= np.uint64(masked[x]) << exception_filled
+                exception_filled += m
+                if exception_filled >= WORD:
+                    words[exception_at] = exception_held & LOW_WORD
+                    exception_at += 1
+                    exception_held >>= WORD
+                    exception_filled -= WORD
+        if payload_filled >= WORD:
+            words[payload_at] = payload_held & LOW_WORD
+            payload_at += 1
+            payload_held >>= WORD
+            payload_filled -= WORD
+        for i in range(whole * GROUP, chunks):
             x = row[i]
             code = np.uint64(codes[x])
             payload_held |= np.uint64(payload[x]) << payload_filled

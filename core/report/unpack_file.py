@@ -1,0 +1,215 @@
+"""Decompressing the tensors of a file, piece by piece: on a GPU, or by several threads."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from ..compressed import CompressedTensor
+from ..dtypes import flat_bytes
+from ..engine.codecs import RawCodec, WordRowCodec
+from ..engine.codecs.base import gathered_by_kernels
+from ..engine.files.safetensors_writer import SafetensorsLayout
+from ..engine.files.writeback import start_writeback
+from ..engine.kernels.format import BLOCK_ROWS, PAD_WORDS, RowStorage, ceil_div
+from ..engine.kernels.row_kernels import RowKernels
+from ..engine.progress import Progress
+from ..engine.transfer.staging import write_at
+from .files import check_storable
+from .pack_file import LEAST_DEVICE_BYTES
+from .tensor_rows import row_ranges
+from .workers import Workers
+
+
+@dataclass(frozen=True)
+class Unpacked:
+    """Bytes of a tensor.
+
+    Parameters
+    ----------
+    name : str
+        The tensor.
+    begin : int
+        Where they begin in it.
+    data : torch.Tensor
+        uint8 ``[n]`` on the CPU; the thread's next piece may take their place.
+    """
+
+    name: str
+    begin: int
+    data: torch.Tensor
+
+
+def each_unpacked(
+    tensors: Mapping[str, CompressedTensor],
+    use: Callable[[Unpacked], object],
+    workers: Workers,
+    progress: Progress,
+) -> None:
+    """Unpack tensors piece by piece, in any order.
+
+    Parameters
+    ----------
+    tensors : mapping of str to CompressedTensor
+        On the CPU.
+    use : callable
+        Called with each piece, in the thread that unpacked it.
+    workers : Workers
+        What unpacks, and where.
+    progress : Progress
+        Advanced by the bytes of the tensors.
+
+    Raises
+    ------
+    CorruptedDataError
+        When packed rows are damaged.
+    """
+    pieces = [
+        piece
+        for its in [_Packed(name, ct, workers.device) for name, ct in tensors.items()]
+        for piece in its.pieces()
+    ]
+    workers.settle()
+    workers.each(
+        lambda piece: use(piece.unpacked(workers)),
+        pieces,
+        lambda piece, _: progress.advance(piece.n_bytes),
+        key=lambda piece: piece.its.key,
+    )
+    if workers.device.type == "cuda":
+        from ..engine.kernels.cuda import raise_pending_errors
+
+        raise_pending_errors(workers.device)
+
+
+def write_plain(
+    path: str | os.PathLike[str],
+    tensors: Mapping[str, CompressedTensor],
+    metadata: Mapping[str, str] | None,
+    workers: Workers,
+    progress: Progress,
+) -> None:
+    """Write tensors, unpacked, to an existing file in the format of safetensors; not atomic.
+
+    Raises
+    ------
+    ArgumentError
+        When safetensors cannot hold a dtype or a name.
+    CorruptedDataError
+        When packed rows are damaged.
+    OSError
+        When the file cannot be written.
+    """
+    shapes = {
+        name: torch.empty(ct.shape, dtype=ct.dtype, device="meta") for name, ct in tensors.items()
+    }
+    check_storable(shapes)
+    layout = SafetensorsLayout(shapes)
+    header = layout.header(metadata)
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        os.ftruncate(fd, 0)
+        os.ftruncate(fd, len(header) + layout.data_bytes)
+        write_at(fd, 0, torch.frombuffer(bytearray(header), dtype=torch.uint8))
+
+        def write(piece: Unpacked) -> None:
+            at = len(header) + layout.offsets[piece.name] + piece.begin
+            write_at(fd, at, piece.data)
+            start_writeback(fd, at, piece.data.shape[0])
+
+        each_unpacked(tensors, write, workers, progress)
+    finally:
+        os.close(fd)
+
+
+def unpacked_tensors(
+    tensors: Mapping[str, CompressedTensor], workers: Workers, progress: Progress
+) -> dict[str, torch.Tensor]:
+    """Return tensors in memory, unpacked; see `each_unpacked`."""
+    made = {name: torch.empty(ct.shape, dtype=ct.dtype) for name, ct in tensors.items()}
+    data = {name: flat_bytes(t) for name, t in made.items()}
+
+    def keep(piece: Unpacked) -> None:
+        target = data[piece.name][piece.begin : piece.begin + piece.data.shape[0]]
+        target.numpy()[:] = piece.data.numpy()
+
+    each_unpacked(tensors, keep, workers, progress)
+    return made
+
+
+class _Packed:
+    """A packed tensor with what unpacks it."""
+
+    def __init__(self, name: str, ct: CompressedTensor, device: torch.device) -> None:
+        self.name = name
+        self.ct = ct
+        codec = ct.codec
+        self.kernels: RowKernels | None = None
+        if (
+            device.type == "cuda"
+            and device.type in codec.device_types
+            and isinstance(codec, WordRowCodec)
+            and gathered_by_kernels(type(codec))
+            and ct.raw_nbytes >= LEAST_DEVICE_BYTES
+        ):
+            self.kernels = codec.kernels(device)
+        self.key = (self.kernels is None, codec.describe(), codec.row_bytes)
+
+    def pieces(self) -> Iterator[_Piece]:
+        """Yield what is unpacked together."""
+        n_rows, row_bytes = self.ct.packed.n_rows, self.ct.codec.row_bytes
+        for begin, end in row_ranges(n_rows, row_bytes) if row_bytes else ():
+            first = begin * row_bytes
+            yield _Piece(self, begin, end, min(end * row_bytes, self.ct.raw_nbytes) - first)
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A range of rows, whole blocks of them; `n_bytes` of the tensor."""
+
+    its: _Packed
+    begin: int
+    end: int
+    n_bytes: int
+
+    def unpacked(self, workers: Workers) -> Unpacked:
+        """Return the bytes of the tensor."""
+        ct = self.its.ct
+        first_byte = self.begin * ct.codec.row_bytes
+        if type(ct.codec) is RawCodec:
+            data = flat_bytes(ct.packed.parts["rows"])[first_byte : first_byte + self.n_bytes]
+        elif self.its.kernels is not None:
+            data = self._by_device(self.its.kernels, workers)[: self.n_bytes]
+        else:
+            data = self._by_host(workers)[: self.n_bytes]
+        return Unpacked(self.its.name, first_byte, data)
+
+    def _by_host(self, workers: Workers) -> torch.Tensor:
+        codec, count = self.its.ct.codec, self.end - self.begin
+        data = workers.scratch(count * codec.row_bytes)
+        out = data.view(codec.dtype).view(count, *codec.row_shape)
+        codec.decode(self.its.ct.packed, out=out, start=self.begin, stop=self.end)
+        return data
+
+    def _by_device(self, kernels: RowKernels, workers: Workers) -> torch.Tensor:
+        packed, device = self.its.ct.packed, workers.device
+        parts = packed.parts
+        first, last = self.begin // BLOCK_ROWS, ceil_div(self.end, BLOCK_ROWS)
+        first_word, end_word = int(parts["bases"][first]), int(parts["bases"][last])
+        words = parts["words"][first_word : end_word + PAD_WORDS]
+        clusters = parts.get("row_clusters")
+        link = workers.link()
+        on_device = link.to_device(words.view(torch.uint8)).view(torch.int32)
+        with link.lane.on():
+            bases = (parts["bases"][first : last + 1] - first_word).to(device)
+            lengths = parts["lengths"][self.begin : self.end].to(device)
+            empty = torch.empty(0, dtype=torch.uint8)
+            chosen = empty if clusters is None else clusters[self.begin : self.end]
+            storage = RowStorage(on_device, bases, lengths, chosen.to(device))
+            shape = (self.end - self.begin, kernels.row_bytes)
+            out = torch.empty(shape, dtype=torch.uint8, device=device)
+            kernels.decode(storage, None, 0, out, packed.facts)
+            return link.to_host(out.view(-1))
