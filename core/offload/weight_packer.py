@@ -12,6 +12,7 @@ from types import TracebackType
 
 import torch
 
+from ..devices import checked_device
 from ..engine.codecs import RowCodec
 from ..errors import ArgumentError, ArgumentTypeError, BitslabError
 from .device_packing import DevicePacking, OnDevice, packed_here
@@ -104,8 +105,8 @@ class WeightPacker:
                 self._stored_in[name] = unit
         self._aliases = dict(aliases or {})
         self._packer = TensorPacker(codec, plan_with=plan_with)
-        self._device = device if device is not None and device.type == "cuda" else None
-        self._images_on = images_on if images_on is not None and images_on.type == "cuda" else None
+        self._device = _gpu(device)
+        self._images_on = _gpu(images_on)
         self._lanes: DevicePacking | None = None
         self._incomplete: dict[str, dict[str, _Piece]] = {}
         self._on_way: dict[str, Future[PackedUnit]] = {}
@@ -349,3 +350,10 @@ class WeightPacker:
         trace: TracebackType | None,
     ) -> None:
         self.abandon()
+
+
+def _gpu(device: torch.device | None) -> torch.device | None:
+    """Return a GPU with its index; None for another device."""
+    if device is None or device.type != "cuda":
+        return None
+    return checked_device(device)

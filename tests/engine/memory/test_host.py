@@ -440,9 +440,11 @@ def test_private_memory_is_zeros_and_page_locked_as_asked(recorder, pin, nbytes)
 @pytest.mark.parametrize("private", [True, False], ids=["private", "file"])
 def test_memory_is_taken_where_pages_cannot_be_asked_for(private, monkeypatch):
     monkeypatch.setattr(page_taking, "_MADV_POPULATE_WRITE", 12345)  # as before Linux 5.14
-    monkeypatch.setattr(host, "threads_for", lambda nbytes: host.MIN_FILE_THREADS)
+    monkeypatch.setattr(host, "threads_for", lambda nbytes: page_taking.MIN_FILE_THREADS)
     buffer = HostBuffer.allocate(1 << 20, private=private)
-    taken = resident_bytes(buffer.tensor) if private else 512 * os.fstat(buffer._fd).st_blocks
+    fd = buffer._fd
+    taken = resident_bytes(buffer.tensor) if fd is None else 512 * os.fstat(fd).st_blocks
+    assert (fd is None) == private
     assert taken == 1 << 20
     assert not buffer.tensor.any()
     assert buffer.tensor.fill_(1).sum() == 1 << 20
@@ -459,7 +461,7 @@ def test_pages_are_taken_by_several_threads(private, threads, monkeypatch):
         parts.append((address, size, threading.get_ident()))
         return populate(address, size)
 
-    monkeypatch.setattr(host, "threads_for", lambda nbytes: host.MIN_FILE_THREADS)
+    monkeypatch.setattr(host, "threads_for", lambda nbytes: page_taking.MIN_FILE_THREADS)
     monkeypatch.setattr(page_taking, "threads_for", lambda nbytes: threads)
     monkeypatch.setattr(page_taking, "_populate", recorded)
     buffer = allocate_filled(nbytes, pin=False, private=private)
@@ -476,7 +478,7 @@ def test_pages_are_taken_by_several_threads(private, threads, monkeypatch):
 
 @pytest.mark.parametrize("private", [True, False], ids=["private", "file"])
 def test_pages_that_the_system_refuses_to_threads_are_an_error(private, monkeypatch):
-    monkeypatch.setattr(host, "threads_for", lambda nbytes: host.MIN_FILE_THREADS)
+    monkeypatch.setattr(host, "threads_for", lambda nbytes: page_taking.MIN_FILE_THREADS)
     monkeypatch.setattr(page_taking, "threads_for", lambda nbytes: 2)
     monkeypatch.setattr(page_taking, "_populate", lambda address, nbytes: errno.ENOMEM)
     gc.collect()
