@@ -109,7 +109,7 @@ class Loading:
             torch.cuda.synchronize(self.device)
 
     def free(self) -> None:
-        """Let go of models."""
+        """Free the memory of models that were deleted."""
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()

@@ -5,7 +5,7 @@ differ in scale, not in kind. So codecs are remembered for each dtype and row si
 one that suits it as it is; else the masks of a plan with values of its own; else it is planned
 anew.
 
-Whether a codec suits is told without a plan to compare with: by how far its saving stays behind
+Whether a codec suits is judged without a plan to compare with: by how far its saving lies behind
 what is ideal for bytes of these frequencies. That distance belongs to the kind of data and to the
 plan: it remains nearly the same for tensors of other scales, and grows where the plan does not fit.
 """
@@ -28,7 +28,7 @@ from ..engine.codecs.registry import fit_codec
 #: What a codec is fitted on at the most. Of weights, more changes the result by less than 0.1 %.
 SAMPLE_BYTES = 512 << 10
 MIN_SAMPLE_ROWS = 32
-#: A codec is taken as it is where it stays behind the ideal by so much more, in shares of the bytes
+#: A codec is taken as it is where it lies behind the ideal by so much more, in shares of the bytes
 #: of the tensor, than where it was fitted; the masks of a plan, where they do by so much more than
 #: where they were planned.
 MORE_BEHIND, MORE_BEHIND_REFITTED = 0.001, 0.003
@@ -51,7 +51,7 @@ class _Known:
     codec : RowCodec
         The codec.
     behind, planned_behind : float
-        How far it stayed behind the ideal on the tensor that it was fitted to, and its plan on the
+        How far it lay behind the ideal on the tensor that it was fitted to, and its plan on the
         one that was planned for.
     zeros : float
         Share of that tensor's bytes that are 0.

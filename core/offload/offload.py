@@ -88,8 +88,8 @@ def offload_weights(
 
     Notes
     -----
-    With a GPU, weights are packed there wherever they lie, and unit by unit replaced; up to 2 GiB of
-    them are on the way at a time, or half of the GPU's free memory where that is less.
+    With a GPU, weights are packed there wherever they lie, and replaced unit by unit; up to 2 GiB
+    of them are on the way at a time, or half of the GPU's free memory where that is less.
 
     A packed weight is read-only and gets no gradients; gradients pass through it. What a module
     returns is its caller's for good, but a weight, or a view of one, that code keeps aside during a

@@ -39,7 +39,7 @@ def available_cores() -> int:
 
 
 def take_pages(address: int, nbytes: int, threads: int | None = None) -> bool:
-    """Take the pages of mapped memory that this process may write to; its bytes stay.
+    """Take the pages of mapped memory that this process may write to; its bytes are kept.
 
     Parameters
     ----------
