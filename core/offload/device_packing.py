@@ -27,7 +27,7 @@ from ..compressed import CompressedTensor
 from ..engine.memory.page_taking import available_cores
 from ..engine.transfer import RowUploader, StreamLane, ThreadLane
 from ..engine.transfer.lanes import record_on
-from .records import TensorRecord
+from .records import TensorRecord, write_parts
 from .tensor_packer import PackingPlan
 
 T = TypeVar("T")
@@ -164,17 +164,21 @@ class DevicePacking:
         on the GPU goes by the copy engine while the host copies the rest.
         """
         lane = self._downloads
-        if image.device.type == "cuda":
+        on_device = image.device.type == "cuda"
+        if on_device:
             lane.follow(torch.cuda.current_stream(self.device))
+        by_host = []
         for name, record in records.items():
-            if pieces[name].made is not None:
-                lane.wait(pieces[name].made)
-                with lane.on():
-                    _copy_parts(pieces[name].tensor, record, image)
+            piece = pieces[name]
+            if piece.made is None and not on_device:
+                by_host.append((piece, record))
+                continue
+            lane.wait(piece.made)
+            with lane.on():
+                _copy_parts(piece.tensor, record, image)
         crossed = lane.record()
-        for name, record in records.items():
-            if pieces[name].made is None:
-                _copy_parts(pieces[name].tensor, record, image)
+        for piece, record in by_host:
+            write_parts(piece.tensor, record, image)
         crossed.synchronize()
 
     def wait(self) -> None:
