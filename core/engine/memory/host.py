@@ -39,6 +39,7 @@ _HANDLE = re.compile(r"bitslab-memory:(\d+):(\d+):(\d+):([0-9a-f]{16}):(True|Fal
 _PINS: dict[str, Pin] = {"True": True, "False": False, "lazily": "lazily"}
 
 _files_lock = threading.Lock()
+_taking = threading.Lock()  # large buffers: one at a time, by several threads
 _MADV_POPULATE_READ = 22  # Python has no name for it
 
 
@@ -129,7 +130,17 @@ class HostBuffer:
         if not isinstance(pin, bool) and pin != "lazily":
             raise ArgumentError(f"pin: expected True, False or 'lazily', got {pin!r}")
         release_waiting()
-        check_available(nbytes)
+        # What a thread is taking is still counted as available.
+        with _taking if nbytes >= LARGE_BYTES else contextlib.nullcontext():
+            check_available(nbytes)
+            buffer = cls._taken(nbytes, pin, private)
+        if pin is True:
+            buffer.ensure_pinned()
+        return buffer
+
+    @classmethod
+    def _taken(cls, nbytes: int, pin: Pin, private: bool) -> HostBuffer:
+        """Return a new buffer whose pages were taken from the system, and are not locked yet."""
         token = secrets.token_hex(8)
         by_threads = threads_for(nbytes) >= MIN_FILE_THREADS
         fd = None
@@ -143,8 +154,6 @@ class HostBuffer:
             if fd is not None:
                 os.close(fd)
             raise BitslabError(f"nbytes: {nbytes} bytes of host memory: {error}") from error
-        if pin is True:
-            buffer.ensure_pinned()
         return buffer
 
     @classmethod
@@ -315,9 +324,9 @@ class HostBuffer:
 
 
 def _forget_lock() -> None:
-    """Replace the lock in a forked child: a thread that does not exist there may hold it."""
-    global _files_lock
-    _files_lock = threading.Lock()
+    """Replace the locks in a forked child: a thread that does not exist there may hold them."""
+    global _files_lock, _taking
+    _files_lock, _taking = threading.Lock(), threading.Lock()
 
 
 if hasattr(os, "register_at_fork"):

@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import pickle
 import threading
+import time
 import warnings
 from pathlib import Path
 
@@ -487,6 +488,35 @@ def test_pages_that_the_system_refuses_to_threads_are_an_error(private, monkeypa
         HostBuffer.allocate(8 << 20, private=private)
     gc.collect()
     assert open_files() == before
+
+
+def test_large_memory_is_taken_by_one_buffer_at_a_time(monkeypatch):
+    """So that what two threads ask for is not given twice."""
+    nbytes, taken, lock = host.LARGE_BYTES, [0], threading.Lock()
+
+    def take(buffer: HostBuffer) -> None:
+        time.sleep(0.02)
+        with lock:
+            taken[0] += buffer.nbytes
+
+    monkeypatch.setattr(host, "available_bytes", lambda: 2.5 * nbytes - taken[0])
+    monkeypatch.setattr(HostBuffer, "_take_pages", take)
+    kept: list[HostBuffer] = []
+    errors: list[BitslabError] = []
+
+    def allocate() -> None:
+        try:
+            kept.append(HostBuffer.allocate(nbytes, pin=False, private=True))
+        except BitslabError as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=allocate) for _ in range(5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(kept) == 2 and len(errors) == 3
+    assert all("are available" in str(error) for error in errors)
 
 
 def test_large_memory_takes_more_threads():
