@@ -34,6 +34,7 @@ from llm_workload import Row, Rows, show
 from textgen.models import RANDOM, SIZES, Shape, write_random_model
 
 from bitslab.integrations.accelerate import offload_compressed
+from bitslab.integrations.accelerate.dispatched import offloaded_tensors
 from bitslab.integrations.transformers import BitslabConfig
 from bitslab.offload import find_offloaded
 
@@ -255,10 +256,12 @@ def _unpacked(model: Any) -> list[torch.Tensor]:
 def _read(load: Callable[[], Any]) -> Any:
     """Load a model, and read every page of the weights that lie in host memory."""
     model = load()
-    for parameter in model.parameters():
-        if parameter.device.type == "cpu":
-            flat = parameter.detach().reshape(-1).view(torch.uint8)
-            flat[::4096].sum()
+    held = [parameter.detach() for parameter in model.parameters()]
+    # Those of modules that accelerate fetches as they run.
+    held += [tensor.value() for tensor in offloaded_tensors(model)]
+    for tensor in held:
+        if tensor.device.type == "cpu":
+            tensor.reshape(-1).view(torch.uint8)[::4096].sum()
     return model
 
 

@@ -31,9 +31,11 @@ class WeightLoader:
 
     Notes
     -----
-    A unit's tensors are packed one by one as they come, and its packed form is put together when
-    the last one is there. In addition to what is packed, memory is needed for one raw tensor and
-    the packed tensors of units that are not complete.
+    A unit's tensors are packed one by one as they come, on `device` where that is a GPU, and its
+    packed form is put together when the last one is there. In addition to what is packed, memory is
+    needed for the packed tensors of units that are not complete and one raw tensor; with a GPU, for
+    raw tensors on their way to it, which are read from the mapped file where that has them as they
+    are.
     """
 
     def __init__(
