@@ -4,6 +4,7 @@ python benchmarks/llm.py --only ratio    # what MiniLM's weights, keys and value
 python benchmarks/llm.py --only cpu      # packing, and a forward pass of MiniLM
 python benchmarks/llm.py --only weights  # accelerate's cpu_offload, raw and packed streaming
 python benchmarks/llm.py --only cache    # DynamicCache, offloaded, compressed
+python benchmarks/llm.py --only loading  # packing a model, and from_pretrained, beside plain loads
 
 weights and cache generate with a model of random weights in the shape of the IBP paper's workload
 (section 6.4: prompts of 1,920 tokens, a batch of 20, 128 new tokens), scaled by the options, with
@@ -34,7 +35,7 @@ from graphsage.report import Steps  # noqa: E402
 from textgen.models import RANDOM, SIZES  # noqa: E402
 from timing import print_tables  # noqa: E402
 
-PARTS = ("ratio", "cpu", "weights", "cache")
+PARTS = ("ratio", "cpu", "weights", "cache", "loading")
 #: Of the paper, and what a CPU does of it: prompts, and a factor for their tokens and the new ones.
 PROMPTS, CPU_PROMPTS, CPU_SCALE = 20, 4, 0.1
 
@@ -137,6 +138,10 @@ def run(part: str, arguments: argparse.Namespace, steps: Steps) -> dict[str, lis
         import llm_weights
 
         return llm_weights.run(arguments, steps)
+    if part == "loading":
+        import llm_loading
+
+        return llm_loading.run(arguments, steps)
     import llm_cache
 
     return llm_cache.run(arguments, steps)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -88,6 +88,9 @@ def offload_weights(
 
     Notes
     -----
+    With a GPU, weights are packed there wherever they lie, and replaced unit by unit; up to 2 GiB
+    of them are on the way at a time, or half of the GPU's free memory where that is less.
+
     A packed weight is read-only and gets no gradients; gradients pass through it. What a module
     returns is its caller's for good, but a weight, or a view of one, that code keeps aside during a
     pass is overwritten by the next units: keep a clone.
@@ -121,12 +124,14 @@ def offload_weights(
     trainable = {
         s.name for u in streamed for s in u.refs if (p := s.get()) is not None and p.requires_grad
     }
-    packer = WeightPacker(names, disk=disk, codec=codec, aliases=aliases)
+    # Where the model comes from, for undoing.
+    devices = {s.name: p.device for u in streamed for s in u.refs if (p := s.get()) is not None}
+    packer = WeightPacker(names, disk=disk, codec=codec, aliases=aliases, device=device)
     try:
         _pack(streamed, packer, source, device, progress)
         weights = packer.finish()
     except BaseException:
-        _undo(streamed, packer, trainable)
+        _put_back(streamed, PackedWeights(packer.salvage()), trainable, devices)
         packer.abandon()
         raise
     try:
@@ -134,7 +139,7 @@ def offload_weights(
             model, streamed, tiers, on_device, weights, source, device, depth, sm_budget, trainable
         )
     except BaseException:
-        _put_back(streamed, weights, trainable)
+        _put_back(streamed, weights, trainable, devices)
         weights.close()
         raise
     try:
@@ -386,31 +391,38 @@ def _pack(
             refs_by_id.setdefault(id(ref.get()), []).append(ref)
     total = sum(p.nbytes for refs in refs_by_id.values() if (p := refs[0].get()) is not None)
     done: set[int] = set()
+    packed: dict[str, list[tuple[str, torch.Tensor]]] = {}
+
+    def replace(completed: Iterable[str]) -> None:
+        """Replace the parameters of units whose images are there, which frees them."""
+        for unit in completed:
+            for name, parameter in packed.pop(unit):
+                handle = WeightHandle(source, name, parameter, device)
+                for ref in refs_by_id[id(parameter)]:
+                    ref.put(handle)
+                bar.advance(parameter.nbytes)
+
     with Progress("packing weights", total, progress) as bar:
         for unit in units:
-            fresh = []
             for ref in unit.refs:
                 parameter = ref.get()
                 assert parameter is not None
                 if id(parameter) in done or isinstance(parameter, WeightHandle):
                     continue
                 done.add(id(parameter))
+                packed.setdefault(unit.name, []).append((ref.name, parameter))
                 packer.add(ref.name, parameter)
-                fresh.append((ref.name, parameter))
-            for name, parameter in fresh:
-                handle = WeightHandle(source, name, parameter, device)
-                for ref in refs_by_id[id(parameter)]:
-                    ref.put(handle)
-                bar.advance(parameter.nbytes)
-            del fresh
+            del parameter
+            replace(packer.completed())
+        replace(packer.completed(wait=True))
 
 
-def _undo(units: Sequence[Unit], packer: WeightPacker, trainable: set[str]) -> None:
-    """Give the model the parameters back that were packed before an error."""
-    _put_back(units, PackedWeights(packer.take()), trainable)
-
-
-def _put_back(units: Sequence[Unit], weights: PackedWeights, trainable: set[str]) -> None:
+def _put_back(
+    units: Sequence[Unit],
+    weights: PackedWeights,
+    trainable: set[str],
+    devices: Mapping[str, torch.device],
+) -> None:
     """Replace handles by decoded parameters, and release each unit's image when it is done."""
     restored: dict[str, nn.Parameter] = {}
     for unit in units:
@@ -419,7 +431,7 @@ def _put_back(units: Sequence[Unit], weights: PackedWeights, trainable: set[str]
             if isinstance(handle, WeightHandle):
                 name = handle.packed_name
                 if name not in restored:
-                    data = weights.read(name)
+                    data = weights.read(name, devices[name])
                     restored[name] = nn.Parameter(data, requires_grad=name in trainable)
                 ref.put(restored[name])
         if unit.name in weights.units and weights.unit(unit.name).image.tier == "host":

@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 
 import torch
 
-from ..compressed import CompressedTensor
+from ..devices import checked_device
 from ..engine.codecs import RowCodec
 from ..errors import ArgumentError, ArgumentTypeError, BitslabError
+from .device_packing import DevicePacking, OnDevice, packed_here
 from .files import WeightFile
-from .images import HostImage, Image
-from .records import TensorRecord, lay_out, write_parts
+from .images import DeviceImage, HostImage, Image
+from .records import lay_out, write_parts
 from .store import PackedUnit, PackedWeights
 from .tensor_packer import CodecName, TensorPacker
 
-#: A packed tensor with the shape and the order of dimensions of what it was packed from.
-_Packed = tuple[CompressedTensor, tuple[int, ...], tuple[int, ...]]
+
+@dataclass
+class _Piece:
+    """A tensor that is packed or on its way, and what it is packed from."""
+
+    packed: Future[OnDevice]
+    shape: tuple[int, ...]
+    order: tuple[int, ...]
+    raw_nbytes: int
 
 
 class WeightPacker:
@@ -27,6 +39,10 @@ class WeightPacker:
     A tensor is packed by `add`; when the last one of a unit is there, the unit's image is put
     together and its pieces are released. In addition to what is packed already, the extra memory is
     that of the units that are not complete: one, when tensors come unit by unit.
+
+    With a GPU, tensors are packed there, those in host memory as well, and images are put together
+    in threads while further tensors are added (see `DevicePacking`): `completed` tells which are
+    there. An error of a thread is raised by a later `add` or `completed`, or by `finish`.
 
     Parameters
     ----------
@@ -38,6 +54,10 @@ class WeightPacker:
         A safetensors file to write the images to, instead of host memory.
     aliases : mapping of str to str, optional
         Further names of tensors, for tied weights.
+    device : torch.device, optional
+        A GPU that packs tensors in host memory; they are packed where they are when left out.
+    images_on : torch.device, optional
+        A GPU that keeps the images, instead of host memory.
 
     Raises
     ------
@@ -71,6 +91,8 @@ class WeightPacker:
         plan_with: type[RowCodec] | None = None,
         disk: str | os.PathLike[str] | None = None,
         aliases: Mapping[str, str] | None = None,
+        device: torch.device | None = None,
+        images_on: torch.device | None = None,
     ) -> None:
         self._wanted = {unit: list(names) for unit, names in units.items()}
         self._stored_in: dict[str, str] = {}
@@ -83,22 +105,26 @@ class WeightPacker:
                 self._stored_in[name] = unit
         self._aliases = dict(aliases or {})
         self._packer = TensorPacker(codec, plan_with=plan_with)
-        self._incomplete: dict[str, dict[str, _Packed]] = {}
+        self._device = _gpu(device)
+        self._images_on = _gpu(images_on)
+        self._lanes: DevicePacking | None = None
+        self._incomplete: dict[str, dict[str, _Piece]] = {}
+        self._on_way: dict[str, Future[PackedUnit]] = {}
         self._done: dict[str, PackedUnit] = {}
+        self._completed: list[str] = []
         self._finished = False
         self._file = None if disk is None else WeightFile(disk, list(self._wanted))
 
     @property
     def packed_nbytes(self) -> int:
         """Bytes of the images of the units that are complete."""
-        return sum(held.image.nbytes for held in self._done.values())
+        return sum(held.image.nbytes for held in list(self._done.values()))
 
     def missing(self) -> list[str]:
         """Return the names that were not added yet."""
         there = {name for held in self._incomplete.values() for name in held}
-        return [
-            n for n, unit in self._stored_in.items() if unit not in self._done and n not in there
-        ]
+        complete = self._done.keys() | self._on_way.keys()
+        return [n for n, unit in self._stored_in.items() if unit not in complete and n not in there]
 
     def add(self, name: str, tensor: torch.Tensor) -> bool:
         """Pack a tensor.
@@ -108,13 +134,13 @@ class WeightPacker:
         name : str
             One of the names in `units`, once.
         tensor : torch.Tensor
-            Dense, of any dtype, on a CPU or GPU. What is kept raw may share its memory until its
-            unit is complete.
+            Dense, of any dtype, on a CPU or GPU. It must not change before its unit is complete:
+            what is kept raw may share its memory, and threads may read it.
 
         Returns
         -------
         bool
-            Whether its unit is complete now.
+            Whether the tensors of its unit are all there now.
 
         Raises
         ------
@@ -129,28 +155,97 @@ class WeightPacker:
         unit = self._stored_in.get(name)
         if unit is None:
             raise ArgumentError(f"name: {name!r:.200} is in no unit of this packer")
+        self._collect()
         held = self._incomplete.setdefault(unit, {})
-        if unit in self._done or (name in held and len(held) < len(self._wanted[unit])):
+        complete = unit in self._done or unit in self._on_way
+        if complete or (name in held and len(held) < len(self._wanted[unit])):
             raise ArgumentError(f"name: {name!r} was added before")
         if not isinstance(tensor, torch.Tensor):
             raise ArgumentTypeError(f"tensor: expected a tensor, got {type(tensor).__name__}")
         if tensor.is_meta:
             raise ArgumentTypeError(f"tensor: {name!r} is on the meta device, it has no data")
-        ct, order = self._packer.pack(tensor)
-        held[name] = (ct.to("cpu"), tuple(tensor.shape), order)
+        plan = self._packer.plan(tensor, self._device)
+        lanes = self._lanes_for(tensor)
+        if lanes is None:
+            packed = packed_here(plan)
+        else:
+            lanes.admit(tensor.nbytes, self._spill)
+            packed = lanes.pack(plan)
+        held[name] = _Piece(packed, tuple(tensor.shape), plan.order, tensor.nbytes)
         if len(held) < len(self._wanted[unit]):
             return False
         self._complete(unit)
         return True
 
+    def completed(self, *, wait: bool = False) -> list[str]:
+        """Return the units whose images are there, each once; with `wait`, all that are on the way.
+
+        Their tensors are no longer needed.
+
+        Raises
+        ------
+        BitslabError
+            When the host memory for an image could not be had, or its file not be written.
+        """
+        self._collect(wait=wait)
+        completed, self._completed = self._completed, []
+        return completed
+
+    def _lanes_for(self, tensor: torch.Tensor) -> DevicePacking | None:
+        """Return what packs on a GPU, made at the first use; None where none has to do with it."""
+        device = self._device or (tensor.device if tensor.is_cuda else self._images_on)
+        if self._lanes is None and device is not None:
+            self._lanes = DevicePacking(device, images_in_turn=self._file is not None)
+        return self._lanes
+
+    def _spill(self) -> int:
+        """Take tensors of incomplete units off the GPU; return their raw bytes, which wait for all.
+
+        So units that are larger than what may be on the way, or come mixed, are packed as well.
+        """
+        nbytes = 0
+        for pieces in self._incomplete.values():
+            for piece in pieces.values():
+                held = piece.packed.result()
+                if held.made is not None:
+                    piece.packed = Future()
+                    piece.packed.set_result(held.on_host())
+                nbytes += piece.raw_nbytes
+                piece.raw_nbytes = 0
+        return nbytes
+
     def _complete(self, unit: str) -> None:
-        """Put a unit's image together."""
-        names = self._wanted[unit]
+        """Put a unit's image together, or have it done."""
         pieces = self._incomplete[unit]
-        records, nbytes = lay_out([pieces[name] for name in names])
+        if self._lanes is None:
+            made = self._made(unit, pieces, {n: p.packed.result() for n, p in pieces.items()})
+            del self._incomplete[unit]
+            self._done[unit] = made
+            self._completed.append(unit)
+            return
+        del self._incomplete[unit]
+        self._on_way[unit] = self._lanes.image(
+            {name: piece.packed for name, piece in pieces.items()},
+            sum(piece.raw_nbytes for piece in pieces.values()),
+            partial(self._made, unit, pieces),
+        )
+
+    def _made(
+        self, unit: str, pieces: Mapping[str, _Piece], packed: Mapping[str, OnDevice]
+    ) -> PackedUnit:
+        """Return a unit with its image; with a GPU, in a thread."""
+        names = self._wanted[unit]
+        records, nbytes = lay_out(
+            [(packed[name].tensor, pieces[name].shape, pieces[name].order) for name in names]
+        )
         placed = dict(zip(names, records, strict=True))
         image: Image
-        if self._file is None:
+        if self._file is not None:
+            data = torch.zeros(nbytes, dtype=torch.uint8)
+        elif self._images_on is not None:
+            data = torch.zeros(nbytes, dtype=torch.uint8, device=self._images_on)
+            image = DeviceImage(data)
+        else:
             try:
                 image = HostImage(nbytes)
             except BitslabError as error:
@@ -159,20 +254,24 @@ class WeightPacker:
                     f"bytes, {self.packed_nbytes} bytes of {len(self._done)} units are packed "
                     f"already and about {self._expected(nbytes)} are needed in all; {error}"
                 ) from error
-            self._fill(image.tensor(), pieces, placed)
+            data = image.tensor()
+        if self._lanes is not None:
+            self._lanes.fill(data, placed, packed)
         else:
-            data = torch.zeros(nbytes, dtype=torch.uint8)
-            self._fill(data, pieces, placed)
+            for name, record in placed.items():
+                write_parts(packed[name].tensor, record, data)
+        if self._file is not None:
             image = self._file.write(unit, data, placed)
-        del self._incomplete[unit]
-        self._done[unit] = PackedUnit(image, placed)
+        return PackedUnit(image, placed)
 
-    @staticmethod
-    def _fill(
-        image: torch.Tensor, pieces: Mapping[str, _Packed], placed: Mapping[str, TensorRecord]
-    ) -> None:
-        for name, record in placed.items():
-            write_parts(pieces[name][0], record, image)
+    def _collect(self, *, wait: bool = False) -> None:
+        """Take note of images that are there; raise the error of one that failed."""
+        for unit, task in list(self._on_way.items()):
+            if wait or task.done():
+                made = task.result()
+                del self._on_way[unit]
+                self._done[unit] = made
+                self._completed.append(unit)
 
     def _expected(self, nbytes: int) -> int:
         """Guess the bytes of all images: units differ little."""
@@ -180,7 +279,31 @@ class WeightPacker:
         return known * len(self._wanted) // (len(self._done) + 1)
 
     def take(self) -> dict[str, PackedUnit]:
-        """Return the complete units and forget them, for undoing unit by unit."""
+        """Return the complete units and forget them; those on the way are waited for.
+
+        Raises
+        ------
+        BitslabError
+            As `completed`.
+        """
+        self._collect(wait=True)
+        return self._forget()
+
+    def salvage(self) -> dict[str, PackedUnit]:
+        """Return the complete units and forget them, for undoing after an error; raise none.
+
+        No thread reads any tensor afterwards, and nothing can be added.
+        """
+        if self._lanes is not None:
+            self._lanes.close()
+        for unit, task in self._on_way.items():
+            with contextlib.suppress(BaseException):  # it was raised, or something before it
+                self._done[unit] = task.result()
+        self._on_way.clear()
+        self._incomplete.clear()
+        return self._forget()
+
+    def _forget(self) -> dict[str, PackedUnit]:
         done, self._done = self._done, {}
         return done
 
@@ -196,6 +319,9 @@ class WeightPacker:
         if missing:
             shown = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
             raise ArgumentError(f"units: {len(missing)} tensors were never added: {shown}")
+        self._collect(wait=True)
+        if self._lanes is not None:
+            self._lanes.close()
         path = None
         if self._file is not None:
             path = self._file.finish(self._aliases)
@@ -208,10 +334,10 @@ class WeightPacker:
         if self._finished:
             return
         self._finished = True
-        self._incomplete.clear()
+        salvaged = self.salvage()
         if self._file is not None:
             self._file.abandon()
-        for held in self.take().values():
+        for held in salvaged.values():
             held.image.close()
 
     def __enter__(self) -> WeightPacker:
@@ -224,3 +350,10 @@ class WeightPacker:
         trace: TracebackType | None,
     ) -> None:
         self.abandon()
+
+
+def _gpu(device: torch.device | None) -> torch.device | None:
+    """Return a GPU with its index; None for another device."""
+    if device is None or device.type != "cuda":
+        return None
+    return checked_device(device)

@@ -111,7 +111,7 @@ def compress_offloaded(
         streamed, on_device = split_units(units, tiers)
         names, aliases = stored_names(streamed)
         rest = _loaded_rest(tensors, streamed, device)
-        packer = WeightPacker(names, codec=codec, disk=disk, aliases=aliases)
+        packer = WeightPacker(names, codec=codec, disk=disk, aliases=aliases, device=device)
         freed: list[tuple[OffloadedTensor, str]] = []
         weights: PackedWeights | None = None
         try:
@@ -127,7 +127,7 @@ def compress_offloaded(
                 move_rest=False,
             )
         except BaseException:
-            _return_freed(freed, PackedWeights(packer.take()) if weights is None else weights)
+            _return_freed(freed, PackedWeights(packer.salvage()) if weights is None else weights)
             packer.abandon()
             raise
     except BaseException:
@@ -255,19 +255,29 @@ def _pack(
     further: dict[str, list[str]] = {}
     for alias, name in aliases.items():
         further.setdefault(name, []).append(alias)
-    with Progress("packing weights", total, progress) as bar:
-        for unit in units:
-            complete = []
-            for ref in unit.refs:
-                parameter = ref.get()
-                if ref.name not in aliases:
-                    packer.add(ref.name, by_name[ref.name].value())
-                    complete.append(ref.name)
-                bar.advance(0 if parameter is None else parameter.nbytes)
-            for name in complete:
+    packed: dict[str, list[tuple[str, int]]] = {}
+
+    def free(completed: Iterable[str]) -> None:
+        """Free the raw weights of units whose images are there."""
+        for unit in completed:
+            for name, nbytes in packed.pop(unit):
+                bar.advance(nbytes)
                 for tied in (name, *further.get(name, ())):
                     if by_name[tied].release():
                         freed.append((by_name[tied], name))
+
+    with Progress("packing weights", total, progress) as bar:
+        for unit in units:
+            for ref in unit.refs:
+                parameter = ref.get()
+                nbytes = 0 if parameter is None else parameter.nbytes
+                if ref.name in aliases:
+                    bar.advance(nbytes)
+                else:
+                    packed.setdefault(unit.name, []).append((ref.name, nbytes))
+                    packer.add(ref.name, by_name[ref.name].value())
+            free(packer.completed())
+        free(packer.completed(wait=True))
 
 
 def _return_freed(freed: list[tuple[OffloadedTensor, str]], held: PackedWeights) -> None:

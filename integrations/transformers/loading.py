@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 from bitslab.engine import Progress, ProgressFunction
-from bitslab.offload import DeviceImage, PackedUnit, PackedWeights, WeightPacker
+from bitslab.offload import PackedWeights, WeightPacker
 
 
 class WeightLoader:
@@ -31,9 +31,11 @@ class WeightLoader:
 
     Notes
     -----
-    A unit's tensors are packed one by one as they come, and its packed form is put together when
-    the last one is there. In addition to what is packed, memory is needed for one raw tensor and
-    the packed tensors of units that are not complete.
+    A unit's tensors are packed one by one as they come, on `device` where that is a GPU, and its
+    packed form is put together when the last one is there. In addition to what is packed, memory is
+    needed for the packed tensors of units that are not complete and one raw tensor; with a GPU, for
+    raw tensors on their way to it, which are read from the mapped file where that has them as they
+    are.
     """
 
     def __init__(
@@ -54,9 +56,10 @@ class WeightLoader:
             place: {u: names for u, names in units.items() if places[u] == place}
             for place in ("packed", "host")
         }
-        self._streamed = WeightPacker(chosen["host"], disk=disk if chosen["host"] else None)
-        self._packed_on_device = WeightPacker(chosen["packed"])
-        self._on_device: dict[str, PackedUnit] = {}
+        self._streamed = WeightPacker(
+            chosen["host"], disk=disk if chosen["host"] else None, device=device
+        )
+        self._packed_on_device = WeightPacker(chosen["packed"], device=device, images_on=device)
         self._taken: set[str] = set()
         self._sizes = dict(sizes)
         self._progress = Progress("compressing weights", sum(self._sizes.values()), progress)
@@ -104,12 +107,8 @@ class WeightLoader:
             return held
         if place == "host":
             self._streamed.add(name, tensor)
-        elif self._packed_on_device.add(name, tensor):
-            # At once, so that host memory holds one packed unit of those that lie on the device.
-            for unit, packed in self._packed_on_device.take().items():
-                image = DeviceImage(packed.image.tensor().to(self.device))
-                packed.image.close()
-                self._on_device[unit] = PackedUnit(image, packed.records)
+        else:
+            self._packed_on_device.add(name, tensor)
         self._took(name)
         return torch.empty_like(tensor, device="meta")
 
@@ -135,10 +134,11 @@ class WeightLoader:
         ArgumentError
             When tensors are missing.
         """
+        on_device = self._packed_on_device.finish()
         streamed = self._streamed.finish()
-        self._packed_on_device.abandon()
         self._progress.__exit__(None, None, None)
-        units = {unit: streamed.unit(unit) for unit in streamed.units} | self._on_device
+        # Where the device is the CPU, images that lie "on the device" are in host memory.
+        units = {unit: held.unit(unit) for held in (streamed, on_device) for unit in held.units}
         ordered = {unit: units[unit] for unit in self._order if unit in units}
         with WeightPacker({name: [name] for name in untied}) as packer:
             for name, tensor in untied.items():
@@ -149,7 +149,6 @@ class WeightLoader:
     def abandon(self) -> None:
         """Release all memory and remove the file."""
         _abandon(self._progress, self._streamed, self._packed_on_device)
-        self._on_device.clear()
 
 
 def _abandon(progress: Progress, *packers: WeightPacker) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import re
 import sys
 from pathlib import Path
@@ -56,6 +57,38 @@ def test_benchmark_measures_all_ways(
     assert tokens == [("plain,", "4"), ("accelerate", "3"), ("packed,", "4"), ("packed,", "4")]
     assert printed.err.count("packed, streamed: ") == 2  # as soon as the rows are there
     assert "left out: transformers' offloaded: it needs a GPU" in printed.err
+
+
+def test_loading_stands_beside_a_plain_load(
+    benchmark: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["llm.py", "--only", "loading", "--json", *SMALL.split()]
+    monkeypatch.setattr(sys, "argv", command)
+    assert benchmark.main() == 0
+    ((title, rows),) = json.loads(capsys.readouterr().out).items()
+    assert title == "Loading: llama tiny (2 layers), bfloat16, on cpu"
+    assert [row["way"] for row in rows] == [
+        "offload_compressed, from host memory",
+        "from_pretrained",
+    ]
+    for row in rows:
+        assert 1.2 * row["packed MB"] < row["raw MB"]
+        ratio = row["seconds"] / row["peer seconds"]
+        assert row["times the peer's time"] == pytest.approx(ratio)
+
+
+def test_page_locking_is_measured_beside_one_thread(
+    benchmark: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = importlib.import_module("page_locking")
+    command = ["page_locking.py", "--gib", "0.03", "--repetitions", "1", "--threads", "1", "3"]
+    monkeypatch.setattr(sys, "argv", [*command, "--json"])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert script.main() == 0
+    ((_, rows),) = json.loads(capsys.readouterr().out).items()
+    found = [(row["memory"], row["way"], row["threads"]) for row in rows]
+    assert found == [(kind, "taken", n) for kind in ("file", "private") for n in (1, 3)]
+    assert [row["times faster than the peer"] for row in rows if row["threads"] == 1] == [1.0, 1.0]
 
 
 def test_a_cpu_gets_a_part_of_the_workload(benchmark: Any) -> None:

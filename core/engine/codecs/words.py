@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, get_args
 
 import torch
@@ -89,15 +89,39 @@ class WordRowCodec(RowCodec):
         On a GPU this waits for the packed size once, to allocate the result.
         """
         check_rows_argument(self, rows)
-        kernels = self._on(rows.device)
-        data = rows_as_bytes(rows, self.row_bytes)
-        lengths, row_clusters = kernels.measure(data)
-        bases, facts = _offsets(lengths, kernels.row_words)
-        words = kernels.encode(data, lengths, row_clusters, bases, facts["n_words"])
-        parts = {"words": words, "bases": bases, "lengths": lengths}
-        if kernels.clusters > 1:
-            parts["row_clusters"] = row_clusters
-        return PackedRows(rows.shape[0], parts, facts)
+        return self._encoded(rows_as_bytes(rows, self.row_bytes))
+
+    def encode_pieces(self, pieces: Iterable[torch.Tensor]) -> PackedRows:
+        """Pack rows that come piece by piece, as `encode` would all of them at once.
+
+        Parameters
+        ----------
+        pieces : iterable of torch.Tensor
+            uint8 ``[n, row_bytes]``, contiguous, on one device; n a multiple of 32 but for the
+            last. A piece is asked for when the one before has been packed, on a GPU: when that was
+            queued.
+
+        Returns
+        -------
+        PackedRows
+            Of all rows, equal to what `encode` returns.
+
+        Raises
+        ------
+        ArgumentError
+            When there are no pieces, or one that is not the last has another number of rows.
+        """
+        packed: list[PackedRows] = []
+        for piece in pieces:
+            if packed and packed[-1].n_rows % BLOCK_ROWS:
+                raise ArgumentError(
+                    f"pieces: {packed[-1].n_rows} rows in piece {len(packed) - 1} of several, "
+                    f"accepted are multiples of {BLOCK_ROWS}"
+                )
+            packed.append(self._encoded(piece))
+        if not packed:
+            raise ArgumentError("pieces: there are none")
+        return packed[0] if len(packed) == 1 else _joined(packed)
 
     def decode(
         self,
@@ -250,6 +274,17 @@ class WordRowCodec(RowCodec):
 
     # Inside
 
+    def _encoded(self, data: torch.Tensor) -> PackedRows:
+        """Pack uint8 ``[N, row_bytes]``, contiguous."""
+        kernels = self._on(data.device)
+        lengths, row_clusters = kernels.measure(data)
+        bases, facts = _offsets(lengths, kernels.row_words)
+        words = kernels.encode(data, lengths, row_clusters, bases, facts["n_words"])
+        parts = {"words": words, "bases": bases, "lengths": lengths}
+        if kernels.clusters > 1:
+            parts["row_clusters"] = row_clusters
+        return PackedRows(data.shape[0], parts, facts)
+
     def _kept(self, device: torch.device) -> RowKernels:
         """Return the kernels for a device, made at the first use."""
         kept: dict[torch.device, RowKernels] = self.__dict__.setdefault("_kernels_on", {})
@@ -311,3 +346,26 @@ def _offsets(lengths: torch.Tensor, row_words: int) -> tuple[torch.Tensor, dict[
         totals = torch.stack([bases[-1], words.max(), by_block.max()]).tolist()
     names = ("n_words", "max_row_words", "max_block_words")
     return bases, dict(zip(names, totals, strict=True))
+
+
+def _joined(packed: Sequence[PackedRows]) -> PackedRows:
+    """Return rows that were packed in pieces of whole blocks as one."""
+    words, bases = [], []
+    at = 0
+    for piece in packed[:-1]:
+        words.append(piece.parts["words"][: piece.facts["n_words"]])
+        bases.append(piece.parts["bases"][:-1] + at)
+        at += piece.facts["n_words"]
+    last = packed[-1]
+    words.append(last.parts["words"])  # with what pads the end
+    bases.append(last.parts["bases"] + at)
+    parts = {"words": torch.cat(words), "bases": torch.cat(bases)}
+    for name in last.parts:
+        if name not in parts:  # one element a row
+            parts[name] = torch.cat([piece.parts[name] for piece in packed])
+    facts = {
+        name: max(piece.facts[name] for piece in packed)
+        for name in ("max_row_words", "max_block_words")
+    }
+    n_rows = sum(piece.n_rows for piece in packed)
+    return PackedRows(n_rows, parts, {"n_words": at + last.facts["n_words"], **facts})

@@ -25,6 +25,8 @@ from .host import HostBuffer, Pin
 #: Pieces start at multiples of this: kernels that read rows over the link want 16 bytes.
 ALIGN_BYTES = 256
 THREAD_NAME = "bitslab-arena"
+#: One buffer's pages are page-locked while those of the next are taken.
+THREADS = 2
 
 
 class Event(Protocol):
@@ -191,7 +193,7 @@ class Arena:
         self._returned: deque[_Range] = deque()
         self._deferred: list[tuple[list[Event], _Range]] = []
         self._dedicated: weakref.WeakSet[HostBuffer] = weakref.WeakSet()
-        self._thread: ThreadPoolExecutor | None = None
+        self._threads: ThreadPoolExecutor | None = None
 
     def reserve(
         self, least: int, wanted: int | None = None, *, pin: Pin = True, private: bool = True
@@ -237,9 +239,9 @@ class Arena:
         on_gpu = pin is True and page_locking.registrar.available()
         device = torch.cuda.current_device() if on_gpu else None
         with self._lock:
-            if self._thread is None:
-                self._thread = ThreadPoolExecutor(1, thread_name_prefix=THREAD_NAME)
-        return self._thread.submit(self._reserve_new_on, nbytes, kind, device)
+            if self._threads is None:
+                self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix=THREAD_NAME)
+        return self._threads.submit(self._reserve_new_on, nbytes, kind, device)
 
     def buffer(self, nbytes: int) -> HostBuffer:
         """Return a page-locked buffer of exactly this size that is in no slab.

@@ -21,6 +21,7 @@ import torch
 
 from ...errors import ArgumentError, ArgumentTypeError, BitslabError
 from .page_locking import MappedMemory, release_or_wait, release_waiting
+from .page_taking import MIN_FILE_THREADS, take_pages, threads_for
 
 #: Whether memory is page-locked: now (or, with no GPU to be had, at the first use by one), never,
 #: or at the first use by a GPU.
@@ -38,7 +39,8 @@ _HANDLE = re.compile(r"bitslab-memory:(\d+):(\d+):(\d+):([0-9a-f]{16}):(True|Fal
 _PINS: dict[str, Pin] = {"True": True, "False": False, "lazily": "lazily"}
 
 _files_lock = threading.Lock()
-_MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23  # Python has no names for them
+_taking = threading.Lock()  # large buffers: one at a time, by several threads
+_MADV_POPULATE_READ = 22  # Python has no name for it
 
 
 class HostBuffer:
@@ -128,20 +130,30 @@ class HostBuffer:
         if not isinstance(pin, bool) and pin != "lazily":
             raise ArgumentError(f"pin: expected True, False or 'lazily', got {pin!r}")
         release_waiting()
-        check_available(nbytes)
+        # What a thread is taking is still counted as available.
+        with _taking if nbytes >= LARGE_BYTES else contextlib.nullcontext():
+            check_available(nbytes)
+            buffer = cls._taken(nbytes, pin, private)
+        if pin is True:
+            buffer.ensure_pinned()
+        return buffer
+
+    @classmethod
+    def _taken(cls, nbytes: int, pin: Pin, private: bool) -> HostBuffer:
+        """Return a new buffer whose pages were taken from the system, and are not locked yet."""
         token = secrets.token_hex(8)
+        by_threads = threads_for(nbytes) >= MIN_FILE_THREADS
         fd = None
         try:
-            fd = None if private else make_file(token, nbytes)
+            fd = None if private else make_file(token, nbytes, taken=not by_threads)
             buffer = cls(fd, nbytes, token, pin, owner=True, private=private)
-            if private:
-                _take_pages(buffer.tensor)
+            fd = None  # the buffer's own
+            if private or by_threads:
+                buffer._take_pages()
         except OSError as error:
             if fd is not None:
                 os.close(fd)
             raise BitslabError(f"nbytes: {nbytes} bytes of host memory: {error}") from error
-        if pin is True:
-            buffer.ensure_pinned()
         return buffer
 
     @classmethod
@@ -288,6 +300,14 @@ class HostBuffer:
             with contextlib.suppress(OSError):
                 memory.madvise(_MADV_POPULATE_READ)
 
+    def _take_pages(self) -> None:
+        """Take the pages of new memory from the system; other threads go on meanwhile."""
+        if self.nbytes and not take_pages(self.tensor.data_ptr(), self.nbytes):  # before Linux 5.14
+            if self._fd is None:
+                self.tensor[:: mmap.PAGESIZE].zero_()
+            else:
+                os.posix_fallocate(self._fd, 0, self.nbytes)
+
     def __reduce__(self) -> tuple[Any, ...]:
         return _copy_of, (self.tensor, self._pin)
 
@@ -304,23 +324,28 @@ class HostBuffer:
 
 
 def _forget_lock() -> None:
-    """Replace the lock in a forked child: a thread that does not exist there may hold it."""
-    global _files_lock
-    _files_lock = threading.Lock()
+    """Replace the locks in a forked child: a thread that does not exist there may hold them."""
+    global _files_lock, _taking
+    _files_lock, _taking = threading.Lock(), threading.Lock()
 
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget_lock)
 
 
-def make_file(token: str, nbytes: int) -> int | None:
-    """Return the descriptor of a memory file of zeros; None where the system has no such files."""
+def make_file(token: str, nbytes: int, *, taken: bool = True) -> int | None:
+    """Return the descriptor of a memory file of zeros; None where the system has no such files.
+
+    Its pages are taken from the system now, or by who writes to them where `taken` is False.
+    """
     if not hasattr(os, "memfd_create"):
         return None
     fd = os.memfd_create(_NAME + token, os.MFD_CLOEXEC)
     try:
-        if nbytes:
+        if nbytes and taken:
             os.posix_fallocate(fd, 0, nbytes)
+        else:
+            os.ftruncate(fd, nbytes)
     except OSError:
         os.close(fd)
         raise
@@ -337,14 +362,6 @@ def _private_memory(nbytes: int) -> MappedMemory:
             with contextlib.suppress(OSError):  # a system that was built without
                 memory.madvise(getattr(mmap, advice))
     return memory
-
-
-def _take_pages(tensor: torch.Tensor) -> None:
-    """Take the pages of private memory from the system; other threads go on meanwhile."""
-    advise = ctypes.CDLL(None).madvise
-    advise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    if tensor.numel() and advise(tensor.data_ptr(), tensor.numel(), _MADV_POPULATE_WRITE):
-        tensor[:: mmap.PAGESIZE].zero_()  # Linux before 5.14
 
 
 def _map_over(address: int, nbytes: int, fd: int) -> None:

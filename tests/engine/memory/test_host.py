@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import errno
 import gc
 import multiprocessing
 import os
 import pickle
 import threading
+import time
 import warnings
 from pathlib import Path
 
@@ -17,7 +19,7 @@ import pytest
 import torch
 
 from bitslab import ArgumentError, ArgumentTypeError, BitslabError
-from bitslab.engine.memory import host, page_locking
+from bitslab.engine.memory import host, page_locking, page_taking
 from bitslab.engine.memory.host import HostBuffer
 from tests.forked import run_forked
 from tests.tables.support import Recorder, inode_at, open_files
@@ -36,6 +38,15 @@ def allocate_filled(nbytes: int, **options) -> HostBuffer:
     buffer = HostBuffer.allocate(nbytes, **options)
     buffer.tensor.copy_(torch.arange(nbytes) % 251)
     return buffer
+
+
+def resident_bytes(tensor: torch.Tensor) -> int:
+    """Return the bytes of the pages of mapped memory that the system has given."""
+    library = ctypes.CDLL(None, use_errno=True)
+    found = (ctypes.c_ubyte * -(-tensor.numel() // 4096))()
+    library.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
+    assert library.mincore(tensor.data_ptr(), tensor.numel(), found) == 0
+    return sum(page & 1 for page in found) * 4096
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 4095, 4096, 4097, 3 << 20])
@@ -253,7 +264,7 @@ def test_a_closed_buffer_says_so(use):
 
 def test_an_interpreter_that_ends_says_nothing_and_calls_no_gpu():
     script = """
-from bitslab.engine.memory import host, page_locking
+from bitslab.engine.memory import host, page_locking, page_taking
 from tests.tables.support import Recorder
 class Loud(Recorder):
     def unregister(self, address): print("unregister")
@@ -427,11 +438,91 @@ def test_private_memory_is_zeros_and_page_locked_as_asked(recorder, pin, nbytes)
     assert recorder.names() == ["register", "synchronize", "unregister"][: 3 * locked]
 
 
-def test_private_memory_is_taken_where_pages_cannot_be_asked_for(monkeypatch):
-    monkeypatch.setattr(host, "_MADV_POPULATE_WRITE", 12345)  # as before Linux 5.14
-    buffer = HostBuffer.allocate(1 << 20, private=True)
+@pytest.mark.parametrize("private", [True, False], ids=["private", "file"])
+def test_memory_is_taken_where_pages_cannot_be_asked_for(private, monkeypatch):
+    monkeypatch.setattr(page_taking, "_MADV_POPULATE_WRITE", 12345)  # as before Linux 5.14
+    monkeypatch.setattr(host, "threads_for", lambda nbytes: page_taking.MIN_FILE_THREADS)
+    buffer = HostBuffer.allocate(1 << 20, private=private)
+    fd = buffer._fd
+    taken = resident_bytes(buffer.tensor) if fd is None else 512 * os.fstat(fd).st_blocks
+    assert (fd is None) == private
+    assert taken == 1 << 20
     assert not buffer.tensor.any()
     assert buffer.tensor.fill_(1).sum() == 1 << 20
+
+
+@pytest.mark.parametrize("private", [True, False], ids=["private", "file"])
+@pytest.mark.parametrize("threads", [1, 3, 8])
+def test_pages_are_taken_by_several_threads(private, threads, monkeypatch):
+    nbytes = (9 << 20) + 4097
+    parts: list[tuple[int, int, int]] = []
+    populate = page_taking._populate
+
+    def recorded(address: int, size: int) -> int:
+        parts.append((address, size, threading.get_ident()))
+        return populate(address, size)
+
+    monkeypatch.setattr(host, "threads_for", lambda nbytes: page_taking.MIN_FILE_THREADS)
+    monkeypatch.setattr(page_taking, "threads_for", lambda nbytes: threads)
+    monkeypatch.setattr(page_taking, "_populate", recorded)
+    buffer = allocate_filled(nbytes, pin=False, private=private)
+    begin, ends = buffer.tensor.data_ptr(), [address + size for address, size, _ in sorted(parts)]
+    assert [address for address, _, _ in sorted(parts)] == [begin, *ends[:-1]]
+    assert ends[-1] == begin + nbytes and all(end % (2 << 20) == 0 for end in ends[:-1])
+    idents = [ident for *_, ident in parts]
+    assert idents.count(threading.get_ident()) == 1  # the others have threads of their own
+    assert len(parts) > (threads > 1) and len(parts) <= threads
+    assert torch.equal(buffer.tensor, (torch.arange(nbytes) % 251).to(torch.uint8))
+    if not private:
+        assert torch.equal(HostBuffer.attach(buffer.handle()).tensor, buffer.tensor)
+
+
+@pytest.mark.parametrize("private", [True, False], ids=["private", "file"])
+def test_pages_that_the_system_refuses_to_threads_are_an_error(private, monkeypatch):
+    monkeypatch.setattr(host, "threads_for", lambda nbytes: page_taking.MIN_FILE_THREADS)
+    monkeypatch.setattr(page_taking, "threads_for", lambda nbytes: 2)
+    monkeypatch.setattr(page_taking, "_populate", lambda address, nbytes: errno.ENOMEM)
+    gc.collect()
+    before = open_files()
+    with pytest.raises(BitslabError, match="bytes of host memory: .*Cannot allocate memory"):
+        HostBuffer.allocate(8 << 20, private=private)
+    gc.collect()
+    assert open_files() == before
+
+
+def test_large_memory_is_taken_by_one_buffer_at_a_time(monkeypatch):
+    """So that what two threads ask for is not given twice."""
+    nbytes, taken, lock = host.LARGE_BYTES, [0], threading.Lock()
+
+    def take(buffer: HostBuffer) -> None:
+        time.sleep(0.02)
+        with lock:
+            taken[0] += buffer.nbytes
+
+    monkeypatch.setattr(host, "available_bytes", lambda: 2.5 * nbytes - taken[0])
+    monkeypatch.setattr(HostBuffer, "_take_pages", take)
+    kept: list[HostBuffer] = []
+    errors: list[BitslabError] = []
+
+    def allocate() -> None:
+        try:
+            kept.append(HostBuffer.allocate(nbytes, pin=False, private=True))
+        except BitslabError as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=allocate) for _ in range(5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(kept) == 2 and len(errors) == 3
+    assert all("are available" in str(error) for error in errors)
+
+
+def test_large_memory_takes_more_threads():
+    cores = page_taking.available_cores()
+    assert page_taking.threads_for(1 << 20) == 1
+    assert page_taking.threads_for(1 << 40) == min(page_taking.MAX_THREADS, cores)
 
 
 def test_private_memory_is_not_shared_but_copied(recorder):

@@ -1,0 +1,99 @@
+"""Taking the pages of mapped memory from the system, before they are used, by several threads.
+
+Clearing pages and entering them in the page table is most of what page-locking costs, and several
+threads do it several times as fast as one. Page-locking itself is one call for the whole range: a
+copy may not reach from one registered range into another (cudaErrorInvalidValue), so that memory
+locked range by range would have to be copied range by range as well.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import threading
+
+#: Smaller ranges are taken by one thread: starting others costs as much.
+MIN_SHARED_BYTES = 32 << 20
+#: More gain little: they wait for each other in the system.
+MAX_THREADS = 8
+#: Fewer threads take the pages of a memory file no faster than the system's own call for it.
+MIN_FILE_THREADS = 4
+
+_HUGE_PAGE_BYTES = 2 << 20
+_MADV_POPULATE_WRITE = 23  # Python has no name for it
+#: What systems before Linux 5.14 answer.
+_UNKNOWN = (errno.EINVAL, errno.ENOSYS)
+
+
+def threads_for(nbytes: int) -> int:
+    """Return the number of threads that take the pages of so many bytes."""
+    return max(1, min(MAX_THREADS, available_cores(), nbytes // MIN_SHARED_BYTES))
+
+
+def available_cores() -> int:
+    """Return the number of processor cores that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def take_pages(address: int, nbytes: int, threads: int | None = None) -> bool:
+    """Take the pages of mapped memory that this process may write to; its bytes are kept.
+
+    Parameters
+    ----------
+    address, nbytes : int
+        The memory; `address` is that of a page.
+    threads : int, optional
+        How many take them at a time; as `threads_for` says when left out.
+
+    Returns
+    -------
+    bool
+        False where the system has no call for it, and nothing was done.
+
+    Raises
+    ------
+    OSError
+        When the system has no pages left.
+    """
+    threads = threads_for(nbytes) if threads is None else threads
+    ends = _cuts(address, nbytes, threads)
+    errors: list[int] = []
+
+    def take(begin: int, end: int) -> None:
+        error = _populate(begin, end - begin)
+        if error:
+            errors.append(error)
+
+    ranges = list(zip([address, *ends[:-1]], ends, strict=True))
+    others = [threading.Thread(target=take, args=part, daemon=True) for part in ranges[1:]]
+    for thread in others:
+        thread.start()
+    take(*ranges[0])
+    for thread in others:
+        thread.join()
+    failed = [error for error in errors if error not in _UNKNOWN]
+    if failed:
+        raise OSError(failed[0], os.strerror(failed[0]))
+    return not errors
+
+
+def _cuts(address: int, nbytes: int, parts: int) -> list[int]:
+    """Return the ends of equal parts of memory, cut between huge pages."""
+    end = address + nbytes
+    step = -(-nbytes // (parts * _HUGE_PAGE_BYTES)) * _HUGE_PAGE_BYTES
+    first = -(-(address + step) // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
+    return [*range(first, end, step), end] if nbytes else [end]
+
+
+def _populate(address: int, nbytes: int) -> int:
+    """Take a range's pages without the interpreter's lock; return the system's error, or 0."""
+    advise = ctypes.CDLL(None, use_errno=True).madvise
+    advise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    while advise(address, nbytes, _MADV_POPULATE_WRITE):
+        error = ctypes.get_errno()
+        if error != errno.EINTR:
+            return error
+    return 0
