@@ -187,3 +187,20 @@ def test_ids_out_of_range_are_reported_and_count_for_nothing(bad):
     arrays = (rows.numpy(), given.numpy(), NO_PADDING, offsets, False, 0, out.numpy())
     assert twin.pool_bags(*arrays) == (-1, 10)
     assert same_bits(out, found)
+
+
+@pytest.mark.parametrize("mode", [0, 1, 2], ids=["sum", "mean", "max"])
+@pytest.mark.parametrize("dim", [4, 64], ids=["a-value-each", "vectors"])
+def test_long_bags_are_those_of_the_twin_whatever_a_thread_takes(dim, mode):
+    generator = torch.Generator().manual_seed(mode)
+    rows = guarded(torch.randn(N_ROWS, dim, generator=generator))
+    ids = torch.randint(N_ROWS, (1300,), generator=generator)
+    ids[::7] = 5
+    offsets = torch.arange(0, 1300, 21)
+    runner = SimtRunner(mode)
+    found = BagKernels(runner).pool(rows, guarded(ids), guarded(offsets), mode, padding=5)
+    out = torch.empty_like(found)
+    arrays = rows.numpy(), ids.numpy(), 5, offsets.numpy(), False, mode, out.numpy()
+    assert twin.pool_bags(*arrays) == (-1, -1)
+    assert same_bits(out, found)
+    assert runner.launched[0][0].defines()["VECTOR"] == (1 if dim == 4 else 4)

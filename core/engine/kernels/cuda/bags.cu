@@ -12,6 +12,7 @@
 
 #define THREADS 256
 #define CHECK_THREADS 1024
+#define UNDER_WAY 8  // rows of a bag
 enum { MODE_SUM = 0, MODE_MEAN = 1, MODE_MAX = 2 };  // torch's numbers
 
 #if VALUE_BYTES == 8
@@ -62,20 +63,31 @@ extern "C" __global__ void __launch_bounds__(THREADS)
       if (at == 0) report(mailbox, ERROR_OFFSETS, bag, 0, n);
       to = from;
     }
-    for (i64 j = from; j < to; ++j) {
-      const i64 row = load_id(index, j, index_bytes);
-      if (row == padding) continue;
-      if (row < 0 || row >= n_rows) {
-        if (at == 0) report(mailbox, ERROR_INDEX, j, row, n_rows);
-        continue;
-      }
-      const values_t x = matrix[row * width + at];
+    // Several rows under way at once, added up one after another.
+    for (i64 first_id = from; first_id < to; first_id += UNDER_WAY) {
+      i64 row[UNDER_WAY];
+      values_t x[UNDER_WAY];
 #pragma unroll
-      for (int k = 0; k < VECTOR; ++k) {
-        if (mode != MODE_MAX) sum.v[k] = add_exact(sum.v[k], x.v[k]);
-        else if (count == 0 || is_greater(x.v[k], sum.v[k])) sum.v[k] = x.v[k];
+      for (int u = 0; u < UNDER_WAY; ++u) {
+        const i64 j = first_id + u;
+        row[u] = j < to ? load_id(index, j, index_bytes) : padding;
+        if (row[u] == padding || (row[u] >= 0 && row[u] < n_rows)) continue;
+        if (at == 0) report(mailbox, ERROR_INDEX, j, row[u], n_rows);
+        row[u] = padding;
       }
-      ++count;
+#pragma unroll
+      for (int u = 0; u < UNDER_WAY; ++u)
+        if (row[u] != padding) x[u] = matrix[row[u] * width + at];
+#pragma unroll
+      for (int u = 0; u < UNDER_WAY; ++u) {
+        if (row[u] == padding) continue;
+#pragma unroll
+        for (int k = 0; k < VECTOR; ++k) {
+          if (mode != MODE_MAX) sum.v[k] = add_exact(sum.v[k], x[u].v[k]);
+          else if (count == 0 || is_greater(x[u].v[k], sum.v[k])) sum.v[k] = x[u].v[k];
+        }
+        ++count;
+      }
     }
     if (mode == MODE_MEAN && count) {
 #pragma unroll

@@ -112,6 +112,8 @@ class BagKernels:
         out = torch.empty(entries - include_last, dim, dtype=matrix.dtype, device=matrix.device)
         size, to, address = matrix.element_size(), out.data_ptr(), matrix.data_ptr()
         vector = 16 // size if (address | to | dim * size) % 16 == 0 else 1
+        if out.numel() < vector * THREADS * self._runner.multiprocessors:
+            vector = 1  # more threads, each of which has few values
         pool = self._pools.get((size, vector))
         if pool is None:
             pool = self._runner.bind(
