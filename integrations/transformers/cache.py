@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from bitslab.kvcache import (
     PackedHistory,
     check_options,
     check_sm_budget,
+    codecs_of_model,
     repeat_count,
     sequence_index,
 )
@@ -83,7 +85,13 @@ class CompressedCache(DynamicCache, SelfAttentionCache):
     the encoder in each forward pass: logits are the same, and steps take longer.
 
     The method is that of IBP sections 5 and 6.4. The profile of each layer is learnt from the first
-    K and V that are packed, the prompt's as a rule, and again when blocks become larger.
+    K and V that are packed, the prompt's as a rule, and again when blocks become larger. On a GPU
+    it is that of the last cache of the process for such a config, as long as it packs as well.
+
+    On a GPU the pass of a prompt waits neither for samples nor for packed sizes: a layer is packed
+    while those behind it compute, the last ones in the next forward pass. Until then its K and V
+    are on the device as they are, at most of two layers beyond the current one, or of as many as
+    take 256 MiB.
 
     `torch.compile` runs what packs and unpacks outside of its graphs. `torch.export` is refused:
     what is packed depends on values.
@@ -139,6 +147,7 @@ class CompressedCache(DynamicCache, SelfAttentionCache):
         check_sm_budget(sm_budget)
         self.selector = select
         self._histories = _Histories(
+            config,
             offload=offload,
             device=None if device is None else checked_device(device),
             sm_budget=sm_budget,
@@ -162,7 +171,9 @@ class CompressedCache(DynamicCache, SelfAttentionCache):
             select.check_layers(packed)
         self._packed = {
             i: CompressedLayer(
-                self._histories.open, select, None if select is None else select.scores(i)
+                partial(self._histories.open, i),
+                select,
+                None if select is None else select.scores(i),
             )
             for i in packed
         }
@@ -460,12 +471,14 @@ class _Histories:
 
     def __init__(
         self,
+        config: PreTrainedConfig,
         *,
         offload: bool,
         device: torch.device | None,
         sm_budget: int | None,
         options: dict[str, Any],
     ) -> None:
+        self._model = type(config).__name__, repr(config.to_dict())
         self._offload = offload
         self._device = device
         self._sm_budget = sm_budget
@@ -482,15 +495,24 @@ class _Histories:
         for reader in self.readers.values():
             reader.expect(histories)
 
-    def open(self, device: torch.device) -> tuple[HistoryReader, list[PackedHistory]]:
-        """Return the reader of a device and two new histories, K's and V's."""
+    def open(self, layer: int, device: torch.device) -> tuple[HistoryReader, list[PackedHistory]]:
+        """Return the reader of a device and two new histories, the K's and V's of a layer."""
         if self._device is not None and device != self._device:
             raise ArgumentTypeError(
                 f"key_states: on {device}, this cache was made for {self._device}"
             )
         reader = self._reader(device)
+        # The CPU plans where it packs: nothing would be saved by codecs of another cache.
+        codecs = codecs_of_model(self._model) if device.type == "cuda" else None
         found = [
-            PackedHistory(reader.new_words(), self._plans, kind, **self._options) for kind in "kv"
+            PackedHistory(
+                reader.new_words(),
+                self._plans,
+                kind,
+                kept=None if codecs is None else codecs.of(layer, kind),
+                **self._options,
+            )
+            for kind in "kv"
         ]
         return reader, found
 
