@@ -502,8 +502,10 @@ class _Histories:
                 f"key_states: on {device}, this cache was made for {self._device}"
             )
         reader = self._reader(device)
-        # The CPU plans where it packs: nothing would be saved by codecs of another cache.
-        codecs = codecs_of_model(self._model) if device.type == "cuda" else None
+        # The CPU plans where it packs: nothing would be saved by codecs of another cache. A
+        # selector's results depend on what is packed, which those must not change.
+        takes = device.type == "cuda" and not self._options["at_once"]
+        codecs = codecs_of_model(self._model) if takes else None
         found = [
             PackedHistory(
                 reader.new_words(),
