@@ -9,6 +9,7 @@ on it.
 from .gathering import Gathered
 from .history import PackedHistory, check_options
 from .index import beam_index, repeat_count, sequence_index
+from .loading import load_kernels
 from .model_codecs import LayerCodecs, ModelCodecs, codecs_of_model
 from .packed_tokens import Commit
 from .packing import CodecPlans, Plans
@@ -42,6 +43,7 @@ __all__ = [
     "check_share",
     "check_sm_budget",
     "codecs_of_model",
+    "load_kernels",
     "probability_sums",
     "repeat_count",
     "sequence_index",

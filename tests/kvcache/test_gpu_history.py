@@ -16,6 +16,8 @@ from bitslab.kvcache import (
     HistoryReader,
     PackedHistory,
     codecs_of_model,
+    load_kernels,
+    loading,
     packed_tokens,
     packing_queue,
     reader,
@@ -368,3 +370,15 @@ def test_a_kept_codec_that_does_not_suit_is_replaced(no_waiting) -> None:
     made.finish_packing()
     assert_same(history, tokens)
     assert history.stats()["packed_ratio"] > 1.3
+
+
+def test_kernels_are_loaded_once() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    load_kernels(device, torch.float16)
+    torch.cuda.synchronize()
+    loads: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loading, "PackedHistory", loads.append)
+        for dtype in (torch.float16, torch.int8):  # the latter are left to their first use
+            load_kernels(device, dtype)
+    assert not loads

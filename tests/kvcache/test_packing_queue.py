@@ -174,7 +174,7 @@ def test_all_pieces_of_a_prompt_are_in_flight_together(
     assert torch.equal(history.decode(), expected)
 
 
-def test_memory_that_runs_out_amid_the_pieces_is_told_with_the_layer(
+def test_memory_that_runs_out_amid_the_pieces_is_reported_with_the_layer(
     device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = Layers(3)
@@ -193,7 +193,7 @@ def test_memory_that_runs_out_amid_the_pieces_is_told_with_the_layer(
         commit(segment, *args)
 
     monkeypatch.setattr(packed_tokens.Segment, "commit", fail)
-    for _ in range(2):  # what came before the error stays, and the error comes again
+    for _ in range(2):  # what came before the error is kept, and the error comes again
         with pytest.raises(BitslabError, match="layer [01], k: K/V history: 4 bytes more"):
             layers.histories[2].append(prompts(1, seed=9)[0])
         assert_same(layers, tokens)
@@ -216,9 +216,9 @@ def test_errors_that_are_not_ours_keep_their_class(
 
     with monkeypatch.context() as patch:
         patch.setattr(in_flight, "pack_rows", fail)
-        with pytest.raises(torch.OutOfMemoryError) as told:
+        with pytest.raises(torch.OutOfMemoryError) as raised:
             layers.queue.advance()
-    assert told.value.__notes__ == ["bitslab: while packing layer 0, k"]
+    assert raised.value.__notes__ == ["bitslab: while packing layer 0, k"]
     layers.reader.finish_packing()
     assert min(layers.packed) > TOKENS - 24
     assert_same(layers, tokens)

@@ -6,7 +6,9 @@ On the CPU what a GPU would do later arrives when it has been asked for some tim
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
+import weakref
 from typing import Any
 
 import pytest
@@ -238,6 +240,23 @@ def test_layers_are_packed_in_the_next_pass(as_on_gpu: Any) -> None:
         feed(cache, 1, 2, 1)
     assert not len(queue_of(ours)) and ours.stats()["packed_tokens"] > 100
     assert_same(ours, plain)
+
+
+@pytest.mark.parametrize("asks", [0, 1 << 30], ids=["packed", "in flight"])
+def test_a_cache_that_is_gone_leaves_its_memory_at_once(as_on_gpu: Any, asks: int) -> None:
+    """For the next one: a collector that comes later would have it take pages of its own."""
+    Late.asks = asks
+    gc.disable()
+    try:
+        ours, _ = both()
+        [reader] = ours._histories.readers.values()
+        histories = [h for layer in ours.layers for h in layer.histories]
+        left = [weakref.ref(each) for each in (ours, reader, *histories)]
+        left += [weakref.ref(history.words) for history in histories]
+        del ours, reader, histories
+        assert [each() for each in left] == [None] * len(left)
+    finally:
+        gc.enable()
 
 
 def test_an_error_of_an_earlier_layer_names_it_and_changes_no_layer(as_on_gpu: Any) -> None:
