@@ -169,16 +169,16 @@ class Request:
 def request(model: Any, cache: Any, ids: torch.Tensor) -> Request:
     """Run a prompt and some tokens."""
     on_gpu = ids.device.type == "cuda"
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2)) if on_gpu else (None,) * 2
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(2 if on_gpu else 0)]
     collected = sum(each["collections"] for each in gc.get_stats())
     _wait(ids.device)
     start = time.perf_counter()
-    if begin is not None:
-        begin.record()
+    if on_gpu:
+        events[0].record()
     logits = model(ids, past_key_values=cache, logits_to_keep=1).logits
     host = time.perf_counter() - start
-    if end is not None:
-        end.record()
+    if on_gpu:
+        events[1].record()
     _wait(ids.device)
     prompt = time.perf_counter() - start
     collected = sum(each["collections"] for each in gc.get_stats()) - collected
@@ -189,7 +189,7 @@ def request(model: Any, cache: Any, ids: torch.Tensor) -> Request:
         tokens.append(logits[:, -1].argmax(-1))
         _wait(ids.device)
         times.append(1e3 * (time.perf_counter() - start))
-    on_device = begin.elapsed_time(end) if begin is not None else 1e3 * prompt
+    on_device = events[0].elapsed_time(events[1]) if on_gpu else 1e3 * prompt
     return Request(
         1e3 * prompt,
         1e3 * host,
@@ -208,8 +208,6 @@ def _wait(device: torch.device) -> None:
 
 def measure(case: Case, mode: str, repetitions: int, device: torch.device) -> dict[str, Any]:
     """Run requests with both caches in turn; the first two of CompressedCache and the others."""
-    # cuDNN's attention makes a plan for each new length, so that each token would wait for one.
-    torch.backends.cuda.enable_cudnn_sdp(False)
     model = case.model(device)
     plain: list[Request] = []
     packed: list[Request] = []
@@ -263,6 +261,8 @@ def main(given: str) -> int:
     """Measure one case in this process, and print the result as JSON."""
     options = json.loads(given)
     torch.set_num_threads(options["threads"])
+    # cuDNN's attention makes a plan for each new length, so that each token would wait for one.
+    torch.backends.cuda.enable_cudnn_sdp(False)
     case = Case(**options["case"])
     found = measure(case, options["mode"], options["repetitions"], torch.device(options["device"]))
     print(json.dumps(found))

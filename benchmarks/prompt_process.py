@@ -83,7 +83,7 @@ def _clock_mhz(device: torch.device) -> float:
 
 
 def _milliseconds(work: Callable[[], object], device: torch.device) -> float:
-    times = []
+    times: list[float] = []
     for _ in range(3):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize(device)

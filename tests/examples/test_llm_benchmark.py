@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import re
 import sys
 from pathlib import Path
@@ -56,6 +57,40 @@ def test_benchmark_measures_all_ways(
     assert tokens == [("plain,", "4"), ("accelerate", "3"), ("packed,", "4"), ("packed,", "4")]
     assert printed.err.count("packed, streamed: ") == 2  # as soon as the rows are there
     assert "left out: transformers' offloaded: it needs a GPU" in printed.err
+
+
+def test_prompts_are_measured_request_by_request_in_a_process_of_their_own(
+    benchmark: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = importlib.import_module("llm_prompt")
+    case = prompts.Case(1, 64, 2, 1, 96, batch=2, tokens=300, first=1.5, second=1.25)
+    monkeypatch.setattr(prompts, "scaled_to_cpu", lambda _: case)
+    command = "llm.py --only prompt --prompt-cases 8k --prompt-modes host --device cpu --json"
+    monkeypatch.setattr(sys, "argv", [*command.split(), "--repetitions", "1"])
+    assert benchmark.main() == 0
+    rows, processes = json.loads(capsys.readouterr().out).values()
+    assert [(row["request"], row["asked"]) for row in rows] == [
+        ("first", 1.5),
+        ("second", 1.25),
+        ("later", 1.25),
+    ]
+    for row in rows:
+        assert row["times"] == pytest.approx(row["prompt ms"] / row["DynamicCache ms"])
+        assert row["ratio"] > 1.2 and 0 < row["host ms"] <= row["prompt ms"]
+    [process] = processes
+    assert process["case"] == "8k" and process["gc"] == "700/10/10"
+
+
+def test_prompts_whose_tokens_differ_end_the_benchmark(
+    benchmark: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = importlib.import_module("llm_prompt")
+    monkeypatch.setattr(
+        prompts.CompressedCache, "update", lambda self, k, v, *_: (k, torch.zeros_like(v))
+    )
+    case = prompts.Case(1, 64, 2, 1, 96, batch=2, tokens=300, first=1.5, second=1.25)
+    with pytest.raises(SystemExit, match="CompressedCache, host: tokens differ"):
+        prompts.measure(case, "host", 1, torch.device("cpu"))
 
 
 def test_a_cpu_gets_a_part_of_the_workload(benchmark: Any) -> None:

@@ -23,6 +23,7 @@ from bitslab.kvcache import (
     packing_queue,
 )
 from bitslab.kvcache.model_codecs import LayerCodecs
+from bitslab.kvcache.segment import Segment
 from tests.helpers import same_bits
 
 HEADS, DIM, TOKENS = 2, 64, 1100
@@ -184,7 +185,7 @@ def test_memory_that_runs_out_amid_the_pieces_is_reported_with_the_layer(
     layers, tokens = Layers(3), prompts(3, seed=1)
     layers.feed(tokens)
     device.done = True
-    commit, calls = packed_tokens.Segment.commit, []
+    commit, calls = Segment.commit, []
 
     def fail(segment: Any, *args: Any) -> None:
         calls.append(segment)
@@ -192,7 +193,7 @@ def test_memory_that_runs_out_amid_the_pieces_is_reported_with_the_layer(
             raise BitslabError("K/V history: 4 bytes more of host memory are needed")
         commit(segment, *args)
 
-    monkeypatch.setattr(packed_tokens.Segment, "commit", fail)
+    monkeypatch.setattr(Segment, "commit", fail)
     for _ in range(2):  # what came before the error is kept, and the error comes again
         with pytest.raises(BitslabError, match="layer [01], k: K/V history: 4 bytes more"):
             layers.histories[2].append(prompts(1, seed=9)[0])

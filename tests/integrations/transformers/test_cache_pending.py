@@ -106,7 +106,8 @@ def assert_same(ours: Any, plain: Any) -> None:
 
 def queue_of(cache: Any) -> packing_queue.PackingQueue:
     [reader] = cache._histories.readers.values()
-    return reader.link.packing
+    queue: packing_queue.PackingQueue = reader.link.packing
+    return queue
 
 
 class Caches(RuleBasedStateMachine):
