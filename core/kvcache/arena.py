@@ -18,6 +18,8 @@ from ..errors import BitslabError
 MIN_PART_WORDS = 1 << 10
 #: Memory is taken ahead by this share of what is there, so that pieces are few.
 GROWTH = 8
+#: What is wanted comes in up to about so many parts where free memory lies in pieces.
+PARTS = 4
 #: Reservations that are made ahead at once: what is expected may not come.
 AHEAD = 2
 
@@ -178,6 +180,11 @@ class HostArena:
         missing = 4 * self._expected_words - self._rest_bytes - self._ahead_bytes
         if self._allowed_words is not None:
             missing = min(missing, self._room_bytes(self._allowed_soon_words))
+        if missing > 0:
+            # What another cache has left is taken as it is needed, in pieces of any size: ranges as
+            # large as a reservation that is made ahead may be none.
+            there = arena.stats()
+            missing -= there["reserved_bytes"] - there["used_bytes"]
         while missing > 0 and len(self._ahead) < AHEAD:
             nbytes = _whole_words(min(slab_bytes, max(missing, 4 * MIN_PART_WORDS)))
             made = arena.reserve_soon(nbytes, pin=self._pin_kind, private=self._pin)
@@ -197,8 +204,9 @@ class HostArena:
             )
         ahead = _whole_words(max(ahead, wanted_bytes))
         arena = host_arena()
+        least = max(least_bytes, wanted_bytes // PARTS)
         try:
-            return arena.reserve(wanted_bytes, ahead, pin=self._pin_kind, private=self._pin)
+            return arena.reserve(least, ahead, pin=self._pin_kind, private=self._pin)
         except BitslabError:
             # Without memory ahead it may fit.
             try:
