@@ -96,6 +96,24 @@ class HostArena:
         """Record the tokens that a history has."""
         self._furthest = max(self._furthest, tokens)
 
+    def expect(self, words: int, raw_words: int, tokens: int) -> None:
+        """Begin to make memory that a history and all others will take soon.
+
+        Parameters
+        ----------
+        words, raw_words : int
+            Words that it is expected to take in all, and that its tokens take unpacked.
+        tokens : int
+            That it will have. Nothing is begun where others have as many.
+        """
+        if tokens <= self._furthest:
+            return
+        self._furthest = tokens
+        arena = self._current_arena()
+        self._expected_words += self.histories * words
+        self._allowed_soon_words = self.histories * raw_words
+        self._make_ahead(arena)
+
     def allow(self, before: int, now: int, *, others: int = 0) -> None:
         """Update the words that the tokens of a history take unpacked: a bound for memory ahead.
 
@@ -139,9 +157,7 @@ class HostArena:
         BitslabError
             When there is no memory for `least` words; the message says how much that is.
         """
-        if self._arena is not host_arena():
-            self._begin()  # in a forked child: the memory is the parent's
-            self._arena = host_arena()
+        arena = self._current_arena()
         size_bytes = ceil_div(4 * wanted, ALIGN_BYTES) * ALIGN_BYTES
         rest = self._rest
         if rest is None or rest.nbytes < 4 * least:
@@ -155,8 +171,16 @@ class HostArena:
         piece = rest.cut(nbytes, pending, back).view(torch.int32)
         self._taken_bytes += taken
         self._expected_words = max(0, self._expected_words - nbytes // 4) + others * size_bytes // 4
-        self._make_ahead(self._arena)
+        self._make_ahead(arena)
         return piece
+
+    def _current_arena(self) -> Arena:
+        """Return the process's arena; in a forked child that has none of the parent's memory."""
+        arena = host_arena()
+        if self._arena is not arena:
+            self._begin()
+            self._arena = arena
+        return arena
 
     def _made_ahead(self, least: int) -> Reservation | None:
         """Return what was made ahead next; None when it is not enough for `least` words."""

@@ -30,14 +30,16 @@ class Choice:
         Whether they begin a segment; else they continue the last one.
     codec : RowCodec or None
         The codec of the new segment; None keeps rows raw.
-    expected_share : float
-        Share of the raw bytes that its rows are expected to take, where that is known before; else
-        0.
+    share : float
+        Share of the raw bytes that its rows are expected to take.
+    kept : bool
+        Whether codec and share are those of the cache before.
     """
 
     begins_segment: bool
     codec: RowCodec | None = None
-    expected_share: float = 0.0
+    share: float = 1.0
+    kept: bool = False
 
 
 class Fitting:
@@ -97,7 +99,7 @@ class Fitting:
                 kept = self._kept.get(rows.dtype, rows.row_bytes)
                 if kept is not None:
                     self._expected_share = kept.share
-                    return Choice(True, kept.codec, kept.share)
+                    return Choice(True, kept.codec, kept.share, kept=True)
             self._sample = AsyncCopy(draw_rows(rows, tokens))
         sample = self._sample.get(wait)
         if sample is None:
@@ -118,7 +120,7 @@ class Fitting:
         metadata = codec.row_metadata_bytes(sample.shape[0])
         # Raw rows lie at multiples of their words.
         raw = packed + metadata > (1 - LEAST_GAIN) * sample.nbytes and not rows.row_bytes % 4
-        return Choice(begins_segment=True, codec=None if raw else codec)
+        return Choice(True, None, 1.0) if raw else Choice(True, codec, packed / sample.nbytes)
 
     def accepts_first(
         self, rows: TokenRows, codec: RowCodec | None, n_rows: int, n_words: int

@@ -210,7 +210,7 @@ class PackedTokens:
         if not batch * tail.shape[1]:
             return False
         if not self.segments or self._fitting.wanted:
-            if self._in_flight or not self._begin_segment(rows, tail, wait):
+            if self._in_flight or not self._begin_segment(rows, tail, due, wait):
                 return False
         block_bytes = batch * rows.heads * rows.head_rows * rows.row_bytes
         n_blocks = min(due - first, max(1, PIECE_BYTES // block_bytes))
@@ -223,7 +223,7 @@ class PackedTokens:
         )
         return True
 
-    def _begin_segment(self, rows: TokenRows, tail: torch.Tensor, wait: bool) -> bool:
+    def _begin_segment(self, rows: TokenRows, tail: torch.Tensor, due: int, wait: bool) -> bool:
         """Begin a segment if the next blocks need another codec.
 
         Returns False while the sample of tokens is copied to the host.
@@ -237,9 +237,12 @@ class PackedTokens:
         if choice.begins_segment:
             first, batch = self.words.n_words, tail.shape[0]
             segment = Segment(rows, choice.codec, self._link.device, first, batch)
-            if segment.kernels is not None:
-                segment.expected_words = choice.expected_share * segment.kernels.row_words
+            if segment.kernels is not None and choice.kept:
+                segment.expected_words = choice.share * segment.kernels.row_words
             self.segments.append(segment)
+            if last is None and due > 1:
+                raw = batch * rows.heads * rows.token_bytes * self.block_tokens * due // 4
+                self.words.expect(int(choice.share * raw), raw, tokens=due * self.block_tokens)
         return True
 
     def retire(self, tail: torch.Tensor, *, wait: bool) -> torch.Tensor:

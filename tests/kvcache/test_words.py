@@ -96,6 +96,20 @@ def test_what_is_expected_and_does_not_come_costs_few_buffers(buffers: Buffers) 
     assert len(buffers.ahead) + len(buffers.asked) <= len(pieces) + AHEAD
 
 
+def test_memory_of_a_prompt_is_begun_before_its_words_are_there(buffers: Buffers) -> None:
+    arena = HostArena(pin=False, slab_bytes=4 * PIECE, histories=6)
+    for _ in range(6):  # of all layers, the first one counts
+        arena.expect(PIECE, 2 * PIECE, tokens=100)
+    wait_for_buffers()
+    assert buffers.ahead and not buffers.asked
+    before = len(buffers.ahead)
+    histories = [HostWords(arena, Link(torch.device("cpu"))) for _ in range(6)]
+    for history in histories:
+        history.append(torch.zeros(PIECE - 200, dtype=torch.int32), tokens=100, most=2 * PIECE)
+    assert len(buffers.ahead) > before
+    assert arena.nbytes <= 7 * 4 * PIECE
+
+
 def test_larger_pieces_than_expected_are_made_at_once(buffers: Buffers) -> None:
     arena = HostArena(pin=False, slab_bytes=4 * PIECE)
     pieces = [arena.take(PIECE, PIECE, others=8)]
