@@ -202,8 +202,8 @@ def test_a_second_cache_uses_the_page_locked_memory_of_the_first(
 ) -> None:
     monkeypatch.setattr(arena, "_arena", None)
     reserved: list[int] = []
-    tokens = normal(2, 4, 2000, 128)
-    for _ in range(3):
+    for seed in range(4):
+        tokens = normal(2, 4, 2000, 128, seed=seed)
         made, histories = pair(offload=True)
         for history in histories:
             history.append(tokens)
@@ -213,6 +213,7 @@ def test_a_second_cache_uses_the_page_locked_memory_of_the_first(
             for part, history in zip(made.read(histories), histories, strict=True)
         ]
         made.done(histories)
+        assert all(future.exception() is None for future, _ in made.arena._ahead)  # waits
         assert all(torch.equal(part, tokens) for part in parts)
         assert 0 < made.host_bytes(histories) <= host_arena().stats()["reserved_bytes"]
         reserved.append(host_arena().stats()["reserved_bytes"])
@@ -220,8 +221,8 @@ def test_a_second_cache_uses_the_page_locked_memory_of_the_first(
         del made, histories, history, parts
         gc.collect()
         assert host_arena().stats()["used_bytes"] == 0
-    assert len(set(reserved)) == 1, reserved
-    assert host_arena().trim() == reserved[0]
+    assert len(set(reserved[1:])) == 1 and reserved[1] <= 1.05 * reserved[0], reserved
+    assert host_arena().trim() == reserved[1]
 
 
 def test_memory_of_a_cache_that_is_gone_is_not_used_while_its_words_cross(

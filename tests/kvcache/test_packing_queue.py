@@ -225,6 +225,24 @@ def test_errors_that_are_not_ours_keep_their_class(
     assert_same(layers, tokens)
 
 
+@pytest.mark.parametrize("second", [False, True], ids=["first cache", "second cache"])
+def test_a_prompt_may_come_in_inference_mode(device: Device, second: bool) -> None:
+    if second:
+        packed_prompt(prompts(1)[0])
+    layers, tokens = Layers(1), prompts(1, seed=1)
+    with torch.inference_mode():
+        layers.feed([t.clone() for t in tokens])
+    [history] = layers.histories
+    history.reorder([0, 0])
+    more = prompts(1, seed=2)[0].expand(2, -1, -1, -1)
+    history.append(more)
+    layers.reader.finish_packing()
+    for _ in range(40):
+        history.append(more[:, :, :1])
+    expected = [tokens[0].expand(2, -1, -1, -1), more, *[more[:, :, :1]] * 40]
+    assert torch.equal(history.decode(), torch.cat(expected, dim=2))
+
+
 def test_what_is_gone_is_not_packed(device: Device) -> None:
     layers = Layers(3)
     layers.feed(prompts(3))

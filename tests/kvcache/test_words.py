@@ -100,7 +100,7 @@ def test_memory_of_a_prompt_is_begun_before_its_words_are_there(buffers: Buffers
     arena = HostArena(pin=False, slab_bytes=4 * PIECE, histories=6)
     for _ in range(6):  # of all layers, the first one counts
         arena.expect(PIECE, 2 * PIECE, tokens=100)
-    wait_for_buffers()
+    wait_for_buffers(arena)
     assert buffers.ahead and not buffers.asked
     before = len(buffers.ahead)
     histories = [HostWords(arena, Link(torch.device("cpu"))) for _ in range(6)]
@@ -160,21 +160,22 @@ def grown_histories(n: int = 4) -> tuple[HistoryReader, list[PackedHistory]]:
     return reader, histories
 
 
-def wait_for_buffers() -> None:
+def wait_for_buffers(arena: HostArena) -> None:
     """Wait for the buffers that are being made ahead."""
-    host_arena().reserve_soon(1, pin=False).result()
+    for made, _ in arena._ahead:
+        made.result()
 
 
 def test_a_second_cache_uses_the_memory_of_the_first() -> None:
     reader, histories = grown_histories()
-    wait_for_buffers()
+    wait_for_buffers(reader.arena)
     before, reserved = host_arena().stats(), reader.arena.nbytes
     assert 0 < reserved <= before["reserved_bytes"]
     for _ in range(3):
         del reader, histories
         assert host_arena().stats()["used_bytes"] == 0
         reader, histories = grown_histories()
-        wait_for_buffers()
+        wait_for_buffers(reader.arena)
         assert host_arena().stats()["reserved_bytes"] == before["reserved_bytes"]
         assert 0.8 * reserved < reader.arena.nbytes <= reserved  # nothing is made ahead
     assert torch.equal(histories[0].decode(), grown_histories()[1][0].decode())
@@ -202,7 +203,7 @@ def test_requests_of_other_tokens_take_no_pages(
         for n in [500 + 10 * (seed % 2), *[7] * (new_tokens // 7)]:
             for history in histories:
                 history.append(torch.randn(2, 2, n, 64, generator=generator).bfloat16())
-        wait_for_buffers()
+        wait_for_buffers(reader.arena)
         reserved.append(host_arena().stats()["reserved_bytes"])
         assert reserved[-1] < 1.2 * sum(4 * history.words.n_words for history in histories)
         del reader, histories, history
