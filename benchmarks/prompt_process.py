@@ -6,6 +6,7 @@ import gc
 import os
 import re
 import statistics
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -40,6 +41,7 @@ def facts(cache: Any, device: torch.device) -> Facts:
         for name, lane in (("copies", streams.copies), ("decodes", streams.decodes)):
             found[f"{name}: stream"] = f"{lane.stream.stream_id:#x}, {lane.stream.priority}"
             found[f"{name}: overlap"] = _overlap(lane.stream, device)
+            found[f"{name}: holds up"] = _holds_up(lane.stream, device)
     return found
 
 
@@ -105,10 +107,7 @@ def _rates(device: torch.device) -> Facts:
 
 
 def _overlap(stream: torch.cuda.Stream, device: torch.device) -> float:
-    """Return how far a stream runs beside the current one: 1 wholly, 0 one after the other.
-
-    Streams that share one of the device's queues wait for each other.
-    """
+    """Return how far a stream runs beside the current one: 1 wholly, 0 one after the other."""
     current = torch.cuda.current_stream(device)
     cycles = 5_000_000
 
@@ -121,3 +120,34 @@ def _overlap(stream: torch.cuda.Stream, device: torch.device) -> float:
 
     alone = _milliseconds(lambda: torch.cuda._sleep(cycles), device)
     return 2 - _milliseconds(both, device) / alone
+
+
+def _holds_up(stream: torch.cuda.Stream, device: torch.device) -> float:
+    """Return how long the current stream waits behind a wait of another: 0 not, 1 all the time.
+
+    Streams are mapped to fewer queues of the device (CUDA_DEVICE_MAX_CONNECTIONS). Where two have
+    the same, what one waits for holds up the other.
+    """
+    third = torch.cuda.Stream(device)
+    cycles = 20_000_000
+
+    def seconds(waits: bool) -> float:
+        torch.cuda.synchronize(device)
+        with torch.cuda.stream(third):
+            torch.cuda._sleep(cycles)
+        if waits:
+            stream.wait_stream(third)
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(1)
+        begin = time.perf_counter()
+        done = torch.cuda.Event()
+        torch.cuda._sleep(1)
+        done.record()
+        done.synchronize()
+        found = time.perf_counter() - begin
+        torch.cuda.synchronize(device)
+        return found
+
+    alone = _milliseconds(lambda: torch.cuda._sleep(cycles), device) / 1e3
+    before = statistics.median(seconds(False) for _ in range(3))
+    return (statistics.median(seconds(True) for _ in range(3)) - before) / alone
