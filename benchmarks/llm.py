@@ -5,6 +5,7 @@ python benchmarks/llm.py --only cpu      # packing, and a forward pass of MiniLM
 python benchmarks/llm.py --only weights  # accelerate's cpu_offload, raw and packed streaming
 python benchmarks/llm.py --only cache    # DynamicCache, offloaded, compressed
 python benchmarks/llm.py --only loading  # packing a model, and from_pretrained, beside plain loads
+python benchmarks/llm.py --only prompt   # prompts: first and second request of a process
 
 weights and cache generate with a model of random weights in the shape of the IBP paper's workload
 (section 6.4: prompts of 1,920 tokens, a batch of 20, 128 new tokens), scaled by the options, with
@@ -15,6 +16,9 @@ attention is off, since it makes a plan for each new length. Without a GPU they 
 where nothing crosses a link: reported bytes are those that a link would carry, and the workload is
 a tenth as long, with 4 prompts. DFloat11 and nvCOMP are measured if they can be imported (dfloat11,
 nvidia.nvcomp) and there is a GPU. Rows are printed to stderr as they come, tables at the end.
+
+prompt has models of its own: the shape of an 8B model with prompts of 8k and 32k tokens, and 8
+layers of the paper's workload; on a CPU two narrow layers of each.
 """
 
 from __future__ import annotations
@@ -32,10 +36,11 @@ import torch  # noqa: E402
 from graphsage.arguments import device_named, positive  # noqa: E402
 from graphsage.options import DTYPES, above_zero  # noqa: E402
 from graphsage.report import Steps  # noqa: E402
+from llm_prompt import CASES, MODES  # noqa: E402
 from textgen.models import RANDOM, SIZES  # noqa: E402
 from timing import print_tables  # noqa: E402
 
-PARTS = ("ratio", "cpu", "weights", "cache", "loading")
+PARTS = ("ratio", "cpu", "weights", "cache", "prompt", "loading")
 #: Of the paper, and what a CPU does of it: prompts, and a factor for their tokens and the new ones.
 PROMPTS, CPU_PROMPTS, CPU_SCALE = 20, 4, 0.1
 
@@ -76,6 +81,21 @@ def make_parser() -> argparse.ArgumentParser:
         f"default: 1, on a CPU {CPU_SCALE} where neither of them is given",
     )
     add("--repetitions", type=positive, default=3, metavar="N", help="default: %(default)s")
+    add("--prompt-cases", choices=tuple(CASES), nargs="+", default=list(CASES), help="default: all")
+    add(
+        "--prompt-modes",
+        choices=MODES,
+        nargs="+",
+        default=list(MODES),
+        help="where prompts are packed to; default: both",
+    )
+    add(
+        "--processes",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="for each of these cases and modes; default: %(default)s",
+    )
     add("--device", help="cpu or cuda (default: cuda where there is a GPU)")
     add("--json", action="store_true", help="print JSON instead of tables")
     add("--out", type=Path, help="also write the tables to this Markdown file")
@@ -142,6 +162,10 @@ def run(part: str, arguments: argparse.Namespace, steps: Steps) -> dict[str, lis
         import llm_loading
 
         return llm_loading.run(arguments, steps)
+    if part == "prompt":
+        import llm_prompt
+
+        return llm_prompt.run(arguments, steps)
     import llm_cache
 
     return llm_cache.run(arguments, steps)

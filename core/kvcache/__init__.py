@@ -9,6 +9,8 @@ on it.
 from .gathering import Gathered
 from .history import PackedHistory, check_options
 from .index import beam_index, repeat_count, sequence_index
+from .loading import load_kernels
+from .model_codecs import LayerCodecs, ModelCodecs, codecs_of_model
 from .packed_tokens import Commit
 from .packing import CodecPlans, Plans
 from .reader import HistoryReader, check_sm_budget
@@ -28,6 +30,8 @@ __all__ = [
     "Gathered",
     "HeavyScores",
     "HistoryReader",
+    "LayerCodecs",
+    "ModelCodecs",
     "PackedHistory",
     "PartialKeys",
     "Plans",
@@ -38,6 +42,8 @@ __all__ = [
     "check_options",
     "check_share",
     "check_sm_budget",
+    "codecs_of_model",
+    "load_kernels",
     "probability_sums",
     "repeat_count",
     "sequence_index",

@@ -18,6 +18,8 @@ from ..errors import BitslabError
 MIN_PART_WORDS = 1 << 10
 #: Memory is taken ahead by this share of what is there, so that pieces are few.
 GROWTH = 8
+#: What is wanted comes in up to about so many parts where free memory lies in pieces.
+PARTS = 4
 #: Reservations that are made ahead at once: what is expected may not come.
 AHEAD = 2
 
@@ -94,6 +96,24 @@ class HostArena:
         """Record the tokens that a history has."""
         self._furthest = max(self._furthest, tokens)
 
+    def expect(self, words: int, raw_words: int, tokens: int) -> None:
+        """Begin to make memory that a history and all others will take soon.
+
+        Parameters
+        ----------
+        words, raw_words : int
+            Words that it is expected to take in all, and that its tokens take unpacked.
+        tokens : int
+            That it will have. Nothing is begun where others have as many.
+        """
+        if tokens <= self._furthest:
+            return
+        self._furthest = tokens
+        arena = self._current_arena()
+        self._expected_words += self.histories * words
+        self._allowed_soon_words = self.histories * raw_words
+        self._make_ahead(arena)
+
     def allow(self, before: int, now: int, *, others: int = 0) -> None:
         """Update the words that the tokens of a history take unpacked: a bound for memory ahead.
 
@@ -137,9 +157,7 @@ class HostArena:
         BitslabError
             When there is no memory for `least` words; the message says how much that is.
         """
-        if self._arena is not host_arena():
-            self._begin()  # in a forked child: the memory is the parent's
-            self._arena = host_arena()
+        arena = self._current_arena()
         size_bytes = ceil_div(4 * wanted, ALIGN_BYTES) * ALIGN_BYTES
         rest = self._rest
         if rest is None or rest.nbytes < 4 * least:
@@ -153,8 +171,16 @@ class HostArena:
         piece = rest.cut(nbytes, pending, back).view(torch.int32)
         self._taken_bytes += taken
         self._expected_words = max(0, self._expected_words - nbytes // 4) + others * size_bytes // 4
-        self._make_ahead(self._arena)
+        self._make_ahead(arena)
         return piece
+
+    def _current_arena(self) -> Arena:
+        """Return the process's arena; in a forked child that has none of the parent's memory."""
+        arena = host_arena()
+        if self._arena is not arena:
+            self._begin()
+            self._arena = arena
+        return arena
 
     def _made_ahead(self, least: int) -> Reservation | None:
         """Return what was made ahead next; None when it is not enough for `least` words."""
@@ -178,6 +204,11 @@ class HostArena:
         missing = 4 * self._expected_words - self._rest_bytes - self._ahead_bytes
         if self._allowed_words is not None:
             missing = min(missing, self._room_bytes(self._allowed_soon_words))
+        if missing > 0:
+            # What another cache has left is taken as it is needed, in pieces of any size: ranges as
+            # large as a reservation that is made ahead may be none.
+            there = arena.stats()
+            missing -= there["reserved_bytes"] - there["used_bytes"]
         while missing > 0 and len(self._ahead) < AHEAD:
             nbytes = _whole_words(min(slab_bytes, max(missing, 4 * MIN_PART_WORDS)))
             made = arena.reserve_soon(nbytes, pin=self._pin_kind, private=self._pin)
@@ -197,8 +228,9 @@ class HostArena:
             )
         ahead = _whole_words(max(ahead, wanted_bytes))
         arena = host_arena()
+        least = max(least_bytes, wanted_bytes // PARTS)
         try:
-            return arena.reserve(wanted_bytes, ahead, pin=self._pin_kind, private=self._pin)
+            return arena.reserve(least, ahead, pin=self._pin_kind, private=self._pin)
         except BitslabError:
             # Without memory ahead it may fit.
             try:

@@ -9,7 +9,8 @@ import torch
 
 from ..engine.codecs import RowCodec
 from .in_flight import AsyncCopy
-from .packing import LEAST_GAIN, Plans, TokenRows, draw_rows
+from .model_codecs import LayerCodecs
+from .packing import LEAST_GAIN, SAMPLE_BYTES, SHARE_DIFFERENCE, Plans, TokenRows, draw_rows
 from .segment import Segment
 
 #: A codec is fitted again when the last DRIFT_BLOCKS blocks took this share of the raw bytes more
@@ -29,10 +30,16 @@ class Choice:
         Whether they begin a segment; else they continue the last one.
     codec : RowCodec or None
         The codec of the new segment; None keeps rows raw.
+    share : float
+        Share of the raw bytes that its rows are expected to take.
+    kept : bool
+        Whether codec and share are those of the cache before.
     """
 
     begins_segment: bool
     codec: RowCodec | None = None
+    share: float = 1.0
+    kept: bool = False
 
 
 class Fitting:
@@ -44,6 +51,9 @@ class Fitting:
         Fits the codecs; the histories of all layers share one.
     kind : str
         ``"k"`` or ``"v"``, for `plans`.
+    kept : LayerCodecs, optional
+        Where the codec of the first tokens is taken from and left. It is used without a sample,
+        and given up when the first rows show that they are of another kind.
 
     Attributes
     ----------
@@ -53,13 +63,20 @@ class Fitting:
         How often one has been fitted again.
     """
 
-    def __init__(self, plans: Plans, kind: str) -> None:
+    def __init__(self, plans: Plans, kind: str, kept: LayerCodecs | None = None) -> None:
         self._plans = plans
         self._kind = kind
+        self._kept = kept
+        self._expected_share = 0.0  # of the first rows, whose codec was kept
         self._sample: AsyncCopy | None = None
         self._recent: list[float] = []  # words of a row, of the last blocks of the segment
         self.wanted = False
         self.refits = 0
+
+    @property
+    def samples(self) -> bool:
+        """Whether a sample is copied to the host."""
+        return self._sample is not None
 
     def choose(
         self, rows: TokenRows, tokens: torch.Tensor, last: Segment | None, wait: bool
@@ -78,6 +95,11 @@ class Fitting:
             Whether to wait for the sample.
         """
         if self._sample is None:
+            if last is None and self._kept is not None:
+                kept = self._kept.get(rows.dtype, rows.row_bytes)
+                if kept is not None:
+                    self._expected_share = kept.share
+                    return Choice(True, kept.codec, kept.share, kept=True)
             self._sample = AsyncCopy(draw_rows(rows, tokens))
         sample = self._sample.get(wait)
         if sample is None:
@@ -98,7 +120,38 @@ class Fitting:
         metadata = codec.row_metadata_bytes(sample.shape[0])
         # Raw rows lie at multiples of their words.
         raw = packed + metadata > (1 - LEAST_GAIN) * sample.nbytes and not rows.row_bytes % 4
-        return Choice(begins_segment=True, codec=None if raw else codec)
+        return Choice(True, None, 1.0) if raw else Choice(True, codec, packed / sample.nbytes)
+
+    def accepts_first(
+        self, rows: TokenRows, codec: RowCodec | None, n_rows: int, n_words: int
+    ) -> bool:
+        """Return whether the first packed rows are of the kind that their codec is for.
+
+        If so, or if they were too few to tell, it is left to the next cache; else the next one is
+        fitted to a sample.
+
+        Parameters
+        ----------
+        rows : TokenRows
+            What a row is.
+        codec : RowCodec or None
+            What packed them.
+        n_rows, n_words : int
+            Rows, and their words.
+        """
+        expected, self._expected_share = self._expected_share, 0.0
+        raw_bytes = n_rows * rows.row_bytes
+        if self._kept is None or raw_bytes < SAMPLE_BYTES:
+            return True
+        share = 4 * n_words / raw_bytes
+        more = share - expected if expected else 0.0
+        if codec is None or abs(more) > SHARE_DIFFERENCE:
+            # Where rows take less, another codec may save more still: the next cache looks.
+            self._kept.drop(rows.dtype, rows.row_bytes)
+            return more <= SHARE_DIFFERENCE
+        if not expected:  # a kept codec is measured by its own first rows, so that it cannot drift
+            self._kept.put(rows.dtype, rows.row_bytes, codec, share)
+        return True
 
     def watch(self, segment: Segment, words: float) -> None:
         """Record the words of a row in the block that was packed last.
@@ -123,7 +176,7 @@ class Fitting:
     def reset(self) -> None:
         """Return to the state with no tokens."""
         self.forget_blocks()
-        self.wanted = False
+        self.wanted, self._expected_share = False, 0.0
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the sample, which may be in flight."""

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 
 from ..dtypes import dense
+from ..engine.kernels import kernels_for
 from ..errors import ArgumentError, ArgumentTypeError, BitslabError
 from .index import beam_index, repeat_count, sequence_index
+from .model_codecs import LayerCodecs
 from .packed_tokens import Commit, PackedTokens, Revision
 from .packing import Plans, TokenRows
 from .segment import Segment
@@ -48,6 +50,9 @@ class PackedHistory:
         Whether `append` waits for a GPU that packs, so that how many tokens are packed never
         depends on its speed: where only some of the packed tokens are attended to, that would
         change results.
+    kept : LayerCodecs, optional
+        Where the history takes its first codec from, that of the model's last cache, and leaves it
+        to the next one. It needs no sample then.
 
     Attributes
     ----------
@@ -55,14 +60,17 @@ class PackedHistory:
         The packed tokens.
     tail : torch.Tensor
         ``[B, H, t, D]`` on the device: the tokens behind them.
+    name : str
+        The kind, and the layer where that is known, for messages.
 
     Notes
     -----
-    On a GPU nothing waits for the device but: packing more than one block (a prompt), or any
-    `at_once`, which waits for the packed size, so that the raw tokens of one layer at a time take
-    memory; removing packed tokens; and copies and pickles. Else a single block is packed on the
-    device (in flight): its tokens are kept in the tail until its size is known on the host, and a
-    later `append` moves it there.
+    On a GPU nothing waits for the device but: packing `at_once`, which waits for the packed size;
+    removing packed tokens; and copies and pickles. Else blocks are packed on the device (in
+    flight): their tokens are kept in the tail until their size is known on the host, and a later
+    `append` moves them there; for more than one block (a prompt) that is an `append` to any history
+    of the reader, which also waits for the oldest of them where many raw tokens take memory: see
+    `PackingQueue`.
 
     Gradients do not flow into the past: the tokens are kept detached. One thread at a time.
 
@@ -89,6 +97,7 @@ class PackedHistory:
         block_tokens: int,
         reserve_tokens: int = 0,
         at_once: bool = False,
+        kept: LayerCodecs | None = None,
     ) -> None:
         check_options(window, block_tokens, reserve_tokens)
         given: object = words
@@ -98,8 +107,14 @@ class PackedHistory:
                 f"{given!r:.60}"
             )
         self.packed = PackedTokens(
-            words, plans, kind, block_tokens=block_tokens, reserve_tokens=reserve_tokens
+            words,
+            plans,
+            kind,
+            block_tokens=block_tokens,
+            reserve_tokens=reserve_tokens,
+            kept=kept,
         )
+        self.name = kind if kept is None else kept.name
         self._device = words.link.device
         self._kind = kind
         self._window = window
@@ -131,6 +146,21 @@ class PackedHistory:
     def packed_tokens(self) -> int:
         """Tokens of a sequence that are packed."""
         return self.packed.length
+
+    @property
+    def samples(self) -> bool:
+        """Whether a sample for the next codec is on its way to the host."""
+        return self.packed.samples and self._blocks_due() >= 1
+
+    @property
+    def packs(self) -> bool:
+        """Whether blocks are in flight."""
+        return self.packed.packs
+
+    @property
+    def tail_bytes(self) -> int:
+        """Bytes of the unpacked tokens."""
+        return self.tail.nbytes
 
     @property
     def words(self) -> Words:
@@ -240,23 +270,48 @@ class PackedHistory:
             For tokens that do not continue those of the history.
         BitslabError
             When host memory runs out; after this, as after any error, the history is as it was
-            before, and usable.
+            before, and usable. It may be that of another history in the queue, which it names.
         """
         if not checked:
             self.check(tokens)
-        packed = self.packed
+        packed, queue = self.packed, self.words.link.packing
+        if len(queue):
+            kernels_for(self._device)  # the error of an earlier decode there is not the queue's
+            queue.advance()
         self.tail = packed.retire(self.tail, wait=False)
         before, new = self.length, tokens.detach()
         if before == 0:
             packed.start(TokenRows(new.shape[1], new.shape[3], new.dtype, self._block_tokens))
         self.tail = torch.cat([self.tail, new], dim=-2) if self.tail.shape[2] else new
         try:
-            self._pack()
+            self._pack(wait=self._at_once)
         except Exception:
             self.crop(before)
             raise
+        if not self._at_once and self._blocks_due() > 1:
+            queue.add(self)
         if self.tail is new:  # the caller's, or a view of something larger
             self.tail = new.clone(memory_format=torch.contiguous_format)
+
+    def pack_on(self, *, wait: bool) -> None:
+        """Go on with packing.
+
+        Parameters
+        ----------
+        wait : bool
+            Whether to wait for what is on its way to the host now, a sample or packed sizes; not
+            for what this begins.
+
+        Raises
+        ------
+        BitslabError
+            When host memory runs out; nothing has changed then.
+        """
+        if self.samples:
+            self._pack(wait=False, wait_for_sample=wait)
+        else:
+            self.tail = self.packed.retire(self.tail, wait=wait)
+            self._pack(wait=False)
 
     def crop(self, length: int) -> None:
         """Keep the first tokens of each sequence.
@@ -361,7 +416,7 @@ class PackedHistory:
             self.reset()
             self.packed.start(rows)
             self.tail = tokens
-            self._pack()
+            self._pack(wait=True)
             self.words.trim()
 
     def reset(self) -> None:
@@ -381,15 +436,16 @@ class PackedHistory:
     def _blocks_due(self) -> int:
         return (self.tail.shape[2] - self._window) // self._block_tokens
 
-    def _pack(self) -> None:
-        """Pack the blocks that have left the window, as far as that needs no waiting."""
+    def _pack(self, *, wait: bool, wait_for_sample: bool = False) -> None:
+        """Pack the blocks that have left the window, as far as that needs no waiting.
+
+        With `wait` one piece after the other, so that one at a time takes memory; else all pieces
+        are begun.
+        """
         packed, due = self.packed, self._blocks_due()
         if due < packed.least_blocks():
             return
-        while due >= 1:
-            wait = due > 1 or self._at_once
-            if not packed.begin(self.tail, due, wait=wait):
-                return
+        while packed.begin(self.tail, due, wait=wait or wait_for_sample):
             self.tail = packed.retire(self.tail, wait=wait)
             due = self._blocks_due()
 

@@ -8,6 +8,7 @@ import torch
 
 from ..engine.transfer.lanes import StreamLane
 from ..errors import BitslabError
+from .packing_queue import PackingQueue
 
 
 class Streams:
@@ -47,6 +48,8 @@ class Link:
     ----------
     streams : Streams or None
         None on the CPU, where everything is synchronous.
+    packing : PackingQueue
+        The histories whose prompts are being packed.
     fetched_bytes : int
         Bytes of words fetched as a whole; on the CPU, those that a GPU would have fetched.
 
@@ -59,6 +62,7 @@ class Link:
         self.device = device
         self.sm_budget = sm_budget
         self.streams = Streams(device) if device.type == "cuda" else None
+        self.packing = PackingQueue()
         self.fetched_bytes = 0
 
     def keep(self, *tensors: torch.Tensor) -> None:

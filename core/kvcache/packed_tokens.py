@@ -12,6 +12,7 @@ from ..engine.kernels.format import ceil_div
 from .arena import GROWTH
 from .fitting import Fitting
 from .in_flight import InFlightBlocks
+from .model_codecs import LayerCodecs
 from .packing import Plans, TokenRows
 from .segment import Segment, Sequences
 from .selection import Take
@@ -33,9 +34,9 @@ class Revision:
 class PackedTokens:
     """The packed tokens of a history: its segments and their words.
 
-    A block is packed from the first tokens of the history's tail (`begin`) and is in flight until
-    its size is known on the host; then its words are moved to the store and its tokens leave the
-    tail (`retire`). Nothing else is kept of the tail here.
+    Blocks are packed from the first tokens of the history's tail (`begin`) and are in flight until
+    their size is known on the host; then their words are moved to the store and their tokens leave
+    the tail (`retire`). Nothing else is kept of the tail here.
 
     Parameters
     ----------
@@ -49,6 +50,8 @@ class PackedTokens:
         Tokens of a block.
     reserve_tokens : int
         Tokens for which memory is taken at once when the first are packed.
+    kept : LayerCodecs, optional
+        What the cache before has left of codecs; see `Fitting`.
 
     Attributes
     ----------
@@ -65,12 +68,19 @@ class PackedTokens:
     """
 
     def __init__(
-        self, words: Words, plans: Plans, kind: str, *, block_tokens: int, reserve_tokens: int
+        self,
+        words: Words,
+        plans: Plans,
+        kind: str,
+        *,
+        block_tokens: int,
+        reserve_tokens: int,
+        kept: LayerCodecs | None = None,
     ) -> None:
         self.words = words
         self.block_tokens = block_tokens
         self._link = words.link
-        self._fitting = Fitting(plans, kind)
+        self._fitting = Fitting(plans, kind, kept)
         self._reserve_tokens = reserve_tokens
         self.moved_to_host_bytes = 0
         self._make_marks()
@@ -80,7 +90,7 @@ class PackedTokens:
         self.segments: list[Segment] = []
         self.length = 0
         self.rows: TokenRows | None = None
-        self._in_flight: InFlightBlocks | None = None
+        self._in_flight: list[InFlightBlocks] = []
         self._fitting.reset()
 
     def _make_marks(self) -> None:
@@ -93,6 +103,16 @@ class PackedTokens:
     def refits(self) -> int:
         """How often a codec has been fitted again."""
         return self._fitting.refits
+
+    @property
+    def samples(self) -> bool:
+        """Whether a sample of tokens is on its way to the host."""
+        return self._fitting.samples
+
+    @property
+    def packs(self) -> bool:
+        """Whether blocks are in flight."""
+        return bool(self._in_flight)
 
     @property
     def tokens_per_row(self) -> int:
@@ -122,7 +142,7 @@ class PackedTokens:
         raw = sum(segment.raw_bytes for segment in self.segments)
         packed = 4 * self.words.n_words + sum(segment.metadata_bytes for segment in self.segments)
         metadata = sum(segment.device_bytes for segment in self.segments)
-        in_flight = 0 if self._in_flight is None else self._in_flight.nbytes
+        in_flight = sum(blocks.nbytes for blocks in self._in_flight)
         on_host, words = self.words.on_host, self.words.nbytes
         return {
             "raw_bytes": sum(segment.decoded_bytes for segment in self.segments),
@@ -151,7 +171,7 @@ class PackedTokens:
 
         They may be of another kind than the tokens that a codec was fitted to.
         """
-        self._in_flight = None
+        self._in_flight = []
         self._fitting.forget_sample()
         self.segments = []
         self.rows = rows
@@ -161,48 +181,49 @@ class PackedTokens:
 
         Raw rows have no room ahead: memory grows by an eighth at a time.
         """
-        if self._in_flight is None and self.segments and self.segments[-1].kernels is None:
+        if not self._in_flight and self.segments and self.segments[-1].kernels is None:
             return max(1, ceil_div(self.segments[-1].n_blocks, GROWTH))
         return 1
 
     def begin(self, tail: torch.Tensor, due: int, *, wait: bool) -> bool:
-        """Begin to pack the first of the blocks that are due, as many as take PIECE_BYTES.
+        """Begin to pack the first blocks that are not in flight, as many as take PIECE_BYTES.
 
         Parameters
         ----------
         tail : torch.Tensor
             ``[B, H, t, D]`` on the device, the tokens behind the packed ones.
         due : int
-            Blocks of it that have left the window.
+            Blocks of it that have left the window, those in flight among them.
         wait : bool
             Whether to wait for a sample of tokens that is copied to the host.
 
         Returns
         -------
         bool
-            False when a block is in flight already, nothing can be packed of these tokens, or the
-            sample is not there yet.
+            False when all of them are in flight already, nothing can be packed of these tokens, the
+            sample is not there yet, or blocks in flight are the last ones of a codec.
         """
-        rows = self.rows
-        if self._in_flight is not None or rows is None or not rows.token_bytes:
+        rows, first = self.rows, sum(blocks.n_blocks for blocks in self._in_flight)
+        if first >= due or rows is None or not rows.token_bytes:
             return False
         batch = tail.shape[0]
         if not batch * tail.shape[1]:
             return False
-        if (not self.segments or self._fitting.wanted) and not self._begin_segment(
-            rows, tail, wait
-        ):
-            return False
+        if not self.segments or self._fitting.wanted:
+            if self._in_flight or not self._begin_segment(rows, tail, due, wait):
+                return False
         block_bytes = batch * rows.heads * rows.head_rows * rows.row_bytes
-        n_blocks = min(due, max(1, PIECE_BYTES // block_bytes))
-        tokens = tail[:, :, : n_blocks * self.block_tokens]
+        n_blocks = min(due - first, max(1, PIECE_BYTES // block_bytes))
+        begin, end = (n * self.block_tokens for n in (first, first + n_blocks))
         index = torch.arange(batch, dtype=torch.int32, device=self._link.device)
-        self._in_flight = InFlightBlocks(
-            rows, self.segments[-1], tokens, n_blocks, Sequences(batch, index)
+        self._in_flight.append(
+            InFlightBlocks(
+                rows, self.segments[-1], tail[:, :, begin:end], n_blocks, Sequences(batch, index)
+            )
         )
         return True
 
-    def _begin_segment(self, rows: TokenRows, tail: torch.Tensor, wait: bool) -> bool:
+    def _begin_segment(self, rows: TokenRows, tail: torch.Tensor, due: int, wait: bool) -> bool:
         """Begin a segment if the next blocks need another codec.
 
         Returns False while the sample of tokens is copied to the host.
@@ -215,23 +236,31 @@ class PackedTokens:
             return False
         if choice.begins_segment:
             first, batch = self.words.n_words, tail.shape[0]
-            self.segments.append(Segment(rows, choice.codec, self._link.device, first, batch))
+            segment = Segment(rows, choice.codec, self._link.device, first, batch)
+            if segment.kernels is not None and choice.kept:
+                segment.expected_words = choice.share * segment.kernels.row_words
+            self.segments.append(segment)
+            if last is None and due > 1:
+                raw = batch * rows.heads * rows.token_bytes * self.block_tokens * due // 4
+                self.words.expect(int(choice.share * raw), raw, tokens=due * self.block_tokens)
         return True
 
     def retire(self, tail: torch.Tensor, *, wait: bool) -> torch.Tensor:
-        """Move the in-flight block to the word store, if its size is known.
+        """Move the in-flight blocks whose size is known to the word store.
+
+        Blocks whose kept codec does not suit them are dropped, and begin anew with a sample.
 
         Parameters
         ----------
         tail : torch.Tensor
-            ``[B, H, t, D]``, whose first tokens are those of the block.
+            ``[B, H, t, D]``, whose first tokens are those of the blocks.
         wait : bool
-            Whether to wait for the size.
+            Whether to wait for the sizes.
 
         Returns
         -------
         torch.Tensor
-            The tail without the tokens of the block, in memory of its own; `tail` when there is
+            The tail without the tokens of these blocks, in memory of its own; `tail` when there is
             nothing to move yet.
 
         Raises
@@ -239,16 +268,45 @@ class PackedTokens:
         BitslabError
             When host memory runs out; then, as after any error, nothing has changed.
         """
-        in_flight = self._in_flight
-        if in_flight is None or not in_flight.known(wait):
+        known = 0
+        while known < len(self._in_flight) and self._in_flight[known].known(wait):
+            known += 1
+        if not known or not self._accept_first():
             return tail
+        tokens = sum(blocks.tokens for blocks in self._in_flight[:known])
+        left = tail[:, :, tokens:].clone(memory_format=torch.contiguous_format)
+        moved = 0
+        for _ in range(known):
+            blocks = self._in_flight[0]
+            try:
+                self._move(blocks)
+            except Exception:
+                if not moved:
+                    raise
+                return tail[:, :, moved:]  # the next call raises it again
+            del self._in_flight[0]
+            moved += blocks.tokens
+        return left
+
+    def _accept_first(self) -> bool:
+        """Return whether blocks in flight may be moved; drop them where their codec is wrong."""
+        segment, blocks = self.segments[-1], self._in_flight[0]
+        if len(self.segments) > 1 or segment.n_blocks:
+            return True
+        n_rows, n_words = blocks.packed.lengths.shape[0], blocks.sizes()[0]
+        if self._fitting.accepts_first(segment.rows, segment.codec, n_rows, n_words):
+            return True
+        self._in_flight, self.segments = [], []
+        return False
+
+    def _move(self, in_flight: InFlightBlocks) -> None:
+        """Move blocks to the word store; an error changes nothing."""
         segment, at = self.segments[-1], self.words.n_words
         n_words, max_words = in_flight.sizes()
         needed = n_words * self._reserve_tokens // in_flight.tokens
         if not at:
             self.words.reserve(needed)
         tokens = self.length + in_flight.tokens
-        left = tail[:, :, in_flight.tokens :].clone(memory_format=torch.contiguous_format)
         most = self._most_words(segment, in_flight)
         packed = in_flight.packed.words[:n_words]
         self.words.append(packed, made=in_flight.made, tokens=tokens, most=most)
@@ -259,12 +317,10 @@ class PackedTokens:
             self.words.truncate(at)
             raise
         self._link.keep(*segment.tensors())
-        self._in_flight = None
         self.moved_to_host_bytes += 4 * n_words if self.words.on_host else 0
         self.length = tokens
         self._change()
         self._fitting.watch(segment, n_words / in_flight.packed.lengths.shape[0])
-        return left
 
     def _most_words(self, segment: Segment, in_flight: InFlightBlocks) -> int:
         """Return the words for which memory may be taken: with metadata no more than raw tokens."""
@@ -280,9 +336,9 @@ class PackedTokens:
         return max(0, raw - metadata) // 4
 
     def forget_in_flight(self, tokens: int) -> None:
-        """Drop the in-flight block unless all of it is among the first `tokens` of the tail."""
-        if self._in_flight is not None and self._in_flight.tokens > tokens:
-            self._in_flight = None
+        """Drop in-flight blocks that are not wholly among the first `tokens` of the tail."""
+        while self._in_flight and sum(blocks.tokens for blocks in self._in_flight) > tokens:
+            self._in_flight.pop()
 
     # Changes
 
@@ -302,7 +358,7 @@ class PackedTokens:
 
     def _cut(self, length: int, n_segments: int, n_blocks: int, words_end: int) -> None:
         """Keep some tokens: segments, and blocks of the next."""
-        self._in_flight = None
+        self._in_flight = []
         self._link.quiesce()
         self.words.truncate(words_end)
         if n_blocks:
@@ -315,18 +371,17 @@ class PackedTokens:
         self._change()
 
     def prepare_take(self, take: Take) -> Commit:
-        """Return a commit that replaces the sequences, of an in-flight block too."""
+        """Return a commit that replaces the sequences, of in-flight blocks too."""
         origins = [segment.taken(take) for segment in self.segments]
-        in_flight = self._in_flight
-        index = None if in_flight is None else take(in_flight.sequences.index, 0)
-        return partial(self._put, origins, index)
+        indices = [take(blocks.sequences.index, 0) for blocks in self._in_flight]
+        return partial(self._put, origins, indices)
 
-    def _put(self, origins: list[torch.Tensor], index: torch.Tensor | None) -> None:
+    def _put(self, origins: list[torch.Tensor], indices: list[torch.Tensor]) -> None:
         for segment, origin in zip(self.segments, origins, strict=True):
             segment.set_origin(origin)
             self._link.keep(*segment.tensors())
-        if self._in_flight is not None and index is not None:
-            self._in_flight.sequences.index, self._in_flight.sequences.plain = index, False
+        for blocks, index in zip(self._in_flight, indices, strict=True):
+            blocks.sequences.index, blocks.sequences.plain = index, False
         if self.segments:
             self._change()
 
@@ -345,7 +400,7 @@ class PackedTokens:
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out in-flight blocks: their tokens are in the tail."""
-        state = {**self.__dict__, "_in_flight": None}
+        state = {**self.__dict__, "_in_flight": []}
         for name in ("revision", "ready", "_changed"):
             del state[name]
         return state

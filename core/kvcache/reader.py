@@ -112,6 +112,16 @@ class HistoryReader:
             return self.arena.nbytes
         return sum(history.words.nbytes for history in histories)
 
+    def finish_packing(self) -> None:
+        """Pack what has left the windows of all histories; waits for the device.
+
+        Raises
+        ------
+        BitslabError
+            When host memory runs out; it names the history, whose tokens are there, unpacked.
+        """
+        self.link.packing.finish()
+
     # Reading
 
     def read(self, histories: Sequence[PackedHistory]) -> list[list[torch.Tensor]]:

@@ -13,6 +13,7 @@ from ..engine.codecs import RowCodec
 from ..engine.kernels import kernels_for
 from ..engine.kernels.cuda import kernels_on
 from ..engine.kernels.format import BLOCK_ROWS, TableStorage, ceil_div, words_of_rows
+from ..engine.kernels.uploads import in_stream_order
 from ..errors import ArgumentError, CorruptedDataError
 from .arena import GROWTH
 from .packing import Packed, TokenRows
@@ -77,7 +78,8 @@ class Segment:
     ) -> None:
         self.rows = rows
         self.codec = codec
-        self.kernels = None if codec is None else codec.kernels(device)
+        with in_stream_order():  # `PackedTokens.ready` is recorded behind the tables
+            self.kernels = None if codec is None else codec.kernels(device)
         if self.kernels is not None and self.kernels.clusters != 1:
             raise ArgumentError(
                 f"plans: a codec with {self.kernels.clusters} clusters, histories take one cluster"

@@ -42,6 +42,18 @@ class Words(Protocol):
         """Make the first `append` take memory for `n_words` words; the store is empty."""
         ...
 
+    def expect(self, n_words: int, raw_words: int, *, tokens: int) -> None:
+        """Make memory ready for a prompt that is being packed, of this and like histories.
+
+        Parameters
+        ----------
+        n_words, raw_words : int
+            Words that it will take, about, and that its tokens take unpacked.
+        tokens : int
+            Tokens of a sequence.
+        """
+        ...
+
     def append(
         self,
         words: torch.Tensor,
@@ -125,6 +137,11 @@ class HostWords:
             if self._allowed:
                 self._arena.allow(self._allowed, 0)
             self._pieces, self._ahead_words, self._allowed = [], n_words, 0
+
+    def expect(self, n_words: int, raw_words: int, *, tokens: int) -> None:
+        """Make memory ready while the device packs, in the arena's threads."""
+        wanted = max(n_words + n_words // GROWTH, MIN_PIECE_WORDS)
+        self._arena.expect(min(wanted, raw_words), raw_words, tokens)
 
     def append(
         self,
@@ -279,6 +296,9 @@ class DeviceWords:
         """Make the next tensor have room for `n_words` words."""
         if self.nbytes < 4 * n_words:
             self._words, self._ahead_words = self._words.new_zeros(PAD_WORDS), n_words
+
+    def expect(self, n_words: int, raw_words: int, *, tokens: int) -> None:
+        """Do nothing: memory of the device is taken at once."""
 
     def append(
         self,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer
 
 from bitslab.devices import checked_device
-from bitslab.errors import ArgumentError, ArgumentTypeError
+from bitslab.errors import ArgumentError, ArgumentTypeError, MissingExtraError
 from bitslab.integrations.transformers.cache_layer import CompressedLayer
 from bitslab.integrations.transformers.cross_attention import SelfAttentionCache
 from bitslab.integrations.transformers.selectors import KVSelector
@@ -22,6 +23,8 @@ from bitslab.kvcache import (
     PackedHistory,
     check_options,
     check_sm_budget,
+    codecs_of_model,
+    load_kernels,
     repeat_count,
     sequence_index,
 )
@@ -83,7 +86,15 @@ class CompressedCache(DynamicCache, SelfAttentionCache):
     the encoder in each forward pass: logits are the same, and steps take longer.
 
     The method is that of IBP sections 5 and 6.4. The profile of each layer is learnt from the first
-    K and V that are packed, the prompt's as a rule, and again when blocks become larger.
+    K and V that are packed, the prompt's as a rule, and again when blocks become larger. On a GPU
+    it is that of the last cache of the process for such a config, as long as it packs as well; not
+    with a selector, whose results depend on what is packed.
+
+    On a GPU the pass of a prompt waits neither for samples nor for packed sizes: a layer is packed
+    while those behind it compute, the last ones in the next forward pass. Until then its K and V
+    are on the device as they are, at most of two layers beyond the current one, or of as many as
+    take 256 MiB. The first cache of a process, made while a GPU is in use, loads kernels, for some
+    tenths of a second.
 
     `torch.compile` runs what packs and unpacks outside of its graphs. `torch.export` is refused:
     what is packed depends on values.
@@ -139,6 +150,7 @@ class CompressedCache(DynamicCache, SelfAttentionCache):
         check_sm_budget(sm_budget)
         self.selector = select
         self._histories = _Histories(
+            config,
             offload=offload,
             device=None if device is None else checked_device(device),
             sm_budget=sm_budget,
@@ -162,13 +174,17 @@ class CompressedCache(DynamicCache, SelfAttentionCache):
             select.check_layers(packed)
         self._packed = {
             i: CompressedLayer(
-                self._histories.open, select, None if select is None else select.scores(i)
+                partial(self._histories.open, i),
+                select,
+                None if select is None else select.scores(i),
             )
             for i in packed
         }
         for i, layer in self._packed.items():
             self.layers[i] = layer
         self._histories.expect(2 * max(1, len(packed)))
+        if packed:
+            _load_kernels(self._histories.device, getattr(config, "dtype", None))
         self._next = dict(zip(packed, [*packed[1:], *packed[:1]], strict=True))
 
     def update(
@@ -424,6 +440,15 @@ class CompressedCache(DynamicCache, SelfAttentionCache):
                 layer.keep_first(length)
 
 
+def _load_kernels(device: torch.device | None, dtype: object) -> None:
+    """Load kernels for a GPU that is used already, so that no prompt waits for them."""
+    if device is None and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        device = torch.device("cuda", torch.cuda.current_device())
+    if device is not None and device.type == "cuda":
+        with suppress(MissingExtraError):  # the layers may be on the CPU, or raise it themselves
+            load_kernels(device, dtype if isinstance(dtype, torch.dtype) else torch.bfloat16)
+
+
 # `torch.export` flattens its inputs. As a constant the cache reaches `update`, which refuses it by
 # name, also where transformers registers all kinds of caches as containers of tensors.
 torch.utils._pytree.register_pytree_node(
@@ -460,14 +485,16 @@ class _Histories:
 
     def __init__(
         self,
+        config: PreTrainedConfig,
         *,
         offload: bool,
         device: torch.device | None,
         sm_budget: int | None,
         options: dict[str, Any],
     ) -> None:
+        self._model = type(config).__name__, repr(config.to_dict())
         self._offload = offload
-        self._device = device
+        self.device = device
         self._sm_budget = sm_budget
         self._options = options
         self._plans = CodecPlans()
@@ -482,15 +509,26 @@ class _Histories:
         for reader in self.readers.values():
             reader.expect(histories)
 
-    def open(self, device: torch.device) -> tuple[HistoryReader, list[PackedHistory]]:
-        """Return the reader of a device and two new histories, K's and V's."""
-        if self._device is not None and device != self._device:
+    def open(self, layer: int, device: torch.device) -> tuple[HistoryReader, list[PackedHistory]]:
+        """Return the reader of a device and two new histories, the K's and V's of a layer."""
+        if self.device is not None and device != self.device:
             raise ArgumentTypeError(
-                f"key_states: on {device}, this cache was made for {self._device}"
+                f"key_states: on {device}, this cache was made for {self.device}"
             )
         reader = self._reader(device)
+        # The CPU plans where it packs: nothing would be saved by codecs of another cache. A
+        # selector's results depend on what is packed, which those must not change.
+        takes = device.type == "cuda" and not self._options["at_once"]
+        codecs = codecs_of_model(self._model) if takes else None
         found = [
-            PackedHistory(reader.new_words(), self._plans, kind, **self._options) for kind in "kv"
+            PackedHistory(
+                reader.new_words(),
+                self._plans,
+                kind,
+                kept=None if codecs is None else codecs.of(layer, kind),
+                **self._options,
+            )
+            for kind in "kv"
         ]
         return reader, found
 

@@ -91,6 +91,40 @@ def test_page_locking_is_measured_beside_one_thread(
     assert [row["times faster than the peer"] for row in rows if row["threads"] == 1] == [1.0, 1.0]
 
 
+def test_prompts_are_measured_request_by_request_in_a_process_of_their_own(
+    benchmark: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = importlib.import_module("llm_prompt")
+    case = prompts.Case(1, 64, 2, 1, 96, batch=2, tokens=300, first=1.5, second=1.25)
+    monkeypatch.setattr(prompts, "scaled_to_cpu", lambda _: case)
+    command = "llm.py --only prompt --prompt-cases 8k --prompt-modes host --device cpu --json"
+    monkeypatch.setattr(sys, "argv", [*command.split(), "--repetitions", "1"])
+    assert benchmark.main() == 0
+    rows, processes = json.loads(capsys.readouterr().out).values()
+    assert [(row["request"], row["asked"]) for row in rows] == [
+        ("first", 1.5),
+        ("second", 1.25),
+        ("later", 1.25),
+    ]
+    for row in rows:
+        assert row["times"] == pytest.approx(row["prompt ms"] / row["DynamicCache ms"])
+        assert row["ratio"] > 1.2 and 0 < row["host ms"] <= row["prompt ms"]
+    [process] = processes
+    assert process["case"] == "8k" and process["gc"] == "700/10/10"
+
+
+def test_prompts_whose_tokens_differ_end_the_benchmark(
+    benchmark: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = importlib.import_module("llm_prompt")
+    monkeypatch.setattr(
+        prompts.CompressedCache, "update", lambda self, k, v, *_: (k, torch.zeros_like(v))
+    )
+    case = prompts.Case(1, 64, 2, 1, 96, batch=2, tokens=300, first=1.5, second=1.25)
+    with pytest.raises(SystemExit, match="CompressedCache, host: tokens differ"):
+        prompts.measure(case, "host", 1, torch.device("cpu"))
+
+
 def test_a_cpu_gets_a_part_of_the_workload(benchmark: Any) -> None:
     parser = benchmark.make_parser()
     there = benchmark.scaled(parser, ["--device", "cpu"])

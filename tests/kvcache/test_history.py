@@ -19,9 +19,11 @@ from bitslab.kvcache import (
     CodecPlans,
     HistoryReader,
     PackedHistory,
+    codecs_of_model,
     fitting,
     in_flight,
     packed_tokens,
+    packing_queue,
     words,
 )
 from bitslab.kvcache.gathering import RowGatherer
@@ -57,16 +59,20 @@ AsyncCopy = in_flight.AsyncCopy
 
 
 class Late(AsyncCopy):
-    """What comes to the host only when it has been asked for some times, as from a busy GPU."""
+    """What comes to the host only when it has been asked for some times, as from a busy GPU.
+
+    Who waits asks as often, or, if that `helps`, once.
+    """
 
     asks = 0
+    helps = False
 
     def __init__(self, t: torch.Tensor) -> None:
         super().__init__(t)
         self.left = Late.asks
 
     def get(self, wait: bool) -> torch.Tensor | None:
-        self.left -= 1
+        self.left = -1 if wait and Late.helps else self.left - 1
         return None if self.left >= 0 else super().get(wait)
 
 
@@ -82,11 +88,22 @@ class Histories(RuleBasedStateMachine):
         dtype=st.sampled_from(DTYPES),
         batch=st.integers(1, 3),
         late=st.integers(0, 3),
+        helps=st.booleans(),
+        ahead=st.sampled_from([None, 0, 1 << 30]),
+        kept=st.booleans(),
     )
-    def start(self, offload, window, block, heads, dim, dtype, batch, late) -> None:
+    def start(
+        self, offload, window, block, heads, dim, dtype, batch, late, helps, ahead, kept
+    ) -> None:
         self.put(Late)
-        Late.asks = late
-        self.packed = make(offload, window=window, block_tokens=block)
+        Late.asks, Late.helps = late, helps
+        options: dict[str, Any] = {"window": window, "block_tokens": block}
+        if kept:  # of the examples before, which may suit these tokens or not
+            options["kept"] = codecs_of_model("Histories").of(0, "k")
+        self.packed = make(offload, **options)
+        self.packed._at_once = ahead is None
+        self.limits = packing_queue.MOST_BYTES, packing_queue.LEAST_HISTORIES
+        packing_queue.MOST_BYTES, packing_queue.LEAST_HISTORIES = ahead or 0, 0
         self.shape, self.dtype, self.seed = (heads, dim), dtype, 0
         self.batch = batch
         self.tokens = self.draw(0)
@@ -103,12 +120,23 @@ class Histories(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         self.put(AsyncCopy)
+        packing_queue.MOST_BYTES, packing_queue.LEAST_HISTORIES = self.limits
 
     @rule(n=st.sampled_from([0, 1, 1, 2, 5, 17, 60, 150]))
     def append(self, n: int) -> None:
         new = self.draw(n)
         self.packed.append(new)
         self.tokens = torch.cat([self.tokens, new], dim=-2)
+
+    @rule()
+    def advance(self) -> None:
+        """As an append to another layer does."""
+        self.packed.words.link.packing.advance()
+
+    @rule()
+    def finish(self) -> None:
+        self.packed.words.link.packing.finish()
+        assert not len(self.packed.words.link.packing)
 
     @rule(share=st.floats(0, 1))
     def crop(self, share: float) -> None:

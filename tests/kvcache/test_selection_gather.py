@@ -180,11 +180,13 @@ def test_chosen_tokens_on_a_gpu(offload: bool, kind: str) -> None:
     else:
         tokens = activations(2, 2, 520, 128, torch.bfloat16)
     reader, history = history_of(tokens, offload=offload, device=device)
+    reader.finish_packing()
     if kind == "segments":
         parts = [tokens]
         for seed in range(12):
             parts.append(activations(2, 2, 64, 128, torch.bfloat16, seed=seed) * 2.0**40)
             history.append(parts[-1].to(device))
+            reader.finish_packing()
         assert len(history.segments) > 1
         tokens = torch.cat(parts, dim=2)
     for seed in range(3):

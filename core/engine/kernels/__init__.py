@@ -7,6 +7,7 @@
 | `cuda/NAME.py` | launches them: a class for each kernel that lists its parameters, and the grid |
 | `cuda/kernels.py` | all launchers of one GPU together, which `kernels_for` returns |
 | `cuda/parameters.py`, `runner.py`, `frames.py` | the one way from values by name to a launch |
+| `uploads.py` | whether the host waits for tables that it copies to a GPU |
 | `cpu/` | the twins, plain loops with the same results: what a kernel does is read there |
 
 `kernels_for` chooses by device and offers what both have. What only a GPU has, such as ordering ids

@@ -20,6 +20,7 @@ from math import gcd
 import torch
 
 from ...errors import ArgumentError
+from .uploads import uploaded
 
 FORMAT_VERSION = 1
 WORD_BITS = 32
@@ -201,8 +202,9 @@ class RowLayout:
     fields: tuple[tuple[int, int], ...]
 
     def to(self, device: torch.device) -> RowLayout:
-        """Return the layout with its tables on `device`."""
-        return RowLayout(self.format, self.tables.to(device), self.starts.to(device), self.fields)
+        """Return the layout with its tables on `device`; see `uploads.in_stream_order`."""
+        tables, starts = (uploaded(t, device) for t in (self.tables, self.starts))
+        return RowLayout(self.format, tables, starts, self.fields)
 
 
 @dataclass(frozen=True, eq=False)

@@ -109,6 +109,39 @@ def test_steps_of_a_model_wait_for_nothing(no_waiting) -> None:
     assert cache.stats()["moved_to_host_bytes"] > 0
 
 
+@pytest.mark.parametrize("offload", [True, False], ids=["host", "device"])
+def test_prompts_of_a_second_cache_wait_for_nothing(offload: bool, run_ahead) -> None:
+    """With the codecs of the first, while nothing that is queued runs."""
+    config = config_of("llama", num_hidden_layers=6, head_dim=128)
+
+    def tokens_of(seed: int) -> list[torch.Tensor]:
+        generator = torch.Generator("cuda").manual_seed(seed)
+        shape = (1, 900, 2, 128)
+        return [
+            torch.randn(shape, generator=generator, device="cuda").bfloat16().transpose(1, 2)
+            for _ in range(12)
+        ]
+
+    def feed(cache: Any, tokens: list[torch.Tensor], end: int) -> None:
+        for layer in range(6):
+            k, v = (t[:, :, :end] for t in tokens[2 * layer : 2 * layer + 2])
+            cache.update(k, v, layer)
+
+    for seed in range(2):
+        cache, tokens = compressed(config, offload=offload), tokens_of(seed)
+        if seed:
+            run_ahead(lambda: feed(cache, tokens, 900))  # noqa: B023
+        else:
+            feed(cache, tokens, 900)
+        for _ in range(3):  # the pass of a token goes on with what has come
+            torch.cuda.synchronize()
+            feed(cache, [t[:, :, -1:] for t in tokens], 1)
+        assert cache.stats()["packed_tokens"] > 700
+        for layer, k in enumerate(tokens[::2]):
+            expected = torch.cat([k, *[k[:, :, -1:]] * 3], dim=2)
+            assert torch.equal(cache.layers[layer].keys, expected)
+
+
 def test_another_device_is_refused() -> None:
     cache = compressed(config_of("llama"), device="cuda")
     with pytest.raises(bitslab.ArgumentTypeError, match="key_states: on cpu"):

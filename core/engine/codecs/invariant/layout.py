@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 import torch
 
@@ -42,6 +44,16 @@ def move_steps(mask: Array, levels: int) -> Array:
     return steps
 
 
+def _steps_of_one(mask: Array, levels: int) -> Array:
+    """Return the steps of a single mask, kept for codecs that differ in their values alone."""
+    return _kept_steps(mask.dtype.str, mask.tobytes(), levels).reshape(levels, *mask.shape)
+
+
+@lru_cache(maxsize=64)
+def _kept_steps(dtype: str, mask: bytes, levels: int) -> Array:
+    return move_steps(np.frombuffer(mask, dtype), levels)
+
+
 def run_of_ones(mask: int) -> tuple[int, int]:
     """Return the lowest bit and the width of a mask that is one run of ones, else (0, 0)."""
     if mask == 0:
@@ -72,8 +84,9 @@ def build_layout(fmt: RowFormat, masks: Array, values: Array) -> RowLayout:
     tables = np.empty((fmt.clusters, fmt.sections, fmt.positions), wide)
     tables[:, 0] = masks
     tables[:, 1 : 1 + fmt.values] = values.transpose(0, 2, 1)
-    tables[:, fmt.keep_section : fmt.mask_section] = move_steps(~masks, fmt.levels).swapaxes(0, 1)
-    tables[:, fmt.mask_section :] = move_steps(masks, fmt.levels).swapaxes(0, 1)
+    steps = _steps_of_one if masks.size == 1 else move_steps
+    tables[:, fmt.keep_section : fmt.mask_section] = steps(~masks, fmt.levels).swapaxes(0, 1)
+    tables[:, fmt.mask_section :] = steps(masks, fmt.levels).swapaxes(0, 1)
     keep_bits = 8 * fmt.chunk_bytes - np.bitwise_count(masks).astype(np.int64)
     starts = np.zeros((fmt.clusters, fmt.positions + 1), np.int32)
     np.cumsum(keep_bits, axis=1, out=starts[:, 1:])

@@ -11,6 +11,7 @@ As with bits.py, whoever changes short_groups.py has to clear ``__pycache__``.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -105,8 +106,8 @@ def tables_of(layout: RowLayout) -> ShortTables:
             runs[: len(found_runs)] = np.array(found_runs, np.int64).reshape(-1, 2)
         found = _tables[layout] = ShortTables(
             codes,
-            _gathered(x, ~mask, bits),
-            _gathered(x, mask, bits),
+            _gathered(~mask & ((1 << bits) - 1), bits),
+            _gathered(mask, bits),
             bits - mask.bit_count(),
             mask.bit_count(),
             mask,
@@ -117,8 +118,13 @@ def tables_of(layout: RowLayout) -> ShortTables:
     return found
 
 
-def _gathered(x: Array, mask: int, bits: int) -> Array:
-    """Gather the bits of `x` where the mask is 1 at the low end."""
+@lru_cache(maxsize=32)
+def _gathered(mask: int, bits: int) -> Array:
+    """Gather the bits of all chunks where the mask is 1 at the low end; not to be written to.
+
+    Kept, because codecs of one mask and many values follow one another: one for each layer.
+    """
+    x = np.arange(1 << bits, dtype=np.uint32)
     gathered = np.zeros(len(x), np.uint16)
     at = 0
     for bit in range(bits):

@@ -1,0 +1,120 @@
+"""Histories whose prompts are being packed, while the layers behind them are computed."""
+
+from __future__ import annotations
+
+from typing import Protocol
+from weakref import ref
+
+from ..errors import BitslabError
+
+#: Raw bytes of the histories whose samples, or whose packed sizes, have not come to the host. With
+#: more of them, the host waits for the oldest, behind whose work that of later layers is queued, so
+#: that the GPU never waits.
+MOST_BYTES = 128 << 20
+#: Histories that may be in either state whatever their size: the K and V of a layer.
+LEAST_HISTORIES = 2
+
+
+class Packs(Protocol):
+    """A history, as far as the queue knows it; `name` is for messages."""
+
+    name: str
+
+    @property
+    def samples(self) -> bool:
+        """Whether a sample of its tokens is on its way to the host."""
+        ...
+
+    @property
+    def packs(self) -> bool:
+        """Whether the sizes of packed blocks are on their way to the host."""
+        ...
+
+    @property
+    def tail_bytes(self) -> int:
+        """Bytes of its unpacked tokens."""
+        ...
+
+    def pack_on(self, *, wait: bool) -> None:
+        """Go on with packing; `wait` for what is on its way to the host, and for that alone."""
+        ...
+
+
+class PackingQueue:
+    """Histories of one device that are being packed without waiting for it, oldest first.
+
+    A history is in the queue from the append that brought a prompt until its blocks are packed.
+    Each append of any of them goes on with all.
+    """
+
+    def __init__(self) -> None:
+        self._histories: list[ref[Packs]] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the unpacked tokens of all histories in the queue."""
+        return sum(history.tail_bytes for history in self._there())
+
+    def __len__(self) -> int:
+        return len(self._histories)
+
+    def add(self, history: Packs) -> None:
+        """Go on with a history whenever others append, until nothing of it is on its way."""
+        if all(history is not other for other in self._there()):
+            self._histories.append(ref(history))
+
+    def advance(self) -> None:
+        """Go on with all histories as far as that needs no waiting, and wait where there are many.
+
+        Raises
+        ------
+        BitslabError
+            That of a history, whose name it gives. Its tokens are there, unpacked, and the next
+            call tries again; so after any other error.
+        """
+        if not self._histories:
+            return
+        for history in self._there():
+            _pack_on(history, wait=False)
+        there = self._drop_packed()
+        for state in ("samples", "packs"):
+            waiting = [history for history in there if getattr(history, state)]
+            nbytes = sum(history.tail_bytes for history in waiting)
+            while len(waiting) > LEAST_HISTORIES and nbytes > MOST_BYTES:
+                oldest = waiting.pop(0)
+                nbytes -= oldest.tail_bytes
+                _pack_on(oldest, wait=True)
+        self._drop_packed()
+
+    def finish(self) -> None:
+        """Pack all blocks of all histories, and wait for that.
+
+        Raises
+        ------
+        BitslabError
+            As `advance`.
+        """
+        while self._histories:
+            for history in self._there():
+                _pack_on(history, wait=True)
+            self._drop_packed()
+
+    def _there(self) -> list[Packs]:
+        """Return the histories that have not been collected."""
+        return [history for each in self._histories if (history := each()) is not None]
+
+    def _drop_packed(self) -> list[Packs]:
+        """Forget histories of which nothing is on its way; return the others."""
+        left = [history for history in self._there() if history.samples or history.packs]
+        self._histories = [ref(history) for history in left]
+        return left
+
+
+def _pack_on(history: Packs, *, wait: bool) -> None:
+    try:
+        history.pack_on(wait=wait)
+    except BitslabError as error:
+        raise type(error)(f"{history.name}: {error}") from error
+    except Exception as error:
+        error.add_note(f"bitslab: while packing {history.name}")
+        raise
