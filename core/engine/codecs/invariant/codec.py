@@ -170,7 +170,7 @@ class InvariantCodec(WordRowCodec):
             raise ArgumentError("sample: no rows; values are learnt from at least one")
         if self.clusters > 1:
             raise ArgumentError(f"refitted(): this codec has {self.clusters} clusters, expected 1")
-        rows = rows_as_bytes(sample, self.row_bytes).cpu().contiguous()
+        rows = rows_as_bytes(sample, self.row_bytes).contiguous()
         return InvariantCodec(refit_profile(rows, self.profile), self.row_shape, self.dtype)
 
     # Properties

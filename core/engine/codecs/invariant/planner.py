@@ -1,9 +1,11 @@
-"""Choosing masks and options by the exact packed size of a sample.
+"""Choosing masks and options by counting in a sample.
 
 A candidate is a chunk width, positional or uniform, and a rule that gives the masks. Values follow
-from the masks: the most frequent masked chunks. One pass over the sample then gives the exact
-packed size for every code width, grouped or not, so that the search is over a few dozen masks:
-each is measured on a small part of the sample, and the best few on all of it.
+from the masks: the most frequent masked chunks. The search is over a few dozen masks, and each is
+counted with all code widths, grouped or not, at once: on small parts of some rows first, then the
+best few on whole rows of the sample, by their exact packed size. All counting is done where the
+rows are, by the kernels of plan.cu or their twins; what comes back are counts, and in the end the
+masks and values that were chosen.
 """
 
 from __future__ import annotations
@@ -16,16 +18,21 @@ import torch
 
 from ....dtypes import EXPONENT_FIELDS, element_bytes
 from ....errors import load_optional
-from ...kernels import cpu
-from ...kernels.cpu.compiling import call
+from ...kernels import kernels_for
+from ...kernels.candidates import POSITIONAL_ROWS, CandidateTable, MaskRule
 from ...kernels.format import CHUNK_BYTES, CODE_BITS, RowFormat
 from .profile import UNSIGNED, Profile
 
 THRESHOLDS = tuple(0.5 + 0.05 * step for step in range(11))  # IBP section 4.1: a sweep up to 1
-SAMPLE_BYTES = 4 << 20  # what candidates are measured on at the most
-PROBE_BYTES = 96 << 10  # what all candidates are measured on first
-PROBE_ROWS = 48
-FINALISTS = 5
+#: Bytes that are drawn of longer tables, and rows: those of long rows, for whose positions values
+#: are learnt from as many rows, and those of the longest.
+SAMPLE_BYTES, SAMPLE_ROWS, LEAST_ROWS = 1 << 20, 128, 48
+LONG_SAMPLE_BYTES = 4 << 20
+#: Bytes that all candidates are counted on first, of as many rows as that makes, but at least some;
+#: of long rows in blocks, each whole groups of chunks of every width.
+PROBE_BYTES, PROBE_ROWS, BLOCK_BYTES = 64 << 10, 128, 256
+#: Candidates that are counted on all rows, of those that cost at most so much more than the best.
+FINALISTS, CLOSE = 5, 1.02
 
 
 @dataclass(frozen=True)
@@ -39,35 +46,17 @@ class Options:
     threshold: float | None = None
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """A way to get masks from a sample.
-
-    Either a `threshold` (a bit is invariant when at least this share of the rows agree on it), or
-    a fixed `field` of bits together with the bits on which all rows agree.
-    """
-
-    chunk_bytes: int
-    uniform: bool
-    threshold: float | None
-    field: int
-
-    def masks(self, sample: Sample) -> np.ndarray:
-        """Return ``[positions]`` masks."""
-        share = sample.bit_shares(self.chunk_bytes, self.uniform)
-        needed = 1.0 if self.threshold is None else self.threshold
-        invariant = np.maximum(share, 1 - share) >= needed - 1e-12
-        masks = np.packbits(invariant, axis=-1, bitorder="little")
-        return masks.view(UNSIGNED[self.chunk_bytes])[:, 0] | self.field
-
-
 class Sample:
-    """Rows to plan on: uint8 ``[n, row_bytes]`` on the CPU, with what is counted in them once."""
+    """Rows to plan on.
+
+    Parameters
+    ----------
+    rows : torch.Tensor
+        uint8 ``[n, row_bytes]``, contiguous, on a CPU or GPU.
+    """
 
     def __init__(self, rows: torch.Tensor) -> None:
         self.rows = rows
-        self._counts: dict[int, np.ndarray] = {}
-        self._parts: dict[int, Sample] = {}
 
     def __len__(self) -> int:
         return self.rows.shape[0]
@@ -78,15 +67,8 @@ class Sample:
         return self.rows.shape[1]
 
     def chunks(self, chunk_bytes: int) -> np.ndarray:
-        """View the rows as ``[n, C]`` chunks."""
+        """View the rows, on the CPU, as ``[n, C]`` chunks."""
         return self.rows.numpy().view(UNSIGNED[chunk_bytes])
-
-    def bit_shares(self, chunk_bytes: int, uniform: bool) -> np.ndarray:
-        """Return ``[positions, bits]``: the share of rows that have each bit set."""
-        if chunk_bytes not in self._counts:
-            self._counts[chunk_bytes] = cpu.count_bits(self.rows, chunk_bytes).numpy() / len(self)
-        share = self._counts[chunk_bytes]
-        return share.mean(axis=0, keepdims=True) if uniform else share
 
     def halves(self) -> tuple[Sample, Sample]:
         """Return the even and the odd rows; a single row twice."""
@@ -98,24 +80,50 @@ class Sample:
         """Return a sample of `n` rows spread over this one."""
         if n >= len(self):
             return self
-        if n not in self._parts:
-            spread = torch.linspace(0, len(self) - 1, n).long()
-            self._parts[n] = Sample(self.rows[spread].contiguous())
-        return self._parts[n]
+        spread = np.linspace(0, len(self) - 1, max(1, n)).astype(np.int64)
+        return Sample(self.rows[torch.from_numpy(spread).to(self.rows.device)])
+
+    def learnt(self, uniform: bool) -> Sample:
+        """Return the rows from which masks are learnt."""
+        if uniform:
+            return self.part(SAMPLE_BYTES // self.row_bytes)
+        return self.part(POSITIONAL_ROWS)
+
+    def probe(self) -> Sample:
+        """Return what all candidates are counted on: whole rows, or blocks of long ones."""
+        if self.rows.numel() <= PROBE_BYTES:
+            return self
+        blocks = self.row_bytes // BLOCK_BYTES
+        wanted = max(2, PROBE_BYTES // (BLOCK_BYTES * min(len(self), PROBE_ROWS)))
+        if blocks <= wanted:
+            return self.part(max(PROBE_ROWS, PROBE_BYTES // self.row_bytes))
+        rows = self.part(max(PROBE_ROWS, PROBE_BYTES // (BLOCK_BYTES * wanted))).rows
+        # Blocks at random: those at equal distances may all be the same part of a head or a field.
+        picked = np.random.default_rng(blocks).choice(blocks, wanted, replace=False)
+        picked = torch.from_numpy(np.sort(picked)).to(rows.device)
+        whole = rows[:, : blocks * BLOCK_BYTES].unflatten(1, (blocks, BLOCK_BYTES))
+        return Sample(whole[:, picked].flatten(1))
+
+    def bit_counts(self) -> torch.Tensor:
+        """Return int64 counts of the rows that have each bit set."""
+        # The widest chunk is counted quickest, and the order of bits is the same for all.
+        width = next(w for w in reversed(CHUNK_BYTES) if self.row_bytes % w == 0)
+        return kernels_for(self.rows.device).count_bits(self.rows, width)
 
 
 def draw_sample(rows: torch.Tensor, seed: int) -> Sample:
-    """Draw at most SAMPLE_BYTES of uint8 ``[N, row_bytes]`` rows, on any device."""
+    """Draw rows from uint8 ``[N, row_bytes]`` ones, on their device."""
     n, row_bytes = rows.shape
-    wanted = max(PROBE_ROWS, SAMPLE_BYTES // row_bytes)
+    many = min(SAMPLE_ROWS, LONG_SAMPLE_BYTES // row_bytes)
+    wanted = max(LEAST_ROWS, many, SAMPLE_BYTES // row_bytes)
     if n > wanted:
         picked = np.sort(np.random.default_rng(seed).choice(n, wanted, replace=False))
         rows = rows[torch.from_numpy(picked).to(rows.device)]
-    return Sample(rows.cpu().contiguous())
+    return Sample(rows.contiguous())
 
 
-def candidates(row_bytes: int, dtype: torch.dtype, options: Options) -> Iterator[Candidate]:
-    """Yield every mask rule worth measuring for rows of this size and dtype."""
+def candidates(row_bytes: int, dtype: torch.dtype, options: Options) -> Iterator[MaskRule]:
+    """Yield every mask rule worth counting for rows of this size and dtype."""
     number = element_bytes(dtype)
     if options.chunk_bytes is not None:
         widths: Sequence[int] = (options.chunk_bytes,)
@@ -126,13 +134,13 @@ def candidates(row_bytes: int, dtype: torch.dtype, options: Options) -> Iterator
     for width in widths:
         for uniform in (False, True) if options.uniform is None else (options.uniform,):
             for threshold in thresholds:
-                yield Candidate(width, uniform, threshold, 0)
+                yield MaskRule(width, uniform, threshold, 0)
             # The published algorithm knows thresholds only; a caller who asks for exactly its
             # options, or for a threshold, gets no other masks.
             published = options.code_bits == 1 and not uniform and options.grouped is False
             if options.threshold is None and not published:
                 for field in fields(width, number, dtype):
-                    yield Candidate(width, uniform, None, field)
+                    yield MaskRule(width, uniform, None, field)
 
 
 def fields(chunk_bytes: int, number_bytes: int, dtype: torch.dtype) -> list[int]:
@@ -153,61 +161,57 @@ def fields(chunk_bytes: int, number_bytes: int, dtype: torch.dtype) -> list[int]
     return [field * copies for field in found] + [everything]
 
 
-def top_values(
-    sample: Sample, chunk_bytes: int, uniform: bool, masks: np.ndarray, count: int
-) -> np.ndarray:
-    """Return ``[positions, count]``: the most frequent masked chunks, most frequent first."""
-    load_optional("numba", extra=None, purpose="planning a codec")
-    from ...kernels.cpu import plan
-
-    chunks = sample.chunks(chunk_bytes)
-    top = np.zeros((len(masks), count), chunks.dtype)
-    if uniform:
-        masked = chunks.ravel() & masks[0]
-        masked.sort()
-        call(plan.top_values_of, masked, top[0])
-    else:
-        plan.top_values_by_position(chunks, masks, top)
-    return top
-
-
 @dataclass(frozen=True)
 class Plan:
     """A measured candidate: its best options and what they cost."""
 
     cost: float
-    candidate: Candidate
+    candidate: MaskRule
     code_bits: int
     grouped: bool
 
 
+def learn(sample: Sample, rules: Sequence[MaskRule]) -> tuple[CandidateTable, torch.Tensor, torch.Tensor]:
+    """Return rules as a table, and the masks and values that they give for a sample."""
+    kernels = kernels_for(sample.rows.device)
+    table = CandidateTable.of(rules, sample.row_bytes, len(sample))
+    masks = kernels.agreed_masks(sample.bit_counts(), len(sample), table)
+    return table, masks, kernels.frequent_values(sample.rows, masks, table)
+
+
 def measure(
-    sample: Sample, learn: Sample, candidate: Candidate, options: Options, n_rows: int
-) -> Plan:
-    """Measure a candidate, with masks and values of `learn`, exactly on `sample`.
+    test: Sample,
+    learnt: Sample,
+    rules: Sequence[MaskRule],
+    options: Options,
+    n_rows: int,
+    row_bytes: int,
+) -> list[Plan]:
+    """Measure candidates, with masks and values of `learnt`, on `test`.
 
     The cost is the bytes of `n_rows` such rows packed, and of the profile. The profile counts
-    against overfitting too: a value that few rows take costs more to keep than it saves.
+    against overfitting too: a value that few rows take costs more to keep than it saves. Where the
+    samples are parts of rows of `row_bytes`, the size of a row is in the proportion of its parts.
     """
-    from ...kernels.cpu import plan
-
-    masks = candidate.masks(learn)
-    most_values = (1 << max(CODE_BITS)) - 1
-    values = top_values(learn, candidate.chunk_bytes, candidate.uniform, masks, most_values)
-    totals = np.zeros((len(CODE_BITS), 2), np.int64)
-    row_words = -(-sample.row_bytes // 4)
-    chunks = sample.chunks(candidate.chunk_bytes)
-    call(plan.words_by_option, chunks, masks, values, row_words, totals)
-    scale = 4 * n_rows / len(sample)
-    best: Plan | None = None
-    for code_bits in CODE_BITS if options.code_bits is None else (options.code_bits,):
-        for grouped in (False, True) if options.grouped is None else (options.grouped,):
-            profile_bytes = masks.nbytes * (1 << code_bits)
-            cost = totals[code_bits - 1, int(grouped)] * scale + profile_bytes
-            if best is None or cost < best.cost:
-                best = Plan(cost, candidate, code_bits, grouped)
-    assert best is not None
-    return best
+    table, masks, values = learn(learnt, rules)
+    whole = test.row_bytes == row_bytes
+    kernels = kernels_for(test.rows.device)
+    units = kernels.sizes_by_option(test.rows, masks, values, table, 32 if whole else 1)
+    bytes_a_unit = 4 if whole else row_bytes / test.row_bytes / 8
+    costs = units.cpu().numpy() * (bytes_a_unit * n_rows / len(test))
+    plans = []
+    for rule, by_option in zip(rules, costs, strict=True):
+        mask_bytes = rule.chunk_bytes if rule.uniform else row_bytes
+        best: Plan | None = None
+        for code_bits in CODE_BITS if options.code_bits is None else (options.code_bits,):
+            for grouped in (False, True) if options.grouped is None else (options.grouped,):
+                cost = float(by_option[code_bits - 1, int(grouped)])
+                cost += mask_bytes * (1 << code_bits)
+                if best is None or cost < best.cost:
+                    best = Plan(cost, rule, code_bits, grouped)
+        assert best is not None
+        plans.append(best)
+    return plans
 
 
 def choose_plan(sample: Sample, dtype: torch.dtype, options: Options, n_rows: int) -> Plan:
@@ -215,16 +219,20 @@ def choose_plan(sample: Sample, dtype: torch.dtype, options: Options, n_rows: in
     load_optional("numba", extra=None, purpose="planning a codec")
     # Where the sample is not all there is, masks and values are learnt on one half and measured on
     # the other: what only fits the rows it was learnt on must not look like a gain.
-    learn, test = (sample, sample) if len(sample) >= n_rows else sample.halves()
-    probe_rows = max(PROBE_ROWS, PROBE_BYTES // sample.row_bytes)
-    found = [
-        measure(test.part(probe_rows), learn.part(probe_rows), candidate, options, n_rows)
-        for candidate in candidates(sample.row_bytes, dtype, options)
-    ]
+    learnt, test = (sample, sample) if len(sample) >= n_rows else sample.halves()
+    rules = list(candidates(sample.row_bytes, dtype, options))
+    probes = learnt.probe(), test.probe()
+    found = measure(probes[1], probes[0], rules, options, n_rows, sample.row_bytes)
     found.sort(key=lambda plan: plan.cost)
-    if len(test) <= probe_rows and len(learn) <= probe_rows:
+    if probes == (learnt, test):
         return found[0]
-    finalists = [measure(test, learn, p.candidate, options, n_rows) for p in found[:FINALISTS]]
+    near = [plan for plan in found[:FINALISTS] if plan.cost <= CLOSE * found[0].cost]
+    finalists = []
+    for uniform in (False, True):
+        chosen = [plan.candidate for plan in near if plan.candidate.uniform == uniform]
+        if chosen:
+            rows = learnt.learnt(uniform)
+            finalists += measure(test, rows, chosen, options, n_rows, sample.row_bytes)
     return min(finalists, key=lambda plan: plan.cost)
 
 
@@ -232,13 +240,22 @@ def fit_profile(sample: Sample, plan: Plan) -> Profile:
     """Fit masks and values of a plan to a sample."""
     c = plan.candidate
     fmt = RowFormat(sample.row_bytes, c.chunk_bytes, plan.code_bits, plan.grouped, c.uniform)
-    masks = c.masks(sample)
-    values = top_values(sample, c.chunk_bytes, c.uniform, masks, fmt.values)
-    return Profile(fmt, masks[None], values[None])
+    _, masks, values = learn(sample.learnt(c.uniform), [c])
+    return _profile(fmt, masks, values)
 
 
 def refit_profile(rows: torch.Tensor, profile: Profile) -> Profile:
-    """Learn the values of a profile's masks anew, from uint8 ``[n, row_bytes]`` rows on the CPU."""
-    f, masks = profile.format, profile.masks[0]
-    values = top_values(Sample(rows), f.chunk_bytes, f.uniform, masks, f.values)
-    return Profile(f, profile.masks, values[None])
+    """Learn the values of a profile's masks anew, from uint8 ``[n, row_bytes]`` rows."""
+    f = profile.format
+    sample = Sample(rows).learnt(f.uniform)
+    table = CandidateTable.of([MaskRule(f.chunk_bytes, f.uniform, None, 0)], f.row_bytes, 1)
+    masks = torch.from_numpy(profile.masks[0].astype(np.uint64).view(np.int64)).to(rows.device)
+    values = kernels_for(rows.device).frequent_values(sample.rows, masks, table)
+    return _profile(f, masks, values)
+
+
+def _profile(fmt: RowFormat, masks: torch.Tensor, values: torch.Tensor) -> Profile:
+    """Return a profile of masks and values as they were learnt, copied to the host at once."""
+    found = torch.cat([masks[None], values[: fmt.values]]).cpu().numpy().view(np.uint64)
+    narrow = found.astype(UNSIGNED[fmt.chunk_bytes])
+    return Profile(fmt, narrow[:1], np.ascontiguousarray(narrow[1:].T)[None])
