@@ -24,13 +24,17 @@ from ...kernels.format import CHUNK_BYTES, CODE_BITS, RowFormat
 from .profile import UNSIGNED, Profile
 
 THRESHOLDS = tuple(0.5 + 0.05 * step for step in range(11))  # IBP section 4.1: a sweep up to 1
-#: Bytes that are drawn of longer tables, and rows: those of long rows, for whose positions values
-#: are learnt from as many rows, and those of the longest.
-SAMPLE_BYTES, SAMPLE_ROWS, LEAST_ROWS = 1 << 20, 128, 48
-LONG_SAMPLE_BYTES = 4 << 20
+#: Bytes that are drawn of longer tables, at least some rows. Bits are counted in all of them: where
+#: a share is near its threshold, the masks of fewer rows pack worse.
+SAMPLE_BYTES, LEAST_ROWS = 4 << 20, 48
+#: Bytes of neighbouring rows that are drawn together.
+RUN_BYTES = 512
+#: Bytes from which uniform and positional values are learnt, and those of whole rows that are
+#: measured.
+LEARNT_BYTES, POSITIONAL_BYTES, TESTED_BYTES = 256 << 10, 2 << 20, 512 << 10
 #: Bytes that all candidates are counted on first, of as many rows as that makes, but at least some;
 #: of long rows in blocks, each whole groups of chunks of every width.
-PROBE_BYTES, PROBE_ROWS, BLOCK_BYTES = 64 << 10, 128, 256
+PROBE_BYTES, PROBE_ROWS, BLOCK_BYTES = 48 << 10, 96, 256
 #: Candidates that are counted on all rows, of those that cost at most so much more than the best.
 FINALISTS, CLOSE = 5, 1.02
 
@@ -57,6 +61,8 @@ class Sample:
 
     def __init__(self, rows: torch.Tensor) -> None:
         self.rows = rows
+        self._counts: torch.Tensor | None = None
+        self._halves: tuple[Sample, Sample] | None = None
 
     def __len__(self) -> int:
         return self.rows.shape[0]
@@ -74,52 +80,90 @@ class Sample:
         """Return the even and the odd rows; a single row twice."""
         if len(self) < 2:
             return self, self
-        return Sample(self.rows[::2].contiguous()), Sample(self.rows[1::2].contiguous())
+        if self._halves is None:
+            even, odd = (self.rows[first::2].contiguous() for first in (0, 1))
+            self._halves = Sample(even), Sample(odd)
+        return self._halves
 
     def part(self, n: int) -> Sample:
         """Return a sample of `n` rows spread over this one."""
         if n >= len(self):
             return self
         spread = np.linspace(0, len(self) - 1, max(1, n)).astype(np.int64)
-        return Sample(self.rows[torch.from_numpy(spread).to(self.rows.device)])
+        return Sample(take_rows(self.rows, spread))
 
-    def learnt(self, uniform: bool) -> Sample:
-        """Return the rows from which masks are learnt."""
+    def valued(self, uniform: bool, share: int = 1) -> Sample:
+        """Return the rows from which values are learnt, or one of so many shares of them."""
         if uniform:
-            return self.part(SAMPLE_BYTES // self.row_bytes)
-        return self.part(POSITIONAL_ROWS)
+            return self.part(LEARNT_BYTES // self.row_bytes)
+        rows = max(PROBE_ROWS, POSITIONAL_BYTES // (share * self.row_bytes))
+        return self.part(min(rows, POSITIONAL_ROWS))
 
-    def probe(self) -> Sample:
-        """Return what all candidates are counted on: whole rows, or blocks of long ones."""
-        if self.rows.numel() <= PROBE_BYTES:
-            return self
+    def blocks(self) -> np.ndarray | None:
+        """Return the numbers of the blocks of a row that are enough to compare all candidates.
+
+        None: whole rows are needed.
+        """
         blocks = self.row_bytes // BLOCK_BYTES
         wanted = max(2, PROBE_BYTES // (BLOCK_BYTES * min(len(self), PROBE_ROWS)))
-        if blocks <= wanted:
-            return self.part(max(PROBE_ROWS, PROBE_BYTES // self.row_bytes))
-        rows = self.part(max(PROBE_ROWS, PROBE_BYTES // (BLOCK_BYTES * wanted))).rows
-        # Blocks at random: those at equal distances may all be the same part of a head or a field.
-        picked = np.random.default_rng(blocks).choice(blocks, wanted, replace=False)
-        picked = torch.from_numpy(np.sort(picked)).to(rows.device)
-        whole = rows[:, : blocks * BLOCK_BYTES].unflatten(1, (blocks, BLOCK_BYTES))
-        return Sample(whole[:, picked].flatten(1))
+        if self.rows.numel() <= PROBE_BYTES or blocks <= wanted:
+            return None
+        # At random: blocks at equal distances may all be the same part of a head or a field.
+        return np.sort(np.random.default_rng(blocks).choice(blocks, wanted, replace=False))
+
+    def probe(self, blocks: np.ndarray | None) -> Sample:
+        """Return a part of the rows, or of blocks of them, with the counts of all rows."""
+        if self.rows.numel() <= PROBE_BYTES:
+            return self
+        width = self.row_bytes if blocks is None else len(blocks) * BLOCK_BYTES
+        rows = self.part(max(PROBE_ROWS, PROBE_BYTES // width)).rows
+        if blocks is None:
+            return Sample(rows)
+        picked = torch.from_numpy(blocks).to(rows.device)
+        end = self.row_bytes // BLOCK_BYTES * BLOCK_BYTES
+        return Sample(rows[:, :end].unflatten(1, (-1, BLOCK_BYTES))[:, picked].flatten(1))
 
     def bit_counts(self) -> torch.Tensor:
-        """Return int64 counts of the rows that have each bit set."""
-        # The widest chunk is counted quickest, and the order of bits is the same for all.
-        width = next(w for w in reversed(CHUNK_BYTES) if self.row_bytes % w == 0)
-        return kernels_for(self.rows.device).count_bits(self.rows, width)
+        """Return int64 ``[row_bytes, 8]``: the rows that have each bit set."""
+        if self._counts is None:
+            if self._halves is None:
+                # The widest chunk is counted quickest, and the order of bits is the same for all.
+                width = next(w for w in reversed(CHUNK_BYTES) if self.row_bytes % w == 0)
+                counts = kernels_for(self.rows.device).count_bits(self.rows, width)
+            else:
+                even, odd = self._halves
+                counts = even.bit_counts() + odd.bit_counts()
+            self._counts = counts.view(-1, 8)
+        return self._counts
+
+    def block_counts(self, blocks: np.ndarray | None) -> torch.Tensor:
+        """Return the counts of the bytes of some blocks of the rows, or of all."""
+        counts = self.bit_counts()
+        if blocks is None:
+            return counts
+        places = (blocks[:, None] * BLOCK_BYTES + np.arange(BLOCK_BYTES)).reshape(-1)
+        return take_rows(counts, places)
 
 
 def draw_sample(rows: torch.Tensor, seed: int) -> Sample:
     """Draw rows from uint8 ``[N, row_bytes]`` ones, on their device."""
     n, row_bytes = rows.shape
-    many = min(SAMPLE_ROWS, LONG_SAMPLE_BYTES // row_bytes)
-    wanted = max(LEAST_ROWS, many, SAMPLE_BYTES // row_bytes)
+    wanted = max(LEAST_ROWS, SAMPLE_BYTES // row_bytes)
     if n > wanted:
-        picked = np.sort(np.random.default_rng(seed).choice(n, wanted, replace=False))
-        rows = rows[torch.from_numpy(picked).to(rows.device)]
+        # Short rows come a few neighbours at a time: finding a place takes longer than a row.
+        run = max(1, min(RUN_BYTES // row_bytes, n // wanted))
+        rows = rows[: n // run * run].contiguous().view(-1, run * row_bytes)
+        n, wanted = n // run, -(-wanted // run)
+        # One of each of as many stretches.
+        places = np.arange(wanted) + np.random.default_rng(seed).random(wanted)
+        picked = np.minimum((places * (n / wanted)).astype(np.int64), n - 1)
+        rows = take_rows(rows, picked).view(-1, row_bytes)
     return Sample(rows.contiguous())
+
+
+def take_rows(rows: torch.Tensor, ids: np.ndarray) -> torch.Tensor:
+    """Return rows by their numbers, on their device."""
+    return rows.index_select(0, torch.from_numpy(ids).to(rows.device, non_blocking=True))
 
 
 def candidates(row_bytes: int, dtype: torch.dtype, options: Options) -> Iterator[MaskRule]:
@@ -171,42 +215,48 @@ class Plan:
     grouped: bool
 
 
-def learn(sample: Sample, rules: Sequence[MaskRule]) -> tuple[CandidateTable, torch.Tensor, torch.Tensor]:
-    """Return rules as a table, and the masks and values that they give for a sample."""
-    kernels = kernels_for(sample.rows.device)
-    table = CandidateTable.of(rules, sample.row_bytes, len(sample))
-    masks = kernels.agreed_masks(sample.bit_counts(), len(sample), table)
-    return table, masks, kernels.frequent_values(sample.rows, masks, table)
+@dataclass(frozen=True, eq=False)
+class Learnt:
+    """Rules with the masks and values that rows gave them, on the device of the rows."""
+
+    rules: Sequence[MaskRule]
+    table: CandidateTable
+    masks: torch.Tensor
+    values: torch.Tensor
+
+
+def learn(
+    rules: Sequence[MaskRule], counts: torch.Tensor, n_rows: int, rows: torch.Tensor
+) -> Learnt:
+    """Learn masks from the counts of the bits of `n_rows` rows, and values from some rows."""
+    kernels = kernels_for(rows.device)
+    table = CandidateTable.of(rules, rows.shape[1], n_rows)
+    masks = kernels.agreed_masks(counts, n_rows, table)
+    return Learnt(rules, table, masks, kernels.frequent_values(rows, masks, table))
 
 
 def measure(
-    test: Sample,
-    learnt: Sample,
-    rules: Sequence[MaskRule],
-    options: Options,
-    n_rows: int,
-    row_bytes: int,
+    learnt: Learnt, test: Sample, options: Options, n_rows: int, row_bytes: int
 ) -> list[Plan]:
-    """Measure candidates, with masks and values of `learnt`, on `test`.
+    """Measure what was learnt on other rows, or on the same ones where these are all there are.
 
     The cost is the bytes of `n_rows` such rows packed, and of the profile. The profile counts
     against overfitting too: a value that few rows take costs more to keep than it saves. Where the
     samples are parts of rows of `row_bytes`, the size of a row is in the proportion of its parts.
     """
-    table, masks, values = learn(learnt, rules)
     whole = test.row_bytes == row_bytes
-    kernels = kernels_for(test.rows.device)
-    units = kernels.sizes_by_option(test.rows, masks, values, table, 32 if whole else 1)
+    units = kernels_for(test.rows.device).sizes_by_option(
+        test.rows, learnt.masks, learnt.values, learnt.table, 32 if whole else 1
+    )
     bytes_a_unit = 4 if whole else row_bytes / test.row_bytes / 8
     costs = units.cpu().numpy() * (bytes_a_unit * n_rows / len(test))
     plans = []
-    for rule, by_option in zip(rules, costs, strict=True):
+    for rule, by_option in zip(learnt.rules, costs.tolist(), strict=True):
         mask_bytes = rule.chunk_bytes if rule.uniform else row_bytes
         best: Plan | None = None
         for code_bits in CODE_BITS if options.code_bits is None else (options.code_bits,):
             for grouped in (False, True) if options.grouped is None else (options.grouped,):
-                cost = float(by_option[code_bits - 1, int(grouped)])
-                cost += mask_bytes * (1 << code_bits)
+                cost = by_option[code_bits - 1][int(grouped)] + mask_bytes * (1 << code_bits)
                 if best is None or cost < best.cost:
                     best = Plan(cost, rule, code_bits, grouped)
         assert best is not None
@@ -219,20 +269,24 @@ def choose_plan(sample: Sample, dtype: torch.dtype, options: Options, n_rows: in
     load_optional("numba", extra=None, purpose="planning a codec")
     # Where the sample is not all there is, masks and values are learnt on one half and measured on
     # the other: what only fits the rows it was learnt on must not look like a gain.
-    learnt, test = (sample, sample) if len(sample) >= n_rows else sample.halves()
-    rules = list(candidates(sample.row_bytes, dtype, options))
-    probes = learnt.probe(), test.probe()
-    found = measure(probes[1], probes[0], rules, options, n_rows, sample.row_bytes)
-    found.sort(key=lambda plan: plan.cost)
-    if probes == (learnt, test):
+    known, test = (sample, sample) if len(sample) >= n_rows else sample.halves()
+    row_bytes = sample.row_bytes
+    rules = list(candidates(row_bytes, dtype, options))
+    blocks = known.blocks()
+    rows, tested = known.probe(blocks), test.probe(blocks)
+    learnt = learn(rules, known.block_counts(blocks), len(known), rows.rows)
+    found = sorted(measure(learnt, tested, options, n_rows, row_bytes), key=lambda plan: plan.cost)
+    if (rows, tested) == (known, test):
         return found[0]
+    test = test.part(max(LEAST_ROWS, TESTED_BYTES // row_bytes))
     near = [plan for plan in found[:FINALISTS] if plan.cost <= CLOSE * found[0].cost]
     finalists = []
     for uniform in (False, True):
         chosen = [plan.candidate for plan in near if plan.candidate.uniform == uniform]
         if chosen:
-            rows = learnt.learnt(uniform)
-            finalists += measure(test, rows, chosen, options, n_rows, sample.row_bytes)
+            counts, some = known.bit_counts(), known.valued(uniform, share=4)
+            learnt = learn(chosen, counts, len(known), some.rows)
+            finalists += measure(learnt, test, options, n_rows, row_bytes)
     return min(finalists, key=lambda plan: plan.cost)
 
 
@@ -240,14 +294,14 @@ def fit_profile(sample: Sample, plan: Plan) -> Profile:
     """Fit masks and values of a plan to a sample."""
     c = plan.candidate
     fmt = RowFormat(sample.row_bytes, c.chunk_bytes, plan.code_bits, plan.grouped, c.uniform)
-    _, masks, values = learn(sample.learnt(c.uniform), [c])
-    return _profile(fmt, masks, values)
+    learnt = learn([c], sample.bit_counts(), len(sample), sample.valued(c.uniform).rows)
+    return _profile(fmt, learnt.masks, learnt.values)
 
 
 def refit_profile(rows: torch.Tensor, profile: Profile) -> Profile:
     """Learn the values of a profile's masks anew, from uint8 ``[n, row_bytes]`` rows."""
     f = profile.format
-    sample = Sample(rows).learnt(f.uniform)
+    sample = Sample(rows).valued(f.uniform)
     table = CandidateTable.of([MaskRule(f.chunk_bytes, f.uniform, None, 0)], f.row_bytes, 1)
     masks = torch.from_numpy(profile.masks[0].astype(np.uint64).view(np.int64)).to(rows.device)
     values = kernels_for(rows.device).frequent_values(sample.rows, masks, table)

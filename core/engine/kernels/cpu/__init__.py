@@ -43,15 +43,15 @@ def count_bits(rows: torch.Tensor, chunk_bytes: int) -> torch.Tensor:
     torch.Tensor
         int64 ``[C, 8 * chunk_bytes]``, bit 0 the least significant.
     """
-    kernel = packing().count_bits
-    chunks = chunks_of(rows, chunk_bytes)
+    kernel, raw = packing().count_bits, rows.numpy()
 
     def work(begin: int, end: int) -> np.ndarray[Any, Any]:
-        counts = np.zeros((chunks.shape[1], 8 * chunk_bytes), np.int64)
-        call(kernel, chunks, counts, begin, end)
+        counts = np.zeros((rows.shape[1], 8), np.int64)
+        call(kernel, raw, counts, begin, end)
         return counts
 
-    return torch.from_numpy(sum(run_ranges(work, *rows.shape)))
+    # The bits of a chunk are those of its bytes, one after the other.
+    return torch.from_numpy(sum(run_ranges(work, *rows.shape))).view(-1, 8 * chunk_bytes)
 
 
 def packed_words(rows: torch.Tensor, layout: RowLayout) -> tuple[torch.Tensor, torch.Tensor]:

@@ -94,9 +94,7 @@ def frequent_values(columns, masks, keys, counts, places, multiplier, shift, val
             x = keys[place]
             counts[place] = 0
             j = ranks
-            while j > 0 and (
-                top[j - 1] < count or (top[j - 1] == count and values[j - 1, i] > x)
-            ):
+            while j > 0 and (top[j - 1] < count or (top[j - 1] == count and values[j - 1, i] > x)):
                 if j < ranks:
                     top[j] = top[j - 1]
                     values[j, i] = values[j - 1, i]
