@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
+import torch
+
+from ...errors import ArgumentError
 
 #: Columns of `CandidateTable.numbers`; plan.cu gets them as defines.
 WIDTH, UNIFORM, AGREED, FIELD, FIRST, POSITIONS = range(6)
@@ -58,6 +61,7 @@ class CandidateTable:
 
     row_bytes: int
     numbers: np.ndarray
+    _on: dict[torch.device, torch.Tensor] = field(default_factory=dict)
 
     @classmethod
     def of(cls, rules: Iterable[MaskRule], row_bytes: int, n_rows: int) -> CandidateTable:
@@ -71,8 +75,8 @@ class CandidateTable:
             share = 1.0 if rule.threshold is None else rule.threshold
             # A share that equals the threshold counts, whatever its last digit.
             agreed = counted if share == 1 else int(np.ceil((share - 1e-12) * counted))
-            field = rule.field - (1 << 64) if rule.field >> 63 else rule.field
-            rows.append((rule.chunk_bytes, int(rule.uniform), agreed, field, first, positions))
+            signed = rule.field - (1 << 64) if rule.field >> 63 else rule.field
+            rows.append((rule.chunk_bytes, int(rule.uniform), agreed, signed, first, positions))
             first += positions
         return cls(row_bytes, np.array(rows, np.int64).reshape(-1, COLUMNS))
 
@@ -84,3 +88,18 @@ class CandidateTable:
     def entries(self) -> int:
         """Number of masks of all candidates."""
         return int(self.numbers[:, POSITIONS].sum())
+
+    def on(self, device: torch.device) -> torch.Tensor:
+        """Return the numbers on a device, copied there at the first use."""
+        found = self._on.get(device)
+        if found is None:
+            found = self._on[device] = torch.from_numpy(self.numbers).to(device)
+        return found
+
+
+def check_positional_rows(n_rows: int, candidates: CandidateTable) -> None:
+    """Refuse more rows than values of positional masks are learnt from."""
+    if n_rows > POSITIONAL_ROWS and not candidates.numbers[:, UNIFORM].all():
+        raise ArgumentError(
+            f"rows: {n_rows}, accepted are {POSITIONAL_ROWS} where masks are positional"
+        )

@@ -24,15 +24,18 @@ FILES = sorted(path.stem for path in FOLDER.glob("*.cu"))
 
 #: The twin of each kernel. Kernels that share one differ in how they divide the work.
 TWINS: dict[str, Any] = {
+    "agreed_masks": cpu.agreed_masks,
     "check_ids": cpu.check_ids,
     "claim_slots": slots.claim_slots,
     "copy_rows": cpu.copy_rows,
     "count_bits": cpu.count_bits,
     "count_ids": ids.count_ids,
+    "count_values": cpu.frequent_values,
     "decode_long_rows": cpu.decode_rows,
     "decode_rows": cpu.decode_rows,
     "encode_rows": cpu.encode_rows,
     "find_ids": cpu.map_find,
+    "frequent_by_position": cpu.frequent_values,
     "gather_long_rows": cpu.gather_rows,
     "gather_rows": cpu.gather_rows,
     "gather_short_rows": cpu.gather_rows,
@@ -42,7 +45,9 @@ TWINS: dict[str, Any] = {
     "packed_words": cpu.packed_words,
     "pool_bags": bags.pool_bags,
     "reset_order": ids.reset_order,
+    "sizes_by_option": cpu.sizes_by_option,
     "sound_offsets": bags.sound_offsets,
+    "top_values": cpu.frequent_values,
 }
 
 

@@ -22,7 +22,9 @@ from .compiling import call
 from .constants import chunks_of, constants_of, unsigned
 from .items import PreparedItems
 from .loading import encoding_shorts, gathering, mapping, packing
-from .planning import agreed_masks, frequent_values, sizes_by_option
+from .planning import agreed_masks as agreed_masks
+from .planning import frequent_values as frequent_values
+from .planning import sizes_by_option as sizes_by_option
 from .prepared import PreparedTable
 from .row_finder import HOST_SOURCES, NO_IDS, RowFinder, decode_found_rows
 from .threads import run_ranges

@@ -11,8 +11,15 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from ....errors import ArgumentError
-from ..candidates import FIRST, POSITIONAL_ROWS, POSITIONS, UNIFORM, VALUES, WIDTH, CandidateTable
+from ..candidates import (
+    FIRST,
+    POSITIONS,
+    UNIFORM,
+    VALUES,
+    WIDTH,
+    CandidateTable,
+    check_positional_rows,
+)
 from .compiling import call
 from .constants import UNSIGNED, chunks_of
 from .loading import planning
@@ -148,14 +155,6 @@ def sizes_by_option(
             totals[c],
         )
     return torch.from_numpy(totals)
-
-
-def check_positional_rows(n_rows: int, candidates: CandidateTable) -> None:
-    """Refuse more rows than values of positional masks are learnt from."""
-    if n_rows > POSITIONAL_ROWS and not candidates.numbers[:, UNIFORM].all():
-        raise ArgumentError(
-            f"rows: {n_rows}, accepted are {POSITIONAL_ROWS} where masks are positional"
-        )
 
 
 def _columns(rows: torch.Tensor, width: int, turned: dict[int, Array]) -> Array:

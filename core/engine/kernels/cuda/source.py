@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from ....dtypes import EXPONENT_FIELDS
+from ..candidates import AGREED, COLUMNS, FIELD, FIRST, UNIFORM, VALUES, WIDTH
 from ..format import (
     BUCKET_ENTRIES,
     CHUNK_BYTES,
@@ -40,6 +41,13 @@ _KERNELS: dict[str, tuple[str, ...]] = {
     "map": ("insert_ids", "find_ids"),
     "slots": ("claim_slots", "give_slots"),
     "bags": ("pool_bags", "sound_offsets"),
+    "plan": (
+        "agreed_masks",
+        "frequent_by_position",
+        "count_values",
+        "top_values",
+        "sizes_by_option",
+    ),
 }
 
 #: Fewest chunks a lane with which eight lanes can take a row.
@@ -53,6 +61,16 @@ CACHE_DEFINES = {
     "BUCKET_ENTRIES": BUCKET_ENTRIES,
     "NO_ID": NO_ID,
     "NOT_CACHED": NOT_CACHED,
+}
+#: What kernels know of candidates of a plan.
+PLAN_DEFINES = {
+    "WIDTH": WIDTH,
+    "UNIFORM": UNIFORM,
+    "AGREED": AGREED,
+    "FIELD": FIELD,
+    "FIRST": FIRST,
+    "COLUMNS": COLUMNS,
+    "VALUES": VALUES,
 }
 #: Bins that ids are ordered by before a gather from a large table.
 ORDER_BINS = 8192
@@ -169,7 +187,7 @@ class PlainVariant:
     Parameters
     ----------
     file : str
-        ``"copy"``, ``"ids"``, ``"map"``, ``"slots"`` or ``"bags"``.
+        ``"copy"``, ``"ids"``, ``"map"``, ``"slots"``, ``"bags"`` or ``"plan"``.
     settings : tuple of (str, int)
         The preprocessor's definitions.
     """
@@ -197,6 +215,8 @@ IDS = PlainVariant("ids", (("BINS", ORDER_BINS),))
 MAP = PlainVariant("map", tuple(CACHE_DEFINES.items()))
 #: The one compilation of the search for the slots of a batch.
 SLOTS = PlainVariant("slots", (("NO_SLOT", NO_SLOT),))
+#: The one compilation of what a planner counts.
+PLAN = PlainVariant("plan", tuple(PLAN_DEFINES.items()))
 
 
 def copy_variant(unit_bytes: int, piece_bytes: int) -> PlainVariant:
@@ -231,6 +251,7 @@ def all_variants() -> Iterator[AnyVariant]:
     yield IDS
     yield MAP
     yield SLOTS
+    yield PLAN
     for size in BAG_VALUE_BYTES:
         yield from (bags_variant(size, vector) for vector in (1, 16 // size))
     for unit, pieces in COPY_PIECES.items():
