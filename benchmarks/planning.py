@@ -8,7 +8,7 @@ python benchmarks/before_after.py main . -- "planning.py --only cpu"    # beside
 Each fit gets rows that it has not seen. "ratio" is raw bytes over packed rows, their offsets and
 lengths and the profile, of all rows. "pack ms" is what packing the same rows takes with the codec,
 "compress ms" all of `bitslab.compress`. With a GPU, "device copy ms" is one copy of the rows there.
-Where a version has `Plans`, "again ms" is a fit beside a plan for rows of the same kind, and
+Where a version has `PlanCache`, "again ms" is a fit beside a plan for rows of the same kind, and
 "again ratio" what that codec saves.
 """
 
@@ -172,7 +172,9 @@ def planned(
         times.setdefault(what, []).append(took)
         return result
 
-    plans = bitslab.engine.codecs.Plans() if hasattr(bitslab.engine.codecs, "Plans") else None
+    plans = (
+        bitslab.engine.codecs.PlanCache() if hasattr(bitslab.engine.codecs, "PlanCache") else None
+    )
     ratios: dict[str, float] = {}
     codec: InvariantCodec | None = None
     for repetition in range(repetitions + 1):

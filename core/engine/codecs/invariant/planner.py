@@ -17,9 +17,8 @@ import numpy as np
 import torch
 
 from ....dtypes import EXPONENT_FIELDS, element_bytes
-from ....errors import load_optional
 from ...kernels import kernels_for
-from ...kernels.candidates import POSITIONAL_ROWS, CandidateTable, MaskRule
+from ...kernels.candidates import POSITIONAL_ROWS, UNIFORM, WIDTH, CandidateTable, MaskRule
 from ...kernels.format import CHUNK_BYTES, CODE_BITS, RowFormat
 from .profile import UNSIGNED, Profile
 
@@ -235,9 +234,36 @@ def learn(
     return Learnt(rules, table, masks, kernels.frequent_values(rows, masks, table))
 
 
+@dataclass(frozen=True, eq=False)
+class Measured:
+    """What rules cost, each with the options that suit it best.
+
+    Parameters
+    ----------
+    rules : sequence of MaskRule
+        The rules.
+    costs : numpy.ndarray
+        float64 ``[n]``: bytes of the rows packed, and of the profile.
+    options : numpy.ndarray
+        int64 ``[n]``: 2 * (code_bits - 1) + grouped.
+    """
+
+    rules: Sequence[MaskRule]
+    costs: np.ndarray
+    options: np.ndarray
+
+    def __getitem__(self, i: int) -> Plan:
+        code_bits, grouped = divmod(int(self.options[i]), 2)
+        return Plan(float(self.costs[i]), self.rules[i], code_bits + 1, bool(grouped))
+
+    def ranked(self) -> list[int]:
+        """Return the numbers of the rules, cheapest first; equal ones in their order."""
+        return np.argsort(self.costs, kind="stable").tolist()
+
+
 def measure(
     learnt: Learnt, test: Sample, options: Options, n_rows: int, row_bytes: int
-) -> list[Plan]:
+) -> Measured:
     """Measure what was learnt on other rows, or on the same ones where these are all there are.
 
     The cost is the bytes of `n_rows` such rows packed, and of the profile. The profile counts
@@ -250,44 +276,85 @@ def measure(
     )
     bytes_a_unit = 4 if whole else row_bytes / test.row_bytes / 8
     costs = units.cpu().numpy() * (bytes_a_unit * n_rows / len(test))
-    plans = []
-    for rule, by_option in zip(learnt.rules, costs.tolist(), strict=True):
-        mask_bytes = rule.chunk_bytes if rule.uniform else row_bytes
-        best: Plan | None = None
-        for code_bits in CODE_BITS if options.code_bits is None else (options.code_bits,):
-            for grouped in (False, True) if options.grouped is None else (options.grouped,):
-                cost = by_option[code_bits - 1][int(grouped)] + mask_bytes * (1 << code_bits)
-                if best is None or cost < best.cost:
-                    best = Plan(cost, rule, code_bits, grouped)
-        assert best is not None
-        plans.append(best)
-    return plans
+    numbers = learnt.table.numbers
+    mask_bytes = np.where(numbers[:, UNIFORM] == 1, numbers[:, WIDTH], row_bytes)
+    costs += mask_bytes[:, None, None] * (1 << np.array(CODE_BITS))[:, None]
+    for axis, values, wanted in (
+        (1, CODE_BITS, options.code_bits),
+        (2, (False, True), options.grouped),
+    ):
+        if wanted is not None:
+            others = [i for i, value in enumerate(values) if value != wanted]
+            costs[(slice(None),) * axis + (others,)] = np.inf
+    costs = costs.reshape(len(costs), -1)
+    best = costs.argmin(1)
+    return Measured(learnt.rules, np.take_along_axis(costs, best[:, None], 1)[:, 0], best)
+
+
+class Search:
+    """The search for a plan of a sample: see `choose_plan`.
+
+    Parameters
+    ----------
+    sample : Sample
+        The rows.
+    options : Options
+        What is fixed.
+    n_rows : int
+        Rows that will be packed.
+    """
+
+    def __init__(self, sample: Sample, options: Options, n_rows: int) -> None:
+        self._options, self._n_rows, self._row_bytes = options, n_rows, sample.row_bytes
+        # Where the sample is not all there is, masks and values are learnt on one half and measured
+        # on the other: what only fits the rows it was learnt on must not look like a gain.
+        whole = len(sample) >= n_rows
+        self._known, self._test = (sample, sample) if whole else sample.halves()
+        # Nor must it on a part of the rows: of few rows, more are like no other than of all.
+        few = whole and sample.rows.numel() <= PROBE_BYTES
+        self._even, odd = (sample, sample) if few else sample.halves()
+        self._blocks = self._even.blocks()
+        self._learnt_part = self._even.probe(self._blocks)
+        self._tested_part = odd.probe(self._blocks)
+
+    @property
+    def exact(self) -> bool:
+        """Whether `probe` counts all rows of the sample."""
+        return self._learnt_part is self._known and self._tested_part is self._test
+
+    def probe(self, rules: Sequence[MaskRule]) -> Measured:
+        """Measure rules on a part of the rows, with the bits of all of them counted."""
+        counts = self._even.block_counts(self._blocks)
+        learnt = learn(rules, counts, len(self._even), self._learnt_part.rows)
+        return self._measured(learnt, self._tested_part)
+
+    def best(self, found: Measured) -> Plan:
+        """Return the best plan of those that a probe has found, by whole rows."""
+        ranked = found.ranked()
+        if self.exact:
+            return found[ranked[0]]
+        test = self._test.part(max(LEAST_ROWS, TESTED_BYTES // self._row_bytes))
+        limit = CLOSE * found.costs[ranked[0]]
+        near = [found.rules[i] for i in ranked[:FINALISTS] if found.costs[i] <= limit]
+        finalists = []
+        for uniform in (False, True):
+            rules = [rule for rule in near if rule.uniform == uniform]
+            if rules:
+                known = self._known
+                some = known.valued(uniform, share=4)
+                learnt = learn(rules, known.bit_counts(), len(known), some.rows)
+                measured = self._measured(learnt, test)
+                finalists.append(measured[measured.ranked()[0]])
+        return min(finalists, key=lambda plan: plan.cost)
+
+    def _measured(self, learnt: Learnt, test: Sample) -> Measured:
+        return measure(learnt, test, self._options, self._n_rows, self._row_bytes)
 
 
 def choose_plan(sample: Sample, dtype: torch.dtype, options: Options, n_rows: int) -> Plan:
     """Return the plan of least cost for `n_rows` rows like those of the sample."""
-    load_optional("numba", extra=None, purpose="planning a codec")
-    # Where the sample is not all there is, masks and values are learnt on one half and measured on
-    # the other: what only fits the rows it was learnt on must not look like a gain.
-    known, test = (sample, sample) if len(sample) >= n_rows else sample.halves()
-    row_bytes = sample.row_bytes
-    rules = list(candidates(row_bytes, dtype, options))
-    blocks = known.blocks()
-    rows, tested = known.probe(blocks), test.probe(blocks)
-    learnt = learn(rules, known.block_counts(blocks), len(known), rows.rows)
-    found = sorted(measure(learnt, tested, options, n_rows, row_bytes), key=lambda plan: plan.cost)
-    if (rows, tested) == (known, test):
-        return found[0]
-    test = test.part(max(LEAST_ROWS, TESTED_BYTES // row_bytes))
-    near = [plan for plan in found[:FINALISTS] if plan.cost <= CLOSE * found[0].cost]
-    finalists = []
-    for uniform in (False, True):
-        chosen = [plan.candidate for plan in near if plan.candidate.uniform == uniform]
-        if chosen:
-            counts, some = known.bit_counts(), known.valued(uniform, share=4)
-            learnt = learn(chosen, counts, len(known), some.rows)
-            finalists += measure(learnt, test, options, n_rows, row_bytes)
-    return min(finalists, key=lambda plan: plan.cost)
+    search = Search(sample, options, n_rows)
+    return search.best(search.probe(list(candidates(sample.row_bytes, dtype, options))))
 
 
 def fit_profile(sample: Sample, plan: Plan) -> Profile:
