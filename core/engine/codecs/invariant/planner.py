@@ -86,10 +86,15 @@ class Sample:
 
     def part(self, n: int) -> Sample:
         """Return a sample of `n` rows spread over this one."""
+        return Sample(self._spread(n)) if n < len(self) else self
+
+    def _spread(self, n: int) -> torch.Tensor:
+        """Return `n` rows, at least one, or all."""
         if n >= len(self):
-            return self
-        spread = np.linspace(0, len(self) - 1, max(1, n)).astype(np.int64)
-        return Sample(take_rows(self.rows, spread))
+            return self.rows
+        # Not every so many: what repeats in rows, as heads do, would be met in part.
+        picked = np.linspace(0, len(self) - 1, max(1, n)).astype(np.int64)
+        return self.rows.index_select(0, torch.from_numpy(picked).to(self.rows.device))
 
     def valued(self, uniform: bool, share: int = 1) -> Sample:
         """Return the rows from which values are learnt, or one of so many shares of them."""
@@ -115,12 +120,10 @@ class Sample:
         if self.rows.numel() <= PROBE_BYTES:
             return self
         width = self.row_bytes if blocks is None else len(blocks) * BLOCK_BYTES
-        rows = self.part(max(PROBE_ROWS, PROBE_BYTES // width)).rows
+        n = max(PROBE_ROWS, PROBE_BYTES // width)
         if blocks is None:
-            return Sample(rows)
-        picked = torch.from_numpy(blocks).to(rows.device)
-        end = self.row_bytes // BLOCK_BYTES * BLOCK_BYTES
-        return Sample(rows[:, :end].unflatten(1, (-1, BLOCK_BYTES))[:, picked].flatten(1))
+            return self.part(n)
+        return Sample(_blocks_of(self._spread(n), blocks, dim=1))
 
     def bit_counts(self) -> torch.Tensor:
         """Return int64 ``[row_bytes, 8]``: the rows that have each bit set."""
@@ -138,10 +141,14 @@ class Sample:
     def block_counts(self, blocks: np.ndarray | None) -> torch.Tensor:
         """Return the counts of the bytes of some blocks of the rows, or of all."""
         counts = self.bit_counts()
-        if blocks is None:
-            return counts
-        places = (blocks[:, None] * BLOCK_BYTES + np.arange(BLOCK_BYTES)).reshape(-1)
-        return take_rows(counts, places)
+        return counts if blocks is None else _blocks_of(counts, blocks, dim=0)
+
+
+def _blocks_of(items: torch.Tensor, blocks: np.ndarray, dim: int) -> torch.Tensor:
+    """Return some blocks of items of a dimension."""
+    # Slices, which a GPU copies without being told the numbers.
+    begins = [b * BLOCK_BYTES for b in blocks.tolist()]
+    return torch.cat([items.narrow(dim, begin, BLOCK_BYTES) for begin in begins], dim)
 
 
 def draw_sample(rows: torch.Tensor, seed: int) -> Sample:
@@ -156,13 +163,9 @@ def draw_sample(rows: torch.Tensor, seed: int) -> Sample:
         # One of each of as many stretches.
         places = np.arange(wanted) + np.random.default_rng(seed).random(wanted)
         picked = np.minimum((places * (n / wanted)).astype(np.int64), n - 1)
-        rows = take_rows(rows, picked).view(-1, row_bytes)
+        rows = rows.index_select(0, torch.from_numpy(picked).to(rows.device))
+        rows = rows.view(-1, row_bytes)
     return Sample(rows.contiguous())
-
-
-def take_rows(rows: torch.Tensor, ids: np.ndarray) -> torch.Tensor:
-    """Return rows by their numbers, on their device."""
-    return rows.index_select(0, torch.from_numpy(ids).to(rows.device, non_blocking=True))
 
 
 def candidates(row_bytes: int, dtype: torch.dtype, options: Options) -> Iterator[MaskRule]:
