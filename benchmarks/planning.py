@@ -29,6 +29,7 @@ from codec_ratio import sources
 from timing import print_tables
 
 import bitslab
+import bitslab.engine.codecs
 from bitslab import InvariantCodec
 
 Rows = list[dict[str, Any]]
@@ -167,29 +168,28 @@ def planned(
     """Measure fits of one kind of rows; each repetition takes rows of its own."""
     times: dict[str, list[float]] = {}
 
-    def take(what: str, run: Callable[[], Any]) -> Any:
-        took, result = milliseconds(run, device)
+    def take(what: str, run: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        took, result = milliseconds(lambda: run(*arguments, **options), device)
         times.setdefault(what, []).append(took)
         return result
 
-    plans = (
-        bitslab.engine.codecs.PlanCache() if hasattr(bitslab.engine.codecs, "PlanCache") else None
-    )
+    cache = getattr(bitslab.engine.codecs, "PlanCache", None)
+    plans = None if cache is None else cache()
     ratios: dict[str, float] = {}
     codec: InvariantCodec | None = None
     for repetition in range(repetitions + 1):
         rows = make(repetition)
-        codec = take("fit ms", lambda rows=rows: InvariantCodec.fit(rows))
-        take("pack ms", lambda rows=rows, codec=codec: codec.encode(rows))
+        codec = take("fit ms", InvariantCodec.fit, rows)
+        take("pack ms", codec.encode, rows)
         if device == "cuda":
-            take("compress ms", lambda rows=rows: bitslab.compress(rows))
+            take("compress ms", bitslab.compress, rows)
             take("device copy ms", rows.clone)
-        if plans is not None:
-            again = take("again ms", lambda rows=rows: InvariantCodec.fit(rows, plans=plans))
-            if repetition == 1:
-                ratios["again ratio"] = rows.nbytes / stored_bytes(again, rows)
         if repetition == 1:
             ratios["ratio"] = rows.nbytes / stored_bytes(codec, rows)
+        if plans is not None:
+            again = take("again ms", InvariantCodec.fit, rows, plans=plans)
+            if repetition == 1:
+                ratios["again ratio"] = rows.nbytes / stored_bytes(again, rows)
     assert codec is not None
     best = {what: min(each[1:]) for what, each in times.items()}
     shown = {"rows": name, "plan": codec.describe(), "first fit ms": times["fit ms"][0]}

@@ -261,7 +261,7 @@ class Measured:
 
     def ranked(self) -> list[int]:
         """Return the numbers of the rules, cheapest first; equal ones in their order."""
-        return np.argsort(self.costs, kind="stable").tolist()
+        return [int(i) for i in np.argsort(self.costs, kind="stable")]
 
 
 def measure(

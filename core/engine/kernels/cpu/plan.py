@@ -1,7 +1,7 @@
 """What a planner counts: agreeing bits, frequent values, sizes under many options at once.
 
-``columns`` are rows the other way around, ``[positions, n]`` unsigned integers of chunk_bytes: a
-loop over the rows of a position is a loop over neighbours in memory, which LLVM turns into vector
+``columns`` are rows the other way around, ``[positions, n]``, chunks as unsigned integers: a loop
+over the rows of a position is a loop over neighbours in memory, which LLVM turns into vector
 instructions.
 """
 
@@ -13,18 +13,6 @@ from numba import njit
 from .bits import popcount
 
 MIX = np.uint64(0x9E3779B97F4A7C15)
-TILE = 16  # positions that are turned at once: their columns stay in the cache
-
-
-@njit(nogil=True, cache=True)
-def turn(rows, columns):
-    """Write ``rows[r, i]`` to ``columns[i, r]``."""
-    n, chunks = rows.shape
-    for begin in range(0, chunks, TILE):
-        end = min(begin + TILE, chunks)
-        for r in range(n):
-            for i in range(begin, end):
-                columns[i, r] = rows[r, i]
 
 
 @njit(nogil=True, cache=True)

@@ -21,7 +21,7 @@ from ..candidates import (
     check_positional_rows,
 )
 from .compiling import call
-from .constants import UNSIGNED, chunks_of
+from .constants import chunks_of
 from .loading import planning
 
 Array = np.ndarray
@@ -80,24 +80,21 @@ def frequent_values(
         if same is not None:
             values[:, entries] = values[:, same]
             continue
-        columns = _columns(rows, width, turned)
-        if uniform:
-            columns = columns.reshape(1, -1)
-        dtype = columns.dtype
+        # In 64 bits, whatever the width: compiled once, and hardly slower.
+        if width not in turned:
+            turned[width] = _columns(rows, width).astype(np.uint64)
+        columns = turned[width].reshape(1, -1) if uniform else turned[width]
         # Short chunks are places themselves; the others are spread over twice as many as there are.
         bits = 8 * width if 8 * width <= 16 and uniform else (2 * columns.shape[1]).bit_length()
         direct = bits == 8 * width
-        keys = np.empty(1 << bits, dtype)
-        counts = np.zeros(1 << bits, np.int32)
-        places = np.empty(min(columns.shape[1], 1 << bits), np.int64)
-        found = np.zeros((VALUES, columns.shape[0]), dtype)
+        found = np.zeros((VALUES, len(columns)), np.uint64)
         call(
             planning().frequent_values,
             columns,
-            all_masks[entries].astype(dtype),
-            keys,
-            counts,
-            places,
+            all_masks[entries],
+            np.empty(1 << bits, np.uint64),
+            np.zeros(1 << bits, np.int32),
+            np.empty(min(columns.shape[1], 1 << bits), np.int64),
             np.uint64(1) if direct else planning().MIX,
             np.uint64(0 if direct else 64 - bits),
             found,
@@ -143,7 +140,9 @@ def sizes_by_option(
             totals[c] = totals[known[width, uniform, same.start]]
             continue
         known[width, uniform, entries.start] = c
-        columns = _columns(rows, width, turned)
+        if width not in turned:
+            turned[width] = _columns(rows, width)
+        columns = turned[width]
         call(
             planning().sizes_by_option,
             columns,
@@ -157,13 +156,9 @@ def sizes_by_option(
     return torch.from_numpy(totals)
 
 
-def _columns(rows: torch.Tensor, width: int, turned: dict[int, Array]) -> Array:
-    """Return rows as ``[positions, N]`` chunks, turned once for each width."""
-    if width not in turned:
-        chunks = chunks_of(rows, width)
-        turned[width] = np.empty(chunks.shape[::-1], UNSIGNED[width])
-        call(planning().turn, chunks, turned[width])
-    return turned[width]
+def _columns(rows: torch.Tensor, width: int) -> Array:
+    """Return rows as ``[positions, N]`` chunks."""
+    return np.ascontiguousarray(chunks_of(rows, width).T)
 
 
 def _distinct(
