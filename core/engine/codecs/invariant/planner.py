@@ -34,6 +34,7 @@ LEARNT_BYTES, POSITIONAL_BYTES, TESTED_BYTES = 256 << 10, 2 << 20, 512 << 10
 #: Bytes that all candidates are counted on first, of as many rows as that makes, but at least some;
 #: of long rows in blocks, each whole groups of chunks of every width.
 PROBE_BYTES, PROBE_ROWS, BLOCK_BYTES = 48 << 10, 96, 256
+LEAST_BLOCKS, MOST_BLOCKS = 2, 8
 #: Candidates that are counted on all rows, of those that cost at most so much more than the best.
 FINALISTS, CLOSE = 5, 1.02
 
@@ -109,7 +110,8 @@ class Sample:
         None: whole rows are needed.
         """
         blocks = self.row_bytes // BLOCK_BYTES
-        wanted = max(2, PROBE_BYTES // (BLOCK_BYTES * min(len(self), PROBE_ROWS)))
+        wanted = PROBE_BYTES // (BLOCK_BYTES * min(len(self), PROBE_ROWS))
+        wanted = max(LEAST_BLOCKS, min(wanted, MOST_BLOCKS))
         if self.rows.numel() <= PROBE_BYTES or blocks <= wanted:
             return None
         # At random: blocks at equal distances may all be the same part of a head or a field.
