@@ -40,7 +40,8 @@ def test_gpu_counts_like_the_cpu(kind, n, row_bytes):
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
 def test_gpu_and_cpu_choose_the_same_codec(dtype, make):
     # More than the sample, long rows, short ones, and so few that all are counted.
-    for row_bytes, n_bytes in ((64, 9 << 20), (1024, 9 << 20), (32 << 10, 9 << 20), (768, 8 << 10)):
+    sizes = ((64, 9 << 20), (1024, 9 << 20), (32 << 10, 9 << 20), (768, 8 << 10), (16, 96 << 10))
+    for row_bytes, n_bytes in sizes:
         rows = make(dtype, (n_bytes // row_bytes, row_bytes // dtype.itemsize))
         for seed in (0, 1):
             on_gpu = InvariantCodec.fit(rows.cuda(), seed=seed)

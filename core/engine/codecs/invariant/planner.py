@@ -72,6 +72,11 @@ class Sample:
         """Bytes of a row."""
         return self.rows.shape[1]
 
+    @property
+    def few(self) -> bool:
+        """Whether all rows are counted for all candidates."""
+        return self.rows.numel() <= PROBE_BYTES and len(self) <= POSITIONAL_ROWS
+
     def chunks(self, chunk_bytes: int) -> np.ndarray:
         """View the rows, on the CPU, as ``[n, C]`` chunks."""
         return self.rows.numpy().view(UNSIGNED[chunk_bytes])
@@ -112,17 +117,17 @@ class Sample:
         blocks = self.row_bytes // BLOCK_BYTES
         wanted = PROBE_BYTES // (BLOCK_BYTES * min(len(self), PROBE_ROWS))
         wanted = max(LEAST_BLOCKS, min(wanted, MOST_BLOCKS))
-        if self.rows.numel() <= PROBE_BYTES or blocks <= wanted:
+        if self.few or blocks <= wanted:
             return None
         # At random: blocks at equal distances may all be the same part of a head or a field.
         return np.sort(np.random.default_rng(blocks).choice(blocks, wanted, replace=False))
 
     def probe(self, blocks: np.ndarray | None) -> Sample:
         """Return a part of the rows, or of blocks of them, with the counts of all rows."""
-        if self.rows.numel() <= PROBE_BYTES:
+        if self.few:
             return self
         width = self.row_bytes if blocks is None else len(blocks) * BLOCK_BYTES
-        n = max(PROBE_ROWS, PROBE_BYTES // width)
+        n = min(max(PROBE_ROWS, PROBE_BYTES // width), POSITIONAL_ROWS)
         if blocks is None:
             return self.part(n)
         return Sample(_blocks_of(self._spread(n), blocks, dim=1))
@@ -316,8 +321,7 @@ class Search:
         whole = len(sample) >= n_rows
         self._known, self._test = (sample, sample) if whole else sample.halves()
         # Nor must it on a part of the rows: of few rows, more are like no other than of all.
-        few = whole and sample.rows.numel() <= PROBE_BYTES
-        self._even, odd = (sample, sample) if few else sample.halves()
+        self._even, odd = (sample, sample) if whole and sample.few else sample.halves()
         self._blocks = self._even.blocks()
         self._learnt_part = self._even.probe(self._blocks)
         self._tested_part = odd.probe(self._blocks)
