@@ -320,7 +320,9 @@ def compress(
     seed : int
         Seed of the sample that a codec is fitted on.
     **options
-        Options of the codec's `fit`; with ``"auto"``, those of `InvariantCodec.fit`.
+        Options of the codec's `fit`; with ``"auto"``, those of `InvariantCodec.fit`. For many
+        tensors that are alike, ``plans=PlanCache()`` (`bitslab.engine.codecs`) spares most of the
+        planning.
 
     Returns
     -------

@@ -11,7 +11,6 @@ import torch
 
 from ..engine.codecs import InvariantCodec, RowCodec, RowKernels
 from ..engine.codecs.base import rows_as_bytes
-from ..engine.codecs.invariant.planner import Sample
 from ..engine.kernels import kernels_for
 from ..engine.kernels.format import bases_of_rows, unsigned_lengths, words_of_rows
 
@@ -170,7 +169,8 @@ def _steady_bits(codec: InvariantCodec, sample: torch.Tensor) -> int:
     """Return the bits outside of a uniform codec's mask that are nearly always the same."""
     profile = codec.profile
     rows = rows_as_bytes(sample, profile.format.row_bytes).contiguous()
-    share = Sample(rows).bit_shares(profile.format.chunk_bytes, uniform=True)[0]
+    counts = kernels_for(rows.device).count_bits(rows, profile.format.chunk_bytes).sum(0)
+    share = counts.cpu().numpy() / (rows.numel() // profile.format.chunk_bytes)
     steady = np.packbits(np.maximum(share, 1 - share) >= STEADY_SHARE, bitorder="little")
     return int.from_bytes(steady.tobytes(), "little") & ~int(profile.masks.flat[0])
 

@@ -3,7 +3,7 @@
 from ..kernels.host_rows import HostRowKernels
 from ..kernels.row_kernels import RowKernels
 from .base import PackedRows, RowCodec, check_tensor_argument, elements, rows_as_bytes
-from .invariant import InvariantCodec
+from .invariant import InvariantCodec, PlanCache
 from .raw import RawCodec
 from .registry import codec_class, codec_names, get_codec, register_codec
 from .words import WordRowCodec
@@ -12,6 +12,7 @@ __all__ = [
     "HostRowKernels",
     "InvariantCodec",
     "PackedRows",
+    "PlanCache",
     "RawCodec",
     "RowCodec",
     "RowKernels",

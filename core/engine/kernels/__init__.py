@@ -22,6 +22,7 @@ from typing import Protocol
 import torch
 
 from ...errors import ArgumentTypeError
+from .candidates import CandidateTable
 from .format import RowLayout, RowStorage, shared_row_items
 
 __all__ = ["Kernels", "RowLayout", "RowStorage", "kernels_for", "shared_row_items"]
@@ -32,6 +33,29 @@ class Kernels(Protocol):
 
     def count_bits(self, rows: torch.Tensor, chunk_bytes: int) -> torch.Tensor:
         """Count set bits per position."""
+        ...
+
+    def agreed_masks(
+        self, counts: torch.Tensor, n_rows: int, candidates: CandidateTable
+    ) -> torch.Tensor:
+        """Return the masks of candidates of a plan."""
+        ...
+
+    def frequent_values(
+        self, rows: torch.Tensor, masks: torch.Tensor, candidates: CandidateTable
+    ) -> torch.Tensor:
+        """Return the most frequent masked chunks of each position."""
+        ...
+
+    def sizes_by_option(
+        self,
+        rows: torch.Tensor,
+        masks: torch.Tensor,
+        values: torch.Tensor,
+        candidates: CandidateTable,
+        unit_bits: int = 32,
+    ) -> torch.Tensor:
+        """Return what rows take packed, under all options of each candidate."""
         ...
 
     def packed_words(

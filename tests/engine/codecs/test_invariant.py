@@ -461,6 +461,17 @@ def test_free_choice_is_no_worse_than_any_fixed_one(dtype: torch.dtype) -> None:
         assert best <= stored_bytes(InvariantCodec.fit(rows, **options), rows)
 
 
+@pytest.mark.parametrize("n", [2049, 6000, 400_000])
+@pytest.mark.parametrize("row_bytes", [1, 3, 8])
+@pytest.mark.parametrize("whole", [True, False], ids=["whole", "sample"])
+def test_many_short_rows_are_planned(n: int, row_bytes: int, whole: bool) -> None:
+    rows = torch.randint(0, 3, (n, row_bytes), dtype=torch.uint8)
+    codec = InvariantCodec.fit(rows, n_rows=None if whole else 2 * n)
+    few = rows[:500]
+    assert same_bits(codec.decode(codec.encode(few)), few)
+    assert codec.packed_bytes(rows).sum() <= rows.nbytes
+
+
 def test_profile_is_weighed_against_the_rows_to_come() -> None:
     rows = torch.randint(0, 256, (1, 512)).repeat(40, 1) + torch.randint(0, 2, (40, 512))
     few = InvariantCodec.fit(rows, n_rows=1)

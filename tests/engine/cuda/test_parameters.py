@@ -24,6 +24,7 @@ FILES = sorted(path.stem for path in FOLDER.glob("*.cu"))
 
 #: The twin of each kernel. Kernels that share one differ in how they divide the work.
 TWINS: dict[str, Any] = {
+    "agreed_masks": cpu.agreed_masks,
     "check_ids": cpu.check_ids,
     "choose_slots": slots.choose_slots,
     "claim_slots": slots.claim_slots,
@@ -31,11 +32,13 @@ TWINS: dict[str, Any] = {
     "count_bits": cpu.count_bits,
     "count_ids": ids.count_ids,
     "count_slots": slots.count_slots,
+    "count_values": cpu.frequent_values,
     "decode_long_rows": cpu.decode_rows,
     "decode_rows": cpu.decode_rows,
     "encode_rows": cpu.encode_rows,
     "exchange_rows": slots.exchange_rows,
     "find_ids": cpu.map_find,
+    "frequent_by_position": cpu.frequent_values,
     "gather_long_rows": cpu.gather_rows,
     "gather_rows": cpu.gather_rows,
     "gather_short_rows": cpu.gather_rows,
@@ -46,7 +49,9 @@ TWINS: dict[str, Any] = {
     "packed_words": cpu.packed_words,
     "pool_bags": bags.pool_bags,
     "reset_order": ids.reset_order,
+    "sizes_by_option": cpu.sizes_by_option,
     "sound_offsets": bags.sound_offsets,
+    "top_values": cpu.frequent_values,
 }
 
 

@@ -23,7 +23,8 @@ from ..base import (
 from ..words import WordRowCodec
 from .clusters import fit_clusters
 from .layout import build_layout
-from .planner import Options, choose_plan, draw_sample, fit_profile, refit_profile
+from .plan_cache import PlanCache
+from .planner import Options, Sample, choose_plan, draw_sample, fit_profile, refit_profile
 from .profile import Profile
 
 Auto = Literal["auto"]
@@ -91,12 +92,15 @@ class InvariantCodec(WordRowCodec):
         clusters: int = 1,
         seed: int = 0,
         n_rows: int | None = None,
+        plans: PlanCache | None = None,
+        kind: str = "",
     ) -> InvariantCodec:
         """Learn masks and values from sample rows.
 
-        Options given are obeyed; "auto" is planned by the exact packed size of up to 4 MiB of the
-        sample. ``chunk_bytes=4, code_bits=1, grouped=False, uniform=False`` is the published IBP,
-        with its sweep over thresholds.
+        Options given are obeyed; "auto" is planned by counting in up to 4 MiB of the sample, where
+        it lies: rows on a GPU stay there, and what comes back are counts, masks and values. The
+        same rows give the same codec on each device. ``chunk_bytes=4, code_bits=1, grouped=False,
+        uniform=False`` is the published IBP, with its sweep over thresholds.
 
         Parameters
         ----------
@@ -122,6 +126,12 @@ class InvariantCodec(WordRowCodec):
         n_rows : int, optional
             Rows that will be encoded, to weigh the size of the profile; the sample's when left
             out.
+        plans : PlanCache, optional
+            Plans made before. One for rows of the same dtype, size and kind and the same options is
+            checked first, which takes less time than a plan; else the plan made here is kept there.
+            Not used with clusters.
+        kind : str
+            Kind of the rows, such as ``"k"`` and ``"v"``, where those of a kind share plans.
 
         Returns
         -------
@@ -133,20 +143,31 @@ class InvariantCodec(WordRowCodec):
             When an option is out of range, does not divide the row, or the sample is empty.
         ArgumentTypeError
             When `sample` is no tensor or an option has the wrong type.
+
+        Notes
+        -----
+        Planning on a GPU waits for it a few times, until a few kilobytes have come back.
         """
         options = _checked_options(sample, chunk_bytes, code_bits, grouped, uniform, threshold)
         check_integer("clusters", clusters, range(1, MAX_CLUSTERS + 1))
         check_integer("seed", seed, range(1 << 63))
         if n_rows is not None:
             check_integer("n_rows", n_rows, range(1 << 63))
+        if plans is not None and not isinstance(plans, PlanCache):
+            raise ArgumentTypeError(f"plans: expected a PlanCache, got {type(plans).__name__}")
         row_shape = tuple(sample.shape[1:])
         row_bytes = elements(row_shape) * sample.dtype.itemsize
         drawn = draw_sample(rows_as_bytes(sample, row_bytes), seed)
         total = sample.shape[0] if n_rows is None else n_rows
-        plan = choose_plan(drawn, sample.dtype, options, total)
         profile = None
         if clusters > 1:
+            drawn = Sample(drawn.rows.cpu())
+            plan = choose_plan(drawn, sample.dtype, options, total)
             profile = fit_clusters(drawn, sample.dtype, plan, clusters, seed, total)
+        elif plans is not None:
+            plan = plans.choose(kind, drawn, sample.dtype, options, total)
+        else:
+            plan = choose_plan(drawn, sample.dtype, options, total)
         return cls(profile or fit_profile(drawn, plan), row_shape, sample.dtype)
 
     def refitted(self, sample: torch.Tensor) -> InvariantCodec:
@@ -170,7 +191,7 @@ class InvariantCodec(WordRowCodec):
             raise ArgumentError("sample: no rows; values are learnt from at least one")
         if self.clusters > 1:
             raise ArgumentError(f"refitted(): this codec has {self.clusters} clusters, expected 1")
-        rows = rows_as_bytes(sample, self.row_bytes).cpu().contiguous()
+        rows = rows_as_bytes(sample, self.row_bytes).contiguous()
         return InvariantCodec(refit_profile(rows, self.profile), self.row_shape, self.dtype)
 
     # Properties

@@ -1,9 +1,11 @@
-"""Choosing masks and options by the exact packed size of a sample.
+"""Choosing masks and options by counting in a sample.
 
 A candidate is a chunk width, positional or uniform, and a rule that gives the masks. Values follow
-from the masks: the most frequent masked chunks. One pass over the sample then gives the exact
-packed size for every code width, grouped or not, so that the search is over a few dozen masks:
-each is measured on a small part of the sample, and the best few on all of it.
+from the masks: the most frequent masked chunks. The search is over a few dozen masks, and each is
+counted with all code widths, grouped or not, at once: on small parts of some rows first, then the
+best few on whole rows of the sample, by their exact packed size. All counting is done where the
+rows are, by the kernels of plan.cu or their twins; what comes back are counts, and in the end the
+masks and values that were chosen.
 """
 
 from __future__ import annotations
@@ -15,17 +17,26 @@ import numpy as np
 import torch
 
 from ....dtypes import EXPONENT_FIELDS, element_bytes
-from ....errors import load_optional
-from ...kernels import cpu
-from ...kernels.cpu.compiling import call
+from ...kernels import kernels_for
+from ...kernels.candidates import POSITIONAL_ROWS, UNIFORM, WIDTH, CandidateTable, MaskRule
 from ...kernels.format import CHUNK_BYTES, CODE_BITS, RowFormat
 from .profile import UNSIGNED, Profile
 
 THRESHOLDS = tuple(0.5 + 0.05 * step for step in range(11))  # IBP section 4.1: a sweep up to 1
-SAMPLE_BYTES = 4 << 20  # what candidates are measured on at the most
-PROBE_BYTES = 96 << 10  # what all candidates are measured on first
-PROBE_ROWS = 48
-FINALISTS = 5
+#: Bytes that are drawn of longer tables, at least some rows. Bits are counted in all of them: where
+#: a share is near its threshold, the masks of fewer rows pack worse.
+SAMPLE_BYTES, LEAST_ROWS = 4 << 20, 48
+#: Bytes of neighbouring rows that are drawn together.
+RUN_BYTES = 512
+#: Bytes from which uniform and positional values are learnt, and those of whole rows that are
+#: measured.
+LEARNT_BYTES, POSITIONAL_BYTES, TESTED_BYTES = 256 << 10, 2 << 20, 512 << 10
+#: Bytes that all candidates are counted on first, of as many rows as that makes, but at least some;
+#: of long rows in blocks, each whole groups of chunks of every width.
+PROBE_BYTES, PROBE_ROWS, BLOCK_BYTES = 48 << 10, 96, 256
+LEAST_BLOCKS, MOST_BLOCKS = 2, 8
+#: Candidates that are counted on all rows, of those that cost at most so much more than the best.
+FINALISTS, CLOSE = 5, 1.02
 
 
 @dataclass(frozen=True)
@@ -39,35 +50,19 @@ class Options:
     threshold: float | None = None
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """A way to get masks from a sample.
-
-    Either a `threshold` (a bit is invariant when at least this share of the rows agree on it), or
-    a fixed `field` of bits together with the bits on which all rows agree.
-    """
-
-    chunk_bytes: int
-    uniform: bool
-    threshold: float | None
-    field: int
-
-    def masks(self, sample: Sample) -> np.ndarray:
-        """Return ``[positions]`` masks."""
-        share = sample.bit_shares(self.chunk_bytes, self.uniform)
-        needed = 1.0 if self.threshold is None else self.threshold
-        invariant = np.maximum(share, 1 - share) >= needed - 1e-12
-        masks = np.packbits(invariant, axis=-1, bitorder="little")
-        return masks.view(UNSIGNED[self.chunk_bytes])[:, 0] | self.field
-
-
 class Sample:
-    """Rows to plan on: uint8 ``[n, row_bytes]`` on the CPU, with what is counted in them once."""
+    """Rows to plan on.
+
+    Parameters
+    ----------
+    rows : torch.Tensor
+        uint8 ``[n, row_bytes]``, contiguous, on a CPU or GPU.
+    """
 
     def __init__(self, rows: torch.Tensor) -> None:
         self.rows = rows
-        self._counts: dict[int, np.ndarray] = {}
-        self._parts: dict[int, Sample] = {}
+        self._counts: torch.Tensor | None = None
+        self._halves: tuple[Sample, Sample] | None = None
 
     def __len__(self) -> int:
         return self.rows.shape[0]
@@ -77,45 +72,111 @@ class Sample:
         """Bytes of a row."""
         return self.rows.shape[1]
 
-    def chunks(self, chunk_bytes: int) -> np.ndarray:
-        """View the rows as ``[n, C]`` chunks."""
-        return self.rows.numpy().view(UNSIGNED[chunk_bytes])
+    @property
+    def few(self) -> bool:
+        """Whether all rows are counted for all candidates."""
+        return self.rows.numel() <= PROBE_BYTES and len(self) <= POSITIONAL_ROWS
 
-    def bit_shares(self, chunk_bytes: int, uniform: bool) -> np.ndarray:
-        """Return ``[positions, bits]``: the share of rows that have each bit set."""
-        if chunk_bytes not in self._counts:
-            self._counts[chunk_bytes] = cpu.count_bits(self.rows, chunk_bytes).numpy() / len(self)
-        share = self._counts[chunk_bytes]
-        return share.mean(axis=0, keepdims=True) if uniform else share
+    def chunks(self, chunk_bytes: int) -> np.ndarray:
+        """View the rows, on the CPU, as ``[n, C]`` chunks."""
+        return self.rows.numpy().view(UNSIGNED[chunk_bytes])
 
     def halves(self) -> tuple[Sample, Sample]:
         """Return the even and the odd rows; a single row twice."""
         if len(self) < 2:
             return self, self
-        return Sample(self.rows[::2].contiguous()), Sample(self.rows[1::2].contiguous())
+        if self._halves is None:
+            even, odd = (self.rows[first::2].contiguous() for first in (0, 1))
+            self._halves = Sample(even), Sample(odd)
+        return self._halves
 
     def part(self, n: int) -> Sample:
         """Return a sample of `n` rows spread over this one."""
+        return Sample(self._spread(n)) if n < len(self) else self
+
+    def _spread(self, n: int) -> torch.Tensor:
+        """Return `n` rows, at least one, or all."""
         if n >= len(self):
+            return self.rows
+        # Not every so many: what repeats in rows, as heads do, would be met in part.
+        picked = np.linspace(0, len(self) - 1, max(1, n)).astype(np.int64)
+        return self.rows.index_select(0, torch.from_numpy(picked).to(self.rows.device))
+
+    def valued(self, uniform: bool, share: int = 1) -> Sample:
+        """Return the rows from which values are learnt, or one of so many shares of them."""
+        if uniform:
+            return self.part(LEARNT_BYTES // self.row_bytes)
+        rows = max(PROBE_ROWS, POSITIONAL_BYTES // (share * self.row_bytes))
+        return self.part(min(rows, POSITIONAL_ROWS))
+
+    def blocks(self) -> np.ndarray | None:
+        """Return the numbers of the blocks of a row that are enough to compare all candidates.
+
+        None: whole rows are needed.
+        """
+        blocks = self.row_bytes // BLOCK_BYTES
+        wanted = PROBE_BYTES // (BLOCK_BYTES * min(len(self), PROBE_ROWS))
+        wanted = max(LEAST_BLOCKS, min(wanted, MOST_BLOCKS))
+        if self.few or blocks <= wanted:
+            return None
+        # At random: blocks at equal distances may all be the same part of a head or a field.
+        return np.sort(np.random.default_rng(blocks).choice(blocks, wanted, replace=False))
+
+    def probe(self, blocks: np.ndarray | None) -> Sample:
+        """Return a part of the rows, or of blocks of them, with the counts of all rows."""
+        if self.few:
             return self
-        if n not in self._parts:
-            spread = torch.linspace(0, len(self) - 1, n).long()
-            self._parts[n] = Sample(self.rows[spread].contiguous())
-        return self._parts[n]
+        width = self.row_bytes if blocks is None else len(blocks) * BLOCK_BYTES
+        n = min(max(PROBE_ROWS, PROBE_BYTES // width), POSITIONAL_ROWS)
+        if blocks is None:
+            return self.part(n)
+        return Sample(_blocks_of(self._spread(n), blocks, dim=1))
+
+    def bit_counts(self) -> torch.Tensor:
+        """Return int64 ``[row_bytes, 8]``: the rows that have each bit set."""
+        if self._counts is None:
+            if self._halves is None:
+                # The widest chunk is counted quickest, and the order of bits is the same for all.
+                width = next(w for w in reversed(CHUNK_BYTES) if self.row_bytes % w == 0)
+                counts = kernels_for(self.rows.device).count_bits(self.rows, width)
+            else:
+                even, odd = self._halves
+                counts = even.bit_counts() + odd.bit_counts()
+            self._counts = counts.view(-1, 8)
+        return self._counts
+
+    def block_counts(self, blocks: np.ndarray | None) -> torch.Tensor:
+        """Return the counts of the bytes of some blocks of the rows, or of all."""
+        counts = self.bit_counts()
+        return counts if blocks is None else _blocks_of(counts, blocks, dim=0)
+
+
+def _blocks_of(items: torch.Tensor, blocks: np.ndarray, dim: int) -> torch.Tensor:
+    """Return some blocks of items of a dimension."""
+    # Slices, which a GPU copies without being told the numbers.
+    begins = [b * BLOCK_BYTES for b in blocks.tolist()]
+    return torch.cat([items.narrow(dim, begin, BLOCK_BYTES) for begin in begins], dim)
 
 
 def draw_sample(rows: torch.Tensor, seed: int) -> Sample:
-    """Draw at most SAMPLE_BYTES of uint8 ``[N, row_bytes]`` rows, on any device."""
+    """Draw rows from uint8 ``[N, row_bytes]`` ones, on their device."""
     n, row_bytes = rows.shape
-    wanted = max(PROBE_ROWS, SAMPLE_BYTES // row_bytes)
+    wanted = max(LEAST_ROWS, SAMPLE_BYTES // row_bytes)
     if n > wanted:
-        picked = np.sort(np.random.default_rng(seed).choice(n, wanted, replace=False))
-        rows = rows[torch.from_numpy(picked).to(rows.device)]
-    return Sample(rows.cpu().contiguous())
+        # Short rows come a few neighbours at a time: finding a place takes longer than a row.
+        run = max(1, min(RUN_BYTES // row_bytes, n // wanted))
+        rows = rows[: n // run * run].contiguous().view(-1, run * row_bytes)
+        n, wanted = n // run, -(-wanted // run)
+        # One of each of as many stretches.
+        places = np.arange(wanted) + np.random.default_rng(seed).random(wanted)
+        picked = np.minimum((places * (n / wanted)).astype(np.int64), n - 1)
+        rows = rows.index_select(0, torch.from_numpy(picked).to(rows.device))
+        rows = rows.view(-1, row_bytes)
+    return Sample(rows.contiguous())
 
 
-def candidates(row_bytes: int, dtype: torch.dtype, options: Options) -> Iterator[Candidate]:
-    """Yield every mask rule worth measuring for rows of this size and dtype."""
+def candidates(row_bytes: int, dtype: torch.dtype, options: Options) -> Iterator[MaskRule]:
+    """Yield every mask rule worth counting for rows of this size and dtype."""
     number = element_bytes(dtype)
     if options.chunk_bytes is not None:
         widths: Sequence[int] = (options.chunk_bytes,)
@@ -126,13 +187,13 @@ def candidates(row_bytes: int, dtype: torch.dtype, options: Options) -> Iterator
     for width in widths:
         for uniform in (False, True) if options.uniform is None else (options.uniform,):
             for threshold in thresholds:
-                yield Candidate(width, uniform, threshold, 0)
+                yield MaskRule(width, uniform, threshold, 0)
             # The published algorithm knows thresholds only; a caller who asks for exactly its
             # options, or for a threshold, gets no other masks.
             published = options.code_bits == 1 and not uniform and options.grouped is False
             if options.threshold is None and not published:
                 for field in fields(width, number, dtype):
-                    yield Candidate(width, uniform, None, field)
+                    yield MaskRule(width, uniform, None, field)
 
 
 def fields(chunk_bytes: int, number_bytes: int, dtype: torch.dtype) -> list[int]:
@@ -153,92 +214,178 @@ def fields(chunk_bytes: int, number_bytes: int, dtype: torch.dtype) -> list[int]
     return [field * copies for field in found] + [everything]
 
 
-def top_values(
-    sample: Sample, chunk_bytes: int, uniform: bool, masks: np.ndarray, count: int
-) -> np.ndarray:
-    """Return ``[positions, count]``: the most frequent masked chunks, most frequent first."""
-    load_optional("numba", extra=None, purpose="planning a codec")
-    from ...kernels.cpu import plan
-
-    chunks = sample.chunks(chunk_bytes)
-    top = np.zeros((len(masks), count), chunks.dtype)
-    if uniform:
-        masked = chunks.ravel() & masks[0]
-        masked.sort()
-        call(plan.top_values_of, masked, top[0])
-    else:
-        plan.top_values_by_position(chunks, masks, top)
-    return top
-
-
 @dataclass(frozen=True)
 class Plan:
     """A measured candidate: its best options and what they cost."""
 
     cost: float
-    candidate: Candidate
+    candidate: MaskRule
     code_bits: int
     grouped: bool
 
 
+@dataclass(frozen=True, eq=False)
+class Learnt:
+    """Rules with the masks and values that rows gave them, on the device of the rows."""
+
+    rules: Sequence[MaskRule]
+    table: CandidateTable
+    masks: torch.Tensor
+    values: torch.Tensor
+
+
+def learn(
+    rules: Sequence[MaskRule], counts: torch.Tensor, n_rows: int, rows: torch.Tensor
+) -> Learnt:
+    """Learn masks from the counts of the bits of `n_rows` rows, and values from some rows."""
+    kernels = kernels_for(rows.device)
+    table = CandidateTable.of(rules, rows.shape[1], n_rows)
+    masks = kernels.agreed_masks(counts, n_rows, table)
+    return Learnt(rules, table, masks, kernels.frequent_values(rows, masks, table))
+
+
+@dataclass(frozen=True, eq=False)
+class Measured:
+    """What rules cost, each with the options that suit it best.
+
+    Parameters
+    ----------
+    rules : sequence of MaskRule
+        The rules.
+    costs : numpy.ndarray
+        float64 ``[n]``: bytes of the rows packed, and of the profile.
+    options : numpy.ndarray
+        int64 ``[n]``: 2 * (code_bits - 1) + grouped.
+    """
+
+    rules: Sequence[MaskRule]
+    costs: np.ndarray
+    options: np.ndarray
+
+    def __getitem__(self, i: int) -> Plan:
+        code_bits, grouped = divmod(int(self.options[i]), 2)
+        return Plan(float(self.costs[i]), self.rules[i], code_bits + 1, bool(grouped))
+
+    def ranked(self) -> list[int]:
+        """Return the numbers of the rules, cheapest first; equal ones in their order."""
+        return [int(i) for i in np.argsort(self.costs, kind="stable")]
+
+
 def measure(
-    sample: Sample, learn: Sample, candidate: Candidate, options: Options, n_rows: int
-) -> Plan:
-    """Measure a candidate, with masks and values of `learn`, exactly on `sample`.
+    learnt: Learnt, test: Sample, options: Options, n_rows: int, row_bytes: int
+) -> Measured:
+    """Measure what was learnt on other rows, or on the same ones where these are all there are.
 
     The cost is the bytes of `n_rows` such rows packed, and of the profile. The profile counts
-    against overfitting too: a value that few rows take costs more to keep than it saves.
+    against overfitting too: a value that few rows take costs more to keep than it saves. Where the
+    samples are parts of rows of `row_bytes`, the size of a row is in the proportion of its parts.
     """
-    from ...kernels.cpu import plan
+    whole = test.row_bytes == row_bytes
+    units = kernels_for(test.rows.device).sizes_by_option(
+        test.rows, learnt.masks, learnt.values, learnt.table, 32 if whole else 1
+    )
+    bytes_a_unit = 4 if whole else row_bytes / test.row_bytes / 8
+    costs = units.cpu().numpy() * (bytes_a_unit * n_rows / len(test))
+    numbers = learnt.table.numbers
+    mask_bytes = np.where(numbers[:, UNIFORM] == 1, numbers[:, WIDTH], row_bytes)
+    costs += mask_bytes[:, None, None] * (1 << np.array(CODE_BITS))[:, None]
+    for axis, values, wanted in (
+        (1, CODE_BITS, options.code_bits),
+        (2, (False, True), options.grouped),
+    ):
+        if wanted is not None:
+            others = [i for i, value in enumerate(values) if value != wanted]
+            costs[(slice(None),) * axis + (others,)] = np.inf
+    costs = costs.reshape(len(costs), -1)
+    best = costs.argmin(1)
+    return Measured(learnt.rules, np.take_along_axis(costs, best[:, None], 1)[:, 0], best)
 
-    masks = candidate.masks(learn)
-    most_values = (1 << max(CODE_BITS)) - 1
-    values = top_values(learn, candidate.chunk_bytes, candidate.uniform, masks, most_values)
-    totals = np.zeros((len(CODE_BITS), 2), np.int64)
-    row_words = -(-sample.row_bytes // 4)
-    chunks = sample.chunks(candidate.chunk_bytes)
-    call(plan.words_by_option, chunks, masks, values, row_words, totals)
-    scale = 4 * n_rows / len(sample)
-    best: Plan | None = None
-    for code_bits in CODE_BITS if options.code_bits is None else (options.code_bits,):
-        for grouped in (False, True) if options.grouped is None else (options.grouped,):
-            profile_bytes = masks.nbytes * (1 << code_bits)
-            cost = totals[code_bits - 1, int(grouped)] * scale + profile_bytes
-            if best is None or cost < best.cost:
-                best = Plan(cost, candidate, code_bits, grouped)
-    assert best is not None
-    return best
+
+class Search:
+    """The search for a plan of a sample: see `choose_plan`.
+
+    Parameters
+    ----------
+    sample : Sample
+        The rows.
+    options : Options
+        What is fixed.
+    n_rows : int
+        Rows that will be packed.
+    """
+
+    def __init__(self, sample: Sample, options: Options, n_rows: int) -> None:
+        self._options, self._n_rows, self._row_bytes = options, n_rows, sample.row_bytes
+        # Where the sample is not all there is, masks and values are learnt on one half and measured
+        # on the other: what only fits the rows it was learnt on must not look like a gain.
+        whole = len(sample) >= n_rows
+        self._known, self._test = (sample, sample) if whole else sample.halves()
+        # Nor must it on a part of the rows: of few rows, more are like no other than of all.
+        self._even, odd = (sample, sample) if whole and sample.few else sample.halves()
+        self._blocks = self._even.blocks()
+        self._learnt_part = self._even.probe(self._blocks)
+        self._tested_part = odd.probe(self._blocks)
+
+    @property
+    def exact(self) -> bool:
+        """Whether `probe` counts all rows of the sample."""
+        return self._learnt_part is self._known and self._tested_part is self._test
+
+    def probe(self, rules: Sequence[MaskRule]) -> Measured:
+        """Measure rules on a part of the rows, with the bits of all of them counted."""
+        counts = self._even.block_counts(self._blocks)
+        learnt = learn(rules, counts, len(self._even), self._learnt_part.rows)
+        return self._measured(learnt, self._tested_part)
+
+    def best(self, found: Measured) -> Plan:
+        """Return the best plan of those that a probe has found, by whole rows."""
+        ranked = found.ranked()
+        if self.exact:
+            return found[ranked[0]]
+        test = self._test.part(max(LEAST_ROWS, TESTED_BYTES // self._row_bytes))
+        limit = CLOSE * found.costs[ranked[0]]
+        near = [found.rules[i] for i in ranked[:FINALISTS] if found.costs[i] <= limit]
+        finalists = []
+        for uniform in (False, True):
+            rules = [rule for rule in near if rule.uniform == uniform]
+            if rules:
+                known = self._known
+                some = known.valued(uniform, share=4)
+                learnt = learn(rules, known.bit_counts(), len(known), some.rows)
+                measured = self._measured(learnt, test)
+                finalists.append(measured[measured.ranked()[0]])
+        return min(finalists, key=lambda plan: plan.cost)
+
+    def _measured(self, learnt: Learnt, test: Sample) -> Measured:
+        return measure(learnt, test, self._options, self._n_rows, self._row_bytes)
 
 
 def choose_plan(sample: Sample, dtype: torch.dtype, options: Options, n_rows: int) -> Plan:
     """Return the plan of least cost for `n_rows` rows like those of the sample."""
-    load_optional("numba", extra=None, purpose="planning a codec")
-    # Where the sample is not all there is, masks and values are learnt on one half and measured on
-    # the other: what only fits the rows it was learnt on must not look like a gain.
-    learn, test = (sample, sample) if len(sample) >= n_rows else sample.halves()
-    probe_rows = max(PROBE_ROWS, PROBE_BYTES // sample.row_bytes)
-    found = [
-        measure(test.part(probe_rows), learn.part(probe_rows), candidate, options, n_rows)
-        for candidate in candidates(sample.row_bytes, dtype, options)
-    ]
-    found.sort(key=lambda plan: plan.cost)
-    if len(test) <= probe_rows and len(learn) <= probe_rows:
-        return found[0]
-    finalists = [measure(test, learn, p.candidate, options, n_rows) for p in found[:FINALISTS]]
-    return min(finalists, key=lambda plan: plan.cost)
+    search = Search(sample, options, n_rows)
+    return search.best(search.probe(list(candidates(sample.row_bytes, dtype, options))))
 
 
 def fit_profile(sample: Sample, plan: Plan) -> Profile:
     """Fit masks and values of a plan to a sample."""
     c = plan.candidate
     fmt = RowFormat(sample.row_bytes, c.chunk_bytes, plan.code_bits, plan.grouped, c.uniform)
-    masks = c.masks(sample)
-    values = top_values(sample, c.chunk_bytes, c.uniform, masks, fmt.values)
-    return Profile(fmt, masks[None], values[None])
+    learnt = learn([c], sample.bit_counts(), len(sample), sample.valued(c.uniform).rows)
+    return _profile(fmt, learnt.masks, learnt.values)
 
 
 def refit_profile(rows: torch.Tensor, profile: Profile) -> Profile:
-    """Learn the values of a profile's masks anew, from uint8 ``[n, row_bytes]`` rows on the CPU."""
-    f, masks = profile.format, profile.masks[0]
-    values = top_values(Sample(rows), f.chunk_bytes, f.uniform, masks, f.values)
-    return Profile(f, profile.masks, values[None])
+    """Learn the values of a profile's masks anew, from uint8 ``[n, row_bytes]`` rows."""
+    f = profile.format
+    sample = Sample(rows).valued(f.uniform)
+    table = CandidateTable.of([MaskRule(f.chunk_bytes, f.uniform, None, 0)], f.row_bytes, 1)
+    masks = torch.from_numpy(profile.masks[0].astype(np.uint64).view(np.int64)).to(rows.device)
+    values = kernels_for(rows.device).frequent_values(sample.rows, masks, table)
+    return _profile(f, masks, values)
+
+
+def _profile(fmt: RowFormat, masks: torch.Tensor, values: torch.Tensor) -> Profile:
+    """Return a profile of masks and values as they were learnt, copied to the host at once."""
+    found = torch.cat([masks[None], values[: fmt.values]]).cpu().numpy().view(np.uint64)
+    narrow = found.astype(UNSIGNED[fmt.chunk_bytes])
+    return Profile(fmt, narrow[:1], np.ascontiguousarray(narrow[1:].T)[None])

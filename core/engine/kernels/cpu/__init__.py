@@ -22,6 +22,9 @@ from .compiling import call
 from .constants import chunks_of, constants_of, unsigned
 from .items import PreparedItems
 from .loading import encoding_shorts, gathering, mapping, packing
+from .planning import agreed_masks as agreed_masks
+from .planning import frequent_values as frequent_values
+from .planning import sizes_by_option as sizes_by_option
 from .prepared import PreparedTable
 from .row_finder import HOST_SOURCES, NO_IDS, RowFinder, decode_found_rows
 from .threads import run_ranges
@@ -42,15 +45,15 @@ def count_bits(rows: torch.Tensor, chunk_bytes: int) -> torch.Tensor:
     torch.Tensor
         int64 ``[C, 8 * chunk_bytes]``, bit 0 the least significant.
     """
-    kernel = packing().count_bits
-    chunks = chunks_of(rows, chunk_bytes)
+    kernel, raw = packing().count_bits, rows.numpy()
 
     def work(begin: int, end: int) -> np.ndarray[Any, Any]:
-        counts = np.zeros((chunks.shape[1], 8 * chunk_bytes), np.int64)
-        call(kernel, chunks, counts, begin, end)
+        counts = np.zeros((rows.shape[1], 8), np.int64)
+        call(kernel, raw, counts, begin, end)
         return counts
 
-    return torch.from_numpy(sum(run_ranges(work, *rows.shape)))
+    # The bits of a chunk are those of its bytes, one after the other.
+    return torch.from_numpy(sum(run_ranges(work, *rows.shape))).view(-1, 8 * chunk_bytes)
 
 
 def packed_words(rows: torch.Tensor, layout: RowLayout) -> tuple[torch.Tensor, torch.Tensor]:

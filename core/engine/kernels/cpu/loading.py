@@ -42,3 +42,12 @@ def mapping() -> Any:
     from . import maps
 
     return maps
+
+
+@functools.cache
+def planning() -> Any:
+    """Load the functions that count for a planner."""
+    load_optional("numba", extra=None, purpose="planning a codec")
+    from . import plan
+
+    return plan

@@ -1,4 +1,9 @@
-"""What the planner counts: sizes under many options at once, frequent values, Hamming distance."""
+"""What a planner counts: agreeing bits, frequent values, sizes under many options at once.
+
+``columns`` are rows the other way around, ``[positions, n]``, chunks as unsigned integers: a loop
+over the rows of a position is a loop over neighbours in memory, which LLVM turns into vector
+instructions.
+"""
 
 from __future__ import annotations
 
@@ -6,106 +11,136 @@ import numpy as np
 from numba import njit
 
 from .bits import popcount
-from .compiling import call
+
+MIX = np.uint64(0x9E3779B97F4A7C15)
 
 
 @njit(nogil=True, cache=True)
-def rank_of(masked, values, position):
-    """Rank of a masked chunk among the values of a position, from 1, or 0."""
-    for j in range(values.shape[1]):
-        if masked == values[position, j]:
-            return j + 1
-    return 0
+def agreed_masks(counts, n_rows, numbers, masks):
+    """Write the masks of all candidates, from ``counts[byte, bit]`` of the rows that have it set.
 
-
-@njit(nogil=True, cache=True)
-def words_by_option(rows, masks, values, row_words, totals):
-    """Add up packed words for code_bits 1 to 3, not grouped and grouped, to ``totals[3, 2]``.
-
-    ``values`` ``[positions, 7]`` are ordered by frequency, so the options differ only in how many
-    of them have a code. A row that would not shrink counts `row_words`.
+    Columns of ``numbers`` are those of `CandidateTable`, ``masks`` uint64.
     """
-    n, chunks = rows.shape
-    uniform = masks.shape[0] == 1
-    groups = (chunks + 31) >> 5
-    payload = 0
-    for i in range(chunks):
-        payload += 8 * rows.itemsize - popcount(masks[0 if uniform else i])
-    payload = (payload + 31) >> 5
-    for r in range(n):
-        miss1 = 0  # masked bits of chunks without a code, by code_bits
-        miss2 = 0
-        miss3 = 0
-        stored = 0
-        position = 0
-        for group in range(groups):
-            all_first = True
-            for i in range(group * 32, min(group * 32 + 32, chunks)):
-                if not uniform:
-                    position = i
-                mask = masks[position]
-                rank = rank_of(rows[r, i] & mask, values, position)
-                if rank != 1:
-                    all_first = False
-                    bits = popcount(mask)
-                    miss1 += bits
-                    if rank == 0 or rank > 3:
-                        miss2 += bits
-                        if rank == 0:
-                            miss3 += bits
-            if not all_first:
-                stored += 1
-        for k in range(1, 4):
-            miss = miss1 if k == 1 else (miss2 if k == 2 else miss3)
-            words = payload + ((miss + 31) >> 5)
-            totals[k - 1, 0] += min(words + groups * k, row_words)
-            totals[k - 1, 1] += min(words + ((groups + 31) >> 5) + stored * k, row_words)
+    row_bytes = counts.shape[0]
+    sums = np.zeros(64, np.int64)
+    for c in range(numbers.shape[0]):
+        width, uniform, agreed, field, first = numbers[c, :5]
+        chunks = row_bytes // width
+        if uniform:
+            sums[:] = 0
+        for i in range(chunks):
+            mask = np.uint64(0)
+            for byte in range(width):
+                for bit in range(8):
+                    place = 8 * byte + bit
+                    count = counts[i * width + byte, bit]
+                    if uniform:
+                        sums[place] += count
+                    elif max(count, n_rows - count) >= agreed:
+                        mask |= np.uint64(1) << np.uint64(place)
+            if not uniform:
+                masks[first + i] = mask | np.uint64(field)
+        if uniform:
+            mask = np.uint64(0)
+            for place in range(8 * width):
+                if max(sums[place], n_rows * chunks - sums[place]) >= agreed:
+                    mask |= np.uint64(1) << np.uint64(place)
+            masks[first] = mask | np.uint64(field)
 
 
 @njit(nogil=True, cache=True)
-def top_values_of(sorted_values, top):
-    """Write the most frequent values of a sorted array to `top`, most frequent first.
+def frequent_values(columns, masks, keys, counts, places, multiplier, shift, values):
+    """Write the most frequent masked chunks of each position to ``values[:, position]``.
 
-    Equal counts go to the smaller value; places left over repeat the first value.
+    Equal counts go to the smaller value; ranks left over repeat the first value. A chunk x has its
+    place in the hash table from ``x * multiplier >> shift`` on; ``counts`` are zeros, and are again
+    at the end, ``places`` has room for the place of every different chunk.
     """
-    want = top.shape[0]
-    counts = np.zeros(want, np.int64)
-    n = sorted_values.shape[0]
-    begin = 0
-    while begin < n:
-        end = begin + 1
-        while end < n and sorted_values[end] == sorted_values[begin]:
-            end += 1
-        count = end - begin
-        if count > counts[want - 1]:
-            j = want - 1
-            while j > 0 and counts[j - 1] < count:
-                counts[j] = counts[j - 1]
-                top[j] = top[j - 1]
+    n = columns.shape[1]
+    last = np.uint64(len(keys) - 1)
+    one = np.uint64(1)
+    ranks = values.shape[0]
+    top = np.zeros(ranks, np.int64)
+    for i in range(columns.shape[0]):
+        column = columns[i]
+        mask = masks[i]
+        different = 0
+        for r in range(n):
+            x = column[r] & mask
+            place = (np.uint64(x) * multiplier) >> shift
+            while counts[place] != 0 and keys[place] != x:
+                place = (place + one) & last
+            if counts[place] == 0:
+                keys[place] = x
+                places[different] = place
+                different += 1
+            counts[place] += 1
+        top[:] = 0
+        for d in range(different):
+            place = places[d]
+            count = counts[place]
+            x = keys[place]
+            counts[place] = 0
+            j = ranks
+            while j > 0 and (top[j - 1] < count or (top[j - 1] == count and values[j - 1, i] > x)):
+                if j < ranks:
+                    top[j] = top[j - 1]
+                    values[j, i] = values[j - 1, i]
                 j -= 1
-            counts[j] = count
-            top[j] = sorted_values[begin]
-        begin = end
-    for j in range(1, want):
-        if counts[j] == 0:
-            top[j] = top[0]
-
-
-def top_values_by_position(rows: np.ndarray, masks: np.ndarray, top: np.ndarray) -> None:
-    """Fill ``top[i]`` with the most frequent masked chunks of position i.
-
-    numpy sorts: Numba's sort takes a second to compile for each dtype, and is slower.
-    """
-    columns = np.ascontiguousarray((rows & masks).T)
-    columns.sort(axis=1)
-    call(top_values_of_each, columns, top)
+            if j < ranks:
+                top[j] = count
+                values[j, i] = x
+        for j in range(1, ranks):
+            if top[j] == 0:
+                values[j, i] = values[0, i]
 
 
 @njit(nogil=True, cache=True)
-def top_values_of_each(sorted_rows, top):
-    """Fill ``top[i]`` with the most frequent values of row i, which is sorted."""
-    for i in range(sorted_rows.shape[0]):
-        top_values_of(sorted_rows[i], top[i])
+def sizes_by_option(columns, masks, values, uniform, unit_bits, room, totals):
+    """Add up packed sizes for code_bits 1 to 3, not grouped and grouped, to ``totals[3, 2]``.
+
+    ``values`` ``[7, positions]`` are ordered by frequency, so the options differ only in how many
+    of them have a code. A row that would not shrink counts as it is. Sizes are in units of
+    ``unit_bits``, to which each part of a row is rounded up. ``room`` int32 ``[5, n]`` is written.
+    """
+    chunks, n = columns.shape
+    groups = (chunks + 31) >> 5
+    # Masked bits of chunks without a code, by code_bits, and stored groups, of each row.
+    group, miss1, miss2, miss3, stored = room[0], room[1], room[2], room[3], room[4]
+    room[:] = 0
+    chunk_bits = 8 * columns.itemsize
+    payload = 0
+    for begin in range(0, chunks, 32):
+        group[:] = 0
+        for i in range(begin, min(begin + 32, chunks)):
+            p = 0 if uniform else i
+            column = columns[i]
+            mask = masks[p]
+            bits = np.int32(popcount(mask))
+            payload += chunk_bits - bits
+            a, b, c, d = values[0, p], values[1, p], values[2, p], values[3, p]
+            e, f, g = values[4, p], values[5, p], values[6, p]
+            for r in range(n):
+                x = column[r] & mask
+                one = x == a
+                three = one | (x == b) | (x == c)
+                seven = three | (x == d) | (x == e) | (x == f) | (x == g)
+                group[r] += np.int32(0) if one else bits
+                miss2[r] += np.int32(0) if three else bits
+                miss3[r] += np.int32(0) if seven else bits
+        for r in range(n):
+            miss1[r] += group[r]
+            stored[r] += group[r] != 0
+    raw = (chunks * chunk_bits + unit_bits - 1) // unit_bits
+    payload = (payload + unit_bits - 1) // unit_bits
+    group_bits = (groups + unit_bits - 1) // unit_bits
+    code_units = 32 // unit_bits
+    for r in range(n):
+        for k in range(1, 4):
+            miss = miss1[r] if k == 1 else (miss2[r] if k == 2 else miss3[r])
+            size = payload + (miss + unit_bits - 1) // unit_bits
+            totals[k - 1, 0] += min(size + groups * k * code_units, raw)
+            totals[k - 1, 1] += min(size + group_bits + stored[r] * k * code_units, raw)
 
 
 @njit(nogil=True, cache=True)

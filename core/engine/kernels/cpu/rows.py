@@ -41,18 +41,30 @@ HALF = GROUP // 2
 # The lowest bit of each code of a half, by code_bits.
 CODE_PLACES = np.array([0, 0xFFFF, 0x55555555, 0x249249249249], np.uint64)
 IDS_AT_ONCE = 1024
+COUNTED_BYTES = 256  # of a row, whose counters stay in the cache
 
 
 @njit(nogil=True, cache=True)
-def count_bits(rows, counts, begin, end):
-    """Add to ``counts[i, b]`` how many of the rows begin..end have bit b of chunk i set."""
-    chunks = rows.shape[1]
-    bits = counts.shape[1]
-    for r in range(begin, end):
-        for i in range(chunks):
-            x = rows[r, i]
-            for b in range(bits):
-                counts[i, b] += (x >> b) & 1
+def count_bits(raw, counts, begin, end):
+    """Add to ``counts[i, b]`` how many of the rows begin..end have bit b of byte i set.
+
+    Counted in bytes first, of as many rows as these can count: vectors of them are the longest.
+    """
+    row_bytes = raw.shape[1]
+    few = np.empty((8, COUNTED_BYTES), np.uint8)
+    for first in range(0, row_bytes, COUNTED_BYTES):
+        width = min(COUNTED_BYTES, row_bytes - first)
+        for start in range(begin, end, 255):
+            few[:] = 0
+            for r in range(start, min(start + 255, end)):
+                row = raw[r, first : first + width]
+                for bit in range(8):
+                    counted, shift = few[bit], np.uint8(bit)
+                    for i in range(width):
+                        counted[i] += (row[i] >> shift) & np.uint8(1)
+            for bit in range(8):
+                for i in range(width):
+                    counts[first + i, bit] += few[bit, i]
 
 
 @njit(nogil=True, cache=True)

@@ -14,6 +14,7 @@ from .exchange import ExchangeKernels
 from .gather import GatherKernels
 from .ids import IdKernels
 from .map import MapKernels
+from .plan import PlanKernels
 from .runner import Runner
 from .slots import SlotKernels
 
@@ -51,6 +52,10 @@ class CudaKernels:
         self.exchange = ExchangeKernels(runner)
         self.bags = BagKernels(runner)
         self.count_bits = CountKernels(runner).count_bits
+        plan = PlanKernels(runner)
+        self.agreed_masks = plan.agreed_masks
+        self.frequent_values = plan.frequent_values
+        self.sizes_by_option = plan.sizes_by_option
         encode = EncodeKernels(runner)
         self.packed_words = encode.packed_words
         self.encode_rows = encode.encode_rows

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from ....dtypes import EXPONENT_FIELDS
+from ..candidates import AGREED, COLUMNS, FIELD, FIRST, UNIFORM, VALUES, WIDTH
 from ..format import (
     BUCKET_ENTRIES,
     CHUNK_BYTES,
@@ -42,6 +43,13 @@ _KERNELS: dict[str, tuple[str, ...]] = {
     "slots": ("keep_slots", "claim_slots", "count_slots", "choose_slots", "give_slots"),
     "exchange": ("exchange_rows",),
     "bags": ("pool_bags", "sound_offsets"),
+    "plan": (
+        "agreed_masks",
+        "frequent_by_position",
+        "count_values",
+        "top_values",
+        "sizes_by_option",
+    ),
 }
 
 #: Fewest chunks a lane with which eight lanes can take a row.
@@ -55,6 +63,16 @@ CACHE_DEFINES = {
     "BUCKET_ENTRIES": BUCKET_ENTRIES,
     "NO_ID": NO_ID,
     "NOT_CACHED": NOT_CACHED,
+}
+#: What kernels know of candidates of a plan.
+PLAN_DEFINES = {
+    "WIDTH": WIDTH,
+    "UNIFORM": UNIFORM,
+    "AGREED": AGREED,
+    "FIELD": FIELD,
+    "FIRST": FIRST,
+    "COLUMNS": COLUMNS,
+    "VALUES": VALUES,
 }
 #: Bins that ids are ordered by before a gather from a large table.
 ORDER_BINS = 8192
@@ -173,7 +191,7 @@ class PlainVariant:
     Parameters
     ----------
     file : str
-        ``"copy"``, ``"ids"``, ``"map"``, ``"slots"`` or ``"bags"``.
+        ``"copy"``, ``"ids"``, ``"map"``, ``"slots"``, ``"bags"`` or ``"plan"``.
     settings : tuple of (str, int)
         The preprocessor's definitions.
     """
@@ -205,6 +223,8 @@ SLOTS = PlainVariant(
 )
 #: The one compilation of what moves rows between a cache and the host.
 EXCHANGE = PlainVariant("exchange")
+#: The one compilation of what a planner counts.
+PLAN = PlainVariant("plan", tuple(PLAN_DEFINES.items()))
 
 
 def copy_variant(unit_bytes: int, piece_bytes: int) -> PlainVariant:
@@ -240,6 +260,7 @@ def all_variants() -> Iterator[AnyVariant]:
     yield MAP
     yield SLOTS
     yield EXCHANGE
+    yield PLAN
     for size in BAG_VALUE_BYTES:
         yield from (bags_variant(size, vector) for vector in (1, 16 // size))
     for unit, pieces in COPY_PIECES.items():

@@ -1,0 +1,92 @@
+"""Planning on a GPU: the codecs of the CPU, with no copy of the sample."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import bitslab
+from bitslab import InvariantCodec
+from bitslab.engine.codecs import PlanCache
+from bitslab.engine.kernels import cpu, kernels_for
+from bitslab.engine.kernels.candidates import POSITIONAL_ROWS, CandidateTable
+from tests.engine.kernels.plan_cases import KINDS, some_rows, some_rules
+from tests.helpers import DTYPES, dtype_id, packable, random_bits, same_bits
+
+pytestmark = pytest.mark.gpu
+
+SHAPES = [(1, 8), (300, 64), (POSITIONAL_ROWS, 40), (64, 4096 + 4), (130, 18)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("n", "row_bytes"), SHAPES, ids=str)
+def test_gpu_counts_like_the_cpu(kind, n, row_bytes):
+    rows, rules = some_rows(kind, n, row_bytes), some_rules(row_bytes)
+    table = CandidateTable.of(rules, row_bytes, n)
+    gpu = kernels_for(torch.device("cuda"))
+    counts = cpu.count_bits(rows, 1)
+    masks = gpu.agreed_masks(counts.cuda(), n, table)
+    assert torch.equal(masks.cpu(), cpu.agreed_masks(counts, n, table))
+    values = gpu.frequent_values(rows.cuda(), masks, table)
+    assert torch.equal(values.cpu(), cpu.frequent_values(rows, masks.cpu(), table))
+    other = some_rows(kind, n + 500, row_bytes, seed=1)
+    for unit_bits in (32, 1):
+        got = gpu.sizes_by_option(other.cuda(), masks, values, table, unit_bits)
+        expected = cpu.sizes_by_option(other, masks.cpu(), values.cpu(), table, unit_bits)
+        assert torch.equal(got.cpu(), expected)
+
+
+@pytest.mark.parametrize("make", [packable, random_bits], ids=["packable", "random"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+def test_gpu_and_cpu_choose_the_same_codec(dtype, make):
+    # More than the sample, long rows, short ones, and so few that all are counted.
+    sizes = ((64, 9 << 20), (1024, 9 << 20), (32 << 10, 9 << 20), (768, 8 << 10), (16, 96 << 10))
+    for row_bytes, n_bytes in sizes:
+        rows = make(dtype, (n_bytes // row_bytes, row_bytes // dtype.itemsize))
+        for seed in (0, 1):
+            on_gpu = InvariantCodec.fit(rows.cuda(), seed=seed)
+            assert on_gpu == InvariantCodec.fit(rows, seed=seed)
+        few = rows[:100]
+        assert on_gpu.refitted(few.cuda()) == on_gpu.refitted(few)
+        assert same_bits(on_gpu.decode(on_gpu.encode(few.cuda())).cpu(), few)
+
+
+def test_plans_are_kept_alike_on_both_devices():
+    on_cpu, on_gpu = PlanCache(), PlanCache()
+    torch.manual_seed(0)
+    for scale in (0.02, 1.0, 0.0, 0.5):
+        x = (torch.randn(3000, 1024) * scale).bfloat16()
+        codec = InvariantCodec.fit(x, plans=on_cpu)
+        assert InvariantCodec.fit(x.cuda(), plans=on_gpu) == codec
+        assert on_cpu.stats() == on_gpu.stats()
+    assert on_gpu.stats()["kept"] >= 1
+
+
+def test_clusters_of_rows_on_a_gpu():
+    x = torch.cat([torch.randn(900, 64) * 1e-6, torch.randn(900, 64) * 1e6]).bfloat16()
+    assert InvariantCodec.fit(x.cuda(), clusters=2) == InvariantCodec.fit(x, clusters=2)
+
+
+def test_only_counts_and_the_profile_come_back(monkeypatch):
+    copied = []
+    to_cpu = torch.Tensor.cpu
+
+    def counted(t, *args, **kwargs):
+        copied.append(t.nbytes)
+        return to_cpu(t, *args, **kwargs)
+
+    x = (torch.randn(8192, 4096, device="cuda") * 0.02).bfloat16()
+    monkeypatch.setattr(torch.Tensor, "cpu", counted)
+    codec = InvariantCodec.fit(x)
+    monkeypatch.undo()
+    assert codec.describe() == "ibp 2B k3 uniform"
+    assert 2 <= len(copied) <= 4
+    assert sum(copied) <= 16 << 10
+
+
+def test_compress_of_a_gpu_tensor_that_is_not_contiguous():
+    x = (torch.randn(300, 512, device="cuda") * 0.02).bfloat16()
+    for view in (x.T, x[::2], x[:, 3:], x.view(-1)[1:-511].view(-1, 512)):
+        ct = bitslab.compress(view)
+        assert torch.equal(ct.decompress(), view)
+        assert ct.codec == bitslab.compress(view.cpu()).codec

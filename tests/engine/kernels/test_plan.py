@@ -1,0 +1,84 @@
+"""What a planner counts, against plain Python."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+
+from bitslab.engine.kernels import cpu
+from bitslab.engine.kernels.candidates import (
+    FIRST,
+    POSITIONAL_ROWS,
+    VALUES,
+    CandidateTable,
+    MaskRule,
+)
+from bitslab.errors import ArgumentError
+from tests.engine.codecs import model
+from tests.engine.kernels.plan_cases import KINDS, some_rows, some_rules
+
+SHAPES = [(1, 8), (37, 24), (60, 18), (9, 40 * 8 + 8)]
+
+
+def learnt(rows: torch.Tensor, rules: list[MaskRule]):
+    table = CandidateTable.of(rules, rows.shape[1], len(rows))
+    masks = cpu.agreed_masks(cpu.count_bits(rows, 1), len(rows), table)
+    return table, masks, cpu.frequent_values(rows, masks, table)
+
+
+def of(rule: MaskRule, first: int, row_bytes: int) -> slice:
+    return slice(first, first + (1 if rule.uniform else row_bytes // rule.chunk_bytes))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("n", "row_bytes"), SHAPES, ids=str)
+def test_masks_values_and_sizes_are_those_of_their_definition(kind, n, row_bytes):
+    rows, rules = some_rows(kind, n, row_bytes), some_rules(row_bytes)
+    other = some_rows(kind, n + 5, row_bytes, seed=1)
+    table, masks, values = learnt(rows, rules)
+    totals = cpu.sizes_by_option(other, masks, values, table)
+    bits = cpu.sizes_by_option(other, masks, values, table, unit_bits=1)
+    for c, rule in enumerate(rules):
+        entries = of(rule, int(table.numbers[c, FIRST]), row_bytes)
+        dtype = f"<u{rule.chunk_bytes}"
+        chunks, tested = (each.numpy().view(dtype) for each in (rows, other))
+        shares = model.bit_shares(chunks)
+        if rule.uniform:
+            shares = shares.mean(0, keepdims=True)
+        threshold = 1.0 if rule.threshold is None else rule.threshold
+        expected = model.threshold_masks(shares, threshold, chunks.dtype) | chunks.dtype.type(
+            rule.field
+        )
+        assert masks[entries].numpy().astype(dtype).tolist() == expected.tolist(), rule
+        columns = chunks.reshape(-1, 1) if rule.uniform else chunks
+        mine = values[:, entries].numpy().view(np.uint64)
+        for i, mask in enumerate(expected):
+            counted = Counter((columns[:, i] & mask).tolist())
+            ranked = sorted(counted, key=lambda x: (-counted[x], x))[:VALUES]
+            assert mine[:, i].tolist() == ranked + ranked[:1] * (VALUES - len(ranked)), rule
+        for k in (1, 2, 3):
+            top = mine[: (1 << k) - 1].astype(dtype).T
+            where = (tested.shape[1], 1)
+            all_masks = np.tile(expected, where[0]) if rule.uniform else expected
+            all_values = np.tile(top, where) if rule.uniform else top
+            for grouped in (False, True):
+                words = model.row_words(tested, all_masks, all_values, k, grouped)
+                raw = -(-row_bytes // 4)
+                assert int(totals[c, k - 1, int(grouped)]) == np.minimum(words, raw).sum(), rule
+                size = int(bits[c, k - 1, int(grouped)])
+                # Ends on words: of each row up to three, one in a row that is kept as it is.
+                assert size <= 32 * np.minimum(words, raw).sum()
+                assert size >= 32 * np.minimum(words - 3, raw - 1).sum()
+
+
+def test_more_rows_than_a_table_has_places_for_are_refused():
+    rows = torch.zeros(POSITIONAL_ROWS + 1, 4, dtype=torch.uint8)
+    masks = torch.full((1,), 255)
+    table = CandidateTable.of([MaskRule(4, True, None, 255)], 4, 1)
+    assert cpu.frequent_values(rows, masks, table).tolist() == [[0]] * VALUES
+    table = CandidateTable.of([MaskRule(4, False, None, 255)], 4, 1)
+    with pytest.raises(ArgumentError, match="rows: 2049, accepted are 2048 where masks are posit"):
+        cpu.frequent_values(rows, masks, table)
