@@ -12,7 +12,7 @@
 
 #define THREADS 256
 #define CHECK_THREADS 1024
-#define UNDER_WAY 8  // rows of a bag
+#define UNDER_WAY (32 / VALUE_BYTES)  // rows of a bag, as many as registers hold
 enum { MODE_SUM = 0, MODE_MEAN = 1, MODE_MAX = 2 };  // torch's numbers
 
 #if VALUE_BYTES == 8
