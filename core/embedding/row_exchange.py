@@ -2,8 +2,8 @@
 
 Raw rows in page-locked memory are read and written over the link by the kernel itself, as is
 optimizer state. Rows that are packed, or that others read too, are decoded to the device; those
-that leave are written to page-locked memory raw, and the host packs them into the table before the
-next batch is looked up.
+that leave remain there until the host, before the next batch is looked up, knows which they are and
+puts them into the table.
 """
 
 from __future__ import annotations
@@ -21,16 +21,19 @@ from .row_store import RowStore
 
 
 class _Outbox:
-    """Rows in page-locked memory that the host has yet to pack into the table."""
+    """Rows on the device that have left their slots, and that the table does not have yet."""
 
     def __init__(self, n_rows: int, data: torch.Tensor) -> None:
-        row_bytes = data.shape[1] * data.element_size()
         self.n_rows = n_rows
-        # Each waits for the GPU before it is freed.
-        self._memory = HostBuffer.allocate(n_rows * row_bytes), HostBuffer.allocate(8 * n_rows)
-        self.rows = self._memory[0].tensor.view(data.dtype).view(n_rows, data.shape[1])
-        #: int64, the row of each, NO_ROW for none.
-        self.ids = self._memory[1].tensor.view(torch.int64)
+        # Waits for the GPU before it is freed.
+        self._memory = HostBuffer.allocate(8 * n_rows)
+        #: int64, page-locked: the row of each, NO_ROW for none.
+        self.ids = self._memory.tensor.view(torch.int64)
+        with torch.inference_mode(False):
+            self.rows, self.incoming = (
+                torch.empty(n_rows, data.shape[1], dtype=data.dtype, device=data.device)
+                for _ in range(2)
+            )
 
 
 class RowExchange:
@@ -51,9 +54,8 @@ class RowExchange:
         self._direct: tuple[CompressedTable, torch.Tensor] | None = None
         self._n_ids = 0
         self._outbox: _Outbox | None = None
-        self._incoming: torch.Tensor | None = None
         self._sent: torch.cuda.Event | None = None
-        # How many entries of the outbox are to be packed.
+        # How many entries of the outbox are to be put into the table.
         self._waiting = 0
         # What the arrays were described by, and their descriptions for rows that leave and come.
         self._described_by: tuple[int, ...] = ()
@@ -88,26 +90,18 @@ class RowExchange:
             self._direct = None if stored is None else (store.table, stored)
         known = self._direct
         if known is None:
-            self._make_room_for(n_ids, data)
+            if self._outbox is None or self._outbox.n_rows < n_ids:
+                self._outbox = _Outbox(n_ids, data)
         else:
             store.changes += 1
             store.prefetched = None
-        described_by = [data.data_ptr(), id(known), id(self._outbox), id(self._incoming)]
+        described_by = [data.data_ptr(), id(known), id(self._outbox)]
         for value, state in states:
             described_by += [value.data_ptr(), state.address]
         key = tuple(described_by)
         if key != self._described_by:
             self._describe(data, states)
             self._described_by = key
-
-    def _make_room_for(self, n_ids: int, data: torch.Tensor) -> None:
-        if self._outbox is None or self._outbox.n_rows < n_ids:
-            self._outbox = _Outbox(n_ids, data)
-        if self._incoming is None or self._incoming.shape[0] < n_ids:
-            with torch.inference_mode(False):
-                self._incoming = torch.empty(
-                    n_ids, data.shape[1], dtype=data.dtype, device=data.device
-                )
 
     def _describe(
         self, data: torch.Tensor, states: Sequence[tuple[torch.Tensor, RowState]]
@@ -116,8 +110,8 @@ class RowExchange:
         if self._direct is not None:
             ways = [ExchangedArray(data, self._direct[1])]
         else:
-            assert self._outbox is not None and self._incoming is not None
-            ends = (self._outbox.rows, self._incoming)
+            assert self._outbox is not None
+            ends = (self._outbox.rows, self._outbox.incoming)
             ways = [ExchangedArray(data, end, by_position=True) for end in ends]
         arrays = [[way, *followed] for way in ways]
         described = self._kernels.exchange.described
@@ -144,15 +138,15 @@ class RowExchange:
         """Fetch rows to their slots."""
         n = self._n_ids
         if self._direct is None:
-            assert self._incoming is not None
-            self._store.table.gather_some_on_gpu(rows[:n], self._incoming[:n])
+            assert self._outbox is not None
+            self._store.table.gather_some_on_gpu(rows[:n], self._outbox.incoming[:n])
         units = n * self._row_units
         self._kernels.exchange.exchange(
             self._described[-1], slots, rows, claims, units, to_host=False
         )
 
     def finish(self) -> None:
-        """Pack rows that have left into the table; waits until the GPU has sent them."""
+        """Put rows that have left into the table; waits until the GPU has sent their numbers."""
         if not self._waiting:
             return
         assert self._outbox is not None
@@ -161,7 +155,8 @@ class RowExchange:
         ids = self._outbox.ids[: self._waiting]
         there = (ids >= 0).nonzero()[:, 0]
         if len(there):
-            rows = self._outbox.rows[: self._waiting][there]
+            rows = self._outbox.rows
+            rows = rows[there.to(rows.device)]  # packed where they are
             # The GPU has counted them.
             self._store.update(ids[there].numpy(), rows, counted=False)
         self._waiting = 0
@@ -169,4 +164,4 @@ class RowExchange:
     @property
     def nbytes(self) -> int:
         """Bytes on the device."""
-        return 0 if self._incoming is None else self._incoming.nbytes
+        return 0 if self._outbox is None else 2 * self._outbox.rows.nbytes

@@ -221,7 +221,8 @@ def test_a_second_cache_uses_the_page_locked_memory_of_the_first(
         del made, histories, history, parts
         gc.collect()
         assert host_arena().stats()["used_bytes"] == 0
-    assert len(set(reserved[1:])) == 1 and reserved[1] <= 1.05 * reserved[0], reserved
+    # The second one's pieces have other sizes; few of them find no room among the first one's.
+    assert len(set(reserved[1:])) == 1 and reserved[1] <= 1.15 * reserved[0], reserved
     assert host_arena().trim() == reserved[1]
 
 
