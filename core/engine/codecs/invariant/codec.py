@@ -98,7 +98,7 @@ class InvariantCodec(WordRowCodec):
         """Learn masks and values from sample rows.
 
         Options given are obeyed; "auto" is planned by counting in up to 4 MiB of the sample, where
-        it lies: rows on a GPU stay there, and what comes back are counts, masks and values. The
+        it lies: rows on a GPU remain there, and what comes back are counts, masks and values. The
         same rows give the same codec on each device. ``chunk_bytes=4, code_bits=1, grouped=False,
         uniform=False`` is the published IBP, with its sweep over thresholds.
 

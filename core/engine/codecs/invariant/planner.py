@@ -153,7 +153,7 @@ class Sample:
 
 def _blocks_of(items: torch.Tensor, blocks: np.ndarray, dim: int) -> torch.Tensor:
     """Return some blocks of items of a dimension."""
-    # Slices, which a GPU copies without being told the numbers.
+    # Slices, which a GPU copies without their numbers.
     begins = [b * BLOCK_BYTES for b in blocks.tolist()]
     return torch.cat([items.narrow(dim, begin, BLOCK_BYTES) for begin in begins], dim)
 

@@ -41,7 +41,7 @@ HALF = GROUP // 2
 # The lowest bit of each code of a half, by code_bits.
 CODE_PLACES = np.array([0, 0xFFFF, 0x55555555, 0x249249249249], np.uint64)
 IDS_AT_ONCE = 1024
-COUNTED_BYTES = 256  # of a row, whose counters stay in the cache
+COUNTED_BYTES = 256  # of a row, whose counters fit the cache
 
 
 @njit(nogil=True, cache=True)
