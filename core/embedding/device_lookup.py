@@ -5,8 +5,7 @@ See `DeviceSlots`, which owns the cache while such lookups go on.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,13 +14,11 @@ from ..engine.kernels.cuda import kernels_on
 from ..engine.kernels.cuda.slots import SlotColumns
 from ..errors import BitslabError
 from .device_slots import DeviceSlots, DeviceUses
-from .gradients import NONE, Array
+from .gradients import NONE
 from .resident_cache import with_spare
 from .row_exchange import RowExchange
 from .sizes import resized
-
-if TYPE_CHECKING:
-    from .rows import CachedRows
+from .state import CacheState
 
 #: Slots that are added, more than a batch needs: batches differ a little in size.
 MORE = 1.25
@@ -29,16 +26,6 @@ MORE = 1.25
 MEMORY_SHARE = 0.25
 #: Lookups done by the host after an allocation failed, before the next attempt.
 PAUSE_LOOKUPS = 1000
-
-
-@dataclass(slots=True)
-class WantedSlots:
-    """How many slots lookups on the device want; outlives `DeviceSlots`."""
-
-    #: Slots that would have been enough so far.
-    slots: int = 0
-    #: Lookups to be done by the host before the next attempt to allocate.
-    pause: int = 0
 
 
 class _BySlot(NamedTuple):
@@ -51,12 +38,12 @@ class _BySlot(NamedTuple):
     states: list[dict[str, torch.Tensor]]
 
 
-def runs_on_gpu(rows: CachedRows, ids: torch.Tensor, *, fetches: bool) -> bool:
+def runs_on_gpu(rows: CacheState, ids: torch.Tensor, *, fetches: bool) -> bool:
     """Return whether a lookup may run on the GPU alone.
 
     Parameters
     ----------
-    rows : CachedRows
+    rows : CacheState
         The rows.
     ids : torch.Tensor
         int64 or int32.
@@ -71,7 +58,7 @@ def runs_on_gpu(rows: CachedRows, ids: torch.Tensor, *, fetches: bool) -> bool:
 
 
 def look_up_on_gpu(
-    rows: CachedRows,
+    rows: CacheState,
     ids: torch.Tensor,
     *,
     counts: bool,
@@ -86,7 +73,7 @@ def look_up_on_gpu(
 
     Parameters
     ----------
-    rows : CachedRows
+    rows : CacheState
         The rows.
     ids : torch.Tensor
         int64 or int32 on their GPU.
@@ -152,7 +139,7 @@ def look_up_on_gpu(
     return matrix, index if ids.dim() == 1 else index.view(ids.shape), padding
 
 
-def _with_room(rows: CachedRows, n_ids: int, oldest: int | None) -> DeviceSlots | None:
+def _with_room(rows: CacheState, n_ids: int, oldest: int | None) -> DeviceSlots | None:
     """Return the slots on the device, enough of them for a lookup of `n_ids` ids.
 
     Returns
@@ -207,7 +194,7 @@ def _with_room(rows: CachedRows, n_ids: int, oldest: int | None) -> DeviceSlots 
 # More slots
 
 
-def _widen(rows: CachedRows, device_slots: DeviceSlots, n_slots: int) -> None:
+def _widen(rows: CacheState, device_slots: DeviceSlots, n_slots: int) -> None:
     """Have `n_slots` slots."""
     # The parameter must not have the shape of the whole table: state is recognised by it.
     n_slots += n_slots == len(rows)
@@ -235,7 +222,7 @@ def _widen(rows: CachedRows, device_slots: DeviceSlots, n_slots: int) -> None:
             raise
 
 
-def _install(rows: CachedRows, device_slots: DeviceSlots, tensors: _BySlot) -> None:
+def _install(rows: CacheState, device_slots: DeviceSlots, tensors: _BySlot) -> None:
     """Use other tensors from now on."""
     device_slots.install(tensors.columns)
     for adapter, states in zip(rows.training.adapters, tensors.states, strict=True):
@@ -246,7 +233,7 @@ def _install(rows: CachedRows, device_slots: DeviceSlots, tensors: _BySlot) -> N
     rows.training.gradients.follow(before, tensors.grad)
 
 
-def _check_memory(rows: CachedRows, more: int, there: _BySlot) -> None:
+def _check_memory(rows: CacheState, more: int, there: _BySlot) -> None:
     """Raise OutOfMemoryError if `more` rows would take too large a share of the free memory."""
     device = rows.device
     if device.type != "cuda":
@@ -259,69 +246,3 @@ def _check_memory(rows: CachedRows, more: int, there: _BySlot) -> None:
     free -= torch.cuda.memory_allocated(device)
     if needed > MEMORY_SHARE * free:
         raise torch.OutOfMemoryError(f"{needed} bytes for the miss buffer, {free} are free")
-
-
-# Back to the host
-
-
-def sync_from_device(rows: CachedRows) -> None:
-    """Update the host's slot table and rows with what lookups on a GPU have done; waits for it."""
-    if rows.device_uses is not None:
-        rows.device_uses.sync()
-    if rows.device_slots is not None and rows.exchange is not None:
-        rows.device_slots.sync()
-        rows.exchange.finish()
-
-
-def take_back(rows: CachedRows) -> None:
-    """Make the host's slot table the owner of the cache again."""
-    sync_from_device(rows)
-    device_slots = rows.device_slots
-    if device_slots is None:
-        return
-    held = np.flatnonzero(device_slots.held().cpu().numpy())
-    rows.training.sync_slots(held, device_slots)
-    rows.device_slots = rows.exchange = None
-    _keep_most_used(rows)
-
-
-def _keep_most_used(rows: CachedRows) -> None:
-    """Move the most used rows of the miss buffer into the cache, and evict the others to the host.
-
-    Rows whose gradient waits for a step, or may still be computed, are kept.
-    """
-    slot_table, training = rows.slot_table, rows.training
-    if training.in_pass:
-        return
-    training.pin()
-    filled = np.arange(slot_table.capacity_rows, len(slot_table.id_of))
-    filled = filled[(slot_table.id_of[filled] >= 0) & ~slot_table.pinned[filled]]
-    if len(filled):
-        _exchange(rows, filled)
-
-
-def _exchange(rows: CachedRows, filled: Array) -> None:
-    """Empty slots behind those of the cache, int64 ``[n]``; see `_keep_most_used`."""
-    slot_table, training = rows.slot_table, rows.training
-    filled = filled[np.argsort(-slot_table.keys[filled], kind="stable")]
-    came, lost = slot_table.id_of[filled], filled[:0]
-    try:
-        slots = slot_table.make_room_for(filled, 0)
-        moving, unmoved = filled[: len(slots)], filled[len(slots) :]
-        left = slots[slot_table.id_of[slots] >= 0]
-        leaving = np.concatenate([left, unmoved])
-        changed = leaving[slot_table.dirty[leaving]]
-        rows.write_back(changed)
-        rows.statistics.record_written_back(len(changed))
-        training.save(leaving, slot_table.id_of[leaving])
-        training.gradients.record_reuse(np.concatenate([left, filled]))
-        lost = slots  # the rows in them are on the host by now
-        at, to = (torch.from_numpy(each).to(rows.device) for each in (moving, slots))
-        rows.parameter.data[to] = rows.parameter.data[at]
-        for adapter in training.adapters:
-            adapter.move(at, to)
-        slot_table.move(moving, slots)
-        slot_table.drop(unmoved)
-    except BaseException:
-        slot_table.repair(lost[slot_table.id_of[lost] != came[: len(lost)]])
-        raise

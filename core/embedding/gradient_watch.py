@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,10 +12,7 @@ import torch
 from ..errors import BitslabError
 from .gradients import Array, given_slots, on_device_of, origin_of, sum_mark, values_of
 from .parameter_watch import ADVICE
-
-if TYPE_CHECKING:
-    from .rows import CachedRows
-
+from .state import CacheState
 
 NOT_CLEARED = (
     "gradients of an earlier step were not cleared, and their rows have left the cache; call "
@@ -36,11 +33,11 @@ class GradientWatch:
 
     Parameters
     ----------
-    rows : CachedRows
+    rows : CacheState
         The rows; callers hold their lock.
     """
 
-    def __init__(self, rows: CachedRows) -> None:
+    def __init__(self, rows: CacheState) -> None:
         self._owner = weakref.ref(rows)
         self._hooked: weakref.ref[torch.nn.Parameter] | None = None
         self._hooks: list[Any] = []
@@ -60,7 +57,7 @@ class GradientWatch:
         self._found: torch.Tensor | None = None
 
     @property
-    def _rows(self) -> CachedRows:
+    def _rows(self) -> CacheState:
         rows = self._owner()
         assert rows is not None
         return rows

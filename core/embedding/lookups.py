@@ -6,7 +6,6 @@ Functions behind `CachedRows`; callers hold its lock.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -16,12 +15,13 @@ from ..engine.advisor import MIN_SORTED_IDS, pays_to_sort
 from ..engine.codecs.base import check_tensor_argument
 from ..errors import ArgumentTypeError, BitslabError, IndexRangeError
 from ..tables.counters import Counters
+from ..tables.slabs import SlabCache
 from .device_lookup import look_up_on_gpu, runs_on_gpu
 from .gradients import NONE, Array, to_device
+from .resident_cache import ResidentCache, fits
 from .slot_table import Batch
-
-if TYPE_CHECKING:
-    from .rows import CachedRows
+from .state import CacheState
+from .written import write_back
 
 IDS = (torch.int64, torch.int32)
 
@@ -52,7 +52,7 @@ class Found:
 
 
 def look_up(
-    rows: CachedRows,
+    rows: CacheState,
     ids: torch.Tensor,
     *,
     train: bool,
@@ -97,14 +97,14 @@ def look_up(
     return matrix, index, padding
 
 
-def _check_frozen(rows: CachedRows) -> None:
+def _check_frozen(rows: CacheState) -> None:
     if not rows.trainable and rows.parameter.requires_grad:
         raise BitslabError(
             "weight: is frozen, but requires a gradient; make the module with freeze=False"
         )
 
 
-def _check_not_averaged(rows: CachedRows) -> None:
+def _check_not_averaged(rows: CacheState) -> None:
     """Refuse to train inside DistributedDataParallel, whose ranks hold different rows."""
     around = DistributedDataParallel._get_active_ddp_module()  # type: ignore[no-untyped-call]
     if around is not None and any(p is rows.parameter for p in around._module_parameters):
@@ -123,7 +123,7 @@ def check_ids_tensor(ids: torch.Tensor) -> None:
         raise ArgumentTypeError(f"input: {ids.dtype}, accepted are torch.int32 and torch.int64")
 
 
-def host_ids(rows: CachedRows, ids: torch.Tensor) -> Array:
+def host_ids(rows: CacheState, ids: torch.Tensor) -> Array:
     """Return ids as int64 ``[n]`` on the host, in range."""
     check_ids_tensor(ids)
     if ids.dtype is not torch.int64 or ids.device.type != "cpu":
@@ -138,7 +138,7 @@ def host_ids(rows: CachedRows, ids: torch.Tensor) -> Array:
     return host
 
 
-def prefetch(rows: CachedRows, ids: torch.Tensor) -> None:
+def prefetch(rows: CacheState, ids: torch.Tensor) -> None:
     """Implement `CachedRows.prefetch`."""
     check_ids_tensor(ids)
     if ids.is_cuda:
@@ -148,7 +148,7 @@ def prefetch(rows: CachedRows, ids: torch.Tensor) -> None:
     rows.row_store.prefetch(np.unique(host[slots < 0]) if missing else NONE)
 
 
-def _position_of(rows: CachedRows, row: int, host: Array, found: Found) -> int | None:
+def _position_of(rows: CacheState, row: int, host: Array, found: Found) -> int | None:
     """Return the index of a row in the matrix, or of the row of zeros that no id names."""
     if found.whole:
         # Without a slot the row is not in this batch, and -1 would name the last row instead.
@@ -163,12 +163,12 @@ def _position_of(rows: CachedRows, row: int, host: Array, found: Found) -> int |
 # Lookups that make rows resident
 
 
-def fetch(rows: CachedRows, host: Array, *, wants_grad: bool, sparse: bool) -> Found:
+def fetch(rows: CacheState, host: Array, *, wants_grad: bool, sparse: bool) -> Found:
     """Make the rows of a batch resident, or bypass the cache if they do not fit.
 
     Parameters
     ----------
-    rows : CachedRows
+    rows : CacheState
         The rows.
     host : numpy.ndarray
         int64 ``[n]`` ids in range.
@@ -192,7 +192,7 @@ def fetch(rows: CachedRows, host: Array, *, wants_grad: bool, sparse: bool) -> F
     return _resident(rows, batch, slots, wants_grad=wants_grad, sparse=sparse)
 
 
-def _exchange(rows: CachedRows, batch: Batch, slots: Array) -> int:
+def _exchange(rows: CacheState, batch: Batch, slots: Array) -> int:
     """Put the missing rows of a batch into slots; return how many rows were written back."""
     slot_table = rows.slot_table
     gone = slot_table.id_of[slots]
@@ -202,7 +202,7 @@ def _exchange(rows: CachedRows, batch: Batch, slots: Array) -> int:
     lost = NONE
     try:
         fresh = rows.row_store.gather(batch.missing[:step])
-        rows.write_back(changed)
+        write_back(rows, changed)
         rows.training.save(held, slot_table.id_of[held])
         rows.training.gradients.record_reuse(held)
         lost = slots  # the rows in them are on the host by now
@@ -219,7 +219,7 @@ def _exchange(rows: CachedRows, batch: Batch, slots: Array) -> int:
 
 
 def _resident(
-    rows: CachedRows, batch: Batch, slots: Array, *, wants_grad: bool, sparse: bool
+    rows: CacheState, batch: Batch, slots: Array, *, wants_grad: bool, sparse: bool
 ) -> Found:
     """Return the rows of a batch that are all resident, its missing ones in `slots` by now."""
     slot_table = rows.slot_table
@@ -239,7 +239,7 @@ def _resident(
     return Found(matrix, index, ids, all_slots)
 
 
-def _bypass(rows: CachedRows, batch: Batch) -> Found:
+def _bypass(rows: CacheState, batch: Batch) -> Found:
     """Bypass the cache: gather into a temporary matrix; evict nothing."""
     slot_table = rows.slot_table
     missing, touched = batch.missing, batch.touched
@@ -273,7 +273,7 @@ def _in_order(numbers: Array, ids: Array) -> tuple[Array, Array, Array]:
     return ids[order], position[numbers], order
 
 
-def _with_one_more(rows: CachedRows, n_rows: int) -> torch.Tensor:
+def _with_one_more(rows: CacheState, n_rows: int) -> torch.Tensor:
     """Return uninitialised rows, and a row of zeros behind them that no id names."""
     matrix = torch.empty(n_rows + 1, rows.row_dim, dtype=rows.dtype, device=rows.device)
     matrix[n_rows:] = 0
@@ -283,7 +283,7 @@ def _with_one_more(rows: CachedRows, n_rows: int) -> torch.Tensor:
 # Lookups that leave the cache as it is
 
 
-def _read_with_grad(rows: CachedRows, host: Array, *, sparse: bool) -> Found:
+def _read_with_grad(rows: CacheState, host: Array, *, sparse: bool) -> Found:
     batch = rows.slot_table.look_up(host, count=False)
     if len(batch.missing):
         return _bypass(rows, batch)
@@ -291,7 +291,7 @@ def _read_with_grad(rows: CachedRows, host: Array, *, sparse: bool) -> Found:
     return _resident(rows, batch, NONE, wants_grad=True, sparse=sparse)
 
 
-def _read(rows: CachedRows, host: Array) -> Found:
+def _read(rows: CacheState, host: Array) -> Found:
     slots, missing = rows.slot_table.find(host)
     if not missing and len(rows.parameter):
         rows.statistics.record_rows(len(host), 0)
@@ -301,7 +301,7 @@ def _read(rows: CachedRows, host: Array) -> Found:
     return Found(matrix, np.arange(len(host)))
 
 
-def read(rows: CachedRows, ids: torch.Tensor) -> torch.Tensor:
+def read(rows: CacheState, ids: torch.Tensor) -> torch.Tensor:
     """Implement `CachedRows.read`."""
     _check_frozen(rows)
     rows.training.retire_steps()
@@ -314,12 +314,12 @@ def read(rows: CachedRows, ids: torch.Tensor) -> torch.Tensor:
     return rows_of(rows, host, slots, missing).view(*ids.shape, rows.row_dim)
 
 
-def rows_of(rows: CachedRows, host: Array, slots: Array, missing: int) -> torch.Tensor:
+def rows_of(rows: CacheState, host: Array, slots: Array, missing: int) -> torch.Tensor:
     """Return the rows of a batch ``[n, D]`` on the CPU.
 
     Parameters
     ----------
-    rows : CachedRows
+    rows : CacheState
         The rows.
     host, slots : numpy.ndarray
         int64 ``[n]``: ids in range, and their slots or -1.
@@ -331,7 +331,7 @@ def rows_of(rows: CachedRows, host: Array, slots: Array, missing: int) -> torch.
     return out
 
 
-def _fill(rows: CachedRows, host: Array, slots: Array, missing: int, out: torch.Tensor) -> None:
+def _fill(rows: CacheState, host: Array, slots: Array, missing: int, out: torch.Tensor) -> None:
     """Write the rows of a batch to ``[n, D]`` on the device; see `rows_of`."""
     rows.statistics.record_rows(len(host) - missing, missing)
     if not missing:
@@ -350,7 +350,7 @@ def _fill(rows: CachedRows, host: Array, slots: Array, missing: int, out: torch.
 
 
 def _decode_on_gpu(
-    rows: CachedRows, ids: torch.Tensor, padding_idx: int | None
+    rows: CacheState, ids: torch.Tensor, padding_idx: int | None
 ) -> tuple[torch.Tensor, torch.Tensor, int | None]:
     """Read resident rows from the GPU's memory and the others from the host's, in one kernel.
 
@@ -362,13 +362,13 @@ def _decode_on_gpu(
 
 
 def plain_lookup_on_gpu(
-    rows: CachedRows, ids: torch.Tensor, padding_idx: int | None, *, masked: bool = True
+    rows: CacheState, ids: torch.Tensor, padding_idx: int | None, *, masked: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor, int | None] | None:
     """Look ids up in inference on a GPU, in the plainest case.
 
     Parameters
     ----------
-    rows : CachedRows
+    rows : CacheState
         The rows, on a GPU.
     ids : torch.Tensor
         int64 or int32, on that GPU.
@@ -390,8 +390,20 @@ def plain_lookup_on_gpu(
         return _gathered_on_gpu(rows, ids, padding_idx, masked=masked)
 
 
+def cache_on_gpu(rows: CacheState) -> SlabCache | ResidentCache | None:
+    """Return the cache that gather kernels read rows in the GPU's memory from, if any."""
+    if rows.resident_cache is not None:
+        return rows.resident_cache
+    if rows.row_store.slabs is not None:
+        return rows.row_store.slabs
+    if rows.cache == "packed" or not fits(rows.table.row_bytes):
+        return None
+    rows.resident_cache = ResidentCache(rows)
+    return rows.resident_cache
+
+
 def _gathered_on_gpu(
-    rows: CachedRows, ids: torch.Tensor, padding_idx: int | None, *, masked: bool = True
+    rows: CacheState, ids: torch.Tensor, padding_idx: int | None, *, masked: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor, int | None]:
     """Implement `_decode_on_gpu` for ids that are int32 or int64."""
     device, parameter, flat = rows.device, rows.parameter, ids
@@ -409,7 +421,7 @@ def _gathered_on_gpu(
             # torch takes negative ids for memory before the rows; so it refuses them.
             flat = flat & torch.iinfo(flat.dtype).max
         return parameter.data, flat.view(ids.shape), padding_idx
-    cache = rows.cache_on_gpu()
+    cache = cache_on_gpu(rows)
     sort = None if cache is None else _pays_to_sort(rows, cache.counters, n)
     index = rows.numbers(n)
     if ids.dim() != 1:
@@ -423,7 +435,7 @@ def _gathered_on_gpu(
     return matrix, torch.where(flat.view(ids.shape) == padding_idx, n, index), n
 
 
-def _pays_to_sort(rows: CachedRows, counters: Counters, n: int) -> bool:
+def _pays_to_sort(rows: CacheState, counters: Counters, n: int) -> bool:
     """Return whether enough rows miss the GPU's memory that sorting the ids pays."""
     if n <= MIN_SORTED_IDS:
         return False
@@ -441,7 +453,7 @@ def _pays_to_sort(rows: CachedRows, counters: Counters, n: int) -> bool:
 
 
 def _renormalise(
-    rows: CachedRows, host: Array, found: Found, max_norm: float, norm_type: float
+    rows: CacheState, host: Array, found: Found, max_norm: float, norm_type: float
 ) -> None:
     """Scale down the rows of a batch that are longer than `max_norm`, in the table too."""
     index, matrix = to_device(found.index, rows.device), found.matrix

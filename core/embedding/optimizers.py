@@ -10,7 +10,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,12 +21,10 @@ from torch.optim.optimizer import (
 
 from ..dtypes import dense
 from ..errors import ArgumentError, ArgumentTypeError, BitslabError
-from .device_lookup import sync_from_device
+from .ownership import sync_from_device
 from .refusals import passes_over, refused, why_refused, why_refused_when_made
 from .row_state import RowState
-
-if TYPE_CHECKING:
-    from .rows import CachedRows
+from .state import CacheState
 
 Array = np.ndarray[Any, Any]
 
@@ -36,7 +34,7 @@ class OptimizerAdapter:
 
     Parameters
     ----------
-    rows : CachedRows
+    rows : CacheState
         The rows.
     optimizer : torch.optim.Optimizer
         The optimizer that has their parameter.
@@ -54,7 +52,7 @@ class OptimizerAdapter:
 
     def __init__(
         self,
-        rows: CachedRows,
+        rows: CacheState,
         optimizer: torch.optim.Optimizer,
         *,
         row_wise: bool = False,
@@ -449,12 +447,12 @@ def _group_of(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> dict
 
 # Finding the optimizers of watched parameters
 
-_watched: weakref.WeakValueDictionary[int, CachedRows] = weakref.WeakValueDictionary()
+_watched: weakref.WeakValueDictionary[int, CacheState] = weakref.WeakValueDictionary()
 _hooks: list[Any] = []
 _followed: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 
-def watch(rows: CachedRows) -> None:
+def watch(rows: CacheState) -> None:
     """Run `before_step` and `after_step` around steps of optimizers that have these rows."""
     if not _hooks:
         _hooks.append(register_optimizer_step_pre_hook(_before_step))
@@ -463,18 +461,18 @@ def watch(rows: CachedRows) -> None:
     _watched[id(rows.parameter)] = rows
 
 
-def _ours(optimizer: torch.optim.Optimizer) -> list[CachedRows]:
+def _ours(optimizer: torch.optim.Optimizer) -> list[CacheState]:
     return [rows for group in optimizer.param_groups for rows in _ours_among(group["params"])]
 
 
-def _ours_among(parameters: Iterable[torch.Tensor]) -> Iterator[CachedRows]:
+def _ours_among(parameters: Iterable[torch.Tensor]) -> Iterator[CacheState]:
     for parameter in parameters:
         rows = _watched.get(id(parameter))
         if rows is not None and rows.parameter is parameter:
             yield rows
 
 
-def _concerned(optimizer: torch.optim.Optimizer) -> list[CachedRows]:
+def _concerned(optimizer: torch.optim.Optimizer) -> list[CacheState]:
     """Return the rows of an optimizer, but for those that it skips and could not train.
 
     It skips them where it trains the rest of a model.
@@ -520,7 +518,8 @@ def adapters_of(optimizer: torch.optim.Optimizer) -> dict[int, OptimizerAdapter]
     """
     found = {}
     for rows in _ours(optimizer):
-        rows.attach_optimizer(optimizer)
+        with rows.lock:
+            rows.training.attach(optimizer)
         adapter = rows.training.adapter_of(optimizer)
         assert adapter is not None
         found[id(rows.parameter)] = adapter

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 import torch
 
 from ..errors import BitslabError
-from .device_lookup import sync_from_device
+from .ownership import sync_from_device
 from .sizes import set_data
+from .state import CacheState
 from .written import differing
-
-if TYPE_CHECKING:
-    from .rows import CachedRows
 
 #: What to do instead.
 ADVICE = (
@@ -33,11 +30,11 @@ class ParameterWatch:
 
     Parameters
     ----------
-    rows : CachedRows
+    rows : CacheState
         The rows; callers hold their lock.
     """
 
-    def __init__(self, rows: CachedRows) -> None:
+    def __init__(self, rows: CacheState) -> None:
         self._owner = weakref.ref(rows)
         self._version = 0
         self._addresses: tuple[int, ...] = ()
@@ -48,7 +45,7 @@ class ParameterWatch:
         self.accept()
 
     @property
-    def _rows(self) -> CachedRows:
+    def _rows(self) -> CacheState:
         rows = self._owner()
         assert rows is not None
         return rows

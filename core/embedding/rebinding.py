@@ -12,16 +12,14 @@ import gc
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..errors import BitslabError
 from .refusals import passes_over, why_refused
-
-if TYPE_CHECKING:
-    from .rows import CachedRows
+from .state import CacheState
 
 State = dict[str, Any]
 
@@ -33,7 +31,7 @@ def live_optimizers() -> list[torch.optim.Optimizer]:
 
 def take_over(
     weights: Sequence[torch.Tensor],
-    rows: CachedRows,
+    rows: CacheState,
     optimizers: Sequence[torch.optim.Optimizer],
 ) -> None:
     """Replace weights in optimizers by the parameter of the rows packed from them.
@@ -42,7 +40,7 @@ def take_over(
     ----------
     weights : sequence of torch.Tensor
         ``[N_i, D]``, which the rows have been packed from, back to back.
-    rows : CachedRows
+    rows : CacheState
         The rows.
     optimizers : sequence of torch.optim.Optimizer
         All optimizers that are live.
@@ -56,7 +54,8 @@ def take_over(
             continue
         _swap(optimizer, group, weights, [rows.parameter], [state])
         if rows.trainable and not why_refused(optimizer, group, rows.parameter):
-            rows.attach_optimizer(optimizer)
+            with rows.lock:
+                rows.training.attach(optimizer)
         _move_state(optimizer, rows.parameter)
         for weight in weights:
             _warn_of_gradients(weight)
@@ -65,7 +64,7 @@ def take_over(
 
 
 def give_back(
-    rows: CachedRows,
+    rows: CacheState,
     weights: Sequence[torch.nn.Parameter],
     optimizers: Sequence[torch.optim.Optimizer],
 ) -> None:
@@ -73,7 +72,7 @@ def give_back(
 
     Parameters
     ----------
-    rows : CachedRows
+    rows : CacheState
         The rows, which are looked up no more.
     weights : sequence of torch.nn.Parameter
         ``[N_i, D]``, all rows, back to back.
@@ -86,7 +85,8 @@ def give_back(
         if group is None or (len(weights) > 1 and "param_names" in group):
             continue
         if rows.trainable and not why_refused(optimizer, group, parameter):
-            rows.attach_optimizer(optimizer)  # what it has may be as it was made
+            with rows.lock:
+                rows.training.attach(optimizer)  # what it has may be as it was made
         states = _divided(_state_of_all(rows, optimizer), weights)
         if states is None:
             continue
@@ -154,7 +154,7 @@ def _swap(
             optimizer.state[parameter] = state
 
 
-def _state_of_all(rows: CachedRows, optimizer: torch.optim.Optimizer) -> State:
+def _state_of_all(rows: CacheState, optimizer: torch.optim.Optimizer) -> State:
     """Return an optimizer's state of rows with all of them in the order of their ids."""
     adapter = rows.training.adapter_of(optimizer)
     state = optimizer.state.get(rows.parameter, {})

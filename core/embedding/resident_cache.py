@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -19,14 +19,25 @@ from ..engine.kernels.format import (
 )
 from ..tables.cache import CacheView
 from ..tables.counters import HOST, Counters
-from ..tables.slabs import SlabCache
+from ..tables.table import CompressedTable
+from .slot_table import SlotTable
 
 #: Calls of `MissRate.update` at which a copy of the counts is started; then every LOOK_EVERY.
 FIRST_LOOKS = (2, 8)
 LOOK_EVERY = 64
 
-if TYPE_CHECKING:
-    from .rows import CachedRows
+
+class RowsInSlots(Protocol):
+    """Rows of a table in slots on a GPU; see `CacheState`."""
+
+    device: torch.device
+    parameter: torch.nn.Parameter
+    slot_table: SlotTable
+
+    @property
+    def table(self) -> CompressedTable:
+        """All rows."""
+        ...
 
 
 class ResidentCache:
@@ -37,11 +48,11 @@ class ResidentCache:
 
     Parameters
     ----------
-    rows : CachedRows
+    rows : RowsInSlots
         The rows, on a GPU, of a whole number of words each.
     """
 
-    def __init__(self, rows: CachedRows) -> None:
+    def __init__(self, rows: RowsInSlots) -> None:
         self._rows = weakref.ref(rows)
         self.counters = Counters()
         self._storage: CacheView | None = None
@@ -117,18 +128,6 @@ class MissRate:
         return self.share
 
 
-def cache_on_gpu(rows: CachedRows) -> SlabCache | ResidentCache | None:
-    """Implement `CachedRows.cache_on_gpu`."""
-    if rows.resident_cache is not None:
-        return rows.resident_cache
-    if rows.row_store.slabs is not None:
-        return rows.row_store.slabs
-    if rows.cache == "packed" or not fits(rows.table.row_bytes):
-        return None
-    rows.resident_cache = ResidentCache(rows)
-    return rows.resident_cache
-
-
 def fits(row_bytes: int) -> bool:
     """Return whether kernels can read rows of `row_bytes` in place: whole words only."""
     return row_bytes > 0 and row_bytes % 4 == 0
@@ -148,7 +147,7 @@ def with_spare(data: torch.Tensor) -> torch.Tensor:
     return roomy[: data.shape[0]]
 
 
-def _storage(rows: CachedRows) -> CacheView:
+def _storage(rows: RowsInSlots) -> CacheView:
     slot_table, device, row_bytes = rows.slot_table, rows.device, rows.table.row_bytes
     slots = slot_table.resident()
     ids = slot_table.id_of[slots]

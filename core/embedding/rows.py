@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from ..engine.codecs import RowCodec
 from ..engine.memory.locks import call_after_fork
 from ..engine.progress import ProgressFunction
 from ..errors import BitslabError
-from ..tables.build import Rows, rows_per_batch
+from ..tables.build import Rows
 from ..tables.parts import Layout
 from ..tables.slabs import SlabCache
 from ..tables.table import CompressedTable
@@ -21,24 +21,21 @@ from ..tracing import not_traced
 from . import slots as by_slots
 from . import warm, whole
 from .arguments import CacheKind, check_options, check_table, checked_pins, checked_rows
-from .device_lookup import WantedSlots
-from .device_slots import DeviceSlots, DeviceUses
 from .eviction import EvictionStrategy
-from .gradients import NONE, Array, to_device
-from .lookups import fetch, host_ids, look_up, prefetch, read
-from .optimizers import check_optimizer
+from .gradients import NONE, to_device
+from .lookups import cache_on_gpu, fetch, host_ids, look_up, prefetch, read
 from .parameter_watch import ParameterWatch
 from .resident_bags import ResidentBags
-from .resident_cache import MissRate, ResidentCache, cache_on_gpu, with_spare
-from .row_exchange import RowExchange
+from .resident_cache import MissRate, ResidentCache, with_spare
 from .row_state import RowState
 from .row_store import RowStore, packed_table
 from .slot_table import SlotTable
-from .statistics import Statistics, stats_of
+from .state import CacheState, WantedSlots
+from .statistics import Statistics
 from .training import Training
 
 
-class CachedRows:
+class CachedRows(CacheState):
     """Rows of an embedding table: all packed in host memory, the hot ones resident on a device.
 
     `lookup` fetches the rows of a batch to the device, where they train as part of `parameter`, and
@@ -101,6 +98,8 @@ class CachedRows:
     torch.Size([3, 16])
     """
 
+    training: Training
+
     def __init__(
         self,
         table: CompressedTable,
@@ -122,7 +121,7 @@ class CachedRows:
         self.device = device_or_default(device)
         self.trainable = trainable
         self.buffer_rows = buffer_rows
-        self.cache: CacheKind = cache
+        self.cache = cache
         packed_rows = cache_rows if cache == "packed" else 0
         self.row_store = RowStore(table, self.device, packed_rows, "auto", True, NONE)
         self.pinned_ids = checked_pins(pinned_ids, n_rows) if cache == "rows" else ()
@@ -137,18 +136,14 @@ class CachedRows:
     def _begin(self, stores: list[dict[str, RowState]]) -> None:
         self.watch = ParameterWatch(self)
         self.statistics = Statistics()
-        self.device_slots: DeviceSlots | None = None
-        self.device_uses: DeviceUses | None = None
-        self.exchange: RowExchange | None = None
+        self.device_slots = self.device_uses = self.exchange = None
         self.wanted_slots = WantedSlots()
         self.resident_bags = ResidentBags()
-        #: Whether all rows of the last plain lookup were resident.
         self.all_hit = False
-        self.resident_cache: ResidentCache | None = None
+        self.resident_cache = None
         cached = self.row_store.packed_rows or self.cache_rows
         self.miss_rate = MissRate(1 - cached / len(self))
-        self._numbers: torch.Tensor | None = None
-        self._first_numbers: torch.Tensor | None = None
+        self._numbers = self._first_numbers = None
         self.closed = False
         self.after_fork()
         call_after_fork(self)
@@ -194,45 +189,6 @@ class CachedRows:
         return made
 
     # Attributes
-
-    @property
-    def table(self) -> CompressedTable:
-        """The rows on the host; those of resident ones may be older."""
-        return self.row_store.table
-
-    def __len__(self) -> int:
-        """Return the number of rows of the table."""
-        return len(self.table)
-
-    @property
-    def shape(self) -> torch.Size:
-        """``[N, D]``."""
-        return self.table.shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of the rows."""
-        return self.table.dtype
-
-    @property
-    def row_dim(self) -> int:
-        """Elements of a row, D."""
-        return int(self.table.shape[1])
-
-    @property
-    def cache_rows(self) -> int:
-        """Rows that `parameter` holds between steps, those of `pinned_ids` included."""
-        return self.slot_table.capacity_rows
-
-    @property
-    def all_resident(self) -> bool:
-        """Whether every row is resident; then each lies in the slot of its own number."""
-        return self.slot_table.capacity_rows == self.slot_table.n_rows
-
-    @property
-    def owned_by_device(self) -> bool:
-        """Whether a GPU finds, evicts and fetches rows by itself."""
-        return self.device_slots is not None
 
     def __repr__(self) -> str:
         """Name the table and the cache."""
@@ -419,23 +375,6 @@ class CachedRows:
         """Return the cache that gather kernels read rows in the GPU's memory from, if any."""
         return cache_on_gpu(self)
 
-    def numbers(self, n: int) -> torch.Tensor:
-        """Return int64 0 to n - 1 on the device, kept for the next time."""
-        kept, first = self._numbers, self._first_numbers
-        if kept is None or first is None or kept.shape[0] < n or kept.device != self.device:
-            self._numbers = kept = first = torch.arange(max(n, 1024), device=self.device)
-            if self.device.type == "cuda":
-                # Other streams may read it.
-                torch.cuda.current_stream(self.device).synchronize()
-        if first.shape[0] != n:
-            first = kept[:n]
-        self._first_numbers = first
-        return first
-
-    def write_back(self, slots: Array) -> None:
-        """Pack resident rows into the table."""
-        whole.write_back(self, slots)
-
     def prefetch(self, ids: torch.Tensor) -> None:
         """Start to fetch the rows of a later lookup, and return.
 
@@ -489,7 +428,7 @@ class CachedRows:
         """
         with self.lock:
             self._check_open()
-            self.training.adapter(check_optimizer(optimizer), row_wise=row_wise).align()
+            self.training.attach(optimizer, row_wise=row_wise)
 
     def flush(self, *, evict: bool = False) -> None:
         """Pack every row that may have changed back into the table.
@@ -513,13 +452,10 @@ class CachedRows:
 
     def whole(self) -> torch.Tensor:
         """Return all rows ``[N, D]`` on the CPU in the order of their ids, as they are now."""
-        return whole.whole(self)
-
-    def ranges(self, begin: int, end: int) -> Iterator[tuple[int, int]]:
-        """Yield rows begin..end in pieces of bounded size: the first, and the last + 1."""
-        step = rows_per_batch(self.table.row_bytes)
-        for at in range(begin, end, step):
-            yield at, min(at + step, end)
+        out = torch.empty(self.shape, dtype=self.dtype)
+        for begin, end in self.ranges(0, len(self)):
+            out[begin:end] = self.decoded(begin, end)
+        return out
 
     def load(self, weight: torch.Tensor | Iterable[torch.Tensor], begin: int = 0) -> None:
         """Give rows new values, and keep their optimizers' state.
@@ -589,7 +525,7 @@ class CachedRows:
         """
         with self.lock:
             self._check_open()
-            return stats_of(self)
+            return whole.stats_of(self)
 
     def close(self) -> None:
         """Free the memory; closing twice is fine."""

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import torch
 
 from ..errors import ArgumentError
-from .device_lookup import take_back
 from .lookups import rows_of
-
-if TYPE_CHECKING:
-    from .rows import CachedRows
+from .ownership import take_back
+from .state import CacheState
 
 #: Up to so many bytes of rows are copied in one go; of more, torch sums as fast or faster.
 COPIED_BYTES = 1 << 21
 
 
 def plain_lookup(
-    rows: CachedRows,
+    rows: CacheState,
     ids: torch.Tensor,
     offsets: torch.Tensor,
     include_last: bool,
@@ -52,7 +48,7 @@ def plain_lookup(
 
 
 def _resident_bags(
-    rows: CachedRows, resident: torch.Tensor, ids: torch.Tensor, offsets: torch.Tensor
+    rows: CacheState, resident: torch.Tensor, ids: torch.Tensor, offsets: torch.Tensor
 ) -> torch.Tensor | None:
     """Return bags of one id each in one go if all rows are resident, and not too many."""
     n = ids.shape[0]
@@ -66,7 +62,7 @@ def _resident_bags(
 
 
 def _decoded_bags(
-    rows: CachedRows, resident: torch.Tensor, ids: torch.Tensor, offsets: torch.Tensor
+    rows: CacheState, resident: torch.Tensor, ids: torch.Tensor, offsets: torch.Tensor
 ) -> torch.Tensor | None:
     """Return bags of one id each in one go, or None where that cannot be."""
     store = rows.row_store
@@ -84,7 +80,7 @@ def _decoded_bags(
 
 
 def look_up_slots(
-    rows: CachedRows, slots: torch.Tensor, padding_idx: int | None
+    rows: CacheState, slots: torch.Tensor, padding_idx: int | None
 ) -> tuple[torch.Tensor, torch.Tensor, int | None]:
     """Implement `CachedRows.lookup_slots`."""
     rows.watch.check()

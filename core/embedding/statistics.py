@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 import torch
 
 from .slot_table import Batch
-
-if TYPE_CHECKING:
-    from .rows import CachedRows
 
 #: Batches whose counts are kept one by one.
 HISTORY = 100_000
@@ -145,45 +140,3 @@ class Statistics:
         self._hits += hits
         self._misses += misses
         self.lookups += hits + misses if lookups is None else lookups
-
-
-def stats_of(rows: CachedRows) -> dict[str, Any]:
-    """Implement `CachedRows.stats`."""
-    table = rows.table.stats()
-    hits, misses = rows.statistics.hits, rows.statistics.misses
-    lookups, moved = rows.statistics.lookups, table["moved_bytes"]
-    if rows.table.codec.keeps_raw:
-        moved += rows.statistics.fetched_by_gpu * table["row_bytes"]  # which the table cannot count
-    on_device = (rows.device_slots, rows.device_uses, rows.exchange)
-    device_bytes = rows.parameter.nbytes + sum(
-        each.nbytes for each in on_device if each is not None
-    )
-    if rows.resident_cache is not None:
-        on_gpu = rows.resident_cache.counted()
-        hits, misses = hits + on_gpu[0], misses + on_gpu[1]
-        lookups += on_gpu[0] + on_gpu[1]
-    if rows.row_store.slabs is not None:
-        # Rows in slabs are no hits to the statistics: slabs have counters of their own.
-        slabs = rows.row_store.slabs.stats()
-        hits, misses = slabs["hits"], slabs["misses"]
-        lookups = hits + misses
-        device_bytes += sum(slabs["slab_bytes"]) + slabs["map_bytes"]
-    return {
-        "rows": len(rows),
-        "row_bytes": table["row_bytes"],
-        "codec": table["codec"],
-        "raw_bytes": table["raw_bytes"],
-        "host_bytes": table["host_bytes"],
-        "map_bytes": rows.slot_table.map_bytes,
-        "ratio": table["ratio"],
-        "cache_rows": rows.row_store.packed_rows or rows.cache_rows,
-        "device_bytes": device_bytes,
-        "lookups": lookups,
-        "hits": hits,
-        "misses": misses,
-        "hit_rate": hits / (hits + misses) if hits + misses else 0.0,
-        "written_back": rows.row_store.written_back + rows.statistics.written_by_gpu,
-        "moved_bytes": moved,
-        "overflow_bytes": table["overflow_bytes"],
-        "notes": list(rows.row_store.notes),
-    }

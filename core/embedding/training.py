@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
 from ..errors import BitslabError
-from .device_lookup import take_back
 from .device_slots import DeviceSlots
 from .gradient_watch import GradientWatch
 from .gradients import (
@@ -25,14 +24,13 @@ from .gradients import (
     sparse_rows,
     track,
 )
-from .optimizers import OptimizerAdapter, has_stepped, watch
+from .optimizers import OptimizerAdapter, check_optimizer, has_stepped, watch
+from .ownership import take_back
 from .resident_cache import with_spare
 from .row_state import RowState
 from .sizes import resized
-
-if TYPE_CHECKING:
-    from .rows import CachedRows
-
+from .state import CacheState
+from .written import write_back
 
 #: Lookups with pending gradients from which on slots whose gradient was zeroed are released.
 MANY_LOOKUPS = 32
@@ -51,13 +49,13 @@ class Training:
 
     Parameters
     ----------
-    rows : CachedRows
+    rows : CacheState
         The rows.
     stores : list of dict of str to RowState
         State of optimizers that are not attached yet, from before a copy.
     """
 
-    def __init__(self, rows: CachedRows, stores: list[dict[str, RowState]]) -> None:
+    def __init__(self, rows: CacheState, stores: list[dict[str, RowState]]) -> None:
         self._owner = weakref.ref(rows)
         self.adapters: list[OptimizerAdapter] = []
         self._unclaimed = list(stores)
@@ -72,7 +70,7 @@ class Training:
         self.moved()
 
     @property
-    def _rows(self) -> CachedRows:
+    def _rows(self) -> CacheState:
         rows = self._owner()
         if rows is None:
             raise BitslabError("backward: the module that looked these rows up is gone")
@@ -519,7 +517,7 @@ class Training:
         slots = np.arange(capacity, len(slot_table.id_of))
         slots = slots[slot_table.id_of[slots] >= 0]
         ids = slot_table.id_of[slots]
-        rows.write_back(slots[slot_table.dirty[slots]])
+        write_back(rows, slots[slot_table.dirty[slots]])
         for adapter in self.adapters:
             adapter.save(slots, ids)
         # From here on an interruption leaves at worst more rows than the slot table has slots for,
@@ -608,6 +606,10 @@ class Training:
                 return None
             found += followed
         return found
+
+    def attach(self, optimizer: torch.optim.Optimizer, *, row_wise: bool = False) -> None:
+        """Make an optimizer's state follow the rows; see `CachedRows.attach_optimizer`."""
+        self.adapter(check_optimizer(optimizer), row_wise=row_wise).align()
 
     def save(self, slots: Array, ids: Array) -> None:
         """Save optimizer state of rows that leave their slots: int64 ``[n]`` each."""

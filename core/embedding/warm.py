@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -12,13 +11,12 @@ from .arguments import check_warmup_ratio, ids_by_use
 from .eviction import EvictionStrategy
 from .gradients import Array, to_device
 from .slot_table import Batch
-
-if TYPE_CHECKING:
-    from .rows import CachedRows
+from .state import CacheState
+from .whole import flush
 
 
 def warm_up(
-    rows: CachedRows, counts: torch.Tensor | Sequence[int] | None, warmup_ratio: float
+    rows: CacheState, counts: torch.Tensor | Sequence[int] | None, warmup_ratio: float
 ) -> None:
     """Implement `CachedRows.warm_up`."""
     check_warmup_ratio(warmup_ratio)
@@ -29,7 +27,7 @@ def warm_up(
     order, how_often = ids_by_use(counts, len(rows), most_used)
     rows.training.retire_steps()
     if len(slot_table.resident()):
-        rows.flush(evict=True)
+        flush(rows, evict=True)
     if rows.cache == "packed":
         rows.row_store.fill(order)
         return
@@ -41,7 +39,7 @@ def warm_up(
         _fill(rows, chosen, how_often[chosen])
 
 
-def _chosen(rows: CachedRows, order: Array, warmup_ratio: float) -> Array:
+def _chosen(rows: CacheState, order: Array, warmup_ratio: float) -> Array:
     """Return the rows int64 that free slots shall hold; `order` is the ids, the most used first."""
     slot_table = rows.slot_table
     if rows.all_resident:
@@ -54,7 +52,7 @@ def _chosen(rows: CachedRows, order: Array, warmup_ratio: float) -> Array:
     return np.concatenate([fixed, rest[:wanted]])
 
 
-def _fill(rows: CachedRows, chosen: Array, counts: Array) -> None:
+def _fill(rows: CacheState, chosen: Array, counts: Array) -> None:
     """Put rows into free slots; `counts` says how often each is used."""
     slot_table = rows.slot_table
     fresh = rows.table.gather(torch.from_numpy(chosen), None, rows.device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,16 +12,14 @@ from ..devices import checked_device
 from ..engine.codecs.base import check_tensor_argument
 from ..engine.memory.readonly import plain
 from ..errors import ArgumentError, ArgumentTypeError, BitslabError
-from .device_lookup import sync_from_device, take_back
-from .gradients import Array, to_device
+from .gradients import to_device
+from .ownership import sync_from_device, take_back
 from .resident_cache import with_spare
-from .written import differing
-
-if TYPE_CHECKING:
-    from .rows import CachedRows
+from .state import CacheState
+from .written import differing, write_back
 
 
-def decoded(rows: CachedRows, begin: int, end: int) -> torch.Tensor:
+def decoded(rows: CacheState, begin: int, end: int) -> torch.Tensor:
     """Implement `CachedRows.decoded`."""
     rows.watch.check()
     if rows.all_resident:
@@ -37,7 +35,7 @@ def decoded(rows: CachedRows, begin: int, end: int) -> torch.Tensor:
     return out
 
 
-def _checked_data(rows: CachedRows) -> torch.Tensor:
+def _checked_data(rows: CacheState) -> torch.Tensor:
     """Return the rows ``[N, D]`` of a parameter that holds all; refuse another."""
     data = rows.parameter.data
     if data.shape != rows.shape or data.dtype != rows.dtype:
@@ -48,26 +46,18 @@ def _checked_data(rows: CachedRows) -> torch.Tensor:
     return data
 
 
-def write_changed(rows: CachedRows) -> None:
+def write_changed(rows: CacheState) -> None:
     """Pack the resident rows that may have changed into the table."""
     if not rows.all_resident:
-        rows.write_back(np.flatnonzero(rows.slot_table.dirty))
+        write_back(rows, np.flatnonzero(rows.slot_table.dirty))
         return
     # Whoever wrote to the parameter, and however.
     _checked_data(rows)
     for begin, end in rows.ranges(0, len(rows)):
-        rows.write_back(differing(rows, np.arange(begin, end)))
+        write_back(rows, differing(rows, np.arange(begin, end)))
 
 
-def whole(rows: CachedRows) -> torch.Tensor:
-    """Implement `CachedRows.whole`."""
-    out = torch.empty(rows.shape, dtype=rows.dtype)
-    for begin, end in rows.ranges(0, len(rows)):
-        out[begin:end] = rows.decoded(begin, end)
-    return out
-
-
-def load(rows: CachedRows, weight: torch.Tensor | Iterable[torch.Tensor], begin: int) -> None:
+def load(rows: CacheState, weight: torch.Tensor | Iterable[torch.Tensor], begin: int) -> None:
     """Implement `CachedRows.load`."""
     if not isinstance(weight, torch.Tensor) and isinstance(weight, Iterable):
         if begin:
@@ -96,7 +86,7 @@ def load(rows: CachedRows, weight: torch.Tensor | Iterable[torch.Tensor], begin:
         rows.watch.accept_loaded(begin, begin + n_rows)
 
 
-def _check_rows(rows: CachedRows, weight: torch.Tensor) -> None:
+def _check_rows(rows: CacheState, weight: torch.Tensor) -> None:
     """Refuse what is no tensor of rows."""
     check_tensor_argument("weight", weight)
     if weight.dim() != 2 or weight.shape[1] != rows.row_dim:
@@ -105,7 +95,7 @@ def _check_rows(rows: CachedRows, weight: torch.Tensor) -> None:
         raise ArgumentTypeError(f"weight: {weight.dtype}, accepted are floating-point rows")
 
 
-def _checked(rows: CachedRows, batches: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+def _checked(rows: CacheState, batches: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
     """Yield batches in the dtype of the rows, and refuse what is not all of the rows."""
     n_rows = 0
     for batch in batches:
@@ -116,7 +106,7 @@ def _checked(rows: CachedRows, batches: Iterable[torch.Tensor]) -> Iterator[torc
         raise ArgumentError(f"weight: batches of {n_rows} rows in all, accepted are {len(rows)}")
 
 
-def _replace(rows: CachedRows, batches: Iterable[torch.Tensor]) -> None:
+def _replace(rows: CacheState, batches: Iterable[torch.Tensor]) -> None:
     """Pack all rows again."""
     take_back(rows)
     rows.row_store.replace(batches)
@@ -125,7 +115,7 @@ def _replace(rows: CachedRows, batches: Iterable[torch.Tensor]) -> None:
     rows.watch.accept()
 
 
-def _read_again(rows: CachedRows, begin: int, end: int) -> None:
+def _read_again(rows: CacheState, begin: int, end: int) -> None:
     """Read the resident ones of rows begin..end from the table."""
     sync_from_device(rows)
     at, slots = rows.slot_table.among(begin, end)
@@ -135,16 +125,7 @@ def _read_again(rows: CachedRows, begin: int, end: int) -> None:
         rows.slot_table.dirty[slots] = rows.training.step_may_come
 
 
-def write_back(rows: CachedRows, slots: Array) -> None:
-    """Implement `CachedRows.write_back`."""
-    if len(slots):
-        changed = rows.parameter.data[to_device(slots, rows.device)]
-        rows.row_store.update(rows.slot_table.id_of[slots], changed)
-        # A step may still apply a gradient that is there.
-        rows.slot_table.dirty[slots] = rows.training.step_may_come
-
-
-def flush(rows: CachedRows, *, evict: bool) -> None:
+def flush(rows: CacheState, *, evict: bool) -> None:
     """Implement `CachedRows.flush`."""
     rows.training.retire_steps()
     sync_from_device(rows)
@@ -167,7 +148,7 @@ def flush(rows: CachedRows, *, evict: bool) -> None:
     slot_table.evict_slots(slots)
 
 
-def before_move(rows: CachedRows) -> None:
+def before_move(rows: CacheState) -> None:
     """Implement `CachedRows.before_move`."""
     rows.training.retire_steps()
     sync_from_device(rows)
@@ -175,7 +156,7 @@ def before_move(rows: CachedRows) -> None:
         write_changed(rows)
 
 
-def moved(rows: CachedRows, parameter: torch.nn.Parameter) -> None:
+def moved(rows: CacheState, parameter: torch.nn.Parameter) -> None:
     """Implement `CachedRows.moved`."""
     if parameter.device.type == "meta":
         raise ArgumentError("device: meta; rows of a table cannot go there")
@@ -211,12 +192,54 @@ def moved(rows: CachedRows, parameter: torch.nn.Parameter) -> None:
     rows.training.moved()
 
 
-def description(rows: CachedRows) -> dict[str, Any]:
+def description(rows: CacheState) -> dict[str, Any]:
     """Return what describes the rows for a copy or another process."""
     rows.watch.check()
     if rows.trainable:
-        rows.before_move()
+        before_move(rows)
         rows.table.compact(progress=False)
     names = ("parameter", "trainable", "cache", "pinned_ids", "slot_table", "buffer_rows")
     state = {name: getattr(rows, name) for name in names}
     return state | {"stores": rows.training.stores(), "row_store": rows.row_store.description()}
+
+
+def stats_of(rows: CacheState) -> dict[str, Any]:
+    """Implement `CachedRows.stats`."""
+    table = rows.table.stats()
+    hits, misses = rows.statistics.hits, rows.statistics.misses
+    lookups, moved = rows.statistics.lookups, table["moved_bytes"]
+    if rows.table.codec.keeps_raw:
+        moved += rows.statistics.fetched_by_gpu * table["row_bytes"]  # which the table cannot count
+    on_device = (rows.device_slots, rows.device_uses, rows.exchange)
+    device_bytes = rows.parameter.nbytes + sum(
+        each.nbytes for each in on_device if each is not None
+    )
+    if rows.resident_cache is not None:
+        on_gpu = rows.resident_cache.counted()
+        hits, misses = hits + on_gpu[0], misses + on_gpu[1]
+        lookups += on_gpu[0] + on_gpu[1]
+    if rows.row_store.slabs is not None:
+        # Rows in slabs are no hits to the statistics: slabs have counters of their own.
+        slabs = rows.row_store.slabs.stats()
+        hits, misses = slabs["hits"], slabs["misses"]
+        lookups = hits + misses
+        device_bytes += sum(slabs["slab_bytes"]) + slabs["map_bytes"]
+    return {
+        "rows": len(rows),
+        "row_bytes": table["row_bytes"],
+        "codec": table["codec"],
+        "raw_bytes": table["raw_bytes"],
+        "host_bytes": table["host_bytes"],
+        "map_bytes": rows.slot_table.map_bytes,
+        "ratio": table["ratio"],
+        "cache_rows": rows.row_store.packed_rows or rows.cache_rows,
+        "device_bytes": device_bytes,
+        "lookups": lookups,
+        "hits": hits,
+        "misses": misses,
+        "hit_rate": hits / (hits + misses) if hits + misses else 0.0,
+        "written_back": rows.row_store.written_back + rows.statistics.written_by_gpu,
+        "moved_bytes": moved,
+        "overflow_bytes": table["overflow_bytes"],
+        "notes": list(rows.row_store.notes),
+    }

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import torch
 
-from .gradients import NONE, Array, on_device_of
-
-if TYPE_CHECKING:
-    from .rows import CachedRows
+from .gradients import NONE, Array, on_device_of, to_device
+from .state import CacheState
 
 
-def differing(rows: CachedRows, slots: Array) -> Array:
+def differing(rows: CacheState, slots: Array) -> Array:
     """Return those of some slots int64 ``[n]`` whose row differs by a bit from the host's.
 
     Both are compared in pieces, on the device.
@@ -27,3 +23,12 @@ def differing(rows: CachedRows, slots: Array) -> Array:
         differs = (kept.view(torch.uint8) != here.view(torch.uint8)).any(1)
         found.append(some[differs.cpu().numpy()])
     return np.concatenate(found)
+
+
+def write_back(rows: CacheState, slots: Array) -> None:
+    """Pack the rows of some slots int64 ``[n]`` into the table."""
+    if len(slots):
+        changed = rows.parameter.data[to_device(slots, rows.device)]
+        rows.row_store.update(rows.slot_table.id_of[slots], changed)
+        # A step may still apply a gradient that is there.
+        rows.slot_table.dirty[slots] = rows.training.step_may_come

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from bitslab import CompressedTable, RawCodec
-from bitslab.embedding import device_lookup, lookups
+from bitslab.embedding import device_lookup, lookups, ownership
 from bitslab.embedding.training import Training
 from bitslab.engine.kernels.cpu import slots as twin
 from bitslab.engine.kernels.cpu.compiling import call
@@ -197,7 +197,7 @@ def check_gpu_map(pair: Pair):
     """Compare the GPU's map with the host's, which knows everything."""
     found = pair.rows.device_slots
     if found is not None:
-        device_lookup.sync_from_device(pair.rows)
+        ownership.sync_from_device(pair.rows)
         c = found.columns
         assert np.array_equal(c.slot_of.numpy(), pair.rows.slot_table.slot_of)
         assert np.array_equal(np.maximum(c.row_in.numpy(), -1), pair.rows.slot_table.id_of)

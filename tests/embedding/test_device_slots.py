@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from bitslab import SlabCache
-from bitslab.embedding import EvictionStrategy, device_lookup, device_slots
+from bitslab.embedding import EvictionStrategy, device_slots, ownership
 from bitslab.engine.kernels.cuda.runner import INDEX_ERROR
 from bitslab.errors import BitslabError
 from bitslab.integrations.embedding import CachedEmbeddingBag
@@ -275,7 +275,7 @@ def test_rows_that_are_written_back_are_on_the_host_when_it_looks(runner):
         with torch.no_grad():
             pair.rows.lookup(torch.arange(20, 24), train=True)
         pair.rows.stats()
-        device_lookup.sync_from_device(pair.rows)
+        ownership.sync_from_device(pair.rows)
         assert same_bits(pair.rows.table.decoded(0, N_ROWS), pair.plain)
 
 
