@@ -7,17 +7,17 @@ people use are in `bitslab.integrations.embedding` and `bitslab.integrations.tor
 
 from .arguments import CacheKind
 from .bags import pooled_on_gpu, pools_on_gpu, sound_offsets
+from .cached_rows import CachedRows
 from .checkpoint import load_state, save_state
 from .eviction import EvictionStrategy
 from .gradients import at_end_of_backward
-from .lookups import plain_lookup_on_gpu
+from .lookup import plain_lookup_on_gpu
 from .module import RowsModule
 from .options import CacheOptions, rows_for_ratio
 from .ownership import sync_from_device
 from .rebinding import give_back, live_optimizers, take_over
 from .report import TablesReport
-from .rows import CachedRows
-from .slot_table import SlotTable
+from .slots import SlotTable
 
 __all__ = [
     "CacheKind",

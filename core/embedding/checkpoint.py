@@ -19,9 +19,9 @@ from ..engine.files.new_file import PathLike, replacing
 from ..engine.files.safetensors_writer import can_store, write_safetensors
 from ..engine.memory.readonly import ReadOnlyTensor
 from ..errors import ArgumentError, ArgumentTypeError, CorruptedDataError, load_optional
+from .cached_rows import CachedRows
 from .optimizer_file import KEY, PREFIX, LoadedOptimizer, SavedOptimizer
 from .optimizers import PIECE_BYTES
-from .rows import CachedRows
 
 _KINDS = (torch.Tensor, torch.nn.Parameter, ReadOnlyTensor)
 

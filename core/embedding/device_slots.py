@@ -31,7 +31,7 @@ from ..engine.kernels.cuda.source import LEAVING_BINS
 from ..engine.kernels.cuda.stream import stream_pointer
 from ..engine.kernels.format import NO_ROW, NO_SLOT
 from .eviction import EvictionStrategy
-from .slot_table import SlotTable
+from .slots import SlotTable
 
 #: Which row leaves first, as kernels know it.
 EVICT = {

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from ..errors import ArgumentTypeError, BitslabError
+from .cached_rows import CachedRows
 from .parameter_watch import covers
-from .rows import CachedRows
 
 
 class RowsModule(torch.nn.Module):

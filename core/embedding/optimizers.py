@@ -1,6 +1,6 @@
 """Optimizer adapters: optimizer state follows cached rows between device and host.
 
-An optimizer sees the resident rows alone; `refusals` says when that is right.
+An optimizer sees the resident rows alone; `supported_optimizers` says when that is right.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from torch.optim.optimizer import (
 from ..dtypes import dense
 from ..errors import ArgumentError, ArgumentTypeError, BitslabError
 from .ownership import sync_from_device
-from .refusals import passes_over, refused, why_refused, why_refused_when_made
 from .row_state import RowState
 from .state import CacheState
+from .supported_optimizers import passes_over, refused, why_refused, why_refused_when_made
 
 Array = np.ndarray[Any, Any]
 

@@ -14,8 +14,8 @@ from ..tables.build import Rows, check_layout
 from ..tables.parts import Layout
 from ..tables.table import CompressedTable
 from .arguments import CacheKind, check_options, check_warmup_ratio
+from .cached_rows import CachedRows
 from .eviction import EvictionStrategy
-from .rows import CachedRows
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..errors import BitslabError
-from .refusals import passes_over, why_refused
 from .state import CacheState
+from .supported_optimizers import passes_over, why_refused
 
 State = dict[str, Any]
 

@@ -12,7 +12,7 @@ from ..engine.kernels.cpu.compiling import compiling_with_cache_of
 from ..engine.kernels.cpu.prepared import SlotMap
 from ..engine.kernels.cpu.team import team_of_torch, threads_for
 from ..errors import load_optional
-from .slot_table import SlotTable
+from .slots import SlotTable
 
 #: Bits are made once an id was looked up for so many rows of the table: they save about that much
 #: time for each id, and while resident rows change they would be made again and again.

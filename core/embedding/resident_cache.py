@@ -20,7 +20,7 @@ from ..engine.kernels.format import (
 from ..tables.cache import CacheView
 from ..tables.counters import HOST, Counters
 from ..tables.table import CompressedTable
-from .slot_table import SlotTable
+from .slots import SlotTable
 
 #: Calls of `MissRate.update` at which a copy of the counts is started; then every LOOK_EVERY.
 FIRST_LOOKS = (2, 8)

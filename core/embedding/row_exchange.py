@@ -17,7 +17,7 @@ from ..engine.kernels.cuda.exchange import ExchangedArray
 from ..engine.memory.host import HostBuffer
 from ..tables.table import CompressedTable
 from .row_state import RowState
-from .row_store import RowStore
+from .store import RowStore
 
 
 class _Outbox:

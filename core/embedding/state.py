@@ -25,9 +25,9 @@ from .resident_bags import ResidentBags
 from .resident_cache import MissRate, ResidentCache
 from .row_exchange import RowExchange
 from .row_state import RowState
-from .row_store import RowStore
-from .slot_table import SlotTable
+from .slots import SlotTable
 from .statistics import Statistics
+from .store import RowStore
 
 State = dict[str, torch.Tensor]
 

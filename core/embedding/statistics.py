@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .slot_table import Batch
+from .slots import Batch
 
 #: Batches whose counts are kept one by one.
 HISTORY = 100_000

@@ -10,7 +10,7 @@ import torch
 from .arguments import check_warmup_ratio, ids_by_use
 from .eviction import EvictionStrategy
 from .gradients import Array, to_device
-from .slot_table import Batch
+from .slots import Batch
 from .state import CacheState
 from .whole import flush
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from bitslab import CompressedTable, RawCodec
-from bitslab.embedding import device_lookup, lookups, ownership
+from bitslab.embedding import device_lookup, lookup, ownership
 from bitslab.embedding.training import Training
 from bitslab.engine.kernels.cpu import slots as twin
 from bitslab.engine.kernels.cpu.compiling import call
@@ -167,7 +167,7 @@ def on_simulated_gpu(*, twins: bool = False) -> Iterator[SimtRunner]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(device_lookup, "kernels_on", lambda device, tell=True: kernels)
         patch.setattr(
-            lookups, "runs_on_gpu", lambda rows, ids, fetches: rows.all_resident or fetches
+            lookup, "runs_on_gpu", lambda rows, ids, fetches: rows.all_resident or fetches
         )
         patch.setattr(Gathers, "readable_by_gpu", lambda gathers: True)
         patch.setattr(CompressedTable, "gather_some_on_gpu", gather_some)

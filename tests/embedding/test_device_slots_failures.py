@@ -12,7 +12,7 @@ from bitslab import CompressedTable
 from bitslab.embedding import device_lookup, device_slots, parameter_watch
 from bitslab.embedding.optimizers import OptimizerAdapter
 from bitslab.embedding.row_exchange import RowExchange
-from bitslab.embedding.slot_table import SlotTable
+from bitslab.embedding.slots import SlotTable
 from bitslab.embedding.training import Training
 from bitslab.engine.kernels.cuda.slots import SlotFinder
 from bitslab.tables.gathering import Gathers

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bitslab.embedding import CachedRows, slots
+from bitslab.embedding import CachedRows, plain_lookups
 from bitslab.embedding.resident_bags import ResidentBags
 from bitslab.errors import IndexRangeError
 from bitslab.integrations.embedding import CachedEmbeddingBag
@@ -147,7 +147,7 @@ def test_a_row_that_changed_or_moved_is_read_as_it_is():
 def test_large_batches_are_left_to_torch(monkeypatch):
     plain, bag = resident_bag()
     found = served(monkeypatch)
-    monkeypatch.setattr(slots, "COPIED_BYTES", 64 * 50)
+    monkeypatch.setattr(plain_lookups, "COPIED_BYTES", 64 * 50)
     for n in (50, 50, 51, 50):
         ids, offsets = torch.arange(n), torch.arange(n)
         assert same_bits(bag(ids, offsets), plain(ids, offsets))

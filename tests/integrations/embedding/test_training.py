@@ -106,7 +106,7 @@ def test_options_of_modules(make, options):
 
 
 def test_rows_packed_anew_as_training_moves_them(monkeypatch):
-    monkeypatch.setattr("bitslab.embedding.row_store.REPACK_BYTES", 1 << 10)
+    monkeypatch.setattr("bitslab.embedding.store.REPACK_BYTES", 1 << 10)
     before = torch.ones(400, D)
     plain = torch.nn.Embedding(400, D, _weight=before.clone())
     ours = CachedEmbedding.from_module(plain, cache_ratio=0.1)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from bitslab import BitslabError
 from bitslab.embedding import CachedRows
 from bitslab.embedding.eviction import EvictionStrategy
-from bitslab.embedding.slot_table import SlotTable
+from bitslab.embedding.slots import SlotTable
 
 EACH = pytest.mark.parametrize("evict", list(EvictionStrategy), ids=lambda evict: evict.name)
 N_ROWS, CAPACITY = 20, 6

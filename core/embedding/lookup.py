@@ -19,7 +19,7 @@ from ..tables.slabs import SlabCache
 from .device_lookup import look_up_on_gpu, runs_on_gpu
 from .gradients import NONE, Array, to_device
 from .resident_cache import ResidentCache, fits
-from .slot_table import Batch
+from .slots import Batch
 from .state import CacheState
 from .written import write_back
 

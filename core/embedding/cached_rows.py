@@ -18,20 +18,19 @@ from ..tables.parts import Layout
 from ..tables.slabs import SlabCache
 from ..tables.table import CompressedTable
 from ..tracing import not_traced
-from . import slots as by_slots
-from . import warm, whole
+from . import plain_lookups, warm, whole
 from .arguments import CacheKind, check_options, check_table, checked_pins, checked_rows
 from .eviction import EvictionStrategy
 from .gradients import NONE, to_device
-from .lookups import cache_on_gpu, fetch, host_ids, look_up, prefetch, read
+from .lookup import cache_on_gpu, fetch, host_ids, look_up, prefetch, read
 from .parameter_watch import ParameterWatch
 from .resident_bags import ResidentBags
 from .resident_cache import MissRate, ResidentCache, with_spare
 from .row_state import RowState
-from .row_store import RowStore, packed_table
-from .slot_table import SlotTable
+from .slots import SlotTable
 from .state import CacheState, WantedSlots
 from .statistics import Statistics
+from .store import RowStore, packed_table
 from .training import Training
 
 
@@ -333,7 +332,7 @@ class CachedRows(CacheState):
         with self.lock:
             if self.closed:
                 return None
-            return by_slots.plain_lookup(self, ids, offsets, include_last, one_each)
+            return plain_lookups.plain_lookup(self, ids, offsets, include_last, one_each)
 
     def fetch(self, ids: torch.Tensor) -> torch.Tensor | None:
         """Make the rows of some ids resident.
@@ -369,7 +368,7 @@ class CachedRows(CacheState):
         """
         with self.lock:
             self._check_open()
-            return by_slots.look_up_slots(self, slots, padding_idx)
+            return plain_lookups.look_up_slots(self, slots, padding_idx)
 
     def cache_on_gpu(self) -> SlabCache | ResidentCache | None:
         """Return the cache that gather kernels read rows in the GPU's memory from, if any."""
