@@ -53,6 +53,10 @@ class GradientWatch:
         self._reused_on_device: tuple[torch.Tensor, int] | None = None
         # A gradient that has lost rows, and its version then.
         self._dropped: tuple[torch.Tensor, int] | None = None
+        # Whether several lookups had a backward pass in common that shared no stand-in.
+        self._shares = False
+        # Whether the sum of such gradients is in the parameter's, which is looked at in a step.
+        self._unseen = False
         # Page-locked flag that a GPU sets when it has found a gradient to refuse.
         self._found: torch.Tensor | None = None
 
@@ -87,11 +91,20 @@ class GradientWatch:
             rows = owner()
             this = None if rows is None else rows.training.pass_under_way
             if this is not None:
-                this.of_lookups = sum_mark(grad)
+                this.add(grad)
 
         origin = origin_of(parameter, on_gradient)
         self._origin = weakref.ref(origin)
         return origin
+
+    def is_direct(self) -> bool:
+        """Return whether a lookup on the device needs no stand-in: it is the only one of a pass.
+
+        That is assumed until a pass has had two.
+        """
+        self.raise_known()
+        self.watch()
+        return not self._shares
 
     def forget_origin(self) -> None:
         """Make a new `origin` next time, after the parameter was given other memory."""
@@ -143,7 +156,10 @@ class GradientWatch:
             The sum that autograd is about to add; lookups alone must have made it.
         """
         this = self._rows.training.pass_under_way
-        if grad is not None and (this is None or this.of_lookups != sum_mark(grad)):
+        if this is not None and this.has_several:
+            # By what the GPU knows of held rows: see `check`.
+            self._shares = self._unseen = True
+        elif grad is not None and (this is None or this.of_lookups != sum_mark(grad)):
             raise BitslabError(
                 "backward: the module's parameter has a gradient that no lookup made, such as that "
                 f"of a penalty over parameters(); {ADVICE}"
@@ -249,7 +265,8 @@ class GradientWatch:
         grad = rows.parameter.grad
         if grad is None or rows.all_resident or not values_of(grad).numel():
             return
-        if self._is_as_left(grad) and not self.has_other_hooks:
+        unseen, self._unseen = self._unseen, False
+        if self._is_as_left(grad) and not self.has_other_hooks and not unseen:
             return
         on_gpu = rows.device.type == "cuda"
         with torch.no_grad():

@@ -49,7 +49,8 @@ class PinnedLookup:
         self.number = number
         #: Whether backward has passed through it.
         self.used = False
-        #: See `GradientWatch.origin`; kept as long as the graph.
+        #: See `GradientWatch.origin`; kept as long as the graph. None where the gradient goes to
+        #: the parameter directly.
         self.origin: torch.Tensor | None = None
 
     @property
@@ -190,7 +191,14 @@ class BackwardPass:
         self.taken: list[tuple[PinnedLookup, torch.Tensor | None, torch.Tensor]] = []
         #: Mark of the sum of lookups' gradients, if autograd sums them.
         self.of_lookups: tuple[int, int] | None = None
+        #: Whether lookups have made several gradients, whose sum nobody has seen.
+        self.has_several = False
         self._end = end
+
+    def add(self, grad: torch.Tensor) -> None:
+        """Record a gradient that goes on to the parameter, made by lookups."""
+        self.has_several = self.of_lookups is not None
+        self.of_lookups = sum_mark(grad)
 
     def __call__(self) -> None:
         """End the pass."""

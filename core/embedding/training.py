@@ -117,7 +117,10 @@ class Training:
         lookup = PinnedLookup(slots, ids, self._rows.row_store.changes, on_device, number)
         self._live = [ref for ref in self._live if ref() is not None]
         self._live.append(weakref.ref(lookup))
-        parameter, lookup.origin = self._rows.parameter, self.gradients.origin()
+        parameter = self._rows.parameter
+        if on_device is not None and self.gradients.is_direct():
+            return track(parameter, parameter.detach(), None, self, lookup)
+        lookup.origin = self.gradients.origin()
         if lookup.bypassed:
             return bypass(parameter, matrix, self, lookup)
         if whole:  # detached: autograd detects writes to the parameter before backward
@@ -182,6 +185,8 @@ class Training:
             else:
                 kept = grad
             lookup.used = True
+            if lookup.origin is None and kept is not None:
+                this.add(kept)
             if lookup.on_device is not None:
                 assert rows.device_slots is not None
                 rows.device_slots.changed(lookup.on_device, lookup.number)
