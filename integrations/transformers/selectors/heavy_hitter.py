@@ -35,7 +35,7 @@ class HeavyHitterSelector(KVSelector):
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> from bitslab.integrations.transformers import CompressedCache, HeavyHitterSelector
     >>> config = LlamaConfig(vocab_size=64, hidden_size=64, intermediate_size=64,
-    ...                      num_hidden_layers=2, num_attention_heads=4)
+    ...                      num_hidden_layers=2, num_attention_heads=4, eos_token_id=None)
     >>> model = LlamaForCausalLM(config).eval()
     >>> selector = HeavyHitterSelector(heavy=0.25, recent=16)
     >>> cache = CompressedCache(config, select=selector, window=16, block_tokens=16)
