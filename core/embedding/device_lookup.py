@@ -15,6 +15,7 @@ from ..engine.kernels.cuda.slots import SlotColumns
 from ..errors import BitslabError
 from .device_slots import DeviceSlots, DeviceUses
 from .gradients import NONE
+from .ownership import take_back
 from .resident_cache import with_spare
 from .row_exchange import RowExchange
 from .sizes import resized
@@ -107,6 +108,9 @@ def look_up_on_gpu(
     if rows.all_resident:
         kernels = kernels_on(device)  # raises errors of earlier lookups
         uses = rows.device_uses
+        if uses is not None and uses.is_used_up:
+            uses.sync()
+            uses = None
         if uses is None or uses.device != device:
             uses = rows.device_uses = DeviceUses(rows.slot_table, device, kernels)
         index = torch.empty(ids.shape, dtype=torch.int64, device=device)
@@ -115,6 +119,11 @@ def look_up_on_gpu(
             uses.look_up(flat, index, counters, uses=counts)
         # The parameter is the table: whatever changes it is found when rows are written back.
         return (parameter if wants_grad else parameter.data), index, padding_idx
+    if rows.device_slots is not None and rows.device_slots.is_used_up:
+        take_back(rows)
+    if rows.device_slots is not None:
+        rows.device_slots.follow()
+    rows.training.release_applied()
     oldest = rows.training.oldest_kept
     device_slots = _with_room(rows, n, oldest)
     states = None if device_slots is None else rows.training.followed_states()
@@ -127,9 +136,8 @@ def look_up_on_gpu(
     counters = rows.statistics.record_on_device(n, device)
     # Always new memory: ids may be written to before backward, and so may what is returned.
     slots = torch.empty(2, n, dtype=torch.int64, device=device)
-    number = 0
+    number = device_slots.look_up(flat, slots, counters, oldest, exchange, uses=counts)
     if n:
-        number = device_slots.look_up(flat, slots, counters, oldest, exchange, uses=counts)
         rows.training.gradients.record_reuse_from(number)
     padding = None if padding_idx is None else rows.slot_table.slot_or_none(padding_idx)
     kept, index = slots.unbind()
@@ -151,8 +159,9 @@ def _with_room(rows: CacheState, n_ids: int, oldest: int | None) -> DeviceSlots 
     if wanted.pause:
         wanted.pause -= 1
         return None
-    training.release_applied()
     exchange = rows.exchange
+    if exchange is not None:
+        exchange.finish()  # which may pack the table again
     if exchange is None or not exchange.is_direct:
         # Asked each time: a table that is packed again has other memory.
         if not rows.table.readable_by_gpu():

@@ -31,6 +31,7 @@ from ..engine.kernels.cuda.source import LEAVING_BINS
 from ..engine.kernels.cuda.stream import stream_pointer
 from ..engine.kernels.format import NO_ROW, NO_SLOT
 from .eviction import EvictionStrategy
+from .gradients import Array
 from .slots import SlotTable
 
 #: Which row leaves first, as kernels know it.
@@ -39,6 +40,8 @@ EVICT = {
     EvictionStrategy.LRU: BY_LAST_USE,
     EvictionStrategy.DATASET: BY_ORDER,
 }
+#: Batches, or steps, that 32 bits can count.
+MOST_BATCHES = (1 << 31) - 2
 #: In `SlotColumns.changed`: the row is as on the host, but its optimizer state may not be.
 STATE_ONLY = -1
 #: Columns of `SlotColumns` with an entry for each slot.
@@ -48,10 +51,10 @@ BY_SLOT = ("keys", "seen", "changed", "row_in", "since", "pinned")
 class Exchange(Protocol):
     """Moves rows of a batch between their slots and the host, on torch's current stream."""
 
-    def store(self, slots: torch.Tensor, rows: torch.Tensor, claims: torch.Tensor) -> None:
+    def store(self, slots: torch.Tensor, rows: torch.Tensor, coming: torch.Tensor) -> None:
         """Write rows back from their slots."""
 
-    def load(self, slots: torch.Tensor, rows: torch.Tensor, claims: torch.Tensor) -> None:
+    def load(self, slots: torch.Tensor, rows: torch.Tensor, coming: torch.Tensor) -> None:
         """Fetch rows to their slots."""
 
 
@@ -76,6 +79,7 @@ class DeviceUses:
             self._keys = torch.zeros(slots.n_rows, dtype=torch.int64, device=device)
             self._seen = torch.zeros(slots.n_rows, dtype=torch.int32, device=device)
         self._keeper = kernels.slots.keeper(self._keys, self._seen)
+        self._base, self._number = slots.stamp, 0
         self._order = _InOrder(device)
         # Whether the device knows anything that the host does not.
         self._fresh = False
@@ -90,7 +94,13 @@ class DeviceUses:
         self._order.follow()
         counting = EVICT[self._slots.evict] if uses else BY_ORDER
         self._fresh = True
-        self._keeper.keep(ids, counts, self._slots.next_stamp(), slots, counting)
+        self._number = self._slots.next_stamp() - self._base
+        self._keeper.keep(ids, counts, self._number, slots, counting)
+
+    @property
+    def is_used_up(self) -> bool:
+        """Whether the numbers of batches have become too large for another one."""
+        return self._number >= MOST_BATCHES
 
     def sync(self) -> None:
         """Add the uses to the host's table; waits for the GPU.
@@ -107,7 +117,8 @@ class DeviceUses:
         if self._slots.evict is EvictionStrategy.LFU:
             self._slots.keys += keys
         elif self._slots.evict is EvictionStrategy.LRU:
-            np.maximum(self._slots.keys, keys, out=self._slots.keys)
+            used = keys > 0
+            self._slots.keys[used] = keys[used] + self._base
         self._keys.zero_()
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()  # before other streams write
@@ -173,11 +184,19 @@ class DeviceSlots:
             )
         self._pinned_rows = int(slots.pinned.sum())
         self._finder: SlotFinder | None = None
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # whatever reads rows in slots, on any stream
         self._order = _InOrder(device)
         # Whether the device knows anything that the host does not.
         self._fresh = False
-        # Steps so far; a row that has changed holds the step of its last gradient, from 1 on.
-        self._step = 1
+        # Steps so far; a row that has changed holds the step of its last gradient, or 1 if the
+        # host has changed it.
+        self._step = 2
+        # The host's number of the last batch before these, which are counted from 1.
+        self._base = slots.stamp
+        self._number = 0
+        # The last batch that `_batches` no longer has.
+        self._forgotten = 0
         #: Whether gradients wait for a step, and the first batch that has one.
         self.holding = False
         self.held_from: int | None = None
@@ -203,9 +222,10 @@ class DeviceSlots:
     def slots_needed(self, n_ids: int, oldest: int | None) -> int:
         """Return how many slots a lookup needs so that rows of batches from `oldest` on remain."""
         while self._batches and (oldest is None or self._batches[0][0] < oldest):
-            self._batches.popleft()
+            self._forgotten = self._batches.popleft()[0]
         held = sum(n for _, n in self._batches)
-        return min(self._pinned_rows + held + n_ids, self._slots.n_rows)
+        # One remains empty: a gradient changed by hand is not zero there.
+        return min(self._pinned_rows + held + n_ids + 1, self._slots.n_rows)
 
     def widened(self, more: int) -> SlotColumns:
         """Return columns with `more` empty slots appended; see `install`."""
@@ -229,6 +249,19 @@ class DeviceSlots:
 
     # Lookups
 
+    def follow(self) -> None:
+        """Make the current stream wait for the last batch if that ran on another stream."""
+        self._order.follow()
+
+    @property
+    def is_used_up(self) -> bool:
+        """Whether the numbers of batches have become too large for another one."""
+        return max(self._number, self._step) >= MOST_BATCHES
+
+    def _next_number(self) -> int:
+        self._number = self._slots.next_stamp() - self._base
+        return self._number
+
     def look_up(
         self,
         ids: torch.Tensor,
@@ -244,8 +277,8 @@ class DeviceSlots:
         Parameters
         ----------
         ids : torch.Tensor
-            int32 or int64 ``[n]``, contiguous, on the device; n is not 0. There are
-            `slots_needed`. An id out of range is reported in the mailbox.
+            int32 or int64 ``[n]``, contiguous, on the device. There are `slots_needed`. An id out
+            of range is reported in the mailbox.
         slots : torch.Tensor
             int64 ``[2, n]`` on the device, overwritten, both rows alike.
         counts : int
@@ -263,9 +296,10 @@ class DeviceSlots:
         int
             The number of the batch.
         """
-        self._order.follow()
-        number = self._slots.next_stamp()
+        number = self._next_number()
         finder, n = self._finder, ids.shape[0]
+        if not n:
+            return number
         if finder is None:
             finder = self._finder = self._kernels.slots.finder(self._columns, self._evict)
         self._fresh = True
@@ -278,10 +312,10 @@ class DeviceSlots:
         try:
             finder.claim(ids, counts, number, wanted)
             finder.choose(counts, number, oldest, wanted, victims, leaving)
-            claims = finder.claims
-            exchange.store(victims, leaving, claims)
+            coming = finder.coming
+            exchange.store(victims, leaving, coming)
             self._loading = True
-            exchange.load(victims, wanted, claims)
+            exchange.load(victims, wanted, coming)
             finder.give(ids, counts, number, slots, counting, wanted, victims, leaving)
             self._loading = False
         except BaseException:
@@ -332,6 +366,11 @@ class DeviceSlots:
     def changed(self, slots: torch.Tensor, number: int) -> None:
         """Record that a gradient of batch `number` waits for a step: of slots int64 ``[n]``."""
         self._fresh = True  # first: an interrupt may come in between
+        if number <= self._forgotten:
+            # A second backward pass of a lookup whose rows have not left.
+            number = self._number
+            self._batches.append((number, slots.shape[0]))
+            self._columns.seen.index_fill_(0, slots, number)
         self.holding = True
         first = self.held_from
         self.held_from = number if first is None else min(first, number)
@@ -348,6 +387,10 @@ class DeviceSlots:
         if self.holding:
             self._step += 1
             self.holding, self.held_from = False, None
+
+    def reused_from(self, number: int) -> Array:
+        """Return the slots that batches from `number` on have got, int64; waits."""
+        return np.flatnonzero(self._columns.since.cpu().numpy() >= number)
 
     def have_left(self, slots: torch.Tensor, number: int) -> bool:
         """Return whether a row of batch `number` has left its slot, of int64 ``[n]``; waits."""
@@ -368,7 +411,10 @@ class DeviceSlots:
         wait_for_all(self.device)
         c = self._columns
         changed = c.changed.cpu().numpy() > 0
-        self._slots.take(c.row_in.cpu().numpy(), c.keys.cpu().numpy(), changed)
+        keys = c.keys.cpu().numpy()
+        if self._evict == BY_LAST_USE:
+            keys = keys + self._base  # a copy: the CPU may stand for the device
+        self._slots.take(c.row_in.cpu().numpy(), keys, changed)
         self._fresh = False
 
 
@@ -378,6 +424,9 @@ def _copied(slots: SlotTable, device: torch.device, has_state: bool) -> SlotColu
     changed = slots.dirty.astype(np.int32)
     if has_state:
         changed[(slots.id_of >= 0) & ~slots.dirty] = STATE_ONLY
+    keys = slots.keys
+    if slots.evict is EvictionStrategy.LRU:
+        keys = keys - slots.stamp  # batches are counted from 1 again
     order = slots.order if slots.evict is EvictionStrategy.DATASET else None
     pinned = slots.pinned.astype(np.uint8) if slots.pinned.any() else None
     claims = torch.zeros(2, CLAIMS, dtype=torch.int64)
@@ -386,7 +435,7 @@ def _copied(slots: SlotTable, device: torch.device, has_state: bool) -> SlotColu
         n_rows=slots.n_rows,
         slot_of=torch.tensor(slots.slot_of, device=device),
         row_in=torch.tensor(np.where(slots.id_of >= 0, slots.id_of, NO_ROW), device=device),
-        keys=torch.tensor(slots.keys, device=device),
+        keys=torch.tensor(keys, device=device),
         # A row that was not looked up since it was warmed up counts as seen by none.
         seen=torch.zeros(n_slots, dtype=torch.int32, device=device),
         since=torch.zeros(n_slots, dtype=torch.int32, device=device),

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from ..errors import BitslabError
+from .device_slots import DeviceSlots
 from .gradients import Array, given_slots, on_device_of, origin_of, sum_mark, values_of
 from .parameter_watch import ADVICE
 from .state import CacheState
@@ -178,8 +179,14 @@ class GradientWatch:
 
     def follow(self, old: torch.Tensor | None, new: torch.Tensor | None) -> None:
         """Treat a gradient as its predecessor, such as one with another number of rows."""
-        if old is not None and new is not None and self._left == sum_mark(old):
+        if old is None or new is None:
+            return
+        if self._left == sum_mark(old):
             self._left = sum_mark(new)
+        if self._reused is not None and self._reused[0] is old:
+            self._reused = (new, self._reused[1])
+        if self._reused_on_device is not None and self._reused_on_device[0] is old:
+            self._reused_on_device = (new, self._reused_on_device[1])
 
     # Between steps
 
@@ -200,6 +207,12 @@ class GradientWatch:
             self._reused_on_device = None
         elif reused is None or reused[0] is not grad:
             self._reused_on_device = (grad, number)
+
+    def reuse_known(self, device_slots: DeviceSlots) -> None:
+        """Read from the GPU which slots have got other rows; see `record_reuse`."""
+        on_device, self._reused_on_device = self._reused_on_device, None
+        if on_device is not None and on_device[0] is self._rows.parameter.grad:
+            self.record_reuse(device_slots.reused_from(on_device[1]))
 
     def record_dropped(self, grad: torch.Tensor) -> None:
         """Record that rows were cut off a gradient."""

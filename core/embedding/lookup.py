@@ -141,8 +141,8 @@ def host_ids(rows: CacheState, ids: torch.Tensor) -> Array:
 def prefetch(rows: CacheState, ids: torch.Tensor) -> None:
     """Implement `CachedRows.prefetch`."""
     check_ids_tensor(ids)
-    if ids.is_cuda:
-        return
+    if ids.is_cuda or rows.owned_by_device:
+        return  # the host does not know which rows are resident
     host = host_ids(rows, ids)
     slots, missing = rows.slot_table.find(host)
     rows.row_store.prefetch(np.unique(host[slots < 0]) if missing else NONE)

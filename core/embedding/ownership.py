@@ -27,7 +27,10 @@ def take_back(rows: CacheState) -> None:
         return
     held = np.flatnonzero(device_slots.held().cpu().numpy())
     rows.training.sync_slots(held, device_slots)
+    rows.training.gradients.reuse_known(device_slots)
+    rows.row_store.prefetched = None  # the device has written to the table
     rows.device_slots = rows.exchange = None
+    rows.training.has_grown()
     _keep_most_used(rows)
 
 

@@ -118,23 +118,23 @@ class RowExchange:
         self._described = [described(each, data.device) for each in arrays]
         self._row_units = max(1, max(array.row_bytes for array in arrays[0]) // 16)
 
-    def store(self, slots: torch.Tensor, rows: torch.Tensor, claims: torch.Tensor) -> None:
+    def store(self, slots: torch.Tensor, rows: torch.Tensor, coming: torch.Tensor) -> None:
         """Write rows back from their slots; see `DeviceSlots`."""
         units = self._n_ids * self._row_units
         self._kernels.exchange.exchange(
-            self._described[0], slots, rows, claims, units, to_host=True
+            self._described[0], slots, rows, coming, units, to_host=True
         )
         if self._direct is not None:
             return
         n = self._n_ids
         assert self._outbox is not None
         self._outbox.ids[:n].copy_(rows[:n], non_blocking=True)
-        if claims.is_cuda:
+        if coming.is_cuda:
             self._sent = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._sent.record()
         self._waiting = n
 
-    def load(self, slots: torch.Tensor, rows: torch.Tensor, claims: torch.Tensor) -> None:
+    def load(self, slots: torch.Tensor, rows: torch.Tensor, coming: torch.Tensor) -> None:
         """Fetch rows to their slots."""
         n = self._n_ids
         if self._direct is None:
@@ -142,7 +142,7 @@ class RowExchange:
             self._store.table.gather_some_on_gpu(rows[:n], self._outbox.incoming[:n])
         units = n * self._row_units
         self._kernels.exchange.exchange(
-            self._described[-1], slots, rows, claims, units, to_host=False
+            self._described[-1], slots, rows, coming, units, to_host=False
         )
 
     def finish(self) -> None:

@@ -339,6 +339,11 @@ class SlotTable:
 
     # Slots that a GPU fills
 
+    @property
+    def stamp(self) -> int:
+        """The number of the last batch."""
+        return self._stamp
+
     def next_stamp(self) -> int:
         """Return the number of a batch that the host does not look up."""
         self._stamp += 1

@@ -85,6 +85,10 @@ class Gradients(Protocol):
         """Record that a GPU gives slots to the rows of batch `number`."""
         ...
 
+    def reuse_known(self, device_slots: DeviceSlots) -> None:
+        """Read from the GPU which slots have got other rows."""
+        ...
+
     def before_backward(self, grad: torch.Tensor | None = None) -> None:
         """Record whether others have changed the gradient."""
         ...
@@ -186,6 +190,10 @@ class Ledger(Protocol):
 
     def followed_states(self) -> list[tuple[torch.Tensor, RowState]] | None:
         """Return optimizer state of rows in slots, and that of all rows."""
+        ...
+
+    def has_grown(self) -> None:
+        """Look whether the parameter has rows beyond the cache, to be removed."""
         ...
 
     def save(self, slots: Array, ids: Array) -> None:
@@ -294,7 +302,7 @@ class CacheState:
 
     @property
     def table(self) -> CompressedTable:
-        """The rows on the host; those of resident ones may be older."""
+        """The rows on the host; older than resident ones, and than others while a GPU owns them."""
         return self.row_store.table
 
     def __len__(self) -> int:

@@ -167,6 +167,11 @@ class Training:
         """
         rows = self._rows
         with rows.lock:
+            if rows.closed:
+                raise BitslabError("rows: are closed")
+            if lookup.on_device is None and rows.owned_by_device:
+                self._this_pass()  # rows are not moved in one
+                take_back(rows)
             self._check_resident(lookup)
             rows.watch.check()
             self.gradients.check_cleared("backward")
@@ -211,10 +216,10 @@ class Training:
             grad = sparse_rows(slots[picked[real]], grad._values()[real], shape)
         # Sparse gradients are added to each other in an order that depends on how their indices
         # compare, so that has to happen to those of ids. One alone is as well left to autograd.
-        others = rows.parameter.grad is not None or any(
-            other is not lookup for other in self._waiting()
+        summed = self._on_host and accumulates(node)
+        summed = summed and (
+            rows.parameter.grad is not None or any(other is not lookup for other in self._waiting())
         )
-        summed = others and self._on_host and accumulates(node)
         if not summed and not self._collects(this, node, shape):
             return grad
         ids = torch.from_numpy(rows.slot_table.id_of)[grad._indices()[0].cpu()].to(grad.device)
@@ -615,6 +620,10 @@ class Training:
     def attach(self, optimizer: torch.optim.Optimizer, *, row_wise: bool = False) -> None:
         """Make an optimizer's state follow the rows; see `CachedRows.attach_optimizer`."""
         self.adapter(check_optimizer(optimizer), row_wise=row_wise).align()
+
+    def has_grown(self) -> None:
+        """Look whether the parameter has rows beyond the cache, to be removed."""
+        self._grown = self._rows.slot_table.extra_rows > 0
 
     def save(self, slots: Array, ids: Array) -> None:
         """Save optimizer state of rows that leave their slots: int64 ``[n]`` each."""

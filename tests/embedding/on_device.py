@@ -17,6 +17,7 @@ from bitslab.embedding.training import Training
 from bitslab.engine.kernels.cpu import slots as twin
 from bitslab.engine.kernels.cpu.compiling import call
 from bitslab.engine.kernels.cuda import CudaKernels
+from bitslab.engine.kernels.cuda.slots import TAKEN
 from bitslab.engine.memory.host import HostBuffer
 from bitslab.tables.gathering import Gathers
 from tests.embedding.support import Pair, check_map
@@ -45,7 +46,7 @@ class TwinExchange:
     def described(self, arrays, device):
         return arrays
 
-    def exchange(self, arrays, slots, rows, claims, most_units, *, to_host):
+    def exchange(self, arrays, slots, rows, coming, most_units, *, to_host):
         for cached, stored, by_position in arrays:
             call(
                 twin.exchange_rows,
@@ -53,7 +54,7 @@ class TwinExchange:
                 by_position,
                 slots.numpy(),
                 rows.numpy(),
-                int(claims[0]),
+                int(coming[0]),
                 to_host,
             )
 
@@ -82,6 +83,10 @@ class TwinFinder:
     @property
     def claims(self):
         return self.columns.claims[self.turn]
+
+    @property
+    def coming(self):
+        return self.claims[TAKEN:]
 
     def claim(self, ids, counts, number, wanted):
         c = self.columns

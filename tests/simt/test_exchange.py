@@ -29,7 +29,7 @@ def test_rows_go_where_they_belong(row_bytes, to_host, seed):
     slots = torch.from_numpy(generator.permutation(N_SLOTS)[:count])
     rows = torch.from_numpy(generator.permutation(N_ROWS)[:count])
     rows[::4] = NO_ROW
-    claims = torch.tensor([count, -1, 0, 0])
+    coming = torch.tensor([count])
     states = [(row_bytes, False), (8, False), (row_bytes, True)]
     arrays = [
         ExchangedArray(drawn(N_SLOTS, b), drawn(count if by_position else N_ROWS, b), by_position)
@@ -43,7 +43,7 @@ def test_rows_go_where_they_belong(row_bytes, to_host, seed):
         assert np.array_equal(cached[here], stored[moved])
     kernels = ExchangeKernels(SimtRunner(seed))
     kernels.exchange(
-        kernels.described(arrays, CPU), slots, rows, claims, count * row_bytes, to_host=to_host
+        kernels.described(arrays, CPU), slots, rows, coming, count * row_bytes, to_host=to_host
     )
     for array, (cached, stored) in zip(arrays, expected, strict=True):
         assert np.array_equal(array.cached.numpy(), cached)

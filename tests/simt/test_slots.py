@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bitslab.engine.kernels.cpu import slots as twin
-from bitslab.engine.kernels.cuda.runner import INDEX_ERROR
+from bitslab.engine.kernels.cuda.runner import INDEX_ERROR, SLOTS_ERROR
 from bitslab.engine.kernels.cuda.slots import (
     BY_LAST_USE,
     BY_ORDER,
@@ -307,3 +307,21 @@ def test_a_bad_id_is_reported_and_stands_for_the_row_next_to_it(bad):
     given = array(keys), array(seen), BY_USES, 2, array(slots), array(counts)
     assert twin.keep_slots(ids[:3].numpy(), N_ROWS, *given) == 2
     assert slots.tolist() == [5, 6, near]
+
+
+@pytest.mark.parametrize("twins", [False, True], ids=["kernels", "twins"])
+def test_rows_for_which_there_is_no_slot_are_reported_and_not_resident(twins):
+    c = columns()
+    look_up = Lookups(c, BY_USES, twins=twins)
+    for first in (0, 300):
+        look_up(torch.arange(first, first + 300))
+    before = c.row_in.clone()
+    # Nothing may leave, and only 100 slots are empty.
+    slots, counts, _ = look_up(torch.arange(1000, 1300), oldest=1)
+    assert counts[1] == 300
+    new = (c.row_in >= 1000).sum()
+    assert new == 100 and torch.equal(c.row_in[before >= 0], before[before >= 0])
+    assert int((c.slot_of >= 0).sum()) == 700 and c.slot_of.min() == NO_SLOT
+    assert slots.min() >= 0 and slots.max() < N_SLOTS
+    if not twins:
+        assert look_up.runner.mailbox.tolist() == [SLOTS_ERROR, 100, 300, N_ROWS]

@@ -162,18 +162,22 @@ def give_slots(
     next_bins,
 ):
     """Write the slots of all rows of a batch; return the first position of a bad id, or -1."""
+    missing, taken = claims[0], claims[2]
     for i in range(ids.shape[0]):
         row = min(max(ids[i], 0), n_rows - 1)
-        slot = slot_of[row]
+        slot = np.int64(slot_of[row])
         if slot < 0:
-            slot = victims[CLAIMED - slot]
+            k = CLAIMED - slot
+            slot = victims[k] if 0 <= k < taken else 0
         slots[i] = kept[i] = slot
         if counting == COUNT_UP:
             keys[slot] += 1
         elif counting == LAST_USE:
             keys[slot] = number
-    missing = claims[0]
-    for k in range(missing):
+    for k in range(taken, missing):
+        slot_of[wanted[k]] = NO_SLOT
+        wanted[k] = NO_ROW
+    for k in range(taken):
         slot, gone = victims[k], row_in[victims[k]]
         if gone >= 0:
             slot_of[gone] = NO_SLOT

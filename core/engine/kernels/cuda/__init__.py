@@ -19,7 +19,7 @@ from ..compile_notice import CompileNotice
 from .frames import BoundKernel, Sizes
 from .kernels import CudaKernels
 from .parameters import Parameters, Value
-from .runner import INDEX_ERROR, MAILBOX_WORDS, OFFSETS_ERROR
+from .runner import INDEX_ERROR, MAILBOX_WORDS, OFFSETS_ERROR, SLOTS_ERROR
 from .source import AnyVariant, kernels_of, source_text
 
 __all__ = ["CudaKernels", "kernels_on", "raise_pending_errors"]
@@ -152,6 +152,11 @@ class CupyRunner:
                 f"offsets: an earlier lookup of {n_rows} ids on {self._device} got such as do not "
                 f"rise from 0 to at most {n_rows}, as seen at position {where}; its output is not "
                 "to be used"
+            )
+        if kind == SLOTS_ERROR:
+            raise BitslabError(
+                f"cache: an earlier lookup on {self._device} found {where} slots for {index} rows; "
+                "its output is not to be used. This is a bug of bitslab"
             )
         place = "a row" if where < 0 else f"row {where}"
         raise CorruptedDataError(

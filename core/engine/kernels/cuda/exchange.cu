@@ -2,7 +2,7 @@
 //
 // arrays: for each of them five numbers: the address of rows by slot, that of rows by number, bytes of a
 // row, bytes that are copied at once (16, 4, 2 or 1, which divide the addresses and the row), and whether
-// the latter are those of the batch, one after another, instead. Block row y takes array y. claims[0] is
+// the latter are those of the batch, one after another, instead. Block row y takes array y. *coming is
 // how many rows there are: the k-th is rows[k], or NO_ROW for none, and lies in slots[k].
 #include "bits.cuh"
 
@@ -43,9 +43,9 @@ __device__ __forceinline__ void move(const i64* array, const i64* slots, const i
 
 // to_host: whether rows go from their slots to the host, or come.
 extern "C" __global__ void __launch_bounds__(THREADS)
-    exchange_rows(const i64* arrays, const i64* slots, const i64* rows, const i64* claims, int to_host) {
+    exchange_rows(const i64* arrays, const i64* slots, const i64* rows, const i64* coming, int to_host) {
   const i64* array = arrays + 5 * blockIdx.y;
-  const i64 count = claims[0];
+  const i64 count = *coming;
   switch ((int)array[3]) {
     case 16: move<uint4>(array, slots, rows, count, to_host); break;
     case 4: move<u32>(array, slots, rows, count, to_host); break;

@@ -22,14 +22,14 @@ FIELDS = 5  # numbers that describe an array
 
 @dataclass(init=False)
 class ExchangeRows(Parameters):
-    """Parameters of `exchange_rows`: int64 ``[A, FIELDS]`` arrays, int64 slots, rows and claims."""
+    """Parameters of `exchange_rows`: int64 ``[A, FIELDS]`` arrays, the others int64 too."""
 
     kernel = "exchange_rows"
 
     arrays: Address
     slots: Address
     rows: Address
-    claims: Address
+    coming: Address
     to_host: Int32
 
 
@@ -90,7 +90,7 @@ class ExchangeKernels:
         arrays: torch.Tensor,
         slots: torch.Tensor,
         rows: torch.Tensor,
-        claims: torch.Tensor,
+        coming: torch.Tensor,
         most_units: int,
         *,
         to_host: bool,
@@ -104,7 +104,7 @@ class ExchangeKernels:
         slots, rows : torch.Tensor
             int64 on the device, with at least as many entries as there are rows: the slot of each,
             and its number, or NO_ROW for none.
-        claims : torch.Tensor
+        coming : torch.Tensor
             int64 on the device, the number of rows first.
         most_units : int
             Units of all rows of an array together, at most.
@@ -119,6 +119,6 @@ class ExchangeKernels:
             arrays.data_ptr(),
             slots.data_ptr(),
             rows.data_ptr(),
-            claims.data_ptr(),
+            coming.data_ptr(),
             int(to_host),
         )

@@ -11,7 +11,7 @@ from .source import AnyVariant
 
 MAILBOX_WORDS = 4
 
-NO_ERROR, INDEX_ERROR, DAMAGED_ERROR, OFFSETS_ERROR = 0, 1, 2, 3  # as in mailbox.cuh
+NO_ERROR, INDEX_ERROR, DAMAGED_ERROR, OFFSETS_ERROR, SLOTS_ERROR = range(5)  # as in mailbox.cuh
 
 
 class Launch(Protocol):

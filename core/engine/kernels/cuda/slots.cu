@@ -14,7 +14,7 @@
 //
 // A row may leave unless a batch from `oldest` on had it or its slot is pinned. row_in: the row in each
 // slot, or NO_ROW; seen: the last batch that had it; since: the batch that fetched it; keys: see
-// `evict`; changed: 0, or the step that changed it.
+// `evict`; changed: 0 where it is as on the host, its optimizer state too.
 #include "bits.cuh"
 #include "ids.cuh"
 #include "mailbox.cuh"
@@ -173,12 +173,24 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   u32 written = 0;
   for (i64 first = (i64)blockIdx.x * THREADS + threadIdx.x - lane; first < n_slots; first += stride) {
     const i64 slot = first + lane;
-    bool takes = false;
+    bool takes = false, is_last = false;
     i64 row = NO_ROW;
     if (slot < n_slots && may_leave(seen, pinned, oldest, slot)) {
       row = row_in[slot];
       const int bin = bin_of(row, keys[slot], evict, number, n_rows);
-      takes = bin < last_bin || (bin == last_bin && atomicAdd(claims + TAKEN_LAST, 1ull) < of_last);
+      takes = bin < last_bin;
+      is_last = bin == last_bin;
+    }
+    const u32 last_ones = __ballot_sync(FULL, is_last);
+    if (last_ones) {
+      u64 before_us = 0;
+      if (lane == 0) before_us = *(volatile u64*)(claims + TAKEN_LAST);
+      before_us = __shfl_sync(FULL, before_us, 0);
+      if (before_us < of_last) {
+        if (lane == 0) before_us = atomicAdd(claims + TAKEN_LAST, (u64)__popc(last_ones));
+        before_us = __shfl_sync(FULL, before_us, 0);
+        if (is_last) takes = before_us + __popc(last_ones & ((1u << lane) - 1)) < of_last;
+      }
     }
     const u32 taking = __ballot_sync(FULL, takes);
     if (!taking) continue;
@@ -203,24 +215,31 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 
 // slots, kept: get the slot of each id, twice. counting: BY_USES raises the key of a slot by one for each id
 // there, BY_LAST_USE makes it the number of the batch, BY_ORDER leaves it. counts: gets the different rows
-// that had no slot. wanted and leaving are NO_ROW again afterwards.
+// that had no slot. wanted and leaving are NO_ROW again afterwards. Rows for which no slot was free, which
+// the host rules out, stand for the one in slot 0 and are reported.
 extern "C" __global__ void __launch_bounds__(THREADS)
     give_slots(const void* __restrict__ ids, int id_bytes, i64 n, i64 n_rows, int* slot_of, i64* row_in, i64* keys,
                int* changed, int counting, int number, i64* wanted, const i64* victims, i64* leaving, i64* slots,
                i64* kept, u64* counts, const u64* claims, u64* next_claims, u32* next_bins, i64* mailbox) {
   const i64 stride = (i64)gridDim.x * THREADS;
   const i64 begin = (i64)blockIdx.x * THREADS + threadIdx.x;
+  const i64 missing = (i64)claims[MISSING], taken = (i64)claims[TAKEN];
   for (i64 i = begin; i < n; i += stride) {
     const i64 row = in_range(load_id(ids, i, id_bytes), n_rows);
     const int there = *(volatile int*)(slot_of + row);  // another thread may just have written it
-    const int slot = there >= 0 ? there : (int)victims[CLAIMED - there];
+    const i64 k = (i64)CLAIMED - there;
+    const int slot = there >= 0 ? there : k >= 0 && k < taken ? (int)victims[k] : 0;
     slots[i] = slot;
     kept[i] = slot;
     if (counting == BY_USES) atomicAdd((u64*)keys + slot, 1ull);
     else if (counting == BY_LAST_USE) keys[slot] = number;
   }
-  const i64 missing = (i64)claims[MISSING];
   for (i64 k = begin; k < missing; k += stride) {
+    if (k >= taken) {
+      slot_of[wanted[k]] = NO_SLOT;
+      wanted[k] = NO_ROW;
+      continue;
+    }
     const i64 slot = victims[k], row = wanted[k], gone = row_in[slot];
     if (gone >= 0) slot_of[gone] = NO_SLOT;
     row_in[slot] = row;
@@ -235,5 +254,6 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   counts[1] = (u64)missing;
   next_claims[MISSING] = next_claims[TAKEN] = next_claims[TAKEN_LAST] = 0;
   next_claims[BAD] = ~0ull;
+  if (taken < missing) report(mailbox, ERROR_SLOTS, taken, missing, n_rows);
   if (bad < (u64)n) report(mailbox, ERROR_INDEX, (i64)bad, load_id(ids, (i64)bad, id_bytes), n_rows);
 }

@@ -13,7 +13,7 @@ from .source import SLOTS
 
 THREADS = 256  # of a block
 BLOCKS = 8  # of a multiprocessor
-CLAIMS = 4  # numbers that the launches of a batch share
+CLAIMS, TAKEN = 4, 2  # numbers that the launches of a batch share; the place of slots taken
 #: Which row leaves first: that of the highest rank, the least used, the one not used for longest.
 #: Also how a batch changes the keys of its slots.
 BY_ORDER, BY_USES, BY_LAST_USE = 0, 1, 2
@@ -159,7 +159,7 @@ class SlotColumns:
     since : torch.Tensor
         int32 ``[S]``: the batch that fetched it.
     changed : torch.Tensor
-        int32 ``[S]``: 0, or, say, the step that changed the row.
+        int32 ``[S]``: 0 where the row and its optimizer state are as on the host.
     claims : torch.Tensor
         int64 ``[2, CLAIMS]``, 0, -1, 0, 0 at first: of two batches in turns.
     bins : torch.Tensor
@@ -315,12 +315,12 @@ class SlotFinder:
                 next_bins=next_bins,
                 mailbox=runner.mailbox,
             )
-            self._turns.append((claims, claim, count, choose, give))
+            self._turns.append((claims[TAKEN:], claim, count, choose, give))
         self._turn = 0
 
     @property
-    def claims(self) -> torch.Tensor:
-        """int64 ``[CLAIMS]`` on the device: the rows of this batch that are to come, first."""
+    def coming(self) -> torch.Tensor:
+        """int64 on the device: first, after `choose`, the rows of this batch that are to come."""
         return self._turns[self._turn][0]
 
     def claim(self, ids: torch.Tensor, counts: int, number: int, wanted: torch.Tensor) -> None:
@@ -361,7 +361,7 @@ class SlotFinder:
     ) -> None:
         """Choose slots for these rows; the map remains as it is.
 
-        The caller knows that there are enough.
+        There are to be enough, else `give` reports it.
 
         Parameters
         ----------
