@@ -165,7 +165,7 @@ def give_slots(
     missing, taken = claims[0], claims[2]
     for i in range(ids.shape[0]):
         row = min(max(ids[i], 0), n_rows - 1)
-        slot = np.int64(slot_of[row])
+        slot = slot_of[row]
         if slot < 0:
             k = CLAIMED - slot
             slot = victims[k] if 0 <= k < taken else 0
