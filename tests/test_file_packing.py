@@ -17,12 +17,11 @@ import torch
 import bitslab
 from bitslab import cli, container
 from bitslab.container import StreamedFile
-from bitslab.engine.codecs import InvariantCodec, PackedRows
+from bitslab.engine.codecs import InvariantCodec, PackedRows, PlanCache
+from bitslab.engine.codecs.invariant import plan_cache, planner
 from bitslab.engine.progress import Progress
 from bitslab.errors import BitslabError
-from bitslab.report import pack_file, shared_plans, tensor_rows
-from bitslab.report.shared_plans import choose_codecs
-from bitslab.report.tensor_rows import TensorRows
+from bitslab.report import pack_file, tensor_rows
 from bitslab.report.workers import Workers
 from tests.helpers import packable, random_bits, same_bits
 
@@ -55,10 +54,9 @@ def some_tensors() -> dict[str, torch.Tensor]:
 
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cut the tensors of these tests into many pieces, and let them share plans."""
+    """Cut the tensors of these tests into many pieces."""
     monkeypatch.setattr(tensor_rows, "PIECE_BYTES", 40_000)
     monkeypatch.setattr(pack_file, "PIECE_BYTES", 40_000)
-    monkeypatch.setattr(shared_plans, "LEAST_SHARED_BYTES", 100_000)
 
 
 @pytest.fixture
@@ -91,15 +89,13 @@ def test_bytes_depend_neither_on_threads_nor_on_pieces(
 
 @pytest.mark.usefixtures("small_pieces")
 @pytest.mark.parametrize("codec", ["auto", "raw"])
-def test_parts_are_those_of_compress(
-    codec: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(shared_plans, "LEAST_SHARED_BYTES", 1 << 40)  # plans of their own
+def test_parts_are_those_of_compress(codec: str, source: Path, tmp_path: Path) -> None:
     assert run("compress", source, tmp_path / "x.bitslab", "--codec", codec, "--verify") == 0
     found = bitslab.load_file(tmp_path / "x.bitslab")
     assert list(found) == sorted(some_tensors())
-    for name, t in some_tensors().items():
-        expected = bitslab.compress(t, codec)
+    options: dict[str, Any] = {"plans": PlanCache()} if codec == "auto" else {}
+    for name, t in sorted(some_tensors().items()):
+        expected = bitslab.compress(t, codec, **options)
         assert found[name].codec == expected.codec and found[name].shape == expected.shape
         assert found[name].packed.parts.keys() == expected.packed.parts.keys()
         for part, data in expected.packed.parts.items():
@@ -141,17 +137,25 @@ def note(reported: list[int], done: int, total: int | None) -> None:
 # Plans
 
 
-def chosen(tensors: list[torch.Tensor], threads: int = 2) -> tuple[list[Any], list[int]]:
-    """Return codecs, and the bytes of the samples of all plans that were made."""
-    samples = []
+def chosen(tensors: list[torch.Tensor], threads: int = 2) -> tuple[list[Any], int]:
+    """Return the codecs, and how many candidates were searched in full."""
+    searches = 0
+    search = planner.candidates
 
-    def fit(rows: TensorRows, sample: torch.Tensor) -> Any:
-        samples.append(sample.nbytes)
-        return InvariantCodec.fit(sample, n_rows=rows.n_rows)
+    def counted(*arguments: Any) -> Any:
+        nonlocal searches
+        searches += 1
+        return search(*arguments)
 
-    with Workers(CPU, threads) as workers:
-        rows = [TensorRows(t) for t in tensors]
-        return choose_codecs(rows, fit, workers, share=True), samples
+    named = {f"{i:02}": t for i, t in enumerate(tensors)}
+    total = pack_file.PASSES * sum(t.nbytes for t in tensors)
+    with pytest.MonkeyPatch.context() as patched, Workers(CPU, threads) as workers:
+        patched.setattr(plan_cache, "candidates", counted)
+        with Progress("x", total, functools.partial(note, [])) as progress:
+            naming = lambda name: contextlib.nullcontext()  # noqa: E731
+            packer = pack_file.FilePacker(named, "ibp", {}, workers, naming, progress)
+            packer.measure()
+    return [packer.outlines[name].codec for name in named], searches
 
 
 def packed_bytes(codec: Any, t: torch.Tensor) -> int:
@@ -160,8 +164,8 @@ def packed_bytes(codec: Any, t: torch.Tensor) -> int:
 
 def test_tensors_that_differ_in_scale_share_a_plan() -> None:
     tensors = [weights(3000, 256, scale, i) for i, scale in enumerate((0.01, 0.4, 7.0))]
-    codecs, samples = chosen(tensors)
-    assert sum(n == tensors[0].nbytes for n in samples) == 1
+    codecs, searches = chosen(tensors)
+    assert searches == 1
     for t, codec in zip(tensors, codecs, strict=True):
         assert packed_bytes(codec, t) <= 1.003 * packed_bytes(InvariantCodec.fit(t), t)
 
@@ -171,8 +175,8 @@ def test_tensor_of_another_kind_is_planned_by_itself() -> None:
     one = torch.randn(2000, 256, generator=torch.Generator().manual_seed(0))
     other = weights(2000, 256, 1.0, 1).float()
     tensors = [one, other, 3 * one, 9 * one, weights(2000, 256, 2.0, 2).float()]
-    codecs, samples = chosen(tensors)
-    assert sum(n == one.nbytes for n in samples) == 2  # one of each kind
+    codecs, searches = chosen(tensors)
+    assert searches == 2  # one of each kind
     assert packed_bytes(codecs[0], other) > 1.5 * packed_bytes(codecs[1], other)
     for t, codec in zip(tensors, codecs, strict=True):
         assert packed_bytes(codec, t) <= 1.003 * packed_bytes(InvariantCodec.fit(t), t)
@@ -181,9 +185,9 @@ def test_tensor_of_another_kind_is_planned_by_itself() -> None:
 def test_plans_do_not_depend_on_the_number_of_threads() -> None:
     tensors = [weights(2100, 256, 0.02 * i + 0.01, i) for i in range(4)]
     tensors += [weights(2100, 256, 0.3, 9) * (torch.rand(2100, 256) < 0.2) for _ in range(2)]
-    one, _ = chosen(tensors, 1)
+    one, searches = chosen(tensors, 1)
     several, _ = chosen(tensors, 6)
-    assert one == several
+    assert one == several and searches == 3  # the sparse ones come at once
 
 
 # What goes wrong

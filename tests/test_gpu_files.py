@@ -16,7 +16,7 @@ import torch
 import bitslab
 from bitslab import cli
 from bitslab.engine.transfer import StreamLane
-from bitslab.report import pack_file, shared_plans, tensor_rows, unpack_file
+from bitslab.report import pack_file, tensor_rows, unpack_file
 from tests.helpers import packable, random_bits, same_bits
 
 pytestmark = pytest.mark.gpu  # tests/conftest.py skips these where there is no GPU
@@ -55,7 +55,6 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pack_file, "PIECE_BYTES", 100_000)
     monkeypatch.setattr(pack_file, "LEAST_DEVICE_BYTES", 0)
     monkeypatch.setattr(unpack_file, "LEAST_DEVICE_BYTES", 0)
-    monkeypatch.setattr(shared_plans, "LEAST_SHARED_BYTES", 1 << 20)
 
 
 @pytest.fixture

@@ -18,7 +18,14 @@ import torch
 
 from ..compressed import CompressedTensor, compress
 from ..container import StreamedFile
-from ..engine.codecs import InvariantCodec, PackedRows, RawCodec, RowCodec, WordRowCodec
+from ..engine.codecs import (
+    InvariantCodec,
+    PackedRows,
+    PlanCache,
+    RawCodec,
+    RowCodec,
+    WordRowCodec,
+)
 from ..engine.codecs.base import elements, gathered_by_kernels
 from ..engine.codecs.registry import codec_class, fit_codec
 from ..engine.kernels.format import (
@@ -32,7 +39,6 @@ from ..engine.kernels.format import (
 from ..engine.kernels.row_kernels import RowKernels
 from ..engine.progress import Progress
 from ..engine.row_map import row_map
-from .shared_plans import choose_codecs
 from .tensor_rows import PIECE_BYTES, TensorRows
 from .workers import Workers
 
@@ -160,20 +166,33 @@ class FilePacker:
         return Outline(codec, PackedRows(n_rows, {"rows": part}), t.shape)
 
     def _chosen(self, cls: type[RowCodec], planned: Mapping[str, TensorRows]) -> list[RowCodec]:
-        names = {id(rows): name for name, rows in planned.items()}
+        """Plan the codecs; tensors of one dtype and row size may share a plan.
 
-        def fit(rows: TensorRows, sample: torch.Tensor) -> RowCodec:
-            with self._naming(names[id(rows)]):
-                return fit_codec(cls, sample, self._options, seed=0, n_rows=rows.n_rows)
-
+        What is chosen depends on the tensors and their order alone, not on the threads.
+        """
         share = cls is InvariantCodec and self._options.get("clusters", 1) == 1
-        return choose_codecs(
-            list(planned.values()),
-            fit,
-            self._workers,
-            share=share,
-            then=lambda rows: self._progress.advance(rows.data.shape[0]),
-        )
+        plans = PlanCache()
+        chosen: dict[str, RowCodec] = {}
+        made: list[PlanCache] = []
+
+        def fit(name: str) -> tuple[RowCodec, PlanCache]:
+            rows, known = planned[name], plans.copy()
+            with self._naming(name):
+                given = {"seed": 0, "n_rows": rows.n_rows, "plans": known if share else None}
+                sample = rows.typed(0, rows.n_rows)
+                return fit_codec(cls, sample, self._options, **given), known
+
+        def give(name: str, found: tuple[RowCodec, PlanCache]) -> None:
+            chosen[name], known = found
+            made.append(known)
+            self._progress.advance(planned[name].data.shape[0])
+
+        for wave in _waves(planned) if share else [list(planned)]:
+            self._workers.each(fit, wave, give)
+            for known in made:  # not before: the others of the wave would know them or not
+                plans.update(known)
+            made.clear()
+        return [chosen[name] for name in planned]
 
     def _measured(
         self, planned: Mapping[str, TensorRows], codecs: Sequence[RowCodec]
@@ -199,6 +218,23 @@ class FilePacker:
             key=lambda piece: piece[0].key,
         )
         return {its.name: its.outlined(self._tensors[its.name], lengths[its.name]) for its in work}
+
+
+def _waves(planned: Mapping[str, TensorRows]) -> list[list[str]]:
+    """Return the names of tensors by when they are planned: those of a wave all at once.
+
+    Of one dtype and row size the first goes alone, then one, two, four: each knows the plans of the
+    waves before, and few are planned in vain where a tensor is of a kind that is new.
+    """
+    alike: dict[object, list[str]] = {}
+    for name, rows in planned.items():
+        alike.setdefault((rows.dtype, rows.row_bytes), []).append(name)
+    waves: list[list[str]] = []
+    begin, end = 0, 1
+    while any(len(names) > begin for names in alike.values()):
+        waves.append([name for names in alike.values() for name in names[begin:end]])
+        begin, end = end, 2 * end
+    return waves
 
 
 def _is_plain(t: torch.Tensor) -> bool:

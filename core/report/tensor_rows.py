@@ -59,17 +59,6 @@ class TensorRows:
         """Return the bytes of the tensor in a range of rows, without the filler."""
         return min(end * self.row_bytes, self.data.shape[0]) - begin * self.row_bytes
 
-    def sample(self, n_bytes: int, least_rows: int = 1) -> torch.Tensor:
-        """Return about so many bytes of rows spread over all: ``[n, row_elements]``."""
-        wanted = max(least_rows, n_bytes // self.row_bytes)
-        whole = self.data.shape[0] // self.row_bytes
-        if self.n_rows <= wanted or whole == 0:
-            return self.typed(0, self.n_rows)
-        wanted = min(wanted, whole)
-        picked = torch.arange(wanted) * whole // wanted
-        rows = self.data[: whole * self.row_bytes].view(whole, self.row_bytes)[picked]
-        return rows.view(-1).view(self.dtype).view(wanted, self.row_elements)
-
     def typed(self, begin: int, end: int) -> torch.Tensor:
         """Return rows as ``[end - begin, row_elements]`` of the tensor's dtype."""
         flat = self.rows(begin, end).view(-1)

@@ -8,6 +8,7 @@ import torch
 import bitslab
 from bitslab import InvariantCodec
 from bitslab.engine.codecs import PlanCache
+from bitslab.engine.codecs.invariant import plan_cache
 from tests.helpers import random_bits, same_bits
 
 
@@ -87,6 +88,40 @@ def test_the_plan_that_was_used_longest_ago_makes_room():
     assert (len(plans), plans.stats()) == (2, {"planned": 4, "kept": 2})
 
 
+def test_sorts_of_tensors_may_come_in_turns():
+    plans = PlanCache()
+    sorts = [weights(0, dtype=torch.float32), weights(1).float(), weights(2).float().relu()]
+    own = [stored_bytes(InvariantCodec.fit(x), x) for x in sorts]
+    for n in range(9):
+        x = sorts[n % 3] * 2.0**n
+        assert stored_bytes(InvariantCodec.fit(x, plans=plans), x) <= 1.003 * own[n % 3]
+    assert (len(plans), plans.stats()) == (3, {"planned": 3, "kept": 6})
+
+
+def test_few_plans_of_a_kind_are_known():
+    plans = PlanCache()
+    for bits in (8, 16, 24, 32, 40, 48):
+        InvariantCodec.fit(torch.randint(0, 1 << bits, (600, 64)), plans=plans)
+    assert plans.stats()["planned"] == 6 and len(plans) == plan_cache.MOST_ALIKE
+
+
+def test_copies_know_what_was_known_and_are_collected():
+    plans = PlanCache()
+    InvariantCodec.fit(weights(0), plans=plans)
+    one, other = plans.copy(), plans.copy()
+    InvariantCodec.fit(weights(1), plans=one)
+    sparse = [InvariantCodec.fit(weights(n).relu(), plans=other) for n in (2, 3)]
+    assert sparse[0] == InvariantCodec.fit(weights(2).relu())
+    assert (one.stats(), other.stats()) == ({"planned": 0, "kept": 1}, {"planned": 1, "kept": 1})
+    assert (len(plans), len(one), len(other)) == (1, 1, 2)
+    third = plans.copy()
+    InvariantCodec.fit(weights(4).relu(), plans=third)
+    for copied in (other, one, third):  # the last two know nothing that is new
+        plans.update(copied)
+    assert (len(plans), plans.stats()) == (2, {"planned": 3, "kept": 2})
+    assert InvariantCodec.fit(weights(3).relu(), plans=plans) == sparse[1]
+
+
 def test_compress_takes_plans():
     plans = PlanCache()
     for seed in range(3):
@@ -98,6 +133,8 @@ def test_compress_takes_plans():
 def test_wrong_arguments_are_refused():
     with pytest.raises(bitslab.ArgumentError, match="capacity: 0, accepted are 1"):
         PlanCache(0)
+    with pytest.raises(bitslab.ArgumentTypeError, match="other: expected a PlanCache, got dict"):
+        PlanCache().update({})  # type: ignore[arg-type]
     with pytest.raises(bitslab.ArgumentTypeError, match="plans: expected a PlanCache, got dict"):
         InvariantCodec.fit(weights(0), plans={})  # type: ignore[arg-type]
     with pytest.raises(bitslab.ArgumentTypeError, match="kind: expected a str, got 3"):
