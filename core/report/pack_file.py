@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -286,15 +287,15 @@ class _Rows:
         return Outline(self.codec, packed, t.shape), pieces
 
 
-class _Piece:
+class _Piece(ABC):
     """A part of a tensor that is written at once."""
 
     key: object = None
     raw_bytes: int
 
+    @abstractmethod
     def write(self, file: StreamedFile, workers: Workers) -> None:
         """Pack it and write it."""
-        raise NotImplementedError
 
 
 class _RawPiece(_Piece):
