@@ -1,0 +1,249 @@
+"""Format 1 of a coded tile: quantised values of some tokens of one head, entropy-coded for a warp.
+
+A tile is `tokens` tokens of one head, ``[tokens, dim]``: a row of a codec. Its values become small
+integers (codes), these become symbols of canonical Huffman codes, and the bits of the symbols stand
+in 32 streams, one for each lane of a warp, which hold just the values that the lane feeds to the
+matrix instruction, in its order. All words are little-endian 32-bit.
+
+Values. ``code = rint((x - center) * (1 / step))`` and ``decoded = center + step * code``, each
+operation rounded to float32 on its own, `decoded` rounded to the delivered dtype. Where step and
+center come from is the tile's `Granularity`. A code outside of the symbols of its class, a value
+that is not finite, and one whose decoded value is further from it than half a step and the rounding
+of the delivered dtype, is an exception: its code is taken to be 0, and its bits stand raw behind
+the streams.
+
+Channels. Channel ``order[head, p]`` stands at position p, so that channels that are spread alike
+stand together. Sixteen positions are a block, whose symbols are those of one class,
+``block_class[head, p // 16]``.
+
+Symbols. A class has symbols for single codes (``radius == 0``; symbol ``code + 128``), or for pairs
+of codes from ``-radius`` to ``radius``: symbol ``(first + radius) * (2 * radius + 1) + second +
+radius``. No code is longer than `code_bits`, nor than ``class_bits`` of its class. A stream's bits
+are read from the highest bit of each unit on.
+
+Streams. With ``g = lane // 4`` and ``t = lane % 4`` a lane codes, for each block b of 16 positions,
+each group j of 16 tokens and each i of 0 to 3, two values:
+
+- pairs of channels (K): of token ``16 j + g + 8 (i % 2)`` the positions ``16 b + 2 t + 8 (i // 2)``
+  and the next one: registers of the left operand of a 16 x 16 step whose rows are tokens;
+- pairs of tokens (V): of position ``16 b + g + 8 (i % 2)`` the tokens ``16 j + 2 t + 8 (i // 2)``
+  and the next one: rows are channels.
+
+They are one symbol of a class of pairs, or two symbols, one after the other, of one of singles.
+Lanes take their bits in units of 16. Before each symbol a lane that has fewer bits left than
+``class_bits`` of its class takes the next unit of the tile; where several lanes do, the lower one
+takes the first. So units stand in the order in which a warp asks for them, and nothing says where
+a stream begins.
+
+Words of a tile: a header, units in its lower half, exceptions in its upper half; parameters (see
+`Granularity`); units, two a word, the first in the lower half; exceptions, by position in the tile
+(``token * dim + channel``): of dtypes of two bytes one word, the position in its lower half and the
+bits in its upper half, of float32 two words, position and bits. A tile that would have as many
+words as its raw bytes is kept raw, as any row of a codec.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import torch
+
+from ...errors import ArgumentError
+from .format import ceil_div
+
+#: Lanes of a tile, each with a stream.
+TILE_LANES = 32
+#: Positions of a block, and tokens of a group: the depth and the rows of the matrix instruction.
+TILE_BLOCK = 16
+#: Bits of a unit of a stream.
+UNIT_BITS = 16
+#: Classes of symbols of a codec, at the most.
+MAX_CLASSES = 8
+#: Bits of a code, at the most: a table of all of them stands in shared memory.
+MAX_CODE_BITS = 10
+#: Symbols of a class, at the most.
+MAX_SYMBOLS = 1024
+#: The symbol of a single code 0; codes of single symbols are -127 to 127.
+ZERO_SYMBOL = 128
+MAX_CODE = 127
+#: The largest radius of pairs.
+MAX_RADIUS = 15
+#: Steps of tokens are powers of two by eighths: step of level k is ``2 ** ((k - LEVEL_ZERO) / 8)``.
+LEVELS = 256
+LEVEL_ZERO = 192
+
+
+class Granularity(IntEnum):
+    """Where step and center of a value come from, and the parameters of a tile.
+
+    - CHANNEL: from the codec, for each channel of a head; no parameters.
+    - TOKEN_LEVEL: the step of a token is that of a level, center 0; four levels of 8 bits a word.
+    - BLOCK_RANGE, CHANNEL_RANGE, TOKEN_RANGE: step and center of the tile, of each channel (by
+      position) or of each token; a word each, bfloat16 center in its lower half, step in its upper.
+    """
+
+    CHANNEL = 0
+    TOKEN_LEVEL = 1
+    BLOCK_RANGE = 2
+    CHANNEL_RANGE = 3
+    TOKEN_RANGE = 4
+
+
+@dataclass(frozen=True)
+class TileFormat:
+    """What kernels are compiled for.
+
+    Parameters
+    ----------
+    tokens : int
+        Tokens of a tile, a multiple of 16 up to 256.
+    dim : int
+        Channels of a head, a multiple of 16 up to 256.
+    dtype : torch.dtype
+        Of the values: bfloat16, float16 or float32.
+    granularity : Granularity
+        Where steps come from.
+    token_pairs : bool
+        Whether pairs are two tokens of a channel (V), or two channels of a token (K).
+    code_bits : int
+        Bits of the longest code, 1 to MAX_CODE_BITS.
+    """
+
+    tokens: int
+    dim: int
+    dtype: torch.dtype
+    granularity: Granularity
+    token_pairs: bool
+    code_bits: int = MAX_CODE_BITS
+
+    def __post_init__(self) -> None:
+        for name in ("tokens", "dim"):
+            size = getattr(self, name)
+            if type(size) is not int or size % TILE_BLOCK or not TILE_BLOCK <= size <= 256:
+                raise ArgumentError(f"{name}: {size!r:.60}, accepted are multiples of 16 up to 256")
+        if self.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+            raise ArgumentError(
+                f"dtype: {self.dtype}, accepted are torch.bfloat16, torch.float16, torch.float32"
+            )
+        if type(self.code_bits) is not int or not 1 <= self.code_bits <= MAX_CODE_BITS:
+            raise ArgumentError(
+                f"code_bits: {self.code_bits!r:.60}, accepted are 1 to {MAX_CODE_BITS}"
+            )
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of 16 positions."""
+        return self.dim // TILE_BLOCK
+
+    @property
+    def groups(self) -> int:
+        """Groups of 16 tokens."""
+        return self.tokens // TILE_BLOCK
+
+    @property
+    def values(self) -> int:
+        """Values of a tile."""
+        return self.tokens * self.dim
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a raw tile."""
+        return self.values * self.dtype.itemsize
+
+    @property
+    def parameter_words(self) -> int:
+        """Words of the parameters of a tile."""
+        return {
+            Granularity.CHANNEL: 0,
+            Granularity.TOKEN_LEVEL: ceil_div(self.tokens, 4),
+            Granularity.BLOCK_RANGE: 1,
+            Granularity.CHANNEL_RANGE: self.dim,
+            Granularity.TOKEN_RANGE: self.tokens,
+        }[self.granularity]
+
+    @property
+    def exception_words(self) -> int:
+        """Words of an exception."""
+        return 2 if self.dtype.itemsize == 4 else 1
+
+
+@dataclass(frozen=True, eq=False)
+class TileTables:
+    """What kernels of tiles read besides rows, on one device.
+
+    Row i of any storage is of head ``(i // rows_per_head) % heads``.
+
+    Parameters
+    ----------
+    format : TileFormat
+        Sizes.
+    heads : int
+        Heads, H.
+    rows_per_head : int
+        Consecutive rows of one head.
+    scale : float
+        TOKEN_LEVEL: step over root of the mean square of a token's finite values. Ranges: step over
+        range. CHANNEL: not used.
+    order : torch.Tensor
+        int32 ``[H, dim]``: the channel at each position.
+    steps, centers : torch.Tensor
+        float32 ``[H, dim]`` by position, for CHANNEL; ``[0, 0]`` else.
+    level_steps : torch.Tensor
+        float32 ``[LEVELS]``: the step of each level, for TOKEN_LEVEL; ``[0]`` else.
+    level_squares : torch.Tensor
+        float32 ``[LEVELS - 1]``, ascending: a token has level k when k of them are at most
+        ``scale * scale * mean square``; ``[0]`` else.
+    block_class : torch.Tensor
+        int32 ``[H, blocks]``: the class of each block of positions.
+    radius : torch.Tensor
+        int32 ``[classes]``: 0 for single codes, else the radius of pairs.
+    class_bits : torch.Tensor
+        int32 ``[classes]``: bits of the longest code of each class.
+    codes : torch.Tensor
+        int32 ``[classes, MAX_SYMBOLS]``: of each symbol its code in the lower 16 bits and the
+        code's bits above; 0 for a symbol that has none.
+    lookup : torch.Tensor
+        int32 ``[classes, 2 ** code_bits]``: by the next bits the code's bits in the upper byte, the
+        first code + 128 in the lowest byte and, of pairs, the second + 128 in the one above; 0
+        where no code begins so.
+    """
+
+    format: TileFormat
+    heads: int
+    rows_per_head: int
+    scale: float
+    order: torch.Tensor
+    steps: torch.Tensor
+    centers: torch.Tensor
+    level_steps: torch.Tensor
+    level_squares: torch.Tensor
+    block_class: torch.Tensor
+    radius: torch.Tensor
+    class_bits: torch.Tensor
+    codes: torch.Tensor
+    lookup: torch.Tensor
+
+    @property
+    def classes(self) -> int:
+        """Classes of symbols."""
+        return self.radius.shape[0]
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """All tensors."""
+        return tuple(t for t in vars(self).values() if isinstance(t, torch.Tensor))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(t.nbytes for t in self.tensors)
+
+    def to(self, device: torch.device) -> TileTables:
+        """Return the tables on a device."""
+        moved: dict[str, Any] = {
+            name: value.to(device) if isinstance(value, torch.Tensor) else value
+            for name, value in vars(self).items()
+        }
+        return TileTables(**moved)
