@@ -12,6 +12,14 @@ that is not finite, and one whose decoded value is further from it than half a s
 of the delivered dtype, is an exception: its code is taken to be 0, and its bits stand raw behind
 the streams.
 
+Sums of TOKEN_LEVEL: the mean square of a token is that of its values in the order of channels,
+those that are not finite taken as 0. Lane l sums the squares of channels l, l + 32, ... in that
+order, each square and each sum rounded to float32; lanes are summed as a butterfly (each adds the
+sum of lane ``l ^ 16``, then 8, 4, 2, 1), and the sum is multiplied by float32 ``1 / dim``, then by
+float32 ``scale * scale``. Ranges: of the finite values, in float32, ``center = 0.5 * least + 0.5 *
+largest`` and ``step = scale * (largest - least)``, both rounded to bfloat16; a step that is not
+positive and finite is 1, a center that is not finite is 0.
+
 Channels. Channel ``order[head, p]`` stands at position p, so that channels that are spread alike
 stand together. Sixteen positions are a block, whose symbols are those of one class,
 ``block_class[head, p // 16]``.

@@ -1,0 +1,1 @@
+"""Codecs whose decoded values are within a bound of the given ones."""
