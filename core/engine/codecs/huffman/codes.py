@@ -162,9 +162,7 @@ def lookup_table(
     return symbols, found
 
 
-def _used(
-    counts: npt.ArrayLike, limit: int
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.intp]]:
+def _used(counts: npt.ArrayLike, limit: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.intp]]:
     """Return checked counts, and the symbols that occur."""
     counted = np.asarray(counts)
     if counted.ndim != 1 or counted.dtype.kind not in "iu" or (counted < 0).any():
