@@ -156,7 +156,7 @@ def measured_fit(
     heads = sample.shape[1]
     if weights is not None and fmt.granularity is not Granularity.CHANNEL:
         raise ArgumentError("weights: given, accepted are some for Granularity.CHANNEL alone")
-    step, center = _steps(sample, fmt, float(scale), weights)
+    step, center = sample_steps(sample, fmt, float(scale), weights)
     codes = codes_of(sample, step, center)
     order = _order_by_spread(codes)
     placed = codes.gather(3, order[None, :, None, :].expand_as(codes))
@@ -233,7 +233,7 @@ def _whole_tiles(sample: torch.Tensor, fmt: TileFormat) -> torch.Tensor:
     return sample
 
 
-def _steps(
+def sample_steps(
     sample: torch.Tensor, fmt: TileFormat, scale: float, weights: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return steps and centers that broadcast to the sample, channels in their order."""
@@ -273,13 +273,21 @@ def _order_by_spread(codes: torch.Tensor) -> torch.Tensor:
 
     So the narrowest class comes last: less of a lane's last unit is lost where codes are short.
     """
-    heads, dim = codes.shape[1], codes.shape[3]
-    channel = torch.arange(heads * dim, device=codes.device).view(heads, 1, dim)
-    counted = _bincount((codes.long() + ZERO_SYMBOL) % SINGLES + channel * SINGLES, heads * dim)
-    counted = counted.view(heads, dim, SINGLES).double()
+    counted = count_channels(codes).double()
     # Each channel has as many values: the sum of logarithms decides.
     entropy = -torch.where(counted > 0, counted * counted.log2(), 0.0).sum(dim=2)
     return torch.argsort(entropy, dim=1, descending=True, stable=True)
+
+
+def count_channels(codes: torch.Tensor) -> torch.Tensor:
+    """Return how often each code occurs in each channel, ``[H, dim, SINGLES]``.
+
+    Column 0 is that of values that have no code.
+    """
+    heads, dim = codes.shape[1], codes.shape[3]
+    channel = torch.arange(heads * dim, device=codes.device).view(heads, 1, dim)
+    counted = _bincount((codes.long() + ZERO_SYMBOL) % SINGLES + channel * SINGLES, heads * dim)
+    return counted.view(heads, dim, SINGLES)
 
 
 def _count(placed: torch.Tensor, fmt: TileFormat) -> Counts:
