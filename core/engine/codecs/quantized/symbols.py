@@ -77,6 +77,9 @@ class Counts:
     singles: npt.NDArray[np.float64]
     pairs: npt.NDArray[np.float64]
 
+    def __add__(self, other: Counts) -> Counts:
+        return Counts(self.singles + other.singles, self.pairs + other.pairs)
+
     def of(self, which: npt.NDArray[np.bool_]) -> Counts:
         """Return the sum over some blocks."""
         return Counts(
