@@ -188,6 +188,4 @@ def tile_kernels(tables: TileTables, device: torch.device) -> TileKernels:
 
 
 def _table_of(storage: RowStorage) -> TableStorage:
-    return TableStorage(
-        storage.lengths.shape[0], storage.words, storage.bases, storage.lengths
-    )
+    return TableStorage(storage.lengths.shape[0], storage.words, storage.bases, storage.lengths)

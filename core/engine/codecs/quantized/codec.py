@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from functools import cached_property
 from typing import Any, ClassVar
@@ -11,12 +10,14 @@ import torch
 
 from ....errors import ArgumentError, CorruptedDataError
 from ...kernels.row_kernels import RowKernels
-from ...kernels.tile_format import Granularity, TileTables
+from ...kernels.tile_format import MAX_CODE_BITS, Granularity, TileTables
 from ...kernels.tile_rows import tile_kernels
-from ..base import check_rows_argument, elements
+from ..base import check_integer, check_rows_argument, check_tensor_argument
 from ..words import WordRowCodec
-from .config import plan_from_config, plan_problem, plan_to_config
+from .config import MAX_HEADS, plan_from_config, plan_problem, plan_to_config
+from .fit import fit_tiles
 from .plan import TilePlan
+from .quantise import ranges, token_steps
 
 #: By dtype: half a unit in the last place of 1, and the least normal number.
 _ROUNDING = {
@@ -74,6 +75,80 @@ class TileCodec(WordRowCodec):
             )
         self.plan = plan
         self.dtype = fmt.dtype
+
+    @classmethod
+    def fit(
+        cls,
+        sample: torch.Tensor,
+        *,
+        granularity: str = "token_level",
+        scale: float = 0.5,
+        heads: int = 1,
+        rows_per_head: int = 1,
+        token_pairs: bool = False,
+        weights: torch.Tensor | None = None,
+        coder: str = "huffman",
+        code_bits: int = MAX_CODE_BITS,
+    ) -> TileCodec:
+        """Learn from sample tiles; see `fit_tiles` for tokens that are no tiles yet.
+
+        Parameters
+        ----------
+        sample : torch.Tensor
+            ``[N, tokens, dim]``, bfloat16, float16 or float32, on any device; N a multiple of
+            ``heads * rows_per_head``, rows in the order in which they will be packed.
+        granularity : str
+            Where steps come from: ``"channel"``, ``"token_level"``, ``"block_range"``,
+            ``"channel_range"`` or ``"token_range"`` (see `Granularity`).
+        scale : float
+            Step: over the rms of a token (``"token_level"``), over the range (ranges), of a
+            channel of weight 1, or over the rms of all where there are no weights (``"channel"``).
+        heads, rows_per_head : int
+            Row i is of head ``(i // rows_per_head) % heads``.
+        token_pairs : bool
+            Whether pairs are two tokens of a channel (V) or two channels of a token (K).
+        weights : torch.Tensor, optional
+            ``[heads, dim]``, for ``"channel"``: what an error of 1 in a channel does.
+        coder : {"huffman", "fixed"}
+            How codes are written.
+        code_bits : int
+            Bits of the longest code, 1 to 10.
+
+        Raises
+        ------
+        ArgumentError
+            For options out of range, and samples that are no such tiles.
+        ArgumentTypeError
+            When `sample` is no tensor, or an option of another type.
+        """
+        check_tensor_argument("sample", sample)
+        check_integer("heads", heads, range(1, MAX_HEADS + 1))
+        check_integer("rows_per_head", rows_per_head, range(1, MAX_HEADS + 1))
+        names = {known.name.lower(): known for known in Granularity}
+        if granularity not in names:
+            raise ArgumentError(
+                f"granularity: {granularity!r:.60}, accepted are {', '.join(map(repr, names))}"
+            )
+        period = heads * rows_per_head
+        if sample.dim() != 3 or not sample.shape[0] or sample.shape[0] % period:
+            raise ArgumentError(
+                f"sample: {list(sample.shape)}, expected [N, tokens, dim] with N a multiple of "
+                f"{period}, the rows of all heads"
+            )
+        tokens, dim = sample.shape[1:]
+        tiles = sample.detach().reshape(-1, heads, rows_per_head * tokens, dim)
+        plan = fit_tiles(
+            tiles,
+            tile_tokens=tokens,
+            granularity=names[granularity],
+            token_pairs=token_pairs,
+            scale=scale,
+            weights=weights,
+            rows_per_head=rows_per_head,
+            coder=coder,
+            code_bits=code_bits,
+        )
+        return cls(plan)
 
     # Properties
 
@@ -157,4 +232,12 @@ class TileCodec(WordRowCodec):
 def _steps(given: torch.Tensor, tables: TileTables) -> torch.Tensor:
     """Return the steps of tiles ``[N, tokens, dim]``, float64, of a shape that broadcasts."""
     fmt = tables.format
-    raise NotImplementedError
+    if fmt.granularity is Granularity.CHANNEL:
+        by_channel = tables.steps.gather(1, tables.order.long().argsort(dim=1))
+        head = torch.arange(len(given)) // tables.rows_per_head % tables.heads
+        steps = by_channel[head][:, None]
+    elif fmt.granularity is Granularity.TOKEN_LEVEL:
+        steps, _ = token_steps(given, tables.scale, tables.level_steps, tables.level_squares)
+    else:
+        steps = ranges(given[:, None], fmt, tables.scale)[0][:, 0]
+    return steps.double()

@@ -24,7 +24,8 @@ from ...kernels.tile_format import (
 from ..huffman import check_lengths
 from .plan import TilePlan, symbols_of
 
-_MAX_HEADS = 1 << 16
+#: Heads of a plan, and rows of one head that follow each other, at the most.
+MAX_HEADS = 1 << 16
 
 
 def plan_problem(plan: TilePlan) -> str | None:
@@ -35,8 +36,8 @@ def plan_problem(plan: TilePlan) -> str | None:
     fmt, heads, classes = plan.format, plan.heads, len(plan.radius)
     for name in ("heads", "rows_per_head"):
         count = getattr(plan, name)
-        if type(count) is not int or not 1 <= count <= _MAX_HEADS:
-            return f"{name} is {count!r:.60}, expected 1 to {_MAX_HEADS}"
+        if type(count) is not int or not 1 <= count <= MAX_HEADS:
+            return f"{name} is {count!r:.60}, expected 1 to {MAX_HEADS}"
     if type(plan.scale) is not float or not 0 < plan.scale < float("inf"):
         return f"scale is {plan.scale!r:.60}, expected a number above 0"
     if not 1 <= classes <= MAX_CLASSES:
@@ -127,8 +128,8 @@ def plan_from_config(config: Mapping[str, Any]) -> TilePlan:
     """
     fmt = _format(config)
     heads = config.get("heads")
-    if type(heads) is not int or not 1 <= heads <= _MAX_HEADS:
-        raise CorruptedDataError(f"tiles: heads is {heads!r:.60}, expected 1 to {_MAX_HEADS}")
+    if type(heads) is not int or not 1 <= heads <= MAX_HEADS:
+        raise CorruptedDataError(f"tiles: heads is {heads!r:.60}, expected 1 to {MAX_HEADS}")
     radius, lengths = config.get("radius"), config.get("lengths")
     if not isinstance(radius, list) or not isinstance(lengths, list):
         raise CorruptedDataError("tiles: radius and lengths are no lists")
