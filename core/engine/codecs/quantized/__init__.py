@@ -1,6 +1,7 @@
 """Codecs whose decoded values are within a bound of the given ones."""
 
 from .attention_error import AttentionFit, Measured, fit_error
+from .codec import TileCodec
 from .fit import CODERS, TileFit, fit_tiles, measured_fit, query_weights
 from .plan import TilePlan
 from .quantise import NO_CODE, dequantise, quantise, steps_and_centers
@@ -10,6 +11,7 @@ __all__ = [
     "NO_CODE",
     "AttentionFit",
     "Measured",
+    "TileCodec",
     "TileFit",
     "TilePlan",
     "dequantise",
