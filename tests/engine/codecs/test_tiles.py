@@ -364,7 +364,7 @@ def test_damaged_plans_are_refused() -> None:
         ("radius", {**config, "radius": [*config["radius"], 1]}),
         ("base64", {**config, "order": "!"}),
         ("bytes", {**config, "order": config["order"][4:]}),
-        ("order has", {**config, "heads": 3}),
+        ("steps has 128 bytes, expected 192", {**config, "heads": 3}),
         ("heads", {**config, "heads": 1 << 40}),
         ("tokens", {**config, "tokens": 24}),
         ("dim", {**config, "dim": 8}),
