@@ -344,7 +344,10 @@ def test_damaged_plans_are_refused() -> None:
     def lengths(change: Any) -> dict[str, Any]:
         text = np.frombuffer(base64.b64decode(config["lengths"][0]), np.uint8).copy()
         change(text)
-        return {**config, "lengths": [base64.b64encode(text).decode(), *config["lengths"][1:]]}
+        return {
+            **config,
+            "lengths": [base64.b64encode(text.tobytes()).decode(), *config["lengths"][1:]],
+        }
 
     reach = config["radius"][0]
     zero = reach * (2 * reach + 2) if reach else 128
