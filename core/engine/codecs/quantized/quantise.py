@@ -89,8 +89,8 @@ def scaled_mean_square(values: torch.Tensor, scale: float) -> torch.Tensor:
     while width > 1:  # a butterfly: each addition is commutative, so one half is enough
         width //= 2
         sums = sums[..., :width] + sums[..., width:]
-    # A float32 tensor times a number: torch rounds the number to float32 first.
-    return sums[..., 0].contiguous() * (1 / dim) * (scale * scale)
+    factors = np.float32(1 / dim), np.float32(scale * scale)
+    return sums[..., 0].contiguous() * float(factors[0]) * float(factors[1])
 
 
 def ranges(
