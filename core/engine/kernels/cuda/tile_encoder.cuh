@@ -34,7 +34,7 @@ struct Range {
 __device__ __forceinline__ void set_scale(const Scales& s, int at, float step, float center) {
   s.steps[at] = step;
   s.centers[at] = center;
-  s.inverses[at] = divide_exact(1.f, step);
+  s.inverses[at] = reciprocal_exact(step);
 }
 __device__ __forceinline__ void set_range(const Scales& s, int at, u32 word) {
   set_scale(s, at, float_of_brain(word >> 16), float_of_brain(word & 0xffff));
