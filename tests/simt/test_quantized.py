@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from bitslab.engine.kernels import cpu
 from bitslab.engine.kernels.cuda.runner import DAMAGED_ERROR, INDEX_ERROR, NO_ERROR
 from bitslab.engine.kernels.cuda.source import TILE_DTYPES
 from bitslab.engine.kernels.format import NO_ROW, TableStorage
