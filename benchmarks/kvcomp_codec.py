@@ -42,7 +42,7 @@ def values(side: str, dim: int, tiles: int, seed: int) -> torch.Tensor:
     width = torch.randn(HEADS, 1, dim, device="cuda", generator=spread).mul(0.5).exp()
     center = torch.randn(HEADS, 1, dim, device="cuda", generator=spread)
     x = torch.empty(tiles // HEADS, HEADS, TOKENS, dim, dtype=torch.bfloat16, device="cuda")
-    for part in x.split(128):  # float32 for a part at a time
+    for part in torch.split(x, 128):  # float32 for a part at a time
         noise = torch.randn(part.shape, device="cuda", generator=generator)
         part.copy_(noise * width + center if side == "K" else noise * width)
     return x.view(-1, TOKENS, dim)
@@ -50,7 +50,8 @@ def values(side: str, dim: int, tiles: int, seed: int) -> torch.Tensor:
 
 def fitted(side: str, x: torch.Tensor, step: float) -> tuple[TilePlan, float]:
     """Return the plan for one tile after another of each head, and the bits it expects."""
-    sample = x[: 32 * HEADS].unflatten(0, (-1, HEADS)).transpose(0, 1).flatten(1, 2)[None]
+    by_head = x[: 32 * HEADS].view(-1, HEADS, *x.shape[1:])
+    sample = by_head.transpose(0, 1).flatten(1, 2)[None]
     weights = None
     if side == "K":  # every channel has a step of its own
         weights = 1 / sample[0].float().std(dim=1)
@@ -114,10 +115,12 @@ class Tiles:
         if not torch.equal(out[:TWIN_TILES].cpu(), twin) or not torch.equal(found, data[:-4]):
             raise SystemExit("the twin writes or decodes other bytes")
         back = out.view(x.dtype).view(x.shape)
-        for given, got in zip(x.split(128 * HEADS), back.split(128 * HEADS), strict=True):
-            by_head = given.unflatten(0, (-1, HEADS)).contiguous()
+        for given, got in zip(
+            torch.split(x, 128 * HEADS), torch.split(back, 128 * HEADS), strict=True
+        ):
+            by_head = given.view(-1, HEADS, *x.shape[1:])
             steps, _ = steps_and_centers(by_head, self.tables)
-            apart = (got.float() - given.float()).unflatten(0, (-1, HEADS)).abs()
+            apart = (got.float() - given.float()).abs().view(by_head.shape)
             bound = 0.5 * steps + 1.01 * 2.0**-8 * by_head.float().abs().clamp(min=2.0**-126)
             if not (apart <= 1.01 * bound).all():
                 raise SystemExit("a decoded value is beyond its bound")

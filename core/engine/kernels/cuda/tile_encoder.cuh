@@ -90,8 +90,11 @@ __device__ __forceinline__ void find_scales(const Tables& t, int head, const val
 #if BY_TOKEN
   for (int first = 0; first < TOKENS; first += 32) {
     const int count = min(32, TOKENS - first);
+#if GRANULARITY == TOKEN_LEVEL
     float square = 0;
+#else
     Range range;
+#endif
 #pragma unroll 4
     for (int k = 0; k < count; ++k) {
       const value_t* token = row + (first + k) * DIM;
