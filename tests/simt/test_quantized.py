@@ -9,34 +9,30 @@ import numpy as np
 import pytest
 import torch
 
-from bitslab.engine.kernels import cpu
 from bitslab.engine.kernels.cuda.runner import DAMAGED_ERROR, INDEX_ERROR, NO_ERROR
 from bitslab.engine.kernels.cuda.source import TILE_DTYPES
-from bitslab.engine.kernels.format import NO_ROW, TableStorage
+from bitslab.engine.kernels.format import NO_ROW, RowStorage, TableStorage
 from bitslab.engine.kernels.tile_format import Granularity, TileFormat
 from bitslab.errors import ArgumentError
 from tests import pairwise
-from tests.engine.kernels.tile_cases import TileCase, bases_and_words, decoded, make_tiles
+from tests.engine.kernels.tile_cases import TileCase, bases_and_words, decoded, make_tiles, table_of
 from tests.simt.module import guarded
 from tests.simt.runner import simt_kernels
 
-SETTINGS = {
-    "size": [(16, 16), (16, 80), (32, 64), (64, 128)],
-    "dtype": TILE_DTYPES,
-    "granularity": list(Granularity),
-    "token_pairs": [False, True],
-    "code_bits": [8, 10],
-}
+SIZES = (16, 16), (16, 80), (32, 64), (64, 128)
 
 
 def formats_run() -> list[TileFormat]:
     """Return formats that hold every pair of settings, all of them with ``BITSLAB_FULL=1``."""
-    settings = [dict(zip(SETTINGS, each, strict=True)) for each in product(*SETTINGS.values())]
-    chosen = range(len(settings)) if pairwise.FULL else pairwise.cover(settings, 1)
-    return [
-        TileFormat(*s["size"], s["dtype"], s["granularity"], s["token_pairs"], s["code_bits"])
-        for s in (settings[i] for i in chosen)
+    formats = [
+        TileFormat(*size, dtype, granularity, token_pairs, code_bits)
+        for size, dtype, granularity, token_pairs, code_bits in product(
+            SIZES, TILE_DTYPES, Granularity, (False, True), (8, 10)
+        )
     ]
+    if pairwise.FULL:
+        return formats
+    return [formats[i] for i in pairwise.cover([vars(fmt) for fmt in formats], 1)]
 
 
 def format_id(fmt: TileFormat) -> str:
@@ -51,8 +47,8 @@ V = TileFormat(32, 48, torch.float16, Granularity.TOKEN_LEVEL, True)
 LONG = TileFormat(256, 32, torch.float32, Granularity.TOKEN_RANGE, True)
 
 
-def guarded_table(table: TableStorage) -> TableStorage:
-    return replace(table, words=guarded(table.words))
+def guarded_table(packed: RowStorage) -> TableStorage:
+    return table_of(replace(packed, words=guarded(packed.words)))
 
 
 @pytest.mark.parametrize("fmt", [*FORMATS, LONG], ids=format_id)
@@ -105,7 +101,7 @@ def test_tiles_are_gathered_by_id(dtype, sm_budget):
     assert runner.mailbox[0] == NO_ERROR and torch.equal(out, twin)
     assert runner.grids[-1] <= ((sm_budget or 4),)
     out.zero_()
-    gather = kernels.prepare_tiles(table, case.tables, ids, out, sm_budget)
+    gather = kernels.prepare_tiles(table_of(table), case.tables, ids, out, sm_budget)
     ids.copy_(ids.flip(0))
     gather()
     assert torch.equal(out, twin.flip(0))
@@ -114,8 +110,9 @@ def test_tiles_are_gathered_by_id(dtype, sm_budget):
 def test_tiles_from_a_row_on_are_decoded_and_none_is_nothing():
     case = make_tiles(K, n_rows=70)
     kernels, runner = simt_kernels()
-    table = guarded_table(case.packed())
-    twin, _ = decoded(table, case, torch.arange(33, 70))
+    packed = case.packed()
+    table = guarded_table(packed)
+    twin, _ = decoded(packed, case, torch.arange(33, 70))
     out = torch.zeros(38, case.rows.shape[1] + 1, dtype=torch.uint8).flatten()[1:]
     out = out[: 37 * case.rows.shape[1]].view(37, -1)  # at an odd address
     kernels.decode_tiles(table, case.tables, None, out, row_begin=33)
@@ -133,9 +130,10 @@ def test_tiles_from_a_row_on_are_decoded_and_none_is_nothing():
 def test_bad_ids_leave_all_and_no_row_leaves_its_own():
     case = make_tiles(K, n_rows=20)
     kernels, runner = simt_kernels()
-    table = case.packed()
+    packed = case.packed()
+    table = table_of(packed)
     ids = torch.tensor([3, NO_ROW, 0, -1])
-    twin, _ = decoded(table, case, torch.tensor([3, 0, 0, 19]))
+    twin, _ = decoded(packed, case, torch.tensor([3, 0, 0, 19]))
     out = torch.full_like(twin, 7)
     kernels.decode_tiles(table, case.tables, ids, out)
     assert runner.mailbox[0] == NO_ERROR
@@ -155,7 +153,8 @@ def test_bad_ids_leave_all_and_no_row_leaves_its_own():
 def test_tables_that_no_tiles_lie_in_are_refused():
     case = make_tiles(K, n_rows=5)
     kernels, _ = simt_kernels()
-    table = case.packed()
+    packed = case.packed()
+    table = table_of(packed)
     out = torch.zeros_like(case.rows)
     with pytest.raises(ArgumentError, match="table: neither bases nor lengths"):
         kernels.decode_tiles(replace(table, lengths=None), case.tables, None, out)
@@ -165,7 +164,7 @@ def test_tables_that_no_tiles_lie_in_are_refused():
     with pytest.raises(ArgumentError, match="table: words: starts at no multiple of 16 bytes"):
         kernels.prepare_tiles(shifted, case.tables, torch.arange(5), out)
     kernels.decode_tiles(shifted, case.tables, None, out)
-    assert torch.equal(out, decoded(table, case, torch.arange(5))[0])
+    assert torch.equal(out, decoded(packed, case, torch.arange(5))[0])
     large = TileFormat(256, 256, torch.float32, Granularity.CHANNEL, False)
     with pytest.raises(ArgumentError, match="format: a tile of 256 x 256 takes .* shared memory"):
         tables = make_tiles(large, n_rows=1).tables
@@ -173,9 +172,9 @@ def test_tables_that_no_tiles_lie_in_are_refused():
         kernels.decode_tiles(table, many, None, out)
 
 
-def decode_damaged(table: TableStorage, case: TileCase, seed: int) -> bool:
+def decode_damaged(table: RowStorage, case: TileCase, seed: int) -> bool:
     """Decode what may be damaged as the twin does; return whether it was."""
-    ids = torch.arange(table.n_rows)
+    ids = torch.arange(len(table.lengths))
     twin, damaged = decoded(table, case, ids)
     kernels, runner = simt_kernels(seed)
     out = guarded(torch.full_like(twin, 7))
@@ -186,7 +185,7 @@ def decode_damaged(table: TableStorage, case: TileCase, seed: int) -> bool:
     if not damaged.any():
         assert kind == NO_ERROR
         return False
-    assert kind == DAMAGED_ERROR and damaged[row] and n_rows == table.n_rows
+    assert kind == DAMAGED_ERROR and damaged[row] and n_rows == len(ids)
     return True
 
 

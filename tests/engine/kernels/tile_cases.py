@@ -12,6 +12,7 @@ from bitslab.engine.codecs.quantized.plan import TilePlan
 from bitslab.engine.kernels import cpu
 from bitslab.engine.kernels.format import (
     PAD_WORDS,
+    RowStorage,
     TableStorage,
     bases_of_rows,
     words_of_rows,
@@ -40,12 +41,12 @@ class TileCase:
         """Words of a raw tile."""
         return self.rows.shape[1] // 4
 
-    def packed(self) -> TableStorage:
+    def packed(self) -> RowStorage:
         """Return the tiles as the CPU packs them."""
         lengths = cpu.measure_tiles(self.rows, self.tables)
         bases, words = bases_and_words(lengths, self.row_words)
         data = cpu.encode_tiles(self.rows, self.tables, lengths, bases, words)
-        return TableStorage(len(lengths), data, bases, lengths)
+        return RowStorage(data, bases, lengths, torch.empty(0, dtype=torch.uint8))
 
 
 def bases_and_words(lengths: torch.Tensor, row_words: int) -> tuple[torch.Tensor, int]:
@@ -121,14 +122,18 @@ def make_tiles(
     return TileCase(plan.tables(), rows)
 
 
+def table_of(packed: RowStorage) -> TableStorage:
+    """Return packed tiles as a table."""
+    return TableStorage(len(packed.lengths), packed.words, packed.bases, packed.lengths)
+
+
 def decoded(
-    table: TableStorage, case: TileCase, ids: torch.Tensor
+    table: RowStorage, case: TileCase, ids: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return tiles as the CPU decodes them, one by one, and which of them are damaged."""
-    assert table.lengths is not None and table.bases is not None
     out = torch.zeros(len(ids), case.rows.shape[1], dtype=torch.uint8)
     sizes = words_of_rows(table.lengths, case.row_words)
-    first = torch.cat([table.bases[:-1].repeat_interleave(32)[: len(sizes)]])
+    first = table.bases[:-1].repeat_interleave(32)[: len(sizes)]
     inside = torch.cat([s.cumsum(0) - s for s in sizes.split(32)])
     found = []
     stored = table.words[: len(table.words) - PAD_WORDS]

@@ -132,7 +132,7 @@ struct Encoder {
   {order, steps, centers, level_steps, level_squares, block_class, radius, class_bits, heads, rows_per_head,        \
    __uint_as_float(scale), __uint_as_float(inverse_dim)}
 
-extern "C" __global__ void __launch_bounds__(32 * ENCODE_WARPS)
+extern "C" __global__ void __launch_bounds__(32 * ENCODE_WARPS, 1)
     measure_tiles(const value_t* __restrict__ rows, i64 n_rows, const int* __restrict__ order,
                   const float* __restrict__ steps, const float* __restrict__ centers,
                   const float* __restrict__ level_steps, const float* __restrict__ level_squares,
@@ -165,7 +165,7 @@ extern "C" __global__ void __launch_bounds__(32 * ENCODE_WARPS)
 }
 
 // The lengths are those that measure_tiles found; `words` is zeroed.
-extern "C" __global__ void __launch_bounds__(32 * ENCODE_WARPS)
+extern "C" __global__ void __launch_bounds__(32 * ENCODE_WARPS, 1)
     encode_tiles(const value_t* __restrict__ rows, i64 n_rows, const int* __restrict__ order,
                   const float* __restrict__ steps, const float* __restrict__ centers,
                   const float* __restrict__ level_steps, const float* __restrict__ level_squares,
@@ -210,7 +210,7 @@ extern "C" __global__ void __launch_bounds__(32 * ENCODE_WARPS)
 
 // ids[n], or null for the tiles from row_begin on. Tiles that are damaged are reported, and their rows of
 // `out` are left as they are.
-extern "C" __global__ void __launch_bounds__(32 * DECODE_WARPS)
+extern "C" __global__ void __launch_bounds__(32 * DECODE_WARPS, 1)
     decode_tiles(const u32* __restrict__ words, i64 n_words, const i64* __restrict__ bases,
                  const void* __restrict__ lengths, int length_bytes, i64 n_rows, const void* __restrict__ ids,
                  int id_bytes, i64 row_begin, i64 n, const int* __restrict__ order, const float* __restrict__ steps, const float* __restrict__ centers,
@@ -228,16 +228,19 @@ extern "C" __global__ void __launch_bounds__(32 * DECODE_WARPS)
       return;
     }
   }
-  for (int i = threadIdx.x; i < classes << LOOKUP_BITS; i += blockDim.x) shared[i] = (u32)__ldg(codes + i);
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+  // The rings come first: each lies at a multiple of its size.
+  u32* lookup = shared + RING_BYTES / 4 * (blockDim.x >> 5);
+  for (int i = threadIdx.x; i < classes << LOOKUP_BITS; i += blockDim.x) lookup[i] = (u32)__ldg(codes + i);
   __syncthreads();
   const Tables t = TABLES;
   const Source source = {words, n_words, bases, lengths, length_bytes, n_rows, ids, id_bytes, row_begin};
-  const int lane = threadIdx.x & 31;
-  u8* stage = (u8*)(shared + (classes << LOOKUP_BITS)) + (threadIdx.x >> 5) * warp_bytes;
   Ring ring;
-  ring.shared = (u32*)(stage + TOKENS * STRIDE);
+  ring.shared = (u8*)shared;
+  ring.at = RING_BYTES * warp;
+  u8* stage = (u8*)(lookup + (classes << LOOKUP_BITS)) + warp * warp_bytes;
   Scales scales;
-  scales.steps = (float*)(ring.shared + RING_WORDS);
+  scales.steps = (float*)(stage + TOKENS * STRIDE);
   scales.centers = scales.steps + SPAN;
   const i64 warps = ((i64)gridDim.x * blockDim.x) >> 5;
   i64 position = ((i64)blockIdx.x * blockDim.x + threadIdx.x) >> 5;
@@ -255,7 +258,7 @@ extern "C" __global__ void __launch_bounds__(32 * DECODE_WARPS)
     bool sound = w.length > 0;
     ring.wait();
     if (sound) {
-      const int first = (int)(w.at & 31);
+      const int first = 4 * (int)(w.at & 31);
       const u32 header = ring.word(first);
       const int units = (int)(header & 0xffff);
       count = (int)(header >> 16);
@@ -263,8 +266,8 @@ extern "C" __global__ void __launch_bounds__(32 * DECODE_WARPS)
       sound = streams + count * EXCEPTION_WORDS <= w.length;
       if (sound) {
         exceptions = words + w.at + streams;
-        read_scales(t, head, scales, ring, first + 1, lane);
-        sound = read_codes(t, head, shared, ring, 2 * (first + 1 + PARAMETER_WORDS), units, stage, lane) &&
+        read_scales(t, head, scales, ring, first + 4, lane);
+        sound = read_codes(t, head, lookup, ring, first + 4 + 4 * PARAMETER_WORDS, units, stage, lane) &&
                 sound_exceptions(exceptions, count, lane);
       }
       if (!sound && lane == 0) report(mailbox, ERROR_DAMAGED, w.row, 0, n_rows);

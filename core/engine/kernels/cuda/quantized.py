@@ -16,7 +16,7 @@ from ..tile_format import MAX_SYMBOLS, Granularity, TileFormat, TileTables
 from .ids import ALL_GOOD, check_ids_count
 from .parameters import Address, Int32, Int64, Parameters, UInt32, Value
 from .runner import Launch, Runner, do_nothing
-from .source import MAX_DECODE_WARPS, MAX_ENCODE_WARPS, quantized_variant, tile_stride
+from .source import MAX_ENCODE_WARPS, max_decode_warps, quantized_variant, tile_stride
 from .tiles import WORDS_ALIGN_BYTES, aligned_to
 
 #: Warps of a block, as many as the tiles have use for and as fit.
@@ -340,17 +340,18 @@ class _Bound:
         """Return a kernel and its warps: as many as are wanted and fit."""
         decodes = parameters is DecodeTiles
         warp_bytes = _warp_bytes(self._format, decodes)
+        each = warp_bytes + (RING_BYTES if decodes else 0)
         tables = self._lookup if decodes else self._codes
         shared = self._classes * (
             4 << self._format.code_bits if decodes else MAX_SYMBOLS * np.dtype(np.uint16).itemsize
         )
         limit = self._runner.shared_bytes_per_multiprocessor - RESERVED_BYTES
-        most = min(wanted, MAX_DECODE_WARPS if decodes else MAX_ENCODE_WARPS)
-        fitting = [w for w in WARP_COUNTS if w <= most and shared + w * warp_bytes <= limit]
+        most = min(wanted, max_decode_warps(self._format) if decodes else MAX_ENCODE_WARPS)
+        fitting = [w for w in WARP_COUNTS if w <= most and shared + w * each <= limit]
         if not fitting:
             raise ArgumentError(
                 f"format: a tile of {self._format.tokens} x {self._format.dim} takes "
-                f"{shared + warp_bytes} bytes of shared memory, the device has {limit}"
+                f"{shared + each} bytes of shared memory, the device has {limit}"
             )
         warps = fitting[-1]
         fixed = {**self._fixed, "codes": tables, "warp_bytes": warp_bytes}
@@ -360,7 +361,7 @@ class _Bound:
             quantized_variant(self._format),
             parameters,
             32 * warps,
-            shared + warps * warp_bytes,
+            shared + warps * each,
             **fixed,
         )
         return launch, warps
@@ -378,7 +379,7 @@ def _start(launch: Launch, blocks: int, values: tuple[Value, ...]) -> None:
 
 
 def _warp_bytes(fmt: TileFormat, decodes: bool) -> int:
-    """Return the shared memory of a warp: codes, and what goes with them."""
+    """Return the shared memory of a warp: codes, and what goes with them, but for a ring."""
     granularity = fmt.granularity
     if granularity in (Granularity.CHANNEL, Granularity.CHANNEL_RANGE):
         span = fmt.dim
@@ -387,7 +388,7 @@ def _warp_bytes(fmt: TileFormat, decodes: bool) -> int:
     stage = fmt.tokens * tile_stride(fmt.dim)
     if decodes:
         floats = span if granularity is Granularity.TOKEN_LEVEL else 2 * span
-        total = stage + RING_BYTES + 4 * floats
+        total = stage + 4 * floats
     else:
         total = stage + 4 * (3 * span + fmt.dim + fmt.parameter_words)
     return ceil_div(total, 16) * 16

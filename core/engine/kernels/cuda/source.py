@@ -103,11 +103,10 @@ BYTE_FIELDS = {
 #: What kernels of coded tiles are compiled for; dtypes by the number that floats.cuh has for them.
 TILE_SETTINGS = ("KIND", "TOKENS", "DIM", "GRANULARITY", "TOKEN_PAIRS", "LOOKUP_BITS")
 TILE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-#: Warps of a block at the most: what registers have room for.
-MAX_ENCODE_WARPS, MAX_DECODE_WARPS = 16, 24
+#: Warps of a block of the encoders at the most: what registers have room for.
+MAX_ENCODE_WARPS = 16
 TILE_DEFINES = {
     "ENCODE_WARPS": MAX_ENCODE_WARPS,
-    "DECODE_WARPS": MAX_DECODE_WARPS,
     "MAX_CODE": MAX_CODE,
     "MAX_SYMBOLS": MAX_SYMBOLS,
     "ZERO_SYMBOL": ZERO_SYMBOL,
@@ -289,6 +288,14 @@ def tile_stride(dim: int) -> int:
     return dim + 16 if dim // 16 % 2 == 0 else dim
 
 
+def max_decode_warps(fmt: TileFormat) -> int:
+    """Return the most warps of a block of the decoder: more have fewer registers each.
+
+    Of large tiles, shared memory has no room for more than 16.
+    """
+    return 16 if fmt.tokens * tile_stride(fmt.dim) > 8 << 10 else 24
+
+
 def quantized_variant(fmt: TileFormat) -> PlainVariant:
     """Return the kernels of coded tiles of a format."""
     sizes = (
@@ -304,6 +311,7 @@ def quantized_variant(fmt: TileFormat) -> PlainVariant:
         (
             *zip(TILE_SETTINGS, sizes, strict=True),
             ("STRIDE", tile_stride(fmt.dim)),
+            ("DECODE_WARPS", max_decode_warps(fmt)),
             ("PARAMETER_WORDS", fmt.parameter_words),
             *TILE_DEFINES.items(),
         ),

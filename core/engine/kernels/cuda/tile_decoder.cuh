@@ -46,8 +46,8 @@ __device__ __forceinline__ Wanted locate(const Source& s, i64 position, i64* mai
   return w;
 }
 
-// Write steps and centers of a tile from its parameters, which begin at word `at` of the ring.
-__device__ __forceinline__ void read_scales(const Tables& t, int head, const Scales& s, Ring& ring, int at, int lane) {
+// Write steps and centers of a tile from its parameters, which begin at a byte of the ring.
+__device__ __forceinline__ void read_scales(const Tables& t, int head, const Scales& s, Ring& ring, int byte, int lane) {
 #if GRANULARITY == CHANNEL
   for (int p = lane; p < DIM; p += 32) {
     const int channel = __ldg(t.order + head * DIM + p);
@@ -57,10 +57,10 @@ __device__ __forceinline__ void read_scales(const Tables& t, int head, const Sca
 #else
 #pragma unroll 1
   for (int first = 0; first < PARAMETER_WORDS; first += 32) {
-    ring.advance(2 * (at + first), lane);
+    ring.advance(byte + 4 * first, lane);
     const int k = first + lane;
     if (k >= PARAMETER_WORDS) continue;
-    const u32 word = ring.word(at + k);
+    const u32 word = ring.word(byte + 4 * k);
 #if GRANULARITY == TOKEN_LEVEL
 #pragma unroll
     for (int b = 0; b < 4; ++b) s.steps[4 * k + b] = __ldg(t.level_steps + (word >> (8 * b) & 255));
@@ -74,15 +74,15 @@ __device__ __forceinline__ void read_scales(const Tables& t, int head, const Sca
 }
 
 // Read the codes of a tile to the stage; return whether it is sound.
-__device__ __forceinline__ bool read_codes(const Tables& t, int head, const u32* lookup, Ring& ring, int first_unit,
+__device__ __forceinline__ bool read_codes(const Tables& t, int head, const u32* lookup, Ring& ring, int byte,
                                            int units, u8* stage, int lane) {
   const int mine = about_block(t, head, lane);
-  const u32 below = (1u << lane) - 1;
-  Reader reader = {0, 0, first_unit, ~0u};
+  const u32 below = lanes_below();
+  Reader reader = {0, 16, byte, ~0u};
 #pragma unroll 1
   for (int b = 0; b < BLOCKS; ++b) {
     const int block = __shfl_sync(FULL, mine, b);
-    const int longest = block >> 8 & 255;
+    const int enough = 16 - (block >> 8 & 255);
     const u32* table = lookup + ((block & 255) << LOOKUP_BITS);
     const Places places(t.order + head * DIM, b, lane);
     u8* group = stage;
@@ -92,7 +92,7 @@ __device__ __forceinline__ bool read_codes(const Tables& t, int head, const u32*
         ring.advance(reader.next, lane);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const u32 entry = reader.take(ring, table, longest, below);
+          const u32 entry = reader.take(ring, table, enough, below);
           group[places.of(i, 0)] = (u8)entry;
           group[places.of(i, 1)] = (u8)(entry >> 8);
         }
@@ -103,15 +103,15 @@ __device__ __forceinline__ bool read_codes(const Tables& t, int head, const u32*
         ring.advance(reader.next, lane);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          group[places.of(i, 0)] = (u8)reader.take(ring, table, longest, below);
-          group[places.of(i, 1)] = (u8)reader.take(ring, table, longest, below);
+          group[places.of(i, 0)] = (u8)reader.take(ring, table, enough, below);
+          group[places.of(i, 1)] = (u8)reader.take(ring, table, enough, below);
         }
       }
     }
   }
   copy_async_wait<0>();
   __syncwarp();
-  return __all_sync(FULL, reader.least != 0) && reader.next == first_unit + units;
+  return __all_sync(FULL, reader.least != 0) && reader.next == byte + 2 * units;
 }
 
 // Byte k of four as a float: the code. The bits of 2 ** 23 + byte, less that and ZERO_SYMBOL.

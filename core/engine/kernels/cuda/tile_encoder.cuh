@@ -34,7 +34,7 @@ struct Range {
 __device__ __forceinline__ void set_scale(const Scales& s, int at, float step, float center) {
   s.steps[at] = step;
   s.centers[at] = center;
-  s.inverses[at] = divide_exact(1.f, step);
+  s.inverses[at] = reciprocal_exact(step);
 }
 __device__ __forceinline__ void set_range(const Scales& s, int at, u32 word) {
   set_scale(s, at, float_of_brain(word >> 16), float_of_brain(word & 0xffff));
@@ -90,8 +90,11 @@ __device__ __forceinline__ void find_scales(const Tables& t, int head, const val
 #if BY_TOKEN
   for (int first = 0; first < TOKENS; first += 32) {
     const int count = min(32, TOKENS - first);
+#if GRANULARITY == TOKEN_LEVEL
     float square = 0;
+#else
     Range range;
+#endif
 #pragma unroll 4
     for (int k = 0; k < count; ++k) {
       const value_t* token = row + (first + k) * DIM;
