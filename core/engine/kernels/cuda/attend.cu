@@ -628,15 +628,17 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, MIN_BLOCKS)
             s[j][h][i] = (taker.sum[j][i][2 * h] + taker.sum[j][i][2 * h + 1] * (1.0f / 2048)) * row.x + row.y;
       }
       const u32* exception = k_tile.words + 1 + (k_tile.units + 1) / 2;
+      u32 least = 0;
       for (u32 e = 0; e < k_tile.exceptions; ++e, exception += EXCEPTION_WORDS) {
         const u32 word = __ldg(exception);
         const u32 place = EXCEPTION_WORDS == 2 ? word : word & 0xffff;
         const float x = value_of_bits(EXCEPTION_WORDS == 2 ? __ldg(exception + EXCEPTION_WORDS - 1) : word >> 16);
         const u32 token = place / dim, channel = place - token * dim;
-        if (token >= TOKENS) {
+        if (token >= TOKENS || place < least) {
           if (lane == 0) report(mailbox, ERROR_DAMAGED, k_ids[(i64)pair * tiles + item], 0, 0);
           break;
         }
+        least = place + 1;
         const float more = x - centers[channel];
 #pragma unroll
         for (int j = 0; j < GROUPS; ++j)
@@ -699,15 +701,17 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, MIN_BLOCKS)
     if (decode_tile(v_tile, v_coder, blocks, TOKENS / 4, ring, taker) && lane == 0)
       report(mailbox, ERROR_DAMAGED, v_ids[(i64)pair * tiles + item], 0, 0);
     const u32* exception = v_tile.words + 1 + TOKENS / 4 + (v_tile.units + 1) / 2;
+    u32 least = 0;
     for (u32 e = 0; e < v_tile.exceptions; ++e, exception += EXCEPTION_WORDS) {
       const u32 word = __ldg(exception);
       const u32 place = EXCEPTION_WORDS == 2 ? word : word & 0xffff;
       const float x = value_of_bits(EXCEPTION_WORDS == 2 ? __ldg(exception + EXCEPTION_WORDS - 1) : word >> 16);
       const u32 token = place / dim, channel = place - token * dim;
-      if (token >= TOKENS) {
+      if (token >= TOKENS || place < least) {
         if (lane == 0) report(mailbox, ERROR_DAMAGED, v_ids[(i64)pair * tiles + item], 0, 0);
         break;
       }
+      least = place + 1;
       const int p = positions[channel];
 #pragma unroll
       for (int i = 0; i < NT; ++i) {
