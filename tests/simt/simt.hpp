@@ -859,6 +859,27 @@ inline void multiply_halves(float (&c)[4], const unsigned (&a)[4], const unsigne
   asm volatile("" ::: "memory");
 }
 
+// What units.cuh is on a GPU. A place is counted from the dynamic shared memory on.
+inline unsigned place_of(const void* shared) {
+  return unsigned(static_cast<const char*>(shared) - simt::machine.dynamic_shared);
+}
+template <class T>
+T simt_at_place(unsigned place) {
+  const char* at = simt::machine.dynamic_shared + place;
+  if (!simt::is_shared(at) || place % sizeof(T)) SIMT_FAIL("read of shared memory at %u", place);
+  return *reinterpret_cast<const T*>(at);
+}
+inline unsigned load_place(unsigned place) { return simt_at_place<unsigned>(place); }
+inline unsigned take_units(unsigned& bits, unsigned& state, unsigned next, unsigned below, SIMT_HERE) {
+  const bool need = state & 32;
+  const unsigned asking = simt::collective("take_units", ~0u, unsigned(need), simt::resolve_ballot, at);
+  if (need) {
+    bits = bits << 16 | simt_at_place<unsigned short>(next + 2 * std::popcount(asking & below));
+    state += 16;
+  }
+  return asking;
+}
+
 inline void __threadfence() { asm volatile("" ::: "memory"); }
 inline void __threadfence_block() { __threadfence(); }
 inline void __threadfence_system() { __threadfence(); }

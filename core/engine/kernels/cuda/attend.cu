@@ -18,14 +18,15 @@
 #include "async_copy.cuh"
 #include "mailbox.cuh"
 #include "matrix.cuh"
+#include "units.cuh"
 
 typedef unsigned short u16;
 
 #define ROWS (4 * NT)
 #define TOKENS (16 * GROUPS)
-#define RING 512        // units of a warp's ring; PIECE more behind them mirror the first ones
-#define PIECE 128       // units that are asked for at once, and that four symbols of a warp take at most
-#define RING_UNITS (RING + PIECE)
+#define PIECE 512         // bytes that are asked for at once
+#define RING (3 * PIECE)  // bytes of a warp's ring; another piece behind them mirrors the first one
+#define AHEAD 320         // bytes that eight symbols of a warp take at most: five units a lane
 #define LEVEL_ZERO 192  // as in tile_format.py, whose tests compare
 #define LOG2E 1.4426950408889634f
 #define WEIGHT_SHIFT 15.0f  // weights are halves of at most 2^15
@@ -91,9 +92,9 @@ struct Source {  // coded tiles of K or of V
   i64 n_rows;
 };
 struct Coder {  // what a block knows of their symbols, in shared memory
-  const u32* lookup;
-  const int4* blocks;  // of each block of positions: begin in `lookup`, mask of the bits, bits, pairs
+  const int4* blocks;  // of each block of positions: place of the table, mask of the bits, bits, symbols
 };
+enum { SINGLES = 0, PAIRS = 1, WIDE_PAIRS = 2 };
 struct Tile {
   const u32* words;  // null: there is none to be had
   u32 length;        // 0: raw
@@ -138,83 +139,98 @@ __device__ Tile find_tile(const Source& from, i64 id, int dim, int parameter_wor
 
 // ---------------------------------------------------------------- streams
 
-// The units of a tile on their way: they pass through a ring of the warp. Positions in the ring are
-// the same in all lanes; `bits` are a lane's last two units, of which the lower `left` are not used
-// yet, and the lower half of `state` is left - bits of the longest code.
+// The units of a tile on their way: they pass through a ring of the warp. All but `bits` and `state`
+// are the same in all lanes; `bits` are a lane's last two units, of which the lower `left` bits are not
+// used yet, and the lower half of `state` is left - bits of the longest code.
 struct Stream {
-  u16* ring;
-  const char* from;  // of the first piece, on 16 bytes
+  char* ring;
+  const char* from;  // the piece that is asked for next, on 16 bytes
   const char* last;  // behind the units
-  u32 next, end;     // unit that comes next, and the end of what is asked for
-  u32 asked;         // units that were asked for
+  u32 next, end;     // place of the unit that comes next, and behind what is asked for
+  u32 ring_end;      // place
+  u32 slot, asked;   // of the next piece in the ring; bytes that were asked for
   u32 bits, state;
 };
 
 // Ask for another piece. The room is free: no lane reads there any more.
 __device__ __forceinline__ void ask(Stream& s) {
-  const int lane = threadIdx.x & 31, part = lane & 15;
-  const u32 slot = s.asked & (RING - 1);
-  const char* from = s.from + 2 * (i64)s.asked + 16 * part;
-  // The other half of the warp keeps the mirror.
-  const bool wanted = from < s.last && (lane < 16 || slot == 0);
-  if (wanted) copy_async_16(s.ring + slot + (lane < 16 ? 0 : RING) + 8 * part, from);
+  const int part = 16 * (threadIdx.x & 31);
+  if (s.from + part < s.last) {
+    copy_async_16(s.ring + s.slot + part, s.from + part);
+    if (s.slot == 0) copy_async_16(s.ring + RING + part, s.from + part);
+  }
   copy_async_commit();
+  s.from += PIECE;
   s.asked += PIECE;
   s.end += PIECE;
+  s.slot = s.slot == RING - PIECE ? 0 : s.slot + PIECE;
 }
-__device__ __forceinline__ void begin_stream(Stream& s, u16* ring, const Tile& tile, int parameter_words) {
+__device__ __forceinline__ void begin_stream(Stream& s, char* ring, const Tile& tile, int parameter_words) {
   const u64 first = (u64)(tile.words + 1 + parameter_words);
   s.ring = ring;
   s.from = (const char*)(first & ~15ull);
   s.last = (const char*)first + 4 * ((tile.units + 1) / 2);
-  s.next = (u32)(first & 15) / 2;
-  s.end = s.asked = s.bits = s.state = 0;
-#pragma unroll
+  s.end = place_of(ring);
+  s.ring_end = s.end + RING;
+  s.next = s.end + (u32)(first & 15);
+  s.slot = s.asked = s.bits = s.state = 0;
+#pragma unroll 1
   for (int i = 0; i < RING / PIECE; ++i) ask(s);
-  copy_async_wait<2>();
+  copy_async_wait<1>();
   __syncwarp();
 }
-// See to it that the next PIECE units are there: the last two pieces may be under way.
+// See to it that what eight symbols may take is there: the last piece may be under way.
 __device__ __forceinline__ void refill(Stream& s) {
-  if (s.next >= RING) {
+  if (s.next >= s.ring_end) {
     s.next -= RING;
     s.end -= RING;
   }
-  if (s.end - s.next < 3 * PIECE) {
+  if (s.end - s.next < PIECE + AHEAD) {
     __syncwarp();
     ask(s);
-    copy_async_wait<2>();
+    copy_async_wait<1>();
     __syncwarp();
   }
 }
-// The units that were taken, all of them having been asked for.
+// The units that were taken.
 __device__ __forceinline__ u32 end_stream(const Stream& s, const Tile& tile, int parameter_words) {
   copy_async_wait<0>();
   __syncwarp();
-  const u32 skipped = (u32)((u64)(tile.words + 1 + parameter_words) & 15) / 2;
-  return s.asked - (s.end - s.next) - skipped;
+  const u32 skipped = (u32)((u64)(tile.words + 1 + parameter_words) & 15);
+  return (s.asked - (s.end - s.next) - skipped) / 2;
 }
 // The entry of the next symbol: minus its bits in the lower half, codes in the upper one.
-__device__ __forceinline__ u32 next_symbol(Stream& s, const u32* lookup, u32 mask, u32 below) {
-  const bool need = s.state & 32;  // less than none is left
-  const u32 asking = __ballot_sync(FULL, need);
-  if (need) {
-    s.bits = __byte_perm(s.bits, s.ring[s.next + __popc(asking & below)], 0x1054);
-    s.state += 16;
-  }
-  s.next += __popc(asking);
-  const u32 entry = lookup[__funnelshift_r(s.bits, 0, s.state) & mask];
+__device__ __forceinline__ u32 next_symbol(Stream& s, u32 table, u32 mask, u32 below) {
+  s.next += 2 * __popc(take_units(s.bits, s.state, s.next, below));
+  const u32 entry = load_place(table + 4 * (__funnelshift_r(s.bits, 0, s.state) & mask));
   s.state += entry;
   return entry;
 }
-// Two codes as halves, out of 1024 + 128 + code.
-__device__ __forceinline__ u32 halves_of(u32 codes) { return subtract_halves(codes, 0x64806480u); }
+// The halves of two codes. Those up to 8 are whole in the upper byte of a half; others are bytes.
+template <int SYMBOLS>
+__device__ __forceinline__ u32 next_pair(Stream& s, u32 table, u32 mask, u32 below) {
+  const u32 entry = next_symbol(s, table, mask, below);
+  if (SYMBOLS == SINGLES) return __byte_perm(entry, next_symbol(s, table, mask, below), 0x7632);
+  if (SYMBOLS == PAIRS) return __byte_perm(entry, 0, 0x3424);
+  return subtract_halves(__byte_perm(entry, 0x64646464u, 0x4342), 0x64806480u);  // 1024 + 128 + code
+}
+template <int SYMBOLS, class Taker>
+__device__ __forceinline__ void decode_block(Stream& s, u32 table, u32 mask, u32 below, Taker& taker) {
+#pragma unroll
+  for (int j = 0; j < GROUPS; ++j) {
+    u32 a[4];
+    if (SYMBOLS == SINGLES || j % 2 == 0) refill(s);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) a[i] = next_pair<SYMBOLS>(s, table, mask, below);
+    taker.take(j, a);
+  }
+}
 
 // Decode a tile. take(j, a) gets the operand of each group j of a block of positions, after begin(b)
 // and before finish(b). Returns whether the stream was damaged.
 template <class Taker>
 __device__ __forceinline__ bool decode_tile(const Tile& tile, const Coder& coder, int blocks, int parameter_words,
-                                            u16* ring, Taker& taker) {
+                                            char* ring, Taker& taker) {
   const u32 below = (1u << (threadIdx.x & 31)) - 1;
   Stream s;
   begin_stream(s, ring, tile, parameter_words);
@@ -223,34 +239,12 @@ __device__ __forceinline__ bool decode_tile(const Tile& tile, const Coder& coder
 #pragma unroll 1
   for (int b = 0; b < blocks; ++b) {
     const int4 block = coder.blocks[b];
-    const u32* lookup = coder.lookup + block.x;
-    const u32 mask = block.y;
     s.state += bits - block.z;
     bits = block.z;
     taker.begin(b);
-    if (block.w) {
-#pragma unroll
-      for (int j = 0; j < GROUPS; ++j) {
-        u32 a[4];
-        refill(s);
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-          a[i] = halves_of(__byte_perm(next_symbol(s, lookup, mask, below), 0x64646464u, 0x4342));
-        taker.take(j, a);
-      }
-    } else {
-#pragma unroll
-      for (int j = 0; j < GROUPS; ++j) {
-        u32 a[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          if (i % 2 == 0) refill(s);
-          const u32 first = next_symbol(s, lookup, mask, below);
-          a[i] = halves_of(__byte_perm(first, next_symbol(s, lookup, mask, below), 0x7632));
-        }
-        taker.take(j, a);
-      }
-    }
+    if (block.w == PAIRS) decode_block<PAIRS>(s, block.x, block.y, below, taker);
+    else if (block.w == SINGLES) decode_block<SINGLES>(s, block.x, block.y, below, taker);
+    else decode_block<WIDE_PAIRS>(s, block.x, block.y, below, taker);
     taker.finish(b);
     wrong |= (s.state + 32) & 0xffc0;  // bits where no code begins count in steps of 64
   }
@@ -453,15 +447,21 @@ __device__ void load_coder(const int* __restrict__ block_class, const int* __res
     const int mine = block_class[b];
     int begin = 0;
     for (int c = 0; c < mine; ++c) begin += 1 << class_bits[c];
-    of_blocks[b] = make_int4(begin, (1 << class_bits[mine]) - 1, class_bits[mine], radius[mine] != 0);
+    const int symbols = radius[mine] == 0 ? SINGLES : radius[mine] <= 8 ? PAIRS : WIDE_PAIRS;
+    of_blocks[b] = make_int4(place_of(to) + 4 * begin, (1 << class_bits[mine]) - 1, class_bits[mine], symbols);
   }
   for (int c = 0; c < classes; ++c) {
-    const int bits = class_bits[c], pairs = radius[c];
+    const int bits = class_bits[c], reach = radius[c];
     for (int i = threadIdx.x; i < 1 << bits; i += blockDim.x) {
       const u32 entry = __ldg(lookup + ((i64)c << code_bits) + (i << (code_bits - bits)));
       const u32 length = entry >> 24;
-      const u32 codes = pairs ? entry << 16 : (entry << 16 & 0xff0000) | 0x64000000;
-      to[i] = length ? codes | (0u - length & 0xffff) : 64;
+      u32 codes = entry << 16;
+      if (reach <= 8) {
+        const u32 first = float_to_half((float)(int)(entry & 255) - 128);
+        const u32 second = float_to_half((float)(int)(entry >> 8 & 255) - 128);
+        codes = reach ? first << 8 & 0xff0000 | second << 16 & 0xff000000 : first << 16;
+      }
+      to[i] = length ? codes | (0u - length & 0xffff) : 64;  // its codes are nothing, and end as damaged
     }
     to += 1 << bits;
   }
@@ -478,7 +478,7 @@ __device__ __forceinline__ char* take_shared(char*& at, int bytes) {
 // keys and values that are not coded come in up to two runs, [batches, heads, tokens, dim] by strides
 // that both share. out_parts[slot][batches * heads][rows][dim] and out_stats: output, greatest exponent
 // and sum of weights of each split, from slot `first_slot` on.
-extern "C" __global__ void __launch_bounds__(MAX_THREADS, MIN_BLOCKS)
+extern "C" __global__ void __launch_bounds__(MAX_THREADS)
     attend_tiles(const void* __restrict__ query, i64 query_batch, i64 query_head, i64 query_token, int heads, int group,
                  int n, int dim, int query_position, const int* __restrict__ first_valid, int scaling_bits,
                  int softcap_bits, int tiles, int first_token, int tokens, const u32* __restrict__ k_words,
@@ -515,7 +515,7 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, MIN_BLOCKS)
   float2* of_rows = (float2*)take_shared(at, 8 * ROWS);    // what scores are multiplied by, and what is added
   float2* stats = (float2*)take_shared(at, 8 * ROWS * warps);
   u16* operands = (u16*)take_shared(at, 256 * blocks * NT);
-  u16* ring = (u16*)take_shared(at, 2 * RING_UNITS * warps) + RING_UNITS * warp;
+  char* ring = take_shared(at, (RING + PIECE) * warps) + (RING + PIECE) * warp;
   float2* out = (float2*)take_shared(at, 256 * blocks * NT * warps);
   float2* my_out = out + 32 * blocks * NT * warp;
 
@@ -583,7 +583,7 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, MIN_BLOCKS)
   }
   const Source keys = {k_words, k_n_words, k_bases, k_lengths, k_length_bytes, k_n_rows};
   const Source values = {v_words, v_n_words, v_bases, v_lengths, v_length_bytes, v_n_rows};
-  const Coder k_coder = {k_table, k_blocks}, v_coder = {v_table, v_blocks};
+  const Coder k_coder = {k_blocks}, v_coder = {v_blocks};
   const int a_parts = (a_tokens + 15) / 16, b_parts = (b_tokens + 15) / 16;
   for (int item = split + warp * splits; item < tiles + a_parts + b_parts; item += splits * warps) {
     if (item >= tiles) {

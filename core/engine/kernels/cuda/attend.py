@@ -21,9 +21,9 @@ from .tiles import WORDS_ALIGN_BYTES
 
 MERGE_THREADS = 128
 #: Warps of a block: the more, the fewer lookup tables a multiprocessor holds.
-BLOCK_WARPS = (16, 12, 8, 4, 2, 1)
-#: Units of a warp's ring, with their mirror.
-RING_UNITS = 512 + 128
+BLOCK_WARPS = (8, 12, 16, 24, 32, 4, 2, 1)
+#: Bytes of a warp's ring, with their mirror.
+RING_BYTES = 4 * 512
 #: What tables and queries of a block take, in tiles of a warp.
 BLOCK_TILES = 0.3
 #: Shared memory of a block that is the driver's.
@@ -351,7 +351,7 @@ class AttendKernels:
         if found is None:
             settings = dict(variant.settings)
             row_groups, threads = int(settings["NT"]), int(settings["MAX_THREADS"])
-            resident = threads * int(settings["MIN_BLOCKS"]) // 32
+            resident = threads // 32
             room = self._runner.shared_bytes_per_multiprocessor
             shapes = []
             for warps in BLOCK_WARPS:
@@ -394,7 +394,7 @@ def shared_bytes(dim: int, entries: int, row_groups: int, warps: int) -> int:
     blocks, rows = dim // TILE_BLOCK, 4 * row_groups
     # Entries of K and of V begin on 16 bytes each.
     fixed = 2 * 16 * blocks + 4 * entries + 32 + 4 * rows * dim + 3 * 4 * dim + 8 * rows
-    by_warp = 8 * rows + 2 * RING_UNITS + 256 * blocks * row_groups
+    by_warp = 8 * rows + RING_BYTES + 256 * blocks * row_groups
     return fixed + 256 * blocks * row_groups + by_warp * warps
 
 

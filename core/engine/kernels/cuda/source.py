@@ -88,6 +88,8 @@ BAG_VALUE_BYTES = (4, 8)
 #: Groups of 16 tokens of a tile, and groups of four query rows, that attention knows.
 ATTEND_GROUPS = (1, 2, 3, 4, 6, 8, 12, 16)
 ATTEND_ROWS = (1, 2, 4)
+#: Threads of a multiprocessor whose registers have room for that many products of a tile.
+ATTEND_THREADS = ((4, 1024), (8, 768), (16, 384), (64, 256))
 #: How kernels of attention know dtypes.
 VALUE_KINDS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 
@@ -251,13 +253,12 @@ def attend_variant(groups: int, row_groups: int, dtype: torch.dtype) -> PlainVar
     Products of a tile stand in registers: the more there are, the fewer warps run at once.
     """
     products = groups * row_groups
-    threads, blocks = (512, 2) if products <= 4 else (384, 2) if products <= 8 else (256, 1)
+    threads = next(most for limit, most in ATTEND_THREADS if products <= limit)
     settings = (
         ("GROUPS", groups),
         ("NT", row_groups),
         ("VALUE_KIND", VALUE_KINDS[dtype]),
         ("MAX_THREADS", threads),
-        ("MIN_BLOCKS", blocks),
     )
     return PlainVariant("attend", settings)
 
