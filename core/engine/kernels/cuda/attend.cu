@@ -478,7 +478,7 @@ __device__ __forceinline__ char* take_shared(char*& at, int bytes) {
 // keys and values that are not coded come in up to two runs, [batches, heads, tokens, dim] by strides
 // that both share. out_parts[slot][batches * heads][rows][dim] and out_stats: output, greatest exponent
 // and sum of weights of each split, from slot `first_slot` on.
-extern "C" __global__ void __launch_bounds__(MAX_THREADS)
+extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1)
     attend_tiles(const void* __restrict__ query, i64 query_batch, i64 query_head, i64 query_token, int heads, int group,
                  int n, int dim, int query_position, const int* __restrict__ first_valid, int scaling_bits,
                  int softcap_bits, int tiles, int first_token, int tokens, const u32* __restrict__ k_words,

@@ -11,7 +11,7 @@ __device__ __forceinline__ unsigned load_place(unsigned place) {
 // Lanes with bit 5 of `state` set take a unit each, in the order of lanes from place `next` on: into the
 // lower half of `bits`, whose lower half moves up, and 16 more in `state`. `below`: the lower lanes.
 // Returns which took one. In PTX, since the compiler tests the bit twice and keeps both sides of the
-// branch.
+// branch; lanes that take none load as well, which ends the life of a register.
 __device__ __forceinline__ unsigned take_units(unsigned& bits, unsigned& state, unsigned next, unsigned below) {
   unsigned asking;
   asm volatile(
@@ -24,7 +24,7 @@ __device__ __forceinline__ unsigned take_units(unsigned& bits, unsigned& state, 
       "and.b32 rank, %0, %4;\n"
       "popc.b32 rank, rank;\n"
       "mad.lo.u32 place, rank, 2, %3;\n"
-      "@p ld.shared.u16 unit, [place];\n"
+      "ld.shared.u16 unit, [place];\n"
       "@p prmt.b32 %1, %1, unit, 0x1054;\n"
       "@p add.u32 %2, %2, 16;\n"
       "}\n"
