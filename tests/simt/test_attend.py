@@ -1,4 +1,4 @@
-"""Attention over coded tiles: the kernels against the twin, which decodes and computes in float64."""
+"""Attention over coded tiles: the kernels against the twin, which computes in float64."""
 
 from __future__ import annotations
 
@@ -55,7 +55,9 @@ def both(query, spans, raw=(), seed=0, **options):
     spans = [guarded_span(span) for span in spans]
     found = AttendKernels(runner).attend(query, spans, raw, **options)
     assert not runner.mailbox.any()
-    expected = twin(query.double().to(query.dtype), spans, raw, computed_in=torch.float64, **options)
+    expected = twin(
+        query.double().to(query.dtype), spans, raw, computed_in=torch.float64, **options
+    )
     assert found.shape == expected.shape and found.dtype == query.dtype
     return found, expected
 
