@@ -5,6 +5,7 @@ What runs a kernel is a `Runner`; the tests put one in its place that runs the s
 
 from __future__ import annotations
 
+from .attend import AttendKernels
 from .bags import BagKernels
 from .copy import CopyKernels
 from .count import CountKernels
@@ -72,3 +73,4 @@ class CudaKernels:
         self.encode_tiles = tiles.encode_tiles
         self.decode_tiles = tiles.decode_tiles
         self.prepare_tiles = tiles.prepare_tiles
+        self.attend = AttendKernels(runner).attend
