@@ -6,6 +6,7 @@ codes that kernels write.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from ....errors import ArgumentError
