@@ -24,9 +24,7 @@ from ..tile_format import (
     ZERO_SYMBOL,
     Granularity,
 )
-
-#: Kinds of dtypes.
-BFLOAT16, FLOAT16, FLOAT32 = range(3)
+from .floats import FLOAT32, brain_bits, float_of_brain, load_values, round_values
 
 CHANNEL = int(Granularity.CHANNEL)
 TOKEN_LEVEL = int(Granularity.TOKEN_LEVEL)
@@ -41,91 +39,6 @@ SIGN = np.uint32(1 << 31)
 #: By kind: half a unit in the last place of 1, and the least normal number.
 ROUNDING = np.array([2.0**-8, 2.0**-11, 2.0**-24], np.float32)
 LEAST_NORMAL = np.array([2.0**-126, 2.0**-14, 2.0**-126], np.float32)
-
-
-@njit(nogil=True, cache=True)
-def float_of(bits):
-    """Return the float32 of these 32 bits."""
-    return np.uint32(bits).view(np.float32)
-
-
-@njit(nogil=True, cache=True)
-def half_bits(value):
-    """Return the bits of a float32 rounded to float16, to nearest, ties to even."""
-    bits = np.int64(np.float32(value).view(np.uint32))
-    sign = (bits >> 16) & 0x8000
-    bits &= 0x7FFFFFFF
-    if bits >= 0x47800000:  # 65536 and more, infinities and NaN
-        return sign | (0x7E00 if bits > 0x7F800000 else 0x7C00)
-    if bits >= 0x38800000:  # normal; a carry out of the mantissa raises the exponent
-        return sign | ((bits - 0x38000000 + 0xFFF + ((bits >> 13) & 1)) >> 13)
-    if bits < 0x33000000:  # less than half of the least subnormal
-        return sign
-    shift = 126 - (bits >> 23)
-    mantissa = (bits & 0x7FFFFF) | 0x800000
-    kept = mantissa >> shift
-    rest = mantissa & ((1 << shift) - 1)
-    half = 1 << (shift - 1)
-    if rest > half or (rest == half and kept & 1):
-        kept += 1
-    return sign | kept
-
-
-@njit(nogil=True, cache=True)
-def float_of_half(bits):
-    """Return the float32 of the bits of a float16."""
-    bits = np.int64(bits)
-    sign = (bits & 0x8000) << 16
-    low = bits & 0x7FFF
-    if low >= 0x7C00:
-        return float_of(sign | 0x7F800000 | ((low & 0x3FF) << 13))
-    if low >= 0x400:
-        return float_of(sign | ((low << 13) + 0x38000000))
-    value = np.float32(low) * np.float32(2.0**-24)
-    return -value if sign else value
-
-
-@njit(nogil=True, cache=True)
-def brain_bits(value):
-    """Return the bits of a float32 that is no NaN rounded to bfloat16, ties to even."""
-    bits = np.int64(np.float32(value).view(np.uint32))
-    return (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-
-
-@njit(nogil=True, cache=True)
-def float_of_brain(bits):
-    """Return the float32 of the bits of a bfloat16."""
-    return float_of(np.int64(bits) << 16)
-
-
-@njit(nogil=True, cache=True)
-def load_values(row, kind, x):
-    """Copy a tile to float32 `x`."""
-    if kind == BFLOAT16:
-        for i in range(row.shape[0]):
-            x[i] = float_of_brain(row[i])
-    elif kind == FLOAT16:
-        for i in range(row.shape[0]):
-            x[i] = float_of_half(row[i])
-    else:
-        for i in range(row.shape[0]):
-            x[i] = float_of(row[i])
-
-
-@njit(nogil=True, cache=True)
-def round_values(values, kind, bits):
-    """Write the bits of float32 values rounded to the delivered dtype, and the rounded values."""
-    if kind == BFLOAT16:
-        for p in range(values.shape[0]):
-            bits[p] = brain_bits(values[p])
-            values[p] = float_of_brain(bits[p])
-    elif kind == FLOAT16:
-        for p in range(values.shape[0]):
-            bits[p] = half_bits(values[p])
-            values[p] = float_of_half(bits[p])
-    else:
-        for p in range(values.shape[0]):
-            bits[p] = np.float32(values[p]).view(np.uint32)
 
 
 @njit(nogil=True, cache=True)
@@ -230,22 +143,26 @@ def spread_parameters(
 
 
 @njit(nogil=True, cache=True)
-def choose_codes(x, order, steps, centers, limits, kind, values, bits, codes, exceptional):
-    """Quantise a token: its codes by position, and which of its channels are exceptions."""
+def choose_codes(x, order, steps, centers, limits, kind, given, values, bits, codes, exceptional):
+    """Quantise a token: its codes by position, and which of its channels are exceptions.
+
+    Loops do one thing each, so that LLVM makes vectors of them.
+    """
     rounding, least_normal = ROUNDING[kind], LEAST_NORMAL[kind]
     for p in range(codes.shape[0]):
-        value = x[order[p]]
-        code = np.rint((value - centers[p]) * (ONE / steps[p]))
-        fits = abs(code) <= limits[p]  # not where it is NaN
-        codes[p] = np.int8(code) if fits else np.int8(0)
-        exceptional[order[p]] = not fits
+        given[p] = x[order[p]]
+    for p in range(codes.shape[0]):
+        code = np.rint((given[p] - centers[p]) * (ONE / steps[p]))
+        codes[p] = np.int8(code if abs(code) <= limits[p] else ZERO)  # not where it is NaN
     decode_values(codes, steps, centers, values)
     round_values(values, kind, bits)
+    exceptional[:] = False
     for p in range(codes.shape[0]):
-        decoded, value = values[p], x[order[p]]
+        decoded = values[p]
+        code = np.rint((given[p] - centers[p]) * (ONE / steps[p]))
         allowed = HALF * steps[p] + rounding * max(abs(decoded), least_normal)
-        near = abs(decoded - value) <= allowed and abs(decoded) < INFINITY
-        if not near:
+        near = abs(decoded - given[p]) <= allowed and abs(decoded) < INFINITY
+        if not (near and abs(code) <= limits[p]):
             exceptional[order[p]] = True
             codes[p] = 0
 
@@ -254,7 +171,11 @@ def choose_codes(x, order, steps, centers, limits, kind, values, bits, codes, ex
 def write_streams(
     codes, dim, tokens, places, order, block_class, radius, class_bits, table, exceptional, units
 ):
-    """Write the units of a tile; return how many. Symbols without a code become exceptions."""
+    """Write the units of a tile, where `units` has room; return how many.
+
+    Symbols without a code become exceptions.
+    """
+    writing = units.shape[0] > 0
     left = np.zeros(TILE_LANES, np.int64)  # bits that a reader has before the next symbol
     filled = np.zeros(TILE_LANES, np.int64)  # bits in `pending`, of units not yet written
     pending = np.zeros(TILE_LANES, np.int64)
@@ -285,6 +206,12 @@ def write_streams(
                                 exceptional[(at // dim) * dim + order[at % dim]] = True
                             symbol = reach * (2 * reach + 2) if reach else np.int64(ZERO_SYMBOL)
                             code = np.int64(table[c, symbol])
+                        if not writing:
+                            if left[lane] < longest:
+                                left[lane] += UNIT_BITS
+                                taken += 1
+                            left[lane] -= code >> 16
+                            continue
                         if left[lane] < longest:
                             if left[lane] + filled[lane]:
                                 following[lane] = taken
@@ -301,6 +228,8 @@ def write_streams(
                             units[current[lane]] = (pending[lane] >> filled[lane]) & 0xFFFF
                             pending[lane] &= (1 << filled[lane]) - 1
                             current[lane] = following[lane]
+    if not writing:
+        return taken
     for lane in range(TILE_LANES):
         if left[lane] >= UNIT_BITS and filled[lane]:
             units[following[lane]] = 0
@@ -375,6 +304,7 @@ def code_tile(
     steps,
     centers,
     limits,
+    given,
     values,
     bits,
     codes,
@@ -401,6 +331,7 @@ def code_tile(
             centers,
             limits,
             kind,
+            given,
             values,
             bits,
             codes[here],
@@ -467,12 +398,14 @@ def encode_tiles(
     steps = np.empty(dim, np.float32)
     centers = np.empty(dim, np.float32)
     limits = np.empty(dim, np.float32)
+    given = np.empty(dim, np.float32)
     values = np.empty(dim, np.float32)
     bits = np.empty(dim, rows.dtype)
     codes = np.empty(n_values, np.int8)
     exceptional = np.empty(n_values, np.bool_)
-    units = np.empty(n_values + 2 * TILE_LANES, np.uint16)  # no code is longer than a unit
     measuring = words.shape[0] == 0
+    # No code is longer than a unit.
+    units = np.empty(0 if measuring else n_values + 2 * TILE_LANES, np.uint16)
     at = np.int64(0)
     for r in range(begin, end):
         if not measuring:
@@ -513,6 +446,7 @@ def encode_tiles(
             steps,
             centers,
             limits,
+            given,
             values,
             bits,
             codes,
