@@ -110,6 +110,20 @@ def test_sums_of_rows_keep_subnormals(variant):
     assert "pool_bags" in text and ".ftz" not in text
 
 
+@pytest.mark.parametrize(
+    "variant", [v for v in VARIANTS if v.file == "quantized"][:3], ids=lambda v: v.name
+)
+def test_values_of_tiles_are_rounded_by_themselves_and_keep_subnormals(variant):
+    code, _ = compile_variant(variant, "compute_90", "-ftz=true")  # as cupy compiles
+    operations = re.findall(
+        r"^\s+((?:add|sub|mul|fma|rcp|div)\S*f32 .*);", code.decode(), re.MULTILINE
+    )
+    assert any(each.startswith("mul.rn.f32") for each in operations)
+    # Exact but for these two: from a byte of a code to a float.
+    others = [each for each in operations if ".ftz" in each or each.startswith("fma")]
+    assert others and all("0fCB000080" in each for each in others)
+
+
 def assert_compiles(variant: AnyVariant, architecture: str, *extra: str) -> str:
     """Return the compiler's log."""
     code, log = compile_variant(variant, architecture, *extra)

@@ -114,7 +114,7 @@ TILE_SETTINGS = ("KIND", "TOKENS", "DIM", "GRANULARITY", "TOKEN_PAIRS", "LOOKUP_
 TILE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 #: Warps of a block of the encoders at the most: what registers have room for.
 MAX_ENCODE_WARPS = 16
-TILE_DEFINES = {
+TILE_DEFINES: dict[str, int | str] = {
     "ENCODE_WARPS": MAX_ENCODE_WARPS,
     "MAX_CODE": MAX_CODE,
     "MAX_SYMBOLS": MAX_SYMBOLS,
