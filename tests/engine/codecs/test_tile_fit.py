@@ -262,22 +262,22 @@ def outputs(
         logits = softcap * torch.tanh(logits / softcap)
     count, tokens = logits.shape[2:]
     hidden = torch.ones(count, tokens, dtype=torch.bool).triu(tokens - count + 1)
-    return logits.masked_fill(hidden, -torch.inf).softmax(dim=3) @ v
+    output: torch.Tensor = logits.masked_fill(hidden, -torch.inf).softmax(dim=3) @ v
+    return output
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
 def test_the_measured_error_is_that_of_attention(softcap: float | None) -> None:
     keys, values, queries = prompt()
-    options = {"tile_tokens": TILE, "sinks": 4, "window": 28, "softcap": softcap}
-    fit = fit_error(keys, values, queries, error=0.05, **options)
+    fit = fit_error(keys, values, queries, error=0.05, tile_tokens=TILE, window=28, softcap=softcap)
     assert fit is not None
     assert 0.03 < fit.measured.error <= 0.05
-    packed = [keys.clone(), values.clone()]
-    for kept, plan in zip(packed, (fit.keys, fit.values), strict=True):
+    k, v = keys.clone(), values.clone()
+    for kept, plan in ((k, fit.keys), (v, fit.values)):
         kept[:, :, 4:484] = coded(kept[:, :, 4:484], plan)[0]
     last = queries[:, :, -64:]
     plain = outputs(keys, values, last, softcap)
-    error = (outputs(*packed, last, softcap) - plain).norm() / plain.norm()
+    error = (outputs(k, v, last, softcap) - plain).norm() / plain.norm()
     assert fit.measured.error == pytest.approx(float(error), rel=0.02)
     assert fit.keys.scale == fit.measured.key_scale
     assert fit.values.scale == fit.measured.value_scale
@@ -331,8 +331,7 @@ def test_long_prompts_are_drawn_from_and_padding_is_not_seen() -> None:
     fit = fit_error(keys, values, queries, **options)
     keys[1, :, :3000] = -keys[1, :, :3000]
     values[1, :, :3000] = 100 * values[1, :, :3000]
-    scales = {"key_scale": 1.0, "value_scale": 1.0}
-    other = fit_error(keys, values, queries, **options, **scales)
+    other = fit_error(keys, values, queries, **options, key_scale=1.0, value_scale=1.0)
     assert fit is not None
     assert fit.measured.error <= 0.1
     assert other is not None
