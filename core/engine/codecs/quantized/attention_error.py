@@ -292,7 +292,9 @@ class _Prompt:
         """Return the relative error when these are attended to, None for those as they came."""
         shares = self._shares if keys is None else self._softmax(keys)
         output = self._output(shares, self._values if values is None else values)
-        return torch.linalg.vector_norm(output - self._plain) / self._norm
+        far = torch.linalg.vector_norm(output - self._plain)
+        relative: torch.Tensor = far / self._norm
+        return relative
 
     def _seen(
         self, tokens: torch.Tensor, at: torch.Tensor, first_valid: torch.Tensor | None
