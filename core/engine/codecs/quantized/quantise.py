@@ -6,6 +6,7 @@ codes that kernels write.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from ....errors import ArgumentError
@@ -90,9 +91,9 @@ def scaled_mean_square(values: torch.Tensor, scale: float) -> torch.Tensor:
     while width > 1:  # a butterfly: each addition is commutative, so one half is enough
         width //= 2
         sums = sums[..., :width] + sums[..., width:]
-    # A float32 tensor times a number: torch rounds the number to float32 first.
-    mean: torch.Tensor = sums[..., 0].contiguous() * (1 / dim)
-    return mean * (scale * scale)
+    factors = np.float32(1 / dim), np.float32(scale * scale)
+    mean: torch.Tensor = sums[..., 0].contiguous() * float(factors[0])
+    return mean * float(factors[1])
 
 
 def ranges(

@@ -191,11 +191,11 @@ def find_parameters(
     for n in range(parameters.shape[0]):
         least, largest = INFINITY, -INFINITY
         if granularity == BLOCK_RANGE:
-            first, stride, count = 0, 1, tokens * dim
+            first, stride, count = np.int64(0), 1, tokens * dim
         elif granularity == CHANNEL_RANGE:
             first, stride, count = np.int64(order[n]), dim, tokens
         else:
-            first, stride, count = n * dim, 1, dim
+            first, stride, count = np.int64(n * dim), 1, dim
         for k in range(count):
             value = x[first + k * stride]
             if abs(value) < INFINITY:
@@ -283,7 +283,7 @@ def write_streams(
                         if code == 0:
                             for at in (first, second):
                                 exceptional[(at // dim) * dim + order[at % dim]] = True
-                            symbol = reach * (2 * reach + 2) if reach else ZERO_SYMBOL
+                            symbol = reach * (2 * reach + 2) if reach else np.int64(ZERO_SYMBOL)
                             code = np.int64(table[c, symbol])
                         if left[lane] < longest:
                             if left[lane] + filled[lane]:

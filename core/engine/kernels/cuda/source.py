@@ -28,6 +28,14 @@ from ..format import (
     SLAB_SHIFT,
     RowFormat,
 )
+from ..tile_format import (
+    LEVELS,
+    MAX_CODE,
+    MAX_SYMBOLS,
+    ZERO_SYMBOL,
+    Granularity,
+    TileFormat,
+)
 
 _FOLDER = Path(__file__).parent
 _INCLUDE = re.compile(r'^#include "(\w+\.cuh)"$', re.MULTILINE)
@@ -43,6 +51,7 @@ _KERNELS: dict[str, tuple[str, ...]] = {
     "slots": ("keep_slots", "claim_slots", "count_slots", "choose_slots", "give_slots"),
     "exchange": ("exchange_rows",),
     "bags": ("pool_bags", "sound_offsets"),
+    "attend": ("attend_tiles", "merge_splits"),
     "plan": (
         "agreed_masks",
         "frequent_by_position",
@@ -50,6 +59,7 @@ _KERNELS: dict[str, tuple[str, ...]] = {
         "top_values",
         "sizes_by_option",
     ),
+    "quantized": ("measure_tiles", "encode_tiles", "decode_tiles"),
 }
 
 #: Fewest chunks a lane with which eight lanes can take a row.
@@ -84,11 +94,50 @@ COPY_PIECES = {4: (1, 2, 4), 16: (1, 2, 4, 8, 16)}
 #: Bytes of the values of rows that are pooled in bags.
 BAG_VALUE_BYTES = (4, 8)
 
+#: Groups of 16 tokens of a tile, and groups of four query rows, that attention knows.
+ATTEND_GROUPS = (1, 2, 3, 4, 6, 8, 12, 16)
+ATTEND_ROWS = (1, 2, 4)
+#: Threads of a multiprocessor whose registers have room for that many products of a tile.
+ATTEND_THREADS = ((4, 1024), (8, 768), (16, 384), (64, 256))
+#: How kernels of attention know dtypes.
+VALUE_KINDS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+
 #: Lowest bit of the one-byte exponent fields that have kernels of their own, by chunk_bytes.
 BYTE_FIELDS = {
     2: EXPONENT_FIELDS[torch.bfloat16][0],
     4: EXPONENT_FIELDS[torch.float32][0],
 }
+
+
+#: What kernels of coded tiles are compiled for; dtypes by the number that floats.cuh has for them.
+TILE_SETTINGS = ("KIND", "TOKENS", "DIM", "GRANULARITY", "TOKEN_PAIRS", "LOOKUP_BITS")
+TILE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+#: Warps of a block of the encoders at the most: what registers have room for.
+MAX_ENCODE_WARPS = 16
+TILE_DEFINES = {
+    "ENCODE_WARPS": MAX_ENCODE_WARPS,
+    "MAX_CODE": MAX_CODE,
+    "MAX_SYMBOLS": MAX_SYMBOLS,
+    "ZERO_SYMBOL": ZERO_SYMBOL,
+    "STEP_LEVELS": LEVELS,
+    "NO_ROW": f"({NO_ROW + 1}ll-1)",
+}
+#: Formats of tiles that tests compile: of each setting every value that makes a difference.
+TILE_FORMATS = tuple(
+    TileFormat(tokens, dim, TILE_DTYPES[kind], granularity, token_pairs, code_bits)
+    for tokens, dim, kind, granularity, token_pairs, code_bits in (
+        (64, 128, 0, Granularity.CHANNEL, False, 10),
+        (64, 128, 0, Granularity.TOKEN_LEVEL, True, 10),
+        (64, 64, 1, Granularity.CHANNEL, False, 10),
+        (64, 64, 1, Granularity.TOKEN_LEVEL, True, 8),
+        (64, 256, 2, Granularity.CHANNEL, False, 10),
+        (64, 80, 0, Granularity.CHANNEL, True, 10),
+        (64, 128, 0, Granularity.BLOCK_RANGE, False, 10),
+        (64, 128, 0, Granularity.TOKEN_RANGE, True, 10),
+        (32, 96, 2, Granularity.CHANNEL_RANGE, False, 9),
+        (16, 16, 1, Granularity.TOKEN_RANGE, True, 10),
+    )
+)
 
 
 @cache
@@ -191,7 +240,8 @@ class PlainVariant:
     Parameters
     ----------
     file : str
-        ``"copy"``, ``"ids"``, ``"map"``, ``"slots"``, ``"bags"`` or ``"plan"``.
+        ``"copy"``, ``"ids"``, ``"map"``, ``"slots"``, ``"bags"``, ``"plan"``, ``"attend"`` or
+        ``"quantized"``.
     settings : tuple of (str, int)
         The preprocessor's definitions.
     """
@@ -206,9 +256,10 @@ class PlainVariant:
     @property
     def name(self) -> str:
         """Readable name, for tests and logs."""
-        if self.file not in ("copy", "bags"):
+        if self.file not in ("copy", "bags", "attend", "quantized"):
             return self.file
-        return "-".join([self.file, *(f"{k.lower()}{v}" for k, v in self.settings)])
+        told = self.settings[: len(TILE_SETTINGS) if self.file == "quantized" else None]
+        return "-".join([self.file, *(f"{k.lower()}{v}" for k, v in told)])
 
 
 AnyVariant = Variant | PlainVariant
@@ -238,6 +289,61 @@ def bags_variant(value_bytes: int, vector: int) -> PlainVariant:
     return PlainVariant("bags", (("VALUE_BYTES", value_bytes), ("VECTOR", vector)))
 
 
+def tile_stride(dim: int) -> int:
+    """Return the bytes from a token to the next among the codes of a tile in shared memory.
+
+    An odd number of 16 bytes, so that the eight tokens that a warp writes to at once begin in
+    banks of their own, four apart.
+    """
+    return dim + 16 if dim // 16 % 2 == 0 else dim
+
+
+def max_decode_warps(fmt: TileFormat) -> int:
+    """Return the most warps of a block of the decoder: more have fewer registers each.
+
+    Of large tiles, shared memory has no room for more than 16.
+    """
+    return 16 if fmt.tokens * tile_stride(fmt.dim) > 8 << 10 else 24
+
+
+def quantized_variant(fmt: TileFormat) -> PlainVariant:
+    """Return the kernels of coded tiles of a format."""
+    sizes = (
+        TILE_DTYPES.index(fmt.dtype),
+        fmt.tokens,
+        fmt.dim,
+        int(fmt.granularity),
+        int(fmt.token_pairs),
+        fmt.code_bits,
+    )
+    return PlainVariant(
+        "quantized",
+        (
+            *zip(TILE_SETTINGS, sizes, strict=True),
+            ("STRIDE", tile_stride(fmt.dim)),
+            ("DECODE_WARPS", max_decode_warps(fmt)),
+            ("PARAMETER_WORDS", fmt.parameter_words),
+            *TILE_DEFINES.items(),
+        ),
+    )
+
+
+def attend_variant(groups: int, row_groups: int, dtype: torch.dtype) -> PlainVariant:
+    """Return the attention over tiles of `groups` times 16 tokens for four times `row_groups` rows.
+
+    Products of a tile stand in registers: the more there are, the fewer warps run at once.
+    """
+    products = groups * row_groups
+    threads = next(most for limit, most in ATTEND_THREADS if products <= limit)
+    settings = (
+        ("GROUPS", groups),
+        ("NT", row_groups),
+        ("VALUE_KIND", VALUE_KINDS[dtype]),
+        ("MAX_THREADS", threads),
+    )
+    return PlainVariant("attend", settings)
+
+
 def widest_vector(chunk_bytes: int, uniform: bool) -> int:
     """Return the most chunks that a lane of the decoder takes: 16 bytes of them.
 
@@ -255,14 +361,20 @@ def kernels_of(variant: AnyVariant) -> tuple[str, ...]:
 
 
 def all_variants() -> Iterator[AnyVariant]:
-    """Yield every variant that the library can ask for."""
+    """Yield every variant that the library can ask for; of coded tiles those of TILE_FORMATS."""
     yield IDS
     yield MAP
     yield SLOTS
     yield EXCHANGE
     yield PLAN
+    yield from map(quantized_variant, TILE_FORMATS)
     for size in BAG_VALUE_BYTES:
         yield from (bags_variant(size, vector) for vector in (1, 16 // size))
+    for dtype, rows in product(VALUE_KINDS, ATTEND_ROWS):
+        yield attend_variant(4, rows, dtype)
+    for groups in ATTEND_GROUPS:
+        if groups != 4:
+            yield attend_variant(groups, 1, torch.bfloat16)
     for unit, pieces in COPY_PIECES.items():
         yield from (copy_variant(unit, piece) for piece in pieces)
     for width in CHUNK_BYTES:

@@ -1,0 +1,244 @@
+"""Coded tiles of K and V on a GPU: encode and decode, beside the lossless codec, a copy and nvCOMP.
+
+Rates are bytes of the bfloat16 values a second. K has steps by channel and pairs of channels, V
+levels by token and pairs of tokens, in tiles of 64 tokens; values are normal, with channels of
+different spread, and `step` is the step over the rms: 1 is fine, 2.5 coarse. Every repetition works
+on another of several inputs, each many times the size of the GPU's cache. Decoded values are
+compared with the twin of the CPU, and all of them with the bound.
+
+python benchmarks/kvcomp_codec.py
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from codec_gpu import copy_gbps, nvcomp_row
+from timing import gpu_seconds, print_tables
+
+from bitslab.engine.codecs.invariant.codec import InvariantCodec
+from bitslab.engine.codecs.quantized import TilePlan, measured_fit, steps_and_centers
+from bitslab.engine.kernels import cpu
+from bitslab.engine.kernels.cuda import kernels_on, raise_pending_errors
+from bitslab.engine.kernels.format import TableStorage, bases_of_rows, words_of_rows
+from bitslab.engine.kernels.tile_format import Granularity
+
+Rows = list[dict[str, Any]]
+SETS = 3  # inputs that the repetitions rotate through
+HEADS, TOKENS = 8, 64
+STEPS = (0.7, 1.0, 1.5, 2.5)
+#: Tiles that are decoded by the twin, too.
+TWIN_TILES = 2 * HEADS
+
+
+def values(side: str, dim: int, tiles: int, seed: int) -> torch.Tensor:
+    """Return bfloat16 tiles of all heads in turn, ``[tiles, TOKENS, dim]``."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    spread = torch.Generator("cuda").manual_seed(7)  # the same channels in every input
+    width = torch.randn(HEADS, 1, dim, device="cuda", generator=spread).mul(0.5).exp()
+    center = torch.randn(HEADS, 1, dim, device="cuda", generator=spread)
+    x = torch.empty(tiles // HEADS, HEADS, TOKENS, dim, dtype=torch.bfloat16, device="cuda")
+    for part in torch.split(x, 128):  # float32 for a part at a time
+        noise = torch.randn(part.shape, device="cuda", generator=generator)
+        part.copy_(noise * width + center if side == "K" else noise * width)
+    return x.view(-1, TOKENS, dim)
+
+
+def fitted(side: str, x: torch.Tensor, step: float) -> tuple[TilePlan, float]:
+    """Return the plan for one tile after another of each head, and the bits it expects."""
+    by_head = x[: 32 * HEADS].view(-1, HEADS, *x.shape[1:])
+    sample = by_head.transpose(0, 1).flatten(1, 2)[None]
+    weights = None
+    if side == "K":  # every channel has a step of its own
+        weights = 1 / sample[0].float().std(dim=1)
+    fit = measured_fit(
+        sample,
+        tile_tokens=TOKENS,
+        granularity=Granularity.CHANNEL if side == "K" else Granularity.TOKEN_LEVEL,
+        token_pairs=side == "V",
+        scale=step,
+        weights=weights,
+    )
+    return fit.plan, fit.bits_per_value
+
+
+@dataclass
+class Tiles:
+    """The kernels with a plan, on rows of bytes."""
+
+    plan: TilePlan
+
+    def __post_init__(self) -> None:
+        self.host_tables = self.plan.tables()
+        self.tables = self.host_tables.to(torch.device("cuda"))
+        self.kernels = kernels_on(torch.device("cuda"))
+        self.row_words = self.plan.format.row_bytes // 4
+
+    def pack(self, rows: torch.Tensor) -> TableStorage:
+        """Return rows packed."""
+        lengths = self.kernels.measure_tiles(rows, self.tables)
+        bases, _ = bases_of_rows(words_of_rows(lengths, self.row_words))
+        n_words = int(bases[-1])
+        words = self.kernels.encode_tiles(rows, self.tables, lengths, bases, n_words)
+        return TableStorage(len(rows), words, bases, lengths)
+
+    def pack_ahead(self, rows: torch.Tensor, n_words: int) -> torch.Tensor:
+        """Return the words of rows that take so many at the most: the host waits for nothing."""
+        lengths = self.kernels.measure_tiles(rows, self.tables)
+        bases, _ = bases_of_rows(words_of_rows(lengths, self.row_words))
+        return self.kernels.encode_tiles(rows, self.tables, lengths, bases, n_words)
+
+    def check(self, x: torch.Tensor, rows: torch.Tensor, packed: TableStorage) -> None:
+        """Stop unless what is decoded is what the twin decodes, and within the bound."""
+        out = torch.full_like(rows, 0xA5)
+        self.kernels.decode_tiles(packed, self.tables, None, out)
+        raise_pending_errors()
+        some = rows[:TWIN_TILES].cpu()
+        lengths = cpu.measure_tiles(some, self.host_tables)
+        words = words_of_rows(lengths, self.row_words)
+        bases, _ = bases_of_rows(words)
+        data = cpu.encode_tiles(some, self.host_tables, lengths, bases, int(bases[-1]))
+        twin = torch.empty_like(some)
+        cpu.decode_tiles(
+            data,
+            words.cumsum(0) - words,
+            torch.where(lengths == 0, 0, words),
+            torch.arange(TWIN_TILES),
+            self.host_tables,
+            twin,
+        )
+        found = packed.words[: int(bases[-1])].cpu()
+        if not torch.equal(out[:TWIN_TILES].cpu(), twin) or not torch.equal(found, data[:-4]):
+            raise SystemExit("the twin writes or decodes other bytes")
+        back = out.view(x.dtype).view(x.shape)
+        for given, got in zip(
+            torch.split(x, 128 * HEADS), torch.split(back, 128 * HEADS), strict=True
+        ):
+            by_head = given.view(-1, HEADS, *x.shape[1:])
+            steps, _ = steps_and_centers(by_head, self.tables)
+            apart = (got.float() - given.float()).abs().view(by_head.shape)
+            bound = 0.5 * steps + 1.01 * 2.0**-8 * by_head.float().abs().clamp(min=2.0**-126)
+            if not (apart <= 1.01 * bound).all():
+                raise SystemExit("a decoded value is beyond its bound")
+
+
+def tile_row(
+    side: str, dim: int, step: float, nbytes: int, copy: float, reps: int
+) -> dict[str, Any]:
+    """Measure one plan."""
+    n = nbytes // (2 * TOKENS * dim) // HEADS * HEADS
+    inputs = [values(side, dim, n, seed) for seed in range(SETS)]
+    plan, bits = fitted(side, inputs[0], step)
+    tiles = Tiles(plan)
+    rows = [x.view(torch.uint8).view(n, -1) for x in inputs]
+    packed = [tiles.pack(r) for r in rows]
+    tiles.check(inputs[0], rows[0], packed[0])
+    raw_bytes = rows[0].nbytes
+    sizes = [p.words.shape[0] for p in packed]
+    moved = 4 * sum(sizes) / SETS
+    out = torch.empty_like(rows[0])
+    kernels, tables = tiles.kernels, tiles.tables
+
+    def encode(i: int) -> torch.Tensor:
+        p = packed[i % SETS]
+        assert p.lengths is not None and p.bases is not None
+        return kernels.encode_tiles(rows[i % SETS], tables, p.lengths, p.bases, max(sizes))
+
+    measuring = gpu_seconds(lambda i: kernels.measure_tiles(rows[i % SETS], tables), reps)
+    encoding = gpu_seconds(encode, reps)
+    packing = gpu_seconds(lambda i: tiles.pack_ahead(rows[i % SETS], max(sizes)), reps)
+    decoding = gpu_seconds(
+        lambda i: kernels.decode_tiles(packed[i % SETS], tables, None, out), reps
+    )
+    ids = [torch.randperm(n, device="cuda", dtype=torch.int32) for _ in range(SETS)]
+    gathering = gpu_seconds(
+        lambda i: kernels.decode_tiles(packed[i % SETS], tables, ids[i % SETS], out), reps
+    )
+    host = [replace(p, words=p.words.cpu().pin_memory()) for p in packed[:2]]
+    fetching = gpu_seconds(lambda i: kernels.decode_tiles(host[i % 2], tables, None, out), 3)
+    raise_pending_errors()
+    pairs = float((plan.radius[plan.block_class] > 0).mean())
+    both = (raw_bytes + moved) / decoding / 1e9
+    return {
+        "data": f"{side}, dim {dim}, step {step}",
+        "ratio": raw_bytes / moved,
+        "bits": f"{16 * moved / raw_bytes:.2f} ({bits:.2f} expected)",
+        "in pairs": f"{100 * pairs:.0f} %",
+        "decode GB/s": raw_bytes / decoding / 1e9,
+        "read+write of copy": f"{100 * both / copy:.0f} %",
+        "by id GB/s": raw_bytes / gathering / 1e9,
+        "measure GB/s": raw_bytes / measuring / 1e9,
+        "encode GB/s": raw_bytes / encoding / 1e9,
+        "measure+encode GB/s": raw_bytes / packing / 1e9,
+        "over link, packed GB/s": moved / fetching / 1e9,
+    }
+
+
+def lossless_row(side: str, dim: int, nbytes: int, copy: float, reps: int) -> dict[str, Any]:
+    """Measure this library's lossless codec on the same values, by rows of a token."""
+    n = nbytes // (2 * TOKENS * dim) // HEADS * HEADS
+    inputs = [values(side, dim, n, seed).view(-1, dim) for seed in range(SETS)]
+    codec = InvariantCodec.fit(inputs[0][:8192], chunk_bytes=2, uniform=True)
+    packed = [codec.encode(x) for x in inputs]
+    out = torch.empty_like(inputs[0])
+    raw_bytes = out.nbytes
+    moved = sum(p.nbytes for p in packed) / SETS
+    decoding = gpu_seconds(lambda i: codec.decode(packed[i % SETS], out=out), reps)
+    encoding = gpu_seconds(lambda i: codec.encode(inputs[i % SETS]), reps)
+    return {
+        "data": f"{side}, dim {dim}, lossless codec",
+        "ratio": raw_bytes / moved,
+        "decode GB/s": raw_bytes / decoding / 1e9,
+        "read+write of copy": f"{100 * (raw_bytes + moved) / decoding / 1e9 / copy:.0f} %",
+        "measure+encode GB/s": raw_bytes / encoding / 1e9,
+    }
+
+
+def nvcomp_rows(dim: int, nbytes: int, reps: int) -> Rows:
+    """Measure nvCOMP's ANS on the same values, or nothing when it is not installed."""
+    try:
+        from nvidia import nvcomp
+    except ImportError:
+        return []
+    n = nbytes // (2 * TOKENS * dim) // HEADS * HEADS
+    inputs = [values("V", dim, n, seed).view(torch.int16).flatten() for seed in range(SETS)]
+    row = nvcomp_row(nvcomp, f"V, dim {dim}, nvCOMP ANS", "ANS", "<f2", inputs, reps)
+    row["measure+encode GB/s"] = row.pop("encode GB/s")
+    del row["plan"]
+    return [row]
+
+
+def run(arguments: argparse.Namespace) -> dict[str, Rows]:
+    """Return the tables of this part; `arguments` has `gpu_bytes` and `repetitions`."""
+    nbytes, reps = arguments.gpu_bytes, arguments.repetitions
+    copy = copy_gbps(nbytes, reps)
+    rows: Rows = [
+        {"data": f"plain copy: {copy:,.0f} GB/s read+write", "read+write of copy": "100 %"}
+    ]
+    for dim in (128, 64):
+        for side in ("K", "V"):
+            rows += [tile_row(side, dim, step, nbytes, copy, reps) for step in STEPS]
+            rows.append(lossless_row(side, dim, nbytes, copy, reps))
+        rows += nvcomp_rows(dim, nbytes, reps)
+    return {"Coded tiles of K and V, bfloat16": rows}
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--repetitions", type=int, default=7, help="timed runs of each row")
+    parser.add_argument("--gpu-bytes", type=int, default=1 << 30, help="raw bytes of an input")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    parser.add_argument("--out", type=Path, help="also write the table to this Markdown file")
+    arguments = parser.parse_args()
+    print_tables(run(arguments), arguments.json, arguments.out)
+
+
+if __name__ == "__main__":
+    main()

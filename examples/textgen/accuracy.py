@@ -1,0 +1,109 @@
+"""What rounded K and V do to a model: predictions from a history that is packed as it grows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+#: Tokens of a forward pass behind the prompt: those of a block, so that what is packed before each
+#: is what generating token by token would have packed.
+CHUNK_TOKENS = 64
+
+
+@dataclass
+class Score:
+    """Sums over the tokens that were predicted.
+
+    Attributes
+    ----------
+    tokens : int
+        Predicted tokens.
+    loss : float
+        Sum of the negative logarithms of the probabilities of the tokens that came.
+    divergence : float
+        Sum of the Kullback-Leibler divergences of the plain model's predictions to these.
+    same : int
+        Tokens whose most probable prediction is the plain model's.
+    """
+
+    tokens: int = 0
+    loss: float = 0.0
+    divergence: float = 0.0
+    same: int = 0
+    stats: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """What a table shows."""
+        n = max(1, self.tokens)
+        return {
+            "tokens": self.tokens,
+            "perplexity": math.exp(self.loss / n),
+            "KL to plain": self.divergence / n,
+            "same top token %": 100 * self.same / n,
+        }
+
+
+@torch.no_grad()
+def scores(
+    model: Any,
+    ids: torch.Tensor,
+    caches: Mapping[str, Callable[[], Any]],
+    *,
+    prompt_tokens: int,
+    progress: Callable[[int, int], None] | None = None,
+) -> dict[str, Score]:
+    """Predict each token behind a prompt from packed histories, and compare with the plain ones.
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel
+        Causal.
+    ids : torch.Tensor
+        int64 ``[1, tokens]``.
+    caches : mapping
+        Makes a cache for each name; the first is the plain one.
+    prompt_tokens : int
+        Tokens of the first forward pass, a multiple of CHUNK_TOKENS; they are not scored.
+    progress : callable, optional
+        Given the tokens that are done, and all.
+
+    Returns
+    -------
+    dict
+        The scores by name.
+    """
+    made = {name: make() for name, make in caches.items()}
+    found = {name: Score() for name in made}
+    last: dict[str, torch.Tensor] = {}
+    begin, end = 0, prompt_tokens
+    while begin < ids.shape[1]:
+        chunk = ids[:, begin:end]
+        plain: torch.Tensor | None = None
+        for name, cache in made.items():
+            keep = 1 if not begin else chunk.shape[1]
+            logits = model(chunk, past_key_values=cache, logits_to_keep=keep).logits[0].float()
+            if begin:
+                # The first of these tokens was predicted in the pass before.
+                ahead = torch.cat([last[name], logits[:-1]]).log_softmax(-1)
+                plain = ahead if plain is None else plain
+                _add(found[name], ahead, plain, chunk[0])
+            last[name] = logits[-1:]
+        if progress is not None:
+            progress(min(end, ids.shape[1]), ids.shape[1])
+        begin, end = end, min(end + CHUNK_TOKENS, ids.shape[1])
+    for name, cache in made.items():
+        if hasattr(cache, "stats"):
+            found[name].stats = cache.stats()
+    return found
+
+
+def _add(score: Score, ahead: torch.Tensor, plain: torch.Tensor, came: torch.Tensor) -> None:
+    score.tokens += came.shape[0]
+    score.loss -= float(ahead.gather(1, came[:, None]).sum())
+    score.divergence += float((plain.exp() * (plain - ahead)).sum())
+    score.same += int((plain.argmax(-1) == ahead.argmax(-1)).sum())

