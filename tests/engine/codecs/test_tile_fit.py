@@ -364,3 +364,24 @@ def test_no_code_is_beyond_all_codes() -> None:
     plan = fitted(sample(heads=1, dim=32, dtype=torch.float32), Granularity.CHANNEL)
     assert (quantise(values, plan.tables()) == NO_CODE).all()
     assert NO_CODE > MAX_CODE
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("granularity", SETTINGS, ids=lambda g: g.name)
+def test_samples_on_a_gpu(granularity: Granularity) -> None:
+    values = sample(batch=2, tokens=512, dim=80)
+    pairs, scale = SETTINGS[granularity]
+    fits = [
+        measured_fit(
+            given, tile_tokens=TILE, granularity=granularity, token_pairs=pairs, scale=scale
+        )
+        for given in (values, values.cuda())
+    ]
+    tables = fits[0].plan.tables()
+    codes = quantise(values.cuda(), tables.to(torch.device("cuda")))
+    assert torch.equal(codes.cpu(), quantise(values, tables))
+    assert fits[1].bits_per_value == pytest.approx(fits[0].bits_per_value, rel=1e-3)
+    keys, others, queries = (t.cuda() for t in prompt())
+    fit = fit_error(keys, others, queries, error=0.1, tile_tokens=TILE)
+    assert fit is not None
+    assert fit.measured.error <= 0.1
