@@ -262,22 +262,22 @@ def outputs(
         logits = softcap * torch.tanh(logits / softcap)
     count, tokens = logits.shape[2:]
     hidden = torch.ones(count, tokens, dtype=torch.bool).triu(tokens - count + 1)
-    return logits.masked_fill(hidden, -torch.inf).softmax(dim=3) @ v
+    output: torch.Tensor = logits.masked_fill(hidden, -torch.inf).softmax(dim=3) @ v
+    return output
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
 def test_the_measured_error_is_that_of_attention(softcap: float | None) -> None:
     keys, values, queries = prompt()
-    options = {"tile_tokens": TILE, "sinks": 4, "window": 28, "softcap": softcap}
-    fit = fit_error(keys, values, queries, error=0.05, **options)
+    fit = fit_error(keys, values, queries, error=0.05, tile_tokens=TILE, window=28, softcap=softcap)
     assert fit is not None
     assert 0.03 < fit.measured.error <= 0.05
-    packed = [keys.clone(), values.clone()]
-    for kept, plan in zip(packed, (fit.keys, fit.values), strict=True):
+    k, v = keys.clone(), values.clone()
+    for kept, plan in ((k, fit.keys), (v, fit.values)):
         kept[:, :, 4:484] = coded(kept[:, :, 4:484], plan)[0]
     last = queries[:, :, -64:]
     plain = outputs(keys, values, last, softcap)
-    error = (outputs(*packed, last, softcap) - plain).norm() / plain.norm()
+    error = (outputs(k, v, last, softcap) - plain).norm() / plain.norm()
     assert fit.measured.error == pytest.approx(float(error), rel=0.02)
     assert fit.keys.scale == fit.measured.key_scale
     assert fit.values.scale == fit.measured.value_scale
@@ -331,8 +331,7 @@ def test_long_prompts_are_drawn_from_and_padding_is_not_seen() -> None:
     fit = fit_error(keys, values, queries, **options)
     keys[1, :, :3000] = -keys[1, :, :3000]
     values[1, :, :3000] = 100 * values[1, :, :3000]
-    scales = {"key_scale": 1.0, "value_scale": 1.0}
-    other = fit_error(keys, values, queries, **options, **scales)
+    other = fit_error(keys, values, queries, **options, key_scale=1.0, value_scale=1.0)
     assert fit is not None
     assert fit.measured.error <= 0.1
     assert other is not None
@@ -365,3 +364,24 @@ def test_no_code_is_beyond_all_codes() -> None:
     plan = fitted(sample(heads=1, dim=32, dtype=torch.float32), Granularity.CHANNEL)
     assert (quantise(values, plan.tables()) == NO_CODE).all()
     assert NO_CODE > MAX_CODE
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("granularity", SETTINGS, ids=lambda g: g.name)
+def test_samples_on_a_gpu(granularity: Granularity) -> None:
+    values = sample(batch=2, tokens=512, dim=80)
+    pairs, scale = SETTINGS[granularity]
+    fits = [
+        measured_fit(
+            given, tile_tokens=TILE, granularity=granularity, token_pairs=pairs, scale=scale
+        )
+        for given in (values, values.cuda())
+    ]
+    tables = fits[0].plan.tables()
+    codes = quantise(values.cuda(), tables.to(torch.device("cuda")))
+    assert torch.equal(codes.cpu(), quantise(values, tables))
+    assert fits[1].bits_per_value == pytest.approx(fits[0].bits_per_value, rel=1e-3)
+    keys, others, queries = (t.cuda() for t in prompt())
+    fit = fit_error(keys, others, queries, error=0.1, tile_tokens=TILE)
+    assert fit is not None
+    assert fit.measured.error <= 0.1

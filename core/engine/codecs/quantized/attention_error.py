@@ -213,6 +213,10 @@ class _Side:
         decoded = dequantise(codes, step, center, self.sample.dtype)
         return codes, torch.where(codes == NO_CODE, self.sample, decoded).float()
 
+    def clamped(self, scale: float) -> float:
+        """Return a scale, or the nearest that may be."""
+        return min(max(self.scales[0], scale), self.scales[-1])
+
     def bits(self, codes: torch.Tensor) -> torch.Tensor:
         """Return the entropy of codes, each channel by itself: bits a value, on the device."""
         counted = count_channels(codes).double()
@@ -268,8 +272,8 @@ class _Prompt:
         count = min(queries.shape[2], _QUERIES)
         last = queries[self._lines, :, queries.shape[2] - count :].float()
         # Heads that share keys are further rows.
-        self._query = last.unflatten(1, (heads, -1)).flatten(2, 3)
         groups = queries.shape[1] // heads
+        self._query = last.reshape(lines, heads, groups * count, dim)
         at = torch.arange(tokens - count, tokens, device=device).repeat(groups)
         self._raw_seen = self._seen(raw, at, first_valid)
         self._seen_of_chosen = self._seen(self._chosen, at, first_valid) + math.log(share)
@@ -278,7 +282,7 @@ class _Prompt:
         self._raw_logits = self._logits(keys[self._lines][:, :, raw].float()) + self._raw_seen
         self._shares = self._softmax(self.coded(keys).float())
         self._plain = self._output(self._shares, self._values)
-        self._norm = self._plain.norm().clamp(min=1e-30)
+        self._norm = torch.linalg.vector_norm(self._plain).clamp(min=1e-30)
 
     def coded(self, kept: torch.Tensor) -> torch.Tensor:
         """Return the keys or values that are coded, ``[B, H, T, dim]``."""
@@ -288,7 +292,9 @@ class _Prompt:
         """Return the relative error when these are attended to, None for those as they came."""
         shares = self._shares if keys is None else self._softmax(keys)
         output = self._output(shares, self._values if values is None else values)
-        return (output - self._plain).norm() / self._norm
+        far = torch.linalg.vector_norm(output - self._plain)
+        relative: torch.Tensor = far / self._norm
+        return relative
 
     def _seen(
         self, tokens: torch.Tensor, at: torch.Tensor, first_valid: torch.Tensor | None
@@ -301,7 +307,7 @@ class _Prompt:
         return torch.zeros(hidden.shape, device=tokens.device).masked_fill(hidden, -math.inf)
 
     def _logits(self, keys: torch.Tensor) -> torch.Tensor:
-        logits = self._query @ keys.transpose(2, 3) * self._scaling
+        logits: torch.Tensor = self._query @ keys.transpose(2, 3) * self._scaling
         if self._softcap is not None:
             logits = self._softcap * torch.tanh(logits / self._softcap)
         return logits
@@ -313,7 +319,8 @@ class _Prompt:
 
     def _output(self, shares: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         coded = values.shape[2]
-        return shares[..., :coded] @ values + shares[..., coded:] @ self._raw_values
+        output: torch.Tensor = shares[..., :coded] @ values
+        return output + shares[..., coded:] @ self._raw_values
 
 
 def _choose(
@@ -341,13 +348,10 @@ def _choose(
         pair = k.scales[0], v.scales[0]
     best, factor, fine, coarse = None, 1.0, 0.0, math.inf
     for trial in range(_TRIALS):
-        scales = tuple(
-            min(max(side.scales[0], scale * factor), side.scales[-1])
-            for side, scale in zip((k, v), pair, strict=True)
-        )
+        scales = k.clamped(pair[0] * factor), v.clamped(pair[1] * factor)
         both = float(prompt.error(k.coded(scales[0])[1], v.coded(scales[1])[1]))
         if both <= error:
-            best, fine = (both, (scales[0], scales[1])), factor
+            best, fine = (both, scales), factor
         else:
             coarse = factor
         end = 0 if best is None else -1

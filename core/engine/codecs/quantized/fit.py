@@ -220,8 +220,8 @@ def query_weights(
             f"queries: {list(queries.shape)}, expected [B, a multiple of {kv_heads}, n, dim]"
         )
     squares = queries.float().square().mean(dim=(0, 2))
-    rms = squares.unflatten(0, (kv_heads, -1)).mean(dim=1).sqrt()
     dim = queries.shape[3]
+    rms = squares.view(kv_heads, -1, dim).mean(dim=1).sqrt()
     return rms if scaling is None else rms * (scaling * dim**0.5)
 
 
@@ -316,7 +316,7 @@ def _count(placed: torch.Tensor, fmt: TileFormat) -> Counts:
     heads, blocks = placed.shape[1], fmt.blocks
     number = torch.arange(heads * blocks, device=placed.device).view(heads, 1, blocks, 1)
     # NO_CODE, 128, goes to symbol 0, that of no code.
-    codes = placed.unflatten(3, (blocks, TILE_BLOCK)).long()
+    codes = placed.long().view(*placed.shape[:3], blocks, TILE_BLOCK)
     singles = _bincount((codes + ZERO_SYMBOL) % SINGLES + number * SINGLES, heads * blocks)
     near = torch.where(codes.abs() <= PAIR_RADIUS, codes, 0) + PAIR_RADIUS
     if fmt.token_pairs:

@@ -106,7 +106,8 @@ def _values_of(symbols: npt.NDArray[np.int32], radius: int) -> npt.NDArray[np.in
     if not radius:
         return symbols
     first, second = np.divmod(symbols, 2 * radius + 1)
-    return (first - radius + ZERO_SYMBOL) | (second - radius + ZERO_SYMBOL) << 8
+    pair = (first - radius + ZERO_SYMBOL) | (second - radius + ZERO_SYMBOL) << 8
+    return np.asarray(pair, np.int32)
 
 
 def _int32(values: npt.NDArray[np.uint8]) -> torch.Tensor:

@@ -82,7 +82,8 @@ def scaled_mean_square(values: torch.Tensor, scale: float) -> torch.Tensor:
     squares = torch.where(x.isfinite(), x, 0.0).square()
     dim = squares.shape[-1]
     spare = -dim % TILE_LANES
-    lanes = torch.nn.functional.pad(squares, (0, spare)).unflatten(-1, (-1, TILE_LANES))
+    padded = torch.nn.functional.pad(squares, (0, spare))
+    lanes = padded.view(*padded.shape[:-1], -1, TILE_LANES)
     sums = lanes[..., 0, :]
     for k in range(1, lanes.shape[-2]):
         sums = sums + lanes[..., k, :]
@@ -91,14 +92,16 @@ def scaled_mean_square(values: torch.Tensor, scale: float) -> torch.Tensor:
         width //= 2
         sums = sums[..., :width] + sums[..., width:]
     factors = np.float32(1 / dim), np.float32(scale * scale)
-    return sums[..., 0].contiguous() * float(factors[0]) * float(factors[1])
+    mean: torch.Tensor = sums[..., 0].contiguous() * float(factors[0])
+    return mean * float(factors[1])
 
 
 def ranges(
     values: torch.Tensor, fmt: TileFormat, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return steps and centers by range: of each tile, of its channels, or of its tokens."""
-    x = values.float().unflatten(2, (-1, fmt.tokens))
+    batch, heads, tokens, dim = values.shape
+    x = values.float().reshape(batch, heads, tokens // fmt.tokens, fmt.tokens, dim)
     finite = x.isfinite()
     over = {
         Granularity.BLOCK_RANGE: (3, 4),
