@@ -16,7 +16,7 @@ from ..spans import MAX_ROWS, RawRun, Span, group_of
 from ..tile_format import TILE_BLOCK, TileTables
 from .parameters import Address, Int32, Int64, Parameters
 from .runner import Launch, Runner
-from .source import ATTEND_GROUPS, VALUE_KINDS, PlainVariant, attend_variant
+from .source import VALUE_KINDS, PlainVariant, attend_variant
 from .tiles import WORDS_ALIGN_BYTES
 
 MERGE_THREADS = 128
@@ -280,15 +280,9 @@ class AttendKernels:
             span = spans[i] if i < len(spans) else None
             both = [*runs[2 * i : 2 * i + 2], _NO_RUN, _NO_RUN][:2]
             groups = span.k_tables.format.tokens // TILE_BLOCK if span else 4
-            if groups not in ATTEND_GROUPS:
-                raise ArgumentError(
-                    f"spans: tiles of {groups * TILE_BLOCK} tokens, accepted are "
-                    f"{[TILE_BLOCK * each for each in ATTEND_GROUPS]}"
-                )
             variant = attend_variant(groups, row_groups, query.dtype)
             entries = self._entries_of(span) if span else 0
             shape, launch = self._shape(variant, dim, entries)
-            # Sixteen tokens that are not coded take about a third of a tile.
             items = (span.tiles if span else 0) + sum(ceil_div(r.tokens, 16) for r in both)
             splits = self._splits(pairs, items, shape, sm_budget)
             launches.append((launch, splits, slots, numbers[i] if span else _NO_TILES, both))
