@@ -14,7 +14,13 @@ from bitslab.engine.kernels.cpu.attend import attend as twin
 from bitslab.engine.kernels.cuda.attend import AttendKernels
 from bitslab.engine.kernels.cuda.runner import DAMAGED_ERROR, INDEX_ERROR
 from bitslab.engine.kernels.cuda.source import source_text
-from bitslab.engine.kernels.tile_format import LEVEL_ZERO, MAX_SYMBOLS, Granularity, TileFormat
+from bitslab.engine.kernels.tile_format import (
+    LEVEL_ZERO,
+    MAX_CLASSES,
+    MAX_SYMBOLS,
+    Granularity,
+    TileFormat,
+)
 from bitslab.errors import ArgumentError, CorruptedDataError
 from tests.helpers import dtype_id
 from tests.simt.module import guarded
@@ -328,6 +334,7 @@ def test_headers_lengths_and_ids_that_cannot_be_are_reported():
 def test_constants_are_those_of_the_format():
     text = source_text("attend")
     assert f"#define LEVEL_ZERO {LEVEL_ZERO} " in text
+    assert f"#define MAX_CLASSES {MAX_CLASSES} " in text
 
 
 REFUSED: dict[str, dict[str, Any]] = {

@@ -23,33 +23,51 @@
 #include "attend_rows.cuh"
 
 #define MERGE_THREADS 128
+#define MAX_CLASSES 8  // as in tile_format.py
+#define WHOLE_CODE 8   // codes up to that are whole in the upper byte of a half
 #define MAX_DIM 256
 
-// Fill the lookup tables and what each block of positions takes of them.
+// Fill the lookup tables, one behind the other, and what each block of positions takes of them. What is
+// known of classes is loaded at once, since a block has no other work meanwhile.
 __device__ void load_coder(const int* __restrict__ block_class, const int* __restrict__ radius,
                            const int* __restrict__ class_bits, const u32* __restrict__ lookup, int classes,
                            int code_bits, int blocks, u32* to, int4* of_blocks) {
+  int bits[MAX_CLASSES], reach[MAX_CLASSES], begin[MAX_CLASSES + 1];
+  begin[0] = 0;
+#pragma unroll
+  for (int c = 0; c < MAX_CLASSES; ++c) {
+    bits[c] = c < classes ? __ldg(class_bits + c) : 0;
+    reach[c] = c < classes ? __ldg(radius + c) : 0;
+  }
+#pragma unroll
+  for (int c = 0; c < MAX_CLASSES; ++c) begin[c + 1] = begin[c] + (c < classes ? 1 << bits[c] : 0);
   for (int b = threadIdx.x; b < blocks; b += blockDim.x) {
     const int mine = block_class[b];
-    int begin = 0;
-    for (int c = 0; c < mine; ++c) begin += 1 << class_bits[c];
-    const int symbols = radius[mine] == 0 ? SINGLES : radius[mine] <= 8 ? PAIRS : WIDE_PAIRS;
-    of_blocks[b] = make_int4(place_of(to) + 4 * begin, (1 << class_bits[mine]) - 1, class_bits[mine], symbols);
-  }
-  for (int c = 0; c < classes; ++c) {
-    const int bits = class_bits[c], reach = radius[c];
-    for (int i = threadIdx.x; i < 1 << bits; i += blockDim.x) {
-      const u32 entry = __ldg(lookup + ((i64)c << code_bits) + (i << (code_bits - bits)));
-      const u32 length = entry >> 24;
-      u32 codes = entry << 16;
-      if (reach <= 8) {
-        const u32 first = float_to_half((float)(int)(entry & 255) - 128);
-        const u32 second = float_to_half((float)(int)(entry >> 8 & 255) - 128);
-        codes = reach ? first << 8 & 0xff0000 | second << 16 & 0xff000000 : first << 16;
-      }
-      to[i] = length ? codes | (0u - length & 0xffff) : 64;  // its codes are nothing, and end as damaged
+    int4 found = make_int4(0, 0, 0, 0);
+#pragma unroll
+    for (int c = 0; c < MAX_CLASSES; ++c) {
+      const int symbols = reach[c] == 0 ? SINGLES : reach[c] <= WHOLE_CODE ? PAIRS : WIDE_PAIRS;
+      if (c == mine) found = make_int4(place_of(to) + 4 * begin[c], (1 << bits[c]) - 1, bits[c], symbols);
     }
-    to += 1 << bits;
+    of_blocks[b] = found;
+  }
+#pragma unroll 8
+  for (int i = threadIdx.x; i < begin[MAX_CLASSES]; i += blockDim.x) {
+    int from = i << (code_bits - bits[0]), farthest = reach[0];
+#pragma unroll
+    for (int c = 1; c < MAX_CLASSES; ++c)
+      if (c < classes && i >= begin[c]) {
+        from = (c << code_bits) + ((i - begin[c]) << (code_bits - bits[c]));
+        farthest = reach[c];
+      }
+    const u32 entry = __ldg(lookup + from), length = entry >> 24;
+    u32 codes = entry << 16;
+    if (farthest <= WHOLE_CODE) {
+      const u32 first = float_to_half((float)(int)(entry & 255) - 128);
+      const u32 second = float_to_half((float)(int)(entry >> 8 & 255) - 128);
+      codes = farthest ? (first << 8 & 0xff0000) | (second << 16 & 0xff000000) : first << 16;
+    }
+    to[i] = length ? codes | (0u - length & 0xffff) : 64;  // no code: counts as damage
   }
 }
 
@@ -274,6 +292,7 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1)
       continue;
     }
     u32 weights[GROUPS][NT][2];
+    __syncwarp();
 #pragma unroll
     for (int j = 0; j < GROUPS; ++j)
 #pragma unroll

@@ -28,6 +28,8 @@ RING_BYTES = 4 * 512
 BLOCK_TILES = 0.3
 #: Shared memory of a block that is the driver's.
 RESERVED_BYTES = 1 << 10
+#: Cuts that are kept: a context that grows needs others.
+MAX_CUTS = 4096
 #: The most splits of one launch.
 MAX_SPLITS = 256
 
@@ -169,6 +171,8 @@ class AttendKernels:
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
         self._entries: WeakKeyDictionary[TileTables, int] = WeakKeyDictionary()
+        self._spans: WeakKeyDictionary[Span, tuple[int, ...]] = WeakKeyDictionary()
+        self._cuts: dict[tuple[int, int, _Shape, int | None], int] = {}
         self._shapes: dict[tuple[PlainVariant, int, int], tuple[_Shape, Launch]] = {}
         self._merges: dict[PlainVariant, Launch] = {}
 
@@ -314,8 +318,11 @@ class AttendKernels:
 
     def _numbers(self, span: Span) -> tuple[int, ...]:
         """Return the parameters of a span, in the order of the kernel."""
+        found = self._spans.get(span)
+        if found is not None:
+            return found
         k, v = span.k_tables, span.v_tables
-        return (
+        found = self._spans[span] = (
             *(span.tiles, span.first_token, span.tokens),
             *_table(span.k, "k"),
             *(span.k_ids.data_ptr(), k.heads),
@@ -327,6 +334,7 @@ class AttendKernels:
             *_coder(v),
             self._entries_of_tables(v),
         )
+        return found
 
     def _entries_of(self, span: Span) -> int:
         return self._entries_of_tables(span.k_tables) + self._entries_of_tables(span.v_tables)
@@ -371,6 +379,10 @@ class AttendKernels:
 
     def _splits(self, pairs: int, items: int, shape: _Shape, sm_budget: int | None) -> int:
         """Return how many blocks share the tokens of a head."""
+        key = pairs, items, shape, sm_budget
+        found = self._cuts.get(key)
+        if found is not None:
+            return found
         multiprocessors = self._runner.multiprocessors
         if sm_budget is not None:
             multiprocessors = max(1, min(sm_budget, multiprocessors))
@@ -380,7 +392,10 @@ class AttendKernels:
             tiles = ceil_div(items, splits * shape.warps)
             return ceil_div(pairs * splits, at_once) * (tiles + BLOCK_TILES), splits
 
-        return min(range(1, max(1, min(items, MAX_SPLITS)) + 1), key=cost)
+        if len(self._cuts) >= MAX_CUTS:
+            self._cuts.clear()
+        found = self._cuts[key] = min(range(1, max(1, min(items, MAX_SPLITS)) + 1), key=cost)
+        return found
 
 
 def shared_bytes(dim: int, entries: int, row_groups: int, warps: int) -> int:
