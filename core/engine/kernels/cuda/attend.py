@@ -26,6 +26,8 @@ BLOCK_WARPS = (8, 12, 16, 24, 32, 4, 2, 1)
 RING_BYTES = 4 * 512
 #: What tables and queries of a block take, in tiles of a warp.
 BLOCK_TILES = 0.3
+#: Warps of a multiprocessor from which on tiles take longer: each waits for its own look-ups first.
+BUSY_WARPS = 22
 #: Shared memory of a block that is the driver's.
 RESERVED_BYTES = 1 << 10
 #: Cuts that are kept: a context that grows needs others.
@@ -389,8 +391,11 @@ class AttendKernels:
         at_once = multiprocessors * shape.blocks
 
         def cost(splits: int) -> tuple[float, int]:
-            tiles = ceil_div(items, splits * shape.warps)
-            return ceil_div(pairs * splits, at_once) * (tiles + BLOCK_TILES), splits
+            blocks, here = pairs * splits, ceil_div(items, splits)
+            at_work = min(shape.blocks, ceil_div(blocks, multiprocessors))
+            crowding = max(1.0, at_work * min(shape.warps, here) / BUSY_WARPS)
+            tiles = ceil_div(here, shape.warps) * crowding
+            return ceil_div(blocks, at_once) * (tiles + BLOCK_TILES), splits
 
         if len(self._cuts) >= MAX_CUTS:
             self._cuts.clear()
