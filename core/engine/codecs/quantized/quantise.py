@@ -90,7 +90,7 @@ def scaled_mean_square(values: torch.Tensor, scale: float) -> torch.Tensor:
     while width > 1:  # a butterfly: each addition is commutative, so one half is enough
         width //= 2
         sums = sums[..., :width] + sums[..., width:]
-    factors = np.float32(1) / np.float32(dim), np.float32(scale) * np.float32(scale)
+    factors = np.float32(1 / dim), np.float32(scale * scale)
     return sums[..., 0].contiguous() * float(factors[0]) * float(factors[1])
 
 

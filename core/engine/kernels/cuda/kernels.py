@@ -16,6 +16,7 @@ from .gather import GatherKernels
 from .ids import IdKernels
 from .map import MapKernels
 from .plan import PlanKernels
+from .quantized import TileKernels
 from .runner import Runner
 from .slots import SlotKernels
 
@@ -68,3 +69,8 @@ class CudaKernels:
         self.prepare_decode = decode.prepare_decode
         self.copy_rows = CopyKernels(runner).copy_rows
         self.attend = AttendKernels(runner).attend
+        tiles = TileKernels(runner)
+        self.measure_tiles = tiles.measure_tiles
+        self.encode_tiles = tiles.encode_tiles
+        self.decode_tiles = tiles.decode_tiles
+        self.prepare_tiles = tiles.prepare_tiles
