@@ -179,7 +179,7 @@ def measured(
             reps + 2, batch, HEADS * group, 1, DIM, dtype=torch.bfloat16, device="cuda"
         )
 
-        def ours(i: int) -> torch.Tensor:
+        def ours(i: int, queries: torch.Tensor = queries) -> torch.Tensor:
             return attend(queries[i], [span], length=tokens, scaling=DIM**-0.5)
 
         line: dict[str, Any] = {
@@ -202,7 +202,7 @@ def measured(
         for name, run in (peers(keys, values) if with_peers else {}).items():
             try:
                 error = relative_error(run(queries[0])[0, :, 0], expected)
-                others[name] = gpu_seconds(lambda i, run=run: run(queries[i]), reps)
+                others[name] = gpu_seconds(lambda i: run(queries[i]), reps)  # noqa: B023
             except Exception as problem:  # a backend says in its own way what it does not take
                 print(f"{name}: {type(problem).__name__}: {str(problem).splitlines()[0]:.150}")
                 continue
@@ -259,10 +259,8 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=10)
     parser.add_argument("--no-peers", action="store_true")
     args = parser.parse_args()
-    sizes = SIZES
-    if args.sizes:
-        given = (each.split(":") for each in args.sizes)
-        sizes = tuple((int(batch), int(tokens)) for batch, tokens in given)
+    given = [each.split(":") for each in args.sizes or ()]
+    sizes = tuple((int(batch), int(tokens)) for batch, tokens in given) or SIZES
     found = rates(
         sizes=sizes,
         steps=tuple(args.steps),

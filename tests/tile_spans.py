@@ -45,7 +45,7 @@ def span_of(
 ) -> Span:
     """Return the span of keys and values ``[B, Hkv, T, D]``."""
     batch, heads, length, _ = keys.shape
-    parts = []
+    parts: list[tuple[TableStorage, TileTables]] = []
     for x, granularity, pairs, scale in (
         (keys, Granularity.CHANNEL, False, k_scale),
         (values, Granularity.TOKEN_LEVEL, True, v_scale),
@@ -60,12 +60,12 @@ def span_of(
             code_bits=code_bits,
         )
         tables = plan.tables()
-        parts += [stored(tiles_of(x, tile_tokens), tables), tables]
+        parts.append((stored(tiles_of(x, tile_tokens), tables), tables))
     tiles = -(-length // tile_tokens)
     # Rows of tables go by batch, tile, head; ids by batch, head, tile.
     rows = torch.arange(batch * tiles * heads, dtype=torch.int32).view(batch, tiles, heads)
     ids = rows.transpose(1, 2).reshape(-1).contiguous()
-    k, k_tables, v, v_tables = parts
+    (k, k_tables), (v, v_tables) = parts
     return Span(k, k_tables, ids, v, v_tables, ids, first_token, length)
 
 

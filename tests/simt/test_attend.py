@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,13 @@ from bitslab.engine.kernels.cpu.attend import attend as twin
 from bitslab.engine.kernels.cuda.attend import AttendKernels
 from bitslab.engine.kernels.cuda.runner import DAMAGED_ERROR, INDEX_ERROR
 from bitslab.engine.kernels.cuda.source import source_text
-from bitslab.engine.kernels.tile_format import LEVEL_ZERO, MAX_SYMBOLS, Granularity, TileFormat
+from bitslab.engine.kernels.tile_format import (
+    LEVEL_ZERO,
+    MAX_CLASSES,
+    MAX_SYMBOLS,
+    Granularity,
+    TileFormat,
+)
 from bitslab.errors import ArgumentError, CorruptedDataError
 from tests.helpers import dtype_id
 from tests.simt.module import guarded
@@ -92,7 +99,7 @@ def test_attention_is_that_of_the_twin(batch, heads, group, n, dim, tokens):
 def test_short_dtypes_lose_their_last_rounding_alone(dtype):
     query, keys, values = (x.to(dtype) for x in drawn(1, 1, 4, 1, 64, 150))
     keys[0, 0, 9, 3], values[0, 0, 70, 5] = 3e4, -3e4  # exceptions
-    options = {"length": 150, "scaling": 0.05}
+    options: dict[str, Any] = {"length": 150, "scaling": 0.05}
     runner = SimtRunner(1)
     raw = [(130, keys[:, :, 130:], values[:, :, 130:])]
     span = span_of(keys[:, :, :130], values[:, :, :130])
@@ -118,7 +125,7 @@ def test_scores_are_capped_and_sinks_take_weight():
     span = span_of(keys[:, :, :64], values[:, :, :64])
     raw = [(64, keys[:, :, 64:], values[:, :, 64:])]
     sinks = torch.tensor([0.5, -3.0, 4.0, 40.0])
-    options = {"length": 90, "scaling": 1.5, "softcap": 7.0}
+    options: dict[str, Any] = {"length": 90, "scaling": 1.5, "softcap": 7.0}
     plain, _ = both(query, [span], raw, **options)
     found, expected = both(query, [span], raw, sinks=sinks, **options)
     assert relative_error(found, expected) < 1e-5
@@ -168,7 +175,8 @@ def test_exceptions_count_with_all_their_bits():
         x[at] = x[at] * 300 + 77.7
         table = stored(tiles_of(x, 64), tables)
         assert ((table.words[:1] >> 16) > 3).all()
-        span = replace(span, **{"k" if x is keys else "v": table})
+        changed: dict[str, Any] = {"k" if x is keys else "v": table}
+        span = replace(span, **changed)
     found, expected = both(query, [span], length=128, scaling=0.002)
     assert relative_error(found, expected) < 2e-6
 
@@ -193,7 +201,7 @@ def test_tiles_that_are_kept_raw_are_read_as_they_are(which, dtype):
     span = span_of(keys[:, :, :64], values[:, :, :64], k_scale=0.05, v_scale=0.05)
     k, v = stored(tiles_of(keys, 64), span.k_tables), stored(tiles_of(values, 64), span.v_tables)
     if which != "v":
-        assert k.lengths[1] == 0
+        assert k.lengths is not None and k.lengths[1] == 0
     ids = torch.arange(3, dtype=torch.int32)
     span = replace(span, k=k, v=v, k_ids=ids, v_ids=ids, tokens=180)
     found, expected = both(query, [span], length=180, scaling=0.02)
@@ -240,7 +248,7 @@ def test_several_spans_and_runs_make_one_softmax():
         for (a, k, v), scale in zip((parts[1], parts[2], parts[4]), (1.0, 0.4, 2.0), strict=True)
     ]
     raw = [parts[0], parts[3], parts[5], (330, keys[:, :, :0], values[:, :, :0])]
-    options = {"length": 330, "scaling": 0.15}
+    options: dict[str, Any] = {"length": 330, "scaling": 0.15}
     found, expected = both(query, spans, raw, **options)
     assert relative_error(found, expected) < 2e-6
     alone, of_twin = both(query, [], parts, **options)
@@ -267,7 +275,7 @@ def test_an_sm_budget_and_many_heads_change_the_cut_alone():
     span = span_of(keys, values, tile_tokens=16)
     runner = SimtRunner()
     kernels = AttendKernels(runner)
-    options = {"length": 256, "scaling": 0.3}
+    options: dict[str, Any] = {"length": 256, "scaling": 0.3}
     whole = kernels.attend(query, [span], **options)
     budget = kernels.attend(query, [span], sm_budget=1, **options)
     assert relative_error(budget, whole) < 1e-5
@@ -304,10 +312,9 @@ def test_damaged_tiles_are_reported_and_nothing_outside_is_read(part):
 def test_headers_lengths_and_ids_that_cannot_be_are_reported():
     query, keys, values = drawn(1, 1, 1, 1, 16, 128)
     span = span_of(keys, values)
-    begin = int(span.k.bases[0])
     for header in (0, -1, 0x7FFF, 0x7FFF0000):
         words = span.k.words.clone()
-        words[begin] = header
+        words[0] = header
         runner = SimtRunner()
         damaged = guarded_span(replace(span, k=replace(span.k, words=words)))
         AttendKernels(runner).attend(query, [damaged], length=128, scaling=0.1)
@@ -327,9 +334,10 @@ def test_headers_lengths_and_ids_that_cannot_be_are_reported():
 def test_constants_are_those_of_the_format():
     text = source_text("attend")
     assert f"#define LEVEL_ZERO {LEVEL_ZERO} " in text
+    assert f"#define MAX_CLASSES {MAX_CLASSES} " in text
 
 
-REFUSED = {
+REFUSED: dict[str, dict[str, Any]] = {
     "query: 5 heads, accepted are 1 to 16 for each of 2": {"query": torch.zeros(1, 5, 1, 32)},
     "query: 34 heads": {"query": torch.zeros(1, 34, 1, 32)},
     r"query: \[1, 2, 32\], accepted is": {"query": torch.zeros(1, 2, 32)},
@@ -349,8 +357,13 @@ REFUSED = {
 @pytest.mark.parametrize("message", REFUSED)
 def test_what_does_not_fit_together_is_refused(message):
     query, keys, values = drawn(1, 2, 1, 1, 32, 64)
-    options = {"query": query, "spans": [span_of(keys, values)], "length": 64, "scaling": 1.0}
-    options |= REFUSED[message]
+    options: dict[str, Any] = {
+        "query": query,
+        "spans": [span_of(keys, values)],
+        "length": 64,
+        "scaling": 1.0,
+    }
+    options |= {"query": query, **REFUSED[message]}
     for attend in (AttendKernels(SimtRunner()).attend, twin):
         with pytest.raises(ArgumentError, match=message):
             attend(**options)
@@ -359,14 +372,15 @@ def test_what_does_not_fit_together_is_refused(message):
 def test_spans_that_are_of_no_use_are_refused():
     query, keys, values = drawn(1, 2, 1, 1, 32, 64)
     span = span_of(keys, values)
-    for message, wrong in {
+    refused: dict[str, dict[str, Any]] = {
         "k: TOKEN_LEVEL, token_pairs=True": {"k_tables": span.v_tables},
         "v: CHANNEL, token_pairs=False": {"v_tables": span.k_tables},
         "k: a table in place": {"k": replace(span.k, lengths=None)},
         "v_ids: torch.int64, 2 of them": {"v_ids": span.v_ids.long()},
         "v_ids: torch.int32, 1 of them": {"v_ids": span.v_ids[:1]},
         "k: tables of 5 heads": {"k_tables": replace(span.k_tables, heads=5)},
-    }.items():
+    }
+    for message, wrong in refused.items():
         with pytest.raises(ArgumentError, match=message):
             AttendKernels(SimtRunner()).attend(
                 query, [replace(span, **wrong)], length=64, scaling=1.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -69,10 +70,11 @@ def test_attention_is_that_of_the_twin(dtype, batch, heads, group, n, dim, token
     raw = [(0, keys[:, :, :4], values[:, :, :4]), (end, keys[:, :, end:], values[:, :, end:])]
     first_valid = torch.arange(batch, dtype=torch.int32) * 3
     sinks = torch.linspace(-2, 2, heads * group)
-    for options in (
+    cases: list[dict[str, Any]] = [
         {"scaling": dim**-0.5},
         {"scaling": 0.3, "softcap": 9.0, "sinks": sinks, "first_valid": first_valid},
-    ):
+    ]
+    for options in cases:
         options["length"] = tokens + 140
         found = attend_on_gpu(query, [span], raw, **options)
         expected = twin(query, [span], raw, computed_in=torch.float64, **options)
@@ -104,7 +106,7 @@ def test_it_runs_in_a_graph_and_never_waits():
     raw = [(320, keys[:, :, 320:].cuda(), values[:, :, 320:].cuda())]
     given = query.cuda()
     attend = kernels_on(torch.device("cuda")).attend
-    options = {"length": 400, "scaling": 0.09}
+    options: dict[str, Any] = {"length": 400, "scaling": 0.09}
     first = attend(given, [span], raw, **options)
     with waiting_raises():
         again = attend(given, [span], raw, **options)

@@ -48,7 +48,9 @@ def attend(
     """
     heads, group = group_of(query, spans, raw, length=length, sinks=sinks, first_valid=first_valid)
     batch, query_heads, n, dim = query.shape
-    positions, keys, values = [], [], []
+    positions: list[torch.Tensor] = []
+    keys: list[torch.Tensor] = []
+    values: list[torch.Tensor] = []
     for span in spans:
         if span.tiles:
             positions.append(span.first_token + torch.arange(span.tokens))

@@ -19,451 +19,55 @@
 #include "mailbox.cuh"
 #include "matrix.cuh"
 #include "units.cuh"
+#include "tile_stream.cuh"
+#include "attend_rows.cuh"
 
-typedef unsigned short u16;
-
-#define ROWS (4 * NT)
-#define TOKENS (16 * GROUPS)
-#define PIECE 512         // bytes that are asked for at once
-#define RING (3 * PIECE)  // bytes of a warp's ring; another piece behind them mirrors the first one
-#define AHEAD 320         // bytes that eight symbols of a warp take at most: five units a lane
-#define LEVEL_ZERO 192  // as in tile_format.py, whose tests compare
-#define LOG2E 1.4426950408889634f
-#define WEIGHT_SHIFT 15.0f  // weights are halves of at most 2^15
-#define NO_WEIGHT (-__int_as_float(0x7f800000))
 #define MERGE_THREADS 128
+#define MAX_CLASSES 8  // as in tile_format.py
+#define WHOLE_CODE 8   // codes up to that are whole in the upper byte of a half
 #define MAX_DIM 256
-#if VALUE_KIND == 2
-#define VALUE_SIZE 4
-#else
-#define VALUE_SIZE 2
-#endif
-#define EIGHT_WORDS (2 * VALUE_SIZE)  // words of eight values
-#define EXCEPTION_WORDS (VALUE_SIZE / 2)
 
-// ---------------------------------------------------------------- values
-
-__device__ __forceinline__ float value_of_bits(u32 bits) {
-#if VALUE_KIND == 0
-  return __int_as_float((int)(bits << 16));
-#elif VALUE_KIND == 1
-  return half_to_float((u16)bits);
-#else
-  return __int_as_float((int)bits);
-#endif
-}
-__device__ __forceinline__ float value_at(const void* from, i64 i) {
-#if VALUE_KIND == 2
-  return __ldg((const float*)from + i);
-#else
-  return value_of_bits(__ldg((const u16*)from + i));
-#endif
-}
-__device__ __forceinline__ void load_eight(const u32* from, float (&x)[8]) {
-#pragma unroll
-  for (int i = 0; i < EIGHT_WORDS; ++i) {
-    const u32 word = __ldg(from + i);
-#if VALUE_KIND == 2
-    x[i] = __int_as_float((int)word);
-#else
-    x[2 * i] = value_of_bits(word & 0xffff);
-    x[2 * i + 1] = value_of_bits(word >> 16);
-#endif
-  }
-}
-__device__ __forceinline__ u16 bits_of_value(float x) {
-#if VALUE_KIND == 1
-  return float_to_half(x);
-#else
-  const u32 bits = (u32)__float_as_int(x);
-  if ((bits & 0x7fffffff) > 0x7f800000) return (u16)(bits >> 16 | 0x40);  // stays no number
-  return (u16)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
-#endif
-}
-
-// ---------------------------------------------------------------- tiles
-
-struct Source {  // coded tiles of K or of V
-  const u32* words;
-  i64 n_words;
-  const i64* bases;
-  const void* lengths;
-  int length_bytes;
-  i64 n_rows;
-};
-struct Coder {  // what a block knows of their symbols, in shared memory
-  const int4* blocks;  // of each block of positions: place of the table, mask of the bits, bits, symbols
-};
-enum { SINGLES = 0, PAIRS = 1, WIDE_PAIRS = 2 };
-struct Tile {
-  const u32* words;  // null: there is none to be had
-  u32 length;        // 0: raw
-  u32 units, exceptions;
-};
-
-__device__ __forceinline__ u32 load_length(const void* lengths, int bytes, i64 row) {
-  if (bytes == 1) return __ldg((const u8*)lengths + row);
-  if (bytes == 2) return __ldg((const u16*)lengths + row);
-  return __ldg((const u32*)lengths + row);
-}
-
-// Where a row lies; a warp calls it. What its header says fits into the words that are its own.
-__device__ Tile find_tile(const Source& from, i64 id, int dim, int parameter_words, i64* mailbox) {
-  const int lane = threadIdx.x & 31;
-  Tile tile = {0, 0, 0, 0};
-  if (id < 0 || id >= from.n_rows) {
-    if (lane == 0) report(mailbox, ERROR_INDEX, -1, id, from.n_rows);
-    return tile;
-  }
-  const u32 raw_words = TOKENS * dim * VALUE_SIZE / 4;
-  const int at = id & 31;
-  const u32 mine = lane <= at ? load_length(from.lengths, from.length_bytes, (id & ~31ll) + lane) : 0;
-  const u32 before = __reduce_add_sync(FULL, lane < at ? (mine ? mine : raw_words) : 0);
-  const u32 length = __shfl_sync(FULL, mine, at);
-  const i64 begin = __ldg(from.bases + (id >> 5)) + before;
-  bool sound = begin >= 0 && begin + (length ? length : raw_words) <= from.n_words;
-  if (sound && length) {
-    const u32 header = __ldg(from.words + begin);
-    tile.units = header & 0xffff;
-    tile.exceptions = header >> 16;
-    sound = 1 + parameter_words + (tile.units + 1) / 2 + tile.exceptions * EXCEPTION_WORDS <= length;
-  }
-  if (sound) {
-    tile.words = from.words + begin;
-    tile.length = length;
-  } else if (lane == 0) {
-    report(mailbox, ERROR_DAMAGED, id, 0, 0);
-  }
-  return tile;
-}
-
-// ---------------------------------------------------------------- streams
-
-// The units of a tile on their way: they pass through a ring of the warp. All but `bits` and `state`
-// are the same in all lanes; `bits` are a lane's last two units, of which the lower `left` bits are not
-// used yet, and the lower half of `state` is left - bits of the longest code.
-struct Stream {
-  char* ring;
-  const char* from;  // the piece that is asked for next, on 16 bytes
-  const char* last;  // behind the units
-  u32 next, end;     // place of the unit that comes next, and behind what is asked for
-  u32 ring_end;      // place
-  u32 slot, asked;   // of the next piece in the ring; bytes that were asked for
-  u32 bits, state;
-};
-
-// Ask for another piece. The room is free: no lane reads there any more.
-__device__ __forceinline__ void ask(Stream& s) {
-  const int part = 16 * (threadIdx.x & 31);
-  if (s.from + part < s.last) {
-    copy_async_16(s.ring + s.slot + part, s.from + part);
-    if (s.slot == 0) copy_async_16(s.ring + RING + part, s.from + part);
-  }
-  copy_async_commit();
-  s.from += PIECE;
-  s.asked += PIECE;
-  s.end += PIECE;
-  s.slot = s.slot == RING - PIECE ? 0 : s.slot + PIECE;
-}
-__device__ __forceinline__ void begin_stream(Stream& s, char* ring, const Tile& tile, int parameter_words) {
-  const u64 first = (u64)(tile.words + 1 + parameter_words);
-  s.ring = ring;
-  s.from = (const char*)(first & ~15ull);
-  s.last = (const char*)first + 4 * ((tile.units + 1) / 2);
-  s.end = place_of(ring);
-  s.ring_end = s.end + RING;
-  s.next = s.end + (u32)(first & 15);
-  s.slot = s.asked = s.bits = s.state = 0;
-#pragma unroll 1
-  for (int i = 0; i < RING / PIECE; ++i) ask(s);
-  copy_async_wait<1>();
-  __syncwarp();
-}
-// See to it that what eight symbols may take is there: the last piece may be under way.
-__device__ __forceinline__ void refill(Stream& s) {
-  if (s.next >= s.ring_end) {
-    s.next -= RING;
-    s.end -= RING;
-  }
-  if (s.end - s.next < PIECE + AHEAD) {
-    __syncwarp();
-    ask(s);
-    copy_async_wait<1>();
-    __syncwarp();
-  }
-}
-// The units that were taken.
-__device__ __forceinline__ u32 end_stream(const Stream& s, const Tile& tile, int parameter_words) {
-  copy_async_wait<0>();
-  __syncwarp();
-  const u32 skipped = (u32)((u64)(tile.words + 1 + parameter_words) & 15);
-  return (s.asked - (s.end - s.next) - skipped) / 2;
-}
-// The entry of the next symbol: minus its bits in the lower half, codes in the upper one.
-__device__ __forceinline__ u32 next_symbol(Stream& s, u32 table, u32 mask, u32 below) {
-  s.next += 2 * __popc(take_units(s.bits, s.state, s.next, below));
-  const u32 entry = load_place(table + 4 * (__funnelshift_r(s.bits, 0, s.state) & mask));
-  s.state += entry;
-  return entry;
-}
-// The halves of two codes. Those up to 8 are whole in the upper byte of a half; others are bytes.
-template <int SYMBOLS>
-__device__ __forceinline__ u32 next_pair(Stream& s, u32 table, u32 mask, u32 below) {
-  const u32 entry = next_symbol(s, table, mask, below);
-  if (SYMBOLS == SINGLES) return __byte_perm(entry, next_symbol(s, table, mask, below), 0x7632);
-  if (SYMBOLS == PAIRS) return __byte_perm(entry, 0, 0x3424);
-  return subtract_halves(__byte_perm(entry, 0x64646464u, 0x4342), 0x64806480u);  // 1024 + 128 + code
-}
-template <int SYMBOLS, class Taker>
-__device__ __forceinline__ void decode_block(Stream& s, u32 table, u32 mask, u32 below, Taker& taker) {
-#pragma unroll
-  for (int j = 0; j < GROUPS; ++j) {
-    u32 a[4];
-    if (SYMBOLS == SINGLES || j % 2 == 0) refill(s);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) a[i] = next_pair<SYMBOLS>(s, table, mask, below);
-    taker.take(j, a);
-  }
-}
-
-// Decode a tile. take(j, a) gets the operand of each group j of a block of positions, after begin(b)
-// and before finish(b). Returns whether the stream was damaged.
-template <class Taker>
-__device__ __forceinline__ bool decode_tile(const Tile& tile, const Coder& coder, int blocks, int parameter_words,
-                                            char* ring, Taker& taker) {
-  const u32 below = (1u << (threadIdx.x & 31)) - 1;
-  Stream s;
-  begin_stream(s, ring, tile, parameter_words);
-  u32 wrong = 0;
-  int bits = 0;
-#pragma unroll 1
-  for (int b = 0; b < blocks; ++b) {
-    const int4 block = coder.blocks[b];
-    s.state += bits - block.z;
-    bits = block.z;
-    taker.begin(b);
-    if (block.w == PAIRS) decode_block<PAIRS>(s, block.x, block.y, below, taker);
-    else if (block.w == SINGLES) decode_block<SINGLES>(s, block.x, block.y, below, taker);
-    else decode_block<WIDE_PAIRS>(s, block.x, block.y, below, taker);
-    taker.finish(b);
-    wrong |= (s.state + 32) & 0xffc0;  // bits where no code begins count in steps of 64
-  }
-  wrong |= end_stream(s, tile, parameter_words) ^ tile.units;
-  return __any_sync(FULL, wrong != 0);
-}
-
-struct KeyTaker {
-  const uint2* query;  // operands, [blocks][NT][32]
-  u32 q[NT][2];
-  float sum[GROUPS][NT][4];
-
-  __device__ __forceinline__ KeyTaker(const uint2* query) : query(query) {
-#pragma unroll
-    for (int j = 0; j < GROUPS; ++j)
-#pragma unroll
-      for (int n = 0; n < NT; ++n)
-#pragma unroll
-        for (int k = 0; k < 4; ++k) sum[j][n][k] = 0;
-  }
-  __device__ __forceinline__ void begin(int b) {
-#pragma unroll
-    for (int n = 0; n < NT; ++n) {
-      const uint2 x = query[(b * NT + n) * 32 + (threadIdx.x & 31)];
-      q[n][0] = x.x;
-      q[n][1] = x.y;
-    }
-  }
-  __device__ __forceinline__ void take(int j, const u32 (&a)[4]) {
-#pragma unroll
-    for (int n = 0; n < NT; ++n) multiply_halves(sum[j][n], a, q[n]);
-  }
-  __device__ __forceinline__ void finish(int) {}
-};
-
-struct ValueTaker {
-  float2* out;  // of the warp, [blocks][NT][32]
-  const float (&decay)[NT];
-  const u32 (&weights)[GROUPS][NT][2];
-  float sum[NT][4];
-
-  __device__ __forceinline__ ValueTaker(float2* out, const float (&decay)[NT], const u32 (&weights)[GROUPS][NT][2])
-      : out(out), decay(decay), weights(weights) {}
-  __device__ __forceinline__ void begin(int) {
-#pragma unroll
-    for (int n = 0; n < NT; ++n)
-#pragma unroll
-      for (int k = 0; k < 4; ++k) sum[n][k] = 0;
-  }
-  __device__ __forceinline__ void take(int j, const u32 (&a)[4]) {
-#pragma unroll
-    for (int n = 0; n < NT; ++n) multiply_halves(sum[n], a, weights[j][n]);
-  }
-  __device__ __forceinline__ void finish(int b) {
-    const float high = 1.0f / (1 << 15), low = 1.0f / (1 << 26);  // 2^-15 and 2^-11 of that
-#pragma unroll
-    for (int n = 0; n < NT; ++n) {
-      float2& o = out[(b * NT + n) * 32 + (threadIdx.x & 31)];
-      o.x = sum[n][0] * high + (sum[n][1] * low + o.x * decay[n]);
-      o.y = sum[n][2] * high + (sum[n][3] * low + o.y * decay[n]);
-    }
-  }
-};
-
-// ---------------------------------------------------------------- softmax
-
-struct Mask {
-  int first;        // position that counts
-  int last[NT];     // of each row of the lane: the last one that it sees; -1: no row
-  float scaling, softcap;
-};
-struct Sums {  // of the rows of a lane; `sum` of its tokens alone
-  float most[NT], sum[NT];
-};
-
-// Turn products into exponents: scaled, capped, in powers of two, those that are masked -infinity.
-template <int N>
-__device__ __forceinline__ void to_exponents(float (&s)[N][2][NT], int first_token, int tokens, const Mask& mask) {
-  const int g = (threadIdx.x & 31) >> 2;
-#pragma unroll
-  for (int j = 0; j < N; ++j)
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int token = 16 * j + 8 * h + g, position = first_token + token;
-      const bool counts = token < tokens && position >= mask.first;
-#pragma unroll
-      for (int n = 0; n < NT; ++n) {
-        float x = s[j][h][n] * mask.scaling;
-        if (mask.softcap != 0) x = mask.softcap * tanhf(x / mask.softcap);
-        s[j][h][n] = counts && position <= mask.last[n] ? x * LOG2E : NO_WEIGHT;
-      }
-    }
-}
-// Turn exponents into weights 2^(exponent + step - greatest one + WEIGHT_SHIFT), steps being logarithms.
-template <int N>
-__device__ __forceinline__ void to_weights(float (&s)[N][2][NT], const float (&step)[N][2], Sums& sums,
-                                           float (&decay)[NT]) {
-#pragma unroll
-  for (int n = 0; n < NT; ++n) {
-    float most = sums.most[n];
-#pragma unroll
-    for (int j = 0; j < N; ++j)
-#pragma unroll
-      for (int h = 0; h < 2; ++h) most = fmaxf(most, s[j][h][n] + step[j][h]);
-#pragma unroll
-    for (int by = 4; by < 32; by *= 2) most = fmaxf(most, __shfl_xor_sync(FULL, most, by));
-    const float from = most == NO_WEIGHT ? 0 : most;
-    decay[n] = exp2f(sums.most[n] - from);
-    sums.most[n] = most;
-    float sum = sums.sum[n] * decay[n];
-#pragma unroll
-    for (int j = 0; j < N; ++j)
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        s[j][h][n] = exp2f(s[j][h][n] + step[j][h] - from + WEIGHT_SHIFT);
-        sum += s[j][h][n] * exp2f(-step[j][h] - WEIGHT_SHIFT);
-      }
-    sums.sum[n] = sum;
-  }
-}
-
-// ---------------------------------------------------------------- values that are not coded
-
-// Products of the query with tokens g and g + 8, whose keys begin at first and second (null: none).
-__device__ __forceinline__ void raw_products(const u32* first, const u32* second, int dim, const float* query,
-                                             float (&s)[2][NT]) {
-  const int t = threadIdx.x & 3;
-  const u32* from[2] = {first, second};
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    float sum[ROWS];
-#pragma unroll
-    for (int r = 0; r < ROWS; ++r) sum[r] = 0;
-    if (from[h]) {
-      for (int c = t; c < dim / 8; c += 4) {
-        float x[8];
-        load_eight(from[h] + c * EIGHT_WORDS, x);
-#pragma unroll
-        for (int r = 0; r < ROWS; ++r) {
-          const float4* q = (const float4*)(query + r * dim + 8 * c);
-          const float4 u = q[0], v = q[1];
-          sum[r] += x[0] * u.x + x[1] * u.y + x[2] * u.z + x[3] * u.w + x[4] * v.x + x[5] * v.y + x[6] * v.z + x[7] * v.w;
-        }
-      }
-    }
-#pragma unroll
-    for (int r = 0; r < ROWS; ++r) {
-      sum[r] += __shfl_xor_sync(FULL, sum[r], 1);
-      sum[r] += __shfl_xor_sync(FULL, sum[r], 2);
-    }
-#pragma unroll
-    for (int n = 0; n < NT; ++n)
-      s[h][n] = t & 2 ? (t & 1 ? sum[4 * n + 3] : sum[4 * n + 2]) : (t & 1 ? sum[4 * n + 1] : sum[4 * n]);
-  }
-}
-// Add up to 16 tokens of V, `stride` values apart, to the output. `room` holds 16 * ROWS floats.
-__device__ __forceinline__ void add_raw_values(const void* values, i64 stride, int tokens, int blocks, const int* order,
-                                               const float (&weight)[2][NT], const float (&decay)[NT], float* room,
-                                               float2* out) {
-  const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-  __syncwarp();
-#pragma unroll
-  for (int h = 0; h < 2; ++h)
-#pragma unroll
-    for (int n = 0; n < NT; ++n) room[(8 * h + g) * ROWS + 4 * n + t] = weight[h][n] / (1 << 15);
-  __syncwarp();
-  for (int b = 0; b < blocks; ++b) {
-    const int first = order[16 * b + g], second = order[16 * b + 8 + g];
-    float2 o[NT];
-#pragma unroll
-    for (int n = 0; n < NT; ++n) {
-      o[n] = out[(b * NT + n) * 32 + lane];
-      o[n].x *= decay[n];
-      o[n].y *= decay[n];
-    }
-#pragma unroll 4
-    for (int k = 0; k < tokens; ++k) {
-      const float x = value_at(values, k * stride + first), y = value_at(values, k * stride + second);
-#pragma unroll
-      for (int n = 0; n < NT; ++n) {
-        const float w = room[k * ROWS + 4 * n + t];
-        if (w != 0) {  // what is masked may be no number
-          o[n].x += w * x;
-          o[n].y += w * y;
-        }
-      }
-    }
-#pragma unroll
-    for (int n = 0; n < NT; ++n) out[(b * NT + n) * 32 + lane] = o[n];
-  }
-}
-
-// ---------------------------------------------------------------- blocks
-
-// Fill the lookup tables and what each block of positions takes of them.
+// Fill the lookup tables, one behind the other, and what each block of positions takes of them. What is
+// known of classes is loaded at once, since a block has no other work meanwhile.
 __device__ void load_coder(const int* __restrict__ block_class, const int* __restrict__ radius,
                            const int* __restrict__ class_bits, const u32* __restrict__ lookup, int classes,
                            int code_bits, int blocks, u32* to, int4* of_blocks) {
+  int bits[MAX_CLASSES], reach[MAX_CLASSES], begin[MAX_CLASSES + 1];
+  begin[0] = 0;
+#pragma unroll
+  for (int c = 0; c < MAX_CLASSES; ++c) {
+    bits[c] = c < classes ? __ldg(class_bits + c) : 0;
+    reach[c] = c < classes ? __ldg(radius + c) : 0;
+  }
+#pragma unroll
+  for (int c = 0; c < MAX_CLASSES; ++c) begin[c + 1] = begin[c] + (c < classes ? 1 << bits[c] : 0);
   for (int b = threadIdx.x; b < blocks; b += blockDim.x) {
     const int mine = block_class[b];
-    int begin = 0;
-    for (int c = 0; c < mine; ++c) begin += 1 << class_bits[c];
-    const int symbols = radius[mine] == 0 ? SINGLES : radius[mine] <= 8 ? PAIRS : WIDE_PAIRS;
-    of_blocks[b] = make_int4(place_of(to) + 4 * begin, (1 << class_bits[mine]) - 1, class_bits[mine], symbols);
-  }
-  for (int c = 0; c < classes; ++c) {
-    const int bits = class_bits[c], reach = radius[c];
-    for (int i = threadIdx.x; i < 1 << bits; i += blockDim.x) {
-      const u32 entry = __ldg(lookup + ((i64)c << code_bits) + (i << (code_bits - bits)));
-      const u32 length = entry >> 24;
-      u32 codes = entry << 16;
-      if (reach <= 8) {
-        const u32 first = float_to_half((float)(int)(entry & 255) - 128);
-        const u32 second = float_to_half((float)(int)(entry >> 8 & 255) - 128);
-        codes = reach ? first << 8 & 0xff0000 | second << 16 & 0xff000000 : first << 16;
-      }
-      to[i] = length ? codes | (0u - length & 0xffff) : 64;  // its codes are nothing, and end as damaged
+    int4 found = make_int4(0, 0, 0, 0);
+#pragma unroll
+    for (int c = 0; c < MAX_CLASSES; ++c) {
+      const int symbols = reach[c] == 0 ? SINGLES : reach[c] <= WHOLE_CODE ? PAIRS : WIDE_PAIRS;
+      if (c == mine) found = make_int4(place_of(to) + 4 * begin[c], (1 << bits[c]) - 1, bits[c], symbols);
     }
-    to += 1 << bits;
+    of_blocks[b] = found;
+  }
+#pragma unroll 8
+  for (int i = threadIdx.x; i < begin[MAX_CLASSES]; i += blockDim.x) {
+    int from = i << (code_bits - bits[0]), farthest = reach[0];
+#pragma unroll
+    for (int c = 1; c < MAX_CLASSES; ++c)
+      if (c < classes && i >= begin[c]) {
+        from = (c << code_bits) + ((i - begin[c]) << (code_bits - bits[c]));
+        farthest = reach[c];
+      }
+    const u32 entry = __ldg(lookup + from), length = entry >> 24;
+    u32 codes = entry << 16;
+    if (farthest <= WHOLE_CODE) {
+      const u32 first = float_to_half((float)(int)(entry & 255) - 128);
+      const u32 second = float_to_half((float)(int)(entry >> 8 & 255) - 128);
+      codes = farthest ? (first << 8 & 0xff0000) | (second << 16 & 0xff000000) : first << 16;
+    }
+    to[i] = length ? codes | (0u - length & 0xffff) : 64;  // no code: counts as damage
   }
 }
 
@@ -688,6 +292,7 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1)
       continue;
     }
     u32 weights[GROUPS][NT][2];
+    __syncwarp();
 #pragma unroll
     for (int j = 0; j < GROUPS; ++j)
 #pragma unroll

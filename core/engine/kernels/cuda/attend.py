@@ -16,7 +16,7 @@ from ..spans import MAX_ROWS, RawRun, Span, group_of
 from ..tile_format import TILE_BLOCK, TileTables
 from .parameters import Address, Int32, Int64, Parameters
 from .runner import Launch, Runner
-from .source import ATTEND_GROUPS, VALUE_KINDS, PlainVariant, attend_variant
+from .source import VALUE_KINDS, PlainVariant, attend_variant
 from .tiles import WORDS_ALIGN_BYTES
 
 MERGE_THREADS = 128
@@ -26,8 +26,12 @@ BLOCK_WARPS = (8, 12, 16, 24, 32, 4, 2, 1)
 RING_BYTES = 4 * 512
 #: What tables and queries of a block take, in tiles of a warp.
 BLOCK_TILES = 0.3
+#: Warps of a multiprocessor from which on tiles take longer: each waits for its own look-ups first.
+BUSY_WARPS = 22
 #: Shared memory of a block that is the driver's.
 RESERVED_BYTES = 1 << 10
+#: Cuts that are kept: a context that grows needs others.
+MAX_CUTS = 4096
 #: The most splits of one launch.
 MAX_SPLITS = 256
 
@@ -169,6 +173,8 @@ class AttendKernels:
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
         self._entries: WeakKeyDictionary[TileTables, int] = WeakKeyDictionary()
+        self._spans: WeakKeyDictionary[Span, tuple[int, ...]] = WeakKeyDictionary()
+        self._cuts: dict[tuple[int, int, _Shape, int | None], int] = {}
         self._shapes: dict[tuple[PlainVariant, int, int], tuple[_Shape, Launch]] = {}
         self._merges: dict[PlainVariant, Launch] = {}
 
@@ -280,15 +286,9 @@ class AttendKernels:
             span = spans[i] if i < len(spans) else None
             both = [*runs[2 * i : 2 * i + 2], _NO_RUN, _NO_RUN][:2]
             groups = span.k_tables.format.tokens // TILE_BLOCK if span else 4
-            if groups not in ATTEND_GROUPS:
-                raise ArgumentError(
-                    f"spans: tiles of {groups * TILE_BLOCK} tokens, accepted are "
-                    f"{[TILE_BLOCK * each for each in ATTEND_GROUPS]}"
-                )
             variant = attend_variant(groups, row_groups, query.dtype)
             entries = self._entries_of(span) if span else 0
             shape, launch = self._shape(variant, dim, entries)
-            # Sixteen tokens that are not coded take about a third of a tile.
             items = (span.tiles if span else 0) + sum(ceil_div(r.tokens, 16) for r in both)
             splits = self._splits(pairs, items, shape, sm_budget)
             launches.append((launch, splits, slots, numbers[i] if span else _NO_TILES, both))
@@ -320,8 +320,11 @@ class AttendKernels:
 
     def _numbers(self, span: Span) -> tuple[int, ...]:
         """Return the parameters of a span, in the order of the kernel."""
+        found = self._spans.get(span)
+        if found is not None:
+            return found
         k, v = span.k_tables, span.v_tables
-        return (
+        found = self._spans[span] = (
             *(span.tiles, span.first_token, span.tokens),
             *_table(span.k, "k"),
             *(span.k_ids.data_ptr(), k.heads),
@@ -333,6 +336,7 @@ class AttendKernels:
             *_coder(v),
             self._entries_of_tables(v),
         )
+        return found
 
     def _entries_of(self, span: Span) -> int:
         return self._entries_of_tables(span.k_tables) + self._entries_of_tables(span.v_tables)
@@ -377,16 +381,26 @@ class AttendKernels:
 
     def _splits(self, pairs: int, items: int, shape: _Shape, sm_budget: int | None) -> int:
         """Return how many blocks share the tokens of a head."""
+        key = pairs, items, shape, sm_budget
+        found = self._cuts.get(key)
+        if found is not None:
+            return found
         multiprocessors = self._runner.multiprocessors
         if sm_budget is not None:
             multiprocessors = max(1, min(sm_budget, multiprocessors))
         at_once = multiprocessors * shape.blocks
 
         def cost(splits: int) -> tuple[float, int]:
-            tiles = ceil_div(items, splits * shape.warps)
-            return ceil_div(pairs * splits, at_once) * (tiles + BLOCK_TILES), splits
+            blocks, here = pairs * splits, ceil_div(items, splits)
+            at_work = min(shape.blocks, ceil_div(blocks, multiprocessors))
+            crowding = max(1.0, at_work * min(shape.warps, here) / BUSY_WARPS)
+            tiles = ceil_div(here, shape.warps) * crowding
+            return ceil_div(blocks, at_once) * (tiles + BLOCK_TILES), splits
 
-        return min(range(1, max(1, min(items, MAX_SPLITS)) + 1), key=cost)
+        if len(self._cuts) >= MAX_CUTS:
+            self._cuts.clear()
+        found = self._cuts[key] = min(range(1, max(1, min(items, MAX_SPLITS)) + 1), key=cost)
+        return found
 
 
 def shared_bytes(dim: int, entries: int, row_groups: int, warps: int) -> int:

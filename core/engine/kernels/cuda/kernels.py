@@ -68,9 +68,9 @@ class CudaKernels:
         self.decode_rows = decode.decode_rows
         self.prepare_decode = decode.prepare_decode
         self.copy_rows = CopyKernels(runner).copy_rows
+        self.attend = AttendKernels(runner).attend
         tiles = TileKernels(runner)
         self.measure_tiles = tiles.measure_tiles
         self.encode_tiles = tiles.encode_tiles
         self.decode_tiles = tiles.decode_tiles
         self.prepare_tiles = tiles.prepare_tiles
-        self.attend = AttendKernels(runner).attend

@@ -94,8 +94,7 @@ COPY_PIECES = {4: (1, 2, 4), 16: (1, 2, 4, 8, 16)}
 #: Bytes of the values of rows that are pooled in bags.
 BAG_VALUE_BYTES = (4, 8)
 
-#: Groups of 16 tokens of a tile, and groups of four query rows, that attention knows.
-ATTEND_GROUPS = (1, 2, 3, 4, 6, 8, 12, 16)
+#: Groups of four query rows that attention knows.
 ATTEND_ROWS = (1, 2, 4)
 #: Threads of a multiprocessor whose registers have room for that many products of a tile.
 ATTEND_THREADS = ((4, 1024), (8, 768), (16, 384), (64, 256))
@@ -361,7 +360,7 @@ def kernels_of(variant: AnyVariant) -> tuple[str, ...]:
 
 
 def all_variants() -> Iterator[AnyVariant]:
-    """Yield every variant that the library can ask for; of coded tiles those of TILE_FORMATS."""
+    """Yield every variant that the library can ask for; of tiles and attention some."""
     yield IDS
     yield MAP
     yield SLOTS
@@ -370,11 +369,15 @@ def all_variants() -> Iterator[AnyVariant]:
     yield from map(quantized_variant, TILE_FORMATS)
     for size in BAG_VALUE_BYTES:
         yield from (bags_variant(size, vector) for vector in (1, 16 // size))
-    for dtype, rows in product(VALUE_KINDS, ATTEND_ROWS):
-        yield attend_variant(4, rows, dtype)
-    for groups in ATTEND_GROUPS:
-        if groups != 4:
-            yield attend_variant(groups, 1, torch.bfloat16)
+    # Attention knows tiles of any number of groups of 16 tokens up to 16: here the usual one, the
+    # smallest and the largest.
+    for groups, rows, dtype in (
+        *((4, rows, torch.bfloat16) for rows in ATTEND_ROWS),
+        *((4, 1, dtype) for dtype in VALUE_KINDS if dtype != torch.bfloat16),
+        (1, 1, torch.bfloat16),
+        (16, 4, torch.bfloat16),
+    ):
+        yield attend_variant(groups, rows, dtype)
     for unit, pieces in COPY_PIECES.items():
         yield from (copy_variant(unit, piece) for piece in pieces)
     for width in CHUNK_BYTES:

@@ -1,0 +1,194 @@
+// What a warp does with query rows: products with keys, exponents, weights, sums of values; coded tiles
+// by the matrix instruction, other tokens one by one in float32.
+//
+// NT groups of four query rows come from the host.
+#define ROWS (4 * NT)
+#define LEVEL_ZERO 192  // as in tile_format.py, whose tests compare
+#define LOG2E 1.4426950408889634f
+#define WEIGHT_SHIFT 15.0f  // weights are halves of at most 2^15
+#define NO_WEIGHT (-__int_as_float(0x7f800000))
+
+struct KeyTaker {
+  const uint2* query;  // operands, [blocks][NT][32]
+  u32 q[NT][2];
+  float sum[GROUPS][NT][4];
+
+  __device__ __forceinline__ KeyTaker(const uint2* query) : query(query) {
+#pragma unroll
+    for (int j = 0; j < GROUPS; ++j)
+#pragma unroll
+      for (int n = 0; n < NT; ++n)
+#pragma unroll
+        for (int k = 0; k < 4; ++k) sum[j][n][k] = 0;
+  }
+  __device__ __forceinline__ void begin(int b) {
+#pragma unroll
+    for (int n = 0; n < NT; ++n) {
+      const uint2 x = query[(b * NT + n) * 32 + (threadIdx.x & 31)];
+      q[n][0] = x.x;
+      q[n][1] = x.y;
+    }
+  }
+  __device__ __forceinline__ void take(int j, const u32 (&a)[4]) {
+#pragma unroll
+    for (int n = 0; n < NT; ++n) multiply_halves(sum[j][n], a, q[n]);
+  }
+  __device__ __forceinline__ void finish(int) {}
+};
+
+struct ValueTaker {
+  float2* out;  // of the warp, [blocks][NT][32]
+  const float (&decay)[NT];
+  const u32 (&weights)[GROUPS][NT][2];
+  float sum[NT][4];
+
+  __device__ __forceinline__ ValueTaker(float2* out, const float (&decay)[NT], const u32 (&weights)[GROUPS][NT][2])
+      : out(out), decay(decay), weights(weights) {}
+  __device__ __forceinline__ void begin(int) {
+#pragma unroll
+    for (int n = 0; n < NT; ++n)
+#pragma unroll
+      for (int k = 0; k < 4; ++k) sum[n][k] = 0;
+  }
+  __device__ __forceinline__ void take(int j, const u32 (&a)[4]) {
+#pragma unroll
+    for (int n = 0; n < NT; ++n) multiply_halves(sum[n], a, weights[j][n]);
+  }
+  __device__ __forceinline__ void finish(int b) {
+    const float high = 1.0f / (1 << 15), low = 1.0f / (1 << 26);  // 2^-15 and 2^-11 of that
+#pragma unroll
+    for (int n = 0; n < NT; ++n) {
+      float2& o = out[(b * NT + n) * 32 + (threadIdx.x & 31)];
+      o.x = sum[n][0] * high + (sum[n][1] * low + o.x * decay[n]);
+      o.y = sum[n][2] * high + (sum[n][3] * low + o.y * decay[n]);
+    }
+  }
+};
+
+// ---------------------------------------------------------------- softmax
+
+struct Mask {
+  int first;        // position that counts
+  int last[NT];     // of each row of the lane: the last one that it sees; -1: no row
+  float scaling, softcap;
+};
+struct Sums {  // of the rows of a lane; `sum` of its tokens alone
+  float most[NT], sum[NT];
+};
+
+// Turn products into exponents: scaled, capped, in powers of two, those that are masked -infinity.
+template <int N>
+__device__ __forceinline__ void to_exponents(float (&s)[N][2][NT], int first_token, int tokens, const Mask& mask) {
+  const int g = (threadIdx.x & 31) >> 2;
+#pragma unroll
+  for (int j = 0; j < N; ++j)
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int token = 16 * j + 8 * h + g, position = first_token + token;
+      const bool counts = token < tokens && position >= mask.first;
+#pragma unroll
+      for (int n = 0; n < NT; ++n) {
+        float x = s[j][h][n] * mask.scaling;
+        if (mask.softcap != 0) x = mask.softcap * tanhf(x / mask.softcap);
+        s[j][h][n] = counts && position <= mask.last[n] ? x * LOG2E : NO_WEIGHT;
+      }
+    }
+}
+// Turn exponents into weights 2^(exponent + step - greatest one + WEIGHT_SHIFT), steps being logarithms.
+template <int N>
+__device__ __forceinline__ void to_weights(float (&s)[N][2][NT], const float (&step)[N][2], Sums& sums,
+                                           float (&decay)[NT]) {
+#pragma unroll
+  for (int n = 0; n < NT; ++n) {
+    float most = sums.most[n];
+#pragma unroll
+    for (int j = 0; j < N; ++j)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) most = fmaxf(most, s[j][h][n] + step[j][h]);
+#pragma unroll
+    for (int by = 4; by < 32; by *= 2) most = fmaxf(most, __shfl_xor_sync(FULL, most, by));
+    const float from = most == NO_WEIGHT ? 0 : most;
+    decay[n] = exp2f(sums.most[n] - from);
+    sums.most[n] = most;
+    float sum = sums.sum[n] * decay[n];
+#pragma unroll
+    for (int j = 0; j < N; ++j)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        s[j][h][n] = exp2f(s[j][h][n] + step[j][h] - from + WEIGHT_SHIFT);
+        sum += s[j][h][n] * exp2f(-step[j][h] - WEIGHT_SHIFT);
+      }
+    sums.sum[n] = sum;
+  }
+}
+
+// ---------------------------------------------------------------- values that are not coded
+
+// Products of the query with tokens g and g + 8, whose keys begin at first and second (null: none).
+__device__ __forceinline__ void raw_products(const u32* first, const u32* second, int dim, const float* query,
+                                             float (&s)[2][NT]) {
+  const int t = threadIdx.x & 3;
+  const u32* from[2] = {first, second};
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    float sum[ROWS];
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) sum[r] = 0;
+    if (from[h]) {
+      for (int c = t; c < dim / 8; c += 4) {
+        float x[8];
+        load_eight(from[h] + c * EIGHT_WORDS, x);
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r) {
+          const float4* q = (const float4*)(query + r * dim + 8 * c);
+          const float4 u = q[0], v = q[1];
+          sum[r] += x[0] * u.x + x[1] * u.y + x[2] * u.z + x[3] * u.w + x[4] * v.x + x[5] * v.y + x[6] * v.z + x[7] * v.w;
+        }
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) {
+      sum[r] += __shfl_xor_sync(FULL, sum[r], 1);
+      sum[r] += __shfl_xor_sync(FULL, sum[r], 2);
+    }
+#pragma unroll
+    for (int n = 0; n < NT; ++n)
+      s[h][n] = t & 2 ? (t & 1 ? sum[4 * n + 3] : sum[4 * n + 2]) : (t & 1 ? sum[4 * n + 1] : sum[4 * n]);
+  }
+}
+// Add up to 16 tokens of V, `stride` values apart, to the output. `room` holds 16 * ROWS floats.
+__device__ __forceinline__ void add_raw_values(const void* values, i64 stride, int tokens, int blocks, const int* order,
+                                               const float (&weight)[2][NT], const float (&decay)[NT], float* room,
+                                               float2* out) {
+  const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+  __syncwarp();
+#pragma unroll
+  for (int h = 0; h < 2; ++h)
+#pragma unroll
+    for (int n = 0; n < NT; ++n) room[(8 * h + g) * ROWS + 4 * n + t] = weight[h][n] / (1 << 15);
+  __syncwarp();
+  for (int b = 0; b < blocks; ++b) {
+    const int first = order[16 * b + g], second = order[16 * b + 8 + g];
+    float2 o[NT];
+#pragma unroll
+    for (int n = 0; n < NT; ++n) {
+      o[n] = out[(b * NT + n) * 32 + lane];
+      o[n].x *= decay[n];
+      o[n].y *= decay[n];
+    }
+#pragma unroll 4
+    for (int k = 0; k < tokens; ++k) {
+      const float x = value_at(values, k * stride + first), y = value_at(values, k * stride + second);
+#pragma unroll
+      for (int n = 0; n < NT; ++n) {
+        const float w = room[k * ROWS + 4 * n + t];
+        if (w != 0) {  // what is masked may be no number
+          o[n].x += w * x;
+          o[n].y += w * y;
+        }
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < NT; ++n) out[(b * NT + n) * 32 + lane] = o[n];
+  }
+}

@@ -1,0 +1,228 @@
+// Coded tiles that a warp reads: where one lies, its words on their way through a ring in shared memory,
+// and its codes as halves in the order of the matrix instruction. Values that are not coded.
+//
+// GROUPS of 16 tokens and VALUE_KIND (0 bfloat16, 1 float16, 2 float32) come from the host.
+typedef unsigned short u16;
+
+#define TOKENS (16 * GROUPS)
+#define PIECE 512         // bytes that are asked for at once
+#define RING (3 * PIECE)  // bytes of a warp's ring; another piece behind them mirrors the first one
+#define AHEAD 320         // bytes that eight symbols of a warp take at most: five units a lane
+#if VALUE_KIND == 2
+#define VALUE_SIZE 4
+#else
+#define VALUE_SIZE 2
+#endif
+#define EIGHT_WORDS (2 * VALUE_SIZE)  // words of eight values
+#define EXCEPTION_WORDS (VALUE_SIZE / 2)
+
+// ---------------------------------------------------------------- values
+
+__device__ __forceinline__ float value_of_bits(u32 bits) {
+#if VALUE_KIND == 0
+  return __int_as_float((int)(bits << 16));
+#elif VALUE_KIND == 1
+  return half_to_float((u16)bits);
+#else
+  return __int_as_float((int)bits);
+#endif
+}
+__device__ __forceinline__ float value_at(const void* from, i64 i) {
+#if VALUE_KIND == 2
+  return __ldg((const float*)from + i);
+#else
+  return value_of_bits(__ldg((const u16*)from + i));
+#endif
+}
+__device__ __forceinline__ void load_eight(const u32* from, float (&x)[8]) {
+#pragma unroll
+  for (int i = 0; i < EIGHT_WORDS; ++i) {
+    const u32 word = __ldg(from + i);
+#if VALUE_KIND == 2
+    x[i] = __int_as_float((int)word);
+#else
+    x[2 * i] = value_of_bits(word & 0xffff);
+    x[2 * i + 1] = value_of_bits(word >> 16);
+#endif
+  }
+}
+__device__ __forceinline__ u16 bits_of_value(float x) {
+#if VALUE_KIND == 1
+  return float_to_half(x);
+#else
+  const u32 bits = (u32)__float_as_int(x);
+  if ((bits & 0x7fffffff) > 0x7f800000) return (u16)(bits >> 16 | 0x40);  // stays no number
+  return (u16)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+#endif
+}
+
+// ---------------------------------------------------------------- tiles
+
+struct Source {  // coded tiles of K or of V
+  const u32* words;
+  i64 n_words;
+  const i64* bases;
+  const void* lengths;
+  int length_bytes;
+  i64 n_rows;
+};
+struct Coder {  // what a block knows of their symbols, in shared memory
+  const int4* blocks;  // of each block of positions: place of the table, mask of the bits, bits, symbols
+};
+enum { SINGLES = 0, PAIRS = 1, WIDE_PAIRS = 2 };
+struct Tile {
+  const u32* words;  // null: there is none to be had
+  u32 length;        // 0: raw
+  u32 units, exceptions;
+};
+
+__device__ __forceinline__ u32 load_length(const void* lengths, int bytes, i64 row) {
+  if (bytes == 1) return __ldg((const u8*)lengths + row);
+  if (bytes == 2) return __ldg((const u16*)lengths + row);
+  return __ldg((const u32*)lengths + row);
+}
+
+// Where a row lies; a warp calls it. What its header says fits into the words that are its own.
+__device__ Tile find_tile(const Source& from, i64 id, int dim, int parameter_words, i64* mailbox) {
+  const int lane = threadIdx.x & 31;
+  Tile tile = {0, 0, 0, 0};
+  if (id < 0 || id >= from.n_rows) {
+    if (lane == 0) report(mailbox, ERROR_INDEX, -1, id, from.n_rows);
+    return tile;
+  }
+  const u32 raw_words = TOKENS * dim * VALUE_SIZE / 4;
+  const int at = id & 31;
+  const u32 mine = lane <= at ? load_length(from.lengths, from.length_bytes, (id & ~31ll) + lane) : 0;
+  const u32 before = __reduce_add_sync(FULL, lane < at ? (mine ? mine : raw_words) : 0);
+  const u32 length = __shfl_sync(FULL, mine, at);
+  const i64 begin = __ldg(from.bases + (id >> 5)) + before;
+  bool sound = begin >= 0 && begin + (length ? length : raw_words) <= from.n_words;
+  if (sound && length) {
+    const u32 header = __ldg(from.words + begin);
+    tile.units = header & 0xffff;
+    tile.exceptions = header >> 16;
+    sound = 1 + parameter_words + (tile.units + 1) / 2 + tile.exceptions * EXCEPTION_WORDS <= length;
+  }
+  if (sound) {
+    tile.words = from.words + begin;
+    tile.length = length;
+  } else if (lane == 0) {
+    report(mailbox, ERROR_DAMAGED, id, 0, 0);
+  }
+  return tile;
+}
+
+// ---------------------------------------------------------------- streams
+
+// The units of a tile on their way: they pass through a ring of the warp. All but `bits` and `state`
+// are the same in all lanes; `bits` are a lane's last two units, of which the lower `left` bits are not
+// used yet, and the lower half of `state` is left - bits of the longest code.
+struct Stream {
+  char* ring;
+  const char* from;  // the piece that is asked for next, on 16 bytes
+  const char* last;  // behind the units
+  u32 next, end;     // place of the unit that comes next, and behind what is asked for
+  u32 ring_end;      // place
+  u32 slot, asked;   // of the next piece in the ring; bytes that were asked for
+  u32 bits, state;
+};
+
+// Ask for another piece. The room is free: no lane reads there any more.
+__device__ __forceinline__ void ask(Stream& s) {
+  const int part = 16 * (threadIdx.x & 31);
+  if (s.from + part < s.last) {
+    copy_async_16(s.ring + s.slot + part, s.from + part);
+    if (s.slot == 0) copy_async_16(s.ring + RING + part, s.from + part);
+  }
+  copy_async_commit();
+  s.from += PIECE;
+  s.asked += PIECE;
+  s.end += PIECE;
+  s.slot = s.slot == RING - PIECE ? 0 : s.slot + PIECE;
+}
+__device__ __forceinline__ void begin_stream(Stream& s, char* ring, const Tile& tile, int parameter_words) {
+  const u64 first = (u64)(tile.words + 1 + parameter_words);
+  s.ring = ring;
+  s.from = (const char*)(first & ~15ull);
+  s.last = (const char*)first + 4 * ((tile.units + 1) / 2);
+  s.end = place_of(ring);
+  s.ring_end = s.end + RING;
+  s.next = s.end + (u32)(first & 15);
+  s.slot = s.asked = s.bits = s.state = 0;
+#pragma unroll 1
+  for (int i = 0; i < RING / PIECE; ++i) ask(s);
+  copy_async_wait<1>();
+  __syncwarp();
+}
+// See to it that what eight symbols may take is there: the last piece may be under way.
+__device__ __forceinline__ void refill(Stream& s) {
+  if (s.next >= s.ring_end) {
+    s.next -= RING;
+    s.end -= RING;
+  }
+  if (s.end - s.next < PIECE + AHEAD) {
+    __syncwarp();
+    ask(s);
+    copy_async_wait<1>();
+    __syncwarp();
+  }
+}
+// The units that were taken.
+__device__ __forceinline__ u32 end_stream(const Stream& s, const Tile& tile, int parameter_words) {
+  copy_async_wait<0>();
+  __syncwarp();
+  const u32 skipped = (u32)((u64)(tile.words + 1 + parameter_words) & 15);
+  return (s.asked - (s.end - s.next) - skipped) / 2;
+}
+// The entry of the next symbol: minus its bits in the lower half, codes in the upper one.
+__device__ __forceinline__ u32 next_symbol(Stream& s, u32 table, u32 mask, u32 below) {
+  s.next += 2 * __popc(take_units(s.bits, s.state, s.next, below));
+  const u32 entry = load_place(table + 4 * (__funnelshift_r(s.bits, 0, s.state) & mask));
+  s.state += entry;
+  return entry;
+}
+// The halves of two codes. Those up to 8 are whole in the upper byte of a half; others are bytes.
+template <int SYMBOLS>
+__device__ __forceinline__ u32 next_pair(Stream& s, u32 table, u32 mask, u32 below) {
+  const u32 entry = next_symbol(s, table, mask, below);
+  if (SYMBOLS == SINGLES) return __byte_perm(entry, next_symbol(s, table, mask, below), 0x7632);
+  if (SYMBOLS == PAIRS) return __byte_perm(entry, 0, 0x3424);
+  return subtract_halves(__byte_perm(entry, 0x64646464u, 0x4342), 0x64806480u);  // 1024 + 128 + code
+}
+template <int SYMBOLS, class Taker>
+__device__ __forceinline__ void decode_block(Stream& s, u32 table, u32 mask, u32 below, Taker& taker) {
+#pragma unroll
+  for (int j = 0; j < GROUPS; ++j) {
+    u32 a[4];
+    if (SYMBOLS == SINGLES || j % 2 == 0) refill(s);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) a[i] = next_pair<SYMBOLS>(s, table, mask, below);
+    taker.take(j, a);
+  }
+}
+
+// Decode a tile. take(j, a) gets the operand of each group j of a block of positions, after begin(b)
+// and before finish(b). Returns whether the stream was damaged.
+template <class Taker>
+__device__ __forceinline__ bool decode_tile(const Tile& tile, const Coder& coder, int blocks, int parameter_words,
+                                            char* ring, Taker& taker) {
+  const u32 below = (1u << (threadIdx.x & 31)) - 1;
+  Stream s;
+  begin_stream(s, ring, tile, parameter_words);
+  u32 wrong = 0;
+  int bits = 0;
+#pragma unroll 1
+  for (int b = 0; b < blocks; ++b) {
+    const int4 block = coder.blocks[b];
+    s.state += bits - block.z;
+    bits = block.z;
+    taker.begin(b);
+    if (block.w == PAIRS) decode_block<PAIRS>(s, block.x, block.y, below, taker);
+    else if (block.w == SINGLES) decode_block<SINGLES>(s, block.x, block.y, below, taker);
+    else decode_block<WIDE_PAIRS>(s, block.x, block.y, below, taker);
+    taker.finish(b);
+    wrong |= (s.state + 32) & 0xffc0;  // bits where no code begins count in steps of 64
+  }
+  wrong |= end_stream(s, tile, parameter_words) ^ tile.units;
+  return __any_sync(FULL, wrong != 0);
+}
