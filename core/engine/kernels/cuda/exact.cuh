@@ -5,6 +5,7 @@ __device__ __forceinline__ double divide_exact(double x, double y) { return x / 
 __device__ __forceinline__ bool is_greater(double x, double y) { return x > y; }
 #ifdef SIMT_HOST
 __device__ __forceinline__ float add_exact(float x, float y) { return x + y; }
+__device__ __forceinline__ float subtract_exact(float x, float y) { return x - y; }
 __device__ __forceinline__ float divide_exact(float x, float y) { return x / y; }
 __device__ __forceinline__ float multiply_exact(float x, float y) { return x * y; }
 __device__ __forceinline__ float reciprocal_exact(float x) { return 1.f / x; }
@@ -14,6 +15,11 @@ __device__ __forceinline__ float add_exact(float x, float y) {
   float sum;
   asm("add.rn.f32 %0, %1, %2;" : "=f"(sum) : "f"(x), "f"(y));
   return sum;
+}
+__device__ __forceinline__ float subtract_exact(float x, float y) {  // where -y would be flushed
+  float difference;
+  asm("sub.rn.f32 %0, %1, %2;" : "=f"(difference) : "f"(x), "f"(y));
+  return difference;
 }
 __device__ __forceinline__ float divide_exact(float x, float y) {
   float quotient;

@@ -24,7 +24,7 @@ struct Range {
       const float low = float_of_key(least), high = float_of_key(largest);
       const u32 middle = brain_bits(add_exact(multiply_exact(0.5f, low), multiply_exact(0.5f, high)));
       if ((middle & 0x7fff) != 0 && (middle & 0x7f80) != 0x7f80) center = middle;
-      const u32 found = brain_bits(multiply_exact(scale, add_exact(high, -low)));
+      const u32 found = brain_bits(multiply_exact(scale, subtract_exact(high, low)));
       if (found > 0 && found < 0x7f80) step = found;
     }
     return step << 16 | center;
@@ -137,13 +137,13 @@ __device__ __forceinline__ void find_scales(const Tables& t, int head, const val
 // The byte of a value: its code + 128, or 0 for an exception.
 __device__ __forceinline__ u32 quantised(u32 bits, float step, float center, float inverse, float limit) {
   const float x = float_of(bits);
-  const float code = rintf(multiply_exact(add_exact(x, -center), inverse));
+  const float code = rintf(multiply_exact(subtract_exact(x, center), inverse));
   bool fits = fabsf(code) <= limit;  // not where it is NaN
   const float decoded = rounded(add_exact(center, multiply_exact(step, fits ? code : 0.f)));
   // Compared as integers: -ftz would take subnormal ones for zero.
   const float largest = __uint_as_float(max(magnitude(decoded), LEAST_NORMAL));
   const float allowed = add_exact(multiply_exact(0.5f, step), multiply_exact(ROUNDING, largest));
-  fits = fits && magnitude(add_exact(decoded, -x)) <= magnitude(allowed) && magnitude(decoded) < 0x7f800000;
+  fits = fits && magnitude(subtract_exact(decoded, x)) <= magnitude(allowed) && magnitude(decoded) < 0x7f800000;
   return fits ? (u32)((int)code + ZERO_SYMBOL) : 0;
 }
 
