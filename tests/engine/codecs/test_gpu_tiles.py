@@ -18,7 +18,7 @@ from tests.helpers import dtype_id, same_bits
 
 pytestmark = pytest.mark.gpu  # tests/conftest.py skips these where there is no GPU
 
-GPU = torch.device("cuda")
+GPU = torch.device("cuda", 0)
 OPTIONS: dict[str, dict[str, Any]] = {
     "channel": {"granularity": "channel", "scale": 0.7, "heads": 2, "rows_per_head": 3},
     "token-level": {"granularity": "token_level", "token_pairs": True, "heads": 3},
