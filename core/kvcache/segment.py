@@ -61,6 +61,10 @@ class Segment:
         The codec's, on the device; None where rows are kept raw.
     batch : int
         Sequences.
+    cut_tokens : int
+        Tokens at the end of the last block that have been removed. More than 0 of a lossy codec
+        alone, and then no block is added: what is left would be quantised twice if it were packed
+        again.
     origin : torch.Tensor or None
         int32 ``[n_blocks, B]`` on the device: the row at which head 0 of a sequence starts in a
         block. Sequences are reordered, repeated and chosen by changing nothing but this. It is
@@ -86,6 +90,7 @@ class Segment:
             )
         self.first_word = first_word
         self.batch = batch
+        self.cut_tokens = 0
         self.origin: torch.Tensor | None = None
         dtype = torch.uint8 if self.kernels is None else self.kernels.length_dtype
         self._lengths = torch.empty(0, dtype=dtype, device=device)
@@ -108,7 +113,17 @@ class Segment:
     @property
     def tokens(self) -> int:
         """Tokens of a sequence."""
-        return self.n_blocks * self.rows.block_tokens
+        return self.n_blocks * self.rows.block_tokens - self.cut_tokens
+
+    @property
+    def lossy(self) -> bool:
+        """Whether decoded tokens are not the bits that were packed."""
+        return getattr(self.codec, "error_bound", None) is not None
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of the tokens of all sequences as they are now, unpacked."""
+        return self.tokens * self.rows.heads * self.rows.token_bytes * self.batch
 
     @property
     def raw_bytes(self) -> int:
@@ -117,8 +132,9 @@ class Segment:
 
     @property
     def decoded_bytes(self) -> int:
-        """Bytes of all sequences as they are now, decoded."""
-        return self.tokens * self.rows.heads * self.rows.token_bytes * self.batch
+        """Bytes of all blocks of all sequences as they are now, decoded."""
+        tokens = self.n_blocks * self.rows.block_tokens
+        return tokens * self.rows.heads * self.rows.token_bytes * self.batch
 
     @property
     def metadata_bytes(self) -> int:
@@ -267,12 +283,15 @@ class Segment:
         words = self._words_of(self._lengths[first * BLOCK_ROWS : row])
         return int(self._bases[first] + words.sum())
 
-    def truncate(self, n_blocks: int) -> None:
-        """Remove all but the first `n_blocks` blocks."""
-        self.n_rows = self._block_rows[n_blocks]
-        del self._block_rows[n_blocks:], self._raw_bytes[n_blocks:]
-        if self.origin is not None:
-            self.origin = self.origin[:n_blocks]
+    def truncate(self, tokens: int) -> None:
+        """Remove all but the first tokens, whole blocks where the codec is lossless."""
+        n_blocks = ceil_div(tokens, self.rows.block_tokens)
+        self.cut_tokens = n_blocks * self.rows.block_tokens - tokens
+        if n_blocks < self.n_blocks:
+            self.n_rows = self._block_rows[n_blocks]
+            del self._block_rows[n_blocks:], self._raw_bytes[n_blocks:]
+            if self.origin is not None:
+                self.origin = self.origin[:n_blocks]
         self._tables = {}
 
     def _copy_rows(self, words: torch.Tensor, out: torch.Tensor) -> None:
@@ -285,12 +304,14 @@ class Segment:
     def tokens_in(self, out: torch.Tensor) -> torch.Tensor:
         """View what `decoding` writes as ``[B, H, tokens, D]``."""
         rows = self.rows
-        return out.view(rows.dtype).view(self.batch, rows.heads, self.tokens, rows.dim)
+        tokens = self.n_blocks * rows.block_tokens
+        blocks = out.view(rows.dtype).view(self.batch, rows.heads, tokens, rows.dim)
+        return blocks[:, :, : self.tokens] if self.cut_tokens else blocks
 
     def decoding(
         self, words: torch.Tensor, ids: torch.Tensor, out: torch.Tensor, sm_budget: int | None
     ) -> Callable[[], None]:
-        """Return what decodes all tokens, on the stream that is current then.
+        """Return what decodes all blocks, on the stream that is current then.
 
         It holds as long as no block is added and no sequence moved.
 
@@ -398,6 +419,6 @@ class Segment:
         return {**self.__dict__, "_tables": {}, "kernels": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
+        self.__dict__.update({"cut_tokens": 0, **state})
         if self.codec is not None:
             self.kernels = self.codec.kernels(self._lengths.device)
