@@ -23,6 +23,7 @@ from .scores import (
     skew_of,
 )
 from .selection import Selection, Take
+from .tile_plans import QUERIES, TileOptions, TilePlans
 
 __all__ = [
     "CodecPlans",
@@ -33,10 +34,13 @@ __all__ = [
     "LayerCodecs",
     "ModelCodecs",
     "PackedHistory",
+    "QUERIES",
     "PartialKeys",
     "Plans",
     "Selection",
     "Take",
+    "TileOptions",
+    "TilePlans",
     "TokenScores",
     "beam_index",
     "check_options",
