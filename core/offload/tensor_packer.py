@@ -114,6 +114,10 @@ class TensorPacker:
                 f"plan_with: codec {cls.name!r} has no method `kernels` of its own for "
                 "the rows that it packs (bitslab.engine.codecs.WordRowCodec)"
             )
+        if cls.error_bound is not None:
+            raise ArgumentError(
+                f"plan_with: codec {cls.name!r} is lossy, accepted are codecs that keep every bit"
+            )
         self._chooser = CodecChooser(cls)
 
     def pack(self, tensor: torch.Tensor) -> tuple[CompressedTensor, tuple[int, ...]]:

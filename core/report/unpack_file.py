@@ -155,7 +155,9 @@ class _Packed:
             and gathered_by_kernels(type(codec))
             and ct.raw_nbytes >= LEAST_DEVICE_BYTES
         ):
-            self.kernels = codec.kernels(device)
+            kernels = codec.kernels(device)
+            # Pieces are unpacked as if they were all rows.
+            self.kernels = kernels if kernels.row_period == 1 else None
         self.key = (self.kernels is None, codec.describe(), codec.row_bytes)
 
     def pieces(self) -> Iterator[_Piece]:

@@ -372,6 +372,11 @@ def check_table_codec(cls: type[RowCodec], where: str) -> None:
             "codecs with a method `kernels` of their own (bitslab.engine.codecs.WordRowCodec). "
             "Other codecs serve bitslab.compress and files"
         )
+    if cls.error_bound is not None:
+        raise ArgumentError(
+            f"{where}: codec {cls.name!r} is lossy; tables, their caches and embeddings accept "
+            "codecs that keep every bit"
+        )
     if cls.name not in codec_names() or get_codec(cls.name) is not cls:
         # Other processes, files and `compact` find the codec by its name.
         raise ArgumentError(

@@ -4,6 +4,7 @@ from ..kernels.host_rows import HostRowKernels
 from ..kernels.row_kernels import RowKernels
 from .base import PackedRows, RowCodec, check_tensor_argument, elements, rows_as_bytes
 from .invariant import InvariantCodec, PlanCache
+from .quantized import TileCodec
 from .raw import RawCodec
 from .registry import codec_class, codec_names, get_codec, register_codec
 from .words import WordRowCodec
@@ -16,6 +17,7 @@ __all__ = [
     "RawCodec",
     "RowCodec",
     "RowKernels",
+    "TileCodec",
     "WordRowCodec",
     "check_tensor_argument",
     "codec_class",

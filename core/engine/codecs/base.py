@@ -71,9 +71,17 @@ class RowCodec(ABC):
 
     A codec is immutable: fitting makes a new one. It has no global state, so threads may share it.
 
-    The law: ``decode(encode(rows))`` equals `rows` bit for bit, NaN payloads, signed zeros and
-    subnormals included, for every input of the right shape and dtype, whether or not the sample
-    that the codec was fitted on resembles it.
+    The law of a lossless codec: ``decode(encode(rows))`` equals `rows` bit for bit, NaN payloads,
+    signed zeros and subnormals included, for every input of the right shape and dtype, whether or
+    not the sample that the codec was fitted on resembles it.
+
+    The law of a lossy codec, for as many inputs: every finite element comes back as a finite one of
+    the same dtype that is no further from it than `bounds` says; a zero may lose its sign. NaN and
+    infinities come back bit for bit. What was decoded once need not be a fixed point: packing it
+    again may add as much. Only a lossy codec has an `error_bound`. Systems that promise every bit
+    refuse it.
+
+    Neither makes a row longer than its raw bytes, padded to whole words.
     """
 
     name: ClassVar[str]
@@ -83,6 +91,8 @@ class RowCodec(ABC):
     keeps_raw: ClassVar[bool] = False
     #: Whether several narrow items of a table may share a row, of which `kernels` gathers one.
     shares_rows: ClassVar[bool] = False
+    #: How far a decoded element is from the given one at most, as a formula; None: not at all.
+    error_bound: ClassVar[str | None] = None
 
     #: Shape of a row, everything after the first dimension.
     row_shape: tuple[int, ...]
@@ -122,6 +132,23 @@ class RowCodec(ABC):
     @abstractmethod
     def packed_bytes(self, rows: torch.Tensor) -> torch.Tensor:
         """Return int64 ``[N]``: bytes that each row would take, without per-row metadata."""
+
+    def bounds(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return how far each element may be from its decoded one; see `error_bound`.
+
+        Parameters
+        ----------
+        rows : torch.Tensor
+            ``[N, *row_shape]``, as for `encode`.
+
+        Returns
+        -------
+        torch.Tensor
+            float64 ``[N, *row_shape]`` on their device; 0 for elements that come back bit for bit
+            whatever their row, as all do of a lossless codec.
+        """
+        check_rows_argument(self, rows)
+        return torch.zeros(rows.shape, dtype=torch.float64, device=rows.device)
 
     @abstractmethod
     def adopt(self, n_rows: int, parts: Mapping[str, torch.Tensor]) -> PackedRows:

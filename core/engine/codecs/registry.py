@@ -1,6 +1,6 @@
 """Codec names and their classes.
 
-Built in are ``"ibp"`` and ``"raw"``. A package adds its own by the entry point group
+Built in are ``"ibp"``, ``"raw"`` and, lossy, ``"tiles"``. A package adds its own by the entry point group
 ``bitslab.codecs``, where the name of the entry point is the name of the codec; a program adds one
 by `register_codec`. A name means the same bytes for ever, so none can be given another class.
 
@@ -18,11 +18,11 @@ from typing import Any
 import torch
 
 from ...errors import ArgumentError, ArgumentTypeError, BitslabError
-from . import InvariantCodec, RawCodec, RowCodec
+from . import InvariantCodec, RawCodec, RowCodec, TileCodec
 
 ENTRY_POINTS = "bitslab.codecs"
 
-_classes: dict[str, type[RowCodec]] = {c.name: c for c in (InvariantCodec, RawCodec)}
+_classes: dict[str, type[RowCodec]] = {c.name: c for c in (InvariantCodec, RawCodec, TileCodec)}
 
 
 def register_codec(cls: type[RowCodec]) -> type[RowCodec]:

@@ -118,6 +118,12 @@ class WordRowCodec(RowCodec):
                     f"pieces: {packed[-1].n_rows} rows in piece {len(packed) - 1} of several, "
                     f"accepted are multiples of {BLOCK_ROWS}"
                 )
+            period = self._kept(CPU).row_period
+            if packed and packed[-1].n_rows % period:
+                raise ArgumentError(
+                    f"pieces: {packed[-1].n_rows} rows in piece {len(packed) - 1} of several, "
+                    f"accepted are multiples of {period}, the rows of all heads"
+                )
             packed.append(self._encoded(piece))
         if not packed:
             raise ArgumentError("pieces: there are none")

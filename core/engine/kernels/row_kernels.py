@@ -50,7 +50,12 @@ class RowKernels(ABC):
         Words of a row that is kept raw among packed ones. Packed rows are shorter.
     length_dtype : torch.dtype
         Dtype of lengths: the smallest that holds the words of a packed row, read as unsigned.
+    row_period : int
+        1 where rows are packed alike whatever their numbers. Else those whose numbers differ by it
+        are: who packs or unpacks a part of the rows alone begins it at a multiple.
     """
+
+    row_period = 1
 
     def __init__(self, row_bytes: int, device: torch.device, clusters: int = 1) -> None:
         plain = RowFormat(row_bytes, 1, 1, grouped=False, uniform=True, clusters=clusters)

@@ -6,19 +6,24 @@ in 32 streams, one for each lane of a warp, which hold just the values that the 
 matrix instruction, in its order. All words are little-endian 32-bit.
 
 Values. ``code = rint((x - center) * (1 / step))`` and ``decoded = center + step * code``, each
-operation rounded to float32 on its own, `decoded` rounded to the delivered dtype. Where step and
-center come from is the tile's `Granularity`. A code outside of the symbols of its class, a value
-that is not finite, and one whose decoded value is further from it than half a step and the rounding
-of the delivered dtype, is an exception: its code is taken to be 0, and its bits stand raw behind
-the streams.
+operation rounded to float32 on its own, `decoded` rounded to the delivered dtype (all to nearest,
+ties to even). Where step and center come from is the tile's `Granularity`. A value that is not
+finite, one whose code is beyond ``MAX_CODE`` or the radius of its class, one whose decoded value is
+not finite, and one for which ``|decoded - x| <= 0.5 * step + u * max(|decoded|, m)`` does not hold
+in float32, is an exception: its code is taken to be 0, and its bits stand raw behind the streams.
+`u` is half a unit in the last place of 1 and `m` the least normal number of the dtype: 2 ** -8 and
+2 ** -126 of bfloat16, 2 ** -11 and 2 ** -14 of float16, 2 ** -24 and 2 ** -126 of float32. Of a
+symbol that then still has no code in its class both values (of single codes: the one) become
+exceptions too; the symbol of zeros has a code in every class.
 
 Sums of TOKEN_LEVEL: the mean square of a token is that of its values in the order of channels,
 those that are not finite taken as 0. Lane l sums the squares of channels l, l + 32, ... in that
 order, each square and each sum rounded to float32; lanes are summed as a butterfly (each adds the
 sum of lane ``l ^ 16``, then 8, 4, 2, 1), and the sum is multiplied by float32 ``1 / dim``, then by
-float32 ``scale * scale``. Ranges: of the finite values, in float32, ``center = 0.5 * least + 0.5 *
-largest`` and ``step = scale * (largest - least)``, both rounded to bfloat16; a step that is not
-positive and finite is 1, a center that is not finite is 0.
+float32 ``scale * scale`` (both worked out in float64 and rounded). Ranges: of the finite values, in
+float32, ``center = 0.5 * least + 0.5 * largest`` and ``step = float32(scale) * (largest - least)``,
+both rounded to bfloat16; then a step that is not positive and finite is 1, and a center that is 0
+of either sign or not finite is +0. Without finite values step is 1 and center +0.
 
 Channels. Channel ``order[head, p]`` stands at position p, so that channels that are spread alike
 stand together. Sixteen positions are a block, whose symbols are those of one class,
@@ -41,7 +46,10 @@ They are one symbol of a class of pairs, or two symbols, one after the other, of
 Lanes take their bits in units of 16. Before each symbol a lane that has fewer bits left than
 ``class_bits`` of its class takes the next unit of the tile; where several lanes do, the lower one
 takes the first. So units stand in the order in which a warp asks for them, and nothing says where
-a stream begins.
+a stream begins. Bits of a unit behind the last symbol are 0, as is the half of a word behind the
+last unit. A reader finds a tile damaged that has no code where one is due, that takes more or fewer
+units than its header says, that has more words than the row's length, or whose exceptions lie
+outside the tile or not in ascending order.
 
 Words of a tile: a header, units in its lower half, exceptions in its upper half; parameters (see
 `Granularity`); units, two a word, the first in the lower half; exceptions, by position in the tile

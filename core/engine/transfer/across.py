@@ -8,6 +8,7 @@ moves 55 GB/s and a kernel's own reads 51 to 54, so the engine takes what it can
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterator, Mapping
 from typing import Literal
@@ -96,8 +97,10 @@ def decode_across(
     copies = _copy_lane(device)
     copies.follow(current)
     ring: StagingRing[int] = StagingRing([StagingBuffer() for _ in range(RING)])
-    for begin, end in _pieces(storage, row_begin, row_begin + out.shape[0]):
-        first, last = begin // BLOCK_ROWS, ceil_div(end, BLOCK_ROWS)
+    # A piece is unpacked as if it were all rows.
+    unit = math.lcm(BLOCK_ROWS, kernels.row_period)
+    for begin, end in _pieces(storage, row_begin, row_begin + out.shape[0], unit):
+        first, last = begin // unit * (unit // BLOCK_ROWS), ceil_div(end, BLOCK_ROWS)
         first_word, end_word = int(storage.bases[first]), int(storage.bases[last])
         limit = min(
             storage.words.shape[0] - PAD_WORDS,
@@ -134,15 +137,19 @@ def decode_across(
         staged.release(current)
 
 
-def _pieces(storage: RowStorage, row_begin: int, row_end: int) -> Iterator[tuple[int, int]]:
-    """Cut a range of rows at blocks of 32, into pieces of about PIECE_BYTES packed."""
+def _pieces(
+    storage: RowStorage, row_begin: int, row_end: int, unit: int
+) -> Iterator[tuple[int, int]]:
+    """Cut a range of rows at multiples of `unit`, into pieces of about PIECE_BYTES packed.
+
+    `unit` is a multiple of BLOCK_ROWS.
+    """
     bases = storage.bases
     begin = row_begin
     while begin < row_end:
-        block = begin // BLOCK_ROWS
-        limit = bases[block] + PIECE_BYTES // 4
-        last = max(block + 1, int(torch.searchsorted(bases, limit, right=True)) - 1)
-        end = min(last * BLOCK_ROWS, row_end)
+        limit = bases[begin // BLOCK_ROWS] + PIECE_BYTES // 4
+        last = (int(torch.searchsorted(bases, limit, right=True)) - 1) * BLOCK_ROWS // unit
+        end = min(max(begin // unit + 1, last) * unit, row_end)
         yield begin, end
         begin = end
 

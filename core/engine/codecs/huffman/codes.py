@@ -11,17 +11,21 @@ import numpy.typing as npt
 
 from ....errors import ArgumentError, CorruptedDataError
 
+#: Bits of the longest code of all.
+MAX_LIMIT = 32
+
 
 def code_lengths(counts: npt.ArrayLike, limit: int) -> npt.NDArray[np.uint8]:
     """Return the lengths that code symbols in the fewest bits, none longer than a limit.
 
     Package-merge (Larmore and Hirschberg, 1990). Where several lengths are as good, symbols that
-    are more frequent, or come first, have the shorter ones; so equal counts give equal lengths.
+    are more frequent, or come first, have the shorter ones.
 
     Parameters
     ----------
     counts : array_like
-        ``[symbols]``, integers from 0: how often each symbol occurs. Those of 0 get no code.
+        ``[symbols]``, integers from 0: how often each symbol occurs. Those of 0 get no code. Their
+        sum times `limit` fits int64.
     limit : int
         Bits of the longest code, 1 to 32.
 
@@ -36,37 +40,57 @@ def code_lengths(counts: npt.ArrayLike, limit: int) -> npt.NDArray[np.uint8]:
         For counts that are not such integers, and a limit that is out of range or leaves too few
         codes for the symbols.
     """
-    counted = np.asarray(counts)
-    if counted.ndim != 1 or counted.dtype.kind not in "iu" or (counted < 0).any():
-        raise ArgumentError(
-            f"counts: {counted.dtype} {list(counted.shape)}, expected integers from 0, [symbols]"
-        )
-    if type(limit) is not int or not 1 <= limit <= 32:
-        raise ArgumentError(f"limit: {limit!r:.60}, accepted are 1 to 32 bits")
-    used = np.flatnonzero(counted)
+    counted, used = _used(counts, limit)
     lengths = np.zeros(len(counted), np.uint8)
-    if len(used) > 1 << limit:
-        raise ArgumentError(
-            f"limit: {limit} bits, {len(used)} symbols occur: accepted are at least "
-            f"{(len(used) - 1).bit_length()}"
-        )
-    if len(used) == 1:
-        lengths[used] = 1
     if len(used) < 2:
+        lengths[used] = 1
         return lengths
     # Rarest first; of equal counts the last symbol first, so that it gets the longer code.
-    order = used[np.lexsort((-used, counted[used]))]
-    leaves = [(int(counted[s]), (i,)) for i, s in enumerate(order)]
-    taken = np.zeros(len(order), np.int64)
-    level: list[tuple[int, tuple[int, ...]]] = []
-    for _ in range(limit):
-        pairs = [(a[0] + b[0], a[1] + b[1]) for a, b in zip(level[::2], level[1::2], strict=False)]
-        level = sorted(leaves + pairs, key=lambda item: item[0])  # stable: leaves come first
-    for _, members in level[: 2 * len(order) - 2]:
-        for i in members:
-            taken[i] += 1
-    # The lengths are right as a multiset; canonical order needs none of a rarer symbol shorter.
-    lengths[order] = np.sort(taken)[::-1]
+    order = used[::-1][np.argsort(counted[used[::-1]], kind="stable")]
+    leaves = counted[order]
+    # A level holds, sorted, the leaves and the pairs of neighbours of the level before. All that is
+    # kept of it is where its pairs stand: of equal weights a leaf comes before a pair.
+    level, places = leaves, []
+    most = 2 * len(leaves) - 2
+    for _ in range(limit - 1):
+        pairs = level[: len(level) & ~1].reshape(-1, 2).sum(axis=1)
+        at = np.searchsorted(leaves, pairs, "right") + np.arange(len(pairs))
+        level = np.empty(len(leaves) + len(pairs), np.int64)
+        leaf = np.ones(len(level), bool)
+        leaf[at] = False
+        level[at] = pairs
+        level[leaf] = leaves
+        places.append(at)
+    # The first `most` items of the last level are taken, and what the pairs among them are made of:
+    # a prefix of each level. A leaf's code is as long as the number of levels that it is taken of.
+    taken = np.zeros(len(leaves) + 1, np.int64)
+    for at in reversed(places):
+        pairs_taken = int(np.searchsorted(at, most))
+        taken[most - pairs_taken] += 1
+        most = 2 * pairs_taken
+    taken[most] += 1
+    lengths[order] = np.cumsum(taken[::-1])[::-1][1:]
+    return lengths
+
+
+def fixed_lengths(counts: npt.ArrayLike, limit: int) -> npt.NDArray[np.uint8]:
+    """Return the lengths of plain bit fields: for all symbols that occur the narrowest that serves.
+
+    Canonical codes of one length are numbers from 0 up, in the order of the symbols.
+
+    Parameters
+    ----------
+    counts, limit
+        As in `code_lengths`.
+
+    Returns
+    -------
+    numpy.ndarray
+        uint8 ``[symbols]``; 0 for symbols that do not occur.
+    """
+    counted, used = _used(counts, limit)
+    lengths = np.zeros(len(counted), np.uint8)
+    lengths[used] = max((len(used) - 1).bit_length(), 1)
     return lengths
 
 
@@ -80,28 +104,31 @@ def check_lengths(lengths: npt.ArrayLike, limit: int) -> npt.NDArray[np.uint8]:
     """
     found = np.asarray(lengths)
     if found.ndim != 1 or found.dtype.kind not in "iu":
-        raise CorruptedDataError(f"code lengths: {found.dtype} {list(found.shape)}")
+        raise CorruptedDataError(
+            f"code lengths: {found.dtype} {list(found.shape)}, expected integers, [symbols]"
+        )
     if found.size and (int(found.min()) < 0 or int(found.max()) > limit):
         raise CorruptedDataError(
-            f"code lengths: up to {int(found.max())}, accepted are 0 to {limit}"
+            f"code lengths: {int(found.min())} to {int(found.max())}, accepted are 0 to {limit}"
         )
-    room = (1 << limit) - sum(1 << (limit - int(n)) for n in found[found > 0])
-    if room < 0:
+    of_length = np.bincount(found.astype(np.int64), minlength=limit + 1).tolist()
+    if sum(of_length[n] << (limit - n) for n in range(1, limit + 1)) > 1 << limit:
         raise CorruptedDataError("code lengths: they are no prefix code: too many short codes")
     return found.astype(np.uint8)
 
 
 def canonical_codes(lengths: npt.ArrayLike) -> npt.NDArray[np.uint32]:
     """Return the canonical code of each symbol, in the lowest bits; 0 where the length is 0."""
-    given = np.asarray(lengths)
+    given = np.asarray(lengths).astype(np.int64)
+    order = np.argsort(given, kind="stable")
+    order = order[np.searchsorted(given[order], 1) :]
     codes = np.zeros(len(given), np.uint32)
-    code = length = 0
-    for symbol in np.lexsort((np.arange(len(given)), given)):
-        n = int(given[symbol])
-        if n:
-            code <<= n - length
-            codes[symbol], length = code, n
-            code += 1
+    if len(order):
+        sorted_lengths = given[order]
+        longest = sorted_lengths[-1]
+        # As bits of the longest code, each begins where the one before ends.
+        room = np.left_shift(1, longest - sorted_lengths)
+        codes[order] = (np.cumsum(room) - room) >> (longest - sorted_lengths)
     return codes
 
 
@@ -125,12 +152,29 @@ def lookup_table(
         uint8 ``[2 ** bits]``: bits of its code; 0 where there is none.
     """
     given = check_lengths(lengths, bits)
+    order = np.argsort(given, kind="stable")
+    order = order[np.searchsorted(given[order], 1) :]
+    entries = np.repeat(order, np.left_shift(1, bits - given[order].astype(np.int64)))
     symbols = np.full(1 << bits, -1, np.int32)
     found = np.zeros(1 << bits, np.uint8)
-    codes = canonical_codes(given)
-    for symbol in np.flatnonzero(given):
-        free = bits - int(given[symbol])
-        at = int(codes[symbol]) << free
-        symbols[at : at + (1 << free)] = symbol
-        found[at : at + (1 << free)] = given[symbol]
+    symbols[: len(entries)] = entries
+    found[: len(entries)] = given[entries]
     return symbols, found
+
+
+def _used(counts: npt.ArrayLike, limit: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.intp]]:
+    """Return checked counts, and the symbols that occur."""
+    counted = np.asarray(counts)
+    if counted.ndim != 1 or counted.dtype.kind not in "iu" or (counted < 0).any():
+        raise ArgumentError(
+            f"counts: {counted.dtype} {list(counted.shape)}, expected integers from 0, [symbols]"
+        )
+    if type(limit) is not int or not 1 <= limit <= MAX_LIMIT:
+        raise ArgumentError(f"limit: {limit!r:.60}, accepted are 1 to {MAX_LIMIT} bits")
+    used = np.flatnonzero(counted)
+    if len(used) > 1 << limit:
+        raise ArgumentError(
+            f"limit: {limit} bits, {len(used)} symbols occur: accepted are at least "
+            f"{(len(used) - 1).bit_length()}"
+        )
+    return counted.astype(np.int64), used

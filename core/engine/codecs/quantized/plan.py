@@ -65,12 +65,10 @@ class TilePlan:
             symbols, bits = lookup_table(self.lengths[c], fmt.code_bits)
             lookup[c] = np.where(symbols < 0, 0, _values_of(symbols, int(self.radius[c])))
             lookup[c] |= bits.astype(np.int32) << 24
-        levels = fmt.granularity is Granularity.TOKEN_LEVEL
-        eighths = np.arange(LEVELS, dtype=np.float64) - LEVEL_ZERO
-        steps = 2.0 ** (eighths / 8)
-        # Between two levels lies the mean of their logarithms.
-        squares = 2.0 ** ((eighths[1:] - 0.5) / 4)
-        none = np.empty(0, np.float32)
+        if fmt.granularity is Granularity.TOKEN_LEVEL:
+            level_steps, level_squares = level_tables()
+        else:
+            level_steps, level_squares = torch.empty(0), torch.empty(0)
         return TileTables(
             format=fmt,
             heads=self.heads,
@@ -79,14 +77,23 @@ class TilePlan:
             order=_int32(self.order),
             steps=torch.from_numpy(self.steps.astype(np.float32)),
             centers=torch.from_numpy(self.centers.astype(np.float32)),
-            level_steps=torch.from_numpy(steps.astype(np.float32) if levels else none),
-            level_squares=torch.from_numpy(squares.astype(np.float32) if levels else none),
+            level_steps=level_steps,
+            level_squares=level_squares,
             block_class=_int32(self.block_class),
             radius=_int32(self.radius),
             class_bits=_int32(self.lengths.max(axis=1)),
             codes=torch.from_numpy(codes),
             lookup=torch.from_numpy(lookup),
         )
+
+
+def level_tables() -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the step of each level, and the squares between levels, float32."""
+    eighths = np.arange(LEVELS, dtype=np.float64) - LEVEL_ZERO
+    steps = 2.0 ** (eighths / 8)
+    # Between two levels lies the mean of their logarithms.
+    squares = 2.0 ** ((eighths[1:] - 0.5) / 4)
+    return torch.from_numpy(steps.astype(np.float32)), torch.from_numpy(squares.astype(np.float32))
 
 
 def symbols_of(radius: int) -> int:

@@ -28,6 +28,9 @@ from .planning import sizes_by_option as sizes_by_option
 from .prepared import PreparedTable
 from .row_finder import HOST_SOURCES, NO_IDS, RowFinder, decode_found_rows
 from .threads import run_ranges
+from .tiles import decode_tiles as decode_tiles
+from .tiles import encode_tiles as encode_tiles
+from .tiles import measure_tiles as measure_tiles
 
 
 def count_bits(rows: torch.Tensor, chunk_bytes: int) -> torch.Tensor:

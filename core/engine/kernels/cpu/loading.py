@@ -51,3 +51,12 @@ def planning() -> Any:
     from . import plan
 
     return plan
+
+
+@functools.cache
+def tiling() -> Any:
+    """Load the functions of coded tiles."""
+    load_optional("numba", extra=None, purpose="coding tiles on the CPU")
+    from . import tile_streams
+
+    return tile_streams

@@ -1,0 +1,338 @@
+"""Fit a codec of tiles to a sample: order of channels, classes of blocks, codes.
+
+All values are read where the sample lies; histograms of blocks alone come to the host.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ....errors import ArgumentError
+from ...kernels.tile_format import (
+    MAX_CLASSES,
+    MAX_CODE_BITS,
+    TILE_BLOCK,
+    TILE_LANES,
+    UNIT_BITS,
+    ZERO_SYMBOL,
+    Granularity,
+    TileFormat,
+)
+from .plan import TilePlan, level_tables
+from .quantise import check_sample, codes_of, ranges, token_steps
+from .symbols import (
+    PAIR_RADIUS,
+    PAIR_WIDTH,
+    SINGLES,
+    Counts,
+    SymbolClass,
+    choose_classes,
+)
+
+#: Names of coders.
+CODERS = ("huffman", "fixed")
+#: Bits that say where a tile stands: a length, and its part of a base for 32.
+_PLACE_BITS = 18
+_HEADER_BITS = 32
+#: Steps of channels that queries hardly read: no larger than of those with this share of the rms.
+_LEAST_WEIGHT = 0.02
+
+
+@dataclass(frozen=True)
+class TileFit:
+    """A plan, and what the sample takes by it.
+
+    Parameters
+    ----------
+    plan : TilePlan
+        The plan.
+    bits_per_value : float
+        Expected bits of a value, with headers, parameters, places of tiles, exceptions and the
+        padding of streams; without the plan's own tables.
+    exceptions : float
+        Share of values that are exceptions.
+    """
+
+    plan: TilePlan
+    bits_per_value: float
+    exceptions: float
+
+
+def fit_tiles(
+    sample: torch.Tensor,
+    *,
+    tile_tokens: int,
+    granularity: Granularity,
+    token_pairs: bool,
+    scale: float,
+    weights: torch.Tensor | None = None,
+    rows_per_head: int = 1,
+    coder: str = "huffman",
+    code_bits: int = MAX_CODE_BITS,
+) -> TilePlan:
+    """Return a plan for tiles like those of a sample.
+
+    Parameters
+    ----------
+    sample : torch.Tensor
+        ``[B, H, T, dim]``, bfloat16, float16 or float32, on any device. Tokens behind the last
+        whole tile, or group of 16 if there is none, are left out.
+    tile_tokens : int
+        Tokens of a tile.
+    granularity : Granularity
+        Where steps come from.
+    token_pairs : bool
+        Whether lanes pair tokens (V) or channels (K).
+    scale : float
+        CHANNEL: the step of a channel of weight 1. TOKEN_LEVEL: step over the rms of a token.
+        Ranges: step over range.
+    weights : torch.Tensor, optional
+        ``[H, dim]``, for CHANNEL: what an error of 1 in a channel does, as `query_weights` returns;
+        the step of a channel is ``scale / weight``. Without them all channels of a head have one
+        step, `scale` times the rms of their distances from the mean.
+    rows_per_head : int
+        Consecutive rows of one head, of the storage.
+    coder : str
+        ``"huffman"`` or ``"fixed"``: plain fields of the width that takes the fewest bits.
+    code_bits : int
+        Bits of the longest code.
+
+    Returns
+    -------
+    TilePlan
+        Its tables are made from the sample alone and are the same wherever it lies, but for
+        roundings of the order of sums.
+
+    Raises
+    ------
+    ArgumentError
+        For options out of range, and a sample of another shape or too short for a tile.
+    """
+    return measured_fit(
+        sample,
+        tile_tokens=tile_tokens,
+        granularity=granularity,
+        token_pairs=token_pairs,
+        scale=scale,
+        weights=weights,
+        rows_per_head=rows_per_head,
+        coder=coder,
+        code_bits=code_bits,
+    ).plan
+
+
+def measured_fit(
+    sample: torch.Tensor,
+    *,
+    tile_tokens: int,
+    granularity: Granularity,
+    token_pairs: bool,
+    scale: float,
+    weights: torch.Tensor | None = None,
+    rows_per_head: int = 1,
+    coder: str = "huffman",
+    code_bits: int = MAX_CODE_BITS,
+) -> TileFit:
+    """Return what `fit_tiles` returns, and the bits that it expects."""
+    if coder not in CODERS:
+        raise ArgumentError(f"coder: {coder!r:.60}, accepted are {', '.join(map(repr, CODERS))}")
+    if not isinstance(scale, (int, float)) or not 0 < scale < float("inf"):
+        raise ArgumentError(f"scale: {scale!r:.60}, accepted are numbers above 0")
+    if type(rows_per_head) is not int or rows_per_head < 1:
+        raise ArgumentError(f"rows_per_head: {rows_per_head!r:.60}, accepted are integers from 1")
+    fmt = TileFormat(
+        tokens=tile_tokens,
+        dim=sample.shape[-1],
+        dtype=sample.dtype,
+        granularity=Granularity(granularity),
+        token_pairs=token_pairs,
+        code_bits=code_bits,
+    )
+    sample = _whole_tiles(sample, fmt)
+    heads = sample.shape[1]
+    if weights is not None and fmt.granularity is not Granularity.CHANNEL:
+        raise ArgumentError("weights: given, accepted are some for Granularity.CHANNEL alone")
+    step, center = _steps(sample, fmt, float(scale), weights)
+    codes = codes_of(sample, step, center)
+    order = _order_by_spread(codes)
+    placed = codes.gather(3, order[None, :, None, :].expand_as(codes))
+    counts = _count(placed, fmt)
+    exception_bits = 32 * fmt.exception_words
+    found, labels = choose_classes(
+        counts,
+        classes=MAX_CLASSES,
+        code_bits=code_bits,
+        fixed=coder == "fixed",
+        exception_bits=exception_bits,
+    )
+    channels = order.cpu().numpy()
+    steps = centers = np.empty((0, 0), np.float32)
+    if fmt.granularity is Granularity.CHANNEL:
+        steps, centers = (t[:, 0].gather(1, order).cpu().numpy() for t in (step, center))
+    plan = TilePlan(
+        format=fmt,
+        heads=heads,
+        rows_per_head=rows_per_head,
+        scale=float(scale),
+        order=channels.astype(np.uint8),
+        block_class=labels.reshape(heads, fmt.blocks).astype(np.uint8),
+        radius=np.array([c.radius for c in found], np.uint8),
+        lengths=np.stack([c.lengths for c in found]),
+        steps=steps,
+        centers=centers,
+    )
+    bits, exceptions = _expected(plan, found, labels, counts)
+    return TileFit(plan, bits, exceptions)
+
+
+def query_weights(
+    queries: torch.Tensor, kv_heads: int, *, scaling: float | None = None
+) -> torch.Tensor:
+    """Return what an error of 1 in each channel of K does to the logits.
+
+    Parameters
+    ----------
+    queries : torch.Tensor
+        ``[B, Hq, n, dim]``.
+    kv_heads : int
+        Heads of K, H; Hq is a multiple: heads that share one follow each other.
+    scaling : float, optional
+        What logits are multiplied by; ``dim ** -0.5`` without.
+
+    Returns
+    -------
+    torch.Tensor
+        float32 ``[H, dim]``: the rms of the queries, times ``scaling * dim ** 0.5``. With steps
+        ``scale / weight`` rounding changes logits by about 0.29 times `scale`, in the rms.
+    """
+    if queries.dim() != 4 or kv_heads < 1 or queries.shape[1] % kv_heads or not queries.shape[2]:
+        raise ArgumentError(
+            f"queries: {list(queries.shape)}, expected [B, a multiple of {kv_heads}, n, dim]"
+        )
+    squares = queries.float().square().mean(dim=(0, 2))
+    rms = squares.unflatten(0, (kv_heads, -1)).mean(dim=1).sqrt()
+    dim = queries.shape[3]
+    return rms if scaling is None else rms * (scaling * dim**0.5)
+
+
+def _whole_tiles(sample: torch.Tensor, fmt: TileFormat) -> torch.Tensor:
+    """Return the sample cut to whole tiles, or to whole groups of tokens where that is enough."""
+    if sample.dim() != 4 or not sample.shape[0] or not sample.shape[1]:
+        raise ArgumentError(f"sample: {list(sample.shape)}, expected [B, H, T, {fmt.dim}]")
+    tokens = sample.shape[2] // fmt.tokens * fmt.tokens
+    if not tokens and fmt.granularity in (Granularity.CHANNEL, Granularity.TOKEN_LEVEL):
+        tokens = sample.shape[2] // TILE_BLOCK * TILE_BLOCK
+    if not tokens:
+        raise ArgumentError(f"sample: {sample.shape[2]} tokens, accepted are {fmt.tokens} or more")
+    sample = sample[:, :, :tokens]
+    check_sample("sample", sample, fmt)
+    return sample
+
+
+def _steps(
+    sample: torch.Tensor, fmt: TileFormat, scale: float, weights: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return steps and centers that broadcast to the sample, channels in their order."""
+    if fmt.granularity is Granularity.CHANNEL:
+        step, center = _channel_steps(sample, scale, weights)
+        return step[:, None], center[:, None]
+    if fmt.granularity is Granularity.TOKEN_LEVEL:
+        levels = (t.to(sample.device) for t in level_tables())
+        return token_steps(sample, scale, *levels)
+    return ranges(sample, fmt, scale)
+
+
+def _channel_steps(
+    sample: torch.Tensor, scale: float, weights: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return step and center of each channel, float32 ``[H, dim]``."""
+    heads, dim = sample.shape[1], sample.shape[3]
+    x = sample.float()
+    finite = x.isfinite()
+    known = finite.sum(dim=(0, 2)).clamp(min=1)
+    center = torch.where(finite, x, 0.0).sum(dim=(0, 2)) / known
+    if weights is None:
+        far = torch.where(finite, x - center[:, None], 0.0).square().sum(dim=(0, 2)) / known
+        step = scale * far.mean(dim=1, keepdim=True).sqrt().expand(heads, dim)
+    else:
+        if tuple(weights.shape) != (heads, dim):
+            raise ArgumentError(f"weights: {list(weights.shape)}, expected {[heads, dim]}")
+        weights = weights.to(sample.device, torch.float32)
+        least = _LEAST_WEIGHT * weights.square().mean(dim=1, keepdim=True).sqrt()
+        step = scale / torch.maximum(weights, least)
+    step = torch.where((step > 0) & step.isfinite(), step, 1.0)
+    return step, torch.where(center.isfinite(), center, 0.0)
+
+
+def _order_by_spread(codes: torch.Tensor) -> torch.Tensor:
+    """Return the channels of each head, int64 ``[H, dim]``, those of the highest entropy first.
+
+    So the narrowest class comes last: less of a lane's last unit is lost where codes are short.
+    """
+    heads, dim = codes.shape[1], codes.shape[3]
+    channel = torch.arange(heads * dim, device=codes.device).view(heads, 1, dim)
+    counted = _bincount((codes.long() + ZERO_SYMBOL) % SINGLES + channel * SINGLES, heads * dim)
+    counted = counted.view(heads, dim, SINGLES).double()
+    # Each channel has as many values: the sum of logarithms decides.
+    entropy = -torch.where(counted > 0, counted * counted.log2(), 0.0).sum(dim=2)
+    return torch.argsort(entropy, dim=1, descending=True, stable=True)
+
+
+def _count(placed: torch.Tensor, fmt: TileFormat) -> Counts:
+    """Return histograms of single codes and of the pairs of lanes, ``[H * blocks]`` of each."""
+    heads, blocks = placed.shape[1], fmt.blocks
+    number = torch.arange(heads * blocks, device=placed.device).view(heads, 1, blocks, 1)
+    # NO_CODE, 128, goes to symbol 0, that of no code.
+    codes = placed.unflatten(3, (blocks, TILE_BLOCK)).long()
+    singles = _bincount((codes + ZERO_SYMBOL) % SINGLES + number * SINGLES, heads * blocks)
+    near = torch.where(codes.abs() <= PAIR_RADIUS, codes, 0) + PAIR_RADIUS
+    if fmt.token_pairs:
+        first, second = near[:, :, 0::2], near[:, :, 1::2]
+    else:
+        first, second = near[..., 0::2], near[..., 1::2]
+    pairs = _bincount(
+        first * PAIR_WIDTH + second + number * PAIR_WIDTH**2, heads * blocks, PAIR_WIDTH**2
+    )
+    return Counts(
+        singles.cpu().numpy().reshape(-1, SINGLES).astype(np.float64),
+        pairs.cpu().numpy().reshape(-1, PAIR_WIDTH**2).astype(np.float64),
+    )
+
+
+def _bincount(at: torch.Tensor, histograms: int, symbols: int = SINGLES) -> torch.Tensor:
+    """Return how often each number occurs, int32 ``[histograms * symbols]``; no wait for a GPU."""
+    if at.is_cuda:
+        counted = torch.zeros(histograms * symbols, dtype=torch.int32, device=at.device)
+        flat = at.flatten()
+        return counted.scatter_add_(0, flat, torch.ones_like(flat, dtype=torch.int32))
+    return torch.bincount(at.flatten(), minlength=histograms * symbols).int()
+
+
+def _expected(
+    plan: TilePlan,
+    found: list[SymbolClass],
+    labels: npt.NDArray[np.int64],
+    counts: Counts,
+) -> tuple[float, float]:
+    """Return bits a value, all in, and the share of exceptions."""
+    fmt = plan.format
+    values = counts.singles.sum()
+    exception_bits = 32 * fmt.exception_words
+    with_exceptions = np.stack([c.cost(counts, exception_bits) for c in found], axis=1)
+    without = np.stack([c.cost(counts, 0) for c in found], axis=1)
+    mine = np.arange(len(labels)), labels
+    exceptions = (with_exceptions[mine] - without[mine]).sum() / exception_bits
+    # At its end a lane holds, beside what it asked for in vain, half a unit.
+    last = labels.reshape(plan.heads, fmt.blocks)[:, -1]
+    symbols = np.array([2.0 if c.radius else 1.0 for c in found])
+    mean_bits = without / counts.singles.sum(axis=1, keepdims=True) * symbols
+    mean_bits = mean_bits.reshape(plan.heads, fmt.blocks, -1)[np.arange(plan.heads), -1, last]
+    longest = np.array([c.bits for c in found], np.float64)[last]
+    spare = TILE_LANES * float((longest - mean_bits).mean() + (UNIT_BITS - 1) / 2) + UNIT_BITS / 2
+    tile_bits = _HEADER_BITS + 32 * fmt.parameter_words + _PLACE_BITS + spare
+    bits = with_exceptions[mine].sum() / values + tile_bits / fmt.values
+    return float(bits), float(exceptions / values)

@@ -1,0 +1,219 @@
+"""Which symbols a class of blocks has, single codes or pairs, and the lengths of their codes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import numpy.typing as npt
+
+from ...kernels.tile_format import MAX_CODE, MAX_SYMBOLS, ZERO_SYMBOL
+from ..huffman import code_lengths, fixed_lengths, group_histograms
+
+#: Radius of the pairs that are counted. Wider classes have too many rare pairs for short codes.
+PAIR_RADIUS = 7
+PAIR_WIDTH = 2 * PAIR_RADIUS + 1
+#: Symbols of single codes: code + ZERO_SYMBOL.
+SINGLES = 2 * ZERO_SYMBOL
+#: Of later values that much are taken to be spread wider than the sample's, so many times.
+_WIDER_SHARE = 0.01
+_WIDER = 1.5
+#: What an exception costs beside its bits: kernels mend it alone, one after the other.
+_MEND_BITS = 32
+#: Share of values that may be exceptions in a class of pairs.
+_PAIR_EXCEPTIONS = 1e-4
+#: Rounds in which blocks move to the class that codes them in fewer bits.
+_ROUNDS = 3
+
+
+@dataclass(frozen=True, eq=False)
+class SymbolClass:
+    """Symbols of a class and the lengths of their codes.
+
+    Parameters
+    ----------
+    radius : int
+        0 for single codes, else that of pairs.
+    lengths : numpy.ndarray
+        uint8 ``[MAX_SYMBOLS]``.
+    """
+
+    radius: int
+    lengths: npt.NDArray[np.uint8]
+
+    @property
+    def bits(self) -> int:
+        """Bits of the longest code."""
+        return int(self.lengths.max())
+
+    def cost(self, counts: Counts, exception_bits: int) -> npt.NDArray[np.float64]:
+        """Return what each block takes, in bits, float64 ``[blocks]``."""
+        codes = np.arange(SINGLES) - ZERO_SYMBOL
+        if self.radius:
+            outside = np.abs(codes) > self.radius
+            price = self.lengths[_folded(self.radius)].astype(np.float64)
+            bits = counts.pairs @ price
+        else:
+            outside = self.lengths[:SINGLES] == 0
+            zero = float(self.lengths[ZERO_SYMBOL])
+            bits = counts.singles @ np.where(outside, zero, self.lengths[:SINGLES])
+        return np.asarray(bits + exception_bits * (counts.singles @ outside.astype(np.float64)))
+
+
+@dataclass(frozen=True, eq=False)
+class Counts:
+    """How often codes and pairs of codes occur in each block.
+
+    Parameters
+    ----------
+    singles : numpy.ndarray
+        float64 ``[blocks, SINGLES]`` by code + ZERO_SYMBOL; values that have no code stand at 0.
+    pairs : numpy.ndarray
+        float64 ``[blocks, PAIR_WIDTH ** 2]``, codes beyond PAIR_RADIUS taken as 0.
+    """
+
+    singles: npt.NDArray[np.float64]
+    pairs: npt.NDArray[np.float64]
+
+    def of(self, which: npt.NDArray[np.bool_]) -> Counts:
+        """Return the sum over some blocks."""
+        return Counts(
+            self.singles[which].sum(axis=0, keepdims=True),
+            self.pairs[which].sum(axis=0, keepdims=True),
+        )
+
+
+def choose_classes(
+    counts: Counts, *, classes: int, code_bits: int, fixed: bool, exception_bits: int
+) -> tuple[list[SymbolClass], npt.NDArray[np.int64]]:
+    """Return classes of symbols, and the class of each block, that take the fewest bits.
+
+    Blocks are grouped by their single codes; each class then takes the symbols that are best for
+    it, and blocks move to the class that is best for them, a few rounds.
+
+    Parameters
+    ----------
+    counts : Counts
+        Of a sample.
+    classes : int
+        Classes, at the most.
+    code_bits : int
+        Bits of the longest code.
+    fixed : bool
+        Whether all codes of a class have one length, and stand for single codes.
+    exception_bits : int
+        Bits of an exception.
+    """
+    price = exception_bits + _MEND_BITS
+    labels = group_histograms(counts.singles, classes, table_bits=8 * SINGLES)
+    for turn in range(_ROUNDS):
+        found = [
+            _best_symbols(counts.of(labels == c), code_bits, fixed, price)
+            for c in range(int(labels.max(initial=-1)) + 1)
+        ]
+        costs = np.stack([c.cost(counts, price) for c in found], axis=1)
+        moved = costs.argmin(axis=1)
+        if turn == _ROUNDS - 1 or (moved == labels).all():
+            break
+        labels = np.unique(moved, return_inverse=True)[1]
+    used, labels = np.unique(moved, return_inverse=True)
+    return [found[c] for c in used], np.asarray(labels, np.int64)
+
+
+def _best_symbols(counts: Counts, code_bits: int, fixed: bool, price: int) -> SymbolClass:
+    """Return the symbols that code one histogram in the fewest bits."""
+    singles = counts.singles[0]
+    best = SymbolClass(0, _padded(_single_lengths(singles, code_bits, fixed, price)))
+    if fixed:
+        return best
+    least = float(best.cost(counts, price)[0])
+    total = singles.sum()
+    for radius in range(1, PAIR_RADIUS + 1):
+        if (2 * radius + 1) ** 2 > 1 << code_bits:
+            break
+        outside = 1 - singles[ZERO_SYMBOL - radius : ZERO_SYMBOL + radius + 1].sum() / max(total, 1)
+        if outside > _PAIR_EXCEPTIONS:
+            continue
+        found = SymbolClass(radius, _padded(_pair_lengths(counts.pairs[0], radius, code_bits)))
+        bits = float(found.cost(counts, price)[0])
+        if bits >= least:
+            break
+        best, least = found, bits
+    return best
+
+
+def _single_lengths(
+    singles: npt.NDArray[np.float64], code_bits: int, fixed: bool, price: int
+) -> npt.NDArray[np.uint8]:
+    """Return lengths of single codes; those that are rarer than exceptions are worth have none."""
+    likely = singles + _WIDER_SHARE * (_wider() @ singles)
+    likely[0] = 0
+    likely[ZERO_SYMBOL] += 1  # exceptions are coded as 0
+    total = likely.sum()
+    if fixed:
+        return _fixed_singles(likely, code_bits, price)
+    # A code of all bits takes 2 ** -code_bits of the others' room.
+    coded = likely * (price - code_bits) > total * 2.0**-code_bits * np.log2(np.e)
+    coded[ZERO_SYMBOL] = True
+    if coded.sum() > 1 << code_bits:
+        rarest = np.argsort(-likely, kind="stable")[1 << code_bits :]
+        coded[rarest] = False
+    return code_lengths(_whole(np.where(coded, likely, 0), coded), code_bits)
+
+
+def _fixed_singles(
+    likely: npt.NDArray[np.float64], code_bits: int, price: int
+) -> npt.NDArray[np.uint8]:
+    """Return the best width of plain fields that hold codes around 0."""
+    codes = np.arange(SINGLES) - ZERO_SYMBOL
+    best, least = np.zeros(SINGLES, np.uint8), np.inf
+    for width in range(1, min(code_bits, 8) + 1):
+        half = 1 << (width - 1)
+        inside = (codes >= 1 - half) & (codes <= min(half, MAX_CODE))
+        bits = width * likely.sum() + price * likely[~inside].sum()
+        if bits < least:
+            best, least = fixed_lengths(inside.astype(np.int64), code_bits), bits
+    return best
+
+
+def _pair_lengths(
+    pairs: npt.NDArray[np.float64], radius: int, code_bits: int
+) -> npt.NDArray[np.uint8]:
+    """Return lengths of pairs: every one has a code."""
+    wider = _wider()
+    inner = slice(ZERO_SYMBOL - PAIR_RADIUS, ZERO_SYMBOL + PAIR_RADIUS + 1)
+    square = pairs.reshape(PAIR_WIDTH, PAIR_WIDTH)
+    spread = wider[inner, inner] @ square @ wider[inner, inner].T
+    likely = (square + _WIDER_SHARE * spread).ravel()
+    folded = np.bincount(_folded(radius), likely, (2 * radius + 1) ** 2)
+    return code_lengths(_whole(folded, np.ones(len(folded), bool)), code_bits)
+
+
+def _whole(likely: npt.NDArray[np.float64], coded: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
+    """Return counts as integers, those that are coded at least 1."""
+    return np.where(coded, np.maximum(np.rint(likely * 64), 1), 0).astype(np.int64)
+
+
+def _padded(lengths: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+    return np.pad(lengths, (0, MAX_SYMBOLS - len(lengths)))
+
+
+@cache
+def _folded(radius: int) -> npt.NDArray[np.int64]:
+    """Return the symbol of each counted pair in a class of a radius, codes beyond it taken as 0."""
+    codes = np.arange(PAIR_WIDTH) - PAIR_RADIUS
+    codes = np.where(np.abs(codes) <= radius, codes, 0) + radius
+    return np.asarray((codes[:, None] * (2 * radius + 1) + codes).ravel(), np.int64)
+
+
+@cache
+def _wider() -> npt.NDArray[np.float64]:
+    """Return ``[SINGLES, SINGLES]``: where a code's share goes when values are spread wider."""
+    spread = np.zeros((SINGLES, SINGLES))
+    codes = np.arange(-MAX_CODE, MAX_CODE + 1)
+    for code in codes:
+        low, high = _WIDER * (code - 0.5), _WIDER * (code + 0.5)
+        overlap = np.minimum(high, codes + 0.5) - np.maximum(low, codes - 0.5)
+        spread[codes + ZERO_SYMBOL, code + ZERO_SYMBOL] = np.maximum(overlap, 0) / _WIDER
+    return spread
