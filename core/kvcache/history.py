@@ -166,6 +166,11 @@ class PackedHistory:
         return self.packed.samples and self._blocks_due() >= 1
 
     @property
+    def due(self) -> bool:
+        """Whether a block has left the window that is not packed."""
+        return self._blocks_due() >= 1
+
+    @property
     def packs(self) -> bool:
         """Whether blocks are in flight."""
         return self.packed.packs

@@ -84,9 +84,7 @@ class TileOptions:
                 f"{', '.join(map(repr, GRANULARITIES))}"
             )
         if self.coder not in ("huffman", "fixed"):
-            raise ArgumentError(
-                f"coder: {self.coder!r:.60}, accepted are 'huffman' and 'fixed'"
-            )
+            raise ArgumentError(f"coder: {self.coder!r:.60}, accepted are 'huffman' and 'fixed'")
         if not self.error and (self.key_scale is None) != (self.value_scale is None):
             raise ArgumentError(
                 "error: 0 keeps all tokens lossless; accepted with key_scale and value_scale, or "

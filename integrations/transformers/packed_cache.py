@@ -134,12 +134,18 @@ class PackedCache(DynamicCache, SelfAttentionCache):
         if layer is None:
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
         try:
-            found = layer.update(key_states, value_states)
+            found = self._append(layer_idx, key_states, value_states)
         except Exception:
             self._undo(layer_idx)
             raise
         self._packed[self._next[layer_idx]].prefetch()
         return found
+
+    def _append(
+        self, layer_idx: int, key_states: torch.Tensor, value_states: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append to one of our layers."""
+        return self._packed[layer_idx].update(key_states, value_states)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove tokens from the end, of no layer when one refuses.
