@@ -1,8 +1,8 @@
 """Codec names and their classes.
 
-Built in are ``"ibp"``, ``"raw"`` and, lossy, ``"tiles"``. A package adds its own by the entry point group
-``bitslab.codecs``, where the name of the entry point is the name of the codec; a program adds one
-by `register_codec`. A name means the same bytes for ever, so none can be given another class.
+Built in are ``"ibp"``, ``"raw"`` and, lossy, ``"tiles"``. A package adds its own by the entry point
+group ``bitslab.codecs``, where the name of the entry point is the name of the codec; a program adds
+one by `register_codec`. A name means the same bytes for ever, so none can be given another class.
 
 Every codec serves `bitslab.compress`, files and the command. Those that have kernels (see
 `WordRowCodec`) serve tables, their caches and embeddings too, which refuse others by name.

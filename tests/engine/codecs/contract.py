@@ -448,6 +448,13 @@ class RowCodecContract:
         out = torch.empty(0, 32)
         assert codec.decode(packed, torch.empty(0, dtype=torch.int64), out) is out
 
+    def test_bounds_of_a_lossless_codec_are_zero(self, table: Any) -> None:
+        rows, codec, _ = table
+        assert codec.error_bound is None
+        bounds = codec.bounds(rows)
+        assert (bounds.shape, bounds.dtype) == (rows.shape, torch.float64)
+        assert not bounds.any()
+
     # Sizes
 
     def test_packed_bytes_agree_with_what_is_stored(self, options: Options) -> None:

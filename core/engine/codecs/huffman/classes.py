@@ -61,11 +61,13 @@ def group_histograms(
         int64 ``[histograms]``: classes from 0, each used, in the order of their entropies.
     """
     counted = np.asarray(counts, np.float64)
+    if not len(counted):
+        return np.empty(0, np.int64)
     counted = counted[:, counted.any(axis=0)]
     total = np.maximum(counted.sum(axis=1), 1)
     order = np.argsort(entropy_bits(counted) / total, kind="stable")
     runs = min(_RUNS, len(order))
-    edges = np.arange(runs + 1) * len(order) // max(runs, 1)
+    edges = np.arange(runs + 1) * len(order) // runs
     sums = np.zeros((runs + 1, counted.shape[1]))
     sums[1:] = np.cumsum(counted[order], axis=0)[edges[1:] - 1]
     cuts = edges[_best_cuts(sums, classes, table_bits)]
@@ -97,7 +99,7 @@ def _best_cuts(
         least.append(joined.min(axis=0))
     costs = [least[k][runs] + k * table_bits for k in range(1, len(least))]
     cuts, end = [], runs
-    for k in range(int(np.argmin(costs)), -1, -1) if costs else ():
+    for k in range(int(np.argmin(costs)), -1, -1):
         end = int(begins[k][end])
         cuts.append(end)
     return np.array(cuts[::-1], np.int64)
@@ -107,7 +109,7 @@ def _nearest(
     counted: npt.NDArray[np.float64], labels: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.int64]:
     """Return for each histogram the class whose sum codes it in the fewest bits."""
-    summed = np.zeros((int(labels.max(initial=-1)) + 1, counted.shape[1]))
+    summed = np.zeros((int(labels.max()) + 1, counted.shape[1]))
     np.add.at(summed, labels, counted)
     # What a class has not seen costs much, but not for ever.
     share = (summed + 0.1) / (summed.sum(axis=1, keepdims=True) + 0.1 * summed.shape[1])

@@ -1,6 +1,24 @@
 """Codecs whose decoded values are within a bound of the given ones."""
 
+from .attention_error import AttentionFit, Measured, fit_error
 from .codec import TileCodec
+from .fit import CODERS, TileFit, fit_tiles, measured_fit, query_weights
 from .plan import TilePlan
+from .quantise import NO_CODE, dequantise, quantise, steps_and_centers
 
-__all__ = ["TileCodec", "TilePlan"]
+__all__ = [
+    "CODERS",
+    "NO_CODE",
+    "AttentionFit",
+    "Measured",
+    "TileCodec",
+    "TileFit",
+    "TilePlan",
+    "dequantise",
+    "fit_error",
+    "fit_tiles",
+    "measured_fit",
+    "quantise",
+    "query_weights",
+    "steps_and_centers",
+]

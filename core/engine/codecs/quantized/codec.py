@@ -16,7 +16,7 @@ from ..base import check_integer, check_rows_argument, check_tensor_argument
 from ..words import WordRowCodec
 from .config import MAX_HEADS, plan_from_config, plan_problem, plan_to_config
 from .fit import fit_tiles
-from .plan import TilePlan
+from .plan import TilePlan, symbols_of
 from .quantise import ranges, token_steps
 
 #: By dtype: half a unit in the last place of 1, and the least normal number.
@@ -156,8 +156,8 @@ class TileCodec(WordRowCodec):
     def profile_bytes(self) -> int:
         """Bytes of what was learnt: steps and centers, order and classes, lengths of codes."""
         p = self.plan
-        arrays = (p.order, p.steps, p.centers, p.block_class, p.radius, p.lengths)
-        return sum(a.nbytes for a in arrays)
+        arrays = (p.order, p.steps, p.centers, p.block_class, p.radius)
+        return sum(a.nbytes for a in arrays) + sum(symbols_of(int(r)) for r in p.radius)
 
     def describe(self) -> str:
         """Return the plan in a few words: ``tiles 64x128 token_level k10 8 classes``."""

@@ -14,6 +14,7 @@ import torch
 from ....errors import ArgumentError
 from ...kernels.tile_format import (
     MAX_CLASSES,
+    MAX_CODE,
     MAX_CODE_BITS,
     TILE_BLOCK,
     TILE_LANES,
@@ -23,7 +24,7 @@ from ...kernels.tile_format import (
     TileFormat,
 )
 from .plan import TilePlan, level_tables
-from .quantise import check_sample, codes_of, ranges, token_steps
+from .quantise import NO_CODE, check_sample, codes_of, ranges, token_steps
 from .symbols import (
     PAIR_RADIUS,
     PAIR_WIDTH,
@@ -40,6 +41,8 @@ _PLACE_BITS = 18
 _HEADER_BITS = 32
 #: Steps of channels that queries hardly read: no larger than of those with this share of the rms.
 _LEAST_WEIGHT = 0.02
+#: Of the tokens of a sample one in so many stands for later ones.
+_LATER = 8
 
 
 @dataclass(frozen=True)
@@ -156,14 +159,17 @@ def measured_fit(
     heads = sample.shape[1]
     if weights is not None and fmt.granularity is not Granularity.CHANNEL:
         raise ArgumentError("weights: given, accepted are some for Granularity.CHANNEL alone")
-    step, center = _steps(sample, fmt, float(scale), weights)
+    step, center = sample_steps(sample, fmt, float(scale), weights)
     codes = codes_of(sample, step, center)
     order = _order_by_spread(codes)
     placed = codes.gather(3, order[None, :, None, :].expand_as(codes))
     counts = _count(placed, fmt)
+    likely = counts
+    if fmt.granularity is Granularity.CHANNEL:
+        likely = counts + _count(_later(placed), fmt)
     exception_bits = 32 * fmt.exception_words
     found, labels = choose_classes(
-        counts,
+        likely,
         classes=MAX_CLASSES,
         code_bits=code_bits,
         fixed=coder == "fixed",
@@ -233,7 +239,7 @@ def _whole_tiles(sample: torch.Tensor, fmt: TileFormat) -> torch.Tensor:
     return sample
 
 
-def _steps(
+def sample_steps(
     sample: torch.Tensor, fmt: TileFormat, scale: float, weights: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return steps and centers that broadcast to the sample, channels in their order."""
@@ -273,13 +279,36 @@ def _order_by_spread(codes: torch.Tensor) -> torch.Tensor:
 
     So the narrowest class comes last: less of a lane's last unit is lost where codes are short.
     """
-    heads, dim = codes.shape[1], codes.shape[3]
-    channel = torch.arange(heads * dim, device=codes.device).view(heads, 1, dim)
-    counted = _bincount((codes.long() + ZERO_SYMBOL) % SINGLES + channel * SINGLES, heads * dim)
-    counted = counted.view(heads, dim, SINGLES).double()
+    counted = count_channels(codes).double()
     # Each channel has as many values: the sum of logarithms decides.
     entropy = -torch.where(counted > 0, counted * counted.log2(), 0.0).sum(dim=2)
     return torch.argsort(entropy, dim=1, descending=True, stable=True)
+
+
+def _later(codes: torch.Tensor) -> torch.Tensor:
+    """Return codes that are likely later: the last ones, moved on as their means have moved.
+
+    Slow rotations move the means of some channels on and on. Without this their codes would soon
+    be exceptions.
+    """
+    tokens = codes.shape[2]
+    before, behind = codes[:, :, : tokens // 2], codes[:, :, tokens - tokens // 2 :]
+    drift = [part.float().mean(dim=(0, 2), keepdim=True) for part in (before, behind)]
+    moved = (2 * (drift[1] - drift[0])).round()
+    count = max(tokens // _LATER // TILE_BLOCK, 1) * TILE_BLOCK
+    last = codes[:, :, tokens - count :]
+    return torch.where(last == NO_CODE, 0, last + moved).clamp(-MAX_CODE, MAX_CODE).to(codes.dtype)
+
+
+def count_channels(codes: torch.Tensor) -> torch.Tensor:
+    """Return how often each code occurs in each channel, ``[H, dim, SINGLES]``.
+
+    Column 0 is that of values that have no code.
+    """
+    heads, dim = codes.shape[1], codes.shape[3]
+    channel = torch.arange(heads * dim, device=codes.device).view(heads, 1, dim)
+    counted = _bincount((codes.long() + ZERO_SYMBOL) % SINGLES + channel * SINGLES, heads * dim)
+    return counted.view(heads, dim, SINGLES)
 
 
 def _count(placed: torch.Tensor, fmt: TileFormat) -> Counts:

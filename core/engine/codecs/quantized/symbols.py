@@ -53,7 +53,8 @@ class SymbolClass:
         if self.radius:
             outside = np.abs(codes) > self.radius
             price = self.lengths[_folded(self.radius)].astype(np.float64)
-            bits = counts.pairs @ price
+            zeros = float(self.lengths[2 * self.radius * (self.radius + 1)])
+            bits = counts.pairs @ np.where(price == 0, zeros + 2 * exception_bits, price)
         else:
             outside = self.lengths[:SINGLES] == 0
             zero = float(self.lengths[ZERO_SYMBOL])
@@ -75,6 +76,9 @@ class Counts:
 
     singles: npt.NDArray[np.float64]
     pairs: npt.NDArray[np.float64]
+
+    def __add__(self, other: Counts) -> Counts:
+        return Counts(self.singles + other.singles, self.pairs + other.pairs)
 
     def of(self, which: npt.NDArray[np.bool_]) -> Counts:
         """Return the sum over some blocks."""
@@ -135,7 +139,9 @@ def _best_symbols(counts: Counts, code_bits: int, fixed: bool, price: int) -> Sy
         outside = 1 - singles[ZERO_SYMBOL - radius : ZERO_SYMBOL + radius + 1].sum() / max(total, 1)
         if outside > _PAIR_EXCEPTIONS:
             continue
-        found = SymbolClass(radius, _padded(_pair_lengths(counts.pairs[0], radius, code_bits)))
+        found = SymbolClass(
+            radius, _padded(_pair_lengths(counts.pairs[0], radius, code_bits, price))
+        )
         bits = float(found.cost(counts, price)[0])
         if bits >= least:
             break
@@ -150,11 +156,9 @@ def _single_lengths(
     likely = singles + _WIDER_SHARE * (_wider() @ singles)
     likely[0] = 0
     likely[ZERO_SYMBOL] += 1  # exceptions are coded as 0
-    total = likely.sum()
     if fixed:
         return _fixed_singles(likely, code_bits, price)
-    # A code of all bits takes 2 ** -code_bits of the others' room.
-    coded = likely * (price - code_bits) > total * 2.0**-code_bits * np.log2(np.e)
+    coded = _worth(likely, price, code_bits)
     coded[ZERO_SYMBOL] = True
     if coded.sum() > 1 << code_bits:
         rarest = np.argsort(-likely, kind="stable")[1 << code_bits :]
@@ -178,16 +182,27 @@ def _fixed_singles(
 
 
 def _pair_lengths(
-    pairs: npt.NDArray[np.float64], radius: int, code_bits: int
+    pairs: npt.NDArray[np.float64], radius: int, code_bits: int, price: int
 ) -> npt.NDArray[np.uint8]:
-    """Return lengths of pairs: every one has a code."""
-    wider = _wider()
+    """Return lengths of pairs; those that are rarer than two exceptions are worth have none."""
     inner = slice(ZERO_SYMBOL - PAIR_RADIUS, ZERO_SYMBOL + PAIR_RADIUS + 1)
+    wider = _wider()[inner, inner]
     square = pairs.reshape(PAIR_WIDTH, PAIR_WIDTH)
-    spread = wider[inner, inner] @ square @ wider[inner, inner].T
-    likely = (square + _WIDER_SHARE * spread).ravel()
+    likely = (square + _WIDER_SHARE * (wider @ square @ wider.T)).ravel()
     folded = np.bincount(_folded(radius), likely, (2 * radius + 1) ** 2)
-    return code_lengths(_whole(folded, np.ones(len(folded), bool)), code_bits)
+    zeros = 2 * radius * (radius + 1)
+    folded[zeros] += 1  # exceptions are coded as 0
+    coded = _worth(folded, 2 * price, code_bits)
+    coded[zeros] = True
+    return code_lengths(_whole(folded, coded), code_bits)
+
+
+def _worth(likely: npt.NDArray[np.float64], price: float, code_bits: int) -> npt.NDArray[np.bool_]:
+    """Return which symbols are likely enough for a code, of those that cost a price without.
+
+    The longest code takes ``2 ** -code_bits`` of the room of all others.
+    """
+    return np.asarray(likely * (price - code_bits) > likely.sum() * 2.0**-code_bits * np.log2(np.e))
 
 
 def _whole(likely: npt.NDArray[np.float64], coded: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:

@@ -6,6 +6,7 @@ __device__ __forceinline__ bool is_greater(double x, double y) { return x > y; }
 #ifdef SIMT_HOST
 __device__ __forceinline__ float add_exact(float x, float y) { return x + y; }
 __device__ __forceinline__ float divide_exact(float x, float y) { return x / y; }
+__device__ __forceinline__ float multiply_exact(float x, float y) { return x * y; }
 __device__ __forceinline__ bool is_greater(float x, float y) { return x > y; }
 #else
 __device__ __forceinline__ float add_exact(float x, float y) {
@@ -17,6 +18,11 @@ __device__ __forceinline__ float divide_exact(float x, float y) {
   float quotient;
   asm("div.rn.f32 %0, %1, %2;" : "=f"(quotient) : "f"(x), "f"(y));
   return quotient;
+}
+__device__ __forceinline__ float multiply_exact(float x, float y) {
+  float product;
+  asm("mul.rn.f32 %0, %1, %2;" : "=f"(product) : "f"(x), "f"(y));
+  return product;
 }
 __device__ __forceinline__ bool is_greater(float x, float y) {
   int greater;

@@ -15,6 +15,7 @@ from .gather import GatherKernels
 from .ids import IdKernels
 from .map import MapKernels
 from .plan import PlanKernels
+from .quantized import TileKernels
 from .runner import Runner
 from .slots import SlotKernels
 
@@ -66,3 +67,8 @@ class CudaKernels:
         self.decode_rows = decode.decode_rows
         self.prepare_decode = decode.prepare_decode
         self.copy_rows = CopyKernels(runner).copy_rows
+        tiles = TileKernels(runner)
+        self.measure_tiles = tiles.measure_tiles
+        self.encode_tiles = tiles.encode_tiles
+        self.decode_tiles = tiles.decode_tiles
+        self.prepare_tiles = tiles.prepare_tiles

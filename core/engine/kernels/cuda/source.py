@@ -28,6 +28,14 @@ from ..format import (
     SLAB_SHIFT,
     RowFormat,
 )
+from ..tile_format import (
+    LEVELS,
+    MAX_CODE,
+    MAX_SYMBOLS,
+    ZERO_SYMBOL,
+    Granularity,
+    TileFormat,
+)
 
 _FOLDER = Path(__file__).parent
 _INCLUDE = re.compile(r'^#include "(\w+\.cuh)"$', re.MULTILINE)
@@ -50,6 +58,7 @@ _KERNELS: dict[str, tuple[str, ...]] = {
         "top_values",
         "sizes_by_option",
     ),
+    "quantized": ("measure_tiles", "encode_tiles", "decode_tiles"),
 }
 
 #: Fewest chunks a lane with which eight lanes can take a row.
@@ -89,6 +98,38 @@ BYTE_FIELDS = {
     2: EXPONENT_FIELDS[torch.bfloat16][0],
     4: EXPONENT_FIELDS[torch.float32][0],
 }
+
+
+#: What kernels of coded tiles are compiled for; dtypes by the number that floats.cuh has for them.
+TILE_SETTINGS = ("KIND", "TOKENS", "DIM", "GRANULARITY", "TOKEN_PAIRS", "LOOKUP_BITS")
+TILE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+#: Warps of a block at the most: what registers have room for.
+MAX_ENCODE_WARPS, MAX_DECODE_WARPS = 16, 24
+TILE_DEFINES = {
+    "ENCODE_WARPS": MAX_ENCODE_WARPS,
+    "DECODE_WARPS": MAX_DECODE_WARPS,
+    "MAX_CODE": MAX_CODE,
+    "MAX_SYMBOLS": MAX_SYMBOLS,
+    "ZERO_SYMBOL": ZERO_SYMBOL,
+    "STEP_LEVELS": LEVELS,
+    "NO_ROW": f"({NO_ROW + 1}ll-1)",
+}
+#: Formats of tiles that tests compile: of each setting every value that makes a difference.
+TILE_FORMATS = tuple(
+    TileFormat(tokens, dim, TILE_DTYPES[kind], granularity, token_pairs, code_bits)
+    for tokens, dim, kind, granularity, token_pairs, code_bits in (
+        (64, 128, 0, Granularity.CHANNEL, False, 10),
+        (64, 128, 0, Granularity.TOKEN_LEVEL, True, 10),
+        (64, 64, 1, Granularity.CHANNEL, False, 10),
+        (64, 64, 1, Granularity.TOKEN_LEVEL, True, 8),
+        (64, 256, 2, Granularity.CHANNEL, False, 10),
+        (64, 80, 0, Granularity.CHANNEL, True, 10),
+        (64, 128, 0, Granularity.BLOCK_RANGE, False, 10),
+        (64, 128, 0, Granularity.TOKEN_RANGE, True, 10),
+        (32, 96, 2, Granularity.CHANNEL_RANGE, False, 9),
+        (16, 16, 1, Granularity.TOKEN_RANGE, True, 10),
+    )
+)
 
 
 @cache
@@ -191,7 +232,7 @@ class PlainVariant:
     Parameters
     ----------
     file : str
-        ``"copy"``, ``"ids"``, ``"map"``, ``"slots"``, ``"bags"`` or ``"plan"``.
+        ``"copy"``, ``"ids"``, ``"map"``, ``"slots"``, ``"bags"``, ``"plan"`` or ``"quantized"``.
     settings : tuple of (str, int)
         The preprocessor's definitions.
     """
@@ -206,9 +247,10 @@ class PlainVariant:
     @property
     def name(self) -> str:
         """Readable name, for tests and logs."""
-        if self.file not in ("copy", "bags"):
+        if self.file not in ("copy", "bags", "quantized"):
             return self.file
-        return "-".join([self.file, *(f"{k.lower()}{v}" for k, v in self.settings)])
+        told = self.settings[: len(TILE_SETTINGS) if self.file == "quantized" else None]
+        return "-".join([self.file, *(f"{k.lower()}{v}" for k, v in told)])
 
 
 AnyVariant = Variant | PlainVariant
@@ -238,6 +280,36 @@ def bags_variant(value_bytes: int, vector: int) -> PlainVariant:
     return PlainVariant("bags", (("VALUE_BYTES", value_bytes), ("VECTOR", vector)))
 
 
+def tile_stride(dim: int) -> int:
+    """Return the bytes from a token to the next among the codes of a tile in shared memory.
+
+    An odd number of 16 bytes, so that the eight tokens that a warp writes to at once begin in
+    banks of their own, four apart.
+    """
+    return dim + 16 if dim // 16 % 2 == 0 else dim
+
+
+def quantized_variant(fmt: TileFormat) -> PlainVariant:
+    """Return the kernels of coded tiles of a format."""
+    sizes = (
+        TILE_DTYPES.index(fmt.dtype),
+        fmt.tokens,
+        fmt.dim,
+        int(fmt.granularity),
+        int(fmt.token_pairs),
+        fmt.code_bits,
+    )
+    return PlainVariant(
+        "quantized",
+        (
+            *zip(TILE_SETTINGS, sizes, strict=True),
+            ("STRIDE", tile_stride(fmt.dim)),
+            ("PARAMETER_WORDS", fmt.parameter_words),
+            *TILE_DEFINES.items(),
+        ),
+    )
+
+
 def widest_vector(chunk_bytes: int, uniform: bool) -> int:
     """Return the most chunks that a lane of the decoder takes: 16 bytes of them.
 
@@ -255,12 +327,13 @@ def kernels_of(variant: AnyVariant) -> tuple[str, ...]:
 
 
 def all_variants() -> Iterator[AnyVariant]:
-    """Yield every variant that the library can ask for."""
+    """Yield every variant that the library can ask for; of coded tiles those of TILE_FORMATS."""
     yield IDS
     yield MAP
     yield SLOTS
     yield EXCHANGE
     yield PLAN
+    yield from map(quantized_variant, TILE_FORMATS)
     for size in BAG_VALUE_BYTES:
         yield from (bags_variant(size, vector) for vector in (1, 16 // size))
     for unit, pieces in COPY_PIECES.items():

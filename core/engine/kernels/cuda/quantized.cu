@@ -1,0 +1,293 @@
+// Coded tiles, one warp a tile; see tile_format.py. Its codes stand in shared memory as bytes, code + 128,
+// by token and channel; 0 stands for an exception.
+//
+// The host says KIND (floats.cuh), TOKENS, DIM, GRANULARITY, TOKEN_PAIRS and LOOKUP_BITS, the bits of the
+// longest code, STRIDE, the bytes from a token to the next, and the numbers of tile_format.py.
+#include "async_copy.cuh"
+#include "bits.cuh"
+#include "exact.cuh"
+#include "floats.cuh"
+#include "ids.cuh"
+#include "mailbox.cuh"
+#include "tile_reader.cuh"
+
+#define CHANNEL 0
+#define TOKEN_LEVEL 1
+#define BLOCK_RANGE 2
+#define CHANNEL_RANGE 3
+#define TOKEN_RANGE 4
+#define BY_CHANNEL (GRANULARITY == CHANNEL || GRANULARITY == CHANNEL_RANGE)
+#define BY_TOKEN (GRANULARITY == TOKEN_LEVEL || GRANULARITY == TOKEN_RANGE)
+#define SPAN (BY_CHANNEL ? DIM : BY_TOKEN ? TOKENS : 1)  // steps of a tile
+
+#define BLOCKS (DIM / 16)
+#define VALUES (TOKENS * DIM)
+#define ROW_WORDS (VALUES * VALUE_BYTES / 4)
+#define EXCEPTION_WORDS (VALUE_BYTES == 4 ? 2 : 1)
+#define VECTOR (16 / VALUE_BYTES)         // values of 16 bytes
+#define PIECES (DIM / VECTOR)             // of 16 bytes, of a token
+#define ROW_PIECES (TOKENS * PIECES)      // a multiple of 32
+#define SAME_CHANNELS (32 % PIECES == 0)  // whether all pieces of a lane have the same channels
+
+#define CODE_FIELD 10  // bits of a code in the encoders' tables; above, how many of them it has
+
+struct Tables {  // see TileTables
+  const int* order;
+  const float* steps;
+  const float* centers;
+  const float* level_steps;
+  const float* level_squares;
+  const int* block_class;
+  const int* radius;
+  const int* class_bits;
+  int heads;
+  i64 rows_per_head;
+  float scale, inverse_dim;
+};
+
+__device__ __forceinline__ int head_of(const Tables& t, i64 row) { return (int)(row / t.rows_per_head % t.heads); }
+
+// What a lane knows of block `lane` of a head: its class, the bits of the class's longest code, its radius.
+__device__ __forceinline__ int about_block(const Tables& t, int head, int lane) {
+  if (lane >= BLOCKS) return 0;
+  const int c = __ldg(t.block_class + head * BLOCKS + lane);
+  return c | __ldg(t.class_bits + c) << 8 | __ldg(t.radius + c) << 16;
+}
+
+// Where a lane's values of a block stand among the codes of the first sixteen tokens.
+struct Places {
+  int at[2][2];
+  __device__ __forceinline__ Places(const int* order, int block, int lane) {
+    const int g = lane >> 2, t = lane & 3;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+#pragma unroll
+      for (int k = 0; k < 2; ++k)
+        at[h][k] = TOKEN_PAIRS ? (2 * t + k) * STRIDE + __ldg(order + 16 * block + g + 8 * h)
+                               : g * STRIDE + __ldg(order + 16 * block + 2 * t + 8 * h + k);
+    }
+  }
+  // Value k of the i-th two.
+  __device__ __forceinline__ int of(int i, int k) const {
+    return TOKEN_PAIRS ? at[i & 1][k] + (i >> 1) * 8 * STRIDE : at[i >> 1][k] + (i & 1) * 8 * STRIDE;
+  }
+};
+
+// Steps, centers and what goes with them: of the channels, tokens or the tile.
+struct Scales {
+  float *steps, *centers, *inverses, *limits;
+};
+
+#if VALUE_BYTES == 2
+typedef unsigned short value_t;
+#else
+typedef u32 value_t;
+#endif
+
+// The scales of VECTOR neighbouring channels of a token.
+struct Vector {
+  float step[VECTOR], center[VECTOR], inverse[VECTOR], limit[VECTOR];
+  template <bool ENCODES> __device__ __forceinline__ void load(const Scales& s, int token, int channel) {
+#pragma unroll
+    for (int v = 0; v < VECTOR; ++v) {
+      const int at = BY_CHANNEL ? channel + v : BY_TOKEN ? token : 0;
+      step[v] = s.steps[at];
+      if (ENCODES || GRANULARITY != TOKEN_LEVEL) center[v] = s.centers[at];  // of levels they are 0
+      if (ENCODES) inverse[v] = s.inverses[at];
+    }
+  }
+  __device__ __forceinline__ void load_limits(const Scales& s, int channel) {
+#pragma unroll
+    for (int v = 0; v < VECTOR; ++v) limit[v] = s.limits[channel + v];
+  }
+};
+
+#include "tile_decoder.cuh"
+#include "tile_encoder.cuh"
+
+// Shared memory of the encoders: the codes of all classes, and for each warp stage, scales, parameters.
+struct Encoder {
+  unsigned short* codes;
+  u8* stage;
+  Scales scales;
+  u32* parameters;
+  __device__ __forceinline__ Encoder(u32* shared, const int* table, int classes, int warp_bytes) {
+    codes = (unsigned short*)shared;
+    for (int i = threadIdx.x; i < classes * MAX_SYMBOLS; i += blockDim.x) {
+      const int entry = table[i];
+      codes[i] = (unsigned short)((entry & 0xffff) | entry >> 16 << CODE_FIELD);
+    }
+    u8* mine = (u8*)(codes + classes * MAX_SYMBOLS) + (threadIdx.x >> 5) * warp_bytes;
+    stage = mine;
+    scales.steps = (float*)(mine + TOKENS * STRIDE);
+    scales.centers = scales.steps + SPAN;
+    scales.inverses = scales.centers + SPAN;
+    scales.limits = scales.inverses + SPAN;
+    parameters = (u32*)(scales.limits + DIM);
+    __syncthreads();
+  }
+};
+
+#define TABLES                                                                                                      \
+  {order, steps, centers, level_steps, level_squares, block_class, radius, class_bits, heads, rows_per_head,        \
+   __uint_as_float(scale), __uint_as_float(inverse_dim)}
+
+extern "C" __global__ void __launch_bounds__(32 * ENCODE_WARPS)
+    measure_tiles(const value_t* __restrict__ rows, i64 n_rows, const int* __restrict__ order,
+                  const float* __restrict__ steps, const float* __restrict__ centers,
+                  const float* __restrict__ level_steps, const float* __restrict__ level_squares,
+                  const int* __restrict__ block_class, const int* __restrict__ radius, const int* __restrict__ class_bits,
+                  const int* __restrict__ codes, int classes, int heads, i64 rows_per_head, u32 scale, u32 inverse_dim,
+                  int warp_bytes,
+                  void* __restrict__ lengths, int length_bytes) {
+  extern __shared__ __align__(128) u32 shared[];
+  const Tables t = TABLES;
+  const Encoder e(shared, codes, classes, warp_bytes);
+  const int lane = threadIdx.x & 31;
+  const i64 warps = ((i64)gridDim.x * blockDim.x) >> 5;
+  for (i64 r = ((i64)blockIdx.x * blockDim.x + threadIdx.x) >> 5; r < n_rows; r += warps) {
+    const int head = head_of(t, r);
+    const value_t* row = rows + r * VALUES;
+    find_scales(t, head, row, e.scales, e.parameters, lane);
+    int exceptions = quantise(row, e.scales, e.stage, lane);
+    Counter counter;
+    write_symbols(t, head, e.codes, e.stage, lane, counter, exceptions);
+    const int units = __reduce_add_sync(FULL, counter.units);
+    exceptions = __reduce_add_sync(FULL, exceptions);
+    const int words = 1 + PARAMETER_WORDS + ((units + 1) >> 1) + exceptions * EXCEPTION_WORDS;
+    if (lane == 0) {
+      const u32 length = words < ROW_WORDS ? words : 0;
+      if (length_bytes == 1) ((u8*)lengths)[r] = (u8)length;
+      else if (length_bytes == 2) ((unsigned short*)lengths)[r] = (unsigned short)length;
+      else ((u32*)lengths)[r] = length;
+    }
+  }
+}
+
+// The lengths are those that measure_tiles found; `words` is zeroed.
+extern "C" __global__ void __launch_bounds__(32 * ENCODE_WARPS)
+    encode_tiles(const value_t* __restrict__ rows, i64 n_rows, const int* __restrict__ order,
+                  const float* __restrict__ steps, const float* __restrict__ centers,
+                  const float* __restrict__ level_steps, const float* __restrict__ level_squares,
+                  const int* __restrict__ block_class, const int* __restrict__ radius, const int* __restrict__ class_bits,
+                  const int* __restrict__ codes, int classes, int heads, i64 rows_per_head, u32 scale, u32 inverse_dim,
+                  int warp_bytes,
+                 const void* __restrict__ lengths, int length_bytes, const i64* __restrict__ bases,
+                 u32* __restrict__ words) {
+  extern __shared__ __align__(128) u32 shared[];
+  const Tables t = TABLES;
+  const Encoder e(shared, codes, classes, warp_bytes);
+  const int lane = threadIdx.x & 31;
+  const i64 warps = ((i64)gridDim.x * blockDim.x) >> 5;
+  for (i64 r = ((i64)blockIdx.x * blockDim.x + threadIdx.x) >> 5; r < n_rows; r += warps) {
+    const i64 peer = (r & ~(i64)31) + lane;
+    const u32 length_of_peer = peer < n_rows ? load_length(lengths, peer, length_bytes) : 0;
+    const u32 before = lane < (int)(r & 31) ? (length_of_peer ? length_of_peer : ROW_WORDS) : 0;
+    u32* to = words + bases[r >> 5] + __reduce_add_sync(FULL, before);
+    const int length = __shfl_sync(FULL, length_of_peer, (int)(r & 31));
+    const value_t* row = rows + r * VALUES;
+    if (length == 0) {
+      for (int j = lane; j < ROW_WORDS; j += 32) to[j] = __ldg((const u32*)row + j);
+      continue;
+    }
+    const int head = head_of(t, r);
+    find_scales(t, head, row, e.scales, e.parameters, lane);
+    int exceptions = quantise(row, e.scales, e.stage, lane);
+    for (int k = lane; k < PARAMETER_WORDS; k += 32) to[1 + k] = e.parameters[k];
+    u32* streams = to + 1 + PARAMETER_WORDS;
+    Writer writer;
+    writer.units = (unsigned short*)streams;
+    writer.below = (1u << lane) - 1;
+    write_symbols(t, head, e.codes, e.stage, lane, writer, exceptions);
+    writer.finish();
+    exceptions = __reduce_add_sync(FULL, exceptions);
+    if (lane == 0) *to = (u32)writer.next | (u32)exceptions << 16;
+    __syncwarp();
+    if (exceptions) write_exceptions(row, e.stage, streams + ((writer.next + 1) >> 1), lane);
+    __syncwarp();
+  }
+}
+
+// ids[n], or null for the tiles from row_begin on. Tiles that are damaged are reported, and their rows of
+// `out` are left as they are.
+extern "C" __global__ void __launch_bounds__(32 * DECODE_WARPS)
+    decode_tiles(const u32* __restrict__ words, i64 n_words, const i64* __restrict__ bases,
+                 const void* __restrict__ lengths, int length_bytes, i64 n_rows, const void* __restrict__ ids,
+                 int id_bytes, i64 row_begin, i64 n, const int* __restrict__ order, const float* __restrict__ steps, const float* __restrict__ centers,
+                  const float* __restrict__ level_steps, const float* __restrict__ level_squares,
+                  const int* __restrict__ block_class, const int* __restrict__ radius, const int* __restrict__ class_bits,
+                  const int* __restrict__ codes, int classes, int heads, i64 rows_per_head, u32 scale, u32 inverse_dim,
+                  int warp_bytes, uint4* __restrict__ out,
+                 const u64* first_bad, i64 lowest, i64* mailbox) {
+  extern __shared__ __align__(128) u32 shared[];
+  if (ids != nullptr) {
+    const u64 bad = bad_position(first_bad, ids, id_bytes, n, lowest, n_rows);
+    if (bad != ~0ull) {
+      if (blockIdx.x == 0 && threadIdx.x == 0)
+        report(mailbox, ERROR_INDEX, (i64)bad, load_id(ids, (i64)bad, id_bytes), n_rows);
+      return;
+    }
+  }
+  for (int i = threadIdx.x; i < classes << LOOKUP_BITS; i += blockDim.x) shared[i] = (u32)__ldg(codes + i);
+  __syncthreads();
+  const Tables t = TABLES;
+  const Source source = {words, n_words, bases, lengths, length_bytes, n_rows, ids, id_bytes, row_begin};
+  const int lane = threadIdx.x & 31;
+  u8* stage = (u8*)(shared + (classes << LOOKUP_BITS)) + (threadIdx.x >> 5) * warp_bytes;
+  Ring ring;
+  ring.shared = (u32*)(stage + TOKENS * STRIDE);
+  Scales scales;
+  scales.steps = (float*)(ring.shared + RING_WORDS);
+  scales.centers = scales.steps + SPAN;
+  const i64 warps = ((i64)gridDim.x * blockDim.x) >> 5;
+  i64 position = ((i64)blockIdx.x * blockDim.x + threadIdx.x) >> 5;
+  if (position >= n) return;
+  Wanted w = locate(source, position, mailbox, lane);
+  ring.start(words, w.at, max(w.length, 0), lane);
+  while (true) {
+    // The next one is looked for before this one is decoded, and fetched while this one is delivered.
+    const i64 following = position + warps;
+    Wanted next = {0, 0, NOTHING};
+    if (following < n) next = locate(source, following, mailbox, lane);
+    const int head = head_of(t, w.row);
+    const u32* exceptions = nullptr;
+    int count = 0;
+    bool sound = w.length > 0;
+    ring.wait();
+    if (sound) {
+      const int first = (int)(w.at & 31);
+      const u32 header = ring.word(first);
+      const int units = (int)(header & 0xffff);
+      count = (int)(header >> 16);
+      const int streams = 1 + PARAMETER_WORDS + ((units + 1) >> 1);
+      sound = streams + count * EXCEPTION_WORDS <= w.length;
+      if (sound) {
+        exceptions = words + w.at + streams;
+        read_scales(t, head, scales, ring, first + 1, lane);
+        sound = read_codes(t, head, shared, ring, 2 * (first + 1 + PARAMETER_WORDS), units, stage, lane) &&
+                sound_exceptions(exceptions, count, lane);
+      }
+      if (!sound && lane == 0) report(mailbox, ERROR_DAMAGED, w.row, 0, n_rows);
+    }
+    copy_async_wait<0>();
+    __syncwarp();
+    ring.start(words, next.at, max(next.length, 0), lane);
+    uint4* to = out + position * ROW_PIECES;
+    if (w.length == 0) {
+      for (int j = lane; j < ROW_WORDS; j += 32) ((u32*)to)[j] = words[w.at + j];
+    } else if (sound) {
+      write_values(scales, stage, to, lane);
+      if (count) {
+        __syncwarp();
+        for (int e = lane; e < count; e += 32)
+          ((value_t*)to)[position_of(exceptions, e)] =
+              (value_t)(VALUE_BYTES == 4 ? exceptions[2 * e + 1] : exceptions[e] >> 16);
+      }
+    }
+    __syncwarp();
+    if (following >= n) break;
+    position = following;
+    w = next;
+  }
+  copy_async_wait<0>();
+}

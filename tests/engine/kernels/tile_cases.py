@@ -1,0 +1,147 @@
+"""Coded tiles that reach every path of their kernels: plans made by hand, and rows for them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from bitslab.engine.codecs.huffman import code_lengths
+from bitslab.engine.codecs.quantized.plan import TilePlan
+from bitslab.engine.kernels import cpu
+from bitslab.engine.kernels.format import (
+    PAD_WORDS,
+    TableStorage,
+    bases_of_rows,
+    words_of_rows,
+)
+from bitslab.engine.kernels.tile_format import (
+    MAX_SYMBOLS,
+    ZERO_SYMBOL,
+    Granularity,
+    TileFormat,
+    TileTables,
+)
+
+#: Radius and spread of the classes, and whether each symbol within reach has a code.
+CLASSES = ((0, 6.0, False), (3, 1.0, True), (2, 0.4, False), (0, 0.5, False))
+
+
+@dataclass(frozen=True)
+class TileCase:
+    """Tables and rows, uint8 ``[N, row_bytes]``."""
+
+    tables: TileTables
+    rows: torch.Tensor
+
+    @property
+    def row_words(self) -> int:
+        """Words of a raw tile."""
+        return self.rows.shape[1] // 4
+
+    def packed(self) -> TableStorage:
+        """Return the tiles as the CPU packs them."""
+        lengths = cpu.measure_tiles(self.rows, self.tables)
+        bases, words = bases_and_words(lengths, self.row_words)
+        data = cpu.encode_tiles(self.rows, self.tables, lengths, bases, words)
+        return TableStorage(len(lengths), data, bases, lengths)
+
+
+def bases_and_words(lengths: torch.Tensor, row_words: int) -> tuple[torch.Tensor, int]:
+    """Return the bases of tiles, and the words of all."""
+    bases, _ = bases_of_rows(words_of_rows(lengths, row_words))
+    return bases, int(bases[-1])
+
+
+def make_plan(fmt: TileFormat, *, heads: int, rows_per_head: int, seed: int = 0) -> TilePlan:
+    """Return a plan whose blocks have classes of pairs and of singles, in no order."""
+    rng = np.random.default_rng([seed, fmt.tokens, fmt.dim, int(fmt.granularity)])
+    lengths = np.zeros((len(CLASSES), MAX_SYMBOLS), np.uint8)
+    for c, (radius, spread, whole) in enumerate(CLASSES):
+        if radius:
+            codes = np.arange(-radius, radius + 1)
+            likely = np.exp(-0.5 * (codes / spread) ** 2)
+            counts = np.rint(1e5 * np.outer(likely, likely)).astype(np.int64).flatten()
+        else:
+            codes = np.arange(256) - ZERO_SYMBOL
+            counts = np.rint(1e5 * np.exp(-0.5 * (codes / spread) ** 2)).astype(np.int64)
+        counts = counts + 1 if whole else counts
+        lengths[c, : len(counts)] = code_lengths(counts, fmt.code_bits)
+    shape = heads, fmt.dim
+    fixed = fmt.granularity is Granularity.CHANNEL
+    none = np.empty((0, 0), np.float32)
+    scale = {Granularity.CHANNEL: 1.0, Granularity.TOKEN_LEVEL: 0.7}.get(fmt.granularity, 0.08)
+    return TilePlan(
+        format=fmt,
+        heads=heads,
+        rows_per_head=rows_per_head,
+        scale=scale,
+        order=np.stack([rng.permutation(fmt.dim) for _ in range(heads)]).astype(np.uint8),
+        block_class=rng.integers(0, len(CLASSES), (heads, fmt.blocks)).astype(np.uint8),
+        radius=np.array([radius for radius, _, _ in CLASSES], np.uint8),
+        lengths=lengths,
+        steps=rng.uniform(0.1, 2, shape).astype(np.float32) if fixed else none,
+        centers=rng.normal(0, 3, shape).astype(np.float32) if fixed else none,
+    )
+
+
+def make_tiles(
+    fmt: TileFormat, *, n_rows: int, heads: int = 2, rows_per_head: int = 3, seed: int = 0
+) -> TileCase:
+    """Return tiles that suit a plan, but for single values, and some that do not suit it at all."""
+    plan = make_plan(fmt, heads=heads, rows_per_head=rows_per_head, seed=seed)
+    rng = np.random.default_rng([seed, n_rows, fmt.dim])
+    head = np.arange(n_rows) // rows_per_head % heads
+    spread = np.array([spread for _, spread, _ in CLASSES])[plan.block_class].repeat(16, axis=1)
+    if plan.steps.size:
+        width, center = plan.steps * spread, plan.centers
+    else:
+        width, center = spread / 3, np.zeros_like(spread)
+    by_channel = np.empty((2, *plan.order.shape))
+    for h, order in enumerate(plan.order):
+        by_channel[:, h, order] = width[h], center[h]
+    noise = rng.normal(size=(n_rows, fmt.tokens, fmt.dim))
+    values = by_channel[1][head][:, None] + by_channel[0][head][:, None] * noise
+    if fmt.granularity is not Granularity.CHANNEL:
+        values *= rng.uniform(0.01, 30, (n_rows, fmt.tokens, 1))
+    x = torch.from_numpy(values).to(fmt.dtype).flatten(1)
+    special = [float("nan"), float("inf"), -float("inf"), -0.0, 1e30, 1e-42, -1e-6, 6e4]
+    for r in range(0, n_rows, 2):  # in every other row
+        at = rng.choice(fmt.values, min(fmt.values // 32, 1 + r), replace=False)
+        x[r, at] = torch.tensor(rng.choice(special, len(at))).to(fmt.dtype)
+    x[2 % n_rows] = 0
+    x[5 % n_rows] = -3.0
+    x[6 % n_rows] = float("nan")
+    rows = x.contiguous().view(torch.uint8)
+    noise_rows = rows[3::7]
+    rows[3::7] = torch.from_numpy(rng.integers(0, 256, noise_rows.shape, dtype=np.uint8))
+    if n_rows > 8:  # subnormal
+        rows[8] = rows[8] & 0x7F if fmt.dtype is torch.float32 else 1
+    return TileCase(plan.tables(), rows)
+
+
+def decoded(
+    table: TableStorage, case: TileCase, ids: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return tiles as the CPU decodes them, one by one, and which of them are damaged."""
+    assert table.lengths is not None and table.bases is not None
+    out = torch.zeros(len(ids), case.rows.shape[1], dtype=torch.uint8)
+    sizes = words_of_rows(table.lengths, case.row_words)
+    first = torch.cat([table.bases[:-1].repeat_interleave(32)[: len(sizes)]])
+    inside = torch.cat([s.cumsum(0) - s for s in sizes.split(32)])
+    found = []
+    stored = table.words[: len(table.words) - PAD_WORDS]
+    for i, r in enumerate(ids.tolist()):
+        length = int(words_of_rows(table.lengths[r : r + 1], 0)[0])
+        found.append(
+            cpu.decode_tiles(
+                stored,
+                (first + inside)[r : r + 1].clone(),
+                torch.tensor([length]),
+                torch.tensor([r]),
+                case.tables,
+                out[i : i + 1],
+            )
+        )
+    return out, torch.tensor(found) >= 0

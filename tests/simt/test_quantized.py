@@ -1,0 +1,243 @@
+"""The kernels of coded tiles, run on the CPU, write and read the bytes of their Numba twins."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+
+from bitslab.engine.kernels import cpu
+from bitslab.engine.kernels.cuda.runner import DAMAGED_ERROR, INDEX_ERROR, NO_ERROR
+from bitslab.engine.kernels.cuda.source import TILE_DTYPES
+from bitslab.engine.kernels.format import NO_ROW, TableStorage
+from bitslab.engine.kernels.tile_format import Granularity, TileFormat
+from bitslab.errors import ArgumentError
+from tests import pairwise
+from tests.engine.kernels.tile_cases import TileCase, bases_and_words, decoded, make_tiles
+from tests.simt.module import guarded
+from tests.simt.runner import simt_kernels
+
+SETTINGS = {
+    "size": [(16, 16), (16, 80), (32, 64), (64, 128)],
+    "dtype": TILE_DTYPES,
+    "granularity": list(Granularity),
+    "token_pairs": [False, True],
+    "code_bits": [8, 10],
+}
+
+
+def formats_run() -> list[TileFormat]:
+    """Return formats that hold every pair of settings, all of them with ``BITSLAB_FULL=1``."""
+    settings = [dict(zip(SETTINGS, each, strict=True)) for each in product(*SETTINGS.values())]
+    chosen = range(len(settings)) if pairwise.FULL else pairwise.cover(settings, 1)
+    return [
+        TileFormat(*s["size"], s["dtype"], s["granularity"], s["token_pairs"], s["code_bits"])
+        for s in (settings[i] for i in chosen)
+    ]
+
+
+def format_id(fmt: TileFormat) -> str:
+    pairs = "tokens" if fmt.token_pairs else "channels"
+    dtype = str(fmt.dtype).removeprefix("torch.")
+    return f"{fmt.tokens}x{fmt.dim}-{dtype}-{fmt.granularity.name}-{pairs}-{fmt.code_bits}"
+
+
+FORMATS = formats_run()
+K = TileFormat(16, 64, torch.bfloat16, Granularity.CHANNEL, False)
+V = TileFormat(32, 48, torch.float16, Granularity.TOKEN_LEVEL, True)
+LONG = TileFormat(256, 32, torch.float32, Granularity.TOKEN_RANGE, True)
+
+
+def guarded_table(table: TableStorage) -> TableStorage:
+    return replace(table, words=guarded(table.words))
+
+
+@pytest.mark.parametrize("fmt", [*FORMATS, LONG], ids=format_id)
+def test_tiles_have_the_bytes_of_the_twin(fmt):
+    case = make_tiles(fmt, n_rows=9 if fmt.values > 4096 else 40, seed=1)
+    kernels, runner = simt_kernels(seed=fmt.dim % 3)
+    expected = case.packed()
+    rows = guarded(case.rows)
+    lengths = kernels.measure_tiles(rows, case.tables)
+    assert torch.equal(lengths, expected.lengths)
+    assert (lengths == 0).any() and (lengths != 0).any()
+    bases, n_words = bases_and_words(lengths, case.row_words)
+    words = kernels.encode_tiles(rows, case.tables, lengths, bases, n_words + 5)
+    assert torch.equal(words[: n_words + 4], expected.words) and not words[n_words:].any()
+    table = guarded_table(expected)
+    ids = torch.arange(len(lengths))
+    twin, damaged = decoded(expected, case, ids)
+    assert not damaged.any()
+    out = guarded(torch.full_like(case.rows, 0xA5))
+    kernels.decode_tiles(table, case.tables, None, out)
+    assert runner.mailbox[0] == NO_ERROR
+    assert torch.equal(out, twin)
+
+
+def test_cases_have_exceptions_of_every_kind():
+    case = make_tiles(K, n_rows=40, seed=1)
+    table = case.packed()
+    exceptions = []
+    at = table.bases[0]
+    for length in table.lengths[:32].tolist():
+        if length:
+            exceptions.append(int(table.words[at]) >> 16 & 0xFFFF)
+        at += length or case.row_words
+    assert min(exceptions) == 0 and max(exceptions) > 32
+
+
+@pytest.mark.parametrize("sm_budget", [None, 1])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_tiles_are_gathered_by_id(dtype, sm_budget):
+    case = make_tiles(V, n_rows=70)
+    kernels, runner = simt_kernels(3)
+    table = case.packed()
+    rng = np.random.default_rng(0)
+    ids = torch.from_numpy(rng.integers(-70, 70, 101)).to(dtype)
+    twin, _ = decoded(table, case, ids.long() % 70)
+    out = guarded(torch.zeros_like(twin))
+    kernels.decode_tiles(
+        guarded_table(table), case.tables, ids, out, lowest=-70, sm_budget=sm_budget
+    )
+    assert runner.mailbox[0] == NO_ERROR and torch.equal(out, twin)
+    assert runner.grids[-1] <= ((sm_budget or 4),)
+    out.zero_()
+    gather = kernels.prepare_tiles(table, case.tables, ids, out, sm_budget)
+    ids.copy_(ids.flip(0))
+    gather()
+    assert torch.equal(out, twin.flip(0))
+
+
+def test_tiles_from_a_row_on_are_decoded_and_none_is_nothing():
+    case = make_tiles(K, n_rows=70)
+    kernels, runner = simt_kernels()
+    table = guarded_table(case.packed())
+    twin, _ = decoded(table, case, torch.arange(33, 70))
+    out = torch.zeros(38, case.rows.shape[1] + 1, dtype=torch.uint8).flatten()[1:]
+    out = out[: 37 * case.rows.shape[1]].view(37, -1)  # at an odd address
+    kernels.decode_tiles(table, case.tables, None, out, row_begin=33)
+    assert torch.equal(out, twin)
+    kernels.decode_tiles(table, case.tables, None, out[:0])
+    assert len(kernels.measure_tiles(case.rows[:0], case.tables)) == 0
+    empty = torch.empty(0, dtype=torch.int16)
+    none = kernels.encode_tiles(
+        case.rows[:0], case.tables, empty, torch.zeros(1, dtype=torch.int64), 0
+    )
+    assert none.tolist() == [0] * 4
+    assert runner.mailbox[0] == NO_ERROR
+
+
+def test_bad_ids_leave_all_and_no_row_leaves_its_own():
+    case = make_tiles(K, n_rows=20)
+    kernels, runner = simt_kernels()
+    table = case.packed()
+    ids = torch.tensor([3, NO_ROW, 0, -1])
+    twin, _ = decoded(table, case, torch.tensor([3, 0, 0, 19]))
+    out = torch.full_like(twin, 7)
+    kernels.decode_tiles(table, case.tables, ids, out)
+    assert runner.mailbox[0] == NO_ERROR
+    twin[1] = 7
+    assert torch.equal(out, twin)
+    out.fill_(7)
+    for bad in (20, -21):
+        kernels.decode_tiles(table, case.tables, torch.tensor([3, bad]), out[:2], lowest=-20)
+        assert runner.mailbox.tolist() == [INDEX_ERROR, 1, bad, 20]
+        assert (out == 7).all()
+    first_bad = torch.tensor([1])
+    runner.mailbox.zero_()
+    kernels.decode_tiles(table, case.tables, torch.tensor([3, 20]), out[:2], first_bad=first_bad)
+    assert runner.mailbox.tolist() == [INDEX_ERROR, 1, 20, 20] and (out == 7).all()
+
+
+def test_tables_that_no_tiles_lie_in_are_refused():
+    case = make_tiles(K, n_rows=5)
+    kernels, _ = simt_kernels()
+    table = case.packed()
+    out = torch.zeros_like(case.rows)
+    with pytest.raises(ArgumentError, match="table: neither bases nor lengths"):
+        kernels.decode_tiles(replace(table, lengths=None), case.tables, None, out)
+    with pytest.raises(ArgumentError, match="table: rows moved"):
+        kernels.decode_tiles(replace(table, items_per_row=2), case.tables, None, out)
+    shifted = replace(table, words=torch.cat([table.words[:1], table.words])[1:])
+    with pytest.raises(ArgumentError, match="table: words: starts at no multiple of 16 bytes"):
+        kernels.prepare_tiles(shifted, case.tables, torch.arange(5), out)
+    kernels.decode_tiles(shifted, case.tables, None, out)
+    assert torch.equal(out, decoded(table, case, torch.arange(5))[0])
+    large = TileFormat(256, 256, torch.float32, Granularity.CHANNEL, False)
+    with pytest.raises(ArgumentError, match="format: a tile of 256 x 256 takes .* shared memory"):
+        tables = make_tiles(large, n_rows=1).tables
+        many = replace(tables, lookup=tables.lookup.repeat(4, 1), radius=tables.radius.repeat(4))
+        kernels.decode_tiles(table, many, None, out)
+
+
+def decode_damaged(table: TableStorage, case: TileCase, seed: int) -> bool:
+    """Decode what may be damaged as the twin does; return whether it was."""
+    ids = torch.arange(table.n_rows)
+    twin, damaged = decoded(table, case, ids)
+    kernels, runner = simt_kernels(seed)
+    out = guarded(torch.full_like(twin, 7))
+    kernels.decode_tiles(guarded_table(table), case.tables, None, out)
+    twin[damaged] = 7
+    assert torch.equal(out, twin)
+    kind, row, _, n_rows = runner.mailbox.tolist()
+    if not damaged.any():
+        assert kind == NO_ERROR
+        return False
+    assert kind == DAMAGED_ERROR and damaged[row] and n_rows == table.n_rows
+    return True
+
+
+@pytest.mark.parametrize("fmt", [K, V], ids=format_id)
+def test_flipped_bits_are_found_where_the_twin_finds_them(fmt):
+    case = make_tiles(fmt, n_rows=10)
+    table = case.packed()
+    rng = np.random.default_rng(5)
+    n_bits = 32 * int(table.bases[-1])
+    reported = 0
+    for seed in range(12):
+        words = table.words.clone()
+        for bit in rng.integers(0, n_bits, 4).tolist():
+            words[bit >> 5] ^= int(np.int32(np.uint32(1 << (bit & 31))))
+        reported += decode_damaged(replace(table, words=words), case, seed)
+    assert 0 < reported
+
+
+@pytest.mark.parametrize("part", ["units", "exceptions", "position", "order"])
+def test_headers_and_positions_are_looked_at(part):
+    case = make_tiles(V, n_rows=10)
+    table = case.packed()
+    lengths = table.lengths.long()
+    r = 4
+    at, end = int(lengths[:r].where(lengths[:r] > 0, case.row_words).sum()), 0
+    end = at + int(lengths[r])
+    words = table.words.clone()
+    header = int(words[at]) & 0xFFFFFFFF
+    assert header >> 16 >= 2
+    changes = {
+        "units": [(at, header - 1), (at, header + 1), (at, header | 0xFFFF)],
+        "exceptions": [(at, header + (1 << 16)), (at, header | 0xFFFF << 16)],
+        "position": [(end - 1, int(words[end - 1]) | 0xFFFF), (end - 1, V.values)],
+        "order": [(end - 1, int(words[end - 2])), (end - 1, 0)],
+    }
+    for place, value in changes[part]:
+        damaged = words.clone()
+        damaged[place] = int(np.uint32(value & 0xFFFFFFFF).view(np.int32))
+        assert decode_damaged(replace(table, words=damaged), case, 0)
+
+
+@pytest.mark.parametrize("part", ["bases", "lengths"])
+def test_damaged_tables_are_reported_and_never_read_outside(part):
+    rng = np.random.default_rng(7)
+    case = make_tiles(K, n_rows=50)
+    for seed in range(6):
+        table = case.packed()
+        damaged = getattr(table, part).numpy().view(np.uint8)
+        for where in rng.integers(0, damaged.size, 5):
+            damaged[where] ^= rng.integers(1, 256)
+        kernels, runner = simt_kernels(seed)
+        out = guarded(torch.zeros_like(case.rows))
+        kernels.decode_tiles(guarded_table(table), case.tables, None, out)
+        assert runner.mailbox[0] == DAMAGED_ERROR
