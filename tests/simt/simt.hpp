@@ -7,7 +7,8 @@
 // __syncwarp visible. A broken rule ends the launch with one text: kernel, block, thread, what
 // happened, and what every lane of the block was doing.
 //
-// Not modelled: weak memory order, blocks that run at the same time, half types, inline PTX. A
+// Not modelled: weak memory order, blocks that run at the same time, half types, inline PTX (headers
+// that have some leave it to functions here). A
 // kernel that waits in a loop without an atomic or __nanosleep never ends. Static shared memory is
 // bounded only where it is indexed as an array; __launch_bounds__ is not compared with the launch.
 #pragma once
@@ -797,6 +798,65 @@ T load_unit(const T* from, bool wanted) {
                             reinterpret_cast<uintptr_t>(from)};
   }
   return *from;
+}
+
+// What matrix.cuh is on a GPU. _Float16 rounds as the hardware does; the sums of a product are made in
+// float32 in the order of k, which the hardware does not promise.
+inline float half_to_float(unsigned short x) { return float(std::bit_cast<_Float16>(x)); }
+inline unsigned short float_to_half(float x) {
+  return std::bit_cast<unsigned short>(static_cast<_Float16>(x));
+}
+inline unsigned subtract_halves(unsigned a, unsigned b) {
+  auto subtracted = [](unsigned x, unsigned y) {
+    return float_to_half(half_to_float((unsigned short)x) - half_to_float((unsigned short)y));
+  };
+  return subtracted(a & 0xffff, b & 0xffff) | unsigned(subtracted(a >> 16, b >> 16)) << 16;
+}
+namespace simt {
+inline void need_all_lanes(Lane* warp, unsigned present, const char* what) {
+  if (present == ~0u) return;
+  (void)warp;
+  SIMT_FAIL("%s with lanes %08x only: all 32 of a warp take part", what, present);
+}
+struct MatrixOperands { float* c; const unsigned *a, *b; };
+inline void resolve_transpose(Lane* warp, unsigned present) {
+  need_all_lanes(warp, present, "movmatrix");
+  for (int lane = 0; lane < 32; ++lane) {
+    const int row = lane / 4, column = 2 * (lane % 4);
+    unsigned result = 0;
+    for (int k = 0; k < 2; ++k)  // element (column + k, row) of what was given
+      result |= (unsigned(warp[4 * (column + k) + row / 2].value) >> 16 * (row % 2) & 0xffff) << 16 * k;
+    warp[lane].result = result;
+  }
+}
+inline void resolve_multiply(Lane* warp, unsigned present) {
+  need_all_lanes(warp, present, "mma");
+  const MatrixOperands* of[32];
+  for (int lane = 0; lane < 32; ++lane)
+    of[lane] = reinterpret_cast<const MatrixOperands*>(uintptr_t(warp[lane].value));
+  auto half = [](unsigned x, int which) { return half_to_float((unsigned short)(x >> 16 * which)); };
+  float a[16][16], b[16][8];
+  for (int r = 0; r < 16; ++r)
+    for (int k = 0; k < 16; ++k)
+      a[r][k] = half(of[4 * (r % 8) + k % 8 / 2]->a[r / 8 + 2 * (k / 8)], k % 2);
+  for (int k = 0; k < 16; ++k)
+    for (int n = 0; n < 8; ++n) b[k][n] = half(of[4 * n + k % 8 / 2]->b[k / 8], k % 2);
+  for (int r = 0; r < 16; ++r)
+    for (int n = 0; n < 8; ++n) {
+      float& c = of[4 * (r % 8) + n / 2]->c[2 * (r / 8) + n % 2];
+      for (int k = 0; k < 16; ++k) c += a[r][k] * b[k][n];
+    }
+}
+}  // namespace simt
+inline unsigned transposed_halves(unsigned x, SIMT_HERE) {
+  return simt::collective("movmatrix", ~0u, x, simt::resolve_transpose, at);
+}
+inline void multiply_halves(float (&c)[4], const unsigned (&a)[4], const unsigned (&b)[2], SIMT_HERE) {
+  // The operands stay on the lanes' stacks until the last lane has come.
+  const simt::MatrixOperands operands{c, a, b};
+  const auto address = (unsigned long long)(uintptr_t)&operands;
+  simt::collective("mma", ~0u, address, simt::resolve_multiply, at);
+  asm volatile("" ::: "memory");
 }
 
 inline void __threadfence() { asm volatile("" ::: "memory"); }

@@ -51,6 +51,7 @@ _KERNELS: dict[str, tuple[str, ...]] = {
     "slots": ("keep_slots", "claim_slots", "count_slots", "choose_slots", "give_slots"),
     "exchange": ("exchange_rows",),
     "bags": ("pool_bags", "sound_offsets"),
+    "attend": ("attend_tiles", "merge_splits"),
     "plan": (
         "agreed_masks",
         "frequent_by_position",
@@ -92,6 +93,12 @@ COPY_PIECES = {4: (1, 2, 4), 16: (1, 2, 4, 8, 16)}
 
 #: Bytes of the values of rows that are pooled in bags.
 BAG_VALUE_BYTES = (4, 8)
+
+#: Groups of 16 tokens of a tile, and groups of four query rows, that attention knows.
+ATTEND_GROUPS = (1, 2, 3, 4, 6, 8, 12, 16)
+ATTEND_ROWS = (1, 2, 4)
+#: How kernels of attention know dtypes.
+VALUE_KINDS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 
 #: Lowest bit of the one-byte exponent fields that have kernels of their own, by chunk_bytes.
 BYTE_FIELDS = {
@@ -232,7 +239,8 @@ class PlainVariant:
     Parameters
     ----------
     file : str
-        ``"copy"``, ``"ids"``, ``"map"``, ``"slots"``, ``"bags"``, ``"plan"`` or ``"quantized"``.
+        ``"copy"``, ``"ids"``, ``"map"``, ``"slots"``, ``"bags"``, ``"attend"``, ``"plan"`` or
+        ``"quantized"``.
     settings : tuple of (str, int)
         The preprocessor's definitions.
     """
@@ -247,7 +255,7 @@ class PlainVariant:
     @property
     def name(self) -> str:
         """Readable name, for tests and logs."""
-        if self.file not in ("copy", "bags", "quantized"):
+        if self.file not in ("copy", "bags", "attend", "quantized"):
             return self.file
         told = self.settings[: len(TILE_SETTINGS) if self.file == "quantized" else None]
         return "-".join([self.file, *(f"{k.lower()}{v}" for k, v in told)])
@@ -310,6 +318,23 @@ def quantized_variant(fmt: TileFormat) -> PlainVariant:
     )
 
 
+def attend_variant(groups: int, row_groups: int, dtype: torch.dtype) -> PlainVariant:
+    """Return the attention over tiles of `groups` times 16 tokens for four times `row_groups` rows.
+
+    Products of a tile stand in registers: the more there are, the fewer warps run at once.
+    """
+    products = groups * row_groups
+    threads, blocks = (512, 2) if products <= 4 else (384, 2) if products <= 8 else (256, 1)
+    settings = (
+        ("GROUPS", groups),
+        ("NT", row_groups),
+        ("VALUE_KIND", VALUE_KINDS[dtype]),
+        ("MAX_THREADS", threads),
+        ("MIN_BLOCKS", blocks),
+    )
+    return PlainVariant("attend", settings)
+
+
 def widest_vector(chunk_bytes: int, uniform: bool) -> int:
     """Return the most chunks that a lane of the decoder takes: 16 bytes of them.
 
@@ -336,6 +361,11 @@ def all_variants() -> Iterator[AnyVariant]:
     yield from map(quantized_variant, TILE_FORMATS)
     for size in BAG_VALUE_BYTES:
         yield from (bags_variant(size, vector) for vector in (1, 16 // size))
+    for dtype, rows in product(VALUE_KINDS, ATTEND_ROWS):
+        yield attend_variant(4, rows, dtype)
+    for groups in ATTEND_GROUPS:
+        if groups != 4:
+            yield attend_variant(groups, 1, torch.bfloat16)
     for unit, pieces in COPY_PIECES.items():
         yield from (copy_variant(unit, piece) for piece in pieces)
     for width in CHUNK_BYTES:

@@ -1,0 +1,827 @@
+// Attention of a few queries over coded tiles (see tile_format.py), which are decoded in registers on
+// the way from shared memory to the matrix instruction. K's tiles have steps of channels, V's steps of
+// tokens by levels.
+//
+// A block serves one K/V head of one sequence and a share of its tokens. A warp takes tiles of
+// 16 * GROUPS tokens, K then V, or 16 tokens that are not coded, and keeps for each query row r (query
+// heads of the K/V head times query tokens) the greatest exponent so far, the sum of weights and the
+// output, all relative to that exponent. The warps of a block are merged in shared memory, the blocks
+// of a head by merge_splits. Lane 4 g + t has scores of tokens g and g + 8 of 16, and outputs of
+// channels g and g + 8 of a block, both of the rows t, t + 4, ... of NT groups of four.
+//
+// S = K Q^T: codes are the left operand. The query takes K's steps, and each of its rows stands in two
+// neighbouring columns as the sum of two halves, the second one scaled by 2^11. O^T = V^T P^T: weights
+// take V's steps as a part of their exponent and stand in two columns likewise.
+//
+// GROUPS, NT and VALUE_KIND (0 bfloat16, 1 float16, 2 float32) come from the host.
+#include "bits.cuh"
+#include "async_copy.cuh"
+#include "mailbox.cuh"
+#include "matrix.cuh"
+
+typedef unsigned short u16;
+
+#define ROWS (4 * NT)
+#define TOKENS (16 * GROUPS)
+#define RING 512        // units of a warp's ring; PIECE more behind them mirror the first ones
+#define PIECE 128       // units that are asked for at once, and that four symbols of a warp take at most
+#define RING_UNITS (RING + PIECE)
+#define LEVEL_ZERO 192  // as in tile_format.py, whose tests compare
+#define LOG2E 1.4426950408889634f
+#define WEIGHT_SHIFT 15.0f  // weights are halves of at most 2^15
+#define NO_WEIGHT (-__int_as_float(0x7f800000))
+#define MERGE_THREADS 128
+#define MAX_DIM 256
+#if VALUE_KIND == 2
+#define VALUE_SIZE 4
+#else
+#define VALUE_SIZE 2
+#endif
+#define EIGHT_WORDS (2 * VALUE_SIZE)  // words of eight values
+#define EXCEPTION_WORDS (VALUE_SIZE / 2)
+
+// ---------------------------------------------------------------- values
+
+__device__ __forceinline__ float value_of_bits(u32 bits) {
+#if VALUE_KIND == 0
+  return __int_as_float((int)(bits << 16));
+#elif VALUE_KIND == 1
+  return half_to_float((u16)bits);
+#else
+  return __int_as_float((int)bits);
+#endif
+}
+__device__ __forceinline__ float value_at(const void* from, i64 i) {
+#if VALUE_KIND == 2
+  return __ldg((const float*)from + i);
+#else
+  return value_of_bits(__ldg((const u16*)from + i));
+#endif
+}
+__device__ __forceinline__ void load_eight(const u32* from, float (&x)[8]) {
+#pragma unroll
+  for (int i = 0; i < EIGHT_WORDS; ++i) {
+    const u32 word = __ldg(from + i);
+#if VALUE_KIND == 2
+    x[i] = __int_as_float((int)word);
+#else
+    x[2 * i] = value_of_bits(word & 0xffff);
+    x[2 * i + 1] = value_of_bits(word >> 16);
+#endif
+  }
+}
+__device__ __forceinline__ u16 bits_of_value(float x) {
+#if VALUE_KIND == 1
+  return float_to_half(x);
+#else
+  const u32 bits = (u32)__float_as_int(x);
+  if ((bits & 0x7fffffff) > 0x7f800000) return (u16)(bits >> 16 | 0x40);  // stays no number
+  return (u16)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+#endif
+}
+
+// ---------------------------------------------------------------- tiles
+
+struct Source {  // coded tiles of K or of V
+  const u32* words;
+  i64 n_words;
+  const i64* bases;
+  const void* lengths;
+  int length_bytes;
+  i64 n_rows;
+};
+struct Coder {  // what a block knows of their symbols, in shared memory
+  const u32* lookup;
+  const int4* blocks;  // of each block of positions: begin in `lookup`, mask of the bits, bits, pairs
+};
+struct Tile {
+  const u32* words;  // null: there is none to be had
+  u32 length;        // 0: raw
+  u32 units, exceptions;
+};
+
+__device__ __forceinline__ u32 load_length(const void* lengths, int bytes, i64 row) {
+  if (bytes == 1) return __ldg((const u8*)lengths + row);
+  if (bytes == 2) return __ldg((const u16*)lengths + row);
+  return __ldg((const u32*)lengths + row);
+}
+
+// Where a row lies; a warp calls it. What its header says fits into the words that are its own.
+__device__ Tile find_tile(const Source& from, i64 id, int dim, int parameter_words, i64* mailbox) {
+  const int lane = threadIdx.x & 31;
+  Tile tile = {0, 0, 0, 0};
+  if (id < 0 || id >= from.n_rows) {
+    if (lane == 0) report(mailbox, ERROR_INDEX, -1, id, from.n_rows);
+    return tile;
+  }
+  const u32 raw_words = TOKENS * dim * VALUE_SIZE / 4;
+  const int at = id & 31;
+  const u32 mine = lane <= at ? load_length(from.lengths, from.length_bytes, (id & ~31ll) + lane) : 0;
+  const u32 before = __reduce_add_sync(FULL, lane < at ? (mine ? mine : raw_words) : 0);
+  const u32 length = __shfl_sync(FULL, mine, at);
+  const i64 begin = __ldg(from.bases + (id >> 5)) + before;
+  bool sound = begin >= 0 && begin + (length ? length : raw_words) <= from.n_words;
+  if (sound && length) {
+    const u32 header = __ldg(from.words + begin);
+    tile.units = header & 0xffff;
+    tile.exceptions = header >> 16;
+    sound = 1 + parameter_words + (tile.units + 1) / 2 + tile.exceptions * EXCEPTION_WORDS <= length;
+  }
+  if (sound) {
+    tile.words = from.words + begin;
+    tile.length = length;
+  } else if (lane == 0) {
+    report(mailbox, ERROR_DAMAGED, id, 0, 0);
+  }
+  return tile;
+}
+
+// ---------------------------------------------------------------- streams
+
+// The units of a tile on their way: they pass through a ring of the warp. Positions in the ring are
+// the same in all lanes; `bits` are a lane's last two units, of which the lower `left` are not used
+// yet, and the lower half of `state` is left - bits of the longest code.
+struct Stream {
+  u16* ring;
+  const char* from;  // of the first piece, on 16 bytes
+  const char* last;  // behind the units
+  u32 next, end;     // unit that comes next, and the end of what is asked for
+  u32 asked;         // units that were asked for
+  u32 bits, state;
+};
+
+// Ask for another piece. The room is free: no lane reads there any more.
+__device__ __forceinline__ void ask(Stream& s) {
+  const int lane = threadIdx.x & 31, part = lane & 15;
+  const u32 slot = s.asked & (RING - 1);
+  const char* from = s.from + 2 * (i64)s.asked + 16 * part;
+  // The other half of the warp keeps the mirror.
+  const bool wanted = from < s.last && (lane < 16 || slot == 0);
+  if (wanted) copy_async_16(s.ring + slot + (lane < 16 ? 0 : RING) + 8 * part, from);
+  copy_async_commit();
+  s.asked += PIECE;
+  s.end += PIECE;
+}
+__device__ __forceinline__ void begin_stream(Stream& s, u16* ring, const Tile& tile, int parameter_words) {
+  const u64 first = (u64)(tile.words + 1 + parameter_words);
+  s.ring = ring;
+  s.from = (const char*)(first & ~15ull);
+  s.last = (const char*)first + 4 * ((tile.units + 1) / 2);
+  s.next = (u32)(first & 15) / 2;
+  s.end = s.asked = s.bits = s.state = 0;
+#pragma unroll
+  for (int i = 0; i < RING / PIECE; ++i) ask(s);
+  copy_async_wait<2>();
+  __syncwarp();
+}
+// See to it that the next PIECE units are there: the last two pieces may be under way.
+__device__ __forceinline__ void refill(Stream& s) {
+  if (s.next >= RING) {
+    s.next -= RING;
+    s.end -= RING;
+  }
+  if (s.end - s.next < 3 * PIECE) {
+    __syncwarp();
+    ask(s);
+    copy_async_wait<2>();
+    __syncwarp();
+  }
+}
+// The units that were taken, all of them having been asked for.
+__device__ __forceinline__ u32 end_stream(const Stream& s, const Tile& tile, int parameter_words) {
+  copy_async_wait<0>();
+  __syncwarp();
+  const u32 skipped = (u32)((u64)(tile.words + 1 + parameter_words) & 15) / 2;
+  return s.asked - (s.end - s.next) - skipped;
+}
+// The entry of the next symbol: minus its bits in the lower half, codes in the upper one.
+__device__ __forceinline__ u32 next_symbol(Stream& s, const u32* lookup, u32 mask, u32 below) {
+  const bool need = s.state & 32;  // less than none is left
+  const u32 asking = __ballot_sync(FULL, need);
+  if (need) {
+    s.bits = __byte_perm(s.bits, s.ring[s.next + __popc(asking & below)], 0x1054);
+    s.state += 16;
+  }
+  s.next += __popc(asking);
+  const u32 entry = lookup[__funnelshift_r(s.bits, 0, s.state) & mask];
+  s.state += entry;
+  return entry;
+}
+// Two codes as halves, out of 1024 + 128 + code.
+__device__ __forceinline__ u32 halves_of(u32 codes) { return subtract_halves(codes, 0x64806480u); }
+
+// Decode a tile. take(j, a) gets the operand of each group j of a block of positions, after begin(b)
+// and before finish(b). Returns whether the stream was damaged.
+template <class Taker>
+__device__ __forceinline__ bool decode_tile(const Tile& tile, const Coder& coder, int blocks, int parameter_words,
+                                            u16* ring, Taker& taker) {
+  const u32 below = (1u << (threadIdx.x & 31)) - 1;
+  Stream s;
+  begin_stream(s, ring, tile, parameter_words);
+  u32 wrong = 0;
+  int bits = 0;
+#pragma unroll 1
+  for (int b = 0; b < blocks; ++b) {
+    const int4 block = coder.blocks[b];
+    const u32* lookup = coder.lookup + block.x;
+    const u32 mask = block.y;
+    s.state += bits - block.z;
+    bits = block.z;
+    taker.begin(b);
+    if (block.w) {
+#pragma unroll
+      for (int j = 0; j < GROUPS; ++j) {
+        u32 a[4];
+        refill(s);
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          a[i] = halves_of(__byte_perm(next_symbol(s, lookup, mask, below), 0x64646464u, 0x4342));
+        taker.take(j, a);
+      }
+    } else {
+#pragma unroll
+      for (int j = 0; j < GROUPS; ++j) {
+        u32 a[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          if (i % 2 == 0) refill(s);
+          const u32 first = next_symbol(s, lookup, mask, below);
+          a[i] = halves_of(__byte_perm(first, next_symbol(s, lookup, mask, below), 0x7632));
+        }
+        taker.take(j, a);
+      }
+    }
+    taker.finish(b);
+    wrong |= (s.state + 32) & 0xffc0;  // bits where no code begins count in steps of 64
+  }
+  wrong |= end_stream(s, tile, parameter_words) ^ tile.units;
+  return __any_sync(FULL, wrong != 0);
+}
+
+struct KeyTaker {
+  const uint2* query;  // operands, [blocks][NT][32]
+  u32 q[NT][2];
+  float sum[GROUPS][NT][4];
+
+  __device__ __forceinline__ KeyTaker(const uint2* query) : query(query) {
+#pragma unroll
+    for (int j = 0; j < GROUPS; ++j)
+#pragma unroll
+      for (int n = 0; n < NT; ++n)
+#pragma unroll
+        for (int k = 0; k < 4; ++k) sum[j][n][k] = 0;
+  }
+  __device__ __forceinline__ void begin(int b) {
+#pragma unroll
+    for (int n = 0; n < NT; ++n) {
+      const uint2 x = query[(b * NT + n) * 32 + (threadIdx.x & 31)];
+      q[n][0] = x.x;
+      q[n][1] = x.y;
+    }
+  }
+  __device__ __forceinline__ void take(int j, const u32 (&a)[4]) {
+#pragma unroll
+    for (int n = 0; n < NT; ++n) multiply_halves(sum[j][n], a, q[n]);
+  }
+  __device__ __forceinline__ void finish(int) {}
+};
+
+struct ValueTaker {
+  float2* out;  // of the warp, [blocks][NT][32]
+  const float (&decay)[NT];
+  const u32 (&weights)[GROUPS][NT][2];
+  float sum[NT][4];
+
+  __device__ __forceinline__ ValueTaker(float2* out, const float (&decay)[NT], const u32 (&weights)[GROUPS][NT][2])
+      : out(out), decay(decay), weights(weights) {}
+  __device__ __forceinline__ void begin(int) {
+#pragma unroll
+    for (int n = 0; n < NT; ++n)
+#pragma unroll
+      for (int k = 0; k < 4; ++k) sum[n][k] = 0;
+  }
+  __device__ __forceinline__ void take(int j, const u32 (&a)[4]) {
+#pragma unroll
+    for (int n = 0; n < NT; ++n) multiply_halves(sum[n], a, weights[j][n]);
+  }
+  __device__ __forceinline__ void finish(int b) {
+    const float high = 1.0f / (1 << 15), low = 1.0f / (1 << 26);  // 2^-15 and 2^-11 of that
+#pragma unroll
+    for (int n = 0; n < NT; ++n) {
+      float2& o = out[(b * NT + n) * 32 + (threadIdx.x & 31)];
+      o.x = sum[n][0] * high + (sum[n][1] * low + o.x * decay[n]);
+      o.y = sum[n][2] * high + (sum[n][3] * low + o.y * decay[n]);
+    }
+  }
+};
+
+// ---------------------------------------------------------------- softmax
+
+struct Mask {
+  int first;        // position that counts
+  int last[NT];     // of each row of the lane: the last one that it sees; -1: no row
+  float scaling, softcap;
+};
+struct Sums {  // of the rows of a lane; `sum` of its tokens alone
+  float most[NT], sum[NT];
+};
+
+// Turn products into exponents: scaled, capped, in powers of two, those that are masked -infinity.
+template <int N>
+__device__ __forceinline__ void to_exponents(float (&s)[N][2][NT], int first_token, int tokens, const Mask& mask) {
+  const int g = (threadIdx.x & 31) >> 2;
+#pragma unroll
+  for (int j = 0; j < N; ++j)
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int token = 16 * j + 8 * h + g, position = first_token + token;
+      const bool counts = token < tokens && position >= mask.first;
+#pragma unroll
+      for (int n = 0; n < NT; ++n) {
+        float x = s[j][h][n] * mask.scaling;
+        if (mask.softcap != 0) x = mask.softcap * tanhf(x / mask.softcap);
+        s[j][h][n] = counts && position <= mask.last[n] ? x * LOG2E : NO_WEIGHT;
+      }
+    }
+}
+// Turn exponents into weights 2^(exponent + step - greatest one + WEIGHT_SHIFT), steps being logarithms.
+template <int N>
+__device__ __forceinline__ void to_weights(float (&s)[N][2][NT], const float (&step)[N][2], Sums& sums,
+                                           float (&decay)[NT]) {
+#pragma unroll
+  for (int n = 0; n < NT; ++n) {
+    float most = sums.most[n];
+#pragma unroll
+    for (int j = 0; j < N; ++j)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) most = fmaxf(most, s[j][h][n] + step[j][h]);
+#pragma unroll
+    for (int by = 4; by < 32; by *= 2) most = fmaxf(most, __shfl_xor_sync(FULL, most, by));
+    const float from = most == NO_WEIGHT ? 0 : most;
+    decay[n] = exp2f(sums.most[n] - from);
+    sums.most[n] = most;
+    float sum = sums.sum[n] * decay[n];
+#pragma unroll
+    for (int j = 0; j < N; ++j)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        s[j][h][n] = exp2f(s[j][h][n] + step[j][h] - from + WEIGHT_SHIFT);
+        sum += s[j][h][n] * exp2f(-step[j][h] - WEIGHT_SHIFT);
+      }
+    sums.sum[n] = sum;
+  }
+}
+
+// ---------------------------------------------------------------- values that are not coded
+
+// Products of the query with tokens g and g + 8, whose keys begin at first and second (null: none).
+__device__ __forceinline__ void raw_products(const u32* first, const u32* second, int dim, const float* query,
+                                             float (&s)[2][NT]) {
+  const int t = threadIdx.x & 3;
+  const u32* from[2] = {first, second};
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    float sum[ROWS];
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) sum[r] = 0;
+    if (from[h]) {
+      for (int c = t; c < dim / 8; c += 4) {
+        float x[8];
+        load_eight(from[h] + c * EIGHT_WORDS, x);
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r) {
+          const float4* q = (const float4*)(query + r * dim + 8 * c);
+          const float4 u = q[0], v = q[1];
+          sum[r] += x[0] * u.x + x[1] * u.y + x[2] * u.z + x[3] * u.w + x[4] * v.x + x[5] * v.y + x[6] * v.z + x[7] * v.w;
+        }
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) {
+      sum[r] += __shfl_xor_sync(FULL, sum[r], 1);
+      sum[r] += __shfl_xor_sync(FULL, sum[r], 2);
+    }
+#pragma unroll
+    for (int n = 0; n < NT; ++n)
+      s[h][n] = t & 2 ? (t & 1 ? sum[4 * n + 3] : sum[4 * n + 2]) : (t & 1 ? sum[4 * n + 1] : sum[4 * n]);
+  }
+}
+// Add up to 16 tokens of V, `stride` values apart, to the output. `room` holds 16 * ROWS floats.
+__device__ __forceinline__ void add_raw_values(const void* values, i64 stride, int tokens, int blocks, const int* order,
+                                               const float (&weight)[2][NT], const float (&decay)[NT], float* room,
+                                               float2* out) {
+  const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+  __syncwarp();
+#pragma unroll
+  for (int h = 0; h < 2; ++h)
+#pragma unroll
+    for (int n = 0; n < NT; ++n) room[(8 * h + g) * ROWS + 4 * n + t] = weight[h][n] / (1 << 15);
+  __syncwarp();
+  for (int b = 0; b < blocks; ++b) {
+    const int first = order[16 * b + g], second = order[16 * b + 8 + g];
+    float2 o[NT];
+#pragma unroll
+    for (int n = 0; n < NT; ++n) {
+      o[n] = out[(b * NT + n) * 32 + lane];
+      o[n].x *= decay[n];
+      o[n].y *= decay[n];
+    }
+#pragma unroll 4
+    for (int k = 0; k < tokens; ++k) {
+      const float x = value_at(values, k * stride + first), y = value_at(values, k * stride + second);
+#pragma unroll
+      for (int n = 0; n < NT; ++n) {
+        const float w = room[k * ROWS + 4 * n + t];
+        if (w != 0) {  // what is masked may be no number
+          o[n].x += w * x;
+          o[n].y += w * y;
+        }
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < NT; ++n) out[(b * NT + n) * 32 + lane] = o[n];
+  }
+}
+
+// ---------------------------------------------------------------- blocks
+
+// Fill the lookup tables and what each block of positions takes of them.
+__device__ void load_coder(const int* __restrict__ block_class, const int* __restrict__ radius,
+                           const int* __restrict__ class_bits, const u32* __restrict__ lookup, int classes,
+                           int code_bits, int blocks, u32* to, int4* of_blocks) {
+  for (int b = threadIdx.x; b < blocks; b += blockDim.x) {
+    const int mine = block_class[b];
+    int begin = 0;
+    for (int c = 0; c < mine; ++c) begin += 1 << class_bits[c];
+    of_blocks[b] = make_int4(begin, (1 << class_bits[mine]) - 1, class_bits[mine], radius[mine] != 0);
+  }
+  for (int c = 0; c < classes; ++c) {
+    const int bits = class_bits[c], pairs = radius[c];
+    for (int i = threadIdx.x; i < 1 << bits; i += blockDim.x) {
+      const u32 entry = __ldg(lookup + ((i64)c << code_bits) + (i << (code_bits - bits)));
+      const u32 length = entry >> 24;
+      const u32 codes = pairs ? entry << 16 : (entry << 16 & 0xff0000) | 0x64000000;
+      to[i] = length ? codes | (0u - length & 0xffff) : 64;
+    }
+    to += 1 << bits;
+  }
+}
+
+__device__ __forceinline__ char* take_shared(char*& at, int bytes) {
+  char* mine = at;
+  at += (bytes + 15) & ~15;
+  return mine;
+}
+
+// Queries [batches, heads * group, n, dim] by strides in values: row r of head h is token r % n of query
+// head h * group + r / n. Blocks: `splits`, then heads * batches. ids[batches][heads][tiles] of K and V;
+// keys and values that are not coded come in up to two runs, [batches, heads, tokens, dim] by strides
+// that both share. out_parts[slot][batches * heads][rows][dim] and out_stats: output, greatest exponent
+// and sum of weights of each split, from slot `first_slot` on.
+extern "C" __global__ void __launch_bounds__(MAX_THREADS, MIN_BLOCKS)
+    attend_tiles(const void* __restrict__ query, i64 query_batch, i64 query_head, i64 query_token, int heads, int group,
+                 int n, int dim, int query_position, const int* __restrict__ first_valid, int scaling_bits,
+                 int softcap_bits, int tiles, int first_token, int tokens, const u32* __restrict__ k_words,
+                 i64 k_n_words, const i64* __restrict__ k_bases, const void* __restrict__ k_lengths, int k_length_bytes,
+                 i64 k_n_rows, const int* __restrict__ k_ids, int k_heads, const int* __restrict__ k_order,
+                 const float* __restrict__ k_steps, const float* __restrict__ k_centers,
+                 const int* __restrict__ k_block_class, const int* __restrict__ k_radius,
+                 const int* __restrict__ k_class_bits, const u32* __restrict__ k_lookup, int k_classes, int k_code_bits,
+                 int k_entries, const u32* __restrict__ v_words, i64 v_n_words, const i64* __restrict__ v_bases,
+                 const void* __restrict__ v_lengths, int v_length_bytes, i64 v_n_rows, const int* __restrict__ v_ids,
+                 int v_heads, const int* __restrict__ v_order, const int* __restrict__ v_block_class,
+                 const int* __restrict__ v_radius, const int* __restrict__ v_class_bits,
+                 const u32* __restrict__ v_lookup, int v_classes, int v_code_bits, int v_entries,
+                 const void* __restrict__ a_keys, const void* __restrict__ a_values, i64 a_batch, i64 a_head,
+                 i64 a_token, int a_first, int a_tokens, const void* __restrict__ b_keys,
+                 const void* __restrict__ b_values, i64 b_batch, i64 b_head, i64 b_token, int b_first, int b_tokens,
+                 int splits, int first_slot, float* __restrict__ out_parts, float2* __restrict__ out_stats,
+                 i64* mailbox) {
+  extern __shared__ __align__(16) char shared[];
+  const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
+  const int split = blockIdx.x % splits, pair = blockIdx.x / splits, pairs = gridDim.x / splits;
+  const int batch = pair / heads, head = pair - batch * heads;
+  const int rows = group * n, blocks = dim >> 4;
+
+  char* at = shared;
+  int4* k_blocks = (int4*)take_shared(at, 16 * blocks);
+  int4* v_blocks = (int4*)take_shared(at, 16 * blocks);
+  u32* k_table = (u32*)take_shared(at, 4 * k_entries);
+  u32* v_table = (u32*)take_shared(at, 4 * v_entries);
+  float* q = (float*)take_shared(at, 4 * ROWS * dim);      // by channel
+  float* centers = (float*)take_shared(at, 4 * dim);       // of K, by channel
+  int* channels = (int*)take_shared(at, 4 * dim);          // of V, by position
+  int* positions = (int*)take_shared(at, 4 * dim);         // of V, by channel
+  float2* of_rows = (float2*)take_shared(at, 8 * ROWS);    // what scores are multiplied by, and what is added
+  float2* stats = (float2*)take_shared(at, 8 * ROWS * warps);
+  u16* operands = (u16*)take_shared(at, 256 * blocks * NT);
+  u16* ring = (u16*)take_shared(at, 2 * RING_UNITS * warps) + RING_UNITS * warp;
+  float2* out = (float2*)take_shared(at, 256 * blocks * NT * warps);
+  float2* my_out = out + 32 * blocks * NT * warp;
+
+  const int k_head = tiles ? head % k_heads : 0, v_head = tiles ? head % v_heads : 0;
+  if (tiles) {
+    load_coder(k_block_class + k_head * blocks, k_radius, k_class_bits, k_lookup, k_classes, k_code_bits, blocks, k_table,
+               k_blocks);
+    load_coder(v_block_class + v_head * blocks, v_radius, v_class_bits, v_lookup, v_classes, v_code_bits, blocks, v_table,
+               v_blocks);
+  }
+  for (int p = threadIdx.x; p < dim; p += blockDim.x) {
+    const int channel = tiles ? v_order[v_head * dim + p] : p;
+    channels[p] = channel;
+    positions[channel] = p;
+    if (tiles) centers[k_order[k_head * dim + p]] = k_centers[k_head * dim + p];
+  }
+  // Rows of the query with K's steps, as large as halves can be.
+  for (int r = warp; r < ROWS; r += warps) {
+    const int token = r % n;
+    const i64 from = batch * query_batch + (i64)(head * group + r / n) * query_head + token * query_token;
+    float largest = 0, sum = 0;
+    for (int p = lane; p < dim; p += 32) {
+      const int channel = tiles ? k_order[k_head * dim + p] : p;
+      const float x = r < rows ? value_at(query, from + channel) : 0;
+      q[r * dim + channel] = x;
+      if (tiles) {
+        largest = fmaxf(largest, fabsf(x * k_steps[k_head * dim + p]));
+        sum += x * k_centers[k_head * dim + p];
+      }
+    }
+#pragma unroll
+    for (int by = 1; by < 32; by *= 2) {
+      largest = fmaxf(largest, __shfl_xor_sync(FULL, largest, by));
+      sum += __shfl_xor_sync(FULL, sum, by);
+    }
+    int exponent = 140 - (__float_as_int(largest) >> 23);  // brings the largest to 2^13
+    exponent = largest == 0 ? 0 : max(-120, min(120, exponent));
+    const float scale = __int_as_float((127 + exponent) << 23);
+    if (lane == 0) of_rows[r] = make_float2(__int_as_float((127 - exponent) << 23), sum);
+    __syncwarp();
+    if (tiles)
+      for (int p = lane; p < dim; p += 32) {
+        const float x = q[r * dim + k_order[k_head * dim + p]] * k_steps[k_head * dim + p] * scale;
+        const u16 high = float_to_half(x), low = float_to_half((x - half_to_float(high)) * 2048);
+        const int column = 2 * (r & 3), k = p & 15;
+        u16* to = operands + ((((p >> 4) * NT + (r >> 2)) * 32 + 4 * column + (k & 7) / 2) * 4) + k / 8 * 2 + (k & 1);
+        to[0] = high;
+        to[16] = low;  // four lanes further
+      }
+  }
+  for (int i = lane; i < 32 * blocks * NT; i += 32) my_out[i] = make_float2(0, 0);
+  __syncthreads();
+
+  Mask mask;
+  Sums sums;
+  mask.first = first_valid ? first_valid[batch] : 0;
+  mask.scaling = __int_as_float(scaling_bits);
+  mask.softcap = __int_as_float(softcap_bits);
+#pragma unroll
+  for (int i = 0; i < NT; ++i) {
+    const int r = 4 * i + t;
+    mask.last[i] = r < rows ? query_position + r % n : -1;
+    sums.most[i] = NO_WEIGHT;
+    sums.sum[i] = 0;
+  }
+  const Source keys = {k_words, k_n_words, k_bases, k_lengths, k_length_bytes, k_n_rows};
+  const Source values = {v_words, v_n_words, v_bases, v_lengths, v_length_bytes, v_n_rows};
+  const Coder k_coder = {k_table, k_blocks}, v_coder = {v_table, v_blocks};
+  const int a_parts = (a_tokens + 15) / 16, b_parts = (b_tokens + 15) / 16;
+  for (int item = split + warp * splits; item < tiles + a_parts + b_parts; item += splits * warps) {
+    if (item >= tiles) {
+      const int part = item - tiles;
+      const bool second = part >= a_parts;
+      const int from = 16 * (second ? part - a_parts : part);
+      const int here = min(16, (second ? b_tokens : a_tokens) - from);
+      const i64 stride = second ? b_token : a_token;
+      const i64 begin = batch * (second ? b_batch : a_batch) + head * (second ? b_head : a_head) + from * stride;
+      const char* k = (const char*)(second ? b_keys : a_keys) + begin * VALUE_SIZE;
+      const char* v = (const char*)(second ? b_values : a_values) + begin * VALUE_SIZE;
+      const int position = (second ? b_first : a_first) + from;
+      if (position + here <= mask.first || position >= query_position + n) continue;
+      float s[1][2][NT], decay[NT];
+      const float step[1][2] = {{0, 0}};
+      raw_products(g < here ? (const u32*)(k + g * stride * VALUE_SIZE) : 0,
+                   g + 8 < here ? (const u32*)(k + (g + 8) * stride * VALUE_SIZE) : 0, dim, q, s[0]);
+      to_exponents(s, position, here, mask);
+      to_weights(s, step, sums, decay);
+      add_raw_values(v, stride, here, blocks, channels, s[0], decay, (float*)ring, my_out);
+      continue;
+    }
+    const int position = first_token + TOKENS * item, here = min(TOKENS, tokens - TOKENS * item);
+    if (here <= 0 || position + here <= mask.first || position >= query_position + n) continue;
+    const Tile k_tile = find_tile(keys, k_ids[(i64)pair * tiles + item], dim, 0, mailbox);
+    const Tile v_tile = find_tile(values, v_ids[(i64)pair * tiles + item], dim, TOKENS / 4, mailbox);
+    if (!k_tile.words || !v_tile.words) continue;
+    float s[GROUPS][2][NT];
+    if (k_tile.length) {
+      KeyTaker taker((const uint2*)operands);
+      if (decode_tile(k_tile, k_coder, blocks, 0, ring, taker)) {
+        if (lane == 0) report(mailbox, ERROR_DAMAGED, k_ids[(i64)pair * tiles + item], 0, 0);
+        continue;
+      }
+#pragma unroll
+      for (int i = 0; i < NT; ++i) {
+        const float2 row = of_rows[4 * i + t];
+#pragma unroll
+        for (int j = 0; j < GROUPS; ++j)
+#pragma unroll
+          for (int h = 0; h < 2; ++h)
+            s[j][h][i] = (taker.sum[j][i][2 * h] + taker.sum[j][i][2 * h + 1] * (1.0f / 2048)) * row.x + row.y;
+      }
+      const u32* exception = k_tile.words + 1 + (k_tile.units + 1) / 2;
+      u32 least = 0;
+      for (u32 e = 0; e < k_tile.exceptions; ++e, exception += EXCEPTION_WORDS) {
+        const u32 word = __ldg(exception);
+        const u32 place = EXCEPTION_WORDS == 2 ? word : word & 0xffff;
+        const float x = value_of_bits(EXCEPTION_WORDS == 2 ? __ldg(exception + EXCEPTION_WORDS - 1) : word >> 16);
+        const u32 token = place / dim, channel = place - token * dim;
+        if (token >= TOKENS || place < least) {
+          if (lane == 0) report(mailbox, ERROR_DAMAGED, k_ids[(i64)pair * tiles + item], 0, 0);
+          break;
+        }
+        least = place + 1;
+        const float more = x - centers[channel];
+#pragma unroll
+        for (int j = 0; j < GROUPS; ++j)
+#pragma unroll
+          for (int h = 0; h < 2; ++h)
+            if (token == 16 * j + 8 * h + g) {
+#pragma unroll
+              for (int i = 0; i < NT; ++i) s[j][h][i] += q[(4 * i + t) * dim + channel] * more;
+            }
+      }
+    } else {
+#pragma unroll
+      for (int j = 0; j < GROUPS; ++j) {
+        const u32* first = k_tile.words + (16 * j + g) * dim * VALUE_SIZE / 4;
+        raw_products(first, first + 2 * dim * VALUE_SIZE, dim, q, s[j]);
+      }
+    }
+    to_exponents(s, position, here, mask);
+    float step[GROUPS][2], decay[NT];
+#pragma unroll
+    for (int j = 0; j < GROUPS; ++j)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int level = v_tile.length ? __ldg((const u8*)(v_tile.words + 1) + 16 * j + 8 * h + g) : LEVEL_ZERO;
+        step[j][h] = 0.125f * (level - LEVEL_ZERO);
+      }
+    to_weights(s, step, sums, decay);
+    if (!v_tile.length) {
+#pragma unroll 1
+      for (int j = 0; j < GROUPS; ++j) {
+        float weight[2][NT];
+#pragma unroll
+        for (int i = 0; i < NT; ++i) {
+          weight[0][i] = weight[1][i] = 0;
+#pragma unroll
+          for (int k = 0; k < GROUPS; ++k)
+            if (k == j) {
+              weight[0][i] = s[k][0][i];
+              weight[1][i] = s[k][1][i];
+            }
+          if (j) decay[i] = 1;
+        }
+        add_raw_values((const char*)v_tile.words + (i64)16 * j * dim * VALUE_SIZE, dim, min(16, max(0, here - 16 * j)), blocks,
+                       channels, weight, decay, (float*)ring, my_out);
+      }
+      __syncwarp();
+      continue;
+    }
+    u32 weights[GROUPS][NT][2];
+#pragma unroll
+    for (int j = 0; j < GROUPS; ++j)
+#pragma unroll
+      for (int i = 0; i < NT; ++i)
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const u16 high = float_to_half(s[j][h][i]), low = float_to_half((s[j][h][i] - half_to_float(high)) * 2048);
+          weights[j][i][h] = transposed_halves(high | (u32)low << 16);
+        }
+    ValueTaker taker(my_out, decay, weights);
+    if (decode_tile(v_tile, v_coder, blocks, TOKENS / 4, ring, taker) && lane == 0)
+      report(mailbox, ERROR_DAMAGED, v_ids[(i64)pair * tiles + item], 0, 0);
+    const u32* exception = v_tile.words + 1 + TOKENS / 4 + (v_tile.units + 1) / 2;
+    u32 least = 0;
+    for (u32 e = 0; e < v_tile.exceptions; ++e, exception += EXCEPTION_WORDS) {
+      const u32 word = __ldg(exception);
+      const u32 place = EXCEPTION_WORDS == 2 ? word : word & 0xffff;
+      const float x = value_of_bits(EXCEPTION_WORDS == 2 ? __ldg(exception + EXCEPTION_WORDS - 1) : word >> 16);
+      const u32 token = place / dim, channel = place - token * dim;
+      if (token >= TOKENS || place < least) {
+        if (lane == 0) report(mailbox, ERROR_DAMAGED, v_ids[(i64)pair * tiles + item], 0, 0);
+        break;
+      }
+      least = place + 1;
+      const int p = positions[channel];
+#pragma unroll
+      for (int i = 0; i < NT; ++i) {
+        float weight = 0;
+#pragma unroll
+        for (int j = 0; j < GROUPS; ++j)
+#pragma unroll
+          for (int h = 0; h < 2; ++h)
+            if (token >> 3 == 2 * j + h) weight = s[j][h][i] * exp2f(-step[j][h] - WEIGHT_SHIFT);
+        weight = __shfl_sync(FULL, weight, 4 * (token & 7) + t);
+        if (g == (p & 7) && weight != 0) {
+          float2& o = my_out[((p >> 4) * NT + i) * 32 + lane];
+          if (p & 8) o.y += weight * x;
+          else o.x += weight * x;
+        }
+      }
+    }
+    __syncwarp();
+  }
+
+  // The warps of the block, then its part of the output.
+#pragma unroll
+  for (int i = 0; i < NT; ++i) {
+#pragma unroll
+    for (int by = 4; by < 32; by *= 2) sums.sum[i] += __shfl_xor_sync(FULL, sums.sum[i], by);
+    if (g == 0) stats[warp * ROWS + 4 * i + t] = make_float2(sums.most[i], sums.sum[i]);
+  }
+  __syncthreads();
+  const i64 to = ((i64)(first_slot + split) * pairs + pair) * rows;
+  for (int r = warp; r < rows; r += warps) {
+    float most = NO_WEIGHT, sum = 0;
+    for (int w = 0; w < warps; ++w) most = fmaxf(most, stats[w * ROWS + r].x);
+    const float from = most == NO_WEIGHT ? 0 : most;
+    for (int w = 0; w < warps; ++w) sum += stats[w * ROWS + r].y * exp2f(stats[w * ROWS + r].x - from);
+    if (lane == 0) out_stats[to + r] = make_float2(most, sum);
+    for (int p = lane; p < dim; p += 32) {
+      const int place = ((p >> 4) * NT + (r >> 2)) * 32 + 4 * (p & 7) + (r & 3);
+      float total = 0;
+      for (int w = 0; w < warps; ++w) {
+        const float decay = exp2f(stats[w * ROWS + r].x - from);
+        const float2 o = out[32 * blocks * NT * w + place];
+        if (decay != 0) total += decay * (p & 8 ? o.y : o.x);
+      }
+      out_parts[(to + r) * dim + channels[p]] = total;
+    }
+  }
+}
+
+// Merge `slots` parts of attend_tiles. sinks[heads * group], null for none: exponents that take weight
+// and have no value. out[batches, n, heads * group, dim] by strides in values. A block takes one row.
+extern "C" __global__ void __launch_bounds__(MERGE_THREADS)
+    merge_splits(const float* __restrict__ parts, const float2* __restrict__ stats, int slots, int pairs, int heads,
+                 int group, int n, int dim, const float* __restrict__ sinks, void* __restrict__ out, i64 out_batch,
+                 i64 out_token) {
+  __shared__ float decays[MERGE_THREADS], of_warps[2 * (MERGE_THREADS / 32)];
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  const int rows = group * n, r = blockIdx.x % rows, pair = blockIdx.x / rows;
+  const int batch = pair / heads, query_head = (pair - batch * heads) * group + r / n;
+  const i64 stride = (i64)pairs * rows, first = (i64)pair * rows + r;
+  const float sink = sinks ? sinks[query_head] * LOG2E : NO_WEIGHT;
+  float most = sink;
+  for (int k = threadIdx.x; k < slots; k += MERGE_THREADS) most = fmaxf(most, stats[first + k * stride].x);
+#pragma unroll
+  for (int by = 1; by < 32; by *= 2) most = fmaxf(most, __shfl_xor_sync(FULL, most, by));
+  if (lane == 0) of_warps[warp] = most;
+  __syncthreads();
+#pragma unroll
+  for (int w = 0; w < MERGE_THREADS / 32; ++w) most = fmaxf(most, of_warps[w]);
+  const float from = most == NO_WEIGHT ? 0 : most;
+  float sum = 0, total[MAX_DIM / MERGE_THREADS];
+#pragma unroll
+  for (int i = 0; i < MAX_DIM / MERGE_THREADS; ++i) total[i] = 0;
+  for (int begin = 0; begin < slots; begin += MERGE_THREADS) {
+    const int here = min(MERGE_THREADS, slots - begin);
+    __syncthreads();
+    if (threadIdx.x < here) {
+      const float2 mine = stats[first + (begin + threadIdx.x) * stride];
+      decays[threadIdx.x] = exp2f(mine.x - from);
+      sum += mine.y * decays[threadIdx.x];
+    }
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < MAX_DIM / MERGE_THREADS; ++i) {
+      const int c = i * MERGE_THREADS + threadIdx.x;
+      if (c >= dim) continue;
+#pragma unroll 8
+      for (int k = 0; k < here; ++k) {
+        const float part = parts[(first + (begin + k) * stride) * dim + c];
+        if (decays[k] != 0) total[i] += decays[k] * part;
+      }
+    }
+  }
+#pragma unroll
+  for (int by = 1; by < 32; by *= 2) sum += __shfl_xor_sync(FULL, sum, by);
+  if (lane == 0) of_warps[MERGE_THREADS / 32 + warp] = sum;
+  __syncthreads();
+  sum = exp2f(sink - from);
+#pragma unroll
+  for (int w = 0; w < MERGE_THREADS / 32; ++w) sum += of_warps[MERGE_THREADS / 32 + w];
+  const float share = sum == 0 ? 0 : 1 / sum;  // a row that sees nothing is zeros
+  const i64 to = batch * out_batch + (r % n) * out_token + (i64)query_head * dim;
+#pragma unroll
+  for (int i = 0; i < MAX_DIM / MERGE_THREADS; ++i) {
+    const int c = i * MERGE_THREADS + threadIdx.x;
+    if (c >= dim) continue;
+    const float x = total[i] * share;
+#if VALUE_KIND == 2
+    ((float*)out)[to + c] = x;
+#else
+    ((u16*)out)[to + c] = bits_of_value(x);
+#endif
+  }
+}

@@ -1,0 +1,448 @@
+"""Attention over coded tiles on a GPU; see attend.cu."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+
+from ....errors import ArgumentError
+from ..format import PAD_WORDS, TableStorage, ceil_div
+from ..spans import MAX_ROWS, RawRun, Span, group_of
+from ..tile_format import TILE_BLOCK, TileTables
+from .parameters import Address, Int32, Int64, Parameters
+from .runner import Launch, Runner
+from .source import ATTEND_GROUPS, VALUE_KINDS, PlainVariant, attend_variant
+from .tiles import WORDS_ALIGN_BYTES
+
+MERGE_THREADS = 128
+#: Warps of a block: the more, the fewer lookup tables a multiprocessor holds.
+BLOCK_WARPS = (16, 12, 8, 4, 2, 1)
+#: Units of a warp's ring, with their mirror.
+RING_UNITS = 512 + 128
+#: What tables and queries of a block take, in tiles of a warp.
+BLOCK_TILES = 0.3
+#: Shared memory of a block that is the driver's.
+RESERVED_BYTES = 1 << 10
+#: The most splits of one launch.
+MAX_SPLITS = 256
+
+
+@dataclass(init=False)
+class AttendTiles(Parameters):
+    """Parameters of `attend_tiles`.
+
+    Strides in values; floats by their bits. int32 `first_valid` or None; `k_` and `v_` a `Span`'s
+    tables and ids; `a_` and `b_` runs of tokens that are not coded; `out_parts` and `out_stats`
+    float32.
+    """
+
+    kernel = "attend_tiles"
+
+    query: Address
+    query_batch: Int64
+    query_head: Int64
+    query_token: Int64
+    heads: Int32
+    group: Int32
+    n: Int32
+    dim: Int32
+    query_position: Int32
+    first_valid: Address
+    scaling_bits: Int32
+    softcap_bits: Int32
+    tiles: Int32
+    first_token: Int32
+    tokens: Int32
+    k_words: Address
+    k_n_words: Int64
+    k_bases: Address
+    k_lengths: Address
+    k_length_bytes: Int32
+    k_n_rows: Int64
+    k_ids: Address
+    k_heads: Int32
+    k_order: Address
+    k_steps: Address
+    k_centers: Address
+    k_block_class: Address
+    k_radius: Address
+    k_class_bits: Address
+    k_lookup: Address
+    k_classes: Int32
+    k_code_bits: Int32
+    k_entries: Int32
+    v_words: Address
+    v_n_words: Int64
+    v_bases: Address
+    v_lengths: Address
+    v_length_bytes: Int32
+    v_n_rows: Int64
+    v_ids: Address
+    v_heads: Int32
+    v_order: Address
+    v_block_class: Address
+    v_radius: Address
+    v_class_bits: Address
+    v_lookup: Address
+    v_classes: Int32
+    v_code_bits: Int32
+    v_entries: Int32
+    a_keys: Address
+    a_values: Address
+    a_batch: Int64
+    a_head: Int64
+    a_token: Int64
+    a_first: Int32
+    a_tokens: Int32
+    b_keys: Address
+    b_values: Address
+    b_batch: Int64
+    b_head: Int64
+    b_token: Int64
+    b_first: Int32
+    b_tokens: Int32
+    splits: Int32
+    first_slot: Int32
+    out_parts: Address
+    out_stats: Address
+    mailbox: Address
+
+
+@dataclass(init=False)
+class MergeSplits(Parameters):
+    """Parameters of `merge_splits`: what `attend_tiles` wrote; float32 `sinks` or None."""
+
+    kernel = "merge_splits"
+
+    parts: Address
+    stats: Address
+    slots: Int32
+    pairs: Int32
+    heads: Int32
+    group: Int32
+    n: Int32
+    dim: Int32
+    sinks: Address
+    out: Address
+    out_batch: Int64
+    out_token: Int64
+
+
+class _Run(NamedTuple):
+    """Tokens that are not coded, as the kernel takes them."""
+
+    keys: int
+    values: int
+    batch: int
+    head: int
+    token: int
+    first: int
+    tokens: int
+
+
+_NO_RUN = _Run(0, 0, 0, 0, 0, 0, 0)
+_NO_TILES = (0,) * 37
+
+
+class _Shape(NamedTuple):
+    """How a launch is cut."""
+
+    warps: int
+    shared_bytes: int
+    blocks: int  # of a multiprocessor
+
+
+class AttendKernels:
+    """The kernels of attend.cu on one GPU.
+
+    Parameters
+    ----------
+    runner : Runner
+        Of the device.
+    """
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self._entries: WeakKeyDictionary[TileTables, int] = WeakKeyDictionary()
+        self._shapes: dict[tuple[PlainVariant, int, int], tuple[_Shape, Launch]] = {}
+        self._merges: dict[PlainVariant, Launch] = {}
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        spans: Sequence[Span],
+        raw: Sequence[RawRun] = (),
+        *,
+        length: int,
+        scaling: float,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+        first_valid: torch.Tensor | None = None,
+        sm_budget: int | None = None,
+    ) -> torch.Tensor:
+        """Return the attention of the last tokens of sequences to all of their tokens.
+
+        Parameters
+        ----------
+        query : torch.Tensor
+            ``[B, Hq, n, D]`` on the device, of the last n of `length` positions; D a multiple of 16
+            up to 256.
+        spans : sequence of Span
+            Coded tokens; words on the device.
+        raw : sequence of RawRun
+            Other tokens, on the device, of the dtype of the query.
+        length : int
+            Tokens of a sequence.
+        scaling : float
+            What products are multiplied by.
+        softcap : float, optional
+            Scores are softcap * tanh(score / softcap).
+        sinks : torch.Tensor, optional
+            ``[Hq]``: scores that take weight and have no value.
+        first_valid : torch.Tensor, optional
+            int32 ``[B]`` on the device: the first position of each sequence that is no padding.
+        sm_budget : int, optional
+            Multiprocessors that the kernels may use; all when left out.
+
+        Returns
+        -------
+        torch.Tensor
+            ``[B, n, Hq, D]`` of the dtype of the query. Rows that see no token are zeros. Damaged
+            tiles are reported in the mailbox, and the output is then not to be used.
+
+        Raises
+        ------
+        ArgumentError
+            For shapes, dtypes and granularities that do not fit together.
+        """
+        heads, group = group_of(
+            query, spans, raw, length=length, sinks=sinks, first_valid=first_valid
+        )
+        batch, query_heads, n, dim = query.shape
+        if query.dtype not in VALUE_KINDS:
+            raise ArgumentError(f"query: {query.dtype}, accepted are {[*VALUE_KINDS]}")
+        if dim % TILE_BLOCK or not TILE_BLOCK <= dim <= 256:
+            raise ArgumentError(f"query: dim {dim}, accepted are multiples of 16 up to 256")
+        out = torch.empty(batch, n, query_heads, dim, dtype=query.dtype, device=query.device)
+        if out.numel() == 0:
+            return out
+        if query.stride(3) != 1:
+            query = query.contiguous()
+        sinks = None if sinks is None else sinks.to(torch.float32).contiguous()
+        runs = [_run(first, *_aligned(keys, values)) for first, keys, values in raw]
+        runs = [(run, kept) for run, kept in runs if run.tokens]
+        spans = [span for span in spans if span.tiles]
+        numbers = [self._numbers(span) for span in spans]
+        common = (
+            0 if first_valid is None else first_valid.data_ptr(),
+            _bits(scaling),
+            _bits(softcap or 0.0),
+        )
+        tokens = MAX_ROWS // group
+        for begin in range(0, n, tokens):
+            here = min(tokens, n - begin)
+            rows = (
+                query.data_ptr() + begin * query.stride(2) * query.element_size(),
+                *(query.stride(0), query.stride(1), query.stride(2)),
+                *(heads, group, here, dim, length - n + begin),
+                *common,
+            )
+            to = out.data_ptr() + begin * out.stride(1) * out.element_size()
+            self._attend_rows(
+                query, rows, spans, numbers, [run for run, _ in runs], sinks, out, to, sm_budget
+            )
+        return out
+
+    def _attend_rows(
+        self,
+        query: torch.Tensor,
+        rows: tuple[int, ...],
+        spans: Sequence[Span],
+        numbers: Sequence[tuple[int, ...]],
+        runs: Sequence[_Run],
+        sinks: torch.Tensor | None,
+        out: torch.Tensor,
+        to: int,
+        sm_budget: int | None,
+    ) -> None:
+        """Launch what serves as many query tokens as the kernel has rows for."""
+        heads, group, n, dim = rows[4:8]
+        pairs, row_groups = query.shape[0] * heads, ceil_div(group * n, 4)
+        row_groups = 4 if row_groups > 2 else row_groups
+        launches = []
+        slots = 0
+        for i in range(max(len(spans), ceil_div(len(runs), 2), 1)):
+            span = spans[i] if i < len(spans) else None
+            both = [*runs[2 * i : 2 * i + 2], _NO_RUN, _NO_RUN][:2]
+            groups = span.k_tables.format.tokens // TILE_BLOCK if span else 4
+            if groups not in ATTEND_GROUPS:
+                raise ArgumentError(
+                    f"spans: tiles of {groups * TILE_BLOCK} tokens, accepted are "
+                    f"{[TILE_BLOCK * each for each in ATTEND_GROUPS]}"
+                )
+            variant = attend_variant(groups, row_groups, query.dtype)
+            entries = self._entries_of(span) if span else 0
+            shape, launch = self._shape(variant, dim, entries)
+            # Sixteen tokens that are not coded take about a third of a tile.
+            items = (span.tiles if span else 0) + sum(ceil_div(r.tokens, 16) for r in both)
+            splits = self._splits(pairs, items, shape, sm_budget)
+            launches.append((launch, splits, slots, numbers[i] if span else _NO_TILES, both))
+            slots += splits
+        parts = torch.empty(slots * pairs * group * n * dim, dtype=torch.float32, device=out.device)
+        stats = torch.empty(slots * pairs * group * n * 2, dtype=torch.float32, device=out.device)
+        for launch, splits, slot, tiles, (first, second) in launches:
+            launch(
+                splits * pairs,
+                *rows,
+                *tiles,
+                *first,
+                *second,
+                splits,
+                slot,
+                parts.data_ptr(),
+                stats.data_ptr(),
+            )
+        merge = self._merges.get(variant)
+        if merge is None:
+            merge = self._runner.bind(variant, MergeSplits, MERGE_THREADS)
+            self._merges[variant] = merge
+        merge(
+            pairs * group * n,
+            *(parts.data_ptr(), stats.data_ptr(), slots, pairs, heads, group, n, dim),
+            0 if sinks is None else sinks.data_ptr(),
+            *(to, out.stride(0), out.stride(1)),
+        )
+
+    def _numbers(self, span: Span) -> tuple[int, ...]:
+        """Return the parameters of a span, in the order of the kernel."""
+        k, v = span.k_tables, span.v_tables
+        return (
+            *(span.tiles, span.first_token, span.tokens),
+            *_table(span.k, "k"),
+            *(span.k_ids.data_ptr(), k.heads),
+            *(each.data_ptr() for each in (k.order, k.steps, k.centers)),
+            *_coder(k),
+            self._entries_of_tables(k),
+            *_table(span.v, "v"),
+            *(span.v_ids.data_ptr(), v.heads, v.order.data_ptr()),
+            *_coder(v),
+            self._entries_of_tables(v),
+        )
+
+    def _entries_of(self, span: Span) -> int:
+        return self._entries_of_tables(span.k_tables) + self._entries_of_tables(span.v_tables)
+
+    def _entries_of_tables(self, tables: TileTables) -> int:
+        """Return the entries of the lookup tables; waits for the device at the first call."""
+        found = self._entries.get(tables)
+        if found is None:
+            found = sum(1 << bits for bits in tables.class_bits.tolist())
+            self._entries[tables] = found
+        return found
+
+    def _shape(self, variant: PlainVariant, dim: int, entries: int) -> tuple[_Shape, Launch]:
+        """Return the shape that has the most warps at once, and its launch."""
+        found = self._shapes.get((variant, dim, entries))
+        if found is None:
+            settings = dict(variant.settings)
+            row_groups, threads = int(settings["NT"]), int(settings["MAX_THREADS"])
+            resident = threads * int(settings["MIN_BLOCKS"]) // 32
+            room = self._runner.shared_bytes_per_multiprocessor
+            shapes = []
+            for warps in BLOCK_WARPS:
+                shared = shared_bytes(dim, entries, row_groups, warps)
+                blocks = min(resident // warps, room // (shared + RESERVED_BYTES))
+                if 32 * warps <= threads and blocks:
+                    shapes.append(_Shape(warps, shared, blocks))
+            if not shapes:
+                raise ArgumentError(
+                    f"spans: lookup tables of {4 * entries} bytes, which do not fit into "
+                    f"{room} bytes of shared memory"
+                )
+            best = max(shapes, key=lambda shape: shape.warps * shape.blocks)
+            launch = self._runner.bind(
+                variant,
+                AttendTiles,
+                32 * best.warps,
+                best.shared_bytes,
+                mailbox=self._runner.mailbox,
+            )
+            found = self._shapes[variant, dim, entries] = best, launch
+        return found
+
+    def _splits(self, pairs: int, items: int, shape: _Shape, sm_budget: int | None) -> int:
+        """Return how many blocks share the tokens of a head."""
+        multiprocessors = self._runner.multiprocessors
+        if sm_budget is not None:
+            multiprocessors = max(1, min(sm_budget, multiprocessors))
+        at_once = multiprocessors * shape.blocks
+
+        def cost(splits: int) -> tuple[float, int]:
+            tiles = ceil_div(items, splits * shape.warps)
+            return ceil_div(pairs * splits, at_once) * (tiles + BLOCK_TILES), splits
+
+        return min(range(1, max(1, min(items, MAX_SPLITS)) + 1), key=cost)
+
+
+def shared_bytes(dim: int, entries: int, row_groups: int, warps: int) -> int:
+    """Return the shared memory of a block, as attend.cu cuts it."""
+    blocks, rows = dim // TILE_BLOCK, 4 * row_groups
+    # Entries of K and of V begin on 16 bytes each.
+    fixed = 2 * 16 * blocks + 4 * entries + 32 + 4 * rows * dim + 3 * 4 * dim + 8 * rows
+    by_warp = 8 * rows + 2 * RING_UNITS + 256 * blocks * row_groups
+    return fixed + 256 * blocks * row_groups + by_warp * warps
+
+
+def _bits(x: float) -> int:
+    """Return the bits of a float32 as an integer."""
+    return int(struct.unpack("<i", struct.pack("<f", x))[0])
+
+
+def _aligned(keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return keys and values that have the same strides, by which words can be loaded."""
+    size = keys.element_size()
+    alike = keys.stride() == values.stride() and keys.stride(3) == 1
+    if not alike or any(size * stride % 4 for stride in keys.stride()[:3]):
+        keys, values = keys.contiguous(), values.contiguous()
+    # A view that begins at an odd value.
+    keys, values = (x.clone() if x.data_ptr() % 4 else x for x in (keys, values))
+    return keys, values
+
+
+def _run(
+    first: int, keys: torch.Tensor, values: torch.Tensor
+) -> tuple[_Run, tuple[torch.Tensor, torch.Tensor]]:
+    """Return a run and what it points to."""
+    batch, head, token = keys.stride()[:3]
+    run = _Run(keys.data_ptr(), values.data_ptr(), batch, head, token, first, keys.shape[2])
+    return run, (keys, values)
+
+
+def _table(table: TableStorage, name: str) -> tuple[int, ...]:
+    """Return the parameters of a compact table."""
+    assert table.bases is not None and table.lengths is not None
+    address = table.words.data_ptr()
+    if address % WORDS_ALIGN_BYTES:
+        raise ArgumentError(
+            f"spans: {name}: words at address {address}, accepted are multiples of "
+            f"{WORDS_ALIGN_BYTES}"
+        )
+    return (
+        address,
+        table.words.numel() - PAD_WORDS,
+        table.bases.data_ptr(),
+        table.lengths.data_ptr(),
+        table.lengths.element_size(),
+        table.n_rows,
+    )
+
+
+def _coder(tables: TileTables) -> tuple[int, ...]:
+    """Return the parameters of the codes of symbols."""
+    parts = (tables.block_class, tables.radius, tables.class_bits, tables.lookup)
+    return (*(each.data_ptr() for each in parts), tables.classes, tables.format.code_bits)
