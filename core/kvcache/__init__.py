@@ -6,7 +6,7 @@ It knows no framework: `bitslab.integrations.transformers.CompressedCache` is bu
 on it.
 """
 
-from .attending import attend_packed
+from .attending import PackedAttention
 from .gathering import Gathered
 from .history import PackedHistory, check_options
 from .index import beam_index, repeat_count, sequence_index
@@ -34,6 +34,7 @@ __all__ = [
     "HistoryReader",
     "LayerCodecs",
     "ModelCodecs",
+    "PackedAttention",
     "PackedHistory",
     "QUERIES",
     "PartialKeys",
@@ -43,7 +44,6 @@ __all__ = [
     "TileOptions",
     "TilePlans",
     "TokenScores",
-    "attend_packed",
     "beam_index",
     "check_options",
     "check_share",

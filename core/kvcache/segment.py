@@ -138,12 +138,14 @@ class Segment:
 
     @property
     def metadata_bytes(self) -> int:
-        """Bytes on the device that find the rows, as much of them as is used."""
+        """Bytes that find and decode the rows, as much of them as is used."""
         origin = 0 if self.origin is None else self.origin.nbytes
         if self.kernels is None:
             return origin
         entries = ceil_div(self.n_rows, BLOCK_ROWS) + 1
         tables = sum(t.nbytes for t in self.kernels.tensors)
+        if self.codec is not None and self.lossy:  # tables of codes are made of their lengths
+            tables = self.codec.profile_bytes
         rows = self.n_rows * self._lengths.itemsize + 8 * entries
         return rows + tables + origin
 
@@ -389,12 +391,12 @@ class Segment:
             kernels.copy_rows(raw.view(-1, row_bytes), row_bytes, ids, out, sm_budget=sm_budget)
             return
         bad = self.kernels.gather(
-            self._table(words), ids, out, counters=counters, sm_budget=sm_budget
+            self.table(words), ids, out, counters=counters, sm_budget=sm_budget
         )
         if bad >= 0:
             raise CorruptedDataError(f"K/V history: packed row {bad} is damaged")
 
-    def _table(self, words: torch.Tensor) -> TableStorage:
+    def table(self, words: torch.Tensor) -> TableStorage:
         """Return the rows as kernels read them; cached, because kernels keep what they prepared."""
         table = self._tables.get(words.data_ptr())
         if table is None or table.words.shape != words.shape:

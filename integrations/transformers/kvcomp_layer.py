@@ -15,10 +15,10 @@ from bitslab.kvcache import (
     QUERIES,
     Commit,
     HistoryReader,
+    PackedAttention,
     PackedHistory,
     Take,
     TilePlans,
-    attend_packed,
 )
 
 #: Opens a reader and the histories of K and V on a device.
@@ -63,6 +63,7 @@ class KVCompLayer(CompressedLayer):
         self.unfit = ""
         self.packed_passes = self.dense_passes = 0
         self._stages = False  # whether attention read packed words last
+        self._attention: PackedAttention | None = None
         self._forget()
 
     def _forget(self) -> None:
@@ -80,6 +81,8 @@ class KVCompLayer(CompressedLayer):
             self._open, self._reader = opened, None
         self.plans.heads, self.plans.dim = key_states.shape[1], key_states.shape[-1]
         super().lazy_initialization(key_states, value_states)
+        assert self._reader is not None
+        self._attention = PackedAttention(self._reader, self.histories)
 
     @property
     def lossless(self) -> bool:
@@ -157,22 +160,19 @@ class KVCompLayer(CompressedLayer):
         self, query: torch.Tensor, padding: Padding | None, options: Mapping[str, Any]
     ) -> torch.Tensor | None:
         """Return attention to the tokens as they are packed; None where that is not served."""
-        assert self._reader is not None
-        if not self.packed_tokens:
+        assert self._attention is not None
+        if not self.packed_tokens or not self._attention.serves(query):
             return None
-        out = attend_packed(
-            self._reader,
-            self.histories,
+        out = self._attention.attend(
             query,
             scaling=options.get("scaling"),
             softcap=options.get("softcap"),
             sinks=options.get("s_aux"),
             first_valid=None if padding is None else padding.first_valid,
         )
-        if out is not None:
-            self.packed_passes += 1
-            self._stages = True
-            self._count(None)
+        self.packed_passes += 1
+        self._stages = True
+        self._count(None)
         return out
 
     def see(self, query: torch.Tensor, padding: Padding | None, options: Mapping[str, Any]) -> None:

@@ -5,6 +5,7 @@ What runs a kernel is a `Runner`; the tests put one in its place that runs the s
 
 from __future__ import annotations
 
+from .attend import AttendKernels
 from .bags import BagKernels
 from .copy import CopyKernels
 from .count import CountKernels
@@ -67,6 +68,7 @@ class CudaKernels:
         self.decode_rows = decode.decode_rows
         self.prepare_decode = decode.prepare_decode
         self.copy_rows = CopyKernels(runner).copy_rows
+        self.attend = AttendKernels(runner).attend
         tiles = TileKernels(runner)
         self.measure_tiles = tiles.measure_tiles
         self.encode_tiles = tiles.encode_tiles
