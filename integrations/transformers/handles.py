@@ -73,6 +73,7 @@ class KVHandle(torch.Tensor):
 
     @staticmethod
     def __new__(cls, update: Update, which: int, like: torch.Tensor, tokens: int) -> KVHandle:
+        """Return a handle of `tokens` tokens like those of ``[B, H, any, D]``, K (0) or V (1)."""
         batch, heads, _, dim = like.shape
         found: KVHandle = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, (batch, heads, tokens, dim), dtype=like.dtype, device=like.device

@@ -246,6 +246,7 @@ class LayerUpdate:
         self._new = new
         self.length = length
         self._dense: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._seen = False
         if new[0].shape[2] == length:  # a prompt attends to itself
             self._dense = new
 
@@ -283,9 +284,10 @@ class LayerUpdate:
         return self._layer.attend_packed(query, padding, options)
 
     def see(self, query: torch.Tensor, padding: Padding | None, options: Mapping[str, Any]) -> None:
-        """Keep the queries, of the last update."""
-        if self._layer.latest(self) and query.shape[2] == self._new[0].shape[2]:
+        """Keep the queries, of the last update; not those of layers that share its K and V."""
+        if self._layer.latest(self) and not self._seen:
             self._layer.see(query, padding, options)
+        self._seen = True
 
 
 @dataclass(frozen=True, eq=False)
