@@ -5,13 +5,16 @@ Importing this module registers it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from transformers.masking_utils import causal_mask_function, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from bitslab.errors import BitslabError
 from bitslab.integrations.transformers.handles import KVHandle, update_of
-from bitslab.integrations.transformers.interfaces import Attended, attention_of, register
+from bitslab.integrations.transformers.interfaces import Attended, function_of, register
 from bitslab.integrations.transformers.kvcomp_layer import LayerUpdate, Padding
 from bitslab.tracing import not_traced
 
@@ -75,9 +78,17 @@ def plain_attention(
 ) -> Attended:
     """Attend to tensors, as `attention` says."""
     if options.get("softcap") is None and options.get("s_aux") is None:
-        return attention_of(module, "sdpa")(module, query, key, value, attention_mask, **options)
+        sdpa: Callable[..., Attended] = ALL_ATTENTION_FUNCTIONS["sdpa"]
+        return sdpa(module, query, key, value, attention_mask, **options)
+    eager = function_of(module, "eager_attention_forward")
+    if eager is None:
+        raise BitslabError(
+            f"attention: {type(module).__name__} has a softcap or sinks, and no "
+            "eager_attention_forward in its file, by which they are served"
+        )
     mask = _added(attention_mask, query, key, getattr(module, "is_causal", True))
-    return attention_of(module, "eager")(module, query, key, value, mask, **options)
+    found: Attended = eager(module, query, key, value, mask, **options)
+    return found
 
 
 def _added(

@@ -179,6 +179,9 @@ class KVCompLayer(CompressedLayer):
         """Keep the last queries until codecs are learnt."""
         if self.lossless or not self.plans.learns or self.packed_tokens:
             return
+        _, heads, _, dim = self.histories[0].tail.shape
+        if not query.numel() or query.shape[1] % heads or query.shape[3] != dim:
+            return  # of an attention that the fit does not know
         query = query.detach()[:, :, -QUERIES:]
         first = None if padding is None else padding.first_valid
         if self._queries is not None:
