@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from ..engine.kernels.cuda import kernels_on
+from ..engine.kernels.format import TableStorage
 from ..engine.kernels.spans import MAX_ROWS, RawRun, Span
-from ..engine.kernels.tile_format import Granularity
+from ..engine.kernels.tile_format import Granularity, TileTables
 from ..engine.kernels.tile_rows import TileKernels
 from .history import PackedHistory
 from .packed_tokens import Revision
@@ -84,8 +85,9 @@ class PackedAttention:
         words = self._reader.stage(self._histories)
         try:
             plan = self._planned(words)
+            keys, values = plan.sides
             raw = [
-                (begin, *(side.tokens(begin, end) for side in plan.sides))
+                (begin, keys.tokens(begin, end), values.tokens(begin, end))
                 for begin, end in plan.raw
             ]
             raw += plan.last(self._histories)
@@ -218,8 +220,8 @@ class _Side:
 class _Tiles:
     """One side of a `Span`."""
 
-    table: Any
-    tables: Any
+    table: TableStorage
+    tables: TileTables
     ids: torch.Tensor
 
 

@@ -118,7 +118,7 @@ class Segment:
     @property
     def lossy(self) -> bool:
         """Whether decoded tokens are not the bits that were packed."""
-        return getattr(self.codec, "error_bound", None) is not None
+        return self.codec is not None and self.codec.error_bound is not None
 
     @property
     def token_bytes(self) -> int:

@@ -75,7 +75,7 @@ class KVHandle(torch.Tensor):
     def __new__(cls, update: Update, which: int, like: torch.Tensor, tokens: int) -> KVHandle:
         """Return a handle of `tokens` tokens like those of ``[B, H, any, D]``, K (0) or V (1)."""
         batch, heads, _, dim = like.shape
-        found: KVHandle = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        found: KVHandle = torch.Tensor._make_wrapper_subclass(
             cls, (batch, heads, tokens, dim), dtype=like.dtype, device=like.device
         )
         found.update, found._which = update, which
@@ -102,7 +102,7 @@ class KVHandle(torch.Tensor):
         return func(*args, **options)
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls,
         func: Callable[..., Any],
         types: Iterable[type],
@@ -117,11 +117,11 @@ class KVHandle(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             return f"KVHandle({list(self.shape)}, {self.dtype}, {self.device})"
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:  # type: ignore[override]
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         return self.dense().clone()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.dense().__reduce_ex__(protocol)
+        return self.dense().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
 def update_of(key: torch.Tensor, value: torch.Tensor) -> Update | None:

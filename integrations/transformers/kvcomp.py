@@ -216,7 +216,7 @@ class _AttentionOf:
         self._config = config
 
     def __call__(self) -> bool:
-        return _decoder(self._config)._attn_implementation == NAME
+        return bool(_decoder(self._config)._attn_implementation == NAME)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _AttentionOf:
         return self

@@ -32,7 +32,7 @@ class Padding:
     first_valid: torch.Tensor | None
 
 
-class KVCompLayer(CompressedLayer):
+class KVCompLayer(CompressedLayer):  # type: ignore[no-untyped-call]
     """K and V of a layer as quantised tiles.
 
     Parameters

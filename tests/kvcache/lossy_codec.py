@@ -64,7 +64,7 @@ class RoundingCodec(WordRowCodec):
     """Values as multiples of a step."""
 
     name: ClassVar[str] = "rounding-test"
-    error_bound: ClassVar[float] = 1.0
+    error_bound: ClassVar[str | None] = "step / 2 + |x| / 10"
 
     def __init__(self, row_shape: tuple[int, ...], dtype: torch.dtype) -> None:
         self.row_shape, self.dtype = tuple(row_shape), dtype

@@ -226,7 +226,7 @@ def test_attention_to_a_cut_history_is_that_to_its_decoded_tokens() -> None:
     dense = [history.decode() for history in cache.layers[0].histories]
     mask = causal(3, dense[0].shape[2])
     query = normal(BATCH, QUERY_HEADS, 3, DIM, seed=100)
-    expected = attention(Module(), query, *dense, mask, scaling=0.3)[0]
+    expected = attention(Module(), query, dense[0], dense[1], mask, scaling=0.3)[0]
     layer = cache.layers[0]
     packed = layer.attend_packed(query, None, {"scaling": 0.3})
     assert torch.allclose(packed, expected, atol=1e-5)
@@ -243,19 +243,19 @@ def test_softcap_and_sinks_are_those_of_eager_attention(softcap: float | None, s
         module = modeling_gpt_oss.GptOssAttention.__new__(modeling_gpt_oss.GptOssAttention)
         torch.nn.Module.__init__(module)
         module.num_key_value_groups, module.training = 2, False
-        module.sinks = normal(QUERY_HEADS, seed=9)
+        module.sinks = torch.nn.Parameter(normal(QUERY_HEADS, seed=9), requires_grad=False)
     cache = prompted()
     [found, _] = feed(cache, 1, seed=50)
     options: dict[str, Any] = {"scaling": 0.3, "softcap": softcap}
     if sinks:
         options["s_aux"] = module.sinks
     query = 3 * normal(BATCH, QUERY_HEADS, 1, DIM, seed=100)
-    packed, _ = attention(module, query, *found, None, **options)
+    packed, _ = attention(module, query, found[0], found[1], None, **options)
     assert cache.stats()["packed_passes"] == 1
     dense = [t.dense() for t in found]
-    expected, _ = attention(module, query, *dense, None, **options)
+    expected, _ = attention(module, query, dense[0], dense[1], None, **options)
     assert torch.allclose(packed, expected, atol=1e-5)
-    plain, _ = attention(Module(), query, *dense, None, scaling=0.3)
+    plain, _ = attention(Module(), query, dense[0], dense[1], None, scaling=0.3)
     assert torch.allclose(plain, expected, atol=1e-5) == (softcap is None and not sinks)
 
 
