@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 import bitslab
+from bitslab.engine.codecs import TileCodec
 from bitslab.engine.codecs.invariant import Profile
 from bitslab.engine.kernels.format import RowFormat
 
@@ -30,6 +31,35 @@ ROWS = 3
 #: more chunks than that to be packed at all.
 CHUNKS = {1: 131, 2: 33, 4: 33, 8: 33}
 FEW_CHUNKS = {1: 131, 2: 33, 4: 9, 8: 5}  # with a mask for each and no group bits
+
+#: Of coded tiles: granularity, dtype, further options; every granularity and dtype, both ways to
+#: pair, classes of pairs and of singles, both coders, heads.
+TILES: dict[str, tuple[str, torch.dtype, dict[str, Any]]] = {
+    "tiles1-channel-bfloat16": ("channel", torch.bfloat16, {"scale": 1.5, "heads": 2}),
+    "tiles1-channel-float32-singles": ("channel", torch.float32, {"scale": 0.1}),
+    "tiles1-token_level-bfloat16-tokens": (
+        "token_level",
+        torch.bfloat16,
+        {"scale": 1.2, "token_pairs": True, "heads": 2, "rows_per_head": 2},
+    ),
+    "tiles1-token_level-float16-fixed": (
+        "token_level",
+        torch.float16,
+        {"scale": 0.5, "coder": "fixed"},
+    ),
+    "tiles1-block_range-float32-tokens": (
+        "block_range",
+        torch.float32,
+        {"scale": 0.2, "token_pairs": True, "code_bits": 8},
+    ),
+    "tiles1-channel_range-bfloat16": ("channel_range", torch.bfloat16, {"scale": 0.25}),
+    "tiles1-token_range-float16-tokens": (
+        "token_range",
+        torch.float16,
+        {"scale": 0.3, "token_pairs": True},
+    ),
+}
+TILE_SHAPE = (16, 32)
 
 Case = tuple[bitslab.RowCodec, torch.Tensor]
 
@@ -55,7 +85,7 @@ def name_of(fmt: RowFormat) -> str:
 
 def names() -> list[str]:
     """Return the names of all golden files, without the ending."""
-    return ["raw1", *map(name_of, formats())]
+    return ["raw1", *TILES, *map(name_of, formats())]
 
 
 def make_invariant(fmt: RowFormat) -> Case:
@@ -85,7 +115,27 @@ def make_invariant(fmt: RowFormat) -> Case:
     return codec, raw
 
 
+def make_tiles(name: str) -> Case:
+    """Two usual tiles of each head, one with exceptions, one that is raw."""
+    granularity, dtype, options = TILES[name]
+    rng = np.random.default_rng(list(name.encode()))
+    spread = 2.0 ** rng.integers(-2, 2, TILE_SHAPE[1])
+    x = torch.from_numpy(rng.normal(0, 1, (44, *TILE_SHAPE)) * spread).to(dtype)
+    codec = TileCodec.fit(x[4:], granularity=granularity, **options)
+    rows = x[:4].clone()
+    for k, value in enumerate((float("nan"), float("inf"), float("-inf"), 30000.0, -0.0)):
+        rows[2].view(-1)[k * 97 :: 311] = value
+    width = 8 * dtype.itemsize
+    bits = rng.integers(0, 256, rows[3].nbytes, dtype=np.uint8).view(f"<u{width // 8}")
+    infinity = torch.tensor(float("inf")).to(dtype).view(getattr(torch, f"int{width}"))
+    bits |= bits.dtype.type(int(infinity))  # NaN of all kinds
+    rows[3] = torch.from_numpy(bits.view(np.uint8)).view(dtype).view(TILE_SHAPE)
+    return codec, rows
+
+
 def make(name: str) -> Case:
+    if name in TILES:
+        return make_tiles(name)
     if name == "raw1":
         numbers = [[0.0, -0.0, 1.5], [float("inf"), float("-inf"), float("nan")]]
         return bitslab.RawCodec((3,), torch.bfloat16), torch.tensor(numbers, dtype=torch.bfloat16)
@@ -117,6 +167,8 @@ def write(name: str) -> bool:
         "rows": tensor_to_json(rows),
         "parts": {key: tensor_to_json(part) for key, part in packed.parts.items()},
     }
+    if codec.error_bound is not None:
+        content["decoded"] = tensor_to_json(codec.decode(packed))
     path.write_text(json.dumps(content, indent=1) + "\n")
     return True
 

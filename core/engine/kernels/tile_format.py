@@ -68,6 +68,7 @@ import torch
 
 from ...errors import ArgumentError
 from .format import ceil_div
+from .uploads import uploaded
 
 #: Lanes of a tile, each with a stream.
 TILE_LANES = 32
@@ -257,9 +258,9 @@ class TileTables:
         return sum(t.nbytes for t in self.tensors)
 
     def to(self, device: torch.device) -> TileTables:
-        """Return the tables on a device."""
+        """Return the tables on a device; see `uploads.in_stream_order`."""
         moved: dict[str, Any] = {
-            name: value.to(device) if isinstance(value, torch.Tensor) else value
+            name: uploaded(value, device) if isinstance(value, torch.Tensor) else value
             for name, value in vars(self).items()
         }
         return TileTables(**moved)

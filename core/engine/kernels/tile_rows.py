@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
 from ...errors import ArgumentError, ArgumentTypeError, CorruptedDataError
-from .format import MAX_SLABS, CacheStorage, RowFormat, RowStorage, TableStorage
+from .format import (
+    MAX_SLABS,
+    CacheStorage,
+    RowFormat,
+    RowStorage,
+    TableStorage,
+    words_of_rows,
+)
 from .row_kernels import RowKernels
 from .tile_format import TileTables
 
@@ -50,12 +57,6 @@ class TileKernels(RowKernels):
         if bad >= 0:
             raise CorruptedDataError(f"table: row {finder.row(bad)} is damaged")
         return torch.from_numpy(at >> 2), torch.from_numpy(length), torch.from_numpy(source)
-
-    def check(self, storage: RowStorage) -> int:
-        """Return the first tile that cannot be decoded, or -1."""
-        tables = self.tables
-        host = HostTileKernels(tables.to(torch.device("cpu")))
-        return host.check(storage)
 
     def _check_table(self, table: TableStorage, cache: CacheStorage | None) -> None:
         """Refuse what tiles do not serve."""
@@ -174,6 +175,94 @@ class HostTileKernels(TileKernels):
         return (bad if bad < 0 else int(rows[bad])), lengths
 
 
+class DeviceTileKernels(TileKernels):
+    """Tiles on a GPU, without waiting for it."""
+
+    def __init__(self, tables: TileTables) -> None:
+        from .cuda import kernels_on
+
+        super().__init__(tables)
+        self._kernels = kernels_on(self.device, tell=False)
+
+    def measure(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `kernels.cpu.measure_tiles`."""
+        no_clusters = torch.empty(0, dtype=torch.uint8, device=self.device)
+        return self._kernels.measure_tiles(rows, self.tables), no_clusters
+
+    def encode(
+        self,
+        rows: torch.Tensor,
+        lengths: torch.Tensor,
+        row_clusters: torch.Tensor,
+        bases: torch.Tensor,
+        n_words: int,
+    ) -> torch.Tensor:
+        """See `kernels.cpu.encode_tiles`; the lengths are not looked at again."""
+        return self._kernels.encode_tiles(rows, self.tables, lengths, bases, n_words)
+
+    def decode(
+        self,
+        storage: RowStorage,
+        ids: torch.Tensor | None,
+        row_begin: int,
+        out: torch.Tensor,
+        facts: Mapping[str, int],
+        sm_budget: int | None = None,
+    ) -> int:
+        """Decode tiles; damaged ones and bad ids are in the mailbox."""
+        table = _table_of(storage)
+        more: dict[str, Any] = {} if ids is None else {"lowest": -table.n_rows}
+        return self._kernels.decode_tiles(
+            table, self.tables, ids, out, row_begin=row_begin, sm_budget=sm_budget, **more
+        )
+
+    def gather(
+        self,
+        table: TableStorage,
+        ids: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        cache: CacheStorage | None = None,
+        counters: torch.Tensor | None = None,
+        first_bad: torch.Tensor | None = None,
+        lowest: int | None = None,
+        order: torch.Tensor | None = None,
+        sm_budget: int | None = None,
+    ) -> int:
+        """Decode tiles chosen by id, of a compact table; what is wrong is in the mailbox.
+
+        With `counters` ids are good and not NO_ROW.
+        """
+        self._check_table(table, cache)
+        target = out.view(-1, self.row_bytes)
+        more: dict[str, Any] = {} if lowest is None else {"lowest": lowest}
+        bad = self._kernels.decode_tiles(
+            table, self.tables, ids, target, first_bad=first_bad, sm_budget=sm_budget, **more
+        )
+        if counters is not None and table.lengths is not None:
+            words = words_of_rows(table.lengths[ids.to(torch.int64)], self.row_words)
+            from_table = counters.view(2, MAX_SLABS + 1)[:, MAX_SLABS]
+            from_table[0] += ids.shape[0]
+            from_table[1] += words.sum()
+        return bad
+
+    def check(self, storage: RowStorage) -> int:
+        """Return the first tile on the CPU that cannot be decoded, or -1."""
+        return HostTileKernels(self.tables.to(torch.device("cpu"))).check(storage)
+
+    def prepare_gather(
+        self,
+        table: TableStorage,
+        ids: torch.Tensor,
+        out: torch.Tensor,
+        sm_budget: int | None = None,
+    ) -> Callable[[], Any]:
+        """Return a launch of which all is known."""
+        self._check_table(table, None)
+        target = out.view(-1, self.row_bytes)
+        return self._kernels.prepare_tiles(table, self.tables, ids, target, sm_budget)
+
+
 def tile_kernels(tables: TileTables, device: torch.device) -> TileKernels:
     """Return the kernels of tiles on a device, with tables copied there.
 
@@ -184,7 +273,9 @@ def tile_kernels(tables: TileTables, device: torch.device) -> TileKernels:
     """
     if device.type == "cpu":
         return HostTileKernels(tables)
-    raise ArgumentTypeError(f"device: {device}, accepted is cpu")
+    if device.type == "cuda":
+        return DeviceTileKernels(tables.to(device))
+    raise ArgumentTypeError(f"device: {device}, accepted are cpu and cuda")
 
 
 def _table_of(storage: RowStorage) -> TableStorage:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import copy
 import json
+import math
 import pickle
 from typing import Any, ClassVar
 
@@ -23,12 +24,14 @@ from bitslab.engine.kernels import cpu
 from bitslab.engine.kernels.format import (
     PAD_WORDS,
     CacheStorage,
+    RowStorage,
     TableStorage,
     bases_of_rows,
     unsigned_lengths,
     words_of_rows,
 )
 from bitslab.engine.kernels.tile_format import MAX_SYMBOLS, Granularity, TileFormat
+from bitslab.engine.transfer import across
 from bitslab.kvcache import HistoryReader, PackedHistory
 from tests.engine.codecs import tile_model
 from tests.helpers import same_bits
@@ -344,7 +347,10 @@ def test_damaged_plans_are_refused() -> None:
     def lengths(change: Any) -> dict[str, Any]:
         text = np.frombuffer(base64.b64decode(config["lengths"][0]), np.uint8).copy()
         change(text)
-        return {**config, "lengths": [base64.b64encode(text).decode(), *config["lengths"][1:]]}
+        return {
+            **config,
+            "lengths": [base64.b64encode(text.tobytes()).decode(), *config["lengths"][1:]],
+        }
 
     reach = config["radius"][0]
     zero = reach * (2 * reach + 2) if reach else 128
@@ -503,14 +509,32 @@ def test_heads_are_told_by_the_numbers_of_rows() -> None:
         codec.encode_pieces(iter([many[:32], many[32:]]))
 
 
+@pytest.mark.parametrize("period", [1, 3, 6, 32, 40])
+@pytest.mark.parametrize(("begin", "end"), [(0, 1000), (31, 33), (500, 999), (999, 1000)])
+def test_pieces_begin_at_rows_of_the_first_head(
+    period: int, begin: int, end: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(across, "PIECE_BYTES", 4 * 1300)
+    lengths = torch.randint(1, 20, (1000,), generator=torch.Generator().manual_seed(1))
+    bases, _ = bases_of_rows(lengths)
+    nothing = torch.empty(0, dtype=torch.int32)
+    unit = math.lcm(32, period)
+    pieces = list(across._pieces(RowStorage(nothing, bases, nothing, nothing), begin, end, unit))
+    assert [first for first, _ in pieces] == [begin, *(last for _, last in pieces[:-1])]
+    assert pieces[-1][1] == end
+    assert all(first % unit == 0 for first, _ in pieces[1:])
+    if unit < 200 and end - begin > 500:
+        assert len(pieces) > 2
+
+
 # A history
 
 
 class TilePlans:
-    """Fits a codec of tiles for a history."""
+    """Fits a codec of tiles for a history, one for all heads."""
 
-    def __init__(self, heads: int, rows_per_head: int, dim: int, **options: Any) -> None:
-        self.heads, self.rows_per_head, self.dim, self.options = heads, rows_per_head, dim, options
+    def __init__(self, dim: int, **options: Any) -> None:
+        self.dim, self.options = dim, options
 
     def fit(self, kind: str, sample: torch.Tensor, *, search_all: bool = False) -> TileCodec:
         tiles = sample.view(sample.shape[0], -1, self.dim)
@@ -520,13 +544,12 @@ class TilePlans:
 
 @pytest.mark.parametrize("offload", [False, True], ids=["device", "host"])
 def test_a_history_holds_tiles(offload: bool) -> None:
-    """A row of a history is 256 bytes of tokens: tiles of 16 tokens of 16 channels are two."""
     dim, block = 16, 16
     tokens = torch.randn(2, 3, 300, dim, generator=torch.Generator().manual_seed(2))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("bitslab.kvcache.packing.ROW_BYTES", block * dim * 4)
         reader = HistoryReader(CPU, offload=offload, sm_budget=None)
-        plans: Any = TilePlans(3, 1, dim, granularity="token_level", scale=0.5)
+        plans: Any = TilePlans(dim, granularity="token_level", scale=0.5)
         history = PackedHistory(reader.new_words(), plans, "k", window=8, block_tokens=block)
         for part in tokens.split([200, 40, 60], dim=2):
             history.append(part)

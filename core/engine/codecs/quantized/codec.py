@@ -59,6 +59,7 @@ class TileCodec(WordRowCodec):
     """
 
     name: ClassVar[str] = "tiles"
+    device_types: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
     error_bound: ClassVar[str | None] = "(step / 2 + u * max(|x|, m)) / (1 - u)"
 
     def __init__(self, plan: TilePlan, row_shape: tuple[int, ...] | None = None) -> None:

@@ -179,7 +179,7 @@ def _format(config: Mapping[str, Any]) -> TileFormat:
             f"tiles: token_pairs is {token_pairs!r:.60}, expected true or false"
         )
     dtype = dtype_from_name(config.get("dtype", ""))
-    sizes = {name: config.get(name) for name in ("tokens", "dim", "code_bits")}
+    sizes: dict[str, Any] = {name: config.get(name) for name in ("tokens", "dim", "code_bits")}
     try:
         return TileFormat(
             dtype=dtype, granularity=names[granularity], token_pairs=token_pairs, **sizes

@@ -6,6 +6,7 @@ codes that kernels write.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from ....errors import ArgumentError
@@ -89,8 +90,8 @@ def scaled_mean_square(values: torch.Tensor, scale: float) -> torch.Tensor:
     while width > 1:  # a butterfly: each addition is commutative, so one half is enough
         width //= 2
         sums = sums[..., :width] + sums[..., width:]
-    # A float32 tensor times a number: torch rounds the number to float32 first.
-    return sums[..., 0].contiguous() * (1 / dim) * (scale * scale)
+    factors = np.float32(1 / dim), np.float32(scale * scale)
+    return sums[..., 0].contiguous() * float(factors[0]) * float(factors[1])
 
 
 def ranges(
@@ -107,7 +108,7 @@ def ranges(
     least = torch.where(finite, x, float("inf")).amin(over, keepdim=True)
     largest = torch.where(finite, x, float("-inf")).amax(over, keepdim=True)
     center = (0.5 * least + 0.5 * largest).bfloat16().float()
-    step = ((largest - least) * scale).bfloat16().float()
+    step = ((largest - least) * float(np.float32(scale))).bfloat16().float()
     step = torch.where((step > 0) & step.isfinite(), step, 1.0)
     center = torch.where(center.isfinite(), center, 0.0)
     steps, centers = (t.expand(-1, -1, -1, fmt.tokens, -1).flatten(2, 3) for t in (step, center))

@@ -191,11 +191,11 @@ def find_parameters(
     for n in range(parameters.shape[0]):
         least, largest = INFINITY, -INFINITY
         if granularity == BLOCK_RANGE:
-            first, stride, count = 0, 1, tokens * dim
+            first, stride, count = np.int64(0), 1, tokens * dim
         elif granularity == CHANNEL_RANGE:
             first, stride, count = np.int64(order[n]), dim, tokens
         else:
-            first, stride, count = n * dim, 1, dim
+            first, stride, count = np.int64(n * dim), 1, dim
         for k in range(count):
             value = x[first + k * stride]
             if abs(value) < INFINITY:
@@ -230,22 +230,26 @@ def spread_parameters(
 
 
 @njit(nogil=True, cache=True)
-def choose_codes(x, order, steps, centers, limits, kind, values, bits, codes, exceptional):
-    """Quantise a token: its codes by position, and which of its channels are exceptions."""
+def choose_codes(x, order, steps, centers, limits, kind, given, values, bits, codes, exceptional):
+    """Quantise a token: its codes by position, and which of its channels are exceptions.
+
+    Loops do one thing each, so that LLVM makes vectors of them.
+    """
     rounding, least_normal = ROUNDING[kind], LEAST_NORMAL[kind]
     for p in range(codes.shape[0]):
-        value = x[order[p]]
-        code = np.rint((value - centers[p]) * (ONE / steps[p]))
-        fits = abs(code) <= limits[p]  # not where it is NaN
-        codes[p] = np.int8(code) if fits else np.int8(0)
-        exceptional[order[p]] = not fits
+        given[p] = x[order[p]]
+    for p in range(codes.shape[0]):
+        code = np.rint((given[p] - centers[p]) * (ONE / steps[p]))
+        codes[p] = np.int8(code if abs(code) <= limits[p] else ZERO)  # not where it is NaN
     decode_values(codes, steps, centers, values)
     round_values(values, kind, bits)
+    exceptional[:] = False
     for p in range(codes.shape[0]):
-        decoded, value = values[p], x[order[p]]
+        decoded = values[p]
+        code = np.rint((given[p] - centers[p]) * (ONE / steps[p]))
         allowed = HALF * steps[p] + rounding * max(abs(decoded), least_normal)
-        near = abs(decoded - value) <= allowed and abs(decoded) < INFINITY
-        if not near:
+        near = abs(decoded - given[p]) <= allowed and abs(decoded) < INFINITY
+        if not (near and abs(code) <= limits[p]):
             exceptional[order[p]] = True
             codes[p] = 0
 
@@ -254,7 +258,11 @@ def choose_codes(x, order, steps, centers, limits, kind, values, bits, codes, ex
 def write_streams(
     codes, dim, tokens, places, order, block_class, radius, class_bits, table, exceptional, units
 ):
-    """Write the units of a tile; return how many. Symbols without a code become exceptions."""
+    """Write the units of a tile, where `units` has room; return how many.
+
+    Symbols without a code become exceptions.
+    """
+    writing = units.shape[0] > 0
     left = np.zeros(TILE_LANES, np.int64)  # bits that a reader has before the next symbol
     filled = np.zeros(TILE_LANES, np.int64)  # bits in `pending`, of units not yet written
     pending = np.zeros(TILE_LANES, np.int64)
@@ -283,8 +291,14 @@ def write_streams(
                         if code == 0:
                             for at in (first, second):
                                 exceptional[(at // dim) * dim + order[at % dim]] = True
-                            symbol = reach * (2 * reach + 2) if reach else ZERO_SYMBOL
+                            symbol = reach * (2 * reach + 2) if reach else np.int64(ZERO_SYMBOL)
                             code = np.int64(table[c, symbol])
+                        if not writing:
+                            if left[lane] < longest:
+                                left[lane] += UNIT_BITS
+                                taken += 1
+                            left[lane] -= code >> 16
+                            continue
                         if left[lane] < longest:
                             if left[lane] + filled[lane]:
                                 following[lane] = taken
@@ -301,6 +315,8 @@ def write_streams(
                             units[current[lane]] = (pending[lane] >> filled[lane]) & 0xFFFF
                             pending[lane] &= (1 << filled[lane]) - 1
                             current[lane] = following[lane]
+    if not writing:
+        return taken
     for lane in range(TILE_LANES):
         if left[lane] >= UNIT_BITS and filled[lane]:
             units[following[lane]] = 0
@@ -375,6 +391,7 @@ def code_tile(
     steps,
     centers,
     limits,
+    given,
     values,
     bits,
     codes,
@@ -401,6 +418,7 @@ def code_tile(
             centers,
             limits,
             kind,
+            given,
             values,
             bits,
             codes[here],
@@ -467,12 +485,14 @@ def encode_tiles(
     steps = np.empty(dim, np.float32)
     centers = np.empty(dim, np.float32)
     limits = np.empty(dim, np.float32)
+    given = np.empty(dim, np.float32)
     values = np.empty(dim, np.float32)
     bits = np.empty(dim, rows.dtype)
     codes = np.empty(n_values, np.int8)
     exceptional = np.empty(n_values, np.bool_)
-    units = np.empty(n_values + 2 * TILE_LANES, np.uint16)  # no code is longer than a unit
     measuring = words.shape[0] == 0
+    # No code is longer than a unit.
+    units = np.empty(0 if measuring else n_values + 2 * TILE_LANES, np.uint16)
     at = np.int64(0)
     for r in range(begin, end):
         if not measuring:
@@ -513,6 +533,7 @@ def encode_tiles(
             steps,
             centers,
             limits,
+            given,
             values,
             bits,
             codes,
