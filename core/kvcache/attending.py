@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
+from weakref import ref
 
 import torch
 
@@ -73,7 +74,7 @@ class PackedAttention:
         scaling : float, optional
             ``D ** -0.5`` when left out.
         softcap, sinks
-            As attention has them; sinks ``[query heads]`` are logits that take part in the sum only.
+            As attention has them; sinks ``[query heads]`` are logits that take part in the sum.
         first_valid : torch.Tensor, optional
             int32 ``[B]``: the first token of each sequence that is no padding.
 
@@ -106,7 +107,7 @@ class PackedAttention:
             self._reader.done(self._histories)
 
     def _planned(self, words: Sequence[torch.Tensor]) -> _Plan:
-        """Return the plan for histories that have not changed, and words that lie where they did."""
+        """Return the plan, made anew where histories have changed or words lie elsewhere."""
         plan = self._plan
         if plan is None or not plan.serves(self._histories, words):
             plan = self._plan = _Plan(self._histories, words)
@@ -130,7 +131,7 @@ class _Plan:
     """
 
     def __init__(self, histories: Sequence[PackedHistory], words: Sequence[torch.Tensor]) -> None:
-        self._revisions: list[Revision] = [history.revision for history in histories]
+        self._revisions: list[ref[Revision]] = [ref(history.revision) for history in histories]
         self._words = [(there.data_ptr(), there.shape[0]) for there in words]
         self.sides = [_Side(*both) for both in zip(histories, words, strict=True)]
         keys, values = self.sides
@@ -147,7 +148,7 @@ class _Plan:
     def serves(self, histories: Sequence[PackedHistory], words: Sequence[torch.Tensor]) -> bool:
         """Return whether it is of these histories, unchanged since, and of words there."""
         same = all(
-            revision is history.revision
+            revision() is history.revision
             for revision, history in zip(self._revisions, histories, strict=True)
         )
         return same and self._words == [(t.data_ptr(), t.shape[0]) for t in words]

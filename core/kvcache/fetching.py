@@ -59,6 +59,11 @@ class FetchBuffers:
             return False
         return fetched.serves(histories)
 
+    @property
+    def free(self) -> bool:
+        """Whether nobody is to read the last fetch: it was released, or histories have changed."""
+        return self.fetched is None or self.fetched.stale
+
     def forget(self) -> None:
         """Forget the last fetch."""
         self.fetched = None
@@ -230,6 +235,11 @@ class Fetch:
         self.own_ids = own_ids
         #: Bytes that cross the link.
         self.nbytes = sum(source.nbytes for each in copies for _, source in each)
+
+    @property
+    def stale(self) -> bool:
+        """Whether its histories have changed, or are gone."""
+        return any(revision() is None for revision in self._revisions)
 
     def serves(self, histories: Sequence[PackedHistory]) -> bool:
         """Return whether it is of these histories, unchanged since."""

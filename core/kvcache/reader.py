@@ -224,8 +224,10 @@ class HistoryReader:
 
     def _fetch(self, histories: Sequence[PackedHistory], decoded: bool) -> FetchBuffers:
         """Start to fetch histories into the next buffers."""
-        buffers = self._buffers[self._turn]
-        self._turn = (self._turn + 1) % BUFFERS
+        in_turn = [*self._buffers[self._turn :], *self._buffers[: self._turn]]
+        # Not those of a layer that attention has yet to read.
+        buffers = next((each for each in in_turn if each.free), in_turn[0])
+        self._turn = (self._buffers.index(buffers) + 1) % BUFFERS
         fetch = buffers.fetch(histories, self._ids_of, self.sm_budget, decoded=decoded)
         self.link.fetched_bytes += fetch.nbytes
         return buffers

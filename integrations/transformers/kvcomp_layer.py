@@ -62,7 +62,7 @@ class KVCompLayer(CompressedLayer):  # type: ignore[no-untyped-call]
         self._hands = hands
         self.unfit = ""
         self.packed_passes = self.dense_passes = 0
-        self._stages = False  # whether attention read packed words last
+        self._stages: bool | None = None  # whether attention read packed words last
         self._attention: PackedAttention | None = None
         self._forget()
 
@@ -98,6 +98,8 @@ class KVCompLayer(CompressedLayer):  # type: ignore[no-untyped-call]
                 self.dense_passes += 1
             self._stages = False
             return super()._append(key_states, value_states)
+        if self._stages is None:
+            self._stages = True
         new = key_states, value_states
         for history, tokens in zip(self.histories, new, strict=True):
             history.check(tokens)
