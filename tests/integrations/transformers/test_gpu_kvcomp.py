@@ -137,7 +137,8 @@ def test_memory_while_decoding() -> None:
     there = torch.cuda.memory_allocated()
     for _ in range(3):
         for i in range(2):
-            attention(module, query, *cache.update(one, one, i), None)
+            keys, values = cache.update(one, one, i)
+            attention(module, query, keys, values, None)
     torch.cuda.synchronize()
     assert cache.stats()["packed_passes"] == 6
     assert torch.cuda.max_memory_allocated() - there < raw / 8
