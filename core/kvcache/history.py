@@ -27,7 +27,7 @@ class PackedHistory:
     The first `sinks` tokens, and the last ones, at least `window` and fewer than ``window + 2 *
     block_tokens``, are kept unpacked on the device; all others are packed by the block, each once.
     What a lossy codec has packed remains as it is, whatever follows: where tokens are removed, the
-    rest of their block stays packed. Where no codec makes tokens
+    rest of their block remains packed. Where no codec makes tokens
     smaller they are moved raw, an eighth of what is packed at a time, and the unpacked tail may be
     longer. Blocks are only ever appended: sequences are reordered, repeated and chosen through an
     index, and tokens are removed from the end.

@@ -71,7 +71,7 @@ class LossyHistories(RuleBasedStateMachine):
         packed = self.history.packed_tokens
         self.history.crop(length)
         self.tokens = self.tokens[:, :, :length]
-        # What was packed stays so: a tail of decoded tokens would be quantised again.
+        # What was packed remains so: a tail of decoded tokens would be quantised again.
         assert self.history.packed_tokens == min(packed, max(0, length - self.sinks))
 
     @rule(index=st.lists(st.integers(0, 1), min_size=1, max_size=4))
@@ -113,7 +113,7 @@ class LossyHistories(RuleBasedStateMachine):
 TestLossyHistories = pytest.mark.usefixtures("one_thread")(LossyHistories.TestCase)
 
 
-def test_first_tokens_and_the_window_stay_as_they_came() -> None:
+def test_first_tokens_and_the_window_are_kept_as_they_came() -> None:
     tokens = normal(1, HEADS, 200, DIM)
     history = make(RoundingPlans())
     history.append(tokens)
