@@ -37,8 +37,8 @@ class KVCompCache(PackedCache):
         other kinds than full attention are transformers' own.
     error : float
         Relative error of softmax(QK)V that each layer aims at, 0 to 1. It is a target, measured on
-        the last queries of the prompt, not a bound for later tokens. The coarsest steps that keep it
-        are taken, and a layer where none do keeps its tokens lossless. 0: all layers are
+        the last queries of the prompt, not a bound for later tokens. The coarsest steps that keep
+        it are taken, and a layer where none do keeps its tokens lossless. 0: all layers are
         lossless, as in `CompressedCache`.
     key_scale, value_scale : float, optional
         Steps of K and V that are taken instead, in the units of `granularity`.
