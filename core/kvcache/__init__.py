@@ -6,6 +6,7 @@ It knows no framework: `bitslab.integrations.transformers.CompressedCache` is bu
 on it.
 """
 
+from .attending import PackedAttention
 from .gathering import Gathered
 from .history import PackedHistory, check_options
 from .index import beam_index, repeat_count, sequence_index
@@ -23,6 +24,7 @@ from .scores import (
     skew_of,
 )
 from .selection import Selection, Take
+from .tile_plans import QUERIES, TileOptions, TilePlans
 
 __all__ = [
     "CodecPlans",
@@ -32,11 +34,15 @@ __all__ = [
     "HistoryReader",
     "LayerCodecs",
     "ModelCodecs",
+    "PackedAttention",
     "PackedHistory",
+    "QUERIES",
     "PartialKeys",
     "Plans",
     "Selection",
     "Take",
+    "TileOptions",
+    "TilePlans",
     "TokenScores",
     "beam_index",
     "check_options",

@@ -9,6 +9,7 @@ import torch
 
 from ..engine.kernels import kernels_for
 from ..engine.kernels.format import PAD_WORDS, ceil_div
+from ..engine.transfer.lanes import record_on
 from ..engine.transfer.staging import StagingBuffer, copy_pieces
 from .history import PackedHistory
 from .link import Streams
@@ -45,10 +46,23 @@ class FetchBuffers:
         self.fetched: Fetch | None = None
         self._fetches: WeakKeyDictionary[Revision, Fetch] = WeakKeyDictionary()
         self._readers: set[int] = set()  # streams that the allocator knows to read `out`
+        self._word_readers: set[int] = set()  # and `words`
+        self._words_read: torch.cuda.Event | None = None  # behind attention to packed words
 
-    def holds(self, histories: Sequence[PackedHistory]) -> bool:
-        """Return whether the last fetch was of these histories, unchanged since."""
-        return self.fetched is not None and self.fetched.serves(histories)
+    def holds(self, histories: Sequence[PackedHistory], *, decoded: bool | None = None) -> bool:
+        """Return whether the last fetch was of these histories, unchanged since.
+
+        And, where that is asked, whether it decodes them or is of words alone.
+        """
+        fetched = self.fetched
+        if fetched is None or decoded not in (None, fetched.decoded):
+            return False
+        return fetched.serves(histories)
+
+    @property
+    def free(self) -> bool:
+        """Whether nobody is to read the last fetch: it was released, or histories have changed."""
+        return self.fetched is None or self.fetched.stale
 
     def forget(self) -> None:
         """Forget the last fetch."""
@@ -61,9 +75,14 @@ class FetchBuffers:
         return self.words.data.nbytes + self.out.data.nbytes + sum(ids.values())
 
     def fetch(
-        self, histories: Sequence[PackedHistory], ids_of: IdsOf, sm_budget: int | None
+        self,
+        histories: Sequence[PackedHistory],
+        ids_of: IdsOf,
+        sm_budget: int | None,
+        *,
+        decoded: bool = True,
     ) -> Fetch:
-        """Start to fetch and decode histories. Waits for nothing.
+        """Start to fetch histories, and to decode them. Waits for nothing.
 
         Parameters
         ----------
@@ -73,29 +92,45 @@ class FetchBuffers:
             Returns the rows of a segment, on the current stream.
         sm_budget : int or None
             Multiprocessors that decoding may use.
+        decoded : bool
+            Whether to decode; else their words are fetched alone.
         """
         kernels_for(self.out.data.device)  # raises errors of earlier decodes
         self.forget()
         while len(self.copied) < len(histories):
             self.copied.append(None)
         fetch = self._fetches.get(histories[0].revision)
-        if fetch is None or not fetch.serves(histories):
-            fetch = self._plan(histories, ids_of, sm_budget)
+        if fetch is None or fetch.decoded != decoded or not fetch.serves(histories):
+            if decoded:
+                fetch = self._plan(histories, ids_of, sm_budget)
+            else:
+                words = self._words_on_device(histories)
+                fetch = Fetch(histories, words, _copies(histories, words))
             self._fetches[histories[0].revision] = fetch
         fetch.start(self._streams, self)
         self.fetched = fetch
         return fetch
 
     def use(self, current: torch.cuda.Stream) -> None:
-        """Make a stream wait for the decoded tokens, which it reads."""
+        """Make a stream wait for the decoded tokens, or for words alone, which it reads."""
+        assert self.fetched is not None
+        if not self.fetched.decoded:
+            self.words.use(current)
+            if current.cuda_stream not in self._word_readers:
+                self.words.data.record_stream(current)
+                self._word_readers.add(current.cuda_stream)
+            return
         self.out.use(current)
         if current.cuda_stream not in self._readers:
             self.out.data.record_stream(current)
             self._readers.add(current.cuda_stream)
 
     def release(self, current: torch.cuda.Stream) -> None:
-        """Allow the decoded tokens to be overwritten once a stream has reached this point."""
-        self.out.release(current)
+        """Allow what was fetched to be overwritten once a stream has reached this point."""
+        if self.fetched is not None and not self.fetched.decoded:
+            self.words.released = self._words_read = record_on(current, self._words_read)
+        else:
+            self.out.release(current)
 
     def _plan(
         self, histories: Sequence[PackedHistory], ids_of: IdsOf, sm_budget: int | None
@@ -125,11 +160,7 @@ class FetchBuffers:
                     decodes[-1].append(segment.decoding(there, ids, out, sm_budget))
                     tokens[-1].append(segment.tokens_in(out))
                     at += _aligned(size)
-        copies = [
-            history.words.transfers(there) if isinstance(history.words, HostWords) else []
-            for history, there in zip(histories, words, strict=True)
-        ]
-        return Fetch(histories, tokens, copies, decodes, own_ids)
+        return Fetch(histories, words, _copies(histories, words), tokens, decodes, own_ids)
 
     def _words_on_device(self, histories: Sequence[PackedHistory]) -> list[torch.Tensor]:
         """Return where the words of histories are on the device, or are copied to."""
@@ -153,6 +184,7 @@ class FetchBuffers:
         """Make room for packed words, on the stream that copies them."""
         if self.words.data.shape[0] < n_words:
             self._fetches.clear()
+            self._word_readers.clear()
             with self._streams.copies.on():
                 self.words.memory = grown(self.words.data, n_words, 0)
             self._streams.decodes.keep(self.words.memory)
@@ -172,10 +204,13 @@ class Fetch:
     ----------
     histories : sequence of PackedHistory
         The histories.
-    tokens : list of lists of torch.Tensor
-        For each the decoded tokens of its segments, in `FetchBuffers.out`.
+    words : list of torch.Tensor
+        For each its words on the device, and PAD_WORDS behind them.
     copies : list of lists of (torch.Tensor, torch.Tensor)
         For each the targets and sources of its words; none where they are on the device.
+    tokens : list of lists of torch.Tensor, optional
+        For each the decoded tokens of its segments, in `FetchBuffers.out`. Left out, words are
+        fetched alone.
     decodes : list of lists of callables
         For each what decodes its segments.
     own_ids : list of torch.Tensor
@@ -185,18 +220,26 @@ class Fetch:
     def __init__(
         self,
         histories: Sequence[PackedHistory],
-        tokens: list[list[torch.Tensor]],
+        words: list[torch.Tensor],
         copies: list[list[tuple[torch.Tensor, torch.Tensor]]],
-        decodes: list[list[Callable[[], None]]],
-        own_ids: list[torch.Tensor],
+        tokens: list[list[torch.Tensor]] | None = None,
+        decodes: Sequence[list[Callable[[], None]]] = (),
+        own_ids: Sequence[torch.Tensor] = (),
     ) -> None:
         self._revisions = [ref(history.revision) for history in histories]
-        self.tokens = tokens
+        self.decoded = tokens is not None
+        self.words = words
+        self.tokens = tokens or []
         self._copies = copies
         self._decodes = decodes
         self.own_ids = own_ids
         #: Bytes that cross the link.
         self.nbytes = sum(source.nbytes for each in copies for _, source in each)
+
+    @property
+    def stale(self) -> bool:
+        """Whether its histories have changed, or are gone."""
+        return any(revision() is None for revision in self._revisions)
 
     def serves(self, histories: Sequence[PackedHistory]) -> bool:
         """Return whether it is of these histories, unchanged since."""
@@ -206,7 +249,10 @@ class Fetch:
         )
 
     def start(self, streams: Streams, buffers: FetchBuffers) -> None:
-        """Start the copies and decodes: K is decoded while V crosses."""
+        """Start the copies and decodes: K is decoded while V crosses.
+
+        Words that cross alone are released by `FetchBuffers.release`.
+        """
         crosses = self.nbytes > 0
         copies, decodes, copied = streams.copies, streams.decodes, buffers.copied
         if crosses:
@@ -215,6 +261,9 @@ class Fetch:
                 for i, each in enumerate(self._copies):
                     copy_pieces(each)
                     copied[i] = copies.record(copied[i])
+        if not self.decoded:
+            buffers.words.ready = copied[len(self._copies) - 1] if crosses else None
+            return
         with decodes.on():
             decodes.wait(buffers.out.released)
             for i, each_decode in enumerate(self._decodes):
@@ -224,6 +273,16 @@ class Fetch:
                     decode()
             # Decoding is also the last use of the packed words.
             buffers.out.ready = buffers.words.released = decodes.record(buffers.out.ready)
+
+
+def _copies(
+    histories: Sequence[PackedHistory], words: Sequence[torch.Tensor]
+) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
+    """Return the copies that bring the words of histories to where they are to be."""
+    return [
+        history.words.transfers(there) if isinstance(history.words, HostWords) else []
+        for history, there in zip(histories, words, strict=True)
+    ]
 
 
 #: Returns the rows of a segment.

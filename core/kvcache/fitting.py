@@ -9,7 +9,7 @@ import torch
 
 from ..engine.codecs import RowCodec
 from .in_flight import AsyncCopy
-from .model_codecs import LayerCodecs
+from .model_codecs import FirstCodec
 from .packing import LEAST_GAIN, SAMPLE_BYTES, SHARE_DIFFERENCE, Plans, TokenRows, draw_rows
 from .segment import Segment
 
@@ -51,9 +51,10 @@ class Fitting:
         Fits the codecs; the histories of all layers share one.
     kind : str
         ``"k"`` or ``"v"``, for `plans`.
-    kept : LayerCodecs, optional
-        Where the codec of the first tokens is taken from and left. It is used without a sample,
-        and given up when the first rows show that they are of another kind.
+    kept : FirstCodec, optional
+        Where the codec of the first tokens is taken from. It is used without a sample; where
+        `kept` `tells`, it is left there, and given up when the first rows show that they are of
+        another kind.
 
     Attributes
     ----------
@@ -63,7 +64,7 @@ class Fitting:
         How often one has been fitted again.
     """
 
-    def __init__(self, plans: Plans, kind: str, kept: LayerCodecs | None = None) -> None:
+    def __init__(self, plans: Plans, kind: str, kept: FirstCodec | None = None) -> None:
         self._plans = plans
         self._kind = kind
         self._kept = kept
@@ -98,8 +99,9 @@ class Fitting:
             if last is None and self._kept is not None:
                 kept = self._kept.get(rows.dtype, rows.row_bytes)
                 if kept is not None:
-                    self._expected_share = kept.share
-                    return Choice(True, kept.codec, kept.share, kept=True)
+                    tells = self._kept.tells
+                    self._expected_share = kept.share if tells else 0.0
+                    return Choice(True, kept.codec, kept.share, kept=tells)
             self._sample = AsyncCopy(draw_rows(rows, tokens))
         sample = self._sample.get(wait)
         if sample is None:
@@ -141,7 +143,7 @@ class Fitting:
         """
         expected, self._expected_share = self._expected_share, 0.0
         raw_bytes = n_rows * rows.row_bytes
-        if self._kept is None or raw_bytes < SAMPLE_BYTES:
+        if self._kept is None or not self._kept.tells or raw_bytes < SAMPLE_BYTES:
             return True
         share = 4 * n_words / raw_bytes
         more = share - expected if expected else 0.0

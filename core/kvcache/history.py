@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -12,19 +13,21 @@ from ..dtypes import dense
 from ..engine.kernels import kernels_for
 from ..errors import ArgumentError, ArgumentTypeError, BitslabError
 from .index import beam_index, repeat_count, sequence_index
-from .model_codecs import LayerCodecs
+from .model_codecs import FirstCodec
 from .packed_tokens import Commit, PackedTokens, Revision
-from .packing import Plans, TokenRows
+from .packing import Plans
 from .segment import Segment
 from .selection import Take
 from .words import DeviceWords, HostWords, Words
 
 
 class PackedHistory:
-    """The K or V of one layer, lossless.
+    """The K or V of one layer, as lossless as the codecs of its plans are.
 
-    The last tokens, at least `window` and fewer than ``window + 2 * block_tokens``, are kept
-    unpacked on the device; all before them are packed by the block. Where no codec makes tokens
+    The first `sinks` tokens, and the last ones, at least `window` and fewer than ``window + 2 *
+    block_tokens``, are kept unpacked on the device; all others are packed by the block, each once.
+    What a lossy codec has packed remains as it is, whatever follows: where tokens are removed, the
+    rest of their block remains packed. Where no codec makes tokens
     smaller they are moved raw, an eighth of what is packed at a time, and the unpacked tail may be
     longer. Blocks are only ever appended: sequences are reordered, repeated and chosen through an
     index, and tokens are removed from the end.
@@ -44,22 +47,28 @@ class PackedHistory:
         Tokens that are kept unpacked, at least.
     block_tokens : int
         Tokens of a block; a power of two up to 4096.
+    sinks : int
+        First tokens that are never packed.
+    tile_tokens : int, optional
+        Tokens of a row of codecs whose rows are tiles; see `TokenRows`.
     reserve_tokens : int
         Tokens for which memory is taken at once when the first are packed.
     at_once : bool
         Whether `append` waits for a GPU that packs, so that how many tokens are packed never
         depends on its speed: where only some of the packed tokens are attended to, that would
         change results.
-    kept : LayerCodecs, optional
-        Where the history takes its first codec from, that of the model's last cache, and leaves it
-        to the next one. It needs no sample then.
+    kept : FirstCodec, optional
+        Where the history takes its first codec from, as that of the model's last cache, and leaves
+        it to the next one. It needs no sample then.
 
     Attributes
     ----------
+    head : torch.Tensor
+        ``[B, H, up to sinks, D]`` on the device: the first tokens.
     packed : PackedTokens
-        The packed tokens.
+        The packed tokens, behind them.
     tail : torch.Tensor
-        ``[B, H, t, D]`` on the device: the tokens behind them.
+        ``[B, H, t, D]`` on the device: the tokens behind the packed ones.
     name : str
         The kind, and the layer where that is known, for messages.
 
@@ -95,11 +104,13 @@ class PackedHistory:
         *,
         window: int,
         block_tokens: int,
+        sinks: int = 0,
+        tile_tokens: int | None = None,
         reserve_tokens: int = 0,
         at_once: bool = False,
-        kept: LayerCodecs | None = None,
+        kept: FirstCodec | None = None,
     ) -> None:
-        check_options(window, block_tokens, reserve_tokens)
+        check_options(window, block_tokens, reserve_tokens, sinks)
         given: object = words
         if not isinstance(given, HostWords | DeviceWords) or given.n_words:
             raise ArgumentTypeError(
@@ -112,6 +123,7 @@ class PackedHistory:
             kind,
             block_tokens=block_tokens,
             reserve_tokens=reserve_tokens,
+            tile_tokens=tile_tokens,
             kept=kept,
         )
         self.name = kind if kept is None else kept.name
@@ -119,8 +131,9 @@ class PackedHistory:
         self._kind = kind
         self._window = window
         self._block_tokens = block_tokens
+        self._sinks = sinks
         self._at_once = at_once or self._device.type == "cpu"
-        self.tail = self._no_tokens()
+        self.head = self.tail = self._no_tokens()
 
     def _no_tokens(self) -> torch.Tensor:
         return torch.empty((0, 0, 0, 0), device=self._device)
@@ -130,7 +143,7 @@ class PackedHistory:
     @property
     def length(self) -> int:
         """Tokens of a sequence."""
-        return self.packed.length + self.tail.shape[2]
+        return self.head.shape[2] + self.packed.length + self.tail.shape[2]
 
     @property
     def device(self) -> torch.device:
@@ -151,6 +164,11 @@ class PackedHistory:
     def samples(self) -> bool:
         """Whether a sample for the next codec is on its way to the host."""
         return self.packed.samples and self._blocks_due() >= 1
+
+    @property
+    def due(self) -> bool:
+        """Whether a block has left the window that is not packed."""
+        return self._blocks_due() >= 1
 
     @property
     def packs(self) -> bool:
@@ -189,7 +207,21 @@ class PackedHistory:
 
     def decode(self) -> torch.Tensor:
         """Return all tokens, ``[B, H, length, D]`` on the device, contiguous."""
-        return torch.cat([*self.decode_packed(), self.tail], dim=-2)
+        return self.joined(self.decode_packed())
+
+    def joined(self, packed: Sequence[torch.Tensor], *new: torch.Tensor) -> torch.Tensor:
+        """Return all tokens, and new ones behind them, ``[B, H, any, D]``, contiguous.
+
+        Parameters
+        ----------
+        packed : sequence of torch.Tensor
+            What `decode_packed` returns.
+        new : torch.Tensor
+            ``[B, H, n, D]``.
+        """
+        first = [self.head] if self.head.shape[2] else []
+        there = [self.tail] if self.length or not new else []
+        return torch.cat([*first, *packed, *there, *new], dim=-2)
 
     def decode_packed(self) -> list[torch.Tensor]:
         """Return the packed tokens, decoded on the current stream.
@@ -216,8 +248,9 @@ class PackedHistory:
             that would have crossed), ``refits``.
         """
         stats = self.packed.stats()
-        stats["raw_bytes"] += self.tail.nbytes
-        stats["device_bytes"] += self.tail.untyped_storage().nbytes()
+        for tokens in (self.head, self.tail):
+            stats["raw_bytes"] += tokens.nbytes
+            stats["device_bytes"] += tokens.untyped_storage().nbytes()
         return stats
 
     # Changes
@@ -254,7 +287,7 @@ class PackedHistory:
                 f"[{batch}, {heads}, {self.length}, {dim}]: of another batch or another model"
             )
 
-    def append(self, tokens: torch.Tensor, *, checked: bool = False) -> None:
+    def append(self, tokens: torch.Tensor, *, checked: bool = False, pack: bool = True) -> None:
         """Put tokens behind the last ones, and pack what has left the window.
 
         Parameters
@@ -263,6 +296,8 @@ class PackedHistory:
             ``[B, H, n, D]`` on the history's device, of any strides; they are not kept.
         checked : bool
             Whether they have been given to `check`.
+        pack : bool
+            Whether to pack; else `pack` does it, once they have been attended to unpacked.
 
         Raises
         ------
@@ -274,24 +309,42 @@ class PackedHistory:
         """
         if not checked:
             self.check(tokens)
-        packed, queue = self.packed, self.words.link.packing
+        queue = self.words.link.packing
         if len(queue):
             kernels_for(self._device)  # the error of an earlier decode there is not the queue's
             queue.advance()
-        self.tail = packed.retire(self.tail, wait=False)
+        self.tail = self.packed.retire(self.tail, wait=False)
         before, new = self.length, tokens.detach()
         if before == 0:
-            packed.start(TokenRows(new.shape[1], new.shape[3], new.dtype, self._block_tokens))
+            self.packed.start(new)
+        first = self._sinks - before
+        if first > 0:
+            head = (
+                torch.cat([self.head, new[:, :, :first]], dim=-2) if before else new[:, :, :first]
+            )
+            self.head = head.clone(memory_format=torch.contiguous_format)
+            new = new[:, :, first:]
         self.tail = torch.cat([self.tail, new], dim=-2) if self.tail.shape[2] else new
-        try:
-            self._pack(wait=self._at_once)
-        except Exception:
-            self.crop(before)
-            raise
-        if not self._at_once and self._blocks_due() > 1:
-            queue.add(self)
+        if pack:
+            try:
+                self.pack()
+            except Exception:
+                self.crop(before)
+                raise
         if self.tail is new:  # the caller's, or a view of something larger
             self.tail = new.clone(memory_format=torch.contiguous_format)
+
+    def pack(self) -> None:
+        """Pack what has left the window, as `append` does.
+
+        Raises
+        ------
+        BitslabError
+            When host memory runs out; the tokens are there, some of them unpacked.
+        """
+        self._pack(wait=self._at_once)
+        if not self._at_once and self._blocks_due() > 1:
+            self.words.link.packing.add(self)
 
     def pack_on(self, *, wait: bool) -> None:
         """Go on with packing.
@@ -338,14 +391,16 @@ class PackedHistory:
         """
         if not 0 <= length <= self.length:
             raise ArgumentError(f"length: {length}, accepted are 0 to {self.length} tokens")
-        if length >= self.packed_tokens:
-            tail = self.tail[:, :, : length - self.packed_tokens]
-            return partial(self._set_tail, tail)
-        begin = length - length % self._block_tokens
+        head = self.head[:, :, :length]
+        behind = length - head.shape[2]
+        if behind >= self.packed_tokens:
+            tail = self.tail[:, :, : behind - self.packed_tokens]
+            return partial(self._set_unpacked, head, tail)
+        begin = self.packed.croppable(behind)
         rest = self.tail[:, :, :0]
-        if begin < length:
-            rest = torch.cat(self.decode_packed(), dim=-2)[:, :, begin:length].clone()
-        return partial(self._commit, self.packed.prepare_crop(begin), rest)
+        if begin < behind:
+            rest = torch.cat(self.decode_packed(), dim=-2)[:, :, begin:behind].clone()
+        return partial(self._commit, self.packed.prepare_crop(begin), head, rest)
 
     def reorder(self, index: Any) -> None:
         """Take sequence ``index[b]`` for each b; no packed byte is moved.
@@ -400,37 +455,39 @@ class PackedHistory:
         take : callable
             Takes a tensor and its dimension of sequences, and returns it with the others.
         """
+        head = take(self.head, 0) if self.head.shape[2] else self.head
         tail = take(self.tail, 0)
-        return partial(self._commit, self.packed.prepare_take(take), tail)
+        return partial(self._commit, self.packed.prepare_take(take), head, tail)
 
     def pack_anew(self) -> None:
         """Pack the remaining sequences again if they are less than half of the packed ones.
 
         This only saves memory: where memory for it is lacking, nothing changes, or tokens are left
-        unpacked until the next `append`.
+        unpacked until the next `append`. Not where a lossy codec has packed tokens, which would be
+        quantised twice.
         """
         if not self.packed.mostly_dropped:
             return
         with suppress(MemoryError, RuntimeError, BitslabError):
-            rows, tokens = self.packed.rows, self.decode()
+            head, tokens = self.head, torch.cat([*self.decode_packed(), self.tail], dim=-2)
             self.reset()
-            self.packed.start(rows)
-            self.tail = tokens
+            self.packed.start(tokens)
+            self.head, self.tail = head, tokens
             self._pack(wait=True)
             self.words.trim()
 
     def reset(self) -> None:
         """Remove all tokens and codecs; host memory that was taken is reused."""
         self.packed.reset()
-        self.tail = self._no_tokens()
+        self.head = self.tail = self._no_tokens()
 
-    def _commit(self, change: Commit, tail: torch.Tensor) -> None:
-        """Change the packed tokens, and replace the tail."""
+    def _commit(self, change: Commit, head: torch.Tensor, tail: torch.Tensor) -> None:
+        """Change the packed tokens, and replace the others."""
         change()
-        self.tail = tail
+        self.head, self.tail = head, tail
 
-    def _set_tail(self, tail: torch.Tensor) -> None:
-        self.tail = tail
+    def _set_unpacked(self, head: torch.Tensor, tail: torch.Tensor) -> None:
+        self.head, self.tail = head, tail
         self.packed.forget_in_flight(tail.shape[2])
 
     def _blocks_due(self) -> int:
@@ -451,21 +508,22 @@ class PackedHistory:
 
     def __getstate__(self) -> dict[str, Any]:
         # As bytes: torch 2.13 cannot unpickle tensors of 8-bit floats.
-        tail = (dense(self.tail).view(torch.uint8), self.tail.dtype)
-        return {**self.__dict__, "tail": tail}
+        head, tail = (dense(t).view(torch.uint8) for t in (self.head, self.tail))
+        return {**self.__dict__, "head": head, "tail": (tail, self.tail.dtype)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         tail, dtype = state["tail"]
-        self.tail = tail.view(dtype)
+        self.head, self.tail = state["head"].view(dtype), tail.view(dtype)
 
 
-def check_options(window: int, block_tokens: int, reserve_tokens: int) -> None:
+def check_options(window: int, block_tokens: int, reserve_tokens: int = 0, sinks: int = 0) -> None:
     """Raise for options that a history does not accept."""
     for name, value in (
         ("window", window),
         ("block_tokens", block_tokens),
         ("reserve_tokens", reserve_tokens),
+        ("sinks", sinks),
     ):
         if not isinstance(value, int) or isinstance(value, bool):
             raise ArgumentTypeError(f"{name}: expected an int, got {value!r:.60}")

@@ -6,7 +6,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 import torch
 
@@ -25,6 +25,32 @@ class KeptCodec:
 
     codec: RowCodec
     share: float
+
+
+class FirstCodec(Protocol):
+    """What may know the first codec of a history without a sample; `name` is for messages."""
+
+    @property
+    def name(self) -> str:
+        """The layer and kind."""
+        ...
+
+    @property
+    def tells(self) -> bool:
+        """Whether the first rows tell if a codec suits them, and which is left to others."""
+        ...
+
+    def get(self, dtype: torch.dtype, row_bytes: int) -> KeptCodec | None:
+        """Return the codec of such rows and the share that they are expected to take, if any."""
+        ...
+
+    def put(self, dtype: torch.dtype, row_bytes: int, codec: RowCodec, share: float) -> None:
+        """Leave a codec and the share that rows take with it; where it `tells`."""
+        ...
+
+    def drop(self, dtype: torch.dtype, row_bytes: int) -> None:
+        """Leave none; where it `tells`."""
+        ...
 
 
 class ModelCodecs:
@@ -71,6 +97,7 @@ class LayerCodecs:
     codecs: ModelCodecs
     layer: int
     kind: str
+    tells: ClassVar[bool] = True
 
     @property
     def name(self) -> str:

@@ -10,9 +10,9 @@ import torch
 
 from ..engine.kernels.format import ceil_div
 from .arena import GROWTH
-from .fitting import Fitting
+from .fitting import Choice, Fitting
 from .in_flight import InFlightBlocks
-from .model_codecs import LayerCodecs
+from .model_codecs import FirstCodec
 from .packing import Plans, TokenRows
 from .segment import Segment, Sequences
 from .selection import Take
@@ -48,15 +48,17 @@ class PackedTokens:
         ``"k"`` or ``"v"``, for `plans`.
     block_tokens : int
         Tokens of a block.
+    tile_tokens : int, optional
+        Tokens of a row, where rows are tiles; see `TokenRows`.
     reserve_tokens : int
         Tokens for which memory is taken at once when the first are packed.
-    kept : LayerCodecs, optional
-        What the cache before has left of codecs; see `Fitting`.
+    kept : FirstCodec, optional
+        What knows a first codec without a sample; see `Fitting`.
 
     Attributes
     ----------
     length : int
-        Tokens of a sequence, a multiple of `block_tokens`.
+        Tokens of a sequence; a multiple of `block_tokens` unless a lossy segment was cut.
     segments : list of Segment
         What holds them, oldest first. The last one may be empty: its first block is in flight.
     revision : Revision
@@ -75,10 +77,12 @@ class PackedTokens:
         *,
         block_tokens: int,
         reserve_tokens: int,
-        kept: LayerCodecs | None = None,
+        tile_tokens: int | None = None,
+        kept: FirstCodec | None = None,
     ) -> None:
         self.words = words
         self.block_tokens = block_tokens
+        self._tile_tokens = tile_tokens
         self._link = words.link
         self._fitting = Fitting(plans, kind, kept)
         self._reserve_tokens = reserve_tokens
@@ -121,7 +125,12 @@ class PackedTokens:
 
     @property
     def mostly_dropped(self) -> bool:
-        """Whether half or more of what was packed is of sequences that are not there any more."""
+        """Whether half or more of what was packed is of sequences that are not there any more.
+
+        Not of a lossy codec, whose tokens cannot be packed again.
+        """
+        if any(segment.lossy for segment in self.segments):
+            return False
         there = sum(segment.raw_bytes for segment in self.segments)
         return self.length > 0 and 2 * sum(e.decoded_bytes for e in self.segments) <= there
 
@@ -145,7 +154,7 @@ class PackedTokens:
         in_flight = sum(blocks.nbytes for blocks in self._in_flight)
         on_host, words = self.words.on_host, self.words.nbytes
         return {
-            "raw_bytes": sum(segment.decoded_bytes for segment in self.segments),
+            "raw_bytes": sum(segment.token_bytes for segment in self.segments),
             "packed_raw_bytes": raw,
             "packed_bytes": packed,
             "packed_ratio": raw / packed if raw else 1.0,
@@ -166,15 +175,17 @@ class PackedTokens:
 
     # Packing
 
-    def start(self, rows: TokenRows | None) -> None:
-        """Prepare for tokens of these rows; there are none yet, and none of the tail is kept.
+    def start(self, tokens: torch.Tensor) -> None:
+        """Prepare for tokens like ``[B, H, any, D]``; there are none yet, and no tail is kept.
 
         They may be of another kind than the tokens that a codec was fitted to.
         """
         self._in_flight = []
         self._fitting.forget_sample()
         self.segments = []
-        self.rows = rows
+        self.rows = TokenRows(
+            tokens.shape[1], tokens.shape[3], tokens.dtype, self.block_tokens, self._tile_tokens
+        )
 
     def least_blocks(self) -> int:
         """Return the blocks that are packed at a time at the least.
@@ -209,7 +220,7 @@ class PackedTokens:
         batch = tail.shape[0]
         if not batch * tail.shape[1]:
             return False
-        if not self.segments or self._fitting.wanted:
+        if not self.segments or self._fitting.wanted or self.segments[-1].cut_tokens:
             if self._in_flight or not self._begin_segment(rows, tail, due, wait):
                 return False
         block_bytes = batch * rows.heads * rows.head_rows * rows.row_bytes
@@ -228,14 +239,17 @@ class PackedTokens:
 
         Returns False while the sample of tokens is copied to the host.
         """
-        # With the window: a block of few heads is too small a sample.
-        whole = tail.shape[2] // self.block_tokens * self.block_tokens
         last = self.segments[-1] if self.segments else None
-        choice = self._fitting.choose(rows, tail[:, :, :whole], last, wait)
-        if choice is None:
-            return False
+        first, batch = self.words.n_words, tail.shape[0]
+        choice = Choice(begins_segment=False)
+        if last is None or self._fitting.wanted:
+            # With the window: a block of few heads is too small a sample.
+            whole = tail.shape[2] // self.block_tokens * self.block_tokens
+            found = self._fitting.choose(rows, tail[:, :, :whole], last, wait)
+            if found is None:
+                return False
+            choice = found
         if choice.begins_segment:
-            first, batch = self.words.n_words, tail.shape[0]
             segment = Segment(rows, choice.codec, self._link.device, first, batch)
             if segment.kernels is not None and choice.kept:
                 segment.expected_words = choice.share * segment.kernels.row_words
@@ -243,6 +257,10 @@ class PackedTokens:
             if last is None and due > 1:
                 raw = batch * rows.heads * rows.token_bytes * self.block_tokens * due // 4
                 self.words.expect(int(choice.share * raw), raw, tokens=due * self.block_tokens)
+        elif last is not None and last.cut_tokens:
+            segment = Segment(rows, last.codec, self._link.device, first, batch)
+            segment.expected_words = last.expected_words
+            self.segments.append(segment)
         return True
 
     def retire(self, tail: torch.Tensor, *, wait: bool) -> torch.Tensor:
@@ -342,30 +360,51 @@ class PackedTokens:
 
     # Changes
 
+    def croppable(self, length: int) -> int:
+        """Return how many of the first `length` tokens, fewer than there are, can remain packed.
+
+        Whole blocks, but any number of tokens that a lossy codec has packed.
+        """
+        n_segments, kept = self._whole_segments(length)
+        rest = length - kept
+        return length if self.segments[n_segments].lossy else length - rest % self.block_tokens
+
     def prepare_crop(self, length: int) -> Commit:
-        """Return a commit that keeps the first tokens, fewer than there are; whole blocks.
+        """Return a commit that keeps the first tokens, fewer than there are and `croppable`.
 
         On a GPU this waits once.
         """
-        blocks, kept, n_segments = length // self.block_tokens, 0, 0
-        for segment in self.segments:
-            if kept + segment.n_blocks > blocks:
-                break
-            kept += segment.n_blocks
-            n_segments += 1
-        end = self.segments[n_segments].words_end(blocks - kept)
-        return partial(self._cut, length, n_segments, blocks - kept, end)
+        n_segments, kept = self._whole_segments(length)
+        end = self._words_end(n_segments, ceil_div(length - kept, self.block_tokens))
+        return partial(self._cut, length, n_segments, length - kept, end)
 
-    def _cut(self, length: int, n_segments: int, n_blocks: int, words_end: int) -> None:
-        """Keep some tokens: segments, and blocks of the next."""
+    def _whole_segments(self, length: int) -> tuple[int, int]:
+        """Return how many segments lie within the first `length` tokens, and their tokens."""
+        kept = 0
+        for n_segments, segment in enumerate(self.segments):
+            if kept + segment.tokens > length:
+                return n_segments, kept
+            kept += segment.tokens
+        return len(self.segments), kept
+
+    def _words_end(self, n_segments: int, n_blocks: int) -> int:
+        """Return the word at which the first blocks of the segment behind some others end."""
+        segment = self.segments[n_segments]
+        if n_blocks < segment.n_blocks:
+            return segment.words_end(n_blocks)
+        behind = self.segments[n_segments + 1 :]
+        return behind[0].first_word if behind else self.words.n_words
+
+    def _cut(self, length: int, n_segments: int, tokens: int, words_end: int) -> None:
+        """Keep some tokens: segments, and tokens of the next."""
         self._in_flight = []
         self._link.quiesce()
         self.words.truncate(words_end)
-        if n_blocks:
+        if tokens:
             segment = self.segments[n_segments]
-            segment.truncate(n_blocks)
+            segment.truncate(tokens)
             self._link.keep(*segment.tensors())
-        del self.segments[n_segments + (1 if n_blocks else 0) :]
+        del self.segments[n_segments + (1 if tokens else 0) :]
         self.length = length
         self._fitting.forget_blocks()
         self._change()

@@ -12,7 +12,12 @@ import torch
 from ..engine.codecs import InvariantCodec, RowCodec, RowKernels
 from ..engine.codecs.base import rows_as_bytes
 from ..engine.kernels import kernels_for
-from ..engine.kernels.format import bases_of_rows, unsigned_lengths, words_of_rows
+from ..engine.kernels.format import (
+    bases_of_rows,
+    ceil_div,
+    unsigned_lengths,
+    words_of_rows,
+)
 
 #: Rows are made of as many tokens as this many bytes take: shorter rows carry more metadata, and
 #: rows of several lines decode faster.
@@ -20,6 +25,8 @@ ROW_BYTES = 256
 #: Bytes of rows that a codec is fitted to; more took twice as long and saved 0.04 % more on
 #: MiniLM's K and V.
 SAMPLE_BYTES = 128 << 10
+#: As much of tiles, whose codecs learn the spread of each channel of each head.
+TILE_SAMPLE_BYTES = 1 << 20
 #: Rows over which the bytes of a profile are counted: it is kept for a whole history.
 HISTORY_ROWS = 1 << 16
 #: Layers pack alike if their packed shares of the raw bytes differ by this at most.
@@ -45,16 +52,22 @@ class TokenRows:
         Of the elements.
     block_tokens : int
         Tokens of a block, the unit that is packed; a power of two.
+    tile_tokens : int, optional
+        Tokens of a row, where rows are tiles of a codec; a power of two up to `block_tokens`. Left
+        out, the least power of two whose tokens take ROW_BYTES, or a block.
     """
 
     heads: int
     dim: int
     dtype: torch.dtype
     block_tokens: int
+    tile_tokens: int | None = None
 
     @cached_property
     def tokens_per_row(self) -> int:
-        """The least power of two whose tokens take ROW_BYTES, or a block."""
+        """Consecutive tokens of one head that make a row."""
+        if self.tile_tokens is not None:
+            return self.tile_tokens
         tokens = 1
         while tokens < self.block_tokens and tokens * self.token_bytes < ROW_BYTES:
             tokens *= 2
@@ -178,6 +191,8 @@ def _steady_bits(codec: InvariantCodec, sample: torch.Tensor) -> int:
 def draw_rows(rows: TokenRows, tokens: torch.Tensor) -> torch.Tensor:
     """Return about SAMPLE_BYTES of rows spread over whole blocks of tokens, on their device.
 
+    Of tiles about TILE_SAMPLE_BYTES, all rows of some blocks: their codecs tell heads apart.
+
     Parameters
     ----------
     rows : TokenRows
@@ -187,6 +202,9 @@ def draw_rows(rows: TokenRows, tokens: torch.Tensor) -> torch.Tensor:
     """
     blocks = torch.unflatten(tokens, 2, (-1, rows.block_tokens))
     block_bytes = blocks[:, :, 0].numel() * tokens.itemsize
+    if rows.tile_tokens is not None:
+        step = max(1, ceil_div(blocks.shape[2] * block_bytes, TILE_SAMPLE_BYTES))
+        return rows.rows_of(blocks[:, :, ::step].flatten(2, 3))
     step = max(1, blocks.shape[2] * block_bytes // (16 * SAMPLE_BYTES))
     some = rows.rows_of(blocks[:, :, ::step].flatten(2, 3))
     # An odd step visits all heads and all rows of a block, whose numbers are often even.

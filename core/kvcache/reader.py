@@ -142,40 +142,72 @@ class HistoryReader:
             return [history.decode_packed() for history in histories]
         if not any(history.packed_tokens for history in histories):
             return [[] for _ in histories]
-        buffers = self._holding(histories)
-        if buffers is None:
-            buffers = self._fetch(histories)
-        # The next fetch must use the other buffers.
-        self._turn = (self._buffers.index(buffers) + 1) % BUFFERS
-        buffers.use(torch.cuda.current_stream(self.device.index))
+        buffers = self._used(histories, decoded=True)
         assert buffers.fetched is not None
         return [list(tokens) for tokens in buffers.fetched.tokens]
 
-    def prefetch(self, histories: Sequence[PackedHistory]) -> None:
-        """Start to fetch and decode histories that will be read next, unless they are in flight.
+    def stage(self, histories: Sequence[PackedHistory]) -> list[torch.Tensor]:
+        """Return the packed words of histories where kernels of their device read them.
+
+        Parameters
+        ----------
+        histories : sequence of PackedHistory
+            Of this reader; the K and V of a layer.
+
+        Returns
+        -------
+        list of torch.Tensor
+            For each int32, its words and PAD_WORDS behind them. On a GPU the current stream waits
+            for them; they hold until `done`.
+        """
+        if self.link.streams is None:
+            return [history.words.fetch() for history in histories]
+        buffers = self._used(histories, decoded=False)
+        assert buffers.fetched is not None
+        return list(buffers.fetched.words)
+
+    def prefetch(self, histories: Sequence[PackedHistory], *, decoded: bool = True) -> None:
+        """Start to fetch histories that will be read next, unless they are in flight.
 
         Waits for nothing.
+
+        Parameters
+        ----------
+        histories : sequence of PackedHistory
+            Of this reader; the K and V of a layer.
+        decoded : bool
+            Whether `read` is to follow, or `stage`.
         """
-        if self.link.streams is None or self._holding(histories) is not None:
+        if self.link.streams is None or self._holding(histories, decoded) is not None:
             return
         if any(history.packed_tokens for history in histories):
-            self._fetch(histories)
+            self._fetch(histories, decoded)
 
     def done(self, histories: Sequence[PackedHistory]) -> None:
-        """Release what `read` returned for these histories, after work on the current stream."""
+        """Release what `read` or `stage` returned, after work on the current stream."""
         for buffers in self._buffers:
             if buffers.holds(histories):
-                buffers.forget()
                 buffers.release(torch.cuda.current_stream(self.device.index))
+                buffers.forget()
 
     # Inside
 
-    def _holding(self, histories: Sequence[PackedHistory]) -> FetchBuffers | None:
+    def _holding(self, histories: Sequence[PackedHistory], decoded: bool) -> FetchBuffers | None:
         """Return the buffers whose last fetch was of these histories, unchanged since."""
         for buffers in self._buffers:
-            if buffers.holds(histories):
+            if buffers.holds(histories, decoded=decoded):
                 return buffers
         return None
+
+    def _used(self, histories: Sequence[PackedHistory], *, decoded: bool) -> FetchBuffers:
+        """Return buffers that hold histories, for which the current stream waits."""
+        buffers = self._holding(histories, decoded)
+        if buffers is None:
+            buffers = self._fetch(histories, decoded)
+        # The next fetch must use the other buffers.
+        self._turn = (self._buffers.index(buffers) + 1) % BUFFERS
+        buffers.use(torch.cuda.current_stream(self.device.index))
+        return buffers
 
     def _ids_of(self, segment: Segment) -> torch.Tensor:
         """Return the row numbers of a segment, shared with segments of the same key."""
@@ -190,11 +222,13 @@ class HistoryReader:
         self._ids[key] = found  # the last used one last
         return found
 
-    def _fetch(self, histories: Sequence[PackedHistory]) -> FetchBuffers:
-        """Start to fetch and decode histories into the next buffers."""
-        buffers = self._buffers[self._turn]
-        self._turn = (self._turn + 1) % BUFFERS
-        fetch = buffers.fetch(histories, self._ids_of, self.sm_budget)
+    def _fetch(self, histories: Sequence[PackedHistory], decoded: bool) -> FetchBuffers:
+        """Start to fetch histories into the next buffers."""
+        in_turn = [*self._buffers[self._turn :], *self._buffers[: self._turn]]
+        # Not those of a layer that attention has yet to read.
+        buffers = next((each for each in in_turn if each.free), in_turn[0])
+        self._turn = (self._buffers.index(buffers) + 1) % BUFFERS
+        fetch = buffers.fetch(histories, self._ids_of, self.sm_budget, decoded=decoded)
         self.link.fetched_bytes += fetch.nbytes
         return buffers
 

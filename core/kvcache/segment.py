@@ -61,6 +61,10 @@ class Segment:
         The codec's, on the device; None where rows are kept raw.
     batch : int
         Sequences.
+    cut_tokens : int
+        Tokens at the end of the last block that have been removed. More than 0 of a lossy codec
+        alone, and then no block is added: what is left would be quantised twice if it were packed
+        again.
     origin : torch.Tensor or None
         int32 ``[n_blocks, B]`` on the device: the row at which head 0 of a sequence starts in a
         block. Sequences are reordered, repeated and chosen by changing nothing but this. It is
@@ -86,6 +90,7 @@ class Segment:
             )
         self.first_word = first_word
         self.batch = batch
+        self.cut_tokens = 0
         self.origin: torch.Tensor | None = None
         dtype = torch.uint8 if self.kernels is None else self.kernels.length_dtype
         self._lengths = torch.empty(0, dtype=dtype, device=device)
@@ -108,7 +113,17 @@ class Segment:
     @property
     def tokens(self) -> int:
         """Tokens of a sequence."""
-        return self.n_blocks * self.rows.block_tokens
+        return self.n_blocks * self.rows.block_tokens - self.cut_tokens
+
+    @property
+    def lossy(self) -> bool:
+        """Whether decoded tokens are not the bits that were packed."""
+        return self.codec is not None and self.codec.error_bound is not None
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of the tokens of all sequences as they are now, unpacked."""
+        return self.tokens * self.rows.heads * self.rows.token_bytes * self.batch
 
     @property
     def raw_bytes(self) -> int:
@@ -117,17 +132,20 @@ class Segment:
 
     @property
     def decoded_bytes(self) -> int:
-        """Bytes of all sequences as they are now, decoded."""
-        return self.tokens * self.rows.heads * self.rows.token_bytes * self.batch
+        """Bytes of all blocks of all sequences as they are now, decoded."""
+        tokens = self.n_blocks * self.rows.block_tokens
+        return tokens * self.rows.heads * self.rows.token_bytes * self.batch
 
     @property
     def metadata_bytes(self) -> int:
-        """Bytes on the device that find the rows, as much of them as is used."""
+        """Bytes that find and decode the rows, as much of them as is used."""
         origin = 0 if self.origin is None else self.origin.nbytes
         if self.kernels is None:
             return origin
         entries = ceil_div(self.n_rows, BLOCK_ROWS) + 1
         tables = sum(t.nbytes for t in self.kernels.tensors)
+        if self.codec is not None and self.lossy:  # tables of codes are made of their lengths
+            tables = self.codec.profile_bytes
         rows = self.n_rows * self._lengths.itemsize + 8 * entries
         return rows + tables + origin
 
@@ -267,12 +285,15 @@ class Segment:
         words = self._words_of(self._lengths[first * BLOCK_ROWS : row])
         return int(self._bases[first] + words.sum())
 
-    def truncate(self, n_blocks: int) -> None:
-        """Remove all but the first `n_blocks` blocks."""
-        self.n_rows = self._block_rows[n_blocks]
-        del self._block_rows[n_blocks:], self._raw_bytes[n_blocks:]
-        if self.origin is not None:
-            self.origin = self.origin[:n_blocks]
+    def truncate(self, tokens: int) -> None:
+        """Remove all but the first tokens, whole blocks where the codec is lossless."""
+        n_blocks = ceil_div(tokens, self.rows.block_tokens)
+        self.cut_tokens = n_blocks * self.rows.block_tokens - tokens
+        if n_blocks < self.n_blocks:
+            self.n_rows = self._block_rows[n_blocks]
+            del self._block_rows[n_blocks:], self._raw_bytes[n_blocks:]
+            if self.origin is not None:
+                self.origin = self.origin[:n_blocks]
         self._tables = {}
 
     def _copy_rows(self, words: torch.Tensor, out: torch.Tensor) -> None:
@@ -285,12 +306,14 @@ class Segment:
     def tokens_in(self, out: torch.Tensor) -> torch.Tensor:
         """View what `decoding` writes as ``[B, H, tokens, D]``."""
         rows = self.rows
-        return out.view(rows.dtype).view(self.batch, rows.heads, self.tokens, rows.dim)
+        tokens = self.n_blocks * rows.block_tokens
+        blocks = out.view(rows.dtype).view(self.batch, rows.heads, tokens, rows.dim)
+        return blocks[:, :, : self.tokens] if self.cut_tokens else blocks
 
     def decoding(
         self, words: torch.Tensor, ids: torch.Tensor, out: torch.Tensor, sm_budget: int | None
     ) -> Callable[[], None]:
-        """Return what decodes all tokens, on the stream that is current then.
+        """Return what decodes all blocks, on the stream that is current then.
 
         It holds as long as no block is added and no sequence moved.
 
@@ -368,12 +391,12 @@ class Segment:
             kernels.copy_rows(raw.view(-1, row_bytes), row_bytes, ids, out, sm_budget=sm_budget)
             return
         bad = self.kernels.gather(
-            self._table(words), ids, out, counters=counters, sm_budget=sm_budget
+            self.table(words), ids, out, counters=counters, sm_budget=sm_budget
         )
         if bad >= 0:
             raise CorruptedDataError(f"K/V history: packed row {bad} is damaged")
 
-    def _table(self, words: torch.Tensor) -> TableStorage:
+    def table(self, words: torch.Tensor) -> TableStorage:
         """Return the rows as kernels read them; cached, because kernels keep what they prepared."""
         table = self._tables.get(words.data_ptr())
         if table is None or table.words.shape != words.shape:
@@ -398,6 +421,6 @@ class Segment:
         return {**self.__dict__, "_tables": {}, "kernels": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
+        self.__dict__.update({"cut_tokens": 0, **state})
         if self.codec is not None:
             self.kernels = self.codec.kernels(self._lengths.device)

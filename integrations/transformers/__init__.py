@@ -4,6 +4,8 @@
   they load; they stream to the device, or remain packed on it. `BitslabQuantizer` does the work.
 - `CompressedCache`: passed as ``past_key_values=`` to ``generate`` or a forward pass; the history
   of full-attention layers lies packed in host memory or on the device.
+- `KVCompCache`: its lossy sister, quantised within an error of attention; with it comes the
+  attention function "bitslab", for ``model.set_attn_implementation``.
 - `HeavyHitterSelector`, `InfiniGenSelector`: fetch a part of the history only. `KVSelector` is the
   base of one of your own.
 
@@ -20,6 +22,7 @@ from bitslab.errors import load_optional
 if TYPE_CHECKING:
     from bitslab.integrations.transformers.cache import CompressedCache
     from bitslab.integrations.transformers.config import BitslabConfig
+    from bitslab.integrations.transformers.kvcomp import KVCompCache
     from bitslab.integrations.transformers.quantizer import BitslabQuantizer
     from bitslab.integrations.transformers.selectors import (
         HeavyHitterSelector,
@@ -35,6 +38,7 @@ _MODULES = {
     "CompressedCache": "cache",
     "HeavyHitterSelector": "selectors",
     "InfiniGenSelector": "selectors",
+    "KVCompCache": "kvcomp",
     "KVSelector": "selectors",
 }
 
@@ -44,6 +48,7 @@ __all__ = [
     "CompressedCache",
     "HeavyHitterSelector",
     "InfiniGenSelector",
+    "KVCompCache",
     "KVSelector",
 ]
 

@@ -135,7 +135,7 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             decoded = [[packed] for packed in chosen.gathered.get()]
         self._count(chosen)
         keys, values = (
-            torch.cat([*packed, history.tail, tokens] if before else [tokens], dim=-2)
+            history.joined(packed, tokens)
             for packed, history, tokens in zip(decoded, self.histories, new, strict=True)
         )
         if chosen is None:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 import torch
-from transformers import AttentionInterface, PreTrainedModel
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+from transformers import PreTrainedModel
 
 from bitslab.errors import ArgumentError, ArgumentTypeError, BitslabError
+from bitslab.integrations.transformers.interfaces import attention_of, register, source_of
 from bitslab.integrations.transformers.selectors.attended import Observer, attended_of
 from bitslab.kvcache import Selection
 
@@ -110,7 +108,7 @@ def attention_modules(model: torch.nn.Module) -> dict[int, Any]:
                     f"model: layer {layer} has several attention modules; accepted are "
                     "decoder-only models"
                 )
-            if _source(module) is None:
+            if source_of(module) is None:
                 raise ArgumentError(
                     f"model: {type(module).__name__} does not go through transformers' "
                     "AttentionInterface"
@@ -124,26 +122,11 @@ def attention_modules(model: torch.nn.Module) -> dict[int, Any]:
     return found
 
 
-def function_of(module: torch.nn.Module, name: str) -> Callable[..., Any] | None:
-    """Return a function of the file that defines a module's class, or its base's."""
-    source = _source(module)
-    found: Callable[..., Any] | None = getattr(source, name, None)
-    return found
-
-
 def _caches(module: torch.nn.Module) -> bool:
     names = inspect.signature(module.forward).parameters
     # Decoder layers take a cache as well, but hold the attention.
     inner = any(isinstance(getattr(m, "layer_idx", None), int) for m in module.children())
     return not inner and any(name in names for name in CACHE_NAMES)
-
-
-def _source(module: torch.nn.Module) -> ModuleType | None:
-    for kind in type(module).__mro__:
-        source = sys.modules.get(kind.__module__)
-        if hasattr(source, "ALL_ATTENTION_FUNCTIONS"):
-            return source
-    return None
 
 
 def _attention(inner_name: str) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
@@ -155,10 +138,7 @@ def _attention(inner_name: str) -> Callable[..., tuple[torch.Tensor, torch.Tenso
         attention_mask: torch.Tensor | None,
         **options: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        source: Any = _source(module)
-        inner = source.ALL_ATTENTION_FUNCTIONS.get_interface(
-            inner_name, getattr(source, "eager_attention_forward", None)
-        )
+        inner = attention_of(module, inner_name)
         attended = attended_of(key)
         selection = None if attended is None else attended.selection
         if selection is not None:
@@ -229,5 +209,4 @@ def _columns(selection: Selection, heads: int, n_queries: int) -> torch.Tensor:
 
 
 for _name in INNER:
-    AttentionInterface.register(PREFIX + _name, _attention(_name))
-    AttentionMaskInterface.register(PREFIX + _name, ALL_MASK_ATTENTION_FUNCTIONS[_name])
+    register(PREFIX + _name, _attention(_name), _name)

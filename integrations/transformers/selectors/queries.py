@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from bitslab.errors import ArgumentError
-from bitslab.integrations.transformers.selectors.attention import function_of
+from bitslab.integrations.transformers.interfaces import function_of
 
 
 def query_of(

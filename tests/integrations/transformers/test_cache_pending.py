@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from bitslab import BitslabError
-from bitslab.integrations.transformers import cache as cache_module
+from bitslab.integrations.transformers.layer_histories import LayerHistories
 from bitslab.kvcache import (
     HistoryReader,
     PackedHistory,
@@ -76,7 +76,7 @@ def as_on_gpu() -> Any:
 
 
 def prepare(patch: pytest.MonkeyPatch, most_bytes: int) -> None:
-    patch.setattr(cache_module._Histories, "open", open_as_on_gpu)
+    patch.setattr(LayerHistories, "open", open_as_on_gpu)
     patch.setattr(packing_queue, "MOST_BYTES", most_bytes)
     patch.setattr(packed_tokens, "PIECE_BYTES", 1 << 14)
     patch.setattr(fitting, "SAMPLE_BYTES", 1 << 13)

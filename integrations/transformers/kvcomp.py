@@ -1,0 +1,227 @@
+"""`KVCompCache`: a K/V cache of quantised, entropy-coded tiles, within an error of attention."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+
+from bitslab.devices import checked_device
+from bitslab.integrations.transformers.attention import NAME
+from bitslab.integrations.transformers.kvcomp_layer import KVCompLayer
+from bitslab.integrations.transformers.layer_histories import LayerHistories
+from bitslab.integrations.transformers.packed_cache import (
+    PackedCache,
+    check_cache_options,
+    exported_as_constant,
+)
+from bitslab.kvcache import TileOptions, check_options
+
+
+@exported_as_constant
+class KVCompCache(PackedCache):
+    """A K/V cache whose full-attention layers keep their history quantised and entropy-coded.
+
+    Pass it as ``past_key_values=`` to ``generate`` or to a forward pass. The lossy sister of
+    `CompressedCache`: K and V are quantised once, by steps that are chosen for each layer so that
+    the outputs of attention change by `error`, and take a sixth to an eighth of their bytes. After
+    ``model.set_attn_implementation("bitslab")``, attention reads what is packed where its kernels
+    serve the model; else K and V are decoded first.
+
+    Parameters
+    ----------
+    config : transformers.PreTrainedConfig
+        The model's own, whose attention implementation is looked up in each forward pass. Layers of
+        other kinds than full attention are transformers' own.
+    error : float
+        Relative error of softmax(QK)V that each layer aims at, 0 to 1. It is a target, measured on
+        the last queries of the prompt, not a bound for later tokens. The coarsest steps that keep
+        it are taken, and a layer where none do keeps its tokens lossless. 0: all layers are
+        lossless, as in `CompressedCache`.
+    key_scale, value_scale : float, optional
+        Steps of K and V that are taken instead, in the units of `granularity`.
+    granularity : {"weighted", "block", "channel", "token"}
+        Where steps come from. ``"weighted"``: K has one step a channel, so that each adds the same
+        error to the logits of the prompt's last queries, and V one a token and head, `value_scale`
+        times its rms; 1 is a middling scale of either. The others are those of KVComp: `key_scale`
+        is the step over the range of a tile of K, of each channel in it, or of a token, and
+        `value_scale` over the range of a token of V.
+    coder : {"huffman", "fixed"}
+        How codes are written; ``"fixed"`` as fields of one width.
+    sinks, window : int
+        First and last tokens of a sequence that are kept as they came, on the device.
+    block_tokens : int
+        Tokens that are packed and moved together; a power of two from 16 to 4096.
+    offload : bool
+        Whether packed history lies in page-locked host memory; else on the layer's device.
+    device : torch.device or str, optional
+        Where K and V are used: refuses others. Left out, each layer takes it from its first K.
+    reserve_tokens : int, optional
+        Tokens of a sequence for which host memory is taken when the first are packed.
+    sm_budget : int or None
+        Multiprocessors that decoding may take from the computation; None for all.
+
+    Raises
+    ------
+    ArgumentError
+        For options out of range.
+    ArgumentTypeError
+        For arguments of another type.
+
+    Notes
+    -----
+    The method is that of KVComp (arXiv 2509.00579), with steps by the queries added. Queries are
+    seen by the attention function "bitslab" alone. With another one, steps are by range: where no
+    scale is given, ``2 * error`` of a channel of K in a tile and ``1.5 * error`` of a token of V
+    (K by tile: ``0.45 * error``; by token ``1.5 * error``), which causes about that error on
+    SmolLM2.
+
+    A prompt in one forward pass attends to itself as it came, and has the plain model's logits;
+    later tokens attend to what is packed. Codecs are learnt from the prompt and kept; they are
+    fitted again when tiles become larger. No value is quantised twice: `crop`, beams and copies
+    keep what is packed as it is.
+
+    K and V that tiles do not serve are kept lossless, and `stats` says why: a head_dim that is no
+    multiple of 16 up to 256, values of another head_dim than keys, other dtypes than bfloat16,
+    float16 and float32. Attention decodes K and V first for masks other than causal ones with
+    padding on the left, for gradients and for dropout, and `stats` counts it.
+
+    Encoder-decoder models, errors, `torch.compile` and `torch.export` are as with
+    `CompressedCache`. One thread at a time.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> from bitslab.integrations.transformers import KVCompCache
+    >>> config = LlamaConfig(vocab_size=64, hidden_size=64, intermediate_size=64,
+    ...                      num_hidden_layers=2, num_attention_heads=4, eos_token_id=None)
+    >>> model = LlamaForCausalLM(config).eval()
+    >>> model.set_attn_implementation("bitslab")
+    >>> cache = KVCompCache(model.config, error=0.1, window=16, block_tokens=16)
+    >>> prompt = torch.arange(48)[None]
+    >>> tokens = model.generate(prompt, past_key_values=cache, max_new_tokens=4, do_sample=False)
+    >>> tokens.shape, cache.stats()["packed_tokens"]
+    (torch.Size([1, 52]), 16)
+    """
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        *,
+        error: float = 0.1,
+        key_scale: float | None = None,
+        value_scale: float | None = None,
+        granularity: str = "weighted",
+        coder: str = "huffman",
+        sinks: int = 4,
+        window: int = 128,
+        block_tokens: int = 64,
+        offload: bool = True,
+        device: torch.device | str | None = None,
+        reserve_tokens: int | None = None,
+        sm_budget: int | None = 64,
+    ) -> None:
+        check_cache_options(config, offload, sm_budget)
+        reserve_tokens = 0 if reserve_tokens is None else reserve_tokens
+        check_options(window, block_tokens, reserve_tokens, sinks)
+        self._tiles = TileOptions(
+            error=error,
+            key_scale=key_scale,
+            value_scale=value_scale,
+            granularity=granularity,
+            coder=coder,
+            sinks=sinks,
+            window=window,
+            block_tokens=block_tokens,
+        )
+        histories = LayerHistories(
+            config,
+            offload=offload,
+            device=None if device is None else checked_device(device),
+            sm_budget=sm_budget,
+            options={
+                "window": window,
+                "block_tokens": block_tokens,
+                "reserve_tokens": reserve_tokens,
+                "at_once": False,
+            },
+        )
+        hands = _AttentionOf(config)
+
+        def make_layer(i: int) -> KVCompLayer:
+            plans = histories.tile_plans(self._tiles, i)
+            return KVCompLayer(
+                partial(histories.open_tiles, plans), partial(histories.open, i), plans, hands
+            )
+
+        super().__init__(config, histories, make_layer)
+        self._updated: int | None = None  # the layer whose last tokens are to be packed
+
+    def _append(
+        self, layer_idx: int, key_states: torch.Tensor, value_states: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        last, self._updated = self._updated, None
+        if last is not None:
+            self._layer(last).settle()
+        found = super()._append(layer_idx, key_states, value_states)
+        self._updated = layer_idx
+        return found
+
+    def _layer(self, i: int) -> KVCompLayer:
+        layer = self._packed[i]
+        assert isinstance(layer, KVCompLayer)
+        return layer
+
+    def stats(self) -> dict[str, Any]:
+        """Return what the cache holds and has moved, and how well K and V are kept.
+
+        Returns
+        -------
+        dict
+            As `CompressedCache.stats`, all metadata of tiles among ``packed_bytes``, and
+            ``errors``: by layer the relative error of attention that was measured when its codecs
+            were fitted, without those that saw no queries; ``lossless``: by layer why its tokens
+            are not quantised; ``packed_passes`` and ``dense_passes``: how often attention has read
+            packed tokens as they are, and decoded first.
+        """
+        layers = {i: self._layer(i) for i in self._packed}
+        lossless = {}
+        for i, layer in layers.items():
+            if self._tiles.lossless:
+                lossless[i] = "error 0"
+            elif layer.unfit:
+                lossless[i] = layer.unfit
+            elif layer.plans.missed:
+                lossless[i] = f"no steps kept the error of attention under {self._tiles.error:g}"
+        return {
+            **super().stats(),
+            "errors": {
+                i: layer.plans.measured.error
+                for i, layer in layers.items()
+                if layer.plans.measured is not None
+            },
+            "lossless": lossless,
+            "packed_passes": sum(layer.packed_passes for layer in layers.values()),
+            "dense_passes": sum(layer.dense_passes for layer in layers.values()),
+        }
+
+
+class _AttentionOf:
+    """Whether the attention of a model takes handles, by its config, which copies share."""
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        self._config = config
+
+    def __call__(self) -> bool:
+        return bool(_decoder(self._config)._attn_implementation == NAME)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _AttentionOf:
+        return self
+
+
+def _decoder(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Return the part of a config that transformers makes caches of."""
+    return config.get_text_config(decoder=True)

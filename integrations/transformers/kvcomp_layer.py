@@ -1,0 +1,314 @@
+"""One full-attention layer of a `KVCompCache`: tiles of K and V, and attention to them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+from weakref import ref
+
+import torch
+
+from bitslab.integrations.transformers.cache_layer import CompressedLayer
+from bitslab.integrations.transformers.handles import KVHandle
+from bitslab.kvcache import (
+    QUERIES,
+    Commit,
+    HistoryReader,
+    PackedAttention,
+    PackedHistory,
+    Take,
+    TilePlans,
+)
+
+#: Opens a reader and the histories of K and V on a device.
+Open = Callable[[torch.device], tuple[HistoryReader, list[PackedHistory]]]
+
+
+@dataclass(frozen=True, eq=False)
+class Padding:
+    """What a mask says that is causal: the first token of each sequence, int32 ``[B]``, or None."""
+
+    first_valid: torch.Tensor | None
+
+
+class KVCompLayer(CompressedLayer):  # type: ignore[no-untyped-call]
+    """K and V of a layer as quantised tiles.
+
+    Parameters
+    ----------
+    open_tiles, open_lossless : callable
+        Take a device and return its reader and two empty histories, of tiles and of lossless rows,
+        for K and V that cannot be tiles.
+    plans : TilePlans
+        Fits the codecs of the tiles.
+    hands : callable
+        Returns whether the model's attention takes handles now.
+
+    Attributes
+    ----------
+    unfit : str
+        Why K and V are no tiles, or empty.
+    packed_passes, dense_passes : int
+        How often packed tokens were attended to as they are, and decoded first.
+    """
+
+    def __init__(
+        self, open_tiles: Open, open_lossless: Open, plans: TilePlans, hands: Callable[[], bool]
+    ) -> None:
+        super().__init__(open_tiles)
+        self._open_tiles, self._open_lossless = open_tiles, open_lossless
+        self.plans = plans
+        self._hands = hands
+        self.unfit = ""
+        self.packed_passes = self.dense_passes = 0
+        self._stages: bool | None = None  # whether attention read packed words last
+        self._attention: PackedAttention | None = None
+        self._forget()
+
+    def _forget(self) -> None:
+        self._latest: ref[LayerUpdate] | None = None
+        self._waits = False  # tokens of the last update are to be packed
+        self._queries: _LastQueries | None = None
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Set device, dtype and codecs from the first K and V."""
+        options = self.plans.options
+        self.unfit = "" if options.lossless else options.unfit(key_states, value_states)
+        lossless = options.lossless or bool(self.unfit)
+        opened = self._open_lossless if lossless else self._open_tiles
+        if opened is not self._open:
+            self._open, self._reader = opened, None
+        self.plans.heads, self.plans.dim = key_states.shape[1], key_states.shape[-1]
+        super().lazy_initialization(key_states, value_states)
+        assert self._reader is not None
+        self._attention = PackedAttention(self._reader, self.histories)
+
+    @property
+    def lossless(self) -> bool:
+        """Whether no token is quantised."""
+        return self._open is self._open_lossless
+
+    def _append(
+        self, key_states: torch.Tensor, value_states: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self.settle()
+        if self.lossless or not self._hands():
+            if self.packed_tokens and not self.lossless:
+                self.dense_passes += 1
+            self._stages = False
+            return super()._append(key_states, value_states)
+        if self._stages is None:
+            self._stages = True
+        new = key_states, value_states
+        for history, tokens in zip(self.histories, new, strict=True):
+            history.check(tokens)
+        before = self.get_seq_length()
+        try:
+            for history, tokens in zip(self.histories, new, strict=True):
+                history.append(tokens, checked=True, pack=False)
+        except Exception:
+            self.keep_first(before)
+            raise
+        update = LayerUpdate(self, new, self.get_seq_length())
+        self._latest, self._waits = ref(update), True
+        keys, values = (KVHandle(update, i, tokens, update.length) for i, tokens in enumerate(new))
+        return keys, values
+
+    def prefetch(self) -> None:
+        """Start to fetch what attention reads next: words alone if it read those last."""
+        if self._reader is None:
+            return
+        self._reader.prefetch(self.histories, decoded=not self._stages)
+
+    def settle(self) -> None:
+        """Pack what has left the windows since the last update, once it was attended to."""
+        if not self._waits:
+            return
+        self._waits = False
+        if self.plans.learns and self._queries is not None and self._due():
+            keys, values = (history.decode() for history in self.histories)
+            self.plans.learn(keys, values, self._queries.tokens, **self._queries.options)
+            self._queries = None
+        for history in self.histories:
+            history.pack()
+
+    def _due(self) -> bool:
+        """Whether tokens are to be packed for the first time."""
+        return not self.packed_tokens and all(history.due for history in self.histories)
+
+    # Attention
+
+    def latest(self, update: LayerUpdate) -> bool:
+        """Return whether an update is the last one."""
+        return self._latest is not None and self._latest() is update
+
+    def read(self, update: LayerUpdate) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return all K and V as they were after an update, decoded."""
+        assert self._reader is not None
+        if self.packed_tokens:
+            self.dense_passes += 1
+            self._stages = False
+            self._count(None)
+        decoded = self._reader.read(self.histories)
+        keys, values = (
+            history.joined(packed)[:, :, : update.length]
+            for packed, history in zip(decoded, self.histories, strict=True)
+        )
+        self._reader.done(self.histories)
+        return keys, values
+
+    def attend_packed(
+        self, query: torch.Tensor, padding: Padding | None, options: Mapping[str, Any]
+    ) -> torch.Tensor | None:
+        """Return attention to the tokens as they are packed; None where that is not served."""
+        assert self._attention is not None
+        if not self.packed_tokens or not self._attention.serves(query):
+            return None
+        out = self._attention.attend(
+            query,
+            scaling=options.get("scaling"),
+            softcap=options.get("softcap"),
+            sinks=options.get("s_aux"),
+            first_valid=None if padding is None else padding.first_valid,
+        )
+        self.packed_passes += 1
+        self._stages = True
+        self._count(None)
+        return out
+
+    def see(self, query: torch.Tensor, padding: Padding | None, options: Mapping[str, Any]) -> None:
+        """Keep the last queries until codecs are learnt."""
+        if self.lossless or not self.plans.learns or self.packed_tokens:
+            return
+        _, heads, _, dim = self.histories[0].tail.shape
+        if not query.numel() or query.shape[1] % heads or query.shape[3] != dim:
+            return  # of an attention that the fit does not know
+        query = query.detach()[:, :, -QUERIES:]
+        first = None if padding is None else padding.first_valid
+        if self._queries is not None:
+            query = torch.cat([self._queries.tokens, query], dim=2)[:, :, -QUERIES:]
+        self._queries = _LastQueries(
+            query.clone(),
+            {
+                "scaling": options.get("scaling"),
+                "softcap": options.get("softcap"),
+                "first_valid": first,
+            },
+        )
+
+    # Changes
+
+    def reset(self) -> None:
+        """Forget all tokens, and what was learnt of them."""
+        super().reset()
+        self.plans.reset()
+        self._forget()
+
+    def _prepare_take(self, take: Take) -> Commit:
+        change, queries = super()._prepare_take(take), self._queries
+        taken = None if queries is None else queries.taken(take)
+
+        def commit() -> None:
+            change()
+            self._queries = taken
+
+        return commit
+
+    def _prepare_keep(self, length: int) -> Commit:
+        change = super()._prepare_keep(length)
+        removed = self.get_seq_length() - length
+
+        def commit() -> None:
+            change()
+            if self._queries is not None and removed > 0:
+                self._queries = self._queries.without(removed)
+
+        return commit
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the last update, whose handles belong to a forward pass."""
+        return {**super().__getstate__(), "_latest": None}
+
+
+class LayerUpdate:
+    """One update of a layer, until the attention function has read it.
+
+    Parameters
+    ----------
+    layer : KVCompLayer
+        The layer.
+    new : (torch.Tensor, torch.Tensor)
+        The new K and V ``[B, H, n, D]``.
+    length : int
+        Tokens of a sequence with them.
+    """
+
+    def __init__(
+        self, layer: KVCompLayer, new: tuple[torch.Tensor, torch.Tensor], length: int
+    ) -> None:
+        self._layer = layer
+        self._new = new
+        self.length = length
+        self._dense: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._seen = False
+        if new[0].shape[2] == length:  # a prompt attends to itself
+            self._dense = new
+
+    def dense(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return all K and V; gradients reach the new ones."""
+        if self._dense is None:
+            dense = self._layer.read(self)
+            if torch.is_grad_enabled() and any(t.requires_grad for t in self._new):
+                first = self.length - self._new[0].shape[2]
+                keys, values = (
+                    torch.cat([tokens[:, :, :first], new], dim=2)
+                    for tokens, new in zip(dense, self._new, strict=True)
+                )
+                dense = keys, values
+            self._dense = dense
+        return self._dense
+
+    def attend_packed(
+        self, query: torch.Tensor, padding: Padding | None, options: Mapping[str, Any]
+    ) -> torch.Tensor | None:
+        """Return attention to the packed tokens ``[B, q, query heads, D]``, where it is served."""
+        needs_gradient = torch.is_grad_enabled() and (
+            query.requires_grad or any(t.requires_grad for t in self._new)
+        )
+        window = options.get("sliding_window")
+        if (
+            self._dense is not None
+            or not self._layer.latest(self)
+            or needs_gradient
+            or options.get("dropout")
+            or options.get("position_bias") is not None
+            or (window is not None and window < self.length)
+        ):
+            return None
+        return self._layer.attend_packed(query, padding, options)
+
+    def see(self, query: torch.Tensor, padding: Padding | None, options: Mapping[str, Any]) -> None:
+        """Keep the queries, of the last update; not those of layers that share its K and V."""
+        if self._layer.latest(self) and not self._seen:
+            self._layer.see(query, padding, options)
+        self._seen = True
+
+
+@dataclass(frozen=True, eq=False)
+class _LastQueries:
+    """The last queries of a layer, ``[B, query heads, n, D]``, and how attention takes them."""
+
+    tokens: torch.Tensor
+    options: dict[str, Any]
+
+    def taken(self, take: Take) -> _LastQueries:
+        """Return those of other sequences."""
+        first = self.options["first_valid"]
+        options = {**self.options, "first_valid": None if first is None else take(first, 0)}
+        return _LastQueries(take(self.tokens, 0), options)
+
+    def without(self, tokens: int) -> _LastQueries | None:
+        """Return those before the last ones; None where there are none."""
+        left = self.tokens.shape[2] - tokens
+        return _LastQueries(self.tokens[:, :, :left], self.options) if left > 0 else None

@@ -1,0 +1,396 @@
+"""PackedCache: what caches of transformers share whose full-attention layers are packed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, TypeVar
+
+import torch
+from transformers import DynamicCache, PreTrainedConfig
+from transformers.cache_utils import DynamicLayer
+
+from bitslab.errors import ArgumentError, ArgumentTypeError, MissingExtraError
+from bitslab.integrations.transformers.cache_layer import CompressedLayer
+from bitslab.integrations.transformers.cross_attention import SelfAttentionCache
+from bitslab.integrations.transformers.layer_histories import LayerHistories
+from bitslab.kvcache import (
+    Commit,
+    check_sm_budget,
+    load_kernels,
+    repeat_count,
+    sequence_index,
+)
+from bitslab.tracing import exporting, not_traced
+
+Kind = TypeVar("Kind", bound="PackedCache")
+
+#: Begin of the `note` in `stats` of a cache that packs nothing.
+NOTHING_PACKED = (
+    "nothing is packed: the config has no full-attention layer, and this cache is transformers' own"
+)
+
+
+class PackedCache(DynamicCache, SelfAttentionCache):
+    """A K/V cache whose full-attention layers are packed; layers of other kinds are transformers'.
+
+    Parameters
+    ----------
+    config : transformers.PreTrainedConfig
+        The model's.
+    histories : LayerHistories
+        Opens the histories of the layers.
+    make_layer : callable
+        Returns the layer of a number.
+
+    Raises
+    ------
+    ArgumentError
+        For a config with layers that transformers does not know.
+    """
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        histories: LayerHistories,
+        make_layer: Callable[[int], CompressedLayer],
+    ) -> None:
+        self._histories = histories
+        try:
+            super().__init__(config=config)
+        except KeyError as error:
+            raise ArgumentError(
+                f"config: {type(config).__name__} has layers of type {error}, which transformers' "
+                "DynamicCache does not know"
+            ) from error
+        # transformers decides which layers a model has; the plain ones are replaced.
+        packed = [i for i, layer in enumerate(self.layers) if type(layer) is DynamicLayer]
+        self._check_layers(packed)
+        self._packed = {i: make_layer(i) for i in packed}
+        for i, layer in self._packed.items():
+            self.layers[i] = layer
+        self._histories.expect(2 * max(1, len(packed)))
+        if packed:
+            _load_kernels(self._histories.device, getattr(config, "dtype", None))
+        self._next = dict(zip(packed, [*packed[1:], *packed[:1]], strict=True))
+
+    def _check_layers(self, packed: list[int]) -> None:
+        """Raise for layers that cannot be served."""
+
+    def update(
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append the K and V of a layer and return all of its K and V.
+
+        Parameters
+        ----------
+        key_states, value_states : torch.Tensor
+            ``[B, H, n, D]``.
+        layer_idx : int
+            The layer.
+        args, kwargs
+            Handed on to layers of other kinds.
+
+        Returns
+        -------
+        keys, values : torch.Tensor
+            ``[B, H, T, D]``.
+
+        Raises
+        ------
+        ArgumentError, ArgumentTypeError
+            In `torch.export`, for a layer that the config does not have, and K and V that do not
+            continue those that are there.
+        BitslabError
+            When host memory runs out.
+        """
+        if exporting():
+            raise ArgumentTypeError(
+                f"past_key_values: {type(self).__name__} cannot be exported: what it packs depends "
+                "on values; export the model with transformers' DynamicCache or StaticCache"
+            )
+        return self._update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    @not_traced
+    def _update(
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if not 0 <= layer_idx < len(self.layers):
+            raise ArgumentError(
+                f"layer_idx: {layer_idx}, this cache was made for a model of "
+                f"{len(self.layers)} layers"
+            )
+        layer = self._packed.get(layer_idx)
+        if layer is None:
+            return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        try:
+            found = self._append(layer_idx, key_states, value_states)
+        except Exception:
+            self._undo(layer_idx)
+            raise
+        self._packed[self._next[layer_idx]].prefetch()
+        return found
+
+    def _append(
+        self, layer_idx: int, key_states: torch.Tensor, value_states: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append to one of our layers."""
+        return self._packed[layer_idx].update(key_states, value_states)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove tokens from the end, of no layer when one refuses.
+
+        Parameters
+        ----------
+        tokens_to_remove : int
+            Their number, negative or 0, as in transformers 5.
+
+        Raises
+        ------
+        ArgumentError
+            When it is positive or there are not so many.
+        """
+        self._change(
+            lambda layer: layer.prepare_crop(tokens_to_remove),
+            lambda layer: layer.crop(tokens_to_remove),
+        )
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Take sequence ``beam_idx[b]`` for each b: beam search.
+
+        Parameters
+        ----------
+        beam_idx : torch.Tensor or sequence
+            Integers ``[any]``. On the cache's GPU they are not read by the host, so that bad ones
+            end in a device-side assertion of torch.
+
+        Raises
+        ------
+        ArgumentError, ArgumentTypeError, IndexRangeError
+            For an index that names no sequences; no layer has changed then.
+        """
+        batch = self._batch()
+        if isinstance(beam_idx, torch.Tensor) and beam_idx.device.type == "cuda":
+            plain = beam_idx
+        else:
+            plain = beam_idx if batch is None else sequence_index(beam_idx, batch, "beam_idx")
+        self._change(
+            lambda layer: layer.prepare_reorder(beam_idx),
+            lambda layer: layer.reorder_cache(plain),
+        )
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Put each sequence `repeats` times in a row.
+
+        Raises
+        ------
+        ArgumentError, ArgumentTypeError
+            When `repeats` is no integer from 0; no layer has changed then.
+        """
+        count = repeat_count(repeats)
+        self._change(
+            lambda layer: layer.prepare_repeat(count),
+            lambda layer: layer.batch_repeat_interleave(count),
+        )
+
+    def batch_select_indices(self, indices: Any) -> None:
+        """Keep the sequences of an index.
+
+        Parameters
+        ----------
+        indices : torch.Tensor, sequence or slice
+            Integers ``[any]``, negative ones counted from the end, or bools ``[B]``. Those on a GPU
+            are waited for.
+
+        Raises
+        ------
+        ArgumentError, ArgumentTypeError, IndexRangeError
+            For an index that names no sequences; no layer has changed then.
+        """
+        batch = self._batch()
+        plain = indices if batch is None else sequence_index(indices, batch)
+        self._change(
+            lambda layer: layer.prepare_select(plain),
+            lambda layer: layer.batch_select_indices(plain),
+        )
+
+    def stats(self) -> dict[str, Any]:
+        """Return what the cache holds and has moved.
+
+        Returns
+        -------
+        dict
+            ``tokens`` and ``packed_tokens`` of a sequence; ``packed_layers`` and ``plain_layers``,
+            the layers of full attention and those that are transformers' own; ``note``, that and
+            why nothing is packed, or empty. Of the full-attention layers:
+            ``raw_bytes`` of all tokens, which a `DynamicCache` takes; ``host_bytes`` and
+            ``device_bytes``, all memory that is reserved, each byte once: packed words and metadata
+            with room ahead, unpacked tokens, selectors' scores, and ``buffer_bytes`` (of
+            ``device_bytes``) fetch buffers on a GPU, as much as two layers take raw and
+            packed; ``ratio``, raw bytes over both. Of packed tokens: ``packed_raw_bytes``,
+            ``packed_bytes`` and ``kept_raw_bytes`` of `PackedHistory.stats`, their
+            ``packed_ratio``, and ``ratios`` by layer. ``moved_to_host_bytes`` and
+            ``moved_to_device_bytes``, the packed words that were stored and fetched; ``selected``,
+            the share of packed tokens that forward passes have fetched; ``refits`` of codecs;
+            ``reserved_bytes``, the host memory of packed words, which a reset keeps.
+        """
+        layers = {
+            i: [history.stats() for history in layer.histories] for i, layer in self._packed.items()
+        }
+        sums = {
+            name: sum(s[name] for both in layers.values() for s in both)
+            for name in (
+                "raw_bytes",
+                "packed_raw_bytes",
+                "packed_bytes",
+                "kept_raw_bytes",
+                "device_bytes",
+                "moved_to_host_bytes",
+                "refits",
+            )
+        }
+        readers = self._histories.readers.values()
+        histories = [history for layer in self._packed.values() for history in layer.histories]
+        reserved = sum(
+            reader.host_bytes(history for history in histories if history.device == device)
+            for device, reader in self._histories.readers.items()
+        )
+        buffers = sum(reader.buffer_bytes for reader in readers)
+        sums["device_bytes"] += buffers
+        for layer in self._packed.values():
+            if layer.scores is not None:
+                sums["device_bytes"] += layer.scores.nbytes
+        there = sum(layer.there_tokens for layer in self._packed.values())
+        read = sum(layer.read_tokens for layer in self._packed.values())
+        others = [type(layer).__name__ for i, layer in enumerate(self.layers) if i not in layers]
+        note = "" if layers else f"{NOTHING_PACKED}: {', '.join(sorted(set(others))) or 'none'}"
+        return {
+            "tokens": next(
+                (x.get_seq_length() for x in self._packed.values()), self._plain_tokens()
+            ),
+            "packed_tokens": next((x.packed_tokens for x in self._packed.values()), 0),
+            "packed_layers": len(layers),
+            "plain_layers": len(others),
+            "note": note,
+            **sums,
+            "host_bytes": reserved,
+            "moved_to_device_bytes": sum(reader.moved_to_device_bytes for reader in readers),
+            "selected": read / there if there else 1.0,
+            "reserved_bytes": reserved,
+            "buffer_bytes": buffers,
+            "ratio": _ratio(sums["raw_bytes"], sums["device_bytes"] + reserved),
+            "packed_ratio": _ratio(sums["packed_raw_bytes"], sums["packed_bytes"]),
+            "ratios": {
+                i: _ratio(
+                    sum(s["packed_raw_bytes"] for s in both), sum(s["packed_bytes"] for s in both)
+                )
+                for i, both in layers.items()
+            },
+        }
+
+    def _plain_tokens(self) -> int:
+        """Return the tokens of a sequence that transformers' own layers count."""
+        held: list[Any] = [x for x in self.layers if getattr(x, "keys", None) is not None]
+        return max((layer.get_seq_length() for layer in held), default=0)
+
+    def _batch(self) -> int | None:
+        """Return the number of sequences; None before the first."""
+        for layer in self.layers:
+            if isinstance(layer, CompressedLayer):
+                if layer.get_seq_length():
+                    return layer.batch
+                continue
+            keys: torch.Tensor | None = getattr(layer, "keys", None)
+            if keys is not None and keys.numel():
+                return keys.shape[0]
+        return None
+
+    def _change(
+        self, prepare: Callable[[CompressedLayer], Commit], plain: Callable[[Any], None]
+    ) -> None:
+        """Change all layers, or none when one cannot: `prepare` ours, `plain` the others."""
+        commits = [prepare(layer) for layer in self._packed.values()]
+        with _as_they_were(
+            layer for i, layer in enumerate(self.layers) if i not in self._packed
+        ) as others:
+            for other in others:
+                plain(other)
+        for commit in commits:
+            commit()
+
+    def _undo(self, failed: int) -> None:
+        """Put the layers before one that failed back to the tokens that it has."""
+        length = self._packed[failed].get_seq_length()
+        for i, layer in self._packed.items():
+            if i < failed:
+                layer.keep_first(length)
+
+
+def _load_kernels(device: torch.device | None, dtype: object) -> None:
+    """Load kernels for a GPU that is used already, so that no prompt waits for them."""
+    if device is None and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        device = torch.device("cuda", torch.cuda.current_device())
+    if device is not None and device.type == "cuda":
+        with suppress(MissingExtraError):  # the layers may be on the CPU, or raise it themselves
+            load_kernels(device, dtype if isinstance(dtype, torch.dtype) else torch.bfloat16)
+
+
+def exported_as_constant(kind: type[Kind]) -> type[Kind]:
+    """Make `torch.export`, which flattens its inputs, take caches of a class for constants.
+
+    So they reach `update`, which refuses them by name, also where transformers registers all kinds
+    of caches as containers of tensors.
+    """
+    torch.utils._pytree.register_pytree_node(
+        kind,
+        lambda cache: ([], cache),
+        lambda _, cache: cache,
+        serialized_type_name=f"{kind.__module__}.{kind.__name__}",
+        flatten_with_keys_fn=lambda cache: ([], cache),
+    )
+    return kind
+
+
+def check_cache_options(config: object, offload: object, sm_budget: object) -> None:
+    """Raise for options that no cache accepts."""
+    if not isinstance(config, PreTrainedConfig):
+        raise ArgumentTypeError(
+            f"config: expected a transformers config, got {type(config).__name__}"
+        )
+    if not isinstance(offload, bool):
+        raise ArgumentTypeError(f"offload: expected a bool, got {offload!r:.60}")
+    check_sm_budget(sm_budget)
+
+
+@contextmanager
+def _as_they_were(layers: Iterable[Any]) -> Iterator[list[Any]]:
+    """Restore the state of transformers' layers if the block raises.
+
+    They replace tensors, never write to them: in attributes and in dicts of a layer.
+    """
+    found = list(layers)
+    kept = [
+        {name: dict(v) if isinstance(v, dict) else v for name, v in vars(layer).items()}
+        for layer in found
+    ]
+    try:
+        yield found
+    except BaseException:
+        for layer, state in zip(found, kept, strict=True):
+            vars(layer).clear()
+            vars(layer).update(state)
+        raise
+
+
+def _ratio(raw: float, packed: float) -> float:
+    return raw / packed if raw else 1.0

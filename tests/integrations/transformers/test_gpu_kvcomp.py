@@ -1,0 +1,144 @@
+"""KVCompCache on a GPU: the tokens of the K and V that it keeps, read where they are packed."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from bitslab.integrations.transformers import KVCompCache
+from bitslab.kvcache import PackedAttention
+from tests.integrations.transformers.models import dynamic, model_of, prompt_of
+
+pytestmark = pytest.mark.gpu  # tests/conftest.py skips these where there is no GPU
+
+SIZES: dict[str, Any] = {"window": 32, "block_tokens": 64}
+PROMPT = 4 + 64 + 32 + 1
+
+
+def on_gpu(name: str, dtype: torch.dtype = torch.float32) -> Any:
+    model: Any = copy.deepcopy(model_of(name)).to("cuda", dtype)
+    model.set_attn_implementation("bitslab")
+    return model
+
+
+def kvcomp(config: Any, **options: Any) -> Any:
+    return KVCompCache(config, **{**SIZES, **options})
+
+
+def settled(cache: Any) -> None:
+    """Pack what is due, and wait for it."""
+    for layer in cache.layers:
+        layer.settle()
+        layer._reader.finish_packing()
+
+
+@pytest.mark.parametrize("offload", [True, False], ids=["host", "device"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "phi3", "gpt2"])
+def test_tokens_are_those_of_the_k_and_v_that_are_kept(name: str, offload: bool) -> None:
+    model, prompt = on_gpu(name), prompt_of(batch=2, length=PROMPT).cuda()
+    mask = torch.ones_like(prompt)
+    mask[0, :17] = 0
+    cache, plain = kvcomp(model.config, error=0.3, offload=offload), dynamic(model.config)
+    with torch.no_grad():
+        model(prompt[:, :-1], attention_mask=mask[:, :-1], past_key_values=cache)
+    settled(cache)
+    for i, layer in enumerate(cache.layers):
+        plain.update(layer.keys, layer.values, i)
+    options = {"max_new_tokens": 20, "min_new_tokens": 20, "do_sample": False}
+    expected = model.generate(prompt, attention_mask=mask, past_key_values=plain, **options)
+    found = model.generate(prompt, attention_mask=mask, past_key_values=cache, **options)
+    assert torch.equal(found, expected)
+    stats = cache.stats()
+    assert stats["packed_passes"] == 40 and not stats["dense_passes"]
+
+
+@pytest.mark.parametrize("offload", [True, False], ids=["host", "device"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_attention_to_tiles_is_that_to_decoded_tokens(
+    dtype: torch.dtype, offload: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, prompt = on_gpu("llama", dtype), prompt_of(batch=2, length=400).cuda()
+    caches = [kvcomp(model.config, error=0.2, offload=offload) for _ in range(2)]
+    steps = prompt_of(batch=2, length=100, seed=5).cuda()
+    found: list[list[torch.Tensor]] = []
+    for cache in caches:
+        found.append([])
+        with torch.no_grad():
+            model(prompt, past_key_values=cache)
+            settled(cache)
+            for t in range(steps.shape[1]):
+                logits = model(steps[:, t : t + 1], past_key_values=cache).logits
+                found[-1].append(logits.float())
+        monkeypatch.setattr(PackedAttention, "serves", lambda *_: False)
+    packed, dense = (torch.stack(each) for each in found)
+    assert (packed - dense).norm() < (0.05 if dtype is not torch.float32 else 0.02) * dense.norm()
+    assert caches[0].stats()["packed_passes"] == caches[1].stats()["dense_passes"] == 200
+
+
+def test_words_cross_once_in_each_step() -> None:
+    """Those of the next layer while this one computes: none is fetched twice."""
+    model, prompt = on_gpu("llama", torch.bfloat16), prompt_of(length=400).cuda()
+    cache = kvcomp(model.config, error=0.2)
+    with torch.no_grad():
+        model(prompt, past_key_values=cache)
+        settled(cache)
+        for _ in range(3):
+            model(prompt[:, :1], past_key_values=cache)
+        words = sum(4 * h.words.n_words for layer in cache.layers for h in layer.histories)
+        before = cache.stats()["moved_to_device_bytes"]
+        for _ in range(4):
+            model(prompt[:, :1], past_key_values=cache)
+        moved = cache.stats()["moved_to_device_bytes"] - before
+    assert moved == 4 * words
+    assert cache.stats()["packed_passes"] == 14
+
+
+def test_the_same_bytes_as_on_the_cpu() -> None:
+    """Steps by hand and by range need no queries: codecs are those of a sample."""
+    steps = {"granularity": "channel", "key_scale": 0.2, "value_scale": 0.2}
+    generator = torch.Generator().manual_seed(0)
+    tokens = [torch.randn(2, 2, 300, 16, generator=generator).bfloat16() for _ in range(2)]
+    found = []
+    for device in ("cpu", "cuda"):
+        cache = kvcomp(model_of("llama").config, **steps)
+        k, v = (t.to(device) for t in tokens)
+        cache.update(k, v, 0)
+        cache.layers[0]._reader.finish_packing()
+        assert cache.layers[0].packed_tokens == 256
+        found.append([t.cpu() for t in (cache.layers[0].keys, cache.layers[0].values)])
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_memory_while_decoding() -> None:
+    """No dense K and V of the history: less than half of what a plain cache takes."""
+    model = on_gpu("llama", torch.bfloat16)
+    prompt = prompt_of(batch=8, length=200).cuda()
+    cache: Any = kvcomp(model.config, error=0.3, offload=False)
+    k, v = (torch.randn(8, 2, 16_384, 16, device="cuda").bfloat16() for _ in range(2))
+    raw = 2 * (k.nbytes + v.nbytes)
+    del prompt
+    from bitslab.integrations.transformers.attention import attention
+
+    module = model.model.layers[0].self_attn
+    query = torch.randn(8, 4, 1, 16, device="cuda").bfloat16()
+    for i in range(2):
+        keys, values = cache.update(k, v, i)
+        attention(module, query.expand(-1, -1, 64, -1), keys, values, None)
+        del keys, values
+    settled(cache)
+    one = torch.randn(8, 2, 1, 16, device="cuda").bfloat16()
+    del k, v
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    there = torch.cuda.memory_allocated()
+    for _ in range(3):
+        for i in range(2):
+            keys, values = cache.update(one, one, i)
+            attention(module, query, keys, values, None)
+    torch.cuda.synchronize()
+    assert cache.stats()["packed_passes"] == 6
+    assert torch.cuda.max_memory_allocated() - there < raw / 8
