@@ -28,6 +28,7 @@ INTERRUPTED = {
 }
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("late", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("where", INTERRUPTED)
 @pytest.mark.parametrize("codec", ["ibp", "raw"])
@@ -85,6 +86,7 @@ WIDENED = {
 }
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize(
     "error", [KeyboardInterrupt, torch.OutOfMemoryError], ids=lambda e: e.__name__
 )
