@@ -547,7 +547,7 @@ def add_to(u: UnifiedTensor, small: UnifiedTensor, answers) -> None:
 
 def test_through_a_pipe_memory_goes_both_ways_without_a_copy():
     u = make(torch.zeros(5, 6)).t()
-    context = multiprocessing.get_context(spawned.METHOD)
+    context: Any = multiprocessing.get_context(spawned.METHOD)
     answers, theirs = context.Pipe()
     process = context.Process(target=add_to, args=(u, u[0] + 1, theirs))
     process.start()
