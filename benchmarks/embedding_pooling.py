@@ -8,6 +8,7 @@ CachedEmbeddingBag leaves such bags to it or to torch.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -50,7 +51,7 @@ def _times(rows: torch.Tensor, batches: list[torch.Tensor], each: int) -> dict[s
     def ours(i: int, by_warps: bool | None = None) -> torch.Tensor:
         return kernels_on(rows.device).bags.pool(rows, batches[i], offsets, SUM, by_warps=by_warps)
 
-    ways = {
+    ways: dict[str, Callable[[int], torch.Tensor]] = {
         "torch": by_torch,
         "by threads": partial(ours, by_warps=False),
         "by warps": partial(ours, by_warps=True),
