@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from ..engine.kernels.cuda import kernels_on
 from ..engine.kernels.cuda.bags import POOLED_DTYPES
 from ..errors import ArgumentError
 
-#: Ids of a bag, on average, up to which `pooled_on_gpu` is used. A thread takes the ids of a bag
-#: one after another: on an H200 bags of one id take 1/2 to 1/5 of torch's time, those of
-#: 50 ids and more run at 0.4 to 0.6 of its rate (benchmarks/embedding.py --only pool).
-MOST_POOLED_IDS = 2
+#: Bytes of a row, and for rows of so many and more the ids of a bag, on average, up to which
+#: `pooled_on_gpu` is used; the shortest rows last. What was at least as fast as torch on an H200
+#: (`benchmarks/embedding.py --only pool`, whose column `used` shows this table).
+MOST_POOLED_IDS: tuple[tuple[int, float], ...] = ((2048, math.inf), (0, 8))
 
 
-def pools_on_gpu(dtype: torch.dtype, n_ids: int, n_bags: int) -> bool:
-    """Return whether `pooled_on_gpu` pays for this dtype, number of ids and number of bags."""
-    return dtype in POOLED_DTYPES and 0 < n_bags and n_ids <= MOST_POOLED_IDS * n_bags
+def most_pooled_ids(row_bytes: int) -> float:
+    """Return up to how many ids a bag, on average, `pooled_on_gpu` pays for rows of a size."""
+    return next(most for least_bytes, most in MOST_POOLED_IDS if row_bytes >= least_bytes)
+
+
+def pools_on_gpu(dtype: torch.dtype, dim: int, n_ids: int, n_bags: int) -> bool:
+    """Return whether `pooled_on_gpu` pays for rows ``[D]`` of a dtype and so many ids and bags."""
+    if dtype not in POOLED_DTYPES or n_bags <= 0:
+        return False
+    return n_ids <= most_pooled_ids(dim * dtype.itemsize) * n_bags
 
 
 def pooled_on_gpu(

@@ -55,7 +55,7 @@ def _exchange(rows: CacheState, filled: Array) -> None:
     filled = filled[np.argsort(-slot_table.keys[filled], kind="stable")]
     came, lost = slot_table.id_of[filled], filled[:0]
     try:
-        slots = slot_table.make_room_for(filled, 0)
+        slots = slot_table.make_room_for(filled)
         moving, unmoved = filled[: len(slots)], filled[len(slots) :]
         left = slots[slot_table.id_of[slots] >= 0]
         leaving = np.concatenate([left, unmoved])

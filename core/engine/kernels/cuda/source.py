@@ -42,7 +42,7 @@ _KERNELS: dict[str, tuple[str, ...]] = {
     "map": ("insert_ids", "find_ids"),
     "slots": ("keep_slots", "claim_slots", "count_slots", "choose_slots", "give_slots"),
     "exchange": ("exchange_rows",),
-    "bags": ("pool_bags", "sound_offsets"),
+    "bags": ("pool_bags", "pool_long_bags", "sound_offsets"),
     "plan": (
         "agreed_masks",
         "frequent_by_position",
