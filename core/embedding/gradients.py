@@ -101,13 +101,13 @@ class _Track(torch.autograd.Function):
     def forward(
         ctx: Any,
         origin: torch.Tensor,
-        matrix: torch.Tensor,
+        matrix: torch.Tensor | None,
         slots: torch.Tensor | None,
         owner: Owner,
         lookup: PinnedLookup,
     ) -> torch.Tensor:
         ctx.owner, ctx.lookup, ctx.slots, ctx.shape = owner, lookup, slots, origin.shape
-        return matrix.view_as(matrix)
+        return origin.detach() if matrix is None else matrix.view_as(matrix)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -144,7 +144,7 @@ def origin_of(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> 
 
 def track(
     origin: torch.Tensor,
-    matrix: torch.Tensor,
+    matrix: torch.Tensor | None,
     slots: torch.Tensor | None,
     owner: Owner,
     lookup: PinnedLookup,
@@ -155,8 +155,9 @@ def track(
     ----------
     origin : torch.Tensor
         ``[C, D]``, the parameter, or its stand-in; see `origin_of`.
-    matrix : torch.Tensor
-        Rows `slots` of the parameter and one row of zeros behind them; or the whole parameter.
+    matrix : torch.Tensor or None
+        Rows `slots` of the parameter and one row of zeros behind them; or the whole parameter,
+        which `origin` is when this is left out.
     slots : torch.Tensor or None
         int64 ``[u]``; None for all.
     owner : Owner
@@ -181,11 +182,17 @@ class BackwardPass:
 
     Parameters
     ----------
+    number : int
+        What `pass_number` returns in it.
+    accumulates : bool
+        Whether it adds gradients to ``grad``; see `accumulates`.
     end : callable
         Called with this object at the end of the pass.
     """
 
-    def __init__(self, end: Callable[[BackwardPass], None]) -> None:
+    def __init__(self, number: int, accumulates: bool, end: Callable[[BackwardPass], None]) -> None:
+        self.number = number
+        self.accumulates = accumulates
         #: Lookups, the rows that they found, and their gradients: sparse ones have ids as indices,
         #: dense ones ``[u + 1, D]`` have a row for each id of the lookup and one more.
         self.taken: list[tuple[PinnedLookup, torch.Tensor | None, torch.Tensor]] = []
@@ -221,8 +228,8 @@ def accumulates(node: Any) -> bool:
 
     It does not in `torch.autograd.grad`.
     """
-    while node.next_functions:
-        node = node.next_functions[0][0]
+    while following := node.next_functions:
+        node = following[0][0]
     try:
         return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError:  # torch's answer to a leaf in torch.autograd.grad

@@ -8,9 +8,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -153,6 +153,8 @@ class OptimizerAdapter:
         """
         rows = self._rows()
         if rows is None:
+            return
+        if not self._known and not self._state():
             return
         n_slots, n_rows = rows.parameter.shape[0], len(rows)
         if not made_now:
@@ -449,6 +451,22 @@ def _group_of(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> dict
 
 _watched: weakref.WeakValueDictionary[int, CacheState] = weakref.WeakValueDictionary()
 _hooks: list[Any] = []
+
+
+class _Membership(NamedTuple):
+    """Which parameters of an optimizer are those of rows, as of its last step."""
+
+    optimizer: weakref.ref[torch.optim.Optimizer]
+    #: How often `watch` had been called.
+    watched: int
+    #: Of each group, the ids of its parameters: so that a step looks no parameter up.
+    parameters: list[list[int]]
+    #: Rows, the id of their parameter, and the number of its group.
+    ours: list[tuple[weakref.ref[CacheState], int, int]]
+
+
+_memberships: dict[int, _Membership] = {}
+_n_watched = 0
 _followed: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 
@@ -458,11 +476,50 @@ def watch(rows: CacheState) -> None:
         _hooks.append(register_optimizer_step_pre_hook(_before_step))
         _hooks.append(register_optimizer_step_post_hook(_after_step))
         _check_new_groups()
+    global _n_watched
     _watched[id(rows.parameter)] = rows
+    _n_watched += 1
 
 
-def _ours(optimizer: torch.optim.Optimizer) -> list[CacheState]:
-    return [rows for group in optimizer.param_groups for rows in _ours_among(group["params"])]
+def _ours(optimizer: torch.optim.Optimizer) -> list[tuple[CacheState, dict[str, Any]]]:
+    """Return rows whose parameters an optimizer has, each with its group of them."""
+    groups = optimizer.param_groups
+    known = _memberships.get(id(optimizer))
+    if (
+        known is None
+        or known.watched != _n_watched
+        or known.optimizer() is not optimizer
+        or known.parameters != [[*map(id, group["params"])] for group in groups]
+    ):
+        known = _membership(optimizer, groups)
+    found = []
+    for owner, parameter, number in known.ours:
+        rows = owner()
+        if rows is not None and id(rows.parameter) == parameter:
+            found.append((rows, groups[number]))
+    return found
+
+
+def _membership(optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any]]) -> _Membership:
+    key = id(optimizer)
+
+    def forget(gone: weakref.ref[torch.optim.Optimizer]) -> None:
+        kept = _memberships.get(key)
+        if kept is not None and kept.optimizer is gone:
+            del _memberships[key]
+
+    found = _Membership(
+        weakref.ref(optimizer, forget),
+        _n_watched,
+        [[*map(id, group["params"])] for group in groups],
+        [
+            (weakref.ref(rows), id(rows.parameter), number)
+            for number, group in enumerate(groups)
+            for rows in _ours_among(group["params"])
+        ],
+    )
+    _memberships[key] = found
+    return found
 
 
 def _ours_among(parameters: Iterable[torch.Tensor]) -> Iterator[CacheState]:
@@ -472,18 +529,24 @@ def _ours_among(parameters: Iterable[torch.Tensor]) -> Iterator[CacheState]:
             yield rows
 
 
-def _concerned(optimizer: torch.optim.Optimizer) -> list[CacheState]:
+def _concerned(
+    optimizer: torch.optim.Optimizer, ours: Sequence[tuple[CacheState, dict[str, Any]]]
+) -> list[tuple[CacheState, dict[str, Any]]]:
     """Return the rows of an optimizer, but for those that it skips and could not train.
 
-    It skips them where it trains the rest of a model.
+    It skips them where it trains the rest of a model. Each comes with its options: those of the
+    group, and defaults.
     """
-    return [
-        rows
-        for rows in _ours(optimizer)
-        if rows.parameter.grad is not None
-        or not passes_over(optimizer)
-        or not why_refused_when_made(optimizer, _group_of(optimizer, rows.parameter))
-    ]
+    found = []
+    for rows, group in ours:
+        options = {**optimizer.defaults, **group}
+        if (
+            rows.parameter.grad is not None
+            or not passes_over(optimizer)
+            or not why_refused_when_made(optimizer, options)
+        ):
+            found.append((rows, options))
+    return found
 
 
 def _check_new_groups() -> None:
@@ -517,10 +580,10 @@ def adapters_of(optimizer: torch.optim.Optimizer) -> dict[int, OptimizerAdapter]
         When the optimizer is not one that can be followed.
     """
     found = {}
-    for rows in _ours(optimizer):
+    for rows, _ in _ours(optimizer):
         with rows.lock:
-            rows.training.attach(optimizer)
-        adapter = rows.training.adapter_of(optimizer)
+            rows.training.adapters.attach(optimizer)
+        adapter = rows.training.adapters.of(optimizer)
         assert adapter is not None
         found[id(rows.parameter)] = adapter
     return found
@@ -530,10 +593,12 @@ def _before_step(
     optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     ours = _ours(optimizer)
-    for rows in _concerned(optimizer):
-        rows.training.before_step(optimizer)
+    if not ours:
+        return None
+    for rows, options in _concerned(optimizer, ours):
+        rows.training.before_step(optimizer, options)
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-    if not ours or not callable(closure):
+    if not callable(closure):
         return None
     ready = _with_gradients(optimizer, closure)
     if "closure" in kwargs:
@@ -549,15 +614,15 @@ def _with_gradients(
     def ready(*args: Any, **kwargs: Any) -> Any:
         loss = closure(*args, **kwargs)
         with torch.no_grad():
-            for rows in _concerned(optimizer):
-                rows.training.before_step(optimizer)
+            for rows, options in _concerned(optimizer, _ours(optimizer)):
+                rows.training.before_step(optimizer, options)
         return loss
 
     return ready
 
 
 def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    for rows in _concerned(optimizer):
+    for rows, _ in _concerned(optimizer, _ours(optimizer)):
         rows.training.after_step(optimizer)
 
 
@@ -567,7 +632,7 @@ def _in_id_order(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             rows = _watched.get(id(parameter))
-            adapter = None if rows is None else rows.training.adapter_of(optimizer)
+            adapter = None if rows is None else rows.training.adapters.of(optimizer)
             if adapter is not None and number in state_dict["state"]:
                 state_dict["state"][number] = {
                     name: adapter.whole(name, value)
@@ -580,8 +645,8 @@ def _in_id_order(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -
 
 def _took_state(optimizer: torch.optim.Optimizer) -> None:
     """Divide state that an optimizer has loaded between the device and the host."""
-    for rows in _ours(optimizer):
-        adapter = rows.training.adapter_of(optimizer)
+    for rows, _ in _ours(optimizer):
+        adapter = rows.training.adapters.of(optimizer)
         if adapter is not None:
             adapter.align()
 
