@@ -97,22 +97,21 @@ class _Origin(torch.autograd.Function):
 
 
 class _Track(torch.autograd.Function):
+    # Few arguments, since torch looks at each one both ways.
     @staticmethod
     def forward(
         ctx: Any,
         origin: torch.Tensor,
         matrix: torch.Tensor | None,
-        slots: torch.Tensor | None,
-        owner: Owner,
-        lookup: PinnedLookup,
+        tracked: tuple[Owner, PinnedLookup, torch.Tensor | None, torch.Size],
     ) -> torch.Tensor:
-        ctx.owner, ctx.lookup, ctx.slots, ctx.shape = owner, lookup, slots, origin.shape
+        ctx.tracked = tracked
         return origin.detach() if matrix is None else matrix.view_as(matrix)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        grad = ctx.owner.on_gradient(ctx, ctx.lookup, grads[0], ctx.slots, ctx.shape)
-        return grad, None, None, None, None
+        owner, lookup, slots, shape = ctx.tracked
+        return owner.on_gradient(ctx, lookup, grads[0], slots, shape), None, None
 
 
 class _Bypass(torch.autograd.Function):
@@ -165,7 +164,7 @@ def track(
     lookup : PinnedLookup
         The lookup.
     """
-    return _track(origin, matrix, slots, owner, lookup)
+    return _track(origin, matrix, (owner, lookup, slots, origin.shape))
 
 
 def bypass(

@@ -622,7 +622,7 @@ def _with_gradients(
 
 
 def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    for rows, _ in _concerned(optimizer, _ours(optimizer)):
+    for rows, _options in _concerned(optimizer, _ours(optimizer)):
         rows.training.after_step(optimizer)
 
 
