@@ -529,24 +529,16 @@ def _ours_among(parameters: Iterable[torch.Tensor]) -> Iterator[CacheState]:
             yield rows
 
 
-def _concerned(
-    optimizer: torch.optim.Optimizer, ours: Sequence[tuple[CacheState, dict[str, Any]]]
-) -> list[tuple[CacheState, dict[str, Any]]]:
-    """Return the rows of an optimizer, but for those that it skips and could not train.
+def _concerns(optimizer: torch.optim.Optimizer, rows: CacheState, group: Mapping[str, Any]) -> bool:
+    """Return whether a step is about these rows: not if it skips them and could not train them.
 
-    It skips them where it trains the rest of a model. Each comes with its options: those of the
-    group, and defaults.
+    It skips them where it trains the rest of a model.
     """
-    found = []
-    for rows, group in ours:
-        options = {**optimizer.defaults, **group}
-        if (
-            rows.parameter.grad is not None
-            or not passes_over(optimizer)
-            or not why_refused_when_made(optimizer, options)
-        ):
-            found.append((rows, options))
-    return found
+    return (
+        rows.parameter.grad is not None
+        or not passes_over(optimizer)
+        or not why_refused_when_made(optimizer, {**optimizer.defaults, **group})
+    )
 
 
 def _check_new_groups() -> None:
@@ -595,8 +587,7 @@ def _before_step(
     ours = _ours(optimizer)
     if not ours:
         return None
-    for rows, options in _concerned(optimizer, ours):
-        rows.training.before_step(optimizer, options)
+    _check_step(optimizer, ours)
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     if not callable(closure):
         return None
@@ -604,6 +595,14 @@ def _before_step(
     if "closure" in kwargs:
         return args, kwargs | {"closure": ready}
     return (args[0], ready, *args[2:]), kwargs
+
+
+def _check_step(
+    optimizer: torch.optim.Optimizer, ours: Iterable[tuple[CacheState, dict[str, Any]]]
+) -> None:
+    for rows, group in ours:
+        if _concerns(optimizer, rows, group):
+            rows.training.before_step(optimizer, {**optimizer.defaults, **group})
 
 
 def _with_gradients(
@@ -614,16 +613,16 @@ def _with_gradients(
     def ready(*args: Any, **kwargs: Any) -> Any:
         loss = closure(*args, **kwargs)
         with torch.no_grad():
-            for rows, options in _concerned(optimizer, _ours(optimizer)):
-                rows.training.before_step(optimizer, options)
+            _check_step(optimizer, _ours(optimizer))
         return loss
 
     return ready
 
 
 def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    for rows, _options in _concerned(optimizer, _ours(optimizer)):
-        rows.training.after_step(optimizer)
+    for rows, group in _ours(optimizer):
+        if _concerns(optimizer, rows, group):
+            rows.training.after_step(optimizer)
 
 
 def _in_id_order(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
