@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -209,6 +210,44 @@ class BackwardPass:
     def __call__(self) -> None:
         """End the pass."""
         self._end(self)
+
+
+class BackwardPasses:
+    """The backward passes under way that have reached a lookup; autograd holds each."""
+
+    def __init__(self) -> None:
+        self._by_number: dict[int, weakref.ref[BackwardPass]] = {}
+
+    def __len__(self) -> int:
+        """Return how many there are."""
+        return len(self._by_number)
+
+    def current(self) -> BackwardPass | None:
+        """Return the pass that this code runs in, if it has reached a lookup."""
+        if not self._by_number:
+            return None
+        known = self._by_number.get(pass_number())
+        return None if known is None else known()
+
+    def reached(self, node: Any, end: Callable[[BackwardPass], None]) -> BackwardPass:
+        """Return the pass that has reached a node; `end` as for `BackwardPass`, if it is new."""
+        number, passes = pass_number(), self._by_number
+        known = passes.get(number)
+        this = None if known is None else known()
+        if this is None:
+            this = BackwardPass(number, accumulates(node), end)
+
+            def forget(gone: weakref.ref[BackwardPass]) -> None:  # it has failed
+                if passes.get(number) is gone:
+                    del passes[number]
+
+            passes[number] = weakref.ref(this, forget)
+            at_end_of_backward(this)
+        return this
+
+    def forget(self, this: BackwardPass) -> None:
+        """Record that a pass has ended."""
+        self._by_number.pop(this.number, None)
 
 
 def pass_number() -> int:

@@ -8,9 +8,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from torch.optim.optimizer import (
 
 from ..dtypes import dense
 from ..errors import ArgumentError, ArgumentTypeError, BitslabError
+from .membership import add_watched, rows_among, rows_in, rows_with
 from .ownership import sync_from_device
 from .row_state import RowState
 from .state import CacheState
@@ -449,24 +450,7 @@ def _group_of(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> dict
 
 # Finding the optimizers of watched parameters
 
-_watched: weakref.WeakValueDictionary[int, CacheState] = weakref.WeakValueDictionary()
 _hooks: list[Any] = []
-
-
-class _Membership(NamedTuple):
-    """Which parameters of an optimizer are those of rows, as of its last step."""
-
-    optimizer: weakref.ref[torch.optim.Optimizer]
-    #: How often `watch` had been called.
-    watched: int
-    #: Of each group, the ids of its parameters: so that a step looks no parameter up.
-    parameters: list[list[int]]
-    #: Rows, the id of their parameter, and the number of its group.
-    ours: list[tuple[weakref.ref[CacheState], int, int]]
-
-
-_memberships: dict[int, _Membership] = {}
-_n_watched = 0
 _followed: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 
@@ -476,57 +460,7 @@ def watch(rows: CacheState) -> None:
         _hooks.append(register_optimizer_step_pre_hook(_before_step))
         _hooks.append(register_optimizer_step_post_hook(_after_step))
         _check_new_groups()
-    global _n_watched
-    _watched[id(rows.parameter)] = rows
-    _n_watched += 1
-
-
-def _ours(optimizer: torch.optim.Optimizer) -> list[tuple[CacheState, dict[str, Any]]]:
-    """Return rows whose parameters an optimizer has, each with its group of them."""
-    groups = optimizer.param_groups
-    known = _memberships.get(id(optimizer))
-    if (
-        known is None
-        or known.watched != _n_watched
-        or known.optimizer() is not optimizer
-        or known.parameters != [[*map(id, group["params"])] for group in groups]
-    ):
-        known = _membership(optimizer, groups)
-    found = []
-    for owner, parameter, number in known.ours:
-        rows = owner()
-        if rows is not None and id(rows.parameter) == parameter:
-            found.append((rows, groups[number]))
-    return found
-
-
-def _membership(optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any]]) -> _Membership:
-    key = id(optimizer)
-
-    def forget(gone: weakref.ref[torch.optim.Optimizer]) -> None:
-        kept = _memberships.get(key)
-        if kept is not None and kept.optimizer is gone:
-            del _memberships[key]
-
-    found = _Membership(
-        weakref.ref(optimizer, forget),
-        _n_watched,
-        [[*map(id, group["params"])] for group in groups],
-        [
-            (weakref.ref(rows), id(rows.parameter), number)
-            for number, group in enumerate(groups)
-            for rows in _ours_among(group["params"])
-        ],
-    )
-    _memberships[key] = found
-    return found
-
-
-def _ours_among(parameters: Iterable[torch.Tensor]) -> Iterator[CacheState]:
-    for parameter in parameters:
-        rows = _watched.get(id(parameter))
-        if rows is not None and rows.parameter is parameter:
-            yield rows
+    add_watched(rows)
 
 
 def _concerns(optimizer: torch.optim.Optimizer, rows: CacheState, group: Mapping[str, Any]) -> bool:
@@ -549,7 +483,7 @@ def _check_new_groups() -> None:
     @functools.wraps(add, updated=())
     def add_param_group(self: torch.optim.Optimizer, param_group: dict[str, Any]) -> None:
         add(self, param_group)
-        trained = (r.parameter.requires_grad for r in _ours_among(param_group["params"]))
+        trained = (r.parameter.requires_grad for r in rows_among(param_group["params"]))
         reason = why_refused_when_made(self, param_group) if any(trained) else ""
         if reason:
             self.param_groups.pop()
@@ -572,7 +506,7 @@ def adapters_of(optimizer: torch.optim.Optimizer) -> dict[int, OptimizerAdapter]
         When the optimizer is not one that can be followed.
     """
     found = {}
-    for rows, _ in _ours(optimizer):
+    for rows, _ in rows_in(optimizer):
         with rows.lock:
             rows.training.adapters.attach(optimizer)
         adapter = rows.training.adapters.of(optimizer)
@@ -584,7 +518,7 @@ def adapters_of(optimizer: torch.optim.Optimizer) -> dict[int, OptimizerAdapter]
 def _before_step(
     optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    ours = _ours(optimizer)
+    ours = rows_in(optimizer)
     if not ours:
         return None
     _check_step(optimizer, ours)
@@ -613,14 +547,14 @@ def _with_gradients(
     def ready(*args: Any, **kwargs: Any) -> Any:
         loss = closure(*args, **kwargs)
         with torch.no_grad():
-            _check_step(optimizer, _ours(optimizer))
+            _check_step(optimizer, rows_in(optimizer))
         return loss
 
     return ready
 
 
 def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    for rows, group in _ours(optimizer):
+    for rows, group in rows_in(optimizer):
         if _concerns(optimizer, rows, group):
             rows.training.after_step(optimizer)
 
@@ -630,7 +564,7 @@ def _in_id_order(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -
     number = 0
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            rows = _watched.get(id(parameter))
+            rows = rows_with(parameter)
             adapter = None if rows is None else rows.training.adapters.of(optimizer)
             if adapter is not None and number in state_dict["state"]:
                 state_dict["state"][number] = {
@@ -644,7 +578,7 @@ def _in_id_order(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -
 
 def _took_state(optimizer: torch.optim.Optimizer) -> None:
     """Divide state that an optimizer has loaded between the device and the host."""
-    for rows, _ in _ours(optimizer):
+    for rows, _ in rows_in(optimizer):
         adapter = rows.training.adapters.of(optimizer)
         if adapter is not None:
             adapter.align()

@@ -16,13 +16,11 @@ from .gradient_watch import GradientWatch
 from .gradients import (
     Array,
     BackwardPass,
+    BackwardPasses,
     PinnedLookup,
-    accumulates,
-    at_end_of_backward,
     bypass,
     given_slots,
     on_device_of,
-    pass_number,
     sparse_rows,
     track,
 )
@@ -63,8 +61,7 @@ class Training:
         self.gradients = GradientWatch(rows)
         self._live: list[weakref.ref[PinnedLookup]] = []
         self._pending: list[PinnedLookup] = []
-        # Backward passes under way, by number; autograd holds each while it lasts.
-        self._passes: dict[int, weakref.ref[BackwardPass]] = {}
+        self._passes = BackwardPasses()
         self._grown = rows.slot_table.extra_rows > 0
         # A sparse gradient as an optimizer has it for a step, and as it was.
         self._summed: tuple[torch.Tensor | None, torch.Tensor] | None = None
@@ -171,7 +168,7 @@ class Training:
         with rows.lock:
             if rows.closed:
                 raise BitslabError("rows: are closed")
-            this = self._this_pass(node)  # rows are not moved in one
+            this = self._passes.reached(node, self._end_pass)  # rows are not moved in one
             if lookup.on_device is None and rows.device_slots is not None:
                 take_back(rows)
             self._check_resident(lookup)
@@ -248,7 +245,7 @@ class Training:
                 ids = torch.from_numpy(lookup.ids)[positions[real]].to(grad.device)
                 values = grad._values()[real.to(grad.device)]
                 grad = sparse_rows(ids, values, rows.shape)
-            self._collect(self._this_pass(node), lookup, found, grad)
+            self._collect(self._passes.reached(node, self._end_pass), lookup, found, grad)
             lookup.used = True
 
     def _check_resident(self, lookup: PinnedLookup) -> None:
@@ -268,22 +265,6 @@ class Training:
                 "backward: rows of this lookup have left the cache since an earlier backward "
                 "pass and step; look them up again"
             )
-
-    def _this_pass(self, node: Any) -> BackwardPass:
-        """Return the pass that has reached a node of the graph."""
-        number, passes = pass_number(), self._passes
-        known = passes.get(number)
-        this = None if known is None else known()
-        if this is None:
-            this = BackwardPass(number, accumulates(node), self._end_pass)
-
-            def forget(gone: weakref.ref[BackwardPass]) -> None:  # it has failed
-                if passes.get(number) is gone:
-                    del passes[number]
-
-            passes[number] = weakref.ref(this, forget)
-            at_end_of_backward(this)
-        return this
 
     def _collects(self, this: BackwardPass, shape: torch.Size) -> bool:
         """Return whether a pass sums gradients here: autograd could not, or in another order."""
@@ -317,7 +298,7 @@ class Training:
         """Add the gradients of a pass to the parameter's, which grows to hold their rows."""
         rows = self._rows
         with rows.lock:
-            self._passes.pop(this.number, None)
+            self._passes.forget(this)
             if not this.taken and rows.device_slots is not None:
                 return  # there is an empty slot
         with rows.lock, torch.no_grad():
@@ -436,10 +417,7 @@ class Training:
     @property
     def pass_under_way(self) -> BackwardPass | None:
         """The backward pass that this code runs in, if it has reached a lookup."""
-        if not self._passes:
-            return None
-        known = self._passes.get(pass_number())
-        return None if known is None else known()
+        return self._passes.current()
 
     @property
     def in_pass(self) -> bool:
