@@ -72,13 +72,16 @@ def sound_offsets(
     ArgumentError
         When they do not divide the ids into bags; those on a GPU as far as their number shows it.
     """
-    if not offsets.is_cuda or device.type != "cuda" or not len(offsets):
+    if not offsets.is_cuda or device.type != "cuda" or not offsets.shape[0]:
         offsets = offsets.to("cpu")
         reason = why_no_offsets(offsets, n_ids, include_last)
         if reason:
             raise ArgumentError(f"offsets: {reason}")
         return offsets.to(device, torch.int64, non_blocking=True)
-    offsets = offsets.to(device).contiguous()
+    if offsets.device != device:
+        offsets = offsets.to(device)
+    if not offsets.is_contiguous():
+        offsets = offsets.contiguous()
     bags = kernels_on(device).bags
     return bags.sound_offsets(offsets, n_ids, include_last=include_last)
 

@@ -62,7 +62,7 @@ def _exchange(rows: CacheState, filled: Array) -> None:
         changed = leaving[slot_table.dirty[leaving]]
         write_back(rows, changed)
         rows.statistics.record_written_back(len(changed))
-        training.save(leaving, slot_table.id_of[leaving])
+        training.adapters.save(leaving, slot_table.id_of[leaving])
         training.gradients.record_reuse(np.concatenate([left, filled]))
         lost = slots  # the rows in them are on the host by now
         at, to = (torch.from_numpy(each).to(rows.device) for each in (moving, slots))

@@ -323,12 +323,13 @@ class CachedEmbeddingBag(TableModule):
             if plain is not None:
                 return plain
         self._check_bags(input, offsets, per_sample_weights)
+        rows = self.rows
         if offsets is not None:
             offsets = sound_offsets(
-                offsets, len(input), self.rows.device, include_last=self.include_last_offset
+                offsets, input.shape[0], rows.device, include_last=self.include_last_offset
             )
         if self.cache_op:
-            weight, index, padding = self.rows.lookup_padded(
+            weight, index, padding = rows.lookup_padded(
                 input,
                 train=self.training,
                 sparse=self.sparse,
@@ -337,7 +338,7 @@ class CachedEmbeddingBag(TableModule):
                 norm_type=self.norm_type,
             )
         else:
-            weight, index, padding = self.rows.lookup_slots(input, self.padding_idx)
+            weight, index, padding = rows.lookup_slots(input, self.padding_idx)
         out = F.embedding_bag(
             index,
             weight,
