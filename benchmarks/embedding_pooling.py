@@ -1,8 +1,7 @@
 """Bags of rows in a GPU's memory: CachedEmbeddingBag's pooling and torch.embedding_bag's.
 
 Microseconds by CUDA events, with bags of so many ids each; every result compared bit for bit. `by
-threads` and `by warps` are the two kernels, `ours` the one that is chosen; `used` says whether
-CachedEmbeddingBag leaves such bags to it or to torch.
+threads` and `by warps` are the two kernels, `ours` the one that is chosen.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from typing import Any
 import torch
 from timing import gpu_seconds
 
-from bitslab.embedding.bags import pools_on_gpu
 from bitslab.engine.kernels.cuda import kernels_on
 
 Rows = list[dict[str, Any]]
@@ -64,5 +62,4 @@ def _times(rows: torch.Tensor, batches: list[torch.Tensor], each: int) -> dict[s
     times = {
         name: 1e6 * gpu_seconds(way, len(batches) - WARM_UP, WARM_UP) for name, way in ways.items()
     }
-    used = pools_on_gpu(rows.dtype, rows.shape[1], len(batches[0]), len(offsets))
-    return times | {"torch / ours": times["torch"] / times["ours"], "used": "yes" if used else "no"}
+    return times | {"torch / ours": times["torch"] / times["ours"]}

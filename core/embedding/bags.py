@@ -2,30 +2,16 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 
 from ..engine.kernels.cuda import kernels_on
 from ..engine.kernels.cuda.bags import POOLED_DTYPES
 from ..errors import ArgumentError
 
-#: Bytes of a row, and for rows of so many and more the ids of a bag, on average, up to which
-#: `pooled_on_gpu` is used; the shortest rows last. What was at least as fast as torch on an H200
-#: (`benchmarks/embedding.py --only pool`, whose column `used` shows this table).
-MOST_POOLED_IDS: tuple[tuple[int, float], ...] = ((2048, math.inf), (0, 8))
 
-
-def most_pooled_ids(row_bytes: int) -> float:
-    """Return up to how many ids a bag, on average, `pooled_on_gpu` pays for rows of a size."""
-    return next(most for least_bytes, most in MOST_POOLED_IDS if row_bytes >= least_bytes)
-
-
-def pools_on_gpu(dtype: torch.dtype, dim: int, n_ids: int, n_bags: int) -> bool:
-    """Return whether `pooled_on_gpu` pays for rows ``[D]`` of a dtype and so many ids and bags."""
-    if dtype not in POOLED_DTYPES or n_bags <= 0:
-        return False
-    return n_ids <= most_pooled_ids(dim * dtype.itemsize) * n_bags
+def pools_on_gpu(dtype: torch.dtype, n_bags: int) -> bool:
+    """Return whether `pooled_on_gpu` takes rows of a dtype and so many bags."""
+    return dtype in POOLED_DTYPES and n_bags > 0
 
 
 def pooled_on_gpu(

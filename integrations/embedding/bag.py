@@ -314,8 +314,8 @@ class CachedEmbeddingBag(TableModule):
             When offsets do not fit, or a dtype or shape is not accepted. Nothing was changed.
             Errors of offsets on a GPU, like those of ids there, are raised by a later call or by
             `bitslab.raise_pending_errors`; a step may have been taken by then. Where all rows are
-            resident, ids out of range that torch pools, as of 16-bit rows, ``[B, n]`` ids and bags
-            of more than eight ids on average, end in torch's own device assertion.
+            resident, ids out of range that torch pools, as of 16-bit rows and ``[B, n]`` ids, end
+            in torch's own device assertion.
         """
         self.check_parameters()
         if not torch.is_grad_enabled() and per_sample_weights is None and shape_hook is None:
@@ -370,7 +370,7 @@ class CachedEmbeddingBag(TableModule):
                 return None
         padding: int | None = None
         if input.is_cuda:
-            pools = pools_on_gpu(rows.dtype, self.embedding_dim, len(input), len(offsets))
+            pools = pools_on_gpu(rows.dtype, len(offsets))
             plain = plain_lookup_on_gpu(rows, input, self.padding_idx, masked=not pools)
             if plain is None:
                 return None

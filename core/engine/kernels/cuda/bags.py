@@ -15,9 +15,11 @@ from .source import bags_variant
 THREADS, LONG_THREADS, CHECK_THREADS = 256, 64, 1024  # of a block
 BLOCKS, LONG_BLOCKS = 8, 7  # of a multiprocessor
 SLICE_VALUES = 32  # of a bag, for a warp of `pool_long_bags`
-#: From more ids a bag on, on average, `pool_long_bags` takes them: it has 128 rows of float32 under
-#: way where a thread of `pool_bags` has 8, and fewer bags at once.
-MOST_SHORT_IDS = 16
+#: `pool_long_bags` has 128 rows of float32 under way where a thread of `pool_bags` has 8, and fewer
+#: bags at once. So it takes bags of more ids than this on average, where the bags have few values.
+MOST_SHORT_IDS, FEW_VALUES = 24, 1 << 16
+#: Whatever their values, it takes bags of more ids than this.
+MOST_IDS = 256
 NO_PADDING = -(1 << 63)
 #: Dtypes of rows that `BagKernels.pool` takes.
 POOLED_DTYPES = (torch.float32, torch.float64)
@@ -124,7 +126,8 @@ class BagKernels:
         entries, (_, dim) = offsets.shape[0], matrix.shape
         out = torch.empty(entries - include_last, dim, dtype=matrix.dtype, device=matrix.device)
         if by_warps is None:
-            by_warps = index.shape[0] > MOST_SHORT_IDS * out.shape[0] > 0
+            most = MOST_SHORT_IDS if out.numel() < FEW_VALUES else MOST_IDS
+            by_warps = index.shape[0] > most * out.shape[0] > 0
         size, to, address = matrix.element_size(), out.data_ptr(), matrix.data_ptr()
         vector = 16 // size if (address | to | dim * size) % 16 == 0 else 1
         if not by_warps and out.numel() < vector * THREADS * self._runner.multiprocessors:
@@ -141,12 +144,12 @@ class BagKernels:
         width = dim // vector
         if by_warps:
             wanted = ceil_div(out.shape[0] * ceil_div(dim, SLICE_VALUES), LONG_THREADS // 32)
-            most = LONG_BLOCKS * self._runner.multiprocessors
+            room = LONG_BLOCKS * self._runner.multiprocessors
         else:
             wanted = ceil_div(out.shape[0] * width, THREADS)
-            most = BLOCKS * self._runner.multiprocessors
+            room = BLOCKS * self._runner.multiprocessors
         # One bag at least, so that an end that is not the number of ids is reported.
-        blocks = max(1, min(wanted, most))
+        blocks = max(1, min(wanted, room))
         pool(
             blocks,
             address,
