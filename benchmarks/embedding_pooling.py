@@ -1,20 +1,23 @@
 """Bags of rows in a GPU's memory: CachedEmbeddingBag's pooling and torch.embedding_bag's.
 
-Microseconds by CUDA events, with bags of so many ids each; every result compared bit for bit.
+Microseconds by CUDA events, with bags of so many ids each; every result compared bit for bit. `by
+threads` and `by warps` are the two kernels, `ours` the one that is chosen.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from timing import gpu_seconds
 
-from bitslab.embedding.bags import pooled_on_gpu, pools_on_gpu
+from bitslab.engine.kernels.cuda import kernels_on
 
 Rows = list[dict[str, Any]]
-IDS_OF_A_BAG = (1, 2, 8, 50, 1000)
+IDS_OF_A_BAG = (1, 2, 8, 20, 50, 200, 1000)
 WARM_UP = 2
 SUM = 0  # torch's number of the mode
 
@@ -43,14 +46,20 @@ def _times(rows: torch.Tensor, batches: list[torch.Tensor], each: int) -> dict[s
         out, *_ = torch.embedding_bag(rows, batches[i], offsets, False, SUM)
         return out
 
-    def ours(i: int) -> torch.Tensor:
-        return pooled_on_gpu(rows, batches[i], offsets, SUM, padding=None, include_last=False)
+    def ours(i: int, by_warps: bool | None = None) -> torch.Tensor:
+        return kernels_on(rows.device).bags.pool(rows, batches[i], offsets, SUM, by_warps=by_warps)
 
-    if not torch.equal(by_torch(0).view(torch.int32), ours(0).view(torch.int32)):
-        raise SystemExit("rows differ from torch.embedding_bag's")
-    times = {
-        name: 1e6 * gpu_seconds(way, len(batches) - WARM_UP, WARM_UP)
-        for name, way in (("torch", by_torch), ("ours", ours))
+    ways: dict[str, Callable[[int], torch.Tensor]] = {
+        "torch": by_torch,
+        "by threads": partial(ours, by_warps=False),
+        "by warps": partial(ours, by_warps=True),
+        "ours": ours,
     }
-    used = pools_on_gpu(rows.dtype, len(batches[0]), len(offsets))
-    return times | {"torch / ours": times["torch"] / times["ours"], "used": "yes" if used else "no"}
+    expected = by_torch(0).view(torch.int32)
+    for name, way in ways.items():
+        if not torch.equal(way(0).view(torch.int32), expected):
+            raise SystemExit(f"{name}: rows differ from torch.embedding_bag's")
+    times = {
+        name: 1e6 * gpu_seconds(way, len(batches) - WARM_UP, WARM_UP) for name, way in ways.items()
+    }
+    return times | {"torch / ours": times["torch"] / times["ours"]}

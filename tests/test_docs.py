@@ -8,7 +8,6 @@ import importlib
 import json
 import re
 import shlex
-import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ import torch
 import bitslab
 from bitslab.cli import build_parser
 from docs import make_api, make_pictures
+from tests.forked import run_forked
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -102,6 +102,9 @@ FRAMEWORKS = {
     "transformers": "transformers",
     "accelerate": "transformers",
 }
+
+#: What most of them import: the compiler comes with every optimizer and framework.
+IMPORTED = ("torch", "torch._dynamo", "numba", "bitslab")
 
 RUNNER = """
 import json, os, sys, traceback
@@ -196,13 +199,11 @@ def test_examples_run(framework: str, tmp_path: Path) -> None:
         {**example, "folder": str(tmp_path / str(i))}
         for i, example in enumerate(examples()[framework])
     ]
-    done = subprocess.run(
-        [sys.executable, "-W", "error::UserWarning:bitslab", "-c", RUNNER],
+    done = run_forked(
+        ["-W", "error::UserWarning:bitslab", "-c", RUNNER],
+        imports=IMPORTED,
         input=json.dumps(todo),
         cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=300,
     )
     raise_missing(done.stderr)
     assert done.returncode == 0, done.stderr
@@ -331,13 +332,11 @@ def test_commands_name_what_is_there(tmp_path: Path) -> None:
     scripts = sorted({script for _, words in COMMANDS if (script := script_of(words))})
     assert not [script for script in scripts if not (ROOT / script).is_file()]
     with_options = [script for script in scripts if not script.startswith("docs/make_api")]
-    done = subprocess.run(
-        [sys.executable, "-c", HELP],
+    done = run_forked(
+        ["-c", HELP],
+        imports=IMPORTED,
         input=json.dumps([str(ROOT / script) for script in with_options]),
         cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=300,
     )
     raise_missing(done.stderr)
     assert done.returncode == 0, done.stderr

@@ -8,15 +8,10 @@ from ..engine.kernels.cuda import kernels_on
 from ..engine.kernels.cuda.bags import POOLED_DTYPES
 from ..errors import ArgumentError
 
-#: Ids of a bag, on average, up to which `pooled_on_gpu` is used. A thread takes the ids of a bag
-#: one after another: on an H200 bags of one id take 1/2 to 1/5 of torch's time, those of
-#: 50 ids and more run at 0.4 to 0.6 of its rate (benchmarks/embedding.py --only pool).
-MOST_POOLED_IDS = 2
 
-
-def pools_on_gpu(dtype: torch.dtype, n_ids: int, n_bags: int) -> bool:
-    """Return whether `pooled_on_gpu` pays for this dtype, number of ids and number of bags."""
-    return dtype in POOLED_DTYPES and 0 < n_bags and n_ids <= MOST_POOLED_IDS * n_bags
+def pools_on_gpu(dtype: torch.dtype, n_bags: int) -> bool:
+    """Return whether `pooled_on_gpu` takes rows of a dtype and so many bags."""
+    return dtype in POOLED_DTYPES and n_bags > 0
 
 
 def pooled_on_gpu(
@@ -63,13 +58,16 @@ def sound_offsets(
     ArgumentError
         When they do not divide the ids into bags; those on a GPU as far as their number shows it.
     """
-    if not offsets.is_cuda or device.type != "cuda" or not len(offsets):
+    if not offsets.is_cuda or device.type != "cuda" or not offsets.shape[0]:
         offsets = offsets.to("cpu")
         reason = why_no_offsets(offsets, n_ids, include_last)
         if reason:
             raise ArgumentError(f"offsets: {reason}")
         return offsets.to(device, torch.int64, non_blocking=True)
-    offsets = offsets.to(device).contiguous()
+    if offsets.device != device:
+        offsets = offsets.to(device)
+    if not offsets.is_contiguous():
+        offsets = offsets.contiguous()
     bags = kernels_on(device).bags
     return bags.sound_offsets(offsets, n_ids, include_last=include_last)
 

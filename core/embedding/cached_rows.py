@@ -427,7 +427,7 @@ class CachedRows(CacheState):
         """
         with self.lock:
             self._check_open()
-            self.training.attach(optimizer, row_wise=row_wise)
+            self.training.adapters.attach(optimizer, row_wise=row_wise)
 
     def flush(self, *, evict: bool = False) -> None:
         """Pack every row that may have changed back into the table.

@@ -101,7 +101,7 @@ def look_up_on_gpu(
             "a lookup in training cannot be captured by a CUDA graph: call eval() first, or leave "
             "the lookup out of the graph"
         )
-    flat = ids.detach()
+    flat = ids
     if flat.dim() != 1 or not flat.is_contiguous():
         flat = flat.reshape(-1).contiguous()
     n, parameter = flat.shape[0], rows.parameter
@@ -119,14 +119,16 @@ def look_up_on_gpu(
             uses.look_up(flat, index, counters, uses=counts)
         # The parameter is the table: whatever changes it is found when rows are written back.
         return (parameter if wants_grad else parameter.data), index, padding_idx
-    if rows.device_slots is not None and rows.device_slots.is_used_up:
-        take_back(rows)
-    if rows.device_slots is not None:
-        rows.device_slots.follow()
-    rows.training.release_applied()
-    oldest = rows.training.oldest_kept
+    training, device_slots = rows.training, rows.device_slots
+    if device_slots is not None:
+        if device_slots.is_used_up:
+            take_back(rows)
+        else:
+            device_slots.follow()
+    training.release_applied()
+    oldest = training.oldest_kept
     device_slots = _with_room(rows, n, oldest)
-    states = None if device_slots is None else rows.training.followed_states()
+    states = None if device_slots is None else training.adapters.followed_states()
     if device_slots is None or states is None:
         return None
     exchange, parameter = rows.exchange, rows.parameter
@@ -138,12 +140,13 @@ def look_up_on_gpu(
     slots = torch.empty(2, n, dtype=torch.int64, device=device)
     number = device_slots.look_up(flat, slots, counters, oldest, exchange, uses=counts)
     if n:
-        rows.training.gradients.record_reuse_from(number)
+        training.gradients.record_reuse_from(number)
     padding = None if padding_idx is None else rows.slot_table.slot_or_none(padding_idx)
     kept, index = slots.unbind()
-    matrix: torch.Tensor = parameter.data
     if wants_grad:
-        matrix = rows.training.hold(matrix, NONE, NONE, whole=True, on_device=kept, number=number)
+        matrix = training.hold(parameter, NONE, NONE, whole=True, on_device=kept, number=number)
+    else:
+        matrix = parameter.data
     return matrix, index if ids.dim() == 1 else index.view(ids.shape), padding
 
 
@@ -160,9 +163,7 @@ def _with_room(rows: CacheState, n_ids: int, oldest: int | None) -> DeviceSlots 
         wanted.pause -= 1
         return None
     exchange = rows.exchange
-    if exchange is not None:
-        exchange.finish()  # which may pack the table again
-    if exchange is None or not exchange.is_direct:
+    if exchange is None or not exchange.settle():
         # Asked each time: a table that is packed again has other memory.
         if not rows.table.readable_by_gpu():
             return None
@@ -174,7 +175,7 @@ def _with_room(rows: CacheState, n_ids: int, oldest: int | None) -> DeviceSlots 
             bypassing = any(lookup.bypassed for lookup in training.live)
             if not training.idle or training.in_use or bypassing:
                 return None
-            states = training.followed_states()
+            states = training.adapters.followed_states()
             if states is None:
                 return None
             training.pin()

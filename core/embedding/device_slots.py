@@ -136,16 +136,21 @@ class _InOrder:
             # Other streams may use what was made on this one.
             torch.cuda.current_stream(device).synchronize()
 
-    def follow(self) -> None:
-        """Make the current stream wait for the last batch if that ran on another stream."""
+    def follow(self) -> bool:
+        """Make the current stream wait for the last batch if that ran on another stream.
+
+        Return whether it did.
+        """
         if self._device.type != "cuda":
-            return
+            return False
         pointer = stream_pointer(self._device)
-        if pointer != self._pointer:
-            stream = torch.cuda.current_stream(self._device)
-            if self._stream is not None:
-                stream.wait_stream(self._stream)
-            self._pointer, self._stream = pointer, stream
+        if pointer == self._pointer:
+            return False
+        stream = torch.cuda.current_stream(self._device)
+        if self._stream is not None:
+            stream.wait_stream(self._stream)
+        self._pointer, self._stream = pointer, stream
+        return True
 
 
 class DeviceSlots:
@@ -204,6 +209,9 @@ class DeviceSlots:
         self._batches: deque[tuple[int, int]] = deque()
         # Whether slots may hold other rows than the map says, since a lookup was interrupted.
         self._loading = False
+        # Slots int64 [n] that the next lookup is to mark as changed, and with which step.
+        self._marked: torch.Tensor | None = None
+        self._mark = 0
 
     @property
     def n_slots(self) -> int:
@@ -251,7 +259,8 @@ class DeviceSlots:
 
     def follow(self) -> None:
         """Make the current stream wait for the last batch if that ran on another stream."""
-        self._order.follow()
+        if self._order.follow():
+            self._mark_now()
 
     @property
     def is_used_up(self) -> bool:
@@ -310,7 +319,8 @@ class DeviceSlots:
         counting = self._evict if uses else BY_ORDER
         oldest = number if oldest is None else oldest
         try:
-            finder.claim(ids, counts, number, wanted)
+            finder.claim(ids, counts, number, wanted, self._marked, self._mark)
+            self._marked = None
             finder.choose(counts, number, oldest, wanted, victims, leaving)
             coming = finder.coming
             exchange.store(victims, leaving, coming)
@@ -374,12 +384,24 @@ class DeviceSlots:
         self.holding = True
         first = self.held_from
         self.held_from = number if first is None else min(first, number)
-        self._columns.changed.index_fill_(0, slots, self._step)
+        self._mark_now()  # several lookups: the next one marks the slots of the last
+        self._marked, self._mark = slots, self._step
+
+    def _mark_now(self) -> None:
+        """Mark slots as changed that the next lookup would mark."""
+        marked = self._marked
+        if marked is None:
+            return
+        if self.device.type == "cuda":
+            marked.record_stream(torch.cuda.current_stream(self.device))
+        self._columns.changed.index_fill_(0, marked, self._mark)
+        self._marked = None
 
     def held(self) -> torch.Tensor:
         """Return bool ``[n_slots]``: whether a gradient of a slot waits for a step."""
         if not self.holding:
             return torch.zeros_like(self._columns.changed, dtype=torch.bool)
+        self._mark_now()
         return self._columns.changed == self._step
 
     def release(self) -> None:
@@ -409,6 +431,7 @@ class DeviceSlots:
         if not self._fresh:
             return
         wait_for_all(self.device)
+        self._mark_now()
         c = self._columns
         changed = c.changed.cpu().numpy() > 0
         keys = c.keys.cpu().numpy()

@@ -11,7 +11,15 @@ import torch
 
 from ..errors import BitslabError
 from .device_slots import DeviceSlots
-from .gradients import Array, given_slots, on_device_of, origin_of, sum_mark, values_of
+from .gradients import (
+    Array,
+    PinnedLookup,
+    given_slots,
+    on_device_of,
+    origin_of,
+    sum_mark,
+    values_of,
+)
 from .parameter_watch import ADVICE
 from .state import CacheState
 
@@ -103,7 +111,6 @@ class GradientWatch:
 
         That is assumed until a pass has had two.
         """
-        self.raise_known()
         self.watch()
         return not self._shares
 
@@ -115,9 +122,9 @@ class GradientWatch:
         """Register hooks on the parameter, unless they are there."""
         rows = self._rows
         parameter = rows.parameter
-        if rows.all_resident or not parameter.requires_grad:
-            return
         if self._hooked is not None and self._hooked() is parameter:
+            return
+        if rows.all_resident or not parameter.requires_grad:
             return
         for hook in self._hooks:
             hook.remove()
@@ -126,7 +133,11 @@ class GradientWatch:
 
         def before_accumulation(grad: torch.Tensor | None) -> None:
             rows = owner()
-            if rows is not None and grad is not None and _accumulates(rows.parameter):
+            if rows is None or grad is None:
+                return
+            this = rows.training.pass_under_way
+            # Without one, no lookup has made the gradient.
+            if _accumulates(rows.parameter) if this is None else this.accumulates:
                 rows.training.gradients.before_backward(grad)
 
         def after_accumulation(parameter: torch.Tensor) -> None:
@@ -220,10 +231,11 @@ class GradientWatch:
 
     def check_cleared(self, what: str) -> None:
         """Raise if a gradient still has values of rows that have left their slots."""
+        reused, dropped, on_device = self._reused, self._dropped, self._reused_on_device
+        if reused is None and dropped is None and on_device is None:
+            return
+        self._reused = self._dropped = self._reused_on_device = None
         grad = self._rows.parameter.grad
-        reused, self._reused = self._reused, None
-        dropped, self._dropped = self._dropped, None
-        on_device, self._reused_on_device = self._reused_on_device, None
         if grad is None:
             return
         if on_device is not None and on_device[0] is grad:
@@ -259,13 +271,13 @@ class GradientWatch:
 
     # In steps
 
-    def check(self, held: Iterable[Array]) -> None:
+    def check(self, held: Iterable[PinnedLookup]) -> None:
         """Refuse a gradient that was changed so that others than the rows of lookups have one.
 
         Parameters
         ----------
-        held : iterable of numpy.ndarray
-            int64, slots of the rows whose gradient lookups have made, as far as the host knows.
+        held : iterable of PinnedLookup
+            Lookups that have made gradients, as far as the host knows.
 
         Raises
         ------
@@ -273,7 +285,6 @@ class GradientWatch:
             On a GPU only by the next call that looks rows up or takes a step: nothing waits. Rows
             that no lookup holds do not move.
         """
-        self.raise_known()
         rows = self._rows
         grad = rows.parameter.grad
         if grad is None or rows.all_resident or not values_of(grad).numel():
@@ -284,8 +295,8 @@ class GradientWatch:
         on_gpu = rows.device.type == "cuda"
         with torch.no_grad():
             free = torch.ones(rows.parameter.shape[0], dtype=torch.bool, device=grad.device)
-            for slots in held:
-                free.index_fill_(0, on_device_of(grad, slots), False)
+            for lookup in held:
+                free.index_fill_(0, on_device_of(grad, lookup.slots), False)
             if rows.device_slots is not None and rows.device_slots.holding:
                 free &= ~rows.device_slots.held()
             values = values_of(grad)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -97,22 +98,21 @@ class _Origin(torch.autograd.Function):
 
 
 class _Track(torch.autograd.Function):
+    # Few arguments, since torch looks at each one both ways.
     @staticmethod
     def forward(
         ctx: Any,
         origin: torch.Tensor,
-        matrix: torch.Tensor,
-        slots: torch.Tensor | None,
-        owner: Owner,
-        lookup: PinnedLookup,
+        matrix: torch.Tensor | None,
+        tracked: tuple[Owner, PinnedLookup, torch.Tensor | None, torch.Size],
     ) -> torch.Tensor:
-        ctx.owner, ctx.lookup, ctx.slots, ctx.shape = owner, lookup, slots, origin.shape
-        return matrix.view_as(matrix)
+        ctx.tracked = tracked
+        return origin.detach() if matrix is None else matrix.view_as(matrix)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        grad = ctx.owner.on_gradient(ctx, ctx.lookup, grads[0], ctx.slots, ctx.shape)
-        return grad, None, None, None, None
+        owner, lookup, slots, shape = ctx.tracked
+        return owner.on_gradient(ctx, lookup, grads[0], slots, shape), None, None
 
 
 class _Bypass(torch.autograd.Function):
@@ -144,7 +144,7 @@ def origin_of(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> 
 
 def track(
     origin: torch.Tensor,
-    matrix: torch.Tensor,
+    matrix: torch.Tensor | None,
     slots: torch.Tensor | None,
     owner: Owner,
     lookup: PinnedLookup,
@@ -155,8 +155,9 @@ def track(
     ----------
     origin : torch.Tensor
         ``[C, D]``, the parameter, or its stand-in; see `origin_of`.
-    matrix : torch.Tensor
-        Rows `slots` of the parameter and one row of zeros behind them; or the whole parameter.
+    matrix : torch.Tensor or None
+        Rows `slots` of the parameter and one row of zeros behind them; or the whole parameter,
+        which `origin` is when this is left out.
     slots : torch.Tensor or None
         int64 ``[u]``; None for all.
     owner : Owner
@@ -164,7 +165,7 @@ def track(
     lookup : PinnedLookup
         The lookup.
     """
-    return _track(origin, matrix, slots, owner, lookup)
+    return _track(origin, matrix, (owner, lookup, slots, origin.shape))
 
 
 def bypass(
@@ -181,11 +182,17 @@ class BackwardPass:
 
     Parameters
     ----------
+    number : int
+        What `pass_number` returns in it.
+    accumulates : bool
+        Whether it adds gradients to ``grad``; see `accumulates`.
     end : callable
         Called with this object at the end of the pass.
     """
 
-    def __init__(self, end: Callable[[BackwardPass], None]) -> None:
+    def __init__(self, number: int, accumulates: bool, end: Callable[[BackwardPass], None]) -> None:
+        self.number = number
+        self.accumulates = accumulates
         #: Lookups, the rows that they found, and their gradients: sparse ones have ids as indices,
         #: dense ones ``[u + 1, D]`` have a row for each id of the lookup and one more.
         self.taken: list[tuple[PinnedLookup, torch.Tensor | None, torch.Tensor]] = []
@@ -205,6 +212,44 @@ class BackwardPass:
         self._end(self)
 
 
+class BackwardPasses:
+    """The backward passes under way that have reached a lookup; autograd holds each."""
+
+    def __init__(self) -> None:
+        self._by_number: dict[int, weakref.ref[BackwardPass]] = {}
+
+    def __len__(self) -> int:
+        """Return how many there are."""
+        return len(self._by_number)
+
+    def current(self) -> BackwardPass | None:
+        """Return the pass that this code runs in, if it has reached a lookup."""
+        if not self._by_number:
+            return None
+        known = self._by_number.get(pass_number())
+        return None if known is None else known()
+
+    def reached(self, node: Any, end: Callable[[BackwardPass], None]) -> BackwardPass:
+        """Return the pass that has reached a node; `end` as for `BackwardPass`, if it is new."""
+        number, passes = pass_number(), self._by_number
+        known = passes.get(number)
+        this = None if known is None else known()
+        if this is None:
+            this = BackwardPass(number, accumulates(node), end)
+
+            def forget(gone: weakref.ref[BackwardPass]) -> None:  # it has failed
+                if passes.get(number) is gone:
+                    del passes[number]
+
+            passes[number] = weakref.ref(this, forget)
+            at_end_of_backward(this)
+        return this
+
+    def forget(self, this: BackwardPass) -> None:
+        """Record that a pass has ended."""
+        self._by_number.pop(this.number, None)
+
+
 def pass_number() -> int:
     """Return the number of the backward pass that this code runs in, -1 for none."""
     return int(torch._C._current_graph_task_id())
@@ -221,8 +266,8 @@ def accumulates(node: Any) -> bool:
 
     It does not in `torch.autograd.grad`.
     """
-    while node.next_functions:
-        node = node.next_functions[0][0]
+    while following := node.next_functions:
+        node = following[0][0]
     try:
         return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError:  # torch's answer to a leaf in torch.autograd.grad

@@ -203,7 +203,7 @@ def _exchange(rows: CacheState, batch: Batch, slots: Array) -> int:
     try:
         fresh = rows.row_store.gather(batch.missing[:step])
         write_back(rows, changed)
-        rows.training.save(held, slot_table.id_of[held])
+        rows.training.adapters.save(held, slot_table.id_of[held])
         rows.training.gradients.record_reuse(held)
         lost = slots  # the rows in them are on the host by now
         for begin in range(0, len(slots), step):
@@ -211,7 +211,7 @@ def _exchange(rows: CacheState, batch: Batch, slots: Array) -> int:
                 fresh = rows.row_store.gather(batch.missing[begin : begin + step])
             rows.parameter.data[to_device(slots[begin : begin + step], rows.device)] = fresh
         slot_table.admit(batch.missing, slots, batch.missing_counts)
-        rows.training.restore(slots, batch.missing)
+        rows.training.adapters.restore(slots, batch.missing)
     except BaseException:
         slot_table.repair(lost)
         raise

@@ -21,6 +21,7 @@ from torch.optim.optimizer import (
 
 from ..dtypes import dense
 from ..errors import ArgumentError, ArgumentTypeError, BitslabError
+from .membership import add_watched, rows_among, rows_in, rows_with
 from .ownership import sync_from_device
 from .row_state import RowState
 from .state import CacheState
@@ -153,6 +154,8 @@ class OptimizerAdapter:
         """
         rows = self._rows()
         if rows is None:
+            return
+        if not self._known and not self._state():
             return
         n_slots, n_rows = rows.parameter.shape[0], len(rows)
         if not made_now:
@@ -447,7 +450,6 @@ def _group_of(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> dict
 
 # Finding the optimizers of watched parameters
 
-_watched: weakref.WeakValueDictionary[int, CacheState] = weakref.WeakValueDictionary()
 _hooks: list[Any] = []
 _followed: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
@@ -458,32 +460,19 @@ def watch(rows: CacheState) -> None:
         _hooks.append(register_optimizer_step_pre_hook(_before_step))
         _hooks.append(register_optimizer_step_post_hook(_after_step))
         _check_new_groups()
-    _watched[id(rows.parameter)] = rows
+    add_watched(rows)
 
 
-def _ours(optimizer: torch.optim.Optimizer) -> list[CacheState]:
-    return [rows for group in optimizer.param_groups for rows in _ours_among(group["params"])]
-
-
-def _ours_among(parameters: Iterable[torch.Tensor]) -> Iterator[CacheState]:
-    for parameter in parameters:
-        rows = _watched.get(id(parameter))
-        if rows is not None and rows.parameter is parameter:
-            yield rows
-
-
-def _concerned(optimizer: torch.optim.Optimizer) -> list[CacheState]:
-    """Return the rows of an optimizer, but for those that it skips and could not train.
+def _concerns(optimizer: torch.optim.Optimizer, rows: CacheState, group: Mapping[str, Any]) -> bool:
+    """Return whether a step is about these rows: not if it skips them and could not train them.
 
     It skips them where it trains the rest of a model.
     """
-    return [
-        rows
-        for rows in _ours(optimizer)
-        if rows.parameter.grad is not None
+    return (
+        rows.parameter.grad is not None
         or not passes_over(optimizer)
-        or not why_refused_when_made(optimizer, _group_of(optimizer, rows.parameter))
-    ]
+        or not why_refused_when_made(optimizer, {**optimizer.defaults, **group})
+    )
 
 
 def _check_new_groups() -> None:
@@ -494,7 +483,7 @@ def _check_new_groups() -> None:
     @functools.wraps(add, updated=())
     def add_param_group(self: torch.optim.Optimizer, param_group: dict[str, Any]) -> None:
         add(self, param_group)
-        trained = (r.parameter.requires_grad for r in _ours_among(param_group["params"]))
+        trained = (r.parameter.requires_grad for r in rows_among(param_group["params"]))
         reason = why_refused_when_made(self, param_group) if any(trained) else ""
         if reason:
             self.param_groups.pop()
@@ -517,10 +506,10 @@ def adapters_of(optimizer: torch.optim.Optimizer) -> dict[int, OptimizerAdapter]
         When the optimizer is not one that can be followed.
     """
     found = {}
-    for rows in _ours(optimizer):
+    for rows, _ in rows_in(optimizer):
         with rows.lock:
-            rows.training.attach(optimizer)
-        adapter = rows.training.adapter_of(optimizer)
+            rows.training.adapters.attach(optimizer)
+        adapter = rows.training.adapters.of(optimizer)
         assert adapter is not None
         found[id(rows.parameter)] = adapter
     return found
@@ -529,16 +518,25 @@ def adapters_of(optimizer: torch.optim.Optimizer) -> dict[int, OptimizerAdapter]
 def _before_step(
     optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    ours = _ours(optimizer)
-    for rows in _concerned(optimizer):
-        rows.training.before_step(optimizer)
+    ours = rows_in(optimizer)
+    if not ours:
+        return None
+    _check_step(optimizer, ours)
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-    if not ours or not callable(closure):
+    if not callable(closure):
         return None
     ready = _with_gradients(optimizer, closure)
     if "closure" in kwargs:
         return args, kwargs | {"closure": ready}
     return (args[0], ready, *args[2:]), kwargs
+
+
+def _check_step(
+    optimizer: torch.optim.Optimizer, ours: Iterable[tuple[CacheState, dict[str, Any]]]
+) -> None:
+    for rows, group in ours:
+        if _concerns(optimizer, rows, group):
+            rows.training.before_step(optimizer, {**optimizer.defaults, **group})
 
 
 def _with_gradients(
@@ -549,16 +547,16 @@ def _with_gradients(
     def ready(*args: Any, **kwargs: Any) -> Any:
         loss = closure(*args, **kwargs)
         with torch.no_grad():
-            for rows in _concerned(optimizer):
-                rows.training.before_step(optimizer)
+            _check_step(optimizer, rows_in(optimizer))
         return loss
 
     return ready
 
 
 def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    for rows in _concerned(optimizer):
-        rows.training.after_step(optimizer)
+    for rows, group in rows_in(optimizer):
+        if _concerns(optimizer, rows, group):
+            rows.training.after_step(optimizer)
 
 
 def _in_id_order(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
@@ -566,8 +564,8 @@ def _in_id_order(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -
     number = 0
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            rows = _watched.get(id(parameter))
-            adapter = None if rows is None else rows.training.adapter_of(optimizer)
+            rows = rows_with(parameter)
+            adapter = None if rows is None else rows.training.adapters.of(optimizer)
             if adapter is not None and number in state_dict["state"]:
                 state_dict["state"][number] = {
                     name: adapter.whole(name, value)
@@ -580,8 +578,8 @@ def _in_id_order(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -
 
 def _took_state(optimizer: torch.optim.Optimizer) -> None:
     """Divide state that an optimizer has loaded between the device and the host."""
-    for rows in _ours(optimizer):
-        adapter = rows.training.adapter_of(optimizer)
+    for rows, _ in rows_in(optimizer):
+        adapter = rows.training.adapters.of(optimizer)
         if adapter is not None:
             adapter.align()
 

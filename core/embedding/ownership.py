@@ -55,14 +55,14 @@ def _exchange(rows: CacheState, filled: Array) -> None:
     filled = filled[np.argsort(-slot_table.keys[filled], kind="stable")]
     came, lost = slot_table.id_of[filled], filled[:0]
     try:
-        slots = slot_table.make_room_for(filled, 0)
+        slots = slot_table.make_room_for(filled)
         moving, unmoved = filled[: len(slots)], filled[len(slots) :]
         left = slots[slot_table.id_of[slots] >= 0]
         leaving = np.concatenate([left, unmoved])
         changed = leaving[slot_table.dirty[leaving]]
         write_back(rows, changed)
         rows.statistics.record_written_back(len(changed))
-        training.save(leaving, slot_table.id_of[leaving])
+        training.adapters.save(leaving, slot_table.id_of[leaving])
         training.gradients.record_reuse(np.concatenate([left, filled]))
         lost = slots  # the rows in them are on the host by now
         at, to = (torch.from_numpy(each).to(rows.device) for each in (moving, slots))

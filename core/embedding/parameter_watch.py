@@ -59,10 +59,11 @@ class ParameterWatch:
     def accept_step(self) -> None:
         """Accept what an optimizer's step has written."""
         rows = self._rows
+        version = rows.parameter._version
         # One write is the step's. More may be those of a hook of the optimizer.
-        one = rows.parameter._version - self._version <= 1
+        one = version - self._version <= 1
         if one or rows.all_resident or not self._clean_rows_differ():
-            self._version = rows.parameter._version
+            self._version = version
 
     @property
     def changed(self) -> bool:
@@ -94,7 +95,11 @@ class ParameterWatch:
         BitslabError
             When something else has changed it.
         """
-        self._rows.training.gradients.raise_known()
+        rows = self._rows
+        rows.training.gradients.raise_known()
+        parameter = rows.parameter
+        if parameter._version == self._version and parameter.data_ptr() in self._addresses:
+            return
         if self.refuses():
             raise BitslabError(
                 "weight: the module's parameter was changed in place, or given other memory, "

@@ -55,7 +55,7 @@ def take_over(
         _swap(optimizer, group, weights, [rows.parameter], [state])
         if rows.trainable and not why_refused(optimizer, group, rows.parameter):
             with rows.lock:
-                rows.training.attach(optimizer)
+                rows.training.adapters.attach(optimizer)
         _move_state(optimizer, rows.parameter)
         for weight in weights:
             _warn_of_gradients(weight)
@@ -86,7 +86,7 @@ def give_back(
             continue
         if rows.trainable and not why_refused(optimizer, group, parameter):
             with rows.lock:
-                rows.training.attach(optimizer)  # what it has may be as it was made
+                rows.training.adapters.attach(optimizer)  # what it has may be as it was made
         states = _divided(_state_of_all(rows, optimizer), weights)
         if states is None:
             continue
@@ -156,7 +156,7 @@ def _swap(
 
 def _state_of_all(rows: CacheState, optimizer: torch.optim.Optimizer) -> State:
     """Return an optimizer's state of rows with all of them in the order of their ids."""
-    adapter = rows.training.adapter_of(optimizer)
+    adapter = rows.training.adapters.of(optimizer)
     state = optimizer.state.get(rows.parameter, {})
     return {
         name: adapter.whole(name, value)

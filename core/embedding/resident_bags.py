@@ -27,7 +27,7 @@ class ResidentBags:
         self._map: SlotMap | None = None
         self._changes = 0
         self._looked_up = 0
-        self._part = 0  # address of `lookups.part_of_copy`'s function
+        self._part = 0  # address of `resident.part_of_copy`'s function
 
     def slot_map(self, slot_table: SlotTable, n_ids: int = 0) -> SlotMap:
         """Return the map of slots for a lookup.
@@ -85,7 +85,7 @@ class ResidentBags:
         float_bytes = parameter.element_size()
         row_bytes = dim * float_bytes
         threads = threads_for(n * row_bytes)
-        # In the order in which lookups.py reads it.
+        # In the order in which resident.py reads it.
         call = array(
             "q",
             (
@@ -112,9 +112,9 @@ class ResidentBags:
 
 @functools.cache
 def _part_of_copy() -> Any:
-    """Return `lookups.part_of_copy`, compiled."""
+    """Return `resident.part_of_copy`, compiled."""
     load_optional("numba", extra=None, purpose="looking up rows on the CPU")
-    from ..engine.kernels.cpu import lookups
+    from ..engine.kernels.cpu import resident
 
-    with compiling_with_cache_of(lookups.copy_resident):
-        return lookups.part_of_copy()
+    with compiling_with_cache_of(resident.copy_resident):
+        return resident.part_of_copy()

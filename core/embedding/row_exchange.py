@@ -62,16 +62,26 @@ class RowExchange:
         self._described: list[torch.Tensor] = []
         self._row_units = 0
 
-    @property
-    def is_direct(self) -> bool:
-        """Whether the kernel reads and overwrites the rows of the table itself."""
+    def settle(self) -> bool:
+        """Finish the batch before, and return whether the kernel still reaches the table's rows.
+
+        It does where it reads and overwrites raw rows itself. Putting rows into a packed table may
+        pack that again.
+        """
+        if self._waiting:
+            self.finish()
         known = self._direct
-        return known is not None and known[0] is self._store.table and known[0].takes_gpu_writes
+        if known is None:
+            return False
+        if known[0] is self._store.table and known[0].takes_gpu_writes:
+            return True
+        self._direct = None
+        return False
 
     def begin(
         self, data: torch.Tensor, states: Sequence[tuple[torch.Tensor, RowState]], n_ids: int
     ) -> None:
-        """Get ready for a batch.
+        """Get ready for a batch; `settle` comes before it.
 
         Parameters
         ----------
@@ -82,13 +92,12 @@ class RowExchange:
         n_ids : int
             Ids of the batch.
         """
-        if self._waiting:
-            self.finish()
         store, self._n_ids = self._store, n_ids
-        if not self.is_direct:
-            stored = store.table.rows_for_gpu()
-            self._direct = None if stored is None else (store.table, stored)
         known = self._direct
+        if known is None:
+            stored = store.table.rows_for_gpu()
+            if stored is not None:
+                known = self._direct = (store.table, stored)
         if known is None:
             if self._outbox is None or self._outbox.n_rows < n_ids:
                 self._outbox = _Outbox(n_ids, data)

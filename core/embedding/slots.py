@@ -366,7 +366,7 @@ class SlotTable:
         np.maximum(id_of, -1, out=self.id_of)
         self.repair()
 
-    def make_room_for(self, candidates: Array, at_least: int) -> Array:
+    def make_room_for(self, candidates: Array) -> Array:
         """Choose slots below the capacity for the most used rows beyond it.
 
         A row moves only if its key is at least that of the row whose slot it would take.
@@ -375,9 +375,6 @@ class SlotTable:
         ----------
         candidates : numpy.ndarray
             int64 ``[n]``, slots beyond the capacity, the most used first.
-        at_least : int
-            With LFU, how many move even if their keys are lower, else a new row could never
-            gather uses.
 
         Returns
         -------
@@ -396,8 +393,6 @@ class SlotTable:
         worth |= self.id_of[slots] < 0
         # Keys of rows that leave ascend, those of candidates descend.
         n = wanted if worth.all() else int(np.argmin(worth))
-        if self.evict is EvictionStrategy.LFU:
-            n = max(n, min(at_least, wanted))
         self.put_back(slots[n:])
         return slots[:n]
 

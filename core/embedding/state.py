@@ -10,7 +10,7 @@ optimizers with their state.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -62,6 +62,38 @@ class Adapter(Protocol):
         ...
 
 
+class OptimizerStates(Protocol):
+    """The state of all optimizers; see `Adapters`."""
+
+    def __iter__(self) -> Iterator[Adapter]:
+        """Yield the adapter of each optimizer."""
+        ...
+
+    def of(self, optimizer: torch.optim.Optimizer) -> Any:
+        """Return the `OptimizerAdapter` of an optimizer, or None."""
+        ...
+
+    def attach(self, optimizer: torch.optim.Optimizer, *, row_wise: bool = False) -> None:
+        """Make an optimizer's state follow the rows."""
+        ...
+
+    def followed_states(self) -> list[tuple[torch.Tensor, RowState]] | None:
+        """Return optimizer state of rows in slots, and that of all rows."""
+        ...
+
+    def save(self, slots: Array, ids: Array) -> None:
+        """Save optimizer state of rows that leave their slots."""
+        ...
+
+    def restore(self, slots: Array, ids: Array) -> None:
+        """Load optimizer state of rows that were put into slots."""
+        ...
+
+    def stores(self) -> list[dict[str, RowState]]:
+        """Return the optimizers' state of all rows."""
+        ...
+
+
 class Gradients(Protocol):
     """Changes of the parameter's gradient; see `GradientWatch`."""
 
@@ -102,8 +134,8 @@ class Ledger(Protocol):
     """Gradients that may come or wait for a step, and optimizers; see `Training`."""
 
     @property
-    def adapters(self) -> Sequence[Adapter]:
-        """Those of the optimizers."""
+    def adapters(self) -> OptimizerStates:
+        """What makes the optimizers' state follow the rows."""
         ...
 
     @property
@@ -188,44 +220,20 @@ class Ledger(Protocol):
         """Read from the GPU which slots its lookups use."""
         ...
 
-    def followed_states(self) -> list[tuple[torch.Tensor, RowState]] | None:
-        """Return optimizer state of rows in slots, and that of all rows."""
-        ...
-
     def has_grown(self) -> None:
         """Look whether the parameter has rows beyond the cache, to be removed."""
-        ...
-
-    def save(self, slots: Array, ids: Array) -> None:
-        """Save optimizer state of rows that leave their slots."""
-        ...
-
-    def restore(self, slots: Array, ids: Array) -> None:
-        """Load optimizer state of rows that were put into slots."""
-        ...
-
-    def stores(self) -> list[dict[str, RowState]]:
-        """Return the optimizers' state of all rows."""
         ...
 
     def moved(self) -> None:
         """Watch the parameter after it has become another object."""
         ...
 
-    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def before_step(self, optimizer: torch.optim.Optimizer, options: Mapping[str, Any]) -> None:
         """Check an optimizer's options and the gradient, and align its state."""
         ...
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Accept the values of a step, and release its lookups."""
-        ...
-
-    def adapter_of(self, optimizer: torch.optim.Optimizer) -> Any:
-        """Return the `OptimizerAdapter` of an optimizer, or None."""
-        ...
-
-    def attach(self, optimizer: torch.optim.Optimizer, *, row_wise: bool = False) -> None:
-        """Make an optimizer's state follow the rows."""
         ...
 
 

@@ -33,6 +33,7 @@ class Statistics:
         # how many batches.
         self._blocks: list[torch.Tensor] = []
         self._on_device = 0
+        self._address = 0  # of the last block
 
     @property
     def hits(self) -> int:
@@ -96,7 +97,8 @@ class Statistics:
                 self._read()  # waits, once in so many batches, so that they do not pile up
             with torch.inference_mode(False):  # it may be written to in training later
                 self._blocks.append(torch.zeros(BLOCK, 3, dtype=torch.int64, device=device))
-        counters = self._blocks[-1].data_ptr() + 24 * (self._on_device % BLOCK)
+            self._address = self._blocks[-1].data_ptr()
+        counters = self._address + 24 * (self._on_device % BLOCK)
         self._on_device += 1
         self.lookups += n_ids
         self._append(ON_DEVICE, ON_DEVICE, 0)
@@ -108,11 +110,12 @@ class Statistics:
             self._written_back_history[-1] += n_rows
 
     def _append(self, hits: int, misses: int, written_back: int) -> None:
-        histories = (self._hits_history, self._misses_history, self._written_back_history)
-        for history, count in zip(histories, (hits, misses, written_back), strict=True):
-            history.append(count)
-            if len(history) > 2 * HISTORY:
-                del history[:HISTORY]
+        self._hits_history.append(hits)
+        self._misses_history.append(misses)
+        self._written_back_history.append(written_back)
+        if len(self._hits_history) > 2 * HISTORY:
+            for each in (self._hits_history, self._misses_history, self._written_back_history):
+                del each[:HISTORY]
 
     def _read(self) -> None:
         """Read the counters on devices."""

@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
 from ..errors import BitslabError
+from .adapters import Adapters
 from .device_slots import DeviceSlots
 from .gradient_watch import GradientWatch
 from .gradients import (
     Array,
     BackwardPass,
+    BackwardPasses,
     PinnedLookup,
-    accumulates,
-    at_end_of_backward,
     bypass,
     given_slots,
     on_device_of,
-    pass_number,
     sparse_rows,
     track,
 )
-from .optimizers import OptimizerAdapter, check_optimizer, has_stepped, watch
+from .optimizers import watch
 from .ownership import take_back
 from .resident_cache import with_spare
 from .row_state import RowState
@@ -57,13 +57,11 @@ class Training:
 
     def __init__(self, rows: CacheState, stores: list[dict[str, RowState]]) -> None:
         self._owner = weakref.ref(rows)
-        self.adapters: list[OptimizerAdapter] = []
-        self._unclaimed = list(stores)
+        self.adapters = Adapters(rows, stores)
         self.gradients = GradientWatch(rows)
         self._live: list[weakref.ref[PinnedLookup]] = []
         self._pending: list[PinnedLookup] = []
-        # Backward passes under way, by number; autograd holds each while it lasts.
-        self._passes: weakref.WeakValueDictionary[int, BackwardPass] = weakref.WeakValueDictionary()
+        self._passes = BackwardPasses()
         self._grown = rows.slot_table.extra_rows > 0
         # A sparse gradient as an optimizer has it for a step, and as it was.
         self._summed: tuple[torch.Tensor | None, torch.Tensor] | None = None
@@ -114,12 +112,13 @@ class Training:
         number : int
             Of the batch, where the GPU has looked it up.
         """
-        lookup = PinnedLookup(slots, ids, self._rows.row_store.changes, on_device, number)
+        rows = self._rows
+        lookup = PinnedLookup(slots, ids, rows.row_store.changes, on_device, number)
         self._live = [ref for ref in self._live if ref() is not None]
         self._live.append(weakref.ref(lookup))
-        parameter = self._rows.parameter
+        parameter = rows.parameter
         if on_device is not None and self.gradients.is_direct():
-            return track(parameter, parameter.detach(), None, self, lookup)
+            return track(parameter, None, None, self, lookup)
         lookup.origin = self.gradients.origin()
         if lookup.bypassed:
             return bypass(parameter, matrix, self, lookup)
@@ -169,21 +168,26 @@ class Training:
         with rows.lock:
             if rows.closed:
                 raise BitslabError("rows: are closed")
-            if lookup.on_device is None and rows.owned_by_device:
-                self._this_pass()  # rows are not moved in one
+            this = self._passes.reached(node, self._end_pass)  # rows are not moved in one
+            if lookup.on_device is None and rows.device_slots is not None:
                 take_back(rows)
             self._check_resident(lookup)
             rows.watch.check()
             self.gradients.check_cleared("backward")
-            this = self._this_pass()
-            if lookup.on_device is not None and self._collects(this, node, shape):
+            collects = self._collects(this, shape)
+            if collects and lookup.on_device is not None:
                 take_back(rows)  # gradients are summed here by id
             kept: torch.Tensor | None
             if grad.is_sparse:
-                kept = self._on_sparse_gradient(this, node, lookup, grad, slots, shape)
-            elif self._collects(this, node, shape):
+                if slots is None and not collects and not self._on_host:
+                    kept = grad
+                else:
+                    kept = self._on_sparse_gradient(
+                        this, lookup, grad, slots, shape, collects=collects
+                    )
+            elif collects:
                 rows_only = grad if slots is not None else grad[on_device_of(grad, lookup.slots)]
-                self._collect(this, node, lookup, None, rows_only)
+                self._collect(this, lookup, None, rows_only)
                 kept = None
             elif slots is not None:
                 kept = grad.new_zeros(shape).index_copy_(0, slots, grad[: len(slots)])
@@ -203,11 +207,12 @@ class Training:
     def _on_sparse_gradient(
         self,
         this: BackwardPass,
-        node: Any,
         lookup: PinnedLookup,
         grad: torch.Tensor,
         slots: torch.Tensor | None,
         shape: torch.Size,
+        *,
+        collects: bool,
     ) -> torch.Tensor | None:
         rows = self._rows
         if slots is not None:
@@ -216,14 +221,14 @@ class Training:
             grad = sparse_rows(slots[picked[real]], grad._values()[real], shape)
         # Sparse gradients are added to each other in an order that depends on how their indices
         # compare, so that has to happen to those of ids. One alone is as well left to autograd.
-        summed = self._on_host and accumulates(node)
+        summed = self._on_host and this.accumulates
         summed = summed and (
             rows.parameter.grad is not None or any(other is not lookup for other in self._waiting())
         )
-        if not summed and not self._collects(this, node, shape):
+        if not summed and not collects:
             return grad
         ids = torch.from_numpy(rows.slot_table.id_of)[grad._indices()[0].cpu()].to(grad.device)
-        self._collect(this, node, lookup, None, sparse_rows(ids, grad._values(), rows.shape))
+        self._collect(this, lookup, None, sparse_rows(ids, grad._values(), rows.shape))
         return None
 
     def take(
@@ -240,14 +245,15 @@ class Training:
                 ids = torch.from_numpy(lookup.ids)[positions[real]].to(grad.device)
                 values = grad._values()[real.to(grad.device)]
                 grad = sparse_rows(ids, values, rows.shape)
-            self._collect(self._this_pass(), node, lookup, found, grad)
+            self._collect(self._passes.reached(node, self._end_pass), lookup, found, grad)
             lookup.used = True
 
     def _check_resident(self, lookup: PinnedLookup) -> None:
         if lookup.on_device is not None:
+            if not lookup.used:
+                return  # no row leaves before the first backward pass and step
             device_slots = self._rows.device_slots
-            # No row leaves before the first backward pass and step.
-            there = not lookup.used or not (
+            there = not (
                 device_slots is not None and device_slots.have_left(lookup.on_device, lookup.number)
             )
         else:
@@ -260,31 +266,22 @@ class Training:
                 "pass and step; look them up again"
             )
 
-    def _this_pass(self) -> BackwardPass:
-        number = pass_number()
-        this = self._passes.get(number)
-        if this is None:
-            this = self._passes[number] = BackwardPass(self._end_pass)
-            at_end_of_backward(this)
-        return this
-
-    def _collects(self, this: BackwardPass, node: Any, shape: torch.Size) -> bool:
+    def _collects(self, this: BackwardPass, shape: torch.Size) -> bool:
         """Return whether a pass sums gradients here: autograd could not, or in another order."""
         if this.taken or shape != self._rows.parameter.shape:
             return True
-        return any(lookup.bypassed for lookup in self.live) and accumulates(node)
+        return this.accumulates and any(lookup.bypassed for lookup in self.live)
 
     def _collect(
         self,
         this: BackwardPass,
-        node: Any,
         lookup: PinnedLookup,
         found: torch.Tensor | None,
         grad: torch.Tensor,
     ) -> None:
         """Keep a gradient until the pass ends."""
         why = ""
-        if not accumulates(node):
+        if not this.accumulates:
             why = "torch.autograd.grad"
         elif torch.is_grad_enabled():
             why = "create_graph=True"
@@ -300,10 +297,12 @@ class Training:
     def _end_pass(self, this: BackwardPass) -> None:
         """Add the gradients of a pass to the parameter's, which grows to hold their rows."""
         rows = self._rows
+        with rows.lock:
+            self._passes.forget(this)
+            if not this.taken and rows.device_slots is not None:
+                return  # there is an empty slot
         with rows.lock, torch.no_grad():
             taken, this.taken = this.taken, []
-            for number in [n for n, each in self._passes.items() if each is this]:
-                del self._passes[number]
             if not taken:
                 self._leave_one_free()
                 return
@@ -364,8 +363,7 @@ class Training:
             grad = resized(grad, data.shape)
         parameter.grad = None
         self._grown = True
-        for adapter in self.adapters:
-            adapter.grow(ids, first)
+        self.adapters.grow(ids, first)
         rows.watch.set_data(data)
         parameter.grad = grad
         self.gradients.follow(before, grad)
@@ -419,7 +417,7 @@ class Training:
     @property
     def pass_under_way(self) -> BackwardPass | None:
         """The backward pass that this code runs in, if it has reached a lookup."""
-        return self._passes.get(pass_number())
+        return self._passes.current()
 
     @property
     def in_pass(self) -> bool:
@@ -442,8 +440,9 @@ class Training:
         """The first batch on the device whose gradient may be computed or waits for a step."""
         device_slots = self._rows.device_slots
         first = None if device_slots is None else device_slots.held_from
-        for lookup in self.live:
-            if lookup.on_device is not None and not lookup.used:
+        for ref in self._live:
+            lookup = ref()
+            if lookup is not None and lookup.on_device is not None and not lookup.used:
                 first = lookup.number if first is None else min(first, lookup.number)
         return first
 
@@ -476,15 +475,17 @@ class Training:
 
     def release_applied(self) -> None:
         """Release pending lookups if a step has applied their gradients, or they were dropped."""
-        self._rows.watch.check()
-        if not self.in_pass and self._rows.parameter.grad is None:
+        rows = self._rows
+        rows.watch.check()
+        if not self._passes and rows.parameter.grad is None:
             self.release()
 
     def release(self) -> None:
         """Release all pending lookups."""
         self._pending.clear()
-        if self._rows.device_slots is not None:
-            self._rows.device_slots.release()
+        device_slots = self._rows.device_slots
+        if device_slots is not None:
+            device_slots.release()
 
     def retire_steps(self) -> None:
         """Release lookups of finished steps, take the cache back from the GPU, shrink it."""
@@ -528,13 +529,11 @@ class Training:
         slots = slots[slot_table.id_of[slots] >= 0]
         ids = slot_table.id_of[slots]
         write_back(rows, slots[slot_table.dirty[slots]])
-        for adapter in self.adapters:
-            adapter.save(slots, ids)
+        self.adapters.save(slots, ids)
         # From here on an interruption leaves at worst more rows than the slot table has slots for,
         # which are cut off the next time.
         slot_table.shrink()
-        for adapter in self.adapters:
-            adapter.shrink(capacity)
+        self.adapters.shrink(capacity)
         grad, parameter.grad = parameter.grad, None
         rows.watch.set_data(with_spare(parameter.data[:capacity].clone()))
         if grad is not None:
@@ -546,15 +545,23 @@ class Training:
 
     # Steps
 
-    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Check options and gradient before a step of an optimizer, and align its state."""
-        with self._rows.lock:
-            adapter = self.adapter(optimizer)
-            options = adapter.options
+    def before_step(self, optimizer: torch.optim.Optimizer, options: Mapping[str, Any]) -> None:
+        """Check options and gradient before a step of an optimizer, and align its state.
+
+        Parameters
+        ----------
+        optimizer : torch.optim.Optimizer
+            It has the parameter.
+        options : mapping
+            Of the parameter's group, with defaults.
+        """
+        rows = self._rows
+        with rows.lock:
+            adapter = self.adapters.attached(optimizer)
             adapter.check(options)
-            self._rows.watch.check()
+            rows.watch.check()
             self.gradients.check_cleared("optimizer")
-            self.gradients.check(lookup.slots for lookup in self._pending)
+            self.gradients.check(self._pending)
             if type(optimizer) in (torch.optim.Adagrad, torch.optim.SparseAdam):
                 self._sum_in_order(negated=bool(options.get("maximize")))
             adapter.align()
@@ -575,66 +582,18 @@ class Training:
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Accept the values of a step, and release its lookups."""
-        with self._rows.lock:
-            self.adapter(optimizer).align(made_now=True)
+        rows = self._rows
+        with rows.lock:
+            self.adapters.attached(optimizer).align(made_now=True)
             if self._summed is not None:
                 # Later gradients are added to the gradient as it was.
                 summed, grad = self._summed
-                if self._rows.parameter.grad is summed:
-                    self._rows.parameter.grad = grad
+                if rows.parameter.grad is summed:
+                    rows.parameter.grad = grad
                 self._summed = None
-            self._rows.watch.accept_step()
+            rows.watch.accept_step()
             self.release()
-
-    def adapter_of(self, optimizer: torch.optim.Optimizer) -> OptimizerAdapter | None:
-        """Return the adapter of an optimizer, or None."""
-        return next((adapter for adapter in self.adapters if adapter.optimizer is optimizer), None)
-
-    def adapter(
-        self, optimizer: torch.optim.Optimizer, *, row_wise: bool = False
-    ) -> OptimizerAdapter:
-        """Return the adapter of an optimizer, made if there is none yet."""
-        self.adapters = [adapter for adapter in self.adapters if adapter.optimizer is not None]
-        found = self.adapter_of(optimizer)
-        if found is None:
-            stores: dict[str, RowState] | None = None
-            if self._unclaimed and has_stepped(optimizer, self._rows.parameter):
-                stores, *self._unclaimed = self._unclaimed
-            found = OptimizerAdapter(self._rows, optimizer, row_wise=row_wise, stores=stores)
-            self.adapters.append(found)
-        return found
-
-    def followed_states(self) -> list[tuple[torch.Tensor, RowState]] | None:
-        """Return optimizer state of rows in slots ``[S, ...]``, and that of all rows.
-
-        None where a GPU cannot exchange them.
-        """
-        found = []
-        for adapter in self.adapters:
-            followed = adapter.followed()
-            if followed is None:
-                return None
-            found += followed
-        return found
-
-    def attach(self, optimizer: torch.optim.Optimizer, *, row_wise: bool = False) -> None:
-        """Make an optimizer's state follow the rows; see `CachedRows.attach_optimizer`."""
-        self.adapter(check_optimizer(optimizer), row_wise=row_wise).align()
 
     def has_grown(self) -> None:
         """Look whether the parameter has rows beyond the cache, to be removed."""
         self._grown = self._rows.slot_table.extra_rows > 0
-
-    def save(self, slots: Array, ids: Array) -> None:
-        """Save optimizer state of rows that leave their slots: int64 ``[n]`` each."""
-        for adapter in self.adapters:
-            adapter.save(slots, ids)
-
-    def restore(self, slots: Array, ids: Array) -> None:
-        """Load optimizer state of rows that were put into slots: int64 ``[n]`` each."""
-        for adapter in self.adapters:
-            adapter.restore(slots, ids)
-
-    def stores(self) -> list[dict[str, RowState]]:
-        """Return the optimizers' state of all rows, for a copy of the rows."""
-        return [*(adapter.complete() for adapter in self.adapters), *self._unclaimed]

@@ -62,7 +62,7 @@ def _fill(rows: CacheState, chosen: Array, counts: Array) -> None:
         assert slots is not None  # no more than the free ones
         rows.parameter.data[to_device(slots, rows.device)] = fresh
         slot_table.admit(chosen, slots, counts)
-        rows.training.restore(slots, chosen)
+        rows.training.adapters.restore(slots, chosen)
     except BaseException:
         slot_table.repair(slots)
         raise

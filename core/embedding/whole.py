@@ -143,7 +143,7 @@ def flush(rows: CacheState, *, evict: bool) -> None:
         )
     slots = slot_table.resident()
     slots = slots[~slot_table.pinned[slots]]
-    rows.training.save(slots, slot_table.id_of[slots])
+    rows.training.adapters.save(slots, slot_table.id_of[slots])
     rows.training.gradients.record_reuse(slots)
     slot_table.evict_slots(slots)
 
@@ -200,7 +200,8 @@ def description(rows: CacheState) -> dict[str, Any]:
         rows.table.compact(progress=False)
     names = ("parameter", "trainable", "cache", "pinned_ids", "slot_table", "buffer_rows")
     state = {name: getattr(rows, name) for name in names}
-    return state | {"stores": rows.training.stores(), "row_store": rows.row_store.description()}
+    stores = rows.training.adapters.stores()
+    return state | {"stores": stores, "row_store": rows.row_store.description()}
 
 
 def stats_of(rows: CacheState) -> dict[str, Any]:

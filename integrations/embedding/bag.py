@@ -314,8 +314,8 @@ class CachedEmbeddingBag(TableModule):
             When offsets do not fit, or a dtype or shape is not accepted. Nothing was changed.
             Errors of offsets on a GPU, like those of ids there, are raised by a later call or by
             `bitslab.raise_pending_errors`; a step may have been taken by then. Where all rows are
-            resident, ids out of range that torch pools, as of 16-bit rows, ``[B, n]`` ids and bags
-            of more than two ids on average, end in torch's own device assertion.
+            resident, ids out of range that torch pools, as of 16-bit rows and ``[B, n]`` ids, end
+            in torch's own device assertion.
         """
         self.check_parameters()
         if not torch.is_grad_enabled() and per_sample_weights is None and shape_hook is None:
@@ -323,12 +323,13 @@ class CachedEmbeddingBag(TableModule):
             if plain is not None:
                 return plain
         self._check_bags(input, offsets, per_sample_weights)
+        rows = self.rows
         if offsets is not None:
             offsets = sound_offsets(
-                offsets, len(input), self.rows.device, include_last=self.include_last_offset
+                offsets, input.shape[0], rows.device, include_last=self.include_last_offset
             )
         if self.cache_op:
-            weight, index, padding = self.rows.lookup_padded(
+            weight, index, padding = rows.lookup_padded(
                 input,
                 train=self.training,
                 sparse=self.sparse,
@@ -337,7 +338,7 @@ class CachedEmbeddingBag(TableModule):
                 norm_type=self.norm_type,
             )
         else:
-            weight, index, padding = self.rows.lookup_slots(input, self.padding_idx)
+            weight, index, padding = rows.lookup_slots(input, self.padding_idx)
         out = F.embedding_bag(
             index,
             weight,
@@ -369,7 +370,7 @@ class CachedEmbeddingBag(TableModule):
                 return None
         padding: int | None = None
         if input.is_cuda:
-            pools = pools_on_gpu(rows.dtype, len(input), len(offsets))
+            pools = pools_on_gpu(rows.dtype, len(offsets))
             plain = plain_lookup_on_gpu(rows, input, self.padding_idx, masked=not pools)
             if plain is None:
                 return None

@@ -88,7 +88,7 @@ class TwinFinder:
     def coming(self):
         return self.claims[TAKEN:]
 
-    def claim(self, ids, counts, number, wanted):
+    def claim(self, ids, counts, number, wanted, marked=None, mark=0):
         c = self.columns
         twin.claim_slots(
             ids.numpy(),
@@ -99,6 +99,9 @@ class TwinFinder:
             array(wanted),
             counts_at(counts),
             self.claims.numpy(),
+            c.changed.numpy(),
+            array(marked),
+            mark,
         )
 
     def choose(self, counts, number, oldest, wanted, victims, leaving):

@@ -10,6 +10,7 @@ import torch
 
 from bitslab import CompressedTable
 from bitslab.embedding import device_lookup, device_slots, parameter_watch
+from bitslab.embedding.adapters import Adapters
 from bitslab.embedding.optimizers import OptimizerAdapter
 from bitslab.embedding.row_exchange import RowExchange
 from bitslab.embedding.slots import SlotTable
@@ -28,6 +29,7 @@ INTERRUPTED = {
 }
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("late", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("where", INTERRUPTED)
 @pytest.mark.parametrize("codec", ["ibp", "raw"])
@@ -54,7 +56,7 @@ def test_an_interrupted_lookup_loses_nothing(runner, codec, where, late, monkeyp
     pair.check()
 
 
-EXCHANGED = {"move": SlotTable, "drop": SlotTable, "take": SlotTable, "save": Training}
+EXCHANGED = {"move": SlotTable, "drop": SlotTable, "take": SlotTable, "save": Adapters}
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["before", "after"])
@@ -85,6 +87,7 @@ WIDENED = {
 }
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize(
     "error", [KeyboardInterrupt, torch.OutOfMemoryError], ids=lambda e: e.__name__
 )

@@ -302,6 +302,28 @@ def test_what_another_stream_has_changed_is_read():
     assert same_bits(bag.rows.table.decoded(0, N_ROWS), plain.weight.cpu())
 
 
+@pytest.mark.parametrize("codec", ["raw", "ibp"])
+@pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
+def test_steps_on_two_streams_in_turns_lose_no_gradient(sparse, codec):
+    options = {"cache_ratio": 0.1, "sparse": sparse, "codec": codec}
+    (bag, ours), (plain, theirs) = beside_torch("SGD", **options)
+    offsets, streams = torch.arange(0, 90, 3, device="cuda"), [torch.cuda.Stream() for _ in "ab"]
+    batches = drawn(90) * 4
+    before = torch.cuda.current_stream()
+    for number, ids in enumerate(batches):
+        stream = streams[number % 2]
+        stream.wait_stream(before)
+        with torch.cuda.stream(stream):
+            if number % 3 == 0:
+                torch.cuda._sleep(1_000_000)
+            train(bag, ours, ids, offsets)
+        before = stream
+    torch.cuda.current_stream().wait_stream(before)
+    for ids in batches:
+        train(plain, theirs, ids, offsets)
+    assert same_bits(bag.weight, plain.weight.cpu())
+
+
 def test_training_lookups_are_not_captured_by_a_graph():
     bag = whole()
     ids, offsets = drawn(600)[0], torch.arange(0, 600, 3, device="cuda")

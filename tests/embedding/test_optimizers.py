@@ -106,6 +106,27 @@ def test_two_optimizers_of_one_table_take_turns():
     pair.check()
 
 
+def test_a_step_knows_when_parameters_were_replaced_in_the_list_of_a_group():
+    pair = Pair(optimizer="adagrad")
+    pair.train((1, 2), (3, 4))
+    optimizer = pair.optimizers[1]
+    group = optimizer.param_groups[0]
+    (parameter,) = group["params"]
+    group["params"][0] = other = torch.nn.Parameter(torch.zeros(3))
+    group["weight_decay"], other.grad = 0.1, torch.ones(3)
+    optimizer.step()  # not with these rows
+    assert other.all()
+    group["params"][0] = parameter
+    pair.backward((2, 3, 30))
+    with pytest.raises(ArgumentError, match="weight_decay"):
+        optimizer.step()
+    group["weight_decay"] = 0
+    pair.step()
+    optimizer.add_param_group({"params": [other], "weight_decay": 0.1})
+    pair.train((3, 31), (30, 9))
+    assert same_bits(pair.plain, pair.rows.whole())
+
+
 @pytest.mark.parametrize("optimizer", ["adagrad", "adagrad-sparse", "sparse-adam"])
 def test_a_closure_that_looks_rows_up(optimizer):
     pair = Pair(optimizer=optimizer)

@@ -27,6 +27,7 @@ def losses(run: dict[str, Any]) -> list[float]:
     return [loss for epoch in run["epochs"] for loss in epoch["losses"]]
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("edges", [False, True], ids=["nodes", "nodes and edges"])
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_losses_are_equal_in_all_modes(

@@ -763,6 +763,7 @@ inline void simt_copy_async(void* to, const void* from, unsigned bytes) {
   simt::machine.copies[self.linear][self.copies++] = {to, from, bytes, self.committed};
 }
 inline void copy_async_16(void* to, const void* from) { simt_copy_async(to, from, 16); }
+inline void copy_async_8(void* to, const void* from) { simt_copy_async(to, from, 8); }
 inline void copy_async_4(void* to, const void* from) { simt_copy_async(to, from, 4); }
 inline void copy_async_commit() { ++simt::machine.current->committed; }
 template <int N>

@@ -30,13 +30,14 @@ def made(dim: int, dtype: torch.dtype, seed: int = 0):
 
 
 @pytest.mark.pairwise
+@pytest.mark.parametrize("by_warps", [False, True], ids=["threads", "warps"])
 @pytest.mark.parametrize("include_last", [False, True], ids=["", "with-end"])
 @pytest.mark.parametrize("padding", [None, 7], ids=["", "padding"])
 @pytest.mark.parametrize("dim", [1, 3, 8, 200])
 @pytest.mark.parametrize("mode", range(3), ids=MODES)
 @pytest.mark.parametrize("dtype", POOLED_DTYPES, ids=dtype_id)
 @pytest.mark.parametrize("bags", SOUND)
-def test_bags_are_those_of_torch(bags, dtype, mode, dim, padding, include_last):
+def test_bags_are_those_of_torch(bags, dtype, mode, dim, padding, include_last, by_warps):
     rows, ids = made(dim, dtype)
     ids[::5] = 7
     offsets = torch.tensor(SOUND[bags] + [N_IDS] * include_last)
@@ -47,12 +48,19 @@ def test_bags_are_those_of_torch(bags, dtype, mode, dim, padding, include_last):
     for kind in (torch.int64, torch.int32):
         index, begins = guarded(ids.to(kind)), guarded(offsets.to(kind))
         found = BagKernels(runner).pool(
-            rows, index, begins, mode, padding=padding, include_last=include_last
+            rows,
+            index,
+            begins,
+            mode,
+            padding=padding,
+            include_last=include_last,
+            by_warps=by_warps,
         )
         assert same_bits(found, expected)
     assert not runner.mailbox.any()
 
 
+@pytest.mark.parametrize("by_warps", [False, True], ids=["threads", "warps"])
 @pytest.mark.parametrize("include_last", [False, True], ids=["", "with-end"])
 @pytest.mark.parametrize("mode", range(3), ids=MODES)
 @pytest.mark.parametrize(
@@ -60,7 +68,7 @@ def test_bags_are_those_of_torch(bags, dtype, mode, dim, padding, include_last):
     [(torch.float32, torch.int64), (torch.float64, torch.int32)],
     ids=["float32", "float64"],
 )
-def test_sums_that_round_are_those_of_the_twin(dtype, id_dtype, mode, include_last):
+def test_sums_that_round_are_those_of_the_twin(dtype, id_dtype, mode, include_last, by_warps):
     generator = torch.Generator().manual_seed(mode)
     rows = guarded(torch.randn(N_ROWS, 8, generator=generator, dtype=dtype))
     for k, value in enumerate((0.0, -0.0, float("inf"), 1e-310, 1e-42)):
@@ -70,7 +78,13 @@ def test_sums_that_round_are_those_of_the_twin(dtype, id_dtype, mode, include_la
     for values in SOUND.values():
         offsets = torch.tensor(values + [N_IDS] * include_last, dtype=id_dtype)
         found = BagKernels(SimtRunner(mode)).pool(
-            rows, guarded(ids), guarded(offsets), mode, padding=7, include_last=include_last
+            rows,
+            guarded(ids),
+            guarded(offsets),
+            mode,
+            padding=7,
+            include_last=include_last,
+            by_warps=by_warps,
         )
         out = torch.empty_like(found)
         arrays = (rows.numpy(), ids.numpy(), 7, offsets.numpy(), include_last, mode, out.numpy())
@@ -78,20 +92,22 @@ def test_sums_that_round_are_those_of_the_twin(dtype, id_dtype, mode, include_la
         assert same_bits(out, found)
 
 
-def test_rows_at_odd_addresses_are_pooled_one_value_at_a_time():
+@pytest.mark.parametrize("by_warps", [False, True], ids=["threads", "warps"])
+def test_rows_at_odd_addresses_are_pooled_one_value_at_a_time(by_warps):
     rows, ids = made(9, torch.float32)
     rows = guarded(rows.flatten())[1:9].view(2, 4)
     ids, offsets = ids % 2, torch.tensor([0, 5, 60])
     runner = SimtRunner()
-    found = BagKernels(runner).pool(rows, ids, offsets, 0)
+    found = BagKernels(runner).pool(rows, ids, offsets, 0, by_warps=by_warps)
     assert same_bits(found, torch.nn.functional.embedding_bag(ids, rows, offsets, mode="sum"))
     assert runner.launched[0][0].defines()["VECTOR"] == 1
 
 
-def test_more_bags_than_threads_are_all_pooled():
+@pytest.mark.parametrize("by_warps", [False, True], ids=["threads", "warps"])
+def test_more_bags_than_threads_are_all_pooled(by_warps):
     rows, _ = made(4, torch.float32)
     ids = torch.arange(9000) % N_ROWS
-    found = BagKernels(SimtRunner()).pool(rows, ids, torch.arange(9000), 0)
+    found = BagKernels(SimtRunner()).pool(rows, ids, torch.arange(9000), 0, by_warps=by_warps)
     assert same_bits(found, rows[ids])
 
 
@@ -108,15 +124,20 @@ UNSOUND = {
 
 
 @pytest.mark.pairwise
+@pytest.mark.parametrize("by_warps", [False, True], ids=["threads", "warps"])
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
 @pytest.mark.parametrize("case", UNSOUND)
-def test_offsets_that_are_not_sound_are_reported_and_nothing_beyond_the_ids_is_read(case, dtype):
+def test_offsets_that_are_not_sound_are_reported_and_nothing_beyond_the_ids_is_read(
+    case, dtype, by_warps
+):
     values, include_last = UNSOUND[case]
     rows, ids = made(8, torch.float32)
     offsets = guarded(torch.tensor(values, dtype=dtype))
     for mode in range(3):
         runner = SimtRunner(mode)
-        out = BagKernels(runner).pool(rows, ids, offsets, mode, include_last=include_last)
+        out = BagKernels(runner).pool(
+            rows, ids, offsets, mode, include_last=include_last, by_warps=by_warps
+        )
         kind, where, _, n_ids = runner.mailbox.tolist()
         assert (kind, n_ids) == (OFFSETS_ERROR, N_IDS) and 0 <= where < len(values)
         assert out.shape[0] == len(values) - include_last
@@ -138,7 +159,9 @@ def test_offsets_that_are_not_sound_are_reported_and_nothing_beyond_the_ids_is_r
     bad = twin.sound_offsets(offsets.numpy(), N_IDS, include_last, copied.numpy())
     assert bad == first_bad and torch.equal(copied, found)
     for mode in range(3):
-        out = BagKernels(SimtRunner()).pool(rows, ids, offsets, mode, include_last=include_last)
+        out = BagKernels(SimtRunner()).pool(
+            rows, ids, offsets, mode, include_last=include_last, by_warps=by_warps
+        )
         pooled = torch.empty_like(out)
         bad_bag, bad_id = twin.pool_bags(
             rows.numpy(),
@@ -174,13 +197,15 @@ def test_sound_offsets_are_copied(n, include_last, dtype):
     assert runner.mailbox[0] == NO_ERROR
 
 
+@pytest.mark.parametrize("by_warps", [False, True], ids=["threads", "warps"])
 @pytest.mark.parametrize("bad", [-1, N_ROWS, -(1 << 40)])
-def test_ids_out_of_range_are_reported_and_count_for_nothing(bad):
+def test_ids_out_of_range_are_reported_and_count_for_nothing(bad, by_warps):
     rows, ids = made(8, torch.float32)
     given = ids.clone()
     given[10] = bad
     runner = SimtRunner()
-    found = BagKernels(runner).pool(rows, guarded(given), torch.tensor([0, 10, 11]), 0)
+    begins = torch.tensor([0, 10, 11])
+    found = BagKernels(runner).pool(rows, guarded(given), begins, 0, by_warps=by_warps)
     assert runner.mailbox.tolist() == [INDEX_ERROR, 10, bad, N_ROWS]
     assert same_bits(found[0], rows[ids[:10]].sum(0)) and not found[1].any()
     out, offsets = torch.empty_like(found), np.array([0, 10, 11])
@@ -189,18 +214,59 @@ def test_ids_out_of_range_are_reported_and_count_for_nothing(bad):
     assert same_bits(out, found)
 
 
-@pytest.mark.parametrize("mode", [0, 1, 2], ids=["sum", "mean", "max"])
+@pytest.mark.parametrize("mode", range(3), ids=MODES)
 @pytest.mark.parametrize("dim", [4, 64], ids=["a-value-each", "vectors"])
-def test_long_bags_are_those_of_the_twin_whatever_a_thread_takes(dim, mode):
+def test_bags_are_those_of_the_twin_whatever_a_thread_takes(dim, mode):
     generator = torch.Generator().manual_seed(mode)
     rows = guarded(torch.randn(N_ROWS, dim, generator=generator))
     ids = torch.randint(N_ROWS, (1300,), generator=generator)
     ids[::7] = 5
-    offsets = torch.arange(0, 1300, 21)
+    check_by_twin(rows, ids, torch.arange(0, 1300, 13), mode, False, 1 if dim == 4 else 4)
+
+
+@pytest.mark.parametrize("mode", range(3), ids=MODES)
+@pytest.mark.parametrize(
+    ("dim", "dtype", "vector"),
+    [
+        (4, torch.float32, 4),
+        (7, torch.float32, 1),
+        (72, torch.float32, 4),
+        (34, torch.float64, 2),
+        (33, torch.float64, 1),
+    ],
+    ids=["narrow", "narrow-odd", "slices", "doubles", "doubles-odd"],
+)
+def test_long_bags_are_those_of_the_twin(dim, dtype, vector, mode):
+    generator = torch.Generator().manual_seed(mode)
+    rows = guarded(torch.randn(N_ROWS, dim, generator=generator, dtype=dtype))
+    rows[::11] = -0.0
+    ids = torch.randint(N_ROWS, (1500,), generator=generator)
+    ids[::7] = 5
+    ids[160:224] = 5  # a stage in which no row counts
+    # Around the ends of a stage, of all stages, and of what comes after them.
+    offsets = torch.tensor([0, 0, 31, 63, 96, 640, 767, 895, 1024, 1024, 1153])
+    check_by_twin(rows, ids, offsets, mode, True, vector)
+
+
+def check_by_twin(rows, ids, offsets, mode, by_warps, vector):
     runner = SimtRunner(mode)
     found = BagKernels(runner).pool(rows, guarded(ids), guarded(offsets), mode, padding=5)
     out = torch.empty_like(found)
     arrays = rows.numpy(), ids.numpy(), 5, offsets.numpy(), False, mode, out.numpy()
     assert twin.pool_bags(*arrays) == (-1, -1)
     assert same_bits(out, found)
-    assert runner.launched[0][0].defines()["VECTOR"] == (1 if dim == 4 else 4)
+    variant, kernel = runner.launched[0]
+    assert kernel == ("pool_long_bags" if by_warps else "pool_bags")
+    assert variant.defines()["VECTOR"] == vector
+
+
+def test_bad_ids_of_long_bags_are_reported_once_for_all_slices():
+    rows, _ = made(100, torch.float32)
+    ids = torch.arange(400) % N_ROWS
+    ids[333] = N_ROWS + 3
+    runner = SimtRunner(3)
+    found = BagKernels(runner).pool(rows, guarded(ids), torch.tensor([0, 50]), 0)
+    assert runner.launched[0][1] == "pool_long_bags"
+    assert runner.mailbox.tolist() == [INDEX_ERROR, 333, N_ROWS + 3, N_ROWS]
+    counted = ids[ids < N_ROWS]
+    assert same_bits(found[1], rows[counted[50:]].sum(0))

@@ -71,7 +71,9 @@ class Lookups:
         self.victims = guarded(torch.full((N_IDS,), -7))
         self.leaving = guarded(torch.full((N_IDS,), NO_ROW))
 
-    def __call__(self, ids, oldest: int | None = None, counting: int | None = None):
+    def __call__(
+        self, ids, oldest: int | None = None, counting: int | None = None, marked=None, mark=0
+    ):
         """Look a batch up; return slots, counts, and the rows that came, with what left."""
         self.number += 1
         oldest = self.number if oldest is None else oldest
@@ -79,7 +81,7 @@ class Lookups:
         slots = guarded(torch.empty(2, len(ids), dtype=torch.int64))
         counts = guarded(torch.zeros(3, dtype=torch.int64))
         look_up = self._by_twins if self.twins else self._by_kernels
-        came = look_up(ids, slots, counts, oldest, counting)
+        came = look_up(ids, slots, counts, oldest, counting, marked, mark)
         assert torch.equal(slots[0], slots[1])
         assert self.wanted.eq(NO_ROW).all() and self.leaving.eq(NO_ROW).all()
         return slots[0], counts.tolist(), came
@@ -88,16 +90,16 @@ class Lookups:
         n = int(self.columns.claims[(self.number - 1) % 2, 0])
         return [t[:n].clone() for t in (self.wanted, self.victims, self.leaving)]
 
-    def _by_kernels(self, ids, slots, counts, oldest, counting):
+    def _by_kernels(self, ids, slots, counts, oldest, counting, marked, mark):
         finder = self.finder
         batch, to = (self.wanted, self.victims, self.leaving), counts.data_ptr()
-        finder.claim(ids, to, self.number, self.wanted)
+        finder.claim(ids, to, self.number, self.wanted, marked, mark)
         finder.choose(to, self.number, oldest, *batch)
         came = self._came()
         finder.give(ids, to, self.number, slots, counting, *batch)
         return came
 
-    def _by_twins(self, ids, slots, counts, oldest, counting):
+    def _by_twins(self, ids, slots, counts, oldest, counting, marked, mark):
         c = self.columns
         turn = (self.number - 1) % 2
         claims, bins, next_bins = (
@@ -110,7 +112,17 @@ class Lookups:
         seen, changed, counted = array(c.seen), array(c.changed), counts.numpy()
         leaves = array(c.pinned), self.evict, self.number, oldest, bins
         twin.claim_slots(
-            ids.numpy(), N_ROWS, array(c.slot_of), seen, self.number, batch[0], counted, claims
+            ids.numpy(),
+            N_ROWS,
+            array(c.slot_of),
+            seen,
+            self.number,
+            batch[0],
+            counted,
+            claims,
+            changed,
+            array(marked),
+            mark,
         )
         twin.count_slots(N_ROWS, *by_slot, seen, *leaves, claims)
         twin.choose_slots(
@@ -212,6 +224,26 @@ def test_rows_take_the_slots_of_those_that_are_worth_least(
         if gone and evict == BY_ORDER and stayed:  # two ranks may share a bin
             assert min(map(ranks, gone)) + 1 >= max(map(ranks, stayed))
     assert not look_up.runner.mailbox.any()
+
+
+@pytest.mark.parametrize("twins", [False, True], ids=["kernels", "twins"])
+@pytest.mark.parametrize("n_ids", [1, N_IDS])
+def test_slots_are_marked_as_changed_before_rows_leave(n_ids, twins):
+    c = columns()
+    look_up = Lookups(c, BY_ORDER, twins=twins)
+    for first in range(0, N_SLOTS, N_IDS):
+        look_up(torch.arange(first, min(first + N_IDS, N_SLOTS)))
+    marked = guarded(torch.arange(0, N_SLOTS, 3).repeat(2))
+    before = c.row_in.clone()
+    _, counts, (_, victims, leaving) = look_up(
+        torch.arange(900, 900 + n_ids), None, None, marked, 5
+    )
+    writes = victims % 3 == 0
+    assert torch.equal(leaving, torch.where(writes, before[victims], NO_ROW))
+    assert counts == [0, n_ids, int(writes.sum())]
+    expected = (torch.arange(N_SLOTS) % 3 == 0).int() * 5
+    expected[victims] = 0
+    assert torch.equal(c.changed, expected)
 
 
 def test_the_rows_that_leave_are_those_used_least():

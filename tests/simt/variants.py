@@ -1,7 +1,8 @@
 """Which variants of the kernels of packed rows are compiled and run here.
 
-Compiling one takes g++ one to two seconds. tests/engine/cuda/test_nvrtc.py compiles all of them,
-and tests/test_gpu.py runs them on a GPU; here those run that hold every pair of settings.
+Compiling one takes g++ about a second, and so it does NVRTC: here, and in
+tests/engine/cuda/test_nvrtc.py, go those that hold every pair of settings. tests/test_gpu.py runs
+all of them on a GPU.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def settings_of(variant: Variant) -> tuple[int, ...]:
 
 
 def variants_run(file: str, first: Sequence[Variant] = ()) -> list[Variant]:
-    """Return the variants of a file that run on the CPU, by those that `first` says run anyway.
+    """Return variants of a file that hold every pair of settings, with those of `first`.
 
     All of them with ``BITSLAB_FULL=1``.
     """

@@ -21,6 +21,7 @@ from bitslab import (
 )
 from bitslab.engine.memory.readonly import ReadOnlyTensor
 from bitslab.tensors.feature_tensor import FeatureTensor
+from tests import spawned
 
 N = 50
 DLPACK: Any = torch.utils.dlpack
@@ -361,7 +362,7 @@ class Rows(Dataset):  # type: ignore[type-arg]
         return self.t[i], self.t.is_shared(), type(self.t).__name__
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", spawned.METHOD])
 def test_worker_processes_share_the_table(t, x, method):
     loader = DataLoader(Rows(t), batch_size=N, num_workers=1, multiprocessing_context=method)
     ((rows, shared, names),) = loader

@@ -18,6 +18,7 @@ from bitslab import ArgumentError, ArgumentTypeError, BitslabError
 from bitslab.engine.memory import host, page_locking
 from bitslab.tensors import unified_tensor as unified
 from bitslab.tensors.unified_tensor import Operand, Placement, UnifiedTensor, placement, rows_of
+from tests import spawned
 from tests.helpers import DTYPES, dtype_id, random_bits, same_bits, traits
 from tests.tables.support import Recorder, buffer_of, inode_at
 
@@ -517,7 +518,7 @@ class Rows(Dataset[Any]):
         return self.x[i], inode_at(self.x.data_ptr()), type(self.x) is UnifiedTensor
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", spawned.METHOD])
 def test_workers_see_the_same_memory(method):
     t = torch.randn(12, 5)
     whole = make(torch.cat([torch.zeros(3, 5), t]))
@@ -546,7 +547,7 @@ def add_to(u: UnifiedTensor, small: UnifiedTensor, answers) -> None:
 
 def test_through_a_pipe_memory_goes_both_ways_without_a_copy():
     u = make(torch.zeros(5, 6)).t()
-    context = multiprocessing.get_context("spawn")
+    context: Any = multiprocessing.get_context(spawned.METHOD)
     answers, theirs = context.Pipe()
     process = context.Process(target=add_to, args=(u, u[0] + 1, theirs))
     process.start()
@@ -582,7 +583,7 @@ def gather_without_end(u: UnifiedTensor, answers) -> None:
         answers.send(u[ids].sum().item())
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", spawned.METHOD])
 def test_a_worker_killed_in_a_gather_leaves_the_memory_usable(method):
     t = torch.ones(LARGE)
     u = make(t)
@@ -653,7 +654,7 @@ def in_neighbors(edges):
     return InNeighbors()
 
 
-@pytest.mark.parametrize("workers", [None, "fork", "spawn"])
+@pytest.mark.parametrize("workers", [None, "fork", spawned.METHOD])
 def test_pyg_graphs_are_batched(workers):
     from torch_geometric.data import Data
     from torch_geometric.loader import DataLoader
@@ -661,8 +662,9 @@ def test_pyg_graphs_are_batched(workers):
     x = torch.randn(6, 4, 7)
     edges = torch.tensor([[0, 1, 3], [1, 2, 0]])
     graphs = [Data(x=make(one), edge_index=edges) for one in x]
+    n_workers = 0 if workers is None else 2 if workers == "fork" else 1  # each imports PyG
     loader = DataLoader(
-        graphs, batch_size=3, num_workers=2 if workers else 0, multiprocessing_context=workers
+        graphs, batch_size=3, num_workers=n_workers, multiprocessing_context=workers
     )
     batches = list(loader)
     assert torch.equal(torch.cat([batch.x for batch in batches]), x.view(24, 7))

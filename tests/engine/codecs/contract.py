@@ -23,6 +23,7 @@ import pytest
 import torch
 
 import bitslab
+from tests import spawned
 from tests.helpers import DTYPES, bits_of, dtype_id, packable, random_bits, same_bits, take, traits
 
 Options = Mapping[str, Any]
@@ -700,7 +701,7 @@ class RowCodecContract:
 
     @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
     @pytest.mark.parametrize(
-        ("method", "seconds"), [("fork", FORK_SECONDS), ("spawn", CHILD_SECONDS)], ids=str
+        ("method", "seconds"), [("fork", FORK_SECONDS), (spawned.METHOD, CHILD_SECONDS)], ids=str
     )
     @pytest.mark.usefixtures("two_threads")
     def test_child_process_unpacks_what_its_parent_packed(

@@ -53,6 +53,7 @@ TWINS: dict[str, Any] = {
     "order_ids": ids.order_ids,
     "packed_words": cpu.packed_words,
     "pool_bags": bags.pool_bags,
+    "pool_long_bags": bags.pool_bags,
     "reset_order": ids.reset_order,
     "sizes_by_option": cpu.sizes_by_option,
     "sound_offsets": bags.sound_offsets,

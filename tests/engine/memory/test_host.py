@@ -13,6 +13,7 @@ import threading
 import time
 import warnings
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ import torch
 from bitslab import ArgumentError, ArgumentTypeError, BitslabError
 from bitslab.engine.memory import host, page_locking, page_taking
 from bitslab.engine.memory.host import HostBuffer
+from tests import spawned
 from tests.forked import run_forked
 from tests.tables.support import Recorder, inode_at, open_files
 
@@ -321,7 +323,7 @@ def test_a_spawned_process_gets_the_same_memory():
 
 
 def test_memory_outlives_the_process_that_made_it():
-    context = multiprocessing.get_context("spawn")
+    context: Any = multiprocessing.get_context(spawned.METHOD)
     answers, theirs = context.Pipe()
     process = context.Process(target=make_buffer, args=(theirs,))
     process.start()

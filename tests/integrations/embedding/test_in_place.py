@@ -285,6 +285,7 @@ BATCHES = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("change", BY_HAND.values(), ids=BY_HAND.keys())
 @pytest.mark.parametrize("when", ["before-step", "before-backward", "without-backward"])
 @BATCHES
@@ -316,6 +317,7 @@ def test_a_gradient_that_is_changed_by_hand_is_refused_at_the_step(
     assert_same(whole(ours), whole(plain))
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("scale", SCALED.values(), ids=SCALED.keys())
 @pytest.mark.parametrize("set_to_none", [True, False], ids=["none", "zeros"])
 @BATCHES

@@ -451,7 +451,7 @@ def test_state_that_starts_high_in_the_file_costs_no_row_that_was_not_written(tm
     save_state(plain, tmp_path / "m", optimizer=theirs)
     mine = Adagrad(ours.parameters(), lr=0.1)
     load_state(ours, tmp_path / "m", optimizer=mine)
-    adapter = ours.rows.training.adapter_of(mine)
+    adapter = ours.rows.training.adapters.of(mine)
     assert adapter is not None
     assert int(adapter.stores["sum"]._values.any(1).sum()) == 5
     found, expected = (o.state_dict()["state"][0]["sum"] for o in (mine, theirs))

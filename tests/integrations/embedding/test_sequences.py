@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bitslab.integrations.embedding import EvictionStrategy
+from tests import pairwise
 from tests.integrations.embedding.support import (
     N,
     assert_same,
@@ -134,7 +135,7 @@ OPTIONS = st.fixed_dictionaries(
 
 
 @pytest.mark.parametrize("make", [bags, singles])
-@settings(max_examples=50)
+@settings(max_examples=100 if pairwise.FULL else 25)
 @given(optimizer=st.sampled_from(sorted(OPTIMIZERS)), options=OPTIONS, actions=ACTIONS)
 def test_no_sequence_of_calls_tells_them_apart(make, optimizer, options, actions):
     pair = Pair(make, optimizer, dict(options))

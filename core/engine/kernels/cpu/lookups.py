@@ -74,10 +74,6 @@ BAGS_SIZES = 5
 
 NOT_PLAIN = -(1 << 62)
 
-# Resident rows are copied so many at a time, fewer where they are long.
-COPY_BATCH = 16
-COPY_BATCH_BYTES = 16384
-
 
 def _copier_adding_zero(count: int) -> Any:
     """Return the function for so many floats."""
@@ -101,6 +97,7 @@ copy_adding_zero_1 = _copier_adding_zero(1)
 copy_adding_zero_16 = _copier_adding_zero(16)
 
 places_of_rows = stack_memory(16 * 2 * MAX_BATCH)
+rows_by_source = stack_memory(8 * 4 * MAX_BATCH)
 spare_group = stack_memory(SPARE_BYTES)
 same_bits = stack_memory(8)
 
@@ -204,8 +201,11 @@ def ask_lengths(table, ids, begin, end, slots, bits, bits_step):
     cluster_bytes = 1 if row_clusters != 0 else 0
     for n in range(begin, end):
         row = row_at(ids, n, n_rows)
-        # A row with no slot asks for the map's start, which is there: a branch would cost more.
-        prefetch_line(slots + 4 * (row * bit_of(bits, bits_step, row)))
+        # A row with no slot asks for the map's start, which is there, and one that is known to
+        # have a slot for the table's: a branch would cost more.
+        bit = bit_of(bits, bits_step, row)
+        prefetch_line(slots + 4 * (row * bit))
+        row *= 1 - (bit & bits_step)
         prefetch_line(bases + 8 * (row >> 5))
         prefetch_line(lengths + length_bytes * (row & ~31))
         prefetch_line(lengths + length_bytes * (row | 31))
@@ -213,13 +213,40 @@ def ask_lengths(table, ids, begin, end, slots, bits, bits_step):
 
 
 @njit(nogil=True, cache=True)
-def ask_words(table, ids, begin, end, slots, bits, bits_step, resident, found, places):
-    """Find rows ``ids[begin:end]`` and prefetch their words; return how many are resident.
+def ask_resident(
+    table, ids, begin, end, slots, bits, bits_step, resident, found, places, cached, others
+):
+    """Prefetch those of rows ``ids[begin:end]`` that are resident; return how many there are.
+
+    Their numbers n go to the addresses from `cached` on, int64 each, and those of the others to
+    `others`. The address of a resident row n goes to place ``n & places`` of `found`, as in
+    `ask_words`.
+    """
+    n_rows = load_signed(table + 8 * N_ROWS)
+    row_bytes = load_signed(table + 8 * ROW_BYTES)
+    hits = np.int64(0)
+    # With no branch: which rows are resident is what a processor cannot foresee.
+    for n in range(begin, end):
+        row = row_at(ids, n, n_rows)
+        bit = bit_of(bits, bits_step, row)
+        slot = load_signed_32(slots + 4 * (row * bit)) | (bit - 1)
+        store_signed(found + 16 * (n & places), resident + slot * row_bytes)
+        store_signed(cached + 8 * hits, n)
+        store_signed(others + 8 * (n - begin - hits), n)
+        hits += 1 + (slot >> 63)
+    for k in range(hits):
+        n = load_signed(cached + 8 * k)
+        prefetch_lines(load_signed(found + 16 * (n & places)), row_bytes)
+    return hits
+
+
+@njit(nogil=True, cache=True)
+def ask_words(table, ids, numbers, count, found, places):
+    """Find the rows whose numbers n are at an address, and prefetch their words.
 
     For row n address and words, as `find_row` returns them, go to place ``n & places`` of `found`.
     """
     n_rows = load_signed(table + 8 * N_ROWS)
-    row_bytes = load_signed(table + 8 * ROW_BYTES)
     row_words = load_signed(table + 8 * ROW_WORDS)
     bases = load_signed(table + 8 * BASES)
     lengths = load_signed(table + 8 * LENGTHS)
@@ -228,17 +255,10 @@ def ask_words(table, ids, begin, end, slots, bits, bits_step, resident, found, p
     # Most tables are of short rows, none of which has moved, and most rows stand in a whole block.
     short = load_signed(table + 8 * LENGTH_BYTES) == 1 and load_signed(table + 8 * MOVED) == 0
     whole = (n_rows & ~31) if short else np.int64(0)
-    hits = np.int64(0)
-    for n in range(begin, end):
+    for k in range(count):
+        n = load_signed(numbers + 8 * k)
         row = row_at(ids, n, n_rows)
-        slot = np.int64(-1)
-        if bit_of(bits, bits_step, row) != 0:
-            slot = load_signed_32(slots + 4 * row)
-        if slot >= 0:
-            start = resident + slot * row_bytes
-            words_of = np.int64(0)
-            hits += 1
-        elif 0 <= row < whole:
+        if 0 <= row < whole:
             start, words_of = find_short_row(bases, lengths, words, limit, row_words, row)
         else:
             start, words_of = find_row(table, row)
@@ -247,24 +267,71 @@ def ask_words(table, ids, begin, end, slots, bits, bits_step, resident, found, p
         store_signed(to + 8, words_of)
         if words_of >= 0:
             prefetch_lines(start, 4 * (words_of if words_of > 0 else row_words))
-    return hits
 
 
-def decode_batch(like, table, ids, begin, end, found, places, spare, target):
+@njit(nogil=True, cache=True, forceinline=True)
+def add_zeros_like(like, target, end, float_bytes):
+    """Add 0 to all floats from one address to another; `like` is any number of their type."""
+    while target + 16 * float_bytes <= end:
+        add_zero_16(like, target)
+        target += 16 * float_bytes
+    while target < end:
+        add_zero_1(like, target)
+        target += float_bytes
+
+
+@njit(nogil=True, cache=True, forceinline=True)
+def add_zeros(target, end, float_bytes):
+    """Add 0 to all floats of 4 or 8 bytes from one address to another."""
+    if float_bytes == 4:
+        add_zeros_like(np.float32(0), target, end, 4)
+    else:
+        add_zeros_like(np.float64(0), target, end, 8)
+
+
+@njit(nogil=True, cache=True, forceinline=True)
+def copy_row_like(like, to, start, row_bytes, float_bytes):
+    """Copy a row from one address to another, adding 0 to floats of the type of `like`."""
+    stop = to + row_bytes
+    while to + 16 * float_bytes <= stop:
+        copy_adding_zero_16(like, to, start)
+        to += 16 * float_bytes
+        start += 16 * float_bytes
+    while to < stop:
+        copy_adding_zero_1(like, to, start)
+        to += float_bytes
+        start += float_bytes
+
+
+@njit(nogil=True, cache=True, forceinline=True)
+def copy_row(to, start, row_bytes, float_bytes):
+    """Copy a row, and add 0 to its floats of 4 or 8 bytes unless `float_bytes` is 0."""
+    if float_bytes == 4:
+        copy_row_like(np.float32(0), to, start, row_bytes, 4)
+    elif float_bytes == 8:
+        copy_row_like(np.float64(0), to, start, row_bytes, 8)
+    else:
+        copy_between(to, start, row_bytes)
+
+
+def decode_batch(like, table, ids, numbers, count, found, places, spare, target, float_bytes):
     """Decode rows that `ask_words` has found; return their words, or -1 - n for a damaged one.
 
-    For compiled code alone. Signed `like` decodes rows that bytefields.py serves, unsigned those
-    with any field.
+    The rows' numbers n are at the address `numbers`, int64 each. Unless `float_bytes` is 0, 0 is
+    added to floats of so many bytes. For compiled code alone. Signed `like` decodes rows that
+    bytefields.py serves, unsigned those with any field.
     """
     raise NotImplementedError
 
 
 @overload(decode_batch, jit_options={"nogil": True})
-def _decode_batch(like, table, ids, begin, end, found, places, spare, target):
+def _decode_batch(like, table, ids, numbers, count, found, places, spare, target, float_bytes):
     return decode_batch_of_bytes if like.signed else decode_batch_of_fields
 
 
-def decode_batch_of_bytes(like, table, ids, begin, end, found, places, spare, target):
+def decode_batch_of_bytes(
+    like, table, ids, numbers, count, found, places, spare, target, float_bytes
+):
     """Do what `decode_batch` says with `decode_byte_row`."""
     row_bytes = load_signed(table + 8 * ROW_BYTES)
     row_words = load_signed(table + 8 * ROW_WORDS)
@@ -273,13 +340,14 @@ def decode_batch_of_bytes(like, table, ids, begin, end, found, places, spare, ta
     code_bits = load_signed(table + 8 * CODE_BITS)
     chunks = load_signed(table + 8 * CHUNKS)
     total = np.int64(0)
-    for n in range(begin, end):
+    for k in range(count):
+        n = load_signed(numbers + 8 * k)
         place = found + 16 * (n & places)
         start = load_signed(place)
         words_of = load_signed(place + 8)
         to = target + n * row_bytes
         if words_of == 0:
-            copy_between(to, start, row_bytes)
+            copy_row(to, start, row_bytes, float_bytes)
             total += row_words
             continue
         cluster = cluster_at(table, ids, n)
@@ -290,11 +358,15 @@ def decode_batch_of_bytes(like, table, ids, begin, end, found, places, spare, ta
         need = decode_byte_row(like, start, words_of, field, value, code_bits, chunks, to)
         if need < 0:
             return -1 - n
+        if float_bytes != 0:
+            add_zeros(to, to + row_bytes, float_bytes)
         total += need
     return total
 
 
-def decode_batch_of_fields(like, table, ids, begin, end, found, places, spare, target):
+def decode_batch_of_fields(
+    like, table, ids, numbers, count, found, places, spare, target, float_bytes
+):
     """Do what `decode_batch` says with `decode_field_row`."""
     row_bytes = load_signed(table + 8 * ROW_BYTES)
     row_words = load_signed(table + 8 * ROW_WORDS)
@@ -305,13 +377,14 @@ def decode_batch_of_fields(like, table, ids, begin, end, found, places, spare, t
     grouped = load_signed(table + 8 * GROUPED) != 0
     chunks = load_signed(table + 8 * CHUNKS)
     total = np.int64(0)
-    for n in range(begin, end):
+    for k in range(count):
+        n = load_signed(numbers + 8 * k)
         place = found + 16 * (n & places)
         start = load_signed(place)
         words_of = load_signed(place + 8)
         to = target + n * row_bytes
         if words_of == 0:
-            copy_between(to, start, row_bytes)
+            copy_row(to, start, row_bytes, float_bytes)
             total += row_words
             continue
         cluster = cluster_at(table, ids, n)
@@ -333,6 +406,8 @@ def decode_batch_of_fields(like, table, ids, begin, end, found, places, spare, t
         )
         if need < 0:
             return -1 - n
+        if float_bytes != 0:
+            add_zeros(to, to + row_bytes, float_bytes)
         total += need
     return total
 
@@ -358,26 +433,6 @@ def are_plain(ids, offsets, n_rows, begin, end):
         wrong |= np.int64(ids[n]) | (n_rows - 1 - np.int64(ids[n]))
         differs |= bags[n] ^ n
     return wrong >= 0 and differs == 0
-
-
-@njit(nogil=True, cache=True, forceinline=True)
-def add_zeros_like(like, target, end, float_bytes):
-    """Add 0 to all floats from one address to another; `like` is any number of their type."""
-    while target + 16 * float_bytes <= end:
-        add_zero_16(like, target)
-        target += 16 * float_bytes
-    while target < end:
-        add_zero_1(like, target)
-        target += float_bytes
-
-
-@njit(nogil=True, cache=True)
-def add_zeros(target, end, float_bytes):
-    """Add 0 to all floats of 4 or 8 bytes from one address to another."""
-    if float_bytes == 4:
-        add_zeros_like(np.float32(0), target, end, 4)
-    else:
-        add_zeros_like(np.float64(0), target, end, 8)
 
 
 @njit(nogil=True, cache=True)
@@ -415,134 +470,63 @@ def gather_compact(numbers, like, ids, target, bags, begin, end):
     found = places_of_rows()
     spare = spare_group()
     places = 2 * batch - 1
+    # The numbers of the rows of two batches, resident ones and then others.
+    now = rows_by_source()
+    after = now + 8 * 2 * MAX_BATCH
+    others = 8 * MAX_BATCH
+    cached = np.int64(0)
     total = np.int64(0)
     hits = np.int64(0)
     # The lengths of a batch are asked for, then its words, then it is decoded. A batch takes each
     # step while the one before it takes the next.
     for first in range(begin - 2 * batch, end, batch):
         second, third = first + batch, first + 2 * batch
-        stop = min(third + batch, end)
-        ask_lengths(table, ids, max(begin, third), stop, slots, bits, bits_step)
-        hits += ask_words(
+        ask_lengths(table, ids, max(begin, third), min(third + batch, end), slots, bits, bits_step)
+        start, stop = max(begin, second), max(max(begin, second), min(third, end))
+        next_cached = ask_resident(
             table,
             ids,
-            max(begin, second),
-            min(third, end),
+            start,
+            stop,
             slots,
             bits,
             bits_step,
             resident,
             found,
             places,
+            after,
+            after + others,
         )
-        start, stop = max(begin, first), min(second, end)
-        words = decode_batch(like, table, ids, start, stop, found, places, spare, target)
+        ask_words(table, ids, after + others, stop - start - next_cached, found, places)
+        copy_listed(now, cached, found, places, row_bytes, target, float_bytes)
+        count = max(0, min(second, end) - max(begin, first)) - cached
+        words = decode_batch(
+            like, table, ids, now + others, count, found, places, spare, target, float_bytes
+        )
         if words < 0:
             return words, np.int64(0)
         total += words
-        if float_bytes != 0 and start < stop:
-            add_zeros(target + start * row_bytes, target + stop * row_bytes, float_bytes)
-    return total - hits * load_signed(table + 8 * ROW_WORDS), end - begin - hits
+        hits += cached
+        now, after, cached = after, now, next_cached
+    return total, end - begin - hits
 
 
 @njit(nogil=True, cache=True, forceinline=True)
-def copy_batch_like(like, found, places, row_bytes, target, begin, end, float_bytes):
-    """Do what `copy_batch` does; `like` is any number of the floats' type."""
-    for n in range(begin, end):
-        start = load_signed(found + 8 * (n & places))
-        to = target + n * row_bytes
-        stop = to + row_bytes
-        while to + 16 * float_bytes <= stop:
-            copy_adding_zero_16(like, to, start)
-            to += 16 * float_bytes
-            start += 16 * float_bytes
-        while to < stop:
-            copy_adding_zero_1(like, to, start)
-            to += float_bytes
-            start += float_bytes
+def copy_listed_like(like, numbers, count, found, places, row_bytes, target, float_bytes):
+    """Do what `copy_listed` does; `like` is any number of the floats' type."""
+    for k in range(count):
+        n = load_signed(numbers + 8 * k)
+        start = load_signed(found + 16 * (n & places))
+        copy_row_like(like, target + n * row_bytes, start, row_bytes, float_bytes)
 
 
 @njit(nogil=True, cache=True)
-def copy_batch(found, places, row_bytes, target, begin, end, float_bytes):
-    """Copy rows begin..end to their places behind `target`, and add 0 to their floats.
-
-    The address of row n is at place ``n & places`` of `found`; floats have 4 or 8 bytes.
-    """
+def copy_listed(numbers, count, found, places, row_bytes, target, float_bytes):
+    """Copy resident rows whose numbers are at an address, and add 0 to their floats."""
     if float_bytes == 4:
-        copy_batch_like(np.float32(0), found, places, row_bytes, target, begin, end, 4)
-    else:
-        copy_batch_like(np.float64(0), found, places, row_bytes, target, begin, end, 8)
-
-
-@njit(nogil=True, cache=True)
-def copy_resident(ids, bags, row_bytes, n_rows, target, begin, end):
-    """Sum bags of one id each, n = begin..end, whose rows are all resident.
-
-    `bags` is the address of BAGS_SIZES numbers, `target` that of the first of all sums. Returns 0,
-    a negative number where a row is not resident, or NOT_PLAIN when `are_plain` does not hold; in
-    these cases some sums may have been written.
-    """
-    if not are_plain(ids, load_signed(bags + 8 * OFFSETS), n_rows, begin, end):
-        return np.int64(NOT_PLAIN)
-    slot_of = load_signed(bags + 8 * SLOT_OF)
-    resident = load_signed(bags + 8 * RESIDENT)
-    float_bytes = load_signed(bags + 8 * FLOAT_BYTES)
-    batch = np.int64(COPY_BATCH)
-    while batch > 2 and batch * row_bytes > COPY_BATCH_BYTES:
-        batch >>= 1
-    found = places_of_rows()
-    places = 2 * batch - 1
-    slots = np.int64(0)
-    # Entries of the map are asked for, then the rows, then these are copied. A batch takes each
-    # step while the one before it takes the next.
-    for first in range(begin - 2 * batch, end, batch):
-        second, third = first + batch, first + 2 * batch
-        for n in range(max(begin, third), min(third + batch, end)):
-            prefetch_line(slot_of + 4 * ids[n])
-        for n in range(max(begin, second), min(third, end)):
-            slot = load_signed_32(slot_of + 4 * ids[n])
-            slots |= slot
-            row = resident + slot * row_bytes
-            store_signed(found + 8 * (n & places), row)
-            prefetch_lines(row, row_bytes)
-        if slots < 0:
-            return slots
-        start, stop = max(begin, first), min(second, end)
-        copy_batch(found, places, row_bytes, target, start, stop, float_bytes)
-    return np.int64(0)
-
-
-# What a thread of a team reads of `copy_resident`, int64 each, by its place; behind it, for each
-# thread, goes what that returns.
-COPY_THREAD_NUMBER = 0  # addresses of C functions, see team.Team
-COPY_THREAD_COUNT = 1
-COPY_IDS = 2
-COPY_N_IDS = 3
-COPY_ROW_BYTES = 4
-COPY_N_ROWS = 5
-COPY_TARGET = 6
-COPY_BAGS = 7  # BAGS_SIZES numbers
-COPY_RESULTS = COPY_BAGS + BAGS_SIZES
-
-
-def part_of_copy() -> Any:
-    """Return the C function that does a thread's part of `copy_resident`, compiled."""
-
-    @cfunc(types.void(types.CPointer(types.int64)), cache=True)
-    def part(data):
-        copy = carray(data, (COPY_RESULTS,))
-        thread = call_at(copy[COPY_THREAD_NUMBER])
-        threads = call_at(copy[COPY_THREAD_COUNT])
-        n_ids = copy[COPY_N_IDS]
-        ids = carray(numbers_at(copy[COPY_IDS]), (n_ids,))
-        begin, end = n_ids * thread // threads, n_ids * (thread + 1) // threads
-        results = carray(data, (COPY_RESULTS + threads,))
-        bags = address_of(copy) + 8 * COPY_BAGS
-        results[COPY_RESULTS + thread] = copy_resident(
-            ids, bags, copy[COPY_ROW_BYTES], copy[COPY_N_ROWS], copy[COPY_TARGET], begin, end
-        )
-
-    return part
+        copy_listed_like(np.float32(0), numbers, count, found, places, row_bytes, target, 4)
+    elif float_bytes == 8:
+        copy_listed_like(np.float64(0), numbers, count, found, places, row_bytes, target, 8)
 
 
 # What a thread of a team reads of a gather, int64 each, by its place; behind it, for each thread,

@@ -12,8 +12,10 @@ CLAIMED = NO_SLOT - 2
 
 
 @njit(nogil=True, cache=True)
-def claim_slots(ids, n_rows, slot_of, seen, number, wanted, counts, claims):
-    """Write the rows of a batch that have no slot."""
+def claim_slots(ids, n_rows, slot_of, seen, number, wanted, counts, claims, changed, marked, mark):
+    """Write the rows of a batch that have no slot, and mark slots as changed."""
+    for slot in marked:
+        changed[slot] = mark
     for i in range(ids.shape[0]):
         row = min(max(ids[i], 0), n_rows - 1)
         if row != ids[i] and claims[1] < 0:

@@ -12,8 +12,14 @@ from .parameters import Address, Int32, Int64, Parameters
 from .runner import Launch, Runner
 from .source import bags_variant
 
-THREADS, CHECK_THREADS = 256, 1024  # of a block
-BLOCKS = 8  # of a multiprocessor
+THREADS, LONG_THREADS, CHECK_THREADS = 256, 64, 1024  # of a block
+BLOCKS, LONG_BLOCKS = 8, 7  # of a multiprocessor
+SLICE_VALUES = 32  # of a bag, for a warp of `pool_long_bags`
+#: `pool_long_bags` has 128 rows of float32 under way where a thread of `pool_bags` has 8, and fewer
+#: bags at once. So it takes bags of more ids than this on average, where the bags have few values.
+MOST_SHORT_IDS, FEW_VALUES = 24, 1 << 16
+#: Whatever their values, it takes bags of more ids than this.
+MOST_IDS = 256
 NO_PADDING = -(1 << 63)
 #: Dtypes of rows that `BagKernels.pool` takes.
 POOLED_DTYPES = (torch.float32, torch.float64)
@@ -46,6 +52,13 @@ class PoolBags(Parameters):
 
 
 @dataclass(init=False)
+class PoolLongBags(PoolBags):
+    """Parameters of `pool_long_bags`, which are those of `pool_bags`."""
+
+    kernel = "pool_long_bags"
+
+
+@dataclass(init=False)
 class SoundOffsets(Parameters):
     """Parameters of `sound_offsets`: int32 or int64 offsets, an int64 output, `n` ids."""
 
@@ -71,8 +84,7 @@ class BagKernels:
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
-        self._most_blocks = BLOCKS * runner.multiprocessors
-        self._pools: dict[tuple[int, int], Launch] = {}
+        self._pools: dict[tuple[int, int, bool], Launch] = {}
 
     def pool(
         self,
@@ -83,6 +95,7 @@ class BagKernels:
         *,
         padding: int | None = None,
         include_last: bool = False,
+        by_warps: bool | None = None,
     ) -> torch.Tensor:
         """Return what ``torch.embedding_bag`` does, bit for bit, with no weights and no gradient.
 
@@ -102,6 +115,8 @@ class BagKernels:
             The row that counts for nothing.
         include_last : bool
             Whether the last offset is the end of the last bag.
+        by_warps : bool, optional
+            Whether `pool_long_bags` is used; with None, as the ids of a bag say.
 
         Returns
         -------
@@ -110,19 +125,31 @@ class BagKernels:
         """
         entries, (_, dim) = offsets.shape[0], matrix.shape
         out = torch.empty(entries - include_last, dim, dtype=matrix.dtype, device=matrix.device)
+        if by_warps is None:
+            most = MOST_SHORT_IDS if out.numel() < FEW_VALUES else MOST_IDS
+            by_warps = index.shape[0] > most * out.shape[0] > 0
         size, to, address = matrix.element_size(), out.data_ptr(), matrix.data_ptr()
         vector = 16 // size if (address | to | dim * size) % 16 == 0 else 1
-        if out.numel() < vector * THREADS * self._runner.multiprocessors:
+        if not by_warps and out.numel() < vector * THREADS * self._runner.multiprocessors:
             vector = 1  # more threads, each of which has few values
-        pool = self._pools.get((size, vector))
+        pool = self._pools.get((size, vector, by_warps))
         if pool is None:
             pool = self._runner.bind(
-                bags_variant(size, vector), PoolBags, THREADS, mailbox=self._runner.mailbox
+                bags_variant(size, vector),
+                PoolLongBags if by_warps else PoolBags,
+                LONG_THREADS if by_warps else THREADS,
+                mailbox=self._runner.mailbox,
             )
-            self._pools[size, vector] = pool
+            self._pools[size, vector, by_warps] = pool
         width = dim // vector
+        if by_warps:
+            wanted = ceil_div(out.shape[0] * ceil_div(dim, SLICE_VALUES), LONG_THREADS // 32)
+            room = LONG_BLOCKS * self._runner.multiprocessors
+        else:
+            wanted = ceil_div(out.shape[0] * width, THREADS)
+            room = BLOCKS * self._runner.multiprocessors
         # One bag at least, so that an end that is not the number of ids is reported.
-        blocks = max(1, min(ceil_div(out.shape[0] * width, THREADS), self._most_blocks))
+        blocks = max(1, min(wanted, room))
         pool(
             blocks,
             address,

@@ -28,11 +28,14 @@ enum { MISSING = 0, BAD = 1, TAKEN = 2, TAKEN_LAST = 3 };
 __device__ __forceinline__ i64 in_range(i64 id, i64 n_rows) { return id < 0 ? 0 : id < n_rows ? id : n_rows - 1; }
 
 // wanted: gets the rows that are to come, in any order. counts, zeros: gets the different rows that had a slot.
+// changed: gets `mark` in the slots marked[n_marked], of which a gradient has come since the batch before.
 extern "C" __global__ void __launch_bounds__(THREADS)
     claim_slots(const void* __restrict__ ids, int id_bytes, i64 n, i64 n_rows, int* slot_of, int* seen, int number,
-                i64* wanted, u64* counts, u64* claims) {
+                i64* wanted, u64* counts, u64* claims, int* changed, const i64* __restrict__ marked, i64 n_marked,
+                int mark) {
   const int lane = threadIdx.x & 31;
   const i64 stride = (i64)gridDim.x * THREADS;
+  for (i64 i = (i64)blockIdx.x * THREADS + threadIdx.x; i < n_marked; i += stride) changed[marked[i]] = mark;
   u32 hits = 0;
   for (i64 first = (i64)blockIdx.x * THREADS + threadIdx.x - lane; first < n; first += stride) {
     bool won = false;

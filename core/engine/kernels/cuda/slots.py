@@ -42,7 +42,8 @@ class KeepSlots(Parameters):
 class ClaimSlots(Parameters):
     """Parameters of `claim_slots`.
 
-    int32 or int64 ids, int32 `slot_of` and `seen`, int64 `wanted`, `counts` and `claims`.
+    int32 or int64 ids, int32 `slot_of`, `seen` and `changed`, int64 `wanted`, `counts`, `claims`
+    and `marked`.
     """
 
     kernel = "claim_slots"
@@ -57,6 +58,10 @@ class ClaimSlots(Parameters):
     wanted: Address
     counts: Address
     claims: Address
+    changed: Address
+    marked: Address
+    n_marked: Int64
+    mark: Int32
 
 
 @dataclass(init=False)
@@ -288,6 +293,7 @@ class SlotFinder:
                 slot_of=columns.slot_of,
                 seen=columns.seen,
                 claims=claims,
+                changed=columns.changed,
             )
             count = runner.bind(SLOTS, CountSlots, THREADS, **leaving, bins=bins, claims=claims)
             choose = runner.bind(
@@ -323,7 +329,15 @@ class SlotFinder:
         """int64 on the device: first, after `choose`, the rows of this batch that are to come."""
         return self._turns[self._turn][0]
 
-    def claim(self, ids: torch.Tensor, counts: int, number: int, wanted: torch.Tensor) -> None:
+    def claim(
+        self,
+        ids: torch.Tensor,
+        counts: int,
+        number: int,
+        wanted: torch.Tensor,
+        marked: torch.Tensor | None = None,
+        mark: int = 0,
+    ) -> None:
         """Find the rows of a batch that have no slot, and look for ids out of range.
 
         Parameters
@@ -338,6 +352,10 @@ class SlotFinder:
         wanted : torch.Tensor
             int64 on the device, NO_ROW, with room for all different ids without a slot: gets them,
             from its begin on, in any order.
+        marked : torch.Tensor, optional
+            int64 on the device, contiguous: slots whose `SlotColumns.changed` becomes `mark` first.
+        mark : int
+            Of them; not 0.
         """
         n = ids.shape[0]
         self._turns[self._turn][1](
@@ -348,6 +366,9 @@ class SlotFinder:
             number,
             wanted.data_ptr(),
             counts,
+            0 if marked is None else marked.data_ptr(),
+            0 if marked is None else marked.shape[0],
+            mark,
         )
 
     def choose(

@@ -50,7 +50,7 @@ _KERNELS: dict[str, tuple[str, ...]] = {
     "map": ("insert_ids", "find_ids"),
     "slots": ("keep_slots", "claim_slots", "count_slots", "choose_slots", "give_slots"),
     "exchange": ("exchange_rows",),
-    "bags": ("pool_bags", "sound_offsets"),
+    "bags": ("pool_bags", "pool_long_bags", "sound_offsets"),
     "attend": ("attend_tiles", "merge_splits"),
     "plan": (
         "agreed_masks",
