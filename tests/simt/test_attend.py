@@ -181,7 +181,7 @@ def test_exceptions_count_with_all_their_bits():
     assert relative_error(found, expected) < 2e-6
 
 
-def test_what_is_no_number_stays_none():
+def test_what_is_no_number_remains_none():
     query, keys, values = drawn(1, 1, 1, 1, 16, 64)
     values[0, 0, 5, 3], values[0, 0, 6, 4], values[0, 0, 60, 4] = torch.nan, torch.inf, -torch.inf
     span = span_of(keys, values)

@@ -176,7 +176,7 @@ def test_query_weights_are_rms_over_heads_that_share_keys() -> None:
         query_weights(queries, 4)
 
 
-def test_means_that_move_on_stay_codable() -> None:
+def test_means_that_move_on_remain_codable() -> None:
     values = sample(tokens=512, dim=32, dtype=torch.float32)
     values[:, :, :, 5] += torch.linspace(0, 25, 512)
     plan = fitted(values[:, :, :256], Granularity.CHANNEL, weights=torch.ones(2, 32), scale=0.5)

@@ -19,8 +19,8 @@ SINGLES = 2 * ZERO_SYMBOL
 #: Of later values that much are taken to be spread wider than the sample's, so many times.
 _WIDER_SHARE = 0.01
 _WIDER = 1.5
-#: What an exception costs beside its bits: kernels mend it alone, one after the other.
-_MEND_BITS = 32
+#: What an exception costs beside its bits: kernels repair it alone, one after the other.
+_REPAIR_BITS = 32
 #: Share of values that may be exceptions in a class of pairs.
 _PAIR_EXCEPTIONS = 1e-4
 #: Rounds in which blocks move to the class that codes them in fewer bits.
@@ -109,7 +109,7 @@ def choose_classes(
     exception_bits : int
         Bits of an exception.
     """
-    price = exception_bits + _MEND_BITS
+    price = exception_bits + _REPAIR_BITS
     labels = group_histograms(counts.singles, classes, table_bits=8 * SINGLES)
     for turn in range(_ROUNDS):
         found = [

@@ -257,7 +257,7 @@ class PlainVariant:
         """Readable name, for tests and logs."""
         if self.file not in ("copy", "bags", "attend", "quantized"):
             return self.file
-        told = self.settings[: len(TILE_SETTINGS) if self.file == "quantized" else None]
+        named = self.settings[: len(TILE_SETTINGS) if self.file == "quantized" else None]
         return "-".join([self.file, *(f"{k.lower()}{v}" for k, v in told)])
 
 

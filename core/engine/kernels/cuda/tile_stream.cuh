@@ -51,7 +51,7 @@ __device__ __forceinline__ u16 bits_of_value(float x) {
   return float_to_half(x);
 #else
   const u32 bits = (u32)__float_as_int(x);
-  if ((bits & 0x7fffffff) > 0x7f800000) return (u16)(bits >> 16 | 0x40);  // stays no number
+  if ((bits & 0x7fffffff) > 0x7f800000) return (u16)(bits >> 16 | 0x40);  // remains no number
   return (u16)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 #endif
 }
