@@ -248,7 +248,9 @@ __device__ __forceinline__ bool decode_tile(const Tile& tile, const Coder& coder
 #pragma unroll 1
   for (int b = 0; b < blocks; ++b) {
     const int4 block = coder.blocks[b];
-    const Class c = {(u32)block.x, (u32)block.y, (u32)block.w};
+    // The lowest lanes are never all 32: adds nothing, but makes the compiler keep the table in a lane's
+    // register. From a uniform one it copies it for each symbol, as it cannot combine two of them.
+    const Class c = {(u32)block.x | below >> 31, (u32)block.y, (u32)block.w};
     const int symbols = block.w >> 5;
     s.state += needed - block.z;
     needed = block.z;
