@@ -471,8 +471,11 @@ def _expected(
     symbols = np.array([2.0 if c.radius else 1.0 for c in found])
     mean_bits = without / counts.singles.sum(axis=1, keepdims=True) * symbols
     mean_bits = mean_bits.reshape(plan.heads, fmt.blocks, -1)[np.arange(plan.heads), -1, last]
-    longest = np.array([c.bits for c in found], np.float64)[last]
-    spare = TILE_LANES * float((longest - mean_bits).mean() + (UNIT_BITS - 1) / 2) + UNIT_BITS / 2
+    # Before its last ask it has fewer bits than are needed, behind it those and up to 15 more.
+    at_once = np.array([2.0 if c.short else 1.0 for c in found])
+    needed = at_once * [c.bits for c in found]
+    unused = (needed[last] - at_once[last] * mean_bits).mean() + (UNIT_BITS - 1) / 2
+    spare = TILE_LANES * float(unused) + UNIT_BITS / 2
     tile_bits = _HEADER_BITS + 32 * fmt.parameter_words + _PLACE_BITS + spare
     bits = with_exceptions[mine].sum() / values + tile_bits / fmt.values
     return float(bits), float(exceptions / values)

@@ -54,6 +54,9 @@ __device__ __forceinline__ int about_block(const Tables& t, int head, int lane) 
   return c | __ldg(t.class_bits + c) << 8 | __ldg(t.radius + c) << 16;
 }
 
+// Bits that a lane sees to at an ask: of two codes, or of one where codes are long.
+__device__ __forceinline__ int bits_needed(int longest) { return longest <= SHORT_BITS ? 2 * longest : longest; }
+
 // Where a lane's values of a block stand among the codes of the first sixteen tokens.
 struct Places {
   int at[2][2];

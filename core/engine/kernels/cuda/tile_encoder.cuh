@@ -184,13 +184,13 @@ __device__ __forceinline__ int quantise(const value_t* row, const Scales& s, u8*
 // Counts a lane's units.
 struct Counter {
   int left = 0, units = 0;
-  __device__ __forceinline__ void put(u32 entry, int longest) {
-    if (left < longest) {
+  __device__ __forceinline__ void ask(int need) {
+    if (left < need) {
       left += 16;
       ++units;
     }
-    left -= (int)(entry >> CODE_FIELD);
   }
+  __device__ __forceinline__ void put(u32 entry) { left -= (int)(entry >> CODE_FIELD); }
 };
 
 // Writes a lane's units where a reader will take them: it has the bits left that the reader has.
@@ -201,8 +201,8 @@ struct Writer {
   u32 pending = 0;  // bits that are in no unit yet, from the highest on
   int filled = 0;
   int current = 0, following = 0, taken = 0;  // units taken and not yet written: two at the most
-  __device__ __forceinline__ void put(u32 entry, int longest) {
-    const bool asks = left < longest;
+  __device__ __forceinline__ void ask(int need) {
+    const bool asks = left < need;
     const u32 votes = __ballot_sync(FULL, asks);
     if (asks) {
       const int unit = next + __popc(votes & below);
@@ -212,6 +212,8 @@ struct Writer {
       left += 16;
     }
     next += __popc(votes);
+  }
+  __device__ __forceinline__ void put(u32 entry) {
     const int count = (int)(entry >> CODE_FIELD);
     pending |= (entry & ((1u << CODE_FIELD) - 1)) << (32 - filled - count);
     filled += count;
@@ -249,7 +251,8 @@ __device__ __forceinline__ void write_symbols(const Tables& t, int head, const u
   const int mine = about_block(t, head, lane);
   for (int b = 0; b < BLOCKS; ++b) {
     const int block = __shfl_sync(FULL, mine, b);
-    const int longest = block >> 8 & 255, radius = block >> 16;
+    const int longest = block >> 8 & 255, need = bits_needed(longest), radius = block >> 16;
+    const bool always = longest > SHORT_BITS;
     const unsigned short* table = codes + (block & 255) * MAX_SYMBOLS;
     const Places places(t.order + head * DIM, b, lane);
     u8* group = stage;
@@ -260,10 +263,13 @@ __device__ __forceinline__ void write_symbols(const Tables& t, int head, const u
         const int x = *first ? *first - ZERO_SYMBOL : 0, y = *second ? *second - ZERO_SYMBOL : 0;
         if (radius) {
           const int symbol = (x + radius) * (2 * radius + 1) + y + radius;
-          writer.put(entry_of(table, symbol, radius * (2 * radius + 2), first, second, exceptions), longest);
+          if (always || i % 2 == 0) writer.ask(need);
+          writer.put(entry_of(table, symbol, radius * (2 * radius + 2), first, second, exceptions));
         } else {
-          writer.put(entry_of(table, x + ZERO_SYMBOL, ZERO_SYMBOL, first, first, exceptions), longest);
-          writer.put(entry_of(table, y + ZERO_SYMBOL, ZERO_SYMBOL, second, second, exceptions), longest);
+          writer.ask(need);
+          writer.put(entry_of(table, x + ZERO_SYMBOL, ZERO_SYMBOL, first, first, exceptions));
+          if (always) writer.ask(need);
+          writer.put(entry_of(table, y + ZERO_SYMBOL, ZERO_SYMBOL, second, second, exceptions));
         }
       }
     }
