@@ -25,6 +25,7 @@ from ..format import (
     NOT_CACHED,
     OFFSET_SHIFT,
     PACKED_BIT,
+    PAD_WORDS,
     SLAB_SHIFT,
     RowFormat,
 )
@@ -59,7 +60,7 @@ _KERNELS: dict[str, tuple[str, ...]] = {
         "top_values",
         "sizes_by_option",
     ),
-    "quantized": ("measure_tiles", "encode_tiles", "decode_tiles"),
+    "quantized": ("measure_tiles", "encode_tiles", "pack_tiles", "move_tiles", "decode_tiles"),
 }
 
 #: Fewest chunks a lane with which eight lanes can take a row.
@@ -113,7 +114,11 @@ TILE_SETTINGS = ("KIND", "TOKENS", "DIM", "GRANULARITY", "TOKEN_PAIRS", "LOOKUP_
 TILE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 #: Warps of a block of the encoders at the most: what registers have room for.
 MAX_ENCODE_WARPS = 16
+#: Warps of a block of the kernel that moves coded tiles together.
+MOVE_WARPS = 8
 TILE_DEFINES: dict[str, int | str] = {
+    "MOVE_WARPS": MOVE_WARPS,
+    "PAD_WORDS": PAD_WORDS,
     "ENCODE_WARPS": MAX_ENCODE_WARPS,
     "MAX_CODE": MAX_CODE,
     "MAX_SYMBOLS": MAX_SYMBOLS,

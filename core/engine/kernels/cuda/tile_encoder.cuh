@@ -107,13 +107,14 @@ __device__ __forceinline__ void find_token_scales(const Tables& t, const value_t
 #pragma unroll
   for (int k = 0; k < TOKEN_LANES; ++k) {
     const int token = first + k * VECTOR + lane / TOKEN_LANES;
-    if (token >= TOKENS) break;
+    // A break that some lanes take would keep the loop from being unrolled, and loads from overlapping.
 #pragma unroll
     for (int c = 0; c < DIM; c += 32) {
-      if (c + channel >= DIM) break;
-      const uint4 x = __ldg((const uint4*)(row + token * DIM + c + channel));
+      if ((TOKENS % 32 == 0 || token < TOKENS) && (DIM % 32 == 0 || c + channel < DIM)) {
+        const uint4 x = __ldg((const uint4*)(row + token * DIM + c + channel));
 #pragma unroll
-      for (int v = 0; v < VECTOR; ++v) parts[k].add(v, bits_of(x, v));
+        for (int v = 0; v < VECTOR; ++v) parts[k].add(v, bits_of(x, v));
+      }
     }
   }
 #pragma unroll
@@ -127,7 +128,7 @@ __device__ __forceinline__ void find_token_scales(const Tables& t, const value_t
     }
   }
   const int token = first + lane % TOKEN_LANES * VECTOR + lane / TOKEN_LANES;
-  if (token >= TOKENS) return;
+  if (TOKENS % 32 && token >= TOKENS) return;
 #if GRANULARITY == TOKEN_LEVEL
   const int level = level_of(t, parts[0].mean_square(t));
   ((u8*)parameters)[token] = (u8)level;
@@ -215,7 +216,7 @@ __device__ __forceinline__ int quantise_piece(const uint4& piece, const Vector& 
       const u32 size = magnitude(decoded[k]);
       const float largest = __uint_as_float(max(size, LEAST_NORMAL));
       const float allowed = add_exact(multiply_exact(0.5f, q.step[v]), multiply_exact(ROUNDING, largest));
-      const bool near = magnitude(subtract_exact(decoded[k], x[k])) <= magnitude(allowed);
+      const bool near = magnitude(subtract_exact(decoded[k], x[k])) <= __float_as_uint(allowed);
       const bool fitting = fits[k] & near & (size < 0x7f800000);
       if (!fitting) coded[v] = 0;
       exceptions += !fitting;
