@@ -227,6 +227,6 @@ def pack_rows(rows: torch.Tensor, kernels: RowKernels) -> Packed:
         On the same device.
     """
     kernels_for(rows.device)  # raises the error of an earlier decode there
-    packed = kernels.pack(rows)
+    packed = kernels.pack_rows(rows)
     sizes = torch.stack([packed.bases[-1], unsigned_lengths(packed.lengths).max()])
     return Packed(packed.words, packed.lengths, packed.bases, sizes)

@@ -122,7 +122,7 @@ class RowKernels(ABC):
             int32 ``[n_words + PAD_WORDS]``, the last ones 0.
         """
 
-    def pack(self, rows: torch.Tensor) -> RowStorage:
+    def pack_rows(self, rows: torch.Tensor) -> RowStorage:
         """Return rows packed; on a GPU without waiting for it.
 
         This measures and encodes; codecs that find lengths as they pack do both at once.

@@ -36,8 +36,8 @@ by_dtype = pytest.mark.parametrize(
 def assert_packed_as_on_the_cpu(codec: TileCodec, rows: torch.Tensor) -> None:
     """Compare what one pass on the GPU packs with what the CPU measures and encodes."""
     data = rows_as_bytes(rows, codec.row_bytes).contiguous()
-    expected = codec.kernels(torch.device("cpu")).pack(data)
-    packed = codec.kernels(GPU).pack(data.to(GPU))
+    expected = codec.kernels(torch.device("cpu")).pack_rows(data)
+    packed = codec.kernels(GPU).pack_rows(data.to(GPU))
     assert torch.equal(packed.lengths.cpu(), expected.lengths)
     assert torch.equal(packed.bases.cpu(), expected.bases)
     assert torch.equal(packed.words[: len(expected.words)].cpu(), expected.words)
@@ -63,12 +63,12 @@ def test_packing_does_not_wait_for_the_gpu() -> None:
     codec = TileCodec.fit(rows.cpu())
     kernels = codec.kernels(GPU)
     data = rows_as_bytes(rows, codec.row_bytes)
-    expected = kernels.pack(data)
+    expected = kernels.pack_rows(data)
     torch.cuda.synchronize()
     mode = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        packed = kernels.pack(data)
+        packed = kernels.pack_rows(data)
     finally:
         torch.cuda.set_sync_debug_mode(mode)
     n_words = int(expected.bases[-1])
