@@ -54,6 +54,15 @@ __device__ __forceinline__ int about_block(const Tables& t, int head, int lane) 
   return c | __ldg(t.class_bits + c) << 8 | __ldg(t.radius + c) << 16;
 }
 
+#define SWAPPED (DIM == 32 || DIM == 64 || DIM == 128 || DIM == 256)  // tokens fill banks evenly
+
+// Where the code of a channel of a token stands in the stage. Eight neighbouring tokens, which a warp reads and
+// writes at once, have the same channel in banks of their own: by STRIDE, or with pieces of 16 bytes swapped.
+__device__ __forceinline__ int stage_at(int token, int channel) {
+  const u32 lines = DIM < 128 ? (u32)token / (128 / DIM) : (u32)token, pieces = DIM < 128 ? DIM / 16 : 8;
+  return token * STRIDE + (SWAPPED ? channel ^ (int)(lines % pieces) * 16 : channel);
+}
+
 // Where a lane's values of a block stand among the codes of the first sixteen tokens.
 struct Places {
   int at[2][2];
@@ -63,8 +72,8 @@ struct Places {
     for (int h = 0; h < 2; ++h) {
 #pragma unroll
       for (int k = 0; k < 2; ++k)
-        at[h][k] = TOKEN_PAIRS ? (2 * t + k) * STRIDE + __ldg(order + 16 * block + g + 8 * h)
-                               : g * STRIDE + __ldg(order + 16 * block + 2 * t + 8 * h + k);
+        at[h][k] = TOKEN_PAIRS ? stage_at(2 * t + k, __ldg(order + 16 * block + g + 8 * h))
+                               : stage_at(g, __ldg(order + 16 * block + 2 * t + 8 * h + k));
     }
   }
   // Value k of the i-th two.

@@ -41,7 +41,7 @@ from .source import (
 from .tiles import WORDS_ALIGN_BYTES, aligned_to
 
 #: Warps of a block, as many as the tiles have use for and as fit.
-WARP_COUNTS = (1, 2, 4, 8, 12, 16, 20, 24)
+WARP_COUNTS = (1, 2, 4, 8, 12, 16, 18, 20, 22, 24)
 RING_BYTES = 1 << 10  # packed words of a warp on their way, as in tile_reader.cuh
 RESERVED_BYTES = (1 << 10) + 128  # of each block's shared memory: the system's, and static
 MOST_BLOCKS = 2  # of a multiprocessor

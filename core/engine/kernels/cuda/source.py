@@ -297,17 +297,19 @@ def tile_stride(dim: int) -> int:
     """Return the bytes from a token to the next among the codes of a tile in shared memory.
 
     An odd number of 16 bytes, so that the eight tokens that a warp writes to at once begin in
-    banks of their own, four apart.
+    banks of their own, four apart; powers of two as they are: their pieces of 16 bytes are swapped.
     """
-    return dim + 16 if dim // 16 % 2 == 0 else dim
+    even = dim // 16 % 2 == 0
+    return dim + 16 if even and dim & (dim - 1) else dim
 
 
 def max_decode_warps(fmt: TileFormat) -> int:
     """Return the most warps of a block of the decoder: more have fewer registers each.
 
-    Of large tiles, shared memory has no room for more than 16.
+    Of large tiles, shared memory has no room for more.
     """
-    return 16 if fmt.tokens * tile_stride(fmt.dim) > 8 << 10 else 24
+    stage = fmt.tokens * tile_stride(fmt.dim)
+    return 24 if stage <= 7 << 10 else 20 if stage <= 8 << 10 else 16
 
 
 def quantized_variant(fmt: TileFormat) -> PlainVariant:

@@ -76,7 +76,7 @@ __device__ __forceinline__ void read_scales(const Tables& t, int head, const Sca
 // Read the codes of a tile to the stage; return whether it is sound. On sm_90 a symbol takes 24 to 26
 // instructions, and write_values 10 more for two values: a symbol of two values is some 35 for them,
 // singles some 58. Of shared memory, two values take two byte stores, whose eight tokens lie in banks of
-// their own (see tile_stride), but channels of one token may meet; the look-ups meet as chance has it.
+// their own (see stage_at), but channels of one token may meet; the look-ups meet as chance has it.
 __device__ __forceinline__ bool read_codes(const Tables& t, int head, const u32* lookup, Ring& ring, int byte,
                                            int units, u8* stage, int lane) {
   const int mine = about_block(t, head, lane);
@@ -131,7 +131,7 @@ __device__ __forceinline__ void write_values(const Scales& s, const u8* stage, u
   for (int piece = lane; piece < ROW_PIECES; piece += 32) {
     const int token = piece / PIECES, channel = SAME_CHANNELS ? fixed : piece % PIECES * VECTOR;
     if (!SAME_CHANNELS || BY_TOKEN) q.load<false>(s, token, channel);
-    const u32* from = (const u32*)(stage + token * STRIDE + channel);
+    const u32* from = (const u32*)(stage + stage_at(token, channel));
     float x[VECTOR];
 #if VECTOR == 8
     const uint2 both = *(const uint2*)from;

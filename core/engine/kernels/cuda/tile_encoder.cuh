@@ -250,7 +250,7 @@ __device__ __forceinline__ int quantise(const value_t* row, const Scales& s, u8*
     if (!SAME_CHANNELS || BY_TOKEN) q.load<true>(s, token, channel);
     u32 bytes[VECTOR / 4];
     exceptions += quantise_piece(x, q, bytes);
-    u32* to = (u32*)(stage + token * STRIDE + channel);
+    u32* to = (u32*)(stage + stage_at(token, channel));
 #if VECTOR == 8
     *(uint2*)to = make_uint2(bytes[0], bytes[1]);
 #else
@@ -354,7 +354,7 @@ __device__ __forceinline__ void write_symbols(const Tables& t, int head, const u
 __device__ __forceinline__ void write_exceptions(const value_t* row, const u8* stage, u32* to, int lane) {
   for (int first = 0; first < VALUES; first += 128) {
     const int position = first + 4 * lane;
-    const u32 bytes = *(const u32*)(stage + position / DIM * STRIDE + position % DIM);
+    const u32 bytes = *(const u32*)(stage + stage_at(position / DIM, position % DIM));
     u32 missed = 0;
 #pragma unroll
     for (int k = 0; k < 4; ++k) missed |= (u32)((bytes >> (8 * k) & 255) == 0) << k;
