@@ -113,7 +113,7 @@ BYTE_FIELDS = {
 TILE_SETTINGS = ("KIND", "TOKENS", "DIM", "GRANULARITY", "TOKEN_PAIRS", "LOOKUP_BITS")
 TILE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 #: Warps of a block of the encoders at the most: what registers have room for.
-MAX_ENCODE_WARPS = 16
+MAX_ENCODE_WARPS = 20
 #: Warps of a block of the kernel that moves coded tiles together.
 MOVE_WARPS = 8
 TILE_DEFINES: dict[str, int | str] = {
