@@ -94,7 +94,7 @@ __device__ __forceinline__ void read_block(Reader& reader, const u32* table, int
 // Read the codes of a tile to the stage; return whether it is sound. On sm_90 two values take some 20
 // instructions as a pair of a short code, 29 of a long one, 33 and 51 as singles, and write_values 10 more. Of
 // shared memory, two values take two byte stores, whose eight tokens lie in banks of their own (see
-// tile_stride), but channels of one token may meet; the look-ups meet as chance has it.
+// stage_at), but channels of one token may meet; the look-ups meet as chance has it.
 __device__ __forceinline__ bool read_codes(const Tables& t, int head, const u32* lookup, Ring& ring, int byte,
                                            int units, u8* stage, int lane) {
   const int mine = about_block(t, head, lane);
@@ -134,7 +134,7 @@ __device__ __forceinline__ void write_values(const Scales& s, const u8* stage, u
   for (int piece = lane; piece < ROW_PIECES; piece += 32) {
     const int token = piece / PIECES, channel = SAME_CHANNELS ? fixed : piece % PIECES * VECTOR;
     if (!SAME_CHANNELS || BY_TOKEN) q.load<false>(s, token, channel);
-    const u32* from = (const u32*)(stage + token * STRIDE + channel);
+    const u32* from = (const u32*)(stage + stage_at(token, channel));
     float x[VECTOR];
 #if VECTOR == 8
     const uint2 both = *(const uint2*)from;
