@@ -54,6 +54,9 @@ class PackedHistory:
         Tokens of a row of codecs whose rows are tiles; see `TokenRows`.
     reserve_tokens : int
         Tokens for which memory is taken at once when the first are packed.
+    tail_room_tokens : int
+        Tokens of a sequence for which the tail takes memory ahead, at the most. With none, each
+        `append` copies the tail.
     at_once : bool
         Whether `append` waits for a GPU that packs, so that how many tokens are packed never
         depends on its speed: where only some of the packed tokens are attended to, that would
@@ -106,6 +109,7 @@ class PackedHistory:
         sinks: int = 0,
         tile_tokens: int | None = None,
         reserve_tokens: int = 0,
+        tail_room_tokens: int = 0,
         at_once: bool = False,
         kept: FirstCodec | None = None,
     ) -> None:
@@ -131,6 +135,7 @@ class PackedHistory:
         self._window = window
         self._block_tokens = block_tokens
         self._sinks = sinks
+        self._tail_room_tokens = tail_room_tokens
         self._at_once = at_once or self._device.type == "cpu"
         self.head = self.tail = self._no_tokens()
 
@@ -344,7 +349,7 @@ class PackedHistory:
             self.head = head.clone(memory_format=torch.contiguous_format)
             new = new[:, :, first:]
         if self._tail.length:
-            self._tail.append(new, self._block_tokens)
+            self._tail.append(new, self._tail_room_tokens)
         else:
             self.tail = new
         if pack:
@@ -546,7 +551,8 @@ class PackedHistory:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         tail, dtype = state["tail"]
-        self.__dict__.update({name: value for name, value in state.items() if name != "tail"})
+        self.__dict__.update({"_tail_room_tokens": 0, **state})
+        del self.__dict__["tail"]
         self.head, self.tail = state["head"].view(dtype), tail.view(dtype)
 
 

@@ -51,6 +51,10 @@ class Tail:
         """
         n: int = tokens.shape[2]
         end = self.length + n
+        if not most_room:
+            self.memory = self._tokens = torch.cat([self.tokens, tokens], dim=2)
+            self.length, self._room_end = end, 0
+            return
         if end > self._room_end:
             self._grow(end + min(most_room, max(LEAST_ROOM, end)))
         self.memory.narrow(2, self.length, n).copy_(tokens)
