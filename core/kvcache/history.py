@@ -167,6 +167,11 @@ class PackedHistory:
         return self._tail.memory
 
     @property
+    def tail_tokens(self) -> int:
+        """Tokens of a sequence that are in `tail`."""
+        return self._tail.length
+
+    @property
     def device(self) -> torch.device:
         """Where tokens are decoded."""
         return self._device
