@@ -11,7 +11,8 @@ from weakref import ref
 
 import torch
 
-from ..engine.kernels.cuda import kernels_on
+from ..engine.kernels.cuda import CudaKernels, kernels_on
+from ..engine.kernels.cuda.prepared_attention import PreparedAttention, Run
 from ..engine.kernels.format import TableStorage
 from ..engine.kernels.spans import MAX_ROWS, RawRun, Span
 from ..engine.kernels.tile_format import Granularity, TileTables
@@ -24,6 +25,8 @@ from .segment import Segment
 #: Passes over the tokens for one forward pass, each of MAX_ROWS query rows of a head, up to which
 #: packed tokens are attended to; with more of them decoding once is faster.
 MOST_PASSES = 4
+#: Places of words for which a layer's attention is kept ready: those of the reader's buffers.
+MOST_PLACES = 2
 
 
 class PackedAttention:
@@ -44,15 +47,15 @@ class PackedAttention:
 
     def serves(self, query: torch.Tensor) -> bool:
         """Return whether `attend` takes queries ``[B, query heads, q, D]``."""
-        keys, values = self._histories
-        if query.dtype != keys.tail.dtype or query.device != keys.device:
+        keys = self._histories[0]
+        like = keys.tail_memory
+        if query.dtype != like.dtype or query.device != like.device:
             return False
-        groups, rest = divmod(query.shape[1], max(1, keys.tail.shape[1]))
-        if rest or not 1 <= groups <= MAX_ROWS or not query.numel():
+        batch, query_heads, n, dim = query.shape
+        groups, rest = divmod(query_heads, like.shape[1] or 1)
+        if rest or not 1 <= groups <= MAX_ROWS or not batch * n * dim:
             return False
-        if query.shape[2] * groups > MOST_PASSES * MAX_ROWS:
-            return False
-        return any(map(_key_tiles, keys.segments)) and any(map(_value_tiles, values.segments))
+        return n * groups <= MOST_PASSES * MAX_ROWS and self._planned().served
 
     def attend(
         self,
@@ -83,34 +86,64 @@ class PackedAttention:
         torch.Tensor
             ``[B, q, query heads, D]`` of the query's dtype.
         """
-        words = self._reader.stage(self._histories)
+        reader, histories = self._reader, self._histories
+        if not reader.stages:
+            return self._attend(self._planned().here(), query, scaling, softcap, sinks, first_valid)
+        words = reader.stage(histories)
         try:
-            plan = self._planned(words)
-            keys, values = plan.sides
-            raw = [
-                (begin, keys.tokens(begin, end), values.tokens(begin, end))
-                for begin, end in plan.raw
-            ]
-            raw += plan.last(self._histories)
-            return _attend(
+            there = self._planned().there(words)
+            return self._attend(there, query, scaling, softcap, sinks, first_valid)
+        finally:
+            reader.done(histories)
+
+    def _attend(
+        self,
+        there: _Staged,
+        query: torch.Tensor,
+        scaling: float | None,
+        softcap: float | None,
+        sinks: torch.Tensor | None,
+        first_valid: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Run the kernels of the query's device."""
+        scaling = query.shape[3] ** -0.5 if scaling is None else scaling
+        kernels = _gpu_kernels(query.device)  # raises the error of an earlier call there
+        length = self._histories[0].length
+        if kernels is None:
+            from ..engine.kernels.cpu.attend import attend
+
+            return attend(
                 query,
-                plan.spans,
-                raw,
-                length=self._histories[0].length,
-                scaling=query.shape[3] ** -0.5 if scaling is None else scaling,
+                there.spans,
+                there.raw(),
+                length=length,
+                scaling=scaling,
+                softcap=softcap,
+                sinks=sinks,
+                first_valid=first_valid,
+            )
+        key = query.shape, scaling, softcap, sinks is None, first_valid is None
+        prepared = there.prepared.get(key)
+        if prepared is None:
+            prepared = there.prepared[key] = kernels.prepare_attention(
+                query,
+                there.spans,
+                there.raw(),
+                length=length,
+                scaling=scaling,
                 softcap=softcap,
                 sinks=sinks,
                 first_valid=first_valid,
                 sm_budget=self._reader.sm_budget,
             )
-        finally:
-            self._reader.done(self._histories)
+        runs, kept = there.runs()
+        return prepared(query, runs, length, sinks, first_valid)
 
-    def _planned(self, words: Sequence[torch.Tensor]) -> _Plan:
-        """Return the plan, made anew where histories have changed or words lie elsewhere."""
+    def _planned(self) -> _Plan:
+        """Return the plan, made anew where histories have changed."""
         plan = self._plan
-        if plan is None or not plan.serves(self._histories, words):
-            plan = self._plan = _Plan(self._histories, words)
+        if plan is None or not plan.serves(self._histories):
+            plan = self._plan = _Plan(self._histories)
         return plan
 
     def __getstate__(self) -> dict[str, Any]:
@@ -118,48 +151,145 @@ class PackedAttention:
 
 
 class _Plan:
-    """What attention reads between two changes of the packed tokens.
+    """What attention reads between two changes of the packed tokens, wherever their words lie.
 
     Attributes
     ----------
     sides : list of _Side
         K and V.
-    spans : list of Span
-        Tokens that are tiles on both sides.
-    raw : list of (int, int)
-        Begin and end of other tokens up to the last packed one.
+    pieces : list of (int, int, bool)
+        Begin and end of all tokens up to the last packed one, and whether they are tiles on both
+        sides.
+    end : int
+        Where they end.
+    served : bool
+        Whether there are tiles of K and of V.
     """
 
-    def __init__(self, histories: Sequence[PackedHistory], words: Sequence[torch.Tensor]) -> None:
+    def __init__(self, histories: Sequence[PackedHistory]) -> None:
+        self._histories = histories
         self._revisions: list[ref[Revision]] = [ref(history.revision) for history in histories]
-        self._words = [(there.data_ptr(), there.shape[0]) for there in words]
-        self.sides = [_Side(*both) for both in zip(histories, words, strict=True)]
-        keys, values = self.sides
-        self.spans: list[Span] = []
-        self.raw: list[tuple[int, int]] = []
-        for begin, end in pairwise(sorted({*keys.edges, *values.edges})):
-            span = _span(keys, values, begin, end)
-            if span is None:
-                self.raw.append((begin, end))
-            else:
-                self.spans.append(span)
-        self._end = max(keys.edges[-1], values.edges[-1])
-
-    def serves(self, histories: Sequence[PackedHistory], words: Sequence[torch.Tensor]) -> bool:
-        """Return whether it is of these histories, unchanged since, and of words there."""
-        same = all(
-            revision() is history.revision
-            for revision, history in zip(self._revisions, histories, strict=True)
+        self._heads = [history.head for history in histories]
+        keys, values = self.sides = [_Side(history) for history in histories]
+        self.pieces = [
+            (begin, end, _spanned(keys, values, begin))
+            for begin, end in pairwise(sorted({*keys.edges, *values.edges}))
+        ]
+        self.end = max(keys.edges[-1], values.edges[-1])
+        self.served = any(map(_key_tiles, histories[0].segments)) and any(
+            map(_value_tiles, histories[1].segments)
         )
-        return same and self._words == [(t.data_ptr(), t.shape[0]) for t in words]
+        #: By the addresses of the words.
+        self._staged: dict[tuple[int, ...], _Staged] = {}
+        self._here: _Staged | None = None
 
-    def last(self, histories: Sequence[PackedHistory]) -> list[RawRun]:
-        """Return the tokens behind all packed ones."""
+    def serves(self, histories: Sequence[PackedHistory]) -> bool:
+        """Return whether it is of these histories, unchanged since."""
+        for i, history in enumerate(histories):
+            if self._revisions[i]() is not history.revision or self._heads[i] is not history.head:
+                return False
+        return True
+
+    def here(self) -> _Staged:
+        """Return what attention reads, with words where they are kept."""
+        if self._here is None or self._here.on_host:
+            self._here = self.there([history.words.fetch() for history in self._histories])
+        return self._here
+
+    def there(self, words: Sequence[torch.Tensor]) -> _Staged:
+        """Return what attention reads, with words in these tensors."""
+        key = tuple(t.data_ptr() for t in words)
+        found = self._staged.get(key)
+        if found is None:
+            if len(self._staged) == MOST_PLACES:
+                self._staged.clear()
+            found = self._staged[key] = _Staged(self, self._histories, words)
+        return found
+
+
+class _Staged:
+    """What attention reads, with the words in one place.
+
+    Attributes
+    ----------
+    spans : list of Span
+        Tokens that are tiles on both sides.
+    prepared : dict
+        The kernels, by what they depend on.
+    on_host : bool
+        Whether the words are counted as fetched at each pass.
+    """
+
+    def __init__(
+        self, plan: _Plan, histories: Sequence[PackedHistory], words: Sequence[torch.Tensor]
+    ) -> None:
+        # Not the plan, which holds this: what a change drops is to be freed at once.
+        self._sides, self._end = plan.sides, plan.end
+        self._histories = histories
+        self._words = words
+        keys, values = plan.sides
+        self.spans = [
+            _span(keys, values, words, begin, end) for begin, end, tiles in plan.pieces if tiles
+        ]
+        self.prepared: dict[object, PreparedAttention] = {}
+        self.on_host = any(history.words.on_host for history in histories)
+        self._fixed: list[tuple[Run, object]] = []
+        self._begins: list[tuple[int, int]] = []  # of tokens that are no tiles
+        for begin, end, tiles in plan.pieces:
+            if tiles or begin == end:
+                continue
+            if end <= min(keys.edges[1], values.edges[1]):
+                self._fixed.append(Run.of(begin, *self._tokens(begin, end)))
+            self._begins.append((begin, end))
+        self._changing = self._begins[len(self._fixed) :]
+        self._tail: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._tail_run: Run | None = None
+
+    def _tokens(self, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return K and V of tokens of one piece each."""
+        (keys, values), (k_words, v_words) = self._sides, self._words
+        return keys.tokens(k_words, begin, end), values.tokens(v_words, begin, end)
+
+    def raw(self) -> list[RawRun]:
+        """Return all tokens that are no tiles."""
+        found = [(begin, *self._tokens(begin, end)) for begin, end in self._begins]
         keys, values = (
             history.tail[:, :, self._end - side.edges[-1] :]
-            for side, history in zip(self.sides, histories, strict=True)
+            for side, history in zip(self._sides, self._histories, strict=True)
         )
-        return [(self._end, keys, values)] if keys.shape[2] else []
+        return [*found, (self._end, keys, values)] if keys.shape[2] else found
+
+    def runs(self) -> tuple[list[Run], list[object]]:
+        """Return `raw` as the kernels of a GPU take it, and what that points to."""
+        runs = [run for run, _ in self._fixed]
+        kept: list[object] = []
+        for begin, end in self._changing:
+            run, tensors = Run.of(begin, *self._tokens(begin, end))
+            runs.append(run)
+            kept.append(tensors)
+        keys, values = self._histories
+        memory = keys.tail_memory, values.tail_memory
+        if self._tail is None or memory[0] is not self._tail[0] or memory[1] is not self._tail[1]:
+            self._take_tail(memory)
+        tokens = keys.tail_tokens + self._sides[0].edges[-1] - self._end
+        if self._tail_run is not None:
+            runs.append(self._tail_run._replace(tokens=tokens))
+        elif tokens:
+            run, tensors = Run.of(*self.raw()[-1])
+            runs.append(run)
+            kept.append(tensors)
+        return runs, kept
+
+    def _take_tail(self, memory: tuple[torch.Tensor, torch.Tensor]) -> None:
+        """Set the run of a tail that lies in other memory, of no tokens yet."""
+        self._tail = memory
+        keys, values = (
+            tail[:, :, self._end - side.edges[-1] :]
+            for side, tail in zip(self._sides, memory, strict=True)
+        )
+        self._tail_run = None
+        if Run.serves(keys, values):
+            self._tail_run = Run.of(self._end, keys, values)[0]
 
 
 class _Side:
@@ -171,10 +301,10 @@ class _Side:
         Where the first tokens and each segment begin, and where the last one ends.
     """
 
-    def __init__(self, history: PackedHistory, words: torch.Tensor) -> None:
+    def __init__(self, history: PackedHistory) -> None:
         self._history = history
-        self._words = words
         self._segments = [segment for segment in history.segments if segment.n_blocks]
+        self._ids: dict[tuple[int, int], torch.Tensor] = {}
         self.edges = [0]
         at = history.head.shape[2]
         for segment in self._segments:
@@ -189,16 +319,19 @@ class _Side:
             return self.edges[i + 1], self._segments[i]
         return 0, None
 
-    def tiles(self, token: int, end: int) -> _Tiles:
+    def tiles(self, words: torch.Tensor, token: int, end: int) -> _Tiles:
         """Return the tiles of tokens of one segment, of which the first begins one."""
         begin, segment = self.at(token)
         assert segment is not None and isinstance(segment.kernels, TileKernels)
         each = segment.rows.tokens_per_row
         first, last = (token - begin) // each, -(-(end - begin) // each)
-        ids = segment.ids().view(segment.batch * segment.rows.heads, -1)[:, first:last]
-        return _Tiles(segment.table(self._words), segment.kernels.tables, ids.flatten())
+        ids = self._ids.get((token, end))
+        if ids is None:
+            ids = segment.ids().view(segment.batch * segment.rows.heads, -1)[:, first:last]
+            ids = self._ids[token, end] = ids.flatten()
+        return _Tiles(segment.table(words), segment.kernels.tables, ids)
 
-    def tokens(self, begin: int, end: int) -> torch.Tensor:
+    def tokens(self, words: torch.Tensor, begin: int, end: int) -> torch.Tensor:
         """Return tokens of one piece, ``[B, H, end - begin, D]``, decoded."""
         history = self._history
         if begin >= self.edges[-1]:
@@ -211,7 +344,7 @@ class _Side:
         numbers = torch.arange(first, last, device=history.device)
         ids = segment.row_ids(numbers.expand(segment.batch, rows.heads, -1)).flatten()
         out = torch.empty((ids.shape[0], rows.row_bytes), dtype=torch.uint8, device=ids.device)
-        segment.decode_rows(self._words, ids, out, None)
+        segment.decode_rows(words, ids, out, None)
         found = out.view(rows.dtype).view(segment.batch, rows.heads, -1, rows.dim)
         skipped = begin - start - first * each
         return found[:, :, skipped : skipped + end - begin]
@@ -226,15 +359,20 @@ class _Tiles:
     ids: torch.Tensor
 
 
-def _span(keys: _Side, values: _Side, begin: int, end: int) -> Span | None:
-    """Return the span of tokens of one piece on both sides; None where both are no tiles alike."""
+def _spanned(keys: _Side, values: _Side, begin: int) -> bool:
+    """Return whether tokens of one piece on both sides are tiles that the kernels take."""
     (k_begin, k), (v_begin, v) = keys.at(begin), values.at(begin)
     if k is None or v is None or not (_key_tiles(k) and _value_tiles(v)):
-        return None
+        return False
     each = k.rows.tokens_per_row
-    if v.rows.tokens_per_row != each or (begin - k_begin) % each or (begin - v_begin) % each:
-        return None
-    of_keys, of_values = keys.tiles(begin, end), values.tiles(begin, end)
+    return v.rows.tokens_per_row == each and not (
+        (begin - k_begin) % each or (begin - v_begin) % each
+    )
+
+
+def _span(keys: _Side, values: _Side, words: Sequence[torch.Tensor], begin: int, end: int) -> Span:
+    """Return the span of tokens that are `_spanned`."""
+    of_keys, of_values = keys.tiles(words[0], begin, end), values.tiles(words[1], begin, end)
     return Span(
         k=of_keys.table,
         k_tables=of_keys.tables,
@@ -260,14 +398,6 @@ def _granularity(segment: Segment) -> Granularity | None:
     return kernels.tables.format.granularity if isinstance(kernels, TileKernels) else None
 
 
-def _attend(
-    query: torch.Tensor, spans: Sequence[Span], raw: Sequence[RawRun], **options: Any
-) -> torch.Tensor:
-    """Run the kernels of the query's device."""
-    sm_budget = options.pop("sm_budget")
-    if query.device.type == "cpu":
-        from ..engine.kernels.cpu.attend import attend
-
-        return attend(query, spans, raw, **options)
-    kernels = kernels_on(query.device)  # raises the error of an earlier call there
-    return kernels.attend(query, spans, raw, sm_budget=sm_budget, **options)
+def _gpu_kernels(device: torch.device) -> CudaKernels | None:
+    """Return the kernels of a GPU; None for the CPU."""
+    return None if device.type == "cpu" else kernels_on(device)

@@ -243,10 +243,12 @@ class Fetch:
 
     def serves(self, histories: Sequence[PackedHistory]) -> bool:
         """Return whether it is of these histories, unchanged since."""
-        return len(self._revisions) == len(histories) and all(
-            revision() is history.revision
-            for revision, history in zip(self._revisions, histories, strict=True)
-        )
+        if len(self._revisions) != len(histories):
+            return False
+        for revision, history in zip(self._revisions, histories, strict=True):
+            if revision() is not history.revision:
+                return False
+        return True
 
     def start(self, streams: Streams, buffers: FetchBuffers) -> None:
         """Start the copies and decodes: K is decoded while V crosses.
@@ -260,9 +262,12 @@ class Fetch:
                 copies.wait(buffers.words.released)
                 for i, each in enumerate(self._copies):
                     copy_pieces(each)
-                    copied[i] = copies.record(copied[i])
+                    if self.decoded:
+                        copied[i] = copies.record(copied[i])
+                if not self.decoded:
+                    copied[0] = copies.record(copied[0])
         if not self.decoded:
-            buffers.words.ready = copied[len(self._copies) - 1] if crosses else None
+            buffers.words.ready = copied[0] if crosses else None
             return
         with decodes.on():
             decodes.wait(buffers.out.released)

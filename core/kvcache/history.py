@@ -18,6 +18,7 @@ from .packed_tokens import Commit, PackedTokens, Revision
 from .packing import Plans
 from .segment import Segment
 from .selection import Take
+from .tail import Tail
 from .words import DeviceWords, HostWords, Words
 
 
@@ -53,6 +54,9 @@ class PackedHistory:
         Tokens of a row of codecs whose rows are tiles; see `TokenRows`.
     reserve_tokens : int
         Tokens for which memory is taken at once when the first are packed.
+    tail_room_tokens : int
+        Tokens of a sequence for which the tail takes memory ahead, at the most. With none, each
+        `append` copies the tail.
     at_once : bool
         Whether `append` waits for a GPU that packs, so that how many tokens are packed never
         depends on its speed: where only some of the packed tokens are attended to, that would
@@ -67,8 +71,6 @@ class PackedHistory:
         ``[B, H, up to sinks, D]`` on the device: the first tokens.
     packed : PackedTokens
         The packed tokens, behind them.
-    tail : torch.Tensor
-        ``[B, H, t, D]`` on the device: the tokens behind the packed ones.
     name : str
         The kind, and the layer where that is known, for messages.
 
@@ -107,6 +109,7 @@ class PackedHistory:
         sinks: int = 0,
         tile_tokens: int | None = None,
         reserve_tokens: int = 0,
+        tail_room_tokens: int = 0,
         at_once: bool = False,
         kept: FirstCodec | None = None,
     ) -> None:
@@ -132,6 +135,7 @@ class PackedHistory:
         self._window = window
         self._block_tokens = block_tokens
         self._sinks = sinks
+        self._tail_room_tokens = tail_room_tokens
         self._at_once = at_once or self._device.type == "cpu"
         self.head = self.tail = self._no_tokens()
 
@@ -143,7 +147,29 @@ class PackedHistory:
     @property
     def length(self) -> int:
         """Tokens of a sequence."""
-        return self.head.shape[2] + self.packed.length + self.tail.shape[2]
+        return self.head.shape[2] + self.packed.length + self._tail.length
+
+    @property
+    def tail(self) -> torch.Tensor:
+        """The tokens behind the packed ones, ``[B, H, t, D]`` on the device.
+
+        A view that holds until the next change.
+        """
+        return self._tail.tokens
+
+    @tail.setter
+    def tail(self, tokens: torch.Tensor) -> None:
+        self._tail = Tail(tokens)
+
+    @property
+    def tail_memory(self) -> torch.Tensor:
+        """``[B, H, t and room, D]``, of which the first are those of `tail`."""
+        return self._tail.memory
+
+    @property
+    def tail_tokens(self) -> int:
+        """Tokens of a sequence that are in `tail`."""
+        return self._tail.length
 
     @property
     def device(self) -> torch.device:
@@ -275,12 +301,13 @@ class PackedHistory:
             )
         if self.length == 0:
             return
-        if tokens.dtype != self.tail.dtype:
+        there = self._tail.memory
+        if tokens.dtype != there.dtype:
             raise ArgumentTypeError(
-                f"{self._kind}: dtype {tokens.dtype}, the cache holds {self.tail.dtype}; a model "
+                f"{self._kind}: dtype {tokens.dtype}, the cache holds {there.dtype}; a model "
                 "cannot change its dtype while a cache is in use: reset it first"
             )
-        batch, heads, _, dim = self.tail.shape
+        batch, heads, _, dim = there.shape
         if (tokens.shape[0], tokens.shape[1], tokens.shape[3]) != (batch, heads, dim):
             raise ArgumentError(
                 f"{self._kind}: shape {list(tokens.shape)}, the cache holds "
@@ -313,8 +340,10 @@ class PackedHistory:
         if len(queue):
             kernels_for(self._device)  # the error of an earlier decode there is not the queue's
             queue.advance()
-        self.tail = self.packed.retire(self.tail, wait=False)
-        before, new = self.length, tokens.detach()
+        if self.packed.packs:
+            self._retire(wait=False)
+        before = self.length
+        new = tokens.detach() if tokens.requires_grad else tokens
         if before == 0:
             self.packed.start(new)
         first = self._sinks - before
@@ -324,14 +353,17 @@ class PackedHistory:
             )
             self.head = head.clone(memory_format=torch.contiguous_format)
             new = new[:, :, first:]
-        self.tail = torch.cat([self.tail, new], dim=-2) if self.tail.shape[2] else new
+        if self._tail.length:
+            self._tail.append(new, self._tail_room_tokens)
+        else:
+            self.tail = new
         if pack:
             try:
                 self.pack()
             except Exception:
                 self.crop(before)
                 raise
-        if self.tail is new:  # the caller's, or a view of something larger
+        if self._tail.memory is new:  # the caller's, or a view of something larger
             self.tail = new.clone(memory_format=torch.contiguous_format)
 
     def pack(self) -> None:
@@ -342,6 +374,8 @@ class PackedHistory:
         BitslabError
             When host memory runs out; the tokens are there, some of them unpacked.
         """
+        if not self.due:
+            return
         self._pack(wait=self._at_once)
         if not self._at_once and self._blocks_due() > 1:
             self.words.link.packing.add(self)
@@ -363,7 +397,7 @@ class PackedHistory:
         if self.samples:
             self._pack(wait=False, wait_for_sample=wait)
         else:
-            self.tail = self.packed.retire(self.tail, wait=wait)
+            self._retire(wait=wait)
             self._pack(wait=False)
 
     def crop(self, length: int) -> None:
@@ -491,7 +525,14 @@ class PackedHistory:
         self.packed.forget_in_flight(tail.shape[2])
 
     def _blocks_due(self) -> int:
-        return (self.tail.shape[2] - self._window) // self._block_tokens
+        return (self._tail.length - self._window) // self._block_tokens
+
+    def _retire(self, *, wait: bool) -> None:
+        """Remove from the tail what is packed; see `PackedTokens.retire`."""
+        before = self.tail
+        left = self.packed.retire(before, wait=wait)
+        if left is not before:
+            self.tail = left
 
     def _pack(self, *, wait: bool, wait_for_sample: bool = False) -> None:
         """Pack the blocks that have left the window, as far as that needs no waiting.
@@ -503,17 +544,20 @@ class PackedHistory:
         if due < packed.least_blocks():
             return
         while packed.begin(self.tail, due, wait=wait or wait_for_sample):
-            self.tail = packed.retire(self.tail, wait=wait)
+            self._retire(wait=wait)
             due = self._blocks_due()
 
     def __getstate__(self) -> dict[str, Any]:
         # As bytes: torch 2.13 cannot unpickle tensors of 8-bit floats.
         head, tail = (dense(t).view(torch.uint8) for t in (self.head, self.tail))
-        return {**self.__dict__, "head": head, "tail": (tail, self.tail.dtype)}
+        state = {**self.__dict__, "head": head, "tail": (tail, self.tail.dtype)}
+        del state["_tail"]
+        return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
         tail, dtype = state["tail"]
+        self.__dict__.update({"_tail_room_tokens": 0, **state})
+        del self.__dict__["tail"]
         self.head, self.tail = state["head"].view(dtype), tail.view(dtype)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..engine.kernels.cuda.stream import current_stream
 from ..errors import ArgumentError, ArgumentTypeError
 from .arena import HostArena
 from .fetching import FetchBuffers
@@ -91,6 +92,11 @@ class HistoryReader:
         ids = sum(t.nbytes for t in self._ids.values())
         return ids + sum(buffers.nbytes for buffers in self._buffers)
 
+    @property
+    def stages(self) -> bool:
+        """Whether packed words are copied to the device to be read there."""
+        return self.offload and self.link.streams is not None
+
     def new_words(self) -> Words:
         """Return an empty store of words for a history."""
         if self.offload and self.link.streams is not None:
@@ -160,13 +166,15 @@ class HistoryReader:
             For each int32, its words and PAD_WORDS behind them. On a GPU the current stream waits
             for them; they hold until `done`.
         """
-        if self.link.streams is None:
+        if not self.stages:
             return [history.words.fetch() for history in histories]
         buffers = self._used(histories, decoded=False)
         assert buffers.fetched is not None
         return list(buffers.fetched.words)
 
-    def prefetch(self, histories: Sequence[PackedHistory], *, decoded: bool = True) -> None:
+    def prefetch(
+        self, histories: Sequence[PackedHistory], *, decoded: bool = True, early: bool = False
+    ) -> None:
         """Start to fetch histories that will be read next, unless they are in flight.
 
         Waits for nothing.
@@ -177,8 +185,14 @@ class HistoryReader:
             Of this reader; the K and V of a layer.
         decoded : bool
             Whether `read` is to follow, or `stage`.
+        early : bool
+            Whether others are read before them: only into buffers that hold nothing for those.
         """
-        if self.link.streams is None or self._holding(histories, decoded) is not None:
+        if self.link.streams is None or not (decoded or self.offload):
+            return
+        if self._holding(histories, decoded) is not None:
+            return
+        if early and not any(buffers.free for buffers in self._buffers):
             return
         if any(history.packed_tokens for history in histories):
             self._fetch(histories, decoded)
@@ -187,7 +201,7 @@ class HistoryReader:
         """Release what `read` or `stage` returned, after work on the current stream."""
         for buffers in self._buffers:
             if buffers.holds(histories):
-                buffers.release(torch.cuda.current_stream(self.device.index))
+                buffers.release(current_stream(self.device))
                 buffers.forget()
 
     # Inside
@@ -206,7 +220,7 @@ class HistoryReader:
             buffers = self._fetch(histories, decoded)
         # The next fetch must use the other buffers.
         self._turn = (self._buffers.index(buffers) + 1) % BUFFERS
-        buffers.use(torch.cuda.current_stream(self.device.index))
+        buffers.use(current_stream(self.device))
         return buffers
 
     def _ids_of(self, segment: Segment) -> torch.Tensor:

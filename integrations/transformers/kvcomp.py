@@ -10,7 +10,8 @@ from transformers import PreTrainedConfig
 
 from bitslab.devices import checked_device
 from bitslab.integrations.transformers.attention import NAME
-from bitslab.integrations.transformers.kvcomp_layer import KVCompLayer
+from bitslab.integrations.transformers.handles import KVHandle
+from bitslab.integrations.transformers.kvcomp_layer import KVCompLayer, LayerUpdate
 from bitslab.integrations.transformers.layer_histories import LayerHistories
 from bitslab.integrations.transformers.packed_cache import (
     PackedCache,
@@ -151,7 +152,7 @@ class KVCompCache(PackedCache):
                 "at_once": False,
             },
         )
-        hands = _AttentionOf(config)
+        hands = self._hands = _AttentionOf(config)
 
         def make_layer(i: int) -> KVCompLayer:
             plans = histories.tile_plans(self._tiles, i)
@@ -168,7 +169,12 @@ class KVCompCache(PackedCache):
         last, self._updated = self._updated, None
         if last is not None:
             self._layer(last).settle()
+        if last is None or layer_idx <= last:  # of another forward pass
+            self._hands.look()
         found = super()._append(layer_idx, key_states, value_states)
+        keys = found[0]
+        if isinstance(keys, KVHandle) and isinstance(keys.update, LayerUpdate):
+            keys.update.behind_next = self._layer(self._next[self._next[layer_idx]])
         self._updated = layer_idx
         return found
 
@@ -212,13 +218,21 @@ class KVCompCache(PackedCache):
 
 
 class _AttentionOf:
-    """Whether the attention of a model takes handles, by its config, which copies share."""
+    """Whether the attention of a model takes handles, by its config, which copies share.
+
+    Attributes
+    ----------
+    now : bool
+        What `look` has found last.
+    """
 
     def __init__(self, config: PreTrainedConfig) -> None:
         self._config = config
+        self.now = False
 
-    def __call__(self) -> bool:
-        return bool(_decoder(self._config)._attn_implementation == NAME)
+    def look(self) -> None:
+        """Look the attention of the model up, as it may have been set since."""
+        self.now = bool(_decoder(self._config)._attn_implementation == NAME)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _AttentionOf:
         return self

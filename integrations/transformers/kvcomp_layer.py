@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 from weakref import ref
 
 import torch
@@ -32,6 +32,12 @@ class Padding:
     first_valid: torch.Tensor | None
 
 
+class TakesHandles(Protocol):
+    """Whether the attention function of a model takes handles, as of this forward pass."""
+
+    now: bool
+
+
 class KVCompLayer(CompressedLayer):  # type: ignore[no-untyped-call]
     """K and V of a layer as quantised tiles.
 
@@ -42,8 +48,8 @@ class KVCompLayer(CompressedLayer):  # type: ignore[no-untyped-call]
         for K and V that cannot be tiles.
     plans : TilePlans
         Fits the codecs of the tiles.
-    hands : callable
-        Returns whether the model's attention takes handles now.
+    hands : TakesHandles
+        Whether the model's attention takes handles.
 
     Attributes
     ----------
@@ -54,7 +60,7 @@ class KVCompLayer(CompressedLayer):  # type: ignore[no-untyped-call]
     """
 
     def __init__(
-        self, open_tiles: Open, open_lossless: Open, plans: TilePlans, hands: Callable[[], bool]
+        self, open_tiles: Open, open_lossless: Open, plans: TilePlans, hands: TakesHandles
     ) -> None:
         super().__init__(open_tiles)
         self._open_tiles, self._open_lossless = open_tiles, open_lossless
@@ -93,33 +99,39 @@ class KVCompLayer(CompressedLayer):  # type: ignore[no-untyped-call]
         self, key_states: torch.Tensor, value_states: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         self.settle()
-        if self.lossless or not self._hands():
+        if self.lossless or not self._hands.now:
             if self.packed_tokens and not self.lossless:
                 self.dense_passes += 1
             self._stages = False
             return super()._append(key_states, value_states)
         if self._stages is None:
             self._stages = True
-        new = key_states, value_states
-        for history, tokens in zip(self.histories, new, strict=True):
-            history.check(tokens)
-        before = self.get_seq_length()
+        of_keys, of_values = self.histories
+        of_keys.check(key_states)
+        of_values.check(value_states)
+        before = of_keys.length
         try:
-            for history, tokens in zip(self.histories, new, strict=True):
-                history.append(tokens, checked=True, pack=False)
+            of_keys.append(key_states, checked=True, pack=False)
+            of_values.append(value_states, checked=True, pack=False)
         except Exception:
             self.keep_first(before)
             raise
-        update = LayerUpdate(self, new, self.get_seq_length())
+        length = before + key_states.shape[2]
+        update = LayerUpdate(self, (key_states, value_states), length)
         self._latest, self._waits = ref(update), True
-        keys, values = (KVHandle(update, i, tokens, update.length) for i, tokens in enumerate(new))
-        return keys, values
+        return KVHandle(update, 0, key_states, length), KVHandle(update, 1, value_states, length)
 
-    def prefetch(self) -> None:
-        """Start to fetch what attention reads next: words alone if it read those last."""
+    def prefetch(self, *, early: bool = False) -> None:
+        """Start to fetch what attention reads next: words alone if it read those last.
+
+        Parameters
+        ----------
+        early : bool
+            Whether another layer is read before; see `HistoryReader.prefetch`.
+        """
         if self._reader is None:
             return
-        self._reader.prefetch(self.histories, decoded=not self._stages)
+        self._reader.prefetch(self.histories, decoded=not self._stages, early=early)
 
     def settle(self) -> None:
         """Pack what has left the windows since the last update, once it was attended to."""
@@ -163,7 +175,7 @@ class KVCompLayer(CompressedLayer):  # type: ignore[no-untyped-call]
     ) -> torch.Tensor | None:
         """Return attention to the tokens as they are packed; None where that is not served."""
         assert self._attention is not None
-        if not self.packed_tokens or not self._attention.serves(query):
+        if not self._attention.serves(query):
             return None
         out = self._attention.attend(
             query,
@@ -250,6 +262,8 @@ class LayerUpdate:
         self._layer = layer
         self._new = new
         self.length = length
+        #: The layer behind the next one, whose words take the place of those that were read.
+        self.behind_next: KVCompLayer | None = None
         self._dense: tuple[torch.Tensor, torch.Tensor] | None = None
         self._seen = False
         if new[0].shape[2] == length:  # a prompt attends to itself
@@ -273,20 +287,24 @@ class LayerUpdate:
         self, query: torch.Tensor, padding: Padding | None, options: Mapping[str, Any]
     ) -> torch.Tensor | None:
         """Return attention to the packed tokens ``[B, q, query heads, D]``, where it is served."""
-        needs_gradient = torch.is_grad_enabled() and (
-            query.requires_grad or any(t.requires_grad for t in self._new)
-        )
+        keys, values = self._new
         window = options.get("sliding_window")
         if (
             self._dense is not None
             or not self._layer.latest(self)
-            or needs_gradient
+            or (
+                torch.is_grad_enabled()
+                and (query.requires_grad or keys.requires_grad or values.requires_grad)
+            )
             or options.get("dropout")
             or options.get("position_bias") is not None
             or (window is not None and window < self.length)
         ):
             return None
-        return self._layer.attend_packed(query, padding, options)
+        out = self._layer.attend_packed(query, padding, options)
+        if out is not None and self.behind_next is not None:
+            self.behind_next.prefetch(early=True)
+        return out
 
     def see(self, query: torch.Tensor, padding: Padding | None, options: Mapping[str, Any]) -> None:
         """Keep the queries, of the last update; not those of layers that share its K and V."""

@@ -74,7 +74,12 @@ class LayerHistories:
         self._check_device(device)
         reader = self._reader(device)
         o = plans.options
-        options = {**self._options, "sinks": o.sinks, "tile_tokens": o.tile_tokens}
+        options = {
+            **self._options,
+            "sinks": o.sinks,
+            "tile_tokens": o.tile_tokens,
+            "tail_room_tokens": o.block_tokens,
+        }
         found = [
             PackedHistory(reader.new_words(), plans, kind, kept=plans.of(kind), **options)
             for kind in "kv"

@@ -12,7 +12,7 @@ from bitslab.engine.kernels.cuda import CudaKernels
 from bitslab.engine.kernels.row_kernels import LayoutKernels
 from bitslab.engine.transfer import lanes
 from bitslab.errors import CorruptedDataError
-from bitslab.kvcache import CodecPlans, HistoryReader, PackedHistory, fetching
+from bitslab.kvcache import CodecPlans, HistoryReader, PackedHistory, fetching, reader
 from bitslab.kvcache.link import Streams
 from bitslab.kvcache.reader import BUFFERS
 from bitslab.kvcache.segment import Segment
@@ -51,6 +51,7 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, name, Stream)
     monkeypatch.setattr(lanes, "on_stream", contextlib.nullcontext)
     monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    monkeypatch.setattr(reader, "current_stream", Stream)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -15,6 +16,7 @@ from ..format import PAD_WORDS, TableStorage, ceil_div
 from ..spans import MAX_ROWS, RawRun, Span, group_of
 from ..tile_format import TILE_BLOCK, TileTables
 from .parameters import Address, Int32, Int64, Parameters
+from .prepared_attention import Chunk, Cut, PreparedAttention, Run
 from .runner import Launch, Runner
 from .source import VALUE_KINDS, PlainVariant, attend_variant
 from .tiles import WORDS_ALIGN_BYTES
@@ -137,19 +139,6 @@ class MergeSplits(Parameters):
     out_token: Int64
 
 
-class _Run(NamedTuple):
-    """Tokens that are not coded, as the kernel takes them."""
-
-    keys: int
-    values: int
-    batch: int
-    head: int
-    token: int
-    first: int
-    tokens: int
-
-
-_NO_RUN = _Run(0, 0, 0, 0, 0, 0, 0)
 _NO_TILES = (0,) * 37
 
 
@@ -226,97 +215,81 @@ class AttendKernels:
         ArgumentError
             For shapes, dtypes and granularities that do not fit together.
         """
+        prepared = self.prepare(
+            query,
+            spans,
+            raw,
+            length=length,
+            scaling=scaling,
+            softcap=softcap,
+            sinks=sinks,
+            first_valid=first_valid,
+            sm_budget=sm_budget,
+        )
+        runs = [Run.of(*each) for each in raw]
+        return prepared(query, [run for run, _ in runs], length, sinks, first_valid)
+
+    def prepare(
+        self,
+        query: torch.Tensor,
+        spans: Sequence[Span],
+        raw: Sequence[RawRun] = (),
+        *,
+        length: int,
+        scaling: float,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+        first_valid: torch.Tensor | None = None,
+        sm_budget: int | None = None,
+    ) -> PreparedAttention:
+        """Return what does what `attend` does, for these spans and all such queries and runs.
+
+        It holds the spans. Parameters and errors are those of `attend`.
+        """
         heads, group = group_of(
             query, spans, raw, length=length, sinks=sinks, first_valid=first_valid
         )
-        batch, query_heads, n, dim = query.shape
+        dim = query.shape[3]
         if query.dtype not in VALUE_KINDS:
             raise ArgumentError(f"query: {query.dtype}, accepted are {[*VALUE_KINDS]}")
         if dim % TILE_BLOCK or not TILE_BLOCK <= dim <= 256:
             raise ArgumentError(f"query: dim {dim}, accepted are multiples of 16 up to 256")
-        out = torch.empty(batch, n, query_heads, dim, dtype=query.dtype, device=query.device)
-        if out.numel() == 0:
-            return out
-        if query.stride(3) != 1:
-            query = query.contiguous()
-        sinks = None if sinks is None else sinks.to(torch.float32).contiguous()
-        runs = [_run(first, *_aligned(keys, values)) for first, keys, values in raw]
-        runs = [(run, kept) for run, kept in runs if run.tokens]
+        chunks = []
+        most = MAX_ROWS // group
         spans = [span for span in spans if span.tiles]
-        numbers = [self._numbers(span) for span in spans]
-        common = (
-            0 if first_valid is None else first_valid.data_ptr(),
-            _bits(scaling),
-            _bits(softcap or 0.0),
+        for begin in range(0, query.shape[2], most):
+            tokens = min(most, query.shape[2] - begin)
+            row_groups = ceil_div(group * tokens, 4)
+            row_groups = 4 if row_groups > 2 else row_groups
+            variants = [
+                attend_variant(span.k_tables.format.tokens // TILE_BLOCK, row_groups, query.dtype)
+                for span in spans
+            ] or [attend_variant(4, row_groups, query.dtype)]
+            cut = partial(self._cut, query.shape[0] * heads, dim, sm_budget)
+            cuts = [*map(cut, variants, spans)]
+            rest = cut(variants[0], None)
+            chunks.append(Chunk(begin, tokens, cuts, rest, self._merge(variants[0])))
+        return PreparedAttention(
+            query, (heads, group), chunks, spans, (_bits(scaling), _bits(softcap or 0.0))
         )
-        tokens = MAX_ROWS // group
-        for begin in range(0, n, tokens):
-            here = min(tokens, n - begin)
-            rows = (
-                query.data_ptr() + begin * query.stride(2) * query.element_size(),
-                *(query.stride(0), query.stride(1), query.stride(2)),
-                *(heads, group, here, dim, length - n + begin),
-                *common,
-            )
-            to = out.data_ptr() + begin * out.stride(1) * out.element_size()
-            self._attend_rows(
-                query, rows, spans, numbers, [run for run, _ in runs], sinks, out, to, sm_budget
-            )
-        return out
 
-    def _attend_rows(
-        self,
-        query: torch.Tensor,
-        rows: tuple[int, ...],
-        spans: Sequence[Span],
-        numbers: Sequence[tuple[int, ...]],
-        runs: Sequence[_Run],
-        sinks: torch.Tensor | None,
-        out: torch.Tensor,
-        to: int,
-        sm_budget: int | None,
-    ) -> None:
-        """Launch what serves as many query tokens as the kernel has rows for."""
-        heads, group, n, dim = rows[4:8]
-        pairs, row_groups = query.shape[0] * heads, ceil_div(group * n, 4)
-        row_groups = 4 if row_groups > 2 else row_groups
-        launches = []
-        slots = 0
-        for i in range(max(len(spans), ceil_div(len(runs), 2), 1)):
-            span = spans[i] if i < len(spans) else None
-            both = [*runs[2 * i : 2 * i + 2], _NO_RUN, _NO_RUN][:2]
-            groups = span.k_tables.format.tokens // TILE_BLOCK if span else 4
-            variant = attend_variant(groups, row_groups, query.dtype)
-            entries = sum(self._entries_of(span)) if span else 0
-            shape, launch = self._shape(variant, dim, entries)
-            items = (span.tiles if span else 0) + sum(ceil_div(r.tokens, 16) for r in both)
-            splits = self._splits(pairs, items, shape, sm_budget)
-            launches.append((launch, splits, slots, numbers[i] if span else _NO_TILES, both))
-            slots += splits
-        parts = torch.empty(slots * pairs * group * n * dim, dtype=torch.float32, device=out.device)
-        stats = torch.empty(slots * pairs * group * n * 2, dtype=torch.float32, device=out.device)
-        for launch, splits, slot, tiles, (first, second) in launches:
-            launch(
-                splits * pairs,
-                *rows,
-                *tiles,
-                *first,
-                *second,
-                splits,
-                slot,
-                parts.data_ptr(),
-                stats.data_ptr(),
-            )
+    def _cut(
+        self, pairs: int, dim: int, sm_budget: int | None, variant: PlainVariant, span: Span | None
+    ) -> Cut:
+        """Return how a span, or runs alone, are served."""
+        shape, launch = self._shape(variant, dim, 0 if span is None else sum(self._entries_of(span)))
+        splits = partial(self._splits, pairs, shape=shape, sm_budget=sm_budget)
+        if span is None:
+            return Cut(launch, 0, _NO_TILES, splits, {})
+        return Cut(launch, span.tiles, self._numbers(span), splits, {})
+
+    def _merge(self, variant: PlainVariant) -> Launch:
+        """Return what merges the splits of launches of variants that differ in tiles alone."""
         merge = self._merges.get(variant)
         if merge is None:
             merge = self._runner.bind(variant, MergeSplits, MERGE_THREADS)
             self._merges[variant] = merge
-        merge(
-            pairs * group * n,
-            *(parts.data_ptr(), stats.data_ptr(), slots, pairs, heads, group, n, dim),
-            0 if sinks is None else sinks.data_ptr(),
-            *(to, out.stride(0), out.stride(1)),
-        )
+        return merge
 
     def _numbers(self, span: Span) -> tuple[int, ...]:
         """Return the parameters of a span, in the order of the kernel."""
@@ -421,26 +394,6 @@ def shared_bytes(dim: int, entries: int, row_groups: int, warps: int) -> int:
 def _bits(x: float) -> int:
     """Return the bits of a float32 as an integer."""
     return int(struct.unpack("<i", struct.pack("<f", x))[0])
-
-
-def _aligned(keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return keys and values that have the same strides, by which words can be loaded."""
-    size = keys.element_size()
-    alike = keys.stride() == values.stride() and keys.stride(3) == 1
-    if not alike or any(size * stride % 4 for stride in keys.stride()[:3]):
-        keys, values = keys.contiguous(), values.contiguous()
-    # A view that begins at an odd value.
-    keys, values = (x.clone() if x.data_ptr() % 4 else x for x in (keys, values))
-    return keys, values
-
-
-def _run(
-    first: int, keys: torch.Tensor, values: torch.Tensor
-) -> tuple[_Run, tuple[torch.Tensor, torch.Tensor]]:
-    """Return a run and what it points to."""
-    batch, head, token = keys.stride()[:3]
-    run = _Run(keys.data_ptr(), values.data_ptr(), batch, head, token, first, keys.shape[2])
-    return run, (keys, values)
 
 
 def _table(table: TableStorage, name: str) -> tuple[int, ...]:

@@ -68,7 +68,8 @@ class CudaKernels:
         self.decode_rows = decode.decode_rows
         self.prepare_decode = decode.prepare_decode
         self.copy_rows = CopyKernels(runner).copy_rows
-        self.attend = AttendKernels(runner).attend
+        attend = AttendKernels(runner)
+        self.attend, self.prepare_attention = attend.attend, attend.prepare
         tiles = TileKernels(runner)
         self.measure_tiles = tiles.measure_tiles
         self.encode_tiles = tiles.encode_tiles

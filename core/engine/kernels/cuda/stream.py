@@ -6,6 +6,11 @@ from typing import Any
 
 import torch
 
+#: Streams whose objects are kept.
+MOST_STREAMS = 64
+
+_streams: dict[tuple[int, int], torch.cuda.Stream] = {}
+
 
 def stream_pointer(device: torch.device) -> int:
     """Return the address of torch's current stream on a GPU, which says which stream it is.
@@ -16,6 +21,21 @@ def stream_pointer(device: torch.device) -> int:
     """
     index = torch.cuda.current_device() if device.index is None else device.index
     return torch._C._cuda_getCurrentRawStream(index)
+
+
+def current_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return torch's current stream on a GPU, as `torch.cuda.current_stream`: the object is kept.
+
+    Streams of one address are one stream, whatever object stands for it.
+    """
+    index = torch.cuda.current_device() if device.index is None else device.index
+    key = index, torch._C._cuda_getCurrentRawStream(index)
+    found = _streams.get(key)
+    if found is None:
+        if len(_streams) >= MOST_STREAMS:
+            _streams.clear()
+        found = _streams[key] = torch.cuda.current_stream(index)
+    return found
 
 
 class on_stream:  # noqa: N801 - a context manager, used as `torch.cuda.stream` is

@@ -1,0 +1,206 @@
+"""Attention that is prepared: what its launches take, but for what changes from token to token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from ..spans import Span
+from .runner import Launch
+
+
+class Run(NamedTuple):
+    """Tokens that are not coded, as the kernel takes them: addresses, strides in values, and which.
+
+    Addresses are multiples of 4, as are strides in bytes; that of values of a token is 1.
+    """
+
+    keys: int
+    values: int
+    batch: int
+    head: int
+    token: int
+    first: int
+    tokens: int
+
+    @classmethod
+    def of(
+        cls, first: int, keys: torch.Tensor, values: torch.Tensor
+    ) -> tuple[Run, tuple[torch.Tensor, torch.Tensor]]:
+        """Return the run of keys and values, and what it points to: these or copies of them."""
+        keys, values = (keys, values) if cls.serves(keys, values) else _aligned(keys, values)
+        batch, head, token, _ = keys.stride()
+        run = cls(keys.data_ptr(), values.data_ptr(), batch, head, token, first, keys.shape[2])
+        return run, (keys, values)
+
+    @staticmethod
+    def serves(keys: torch.Tensor, values: torch.Tensor) -> bool:
+        """Return whether keys and values have the same strides, by which words can be loaded."""
+        size, strides = keys.element_size(), keys.stride()
+        return (
+            strides == values.stride()
+            and strides[3] == 1
+            and not any(size * stride % 4 for stride in strides[:3])
+            and not keys.data_ptr() % 4
+            and not values.data_ptr() % 4
+        )
+
+
+_NO_RUN = Run(0, 0, 0, 0, 0, 0, 0)
+
+
+class Cut(NamedTuple):
+    """A span's launch, its tiles and parameters, and the splits of each number of items."""
+
+    launch: Launch
+    tiles: int
+    numbers: tuple[int, ...]
+    splits_of: Callable[[int], int]
+    known: dict[int, int]
+
+    def splits(self, first: Run, second: Run) -> int:
+        """Return how many blocks share the tokens of a head, with these runs."""
+        items = self.tiles + (first.tokens + 15) // 16 + (second.tokens + 15) // 16
+        found = self.known.get(items)
+        if found is None:
+            found = self.known[items] = self.splits_of(items)
+        return found
+
+
+class Chunk(NamedTuple):
+    """Query tokens that the kernel serves at once, and how."""
+
+    begin: int
+    tokens: int
+    cuts: list[Cut]
+    rest: Cut  # of runs that no span takes along
+    merge: Launch
+
+
+class PreparedAttention:
+    """Attention to spans that stay as they are; see `AttendKernels.prepare`.
+
+    Parameters
+    ----------
+    query : torch.Tensor
+        Like those to come.
+    heads : (int, int)
+        K/V heads, and query heads of each.
+    chunks : list of Chunk
+        What is launched.
+    spans : sequence of Span
+        What is read.
+    score_bits : (int, int)
+        Scaling and softcap.
+    """
+
+    __slots__ = ("_chunks", "_dim", "_group", "_heads", "_like", "_pairs", "_score_bits", "_spans")
+
+    def __init__(
+        self,
+        query: torch.Tensor,
+        heads: tuple[int, int],
+        chunks: list[Chunk],
+        spans: Sequence[Span],
+        score_bits: tuple[int, int],
+    ) -> None:
+        batch, query_heads, n, self._dim = query.shape
+        self._heads, self._group = heads
+        self._pairs = batch * self._heads
+        self._like = (batch, n, query_heads, self._dim)
+        self._chunks, self._spans, self._score_bits = chunks, spans, score_bits
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        runs: Sequence[Run],
+        length: int,
+        sinks: torch.Tensor | None = None,
+        first_valid: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return what `AttendKernels.attend` returns; nothing is checked.
+
+        Parameters
+        ----------
+        query, length, sinks, first_valid
+            As there, of the shapes and dtypes that this was prepared for.
+        runs : sequence of Run
+            The tokens that are not coded.
+        """
+        out = torch.empty(self._like, dtype=query.dtype, device=query.device)
+        if not self._pairs:
+            return out
+        batch, head, token, value = query.stride()
+        if value != 1:
+            query = query.contiguous()
+            batch, head, token, _ = query.stride()
+        if sinks is not None:
+            sinks = sinks.to(torch.float32).contiguous()
+        if not all(run.tokens for run in runs):
+            runs = [run for run in runs if run.tokens]
+        _, n, query_heads, dim = self._like
+        at, to, itemsize = query.data_ptr(), out.data_ptr(), query.element_size()
+        first = 0 if first_valid is None else first_valid.data_ptr()
+        for chunk in self._chunks:
+            begin = chunk.begin
+            rows = (
+                *(at + begin * token * itemsize, batch, head, token),
+                *(self._heads, self._group, chunk.tokens, dim, length - n + begin),
+                *(first, *self._score_bits),
+            )
+            there = to + begin * query_heads * dim * itemsize, n * query_heads * dim
+            self._serve(chunk, rows, runs, sinks, out.device, (*there, query_heads * dim))
+        return out
+
+    def _serve(
+        self,
+        chunk: Chunk,
+        rows: tuple[int, ...],
+        runs: Sequence[Run],
+        sinks: torch.Tensor | None,
+        device: torch.device,
+        to: tuple[int, int, int],
+    ) -> None:
+        """Launch what serves a chunk."""
+        slots = 0
+        launches = []
+        for i in range(max(len(chunk.cuts), (len(runs) + 1) // 2, 1)):
+            cut = chunk.cuts[i] if i < len(chunk.cuts) else chunk.rest
+            first = runs[2 * i] if 2 * i < len(runs) else _NO_RUN
+            second = runs[2 * i + 1] if 2 * i + 1 < len(runs) else _NO_RUN
+            splits = cut.splits(first, second)
+            launches.append((cut, first, second, splits, slots))
+            slots += splits
+        pairs, group, dim = self._pairs, self._group, self._dim
+        values = slots * pairs * group * chunk.tokens * dim
+        space = torch.empty(values + values // dim * 2, dtype=torch.float32, device=device)
+        parts = space.data_ptr()
+        stats = parts + 4 * values
+        for cut, first, second, splits, slot in launches:
+            cut.launch(
+                splits * pairs,
+                *rows,
+                *cut.numbers,
+                *first,
+                *second,
+                splits,
+                slot,
+                parts,
+                stats,
+            )
+        chunk.merge(
+            pairs * group * chunk.tokens,
+            *(parts, stats, slots, pairs, self._heads, group, chunk.tokens, dim),
+            0 if sinks is None else sinks.data_ptr(),
+            *to,
+        )
+
+
+def _aligned(keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return copies of keys and values, where they are no such already, that `Run` takes."""
+    keys, values = keys.contiguous(), values.contiguous()
+    # A view that begins at an odd value.
+    keys, values = (x.clone() if x.data_ptr() % 4 else x for x in (keys, values))
+    return keys, values
