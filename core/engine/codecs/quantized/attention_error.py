@@ -39,13 +39,13 @@ _BETWEEN = 16
 #: Factors on both scales that are measured together, a few rounds where none or all are fine.
 _FACTORS = (0.75, 0.9, 1.07, 1.3)
 _ROUNDS = 5
-#: Share of the error that is aimed at, and how often an interpolated factor may miss.
+#: Share of the error that is aimed at, the one with which the search is content, and how many
+#: interpolated factors are tried until then.
 _CLOSE = 0.985
-_MISSES = 3
-#: Tokens that are looked at: a share, but from so many up to so many; queries and values, at the
-#: most.
-_TOKEN_SHARE = 8
-_LEAST_TOKENS, _MOST_TOKENS = 1024, 2048
+_CLOSE_ENOUGH = 0.96
+_TRIALS = 3
+#: Tokens, queries and values that are looked at, at the most.
+_TOKENS = 2048
 _QUERIES = 64
 _VALUES = 1 << 23
 #: Values that are coded at once, at several scales.
@@ -111,14 +111,14 @@ def fit_error(
     Errors of keys and of values, each alone, and their bits are measured at five scales; of all
     pairs of scales that should keep `error` the one of the fewest bits is taken, and both are
     multiplied by a factor, which is interpolated between four that are measured with both coded,
-    and measured itself. A GPU is waited for after each of these three steps.
+    and measured itself, again where that misses. A GPU is waited for after each step: three times,
+    seldom more than five.
 
     Parameters
     ----------
     keys, values : torch.Tensor
         ``[B, H, T, dim]``, of one dtype, on one device: a prompt. Of long ones tiles are drawn
-        evenly, an eighth of the tokens, but from 1,024 to 2,048, and of large batches some
-        sequences.
+        evenly, 2,048 tokens in all, and of large batches some sequences.
     queries : torch.Tensor
         ``[B, Hq, n, dim]``: those of the last n tokens. All give the weights of channels, the last
         64 the error.
@@ -275,9 +275,7 @@ class _Prompt:
         between = tokens - sinks - window
         tiles = between // tile_tokens
         if tiles:
-            least, most = _LEAST_TOKENS, _MOST_TOKENS
-            wanted = min(max(tokens // _TOKEN_SHARE, least), most)
-            most = max((wanted - sinks - window) // tile_tokens, 1)
+            most = max((_TOKENS - sinks - window) // tile_tokens, 1)
             drawn = np.arange(min(tiles, most)) * tiles // min(tiles, most)
             chosen = (sinks + drawn[:, None] * tile_tokens + np.arange(tile_tokens)).ravel()
             tail = sinks + tiles * tile_tokens
@@ -290,7 +288,7 @@ class _Prompt:
                 f"keys: {tokens} tokens, accepted are {sinks} sinks, a window of {window}, and "
                 f"{TILE_BLOCK} or more between them"
             )
-        looked_at = heads * min(tokens, _MOST_TOKENS) * dim
+        looked_at = heads * min(tokens, _TOKENS) * dim
         lines = min(max(_VALUES // looked_at, 1), batch)
         device = keys.device
         self._lines, drawn_tokens, raw = (
@@ -299,19 +297,21 @@ class _Prompt:
         )
         self._scaling = dim**-0.5 if scaling is None else scaling
         self._softcap = softcap
+        self._heads = heads
         count = min(queries.shape[2], _QUERIES)
         last = queries[self._lines, :, queries.shape[2] - count :].float()
         # Heads that share keys are further rows.
         groups = queries.shape[1] // heads
-        self._query = last.reshape(lines, heads, groups * count, dim)
+        self._query = last.reshape(lines * heads, groups * count, dim) * self._scaling
         at = torch.arange(tokens - count, tokens, device=device).repeat(groups)
-        self._raw_seen = self._seen(raw, at, first_valid)
         self._seen_of_drawn = self._seen(drawn_tokens, at, first_valid) + math.log(share)
         #: Those that are coded, ``[B, H, T, dim]``.
         self.keys = self._drawn(keys, drawn_tokens)
         self.values = self._drawn(values, drawn_tokens)
-        self._raw_values = self._drawn(values, raw).float()
-        self._raw_logits = self._logits(self._drawn(keys, raw).float()) + self._raw_seen
+        self._raw_values = self._drawn(values, raw).float().flatten(0, 1)
+        self._raw_logits = self._logits(
+            self._drawn(keys, raw).float(), self._seen(raw, at, first_valid)
+        )
         self._shares = self._softmax(self.keys.float())
         self._values = self.values.float()
         self._plain = self._output(self._shares, self._values)
@@ -332,28 +332,30 @@ class _Prompt:
     def _seen(
         self, tokens: torch.Tensor, at: torch.Tensor, first_valid: torch.Tensor | None
     ) -> torch.Tensor:
-        """Return 0 where a query sees a token, else -inf; ``[B or 1, 1, queries, tokens]``."""
-        hidden = (tokens > at[:, None])[None, None]
+        """Return 0 where a query sees a token, else -inf; ``[B * H or 1, queries, tokens]``."""
+        hidden = (tokens > at[:, None])[None]
         if first_valid is not None:
             first = first_valid.to(tokens.device)[self._lines]
-            hidden = hidden | (tokens < first[:, None])[:, None, None]
+            padding = (tokens < first[:, None]).repeat_interleave(self._heads, dim=0)
+            hidden = hidden | padding[:, None]
         return torch.zeros(hidden.shape, device=tokens.device).masked_fill(hidden, -math.inf)
 
-    def _logits(self, keys: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self._query @ keys.transpose(2, 3) * self._scaling
-        if self._softcap is not None:
-            logits = self._softcap * torch.tanh(logits / self._softcap)
-        return logits
+    def _logits(self, keys: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+        """Return ``[B * H, queries, T]``; `seen` is added where a query sees a token or not."""
+        across = keys.flatten(0, 1).transpose(1, 2)
+        if self._softcap is None:
+            return torch.baddbmm(seen, self._query, across)
+        return self._softcap * torch.tanh(torch.bmm(self._query, across) / self._softcap) + seen
 
     def _softmax(self, keys: torch.Tensor) -> torch.Tensor:
         """Return the shares of the coded tokens, then those of the others."""
-        logits = self._logits(keys) + self._seen_of_drawn
-        return torch.cat((logits, self._raw_logits), dim=3).softmax(dim=3)
+        logits = self._logits(keys, self._seen_of_drawn)
+        return torch.cat((logits, self._raw_logits), dim=2).softmax(dim=2)
 
     def _output(self, shares: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         coded = values.shape[2]
-        output: torch.Tensor = shares[..., :coded] @ values
-        return output + shares[..., coded:] @ self._raw_values
+        output = torch.bmm(shares[..., :coded], values.flatten(0, 1))
+        return torch.baddbmm(output, shares[..., coded:], self._raw_values)
 
 
 class _Chosen(NamedTuple):
@@ -376,16 +378,24 @@ def _choose(prompt: _Prompt, k: _Side, v: _Side, error: float) -> _Chosen | None
         pair = k.scales[0], v.scales[0]
     factors = _Factors(prompt, k, v, pair)
     factors.measure(error)
-    for _ in range(_MISSES):
+    best: _Chosen | None = None
+    for _ in range(_TRIALS):
         factor = factors.best(_CLOSE * error)
         if factor is None:
             return None
+        if factor in factors.counted:
+            break
         found = _count(prompt, k, v, factors.scales(factor))
-        if found.error <= error:
-            return found
+        factors.counted.add(factor)
         factors.errors[factor] = found.error
-    fine = max((f for f, off in factors.errors.items() if off <= error), default=None)
-    return None if fine is None else _count(prompt, k, v, factors.scales(fine))
+        if found.error <= error and (best is None or found.error > best.error):
+            best = found
+        if _CLOSE_ENOUGH * error <= found.error <= error:
+            break
+    if best is None:
+        fine = max((f for f, off in factors.errors.items() if off <= error), default=None)
+        best = None if fine is None else _count(prompt, k, v, factors.scales(fine))
+    return best
 
 
 def _curves(prompt: _Prompt, k: _Side, v: _Side) -> tuple[_Curve, _Curve]:
@@ -412,11 +422,14 @@ class _Factors:
     ----------
     errors : dict
         What was measured, by factor.
+    counted : set
+        Factors of which all was measured that a plan needs.
     """
 
     def __init__(self, prompt: _Prompt, k: _Side, v: _Side, pair: tuple[float, float]) -> None:
         self._prompt, self._sides, self._pair = prompt, (k, v), pair
         self.errors: dict[float, float] = {}
+        self.counted: set[float] = set()
 
     def scales(self, factor: float) -> tuple[float, float]:
         """Return the scales of a factor, within those that may be."""

@@ -129,12 +129,18 @@ def choose_classes(
     price = exception_bits + _REPAIR_BITS
     labels = group_histograms(counts.singles, classes, table_bits=8 * SINGLES)
     least = np.inf
+    known: dict[bytes, tuple[SymbolClass, npt.NDArray[np.float64]]] = {}  # by their blocks
     for _ in range(_ROUNDS):
-        found = [
-            _best_symbols(counts.of(labels == c), code_bits, fixed, price)
-            for c in range(int(labels.max(initial=-1)) + 1)
-        ]
-        costs = np.stack([c.worth(counts, price) for c in found], axis=1)
+        found, priced = [], []
+        for c in range(int(labels.max(initial=-1)) + 1):
+            mine = labels == c
+            key = mine.tobytes()
+            if key not in known:
+                symbols = _best_symbols(counts.of(mine), code_bits, fixed, price)
+                known[key] = symbols, symbols.worth(counts, price)
+            found.append(known[key][0])
+            priced.append(known[key][1])
+        costs = np.stack(priced, axis=1)
         moved = costs.argmin(axis=1)
         total = float(costs.min(axis=1).sum())
         if total < least:  # a class that blocks have moved to may do without pairs
@@ -222,8 +228,7 @@ def _pair_lengths(
     wider = _wider()[inner, inner]
     square = pairs.reshape(PAIR_WIDTH, PAIR_WIDTH)
     likely = (square + _WIDER_SHARE * (wider @ square @ wider.T)).ravel()
-    folded = np.zeros((2 * radius + 1) ** 2)
-    np.add.at(folded, _folded(radius), likely)
+    folded = np.bincount(_folded(radius), likely, (2 * radius + 1) ** 2)
     zeros = 2 * radius * (radius + 1)
     folded[zeros] += 1  # exceptions are coded as 0
     coded = _worth(folded, 2 * price, code_bits)
@@ -245,7 +250,9 @@ def _whole(likely: npt.NDArray[np.float64], coded: npt.NDArray[np.bool_]) -> npt
 
 
 def _padded(lengths: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
-    return np.pad(lengths, (0, MAX_SYMBOLS - len(lengths)))
+    padded = np.zeros(MAX_SYMBOLS, np.uint8)
+    padded[: len(lengths)] = lengths
+    return padded
 
 
 @cache

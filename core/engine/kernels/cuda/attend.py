@@ -277,7 +277,9 @@ class AttendKernels:
         self, pairs: int, dim: int, sm_budget: int | None, variant: PlainVariant, span: Span | None
     ) -> Cut:
         """Return how a span, or runs alone, are served."""
-        shape, launch = self._shape(variant, dim, 0 if span is None else sum(self._entries_of(span)))
+        shape, launch = self._shape(
+            variant, dim, 0 if span is None else sum(self._entries_of(span))
+        )
         splits = partial(self._splits, pairs, shape=shape, sm_budget=sm_budget)
         if span is None:
             return Cut(launch, 0, _NO_TILES, splits, {})
