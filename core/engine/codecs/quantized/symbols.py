@@ -24,8 +24,8 @@ _WIDER = 1.5
 _MEND_BITS = 32
 #: What look-ups cost beside the bits that they read, in bits a value: a value of singles takes
 #: twice the look-ups of one of pairs, and lanes ask twice as often for codes that are not short.
-#: Kernels are bound by their instructions: of two values some 21 for pairs of short codes, 32 for
-#: other pairs and 33 for singles of short codes; but more bits mean less room for tokens.
+#: Attention takes some 11 instructions for two values as a pair of a short code, 17 of a long one,
+#: 21 as singles of short codes and 32 of long ones; but more bits mean fewer tokens in memory.
 _SINGLE_BITS = 0.05
 _LONG_BITS = 0.03
 #: Share of values that may be exceptions in a class of pairs.
