@@ -62,7 +62,8 @@ class SymbolClass:
     def worth(self, counts: Counts, exception_bits: int) -> npt.NDArray[np.float64]:
         """Return what each block takes, in bits, with what its look-ups cost."""
         extra = _SINGLE_BITS * (self.radius == 0) + _LONG_BITS * (not self.short)
-        return self.cost(counts, exception_bits) + extra * counts.singles.sum(axis=1)
+        of_blocks = extra * counts.singles.sum(axis=1)
+        return np.asarray(self.cost(counts, exception_bits) + of_blocks)
 
     def cost(self, counts: Counts, exception_bits: int) -> npt.NDArray[np.float64]:
         """Return what each block takes, in bits, float64 ``[blocks]``."""
