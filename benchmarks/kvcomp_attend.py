@@ -31,7 +31,7 @@ from bitslab.engine.kernels.format import (
     words_of_rows,
 )
 from bitslab.engine.kernels.spans import Span
-from bitslab.engine.kernels.tile_format import Granularity, TileTables
+from bitslab.engine.kernels.tile_format import SHORT_BITS, Granularity, TileTables
 
 Rows = list[dict[str, Any]]
 HEADS, DIM, TILE_TOKENS = 8, 128, 64
@@ -230,10 +230,11 @@ def rates(
     for name in steps:
         k_scale, v_scale = STEPS[name]
         k, v = distinct_tiles(k_scale, keys=True), distinct_tiles(v_scale, keys=False)
-        pairs = [
-            f"{(p.tables.radius[p.tables.block_class.long()] > 0).float().mean():.0%}"
-            for p in (k, v)
-        ]
+        pairs, short = [], []
+        for tables in (k.tables, v.tables):
+            of_blocks = tables.block_class.long()
+            pairs.append(f"{(tables.radius[of_blocks] > 0).float().mean():.0%}")
+            short.append(f"{(tables.class_bits[of_blocks] <= SHORT_BITS).float().mean():.0%}")
         for part in (k, v):
             assert part.table.lengths is not None
             assert int(unsigned_lengths(part.table.lengths).min()) > 0
@@ -242,6 +243,7 @@ def rates(
             "bits K": k.bits_per_value,
             "bits V": v.bits_per_value,
             "blocks of pairs": " / ".join(pairs),
+            "of short codes": " / ".join(short),
         }
         print(told, flush=True)
         for batch, tokens in sizes:

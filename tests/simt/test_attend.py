@@ -256,7 +256,8 @@ def test_classes_of_any_radius_and_bits_are_decoded():
         tables = plan.tables()
         table = stored(tiles_of(x, 64), tables)
         assert table.lengths is not None and table.lengths.all()  # none is kept raw
-        span = replace(span, **{name: table, f"{name}_tables": tables})
+        changed: dict[str, Any] = {name: table, f"{name}_tables": tables}
+        span = replace(span, **changed)
     query = torch.randn(1, 1, 1, 176, generator=generator)
     found, expected = both(query, [span], length=128, scaling=0.01)
     assert relative_error(found, expected) < 2e-6

@@ -24,8 +24,8 @@ _WIDER = 1.5
 _REPAIR_BITS = 32
 #: What look-ups cost beside the bits that they read, in bits a value: a value of singles takes
 #: twice the look-ups of one of pairs, and lanes ask twice as often for codes that are not short.
-#: Kernels are bound by their instructions: of two values some 21 for pairs of short codes, 32 for
-#: other pairs and 33 for singles of short codes; but more bits mean less room for tokens.
+#: Attention takes some 11 instructions for two values as a pair of a short code, 17 of a long one,
+#: 21 as singles of short codes and 32 of long ones; but more bits mean fewer tokens in memory.
 _SINGLE_BITS = 0.05
 _LONG_BITS = 0.03
 #: Share of values that may be exceptions in a class of pairs.
@@ -62,7 +62,8 @@ class SymbolClass:
     def worth(self, counts: Counts, exception_bits: int) -> npt.NDArray[np.float64]:
         """Return what each block takes, in bits, with what its look-ups cost."""
         extra = _SINGLE_BITS * (self.radius == 0) + _LONG_BITS * (not self.short)
-        return self.cost(counts, exception_bits) + extra * counts.singles.sum(axis=1)
+        of_blocks = extra * counts.singles.sum(axis=1)
+        return np.asarray(self.cost(counts, exception_bits) + of_blocks)
 
     def cost(self, counts: Counts, exception_bits: int) -> npt.NDArray[np.float64]:
         """Return what each block takes, in bits, float64 ``[blocks]``."""
