@@ -12,12 +12,7 @@ import torch
 from ..engine.codecs import InvariantCodec, RowCodec, RowKernels
 from ..engine.codecs.base import rows_as_bytes
 from ..engine.kernels import kernels_for
-from ..engine.kernels.format import (
-    bases_of_rows,
-    ceil_div,
-    unsigned_lengths,
-    words_of_rows,
-)
+from ..engine.kernels.format import ceil_div, unsigned_lengths
 
 #: Rows are made of as many tokens as this many bytes take: shorter rows carry more metadata, and
 #: rows of several lines decode faster.
@@ -245,11 +240,6 @@ def pack_rows(rows: torch.Tensor, kernels: RowKernels) -> Packed:
         On the same device.
     """
     kernels_for(rows.device)  # raises the error of an earlier decode there
-    row_words = kernels.row_words
-    lengths, clusters = kernels.measure(rows)
-    bases, _ = bases_of_rows(words_of_rows(lengths, row_words))
-    sizes = torch.stack([bases[-1], unsigned_lengths(lengths).max()])
-    # On the CPU the exact size is known; on a GPU asking for it would wait.
-    most = int(sizes[0]) if rows.device.type == "cpu" else rows.shape[0] * row_words
-    data = kernels.encode(rows, lengths, clusters, bases, most)
-    return Packed(data, lengths, bases, sizes)
+    packed = kernels.pack_rows(rows)
+    sizes = torch.stack([packed.bases[-1], unsigned_lengths(packed.lengths).max()])
+    return Packed(packed.words, packed.lengths, packed.bases, sizes)

@@ -64,7 +64,7 @@ class TileOptions:
         For options out of range, and of another type.
     """
 
-    error: float = 0.1
+    error: float = 0.04
     key_scale: float | None = None
     value_scale: float | None = None
     granularity: str = "weighted"
@@ -280,7 +280,7 @@ class TilePlans:
             return granularity, given
         if granularity not in RANGE_SCALES:
             granularity = GRANULARITIES["channel"][which]
-        return granularity, RANGE_SCALES[granularity] * (o.error or 0.1)
+        return granularity, RANGE_SCALES[granularity] * o.error
 
     def of(self, kind: str) -> LearntCodec:
         """Return what gives a history of a kind the codec that was learnt."""

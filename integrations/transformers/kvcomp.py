@@ -27,7 +27,7 @@ class KVCompCache(PackedCache):
 
     Pass it as ``past_key_values=`` to ``generate`` or to a forward pass. The lossy sister of
     `CompressedCache`: K and V are quantised once, by steps that are chosen for each layer so that
-    the outputs of attention change by `error`, and take a sixth to an eighth of their bytes. After
+    the outputs of attention change by `error`, and take about a seventh of their bytes. After
     ``model.set_attn_implementation("bitslab")``, attention reads what is packed where its kernels
     serve the model; else K and V are decoded first.
 
@@ -40,7 +40,9 @@ class KVCompCache(PackedCache):
         Relative error of softmax(QK)V that each layer aims at, 0 to 1. It is a target, measured on
         the last queries of the prompt, not a bound for later tokens. The coarsest steps that keep
         it are taken, and a layer where none do keeps its tokens lossless. 0: all layers are
-        lossless, as in `CompressedCache`.
+        lossless, as in `CompressedCache`. The default keeps what SmolLM2 says: at 0.04 K and V take
+        a seventh, the KL divergence to the plain model is 0.010, and 96 % of the top tokens are the
+        same; at 0.1 an eleventh, with a divergence of 0.076.
     key_scale, value_scale : float, optional
         Steps of K and V that are taken instead, in the units of `granularity`.
     granularity : {"weighted", "block", "channel", "token"}
@@ -101,7 +103,7 @@ class KVCompCache(PackedCache):
     ...                      num_hidden_layers=2, num_attention_heads=4, eos_token_id=None)
     >>> model = LlamaForCausalLM(config).eval()
     >>> model.set_attn_implementation("bitslab")
-    >>> cache = KVCompCache(model.config, error=0.1, window=16, block_tokens=16)
+    >>> cache = KVCompCache(model.config, window=16, block_tokens=16)
     >>> prompt = torch.arange(48)[None]
     >>> tokens = model.generate(prompt, past_key_values=cache, max_new_tokens=4, do_sample=False)
     >>> tokens.shape, cache.stats()["packed_tokens"]
@@ -112,7 +114,7 @@ class KVCompCache(PackedCache):
         self,
         config: PreTrainedConfig,
         *,
-        error: float = 0.1,
+        error: float = 0.04,
         key_scale: float | None = None,
         value_scale: float | None = None,
         granularity: str = "weighted",

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from bitslab.engine.codecs.huffman import code_lengths
 from bitslab.engine.codecs.quantized.plan import TilePlan, symbols_of
 from bitslab.engine.kernels.cpu.attend import attend as twin
 from bitslab.engine.kernels.cuda.attend import AttendKernels
@@ -18,6 +19,7 @@ from bitslab.engine.kernels.tile_format import (
     LEVEL_ZERO,
     MAX_CLASSES,
     MAX_SYMBOLS,
+    SHORT_BITS,
     Granularity,
     TileFormat,
 )
@@ -181,7 +183,7 @@ def test_exceptions_count_with_all_their_bits():
     assert relative_error(found, expected) < 2e-6
 
 
-def test_what_is_no_number_stays_none():
+def test_what_is_no_number_remains_none():
     query, keys, values = drawn(1, 1, 1, 1, 16, 64)
     values[0, 0, 5, 3], values[0, 0, 6, 4], values[0, 0, 60, 4] = torch.nan, torch.inf, -torch.inf
     span = span_of(keys, values)
@@ -208,34 +210,55 @@ def test_tiles_that_are_kept_raw_are_read_as_they_are(which, dtype):
     assert relative_error(found, expected) < (2e-6 if dtype == torch.float32 else 4e-3)
 
 
-def test_pairs_of_any_radius_are_decoded():
+def lengths_of(radius, reach, bits):
+    """Return lengths of codes, of some bits at the most: of singles or pairs up to `reach`."""
+    near = np.abs(np.arange(-radius, radius + 1) if radius else np.arange(-128, 128)) <= reach
+    coded = np.flatnonzero(np.outer(near, near) if radius else near)
+    counts = np.zeros(symbols_of(radius), np.int64)
+    counts[coded] = 1 + (1 << 20 >> (np.arange(len(coded)) % 20))
+    lengths = np.zeros(MAX_SYMBOLS, np.uint8)
+    lengths[: len(counts)] = code_lengths(counts, bits)
+    assert lengths.max() == bits
+    return lengths
+
+
+def test_classes_of_any_radius_and_bits_are_decoded():
+    kinds = [(15, 15, 10), (11, 7, 8), (8, 8, 9), (1, 1, 4), (0, 127, 8), (0, 99, 10), (2, 2, 8)]
     generator = torch.Generator().manual_seed(0)
-    tables = []
-    for granularity, pairs in ((Granularity.CHANNEL, False), (Granularity.TOKEN_LEVEL, True)):
-        radius = np.array([15, 8, 11, 1], np.uint8)
-        lengths = np.zeros((4, MAX_SYMBOLS), np.uint8)
-        for c, reach in enumerate(radius):
-            n = symbols_of(int(reach))
-            lengths[c, :n] = (n - 1).bit_length()
-        by_head = granularity is Granularity.CHANNEL
+    span = span_of(*torch.randn(2, 1, 1, 128, 176, generator=generator))
+    for name, chosen in (("k", kinds[1:]), ("v", kinds[::-1])):
+        by_head = int(name == "k")
+        # Each class once in an order of its own, then some between others.
+        block_class = [*range(len(chosen)), 2, 0, 3, 1, 4][:11]
+        order = torch.randperm(176, generator=generator)
+        reach = torch.tensor([min(chosen[c][1], 15) for c in block_class]).repeat_interleave(16)
+        # Steps are 1 or near it, and some codes too large for their class.
+        x = torch.randn(1, 1, 128, 176, generator=generator)
+        x[..., order] *= reach / 2.5
         plan = TilePlan(
-            format=TileFormat(64, 64, torch.float32, granularity, pairs),
+            format=TileFormat(
+                64,
+                176,
+                torch.float32,
+                Granularity.CHANNEL if by_head else Granularity.TOKEN_LEVEL,
+                token_pairs=not by_head,
+            ),
             heads=1,
             rows_per_head=1,
-            scale=0.3,
-            order=torch.randperm(64, generator=generator).numpy().astype(np.uint8)[None],
-            block_class=np.array([[0, 1, 2, 3]], np.uint8),
-            radius=radius,
-            lengths=lengths,
-            **({"steps": np.full((1, 64), 0.2, np.float32)} if by_head else {}),
-            **({"centers": np.full((1, 64), 0.7, np.float32)} if by_head else {}),
+            scale=float(1 / x.square().mean().sqrt()),
+            order=order.numpy().astype(np.uint8)[None],
+            block_class=np.array([block_class], np.uint8),
+            radius=np.array([radius for radius, _, _ in chosen], np.uint8),
+            lengths=np.stack([lengths_of(*kind) for kind in chosen]),
+            steps=np.full((by_head, 176 * by_head), 1.0, np.float32),
+            centers=np.full((by_head, 176 * by_head), 0.7, np.float32),
         )
-        tables.append(plan.tables())
-    query, keys, values = drawn(1, 1, 1, 1, 64, 64)
-    span = span_of(keys, values)
-    k, v = (stored(tiles_of(x, 64), t) for x, t in ((keys, tables[0]), (values, tables[1])))
-    span = replace(span, k=k, k_tables=tables[0], v=v, v_tables=tables[1])
-    found, expected = both(query, [span], length=64, scaling=0.1)
+        tables = plan.tables()
+        table = stored(tiles_of(x, 64), tables)
+        assert table.lengths is not None and table.lengths.all()  # none is kept raw
+        span = replace(span, **{name: table, f"{name}_tables": tables})
+    query = torch.randn(1, 1, 1, 176, generator=generator)
+    found, expected = both(query, [span], length=128, scaling=0.01)
     assert relative_error(found, expected) < 2e-6
 
 
@@ -335,6 +358,7 @@ def test_constants_are_those_of_the_format():
     text = source_text("attend")
     assert f"#define LEVEL_ZERO {LEVEL_ZERO} " in text
     assert f"#define MAX_CLASSES {MAX_CLASSES} " in text
+    assert f"#define SHORT_BITS {SHORT_BITS} " in text
 
 
 REFUSED: dict[str, dict[str, Any]] = {

@@ -9,13 +9,21 @@ import numpy as np
 import pytest
 import torch
 
+from bitslab.engine.kernels import cpu
 from bitslab.engine.kernels.cuda.runner import DAMAGED_ERROR, INDEX_ERROR, NO_ERROR
 from bitslab.engine.kernels.cuda.source import TILE_DTYPES
 from bitslab.engine.kernels.format import NO_ROW, RowStorage, TableStorage
-from bitslab.engine.kernels.tile_format import Granularity, TileFormat
+from bitslab.engine.kernels.tile_format import MAX_SYMBOLS, Granularity, TileFormat
 from bitslab.errors import ArgumentError
 from tests import pairwise
-from tests.engine.kernels.tile_cases import TileCase, bases_and_words, decoded, make_tiles, table_of
+from tests.engine.kernels.tile_cases import (
+    TileCase,
+    bases_and_words,
+    decoded,
+    make_plan,
+    make_tiles,
+    table_of,
+)
 from tests.simt.module import guarded
 from tests.simt.runner import simt_kernels
 
@@ -63,6 +71,10 @@ def test_tiles_have_the_bytes_of_the_twin(fmt):
     bases, n_words = bases_and_words(lengths, case.row_words)
     words = kernels.encode_tiles(rows, case.tables, lengths, bases, n_words + 5)
     assert torch.equal(words[: n_words + 4], expected.words) and not words[n_words:].any()
+    words, lengths, found = kernels.pack_tiles(rows, case.tables)
+    assert torch.equal(lengths, expected.lengths) and torch.equal(found, bases)
+    assert torch.equal(words[: n_words + 4], expected.words)
+    assert words.shape == (len(rows) * case.row_words + 4,)
     table = guarded_table(expected)
     ids = torch.arange(len(lengths))
     twin, damaged = decoded(expected, case, ids)
@@ -71,6 +83,42 @@ def test_tiles_have_the_bytes_of_the_twin(fmt):
     kernels.decode_tiles(table, case.tables, None, out)
     assert runner.mailbox[0] == NO_ERROR
     assert torch.equal(out, twin)
+
+
+@pytest.mark.parametrize("fmt", [K, V], ids=format_id)
+def test_tiles_are_packed_in_parts(fmt, monkeypatch):
+    case = make_tiles(fmt, n_rows=100, heads=3, rows_per_head=7)
+    expected = case.packed()
+    monkeypatch.setattr("bitslab.engine.kernels.cuda.quantized.SLOTS_BYTES", 40 * fmt.row_bytes)
+    kernels, runner = simt_kernels(1)
+    words, lengths, bases = kernels.pack_tiles(case.rows, case.tables)
+    assert [kernel for _, kernel in runner.launched] == ["pack_tiles", "move_tiles"] * 4
+    assert torch.equal(lengths, expected.lengths) and torch.equal(bases, expected.bases)
+    assert torch.equal(words[: len(expected.words)], expected.words)
+
+
+@pytest.mark.parametrize("granularity", Granularity, ids=lambda g: g.name)
+def test_slots_hold_all_that_is_written_of_raw_tiles(granularity, monkeypatch):
+    """The smallest tile, whose symbols are all as long as can be, and most values exceptions."""
+    fmt = TileFormat(16, 16, torch.bfloat16, granularity, True)
+    plan = make_plan(fmt, heads=1, rows_per_head=1)
+    long = np.zeros((1, MAX_SYMBOLS), np.uint8)
+    long[0, 1:256] = fmt.code_bits
+    plan = replace(
+        plan,
+        block_class=np.zeros_like(plan.block_class),
+        radius=np.zeros(1, np.uint8),
+        lengths=long,
+    )
+    tables = plan.tables()
+    rows = torch.full((1, fmt.values), float("nan"), dtype=fmt.dtype).view(torch.uint8)
+    assert cpu.measure_tiles(rows, tables).tolist() == [0]
+    kernels, _ = simt_kernels()
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *size, **options: guarded(empty(*size, **options)))
+    words, lengths, bases = kernels.pack_tiles(rows, tables)
+    assert lengths.tolist() == [0] and bases.tolist() == [0, fmt.row_bytes // 4]
+    assert torch.equal(words, torch.cat([rows.view(torch.int32)[0], torch.zeros(4).int()]))
 
 
 def test_cases_have_exceptions_of_every_kind():
@@ -124,6 +172,8 @@ def test_tiles_from_a_row_on_are_decoded_and_none_is_nothing():
         case.rows[:0], case.tables, empty, torch.zeros(1, dtype=torch.int64), 0
     )
     assert none.tolist() == [0] * 4
+    words, lengths, bases = kernels.pack_tiles(case.rows[:0], case.tables)
+    assert words.tolist() == [0] * 4 and len(lengths) == 0 and bases.tolist() == [0]
     assert runner.mailbox[0] == NO_ERROR
 
 

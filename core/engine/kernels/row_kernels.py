@@ -16,7 +16,15 @@ from typing import Any, Protocol
 import torch
 
 from ...errors import ArgumentTypeError
-from .format import CacheStorage, RowFormat, RowLayout, RowStorage, TableStorage
+from .format import (
+    CacheStorage,
+    RowFormat,
+    RowLayout,
+    RowStorage,
+    TableStorage,
+    bases_of_rows,
+    words_of_rows,
+)
 
 
 class PreparedRows(Protocol):
@@ -113,6 +121,30 @@ class RowKernels(ABC):
         torch.Tensor
             int32 ``[n_words + PAD_WORDS]``, the last ones 0.
         """
+
+    def pack_rows(self, rows: torch.Tensor) -> RowStorage:
+        """Return rows packed; on a GPU without waiting for it.
+
+        This measures and encodes; codecs that find lengths as they pack do both at once.
+
+        Parameters
+        ----------
+        rows : torch.Tensor
+            uint8 ``[N, row_bytes]``, contiguous.
+
+        Returns
+        -------
+        RowStorage
+            What `measure` and `encode` return. On a GPU there are more words than the rows take,
+            as many as they take at the most: those behind the first PAD_WORDS are undefined.
+        """
+        lengths, row_clusters = self.measure(rows)
+        bases, _ = bases_of_rows(words_of_rows(lengths, self.row_words))
+        # On the CPU the exact size is known; on a GPU asking for it would wait.
+        on_host = rows.device.type == "cpu"
+        n_words = int(bases[-1]) if on_host else rows.shape[0] * self.row_words
+        words = self.encode(rows, lengths, row_clusters, bases, n_words)
+        return RowStorage(words, bases, lengths, row_clusters)
 
     @abstractmethod
     def decode(

@@ -43,13 +43,17 @@ each group j of 16 tokens and each i of 0 to 3, two values:
   and the next one: rows are channels.
 
 They are one symbol of a class of pairs, or two symbols, one after the other, of one of singles.
-Lanes take their bits in units of 16. Before each symbol a lane that has fewer bits left than
-``class_bits`` of its class takes the next unit of the tile; where several lanes do, the lower one
-takes the first. So units stand in the order in which a warp asks for them, and nothing says where
-a stream begins. Bits of a unit behind the last symbol are 0, as is the half of a word behind the
-last unit. A reader finds a tile damaged that has no code where one is due, that takes more or fewer
-units than its header says, that has more words than the row's length, or whose exceptions lie
-outside the tile or not in ascending order.
+Lanes take their bits in units of 16. In blocks of a class of short codes, whose ``class_bits`` is
+at most 8, each lane asks before every second of its symbols, the first, third, fifth, ... of a
+block (of a group of 16 tokens it has 4 of pairs or 8 of singles, so that symbols read at one ask
+are of one group): if it has fewer than ``2 * class_bits`` bits left, it takes the next unit of the
+tile. In other blocks it asks before each symbol, and takes the next unit if it has fewer than
+``class_bits`` bits left. One unit is always enough. Where several lanes take one at the same ask,
+the lower one takes the first. So units stand in the order in which a warp asks for them, and
+nothing says where a stream begins. Bits of a unit behind the last symbol are 0, as is the half of a
+word behind the last unit. A reader finds a tile damaged that has no code where one is due, that
+takes more or fewer units than its header says, that has more words than the row's length, or whose
+exceptions lie outside the tile or not in ascending order.
 
 Words of a tile: a header, units in its lower half, exceptions in its upper half; parameters (see
 `Granularity`); units, two a word, the first in the lower half; exceptions, by position in the tile
@@ -76,6 +80,8 @@ TILE_LANES = 32
 TILE_BLOCK = 16
 #: Bits of a unit of a stream.
 UNIT_BITS = 16
+#: A class has short codes up to that many bits: one unit is enough for two symbols.
+SHORT_BITS = UNIT_BITS // 2
 #: Classes of symbols of a codec, at the most.
 MAX_CLASSES = 8
 #: Bits of a code, at the most: a table of all of them stands in shared memory.

@@ -200,6 +200,12 @@ class DeviceTileKernels(TileKernels):
         """See `kernels.cpu.encode_tiles`; the lengths are not looked at again."""
         return self._kernels.encode_tiles(rows, self.tables, lengths, bases, n_words)
 
+    def pack_rows(self, rows: torch.Tensor) -> RowStorage:
+        """Quantise tiles once."""
+        words, lengths, bases = self._kernels.pack_tiles(rows, self.tables)
+        no_clusters = torch.empty(0, dtype=torch.uint8, device=self.device)
+        return RowStorage(words, bases, lengths, no_clusters)
+
     def decode(
         self,
         storage: RowStorage,

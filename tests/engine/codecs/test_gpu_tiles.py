@@ -9,6 +9,7 @@ import torch
 
 import bitslab
 from bitslab.engine.codecs import TileCodec
+from bitslab.engine.codecs.base import rows_as_bytes
 from bitslab.engine.kernels.format import MAX_SLABS, TableStorage
 from bitslab.kvcache import HistoryReader, PackedHistory
 from tests.engine.codecs.contract import parts_of
@@ -32,6 +33,48 @@ by_dtype = pytest.mark.parametrize(
 )
 
 
+def assert_packed_as_on_the_cpu(codec: TileCodec, rows: torch.Tensor) -> None:
+    """Compare what one pass on the GPU packs with what the CPU measures and encodes."""
+    data = rows_as_bytes(rows, codec.row_bytes).contiguous()
+    expected = codec.kernels(torch.device("cpu")).pack_rows(data)
+    packed = codec.kernels(GPU).pack_rows(data.to(GPU))
+    assert torch.equal(packed.lengths.cpu(), expected.lengths)
+    assert torch.equal(packed.bases.cpu(), expected.bases)
+    assert torch.equal(packed.words[: len(expected.words)].cpu(), expected.words)
+
+
+@pytest.mark.parametrize("slots_bytes", [1, 1 << 20, 5 << 20])
+@pytest.mark.parametrize("heads", [1, 3])
+def test_tiles_are_packed_in_parts(
+    slots_bytes: int, heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bitslab.engine.kernels.cuda.quantized.SLOTS_BYTES", slots_bytes)
+    rows = usual(torch.bfloat16, (32, 64), n=1500)
+    rows[7::50] = torch.randn_like(rows[7::50].float()).mul(1e4).bfloat16()  # kept raw
+    codec = TileCodec.fit(rows[:6], granularity="channel", scale=0.7, heads=heads)
+    assert_packed_as_on_the_cpu(codec, rows)
+    codec = TileCodec.fit(rows[:6], granularity="token_level", token_pairs=True, heads=heads)
+    assert_packed_as_on_the_cpu(codec, rows)
+    bitslab.raise_pending_errors()
+
+
+def test_packing_does_not_wait_for_the_gpu() -> None:
+    rows = usual(torch.bfloat16, (32, 64), n=96).to(GPU)
+    codec = TileCodec.fit(rows.cpu())
+    kernels = codec.kernels(GPU)
+    data = rows_as_bytes(rows, codec.row_bytes)
+    expected = kernels.pack_rows(data)
+    torch.cuda.synchronize()
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        packed = kernels.pack_rows(data)
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+    n_words = int(expected.bases[-1])
+    assert torch.equal(packed.words[:n_words], expected.words[:n_words])
+
+
 @by_options
 @by_dtype
 @pytest.mark.parametrize("shape", [(32, 48), (64, 128)], ids=str)
@@ -49,6 +92,7 @@ def test_bytes_and_values_are_those_of_the_cpu(
         ids = torch.tensor([3, -1, 0, 3])
         assert same_bits(codec.decode(packed, ids.to(GPU)).cpu(), decoded[ids]), name
         assert torch.equal(codec.packed_bytes(rows.to(GPU)).cpu(), codec.packed_bytes(rows))
+        assert_packed_as_on_the_cpu(codec, rows)
         finite = rows.isfinite()
         far = (decoded.double() - rows.double()).abs()[finite]
         assert bool((far <= codec.bounds(rows.to(GPU)).cpu()[finite]).all())

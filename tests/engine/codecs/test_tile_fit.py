@@ -11,6 +11,7 @@ import torch
 from bitslab.engine.codecs.huffman import check_lengths
 from bitslab.engine.codecs.quantized import (
     NO_CODE,
+    TileFit,
     TilePlan,
     dequantise,
     fit_error,
@@ -145,6 +146,27 @@ def test_classes_of_few_values_are_coded_in_pairs() -> None:
     assert 32 * coded(alone, plan)[1] < 0.9 * alone.numel()  # a code takes a bit or more by itself
 
 
+def test_codes_are_short_and_in_pairs_where_that_costs_little() -> None:
+    values = torch.randn(1, 1, 2048, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    values[..., :16] *= 6
+    values[..., 16:32] *= 2.2
+
+    def fit(**options: Any) -> TileFit:
+        options = {"weights": torch.ones(1, 64), "scale": 1.5, "code_bits": 10, **options}
+        options = {"granularity": Granularity.CHANNEL, "token_pairs": False, **options}
+        return measured_fit(values, tile_tokens=TILE, **options)
+
+    plan = fit().plan
+    radius, longest = (x[plan.block_class[0]] for x in (plan.radius, plan.lengths.max(axis=1)))
+    assert radius[0] == 0 and (radius[1:] > 0).all()  # too wide for pairs
+    assert longest[0] == 8  # a limit of 8 is enough for single codes
+    assert longest[1] > 8  # not for pairs of codes as wide as these
+    assert (longest[2:] <= 8).all()
+    short = fit(code_bits=8)
+    assert (short.plan.lengths.max(axis=1) <= 8).all()
+    assert fit().bits_per_value <= short.bits_per_value
+
+
 def test_fixed_fields_are_as_narrow_as_their_codes() -> None:
     values = torch.randn(1, 1, 1024, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
     values[..., :16] *= 16
@@ -176,7 +198,7 @@ def test_query_weights_are_rms_over_heads_that_share_keys() -> None:
         query_weights(queries, 4)
 
 
-def test_means_that_move_on_stay_codable() -> None:
+def test_means_that_move_on_remain_codable() -> None:
     values = sample(tokens=512, dim=32, dtype=torch.float32)
     values[:, :, :, 5] += torch.linspace(0, 25, 512)
     plan = fitted(values[:, :, :256], Granularity.CHANNEL, weights=torch.ones(2, 32), scale=0.5)

@@ -488,7 +488,7 @@ def test_encoding_finds_lengths_of_other_rows() -> None:
         kernels.encode(data, lengths, clusters, bases, int(bases[-1]))
 
 
-def test_heads_are_told_by_the_numbers_of_rows() -> None:
+def test_heads_are_known_by_the_numbers_of_rows() -> None:
     x = torch.randn(2, 3, 64, 32) * torch.tensor([0.1, 1.0, 30.0])[:, None, None]
     rows = x.view(2, 3, 2, 32, 32).reshape(12, 32, 32).bfloat16()
     codec = TileCodec.fit(rows, granularity="channel", scale=0.5, heads=3, rows_per_head=2)

@@ -68,11 +68,17 @@ class Model:
         result: np.ndarray = torch.from_numpy(values).to(self.dtype).float().numpy()
         return result
 
-    def asked(self, head: int) -> list[tuple[int, int, list[tuple[int, int]]]]:
-        """Return symbols in the order of a warp: lane, class, token and position of each value."""
+    def asked(self, head: int) -> list[tuple[int, int, int, list[tuple[int, int]]]]:
+        """Return symbols in the order of a warp.
+
+        Of each the lane, the class, how many bits must be there before it (0 where no lane asks),
+        and token and position of each value.
+        """
         symbols = []
         for b in range(self.dim // BLOCK):
             c = int(self.block_class[head, b])
+            longest = self.longest[c]
+            needs = [2 * longest, 0] if longest <= 8 else [longest, longest]
             for j in range(self.tokens // BLOCK):
                 for i in range(4):
                     pairs = []
@@ -88,10 +94,11 @@ class Model:
                             position = 16 * b + column
                             pairs.append([(token, position), (token, position + 1)])
                     if self.config["radius"][c]:
-                        symbols += [(lane, c, pair) for lane, pair in enumerate(pairs)]
+                        need = needs[i % 2]
+                        symbols += [(lane, c, need, pair) for lane, pair in enumerate(pairs)]
                     else:
                         for k in (0, 1):
-                            symbols += [(lane, c, [p[k]]) for lane, p in enumerate(pairs)]
+                            symbols += [(lane, c, needs[k], [p[k]]) for lane, p in enumerate(pairs)]
         return symbols
 
     def symbol(self, c: int, codes: list[int]) -> int:
@@ -200,13 +207,13 @@ class Model:
         written: list[list[str]] = [[] for _ in range(LANES)]
         given: list[list[int]] = [[] for _ in range(LANES)]  # units by lane, in their order
         left, taken = [0] * LANES, 0
-        for lane, c, places in self.asked(head):
+        for lane, c, need, places in self.asked(head):
             symbol = self.symbol(c, [int(whole[place]) for place in places])
             if symbol not in self.codes[c]:
                 exceptions |= {(t, int(order[p])) for t, p in places}
                 symbol = self.symbol(c, [0] * len(places))
             code = self.codes[c][symbol]
-            if left[lane] < self.longest[c]:
+            if left[lane] < need:
                 given[lane].append(taken)
                 taken += 1
                 left[lane] += UNIT
@@ -253,8 +260,8 @@ class Model:
         symbols = [{code: symbol for symbol, code in codes.items()} for codes in self.codes]
         streams, taken = [""] * LANES, 0
         codes = np.zeros((self.tokens, self.dim), F)
-        for lane, c, places in self.asked(head):
-            if len(streams[lane]) < self.longest[c]:
+        for lane, c, need, places in self.asked(head):
+            if len(streams[lane]) < need:
                 if taken == count:
                     raise Damaged("no unit left")
                 streams[lane] += f"{units[taken]:016b}"

@@ -98,7 +98,7 @@ def test_chosen_tiles_arrive(kernels, fmt, on_host, n):
 
 
 @pytest.mark.parametrize("fmt", [K, V], ids=format_id)
-def test_many_tiles_stay_within_the_bound(kernels, fmt, n_bytes=9 << 28):
+def test_many_tiles_are_within_the_bound(kernels, fmt, n_bytes=9 << 28):
     """Far more than a launch has warps for, of more than 2 ** 31 bytes in all."""
     heads, n = 8, n_bytes // fmt.row_bytes
     x = torch.randn(n, fmt.tokens, fmt.dim, dtype=fmt.dtype, device=CUDA)

@@ -25,8 +25,9 @@ from bitslab.engine.kernels.tile_format import (
     TileTables,
 )
 
-#: Radius and spread of the classes, and whether each symbol within reach has a code.
-CLASSES = ((0, 6.0, False), (3, 1.0, True), (2, 0.4, False), (0, 0.5, False))
+#: Radius and spread of the classes, whether each symbol within reach has a code, and the bits of
+#: the longest code: singles and pairs of short codes, and of others where the format has them.
+CLASSES = ((0, 6.0, False, 10), (3, 1.0, True, 10), (2, 0.4, False, 8), (0, 0.5, False, 7))
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ def make_plan(fmt: TileFormat, *, heads: int, rows_per_head: int, seed: int = 0)
     """Return a plan whose blocks have classes of pairs and of singles, in no order."""
     rng = np.random.default_rng([seed, fmt.tokens, fmt.dim, int(fmt.granularity)])
     lengths = np.zeros((len(CLASSES), MAX_SYMBOLS), np.uint8)
-    for c, (radius, spread, whole) in enumerate(CLASSES):
+    for c, (radius, spread, whole, limit) in enumerate(CLASSES):
         if radius:
             codes = np.arange(-radius, radius + 1)
             likely = np.exp(-0.5 * (codes / spread) ** 2)
@@ -68,7 +69,7 @@ def make_plan(fmt: TileFormat, *, heads: int, rows_per_head: int, seed: int = 0)
             codes = np.arange(256) - ZERO_SYMBOL
             counts = np.rint(1e5 * np.exp(-0.5 * (codes / spread) ** 2)).astype(np.int64)
         counts = counts + 1 if whole else counts
-        lengths[c, : len(counts)] = code_lengths(counts, fmt.code_bits)
+        lengths[c, : len(counts)] = code_lengths(counts, min(limit, fmt.code_bits))
     shape = heads, fmt.dim
     fixed = fmt.granularity is Granularity.CHANNEL
     none = np.empty((0, 0), np.float32)
@@ -80,7 +81,7 @@ def make_plan(fmt: TileFormat, *, heads: int, rows_per_head: int, seed: int = 0)
         scale=scale,
         order=np.stack([rng.permutation(fmt.dim) for _ in range(heads)]).astype(np.uint8),
         block_class=rng.integers(0, len(CLASSES), (heads, fmt.blocks)).astype(np.uint8),
-        radius=np.array([radius for radius, _, _ in CLASSES], np.uint8),
+        radius=np.array([radius for radius, *_ in CLASSES], np.uint8),
         lengths=lengths,
         steps=rng.uniform(0.1, 2, shape).astype(np.float32) if fixed else none,
         centers=rng.normal(0, 3, shape).astype(np.float32) if fixed else none,
@@ -94,7 +95,7 @@ def make_tiles(
     plan = make_plan(fmt, heads=heads, rows_per_head=rows_per_head, seed=seed)
     rng = np.random.default_rng([seed, n_rows, fmt.dim])
     head = np.arange(n_rows) // rows_per_head % heads
-    spread = np.array([spread for _, spread, _ in CLASSES])[plan.block_class].repeat(16, axis=1)
+    spread = np.array([spread for _, spread, *_ in CLASSES])[plan.block_class].repeat(16, axis=1)
     if plan.steps.size:
         width, center = plan.steps * spread, plan.centers
     else:

@@ -1,8 +1,9 @@
-"""Fit keys and values to an error of attention: the coarsest steps that stay under it."""
+"""Fit keys and values to an error of attention: the coarsest steps that keep it."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -12,12 +13,20 @@ import torch
 
 from ....errors import ArgumentError
 from ...kernels.tile_format import MAX_CODE_BITS, TILE_BLOCK, Granularity, TileFormat
-from .fit import TileFit, count_channels, measured_fit, query_weights, sample_steps
+from ...kernels.uploads import in_stream_order, uploaded
+from .fit import (
+    ScaledSteps,
+    TileCounts,
+    check_coder,
+    count_channels,
+    query_weights,
+    whole_tiles,
+)
 from .plan import TilePlan
 from .quantise import NO_CODE, codes_of, dequantise
 
 #: Scales that are measured, times `_BASE_SCALE`; between them errors and bits are interpolated.
-_GRID = (0.0625, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
+_GRID = (0.0625, 0.35, 1.0, 2.8, 8.0)
 _BASE_SCALE = {
     Granularity.CHANNEL: 1.0,
     Granularity.TOKEN_LEVEL: 1.0,
@@ -27,15 +36,20 @@ _BASE_SCALE = {
 }
 #: Points between two scales of the grid that are compared.
 _BETWEEN = 16
-#: Measurements of both together: until one is fine, and at the most where one has been; and the
-#: share of the error at which the search is content.
-_TRIALS = 12
-_REFINED = 3
-_CLOSE = 0.97
+#: Factors on both scales that are measured together, a few rounds where none or all are fine.
+_FACTORS = (0.75, 0.9, 1.07, 1.3)
+_ROUNDS = 5
+#: Share of the error that is aimed at, the one with which the search is content, and how many
+#: interpolated factors are tried until then.
+_CLOSE = 0.985
+_CLOSE_ENOUGH = 0.96
+_TRIALS = 3
 #: Tokens, queries and values that are looked at, at the most.
 _TOKENS = 2048
 _QUERIES = 64
 _VALUES = 1 << 23
+#: Values that are coded at once, at several scales.
+_STACKED = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -64,11 +78,12 @@ class Measured:
 
 
 class AttentionFit(NamedTuple):
-    """Plans of keys and of values, and what was measured."""
+    """Plans of keys and of values, what was measured, and weights of channels, on the CPU."""
 
     keys: TilePlan
     values: TilePlan
     measured: Measured
+    weights: torch.Tensor | None
 
 
 def fit_error(
@@ -91,11 +106,13 @@ def fit_error(
     coder: str = "huffman",
     code_bits: int = MAX_CODE_BITS,
 ) -> AttentionFit | None:
-    """Return the plans that take the fewest bits while attention stays within an error.
+    """Return the plans that take the fewest bits while attention keeps an error.
 
-    Errors of keys and of values, each alone, and their bits are measured at seven scales; of all
-    pairs of scales that should stay within `error` the one of the fewest bits is measured with both
-    coded, and both are moved until they stay within it.
+    Errors of keys and of values, each alone, and their bits are measured at five scales; of all
+    pairs of scales that should keep `error` the one of the fewest bits is taken, and both are
+    multiplied by a factor, which is interpolated between four that are measured with both coded,
+    and measured itself, again where that misses. A GPU is waited for after each step: three times,
+    seldom more than five.
 
     Parameters
     ----------
@@ -134,39 +151,43 @@ def fit_error(
     """
     if not isinstance(error, (int, float)) or not 0 < error < math.inf:
         raise ArgumentError(f"error: {error!r:.60}, accepted are numbers above 0")
-    prompt = _Prompt(
-        keys,
-        values,
-        queries,
-        tile_tokens=tile_tokens,
-        raw_tokens=(sinks, window),
-        scaling=scaling,
-        softcap=softcap,
-        first_valid=first_valid,
-    )
-    by_channel = key_granularity is Granularity.CHANNEL
-    weights = query_weights(queries, keys.shape[1], scaling=scaling) if by_channel else None
-    k = _Side(prompt.coded(keys), tile_tokens, key_granularity, False, key_scale, weights)
-    v = _Side(prompt.coded(values), tile_tokens, value_granularity, True, value_scale, None)
-    chosen = _choose(prompt, k, v, float(error))
-    if chosen is None:
-        return None
-    found, scales = chosen
-    plans = [
-        measured_fit(
-            side.sample,
+    check_coder(coder, rows_per_head)
+    with torch.no_grad(), in_stream_order():
+        prompt = _Prompt(
+            keys,
+            values,
+            queries,
             tile_tokens=tile_tokens,
-            granularity=side.granularity,
-            token_pairs=side.token_pairs,
-            scale=scale,
-            weights=side.weights,
-            rows_per_head=rows_per_head,
-            coder=coder,
-            code_bits=code_bits,
+            raw_tokens=(sinks, window),
+            scaling=scaling,
+            softcap=softcap,
+            first_valid=first_valid,
         )
-        for side, scale in zip((k, v), scales, strict=True)
+        by_channel = key_granularity is Granularity.CHANNEL
+        weights = query_weights(queries, keys.shape[1], scaling=scaling) if by_channel else None
+        formats = (
+            TileFormat(tile_tokens, keys.shape[3], keys.dtype, granularity, pairs, code_bits)
+            for granularity, pairs in ((key_granularity, False), (value_granularity, True))
+        )
+        k = _Side(prompt.keys, next(formats), key_scale, weights)
+        v = _Side(prompt.values, next(formats), value_scale, None)
+        found = _choose(prompt, k, v, float(error))
+    if found is None:
+        return None
+    fits = [
+        counted.fit(part, rows_per_head=rows_per_head, coder=coder)
+        for counted, part in zip(found.counted, found.parts, strict=True)
     ]
-    return AttentionFit(plans[0].plan, plans[1].plan, _measured(found, scales, *plans))
+    measured = Measured(
+        error=found.error,
+        key_scale=fits[0].plan.scale,
+        value_scale=fits[1].plan.scale,
+        key_bits=fits[0].bits_per_value,
+        value_bits=fits[1].bits_per_value,
+        key_exceptions=fits[0].exceptions,
+        value_exceptions=fits[1].exceptions,
+    )
+    return AttentionFit(fits[0].plan, fits[1].plan, measured, found.weights)
 
 
 class _Side:
@@ -176,52 +197,57 @@ class _Side:
     ----------
     sample : torch.Tensor
         ``[B, H, T, dim]``.
+    fmt : TileFormat
+        Of their tiles.
+    scale : float, optional
+        The only one.
+    weights : torch.Tensor, optional
+        As `fit_tiles` takes them.
     """
 
     def __init__(
         self,
         sample: torch.Tensor,
-        tile_tokens: int,
-        granularity: Granularity,
-        token_pairs: bool,
+        fmt: TileFormat,
         scale: float | None,
         weights: torch.Tensor | None,
     ) -> None:
-        self.sample = sample
-        self.granularity = granularity
-        self.token_pairs = token_pairs
         self.weights = weights
-        self.format = TileFormat(
-            tokens=tile_tokens,
-            dim=sample.shape[3],
-            dtype=sample.dtype,
-            granularity=granularity,
-            token_pairs=token_pairs,
-        )
+        self.steps = ScaledSteps(whole_tiles(sample, fmt), fmt, weights)
+        self._values = sample.float()
         if scale is None:
-            self.scales = tuple(_BASE_SCALE[granularity] * s for s in _GRID)
+            self.scales = tuple(_BASE_SCALE[fmt.granularity] * s for s in _GRID)
         elif isinstance(scale, (int, float)) and 0 < scale < math.inf:
             self.scales = (float(scale),)
         else:
-            name = "value_scale" if token_pairs else "key_scale"
+            name = "value_scale" if fmt.token_pairs else "key_scale"
             raise ArgumentError(f"{name}: {scale!r:.60}, accepted are numbers above 0")
 
-    def coded(self, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return codes, and float32 what they are decoded to; values without one as they are."""
-        step, center = sample_steps(self.sample, self.format, scale, self.weights)
-        codes = codes_of(self.sample, step, center)
-        decoded = dequantise(codes, step, center, self.sample.dtype)
-        return codes, torch.where(codes == NO_CODE, self.sample, decoded).float()
+    def coded(self, scales: Sequence[float]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield codes of some scales at a time, and what they are decoded to, scales first."""
+        each = max(1, _STACKED // self._values.numel())
+        for begin in range(0, len(scales), each):
+            step, center = self.steps.at(scales[begin : begin + each])
+            codes = codes_of(self.steps.sample, step, center)
+            yield codes, self.decoded(codes, step, center)
+
+    def decoded(
+        self, codes: torch.Tensor, step: torch.Tensor, center: torch.Tensor
+    ) -> torch.Tensor:
+        """Return in float32 what codes are decoded to; values without one as they are."""
+        decoded = dequantise(codes, step, center, self.steps.sample.dtype).float()
+        return torch.where(codes == NO_CODE, self._values, decoded)
 
     def clamped(self, scale: float) -> float:
         """Return a scale, or the nearest that may be."""
         return min(max(self.scales[0], scale), self.scales[-1])
 
-    def bits(self, codes: torch.Tensor) -> torch.Tensor:
-        """Return the entropy of codes, each channel by itself: bits a value, on the device."""
-        counted = count_channels(codes).double()
-        share = counted / counted.sum(dim=2, keepdim=True)
-        return -torch.where(counted > 0, share * share.log2(), 0.0).sum(dim=2).mean()
+
+def _bits(codes: torch.Tensor) -> torch.Tensor:
+    """Return the entropy of codes at scales, each channel by itself: bits a value, float64."""
+    counted = count_channels(codes).double()
+    share = counted / counted.sum(dim=3, keepdim=True)
+    return -torch.where(counted > 0, share * share.log2(), 0.0).sum(dim=3).mean(dim=(1, 2))
 
 
 class _Prompt:
@@ -262,31 +288,38 @@ class _Prompt:
                 f"keys: {tokens} tokens, accepted are {sinks} sinks, a window of {window}, and "
                 f"{TILE_BLOCK} or more between them"
             )
-        lines = min(max(_VALUES // (heads * min(tokens, _TOKENS) * dim), 1), batch)
+        looked_at = heads * min(tokens, _TOKENS) * dim
+        lines = min(max(_VALUES // looked_at, 1), batch)
         device = keys.device
-        self._lines = torch.from_numpy(np.arange(lines) * batch // lines).to(device)
-        self._chosen = torch.from_numpy(chosen).to(device)
-        raw = torch.from_numpy(np.r_[0:sinks, tail:tokens]).to(device)
+        self._lines, drawn_tokens, raw = (
+            uploaded(torch.from_numpy(each.astype(np.int64)), device)
+            for each in (np.arange(lines) * batch // lines, chosen, np.r_[0:sinks, tail:tokens])
+        )
         self._scaling = dim**-0.5 if scaling is None else scaling
         self._softcap = softcap
+        self._heads = heads
         count = min(queries.shape[2], _QUERIES)
         last = queries[self._lines, :, queries.shape[2] - count :].float()
         # Heads that share keys are further rows.
         groups = queries.shape[1] // heads
-        self._query = last.reshape(lines, heads, groups * count, dim)
+        self._query = last.reshape(lines * heads, groups * count, dim) * self._scaling
         at = torch.arange(tokens - count, tokens, device=device).repeat(groups)
-        self._raw_seen = self._seen(raw, at, first_valid)
-        self._seen_of_chosen = self._seen(self._chosen, at, first_valid) + math.log(share)
-        self._raw_values = values[self._lines][:, :, raw].float()
-        self._values = self.coded(values).float()
-        self._raw_logits = self._logits(keys[self._lines][:, :, raw].float()) + self._raw_seen
-        self._shares = self._softmax(self.coded(keys).float())
+        self._seen_of_drawn = self._seen(drawn_tokens, at, first_valid) + math.log(share)
+        #: Those that are coded, ``[B, H, T, dim]``.
+        self.keys = self._drawn(keys, drawn_tokens)
+        self.values = self._drawn(values, drawn_tokens)
+        self._raw_values = self._drawn(values, raw).float().flatten(0, 1)
+        self._raw_logits = self._logits(
+            self._drawn(keys, raw).float(), self._seen(raw, at, first_valid)
+        )
+        self._shares = self._softmax(self.keys.float())
+        self._values = self.values.float()
         self._plain = self._output(self._shares, self._values)
         self._norm = torch.linalg.vector_norm(self._plain).clamp(min=1e-30)
 
-    def coded(self, kept: torch.Tensor) -> torch.Tensor:
-        """Return the keys or values that are coded, ``[B, H, T, dim]``."""
-        return kept[self._lines][:, :, self._chosen]
+    def _drawn(self, kept: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """Return some tokens of the sequences that are looked at."""
+        return kept[self._lines[:, None], :, tokens].transpose(1, 2).contiguous()
 
     def error(self, keys: torch.Tensor | None, values: torch.Tensor | None) -> torch.Tensor:
         """Return the relative error when these are attended to, None for those as they came."""
@@ -294,74 +327,175 @@ class _Prompt:
         output = self._output(shares, self._values if values is None else values)
         far = torch.linalg.vector_norm(output - self._plain)
         relative: torch.Tensor = far / self._norm
-        return relative
+        return relative.double()
 
     def _seen(
         self, tokens: torch.Tensor, at: torch.Tensor, first_valid: torch.Tensor | None
     ) -> torch.Tensor:
-        """Return 0 where a query sees a token, else -inf; ``[B or 1, 1, queries, tokens]``."""
-        hidden = (tokens > at[:, None])[None, None]
+        """Return 0 where a query sees a token, else -inf; ``[B * H or 1, queries, tokens]``."""
+        hidden = (tokens > at[:, None])[None]
         if first_valid is not None:
             first = first_valid.to(tokens.device)[self._lines]
-            hidden = hidden | (tokens < first[:, None])[:, None, None]
+            padding = (tokens < first[:, None]).repeat_interleave(self._heads, dim=0)
+            hidden = hidden | padding[:, None]
         return torch.zeros(hidden.shape, device=tokens.device).masked_fill(hidden, -math.inf)
 
-    def _logits(self, keys: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self._query @ keys.transpose(2, 3) * self._scaling
-        if self._softcap is not None:
-            logits = self._softcap * torch.tanh(logits / self._softcap)
-        return logits
+    def _logits(self, keys: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+        """Return ``[B * H, queries, T]``; `seen` is added where a query sees a token or not."""
+        across = keys.flatten(0, 1).transpose(1, 2)
+        if self._softcap is None:
+            return torch.baddbmm(seen, self._query, across)
+        return self._softcap * torch.tanh(torch.bmm(self._query, across) / self._softcap) + seen
 
     def _softmax(self, keys: torch.Tensor) -> torch.Tensor:
         """Return the shares of the coded tokens, then those of the others."""
-        logits = self._logits(keys) + self._seen_of_chosen
-        return torch.cat((logits, self._raw_logits), dim=3).softmax(dim=3)
+        logits = self._logits(keys, self._seen_of_drawn)
+        return torch.cat((logits, self._raw_logits), dim=2).softmax(dim=2)
 
     def _output(self, shares: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         coded = values.shape[2]
-        output: torch.Tensor = shares[..., :coded] @ values
-        return output + shares[..., coded:] @ self._raw_values
+        output = torch.bmm(shares[..., :coded], values.flatten(0, 1))
+        return torch.baddbmm(output, shares[..., coded:], self._raw_values)
 
 
-def _choose(
-    prompt: _Prompt, k: _Side, v: _Side, error: float
-) -> tuple[float, tuple[float, float]] | None:
-    """Return what was measured and the scales of keys and values; None when none is good enough."""
+class _Chosen(NamedTuple):
+    """Codes of the chosen scales, counted, and on the host what plans are made of."""
+
+    error: float
+    counted: tuple[TileCounts, TileCounts]
+    parts: tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]
+    weights: torch.Tensor | None
+
+
+def _choose(prompt: _Prompt, k: _Side, v: _Side, error: float) -> _Chosen | None:
+    """Return what the coarsest scales give that are good enough; None when there are none."""
     if len(k.scales) == len(v.scales) == 1:
-        scales = k.scales[0], v.scales[0]
-        return float(prompt.error(k.coded(scales[0])[1], v.coded(scales[1])[1])), scales
-    found = []
-    for side in (k, v):
-        for scale in side.scales:
-            codes, decoded = side.coded(scale)
-            off = prompt.error(decoded, None) if side is k else prompt.error(None, decoded)
-            found.append(torch.stack((off.double(), side.bits(codes))))
-    measured = torch.stack(found).cpu().numpy()
-    curves = (
-        _Curve(np.array(k.scales), measured[: len(k.scales)]),
-        _Curve(np.array(v.scales), measured[len(k.scales) :]),
-    )
+        return _count(prompt, k, v, (k.scales[0], v.scales[0]))
     # Both errors together are about the root of their squares; what that misses is made up for by
-    # a factor on both scales, between the largest that was fine and the least that was not.
-    pair = _cheapest(*curves, error)
+    # a factor on both scales.
+    pair = _cheapest(*_curves(prompt, k, v), error)
     if pair is None:
         pair = k.scales[0], v.scales[0]
-    best, factor, fine, coarse = None, 1.0, 0.0, math.inf
-    for trial in range(_TRIALS):
-        scales = k.clamped(pair[0] * factor), v.clamped(pair[1] * factor)
-        both = float(prompt.error(k.coded(scales[0])[1], v.coded(scales[1])[1]))
-        if both <= error:
-            best, fine = (both, scales), factor
-        else:
-            coarse = factor
-        end = 0 if best is None else -1
-        at_end = scales == (k.scales[end], v.scales[end])
-        if at_end or _CLOSE * error <= both <= error or (best and trial >= _REFINED):
+    factors = _Factors(prompt, k, v, pair)
+    factors.measure(error)
+    best: _Chosen | None = None
+    for _ in range(_TRIALS):
+        factor = factors.best(_CLOSE * error)
+        if factor is None:
+            return None
+        if factor in factors.counted:
             break
-        factor *= (1 + _CLOSE) / 2 * error / max(both, 1e-30)
-        if not fine < factor < coarse:
-            factor = math.sqrt(fine * coarse) if fine else 0.9 * coarse
+        found = _count(prompt, k, v, factors.scales(factor))
+        factors.counted.add(factor)
+        factors.errors[factor] = found.error
+        if found.error <= error and (best is None or found.error > best.error):
+            best = found
+        if _CLOSE_ENOUGH * error <= found.error <= error:
+            break
+    if best is None:
+        fine = max((f for f, off in factors.errors.items() if off <= error), default=None)
+        best = None if fine is None else _count(prompt, k, v, factors.scales(fine))
     return best
+
+
+def _curves(prompt: _Prompt, k: _Side, v: _Side) -> tuple[_Curve, _Curve]:
+    """Return errors and bits of each side alone; waits for a GPU once."""
+    found: list[torch.Tensor] = []
+    for side in (k, v):
+        errors, bits = [], []
+        for codes, decoded in side.coded(side.scales):
+            bits.append(_bits(codes))
+            errors += [prompt.error(*((t, None) if side is k else (None, t))) for t in decoded]
+        found += [torch.stack(errors), torch.cat(bits)]
+    measured = torch.cat(found).cpu().numpy()
+    of_keys, of_values = np.split(measured, [2 * len(k.scales)])
+    return (
+        _Curve(np.array(k.scales), of_keys.reshape(2, -1)),
+        _Curve(np.array(v.scales), of_values.reshape(2, -1)),
+    )
+
+
+class _Factors:
+    """Errors of both sides together when the scales of a pair are multiplied by a factor.
+
+    Attributes
+    ----------
+    errors : dict
+        What was measured, by factor.
+    counted : set
+        Factors of which all was measured that a plan needs.
+    """
+
+    def __init__(self, prompt: _Prompt, k: _Side, v: _Side, pair: tuple[float, float]) -> None:
+        self._prompt, self._sides, self._pair = prompt, (k, v), pair
+        self.errors: dict[float, float] = {}
+        self.counted: set[float] = set()
+
+    def scales(self, factor: float) -> tuple[float, float]:
+        """Return the scales of a factor, within those that may be."""
+        (k, v), (of_keys, of_values) = self._sides, self._pair
+        return k.clamped(of_keys * factor), v.clamped(of_values * factor)
+
+    def measure(self, error: float) -> None:
+        """Measure until one factor is fine and another is not, or all there are."""
+        middle = 1.0
+        for _ in range(_ROUNDS):
+            factors = [middle * f for f in _FACTORS]
+            self._measure(factors)
+            first, last = self.errors[factors[0]], self.errors[factors[-1]]
+            if first > error and self.scales(factors[0]) != self._end(0):
+                middle = factors[0] * min(max(error / first, 1 / 16), 0.9)
+            elif last <= error and self.scales(factors[-1]) != self._end(-1):
+                middle = factors[-1] * min(max(error / max(last, 1e-30), 1.1), 16)
+            else:
+                return
+
+    def best(self, goal: float) -> float | None:
+        """Return the factor that should have an error, by those around it; None for none."""
+        known = sorted(self.errors)
+        fine = [f for f in known if self.errors[f] <= goal]
+        if not fine:
+            # The finest of all may lie between the goal and the error.
+            return known[0] if self.errors[known[0]] <= goal / _CLOSE else None
+        below = fine[-1]
+        above = [f for f in known if f > below]
+        if not above:
+            return below
+        low, high = max(self.errors[below], 1e-30), self.errors[above[0]]
+        share = math.log(goal / low) / math.log(high / low)
+        return below * (above[0] / below) ** share
+
+    def _end(self, at: int) -> tuple[float, float]:
+        k, v = self._sides
+        return k.scales[at], v.scales[at]
+
+    def _measure(self, factors: list[float]) -> None:
+        (k, v), pairs = self._sides, [self.scales(f) for f in factors]
+        both = zip(k.coded([p[0] for p in pairs]), v.coded([p[1] for p in pairs]), strict=True)
+        errors = [
+            self._prompt.error(*each)
+            for (_, keys), (_, values) in both
+            for each in zip(keys, values, strict=True)
+        ]
+        self.errors.update(zip(factors, torch.stack(errors).tolist(), strict=True))
+
+
+def _count(prompt: _Prompt, k: _Side, v: _Side, scales: tuple[float, float]) -> _Chosen:
+    """Count the codes of two scales and measure their error; waits for a GPU once."""
+    counted = TileCounts(k.steps, scales[0]), TileCounts(v.steps, scales[1])
+    decoded = (
+        side.decoded(each.codes, each.step, each.center)
+        for side, each in zip((k, v), counted, strict=True)
+    )
+    error = prompt.error(*decoded).view(1).view(torch.int32)
+    weights = [] if k.weights is None else [k.weights.flatten().view(torch.int32)]
+    parts = [error, *(each.parts for each in counted), *weights]
+    sizes = np.cumsum([part.numel() for part in parts])
+    found = np.split(torch.cat(parts).cpu().numpy(), sizes[:-1])
+    of_channels = None
+    if k.weights is not None:
+        of_channels = torch.from_numpy(found[3].view(np.float32).copy()).view(k.weights.shape)
+    return _Chosen(float(found[0].view(np.float64)[0]), counted, (found[1], found[2]), of_channels)
 
 
 class _Curve:
@@ -371,32 +505,20 @@ class _Curve:
         known = np.log(scales)
         points = _BETWEEN * (len(scales) - 1) + 1
         wanted = np.interp(np.linspace(0, len(scales) - 1, points), np.arange(len(scales)), known)
-        off = np.log(np.maximum(measured[:, 0], 1e-30))
+        off = np.log(np.maximum(measured[0], 1e-30))
         self.scales = np.exp(wanted)
         self.errors = np.exp(np.interp(wanted, known, off))
-        self.bits = np.interp(wanted, known, measured[:, 1])
+        self.bits = np.interp(wanted, known, measured[1])
 
 
 def _cheapest(k: _Curve, v: _Curve, target: float) -> tuple[float, float] | None:
-    """Return the scales of the fewest bits whose errors together should stay within a target."""
+    """Return the scales of the fewest bits whose errors together should keep a target."""
     errors = np.hypot(k.errors[:, None], v.errors)
     bits = np.where(errors <= target, k.bits[:, None] + v.bits, np.inf)
     if not np.isfinite(bits).any():
         return None
     at = np.unravel_index(int(bits.argmin()), bits.shape)
     return float(k.scales[at[0]]), float(v.scales[at[1]])
-
-
-def _measured(error: float, scales: tuple[float, float], k: TileFit, v: TileFit) -> Measured:
-    return Measured(
-        error=error,
-        key_scale=scales[0],
-        value_scale=scales[1],
-        key_bits=k.bits_per_value,
-        value_bits=v.bits_per_value,
-        key_exceptions=k.exceptions,
-        value_exceptions=v.exceptions,
-    )
 
 
 def _check_shapes(keys: torch.Tensor, values: torch.Tensor, queries: torch.Tensor) -> None:

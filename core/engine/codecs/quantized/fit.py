@@ -5,6 +5,7 @@ All values are read where the sample lies; histograms of blocks alone come to th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,8 +24,17 @@ from ...kernels.tile_format import (
     Granularity,
     TileFormat,
 )
-from .plan import TilePlan, level_tables
-from .quantise import NO_CODE, check_sample, codes_of, ranges, token_steps
+from ...kernels.uploads import in_stream_order, uploaded
+from .plan import TilePlan, levels_on
+from .quantise import (
+    NO_CODE,
+    check_sample,
+    codes_of,
+    mean_square,
+    spans,
+    steps_of_levels,
+    steps_of_spans,
+)
 from .symbols import (
     PAIR_RADIUS,
     PAIR_WIDTH,
@@ -141,12 +151,9 @@ def measured_fit(
     code_bits: int = MAX_CODE_BITS,
 ) -> TileFit:
     """Return what `fit_tiles` returns, and the bits that it expects."""
-    if coder not in CODERS:
-        raise ArgumentError(f"coder: {coder!r:.60}, accepted are {', '.join(map(repr, CODERS))}")
     if not isinstance(scale, (int, float)) or not 0 < scale < float("inf"):
         raise ArgumentError(f"scale: {scale!r:.60}, accepted are numbers above 0")
-    if type(rows_per_head) is not int or rows_per_head < 1:
-        raise ArgumentError(f"rows_per_head: {rows_per_head!r:.60}, accepted are integers from 1")
+    check_coder(coder, rows_per_head)
     fmt = TileFormat(
         tokens=tile_tokens,
         dim=sample.shape[-1],
@@ -155,44 +162,106 @@ def measured_fit(
         token_pairs=token_pairs,
         code_bits=code_bits,
     )
-    sample = _whole_tiles(sample, fmt)
-    heads = sample.shape[1]
-    if weights is not None and fmt.granularity is not Granularity.CHANNEL:
-        raise ArgumentError("weights: given, accepted are some for Granularity.CHANNEL alone")
-    step, center = sample_steps(sample, fmt, float(scale), weights)
-    codes = codes_of(sample, step, center)
-    order = _order_by_spread(codes)
-    placed = codes.gather(3, order[None, :, None, :].expand_as(codes))
-    counts = _count(placed, fmt)
-    likely = counts
-    if fmt.granularity is Granularity.CHANNEL:
-        likely = counts + _count(_later(placed), fmt)
-    exception_bits = 32 * fmt.exception_words
-    found, labels = choose_classes(
-        likely,
-        classes=MAX_CLASSES,
-        code_bits=code_bits,
-        fixed=coder == "fixed",
-        exception_bits=exception_bits,
-    )
-    channels = order.cpu().numpy()
-    steps = centers = np.empty((0, 0), np.float32)
-    if fmt.granularity is Granularity.CHANNEL:
-        steps, centers = (t[:, 0].gather(1, order).cpu().numpy() for t in (step, center))
-    plan = TilePlan(
-        format=fmt,
-        heads=heads,
-        rows_per_head=rows_per_head,
-        scale=float(scale),
-        order=channels.astype(np.uint8),
-        block_class=labels.reshape(heads, fmt.blocks).astype(np.uint8),
-        radius=np.array([c.radius for c in found], np.uint8),
-        lengths=np.stack([c.lengths for c in found]),
-        steps=steps,
-        centers=centers,
-    )
-    bits, exceptions = _expected(plan, found, labels, counts)
-    return TileFit(plan, bits, exceptions)
+    with torch.no_grad(), in_stream_order():
+        steps = ScaledSteps(whole_tiles(sample, fmt), fmt, weights)
+        counted = TileCounts(steps, float(scale))
+        return counted.fit(counted.parts.cpu().numpy(), rows_per_head=rows_per_head, coder=coder)
+
+
+class TileCounts:
+    """What a plan is made of: histograms of a sample's codes, on its device.
+
+    Parameters
+    ----------
+    steps : ScaledSteps
+        Of the sample.
+    scale : float
+        Of the steps.
+
+    Attributes
+    ----------
+    codes : torch.Tensor
+        int16 ``[B, H, T, dim]``.
+    step, center : torch.Tensor
+        Those of the codes.
+    parts : torch.Tensor
+        int32 ``[any]``: all that `fit` reads on the host, so that one copy brings it.
+    """
+
+    def __init__(self, steps: ScaledSteps, scale: float) -> None:
+        self._format = fmt = steps.format
+        self._scale = scale
+        step, center = steps.at([scale])
+        self.step, self.center = step[0], center[0]
+        self.codes = codes = codes_of(steps.sample, self.step, self.center)
+        self._heads = heads = codes.shape[1]
+        counted = count_channels(codes[None])[0]
+        order = _order_by_spread(counted)
+        parts = [order]
+        samples = [(codes, counted)]
+        if fmt.granularity is Granularity.CHANNEL:
+            of_channels = (t[0, :, 0].gather(1, order) for t in (self.step, self.center))
+            parts += [t.view(torch.int32) for t in of_channels]
+            later = _later(codes)
+            samples.append((later, count_channels(later[None])[0]))
+        for each, by_channel in samples:
+            placed = each.gather(3, order[None, :, None, :].expand_as(each))
+            by_place = by_channel.gather(1, order[:, :, None].expand_as(by_channel))
+            parts += [by_place.view(heads, fmt.blocks, TILE_BLOCK, SINGLES).sum(dim=2)]
+            parts += [_count_pairs(placed, fmt)]
+        self._sizes = [part.numel() for part in parts]
+        self.parts = torch.cat([part.flatten().int() for part in parts])
+
+    def fit(self, parts: npt.NDArray[np.int32], *, rows_per_head: int, coder: str) -> TileFit:
+        """Return the plan, and what the sample takes by it.
+
+        Parameters
+        ----------
+        parts : numpy.ndarray
+            The attribute, on the host.
+        rows_per_head, coder
+            As in `fit_tiles`.
+        """
+        fmt, heads = self._format, self._heads
+        found = iter(np.split(parts, np.cumsum(self._sizes)[:-1]))
+        order = next(found).reshape(heads, fmt.dim).astype(np.uint8)
+        steps = centers = np.empty((0, 0), np.float32)
+        if fmt.granularity is Granularity.CHANNEL:
+            steps, centers = (
+                next(found).view(np.float32).reshape(heads, fmt.dim).copy() for _ in range(2)
+            )
+        counts = likely = _counts(next(found), next(found))
+        if fmt.granularity is Granularity.CHANNEL:
+            likely = counts + _counts(next(found), next(found))
+        classes, labels = choose_classes(
+            likely,
+            classes=MAX_CLASSES,
+            code_bits=fmt.code_bits,
+            fixed=coder == "fixed",
+            exception_bits=32 * fmt.exception_words,
+        )
+        plan = TilePlan(
+            format=fmt,
+            heads=heads,
+            rows_per_head=rows_per_head,
+            scale=self._scale,
+            order=order,
+            block_class=labels.reshape(heads, fmt.blocks).astype(np.uint8),
+            radius=np.array([c.radius for c in classes], np.uint8),
+            lengths=np.stack([c.lengths for c in classes]),
+            steps=steps,
+            centers=centers,
+        )
+        bits, exceptions = _expected(plan, classes, labels, counts)
+        return TileFit(plan, bits, exceptions)
+
+
+def check_coder(coder: str, rows_per_head: int) -> None:
+    """Raise for options that no plan has."""
+    if coder not in CODERS:
+        raise ArgumentError(f"coder: {coder!r:.60}, accepted are {', '.join(map(repr, CODERS))}")
+    if type(rows_per_head) is not int or rows_per_head < 1:
+        raise ArgumentError(f"rows_per_head: {rows_per_head!r:.60}, accepted are integers from 1")
 
 
 def query_weights(
@@ -225,7 +294,7 @@ def query_weights(
     return rms if scaling is None else rms * (scaling * dim**0.5)
 
 
-def _whole_tiles(sample: torch.Tensor, fmt: TileFormat) -> torch.Tensor:
+def whole_tiles(sample: torch.Tensor, fmt: TileFormat) -> torch.Tensor:
     """Return the sample cut to whole tiles, or to whole groups of tokens where that is enough."""
     if sample.dim() != 4 or not sample.shape[0] or not sample.shape[1]:
         raise ArgumentError(f"sample: {list(sample.shape)}, expected [B, H, T, {fmt.dim}]")
@@ -239,23 +308,60 @@ def _whole_tiles(sample: torch.Tensor, fmt: TileFormat) -> torch.Tensor:
     return sample
 
 
-def sample_steps(
-    sample: torch.Tensor, fmt: TileFormat, scale: float, weights: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return steps and centers that broadcast to the sample, channels in their order."""
-    if fmt.granularity is Granularity.CHANNEL:
-        step, center = _channel_steps(sample, scale, weights)
-        return step[:, None], center[:, None]
-    if fmt.granularity is Granularity.TOKEN_LEVEL:
-        levels = (t.to(sample.device) for t in level_tables())
-        return token_steps(sample, scale, *levels)
-    return ranges(sample, fmt, scale)
+class ScaledSteps:
+    """Steps and centers of a sample by any scale; what they need of it is read once.
+
+    Parameters
+    ----------
+    sample : torch.Tensor
+        ``[B, H, T, dim]``, whole tiles.
+    fmt : TileFormat
+        Of the tiles.
+    weights : torch.Tensor, optional
+        ``[H, dim]``, as in `fit_tiles`.
+    """
+
+    def __init__(self, sample: torch.Tensor, fmt: TileFormat, weights: torch.Tensor | None) -> None:
+        self.sample = sample
+        self.format = fmt
+        if weights is not None and fmt.granularity is not Granularity.CHANNEL:
+            raise ArgumentError("weights: given, accepted are some for Granularity.CHANNEL alone")
+        if fmt.granularity is Granularity.CHANNEL:
+            self._unit, self._center = _channel_steps(sample, weights)
+        elif fmt.granularity is Granularity.TOKEN_LEVEL:
+            self._unit = mean_square(sample)
+            self._center = torch.zeros((), device=sample.device)
+        else:
+            self._unit, self._center = spans(sample, fmt)
+
+    def at(self, scales: Sequence[float]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return steps and centers of scales, channels in their order.
+
+        They broadcast to ``[scales, B, H, T, dim]``.
+        """
+        device, by = self.sample.device, self.format.granularity
+        if by is Granularity.TOKEN_LEVEL:
+            squares = torch.tensor([s * s for s in scales], dtype=torch.float32)
+            scaled = self._unit * uploaded(squares, device).view(-1, 1, 1, 1)
+            step = steps_of_levels(scaled, *levels_on(device))
+            return step, self._center.expand_as(step)
+        factor = uploaded(torch.tensor(list(scales), dtype=torch.float32), device)
+        if by is Granularity.CHANNEL:
+            step = self._unit * factor.view(-1, 1, 1)
+            step = torch.where((step > 0) & step.isfinite(), step, 1.0)
+            return step[:, None, :, None], self._center[None, None, :, None].expand(
+                len(scales), -1, -1, -1, -1
+            )
+        step, center = steps_of_spans(
+            self._unit, self._center, factor.view(-1, 1, 1, 1, 1, 1), self.format
+        )
+        return step, center
 
 
 def _channel_steps(
-    sample: torch.Tensor, scale: float, weights: torch.Tensor | None
+    sample: torch.Tensor, weights: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return step and center of each channel, float32 ``[H, dim]``."""
+    """Return step at scale 1 and center of each channel, float32 ``[H, dim]``."""
     heads, dim = sample.shape[1], sample.shape[3]
     x = sample.float()
     finite = x.isfinite()
@@ -263,25 +369,24 @@ def _channel_steps(
     center = torch.where(finite, x, 0.0).sum(dim=(0, 2)) / known
     if weights is None:
         far = torch.where(finite, x - center[:, None], 0.0).square().sum(dim=(0, 2)) / known
-        step = scale * far.mean(dim=1, keepdim=True).sqrt().expand(heads, dim)
+        unit = far.mean(dim=1, keepdim=True).sqrt().expand(heads, dim)
     else:
         if tuple(weights.shape) != (heads, dim):
             raise ArgumentError(f"weights: {list(weights.shape)}, expected {[heads, dim]}")
         weights = weights.to(sample.device, torch.float32)
         least = _LEAST_WEIGHT * weights.square().mean(dim=1, keepdim=True).sqrt()
-        step = scale / torch.maximum(weights, least)
-    step = torch.where((step > 0) & step.isfinite(), step, 1.0)
-    return step, torch.where(center.isfinite(), center, 0.0)
+        unit = torch.maximum(weights, least).reciprocal()
+    return unit, torch.where(center.isfinite(), center, 0.0)
 
 
-def _order_by_spread(codes: torch.Tensor) -> torch.Tensor:
+def _order_by_spread(counted: torch.Tensor) -> torch.Tensor:
     """Return the channels of each head, int64 ``[H, dim]``, those of the highest entropy first.
 
     So the narrowest class comes last: less of a lane's last unit is lost where codes are short.
     """
-    counted = count_channels(codes).double()
     # Each channel has as many values: the sum of logarithms decides.
-    entropy = -torch.where(counted > 0, counted * counted.log2(), 0.0).sum(dim=2)
+    parts = counted.double()
+    entropy = -(parts * parts.clamp(min=1).log2()).sum(dim=2)
     return torch.argsort(entropy, dim=1, descending=True, stable=True)
 
 
@@ -301,34 +406,40 @@ def _later(codes: torch.Tensor) -> torch.Tensor:
 
 
 def count_channels(codes: torch.Tensor) -> torch.Tensor:
-    """Return how often each code occurs in each channel, ``[H, dim, SINGLES]``.
+    """Return how often each code occurs in each channel, int32 ``[n, H, dim, SINGLES]``.
 
-    Column 0 is that of values that have no code.
+    Parameters
+    ----------
+    codes : torch.Tensor
+        int16 ``[n, B, H, T, dim]``: those of n scales. Column 0 counts values that have no code.
     """
-    heads, dim = codes.shape[1], codes.shape[3]
-    channel = torch.arange(heads * dim, device=codes.device).view(heads, 1, dim)
-    counted = _bincount((codes.long() + ZERO_SYMBOL) % SINGLES + channel * SINGLES, heads * dim)
-    return counted.view(heads, dim, SINGLES)
+    n, _, heads, _, dim = codes.shape
+    channel = torch.arange(n * heads * dim, device=codes.device).view(n, 1, heads, 1, dim)
+    # NO_CODE, 128, goes to symbol 0, that of no code.
+    symbols = (codes + ZERO_SYMBOL).bitwise_and_(SINGLES - 1)
+    counted = _bincount(channel * SINGLES + symbols, n * heads * dim)
+    return counted.view(n, heads, dim, SINGLES)
 
 
-def _count(placed: torch.Tensor, fmt: TileFormat) -> Counts:
-    """Return histograms of single codes and of the pairs of lanes, ``[H * blocks]`` of each."""
+def _count_pairs(placed: torch.Tensor, fmt: TileFormat) -> torch.Tensor:
+    """Return histograms of the pairs of lanes, ``[H * blocks]`` of them."""
     heads, blocks = placed.shape[1], fmt.blocks
     number = torch.arange(heads * blocks, device=placed.device).view(heads, 1, blocks, 1)
-    # NO_CODE, 128, goes to symbol 0, that of no code.
-    codes = placed.long().view(*placed.shape[:3], blocks, TILE_BLOCK)
-    singles = _bincount((codes + ZERO_SYMBOL) % SINGLES + number * SINGLES, heads * blocks)
+    codes = placed.view(*placed.shape[:3], blocks, TILE_BLOCK)
     near = torch.where(codes.abs() <= PAIR_RADIUS, codes, 0) + PAIR_RADIUS
     if fmt.token_pairs:
         first, second = near[:, :, 0::2], near[:, :, 1::2]
     else:
         first, second = near[..., 0::2], near[..., 1::2]
-    pairs = _bincount(
-        first * PAIR_WIDTH + second + number * PAIR_WIDTH**2, heads * blocks, PAIR_WIDTH**2
+    return _bincount(
+        number * PAIR_WIDTH**2 + (first * PAIR_WIDTH + second), heads * blocks, PAIR_WIDTH**2
     )
+
+
+def _counts(singles: npt.NDArray[np.int32], pairs: npt.NDArray[np.int32]) -> Counts:
     return Counts(
-        singles.cpu().numpy().reshape(-1, SINGLES).astype(np.float64),
-        pairs.cpu().numpy().reshape(-1, PAIR_WIDTH**2).astype(np.float64),
+        singles.reshape(-1, SINGLES).astype(np.float64),
+        pairs.reshape(-1, PAIR_WIDTH**2).astype(np.float64),
     )
 
 
@@ -360,8 +471,11 @@ def _expected(
     symbols = np.array([2.0 if c.radius else 1.0 for c in found])
     mean_bits = without / counts.singles.sum(axis=1, keepdims=True) * symbols
     mean_bits = mean_bits.reshape(plan.heads, fmt.blocks, -1)[np.arange(plan.heads), -1, last]
-    longest = np.array([c.bits for c in found], np.float64)[last]
-    spare = TILE_LANES * float((longest - mean_bits).mean() + (UNIT_BITS - 1) / 2) + UNIT_BITS / 2
+    # Before its last ask it has fewer bits than are needed, behind it those and up to 15 more.
+    at_once = np.array([2.0 if c.short else 1.0 for c in found])
+    needed = at_once * [c.bits for c in found]
+    unused = (needed[last] - at_once[last] * mean_bits).mean() + (UNIT_BITS - 1) / 2
+    spare = TILE_LANES * float(unused) + UNIT_BITS / 2
     tile_bits = _HEADER_BITS + 32 * fmt.parameter_words + _PLACE_BITS + spare
     bits = with_exceptions[mine].sum() / values + tile_bits / fmt.values
     return float(bits), float(exceptions / values)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -94,6 +95,13 @@ def level_tables() -> tuple[torch.Tensor, torch.Tensor]:
     # Between two levels lies the mean of their logarithms.
     squares = 2.0 ** ((eighths[1:] - 0.5) / 4)
     return torch.from_numpy(steps.astype(np.float32)), torch.from_numpy(squares.astype(np.float32))
+
+
+@lru_cache(maxsize=16)
+def levels_on(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return `level_tables` on a device, where they are kept."""
+    steps, squares = level_tables()
+    return steps.to(device), squares.to(device)
 
 
 def symbols_of(radius: int) -> int:

@@ -71,13 +71,21 @@ def token_steps(
     values: torch.Tensor, scale: float, level_steps: torch.Tensor, level_squares: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return steps of TOKEN_LEVEL, and centers of 0, both float32 ``[B, H, T, 1]``."""
-    levels = torch.bucketize(scaled_mean_square(values, scale), level_squares, right=True)
-    steps = level_steps[levels][..., None]
+    scaled = mean_square(values) * float(np.float32(scale * scale))
+    steps = steps_of_levels(scaled, level_steps, level_squares)
     return steps, torch.zeros_like(steps)
 
 
-def scaled_mean_square(values: torch.Tensor, scale: float) -> torch.Tensor:
-    """Return ``scale * scale * mean square`` of the finite values of each token, float32."""
+def steps_of_levels(
+    scaled: torch.Tensor, level_steps: torch.Tensor, level_squares: torch.Tensor
+) -> torch.Tensor:
+    """Return the steps of tokens ``[..., T]`` by ``scale * scale * mean square``, ``[..., 1]``."""
+    levels = torch.bucketize(scaled, level_squares, right=True)
+    return level_steps[levels][..., None]
+
+
+def mean_square(values: torch.Tensor) -> torch.Tensor:
+    """Return the mean square of the finite values of each token, float32 ``[B, H, T]``."""
     x = values.float()
     squares = torch.where(x.isfinite(), x, 0.0).square()
     dim = squares.shape[-1]
@@ -91,15 +99,22 @@ def scaled_mean_square(values: torch.Tensor, scale: float) -> torch.Tensor:
     while width > 1:  # a butterfly: each addition is commutative, so one half is enough
         width //= 2
         sums = sums[..., :width] + sums[..., width:]
-    factors = np.float32(1 / dim), np.float32(scale * scale)
-    mean: torch.Tensor = sums[..., 0].contiguous() * float(factors[0])
-    return mean * float(factors[1])
+    mean: torch.Tensor = sums[..., 0].contiguous() * float(np.float32(1 / dim))
+    return mean
 
 
 def ranges(
     values: torch.Tensor, fmt: TileFormat, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return steps and centers by range: of each tile, of its channels, or of its tokens."""
+    return steps_of_spans(*spans(values, fmt), scale, fmt)
+
+
+def spans(values: torch.Tensor, fmt: TileFormat) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return range and center of the finite values that share a step.
+
+    Both float32 ``[B, H, tiles, 1 or tokens, 1 or dim]``; not finite without such values.
+    """
     batch, heads, tokens, dim = values.shape
     x = values.float().reshape(batch, heads, tokens // fmt.tokens, fmt.tokens, dim)
     finite = x.isfinite()
@@ -111,11 +126,18 @@ def ranges(
     least = torch.where(finite, x, float("inf")).amin(over, keepdim=True)
     largest = torch.where(finite, x, float("-inf")).amax(over, keepdim=True)
     center = (0.5 * least + 0.5 * largest).bfloat16().float()
-    step = ((largest - least) * scale).bfloat16().float()
+    return largest - least, torch.where(center.isfinite(), center, 0.0)
+
+
+def steps_of_spans(
+    span: torch.Tensor, center: torch.Tensor, scale: float | torch.Tensor, fmt: TileFormat
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return steps and centers of values, of a scale or of several, which come first."""
+    step = (span * scale).bfloat16().float()
     step = torch.where((step > 0) & step.isfinite(), step, 1.0)
-    center = torch.where(center.isfinite(), center, 0.0)
-    steps, centers = (t.expand(-1, -1, -1, fmt.tokens, -1).flatten(2, 3) for t in (step, center))
-    return steps, centers
+    both = step, center.expand_as(step)
+    step, center = (t.expand(*t.shape[:-2], fmt.tokens, t.shape[-1]).flatten(-3, -2) for t in both)
+    return step, center
 
 
 def check_sample(name: str, values: torch.Tensor, fmt: TileFormat) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
 import numpy.typing as npt
 
-from ...kernels.tile_format import MAX_CODE, MAX_SYMBOLS, ZERO_SYMBOL
+from ...kernels.tile_format import MAX_CODE, MAX_SYMBOLS, SHORT_BITS, ZERO_SYMBOL
 from ..huffman import code_lengths, fixed_lengths, group_histograms
 
 #: Radius of the pairs that are counted. Wider classes have too many rare pairs for short codes.
@@ -19,8 +20,14 @@ SINGLES = 2 * ZERO_SYMBOL
 #: Of later values that much are taken to be spread wider than the sample's, so many times.
 _WIDER_SHARE = 0.01
 _WIDER = 1.5
-#: What an exception costs beside its bits: kernels mend it alone, one after the other.
-_MEND_BITS = 32
+#: What an exception costs beside its bits: kernels repair it alone, one after the other.
+_REPAIR_BITS = 32
+#: What look-ups cost beside the bits that they read, in bits a value: a value of singles takes
+#: twice the look-ups of one of pairs, and lanes ask twice as often for codes that are not short.
+#: Kernels are bound by their instructions: of two values some 21 for pairs of short codes, 32 for
+#: other pairs and 33 for singles of short codes; but more bits mean less room for tokens.
+_SINGLE_BITS = 0.05
+_LONG_BITS = 0.03
 #: Share of values that may be exceptions in a class of pairs.
 _PAIR_EXCEPTIONS = 1e-4
 #: Rounds in which blocks move to the class that codes them in fewer bits.
@@ -46,6 +53,16 @@ class SymbolClass:
     def bits(self) -> int:
         """Bits of the longest code."""
         return int(self.lengths.max())
+
+    @property
+    def short(self) -> bool:
+        """Whether lanes ask for two codes at once."""
+        return self.bits <= SHORT_BITS
+
+    def worth(self, counts: Counts, exception_bits: int) -> npt.NDArray[np.float64]:
+        """Return what each block takes, in bits, with what its look-ups cost."""
+        extra = _SINGLE_BITS * (self.radius == 0) + _LONG_BITS * (not self.short)
+        return self.cost(counts, exception_bits) + extra * counts.singles.sum(axis=1)
 
     def cost(self, counts: Counts, exception_bits: int) -> npt.NDArray[np.float64]:
         """Return what each block takes, in bits, float64 ``[blocks]``."""
@@ -91,7 +108,7 @@ class Counts:
 def choose_classes(
     counts: Counts, *, classes: int, code_bits: int, fixed: bool, exception_bits: int
 ) -> tuple[list[SymbolClass], npt.NDArray[np.int64]]:
-    """Return classes of symbols, and the class of each block, that take the fewest bits.
+    """Return classes of symbols, and the class of each block: few bits, read with few look-ups.
 
     Blocks are grouped by their single codes; each class then takes the symbols that are best for
     it, and blocks move to the class that is best for them, a few rounds.
@@ -109,44 +126,66 @@ def choose_classes(
     exception_bits : int
         Bits of an exception.
     """
-    price = exception_bits + _MEND_BITS
+    price = exception_bits + _REPAIR_BITS
     labels = group_histograms(counts.singles, classes, table_bits=8 * SINGLES)
-    for turn in range(_ROUNDS):
-        found = [
-            _best_symbols(counts.of(labels == c), code_bits, fixed, price)
-            for c in range(int(labels.max(initial=-1)) + 1)
-        ]
-        costs = np.stack([c.cost(counts, price) for c in found], axis=1)
+    least = np.inf
+    known: dict[bytes, tuple[SymbolClass, npt.NDArray[np.float64]]] = {}  # by their blocks
+    for _ in range(_ROUNDS):
+        found, priced = [], []
+        for c in range(int(labels.max(initial=-1)) + 1):
+            mine = labels == c
+            key = mine.tobytes()
+            if key not in known:
+                symbols = _best_symbols(counts.of(mine), code_bits, fixed, price)
+                known[key] = symbols, symbols.worth(counts, price)
+            found.append(known[key][0])
+            priced.append(known[key][1])
+        costs = np.stack(priced, axis=1)
         moved = costs.argmin(axis=1)
-        if turn == _ROUNDS - 1 or (moved == labels).all():
+        total = float(costs.min(axis=1).sum())
+        if total < least:  # a class that blocks have moved to may do without pairs
+            least, best = total, (found, moved)
+        if (moved == labels).all():
             break
         labels = np.unique(moved, return_inverse=True)[1]
+    found, moved = best
     used, labels = np.unique(moved, return_inverse=True)
     return [found[c] for c in used], np.asarray(labels, np.int64)
 
 
 def _best_symbols(counts: Counts, code_bits: int, fixed: bool, price: int) -> SymbolClass:
-    """Return the symbols that code one histogram in the fewest bits."""
-    singles = counts.singles[0]
-    best = SymbolClass(0, _padded(_single_lengths(singles, code_bits, fixed, price)))
+    """Return the symbols that code one histogram best."""
     if fixed:
-        return best
-    least = float(best.cost(counts, price)[0])
-    total = singles.sum()
+        return _singles(counts, code_bits, True, price)
+    found = [
+        one
+        for limit in sorted({min(code_bits, SHORT_BITS), code_bits})
+        for one in (*_pairs(counts, limit, price), _singles(counts, limit, False, price))
+    ]
+    return min(found, key=lambda one: float(one.worth(counts, price)[0]))
+
+
+def _singles(counts: Counts, limit: int, fixed: bool, price: int) -> SymbolClass:
+    return SymbolClass(0, _padded(_single_lengths(counts.singles[0], limit, fixed, price)))
+
+
+def _pairs(counts: Counts, limit: int, price: int) -> Iterator[SymbolClass]:
+    """Yield classes of pairs of some radii, from the least on until they get worse."""
+    singles = counts.singles[0]
+    total = max(singles.sum(), 1)
+    least = np.inf
     for radius in range(1, PAIR_RADIUS + 1):
-        if (2 * radius + 1) ** 2 > 1 << code_bits:
+        if (2 * radius + 1) ** 2 > 1 << limit:
             break
-        outside = 1 - singles[ZERO_SYMBOL - radius : ZERO_SYMBOL + radius + 1].sum() / max(total, 1)
+        outside = 1 - singles[ZERO_SYMBOL - radius : ZERO_SYMBOL + radius + 1].sum() / total
         if outside > _PAIR_EXCEPTIONS:
             continue
-        found = SymbolClass(
-            radius, _padded(_pair_lengths(counts.pairs[0], radius, code_bits, price))
-        )
+        found = SymbolClass(radius, _padded(_pair_lengths(counts.pairs[0], radius, limit, price)))
         bits = float(found.cost(counts, price)[0])
         if bits >= least:
             break
-        best, least = found, bits
-    return best
+        yield found
+        least = bits
 
 
 def _single_lengths(
@@ -189,8 +228,7 @@ def _pair_lengths(
     wider = _wider()[inner, inner]
     square = pairs.reshape(PAIR_WIDTH, PAIR_WIDTH)
     likely = (square + _WIDER_SHARE * (wider @ square @ wider.T)).ravel()
-    folded = np.zeros((2 * radius + 1) ** 2)
-    np.add.at(folded, _folded(radius), likely)
+    folded = np.bincount(_folded(radius), likely, (2 * radius + 1) ** 2)
     zeros = 2 * radius * (radius + 1)
     folded[zeros] += 1  # exceptions are coded as 0
     coded = _worth(folded, 2 * price, code_bits)
@@ -212,7 +250,9 @@ def _whole(likely: npt.NDArray[np.float64], coded: npt.NDArray[np.bool_]) -> npt
 
 
 def _padded(lengths: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
-    return np.pad(lengths, (0, MAX_SYMBOLS - len(lengths)))
+    padded = np.zeros(MAX_SYMBOLS, np.uint8)
+    padded[: len(lengths)] = lengths
+    return padded
 
 
 @cache

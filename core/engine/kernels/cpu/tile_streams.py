@@ -18,6 +18,7 @@ from numba import njit
 from ..tile_format import (
     LEVELS,
     MAX_CODE,
+    SHORT_BITS,
     TILE_BLOCK,
     TILE_LANES,
     UNIT_BITS,
@@ -185,11 +186,14 @@ def write_streams(
     for b in range(dim // TILE_BLOCK):
         c = block_class[b]
         reach, longest = np.int64(radius[c]), np.int64(class_bits[c])
+        short = longest <= SHORT_BITS
+        need = 2 * longest if short else longest
         many = 1 if reach else 2  # symbols of two values
         for j in range(tokens // TILE_BLOCK):
             base = j * TILE_BLOCK * dim + b * TILE_BLOCK
             for i in range(4):
                 for s in range(many):
+                    asked = not short or (i * many + s) % 2 == 0
                     for lane in range(TILE_LANES):
                         place = i * TILE_LANES + lane
                         if reach:
@@ -207,12 +211,12 @@ def write_streams(
                             symbol = reach * (2 * reach + 2) if reach else np.int64(ZERO_SYMBOL)
                             code = np.int64(table[c, symbol])
                         if not writing:
-                            if left[lane] < longest:
+                            if asked and left[lane] < need:
                                 left[lane] += UNIT_BITS
                                 taken += 1
                             left[lane] -= code >> 16
                             continue
-                        if left[lane] < longest:
+                        if asked and left[lane] < need:
                             if left[lane] + filled[lane]:
                                 following[lane] = taken
                             else:
@@ -251,14 +255,18 @@ def read_streams(
     for b in range(dim // TILE_BLOCK):
         c = block_class[b]
         paired, longest = radius[c] > 0, np.int64(class_bits[c])
+        short = longest <= SHORT_BITS
+        need = 2 * longest if short else longest
+        many = 1 if paired else 2
         for j in range(tokens // TILE_BLOCK):
             base = j * TILE_BLOCK * dim + b * TILE_BLOCK
             for i in range(4):
-                for s in range(1 if paired else 2):
+                for s in range(many):
+                    asked = not short or (i * many + s) % 2 == 0
                     for lane in range(TILE_LANES):
                         place = i * TILE_LANES + lane
                         bits_left, ahead = left[lane], window[lane]
-                        if bits_left < longest:
+                        if asked and bits_left < need:
                             if taken == count:
                                 return False
                             unit = np.int64(halves[begin + taken])

@@ -172,7 +172,7 @@ def _encode(
 
 
 def _sizes(tables: TileTables) -> tuple[int, ...]:
-    """Return what the functions are told first: the kind of the dtype, and sizes."""
+    """Return the first arguments of the functions: the kind of the dtype, and sizes."""
     fmt = tables.format
     kind = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}[fmt.dtype]
     return (

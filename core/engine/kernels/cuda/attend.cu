@@ -27,45 +27,50 @@
 #define WHOLE_CODE 8   // codes up to that are whole in the upper byte of a half
 #define MAX_DIM 256
 
-// Fill the lookup tables, one behind the other, and what each block of positions takes of them. What is
-// known of classes is loaded at once, since a block has no other work meanwhile.
+// Fill the lookup tables, and what each block of positions takes of them. They begin `first` bytes behind
+// `tables`, which is a multiple of the largest: larger ones come first, so that each begins at a multiple of
+// its size. What is known of classes is loaded at once, since a block has no other work meanwhile.
 __device__ void load_coder(const int* __restrict__ block_class, const int* __restrict__ radius,
                            const int* __restrict__ class_bits, const u32* __restrict__ lookup, int classes,
-                           int code_bits, int blocks, u32* to, int4* of_blocks) {
-  int bits[MAX_CLASSES], reach[MAX_CLASSES], begin[MAX_CLASSES + 1];
-  begin[0] = 0;
+                           int code_bits, int blocks, char* tables, int first, int4* of_blocks) {
+  int bits[MAX_CLASSES], reach[MAX_CLASSES], begin[MAX_CLASSES], entries = 0;
 #pragma unroll
   for (int c = 0; c < MAX_CLASSES; ++c) {
     bits[c] = c < classes ? __ldg(class_bits + c) : 0;
     reach[c] = c < classes ? __ldg(radius + c) : 0;
   }
 #pragma unroll
-  for (int c = 0; c < MAX_CLASSES; ++c) begin[c + 1] = begin[c] + (c < classes ? 1 << bits[c] : 0);
+  for (int c = 0; c < MAX_CLASSES; ++c) {
+    begin[c] = 0;
+#pragma unroll
+    for (int d = 0; d < MAX_CLASSES; ++d)
+      if (d < classes && (bits[d] > bits[c] || (bits[d] == bits[c] && d < c))) begin[c] += 1 << bits[d];
+    if (c < classes) entries += 1 << bits[c];
+  }
   for (int b = threadIdx.x; b < blocks; b += blockDim.x) {
     const int mine = block_class[b];
     int4 found = make_int4(0, 0, 0, 0);
 #pragma unroll
-    for (int c = 0; c < MAX_CLASSES; ++c) {
-      const int symbols = reach[c] == 0 ? SINGLES : reach[c] <= WHOLE_CODE ? PAIRS : WIDE_PAIRS;
-      if (c == mine) found = make_int4(place_of(to) + 4 * begin[c], (1 << bits[c]) - 1, bits[c], symbols);
-    }
+    for (int c = 0; c < MAX_CLASSES; ++c)
+      if (c == mine) found = about_class(first + 4 * begin[c], bits[c], reach[c], WHOLE_CODE);
     of_blocks[b] = found;
   }
+  u32* to = (u32*)(tables + first);
 #pragma unroll 8
-  for (int i = threadIdx.x; i < begin[MAX_CLASSES]; i += blockDim.x) {
-    int from = i << (code_bits - bits[0]), farthest = reach[0];
+  for (int i = threadIdx.x; i < entries; i += blockDim.x) {
+    int from = 0, farthest = 0;
 #pragma unroll
-    for (int c = 1; c < MAX_CLASSES; ++c)
-      if (c < classes && i >= begin[c]) {
+    for (int c = 0; c < MAX_CLASSES; ++c)
+      if (c < classes && i >= begin[c] && i - begin[c] < 1 << bits[c]) {
         from = (c << code_bits) + ((i - begin[c]) << (code_bits - bits[c]));
         farthest = reach[c];
       }
     const u32 entry = __ldg(lookup + from), length = entry >> 24;
     u32 codes = entry << 16;
     if (farthest <= WHOLE_CODE) {
-      const u32 first = float_to_half((float)(int)(entry & 255) - 128);
-      const u32 second = float_to_half((float)(int)(entry >> 8 & 255) - 128);
-      codes = farthest ? (first << 8 & 0xff0000) | (second << 16 & 0xff000000) : first << 16;
+      const u32 one = float_to_half((float)(int)(entry & 255) - 128);
+      const u32 other = float_to_half((float)(int)(entry >> 8 & 255) - 128);
+      codes = farthest ? (one << 8 & 0xff0000) | (other << 16 & 0xff000000) : one << 16;
     }
     to[i] = length ? codes | (0u - length & 0xffff) : 64;  // no code: counts as damage
   }
@@ -81,7 +86,8 @@ __device__ __forceinline__ char* take_shared(char*& at, int bytes) {
 // head h * group + r / n. Blocks: `splits`, then heads * batches. ids[batches][heads][tiles] of K and V;
 // keys and values that are not coded come in up to two runs, [batches, heads, tokens, dim] by strides
 // that both share. out_parts[slot][batches * heads][rows][dim] and out_stats: output, greatest exponent
-// and sum of weights of each split, from slot `first_slot` on.
+// and sum of weights of each split, from slot `first_slot` on. k_entries: entries of K's lookup tables, a
+// multiple of V's largest one.
 extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1)
     attend_tiles(const void* __restrict__ query, i64 query_batch, i64 query_head, i64 query_token, int heads, int group,
                  int n, int dim, int query_position, const int* __restrict__ first_valid, int scaling_bits,
@@ -107,11 +113,9 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1)
   const int batch = pair / heads, head = pair - batch * heads;
   const int rows = group * n, blocks = dim >> 4;
 
-  char* at = shared;
+  char* at = shared + ((4 * (k_entries + v_entries) + 15) & ~15);  // behind the lookup tables
   int4* k_blocks = (int4*)take_shared(at, 16 * blocks);
   int4* v_blocks = (int4*)take_shared(at, 16 * blocks);
-  u32* k_table = (u32*)take_shared(at, 4 * k_entries);
-  u32* v_table = (u32*)take_shared(at, 4 * v_entries);
   float* q = (float*)take_shared(at, 4 * ROWS * dim);      // by channel
   float* centers = (float*)take_shared(at, 4 * dim);       // of K, by channel
   int* channels = (int*)take_shared(at, 4 * dim);          // of V, by position
@@ -119,16 +123,16 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1)
   float2* of_rows = (float2*)take_shared(at, 8 * ROWS);    // what scores are multiplied by, and what is added
   float2* stats = (float2*)take_shared(at, 8 * ROWS * warps);
   u16* operands = (u16*)take_shared(at, 256 * blocks * NT);
-  char* ring = take_shared(at, (RING + PIECE) * warps) + (RING + PIECE) * warp;
+  char* ring = take_shared(at, RING_ROOM * warps) + RING_ROOM * warp;
   float2* out = (float2*)take_shared(at, 256 * blocks * NT * warps);
   float2* my_out = out + 32 * blocks * NT * warp;
 
   const int k_head = tiles ? head % k_heads : 0, v_head = tiles ? head % v_heads : 0;
   if (tiles) {
-    load_coder(k_block_class + k_head * blocks, k_radius, k_class_bits, k_lookup, k_classes, k_code_bits, blocks, k_table,
-               k_blocks);
-    load_coder(v_block_class + v_head * blocks, v_radius, v_class_bits, v_lookup, v_classes, v_code_bits, blocks, v_table,
-               v_blocks);
+    load_coder(k_block_class + k_head * blocks, k_radius, k_class_bits, k_lookup, k_classes, k_code_bits, blocks, shared,
+               0, k_blocks);
+    load_coder(v_block_class + v_head * blocks, v_radius, v_class_bits, v_lookup, v_classes, v_code_bits, blocks, shared,
+               4 * k_entries, v_blocks);
   }
   for (int p = threadIdx.x; p < dim; p += blockDim.x) {
     const int channel = tiles ? v_order[v_head * dim + p] : p;
@@ -187,7 +191,7 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1)
   }
   const Source keys = {k_words, k_n_words, k_bases, k_lengths, k_length_bytes, k_n_rows};
   const Source values = {v_words, v_n_words, v_bases, v_lengths, v_length_bytes, v_n_rows};
-  const Coder k_coder = {k_blocks}, v_coder = {v_blocks};
+  const Coder k_coder = {shared, k_blocks}, v_coder = {shared, v_blocks};
   const int a_parts = (a_tokens + 15) / 16, b_parts = (b_tokens + 15) / 16;
   for (int item = split + warp * splits; item < tiles + a_parts + b_parts; item += splits * warps) {
     if (item >= tiles) {

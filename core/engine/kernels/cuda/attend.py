@@ -24,8 +24,8 @@ from .tiles import WORDS_ALIGN_BYTES
 MERGE_THREADS = 128
 #: Warps of a block: the more, the fewer lookup tables a multiprocessor holds.
 BLOCK_WARPS = (8, 12, 16, 24, 32, 4, 2, 1)
-#: Bytes of a warp's ring, with their mirror.
-RING_BYTES = 4 * 512
+#: Bytes of a warp's ring, with their mirror and what is looked at behind it.
+RING_BYTES = 4 * 512 + 16
 #: What tables and queries of a block take, in tiles of a warp.
 BLOCK_TILES = 0.3
 #: Warps of a multiprocessor from which on tiles take longer: each waits for its own look-ups first.
@@ -161,7 +161,7 @@ class AttendKernels:
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
-        self._entries: WeakKeyDictionary[TileTables, int] = WeakKeyDictionary()
+        self._class_bits: WeakKeyDictionary[TileTables, list[int]] = WeakKeyDictionary()
         self._spans: WeakKeyDictionary[Span, tuple[int, ...]] = WeakKeyDictionary()
         self._cuts: dict[tuple[int, int, _Shape, int | None], int] = {}
         self._shapes: dict[tuple[PlainVariant, int, int], tuple[_Shape, Launch]] = {}
@@ -277,7 +277,9 @@ class AttendKernels:
         self, pairs: int, dim: int, sm_budget: int | None, variant: PlainVariant, span: Span | None
     ) -> Cut:
         """Return how a span, or runs alone, are served."""
-        shape, launch = self._shape(variant, dim, 0 if span is None else self._entries_of(span))
+        shape, launch = self._shape(
+            variant, dim, 0 if span is None else sum(self._entries_of(span))
+        )
         splits = partial(self._splits, pairs, shape=shape, sm_budget=sm_budget)
         if span is None:
             return Cut(launch, 0, _NO_TILES, splits, {})
@@ -297,29 +299,35 @@ class AttendKernels:
         if found is not None:
             return found
         k, v = span.k_tables, span.v_tables
+        k_entries, v_entries = self._entries_of(span)
         found = self._spans[span] = (
             *(span.tiles, span.first_token, span.tokens),
             *_table(span.k, "k"),
             *(span.k_ids.data_ptr(), k.heads),
             *(each.data_ptr() for each in (k.order, k.steps, k.centers)),
             *_coder(k),
-            self._entries_of_tables(k),
+            k_entries,
             *_table(span.v, "v"),
             *(span.v_ids.data_ptr(), v.heads, v.order.data_ptr()),
             *_coder(v),
-            self._entries_of_tables(v),
+            v_entries,
         )
         return found
 
-    def _entries_of(self, span: Span) -> int:
-        return self._entries_of_tables(span.k_tables) + self._entries_of_tables(span.v_tables)
+    def _entries_of(self, span: Span) -> tuple[int, int]:
+        """Return the entries of the lookup tables of K and V; waits for the device at first.
 
-    def _entries_of_tables(self, tables: TileTables) -> int:
-        """Return the entries of the lookup tables; waits for the device at the first call."""
-        found = self._entries.get(tables)
+        Those of K are filled up, so that each table begins at a multiple of its size.
+        """
+        k, v = (self._bits_of(tables) for tables in (span.k_tables, span.v_tables))
+        largest = 1 << max(v)
+        k_entries = sum(1 << bits for bits in k)
+        return ceil_div(k_entries, largest) * largest, sum(1 << bits for bits in v)
+
+    def _bits_of(self, tables: TileTables) -> list[int]:
+        found = self._class_bits.get(tables)
         if found is None:
-            found = sum(1 << bits for bits in tables.class_bits.tolist())
-            self._entries[tables] = found
+            found = self._class_bits[tables] = tables.class_bits.tolist()
         return found
 
     def _shape(self, variant: PlainVariant, dim: int, entries: int) -> tuple[_Shape, Launch]:
@@ -379,8 +387,8 @@ class AttendKernels:
 def shared_bytes(dim: int, entries: int, row_groups: int, warps: int) -> int:
     """Return the shared memory of a block, as attend.cu cuts it."""
     blocks, rows = dim // TILE_BLOCK, 4 * row_groups
-    # Entries of K and of V begin on 16 bytes each.
-    fixed = 2 * 16 * blocks + 4 * entries + 32 + 4 * rows * dim + 3 * 4 * dim + 8 * rows
+    # What comes behind the entries begins on 16 bytes.
+    fixed = 2 * 16 * blocks + 4 * entries + 16 + 4 * rows * dim + 3 * 4 * dim + 8 * rows
     by_warp = 8 * rows + RING_BYTES + 256 * blocks * row_groups
     return fixed + 256 * blocks * row_groups + by_warp * warps
 

@@ -73,5 +73,6 @@ class CudaKernels:
         tiles = TileKernels(runner)
         self.measure_tiles = tiles.measure_tiles
         self.encode_tiles = tiles.encode_tiles
+        self.pack_tiles = tiles.pack_tiles
         self.decode_tiles = tiles.decode_tiles
         self.prepare_tiles = tiles.prepare_tiles

@@ -54,6 +54,18 @@ __device__ __forceinline__ int about_block(const Tables& t, int head, int lane) 
   return c | __ldg(t.class_bits + c) << 8 | __ldg(t.radius + c) << 16;
 }
 
+// Bits that a lane sees to at an ask: of two codes, or of one where codes are long.
+__device__ __forceinline__ int bits_needed(int longest) { return longest <= SHORT_BITS ? 2 * longest : longest; }
+
+#define SWAPPED (DIM == 32 || DIM == 64 || DIM == 128 || DIM == 256)  // tokens fill banks evenly
+
+// Where the code of a channel of a token stands in the stage. Eight neighbouring tokens, which a warp reads and
+// writes at once, have the same channel in banks of their own: by STRIDE, or with pieces of 16 bytes swapped.
+__device__ __forceinline__ int stage_at(int token, int channel) {
+  const u32 lines = DIM < 128 ? (u32)token / (128 / DIM) : (u32)token, pieces = DIM < 128 ? DIM / 16 : 8;
+  return token * STRIDE + (SWAPPED ? channel ^ (int)(lines % pieces) * 16 : channel);
+}
+
 // Where a lane's values of a block stand among the codes of the first sixteen tokens.
 struct Places {
   int at[2][2];
@@ -63,8 +75,8 @@ struct Places {
     for (int h = 0; h < 2; ++h) {
 #pragma unroll
       for (int k = 0; k < 2; ++k)
-        at[h][k] = TOKEN_PAIRS ? (2 * t + k) * STRIDE + __ldg(order + 16 * block + g + 8 * h)
-                               : g * STRIDE + __ldg(order + 16 * block + 2 * t + 8 * h + k);
+        at[h][k] = TOKEN_PAIRS ? stage_at(2 * t + k, __ldg(order + 16 * block + g + 8 * h))
+                               : stage_at(g, __ldg(order + 16 * block + 2 * t + 8 * h + k));
     }
   }
   // Value k of the i-th two.
@@ -128,6 +140,49 @@ struct Encoder {
   }
 };
 
+// Code a tile at `to`; return its words. What is written takes slot_words of TileKernels at the most: where the
+// words are as many as the raw ones, exceptions are left out.
+__device__ __forceinline__ int code_tile(const Tables& t, int head, const Encoder& e, const value_t* row, u32* to,
+                                         int lane) {
+  find_scales(t, head, row, e.scales, e.parameters, lane);
+  int exceptions = quantise(row, e.scales, e.stage, lane);
+  for (int k = lane; k < PARAMETER_WORDS; k += 32) to[1 + k] = e.parameters[k];
+  u32* streams = to + 1 + PARAMETER_WORDS;
+  Writer writer;
+  writer.units = (unsigned short*)streams;
+  writer.below = (1u << lane) - 1;
+  write_symbols(t, head, e.codes, e.stage, lane, writer, exceptions);
+  writer.finish();
+  exceptions = __reduce_add_sync(FULL, exceptions);
+  if (lane == 0) {
+    *to = (u32)writer.next | (u32)exceptions << 16;
+    if (writer.next & 1) writer.units[writer.next] = 0;
+  }
+  __syncwarp();
+  const int before = (writer.next + 1) >> 1;
+  const int words = 1 + PARAMETER_WORDS + before + exceptions * EXCEPTION_WORDS;
+  if (exceptions && words < ROW_WORDS) write_exceptions(row, e.stage, streams + before, lane);
+  __syncwarp();
+  return words;
+}
+
+__device__ __forceinline__ void store_length(void* lengths, int length_bytes, i64 row, int words) {
+  const u32 length = words < ROW_WORDS ? words : 0;
+  if (length_bytes == 1) ((u8*)lengths)[row] = (u8)length;
+  else if (length_bytes == 2) ((unsigned short*)lengths)[row] = (unsigned short)length;
+  else ((u32*)lengths)[row] = length;
+}
+
+// The first word of a tile among packed ones, and its length, in all lanes.
+__device__ __forceinline__ i64 place_of(const void* lengths, int length_bytes, i64 n_rows, const i64* bases, i64 row,
+                                        int lane, int& length) {
+  const i64 peer = (row & ~(i64)31) + lane;
+  const u32 length_of_peer = peer < n_rows ? load_length(lengths, peer, length_bytes) : 0;
+  const u32 before = lane < (int)(row & 31) ? (length_of_peer ? length_of_peer : ROW_WORDS) : 0;
+  length = __shfl_sync(FULL, length_of_peer, (int)(row & 31));
+  return bases[row >> 5] + __reduce_add_sync(FULL, before);
+}
+
 #define TABLES                                                                                                      \
   {order, steps, centers, level_steps, level_squares, block_class, radius, class_bits, heads, rows_per_head,        \
    __uint_as_float(scale), __uint_as_float(inverse_dim)}
@@ -155,12 +210,7 @@ extern "C" __global__ void __launch_bounds__(32 * ENCODE_WARPS, 1)
     const int units = __reduce_add_sync(FULL, counter.units);
     exceptions = __reduce_add_sync(FULL, exceptions);
     const int words = 1 + PARAMETER_WORDS + ((units + 1) >> 1) + exceptions * EXCEPTION_WORDS;
-    if (lane == 0) {
-      const u32 length = words < ROW_WORDS ? words : 0;
-      if (length_bytes == 1) ((u8*)lengths)[r] = (u8)length;
-      else if (length_bytes == 2) ((unsigned short*)lengths)[r] = (unsigned short)length;
-      else ((u32*)lengths)[r] = length;
-    }
+    if (lane == 0) store_length(lengths, length_bytes, r, words);
   }
 }
 
@@ -180,31 +230,51 @@ extern "C" __global__ void __launch_bounds__(32 * ENCODE_WARPS, 1)
   const int lane = threadIdx.x & 31;
   const i64 warps = ((i64)gridDim.x * blockDim.x) >> 5;
   for (i64 r = ((i64)blockIdx.x * blockDim.x + threadIdx.x) >> 5; r < n_rows; r += warps) {
-    const i64 peer = (r & ~(i64)31) + lane;
-    const u32 length_of_peer = peer < n_rows ? load_length(lengths, peer, length_bytes) : 0;
-    const u32 before = lane < (int)(r & 31) ? (length_of_peer ? length_of_peer : ROW_WORDS) : 0;
-    u32* to = words + bases[r >> 5] + __reduce_add_sync(FULL, before);
-    const int length = __shfl_sync(FULL, length_of_peer, (int)(r & 31));
+    int length;
+    u32* to = words + place_of(lengths, length_bytes, n_rows, bases, r, lane, length);
     const value_t* row = rows + r * VALUES;
-    if (length == 0) {
+    if (length) code_tile(t, head_of(t, r), e, row, to, lane);
+    else
       for (int j = lane; j < ROW_WORDS; j += 32) to[j] = __ldg((const u32*)row + j);
-      continue;
-    }
-    const int head = head_of(t, r);
-    find_scales(t, head, row, e.scales, e.parameters, lane);
-    int exceptions = quantise(row, e.scales, e.stage, lane);
-    for (int k = lane; k < PARAMETER_WORDS; k += 32) to[1 + k] = e.parameters[k];
-    u32* streams = to + 1 + PARAMETER_WORDS;
-    Writer writer;
-    writer.units = (unsigned short*)streams;
-    writer.below = (1u << lane) - 1;
-    write_symbols(t, head, e.codes, e.stage, lane, writer, exceptions);
-    writer.finish();
-    exceptions = __reduce_add_sync(FULL, exceptions);
-    if (lane == 0) *to = (u32)writer.next | (u32)exceptions << 16;
-    __syncwarp();
-    if (exceptions) write_exceptions(row, e.stage, streams + ((writer.next + 1) >> 1), lane);
-    __syncwarp();
+  }
+}
+
+// Tiles from row_begin to n_rows, each coded in a slot of its own; their lengths are found.
+extern "C" __global__ void __launch_bounds__(32 * ENCODE_WARPS, 1)
+    pack_tiles(const value_t* __restrict__ rows, i64 n_rows, const int* __restrict__ order,
+               const float* __restrict__ steps, const float* __restrict__ centers,
+               const float* __restrict__ level_steps, const float* __restrict__ level_squares,
+               const int* __restrict__ block_class, const int* __restrict__ radius, const int* __restrict__ class_bits,
+               const int* __restrict__ codes, int classes, int heads, i64 rows_per_head, u32 scale, u32 inverse_dim,
+               int warp_bytes, void* __restrict__ lengths, int length_bytes, i64 row_begin, u32* __restrict__ slots,
+               i64 slot_words) {
+  extern __shared__ __align__(128) u32 shared[];
+  const Tables t = TABLES;
+  const Encoder e(shared, codes, classes, warp_bytes);
+  const int lane = threadIdx.x & 31;
+  const i64 warps = ((i64)gridDim.x * blockDim.x) >> 5;
+  for (i64 r = row_begin + (((i64)blockIdx.x * blockDim.x + threadIdx.x) >> 5); r < n_rows; r += warps) {
+    const int words = code_tile(t, head_of(t, r), e, rows + r * VALUES, slots + (r - row_begin) * slot_words, lane);
+    if (lane == 0) store_length(lengths, length_bytes, r, words);
+  }
+}
+
+// Move the tiles that pack_tiles coded together, raw ones from the rows, with PAD_WORDS of 0 behind the last
+// one. row_begin is a multiple of 32.
+extern "C" __global__ void __launch_bounds__(32 * MOVE_WARPS)
+    move_tiles(const value_t* __restrict__ rows, i64 n_rows, const void* __restrict__ lengths, int length_bytes,
+               i64 row_begin, const u32* __restrict__ slots, i64 slot_words, const i64* __restrict__ bases,
+               u32* __restrict__ words) {
+  const int lane = threadIdx.x & 31;
+  const i64 warps = ((i64)gridDim.x * blockDim.x) >> 5;
+  for (i64 r = row_begin + (((i64)blockIdx.x * blockDim.x + threadIdx.x) >> 5); r < n_rows; r += warps) {
+    int length;
+    u32* to = words + place_of(lengths, length_bytes, n_rows, bases, r, lane, length);
+    const u32* from = length ? slots + (r - row_begin) * slot_words : (const u32*)(rows + r * VALUES);
+    const int size = length ? length : ROW_WORDS;
+#pragma unroll 8
+    for (int j = lane; j < size; j += 32) to[j] = __ldg(from + j);
+    if (r == n_rows - 1 && lane < PAD_WORDS) to[size + lane] = 0;
   }
 }
 

@@ -1,29 +1,56 @@
-"""Coded tiles on a GPU: measured, encoded, and decoded by id; see quantized.cu."""
+"""Coded tiles on a GPU: measured and encoded, or packed at once, and decoded; see quantized.cu."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 
 from ....errors import ArgumentError
-from ..format import PAD_WORDS, RowFormat, TableStorage, ceil_div
-from ..tile_format import MAX_SYMBOLS, Granularity, TileFormat, TileTables
+from ..format import (
+    BLOCK_ROWS,
+    PAD_WORDS,
+    RowFormat,
+    TableStorage,
+    bases_of_rows,
+    ceil_div,
+    words_of_rows,
+)
+from ..tile_format import (
+    MAX_SYMBOLS,
+    TILE_LANES,
+    UNIT_BITS,
+    Granularity,
+    TileFormat,
+    TileTables,
+)
 from .ids import ALL_GOOD, check_ids_count
 from .parameters import Address, Int32, Int64, Parameters, UInt32, Value
 from .runner import Launch, Runner, do_nothing
-from .source import MAX_ENCODE_WARPS, max_decode_warps, quantized_variant, tile_stride
+from .source import (
+    MAX_ENCODE_WARPS,
+    MOVE_WARPS,
+    max_decode_warps,
+    quantized_variant,
+    tile_stride,
+)
 from .tiles import WORDS_ALIGN_BYTES, aligned_to
 
 #: Warps of a block, as many as the tiles have use for and as fit.
-WARP_COUNTS = (1, 2, 4, 8, 12, 16, 20, 24)
+WARP_COUNTS = (1, 2, 4, 8, 12, 16, 18, 20, 22, 24)
 RING_BYTES = 1 << 10  # packed words of a warp on their way, as in tile_reader.cuh
 RESERVED_BYTES = (1 << 10) + 128  # of each block's shared memory: the system's, and static
 MOST_BLOCKS = 2  # of a multiprocessor
+MOVE_BLOCKS = 8  # of a multiprocessor
+#: Bytes of the slots that tiles are coded in before they are moved together: those that run at once
+#: take some 32 MiB, and several of each warp keep most of them busy to the end.
+SLOTS_BYTES = 128 << 20
+#: Units of a lane beyond the bits of its symbols: those that it has asked for, and rounding.
+AHEAD_UNITS = 4
 
 
 @dataclass(init=False)
@@ -63,6 +90,37 @@ class EncodeTiles(MeasureTiles):
 
     kernel = "encode_tiles"
 
+    bases: Address
+    words: Address
+
+
+@dataclass(init=False)
+class PackTiles(MeasureTiles):
+    """Parameters of `pack_tiles`: as of `MeasureTiles`, of tiles from `row_begin` to `n_rows`.
+
+    Int32 slots, of `slot_words` each.
+    """
+
+    kernel = "pack_tiles"
+
+    row_begin: Int64
+    slots: Address
+    slot_words: Int64
+
+
+@dataclass(init=False)
+class MoveTiles(Parameters):
+    """Parameters of `move_tiles`: as of `PackTiles` and `EncodeTiles`."""
+
+    kernel = "move_tiles"
+
+    rows: Address
+    n_rows: Int64
+    lengths: Address
+    length_bytes: Int32
+    row_begin: Int64
+    slots: Address
+    slot_words: Int64
     bases: Address
     words: Address
 
@@ -156,6 +214,54 @@ class TileKernels:
                 words.data_ptr(),
             )
         return words
+
+    def pack_tiles(
+        self, rows: torch.Tensor, tables: TileTables
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Code tiles whose lengths are not known, without waiting for the GPU.
+
+        Values are quantised once: tiles are coded in slots, a part of them at a time, and moved
+        together when the lengths of the part are known to the GPU.
+
+        Parameters
+        ----------
+        rows, tables
+            As for `measure_tiles`.
+
+        Returns
+        -------
+        words : torch.Tensor
+            int32, as many as all tiles take when they are kept raw, and PAD_WORDS. Behind the
+            packed tiles are PAD_WORDS of 0; what is behind these is undefined.
+        lengths : torch.Tensor
+            What `measure_tiles` returns.
+        bases : torch.Tensor
+            int64 ``[ceil(N / 32) + 1]``, the first word of each block of 32 tiles, and the end.
+        """
+        n, fmt = rows.shape[0], tables.format
+        plain = RowFormat(fmt.row_bytes, 1, 1, grouped=False, uniform=True)
+        lengths = torch.empty(n, dtype=plain.length_dtype, device=rows.device)
+        most_words = n * plain.row_words + PAD_WORDS
+        if not n:
+            words = torch.zeros(most_words, dtype=torch.int32, device=rows.device)
+            return words, lengths, torch.zeros(1, dtype=torch.int64, device=rows.device)
+        words = torch.empty(most_words, dtype=torch.int32, device=rows.device)
+        rows = aligned_to(rows, 16)
+        slot_words = _slot_words(fmt)
+        step = max(1, SLOTS_BYTES // (4 * slot_words * BLOCK_ROWS)) * BLOCK_ROWS
+        slots = torch.empty(min(n, step) * slot_words, dtype=torch.int32, device=rows.device)
+        bases = torch.zeros(ceil_div(n, BLOCK_ROWS) + 1, dtype=torch.int64, device=rows.device)
+        for begin in range(0, n, step):
+            end = min(n, begin + step)
+            found = (rows.data_ptr(), end, lengths.data_ptr(), lengths.element_size(), begin)
+            launch, blocks = self._launch(tables, PackTiles, end - begin)
+            launch(blocks, *found, slots.data_ptr(), slot_words)
+            part, _ = bases_of_rows(words_of_rows(lengths[begin:end], plain.row_words))
+            first = begin // BLOCK_ROWS
+            torch.add(part[1:], bases[first], out=bases[first + 1 : first + len(part)])
+            launch, blocks = self._launch(tables, MoveTiles, end - begin)
+            launch(blocks, *found, slots.data_ptr(), slot_words, bases.data_ptr(), words.data_ptr())
+        return words, lengths, bases
 
     def decode_tiles(
         self,
@@ -324,6 +430,8 @@ class _Bound:
     ) -> tuple[Launch, int]:
         """Return a kernel for n tiles and its blocks."""
         multiprocessors = self._runner.multiprocessors
+        if parameters is MoveTiles:
+            return self._mover, min(ceil_div(n, MOVE_WARPS), MOVE_BLOCKS * multiprocessors)
         if sm_budget is not None:
             multiprocessors = max(1, min(sm_budget, multiprocessors))
         useful = ceil_div(n, multiprocessors)
@@ -335,6 +443,10 @@ class _Bound:
         launch, warps = found
         at_once = 1 if sm_budget is not None else MOST_BLOCKS
         return launch, min(ceil_div(n, warps), at_once * multiprocessors)
+
+    @cached_property
+    def _mover(self) -> Launch:
+        return self._runner.bind(quantized_variant(self._format), MoveTiles, 32 * MOVE_WARPS)
 
     def _bind(self, parameters: type[Parameters], wanted: int) -> tuple[Launch, int]:
         """Return a kernel and its warps: as many as are wanted and fit."""
@@ -392,6 +504,16 @@ def _warp_bytes(fmt: TileFormat, decodes: bool) -> int:
     else:
         total = stage + 4 * (3 * span + fmt.dim + fmt.parameter_words)
     return ceil_div(total, 16) * 16
+
+
+def _slot_words(fmt: TileFormat) -> int:
+    """Return the words of a slot for a tile: a whole number of 16 bytes.
+
+    All that is written of a tile that is kept raw fits too: its streams.
+    """
+    lane_units = ceil_div(fmt.values // TILE_LANES * fmt.code_bits, UNIT_BITS) + AHEAD_UNITS
+    streams = ceil_div(TILE_LANES * lane_units * UNIT_BITS, 32)
+    return ceil_div(max(1 + fmt.parameter_words + streams, fmt.row_bytes // 4), 4) * 4
 
 
 def _float_bits(x: float) -> int:

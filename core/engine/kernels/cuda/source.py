@@ -25,6 +25,7 @@ from ..format import (
     NOT_CACHED,
     OFFSET_SHIFT,
     PACKED_BIT,
+    PAD_WORDS,
     SLAB_SHIFT,
     RowFormat,
 )
@@ -32,6 +33,7 @@ from ..tile_format import (
     LEVELS,
     MAX_CODE,
     MAX_SYMBOLS,
+    SHORT_BITS,
     ZERO_SYMBOL,
     Granularity,
     TileFormat,
@@ -59,7 +61,7 @@ _KERNELS: dict[str, tuple[str, ...]] = {
         "top_values",
         "sizes_by_option",
     ),
-    "quantized": ("measure_tiles", "encode_tiles", "decode_tiles"),
+    "quantized": ("measure_tiles", "encode_tiles", "pack_tiles", "move_tiles", "decode_tiles"),
 }
 
 #: Fewest chunks a lane with which eight lanes can take a row.
@@ -112,11 +114,16 @@ BYTE_FIELDS = {
 TILE_SETTINGS = ("KIND", "TOKENS", "DIM", "GRANULARITY", "TOKEN_PAIRS", "LOOKUP_BITS")
 TILE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 #: Warps of a block of the encoders at the most: what registers have room for.
-MAX_ENCODE_WARPS = 16
+MAX_ENCODE_WARPS = 20
+#: Warps of a block of the kernel that moves coded tiles together.
+MOVE_WARPS = 8
 TILE_DEFINES: dict[str, int | str] = {
+    "MOVE_WARPS": MOVE_WARPS,
+    "PAD_WORDS": PAD_WORDS,
     "ENCODE_WARPS": MAX_ENCODE_WARPS,
     "MAX_CODE": MAX_CODE,
     "MAX_SYMBOLS": MAX_SYMBOLS,
+    "SHORT_BITS": SHORT_BITS,
     "ZERO_SYMBOL": ZERO_SYMBOL,
     "STEP_LEVELS": LEVELS,
     "NO_ROW": f"({NO_ROW + 1}ll-1)",
@@ -257,8 +264,8 @@ class PlainVariant:
         """Readable name, for tests and logs."""
         if self.file not in ("copy", "bags", "attend", "quantized"):
             return self.file
-        told = self.settings[: len(TILE_SETTINGS) if self.file == "quantized" else None]
-        return "-".join([self.file, *(f"{k.lower()}{v}" for k, v in told)])
+        named = self.settings[: len(TILE_SETTINGS) if self.file == "quantized" else None]
+        return "-".join([self.file, *(f"{k.lower()}{v}" for k, v in named)])
 
 
 AnyVariant = Variant | PlainVariant
@@ -292,17 +299,19 @@ def tile_stride(dim: int) -> int:
     """Return the bytes from a token to the next among the codes of a tile in shared memory.
 
     An odd number of 16 bytes, so that the eight tokens that a warp writes to at once begin in
-    banks of their own, four apart.
+    banks of their own, four apart; powers of two as they are: their pieces of 16 bytes are swapped.
     """
-    return dim + 16 if dim // 16 % 2 == 0 else dim
+    even = dim // 16 % 2 == 0
+    return dim + 16 if even and dim & (dim - 1) else dim
 
 
 def max_decode_warps(fmt: TileFormat) -> int:
     """Return the most warps of a block of the decoder: more have fewer registers each.
 
-    Of large tiles, shared memory has no room for more than 16.
+    Of large tiles, shared memory has no room for more.
     """
-    return 16 if fmt.tokens * tile_stride(fmt.dim) > 8 << 10 else 24
+    stage = fmt.tokens * tile_stride(fmt.dim)
+    return 24 if stage <= 7 << 10 else 20 if stage <= 8 << 10 else 16
 
 
 def quantized_variant(fmt: TileFormat) -> PlainVariant:

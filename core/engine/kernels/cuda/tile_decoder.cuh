@@ -73,10 +73,28 @@ __device__ __forceinline__ void read_scales(const Tables& t, int head, const Sca
 #endif
 }
 
-// Read the codes of a tile to the stage; return whether it is sound. On sm_90 a symbol takes 24 to 26
-// instructions, and write_values 10 more for two values: a symbol of two values is some 35 for them,
-// singles some 58. Of shared memory, two values take two byte stores, whose eight tokens lie in banks of
-// their own (see tile_stride), but channels of one token may meet; the look-ups meet as chance has it.
+// Read the codes of a block of positions to the stage. ALWAYS: lanes ask before each symbol.
+template <bool PAIRED, bool ALWAYS>
+__device__ __forceinline__ void read_block(Reader& reader, const u32* table, int enough, const Places& places, Ring& ring,
+                                           u8* group, u32 below, int lane) {
+#pragma unroll 1
+  for (int j = 0; j < TOKENS / 16; ++j, group += 16 * STRIDE) {
+    ring.advance(reader.next, lane);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (ALWAYS || !PAIRED || i % 2 == 0) reader.ask(ring, enough, below);
+      const u32 entry = reader.take(table);
+      group[places.of(i, 0)] = (u8)entry;
+      if (!PAIRED && ALWAYS) reader.ask(ring, enough, below);
+      group[places.of(i, 1)] = (u8)(PAIRED ? entry >> 8 : reader.take(table));
+    }
+  }
+}
+
+// Read the codes of a tile to the stage; return whether it is sound. On sm_90 two values take some 20
+// instructions as a pair of a short code, 29 of a long one, 33 and 51 as singles, and write_values 10 more. Of
+// shared memory, two values take two byte stores, whose eight tokens lie in banks of their own (see
+// stage_at), but channels of one token may meet; the look-ups meet as chance has it.
 __device__ __forceinline__ bool read_codes(const Tables& t, int head, const u32* lookup, Ring& ring, int byte,
                                            int units, u8* stage, int lane) {
   const int mine = about_block(t, head, lane);
@@ -85,31 +103,16 @@ __device__ __forceinline__ bool read_codes(const Tables& t, int head, const u32*
 #pragma unroll 1
   for (int b = 0; b < BLOCKS; ++b) {
     const int block = __shfl_sync(FULL, mine, b);
-    const int enough = 16 - (block >> 8 & 255);
+    const int longest = block >> 8 & 255, enough = 16 - bits_needed(longest);
+    const bool is_short = LOOKUP_BITS <= SHORT_BITS || longest <= SHORT_BITS;
     const u32* table = lookup + ((block & 255) << LOOKUP_BITS);
     const Places places(t.order + head * DIM, b, lane);
-    u8* group = stage;
     if (block >> 16) {
-#pragma unroll 1
-      for (int j = 0; j < TOKENS / 16; ++j, group += 16 * STRIDE) {
-        ring.advance(reader.next, lane);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const u32 entry = reader.take(ring, table, enough, below);
-          group[places.of(i, 0)] = (u8)entry;
-          group[places.of(i, 1)] = (u8)(entry >> 8);
-        }
-      }
+      if (is_short) read_block<true, false>(reader, table, enough, places, ring, stage, below, lane);
+      else read_block<true, true>(reader, table, enough, places, ring, stage, below, lane);
     } else {
-#pragma unroll 1
-      for (int j = 0; j < TOKENS / 16; ++j, group += 16 * STRIDE) {
-        ring.advance(reader.next, lane);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          group[places.of(i, 0)] = (u8)reader.take(ring, table, enough, below);
-          group[places.of(i, 1)] = (u8)reader.take(ring, table, enough, below);
-        }
-      }
+      if (is_short) read_block<false, false>(reader, table, enough, places, ring, stage, below, lane);
+      else read_block<false, true>(reader, table, enough, places, ring, stage, below, lane);
     }
   }
   copy_async_wait<0>();
@@ -131,7 +134,7 @@ __device__ __forceinline__ void write_values(const Scales& s, const u8* stage, u
   for (int piece = lane; piece < ROW_PIECES; piece += 32) {
     const int token = piece / PIECES, channel = SAME_CHANNELS ? fixed : piece % PIECES * VECTOR;
     if (!SAME_CHANNELS || BY_TOKEN) q.load<false>(s, token, channel);
-    const u32* from = (const u32*)(stage + token * STRIDE + channel);
+    const u32* from = (const u32*)(stage + stage_at(token, channel));
     float x[VECTOR];
 #if VECTOR == 8
     const uint2 both = *(const uint2*)from;

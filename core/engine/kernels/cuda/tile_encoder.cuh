@@ -8,6 +8,12 @@ __device__ __forceinline__ int key_of(float x) {
 __device__ __forceinline__ float float_of_key(int key) { return __int_as_float(key ^ (key >> 31 & 0x7fffffff)); }
 __device__ __forceinline__ u32 magnitude(float x) { return __float_as_uint(x) & 0x7fffffff; }
 
+// The bits of value v of a piece of 16 bytes.
+__device__ __forceinline__ u32 bits_of(const uint4& x, int v) {
+  const u32 words[4] = {x.x, x.y, x.z, x.w};
+  return VALUE_BYTES == 4 ? words[v & 3] : words[v >> 1] >> (16 * (v & 1)) & 0xffff;
+}
+
 struct Range {
   int least, largest;  // keys
   __device__ __forceinline__ Range() : least(0x7fffffff), largest(-0x7fffffff - 1) {}
@@ -55,19 +61,84 @@ __device__ __forceinline__ int level_of(const Tables& t, float square) {
   return level;
 }
 
-// The mean square of a token times the square of the scale, in all lanes.
-__device__ __forceinline__ float scaled_square(const Tables& t, const value_t* token, int lane) {
-  float sum = 0;
+#if BY_TOKEN
+#define TOKEN_LANES (32 / VECTOR)  // lanes that read a token, VECTOR neighbouring channels of 32 at a time
+
+// What a lane has read of tokens, which is added up between the lanes that read the same ones.
+#if GRANULARITY == TOKEN_LEVEL
+struct Part {
+  float sums[VECTOR] = {};  // of squares: of the channels of one lane of the format
+  __device__ __forceinline__ void add(int v, u32 bits) {
+    const float x = float_of(bits), finite = magnitude(x) < 0x7f800000 ? x : 0.f;
+    sums[v] = add_exact(sums[v], multiply_exact(finite, finite));
+  }
+  __device__ __forceinline__ void add_other(const Part& theirs, int d) {
 #pragma unroll
-  for (int c = 0; c < DIM; c += 32) {
-    if (c + lane >= DIM) break;
-    const float x = float_of(__ldg(token + c + lane));
-    if (magnitude(x) < 0x7f800000) sum = add_exact(sum, multiply_exact(x, x));
+    for (int v = 0; v < VECTOR; ++v) sums[v] = add_exact(sums[v], __shfl_xor_sync(FULL, theirs.sums[v], d));
+  }
+  // Times the square of the scale.
+  __device__ __forceinline__ float mean_square(const Tables& t) {
+#pragma unroll
+    for (int d = VECTOR / 2; d; d >>= 1) {
+#pragma unroll
+      for (int v = 0; v < d; ++v) sums[v] = add_exact(sums[v], sums[v + d]);
+    }
+    return multiply_exact(multiply_exact(sums[0], t.inverse_dim), t.scale);
+  }
+};
+#else
+struct Part {
+  Range range;
+  __device__ __forceinline__ void add(int, u32 bits) { range.add(bits); }
+  __device__ __forceinline__ void add_other(const Part& theirs, int d) {
+    range.least = min(range.least, __shfl_xor_sync(FULL, theirs.range.least, d));
+    range.largest = max(range.largest, __shfl_xor_sync(FULL, theirs.range.largest, d));
+  }
+};
+#endif
+
+// Find the scales of 32 tokens. VECTOR tokens are read at a time, by TOKEN_LANES lanes each. Between these
+// lanes parts are added up as the format's butterfly does, its first steps with d times VECTOR for d; at each
+// step a lane goes on with half of its tokens, and in the end has one. The last steps are within a lane.
+__device__ __forceinline__ void find_token_scales(const Tables& t, const value_t* row, int first, const Scales& s,
+                                                  u32* parameters, int lane) {
+  Part parts[TOKEN_LANES];
+  const int channel = lane % TOKEN_LANES * VECTOR;
+#pragma unroll
+  for (int k = 0; k < TOKEN_LANES; ++k) {
+    const int token = first + k * VECTOR + lane / TOKEN_LANES;
+    // A break that some lanes take would keep the loop from being unrolled, and loads from overlapping.
+#pragma unroll
+    for (int c = 0; c < DIM; c += 32) {
+      if ((TOKENS % 32 == 0 || token < TOKENS) && (DIM % 32 == 0 || c + channel < DIM)) {
+        const uint4 x = __ldg((const uint4*)(row + token * DIM + c + channel));
+#pragma unroll
+        for (int v = 0; v < VECTOR; ++v) parts[k].add(v, bits_of(x, v));
+      }
+    }
   }
 #pragma unroll
-  for (int d = 16; d; d >>= 1) sum = add_exact(sum, __shfl_xor_sync(FULL, sum, d));
-  return multiply_exact(multiply_exact(sum, t.inverse_dim), t.scale);
+  for (int d = TOKEN_LANES / 2; d; d >>= 1) {
+    const bool upper = lane & d;
+#pragma unroll
+    for (int k = 0; k < d; ++k) {
+      const Part theirs = upper ? parts[k] : parts[k + d];
+      if (upper) parts[k] = parts[k + d];
+      parts[k].add_other(theirs, d);
+    }
+  }
+  const int token = first + lane % TOKEN_LANES * VECTOR + lane / TOKEN_LANES;
+  if (TOKENS % 32 && token >= TOKENS) return;
+#if GRANULARITY == TOKEN_LEVEL
+  const int level = level_of(t, parts[0].mean_square(t));
+  ((u8*)parameters)[token] = (u8)level;
+  set_scale(s, token, __ldg(t.level_steps + level), 0.f);
+#else
+  const u32 word = parameters[token] = parts[0].range.word(t.scale);
+  set_range(s, token, word);
+#endif
 }
+#endif
 
 // Find parameters and scales of a tile, all lanes of a warp.
 __device__ __forceinline__ void find_scales(const Tables& t, int head, const value_t* row, const Scales& s,
@@ -88,42 +159,16 @@ __device__ __forceinline__ void find_scales(const Tables& t, int head, const val
 #endif
   }
 #if BY_TOKEN
-  for (int first = 0; first < TOKENS; first += 32) {
-    const int count = min(32, TOKENS - first);
-#if GRANULARITY == TOKEN_LEVEL
-    float square = 0;
-#else
-    Range range;
-#endif
-#pragma unroll 4
-    for (int k = 0; k < count; ++k) {
-      const value_t* token = row + (first + k) * DIM;
-#if GRANULARITY == TOKEN_LEVEL
-      const float found = scaled_square(t, token, lane);
-      if (k == lane) square = found;
-#else
-      Range part;
-      for (int c = lane; c < DIM; c += 32) part.add(__ldg(token + c));
-      part.least = __reduce_min_sync(FULL, part.least);
-      part.largest = __reduce_max_sync(FULL, part.largest);
-      if (k == lane) range = part;
-#endif
-    }
-    if (lane < count) {
-#if GRANULARITY == TOKEN_LEVEL
-      const int level = level_of(t, square);
-      ((u8*)parameters)[first + lane] = (u8)level;
-      set_scale(s, first + lane, __ldg(t.level_steps + level), 0.f);
-#else
-      const u32 word = parameters[first + lane] = range.word(t.scale);
-      set_range(s, first + lane, word);
-#endif
-    }
-  }
+#pragma unroll 1
+  for (int first = 0; first < TOKENS; first += 32) find_token_scales(t, row, first, s, parameters, lane);
 #elif GRANULARITY == BLOCK_RANGE
   Range range;
 #pragma unroll 4
-  for (int i = lane; i < VALUES; i += 32) range.add(__ldg(row + i));
+  for (int piece = lane; piece < ROW_PIECES; piece += 32) {
+    const uint4 x = __ldg((const uint4*)row + piece);
+#pragma unroll
+    for (int v = 0; v < VECTOR; ++v) range.add(bits_of(x, v));
+  }
   range.least = __reduce_min_sync(FULL, range.least);
   range.largest = __reduce_max_sync(FULL, range.largest);
   if (lane == 0) {
@@ -134,21 +179,62 @@ __device__ __forceinline__ void find_scales(const Tables& t, int head, const val
   __syncwarp();
 }
 
-// The byte of a value: its code + 128, or 0 for an exception.
-__device__ __forceinline__ u32 quantised(u32 bits, float step, float center, float inverse, float limit) {
-  const float x = float_of(bits);
-  const float code = rintf(multiply_exact(subtract_exact(x, center), inverse));
-  bool fits = fabsf(code) <= limit;  // not where it is NaN
-  const float decoded = rounded(add_exact(center, multiply_exact(step, fits ? code : 0.f)));
-  // Compared as integers: -ftz would take subnormal ones for zero.
-  const float largest = __uint_as_float(max(magnitude(decoded), LEAST_NORMAL));
-  const float allowed = add_exact(multiply_exact(0.5f, step), multiply_exact(ROUNDING, largest));
-  fits = fits && magnitude(subtract_exact(decoded, x)) <= magnitude(allowed) && magnitude(decoded) < 0x7f800000;
-  return fits ? (u32)((int)code + ZERO_SYMBOL) : 0;
+// To the nearest integer, ties to even, with the code + 128 in the lowest byte of the bits: 1.5 * 2 ** 23 + 128.
+// What is too large for that stays too large to be a code.
+#define ROUNDER (12582912.f + ZERO_SYMBOL)
+
+// Quantise the values of 16 bytes: return how many are exceptions. Of each the byte is its code + 128, or 0.
+__device__ __forceinline__ int quantise_piece(const uint4& piece, const Vector& q, u32* bytes) {
+  int exceptions = 0;
+  u32 coded[VECTOR];
+#pragma unroll
+  for (int first = 0; first < VECTOR; first += 2) {
+    float x[2], decoded[2];
+    bool fits[2];
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+      const int v = first + k;
+      x[k] = float_of(bits_of(piece, v));
+      // The center of levels is 0, which changes no value but the sign of a zero.
+      const float from = GRANULARITY == TOKEN_LEVEL ? x[k] : subtract_exact(x[k], q.center[v]);
+      const float shifted = add_exact(multiply_exact(from, q.inverse[v]), ROUNDER);
+      const float code = subtract_exact(shifted, ROUNDER);
+      fits[k] = fabsf(code) <= q.limit[v];  // not where it is NaN
+      coded[v] = __float_as_uint(shifted);
+      const float scaled = multiply_exact(q.step[v], code);
+      decoded[k] = GRANULARITY == TOKEN_LEVEL ? scaled : add_exact(q.center[v], scaled);
+    }
+#if VALUE_BYTES == 2
+    const u32 both = pack_two(decoded[0], decoded[1]);
+    decoded[0] = float_of(both & 0xffff);
+    decoded[1] = float_of(both >> 16);
+#endif
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+      const int v = first + k;
+      // Compared as integers: -ftz would take subnormal ones for zero.
+      const u32 size = magnitude(decoded[k]);
+      const float largest = __uint_as_float(max(size, LEAST_NORMAL));
+      const float allowed = add_exact(multiply_exact(0.5f, q.step[v]), multiply_exact(ROUNDING, largest));
+      const bool near = magnitude(subtract_exact(decoded[k], x[k])) <= __float_as_uint(allowed);
+      const bool fitting = fits[k] & near & (size < 0x7f800000);
+      if (!fitting) coded[v] = 0;
+      exceptions += !fitting;
+    }
+  }
+#pragma unroll
+  for (int v = 0; v < VECTOR; v += 4)
+    bytes[v >> 2] = __byte_perm(__byte_perm(coded[v], coded[v + 1], 0x0040),
+                                __byte_perm(coded[v + 2], coded[v + 3], 0x0040), 0x5410);
+  return exceptions;
 }
 
-// Write the bytes of a tile to the stage; return how many of this lane's are exceptions.
+// Write the bytes of a tile to the stage; return how many of this lane's are exceptions. Two pieces are on
+// their way while one is quantised.
 __device__ __forceinline__ int quantise(const value_t* row, const Scales& s, u8* stage, int lane) {
+  const uint4* pieces = (const uint4*)row;
+  uint4 next = __ldg(pieces + lane), after = next;
+  if (ROW_PIECES > 32) after = __ldg(pieces + lane + 32);
   Vector q;
   const int fixed = lane % PIECES * VECTOR;
   if (SAME_CHANNELS) q.load_limits(s, fixed);
@@ -156,21 +242,15 @@ __device__ __forceinline__ int quantise(const value_t* row, const Scales& s, u8*
   int exceptions = 0;
 #pragma unroll 2
   for (int piece = lane; piece < ROW_PIECES; piece += 32) {
+    const uint4 x = next;
+    next = after;
+    if (piece + 64 < ROW_PIECES) after = __ldg(pieces + piece + 64);
     const int token = piece / PIECES, channel = SAME_CHANNELS ? fixed : piece % PIECES * VECTOR;
     if (!SAME_CHANNELS) q.load_limits(s, channel);
     if (!SAME_CHANNELS || BY_TOKEN) q.load<true>(s, token, channel);
-    const uint4 x = __ldg((const uint4*)row + piece);
-    const u32 words[4] = {x.x, x.y, x.z, x.w};
     u32 bytes[VECTOR / 4];
-#pragma unroll
-    for (int v = 0; v < VECTOR; ++v) {
-      const u32 bits = VALUE_BYTES == 4 ? words[v & 3] : words[v >> 1] >> (16 * (v & 1)) & 0xffff;
-      const u32 byte = quantised(bits, q.step[v], q.center[v], q.inverse[v], q.limit[v]);
-      exceptions += byte == 0;
-      if (v % 4 == 0) bytes[v >> 2] = byte;
-      else bytes[v >> 2] |= byte << (8 * (v & 3));
-    }
-    u32* to = (u32*)(stage + token * STRIDE + channel);
+    exceptions += quantise_piece(x, q, bytes);
+    u32* to = (u32*)(stage + stage_at(token, channel));
 #if VECTOR == 8
     *(uint2*)to = make_uint2(bytes[0], bytes[1]);
 #else
@@ -184,13 +264,13 @@ __device__ __forceinline__ int quantise(const value_t* row, const Scales& s, u8*
 // Counts a lane's units.
 struct Counter {
   int left = 0, units = 0;
-  __device__ __forceinline__ void put(u32 entry, int longest) {
-    if (left < longest) {
+  __device__ __forceinline__ void ask(int need) {
+    if (left < need) {
       left += 16;
       ++units;
     }
-    left -= (int)(entry >> CODE_FIELD);
   }
+  __device__ __forceinline__ void put(u32 entry) { left -= (int)(entry >> CODE_FIELD); }
 };
 
 // Writes a lane's units where a reader will take them: it has the bits left that the reader has.
@@ -201,8 +281,8 @@ struct Writer {
   u32 pending = 0;  // bits that are in no unit yet, from the highest on
   int filled = 0;
   int current = 0, following = 0, taken = 0;  // units taken and not yet written: two at the most
-  __device__ __forceinline__ void put(u32 entry, int longest) {
-    const bool asks = left < longest;
+  __device__ __forceinline__ void ask(int need) {
+    const bool asks = left < need;
     const u32 votes = __ballot_sync(FULL, asks);
     if (asks) {
       const int unit = next + __popc(votes & below);
@@ -212,6 +292,8 @@ struct Writer {
       left += 16;
     }
     next += __popc(votes);
+  }
+  __device__ __forceinline__ void put(u32 entry) {
     const int count = (int)(entry >> CODE_FIELD);
     pending |= (entry & ((1u << CODE_FIELD) - 1)) << (32 - filled - count);
     filled += count;
@@ -249,7 +331,8 @@ __device__ __forceinline__ void write_symbols(const Tables& t, int head, const u
   const int mine = about_block(t, head, lane);
   for (int b = 0; b < BLOCKS; ++b) {
     const int block = __shfl_sync(FULL, mine, b);
-    const int longest = block >> 8 & 255, radius = block >> 16;
+    const int longest = block >> 8 & 255, need = bits_needed(longest), radius = block >> 16;
+    const bool always = longest > SHORT_BITS;
     const unsigned short* table = codes + (block & 255) * MAX_SYMBOLS;
     const Places places(t.order + head * DIM, b, lane);
     u8* group = stage;
@@ -260,10 +343,13 @@ __device__ __forceinline__ void write_symbols(const Tables& t, int head, const u
         const int x = *first ? *first - ZERO_SYMBOL : 0, y = *second ? *second - ZERO_SYMBOL : 0;
         if (radius) {
           const int symbol = (x + radius) * (2 * radius + 1) + y + radius;
-          writer.put(entry_of(table, symbol, radius * (2 * radius + 2), first, second, exceptions), longest);
+          if (always || i % 2 == 0) writer.ask(need);
+          writer.put(entry_of(table, symbol, radius * (2 * radius + 2), first, second, exceptions));
         } else {
-          writer.put(entry_of(table, x + ZERO_SYMBOL, ZERO_SYMBOL, first, first, exceptions), longest);
-          writer.put(entry_of(table, y + ZERO_SYMBOL, ZERO_SYMBOL, second, second, exceptions), longest);
+          writer.ask(need);
+          writer.put(entry_of(table, x + ZERO_SYMBOL, ZERO_SYMBOL, first, first, exceptions));
+          if (always) writer.ask(need);
+          writer.put(entry_of(table, y + ZERO_SYMBOL, ZERO_SYMBOL, second, second, exceptions));
         }
       }
     }
@@ -274,7 +360,7 @@ __device__ __forceinline__ void write_symbols(const Tables& t, int head, const u
 __device__ __forceinline__ void write_exceptions(const value_t* row, const u8* stage, u32* to, int lane) {
   for (int first = 0; first < VALUES; first += 128) {
     const int position = first + 4 * lane;
-    const u32 bytes = *(const u32*)(stage + position / DIM * STRIDE + position % DIM);
+    const u32 bytes = *(const u32*)(stage + stage_at(position / DIM, position % DIM));
     u32 missed = 0;
 #pragma unroll
     for (int k = 0; k < 4; ++k) missed |= (u32)((bytes >> (8 * k) & 255) == 0) << k;

@@ -38,6 +38,7 @@ struct Ring {
   // See to it that 512 bytes are there from `byte` on, which is at most so many behind the one before:
   // more than a warp takes while each lane decodes eight symbols, of ten bits at the most.
   __device__ __forceinline__ void advance(int byte, int lane) {
+#pragma unroll 1
     while (byte / FETCH_BYTES > chunk) {
       __syncwarp();
       ++chunk;
@@ -71,18 +72,22 @@ struct Reader {
   int next;   // the byte of the next unit
   u32 least;  // of the entries looked up: 0 when a code did not exist
 
-  // The entry of the next symbol in a table: of a class whose longest code has 16 - `enough` bits.
-  __device__ __forceinline__ u32 take(const Ring& ring, const u32* table, int enough, u32 below) {
+  // Take the next unit, unless 16 - `enough` bits are there.
+  __device__ __forceinline__ void ask(const Ring& ring, int enough, u32 below) {
     const bool asks = room > enough;
     const u32 votes = __ballot_sync(FULL, asks);
     // All lanes load, so that there is no branch; those that do not ask, what the next one takes.
     const u32 unit = ring.unit(next + 2 * __popc(votes & below));
     bits |= __funnelshift_l(0, asks ? unit : 0, room);  // a shift modulo 32
+    room += asks ? -16 : 0;
     next += 2 * __popc(votes);
+  }
+  // The entry of the next symbol in a table.
+  __device__ __forceinline__ u32 take(const u32* table) {
     const u32 entry = table[bits >> (32 - LOOKUP_BITS)];
     const int count = (int)(entry >> 24);
     bits <<= count;
-    room += (asks ? -16 : 0) + count;
+    room += count;
     least = min(least, entry);
     return entry;
   }

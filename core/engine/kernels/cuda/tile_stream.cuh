@@ -7,7 +7,9 @@ typedef unsigned short u16;
 #define TOKENS (16 * GROUPS)
 #define PIECE 512         // bytes that are asked for at once
 #define RING (3 * PIECE)  // bytes of a warp's ring; another piece behind them mirrors the first one
-#define AHEAD 320         // bytes that eight symbols of a warp take at most: five units a lane
+#define AHEAD 512         // bytes that a warp takes between refills at most: eight units a lane
+#define RING_ROOM (RING + PIECE + 16)  // lanes that take none look at what comes next
+#define SHORT_BITS 8      // as in tile_format.py: up to that many, lanes ask before every second symbol
 #if VALUE_KIND == 2
 #define VALUE_SIZE 4
 #else
@@ -51,7 +53,7 @@ __device__ __forceinline__ u16 bits_of_value(float x) {
   return float_to_half(x);
 #else
   const u32 bits = (u32)__float_as_int(x);
-  if ((bits & 0x7fffffff) > 0x7f800000) return (u16)(bits >> 16 | 0x40);  // stays no number
+  if ((bits & 0x7fffffff) > 0x7f800000) return (u16)(bits >> 16 | 0x40);  // remains no number
   return (u16)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 #endif
 }
@@ -67,9 +69,22 @@ struct Source {  // coded tiles of K or of V
   i64 n_rows;
 };
 struct Coder {  // what a block knows of their symbols, in shared memory
-  const int4* blocks;  // of each block of positions: place of the table, mask of the bits, bits, symbols
+  const char* tables;
+  const int4* blocks;  // of each block of positions: see about_class
 };
-enum { SINGLES = 0, PAIRS = 1, WIDE_PAIRS = 2 };
+// Symbols by the bits of the longest code, short or long. Codes of wide pairs are bytes, others halves.
+enum { SHORT_PAIRS, LONG_PAIRS, SHORT_SINGLES, LONG_SINGLES, WIDE_PAIRS };
+
+// What decode_block is told of a class: where its table begins, a multiple of its size; the bits of an
+// entry's place in it; the bits that a lane needs at an ask; and SYMBOLS, below them by how much what
+// the lane has is turned to the right: turned by `left` - needed bits in addition, the next code's
+// highest bit is that of the mask.
+__device__ __forceinline__ int4 about_class(int table, int bits, int radius, int whole_radius) {
+  const bool is_short = bits <= SHORT_BITS;
+  const int needed = is_short ? 2 * bits : bits;
+  const int symbols = radius > whole_radius ? WIDE_PAIRS : (radius ? SHORT_PAIRS : SHORT_SINGLES) + !is_short;
+  return make_int4(table, 4 * ((1 << bits) - 1), needed, symbols << 5 | ((needed - bits - 2) & 31));
+}
 struct Tile {
   const u32* words;  // null: there is none to be had
   u32 length;        // 0: raw
@@ -116,15 +131,18 @@ __device__ Tile find_tile(const Source& from, i64 id, int dim, int parameter_wor
 
 // The units of a tile on their way: they pass through a ring of the warp. All but `bits` and `state`
 // are the same in all lanes; `bits` are a lane's last two units, of which the lower `left` bits are not
-// used yet, and the lower half of `state` is left - bits of the longest code.
+// used yet, and the lower half of `state` is left - needed bits. There are 31 at the most: a lane asks
+// with 15 or less.
 struct Stream {
   char* ring;
+  const char* tables;
   const char* from;  // the piece that is asked for next, on 16 bytes
   const char* last;  // behind the units
   u32 next, end;     // place of the unit that comes next, and behind what is asked for
   u32 ring_end;      // place
   u32 slot, asked;   // of the next piece in the ring; bytes that were asked for
   u32 bits, state;
+  u32 turned;  // `bits` as of the last ask: see about_class
 };
 
 // Ask for another piece. The room is free: no lane reads there any more.
@@ -154,7 +172,7 @@ __device__ __forceinline__ void begin_stream(Stream& s, char* ring, const Tile& 
   copy_async_wait<1>();
   __syncwarp();
 }
-// See to it that what eight symbols may take is there: the last piece may be under way.
+// See to it that AHEAD bytes are there: the last piece may be under way.
 __device__ __forceinline__ void refill(Stream& s) {
   if (s.next >= s.ring_end) {
     s.next -= RING;
@@ -174,29 +192,44 @@ __device__ __forceinline__ u32 end_stream(const Stream& s, const Tile& tile, int
   const u32 skipped = (u32)((u64)(tile.words + 1 + parameter_words) & 15);
   return (s.asked - (s.end - s.next) - skipped) / 2;
 }
-// The entry of the next symbol: minus its bits in the lower half, codes in the upper one.
-__device__ __forceinline__ u32 next_symbol(Stream& s, u32 table, u32 mask, u32 below) {
+struct Class {  // what about_class tells, in registers
+  u32 table, mask, turn;
+};
+__device__ __forceinline__ void ask_units(Stream& s, const Class& c, u32 below) {
   s.next += 2 * __popc(take_units(s.bits, s.state, s.next, below));
-  const u32 entry = load_place(table + 4 * (__funnelshift_r(s.bits, 0, s.state) & mask));
+  s.turned = __funnelshift_r(s.bits, s.bits, c.turn);
+}
+// The entry of the next symbol: minus its bits in the lower half, codes in the upper one.
+__device__ __forceinline__ u32 next_symbol(Stream& s, const Class& c) {
+  const u32 entry = *(const u32*)(s.tables + ((__funnelshift_r(s.turned, s.turned, s.state) & c.mask) | c.table));
   s.state += entry;
   return entry;
 }
-// The halves of two codes. Those up to 8 are whole in the upper byte of a half; others are bytes.
+// The halves of two codes, for pair number i. Those up to 8 are whole in the upper byte of a half.
 template <int SYMBOLS>
-__device__ __forceinline__ u32 next_pair(Stream& s, u32 table, u32 mask, u32 below) {
-  const u32 entry = next_symbol(s, table, mask, below);
-  if (SYMBOLS == SINGLES) return __byte_perm(entry, next_symbol(s, table, mask, below), 0x7632);
-  if (SYMBOLS == PAIRS) return __byte_perm(entry, 0, 0x3424);
+__device__ __forceinline__ u32 next_pair(Stream& s, const Class& c, int i, bool always, u32 below) {
+  if (SYMBOLS == SHORT_SINGLES || SYMBOLS == LONG_SINGLES) {
+    ask_units(s, c, below);
+    const u32 first = next_symbol(s, c);
+    if (SYMBOLS == LONG_SINGLES) ask_units(s, c, below);
+    return __byte_perm(first, next_symbol(s, c), 0x7632);
+  }
+  if (SYMBOLS == LONG_PAIRS || i % 2 == 0 || (SYMBOLS == WIDE_PAIRS && always)) ask_units(s, c, below);
+  const u32 entry = next_symbol(s, c);
+  if (SYMBOLS != WIDE_PAIRS) return __byte_perm(entry, 0, 0x3424);
   return subtract_halves(__byte_perm(entry, 0x64646464u, 0x4342), 0x64806480u);  // 1024 + 128 + code
 }
+// On sm_90 two values take some 11 instructions as a pair of a short code, 17 of a long one, 21 and 32 as
+// singles: two look-ups 4 each, an ask 11.
 template <int SYMBOLS, class Taker>
-__device__ __forceinline__ void decode_block(Stream& s, u32 table, u32 mask, u32 below, Taker& taker) {
+__device__ __forceinline__ void decode_block(Stream& s, const Class& c, bool always, u32 below, Taker& taker) {
+  const int groups = SYMBOLS == SHORT_PAIRS ? 4 : SYMBOLS == LONG_SINGLES ? 1 : 2;  // of at most eight units a lane
 #pragma unroll
   for (int j = 0; j < GROUPS; ++j) {
     u32 a[4];
-    if (SYMBOLS == SINGLES || j % 2 == 0) refill(s);
+    if (j % groups == 0) refill(s);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) a[i] = next_pair<SYMBOLS>(s, table, mask, below);
+    for (int i = 0; i < 4; ++i) a[i] = next_pair<SYMBOLS>(s, c, i, always, below);
     taker.take(j, a);
   }
 }
@@ -209,17 +242,24 @@ __device__ __forceinline__ bool decode_tile(const Tile& tile, const Coder& coder
   const u32 below = (1u << (threadIdx.x & 31)) - 1;
   Stream s;
   begin_stream(s, ring, tile, parameter_words);
+  s.tables = coder.tables;
   u32 wrong = 0;
-  int bits = 0;
+  int needed = 0;
 #pragma unroll 1
   for (int b = 0; b < blocks; ++b) {
     const int4 block = coder.blocks[b];
-    s.state += bits - block.z;
-    bits = block.z;
+    // The lowest lanes are never all 32: adds nothing, but makes the compiler keep the table in a lane's
+    // register. From a uniform one it copies it for each symbol, as it cannot combine two of them.
+    const Class c = {(u32)block.x | below >> 31, (u32)block.y, (u32)block.w};
+    const int symbols = block.w >> 5;
+    s.state += needed - block.z;
+    needed = block.z;
     taker.begin(b);
-    if (block.w == PAIRS) decode_block<PAIRS>(s, block.x, block.y, below, taker);
-    else if (block.w == SINGLES) decode_block<SINGLES>(s, block.x, block.y, below, taker);
-    else decode_block<WIDE_PAIRS>(s, block.x, block.y, below, taker);
+    if (symbols == SHORT_PAIRS) decode_block<SHORT_PAIRS>(s, c, false, below, taker);
+    else if (symbols == LONG_PAIRS) decode_block<LONG_PAIRS>(s, c, true, below, taker);
+    else if (symbols == SHORT_SINGLES) decode_block<SHORT_SINGLES>(s, c, false, below, taker);
+    else if (symbols == LONG_SINGLES) decode_block<LONG_SINGLES>(s, c, true, below, taker);
+    else decode_block<WIDE_PAIRS>(s, c, c.mask >> (SHORT_BITS + 2) != 0, below, taker);
     taker.finish(b);
     wrong |= (s.state + 32) & 0xffc0;  // bits where no code begins count in steps of 64
   }
