@@ -23,6 +23,7 @@ from bitslab.engine.codecs.quantized.fit import fit_tiles
 from bitslab.engine.kernels.cpu.attend import decoded
 from bitslab.engine.kernels.cpu.tiles import encode_tiles, measure_tiles
 from bitslab.engine.kernels.cuda import kernels_on, raise_pending_errors
+from bitslab.engine.kernels.cuda.prepared_attention import PreparedAttention
 from bitslab.engine.kernels.format import (
     PAD_WORDS,
     TableStorage,
@@ -172,15 +173,19 @@ def measured(
     span = made_span(k, v, batch, tokens)
     keys, values = dense(k, batch, tokens), dense(v, batch, tokens)
     raw_bytes = keys.nbytes + values.nbytes
-    attend = kernels_on(torch.device("cuda")).attend
+    prepare = kernels_on(torch.device("cuda")).prepare_attention
     found: Rows = []
     for group in groups:
         queries = torch.randn(
             reps + 2, batch, HEADS * group, 1, DIM, dtype=torch.bfloat16, device="cuda"
         )
 
-        def ours(i: int, queries: torch.Tensor = queries) -> torch.Tensor:
-            return attend(queries[i], [span], length=tokens, scaling=DIM**-0.5)
+        attend = prepare(queries[0], [span], length=tokens, scaling=DIM**-0.5)
+
+        def ours(
+            i: int, queries: torch.Tensor = queries, attend: PreparedAttention = attend
+        ) -> torch.Tensor:
+            return attend(queries[i], [], tokens)
 
         line: dict[str, Any] = {
             "batch": batch,

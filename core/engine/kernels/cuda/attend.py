@@ -163,7 +163,7 @@ class AttendKernels:
         self._runner = runner
         self._class_bits: WeakKeyDictionary[TileTables, list[int]] = WeakKeyDictionary()
         self._spans: WeakKeyDictionary[Span, tuple[int, ...]] = WeakKeyDictionary()
-        self._cuts: dict[tuple[int, int, _Shape, int | None], int] = {}
+        self._cuts: dict[tuple[int, int, int, int, int | None], int] = {}
         self._shapes: dict[tuple[PlainVariant, int, int], tuple[_Shape, Launch]] = {}
         self._merges: dict[PlainVariant, Launch] = {}
 
@@ -362,7 +362,8 @@ class AttendKernels:
 
     def _splits(self, pairs: int, items: int, shape: _Shape, sm_budget: int | None) -> int:
         """Return how many blocks share the tokens of a head."""
-        key = pairs, items, shape, sm_budget
+        # Not its shared memory, in which layers differ: the search takes some 50 microseconds.
+        key = pairs, items, shape.warps, shape.blocks, sm_budget
         found = self._cuts.get(key)
         if found is not None:
             return found
@@ -380,7 +381,10 @@ class AttendKernels:
 
         if len(self._cuts) >= MAX_CUTS:
             self._cuts.clear()
-        found = self._cuts[key] = min(range(1, max(1, min(items, MAX_SPLITS)) + 1), key=cost)
+        most = max(1, min(items, MAX_SPLITS))
+        sizes = {-(-items // splits) or 1 for splits in range(1, most + 1)}
+        # More splits of the same size take no less time.
+        found = self._cuts[key] = min({-(-items // size) or 1 for size in sizes}, key=cost)
         return found
 
 
