@@ -438,3 +438,13 @@ def test_codecs_that_are_learnt_once_are_kept() -> None:
     assert cache.layers[0].packed_tokens == 128
     now = [history.segments[-1].codec for history in cache.layers[0].histories]
     assert all(one is other for one, other in zip(first, now, strict=True))
+
+
+def test_stats_decode_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = prompted()
+    decoded = []
+    monkeypatch.setattr(PackedHistory, "decode", lambda self: decoded.append(self))
+    before = cache.stats()
+    assert before["tokens"] == 100
+    assert cache.stats()["moved_to_device_bytes"] == before["moved_to_device_bytes"]
+    assert not decoded
