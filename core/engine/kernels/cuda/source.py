@@ -258,7 +258,7 @@ class PlainVariant:
         if self.file not in ("copy", "bags", "attend", "quantized"):
             return self.file
         named = self.settings[: len(TILE_SETTINGS) if self.file == "quantized" else None]
-        return "-".join([self.file, *(f"{k.lower()}{v}" for k, v in told)])
+        return "-".join([self.file, *(f"{k.lower()}{v}" for k, v in named)])
 
 
 AnyVariant = Variant | PlainVariant
