@@ -8,6 +8,7 @@ import torch
 
 from ..engine.transfer.lanes import StreamLane
 from ..errors import BitslabError
+from .learning import LearningQueue
 from .packing_queue import PackingQueue
 
 
@@ -50,6 +51,8 @@ class Link:
         None on the CPU, where everything is synchronous.
     packing : PackingQueue
         The histories whose prompts are being packed.
+    learning : LearningQueue
+        The layers whose codecs are to be learnt from a prompt.
     fetched_bytes : int
         Bytes of words fetched as a whole; on the CPU, those that a GPU would have fetched.
 
@@ -63,6 +66,7 @@ class Link:
         self.sm_budget = sm_budget
         self.streams = Streams(device) if device.type == "cuda" else None
         self.packing = PackingQueue()
+        self.learning = LearningQueue(device)
         self.fetched_bytes = 0
 
     def keep(self, *tensors: torch.Tensor) -> None:

@@ -13,6 +13,7 @@ from .arena import HostArena
 from .fetching import FetchBuffers
 from .gathering import RowGatherer
 from .history import PackedHistory
+from .learning import LearningQueue
 from .link import Link
 from .segment import Segment
 from .words import DeviceWords, HostWords, Words
@@ -127,6 +128,11 @@ class HistoryReader:
             When host memory runs out; it names the history, whose tokens are there, unpacked.
         """
         self.link.packing.finish()
+
+    @property
+    def learning(self) -> LearningQueue:
+        """The layers whose codecs are to be learnt from a prompt."""
+        return self.link.learning
 
     # Reading
 

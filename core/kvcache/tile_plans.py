@@ -13,7 +13,6 @@ from ..engine.codecs.quantized import (
     TileCodec,
     fit_error,
     fit_tiles,
-    query_weights,
 )
 from ..engine.kernels.tile_format import Granularity
 from ..errors import ArgumentError, ArgumentTypeError
@@ -226,8 +225,7 @@ class TilePlans:
             self.missed = True
             return
         self.measured = found.measured
-        if of_keys is Granularity.CHANNEL:
-            self._weights = query_weights(queries, keys.shape[1], scaling=scaling).cpu()
+        self._weights = found.weights
         values_of_tile = o.tile_tokens * keys.shape[3]
         bits = 8 * keys.itemsize
         for kind, plan, expected in (

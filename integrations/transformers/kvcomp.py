@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -10,6 +11,7 @@ from transformers import PreTrainedConfig
 
 from bitslab.devices import checked_device
 from bitslab.integrations.transformers.attention import NAME
+from bitslab.integrations.transformers.cache_layer import CompressedLayer
 from bitslab.integrations.transformers.handles import KVHandle
 from bitslab.integrations.transformers.kvcomp_layer import KVCompLayer, LayerUpdate
 from bitslab.integrations.transformers.layer_histories import LayerHistories
@@ -18,7 +20,7 @@ from bitslab.integrations.transformers.packed_cache import (
     check_cache_options,
     exported_as_constant,
 )
-from bitslab.kvcache import TileOptions, check_options
+from bitslab.kvcache import Commit, TileOptions, check_options
 
 
 @exported_as_constant
@@ -161,6 +163,8 @@ class KVCompCache(PackedCache):
             )
 
         super().__init__(config, histories, make_layer)
+        if self._packed:
+            self._layer(max(self._packed)).attended = histories.learn_ahead
         self._updated: int | None = None  # the layer whose last tokens are to be packed
 
     def _append(
@@ -168,7 +172,7 @@ class KVCompCache(PackedCache):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         last, self._updated = self._updated, None
         if last is not None:
-            self._layer(last).settle()
+            self._layer(last).settle(later=True)
         if last is None or layer_idx <= last:  # of another forward pass
             self._hands.look()
         found = super()._append(layer_idx, key_states, value_states)
@@ -177,6 +181,13 @@ class KVCompCache(PackedCache):
             keys.update.behind_next = self._layer(self._next[self._next[layer_idx]])
         self._updated = layer_idx
         return found
+
+    def _change(
+        self, prepare: Callable[[CompressedLayer], Commit], plain: Callable[[Any], None]
+    ) -> None:
+        # Those that have not come to it yet learn from the same tokens as the others.
+        self._histories.finish_learning()
+        super()._change(prepare, plain)
 
     def _layer(self, i: int) -> KVCompLayer:
         layer = self._packed[i]

@@ -57,6 +57,8 @@ class KVCompLayer(CompressedLayer):  # type: ignore[no-untyped-call]
         Why K and V are no tiles, or empty.
     packed_passes, dense_passes : int
         How often packed tokens were attended to as they are, and decoded first.
+    attended : callable or None
+        Called once an update has been attended to: in the last layer of a model.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class KVCompLayer(CompressedLayer):  # type: ignore[no-untyped-call]
         self._open_tiles, self._open_lossless = open_tiles, open_lossless
         self.plans = plans
         self._hands = hands
+        self.attended: Callable[[], None] | None = None
         self.unfit = ""
         self.packed_passes = self.dense_passes = 0
         self._stages: bool | None = None  # whether attention read packed words last
@@ -133,17 +136,44 @@ class KVCompLayer(CompressedLayer):  # type: ignore[no-untyped-call]
             return
         self._reader.prefetch(self.histories, decoded=not self._stages, early=early)
 
-    def settle(self) -> None:
-        """Pack what has left the windows since the last update, once it was attended to."""
+    def settle(self, *, later: bool = False) -> None:
+        """Pack what has left the windows since the last update, once it was attended to.
+
+        Where codecs are to be learnt first, and a GPU has more to compute, that may come `later`.
+        """
         if not self._waits:
             return
+        if self.waits:
+            assert self._reader is not None
+            if later and self._reader.learning.puts_off:
+                self._reader.learning.add(self)
+                return
+            self._waits = False
+            self.learn()
         self._waits = False
-        if self.plans.learns and self._queries is not None and self._due():
-            keys, values = (history.decode() for history in self.histories)
-            self.plans.learn(keys, values, self._queries.tokens, **self._queries.options)
-            self._queries = None
         for history in self.histories:
             history.pack()
+
+    @property
+    def waits(self) -> bool:
+        """Whether codecs are to be learnt from the tokens that are there."""
+        return self._waits and self.plans.learns and self._queries is not None and self._due()
+
+    @property
+    def learns_from(self) -> list[torch.Tensor]:
+        """All tensors that codecs are learnt from."""
+        found = [t for history in self.histories for t in (history.head, history.tail)]
+        if self._queries is not None:
+            first = self._queries.options["first_valid"]
+            found += [self._queries.tokens, *([] if first is None else [first])]
+        return found
+
+    def learn(self) -> None:
+        """Learn the codecs of all tokens, on the current stream."""
+        assert self._queries is not None
+        keys, values = (history.decode() for history in self.histories)
+        self.plans.learn(keys, values, self._queries.tokens, **self._queries.options)
+        self._queries = None
 
     def _due(self) -> bool:
         """Whether tokens are to be packed for the first time."""
@@ -310,6 +340,8 @@ class LayerUpdate:
         """Keep the queries, of the last update; not those of layers that share its K and V."""
         if self._layer.latest(self) and not self._seen:
             self._layer.see(query, padding, options)
+            if self._layer.attended is not None:
+                self._layer.attended()
         self._seen = True
 
 

@@ -90,6 +90,16 @@ class LayerHistories:
         """Return new plans of the tiles of a layer."""
         return TilePlans(options, self._plans, f"layer {layer}")
 
+    def learn_ahead(self) -> None:
+        """Learn codecs from a prompt while GPUs compute; see `LearningQueue.advance`."""
+        for reader in self.readers.values():
+            reader.learning.advance()
+
+    def finish_learning(self) -> None:
+        """Learn the codecs that are to be learnt from a prompt."""
+        for reader in self.readers.values():
+            reader.learning.finish()
+
     def _check_device(self, device: torch.device) -> None:
         if self.device is not None and device != self.device:
             raise ArgumentTypeError(

@@ -275,9 +275,7 @@ class PackedCache(DynamicCache, SelfAttentionCache):
         others = [type(layer).__name__ for i, layer in enumerate(self.layers) if i not in layers]
         note = "" if layers else f"{NOTHING_PACKED}: {', '.join(sorted(set(others))) or 'none'}"
         return {
-            "tokens": next(
-                (x.get_seq_length() for x in self._packed.values()), self._plain_tokens()
-            ),
+            "tokens": self._tokens(),
             "packed_tokens": next((x.packed_tokens for x in self._packed.values()), 0),
             "packed_layers": len(layers),
             "plain_layers": len(others),
@@ -298,8 +296,10 @@ class PackedCache(DynamicCache, SelfAttentionCache):
             },
         }
 
-    def _plain_tokens(self) -> int:
-        """Return the tokens of a sequence that transformers' own layers count."""
+    def _tokens(self) -> int:
+        """Return the tokens of a sequence; those that transformers' own layers count if need be."""
+        if self._packed:  # whose keys would be decoded
+            return next(iter(self._packed.values())).get_seq_length()
         held: list[Any] = [x for x in self.layers if getattr(x, "keys", None) is not None]
         return max((layer.get_seq_length() for layer in held), default=0)
 

@@ -74,6 +74,8 @@ class StreamLane:
     ----------
     device : torch.device
         The GPU.
+    priority : int
+        As torch's streams have it: below 0 for kernels that start before those of other streams.
 
     Attributes
     ----------
@@ -86,9 +88,10 @@ class StreamLane:
     which has no GPU, `synchronize` and `close` do nothing.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, priority: int = 0) -> None:
         self.device = device
-        self.stream: torch.cuda.Stream = torch.cuda.Stream(device=device)  # type: ignore[no-untyped-call]
+        self._priority = priority
+        self.stream: torch.cuda.Stream = torch.cuda.Stream(device=device, priority=priority)  # type: ignore[no-untyped-call]
         self._process = os.getpid()
 
     def on(self) -> on_stream:
@@ -181,10 +184,10 @@ class StreamLane:
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the stream, which belongs to a process."""
-        return {"device": self.device}
+        return {"device": self.device, "priority": self._priority}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["device"])  # type: ignore[misc]
+        self.__init__(**state)  # type: ignore[misc]
 
 
 class StreamTask:

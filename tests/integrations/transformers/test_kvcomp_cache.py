@@ -14,7 +14,7 @@ from bitslab import ArgumentError, ArgumentTypeError, BitslabError
 from bitslab.integrations.transformers import KVCompCache
 from bitslab.integrations.transformers.attention import attention
 from bitslab.integrations.transformers.handles import KVHandle
-from bitslab.kvcache import PackedHistory
+from bitslab.kvcache import PackedHistory, learning
 from tests.integrations.transformers.models import config_of, dynamic, model_of, prompt_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -438,3 +438,70 @@ def test_codecs_that_are_learnt_once_are_kept() -> None:
     assert cache.layers[0].packed_tokens == 128
     now = [history.segments[-1].codec for history in cache.layers[0].histories]
     assert all(one is other for one, other in zip(first, now, strict=True))
+
+
+def test_stats_decode_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = prompted()
+    decoded = []
+    monkeypatch.setattr(PackedHistory, "decode", lambda self: decoded.append(self))
+    before = cache.stats()
+    assert before["tokens"] == 100
+    assert cache.stats()["moved_to_device_bytes"] == before["moved_to_device_bytes"]
+    assert not decoded
+
+
+LEARNT: dict[str, tuple[int, Any]] = {
+    "later": (1 << 30, None),
+    "where-many-wait": (0, None),
+    "after-a-crop": (1 << 30, lambda cache: cache.crop(-3)),
+    "after-a-copy": (1 << 30, lambda cache: pickle.loads(pickle.dumps(copy.deepcopy(cache)))),
+}
+
+
+@pytest.mark.parametrize(("most_bytes", "change"), LEARNT.values(), ids=LEARNT)
+@pytest.mark.parametrize("ahead", [True, False], ids=["ahead", "next-update"])
+def test_codecs_are_the_same_whenever_they_are_learnt(
+    most_bytes: int, change: Any, ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(learning, "MOST_BYTES", most_bytes)
+    found = []
+    for puts_off in (False, True):
+        cache: Any = KVCompCache(
+            config_of("llama", num_hidden_layers=5, _attn_implementation="bitslab"),
+            **{"error": 0.3, **SIZES},
+        )
+        for i, layer in enumerate(cache.layers):
+            layer.lazy_initialization(normal(BATCH, HEADS, 1, DIM), normal(BATCH, HEADS, 1, DIM))
+            layer._reader.learning.puts_off = puts_off
+            if not ahead:
+                layer.attended = None
+            assert (layer.attended is not None) == (ahead and i == 4)
+        run(cache, 100)
+        if puts_off:
+            waits = [layer.waits for layer in cache.layers]
+            behind = 4 if ahead else 2 if not most_bytes else 0
+            assert waits == [False] * behind + [True] * (5 - behind)
+        cache = (change and change(cache)) or cache
+        outputs = run(cache, 1, seed=50)
+        assert cache.stats()["packed_tokens"] == 80
+        found.append((cache.stats()["errors"], cache.stats()["packed_bytes"], outputs))
+    assert found[0][:2] == found[1][:2]
+    for one, other in zip(found[0][2], found[1][2], strict=True):
+        assert torch.equal(one, other)
+
+
+def test_an_error_of_a_fit_is_raised_by_the_update_of_its_layer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cache: Any = KVCompCache(config("bitslab"), **{"error": 0.3, **SIZES})
+    for layer in cache.layers:
+        layer.lazy_initialization(normal(BATCH, HEADS, 1, DIM), normal(BATCH, HEADS, 1, DIM))
+        layer._reader.learning.puts_off = True
+    with monkeypatch.context() as broken:
+        broken.setattr(type(cache.layers[0].plans), "learn", lambda *_, **__: 1 / 0)
+        run(cache, 100)  # its last layer tries
+        with pytest.raises(ZeroDivisionError):
+            run(cache, 1, seed=50)
+    assert cache.get_seq_length() == 100 and not cache.stats()["packed_tokens"]
+    run(cache, 1, seed=50)
+    assert cache.get_seq_length() == 101

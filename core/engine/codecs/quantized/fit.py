@@ -448,7 +448,8 @@ def _bincount(at: torch.Tensor, histograms: int, symbols: int = SINGLES) -> torc
     if at.is_cuda:
         counted = torch.zeros(histograms * symbols, dtype=torch.int32, device=at.device)
         flat = at.flatten()
-        return counted.scatter_add_(0, flat, torch.ones_like(flat, dtype=torch.int32))
+        one = torch.ones((), dtype=torch.int32, device=at.device)
+        return counted.scatter_add_(0, flat, one.expand_as(flat))
     return torch.bincount(at.flatten(), minlength=histograms * symbols).int()
 
 
