@@ -12,6 +12,7 @@ from bitslab.engine.codecs import TileCodec
 from bitslab.engine.codecs.base import rows_as_bytes
 from bitslab.engine.kernels.format import MAX_SLABS, TableStorage
 from bitslab.kvcache import HistoryReader, PackedHistory
+from tests import gpu
 from tests.engine.codecs.contract import parts_of
 from tests.engine.codecs.lossy_contract import hostile, usual
 from tests.engine.codecs.test_tiles import TilePlans
@@ -64,13 +65,8 @@ def test_packing_does_not_wait_for_the_gpu() -> None:
     kernels = codec.kernels(GPU)
     data = rows_as_bytes(rows, codec.row_bytes)
     expected = kernels.pack_rows(data)
-    torch.cuda.synchronize()
-    mode = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with gpu.waiting_raises():
         packed = kernels.pack_rows(data)
-    finally:
-        torch.cuda.set_sync_debug_mode(mode)
     n_words = int(expected.bases[-1])
     assert torch.equal(packed.words[:n_words], expected.words[:n_words])
 
