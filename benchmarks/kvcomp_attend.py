@@ -10,6 +10,7 @@ this the peers' own is shown too.
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -209,7 +210,8 @@ def measured(
                 error = relative_error(run(queries[0])[0, :, 0], expected)
                 others[name] = gpu_seconds(lambda i: run(queries[i]), reps)  # noqa: B023
             except Exception as problem:  # a backend says in its own way what it does not take
-                print(f"{name}: {type(problem).__name__}: {str(problem).splitlines()[0]:.150}")
+                problem_line = str(problem).splitlines()[0]
+                print(f"{name}: {type(problem).__name__}: {problem_line:.150}", file=sys.stderr)
                 continue
             line[f"{name} us"] = others[name] * 1e6
             line[f"{name} GB/s"] = raw_bytes / others[name] / 1e9
@@ -218,7 +220,7 @@ def measured(
             best = min(others, key=others.__getitem__)
             line["best peer"], line["of best"] = best, others[best] / seconds
         found.append(line)
-        print(line, flush=True)
+        print(line, file=sys.stderr, flush=True)
     return found
 
 
@@ -250,12 +252,18 @@ def rates(
             "blocks of pairs": " / ".join(pairs),
             "of short codes": " / ".join(short),
         }
-        print(told, flush=True)
+        print(told, file=sys.stderr, flush=True)
         for batch, tokens in sizes:
             rows = measured(k, v, batch, tokens, list(groups), reps, with_peers)
             found += [{**told, **row} for row in rows]
             torch.cuda.empty_cache()
     return found
+
+
+def run(arguments: argparse.Namespace) -> dict[str, Rows]:
+    """Return the table of this part; `arguments` has `peers` and `repetitions`."""
+    found = rates(reps=arguments.repetitions, with_peers=arguments.peers)
+    return {"Attention over coded tiles": found}
 
 
 def main() -> None:

@@ -70,12 +70,18 @@ def keys_and_values(
     model: Any, inputs: dict[str, torch.Tensor]
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Return each layer's keys and values, ``[lines, heads, tokens, head_dim]``."""
+    return [(keys, values) for _, keys, values in attention_inputs(model, inputs)]
+
+
+def attention_inputs(
+    model: Any, inputs: dict[str, torch.Tensor]
+) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Return each layer's queries, keys and values, ``[lines, heads, tokens, head_dim]``."""
     heads = model.config.num_attention_heads
-    found: list[tuple[torch.Tensor, torch.Tensor]] = []
     kept: dict[str, torch.Tensor] = {}
     handles = []
     for i, layer in enumerate(model.encoder.layer):
-        for part in ("key", "value"):
+        for part in ("query", "key", "value"):
 
             def keep(module: Any, given: Any, out: torch.Tensor, at: str = f"{i}.{part}") -> None:
                 kept[at] = out.unflatten(-1, (heads, -1)).transpose(1, 2).contiguous()
@@ -85,6 +91,7 @@ def keys_and_values(
         model(**inputs)
     for handle in handles:
         handle.remove()
-    for i in range(len(model.encoder.layer)):
-        found.append((kept[f"{i}.key"], kept[f"{i}.value"]))
-    return found
+    return [
+        (kept[f"{i}.query"], kept[f"{i}.key"], kept[f"{i}.value"])
+        for i in range(len(model.encoder.layer))
+    ]

@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{parser.prog}: interrupted", file=sys.stderr)
         return 130
     show(options, summary, runs, tokenizer)
-    return 1 if runs[-1].equal is False else 0
+    return 1 if runs[-1].equal is False and not lossy(options) else 0
 
 
 def model_folder(
@@ -92,7 +92,9 @@ def run_all(
         options.depth,
         options.sm_budget,
     )
-    cache_options = CacheOptions(options.window, options.block_tokens, options.offload)
+    cache_options = CacheOptions(
+        options.window, options.block_tokens, options.offload, options.error
+    )
     runs = []
     for weights, cache in ways:
         run = Run(weights, cache)
@@ -205,11 +207,29 @@ def show(
         print_layers(console, runs[-1])
         if runs[-1].equal is not None:
             n = sum(map(len, runs[-1].tokens))
-            verdict = "equal" if runs[-1].equal else "DIFFERENT FROM"
-            console.print(f"{n:,} tokens are {verdict} the plain run's")
+            if lossy(options):
+                same = common(runs[0].tokens, runs[-1].tokens)
+                console.print(f"{same:,} of {n:,} tokens are the plain run's, until lines part")
+            else:
+                verdict = "equal" if runs[-1].equal else "DIFFERENT FROM"
+                console.print(f"{n:,} tokens are {verdict} the plain run's")
     if options.json:
         all_runs: list[Any] = list(runs)
         write_json(options.json, summary, all_runs)
+
+
+def lossy(options: argparse.Namespace) -> bool:
+    """Return whether the cache changes K and V."""
+    return options.cache == "kvcomp" and options.error > 0
+
+
+def common(plain: list[list[int]], tokens: list[list[int]]) -> int:
+    """Return how many tokens of all lines are the same before the first that differs."""
+    found = 0
+    for line, other in zip(plain, tokens, strict=True):
+        pairs = list(zip(line, other, strict=True))
+        found += next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
+    return found
 
 
 if __name__ == "__main__":

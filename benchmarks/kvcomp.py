@@ -1,0 +1,197 @@
+"""Measure KVCompCache: bytes at an error, predictions, kernels, generation, beside the peers.
+
+python benchmarks/kvcomp.py --only ratio     # bytes of a trained model's K and V, and the error
+python benchmarks/kvcomp.py --only accuracy  # what it predicts from packed history
+python benchmarks/kvcomp.py --only cpu       # encode and decode by the twins, one core
+python benchmarks/kvcomp.py --only kernels   # on a GPU: encode, decode, attention to packed tiles
+python benchmarks/kvcomp.py --only generate  # on a GPU: prompt, token and memory by cache
+
+ratio and accuracy take SmolLM2-135M-Instruct (Llama, 30 layers, 9 query and 3 K/V heads of 64) on
+the docstrings of Python's standard library; ratio also takes MiniLM. Both come from packages, with
+no network. All metadata is counted. "error" is norm(o' - o) / norm(o) of softmax(QK)V, of the last
+64 queries, the mean over layers; the first 4 tokens and the last 128 are raw for all. KIVI and
+QuantizedCache are simulated: they round as those works do. The KVComp paper's settings are run by
+this library's own code.
+
+accuracy packs blocks of 64 tokens behind a window of 64, as generation would; each token behind the
+prompt is predicted from what is packed by then. On a CPU 1,000 tokens take some minutes a cache.
+
+kernels and generate need a GPU and are left out without one. generate has models of random weights
+in Llama's shape; K and V of such models take more bits than those of trained ones, so that the link
+carries more. QuantizedCache is measured where its backends can be imported (optimum.quanto, hqq);
+cuDNN's attention is off, since it makes a plan for each new length. Every repetition has a fresh
+prompt; figures are medians after one that warms up. Rows go to stderr as they come.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+# SmolLM2, its text and what is compared are those of the examples.
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "examples"))
+
+import torch  # noqa: E402
+from graphsage.arguments import device_named, positive  # noqa: E402
+from graphsage.options import DTYPES  # noqa: E402
+from graphsage.report import Steps  # noqa: E402
+from kvcomp_generate import CASES, WAYS  # noqa: E402
+from llm_workload import left_out  # noqa: E402
+from textgen.accuracy import CHUNK_TOKENS  # noqa: E402
+from textgen.smollm import ModelMissingError  # noqa: E402
+from timing import print_tables  # noqa: E402
+
+PARTS = ("ratio", "accuracy", "cpu", "kernels", "generate")
+ERRORS = (0.04, 0.10, 0.16)
+#: Scales of K and of V: what `error` chooses between (figures 5 to 7 of the paper).
+SCALES = ((0.5, 0.5), (1.0, 0.7), (1.5, 1.0), (2.0, 1.2), (2.5, 1.4))
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    add = parser.add_argument
+    add("--only", choices=PARTS, nargs="+", help="run one part or several")
+    add(
+        "--error",
+        type=float,
+        nargs="+",
+        default=list(ERRORS),
+        metavar="E",
+        help="ratio, accuracy: errors that KVCompCache aims at; default: 0.04 0.1 0.16",
+    )
+    add(
+        "--scales",
+        type=scales,
+        nargs="*",
+        metavar="K:V",
+        help="ratio, accuracy: explicit scales of K and V; default: five for ratio,\n"
+        "none for accuracy",
+    )
+    add(
+        "--peers",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="ratio, accuracy: other works too (default: --peers)",
+    )
+    add(
+        "--contexts",
+        type=positive,
+        nargs="+",
+        default=[2048, 4096, 8192],
+        metavar="N",
+        help="ratio: tokens, the first for all rows; the model knows 8,192 positions;\n"
+        "default: 2048 4096 8192",
+    )
+    add(
+        "--tokens",
+        type=positive,
+        default=4608,
+        metavar="N",
+        help="accuracy: of the text, with the prompt; default: %(default)s",
+    )
+    add(
+        "--prompt-tokens",
+        type=positive,
+        default=512,
+        metavar="N",
+        help="accuracy: of the first pass, not scored; default: %(default)s",
+    )
+    add(
+        "--dtype",
+        choices=tuple(DTYPES),
+        default="float32",
+        help="accuracy: of the model; default: %(default)s",
+    )
+    add(
+        "--gpu-bytes",
+        type=positive,
+        default=1 << 30,
+        metavar="N",
+        help="kernels: raw bytes of an input; default: 1 GiB",
+    )
+    add("--cases", choices=tuple(CASES), nargs="+", default=list(CASES), help="generate: all")
+    add("--ways", choices=tuple(WAYS), nargs="+", default=list(WAYS), help="generate: all")
+    add("--repetitions", type=positive, default=3, metavar="N", help="default: %(default)s")
+    add("--device", help="cpu or cuda (default: cuda where there is a GPU)")
+    add("--json", action="store_true", help="print JSON instead of tables")
+    add("--out", type=Path, help="also write the tables to this Markdown file")
+    return parser
+
+
+def scales(text: str) -> tuple[float, float]:
+    """Parse two scales."""
+    try:
+        key_scale, value_scale = map(float, text.split(":"))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text}, accepted are two numbers, K:V") from None
+    return key_scale, value_scale
+
+
+def parsed(given: list[str] | None = None) -> argparse.Namespace:
+    """Parse arguments, and check what belongs together."""
+    parser = make_parser()
+    arguments = parser.parse_args(given)
+    device = device_named(parser, arguments.device)
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            parser.error(f"argument --device: {device}, but torch sees no CUDA GPU")
+        device = torch.empty(0, device=device).device  # with its number
+    arguments.device = device
+    if arguments.prompt_tokens % CHUNK_TOKENS or arguments.prompt_tokens >= arguments.tokens:
+        parser.error(
+            f"argument --prompt-tokens: {arguments.prompt_tokens}, accepted are multiples of "
+            f"{CHUNK_TOKENS} below --tokens"
+        )
+    return arguments
+
+
+def main(given: list[str] | None = None) -> int:
+    """Run the requested parts and print their tables."""
+    arguments = parsed(given)
+    tables: dict[str, list[dict[str, Any]]] = {}
+    with Steps() as steps:
+        for part in arguments.only or PARTS:
+            with steps.step(part) as report:
+                try:
+                    tables |= run(part, arguments, report)
+                except ModelMissingError as error:
+                    left_out(part, error)
+    print_tables(tables, arguments.json, arguments.out)
+    return 0
+
+
+def run(part: str, arguments: argparse.Namespace, report: Any) -> dict[str, list[dict[str, Any]]]:
+    """Run one of PARTS."""
+    if part == "ratio":
+        import kvcomp_ratio
+
+        return kvcomp_ratio.run(arguments, SCALES, report)
+    if part == "accuracy":
+        import kvcomp_accuracy
+
+        return kvcomp_accuracy.run(arguments, report)
+    if part == "cpu":
+        import kvcomp_cpu
+
+        return kvcomp_cpu.run(arguments)
+    if arguments.device.type != "cuda":
+        left_out(part, "it needs a GPU")
+        return {}
+    if part == "kernels":
+        import kvcomp_attend
+        import kvcomp_codec
+
+        return kvcomp_codec.run(arguments) | kvcomp_attend.run(arguments)
+    import kvcomp_generate
+
+    return kvcomp_generate.run(arguments, report)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,246 @@
+"""Generation with Llama's shape on a GPU: a prompt, its tokens and the memory, by cache."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from llm_prompt import CASES as PROMPTS
+from llm_prompt import Case, scaled_to_cpu
+from llm_workload import Rows, left_out
+from transformers import DynamicCache, QuantizedCache
+
+from bitslab.integrations.transformers import CompressedCache, KVCompCache
+
+#: Tokens behind a prompt: the first few learn the order of layers and begin what is packed late.
+NEW_TOKENS, WARM_TOKENS = 20, 4
+DYNAMIC, OFFLOADED, KVCOMP_HOST = "DynamicCache", "transformers' offloaded", "KVCompCache, host"
+KVCOMP_DEVICE = "KVCompCache, device"
+CASES: dict[str, Case] = {
+    "32k, 8 K/V heads": replace(PROMPTS["32k"], layers=16),
+    "32k, 32 K/V heads": replace(PROMPTS["32k"], layers=16, kv_heads=32),
+    "batch 20, 32 K/V heads": PROMPTS["paper"],
+}
+#: What a token of KVCompCache on the host may take, in milliseconds.
+ASKED_MS = dict(zip(CASES, (14.0, 30.0, 20.0), strict=True))
+#: Beyond a token of DynamicCache's, with K and V on the device; and times its prompt.
+ASKED_DEVICE_MS, ASKED_PROMPT = 2.0, 1.2
+#: Makes a cache of a config, on a device.
+Make = Callable[[Any, torch.device], Any]
+WAYS: dict[str, Make] = {
+    DYNAMIC: lambda config, device: DynamicCache(config=config),
+    OFFLOADED: lambda config, device: DynamicCache(config=config, offloading=True),
+    "CompressedCache, host": lambda config, device: CompressedCache(config, device=device),
+    "CompressedCache, device": lambda config, device: CompressedCache(
+        config, device=device, offload=False
+    ),
+    KVCOMP_HOST: lambda config, device: KVCompCache(config, device=device),
+    KVCOMP_DEVICE: lambda config, device: KVCompCache(config, device=device, offload=False),
+    "QuantizedCache, quanto, 4 bits": lambda config, device: QuantizedCache(
+        "quanto", config, nbits=4
+    ),
+    "QuantizedCache, quanto, 2 bits": lambda config, device: QuantizedCache(
+        "quanto", config, nbits=2
+    ),
+    "QuantizedCache, hqq, 4 bits": lambda config, device: QuantizedCache(
+        "hqq", config, nbits=4, axis_key=1, axis_value=1
+    ),
+    "QuantizedCache, hqq, 2 bits": lambda config, device: QuantizedCache(
+        "hqq", config, nbits=2, axis_key=1, axis_value=1
+    ),
+}
+
+
+@dataclass
+class Request:
+    """One prompt and its tokens; memory beyond what was allocated before, in bytes."""
+
+    prompt_ms: float
+    next_ms: float
+    token_ms: float
+    prompt_peak_bytes: int
+    held_bytes: int
+    token_peak_bytes: int
+    tokens: list[list[int]]
+
+
+def run(arguments: argparse.Namespace, report: Any) -> dict[str, Rows]:
+    """Return a table for each case; without a GPU of narrow models, with no link to cross."""
+    device: torch.device = arguments.device
+    # cuDNN's attention makes a plan for each new length, so that each token would wait for one.
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        tables: dict[str, Rows] = {}
+        for name in arguments.cases:
+            case = CASES[name] if device.type == "cuda" else scaled_to_cpu(CASES[name])
+            title = (
+                f"Generation, {name}: {case.layers} layers, {case.batch} x {case.tokens} tokens, "
+                f"bfloat16, on {_device_name(device)}"
+            )
+            tables[title] = _case_rows(name, case, arguments, report)
+        return tables
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
+
+
+def _case_rows(name: str, case: Case, arguments: argparse.Namespace, report: Any) -> Rows:
+    device: torch.device = arguments.device
+    model = case.model(device)
+    rows: Rows = []
+    plain: dict[str, Any] | None = None
+    expected: list[list[list[int]]] = []
+    for done, way in enumerate(arguments.ways):
+        report(done, len(arguments.ways))
+        if way == OFFLOADED and device.type == "cpu":
+            left_out(way, "it needs a GPU")
+            continue
+        model.set_attn_implementation("bitslab" if way.startswith("KVComp") else "sdpa")
+        try:
+            requests, cache_stats = _requests(model, case, way, arguments)
+        except (ImportError, RuntimeError, TypeError, ValueError) as error:
+            # Backends that are missing say so by one of these, and memory that runs out.
+            problem = str(error).splitlines()[0] if str(error) else type(error).__name__
+            rows.append({"cache": way, "note": f"left out: {problem:.90}"})
+            left_out(way, problem)
+            _free(device)
+            continue
+        row = _row(way, requests)
+        if way == DYNAMIC:
+            plain, expected = row, [each.tokens for each in requests]
+        if plain is not None:
+            row["prompt times Dynamic"] = row["prompt ms"] / plain["prompt ms"]
+            row["token times Dynamic"] = row["token ms"] / plain["token ms"]
+            row["same tokens %"] = _same(requests, expected)
+        if cache_stats:
+            row["ratio"] = cache_stats["packed_ratio"]
+            row["packed MB"] = cache_stats["packed_bytes"] / 1e6
+        if way.startswith("KVComp") and device.type == "cuda":
+            row["asked"] = _verdict(name, way, row, plain)
+        rows.append(row)
+        print(json.dumps(row), file=sys.stderr)
+    del model
+    _free(device)
+    return rows
+
+
+def _requests(
+    model: Any, case: Case, way: str, arguments: argparse.Namespace
+) -> tuple[list[Request], dict[str, Any]]:
+    """Return the measured requests, and the stats of the last one's cache."""
+    device: torch.device = arguments.device
+    found, stats = [], {}
+    for i in range(arguments.repetitions + 1):
+        generator = torch.Generator().manual_seed(i)
+        ids = torch.randint(32_000, (case.batch, case.tokens), generator=generator).to(device)
+        _free(device)
+        cache = WAYS[way](model.config, device)
+        found.append(_request(model, cache, ids))
+        stats = cache.stats() if hasattr(cache, "stats") else {}
+        del cache
+    return found[1:], stats
+
+
+@torch.no_grad()
+def _request(model: Any, cache: Any, ids: torch.Tensor) -> Request:
+    device = ids.device
+    before = _allocated(device)
+    _reset_peak(device)
+    start = _now(device)
+    logits = model(ids, past_key_values=cache, logits_to_keep=1).logits
+    tokens = [logits[:, -1].argmax(-1)]
+    prompt = _now(device) - start
+    prompt_peak = _peak(device) - before
+    times = []
+    for i in range(NEW_TOKENS - 1):
+        if i == WARM_TOKENS:
+            _reset_peak(device)
+        start = _now(device)
+        logits = model(tokens[-1][:, None], past_key_values=cache).logits
+        tokens.append(logits[:, -1].argmax(-1))
+        times.append(_now(device) - start)
+    del logits
+    return Request(
+        1e3 * prompt,
+        1e3 * times[0],
+        1e3 * statistics.median(times[WARM_TOKENS:]),
+        prompt_peak,
+        _allocated(device) - before,
+        _peak(device) - before,
+        torch.stack(tokens, dim=1).tolist(),
+    )
+
+
+def _row(way: str, requests: list[Request]) -> dict[str, Any]:
+    def median(name: str) -> float:
+        return statistics.median(getattr(each, name) for each in requests)
+
+    return {
+        "cache": way,
+        "prompt ms": median("prompt_ms"),
+        "next token ms": median("next_ms"),
+        "token ms": median("token_ms"),
+        "device MB": median("held_bytes") / 1e6,
+        "peak of a token MB": median("token_peak_bytes") / 1e6,
+        "peak of a prompt MB": median("prompt_peak_bytes") / 1e6,
+    }
+
+
+def _verdict(name: str, way: str, row: dict[str, Any], plain: dict[str, Any] | None) -> str:
+    asked = []
+    if way == KVCOMP_HOST:
+        asked.append((f"token <= {ASKED_MS[name]:g} ms", row["token ms"] <= ASKED_MS[name]))
+    elif plain is not None:
+        most = plain["token ms"] + ASKED_DEVICE_MS
+        asked.append((f"token <= {most:.3g} ms", row["token ms"] <= most))
+    if plain is not None:
+        asked.append((f"prompt <= {ASKED_PROMPT}x", row["prompt times Dynamic"] <= ASKED_PROMPT))
+    return ", ".join(f"{text}: {'ok' if fine else 'missed'}" for text, fine in asked)
+
+
+def _same(requests: list[Request], expected: list[list[list[int]]]) -> float:
+    """Return how many tokens are DynamicCache's, in percent."""
+    pairs = [
+        (a, b)
+        for each, plain in zip(requests, expected, strict=True)
+        for line, other in zip(each.tokens, plain, strict=True)
+        for a, b in zip(line, other, strict=True)
+    ]
+    return 100 * sum(a == b for a, b in pairs) / len(pairs)
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def _allocated(device: torch.device) -> int:
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
+def _peak(device: torch.device) -> int:
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+
+
+def _reset_peak(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def _free(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"

