@@ -129,7 +129,9 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
 
     cuda: Any = torch.cuda
     with monkeypatch.context() as patch:
-        patch.setattr(cuda, "Stream", lambda device=None: FakeStream(recorder, next(names)))
+        patch.setattr(
+            cuda, "Stream", lambda device=None, priority=0: FakeStream(recorder, next(names))
+        )
         patch.setattr(cuda, "Event", lambda enable_timing=False: FakeEvent(recorder))
         patch.setattr(cuda, "current_stream", lambda device=None: recorder.current)
         patch.setattr(cuda, "stream", on)

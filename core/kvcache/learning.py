@@ -7,7 +7,7 @@ from weakref import ref
 
 import torch
 
-from ..engine.transfer.lanes import StreamLane
+from ..engine.transfer.lanes import StreamLane, record_on
 
 #: Raw bytes of layers that may wait, at the most, and the share of the free memory of the device;
 #: with more of them the host learns the oldest, behind whose work that of later layers is queued.
@@ -142,7 +142,7 @@ class LearningQueue:
         """Return an event behind what is queued on the current stream."""
         if self._device.type != "cuda":
             return None
-        return torch.cuda.current_stream(self._device).record_event()
+        return record_on(torch.cuda.current_stream(self._device))
 
     def _most_bytes(self) -> int:
         if self._device.type != "cuda":

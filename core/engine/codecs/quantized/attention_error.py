@@ -463,7 +463,7 @@ class _Factors:
             return below
         low, high = max(self.errors[below], 1e-30), self.errors[above[0]]
         share = math.log(goal / low) / math.log(high / low)
-        return below * (above[0] / below) ** share
+        return below * math.exp(share * math.log(above[0] / below))
 
     def _end(self, at: int) -> tuple[float, float]:
         k, v = self._sides

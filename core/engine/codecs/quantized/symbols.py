@@ -229,7 +229,8 @@ def _pair_lengths(
     wider = _wider()[inner, inner]
     square = pairs.reshape(PAIR_WIDTH, PAIR_WIDTH)
     likely = (square + _WIDER_SHARE * (wider @ square @ wider.T)).ravel()
-    folded = np.bincount(_folded(radius), likely, (2 * radius + 1) ** 2)
+    size = (2 * radius + 1) ** 2
+    folded = np.bincount(_folded(radius), likely, size).astype(np.float64)
     zeros = 2 * radius * (radius + 1)
     folded[zeros] += 1  # exceptions are coded as 0
     coded = _worth(folded, 2 * price, code_bits)
