@@ -33,6 +33,9 @@ def settled(cache: Any) -> None:
     for layer in cache.layers:
         layer.settle()
         layer._reader.finish_packing()
+        for history in layer.histories:
+            while history.packs:  # a single block, which no queue has
+                history.pack_on(wait=True)
 
 
 @pytest.mark.parametrize("offload", [True, False], ids=["host", "device"])
@@ -46,6 +49,7 @@ def test_logits_are_those_of_the_k_and_v_that_are_kept(name: str, offload: bool)
     with torch.no_grad():
         model(prompt[:, :-1], attention_mask=mask[:, :-1], past_key_values=cache)
     settled(cache)
+    assert {layer.packed_tokens for layer in cache.layers} == {64}
     for i, layer in enumerate(cache.layers):
         plain.update(layer.keys, layer.values, i)
     steps = prompt_of(batch=2, length=20, seed=5).cuda()
