@@ -245,17 +245,17 @@ def rates(
         for part in (k, v):
             assert part.table.lengths is not None
             assert int(unsigned_lengths(part.table.lengths).min()) > 0
-        told = {
+        label = {
             "steps": name,
             "bits K": k.bits_per_value,
             "bits V": v.bits_per_value,
             "blocks of pairs": " / ".join(pairs),
             "of short codes": " / ".join(short),
         }
-        print(told, file=sys.stderr, flush=True)
+        print(label, file=sys.stderr, flush=True)
         for batch, tokens in sizes:
             rows = measured(k, v, batch, tokens, list(groups), reps, with_peers)
-            found += [{**told, **row} for row in rows]
+            found += [{**label, **row} for row in rows]
             torch.cuda.empty_cache()
     return found
 
