@@ -75,7 +75,8 @@ def test_without_error_tokens_are_the_plain_ones() -> None:
     again = DynamicCache(config=model.config)
     with torch.no_grad():
         model(prompt, past_key_values=again)
-    for layer, kept in zip(cache.layers, again.layers, strict=True):
+    layers: list[tuple[Any, Any]] = list(zip(cache.layers, again.layers, strict=True))
+    for layer, kept in layers:
         keys, values = (history.decode() for history in layer.histories)
         assert torch.equal(keys[:, :, :PROMPT], kept.keys)
         assert torch.equal(values[:, :, :PROMPT], kept.values)
