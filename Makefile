@@ -15,7 +15,7 @@ PIP := $(BIN)/python -m pip
 ARGS ?=
 DEMO ?= inspect_and_compress feature_gather train_graphsage_dgl train_graphsage_pyg train_dlrm \
 	serve_dlrm generate_offloaded long_context
-BENCH ?= codec gather gnn embedding llm
+BENCH ?= codec gather gnn embedding llm kvcomp
 
 ifndef SEED
 SEED := $(shell od -An -N4 -tu4 /dev/urandom | tr -d ' ')

@@ -14,7 +14,8 @@ QuantizedCache are simulated: they round as those works do. The KVComp paper's s
 this library's own code.
 
 accuracy packs blocks of 64 tokens behind a window of 64, as generation would; each token behind the
-prompt is predicted from what is packed by then. On a CPU 1,000 tokens take some minutes a cache.
+prompt is predicted from what is packed by then, 64 in a pass, which decodes it first. On a CPU
+1,000 tokens take some minutes a cache.
 
 kernels and generate need a GPU and are left out without one. generate has models of random weights
 in Llama's shape; K and V of such models take more bits than those of trained ones, so that the link

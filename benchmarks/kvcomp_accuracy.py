@@ -65,7 +65,7 @@ def _shown(report: Any) -> Any:
 
 def _mean_error(stats: Any) -> float:
     errors = stats["errors"].values()
-    return sum(errors) / max(1, len(errors))
+    return float(sum(errors)) / max(1, len(errors))
 
 
 def _verdict(row: dict[str, Any], plain: float) -> str:

@@ -137,7 +137,8 @@ def _requests(
 ) -> tuple[list[Request], dict[str, Any]]:
     """Return the measured requests, and the stats of the last one's cache."""
     device: torch.device = arguments.device
-    found, stats = [], {}
+    found: list[Request] = []
+    stats: dict[str, Any] = {}
     for i in range(arguments.repetitions + 1):
         generator = torch.Generator().manual_seed(i)
         ids = torch.randint(32_000, (case.batch, case.tokens), generator=generator).to(device)
@@ -181,7 +182,7 @@ def _request(model: Any, cache: Any, ids: torch.Tensor) -> Request:
 
 def _row(way: str, requests: list[Request]) -> dict[str, Any]:
     def median(name: str) -> float:
-        return statistics.median(getattr(each, name) for each in requests)
+        return float(statistics.median(getattr(each, name) for each in requests))
 
     return {
         "cache": way,

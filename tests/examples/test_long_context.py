@@ -90,7 +90,8 @@ def test_a_peer_rounds_each_token_once_behind_its_window(name: str) -> None:
     given = [torch.randn(1, 2, 160, 64, generator=torch.Generator().manual_seed(i)) for i in (0, 1)]
     prompt = cache.update(given[0][:, :, :100], given[1][:, :, :100], 0)
     rest = cache.update(given[0][:, :, 100:], given[1][:, :, 100:], 0)
-    kept = cache.layers[0].keys, cache.layers[0].values
+    layer: Any = cache.layers[0]
+    kept = layer.keys, layer.values
     for x, first, later, last in zip(given, prompt, rest, kept, strict=True):
         assert torch.equal(first, x[:, :, :100])  # a prompt attends to itself
         assert torch.equal(later[:, :, 64:], x[:, :, 64:])
@@ -115,9 +116,9 @@ def test_benchmark_generates_with_every_cache(
     benchmark: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     import kvcomp_generate
+    from llm_prompt import Case
 
-    small = dict(layers=1, hidden=64, heads=2, kv_heads=1, mlp=64, batch=1, tokens=260)
-    cases = {"tiny": kvcomp_generate.replace(kvcomp_generate.PROMPTS["8k"], **small)}
+    cases = {"tiny": Case(1, 64, 2, 1, 64, batch=1, tokens=260, first=0, second=0)}
     monkeypatch.setattr(kvcomp_generate, "CASES", cases)
     monkeypatch.setattr(kvcomp_generate, "scaled_to_cpu", lambda case: case)
     arguments = benchmark.parsed(["--repetitions", "1", "--device", "cpu"])
