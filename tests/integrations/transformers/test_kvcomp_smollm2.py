@@ -40,7 +40,7 @@ def predictions(cache: Any, *, prompt: int = PROMPT, end: int = TOKENS) -> torch
     return torch.cat(found)[:-1].log_softmax(-1)
 
 
-def test_predictions_stay_near_the_plain_models() -> None:
+def test_predictions_are_near_the_plain_models() -> None:
     model, ids = model_and_text()
     plain = predictions(DynamicCache(config=model.config))
     cache = KVCompCache(model.config, error=0.04, window=BLOCK, block_tokens=BLOCK)

@@ -80,7 +80,7 @@ class Chunk(NamedTuple):
 
 
 class PreparedAttention:
-    """Attention to spans that stay as they are; see `AttendKernels.prepare`.
+    """Attention to spans that do not change; see `AttendKernels.prepare`.
 
     Parameters
     ----------

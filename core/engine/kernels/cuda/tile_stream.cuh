@@ -75,7 +75,7 @@ struct Coder {  // what a block knows of their symbols, in shared memory
 // Symbols by the bits of the longest code, short or long. Codes of wide pairs are bytes, others halves.
 enum { SHORT_PAIRS, LONG_PAIRS, SHORT_SINGLES, LONG_SINGLES, WIDE_PAIRS };
 
-// What decode_block is told of a class: where its table begins, a multiple of its size; the bits of an
+// What decode_block takes of a class: where its table begins, a multiple of its size; the bits of an
 // entry's place in it; the bits that a lane needs at an ask; and SYMBOLS, below them by how much what
 // the lane has is turned to the right: turned by `left` - needed bits in addition, the next code's
 // highest bit is that of the mask.
