@@ -180,7 +180,7 @@ __device__ __forceinline__ void find_scales(const Tables& t, int head, const val
 }
 
 // To the nearest integer, ties to even, with the code + 128 in the lowest byte of the bits: 1.5 * 2 ** 23 + 128.
-// What is too large for that is too large all the more to be a code.
+// What is too large for that is no code either.
 #define ROUNDER (12582912.f + ZERO_SYMBOL)
 
 // Quantise the values of 16 bytes: return how many are exceptions. Of each the byte is its code + 128, or 0.
