@@ -87,6 +87,26 @@ def test_weights_on_disk(script: Any, train: Any, tmp_path: Path) -> None:
         script.main([*TINY, "--device", "cpu", "--disk", str(file)])
 
 
+@pytest.mark.parametrize("error", ["0", "0.1"])
+def test_quantised_cache(
+    script: Any, train: Any, capsys: pytest.CaptureFixture[str], error: str
+) -> None:
+    options = ["--cache", "kvcomp", "--weights", "device", "--error", error]
+    status, report = train(script, *TINY, *options)
+    assert status == 0  # tokens may be others than the plain run's, which is no failure
+    plain, run = report["runs"]
+    printed = capsys.readouterr().out
+    if error == "0":
+        assert run["tokens_equal_plain"] is True
+        assert "24 tokens are equal the plain run's" in printed
+        return
+    pairs = list(zip(plain["tokens"][0], run["tokens"][0], strict=True))
+    same = next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
+    assert f"{same} of 24 tokens are the plain run's, until lines part" in printed
+    assert all(layer["ratio"] > 3 for layer in run["cache_layers"])
+    assert run["up_bytes_per_token"]["cache"] > 0
+
+
 def test_plain_run_alone(script: Any, train: Any) -> None:
     status, report = train(script, *TINY, "--weights", "device", "--cache", "dynamic")
     assert status == 0 and len(report["runs"]) == 1
@@ -146,6 +166,7 @@ def test_model_of_the_caller_with_a_tokenizer(
     ("options", "text"),
     [
         (["--cache", "offloaded"], "argument --cache: offloaded: transformers' offloaded cache"),
+        (["--error", "2"], "argument --error: 2, accepted are numbers from 0 to 1"),
         (["--prompt", "a"], "argument --prompt: the random llama has no tokenizer"),
         (["--weights", "packed", "--keep", "0.5"], "argument --keep: is for --weights compressed"),
         (["--keep", "2"], "argument --keep: 2, accepted are numbers from 0 to 1"),
