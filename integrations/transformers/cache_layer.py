@@ -112,17 +112,18 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
                 f"{list(key_states.shape)}; batch, heads and tokens must agree"
             )
         if self.is_initialized:
-            return self._append(key_states, value_states)
+            return self.append(key_states, value_states)
         self.lazy_initialization(key_states, value_states)
         try:
-            return self._append(key_states, value_states)
+            return self.append(key_states, value_states)
         except BaseException:
             self.is_initialized = False
             raise
 
-    def _append(
+    def append(
         self, key_states: torch.Tensor, value_states: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append K and V of a layer that has a reader; see `update`."""
         assert self._reader is not None
         new = [key_states, value_states]
         for history, tokens in zip(self.histories, new, strict=True):
@@ -235,11 +236,11 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             return _nothing
         if -remove > length:
             raise ArgumentError(f"tokens_to_remove: {remove}, the cache holds {length} tokens")
-        return self._prepare_keep(length + remove)
+        return self.prepare_keep(length + remove)
 
     def keep_first(self, length: int) -> None:
         """Keep the first tokens, where there are more."""
-        self._prepare_keep(length)()
+        self.prepare_keep(length)()
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Take sequence ``beam_idx[b]`` for each b: beam search."""
@@ -250,7 +251,7 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         if not self.get_seq_length():
             return _nothing
         found = beam_index(beam_idx, self.batch, self.histories[0].device)
-        return self._prepare_take(lambda t, dim: t.index_select(dim, found.to(t.device)))
+        return self.prepare_take(lambda t, dim: t.index_select(dim, found.to(t.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Put each sequence `repeats` times in a row."""
@@ -259,7 +260,7 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def prepare_repeat(self, repeats: int) -> Commit:
         """Return a commit that does what `batch_repeat_interleave` does; see `prepare_crop`."""
         count = repeat_count(repeats)
-        return self._prepare_take(lambda t, dim: t.repeat_interleave(count, dim=dim))
+        return self.prepare_take(lambda t, dim: t.repeat_interleave(count, dim=dim))
 
     def batch_select_indices(self, indices: Any) -> None:
         """Keep the sequences of an index: integers or a mask, as a tensor, list or tuple."""
@@ -270,7 +271,7 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         if not self.get_seq_length():
             return _nothing
         found = sequence_index(indices, self.batch)
-        take = self._prepare_take(lambda t, dim: t.index_select(dim, found.to(t.device)))
+        take = self.prepare_take(lambda t, dim: t.index_select(dim, found.to(t.device)))
 
         def commit() -> None:
             take()
@@ -315,7 +316,8 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         """Leave out tokens that are gathered ahead."""
         return {**self.__dict__, "_ahead": None}
 
-    def _prepare_take(self, take: Take) -> Commit:
+    def prepare_take(self, take: Take) -> Commit:
+        """Return a commit that replaces the sequences; see `prepare_crop`."""
         if not self.get_seq_length():
             return _nothing
         return self._all_of(
@@ -323,7 +325,8 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             None if self.scores is None else self.scores.prepare_take(take),
         )
 
-    def _prepare_keep(self, length: int) -> Commit:
+    def prepare_keep(self, length: int) -> Commit:
+        """Return a commit that keeps the first tokens, where there are more; see `prepare_crop`."""
         scores = self.scores
         return self._all_of(
             [history.prepare_crop(min(length, history.length)) for history in self.histories],

@@ -167,27 +167,29 @@ class KVCompCache(PackedCache):
             self._layer(max(self._packed)).attended = histories.learn_ahead
         self._updated: int | None = None  # the layer whose last tokens are to be packed
 
-    def _append(
+    def append_to(
         self, layer_idx: int, key_states: torch.Tensor, value_states: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append to one of our layers, and pack what the last one has attended to."""
         last, self._updated = self._updated, None
         if last is not None:
             self._layer(last).settle(later=True)
         if last is None or layer_idx <= last:  # of another forward pass
             self._hands.look()
-        found = super()._append(layer_idx, key_states, value_states)
+        found = super().append_to(layer_idx, key_states, value_states)
         keys = found[0]
         if isinstance(keys, KVHandle) and isinstance(keys.update, LayerUpdate):
             keys.update.behind_next = self._layer(self._next[self._next[layer_idx]])
         self._updated = layer_idx
         return found
 
-    def _change(
+    def change_layers(
         self, prepare: Callable[[CompressedLayer], Commit], plain: Callable[[Any], None]
     ) -> None:
+        """Change all layers, or none when one cannot."""
         # Those that have not come to it yet learn from the same tokens as the others.
         self._histories.finish_learning()
-        super()._change(prepare, plain)
+        super().change_layers(prepare, plain)
 
     def _layer(self, i: int) -> KVCompLayer:
         layer = self._packed[i]

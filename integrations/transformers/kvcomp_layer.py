@@ -98,15 +98,16 @@ class KVCompLayer(CompressedLayer):  # type: ignore[no-untyped-call]
         """Whether no token is quantised."""
         return self._open is self._open_lossless
 
-    def _append(
+    def append(
         self, key_states: torch.Tensor, value_states: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append K and V; handles come back where the attention function reads tiles."""
         self.settle()
         if self.lossless or not self._hands.now:
             if self.packed_tokens and not self.lossless:
                 self.dense_passes += 1
             self._stages = False
-            return super()._append(key_states, value_states)
+            return super().append(key_states, value_states)
         if self._stages is None:
             self._stages = True
         of_keys, of_values = self.histories
@@ -247,8 +248,9 @@ class KVCompLayer(CompressedLayer):  # type: ignore[no-untyped-call]
         self.plans.reset()
         self._forget()
 
-    def _prepare_take(self, take: Take) -> Commit:
-        change, queries = super()._prepare_take(take), self._queries
+    def prepare_take(self, take: Take) -> Commit:
+        """Return a commit that replaces the sequences, of the queries too."""
+        change, queries = super().prepare_take(take), self._queries
         taken = None if queries is None else queries.taken(take)
 
         def commit() -> None:
@@ -257,8 +259,9 @@ class KVCompLayer(CompressedLayer):  # type: ignore[no-untyped-call]
 
         return commit
 
-    def _prepare_keep(self, length: int) -> Commit:
-        change = super()._prepare_keep(length)
+    def prepare_keep(self, length: int) -> Commit:
+        """Return a commit that keeps the first tokens, and the queries of those."""
+        change = super().prepare_keep(length)
         removed = self.get_seq_length() - length
 
         def commit() -> None:

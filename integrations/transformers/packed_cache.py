@@ -134,14 +134,14 @@ class PackedCache(DynamicCache, SelfAttentionCache):
         if layer is None:
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
         try:
-            found = self._append(layer_idx, key_states, value_states)
+            found = self.append_to(layer_idx, key_states, value_states)
         except Exception:
             self._undo(layer_idx)
             raise
         self._packed[self._next[layer_idx]].prefetch()
         return found
 
-    def _append(
+    def append_to(
         self, layer_idx: int, key_states: torch.Tensor, value_states: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append to one of our layers."""
@@ -160,7 +160,7 @@ class PackedCache(DynamicCache, SelfAttentionCache):
         ArgumentError
             When it is positive or there are not so many.
         """
-        self._change(
+        self.change_layers(
             lambda layer: layer.prepare_crop(tokens_to_remove),
             lambda layer: layer.crop(tokens_to_remove),
         )
@@ -184,7 +184,7 @@ class PackedCache(DynamicCache, SelfAttentionCache):
             plain = beam_idx
         else:
             plain = beam_idx if batch is None else sequence_index(beam_idx, batch, "beam_idx")
-        self._change(
+        self.change_layers(
             lambda layer: layer.prepare_reorder(beam_idx),
             lambda layer: layer.reorder_cache(plain),
         )
@@ -198,7 +198,7 @@ class PackedCache(DynamicCache, SelfAttentionCache):
             When `repeats` is no integer from 0; no layer has changed then.
         """
         count = repeat_count(repeats)
-        self._change(
+        self.change_layers(
             lambda layer: layer.prepare_repeat(count),
             lambda layer: layer.batch_repeat_interleave(count),
         )
@@ -219,7 +219,7 @@ class PackedCache(DynamicCache, SelfAttentionCache):
         """
         batch = self._batch()
         plain = indices if batch is None else sequence_index(indices, batch)
-        self._change(
+        self.change_layers(
             lambda layer: layer.prepare_select(plain),
             lambda layer: layer.batch_select_indices(plain),
         )
@@ -315,7 +315,7 @@ class PackedCache(DynamicCache, SelfAttentionCache):
                 return keys.shape[0]
         return None
 
-    def _change(
+    def change_layers(
         self, prepare: Callable[[CompressedLayer], Commit], plain: Callable[[Any], None]
     ) -> None:
         """Change all layers, or none when one cannot: `prepare` ours, `plain` the others."""
