@@ -43,6 +43,8 @@ def test_a_ring_gathers_when_its_buffer_was_used(depth, monkeypatch):
 class Kernels:
     """Kernels that record what they would decode."""
 
+    row_period = 1
+
     def __init__(self, record: Any) -> None:
         self.record = record
 
