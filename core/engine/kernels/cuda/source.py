@@ -354,12 +354,17 @@ def attend_variant(groups: int, row_groups: int, dtype: torch.dtype) -> PlainVar
     return PlainVariant("attend", settings)
 
 
-def zvc_blocks(unit_bytes: int) -> int:
-    """Return the blocks of zero-value compression that a multiprocessor has registers for.
+def zvc_threads(unit_bytes: int) -> int:
+    """Return the threads of a block of zero-value compression.
 
-    The elements of a block are in registers, narrow ones in as many as wide ones.
+    A thread has its elements in registers, one in each: of single bytes there are the most.
     """
-    return 4 if unit_bytes == 1 else 5 if unit_bytes == 2 else 6
+    return 512 if unit_bytes == 1 else 256
+
+
+def zvc_blocks(unit_bytes: int) -> int:
+    """Return the blocks of zero-value compression that a multiprocessor has registers for."""
+    return {1: 2, 2: 4}.get(unit_bytes, 6)
 
 
 def zvc_variant(unit_bytes: int) -> PlainVariant:
@@ -372,6 +377,7 @@ def zvc_variant(unit_bytes: int) -> PlainVariant:
             ("HEADER_BYTES", HEADER_BYTES),
             ("ALIGN_BYTES", ALIGN_BYTES),
             ("ONES", f"{ZVC_ONES}u"),
+            ("THREADS", zvc_threads(unit_bytes)),
             ("MIN_BLOCKS", zvc_blocks(unit_bytes)),
         ),
     )

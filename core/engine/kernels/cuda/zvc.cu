@@ -5,7 +5,6 @@
 #include "blob.cuh"
 #include "mailbox.cuh"
 
-#define THREADS 256
 #define WARPS (THREADS / 32)
 #define BLOCK_UNITS (BLOCK_BYTES / CHUNK_BYTES)
 #define WARP_UNITS (BLOCK_UNITS / WARPS)
@@ -134,7 +133,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     const i64 first = block * BLOCK_UNITS + warp * WARP_UNITS;
     const i64 left = units - first;
     const u32 given = starts[block];
-    const u64 next = block + 1 < blocks ? starts[block + 1] & ~ONES : pieces;
+    const u32 following = block + 1 < blocks ? starts[block + 1] : 0;
+    const u64 next = block + 1 == blocks ? pieces : CHUNK_BYTES == 1 ? following & ~ONES : following;
     u32 word = 0;
     if (lane < STEPS && 32 * lane < left) word = bitmap[first / 32 + lane];
     // Bits of elements behind the last one.

@@ -9,8 +9,8 @@ import torch
 from ..blob_format import ZvcLayout
 from .parameters import Address, Int32, Int64, Parameters
 from .runner import Launch, Runner
-from .source import PlainVariant, zvc_blocks, zvc_variant
-from .tiles import THREADS, aligned_to
+from .source import PlainVariant, zvc_blocks, zvc_threads, zvc_variant
+from .tiles import aligned_to
 
 
 @dataclass(init=False)
@@ -119,7 +119,7 @@ class ZvcKernels:
         variant = zvc_variant(layout.unit_bytes)
         found = self._launches.get((variant, parameters))
         if found is None:
-            found = self._runner.bind(variant, parameters, THREADS)
+            found = self._runner.bind(variant, parameters, zvc_threads(layout.unit_bytes))
             self._launches[variant, parameters] = found
         return found
 
