@@ -5,6 +5,7 @@ from ..kernels.row_kernels import RowKernels
 from .base import PackedRows, RowCodec, check_tensor_argument, elements, rows_as_bytes
 from .blob import Blob, BlobCodec, check_decode_arguments, check_encode_arguments
 from .invariant import InvariantCodec, PlanCache
+from .packed_blob import InvariantBlobCodec
 from .quantized import TileCodec
 from .raw import RawCodec
 from .registry import (
@@ -22,6 +23,7 @@ __all__ = [
     "Blob",
     "BlobCodec",
     "HostRowKernels",
+    "InvariantBlobCodec",
     "InvariantCodec",
     "PackedRows",
     "PlanCache",

@@ -1,6 +1,7 @@
 """Codec names and their classes.
 
-Built in are, of rows, ``"ibp"``, ``"raw"`` and, lossy, ``"tiles"``; of whole tensors ``"zvc"``. A
+Built in are, of rows, ``"ibp"``, ``"raw"`` and, lossy, ``"tiles"``; of whole tensors
+``"ibp-blob"``, ``"zvc"``. A
 package adds its own by the entry point group ``bitslab.codecs``, where the name of the entry point
 is the name of the codec; a program adds one by `register_codec`. A name means the same bytes for
 ever, so none can be given another class.
@@ -22,6 +23,7 @@ from ...errors import ArgumentError, ArgumentTypeError, BitslabError
 from .base import RowCodec
 from .blob import BlobCodec
 from .invariant import InvariantCodec
+from .packed_blob import InvariantBlobCodec
 from .quantized import TileCodec
 from .raw import RawCodec
 from .zvc import ZvcCodec
@@ -35,6 +37,7 @@ _BUILT_IN: tuple[AnyCodecClass, ...] = (
     InvariantCodec,
     RawCodec,
     TileCodec,
+    InvariantBlobCodec,
     ZvcCodec,
 )
 _classes: dict[str, AnyCodecClass] = {c.name: c for c in _BUILT_IN}

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .format import BLOCK_ROWS, PAD_WORDS, ceil_div
+from .format import BLOCK_ROWS, PAD_WORDS, RowStorage, ceil_div
 
 HEADER_BYTES = 32
 #: Buffers begin at a multiple of this, and so do the parts of the built-in forms within them.
@@ -193,6 +193,16 @@ class PackedLayout:
     def max_bytes(self) -> int:
         """Bytes of a buffer when no row shrinks."""
         return self.used_bytes(self.n_rows * self.row_words)
+
+    def storage(self, data: torch.Tensor, length_dtype: torch.dtype) -> RowStorage:
+        """Return the rows in a buffer; of the words all that there are."""
+        words = data[self.words_at :]
+        return RowStorage(
+            words[: words.shape[0] // 4 * 4].view(torch.int32),
+            data[self.bases_at :][: 8 * (self.blocks + 1)].view(torch.int64),
+            data[self.lengths_at :][: self.n_rows * self.length_bytes].view(length_dtype),
+            data[:0],
+        )
 
     @property
     def sound(self) -> bool:

@@ -15,6 +15,7 @@ from .exchange import ExchangeKernels
 from .gather import GatherKernels
 from .ids import IdKernels
 from .map import MapKernels
+from .pack import PackKernels
 from .plan import PlanKernels
 from .quantized import TileKernels
 from .runner import Runner
@@ -68,6 +69,8 @@ class CudaKernels:
         decode = DecodeKernels(runner, self.ids, gather)
         self.decode_rows = decode.decode_rows
         self.prepare_decode = decode.prepare_decode
+        pack = PackKernels(runner, decode)
+        self.pack_blob, self.unpack_blob = pack.pack_blob, pack.unpack_blob
         self.copy_rows = CopyKernels(runner).copy_rows
         attend = AttendKernels(runner)
         self.attend, self.prepare_attention = attend.attend, attend.prepare
