@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from bitslab.engine.codecs import BlobCodec, ZvcCodec
+from bitslab.engine.codecs import BlobCodec, ChainCodec, InvariantBlobCodec, ZvcCodec
 from tests.helpers import bits_of
 
 FOLDER = Path(__file__).parent / "blobs"
@@ -34,6 +34,12 @@ def bools(n: int) -> torch.Tensor:
     return torch.arange(n) % 3 == 0
 
 
+def packed(
+    cls: type[InvariantBlobCodec] | type[ChainCodec], t: torch.Tensor, code_bits: int
+) -> tuple[BlobCodec, torch.Tensor]:
+    return cls.fit(t, code_bits=code_bits), t
+
+
 #: By name: the codec, and the tensor.
 CASES: dict[str, Callable[[], tuple[BlobCodec, torch.Tensor]]] = {
     "zvc1-1B": lambda: (ZvcCodec(), sparse(torch.float8_e5m2, 300)),
@@ -43,6 +49,11 @@ CASES: dict[str, Callable[[], tuple[BlobCodec, torch.Tensor]]] = {
     "zvc1-16B": lambda: (ZvcCodec(), sparse(torch.complex128, 50)),
     "zvc1-bool": lambda: (ZvcCodec(), bools(1000)),
     "zvc1-empty": lambda: (ZvcCodec(), torch.zeros(3, 0)),
+    "ibp-blob1-2B": lambda: packed(InvariantBlobCodec, torch.randn(1100).bfloat16(), 3),
+    "ibp-blob1-4B-grouped": lambda: packed(InvariantBlobCodec, sparse(torch.float32, 600), 1),
+    "ibp-blob1-tail": lambda: packed(InvariantBlobCodec, torch.ones(10), 1),
+    "zvc+ibp1-2B": lambda: packed(ChainCodec, sparse(torch.bfloat16, 2200), 3),
+    "zvc+ibp1-8B": lambda: packed(ChainCodec, sparse(torch.float64, 600), 2),
     "zvc1-scalar": lambda: (ZvcCodec(), torch.tensor(2.5)),
 }
 

@@ -93,6 +93,7 @@ def test_damage_is_reported_and_stays_in_its_blocks(unit_bytes):
     block_of = torch.arange(n * unit_bytes) // ZVC_BLOCK_BYTES
     # Place of a byte, the bits that flip, and the blocks that are not written.
     starts, last_word = layout.starts_at, layout.bitmap_at + 4 * (n // 32)
+    damages: list[tuple[int, int, tuple[int, ...]]]
     damages = [(place, 1, (0, 1, 2)) for place in range(24)]
     damages += [
         (starts, 1, (0,)),

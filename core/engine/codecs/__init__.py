@@ -4,6 +4,7 @@ from ..kernels.host_rows import HostRowKernels
 from ..kernels.row_kernels import RowKernels
 from .base import PackedRows, RowCodec, check_tensor_argument, elements, rows_as_bytes
 from .blob import Blob, BlobCodec, check_decode_arguments, check_encode_arguments
+from .chain import ChainCodec
 from .invariant import InvariantCodec, PlanCache
 from .packed_blob import InvariantBlobCodec
 from .quantized import TileCodec
@@ -22,6 +23,7 @@ from .zvc import ZvcCodec
 __all__ = [
     "Blob",
     "BlobCodec",
+    "ChainCodec",
     "HostRowKernels",
     "InvariantBlobCodec",
     "InvariantCodec",

@@ -1,7 +1,7 @@
 """Codec names and their classes.
 
 Built in are, of rows, ``"ibp"``, ``"raw"`` and, lossy, ``"tiles"``; of whole tensors
-``"ibp-blob"``, ``"zvc"``. A
+``"ibp-blob"``, ``"zvc"`` and ``"zvc+ibp"``. A
 package adds its own by the entry point group ``bitslab.codecs``, where the name of the entry point
 is the name of the codec; a program adds one by `register_codec`. A name means the same bytes for
 ever, so none can be given another class.
@@ -22,6 +22,7 @@ import torch
 from ...errors import ArgumentError, ArgumentTypeError, BitslabError
 from .base import RowCodec
 from .blob import BlobCodec
+from .chain import ChainCodec
 from .invariant import InvariantCodec
 from .packed_blob import InvariantBlobCodec
 from .quantized import TileCodec
@@ -39,6 +40,7 @@ _BUILT_IN: tuple[AnyCodecClass, ...] = (
     TileCodec,
     InvariantBlobCodec,
     ZvcCodec,
+    ChainCodec,
 )
 _classes: dict[str, AnyCodecClass] = {c.name: c for c in _BUILT_IN}
 

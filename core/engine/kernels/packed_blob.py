@@ -29,8 +29,10 @@ def pack_blob(
     layout: RowLayout,
     parts: PackedLayout,
     data: torch.Tensor,
-    header: Header | None,
+    header: Header,
     sm_budget: int | None = None,
+    *,
+    counted: bool = False,
 ) -> None:
     """Pack the rows of a tensor; on a GPU without waiting for it.
 
@@ -44,17 +46,19 @@ def pack_blob(
         Where the parts go.
     data : torch.Tensor
         uint8 ``[max_bytes]`` or more, contiguous, at a multiple of ALIGN_BYTES, to write to.
-    header : tuple of int or None
-        For the header: elements, bytes of one, form. None where it is there already: only rows that
-        hold the value bytes that it says are packed, and of it the used bytes alone are written.
+    header : tuple of int
+        For the header: elements, bytes of one, form.
     sm_budget : int, optional
         Multiprocessors that a launch may use; all when left out.
+    counted : bool
+        Whether the header is there already: only rows that hold the value bytes that it says are
+        packed, and of it the used bytes alone are written.
     """
     if x.device.type == "cuda":
-        kernels_on(x.device).pack_blob(x, layout, parts, data, header, sm_budget)
+        kernels_on(x.device).pack_blob(x, layout, parts, data, header, sm_budget, counted=counted)
         return
     f = layout.format
-    n_rows = parts.n_rows if header else min(parts.n_rows, _rows_present(data, f.row_bytes))
+    n_rows = _rows_present(data, f.row_bytes, parts) if counted else parts.n_rows
     rows = x[: n_rows * f.row_bytes].view(n_rows, f.row_bytes)
     lengths, clusters = cpu.packed_words(rows, layout)
     bases, _ = bases_of_rows(words_of_rows(lengths, f.row_words))
@@ -71,10 +75,10 @@ def pack_blob(
         content = part.contiguous().view(torch.uint8).numpy()
         raw[at : at + len(content)] = content
     used = parts.used_bytes(n_words)
-    if header:
-        write_header(data, used, *header)
-    else:
+    if counted:
         raw[:8].view(np.int64)[0] = used
+    else:
+        write_header(data, used, *header)
 
 
 def unpack_blob(
@@ -82,19 +86,20 @@ def unpack_blob(
     layout: RowLayout,
     parts: PackedLayout,
     out: torch.Tensor,
-    header: Header | None,
+    header: Header,
     sm_budget: int | None = None,
+    *,
+    counted: bool = False,
 ) -> None:
     """Unpack the rows of a tensor; on a GPU without waiting for it.
 
     Parameters
     ----------
     data : torch.Tensor
-        uint8 ``[n]``, contiguous, at a multiple of ALIGN_BYTES; may hold anything, but has the bytes
-        that a buffer of no words uses or more.
-    layout, parts, header, sm_budget
-        As for `pack_blob`. With no header only rows that hold the value bytes are unpacked, and who
-        calls has checked the header.
+        uint8 ``[n]``, contiguous, at a multiple of ALIGN_BYTES; may hold anything, but has as many
+        bytes as a buffer of no words, or more.
+    layout, parts, header, sm_budget, counted
+        As for `pack_blob`.
     out : torch.Tensor
         uint8 ``[n_rows * row_bytes + tail_bytes]``, contiguous.
 
@@ -105,14 +110,13 @@ def unpack_blob(
         later call.
     """
     if data.device.type == "cuda":
-        kernels_on(data.device).unpack_blob(data, layout, parts, out, header, sm_budget)
+        kernels_on(data.device).unpack_blob(
+            data, layout, parts, out, header, sm_budget, counted=counted
+        )
         return
     f = layout.format
-    used = int(data[:8].view(torch.int64))
-    if header:
-        elements, element_bytes, form = header
-        check_header(data, elements, element_bytes, form, least_bytes=parts.used_bytes(0))
-    n_rows = parts.n_rows if header else min(parts.n_rows, _rows_present(data, f.row_bytes))
+    used = check_header(data, *header, least_bytes=parts.used_bytes(0))
+    n_rows = _rows_present(data, f.row_bytes, parts) if counted else parts.n_rows
     stored = parts.storage(data[:used], f.length_dtype)
     bases = stored.bases[: ceil_div(n_rows, BLOCK_ROWS) + 1]
     storage = RowStorage(stored.words, bases, stored.lengths[:n_rows], stored.row_clusters)
@@ -120,7 +124,8 @@ def unpack_blob(
     expected, _ = bases_of_rows(words_of_rows(storage.lengths, f.row_words))
     if not torch.equal(expected, bases) or parts.used_bytes(int(expected[-1])) != used:
         raise CorruptedDataError(
-            f"blob: lengths and bases of its rows do not fit its {n_words} words; nothing was decoded"
+            f"blob: lengths and bases of its rows do not fit its {n_words} words; "
+            "nothing was decoded"
         )
     bad = cpu.decode_rows(
         storage, layout, None, 0, out[: n_rows * f.row_bytes].view(n_rows, f.row_bytes)
@@ -131,5 +136,5 @@ def unpack_blob(
         out[parts.n_rows * f.row_bytes :] = data[parts.tail_at :][: parts.tail_bytes]
 
 
-def _rows_present(data: torch.Tensor, row_bytes: int) -> int:
-    return ceil_div(value_bytes_of(data), row_bytes)
+def _rows_present(data: torch.Tensor, row_bytes: int, parts: PackedLayout) -> int:
+    return min(parts.n_rows, ceil_div(value_bytes_of(data), row_bytes))

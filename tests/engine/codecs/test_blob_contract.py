@@ -23,7 +23,7 @@ import torch
 
 import bitslab
 import bitslab.engine.codecs
-from bitslab.engine.codecs import Blob, BlobCodec, InvariantBlobCodec, ZvcCodec
+from bitslab.engine.codecs import Blob, BlobCodec, ChainCodec, InvariantBlobCodec, ZvcCodec
 from bitslab.engine.codecs.blob import ALIGN_BYTES, HEADER_BYTES
 from tests.engine.codecs.contract import edge_rows
 from tests.helpers import DTYPES, bits_of, dtype_id, same_bits
@@ -55,6 +55,7 @@ class Case:
 CASES: dict[str, Case] = {
     "zvc": Case(ZvcCodec),
     "ibp-blob": Case(InvariantBlobCodec),
+    "zvc+ibp": Case(ChainCodec),
 }
 
 SHAPES = [(), (0,), (3, 0, 2), (1,), (31,), (5, 7), (2, 3, 4097)]
@@ -300,7 +301,9 @@ def test_truncated_blobs_are_refused(case: Case) -> None:
 
 @every_case
 def test_every_flipped_bit_is_refused_or_harmless_to_others(case: Case) -> None:
-    codec, t, blob = small(case)
+    t = tensor_of(torch.float32 if torch.float32 in case.dtypes else case.dtypes[0], (9, 61))
+    codec = case.fit(t)
+    blob = codec.encode(t).trimmed()
     data = guarded(torch.cat([blob.data, torch.zeros(-len(blob.data) % 16, dtype=torch.uint8)]))
     refused = 0
     for place in range(blob.data.shape[0]):

@@ -82,6 +82,23 @@ def test_every_start_and_the_end_are_checked():
             ZvcCodec().decode(Blob(data, t.shape, t.dtype))
 
 
+def there_and_back(vectors: bool) -> Any:
+    """Return a function that compresses all words of 32 elements, and expands them again."""
+    compress_word, expand_word = zero_values.compressor(vectors), zero_values.expander(vectors)
+    word_of: Any = zero_values.word_of
+
+    @njit
+    def run(x, kept, out):
+        taken = count = 0
+        for i in range(0, len(x), 32):
+            count += compress_word(x, i, kept, count)
+        for i in range(0, len(x), 32):
+            taken += expand_word(word_of(x, i), kept, taken, out, i)
+        return count, taken
+
+    return run
+
+
 @pytest.mark.parametrize("unit_bytes", ZVC_UNIT_BYTES)
 def test_words_are_alike_with_and_without_vectors(unit_bytes):
     """What serves processors without AVX-512, and what serves those with it."""
@@ -90,21 +107,8 @@ def test_words_are_alike_with_and_without_vectors(unit_bytes):
     x = rng.integers(1, 1 << (8 * unit_bytes - 1), 64 * 8, dtype=np.int64).astype(dtype)
     for i in range(8):
         x[64 * i : 64 * (i + 1)][rng.random(64) < i / 7] = 0
-    kinds = [False, True] if bytefields.available() else [False]
-    for vectors in kinds:
-        compress_word, expand_word = zero_values.compressor(vectors), zero_values.expander(vectors)
-        word_of: Any = zero_values.word_of
-
-        @njit
-        def there_and_back(x, kept, out):
-            taken = count = 0
-            for i in range(0, len(x), 32):
-                count += compress_word(x, i, kept, count)
-            for i in range(0, len(x), 32):
-                taken += expand_word(word_of(x, i), kept, taken, out, i)
-            return count, taken
-
+    for vectors in [False, True] if bytefields.available() else [False]:
         kept, out = np.zeros(len(x) + 32, dtype), np.full_like(x, 7)
-        count, taken = there_and_back(x, kept, out)
+        count, taken = there_and_back(vectors)(x, kept, out)
         assert count == taken == np.count_nonzero(x)
         assert (kept[:count] == x[x != 0]).all() and (out == x).all()

@@ -55,6 +55,7 @@ TWINS: dict[str, Any] = {
     "move_tiles": cpu.encode_tiles,
     "order_ids": ids.order_ids,
     "pack_tiles": cpu.encode_tiles,
+    "pack_blob": cpu.encode_rows,
     "packed_words": cpu.packed_words,
     "pool_bags": bags.pool_bags,
     "pool_long_bags": bags.pool_bags,

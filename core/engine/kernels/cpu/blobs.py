@@ -85,8 +85,8 @@ def encode_zvc(
         For the launch on a GPU; not needed here.
     values : torch.Tensor, optional
         uint8 ``[max_value_bytes]``, rounded up to a multiple of `fill_bytes`, or more, contiguous,
-        at a multiple of ALIGN_BYTES: where the values go, instead of to `data`. The header then says
-        what `data` has used with them.
+        at a multiple of ALIGN_BYTES: where the values go, instead of to `data`. The header then
+        says what `data` would use with them.
     fill_bytes : int
         Zeros go behind the values up to a multiple of it, itself one of ALIGN_BYTES.
     """
@@ -151,7 +151,8 @@ def decode_zvc(
     value_bytes, taken = value_bytes_of(data), ALIGN_BYTES * int(pieces)
     if value_bytes != taken or (own and used != layout.values_at + taken):
         raise CorruptedDataError(
-            f"blob: its header says {used} bytes and {value_bytes} of values, its blocks have {taken}"
+            f"blob: its header says {used} bytes and {value_bytes} of values, its blocks have "
+            f"{taken}"
         )
     elements = out.numpy().view(UNSIGNED[layout.unit_bytes])
     _over_blocks(layout, numba.unpack_values, words, n, starts, source, elements)

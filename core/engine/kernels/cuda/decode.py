@@ -111,8 +111,8 @@ class DecodeKernels:
         sm_budget : int, optional
             Multiprocessors that the kernel may use; all when left out.
         value_bytes : torch.Tensor, optional
-            Eight bytes on the GPU, a uint64: only rows that hold so many bytes are decoded. Not with
-            `ids`.
+            Eight bytes on the GPU, a uint64: only rows that hold so many bytes are decoded. Not
+            with `ids`.
 
         Returns
         -------

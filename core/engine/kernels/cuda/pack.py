@@ -68,14 +68,16 @@ class PackKernels:
         layout: RowLayout,
         parts: PackedLayout,
         data: torch.Tensor,
-        header: tuple[int, int, int] | None,
+        header: tuple[int, int, int],
         sm_budget: int | None = None,
+        *,
+        counted: bool = False,
     ) -> None:
         """Pack the rows of a tensor; see `kernels.packed_blob`."""
         f = layout.format
         x = aligned_to(x, f.chunk_bytes)
         states = torch.zeros(parts.blocks + 1, dtype=torch.int64, device=x.device)
-        elements, element_bytes, form = header or (0, 0, 0)
+        elements, element_bytes, form = header
         words = warp_words(layout)
         shared_bytes = 4 * words * WARPS
         variant = Variant(
@@ -93,7 +95,7 @@ class PackKernels:
             f.row_words,
             f.row_bytes,
             parts.tail_bytes,
-            0 if header else data.data_ptr() + VALUE_BYTES_AT,
+            data.data_ptr() + VALUE_BYTES_AT if counted else 0,
             layout.tables.data_ptr(),
             layout.starts.data_ptr(),
             words,
@@ -115,15 +117,17 @@ class PackKernels:
         layout: RowLayout,
         parts: PackedLayout,
         out: torch.Tensor,
-        header: tuple[int, int, int] | None,
+        header: tuple[int, int, int],
         sm_budget: int | None = None,
+        *,
+        counted: bool = False,
     ) -> None:
         """Unpack the rows of a tensor; see `kernels.packed_blob`. Damage is in the mailbox."""
         f = layout.format
         storage = parts.storage(data, f.length_dtype)
         rows = out[: parts.n_rows * f.row_bytes].view(parts.n_rows, f.row_bytes)
         facts = {"max_row_words": f.row_words, "max_block_words": BLOCK_ROWS * f.row_words}
-        value_bytes = None if header else data[VALUE_BYTES_AT:HEADER_BYTES]
+        value_bytes = data[VALUE_BYTES_AT:HEADER_BYTES] if counted else None
         self._decode.decode_rows(
             storage, layout, None, 0, rows, facts, sm_budget, value_bytes=value_bytes
         )
@@ -142,8 +146,8 @@ class PackKernels:
 def warp_words(layout: RowLayout) -> int:
     """Return the words of shared memory that a warp packs its rows in.
 
-    Those of its rows when they are raw; and what a row of which every chunk is an exception has more
-    than a raw one: its codes, a bit for each group of them, and what the parts are rounded up by.
+    Those of its rows when they are raw; and what a row of which every chunk is an exception has
+    more than a raw one: its codes, a bit for each group of them, what the parts are rounded up by.
     """
     f = layout.format
     groups = ceil_div(f.chunks, 32)
