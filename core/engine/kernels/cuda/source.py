@@ -372,12 +372,12 @@ def zvc_threads(unit_bytes: int) -> int:
 
     A thread has its elements in registers, one in each: of single bytes there are the most.
     """
-    return 512 if unit_bytes == 1 else 256
+    return 1024 if unit_bytes == 1 else 256
 
 
 def zvc_blocks(unit_bytes: int) -> int:
     """Return the blocks of zero-value compression that a multiprocessor has registers for."""
-    return {1: 2, 2: 4}.get(unit_bytes, 6)
+    return {1: 1, 2: 4}.get(unit_bytes, 6)
 
 
 def zvc_variant(unit_bytes: int) -> PlainVariant:
