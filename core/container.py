@@ -30,7 +30,7 @@ import torch
 from .dtypes import dtype_from_name, dtype_name, flat_bytes
 from .engine.codecs import PackedRows, RowCodec
 from .engine.codecs.base import elements
-from .engine.codecs.registry import get_codec
+from .engine.codecs.registry import row_codec_class
 from .engine.files.checksums import combined_crc32
 from .engine.files.new_file import PathLike
 from .engine.files.safetensors_writer import SafetensorsLayout, write_safetensors
@@ -506,7 +506,7 @@ def _read_config(fields: _Fields, parts: dict[str, torch.Tensor]) -> dict[str, A
 
 
 def _read_codec(name: str, config: dict[str, Any]) -> RowCodec:
-    cls = get_codec(name)
+    cls = row_codec_class(name)
     try:
         codec = cls.from_config(config)
     except BitslabError:

@@ -1,4 +1,4 @@
-"""Rows of whole tensors: packed in one pass, the kernels write and read the bytes of their twins."""
+"""Rows of whole tensors in one pass: kernels write and read the bytes of their twins."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def numbers(dtype: torch.dtype, n: int) -> torch.Tensor:
     noise = torch.randint(0, 256, (t.nbytes,), generator=torch.Generator().manual_seed(1))
     bits = t.view(torch.uint8)
     for r in range(0, n // row, 5):
-        bits[r * ROW_BYTES : (r + 1) * ROW_BYTES] = noise[: ROW_BYTES].to(torch.uint8)
+        bits[r * ROW_BYTES : (r + 1) * ROW_BYTES] = noise[:ROW_BYTES].to(torch.uint8)
     for r in range(1, n // row, 7):
         t[r * row : (r + 1) * row] = t[0]
     return t

@@ -6,8 +6,8 @@ package adds its own by the entry point group ``bitslab.codecs``, where the name
 is the name of the codec; a program adds one by `register_codec`. A name means the same bytes for
 ever, so none can be given another class.
 
-Every codec serves `bitslab.compress` and files. Codecs of rows serve the command too, and those
-that have kernels (see `WordRowCodec`) tables, their caches and embeddings, which refuse others.
+Every codec of rows serves `bitslab.compress`, files and the command. Those that have kernels (see
+`WordRowCodec`) serve tables, their caches and embeddings too, which refuse others by name.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ _classes: dict[str, AnyCodecClass] = {c.name: c for c in _BUILT_IN}
 def register_codec(cls: _Class) -> _Class:
     """Make a codec known by its ``name``; usable as a class decorator.
 
-    It serves `bitslab.compress` and files. A codec of rows that has kernels serves tables and
-    embeddings, one of whole tensors what swaps them.
+    A codec of rows serves `bitslab.compress` and files and, if it has kernels, tables and
+    embeddings; one of whole tensors serves what swaps them.
 
     Parameters
     ----------

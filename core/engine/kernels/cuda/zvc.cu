@@ -18,7 +18,7 @@ __device__ __forceinline__ u32 pieces_of(u32 count) { return (count + ALIGN_UNIT
 __device__ __forceinline__ u32 values_before(const u32* counts, int warp, u32& total) {
   u32 before = 0;
   total = 0;
-#pragma unroll
+#pragma unroll 4
   for (int w = 0; w < WARPS; ++w) {
     if (w < warp) before += counts[w];
     total += counts[w];
