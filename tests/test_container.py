@@ -452,7 +452,7 @@ CRAFTED: dict[str, tuple[Edit, str]] = {
     "part-shape-huge": (put("parts", "words", "shape", [1 << 62, 4]), "too large"),
     "part-crc": (put("parts", "words", "crc32", 0), "does not match its checksum"),
     "part-crc-text": (put("parts", "words", "crc32", "0"), "crc32 is '0'"),
-    "unknown-codec": (put("codec", "zip"), "'zip' is not known; known are ibp, raw"),
+    "unknown-codec": (put("codec", "zip"), "'zip' is not known; known are ibp, ibp-blob, raw"),
     "codec-number": (put("codec", 3), "codec is 3, expected str"),
     "other-codec": (put("codec", "raw"), "tensor 'packed'"),
     "unknown-dtype": (put("dtype", "float3"), "'float3' is not a dtype"),
