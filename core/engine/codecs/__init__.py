@@ -7,6 +7,7 @@ from .invariant import InvariantCodec, PlanCache
 from .quantized import TileCodec
 from .raw import RawCodec
 from .registry import codec_class, codec_names, get_codec, register_codec
+from .sparsity import count_zeros
 from .words import WordRowCodec
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "check_tensor_argument",
     "codec_class",
     "codec_names",
+    "count_zeros",
     "elements",
     "get_codec",
     "register_codec",

@@ -35,6 +35,10 @@ class Kernels(Protocol):
         """Count set bits per position."""
         ...
 
+    def count_zeros(self, data: torch.Tensor, unit_bytes: int) -> torch.Tensor:
+        """Count units that are zero."""
+        ...
+
     def agreed_masks(
         self, counts: torch.Tensor, n_rows: int, candidates: CandidateTable
     ) -> torch.Tensor:

@@ -34,6 +34,7 @@ TWINS: dict[str, Any] = {
     "count_ids": ids.count_ids,
     "count_slots": slots.count_slots,
     "count_values": cpu.frequent_values,
+    "count_zeros": cpu.count_zeros,
     "decode_long_rows": cpu.decode_rows,
     "decode_rows": cpu.decode_rows,
     "decode_tiles": cpu.decode_tiles,

@@ -27,6 +27,7 @@ from .planning import frequent_values as frequent_values
 from .planning import sizes_by_option as sizes_by_option
 from .prepared import PreparedTable
 from .row_finder import HOST_SOURCES, NO_IDS, RowFinder, decode_found_rows
+from .sparse import count_zeros as count_zeros
 from .threads import run_ranges
 from .tiles import decode_tiles as decode_tiles
 from .tiles import encode_tiles as encode_tiles

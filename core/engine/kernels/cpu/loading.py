@@ -60,3 +60,12 @@ def tiling() -> Any:
     from . import tile_streams
 
     return tile_streams
+
+
+@functools.cache
+def keeping() -> Any:
+    """Load the functions that the forms share which keep some elements."""
+    load_optional("numba", extra=None, purpose="packing tensors on the CPU")
+    from . import kept
+
+    return kept

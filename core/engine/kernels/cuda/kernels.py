@@ -19,6 +19,7 @@ from .plan import PlanKernels
 from .quantized import TileKernels
 from .runner import Runner
 from .slots import SlotKernels
+from .zeros import ZeroKernels
 
 
 class CudaKernels:
@@ -54,6 +55,7 @@ class CudaKernels:
         self.exchange = ExchangeKernels(runner)
         self.bags = BagKernels(runner)
         self.count_bits = CountKernels(runner).count_bits
+        self.count_zeros = ZeroKernels(runner).count_zeros
         plan = PlanKernels(runner)
         self.agreed_masks = plan.agreed_masks
         self.frequent_values = plan.frequent_values

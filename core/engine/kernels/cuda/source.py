@@ -62,6 +62,7 @@ _KERNELS: dict[str, tuple[str, ...]] = {
         "sizes_by_option",
     ),
     "quantized": ("measure_tiles", "encode_tiles", "pack_tiles", "move_tiles", "decode_tiles"),
+    "zeros": ("count_zeros",),
 }
 
 #: Fewest chunks a lane with which eight lanes can take a row.
@@ -92,6 +93,9 @@ ORDER_BINS = 8192
 LEAVING_BINS = 2048
 #: Bytes that a lane of the copy of raw rows loads at once, and those that it can store at once.
 COPY_PIECES = {4: (1, 2, 4), 16: (1, 2, 4, 8, 16)}
+
+#: Kernels of whole tensors, which are compiled for each size or kind of element.
+UNIT_FILES = ("zeros",)
 
 #: Bytes of the values of rows that are pooled in bags.
 BAG_VALUE_BYTES = (4, 8)
@@ -262,6 +266,8 @@ class PlainVariant:
     @property
     def name(self) -> str:
         """Readable name, for tests and logs."""
+        if self.file in UNIT_FILES:
+            return f"{self.file}-" + "-".join(f"{k.lower()}{v}" for k, v in self.settings[:1])
         if self.file not in ("copy", "bags", "attend", "quantized"):
             return self.file
         named = self.settings[: len(TILE_SETTINGS) if self.file == "quantized" else None]
@@ -282,6 +288,11 @@ SLOTS = PlainVariant(
 EXCHANGE = PlainVariant("exchange")
 #: The one compilation of what a planner counts.
 PLAN = PlainVariant("plan", tuple(PLAN_DEFINES.items()))
+
+
+def zeros_variant(unit_bytes: int) -> PlainVariant:
+    """Return the counting of zeros among elements of so many bytes."""
+    return PlainVariant("zeros", (("CHUNK_BYTES", unit_bytes),))
 
 
 def copy_variant(unit_bytes: int, piece_bytes: int) -> PlainVariant:
@@ -391,6 +402,7 @@ def all_variants() -> Iterator[AnyVariant]:
         yield from (copy_variant(unit, piece) for piece in pieces)
     for width in CHUNK_BYTES:
         yield Variant("count", width)
+        yield zeros_variant(width)
     for width, bits, grouped, uniform in product(
         CHUNK_BYTES, CODE_BITS, (False, True), (False, True)
     ):
