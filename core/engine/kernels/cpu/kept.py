@@ -1,12 +1,15 @@
-"""Numba twins of what the forms that keep some elements share: counting, and zeros alone.
+"""Numba twins of what the forms share that keep some units, and zeros counted; see `kept_format`.
 
-``x`` is a tensor as unsigned integers ``[units]``.
+``x`` and ``out`` are a tensor as unsigned integers ``[units]``, ``starts``, ``values`` and
+``columns`` the parts of a `KeptLayout`.
 """
 
 from __future__ import annotations
 
 import numpy as np
 from numba import njit
+
+from ..kept_format import ROW_UNITS
 
 
 @njit(nogil=True, cache=True)
@@ -16,3 +19,22 @@ def count_zeros(x, begin, end):
     for i in range(begin, end):
         zeros += x[i] == 0
     return zeros
+
+
+@njit(nogil=True, cache=True)
+def put_units(starts, values, columns, out, begin, end):
+    """Write the units that the rows begin..end keep to their columns, by starts that were checked.
+
+    Returns a row that has a column behind its end, or -1.
+    """
+    bad = -1
+    for row in range(begin, end):
+        first = row * ROW_UNITS
+        count = min(ROW_UNITS, len(out) - first)
+        for j in range(starts[row], starts[row + 1]):
+            column = np.int64(columns[j])
+            if column < count:
+                out[first + column] = values[j]
+            else:
+                bad = row
+    return bad

@@ -69,3 +69,30 @@ def keeping() -> Any:
     from . import kept
 
     return kept
+
+
+@functools.cache
+def sparse_rows() -> Any:
+    """Load the functions of compressed sparse rows."""
+    load_optional("numba", extra=None, purpose="packing tensors on the CPU")
+    from . import csr
+
+    return csr
+
+
+@functools.cache
+def run_lengths() -> Any:
+    """Load the functions of runs of equal units."""
+    load_optional("numba", extra=None, purpose="packing tensors on the CPU")
+    from . import rle
+
+    return rle
+
+
+@functools.cache
+def zfp_blocks() -> Any:
+    """Load the functions of zfp's blocks."""
+    load_optional("numba", extra=None, purpose="packing tensors on the CPU")
+    from . import zfp
+
+    return zfp

@@ -9,17 +9,21 @@ from .attend import AttendKernels
 from .bags import BagKernels
 from .copy import CopyKernels
 from .count import CountKernels
+from .csr import CsrKernels
 from .decode import DecodeKernels
 from .encode import EncodeKernels
 from .exchange import ExchangeKernels
 from .gather import GatherKernels
 from .ids import IdKernels
+from .kept import RowPlacer
 from .map import MapKernels
 from .plan import PlanKernels
 from .quantized import TileKernels
+from .rle import RleKernels
 from .runner import Runner
 from .slots import SlotKernels
 from .zeros import ZeroKernels
+from .zfp import ZfpKernels
 
 
 class CudaKernels:
@@ -78,3 +82,10 @@ class CudaKernels:
         self.pack_tiles = tiles.pack_tiles
         self.decode_tiles = tiles.decode_tiles
         self.prepare_tiles = tiles.prepare_tiles
+        placer = RowPlacer(runner)
+        csr = CsrKernels(runner, placer)
+        self.encode_csr, self.decode_csr = csr.encode_csr, csr.decode_csr
+        rle = RleKernels(runner, placer)
+        self.encode_rle, self.decode_rle = rle.encode_rle, rle.decode_rle
+        zfp = ZfpKernels(runner, placer)
+        self.encode_zfp, self.decode_zfp = zfp.encode_zfp, zfp.decode_zfp
