@@ -24,7 +24,7 @@ class CsrCodec(PlainBlobCodec):
     form = CSR_FORM
 
     @classmethod
-    def fit(cls, sample: torch.Tensor) -> CsrCodec:  # noqa: ARG003
+    def fit(cls, sample: torch.Tensor) -> CsrCodec:
         """Return the codec; a sample teaches it nothing."""
         return cls()
 
@@ -36,10 +36,14 @@ class CsrCodec(PlainBlobCodec):
         """Return the bytes of the raw tensor and the header."""
         return KeptLayout(elements(shape), dtype.itemsize, COLUMN_BYTES).max_bytes
 
-    def write(self, x: torch.Tensor, dtype: torch.dtype, data: torch.Tensor) -> None:
+    def write(
+        self, x: torch.Tensor, dtype: torch.dtype, data: torch.Tensor, sm_budget: int | None
+    ) -> None:
         """Encode a tensor's bytes."""
-        kernels_for(x.device).encode_csr(x, dtype.itemsize, data)
+        kernels_for(x.device).encode_csr(x, dtype.itemsize, data, sm_budget)
 
-    def read(self, data: torch.Tensor, dtype: torch.dtype, x: torch.Tensor) -> bool:
+    def read(
+        self, data: torch.Tensor, dtype: torch.dtype, x: torch.Tensor, sm_budget: int | None
+    ) -> bool:
         """Decode to a tensor's bytes."""
-        return kernels_for(x.device).decode_csr(data, dtype.itemsize, x)
+        return kernels_for(x.device).decode_csr(data, dtype.itemsize, x, sm_budget)

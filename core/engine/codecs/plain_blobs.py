@@ -20,25 +20,33 @@ class PlainBlobCodec(BlobCodec):
     device_types = ("cpu", "cuda")
 
     @abstractmethod
-    def write(self, x: torch.Tensor, dtype: torch.dtype, data: torch.Tensor) -> None:
+    def write(
+        self, x: torch.Tensor, dtype: torch.dtype, data: torch.Tensor, sm_budget: int | None
+    ) -> None:
         """Encode a tensor's bytes, uint8 ``[n]``, to a buffer of `max_encoded_bytes` or more."""
 
     @abstractmethod
-    def read(self, data: torch.Tensor, dtype: torch.dtype, x: torch.Tensor) -> bool:
+    def read(
+        self, data: torch.Tensor, dtype: torch.dtype, x: torch.Tensor, sm_budget: int | None
+    ) -> bool:
         """Decode a buffer to a tensor's bytes; return whether it is sound, as far as is known."""
 
-    def encode(self, t: torch.Tensor, out: torch.Tensor | None = None) -> Blob:
+    def encode(
+        self, t: torch.Tensor, out: torch.Tensor | None = None, *, sm_budget: int | None = None
+    ) -> Blob:
         """Encode a tensor on its own device, without waiting for it; see `BlobCodec.encode`."""
-        data = check_encode_arguments(self, t, out)
-        self.write(flat_bytes(t), t.dtype, data)
+        data = check_encode_arguments(self, t, out, sm_budget)
+        self.write(flat_bytes(t), t.dtype, data, sm_budget)
         return Blob(data, t.shape, t.dtype)
 
-    def decode(self, blob: Blob, out: torch.Tensor | None = None) -> torch.Tensor:
+    def decode(
+        self, blob: Blob, out: torch.Tensor | None = None, *, sm_budget: int | None = None
+    ) -> torch.Tensor:
         """Decode a blob on its own device, without waiting for it; see `BlobCodec.decode`."""
-        out = check_decode_arguments(self, blob, out)
+        out = check_decode_arguments(self, blob, out, sm_budget)
         in_order = bits_in_order(out)
         to = out if in_order else torch.empty(out.shape, dtype=out.dtype, device=out.device)
-        if not self.read(blob.data, blob.dtype, flat_bytes(to)):
+        if not self.read(blob.data, blob.dtype, flat_bytes(to), sm_budget):
             raise CorruptedDataError(f"blob: its {self.name} form is damaged, or of another tensor")
         return out if in_order else out.copy_(to)
 

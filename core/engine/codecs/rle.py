@@ -24,7 +24,7 @@ class RleCodec(PlainBlobCodec):
     form = RLE_FORM
 
     @classmethod
-    def fit(cls, sample: torch.Tensor) -> RleCodec:  # noqa: ARG003
+    def fit(cls, sample: torch.Tensor) -> RleCodec:
         """Return the codec; a sample teaches it nothing."""
         return cls()
 
@@ -36,10 +36,14 @@ class RleCodec(PlainBlobCodec):
         """Return the bytes of the raw tensor and the header."""
         return KeptLayout(elements(shape), dtype.itemsize, COUNT_BYTES).max_bytes
 
-    def write(self, x: torch.Tensor, dtype: torch.dtype, data: torch.Tensor) -> None:
+    def write(
+        self, x: torch.Tensor, dtype: torch.dtype, data: torch.Tensor, sm_budget: int | None
+    ) -> None:
         """Encode a tensor's bytes."""
-        kernels_for(x.device).encode_rle(x, dtype.itemsize, data)
+        kernels_for(x.device).encode_rle(x, dtype.itemsize, data, sm_budget)
 
-    def read(self, data: torch.Tensor, dtype: torch.dtype, x: torch.Tensor) -> bool:
+    def read(
+        self, data: torch.Tensor, dtype: torch.dtype, x: torch.Tensor, sm_budget: int | None
+    ) -> bool:
         """Decode to a tensor's bytes."""
-        return kernels_for(x.device).decode_rle(data, dtype.itemsize, x)
+        return kernels_for(x.device).decode_rle(data, dtype.itemsize, x, sm_budget)

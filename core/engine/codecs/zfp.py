@@ -51,7 +51,7 @@ class ZfpCodec(PlainBlobCodec):
         self.block_bits = block_bits
 
     @classmethod
-    def fit(cls, sample: torch.Tensor, *, block_bits: int = 32) -> ZfpCodec:  # noqa: ARG003
+    def fit(cls, sample: torch.Tensor, *, block_bits: int = 32) -> ZfpCodec:
         """Return the codec; a sample teaches it nothing."""
         return cls(block_bits)
 
@@ -63,13 +63,17 @@ class ZfpCodec(PlainBlobCodec):
         """Return the bytes of the raw tensor and the header, or of a few values somewhat more."""
         return zfp_layout(elements(shape), dtype, self.block_bits).max_bytes
 
-    def write(self, x: torch.Tensor, dtype: torch.dtype, data: torch.Tensor) -> None:
+    def write(
+        self, x: torch.Tensor, dtype: torch.dtype, data: torch.Tensor, sm_budget: int | None
+    ) -> None:
         """Encode a tensor's bytes."""
-        kernels_for(x.device).encode_zfp(x, dtype, self.block_bits, data)
+        kernels_for(x.device).encode_zfp(x, dtype, self.block_bits, data, sm_budget)
 
-    def read(self, data: torch.Tensor, dtype: torch.dtype, x: torch.Tensor) -> bool:
+    def read(
+        self, data: torch.Tensor, dtype: torch.dtype, x: torch.Tensor, sm_budget: int | None
+    ) -> bool:
         """Decode to a tensor's bytes."""
-        return kernels_for(x.device).decode_zfp(data, dtype, self.block_bits, x)
+        return kernels_for(x.device).decode_zfp(data, dtype, self.block_bits, x, sm_budget)
 
     def bounds(self, t: torch.Tensor) -> torch.Tensor:
         """Return how far each element may be from its decoded one; see `error_of_blocks`.
@@ -105,7 +109,7 @@ class ZfpCodec(PlainBlobCodec):
         accepted = range(LEAST_BLOCK_BITS, MOST_BLOCK_BITS + 1)
         if not isinstance(bits, int) or isinstance(bits, bool) or bits not in accepted:
             raise CorruptedDataError(
-                f"zfp: block_bits is {bits!r:.60}, expected {accepted[0]} to {accepted[-1]}"
+                f"zfp: configuration has block_bits {bits!r:.60}, expected {accepted[0]} to {accepted[-1]}"
             )
         return cls(bits)
 

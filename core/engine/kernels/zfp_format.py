@@ -185,6 +185,7 @@ def error_of_blocks(most: torch.Tensor, dtype: torch.dtype, block_bits: int) -> 
     lowest = kind.integer_bits - planes
     highest = kind.integer_bits - 2  # all values are below this power of two
     exponent = most.frexp().exponent.to(torch.int64).clamp(min=1 - kind.block_bias)
+    units = 3.125 * 2.0**lowest + 6 if lowest < highest - 1 else 3 * 2.0**highest
     error = _times_power(torch.full_like(most, units * 2.0**-highest), exponent)
     step = exponent + 1 - kind.fraction_bits  # of values below two to the power of exponent + 2
     half = _times_power(torch.ones_like(most), step.clamp(min=kind.least_exponent) - 1)

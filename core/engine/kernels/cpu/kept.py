@@ -22,19 +22,24 @@ def count_zeros(x, begin, end):
 
 
 @njit(nogil=True, cache=True)
-def put_units(starts, values, columns, out, begin, end):
-    """Write the units that the rows begin..end keep to their columns, by starts that were checked.
+def check_columns(starts, columns, units, begin, end):
+    """Return one of the rows begin..end that has a column behind its end, or -1.
 
-    Returns a row that has a column behind its end, or -1.
+    Starts were checked.
     """
     bad = -1
     for row in range(begin, end):
-        first = row * ROW_UNITS
-        count = min(ROW_UNITS, len(out) - first)
+        count = min(ROW_UNITS, units - row * ROW_UNITS)
         for j in range(starts[row], starts[row + 1]):
-            column = np.int64(columns[j])
-            if column < count:
-                out[first + column] = values[j]
-            else:
+            if columns[j] >= count:
                 bad = row
     return bad
+
+
+@njit(nogil=True, cache=True)
+def put_units(starts, values, columns, out, begin, end):
+    """Write the units that the rows begin..end keep to their columns, which were checked."""
+    for row in range(begin, end):
+        first = np.uint64(row * ROW_UNITS)
+        for j in range(starts[row], starts[row + 1]):
+            out[first + np.uint64(columns[j])] = values[j]

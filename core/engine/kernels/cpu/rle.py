@@ -48,20 +48,29 @@ def pack_rle(x, starts, values, counts, begin, end):
 
 
 @njit(nogil=True, cache=True)
-def decode_rle(starts, values, counts, out, begin, end):
-    """Write the units of the rows begin..end, by starts that were checked.
+def check_runs(starts, counts, units, begin, end):
+    """Return one of the rows begin..end whose runs do not make up its units, or -1.
 
-    Returns a row whose runs do not make up its units, or -1.
+    Starts were checked.
     """
     bad = -1
     for row in range(begin, end):
-        at = row * ROW_UNITS
-        last = min(len(out), at + ROW_UNITS)
+        sum_of_runs = starts[row + 1] - starts[row]
         for j in range(starts[row], starts[row + 1]):
-            end_of_run = min(last + 1, at + np.int64(counts[j]) + 1)
-            for i in range(at, min(last, end_of_run)):
-                out[i] = values[j]
-            at = end_of_run
-        if at != last:
+            sum_of_runs += np.int64(counts[j])
+        if sum_of_runs != min(ROW_UNITS, units - row * ROW_UNITS):
             bad = row
     return bad
+
+
+@njit(nogil=True, cache=True)
+def decode_rle(starts, values, counts, out, begin, end):
+    """Write the units of the rows begin..end, by starts and counts that were checked."""
+    for row in range(begin, end):
+        at = row * ROW_UNITS
+        for j in range(starts[row], starts[row + 1]):
+            end_of_run = at + np.int64(counts[j]) + 1
+            value = values[j]
+            for i in range(at, end_of_run):
+                out[i] = value
+            at = end_of_run

@@ -54,7 +54,9 @@ def count_zeros(data: torch.Tensor, unit_bytes: int) -> torch.Tensor:
     return torch.tensor(sum(parts), dtype=torch.int64)
 
 
-def encode_csr(x: torch.Tensor, element_bytes: int, out: torch.Tensor) -> None:
+def encode_csr(
+    x: torch.Tensor, element_bytes: int, out: torch.Tensor, sm_budget: int | None = None
+) -> None:
     """Write a tensor as compressed sparse rows: the units that are not zero, and their columns.
 
     Parameters
@@ -65,6 +67,8 @@ def encode_csr(x: torch.Tensor, element_bytes: int, out: torch.Tensor) -> None:
         Bytes of an element: 1, 2, 4, 8 or 16.
     out : torch.Tensor
         uint8, at a multiple of ALIGN_BYTES, of `KeptLayout.max_bytes` or more.
+    sm_budget
+        For the launch on a GPU; not needed here.
     """
     layout = KeptLayout(x.shape[0] // element_bytes, element_bytes, COLUMN_BYTES)
     units, starts = _units(x, layout), np.zeros(layout.rows + 1, np.int64)
@@ -75,7 +79,9 @@ def encode_csr(x: torch.Tensor, element_bytes: int, out: torch.Tensor) -> None:
         _over_rows(functions.pack_csr, layout, units, parts.starts, parts.values, parts.places)
 
 
-def decode_csr(data: torch.Tensor, element_bytes: int, out: torch.Tensor) -> bool:
+def decode_csr(
+    data: torch.Tensor, element_bytes: int, out: torch.Tensor, sm_budget: int | None = None
+) -> bool:
     """Read a tensor out of compressed sparse rows, whatever they hold.
 
     Parameters
@@ -90,18 +96,22 @@ def decode_csr(data: torch.Tensor, element_bytes: int, out: torch.Tensor) -> boo
     Returns
     -------
     bool
-        Whether the buffer is sound. If not, what `out` holds is undefined.
+        Whether the buffer is sound. If not, nothing was written.
     """
     layout = KeptLayout(out.shape[0] // element_bytes, element_bytes, COLUMN_BYTES)
     units = _units(out, layout)
     parts = _read_header(layout, CSR_FORM, units, data)
-    if parts is None or parts.raw:
-        return parts is not None
-    _over_rows(sparse_rows().clear_rows, layout, units)
-    return _put(layout, parts, units)
+    if parts is None or not _sound_columns(layout, parts):
+        return False
+    if not parts.raw:
+        _over_rows(sparse_rows().clear_rows, layout, units)
+        _over_rows(keeping().put_units, layout, parts.starts, parts.values, parts.places, units)
+    return True
 
 
-def encode_rle(x: torch.Tensor, element_bytes: int, out: torch.Tensor) -> None:
+def encode_rle(
+    x: torch.Tensor, element_bytes: int, out: torch.Tensor, sm_budget: int | None = None
+) -> None:
     """Write a tensor as runs of equal units: the value and the count of each; see `encode_csr`."""
     layout = KeptLayout(x.shape[0] // element_bytes, element_bytes, COUNT_BYTES)
     units, starts = _units(x, layout), np.zeros(layout.rows + 1, np.int64)
@@ -112,19 +122,30 @@ def encode_rle(x: torch.Tensor, element_bytes: int, out: torch.Tensor) -> None:
         _over_rows(functions.pack_rle, layout, units, parts.starts, parts.values, parts.places)
 
 
-def decode_rle(data: torch.Tensor, element_bytes: int, out: torch.Tensor) -> bool:
+def decode_rle(
+    data: torch.Tensor, element_bytes: int, out: torch.Tensor, sm_budget: int | None = None
+) -> bool:
     """Read a tensor out of runs of equal units, whatever they hold; see `decode_csr`."""
     layout = KeptLayout(out.shape[0] // element_bytes, element_bytes, COUNT_BYTES)
     units = _units(out, layout)
     parts = _read_header(layout, RLE_FORM, units, data)
     if parts is None or parts.raw:
         return parts is not None
-    kernel = run_lengths().decode_rle
-    bad = _over_rows(kernel, layout, parts.starts, parts.values, parts.places, units)
-    return max(bad, default=-1) < 0
+    functions = run_lengths()
+    bad = _over_rows(functions.check_runs, layout, parts.starts, parts.places, layout.units)
+    if max(bad, default=-1) >= 0:
+        return False
+    _over_rows(functions.decode_rle, layout, parts.starts, parts.values, parts.places, units)
+    return True
 
 
-def encode_zfp(x: torch.Tensor, dtype: torch.dtype, block_bits: int, out: torch.Tensor) -> None:
+def encode_zfp(
+    x: torch.Tensor,
+    dtype: torch.dtype,
+    block_bits: int,
+    out: torch.Tensor,
+    sm_budget: int | None = None,
+) -> None:
     """Write a tensor as a stream of zfp's blocks, and beside it what is not finite.
 
     Parameters
@@ -154,18 +175,27 @@ def encode_zfp(x: torch.Tensor, dtype: torch.dtype, block_bits: int, out: torch.
         _over_rows(functions.pack_zfp, layout, units, *sizes, *to)
 
 
-def decode_zfp(data: torch.Tensor, dtype: torch.dtype, block_bits: int, out: torch.Tensor) -> bool:
+def decode_zfp(
+    data: torch.Tensor,
+    dtype: torch.dtype,
+    block_bits: int,
+    out: torch.Tensor,
+    sm_budget: int | None = None,
+) -> bool:
     """Read a tensor out of a stream of zfp's blocks, whatever it holds; see `decode_csr`."""
     kind = FLOAT_KINDS[dtype]
     layout = zfp_layout(out.shape[0] // dtype.itemsize, dtype, block_bits)
     units = _units(out, layout)
     parts = _read_header(layout, ZFP_FORM, units, data)
-    if parts is None or parts.raw:
-        return parts is not None
+    if parts is None or not _sound_columns(layout, parts):
+        return False
+    if parts.raw:
+        return True
     stream = data.numpy()[HEADER_BYTES : layout.before_bytes].view(np.uint64)
     sizes = (kind.fraction_bits, kind.exponent_bits, kind.integer_bits, block_bits)
     _over_rows(zfp_blocks().decode_zfp, layout, stream, *sizes, plane_lookup(), units)
-    return _put(layout, parts, units)
+    _over_rows(keeping().put_units, layout, parts.starts, parts.values, parts.places, units)
+    return True
 
 
 @dataclass(frozen=True)
@@ -274,9 +304,9 @@ def _parts(layout: KeptLayout, kept: int, data: Array) -> _Parts:
     return _Parts(starts, values.view(UNSIGNED[layout.unit_bytes]), columns.view(places))
 
 
-def _put(layout: KeptLayout, parts: _Parts, units: Array) -> bool:
-    """Write what is kept to its columns; return whether all are in their rows."""
-    if not len(parts.values):
+def _sound_columns(layout: KeptLayout, parts: _Parts) -> bool:
+    """Return whether all columns are in their rows."""
+    if not len(parts.places):
         return True
-    given = (parts.starts, parts.values, parts.places, units)
-    return max(_over_rows(keeping().put_units, layout, *given), default=-1) < 0
+    given = (parts.starts, parts.places, layout.units)
+    return max(_over_rows(keeping().check_columns, layout, *given), default=-1) < 0

@@ -24,7 +24,7 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS)
   __shared__ __align__(16) stored_t line[ROW_UNITS];
   const i64 kept = sound_kept(data, data_bytes, elements, CSR_FORM, element_bytes, COLUMN_BYTES, HEADER_BYTES, values_at);
   if (kept == DAMAGED) {
-    if (blockIdx.x == 0 && threadIdx.x == 0) report(mailbox, ERROR_DAMAGED, -1, 0, elements);
+    if (blockIdx.x == 0 && threadIdx.x == 0) report(mailbox, ERROR_BLOB, -1, 0, 0);
     return;
   }
   const i64 units = elements * (element_bytes / CHUNK_BYTES);
@@ -49,7 +49,7 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS)
           if (column < count) line[column] = values[j];
           else sound = false;
         }
-      if (!sound) report(mailbox, ERROR_DAMAGED, -1, r, elements);
+      if (!sound) report(mailbox, ERROR_BLOB, r, 0, 0);
       __syncthreads();
     }
     stored_t* to = out + r * ROW_UNITS;

@@ -69,10 +69,16 @@ class CsrKernels:
         self._placer = placer
         self._launches: dict[tuple[type[Parameters], int], Launch] = {}
 
-    def encode_csr(self, x: torch.Tensor, element_bytes: int, out: torch.Tensor) -> None:
+    def encode_csr(
+        self,
+        x: torch.Tensor,
+        element_bytes: int,
+        out: torch.Tensor,
+        sm_budget: int | None = None,
+    ) -> None:
         """Encode a tensor; see `kernels.cpu.encode_csr`."""
         layout = KeptLayout(x.shape[0] // element_bytes, element_bytes, COLUMN_BYTES)
-        blocks, starts = self._placer.blocks(layout), out.data_ptr() + layout.starts_at
+        blocks, starts = self._placer.blocks(layout, sm_budget), out.data_ptr() + layout.starts_at
         if layout.units:
             count = self._launch(CountCsr, layout.unit_bytes)
             count(blocks, x.data_ptr(), layout.units, starts)
@@ -82,11 +88,17 @@ class CsrKernels:
             pack = self._launch(PackCsr, layout.unit_bytes)
             pack(blocks, x.data_ptr(), *sizes, out.data_ptr())
 
-    def decode_csr(self, data: torch.Tensor, element_bytes: int, out: torch.Tensor) -> bool:
+    def decode_csr(
+        self,
+        data: torch.Tensor,
+        element_bytes: int,
+        out: torch.Tensor,
+        sm_budget: int | None = None,
+    ) -> bool:
         """Decode a tensor; True, since damage is reported in the mailbox."""
         layout = KeptLayout(out.shape[0] // element_bytes, element_bytes, COLUMN_BYTES)
         self._launch(DecodeCsr, layout.unit_bytes)(
-            self._placer.blocks(layout),
+            self._placer.blocks(layout, sm_budget),
             data.data_ptr(),
             data.shape[0],
             layout.elements,

@@ -46,12 +46,14 @@ class RowPlacer:
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
-        self._most_blocks = BLOCKS * runner.multiprocessors
         self._launch: Launch | None = None
 
-    def blocks(self, layout: KeptLayout) -> int:
+    def blocks(self, layout: KeptLayout, sm_budget: int | None) -> int:
         """Return the blocks that take the rows of a tensor."""
-        return max(1, min(layout.rows, self._most_blocks))
+        processors = self._runner.multiprocessors
+        if sm_budget is not None:
+            processors = min(sm_budget, processors)
+        return max(1, min(layout.rows, BLOCKS * processors))
 
     def place(self, layout: KeptLayout, form: int, counted: bool, out: torch.Tensor) -> None:
         """Write the header and where each row's units begin, from the number of each row.

@@ -24,6 +24,7 @@ from .runner import Runner
 from .slots import SlotKernels
 from .zeros import ZeroKernels
 from .zfp import ZfpKernels
+from .zvc import ZvcKernels
 
 
 class CudaKernels:
@@ -89,3 +90,5 @@ class CudaKernels:
         self.encode_rle, self.decode_rle = rle.encode_rle, rle.decode_rle
         zfp = ZfpKernels(runner, placer)
         self.encode_zfp, self.decode_zfp = zfp.encode_zfp, zfp.decode_zfp
+        zvc = ZvcKernels(runner)
+        self.encode_zvc, self.decode_zvc = zvc.encode_zvc, zvc.decode_zvc

@@ -34,7 +34,7 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS)
   const i64 kept = sound_kept(data, data_bytes, elements, RLE_FORM, element_bytes, COUNT_BYTES, HEADER_BYTES, values_at);
   const i64 units = elements * (element_bytes / CHUNK_BYTES);
   if (kept == DAMAGED || (kept == 0 && units > 0)) {
-    if (blockIdx.x == 0 && threadIdx.x == 0) report(mailbox, ERROR_DAMAGED, -1, 0, elements);
+    if (blockIdx.x == 0 && threadIdx.x == 0) report(mailbox, ERROR_BLOB, -1, 0, 0);
     return;
   }
   if (kept == RAW) {
@@ -49,7 +49,7 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS)
   for (i64 r = blockIdx.x; r * ROW_UNITS < units; r += gridDim.x) {
     const int count = units_of(r, units);
     if (!sound_starts(starts, r, count, kept)) {  // the same for all threads
-      if (threadIdx.x == 0) report(mailbox, ERROR_DAMAGED, -1, r, elements);
+      if (threadIdx.x == 0) report(mailbox, ERROR_BLOB, r, 0, 0);
       continue;
     }
     const i64 first = starts[r];
@@ -73,7 +73,7 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS)
         at += counts[first + j] + 1;
       }
     } else if (threadIdx.x == 0) {
-      report(mailbox, ERROR_DAMAGED, -1, r, elements);
+      report(mailbox, ERROR_BLOB, r, 0, 0);
     }
     __syncthreads();
     if (total == count) {

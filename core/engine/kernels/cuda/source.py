@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from ....dtypes import EXPONENT_FIELDS
-from ..blob_format import ALIGN_BYTES, HEADER_BYTES
+from ..blob_format import ALIGN_BYTES, HEADER_BYTES, ZVC_BLOCK_BYTES, ZVC_ONES, ZVC_UNIT_BYTES
 from ..candidates import AGREED, COLUMNS, FIELD, FIRST, UNIFORM, VALUES, WIDTH
 from ..format import (
     BUCKET_ENTRIES,
@@ -79,6 +79,7 @@ _KERNELS: dict[str, tuple[str, ...]] = {
         "top_values",
         "sizes_by_option",
     ),
+    "zvc": ("encode_zvc", "decode_zvc"),
     "quantized": ("measure_tiles", "encode_tiles", "pack_tiles", "move_tiles", "decode_tiles"),
     "zeros": ("count_zeros",),
     "kept": ("place_rows",),
@@ -285,8 +286,8 @@ class PlainVariant:
     Parameters
     ----------
     file : str
-        ``"copy"``, ``"ids"``, ``"map"``, ``"slots"``, ``"bags"``, ``"plan"``, ``"attend"`` or
-        ``"quantized"``.
+        ``"copy"``, ``"ids"``, ``"map"``, ``"slots"``, ``"bags"``, ``"plan"``, ``"attend"``,
+        ``"quantized"`` or ``"zvc"``.
     settings : tuple of (str, int)
         The preprocessor's definitions.
     """
@@ -303,9 +304,9 @@ class PlainVariant:
         """Readable name, for tests and logs."""
         if self.file in UNIT_FILES:
             return f"{self.file}-" + "-".join(f"{k.lower()}{v}" for k, v in self.settings[:1])
-        if self.file not in ("copy", "bags", "attend", "quantized"):
+        if self.file not in ("copy", "bags", "attend", "quantized", "zvc"):
             return self.file
-        named = self.settings[: len(TILE_SETTINGS) if self.file == "quantized" else None]
+        named = self.settings[: {"quantized": len(TILE_SETTINGS), "zvc": 1}.get(self.file)]
         return "-".join([self.file, *(f"{k.lower()}{v}" for k, v in named)])
 
 
@@ -421,6 +422,35 @@ def attend_variant(groups: int, row_groups: int, dtype: torch.dtype) -> PlainVar
     return PlainVariant("attend", settings)
 
 
+def zvc_threads(unit_bytes: int) -> int:
+    """Return the threads of a block of zero-value compression.
+
+    A thread has its elements in registers, one in each: of single bytes there are the most.
+    """
+    return 512 if unit_bytes == 1 else 256
+
+
+def zvc_blocks(unit_bytes: int) -> int:
+    """Return the blocks of zero-value compression that a multiprocessor has registers for."""
+    return {1: 2, 2: 4}.get(unit_bytes, 6)
+
+
+def zvc_variant(unit_bytes: int) -> PlainVariant:
+    """Return zero-value compression of elements of so many bytes."""
+    return PlainVariant(
+        "zvc",
+        (
+            ("CHUNK_BYTES", unit_bytes),
+            ("BLOCK_BYTES", ZVC_BLOCK_BYTES),
+            ("HEADER_BYTES", HEADER_BYTES),
+            ("ALIGN_BYTES", ALIGN_BYTES),
+            ("ONES", f"{ZVC_ONES}u"),
+            ("THREADS", zvc_threads(unit_bytes)),
+            ("MIN_BLOCKS", zvc_blocks(unit_bytes)),
+        ),
+    )
+
+
 def widest_vector(chunk_bytes: int, uniform: bool) -> int:
     """Return the most chunks that a lane of the decoder takes: 16 bytes of them.
 
@@ -447,6 +477,7 @@ def all_variants() -> Iterator[AnyVariant]:
     yield KEPT
     yield from map(zfp_variant, FLOAT_KINDS.values())
     yield from map(quantized_variant, TILE_FORMATS)
+    yield from map(zvc_variant, ZVC_UNIT_BYTES)
     for size in BAG_VALUE_BYTES:
         yield from (bags_variant(size, vector) for vector in (1, 16 // size))
     # Attention knows tiles of any number of groups of 16 tokens up to 16: here the usual one, the

@@ -368,7 +368,7 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS)
   const i64 kept = sound_kept(data, data_bytes, n, ZFP_FORM, CHUNK_BYTES, COLUMN_BYTES,
                               HEADER_BYTES + 4 * stream_words, values_at);
   if (kept == DAMAGED) {
-    if (blockIdx.x == 0 && threadIdx.x == 0) report(mailbox, ERROR_DAMAGED, -1, 0, n);
+    if (blockIdx.x == 0 && threadIdx.x == 0) report(mailbox, ERROR_BLOB, -1, 0, 0);
     return;
   }
   if (kept == RAW) {
@@ -414,6 +414,6 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS)
         if (column < count) out[row * ROW_UNITS + column] = values[j];
         else sound = false;
       }
-    if (!sound) report(mailbox, ERROR_DAMAGED, -1, row, n);
+    if (!sound) report(mailbox, ERROR_BLOB, row, 0, 0);
   }
 }

@@ -76,12 +76,17 @@ class ZfpKernels:
         self._launches: dict[tuple[type[Parameters], torch.dtype], Launch] = {}
 
     def encode_zfp(
-        self, x: torch.Tensor, dtype: torch.dtype, block_bits: int, out: torch.Tensor
+        self,
+        x: torch.Tensor,
+        dtype: torch.dtype,
+        block_bits: int,
+        out: torch.Tensor,
+        sm_budget: int | None = None,
     ) -> None:
         """Encode a tensor; see `kernels.cpu.encode_zfp`."""
         layout = zfp_layout(x.shape[0] // dtype.itemsize, dtype, block_bits)
         packs = layout.before_bytes < layout.raw_bytes
-        blocks, to = self._placer.blocks(layout), out.data_ptr()
+        blocks, to = self._placer.blocks(layout, sm_budget), out.data_ptr()
         if packs:
             self._launch(EncodeZfp, dtype)(
                 blocks,
@@ -98,12 +103,17 @@ class ZfpKernels:
             self._launch(PackZfp, dtype)(blocks, x.data_ptr(), *sizes, to)
 
     def decode_zfp(
-        self, data: torch.Tensor, dtype: torch.dtype, block_bits: int, out: torch.Tensor
+        self,
+        data: torch.Tensor,
+        dtype: torch.dtype,
+        block_bits: int,
+        out: torch.Tensor,
+        sm_budget: int | None = None,
     ) -> bool:
         """Decode a tensor; True, since damage is reported in the mailbox."""
         layout = zfp_layout(out.shape[0] // dtype.itemsize, dtype, block_bits)
         self._launch(DecodeZfp, dtype)(
-            self._placer.blocks(layout),
+            self._placer.blocks(layout, sm_budget),
             data.data_ptr(),
             data.shape[0],
             layout.units,
