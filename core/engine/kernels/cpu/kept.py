@@ -23,16 +23,19 @@ def count_zeros(x, begin, end):
 
 @njit(nogil=True, cache=True)
 def check_columns(starts, columns, units, begin, end):
-    """Return one of the rows begin..end that has a column behind its end, or -1.
+    """Return one of the rows begin..end whose columns do not rise below its end, or -1.
 
     Starts were checked.
     """
     bad = -1
     for row in range(begin, end):
         count = min(ROW_UNITS, units - row * ROW_UNITS)
+        before = -1
         for j in range(starts[row], starts[row + 1]):
-            if columns[j] >= count:
+            column = np.int64(columns[j])
+            if column <= before or column >= count:
                 bad = row
+            before = column
     return bad
 
 

@@ -305,7 +305,7 @@ def _parts(layout: KeptLayout, kept: int, data: Array) -> _Parts:
 
 
 def _sound_columns(layout: KeptLayout, parts: _Parts) -> bool:
-    """Return whether all columns are in their rows."""
+    """Return whether the columns of each row rise, and end in it."""
     if not len(parts.places):
         return True
     given = (parts.starts, parts.places, layout.units)

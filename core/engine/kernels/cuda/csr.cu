@@ -42,13 +42,7 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS)
       ((uint4*)line)[j] = make_uint4(0, 0, 0, 0);
     __syncthreads();
     if (kept) {
-      bool sound = sound_starts(starts, r, count, kept);
-      if (sound)
-        for (i64 j = starts[r] + threadIdx.x; j < starts[r + 1]; j += ROW_THREADS) {
-          const int column = columns[j];
-          if (column < count) line[column] = values[j];
-          else sound = false;
-        }
+      const bool sound = put_row(starts, values, columns, r, count, kept, units, line);
       if (!sound) report(mailbox, ERROR_BLOB, r, 0, 0);
       __syncthreads();
     }

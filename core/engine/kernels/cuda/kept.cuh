@@ -167,7 +167,24 @@ __device__ __forceinline__ i64 sound_kept(const u8* __restrict__ data, i64 data_
 }
 
 // Whether the starts of a row are such as can be.
-__device__ __forceinline__ bool sound_starts(const i64* starts, i64 row, int count, i64 kept) {
+__device__ __forceinline__ bool sound_starts(const i64* starts, i64 row, int count, i64 kept, i64 units) {
   const i64 first = starts[row], end = starts[row + 1];
-  return first >= 0 && first <= end && end <= kept && end - first <= count;
+  const bool whole = (row > 0 || first == 0) && (row * ROW_UNITS + count < units || end == kept);
+  return whole && first >= 0 && first <= end && end <= kept && end - first <= count;
+}
+
+// Write the units that a row of `count` keeps to their columns; return whether it is sound. Every thread
+// of the block calls it. What is not sound may be written in part.
+__device__ __forceinline__ bool put_row(const i64* starts, const stored_t* __restrict__ values,
+                                        const unsigned short* __restrict__ columns, i64 row, int count, i64 kept,
+                                        i64 units, stored_t* to) {
+  bool sound = sound_starts(starts, row, count, kept, units);
+  if (!sound) return false;
+  const i64 first = starts[row], end = starts[row + 1];
+  for (i64 j = first + threadIdx.x; j < end; j += ROW_THREADS) {
+    const int column = columns[j];
+    if (column < count && (j == first || columns[j - 1] < column)) to[column] = values[j];
+    else sound = false;
+  }
+  return sound;
 }

@@ -48,7 +48,7 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS)
   const u32 up_to_me = FULL >> (31 - lane);
   for (i64 r = blockIdx.x; r * ROW_UNITS < units; r += gridDim.x) {
     const int count = units_of(r, units);
-    if (!sound_starts(starts, r, count, kept)) {  // the same for all threads
+    if (!sound_starts(starts, r, count, kept, units)) {  // the same for all threads
       if (threadIdx.x == 0) report(mailbox, ERROR_BLOB, r, 0, 0);
       continue;
     }

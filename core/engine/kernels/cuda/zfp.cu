@@ -407,13 +407,7 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS)
     if (kept == 0) continue;
     __syncthreads();
     const int count = units_of(row, n);
-    bool sound = sound_starts(starts, row, count, kept);
-    if (sound)
-      for (i64 j = starts[row] + threadIdx.x; j < starts[row + 1]; j += ROW_THREADS) {
-        const int column = columns[j];
-        if (column < count) out[row * ROW_UNITS + column] = values[j];
-        else sound = false;
-      }
+    const bool sound = put_row(starts, values, columns, row, count, kept, n, out + row * ROW_UNITS);
     if (!sound) report(mailbox, ERROR_BLOB, row, 0, 0);
   }
 }
