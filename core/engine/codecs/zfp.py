@@ -43,8 +43,10 @@ class ZfpCodec(PlainBlobCodec):
 
     name = "zfp"
     form = ZFP_FORM
-    error_bound = "3.125 * 2 ** (m - 30) + 6 * 2 ** -30 times 2 ** e, e: exponent of the block's"
-    error_bound += " largest value, m = 32 - (P - 12) // 4; and the rounding to the dtype"
+    error_bound = (
+        "(3.125 * 2 ** (m - 30) + 6 * 2 ** -30) * 2 ** e and the rounding to the dtype, where all "
+        "values of the block are below 2 ** e and m = 32 - (P - 12) // 4; 3 * 2 ** e where m > 28"
+    )
 
     def __init__(self, block_bits: int) -> None:
         check_integer("block_bits", block_bits, range(LEAST_BLOCK_BITS, MOST_BLOCK_BITS + 1))
@@ -105,11 +107,13 @@ class ZfpCodec(PlainBlobCodec):
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> ZfpCodec:
         """Build the codec that `to_config` described."""
-        bits = config.get("block_bits") if isinstance(config, Mapping) else None
+        named = isinstance(config, Mapping) and set(config) == {"block_bits"}
+        bits = config["block_bits"] if named else None
         accepted = range(LEAST_BLOCK_BITS, MOST_BLOCK_BITS + 1)
         if not isinstance(bits, int) or isinstance(bits, bool) or bits not in accepted:
             raise CorruptedDataError(
-                f"zfp: configuration has block_bits {bits!r:.60}, expected {accepted[0]} to {accepted[-1]}"
+                f"zfp: configuration is {config!r:.60}, expected block_bits alone, "
+                f"{accepted[0]} to {accepted[-1]}"
             )
         return cls(bits)
 
