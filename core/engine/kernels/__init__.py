@@ -22,7 +22,7 @@ from typing import Protocol
 import torch
 
 from ...errors import ArgumentTypeError
-from .blob_format import ZvcLayout
+from .blob_format import ALIGN_BYTES, ZvcLayout
 from .candidates import CandidateTable
 from .format import RowLayout, RowStorage, shared_row_items
 
@@ -163,6 +163,8 @@ class Kernels(Protocol):
         form: int,
         data: torch.Tensor,
         sm_budget: int | None = None,
+        values: torch.Tensor | None = None,
+        fill_bytes: int = ALIGN_BYTES,
     ) -> None:
         """Write a tensor in zero-value compression."""
         ...
@@ -174,6 +176,7 @@ class Kernels(Protocol):
         form: int,
         out: torch.Tensor,
         sm_budget: int | None = None,
+        values: torch.Tensor | None = None,
     ) -> None:
         """Write the tensor that was compressed."""
         ...

@@ -1,7 +1,8 @@
 """Sizes and offsets of the forms of whole tensors, which both backends read.
 
 A buffer begins with the header that `codecs.blob` describes; its parts begin at multiples of
-ALIGN_BYTES. `ZvcLayout` says where those of zero-value compression are.
+ALIGN_BYTES. `ZvcLayout` says where those of zero-value compression are, `PackedLayout` those of
+packed rows.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .format import ceil_div
+from .format import BLOCK_ROWS, PAD_WORDS, ceil_div
 
 HEADER_BYTES = 32
 #: Buffers begin at a multiple of this, and so do the parts of the built-in forms within them.
@@ -24,6 +25,8 @@ ZVC_BLOCK_BYTES = 8 << 10
 ZVC_ONES = 1 << 31
 #: Bytes of elements that are compared with zero; those of 16 bytes are two of 8.
 ZVC_UNIT_BYTES = (1, 2, 4, 8)
+#: Where a header has the bytes of the values of zero-value compression.
+VALUE_BYTES_AT = 24
 
 
 def aligned(n_bytes: int) -> int:
@@ -38,7 +41,8 @@ class ZvcLayout:
     ========== ================== =========================================================
     part       begins at          content
     ========== ================== =========================================================
-    header     0                  as in `codecs.blob`
+    header     0                  as in `codecs.blob`; at byte VALUE_BYTES_AT, as uint64, the
+                                  bytes of the values
     starts     `starts_at`        uint32 for each block: where its values begin, in units of
                                   ALIGN_BYTES behind `values_at`; bit 31 is ZVC_ONES
     bitmap     `bitmap_at`        uint32 for 32 elements: bit i is 1 where element i has any
@@ -47,7 +51,8 @@ class ZvcLayout:
                                   zeros up to a multiple of ALIGN_BYTES
     ========== ================== =========================================================
 
-    Starts and bitmap end with zeros up to a multiple of ALIGN_BYTES.
+    Starts and bitmap end with zeros up to a multiple of ALIGN_BYTES. Where the values are packed
+    once more they lie elsewhere, and what takes their place begins at `values_at`.
 
     Parameters
     ----------
@@ -103,12 +108,17 @@ class ZvcLayout:
     @property
     def max_bytes(self) -> int:
         """Bytes of a buffer when no element is zero."""
-        return self.values_at + aligned(self.units * self.unit_bytes)
+        return self.values_at + self.max_value_bytes
+
+    @property
+    def max_value_bytes(self) -> int:
+        """Bytes of the values when no element is zero."""
+        return aligned(self.units * self.unit_bytes)
 
     @property
     def sound(self) -> bool:
         """Whether the starts can say where each block's values are."""
-        return aligned(self.units * self.unit_bytes) // ALIGN_BYTES < ZVC_ONES
+        return self.max_value_bytes // ALIGN_BYTES < ZVC_ONES
 
     @classmethod
     def of(cls, shape: Sequence[int], dtype: torch.dtype) -> ZvcLayout:
@@ -117,3 +127,74 @@ class ZvcLayout:
         for size in shape:
             elements *= size
         return cls(elements, dtype.itemsize)
+
+
+@dataclass(frozen=True)
+class PackedLayout:
+    """Where the parts of packed rows are in a buffer.
+
+    ========== ============== =============================================================
+    part       begins at      content
+    ========== ============== =============================================================
+    lengths    `lengths_at`   of each row, as in `format.RowStorage`
+    bases      `bases_at`     int64, the first word of each block of 32 rows, and the end
+    tail       `tail_at`      bytes that are no whole row, as they are
+    words      `words_at`     the packed rows back to back, and PAD_WORDS zeros
+    ========== ============== =============================================================
+
+    There may be fewer rows than there is room for: the lengths of those behind the last, and the
+    bases behind the end, are 0. So are the bytes between parts.
+
+    Parameters
+    ----------
+    lengths_at : int
+        First byte of the lengths.
+    n_rows : int
+        Rows that there is room for.
+    row_words : int
+        Words of one that is kept raw.
+    length_bytes : int
+        Bytes of a length.
+    tail_bytes : int
+        Bytes that are no whole row.
+    """
+
+    lengths_at: int
+    n_rows: int
+    row_words: int
+    length_bytes: int
+    tail_bytes: int = 0
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of 32 rows."""
+        return ceil_div(self.n_rows, BLOCK_ROWS)
+
+    @property
+    def bases_at(self) -> int:
+        """First byte of the bases."""
+        return self.lengths_at + aligned(self.n_rows * self.length_bytes)
+
+    @property
+    def tail_at(self) -> int:
+        """First byte of the tail."""
+        return self.bases_at + aligned(8 * (self.blocks + 1))
+
+    @property
+    def words_at(self) -> int:
+        """First byte of the words; no buffer has fewer bytes than these and PAD_WORDS."""
+        return self.tail_at + aligned(self.tail_bytes)
+
+    def used_bytes(self, n_words: int) -> int:
+        """Return the bytes of a buffer whose rows have so many words."""
+        return self.words_at + 4 * (n_words + PAD_WORDS)
+
+    @property
+    def max_bytes(self) -> int:
+        """Bytes of a buffer when no row shrinks."""
+        return self.used_bytes(self.n_rows * self.row_words)
+
+    @property
+    def sound(self) -> bool:
+        """Whether the kernels can count the words."""
+        return self.n_rows * self.row_words < 1 << 32

@@ -8,7 +8,8 @@ import numpy as np
 import torch
 
 from ....errors import CorruptedDataError
-from ..blob_format import ALIGN_BYTES, HEADER_BYTES, ZVC_BLOCK_BYTES, ZvcLayout
+from ..blob_format import ALIGN_BYTES, HEADER_BYTES, VALUE_BYTES_AT, ZVC_BLOCK_BYTES, ZvcLayout
+from ..format import ceil_div
 from .compiling import call
 from .constants import UNSIGNED
 from .loading import zero_values
@@ -18,13 +19,18 @@ Array = np.ndarray[Any, Any]
 
 
 def write_header(
-    data: torch.Tensor, used_bytes: int, elements: int, element_bytes: int, form: int
+    data: torch.Tensor,
+    used_bytes: int,
+    elements: int,
+    element_bytes: int,
+    form: int,
+    value_bytes: int = 0,
 ) -> None:
     """Write the header of a buffer on the CPU; see `codecs.blob`."""
     header = data.numpy()[:HEADER_BYTES]
     header[:16].view(np.int64)[:] = used_bytes, elements
     header[16:24].view(np.int32)[:] = form, element_bytes
-    header[24:] = 0
+    header[VALUE_BYTES_AT:].view(np.int64)[:] = value_bytes
 
 
 def check_header(
@@ -60,6 +66,8 @@ def encode_zvc(
     form: int,
     data: torch.Tensor,
     sm_budget: int | None = None,
+    values: torch.Tensor | None = None,
+    fill_bytes: int = ALIGN_BYTES,
 ) -> None:
     """Write a tensor in zero-value compression.
 
@@ -75,19 +83,29 @@ def encode_zvc(
         uint8 ``[max_bytes]`` or more, contiguous, at a multiple of ALIGN_BYTES, to write to.
     sm_budget
         For the launch on a GPU; not needed here.
+    values : torch.Tensor, optional
+        uint8 ``[max_value_bytes]``, rounded up to a multiple of `fill_bytes`, or more, contiguous,
+        at a multiple of ALIGN_BYTES: where the values go, instead of to `data`. The header then says
+        what `data` has used with them.
+    fill_bytes : int
+        Zeros go behind the values up to a multiple of it, itself one of ALIGN_BYTES.
     """
     numba, n = zero_values(), layout.block_units
     elements = x.numpy().view(UNSIGNED[layout.unit_bytes])
-    starts, words, values = _parts(data, layout)
+    starts, words, target = _parts(data, layout, values)
     counts = np.empty(layout.blocks, np.int64)
     _over_blocks(layout, numba.mark_values, elements, n, words, counts)
-    pieces = call(numba.place_blocks, counts, layout.unit_bytes, starts)
-    _over_blocks(layout, numba.pack_values, elements, n, starts, values)
+    pieces = int(call(numba.place_blocks, counts, layout.unit_bytes, starts))
+    _over_blocks(layout, numba.pack_values, elements, n, starts, target)
+    end = ALIGN_BYTES * pieces // layout.unit_bytes
+    fill = fill_bytes // layout.unit_bytes
+    target[end : ceil_div(end, fill) * fill] = 0
     raw = data.numpy()
     raw[layout.starts_at + 4 * layout.blocks : layout.bitmap_at] = 0
     raw[layout.bitmap_at + 4 * layout.bitmap_words : layout.values_at] = 0
-    used = layout.values_at + ALIGN_BYTES * int(pieces)
-    write_header(data, used, layout.elements, layout.element_bytes, form)
+    value_bytes = ALIGN_BYTES * pieces
+    used = layout.values_at + value_bytes
+    write_header(data, used, layout.elements, layout.element_bytes, form, value_bytes)
 
 
 def decode_zvc(
@@ -96,6 +114,7 @@ def decode_zvc(
     form: int,
     out: torch.Tensor,
     sm_budget: int | None = None,
+    values: torch.Tensor | None = None,
 ) -> None:
     """Write the tensor that `encode_zvc` was given.
 
@@ -110,6 +129,8 @@ def decode_zvc(
         uint8 ``[elements * element_bytes]``, contiguous.
     sm_budget
         For the launch on a GPU; not needed here.
+    values : torch.Tensor, optional
+        Where the values are, when they are not in `data`: of `max_value_bytes` or more.
 
     Raises
     ------
@@ -120,29 +141,37 @@ def decode_zvc(
         data, layout.elements, layout.element_bytes, form, least_bytes=layout.values_at
     )
     numba, n = zero_values(), layout.block_units
-    starts, words, values = _parts(data[:used], layout)
+    own = values is None
+    starts, words, source = _parts(data[:used], layout, values)
     counts = np.empty(layout.blocks, np.int64)
     _over_blocks(layout, numba.count_values, layout.units, n, words, counts)
     bad, pieces = call(numba.check_starts, counts, layout.unit_bytes, starts)
     if bad >= 0:
         raise CorruptedDataError(f"blob: block {bad} is damaged; nothing was decoded")
-    if used != layout.values_at + ALIGN_BYTES * int(pieces):
+    value_bytes, taken = value_bytes_of(data), ALIGN_BYTES * int(pieces)
+    if value_bytes != taken or (own and used != layout.values_at + taken):
         raise CorruptedDataError(
-            f"blob: its header says {used} bytes, its blocks take "
-            f"{layout.values_at + ALIGN_BYTES * int(pieces)}"
+            f"blob: its header says {used} bytes and {value_bytes} of values, its blocks have {taken}"
         )
     elements = out.numpy().view(UNSIGNED[layout.unit_bytes])
-    _over_blocks(layout, numba.unpack_values, words, n, starts, values, elements)
+    _over_blocks(layout, numba.unpack_values, words, n, starts, source, elements)
 
 
-def _parts(data: torch.Tensor, layout: ZvcLayout) -> tuple[Array, Array, Array]:
-    """Return starts, bitmap and values of a buffer."""
+def value_bytes_of(data: torch.Tensor) -> int:
+    """Return the bytes of the values that the header of a buffer on the CPU says."""
+    return int(data.numpy()[VALUE_BYTES_AT:HEADER_BYTES].view(np.uint64)[0])
+
+
+def _parts(
+    data: torch.Tensor, layout: ZvcLayout, values: torch.Tensor | None
+) -> tuple[Array, Array, Array]:
+    """Return starts, bitmap and values of a buffer, or values that lie elsewhere."""
     raw = data.numpy()
     starts = raw[layout.starts_at :][: 4 * layout.blocks].view(np.uint32)
     words = raw[layout.bitmap_at :][: 4 * layout.bitmap_words].view(np.uint32)
-    values = raw[layout.values_at :]
-    values = values[: len(values) // ALIGN_BYTES * ALIGN_BYTES].view(UNSIGNED[layout.unit_bytes])
-    return starts, words, values
+    found = raw[layout.values_at :] if values is None else values.numpy()
+    found = found[: len(found) // ALIGN_BYTES * ALIGN_BYTES].view(UNSIGNED[layout.unit_bytes])
+    return starts, words, found
 
 
 def _over_blocks(layout: ZvcLayout, kernel: Any, *arguments: Any) -> None:

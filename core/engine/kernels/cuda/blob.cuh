@@ -1,11 +1,12 @@
 // What forms of whole tensors share: the header of a buffer (blob_format.py), and the prefix sum of
 // sizes that blocks of threads make while they run.
-__device__ __forceinline__ void write_header(u32* data, u64 used, i64 elements, int element_bytes, int form) {
+__device__ __forceinline__ void write_header(u32* data, u64 used, i64 elements, int element_bytes, int form,
+                                             u64 value_bytes) {
   ((u64*)data)[0] = used;
   ((u64*)data)[1] = (u64)elements;
   data[4] = (u32)form;
   data[5] = (u32)element_bytes;
-  data[6] = data[7] = 0;
+  ((u64*)data)[3] = value_bytes;
 }
 // Whether a header is that of such a tensor; `used` lies between what every buffer has and its bytes.
 __device__ __forceinline__ bool sound_header(const u32* data, i64 elements, int element_bytes, int form, i64 least,

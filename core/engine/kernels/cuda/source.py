@@ -12,7 +12,14 @@ from pathlib import Path
 import torch
 
 from ....dtypes import EXPONENT_FIELDS
-from ..blob_format import ALIGN_BYTES, HEADER_BYTES, ZVC_BLOCK_BYTES, ZVC_ONES, ZVC_UNIT_BYTES
+from ..blob_format import (
+    ALIGN_BYTES,
+    HEADER_BYTES,
+    VALUE_BYTES_AT,
+    ZVC_BLOCK_BYTES,
+    ZVC_ONES,
+    ZVC_UNIT_BYTES,
+)
 from ..candidates import AGREED, COLUMNS, FIELD, FIRST, UNIFORM, VALUES, WIDTH
 from ..format import (
     BUCKET_ENTRIES,
@@ -63,6 +70,7 @@ _INCLUDE = re.compile(r'^#include "(\w+\.cuh)"$', re.MULTILINE)
 _KERNELS: dict[str, tuple[str, ...]] = {
     "count": ("count_bits",),
     "encode": ("packed_words", "encode_rows"),
+    "pack": ("pack_blob",),
     "decode": ("decode_rows", "decode_long_rows"),
     "gather": ("gather_rows", "gather_long_rows", "gather_short_rows"),
     "copy": ("copy_rows",),
@@ -185,6 +193,9 @@ TILE_FORMATS = tuple(
     )
 )
 
+#: Blocks that pack the rows of a tensor for which a multiprocessor has registers.
+PACK_BLOCKS = 4
+
 
 @cache
 def source_text(name: str) -> str:
@@ -211,7 +222,7 @@ class Variant:
     Parameters
     ----------
     file : str
-        ``"count"``, ``"encode"``, ``"decode"`` or ``"gather"``.
+        ``"count"``, ``"encode"``, ``"pack"``, ``"decode"`` or ``"gather"``.
     chunk_bytes, code_bits, grouped, uniform
         As in RowFormat; counting knows only chunk_bytes.
     vector : int
@@ -247,6 +258,8 @@ class Variant:
         defines["FIELD_LOW"] = BYTE_FIELDS[self.chunk_bytes] if self.byte_field else -1
         if self.file == "encode":
             return defines
+        if self.file == "pack":
+            return defines | {"PAD_WORDS": PAD_WORDS, "MIN_BLOCKS": PACK_BLOCKS}
         first_codes = sum(1 << self.code_bits * v for v in range(self.vector))
         wide = self.vector > 1
         if self.file == "gather":
@@ -444,6 +457,7 @@ def zvc_variant(unit_bytes: int) -> PlainVariant:
             ("BLOCK_BYTES", ZVC_BLOCK_BYTES),
             ("HEADER_BYTES", HEADER_BYTES),
             ("ALIGN_BYTES", ALIGN_BYTES),
+            ("VALUE_BYTES_AT", VALUE_BYTES_AT),
             ("ONES", f"{ZVC_ONES}u"),
             ("THREADS", zvc_threads(unit_bytes)),
             ("MIN_BLOCKS", zvc_blocks(unit_bytes)),
@@ -499,10 +513,13 @@ def all_variants() -> Iterator[AnyVariant]:
         CHUNK_BYTES, CODE_BITS, (False, True), (False, True)
     ):
         yield Variant("encode", width, bits, grouped, uniform)
+        if uniform:
+            yield Variant("pack", width, bits, grouped, uniform)
         for vector in (1, widest_vector(width, uniform)):
             yield Variant("decode", width, bits, grouped, uniform, vector)
             yield Variant("gather", width, bits, grouped, uniform, vector)
     for width, grouped in product(BYTE_FIELDS, (False, True)):
         yield Variant("encode", width, 3, grouped, True, byte_field=True)
+        yield Variant("pack", width, 3, grouped, True, byte_field=True)
         for file in ("decode", "gather"):
             yield Variant(file, width, 3, grouped, True, widest_vector(width, True), True)

@@ -26,22 +26,23 @@ __device__ __forceinline__ u32 values_before(const u32* counts, int warp, u32& t
   return before;
 }
 
+// The values go to `values`, and behind the last ones zeros up to a multiple of fill_bytes, of ALIGN_BYTES.
 // states[0] counts the blocks that were taken, where there are more than the grid has; the others are those
 // of the look-back. All are 0 at the start.
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     encode_zvc(const stored_t* __restrict__ x, i64 units, i64 blocks, i64 elements, int element_bytes, int form,
-               i64 bitmap_at, i64 values_at, u32* __restrict__ data, u64* states) {
+               i64 bitmap_at, i64 values_at, int fill_bytes, u32* __restrict__ data, uint4* __restrict__ values,
+               u64* states) {
   __shared__ __align__(16) stored_t stage[BLOCK_UNITS];
   __shared__ u32 counts[WARPS];
   __shared__ u32 first_piece;
   __shared__ i64 taken;
   u32* const starts = data + HEADER_BYTES / 4;
   u32* const bitmap = data + bitmap_at / 4;
-  uint4* const values = (uint4*)(data + values_at / 4);
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   const u32 below = (1u << lane) - 1;
   if (blocks == 0 && blockIdx.x == 0 && threadIdx.x == 0)
-    write_header(data, (u64)values_at, elements, element_bytes, form);
+    write_header(data, (u64)values_at, elements, element_bytes, form, 0);
   // Blocks of a grid start in order. Those of a smaller one are taken in order, so that each waits only for
   // such as are running.
   const bool one_each = (i64)gridDim.x >= blocks;
@@ -98,8 +99,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       if (lane == 0) {
         first_piece = before;
         starts[block] = flagged ? before | ONES : before;
-        if (block == blocks - 1)
-          write_header(data, (u64)values_at + (u64)(before + pieces) * ALIGN_BYTES, elements, element_bytes, form);
+        if (block == blocks - 1) {
+          const u64 value_bytes = (u64)(before + pieces) * ALIGN_BYTES;
+          write_header(data, (u64)values_at + value_bytes, elements, element_bytes, form, value_bytes);
+        }
       }
       if (block == blocks - 1) {  // the zeros up to the next part
         const i64 words = (units + 31) / 32;
@@ -110,23 +113,33 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     __syncthreads();
     uint4* const to = values + first_piece;
     for (u32 i = threadIdx.x; i < pieces; i += THREADS) __stcs(to + i, ((const uint4*)stage)[i]);
+    if (block == blocks - 1) {
+      const u32 end = first_piece + pieces, fill = fill_bytes / ALIGN_BYTES;
+      for (u32 i = end + threadIdx.x; i < (end + fill - 1) / fill * fill; i += THREADS)
+        values[i] = make_uint4(0, 0, 0, 0);
+    }
     if (one_each) return;
     __syncthreads();
   }
 }
 
-// data_bytes are at least values_at. A damaged block is reported, and its part of `out` is left as it is.
+// data_bytes are at least values_at. `values` lie behind it in `data`, or, as many bytes as value_room,
+// elsewhere. A damaged block is reported, and its part of `out` is left as it is.
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     decode_zvc(const u32* __restrict__ data, i64 data_bytes, i64 units, i64 blocks, i64 elements, int element_bytes,
-               int form, i64 bitmap_at, i64 values_at, stored_t* __restrict__ out, i64* mailbox) {
+               int form, i64 bitmap_at, i64 values_at, const u8* __restrict__ values, i64 value_room,
+               stored_t* __restrict__ out, i64* mailbox) {
   __shared__ u32 counts[WARPS];
   const u32* const starts = data + HEADER_BYTES / 4;
   const u32* const bitmap = data + bitmap_at / 4;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   const u32 below = (1u << lane) - 1;
-  const bool known = sound_header(data, elements, element_bytes, form, values_at, data_bytes);
-  const u64 value_bytes = ((const u64*)data)[0] - (u64)values_at;
-  const u64 pieces = known && value_bytes % ALIGN_BYTES == 0 ? value_bytes / ALIGN_BYTES : 0;
+  const u64 value_bytes = ((const u64*)data)[VALUE_BYTES_AT / 8];
+  const bool here_too = values == (const u8*)data + values_at;
+  const bool known = sound_header(data, elements, element_bytes, form, values_at, data_bytes) &&
+                     value_bytes <= (u64)value_room && value_bytes % ALIGN_BYTES == 0 &&
+                     (!here_too || ((const u64*)data)[0] == (u64)values_at + value_bytes);
+  const u64 pieces = known ? value_bytes / ALIGN_BYTES : 0;
   if (blocks == 0 && (!known || value_bytes) && blockIdx.x == 0 && threadIdx.x == 0)
     report(mailbox, ERROR_BLOB, -1, 0, 0);
   for (i64 block = blockIdx.x; block < blocks; block += gridDim.x) {
@@ -140,8 +153,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     // Bits of elements behind the last one.
     const i64 here = left - 32 * lane;
     const bool stray = here > 0 && here < 32 && word >> here;
-    const int own = __popc(word);
-    const int up_to_me = inclusive_scan(own, lane);
+    const int count = __popc(word);
+    const int up_to_me = inclusive_scan(count, lane);
     if (lane == 31) counts[warp] = (u32)up_to_me;
     const bool strays = __syncthreads_or(stray);
     u32 total;
@@ -152,14 +165,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     if (!known || strays || end != next || end > pieces || (block == 0 && start != 0)) {
       if (threadIdx.x == 0) report(mailbox, ERROR_BLOB, known ? block : -1, 0, 0);
     } else {
-      const stored_t* const values = (const stored_t*)((const u8*)data + values_at + start * ALIGN_BYTES);
+      const stored_t* const own = (const stored_t*)(values + start * ALIGN_BYTES);
       stored_t v[STEPS];
 #pragma unroll
       for (int j = 0; j < STEPS; ++j) {
         const u32 bits = __shfl_sync(FULL, word, j);
-        const u32 at = before + (u32)__shfl_sync(FULL, up_to_me - own, j) + __popc(bits & below);
+        const u32 at = before + (u32)__shfl_sync(FULL, up_to_me - count, j) + __popc(bits & below);
         v[j] = 0;
-        if (bits >> lane & 1) v[j] = ones ? (stored_t)1 : __ldg(values + at);
+        if (bits >> lane & 1) v[j] = ones ? (stored_t)1 : __ldg(own + at);
       }
 #pragma unroll
       for (int j = 0; j < STEPS; ++j)

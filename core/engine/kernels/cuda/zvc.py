@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..blob_format import ZvcLayout
+from ..blob_format import ALIGN_BYTES, ZvcLayout
 from .parameters import Address, Int32, Int64, Parameters
 from .runner import Launch, Runner
 from .source import PlainVariant, zvc_blocks, zvc_threads, zvc_variant
@@ -17,7 +17,8 @@ from .tiles import aligned_to
 class EncodeZvc(Parameters):
     """Parameters of `encode_zvc`: the numbers of a `ZvcLayout`, and what the header says.
 
-    `states`, int64 ``[blocks + 1]``, are 0 at the start.
+    `values` are `values_at` in `data` or elsewhere. `states`, int64 ``[blocks + 1]``, are 0 at the
+    start.
     """
 
     kernel = "encode_zvc"
@@ -30,7 +31,9 @@ class EncodeZvc(Parameters):
     form: Int32
     bitmap_at: Int64
     values_at: Int64
+    fill_bytes: Int32
     data: Address
+    values: Address
     states: Address
 
 
@@ -49,6 +52,8 @@ class DecodeZvc(Parameters):
     form: Int32
     bitmap_at: Int64
     values_at: Int64
+    values: Address
+    value_room: Int64
     out: Address
     mailbox: Address
 
@@ -73,6 +78,8 @@ class ZvcKernels:
         form: int,
         data: torch.Tensor,
         sm_budget: int | None = None,
+        values: torch.Tensor | None = None,
+        fill_bytes: int = ALIGN_BYTES,
     ) -> None:
         """Encode a tensor; see `kernels.cpu.encode_zvc`."""
         x = aligned_to(x, layout.unit_bytes)
@@ -87,7 +94,9 @@ class ZvcKernels:
             form,
             layout.bitmap_at,
             layout.values_at,
+            fill_bytes,
             data.data_ptr(),
+            data.data_ptr() + layout.values_at if values is None else values.data_ptr(),
             states.data_ptr(),
         )
 
@@ -98,8 +107,10 @@ class ZvcKernels:
         form: int,
         out: torch.Tensor,
         sm_budget: int | None = None,
+        values: torch.Tensor | None = None,
     ) -> None:
         """Decode a tensor; see `kernels.cpu.decode_zvc`. Damage is in the mailbox."""
+        values = data[layout.values_at :] if values is None else values
         self._launch(layout, DecodeZvc)(
             self._blocks(layout, sm_budget),
             data.data_ptr(),
@@ -111,6 +122,8 @@ class ZvcKernels:
             form,
             layout.bitmap_at,
             layout.values_at,
+            values.data_ptr(),
+            values.shape[0],
             out.data_ptr(),
             self._runner.mailbox.data_ptr(),
         )
