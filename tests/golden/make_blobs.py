@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from bitslab.engine.codecs import BlobCodec, CsrCodec, RleCodec, ZfpCodec, ZvcCodec
+from bitslab.engine.codecs import BlobCodec, CsrCodec, Lz4Codec, RleCodec, ZfpCodec, ZvcCodec
 from tests.helpers import bits_of
 
 FOLDER = Path(__file__).parent / "blobs"
@@ -54,6 +54,9 @@ CASES: dict[str, Callable[[], tuple[BlobCodec, torch.Tensor]]] = {
     "rle1-4B": lambda: (RleCodec(), sparse(torch.float32, 700).repeat_interleave(6)),  # two rows
     "rle1-8B": lambda: (RleCodec(), torch.arange(40).repeat_interleave(3)),
     "rle1-raw": lambda: (RleCodec(), torch.arange(9)),
+    "lz4-4B": lambda: (Lz4Codec(), sparse(torch.float32, 1 << 14, 97).repeat(2)),  # two blocks
+    "lz4-raw": lambda: (Lz4Codec(), torch.arange(9).byte()),
+    "lz4-empty": lambda: (Lz4Codec(), torch.zeros(0)),
     "zfp1-float32": lambda: (ZfpCodec(37), sparse(torch.float32, 203)),
     "zfp1-float64": lambda: (ZfpCodec(96), sparse(torch.float64, 102)),
     "zfp1-float16": lambda: (ZfpCodec(33), sparse(torch.float16, 301)),

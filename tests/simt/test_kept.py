@@ -39,7 +39,7 @@ def units_of(kind: str, n: int, unit: int, seed: int) -> torch.Tensor:
 def run_both(
     form: str, kernels: CudaKernels, given: Any, x: torch.Tensor, layout: KeptLayout
 ) -> torch.Tensor:
-    """Encode and decode with the kernels and their twins; return the buffer without unused bytes."""
+    """Encode and decode with the kernels and their twins; return the bytes that are used."""
     most = layout.max_bytes
     by_twin = torch.full((most,), FILL, dtype=torch.uint8)
     getattr(cpu, f"encode_{form}")(x, *given, by_twin)

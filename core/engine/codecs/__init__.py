@@ -6,6 +6,7 @@ from .base import PackedRows, RowCodec, check_tensor_argument, elements, rows_as
 from .blob import Blob, BlobCodec, check_decode_arguments, check_encode_arguments
 from .csr import CsrCodec
 from .invariant import InvariantCodec, PlanCache
+from .lz4 import Lz4Codec
 from .quantized import TileCodec
 from .raw import RawCodec
 from .registry import (
@@ -23,6 +24,7 @@ from .zfp import ZfpCodec
 from .zvc import ZvcCodec
 
 __all__ = [
+    "Lz4Codec",
     "ZfpCodec",
     "RleCodec",
     "CsrCodec",

@@ -23,7 +23,7 @@ import torch
 
 import bitslab
 import bitslab.engine.codecs
-from bitslab.engine.codecs import Blob, BlobCodec, CsrCodec, RleCodec, ZfpCodec, ZvcCodec
+from bitslab.engine.codecs import Blob, BlobCodec, CsrCodec, Lz4Codec, RleCodec, ZfpCodec, ZvcCodec
 from bitslab.engine.codecs.blob import ALIGN_BYTES, HEADER_BYTES
 from tests.engine.codecs.contract import edge_rows
 from tests.helpers import DTYPES, bits_of, dtype_id, same_bits
@@ -56,6 +56,7 @@ CASES: dict[str, Case] = {
     "zvc": Case(ZvcCodec),
     "csr": Case(CsrCodec),
     "rle": Case(RleCodec),
+    "lz4": Case(Lz4Codec),
     "zfp": Case(
         ZfpCodec,
         {"block_bits": 48},
