@@ -202,7 +202,9 @@ def test_damage_is_reported_or_stays_in_the_tensor(form):
         x = values_of(torch.float32, n, "few").view(torch.uint8)
     else:
         x = units_of("some", n, bytes_ // n, 2)
-    layout = zfp_layout(n, *given) if form == "zfp" else KeptLayout(n, given[0], PLACE_BYTES[form])
+    layout = (
+        zfp_layout(n, *given) if form == "zfp" else KeptLayout(n, bytes_ // n, PLACE_BYTES[form])
+    )
     data = torch.zeros(layout.max_bytes, dtype=torch.uint8)
     getattr(cpu, f"encode_{form}")(x, *given, data)
     used = int(data[:8].view(torch.int64))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -17,7 +17,7 @@ from .blob import Blob, BlobCodec, check_decode_arguments, check_encode_argument
 class PlainBlobCodec(BlobCodec):
     """A codec whose `write` and `read` take the bytes of a tensor in row-major order."""
 
-    device_types = ("cpu", "cuda")
+    device_types: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
 
     @abstractmethod
     def write(

@@ -50,9 +50,9 @@ def test_large_tensors_are_placed_and_read():
         blob = codec.encode(t)
         assert torch.equal(codec.decode(blob), t)
     assert int(count_zeros(t)) == int((t == 0).sum())
-    codec = ZfpCodec(32)
-    errors = (codec.decode(codec.encode(t)) - t).abs()
-    assert errors.double().sub(codec.bounds(t)).max() <= 0
+    lossy = ZfpCodec(32)
+    errors = (lossy.decode(lossy.encode(t)) - t).abs()
+    assert errors.double().sub(lossy.bounds(t)).max() <= 0
 
 
 def test_zeros_are_counted_without_waiting(run_ahead):
@@ -61,7 +61,7 @@ def test_zeros_are_counted_without_waiting(run_ahead):
         for x in (t, t[1:], t[3:-5]):
             expected = int((x == 0).sum())
             assert int(count_zeros(x)) == expected
-            found = []
+            found: list[torch.Tensor] = []
             run_ahead(lambda x=x, found=found: found.append(count_zeros(x)))
             assert int(found[0]) == expected
 

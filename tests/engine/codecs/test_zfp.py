@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import hypothesis.extra.numpy as arrays
 import numpy as np
@@ -197,7 +198,8 @@ def test_bits_outside_their_range_are_refused():
     for bits in (-1, 0, 11, 129):
         with pytest.raises(bitslab.ArgumentError, match=f"block_bits: {bits}, accepted are 12 to"):
             ZfpCodec(bits)
-    for wrong in (32.0, "32", True, None):
+    wrongs: tuple[Any, ...] = (32.0, "32", True, None)
+    for wrong in wrongs:
         with pytest.raises(bitslab.ArgumentTypeError, match="block_bits: expected an int"):
             ZfpCodec.fit(torch.zeros(4), block_bits=wrong)
     for config in ({"block_bits": 11}, {"block_bits": "32"}, {"block_bits": 32, "more": 1}):

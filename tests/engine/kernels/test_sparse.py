@@ -47,4 +47,4 @@ def test_zeros_are_counted_whatever_the_strides():
 
 def test_what_is_no_dense_tensor_is_refused():
     with pytest.raises(ArgumentTypeError, match="t: expected a torch.Tensor"):
-        count_zeros([0])
+        count_zeros([0])  # type: ignore[arg-type]

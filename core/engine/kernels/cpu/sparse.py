@@ -170,9 +170,9 @@ def encode_zfp(
         _over_rows(encode, layout, units, *sizes, codes, stream, starts[1:])
     parts = _write_header(layout, ZFP_FORM, units, starts, out)
     if parts is not None:
-        sizes = (kind.fraction_bits, kind.exponent_bits)
+        widths = (kind.fraction_bits, kind.exponent_bits)
         to = (parts.starts, parts.values, parts.places)
-        _over_rows(functions.pack_zfp, layout, units, *sizes, *to)
+        _over_rows(functions.pack_zfp, layout, units, *widths, *to)
 
 
 def decode_zfp(

@@ -126,7 +126,7 @@ LEAVING_BINS = 2048
 COPY_PIECES = {4: (1, 2, 4), 16: (1, 2, 4, 8, 16)}
 
 #: What kernels know of tensors of which some units are kept.
-KEPT_DEFINES = {
+KEPT_DEFINES: dict[str, int | str] = {
     "HEADER_BYTES": HEADER_BYTES,
     "ALIGN_BYTES": ALIGN_BYTES,
     "ROW_UNITS": ROW_UNITS,
