@@ -15,7 +15,7 @@ from .plain_blobs import PlainBlobCodec
 class CsrCodec(PlainBlobCodec):
     """Encodes whole tensors as the elements that are not zero, their columns, and row starts.
 
-    Zero means all bits zero, so that -0.0 and subnormals stay. A column takes 16 bits, in rows of
+    Zero means all bits zero, so that -0.0 and subnormals remain. A column takes 16 bits, in rows of
     4096 elements; elements of 16 bytes are two of 8. A tensor that would not shrink is kept raw.
     See `bitslab.engine.kernels.kept_format` for the bytes.
     """

@@ -50,6 +50,7 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS)
     if (wide && count == ROW_UNITS) {
       for (int j = threadIdx.x; j < ROW_UNITS * CHUNK_BYTES / 16; j += ROW_THREADS) ((uint4*)to)[j] = ((uint4*)line)[j];
     } else {
+#pragma unroll 1
       for (int j = threadIdx.x; j < count; j += ROW_THREADS) to[j] = line[j];
     }
     __syncthreads();

@@ -180,10 +180,13 @@ __device__ __forceinline__ bool put_row(const i64* starts, const stored_t* __res
                                         i64 units, stored_t* to) {
   bool sound = sound_starts(starts, row, count, kept, units);
   if (!sound) return false;
-  const i64 first = starts[row], end = starts[row + 1];
-  for (i64 j = first + threadIdx.x; j < end; j += ROW_THREADS) {
+  const i64 first = starts[row];
+  const int kept_here = (int)(starts[row + 1] - first);
+  values += first;
+  columns += first;
+  for (int j = threadIdx.x; j < kept_here; j += ROW_THREADS) {
     const int column = columns[j];
-    if (column < count && (j == first || columns[j - 1] < column)) to[column] = values[j];
+    if (column < count && (j == 0 || columns[j - 1] < column)) to[column] = values[j];
     else sound = false;
   }
   return sound;
