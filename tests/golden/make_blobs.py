@@ -24,7 +24,7 @@ FOLDER = Path(__file__).parent / "blobs"
 
 
 def sparse(dtype: torch.dtype, n: int, every: int = 1) -> torch.Tensor:
-    """Half zeros, -0.0, a NaN and an infinity; else numbers close in size, of which some stay."""
+    """Half zeros, -0.0, a NaN and an infinity; else numbers close in size, of which some remain."""
     t = torch.randn(n, generator=torch.Generator().manual_seed(n)).relu()
     t[torch.arange(n) % every > 0] = 0
     t[1], t[4], t[n - 1] = -0.0, float("nan"), float("inf")

@@ -193,7 +193,7 @@ def decoded(kernels: Callable[..., Any], data: torch.Tensor, given: Any, n: int)
 
 
 @pytest.mark.parametrize("form", ["csr", "rle", "zfp"])
-def test_damage_is_reported_or_stays_in_the_tensor(form):
+def test_damage_is_reported_or_contained_in_the_tensor(form):
     kernels, runner = simt_kernels()
     n = 40
     given = (torch.float32, 24) if form == "zfp" else (4,) if form == "csr" else (8,)

@@ -160,7 +160,7 @@ def test_bounds_are_not_far_from_errors():
 # What is not finite
 
 
-def test_what_is_not_finite_stays_bit_for_bit():
+def test_what_is_not_finite_comes_back_bit_for_bit():
     t = values("alike", 9000).float()
     odd = torch.tensor([0x7FC00000, 0x7F800001, -1, 0x7F800000, -8388608], dtype=torch.int32)
     t.view(torch.int32)[torch.arange(5) * 1800 + 7] = odd
