@@ -222,15 +222,15 @@ def test_damage_is_reported_or_contained_in_the_tensor(form):
             data[place] ^= 1 << bit
             runner.mailbox.zero_()
             found = decoded(decode, view, given, bytes_)
-            told = int(runner.mailbox[0])
-            assert told in (0, BLOB_ERROR)
-            reported += told > 0
+            error = int(runner.mailbox[0])
+            assert error in (0, BLOB_ERROR)
+            reported += error > 0
             expected = torch.full((bytes_,), FILL, dtype=torch.uint8)
-            assert twin(view, *given, expected) == (told == 0), (place, bit)
-            if told == 0:
+            assert twin(view, *given, expected) == (error == 0), (place, bit)
+            if error == 0:
                 assert torch.equal(found, expected)
             if place < 32:
-                assert told or torch.equal(found, right), place
+                assert error or torch.equal(found, right), place
             data[place] ^= 1 << bit
     assert reported > 50
     for short in (0, 16, 24):

@@ -91,7 +91,7 @@ def test_nothing_waits_and_graphs_are_captured(codec, run_ahead):
 
 
 @pytest.mark.parametrize("codec", [CsrCodec(), RleCodec(), ZfpCodec(32)], ids=lambda c: c.name)
-def test_damage_is_told_later_and_contained_in_the_tensor(codec):
+def test_damage_is_reported_later_and_contained_in_the_tensor(codec):
     t = torch.randn(9_001).relu()
     t[7] = float("inf")
     blob = codec.encode(t).trimmed()
