@@ -1,7 +1,7 @@
 """Codec names and their classes.
 
-Built in are, of rows, ``"ibp"``, ``"raw"`` and, lossy, ``"tiles"``; of whole tensors
-``"ibp-blob"``, ``"zvc"`` and ``"zvc+ibp"``. A
+Built in are, of rows, ``"ibp"``, ``"raw"`` and, lossy, ``"tiles"``; of whole tensors ``"csr"``,
+``"ibp-blob"``, ``"lz4"``, ``"rle"``, ``"zvc"``, ``"zvc+ibp"`` and, lossy, ``"zfp"``. A
 package adds its own by the entry point group ``bitslab.codecs``, where the name of the entry point
 is the name of the codec; a program adds one by `register_codec`. A name means the same bytes for
 ever, so none can be given another class.
@@ -23,10 +23,14 @@ from ...errors import ArgumentError, ArgumentTypeError, BitslabError
 from .base import RowCodec
 from .blob import BlobCodec
 from .chain import ChainCodec
+from .csr import CsrCodec
 from .invariant import InvariantCodec
+from .lz4 import Lz4Codec
 from .packed_blob import InvariantBlobCodec
 from .quantized import TileCodec
 from .raw import RawCodec
+from .rle import RleCodec
+from .zfp import ZfpCodec
 from .zvc import ZvcCodec
 
 ENTRY_POINTS = "bitslab.codecs"
@@ -41,6 +45,10 @@ _BUILT_IN: tuple[AnyCodecClass, ...] = (
     InvariantBlobCodec,
     ZvcCodec,
     ChainCodec,
+    CsrCodec,
+    RleCodec,
+    ZfpCodec,
+    Lz4Codec,
 )
 _classes: dict[str, AnyCodecClass] = {c.name: c for c in _BUILT_IN}
 
