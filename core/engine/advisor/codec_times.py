@@ -1,10 +1,7 @@
 """How long a codec takes for a tensor of a size and a ratio: the time model of CSWAP+, section 5.4.
 
 Seconds are linear in the bytes that are read and in those that are written: a constant, the raw
-bytes, and the packed bytes, each with a factor. The factors are fitted by least squares of relative
-errors, apart for ranges of the packed share (the paper's n sub-models) and for ranges of the size,
-since what fits a cache takes less for a byte.
-
+bytes, and the XX
 Swaps that were measured while training runs correct it: by the ratio of measured to predicted
 seconds, kept for each power of two of the size.
 """
@@ -14,12 +11,15 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from ...errors import ArgumentError
+
+Table = npt.NDArray[np.float64]
 
 #: Of a measured swap's deviation, how much the correction takes over.
 LEARNING_RATE = 0.25
@@ -122,40 +122,46 @@ class CodecTimes:
         ValueError, KeyError, TypeError
             When `config` is not what `to_config` returns.
         """
-        edges = {
-            name: tuple(float(edge) for edge in config[name])
-            for name in ("share_edges", "size_edges")
-        }
-        for name, found in edges.items():
-            if len(found) < 2 or list(found) != sorted(found) or not np.isfinite(found).all():
-                raise ValueError(f"{name}: {found}")
-        shape = (len(edges["share_edges"]) - 1, len(edges["size_edges"]) - 1)
-        lines = {}
-        for name in ("encode", "decode"):
-            lines[name] = tuple(tuple(Line(**line) for line in row) for row in config[name])
-            if (len(lines[name]), *{len(row) for row in lines[name]}) != shape:
-                raise ValueError(f"{name}: not {shape} lines")
-            figures = [list(asdict(line).values()) for row in lines[name] for line in row]
-            if not np.isfinite(np.array(figures, np.float64)).all():
-                raise ValueError(f"{name}: {figures}")
+        shares, sizes = (_read_edges(config[name]) for name in ("share_edges", "size_edges"))
+        shape = (len(shares) - 1, len(sizes) - 1)
+        encode, decode = (_read_lines(config[name], shape) for name in ("encode", "decode"))
         budget = config["sm_budget"]
         if budget is not None and (not isinstance(budget, int) or budget < 1):
             raise ValueError(f"sm_budget: {budget}")
         encode_error, decode_error = (float(error) for error in config["error"])
         return cls(
-            **edges,
-            **lines,
+            shares,
+            sizes,
+            encode,
+            decode,
             sm_budget=budget,
             n_samples=int(config["n_samples"]),
             error=(encode_error, decode_error),
         )
 
 
+def _read_edges(found: Iterable[Any]) -> tuple[float, ...]:
+    edges = tuple(float(edge) for edge in found)
+    if len(edges) < 2 or list(edges) != sorted(edges) or not np.isfinite(edges).all():
+        raise ValueError(f"edges: {edges}")
+    return edges
+
+
+def _read_lines(found: Iterable[Any], shape: tuple[int, int]) -> tuple[tuple[Line, ...], ...]:
+    lines = tuple(tuple(Line(**line) for line in row) for row in found)
+    if len(lines) != shape[0] or any(len(row) != shape[1] for row in lines):
+        raise ValueError(f"lines: not {shape}")
+    figures = np.array([list(vars(line).values()) for row in lines for line in row], np.float64)
+    if not (np.isfinite(figures).all() and (figures >= 0).all()):
+        raise ValueError(f"lines: {figures}")
+    return lines
+
+
 def fit_codec_times(
     samples: Sequence[TimeSample],
     *,
     n_shares: int = 4,
-    n_sizes: int = 2,
+    n_sizes: int = 3,
     sm_budget: int | None = None,
 ) -> CodecTimes:
     """Fit the sub-models of one codec and one size of elements.
@@ -163,10 +169,10 @@ def fit_codec_times(
     Parameters
     ----------
     samples : sequence of TimeSample
-        Measured; 4 or more. Every fifth is held out for the error first; all are used then.
+        Measured; 4 or more.
     n_shares, n_sizes : int
-        Ranges of the packed share and of the size, at most; fewer where a range would have less
-        than six samples.
+        Ranges of the packed share and of the size, at most: as many as predict samples best that
+        were left out of the fit, a fifth at a time.
     sm_budget : int, optional
         Launch setting with which they were measured.
 
@@ -184,29 +190,37 @@ def fit_codec_times(
     table = np.array(samples, np.float64)
     if not (np.isfinite(table).all() and (table > 0).all()):
         raise ArgumentError("samples: expected sizes, shares and seconds above 0")
-    held_out = np.arange(len(table)) % 5 == 4
-    error = (math.nan, math.nan)
-    if held_out.sum() >= 2:
-        trial = _fitted(table[~held_out], n_shares, n_sizes)
-        predicted = np.array([trial.predict(row[0], row[1]) for row in table[held_out]])
-        off = np.abs(predicted / table[held_out, 2:] - 1).mean(0)
-        error = (float(off[0]), float(off[1]))
-    fitted = _fitted(table, n_shares, n_sizes)
-    return CodecTimes(
-        fitted.share_edges,
-        fitted.size_edges,
-        fitted.encode,
-        fitted.decode,
-        sm_budget,
-        len(table),
-        error,
+    shares = sorted({max(1, n_shares // part) for part in (4, 2, 1)})
+    choices = [(n, m) for n in shares for m in range(1, n_sizes + 1)]
+    errors = [_left_out_error(table, *choice) for choice in choices]
+    best = min(range(len(choices)), key=lambda k: errors[k].sum())
+    return replace(
+        _fitted(table, *choices[best]),
+        sm_budget=sm_budget,
+        n_samples=len(table),
+        error=(float(errors[best][0]), float(errors[best][1])),
     )
+
+
+FOLDS = 5
+
+
+def _left_out_error(table: Table, n_shares: int, n_sizes: int) -> Table:
+    """Return the mean relative errors of encoding and decoding of samples left out of the fit."""
+    off = []
+    fold = np.arange(len(table)) % min(FOLDS, len(table))
+    for k in range(fold.max() + 1):
+        left_out = fold == k
+        trial = _fitted(table[~left_out], n_shares, n_sizes)
+        predicted = np.array([trial.predict(row[0], row[1]) for row in table[left_out]])
+        off.append(np.abs(predicted / table[left_out, 2:] - 1))
+    return np.asarray(np.concatenate(off).mean(0))
 
 
 LEAST_SAMPLES = 6  # of a range
 
 
-def _fitted(table: np.ndarray, n_shares: int, n_sizes: int) -> CodecTimes:
+def _fitted(table: Table, n_shares: int, n_sizes: int) -> CodecTimes:
     share_edges = _edges(table[:, 1], n_shares, logarithmic=False)
     rows = []
     for low, high in zip(share_edges, share_edges[1:], strict=False):
@@ -229,12 +243,12 @@ def _fitted(table: np.ndarray, n_shares: int, n_sizes: int) -> CodecTimes:
     return CodecTimes(share_edges, size_edges, encode, decode)
 
 
-def _enough(*choices: np.ndarray) -> np.ndarray:
+def _enough(*choices: Table) -> Table:
     """Return the first of ever wider choices of samples that suffices, else the widest."""
     return next((rows for rows in choices if len(rows) >= LEAST_SAMPLES), choices[-1])
 
 
-def _edges(values: np.ndarray, n: int, *, logarithmic: bool) -> tuple[float, ...]:
+def _edges(values: Table, n: int, *, logarithmic: bool) -> tuple[float, ...]:
     """Return edges of at most `n` ranges of equal width, each with samples enough."""
     low, high = float(values.min()), float(values.max())
     for ranges in range(n, 1, -1):
@@ -250,26 +264,46 @@ def _edges(values: np.ndarray, n: int, *, logarithmic: bool) -> tuple[float, ...
     return (low, high)
 
 
-def _line(raw: np.ndarray, share: np.ndarray, seconds: np.ndarray) -> Line:
-    """Return the least squares of relative errors, with no factor below 0."""
+ROUNDS = 8  # of weighting anew
+LEAST_DEVIATION = 0.01
+
+
+def _line(raw: Table, share: Table, seconds: Table) -> Line:
+    """Return the line of least relative deviations, with no factor below 0.
+
+    Not of least squares: a machine that does something else now and then makes a sample take much
+    longer, which says nothing of the codec. Squares are weighted by what their deviations were.
+    """
     columns = np.stack([np.ones_like(raw), raw, raw * share], 1) / seconds[:, None]
     scale = np.linalg.norm(columns, axis=0)
-    columns = columns / scale
-    target = np.ones_like(seconds)
-    best: tuple[float, np.ndarray] | None = None
+    columns /= scale
+    weights = np.ones_like(seconds)
+    factors = _least_squares(columns, weights)
+    for _ in range(ROUNDS):
+        off = np.abs(columns @ factors - 1)
+        weights = 1 / np.sqrt(np.maximum(off, LEAST_DEVIATION))
+        factors = _least_squares(columns, weights)
+    return Line(*(float(factor) for factor in factors / scale))
+
+
+def _least_squares(columns: Table, weights: Table) -> Table:
+    """Return factors of three columns, none negative, whose sum comes nearest to 1."""
+    weighted = columns * weights[:, None]
+    best: tuple[float, Table] | None = None
     # With three factors every choice of those that are not 0 can be tried.
     for used in ([0, 1, 2], [1, 2], [0, 1], [0, 2], [1], [2], [0]):
         factors = np.zeros(3)
-        factors[used] = np.linalg.lstsq(columns[:, used], target, rcond=None)[0]
+        factors[used] = np.linalg.lstsq(weighted[:, used], weights, rcond=None)[0]
         if (factors < 0).any():
             continue
-        residual = float(((columns @ factors - target) ** 2).sum())
-        if best is None or residual < best[0] * (1 - 1e-9):
-            best = (residual, factors / scale)
+        residual = float(((weighted @ factors - weights) ** 2).sum())
+        if best is None or residual < best[0]:
+            best = (residual, factors)
         if len(used) == 3:
-            break  # the least squares of all
-    assert best is not None, "a single positive column has a positive factor"
-    return Line(*(float(factor) for factor in best[1]))
+            break  # nothing is nearer
+    if best is None:  # not of positive columns
+        raise ArgumentError("samples: expected sizes, shares and seconds above 0")
+    return best[1]
 
 
 class TimeModel:
