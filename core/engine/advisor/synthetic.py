@@ -8,7 +8,7 @@ from ...errors import ArgumentError, ArgumentTypeError
 
 #: Zeros come in runs, as after ReLU, where neighbours tend to be zero together: 4 on the average.
 LONGEST_RUN = 7
-LEVELS = 1 << 15
+LEVELS = (1 << 15) - 1  # levels and a threshold above all of them are int16
 MAX_INTEGER = 1 << 20  # what indices of pooling and tokens are below
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
