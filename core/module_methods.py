@@ -41,7 +41,12 @@ class MethodOverride:
         self._module = weakref.ref(module)
         self._name = name
         self._own = module.__dict__.get(name)
-        module.__dict__[name] = self.call
+        self._installed = self.replacement()
+        module.__dict__[name] = self._installed
+
+    def replacement(self) -> Callable[..., Any]:
+        """Return what is set on the module."""
+        return self.call
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """Run instead of the module's own method."""
@@ -61,10 +66,13 @@ class MethodOverride:
 
     def remove(self) -> None:
         """Give the module its own method back, unless another one has replaced this since."""
-        held = self.module.__dict__
-        if getattr(held.get(self._name), "__self__", None) is not self:
+        self.remove_from(self.module.__dict__)
+
+    def remove_from(self, attributes: dict[str, Any]) -> None:
+        """Undo the override in a copy of the module's attributes."""
+        if attributes.get(self._name) is not self._installed:
             return
         if self._own is None:
-            del held[self._name]
+            del attributes[self._name]
         else:
-            held[self._name] = self._own
+            attributes[self._name] = self._own
