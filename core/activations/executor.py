@@ -21,6 +21,7 @@ from concurrent.futures import Future
 import torch
 
 from ..engine.codecs.blob import HEADER_BYTES, Blob, BlobCodec
+from ..engine.kernels.cpu.blob_copy import copy_blob
 from ..engine.kernels.cuda import kernels_on
 from ..engine.kernels.cuda.runner import do_nothing
 from ..engine.kernels.cuda.stream import current_stream
@@ -238,7 +239,7 @@ class Executor:
         if known:
             out.copy_(host[: out.shape[0]], non_blocking=True)
         else:
-            kernels_on(self.device).send_blob(host, out)
+            kernels_on(self.device).copy_blob(host, out)
 
     def bytes_of(self, copy: StoredCopy, more: bool) -> torch.Tensor:
         """Return the bytes of a copy, ``[n]`` of its dtype, on the device.
@@ -309,10 +310,9 @@ def _copy(flat: torch.Tensor, host: torch.Tensor, on_gpu: bool) -> None:
 def _send(buffer: StagingBuffer[int], host: torch.Tensor, on_gpu: bool) -> None:
     """Copy the used bytes of a blob."""
     if on_gpu:
-        kernels_on(buffer.data.device).send_blob(buffer.data, host)
+        kernels_on(buffer.data.device).copy_blob(buffer.data, host)
         return
-    used = _used_bytes(buffer.data)
-    host[:used].copy_(buffer.data[:used])
+    copy_blob(buffer.data, host)
 
 
 def _used_bytes(data: torch.Tensor) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from .attend import AttendKernels
 from .bags import BagKernels
+from .blob_copy import BlobCopyKernels
 from .copy import CopyKernels
 from .count import CountKernels
 from .decode import DecodeKernels
@@ -68,6 +69,7 @@ class CudaKernels:
         self.decode_rows = decode.decode_rows
         self.prepare_decode = decode.prepare_decode
         self.copy_rows = CopyKernels(runner).copy_rows
+        self.copy_blob = BlobCopyKernels(runner).copy_blob
         attend = AttendKernels(runner)
         self.attend, self.prepare_attention = attend.attend, attend.prepare
         tiles = TileKernels(runner)

@@ -52,6 +52,7 @@ _KERNELS: dict[str, tuple[str, ...]] = {
     "map": ("insert_ids", "find_ids"),
     "slots": ("keep_slots", "claim_slots", "count_slots", "choose_slots", "give_slots"),
     "exchange": ("exchange_rows",),
+    "blob_copy": ("copy_blob",),
     "bags": ("pool_bags", "pool_long_bags", "sound_offsets"),
     "attend": ("attend_tiles", "merge_splits"),
     "plan": (
@@ -280,6 +281,8 @@ SLOTS = PlainVariant(
 )
 #: The one compilation of what moves rows between a cache and the host.
 EXCHANGE = PlainVariant("exchange")
+#: The one compilation of what moves encoded tensors over a link.
+BLOB_COPY = PlainVariant("blob_copy")
 #: The one compilation of what a planner counts.
 PLAN = PlainVariant("plan", tuple(PLAN_DEFINES.items()))
 
@@ -374,6 +377,7 @@ def all_variants() -> Iterator[AnyVariant]:
     yield MAP
     yield SLOTS
     yield EXCHANGE
+    yield BLOB_COPY
     yield PLAN
     yield from map(quantized_variant, TILE_FORMATS)
     for size in BAG_VALUE_BYTES:
