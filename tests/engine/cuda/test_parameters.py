@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from bitslab.engine.kernels import cpu, cuda
-from bitslab.engine.kernels.cpu import attend, bags, ids, slots
+from bitslab.engine.kernels.cpu import attend, bags, blob_copy, ids, slots
 from bitslab.engine.kernels.cuda.frames import BoundKernel
 from bitslab.engine.kernels.cuda.map import FindIds
 from bitslab.engine.kernels.cuda.parameters import Kind, Parameters, in_order, kinds_of
@@ -29,6 +29,7 @@ TWINS: dict[str, Any] = {
     "check_ids": cpu.check_ids,
     "choose_slots": slots.choose_slots,
     "claim_slots": slots.claim_slots,
+    "copy_blob": blob_copy.copy_blob,
     "copy_rows": cpu.copy_rows,
     "count_bits": cpu.count_bits,
     "count_ids": ids.count_ids,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from .attend import AttendKernels
 from .bags import BagKernels
+from .blob_copy import BlobCopyKernels
 from .copy import CopyKernels
 from .count import CountKernels
 from .csr import CsrKernels
@@ -78,6 +79,7 @@ class CudaKernels:
         pack = PackKernels(runner, decode)
         self.pack_blob, self.unpack_blob = pack.pack_blob, pack.unpack_blob
         self.copy_rows = CopyKernels(runner).copy_rows
+        self.copy_blob = BlobCopyKernels(runner).copy_blob
         attend = AttendKernels(runner)
         self.attend, self.prepare_attention = attend.attend, attend.prepare
         tiles = TileKernels(runner)

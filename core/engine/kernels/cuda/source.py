@@ -78,6 +78,7 @@ _KERNELS: dict[str, tuple[str, ...]] = {
     "map": ("insert_ids", "find_ids"),
     "slots": ("keep_slots", "claim_slots", "count_slots", "choose_slots", "give_slots"),
     "exchange": ("exchange_rows",),
+    "blob_copy": ("copy_blob",),
     "bags": ("pool_bags", "pool_long_bags", "sound_offsets"),
     "attend": ("attend_tiles", "merge_splits"),
     "plan": (
@@ -337,6 +338,8 @@ SLOTS = PlainVariant(
 EXCHANGE = PlainVariant("exchange")
 #: The one compilation of what comes between counting and packing units that are kept.
 KEPT = PlainVariant("kept", tuple(KEPT_DEFINES.items()))
+#: The one compilation of what moves encoded tensors over a link.
+BLOB_COPY = PlainVariant("blob_copy")
 #: The one compilation of what a planner counts.
 PLAN = PlainVariant("plan", tuple(PLAN_DEFINES.items()))
 
@@ -487,6 +490,7 @@ def all_variants() -> Iterator[AnyVariant]:
     yield MAP
     yield SLOTS
     yield EXCHANGE
+    yield BLOB_COPY
     yield PLAN
     yield KEPT
     yield from map(zfp_variant, FLOAT_KINDS.values())
