@@ -10,7 +10,7 @@ import torch
 
 from ..engine.kernels.cpu.compiling import compiling_with_cache_of
 from ..engine.kernels.cpu.prepared import SlotMap
-from ..engine.kernels.cpu.team import team_of_torch, threads_for
+from ..engine.kernels.cpu.threads import team_of_torch, threads_for
 from ..errors import load_optional
 from .slots import SlotTable
 

@@ -9,24 +9,10 @@ import numpy as np
 import torch
 
 from ..devices import checked_device
-from ..engine.codecs.base import (
-    check_indices_argument,
-    check_tensor_argument,
-    index_tensor,
-    raise_bad_index,
-)
-from ..engine.kernels import cpu
+from ..engine.codecs.base import check_tensor_argument, index_tensor, raise_bad_index
 from ..errors import ArgumentError, ArgumentTypeError
 
 Index = SupportsIndex | slice | torch.Tensor | Sequence[Any] | np.ndarray[Any, Any]
-
-
-def checked_ids(ids: torch.Tensor) -> torch.Tensor:
-    """Return ids as contiguous int32 or int64 ``[n]``, or refuse them."""
-    check_tensor_argument("ids", ids)
-    if ids.dtype in (torch.int64, torch.int32) and ids.dim() == 1:
-        return ids.contiguous()
-    return check_indices_argument(ids, "ids")
 
 
 def check_not_from_end(ids: torch.Tensor, n_rows: int, name: str = "ids") -> None:
@@ -52,25 +38,6 @@ def check_not_from_end(ids: torch.Tensor, n_rows: int, name: str = "ids") -> Non
     if lowest < 0 or highest >= n_rows:
         position = int(((ids < 0) | (ids >= n_rows)).nonzero()[0, 0])
         raise_bad_index(int(ids[position]), position, n_rows, name, from_end=False)
-
-
-def check_ids_in_range(ids: torch.Tensor, n_rows: int, *, from_end: bool = True) -> None:
-    """Raise IndexRangeError when one of the ids ``[n]`` on the CPU is out of range.
-
-    Parameters
-    ----------
-    ids : torch.Tensor
-        int32 or int64, contiguous.
-    n_rows : int
-        Number of rows.
-    from_end : bool
-        Whether negative ids count from the end.
-    """
-    position = cpu.check_ids(ids, n_rows)
-    if position < 0 and not from_end and bool((ids < 0).any()):
-        position = int((ids < 0).nonzero()[0])
-    if position >= 0:
-        raise_bad_index(int(ids[position]), position, n_rows, "ids")
 
 
 def checked_target(

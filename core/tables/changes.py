@@ -12,9 +12,8 @@ import numpy as np
 import torch
 
 from ..engine.codecs import RawCodec, RowCodec
-from ..engine.codecs.base import rows_as_bytes
+from ..engine.codecs.base import check_ids_argument, check_in_range, rows_as_bytes
 from ..errors import ArgumentError, BitslabError
-from .arguments import check_ids_in_range, checked_ids
 from .build import SAMPLE_BYTES, check_items, choose_codec, shrinks, take_rows
 from .parts import TableParts
 
@@ -104,10 +103,10 @@ def checked_update(
         ``[n, *row_shape]``, the last of those given for each id.
     """
     check_items(rows, shape[1:], dtype)
-    wanted = checked_ids(ids).cpu()
+    wanted = check_ids_argument(ids).cpu()
     if wanted.shape[0] != rows.shape[0]:
         raise ArgumentError(f"ids, rows: {wanted.shape[0]} ids for {rows.shape[0]} rows")
-    check_ids_in_range(wanted, shape[0])
+    check_in_range(wanted, shape[0])
     numbers = wanted.numpy().astype(np.int64)
     numbers = np.where(numbers < 0, numbers + shape[0], numbers)
     last = len(numbers) - 1 - np.unique(numbers[::-1], return_index=True)[1]

@@ -7,14 +7,13 @@ import threading
 import torch
 
 from ..engine.advisor import pays_to_sort_rows
-from ..engine.codecs.base import rows_as_bytes
-from ..engine.kernels.cpu.prepared import PreparedTable, SlotMap
+from ..engine.codecs.base import check_in_range, rows_as_bytes
+from ..engine.kernels.cpu.prepared import PreparedRaw, PreparedTable, SlotMap
 from ..engine.kernels.cuda import kernels_on
 from ..engine.kernels.format import MAX_SLABS
 from ..engine.kernels.row_kernels import PreparedRows
 from ..engine.memory.locks import ReadersAndWriter
 from ..engine.transfer.gather import gather_copied_rows, gather_packed_rows
-from .arguments import check_ids_in_range
 from .cache import Cache
 from .counters import HOST, Counters
 from .device import DeviceCopies
@@ -47,7 +46,7 @@ class Gathers:
         self._rows = rows
         self._pin = pin
         self._populated = False
-        # Prepared for gathers on the CPU, with the rows and overflow size that it was made from.
+        # Prepared for gathers on the CPU, with the rows and overflow memory that it was made from.
         self._prepared: tuple[HostRows, int, PreparedRows | None] | None = None
         self._inherited: object = None
         self._of_this_process(lock)
@@ -124,16 +123,13 @@ class Gathers:
         CorruptedDataError
             When a row is damaged; what `data` holds is undefined then.
         """
-        self._populate()
-        parts = self._rows.parts
-        if parts.raw and cache is None:
-            self._rows.decode(ids, data)
-            self.count(copied_words=ids.shape[0] * parts.row_words)
-            return
+        if not self._populated:
+            self._populate()
         prepared = self._prepared_rows() if cache is None else None
         if prepared is not None:
             damaged, words = prepared.gather(ids, data)
-            raise_damaged(damaged)
+            if damaged >= 0:
+                raise_damaged(damaged)
             self.count(copied_words=words)
             return
         storage = None if cache is None else cache.storage(CPU)
@@ -153,7 +149,8 @@ class Gathers:
         prepared = self._prepared_rows()
         if not isinstance(prepared, PreparedTable) or not out.numel():
             return None
-        self._populate()
+        if not self._populated:
+            self._populate()
         found = prepared.look_up(ids, offsets, slots, resident, out)
         if found is None:
             return None
@@ -164,21 +161,24 @@ class Gathers:
         return missing
 
     def _populate(self) -> None:
-        """Map the pages of the rows, once."""
-        if not self._populated:
-            self._populated = True
-            buffer = self._rows.parts.buffers.get("words")
-            if buffer is not None and buffer.nbytes <= POPULATED_BYTES:
-                buffer.populate()
+        """Map the pages of the rows."""
+        self._populated = True
+        buffer = self._rows.parts.buffers.get("words")
+        if buffer is not None and buffer.nbytes <= POPULATED_BYTES:
+            buffer.populate()
 
     def _prepared_rows(self) -> PreparedRows | None:
-        """Return the packed rows prepared for CPU gathers; None if the layout has no such form."""
-        rows, overflow_bytes = self._rows, self._rows.overflow_bytes
-        found = self._prepared
-        # Updates write in place; only an overflow that grows moves to new memory.
-        if found is None or found[0] is not rows or found[1] != overflow_bytes:
-            prepared = rows.kernels.prepare_table(rows.storage())
-            found = self._prepared = (rows, overflow_bytes, prepared)
+        """Return the rows prepared for CPU gathers; None if the layout has no such form."""
+        rows, found = self._rows, self._prepared
+        # Updates write in place; only an overflow area that grows moves to new memory.
+        if found is None or found[0] is not rows or found[1] != rows.overflow_moves:
+            parts = rows.parts
+            prepared: PreparedRows | None = (
+                PreparedRaw(parts.raw_rows(), parts.row_words)
+                if parts.raw
+                else rows.kernels.prepare_table(rows.storage())
+            )
+            found = self._prepared = (rows, rows.overflow_moves, prepared)
         return found[2]
 
     # On a GPU
@@ -243,7 +243,7 @@ class Gathers:
             # The GPU cannot read the rows: gather on the CPU, then copy.
             on_host = torch.empty(out.shape, dtype=out.dtype)
             wanted = ids.cpu()
-            check_ids_in_range(wanted, parts.n_items, from_end=from_end)
+            check_in_range(wanted, parts.n_items, from_end=from_end)
             self.on_cpu(wanted, rows_as_bytes(on_host, parts.item_bytes), cache)
             out.copy_(on_host)
             return

@@ -15,14 +15,17 @@ from ..engine.advisor.advice import Advice, advisor_for
 from ..engine.codecs import RowCodec
 from ..engine.codecs.base import (
     bits_in_order,
+    check_ids_argument,
+    check_in_range,
     check_out_argument,
     on_codec_device,
     rows_as_bytes,
 )
+from ..engine.kernels.cpu.prepared import SlotMap
 from ..engine.kernels.format import ceil_div
 from ..engine.memory.locks import ReadersAndWriter, call_after_fork
 from ..errors import BitslabError
-from .arguments import check_ids_in_range, checked_ids, checked_target
+from .arguments import Index, checked_target, row_ids
 from .build import SAMPLE_BYTES
 from .cache import Cache
 from .changes import Ownership, checked_update, merged
@@ -147,7 +150,57 @@ class HostTable:
             self._check_open()
             yield
 
-    def gather_through(
+    def gather(
+        self,
+        ids: torch.Tensor,
+        out: torch.Tensor | None = None,
+        device: torch.device | str | None = None,
+        *,
+        sort: bool | None = None,
+        sm_budget: int | None = None,
+    ) -> torch.Tensor:
+        """Return rows chosen by id, decoded.
+
+        Parameters
+        ----------
+        ids : torch.Tensor
+            Integers ``[n]`` on a CPU or GPU, repeated or not; negative ones count from the end.
+        out : torch.Tensor, optional
+            ``[n, *row_shape]`` of the table's dtype to write to.
+        device : torch.device or str, optional
+            Where the rows go; the device of `out`, or else of `ids`, when left out.
+        sort : bool, optional
+            On a GPU: whether to read the rows in the order of their ids, which is faster for large
+            tables; by the model of the link when left out (see `bitslab.engine.advisor`).
+        sm_budget : int, optional
+            On a GPU: multiprocessors that the kernels may use; all when left out.
+
+        Returns
+        -------
+        torch.Tensor
+            `out`, or a new tensor.
+
+        Raises
+        ------
+        IndexRangeError
+            When an id is out of range; `out` is untouched. For ids on a GPU the error comes from
+            the next call on that GPU or from `bitslab.raise_pending_errors`, because a gather never
+            waits for the GPU.
+        ArgumentTypeError, ArgumentError
+            When an argument is not accepted.
+        CorruptedDataError
+            When a row is damaged; what `out` holds is undefined then.
+        BitslabError
+            When the table is closed.
+
+        Notes
+        -----
+        On torch's current stream. Nothing waits for the GPU, and once warm nothing is allocated but
+        the result; with `out` and ids on the GPU a call can be captured in a CUDA graph.
+        """
+        return self.gather_with(None, ids, out, device, sort, sm_budget)
+
+    def gather_with(
         self,
         cache: Cache | None,
         ids: torch.Tensor,
@@ -156,41 +209,183 @@ class HostTable:
         sort: bool | None,
         sm_budget: int | None,
     ) -> torch.Tensor:
-        """Gather through a cache or, for None, without; see `CompressedTable.gather`."""
+        """Gather, reading cached rows from `cache` where there is one; see `SlabCache.gather`."""
         self._check_open()
-        wanted = checked_ids(ids)
-        target = checked_target(ids, out, device)
+        wanted = check_ids_argument(ids)
+        plain = out is None and device is None
+        target = ids.device if plain else checked_target(ids, out, device)
         n, parts = wanted.shape[0], self._parts
+        shape = (n, *parts.item_shape)
         if out is not None:
-            check_out_argument(out, (n, *parts.item_shape), parts.dtype, target, [ids])
+            check_out_argument(out, shape, parts.dtype, target, [ids])
         if target.type == "cpu":
             wanted = wanted.cpu()
         if wanted.device.type == "cpu":
-            check_ids_in_range(wanted, parts.n_items)
-        result = out
-        if result is not None and not bits_in_order(result):
-            # A copy of its contents, since bad ids leave `out` untouched.
-            result = result.detach().resolve_conj().resolve_neg()
-            result = result.clone(memory_format=torch.contiguous_format)
-        if result is None:
-            result = torch.empty((n, *parts.item_shape), dtype=parts.dtype, device=target)
+            check_in_range(wanted, parts.n_items)
+        if out is None:
+            result = torch.empty(shape, dtype=parts.dtype, device=target)
+            data = result.view(-1).view(torch.uint8).view(n, parts.item_bytes)
+        else:
+            result = out
+            if not bits_in_order(out):
+                # A copy of its contents, since bad ids leave `out` untouched.
+                result = out.detach().resolve_conj().resolve_neg()
+                result = result.clone(memory_format=torch.contiguous_format)
+            data = rows_as_bytes(result, parts.item_bytes)
         if n and parts.item_bytes:
-            with self._reading():
+            with self._lock.reading():
+                self._check_open()
                 if target.type == "cpu":
-                    data = rows_as_bytes(result, parts.item_bytes)
                     self._gathers.on_cpu(wanted, data, cache)
                 else:
                     if wanted.device.type == "cpu":
                         # A copy from pageable memory would make the host wait for the GPU.
                         wanted = wanted.pin_memory()
                     wanted = wanted.to(target, non_blocking=True)
-                    self._gathers.on_gpu(wanted, result, cache, sort, sm_budget)
+                    self._gathers.on_gpu(wanted, data, cache, sort, sm_budget)
         self._gathers.count(gathers=1, rows=n)
         return result if out is None or out is result else out.copy_(result)
 
+    def gather_checked(
+        self,
+        cache: Cache | None,
+        ids: torch.Tensor,
+        out: torch.Tensor,
+        sort: bool | None = None,
+    ) -> None:
+        """Gather for callers that have checked the arguments; see `gather_with`.
+
+        Parameters
+        ----------
+        cache : Cache or None
+            As in `gather_with`.
+        ids : torch.Tensor
+            int32 or int64 ``[n]``, contiguous, on the device of `out`; on a CPU in range.
+        out : torch.Tensor
+            ``[n, *row_shape]`` of the table's dtype, contiguous.
+        sort : bool, optional
+            As in `gather`.
+        """
+        if out.numel():
+            with self._reading():
+                data = out.view(torch.uint8).view(out.shape[0], self.row_bytes)
+                if data.device.type == "cpu":
+                    self._gathers.on_cpu(ids, data, cache)
+                else:
+                    self._gathers.on_gpu(ids, data, cache, sort, None)
+        self._gathers.count(gathers=1, rows=ids.shape[0])
+
+    def look_up_bags(
+        self,
+        ids: torch.Tensor,
+        offsets: torch.Tensor,
+        slots: SlotMap,
+        resident: torch.Tensor,
+        out: torch.Tensor,
+    ) -> int | None:
+        """Sum bags of one id each on the CPU: rows out of a cache, the others decoded, and 0 added.
+
+        Parameters
+        ----------
+        ids, offsets : torch.Tensor
+            int64 ``[n]`` on the CPU, contiguous: rows, and where bags begin.
+        slots : SlotMap
+            The slot of each row in `resident`.
+        resident : torch.Tensor
+            ``[slots, *row_shape]`` of the table's dtype, contiguous.
+        out : torch.Tensor
+            float32 or float64 ``[n, *row_shape]``, contiguous.
+
+        Returns
+        -------
+        int or None
+            Number of rows that were not resident. None where one pass cannot do it: an id
+            is out of range or negative, bag n does not begin at id n, the table is raw or in
+            place, or its rows share packed rows. What `out` holds is undefined then.
+        """
+        with self._reading():
+            return self._gathers.look_up_bags(ids, offsets, slots, resident, out)
+
+    def gather_on_gpu(
+        self, cache: Cache | None, ids: torch.Tensor, out: torch.Tensor, sort: bool | None = None
+    ) -> None:
+        """Gather on a GPU for callers that have checked the arguments; see `gather_with`.
+
+        Parameters
+        ----------
+        cache : Cache or None
+            As in `gather_with`.
+        ids : torch.Tensor
+            int32 or int64 ``[n]``, contiguous, on the device of `out`. Negative ones are out of
+            range.
+        out : torch.Tensor
+            ``[n, *row_shape]`` of the table's dtype, contiguous, on a GPU.
+        sort : bool, optional
+            As in `gather`.
+        """
+        n = ids.shape[0]
+        if n and self.row_bytes:
+            with self._reading():
+                self._gathers.on_gpu(ids, out, cache, sort, None, from_end=False)
+        self._gathers.count(gathers=1, rows=n)
+
+    def readable_by_gpu(self) -> bool:
+        """Return whether GPUs can read the packed rows in host memory; page-lock them if so."""
+        with self._reading():
+            return self._gathers.readable_by_gpu()
+
+    def rows_for_gpu(self) -> torch.Tensor | None:
+        """Return the raw rows in page-locked memory, for a GPU that reads and overwrites them.
+
+        Returns
+        -------
+        torch.Tensor or None
+            uint8 ``[N, row_bytes]``. None where rows are packed, or may not be changed, or have
+            copies in a `SlabCache`: then `update` changes them, or says why not. Who writes asks
+            `takes_gpu_writes` each time, and waits for the GPU before anybody else reads.
+        """
+        with self._reading():
+            parts = self._parts
+            if not self.takes_gpu_writes or not self._gathers.readable_by_gpu():
+                return None
+            self._rows.dirty = True
+            return parts.raw_rows()
+
+    @property
+    def takes_gpu_writes(self) -> bool:
+        """Whether rows are raw, and may be overwritten by a GPU; see `rows_for_gpu`."""
+        parts = self._parts
+        return (
+            not self._closed
+            and not self._caches
+            and parts.raw
+            and parts.items_per_row == 1
+            and self._ownership.allows_changes(parts)
+        )
+
+    def gather_some_on_gpu(self, ids: torch.Tensor, out: torch.Tensor) -> None:
+        """Gather on a GPU the rows of some ids, which the caller has checked; skip NO_ROW.
+
+        Parameters
+        ----------
+        ids : torch.Tensor
+            int64 ``[n]``, contiguous, on the GPU: 0 to N - 1, or ``kernels.format.NO_ROW``, whose
+            row of `out` is left as it is.
+        out : torch.Tensor
+            As for `gather_on_gpu`; the table is `readable_by_gpu`.
+        """
+        with self._reading():
+            self._gathers.some_on_gpu(ids, out)
+
+    def __getitem__(self, index: Index) -> torch.Tensor:
+        """Return rows by an int, a slice, integers of any shape, or a bool mask ``[N]``."""
+        ids = row_ids(index, len(self))
+        rows = self.gather(ids.reshape(-1))
+        return rows.view(*ids.shape, *self.shape[1:])
+
     def check_ids(self, ids: torch.Tensor) -> None:
         """Raise IndexRangeError when one of the ids ``[n]`` on the CPU is out of range."""
-        check_ids_in_range(checked_ids(ids), len(self))
+        check_in_range(check_ids_argument(ids), len(self))
 
     @property
     def counters(self) -> Counters:

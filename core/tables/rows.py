@@ -40,6 +40,8 @@ class HostRows:
         #: Whether the codec's kernels gather on GPUs.
         self.for_gpus = "cuda" in parts.codec.device_types
         self.overflow: Overflow | None = None
+        #: How often the overflow area took other memory: what holds `storage` is out of date then.
+        self.overflow_moves = 0
         #: Whether rows were updated since they were packed.
         self.dirty = False
         self._pin = pin
@@ -228,6 +230,7 @@ class HostRows:
             if self.overflow is None:
                 self.overflow = Overflow(self.parts.n_rows, row_words, pin=self._pin)
             stale = self.overflow.reserve(int(overflows.sum()))
+            self.overflow_moves += stale is not None
         if self.overflow is not None:
             self.overflow.release(ids[fits], words, at[fits])
             self.overflow.put(ids[overflows], raw[overflows], words, at[overflows])

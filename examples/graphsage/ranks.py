@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -75,4 +76,7 @@ def started(device: torch.device) -> Iterator[Ranks]:
     try:
         yield Ranks(dist.get_rank(), dist.get_world_size(), dist.group.WORLD)
     finally:
+        # Models whose gradients the group averages go first: one that outlives it ends the group's
+        # threads while it holds the interpreter's lock, for which they may wait.
+        gc.collect()
         dist.destroy_process_group()

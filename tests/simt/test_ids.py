@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from bitslab.engine.kernels import cpu
+from bitslab.engine.codecs.base import first_bad_id
 from bitslab.engine.kernels.cpu import ids as twin
 from bitslab.engine.kernels.cuda.ids import (
     CHECKED_BY_ONE,
@@ -104,7 +104,7 @@ def test_twins_order_as_the_kernels_do(n_rows, dtype):
         twins.order.fill_(-7)
         twin.order_ids(ids.numpy(), n_rows, shift, bins, first_bad, twins.order.numpy())
         assert torch.equal(twins.first_bad, scratch.first_bad)
-        assert cpu.check_ids(ids, n_rows) == int(scratch.first_bad)
+        assert first_bad_id(ids, n_rows) == int(scratch.first_bad)
         if bad is None:
             assert torch.equal(twins.bins, scratch.bins)
             assert_ordered(twins.order, ids, n_rows)

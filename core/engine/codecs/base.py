@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 
 from ...devices import checked_device
@@ -314,6 +315,49 @@ def check_indices_argument(indices: torch.Tensor, name: str = "indices") -> torc
     if indices.dim() != 1:
         raise ArgumentError(f"{name}: shape {list(indices.shape)}, expected one dimension")
     return indices.to(torch.int64).contiguous()
+
+
+def check_ids_argument(ids: torch.Tensor) -> torch.Tensor:
+    """Return `ids` as contiguous int32 or int64 ``[n]``, or refuse them."""
+    check_tensor_argument("ids", ids)
+    if ids.dtype in (torch.int64, torch.int32) and ids.dim() == 1:
+        return ids.contiguous()
+    return check_indices_argument(ids, "ids")
+
+
+def check_in_range(
+    ids: torch.Tensor, n_rows: int, name: str = "ids", *, from_end: bool = True
+) -> None:
+    """Raise IndexRangeError when one of the ids ``[n]`` on the CPU is out of range.
+
+    Parameters
+    ----------
+    ids : torch.Tensor
+        int32 or int64, contiguous.
+    n_rows : int
+        Number of rows.
+    name : str
+        Name of the argument, for the message.
+    from_end : bool
+        Whether negative ids count from the end.
+    """
+    position = first_bad_id(ids, n_rows)
+    if position < 0 and not from_end:
+        position = first_bad_id(ids, n_rows, 0)
+    if position >= 0:
+        raise_bad_index(int(ids[position]), position, n_rows, name, from_end=from_end)
+
+
+def first_bad_id(ids: torch.Tensor, n_rows: int, lowest: int | None = None) -> int:
+    """Return the first position of an id outside `lowest`, or -n_rows, to n_rows - 1, or -1."""
+    # By numpy: torch's threads, which its large operations start, hang in a forked child.
+    numbers = ids.numpy()
+    low = -n_rows if lowest is None else lowest
+    if not len(numbers):
+        return -1
+    if int(np.minimum.reduce(numbers)) >= low and int(np.maximum.reduce(numbers)) < n_rows:
+        return -1
+    return int(((numbers < low) | (numbers >= n_rows)).argmax())
 
 
 def check_range_argument(start: int, stop: int | None, n_rows: int) -> int:

@@ -9,7 +9,7 @@ from typing import Any, get_args
 import torch
 
 from ...errors import ArgumentError, ArgumentTypeError, CorruptedDataError
-from ..kernels import cpu, kernels_for
+from ..kernels import kernels_for
 from ..kernels.format import (
     BLOCK_ROWS,
     PAD_WORDS,
@@ -26,6 +26,7 @@ from .base import (
     PackedRows,
     RowCodec,
     bits_in_order,
+    check_in_range,
     check_indices_argument,
     check_integer,
     check_out_argument,
@@ -33,7 +34,6 @@ from .base import (
     check_range_argument,
     check_rows_argument,
     check_tensor_argument,
-    raise_bad_index,
     rows_as_bytes,
 )
 
@@ -203,9 +203,7 @@ class WordRowCodec(RowCodec):
         if wanted is not None and target.type == "cpu":
             wanted = wanted.cpu()
         if wanted is not None and wanted.device.type == "cpu":
-            position = cpu.check_ids(wanted, n_rows)
-            if position >= 0:
-                raise_bad_index(int(wanted[position]), position, n_rows)
+            check_in_range(wanted, n_rows, "indices")
         result = out
         if result is None or not bits_in_order(result):
             result = torch.empty((n, *self.row_shape), dtype=self.dtype, device=target)

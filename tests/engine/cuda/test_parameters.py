@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from bitslab.engine.codecs.base import first_bad_id
 from bitslab.engine.kernels import cpu, cuda
 from bitslab.engine.kernels.cpu import attend, bags, blob_copy, ids, slots
 from bitslab.engine.kernels.cuda.frames import BoundKernel
@@ -26,7 +27,7 @@ FILES = sorted(path.stem for path in FOLDER.glob("*.cu"))
 TWINS: dict[str, Any] = {
     "agreed_masks": cpu.agreed_masks,
     "attend_tiles": attend.attend,
-    "check_ids": cpu.check_ids,
+    "check_ids": first_bad_id,
     "choose_slots": slots.choose_slots,
     "claim_slots": slots.claim_slots,
     "copy_blob": blob_copy.copy_blob,

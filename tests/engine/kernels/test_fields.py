@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bitslab.engine.codecs.base import first_bad_id
 from bitslab.engine.kernels import cpu
 from bitslab.engine.kernels.cpu.constants import constants_of
 from bitslab.engine.kernels.cpu.prepared import PreparedTable
@@ -217,7 +218,7 @@ def test_first_id_outside_is_found(
             ids[place] = rng.choice([limits.min, -n_rows - 1, n_rows, limits.max]).astype(dtype)
     outside = np.flatnonzero((ids.astype(object) < -n_rows) | (ids.astype(object) >= n_rows))
     expected = int(outside[0]) if len(outside) else -1
-    assert cpu.check_ids(torch.from_numpy(ids), n_rows) == expected
+    assert first_bad_id(torch.from_numpy(ids), n_rows) == expected
 
 
 def test_first_of_several_damaged_rows_is_reported() -> None:

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from bitslab.engine.kernels.cpu import prepared, team
+from bitslab.engine.kernels.cpu import prepared
 from bitslab.engine.kernels.cpu.prepared import PreparedTable
+from bitslab.engine.kernels.cpu.threads import team_of_torch
 from tests.engine.kernels.cases import Case, table_of
 from tests.engine.kernels.test_fields import case_of
 
@@ -66,7 +67,7 @@ def test_rows_and_words_do_not_depend_on_who_gathers(
 
 def test_torch_that_comes_with_openmp_has_a_team() -> None:
     has_openmp = "OpenMP" in torch.__config__.parallel_info().split("ATen parallel backend:")[1]
-    assert (team.team_of_torch() is not None) == has_openmp
+    assert (team_of_torch() is not None) == has_openmp
 
 
 @pytest.mark.parametrize("threads", [4], indirect=True)
@@ -105,7 +106,7 @@ def test_several_threads_gather_at_once(case: Case, table: PreparedTable) -> Non
 
 
 def gather_in_child(table: PreparedTable, ids: torch.Tensor, out: torch.Tensor) -> None:
-    assert team.team_of_torch() is None
+    assert team_of_torch() is None
     assert table.gather(ids, out)[0] == -1
 
 

@@ -201,11 +201,6 @@ def encode_rows(
     return words
 
 
-def check_ids(ids: torch.Tensor, n_rows: int) -> int:
-    """Return the first position of an id outside -n_rows..n_rows - 1, or -1."""
-    return int(call(packing().check_ids, ids.numpy(), n_rows))
-
-
 def check_rows(storage: RowStorage, layout: RowLayout, ids: torch.Tensor | None = None) -> int:
     """Return the first row that is damaged, or -1.
 
@@ -216,7 +211,7 @@ def check_rows(storage: RowStorage, layout: RowLayout, ids: torch.Tensor | None 
     layout : RowLayout
         On the same device.
     ids : torch.Tensor, optional
-        int64 rows to look at, checked by `check_ids`; all rows when left out.
+        int64 rows to look at, in range; all rows when left out.
     """
     n = storage.lengths.shape[0] if ids is None else ids.shape[0]
     return _check_range(storage, layout, ids, 0, n)
@@ -269,7 +264,7 @@ def decode_rows(
     layout : RowLayout
         On the same device.
     ids : torch.Tensor or None
-        int64 ``[n]`` rows to decode, negative ones counted from the end, checked by `check_ids`;
+        int64 ``[n]`` rows to decode, negative ones counted from the end, in range;
         None for the rows from `row_begin` on.
     row_begin : int
         First row when `ids` is None.
@@ -321,8 +316,7 @@ def copy_rows(
     row_bytes : int
         Bytes of a row.
     ids : torch.Tensor
-        int32 or int64 ``[n]``, contiguous, negative ones counted from the end, checked by
-        `check_ids`.
+        int32 or int64 ``[n]``, contiguous, negative ones counted from the end, in range.
     out : torch.Tensor
         uint8 ``[n, row_bytes]``, contiguous.
     first_bad : torch.Tensor, optional
@@ -405,7 +399,7 @@ def gather_rows(
     layout : RowLayout
         On the CPU: of the packed rows of the table or, where that is raw, of the cache.
     ids : torch.Tensor
-        int32 or int64 ``[n]`` items, negative ones counted from the end, checked by `check_ids`.
+        int32 or int64 ``[n]`` items, negative ones counted from the end, in range.
     out : torch.Tensor
         uint8 ``[n, item_bytes]``, contiguous.
     cache : CacheStorage, optional

@@ -9,11 +9,11 @@ import numpy as np
 import torch
 
 from ..format import MAX_SLABS, PAD_WORDS, CacheStorage, RowLayout, TableStorage
-from .compiling import call
+from .compiling import prepare
 from .constants import UNSIGNED, constants_of
 from .loading import gathering
 from .prepared import numbers_of
-from .threads import run_ranges
+from .threads import POOL_BYTES, run_ranges
 
 Array = np.ndarray[Any, Any]
 
@@ -71,6 +71,7 @@ class PreparedItems:
         self._n_items = table.n_items
         self._like = UNSIGNED[f.chunk_bytes](0)
         self._kernel: Any = kernel
+        self._compiled: set[Any] = set()
         self._holds = (table, constants)
 
     def gather(
@@ -106,12 +107,21 @@ class PreparedItems:
         wanted = (ids if ids.dtype is torch.int64 else ids.to(torch.int64)).numpy()
         target = out.data_ptr()
 
+        kernel, like = self._kernel, self._like
+        kind = (entries.flags.num, wanted.flags.num)
+        if kind not in self._compiled:
+            counts = np.zeros((2, MAX_SLABS + 1), np.int64)
+            prepare(kernel, numbers, like, entries, wanted, target, counts, 0, 0)
+            self._compiled.add(kind)
+
         def work(begin: int, end: int) -> tuple[int, Array]:
             counts = np.zeros((2, MAX_SLABS + 1), np.int64)
-            arguments = (numbers, self._like, entries, wanted, target, counts, begin, end)
-            return int(call(self._kernel, *arguments)), counts
+            bad = kernel(numbers, like, entries, wanted, target, counts, begin, end)
+            return int(bad), counts
 
-        results = run_ranges(work, len(wanted), _BYTES_PER_ITEM)
+        n = len(wanted)
+        few = n * _BYTES_PER_ITEM < POOL_BYTES
+        results = [work(0, n)] if few else run_ranges(work, n, _BYTES_PER_ITEM)
         for bad, _ in results:
             if bad >= 0:
                 item = int(wanted[bad])

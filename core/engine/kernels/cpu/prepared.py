@@ -13,8 +13,7 @@ from ..format import PAD_WORDS, RowLayout, TableStorage, check_sizes
 from .compiling import compiling_with_cache_of, prepare
 from .constants import SIGNED, UNSIGNED, Field, constants_of
 from .loading import gathering
-from .team import Team, team_of_torch, threads_for
-from .threads import run_ranges
+from .threads import BYTES_PER_THREAD, POOL_BYTES, Team, run_ranges, team_of_torch, threads_for
 
 # A batch of rows has so many bytes, or two rows: what two batches read fits into the first cache.
 _BATCH_BYTES = 32768
@@ -169,7 +168,7 @@ class PreparedTable:
 
         `bags` is as in `lookups.gather_compact`.
         """
-        threads = threads_for(out.nbytes)
+        threads = 1 if out.nbytes < 2 * BYTES_PER_THREAD else threads_for(out.nbytes)
         team = team_of_torch() if threads > 1 else None
         if team is None:
             results = self._gather_on_pool(ids.numpy(), out.data_ptr(), bags)
@@ -200,6 +199,8 @@ class PreparedTable:
             )
             return found
 
+        if len(ids) * self._row_bytes < POOL_BYTES:
+            return [work(0, len(ids))]
         return run_ranges(work, len(ids), self._row_bytes)
 
     def _gather_on_team(
@@ -224,6 +225,42 @@ class PreparedTable:
         team.run(self._part, call.buffer_info()[0], threads)
         n = len(call)
         return [(call[at], call[at + 1]) for at in range(n - 2 * threads, n, 2)]
+
+
+class PreparedRaw:
+    """Raw rows, copied by id.
+
+    Parameters
+    ----------
+    rows : torch.Tensor
+        uint8 ``[N, row_bytes]`` on the CPU, contiguous; what it holds may change.
+    row_words : int
+        Words that a gather counts for each row.
+    """
+
+    def __init__(self, rows: torch.Tensor, row_words: int) -> None:
+        self._rows = rows.numpy()
+        self._row_words = row_words
+        self._kernel = gathering().copy_rows
+        self._compiled: set[Any] = set()
+
+    def gather(self, ids: torch.Tensor, out: torch.Tensor) -> tuple[int, int]:
+        """Copy rows by id; see `PreparedTable.gather`. None is ever damaged."""
+        rows, numbers, target = self._rows, ids.numpy(), out.numpy()
+        n_rows, row_bytes = rows.shape
+        kind = (numbers.dtype, numbers.flags.num, target.flags.num)
+        if kind not in self._compiled:
+            prepare(self._kernel, rows, row_bytes, row_bytes, numbers, n_rows, target, 0, 0)
+            self._compiled.add(kind)
+
+        def work(begin: int, end: int) -> None:
+            self._kernel(rows, row_bytes, row_bytes, numbers, n_rows, target, begin, end)
+
+        if len(numbers) * row_bytes < POOL_BYTES:
+            work(0, len(numbers))
+        else:
+            run_ranges(work, len(numbers), row_bytes)
+        return -1, len(numbers) * self._row_words
 
 
 def numbers_of(table: TableStorage, layout: RowLayout, values: Array | None) -> dict[int, int]:

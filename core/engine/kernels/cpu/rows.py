@@ -40,7 +40,6 @@ from .bits import (
 HALF = GROUP // 2
 # The lowest bit of each code of a half, by code_bits.
 CODE_PLACES = np.array([0, 0xFFFF, 0x55555555, 0x249249249249], np.uint64)
-IDS_AT_ONCE = 1024
 COUNTED_BYTES = 256  # of a row, whose counters fit the cache
 
 
@@ -554,20 +553,3 @@ def decode_row(
                 x[j] = np.uint64(x[j]) | (np.uint64(e[j]) & mask if codes[j] == 0 else ZERO)
         for j in range(count):
             out[np.uint64(first + j)] = x[j]
-
-
-@njit(nogil=True, cache=True)
-def check_ids(ids, n_rows):
-    """Return the first position whose id is not in -n_rows..n_rows - 1, or -1."""
-    count = ids.shape[0]
-    for first in range(0, count, IDS_AT_ONCE):
-        # No way out of this loop but its end, so that LLVM makes SIMD of it.
-        outside = False
-        for n in range(first, min(first + IDS_AT_ONCE, count)):
-            # One comparison for both ends; a sum that wraps around is outside, too.
-            outside |= np.uint64(np.int64(ids[n]) + n_rows) >= np.uint64(2 * n_rows)
-        if outside:
-            for n in range(first, count):
-                if ids[n] < -n_rows or ids[n] >= n_rows:
-                    return n
-    return -1
