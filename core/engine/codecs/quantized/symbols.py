@@ -178,7 +178,7 @@ def _singles(likely: _Likely, limit: int, price: int) -> tuple[SymbolClass, floa
 
 
 def _pairs(likely: _Likely, limit: int, price: int) -> Iterator[tuple[SymbolClass, float]]:
-    """Yield classes of pairs of some radii, the least first, until they get worse; their bits too."""
+    """Yield classes of pairs and their bits, from the least radius on until they get worse."""
     counts = likely.counts
     singles = counts.singles[0]
     total = max(singles.sum(), 1)
