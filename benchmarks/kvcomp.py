@@ -46,7 +46,7 @@ from textgen.smollm import ModelMissingError  # noqa: E402
 from timing import print_tables  # noqa: E402
 
 PARTS = ("ratio", "accuracy", "cpu", "kernels", "generate")
-#: What KVCompCache aims at, unless told.
+#: What KVCompCache aims at by default.
 ERRORS = {"ratio": (0.04, 0.10, 0.16), "accuracy": (0.037, 0.055, 0.07)}
 #: Scales of K and of V: what `error` chooses between (figures 5 to 7 of the paper).
 SCALES = ((0.5, 0.5), (1.0, 0.7), (1.5, 1.0), (2.0, 1.2), (2.5, 1.4))

@@ -251,7 +251,8 @@ class _Coded(NamedTuple):
         counted = count_channels(self.codes, self.coded).double()
         each = self.codes.shape[1] * self.codes.shape[3]  # values of a channel
         nats = torch.special.xlogy(counted, counted).sum(dim=3).mean(dim=(1, 2)) / each
-        return (math.log(each) - nats) / math.log(2)
+        bits: torch.Tensor = (math.log(each) - nats) / math.log(2)
+        return bits
 
 
 class _Prompt:
@@ -298,8 +299,8 @@ class _Prompt:
         drawn_lines = np.arange(lines) * batch // lines
         raw_at = np.r_[0:sinks, tail:tokens]
         together = np.concatenate((drawn_lines, chosen, raw_at)).astype(np.int64)
-        self._lines, drawn_tokens, raw = uploaded(torch.from_numpy(together), device).split(
-            [lines, len(chosen), len(raw_at)]
+        self._lines, drawn_tokens, raw = torch.split(
+            uploaded(torch.from_numpy(together), device), [lines, len(chosen), len(raw_at)]
         )
         self._all_lines = lines == batch
         self._scaling = dim**-0.5 if scaling is None else scaling
