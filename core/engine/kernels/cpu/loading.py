@@ -60,3 +60,12 @@ def tiling() -> Any:
     from . import tile_streams
 
     return tile_streams
+
+
+@functools.cache
+def merging() -> Any:
+    """Load the function that finds lengths of codes."""
+    load_optional("numba", extra=None, purpose="finding lengths of codes")
+    from . import package_merge
+
+    return package_merge
