@@ -14,6 +14,7 @@ from .adapters import Adapters
 from .device_slots import DeviceSlots
 from .gradient_watch import GradientWatch
 from .gradients import (
+    NONE,
     Array,
     BackwardPass,
     BackwardPasses,
@@ -23,6 +24,7 @@ from .gradients import (
     on_device_of,
     sparse_rows,
     track,
+    track_result,
 )
 from .optimizers import watch
 from .ownership import take_back
@@ -113,9 +115,7 @@ class Training:
             Of the batch, where the GPU has looked it up.
         """
         rows = self._rows
-        lookup = PinnedLookup(slots, ids, rows.row_store.changes, on_device, number)
-        self._live = [ref for ref in self._live if ref() is not None]
-        self._live.append(weakref.ref(lookup))
+        lookup = self._pinned(slots, ids, on_device, number)
         parameter = rows.parameter
         if on_device is not None and self.gradients.is_direct():
             return track(parameter, None, None, self, lookup)
@@ -125,6 +125,27 @@ class Training:
         if whole:  # detached: autograd detects writes to the parameter before backward
             return track(lookup.origin, parameter.detach(), None, self, lookup)
         return track(lookup.origin, matrix, torch.from_numpy(slots), self, lookup)
+
+    def hold_result(self, on_device: torch.Tensor, number: int) -> PinnedLookup | None:
+        """Return the lookup of a batch on the device, for `follow`; pin its slots.
+
+        Arguments as for `hold`, of which None asks: several lookups may have a pass in common.
+        """
+        if not self.gradients.is_direct():
+            return None
+        return self._pinned(NONE, NONE, on_device, number)
+
+    def _pinned(
+        self, slots: Array, ids: Array, on_device: torch.Tensor | None, number: int
+    ) -> PinnedLookup:
+        lookup = PinnedLookup(slots, ids, self._rows.row_store.changes, on_device, number)
+        self._live = [ref for ref in self._live if ref() is not None]
+        self._live.append(weakref.ref(lookup))
+        return lookup
+
+    def follow(self, result: torch.Tensor, lookup: PinnedLookup) -> None:
+        """Report the gradient of what was computed from the parameter by `hold_result`'s lookup."""
+        track_result(result, self, lookup)
 
     def _waiting(self) -> list[PinnedLookup]:
         return [lookup for lookup in self.live if not lookup.used and len(lookup.slots)]
