@@ -22,7 +22,7 @@ from . import plain_lookups, warm, whole
 from .arguments import CacheKind, check_options, check_table, checked_pins, checked_rows
 from .device_lookup import LookedUp
 from .eviction import EvictionStrategy
-from .gradients import NONE, to_device
+from .gradients import NONE, to_device, track_result
 from .lookup import cache_on_gpu, fetch, host_ids, look_up, prefetch, read
 from .parameter_watch import ParameterWatch
 from .resident_bags import ResidentBags
@@ -339,7 +339,7 @@ class CachedRows(CacheState):
             What an operation of torch made of its weight, the first argument with a gradient.
         """
         if found.pinned is not None:
-            self.training.follow(result, found.pinned)
+            track_result(result, self.training, found.pinned)
 
     @not_traced
     def read(self, ids: torch.Tensor) -> torch.Tensor:

@@ -39,7 +39,7 @@ class LookedUp(NamedTuple):
     padding: int | None
     #: int64 ``[B]`` on the device, where they were asked for: such as kernels of torch can take.
     offsets: torch.Tensor | None = None
-    #: Where the gradient is reported only once `Training.follow` knows what was computed.
+    #: Where the gradient is reported only once `track_result` knows what was computed.
     pinned: PinnedLookup | None = None
 
 
@@ -103,7 +103,7 @@ def look_up_on_gpu(
     bags : BagOffsets, optional
         Offsets to look at on the way; there are ids then.
     follows : bool
-        Whether the caller leaves the indices alone, and calls `Training.follow`.
+        Whether the caller leaves the indices alone, and calls `track_result`.
 
     Returns
     -------

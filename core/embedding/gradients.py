@@ -310,6 +310,12 @@ def sparse_rows(ids: torch.Tensor, values: torch.Tensor, shape: Sequence[int]) -
     return torch.sparse_coo_tensor(ids[None], values, tuple(shape), check_invariants=False)
 
 
+def renumbered(grad: torch.Tensor, numbers: Array, shape: Sequence[int]) -> torch.Tensor:
+    """Return a sparse gradient ``shape`` with ``numbers[i]`` in the place of each index i."""
+    rows = torch.from_numpy(numbers)[grad._indices()[0].cpu()]
+    return sparse_rows(rows.to(grad.device, torch.int64), grad._values(), shape)
+
+
 def sum_mark(grad: torch.Tensor) -> tuple[int, int]:
     """Return what identifies a gradient: its address and its version."""
     return values_of(grad).data_ptr(), grad._version

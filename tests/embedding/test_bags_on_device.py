@@ -6,6 +6,7 @@ The CPU stands for the GPU here, with the GPU's own kernels behind it.
 from __future__ import annotations
 
 import gc
+from typing import Any
 
 import pytest
 import torch
@@ -19,9 +20,9 @@ N_ROWS = 40
 RATIOS = pytest.mark.parametrize("ratio", [1.0, 0.3], ids=["all-resident", "some"])
 
 
-def made(ratio: float, **options) -> tuple[torch.nn.EmbeddingBag, CachedEmbeddingBag]:
+def made(ratio: float, **given: Any) -> tuple[torch.nn.EmbeddingBag, CachedEmbeddingBag]:
     weight = torch.randn(N_ROWS, 4, generator=torch.Generator().manual_seed(1))
-    options = {"mode": "sum", "sparse": True, "include_last_offset": False} | options
+    options: dict[str, Any] = {"mode": "sum", "sparse": True, "include_last_offset": False} | given
     plain = torch.nn.EmbeddingBag.from_pretrained(weight.clone(), freeze=False, **options)
     ours = CachedEmbeddingBag.from_pretrained(
         weight,
@@ -93,7 +94,7 @@ def test_a_gradient_can_come_twice_and_from_two_bags(runner):
         assert grad.coalesce().values().eq(1).all() and grad._nnz() == 3
 
 
-def test_rows_of_a_result_stay_until_it_is_gone(runner):
+def test_rows_of_a_result_are_kept_until_it_is_gone(runner):
     pair = made(0.3)
     out = [bag(torch.tensor([3, 1]), torch.tensor([0])) for bag in pair]
     assert len(pair[1].rows.training.live) == 1

@@ -407,8 +407,8 @@ def test_offsets_are_looked_at_on_the_way(case, dtype):
     def check(found: BagOffsets, runner: SimtRunner) -> None:
         assert found.given.tolist() == values and found.sound.tolist() == expected
         kind, where, _, n_ids = runner.mailbox.tolist()
-        told = (OFFSETS_ERROR, bad, N_IDS) if bad >= 0 else (NO_ERROR, 0, 0)
-        assert (kind, where, n_ids) == told
+        expected_mail = (OFFSETS_ERROR, bad, N_IDS) if bad >= 0 else (NO_ERROR, 0, 0)
+        assert (kind, where, n_ids) == expected_mail
         runner.mailbox.zero_()
 
     for twins in (False, True):
