@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import operator
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,40 +15,19 @@ _watched: weakref.WeakValueDictionary[int, CacheState] = weakref.WeakValueDictio
 _n_watched = 0
 
 
-class _Membership:
-    """Which parameters of an optimizer are those of rows, as of its last step.
+class _Membership(NamedTuple):
+    """Which parameters of an optimizer are those of rows, as of its last step."""
 
-    The optimizer owns it: parameters may have hooks that keep their optimizer alive.
-    """
-
-    __slots__ = ("ours", "parameters", "watched")
-
-    def __init__(self, groups: Sequence[dict[str, Any]]) -> None:
-        #: `_n_watched` then.
-        self.watched = _n_watched
-        #: Of each group.
-        self.parameters: list[list[torch.Tensor]] = [[*group["params"]] for group in groups]
-        #: Rows, the id of their parameter, and the number of its group.
-        self.ours = [
-            (weakref.ref(rows), id(rows.parameter), number)
-            for number, parameters in enumerate(self.parameters)
-            for rows in rows_among(parameters)
-        ]
-
-    def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        """Leave it out of copies of the optimizer."""
-        return type(None), ()
-
-    def is_of(self, groups: Sequence[dict[str, Any]]) -> bool:
-        """Return whether the groups have the same parameters still."""
-        return len(groups) == len(self.parameters) and all(
-            len(known) == len(group["params"]) and all(map(operator.is_, known, group["params"]))
-            for known, group in zip(self.parameters, groups, strict=True)
-        )
+    optimizer: weakref.ref[torch.optim.Optimizer]
+    #: `_n_watched` then.
+    watched: int
+    #: Of each group, the ids of its parameters: so that a step looks no parameter up.
+    parameters: list[list[int]]
+    #: Rows, the id of their parameter, and the number of its group.
+    ours: list[tuple[weakref.ref[CacheState], int, int]]
 
 
-#: Where an optimizer has its membership.
-_ATTRIBUTE = "_bitslab_membership"
+_memberships: dict[int, _Membership] = {}
 
 
 def add_watched(rows: CacheState) -> None:
@@ -81,16 +59,41 @@ def rows_in(
     With `same_step` its groups are taken to have the parameters that they had the last time.
     """
     groups = optimizer.param_groups
-    known: _Membership | None = optimizer.__dict__.get(_ATTRIBUTE)
+    known = _memberships.get(id(optimizer))
     if (
         known is None
         or known.watched != _n_watched
-        or (len(groups) != len(known.parameters) if same_step else not known.is_of(groups))
+        or known.optimizer() is not optimizer
+        or len(known.parameters) != len(groups)
+        or not same_step
+        and known.parameters != [[*map(id, group["params"])] for group in groups]
     ):
-        known = optimizer.__dict__[_ATTRIBUTE] = _Membership(groups)
+        known = _membership(optimizer, groups)
     found = []
     for owner, parameter, number in known.ours:
         rows = owner()
         if rows is not None and id(rows.parameter) == parameter:
             found.append((rows, groups[number]))
+    return found
+
+
+def _membership(optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any]]) -> _Membership:
+    key = id(optimizer)
+
+    def forget(gone: weakref.ref[torch.optim.Optimizer]) -> None:
+        kept = _memberships.get(key)
+        if kept is not None and kept.optimizer is gone:
+            del _memberships[key]
+
+    found = _Membership(
+        weakref.ref(optimizer, forget),
+        _n_watched,
+        [[*map(id, group["params"])] for group in groups],
+        [
+            (weakref.ref(rows), id(rows.parameter), number)
+            for number, group in enumerate(groups)
+            for rows in rows_among(group["params"])
+        ],
+    )
+    _memberships[key] = found
     return found
