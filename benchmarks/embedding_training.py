@@ -181,14 +181,15 @@ def _link_rates(weight: torch.Tensor) -> tuple[float, float]:
     n, row_bytes = min(len(weight) // 4, 65536), weight.shape[1] * weight.element_size()
     cached = torch.empty(n, *weight.shape[1:], device="cuda")
     arrays = kernels.exchange.described([ExchangedArray(cached, stored)], cached.device)
-    slots, coming = torch.arange(n, device="cuda"), torch.tensor([n], device="cuda")
+    slots, coming = torch.arange(n, device="cuda"), torch.tensor([n, 0], device="cuda")
+    none = torch.full_like(slots, -1)
     generator = torch.Generator(device="cuda").manual_seed(3)
     drawn = [torch.randperm(len(weight), device="cuda", generator=generator) for _ in range(20)]
     ids = [each[:n].contiguous() for each in drawn]
     units = n * cached.shape[1] * cached.element_size() // 16
 
     def written(i: int) -> None:
-        kernels.exchange.exchange(arrays, slots, ids[i], coming, units, to_host=True)
+        kernels.exchange.exchange(arrays, slots, ids[i], none, coming, units)
 
     read_s = gpu_seconds(lambda i: table.gather(ids[i], cached), 8)
     # Values of other rows come there, but they are no one's.

@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 from graphsage.options import DTYPES
 from llm_workload import Rows
-from textgen.accuracy import scores
+from textgen.accuracy import Score, scores
 from textgen.compared import compared, named_caches
 from textgen.smollm import load_model, load_tokenizer, text_ids
 
@@ -17,6 +18,8 @@ from textgen.smollm import load_model, load_tokenizer, text_ids
 ASKED = ((7.3, 0.03, 90.0), (6.6, 0.015, 92.0), (5.5, 0.006, 95.0))
 #: What perplexity may be, in those of the plain model's.
 PERPLEXITY = 1.02
+#: Predicted tokens between two prints of the scores so far.
+EVERY_TOKENS = 512
 
 
 def run(arguments: argparse.Namespace, report: Any) -> dict[str, Rows]:
@@ -32,7 +35,12 @@ def run(arguments: argparse.Namespace, report: Any) -> dict[str, Rows]:
         peers=arguments.peers,
     )
     found = scores(
-        model, ids, caches, prompt_tokens=arguments.prompt_tokens, progress=_shown(report)
+        model,
+        ids,
+        caches,
+        prompt_tokens=arguments.prompt_tokens,
+        progress=report,
+        interim=_shown,
     )
     rows: Rows = []
     plain = 0.0
@@ -54,13 +62,15 @@ def run(arguments: argparse.Namespace, report: Any) -> dict[str, Rows]:
     }
 
 
-def _shown(report: Any) -> Any:
-    def progress(done: int, total: int) -> None:
-        report(done, total)
-        if done % 512 == 0:
-            print(f"accuracy: {done} of {total} tokens", file=sys.stderr)
-
-    return progress
+def _shown(found: Mapping[str, Score]) -> None:
+    """Print the scores so far, every EVERY_TOKENS."""
+    (_, plain), *others = found.items()
+    if plain.tokens % EVERY_TOKENS:
+        return
+    for name, score in others:
+        row = {"cache": name, **score.row}
+        row["perplexity %"] = 100 * (row["perplexity"] / plain.row["perplexity"] - 1)
+        print("so far:", json.dumps(row), file=sys.stderr, flush=True)
 
 
 def _mean_error(stats: Any) -> float:

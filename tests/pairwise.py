@@ -10,6 +10,9 @@ A parameter that itself stands for several is taken apart by a function, given u
 each of its values is in the cover, and each pair of one of its parts and another parameter:
 
 >>> @pytest.mark.pairwise(dtype=lambda dtype: (dtype.itemsize, dtype.is_complex))  # doctest: +SKIP
+
+Of a test that takes long and is marked ``drawn(n)``, n of its cases run, which the seed chooses in
+the same way.
 """
 
 from __future__ import annotations
@@ -83,22 +86,33 @@ def use_seed(config: pytest.Config) -> None:
 
 
 def keep_covers(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Take from `items` those cases of tests marked ``pairwise`` that are not in the cover."""
+    """Take from `items` the cases of tests marked ``pairwise`` or ``drawn`` that do not run."""
     if FULL:
         return
-    products: dict[tuple[str, str], list[pytest.Function]] = {}
-    for item in items:
-        if isinstance(item, pytest.Function) and item.get_closest_marker("pairwise"):
-            above = item.parent.nodeid if item.parent else ""
-            products.setdefault((above, item.originalname), []).append(item)
     dropped: set[pytest.Item] = set()
-    for (_, name), cases in products.items():
+    for name, cases in _cases_of("pairwise", items):
         taken_apart = next(cases[0].iter_markers("pairwise")).kwargs
         kept = cover([_parameters(case) for case in cases], (seed, name), alone=taken_apart)
         dropped |= set(cases) - {cases[i] for i in kept}
+    for name, cases in _cases_of("drawn", items):
+        (count,) = next(cases[0].iter_markers("drawn")).args
+        drawn = random.Random(repr((seed, name))).sample(cases, min(count, len(cases)))
+        dropped |= set(cases) - set(drawn)
     if dropped:
         config.hook.pytest_deselected(items=[item for item in items if item in dropped])
         items[:] = [item for item in items if item not in dropped]
+
+
+def _cases_of(
+    marker: str, items: Iterable[pytest.Item]
+) -> Iterable[tuple[str, list[pytest.Function]]]:
+    """Return name and cases of each test that has a marker."""
+    tests: dict[tuple[str, str], list[pytest.Function]] = {}
+    for item in items:
+        if isinstance(item, pytest.Function) and item.get_closest_marker(marker):
+            above = item.parent.nodeid if item.parent else ""
+            tests.setdefault((above, item.originalname), []).append(item)
+    return [(name, cases) for (_, name), cases in tests.items()]
 
 
 def _parameters(item: pytest.Function) -> dict[str, Hashable]:

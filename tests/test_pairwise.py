@@ -62,12 +62,17 @@ def test_marked(a, b, c): pass
 @pytest.mark.parametrize("a", range(8))
 @pytest.mark.parametrize("b", range(2))
 def test_not_marked(a, b): pass
+
+@pytest.mark.drawn(3)
+@pytest.mark.parametrize("a", range(8))
+def test_drawn(a): pass
 """
 CONFTEST = """
 from tests.pairwise import keep_covers
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "pairwise: of the product of parameters, a cover of pairs")
+    config.addinivalue_line("markers", "drawn(n): n of the cases")
 
 def pytest_collection_modifyitems(config, items):
     keep_covers(config, items)
@@ -84,6 +89,8 @@ def test_tests_that_are_marked_run_a_cover(
     ran = pytester.inline_run("-p", "no:cacheprovider", "--hypothesis-seed=5")
     passed = [report.nodeid.split("::")[1] for report in ran.listoutcomes()[0]]
     assert sum(name.startswith("test_not_marked") for name in passed) == 16
+    drawn = {name for name in passed if name.startswith("test_drawn")}
+    assert len(drawn) == (8 if full else 3)
     marked = [name for name in passed if name.startswith("test_marked")]
     if full:
         assert len(marked) == 16

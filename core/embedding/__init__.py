@@ -9,6 +9,7 @@ from .arguments import CacheKind
 from .bags import pooled_on_gpu, pools_on_gpu, sound_offsets
 from .cached_rows import CachedRows
 from .checkpoint import load_state, save_state
+from .device_lookup import LookedUp
 from .eviction import EvictionStrategy
 from .gradients import at_end_of_backward
 from .lookup import plain_lookup_on_gpu
@@ -24,6 +25,7 @@ __all__ = [
     "CacheOptions",
     "CachedRows",
     "EvictionStrategy",
+    "LookedUp",
     "SlotTable",
     "RowsModule",
     "TablesReport",

@@ -30,6 +30,11 @@ def pooled_on_gpu(
     )
 
 
+def checked_by_lookup(offsets: torch.Tensor, device: torch.device) -> bool:
+    """Return whether a lookup of ids on a GPU can look at offsets ``[B]`` on its way."""
+    return offsets.is_cuda and offsets.device == device and offsets.is_contiguous()
+
+
 def sound_offsets(
     offsets: torch.Tensor, n_ids: int, device: torch.device, *, include_last: bool
 ) -> torch.Tensor:

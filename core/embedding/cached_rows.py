@@ -20,8 +20,9 @@ from ..tables.table import CompressedTable
 from ..tracing import not_traced
 from . import plain_lookups, warm, whole
 from .arguments import CacheKind, check_options, check_table, checked_pins, checked_rows
+from .device_lookup import LookedUp
 from .eviction import EvictionStrategy
-from .gradients import NONE, to_device
+from .gradients import NONE, to_device, track_result
 from .lookup import cache_on_gpu, fetch, host_ids, look_up, prefetch, read
 from .parameter_watch import ParameterWatch
 from .resident_bags import ResidentBags
@@ -272,7 +273,7 @@ class CachedRows(CacheState):
         """
         with self.lock:
             self._check_open()
-            return look_up(
+            found = look_up(
                 self,
                 ids,
                 train=train,
@@ -281,6 +282,64 @@ class CachedRows(CacheState):
                 max_norm=max_norm,
                 norm_type=norm_type,
             )
+            return found[:3]
+
+    def lookup_to_follow(
+        self,
+        ids: torch.Tensor,
+        offsets: torch.Tensor | None = None,
+        *,
+        include_last: bool = False,
+        train: bool,
+        sparse: bool = False,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+    ) -> LookedUp:
+        """Look rows up for one operation of torch, whose result the caller gives to `follow`.
+
+        Parameters
+        ----------
+        ids, train, sparse, padding_idx, max_norm, norm_type
+            As for `lookup_padded`.
+        offsets : torch.Tensor, optional
+            int32 or int64 ``[B]``: where bags begin in ``[n]`` ids.
+        include_last : bool
+            Whether the last one is the end of the last bag.
+
+        Returns
+        -------
+        LookedUp
+            Weight, indices and padding as there; the indices are not to be written to. And offsets
+            as `sound_offsets` returns them.
+        """
+        with self.lock:
+            self._check_open()
+            return look_up(
+                self,
+                ids,
+                train=train,
+                sparse=sparse,
+                padding_idx=padding_idx,
+                max_norm=max_norm,
+                norm_type=norm_type,
+                offsets=offsets,
+                include_last=include_last,
+                follows=True,
+            )
+
+    def follow(self, found: LookedUp, result: torch.Tensor) -> None:
+        """Report the gradient of a result when it comes.
+
+        Parameters
+        ----------
+        found : LookedUp
+            Of `lookup_to_follow`.
+        result : torch.Tensor
+            What an operation of torch made of its weight, the first argument with a gradient.
+        """
+        if found.pinned is not None:
+            track_result(result, self.training, found.pinned)
 
     @not_traced
     def read(self, ids: torch.Tensor) -> torch.Tensor:

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 
 from ..engine.kernels.cuda import kernels_on
-from ..engine.kernels.cuda.slots import SlotColumns
+from ..engine.kernels.cuda.slots import BagOffsets, SlotColumns
 from ..errors import BitslabError
 from .device_slots import DeviceSlots, DeviceUses
-from .gradients import NONE
+from .gradients import NONE, PinnedLookup
 from .ownership import take_back
 from .resident_cache import with_spare
 from .row_exchange import RowExchange
@@ -27,6 +27,20 @@ MORE = 1.25
 MEMORY_SHARE = 0.25
 #: Lookups done by the host after an allocation failed, before the next attempt.
 PAUSE_LOOKUPS = 1000
+
+
+class LookedUp(NamedTuple):
+    """What a lookup has found."""
+
+    #: ``[M, D]``, a matrix, and int64 where the row of each id is in it.
+    weight: torch.Tensor
+    indices: torch.Tensor
+    #: Index of the padding row.
+    padding: int | None
+    #: int64 ``[B]`` on the device, where they were asked for: such as kernels of torch can take.
+    offsets: torch.Tensor | None = None
+    #: Where the gradient is reported only once `track_result` knows what was computed.
+    pinned: PinnedLookup | None = None
 
 
 class _BySlot(NamedTuple):
@@ -65,7 +79,9 @@ def look_up_on_gpu(
     counts: bool,
     wants_grad: bool,
     padding_idx: int | None,
-) -> tuple[torch.Tensor, torch.Tensor, int | None] | None:
+    bags: BagOffsets | None = None,
+    follows: bool = False,
+) -> LookedUp | None:
     """Look rows up on the GPU without waiting for it.
 
     A bad id is raised by the next call on the GPU, by what writes the rows back, or by
@@ -84,11 +100,15 @@ def look_up_on_gpu(
         Whether a gradient is wanted.
     padding_idx : int, optional
         As for `CachedRows.lookup_padded`.
+    bags : BagOffsets, optional
+        Offsets to look at on the way; there are ids then.
+    follows : bool
+        Whether the caller leaves the indices alone, and calls `track_result`.
 
     Returns
     -------
-    tuple or None
-        As there; None where the host has to look them up, and nothing was done.
+    LookedUp or None
+        None where the host has to look them up, and nothing was done.
 
     Raises
     ------
@@ -116,9 +136,10 @@ def look_up_on_gpu(
         index = torch.empty(ids.shape, dtype=torch.int64, device=device)
         counters = rows.statistics.record_on_device(n, device)
         if n:
-            uses.look_up(flat, index, counters, uses=counts)
+            uses.look_up(flat, index, counters, uses=counts, bags=bags)
         # The parameter is the table: whatever changes it is found when rows are written back.
-        return (parameter if wants_grad else parameter.data), index, padding_idx
+        weight = parameter if wants_grad else parameter.data
+        return LookedUp(weight, index, padding_idx, None if bags is None else bags.sound)
     training, device_slots = rows.training, rows.device_slots
     if device_slots is not None:
         if device_slots.is_used_up:
@@ -137,17 +158,27 @@ def look_up_on_gpu(
     kernels_on(device)
     counters = rows.statistics.record_on_device(n, device)
     # Always new memory: ids may be written to before backward, and so may what is returned.
-    slots = torch.empty(2, n, dtype=torch.int64, device=device)
-    number = device_slots.look_up(flat, slots, counters, oldest, exchange, uses=counts)
+    index = torch.empty(n, dtype=torch.int64, device=device)
+    kept = None if follows or not wants_grad else torch.empty_like(index)
+    number = device_slots.look_up(
+        flat, index, counters, oldest, exchange, uses=counts, kept=kept, bags=bags
+    )
     if n:
         training.gradients.record_reuse_from(number)
     padding = None if padding_idx is None else rows.slot_table.slot_or_none(padding_idx)
-    kept, index = slots.unbind()
+    pinned, weight = None, parameter.data
     if wants_grad:
-        matrix = training.hold(parameter, NONE, NONE, whole=True, on_device=kept, number=number)
-    else:
-        matrix = parameter.data
-    return matrix, index if ids.dim() == 1 else index.view(ids.shape), padding
+        pinned = training.hold_result(index, number) if follows else None
+        if pinned is not None:
+            weight = parameter
+        else:
+            on_device = index if kept is None else kept
+            weight = training.hold(
+                parameter, NONE, NONE, whole=True, on_device=on_device, number=number
+            )
+    if ids.dim() != 1:
+        index = index.view(ids.shape)
+    return LookedUp(weight, index, padding, None if bags is None else bags.sound, pinned)
 
 
 def _with_room(rows: CacheState, n_ids: int, oldest: int | None) -> DeviceSlots | None:

@@ -24,6 +24,7 @@ from ..engine.kernels.cuda.slots import (
     BY_ORDER,
     BY_USES,
     CLAIMS,
+    BagOffsets,
     SlotColumns,
     SlotFinder,
 )
@@ -51,11 +52,14 @@ BY_SLOT = ("keys", "seen", "changed", "row_in", "since", "pinned")
 class Exchange(Protocol):
     """Moves rows of a batch between their slots and the host, on torch's current stream."""
 
-    def store(self, slots: torch.Tensor, rows: torch.Tensor, coming: torch.Tensor) -> None:
-        """Write rows back from their slots."""
-
-    def load(self, slots: torch.Tensor, rows: torch.Tensor, coming: torch.Tensor) -> None:
-        """Fetch rows to their slots."""
+    def exchange(
+        self,
+        slots: torch.Tensor,
+        leaving: torch.Tensor,
+        wanted: torch.Tensor,
+        coming: torch.Tensor,
+    ) -> None:
+        """Write rows back from their slots, and fetch others there; see `ExchangeKernels`."""
 
 
 class DeviceUses:
@@ -89,13 +93,21 @@ class DeviceUses:
         """Bytes on the device without the rows, which are the parameter."""
         return self._keys.nbytes + self._seen.nbytes
 
-    def look_up(self, ids: torch.Tensor, slots: torch.Tensor, counts: int, *, uses: bool) -> None:
+    def look_up(
+        self,
+        ids: torch.Tensor,
+        slots: torch.Tensor,
+        counts: int,
+        *,
+        uses: bool,
+        bags: BagOffsets | None = None,
+    ) -> None:
         """Find the slots of a batch, int64 ``[n]``; other arguments as for `DeviceSlots`."""
         self._order.follow()
         counting = EVICT[self._slots.evict] if uses else BY_ORDER
         self._fresh = True
         self._number = self._slots.next_stamp() - self._base
-        self._keeper.keep(ids, counts, self._number, slots, counting)
+        self._keeper.keep(ids, counts, self._number, slots, counting, bags)
 
     @property
     def is_used_up(self) -> bool:
@@ -207,8 +219,6 @@ class DeviceSlots:
         self.held_from: int | None = None
         # Of batches whose rows may have to remain: number and ids.
         self._batches: deque[tuple[int, int]] = deque()
-        # Whether slots may hold other rows than the map says, since a lookup was interrupted.
-        self._loading = False
         # Slots int64 [n] that the next lookup is to mark as changed, and with which step.
         self._marked: torch.Tensor | None = None
         self._mark = 0
@@ -280,6 +290,8 @@ class DeviceSlots:
         exchange: Exchange,
         *,
         uses: bool,
+        kept: torch.Tensor | None = None,
+        bags: BagOffsets | None = None,
     ) -> int:
         """Find the slots of a batch, after its rows that have none have come.
 
@@ -289,7 +301,7 @@ class DeviceSlots:
             int32 or int64 ``[n]``, contiguous, on the device. There are `slots_needed`. An id out
             of range is reported in the mailbox.
         slots : torch.Tensor
-            int64 ``[2, n]`` on the device, overwritten, both rows alike.
+            int64 ``[n]`` on the device, overwritten.
         counts : int
             Address of int64 ``[3]`` on the device, zeros: gets the numbers of different rows that
             had a slot (hits), that had none (misses), and that were written back.
@@ -299,6 +311,10 @@ class DeviceSlots:
             Fetches rows and writes them back.
         uses : bool
             Whether the batch updates what decides which row leaves first.
+        kept : torch.Tensor, optional
+            As `slots`, and gets the same.
+        bags : BagOffsets, optional
+            Offsets to look at on the way; there are ids then.
 
         Returns
         -------
@@ -319,15 +335,12 @@ class DeviceSlots:
         counting = self._evict if uses else BY_ORDER
         oldest = number if oldest is None else oldest
         try:
-            finder.claim(ids, counts, number, wanted, self._marked, self._mark)
+            finder.claim(ids, counts, number, wanted, self._marked, self._mark, bags)
             self._marked = None
             finder.choose(counts, number, oldest, wanted, victims, leaving)
-            coming = finder.coming
-            exchange.store(victims, leaving, coming)
-            self._loading = True
-            exchange.load(victims, wanted, coming)
-            finder.give(ids, counts, number, slots, counting, wanted, victims, leaving)
-            self._loading = False
+            exchange.exchange(victims, leaving, wanted, finder.coming)
+            batch = wanted, victims, leaving
+            finder.give(ids, counts, number, slots, counting, *batch, kept, bags)
         except BaseException:
             self._repair()
             raise
@@ -346,20 +359,19 @@ class DeviceSlots:
 
     def _forget_claims(self) -> None:
         """Reset what launches of a batch share."""
-        self._columns.claims.zero_()
-        self._columns.claims[:, 1] = -1
+        self._columns.claims.copy_(_first_claims())
         self._columns.bins.zero_()
         self._finder = None
 
     def _repair(self) -> None:
         """Undo a lookup that failed: rows that it claimed are not resident.
 
-        Those whose slots were taken are not either, once others may have come there: by then they
-        have been written back.
+        Those whose slots were taken are not either, once others have come there: they have been
+        written back.
         """
         c = self._columns
         claimed = c.slot_of < NO_SLOT
-        if self._loading:
+        if self._finder is not None and bool(self._finder.coming[1]):
             lost = self._victims[self._wanted >= 0]
             gone = c.row_in[lost]
             c.slot_of[gone[gone >= 0]] = NO_SLOT
@@ -369,7 +381,6 @@ class DeviceSlots:
         self._wanted.fill_(NO_ROW)
         self._leaving.fill_(NO_ROW)
         self._forget_claims()
-        self._loading = False
 
     # Gradients
 
@@ -441,6 +452,10 @@ class DeviceSlots:
         self._fresh = False
 
 
+def _first_claims() -> torch.Tensor:
+    return torch.tensor([CLAIMS, CLAIMS], dtype=torch.int64)
+
+
 def _copied(slots: SlotTable, device: torch.device, has_state: bool) -> SlotColumns:
     """Return columns with what the host's table has in them; see `DeviceSlots`."""
     n_slots = len(slots.id_of)
@@ -452,8 +467,6 @@ def _copied(slots: SlotTable, device: torch.device, has_state: bool) -> SlotColu
         keys = keys - slots.stamp  # batches are counted from 1 again
     order = slots.order if slots.evict is EvictionStrategy.DATASET else None
     pinned = slots.pinned.astype(np.uint8) if slots.pinned.any() else None
-    claims = torch.zeros(2, CLAIMS, dtype=torch.int64)
-    claims[:, 1] = -1
     return SlotColumns(
         n_rows=slots.n_rows,
         slot_of=torch.tensor(slots.slot_of, device=device),
@@ -463,7 +476,7 @@ def _copied(slots: SlotTable, device: torch.device, has_state: bool) -> SlotColu
         seen=torch.zeros(n_slots, dtype=torch.int32, device=device),
         since=torch.zeros(n_slots, dtype=torch.int32, device=device),
         changed=torch.tensor(changed, device=device),
-        claims=claims.to(device),
+        claims=_first_claims().to(device),
         bins=torch.zeros(2, LEAVING_BINS, dtype=torch.int32, device=device),
         pinned=None if pinned is None else torch.tensor(pinned, device=device),
         order=None if order is None else torch.tensor(order, device=device),

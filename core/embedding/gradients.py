@@ -168,6 +168,37 @@ def track(
     return _track(origin, matrix, (owner, lookup, slots, origin.shape))
 
 
+def track_result(result: torch.Tensor, owner: Owner, lookup: PinnedLookup) -> None:
+    """Send the gradient that an operation passes to the parameter through `owner.on_gradient`.
+
+    It is as `track`, but no node is added to the graph.
+
+    Parameters
+    ----------
+    result : torch.Tensor
+        What torch has computed from the whole parameter, its first argument with a gradient.
+    owner : Owner
+        Receives the gradient.
+    lookup : PinnedLookup
+        The lookup; it lives as long as the graph.
+    """
+    node: Any = result.grad_fn
+    # Not the node itself, which would keep itself alive.
+    leaf = node.next_functions[0][0]
+    shape = leaf.variable.shape
+
+    def on_gradients(
+        grads: tuple[torch.Tensor | None, ...], _: tuple[torch.Tensor | None, ...]
+    ) -> tuple[torch.Tensor | None, ...] | None:
+        grad = grads[0]
+        if grad is None:
+            return None
+        kept = owner.on_gradient(leaf, lookup, grad, None, shape)
+        return None if kept is grad else (kept, *grads[1:])
+
+    node.register_hook(on_gradients)
+
+
 def bypass(
     parameter: torch.Tensor, rows: torch.Tensor, owner: Owner, lookup: PinnedLookup
 ) -> torch.Tensor:
@@ -277,6 +308,12 @@ def accumulates(node: Any) -> bool:
 def sparse_rows(ids: torch.Tensor, values: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     """Return a sparse tensor of rows ``[n, ...]`` by int64 ``[n]`` ids, repeated or not."""
     return torch.sparse_coo_tensor(ids[None], values, tuple(shape), check_invariants=False)
+
+
+def renumbered(grad: torch.Tensor, numbers: Array, shape: Sequence[int]) -> torch.Tensor:
+    """Return a sparse gradient ``shape`` with ``numbers[i]`` in the place of each index i."""
+    rows = torch.from_numpy(numbers)[grad._indices()[0].cpu()]
+    return sparse_rows(rows.to(grad.device, torch.int64), grad._values(), shape)
 
 
 def sum_mark(grad: torch.Tensor) -> tuple[int, int]:

@@ -13,10 +13,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..engine.advisor import MIN_SORTED_IDS, pays_to_sort
 from ..engine.codecs.base import check_tensor_argument
+from ..engine.kernels.cuda.slots import BagOffsets
 from ..errors import ArgumentTypeError, BitslabError, IndexRangeError
 from ..tables.counters import Counters
 from ..tables.slabs import SlabCache
-from .device_lookup import look_up_on_gpu, runs_on_gpu
+from .bags import checked_by_lookup, sound_offsets
+from .device_lookup import LookedUp, look_up_on_gpu, runs_on_gpu
 from .gradients import NONE, Array, to_device
 from .resident_cache import ResidentCache, fits
 from .slots import Batch
@@ -60,8 +62,19 @@ def look_up(
     padding_idx: int | None,
     max_norm: float | None,
     norm_type: float,
-) -> tuple[torch.Tensor, torch.Tensor, int | None]:
-    """Implement `CachedRows.lookup_padded`."""
+    offsets: torch.Tensor | None = None,
+    include_last: bool = False,
+    follows: bool = False,
+) -> LookedUp:
+    """Implement `CachedRows.lookup_padded`, and `lookup_bags` with the last three arguments."""
+    bags: BagOffsets | None = None
+    if offsets is not None:
+        n = ids.shape[0]
+        if n and checked_by_lookup(offsets, rows.device):
+            sound = torch.empty_like(offsets, dtype=torch.int64)
+            bags = BagOffsets(offsets, include_last, sound)
+        else:
+            offsets = sound_offsets(offsets, n, rows.device, include_last=include_last)
     _check_frozen(rows)
     wants_grad = rows.parameter.requires_grad and torch.is_grad_enabled()
     if wants_grad:
@@ -71,13 +84,23 @@ def look_up(
     check_ids_tensor(ids)
     if trains and max_norm is None and runs_on_gpu(rows, ids, fetches=fetches):
         there = look_up_on_gpu(
-            rows, ids, counts=fetches, wants_grad=wants_grad, padding_idx=padding_idx
+            rows,
+            ids,
+            counts=fetches,
+            wants_grad=wants_grad,
+            padding_idx=padding_idx,
+            bags=bags,
+            follows=follows,
         )
         if there is not None:
-            return there
+            return there if offsets is None or bags is not None else there._replace(offsets=offsets)
+    if bags is not None:
+        offsets = sound_offsets(
+            bags.given, ids.shape[0], rows.device, include_last=bags.include_last
+        )
     rows.training.retire_steps()
     if rows.device.type == "cuda" and not trains and max_norm is None:
-        return _decode_on_gpu(rows, ids, padding_idx)
+        return LookedUp(*_decode_on_gpu(rows, ids, padding_idx), offsets)
     host = host_ids(rows, ids)
     if fetches:
         found = fetch(rows, host, wants_grad=wants_grad, sparse=sparse)
@@ -94,7 +117,7 @@ def look_up(
     matrix = found.matrix
     if wants_grad:
         matrix = rows.training.hold(matrix, found.slots, found.ids, whole=found.whole)
-    return matrix, index, padding
+    return LookedUp(matrix, index, padding, offsets)
 
 
 def _check_frozen(rows: CacheState) -> None:

@@ -1,4 +1,4 @@
-"""Which parameters of an optimizer are those of cached rows; a step asks it twice."""
+"""Which parameters of an optimizer are those of cached rows; each step asks it."""
 
 from __future__ import annotations
 
@@ -51,15 +51,22 @@ def rows_among(parameters: Iterable[torch.Tensor]) -> Iterator[CacheState]:
             yield rows
 
 
-def rows_in(optimizer: torch.optim.Optimizer) -> list[tuple[CacheState, dict[str, Any]]]:
-    """Return rows whose parameters an optimizer has, each with its group of them."""
+def rows_in(
+    optimizer: torch.optim.Optimizer, *, same_step: bool = False
+) -> list[tuple[CacheState, dict[str, Any]]]:
+    """Return rows whose parameters an optimizer has, each with its group of them.
+
+    With `same_step` its groups are taken to have the parameters that they had the last time.
+    """
     groups = optimizer.param_groups
     known = _memberships.get(id(optimizer))
     if (
         known is None
         or known.watched != _n_watched
         or known.optimizer() is not optimizer
-        or known.parameters != [[*map(id, group["params"])] for group in groups]
+        or len(known.parameters) != len(groups)
+        or not same_step
+        and known.parameters != [[*map(id, group["params"])] for group in groups]
     ):
         known = _membership(optimizer, groups)
     found = []

@@ -554,7 +554,7 @@ def _with_gradients(
 
 
 def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    for rows, group in rows_in(optimizer):
+    for rows, group in rows_in(optimizer, same_step=True):
         if _concerns(optimizer, rows, group):
             rows.training.after_step(optimizer)
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from ..engine.kernels.cuda import CudaKernels
-from ..engine.kernels.cuda.exchange import ExchangedArray
+from ..engine.kernels.cuda.exchange import FIELDS, ExchangedArray
 from ..engine.memory.host import HostBuffer
 from ..tables.table import CompressedTable
 from .row_state import RowState
@@ -57,9 +57,9 @@ class RowExchange:
         self._sent: torch.cuda.Event | None = None
         # How many entries of the outbox are to be put into the table.
         self._waiting = 0
-        # What the arrays were described by, and their descriptions for rows that leave and come.
+        # What the arrays were described by, and their description.
         self._described_by: tuple[int, ...] = ()
-        self._described: list[torch.Tensor] = []
+        self._described = torch.empty(0, FIELDS, dtype=torch.int64)
         self._row_units = 0
 
     def settle(self) -> bool:
@@ -115,44 +115,43 @@ class RowExchange:
     def _describe(
         self, data: torch.Tensor, states: Sequence[tuple[torch.Tensor, RowState]]
     ) -> None:
-        followed = [ExchangedArray(value, state.as_bytes()) for value, state in states]
+        arrays = [ExchangedArray(value, state.as_bytes()) for value, state in states]
         if self._direct is not None:
-            ways = [ExchangedArray(data, self._direct[1])]
+            arrays.append(ExchangedArray(data, self._direct[1]))
         else:
             assert self._outbox is not None
-            ends = (self._outbox.rows, self._outbox.incoming)
-            ways = [ExchangedArray(data, end, by_position=True) for end in ends]
-        arrays = [[way, *followed] for way in ways]
-        described = self._kernels.exchange.described
-        self._described = [described(each, data.device) for each in arrays]
-        self._row_units = max(1, max(array.row_bytes for array in arrays[0]) // 16)
+            ends = self._outbox.rows, self._outbox.incoming
+            arrays.append(ExchangedArray(data, *ends, by_position=True))
+        self._described = self._kernels.exchange.described(arrays, data.device)
+        self._row_units = max(1, max(array.row_bytes for array in arrays) // 16)
 
-    def store(self, slots: torch.Tensor, rows: torch.Tensor, coming: torch.Tensor) -> None:
-        """Write rows back from their slots; see `DeviceSlots`."""
+    def exchange(
+        self,
+        slots: torch.Tensor,
+        leaving: torch.Tensor,
+        wanted: torch.Tensor,
+        coming: torch.Tensor,
+    ) -> None:
+        """Write rows back from their slots, and fetch others there; see `DeviceSlots`."""
         units = self._n_ids * self._row_units
-        self._kernels.exchange.exchange(
-            self._described[0], slots, rows, coming, units, to_host=True
-        )
+        exchange, arrays = self._kernels.exchange.exchange, self._described
         if self._direct is not None:
+            exchange(arrays, slots, leaving, wanted, coming, units)
             return
-        n = self._n_ids
-        assert self._outbox is not None
-        self._outbox.ids[:n].copy_(rows[:n], non_blocking=True)
-        if coming.is_cuda:
-            self._sent = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._sent.record()
-        self._waiting = n
-
-    def load(self, slots: torch.Tensor, rows: torch.Tensor, coming: torch.Tensor) -> None:
-        """Fetch rows to their slots."""
-        n = self._n_ids
-        if self._direct is None:
-            assert self._outbox is not None
-            self._store.table.gather_some_on_gpu(rows[:n], self._outbox.incoming[:n])
-        units = n * self._row_units
-        self._kernels.exchange.exchange(
-            self._described[-1], slots, rows, coming, units, to_host=False
-        )
+        n, outbox = self._n_ids, self._outbox
+        assert outbox is not None
+        self._store.table.gather_some_on_gpu(wanted[:n], outbox.incoming[:n])
+        outbox.ids[:n].copy_(leaving[:n], non_blocking=True)
+        try:
+            self._waiting = n
+            exchange(arrays, slots, leaving, wanted, coming, units)
+            if coming.is_cuda:
+                self._sent = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                self._sent.record()
+        except BaseException:
+            if not bool(coming[1]):  # which waits for all of this
+                self._waiting = 0
+            raise
 
     def finish(self) -> None:
         """Put rows that have left into the table; waits until the GPU has sent their numbers."""

@@ -196,6 +196,10 @@ class Ledger(Protocol):
         """Return rows of a batch with a graph that reports their gradient."""
         ...
 
+    def hold_result(self, on_device: torch.Tensor, number: int) -> PinnedLookup | None:
+        """Pin slots of a batch, of which only what is computed from them reports the gradient."""
+        ...
+
     def pin(self) -> None:
         """Set `pinned` of the slots whose rows may not leave."""
         ...

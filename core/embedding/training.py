@@ -14,6 +14,7 @@ from .adapters import Adapters
 from .device_slots import DeviceSlots
 from .gradient_watch import GradientWatch
 from .gradients import (
+    NONE,
     Array,
     BackwardPass,
     BackwardPasses,
@@ -21,6 +22,7 @@ from .gradients import (
     bypass,
     given_slots,
     on_device_of,
+    renumbered,
     sparse_rows,
     track,
 )
@@ -107,16 +109,11 @@ class Training:
             int64 ``[u]``; no slots where the lookup bypassed the cache.
         whole : bool
             Whether the matrix is the parameter's.
-        on_device : torch.Tensor, optional
-            int64 ``[n]``, the slots, where only the GPU knows them until `sync_slots`.
-        number : int
-            Of the batch, where the GPU has looked it up.
+        on_device, number
+            As for `PinnedLookup`.
         """
-        rows = self._rows
-        lookup = PinnedLookup(slots, ids, rows.row_store.changes, on_device, number)
-        self._live = [ref for ref in self._live if ref() is not None]
-        self._live.append(weakref.ref(lookup))
-        parameter = rows.parameter
+        lookup = self._pinned(slots, ids, on_device, number)
+        parameter = self._rows.parameter
         if on_device is not None and self.gradients.is_direct():
             return track(parameter, None, None, self, lookup)
         lookup.origin = self.gradients.origin()
@@ -125,6 +122,18 @@ class Training:
         if whole:  # detached: autograd detects writes to the parameter before backward
             return track(lookup.origin, parameter.detach(), None, self, lookup)
         return track(lookup.origin, matrix, torch.from_numpy(slots), self, lookup)
+
+    def hold_result(self, on_device: torch.Tensor, number: int) -> PinnedLookup | None:
+        """Return a lookup on the device for `track_result`; None where `hold` is to be used."""
+        direct = self.gradients.is_direct()
+        return self._pinned(NONE, NONE, on_device, number) if direct else None
+
+    def _pinned(
+        self, slots: Array, ids: Array, on_device: torch.Tensor | None, number: int
+    ) -> PinnedLookup:
+        lookup = PinnedLookup(slots, ids, self._rows.row_store.changes, on_device, number)
+        self._live = [*(r for r in self._live if r() is not None), weakref.ref(lookup)]
+        return lookup
 
     def _waiting(self) -> list[PinnedLookup]:
         return [lookup for lookup in self.live if not lookup.used and len(lookup.slots)]
@@ -153,10 +162,8 @@ class Training:
 
         Parameters
         ----------
-        node : torch.autograd.graph.Node
-            The node that the gradient has reached.
-        lookup : PinnedLookup
-            The lookup.
+        node, lookup
+            The node that the gradient has reached, and the lookup.
         grad : torch.Tensor
             Of the parameter; or of the rows in `slots` and of the row of zeros behind them.
         slots : torch.Tensor or None
@@ -227,8 +234,7 @@ class Training:
         )
         if not summed and not collects:
             return grad
-        ids = torch.from_numpy(rows.slot_table.id_of)[grad._indices()[0].cpu()].to(grad.device)
-        self._collect(this, lookup, None, sparse_rows(ids, grad._values(), rows.shape))
+        self._collect(this, lookup, None, renumbered(grad, rows.slot_table.id_of, rows.shape))
         return None
 
     def take(
@@ -391,14 +397,11 @@ class Training:
         old = rows.parameter.grad
         if old is not None:
             grad = self._by_id(old) + grad
-        slot_of = torch.from_numpy(rows.slot_table.slot_of)
-        slots = slot_of[grad._indices()[0].cpu()].to(grad.device, torch.int64)
-        rows.parameter.grad = sparse_rows(slots, grad._values(), rows.parameter.shape)
+        rows.parameter.grad = renumbered(grad, rows.slot_table.slot_of, rows.parameter.shape)
 
     def _by_id(self, grad: torch.Tensor) -> torch.Tensor:
         """Return a sparse gradient of the parameter with the ids as indices."""
-        ids = torch.from_numpy(self._rows.slot_table.id_of)[grad._indices()[0].cpu()]
-        return sparse_rows(ids.to(grad.device), grad._values(), self._rows.shape)
+        return renumbered(grad, self._rows.slot_table.id_of, self._rows.shape)
 
     # Between steps
 
@@ -483,8 +486,7 @@ class Training:
     def release(self) -> None:
         """Release all pending lookups."""
         self._pending.clear()
-        device_slots = self._rows.device_slots
-        if device_slots is not None:
+        if (device_slots := self._rows.device_slots) is not None:
             device_slots.release()
 
     def retire_steps(self) -> None:
@@ -575,8 +577,7 @@ class Training:
         grad = rows.parameter.grad
         if grad is None or not grad.is_sparse or not self._on_host:
             return
-        rows.parameter.grad = None
-        given = self._by_id(grad)
+        given, rows.parameter.grad = self._by_id(grad), None
         self._add_sparse(-(-given).coalesce() if negated else given.coalesce())
         self._summed = (rows.parameter.grad, grad)
 

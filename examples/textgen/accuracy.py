@@ -56,6 +56,7 @@ def scores(
     *,
     prompt_tokens: int,
     progress: Callable[[int, int], None] | None = None,
+    interim: Callable[[Mapping[str, Score]], None] | None = None,
 ) -> dict[str, Score]:
     """Predict each token behind a prompt from packed histories, and compare with the plain ones.
 
@@ -71,6 +72,8 @@ def scores(
         Tokens of the first forward pass, a multiple of CHUNK_TOKENS; they are not scored.
     progress : callable, optional
         Given the tokens that are done, and all.
+    interim : callable, optional
+        Given the scores so far, by name, after each pass behind the prompt.
 
     Returns
     -------
@@ -95,6 +98,8 @@ def scores(
             last[name] = logits[-1:]
         if progress is not None:
             progress(min(end, ids.shape[1]), ids.shape[1])
+        if interim is not None and begin:
+            interim(found)
         begin, end = end, min(end + CHUNK_TOKENS, ids.shape[1])
     for name, cache in made.items():
         if hasattr(cache, "stats"):

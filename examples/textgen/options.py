@@ -190,7 +190,7 @@ def _add_ways(parser: argparse.ArgumentParser) -> None:
     add(
         "--error",
         type=_share,
-        default=0.04,
+        default=0.055,
         metavar="E",
         help="kvcomp: relative error of attention that each layer aims at, 0 for none, with the "
         "plain run's tokens (default: %(default)s)",

@@ -7,7 +7,7 @@ import importlib.util
 import sysconfig
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,7 @@ def load_model(dtype: torch.dtype = torch.float32, device: torch.device | str = 
         Where it runs.
     """
     file = model_file()
-    with _no_progress_bar():
+    with _quick_reading():
         model: Any = transformers.AutoModelForCausalLM.from_pretrained(
             str(file.parent), gguf_file=file.name, dtype=dtype
         )
@@ -58,22 +58,36 @@ def load_model(dtype: torch.dtype = torch.float32, device: torch.device | str = 
 
 
 @contextmanager
-def _no_progress_bar() -> Iterator[None]:
-    """Hide the bars of transformers; that of GGUF files knows no option."""
+def _quick_reading() -> Iterator[None]:
+    """Let transformers read GGUF files once, with no bars.
+
+    It reads all metadata, 49,152 tokens with merges and scores, for the configuration, the weights
+    and the tokenizer each, and makes the table of names again for each module of the model.
+    """
     transformers.utils.logging.disable_progress_bar()
     reading: Any = modeling_gguf_pytorch_utils
-    shown = reading.tqdm
-    reading.tqdm = partial(shown, disable=True)
+    gguf: Any = importlib.import_module("gguf")
+    before = reading.tqdm, gguf.GGUFReader, gguf.get_tensor_name_map
+    reading.tqdm = partial(before[0], disable=True)  # that of GGUF files knows no option
+    gguf.GGUFReader = _reader
+    gguf.get_tensor_name_map = cache(before[2])
     try:
         yield
     finally:
-        reading.tqdm = shown
+        reading.tqdm, gguf.GGUFReader, gguf.get_tensor_name_map = before
+
+
+@lru_cache(maxsize=1)
+def _reader(file: str) -> Any:
+    gguf: Any = importlib.import_module("gguf.gguf_reader")
+    return gguf.GGUFReader(file)
 
 
 def load_tokenizer() -> Any:
     """Return its tokenizer."""
     file = model_file()
-    return transformers.AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name)
+    with _quick_reading():
+        return transformers.AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name)
 
 
 @cache

@@ -48,7 +48,7 @@ class CacheOptions:
     window: int = 128
     block_tokens: int = 64
     offload: bool = True
-    error: float = 0.04
+    error: float = 0.055
 
 
 @dataclass(frozen=True)

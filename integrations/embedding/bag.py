@@ -14,6 +14,7 @@ from bitslab.embedding import (
     CacheKind,
     CacheOptions,
     EvictionStrategy,
+    LookedUp,
     plain_lookup_on_gpu,
     pooled_on_gpu,
     pools_on_gpu,
@@ -324,13 +325,11 @@ class CachedEmbeddingBag(TableModule):
                 return plain
         self._check_bags(input, offsets, per_sample_weights)
         rows = self.rows
-        if offsets is not None:
-            offsets = sound_offsets(
-                offsets, input.shape[0], rows.device, include_last=self.include_last_offset
-            )
         if self.cache_op:
-            weight, index, padding = rows.lookup_padded(
+            found = rows.lookup_to_follow(
                 input,
+                offsets,
+                include_last=self.include_last_offset,
                 train=self.training,
                 sparse=self.sparse,
                 padding_idx=self.padding_idx,
@@ -338,11 +337,15 @@ class CachedEmbeddingBag(TableModule):
                 norm_type=self.norm_type,
             )
         else:
-            weight, index, padding = rows.lookup_slots(input, self.padding_idx)
+            if offsets is not None:
+                offsets = sound_offsets(
+                    offsets, input.shape[0], rows.device, include_last=self.include_last_offset
+                )
+            found = LookedUp(*rows.lookup_slots(input, self.padding_idx), offsets)
         out = F.embedding_bag(
-            index,
-            weight,
-            offsets,
+            found.indices,
+            found.weight,
+            found.offsets,
             None,
             2.0,
             self.scale_grad_by_freq,
@@ -350,8 +353,9 @@ class CachedEmbeddingBag(TableModule):
             self.sparse,
             per_sample_weights,
             self.include_last_offset,
-            padding,
+            found.padding,
         )
+        rows.follow(found, out)
         return out if shape_hook is None else shape_hook(out)
 
     def _plain(self, input: Any, offsets: Any) -> torch.Tensor | None:

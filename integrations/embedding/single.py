@@ -248,7 +248,7 @@ class CachedEmbedding(TableModule):
         if not (wants_grad or comes_and_goes) and self.max_norm is None:
             found: torch.Tensor = rows.read(input)
             return found
-        weight, index, padding = rows.lookup_padded(
+        looked_up = rows.lookup_to_follow(
             input,
             train=self.training,
             sparse=self.sparse,
@@ -256,7 +256,10 @@ class CachedEmbedding(TableModule):
             max_norm=self.max_norm,
             norm_type=self.norm_type,
         )
-        return F.embedding(index, weight, padding, None, 2.0, self.scale_grad_by_freq, self.sparse)
+        weight, index, padding = looked_up[:3]
+        out = F.embedding(index, weight, padding, None, 2.0, self.scale_grad_by_freq, self.sparse)
+        rows.follow(looked_up, out)
+        return out
 
     def prefetch(self, input: torch.Tensor) -> None:
         """Start to fetch the rows of a later batch; see `CachedRows.prefetch`.

@@ -42,9 +42,10 @@ class KVCompCache(PackedCache):
         Relative error of softmax(QK)V that each layer aims at, 0 to 1. It is a target, measured on
         the last queries of the prompt, not a bound for later tokens. The coarsest steps that keep
         it are taken, and a layer where none do keeps its tokens lossless. 0: all layers are
-        lossless, as in `CompressedCache`. The default keeps what SmolLM2 says: at 0.04 K and V take
-        a seventh, the KL divergence to the plain model is 0.010, and 96 % of the top tokens are the
-        same; at 0.1 an eleventh, with a divergence of 0.076.
+        lossless, as in `CompressedCache`. The default keeps what SmolLM2 says, of 4,096 tokens
+        behind a prompt of 2,048: at 0.055 K and V are 6.7 times smaller, the KL divergence to the
+        plain model is 0.012, and 95 % of the top tokens are the same; at 0.1 8.6 times, with 0.047
+        and 90 %. Of a shorter prompt the same error takes more bits.
     key_scale, value_scale : float, optional
         Steps of K and V that are taken instead, in the units of `granularity`.
     granularity : {"weighted", "block", "channel", "token"}
@@ -116,7 +117,7 @@ class KVCompCache(PackedCache):
         self,
         config: PreTrainedConfig,
         *,
-        error: float = 0.04,
+        error: float = 0.055,
         key_scale: float | None = None,
         value_scale: float | None = None,
         granularity: str = "weighted",

@@ -13,6 +13,7 @@ import torch
 
 from bitslab import CompressedTable, RawCodec
 from bitslab.embedding import device_lookup, lookup, ownership
+from bitslab.embedding.gradients import NONE
 from bitslab.embedding.training import Training
 from bitslab.engine.kernels.cpu import slots as twin
 from bitslab.engine.kernels.cpu.compiling import call
@@ -46,21 +47,26 @@ class TwinExchange:
     def described(self, arrays, device):
         return arrays
 
-    def exchange(self, arrays, slots, rows, coming, most_units, *, to_host):
-        for cached, stored, by_position in arrays:
+    def exchange(self, arrays, slots, leaving, wanted, coming, most_units):
+        for cached, stored, incoming, by_position in arrays:
+            sides = cached, stored, stored if incoming is None else incoming
             call(
                 twin.exchange_rows,
-                *(t.view(len(t), -1).view(torch.uint8).numpy() for t in (cached, stored)),
+                *(t.view(len(t), -1).view(torch.uint8).numpy() for t in sides),
                 by_position,
-                slots.numpy(),
-                rows.numpy(),
-                int(coming[0]),
-                to_host,
+                *(t.numpy() for t in (slots, leaving, wanted, coming)),
             )
 
 
 def counts_at(address: int) -> np.ndarray[Any, Any]:
     return np.ctypeslib.as_array(ctypes.cast(address, ctypes.POINTER(ctypes.c_int64)), (3,))
+
+
+def offsets_of(bags):
+    """Return what twins take for the offsets of a batch."""
+    if bags is None:
+        return NONE, False, NONE
+    return bags.given.numpy(), bags.include_last, bags.sound.numpy()
 
 
 class TwinKeeper:
@@ -69,9 +75,9 @@ class TwinKeeper:
     def __init__(self, keys, seen):
         self.keys, self.seen = keys.numpy(), seen.numpy()
 
-    def keep(self, ids, counts, number, slots, counting):
+    def keep(self, ids, counts, number, slots, counting, bags=None):
         given = self.keys, self.seen, counting, number, slots.numpy().reshape(-1)
-        twin.keep_slots(ids.numpy(), len(self.keys), *given, counts_at(counts))
+        twin.keep_slots(ids.numpy(), len(self.keys), *given, counts_at(counts), *offsets_of(bags))
 
 
 class TwinFinder:
@@ -88,7 +94,7 @@ class TwinFinder:
     def coming(self):
         return self.claims[TAKEN:]
 
-    def claim(self, ids, counts, number, wanted, marked=None, mark=0):
+    def claim(self, ids, counts, number, wanted, marked=None, mark=0, bags=None):
         c = self.columns
         twin.claim_slots(
             ids.numpy(),
@@ -102,6 +108,7 @@ class TwinFinder:
             c.changed.numpy(),
             array(marked),
             mark,
+            *offsets_of(bags),
         )
 
     def choose(self, counts, number, oldest, wanted, victims, leaving):
@@ -125,7 +132,9 @@ class TwinFinder:
             self.claims.numpy(),
         )
 
-    def give(self, ids, counts, number, slots, counting, wanted, victims, leaving):
+    def give(
+        self, ids, counts, number, slots, counting, wanted, victims, leaving, kept=None, bags=None
+    ):
         c, other = self.columns, 1 - self.turn
         twin.give_slots(
             ids.numpy(),
@@ -139,8 +148,8 @@ class TwinFinder:
             array(wanted),
             array(victims),
             array(leaving),
-            slots[0].numpy(),
-            slots[1].numpy(),
+            slots.numpy(),
+            array(kept),
             counts_at(counts),
             self.claims.numpy(),
             c.claims[other].numpy(),
@@ -177,6 +186,7 @@ def on_simulated_gpu(*, twins: bool = False) -> Iterator[SimtRunner]:
         patch.setattr(
             lookup, "runs_on_gpu", lambda rows, ids, fetches: rows.all_resident or fetches
         )
+        patch.setattr(lookup, "checked_by_lookup", lambda offsets, device: True)
         patch.setattr(Gathers, "readable_by_gpu", lambda gathers: True)
         patch.setattr(CompressedTable, "gather_some_on_gpu", gather_some)
         patch.setattr(HostBuffer, "pinned", True)

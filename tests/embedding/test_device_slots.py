@@ -222,8 +222,8 @@ def test_a_lookup_is_a_fixed_number_of_launches(runner):
     runner.launched.clear()
     pair.train((1, 2, 3), range(20, 32), (), (5,), (5, 5))
     names = [kernel for _, kernel in runner.launched]
-    lookup = ["claim_slots", "count_slots", "choose_slots", "exchange_rows", "exchange_rows"]
-    assert names == [*lookup, "give_slots"] * 4
+    lookup = ["claim_slots", "count_slots", "choose_slots", "exchange_rows", "give_slots"]
+    assert names == lookup * 4
 
 
 def test_slots_are_added_for_the_ids_of_lookups_whose_gradient_waits(runner):

@@ -22,8 +22,7 @@ from tests.embedding.on_device import CACHE_ROWS, N_ROWS, check_gpu_map, drawn, 
 INTERRUPTED = {
     "claim": SlotFinder,
     "choose": SlotFinder,
-    "store": RowExchange,
-    "load": RowExchange,
+    "exchange": RowExchange,
     "gather_some_on_gpu": CompressedTable,
     "give": SlotFinder,
 }

@@ -170,6 +170,7 @@ def test_planetoid_is_trained_on(script: Any, train: Any, planetoid: Path) -> No
     assert (report["dataset"], report["nodes"]) == ("citeseer", 60)
 
 
+@pytest.mark.drawn(1)
 def test_two_ranks_train_as_one(script: Any, train: Any, tmp_path: Path) -> None:
     """torchrun with two processes on a CPU, one copy of the features, half of each batch each."""
     # What is drawn for a node depends on the batch around it; all of its neighbours do not.

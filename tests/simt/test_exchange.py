@@ -21,33 +21,66 @@ def drawn(*shape: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("row_bytes", [1, 2, 3, 4, 6, 12, 16, 48, 100, 128, 1000])
-@pytest.mark.parametrize("to_host", [True, False], ids=["to-host", "from-host"])
+@pytest.mark.parametrize("ways", ["both", "out", "in"])
 @pytest.mark.parametrize("seed", [0, 3])
-def test_rows_go_where_they_belong(row_bytes, to_host, seed):
+def test_rows_go_where_they_belong(row_bytes, ways, seed):
     generator = np.random.default_rng(seed)
     count = 25
     slots = torch.from_numpy(generator.permutation(N_SLOTS)[:count])
-    rows = torch.from_numpy(generator.permutation(N_ROWS)[:count])
-    rows[::4] = NO_ROW
-    coming = torch.tensor([count])
-    states = [(row_bytes, False), (8, False), (row_bytes, True)]
+    rows = torch.from_numpy(generator.permutation(N_ROWS)[: 2 * count])
+    leaving, wanted = rows[:count].clone(), rows[count:].clone()
+    leaving[::4] = NO_ROW
+    wanted[::7] = NO_ROW
+    if ways == "out":
+        wanted.fill_(NO_ROW)
+    if ways == "in":
+        leaving.fill_(NO_ROW)
     arrays = [
-        ExchangedArray(drawn(N_SLOTS, b), drawn(count if by_position else N_ROWS, b), by_position)
-        for b, by_position in states
+        ExchangedArray(drawn(N_SLOTS, row_bytes), drawn(N_ROWS, row_bytes)),
+        ExchangedArray(drawn(N_SLOTS, 8), drawn(N_ROWS, 8)),
+        ExchangedArray(
+            drawn(N_SLOTS, row_bytes),
+            drawn(count, row_bytes),
+            drawn(count, row_bytes),
+            by_position=True,
+        ),
     ]
-    expected = [(a.cached.numpy().copy(), a.stored.numpy().copy()) for a in arrays]
-    for (cached, stored), (_, by_position) in zip(expected, states, strict=True):
-        twin.exchange_rows(cached, stored, by_position, slots.numpy(), rows.numpy(), count, to_host)
-        moved = rows[rows >= 0] if not by_position else (rows >= 0).nonzero()[:, 0]
-        here = slots[rows >= 0]
-        assert np.array_equal(cached[here], stored[moved])
+    expected = []
+    for cached, stored, incoming, by_position in arrays:
+        sides = [t.numpy().copy() for t in (cached, stored)]
+        sides.append(sides[1] if incoming is None else incoming.numpy().copy())
+        before, from_host = cached.numpy().copy(), sides[2].copy()
+        coming = np.array([count, 0])
+        batch = [*sides, by_position, slots.numpy(), leaving.numpy(), wanted.numpy(), coming]
+        twin.exchange_rows(*batch)
+        assert coming.tolist() == [count, 1]
+        leaves, comes = leaving.numpy() >= 0, wanted.numpy() >= 0
+        positions = np.arange(count)
+        to = positions if by_position else leaving.numpy()
+        assert np.array_equal(sides[1][to[leaves]], before[slots[leaves]])
+        at = positions if by_position else wanted.numpy()
+        assert np.array_equal(sides[0][slots[comes]], from_host[at[comes]])
+        assert np.array_equal(sides[0][slots[~comes]], before[slots[~comes]])
+        expected.append(sides)
     kernels = ExchangeKernels(SimtRunner(seed))
-    kernels.exchange(
-        kernels.described(arrays, CPU), slots, rows, coming, count * row_bytes, to_host=to_host
-    )
-    for array, (cached, stored) in zip(arrays, expected, strict=True):
-        assert np.array_equal(array.cached.numpy(), cached)
-        assert np.array_equal(array.stored.numpy(), stored)
+    described = kernels.described(arrays, CPU)
+    counted = torch.tensor([count, 0])
+    kernels.exchange(described, slots, leaving, wanted, counted, count * row_bytes)
+    assert counted.tolist() == [count, 1]
+    for array, sides in zip(arrays, expected, strict=True):
+        for found, side in zip(array[:3], sides, strict=True):
+            assert found is None or np.array_equal(found.numpy(), side)
+
+
+def test_where_no_row_comes_nothing_is_moved():
+    kernels = ExchangeKernels(SimtRunner())
+    cached, stored = drawn(N_SLOTS, 16), drawn(N_ROWS, 16)
+    before = cached.clone(), stored.clone()
+    rows, coming = torch.arange(5), torch.tensor([0, 0])
+    described = kernels.described([ExchangedArray(cached, stored)], CPU)
+    kernels.exchange(described, rows, rows, rows, coming, 5)
+    assert coming.tolist() == [0, 0]
+    assert torch.equal(cached, before[0]) and torch.equal(stored, before[1])
 
 
 def test_units_divide_rows_and_addresses():
@@ -55,4 +88,4 @@ def test_units_divide_rows_and_addresses():
     for offset, row_bytes, unit in ((0, 128, 16), (4, 128, 4), (0, 20, 4), (2, 64, 2), (1, 64, 1)):
         start = (-memory.data_ptr()) % 16 + offset
         rows = memory[start : start + 8 * row_bytes].view(8, row_bytes)
-        assert ExchangedArray(rows, rows).description()[3] == unit
+        assert ExchangedArray(rows, rows).description()[4] == unit

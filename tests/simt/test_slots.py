@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from bitslab.engine.kernels.cpu import slots as twin
-from bitslab.engine.kernels.cuda.runner import INDEX_ERROR, SLOTS_ERROR
+from bitslab.engine.kernels.cuda.runner import INDEX_ERROR, NO_ERROR, OFFSETS_ERROR, SLOTS_ERROR
 from bitslab.engine.kernels.cuda.slots import (
     BY_LAST_USE,
     BY_ORDER,
     BY_USES,
     CLAIMS,
+    BagOffsets,
     SlotColumns,
     SlotFinder,
     SlotKeeper,
@@ -32,8 +33,7 @@ EVICTIONS = {"order": BY_ORDER, "uses": BY_USES, "last-use": BY_LAST_USE}
 
 def columns(pinned: bool = False, order: str = "") -> SlotColumns:
     n_slots = N_SLOTS
-    claims = torch.zeros(2, CLAIMS, dtype=torch.int64)
-    claims[:, 1] = -1
+    claims = torch.tensor([CLAIMS, CLAIMS])
     common: dict[str, Any] = {
         "n_rows": N_ROWS,
         "keys": guarded(torch.zeros(n_slots, dtype=torch.int64)),
@@ -59,6 +59,13 @@ def array(tensor):
     return NOTHING if tensor is None else tensor.numpy()
 
 
+def offsets_of(bags: BagOffsets | None):
+    """Return what twins take for the offsets of a batch."""
+    if bags is None:
+        return NOTHING, False, NOTHING
+    return array(bags.given), bags.include_last, array(bags.sound)
+
+
 class Lookups:
     """Lookups by the kernels, or by their twins."""
 
@@ -72,34 +79,42 @@ class Lookups:
         self.leaving = guarded(torch.full((N_IDS,), NO_ROW))
 
     def __call__(
-        self, ids, oldest: int | None = None, counting: int | None = None, marked=None, mark=0
+        self,
+        ids,
+        oldest: int | None = None,
+        counting: int | None = None,
+        marked=None,
+        mark=0,
+        bags: BagOffsets | None = None,
     ):
         """Look a batch up; return slots, counts, and the rows that came, with what left."""
         self.number += 1
         oldest = self.number if oldest is None else oldest
         counting = self.evict if counting is None else counting
-        slots = guarded(torch.empty(2, len(ids), dtype=torch.int64))
+        slots = guarded(torch.empty(len(ids), dtype=torch.int64))
+        kept = guarded(torch.empty(len(ids), dtype=torch.int64)) if self.number % 3 else None
         counts = guarded(torch.zeros(3, dtype=torch.int64))
         look_up = self._by_twins if self.twins else self._by_kernels
-        came = look_up(ids, slots, counts, oldest, counting, marked, mark)
-        assert torch.equal(slots[0], slots[1])
+        came = look_up(ids, slots, kept, counts, oldest, counting, marked, mark, bags)
+        assert kept is None or torch.equal(slots, kept)
         assert self.wanted.eq(NO_ROW).all() and self.leaving.eq(NO_ROW).all()
-        return slots[0], counts.tolist(), came
+        assert self.columns.claims[self.number % 2].tolist() == [*CLAIMS]
+        return slots, counts.tolist(), came
 
     def _came(self):
         n = int(self.columns.claims[(self.number - 1) % 2, 0])
         return [t[:n].clone() for t in (self.wanted, self.victims, self.leaving)]
 
-    def _by_kernels(self, ids, slots, counts, oldest, counting, marked, mark):
+    def _by_kernels(self, ids, slots, kept, counts, oldest, counting, marked, mark, bags):
         finder = self.finder
         batch, to = (self.wanted, self.victims, self.leaving), counts.data_ptr()
-        finder.claim(ids, to, self.number, self.wanted, marked, mark)
+        finder.claim(ids, to, self.number, self.wanted, marked, mark, bags)
         finder.choose(to, self.number, oldest, *batch)
         came = self._came()
-        finder.give(ids, to, self.number, slots, counting, *batch)
+        finder.give(ids, to, self.number, slots, counting, *batch, kept, bags)
         return came
 
-    def _by_twins(self, ids, slots, counts, oldest, counting, marked, mark):
+    def _by_twins(self, ids, slots, kept, counts, oldest, counting, marked, mark, bags):
         c = self.columns
         turn = (self.number - 1) % 2
         claims, bins, next_bins = (
@@ -123,6 +138,7 @@ class Lookups:
             changed,
             array(marked),
             mark,
+            *offsets_of(bags),
         )
         twin.count_slots(N_ROWS, *by_slot, seen, *leaves, claims)
         twin.choose_slots(
@@ -139,7 +155,7 @@ class Lookups:
             claims,
         )
         came = self._came()
-        self.bad = twin.give_slots(
+        self.bad, self.bad_offset = twin.give_slots(
             ids.numpy(),
             N_ROWS,
             array(c.slot_of),
@@ -148,8 +164,8 @@ class Lookups:
             counting,
             self.number,
             *batch,
-            slots[0].numpy(),
-            slots[1].numpy(),
+            slots.numpy(),
+            array(kept),
             counted,
             claims,
             c.claims[1 - turn].numpy(),
@@ -302,7 +318,8 @@ def test_rows_that_are_all_resident_lie_in_the_slots_of_their_numbers(seed, dtyp
         for number in (1, 2):
             if twins:
                 given = array(keys), array(seen), counting, number, array(slots), array(counts)
-                assert twin.keep_slots(ids.numpy(), N_ROWS, *given) == -1
+                found_bad = twin.keep_slots(ids.numpy(), N_ROWS, *given, *offsets_of(None))
+                assert found_bad == (-1, -1)
             else:
                 keeper = SlotKeeper(runner, keys, seen)
                 keeper.keep(ids, counts.data_ptr(), number, slots, counting)
@@ -337,7 +354,7 @@ def test_a_bad_id_is_reported_and_stands_for_the_row_next_to_it(bad):
     keeper.keep(ids[:3], counts.data_ptr(), 1, slots, BY_USES)
     assert look_up.runner.mailbox.tolist() == [INDEX_ERROR, 2, bad, N_ROWS]
     given = array(keys), array(seen), BY_USES, 2, array(slots), array(counts)
-    assert twin.keep_slots(ids[:3].numpy(), N_ROWS, *given) == 2
+    assert twin.keep_slots(ids[:3].numpy(), N_ROWS, *given, *offsets_of(None)) == (2, -1)
     assert slots.tolist() == [5, 6, near]
 
 
@@ -357,3 +374,66 @@ def test_rows_for_which_there_is_no_slot_are_reported_and_not_resident(twins):
     assert slots.min() >= 0 and slots.max() < N_SLOTS
     if not twins:
         assert look_up.runner.mailbox.tolist() == [SLOTS_ERROR, 100, 300, N_ROWS]
+
+
+#: Offsets of 300 ids, whether the last is the end, and the first that is not sound.
+OFFSETS = {
+    "sound": ([0, 0, 7, 300], False, -1),
+    "sound-end": ([0, 0, 7, 300], True, -1),
+    "one": ([0], False, -1),
+    "more-than-ids": (sorted([0] * 400 + [*range(300)]), False, -1),
+    "begins-later": ([1, 5], False, 0),
+    "falls": ([0, 9, 8, 20], False, 2),
+    "beyond": ([0, 9, 301], False, 2),
+    "no-end": ([0, 9, 299], True, 2),
+    "falls-late": ([*range(290), 3, 300], True, 290),
+    "negative": ([0, -4, 5], False, 1),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+@pytest.mark.parametrize("case", OFFSETS)
+def test_offsets_are_looked_at_on_the_way(case, dtype):
+    values, include_last, bad = OFFSETS[case]
+    ids = torch.randint(N_ROWS, (N_IDS,), generator=torch.Generator().manual_seed(1))
+    expected = values
+    if bad >= 0:
+        expected = [0] * (len(values) - include_last) + [N_IDS] * include_last
+
+    def bags() -> BagOffsets:
+        sound = guarded(torch.full((len(values),), -7))
+        return BagOffsets(guarded(torch.tensor(values, dtype=dtype)), include_last, sound)
+
+    def check(found: BagOffsets, runner: SimtRunner) -> None:
+        assert found.given.tolist() == values and found.sound.tolist() == expected
+        kind, where, _, n_ids = runner.mailbox.tolist()
+        expected_mail = (OFFSETS_ERROR, bad, N_IDS) if bad >= 0 else (NO_ERROR, 0, 0)
+        assert (kind, where, n_ids) == expected_mail
+        runner.mailbox.zero_()
+
+    for twins in (False, True):
+        look_up = Lookups(columns(), BY_USES, seed=2, twins=twins)
+        plain = Lookups(columns(), BY_USES, twins=twins)
+        for _ in range(3):  # what launches share is as it was
+            given = bags()
+            slots, *_ = look_up(ids, bags=given)
+            plain(ids)
+            assert torch.equal(look_up.columns.row_in[slots], ids)
+            if twins:
+                assert look_up.bad_offset == bad and given.sound.tolist() == expected
+            else:
+                check(given, look_up.runner)
+        assert torch.equal(look_up.columns.slot_of >= 0, plain.columns.slot_of >= 0)
+    keys, seen = torch.zeros(N_ROWS, dtype=torch.int64), torch.zeros(N_ROWS, dtype=torch.int32)
+    counts, slots = torch.zeros(3, dtype=torch.int64), torch.empty(N_IDS, dtype=torch.int64)
+    runner = SimtRunner(1)
+    keeper = SlotKeeper(runner, keys, seen)
+    for number in (1, 2, 3):
+        given = bags()
+        keeper.keep(ids, counts.data_ptr(), number, slots, BY_USES, given)
+        check(given, runner)
+        assert torch.equal(slots, ids)
+    given = bags()
+    by_row = array(keys), array(seen), BY_USES, 4, array(slots), array(counts)
+    assert twin.keep_slots(ids.numpy(), N_ROWS, *by_row, *offsets_of(given)) == (-1, bad)
+    assert given.sound.tolist() == expected

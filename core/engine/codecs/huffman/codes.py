@@ -10,6 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ....errors import ArgumentError, CorruptedDataError
+from ...kernels.cpu.compiling import call
+from ...kernels.cpu.loading import merging
 
 #: Bits of the longest code of all.
 MAX_LIMIT = 32
@@ -47,29 +49,7 @@ def code_lengths(counts: npt.ArrayLike, limit: int) -> npt.NDArray[np.uint8]:
         return lengths
     # Rarest first; of equal counts the last symbol first, so that it gets the longer code.
     order = used[::-1][np.argsort(counted[used[::-1]], kind="stable")]
-    leaves = counted[order]
-    # A level holds, sorted, the leaves and the pairs of neighbours of the level before. All that is
-    # kept of it is where its pairs stand: of equal weights a leaf comes before a pair.
-    level, places = leaves, []
-    most = 2 * len(leaves) - 2
-    for _ in range(limit - 1):
-        pairs = level[: len(level) & ~1].reshape(-1, 2).sum(axis=1)
-        at = np.searchsorted(leaves, pairs, "right") + np.arange(len(pairs))
-        level = np.empty(len(leaves) + len(pairs), np.int64)
-        leaf = np.ones(len(level), bool)
-        leaf[at] = False
-        level[at] = pairs
-        level[leaf] = leaves
-        places.append(at)
-    # The first `most` items of the last level are taken, and what the pairs among them are made of:
-    # a prefix of each level. A leaf's code is as long as the number of levels that it is taken of.
-    taken = np.zeros(len(leaves) + 1, np.int64)
-    for at in reversed(places):
-        pairs_taken = int(np.searchsorted(at, most))
-        taken[most - pairs_taken] += 1
-        most = 2 * pairs_taken
-    taken[most] += 1
-    lengths[order] = np.cumsum(taken[::-1])[::-1][1:]
+    lengths[order] = call(merging().limited_lengths, counted[order], limit)
     return lengths
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +23,8 @@ from .fit import (
     whole_tiles,
 )
 from .plan import TilePlan
-from .quantise import NO_CODE, codes_of, dequantise
+
+_T = TypeVar("_T")
 
 #: Scales that are measured, times `_BASE_SCALE`; between them errors and bits are interpolated.
 _GRID = (0.0625, 0.35, 1.0, 2.8, 8.0)
@@ -48,8 +49,9 @@ _TRIALS = 3
 _TOKENS = 2048
 _QUERIES = 64
 _VALUES = 1 << 23
-#: Values that are coded at once, at several scales.
+#: Values that are coded at once, at several scales, and logits.
 _STACKED = 1 << 24
+_LOGITS = 3 << 23
 
 
 @dataclass(frozen=True)
@@ -171,6 +173,7 @@ def fit_error(
         )
         k = _Side(prompt.keys, next(formats), key_scale, weights)
         v = _Side(prompt.values, next(formats), value_scale, None)
+        prompt.measure_plain(k.steps.values, v.steps.values)
         found = _choose(prompt, k, v, float(error))
     if found is None:
         return None
@@ -214,7 +217,6 @@ class _Side:
     ) -> None:
         self.weights = weights
         self.steps = ScaledSteps(whole_tiles(sample, fmt), fmt, weights)
-        self._values = sample.float()
         if scale is None:
             self.scales = tuple(_BASE_SCALE[fmt.granularity] * s for s in _GRID)
         elif isinstance(scale, (int, float)) and 0 < scale < math.inf:
@@ -223,31 +225,34 @@ class _Side:
             name = "value_scale" if fmt.token_pairs else "key_scale"
             raise ArgumentError(f"{name}: {scale!r:.60}, accepted are numbers above 0")
 
-    def coded(self, scales: Sequence[float]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield codes of some scales at a time, and what they are decoded to, scales first."""
-        each = max(1, _STACKED // self._values.numel())
-        for begin in range(0, len(scales), each):
-            step, center = self.steps.at(scales[begin : begin + each])
-            codes = codes_of(self.steps.sample, step, center)
-            yield codes, self.decoded(codes, step, center)
-
-    def decoded(
-        self, codes: torch.Tensor, step: torch.Tensor, center: torch.Tensor
-    ) -> torch.Tensor:
-        """Return in float32 what codes are decoded to; values without one as they are."""
-        decoded = dequantise(codes, step, center, self.steps.sample.dtype).float()
-        return torch.where(codes == NO_CODE, self._values, decoded)
+    def coded(self, scales: Sequence[float]) -> _Coded:
+        """Return codes of scales, and what they are decoded to."""
+        step, center = self.steps.at(scales)
+        codes, coded = self.steps.codes(step)
+        return _Coded(codes, coded, self.steps.decoded(codes, coded, step, center))
 
     def clamped(self, scale: float) -> float:
         """Return a scale, or the nearest that may be."""
         return min(max(self.scales[0], scale), self.scales[-1])
 
 
-def _bits(codes: torch.Tensor) -> torch.Tensor:
-    """Return the entropy of codes at scales, each channel by itself: bits a value, float64."""
-    counted = count_channels(codes).double()
-    share = counted / counted.sum(dim=3, keepdim=True)
-    return -torch.where(counted > 0, share * share.log2(), 0.0).sum(dim=3).mean(dim=(1, 2))
+class _Coded(NamedTuple):
+    """Codes of a sample at scales, which of them are codes, and what they are decoded to.
+
+    All ``[scales, B, H, T, dim]``, the first and the last in float32.
+    """
+
+    codes: torch.Tensor
+    coded: torch.Tensor
+    decoded: torch.Tensor
+
+    def bits(self) -> torch.Tensor:
+        """Return the entropy, each channel by itself: bits a value, float64 ``[scales]``."""
+        counted = count_channels(self.codes, self.coded).double()
+        each = self.codes.shape[1] * self.codes.shape[3]  # values of a channel
+        nats = torch.special.xlogy(counted, counted).sum(dim=3).mean(dim=(1, 2)) / each
+        bits: torch.Tensor = (math.log(each) - nats) / math.log(2)
+        return bits
 
 
 class _Prompt:
@@ -291,15 +296,18 @@ class _Prompt:
         looked_at = heads * min(tokens, _TOKENS) * dim
         lines = min(max(_VALUES // looked_at, 1), batch)
         device = keys.device
-        self._lines, drawn_tokens, raw = (
-            uploaded(torch.from_numpy(each.astype(np.int64)), device)
-            for each in (np.arange(lines) * batch // lines, chosen, np.r_[0:sinks, tail:tokens])
+        drawn_lines = np.arange(lines) * batch // lines
+        raw_at = np.r_[0:sinks, tail:tokens]
+        together = np.concatenate((drawn_lines, chosen, raw_at)).astype(np.int64)
+        self._lines, drawn_tokens, raw = torch.split(
+            uploaded(torch.from_numpy(together), device), [lines, len(chosen), len(raw_at)]
         )
+        self._all_lines = lines == batch
         self._scaling = dim**-0.5 if scaling is None else scaling
         self._softcap = softcap
         self._heads = heads
         count = min(queries.shape[2], _QUERIES)
-        last = queries[self._lines, :, queries.shape[2] - count :].float()
+        last = self._of_lines(queries)[:, :, queries.shape[2] - count :].float()
         # Heads that share keys are further rows.
         groups = queries.shape[1] // heads
         self._query = last.reshape(lines * heads, groups * count, dim) * self._scaling
@@ -310,24 +318,43 @@ class _Prompt:
         self.values = self._drawn(values, drawn_tokens)
         self._raw_values = self._drawn(values, raw).float().flatten(0, 1)
         self._raw_logits = self._logits(
-            self._drawn(keys, raw).float(), self._seen(raw, at, first_valid)
+            self._drawn(keys, raw).float().flatten(0, 1), self._seen(raw, at, first_valid)
         )
-        self._shares = self._softmax(self.keys.float())
-        self._values = self.values.float()
+
+    def measure_plain(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Compute the plain outputs, of the coded tokens in float32."""
+        self._values = values[None]
+        self._shares = self._softmax(keys[None])
         self._plain = self._output(self._shares, self._values)
         self._norm = torch.linalg.vector_norm(self._plain).clamp(min=1e-30)
 
+    def at_once(self) -> int:
+        """Return at how many scales errors are measured together, for the sake of memory."""
+        rows, coded = self._query.shape[:2], self.keys.shape[2] + self._raw_logits.shape[2]
+        return max(1, min(_STACKED // self.keys.numel(), _LOGITS // (math.prod(rows) * coded)))
+
+    def _of_lines(self, kept: torch.Tensor) -> torch.Tensor:
+        """Return the sequences that are looked at."""
+        return kept if self._all_lines else kept[self._lines]
+
     def _drawn(self, kept: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """Return some tokens of the sequences that are looked at."""
-        return kept[self._lines[:, None], :, tokens].transpose(1, 2).contiguous()
+        return self._of_lines(kept).index_select(2, tokens)
 
-    def error(self, keys: torch.Tensor | None, values: torch.Tensor | None) -> torch.Tensor:
-        """Return the relative error when these are attended to, None for those as they came."""
+    def errors(self, keys: torch.Tensor | None, values: torch.Tensor | None) -> torch.Tensor:
+        """Return the relative errors when these are attended to, None for those as they came.
+
+        Parameters
+        ----------
+        keys, values : torch.Tensor
+            float32 ``[n, B, H, T, dim]``: n variants.
+        """
         shares = self._shares if keys is None else self._softmax(keys)
         output = self._output(shares, self._values if values is None else values)
-        far = torch.linalg.vector_norm(output - self._plain)
+        # In float64, so that one variant has the same error by itself and beside others.
+        far = torch.linalg.vector_norm(output - self._plain, dim=(1, 2, 3), dtype=torch.float64)
         relative: torch.Tensor = far / self._norm
-        return relative.double()
+        return relative
 
     def _seen(
         self, tokens: torch.Tensor, at: torch.Tensor, first_valid: torch.Tensor | None
@@ -341,21 +368,41 @@ class _Prompt:
         return torch.zeros(hidden.shape, device=tokens.device).masked_fill(hidden, -math.inf)
 
     def _logits(self, keys: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
-        """Return ``[B * H, queries, T]``; `seen` is added where a query sees a token or not."""
-        across = keys.flatten(0, 1).transpose(1, 2)
+        """Return ``[n * B * H, queries, T]`` for keys ``[n * B * H, T, dim]``.
+
+        `seen` is added where a query sees a token or not.
+        """
+        across = keys.transpose(1, 2)
+        query = _repeated(self._query, len(keys))
+        if seen.shape[0] > 1:
+            seen = _repeated(seen, len(keys))
         if self._softcap is None:
-            return torch.baddbmm(seen, self._query, across)
-        return self._softcap * torch.tanh(torch.bmm(self._query, across) / self._softcap) + seen
+            return torch.baddbmm(seen, query, across)
+        return self._softcap * torch.tanh(torch.bmm(query, across) / self._softcap) + seen
 
     def _softmax(self, keys: torch.Tensor) -> torch.Tensor:
-        """Return the shares of the coded tokens, then those of the others."""
-        logits = self._logits(keys, self._seen_of_drawn)
-        return torch.cat((logits, self._raw_logits), dim=2).softmax(dim=2)
+        """Return shares ``[n, B * H, queries, T]`` of the coded tokens, then of the others."""
+        logits = self._logits(keys.flatten(0, 2), self._seen_of_drawn)
+        logits = logits.view(len(keys), -1, *logits.shape[1:])
+        raw = self._raw_logits.expand(len(keys), -1, -1, -1)
+        return torch.cat((logits, raw), dim=3).softmax(dim=3)
 
     def _output(self, shares: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        coded = values.shape[2]
-        output = torch.bmm(shares[..., :coded], values.flatten(0, 1))
-        return torch.baddbmm(output, shares[..., coded:], self._raw_values)
+        """Return ``[n, B * H, queries, dim]``."""
+        n, coded = max(len(shares), len(values)), values.shape[3]
+        shares = _repeated(shares.flatten(0, 1), n * shares.shape[1])
+        values = _repeated(values.flatten(0, 2), len(shares))
+        output = torch.bmm(shares[..., :coded], values)
+        raw = _repeated(self._raw_values, len(shares))
+        output = torch.baddbmm(output, shares[..., coded:], raw)
+        return output.view(n, -1, *output.shape[1:])
+
+
+def _repeated(matrices: torch.Tensor, count: int) -> torch.Tensor:
+    """Return matrices ``[n, ...]`` again and again, ``[count, ...]`` in all."""
+    if len(matrices) == count:
+        return matrices
+    return matrices.expand(count // len(matrices), *matrices.shape).flatten(0, 1)
 
 
 class _Chosen(NamedTuple):
@@ -403,16 +450,23 @@ def _curves(prompt: _Prompt, k: _Side, v: _Side) -> tuple[_Curve, _Curve]:
     found: list[torch.Tensor] = []
     for side in (k, v):
         errors, bits = [], []
-        for codes, decoded in side.coded(side.scales):
-            bits.append(_bits(codes))
-            errors += [prompt.error(*((t, None) if side is k else (None, t))) for t in decoded]
-        found += [torch.stack(errors), torch.cat(bits)]
+        for scales in _parts(side.scales, prompt.at_once()):
+            coded = side.coded(scales)
+            bits.append(coded.bits())
+            both = (coded.decoded, None) if side is k else (None, coded.decoded)
+            errors.append(prompt.errors(*both))
+        found += [*errors, *bits]
     measured = torch.cat(found).cpu().numpy()
     of_keys, of_values = np.split(measured, [2 * len(k.scales)])
     return (
         _Curve(np.array(k.scales), of_keys.reshape(2, -1)),
         _Curve(np.array(v.scales), of_values.reshape(2, -1)),
     )
+
+
+def _parts(scales: Sequence[_T], most: int) -> Iterator[Sequence[_T]]:
+    for begin in range(0, len(scales), most):
+        yield scales[begin : begin + most]
 
 
 class _Factors:
@@ -470,24 +524,21 @@ class _Factors:
         return k.scales[at], v.scales[at]
 
     def _measure(self, factors: list[float]) -> None:
-        (k, v), pairs = self._sides, [self.scales(f) for f in factors]
-        both = zip(k.coded([p[0] for p in pairs]), v.coded([p[1] for p in pairs]), strict=True)
+        k, v = self._sides
         errors = [
-            self._prompt.error(*each)
-            for (_, keys), (_, values) in both
-            for each in zip(keys, values, strict=True)
+            self._prompt.errors(
+                k.coded([scales[0] for scales in pairs]).decoded,
+                v.coded([scales[1] for scales in pairs]).decoded,
+            )
+            for pairs in _parts([self.scales(f) for f in factors], self._prompt.at_once())
         ]
-        self.errors.update(zip(factors, torch.stack(errors).tolist(), strict=True))
+        self.errors.update(zip(factors, torch.cat(errors).tolist(), strict=True))
 
 
 def _count(prompt: _Prompt, k: _Side, v: _Side, scales: tuple[float, float]) -> _Chosen:
     """Count the codes of two scales and measure their error; waits for a GPU once."""
     counted = TileCounts(k.steps, scales[0]), TileCounts(v.steps, scales[1])
-    decoded = (
-        side.decoded(each.codes, each.step, each.center)
-        for side, each in zip((k, v), counted, strict=True)
-    )
-    error = prompt.error(*decoded).view(1).view(torch.int32)
+    error = prompt.errors(*(each.decoded[None] for each in counted)).view(torch.int32)
     weights = [] if k.weights is None else [k.weights.flatten().view(torch.int32)]
     parts = [error, *(each.parts for each in counted), *weights]
     sizes = np.cumsum([part.numel() for part in parts])

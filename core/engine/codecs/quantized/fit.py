@@ -29,7 +29,7 @@ from .plan import TilePlan, levels_on
 from .quantise import (
     NO_CODE,
     check_sample,
-    codes_of,
+    dequantise,
     mean_square,
     spans,
     steps_of_levels,
@@ -180,10 +180,8 @@ class TileCounts:
 
     Attributes
     ----------
-    codes : torch.Tensor
-        int16 ``[B, H, T, dim]``.
-    step, center : torch.Tensor
-        Those of the codes.
+    decoded : torch.Tensor
+        float32 ``[B, H, T, dim]``: what the sample is decoded to.
     parts : torch.Tensor
         int32 ``[any]``: all that `fit` reads on the host, so that one copy brings it.
     """
@@ -191,24 +189,27 @@ class TileCounts:
     def __init__(self, steps: ScaledSteps, scale: float) -> None:
         self._format = fmt = steps.format
         self._scale = scale
-        step, center = steps.at([scale])
-        self.step, self.center = step[0], center[0]
-        self.codes = codes = codes_of(steps.sample, self.step, self.center)
+        step, center = (each[0] for each in steps.at([scale]))
+        found, coded = steps.codes(step)
+        self.decoded = steps.decoded(found, coded, step, center)
+        # In float32, with NO_CODE where there is none.
+        codes = torch.where(coded, found, float(NO_CODE))
         self._heads = heads = codes.shape[1]
-        counted = count_channels(codes[None])[0]
-        order = _order_by_spread(counted)
+        tokens, kinds = codes.shape[2], 1
+        by_channel = fmt.granularity is Granularity.CHANNEL
+        if by_channel:  # behind them what is likely later, which is counted apart
+            codes, kinds = torch.cat((codes, _later(codes)), dim=2), 2
+        counted = _count_kinds(codes, tokens, kinds)
+        order = _order_by_spread(counted[0])
         parts = [order]
-        samples = [(codes, counted)]
-        if fmt.granularity is Granularity.CHANNEL:
-            of_channels = (t[0, :, 0].gather(1, order) for t in (self.step, self.center))
+        if by_channel:
+            of_channels = (t[0, :, 0].gather(1, order) for t in (step, center))
             parts += [t.view(torch.int32) for t in of_channels]
-            later = _later(codes)
-            samples.append((later, count_channels(later[None])[0]))
-        for each, by_channel in samples:
-            placed = each.gather(3, order[None, :, None, :].expand_as(each))
-            by_place = by_channel.gather(1, order[:, :, None].expand_as(by_channel))
-            parts += [by_place.view(heads, fmt.blocks, TILE_BLOCK, SINGLES).sum(dim=2)]
-            parts += [_count_pairs(placed, fmt)]
+        placed = codes.gather(3, order[None, :, None, :].expand_as(codes))
+        by_place = counted.gather(2, order[None, :, :, None].expand_as(counted))
+        singles = by_place.view(kinds, heads, fmt.blocks, TILE_BLOCK, SINGLES).sum(dim=3)
+        parts += [singles, _count_pairs(placed, tokens, kinds, fmt)]
+        self._kinds = kinds
         self._sizes = [part.numel() for part in parts]
         self.parts = torch.cat([part.flatten().int() for part in parts])
 
@@ -230,9 +231,10 @@ class TileCounts:
             steps, centers = (
                 next(found).view(np.float32).reshape(heads, fmt.dim).copy() for _ in range(2)
             )
-        counts = likely = _counts(next(found), next(found))
-        if fmt.granularity is Granularity.CHANNEL:
-            likely = counts + _counts(next(found), next(found))
+        singles, pairs = (each.reshape(self._kinds, -1) for each in found)
+        counts = likely = _counts(singles[0], pairs[0])
+        for each in range(1, self._kinds):
+            likely = counts + _counts(singles[each], pairs[each])
         classes, labels = choose_classes(
             likely,
             classes=MAX_CLASSES,
@@ -319,20 +321,32 @@ class ScaledSteps:
         Of the tiles.
     weights : torch.Tensor, optional
         ``[H, dim]``, as in `fit_tiles`.
+
+    Attributes
+    ----------
+    sample, format
+        As given.
+    values : torch.Tensor
+        The sample in float32.
     """
 
     def __init__(self, sample: torch.Tensor, fmt: TileFormat, weights: torch.Tensor | None) -> None:
         self.sample = sample
         self.format = fmt
+        self.values = sample.float()
         if weights is not None and fmt.granularity is not Granularity.CHANNEL:
             raise ArgumentError("weights: given, accepted are some for Granularity.CHANNEL alone")
         if fmt.granularity is Granularity.CHANNEL:
-            self._unit, self._center = _channel_steps(sample, weights)
+            self._unit, self._center = _channel_steps(self.values, weights)
+            self._far = self.values - self._center[None, :, None]
         elif fmt.granularity is Granularity.TOKEN_LEVEL:
-            self._unit = mean_square(sample)
+            self._unit = mean_square(self.values)
             self._center = torch.zeros((), device=sample.device)
+            self._far = self.values
         else:
-            self._unit, self._center = spans(sample, fmt)
+            self._unit, self._center = spans(self.values, fmt)
+            _, center = steps_of_spans(self._unit, self._center, 1.0, fmt)
+            self._far = self.values - center
 
     def at(self, scales: Sequence[float]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return steps and centers of scales, channels in their order.
@@ -357,13 +371,24 @@ class ScaledSteps:
         )
         return step, center
 
+    def codes(self, step: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return codes by steps of `at`, in float32, and which of them are codes, as `codes_of`."""
+        codes = (self._far * (1 / step)).round_()
+        return codes, codes.abs() <= MAX_CODE  # false for NaN
+
+    def decoded(
+        self, codes: torch.Tensor, coded: torch.Tensor, step: torch.Tensor, center: torch.Tensor
+    ) -> torch.Tensor:
+        """Return in float32 what `codes` are decoded to; values without one as they are."""
+        decoded = dequantise(codes, step, center, self.sample.dtype).float()
+        return torch.where(coded, decoded, self.values)
+
 
 def _channel_steps(
-    sample: torch.Tensor, weights: torch.Tensor | None
+    x: torch.Tensor, weights: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return step at scale 1 and center of each channel, float32 ``[H, dim]``."""
-    heads, dim = sample.shape[1], sample.shape[3]
-    x = sample.float()
+    heads, dim = x.shape[1], x.shape[3]
     finite = x.isfinite()
     known = finite.sum(dim=(0, 2)).clamp(min=1)
     center = torch.where(finite, x, 0.0).sum(dim=(0, 2)) / known
@@ -373,7 +398,7 @@ def _channel_steps(
     else:
         if tuple(weights.shape) != (heads, dim):
             raise ArgumentError(f"weights: {list(weights.shape)}, expected {[heads, dim]}")
-        weights = weights.to(sample.device, torch.float32)
+        weights = weights.to(x.device, torch.float32)
         least = _LEAST_WEIGHT * weights.square().mean(dim=1, keepdim=True).sqrt()
         unit = torch.maximum(weights, least).reciprocal()
     return unit, torch.where(center.isfinite(), center, 0.0)
@@ -386,8 +411,8 @@ def _order_by_spread(counted: torch.Tensor) -> torch.Tensor:
     """
     # Each channel has as many values: the sum of logarithms decides.
     parts = counted.double()
-    entropy = -(parts * parts.clamp(min=1).log2()).sum(dim=2)
-    return torch.argsort(entropy, dim=1, descending=True, stable=True)
+    together = (parts * parts.clamp(min=1).log2()).sum(dim=2)
+    return torch.argsort(together, dim=1, stable=True)
 
 
 def _later(codes: torch.Tensor) -> torch.Tensor:
@@ -398,42 +423,66 @@ def _later(codes: torch.Tensor) -> torch.Tensor:
     """
     tokens = codes.shape[2]
     before, behind = codes[:, :, : tokens // 2], codes[:, :, tokens - tokens // 2 :]
-    drift = [part.float().mean(dim=(0, 2), keepdim=True) for part in (before, behind)]
+    drift = [part.mean(dim=(0, 2), keepdim=True) for part in (before, behind)]
     moved = (2 * (drift[1] - drift[0])).round()
     count = max(tokens // _LATER // TILE_BLOCK, 1) * TILE_BLOCK
     last = codes[:, :, tokens - count :]
-    return torch.where(last == NO_CODE, 0, last + moved).clamp(-MAX_CODE, MAX_CODE).to(codes.dtype)
+    return torch.where(last == NO_CODE, 0.0, last + moved).clamp_(-MAX_CODE, MAX_CODE)
 
 
-def count_channels(codes: torch.Tensor) -> torch.Tensor:
+def count_channels(codes: torch.Tensor, coded: torch.Tensor) -> torch.Tensor:
     """Return how often each code occurs in each channel, int32 ``[n, H, dim, SINGLES]``.
 
     Parameters
     ----------
     codes : torch.Tensor
-        int16 ``[n, B, H, T, dim]``: those of n scales. Column 0 counts values that have no code.
+        float32 ``[n, B, H, T, dim]``: those of n scales.
+    coded : torch.Tensor
+        Which of them are codes; column 0 counts the others.
     """
     n, _, heads, _, dim = codes.shape
-    channel = torch.arange(n * heads * dim, device=codes.device).view(n, 1, heads, 1, dim)
-    # NO_CODE, 128, goes to symbol 0, that of no code.
-    symbols = (codes + ZERO_SYMBOL).bitwise_and_(SINGLES - 1)
-    counted = _bincount(channel * SINGLES + symbols, n * heads * dim)
-    return counted.view(n, heads, dim, SINGLES)
+    channel = torch.arange(ZERO_SYMBOL, n * heads * dim * SINGLES, SINGLES, device=codes.device)
+    at = torch.where(coded, codes, float(-ZERO_SYMBOL)).long()
+    at += channel.view(n, 1, heads, 1, dim)
+    return _bincount(at, n * heads * dim).view(n, heads, dim, SINGLES)
 
 
-def _count_pairs(placed: torch.Tensor, fmt: TileFormat) -> torch.Tensor:
-    """Return histograms of the pairs of lanes, ``[H * blocks]`` of them."""
+def _count_kinds(codes: torch.Tensor, tokens: int, kinds: int) -> torch.Tensor:
+    """Return how often each code occurs in each channel, int32 ``[kinds, H, dim, SINGLES]``.
+
+    Parameters
+    ----------
+    codes : torch.Tensor
+        float32 ``[B, H, T, dim]``, NO_CODE where there is none; column 0 counts those.
+    tokens : int
+        Tokens of the first kind; those behind are of the second.
+    kinds : int
+        1 or 2.
+    """
+    _, heads, _, dim = codes.shape
+    channel = torch.arange(0, heads * dim * SINGLES, SINGLES, device=codes.device)
+    # NO_CODE, 128, goes to symbol 0.
+    at = (codes.long() + ZERO_SYMBOL).bitwise_and_(SINGLES - 1)
+    at += channel.view(heads, 1, dim)
+    at[:, :, tokens:] += heads * dim * SINGLES
+    return _bincount(at, kinds * heads * dim).view(kinds, heads, dim, SINGLES)
+
+
+def _count_pairs(placed: torch.Tensor, tokens: int, kinds: int, fmt: TileFormat) -> torch.Tensor:
+    """Return histograms of the pairs of lanes, ``[kinds * H * blocks]`` of them; see above."""
     heads, blocks = placed.shape[1], fmt.blocks
-    number = torch.arange(heads * blocks, device=placed.device).view(heads, 1, blocks, 1)
+    size = PAIR_WIDTH**2
+    number = torch.arange(0, heads * blocks * size, size, device=placed.device)
     codes = placed.view(*placed.shape[:3], blocks, TILE_BLOCK)
-    near = torch.where(codes.abs() <= PAIR_RADIUS, codes, 0) + PAIR_RADIUS
+    near = torch.where(codes.abs() <= PAIR_RADIUS, codes, 0.0) + PAIR_RADIUS
     if fmt.token_pairs:
-        first, second = near[:, :, 0::2], near[:, :, 1::2]
+        first, second, tokens = near[:, :, 0::2], near[:, :, 1::2], tokens // 2
     else:
         first, second = near[..., 0::2], near[..., 1::2]
-    return _bincount(
-        number * PAIR_WIDTH**2 + (first * PAIR_WIDTH + second), heads * blocks, PAIR_WIDTH**2
-    )
+    at = (first * PAIR_WIDTH + second).long()
+    at += number.view(heads, 1, blocks, 1)
+    at[:, :, tokens:] += heads * blocks * size
+    return _bincount(at, kinds * heads * blocks, size)
 
 
 def _counts(singles: npt.NDArray[np.int32], pairs: npt.NDArray[np.int32]) -> Counts:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,7 @@ PAIR_RADIUS = 7
 PAIR_WIDTH = 2 * PAIR_RADIUS + 1
 #: Symbols of single codes: code + ZERO_SYMBOL.
 SINGLES = 2 * ZERO_SYMBOL
+_CODES = np.arange(SINGLES) - ZERO_SYMBOL
 #: Of later values that much are taken to be spread wider than the sample's, so many times.
 _WIDER_SHARE = 0.01
 _WIDER = 1.5
@@ -49,7 +50,7 @@ class SymbolClass:
     radius: int
     lengths: npt.NDArray[np.uint8]
 
-    @property
+    @cached_property
     def bits(self) -> int:
         """Bits of the longest code."""
         return int(self.lengths.max())
@@ -61,15 +62,18 @@ class SymbolClass:
 
     def worth(self, counts: Counts, exception_bits: int) -> npt.NDArray[np.float64]:
         """Return what each block takes, in bits, with what its look-ups cost."""
-        extra = _SINGLE_BITS * (self.radius == 0) + _LONG_BITS * (not self.short)
-        of_blocks = extra * counts.singles.sum(axis=1)
+        of_blocks = self.look_up_bits * counts.singles.sum(axis=1)
         return np.asarray(self.cost(counts, exception_bits) + of_blocks)
+
+    @property
+    def look_up_bits(self) -> float:
+        """What look-ups cost, in bits a value."""
+        return _SINGLE_BITS * (self.radius == 0) + _LONG_BITS * (not self.short)
 
     def cost(self, counts: Counts, exception_bits: int) -> npt.NDArray[np.float64]:
         """Return what each block takes, in bits, float64 ``[blocks]``."""
-        codes = np.arange(SINGLES) - ZERO_SYMBOL
         if self.radius:
-            outside = np.abs(codes) > self.radius
+            outside = np.abs(_CODES) > self.radius
             price = self.lengths[_folded(self.radius)].astype(np.float64)
             zeros = float(self.lengths[2 * self.radius * (self.radius + 1)])
             bits = counts.pairs @ np.where(price == 0, zeros + 2 * exception_bits, price)
@@ -156,22 +160,26 @@ def choose_classes(
 
 def _best_symbols(counts: Counts, code_bits: int, fixed: bool, price: int) -> SymbolClass:
     """Return the symbols that code one histogram best."""
+    likely = _Likely(counts)
     if fixed:
-        return _singles(counts, code_bits, True, price)
+        return SymbolClass(0, _padded(_fixed_singles(likely.singles(), code_bits, price)))
+    values = float(counts.singles.sum())
     found = [
         one
         for limit in sorted({min(code_bits, SHORT_BITS), code_bits})
-        for one in (*_pairs(counts, limit, price), _singles(counts, limit, False, price))
+        for one in (*_pairs(likely, limit, price), _singles(likely, limit, price))
     ]
-    return min(found, key=lambda one: float(one.worth(counts, price)[0]))
+    return min(found, key=lambda one: one[1] + one[0].look_up_bits * values)[0]
 
 
-def _singles(counts: Counts, limit: int, fixed: bool, price: int) -> SymbolClass:
-    return SymbolClass(0, _padded(_single_lengths(counts.singles[0], limit, fixed, price)))
+def _singles(likely: _Likely, limit: int, price: int) -> tuple[SymbolClass, float]:
+    found = SymbolClass(0, _padded(_single_lengths(likely.singles(), limit, price)))
+    return found, float(found.cost(likely.counts, price)[0])
 
 
-def _pairs(counts: Counts, limit: int, price: int) -> Iterator[SymbolClass]:
-    """Yield classes of pairs of some radii, from the least on until they get worse."""
+def _pairs(likely: _Likely, limit: int, price: int) -> Iterator[tuple[SymbolClass, float]]:
+    """Yield classes of pairs and their bits, from the least radius on until they get worse."""
+    counts = likely.counts
     singles = counts.singles[0]
     total = max(singles.sum(), 1)
     least = np.inf
@@ -181,40 +189,69 @@ def _pairs(counts: Counts, limit: int, price: int) -> Iterator[SymbolClass]:
         outside = 1 - singles[ZERO_SYMBOL - radius : ZERO_SYMBOL + radius + 1].sum() / total
         if outside > _PAIR_EXCEPTIONS:
             continue
-        found = SymbolClass(radius, _padded(_pair_lengths(counts.pairs[0], radius, limit, price)))
+        lengths = _pair_lengths(likely.pairs(radius), radius, limit, price)
+        found = SymbolClass(radius, _padded(lengths))
         bits = float(found.cost(counts, price)[0])
         if bits >= least:
             break
-        yield found
+        yield found, bits
         least = bits
 
 
+class _Likely:
+    """What is likely of later values by one histogram of a sample; codes are made for that."""
+
+    def __init__(self, counts: Counts) -> None:
+        self.counts = counts
+        self._singles: npt.NDArray[np.float64] | None = None
+        self._square: npt.NDArray[np.float64] | None = None
+        self._pairs: dict[int, npt.NDArray[np.float64]] = {}
+
+    def singles(self) -> npt.NDArray[np.float64]:
+        """Return how likely each symbol of single codes is, ``[SINGLES]``."""
+        if self._singles is None:
+            singles = self.counts.singles[0]
+            likely = singles + _WIDER_SHARE * (_wider() @ singles)
+            likely[0] = 0
+            likely[ZERO_SYMBOL] += 1  # exceptions are coded as 0
+            self._singles = likely
+        return self._singles
+
+    def pairs(self, radius: int) -> npt.NDArray[np.float64]:
+        """Return how likely each symbol of pairs of a radius is."""
+        if self._square is None:
+            inner = slice(ZERO_SYMBOL - PAIR_RADIUS, ZERO_SYMBOL + PAIR_RADIUS + 1)
+            wider = _wider()[inner, inner]
+            square = self.counts.pairs[0].reshape(PAIR_WIDTH, PAIR_WIDTH)
+            self._square = (square + _WIDER_SHARE * (wider @ square @ wider.T)).ravel()
+        if radius not in self._pairs:
+            size = (2 * radius + 1) ** 2
+            folded = np.bincount(_folded(radius), self._square, size).astype(np.float64)
+            folded[2 * radius * (radius + 1)] += 1  # exceptions are coded as 0
+            self._pairs[radius] = folded
+        return self._pairs[radius]
+
+
 def _single_lengths(
-    singles: npt.NDArray[np.float64], code_bits: int, fixed: bool, price: int
+    likely: npt.NDArray[np.float64], code_bits: int, price: int
 ) -> npt.NDArray[np.uint8]:
     """Return lengths of single codes; those that are rarer than exceptions are worth have none."""
-    likely = singles + _WIDER_SHARE * (_wider() @ singles)
-    likely[0] = 0
-    likely[ZERO_SYMBOL] += 1  # exceptions are coded as 0
-    if fixed:
-        return _fixed_singles(likely, code_bits, price)
     coded = _worth(likely, price, code_bits)
     coded[ZERO_SYMBOL] = True
     if coded.sum() > 1 << code_bits:
         rarest = np.argsort(-likely, kind="stable")[1 << code_bits :]
         coded[rarest] = False
-    return code_lengths(_whole(np.where(coded, likely, 0), coded), code_bits)
+    return code_lengths(_whole(likely, coded), code_bits)
 
 
 def _fixed_singles(
     likely: npt.NDArray[np.float64], code_bits: int, price: int
 ) -> npt.NDArray[np.uint8]:
     """Return the best width of plain fields that hold codes around 0."""
-    codes = np.arange(SINGLES) - ZERO_SYMBOL
     best, least = np.zeros(SINGLES, np.uint8), np.inf
     for width in range(1, min(code_bits, 8) + 1):
         half = 1 << (width - 1)
-        inside = (codes >= 1 - half) & (codes <= min(half, MAX_CODE))
+        inside = (_CODES >= 1 - half) & (_CODES <= min(half, MAX_CODE))
         bits = width * likely.sum() + price * likely[~inside].sum()
         if bits < least:
             best, least = fixed_lengths(inside.astype(np.int64), code_bits), bits
@@ -222,20 +259,12 @@ def _fixed_singles(
 
 
 def _pair_lengths(
-    pairs: npt.NDArray[np.float64], radius: int, code_bits: int, price: int
+    likely: npt.NDArray[np.float64], radius: int, code_bits: int, price: int
 ) -> npt.NDArray[np.uint8]:
     """Return lengths of pairs; those that are rarer than two exceptions are worth have none."""
-    inner = slice(ZERO_SYMBOL - PAIR_RADIUS, ZERO_SYMBOL + PAIR_RADIUS + 1)
-    wider = _wider()[inner, inner]
-    square = pairs.reshape(PAIR_WIDTH, PAIR_WIDTH)
-    likely = (square + _WIDER_SHARE * (wider @ square @ wider.T)).ravel()
-    size = (2 * radius + 1) ** 2
-    folded = np.bincount(_folded(radius), likely, size).astype(np.float64)
-    zeros = 2 * radius * (radius + 1)
-    folded[zeros] += 1  # exceptions are coded as 0
-    coded = _worth(folded, 2 * price, code_bits)
-    coded[zeros] = True
-    return code_lengths(_whole(folded, coded), code_bits)
+    coded = _worth(likely, 2 * price, code_bits)
+    coded[2 * radius * (radius + 1)] = True
+    return code_lengths(_whole(likely, coded), code_bits)
 
 
 def _worth(likely: npt.NDArray[np.float64], price: float, code_bits: int) -> npt.NDArray[np.bool_]:

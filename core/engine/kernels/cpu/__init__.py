@@ -91,14 +91,16 @@ def packed_words(rows: torch.Tensor, layout: RowLayout) -> tuple[torch.Tensor, t
     kernel = packing().packed_words
     chunks = chunks_of(rows, f.chunk_bytes)
     constants = constants_of(layout)
-    lengths_out, clusters_out = unsigned(lengths), row_clusters.numpy()
+    # Kernels know one dtype of lengths: each further one is compiled again for every chunk width.
+    wide, clusters_out = np.empty(rows.shape[0], np.uint32), row_clusters.numpy()
     if encoding_shorts().serves(layout):
         short = encoding_shorts().tables_of(layout)
         codes = (short.codes, short.mask, short.values, short.together)
         sizes = (short.payload_bits, short.masked_bits, f.code_bits, f.row_words)
-        measured = (chunks, *codes, *sizes, lengths_out)
+        measured = (chunks, *codes, *sizes, wide)
         measure = encoding_shorts().measure_rows
         run_ranges(lambda begin, end: call(measure, *measured, begin, end), len(rows), f.row_bytes)
+        unsigned(lengths)[:] = wide
         return lengths, row_clusters
 
     def work(begin: int, end: int) -> None:
@@ -111,13 +113,14 @@ def packed_words(rows: torch.Tensor, layout: RowLayout) -> tuple[torch.Tensor, t
             f.grouped,
             f.uniform,
             f.row_words,
-            lengths_out,
+            wide,
             clusters_out,
             begin,
             end,
         )
 
     run_ranges(work, rows.shape[0], f.row_bytes * f.clusters)
+    unsigned(lengths)[:] = wide
     return lengths, row_clusters
 
 
@@ -155,7 +158,7 @@ def encode_rows(
     kernel = packing().encode_rows
     constants = constants_of(layout)
     chunks = chunks_of(rows, f.chunk_bytes)
-    words_out = unsigned(words)
+    words_out, wide = unsigned(words), unsigned(lengths).astype(np.uint32)
     if encoding_shorts().serves(layout):
         short = encoding_shorts().tables_of(layout)
         written = (
@@ -172,7 +175,7 @@ def encode_rows(
             short.masked_bits,
             f.code_bits,
             f.row_words,
-            unsigned(lengths),
+            wide,
             bases.numpy(),
             words_out,
             words_out.view(np.uint8),
@@ -191,7 +194,7 @@ def encode_rows(
         f.row_words,
         f.keep_section,
         f.levels,
-        unsigned(lengths),
+        wide,
         row_clusters.numpy(),
         bases.numpy(),
         words_out,

@@ -105,3 +105,12 @@ def zfp_blocks() -> Any:
     from . import zfp
 
     return zfp
+
+
+@functools.cache
+def merging() -> Any:
+    """Load the function that finds lengths of codes."""
+    load_optional("numba", extra=None, purpose="finding lengths of codes")
+    from . import package_merge
+
+    return package_merge

@@ -171,7 +171,9 @@ class PreparedTable:
         threads = 1 if out.nbytes < 2 * BYTES_PER_THREAD else threads_for(out.nbytes)
         team = team_of_torch() if threads > 1 else None
         if team is None:
-            results = self._gather_on_pool(ids.numpy(), out.data_ptr(), bags)
+            # By numpy: torch's threads, which its large operations start, hang in a forked child.
+            numbers = ids.numpy().astype(np.int64, copy=False)
+            results = self._gather_on_pool(numbers, out.data_ptr(), bags)
         else:
             # Where they have that dtype, `to` still takes several microseconds.
             wide = ids if ids.dtype is torch.int64 else ids.to(torch.int64)
@@ -188,7 +190,7 @@ class PreparedTable:
         self, ids: np.ndarray[Any, Any], target: int, bags: int
     ) -> list[tuple[int, int]]:
         """Gather by this thread or several; return what each of them did, as the kernel does."""
-        kind = (ids.dtype, ids.flags.num)
+        kind = ids.flags.num
         if kind not in self._compiled:
             prepare(self._kernel, self._numbers, self._like, ids, target, bags, 0, 0)
             self._compiled.add(kind)

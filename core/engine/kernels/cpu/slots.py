@@ -6,16 +6,33 @@ import numpy as np
 from numba import njit
 
 from ..format import NO_ROW, NO_SLOT
+from .bags import sound_offsets
 from .slot_table import COUNT_UP, LAST_USE
 
 CLAIMED = NO_SLOT - 2
 
 
 @njit(nogil=True, cache=True)
-def claim_slots(ids, n_rows, slot_of, seen, number, wanted, counts, claims, changed, marked, mark):
-    """Write the rows of a batch that have no slot, and mark slots as changed."""
+def claim_slots(
+    ids,
+    n_rows,
+    slot_of,
+    seen,
+    number,
+    wanted,
+    counts,
+    claims,
+    changed,
+    marked,
+    mark,
+    offsets,
+    last_is_end,
+    sound,
+):
+    """Write the rows of a batch that have no slot, mark slots as changed, and look at offsets."""
     for slot in marked:
         changed[slot] = mark
+    claims[2] = sound_offsets(offsets, ids.shape[0], last_is_end, sound)
     for i in range(ids.shape[0]):
         row = min(max(ids[i], 0), n_rows - 1)
         if row != ids[i] and claims[1] < 0:
@@ -33,8 +50,13 @@ def claim_slots(ids, n_rows, slot_of, seen, number, wanted, counts, claims, chan
 
 
 @njit(nogil=True, cache=True)
-def keep_slots(ids, n_rows, keys, seen, counting, number, slots, counts):
-    """Write the slots of a batch whose rows are all resident; return a bad position, or -1."""
+def keep_slots(
+    ids, n_rows, keys, seen, counting, number, slots, counts, offsets, last_is_end, sound
+):
+    """Write the slots of a batch whose rows are all resident.
+
+    Return the positions of an id out of range and of the first offset that is not sound, or -1.
+    """
     bad = -1
     for i in range(ids.shape[0]):
         row = min(max(ids[i], 0), n_rows - 1)
@@ -48,7 +70,7 @@ def keep_slots(ids, n_rows, keys, seen, counting, number, slots, counts):
             keys[row] += 1
         elif counting == LAST_USE:
             keys[row] = number
-    return bad
+    return bad, sound_offsets(offsets, ids.shape[0], last_is_end, sound)
 
 
 @njit(nogil=True, cache=True)
@@ -127,8 +149,8 @@ def choose_slots(
             claims[3] += 1
             if claims[3] > missing - before:
                 continue
-        k = claims[2]
-        claims[2] = k + 1
+        k = claims[4]
+        claims[4] = k + 1
         writes = row >= 0 and changed[slot] != 0
         victims[k] = slot
         leaving[k] = row if writes else NO_ROW
@@ -163,15 +185,20 @@ def give_slots(
     next_claims,
     next_bins,
 ):
-    """Write the slots of all rows of a batch; return the first position of a bad id, or -1."""
-    missing, taken = claims[0], claims[2]
+    """Write the slots of all rows of a batch; `kept` may be empty.
+
+    Return the first positions of a bad id and of an offset that is not sound, or -1.
+    """
+    missing, taken = claims[0], claims[4]
     for i in range(ids.shape[0]):
         row = min(max(ids[i], 0), n_rows - 1)
         slot = slot_of[row]
         if slot < 0:
             k = CLAIMED - slot
             slot = victims[k] if 0 <= k < taken else 0
-        slots[i] = kept[i] = slot
+        slots[i] = slot
+        if kept.shape[0]:
+            kept[i] = slot
         if counting == COUNT_UP:
             keys[slot] += 1
         elif counting == LAST_USE:
@@ -189,21 +216,26 @@ def give_slots(
         wanted[k] = leaving[k] = NO_ROW
     next_bins[:] = 0
     counts[1] = missing
-    bad = claims[1]
+    bad, bad_offset = claims[1], claims[2]
     next_claims[:] = 0
-    next_claims[1] = -1
-    return bad
+    next_claims[1] = next_claims[2] = -1
+    return bad, bad_offset
 
 
 @njit(nogil=True, cache=True)
-def exchange_rows(cached, stored, by_position, slots, rows, count, to_host):
-    """Copy rows of one array, uint8 ``[slots, b]``, to uint8 ``[rows, b]`` or from it."""
-    for k in range(count):
-        if rows[k] < 0:
-            continue
-        row = k if by_position else rows[k]
-        for at in range(np.int64(cached.shape[1])):
-            if to_host:
-                stored[row, at] = cached[slots[k], at]
-            else:
-                cached[slots[k], at] = stored[row, at]
+def exchange_rows(cached, out, incoming, by_position, slots, leaving, wanted, coming):
+    """Exchange rows of one array, uint8 ``[slots, b]``, with uint8 ``[rows, b]``.
+
+    Those that leave go to `out`; those that come are in `incoming`, which may be the same.
+    """
+    for k in range(coming[0]):
+        coming[1] = 1
+        slot = slots[k]
+        if leaving[k] >= 0:
+            row = k if by_position else leaving[k]
+            for at in range(np.int64(cached.shape[1])):
+                out[row, at] = cached[slot, at]
+        if wanted[k] >= 0:
+            row = k if by_position else wanted[k]
+            for at in range(np.int64(cached.shape[1])):
+                cached[slot, at] = incoming[row, at]

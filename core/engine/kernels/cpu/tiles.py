@@ -37,7 +37,9 @@ def measure_tiles(rows: torch.Tensor, tables: TileTables) -> torch.Tensor:
     """
     plain = RowFormat(tables.format.row_bytes, 1, 1, grouped=False, uniform=True)
     lengths = torch.empty(rows.shape[0], dtype=plain.length_dtype)
-    _encode(rows, tables, unsigned(lengths), np.empty(0, np.int64), np.empty(0, np.uint32))
+    wide = np.empty(rows.shape[0], np.uint32)
+    _encode(rows, tables, wide, np.empty(0, np.int64), np.empty(0, np.uint32))
+    unsigned(lengths)[:] = wide
     return lengths
 
 
@@ -72,7 +74,9 @@ def encode_tiles(
         When a length is not that of its tile.
     """
     words = torch.zeros(n_words + PAD_WORDS, dtype=torch.int32)
-    bad = _encode(rows, tables, unsigned(lengths), bases.numpy(), unsigned(words))
+    # The kernel knows one dtype of lengths: each further one would be compiled again.
+    wide = unsigned(lengths).astype(np.uint32)
+    bad = _encode(rows, tables, wide, bases.numpy(), unsigned(words))
     if bad >= 0:
         raise ArgumentError(f"lengths: {int(lengths[bad])} words, tile {bad} has another length")
     return words

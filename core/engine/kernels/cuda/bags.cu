@@ -10,6 +10,7 @@
 #include "exact.cuh"
 #include "ids.cuh"
 #include "mailbox.cuh"
+#include "offsets.cuh"
 
 #define THREADS 256
 #define CHECK_THREADS 1024
@@ -35,14 +36,6 @@ __device__ __forceinline__ void copy_async(values_t* shared_to, const values_t* 
   if constexpr (sizeof(values_t) == 16) copy_async_16(shared_to, from);
   else if constexpr (sizeof(values_t) == 8) copy_async_8(shared_to, from);
   else copy_async_4(shared_to, from);
-}
-
-// Whether offset b of `entries`, all but the last the begin of a bag and that one too unless it is the
-// end, is what it can be after the one before it.
-__device__ __forceinline__ bool sound_offset(i64 before, i64 offset, i64 b, i64 entries, i64 n, bool last_is_end) {
-  if (b == 0 && offset != 0) return false;
-  if (last_is_end && b == entries - 1 && offset != n) return false;
-  return before <= offset && offset <= n;
 }
 
 // The ids of a bag, from `begin` to `end`: none where its offsets are not sound, which `tells` reports.
@@ -223,14 +216,9 @@ extern "C" __global__ void __launch_bounds__(CHECK_THREADS)
   __shared__ u64 bad;
   if (threadIdx.x == 0) bad = ~0ull;
   __syncthreads();
-  for (i64 b = threadIdx.x; b < entries; b += CHECK_THREADS) {
-    const i64 offset = load_id(offsets, b, offset_bytes);
-    const i64 before = b ? load_id(offsets, b - 1, offset_bytes) : 0;
-    out[b] = offset;
-    if (!sound_offset(before, offset, b, entries, n, last_is_end)) atomicMin(&bad, (u64)b);
-  }
+  copy_offsets(offsets, offset_bytes, entries, n, last_is_end, out, &bad, threadIdx.x, CHECK_THREADS);
   __syncthreads();
   if (bad == ~0ull) return;
-  for (i64 b = threadIdx.x; b < entries; b += CHECK_THREADS) out[b] = last_is_end && b == entries - 1 ? n : 0;
+  empty_bags(entries, n, last_is_end, out, threadIdx.x, CHECK_THREADS);
   if (threadIdx.x == 0) report(mailbox, ERROR_OFFSETS, (i64)bad, 0, n);
 }

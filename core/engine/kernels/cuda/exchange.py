@@ -9,15 +9,15 @@ from typing import NamedTuple
 import torch
 
 from ..format import ceil_div
-from .parameters import Address, Int32, Parameters
+from .parameters import Address, Parameters
 from .runner import Launch, Runner
 from .source import EXCHANGE
 
 THREADS = 256  # of a block
-THREAD_UNITS = 4  # that a thread has under way
+THREAD_UNITS = 4  # that a thread has under way each way
 BLOCKS = 4  # of a multiprocessor, for each array
 UNITS = (16, 4, 2, 1)  # bytes that are copied at once
-FIELDS = 5  # numbers that describe an array
+FIELDS = 6  # numbers that describe an array
 
 
 @dataclass(init=False)
@@ -28,9 +28,9 @@ class ExchangeRows(Parameters):
 
     arrays: Address
     slots: Address
-    rows: Address
+    leaving: Address
+    wanted: Address
     coming: Address
-    to_host: Int32
 
 
 class ExchangedArray(NamedTuple):
@@ -42,12 +42,15 @@ class ExchangedArray(NamedTuple):
         ``[slots, ...]`` on the device, contiguous.
     stored : torch.Tensor
         ``[rows, ...]``, rows of as many bytes, contiguous, in memory that the GPU reads and writes.
+    incoming : torch.Tensor, optional
+        As `stored`, where rows that come are elsewhere than those that leave.
     by_position : bool
-        Whether `stored` has the rows of the batch, one after another.
+        Whether both have the rows of the batch, one after another.
     """
 
     cached: torch.Tensor
     stored: torch.Tensor
+    incoming: torch.Tensor | None = None
     by_position: bool = False
 
     @property
@@ -57,10 +60,14 @@ class ExchangedArray(NamedTuple):
 
     def description(self) -> tuple[int, ...]:
         """Return the numbers that the kernel reads."""
-        row_bytes = self.row_bytes
-        places = row_bytes | self.cached.data_ptr() | self.stored.data_ptr()
+        row_bytes, out = self.row_bytes, self.stored.data_ptr()
+        addresses = (
+            self.cached.data_ptr(),
+            out,
+            out if self.incoming is None else self.incoming.data_ptr(),
+        )
+        places = row_bytes | addresses[0] | addresses[1] | addresses[2]
         unit = next(unit for unit in UNITS if places % unit == 0)
-        addresses = self.cached.data_ptr(), self.stored.data_ptr()
         return (*addresses, row_bytes, unit, int(self.by_position))
 
 
@@ -89,27 +96,25 @@ class ExchangeKernels:
         self,
         arrays: torch.Tensor,
         slots: torch.Tensor,
-        rows: torch.Tensor,
+        leaving: torch.Tensor,
+        wanted: torch.Tensor,
         coming: torch.Tensor,
         most_units: int,
-        *,
-        to_host: bool,
     ) -> None:
-        """Copy the rows of a batch from their slots to the host, or from there.
+        """Copy rows of a batch from slots to the host, and others from there to the slots.
 
         Parameters
         ----------
         arrays : torch.Tensor
             What `described` returns; the arrays live until the GPU is done.
-        slots, rows : torch.Tensor
-            int64 on the device, with at least as many entries as there are rows: the slot of each,
-            and its number, or NO_ROW for none.
+        slots, leaving, wanted : torch.Tensor
+            int64 on the device, with at least as many entries as there are slots: each slot, the
+            number of the row that leaves it, and of the one that comes there, NO_ROW for none. No
+            row does both.
         coming : torch.Tensor
-            int64 on the device, the number of rows first.
+            int64 ``[2]`` on the device: how many slots; the second becomes 1 once rows are moved.
         most_units : int
             Units of all rows of an array together, at most.
-        to_host : bool
-            The direction.
         """
         if self._launch is None:
             self._launch = self._runner.bind(EXCHANGE, ExchangeRows, THREADS)
@@ -118,7 +123,7 @@ class ExchangeKernels:
             (max(1, blocks), arrays.shape[0], 1),
             arrays.data_ptr(),
             slots.data_ptr(),
-            rows.data_ptr(),
+            leaving.data_ptr(),
+            wanted.data_ptr(),
             coming.data_ptr(),
-            int(to_host),
         )

@@ -2,15 +2,19 @@
 //
 // Four launches on one stream: claim_slots finds the rows of the batch that have no slot, count_slots
 // counts how much the rows that may leave are worth, choose_slots takes the slots of those that are worth
-// least; then rows that changed are written back and the others fetched, see exchange.cu; give_slots
+// least; then these rows are exchanged, see exchange.cu; give_slots
 // changes the map, and writes the slots of all ids of the batch. The host knows none of the numbers.
 //
 // slot_of[N] is the slot of each row, or NO_SLOT; between the first and the last launch CLAIMED - k for
 // the k-th of the rows that are to come. An id out of range stands for the first or the last row.
 //
-// claims: rows to come, the first position of an id out of range or all ones, slots taken, and slots
-// taken whose rows are worth as much as the last ones that leave. give_slots of a batch sets the claims
-// and bins of the next one, which are others.
+// claims: rows to come, the first position of an id out of range or all ones, that of an offset that is not
+// sound or all ones, slots taken whose rows are worth as much as the last ones that leave, slots taken, and
+// whether rows were exchanged. give_slots of a batch sets the claims and bins of the next one, which are
+// others.
+//
+// Offsets of the batch's bags, of which there may be no entries, are checked on the way: `sound` gets a copy,
+// or where one is not sound no id for each bag but the last one, and the mailbox the error.
 //
 // A row may leave unless a batch from `oldest` on had it or its slot is pinned. row_in: the row in each
 // slot, or NO_ROW; seen: the last batch that had it; since: the batch that fetched it; keys: see
@@ -18,12 +22,13 @@
 #include "bits.cuh"
 #include "ids.cuh"
 #include "mailbox.cuh"
+#include "offsets.cuh"
 
 #define THREADS 256
 #define CLAIMING (NO_SLOT - 1)
 #define CLAIMED (NO_SLOT - 2)
 enum { BY_ORDER = 0, BY_USES = 1, BY_LAST_USE = 2 };  // which row leaves first
-enum { MISSING = 0, BAD = 1, TAKEN = 2, TAKEN_LAST = 3 };
+enum { MISSING = 0, BAD = 1, BAD_OFFSET = 2, TAKEN_LAST = 3, TAKEN = 4, MOVED = 5 };
 
 __device__ __forceinline__ i64 in_range(i64 id, i64 n_rows) { return id < 0 ? 0 : id < n_rows ? id : n_rows - 1; }
 
@@ -32,12 +37,14 @@ __device__ __forceinline__ i64 in_range(i64 id, i64 n_rows) { return id < 0 ? 0 
 extern "C" __global__ void __launch_bounds__(THREADS)
     claim_slots(const void* __restrict__ ids, int id_bytes, i64 n, i64 n_rows, int* slot_of, int* seen, int number,
                 i64* wanted, u64* counts, u64* claims, int* changed, const i64* __restrict__ marked, i64 n_marked,
-                int mark) {
+                int mark, const void* __restrict__ offsets, int offset_bytes, i64 entries, int last_is_end,
+                i64* __restrict__ sound) {
   const int lane = threadIdx.x & 31;
-  const i64 stride = (i64)gridDim.x * THREADS;
-  for (i64 i = (i64)blockIdx.x * THREADS + threadIdx.x; i < n_marked; i += stride) changed[marked[i]] = mark;
+  const i64 begin_of_thread = (i64)blockIdx.x * THREADS + threadIdx.x, stride = (i64)gridDim.x * THREADS;
+  for (i64 i = begin_of_thread; i < n_marked; i += stride) changed[marked[i]] = mark;
+  copy_offsets(offsets, offset_bytes, entries, n, last_is_end, sound, claims + BAD_OFFSET, begin_of_thread, stride);
   u32 hits = 0;
-  for (i64 first = (i64)blockIdx.x * THREADS + threadIdx.x - lane; first < n; first += stride) {
+  for (i64 first = begin_of_thread - lane; first < n; first += stride) {
     bool won = false;
     i64 row = 0;
     if (first + lane < n) {
@@ -68,12 +75,16 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 
 // Of a cache that has every row in the slot of its own number: slots gets those of the ids. seen, number,
 // counts and counting as elsewhere. The position that is reported is one of an id out of range.
+// progress: blocks that are done with the offsets, 0, and the first position of one that is not sound, all
+// ones; they are that again afterwards.
 extern "C" __global__ void __launch_bounds__(THREADS)
     keep_slots(const void* __restrict__ ids, int id_bytes, i64 n, i64 n_rows, i64* keys, int* seen, int counting,
-               int number, i64* slots, u64* counts, i64* mailbox) {
-  const i64 stride = (i64)gridDim.x * THREADS;
+               int number, i64* slots, u64* counts, const void* __restrict__ offsets, int offset_bytes, i64 entries,
+               int last_is_end, i64* sound, u64* progress, i64* mailbox) {
+  __shared__ u64 bad;
+  const i64 begin = (i64)blockIdx.x * THREADS + threadIdx.x, stride = (i64)gridDim.x * THREADS;
   u32 hits = 0;
-  for (i64 i = (i64)blockIdx.x * THREADS + threadIdx.x; i < n; i += stride) {
+  for (i64 i = begin; i < n; i += stride) {
     const i64 id = load_id(ids, i, id_bytes), row = in_range(id, n_rows);
     slots[i] = row;
     if (row != id) report(mailbox, ERROR_INDEX, i, id, n_rows);
@@ -83,6 +94,23 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   }
   hits = __reduce_add_sync(FULL, hits);
   if ((threadIdx.x & 31) == 0 && hits) atomicAdd(counts, (u64)hits);
+  if (entries == 0) return;
+  copy_offsets(offsets, offset_bytes, entries, n, last_is_end, sound, progress + 1, begin, stride);
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    bad = ~0ull;
+    __threadfence();
+    if (atomicAdd(progress, 1ull) == gridDim.x - 1) {  // the others have copied theirs
+      __threadfence();
+      bad = *(volatile u64*)(progress + 1);
+      progress[0] = 0;
+      progress[1] = ~0ull;
+    }
+  }
+  __syncthreads();
+  if (bad == ~0ull) return;
+  empty_bags(entries, n, last_is_end, sound, threadIdx.x, THREADS);
+  if (threadIdx.x == 0) report(mailbox, ERROR_OFFSETS, (i64)bad, 0, n);
 }
 
 // Numbers that rise with x, one for each up to 1023, then 32 for each power of two.
@@ -216,14 +244,15 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   if (lane == 0 && written) atomicAdd(counts + 2, (u64)written);
 }
 
-// slots, kept: get the slot of each id, twice. counting: BY_USES raises the key of a slot by one for each id
-// there, BY_LAST_USE makes it the number of the batch, BY_ORDER leaves it. counts: gets the different rows
-// that had no slot. wanted and leaving are NO_ROW again afterwards. Rows for which no slot was free, which
-// the host rules out, stand for the one in slot 0 and are reported.
+// slots, and kept where there is one: get the slot of each id. counting: BY_USES raises the key of a slot by
+// one for each id there, BY_LAST_USE makes it the number of the batch, BY_ORDER leaves it. counts: gets the
+// different rows that had no slot. wanted and leaving are NO_ROW again afterwards. Rows for which no slot was
+// free, which the host rules out, stand for the one in slot 0 and are reported.
 extern "C" __global__ void __launch_bounds__(THREADS)
     give_slots(const void* __restrict__ ids, int id_bytes, i64 n, i64 n_rows, int* slot_of, i64* row_in, i64* keys,
                int* changed, int counting, int number, i64* wanted, const i64* victims, i64* leaving, i64* slots,
-               i64* kept, u64* counts, const u64* claims, u64* next_claims, u32* next_bins, i64* mailbox) {
+               i64* kept, u64* counts, const u64* claims, u64* next_claims, u32* next_bins, i64 entries,
+               int last_is_end, i64* sound, i64* mailbox) {
   const i64 stride = (i64)gridDim.x * THREADS;
   const i64 begin = (i64)blockIdx.x * THREADS + threadIdx.x;
   const i64 missing = (i64)claims[MISSING], taken = (i64)claims[TAKEN];
@@ -233,7 +262,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const i64 k = (i64)CLAIMED - there;
     const int slot = there >= 0 ? there : k >= 0 && k < taken ? (int)victims[k] : 0;
     slots[i] = slot;
-    kept[i] = slot;
+    if (kept != nullptr) kept[i] = slot;
     if (counting == BY_USES) atomicAdd((u64*)keys + slot, 1ull);
     else if (counting == BY_LAST_USE) keys[slot] = number;
   }
@@ -252,11 +281,13 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     leaving[k] = NO_ROW;
   }
   for (i64 b = begin; b < BINS; b += stride) next_bins[b] = 0;
+  const u64 bad = claims[BAD], bad_offset = claims[BAD_OFFSET];
+  if (bad_offset != ~0ull) empty_bags(entries, n, last_is_end, sound, begin, stride);
   if (begin) return;
-  const u64 bad = claims[BAD];
   counts[1] = (u64)missing;
-  next_claims[MISSING] = next_claims[TAKEN] = next_claims[TAKEN_LAST] = 0;
-  next_claims[BAD] = ~0ull;
+  next_claims[MISSING] = next_claims[TAKEN_LAST] = next_claims[TAKEN] = next_claims[MOVED] = 0;
+  next_claims[BAD] = next_claims[BAD_OFFSET] = ~0ull;
   if (taken < missing) report(mailbox, ERROR_SLOTS, taken, missing, n_rows);
+  if (bad_offset != ~0ull) report(mailbox, ERROR_OFFSETS, (i64)bad_offset, 0, n);
   if (bad < (u64)n) report(mailbox, ERROR_INDEX, (i64)bad, load_id(ids, (i64)bad, id_bytes), n_rows);
 }

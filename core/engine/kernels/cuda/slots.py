@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -13,7 +14,10 @@ from .source import SLOTS
 
 THREADS = 256  # of a block
 BLOCKS = 8  # of a multiprocessor
-CLAIMS, TAKEN = 4, 2  # numbers that the launches of a batch share; the place of slots taken
+#: Numbers that the launches of a batch share, at first, and the place of slots taken among them.
+CLAIMS, TAKEN = (0, -1, -1, 0, 0, 0), 4
+#: Blocks that are done with the offsets of a batch, and the first that is not sound, at first.
+PROGRESS = (0, -1)
 #: Which row leaves first: that of the highest rank, the least used, the one not used for longest.
 #: Also how a batch changes the keys of its slots.
 BY_ORDER, BY_USES, BY_LAST_USE = 0, 1, 2
@@ -21,7 +25,7 @@ BY_ORDER, BY_USES, BY_LAST_USE = 0, 1, 2
 
 @dataclass(init=False)
 class KeepSlots(Parameters):
-    """Parameters of `keep_slots`: int32 or int64 ids, int32 `seen`, the others int64."""
+    """Parameters of `keep_slots`: int32 or int64 ids and offsets, int32 `seen`, others int64."""
 
     kernel = "keep_slots"
 
@@ -35,6 +39,12 @@ class KeepSlots(Parameters):
     number: Int32
     slots: Address
     counts: Address
+    offsets: Address
+    offset_bytes: Int32
+    entries: Int64
+    last_is_end: Int32
+    sound: Address
+    progress: Address
     mailbox: Address
 
 
@@ -42,8 +52,8 @@ class KeepSlots(Parameters):
 class ClaimSlots(Parameters):
     """Parameters of `claim_slots`.
 
-    int32 or int64 ids, int32 `slot_of`, `seen` and `changed`, int64 `wanted`, `counts`, `claims`
-    and `marked`.
+    int32 or int64 ids and offsets, int32 `slot_of`, `seen` and `changed`, int64 `wanted`, `counts`,
+    `claims`, `marked` and `sound`.
     """
 
     kernel = "claim_slots"
@@ -62,6 +72,11 @@ class ClaimSlots(Parameters):
     marked: Address
     n_marked: Int64
     mark: Int32
+    offsets: Address
+    offset_bytes: Int32
+    entries: Int64
+    last_is_end: Int32
+    sound: Address
 
 
 @dataclass(init=False)
@@ -119,7 +134,7 @@ class ChooseSlots(Parameters):
 
 @dataclass(init=False)
 class GiveSlots(Parameters):
-    """Parameters of `give_slots`: as for the others; int64 `slots` and `kept`."""
+    """Parameters of `give_slots`: as for the others; int64 `slots`, and `kept` or None."""
 
     kernel = "give_slots"
 
@@ -142,7 +157,39 @@ class GiveSlots(Parameters):
     claims: Address
     next_claims: Address
     next_bins: Address
+    entries: Int64
+    last_is_end: Int32
+    sound: Address
     mailbox: Address
+
+
+class BagOffsets(NamedTuple):
+    """Offsets of the bags of a batch, which are looked at while its slots are found.
+
+    Parameters
+    ----------
+    given : torch.Tensor
+        int32 or int64 ``[B]``, contiguous, on the device.
+    include_last : bool
+        Whether the last one is the number of ids.
+    sound : torch.Tensor
+        int64 ``[B]`` on the device, overwritten by what kernels of torch can take: a copy, or where
+        one offset is bad, which the mailbox then tells, zeros with the number of ids as the end.
+    """
+
+    given: torch.Tensor
+    include_last: bool
+    sound: torch.Tensor
+
+
+def _looked_at(n_ids: int, bags: BagOffsets | None) -> tuple[int, tuple[int, int, int, int, int]]:
+    """Return how many ids or offsets there are at most, and the arguments for the offsets."""
+    if bags is None:
+        return n_ids, (0, 8, 0, 0, 0)
+    given, include_last, sound = bags
+    entries = given.shape[0]
+    offsets = given.data_ptr(), given.element_size(), entries, int(include_last), sound.data_ptr()
+    return max(n_ids, entries), offsets
 
 
 @dataclass(frozen=True, eq=False)
@@ -166,7 +213,7 @@ class SlotColumns:
     changed : torch.Tensor
         int32 ``[S]``: 0 where the row and its optimizer state are as on the host.
     claims : torch.Tensor
-        int64 ``[2, CLAIMS]``, 0, -1, 0, 0 at first: of two batches in turns.
+        int64 ``[2, 6]``, CLAIMS at first: of two batches in turns.
     bins : torch.Tensor
         int32 ``[2, LEAVING_BINS]``, zeros at first.
     pinned : torch.Tensor, optional
@@ -230,24 +277,32 @@ class SlotKeeper:
             n_rows=keys.shape[0],
             keys=keys,
             seen=seen,
+            progress=torch.tensor(PROGRESS, dtype=torch.int64, device=keys.device),
             mailbox=runner.mailbox,
         )
 
     def keep(
-        self, ids: torch.Tensor, counts: int, number: int, slots: torch.Tensor, counting: int
+        self,
+        ids: torch.Tensor,
+        counts: int,
+        number: int,
+        slots: torch.Tensor,
+        counting: int,
+        bags: BagOffsets | None = None,
     ) -> None:
-        """Find the slots of a batch; see `SlotFinder`.
+        """Find the slots of a batch; see `SlotFinder`. All batches are on one stream.
 
         Parameters
         ----------
-        ids, counts, number, counting
+        ids, counts, number, counting, bags
             As for its methods.
         slots : torch.Tensor
             int64 ``[n]`` on the device, overwritten.
         """
         n = ids.shape[0]
+        most, offsets = _looked_at(n, bags)
         self._launch(
-            min(ceil_div(n, THREADS), self._most_blocks),
+            min(ceil_div(most, THREADS), self._most_blocks),
             ids.data_ptr(),
             ids.element_size(),
             n,
@@ -255,6 +310,7 @@ class SlotKeeper:
             number,
             slots.data_ptr(),
             counts,
+            *offsets,
         )
 
 
@@ -326,7 +382,7 @@ class SlotFinder:
 
     @property
     def coming(self) -> torch.Tensor:
-        """int64 on the device: first, after `choose`, the rows of this batch that are to come."""
+        """int64 ``[2]`` on the device: what `ExchangeKernels.exchange` takes, after `choose`."""
         return self._turns[self._turn][0]
 
     def claim(
@@ -337,6 +393,7 @@ class SlotFinder:
         wanted: torch.Tensor,
         marked: torch.Tensor | None = None,
         mark: int = 0,
+        bags: BagOffsets | None = None,
     ) -> None:
         """Find the rows of a batch that have no slot, and look for ids out of range.
 
@@ -356,10 +413,13 @@ class SlotFinder:
             int64 on the device, contiguous: slots whose `SlotColumns.changed` becomes `mark` first.
         mark : int
             Of them; not 0.
+        bags : BagOffsets, optional
+            Of the batch; `give` gets the same.
         """
         n = ids.shape[0]
+        most, offsets = _looked_at(n, bags)
         self._turns[self._turn][1](
-            min(ceil_div(n, THREADS), self._most_blocks),
+            min(ceil_div(most, THREADS), self._most_blocks),
             ids.data_ptr(),
             ids.element_size(),
             n,
@@ -369,6 +429,7 @@ class SlotFinder:
             0 if marked is None else marked.data_ptr(),
             0 if marked is None else marked.shape[0],
             mark,
+            *offsets,
         )
 
     def choose(
@@ -416,6 +477,8 @@ class SlotFinder:
         wanted: torch.Tensor,
         victims: torch.Tensor,
         leaving: torch.Tensor,
+        kept: torch.Tensor | None = None,
+        bags: BagOffsets | None = None,
     ) -> None:
         """Put the rows that have come into the map, and find the slots of the batch.
 
@@ -423,15 +486,15 @@ class SlotFinder:
 
         Parameters
         ----------
-        ids, counts, number, wanted, victims, leaving
+        ids, counts, number, wanted, victims, leaving, bags
             As given to `claim` and `choose`.
-        slots : torch.Tensor
-            int64 ``[2, n]`` on the device, overwritten, both rows alike.
+        slots, kept : torch.Tensor
+            int64 ``[n]`` on the device, overwritten; the latter is a second copy, if wanted.
         counting : int
             BY_USES raises the key of a slot by one for each id there, BY_LAST_USE makes it the
             number of the batch, BY_ORDER leaves it.
         """
-        n, to = ids.shape[0], slots.data_ptr()
+        n = ids.shape[0]
         self._turns[self._turn][4](
             min(ceil_div(n, THREADS), self._most_blocks),
             ids.data_ptr(),
@@ -442,8 +505,11 @@ class SlotFinder:
             wanted.data_ptr(),
             victims.data_ptr(),
             leaving.data_ptr(),
-            to,
-            to + 8 * n,
+            slots.data_ptr(),
+            0 if kept is None else kept.data_ptr(),
             counts,
+            0 if bags is None else bags.given.shape[0],
+            0 if bags is None else int(bags.include_last),
+            0 if bags is None else bags.sound.data_ptr(),
         )
         self._turn = 1 - self._turn
