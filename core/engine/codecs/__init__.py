@@ -3,13 +3,24 @@
 from ..kernels.host_rows import HostRowKernels
 from ..kernels.row_kernels import RowKernels
 from .base import PackedRows, RowCodec, check_tensor_argument, elements, rows_as_bytes
+from .blob import Blob, BlobCodec, check_decode_arguments, check_encode_arguments
 from .invariant import InvariantCodec, PlanCache
 from .quantized import TileCodec
 from .raw import RawCodec
-from .registry import codec_class, codec_names, get_codec, register_codec
+from .registry import (
+    blob_codec_class,
+    codec_class,
+    codec_names,
+    get_codec,
+    register_codec,
+    row_codec_class,
+)
 from .words import WordRowCodec
+from .zvc import ZvcCodec
 
 __all__ = [
+    "Blob",
+    "BlobCodec",
     "HostRowKernels",
     "InvariantCodec",
     "PackedRows",
@@ -19,11 +30,16 @@ __all__ = [
     "RowKernels",
     "TileCodec",
     "WordRowCodec",
+    "ZvcCodec",
+    "blob_codec_class",
+    "check_decode_arguments",
+    "check_encode_arguments",
     "check_tensor_argument",
     "codec_class",
     "codec_names",
     "elements",
     "get_codec",
     "register_codec",
+    "row_codec_class",
     "rows_as_bytes",
 ]

@@ -30,11 +30,15 @@ import torch
 
 from ...devices import checked_device
 from ...errors import ArgumentError, ArgumentTypeError, CorruptedDataError
-from .base import check_out_argument, check_tensor_argument, elements
-
-HEADER_BYTES = 32
-#: Buffers begin at a multiple of this, and so do the parts of the built-in forms within them.
-ALIGN_BYTES = 16
+from ..kernels.blob_format import ALIGN_BYTES as ALIGN_BYTES
+from ..kernels.blob_format import HEADER_BYTES as HEADER_BYTES
+from .base import (
+    check_integer,
+    check_out_argument,
+    check_tensor_argument,
+    elements,
+    share_memory,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,7 +149,9 @@ class BlobCodec(ABC):
         """Return the most bytes that a tensor can take, its header included."""
 
     @abstractmethod
-    def encode(self, t: torch.Tensor, out: torch.Tensor | None = None) -> Blob:
+    def encode(
+        self, t: torch.Tensor, out: torch.Tensor | None = None, *, sm_budget: int | None = None
+    ) -> Blob:
         """Encode a tensor on its own device, without waiting for it.
 
         Parameters
@@ -154,7 +160,10 @@ class BlobCodec(ABC):
             Dense, of any shape (empty and 0-d ones too), any strides, and a dtype that it `takes`.
         out : torch.Tensor, optional
             uint8 ``[n]`` on the same device, contiguous, at a multiple of `ALIGN_BYTES`, of
-            `max_encoded_bytes` or more: the buffer to write to.
+            `max_encoded_bytes` or more: the buffer to write to. It shares no memory with `t`.
+        sm_budget : int, optional
+            On a GPU no more blocks are started than this many multiprocessors hold; all when left
+            out.
 
         Returns
         -------
@@ -168,7 +177,9 @@ class BlobCodec(ABC):
         """
 
     @abstractmethod
-    def decode(self, blob: Blob, out: torch.Tensor | None = None) -> torch.Tensor:
+    def decode(
+        self, blob: Blob, out: torch.Tensor | None = None, *, sm_budget: int | None = None
+    ) -> torch.Tensor:
         """Decode a blob on its own device, without waiting for it.
 
         Parameters
@@ -177,6 +188,8 @@ class BlobCodec(ABC):
             What `encode` of an equal codec returned, on any device that it takes.
         out : torch.Tensor, optional
             Tensor of the blob's shape and dtype to write to, with any strides that do not overlap.
+        sm_budget : int, optional
+            As for `encode`.
 
         Returns
         -------
@@ -231,10 +244,11 @@ class BlobCodec(ABC):
 
 
 def check_encode_arguments(
-    codec: BlobCodec, t: torch.Tensor, out: torch.Tensor | None
+    codec: BlobCodec, t: torch.Tensor, out: torch.Tensor | None, sm_budget: int | None = None
 ) -> torch.Tensor:
     """Return the buffer to encode into, `out` or a new one, or refuse the arguments."""
     check_tensor_argument("t", t)
+    _check_budget(sm_budget)
     if not codec.takes(t.dtype):
         raise ArgumentTypeError(f"t: dtype {t.dtype} is not one that codec {codec.name!r} takes")
     most = codec.max_encoded_bytes(t.shape, t.dtype)
@@ -251,13 +265,23 @@ def check_encode_arguments(
         raise ArgumentError(f"out: {out.shape[0]} bytes, a tensor like t may take {most}")
     if out.data_ptr() % ALIGN_BYTES:
         raise ArgumentError(f"out: begins at no multiple of {ALIGN_BYTES} bytes")
+    if share_memory(out, t):
+        raise ArgumentError("out: shares memory with t")
     return out
 
 
-def check_decode_arguments(codec: BlobCodec, blob: Blob, out: torch.Tensor | None) -> torch.Tensor:
+def _check_budget(sm_budget: int | None) -> None:
+    if sm_budget is not None:
+        check_integer("sm_budget", sm_budget, range(1, 1 << 31))
+
+
+def check_decode_arguments(
+    codec: BlobCodec, blob: Blob, out: torch.Tensor | None, sm_budget: int | None = None
+) -> torch.Tensor:
     """Return the tensor to decode into, `out` or a new one, or refuse the arguments."""
     if not isinstance(blob, Blob):
         raise ArgumentTypeError(f"blob: expected a Blob, got {type(blob).__name__}")
+    _check_budget(sm_budget)
     data = blob.data
     check_tensor_argument("blob: data", data)
     if data.dtype != torch.uint8 or data.dim() != 1 or not data.is_contiguous():

@@ -22,6 +22,7 @@ from typing import Protocol
 import torch
 
 from ...errors import ArgumentTypeError
+from .blob_format import ALIGN_BYTES, ZvcLayout
 from .candidates import CandidateTable
 from .format import RowLayout, RowStorage, shared_row_items
 
@@ -87,6 +88,31 @@ class Kernels(Protocol):
         sm_budget: int | None = None,
     ) -> int:
         """Unpack rows; return a damaged row, or -1."""
+        ...
+
+    def encode_zvc(
+        self,
+        x: torch.Tensor,
+        layout: ZvcLayout,
+        form: int,
+        data: torch.Tensor,
+        sm_budget: int | None = None,
+        values: torch.Tensor | None = None,
+        fill_bytes: int = ALIGN_BYTES,
+    ) -> None:
+        """Write a tensor in zero-value compression."""
+        ...
+
+    def decode_zvc(
+        self,
+        data: torch.Tensor,
+        layout: ZvcLayout,
+        form: int,
+        out: torch.Tensor,
+        sm_budget: int | None = None,
+        values: torch.Tensor | None = None,
+    ) -> None:
+        """Write the tensor that was compressed."""
         ...
 
 

@@ -18,6 +18,8 @@ from ..format import (
     TableStorage,
     read_together,
 )
+from .blobs import decode_zvc as decode_zvc
+from .blobs import encode_zvc as encode_zvc
 from .compiling import call
 from .constants import chunks_of, constants_of, unsigned
 from .items import PreparedItems

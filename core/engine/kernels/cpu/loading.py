@@ -54,6 +54,15 @@ def planning() -> Any:
 
 
 @functools.cache
+def zero_values() -> Any:
+    """Load the functions of zero-value compression."""
+    load_optional("numba", extra=None, purpose="compressing tensors on the CPU")
+    from . import zvc
+
+    return zvc
+
+
+@functools.cache
 def tiling() -> Any:
     """Load the functions of coded tiles."""
     load_optional("numba", extra=None, purpose="coding tiles on the CPU")

@@ -19,6 +19,7 @@ from .plan import PlanKernels
 from .quantized import TileKernels
 from .runner import Runner
 from .slots import SlotKernels
+from .zvc import ZvcKernels
 
 
 class CudaKernels:
@@ -76,3 +77,5 @@ class CudaKernels:
         self.pack_tiles = tiles.pack_tiles
         self.decode_tiles = tiles.decode_tiles
         self.prepare_tiles = tiles.prepare_tiles
+        zvc = ZvcKernels(runner)
+        self.encode_zvc, self.decode_zvc = zvc.encode_zvc, zvc.decode_zvc

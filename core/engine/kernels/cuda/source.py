@@ -12,6 +12,14 @@ from pathlib import Path
 import torch
 
 from ....dtypes import EXPONENT_FIELDS
+from ..blob_format import (
+    ALIGN_BYTES,
+    HEADER_BYTES,
+    VALUE_BYTES_AT,
+    ZVC_BLOCK_BYTES,
+    ZVC_ONES,
+    ZVC_UNIT_BYTES,
+)
 from ..candidates import AGREED, COLUMNS, FIELD, FIRST, UNIFORM, VALUES, WIDTH
 from ..format import (
     BUCKET_ENTRIES,
@@ -45,6 +53,7 @@ _INCLUDE = re.compile(r'^#include "(\w+\.cuh)"$', re.MULTILINE)
 _KERNELS: dict[str, tuple[str, ...]] = {
     "count": ("count_bits",),
     "encode": ("packed_words", "encode_rows"),
+    "pack": ("pack_blob",),
     "decode": ("decode_rows", "decode_long_rows"),
     "gather": ("gather_rows", "gather_long_rows", "gather_short_rows"),
     "copy": ("copy_rows",),
@@ -61,6 +70,7 @@ _KERNELS: dict[str, tuple[str, ...]] = {
         "top_values",
         "sizes_by_option",
     ),
+    "zvc": ("encode_zvc", "decode_zvc"),
     "quantized": ("measure_tiles", "encode_tiles", "pack_tiles", "move_tiles", "decode_tiles"),
 }
 
@@ -145,6 +155,9 @@ TILE_FORMATS = tuple(
     )
 )
 
+#: Blocks that pack the rows of a tensor for which a multiprocessor has registers.
+PACK_BLOCKS = 4
+
 
 @cache
 def source_text(name: str) -> str:
@@ -171,7 +184,7 @@ class Variant:
     Parameters
     ----------
     file : str
-        ``"count"``, ``"encode"``, ``"decode"`` or ``"gather"``.
+        ``"count"``, ``"encode"``, ``"pack"``, ``"decode"`` or ``"gather"``.
     chunk_bytes, code_bits, grouped, uniform
         As in RowFormat; counting knows only chunk_bytes.
     vector : int
@@ -207,6 +220,8 @@ class Variant:
         defines["FIELD_LOW"] = BYTE_FIELDS[self.chunk_bytes] if self.byte_field else -1
         if self.file == "encode":
             return defines
+        if self.file == "pack":
+            return defines | {"PAD_WORDS": PAD_WORDS, "MIN_BLOCKS": PACK_BLOCKS}
         first_codes = sum(1 << self.code_bits * v for v in range(self.vector))
         wide = self.vector > 1
         if self.file == "gather":
@@ -246,8 +261,8 @@ class PlainVariant:
     Parameters
     ----------
     file : str
-        ``"copy"``, ``"ids"``, ``"map"``, ``"slots"``, ``"bags"``, ``"plan"``, ``"attend"`` or
-        ``"quantized"``.
+        ``"copy"``, ``"ids"``, ``"map"``, ``"slots"``, ``"bags"``, ``"plan"``, ``"attend"``,
+        ``"quantized"`` or ``"zvc"``.
     settings : tuple of (str, int)
         The preprocessor's definitions.
     """
@@ -262,9 +277,9 @@ class PlainVariant:
     @property
     def name(self) -> str:
         """Readable name, for tests and logs."""
-        if self.file not in ("copy", "bags", "attend", "quantized"):
+        if self.file not in ("copy", "bags", "attend", "quantized", "zvc"):
             return self.file
-        named = self.settings[: len(TILE_SETTINGS) if self.file == "quantized" else None]
+        named = self.settings[: {"quantized": len(TILE_SETTINGS), "zvc": 1}.get(self.file)]
         return "-".join([self.file, *(f"{k.lower()}{v}" for k, v in named)])
 
 
@@ -352,6 +367,36 @@ def attend_variant(groups: int, row_groups: int, dtype: torch.dtype) -> PlainVar
     return PlainVariant("attend", settings)
 
 
+def zvc_threads(unit_bytes: int) -> int:
+    """Return the threads of a block of zero-value compression.
+
+    A thread has its elements in registers, one in each: of single bytes there are the most.
+    """
+    return 512 if unit_bytes == 1 else 256
+
+
+def zvc_blocks(unit_bytes: int) -> int:
+    """Return the blocks of zero-value compression that a multiprocessor has registers for."""
+    return {1: 2, 2: 4}.get(unit_bytes, 6)
+
+
+def zvc_variant(unit_bytes: int) -> PlainVariant:
+    """Return zero-value compression of elements of so many bytes."""
+    return PlainVariant(
+        "zvc",
+        (
+            ("CHUNK_BYTES", unit_bytes),
+            ("BLOCK_BYTES", ZVC_BLOCK_BYTES),
+            ("HEADER_BYTES", HEADER_BYTES),
+            ("ALIGN_BYTES", ALIGN_BYTES),
+            ("VALUE_BYTES_AT", VALUE_BYTES_AT),
+            ("ONES", f"{ZVC_ONES}u"),
+            ("THREADS", zvc_threads(unit_bytes)),
+            ("MIN_BLOCKS", zvc_blocks(unit_bytes)),
+        ),
+    )
+
+
 def widest_vector(chunk_bytes: int, uniform: bool) -> int:
     """Return the most chunks that a lane of the decoder takes: 16 bytes of them.
 
@@ -376,6 +421,7 @@ def all_variants() -> Iterator[AnyVariant]:
     yield EXCHANGE
     yield PLAN
     yield from map(quantized_variant, TILE_FORMATS)
+    yield from map(zvc_variant, ZVC_UNIT_BYTES)
     for size in BAG_VALUE_BYTES:
         yield from (bags_variant(size, vector) for vector in (1, 16 // size))
     # Attention knows tiles of any number of groups of 16 tokens up to 16: here the usual one, the
@@ -395,10 +441,13 @@ def all_variants() -> Iterator[AnyVariant]:
         CHUNK_BYTES, CODE_BITS, (False, True), (False, True)
     ):
         yield Variant("encode", width, bits, grouped, uniform)
+        if uniform:
+            yield Variant("pack", width, bits, grouped, uniform)
         for vector in (1, widest_vector(width, uniform)):
             yield Variant("decode", width, bits, grouped, uniform, vector)
             yield Variant("gather", width, bits, grouped, uniform, vector)
     for width, grouped in product(BYTE_FIELDS, (False, True)):
         yield Variant("encode", width, 3, grouped, True, byte_field=True)
+        yield Variant("pack", width, 3, grouped, True, byte_field=True)
         for file in ("decode", "gather"):
             yield Variant(file, width, 3, grouped, True, widest_vector(width, True), True)

@@ -1,0 +1,83 @@
+"""Write the golden files of whole tensors: blobs that every later version must decode.
+
+Run by hand, from the root of the repository, when a codec of whole tensors is added::
+
+    python tests/golden/make_blobs.py
+
+As with make_golden.py, a file that is there is never written again. test_blob_golden.py reads them.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bitslab.engine.codecs import BlobCodec, ZvcCodec
+from tests.helpers import bits_of
+
+FOLDER = Path(__file__).parent / "blobs"
+
+
+def sparse(dtype: torch.dtype, n: int) -> torch.Tensor:
+    """Half zeros, -0.0, a NaN and an infinity; else numbers close in size."""
+    t = torch.randn(n, generator=torch.Generator().manual_seed(n)).relu()
+    t[1], t[4], t[n - 1] = -0.0, float("nan"), float("inf")
+    return t.to(dtype)
+
+
+def bools(n: int) -> torch.Tensor:
+    return torch.arange(n) % 3 == 0
+
+
+#: By name: the codec, and the tensor.
+CASES: dict[str, Callable[[], tuple[BlobCodec, torch.Tensor]]] = {
+    "zvc1-1B": lambda: (ZvcCodec(), sparse(torch.float8_e5m2, 300)),
+    "zvc1-2B": lambda: (ZvcCodec(), sparse(torch.bfloat16, 300)),
+    "zvc1-4B": lambda: (ZvcCodec(), sparse(torch.float32, 2100)),  # two blocks
+    "zvc1-8B": lambda: (ZvcCodec(), sparse(torch.float64, 100)),
+    "zvc1-16B": lambda: (ZvcCodec(), sparse(torch.complex128, 50)),
+    "zvc1-bool": lambda: (ZvcCodec(), bools(1000)),
+    "zvc1-empty": lambda: (ZvcCodec(), torch.zeros(3, 0)),
+    "zvc1-scalar": lambda: (ZvcCodec(), torch.tensor(2.5)),
+}
+
+
+def tensor_to_json(t: torch.Tensor) -> dict[str, Any]:
+    data = base64.b64encode(bits_of(t).numpy().tobytes()).decode()
+    return {"dtype": str(t.dtype).removeprefix("torch."), "shape": list(t.shape), "data": data}
+
+
+def tensor_from_json(content: Mapping[str, Any]) -> torch.Tensor:
+    data = torch.tensor(list(base64.b64decode(content["data"])), dtype=torch.uint8)
+    return data.view(getattr(torch, content["dtype"])).view(content["shape"])
+
+
+def write(name: str) -> bool:
+    """Write a golden file, unless it is there."""
+    path = FOLDER / f"{name}.json"
+    if path.exists():
+        return False
+    codec, t = CASES[name]()
+    content = {
+        "codec": codec.name,
+        "config": codec.to_config(),
+        "tensor": tensor_to_json(t),
+        "data": tensor_to_json(codec.encode(t).trimmed().data),
+    }
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(content, indent=1) + "\n")
+    return True
+
+
+def main() -> None:
+    for name in CASES:
+        print(("wrote " if write(name) else "kept  ") + name)
+
+
+if __name__ == "__main__":
+    main()
