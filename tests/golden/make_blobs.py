@@ -17,15 +17,16 @@ from typing import Any
 
 import torch
 
-from bitslab.engine.codecs import BlobCodec, ZvcCodec
+from bitslab.engine.codecs import BlobCodec, CsrCodec, Lz4Codec, RleCodec, ZfpCodec, ZvcCodec
 from tests.helpers import bits_of
 
 FOLDER = Path(__file__).parent / "blobs"
 
 
-def sparse(dtype: torch.dtype, n: int) -> torch.Tensor:
-    """Half zeros, -0.0, a NaN and an infinity; else numbers close in size."""
+def sparse(dtype: torch.dtype, n: int, every: int = 1) -> torch.Tensor:
+    """Half zeros, -0.0, a NaN and an infinity; else numbers close in size, of which some stay."""
     t = torch.randn(n, generator=torch.Generator().manual_seed(n)).relu()
+    t[torch.arange(n) % every > 0] = 0
     t[1], t[4], t[n - 1] = -0.0, float("nan"), float("inf")
     return t.to(dtype)
 
@@ -43,6 +44,24 @@ CASES: dict[str, Callable[[], tuple[BlobCodec, torch.Tensor]]] = {
     "zvc1-16B": lambda: (ZvcCodec(), sparse(torch.complex128, 50)),
     "zvc1-bool": lambda: (ZvcCodec(), bools(1000)),
     "zvc1-empty": lambda: (ZvcCodec(), torch.zeros(3, 0)),
+    "csr1-1B": lambda: (CsrCodec(), sparse(torch.float32, 300, 8).to(torch.float8_e5m2)),
+    "csr1-2B": lambda: (CsrCodec(), sparse(torch.bfloat16, 300, 8)),
+    "csr1-4B": lambda: (CsrCodec(), sparse(torch.float32, 4200, 8)),  # two rows
+    "csr1-16B": lambda: (CsrCodec(), sparse(torch.complex128, 50)),
+    "csr1-raw": lambda: (CsrCodec(), torch.arange(1, 9)),
+    "csr1-zeros": lambda: (CsrCodec(), torch.zeros(7, 3)),
+    "rle1-1B": lambda: (RleCodec(), torch.arange(900).div(300).byte()),
+    "rle1-4B": lambda: (RleCodec(), sparse(torch.float32, 700).repeat_interleave(6)),  # two rows
+    "rle1-8B": lambda: (RleCodec(), torch.arange(40).repeat_interleave(3)),
+    "rle1-raw": lambda: (RleCodec(), torch.arange(9)),
+    "lz4-4B": lambda: (Lz4Codec(), sparse(torch.float32, 1 << 14, 97).repeat(2)),  # two blocks
+    "lz4-raw": lambda: (Lz4Codec(), torch.arange(9).byte()),
+    "lz4-empty": lambda: (Lz4Codec(), torch.zeros(0)),
+    "zfp1-float32": lambda: (ZfpCodec(37), sparse(torch.float32, 203)),
+    "zfp1-float64": lambda: (ZfpCodec(96), sparse(torch.float64, 102)),
+    "zfp1-float16": lambda: (ZfpCodec(33), sparse(torch.float16, 301)),
+    "zfp1-bfloat16": lambda: (ZfpCodec(24), torch.arange(50).sin().bfloat16()),
+    "zfp1-raw": lambda: (ZfpCodec(64), sparse(torch.bfloat16, 40)),
     "zvc1-scalar": lambda: (ZvcCodec(), torch.tensor(2.5)),
 }
 
@@ -69,6 +88,8 @@ def write(name: str) -> bool:
         "tensor": tensor_to_json(t),
         "data": tensor_to_json(codec.encode(t).trimmed().data),
     }
+    if codec.error_bound is not None:
+        content["decoded"] = tensor_to_json(codec.decode(codec.encode(t)))
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(content, indent=1) + "\n")
     return True

@@ -4,7 +4,9 @@ from ..kernels.host_rows import HostRowKernels
 from ..kernels.row_kernels import RowKernels
 from .base import PackedRows, RowCodec, check_tensor_argument, elements, rows_as_bytes
 from .blob import Blob, BlobCodec, check_decode_arguments, check_encode_arguments
+from .csr import CsrCodec
 from .invariant import InvariantCodec, PlanCache
+from .lz4 import Lz4Codec
 from .quantized import TileCodec
 from .raw import RawCodec
 from .registry import (
@@ -15,10 +17,17 @@ from .registry import (
     register_codec,
     row_codec_class,
 )
+from .rle import RleCodec
+from .sparsity import count_zeros
 from .words import WordRowCodec
+from .zfp import ZfpCodec
 from .zvc import ZvcCodec
 
 __all__ = [
+    "Lz4Codec",
+    "ZfpCodec",
+    "RleCodec",
+    "CsrCodec",
     "Blob",
     "BlobCodec",
     "HostRowKernels",
@@ -37,6 +46,7 @@ __all__ = [
     "check_tensor_argument",
     "codec_class",
     "codec_names",
+    "count_zeros",
     "elements",
     "get_codec",
     "register_codec",

@@ -1,6 +1,7 @@
 """Codec names and their classes.
 
-Built in are, of rows, ``"ibp"``, ``"raw"`` and, lossy, ``"tiles"``; of whole tensors ``"zvc"``. A
+Built in are, of rows, ``"ibp"``, ``"raw"`` and, lossy, ``"tiles"``; of whole tensors ``"zvc"``,
+``"csr"``, ``"rle"``, ``"lz4"`` and, lossy, ``"zfp"``. A
 package adds its own by the entry point group ``bitslab.codecs``, where the name of the entry point
 is the name of the codec; a program adds one by `register_codec`. A name means the same bytes for
 ever, so none can be given another class.
@@ -21,9 +22,13 @@ import torch
 from ...errors import ArgumentError, ArgumentTypeError, BitslabError
 from .base import RowCodec
 from .blob import BlobCodec
+from .csr import CsrCodec
 from .invariant import InvariantCodec
+from .lz4 import Lz4Codec
 from .quantized import TileCodec
 from .raw import RawCodec
+from .rle import RleCodec
+from .zfp import ZfpCodec
 from .zvc import ZvcCodec
 
 ENTRY_POINTS = "bitslab.codecs"
@@ -36,6 +41,10 @@ _BUILT_IN: tuple[AnyCodecClass, ...] = (
     RawCodec,
     TileCodec,
     ZvcCodec,
+    CsrCodec,
+    RleCodec,
+    ZfpCodec,
+    Lz4Codec,
 )
 _classes: dict[str, AnyCodecClass] = {c.name: c for c in _BUILT_IN}
 

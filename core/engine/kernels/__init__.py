@@ -36,6 +36,72 @@ class Kernels(Protocol):
         """Count set bits per position."""
         ...
 
+    def count_zeros(self, data: torch.Tensor, unit_bytes: int) -> torch.Tensor:
+        """Count units that are zero."""
+        ...
+
+    def encode_csr(
+        self,
+        x: torch.Tensor,
+        element_bytes: int,
+        out: torch.Tensor,
+        sm_budget: int | None = None,
+    ) -> None:
+        """Write a tensor as compressed sparse rows."""
+        ...
+
+    def decode_csr(
+        self,
+        data: torch.Tensor,
+        element_bytes: int,
+        out: torch.Tensor,
+        sm_budget: int | None = None,
+    ) -> bool:
+        """Read a tensor out of compressed sparse rows; return whether they are sound."""
+        ...
+
+    def encode_rle(
+        self,
+        x: torch.Tensor,
+        element_bytes: int,
+        out: torch.Tensor,
+        sm_budget: int | None = None,
+    ) -> None:
+        """Write a tensor as runs of equal units."""
+        ...
+
+    def decode_rle(
+        self,
+        data: torch.Tensor,
+        element_bytes: int,
+        out: torch.Tensor,
+        sm_budget: int | None = None,
+    ) -> bool:
+        """Read a tensor out of runs of equal units; return whether they are sound."""
+        ...
+
+    def encode_zfp(
+        self,
+        x: torch.Tensor,
+        dtype: torch.dtype,
+        block_bits: int,
+        out: torch.Tensor,
+        sm_budget: int | None = None,
+    ) -> None:
+        """Write a tensor as a stream of zfp's blocks."""
+        ...
+
+    def decode_zfp(
+        self,
+        data: torch.Tensor,
+        dtype: torch.dtype,
+        block_bits: int,
+        out: torch.Tensor,
+        sm_budget: int | None = None,
+    ) -> bool:
+        """Read a tensor out of a stream of zfp's blocks; return whether it is sound."""
+        ...
+
     def agreed_masks(
         self, counts: torch.Tensor, n_rows: int, candidates: CandidateTable
     ) -> torch.Tensor:

@@ -23,7 +23,7 @@ import torch
 
 import bitslab
 import bitslab.engine.codecs
-from bitslab.engine.codecs import Blob, BlobCodec, ZvcCodec
+from bitslab.engine.codecs import Blob, BlobCodec, CsrCodec, Lz4Codec, RleCodec, ZfpCodec, ZvcCodec
 from bitslab.engine.codecs.blob import ALIGN_BYTES, HEADER_BYTES
 from tests.engine.codecs.contract import edge_rows
 from tests.helpers import DTYPES, bits_of, dtype_id, same_bits
@@ -54,6 +54,14 @@ class Case:
 
 CASES: dict[str, Case] = {
     "zvc": Case(ZvcCodec),
+    "csr": Case(CsrCodec),
+    "rle": Case(RleCodec),
+    "lz4": Case(Lz4Codec),
+    "zfp": Case(
+        ZfpCodec,
+        {"block_bits": 48},
+        (torch.float32, torch.float64, torch.float16, torch.bfloat16),
+    ),
 }
 
 SHAPES = [(), (0,), (3, 0, 2), (1,), (31,), (5, 7), (2, 3, 4097)]

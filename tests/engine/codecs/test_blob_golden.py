@@ -40,7 +40,10 @@ def test_every_codec_has_golden_files() -> None:
 def test_golden_blobs_are_decoded_and_encoded_to_the_same_bytes(name: str) -> None:
     codec, t, blob = read(name)
     decoded = codec.decode(blob)
-    if codec.error_bound is None:
-        assert same_bits(decoded, t)
-    assert torch.equal(codec.encode(t).trimmed().data, blob.data)
-    assert codec.to_config() == content_of(name)["config"]
+    content = content_of(name)
+    # What a lossy codec decodes has been written down.
+    expected = t if codec.error_bound is None else make_blobs.tensor_from_json(content["decoded"])
+    assert same_bits(decoded, expected)
+    if codec.name != "lz4":  # another version of the library may find shorter blocks
+        assert torch.equal(codec.encode(t).trimmed().data, blob.data)
+    assert codec.to_config() == content["config"]

@@ -69,3 +69,39 @@ def tiling() -> Any:
     from . import tile_streams
 
     return tile_streams
+
+
+@functools.cache
+def keeping() -> Any:
+    """Load the functions that the forms share which keep some elements."""
+    load_optional("numba", extra=None, purpose="packing tensors on the CPU")
+    from . import kept
+
+    return kept
+
+
+@functools.cache
+def sparse_rows() -> Any:
+    """Load the functions of compressed sparse rows."""
+    load_optional("numba", extra=None, purpose="packing tensors on the CPU")
+    from . import csr
+
+    return csr
+
+
+@functools.cache
+def run_lengths() -> Any:
+    """Load the functions of runs of equal units."""
+    load_optional("numba", extra=None, purpose="packing tensors on the CPU")
+    from . import rle
+
+    return rle
+
+
+@functools.cache
+def zfp_blocks() -> Any:
+    """Load the functions of zfp's blocks."""
+    load_optional("numba", extra=None, purpose="packing tensors on the CPU")
+    from . import zfp
+
+    return zfp

@@ -37,6 +37,16 @@ from ..format import (
     SLAB_SHIFT,
     RowFormat,
 )
+from ..kept_format import (
+    COLUMN_BYTES,
+    COUNT_BYTES,
+    CSR_FORM,
+    RAW,
+    RLE_FORM,
+    ROW_UNITS,
+    RUN_UNITS,
+    ZFP_FORM,
+)
 from ..tile_format import (
     LEVELS,
     MAX_CODE,
@@ -45,6 +55,13 @@ from ..tile_format import (
     ZERO_SYMBOL,
     Granularity,
     TileFormat,
+)
+from ..zfp_format import (
+    FLOAT_KINDS,
+    LEAST_EXPONENT,
+    MOST_BLOCK_BITS,
+    PLANE_BITS,
+    FloatKind,
 )
 
 _FOLDER = Path(__file__).parent
@@ -72,6 +89,11 @@ _KERNELS: dict[str, tuple[str, ...]] = {
     ),
     "zvc": ("encode_zvc", "decode_zvc"),
     "quantized": ("measure_tiles", "encode_tiles", "pack_tiles", "move_tiles", "decode_tiles"),
+    "zeros": ("count_zeros",),
+    "kept": ("place_rows",),
+    "csr": ("count_csr", "pack_csr", "decode_csr"),
+    "rle": ("count_rle", "pack_rle", "decode_rle"),
+    "zfp": ("encode_zfp", "pack_zfp", "decode_zfp"),
 }
 
 #: Fewest chunks a lane with which eight lanes can take a row.
@@ -102,6 +124,22 @@ ORDER_BINS = 8192
 LEAVING_BINS = 2048
 #: Bytes that a lane of the copy of raw rows loads at once, and those that it can store at once.
 COPY_PIECES = {4: (1, 2, 4), 16: (1, 2, 4, 8, 16)}
+
+#: What kernels know of tensors of which some units are kept.
+KEPT_DEFINES = {
+    "HEADER_BYTES": HEADER_BYTES,
+    "ALIGN_BYTES": ALIGN_BYTES,
+    "ROW_UNITS": ROW_UNITS,
+    "RUN_UNITS": RUN_UNITS,
+    "RAW": f"({RAW})",
+    "COLUMN_BYTES": COLUMN_BYTES,
+    "COUNT_BYTES": COUNT_BYTES,
+    "CSR_FORM": CSR_FORM,
+    "RLE_FORM": RLE_FORM,
+    "ZFP_FORM": ZFP_FORM,
+}
+#: Kernels of whole tensors, which are compiled for each size or kind of element.
+UNIT_FILES = ("zeros", "csr", "rle", "zfp")
 
 #: Bytes of the values of rows that are pooled in bags.
 BAG_VALUE_BYTES = (4, 8)
@@ -277,6 +315,8 @@ class PlainVariant:
     @property
     def name(self) -> str:
         """Readable name, for tests and logs."""
+        if self.file in UNIT_FILES:
+            return f"{self.file}-" + "-".join(f"{k.lower()}{v}" for k, v in self.settings[:1])
         if self.file not in ("copy", "bags", "attend", "quantized", "zvc"):
             return self.file
         named = self.settings[: {"quantized": len(TILE_SETTINGS), "zvc": 1}.get(self.file)]
@@ -295,8 +335,36 @@ SLOTS = PlainVariant(
 )
 #: The one compilation of what moves rows between a cache and the host.
 EXCHANGE = PlainVariant("exchange")
+#: The one compilation of what comes between counting and packing units that are kept.
+KEPT = PlainVariant("kept", tuple(KEPT_DEFINES.items()))
 #: The one compilation of what a planner counts.
 PLAN = PlainVariant("plan", tuple(PLAN_DEFINES.items()))
+
+
+def zeros_variant(unit_bytes: int) -> PlainVariant:
+    """Return the counting of zeros among elements of so many bytes."""
+    return PlainVariant("zeros", (("CHUNK_BYTES", unit_bytes),))
+
+
+def kept_variant(file: str, unit_bytes: int) -> PlainVariant:
+    """Return the kernels of ``"csr"`` or ``"rle"`` for units of so many bytes."""
+    return PlainVariant(file, (("CHUNK_BYTES", unit_bytes), *KEPT_DEFINES.items()))
+
+
+def zfp_variant(kind: FloatKind) -> PlainVariant:
+    """Return the kernels of zfp's blocks for values of a kind."""
+    settings = (
+        ("KIND", kind.number),
+        ("CHUNK_BYTES", (1 + kind.exponent_bits + kind.fraction_bits) // 8),
+        ("FRACTION_BITS", kind.fraction_bits),
+        ("EXPONENT_BITS", kind.exponent_bits),
+        ("INT_BITS", kind.integer_bits),
+        ("HEAD_BITS", kind.head_bits),
+        ("PLANE_BITS", PLANE_BITS),
+        ("MOST_BLOCK_BITS", MOST_BLOCK_BITS),
+        ("LEAST_EXPONENT", f"({LEAST_EXPONENT})"),
+    )
+    return PlainVariant("zfp", (*settings, *KEPT_DEFINES.items()))
 
 
 def copy_variant(unit_bytes: int, piece_bytes: int) -> PlainVariant:
@@ -420,6 +488,8 @@ def all_variants() -> Iterator[AnyVariant]:
     yield SLOTS
     yield EXCHANGE
     yield PLAN
+    yield KEPT
+    yield from map(zfp_variant, FLOAT_KINDS.values())
     yield from map(quantized_variant, TILE_FORMATS)
     yield from map(zvc_variant, ZVC_UNIT_BYTES)
     for size in BAG_VALUE_BYTES:
@@ -437,6 +507,8 @@ def all_variants() -> Iterator[AnyVariant]:
         yield from (copy_variant(unit, piece) for piece in pieces)
     for width in CHUNK_BYTES:
         yield Variant("count", width)
+        yield zeros_variant(width)
+        yield from (kept_variant(file, width) for file in ("csr", "rle"))
     for width, bits, grouped, uniform in product(
         CHUNK_BYTES, CODE_BITS, (False, True), (False, True)
     ):
