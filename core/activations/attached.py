@@ -1,0 +1,176 @@
+"""A model whose saved tensors are moved: what is set on it, and how that is taken off again."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..module_methods import MethodOverride
+from ..module_tensors import own_buffers, own_parameters
+
+#: Where the model holds what moves its saved tensors.
+ATTRIBUTE = "_bitslab_activations"
+#: Modules that are put into a model after it was attached to are found within so many passes.
+LISTED_PASSES = 16
+
+Hooked = Callable[[], contextlib.AbstractContextManager[Any]]
+
+
+class ForwardOverride(MethodOverride):
+    """Runs a model's forward pass with the hooks on.
+
+    They are taken off whatever ends the pass, Ctrl-C too, of which torch tells no hook of a module.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        The model.
+    hooked : callable
+        Returns the context of a pass.
+    returned : callable
+        Called with what a pass returns.
+    """
+
+    def __init__(self, module: nn.Module, hooked: Hooked, returned: Callable[[Any], None]) -> None:
+        self._hooked: Hooked | None = hooked
+        self._returned = returned
+        super().__init__(module, "forward")
+
+    def replacement(self) -> Callable[..., Any]:
+        """Return a function with the signature of the model's own, which some callers read."""
+
+        @functools.wraps(self.original())
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return self.call(*args, **kwargs)
+
+        forward.__signature__ = inspect.signature(self.module.forward)  # type: ignore[attr-defined]
+        # Compiled graphs begin behind it: torch.compile runs these two as they are.
+        return torch.compiler.disable(forward, recursive=False)  # type: ignore[no-untyped-call, no-any-return]
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model's forward pass."""
+        original = self.original()
+        if self._hooked is None:  # by whoever kept this function when it was taken off
+            return original(*args, **kwargs)
+        return _run(self._hooked, self._returned, original, args, kwargs)
+
+    def remove(self) -> None:
+        """Give the module its own method back; whoever has this one runs that."""
+        self._hooked = None
+        super().remove()
+
+
+def _run(
+    hooked: Hooked,
+    returned: Callable[[Any], None],
+    forward: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> Any:
+    with hooked():
+        result = forward(*args, **kwargs)
+    returned(result)
+    return result
+
+
+class PlainCopies(MethodOverride):
+    """Makes copies, pickles and replicas of a model that nothing is attached to.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        The model.
+    name : str
+        ``"__reduce_ex__"``, or ``"_replicate_for_data_parallel"``.
+    attachment : Attachment
+        What is taken off the copies.
+    """
+
+    def __init__(self, module: nn.Module, name: str, attachment: Attachment) -> None:
+        self._attachment = attachment
+        super().__init__(module, name)
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's own method, and take off what it has copied."""
+        made = self.original()(*args, **kwargs)
+        if isinstance(made, nn.Module):
+            self._attachment.remove_from(made.__dict__)
+        elif isinstance(made, tuple) and len(made) > 2 and isinstance(made[2], dict):
+            state = dict(made[2])
+            self._attachment.remove_from(state)
+            made = (*made[:2], state, *made[3:])
+        return made
+
+
+class Attachment:
+    """What is set on a model.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        The model. It holds this object and `owner`.
+    owner : object
+        Found as the attribute `ATTRIBUTE` of the model.
+    hooked, returned
+        As for `ForwardOverride`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        owner: object,
+        hooked: Hooked,
+        returned: Callable[[Any], None],
+    ) -> None:
+        model.__dict__[ATTRIBUTE] = owner
+        self._forward = ForwardOverride(model, hooked, returned)
+        self._overrides = [
+            self._forward,
+            PlainCopies(model, "__reduce_ex__", self),
+            PlainCopies(model, "_replicate_for_data_parallel", self),
+        ]
+
+    @property
+    def model(self) -> nn.Module:
+        """The model."""
+        return self._forward.module
+
+    def remove(self) -> None:
+        """Take everything off the model."""
+        self.model.__dict__.pop(ATTRIBUTE, None)
+        for override in self._overrides:
+            override.remove()
+
+    def remove_from(self, attributes: dict[str, Any]) -> None:
+        """Take everything off a copy of the model's attributes."""
+        attributes.pop(ATTRIBUTE, None)
+        for override in self._overrides:
+            override.remove_from(attributes)
+
+
+class ModuleTensors:
+    """The parameters and buffers of a model as they are now.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        The model, of which the dicts of its modules are held.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._dicts: list[Mapping[str, torch.Tensor | None]] = []
+        for module in model.modules():
+            self._dicts += [own_parameters(module), own_buffers(module)]
+        self.passes = 0
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        for tensors in self._dicts:
+            for t in tensors.values():
+                if t is not None:
+                    yield t
