@@ -119,7 +119,7 @@ def facts_of(
     names = (
         *("model", "shape", "activation", "width", "dtype", "data", "epochs", "batch_size", "lr"),
         "optimizer",
-        *("codecs", "lossy", "select", "min_bytes", "verify", "seed"),
+        *("codecs", "select", "min_bytes", "verify", "seed"),
     )
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",

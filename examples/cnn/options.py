@@ -36,7 +36,7 @@ EPILOG = """\
 examples:
   python examples/train_cnn_swapped.py                          # offline: AlexNet on digits
   python examples/train_cnn_swapped.py --model vgg16_bn --ways plain auto --epochs 5 --plot vgg.png
-  python examples/train_cnn_swapped.py --model resnet --activation leaky_relu --lossy sliding
+  python examples/train_cnn_swapped.py --model resnet --activation leaky_relu
   python examples/train_cnn_swapped.py --device cuda --model vgg16 --shape imagenet \\
       --images 2048 --batch-size 128 --width 1                  # the paper's table 3
 
@@ -143,15 +143,8 @@ def _add_ways(parser: argparse.ArgumentParser) -> None:
     add(
         "--codecs",
         nargs="+",
-        default=["zvc", "zvc+ibp"],
         metavar="CODEC",
-        help="what static and auto may pack with (default: zvc zvc+ibp)",
-    )
-    add(
-        "--lossy",
-        choices=("sliding", "fixed", "inverse"),
-        help="auto may also use zfp, with fewer bits from epoch to epoch, a fixed number, or more; "
-        "losses differ then (default: every bit comes back)",
+        help="what static and auto may pack with (default: the best that are registered)",
     )
     add(
         "--select",
@@ -195,6 +188,4 @@ def checked_device(parser: argparse.ArgumentParser, options: argparse.Namespace)
         )
     ways = list(WAYS) if "all" in options.ways else list(dict.fromkeys(options.ways))
     options.ways = ways
-    if options.lossy and "auto" not in ways:
-        parser.error(f"argument --lossy: {options.lossy}: is for the way auto, not asked for")
     return device

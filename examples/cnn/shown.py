@@ -16,12 +16,13 @@ def print_runs(console: Console, runs: Sequence[Run]) -> None:
     """Print a row for each way."""
     shown = Table(
         caption="times in ms, medians; exposed: more than the plain step; peaks of memory in MB, on "
-        "the host beyond what was there before; down and up: MB a step that left and came back",
+        "the host beyond what was there before; out and back: MB a step of the tensors that left and "
+        "came back, as they were before packing",
         caption_justify="left",
     )
     shown.add_column("saved tensors")
     for heading in (
-        *("loss", "test", "step", "exposed", "host peak", "device peak", "down", "up"),
+        *("loss", "test", "step", "exposed", "host peak", "device peak", "out", "back"),
         "losses",
     ):
         shown.add_column(heading, justify="right")
@@ -42,9 +43,8 @@ def print_runs(console: Console, runs: Sequence[Run]) -> None:
             verdict[run.equal],
         )
     console.print(shown)
-    for run in runs:
-        for note in run.notes:
-            console.print(f"{run.way}: {note}")
+    for note in dict.fromkeys(note for run in runs for note in run.notes):
+        console.print(note)
 
 
 def print_sparsity(console: Console, sparsity: Sequence[Sparsity]) -> None:

@@ -13,6 +13,7 @@ from torch import nn
 from torch.autograd.graph import save_on_cpu
 
 import bitslab
+from bitslab.activations import conv_inputs
 
 #: By name: what is done. The last five are policies of `bitslab.offload_activations`.
 WAYS = {
@@ -29,7 +30,7 @@ POLICIES = ("raw", "static", "host", "auto", "keep")
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes of saved tensors that crossed the link."""
+    """Bytes of the saved tensors that left the device and came back, as they were before packing."""
 
     down_bytes: int = 0
     up_bytes: int = 0
@@ -112,20 +113,28 @@ class Offloaded(Kept):
     """A policy of `bitslab.offload_activations`; the loop and the model stay as they are."""
 
     def __init__(self, policy: str, model: nn.Module, options: argparse.Namespace) -> None:
-        self.lossless = options.lossy is None or policy != "auto"
         self._offload = bitslab.offload_activations(
             model,
             policy=policy,
-            codecs=tuple(options.codecs),
-            lossy=None if self.lossless else options.lossy,
+            codecs=options.codecs,
             min_bytes=options.min_bytes,
-            select=None if options.select == "all" else options.select,
+            select=conv_inputs if options.select == "conv_inputs" else None,
             verify=options.verify,
         )
 
     def traffic(self) -> Traffic:
         stats = self._offload.stats()
         return Traffic(stats["moved_out_bytes"], stats["moved_in_bytes"])
+
+    def decisions(self) -> list[Decided]:
+        return [
+            Decided(site.unit.name, "pack" if codec else site.choice, codec, site.reason)
+            for site in self._offload.report().sites
+            for codec in [None if site.choice in ("keep", "raw") else site.choice]
+        ]
+
+    def notes(self) -> list[str]:
+        return list(self._offload.report().notes)
 
     def close(self) -> None:
         self._offload.detach()
