@@ -15,9 +15,9 @@ from .training import Run, Sparsity
 def print_runs(console: Console, runs: Sequence[Run]) -> None:
     """Print a row for each way."""
     shown = Table(
-        caption="times in ms, medians; exposed: more than the plain step; peaks of memory in MB, on "
-        "the host beyond what was there before; out and back: MB a step of the tensors that left and "
-        "came back, as they were before packing",
+        caption="times in ms, medians; exposed: more than the plain step; peaks of memory in MB, "
+        "on the host beyond what was there before; out and back: MB a step of the tensors that "
+        "left and came back, as they were before packing",
         caption_justify="left",
     )
     shown.add_column("saved tensors")

@@ -30,7 +30,7 @@ POLICIES = ("raw", "static", "host", "auto", "keep")
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes of the saved tensors that left the device and came back, as they were before packing."""
+    """Bytes, before packing, of the saved tensors that left the device and came back."""
 
     down_bytes: int = 0
     up_bytes: int = 0
