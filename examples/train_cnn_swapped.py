@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             images = load_images(
                 options.data, options.images, SIDES[options.shape], options.seed, device
             )
-            runs = []
+            runs: list[Run] = []
             for way in options.ways:
                 counted = None if runs else sparsity
                 runs.append(train(images, way, options, device, steps, counted))
@@ -84,17 +84,18 @@ def reproducible(device: torch.device) -> Iterator[None]:
         yield
         return
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    filled = torch.utils.deterministic.fill_uninitialized_memory
+    settings: Any = torch.utils.deterministic
+    filled = settings.fill_uninitialized_memory
     benchmark = torch.backends.cudnn.benchmark
     torch.use_deterministic_algorithms(True)
     # It would write to every new tensor, which is none of what is measured here.
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    settings.fill_uninitialized_memory = False
     torch.backends.cudnn.benchmark = False
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(False)
-        torch.utils.deterministic.fill_uninitialized_memory = filled
+        settings.fill_uninitialized_memory = filled
         torch.backends.cudnn.benchmark = benchmark
 
 

