@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -114,13 +114,16 @@ def test_schedules(kind: Any, expected: list[int]) -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        (lambda: LossySchedule(64, 32, 4, "up"), "kind: 'up', accepted are sliding, inverse, f"),
+        (
+            lambda: LossySchedule(64, 32, 4, cast(Any, "up")),
+            "kind: 'up', accepted are sliding, inverse, f",
+        ),
         (lambda: LossySchedule(31, 32, 4), "top, bottom: 31, 32, expected 1 <= bottom <= top"),
         (lambda: LossySchedule(64, 0, 4), "top, bottom: 64, 0"),
         (lambda: LossySchedule(64, 32, 0), "epochs: 0"),
         (lambda: LossySchedule(64, 32, 4).value(-1), "epoch: -1"),
         (lambda: lossy_range([], model(1e-10), LINK, "zfp", max_p=0), "max_p: 0"),
-        (lambda: lossy_range([], model(1e-10), LINK, "zfp", max_p=1.5), "max_p: 1.5"),
+        (lambda: lossy_range([], model(1e-10), LINK, "zfp", max_p=cast(Any, 1.5)), "max_p: 1.5"),
     ],
 )
 def test_bad_arguments(wrong: Any, message: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from bitslab import ArgumentError, ArgumentTypeError
 from bitslab.engine.advisor import CodecTimes, SyntheticTensors, fit_time_model, measure_codec
 from bitslab.engine.advisor import measuring as measuring_module
 from bitslab.engine.advisor.measuring import fewest_multiprocessors
+from bitslab.engine.codecs.blob import BlobCodec
 from tests.engine.advisor.small_codecs import MaskCodec, TopBytesCodec
 
 CPU = torch.device("cpu")
@@ -38,7 +39,7 @@ def measured(monkeypatch):
     real, calls = measuring_module._Task._sample, []
 
     def collected(task, codec, t, sm_budget):
-        calls.append((codec.describe() if not isinstance(codec, type) else codec.name, t))
+        calls.append((codec.describe() if isinstance(codec, BlobCodec) else codec.name, t))
         return real(task, codec, t, sm_budget)
 
     monkeypatch.setattr(measuring_module._Task, "_sample", collected)
@@ -181,7 +182,11 @@ def test_the_fewest_multiprocessors(needed: int) -> None:
 @pytest.mark.parametrize(
     ("wrong", "error", "message"),
     [
-        (lambda: fit_time_model("cpu", [torch.nn.ReLU()]), ArgumentTypeError, "codecs: expected c"),
+        (
+            lambda: fit_time_model("cpu", [cast(Any, torch.nn.ReLU())]),
+            ArgumentTypeError,
+            "codecs: expected c",
+        ),
         (lambda: fit_time_model("cpu", [], budget_s=0), ArgumentError, "budget_s: 0, accepted"),
         (lambda: fit_time_model("cpu", [], budget_s=math.inf), ArgumentError, "budget_s: inf"),
         (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -31,8 +31,8 @@ MB = 1_000_000
 
 def times(encode: float, decode: float) -> CodecTimes:
     """Return times of so many seconds a raw byte."""
-    lines = [((Line(0.0, rate, 0.0),),) for rate in (encode, decode)]
-    return CodecTimes((0.2, 0.8), (1.0 * MB, 2000.0 * MB), *lines)
+    of_encode, of_decode = (((Line(0.0, rate, 0.0),),) for rate in (encode, decode))
+    return CodecTimes((0.2, 0.8), (1.0 * MB, 2000.0 * MB), of_encode, of_decode)
 
 
 # 1 GB/s on the link; the codecs take 1/10 and 1/4 of the link's time for a byte.
@@ -275,7 +275,10 @@ def test_the_link() -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        (lambda: decide([], MODEL, LINK, policy="best"), "policy: 'best', accepted are auto, raw"),
+        (
+            lambda: decide([], MODEL, LINK, policy=cast(Any, "best")),
+            "policy: 'best', accepted are auto, raw",
+        ),
         (lambda: decide([record("a", 1)] * 2, MODEL, LINK), "records: two of site 'a'"),
         (lambda: decide([], MODEL, LINK, hysteresis=-1), "hysteresis: -1, accepted"),
         (lambda: record("a", 1, ratio={"zvc": float("nan")}), "site 'a': ratio of 'zvc': nan"),
