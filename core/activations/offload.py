@@ -247,13 +247,13 @@ class ActivationOffload:
         """Take note of outputs, of which what is saved outside of the model is made."""
         if self._outputs or not torch.is_grad_enabled():
             return
-        values = [result]
+        values = [result]  # of which no graph is kept
         if isinstance(result, Mapping):
             values = list(result.values())
         elif isinstance(result, (tuple, list)):
             values = list(result)
         found = [v for v in values if isinstance(v, torch.Tensor) and v.requires_grad]
-        self._outputs = {f"output {i}": t.to("meta") for i, t in enumerate(found)}
+        self._outputs = {f"output {i}": t.detach().to("meta") for i, t in enumerate(found)}
 
     def _note(self, what: str) -> None:
         if what not in self._notes:
