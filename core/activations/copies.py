@@ -1,11 +1,11 @@
-"""A copy of bytes of a storage: where it is, and the saved tensors that are views of it."""
+"""Copies of bytes of storages: where they are, the saved tensors that are views, the passes."""
 
 from __future__ import annotations
 
 import os
 import sys
 import weakref
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
@@ -13,9 +13,62 @@ from ..engine.codecs.blob import BlobCodec
 from ..engine.transfer import Mark, StreamLane
 from .guards import modified, version_witness
 from .identity import Span
+from .sites import Site
 
-if TYPE_CHECKING:
-    from .steps import Pass
+#: A moment: of the clock of the host, or of the stream that computes.
+Moment = float | torch.cuda.Event
+
+
+class Profile(Protocol):
+    """Sees what is saved in a pass, and what of it is read."""
+
+    def saved(self, copy: StoredCopy, site: Site, flat: torch.Tensor, begin: Moment) -> None:
+        """Record a tensor that was moved; its hook began at a moment, and ends now."""
+
+    def read(self, copy: StoredCopy, begin: Moment) -> None:
+        """Record that a copy was read; its hook began at a moment, and ends now."""
+
+    def end_forward(self) -> None:
+        """Record that the forward pass is over."""
+
+
+class Pass:
+    """One forward pass: what it has saved so far.
+
+    Parameters
+    ----------
+    number : int
+        From 0, of all passes.
+    parameters : set of int
+        Numbers of the storages that are left alone.
+    """
+
+    def __init__(self, number: int, parameters: set[int]) -> None:
+        self.number = number
+        self.parameters = parameters
+        #: What this pass is to be profiled by.
+        self.profile: Profile | None = None
+        self._counts: dict[str, int] = {}
+        self._copies: dict[str, weakref.ref[StoredCopy]] = {}
+
+    def next_name(self, module: str) -> str:
+        """Return the name of the site at which a module saves now."""
+        number = self._counts.get(module, 0)
+        self._counts[module] = number + 1
+        return f"{module}:{number}"
+
+    def add(self, copy: StoredCopy) -> None:
+        """Record the copy that a site made."""
+        self._copies[copy.name] = weakref.ref(copy)
+
+    def copy_of(self, name: str) -> StoredCopy | None:
+        """Return the copy that a site made, while anybody wants it."""
+        ref = self._copies.get(name)
+        return None if ref is None else ref()
+
+    def names(self) -> list[str]:
+        """Return the sites that made copies, in order."""
+        return list(self._copies)
 
 
 class StoredCopy:

@@ -60,6 +60,9 @@ class Executor:
         Bytes of originals that are kept at most while their copies are under way.
     came_back : callable
         Called with each copy that comes back, and the bytes that cross for it.
+    failed : callable
+        Called with the name of a site and an error, when a thread could not encode or copy a tensor
+        of it; the original is kept.
 
     Attributes
     ----------
@@ -72,10 +75,11 @@ class Executor:
         device: torch.device,
         in_flight_bytes: int,
         came_back: Callable[[StoredCopy, int], None],
+        failed: Callable[[str, BaseException], None],
     ) -> None:
         self.device = device
         self.in_flight_bytes = in_flight_bytes
-        self._came_back = came_back
+        self._came_back, self._failed = came_back, failed
         self.on_gpu = device.type == "cuda"
         self._open_lanes()
         self._begin()
@@ -105,8 +109,19 @@ class Executor:
 
     # To the host
 
-    def store(self, copy: StoredCopy, codec: BlobCodec | None) -> None:
+    def store(
+        self, copy: StoredCopy, codec: BlobCodec | None, sm_budget: int | None = None
+    ) -> None:
         """Send a copy to the host, encoded or raw.
+
+        Parameters
+        ----------
+        copy : StoredCopy
+            With its original.
+        codec : BlobCodec or None
+            Encodes it; None for raw bytes.
+        sm_budget : int, optional
+            Multiprocessors that encoding takes at most, for it runs beside what computes.
 
         Raises
         ------
@@ -122,24 +137,26 @@ class Executor:
             copy.host = host = self._cut(most, copy.events)
             copy.codec = codec
             begin = record_on(current_stream(self.device)) if self.on_gpu else None
+            done: Mark
             if codec is None:
                 done = copy.stored = self._out.run(_copy, flat, host, self.on_gpu, after=begin)
-                lanes = (self._out,)
+                lane = self._out
             else:
                 buffer = self._ring.take((), must=True)
-                buffer.ready = None  # a mark of its own, which is waited for later
-                buffer.fill(self._encoding, self._encode, codec, flat, buffer, begin)
+                _renew(buffer)
+                buffer.fill(self._encoding, self._encode, codec, flat, buffer, begin, sm_budget)
                 buffer.drain(self._out, _send, buffer, host, self.on_gpu)
-                assert buffer.ready is not None
-                done, copy.stored = buffer.ready, buffer.released
-                lanes = (self._encoding,)
-                if self.on_gpu:  # the ring records its mark again
-                    copy.stored = record_on(self._out.stream)  # type: ignore[union-attr]
+                encoded, sent = buffer.ready, buffer.released
+                assert encoded is not None and sent is not None
+                lane = self._encoding
+                if isinstance(self._out, StreamLane):  # the ring records its mark again
+                    done, copy.stored = encoded, self._out.record()
                 else:
-                    done = copy.stored  # type: ignore[assignment]
-            if self.on_gpu:
-                copy.lanes = lanes  # type: ignore[assignment]
-                copy.events.append(copy.stored)  # type: ignore[arg-type]
+                    done = copy.stored = sent
+            if isinstance(lane, StreamLane):
+                copy.lanes = (lane,)
+            if isinstance(copy.stored, torch.cuda.Event):
+                copy.events.append(copy.stored)
             self.moved_out_bytes += copy.nbytes
             self._in_flight.append((weakref.ref(copy), done, copy.nbytes))
             self._in_flight_bytes += copy.nbytes
@@ -151,6 +168,7 @@ class Executor:
         flat: torch.Tensor,
         buffer: StagingBuffer[int],
         begin: torch.cuda.Event | None,
+        sm_budget: int | None,
     ) -> None:
         """Fill a staging buffer, on the lane that encodes."""
         if begin is not None:
@@ -160,7 +178,7 @@ class Executor:
             # This lane waits for what reads the old memory, so that its successor may take it.
             buffer.memory = None
             buffer.memory = torch.empty(most, dtype=torch.uint8, device=self.device)
-        codec.encode(flat, out=buffer.memory)
+        codec.encode(flat, out=buffer.memory, sm_budget=sm_budget)
 
     def _cut(self, nbytes: int, events: list[torch.cuda.Event]) -> torch.Tensor:
         """Return host memory, which goes back when the last tensor and the GPU are done with it."""
@@ -190,9 +208,12 @@ class Executor:
             if copy is not None and copy.original is not None:
                 if over:
                     self._wait(done)
-                if not isinstance(done, Future) or done.exception() is None:
+                error = done.exception() if isinstance(done, Future) else None
+                if error is None:
                     copy.original = None
                     copy.lanes = ()
+                else:
+                    self._failed(copy.name, error)
             del copy
             self._in_flight.popleft()
             self._in_flight_bytes -= nbytes
@@ -301,6 +322,11 @@ class Executor:
 
 def _empty_ring() -> StagingRing[int]:
     return StagingRing([StagingBuffer() for _ in range(STAGING_BUFFERS)])
+
+
+def _renew(buffer: StagingBuffer[int]) -> None:
+    """Make the next fill record a mark of its own, which is waited for later."""
+    buffer.ready = None
 
 
 def _copy(flat: torch.Tensor, host: torch.Tensor, on_gpu: bool) -> None:

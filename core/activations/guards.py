@@ -71,7 +71,7 @@ def is_plain(t: torch.Tensor) -> bool:
         and t.device.type in ("cpu", "cuda")
         and not t.is_nested
         and not t.is_quantized
-        and not torch._C._functorch.is_functorch_wrapped_tensor(t)  # type: ignore[attr-defined]
+        and not torch._C._functorch.is_functorch_wrapped_tensor(t)
     )
 
 

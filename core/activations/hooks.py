@@ -5,20 +5,21 @@ from __future__ import annotations
 import os
 import threading
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from ..errors import BitslabError
-from .copies import SavedView, StoredCopy
+from .copies import Pass, SavedView, StoredCopy
 from .executor import Executor, HostMemoryError
 from .guards import is_form_of_leaf, is_plain, modified
 from .identity import CopyTable, copied_span, root_of, span_of
-from .policies import KEEP, RAW, Codecs
+from .policies import KEEP, RAW, Choice, Codecs, Policy
+from .profile import now
+from .read_order import ReadOrder
 from .sites import Select, Site, operation_of, running_module
-from .steps import Pass, ReadOrder
 from .verify import Verifier
 
 #: A tensor that stays as it is, with its version. Detached: an output that its own node saved would
@@ -36,6 +37,8 @@ class SiteCounts:
         As its last tensor was.
     choice : str
         What is done with them: "keep", "raw" or the name of a codec.
+    reason : str
+        Why.
     tensors : int
         Number that were moved.
     raw_bytes, packed_bytes : int
@@ -43,10 +46,15 @@ class SiteCounts:
     """
 
     site: Site
-    choice: str
+    choice: str = KEEP
+    reason: str = ""
     tensors: int = 0
     raw_bytes: int = 0
     packed_bytes: int = 0
+
+    def decided(self, choice: Choice) -> None:
+        """Take over what was decided."""
+        self.choice, self.reason = choice
 
 
 class SavedTensorHooks:
@@ -54,8 +62,9 @@ class SavedTensorHooks:
 
     Parameters
     ----------
-    decide : callable
-        What to do with the tensors of a site; asked when a site is new and after `decide_again`.
+    policy : Policy
+        What to do with the tensors of a site; asked when a site is new or another, and when the
+        policy says so at the beginning of a pass.
     codecs : Codecs
         The codecs.
     min_bytes : int
@@ -66,11 +75,13 @@ class SavedTensorHooks:
         See `Executor` and `ReadOrder`.
     verifier : Verifier
         Compares what comes back with what was saved.
+    sm_budget : int, optional
+        Multiprocessors that encoding takes at most, in the place of what the policy says.
     """
 
     def __init__(
         self,
-        decide: Callable[[Site], str],
+        policy: Policy,
         codecs: Codecs,
         *,
         min_bytes: int,
@@ -78,14 +89,19 @@ class SavedTensorHooks:
         in_flight_bytes: int,
         depth: int,
         verifier: Verifier,
+        sm_budget: int | None = None,
     ) -> None:
         self.sites: dict[str, SiteCounts] = {}
         self.kept_bytes_told = False
-        self._decide, self._codecs = decide, codecs
+        #: By site, the error of the first tensor of it that could not be packed.
+        self.failures: dict[str, str] = {}
+        self.failures_told = False
+        self._policy, self._codecs = policy, codecs
         self._min_bytes, self._select = min_bytes, select
         self._in_flight_bytes = in_flight_bytes
         self._order = ReadOrder(depth)
         self._verifier = verifier
+        self._sm_budget = sm_budget
         self._copies: CopyTable[StoredCopy] = CopyTable()
         self._executors: dict[torch.device, Executor] = {}
         self._lock = threading.Lock()
@@ -105,6 +121,9 @@ class SavedTensorHooks:
         """Begin a pass in this thread; storages in `parameters` are left alone."""
         entered = Pass(self._passes, parameters)
         self._passes += 1
+        if not self.inside() and self._policy.begin(entered):
+            for counts in list(self.sites.values()):
+                counts.decided(self._choice(counts.site))
         self._entered().append(entered)
         return entered
 
@@ -114,7 +133,9 @@ class SavedTensorHooks:
 
     def leave(self) -> None:
         """End the pass that this thread began last."""
-        self._entered().pop()
+        left = self._entered().pop()
+        if left.profile is not None:
+            left.profile.end_forward()
 
     def _entered(self) -> list[Pass]:
         found: list[Pass] | None = self._local.__dict__.get("passes")
@@ -172,24 +193,36 @@ class SavedTensorHooks:
         """Record a site, or one whose tensors have become others, and decide what to do."""
         kind = None if module is None else type(module)
         site = Site(name, kind, operation_of(t), t.shape, t.dtype, nbytes, t.device)
-        wanted = self._select is None or self._select(site)
         counts = self.sites.get(name)
-        choice = self._decide(site) if wanted else KEEP
         if counts is None:
-            counts = self.sites[name] = SiteCounts(site, choice)
-        counts.site, counts.choice = site, choice
+            counts = self.sites[name] = SiteCounts(site)
+        counts.site = site
+        counts.decided(self._choice(site))
         return counts
+
+    def _choice(self, site: Site) -> Choice:
+        if self._select is not None and not self._select(site):
+            return Choice(KEEP, "Kept: not selected.")
+        return self._policy.decide(site)
 
     def _store(self, copy: StoredCopy, counts: SiteCounts) -> bool:
         """Send a copy to the host; return whether there was room."""
         flat, codec = copy.original, None
         assert flat is not None
+        profile = copy.made_in.profile
+        begin = None if profile is None else now(flat.device)
+        budget = self._sm_budget
         if counts.choice != RAW:
             codec = self._codecs.for_site(counts.choice, counts.site, flat)
             if codec is None:
-                counts.choice = RAW
+                why = f"Raw: {counts.choice} takes no {flat.dtype} on {flat.device}."
+                counts.decided(Choice(RAW, why))
+            elif budget is None:
+                budget = self._policy.sm_budget(counts.choice, counts.site)
         try:
-            self.executor(flat.device).store(copy, codec)
+            self.executor(flat.device).store(copy, codec, budget)
+            if profile is not None and begin is not None:
+                profile.saved(copy, counts.site, flat, begin)
         except HostMemoryError as error:
             self._tell(f"host memory for {counts.site.name!r} cannot be had ({error})")
             copy.original = None
@@ -239,6 +272,8 @@ class SavedTensorHooks:
                 "child does not have; run the backward pass there"
             )
         executor = self.executor(packed.device)
+        profile = copy.made_in.profile
+        begin = None if profile is None else now(packed.device)
         try:
             flat = executor.bytes_of(copy, copy.is_read(packed))
             t = packed.of(flat)
@@ -247,6 +282,8 @@ class SavedTensorHooks:
             raise
         self._verifier.read(packed, t)
         self._order.read(copy, executor.fetch)
+        if profile is not None and begin is not None:
+            profile.read(copy, begin)
         return t
 
     def executor(self, device: torch.device) -> Executor:
@@ -256,13 +293,25 @@ class SavedTensorHooks:
             with self._lock:
                 found = self._executors.get(device)
                 if found is None:
-                    found = Executor(device, self._in_flight_bytes, self._came_back)
+                    found = Executor(device, self._in_flight_bytes, self._came_back, self._failed)
                     self._executors[device] = found
         return found
 
     def executors(self) -> list[Executor]:
         """Return what has moved tensors so far."""
         return list(self._executors.values())
+
+    def _failed(self, name: str, error: BaseException) -> None:
+        """Count a tensor that a thread could not encode or copy, and tell of the first."""
+        self.failures.setdefault(name, f"{type(error).__name__}: {error}")
+        if len(self.failures) == 1 and not self.failures_told:
+            self.failures_told = True
+            warnings.warn(
+                f"bitslab: {name!r} could not be packed ({self.failures[name]}); its tensors stay "
+                "on the device where that is so",
+                UserWarning,
+                stacklevel=2,
+            )
 
     def _came_back(self, copy: StoredCopy, packed_bytes: int) -> None:
         counts = self.sites.get(copy.name)

@@ -41,7 +41,7 @@ def root_of(t: torch.Tensor) -> torch.Tensor:
 def span_of(t: torch.Tensor) -> Span:
     """Return the bytes of its storage that a tensor of one element or more reaches."""
     size = t.element_size()
-    begin = t.storage_offset() * size
+    begin = int(t.storage_offset()) * size
     if t.is_contiguous():
         return Span(begin, begin + t.numel() * size)
     last = sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True))

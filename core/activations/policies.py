@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from typing import Any, Final
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple, Protocol
 
 import torch
 
 from ..engine.codecs.blob import BlobCodec
 from ..engine.codecs.registry import codec_names, get_codec
 from ..errors import ArgumentError, ArgumentTypeError
+from .copies import Pass
 from .sites import Site
 
 #: What becomes of a tensor: it stays, or crosses as it is; else a codec encodes it.
 KEEP: Final = "keep"
 RAW: Final = "raw"
-Choice = BlobCodec | str
 
-#: Decides for a site: `KEEP`, `RAW`, or the name of a codec.
-Decide = Callable[[Site], str]
 
-POLICIES = ("auto", "raw", "static", "host", "keep")
+class Choice(NamedTuple):
+    """What is done with the tensors of a site: `KEEP`, `RAW` or the name of a codec; and why."""
+
+    what: str
+    reason: str
+
+
+POLICIES = ("auto", "raw", "static", "keep")
 #: Codecs that are looked for where none are named, the best for most tensors first.
-USUAL_CODECS = ("zvc+ibp", "zvc")
+USUAL_CODECS = ("zvc+ibp", "zvc", "ibp-blob")
 
 
 class Codecs:
@@ -96,6 +101,16 @@ class Codecs:
             return None
         return codec
 
+    def candidates(self, may_be_lossy: bool) -> tuple[str, ...]:
+        """Return the names of the codecs that may encode a tensor, the lossy one at the end."""
+        if self.lossy is not None and may_be_lossy:
+            return (*self.names, self.lossy)
+        return self.names
+
+    def all(self) -> list[type[BlobCodec] | BlobCodec]:
+        """Return the codecs that were named, or their classes."""
+        return list(self._known.values())
+
     def refit(self, site: Site) -> None:
         """Forget what codecs have learnt of a site, so that its next tensor is learnt from."""
         with self._lock:
@@ -108,20 +123,63 @@ def may_be_lossy(site: Site) -> bool:
     return site.dtype.is_floating_point and len(site.shape) > 1
 
 
-def decision_of(policy: str, codecs: Codecs) -> Decide:
-    """Return what a policy that decides once for all decides."""
-    if policy == "static":
-        if not codecs.names and codecs.lossy is None:
+class Policy(Protocol):
+    """Decides what is done with the tensors of each site."""
+
+    def decide(self, site: Site) -> Choice:
+        """Return what is done with the tensors of a site, and why."""
+
+    def begin(self, entered: Pass) -> bool:
+        """Begin a pass; return whether sites are to be decided anew."""
+
+    def sm_budget(self, name: str, site: Site) -> int | None:
+        """Return the multiprocessors that a codec may take; None for all."""
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return what was decided at each profile, and from what."""
+
+
+class FixedPolicy:
+    """Decides once for all.
+
+    Parameters
+    ----------
+    policy : {"raw", "static", "keep"}
+        What.
+    codecs : Codecs
+        For "static", which packs all.
+
+    Raises
+    ------
+    ArgumentError
+        When there is no codec to pack with.
+    """
+
+    def __init__(self, policy: str, codecs: Codecs) -> None:
+        self._policy, self._codecs = policy, codecs
+        if policy == "static" and not codecs.names and codecs.lossy is None:
             raise ArgumentError("codecs: policy 'static' packs all tensors, and no codec is named")
 
-        def static(site: Site) -> str:
-            if codecs.lossy is not None and may_be_lossy(site):
-                return codecs.lossy
-            return codecs.names[0] if codecs.names else RAW
+    def decide(self, site: Site) -> Choice:
+        """Return what is done with the tensors of a site, and why."""
+        what = self._policy
+        if what == "static":
+            names = self._codecs.candidates(may_be_lossy(site))
+            what = names[-1] if self._codecs.lossy in names else (*names, RAW)[0]
+        verb = {KEEP: "Kept", RAW: "Raw"}.get(what, f"Packed by {what}")
+        return Choice(what, f"{verb}: policy {self._policy!r}.")
 
-        return static
-    choice = KEEP if policy == "keep" else RAW
-    return lambda site: choice
+    def begin(self, entered: Pass) -> bool:
+        """Return False: nothing is decided anew."""
+        return False
+
+    def sm_budget(self, name: str, site: Site) -> int | None:
+        """Return None: all multiprocessors."""
+        return None
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return nothing: there are no profiles."""
+        return []
 
 
 def checked_policy(policy: Any) -> str:

@@ -64,6 +64,9 @@ class ActivationReport:
         `ActivationOffload.stats`.
     notes : sequence of str
         What is to be known: what the hooks do not see, which sites are lossy.
+    decisions : sequence of mapping
+        With policy "auto", a row for each site and profile: what was decided and from what, as
+        `bitslab.engine.advisor.DecisionHistory.rows` has it.
     """
 
     policy: str
@@ -71,6 +74,7 @@ class ActivationReport:
     device: str
     stats: Mapping[str, int]
     notes: Sequence[str] = field(default_factory=list)
+    decisions: Sequence[Mapping[str, Any]] = field(default_factory=list)
 
     @property
     def units(self) -> list[UnitReport]:
@@ -89,6 +93,7 @@ class ActivationReport:
             "device": self.device,
             "stats": dict(self.stats),
             "notes": list(self.notes),
+            "decisions": [dict(row) for row in self.decisions],
             "sites": [site.to_dict() for site in self.sites],
         }
 

@@ -34,8 +34,10 @@ class BitmapCodec(BlobCodec):
         n = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
         return HEADER_BYTES + -(-n // 8) + n
 
-    def encode(self, t: torch.Tensor, out: torch.Tensor | None = None) -> Blob:
-        data = check_encode_arguments(self, t, out)
+    def encode(
+        self, t: torch.Tensor, out: torch.Tensor | None = None, *, sm_budget: int | None = None
+    ) -> Blob:
+        data = check_encode_arguments(self, t, out, sm_budget)
         raw = t.detach().contiguous().flatten().view(torch.uint8).numpy()
         bitmap, values = np.packbits(raw != 0), raw[raw != 0]
         used = HEADER_BYTES + bitmap.size + values.size
@@ -46,8 +48,10 @@ class BitmapCodec(BlobCodec):
         buffer[HEADER_BYTES:used] = np.concatenate([bitmap, values])
         return Blob(data, t.shape, t.dtype)
 
-    def decode(self, blob: Blob, out: torch.Tensor | None = None) -> torch.Tensor:
-        out = check_decode_arguments(self, blob, out)
+    def decode(
+        self, blob: Blob, out: torch.Tensor | None = None, *, sm_budget: int | None = None
+    ) -> torch.Tensor:
+        out = check_decode_arguments(self, blob, out, sm_budget)
         buffer, n = blob.data.numpy(), blob.raw_nbytes
         end = HEADER_BYTES + -(-n // 8)
         used = int(buffer[:8].view(np.int64)[0])

@@ -150,9 +150,10 @@ def as_strided(t: Any) -> Tensors:
 @case
 def channels_last(t: Any) -> Tensors:
     def make() -> nn.Module:
-        return nn.Sequential(
+        model: nn.Module = nn.Sequential(
             nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 4, 1)
-        ).to(memory_format=torch.channels_last)
+        )
+        return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
 
     x = t.tensor(4, 3, 8, 8, grad=False).contiguous(memory_format=torch.channels_last)
     return attached(t, make, x)
@@ -269,7 +270,8 @@ class Tied(nn.Module):
         h = self.embed(ids)
         for _ in range(3):
             h = self.body(h).relu()
-        return self.head(h)
+        logits: torch.Tensor = self.head(h)
+        return logits
 
 
 @case
@@ -289,7 +291,8 @@ class Recurrent(nn.Module):
         for step in x:
             h = self.cell(step, h)
             out.append(h)
-        return self.lstm(torch.stack(out))[0]
+        result: torch.Tensor = self.lstm(torch.stack(out))[0]
+        return result
 
 
 @case
@@ -348,7 +351,7 @@ def arguments_by_name_and_structures(t: Any) -> Tensors:
 # Backward passes
 
 
-def small_model() -> nn.Module:
+def small_model() -> nn.Sequential:
     return nn.Sequential(
         nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 4)
     )
@@ -464,7 +467,8 @@ def checkpoints_inside(t: Any) -> Tensors:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             h = self.d(self.a(x))
             h = self.d(checkpoint(self.b, h, use_reentrant=self.reentrant))
-            return self.c(h).sin()
+            result: torch.Tensor = self.c(h)
+            return result.sin()
 
     x = t.tensor(6, 8)
     results = []
@@ -563,11 +567,12 @@ class Failing(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.body = small_model()
+        self.first, self.rest = self.body[0], self.body[1:]
         self.error: BaseException | None = None
         self.backward_error: BaseException | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.body[0](x)
+        h = self.first(x)
         if self.error is not None:
             raise self.error
         if self.backward_error is not None:
@@ -577,7 +582,8 @@ class Failing(nn.Module):
                 raise error
 
             h.register_hook(fail)
-        return self.body[1:](h)
+        result: torch.Tensor = self.rest(h)
+        return result
 
 
 @case
@@ -646,7 +652,8 @@ class Cube(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
         x, y, own = ctx.saved_tensors
-        return grad * (3 * x * x + 0 * y + 0 * own)
+        factor: torch.Tensor = 3 * x * x + 0 * y + 0 * own
+        return grad * factor
 
 
 class Doubled(torch.autograd.Function):
@@ -661,7 +668,7 @@ class Doubled(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        (x,) = ctx.saved_tensors
+        x: torch.Tensor = ctx.saved_tensors[0]
         return grad * 2 + 0 * x
 
 

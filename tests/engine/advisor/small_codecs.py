@@ -38,8 +38,10 @@ class MaskCodec(BlobCodec):
     def max_encoded_bytes(self, shape: Sequence[int], dtype: torch.dtype) -> int:
         return HEADER_BYTES + torch.Size(shape).numel() * (1 + dtype.itemsize)
 
-    def encode(self, t: torch.Tensor, out: torch.Tensor | None = None) -> Blob:
-        data = check_encode_arguments(self, t, out)
+    def encode(
+        self, t: torch.Tensor, out: torch.Tensor | None = None, *, sm_budget: int | None = None
+    ) -> Blob:
+        data = check_encode_arguments(self, t, out, sm_budget)
         rows = t.contiguous().view(-1).view(torch.uint8).view(-1, t.dtype.itemsize)
         some = (rows != 0).any(1)
         kept = rows[some].view(-1)
@@ -50,8 +52,10 @@ class MaskCodec(BlobCodec):
         data[values_at:used] = kept
         return Blob(data, t.shape, t.dtype)
 
-    def decode(self, blob: Blob, out: torch.Tensor | None = None) -> torch.Tensor:
-        result = check_decode_arguments(self, blob, out)
+    def decode(
+        self, blob: Blob, out: torch.Tensor | None = None, *, sm_budget: int | None = None
+    ) -> torch.Tensor:
+        result = check_decode_arguments(self, blob, out, sm_budget)
         n = torch.Size(blob.shape).numel()
         some = blob.data[HEADER_BYTES : HEADER_BYTES + n].bool()
         rows = torch.zeros(n, blob.dtype.itemsize, dtype=torch.uint8)
@@ -87,16 +91,20 @@ class TopBytesCodec(BlobCodec):
     def max_encoded_bytes(self, shape: Sequence[int], dtype: torch.dtype) -> int:
         return HEADER_BYTES + torch.Size(shape).numel() * self.n_bytes
 
-    def encode(self, t: torch.Tensor, out: torch.Tensor | None = None) -> Blob:
-        data = check_encode_arguments(self, t, out)
+    def encode(
+        self, t: torch.Tensor, out: torch.Tensor | None = None, *, sm_budget: int | None = None
+    ) -> Blob:
+        data = check_encode_arguments(self, t, out, sm_budget)
         rows = t.contiguous().view(-1).view(torch.uint8).view(-1, 4)
         used = self.max_encoded_bytes(t.shape, t.dtype)
         _header(data, used, self, t)
         data[HEADER_BYTES:used].view(-1, self.n_bytes).copy_(rows[:, 4 - self.n_bytes :])
         return Blob(data, t.shape, t.dtype)
 
-    def decode(self, blob: Blob, out: torch.Tensor | None = None) -> torch.Tensor:
-        result = check_decode_arguments(self, blob, out)
+    def decode(
+        self, blob: Blob, out: torch.Tensor | None = None, *, sm_budget: int | None = None
+    ) -> torch.Tensor:
+        result = check_decode_arguments(self, blob, out, sm_budget)
         rows = torch.zeros(torch.Size(blob.shape).numel(), 4, dtype=torch.uint8)
         rows[:, 4 - self.n_bytes :] = blob.data[HEADER_BYTES : blob.nbytes].view(-1, self.n_bytes)
         return result.copy_(rows.view(-1).view(torch.float32).view(blob.shape))
