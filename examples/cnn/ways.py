@@ -15,17 +15,16 @@ from torch.autograd.graph import save_on_cpu
 import bitslab
 from bitslab.activations import conv_inputs
 
-#: By name: what is done. The last five are policies of `bitslab.offload_activations`.
+#: By name: what is done. The last four are policies of `bitslab.offload_activations`.
 WAYS = {
     "plain": "nothing is moved",
     "save_on_cpu": "torch.autograd.graph.save_on_cpu: everything, raw, the step waits",
     "raw": "everything, raw, beside the computation (vDNN)",
     "static": "everything, packed on the device (the paper's SC)",
-    "host": "everything; what is sparse is packed by the CPU after it crossed (vDNN++)",
     "auto": "everything; for each tensor raw or a codec, by measured times (CSWAP+)",
     "keep": "nothing is moved, but everything passes through the hooks",
 }
-POLICIES = ("raw", "static", "host", "auto", "keep")
+POLICIES = ("raw", "static", "auto", "keep")
 
 
 @dataclass(frozen=True)

@@ -68,7 +68,7 @@ def test_losses_are_equal_in_every_way(
         assert run["losses_equal_first"] is True
         assert [epoch["losses"] for epoch in run["epochs"]] == losses
         assert run["exposed_swap_seconds"] == run["step_seconds"] - plain["step_seconds"]
-    for way in ("raw", "static", "host", "auto"):
+    for way in ("raw", "static", "auto"):
         assert runs[way]["down_bytes_per_step"] > 0
     for way in ("plain", "save_on_cpu", "keep"):
         assert ({"plain": plain} | runs)[way]["down_bytes_per_step"] == 0
