@@ -178,7 +178,7 @@ def _mean() -> list[nn.Module]:
 def plain20(design: Design) -> nn.Module:
     """He et al. 2015 (arXiv 1512.03385), table 6 with n = 3 and without shortcuts.
 
-    It is a network for CIFAR; with ImageNet's images the layers stay, the maps are larger.
+    It is a network for CIFAR; with ImageNet's images the layers are the same, the maps are larger.
     """
     n_in = design.channels(16)
     layers = design.conv(3, n_in, norm=True)

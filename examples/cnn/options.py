@@ -157,7 +157,7 @@ def _add_ways(parser: argparse.ArgumentParser) -> None:
         type=from_zero,
         default=1 << 14,
         metavar="N",
-        help="smaller tensors stay where they are (default: %(default)s)",
+        help="smaller tensors are left where they are (default: %(default)s)",
     )
     add(
         "--verify",

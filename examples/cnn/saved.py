@@ -77,7 +77,7 @@ class _Recorder:
 
     def __init__(self, model: nn.Module) -> None:
         tensors = [*model.parameters(), *model.buffers()]
-        # Storages are kept, so that their numbers stay theirs.
+        # Storages are kept, so that no other gets their numbers.
         self._own = {id(s): s for s in (t.untyped_storage() for t in tensors)}
         self._kinds: dict[int, tuple[Any, str]] = {}
         self._seen: dict[int, Any] = {}

@@ -157,7 +157,7 @@ class Trainer:
         Parameters
         ----------
         begin_epoch : callable
-            Called with the number of an epoch, from 1; returns what is told of its batches.
+            Called with the number of an epoch, from 1; returns what is reported of its batches.
         sparsity : list, optional
             Takes the zeros of what is saved, before training and after each epoch.
         """

@@ -109,7 +109,7 @@ class SavedOnCpu(Kept):
 
 
 class Offloaded(Kept):
-    """A policy of `bitslab.offload_activations`; the loop and the model stay as they are."""
+    """A policy of `bitslab.offload_activations`; the loop and the model are not changed."""
 
     def __init__(self, policy: str, model: nn.Module, options: argparse.Namespace) -> None:
         self._offload = bitslab.offload_activations(
