@@ -64,6 +64,7 @@ class ForwardOverride(MethodOverride):
         """Give the module its own method back; whoever has this one runs that."""
         self._hooked = None
         super().remove()
+        self._installed = _run  # that one holds the module by `__wrapped__`, and is held here
 
 
 def _run(
@@ -146,6 +147,7 @@ class Attachment:
         self.model.__dict__.pop(ATTRIBUTE, None)
         for override in self._overrides:
             override.remove()
+        self._overrides.clear()  # which hold this object, and it the model
 
     def remove_from(self, attributes: dict[str, Any]) -> None:
         """Take everything off a copy of the model's attributes."""

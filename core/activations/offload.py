@@ -125,10 +125,11 @@ class ActivationOffload:
             ("verify", verify),
             ("in_flight_bytes", in_flight_bytes),
             ("depth", depth),
-            ("profile_every", profile_every),
-            ("sm_budget", 1 if sm_budget is None else sm_budget),
         ):
             _check_number(name, value)
+        _check_number("profile_every", profile_every, 1)
+        if sm_budget is not None:
+            _check_number("sm_budget", sm_budget, 1)
         found = Codecs(codecs, lossy)
         self._lossy = found.lossy
         self._verifier = Verifier(USUAL_EVERY if verify is True else int(verify))
@@ -145,7 +146,7 @@ class ActivationOffload:
             in_flight_bytes=in_flight_bytes,
             depth=depth,
             verifier=self._verifier,
-            sm_budget=sm_budget or None,
+            sm_budget=sm_budget,
         )
         self._attachment: Attachment | None = None
         self._tensors: ModuleTensors | None = None
@@ -365,8 +366,8 @@ def offload_activations(model: nn.Module, **options: Any) -> ActivationOffload:
     return offload
 
 
-def _check_number(name: str, value: Any) -> None:
+def _check_number(name: str, value: Any, least: int = 0) -> None:
     if not isinstance(value, int) or (isinstance(value, bool) and name != "verify"):
         raise ArgumentTypeError(f"{name}: expected an int, got {value!r:.60}")
-    if value < 0:
-        raise ArgumentError(f"{name}: {value}, accepted are numbers from 0")
+    if value < least:
+        raise ArgumentError(f"{name}: {value}, accepted are numbers from {least}")
