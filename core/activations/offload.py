@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -20,7 +21,7 @@ from .guards import storages_of
 from .hooks import SavedTensorHooks
 from .policies import KEEP, Codecs, FixedPolicy, Policy, checked_policy
 from .report import ActivationReport, SiteReport
-from .sites import Select, module_names
+from .sites import Select, is_compiled, module_names
 from .verify import USUAL_EVERY, Verifier
 
 #: Smaller tensors stay: moving one costs the host as long as they would cross.
@@ -186,10 +187,17 @@ class ActivationOffload:
             return
         self._hooks.enter(parameters)
         try:
-            with torch.autograd.graph.saved_tensors_hooks(self._hooks.pack, self._hooks.unpack):
+            with torch.autograd.graph.saved_tensors_hooks(*self._hook_functions()):
                 yield
         finally:
             self._hooks.leave()
+
+    def _hook_functions(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        """Return what autograd calls, which torch.compile leaves as it is."""
+        pack, unpack = self._hooks.pack, self._hooks.unpack
+        if "torch._dynamo" not in sys.modules:  # which takes a second to import
+            return pack, unpack
+        return torch.compiler.disable(pack), torch.compiler.disable(unpack)  # type: ignore[no-untyped-call]
 
     # Attached to a model
 
@@ -216,6 +224,7 @@ class ActivationOffload:
                 raise ArgumentError(
                     f"model: {where} has its activations offloaded already; detach() that first"
                 )
+        self._note_compiled(model)
         self._tensors = ModuleTensors(model)
         devices = {t.device for t in self._tensors}
         self._hooks.watch(module_names(model), devices or None)
@@ -240,6 +249,7 @@ class ActivationOffload:
         tensors.passes += 1
         if tensors.passes % LISTED_PASSES == 0:
             model = self._attachment.model
+            assert model is not None  # whose pass this is
             tensors = self._tensors = ModuleTensors(model)
             self._hooks.watch(module_names(model), {t.device for t in tensors} or None)
         return self._pass(storages_of(tensors))
@@ -255,6 +265,14 @@ class ActivationOffload:
             values = list(result)
         found = [v for v in values if isinstance(v, torch.Tensor) and v.requires_grad]
         self._outputs = {f"output {i}": t.detach().to("meta") for i, t in enumerate(found)}
+
+    def _note_compiled(self, model: nn.Module) -> None:
+        found = [name or "the model" for name, m in model.named_modules() if is_compiled(m)]
+        if found:
+            self._note(
+                f"Compiled by torch.compile: {', '.join(found)}. Its graphs save what their own "
+                "partitioning keeps, and its sites are not named by modules."
+            )
 
     def _note(self, what: str) -> None:
         if what not in self._notes:
@@ -293,6 +311,9 @@ class ActivationOffload:
                     unit, counts.choice, counts.site.operation, counts.tensors, counts.reason
                 )
             )
+        model = None if self._attachment is None else self._attachment.model
+        if model is not None:  # it may have been compiled since
+            self._note_compiled(model)
         notes = list(self._notes)
         if self._attachment is not None and self._outputs:
             nbytes = sum(t.nbytes for t in self._outputs.values())

@@ -26,6 +26,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
     ("options", "error", "message"),
     [
         ({"policy": "best"}, ArgumentError, "policy: 'best', accepted are auto, raw"),
+        ({"policy": "host"}, ArgumentError, "policy: 'host', accepted are auto, raw, static, keep"),
         ({"policy": 3}, ArgumentError, "policy: 3, accepted are auto, raw"),
         ({"codecs": "zip"}, ArgumentError, "zip"),
         ({"codecs": "ibp"}, ArgumentError, "codecs: 'ibp' is a codec of rows"),
@@ -51,7 +52,7 @@ def test_bad_options(options: dict[str, Any], error: type[Exception], message: s
     assert message in str(caught.value)
 
 
-def small() -> nn.Module:
+def small() -> nn.Sequential:
     torch.manual_seed(6)
     return nn.Sequential(*(m for _ in range(3) for m in (nn.Linear(64, 64), nn.Tanh())))
 
@@ -198,6 +199,30 @@ def test_hooks_that_are_turned_off_are_named() -> None:
         gradients(model)
     assert any("hooks are turned off" in note for note in offload.report().notes)
     assert "hooks are turned off" in str(offload.report())
+    offload.detach()
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_compiled_parts_are_named(when: str) -> None:
+    model = small()
+    if when == "before":
+        model[2].compile(backend="eager")
+    offload = attach(model)
+    if when == "after":
+        model[2].compile(backend="eager")
+    for _ in range(2):
+        assert [n for n in offload.report().notes if n.startswith("Compiled by torch.compile: 2.")]
+    offload.detach()
+
+
+def test_gradients_of_a_compiled_model() -> None:
+    model = small()
+    plain = gradients(model)
+    offload = attach(model, policy="static", codecs="zvc", verify=True)
+    model.compile(backend="aot_eager")
+    found = gradients(model)
+    assert all(torch.equal(a, b) for a, b in zip(found, plain, strict=True))
+    assert offload.stats()["moved_tensors"]
     offload.detach()
 
 
