@@ -24,7 +24,7 @@ from .report import ActivationReport, SiteReport
 from .sites import Select, is_compiled, module_names
 from .verify import USUAL_EVERY, Verifier
 
-#: Smaller tensors stay: moving one costs the host as long as they would cross.
+#: Smaller tensors are kept: moving one costs the host as long as they would cross.
 MIN_BYTES = 256 << 10
 #: Originals whose copies are under way take so many bytes at most.
 IN_FLIGHT_BYTES = 256 << 20
@@ -48,14 +48,14 @@ class ActivationOffload:
         of `codecs` which a cost model finds best, from profiles of passes and measured times of
         codecs and link; codecs are measured once on a machine, in 30 s for a GPU and 6 s for a CPU.
         "raw": they cross as they are. "static": all are encoded by the first of `codecs`. "keep":
-        they stay.
+        they are kept.
     codecs : sequence of str or BlobCodec, optional
         Codecs that may be used, which return every bit; the best of the registered ones when left
         out.
     lossy : str or BlobCodec, optional
         A lossy codec, used for floating-point tensors of two dimensions or more.
     min_bytes : int
-        Smaller tensors stay on the device.
+        Smaller tensors are kept on the device.
     select : callable, optional
         Takes a `Site` and returns whether its tensors are moved; `conv_inputs` is one. All when
         left out.
@@ -82,7 +82,7 @@ class ActivationOffload:
 
     Notes
     -----
-    What stays where it is: parameters, buffers, their views and casts; tensors that are small,
+    What is left where it is: parameters, buffers, their views and casts; tensors that are small,
     sparse, nested or of a class of their own; in a model that is attached to, tensors on other
     devices than its parameters, and what is saved outside of its forward pass.
 
@@ -180,7 +180,7 @@ class ActivationOffload:
         """Run a forward pass whose saved tensors are moved."""
         if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
             self._note(
-                "saved tensors stay on the device where torch's hooks are turned off "
+                "saved tensors are kept on the device where torch's hooks are turned off "
                 "(disable_saved_tensors_hooks, or a transform of torch.func)"
             )
             yield
@@ -351,7 +351,7 @@ class ActivationOffload:
 def offload_activations(model: nn.Module, **options: Any) -> ActivationOffload:
     """Attach to a model what moves the tensors that its forward passes keep for the backward pass.
 
-    The training loop stays as it is, and gradients are those of before, bit for bit.
+    The training loop remains as it is, and gradients are those of before, bit for bit.
 
     Parameters
     ----------

@@ -91,7 +91,7 @@ def test_an_offload_is_not_copied(work: Any) -> None:
         work(bitslab.ActivationOffload(policy="raw"))
 
 
-def test_a_codec_that_fails_is_told_once() -> None:
+def test_a_codec_that_fails_is_reported_once() -> None:
     class Failing(BitmapCodec):
         name = "test-failing"
 
@@ -106,8 +106,8 @@ def test_a_codec_that_fails_is_told_once() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         found = gradients(model, 3)
-    told = [str(w.message) for w in caught]
-    assert len(told) == 1 and "could not be packed (ValueError: on purpose)" in told[0]
+    messages = [str(w.message) for w in caught]
+    assert len(messages) == 1 and "could not be packed (ValueError: on purpose)" in messages[0]
     assert all(torch.equal(a, b) for a, b in zip(found, plain, strict=True))
     notes = offload.report().notes
     assert any("Tensors of 4 sites could not be packed" in note for note in notes)
@@ -226,7 +226,7 @@ def test_gradients_of_a_compiled_model() -> None:
     offload.detach()
 
 
-def test_a_forked_child_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forked_child_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(32, 64, requires_grad=True)
     offload = bitslab.ActivationOffload(policy="raw", min_bytes=64, in_flight_bytes=0)
     with offload:

@@ -29,7 +29,7 @@ def offload(request: pytest.FixtureRequest) -> Iterator[bitslab.ActivationOffloa
 
 @pytest.fixture
 def no_collector() -> Iterator[None]:
-    """Let reference counts alone free: a cycle stays."""
+    """Let reference counts alone free: a cycle is left."""
     gc.collect()
     gc.disable()
     yield

@@ -211,12 +211,12 @@ def test_hysteresis() -> None:
 
     packed, raw = decide(at(0.5), MODEL, LINK), decide(at(1.0), MODEL, LINK)
     assert (packed[0].action, raw[0].action) == ("pack", "raw")
-    for ratio, stays in ((0.94, True), (0.96, True), (0.89, False)):
+    for ratio, holds in ((0.94, True), (0.96, True), (0.89, False)):
         (now,) = decide(at(ratio), MODEL, LINK, previous=raw)
-        assert (now.action == "raw") == stays
-    for ratio, stays in ((0.94, True), (0.99, True), (1.01, False)):
+        assert (now.action == "raw") == holds
+    for ratio, holds in ((0.94, True), (0.99, True), (1.01, False)):
         (now,) = decide(at(ratio), MODEL, LINK, previous=packed)
-        assert (now.action == "pack") == stays
+        assert (now.action == "pack") == holds
     (held,) = decide(at(0.94), MODEL, LINK, previous=raw)
     assert "as before, since the change would save too little" in held.reason
     assert decide(at(0.94), MODEL, LINK, previous=raw, hysteresis=0.0)[0].action == "pack"
