@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -44,39 +45,44 @@ class ForwardOverride(MethodOverride):
 
     def replacement(self) -> Callable[..., Any]:
         """Return a function with the signature of the model's own, which some callers read."""
+        # Compiled graphs begin behind these, which torch.compile runs as they are.
+        begin = torch.compiler.disable(self._begin)  # type: ignore[no-untyped-call]
+        end = torch.compiler.disable(self._end)  # type: ignore[no-untyped-call]
 
         @functools.wraps(self.original())
         def forward(*args: Any, **kwargs: Any) -> Any:
-            return self.call(*args, **kwargs)
+            original, context = begin()
+            result = None
+            try:
+                result = original(*args, **kwargs)
+            finally:
+                end(context, result)
+            return result
 
         forward.__signature__ = inspect.signature(self.module.forward)  # type: ignore[attr-defined]
-        # Compiled graphs begin behind it: torch.compile runs these two as they are.
         return torch.compiler.disable(forward, recursive=False)  # type: ignore[no-untyped-call, no-any-return]
 
-    def call(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model's forward pass."""
+    def _begin(self) -> tuple[Callable[..., Any], contextlib.AbstractContextManager[Any] | None]:
+        """Return the model's own forward, and the context of this pass, entered."""
         original = self.original()
         if self._hooked is None:  # by whoever kept this function when it was taken off
-            return original(*args, **kwargs)
-        return _run(self._hooked, self._returned, original, args, kwargs)
+            return original, None
+        context = self._hooked()
+        context.__enter__()
+        return original, context
+
+    def _end(self, context: contextlib.AbstractContextManager[Any] | None, result: Any) -> None:
+        """Leave the context, whatever ended the pass; `result` is None where it failed."""
+        if context is not None:
+            context.__exit__(None, None, None)
+            self._returned(result)
 
     def remove(self) -> None:
         """Give the module its own method back; whoever has this one runs that."""
         self._hooked = None
         super().remove()
-
-
-def _run(
-    hooked: Hooked,
-    returned: Callable[[Any], None],
-    forward: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-) -> Any:
-    with hooked():
-        result = forward(*args, **kwargs)
-    returned(result)
-    return result
+        # Another one: the one that was set holds the module, by `__wrapped__`.
+        self._installed = inspect.signature
 
 
 class PlainCopies(MethodOverride):
@@ -129,23 +135,26 @@ class Attachment:
         returned: Callable[[Any], None],
     ) -> None:
         model.__dict__[ATTRIBUTE] = owner
-        self._forward = ForwardOverride(model, hooked, returned)
+        self._model = weakref.ref(model)
         self._overrides = [
-            self._forward,
+            ForwardOverride(model, hooked, returned),
             PlainCopies(model, "__reduce_ex__", self),
             PlainCopies(model, "_replicate_for_data_parallel", self),
         ]
 
     @property
-    def model(self) -> nn.Module:
-        """The model."""
-        return self._forward.module
+    def model(self) -> nn.Module | None:
+        """The model; None when it was deleted."""
+        return self._model()
 
     def remove(self) -> None:
         """Take everything off the model."""
-        self.model.__dict__.pop(ATTRIBUTE, None)
-        for override in self._overrides:
-            override.remove()
+        model = self.model
+        if model is not None:
+            model.__dict__.pop(ATTRIBUTE, None)
+            for override in self._overrides:
+                override.remove()
+        self._overrides.clear()  # which hold this object, and it the model
 
     def remove_from(self, attributes: dict[str, Any]) -> None:
         """Take everything off a copy of the model's attributes."""

@@ -64,7 +64,7 @@ class AutoPolicy:
         #: What each site's codecs were chosen and fitted by.
         self._fitted: dict[str, SiteRecord] = {}
         self._models: dict[tuple[torch.device, tuple[int, ...]], TimeModel] = {}
-        self._failure_told = False
+        self._failure_reported = False
 
     def decide(self, site: Site) -> Choice:
         """Return what is done with the tensors of a site, as decided last."""
@@ -130,8 +130,8 @@ class AutoPolicy:
         return found
 
     def _tell(self, device: torch.device, error: BaseException) -> None:
-        if not self._failure_told:
-            self._failure_told = True
+        if not self._failure_reported:
+            self._failure_reported = True
             warnings.warn(
                 f"bitslab: codecs or link of {device} could not be measured ({error}); saved "
                 "tensors cross as was decided before, at first raw",

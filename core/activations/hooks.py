@@ -22,8 +22,8 @@ from .read_order import ReadOrder
 from .sites import Select, Site, operation_of, running_module
 from .verify import Verifier
 
-#: A tensor that stays as it is, with its version. Detached: an output that its own node saved would
-#: make a cycle that is never freed.
+#: A tensor that is left as it is, with its version. Detached: an output that its own node saved
+#: would make a cycle that is never freed.
 KeptTensor = tuple[torch.Tensor, int]
 
 
@@ -68,7 +68,7 @@ class SavedTensorHooks:
     codecs : Codecs
         The codecs.
     min_bytes : int
-        Smaller tensors stay.
+        Smaller tensors are kept.
     select : callable or None
         Which sites are moved; all when None.
     in_flight_bytes, depth
@@ -92,10 +92,10 @@ class SavedTensorHooks:
         sm_budget: int | None = None,
     ) -> None:
         self.sites: dict[str, SiteCounts] = {}
-        self.kept_bytes_told = False
+        self.kept_bytes_reported = False
         #: By site, the error of the first tensor of it that could not be packed.
         self.failures: dict[str, str] = {}
-        self.failures_told = False
+        self.failures_reported = False
         self._policy, self._codecs = policy, codecs
         self._min_bytes, self._select = min_bytes, select
         self._in_flight_bytes = in_flight_bytes
@@ -234,10 +234,10 @@ class SavedTensorHooks:
         return True
 
     def _tell(self, what: str) -> None:
-        if not self.kept_bytes_told:
-            self.kept_bytes_told = True
+        if not self.kept_bytes_reported:
+            self.kept_bytes_reported = True
             warnings.warn(
-                f"bitslab: {what}; saved tensors stay on the device where that is so",
+                f"bitslab: {what}; saved tensors are kept on the device where that is so",
                 UserWarning,
                 stacklevel=5,
             )
@@ -304,11 +304,11 @@ class SavedTensorHooks:
     def _failed(self, name: str, error: BaseException) -> None:
         """Count a tensor that a thread could not encode or copy, and tell of the first."""
         self.failures.setdefault(name, f"{type(error).__name__}: {error}")
-        if len(self.failures) == 1 and not self.failures_told:
-            self.failures_told = True
+        if len(self.failures) == 1 and not self.failures_reported:
+            self.failures_reported = True
             warnings.warn(
-                f"bitslab: {name!r} could not be packed ({self.failures[name]}); its tensors stay "
-                "on the device where that is so",
+                f"bitslab: {name!r} could not be packed ({self.failures[name]}); its tensors are "
+                "kept on the device where that is so",
                 UserWarning,
                 stacklevel=2,
             )

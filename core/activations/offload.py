@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -20,10 +21,10 @@ from .guards import storages_of
 from .hooks import SavedTensorHooks
 from .policies import KEEP, Codecs, FixedPolicy, Policy, checked_policy
 from .report import ActivationReport, SiteReport
-from .sites import Select, module_names
+from .sites import Select, is_compiled, module_names
 from .verify import USUAL_EVERY, Verifier
 
-#: Smaller tensors stay: moving one costs the host as long as they would cross.
+#: Smaller tensors are kept: moving one costs the host as long as they would cross.
 MIN_BYTES = 256 << 10
 #: Originals whose copies are under way take so many bytes at most.
 IN_FLIGHT_BYTES = 256 << 20
@@ -47,14 +48,14 @@ class ActivationOffload:
         of `codecs` which a cost model finds best, from profiles of passes and measured times of
         codecs and link; codecs are measured once on a machine, in 30 s for a GPU and 6 s for a CPU.
         "raw": they cross as they are. "static": all are encoded by the first of `codecs`. "keep":
-        they stay.
+        they are kept.
     codecs : sequence of str or BlobCodec, optional
         Codecs that may be used, which return every bit; the best of the registered ones when left
         out.
     lossy : str or BlobCodec, optional
         A lossy codec, used for floating-point tensors of two dimensions or more.
     min_bytes : int
-        Smaller tensors stay on the device.
+        Smaller tensors are kept on the device.
     select : callable, optional
         Takes a `Site` and returns whether its tensors are moved; `conv_inputs` is one. All when
         left out.
@@ -81,7 +82,7 @@ class ActivationOffload:
 
     Notes
     -----
-    What stays where it is: parameters, buffers, their views and casts; tensors that are small,
+    What is left where it is: parameters, buffers, their views and casts; tensors that are small,
     sparse, nested or of a class of their own; in a model that is attached to, tensors on other
     devices than its parameters, and what is saved outside of its forward pass.
 
@@ -125,10 +126,11 @@ class ActivationOffload:
             ("verify", verify),
             ("in_flight_bytes", in_flight_bytes),
             ("depth", depth),
-            ("profile_every", profile_every),
-            ("sm_budget", 1 if sm_budget is None else sm_budget),
         ):
             _check_number(name, value)
+        _check_number("profile_every", profile_every, 1)
+        if sm_budget is not None:
+            _check_number("sm_budget", sm_budget, 1)
         found = Codecs(codecs, lossy)
         self._lossy = found.lossy
         self._verifier = Verifier(USUAL_EVERY if verify is True else int(verify))
@@ -145,7 +147,7 @@ class ActivationOffload:
             in_flight_bytes=in_flight_bytes,
             depth=depth,
             verifier=self._verifier,
-            sm_budget=sm_budget or None,
+            sm_budget=sm_budget,
         )
         self._attachment: Attachment | None = None
         self._tensors: ModuleTensors | None = None
@@ -178,17 +180,24 @@ class ActivationOffload:
         """Run a forward pass whose saved tensors are moved."""
         if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
             self._note(
-                "saved tensors stay on the device where torch's hooks are turned off "
+                "saved tensors are kept on the device where torch's hooks are turned off "
                 "(disable_saved_tensors_hooks, or a transform of torch.func)"
             )
             yield
             return
         self._hooks.enter(parameters)
         try:
-            with torch.autograd.graph.saved_tensors_hooks(self._hooks.pack, self._hooks.unpack):
+            with torch.autograd.graph.saved_tensors_hooks(*self._hook_functions()):
                 yield
         finally:
             self._hooks.leave()
+
+    def _hook_functions(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        """Return what autograd calls, which torch.compile leaves as it is."""
+        pack, unpack = self._hooks.pack, self._hooks.unpack
+        if "torch._dynamo" not in sys.modules:  # which takes a second to import
+            return pack, unpack
+        return torch.compiler.disable(pack), torch.compiler.disable(unpack)  # type: ignore[no-untyped-call]
 
     # Attached to a model
 
@@ -215,6 +224,7 @@ class ActivationOffload:
                 raise ArgumentError(
                     f"model: {where} has its activations offloaded already; detach() that first"
                 )
+        self._note_compiled(model)
         self._tensors = ModuleTensors(model)
         devices = {t.device for t in self._tensors}
         self._hooks.watch(module_names(model), devices or None)
@@ -239,6 +249,7 @@ class ActivationOffload:
         tensors.passes += 1
         if tensors.passes % LISTED_PASSES == 0:
             model = self._attachment.model
+            assert model is not None  # whose pass this is
             tensors = self._tensors = ModuleTensors(model)
             self._hooks.watch(module_names(model), {t.device for t in tensors} or None)
         return self._pass(storages_of(tensors))
@@ -254,6 +265,14 @@ class ActivationOffload:
             values = list(result)
         found = [v for v in values if isinstance(v, torch.Tensor) and v.requires_grad]
         self._outputs = {f"output {i}": t.detach().to("meta") for i, t in enumerate(found)}
+
+    def _note_compiled(self, model: nn.Module) -> None:
+        found = [name or "the model" for name, m in model.named_modules() if is_compiled(m)]
+        if found:
+            self._note(
+                f"Compiled by torch.compile: {', '.join(found)}. Its graphs save what their own "
+                "partitioning keeps, and its sites are not named by modules."
+            )
 
     def _note(self, what: str) -> None:
         if what not in self._notes:
@@ -292,6 +311,9 @@ class ActivationOffload:
                     unit, counts.choice, counts.site.operation, counts.tensors, counts.reason
                 )
             )
+        model = None if self._attachment is None else self._attachment.model
+        if model is not None:  # it may have been compiled since
+            self._note_compiled(model)
         notes = list(self._notes)
         if self._attachment is not None and self._outputs:
             nbytes = sum(t.nbytes for t in self._outputs.values())
@@ -329,7 +351,7 @@ class ActivationOffload:
 def offload_activations(model: nn.Module, **options: Any) -> ActivationOffload:
     """Attach to a model what moves the tensors that its forward passes keep for the backward pass.
 
-    The training loop stays as it is, and gradients are those of before, bit for bit.
+    The training loop remains as it is, and gradients are those of before, bit for bit.
 
     Parameters
     ----------
@@ -365,8 +387,8 @@ def offload_activations(model: nn.Module, **options: Any) -> ActivationOffload:
     return offload
 
 
-def _check_number(name: str, value: Any) -> None:
+def _check_number(name: str, value: Any, least: int = 0) -> None:
     if not isinstance(value, int) or (isinstance(value, bool) and name != "verify"):
         raise ArgumentTypeError(f"{name}: expected an int, got {value!r:.60}")
-    if value < 0:
-        raise ArgumentError(f"{name}: {value}, accepted are numbers from 0")
+    if value < least:
+        raise ArgumentError(f"{name}: {value}, accepted are numbers from {least}")

@@ -14,7 +14,7 @@ from ..errors import ArgumentError, ArgumentTypeError
 from .copies import Pass
 from .sites import Site
 
-#: What becomes of a tensor: it stays, or crosses as it is; else a codec encodes it.
+#: What becomes of a tensor: it is kept, or crosses as it is; else a codec encodes it.
 KEEP: Final = "keep"
 RAW: Final = "raw"
 

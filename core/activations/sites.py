@@ -62,6 +62,14 @@ def module_names(model: nn.Module) -> Mapping[nn.Module, str]:
     return weakref.WeakKeyDictionary((module, name) for name, module in model.named_modules())
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether a module is a wrapper of ``torch.compile``, or was compiled in place."""
+    # By name: the class is in a part of torch that takes a second to import.
+    return type(module).__name__ == "OptimizedModule" or (
+        getattr(module, "_compiled_call_impl", None) is not None
+    )
+
+
 def running_module(frames: int = 1) -> nn.Module | None:
     """Return the innermost module whose call is running in this thread; None outside of all.
 

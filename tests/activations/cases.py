@@ -562,7 +562,7 @@ def nested_contexts(t: Any) -> Tensors:
 
 
 class Failing(nn.Module):
-    """Fails where it is told to."""
+    """Fails where it is asked to."""
 
     def __init__(self) -> None:
         super().__init__()

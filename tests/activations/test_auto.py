@@ -16,7 +16,8 @@ import bitslab
 from bitslab.activations import auto as auto_module
 from bitslab.activations import hooks as hooks_module
 from bitslab.activations import profile as profile_module
-from bitslab.activations.policies import USUAL_CODECS
+from bitslab.activations.policies import USUAL_CODECS, Codecs
+from bitslab.engine import advisor
 
 pytestmark = pytest.mark.usefixtures("quick_measuring", "one_thread")
 
@@ -87,13 +88,13 @@ def test_codecs_are_fitted_anew_when_ratios_drift(
 ) -> None:
     link(SLOW)
     refitted = []
-    real = auto_module.Codecs.refit
+    real = Codecs.refit
 
     def refit(codecs: Any, site: Any) -> None:
         refitted.append(site.name)
         real(codecs, site)
 
-    monkeypatch.setattr(auto_module.Codecs, "refit", refit)
+    monkeypatch.setattr(Codecs, "refit", refit)
     model = Gate()
     offload = attach(model, profile_every=1)
     train(model, 4)
@@ -109,7 +110,7 @@ def test_times_between_hooks_are_hidden_seconds(
 ) -> None:
     link(SLOW)
     seen = []
-    real = auto_module.decide
+    real = advisor.decide
 
     def decide(records: Any, *args: Any, **more: Any) -> Any:
         seen.append(list(records))

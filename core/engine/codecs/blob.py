@@ -118,8 +118,8 @@ class BlobCodec(ABC):
     is no further from it than `bounds` says. NaN and infinities come back bit for bit. Systems that
     promise every bit refuse a codec that has an `error_bound`.
 
-    Neither ever uses more than `max_encoded_bytes`. `encode` waits for no device: the size is kept as a
-    number there until someone asks for it (`Blob.nbytes`), and both methods launch on torch's
+    Neither ever uses more than `max_encoded_bytes`. `encode` waits for no device: the size is left
+    a number there until someone asks for it (`Blob.nbytes`), and both methods launch on torch's
     current stream and are safe inside CUDA-graph capture once warmed up.
     """
 
