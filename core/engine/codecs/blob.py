@@ -118,7 +118,7 @@ class BlobCodec(ABC):
     is no further from it than `bounds` says. NaN and infinities come back bit for bit. Systems that
     promise every bit refuse a codec that has an `error_bound`.
 
-    Neither ever uses more than `max_encoded_bytes`. `encode` waits for no device: the size stays a
+    Neither ever uses more than `max_encoded_bytes`. `encode` waits for no device: the size is a
     number there until someone asks for it (`Blob.nbytes`), and both methods launch on torch's
     current stream and are safe inside CUDA-graph capture once warmed up.
     """
