@@ -18,6 +18,7 @@ from .version import __version__  # noqa: E402
 if TYPE_CHECKING:
     from .activations import ActivationOffload, offload_activations
     from .compressed import CompressedTensor, compress, decompress, load, load_file, save_file
+    from .compressed_blob import CompressedBlob
     from .engine.codecs import InvariantCodec, PackedRows, RawCodec, RowCodec
     from .engine.codecs.registry import codec_names, get_codec, register_codec
     from .engine.kernels.cuda import raise_pending_errors
@@ -43,6 +44,7 @@ __all__ = [
     "ArgumentError",
     "ArgumentTypeError",
     "BitslabError",
+    "CompressedBlob",
     "CompressedFeature",
     "CompressedTable",
     "CompressedTensor",
@@ -94,6 +96,7 @@ _MODULES = {
     "tensors.unified_tensor": ("UnifiedTensor", "unified"),
     "engine.codecs.registry": ("codec_names", "get_codec", "register_codec"),
     "compressed": ("CompressedTensor", "compress", "decompress", "load", "load_file", "save_file"),
+    "compressed_blob": ("CompressedBlob",),
     "engine.transfer.ring": ("PrefetchRing",),
 }
 

@@ -6,7 +6,7 @@ package adds its own by the entry point group ``bitslab.codecs``, where the name
 is the name of the codec; a program adds one by `register_codec`. A name means the same bytes for
 ever, so none can be given another class.
 
-Every codec of rows serves `bitslab.compress`, files and the command. Those that have kernels (see
+Every codec serves `bitslab.compress`, files and the command. Those of rows that have kernels (see
 `WordRowCodec`) serve tables, their caches and embeddings too, which refuse others by name.
 """
 
@@ -56,8 +56,8 @@ _classes: dict[str, AnyCodecClass] = {c.name: c for c in _BUILT_IN}
 def register_codec(cls: _Class) -> _Class:
     """Make a codec known by its ``name``; usable as a class decorator.
 
-    A codec of rows serves `bitslab.compress` and files and, if it has kernels, tables and
-    embeddings; one of whole tensors serves what swaps them.
+    It serves `bitslab.compress` and files; one of rows, if it has kernels, tables and embeddings;
+    one of whole tensors what swaps them.
 
     Parameters
     ----------
@@ -164,10 +164,13 @@ def blob_codec_class(name: str) -> type[BlobCodec]:
     return cls
 
 
+_Codec = TypeVar("_Codec", RowCodec, BlobCodec)
+
+
 def fit_codec(
-    cls: type[RowCodec], sample: torch.Tensor, options: Mapping[str, Any], **given: Any
-) -> RowCodec:
-    """Return a codec fitted to sample rows.
+    cls: type[_Codec], sample: torch.Tensor, options: Mapping[str, Any], **given: Any
+) -> _Codec:
+    """Return a codec fitted to sample rows, or to a whole tensor.
 
     Parameters
     ----------
