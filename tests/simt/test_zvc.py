@@ -85,11 +85,7 @@ def test_blocks_of_zeros_and_ones_are_bits():
 
 
 @pytest.mark.parametrize("unit_bytes", [1, 4])
-<<<<<<< HEAD
-def test_damage_is_reported_and_kept_in_its_blocks(unit_bytes):
-=======
 def test_damage_is_reported_and_confined_to_its_blocks(unit_bytes):
->>>>>>> wt-cfiles
     per_block = ZVC_BLOCK_BYTES // unit_bytes
     n = 2 * per_block + 40
     layout, x = ZvcLayout(n, unit_bytes), elements_of(unit_bytes, n, 0.5)

@@ -108,24 +108,19 @@ class Blob:
 class BlobCodec(ABC):
     """Encodes one whole tensor of any shape and dtype into one buffer.
 
-        A codec is immutable: fitting makes a new one. It has no global state, so threads may share it.
+    A codec is immutable: fitting makes a new one. It has no global state, so threads may share it.
 
-        The law of a lossless codec: ``decode(encode(t))`` equals `t` bit for bit, NaN payloads, signed
-        zeros and subnormals included, for every tensor whose dtype it takes, whether or not what it was
-        fitted on resembles it.
+    The law of a lossless codec: ``decode(encode(t))`` equals `t` bit for bit, NaN payloads, signed
+    zeros and subnormals included, for every tensor whose dtype it takes, whether or not what it was
+    fitted on resembles it.
 
-        The law of a lossy codec: every finite element comes back as a finite one of the same dtype that
-        is no further from it than `bounds` says. NaN and infinities come back bit for bit. Systems that
-        promise every bit refuse a codec that has an `error_bound`.
+    The law of a lossy codec: every finite element comes back as a finite one of the same dtype that
+    is no further from it than `bounds` says. NaN and infinities come back bit for bit. Systems that
+    promise every bit refuse a codec that has an `error_bound`.
 
-    <<<<<<< HEAD
-        Neither ever uses more than `max_encoded_bytes`. `encode` waits for no device: the size is left
-        a number there until someone asks for it (`Blob.nbytes`), and both methods launch on torch's
-    =======
-        Neither ever uses more than `max_encoded_bytes`. `encode` waits for no device: the size is a
-        number there until someone asks for it (`Blob.nbytes`), and both methods launch on torch's
-    >>>>>>> wt-cfiles
-        current stream and are safe inside CUDA-graph capture once warmed up.
+    Neither ever uses more than `max_encoded_bytes`. `encode` waits for no device: the size is a
+    number there until someone asks for it (`Blob.nbytes`), and both methods launch on torch's
+    current stream and are safe inside CUDA-graph capture once warmed up.
     """
 
     name: ClassVar[str]

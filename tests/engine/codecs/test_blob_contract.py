@@ -140,11 +140,7 @@ def test_tensors_of_every_shape_come_back(case: Case, dtype: torch.dtype) -> Non
 
 
 @every_case
-<<<<<<< HEAD
-def test_what_does_not_shrink_is_kept_in_its_bounds(case: Case) -> None:
-=======
 def test_what_does_not_shrink_keeps_its_bounds(case: Case) -> None:
->>>>>>> wt-cfiles
     for dtype in case.dtypes:
         generator = torch.Generator().manual_seed(3)
         noise = torch.randint(0, 256, (1000 * dtype.itemsize,), generator=generator)
