@@ -97,22 +97,14 @@ class PackedTensor(Protocol):
 
 @runtime_checkable
 class EncodedTensor(Protocol):
-    """The same of a tensor that a codec of whole tensors encoded."""
+    """The same of a tensor of a codec of whole tensors: what encoded it, and the buffer."""
 
     @property
-    def codec(self) -> BlobCodec:
-        """What encoded the tensor."""
-        ...
-
+    def codec(self) -> BlobCodec: ...  # noqa: D102
     @property
-    def blob(self) -> Blob:
-        """The buffer, on any device."""
-        ...
-
+    def blob(self) -> Blob: ...  # noqa: D102
     @property
-    def shape(self) -> torch.Size:
-        """Shape of the tensor."""
-        ...
+    def shape(self) -> torch.Size: ...  # noqa: D102
 
 
 AnyTensor: TypeAlias = PackedTensor | EncodedTensor
@@ -175,7 +167,7 @@ class StreamedFile:
     def __init__(
         self,
         path: PathLike,
-        tensors: Mapping[str, PackedTensor],
+        tensors: Mapping[str, AnyTensor],
         metadata: Mapping[str, str] | None = None,
     ) -> None:
         _check_metadata(metadata)
