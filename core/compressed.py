@@ -295,7 +295,6 @@ class CompressedTensor:
 
 _CONTIGUOUS = torch.contiguous_format
 
-#: Packed in rows, or as a whole.
 AnyCompressed: TypeAlias = CompressedTensor | CompressedBlob
 
 

@@ -55,7 +55,8 @@ def test_lossy_ones_are_taken_by_name_with_their_options(tmp_path: Path) -> None
 def test_files_of_rows_alone_keep_their_version(tmp_path: Path) -> None:
     t = activation()
     rows, whole = bitslab.compress(t), bitslab.compress(t, ZvcCodec())
-    for tensors, version in (({"a": rows}, 1), ({"a": rows, "b": whole}, 2)):
+    cases: list[tuple[dict[str, Any], int]] = [({"a": rows}, 1), ({"a": rows, "b": whole}, 2)]
+    for tensors, version in cases:
         bitslab.save_file(tensors, tmp_path / "x.bitslab")
         with safe_open(tmp_path / "x.bitslab", framework="pt") as file:
             assert json.loads(file.metadata()["bitslab"])["version"] == version
