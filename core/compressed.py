@@ -47,10 +47,8 @@ class CompressedTensor:
 
     Attributes
     ----------
-    codec : RowCodec
-        What packed the rows.
-    packed : PackedRows
-        The packed rows.
+    codec, packed
+        The arguments.
     shape : torch.Size
         Shape of the tensor.
 
@@ -297,7 +295,6 @@ class CompressedTensor:
 
 _CONTIGUOUS = torch.contiguous_format
 
-#: Packed in rows, or as a whole.
 AnyCompressed: TypeAlias = CompressedTensor | CompressedBlob
 
 
@@ -599,5 +596,4 @@ def read_file(
 
     `each` calls a function with each name, as `map`, maybe in several threads.
     """
-    tensors, metadata = read_tensors(path, CompressedTensor, each, CompressedBlob)
-    return CompressedFile(tensors, metadata)
+    return CompressedFile(*read_tensors(path, CompressedTensor, each, CompressedBlob))
