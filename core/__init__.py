@@ -16,7 +16,9 @@ if __name__ != "bitslab":
 from .version import __version__  # noqa: E402
 
 if TYPE_CHECKING:
+    from .activations import ActivationOffload, offload_activations
     from .compressed import CompressedTensor, compress, decompress, load, load_file, save_file
+    from .compressed_blob import CompressedBlob
     from .engine.codecs import InvariantCodec, PackedRows, RawCodec, RowCodec
     from .engine.codecs.registry import codec_names, get_codec, register_codec
     from .engine.kernels.cuda import raise_pending_errors
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
         DecodedCopyWarning,
         IndexRangeError,
         MissingExtraError,
+        ModifiedInPlaceError,
     )
     from .tables import hotness
     from .tables.feature import CompressedFeature
@@ -37,9 +40,11 @@ if TYPE_CHECKING:
     from .tensors.unified_tensor import UnifiedTensor, unified
 
 __all__ = [
+    "ActivationOffload",
     "ArgumentError",
     "ArgumentTypeError",
     "BitslabError",
+    "CompressedBlob",
     "CompressedFeature",
     "CompressedTable",
     "CompressedTensor",
@@ -48,6 +53,7 @@ __all__ = [
     "IndexRangeError",
     "InvariantCodec",
     "MissingExtraError",
+    "ModifiedInPlaceError",
     "PackedRows",
     "PrefetchRing",
     "RawCodec",
@@ -62,6 +68,7 @@ __all__ = [
     "hotness",
     "load",
     "load_file",
+    "offload_activations",
     "raise_pending_errors",
     "register_codec",
     "save_file",
@@ -70,6 +77,7 @@ __all__ = [
 
 #: Modules that define the public names.
 _MODULES = {
+    "activations": ("ActivationOffload", "offload_activations"),
     "engine.codecs": ("InvariantCodec", "PackedRows", "RawCodec", "RowCodec"),
     "errors": (
         "ArgumentError",
@@ -79,6 +87,7 @@ _MODULES = {
         "DecodedCopyWarning",
         "IndexRangeError",
         "MissingExtraError",
+        "ModifiedInPlaceError",
     ),
     "engine.kernels.cuda": ("raise_pending_errors",),
     "tables.feature": ("CompressedFeature",),
@@ -87,6 +96,7 @@ _MODULES = {
     "tensors.unified_tensor": ("UnifiedTensor", "unified"),
     "engine.codecs.registry": ("codec_names", "get_codec", "register_codec"),
     "compressed": ("CompressedTensor", "compress", "decompress", "load", "load_file", "save_file"),
+    "compressed_blob": ("CompressedBlob",),
     "engine.transfer.ring": ("PrefetchRing",),
 }
 

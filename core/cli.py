@@ -198,7 +198,8 @@ def _add_codec_arguments(parser: argparse.ArgumentParser) -> None:
         "--codec",
         default="auto",
         metavar="NAME",
-        help="auto (default: ibp, or raw where that is not smaller), ibp, raw, or an installed one",
+        help="auto (default: ibp, or raw where that is not smaller), ibp, raw, zvc, zvc+ibp, "
+        "ibp-blob, csr, rle, lz4, or an installed one",
     )
     parser.add_argument(
         "--clusters",

@@ -1,18 +1,19 @@
-"""CompressedTensor: what `compress` returns."""
+"""CompressedTensor, `compress`, and files."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, SupportsIndex
+from typing import Any, Literal, SupportsIndex, TypeAlias, overload
 
 import numpy as np
 import torch
 
+from .compressed_blob import CompressedBlob
 from .container import read_tensors, write_tensors
 from .dtypes import dtype_name
-from .engine.codecs import PackedRows, RawCodec, RowCodec
+from .engine.codecs import BlobCodec, InvariantCodec, PackedRows, RawCodec, RowCodec
 from .engine.codecs.base import (
     check_indices_argument,
     check_out_argument,
@@ -20,7 +21,7 @@ from .engine.codecs.base import (
     index_tensor,
     raise_bad_index,
 )
-from .engine.codecs.registry import codec_class, fit_codec
+from .engine.codecs.registry import fit_codec, get_codec
 from .engine.files.new_file import PathLike, replacing
 from .engine.kernels.format import MAX_ROW_BYTES
 from .engine.row_map import MIN_ROW_BYTES, as_rows, natural_row_elements, row_map
@@ -46,10 +47,8 @@ class CompressedTensor:
 
     Attributes
     ----------
-    codec : RowCodec
-        What packed the rows.
-    packed : PackedRows
-        The packed rows.
+    codec, packed
+        The arguments.
     shape : torch.Size
         Shape of the tensor.
 
@@ -296,15 +295,43 @@ class CompressedTensor:
 
 _CONTIGUOUS = torch.contiguous_format
 
+AnyCompressed: TypeAlias = CompressedTensor | CompressedBlob
+
+
+@overload
+def compress(
+    tensor: torch.Tensor,
+    codec: RowCodec | Literal["auto", "ibp", "raw", "tiles"] = ...,
+    *,
+    seed: int = ...,
+    **options: Any,
+) -> CompressedTensor: ...
+
+
+@overload
+def compress(
+    tensor: torch.Tensor,
+    codec: BlobCodec | Literal["csr", "ibp-blob", "lz4", "rle", "zfp", "zvc", "zvc+ibp"],
+    *,
+    seed: int = ...,
+    **options: Any,
+) -> CompressedBlob: ...
+
+
+@overload
+def compress(
+    tensor: torch.Tensor, codec: str, *, seed: int = ..., **options: Any
+) -> AnyCompressed: ...
+
 
 def compress(
     tensor: torch.Tensor,
-    codec: str | RowCodec = "auto",
+    codec: str | RowCodec | BlobCodec = "auto",
     *,
     seed: int = 0,
     **options: Any,
-) -> CompressedTensor:
-    """Compress a tensor of any shape and dtype, without loss.
+) -> AnyCompressed:
+    """Compress a tensor of any shape and dtype; without loss, unless a lossy codec is named.
 
     Parameters
     ----------
@@ -312,11 +339,11 @@ def compress(
         Any dense tensor on a CPU or GPU; where it is not contiguous, a copy is packed. Weights
         ``[out, in]``, embeddings ``[N, D]`` and K/V ``[B, H, T, D]`` go as they are, in rows of
         their last dimension (see `natural_row_elements`).
-    codec : str or RowCodec
+    codec : str, RowCodec or BlobCodec
         ``"auto"``: invariant bit packing with a plan for this tensor, or raw where that is not
         smaller, so never larger than the tensor. A name (see `codec_names`): that codec, fitted
         to this tensor. A codec: that one, as it is; it must fit the tensor's dtype and rows.
-        An empty tensor is always kept raw.
+        A codec of rows keeps an empty tensor raw.
     seed : int
         Seed of the sample that a codec is fitted on.
     **options
@@ -326,8 +353,9 @@ def compress(
 
     Returns
     -------
-    CompressedTensor
-        On the tensor's device.
+    CompressedTensor or CompressedBlob
+        On the tensor's device; a `CompressedBlob` by a codec of whole tensors, such as ``"zvc"``,
+        whose `encode` is waited for to learn the size.
 
     Raises
     ------
@@ -348,9 +376,15 @@ def compress(
     _check_tensor(tensor)
     if isinstance(codec, RowCodec):
         return _with_codec(tensor, codec, options)
+    if isinstance(codec, BlobCodec):
+        _check_no_options(options)
+        return CompressedBlob(codec, codec.encode(tensor).trimmed())
     if not isinstance(codec, str):
         raise ArgumentTypeError(f"codec: expected a name or a codec, got {type(codec).__name__}")
-    cls = codec_class(codec)
+    cls = InvariantCodec if codec == "auto" else get_codec(codec)
+    if issubclass(cls, BlobCodec):
+        whole = fit_codec(cls, tensor, options, seed=seed)
+        return CompressedBlob(whole, whole.encode(tensor).trimmed())
     raw = _raw_codec(tensor)
     if cls is RawCodec:
         return _encode(tensor, RawCodec.fit(_items_of(tensor), **options))
@@ -367,9 +401,9 @@ def compress(
     return ct
 
 
-def decompress(ct: CompressedTensor, out: torch.Tensor | None = None) -> torch.Tensor:
+def decompress(ct: AnyCompressed, out: torch.Tensor | None = None) -> torch.Tensor:
     """Decode a compressed tensor; see `CompressedTensor.decompress`."""
-    if not isinstance(ct, CompressedTensor):
+    if not isinstance(ct, AnyCompressed):
         raise ArgumentTypeError(f"ct: expected a CompressedTensor, got {type(ct).__name__}")
     return ct.decompress(out)
 
@@ -399,10 +433,14 @@ def _encode(tensor: torch.Tensor, codec: RowCodec) -> CompressedTensor:
     return CompressedTensor(codec, packed, tensor.shape)
 
 
-def _with_codec(tensor: torch.Tensor, codec: RowCodec, options: dict[str, Any]) -> CompressedTensor:
-    """Compress with a codec that is fitted already."""
+def _check_no_options(options: Mapping[str, Any]) -> None:
     if options:
         raise ArgumentTypeError(f"options: {sorted(options)} are for fitting, this codec is fitted")
+
+
+def _with_codec(tensor: torch.Tensor, codec: RowCodec, options: dict[str, Any]) -> CompressedTensor:
+    """Compress with a codec that is fitted already."""
+    _check_no_options(options)
     if tensor.dtype != codec.dtype:
         raise ArgumentTypeError(
             f"tensor: dtype {tensor.dtype}, the codec was fitted for {codec.dtype}"
@@ -424,7 +462,7 @@ def _with_codec(tensor: torch.Tensor, codec: RowCodec, options: dict[str, Any]) 
 
 
 def save_file(
-    tensors: Mapping[str, CompressedTensor],
+    tensors: Mapping[str, AnyCompressed],
     path: PathLike,
     metadata: Mapping[str, str] | None = None,
 ) -> None:
@@ -432,7 +470,7 @@ def save_file(
 
     Parameters
     ----------
-    tensors : mapping of str to CompressedTensor
+    tensors : mapping of str to CompressedTensor or CompressedBlob
         On any device.
     path : str or os.PathLike
         Written under another name in the same folder and then renamed, so that it is the whole
@@ -463,13 +501,13 @@ def save_file(
 
 
 def write_file(
-    tensors: Mapping[str, CompressedTensor],
+    tensors: Mapping[str, AnyCompressed],
     path: PathLike,
     metadata: Mapping[str, str] | None = None,
 ) -> None:
     """Write compressed tensors straight to `path`; the part of `save_file` that is not atomic."""
     for name, ct in tensors.items():
-        if not isinstance(ct, CompressedTensor):
+        if not isinstance(ct, AnyCompressed):
             raise ArgumentTypeError(
                 f"tensors: {name!r} is a {type(ct).__name__}, expected a CompressedTensor"
             )
@@ -482,17 +520,17 @@ class CompressedFile:
 
     Parameters
     ----------
-    tensors : dict of str to CompressedTensor
+    tensors : dict of str to CompressedTensor or CompressedBlob
         By name, in the order in which they were saved.
     metadata : dict of str to str
         The caller's metadata.
     """
 
-    tensors: dict[str, CompressedTensor]
+    tensors: dict[str, AnyCompressed]
     metadata: dict[str, str] = field(default_factory=dict)
 
 
-def load(path: PathLike) -> CompressedTensor:
+def load(path: PathLike) -> AnyCompressed:
     """Read the one compressed tensor of a file.
 
     Parameters
@@ -502,8 +540,8 @@ def load(path: PathLike) -> CompressedTensor:
 
     Returns
     -------
-    CompressedTensor
-        On the CPU, its packed rows memory-mapped from the file.
+    CompressedTensor or CompressedBlob
+        On the CPU, its packed rows, or its buffer, memory-mapped from the file.
 
     Raises
     ------
@@ -524,7 +562,7 @@ def load(path: PathLike) -> CompressedTensor:
     return next(iter(tensors.values()))
 
 
-def load_file(path: PathLike) -> dict[str, CompressedTensor]:
+def load_file(path: PathLike) -> dict[str, AnyCompressed]:
     """Read all compressed tensors of a file.
 
     Parameters
@@ -534,7 +572,7 @@ def load_file(path: PathLike) -> dict[str, CompressedTensor]:
 
     Returns
     -------
-    dict of str to CompressedTensor
+    dict of str to CompressedTensor or CompressedBlob
         On the CPU, their packed rows memory-mapped from the file. Every byte is read once, to
         compare the checksums.
 
@@ -552,12 +590,10 @@ def load_file(path: PathLike) -> dict[str, CompressedTensor]:
 
 def read_file(
     path: PathLike,
-    each: Callable[
-        [Callable[[str], CompressedTensor], Iterable[str]], Iterable[CompressedTensor]
-    ] = map,
+    each: Callable[[Callable[[str], AnyCompressed], Iterable[str]], Iterable[AnyCompressed]] = map,
 ) -> CompressedFile:
     """Read all compressed tensors of a file and the caller's metadata; see `load_file`.
 
     `each` calls a function with each name, as `map`, maybe in several threads.
     """
-    return CompressedFile(*read_tensors(path, CompressedTensor, each))
+    return CompressedFile(*read_tensors(path, CompressedTensor, each, CompressedBlob))

@@ -7,6 +7,8 @@ The parts of a compressed tensor are entries ``<name>.<part>`` of the file. The 
     ``codec``, ``config``, ``n_rows``, ``row_elements`` and ``parts``: for each part the ``dtype``
     and ``shape`` that the codec gave it and the ``crc32`` of its bytes. A long configuration is a
     part too, called ``config``, because readers of safetensors limit the length of a header.
+    A tensor of a codec of whole tensors has the one part ``data``, its buffer, and neither
+    ``n_rows`` nor ``row_elements``; files with such tensors are of version 2, others of version 1.
 ``bitslab_crc32``
     Checksum of all other metadata, the caller's included.
 others
@@ -23,14 +25,15 @@ import os
 import threading
 import zlib
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol, TypeGuard, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeGuard, TypeVar, runtime_checkable
 
 import torch
 
 from .dtypes import dtype_from_name, dtype_name, flat_bytes
-from .engine.codecs import PackedRows, RowCodec
+from .engine.codecs import Blob, BlobCodec, PackedRows, RowCodec
 from .engine.codecs.base import elements
-from .engine.codecs.registry import get_codec
+from .engine.codecs.blob import ALIGN_BYTES
+from .engine.codecs.registry import get_codec, row_codec_class
 from .engine.files.checksums import combined_crc32
 from .engine.files.new_file import PathLike
 from .engine.files.safetensors_writer import SafetensorsLayout, write_safetensors
@@ -44,10 +47,11 @@ from .errors import (
     load_optional,
 )
 
-CONTAINER_VERSION = 1
+#: Version of files of rows alone, and of those that hold whole tensors too.
+ROWS_VERSION, CONTAINER_VERSION = 1, 2
 ENTRY = "bitslab"
 CHECKSUM_ENTRY = "bitslab_crc32"
-CONFIG_PART = "config"
+CONFIG_PART, BLOB_PART = "config", "data"
 LONG_CONFIG_BYTES = 16 << 10
 
 #: Stored as they are; parts of other dtypes are stored as bytes, because not every version of
@@ -91,8 +95,23 @@ class PackedTensor(Protocol):
         ...
 
 
+@runtime_checkable
+class EncodedTensor(Protocol):
+    """The same of a tensor of a codec of whole tensors: what encoded it, and the buffer."""
+
+    @property
+    def codec(self) -> BlobCodec: ...  # noqa: D102
+    @property
+    def blob(self) -> Blob: ...  # noqa: D102
+    @property
+    def shape(self) -> torch.Size: ...  # noqa: D102
+
+
+AnyTensor: TypeAlias = PackedTensor | EncodedTensor
+
+
 def write_tensors(
-    path: PathLike, tensors: Mapping[str, PackedTensor], metadata: Mapping[str, str] | None = None
+    path: PathLike, tensors: Mapping[str, AnyTensor], metadata: Mapping[str, str] | None = None
 ) -> None:
     """Write tensors by name straight to `path`; not atomic.
 
@@ -108,7 +127,7 @@ def write_tensors(
 
 
 def file_entries(
-    tensors: Mapping[str, PackedTensor], metadata: Mapping[str, str] | None = None
+    tensors: Mapping[str, AnyTensor], metadata: Mapping[str, str] | None = None
 ) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """Return the tensors and the metadata that make up the file of `tensors`."""
     _check_metadata(metadata)
@@ -148,7 +167,7 @@ class StreamedFile:
     def __init__(
         self,
         path: PathLike,
-        tensors: Mapping[str, PackedTensor],
+        tensors: Mapping[str, AnyTensor],
         metadata: Mapping[str, str] | None = None,
     ) -> None:
         _check_metadata(metadata)
@@ -239,13 +258,13 @@ def _key(name: str, part: str) -> str:
     return f"{name}.{part}"
 
 
-def _parts_of(name: str, ct: PackedTensor) -> dict[str, torch.Tensor]:
+def _parts_of(name: str, ct: AnyTensor) -> dict[str, torch.Tensor]:
     """Return the parts of a tensor, and its configuration where that is one too."""
     if not isinstance(name, str):
         raise ArgumentTypeError(f"tensors: the name {name!r} is no str")
+    its = {BLOB_PART: ct.blob.data} if isinstance(ct, EncodedTensor) else ct.packed.parts
     parts = {
-        part: t if t.device.type == "meta" else t.cpu().contiguous()
-        for part, t in ct.packed.parts.items()
+        part: t if t.device.type == "meta" else t.cpu().contiguous() for part, t in its.items()
     }
     if any(not part or "." in part or part == CONFIG_PART for part in parts):
         raise ArgumentError(
@@ -258,7 +277,7 @@ def _parts_of(name: str, ct: PackedTensor) -> dict[str, torch.Tensor]:
     return parts
 
 
-def _config_text(ct: PackedTensor) -> bytes:
+def _config_text(ct: AnyTensor) -> bytes:
     return json.dumps(ct.codec.to_config(), separators=(",", ":")).encode()
 
 
@@ -272,7 +291,7 @@ def _stored(parts: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, torch.
 
 
 def _entries(
-    tensors: Mapping[str, PackedTensor],
+    tensors: Mapping[str, AnyTensor],
     parts: Mapping[str, Mapping[str, torch.Tensor]],
     metadata: Mapping[str, str] | None,
     crc32s: Mapping[str, int],
@@ -282,11 +301,12 @@ def _entries(
     for name, ct in tensors.items():
         record: dict[str, Any] = {
             "shape": list(ct.shape),
-            "dtype": dtype_name(ct.codec.dtype),
+            "dtype": dtype_name(ct.blob.dtype if isinstance(ct, EncodedTensor) else ct.codec.dtype),
             "codec": ct.codec.name,
-            "n_rows": ct.packed.n_rows,
-            "row_elements": elements(ct.codec.row_shape),
         }
+        if not isinstance(ct, EncodedTensor):
+            record["n_rows"] = ct.packed.n_rows
+            record["row_elements"] = elements(ct.codec.row_shape)
         if CONFIG_PART not in parts[name]:
             record["config"] = ct.codec.to_config()
         record["parts"] = {
@@ -299,9 +319,9 @@ def _entries(
         }
         records[name] = record
     entries = dict(metadata or {})
-    entries[ENTRY] = json.dumps(
-        {"version": CONTAINER_VERSION, "tensors": records}, separators=(",", ":")
-    )
+    whole = any(isinstance(ct, EncodedTensor) for ct in tensors.values())
+    version = CONTAINER_VERSION if whole else ROWS_VERSION
+    entries[ENTRY] = json.dumps({"version": version, "tensors": records}, separators=(",", ":"))
     entries[CHECKSUM_ENTRY] = _checksum_of(entries)
     return entries
 
@@ -313,6 +333,7 @@ def read_tensors(
     path: PathLike,
     make: Callable[[RowCodec, PackedRows, tuple[int, ...]], Made],
     each: Callable[[Callable[[str], Made], Iterable[str]], Iterable[Made]] = map,
+    make_whole: Callable[[BlobCodec, Blob], Made] | None = None,
 ) -> tuple[dict[str, Made], dict[str, str]]:
     """Read all tensors of a file and the caller's metadata.
 
@@ -327,6 +348,8 @@ def read_tensors(
     each : callable
         What `map` does, maybe in several threads: calls a function with each name, and returns the
         results in order.
+    make_whole : callable, optional
+        As `make`, of the codec and the buffer of a whole tensor; such tensors are refused without.
 
     Returns
     -------
@@ -357,7 +380,7 @@ def read_tensors(
             mapped = {name: _map_parts(name, found, file, keys) for name, found in records.items()}
 
             def read(name: str) -> Made:
-                return _read_tensor(name, records[name], mapped[name], make)
+                return _read_tensor(name, records[name], mapped[name], make, make_whole)
 
             tensors = dict(zip(records, each(read, records), strict=True))
     except SafetensorError as error:
@@ -430,6 +453,7 @@ def _read_tensor(
     record: Any,
     mapped: Mapping[str, torch.Tensor],
     make: Callable[[RowCodec, PackedRows, tuple[int, ...]], Made],
+    make_whole: Callable[[BlobCodec, Blob], Made] | None,
 ) -> Made:
     """Check one tensor, whose stored parts are mapped."""
     try:
@@ -437,8 +461,11 @@ def _read_tensor(
         described = fields.get("parts", dict)
         parts = {part: _read_part(part, _Fields(described[part]), t) for part, t in mapped.items()}
         config = _read_config(fields, parts)
-        codec = _read_codec(fields.get("codec", str), config)
+        codec = _read_codec(fields.get("codec", str), config, rows_only=make_whole is None)
         shape = fields.shape()
+        if isinstance(codec, BlobCodec):
+            assert make_whole is not None  # or `_read_codec` had refused it
+            return make_whole(codec, _read_blob(fields, shape, codec, parts))
         _check_geometry(fields, shape, codec)
         return make(codec, codec.adopt(fields.count("n_rows"), parts), shape)
     except BitslabError as error:
@@ -505,8 +532,8 @@ def _read_config(fields: _Fields, parts: dict[str, torch.Tensor]) -> dict[str, A
     return config
 
 
-def _read_codec(name: str, config: dict[str, Any]) -> RowCodec:
-    cls = get_codec(name)
+def _read_codec(name: str, config: dict[str, Any], rows_only: bool) -> RowCodec | BlobCodec:
+    cls = row_codec_class(name) if rows_only else get_codec(name)
     try:
         codec = cls.from_config(config)
     except BitslabError:
@@ -516,9 +543,28 @@ def _read_codec(name: str, config: dict[str, Any]) -> RowCodec:
         raise CorruptedDataError(
             f"config does not suit codec {name!r}: {type(error).__name__}: {error}"
         ) from error
+    if isinstance(codec, BlobCodec):
+        return codec
     if not all(_is_count(size) for size in codec.row_shape):
         raise CorruptedDataError(f"config: row_shape is {list(codec.row_shape)!r}")
     return codec
+
+
+def _read_blob(
+    fields: _Fields, shape: tuple[int, ...], codec: BlobCodec, parts: Mapping[str, torch.Tensor]
+) -> Blob:
+    """Return the buffer of a whole tensor whose header fits what the file says about it."""
+    data = parts.get(BLOB_PART)
+    if data is None or len(parts) > 1 or data.dtype != torch.uint8 or data.dim() != 1:
+        raise CorruptedDataError(
+            f"parts are {sorted(parts)}, codec {codec.name!r} has the bytes {BLOB_PART!r} alone"
+        )
+    if data.data_ptr() % ALIGN_BYTES:
+        data = data.clone()  # torch's memory begins at a multiple of 64
+    blob = Blob(data, torch.Size(shape), dtype_from_name(fields.get("dtype", str)))
+    if blob.nbytes != data.shape[0]:
+        raise CorruptedDataError(f"its header says {blob.nbytes} of {data.shape[0]} bytes")
+    return blob
 
 
 def _check_geometry(fields: _Fields, shape: tuple[int, ...], codec: RowCodec) -> None:

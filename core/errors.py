@@ -26,6 +26,10 @@ class CorruptedDataError(BitslabError, ValueError):
     """Packed data, or a file, is damaged, truncated, foreign or written by a newer version."""
 
 
+class ModifiedInPlaceError(BitslabError, RuntimeError):
+    """A tensor that the backward pass needs was changed in place after it was saved."""
+
+
 class MissingExtraError(BitslabError, ImportError):
     """An optional package is not installed; the message says what to install."""
 

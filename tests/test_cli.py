@@ -513,7 +513,7 @@ def test_compressed_file_is_not_compressed_again(packed: Path, tmp_path: Path, c
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--codec", "zip"], "'zip' is not known; known are ibp, raw"),
+        (["--codec", "zip"], "'zip' is not known; known are csr, ibp, ibp-blob"),
         (["--clusters", "0"], "clusters: 0, accepted are 1 to 256"),
         (["--clusters", "4", "--codec", "raw"], "raw: takes no options, got ['clusters']"),
     ],

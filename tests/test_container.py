@@ -141,7 +141,7 @@ def test_file_is_safetensors_and_keeps_the_metadata(tmp_path: Path) -> None:
         }  # fmt: skip
         assert file.metadata()["format"] == "pt"
         content = json.loads(file.metadata()["bitslab"])
-    assert content["version"] == container.CONTAINER_VERSION
+    assert content["version"] == container.ROWS_VERSION
     record = content["tensors"]["packed"]
     assert record["shape"] == [60, 32]
     assert record["codec"] == "ibp"
@@ -184,6 +184,7 @@ def test_loaded_rows_are_mapped_not_copied(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     bitslab.compress(t).save(path)
     loaded = bitslab.load(path)
+    assert isinstance(loaded, bitslab.CompressedTensor)
     words = loaded.packed.parts["words"]
     maps = Path("/proc/self/maps").read_text().splitlines()
     inside = [
@@ -404,7 +405,7 @@ def test_newer_version_is_refused_by_both_numbers(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     write_small(path)
     rewrite(path, lambda content: content.update(version=7))
-    with pytest.raises(bitslab.CorruptedDataError, match="version 7, .* reads up to version 1"):
+    with pytest.raises(bitslab.CorruptedDataError, match="version 7, .* reads up to version 2"):
         bitslab.load_file(path)
 
 
@@ -452,7 +453,7 @@ CRAFTED: dict[str, tuple[Edit, str]] = {
     "part-shape-huge": (put("parts", "words", "shape", [1 << 62, 4]), "too large"),
     "part-crc": (put("parts", "words", "crc32", 0), "does not match its checksum"),
     "part-crc-text": (put("parts", "words", "crc32", "0"), "crc32 is '0'"),
-    "unknown-codec": (put("codec", "zip"), "'zip' is not known; known are ibp, raw"),
+    "unknown-codec": (put("codec", "zip"), "'zip' is not known; known are csr, ibp, ibp-blob"),
     "codec-number": (put("codec", 3), "codec is 3, expected str"),
     "other-codec": (put("codec", "raw"), "tensor 'packed'"),
     "unknown-dtype": (put("dtype", "float3"), "'float3' is not a dtype"),

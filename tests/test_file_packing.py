@@ -96,10 +96,13 @@ def test_parts_are_those_of_compress(codec: str, source: Path, tmp_path: Path) -
     options: dict[str, Any] = {"plans": PlanCache()} if codec == "auto" else {}
     for name, t in sorted(some_tensors().items()):
         expected = bitslab.compress(t, codec, **options)
+        loaded = found[name]
+        assert isinstance(expected, bitslab.CompressedTensor)
+        assert isinstance(loaded, bitslab.CompressedTensor)
         assert found[name].codec == expected.codec and found[name].shape == expected.shape
-        assert found[name].packed.parts.keys() == expected.packed.parts.keys()
+        assert loaded.packed.parts.keys() == expected.packed.parts.keys()
         for part, data in expected.packed.parts.items():
-            assert same_bits(found[name].packed.parts[part], data), (name, part)
+            assert same_bits(loaded.packed.parts[part], data), (name, part)
 
 
 def test_tensors_that_are_not_row_major_are_restored(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ LAZY = [
     "cupy",
     "dgl",
     "fbgemm_gpu",
+    "lz4",
     "matplotlib",
     "numba",
     "rich",

@@ -13,6 +13,7 @@ from torch import nn
 
 from ..engine.transfer.unit_report import UnitReport
 from ..errors import ArgumentError, BitslabError
+from ..module_methods import alive
 from ..tracing import not_traced
 from .guards import ApplyGuard, CallGuard, PickleGuard, StateGuard
 from .handles import WeightHandle
@@ -21,7 +22,7 @@ from .report import OffloadReport
 from .residence import Tier, is_lookup
 from .store import PackedWeights
 from .stream import WeightStream
-from .units import ParameterRef, Unit, alive
+from .units import ParameterRef, Unit
 
 ATTRIBUTE = "_bitslab_offload"
 

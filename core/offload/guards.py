@@ -13,11 +13,12 @@ import torch
 from torch import nn
 
 from ..errors import BitslabError
+from ..module_methods import MethodOverride, alive
 from ..module_tensors import own_parameters
 from ..tracing import not_traced
 from .handles import WeightHandle
 from .store import PackedWeights
-from .units import ParameterRef, alive
+from .units import ParameterRef
 
 #: What stands for a packed weight in the state dict that `deferred_state_dict` makes.
 _StandIns = dict[tuple[PackedWeights, str], WeightHandle]
@@ -158,51 +159,7 @@ class StateGuard:
             remover.remove()
 
 
-class _Override:
-    """A method that is set on a module and hides that of its class.
-
-    Parameters
-    ----------
-    module : torch.nn.Module
-        The module; held weakly, because it holds the method.
-    name : str
-        Name of the method.
-    """
-
-    def __init__(self, module: nn.Module, name: str) -> None:
-        self._module = weakref.ref(module)
-        self._name = name
-        self._own = module.__dict__.get(name)
-        module.__dict__[name] = self.call
-
-    def call(self, *args: Any, **kwargs: Any) -> Any:
-        """Run instead of the module's own method."""
-        raise NotImplementedError
-
-    @property
-    def module(self) -> nn.Module:
-        """The module."""
-        return alive(self._module)
-
-    def original(self) -> Callable[..., Any]:
-        """Return the method that was replaced, bound to the module."""
-        if self._own is not None:
-            own: Callable[..., Any] = self._own
-            return own
-        return functools.partial(getattr(type(self.module), self._name), self.module)
-
-    def remove(self) -> None:
-        """Give the module its own method back, unless another one has replaced this since."""
-        held = self.module.__dict__
-        if getattr(held.get(self._name), "__self__", None) is not self:
-            return
-        if self._own is None:
-            del held[self._name]
-        else:
-            held[self._name] = self._own
-
-
-class ApplyGuard(_Override):
+class ApplyGuard(MethodOverride):
     """Makes ``module.to`` and the like move what is not packed, and refuse to change handles.
 
     Parameters
@@ -273,7 +230,7 @@ class CallGuard:
                 held[name] = functools.partial(type(module).forward, module)
 
 
-class PickleGuard(_Override):
+class PickleGuard(MethodOverride):
     """Refuses to pickle or copy a module whose weights are packed, since its hooks cannot be.
 
     Parameters

@@ -18,7 +18,7 @@ from ..compressed import CompressedTensor
 from ..dtypes import dtype_from_name, dtype_name
 from ..engine.codecs import PackedRows, RowCodec
 from ..engine.codecs.base import elements
-from ..engine.codecs.registry import get_codec
+from ..engine.codecs.registry import row_codec_class
 from ..errors import CorruptedDataError
 
 PART_ALIGNMENT_BYTES = 16
@@ -170,7 +170,7 @@ class TensorRecord:
             When an entry is missing, of another type, or reaches out of the image.
         """
         try:
-            codec = get_codec(content["codec"]).from_config(content["config"])
+            codec = row_codec_class(content["codec"]).from_config(content["config"])
             parts = {
                 name: Part(int(offset), dtype_from_name(dtype), tuple(map(int, shape)))
                 for name, (offset, dtype, shape) in content["parts"].items()

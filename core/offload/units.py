@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import nn
 
-from ..errors import BitslabError
+from ..module_methods import alive
 from ..module_tensors import own_parameters
 
 #: Returns whether a parameter is to be packed, by its name and itself.
@@ -99,20 +99,6 @@ class Unit:
         """Bytes of the parameters, tied ones counted once."""
         parameters = {id(p): p.nbytes for ref in self.refs if (p := ref.get()) is not None}
         return sum(parameters.values())
-
-
-def alive(module: weakref.ref[nn.Module]) -> nn.Module:
-    """Return the module of a weak reference.
-
-    Raises
-    ------
-    BitslabError
-        When the module was deleted.
-    """
-    found = module()
-    if found is None:
-        raise BitslabError("the model whose weights were packed was deleted")
-    return found
 
 
 def is_block_list(module: nn.Module) -> bool:

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from ..compressed import CompressedTensor, read_file
+from ..compressed import AnyCompressed, read_file
 from ..container import is_compressed
 from ..devices import checked_device, device_or_default
 from ..dtypes import flat_bytes
@@ -38,7 +38,7 @@ from .pack_file import PASSES, FilePacker
 from .unpack_file import Unpacked, each_unpacked, unpacked_tensors, write_plain
 from .workers import Workers
 
-T = TypeVar("T", torch.Tensor, CompressedTensor, torch.Tensor | CompressedTensor)
+T = TypeVar("T", bound=torch.Tensor | AnyCompressed)
 
 #: Work on fewer bytes than this is over before a progress bar is read.
 LONG_WORK_BYTES = 64 << 20
@@ -63,7 +63,7 @@ def inspect(arguments: argparse.Namespace) -> None:
             raise ArgumentError(
                 f"{path}: is compressed already; --codec and --clusters are for plain tensors"
             )
-        tensors: Mapping[str, torch.Tensor | CompressedTensor] = (
+        tensors: Mapping[str, torch.Tensor | AnyCompressed] = (
             read_file(path).tensors if _is_compressed(path) else _read_plain(path)[0]
         )
         prefix = f"{Path(path).name}: " if len(arguments.files) > 1 and not arguments.json else ""
@@ -99,6 +99,10 @@ def pack(arguments: argparse.Namespace) -> None:
     options = _codec_options(arguments)
     if _holds_compressed(arguments.input):
         raise ArgumentError(f"{arguments.input}: is compressed by bitslab already")
+    if arguments.verify and arguments.codec != "auto":
+        bound = get_codec(arguments.codec).error_bound
+        if bound is not None:
+            raise ArgumentError(f"--verify: codec {arguments.codec!r} is lossy, no bits to compare")
     with Workers(_device(arguments)) as workers, contextlib.ExitStack() as output:
         tensors, metadata = _read_plain(arguments.input)
         # Not `nbytes`, which sparse tensors do not have.
@@ -247,7 +251,7 @@ def _naming_output(new: NewFile) -> Iterator[None]:
 def _verify_packed(
     path: str,
     plain: Mapping[str, torch.Tensor],
-    packed: Mapping[str, CompressedTensor],
+    packed: Mapping[str, AnyCompressed],
     workers: Workers,
 ) -> None:
     """Compare packed tensors with plain ones, bit for bit."""

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from ..compressed import CompressedTensor, compress
+from ..compressed import AnyCompressed, CompressedTensor, compress
+from ..compressed_blob import CompressedBlob
 from ..dtypes import dtype_name, element_bytes
 from ..engine.codecs import RowCodec
 from ..engine.codecs.base import rows_as_bytes
@@ -132,7 +133,7 @@ class Total:
 
 def inspect_tensor(
     name: str,
-    tensor: torch.Tensor | CompressedTensor,
+    tensor: torch.Tensor | AnyCompressed,
     codec: str | RowCodec = "auto",
     link: Link | None = None,
     **options: Any,
@@ -143,7 +144,7 @@ def inspect_tensor(
     ----------
     name : str
         Name for the report.
-    tensor : torch.Tensor or CompressedTensor
+    tensor : torch.Tensor, CompressedTensor or CompressedBlob
         A compressed one is reported as it is; `codec` and `options` are ignored.
     codec : str or RowCodec
         As for `compress`.
@@ -153,7 +154,8 @@ def inspect_tensor(
         As for `compress`.
     """
     link = Link() if link is None else link
-    if isinstance(tensor, CompressedTensor):
+    ct: AnyCompressed
+    if isinstance(tensor, (CompressedTensor, CompressedBlob)):
         ct, raw = tensor, tensor.decompress()
     else:
         ct, raw = compress(tensor, codec, **options), tensor

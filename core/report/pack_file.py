@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ..compressed import CompressedTensor, compress
+from ..compressed import AnyCompressed, compress
 from ..container import StreamedFile
 from ..engine.codecs import (
     InvariantCodec,
@@ -28,7 +28,7 @@ from ..engine.codecs import (
     WordRowCodec,
 )
 from ..engine.codecs.base import elements, gathered_by_kernels
-from ..engine.codecs.registry import codec_class, fit_codec
+from ..engine.codecs.registry import fit_codec, get_codec
 from ..engine.kernels.format import (
     BLOCK_ROWS,
     MAX_ROW_BYTES,
@@ -87,7 +87,7 @@ class FilePacker:
 
     Attributes
     ----------
-    outlines : dict of str to Outline or CompressedTensor
+    outlines : dict of str to Outline, CompressedTensor or CompressedBlob
         What becomes of each tensor, once it is measured.
     """
 
@@ -107,14 +107,14 @@ class FilePacker:
         self._naming = naming
         self._progress = progress
         self._pieces: list[_Piece] = []
-        self.outlines: dict[str, Outline | CompressedTensor] = {}
+        self.outlines: dict[str, Outline | AnyCompressed] = {}
 
     def measure(self) -> None:
         """Choose codecs, and find out how long everything becomes: `outlines`."""
-        cls = codec_class(self._codec)
+        cls = InvariantCodec if self._codec == "auto" else get_codec(self._codec)
         streamed = issubclass(cls, WordRowCodec) and gathered_by_kernels(cls)
         planned: dict[str, TensorRows] = {}
-        found: dict[str, Outline | CompressedTensor] = {}
+        found: dict[str, Outline | AnyCompressed] = {}
         for name, t in self._tensors.items():
             with self._naming(name):
                 if not _is_plain(t) or not (streamed or cls is RawCodec):
@@ -128,7 +128,8 @@ class FilePacker:
                     self._progress.advance((PASSES - 1) * t.nbytes)
                 else:
                     planned[name] = rows
-        measured = self._measured(planned, self._chosen(cls, planned))
+        chosen = self._chosen(cls, planned) if issubclass(cls, RowCodec) else []
+        measured = self._measured(planned, chosen)
         for name, t in self._tensors.items():
             if name in planned:
                 outline, pieces = measured[name]
@@ -156,8 +157,7 @@ class FilePacker:
     def _raw(self, t: torch.Tensor, name: str) -> Outline:
         """Describe a tensor that is kept raw, and plan its pieces."""
         items = t if t.dim() else t.reshape(1)
-        options = self._options if self._codec != "auto" else {}
-        options = options if codec_class(self._codec) is RawCodec else {}
+        options = self._options if self._codec == RawCodec.name else {}
         codec = RawCodec.fit(items, **options)
         data = TensorRows(t).data
         n_rows = row_map(t.shape, elements(codec.row_shape)).n_rows

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ..compressed import CompressedTensor
+from ..compressed import AnyCompressed, CompressedTensor
+from ..compressed_blob import CompressedBlob
 from ..dtypes import flat_bytes
 from ..engine.codecs import RawCodec, WordRowCodec
 from ..engine.codecs.base import gathered_by_kernels
@@ -44,7 +45,7 @@ class Unpacked:
 
 
 def each_unpacked(
-    tensors: Mapping[str, CompressedTensor],
+    tensors: Mapping[str, AnyCompressed],
     use: Callable[[Unpacked], object],
     workers: Workers,
     progress: Progress,
@@ -53,7 +54,7 @@ def each_unpacked(
 
     Parameters
     ----------
-    tensors : mapping of str to CompressedTensor
+    tensors : mapping of str to CompressedTensor or CompressedBlob
         On the CPU.
     use : callable
         Called with each piece, in the thread that unpacked it.
@@ -67,17 +68,18 @@ def each_unpacked(
     CorruptedDataError
         When packed rows are damaged.
     """
-    pieces = [
-        piece
-        for its in [_Packed(name, ct, workers.device) for name, ct in tensors.items()]
-        for piece in its.pieces()
-    ]
+    pieces: list[_Piece | _WholeTensor] = []
+    for name, ct in tensors.items():
+        if isinstance(ct, CompressedBlob):
+            pieces.append(_WholeTensor(name, ct))
+        else:
+            pieces += _Packed(name, ct, workers.device).pieces()
     workers.settle()
     workers.each(
         lambda piece: use(piece.unpacked(workers)),
         pieces,
         lambda piece, _: progress.advance(piece.n_bytes),
-        key=lambda piece: piece.its.key,
+        key=lambda piece: piece.key,
     )
     if workers.device.type == "cuda":
         from ..engine.kernels.cuda import raise_pending_errors
@@ -87,7 +89,7 @@ def each_unpacked(
 
 def write_plain(
     path: str | os.PathLike[str],
-    tensors: Mapping[str, CompressedTensor],
+    tensors: Mapping[str, AnyCompressed],
     metadata: Mapping[str, str] | None,
     workers: Workers,
     progress: Progress,
@@ -126,7 +128,7 @@ def write_plain(
 
 
 def unpacked_tensors(
-    tensors: Mapping[str, CompressedTensor], workers: Workers, progress: Progress
+    tensors: Mapping[str, AnyCompressed], workers: Workers, progress: Progress
 ) -> dict[str, torch.Tensor]:
     """Return tensors in memory, unpacked; see `each_unpacked`."""
     made = {name: torch.empty(ct.shape, dtype=ct.dtype) for name, ct in tensors.items()}
@@ -177,6 +179,11 @@ class _Piece:
     end: int
     n_bytes: int
 
+    @property
+    def key(self) -> object:
+        """Equal for pieces that use the same kernels."""
+        return self.its.key
+
     def unpacked(self, workers: Workers) -> Unpacked:
         """Return the bytes of the tensor."""
         ct = self.its.ct
@@ -215,3 +222,25 @@ class _Piece:
             out = torch.empty(shape, dtype=torch.uint8, device=device)
             kernels.decode(storage, None, 0, out, packed.facts)
             return link.to_host(out.view(-1))
+
+
+@dataclass(frozen=True)
+class _WholeTensor:
+    """A tensor that can only be decoded as a whole; by the host."""
+
+    name: str
+    ct: CompressedBlob
+
+    @property
+    def key(self) -> object:
+        """Equal for pieces that use the same kernels."""
+        return self.ct.codec.name
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of the tensor."""
+        return self.ct.raw_nbytes
+
+    def unpacked(self, workers: Workers) -> Unpacked:
+        """Return the bytes of the tensor."""
+        return Unpacked(self.name, 0, flat_bytes(self.ct.decompress()))

@@ -14,7 +14,7 @@ from ..compressed import CompressedTensor
 from ..dtypes import dtype_from_name, dtype_name
 from ..engine.codecs import PackedRows, RowCodec
 from ..engine.codecs.base import elements
-from ..engine.codecs.registry import get_codec
+from ..engine.codecs.registry import row_codec_class
 from ..engine.kernels.format import TableStorage, ceil_div
 from ..engine.memory.host import HostBuffer
 from ..engine.memory.writer import HostWriter
@@ -182,7 +182,7 @@ class TableParts:
         cls, state: Mapping[str, Any], buffers: dict[str, HostBuffer]
     ) -> TableParts:
         """Return the parts from what `describe` returned and their memory."""
-        codec = get_codec(state["codec"]).from_config(state["config"])
+        codec = row_codec_class(state["codec"]).from_config(state["config"])
         dtypes = {name: dtype_from_name(text) for name, text in state["dtypes"].items()}
         tensors = {name: buffers[name].tensor.view(dtype) for name, dtype in dtypes.items()}
         return cls(

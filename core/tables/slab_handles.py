@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..engine.codecs import RowCodec, get_codec
+from ..engine.codecs import RowCodec, row_codec_class
 from ..engine.kernels.format import BUCKET_ENTRIES, MAX_SLABS, PAD_WORDS
 from ..engine.memory.host import HostBuffer
 from ..errors import ArgumentError, BitslabError
@@ -160,7 +160,7 @@ def gpu_named(name: str) -> torch.device:
 
 def _packer_of(name: str, config: Any, table: CompressedTable) -> RowCodec:
     try:
-        packer = get_codec(name).from_config(config)
+        packer = row_codec_class(name).from_config(config)
     except BitslabError as error:
         raise ArgumentError(f"handle: {error}") from error
     if (packer.row_shape, packer.dtype) != (tuple(table.shape[1:]), table.dtype):

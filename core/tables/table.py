@@ -14,7 +14,7 @@ from ..dtypes import dtype_name
 from ..engine.codecs import RowCodec
 from ..engine.files.new_file import PathLike
 from ..engine.progress import Progress, ProgressFunction
-from ..errors import BitslabError
+from ..errors import ArgumentError, BitslabError
 from . import files, making
 from .build import Rows, build_parts, check_layout
 from .changes import fitted_again
@@ -168,7 +168,13 @@ class CompressedTable(HostTable):
             When the file cannot be read.
         """
         check_layout(layout)
-        parts, mapped = files.parts_of_file(path, load(path), layout, pin=pin)
+        found = load(path)
+        if not isinstance(found, CompressedTensor):
+            raise ArgumentError(
+                f"{os.fspath(path)}: codec {found.codec.name!r} packs whole tensors, a table needs "
+                "a codec of rows"
+            )
+        parts, mapped = files.parts_of_file(path, found, layout, pin=pin)
         table = cls(parts, pin=pin and not mapped)
         if mapped:
             table._ownership.mapped(os.path.abspath(path), checksum_of_file(path))

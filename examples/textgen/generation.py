@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from .measure import Clock, MemoryPeak
+from .measure import Clock
+from .memory import MemoryPeak
 from .models import Prompt
 from .ways import (
     CacheOptions,

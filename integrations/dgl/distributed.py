@@ -24,7 +24,7 @@ from dgl import utils
 from dgl.distributed import DistTensor, dist_context, kvstore
 
 from bitslab.dtypes import dtype_from_name, dtype_name, flat_bytes
-from bitslab.engine.codecs import PackedRows, RawCodec, RowCodec, elements, get_codec
+from bitslab.engine.codecs import PackedRows, RawCodec, RowCodec, elements, row_codec_class
 from bitslab.errors import ArgumentError, ArgumentTypeError, BitslabError
 from bitslab.tables import MIN_SAMPLE_ROWS, SAMPLE_BYTES, choose_codec
 
@@ -369,7 +369,7 @@ class PackingHandler:
         if version != WIRE_VERSION:
             return
         self._form_id, codec_name, config = state[2:]
-        self._codec = get_codec(codec_name).from_config(config)
+        self._codec = row_codec_class(codec_name).from_config(config)
         # Clients that fitted their codec before and after a push have different codecs: keep all.
         _forms.setdefault(self._form_id, _Form(self._codec))
 

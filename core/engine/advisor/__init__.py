@@ -9,18 +9,62 @@ from .advice import (
     pays_to_sort,
     pays_to_sort_rows,
 )
+from .codec_times import (
+    CodecTimes,
+    Line,
+    TimeModel,
+    TimeSample,
+    fit_codec_times,
+    relative_absolute_error,
+)
+from .decision_history import DecisionHistory, agreement
 from .decoding import decode_bytes_per_s
 from .link import LinkModel, measure_link
+from .lossy_range import LossyRange, LossySchedule, lossy_range
+from .measuring import fit_time_model, measure_codec
+from .swapping import (
+    POLICIES,
+    Decision,
+    SiteRecord,
+    SwapLink,
+    Times,
+    decide,
+    packed_bytes,
+    swap_cost,
+)
+from .synthetic import SyntheticTensors
 
 __all__ = [
     "MIN_SORTED_IDS",
+    "POLICIES",
     "Advice",
     "Advisor",
+    "CodecTimes",
+    "Decision",
+    "DecisionHistory",
+    "Line",
     "LinkModel",
+    "LossyRange",
+    "LossySchedule",
+    "SiteRecord",
+    "SwapLink",
+    "SyntheticTensors",
+    "TimeModel",
+    "TimeSample",
+    "Times",
     "advise",
     "advisor_for",
+    "agreement",
+    "decide",
     "decode_bytes_per_s",
+    "fit_codec_times",
+    "fit_time_model",
+    "lossy_range",
+    "measure_codec",
     "measure_link",
+    "packed_bytes",
     "pays_to_sort",
     "pays_to_sort_rows",
+    "relative_absolute_error",
+    "swap_cost",
 ]

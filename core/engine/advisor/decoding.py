@@ -1,22 +1,10 @@
-"""How fast a codec decodes on a device: measured at first use, kept on disk.
-
-Each figure is a small JSON file of its own in the cache folder: ``$BITSLAB_CACHE``, else
-``$XDG_CACHE_HOME/bitslab``, else ``~/.cache/bitslab``. Processes never write to one file at once
-(each renames a new one into place), and a file that is damaged or cannot be written is ignored.
-"""
+"""How fast a codec decodes on a device: measured at first use, kept in the cache folder."""
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import json
 import math
-import os
-import platform
 import threading
-import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
@@ -24,10 +12,10 @@ from ...devices import checked_device
 from ...errors import ArgumentError
 from ...version import __version__
 from ..codecs.base import RowCodec, rows_as_bytes
-from ..files.new_file import replacing
-from .link import own_stream, stream_seconds
+from .cache import machine_name, read_cached, write_cached
+from .link import own_stream, work_seconds
 
-CACHE_VARIABLE = "BITSLAB_CACHE"
+KIND = "decode"  # of files in the cache folder
 
 SAMPLE_BYTES = {"cpu": 2 << 20, "cuda": 64 << 20}  # enough to keep the device busy
 REPEATS = 3
@@ -85,12 +73,7 @@ def decode_bytes_per_s(
 
 
 def _key(codec: RowCodec, device: torch.device) -> str:
-    if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-    else:
-        # The folder may be shared by several machines.
-        name = f"{platform.node()} {platform.machine()} {torch.get_num_threads()} threads"
-    return " | ".join([name, __version__, codec.describe(), f"{codec.row_bytes} B"])
+    return " | ".join([machine_name(device), __version__, codec.describe(), f"{codec.row_bytes} B"])
 
 
 def _measure(codec: RowCodec, device: torch.device, sample: torch.Tensor) -> float:
@@ -100,60 +83,19 @@ def _measure(codec: RowCodec, device: torch.device, sample: torch.Tensor) -> flo
     picked = torch.arange(n_rows) % len(sample)
     as_bytes = rows_as_bytes(sample, codec.row_bytes)[picked.to(sample.device)]
     rows = as_bytes.flatten().view(codec.dtype).view(n_rows, *codec.row_shape).to(device)
-    if device.type == "cpu":
+    with own_stream(device):
         packed, out = codec.encode(rows), torch.empty_like(rows)
-        seconds = []
-        for _ in range(1 + REPEATS):
-            begin = time.perf_counter()
-            codec.decode(packed, out=out)
-            seconds.append(time.perf_counter() - begin)
-    else:
-        torch.cuda.current_stream(device).synchronize()  # it is making the rows
-        with own_stream(device):
-            packed, out = codec.encode(rows), torch.empty_like(rows)
-            seconds = [
-                stream_seconds(lambda: codec.decode(packed, out=out)) for _ in range(1 + REPEATS)
-            ]
+        seconds = [
+            work_seconds(device, lambda: codec.decode(packed, out=out)) for _ in range(1 + REPEATS)
+        ]
     return rows.nbytes / min(seconds[1:])  # the first compiles
 
 
-# On disk
-
-
-def cache_folder() -> Path | None:
-    """Return the folder of what is kept between processes; None when there is no home."""
-    own = os.environ.get(CACHE_VARIABLE)
-    if own:
-        return Path(own)
-    for base in (os.environ.get("XDG_CACHE_HOME", ""), os.path.expanduser("~/.cache")):
-        if os.path.isabs(base):  # XDG: others are to be ignored
-            return Path(base) / "bitslab"
-    return None
-
-
-def _file(key: str) -> Path | None:
-    folder = cache_folder()
-    name = hashlib.sha256(key.encode()).hexdigest()[:24]
-    return None if folder is None else folder / f"decode-{name}.json"
-
-
 def _read(key: str) -> float | None:
-    path = _file(key)
-    try:
-        with open(path or os.devnull, "rb") as file:
-            found = json.loads(file.read(4096))
-        rate = found["bytes_per_s"] if found["key"] == key else None
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return None
+    rate = (read_cached(KIND, key) or {}).get("bytes_per_s")
     sound = isinstance(rate, float) and math.isfinite(rate) and rate > 0
     return rate if sound else None
 
 
 def _write(key: str, rate: float) -> None:
-    path = _file(key)
-    if path is None:
-        return
-    with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as temporary:
-            temporary.write_text(json.dumps({"key": key, "bytes_per_s": rate}))
+    write_cached(KIND, key, {"bytes_per_s": rate})

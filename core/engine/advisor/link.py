@@ -382,7 +382,14 @@ def _measure_gpu(device: torch.device) -> LinkModel:
 
 @contextlib.contextmanager
 def own_stream(device: torch.device) -> Iterator[None]:
-    """Work on a stream of its own, whose time is not that of what the caller's has still to do."""
+    """Work on a stream of its own, whose time is not that of what the caller's has still to do.
+
+    It begins once the caller's stream has done that. On a CPU this does nothing.
+    """
+    if device.type == "cpu":
+        yield
+        return
+    torch.cuda.current_stream(device).synchronize()
     lane = StreamLane(device)
     with torch.cuda.device(device), lane.on():
         yield
@@ -398,6 +405,15 @@ def stream_seconds(work: Callable[..., object], *args: Any) -> float:
     end.record()
     end.synchronize()
     return float(begin.elapsed_time(end) / 1e3)
+
+
+def work_seconds(device: torch.device, work: Callable[[], object]) -> float:
+    """Return how long ``work()`` takes on a CPU or, with `own_stream`, on a GPU; waits for it."""
+    if device.type == "cuda":
+        return stream_seconds(work)
+    begin = time.perf_counter()
+    work()
+    return time.perf_counter() - begin
 
 
 def _measure_zero_copy(host: torch.Tensor, here: torch.Tensor) -> float:

@@ -393,6 +393,13 @@ def _memory_range(t: torch.Tensor) -> tuple[int, int]:
     return t.data_ptr(), t.data_ptr() + (last + 1) * t.element_size()
 
 
+def share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Return whether the memory from first to last element of two tensors overlaps."""
+    begin, end = _memory_range(a)
+    other_begin, other_end = _memory_range(b)
+    return a.device == b.device and begin < other_end and other_begin < end
+
+
 def _overlaps_itself(t: torch.Tensor) -> bool:
     reach = 1
     for stride, size in sorted(zip(t.stride(), t.shape, strict=True)):
@@ -422,11 +429,8 @@ def check_out_argument(
         raise ArgumentError("out: requires grad; decoding is not differentiable, use no_grad")
     if not out.is_contiguous() and _overlaps_itself(out):
         raise ArgumentError("out: several of its elements share memory; pass out.contiguous()")
-    begin, end = _memory_range(out)
-    for source in sources:
-        other_begin, other_end = _memory_range(source)
-        if source.device == out.device and begin < other_end and other_begin < end:
-            raise ArgumentError("out: shares memory with the packed rows or the indices")
+    if any(share_memory(out, source) for source in sources):
+        raise ArgumentError("out: shares memory with the packed rows or the indices")
 
 
 def index_tensor(index: Any, n_items: int) -> torch.Tensor:

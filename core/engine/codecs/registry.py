@@ -1,10 +1,12 @@
 """Codec names and their classes.
 
-Built in are ``"ibp"``, ``"raw"`` and, lossy, ``"tiles"``. A package adds its own by the entry point
-group ``bitslab.codecs``, where the name of the entry point is the name of the codec; a program adds
-one by `register_codec`. A name means the same bytes for ever, so none can be given another class.
+Built in are, of rows, ``"ibp"``, ``"raw"`` and, lossy, ``"tiles"``; of whole tensors ``"csr"``,
+``"ibp-blob"``, ``"lz4"``, ``"rle"``, ``"zvc"``, ``"zvc+ibp"`` and, lossy, ``"zfp"``. A
+package adds its own by the entry point group ``bitslab.codecs``, where the name of the entry point
+is the name of the codec; a program adds one by `register_codec`. A name means the same bytes for
+ever, so none can be given another class.
 
-Every codec serves `bitslab.compress`, files and the command. Those that have kernels (see
+Every codec serves `bitslab.compress`, files and the command. Those of rows that have kernels (see
 `WordRowCodec`) serve tables, their caches and embeddings too, which refuse others by name.
 """
 
@@ -13,27 +15,54 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from importlib import metadata
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 
 from ...errors import ArgumentError, ArgumentTypeError, BitslabError
-from . import InvariantCodec, RawCodec, RowCodec, TileCodec
+from .base import RowCodec
+from .blob import BlobCodec
+from .chain import ChainCodec
+from .csr import CsrCodec
+from .invariant import InvariantCodec
+from .lz4 import Lz4Codec
+from .packed_blob import InvariantBlobCodec
+from .quantized import TileCodec
+from .raw import RawCodec
+from .rle import RleCodec
+from .zfp import ZfpCodec
+from .zvc import ZvcCodec
 
 ENTRY_POINTS = "bitslab.codecs"
 
-_classes: dict[str, type[RowCodec]] = {c.name: c for c in (InvariantCodec, RawCodec, TileCodec)}
+AnyCodecClass: TypeAlias = type[RowCodec] | type[BlobCodec]
+_Class = TypeVar("_Class", type[RowCodec], type[BlobCodec])
+
+_BUILT_IN: tuple[AnyCodecClass, ...] = (
+    InvariantCodec,
+    RawCodec,
+    TileCodec,
+    InvariantBlobCodec,
+    ZvcCodec,
+    ChainCodec,
+    CsrCodec,
+    RleCodec,
+    ZfpCodec,
+    Lz4Codec,
+)
+_classes: dict[str, AnyCodecClass] = {c.name: c for c in _BUILT_IN}
 
 
-def register_codec(cls: type[RowCodec]) -> type[RowCodec]:
+def register_codec(cls: _Class) -> _Class:
     """Make a codec known by its ``name``; usable as a class decorator.
 
-    It serves `bitslab.compress` and files and, if it has kernels, tables and embeddings.
+    It serves `bitslab.compress` and files; one of rows, if it has kernels, tables and embeddings;
+    one of whole tensors what swaps them.
 
     Parameters
     ----------
     cls : type
-        A subclass of `RowCodec` with a ``name`` of its own.
+        A subclass of `RowCodec` or `BlobCodec` with a ``name`` of its own.
 
     Returns
     -------
@@ -43,7 +72,7 @@ def register_codec(cls: type[RowCodec]) -> type[RowCodec]:
     Raises
     ------
     ArgumentTypeError
-        When `cls` is no subclass of `RowCodec` or has no name.
+        When `cls` is no subclass of `RowCodec` or `BlobCodec`, of both, or has no name.
     ArgumentError
         When another class has the name.
     """
@@ -57,7 +86,7 @@ def register_codec(cls: type[RowCodec]) -> type[RowCodec]:
     return cls
 
 
-def get_codec(name: str) -> type[RowCodec]:
+def get_codec(name: str) -> AnyCodecClass:
     """Return the codec class of a name.
 
     Parameters
@@ -68,7 +97,7 @@ def get_codec(name: str) -> type[RowCodec]:
     Returns
     -------
     type
-        A subclass of `RowCodec`.
+        A subclass of `RowCodec` or `BlobCodec`.
 
     Raises
     ------
@@ -92,24 +121,56 @@ def get_codec(name: str) -> type[RowCodec]:
         ) from error
     if _checked_name(cls) != name:
         raise ArgumentError(f"codec {name!r}: {entry.value!r} calls itself {cls.name!r}")
-    return register_codec(cls)
+    register_codec(cls)
+    return _classes[name]
 
 
 def codec_class(name: str) -> type[RowCodec]:
-    """Return the codec class of a name, or for ``"auto"`` the one that is planned with by default.
+    """Return the class of a codec of rows, or for ``"auto"`` the one that plans are made with.
 
     Raises
     ------
     ArgumentError
-        When no codec has the name.
+        When no codec has the name, or one of whole tensors.
     """
-    return InvariantCodec if name == "auto" else get_codec(name)
+    return InvariantCodec if name == "auto" else row_codec_class(name)
+
+
+def row_codec_class(name: str) -> type[RowCodec]:
+    """Return the class of a codec of rows.
+
+    Raises
+    ------
+    ArgumentError
+        When no codec has the name, or one of whole tensors.
+    """
+    cls = get_codec(name)
+    if not issubclass(cls, RowCodec):
+        raise ArgumentError(f"codec: {name!r} packs whole tensors, a codec of rows is needed here")
+    return cls
+
+
+def blob_codec_class(name: str) -> type[BlobCodec]:
+    """Return the class of a codec of whole tensors.
+
+    Raises
+    ------
+    ArgumentError
+        When no codec has the name, or one of rows.
+    """
+    cls = get_codec(name)
+    if not issubclass(cls, BlobCodec):
+        raise ArgumentError(f"codec: {name!r} packs rows, one of whole tensors is needed here")
+    return cls
+
+
+_Codec = TypeVar("_Codec", RowCodec, BlobCodec)
 
 
 def fit_codec(
-    cls: type[RowCodec], sample: torch.Tensor, options: Mapping[str, Any], **given: Any
-) -> RowCodec:
-    """Return a codec fitted to sample rows.
+    cls: type[_Codec], sample: torch.Tensor, options: Mapping[str, Any], **given: Any
+) -> _Codec:
+    """Return a codec fitted to sample rows, or to a whole tensor.
 
     Parameters
     ----------
@@ -147,8 +208,10 @@ def _entry_points() -> dict[str, metadata.EntryPoint]:
 
 
 def _checked_name(cls: object) -> str:
-    if not isinstance(cls, type) or not issubclass(cls, RowCodec):
-        raise ArgumentTypeError(f"codec: expected a subclass of RowCodec, got {cls!r}")
+    if not isinstance(cls, type) or issubclass(cls, RowCodec) == issubclass(cls, BlobCodec):
+        raise ArgumentTypeError(
+            f"codec: expected a subclass of BlobCodec or a subclass of RowCodec, got {cls!r}"
+        )
     name = getattr(cls, "name", None)
     if not isinstance(name, str) or not name or name == "auto":
         raise ArgumentTypeError(f"codec: {_full_name(cls)} needs a name, got {name!r}")

@@ -22,6 +22,7 @@ from typing import Protocol
 import torch
 
 from ...errors import ArgumentTypeError
+from .blob_format import ALIGN_BYTES, ZvcLayout
 from .candidates import CandidateTable
 from .format import RowLayout, RowStorage, shared_row_items
 
@@ -33,6 +34,72 @@ class Kernels(Protocol):
 
     def count_bits(self, rows: torch.Tensor, chunk_bytes: int) -> torch.Tensor:
         """Count set bits per position."""
+        ...
+
+    def count_zeros(self, data: torch.Tensor, unit_bytes: int) -> torch.Tensor:
+        """Count units that are zero."""
+        ...
+
+    def encode_csr(
+        self,
+        x: torch.Tensor,
+        element_bytes: int,
+        out: torch.Tensor,
+        sm_budget: int | None = None,
+    ) -> None:
+        """Write a tensor as compressed sparse rows."""
+        ...
+
+    def decode_csr(
+        self,
+        data: torch.Tensor,
+        element_bytes: int,
+        out: torch.Tensor,
+        sm_budget: int | None = None,
+    ) -> bool:
+        """Read a tensor out of compressed sparse rows; return whether they are sound."""
+        ...
+
+    def encode_rle(
+        self,
+        x: torch.Tensor,
+        element_bytes: int,
+        out: torch.Tensor,
+        sm_budget: int | None = None,
+    ) -> None:
+        """Write a tensor as runs of equal units."""
+        ...
+
+    def decode_rle(
+        self,
+        data: torch.Tensor,
+        element_bytes: int,
+        out: torch.Tensor,
+        sm_budget: int | None = None,
+    ) -> bool:
+        """Read a tensor out of runs of equal units; return whether they are sound."""
+        ...
+
+    def encode_zfp(
+        self,
+        x: torch.Tensor,
+        dtype: torch.dtype,
+        block_bits: int,
+        out: torch.Tensor,
+        sm_budget: int | None = None,
+    ) -> None:
+        """Write a tensor as a stream of zfp's blocks."""
+        ...
+
+    def decode_zfp(
+        self,
+        data: torch.Tensor,
+        dtype: torch.dtype,
+        block_bits: int,
+        out: torch.Tensor,
+        sm_budget: int | None = None,
+    ) -> bool:
+        """Read a tensor out of a stream of zfp's blocks; return whether it is sound."""
         ...
 
     def agreed_masks(
@@ -87,6 +154,31 @@ class Kernels(Protocol):
         sm_budget: int | None = None,
     ) -> int:
         """Unpack rows; return a damaged row, or -1."""
+        ...
+
+    def encode_zvc(
+        self,
+        x: torch.Tensor,
+        layout: ZvcLayout,
+        form: int,
+        data: torch.Tensor,
+        sm_budget: int | None = None,
+        values: torch.Tensor | None = None,
+        fill_bytes: int = ALIGN_BYTES,
+    ) -> None:
+        """Write a tensor in zero-value compression."""
+        ...
+
+    def decode_zvc(
+        self,
+        data: torch.Tensor,
+        layout: ZvcLayout,
+        form: int,
+        out: torch.Tensor,
+        sm_budget: int | None = None,
+        values: torch.Tensor | None = None,
+    ) -> None:
+        """Write the tensor that was compressed."""
         ...
 
 

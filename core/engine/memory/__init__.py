@@ -1,6 +1,6 @@
 """Host memory that GPUs read: page-locked, shared or mapped, and the locks on it."""
 
-from .arena import Arena, host_arena
+from .arena import Arena, Reservation, host_arena
 from .host import HostBuffer
 from .readonly import ReadOnlyTensor, keep_from_compiler, plain, read_only
 
@@ -8,6 +8,7 @@ __all__ = [
     "Arena",
     "HostBuffer",
     "ReadOnlyTensor",
+    "Reservation",
     "host_arena",
     "keep_from_compiler",
     "plain",

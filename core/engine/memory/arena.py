@@ -113,6 +113,11 @@ class Reservation:
         self._returned = returned
         weakref.finalize(self, returned.append, taken).atexit = False
 
+    @property
+    def pinned(self) -> bool:
+        """Whether the memory is page-locked in this process."""
+        return self._range.slab.buffer.pinned
+
     def cut(
         self,
         nbytes: int,

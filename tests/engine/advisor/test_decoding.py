@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from bitslab import ArgumentError, InvariantCodec, RawCodec
+from bitslab.engine.advisor import cache as cache_module
 from bitslab.engine.advisor import decode_bytes_per_s
 from bitslab.engine.advisor import decoding as decoding_module
 
@@ -112,7 +113,8 @@ def test_a_cache_that_cannot_be_written_is_done_without(tmp_path, monkeypatch, m
     monkeypatch.setenv("BITSLAB_CACHE", str(where[place]))
     target = None
     if place == "a-folder-in-its-place":
-        target = decoding_module._file(decoding_module._key(CODEC, torch.device("cpu")))
+        key = decoding_module._key(CODEC, torch.device("cpu"))
+        target = cache_module.cache_file("decode", key)
         assert target is not None
         (target / "full").mkdir(parents=True)
     rate = decode_bytes_per_s(CODEC, "cpu", ROWS)
@@ -146,22 +148,22 @@ for columns in range(1, 13):
 
 
 def test_the_folder(tmp_path, monkeypatch):
-    assert decoding_module.cache_folder() == tmp_path / "cache"
+    assert cache_module.cache_folder() == tmp_path / "cache"
     monkeypatch.delenv("BITSLAB_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert decoding_module.cache_folder() == tmp_path / "xdg" / "bitslab"
+    assert cache_module.cache_folder() == tmp_path / "xdg" / "bitslab"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert decoding_module.cache_folder() == tmp_path / ".cache" / "bitslab"
+    assert cache_module.cache_folder() == tmp_path / ".cache" / "bitslab"
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # the XDG rules say to ignore it
-    assert decoding_module.cache_folder() == tmp_path / ".cache" / "bitslab"
+    assert cache_module.cache_folder() == tmp_path / ".cache" / "bitslab"
 
 
 def test_no_home_no_cache(monkeypatch, measurements):
     monkeypatch.delenv("BITSLAB_CACHE")
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr("os.path.expanduser", lambda path: path)
-    assert decoding_module.cache_folder() is None
+    assert cache_module.cache_folder() is None
     assert decode_bytes_per_s(CODEC, "cpu", ROWS) == decode_bytes_per_s(CODEC, "cpu")
     assert len(measurements) == 1
 

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import time
+from typing import Any
+
 import pytest
 import torch
 
 from bitslab import InvariantCodec
-from bitslab.engine.advisor import Advisor, LinkModel, advisor_for, decode_bytes_per_s, measure_link
+from bitslab.engine.advisor import (
+    Advisor,
+    LinkModel,
+    advisor_for,
+    decode_bytes_per_s,
+    fit_time_model,
+    measure_link,
+)
 from bitslab.engine.advisor import decoding as decoding_module
 from bitslab.engine.advisor import link as link_module
+from bitslab.engine.codecs.registry import get_codec
 
 pytestmark = pytest.mark.gpu  # tests/conftest.py skips these where there is no GPU
 
@@ -70,3 +81,17 @@ def test_the_advisor_of_a_device():
     )
     assert advice.packed
     assert advice.via == "zero-copy"
+
+
+def test_codecs_are_measured_and_a_launch_setting_is_found():
+    codec: Any = get_codec("zvc")
+    begin = time.monotonic()
+    model = fit_time_model("cuda", [codec], dtypes=[torch.float32], budget_s=5.0, cache=False)
+    assert time.monotonic() - begin < 60  # the kernels may have to be compiled
+    times = model.codecs["zvc", 4]
+    most = torch.cuda.get_device_properties(DEVICE).multi_processor_count
+    assert times.sm_budget is not None and 1 <= times.sm_budget <= most
+    assert times.size_edges[-1] > 100e6
+    encode_s, decode_s = model.predict("zvc", 256e6, 0.53)
+    for seconds in (encode_s, decode_s):
+        assert 10e9 < 256e6 / seconds < 10e12

@@ -237,6 +237,7 @@ class LossyRowCodecContract:
         back = bitslab.load(tmp_path / "x.bitslab")
         assert back.codec == packed.codec
         assert same_bits(back.decompress(), packed.decompress())
+        assert isinstance(back, bitslab.CompressedTensor)
         assert parts_of(back.packed) == parts_of(packed.packed)
         assert same_bits(back.decompress(), codec.decode(codec.encode(rows)).flatten(1))
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import bitslab
-from bitslab.engine.codecs import TileCodec
+from bitslab.engine.codecs import TileCodec, row_codec_class
 from tests.engine.codecs import model, tile_model
 from tests.golden import make_golden
 from tests.helpers import bits_of, same_bits
@@ -31,7 +31,7 @@ def decoded_of(name: str) -> torch.Tensor:
 
 def read(name: str) -> tuple[bitslab.RowCodec, torch.Tensor, dict[str, torch.Tensor], Any]:
     content = content_of(name)
-    codec = bitslab.get_codec(content["codec"]).from_config(content["config"])
+    codec = row_codec_class(content["codec"]).from_config(content["config"])
     parts = {key: make_golden.tensor_from_json(part) for key, part in content["parts"].items()}
     return codec, make_golden.tensor_from_json(content["rows"]), parts, content["config"]
 

@@ -13,7 +13,7 @@ import torch
 
 from bitslab.engine.codecs.base import first_bad_id
 from bitslab.engine.kernels import cpu, cuda
-from bitslab.engine.kernels.cpu import attend, bags, ids, slots
+from bitslab.engine.kernels.cpu import attend, bags, blob_copy, ids, slots
 from bitslab.engine.kernels.cuda.frames import BoundKernel
 from bitslab.engine.kernels.cuda.map import FindIds
 from bitslab.engine.kernels.cuda.parameters import Kind, Parameters, in_order, kinds_of
@@ -30,16 +30,26 @@ TWINS: dict[str, Any] = {
     "check_ids": first_bad_id,
     "choose_slots": slots.choose_slots,
     "claim_slots": slots.claim_slots,
+    "copy_blob": blob_copy.copy_blob,
     "copy_rows": cpu.copy_rows,
     "count_bits": cpu.count_bits,
     "count_ids": ids.count_ids,
+    "count_csr": cpu.encode_csr,
+    "count_rle": cpu.encode_rle,
     "count_slots": slots.count_slots,
     "count_values": cpu.frequent_values,
+    "count_zeros": cpu.count_zeros,
+    "decode_csr": cpu.decode_csr,
     "decode_long_rows": cpu.decode_rows,
+    "decode_rle": cpu.decode_rle,
     "decode_rows": cpu.decode_rows,
     "decode_tiles": cpu.decode_tiles,
+    "decode_zfp": cpu.decode_zfp,
+    "decode_zvc": cpu.decode_zvc,
     "encode_rows": cpu.encode_rows,
     "encode_tiles": cpu.encode_tiles,
+    "encode_zfp": cpu.encode_zfp,
+    "encode_zvc": cpu.encode_zvc,
     "exchange_rows": slots.exchange_rows,
     "find_ids": cpu.map_find,
     "frequent_by_position": cpu.frequent_values,
@@ -53,8 +63,13 @@ TWINS: dict[str, Any] = {
     "merge_splits": attend.attend,
     "move_tiles": cpu.encode_tiles,
     "order_ids": ids.order_ids,
+    "pack_csr": cpu.encode_csr,
+    "pack_rle": cpu.encode_rle,
     "pack_tiles": cpu.encode_tiles,
+    "pack_blob": cpu.encode_rows,
+    "pack_zfp": cpu.encode_zfp,
     "packed_words": cpu.packed_words,
+    "place_rows": cpu.encode_csr,
     "pool_bags": bags.pool_bags,
     "pool_long_bags": bags.pool_bags,
     "reset_order": ids.reset_order,

@@ -18,6 +18,8 @@ from ..format import (
     TableStorage,
     read_together,
 )
+from .blobs import decode_zvc as decode_zvc
+from .blobs import encode_zvc as encode_zvc
 from .compiling import call
 from .constants import chunks_of, constants_of, unsigned
 from .items import PreparedItems
@@ -27,6 +29,13 @@ from .planning import frequent_values as frequent_values
 from .planning import sizes_by_option as sizes_by_option
 from .prepared import PreparedTable
 from .row_finder import HOST_SOURCES, NO_IDS, RowFinder, decode_found_rows
+from .sparse import count_zeros as count_zeros
+from .sparse import decode_csr as decode_csr
+from .sparse import decode_rle as decode_rle
+from .sparse import decode_zfp as decode_zfp
+from .sparse import encode_csr as encode_csr
+from .sparse import encode_rle as encode_rle
+from .sparse import encode_zfp as encode_zfp
 from .threads import run_ranges
 from .tiles import decode_tiles as decode_tiles
 from .tiles import encode_tiles as encode_tiles

@@ -168,3 +168,13 @@ def extract(x, count, table, section, levels, base, uniform):
             v = np.uint64(x[j])
             move = np.uint64(table[step, np.uint64(base + j)])
             x[j] = (v & ~move) | ((v & move) >> shift)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def leading_zeros(typing_context: Any, x: Any) -> Any:
+    """Count the bits above the highest set bit of a uint64; 64 of 0."""
+
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.ctlz(args[0], ir.Constant(ir.IntType(1), 0))
+
+    return types.int64(types.uint64), build

@@ -54,12 +54,57 @@ def planning() -> Any:
 
 
 @functools.cache
+def zero_values() -> Any:
+    """Load the functions of zero-value compression."""
+    load_optional("numba", extra=None, purpose="compressing tensors on the CPU")
+    from . import zvc
+
+    return zvc
+
+
+@functools.cache
 def tiling() -> Any:
     """Load the functions of coded tiles."""
     load_optional("numba", extra=None, purpose="coding tiles on the CPU")
     from . import tile_streams
 
     return tile_streams
+
+
+@functools.cache
+def keeping() -> Any:
+    """Load the functions that the forms share which keep some elements."""
+    load_optional("numba", extra=None, purpose="packing tensors on the CPU")
+    from . import kept
+
+    return kept
+
+
+@functools.cache
+def sparse_rows() -> Any:
+    """Load the functions of compressed sparse rows."""
+    load_optional("numba", extra=None, purpose="packing tensors on the CPU")
+    from . import csr
+
+    return csr
+
+
+@functools.cache
+def run_lengths() -> Any:
+    """Load the functions of runs of equal units."""
+    load_optional("numba", extra=None, purpose="packing tensors on the CPU")
+    from . import rle
+
+    return rle
+
+
+@functools.cache
+def zfp_blocks() -> Any:
+    """Load the functions of zfp's blocks."""
+    load_optional("numba", extra=None, purpose="packing tensors on the CPU")
+    from . import zfp
+
+    return zfp
 
 
 @functools.cache

@@ -19,7 +19,7 @@ from ..compile_notice import CompileNotice
 from .frames import BoundKernel, Sizes
 from .kernels import CudaKernels
 from .parameters import Parameters, Value
-from .runner import INDEX_ERROR, MAILBOX_WORDS, OFFSETS_ERROR, SLOTS_ERROR
+from .runner import BLOB_ERROR, INDEX_ERROR, MAILBOX_WORDS, OFFSETS_ERROR, SLOTS_ERROR
 from .source import AnyVariant, kernels_of, source_text
 
 __all__ = ["CudaKernels", "kernels_on", "raise_pending_errors"]
@@ -157,6 +157,11 @@ class CupyRunner:
             raise BitslabError(
                 f"cache: an earlier lookup on {self._device} found {where} slots for {index} rows; "
                 "its output is not to be used. This is a bug of bitslab"
+            )
+        if kind == BLOB_ERROR:
+            place = "the header" if where < 0 else f"block {where}"
+            raise CorruptedDataError(
+                f"blob: {place} of an earlier decode on {self._device} is damaged"
             )
         place = "a row" if where < 0 else f"row {where}"
         raise CorruptedDataError(

@@ -89,17 +89,26 @@ __device__ __forceinline__ void decode_all(const Args& a, const Run& run, u32* s
   }
 }
 
+// Of n_rows rows those that hold value_bytes; all without. In a chain of codecs the device alone knows them.
+__device__ __forceinline__ i64 rows_present(const u64* value_bytes, int row_bytes, i64 n_rows) {
+  if (value_bytes == nullptr) return n_rows;
+  const u64 present = *value_bytes / (u32)row_bytes + (*value_bytes % (u32)row_bytes != 0);
+  return (u64)n_rows < present ? n_rows : (i64)present;
+}
+
 #define DECODE_PARAMETERS                                                                                        \
   const u32 *__restrict__ words, i64 n_words, const i64 *__restrict__ bases, const void *__restrict__ lengths,    \
       int length_bytes, i64 row_begin, i64 n, const u8 *__restrict__ row_clusters,                                \
       const chunk_t *__restrict__ tables, const int *__restrict__ starts, i64 n_rows, int chunks, int row_words,  \
       int row_bytes, int clusters, int tile_rows, int stride_words, int stage_words, int longest_words,           \
-      u8 *__restrict__ out, i64 *mailbox
+      const u64 *value_bytes, u8 *__restrict__ out, i64 *mailbox
 #define DECODE_BODY(STAGED)                                                                                       \
   extern __shared__ __align__(128) u32 shared[];                                                                  \
-  const Args a = {row_clusters, tables,    starts,     n_rows,      chunks, row_words, row_bytes,                 \
+  const i64 present = rows_present(value_bytes, row_bytes, n_rows);                                                \
+  if (present <= row_begin) return;                                                                               \
+  const Args a = {row_clusters, tables,    starts,     present,     chunks, row_words, row_bytes,                 \
                   clusters,     tile_rows, stride_words, stage_words, longest_words, out, mailbox};                \
-  const Run run = {words, n_words, bases, lengths, length_bytes, row_begin, n};                                   \
+  const Run run = {words, n_words, bases, lengths, length_bytes, row_begin, min(n, present - row_begin)};         \
   decode_all<STAGED>(a, run, shared);
 
 // Rows whose tiles fit the stage.

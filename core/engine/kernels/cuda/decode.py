@@ -31,7 +31,8 @@ class DecodeRows(Parameters):
     """Parameters of `decode_rows`.
 
     The tensors of a `RowStorage` and a `RowLayout`, rows `row_begin` to ``row_begin + n`` of
-    `n_rows`, the tiles of a `TileShape`. `row_clusters` may be None.
+    `n_rows`, the tiles of a `TileShape`. `row_clusters` may be None, and so may `value_bytes`,
+    uint64: only rows that hold so many bytes are decoded.
     """
 
     kernel = "decode_rows"
@@ -55,6 +56,7 @@ class DecodeRows(Parameters):
     stride_words: Int32
     stage_words: Int32
     longest_words: Int32
+    value_bytes: Address
     out: Address
     mailbox: Address
 
@@ -94,6 +96,8 @@ class DecodeKernels:
         out: torch.Tensor,
         facts: Mapping[str, int],
         sm_budget: int | None = None,
+        *,
+        value_bytes: torch.Tensor | None = None,
     ) -> int:
         """Decode rows without waiting for the GPU; see `kernels.cpu.decode_rows`.
 
@@ -106,6 +110,9 @@ class DecodeKernels:
             ``max_row_words`` and ``max_block_words``: the longest row, and 32 rows, of `storage`.
         sm_budget : int, optional
             Multiprocessors that the kernel may use; all when left out.
+        value_bytes : torch.Tensor, optional
+            Eight bytes on the GPU, a uint64: only rows that hold so many bytes are decoded. Not
+            with `ids`.
 
         Returns
         -------
@@ -134,10 +141,12 @@ class DecodeKernels:
         f = layout.format
         if out.data_ptr() % f.chunk_bytes:  # the kernel stores whole chunks
             aligned = torch.empty_like(out)
-            self.decode_rows(storage, layout, None, row_begin, aligned, facts, sm_budget)
+            self.decode_rows(
+                storage, layout, None, row_begin, aligned, facts, sm_budget, value_bytes=value_bytes
+            )
             out.copy_(aligned)
             return -1
-        run = _Run(self._runner, storage, layout, row_begin, out, facts)
+        run = _Run(self._runner, storage, layout, row_begin, out, facts, value_bytes)
         key = (run.variant, run.grid.shared_bytes)
         launch = self._launches.get(key)
         if launch is None:
@@ -179,7 +188,7 @@ class _Run:
     ----------
     runner : Runner
         Of the device.
-    storage, layout, row_begin, out, facts
+    storage, layout, row_begin, out, facts, value_bytes
         As for `DecodeKernels.decode_rows`; at least one row, and `out` starts at a multiple of the
         chunk.
     """
@@ -192,6 +201,7 @@ class _Run:
         row_begin: int,
         out: torch.Tensor,
         facts: Mapping[str, int],
+        value_bytes: torch.Tensor | None = None,
     ) -> None:
         shape = run_shape(layout.format, facts)
         self._runner = runner
@@ -210,6 +220,7 @@ class _Run:
             "row_clusters": storage.row_clusters if layout.format.clusters > 1 else None,
             **tile_arguments(layout, storage.lengths.shape[0], shape),
             "longest_words": facts["max_row_words"],
+            "value_bytes": value_bytes,
             "out": out,
             "mailbox": runner.mailbox,
         }

@@ -7,18 +7,26 @@ from __future__ import annotations
 
 from .attend import AttendKernels
 from .bags import BagKernels
+from .blob_copy import BlobCopyKernels
 from .copy import CopyKernels
 from .count import CountKernels
+from .csr import CsrKernels
 from .decode import DecodeKernels
 from .encode import EncodeKernels
 from .exchange import ExchangeKernels
 from .gather import GatherKernels
 from .ids import IdKernels
+from .kept import RowPlacer
 from .map import MapKernels
+from .pack import PackKernels
 from .plan import PlanKernels
 from .quantized import TileKernels
+from .rle import RleKernels
 from .runner import Runner
 from .slots import SlotKernels
+from .zeros import ZeroKernels
+from .zfp import ZfpKernels
+from .zvc import ZvcKernels
 
 
 class CudaKernels:
@@ -54,6 +62,7 @@ class CudaKernels:
         self.exchange = ExchangeKernels(runner)
         self.bags = BagKernels(runner)
         self.count_bits = CountKernels(runner).count_bits
+        self.count_zeros = ZeroKernels(runner).count_zeros
         plan = PlanKernels(runner)
         self.agreed_masks = plan.agreed_masks
         self.frequent_values = plan.frequent_values
@@ -67,7 +76,10 @@ class CudaKernels:
         decode = DecodeKernels(runner, self.ids, gather)
         self.decode_rows = decode.decode_rows
         self.prepare_decode = decode.prepare_decode
+        pack = PackKernels(runner, decode)
+        self.pack_blob, self.unpack_blob = pack.pack_blob, pack.unpack_blob
         self.copy_rows = CopyKernels(runner).copy_rows
+        self.copy_blob = BlobCopyKernels(runner).copy_blob
         attend = AttendKernels(runner)
         self.attend, self.prepare_attention = attend.attend, attend.prepare
         tiles = TileKernels(runner)
@@ -76,3 +88,12 @@ class CudaKernels:
         self.pack_tiles = tiles.pack_tiles
         self.decode_tiles = tiles.decode_tiles
         self.prepare_tiles = tiles.prepare_tiles
+        placer = RowPlacer(runner)
+        csr = CsrKernels(runner, placer)
+        self.encode_csr, self.decode_csr = csr.encode_csr, csr.decode_csr
+        rle = RleKernels(runner, placer)
+        self.encode_rle, self.decode_rle = rle.encode_rle, rle.decode_rle
+        zfp = ZfpKernels(runner, placer)
+        self.encode_zfp, self.decode_zfp = zfp.encode_zfp, zfp.decode_zfp
+        zvc = ZvcKernels(runner)
+        self.encode_zvc, self.decode_zvc = zvc.encode_zvc, zvc.decode_zvc

@@ -11,7 +11,8 @@ from .source import AnyVariant
 
 MAILBOX_WORDS = 4
 
-NO_ERROR, INDEX_ERROR, DAMAGED_ERROR, OFFSETS_ERROR, SLOTS_ERROR = range(5)  # as in mailbox.cuh
+# As in mailbox.cuh.
+NO_ERROR, INDEX_ERROR, DAMAGED_ERROR, OFFSETS_ERROR, SLOTS_ERROR, BLOB_ERROR = range(6)
 
 
 class Launch(Protocol):

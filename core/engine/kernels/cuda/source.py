@@ -12,6 +12,14 @@ from pathlib import Path
 import torch
 
 from ....dtypes import EXPONENT_FIELDS
+from ..blob_format import (
+    ALIGN_BYTES,
+    HEADER_BYTES,
+    VALUE_BYTES_AT,
+    ZVC_BLOCK_BYTES,
+    ZVC_ONES,
+    ZVC_UNIT_BYTES,
+)
 from ..candidates import AGREED, COLUMNS, FIELD, FIRST, UNIFORM, VALUES, WIDTH
 from ..format import (
     BUCKET_ENTRIES,
@@ -29,6 +37,16 @@ from ..format import (
     SLAB_SHIFT,
     RowFormat,
 )
+from ..kept_format import (
+    COLUMN_BYTES,
+    COUNT_BYTES,
+    CSR_FORM,
+    RAW,
+    RLE_FORM,
+    ROW_UNITS,
+    RUN_UNITS,
+    ZFP_FORM,
+)
 from ..tile_format import (
     LEVELS,
     MAX_CODE,
@@ -38,6 +56,13 @@ from ..tile_format import (
     Granularity,
     TileFormat,
 )
+from ..zfp_format import (
+    FLOAT_KINDS,
+    LEAST_EXPONENT,
+    MOST_BLOCK_BITS,
+    PLANE_BITS,
+    FloatKind,
+)
 
 _FOLDER = Path(__file__).parent
 _INCLUDE = re.compile(r'^#include "(\w+\.cuh)"$', re.MULTILINE)
@@ -45,6 +70,7 @@ _INCLUDE = re.compile(r'^#include "(\w+\.cuh)"$', re.MULTILINE)
 _KERNELS: dict[str, tuple[str, ...]] = {
     "count": ("count_bits",),
     "encode": ("packed_words", "encode_rows"),
+    "pack": ("pack_blob",),
     "decode": ("decode_rows", "decode_long_rows"),
     "gather": ("gather_rows", "gather_long_rows", "gather_short_rows"),
     "copy": ("copy_rows",),
@@ -52,6 +78,7 @@ _KERNELS: dict[str, tuple[str, ...]] = {
     "map": ("insert_ids", "find_ids"),
     "slots": ("keep_slots", "claim_slots", "count_slots", "choose_slots", "give_slots"),
     "exchange": ("exchange_rows",),
+    "blob_copy": ("copy_blob",),
     "bags": ("pool_bags", "pool_long_bags", "sound_offsets"),
     "attend": ("attend_tiles", "merge_splits"),
     "plan": (
@@ -61,7 +88,13 @@ _KERNELS: dict[str, tuple[str, ...]] = {
         "top_values",
         "sizes_by_option",
     ),
+    "zvc": ("encode_zvc", "decode_zvc"),
     "quantized": ("measure_tiles", "encode_tiles", "pack_tiles", "move_tiles", "decode_tiles"),
+    "zeros": ("count_zeros",),
+    "kept": ("place_rows",),
+    "csr": ("count_csr", "pack_csr", "decode_csr"),
+    "rle": ("count_rle", "pack_rle", "decode_rle"),
+    "zfp": ("encode_zfp", "pack_zfp", "decode_zfp"),
 }
 
 #: Fewest chunks a lane with which eight lanes can take a row.
@@ -92,6 +125,22 @@ ORDER_BINS = 8192
 LEAVING_BINS = 2048
 #: Bytes that a lane of the copy of raw rows loads at once, and those that it can store at once.
 COPY_PIECES = {4: (1, 2, 4), 16: (1, 2, 4, 8, 16)}
+
+#: What kernels know of tensors of which some units are kept.
+KEPT_DEFINES: dict[str, int | str] = {
+    "HEADER_BYTES": HEADER_BYTES,
+    "ALIGN_BYTES": ALIGN_BYTES,
+    "ROW_UNITS": ROW_UNITS,
+    "RUN_UNITS": RUN_UNITS,
+    "RAW": f"({RAW})",
+    "COLUMN_BYTES": COLUMN_BYTES,
+    "COUNT_BYTES": COUNT_BYTES,
+    "CSR_FORM": CSR_FORM,
+    "RLE_FORM": RLE_FORM,
+    "ZFP_FORM": ZFP_FORM,
+}
+#: Kernels of whole tensors, which are compiled for each size or kind of element.
+UNIT_FILES = ("zeros", "csr", "rle", "zfp")
 
 #: Bytes of the values of rows that are pooled in bags.
 BAG_VALUE_BYTES = (4, 8)
@@ -145,6 +194,9 @@ TILE_FORMATS = tuple(
     )
 )
 
+#: Blocks that pack the rows of a tensor for which a multiprocessor has registers.
+PACK_BLOCKS = 4
+
 
 @cache
 def source_text(name: str) -> str:
@@ -171,7 +223,7 @@ class Variant:
     Parameters
     ----------
     file : str
-        ``"count"``, ``"encode"``, ``"decode"`` or ``"gather"``.
+        ``"count"``, ``"encode"``, ``"pack"``, ``"decode"`` or ``"gather"``.
     chunk_bytes, code_bits, grouped, uniform
         As in RowFormat; counting knows only chunk_bytes.
     vector : int
@@ -207,6 +259,8 @@ class Variant:
         defines["FIELD_LOW"] = BYTE_FIELDS[self.chunk_bytes] if self.byte_field else -1
         if self.file == "encode":
             return defines
+        if self.file == "pack":
+            return defines | {"PAD_WORDS": PAD_WORDS, "MIN_BLOCKS": PACK_BLOCKS}
         first_codes = sum(1 << self.code_bits * v for v in range(self.vector))
         wide = self.vector > 1
         if self.file == "gather":
@@ -246,8 +300,8 @@ class PlainVariant:
     Parameters
     ----------
     file : str
-        ``"copy"``, ``"ids"``, ``"map"``, ``"slots"``, ``"bags"``, ``"plan"``, ``"attend"`` or
-        ``"quantized"``.
+        ``"copy"``, ``"ids"``, ``"map"``, ``"slots"``, ``"bags"``, ``"plan"``, ``"attend"``,
+        ``"quantized"`` or ``"zvc"``.
     settings : tuple of (str, int)
         The preprocessor's definitions.
     """
@@ -262,9 +316,11 @@ class PlainVariant:
     @property
     def name(self) -> str:
         """Readable name, for tests and logs."""
-        if self.file not in ("copy", "bags", "attend", "quantized"):
+        if self.file in UNIT_FILES:
+            return f"{self.file}-" + "-".join(f"{k.lower()}{v}" for k, v in self.settings[:1])
+        if self.file not in ("copy", "bags", "attend", "quantized", "zvc"):
             return self.file
-        named = self.settings[: len(TILE_SETTINGS) if self.file == "quantized" else None]
+        named = self.settings[: {"quantized": len(TILE_SETTINGS), "zvc": 1}.get(self.file)]
         return "-".join([self.file, *(f"{k.lower()}{v}" for k, v in named)])
 
 
@@ -280,8 +336,38 @@ SLOTS = PlainVariant(
 )
 #: The one compilation of what moves rows between a cache and the host.
 EXCHANGE = PlainVariant("exchange")
+#: The one compilation of what comes between counting and packing units that are kept.
+KEPT = PlainVariant("kept", tuple(KEPT_DEFINES.items()))
+#: The one compilation of what moves encoded tensors over a link.
+BLOB_COPY = PlainVariant("blob_copy")
 #: The one compilation of what a planner counts.
 PLAN = PlainVariant("plan", tuple(PLAN_DEFINES.items()))
+
+
+def zeros_variant(unit_bytes: int) -> PlainVariant:
+    """Return the counting of zeros among elements of so many bytes."""
+    return PlainVariant("zeros", (("CHUNK_BYTES", unit_bytes),))
+
+
+def kept_variant(file: str, unit_bytes: int) -> PlainVariant:
+    """Return the kernels of ``"csr"`` or ``"rle"`` for units of so many bytes."""
+    return PlainVariant(file, (("CHUNK_BYTES", unit_bytes), *KEPT_DEFINES.items()))
+
+
+def zfp_variant(kind: FloatKind) -> PlainVariant:
+    """Return the kernels of zfp's blocks for values of a kind."""
+    settings = (
+        ("KIND", kind.number),
+        ("CHUNK_BYTES", (1 + kind.exponent_bits + kind.fraction_bits) // 8),
+        ("FRACTION_BITS", kind.fraction_bits),
+        ("EXPONENT_BITS", kind.exponent_bits),
+        ("INT_BITS", kind.integer_bits),
+        ("HEAD_BITS", kind.head_bits),
+        ("PLANE_BITS", PLANE_BITS),
+        ("MOST_BLOCK_BITS", MOST_BLOCK_BITS),
+        ("LEAST_EXPONENT", f"({LEAST_EXPONENT})"),
+    )
+    return PlainVariant("zfp", (*settings, *KEPT_DEFINES.items()))
 
 
 def copy_variant(unit_bytes: int, piece_bytes: int) -> PlainVariant:
@@ -352,6 +438,36 @@ def attend_variant(groups: int, row_groups: int, dtype: torch.dtype) -> PlainVar
     return PlainVariant("attend", settings)
 
 
+def zvc_threads(unit_bytes: int) -> int:
+    """Return the threads of a block of zero-value compression.
+
+    A thread has its elements in registers, one in each: of single bytes there are the most.
+    """
+    return 1024 if unit_bytes == 1 else 256
+
+
+def zvc_blocks(unit_bytes: int) -> int:
+    """Return the blocks of zero-value compression that a multiprocessor has registers for."""
+    return {1: 1, 2: 4}.get(unit_bytes, 6)
+
+
+def zvc_variant(unit_bytes: int) -> PlainVariant:
+    """Return zero-value compression of elements of so many bytes."""
+    return PlainVariant(
+        "zvc",
+        (
+            ("CHUNK_BYTES", unit_bytes),
+            ("BLOCK_BYTES", ZVC_BLOCK_BYTES),
+            ("HEADER_BYTES", HEADER_BYTES),
+            ("ALIGN_BYTES", ALIGN_BYTES),
+            ("VALUE_BYTES_AT", VALUE_BYTES_AT),
+            ("ONES", f"{ZVC_ONES}u"),
+            ("THREADS", zvc_threads(unit_bytes)),
+            ("MIN_BLOCKS", zvc_blocks(unit_bytes)),
+        ),
+    )
+
+
 def widest_vector(chunk_bytes: int, uniform: bool) -> int:
     """Return the most chunks that a lane of the decoder takes: 16 bytes of them.
 
@@ -374,8 +490,12 @@ def all_variants() -> Iterator[AnyVariant]:
     yield MAP
     yield SLOTS
     yield EXCHANGE
+    yield BLOB_COPY
     yield PLAN
+    yield KEPT
+    yield from map(zfp_variant, FLOAT_KINDS.values())
     yield from map(quantized_variant, TILE_FORMATS)
+    yield from map(zvc_variant, ZVC_UNIT_BYTES)
     for size in BAG_VALUE_BYTES:
         yield from (bags_variant(size, vector) for vector in (1, 16 // size))
     # Attention knows tiles of any number of groups of 16 tokens up to 16: here the usual one, the
@@ -391,14 +511,19 @@ def all_variants() -> Iterator[AnyVariant]:
         yield from (copy_variant(unit, piece) for piece in pieces)
     for width in CHUNK_BYTES:
         yield Variant("count", width)
+        yield zeros_variant(width)
+        yield from (kept_variant(file, width) for file in ("csr", "rle"))
     for width, bits, grouped, uniform in product(
         CHUNK_BYTES, CODE_BITS, (False, True), (False, True)
     ):
         yield Variant("encode", width, bits, grouped, uniform)
+        if uniform:
+            yield Variant("pack", width, bits, grouped, uniform)
         for vector in (1, widest_vector(width, uniform)):
             yield Variant("decode", width, bits, grouped, uniform, vector)
             yield Variant("gather", width, bits, grouped, uniform, vector)
     for width, grouped in product(BYTE_FIELDS, (False, True)):
         yield Variant("encode", width, 3, grouped, True, byte_field=True)
+        yield Variant("pack", width, 3, grouped, True, byte_field=True)
         for file in ("decode", "gather"):
             yield Variant(file, width, 3, grouped, True, widest_vector(width, True), True)

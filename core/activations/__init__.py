@@ -1,0 +1,16 @@
+"""Tensors that training keeps for its backward pass, moved to the host and back."""
+
+from .offload import ActivationOffload, offload_activations
+from .report import ActivationReport, SiteReport
+from .sites import Site, conv_inputs
+from .verify import VerifyError
+
+__all__ = [
+    "ActivationOffload",
+    "ActivationReport",
+    "Site",
+    "SiteReport",
+    "VerifyError",
+    "conv_inputs",
+    "offload_activations",
+]

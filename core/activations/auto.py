@@ -1,0 +1,154 @@
+"""``policy="auto"``: raw or packed, decided from profiles by the advisor's cost model, and anew."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from ..engine.advisor import (
+    Decision,
+    DecisionHistory,
+    SiteRecord,
+    SwapLink,
+    TimeModel,
+    decide,
+    fit_time_model,
+)
+from ..errors import BitslabError
+from .copies import Pass
+from .policies import RAW, Choice, Codecs
+from .profile import PassProfile
+from .sites import Site
+
+#: Seconds in which the codecs of a device are measured, once on a machine.
+MEASURE_SECONDS = {"cpu": 6.0, "cuda": 30.0}
+#: By bytes of an element, what stands for all such dtypes; others are taken as the nearest.
+MEASURED_DTYPES = {2: torch.bfloat16, 4: torch.float32}
+#: The first pass compiles kernels and is slow; this one is profiled too, whatever `every` is.
+WARM_PASS = 2
+
+
+class AutoPolicy:
+    """Decides from what a profile of a pass shows, by measured times of codecs and link.
+
+    Parameters
+    ----------
+    codecs : Codecs
+        What may be used.
+    every : int
+        Of so many passes one is profiled.
+
+    Attributes
+    ----------
+    history : DecisionHistory
+        What was decided at each profile.
+
+    Notes
+    -----
+    The first profile is that of the first pass, in which all tensors cross raw. A profile is
+    evaluated when a pass begins and what it saved has been read or dropped.
+    """
+
+    def __init__(self, codecs: Codecs, every: int) -> None:
+        self._codecs, self._every = codecs, max(1, every)
+        self.history = DecisionHistory()
+        self._lock = threading.Lock()
+        self._passes = 0
+        self._profiles = 0
+        self._profiled: Pass | None = None
+        self._decisions: dict[str, Decision] = {}
+        #: What each site's codecs were chosen and fitted by.
+        self._fitted: dict[str, SiteRecord] = {}
+        self._models: dict[tuple[torch.device, tuple[int, ...]], TimeModel] = {}
+        self._failure_reported = False
+
+    def decide(self, site: Site) -> Choice:
+        """Return what is done with the tensors of a site, as decided last."""
+        found = self._decisions.get(site.name)
+        if found is None:
+            return Choice(RAW, "Raw: not profiled yet.")
+        return Choice(found.codec or RAW, found.reason)
+
+    def begin(self, entered: Pass) -> bool:
+        """Begin a pass; return whether sites are to be decided anew."""
+        with self._lock:
+            number = self._passes
+            self._passes += 1
+            changed = False
+            if self._profiled is not None:
+                changed = self._evaluate(self._profiled)
+            due = number % self._every == 0 or number == WARM_PASS
+            if self._profiled is None and (due or not self._profiles):
+                entered.profile = PassProfile(self._codecs)
+                self._profiled = entered
+            return changed
+
+    def _evaluate(self, profiled: Pass) -> bool:
+        profile = profiled.profile
+        assert isinstance(profile, PassProfile)
+        if not profile.is_over:
+            return False
+        self._profiled = profiled.profile = None
+        if not profile.is_used:  # the graph was dropped: another pass tells more
+            return False
+        self._profiles += 1
+        for device, records in profile.records().items():
+            self._refit_drifted(records, profile.sites())
+            last = [self._decisions[r.site] for r in records if r.site in self._decisions]
+            try:
+                model = self._model(device, records)
+                made = decide(records, model, SwapLink.measured(device), previous=last)
+            except (BitslabError, torch.OutOfMemoryError) as error:
+                self._tell(device, error)
+                continue
+            self.history.add(self._profiles - 1, records, made)
+            self._decisions.update({decision.site: decision for decision in made})
+        return True
+
+    def _refit_drifted(self, records: Iterable[SiteRecord], sites: dict[str, Site]) -> None:
+        for record in records:
+            since = self._fitted.get(record.site)
+            if since is None or record.drifted(since):
+                self._fitted[record.site] = record
+                if since is not None:
+                    self._codecs.refit(sites[record.site])
+
+    def _model(self, device: torch.device, records: Iterable[SiteRecord]) -> TimeModel:
+        sizes = tuple(sorted({r.dtype.itemsize for r in records} & set(MEASURED_DTYPES))) or (4,)
+        found = self._models.get((device, sizes))
+        if found is None:
+            found = self._models[device, sizes] = fit_time_model(
+                device,
+                self._codecs.all(),
+                dtypes=[MEASURED_DTYPES[size] for size in sizes],
+                budget_s=MEASURE_SECONDS[device.type],
+            )
+        return found
+
+    def _tell(self, device: torch.device, error: BaseException) -> None:
+        if not self._failure_reported:
+            self._failure_reported = True
+            warnings.warn(
+                f"bitslab: codecs or link of {device} could not be measured ({error}); saved "
+                "tensors cross as was decided before, at first raw",
+                UserWarning,
+                stacklevel=2,
+            )
+
+    def sm_budget(self, name: str, site: Site) -> int | None:
+        """Return the multiprocessors that a codec was measured to need; None for all."""
+        for (device, _), model in self._models.items():
+            if device == site.device:
+                try:
+                    return model.sm_budget(name, site.dtype.itemsize)
+                except KeyError:
+                    continue
+        return None
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return what was decided at each profile, and from what."""
+        return self.history.rows()

@@ -1,0 +1,284 @@
+"""Copies of bytes of storages: where they are, the saved tensors that are views, the passes."""
+
+from __future__ import annotations
+
+import os
+import sys
+import weakref
+from typing import Protocol
+
+import torch
+
+from ..engine.codecs.blob import BlobCodec
+from ..engine.transfer import Mark, StreamLane
+from .guards import modified, version_witness
+from .identity import Span
+from .sites import Site
+
+#: A moment: of the clock of the host, or of the stream that computes.
+Moment = float | torch.cuda.Event
+
+
+class Profile(Protocol):
+    """Sees what is saved in a pass, and what of it is read."""
+
+    def saved(self, copy: StoredCopy, site: Site, flat: torch.Tensor, begin: Moment) -> None:
+        """Record a tensor that was moved; its hook began at a moment, and ends now."""
+
+    def read(self, copy: StoredCopy, begin: Moment) -> None:
+        """Record that a copy was read; its hook began at a moment, and ends now."""
+
+    def end_forward(self) -> None:
+        """Record that the forward pass is over."""
+
+
+class Pass:
+    """One forward pass: what it has saved so far.
+
+    Parameters
+    ----------
+    number : int
+        From 0, of all passes.
+    parameters : set of int
+        Numbers of the storages that are left alone.
+    """
+
+    def __init__(self, number: int, parameters: set[int]) -> None:
+        self.number = number
+        self.parameters = parameters
+        #: What this pass is to be profiled by.
+        self.profile: Profile | None = None
+        self._counts: dict[str, int] = {}
+        self._copies: dict[str, weakref.ref[StoredCopy]] = {}
+
+    def next_name(self, module: str) -> str:
+        """Return the name of the site at which a module saves now."""
+        number = self._counts.get(module, 0)
+        self._counts[module] = number + 1
+        return f"{module}:{number}"
+
+    def add(self, copy: StoredCopy) -> None:
+        """Record the copy that a site made."""
+        self._copies[copy.name] = weakref.ref(copy)
+
+    def copy_of(self, name: str) -> StoredCopy | None:
+        """Return the copy that a site made, while anybody wants it."""
+        ref = self._copies.get(name)
+        return None if ref is None else ref()
+
+    def names(self) -> list[str]:
+        """Return the sites that made copies, in order."""
+        return list(self._copies)
+
+
+class StoredCopy:
+    """Bytes of one storage that are on the host, on their way there, or on their way back.
+
+    It is owned by the saved tensors that are views of it: what it holds is given back with the last
+    of them, whether or not they were ever read.
+
+    Parameters
+    ----------
+    name : str
+        Of the site that saved it first.
+    flat : torch.Tensor
+        ``[n]`` over the bytes in the storage, of the dtype that saved it first.
+    span : Span
+        Which bytes of the storage these are.
+    root : torch.Tensor
+        The tensor whose version counter is meant; held weakly.
+    version : int
+        The version counter when they were saved.
+    made_in : Pass
+        The forward pass that it belongs to.
+
+    Attributes
+    ----------
+    original : torch.Tensor or None
+        `flat`, until the copy is on its way and device memory is wanted.
+    codec : BlobCodec or None
+        What encoded it; None for one that is moved raw.
+    host : torch.Tensor or None
+        uint8 on the host: the bytes, or the blob at its beginning.
+    stored : Event, Future or None
+        When `host` is filled.
+    fetched : torch.Tensor or None
+        uint8 on the device, what is coming back from `host`.
+    arrived : Event, Future or None
+        When `fetched` is filled.
+    restored : torch.Tensor or None
+        ``[n]`` as `flat`, while saved tensors that were not read yet will want it.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_round",
+        "_views",
+        "arrived",
+        "codec",
+        "dtype",
+        "elements",
+        "events",
+        "fetched",
+        "host",
+        "lanes",
+        "made_in",
+        "name",
+        "original",
+        "process",
+        "restored",
+        "root",
+        "shared",
+        "span",
+        "stored",
+        "version",
+    )
+
+    def __init__(
+        self,
+        name: str,
+        flat: torch.Tensor,
+        span: Span,
+        root: torch.Tensor,
+        version: int,
+        made_in: Pass,
+    ) -> None:
+        self.name = name
+        self.span = span
+        self.root = weakref.ref(root)
+        self.version = version
+        self.made_in = made_in
+        self.dtype = flat.dtype
+        self.elements = flat.shape[0]
+        self.original: torch.Tensor | None = flat
+        self.codec: BlobCodec | None = None
+        self.host: torch.Tensor | None = None
+        self.stored: Mark | None = None
+        self.fetched: torch.Tensor | None = None
+        self.arrived: Mark | None = None
+        self.restored: torch.Tensor | None = None
+        #: The storage of what was restored last, while anybody uses it.
+        self.shared: weakref.ref[torch.UntypedStorage] | None = None
+        #: Streams that may be reading the original.
+        self.lanes: tuple[StreamLane, ...] = ()
+        #: Behind the work of GPUs that uses `host`, for the arena.
+        self.events: list[torch.cuda.Event] = []
+        self.process = os.getpid()
+        self._round = 0
+        self._views: list[weakref.ref[SavedView]] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it is a copy of."""
+        return self.span.nbytes
+
+    @property
+    def is_lossy(self) -> bool:
+        """Whether other bits than those of the original may come back."""
+        return self.codec is not None and self.codec.error_bound is not None
+
+    def add_view(self, view: SavedView) -> None:
+        """Record a saved tensor; it holds this copy, which holds it weakly."""
+        view.round = self._round - 1
+        self._views.append(weakref.ref(view))
+
+    def is_read(self, view: SavedView) -> bool:
+        """Record that a view is read; return whether others will be read after it, this time.
+
+        Views are read once in a backward pass, and again in the next one of a graph that is
+        retained.
+        """
+        if view.round >= self._round:  # once more, before others were read at all
+            return any(_waits(ref(), self._round) for ref in self._views)
+        view.round = self._round
+        if any(_waits(ref(), self._round) for ref in self._views):
+            return True
+        self._round += 1
+        self._views = [ref for ref in self._views if ref() is not None]
+        return False
+
+    def keep_original_until_copied(self) -> None:
+        """Let the memory of the original be used again only when no stream reads it any more."""
+        if self.original is not None:
+            for lane in self.lanes:
+                lane.keep(self.original)
+
+    def __del__(self) -> None:
+        # Of a graph that was dropped while its copies were under way.
+        if self.lanes and not sys.is_finalizing():
+            self.keep_original_until_copied()
+
+
+def _waits(view: SavedView | None, current: int) -> bool:
+    return view is not None and view.round < current
+
+
+class SavedView:
+    """A saved tensor, as a view of a copy of its storage.
+
+    Parameters
+    ----------
+    copy : StoredCopy
+        The copy.
+    t : torch.Tensor
+        The tensor.
+    version : int
+        Its version counter.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_conj",
+        "_dtype",
+        "_neg",
+        "_offset_bytes",
+        "_shape",
+        "_stride",
+        "_version",
+        "_witness",
+        "checksum",
+        "copy",
+        "device",
+        "name",
+        "operation",
+        "round",
+    )
+
+    def __init__(self, copy: StoredCopy, t: torch.Tensor, version: int) -> None:
+        self.copy = copy
+        self.round = 0
+        self.device = t.device
+        self.name = ""
+        self.operation = ""
+        self.checksum: object = None
+        self._dtype = t.dtype
+        self._shape = t.shape
+        self._stride = t.stride()
+        self._offset_bytes = t.storage_offset() * t.element_size()
+        self._conj, self._neg = t.is_conj(), t.is_neg()
+        self._witness, self._version = version_witness(t), version
+        copy.add_view(self)
+
+    def check_version(self) -> None:
+        """Raise torch's error when the tensor was changed in place since it was saved.
+
+        Raises
+        ------
+        ModifiedInPlaceError
+            When it was.
+        """
+        at = self._witness._version
+        if at != self._version:
+            by = f", output of {self.operation}," if self.operation else ""
+            where = f"{by} saved by {self.name!r}," if self.name else by
+            raise modified(self._shape, self._dtype, at, self._version, where)
+
+    def of(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return the tensor from the bytes of the copy: `flat` as `StoredCopy` has it."""
+        if flat.dtype != self._dtype:
+            flat = flat.view(torch.uint8).view(self._dtype)
+        offset = (self._offset_bytes - self.copy.span.begin) // self._dtype.itemsize
+        t = flat.as_strided(self._shape, self._stride, flat.storage_offset() + offset)
+        if self._conj:
+            t = t.conj()
+        return torch._neg_view(t) if self._neg else t

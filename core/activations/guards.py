@@ -1,0 +1,110 @@
+"""What is left alone, and the check of changes in place that torch leaves to hooks.
+
+With hooks torch does not compare versions of saved tensors any more: a program that it refuses
+gave gradients three times too large. Here the version is recorded when a tensor is saved, and
+compared when it is read, so that the same programs are refused with the same error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from ..errors import ModifiedInPlaceError
+
+#: Functions of autograd between a leaf and what is only another form of it.
+_FORMS = (
+    "ToCopy",
+    "T",
+    "Transpose",
+    "Permute",
+    "View",
+    "UnsafeView",
+    "ReshapeAlias",
+    "AsStrided",
+    "Alias",
+    "Expand",
+    "Slice",
+    "Select",
+    "Squeeze",
+    "Unsqueeze",
+    "Split",
+    "Clone",
+)
+#: A chain of forms is followed as far as this.
+_MOST_FORMS = 6
+
+_empties: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+
+
+def version_witness(t: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of no memory with the version counter of `t`.
+
+    Whoever holds it sees changes of `t` and keeps none of its bytes; `t` itself, the output of a
+    node that saves it, would make a cycle with the node that is never freed.
+    """
+    witness = t.detach()
+    key = t.dtype, t.device
+    empty = _empties.get(key)
+    if empty is None:
+        empty = _empties[key] = torch.empty(0, dtype=t.dtype, device=t.device)
+    witness.data = empty
+    return witness
+
+
+def modified(shape: Iterable[int], dtype: torch.dtype, at: int, saved: int, what: str) -> Exception:
+    """Return torch's error of a saved tensor that was changed in place."""
+    return ModifiedInPlaceError(
+        "one of the variables needed for gradient computation has been modified by an inplace "
+        f"operation: [{dtype} {list(shape)}]{what} is at version {at}; expected version {saved} "
+        "instead. Hint: torch.autograd.set_detect_anomaly(True) finds the operation"
+    )
+
+
+def is_plain(t: torch.Tensor) -> bool:
+    """Return whether a tensor is dense, of torch's own class, and has memory on a CPU or a GPU."""
+    return (
+        (type(t) is torch.Tensor or type(t) is nn.Parameter)
+        and t.layout is torch.strided
+        and t.device.type in ("cpu", "cuda")
+        and not t.is_nested
+        and not t.is_quantized
+        and not torch._C._functorch.is_functorch_wrapped_tensor(t)
+    )
+
+
+def is_form_of_leaf(t: torch.Tensor) -> bool:
+    """Return whether a tensor is a leaf that needs a gradient, or a view or cast of one.
+
+    So are autocast's copies of weights, and FSDP2's unsharded parameters, which no module lists.
+    """
+    base = t if t._base is None else t._base
+    if isinstance(base, nn.Parameter) or (base.is_leaf and base.requires_grad):
+        return True
+    node = base.grad_fn
+    for _ in range(_MOST_FORMS):
+        if node is None:
+            return False
+        name = node.name()
+        if name == "torch::autograd::AccumulateGrad":
+            return True
+        following = node.next_functions
+        if len(following) != 1 or not _is_form(name):
+            return False
+        node = following[0][0]
+    return False
+
+
+def _is_form(name: str) -> bool:
+    return name.rstrip("0123456789").removesuffix("Backward") in _FORMS
+
+
+def storages_of(tensors: Iterable[torch.Tensor | None]) -> set[int]:
+    """Return the numbers of the storages of tensors, while these live."""
+    return {
+        id(t.untyped_storage())
+        for t in tensors
+        if t is not None and type(t) in (torch.Tensor, nn.Parameter) and t.layout is torch.strided
+    }

@@ -1,0 +1,394 @@
+"""`ActivationOffload`, and `offload_activations` that attaches one to a model."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..engine.codecs.blob import BlobCodec
+from ..engine.transfer.unit_report import UnitReport
+from ..errors import ArgumentError, ArgumentTypeError, BitslabError
+from .attached import ATTRIBUTE, LISTED_PASSES, Attachment, ModuleTensors
+from .auto import AutoPolicy
+from .guards import storages_of
+from .hooks import SavedTensorHooks
+from .policies import KEEP, Codecs, FixedPolicy, Policy, checked_policy
+from .report import ActivationReport, SiteReport
+from .sites import Select, is_compiled, module_names
+from .verify import USUAL_EVERY, Verifier
+
+#: Smaller tensors are kept: moving one costs the host as long as they would cross.
+MIN_BYTES = 256 << 10
+#: Originals whose copies are under way take so many bytes at most.
+IN_FLIGHT_BYTES = 256 << 20
+#: Copies that are fetched before they are read.
+DEPTH = 3
+#: Forward passes from profile to profile.
+PROFILE_EVERY = 200
+
+
+class ActivationOffload:
+    """Moves the tensors that autograd keeps for the backward pass to the host, and back for it.
+
+    It is a context manager in the place of ``torch.autograd.graph.save_on_cpu``;
+    `bitslab.offload_activations` attaches one to a model. Gradients are those of plain training,
+    bit for bit, unless `lossy` is given.
+
+    Parameters
+    ----------
+    policy : {"auto", "raw", "static", "keep"}
+        What is done with the tensors of a site. "auto": they cross as they are, or encoded by that
+        of `codecs` which a cost model finds best, from profiles of passes and measured times of
+        codecs and link; codecs are measured once on a machine, in 30 s for a GPU and 6 s for a CPU.
+        "raw": they cross as they are. "static": all are encoded by the first of `codecs`. "keep":
+        they are kept.
+    codecs : sequence of str or BlobCodec, optional
+        Codecs that may be used, which return every bit; the best of the registered ones when left
+        out.
+    lossy : str or BlobCodec, optional
+        A lossy codec, used for floating-point tensors of two dimensions or more.
+    min_bytes : int
+        Smaller tensors are kept on the device.
+    select : callable, optional
+        Takes a `Site` and returns whether its tensors are moved; `conv_inputs` is one. All when
+        left out.
+    verify : bool or int
+        Keep a checksum of each tensor that is moved and compare it when it is read, and of every
+        Nth pass the tensor itself; True for N = 16. Slow, and waits for the device.
+    in_flight_bytes : int
+        Device memory of tensors whose copies are under way, at most; with more, what computes waits
+        for the oldest.
+    depth : int
+        Number of tensors that are fetched before they are read.
+    profile_every : int
+        With policy "auto", of so many forward passes one is profiled and decided from; so are the
+        first and the third.
+    sm_budget : int, optional
+        Multiprocessors of a GPU that encoding takes at most, beside what computes; as measured with
+        policy "auto" and all with others when left out.
+
+    Raises
+    ------
+    ArgumentError, ArgumentTypeError
+        For a policy or codec that is unknown, a codec that is lossy in `codecs`, and arguments of
+        another kind.
+
+    Notes
+    -----
+    What is left where it is: parameters, buffers, their views and casts; tensors that are small,
+    sparse, nested or of a class of their own; in a model that is attached to, tensors on other
+    devices than its parameters, and what is saved outside of its forward pass.
+
+    A tensor that is changed in place after it was saved raises `ModifiedInPlaceError`, a
+    RuntimeError with torch's message, when it is read, as without hooks.
+
+    Any thread may run forward and backward passes.
+
+    Examples
+    --------
+    >>> import torch, bitslab
+    >>> x = torch.randn(64, 4096, requires_grad=True)
+    >>> with bitslab.ActivationOffload(policy="raw") as offload:
+    ...     y = (x.sin() * 2).cos().sum()
+    >>> y.backward()
+    >>> offload.stats()["moved_out_bytes"]
+    1048576
+    """
+
+    def __init__(
+        self,
+        policy: str = "auto",
+        *,
+        codecs: Sequence[str | BlobCodec] | str | BlobCodec | None = None,
+        lossy: str | BlobCodec | None = None,
+        min_bytes: int = MIN_BYTES,
+        select: Select | None = None,
+        verify: bool | int = False,
+        in_flight_bytes: int = IN_FLIGHT_BYTES,
+        depth: int = DEPTH,
+        profile_every: int = PROFILE_EVERY,
+        sm_budget: int | None = None,
+    ) -> None:
+        self.policy = checked_policy(policy)
+        if select is not None and not callable(select):
+            raise ArgumentTypeError(
+                f"select: {select!r:.60}, expected a function that takes a Site, as conv_inputs"
+            )
+        for name, value in (
+            ("min_bytes", min_bytes),
+            ("verify", verify),
+            ("in_flight_bytes", in_flight_bytes),
+            ("depth", depth),
+        ):
+            _check_number(name, value)
+        _check_number("profile_every", profile_every, 1)
+        if sm_budget is not None:
+            _check_number("sm_budget", sm_budget, 1)
+        found = Codecs(codecs, lossy)
+        self._lossy = found.lossy
+        self._verifier = Verifier(USUAL_EVERY if verify is True else int(verify))
+        self._policy: Policy = (
+            AutoPolicy(found, profile_every)
+            if self.policy == "auto"
+            else FixedPolicy(self.policy, found)
+        )
+        self._hooks = SavedTensorHooks(
+            self._policy,
+            found,
+            min_bytes=max(1, min_bytes),
+            select=select,
+            in_flight_bytes=in_flight_bytes,
+            depth=depth,
+            verifier=self._verifier,
+            sm_budget=sm_budget,
+        )
+        self._attachment: Attachment | None = None
+        self._tensors: ModuleTensors | None = None
+        self._outputs: Mapping[str, torch.Tensor] = {}
+        self._notes: list[str] = []
+        self._local = threading.local()
+
+    # In the place of a context manager of torch
+
+    def __enter__(self) -> ActivationOffload:
+        context = self._pass(set())
+        context.__enter__()
+        self._contexts().append(context)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._contexts().pop().__exit__(None, None, None)
+
+    def _contexts(self) -> list[contextlib.AbstractContextManager[None]]:
+        found: list[Any] = self._local.__dict__.setdefault("contexts", [])
+        return found
+
+    @contextlib.contextmanager
+    def _pass(self, parameters: set[int]) -> Iterator[None]:
+        """Run a forward pass whose saved tensors are moved."""
+        if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
+            self._note(
+                "saved tensors are kept on the device where torch's hooks are turned off "
+                "(disable_saved_tensors_hooks, or a transform of torch.func)"
+            )
+            yield
+            return
+        self._hooks.enter(parameters)
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(*self._hook_functions()):
+                yield
+        finally:
+            self._hooks.leave()
+
+    def _hook_functions(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        """Return what autograd calls, which torch.compile leaves as it is."""
+        pack, unpack = self._hooks.pack, self._hooks.unpack
+        if "torch._dynamo" not in sys.modules:  # which takes a second to import
+            return pack, unpack
+        return torch.compiler.disable(pack), torch.compiler.disable(unpack)  # type: ignore[no-untyped-call]
+
+    # Attached to a model
+
+    def attach(self, model: nn.Module) -> None:
+        """Attach to a model: its forward passes run inside this context.
+
+        Raises
+        ------
+        ArgumentTypeError
+            When it is no ``torch.nn.Module``.
+        ArgumentError
+            When the model or one of its modules has one attached already, or this object has a
+            model.
+        """
+        if not isinstance(model, nn.Module):
+            raise ArgumentTypeError(
+                f"model: expected a torch.nn.Module, got {type(model).__name__}"
+            )
+        if self._attachment is not None:
+            raise ArgumentError("model: this ActivationOffload is attached to a model already")
+        for name, module in model.named_modules():
+            if ATTRIBUTE in module.__dict__:
+                where = f"its module {name!r}" if name else "it"
+                raise ArgumentError(
+                    f"model: {where} has its activations offloaded already; detach() that first"
+                )
+        self._note_compiled(model)
+        self._tensors = ModuleTensors(model)
+        devices = {t.device for t in self._tensors}
+        self._hooks.watch(module_names(model), devices or None)
+        self._attachment = Attachment(model, self, self._model_pass, self._returned)
+
+    def detach(self) -> None:
+        """Take everything off the model, and end threads. Again, or without a model: nothing.
+
+        Graphs that were made before can still run backward.
+        """
+        if self._attachment is not None:
+            self._attachment.remove()
+            self._attachment = None
+            self._tensors = None
+        self._hooks.close()
+
+    def _model_pass(self) -> contextlib.AbstractContextManager[Any]:
+        if not torch.is_grad_enabled() or self._hooks.inside():
+            return contextlib.nullcontext()
+        tensors = self._tensors
+        assert tensors is not None and self._attachment is not None
+        tensors.passes += 1
+        if tensors.passes % LISTED_PASSES == 0:
+            model = self._attachment.model
+            assert model is not None  # whose pass this is
+            tensors = self._tensors = ModuleTensors(model)
+            self._hooks.watch(module_names(model), {t.device for t in tensors} or None)
+        return self._pass(storages_of(tensors))
+
+    def _returned(self, result: Any) -> None:
+        """Take note of outputs, of which what is saved outside of the model is made."""
+        if self._outputs or not torch.is_grad_enabled():
+            return
+        values = [result]  # of which no graph is kept
+        if isinstance(result, Mapping):
+            values = list(result.values())
+        elif isinstance(result, (tuple, list)):
+            values = list(result)
+        found = [v for v in values if isinstance(v, torch.Tensor) and v.requires_grad]
+        self._outputs = {f"output {i}": t.detach().to("meta") for i, t in enumerate(found)}
+
+    def _note_compiled(self, model: nn.Module) -> None:
+        found = [name or "the model" for name, m in model.named_modules() if is_compiled(m)]
+        if found:
+            self._note(
+                f"Compiled by torch.compile: {', '.join(found)}. Its graphs save what their own "
+                "partitioning keeps, and its sites are not named by modules."
+            )
+
+    def _note(self, what: str) -> None:
+        if what not in self._notes:
+            self._notes.append(what)
+
+    # What was done
+
+    def stats(self) -> dict[str, int]:
+        """Return what was done so far.
+
+        Returns
+        -------
+        dict
+            ``moved_out_bytes`` and ``moved_in_bytes``: raw bytes of the copies that went to the
+            host and came back; ``crossed_in_bytes``: what crossed for them, where it is known;
+            ``moved_tensors``; ``verified_tensors``.
+        """
+        executors = self._hooks.executors()
+        sites = self._hooks.sites.values()
+        return {
+            "moved_out_bytes": sum(each.moved_out_bytes for each in executors),
+            "moved_in_bytes": sum(each.moved_in_bytes for each in executors),
+            "crossed_in_bytes": sum(counts.packed_bytes for counts in sites),
+            "moved_tensors": sum(counts.tensors for counts in sites),
+            "verified_tensors": self._verifier.compared,
+        }
+
+    def report(self) -> ActivationReport:
+        """Return what is done at each site, and what is not seen."""
+        rows = []
+        for counts in list(self._hooks.sites.values()):
+            tier = "device" if counts.choice == KEEP else "host"
+            unit = UnitReport(counts.site.name, tier, counts.raw_bytes, counts.packed_bytes, None)
+            rows.append(
+                SiteReport(
+                    unit, counts.choice, counts.site.operation, counts.tensors, counts.reason
+                )
+            )
+        model = None if self._attachment is None else self._attachment.model
+        if model is not None:  # it may have been compiled since
+            self._note_compiled(model)
+        notes = list(self._notes)
+        if self._attachment is not None and self._outputs:
+            nbytes = sum(t.nbytes for t in self._outputs.values())
+            notes.append(
+                f"What is computed from the model's {len(self._outputs)} outputs ({nbytes:,} bytes "
+                "in the first pass) outside of its forward pass, a loss for one, is not seen; "
+                "bitslab.ActivationOffload() around both sees it."
+            )
+        if self._lossy is not None:
+            lossy = [row.unit.name for row in rows if row.choice == self._lossy]
+            notes.append(f"Lossy ({self._lossy}): {', '.join(lossy) or 'none'}.")
+        failures = self._hooks.failures
+        if failures:
+            first = next(iter(failures))
+            notes.append(
+                f"Tensors of {len(failures)} sites could not be packed and stayed on the device, "
+                f"first {first!r} ({failures[first]})."
+            )
+        devices = sorted({str(each.device) for each in self._hooks.executors()})
+        return ActivationReport(
+            self.policy,
+            rows,
+            ", ".join(devices) or "no device",
+            self.stats(),
+            notes,
+            self._policy.rows(),
+        )
+
+    def __reduce__(self) -> Any:
+        raise BitslabError(
+            "ActivationOffload: it cannot be pickled or copied; make one for each model"
+        )
+
+
+def offload_activations(model: nn.Module, **options: Any) -> ActivationOffload:
+    """Attach to a model what moves the tensors that its forward passes keep for the backward pass.
+
+    The training loop remains as it is, and gradients are those of before, bit for bit.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        The model, before or after it is wrapped by DDP or sharded by FSDP2. Copies and pickles of
+        it are plain models.
+    **options
+        As for `ActivationOffload`.
+
+    Returns
+    -------
+    ActivationOffload
+        With ``report()``, ``stats()`` and ``detach()``.
+
+    Raises
+    ------
+    ArgumentError, ArgumentTypeError
+        When the model has one attached already, and for options as `ActivationOffload` says.
+
+    Examples
+    --------
+    >>> import torch, bitslab
+    >>> layers = torch.nn.Linear(64, 512), torch.nn.ReLU(), torch.nn.Linear(512, 1)
+    >>> model = torch.nn.Sequential(*layers)
+    >>> offload = bitslab.offload_activations(model, policy="raw")
+    >>> model(torch.randn(256, 64)).sum().backward()
+    >>> offload.stats()["moved_tensors"]
+    1
+    >>> offload.detach()
+    """
+    offload = ActivationOffload(**options)
+    offload.attach(model)
+    return offload
+
+
+def _check_number(name: str, value: Any, least: int = 0) -> None:
+    if not isinstance(value, int) or (isinstance(value, bool) and name != "verify"):
+        raise ArgumentTypeError(f"{name}: expected an int, got {value!r:.60}")
+    if value < least:
+        raise ArgumentError(f"{name}: {value}, accepted are numbers from {least}")

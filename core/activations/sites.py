@@ -1,0 +1,92 @@
+"""Sites: where in a model a tensor is saved, the same in every step."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import FrameType
+
+import torch
+from torch import nn
+from torch.nn.modules.conv import _ConvNd
+
+#: The frame of a module's call, which has the module as `self`.
+_CALL = nn.Module._call_impl.__code__
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where a tensor is saved for the backward pass.
+
+    Parameters
+    ----------
+    name : str
+        The path of the module that saves it (the class of a module that is in no model), a colon,
+        and which of the tensors it is that the module saves in a pass.
+    module_type : type or None
+        Class of that module; None outside of all modules.
+    operation : str
+        The node of autograd that made it; "" for one that needs no gradient.
+    shape : torch.Size
+        Its shape.
+    dtype : torch.dtype
+        Its dtype.
+    nbytes : int
+        Bytes of its storage that are copied.
+    device : torch.device
+        Where it is.
+    """
+
+    name: str
+    module_type: type[nn.Module] | None
+    operation: str
+    shape: torch.Size
+    dtype: torch.dtype
+    nbytes: int
+    device: torch.device
+
+
+#: Which tensors are moved.
+Select = Callable[[Site], bool]
+
+
+def conv_inputs(site: Site) -> bool:
+    """Select the inputs of convolutions, as vDNN does: what a ``nn.Conv*`` module saves."""
+    return site.module_type is not None and issubclass(site.module_type, _ConvNd)
+
+
+def module_names(model: nn.Module) -> Mapping[nn.Module, str]:
+    """Return the paths of a model's modules, which are held weakly."""
+    return weakref.WeakKeyDictionary((module, name) for name, module in model.named_modules())
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether a module is a wrapper of ``torch.compile``, or was compiled in place."""
+    # By name: the class is in a part of torch that takes a second to import.
+    return type(module).__name__ == "OptimizedModule" or (
+        getattr(module, "_compiled_call_impl", None) is not None
+    )
+
+
+def running_module(frames: int = 1) -> nn.Module | None:
+    """Return the innermost module whose call is running in this thread; None outside of all.
+
+    Parameters
+    ----------
+    frames : int
+        Number of the callers that are not looked at.
+    """
+    frame: FrameType | None = sys._getframe(frames)
+    while frame is not None:
+        if frame.f_code is _CALL:
+            module = frame.f_locals.get("self")
+            return module if isinstance(module, nn.Module) else None
+        frame = frame.f_back
+    return None
+
+
+def operation_of(t: torch.Tensor) -> str:
+    """Return the name of the node of autograd that made a tensor."""
+    return "" if t.grad_fn is None else t.grad_fn.name()

@@ -1,0 +1,97 @@
+"""What was decided for each site at each profile: the rows behind figures 8 and 9 of CSWAP+."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from ...errors import ArgumentError
+from .swapping import Decision, SiteRecord
+
+
+class DecisionHistory:
+    """Decisions of a training run, by epoch and site.
+
+    One thread may add while others read.
+    """
+
+    def __init__(self) -> None:
+        self._rows: list[dict[str, Any]] = []
+
+    def add(self, epoch: int, records: Iterable[SiteRecord], decisions: Iterable[Decision]) -> None:
+        """Keep what was decided at a profile, and what it was decided from.
+
+        Parameters
+        ----------
+        epoch : int
+            Number of the epoch, or of the profile.
+        records, decisions : iterable
+            Of the same sites in the same order.
+
+        Raises
+        ------
+        ArgumentError
+            When they are of different sites.
+        """
+        sites, chosen = list(records), list(decisions)
+        if [record.site for record in sites] != [decision.site for decision in chosen]:
+            raise ArgumentError("decisions: of other sites than the records")
+        last = {row["site"]: (row["action"], row["codec"]) for row in self._rows}
+        self._rows += [
+            {
+                "epoch": epoch,
+                **decision.to_dict(),
+                "nbytes": record.nbytes,
+                "operation": record.operation,
+                "sparsity": record.sparsity,
+                "ratio": dict(record.ratio),
+                "changed": last.get(record.site, (decision.action, decision.codec))
+                != (decision.action, decision.codec),
+            }
+            for record, decision in zip(sites, chosen, strict=True)
+        ]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return a row for each site and epoch, in the order in which they were added.
+
+        Its keys are those of `Decision`, with ``epoch``, ``nbytes``, ``operation``, ``sparsity``,
+        ``ratio``, and ``changed``: whether the site was treated otherwise before.
+        """
+        return [dict(row) for row in self._rows]
+
+    def packed_sites(self) -> dict[int, int]:
+        """Return the number of sites that are packed, by epoch: figure 8."""
+        counts: dict[int, int] = {}
+        for row in self._rows:
+            counts[row["epoch"]] = counts.get(row["epoch"], 0) + (row["action"] == "pack")
+        return counts
+
+    def grid(self) -> dict[str, dict[int, str]]:
+        """Return by site and epoch the codec, "raw" or "keep": figure 9."""
+        grid: dict[str, dict[int, str]] = {}
+        for row in self._rows:
+            grid.setdefault(row["site"], {})[row["epoch"]] = row["codec"] or row["action"]
+        return grid
+
+
+def agreement(decisions: Iterable[Decision], measured: Mapping[str, tuple[float, float]]) -> float:
+    """Return the share of decisions that measured times confirm: figure 11 of the paper.
+
+    Parameters
+    ----------
+    decisions : iterable of Decision
+        Those to move a tensor raw or packed count.
+    measured : mapping of str to (float, float)
+        By site, seconds that its swap cost raw and packed.
+
+    Returns
+    -------
+    float
+        1.0 where there is none to compare.
+    """
+    verdicts = [
+        (decision.action == "pack") == (measured[decision.site][1] < measured[decision.site][0])
+        for decision in decisions
+        if decision.action != "keep" and decision.site in measured
+    ]
+    return sum(verdicts) / len(verdicts) if verdicts else 1.0

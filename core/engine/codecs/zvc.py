@@ -1,0 +1,117 @@
+"""The codec that leaves out zeros: ZVC of CSWAP+ (TPDS'22, section 5.2.1)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+
+from ...dtypes import flat_bytes
+from ...errors import ArgumentError, ArgumentTypeError, CorruptedDataError
+from ..kernels import kernels_for
+from ..kernels.blob_format import ZvcLayout
+from .base import bits_in_order
+from .blob import Blob, BlobCodec, check_decode_arguments, check_encode_arguments
+
+#: Bytes of the elements that are taken; those of 16 are compared with zero in halves.
+ELEMENT_BYTES = (1, 2, 4, 8, 16)
+
+
+class ZvcCodec(BlobCodec):
+    """Zero-value compression: a bit for each element, and the elements that are not zero.
+
+    Zero are elements all of whose bits are zero: -0.0 and subnormal numbers are kept. Of elements
+    of one byte, blocks that hold 0 and 1 alone are bits alone: a bool takes one bit. The parts of a
+    buffer: `bitslab.engine.kernels.blob_format.ZvcLayout`.
+
+    Notes
+    -----
+    Immutable, and all of them are equal: nothing is learnt.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from bitslab.engine.codecs import ZvcCodec
+    >>> t = torch.randn(64, 1000).relu()
+    >>> codec = ZvcCodec.fit(t)
+    >>> blob = codec.encode(t)
+    >>> 1.8 < blob.raw_nbytes / blob.nbytes < 2
+    True
+    >>> torch.equal(codec.decode(blob), t)
+    True
+    """
+
+    name: ClassVar[str] = "zvc"
+    form: ClassVar[int] = 1
+    device_types: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
+
+    @classmethod
+    def fit(cls, sample: torch.Tensor | None = None, **options: Any) -> ZvcCodec:
+        """Return the codec; nothing is learnt, and there are no options."""
+        if options:
+            raise ArgumentTypeError(f"zvc: takes no options, got {sorted(options)}")
+        return cls()
+
+    def takes(self, dtype: torch.dtype) -> bool:
+        """Return whether elements have 1, 2, 4, 8 or 16 bytes."""
+        return dtype.itemsize in ELEMENT_BYTES
+
+    def max_encoded_bytes(self, shape: Sequence[int], dtype: torch.dtype) -> int:
+        """Return the bytes that are taken where nothing is zero.
+
+        Raises
+        ------
+        ArgumentError
+            When the tensor has 32 GiB or more.
+        """
+        layout = ZvcLayout.of(shape, dtype)
+        if not layout.sound:
+            raise ArgumentError(f"t: shape {list(shape)} {dtype}, zvc takes less than 32 GiB")
+        return layout.max_bytes
+
+    def encode(
+        self, t: torch.Tensor, out: torch.Tensor | None = None, *, sm_budget: int | None = None
+    ) -> Blob:
+        """Encode a tensor on its own device; see `BlobCodec.encode`."""
+        data = check_encode_arguments(self, t, out, sm_budget)
+        layout = ZvcLayout.of(t.shape, t.dtype)
+        kernels_for(t.device).encode_zvc(flat_bytes(t), layout, self.form, data, sm_budget)
+        return Blob(data, t.shape, t.dtype)
+
+    def decode(
+        self, blob: Blob, out: torch.Tensor | None = None, *, sm_budget: int | None = None
+    ) -> torch.Tensor:
+        """Decode a blob on its own device; see `BlobCodec.decode`."""
+        result = check_decode_arguments(self, blob, out, sm_budget)
+        layout = ZvcLayout.of(blob.shape, blob.dtype)
+        if blob.data.shape[0] < layout.values_at:
+            raise CorruptedDataError(
+                f"blob: {blob.data.shape[0]} bytes, {list(blob.shape)} {blob.dtype} takes "
+                f"{layout.values_at} or more"
+            )
+        target = result if bits_in_order(result) else torch.empty_like(result, memory_format=_ROWS)
+        kernels_for(blob.device).decode_zvc(
+            blob.data, layout, self.form, flat_bytes(target), sm_budget
+        )
+        return result if target is result else result.copy_(target)
+
+    def to_config(self) -> dict[str, Any]:
+        """Return an empty mapping."""
+        return {}
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> ZvcCodec:
+        """Return the codec.
+
+        Raises
+        ------
+        CorruptedDataError
+            When `config` is no empty mapping.
+        """
+        if not isinstance(config, Mapping) or config:
+            raise CorruptedDataError(f"zvc: configuration is {config!r:.60}, expected {{}}")
+        return cls()
+
+
+_ROWS = torch.contiguous_format

@@ -1,0 +1,62 @@
+"""Encoded tensors between device and host memory, as many bytes as are used; see blob_copy.cu."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ..format import ceil_div
+from .parameters import Address, Int64, Parameters
+from .runner import Launch, Runner
+from .source import BLOB_COPY
+
+THREADS = 512  # of a block
+THREAD_BYTES = 64  # that a thread has under way
+#: More add nothing on a link; of fewer multiprocessors the rest is free for what computes.
+BLOCKS = 16
+
+
+@dataclass(init=False)
+class CopyBlob(Parameters):
+    """Parameters of `copy_blob`: two buffers, and the bytes of the smaller one."""
+
+    kernel = "copy_blob"
+
+    source: Address
+    target: Address
+    bytes: Int64
+
+
+class BlobCopyKernels:
+    """The kernel of blob_copy.cu on one GPU.
+
+    Parameters
+    ----------
+    runner : Runner
+        Of the device.
+    """
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self._launch: Launch | None = None
+
+    def copy_blob(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy the used bytes of an encoded tensor, without waiting for the GPU.
+
+        Parameters
+        ----------
+        source : torch.Tensor
+            uint8 ``[n]``, an encoded tensor (see `codecs.blob`), on the device or in page-locked
+            host memory, at a multiple of 16 bytes.
+        target : torch.Tensor
+            uint8 ``[m]`` on the device or in page-locked host memory, at a multiple of 16 bytes.
+            What it has no room for is left out.
+        """
+        if self._launch is None:
+            self._launch = self._runner.bind(BLOB_COPY, CopyBlob, THREADS)
+        nbytes = min(source.shape[0], target.shape[0])
+        if nbytes < 8:
+            return
+        blocks = min(BLOCKS, ceil_div(nbytes, THREADS * THREAD_BYTES))
+        self._launch(blocks, source.data_ptr(), target.data_ptr(), nbytes)

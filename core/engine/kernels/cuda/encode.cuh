@@ -1,0 +1,180 @@
+// What those that pack rows share (encode.cu, pack.cu): one warp packs a row.
+#define AHEAD 4                  // groups whose chunks a warp has under way while it packs
+
+// A uniform mask that is one run of at most eight bits gets its codes from a table in shared
+// memory, and its bits move by shifts. The exponents of most floating-point dtypes are such.
+struct Field {
+  const u8* codes;  // code of every value of the field, or null
+  chunk_t mask, low;
+  int shift, bits;  // lowest bit and width of a mask that is one run of ones, else bits = 0
+  int kept_bits;    // bits of a chunk in the payload, of the first cluster
+};
+
+__device__ __forceinline__ Field find_field(const chunk_t* __restrict__ tables, int clusters, u8* codes) {
+  Field f;
+  f.codes = nullptr;
+  f.bits = f.shift = 0;
+  f.mask = f.low = 0;
+  f.kept_bits = 0;
+#if UNIFORM
+  const chunk_t mask = __ldg(tables);
+  const chunk_t lowest = mask & (~mask + 1);
+  f.kept_bits = CHUNK_BITS - POPC(mask);
+  if (clusters == 1 && mask != 0 && ((mask + lowest) & mask) == 0) {
+    f.mask = mask;
+    f.low = lowest - 1;
+    f.shift = POPC(f.low);
+    f.bits = POPC(mask);
+    if (f.bits <= 8) {
+      if (threadIdx.x < 256) {
+        u8 code = 0;
+        for (int j = (int)CODE_MASK; j >= 1; --j)  // downwards, so that the first match wins
+          if ((__ldg(tables + j) >> f.shift) == threadIdx.x) code = (u8)j;
+        codes[threadIdx.x] = code;
+      }
+      __syncthreads();
+      f.codes = codes;
+    }
+  }
+#endif
+#if FIELD_LOW >= 0  // the same, known to the compiler: the exponents of float32 and bfloat16
+  f.shift = FIELD_LOW;
+  f.bits = 8;
+  f.kept_bits = CHUNK_BITS - 8;
+  f.low = ((chunk_t)1 << FIELD_LOW) - 1;
+  f.mask = (chunk_t)255 << FIELD_LOW;
+#endif
+  return f;
+}
+
+// Participation code of a chunk; `at` points to its mask in the table.
+__device__ __forceinline__ int code_of(chunk_t x, chunk_t mask, const chunk_t* __restrict__ at, int positions,
+                                       const Field& f) {
+  if (FIELD_LOW >= 0 || (UNIFORM && f.codes)) return f.codes[(x & mask) >> f.shift];
+  const chunk_t masked = x & mask;
+  int code = 0;
+#pragma unroll
+  for (int j = (int)CODE_MASK; j >= 1; --j)
+    if (masked == __ldg(at + (i64)j * positions)) code = j;
+  return code;
+}
+__device__ __forceinline__ chunk_t payload_of(chunk_t x, chunk_t mask, const chunk_t* at, int positions, const Field& f) {
+  if (UNIFORM && f.bits) return f.bits == CHUNK_BITS ? 0 : (x & f.low) | ((x >> f.bits) & ~f.low);
+  return extract(x & ~mask, at, KEEP_SECTION, positions);
+}
+__device__ __forceinline__ chunk_t exception_of(chunk_t x, chunk_t mask, const chunk_t* at, int positions,
+                                                const Field& f) {
+  if (UNIFORM && f.bits) return (x & mask) >> f.shift;
+  return extract(x & mask, at, MASK_SECTION, positions);
+}
+// Bits of a chunk in the payload.
+__device__ __forceinline__ int kept_bits_of(const Field& f, chunk_t mask) {
+  return FIELD_LOW >= 0 ? f.kept_bits : CHUNK_BITS - POPC(mask);
+}
+__device__ __forceinline__ int payload_words_of(const int* starts, int chunks) {
+  return ((UNIFORM ? starts[1] * chunks : starts[chunks]) + 31) >> 5;
+}
+
+// Or the low `count` bits of x, whose other bits are 0, into the zeroed words at `bit`.
+__device__ __forceinline__ void put_bits(u32* to, int bit, chunk_t x, int count) {
+  if (count == 0) return;
+  const int i = bit >> 5, shift = bit & 31;
+  atomicOr(to + i, (u32)x << shift);
+#if CHUNK_BYTES == 8
+  if (shift + count > 32) atomicOr(to + i + 1, (u32)(x >> (32 - shift)));
+  if (shift + count > 64) atomicOr(to + i + 2, (u32)(x >> (64 - shift)));
+#else
+  if (shift + count > 32) atomicOr(to + i + 1, x >> (32 - shift));
+#endif
+}
+// Store the low bytes of x.
+__device__ __forceinline__ void put_bytes(u8* to, chunk_t x, int count) {
+#pragma unroll
+  for (int b = 0; b < CHUNK_BYTES; ++b)
+    if (b < count) to[b] = (u8)(x >> (8 * b));
+}
+
+// Pack one row into zeroed words, and return how many it takes. One lane a chunk, so that a step is a group.
+__device__ __forceinline__ int encode_row(const stored_t* __restrict__ row, int chunks,
+                                           const chunk_t* __restrict__ table, const int* __restrict__ starts,
+                                           const Field& f, u32* to, int lane) {
+  const int positions = UNIFORM ? 1 : chunks;
+  const int groups = (chunks + 31) >> 5;
+  const int group_at = payload_words_of(starts, chunks);
+  const int code_at = group_at + (GROUPED ? (groups + 31) >> 5 : 0);
+  int stored = groups;
+  if (GROUPED) {  // the exceptions lie behind the codes: count those first
+    stored = 0;
+    for (int i = lane; i < groups * 32; i += 32) {
+      bool first = true;
+      if (i < chunks) {
+        const chunk_t* at = table + (UNIFORM ? 0 : i);
+        first = code_of(row[i], UNIFORM && f.bits ? f.mask : __ldg(at), at, positions, f) == 1;
+      }
+      if (!__all_sync(FULL, first)) ++stored;
+    }
+  }
+  int exception_bit = (code_at + stored * CODE_BITS) * 32;
+  int next_code = code_at;
+  for (int batch = 0; batch < groups; batch += AHEAD) {
+    stored_t ahead[AHEAD];  // the chunks of several groups are loaded together
+#pragma unroll
+    for (int k = 0; k < AHEAD; ++k) {
+      const int i = (batch + k) * 32 + lane;
+      ahead[k] = i < chunks ? row[i] : 0;
+    }
+#pragma unroll
+    for (int k = 0; k < AHEAD; ++k) {
+      const int group = batch + k;
+      if (group >= groups) break;
+      const int i = group * 32 + lane;
+      const chunk_t x = ahead[k];
+      const chunk_t* at = table + (UNIFORM || i >= chunks ? 0 : i);
+      chunk_t mask = 0;
+      int code = 1;  // of the chunks missing from the last group
+      if (i < chunks) {
+        mask = UNIFORM && f.bits ? f.mask : __ldg(at);
+        code = code_of(x, mask, at, positions, f);
+        const chunk_t kept = payload_of(x, mask, at, positions, f);
+        const int bits = kept_bits_of(f, mask);
+        if (UNIFORM && bits % 8 == 0) put_bytes((u8*)to + i * (bits >> 3), kept, bits >> 3);
+        else put_bits(to, UNIFORM ? i * bits : starts[i], kept, bits);
+      }
+      if (GROUPED && __all_sync(FULL, code == 1)) {
+        if (lane == 0) atomicOr(to + group_at + (group >> 5), 1u << (group & 31));
+        continue;
+      }
+#if CODE_BITS == 1
+      const u32 word = __ballot_sync(FULL, code);
+      if (lane == 0) to[next_code] = word;
+#else
+      // Eight codes make CODE_BITS bytes; every eighth lane collects its own and its neighbours'.
+      u32 collected = code;
+#pragma unroll
+      for (int d = 1; d < 8; d <<= 1) collected |= __shfl_down_sync(FULL, collected, d) << (d * CODE_BITS);
+      if ((lane & 7) == 0) {
+#pragma unroll
+        for (int b = 0; b < CODE_BITS; ++b)
+          ((u8*)(to + next_code))[(lane >> 3) * CODE_BITS + b] = (u8)(collected >> (8 * b));
+      }
+#endif
+      next_code += CODE_BITS;
+      const bool missed = code == 0;
+      if (__any_sync(FULL, missed)) {
+        const int bits = missed ? POPC(mask) : 0;
+        const int up_to_me = inclusive_scan(bits, lane);
+        if (missed) put_bits(to, exception_bit + up_to_me - bits, exception_of(x, mask, at, positions, f), bits);
+        exception_bit += __shfl_sync(FULL, up_to_me, 31);
+      }
+    }
+  }
+  return (exception_bit + 31) >> 5;
+}
+
+// Word j of a raw row; the bytes behind its end are 0.
+__device__ __forceinline__ u32 raw_word(const u8* row, int row_bytes, int j) {
+  u32 x = 0;
+  if (((u64)row & 3) == 0 && 4 * j + 4 <= row_bytes) return ((const u32*)row)[j];
+  for (int b = 0; b < 4 && 4 * j + b < row_bytes; ++b) x |= (u32)row[4 * j + b] << (8 * b);
+  return x;
+}

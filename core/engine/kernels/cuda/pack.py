@@ -1,0 +1,155 @@
+"""Packing and unpacking the rows of a whole tensor on a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ..blob_format import HEADER_BYTES, VALUE_BYTES_AT, PackedLayout
+from ..format import BLOCK_ROWS, CODE_BITS, RowLayout, ceil_div
+from .decode import DecodeKernels
+from .parameters import Address, Int32, Int64, Parameters
+from .runner import Launch, Runner
+from .source import PACK_BLOCKS, Variant
+from .tiles import THREADS, WARPS, aligned_to, has_byte_field
+
+
+@dataclass(init=False)
+class PackBlob(Parameters):
+    """Parameters of `pack_blob`: rows of a `RowLayout`, the parts of a `PackedLayout`.
+
+    `value_bytes`, uint64, may be None. `states`, int64 ``[blocks + 1]``, are 0 at the start.
+    """
+
+    kernel = "pack_blob"
+
+    rows: Address
+    n_rows: Int64
+    chunks: Int32
+    row_words: Int32
+    row_bytes: Int32
+    tail_bytes: Int32
+    value_bytes: Address
+    tables: Address
+    starts: Address
+    warp_words: Int32
+    elements: Int64
+    element_bytes: Int32
+    form: Int32
+    lengths_at: Int64
+    length_bytes: Int32
+    bases_at: Int64
+    tail_at: Int64
+    words_at: Int64
+    data: Address
+    states: Address
+
+
+class PackKernels:
+    """The kernel of pack.cu on one GPU.
+
+    Parameters
+    ----------
+    runner : Runner
+        Of the device.
+    decode : DecodeKernels
+        Unpacks the rows.
+    """
+
+    def __init__(self, runner: Runner, decode: DecodeKernels) -> None:
+        self._runner = runner
+        self._decode = decode
+        self._launches: dict[tuple[Variant, int], Launch] = {}  # with shared bytes
+
+    def pack_blob(
+        self,
+        x: torch.Tensor,
+        layout: RowLayout,
+        parts: PackedLayout,
+        data: torch.Tensor,
+        header: tuple[int, int, int],
+        sm_budget: int | None = None,
+        *,
+        counted: bool = False,
+    ) -> None:
+        """Pack the rows of a tensor; see `kernels.packed_blob`."""
+        f = layout.format
+        x = aligned_to(x, f.chunk_bytes)
+        states = torch.zeros(parts.blocks + 1, dtype=torch.int64, device=x.device)
+        elements, element_bytes, form = header
+        words = warp_words(layout)
+        shared_bytes = 4 * words * WARPS
+        variant = Variant(
+            "pack", f.chunk_bytes, f.code_bits, f.grouped, True, byte_field=has_byte_field(layout)
+        )
+        launch = self._launches.get((variant, shared_bytes))
+        if launch is None:
+            launch = self._runner.bind(variant, PackBlob, THREADS, shared_bytes)
+            self._launches[variant, shared_bytes] = launch
+        launch(
+            self._blocks(parts, sm_budget),
+            x.data_ptr(),
+            parts.n_rows,
+            f.chunks,
+            f.row_words,
+            f.row_bytes,
+            parts.tail_bytes,
+            data.data_ptr() + VALUE_BYTES_AT if counted else 0,
+            layout.tables.data_ptr(),
+            layout.starts.data_ptr(),
+            words,
+            elements,
+            element_bytes,
+            form,
+            parts.lengths_at,
+            parts.length_bytes,
+            parts.bases_at,
+            parts.tail_at,
+            parts.words_at,
+            data.data_ptr(),
+            states.data_ptr(),
+        )
+
+    def unpack_blob(
+        self,
+        data: torch.Tensor,
+        layout: RowLayout,
+        parts: PackedLayout,
+        out: torch.Tensor,
+        header: tuple[int, int, int],
+        sm_budget: int | None = None,
+        *,
+        counted: bool = False,
+    ) -> None:
+        """Unpack the rows of a tensor; see `kernels.packed_blob`. Damage is in the mailbox."""
+        f = layout.format
+        storage = parts.storage(data, f.length_dtype)
+        rows = out[: parts.n_rows * f.row_bytes].view(parts.n_rows, f.row_bytes)
+        facts = {"max_row_words": f.row_words, "max_block_words": BLOCK_ROWS * f.row_words}
+        value_bytes = data[VALUE_BYTES_AT:HEADER_BYTES] if counted else None
+        self._decode.decode_rows(
+            storage, layout, None, 0, rows, facts, sm_budget, value_bytes=value_bytes
+        )
+        if parts.tail_bytes:
+            tail = data[parts.tail_at :][: parts.tail_bytes]
+            out[parts.n_rows * f.row_bytes :].copy_(tail)
+
+    def _blocks(self, parts: PackedLayout, sm_budget: int | None) -> int:
+        """Return the blocks of a launch: one for each of the layout, or as many as may run."""
+        if sm_budget is None:
+            return max(1, parts.blocks)
+        processors = max(1, min(sm_budget, self._runner.multiprocessors))
+        return max(1, min(parts.blocks, processors * PACK_BLOCKS))
+
+
+def warp_words(layout: RowLayout) -> int:
+    """Return the words of shared memory that a warp packs its rows in.
+
+    Those of its rows when they are raw; and what a row of which every chunk is an exception has
+    more than a raw one: its codes, a bit for each group of them, what the parts are rounded up by.
+    """
+    f = layout.format
+    groups = ceil_div(f.chunks, 32)
+    more = groups * max(CODE_BITS) + ceil_div(groups, 32) + 2
+    return BLOCK_ROWS // WARPS * f.row_words + more

@@ -1,0 +1,139 @@
+"""Output of the script: runs, zeros by layer and epoch, decisions by epoch, a plot."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from .training import Run, Sparsity
+
+
+def print_runs(console: Console, runs: Sequence[Run]) -> None:
+    """Print a row for each way."""
+    shown = Table(
+        caption="times in ms, medians; exposed: more than the plain step; peaks of memory in MB, "
+        "on the host beyond what was there before; out and back: MB a step of the tensors that "
+        "left and came back, as they were before packing",
+        caption_justify="left",
+    )
+    shown.add_column("saved tensors")
+    for heading in (
+        *("loss", "test", "step", "exposed", "host peak", "device peak", "out", "back"),
+        "losses",
+    ):
+        shown.add_column(heading, justify="right")
+    for run in runs:
+        exposed = run.exposed_seconds
+        verdict = {None: "", True: "equal", False: "DIFFER" if run.lossless else "lossy"}
+        traffic = run.traffic
+        shown.add_row(
+            run.way,
+            f"{run.epochs[-1].loss:.6f}",
+            f"{run.epochs[-1].test_accuracy:.1%}",
+            f"{run.step_seconds * 1e3:,.1f}",
+            "" if exposed is None else f"{exposed * 1e3:,.1f}",
+            f"{run.host_bytes / 1e6:,.0f}",
+            f"{run.device_bytes / 1e6:,.0f}",
+            f"{traffic.down_bytes / run.n_steps / 1e6:,.2f}",
+            f"{traffic.up_bytes / run.n_steps / 1e6:,.2f}",
+            verdict[run.equal],
+        )
+    console.print(shown)
+    for note in dict.fromkeys(note for run in runs for note in run.notes):
+        console.print(note)
+
+
+def print_sparsity(console: Console, sparsity: Sequence[Sparsity]) -> None:
+    """Print the share of zeros of what each layer saves, before training and after each epoch."""
+    shown = Table(
+        caption="per cent zeros of what a batch saves, before training and after each epoch",
+        caption_justify="left",
+    )
+    for heading, justify in (("layer", "left"), ("what", "left"), ("MB", "right")):
+        shown.add_column(heading, justify=justify)  # type: ignore[arg-type]
+    columns = chosen_epochs(len(sparsity[0].zeros))
+    for epoch in columns:
+        shown.add_column("start" if not epoch else f"{epoch}", justify="right")
+    for row in sparsity:
+        cells = [f"{100 * row.zeros[epoch]:.0f}" for epoch in columns]
+        shown.add_row(row.layer, row.kind, f"{row.nbytes / 1e6:,.3f}", *cells)
+    console.print(shown)
+
+
+def chosen_epochs(n: int, most: int = 9) -> list[int]:
+    """Return at most `most` of `n` numbers, evenly apart, with the first and the last."""
+    if n <= most:
+        return list(range(n))
+    return sorted({round(i * (n - 1) / (most - 1)) for i in range(most)})
+
+
+def print_decisions(console: Console, run: Run) -> None:
+    """Print what became of each tensor, epoch by epoch, and why in the last one."""
+    last = run.epochs[-1].decisions
+    if not last:
+        return
+    shown = Table(title=f"{run.way}: decisions by epoch", title_justify="left")
+    shown.add_column("saved tensor")
+    columns = [run.epochs[i] for i in chosen_epochs(len(run.epochs), 6)]
+    for epoch in columns:
+        shown.add_column(str(epoch.epoch))
+    shown.add_column("why, in the last")
+    taken = [{d.site: d.codec or d.action for d in epoch.decisions} for epoch in columns]
+    for decided in last:
+        cells = [choices.get(decided.site, "") for choices in taken]
+        shown.add_row(decided.site, *cells, decided.reason)
+    console.print(shown)
+    for epoch in columns:
+        counts = Counter(d.codec or d.action for d in epoch.decisions)
+        parts = ", ".join(f"{n} {name}" for name, n in counts.most_common())
+        console.print(f"{run.way}, epoch {epoch.epoch}: {parts}")
+
+
+def verdict(runs: Sequence[Run], equal: bool, device: str) -> str:
+    """Return a line on whether the ways agree."""
+    lossless = [run for run in runs if run.lossless]
+    found = "equal to the last bit" if equal else "DIFFERENT"
+    if not equal and device != "cpu":
+        found += " (some of a GPU's operators add in no fixed order: compare last bits on a CPU)"
+    return f"the losses of {runs[0].n_steps:,} batches, {len(lossless)} ways: {found}"
+
+
+def draw(path: Path, runs: Sequence[Run], sparsity: Sequence[Sparsity]) -> None:
+    """Draw losses, zeros by layer and epoch, steps with their exposed part, and bytes moved."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 4, figsize=(20, 4.5), layout="constrained")
+    losses, zeros, steps, moved = axes
+    for i, run in enumerate(runs):
+        # Thinner and thinner, so that each shows on those that it equals.
+        values = [loss for epoch in run.epochs for loss in epoch.losses]
+        losses.plot(range(1, len(values) + 1), values, label=run.way, linewidth=len(runs) - i)
+    losses.set(xlabel="batch", ylabel="loss", yscale="log")
+    losses.legend()
+    for row in sparsity:
+        if row.kind == "activation":
+            zeros.plot([100 * share for share in row.zeros], label=f"{row.layer}", marker=".")
+    zeros.set(xlabel="epoch", ylabel="% zeros behind activations", ylim=(0, 100))
+    zeros.locator_params(axis="x", integer=True)
+    if any(row.kind == "activation" for row in sparsity):
+        zeros.legend(fontsize="x-small", ncols=2)
+    ways = [run.way for run in runs]
+    steps.bar(ways, [run.step_seconds * 1e3 for run in runs])
+    steps.set(ylabel="ms a step")
+    for part, name in (("down_bytes", "to the host"), ("up_bytes", "to the device")):
+        heights = [getattr(run.traffic, part) / run.n_steps / 1e6 for run in runs]
+        sign = 1 if part == "down_bytes" else -1
+        moved.bar(ways, [sign * height for height in heights], label=name)
+    moved.set(ylabel="MB a step")
+    moved.legend()
+    for axis in (steps, moved):
+        axis.tick_params(axis="x", rotation=45)
+    figure.savefig(path)
+    pyplot.close(figure)

@@ -1,0 +1,184 @@
+"""Decisions of ``policy="auto"``: by profiles, link and codecs, and anew in later passes."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import bitslab
+from bitslab.activations import auto as auto_module
+from bitslab.activations import hooks as hooks_module
+from bitslab.activations import profile as profile_module
+from bitslab.activations.policies import USUAL_CODECS, Codecs
+from bitslab.engine import advisor
+
+pytestmark = pytest.mark.usefixtures("quick_measuring", "one_thread")
+
+SLOW, FAST = 1e6, 1e13
+
+
+class Gate(nn.Module):
+    """Saves a tensor with a share of zeros that can be set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.zeros = 0.5
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = x * (torch.rand(x.shape) >= self.zeros)
+        return h * h.sin()
+
+
+def train(model: nn.Module, steps: int) -> None:
+    for _ in range(steps):
+        model(torch.randn(64, 256, requires_grad=True)).square().sum().backward()
+
+
+def attach(model: nn.Module, **options: Any) -> bitslab.ActivationOffload:
+    return bitslab.offload_activations(model, min_bytes=1024, **options)
+
+
+def choices(offload: bitslab.ActivationOffload) -> dict[str, str]:
+    return {site.unit.name: site.choice for site in offload.report().sites}
+
+
+def test_the_link_decides(link: Callable[[float], None]) -> None:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 64))
+    link(SLOW)
+    offload = attach(model, profile_every=1)
+    train(model, 1)
+    assert set(choices(offload).values()) == {"raw"}
+    assert all("not profiled" in site.reason for site in offload.report().sites)
+    train(model, 2)
+    slow = choices(offload)
+    assert slow["1:0"] in USUAL_CODECS  # of a ReLU: half of it zeros
+    link(FAST)
+    train(model, 2)
+    assert set(choices(offload).values()) == {"raw"}
+    report = offload.report()
+    reasons = {site.unit.name: site.reason for site in report.sites}
+    assert re.search(r"ms raw, .* ms by .* \(5\d% zeros, \d+% of the bytes cross", reasons["1:0"])
+    rows = [row for row in report.to_dict()["decisions"] if row["site"] == "1:0"]
+    assert [row["epoch"] for row in rows] == list(range(len(rows)))
+    assert {row["action"] for row in rows} == {"pack", "raw"} and any(r["changed"] for r in rows)
+    assert rows[0]["nbytes"] == 64 * 256 * 4 and 0.4 < rows[0]["sparsity"] < 0.6
+    offload.detach()
+
+
+def test_profiles_come_every_so_many_passes(link: Callable[[float], None]) -> None:
+    link(SLOW)
+    model = Gate()
+    offload = attach(model, profile_every=5)
+    train(model, 12)
+    # Passes 0, 2, 5 and 10, each evaluated when the one after it begins.
+    assert len({row["epoch"] for row in offload.report().decisions}) == 4
+    offload.detach()
+
+
+def test_codecs_are_fitted_anew_when_ratios_drift(
+    link: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link(SLOW)
+    refitted = []
+    real = Codecs.refit
+
+    def refit(codecs: Any, site: Any) -> None:
+        refitted.append(site.name)
+        real(codecs, site)
+
+    monkeypatch.setattr(Codecs, "refit", refit)
+    model = Gate()
+    offload = attach(model, profile_every=1)
+    train(model, 4)
+    assert not refitted
+    model.zeros = 0.9
+    train(model, 2)
+    assert refitted
+    offload.detach()
+
+
+def test_times_between_hooks_are_hidden_seconds(
+    monkeypatch: pytest.MonkeyPatch, link: Callable[[float], None]
+) -> None:
+    link(SLOW)
+    seen = []
+    real = advisor.decide
+
+    def decide(records: Any, *args: Any, **more: Any) -> Any:
+        seen.append(list(records))
+        return real(records, *args, **more)
+
+    ticks = itertools.count()
+
+    def now(device: torch.device) -> float:
+        return float(next(ticks))
+
+    monkeypatch.setattr(auto_module, "decide", decide)
+    monkeypatch.setattr(profile_module, "now", now)
+    monkeypatch.setattr(hooks_module, "now", now)
+    model = nn.Sequential(nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 64), nn.ReLU())
+    offload = attach(model, profile_every=100)
+    train(model, 2)
+    (records,) = seen
+    # A hook takes one tick from its begin to its end, and the next begins one tick later.
+    assert [r.hidden_forward_s for r in records] == [1.0] * len(records)
+    assert [r.hidden_backward_s for r in records] == [1.0] * (len(records) - 1) + [0.0]
+    assert [r.site for r in records] == ["1:0", "3:0"]
+    offload.detach()
+
+
+def test_a_pass_without_backward_decides_nothing(link: Callable[[float], None]) -> None:
+    link(SLOW)
+    model = Gate()
+    offload = attach(model, profile_every=100)
+    model(torch.randn(64, 256, requires_grad=True))
+    train(model, 1)
+    assert not offload.report().decisions
+    train(model, 1)
+    assert offload.report().decisions
+    offload.detach()
+
+
+def test_codecs_that_cannot_be_measured(
+    link: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link(SLOW)
+
+    def fail(*args: Any, **more: Any) -> Any:
+        raise torch.OutOfMemoryError("on purpose")
+
+    monkeypatch.setattr(auto_module, "fit_time_model", fail)
+    model = Gate()
+    offload = attach(model, profile_every=1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(model, 4)
+    assert ["on purpose" in str(w.message) for w in caught] == [True]
+    assert set(choices(offload).values()) == {"raw"}
+    offload.detach()
+
+
+def test_sites_that_are_not_selected_and_a_lossy_codec(link: Callable[[float], None]) -> None:
+    link(SLOW)
+    model = Gate()
+    offload = attach(model, profile_every=1, select=lambda site: site.name.endswith(":1"))
+    train(model, 3)
+    kept = [site for site in offload.report().sites if site.choice == "keep"]
+    assert kept and all(site.reason == "Kept: not selected." for site in kept)
+    offload.detach()
+
+    lossy = bitslab.offload_activations(
+        model, min_bytes=1024, profile_every=1, codecs=[], lossy="zfp"
+    )
+    train(model, 3)
+    assert "zfp" in choices(lossy).values()
+    assert any("Lossy (zfp)" in note for note in lossy.report().notes)
+    lossy.detach()

@@ -1,0 +1,160 @@
+"""What is left behind: nothing, of host memory, threads and graphs."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import bitslab
+from bitslab.engine.memory import host_arena
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+POLICIES: list[dict[str, Any]] = [{"policy": "raw"}, {"policy": "static", "codecs": "zvc"}]
+
+
+@pytest.fixture(params=POLICIES, ids=lambda options: options["policy"])
+def offload(request: pytest.FixtureRequest) -> Iterator[bitslab.ActivationOffload]:
+    made = bitslab.ActivationOffload(min_bytes=1, in_flight_bytes=0, **request.param)
+    yield made
+    made.detach()
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    """Let reference counts alone free: a cycle is left."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def used_bytes() -> int:
+    return host_arena().stats()["used_bytes"]
+
+
+def threads() -> list[str]:
+    names = "bitslab-encode", "bitslab-out", "bitslab-in"
+    return [thread.name for thread in threading.enumerate() if thread.name in names]
+
+
+class Token:
+    """Lives as long as the node that has it."""
+
+
+def node_of(y: torch.Tensor) -> weakref.ref[Token]:
+    """Return a reference to the node that made a tensor, which itself has none."""
+    node: Any = y.grad_fn
+    token = node.metadata["token"] = Token()
+    return weakref.ref(token)
+
+
+def program(x: torch.Tensor) -> torch.Tensor:
+    h = (x * 2).exp()
+    return (h @ h.t()).sigmoid().tanh().sum()
+
+
+def failing(x: torch.Tensor) -> torch.Tensor:
+    program(x)
+    raise KeyboardInterrupt
+
+
+def backward_twice(y: torch.Tensor) -> None:
+    y.backward(retain_graph=True)
+    y.backward()
+
+
+def drop(y: torch.Tensor) -> None:
+    """Never run backward."""
+
+
+ENDS: dict[str, Callable[[torch.Tensor], None]] = {
+    "read": torch.Tensor.backward,
+    "read-twice": backward_twice,
+    "dropped": drop,
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_host_memory_and_graphs_go_with_the_last_reference(
+    offload: bitslab.ActivationOffload, end: str, no_collector: None
+) -> None:
+    before = used_bytes()
+    x = torch.randn(64, 64, requires_grad=True)
+    with offload:
+        y = program(x)
+    assert used_bytes() > before
+    node = node_of(y)
+    ENDS[end](y)
+    del y
+    offload.detach()  # what threads still copy is done then
+    assert node() is None
+    assert used_bytes() == before
+
+
+def test_an_interrupted_pass_leaves_nothing(
+    offload: bitslab.ActivationOffload, no_collector: None
+) -> None:
+    before = used_bytes()
+    x = torch.randn(64, 64, requires_grad=True)
+    with pytest.raises(KeyboardInterrupt), offload:
+        failing(x)
+    offload.detach()
+    assert used_bytes() == before
+
+
+def test_detach_ends_threads_and_a_graph_can_still_be_read(
+    offload: bitslab.ActivationOffload,
+) -> None:
+    before = threads()
+    x = torch.randn(64, 64, requires_grad=True)
+    (plain,) = torch.autograd.grad(program(x), x)
+    with offload:
+        y = program(x)
+    assert len(threads()) > len(before)
+    offload.detach()
+    offload.detach()
+    assert threads() == before
+    y.backward()
+    assert x.grad is not None and torch.equal(x.grad, plain)
+
+
+@pytest.mark.parametrize("options", POLICIES, ids=lambda options: options["policy"])
+def test_later_steps_take_no_host_memory(options: dict[str, Any]) -> None:
+    model = nn.Sequential(*(m for _ in range(3) for m in (nn.Linear(128, 128), nn.ReLU())))
+    offload = bitslab.offload_activations(model, min_bytes=1, in_flight_bytes=0, **options)
+    x = torch.randn(256, 128)
+    reserved = set()
+    for step in range(5):
+        model(x).sum().backward()
+        if step:
+            reserved.add(host_arena().stats()["reserved_bytes"])
+    assert len(reserved) == 1
+    offload.detach()
+
+
+def test_a_model_is_freed_with_its_offload(no_collector: None) -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU())
+    offload = bitslab.offload_activations(model, policy="raw", min_bytes=1)
+    model(torch.randn(64, 64))
+    offload.detach()
+    gone = weakref.ref(model)
+    del model
+    assert gone() is None
+
+
+def test_the_first_graph_is_not_kept(no_collector: None) -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU())
+    offload = bitslab.offload_activations(model, policy="raw", min_bytes=1, in_flight_bytes=0)
+    y = model(torch.randn(64, 64))
+    node = node_of(y)
+    del y
+    assert node() is None
+    offload.detach()

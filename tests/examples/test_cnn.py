@@ -1,0 +1,141 @@
+"""CNNs are trained offline with saved tensors kept in every way, with the same losses."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import pytest
+import torch
+from cnn.images import load_images
+from cnn.models import ACTIVATIONS, MODELS, SIDES, make_model
+from cnn.saved import saved_tensors
+from cnn.ways import WAYS, Offloaded
+
+from tests.helpers import same_bits
+
+TINY = "--images 40 --batch-size 8 --epochs 2 --width 0.05 --min-bytes 256".split()
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture
+def script() -> Any:
+    return importlib.import_module("train_cnn_swapped")
+
+
+#: Parameters for ImageNet's 1,000 classes, and for CIFAR's 10, with the channels as published.
+PARAMETERS = {
+    "alexnet": (61_100_840, 23_272_266),
+    "vgg16": (138_357_544, 14_719_818),
+    # Without the biases that batch norm makes useless: torchvision has 4,224 more.
+    "vgg16_bn": (138_361_768, 14_724_042),
+    "mobilenet": (4_231_976, 3_217_226),
+    "plain20": (334_072, 269_722),
+    "resnet": (11_689_512, 11_173_962),
+    "squeezenet": (1_235_496, 727_626),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_sizes_are_those_published(name: str) -> None:
+    with torch.device("meta"):
+        for shape, classes, n in zip(SIDES, (10, 1000), PARAMETERS[name][::-1], strict=True):
+            model = make_model(name, shape, classes)
+            assert sum(p.numel() for p in model.parameters()) == n
+            images = torch.empty(2, 3, SIDES[shape], SIDES[shape])
+            activation = list(ACTIVATIONS)[len(name) % len(ACTIVATIONS)]
+            narrow = make_model(name, shape, 7, activation, width=0.1)
+            assert narrow(images).shape == (2, 7)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [["--model", "alexnet"], ["--model", "plain20", "--activation", "elu", "--data", "drawn"]],
+    ids=lambda options: str(options[1]),
+)
+def test_losses_are_equal_in_every_way(
+    script: Any, train: Any, capsys: pytest.CaptureFixture[str], options: list[str]
+) -> None:
+    status, report = train(script, *TINY, *options)
+    assert status == 0 and report["all_equal"] is True
+    runs = {run["way"]: run for run in report["runs"]}
+    assert list(runs) == list(WAYS)
+    plain = runs.pop("plain")
+    losses = [epoch["losses"] for epoch in plain["epochs"]]
+    assert len(losses[0]) == 4 and losses[0] != losses[1]
+    for run in runs.values():
+        assert run["losses_equal_first"] is True
+        assert [epoch["losses"] for epoch in run["epochs"]] == losses
+        assert run["exposed_swap_seconds"] == run["step_seconds"] - plain["step_seconds"]
+    for way in ("raw", "static", "auto"):
+        assert runs[way]["down_bytes_per_step"] > 0
+    for way in ("plain", "save_on_cpu", "keep"):
+        assert ({"plain": plain} | runs)[way]["down_bytes_per_step"] == 0
+    packed = [d for d in runs["static"]["epochs"][0]["decisions"] if d["action"] == "pack"]
+    assert packed and all(d["codec"] for d in packed)
+    for row in report["sparsity"]:
+        assert len(row["zeros"]) == 3 and all(0 <= share <= 1 for share in row["zeros"])
+    out = capsys.readouterr().out
+    assert "the losses of 8 batches, 6 ways: equal to the last bit" in out
+
+
+def test_a_loss_that_differs_is_reported(
+    script: Any, train: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    honest = Offloaded.begin_epoch
+
+    def begin_epoch(self: Any, number: int) -> None:
+        honest(self, number)
+        torch.rand(())  # another mask of dropout
+
+    monkeypatch.setattr(Offloaded, "begin_epoch", begin_epoch)
+    status, report = train(script, *TINY, "--ways", "plain", "raw")
+    assert status == 1 and report["runs"][1]["losses_equal_first"] is False
+    assert "2 ways: DIFFERENT" in capsys.readouterr().out
+
+
+def test_saved_tensors_are_found_once_and_nothing_changes() -> None:
+    images = load_images("drawn", 20, 32, 0, torch.device("cpu"))
+    model = make_model("vgg16_bn", "cifar", 10, width=0.05).train()
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    drawn = torch.get_rng_state()
+    x, y = images.batch(images.trained[:8])
+    found = saved_tensors(model, x, y)
+    assert torch.equal(torch.get_rng_state(), drawn)
+    assert all(same_bits(t, before[name]) for name, t in model.state_dict().items())
+    assert len({s.values.data_ptr() for s in found}) == len(found)
+    kinds = [s.kind for s in found if s.layer]
+    assert kinds.count("activation") == kinds.count("convolution") == 13
+    assert kinds.count("pool indices") == 5 and kinds.count("input") == 1
+    for s in found:
+        if s.kind == "activation":
+            zeros = (s.values == 0).sum() / s.values.numel()
+            assert s.zeros == pytest.approx(float(zeros), abs=1e-6)
+            assert 0.2 < s.zeros < 0.8
+        if s.kind == "pool indices":
+            assert s.values.dtype == torch.int64
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (["--batch-size", "900"], "argument --batch-size: 900, but 800 of --images 1000"),
+        (["--width", "2"], "argument --width: 2, accepted are numbers above 0 and up to 1"),
+        (["--device", "abc"], "argument --device: abc, accepted are cpu and cuda"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_options_that_are_refused(
+    script: Any, options: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        script.main(["--device", "cpu", *options])
+    assert stopped.value.code == 2
+    assert text in capsys.readouterr().err
+
+
+def test_unknown_codec_is_refused(script: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    options = [*TINY, "--device", "cpu", "--ways", "static", "--codecs", "none"]
+    assert script.main(options) == 2
+    assert "codec: 'none' is not known" in capsys.readouterr().err
