@@ -12,7 +12,7 @@ import torch
 from ..engine.codecs.blob import BlobCodec
 from ..engine.transfer import Mark, StreamLane
 from .guards import modified, version_witness
-from .identity import Span
+from .identity import Span, version_of
 from .sites import Site
 
 #: A moment: of the clock of the host, or of the stream that computes.
@@ -267,7 +267,7 @@ class SavedView:
         ModifiedInPlaceError
             When it was.
         """
-        at = self._witness._version
+        at = version_of(self._witness)
         if at != self._version:
             by = f", output of {self.operation}," if self.operation else ""
             where = f"{by} saved by {self.name!r}," if self.name else by

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ..errors import ModifiedInPlaceError
+from .identity import root_of
 
 #: Functions of autograd between a leaf and what is only another form of it.
 _FORMS = (
@@ -80,7 +81,7 @@ def is_form_of_leaf(t: torch.Tensor) -> bool:
 
     So are autocast's copies of weights, and FSDP2's unsharded parameters, which no module lists.
     """
-    base = t if t._base is None else t._base
+    base = root_of(t)
     if isinstance(base, nn.Parameter) or (base.is_leaf and base.requires_grad):
         return True
     node = base.grad_fn

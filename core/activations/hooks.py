@@ -15,7 +15,7 @@ from ..errors import BitslabError
 from .copies import Pass, SavedView, StoredCopy
 from .executor import Executor, HostMemoryError
 from .guards import is_form_of_leaf, is_plain, modified
-from .identity import CopyTable, copied_span, root_of, span_of
+from .identity import CopyTable, copied_span, root_of, span_of, version_of
 from .policies import KEEP, RAW, Choice, Codecs, Policy
 from .profile import now
 from .read_order import ReadOrder
@@ -148,23 +148,23 @@ class SavedTensorHooks:
     def pack(self, t: torch.Tensor) -> KeptTensor | SavedView:
         """Return what stands for a tensor in the graph."""
         if t.numel() * t.element_size() < self._min_bytes or not is_plain(t):
-            return t.detach(), t._version
+            return t.detach(), version_of(t)
         passes = self._entered()
         storage = t.untyped_storage()
         if (passes and id(storage) in passes[-1].parameters) or is_form_of_leaf(t):
-            return t.detach(), t._version
+            return t.detach(), version_of(t)
         if self._devices is not None and t.device not in self._devices:
-            return t.detach(), t._version
+            return t.detach(), version_of(t)
         span = span_of(t)
         if span.nbytes < self._min_bytes:  # an expanded one
-            return t.detach(), t._version
+            return t.detach(), version_of(t)
         # Threads of autograd, in which a graph of a backward pass is made, are in no pass.
         return self._pack(t, storage, passes[-1] if passes else Pass(-1, set()))
 
     def _pack(
         self, t: torch.Tensor, storage: torch.UntypedStorage, current: Pass
     ) -> KeptTensor | SavedView:
-        root, version, span = root_of(t), t._version, span_of(t)
+        root, version, span = root_of(t), version_of(t), span_of(t)
         module = running_module(3)
         name = current.next_name(self._name_of(module))
         copy = self._copies.find(storage, root, version, span)
@@ -260,8 +260,8 @@ class SavedTensorHooks:
         """
         if type(packed) is tuple:
             t, version = packed
-            if t._version != version:
-                raise modified(t.shape, t.dtype, t._version, version, "")
+            if (now_at := version_of(t)) != version:
+                raise modified(t.shape, t.dtype, now_at, version, "")
             return t
         assert isinstance(packed, SavedView)
         packed.check_version()

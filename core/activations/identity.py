@@ -35,7 +35,13 @@ class Span(NamedTuple):
 
 def root_of(t: torch.Tensor) -> torch.Tensor:
     """Return the tensor that a tensor is a view of, or itself; both have one version counter."""
-    return t if t._base is None else t._base
+    base = t._base
+    return t if base is None else base
+
+
+def version_of(t: torch.Tensor) -> int:
+    """Return how often a tensor was changed in place, its views and its root included."""
+    return t._version
 
 
 def span_of(t: torch.Tensor) -> Span:

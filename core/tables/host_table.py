@@ -75,8 +75,6 @@ class HostTable:
     def _parts(self) -> TableParts:
         return self._rows.parts
 
-    # Properties
-
     @property
     def shape(self) -> torch.Size:
         """``[N, *row_shape]``."""
@@ -212,8 +210,9 @@ class HostTable:
         """Gather, reading cached rows from `cache` where there is one; see `SlabCache.gather`."""
         self._check_open()
         wanted = check_ids_argument(ids)
-        plain = out is None and device is None
-        target = ids.device if plain else checked_target(ids, out, device)
+        target = ids.device
+        if out is not None or device is not None:
+            target = checked_target(ids, out, device)
         n, parts = wanted.shape[0], self._parts
         shape = (n, *parts.item_shape)
         if out is not None:
@@ -508,8 +507,6 @@ class HostTable:
             fresh.close()
             raise
         old.close()
-
-    # Caches and other processes
 
     def add_cache(self, cache: Cache) -> None:
         """Invalidate updated rows in `cache` from now on; it is held weakly."""

@@ -149,7 +149,7 @@ class HostBuffer:
             buffer = cls(fd, nbytes, token, pin, owner=True, private=private)
             fd = None  # the buffer's own
             if private or by_threads:
-                buffer._take_pages()
+                buffer.take_pages()
         except OSError as error:
             if fd is not None:
                 os.close(fd)
@@ -300,7 +300,7 @@ class HostBuffer:
             with contextlib.suppress(OSError):
                 memory.madvise(_MADV_POPULATE_READ)
 
-    def _take_pages(self) -> None:
+    def take_pages(self) -> None:
         """Take the pages of new memory from the system; other threads go on meanwhile."""
         if self.nbytes and not take_pages(self.tensor.data_ptr(), self.nbytes):  # before Linux 5.14
             if self._fd is None:

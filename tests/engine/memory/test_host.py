@@ -502,7 +502,7 @@ def test_large_memory_is_taken_by_one_buffer_at_a_time(monkeypatch):
             taken[0] += buffer.nbytes
 
     monkeypatch.setattr(host, "available_bytes", lambda: 2.5 * nbytes - taken[0])
-    monkeypatch.setattr(HostBuffer, "_take_pages", take)
+    monkeypatch.setattr(HostBuffer, "take_pages", take)
     kept: list[HostBuffer] = []
     errors: list[BitslabError] = []
 
