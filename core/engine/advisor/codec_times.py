@@ -1,9 +1,9 @@
 """How long a codec takes for a tensor of a size and a ratio: the time model of CSWAP+, section 5.4.
 
 Seconds are linear in the bytes that are read and in those that are written: a constant, the raw
-bytes and the packed ones, with factors of their own in each range of shares and of sizes. Swaps that
-were measured while training runs correct it: by the ratio of measured to predicted seconds, kept for
-each power of two of the size.
+bytes and the packed ones, with factors of their own in each range of shares and of sizes. Swaps
+that were measured while training runs correct it: by the ratio of measured to predicted seconds,
+kept for each power of two of the size.
 """
 
 from __future__ import annotations
