@@ -41,8 +41,9 @@ class MethodOverride:
         self._module = weakref.ref(module)
         self._name = name
         self._own = module.__dict__.get(name)
-        self._installed = self.replacement()
-        module.__dict__[name] = self._installed
+        installed = module.__dict__[name] = self.replacement()
+        # Weakly: a bound method holds this object, and the cycle would keep what it packs.
+        self._installed = weakref.ref(installed)
 
     def replacement(self) -> Callable[..., Any]:
         """Return what is set on the module."""
@@ -70,7 +71,8 @@ class MethodOverride:
 
     def remove_from(self, attributes: dict[str, Any]) -> None:
         """Undo the override in a copy of the module's attributes."""
-        if attributes.get(self._name) is not self._installed:
+        found = attributes.get(self._name)
+        if found is None or found is not self._installed():
             return
         if self._own is None:
             del attributes[self._name]
