@@ -38,6 +38,8 @@ VARIANTS = list(all_variants())
 
 def fastest(variant: AnyVariant) -> bool:
     """Return whether a variant keeps all its values in registers."""
+    if isinstance(variant, Variant) and variant.counted:
+        return False
     return (
         not isinstance(variant, Variant)
         or (variant.byte_field and not variant.grouped)

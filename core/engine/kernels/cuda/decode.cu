@@ -102,13 +102,21 @@ __device__ __forceinline__ i64 rows_present(const u64* value_bytes, int row_byte
       const chunk_t *__restrict__ tables, const int *__restrict__ starts, i64 n_rows, int chunks, int row_words,  \
       int row_bytes, int clusters, int tile_rows, int stride_words, int stage_words, int longest_words,           \
       const u64 *value_bytes, u8 *__restrict__ out, i64 *mailbox
-#define DECODE_BODY(STAGED)                                                                                       \
-  extern __shared__ __align__(128) u32 shared[];                                                                  \
+// What is counted takes registers that the others, whose kernels spill none, do not have.
+#if COUNTED
+#define COUNT_ROWS                                                                                                \
   const i64 present = rows_present(value_bytes, row_bytes, n_rows);                                                \
   if (present <= row_begin) return;                                                                               \
+  const i64 count = min(n, present - row_begin);
+#else
+#define COUNT_ROWS const i64 present = n_rows, count = n;
+#endif
+#define DECODE_BODY(STAGED)                                                                                       \
+  extern __shared__ __align__(128) u32 shared[];                                                                  \
+  COUNT_ROWS                                                                                                      \
   const Args a = {row_clusters, tables,    starts,     present,     chunks, row_words, row_bytes,                 \
                   clusters,     tile_rows, stride_words, stage_words, longest_words, out, mailbox};                \
-  const Run run = {words, n_words, bases, lengths, length_bytes, row_begin, min(n, present - row_begin)};         \
+  const Run run = {words, n_words, bases, lengths, length_bytes, row_begin, count};                               \
   decode_all<STAGED>(a, run, shared);
 
 // Rows whose tiles fit the stage.

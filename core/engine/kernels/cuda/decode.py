@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -206,7 +206,8 @@ class _Run:
         shape = run_shape(layout.format, facts)
         self._runner = runner
         self._tiles = ceil_div(out.shape[0], shape.tile_rows) + 1
-        self.variant = decode_variant("decode", layout, out.data_ptr())
+        variant = decode_variant("decode", layout, out.data_ptr())
+        self.variant = variant if value_bytes is None else replace(variant, counted=True)
         self.parameters = DecodeRows if shape.stage_words else DecodeLongRows
         self.grid = Grid(runner, self.variant, shape)
         self.values: dict[str, Value] = {

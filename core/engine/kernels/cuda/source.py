@@ -230,6 +230,8 @@ class Variant:
         Chunks that a lane of the decoder stores at once, 1 where rows are not aligned for more.
     byte_field : bool
         Whether the mask is the one-byte exponent field of `BYTE_FIELDS`.
+    counted : bool
+        Whether a decoder reads on the device how many rows there are.
     """
 
     file: str
@@ -239,6 +241,7 @@ class Variant:
     uniform: bool = False
     vector: int = 1
     byte_field: bool = False
+    counted: bool = False
 
     def defines(self) -> dict[str, str | int]:
         """Return the preprocessor's definitions."""
@@ -265,6 +268,8 @@ class Variant:
         wide = self.vector > 1
         if self.file == "gather":
             defines |= CACHE_DEFINES
+        else:
+            defines["COUNTED"] = int(self.counted)
         return defines | {
             "VECTOR": self.vector,
             "FIRST_CODES": f"{first_codes}ull",
@@ -290,6 +295,7 @@ class Variant:
         words += ["grouped"] if self.grouped else []
         words += [f"v{self.vector}"] if self.file in ("decode", "gather") else []
         words += ["bytes"] if self.byte_field else []
+        words += ["counted"] if self.counted else []
         return "-".join(words)
 
 
@@ -521,9 +527,13 @@ def all_variants() -> Iterator[AnyVariant]:
             yield Variant("pack", width, bits, grouped, uniform)
         for vector in (1, widest_vector(width, uniform)):
             yield Variant("decode", width, bits, grouped, uniform, vector)
+            if uniform:  # as all rows of whole tensors
+                yield Variant("decode", width, bits, grouped, uniform, vector, counted=True)
             yield Variant("gather", width, bits, grouped, uniform, vector)
     for width, grouped in product(BYTE_FIELDS, (False, True)):
         yield Variant("encode", width, 3, grouped, True, byte_field=True)
         yield Variant("pack", width, 3, grouped, True, byte_field=True)
         for file in ("decode", "gather"):
             yield Variant(file, width, 3, grouped, True, widest_vector(width, True), True)
+        widest = widest_vector(width, True)
+        yield Variant("decode", width, 3, grouped, True, widest, True, counted=True)
