@@ -81,8 +81,6 @@ class ForwardOverride(MethodOverride):
         """Give the module its own method back; whoever has this one runs that."""
         self._hooked = None
         super().remove()
-        # Another one: the one that was set holds the module, by `__wrapped__`.
-        self._installed = inspect.signature
 
 
 class PlainCopies(MethodOverride):
