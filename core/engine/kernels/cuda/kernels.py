@@ -90,9 +90,9 @@ class CudaKernels:
         self.prepare_tiles = tiles.prepare_tiles
         placer = RowPlacer(runner)
         csr = CsrKernels(runner, placer)
-        self.encode_csr, self.decode_csr = csr.encode_csr, csr.decode_csr
+        self.encode_csr, self.decode_csr = csr.encode, csr.decode
         rle = RleKernels(runner, placer)
-        self.encode_rle, self.decode_rle = rle.encode_rle, rle.decode_rle
+        self.encode_rle, self.decode_rle = rle.encode, rle.decode
         zfp = ZfpKernels(runner, placer)
         self.encode_zfp, self.decode_zfp = zfp.encode_zfp, zfp.decode_zfp
         zvc = ZvcKernels(runner)

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
-from ..kept_format import COUNT_BYTES, RLE_FORM, KeptLayout
-from .kept import ROW_THREADS, RowPlacer
+from ..kept_format import COUNT_BYTES, RLE_FORM
+from .kept import KeptKernels
 from .parameters import Address, Int32, Int64, Parameters
-from .runner import Launch, Runner
-from .source import kept_variant
 
 
 @dataclass(init=False)
@@ -53,68 +49,9 @@ class DecodeRle(Parameters):
     mailbox: Address
 
 
-class RleKernels:
-    """The kernels of rle.cu on one GPU.
+class RleKernels(KeptKernels):
+    """The kernels of rle.cu on one GPU."""
 
-    Parameters
-    ----------
-    runner : Runner
-        Of the device.
-    placer : RowPlacer
-        Of the device.
-    """
-
-    def __init__(self, runner: Runner, placer: RowPlacer) -> None:
-        self._runner = runner
-        self._placer = placer
-        self._launches: dict[tuple[type[Parameters], int], Launch] = {}
-
-    def encode_rle(
-        self,
-        x: torch.Tensor,
-        element_bytes: int,
-        out: torch.Tensor,
-        sm_budget: int | None = None,
-    ) -> None:
-        """Encode a tensor; see `kernels.cpu.encode_rle`."""
-        layout = KeptLayout(x.shape[0] // element_bytes, element_bytes, COUNT_BYTES)
-        blocks, starts = self._placer.blocks(layout, sm_budget), out.data_ptr() + layout.starts_at
-        if layout.units:
-            count = self._launch(CountRle, layout.unit_bytes)
-            count(blocks, x.data_ptr(), layout.units, starts)
-        self._placer.place(layout, RLE_FORM, True, out)
-        if layout.units:
-            sizes = (layout.units, layout.starts_at, layout.values_at)
-            pack = self._launch(PackRle, layout.unit_bytes)
-            pack(blocks, x.data_ptr(), *sizes, out.data_ptr())
-
-    def decode_rle(
-        self,
-        data: torch.Tensor,
-        element_bytes: int,
-        out: torch.Tensor,
-        sm_budget: int | None = None,
-    ) -> bool:
-        """Decode a tensor; True, since damage is reported in the mailbox."""
-        layout = KeptLayout(out.shape[0] // element_bytes, element_bytes, COUNT_BYTES)
-        self._launch(DecodeRle, layout.unit_bytes)(
-            self._placer.blocks(layout, sm_budget),
-            data.data_ptr(),
-            data.shape[0],
-            layout.elements,
-            element_bytes,
-            layout.starts_at,
-            layout.values_at,
-            out.data_ptr(),
-            self._runner.mailbox.data_ptr(),
-        )
-        return True
-
-    def _launch(self, parameters: type[Parameters], unit_bytes: int) -> Launch:
-        key = parameters, unit_bytes
-        found = self._launches.get(key)
-        if found is None:
-            variant = kept_variant("rle", unit_bytes)
-            found = self._runner.bind(variant, parameters, ROW_THREADS)
-            self._launches[key] = found
-        return found
+    file = "rle"
+    counting, packing, decoding = CountRle, PackRle, DecodeRle
+    form, place_bytes = RLE_FORM, COUNT_BYTES
