@@ -27,7 +27,7 @@ class ZfpCodec(PlainBlobCodec):
 
     Of float32, P bits of a block make it P / 128 of its size, of float64 P / 256, of float16 and
     bfloat16, which are widened first, P / 64. The stream is that of zfp 1.0 for the rate P / 4 and
-    one dimension; NaN and infinities are kept beside it, and are 0 in it. A tensor that would not
+    one dimension; NaN and infinities follow the stream, and are 0 in it. A tensor that would not
     shrink, or has too many of these, is kept raw.
 
     Parameters

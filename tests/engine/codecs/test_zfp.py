@@ -39,7 +39,7 @@ def values(kind: str, n: int) -> torch.Tensor:
 
 
 def stream_of(t: torch.Tensor, bits: int) -> bytes:
-    """Return the stream of a codec, which is not raw and keeps nothing beside it."""
+    """Return the stream of a codec, which is not raw and keeps nothing after it."""
     codec = ZfpCodec(bits)
     blob = codec.encode(t).trimmed()
     assert blob.data[24:32].view(torch.int64).tolist() == [0]

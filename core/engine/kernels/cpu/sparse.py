@@ -146,7 +146,7 @@ def encode_zfp(
     out: torch.Tensor,
     sm_budget: int | None = None,
 ) -> None:
-    """Write a tensor as a stream of zfp's blocks, and beside it what is not finite.
+    """Write a tensor as a stream of zfp's blocks, followed by what is not finite.
 
     Parameters
     ----------
