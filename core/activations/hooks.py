@@ -99,7 +99,7 @@ class SavedTensorHooks:
         self._policy, self._codecs = policy, codecs
         self._min_bytes, self._select = min_bytes, select
         self._in_flight_bytes = in_flight_bytes
-        self._order = ReadOrder(depth)
+        self._order = ReadOrder(depth, in_flight_bytes)
         self._verifier = verifier
         self._sm_budget = sm_budget
         self._copies: CopyTable[StoredCopy] = CopyTable()

@@ -26,7 +26,8 @@ from .verify import USUAL_EVERY, Verifier
 
 #: Smaller tensors are kept: moving one costs the host as long as they would cross.
 MIN_BYTES = 256 << 10
-#: Originals whose copies are under way take so many bytes at most.
+#: Originals whose copies are under way, and copies that are fetched before they are read, take so
+#: many bytes at most each.
 IN_FLIGHT_BYTES = 256 << 20
 #: Copies that are fetched before they are read.
 DEPTH = 3
@@ -64,9 +65,10 @@ class ActivationOffload:
         Nth pass the tensor itself; True for N = 16. Slow, and waits for the device.
     in_flight_bytes : int
         Device memory of tensors whose copies are under way, at most; with more, what computes waits
-        for the oldest.
+        for the oldest. Tensors that are fetched before they are read take as much at most, one
+        excepted.
     depth : int
-        Number of tensors that are fetched before they are read.
+        Number of tensors that are fetched before they are read, at most.
     profile_every : int
         With policy "auto", of so many forward passes one is profiled and decided from; so are the
         first and the third.

@@ -16,10 +16,12 @@ class ReadOrder:
     ----------
     depth : int
         Number of copies that are fetched ahead.
+    ahead_bytes : int
+        Bytes of them; one is fetched ahead whatever its size.
     """
 
-    def __init__(self, depth: int) -> None:
-        self.depth = depth
+    def __init__(self, depth: int, ahead_bytes: int) -> None:
+        self.depth, self.ahead_bytes = depth, ahead_bytes
         self._window: Window[str] | None = None
         self._lock = threading.Lock()
 
@@ -30,7 +32,12 @@ class ReadOrder:
                 self._window = Window(copy.made_in.names()[::-1])
             self._window.use(copy.name)
             expected = self._window.expected(self.depth)
+        ahead_bytes = 0
         for name in expected:
             following = copy.made_in.copy_of(name)
-            if following is not None:
-                fetch(following)
+            if following is None:
+                continue
+            if ahead_bytes and ahead_bytes + following.nbytes > self.ahead_bytes:
+                return
+            ahead_bytes += following.nbytes
+            fetch(following)

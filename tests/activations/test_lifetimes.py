@@ -158,3 +158,26 @@ def test_the_first_graph_is_not_kept(no_collector: None) -> None:
     del y
     assert node() is None
     offload.detach()
+
+
+@pytest.mark.parametrize(
+    ("in_flight_bytes", "tensors"), [(0, 1), (8191, 1), (8192, 2), (1 << 20, 3)]
+)
+def test_tensors_are_fetched_ahead_within_a_number_of_bytes(
+    in_flight_bytes: int, tensors: int
+) -> None:
+    offload = bitslab.ActivationOffload(
+        policy="raw", min_bytes=1, in_flight_bytes=in_flight_bytes, depth=3
+    )
+    y = torch.zeros(1024, requires_grad=True)
+    with offload:
+        for _ in range(6):
+            y = y.exp()
+    assert y.grad_fn is not None
+    fetched_bytes: list[int] = []
+    y.grad_fn.register_hook(lambda *_: fetched_bytes.append(offload.stats()["moved_in_bytes"]))
+    total = y.sum()
+    del y
+    offload.detach()  # waits for the copies, and gives the originals up
+    total.backward()
+    assert fetched_bytes == [(1 + tensors) * 4096]
