@@ -132,11 +132,15 @@ class Peak:
 
     def _watch(self) -> None:
         while not self._over.wait(0.002):
-            self.bytes = max(self.bytes, _private_bytes() - self._began)
+            self._look()
+
+    def _look(self) -> None:
+        self.bytes = max(self.bytes, _private_bytes() - self._began)
 
     def __exit__(self, *_: object) -> None:
         self._over.set()
         self._thread.join()
+        self._look()  # the thread may not have run beside what holds the interpreter
 
 
 def _private_bytes() -> int:

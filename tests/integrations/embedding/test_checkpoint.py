@@ -247,6 +247,7 @@ def test_memory_is_bounded_whatever_the_size_of_a_table(tmp_path):
     assert peak.bytes < 32e6
     assert_same(ours(some).detach(), kept)
     with Peak() as peak:  # what it would be
-        ours.state_dict()
-    assert peak.bytes > 200e6
+        state = ours.state_dict()
+    assert state
+    assert peak.bytes > 150e6
     ours.close()

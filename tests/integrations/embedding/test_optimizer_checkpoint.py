@@ -289,8 +289,9 @@ def test_memory_is_bounded_whatever_the_size_of_the_state(tmp_path):
     assert peak.bytes < n * 128 * 4 + 48e6  # once more in addition to what it replaces, not twice
     assert_same(adapter.stores["sum"].read(trained, torch.device("cpu")), kept)
     with Peak() as peak:  # what it would be
-        optimizer.state_dict()
-    assert peak.bytes > 200e6
+        state = optimizer.state_dict()
+    assert state
+    assert peak.bytes > 150e6
     ours.close()
 
 
