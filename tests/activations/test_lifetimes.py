@@ -181,3 +181,34 @@ def test_tensors_are_fetched_ahead_within_a_number_of_bytes(
     offload.detach()  # waits for the copies, and gives the originals up
     total.backward()
     assert fetched_bytes == [(1 + tensors) * 4096]
+
+
+class SavesTwice(torch.autograd.Function):
+    """Saves its first tensor again after the others, as attention does where keys are values."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(*tensors, tensors[0])
+        return torch.stack(tensors).sum(0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return tuple(grad * t for t in ctx.saved_tensors[:-1])
+
+
+def test_a_tensor_that_is_read_twice_comes_back_once() -> None:
+    offload = bitslab.ActivationOffload(policy="raw", min_bytes=1, in_flight_bytes=0, depth=2)
+    moved = []
+    for _ in range(3):
+        before = offload.stats()
+        y = torch.ones(1024, requires_grad=True)
+        with offload:
+            for _ in range(3):
+                y = SavesTwice.apply(y.exp(), y.sin(), y.cos())
+        total = y.sum()
+        del y
+        total.backward()
+        after = offload.stats()
+        moved.append([after[k] - before[k] for k in ("moved_out_bytes", "moved_in_bytes")])
+    assert moved[1][0] == moved[1][1] == moved[2][0] == moved[2][1] > 0
+    offload.detach()

@@ -9,7 +9,7 @@ Unit = TypeVar("Unit", bound=Hashable)
 
 
 class Window(Generic[Unit]):
-    """The units that are expected next: each one's successor is what followed it last time.
+    """The units that are expected next: what followed last time.
 
     Parameters
     ----------
@@ -18,7 +18,8 @@ class Window(Generic[Unit]):
 
     Notes
     -----
-    A cyclic order is learnt in one pass. One thread at a time.
+    A cyclic order is learnt in one pass, also one in which units come several times: what follows a
+    unit depends on the one before it, where these two were seen in this order. One thread at a time.
 
     Examples
     --------
@@ -32,21 +33,37 @@ class Window(Generic[Unit]):
 
     def __init__(self, order: Sequence[Unit]) -> None:
         self._next = dict(zip(order, [*order[1:], *order[:1]], strict=True))
+        #: What followed a unit, by the one before it.
+        self._next_of_two: dict[tuple[Unit, Unit], Unit] = {}
+        self._before: Unit | None = None
         self._last: Unit | None = None
 
     def use(self, unit: Unit) -> None:
-        """Record that a unit is used."""
-        if self._last is not None and self._last != unit:
-            self._next[self._last] = unit
-        self._last = unit
+        """Record that a unit is used; again and again at once is once."""
+        before, last = self._before, self._last
+        if last == unit:
+            return
+        if last is not None:
+            self._next[last] = unit
+            if before is not None:
+                self._next_of_two[before, last] = unit
+        self._before, self._last = last, unit
 
     def expected(self, depth: int) -> list[Unit]:
         """Return up to `depth` units that come next, without the last used one; each once."""
         window: list[Unit] = []
-        unit = self._last
+        before, unit = self._before, self._last
+        seen: set[tuple[Unit, Unit]] = set()
         while unit is not None and len(window) < depth:
-            unit = self._next.get(unit)
-            if unit is None or unit == self._last or unit in window:
+            following = None
+            if before is not None:
+                following = self._next_of_two.get((before, unit))
+            if following is None:
+                following = self._next.get(unit)
+            if following is None or (unit, following) in seen:
                 break
-            window.append(unit)
+            seen.add((unit, following))
+            before, unit = unit, following
+            if following != self._last and following not in window:
+                window.append(following)
         return window
