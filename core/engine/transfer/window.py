@@ -18,8 +18,9 @@ class Window(Generic[Unit]):
 
     Notes
     -----
-    A cyclic order is learnt in one pass, also one in which units come several times: what follows a
-    unit depends on the one before it, where these two were seen in this order. One thread at a time.
+    A cyclic order is learnt in one pass, also one in which units come several times: what follows
+    a unit depends on the one before it, where the two were seen in this order. One thread at a
+    time.
 
     Examples
     --------
