@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+import bitslab
 from bitslab.engine.codecs import ChainCodec, InvariantBlobCodec
 from bitslab.engine.codecs.packed_blob import ROW_BYTES
 from bitslab.engine.kernels.blob_format import PackedLayout, ZvcLayout
-from bitslab.engine.kernels.cuda.runner import NO_ERROR
+from bitslab.engine.kernels.cuda.runner import BLOB_ERROR, NO_ERROR
 from bitslab.engine.kernels.cuda.source import PACK_BLOCKS
+from bitslab.engine.kernels.packed_blob import unpack_blob
 from tests.helpers import bits_of
 from tests.simt.module import guarded
 from tests.simt.runner import simt_kernels
@@ -85,3 +87,41 @@ def test_a_chain_counts_its_rows_on_the_device(zeros):
         kernels.decode_zvc(data, zvc, codec.form, out, budget, values)
         assert torch.equal(out, x) and runner.mailbox[0] == NO_ERROR
     assert (PACK_BLOCKS,) in runner.grids or parts.blocks <= PACK_BLOCKS
+
+
+@pytest.mark.parametrize("cls", [InvariantBlobCodec, ChainCodec], ids=lambda cls: cls.name)
+def test_both_backends_refuse_the_same_headers(cls):
+    """And the same ends of the words; a damaged header leaves the tail as it is."""
+    n = 40 * ROW_BYTES // 2 + 3
+    t = torch.randn(n, generator=torch.Generator().manual_seed(4)).abs().bfloat16()
+    codec = cls.fit(t, code_bits=3, grouped=False)
+    counted = cls is ChainCodec
+    parts: PackedLayout = (
+        codec._layouts(t.shape, t.dtype)[1] if counted else codec._parts(t.shape, t.dtype)
+    )
+    good = codec.encode(t).trimmed().data
+    layout = (codec.packer if counted else codec).layout_on(torch.device("cpu"))
+    header = (n, 2, codec.form)
+    kernels, runner = simt_kernels()
+
+    def refused(data: torch.Tensor) -> tuple[bool, bool]:
+        out = torch.full((parts.n_rows * ROW_BYTES + parts.tail_bytes,), FILL, dtype=torch.uint8)
+        runner.mailbox.zero_()
+        kernels.unpack_blob(data.clone(), layout, parts, out, header, counted=counted)
+        if runner.mailbox[0] == BLOB_ERROR:
+            assert (out[parts.n_rows * ROW_BYTES :] == FILL).all()
+        try:
+            unpack_blob(data, layout, parts, out, header, counted=counted)
+        except bitslab.CorruptedDataError:
+            return runner.mailbox[0] != NO_ERROR, True
+        return runner.mailbox[0] != NO_ERROR, False
+
+    assert refused(good) == (False, False)
+    last_base = parts.bases_at + 8 * parts.blocks
+    for place in (*range(24), parts.bases_at, last_base, last_base + 7):
+        for bit in (0, 5, 7):
+            data = good.clone()
+            data[place] ^= 1 << bit
+            assert refused(data) == (True, True), (place, bit)
+    for size in (parts.used_bytes(0), len(good) - 16, len(good) - 1):
+        assert refused(good[:size].clone()) == (True, True), size

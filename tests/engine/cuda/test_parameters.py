@@ -13,7 +13,7 @@ import torch
 
 from bitslab.engine.codecs.base import first_bad_id
 from bitslab.engine.kernels import cpu, cuda
-from bitslab.engine.kernels.cpu import attend, bags, blob_copy, ids, slots
+from bitslab.engine.kernels.cpu import attend, bags, blob_copy, blobs, ids, slots
 from bitslab.engine.kernels.cuda.frames import BoundKernel
 from bitslab.engine.kernels.cuda.map import FindIds
 from bitslab.engine.kernels.cuda.parameters import Kind, Parameters, in_order, kinds_of
@@ -76,6 +76,7 @@ TWINS: dict[str, Any] = {
     "sizes_by_option": cpu.sizes_by_option,
     "sound_offsets": bags.sound_offsets,
     "top_values": cpu.frequent_values,
+    "unpack_rest": blobs.check_header,
 }
 
 

@@ -24,6 +24,7 @@ from .quantized import TileKernels
 from .rle import RleKernels
 from .runner import Runner
 from .slots import SlotKernels
+from .unpack import UnpackKernels
 from .zeros import ZeroKernels
 from .zfp import ZfpKernels
 from .zvc import ZvcKernels
@@ -76,8 +77,8 @@ class CudaKernels:
         decode = DecodeKernels(runner, self.ids, gather)
         self.decode_rows = decode.decode_rows
         self.prepare_decode = decode.prepare_decode
-        pack = PackKernels(runner, decode)
-        self.pack_blob, self.unpack_blob = pack.pack_blob, pack.unpack_blob
+        self.pack_blob = PackKernels(runner).pack_blob
+        self.unpack_blob = UnpackKernels(runner, decode).unpack_blob
         self.copy_rows = CopyKernels(runner).copy_rows
         self.copy_blob = BlobCopyKernels(runner).copy_blob
         attend = AttendKernels(runner)

@@ -71,6 +71,7 @@ _KERNELS: dict[str, tuple[str, ...]] = {
     "count": ("count_bits",),
     "encode": ("packed_words", "encode_rows"),
     "pack": ("pack_blob",),
+    "unpack": ("unpack_rest",),
     "decode": ("decode_rows", "decode_long_rows"),
     "gather": ("gather_rows", "gather_long_rows", "gather_short_rows"),
     "copy": ("copy_rows",),
@@ -346,6 +347,8 @@ EXCHANGE = PlainVariant("exchange")
 KEPT = PlainVariant("kept", tuple(KEPT_DEFINES.items()))
 #: The one compilation of what moves encoded tensors over a link.
 BLOB_COPY = PlainVariant("blob_copy")
+#: The one compilation of what is checked of packed rows of a whole tensor beside the rows.
+UNPACK = PlainVariant("unpack", (("PAD_WORDS", PAD_WORDS), ("VALUE_BYTES_AT", VALUE_BYTES_AT)))
 #: The one compilation of what a planner counts.
 PLAN = PlainVariant("plan", tuple(PLAN_DEFINES.items()))
 
@@ -497,6 +500,7 @@ def all_variants() -> Iterator[AnyVariant]:
     yield SLOTS
     yield EXCHANGE
     yield BLOB_COPY
+    yield UNPACK
     yield PLAN
     yield KEPT
     yield from map(zfp_variant, FLOAT_KINDS.values())
