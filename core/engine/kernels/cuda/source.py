@@ -17,6 +17,7 @@ from ..blob_format import (
     HEADER_BYTES,
     VALUE_BYTES_AT,
     ZVC_BLOCK_BYTES,
+    ZVC_FORM,
     ZVC_ONES,
     ZVC_UNIT_BYTES,
 )
@@ -471,6 +472,7 @@ def zvc_variant(unit_bytes: int) -> PlainVariant:
             ("ALIGN_BYTES", ALIGN_BYTES),
             ("VALUE_BYTES_AT", VALUE_BYTES_AT),
             ("ONES", f"{ZVC_ONES}u"),
+            ("ZVC_FORM", ZVC_FORM),
             ("THREADS", zvc_threads(unit_bytes)),
             ("MIN_BLOCKS", zvc_blocks(unit_bytes)),
         ),
