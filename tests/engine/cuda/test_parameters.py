@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from bitslab.engine.codecs import Lz4Codec
 from bitslab.engine.codecs.base import first_bad_id
 from bitslab.engine.kernels import cpu, cuda
 from bitslab.engine.kernels.cpu import attend, bags, blob_copy, blobs, ids, slots
@@ -52,6 +53,8 @@ TWINS: dict[str, Any] = {
     "encode_zvc": cpu.encode_zvc,
     "exchange_rows": slots.exchange_rows,
     "find_ids": cpu.map_find,
+    "find_parts": Lz4Codec.read,
+    "finish_parts": Lz4Codec.read,
     "frequent_by_position": cpu.frequent_values,
     "gather_long_rows": cpu.gather_rows,
     "gather_rows": cpu.gather_rows,
@@ -61,6 +64,7 @@ TWINS: dict[str, Any] = {
     "keep_slots": slots.keep_slots,
     "measure_tiles": cpu.measure_tiles,
     "merge_splits": attend.attend,
+    "move_parts": Lz4Codec.write,
     "move_tiles": cpu.encode_tiles,
     "order_ids": ids.order_ids,
     "pack_csr": cpu.encode_csr,
@@ -69,6 +73,7 @@ TWINS: dict[str, Any] = {
     "pack_blob": cpu.encode_rows,
     "pack_zfp": cpu.encode_zfp,
     "packed_words": cpu.packed_words,
+    "place_parts": Lz4Codec.write,
     "place_rows": cpu.encode_csr,
     "pool_bags": bags.pool_bags,
     "pool_long_bags": bags.pool_bags,

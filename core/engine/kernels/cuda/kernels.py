@@ -17,6 +17,7 @@ from .exchange import ExchangeKernels
 from .gather import GatherKernels
 from .ids import IdKernels
 from .kept import RowPlacer
+from .lz4 import Lz4Kernels
 from .map import MapKernels
 from .pack import PackKernels
 from .plan import PlanKernels
@@ -96,5 +97,7 @@ class CudaKernels:
         self.encode_rle, self.decode_rle = rle.encode, rle.decode
         zfp = ZfpKernels(runner, placer)
         self.encode_zfp, self.decode_zfp = zfp.encode_zfp, zfp.decode_zfp
+        lz4 = Lz4Kernels(runner)
+        self.encode_lz4, self.decode_lz4 = lz4.encode_lz4, lz4.decode_lz4
         zvc = ZvcKernels(runner)
         self.encode_zvc, self.decode_zvc = zvc.encode_zvc, zvc.decode_zvc

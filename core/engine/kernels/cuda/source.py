@@ -42,6 +42,8 @@ from ..kept_format import (
     COLUMN_BYTES,
     COUNT_BYTES,
     CSR_FORM,
+    LZ4_BLOCK_BYTES,
+    LZ4_FORM,
     RAW,
     RLE_FORM,
     ROW_UNITS,
@@ -96,6 +98,7 @@ _KERNELS: dict[str, tuple[str, ...]] = {
     "kept": ("place_rows",),
     "csr": ("count_csr", "pack_csr", "decode_csr"),
     "rle": ("count_rle", "pack_rle", "decode_rle"),
+    "lz4": ("place_parts", "move_parts", "find_parts", "finish_parts"),
     "zfp": ("encode_zfp", "pack_zfp", "decode_zfp"),
 }
 
@@ -350,6 +353,16 @@ KEPT = PlainVariant("kept", tuple(KEPT_DEFINES.items()))
 BLOB_COPY = PlainVariant("blob_copy")
 #: The one compilation of what is checked of packed rows of a whole tensor beside the rows.
 UNPACK = PlainVariant("unpack", (("PAD_WORDS", PAD_WORDS), ("VALUE_BYTES_AT", VALUE_BYTES_AT)))
+#: The one compilation of what stands around LZ4's blocks.
+LZ4 = PlainVariant(
+    "lz4",
+    (
+        ("HEADER_BYTES", HEADER_BYTES),
+        ("ALIGN_BYTES", ALIGN_BYTES),
+        ("PART_BYTES", LZ4_BLOCK_BYTES),
+        ("LZ4_FORM", LZ4_FORM),
+    ),
+)
 #: The one compilation of what a planner counts.
 PLAN = PlainVariant("plan", tuple(PLAN_DEFINES.items()))
 
@@ -503,6 +516,7 @@ def all_variants() -> Iterator[AnyVariant]:
     yield EXCHANGE
     yield BLOB_COPY
     yield UNPACK
+    yield LZ4
     yield PLAN
     yield KEPT
     yield from map(zfp_variant, FLOAT_KINDS.values())
