@@ -21,6 +21,7 @@ FILL = 0xA5
 OPTIONS = {
     "1B-k2-grouped": (torch.int8, {"chunk_bytes": 1, "code_bits": 2, "grouped": True}),
     "2B-k3-bytes": (torch.bfloat16, {"chunk_bytes": 2, "code_bits": 3, "grouped": False}),
+    "4B-k3-bytes": (torch.float32, {"chunk_bytes": 4, "code_bits": 3, "grouped": False}),
     "4B-k3-bytes-grouped": (torch.float32, {"chunk_bytes": 4, "code_bits": 3, "grouped": True}),
     "8B-k1": (torch.float64, {"chunk_bytes": 8, "code_bits": 1, "grouped": False}),
 }
@@ -56,6 +57,11 @@ def test_kernels_write_and_read_the_bytes_of_the_twins(options):
         kernels.pack_blob(guarded(bits_of(t)), layout, parts, data, header, budget)
         assert torch.equal(data[: len(wanted)], wanted)
         assert (data[len(wanted) :] == FILL).all()
+        # At a multiple of an element alone.
+        moved = torch.cat([bits_of(t[:1]), bits_of(t)])[min(n, 1) * dtype.itemsize :]
+        data.fill_(FILL)
+        kernels.pack_blob(moved, layout, parts, data, header, budget)
+        assert torch.equal(data[: len(wanted)], wanted)
         out = guarded(torch.full((t.nbytes,), FILL, dtype=torch.uint8))
         kernels.unpack_blob(wanted, layout, parts, out, header, budget)
         assert torch.equal(out, bits_of(t)) and runner.mailbox[0] == NO_ERROR

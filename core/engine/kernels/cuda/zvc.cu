@@ -155,16 +155,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   const bool known = sound_header(data, elements, element_bytes, form, least, data_bytes) &&
                      value_bytes <= (u64)value_room && value_bytes % ALIGN_BYTES == 0 &&
                      (!here_too || ((const u64*)data)[0] == (u64)least + value_bytes);
-  if (!known || (blocks == 0 && value_bytes)) {  // then parts may be missing
-    if (blockIdx.x == 0 && threadIdx.x == 0) report(mailbox, ERROR_BLOB, -1, 0, 0);
-    return;
-  }
-  const u64 pieces = value_bytes / ALIGN_BYTES;
+  const u64 pieces = known ? value_bytes / ALIGN_BYTES : 0;
+  if (blocks == 0 && (!known || value_bytes) && blockIdx.x == 0 && threadIdx.x == 0)
+    report(mailbox, ERROR_BLOB, -1, 0, 0);
+  // What is loaded below does not wait for the header.
+  const bool no_starts = CHUNK_BYTES == 1 && (bare || data_bytes < values_at);
   for (i64 block = blockIdx.x; block < blocks; block += gridDim.x) {
     const i64 first = block * BLOCK_UNITS + warp * WARP_UNITS;
     const i64 left = units - first;
-    const u32 given = bare ? ONES : starts[block];
-    const u32 following = !bare && block + 1 < blocks ? starts[block + 1] : 0;
+    const u32 given = no_starts ? ONES : starts[block];
+    const u32 following = !no_starts && block + 1 < blocks ? starts[block + 1] : 0;
     const u64 next = block + 1 == blocks ? pieces : CHUNK_BYTES == 1 ? following & ~ONES : following;
     u32 word = 0;
     if (lane < STEPS && 32 * lane < left) word = bitmap[first / 32 + lane];
@@ -180,8 +180,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     const bool ones = CHUNK_BYTES == 1 && given >= ONES;
     const u64 start = ones ? given & ~ONES : given;
     const u64 end = start + (ones ? 0 : pieces_of(total));
-    if (strays || end != next || end > pieces || (block == 0 && start != 0)) {
-      if (threadIdx.x == 0) report(mailbox, ERROR_BLOB, block, 0, 0);
+    if (!known || strays || end != next || end > pieces || (block == 0 && start != 0)) {
+      if (threadIdx.x == 0) report(mailbox, ERROR_BLOB, known ? block : -1, 0, 0);
     } else {
       const stored_t* const own = (const stored_t*)(values + start * ALIGN_BYTES);
       stored_t v[STEPS];
