@@ -158,8 +158,9 @@ def nvcomp_rows(
             codec = nvcomp.Codec(algorithm=algorithm, cuda_stream=stream, **options)
             arrays = [nvcomp.as_array(t.view(view)) for t in inputs]
             encoded = [codec.encode(array) for array in arrays]
-            found = torch.from_dlpack(codec.decode(encoded[0]).to_dlpack()).view(torch.uint8)
-            assert torch.equal(found, inputs[0].view(torch.uint8)), "not the same bytes"
+            found = torch.utils.dlpack.from_dlpack(codec.decode(encoded[0]).to_dlpack())
+            same = torch.equal(found.view(torch.uint8), inputs[0].view(torch.uint8))
+            assert same, "not the same bytes"
             encode = rate(lambda i: codec.encode(arrays[i]))
             decode = rate(lambda i: codec.decode(encoded[i]))
         except Exception as error:  # a peer's own trouble must not end the run
@@ -192,6 +193,7 @@ def cpu_rows(n_bytes: int, repetitions: int) -> Rows:
                     runs |= zfpy_runs(codec, inputs)
                 times = cpu_seconds_in_turn(runs, repetitions)
                 ratio = blobs[0].raw_nbytes / blobs[0].nbytes
+                row: dict[str, Any]
                 row = {"what": f"{codec.describe()}, {name}, {kind}", "ratio": ratio}
                 row |= {name: n_bytes / 1e9 / seconds for name, seconds in times.items()}
                 for peer in ("ibp", "zfpy"):
@@ -234,7 +236,7 @@ def zstd_row(what: str, inputs: list[torch.Tensor], repetitions: int) -> dict[st
     """Measure zstd at its fastest usual level."""
     import zstandard
 
-    raw = [t.view(torch.uint8).numpy() for t in inputs]
+    raw = [memoryview(t.view(torch.uint8).numpy()) for t in inputs]
     packer, unpacker = zstandard.ZstdCompressor(level=1), zstandard.ZstdDecompressor()
     packed = [packer.compress(r) for r in raw]
     runs: dict[str, Callable[[int], object]] = {

@@ -119,8 +119,8 @@ def test_both_backends_refuse_the_same_headers(cls):
         try:
             unpack_blob(data, layout, parts, out, header, counted=counted)
         except bitslab.CorruptedDataError:
-            return runner.mailbox[0] != NO_ERROR, True
-        return runner.mailbox[0] != NO_ERROR, False
+            return bool(runner.mailbox[0] != NO_ERROR), True
+        return bool(runner.mailbox[0] != NO_ERROR), False
 
     assert refused(good) == (False, False)
     last_base = parts.bases_at + 8 * parts.blocks

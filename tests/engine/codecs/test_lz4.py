@@ -74,7 +74,7 @@ def test_a_library_that_is_too_old_is_refused(monkeypatch):
     module = SimpleNamespace(load_library=lambda: library)
     monkeypatch.setattr(nvcomp, "is_installed", lambda: True)
     monkeypatch.setitem(sys.modules, "nvidia.libnvcomp.load", module)
-    monkeypatch.setattr(nvcomp.importlib, "import_module", sys.modules.__getitem__)
+    monkeypatch.setattr("importlib.import_module", sys.modules.__getitem__)
     with pytest.raises(bitslab.BitslabError, match="version as 0, accepted are 5100"):
         nvcomp.load_library()
     module.load_library = lambda: None
