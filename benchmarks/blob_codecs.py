@@ -236,7 +236,7 @@ def zstd_row(what: str, inputs: list[torch.Tensor], repetitions: int) -> dict[st
     """Measure zstd at its fastest usual level."""
     import zstandard
 
-    raw = [memoryview(t.view(torch.uint8).numpy()) for t in inputs]
+    raw = [t.view(torch.uint8).numpy().data for t in inputs]
     packer, unpacker = zstandard.ZstdCompressor(level=1), zstandard.ZstdDecompressor()
     packed = [packer.compress(r) for r in raw]
     runs: dict[str, Callable[[int], object]] = {
