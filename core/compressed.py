@@ -10,9 +10,9 @@ from typing import Any, Literal, SupportsIndex, TypeAlias, overload
 import numpy as np
 import torch
 
+from .compressed_base import Compressed
 from .compressed_blob import CompressedBlob
 from .container import read_tensors, write_tensors
-from .dtypes import dtype_name
 from .engine.codecs import BlobCodec, InvariantCodec, PackedRows, RawCodec, RowCodec
 from .engine.codecs.base import (
     check_indices_argument,
@@ -30,7 +30,7 @@ from .errors import ArgumentError, ArgumentTypeError
 Index = SupportsIndex | slice | torch.Tensor | Sequence[Any] | np.ndarray[Any, Any]
 
 
-class CompressedTensor:
+class CompressedTensor(Compressed):
     """A tensor in packed rows, of which any can be decoded alone.
 
     Made by `compress` and `load`. Rows are those of the codec; items, which `ct[i]` returns, are
@@ -75,9 +75,9 @@ class CompressedTensor:
     """
 
     def __init__(self, codec: RowCodec, packed: PackedRows, shape: Sequence[int]) -> None:
-        self.codec = codec
+        self.codec: RowCodec = codec
         self.packed = packed
-        self.shape = torch.Size(shape)
+        self._shape = torch.Size(shape)
         self._rows = row_map(self.shape, elements(codec.row_shape))
         if packed.n_rows != self._rows.n_rows:
             raise ArgumentError(
@@ -86,6 +86,11 @@ class CompressedTensor:
             )
 
     # What it is
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the tensor."""
+        return self._shape
 
     @property
     def dtype(self) -> torch.dtype:
@@ -98,37 +103,9 @@ class CompressedTensor:
         return self.packed.device
 
     @property
-    def ndim(self) -> int:
-        """Number of dimensions."""
-        return len(self.shape)
-
-    @property
-    def raw_nbytes(self) -> int:
-        """Bytes of the tensor before packing."""
-        return elements(self.shape) * self.dtype.itemsize
-
-    @property
     def nbytes(self) -> int:
         """Bytes of everything: packed rows, their offsets and lengths, and the profile."""
         return self.packed.nbytes + self.codec.profile_bytes
-
-    @property
-    def ratio(self) -> float:
-        """`raw_nbytes` over `nbytes`; 1.0 for an empty tensor."""
-        return self.raw_nbytes / self.nbytes if self.nbytes else 1.0
-
-    def __len__(self) -> int:
-        """Return the length of the first dimension."""
-        if not self.shape:
-            raise ArgumentTypeError("len(): a 0-d tensor has no length")
-        return self.shape[0]
-
-    def __repr__(self) -> str:
-        """Name shape, dtype, device, plan and ratio."""
-        return (
-            f"CompressedTensor({list(self.shape)}, {dtype_name(self.dtype)}, {self.device}, "
-            f"{self.codec.describe()}, {self.ratio:.2f}x)"
-        )
 
     # Decoding
 
@@ -280,17 +257,8 @@ class CompressedTensor:
         packed = self.packed.to(device, non_blocking=non_blocking)
         return CompressedTensor(self.codec, packed, self.shape)
 
-    def pin_memory(self) -> CompressedTensor:
-        """Return a copy in page-locked host memory; `self` on a machine without a GPU."""
-        if self.device.type != "cpu":
-            raise ArgumentTypeError(f"pin_memory(): on {self.device}, only cpu can be page-locked")
-        if not torch.cuda.is_available():
-            return self
+    def _pinned(self) -> CompressedTensor:
         return CompressedTensor(self.codec, self.packed.pin_memory(), self.shape)
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the tensor to a file that `load` reads; see `save_file`."""
-        save_file({"tensor": self}, path)
 
 
 _CONTIGUOUS = torch.contiguous_format

@@ -6,15 +6,13 @@ from typing import Any, NoReturn
 
 import torch
 
-from .container import write_tensors
-from .dtypes import dtype_name
+from .compressed_base import Compressed
 from .engine.codecs import Blob, BlobCodec
 from .engine.codecs.base import check_out_argument
-from .engine.files.new_file import PathLike, replacing
 from .errors import ArgumentTypeError
 
 
-class CompressedBlob:
+class CompressedBlob(Compressed):
     """A tensor in one buffer, which is decoded as a whole.
 
     Made by `compress` and `load` with a codec of whole tensors, such as ``"zvc"``. It has the
@@ -57,7 +55,7 @@ class CompressedBlob:
     def __init__(self, codec: BlobCodec, blob: Blob) -> None:
         if not codec.takes(blob.dtype):
             raise ArgumentTypeError(f"blob: codec {codec.name!r} does not take {blob.dtype}")
-        self.codec = codec
+        self.codec: BlobCodec = codec
         self.blob = blob
 
     # What it is
@@ -78,41 +76,13 @@ class CompressedBlob:
         return self.blob.device
 
     @property
-    def ndim(self) -> int:
-        """Number of dimensions."""
-        return len(self.shape)
-
-    @property
-    def raw_nbytes(self) -> int:
-        """Bytes of the tensor before encoding."""
-        return self.blob.raw_nbytes
-
-    @property
     def nbytes(self) -> int:
         """Bytes of everything: the buffer, its header included, and what the codec learnt."""
         return self.blob.data.shape[0] + self.codec.profile_bytes
 
-    @property
-    def ratio(self) -> float:
-        """`raw_nbytes` over `nbytes`; 1.0 for an empty tensor."""
-        return self.raw_nbytes / self.nbytes if self.raw_nbytes else 1.0
-
-    def __len__(self) -> int:
-        """Return the length of the first dimension."""
-        if not self.shape:
-            raise ArgumentTypeError("len(): a 0-d tensor has no length")
-        return self.shape[0]
-
     def __bool__(self) -> bool:
         """Return True, also for an empty tensor: it is there."""
         return True
-
-    def __repr__(self) -> str:
-        """Name shape, dtype, device, codec and ratio."""
-        return (
-            f"CompressedBlob({list(self.shape)}, {dtype_name(self.dtype)}, {self.device}, "
-            f"{self.codec.describe()}, {self.ratio:.2f}x)"
-        )
 
     # Decoding
 
@@ -172,15 +142,5 @@ class CompressedBlob:
         """
         return CompressedBlob(self.codec, self.blob.to(device, non_blocking=non_blocking))
 
-    def pin_memory(self) -> CompressedBlob:
-        """Return a copy in page-locked host memory; `self` on a machine without a GPU."""
-        if self.device.type != "cpu":
-            raise ArgumentTypeError(f"pin_memory(): on {self.device}, only cpu can be page-locked")
-        if not torch.cuda.is_available():
-            return self
+    def _pinned(self) -> CompressedBlob:
         return CompressedBlob(self.codec, self.blob.pin_memory())
-
-    def save(self, path: PathLike) -> None:
-        """Write the tensor to a file that `load` reads; see `save_file`."""
-        with replacing(path) as temporary:
-            write_tensors(temporary, {"tensor": self})

@@ -6,14 +6,21 @@ import pytest
 import torch
 
 from bitslab.engine.kernels import cpu
-from bitslab.engine.kernels.blob_format import ZVC_BLOCK_BYTES, ZVC_UNIT_BYTES, ZvcLayout
+from bitslab.engine.kernels.blob_format import (
+    HEADER_BYTES,
+    ZVC_BLOCK_BYTES,
+    ZVC_FORM,
+    ZVC_UNIT_BYTES,
+    ZvcLayout,
+)
 from bitslab.engine.kernels.cuda.runner import BLOB_ERROR, NO_ERROR
 from bitslab.engine.kernels.cuda.source import zvc_blocks
 from bitslab.engine.kernels.cuda.zvc import ZvcKernels
+from bitslab.errors import CorruptedDataError
 from tests.simt.module import guarded
 from tests.simt.runner import SimtRunner
 
-FORM = 1
+FORM = ZVC_FORM
 FILL = 0xA5
 UNITS = pytest.mark.parametrize("unit_bytes", ZVC_UNIT_BYTES)
 
@@ -29,7 +36,7 @@ def elements_of(unit_bytes: int, n: int, zeros: float, seed: int = 0) -> torch.T
 def encoded(x: torch.Tensor, layout: ZvcLayout) -> torch.Tensor:
     """Return what the twin writes, whose length is a multiple of 16."""
     data = torch.full((layout.max_bytes,), FILL, dtype=torch.uint8)
-    cpu.encode_zvc(x, layout, FORM, data)
+    cpu.encode_zvc(x, layout, layout.form, data)
     return data[: int(data[:8].view(torch.int64))]
 
 
@@ -39,11 +46,13 @@ def assert_same_bytes(
     wanted = encoded(x, layout)
     data = guarded(torch.full((layout.max_bytes,), FILL, dtype=torch.uint8))
     kernels = ZvcKernels(runner)
-    kernels.encode_zvc(x, layout, FORM, data, budget)
+    kernels.encode_zvc(x, layout, layout.form, data, budget)
     assert torch.equal(data[: len(wanted)], wanted)
-    assert (data[len(wanted) :] == FILL).all(), "nothing behind what is used"
+    # Starts are written before it is known whether there are values.
+    behind = max(len(wanted), layout.values_at)
+    assert (data[behind:] == FILL).all(), "nothing behind what is used"
     out = guarded(torch.full((len(x),), FILL, dtype=torch.uint8))
-    kernels.decode_zvc(guarded(wanted), layout, FORM, out, budget)
+    kernels.decode_zvc(guarded(wanted), layout, layout.form, out, budget)
     assert torch.equal(out, x) and runner.mailbox[0] == NO_ERROR
 
 
@@ -82,6 +91,55 @@ def test_blocks_of_zeros_and_ones_are_bits():
     x[block : 2 * block] = 0  # nothing to be left out
     x[2 * block + 7] = 2
     assert_same_bytes(guarded(x), layout, SimtRunner(2))
+
+
+def test_a_bitmap_that_comes_first_ends_the_buffer_of_bits():
+    n = 3 * ZVC_BLOCK_BYTES + 40
+    layout = ZvcLayout(n, 1, bits_first=True)
+    bits = guarded((torch.rand(n) < 0.5).to(torch.uint8))
+    bits[ZVC_BLOCK_BYTES : 2 * ZVC_BLOCK_BYTES] = 0
+    assert len(encoded(bits, layout)) == layout.starts_at == HEADER_BYTES + 4 * -(-n // 128) * 4
+    mixed = bits.clone()
+    mixed[n - 1] = 2
+    for x in (bits, guarded(mixed), elements_of(1, n, 0.5), guarded(torch.zeros_like(bits))):
+        assert_same_bytes(x, layout, SimtRunner(1))
+        assert_same_bytes(x, layout, SimtRunner(2), budget=1)
+        # What earlier versions wrote.
+        old = encoded(x, ZvcLayout(n, 1))
+        assert old[16] == ZVC_FORM
+        runner, out = SimtRunner(), guarded(torch.full((n,), FILL, dtype=torch.uint8))
+        ZvcKernels(runner).decode_zvc(guarded(old), layout, layout.form, out)
+        assert torch.equal(out, x) and runner.mailbox[0] == NO_ERROR
+        out.fill_(FILL)
+        cpu.decode_zvc(old, layout, layout.form, out)
+        assert torch.equal(out, x)
+
+
+def test_both_backends_refuse_damaged_bitmaps_that_come_first():
+    n = 2 * ZVC_BLOCK_BYTES + 40
+    layout = ZvcLayout(n, 1, bits_first=True)
+    bits = (torch.rand(n) < 0.5).to(torch.uint8)
+    mixed = bits.clone()
+    mixed[5] = 2
+    for x in (bits, mixed):
+        good = encoded(x, layout)
+        places = [*range(32), layout.bitmap_at + 4 * (n // 32) + 3]
+        if len(good) > layout.starts_at:
+            places += range(layout.starts_at, layout.starts_at + 4 * layout.blocks)
+        damaged = []
+        for place in places:
+            data = good.clone()
+            data[place] ^= 0x81
+            damaged.append(data)
+        for size in (layout.starts_at, layout.values_at, len(good) - 16):
+            if layout.starts_at <= size < len(good):
+                damaged.append(good[:size].clone())
+        for data in damaged:
+            runner, out = SimtRunner(), torch.full((n,), FILL, dtype=torch.uint8)
+            ZvcKernels(runner).decode_zvc(guarded(data), layout, layout.form, out)
+            with pytest.raises(CorruptedDataError, match="blob: "):
+                cpu.decode_zvc(data, layout, layout.form, out.clone())
+            assert runner.mailbox[0] == BLOB_ERROR
 
 
 @pytest.mark.parametrize("unit_bytes", [1, 4])

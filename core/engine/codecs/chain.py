@@ -77,7 +77,7 @@ class ChainCodec(BlobCodec):
         if refused:
             raise ArgumentTypeError(f"zvc+ibp: takes no option {', '.join(refused)}")
         blob = ZvcCodec().encode(sample)
-        layout = ZvcLayout.of(sample.shape, sample.dtype)
+        layout = ZvcLayout.of(sample.shape, sample.dtype)  # of `ZvcCodec`
         values = blob.data[layout.values_at : blob.nbytes]
         return cls(InvariantBlobCodec(fit_rows(values, sample.dtype, options)))
 
@@ -136,7 +136,7 @@ class ChainCodec(BlobCodec):
         return result if target is result else result.copy_(target)
 
     def _layouts(self, shape: Sequence[int], dtype: torch.dtype) -> tuple[ZvcLayout, PackedLayout]:
-        zvc = ZvcLayout.of(shape, dtype)
+        zvc = ZvcLayout.of(shape, dtype, chained=True)
         f = self.packer.rows.profile.format
         n_rows = ceil_div(zvc.max_value_bytes, ROW_BYTES)
         return zvc, PackedLayout(zvc.values_at, n_rows, f.row_words, f.length_dtype.itemsize)

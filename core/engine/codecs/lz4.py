@@ -1,43 +1,48 @@
-"""LZ4 of whole tensors: a general byte codec, by the package `lz4`."""
+"""LZ4 of whole tensors: a general byte codec, by the package `lz4` or by nvCOMP."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
-from ...errors import ArgumentTypeError, load_optional
+from ...errors import load_optional
 from ..kernels.blob_format import HEADER_BYTES, aligned
+from ..kernels.cuda import kernels_on
+from ..kernels.cuda.nvcomp import is_installed
 from ..kernels.format import ceil_div
-from ..kernels.kept_format import LZ4_FORM
+from ..kernels.kept_format import LZ4_BLOCK_BYTES, LZ4_FORM
 from .base import elements
-from .blob import Blob, check_encode_arguments
 from .plain_blobs import PlainBlobCodec
 
-#: Bytes of a tensor that are one LZ4 block: what nvCOMP recommends for its batches of blocks.
-CHUNK_BYTES = 64 << 10
+CHUNK_BYTES = LZ4_BLOCK_BYTES
 
 
 class Lz4Codec(PlainBlobCodec):
-    """Encodes whole tensors as LZ4 blocks of 64 KiB each, on a CPU, by the package `lz4`.
+    """Encodes whole tensors as LZ4 blocks of 64 KiB each.
 
     Behind the header are the bytes of each block, uint32, and then the blocks, each at a multiple
     of 16 bytes, with zeros between them. A block that has as many bytes as its part of the tensor
-    is that part. Blocks know nothing of each other: any reader of LZ4's block format, such as
-    nvCOMP's batches, can decode them. Which of its many forms a block has depends on the version
-    of LZ4 that wrote it.
+    is that part. Blocks know nothing of each other: any reader of LZ4's block format can decode
+    them. On a CPU the package `lz4` does, on a GPU nvCOMP's batches; each reads what the other
+    wrote. Which of its many forms a block has depends on what wrote it.
+
+    `device_types` has ``"cuda"`` where nvCOMP is installed. It starts as many blocks of threads as
+    it likes: `sm_budget` bounds what is launched around it.
 
     Raises
     ------
     MissingExtraError
-        By `encode` and `decode`, where `lz4` is not installed: ``pip install "bitslab[lz4]"``.
+        By `encode` and `decode`, on a CPU where `lz4` is not installed, on a GPU where nvCOMP is
+        not: ``pip install "bitslab[lz4]"``, ``pip install "bitslab[lz4-cuda13]"`` or
+        ``"bitslab[lz4-cuda12]"``.
     """
 
     name = "lz4"
     form = LZ4_FORM
-    device_types = ("cpu",)
+    device_types: ClassVar[tuple[str, ...]] = ("cpu", "cuda") if is_installed() else ("cpu",)
 
     @classmethod
     def fit(cls, sample: torch.Tensor) -> Lz4Codec:
@@ -53,18 +58,13 @@ class Lz4Codec(PlainBlobCodec):
         raw = elements(shape) * dtype.itemsize
         return _blocks_at(ceil_div(raw, CHUNK_BYTES)) + aligned(raw)
 
-    def encode(
-        self, t: torch.Tensor, out: torch.Tensor | None = None, *, sm_budget: int | None = None
-    ) -> Blob:
-        """Encode a tensor on the CPU; see `BlobCodec.encode`."""
-        check_encode_arguments(self, t, out, sm_budget)
-        _check_device("t", t)
-        return super().encode(t, out, sm_budget=sm_budget)
-
     def write(
         self, x: torch.Tensor, dtype: torch.dtype, data: torch.Tensor, sm_budget: int | None
     ) -> None:
         """Encode a tensor's bytes."""
+        if x.device.type == "cuda":
+            kernels_on(x.device).encode_lz4(x, dtype.itemsize, data, sm_budget)
+            return
         lz4 = _lz4()
         raw, to = x.numpy(), data.numpy()
         blocks = [
@@ -91,11 +91,14 @@ class Lz4Codec(PlainBlobCodec):
         self, data: torch.Tensor, dtype: torch.dtype, x: torch.Tensor, sm_budget: int | None
     ) -> bool:
         """Decode to a tensor's bytes."""
-        _check_device("blob", data)
+        count = ceil_div(x.shape[0], CHUNK_BYTES)
+        at = _blocks_at(count)
+        if x.device.type == "cuda":
+            if data.shape[0] < at:  # no room for header and sizes
+                return False
+            return kernels_on(x.device).decode_lz4(data, dtype.itemsize, x, sm_budget)
         lz4 = _lz4()
         to, given = x.numpy(), data.numpy()
-        count = ceil_div(len(to), CHUNK_BYTES)
-        at = _blocks_at(count)
         used, *rest = map(int, given[:HEADER_BYTES].view(np.int64))
         expected = [len(to) // dtype.itemsize, self.form | dtype.itemsize << 32, 0]
         if rest != expected or not at <= used <= len(given):
@@ -133,8 +136,3 @@ def _blocks_at(count: int) -> int:
 
 def _lz4() -> Any:
     return load_optional("lz4.block", extra="lz4", purpose='the codec "lz4"')
-
-
-def _check_device(name: str, t: torch.Tensor) -> None:
-    if t.device.type != "cpu":
-        raise ArgumentTypeError(f"{name}: on {t.device}, codec 'lz4' takes tensors on the CPU")

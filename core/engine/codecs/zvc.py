@@ -10,7 +10,7 @@ import torch
 from ...dtypes import flat_bytes
 from ...errors import ArgumentError, ArgumentTypeError, CorruptedDataError
 from ..kernels import kernels_for
-from ..kernels.blob_format import ZvcLayout
+from ..kernels.blob_format import ZVC_FORM, ZvcLayout
 from .base import bits_in_order
 from .blob import Blob, BlobCodec, check_decode_arguments, check_encode_arguments
 
@@ -22,7 +22,8 @@ class ZvcCodec(BlobCodec):
     """Zero-value compression: a bit for each element, and the elements that are not zero.
 
     Zero are elements all of whose bits are zero: -0.0 and subnormal numbers are kept. Of elements
-    of one byte, blocks that hold 0 and 1 alone are bits alone: a bool takes one bit. The parts of a
+    of one byte, blocks that hold 0 and 1 alone are bits alone: a bool takes one bit. Tensors of
+    such elements from 64 KiB on have a form of their own, whose bitmap comes first. The parts of a
     buffer: `bitslab.engine.kernels.blob_format.ZvcLayout`.
 
     Notes
@@ -43,7 +44,7 @@ class ZvcCodec(BlobCodec):
     """
 
     name: ClassVar[str] = "zvc"
-    form: ClassVar[int] = 1
+    form: ClassVar[int] = ZVC_FORM
     device_types: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
 
     @classmethod
@@ -76,7 +77,7 @@ class ZvcCodec(BlobCodec):
         """Encode a tensor on its own device; see `BlobCodec.encode`."""
         data = check_encode_arguments(self, t, out, sm_budget)
         layout = ZvcLayout.of(t.shape, t.dtype)
-        kernels_for(t.device).encode_zvc(flat_bytes(t), layout, self.form, data, sm_budget)
+        kernels_for(t.device).encode_zvc(flat_bytes(t), layout, layout.form, data, sm_budget)
         return Blob(data, t.shape, t.dtype)
 
     def decode(
@@ -85,14 +86,14 @@ class ZvcCodec(BlobCodec):
         """Decode a blob on its own device; see `BlobCodec.decode`."""
         result = check_decode_arguments(self, blob, out, sm_budget)
         layout = ZvcLayout.of(blob.shape, blob.dtype)
-        if blob.data.shape[0] < layout.values_at:
+        if blob.data.shape[0] < layout.least_bytes:
             raise CorruptedDataError(
                 f"blob: {blob.data.shape[0]} bytes, {list(blob.shape)} {blob.dtype} takes "
-                f"{layout.values_at} or more"
+                f"{layout.least_bytes} or more"
             )
         target = result if bits_in_order(result) else torch.empty_like(result, memory_format=_ROWS)
         kernels_for(blob.device).decode_zvc(
-            blob.data, layout, self.form, flat_bytes(target), sm_budget
+            blob.data, layout, layout.form, flat_bytes(target), sm_budget
         )
         return result if target is result else result.copy_(target)
 

@@ -21,6 +21,10 @@ ALIGN_BYTES = 16
 #: Bytes of a tensor that are one block of zero-value compression: decoded alone, by one block of
 #: threads.
 ZVC_BLOCK_BYTES = 8 << 10
+#: Bytes of a tensor of one-byte elements from which on its bitmap comes before the starts.
+ZVC_BITS_FIRST_BYTES = 64 << 10
+#: Numbers of the forms of zero-value compression, as the header has them.
+ZVC_FORM, ZVC_BITS_FIRST_FORM = 1, 4
 #: Set in the start of a block of one-byte elements that are all 0 or 1: its ones are not stored.
 ZVC_ONES = 1 << 31
 #: Bytes of elements that are compared with zero; those of 16 bytes are two of 8.
@@ -54,16 +58,22 @@ class ZvcLayout:
     Starts and bitmap end with zeros up to a multiple of ALIGN_BYTES. Where the values are packed
     once more they lie elsewhere, and what takes their place begins at `values_at`.
 
+    With `bits_first` the bitmap comes before the starts, and the buffer ends with it when there are
+    no values: then every block is ones that are not stored, and an element takes one bit.
+
     Parameters
     ----------
     elements : int
         Elements of the tensor.
     element_bytes : int
         Bytes of one: 1, 2, 4, 8 or 16.
+    bits_first : bool
+        Whether the bitmap comes before the starts.
     """
 
     elements: int
     element_bytes: int
+    bits_first: bool = False
 
     @property
     def unit_bytes(self) -> int:
@@ -93,17 +103,22 @@ class ZvcLayout:
     @property
     def starts_at(self) -> int:
         """First byte of the starts."""
-        return HEADER_BYTES
+        return HEADER_BYTES + (aligned(4 * self.bitmap_words) if self.bits_first else 0)
 
     @property
     def bitmap_at(self) -> int:
         """First byte of the bitmap."""
-        return self.starts_at + aligned(4 * self.blocks)
+        return HEADER_BYTES + (0 if self.bits_first else aligned(4 * self.blocks))
 
     @property
     def values_at(self) -> int:
-        """First byte of the values; no buffer has fewer bytes."""
-        return self.bitmap_at + aligned(4 * self.bitmap_words)
+        """First byte of the values."""
+        return HEADER_BYTES + aligned(4 * self.blocks) + aligned(4 * self.bitmap_words)
+
+    @property
+    def least_bytes(self) -> int:
+        """Bytes of a buffer without values; none has fewer."""
+        return self.starts_at if self.bits_first else self.values_at
 
     @property
     def max_bytes(self) -> int:
@@ -121,12 +136,18 @@ class ZvcLayout:
         return self.max_value_bytes // ALIGN_BYTES < ZVC_ONES
 
     @classmethod
-    def of(cls, shape: Sequence[int], dtype: torch.dtype) -> ZvcLayout:
-        """Return the layout of a tensor."""
+    def of(cls, shape: Sequence[int], dtype: torch.dtype, *, chained: bool = False) -> ZvcLayout:
+        """Return the layout of a tensor; `chained`: of one whose values are packed once more."""
         elements = 1
         for size in shape:
             elements *= size
-        return cls(elements, dtype.itemsize)
+        bits_first = dtype.itemsize == 1 and elements >= ZVC_BITS_FIRST_BYTES and not chained
+        return cls(elements, dtype.itemsize, bits_first)
+
+    @property
+    def form(self) -> int:
+        """Number of the form of a buffer that holds its values."""
+        return ZVC_BITS_FIRST_FORM if self.bits_first else ZVC_FORM
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,8 @@ RAW = -1
 CSR_FORM, RLE_FORM, ZFP_FORM, LZ4_FORM = 16, 17, 18, 19
 #: Bytes of the place of a unit: its column in its row, or the count of its run less one.
 COLUMN_BYTES, COUNT_BYTES = 2, 1
+#: Bytes of a tensor that are one LZ4 block: what nvCOMP recommends for its batches of blocks.
+LZ4_BLOCK_BYTES = 64 << 10
 
 
 def unit_bytes_of(element_bytes: int) -> int:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from types import SimpleNamespace
+from typing import Any
 
 import lz4.block
 import pytest
@@ -11,6 +13,7 @@ import torch
 import bitslab
 from bitslab.engine.codecs import Lz4Codec
 from bitslab.engine.codecs.lz4 import CHUNK_BYTES
+from bitslab.engine.kernels.cuda import nvcomp
 from tests.helpers import bits_of, same_bits
 
 
@@ -57,3 +60,23 @@ def test_without_the_package_the_error_names_the_extra(monkeypatch):
     for call in (lambda: codec.encode(t), lambda: codec.decode(blob)):
         with pytest.raises(bitslab.MissingExtraError, match=r'pip install "bitslab\[lz4\]"'):
             call()
+
+
+def test_without_nvcomp_the_error_of_a_gpu_names_its_extra(monkeypatch):
+    monkeypatch.setattr(nvcomp, "is_installed", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    with pytest.raises(bitslab.MissingExtraError, match=r'pip install "bitslab\[lz4-cuda12\]"'):
+        nvcomp.load_library()
+
+
+def test_a_library_that_is_too_old_is_refused(monkeypatch):
+    library: dict[str, Any] = {"nvcompGetProperties": lambda properties: 0}  # version 0
+    module = SimpleNamespace(load_library=lambda: library)
+    monkeypatch.setattr(nvcomp, "is_installed", lambda: True)
+    monkeypatch.setitem(sys.modules, "nvidia.libnvcomp.load", module)
+    monkeypatch.setattr("importlib.import_module", sys.modules.__getitem__)
+    with pytest.raises(bitslab.BitslabError, match="version as 0, accepted are 5100"):
+        nvcomp.load_library()
+    module.load_library = lambda: None
+    with pytest.raises(bitslab.BitslabError, match="does not load"):
+        nvcomp.load_library()

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from bitslab.engine.codecs import Lz4Codec
 from bitslab.engine.codecs.base import first_bad_id
 from bitslab.engine.kernels import cpu, cuda
-from bitslab.engine.kernels.cpu import attend, bags, blob_copy, ids, slots
+from bitslab.engine.kernels.cpu import attend, bags, blob_copy, blobs, ids, slots
 from bitslab.engine.kernels.cuda.frames import BoundKernel
 from bitslab.engine.kernels.cuda.map import FindIds
 from bitslab.engine.kernels.cuda.parameters import Kind, Parameters, in_order, kinds_of
@@ -52,6 +53,8 @@ TWINS: dict[str, Any] = {
     "encode_zvc": cpu.encode_zvc,
     "exchange_rows": slots.exchange_rows,
     "find_ids": cpu.map_find,
+    "find_parts": Lz4Codec.read,
+    "finish_parts": Lz4Codec.read,
     "frequent_by_position": cpu.frequent_values,
     "gather_long_rows": cpu.gather_rows,
     "gather_rows": cpu.gather_rows,
@@ -61,6 +64,7 @@ TWINS: dict[str, Any] = {
     "keep_slots": slots.keep_slots,
     "measure_tiles": cpu.measure_tiles,
     "merge_splits": attend.attend,
+    "move_parts": Lz4Codec.write,
     "move_tiles": cpu.encode_tiles,
     "order_ids": ids.order_ids,
     "pack_csr": cpu.encode_csr,
@@ -69,6 +73,7 @@ TWINS: dict[str, Any] = {
     "pack_blob": cpu.encode_rows,
     "pack_zfp": cpu.encode_zfp,
     "packed_words": cpu.packed_words,
+    "place_parts": Lz4Codec.write,
     "place_rows": cpu.encode_csr,
     "pool_bags": bags.pool_bags,
     "pool_long_bags": bags.pool_bags,
@@ -76,6 +81,7 @@ TWINS: dict[str, Any] = {
     "sizes_by_option": cpu.sizes_by_option,
     "sound_offsets": bags.sound_offsets,
     "top_values": cpu.frequent_values,
+    "unpack_rest": blobs.check_header,
 }
 
 

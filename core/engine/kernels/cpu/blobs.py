@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
 from ....errors import CorruptedDataError
-from ..blob_format import ALIGN_BYTES, HEADER_BYTES, VALUE_BYTES_AT, ZVC_BLOCK_BYTES, ZvcLayout
+from ..blob_format import (
+    ALIGN_BYTES,
+    HEADER_BYTES,
+    VALUE_BYTES_AT,
+    ZVC_BLOCK_BYTES,
+    ZVC_FORM,
+    ZVC_ONES,
+    ZvcLayout,
+    aligned,
+)
 from ..format import ceil_div
 from .compiling import call
 from .constants import UNSIGNED
@@ -101,10 +111,13 @@ def encode_zvc(
     fill = fill_bytes // layout.unit_bytes
     target[end : ceil_div(end, fill) * fill] = 0
     raw = data.numpy()
-    raw[layout.starts_at + 4 * layout.blocks : layout.bitmap_at] = 0
-    raw[layout.bitmap_at + 4 * layout.bitmap_words : layout.values_at] = 0
+    for at, words_there in (
+        (layout.starts_at, layout.blocks),
+        (layout.bitmap_at, layout.bitmap_words),
+    ):
+        raw[at + 4 * words_there : at + aligned(4 * words_there)] = 0
     value_bytes = ALIGN_BYTES * pieces
-    used = layout.values_at + value_bytes
+    used = layout.values_at + value_bytes if value_bytes else layout.least_bytes
     write_header(data, used, layout.elements, layout.element_bytes, form, value_bytes)
 
 
@@ -122,9 +135,10 @@ def decode_zvc(
     ----------
     data : torch.Tensor
         uint8 ``[n]``, contiguous, at a multiple of ALIGN_BYTES; may hold anything, but
-        `ZvcLayout.values_at` bytes or more.
+        `ZvcLayout.least_bytes` bytes or more.
     layout, form
-        As for `encode_zvc`.
+        As for `encode_zvc`. Of a layout with `bits_first`, buffers that earlier versions wrote
+        without it are read too.
     out : torch.Tensor
         uint8 ``[elements * element_bytes]``, contiguous.
     sm_budget
@@ -137,25 +151,33 @@ def decode_zvc(
     CorruptedDataError
         When header, starts and bitmap do not fit together; nothing was written.
     """
-    used = check_header(
-        data, layout.elements, layout.element_bytes, form, least_bytes=layout.values_at
-    )
+    if layout.bits_first and _form_of(data) == ZVC_FORM:
+        layout, form = replace(layout, bits_first=False), ZVC_FORM
+    bare = layout.bits_first and value_bytes_of(data) == 0
+    least = layout.least_bytes if bare else layout.values_at
+    used = check_header(data, layout.elements, layout.element_bytes, form, least_bytes=least)
     numba, n = zero_values(), layout.block_units
     own = values is None
     starts, words, source = _parts(data[:used], layout, values)
+    if bare:
+        starts = np.full(layout.blocks, ZVC_ONES, np.uint32)
     counts = np.empty(layout.blocks, np.int64)
     _over_blocks(layout, numba.count_values, layout.units, n, words, counts)
     bad, pieces = call(numba.check_starts, counts, layout.unit_bytes, starts)
     if bad >= 0:
         raise CorruptedDataError(f"blob: block {bad} is damaged; nothing was decoded")
     value_bytes, taken = value_bytes_of(data), ALIGN_BYTES * int(pieces)
-    if value_bytes != taken or (own and used != layout.values_at + taken):
+    if value_bytes != taken or (own and used != least + taken):
         raise CorruptedDataError(
             f"blob: its header says {used} bytes and {value_bytes} of values, its blocks have "
             f"{taken}"
         )
     elements = out.numpy().view(UNSIGNED[layout.unit_bytes])
     _over_blocks(layout, numba.unpack_values, words, n, starts, source, elements)
+
+
+def _form_of(data: torch.Tensor) -> int:
+    return int(data.numpy()[16:20].view(np.int32)[0])
 
 
 def value_bytes_of(data: torch.Tensor) -> int:

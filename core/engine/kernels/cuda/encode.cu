@@ -78,7 +78,7 @@ extern "C" __global__ void __launch_bounds__(256) packed_words(
 
 // `words` is zeroed. Rows of at most stage_words words are put together in shared memory, longer
 // ones (stage_words = 0) in place.
-extern "C" __global__ void __launch_bounds__(256) encode_rows(
+extern "C" __global__ void __launch_bounds__(256, 4) encode_rows(
     const stored_t* __restrict__ rows, i64 n_rows, int chunks, int row_words, int row_bytes, int clusters,
     const chunk_t* __restrict__ tables, const int* __restrict__ starts, const void* __restrict__ lengths,
     int length_bytes, const u8* __restrict__ row_clusters, const i64* __restrict__ bases, u32* __restrict__ words,
@@ -90,6 +90,9 @@ extern "C" __global__ void __launch_bounds__(256) encode_rows(
   const int positions = UNIFORM ? 1 : chunks;
   u32* stage = shared + (threadIdx.x >> 5) * stage_words;
   const i64 warps = ((i64)gridDim.x * blockDim.x) >> 5;
+#if QUADS
+  const bool quads = in_quads(rows, chunks);
+#endif
   for (int j = lane; j < stage_words; j += 32) stage[j] = 0;
   __syncwarp();
   for (i64 r = ((i64)blockIdx.x * blockDim.x + threadIdx.x) >> 5; r < n_rows; r += warps) {
@@ -111,7 +114,11 @@ extern "C" __global__ void __launch_bounds__(256) encode_rows(
       encode_row(row, chunks, table, start, f, words + at, lane);
       continue;
     }
-    encode_row(row, chunks, table, start, f, stage, lane);
+#if QUADS
+    if (quads) encode_quads(row, chunks, start, f, stage, lane);
+    else
+#endif
+      encode_row(row, chunks, table, start, f, stage, lane);
     __syncwarp();
     for (int j = lane; j < length; j += 32) {
       words[at + j] = stage[j];

@@ -171,6 +171,97 @@ __device__ __forceinline__ int encode_row(const stored_t* __restrict__ row, int 
   return (exception_bit + 31) >> 5;
 }
 
+#if FIELD_LOW >= 0 && !GROUPED
+#define QUADS 1  // the exponents of float32 and bfloat16: a lane takes four chunks at once, whose parts are bytes
+#if CHUNK_BYTES == 2
+typedef uint2 four_chunks_t;
+#else
+typedef uint4 four_chunks_t;
+#endif
+#define QUADS_AHEAD (8 / CHUNK_BYTES)  // that a lane has under way; those of a row of 1 KB
+
+// Whether rows from an address on can be loaded so.
+__device__ __forceinline__ bool in_quads(const stored_t* rows, int chunks) {
+  return ((u64)rows & (sizeof(four_chunks_t) - 1)) == 0 && chunks % 4 == 0;
+}
+
+// Pack one row into zeroed words, and return how many it takes: the words of encode_row.
+__device__ __forceinline__ int encode_quads(const stored_t* __restrict__ row, int chunks, const int* __restrict__ starts,
+                                             const Field& f, u32* to, int lane) {
+  const int groups = (chunks + 31) >> 5, quads = chunks >> 2;
+  const int code_at = payload_words_of(starts, chunks);
+  u8* const codes_to = (u8*)(to + code_at);
+  u8* const exceptions = (u8*)(to + code_at + groups * CODE_BITS);
+  const four_chunks_t* const from = (const four_chunks_t*)row;
+  int missed = 0;  // before this step
+  for (int batch = 0; batch < groups * 8; batch += 32 * QUADS_AHEAD) {
+    four_chunks_t ahead[QUADS_AHEAD];
+#pragma unroll
+    for (int k = 0; k < QUADS_AHEAD; ++k) {
+      const int q = batch + 32 * k + lane;
+      ahead[k] = four_chunks_t();
+      if (q < quads) ahead[k] = __ldg(from + q);
+    }
+#pragma unroll
+    for (int k = 0; k < QUADS_AHEAD; ++k) {
+      if (batch + 32 * k >= groups * 8) break;
+      const int q = batch + 32 * k + lane;
+      const bool inside = q < quads;
+      u32 exponents[4];
+#if CHUNK_BYTES == 2
+      const u32 low = ahead[k].x, high = ahead[k].y;
+      exponents[0] = low >> FIELD_LOW & 255;
+      exponents[1] = low >> (16 + FIELD_LOW) & 255;
+      exponents[2] = high >> FIELD_LOW & 255;
+      exponents[3] = high >> (16 + FIELD_LOW) & 255;
+      const u32 kept_low = (low & 0x7f007fu) | (low >> 8 & 0x800080u);
+      const u32 kept_high = (high & 0x7f007fu) | (high >> 8 & 0x800080u);
+      if (inside) to[q] = __byte_perm(kept_low, kept_high, 0x6420);
+#else
+      const u32 x[4] = {ahead[k].x, ahead[k].y, ahead[k].z, ahead[k].w};
+      u32 kept[4];
+#pragma unroll
+      for (int v = 0; v < 4; ++v) {
+        exponents[v] = x[v] >> FIELD_LOW & 255;
+        kept[v] = (x[v] & 0x7fffffu) | (x[v] >> 8 & 0x800000u);
+      }
+      if (inside) {
+        to[3 * q] = kept[0] | kept[1] << 24;
+        to[3 * q + 1] = kept[1] >> 8 | kept[2] << 16;
+        to[3 * q + 2] = kept[2] >> 16 | kept[3] << 8;
+      }
+#endif
+      u32 codes = 0, misses = 0;  // a bit for each chunk that has no code
+#pragma unroll
+      for (int v = 0; v < 4; ++v) {
+        const u32 code = inside ? f.codes[exponents[v]] : 1;  // 1 for the chunks missing from the last group
+        codes |= code << (CODE_BITS * v);
+        misses |= (u32)(code == 0) << v;
+      }
+      // The codes of two lanes are three bytes.
+      codes |= __shfl_down_sync(FULL, codes, 1) << (4 * CODE_BITS);
+      if ((lane & 1) == 0 && q < groups * 8) {
+        u8* const at = codes_to + (q >> 1) * CODE_BITS;
+#pragma unroll
+        for (int b = 0; b < CODE_BITS; ++b) at[b] = (u8)(codes >> (8 * b));
+      }
+      if (__any_sync(FULL, misses)) {
+        const int count = __popc(misses);
+        const int up_to_me = inclusive_scan(count, lane);
+        u8* at = exceptions + missed + up_to_me - count;
+#pragma unroll
+        for (int v = 0; v < 4; ++v)
+          if (misses >> v & 1) *at++ = (u8)exponents[v];
+        missed += __shfl_sync(FULL, up_to_me, 31);
+      }
+    }
+  }
+  return code_at + groups * CODE_BITS + ((missed + 3) >> 2);
+}
+#else
+#define QUADS 0
+#endif
+
 // Word j of a raw row; the bytes behind its end are 0.
 __device__ __forceinline__ u32 raw_word(const u8* row, int row_bytes, int j) {
   u32 x = 0;

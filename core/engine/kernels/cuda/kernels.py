@@ -17,6 +17,7 @@ from .exchange import ExchangeKernels
 from .gather import GatherKernels
 from .ids import IdKernels
 from .kept import RowPlacer
+from .lz4 import Lz4Kernels
 from .map import MapKernels
 from .pack import PackKernels
 from .plan import PlanKernels
@@ -24,6 +25,7 @@ from .quantized import TileKernels
 from .rle import RleKernels
 from .runner import Runner
 from .slots import SlotKernels
+from .unpack import UnpackKernels
 from .zeros import ZeroKernels
 from .zfp import ZfpKernels
 from .zvc import ZvcKernels
@@ -76,8 +78,8 @@ class CudaKernels:
         decode = DecodeKernels(runner, self.ids, gather)
         self.decode_rows = decode.decode_rows
         self.prepare_decode = decode.prepare_decode
-        pack = PackKernels(runner, decode)
-        self.pack_blob, self.unpack_blob = pack.pack_blob, pack.unpack_blob
+        self.pack_blob = PackKernels(runner).pack_blob
+        self.unpack_blob = UnpackKernels(runner, decode).unpack_blob
         self.copy_rows = CopyKernels(runner).copy_rows
         self.copy_blob = BlobCopyKernels(runner).copy_blob
         attend = AttendKernels(runner)
@@ -95,5 +97,7 @@ class CudaKernels:
         self.encode_rle, self.decode_rle = rle.encode, rle.decode
         zfp = ZfpKernels(runner, placer)
         self.encode_zfp, self.decode_zfp = zfp.encode_zfp, zfp.decode_zfp
+        lz4 = Lz4Kernels(runner)
+        self.encode_lz4, self.decode_lz4 = lz4.encode_lz4, lz4.decode_lz4
         zvc = ZvcKernels(runner)
         self.encode_zvc, self.decode_zvc = zvc.encode_zvc, zvc.decode_zvc

@@ -55,6 +55,9 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS)
     if (value_bytes) *(u64*)data = (u64)least;
     else write_header((u32*)data, (u64)least, elements, element_bytes, form, 0);
   }
+#if QUADS
+  const bool quads = in_quads(rows, chunks);
+#endif
   const bool one_each = (i64)gridDim.x >= blocks;  // as in zvc.cu
   i64 block = blockIdx.x;
   while (true) {
@@ -72,7 +75,11 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS)
       if (r < present) {
         const stored_t* const row = rows + r * chunks;
         u32* const to = stage + size;
-        length = (u32)encode_row(row, chunks, tables, starts, f, to, lane);
+#if QUADS
+        if (quads) length = (u32)encode_quads(row, chunks, starts, f, to, lane);
+        else
+#endif
+          length = (u32)encode_row(row, chunks, tables, starts, f, to, lane);
         size += min(length, (u32)row_words);
         __syncwarp();
         if (length >= (u32)row_words) {

@@ -1,4 +1,4 @@
-"""Packing and unpacking the rows of a whole tensor on a GPU."""
+"""Packing the rows of a whole tensor on a GPU; see pack.cu."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ..blob_format import HEADER_BYTES, VALUE_BYTES_AT, PackedLayout
+from ..blob_format import VALUE_BYTES_AT, PackedLayout
 from ..format import BLOCK_ROWS, CODE_BITS, RowLayout, ceil_div
-from .decode import DecodeKernels
 from .parameters import Address, Int32, Int64, Parameters
 from .runner import Launch, Runner
 from .source import PACK_BLOCKS, Variant
@@ -53,13 +52,10 @@ class PackKernels:
     ----------
     runner : Runner
         Of the device.
-    decode : DecodeKernels
-        Unpacks the rows.
     """
 
-    def __init__(self, runner: Runner, decode: DecodeKernels) -> None:
+    def __init__(self, runner: Runner) -> None:
         self._runner = runner
-        self._decode = decode
         self._launches: dict[tuple[Variant, int], Launch] = {}  # with shared bytes
 
     def pack_blob(
@@ -110,30 +106,6 @@ class PackKernels:
             data.data_ptr(),
             states.data_ptr(),
         )
-
-    def unpack_blob(
-        self,
-        data: torch.Tensor,
-        layout: RowLayout,
-        parts: PackedLayout,
-        out: torch.Tensor,
-        header: tuple[int, int, int],
-        sm_budget: int | None = None,
-        *,
-        counted: bool = False,
-    ) -> None:
-        """Unpack the rows of a tensor; see `kernels.packed_blob`. Damage is in the mailbox."""
-        f = layout.format
-        storage = parts.storage(data, f.length_dtype)
-        rows = out[: parts.n_rows * f.row_bytes].view(parts.n_rows, f.row_bytes)
-        facts = {"max_row_words": f.row_words, "max_block_words": BLOCK_ROWS * f.row_words}
-        value_bytes = data[VALUE_BYTES_AT:HEADER_BYTES] if counted else None
-        self._decode.decode_rows(
-            storage, layout, None, 0, rows, facts, sm_budget, value_bytes=value_bytes
-        )
-        if parts.tail_bytes:
-            tail = data[parts.tail_at :][: parts.tail_bytes]
-            out[parts.n_rows * f.row_bytes :].copy_(tail)
 
     def _blocks(self, parts: PackedLayout, sm_budget: int | None) -> int:
         """Return the blocks of a launch: one for each of the layout, or as many as may run."""

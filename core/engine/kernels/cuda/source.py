@@ -17,6 +17,7 @@ from ..blob_format import (
     HEADER_BYTES,
     VALUE_BYTES_AT,
     ZVC_BLOCK_BYTES,
+    ZVC_FORM,
     ZVC_ONES,
     ZVC_UNIT_BYTES,
 )
@@ -41,6 +42,8 @@ from ..kept_format import (
     COLUMN_BYTES,
     COUNT_BYTES,
     CSR_FORM,
+    LZ4_BLOCK_BYTES,
+    LZ4_FORM,
     RAW,
     RLE_FORM,
     ROW_UNITS,
@@ -71,6 +74,7 @@ _KERNELS: dict[str, tuple[str, ...]] = {
     "count": ("count_bits",),
     "encode": ("packed_words", "encode_rows"),
     "pack": ("pack_blob",),
+    "unpack": ("unpack_rest",),
     "decode": ("decode_rows", "decode_long_rows"),
     "gather": ("gather_rows", "gather_long_rows", "gather_short_rows"),
     "copy": ("copy_rows",),
@@ -94,6 +98,7 @@ _KERNELS: dict[str, tuple[str, ...]] = {
     "kept": ("place_rows",),
     "csr": ("count_csr", "pack_csr", "decode_csr"),
     "rle": ("count_rle", "pack_rle", "decode_rle"),
+    "lz4": ("place_parts", "move_parts", "find_parts", "finish_parts"),
     "zfp": ("encode_zfp", "pack_zfp", "decode_zfp"),
 }
 
@@ -346,6 +351,18 @@ EXCHANGE = PlainVariant("exchange")
 KEPT = PlainVariant("kept", tuple(KEPT_DEFINES.items()))
 #: The one compilation of what moves encoded tensors over a link.
 BLOB_COPY = PlainVariant("blob_copy")
+#: The one compilation of what is checked of packed rows of a whole tensor beside the rows.
+UNPACK = PlainVariant("unpack", (("PAD_WORDS", PAD_WORDS), ("VALUE_BYTES_AT", VALUE_BYTES_AT)))
+#: The one compilation of what stands around LZ4's blocks.
+LZ4 = PlainVariant(
+    "lz4",
+    (
+        ("HEADER_BYTES", HEADER_BYTES),
+        ("ALIGN_BYTES", ALIGN_BYTES),
+        ("PART_BYTES", LZ4_BLOCK_BYTES),
+        ("LZ4_FORM", LZ4_FORM),
+    ),
+)
 #: The one compilation of what a planner counts.
 PLAN = PlainVariant("plan", tuple(PLAN_DEFINES.items()))
 
@@ -468,6 +485,7 @@ def zvc_variant(unit_bytes: int) -> PlainVariant:
             ("ALIGN_BYTES", ALIGN_BYTES),
             ("VALUE_BYTES_AT", VALUE_BYTES_AT),
             ("ONES", f"{ZVC_ONES}u"),
+            ("ZVC_FORM", ZVC_FORM),
             ("THREADS", zvc_threads(unit_bytes)),
             ("MIN_BLOCKS", zvc_blocks(unit_bytes)),
         ),
@@ -497,6 +515,8 @@ def all_variants() -> Iterator[AnyVariant]:
     yield SLOTS
     yield EXCHANGE
     yield BLOB_COPY
+    yield UNPACK
+    yield LZ4
     yield PLAN
     yield KEPT
     yield from map(zfp_variant, FLOAT_KINDS.values())

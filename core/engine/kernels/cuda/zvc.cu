@@ -14,6 +14,9 @@
 // Pieces of ALIGN_BYTES that values take.
 __device__ __forceinline__ u32 pieces_of(u32 count) { return (count + ALIGN_UNITS - 1) / ALIGN_UNITS; }
 
+// Words up to a multiple of ALIGN_BYTES.
+__device__ __forceinline__ i64 aligned_words(i64 n) { return (n + ALIGN_BYTES / 4 - 1) / (ALIGN_BYTES / 4) * (ALIGN_BYTES / 4); }
+
 // The values of the warps before this one, and those of all.
 __device__ __forceinline__ u32 values_before(const u32* counts, int warp, u32& total) {
   u32 before = 0;
@@ -31,13 +34,13 @@ __device__ __forceinline__ u32 values_before(const u32* counts, int warp, u32& t
 // of the look-back. All are 0 at the start.
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     encode_zvc(const stored_t* __restrict__ x, i64 units, i64 blocks, i64 elements, int element_bytes, int form,
-               i64 bitmap_at, i64 values_at, int fill_bytes, u32* __restrict__ data, uint4* __restrict__ values,
-               u64* states) {
+               i64 starts_at, i64 bitmap_at, i64 values_at, int fill_bytes, u32* __restrict__ data,
+               uint4* __restrict__ values, u64* states) {
   __shared__ __align__(16) stored_t stage[BLOCK_UNITS];
   __shared__ u32 counts[WARPS];
   __shared__ u32 first_piece;
   __shared__ i64 taken;
-  u32* const starts = data + HEADER_BYTES / 4;
+  u32* const starts = data + starts_at / 4;
   u32* const bitmap = data + bitmap_at / 4;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   const u32 below = (1u << lane) - 1;
@@ -101,13 +104,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         starts[block] = flagged ? before | ONES : before;
         if (block == blocks - 1) {
           const u64 value_bytes = (u64)(before + pieces) * ALIGN_BYTES;
-          write_header(data, (u64)values_at + value_bytes, elements, element_bytes, form, value_bytes);
+          // A bitmap that comes first ends the buffer where there are no values.
+          const i64 used = value_bytes || starts_at < bitmap_at ? values_at + (i64)value_bytes : starts_at;
+          write_header(data, (u64)used, elements, element_bytes, form, value_bytes);
         }
       }
       if (block == blocks - 1) {  // the zeros up to the next part
         const i64 words = (units + 31) / 32;
-        if (blocks + lane < (bitmap_at - HEADER_BYTES) / 4) starts[blocks + lane] = 0;
-        if (words + lane < (values_at - bitmap_at) / 4) bitmap[words + lane] = 0;
+        if (blocks + lane < aligned_words(blocks)) starts[blocks + lane] = 0;
+        if (words + lane < aligned_words(words)) bitmap[words + lane] = 0;
       }
     }
     __syncthreads();
@@ -123,30 +128,43 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   }
 }
 
-// data_bytes are at least values_at. `values` lie behind it in `data`, or, as many bytes as value_room,
-// elsewhere. A damaged block is reported, and its part of `out` is left as it is.
+// data_bytes are at least values_at, or starts_at where the bitmap comes first. `values` lie behind it in `data`,
+// or, as many bytes as value_room, elsewhere. A damaged block is reported, and its part of `out` is left as it is.
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     decode_zvc(const u32* __restrict__ data, i64 data_bytes, i64 units, i64 blocks, i64 elements, int element_bytes,
-               int form, i64 bitmap_at, i64 values_at, const u8* __restrict__ values, i64 value_room,
+               int form, i64 starts_at, i64 bitmap_at, i64 values_at, const u8* __restrict__ values, i64 value_room,
                stored_t* __restrict__ out, i64* mailbox) {
   __shared__ u32 counts[WARPS];
-  const u32* const starts = data + HEADER_BYTES / 4;
-  const u32* const bitmap = data + bitmap_at / 4;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   const u32 below = (1u << lane) - 1;
   const u64 value_bytes = ((const u64*)data)[VALUE_BYTES_AT / 8];
+  bool bare = false;  // bits alone, with no starts
+  if (CHUNK_BYTES == 1 && starts_at > bitmap_at) {
+    if (data[4] == ZVC_FORM) {  // of an earlier version
+      form = ZVC_FORM;
+      bitmap_at = HEADER_BYTES + values_at - starts_at;
+      starts_at = HEADER_BYTES;
+    } else {
+      bare = value_bytes == 0;
+    }
+  }
+  const i64 least = bare ? starts_at : values_at;
+  const u32* const starts = data + starts_at / 4;
+  const u32* const bitmap = data + bitmap_at / 4;
   const bool here_too = values == (const u8*)data + values_at;
-  const bool known = sound_header(data, elements, element_bytes, form, values_at, data_bytes) &&
+  const bool known = sound_header(data, elements, element_bytes, form, least, data_bytes) &&
                      value_bytes <= (u64)value_room && value_bytes % ALIGN_BYTES == 0 &&
-                     (!here_too || ((const u64*)data)[0] == (u64)values_at + value_bytes);
+                     (!here_too || ((const u64*)data)[0] == (u64)least + value_bytes);
   const u64 pieces = known ? value_bytes / ALIGN_BYTES : 0;
   if (blocks == 0 && (!known || value_bytes) && blockIdx.x == 0 && threadIdx.x == 0)
     report(mailbox, ERROR_BLOB, -1, 0, 0);
+  // What is loaded below does not wait for the header.
+  const bool no_starts = CHUNK_BYTES == 1 && (bare || data_bytes < values_at);
   for (i64 block = blockIdx.x; block < blocks; block += gridDim.x) {
     const i64 first = block * BLOCK_UNITS + warp * WARP_UNITS;
     const i64 left = units - first;
-    const u32 given = starts[block];
-    const u32 following = block + 1 < blocks ? starts[block + 1] : 0;
+    const u32 given = no_starts ? ONES : starts[block];
+    const u32 following = !no_starts && block + 1 < blocks ? starts[block + 1] : 0;
     const u64 next = block + 1 == blocks ? pieces : CHUNK_BYTES == 1 ? following & ~ONES : following;
     u32 word = 0;
     if (lane < STEPS && 32 * lane < left) word = bitmap[first / 32 + lane];

@@ -29,6 +29,7 @@ class EncodeZvc(Parameters):
     elements: Int64
     element_bytes: Int32
     form: Int32
+    starts_at: Int64
     bitmap_at: Int64
     values_at: Int64
     fill_bytes: Int32
@@ -50,6 +51,7 @@ class DecodeZvc(Parameters):
     elements: Int64
     element_bytes: Int32
     form: Int32
+    starts_at: Int64
     bitmap_at: Int64
     values_at: Int64
     values: Address
@@ -92,6 +94,7 @@ class ZvcKernels:
             layout.elements,
             layout.element_bytes,
             form,
+            layout.starts_at,
             layout.bitmap_at,
             layout.values_at,
             fill_bytes,
@@ -110,7 +113,11 @@ class ZvcKernels:
         values: torch.Tensor | None = None,
     ) -> None:
         """Decode a tensor; see `kernels.cpu.decode_zvc`. Damage is in the mailbox."""
-        values = data[layout.values_at :] if values is None else values
+        if values is None:  # there may be none: an empty slice would have no address
+            values_from = data.data_ptr() + layout.values_at
+            room = max(0, data.shape[0] - layout.values_at)
+        else:
+            values_from, room = values.data_ptr(), values.shape[0]
         self._launch(layout, DecodeZvc)(
             self._blocks(layout, sm_budget),
             data.data_ptr(),
@@ -120,10 +127,11 @@ class ZvcKernels:
             layout.elements,
             layout.element_bytes,
             form,
+            layout.starts_at,
             layout.bitmap_at,
             layout.values_at,
-            values.data_ptr(),
-            values.shape[0],
+            values_from,
+            room,
             out.data_ptr(),
             self._runner.mailbox.data_ptr(),
         )
