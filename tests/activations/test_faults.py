@@ -13,7 +13,7 @@ from torch import nn
 
 import bitslab
 from bitslab import ArgumentError, ArgumentTypeError, CorruptedDataError
-from bitslab.activations import executor
+from bitslab.activations import executor, host_room
 from bitslab.engine.codecs import ZvcCodec
 from bitslab.engine.memory import host_arena
 from bitslab.errors import BitslabError
@@ -26,8 +26,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
     ("options", "error", "message"),
     [
         ({"policy": "best"}, ArgumentError, "policy: 'best', accepted are auto, raw"),
-        ({"policy": "host"}, ArgumentError, "policy: 'host', accepted are auto, raw, static, keep"),
-        ({"policy": 3}, ArgumentError, "policy: 3, accepted are auto, raw"),
+        ({"policy": "host", "codecs": []}, ArgumentError, "codecs: policy 'host' packs on the CPU"),
+        ({"policy": 3}, ArgumentError, "policy: 3, accepted are auto, raw, static, host, keep"),
         ({"codecs": "zip"}, ArgumentError, "zip"),
         ({"codecs": "ibp"}, ArgumentError, "codecs: 'ibp' is a codec of rows"),
         ({"codecs": [7]}, ArgumentTypeError, "codecs: expected the name of a codec"),
@@ -147,8 +147,8 @@ def test_host_memory_that_runs_out(monkeypatch: pytest.MonkeyPatch, left: int) -
     model = small()
     plain = gradients(model, 2)
     arena = NoMemory(left)
-    monkeypatch.setattr(executor, "host_arena", lambda: arena)
-    monkeypatch.setattr(executor, "RESERVED_BYTES", 16 << 10)  # two copies of 8 KiB
+    monkeypatch.setattr(host_room, "host_arena", lambda: arena)
+    monkeypatch.setattr(host_room, "RESERVED_BYTES", 16 << 10)  # two copies of 8 KiB
     offload = attach(model)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -160,12 +160,9 @@ def test_host_memory_that_runs_out(monkeypatch: pytest.MonkeyPatch, left: int) -
 
 
 def test_page_locking_that_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    mover = executor.Executor(torch.device("cpu"), 0, lambda *_: None, lambda *_: None)
-    mover.on_gpu = True  # where memory that is not page-locked is of no use
-    with pytest.raises(executor.HostMemoryError, match="refused to page-lock"):
-        mover._cut(64, [])
-    mover.on_gpu = False
-    mover.close()
+    room = host_room.HostRoom(on_gpu=True)  # where memory that is not page-locked is of no use
+    with pytest.raises(host_room.HostMemoryError, match="refused to page-lock"):
+        room.cut(64, [])
 
 
 @pytest.mark.parametrize("where", [0, 9, 20, 32, 200, -1])
