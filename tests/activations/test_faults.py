@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import pickle
 import warnings
 from typing import Any
@@ -223,12 +224,61 @@ def test_gradients_of_a_compiled_model() -> None:
     offload.detach()
 
 
-def test_a_forked_child_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    x = torch.randn(32, 64, requires_grad=True)
-    offload = bitslab.ActivationOffload(policy="raw", min_bytes=64, in_flight_bytes=0)
-    with offload:
-        y = (x * 2).sin().sum()
-    monkeypatch.setattr("bitslab.activations.hooks.os.getpid", lambda: 1)
-    with pytest.raises(BitslabError, match="saved by process"):
-        y.backward()
+def test_a_forked_child(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It trains by itself; what its parent has saved it does not have."""
+    model = small()
+    plain = gradients(model)
+    offload = attach(model)
+    mine = model(torch.randn(32, 64)).sum()
+    child = os.fork()
+    if child == 0:  # which must not return into the test
+        status = 1
+        try:
+            same = all(map(torch.equal, gradients(model), plain))
+            refused = ""
+            try:
+                mine.backward()
+            except BitslabError as error:
+                refused = str(error)
+            moved = offload.stats()["moved_in_bytes"] > 0
+            status = 0 if same and moved and "saved by process" in refused else 2
+        finally:
+            os._exit(status)
+    assert os.waitpid(child, 0) == (child, 0)
+    mine.backward()  # the parent's are what they were
+    assert all(map(torch.equal, gradients(model), plain))
+    offload.detach()
+
+
+def test_no_device_memory_to_encode_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step goes on with tensors kept, told once."""
+    model = small()
+    plain = gradients(model, 2)
+
+    def store(*args: Any) -> None:
+        raise torch.OutOfMemoryError("on purpose\nand more")
+
+    monkeypatch.setattr(executor.Executor, "_store_encoded", store)
+    offload = attach(model, policy="static", codecs="zvc")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = gradients(model, 2)
+    (message,) = [str(w.message) for w in caught]
+    assert "device memory to pack '0:0' in cannot be had (on purpose)" in message
+    assert all(map(torch.equal, found, plain))
+    assert offload.stats()["moved_tensors"] == 0
+    offload.detach()
+
+
+def test_a_pickled_model_has_nothing_attached() -> None:
+    model = small()
+    plain = gradients(model)
+    offload = attach(model)
+    for made in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
+        assert all(map(torch.equal, gradients(made), plain))
+        again = attach(made)  # or it would be refused
+        again.detach()
+    assert offload.stats()["moved_tensors"] == 0
+    assert all(map(torch.equal, gradients(model), plain))
+    assert offload.stats()["moved_tensors"] == 4
     offload.detach()

@@ -30,7 +30,8 @@ def saved(zeros: float, **options: Any) -> tuple[bitslab.ActivationOffload, torc
     x = torch.randn(SHAPE, generator=generator)
     x[torch.rand(SHAPE, generator=generator) < zeros] = 0
     x.requires_grad_()
-    given = {"policy": "host", "codecs": "zvc", "min_bytes": 1, "in_flight_bytes": 0} | options
+    given: dict[str, Any] = {"policy": "host", "codecs": "zvc", "min_bytes": 1}
+    given |= {"in_flight_bytes": 0} | options
     offload = bitslab.ActivationOffload(**given)
     with offload:
         loss = (x * 2).square().sum()
