@@ -43,6 +43,8 @@ from .traffic import Observed, SentBlob, Traffic, is_done, used_bytes
 
 #: Encoded copies on a device: one is encoded while another one is written to the host.
 STAGING_BUFFERS = 2
+#: Sizes of tensors and codecs whose bounds are kept.
+MOST_BOUNDS = 4096
 
 
 class Executor:
@@ -91,8 +93,9 @@ class Executor:
         if self.on_gpu:
             self._encoding, self._out, self._in = (StreamLane(self.device) for _ in range(3))
         else:
-            names = "encode", "out", "in"
-            self._encoding, self._out, self._in = (ThreadLane(f"bitslab-{n}") for n in names)
+            # One thread for both: waking another one takes longer than copying most tensors.
+            self._encoding = self._out = ThreadLane("bitslab-out")
+            self._in = ThreadLane("bitslab-in")
 
     def _begin(self) -> None:
         self._lock = threading.RLock()
@@ -101,6 +104,7 @@ class Executor:
         self._packing: HostPacking | None = None
         self._in_flight: deque[tuple[weakref.ref[StoredCopy], Mark, int]] = deque()
         self._in_flight_bytes = 0
+        self._bounds: dict[tuple[int, int, torch.dtype], tuple[BlobCodec, int]] = {}
         self.traffic = Traffic(self._came_back, self._observed)
 
     def after_fork(self) -> None:
@@ -140,9 +144,7 @@ class Executor:
         assert flat is not None
         with self._lock:
             self.traffic.poll()
-            most = flat.nbytes
-            if codec is not None:
-                most = codec.max_encoded_bytes(flat.shape, flat.dtype)
+            most = flat.nbytes if codec is None else self._bound(codec, flat)
             host = self._room.cut(most, copy.events)
             begin = None
             if self.on_gpu:
@@ -213,6 +215,18 @@ class Executor:
             self.traffic.encoded(blob, timing)
         return done
 
+    def _bound(self, codec: BlobCodec, flat: torch.Tensor) -> int:
+        """Return `max_encoded_bytes`, which some codecs take long to find."""
+        key = id(codec), flat.shape[0], flat.dtype
+        found = self._bounds.get(key)
+        if found is None:
+            if len(self._bounds) >= MOST_BOUNDS:
+                self._bounds.clear()
+            # With the codec, so that no other one gets its number.
+            found = codec, codec.max_encoded_bytes(flat.shape, flat.dtype)
+            self._bounds[key] = found
+        return found[1]
+
     def _encode(
         self,
         codec: BlobCodec,
@@ -225,7 +239,7 @@ class Executor:
         """Fill a staging buffer, on the lane that encodes; add when that began and ended."""
         if begin is not None:
             self._encoding.wait(begin)  # type: ignore[union-attr]
-        most = codec.max_encoded_bytes(flat.shape, flat.dtype)
+        most = self._bound(codec, flat)
         if buffer.memory is None or buffer.memory.shape[0] < most:
             # This lane waits for what reads the old memory, so that its successor may take it.
             buffer.memory = None
@@ -404,7 +418,7 @@ class Executor:
 
     def close(self) -> None:
         """Wait for the work under way, and end threads; they start again when a copy is read."""
-        for lane in (self._encoding, self._out, self._in):
+        for lane in {self._encoding, self._out, self._in}:
             if isinstance(lane, ThreadLane):
                 wait_on_host(lane.run(do_nothing))  # behind all, which closing would cancel
             lane.close()

@@ -41,7 +41,7 @@ def used_bytes() -> int:
 
 
 def threads() -> list[str]:
-    names = "bitslab-encode", "bitslab-out", "bitslab-in"
+    names = "bitslab-out", "bitslab-in"
     return [thread.name for thread in threading.enumerate() if thread.name in names]
 
 
