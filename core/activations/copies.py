@@ -95,6 +95,8 @@ class StoredCopy:
 
     Attributes
     ----------
+    nbytes : int
+        Bytes that it is a copy of.
     original : torch.Tensor or None
         `flat`, until the copy is on its way and device memory is wanted.
     codec : BlobCodec or None
@@ -133,6 +135,7 @@ class StoredCopy:
         "lanes",
         "made_in",
         "name",
+        "nbytes",
         "on_host",
         "original",
         "process",
@@ -156,6 +159,7 @@ class StoredCopy:
     ) -> None:
         self.name = name
         self.span = span
+        self.nbytes = span.nbytes
         self.root = weakref.ref(root)
         self.version = version
         self.made_in = made_in
@@ -185,11 +189,6 @@ class StoredCopy:
         self.process = os.getpid()
         self._round = 0
         self._views: list[weakref.ref[SavedView]] = []
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that it is a copy of."""
-        return self.span.nbytes
 
     @property
     def is_lossy(self) -> bool:
