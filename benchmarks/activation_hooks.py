@@ -79,7 +79,7 @@ def times_of(way: Way, device: torch.device) -> tuple[float, float]:
     forward_host = time.thread_time() - begin[1]
     # On a GPU a thread of autograd runs it; its hooks are timed where they run.
     run = Backward(loss)
-    loss.backward()
+    loss.backward()  # type: ignore[no-untyped-call]
     wall = time.perf_counter() - begin[0]
     return 1e6 * (forward_host + run.seconds()) / TENSORS, 1e6 * wall / TENSORS
 
