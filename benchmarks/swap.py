@@ -22,14 +22,18 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "examples"))
 
 from cnn.images import load_images  # noqa: E402
-from cnn.models import SIDES  # noqa: E402
+from cnn.models import MODELS, SIDES  # noqa: E402
 from cnn.options import checked_device  # noqa: E402
 from cnn.options import make_parser as cnn_parser  # noqa: E402
 from cnn.saved import Saved, saved_tensors  # noqa: E402
 from cnn.training import Trainer  # noqa: E402
+from swap_train import add_options as add_train_options  # noqa: E402
+from swap_train import train  # noqa: E402
 
 from bitslab.engine.codecs import blob_codec_class  # noqa: E402
 
+#: Those of which the issue names sizes.
+RATIO_MODELS = ("alexnet", "vgg16", "vgg16_bn")
 CODECS = ("zvc", "csr", "rle", "ibp-blob", "zvc+ibp", "lz4")
 RAW, ZLIB, BEST = "raw", "zlib", "best"
 #: Rows of a table: which kinds of saved tensors they sum, None for all.
@@ -85,9 +89,9 @@ def row_of(chosen: Iterable[tuple[Saved, Mapping[str, int]]]) -> dict[str, Any]:
 def ratio(arguments: argparse.Namespace, report: Callable[[str], None]) -> dict[str, Rows]:
     """Train the models, and return a table for each of them and dtype."""
     tables = {}
-    for model in arguments.models:
+    for model in arguments.models or RATIO_MODELS:
         parser = cnn_parser("")
-        given = ["--model", model, "--epochs", str(arguments.epochs), "--device", arguments.device]
+        given = ["--model", model, "--epochs", str(arguments.epochs), "--device", "cpu"]
         options = parser.parse_args([*given, "--images", str(arguments.images)])
         device = checked_device(parser, options)
         images = load_images("digits", options.images, SIDES["cifar"], options.seed, device)
@@ -108,7 +112,7 @@ def ratio(arguments: argparse.Namespace, report: Callable[[str], None]) -> dict[
     return tables
 
 
-PARTS = {"ratio": ratio}
+PARTS = {"ratio": ratio, "train": train}
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -121,15 +125,21 @@ def make_parser() -> argparse.ArgumentParser:
     add(
         "--models",
         nargs="+",
-        default=["alexnet", "vgg16", "vgg16_bn"],
-        help="of examples/train_cnn_swapped.py (default: %(default)s)",
+        choices=MODELS,
+        metavar="MODEL",
+        help="of examples/train_cnn_swapped.py (default: those of the issue)",
     )
     add("--epochs", type=int, default=8, help="of training (default: %(default)s)")
     add("--images", type=int, default=1000, help="digits, a fifth to test (default: %(default)s)")
     add("--batch-size", type=int, default=64, help="images that are saved (default: %(default)s)")
-    add("--device", default="cpu", help="cpu or cuda (default: %(default)s)")
+    add(
+        "--device",
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        help="of all parts but ratio, which counts on the CPU (default: %(default)s)",
+    )
     add("--json", action="store_true", help="print JSON in place of tables")
     add("--out", type=Path, metavar="FILE", help="write the tables to a file, too")
+    add_train_options(parser)
     return parser
 
 

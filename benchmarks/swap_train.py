@@ -1,0 +1,648 @@
+"""Step times of CNNs whose saved tensors leave the device, beside plain training and peers.
+
+A model is trained for some steps, and from there in each way anew: every step has other images, and
+the ways of a model run one after the other in one process. `exposed` is what a step takes longer
+than the plain one; `of raw` and `of save_on_cpu` are shares of what is exposed there. `forward`,
+`backward`: until the device is done with it; `host`: until the host has queued all of a step, which
+is far less than the step unless the host waits or is the limit. `out` is what left the device as it
+was before packing, `crossed` what crossed for it; `link`: what that takes at the measured rates,
+both ways together. Times are medians on a GPU, and the least on a CPU, which does other things too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from cnn.images import draw_gratings
+from cnn.models import SIDES, make_model
+from cnn.saved import loss_of
+from swap_profile import profile_rows
+from torch.autograd.graph import save_on_cpu
+from torch.nn import functional
+
+import bitslab
+from bitslab.activations import conv_inputs
+from bitslab.engine.advisor import SwapLink
+from bitslab.engine.codecs import ZfpCodec
+from bitslab.engine.memory import host_arena
+
+Rows = list[dict[str, Any]]
+Report = Callable[[str], None]
+
+MODELS = ("alexnet", "vgg16", "mobilenet", "plain20", "resnet", "squeezenet")
+#: Of the activations of `cnn.models`: the first leaves zeros, the second is dense.
+SPARSE, DENSE = "relu", "leaky_relu"
+#: Images of a step on a GPU, so that each saves some 4 GB: 70 ms each way over PCIe 5.
+BATCHES = {
+    "imagenet": dict(zip(MODELS, (1024, 64, 96, 48, 160, 192), strict=True)),
+    "cifar": dict.fromkeys(MODELS, 2560),  # as the paper
+}
+CPU_BATCH = 32
+CPU_WIDTH = 0.25
+#: Images of an epoch, as the paper has them.
+EPOCH_IMAGES = {"imagenet": 1_281_167, "cifar": 50_000}
+#: Ways besides policies, and policies in the order in which they are measured when time is short.
+PEERS = ("save_on_cpu", "torchtune")
+POLICIES = ("raw", "static", "auto", "host", "static:zvc+ibp", "lossy")
+SELECTS = {"conv_inputs": conv_inputs, "all": None}
+#: SC of the paper packs all by ZVC.
+STATIC_CODEC = "zvc"
+LOSSY_BITS = 32
+WARM_UP = {"auto": 6, "lossy": 6}  # two profiles, and a step as decided by the second
+LEAST_STEPS = 3
+#: The step whose loss is shown: but for operators that add in no fixed order, it is the same in
+#: every lossless way.
+COMPARED_STEP = 2
+CLASSES = 10
+
+
+@dataclass
+class Measured:
+    """What was measured of one way; times in seconds."""
+
+    way: str
+    select: str
+    step_s: float
+    forward_s: float
+    backward_s: float
+    host_s: float
+    host_forward_s: float
+    warm_up_s: float
+    steps: int
+    loss: float
+    device_bytes: int
+    host_bytes: int
+    out_bytes: float = 0.0
+    crossed_bytes: float = 0.0
+    tensors: float = 0.0
+    notes: list[str] = field(default_factory=list)
+    decisions: Rows = field(default_factory=list)
+    profile: Rows = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """The way, and which tensors."""
+        return f"{self.way}, {self.select}" if self.select else self.way
+
+
+class Budget:
+    """Seconds that are left, shared between what is still to be measured."""
+
+    def __init__(self, seconds: float | None, parts: int) -> None:
+        self._end = None if seconds is None else time.monotonic() + seconds
+        self._parts = parts
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether nothing is left."""
+        return self._end is not None and time.monotonic() >= self._end
+
+    def take(self) -> float:
+        """Return the moment at which the next part is to be over."""
+        parts, self._parts = max(1, self._parts), self._parts - 1
+        if self._end is None:
+            return float("inf")
+        now = time.monotonic()
+        return now + max(0.0, self._end - now) / parts
+
+
+class Job:
+    """A model with images, trained a little, to be trained on from there in many ways.
+
+    Parameters
+    ----------
+    model : str
+        One of MODELS.
+    activation : str
+        Of `cnn.models.ACTIVATIONS`.
+    arguments : argparse.Namespace
+        The options of the script.
+    device : torch.device
+        Where it trains.
+    """
+
+    def __init__(
+        self, model: str, activation: str, arguments: argparse.Namespace, device: torch.device
+    ) -> None:
+        self.device, self.arguments = device, arguments
+        self.dtype = getattr(torch, arguments.dtype)
+        self.on_gpu = device.type == "cuda"
+        self.batch_size = arguments.train_batch or (
+            BATCHES[arguments.shape][model] if self.on_gpu else CPU_BATCH
+        )
+        self.side = SIDES[arguments.shape]
+        self.width = 1.0 if self.on_gpu else CPU_WIDTH
+        torch.manual_seed(0)
+        with device:
+            self.model = make_model(model, arguments.shape, CLASSES, activation, self.width)
+        images, labels = draw_gratings(4 * self.batch_size, 0)
+        self._images, self._labels = images.to(device), labels.to(device)
+        self._drawn = 0
+        self.optimizer = self._new_optimizer()
+        for _ in range(arguments.train_steps):
+            self.step(contextlib.nullcontext())
+        self._state = copy.deepcopy(self.model.state_dict())
+        self._optimizer_state = copy.deepcopy(self.optimizer.state_dict())
+
+    def _new_optimizer(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.model.parameters(), lr=1e-4)
+
+    def restore(self) -> None:
+        """Go back to the weights after the first steps, and draw the same images again."""
+        self.model.load_state_dict(self._state)
+        self.optimizer = self._new_optimizer()
+        self.optimizer.load_state_dict(copy.deepcopy(self._optimizer_state))
+        self._drawn = 0
+        torch.manual_seed(1)
+
+    def batch(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the next images ``[B, 3, side, side]``, others in each step, and labels."""
+        self._drawn += 1
+        generator = torch.Generator().manual_seed(self._drawn)
+        ids = torch.randperm(len(self._labels), generator=generator)[: self.batch_size]
+        ids = ids.to(self.device)
+        images = self._images[ids]
+        if images.shape[-1] != self.side:
+            size = (self.side, self.side)
+            images = functional.interpolate(images, size, mode="bilinear", align_corners=False)
+        return images, self._labels[ids]
+
+    def wait(self) -> None:
+        """Wait for the device."""
+        if self.on_gpu:
+            torch.cuda.synchronize(self.device)
+
+    def step(self, context: Any, between: Callable[[], None] | None = None) -> dict[str, float]:
+        """Train on a batch; return seconds of its parts, and the loss.
+
+        Parameters
+        ----------
+        context : context manager
+            Of the forward pass.
+        between : callable, optional
+            Called between forward and backward pass.
+        """
+        images, labels = self.batch()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.wait()
+        marks = [self._mark()]
+        begin = time.perf_counter()
+        with context:
+            loss = loss_of(self.model, images, labels, self.dtype)
+        marks.append(self._mark())
+        forward = time.perf_counter()
+        if between is not None:
+            between()
+        loss.backward()
+        marks.append(self._mark())
+        self.optimizer.step()
+        queued = time.perf_counter()
+        self.wait()
+        end = time.perf_counter()
+        return {
+            "step_s": end - begin,
+            "forward_s": _between(marks[0], marks[1]),
+            "backward_s": _between(marks[1], marks[2]),
+            "host_s": queued - begin,
+            "host_forward_s": forward - begin,
+            "loss": loss.item(),
+        }
+
+    def _mark(self) -> Any:
+        if not self.on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+def _between(begin: Any, end: Any) -> float:
+    seconds = end - begin if isinstance(begin, float) else begin.elapsed_time(end) / 1e3
+    return float(seconds)
+
+
+class Way:
+    """A way to keep saved tensors, in use with a model; this one leaves them where they are."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+
+    def context(self) -> Any:
+        """Return the context of a forward pass."""
+        return contextlib.nullcontext()
+
+    def counts(self) -> dict[str, float]:
+        """Return what was moved since the beginning."""
+        return {}
+
+    def describe(self, measured: Measured) -> None:
+        """Add what is known at the end."""
+
+    def close(self) -> None:
+        """Leave the model as it was."""
+
+
+class Peer(Way):
+    """A context manager of another package."""
+
+    def __init__(self, job: Job, name: str) -> None:
+        super().__init__(job)
+        self._context: Any = None
+        if name == "torchtune":
+            self._context = torchtune_offload()(use_pin_memory=job.on_gpu)
+
+    def context(self) -> Any:
+        return self._context or save_on_cpu(pin_memory=self._job.on_gpu)
+
+
+def torchtune_offload() -> Any:
+    """Return torchtune's OffloadActivations; ImportError where it is not installed."""
+    from torchtune.training import OffloadActivations
+
+    return OffloadActivations
+
+
+class Offloaded(Way):
+    """A policy of `bitslab.offload_activations`."""
+
+    def __init__(self, job: Job, way: str, select: str) -> None:
+        super().__init__(job)
+        policy, _, codecs = way.partition(":")
+        options: dict[str, Any] = {}
+        if policy == "static":
+            codecs = codecs or STATIC_CODEC
+        elif policy == "lossy":
+            policy, options["lossy"] = "auto", ZfpCodec(LOSSY_BITS)
+        if codecs:
+            options["codecs"] = codecs.split(",")
+        self._offload = bitslab.offload_activations(
+            job.model, policy=policy, select=SELECTS[select], **options
+        )
+
+    def counts(self) -> dict[str, float]:
+        sites = self._offload.report().sites
+        stats: dict[str, float] = dict(self._offload.stats())
+        return {
+            "out": stats["moved_out_bytes"],
+            "tensors": stats["moved_tensors"],
+            "raw": sum(site.unit.raw_bytes for site in sites),
+            "packed": sum(site.unit.packed_bytes for site in sites),
+        }
+
+    def describe(self, measured: Measured) -> None:
+        report = self._offload.report()
+        measured.notes = [note for note in report.notes if not note.startswith("What is computed")]
+        measured.decisions = [dict(row) for row in report.decisions]
+
+    def close(self) -> None:
+        self._offload.detach()
+
+
+def make_way(job: Job, way: str, select: str) -> Way:
+    """Return a way, in use with the job's model."""
+    if way == "plain":
+        return Way(job)
+    return Peer(job, way) if way in PEERS else Offloaded(job, way, select)
+
+
+def measure(job: Job, way: str, select: str, until: float) -> Measured:
+    """Train in one way until a moment, and return the medians."""
+    arguments = job.arguments
+    job.restore()
+    release(job)
+    begin = time.perf_counter()
+    used = make_way(job, way, select)
+    try:
+        first = [
+            job.step(used.context())["loss"]
+            for _ in range(WARM_UP.get(way.partition(":")[0], arguments.warm_up))
+        ]
+        warm_up_s = time.perf_counter() - begin
+        before = used.counts()
+        if job.on_gpu:
+            torch.cuda.reset_peak_memory_stats(job.device)
+        times: list[dict[str, float]] = []
+        while len(times) < arguments.steps and (
+            len(times) < LEAST_STEPS or time.monotonic() < until
+        ):
+            times.append(job.step(used.context()))
+        device_bytes = torch.cuda.max_memory_allocated(job.device) if job.on_gpu else 0
+        # Once more, with all sizes known before the backward pass, so that each is counted.
+        job.step(used.context(), job.wait)
+        after = used.counts()
+        middle = statistics.median if job.on_gpu else min
+        medians = {name: middle(t[name] for t in times) for name in times[0]}
+        measured = Measured(
+            way=way,
+            select=select,
+            **medians | {"loss": first[COMPARED_STEP]},
+            warm_up_s=warm_up_s,
+            steps=len(times),
+            device_bytes=device_bytes,
+            host_bytes=host_bytes(job),
+        )
+        if after:
+            change = {name: after[name] - before[name] for name in after}
+            share = change["packed"] / change["raw"] if change["raw"] else 1.0
+            measured.out_bytes = change["out"] / (len(times) + 1)
+            measured.crossed_bytes = measured.out_bytes * share
+            measured.tensors = change["tensors"] / (len(times) + 1)
+        used.describe(measured)
+        if arguments.profile and job.on_gpu:
+            measured.profile = profile_rows(lambda: job.step(used.context()))
+    finally:
+        used.close()
+    return measured
+
+
+def release(job: Job) -> None:
+    """Give back what the way before has left, so that memory is that of one way."""
+    gc.collect()
+    host_arena().trim()
+    if job.on_gpu:
+        torch.cuda.empty_cache()
+        empty: Any = getattr(torch._C, "_host_emptyCache", None)
+        if empty is not None:
+            empty()
+        reset: Any = getattr(torch.cuda, "reset_peak_host_memory_stats", None)
+        if reset is not None:
+            reset()
+
+
+def host_bytes(job: Job) -> int:
+    """Return the page-locked bytes of the host that are held: ours, and those of torch."""
+    held = host_arena().stats()["reserved_bytes"]
+    stats: Any = getattr(torch.cuda, "host_memory_stats", None)
+    if job.on_gpu and stats is not None:
+        held += stats().get("allocated_bytes.peak", 0)
+    return held
+
+
+def row_of(each: Measured, job: Job, plain: Measured, found: Mapping[str, Measured]) -> Any:
+    """Return a row of the table of one model."""
+    exposed = each.step_s - plain.step_s
+    row: dict[str, Any] = {"way": each.name, "step": each.step_s * 1e3}
+    if each is not plain:
+        row["exposed"] = exposed * 1e3
+        for title, name in (
+            ("of raw", f"raw, {each.select}" if each.select else "raw, all"),
+            ("of save_on_cpu", "save_on_cpu"),
+        ):
+            other = found.get(name)
+            if other is not None and other is not each:
+                row[title] = exposed / (other.step_s - plain.step_s)
+    row |= {
+        "forward": each.forward_s * 1e3,
+        "backward": each.backward_s * 1e3,
+        "host": each.host_s * 1e3,
+        "host fwd": each.host_forward_s * 1e3,
+        "images/s": job.batch_size / each.step_s,
+        "h an epoch": EPOCH_IMAGES[job.arguments.shape] / job.batch_size * each.step_s / 3600,
+        "tensors": each.tensors,
+        "out GB": each.out_bytes / 1e9,
+        "crossed GB": each.crossed_bytes / 1e9,
+        "link": link_ms(each.crossed_bytes, job),
+        "device GB": each.device_bytes / 1e9,
+        "host GB": each.host_bytes / 1e9,
+        "warm-up s": each.warm_up_s,
+        "steps": each.steps,
+        "loss": each.loss,
+    }
+    return row
+
+
+def link_ms(n_bytes: float, job: Job) -> float:
+    """Return the milliseconds that bytes take over the link, to the host and back."""
+    if not n_bytes or not job.on_gpu:
+        return 0.0
+    link = SwapLink.measured(job.device)
+    return 1e3 * (link.to_host_seconds(n_bytes) + link.to_device_seconds(n_bytes))
+
+
+def ways_of(arguments: argparse.Namespace, activation: str) -> list[tuple[str, str]]:
+    """Return the ways to measure and which tensors they move."""
+    ways = [("plain", "")]
+    lossy = activation != SPARSE
+    policies = [name for name in arguments.policies if name != "lossy" or lossy]
+    ways += [(name, select) for select in arguments.select for name in policies]
+    return ways + [(name, "") for name in arguments.peers]
+
+
+def usable(arguments: argparse.Namespace, report: Report) -> None:
+    """Leave out the ways that are not to be had here, and say so."""
+    from bitslab.errors import ArgumentError
+
+    for name in list(arguments.policies):
+        try:
+            bitslab.ActivationOffload("auto" if name == "lossy" else name.partition(":")[0])
+        except ArgumentError as error:
+            report(f"left out: {name} ({error})")
+            arguments.policies.remove(name)
+    if "torchtune" in arguments.peers:
+        try:
+            torchtune_offload()
+        except ImportError as error:
+            report(f"left out: torchtune ({error})")
+            arguments.peers.remove("torchtune")
+
+
+def train(arguments: argparse.Namespace, report: Report) -> dict[str, Rows]:
+    """Return tables of each model, and of all together."""
+    usable(arguments, report)
+    device = torch.device(arguments.device)
+    if arguments.shape is None:
+        arguments.shape = "imagenet" if device.type == "cuda" else "cifar"
+    models = arguments.models or MODELS
+    jobs = [(m, a) for m in models for a in arguments.activations]
+    budget = Budget(
+        arguments.seconds_limit,
+        sum(1 + len(ways_of(arguments, activation)) for _, activation in jobs),
+    )
+    tables: dict[str, Rows] = {}
+    summary: Rows = []
+    with tuned():
+        for model, activation in jobs:
+            if budget.is_spent:
+                report(f"left out: {model}, {activation} (--seconds-limit)")
+                continue
+            measure_model(model, activation, arguments, device, budget, report, tables, summary)
+    if summary:
+        tables |= summaries(summary)
+    return tables
+
+
+def measure_model(
+    model: str,
+    activation: str,
+    arguments: argparse.Namespace,
+    device: torch.device,
+    budget: Budget,
+    report: Report,
+    tables: dict[str, Rows],
+    summary: Rows,
+) -> None:
+    """Measure one model in every way; add its tables and its rows of the summary."""
+    job = Job(model, activation, arguments, device)
+    found: dict[str, Measured] = {}
+    for way, select in ways_of(arguments, activation):
+        name = f"{way}, {select}" if select else way
+        until = budget.take()
+        if budget.is_spent and way != "plain":
+            report(f"left out: {model}, {activation}: {name} (--seconds-limit)")
+            continue
+        try:
+            each = found[name] = measure(job, way, select, until)
+        except torch.OutOfMemoryError as error:
+            report(f"left out: {model}, {activation}: {name} ({error})")
+            continue
+        report(
+            f"{model}, {activation}: {name}: {each.step_s * 1e3:.1f} ms a step, {each.steps} "
+            f"steps, {each.warm_up_s:.1f} s of warm-up"
+        )
+    plain = found["plain"]
+    if not budget.is_spent:  # has the machine become slower?
+        again = found["plain, at the end"] = measure(job, "plain", "", budget.take())
+        again.way = "plain, at the end"
+    side = SIDES[arguments.shape]
+    title = (
+        f"{model}, {activation}, {job.batch_size} images of {side} x {side}, {arguments.dtype}, "
+        f"width {job.width:g}, {device_name(device)}: ms a step"
+    )
+    tables[title] = [row_of(each, job, plain, found) for each in found.values()]
+    for each in found.values():
+        heading = f"{model}, {activation}: {each.name}"
+        if each.profile:
+            tables[f"{heading}: one step by stream and kernel"] = each.profile
+        if each.decisions:
+            tables[f"{heading}: decisions, by profile"] = decided(each.decisions)
+            if arguments.profile:
+                tables[f"{heading}: decisions of the last profile"] = last_decisions(each.decisions)
+        for note in each.notes:
+            report(f"{heading}: {note}")
+    summary += summary_rows(model, activation, found, job)
+
+
+def decided(decisions: Rows) -> Rows:
+    """Return a row for each profile: its zeros, and how many bytes were decided to go which way."""
+    rows: dict[int, dict[str, Any]] = {}
+    for row in decisions:
+        at = rows.setdefault(row["epoch"], {"profile": row["epoch"], "sites": 0, "zeros %": 0.0})
+        total = sum(r["nbytes"] for r in decisions if r["epoch"] == row["epoch"])
+        at["sites"] += 1
+        at["zeros %"] += 100 * (row["sparsity"] or 0.0) * row["nbytes"] / total
+        what = row["codec"] or row["action"]
+        at[what] = at.get(what, 0) + 1
+        at[f"{what} GB"] = at.get(f"{what} GB", 0.0) + row["nbytes"] / 1e9
+    return list(rows.values())
+
+
+def last_decisions(decisions: Rows) -> Rows:
+    """Return a row for each site, with the figures that the last profile decided by."""
+    return [
+        {
+            "site": row["site"],
+            "MB": row["nbytes"] / 1e6,
+            "zeros %": 100 * (row["sparsity"] or 0.0),
+            "decided": row["codec"] or row["action"],
+            "raw ms": row["raw_s"] * 1e3,
+            "packed ms": "" if row["packed_s"] is None else row["packed_s"] * 1e3,
+            **{f"share by {name}": share for name, share in row["ratio"].items()},
+        }
+        for row in decisions
+        if row["epoch"] == decisions[-1]["epoch"]
+    ]
+
+
+def summary_rows(model: str, activation: str, found: Mapping[str, Measured], job: Job) -> Rows:
+    """Return a row for each choice of tensors."""
+    plain = found["plain"].step_s
+    rows = []
+    for select in job.arguments.select:
+        own = {e.way: e for e in found.values() if e.select == select}
+        row: dict[str, Any] = {
+            "model": model,
+            "activation": activation,
+            "tensors": select,
+            "plain ms": plain * 1e3,
+        }
+        for name, each in own.items():
+            row[f"{name} exposed"] = (each.step_s - plain) * 1e3
+        both = [own[name].step_s for name in ("raw", "static") if name in own]
+        for name in ("auto", "lossy"):
+            if name in own and "raw" in own:
+                row[f"{name} below raw %"] = 100 * (
+                    1 - (own[name].step_s - plain) / (own["raw"].step_s - plain)
+                )
+        if "auto" in own and both:
+            row["auto behind the better %"] = 100 * (own["auto"].step_s / min(both) - 1)
+        if "auto" in own and "save_on_cpu" in found:
+            row["auto of save_on_cpu"] = (own["auto"].step_s - plain) / (
+                found["save_on_cpu"].step_s - plain
+            )
+        for peer in ("raw", "host", "static"):
+            if "auto" in own and peer in own:
+                row[f"throughput, auto / {peer}"] = own[peer].step_s / own["auto"].step_s
+        rows.append(row)
+    return rows
+
+
+def summaries(rows: Rows) -> dict[str, Rows]:
+    """Return the summary, with means of the sparse and of the dense models."""
+    means = []
+    for activation, select in dict.fromkeys((row["activation"], row["tensors"]) for row in rows):
+        own = [row for row in rows if (row["activation"], row["tensors"]) == (activation, select)]
+        mean: dict[str, Any] = {"model": "mean", "activation": activation, "tensors": select}
+        for key in dict.fromkeys(key for row in own for key in row):
+            values = [row[key] for row in own if isinstance(row.get(key), float)]
+            if values:
+                mean[key] = sum(values) / len(values)
+        means.append(mean)
+    title = (
+        "all models; asked: auto at most 2 % behind the better of raw and static; conv_inputs: "
+        "auto 40 % below raw (sparse), lossy 35 % (dense); all: auto at most 0.5 of save_on_cpu"
+    )
+    return {title: [*rows, *means]}
+
+
+@contextlib.contextmanager
+def tuned() -> Iterator[None]:
+    """Let cuDNN choose its fastest algorithms, as who trains does."""
+    before = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = True
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.benchmark = before
+
+
+def device_name(device: torch.device) -> str:
+    """Return what the device is."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this part."""
+    add = parser.add_argument_group("train").add_argument
+    add("--activations", nargs="+", default=[SPARSE, DENSE], metavar="NAME", help="of cnn.models")
+    add("--policies", nargs="*", default=list(POLICIES), metavar="POLICY[:CODEC,...]")
+    add("--peers", nargs="*", choices=PEERS, default=list(PEERS), metavar="PEER")
+    add("--select", nargs="+", choices=SELECTS, default=list(SELECTS), help="which tensors")
+    add("--shape", choices=SIDES, help="default: imagenet on a GPU, else cifar")
+    add("--dtype", choices=("float32", "bfloat16"), default="float32", help="bfloat16: autocast")
+    add("--train-batch", type=int, metavar="N", help="images a step (default: by model)")
+    add("--train-steps", type=int, default=20, help="plain ones beforehand (default: %(default)s)")
+    add(
+        "--warm-up", type=int, default=3, help="steps of each way, 3 or more (default: %(default)s)"
+    )
+    add("--steps", type=int, default=10, help="that are timed (default: %(default)s)")
+    add("--seconds-limit", type=float, metavar="S", help="leave out what does not fit")
+    add("--no-profile", dest="profile", action="store_false", help="no kernels by stream")
