@@ -461,7 +461,7 @@ def train(arguments: argparse.Namespace, report: Report) -> dict[str, Rows]:
     device = torch.device(arguments.device)
     if arguments.shape is None:
         arguments.shape = "imagenet" if device.type == "cuda" else "cifar"
-    models = arguments.models or MODELS
+    models = [m for m in arguments.models or MODELS if m in MODELS]
     jobs = [(m, a) for m in models for a in arguments.activations]
     budget = Budget(
         arguments.seconds_limit,

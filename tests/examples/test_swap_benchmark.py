@@ -20,10 +20,15 @@ def benchmark(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> Any:
     return importlib.import_module("swap")
 
 
+@pytest.fixture
+def ratio(benchmark: Any) -> Any:
+    return importlib.import_module("swap_ratio")
+
+
 def test_saved_tensors_are_counted_by_kind(
-    benchmark: Any, capsys: pytest.CaptureFixture[str]
+    benchmark: Any, ratio: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    small = "--models alexnet --epochs 1 --images 60 --batch-size 8 --json".split()
+    small = "--only ratio --models alexnet --epochs 1 --images 60 --batch-size 8 --json".split()
     assert benchmark.main(small) == 0
     printed = capsys.readouterr()
     tables = json.loads(printed.out)
@@ -33,14 +38,14 @@ def test_saved_tensors_are_counted_by_kind(
         by_kind = {row["saved"]: row for row in rows}
         assert {"activations", "pool indices", "everything"} <= set(by_kind)
         for row in rows:
-            assert row["best"] >= max(row[name] for name in benchmark.CODECS)
+            assert row["best"] >= max(row[name] for name in ratio.CODECS)
         assert by_kind["activations"]["zvc+ibp"] > by_kind["activations"]["zvc"] > 1.2
         assert by_kind["pool indices"]["ibp-blob"] > 4
 
 
-def test_sizes_have_all_metadata(benchmark: Any) -> None:
+def test_sizes_have_all_metadata(ratio: Any) -> None:
     values = torch.randn(5000).relu()
-    sizes = benchmark.sizes_of(values)
+    sizes = ratio.sizes_of(values)
     assert sizes["raw"] == 20000
     assert sizes["zvc"] == ZvcCodec().encode(values).nbytes
-    assert sizes["best"] == min(sizes[name] for name in ("raw", *benchmark.CODECS))
+    assert sizes["best"] == min(sizes[name] for name in ("raw", *ratio.CODECS))
