@@ -24,6 +24,7 @@ from timing import print_tables
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "examples"))
 
+import swap_lossy  # noqa: E402
 import swap_model  # noqa: E402
 import swap_ratio  # noqa: E402
 import swap_train  # noqa: E402
@@ -50,6 +51,7 @@ PARTS: dict[str, Callable[[argparse.Namespace, Report], dict[str, Rows]]] = {
     "codecs": codecs,
     "model": swap_model.model,
     "train": swap_train.train,
+    "lossy": swap_lossy.lossy,
 }
 
 
@@ -81,6 +83,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--repetitions", type=int, default=9, help="default: %(default)s")
     swap_model.add_options(parser)
     swap_train.add_options(parser)
+    swap_lossy.add_options(parser)
     return parser
 
 

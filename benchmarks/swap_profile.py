@@ -7,12 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 #: Kernels shown of the stream that computes, and of each of the others.
 COMPUTE_KERNELS, OTHER_KERNELS = 4, 6
 NAME_LENGTH = 48
+GPU: Any = torch.autograd.DeviceType.CUDA
 
 
 def profile_rows(step: Callable[[], object]) -> list[dict[str, Any]]:
@@ -30,7 +30,8 @@ def profile_rows(step: Callable[[], object]) -> list[dict[str, Any]]:
         e
         for e in profiler.events() or ()
         # Annotations, such as that of the optimizer, span what is counted already.
-        if e.device_type == DeviceType.CUDA and not getattr(e, "is_user_annotation", False)
+        if e.device_type == torch.autograd.DeviceType.CUDA
+        and not getattr(e, "is_user_annotation", False)
     ]
     if not events:
         return [{"stream": "the profiler saw no kernels"}]

@@ -340,7 +340,7 @@ def measure(job: Job, way: str, select: str, until: float) -> Measured:
         job.step(used.context(), job.wait)
         after = used.counts()
         middle = statistics.median if job.on_gpu else min
-        medians = {name: middle(t[name] for t in times) for name in times[0]}
+        medians: dict[str, Any] = {name: middle(t[name] for t in times) for name in times[0]}
         measured = Measured(
             way=way,
             select=select,

@@ -13,9 +13,11 @@ from torch import nn
 from torch.autograd.graph import save_on_cpu
 
 import bitslab
-from bitslab.activations import conv_inputs
+from bitslab.activations import Site, conv_inputs
+from bitslab.engine.advisor import LossySchedule
+from bitslab.engine.codecs import ZfpCodec
 
-#: By name: what is done. The last four are policies of `bitslab.offload_activations`.
+#: By name: what is done. The last ones are policies of `bitslab.offload_activations`.
 WAYS = {
     "plain": "nothing is moved",
     "save_on_cpu": "torch.autograd.graph.save_on_cpu: everything, raw, the step waits",
@@ -25,6 +27,10 @@ WAYS = {
     "keep": "nothing is moved, but everything passes through the hooks",
 }
 POLICIES = ("raw", "static", "auto", "keep")
+#: Not one of all ways, since its losses differ.
+LOSSY = "lossy"
+LOSSY_TEXT = "activations lose bits (zfp), at a rate that slides down over the epochs"
+SCHEDULES = ("sliding", "inverse", "fixed")
 
 
 @dataclass(frozen=True)
@@ -112,14 +118,20 @@ class Offloaded(Kept):
     """A policy of `bitslab.offload_activations`; the loop and the model are not changed."""
 
     def __init__(self, policy: str, model: nn.Module, options: argparse.Namespace) -> None:
-        self._offload = bitslab.offload_activations(
-            model,
-            policy=policy,
-            codecs=options.codecs,
-            min_bytes=options.min_bytes,
-            select=conv_inputs if options.select == "conv_inputs" else None,
-            verify=options.verify,
-        )
+        self._model, self._options = model, options
+        self._offload = self.attach(policy)
+
+    def attach(self, policy: str, **more: Any) -> bitslab.ActivationOffload:
+        """Attach to the model, with more options."""
+        options = self._options
+        given: dict[str, Any] = {
+            "policy": policy,
+            "codecs": options.codecs,
+            "min_bytes": options.min_bytes,
+            "select": conv_inputs if options.select == "conv_inputs" else None,
+            "verify": options.verify,
+        }
+        return bitslab.offload_activations(self._model, **given | more)
 
     def traffic(self) -> Traffic:
         stats = self._offload.stats()
@@ -139,12 +151,54 @@ class Offloaded(Kept):
         self._offload.detach()
 
 
+class Lossy(Offloaded):
+    """Activations are packed by zfp, at the rate of each epoch; the rest leaves as it is.
+
+    P bits cross for a block of four values, where float32 has 128. What dropout and norms save
+    stays where it is, and integers lose nothing.
+    """
+
+    lossless = False
+
+    def __init__(self, model: nn.Module, options: argparse.Namespace) -> None:
+        top, bottom = options.lossy_bits
+        self._schedule = LossySchedule(top, bottom, options.epochs, options.schedule)
+        self._before = Traffic()
+        self._model, self._options = model, options
+        self._offload = self._attach_with(self._schedule.value(0))
+
+    def _attach_with(self, block_bits: int) -> bitslab.ActivationOffload:
+        return self.attach("static", lossy=ZfpCodec(block_bits), verify=0, select=self._selected)
+
+    def _selected(self, site: Site) -> bool:
+        """Return whether a site is moved."""
+        if self._options.select == "conv_inputs" and not conv_inputs(site):
+            return False
+        kind = site.module_type
+        return kind is None or not issubclass(kind, (nn.Dropout, nn.BatchNorm2d))
+
+    def begin_epoch(self, number: int) -> None:
+        self._before = self.traffic()
+        self._offload.detach()
+        self._offload = self._attach_with(self._schedule.value(number - 1))
+
+    def traffic(self) -> Traffic:
+        return self._before + super().traffic()
+
+    def notes(self) -> list[str]:
+        epochs = range(self._schedule.epochs)
+        bits = ", ".join(str(self._schedule.value(epoch)) for epoch in epochs)
+        return [*super().notes(), f"{LOSSY}: P by epoch, bits of four values: {bits}"]
+
+
 @contextmanager
 def keep(way: str, model: nn.Module, options: argparse.Namespace) -> Iterator[Kept]:
-    """Keep a model's saved tensors in a way of WAYS for as long as the context is open."""
+    """Keep a model's saved tensors in a way of WAYS, or in `LOSSY`, while the context is open."""
     kept: Kept
     if way in POLICIES:
         kept = Offloaded(way, model, options)
+    elif way == LOSSY:
+        kept = Lossy(model, options)
     elif way == "save_on_cpu":
         kept = SavedOnCpu(next(model.parameters()).device)
     else:
