@@ -1,9 +1,10 @@
-"""benchmarks/swap.py counts what a CNN saves, by kind and codec, all metadata included."""
+"""benchmarks/swap.py counts what a CNN saves, and measures its steps in every way."""
 
 from __future__ import annotations
 
 import importlib
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -49,3 +50,73 @@ def test_sizes_have_all_metadata(ratio: Any) -> None:
     assert sizes["raw"] == 20000
     assert sizes["zvc"] == ZvcCodec().encode(values).nbytes
     assert sizes["best"] == min(sizes[name] for name in ("raw", *ratio.CODECS))
+
+
+def test_steps_are_measured_in_every_way(
+    benchmark: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ways = (
+        "--policies raw static none --select all --peers save_on_cpu torchtune --activations relu"
+    )
+    size = "--models alexnet --train-batch 32 --train-steps 1 --steps 3 --device cpu --json"
+    assert benchmark.main(["--only", "train", *ways.split(), *size.split()]) == 0
+    printed = capsys.readouterr()
+    assert "left out: none (policy: 'none', accepted are" in printed.err
+    rows, summary = json.loads(printed.out).values()
+    by_way = {row["way"]: row for row in rows}
+    assert list(by_way)[:3] == ["plain", "raw, all", "static, all"]
+    assert {"save_on_cpu", "plain, at the end"} <= set(by_way)
+    assert len({row["loss"] for row in rows}) == 1  # to the last bit
+    raw, static, plain = (by_way[way] for way in ("raw, all", "static, all", "plain"))
+    assert raw["out GB"] == raw["crossed GB"] == pytest.approx(static["out GB"])
+    assert 0 < static["crossed GB"] < raw["crossed GB"] and plain["out GB"] == 0
+    assert raw["exposed"] == pytest.approx(raw["step"] - plain["step"])
+    assert static["of raw"] == pytest.approx(static["exposed"] / raw["exposed"])
+    assert [row["model"] for row in summary] == ["alexnet", "mean"]
+    assert summary[0]["raw exposed"] == raw["exposed"]
+
+
+def test_no_time_is_left(benchmark: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    options = "--only train --seconds-limit 0 --policies raw --peers --device cpu --json"
+    assert benchmark.main(options.split()) == 0
+    printed = capsys.readouterr()
+    assert printed.out.strip() == "{}" and printed.err.count("(--seconds-limit)") == 12
+
+
+def test_decisions_are_compared_with_measured_times(benchmark: Any) -> None:
+    decisions = importlib.import_module("swap_decisions")
+    tensors = [torch.randn(1 << 18).relu(), torch.randn(1 << 17)]
+    rows = [
+        {
+            "site": f"{i}",
+            "nbytes": t.nbytes,
+            "operation": "",
+            "sparsity": 0.5,
+            "ratio": {"zvc": 0.9},
+            # Compute hides all of the first tensor's way, so that packing it never pays.
+            "hidden_forward_s": 1.0,
+            "hidden_backward_s": 1.0,
+            "action": action,
+            "codec": codec,
+            "raw_s": 0.0,
+            "packed_s": 1.0,
+            "reason": "",
+        }
+        for i, (t, action, codec) in enumerate(
+            zip(tensors, ("pack", "raw"), ("zvc", None), strict=True)
+        )
+    ]
+    table, shares = decisions.compared(rows, tensors, lambda *given: (1.0, 1.0))
+    assert [row["by times"] for row in table] == ["raw", "raw"]
+    assert [row["agrees"] for row in table] == ["NO", "yes"]
+    assert shares["sites"] == 2 and shares["agreement"] == 0.5
+    assert shares["model error"] > 1  # 2 s for a megabyte
+    with pytest.raises(ValueError, match="other tensors"):
+        decisions.compared(rows, tensors[:1], lambda *given: (1.0, 1.0))
+
+
+def test_time_of_kernels_that_overlap_counts_once(benchmark: Any) -> None:
+    profile = importlib.import_module("swap_profile")
+    spans = [(0.0, 4.0), (1.0, 2.0), (3.0, 6.0), (10.0, 11.0)]
+    events = [SimpleNamespace(time_range=SimpleNamespace(start=a, end=b)) for a, b in spans]
+    assert profile.busy_us(events) == 7.0
