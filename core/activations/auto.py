@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import warnings
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ from .copies import Pass
 from .policies import RAW, Choice, Codecs
 from .profile import PassProfile
 from .sites import Site
+from .traffic import SentBlob
 
 #: Seconds in which the codecs of a device are measured, once on a machine.
 MEASURE_SECONDS = {"cpu": 6.0, "cuda": 30.0}
@@ -65,6 +68,7 @@ class AutoPolicy:
         self._fitted: dict[str, SiteRecord] = {}
         self._models: dict[tuple[torch.device, tuple[int, ...]], TimeModel] = {}
         self._failure_reported = False
+        self._epoch_began = False
 
     def decide(self, site: Site) -> Choice:
         """Return what is done with the tensors of a site, as decided last."""
@@ -81,11 +85,32 @@ class AutoPolicy:
             changed = False
             if self._profiled is not None:
                 changed = self._evaluate(self._profiled)
-            due = number % self._every == 0 or number == WARM_PASS
+            due = number % self._every == 0 or number == WARM_PASS or self._epoch_began
             if self._profiled is None and (due or not self._profiles):
                 entered.profile = PassProfile(self._codecs)
                 self._profiled = entered
+                self._epoch_began = False
             return changed
+
+    def begin_epoch(self) -> None:
+        """Profile the next pass."""
+        self._epoch_began = True
+
+    def observed(self, blob: SentBlob, decodes: bool, seconds: float) -> None:
+        """Correct the model of a device by what a real swap took there."""
+        assert blob.used_bytes is not None
+        device = blob.device
+        given = {"decode_s" if decodes else "encode_s": seconds}
+        for (measured, _), model in list(self._models.items()):
+            if measured == device:
+                with contextlib.suppress(KeyError):  # of a codec that is not modelled
+                    model.observe(
+                        blob.codec_name,
+                        blob.nbytes,
+                        blob.used_bytes / blob.nbytes,
+                        element_bytes=blob.element_bytes,
+                        **given,
+                    )
 
     def _evaluate(self, profiled: Pass) -> bool:
         profile = profiled.profile
@@ -100,14 +125,47 @@ class AutoPolicy:
             self._refit_drifted(records, profile.sites())
             last = [self._decisions[r.site] for r in records if r.site in self._decisions]
             try:
-                model = self._model(device, records)
-                made = decide(records, model, SwapLink.measured(device), previous=last)
+                model, link = self._model(device, records), SwapLink.measured(device)
+                records = self._with_lossy(records, profile.sites(), model, link)
+                made = decide(records, model, link, previous=last)
             except (BitslabError, torch.OutOfMemoryError) as error:
                 self._tell(device, error)
                 continue
             self.history.add(self._profiles - 1, records, made)
             self._decisions.update({decision.site: decision for decision in made})
         return True
+
+    def _with_lossy(
+        self,
+        records: list[SiteRecord],
+        sites: dict[str, Site],
+        model: TimeModel,
+        link: SwapLink,
+    ) -> list[SiteRecord]:
+        """Return records in which dense tensors alone may be packed by the lossy codec.
+
+        Sparse ones may only where no lossless codec takes them.
+        """
+        name, rate = self._codecs.lossy, self._codecs.rate
+        if name is None:
+            return records
+        lossy = [r for r in records if self._is_dense(r) and not sites[r.site].is_exact]
+        if rate is not None:
+            rate.find(lossy, model, link)
+        chosen = {r.site for r in lossy}
+        found = []
+        for record in records:
+            ratio = {codec: share for codec, share in record.ratio.items() if codec != name}
+            if record.site in chosen:
+                if rate is None:
+                    ratio = dict(record.ratio)
+                elif rate.block_bits is not None:
+                    ratio[name] = rate.share(record)
+            found.append(replace(record, ratio=ratio))
+        return found
+
+    def _is_dense(self, record: SiteRecord) -> bool:
+        return not record.sparse or not set(record.ratio) - {self._codecs.lossy}
 
     def _refit_drifted(self, records: Iterable[SiteRecord], sites: dict[str, Site]) -> None:
         for record in records:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import weakref
+from collections import deque
 from typing import Protocol
 
 import torch
@@ -12,11 +13,11 @@ import torch
 from ..engine.codecs.blob import BlobCodec
 from ..engine.transfer import Mark, StreamLane
 from .guards import modified, version_witness
+from .host_packing import RawOnHost
 from .identity import Span, version_of
+from .moments import Moment
 from .sites import Site
-
-#: A moment: of the clock of the host, or of the stream that computes.
-Moment = float | torch.cuda.Event
+from .traffic import SentBlob
 
 
 class Profile(Protocol):
@@ -102,8 +103,12 @@ class StoredCopy:
         uint8 on the host: the bytes, or the blob at its beginning.
     stored : Event, Future or None
         When `host` is filled.
+    blob : SentBlob or None
+        What is known of the encoded bytes in `host`.
+    on_host : RawOnHost or None
+        In the place of `host`: what the CPU may pack.
     fetched : torch.Tensor or None
-        uint8 on the device, what is coming back from `host`.
+        uint8 on the device, what is coming back from the host.
     arrived : Event, Future or None
         When `fetched` is filled.
     restored : torch.Tensor or None
@@ -115,18 +120,24 @@ class StoredCopy:
         "_round",
         "_views",
         "arrived",
+        "away",
+        "blob",
         "codec",
         "dtype",
         "elements",
         "events",
         "fetched",
+        "filling",
+        "home",
         "host",
         "lanes",
         "made_in",
         "name",
+        "on_host",
         "original",
         "process",
         "restored",
+        "restored_on",
         "root",
         "shared",
         "span",
@@ -153,14 +164,22 @@ class StoredCopy:
         self.original: torch.Tensor | None = flat
         self.codec: BlobCodec | None = None
         self.host: torch.Tensor | None = None
+        self.blob: SentBlob | None = None
+        self.on_host: RawOnHost | None = None
         self.stored: Mark | None = None
         self.fetched: torch.Tensor | None = None
         self.arrived: Mark | None = None
         self.restored: torch.Tensor | None = None
         #: The storage of what was restored last, while anybody uses it.
         self.shared: weakref.ref[torch.UntypedStorage] | None = None
-        #: Streams that may be reading the original.
+        #: The stream that computed when it was saved, and streams that may be reading the original.
+        self.home: torch.cuda.Stream | None = None
         self.lanes: tuple[StreamLane, ...] = ()
+        #: The stream that may be writing `fetched`, and the one that `restored` was made on.
+        self.filling: StreamLane | None = None
+        self.restored_on: torch.cuda.Stream | None = None
+        #: Takes its bytes when it goes while they are on the host alone.
+        self.away: deque[int] | None = None
         #: Behind the work of GPUs that uses `host`, for the arena.
         self.events: list[torch.cuda.Event] = []
         self.process = os.getpid()
@@ -203,10 +222,19 @@ class StoredCopy:
             for lane in self.lanes:
                 lane.keep(self.original)
 
+    def keep_fetched_until_filled(self) -> None:
+        """Let the memory of `fetched` be used again only when no stream writes it any more."""
+        if self.fetched is not None and self.filling is not None:
+            self.filling.keep(self.fetched)
+
     def __del__(self) -> None:
         # Of a graph that was dropped while its copies were under way.
-        if self.lanes and not sys.is_finalizing():
-            self.keep_original_until_copied()
+        if (self.lanes or self.filling) and not sys.is_finalizing():
+            if self.process == os.getpid():  # a forked child has no GPU
+                self.keep_original_until_copied()
+                self.keep_fetched_until_filled()
+        if self.away is not None:
+            self.away.append(self.nbytes)
 
 
 def _waits(view: SavedView | None, current: int) -> bool:

@@ -20,12 +20,11 @@ from concurrent.futures import Future
 
 import torch
 
-from ..engine.codecs.blob import HEADER_BYTES, Blob, BlobCodec
+from ..engine.codecs.blob import Blob, BlobCodec
 from ..engine.kernels.cpu.blob_copy import copy_blob
 from ..engine.kernels.cuda import kernels_on
 from ..engine.kernels.cuda.runner import do_nothing
 from ..engine.kernels.cuda.stream import current_stream
-from ..engine.memory import Reservation, host_arena
 from ..engine.memory.locks import call_after_fork
 from ..engine.transfer import (
     Mark,
@@ -36,17 +35,14 @@ from ..engine.transfer import (
     record_on,
     wait_on_host,
 )
-from ..errors import BitslabError
 from .copies import StoredCopy
+from .host_packing import CodecOf, HostPacking, RawOnHost
+from .host_room import HostRoom
+from .moments import Moment, now
+from .traffic import Observed, SentBlob, Traffic, is_done, used_bytes
 
-#: Host memory is reserved in pieces of this many bytes or more: page-locking costs by the call.
-RESERVED_BYTES = 64 << 20
 #: Encoded copies on a device: one is encoded while another one is written to the host.
 STAGING_BUFFERS = 2
-
-
-class HostMemoryError(BitslabError):
-    """There is no host memory for a copy."""
 
 
 class Executor:
@@ -59,27 +55,30 @@ class Executor:
     in_flight_bytes : int
         Bytes of originals that are kept at most while their copies are under way.
     came_back : callable
-        Called with each copy that comes back, and the bytes that cross for it.
+        As for `Traffic`.
     failed : callable
         Called with the name of a site and an error, when a thread could not encode or copy a tensor
         of it; the original is kept.
+    observed : callable, optional
+        As for `Traffic`.
 
     Attributes
     ----------
-    moved_out_bytes, moved_in_bytes : int
-        Raw bytes of the copies that went to the host and came back.
+    traffic : Traffic
+        What crossed.
     """
 
     def __init__(
         self,
         device: torch.device,
         in_flight_bytes: int,
-        came_back: Callable[[StoredCopy, int], None],
+        came_back: Callable[[str, int, int], None],
         failed: Callable[[str, BaseException], None],
+        observed: Observed | None = None,
     ) -> None:
         self.device = device
         self.in_flight_bytes = in_flight_bytes
-        self._came_back, self._failed = came_back, failed
+        self._came_back, self._failed, self._observed = came_back, failed, observed
         self.on_gpu = device.type == "cuda"
         self._open_lanes()
         self._begin()
@@ -98,10 +97,11 @@ class Executor:
     def _begin(self) -> None:
         self._lock = threading.RLock()
         self._ring = _empty_ring()
-        self._reservation: Reservation | None = None
+        self._room = HostRoom(self.on_gpu)
+        self._packing: HostPacking | None = None
         self._in_flight: deque[tuple[weakref.ref[StoredCopy], Mark, int]] = deque()
         self._in_flight_bytes = 0
-        self.moved_out_bytes = self.moved_in_bytes = 0
+        self.traffic = Traffic(self._came_back, self._observed)
 
     def after_fork(self) -> None:
         """Begin anew in a forked child: locks, host memory and work under way are the parent's."""
@@ -110,7 +110,11 @@ class Executor:
     # To the host
 
     def store(
-        self, copy: StoredCopy, codec: BlobCodec | None, sm_budget: int | None = None
+        self,
+        copy: StoredCopy,
+        codec: BlobCodec | None,
+        sm_budget: int | None = None,
+        codec_on_host: CodecOf | None = None,
     ) -> None:
         """Send a copy to the host, encoded or raw.
 
@@ -122,45 +126,92 @@ class Executor:
             Encodes it; None for raw bytes.
         sm_budget : int, optional
             Multiprocessors that encoding takes at most, for it runs beside what computes.
+        codec_on_host : callable, optional
+            Returns what the CPU packs it with once it has crossed raw.
 
         Raises
         ------
         HostMemoryError
             When there is no host memory; nothing has changed then.
+        OutOfMemoryError
+            When there is no device memory to encode it in; the original is to be kept.
         """
         flat = copy.original
         assert flat is not None
         with self._lock:
+            self.traffic.poll()
             most = flat.nbytes
             if codec is not None:
                 most = codec.max_encoded_bytes(flat.shape, flat.dtype)
-            copy.host = host = self._cut(most, copy.events)
-            copy.codec = codec
-            begin = record_on(current_stream(self.device)) if self.on_gpu else None
-            done: Mark
-            if codec is None:
-                done = copy.stored = self._out.run(_copy, flat, host, self.on_gpu, after=begin)
-                lane = self._out
-            else:
-                buffer = self._ring.take((), must=True)
-                _renew(buffer)
-                buffer.fill(self._encoding, self._encode, codec, flat, buffer, begin, sm_budget)
-                buffer.drain(self._out, _send, buffer, host, self.on_gpu)
-                encoded, sent = buffer.ready, buffer.released
-                assert encoded is not None and sent is not None
-                lane = self._encoding
-                if isinstance(self._out, StreamLane):  # the ring records its mark again
-                    done, copy.stored = encoded, self._out.record()
-                else:
-                    done = copy.stored = sent
+            host = self._room.cut(most, copy.events)
+            begin = None
+            if self.on_gpu:
+                copy.home = current_stream(self.device)
+                begin = record_on(copy.home)
+            lane = self._out if codec is None else self._encoding
             if isinstance(lane, StreamLane):
-                copy.lanes = (lane,)
+                copy.lanes = (lane,)  # first: what fails below may have been launched in part
+            if codec is None:
+                done = self._store_raw(copy, flat, host, begin, codec_on_host)
+            else:
+                done = self._store_encoded(copy, flat, host, begin, codec, sm_budget)
             if isinstance(copy.stored, torch.cuda.Event):
                 copy.events.append(copy.stored)
-            self.moved_out_bytes += copy.nbytes
             self._in_flight.append((weakref.ref(copy), done, copy.nbytes))
             self._in_flight_bytes += copy.nbytes
             self._release(self.in_flight_bytes)
+
+    def _store_raw(
+        self,
+        copy: StoredCopy,
+        flat: torch.Tensor,
+        host: torch.Tensor,
+        begin: torch.cuda.Event | None,
+        codec_on_host: CodecOf | None,
+    ) -> Mark:
+        """Send a copy as it is; return when its original has been read."""
+        stored = copy.stored = self._out.run(_copy, flat, host, self.on_gpu, after=begin)
+        if codec_on_host is None:
+            copy.host = host
+        else:
+            raw = RawOnHost(host, stored, copy.elements, copy.dtype, codec_on_host)
+            copy.on_host = raw
+            if self._packing is None:
+                self._packing = HostPacking(self.on_gpu)
+            self._packing.pack(raw)
+        self.traffic.sent_raw(copy.nbytes)
+        return stored
+
+    def _store_encoded(
+        self,
+        copy: StoredCopy,
+        flat: torch.Tensor,
+        host: torch.Tensor,
+        begin: torch.cuda.Event | None,
+        codec: BlobCodec,
+        sm_budget: int | None,
+    ) -> Mark:
+        """Send an encoded copy; return when its original has been read."""
+        buffer = self._ring.take((), must=True)
+        _renew(buffer)
+        timing: list[Moment] | None = [] if self.traffic.is_due(decodes=False) else None
+        buffer.fill(self._encoding, self._encode, codec, flat, buffer, begin, sm_budget, timing)
+        buffer.drain(self._out, _send, buffer, host, self.on_gpu)
+        encoded, sent = buffer.ready, buffer.released
+        assert encoded is not None and sent is not None
+        done: Mark = sent
+        copy.stored = sent
+        if isinstance(self._out, StreamLane):  # the ring records its mark again
+            done, copy.stored = encoded, self._out.record()
+        copy.host, copy.codec = host, codec
+        blob = SentBlob(
+            copy.name, codec.name, copy.nbytes, copy.dtype.itemsize, self.device, host, copy.stored
+        )
+        copy.blob = blob
+        self.traffic.sent(blob)
+        if timing is not None:
+            self.traffic.encoded(blob, timing)
+        return done
 
     def _encode(
         self,
@@ -169,8 +220,9 @@ class Executor:
         buffer: StagingBuffer[int],
         begin: torch.cuda.Event | None,
         sm_budget: int | None,
+        timing: list[Moment] | None,
     ) -> None:
-        """Fill a staging buffer, on the lane that encodes."""
+        """Fill a staging buffer, on the lane that encodes; add when that began and ended."""
         if begin is not None:
             self._encoding.wait(begin)  # type: ignore[union-attr]
         most = codec.max_encoded_bytes(flat.shape, flat.dtype)
@@ -178,31 +230,19 @@ class Executor:
             # This lane waits for what reads the old memory, so that its successor may take it.
             buffer.memory = None
             buffer.memory = torch.empty(most, dtype=torch.uint8, device=self.device)
+        if timing is None:
+            codec.encode(flat, out=buffer.memory, sm_budget=sm_budget)
+            return
+        timing.append(now(self.device))
         codec.encode(flat, out=buffer.memory, sm_budget=sm_budget)
-
-    def _cut(self, nbytes: int, events: list[torch.cuda.Event]) -> torch.Tensor:
-        """Return host memory, which goes back when the last tensor and the GPU are done with it."""
-        nbytes = max(nbytes, 1)
-        if self._reservation is None or self._reservation.nbytes < nbytes:
-            self._reservation = None
-            try:
-                made = host_arena().reserve(nbytes, max(nbytes, RESERVED_BYTES))
-            except BitslabError:
-                try:
-                    made = host_arena().reserve(nbytes)
-                except BitslabError as error:
-                    raise HostMemoryError(str(error)) from error
-            if self.on_gpu and not made.pinned:
-                raise HostMemoryError("the system refused to page-lock host memory")
-            self._reservation = made
-        return self._reservation.cut(nbytes, lambda: events)
+        timing.append(now(self.device))
 
     def _release(self, allowed_bytes: int) -> None:
         """Give up originals whose copies are done, or that are too many."""
         while self._in_flight:
             ref, done, nbytes = self._in_flight[0]
             over = self._in_flight_bytes > allowed_bytes
-            if not over and not _is_done(done):
+            if not over and not is_done(done):
                 return
             copy = ref()
             if copy is not None and copy.original is not None:
@@ -210,13 +250,22 @@ class Executor:
                     self._wait(done)
                 error = done.exception() if isinstance(done, Future) else None
                 if error is None:
-                    copy.original = None
-                    copy.lanes = ()
+                    self._give_up(copy)
                 else:
                     self._failed(copy.name, error)
             del copy
             self._in_flight.popleft()
             self._in_flight_bytes -= nbytes
+
+    def _give_up(self, copy: StoredCopy) -> None:
+        """Give the device memory of an original back: what reads it comes before what follows."""
+        if copy.home is not None and copy.home != current_stream(self.device):
+            # Its memory belongs to the order of a stream that has not waited.
+            copy.keep_original_until_copied()
+        copy.original = None
+        copy.lanes = ()
+        copy.away = self.traffic.dropped
+        self.traffic.left(copy.nbytes)
 
     def _wait(self, mark: Mark) -> None:
         """Make what computes wait: torch's current stream, or the host for a thread."""
@@ -232,23 +281,35 @@ class Executor:
         with self._lock:
             if copy.original is not None or copy.restored is not None or copy.fetched is not None:
                 return
-            host, stored = copy.host, copy.stored
-            assert host is not None and stored is not None
-            used = host.shape[0]
-            known = True
+            stored, raw = copy.stored, copy.on_host
+            assert stored is not None
+            # In this order: see `RawOnHost.packed`.
+            host = copy.host if raw is None else raw.host
+            used, known = copy.nbytes, True
             if copy.codec is not None:
-                known = _is_done(stored)
-                used = _used_bytes(host) if known else used
+                assert host is not None
+                known = is_done(stored)
+                used = used_bytes(host) if known else host.shape[0]
             # Of the stream that computes, behind whose work it is filled and given back.
-            copy.fetched = fetched = torch.empty(used, dtype=torch.uint8, device=self.device)
-            begin = record_on(current_stream(self.device)) if self.on_gpu else None
-            copy.arrived = self._in.run(self._fill, fetched, host, stored, known, after=begin)
+            fetched = torch.empty(used, dtype=torch.uint8, device=self.device)
+            begin = None
             if self.on_gpu:
-                copy.events.append(copy.arrived)  # type: ignore[arg-type]
-                del copy.events[:-1]  # which is behind those before
-            self.moved_in_bytes += copy.nbytes
-            if known:
-                self._came_back(copy, used)
+                assert isinstance(self._in, StreamLane)
+                copy.restored_on = current_stream(self.device)
+                begin = record_on(copy.restored_on)
+                copy.filling = self._in  # first: what fails below may have been launched
+            copy.fetched = fetched
+            arrived: Mark
+            if host is not None:
+                arrived = self._in.run(self._fill, fetched, host, stored, known, after=begin)
+                if isinstance(arrived, torch.cuda.Event):
+                    copy.events.append(arrived)
+                    del copy.events[:-1]  # which is behind those before
+            else:
+                assert raw is not None and raw.packed is not None and self._packing is not None
+                arrived = self._packing.unpack(raw.packed, fetched, self._in, begin)
+            copy.arrived = arrived
+            self.traffic.fetched(copy.name, copy.nbytes, copy.blob)
 
     def _fill(self, out: torch.Tensor, host: torch.Tensor, stored: Mark, known: bool) -> None:
         """Copy from the host, on the lane that brings copies back."""
@@ -273,6 +334,7 @@ class Executor:
             Whether other views of it will be read soon.
         """
         with self._lock:
+            self.traffic.poll()
             self._release(self.in_flight_bytes)
             if copy.original is not None:
                 return copy.original
@@ -282,6 +344,8 @@ class Executor:
             if restored is None:
                 restored = self._restore(copy)
                 copy.shared = weakref.ref(restored.untyped_storage())
+            elif self.on_gpu:
+                self._use_here(copy, restored)
             copy.restored = restored if more else None
             return restored
 
@@ -294,6 +358,13 @@ class Executor:
             storage, 0, (copy.elements,), (1,)
         )
 
+    def _use_here(self, copy: StoredCopy, t: torch.Tensor) -> None:
+        """Order torch's current stream behind the one that made a tensor, where that is another."""
+        current = current_stream(self.device)
+        if copy.restored_on is not None and copy.restored_on != current:
+            current.wait_stream(copy.restored_on)
+            t.record_stream(current)
+
     def _restore(self, copy: StoredCopy) -> torch.Tensor:
         self.fetch(copy)
         fetched, arrived = copy.fetched, copy.arrived
@@ -301,10 +372,35 @@ class Executor:
         self._wait(arrived)
         copy.fetched = copy.arrived = None
         if isinstance(arrived, Future):
-            arrived.result()
+            event = arrived.result()
+            if event is not None:  # of what a thread has unpacked
+                self._wait(event)
+        if self.on_gpu:  # it may have been fetched for another stream
+            self._use_here(copy, fetched)
+            copy.restored_on = current_stream(self.device)
+        copy.filling = None
+        if copy.away is not None:
+            copy.away = None
+            self.traffic.returned(copy.nbytes)
         if copy.codec is None:
             return fetched.view(copy.dtype)
-        return copy.codec.decode(Blob(fetched, torch.Size([copy.elements]), copy.dtype))
+        encoded = Blob(fetched, torch.Size([copy.elements]), copy.dtype)
+        if copy.blob is None or not self.traffic.is_due(decodes=True):
+            return copy.codec.decode(encoded)
+        begin = now(self.device)
+        decoded = copy.codec.decode(encoded)
+        self.traffic.decoded(copy.blob, [begin, now(self.device)])
+        return decoded
+
+    @property
+    def packed_on_host(self) -> int:
+        """Number of copies that the CPU has packed."""
+        return 0 if self._packing is None else self._packing.tensors
+
+    def poll(self) -> None:
+        """Count what is known by now; waits for nothing."""
+        with self._lock:
+            self.traffic.poll()
 
     def close(self) -> None:
         """Wait for the work under way, and end threads; they start again when a copy is read."""
@@ -312,9 +408,12 @@ class Executor:
             if isinstance(lane, ThreadLane):
                 wait_on_host(lane.run(do_nothing))  # behind all, which closing would cancel
             lane.close()
+        if self._packing is not None:
+            self._packing.close()
         with self._lock:
             self._release(0)
-            self._reservation = None
+            self.traffic.poll()
+            self._room.close()
             self._ring = _empty_ring()
             if not self.on_gpu:
                 self._open_lanes()
@@ -339,16 +438,3 @@ def _send(buffer: StagingBuffer[int], host: torch.Tensor, on_gpu: bool) -> None:
         kernels_on(buffer.data.device).copy_blob(buffer.data, host)
         return
     copy_blob(buffer.data, host)
-
-
-def _used_bytes(data: torch.Tensor) -> int:
-    """Return the used bytes of a blob on the host, as far as there are as many."""
-    used = int(data[:8].view(torch.int64)[0])
-    return min(max(used, HEADER_BYTES), data.shape[0])
-
-
-def _is_done(mark: Mark) -> bool:
-    if isinstance(mark, Future):
-        return mark.done()
-    passed: bool = mark.query()  # type: ignore[no-untyped-call]
-    return passed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 import warnings
@@ -11,15 +12,19 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from ..engine.codecs.blob import BlobCodec
 from ..errors import BitslabError
 from .copies import Pass, SavedView, StoredCopy
-from .executor import Executor, HostMemoryError
+from .executor import Executor
 from .guards import is_form_of_leaf, is_plain, modified
+from .host_room import HostMemoryError
 from .identity import CopyTable, copied_span, root_of, span_of, version_of
-from .policies import KEEP, RAW, Choice, Codecs, Policy
-from .profile import now
+from .lossy import ErrorSample
+from .moments import now
+from .policies import HOST, KEEP, RAW, Choice, Codecs, Policy
+from .profile import sample_of
 from .read_order import ReadOrder
-from .sites import Select, Site, operation_of, running_module
+from .sites import Select, Site, is_exact, operation_of, running_module
 from .verify import Verifier
 
 #: A tensor that is left as it is, with its version. Detached: an output that its own node saved
@@ -36,13 +41,15 @@ class SiteCounts:
     site : Site
         As its last tensor was.
     choice : str
-        What is done with them: "keep", "raw" or the name of a codec.
+        What is done with them: "keep", "raw", "host" or the name of a codec.
     reason : str
         Why.
     tensors : int
         Number that were moved.
     raw_bytes, packed_bytes : int
         Bytes of those that came back, before packing and as they crossed.
+    error : ErrorSample or None
+        How far a tensor was off that a lossy codec packed, at its present rate.
     """
 
     site: Site
@@ -51,6 +58,7 @@ class SiteCounts:
     tensors: int = 0
     raw_bytes: int = 0
     packed_bytes: int = 0
+    error: ErrorSample | None = None
 
     def decided(self, choice: Choice) -> None:
         """Take over what was decided."""
@@ -121,6 +129,8 @@ class SavedTensorHooks:
         """Begin a pass in this thread; storages in `parameters` are left alone."""
         entered = Pass(self._passes, parameters)
         self._passes += 1
+        if self._codecs.rate is not None and not self.inside():
+            self._codecs.rate.begin_pass()
         if not self.inside() and self._policy.begin(entered):
             for counts in list(self.sites.values()):
                 counts.decided(self._choice(counts.site))
@@ -168,6 +178,8 @@ class SavedTensorHooks:
         module = running_module(3)
         name = current.next_name(self._name_of(module))
         copy = self._copies.find(storage, root, version, span)
+        if copy is not None and copy.is_lossy and is_exact(t):
+            copy = None  # other views of these bytes may lose bits, and this one may not
         counts = self.sites.get(name)
         if copy is None:
             span = copied_span(span, storage.nbytes(), t.element_size())
@@ -177,7 +189,7 @@ class SavedTensorHooks:
                 return t.detach(), version
             flat = _flat(t, storage, span.begin, span.nbytes)
             copy = StoredCopy(name, flat, span, root, version, current)
-            if not self._store(copy, counts):
+            if not self._store(copy, counts, t):
                 return t.detach(), version
             self._copies.add(storage, copy)
             current.add(copy)
@@ -192,7 +204,8 @@ class SavedTensorHooks:
     ) -> SiteCounts:
         """Record a site, or one whose tensors have become others, and decide what to do."""
         kind = None if module is None else type(module)
-        site = Site(name, kind, operation_of(t), t.shape, t.dtype, nbytes, t.device)
+        exact = is_exact(t)
+        site = Site(name, kind, operation_of(t), t.shape, t.dtype, nbytes, t.device, exact)
         counts = self.sites.get(name)
         if counts is None:
             counts = self.sites[name] = SiteCounts(site)
@@ -205,33 +218,50 @@ class SavedTensorHooks:
             return Choice(KEEP, "Kept: not selected.")
         return self._policy.decide(site)
 
-    def _store(self, copy: StoredCopy, counts: SiteCounts) -> bool:
+    def _store(self, copy: StoredCopy, counts: SiteCounts, t: torch.Tensor) -> bool:
         """Send a copy to the host; return whether there was room."""
-        flat, codec = copy.original, None
+        flat, codec, codec_on_host = copy.original, None, None
         assert flat is not None
         profile = copy.made_in.profile
         begin = None if profile is None else now(flat.device)
         budget = self._sm_budget
-        if counts.choice != RAW:
-            codec = self._codecs.for_site(counts.choice, counts.site, flat)
-            if codec is None:
-                why = f"Raw: {counts.choice} takes no {flat.dtype} on {flat.device}."
-                counts.decided(Choice(RAW, why))
-            elif budget is None:
+        if counts.choice == HOST:
+            name = self._codecs.names[0]
+            codec_on_host = functools.partial(self._codecs.for_site, name, counts.site)
+        elif counts.choice != RAW:
+            codec = self._codec(counts, flat, t)
+            if codec is not None and budget is None:
                 budget = self._policy.sm_budget(counts.choice, counts.site)
         try:
-            self.executor(flat.device).store(copy, codec, budget)
+            self.executor(flat.device).store(copy, codec, budget, codec_on_host)
             if profile is not None and begin is not None:
                 profile.saved(copy, counts.site, flat, begin)
         except HostMemoryError as error:
             self._tell(f"host memory for {counts.site.name!r} cannot be had ({error})")
             copy.original = None
             return False
+        except torch.OutOfMemoryError as error:
+            where = f"device memory to pack {counts.site.name!r} in"
+            self._tell(f"{where} cannot be had ({str(error).splitlines()[0]})")
+            return False
         except Exception as error:
             error.add_note(f"bitslab: while packing {counts.site.name!r}")
             raise
         counts.tensors += 1
         return True
+
+    def _codec(self, counts: SiteCounts, flat: torch.Tensor, t: torch.Tensor) -> BlobCodec | None:
+        """Return the codec of a site's tensor; None where it crosses raw."""
+        codec = self._codecs.for_site(counts.choice, counts.site, flat)
+        if codec is None:
+            why = f"Raw: {counts.choice} takes no {flat.dtype} on {flat.device}."
+            counts.decided(Choice(RAW, why))
+        elif codec.error_bound is not None:
+            if is_exact(t):  # another tensor than the one that the site was decided by
+                return None
+            if counts.error is None or counts.error.codec is not codec:
+                counts.error = ErrorSample(codec, sample_of(flat))
+        return codec
 
     def _tell(self, what: str) -> None:
         if not self.kept_bytes_reported:
@@ -293,7 +323,13 @@ class SavedTensorHooks:
             with self._lock:
                 found = self._executors.get(device)
                 if found is None:
-                    found = Executor(device, self._in_flight_bytes, self._came_back, self._failed)
+                    found = Executor(
+                        device,
+                        self._in_flight_bytes,
+                        self._came_back,
+                        self._failed,
+                        self._policy.observed,
+                    )
                     self._executors[device] = found
         return found
 
@@ -313,10 +349,10 @@ class SavedTensorHooks:
                 stacklevel=2,
             )
 
-    def _came_back(self, copy: StoredCopy, packed_bytes: int) -> None:
-        counts = self.sites.get(copy.name)
+    def _came_back(self, site: str, raw_bytes: int, packed_bytes: int) -> None:
+        counts = self.sites.get(site)
         if counts is not None:
-            counts.raw_bytes += copy.nbytes
+            counts.raw_bytes += raw_bytes
             counts.packed_bytes += packed_bytes
 
     def close(self) -> None:

@@ -19,6 +19,7 @@ from .attached import ATTRIBUTE, LISTED_PASSES, Attachment, ModuleTensors
 from .auto import AutoPolicy
 from .guards import storages_of
 from .hooks import SavedTensorHooks
+from .lossy import Lossy
 from .policies import KEEP, Codecs, FixedPolicy, Policy, checked_policy
 from .report import ActivationReport, SiteReport
 from .sites import Select, is_compiled, module_names
@@ -43,17 +44,20 @@ class ActivationOffload:
 
     Parameters
     ----------
-    policy : {"auto", "raw", "static", "keep"}
+    policy : {"auto", "raw", "static", "host", "keep"}
         What is done with the tensors of a site. "auto": they cross as they are, or encoded by that
         of `codecs` which a cost model finds best, from profiles of passes and measured times of
         codecs and link; codecs are measured once on a machine, in 30 s for a GPU and 6 s for a CPU.
-        "raw": they cross as they are. "static": all are encoded by the first of `codecs`. "keep":
-        they are kept.
+        "raw": they cross as they are. "static": all are encoded by the first of `codecs`. "host":
+        they cross as they are, and the CPU encodes those of more than 60 % zeros by the first of
+        `codecs`, for which the backward pass waits (vDNN++). "keep": they are kept.
     codecs : sequence of str or BlobCodec, optional
         Codecs that may be used, which return every bit; the best of the registered ones when left
         out.
-    lossy : str or BlobCodec, optional
-        A lossy codec, used for floating-point tensors of two dimensions or more.
+    lossy : str, BlobCodec or Lossy, optional
+        A lossy codec, or one with a schedule of rates, for policies "auto" and "static". Never used
+        for integers, masks, statistics of norms and scalars; with "auto" not for tensors with zeros
+        that a lossless codec takes. `report` names each tensor that is lossy and its error.
     min_bytes : int
         Smaller tensors are kept on the device.
     select : callable, optional
@@ -69,7 +73,7 @@ class ActivationOffload:
         Number of tensors that are fetched before they are read.
     profile_every : int
         With policy "auto", of so many forward passes one is profiled and decided from; so are the
-        first and the third.
+        first, the third, and the first after `begin_epoch`.
     sm_budget : int, optional
         Multiprocessors of a GPU that encoding takes at most, beside what computes; as measured with
         policy "auto" and all with others when left out.
@@ -77,8 +81,8 @@ class ActivationOffload:
     Raises
     ------
     ArgumentError, ArgumentTypeError
-        For a policy or codec that is unknown, a codec that is lossy in `codecs`, and arguments of
-        another kind.
+        For a policy or codec that is unknown, a codec that is lossy in `codecs`, a schedule of
+        rates without a range where none is measured, and arguments of another kind.
 
     Notes
     -----
@@ -107,7 +111,7 @@ class ActivationOffload:
         policy: str = "auto",
         *,
         codecs: Sequence[str | BlobCodec] | str | BlobCodec | None = None,
-        lossy: str | BlobCodec | None = None,
+        lossy: str | BlobCodec | Lossy | None = None,
         min_bytes: int = MIN_BYTES,
         select: Select | None = None,
         verify: bool | int = False,
@@ -132,7 +136,7 @@ class ActivationOffload:
         if sm_budget is not None:
             _check_number("sm_budget", sm_budget, 1)
         found = Codecs(codecs, lossy)
-        self._lossy = found.lossy
+        self._codecs = found
         self._verifier = Verifier(USUAL_EVERY if verify is True else int(verify))
         self._policy: Policy = (
             AutoPolicy(found, profile_every)
@@ -278,6 +282,22 @@ class ActivationOffload:
         if what not in self._notes:
             self._notes.append(what)
 
+    def begin_epoch(self, epoch: int) -> None:
+        """Say that an epoch begins, from 0: its first pass is profiled, and lossy rates follow it.
+
+        Loops need not call it: profiles come by `profile_every`, and a schedule of lossy rates can
+        count forward passes (`Lossy.epoch_passes`).
+
+        Raises
+        ------
+        ArgumentError, ArgumentTypeError
+            When it is no integer from 0 on.
+        """
+        _check_number("epoch", epoch)
+        if self._codecs.rate is not None:
+            self._codecs.rate.begin_epoch(epoch)
+        self._policy.begin_epoch()
+
     # What was done
 
     def stats(self) -> dict[str, int]:
@@ -287,30 +307,42 @@ class ActivationOffload:
         -------
         dict
             ``moved_out_bytes`` and ``moved_in_bytes``: raw bytes of the copies that went to the
-            host and came back; ``crossed_in_bytes``: what crossed for them, where it is known;
-            ``moved_tensors``; ``verified_tensors``.
+            host and came back; ``crossed_out_bytes`` and ``crossed_in_bytes``: what crossed for
+            them, as far as it is known by now; ``peak_saved_bytes``: most bytes of saved tensors
+            that were on the host alone at one time; ``moved_tensors``; ``packed_on_host_tensors``:
+            those that the CPU packed (policy "host"); ``verified_tensors``.
         """
         executors = self._hooks.executors()
+        for each in executors:
+            each.poll()
+        traffic = [each.traffic for each in executors]
         sites = self._hooks.sites.values()
         return {
-            "moved_out_bytes": sum(each.moved_out_bytes for each in executors),
-            "moved_in_bytes": sum(each.moved_in_bytes for each in executors),
+            "moved_out_bytes": sum(each.moved_out_bytes for each in traffic),
+            "moved_in_bytes": sum(each.moved_in_bytes for each in traffic),
+            "crossed_out_bytes": sum(each.crossed_out_bytes for each in traffic),
             "crossed_in_bytes": sum(counts.packed_bytes for counts in sites),
+            "peak_saved_bytes": sum(each.peak_away_bytes for each in traffic),
+            "packed_on_host_tensors": sum(each.packed_on_host for each in executors),
             "moved_tensors": sum(counts.tensors for counts in sites),
             "verified_tensors": self._verifier.compared,
         }
 
     def report(self) -> ActivationReport:
-        """Return what is done at each site, and what is not seen."""
+        """Return what is done at each site, and what is not seen.
+
+        Waits for the device where errors of lossy tensors are to be read.
+        """
+        stats = self.stats()
         rows = []
         for counts in list(self._hooks.sites.values()):
             tier = "device" if counts.choice == KEEP else "host"
             unit = UnitReport(counts.site.name, tier, counts.raw_bytes, counts.packed_bytes, None)
-            rows.append(
-                SiteReport(
-                    unit, counts.choice, counts.site.operation, counts.tensors, counts.reason
-                )
-            )
+            choice, operation = counts.choice, counts.site.operation
+            error = None
+            if choice == self._codecs.lossy and counts.error is not None:
+                error = counts.error.read()
+            rows.append(SiteReport(unit, choice, operation, counts.tensors, counts.reason, error))
         model = None if self._attachment is None else self._attachment.model
         if model is not None:  # it may have been compiled since
             self._note_compiled(model)
@@ -322,9 +354,7 @@ class ActivationOffload:
                 "in the first pass) outside of its forward pass, a loss for one, is not seen; "
                 "bitslab.ActivationOffload() around both sees it."
             )
-        if self._lossy is not None:
-            lossy = [row.unit.name for row in rows if row.choice == self._lossy]
-            notes.append(f"Lossy ({self._lossy}): {', '.join(lossy) or 'none'}.")
+        notes += self._lossy_notes(rows)
         failures = self._hooks.failures
         if failures:
             first = next(iter(failures))
@@ -337,10 +367,19 @@ class ActivationOffload:
             self.policy,
             rows,
             ", ".join(devices) or "no device",
-            self.stats(),
+            stats,
             notes,
             self._policy.rows(),
         )
+
+    def _lossy_notes(self, rows: Sequence[SiteReport]) -> list[str]:
+        """Name what is lossy, and how far it is off."""
+        lossy, rate = self._codecs.lossy, self._codecs.rate
+        if lossy is None:
+            return []
+        said = [f"{row.unit.name} ({row.error})" for row in rows if row.error is not None]
+        what = lossy if rate is None else rate.describe()
+        return [f"Lossy ({what}): {', '.join(said) or 'none'}."]
 
     def __reduce__(self) -> Any:
         raise BitslabError(

@@ -12,21 +12,26 @@ from ..engine.codecs.blob import BlobCodec
 from ..engine.codecs.registry import codec_names, get_codec
 from ..errors import ArgumentError, ArgumentTypeError
 from .copies import Pass
+from .host_packing import PACKED_ABOVE
+from .lossy import MEASURED_RATES, RATE_OPTION, Lossy, LossyRate
 from .sites import Site
+from .traffic import Observed
 
-#: What becomes of a tensor: it is kept, or crosses as it is; else a codec encodes it.
+#: What becomes of a tensor: it is kept, or crosses as it is, to be packed by the CPU then or not;
+#: else a codec encodes it.
 KEEP: Final = "keep"
 RAW: Final = "raw"
+HOST: Final = "host"
 
 
 class Choice(NamedTuple):
-    """What is done with the tensors of a site: `KEEP`, `RAW` or the name of a codec; and why."""
+    """What is done with a site's tensors: `KEEP`, `RAW`, `HOST` or the name of a codec; and why."""
 
     what: str
     reason: str
 
 
-POLICIES = ("auto", "raw", "static", "keep")
+POLICIES = ("auto", "raw", "static", "host", "keep")
 #: Codecs that are looked for where none are named, the best for most tensors first.
 USUAL_CODECS = ("zvc+ibp", "zvc", "ibp-blob")
 
@@ -38,8 +43,17 @@ class Codecs:
     ----------
     codecs : sequence of str or BlobCodec, optional
         Names or codecs; the usual ones that are registered when left out.
-    lossy : str or BlobCodec, optional
-        One that is lossy.
+    lossy : str, BlobCodec or Lossy, optional
+        One that is lossy, or one with a schedule of rates.
+
+    Attributes
+    ----------
+    names : tuple of str
+        Those that return every bit.
+    lossy : str or None
+        The one that does not.
+    rate : LossyRate or None
+        What its rate follows.
 
     Raises
     ------
@@ -50,7 +64,7 @@ class Codecs:
     def __init__(
         self,
         codecs: Sequence[str | BlobCodec] | str | BlobCodec | None,
-        lossy: str | BlobCodec | None,
+        lossy: str | BlobCodec | Lossy | None,
     ) -> None:
         if codecs is None:
             known = codec_names()
@@ -70,12 +84,17 @@ class Codecs:
             self._known[name] = found
         self.names = tuple(self._known)
         self.lossy: str | None = None
+        self.rate: LossyRate | None = None
+        if isinstance(lossy, Lossy):
+            self.rate = LossyRate(lossy)
+            lossy = lossy.codec
         if lossy is not None:
             self.lossy, found = _checked("lossy", lossy)
             if found.error_bound is None:
                 raise ArgumentError(f"lossy: {self.lossy!r} is lossless, name it in codecs=")
             self._known[self.lossy] = found
         self._fitted: dict[tuple[str, str, torch.dtype], BlobCodec] = {}
+        self._at_rate: dict[int, BlobCodec] = {}
         self._lock = threading.Lock()
 
     def for_site(self, name: str, site: Site, flat: torch.Tensor) -> BlobCodec | None:
@@ -94,33 +113,56 @@ class Codecs:
         codec = self._fitted.get(key)
         if codec is None:
             found = self._known[name]
-            codec = found if isinstance(found, BlobCodec) else found.fit(flat)
-            with self._lock:
-                codec = self._fitted.setdefault(key, codec)
+            if name == self.lossy and self.rate is not None:
+                codec = self._rated(self.rate.block_bits)
+                if codec is None:
+                    return None
+            else:
+                codec = found if isinstance(found, BlobCodec) else found.fit(flat)
+                with self._lock:
+                    codec = self._fitted.setdefault(key, codec)
         if not codec.takes(flat.dtype) or flat.device.type not in codec.device_types:
             return None
         return codec
 
-    def candidates(self, may_be_lossy: bool) -> tuple[str, ...]:
-        """Return the names of the codecs that may encode a tensor, the lossy one at the end."""
-        if self.lossy is not None and may_be_lossy:
-            return (*self.names, self.lossy)
-        return self.names
+    def _rated(self, block_bits: int | None) -> BlobCodec | None:
+        """Return the lossy codec at a rate: one object for each, whatever the site."""
+        if block_bits is None:
+            return None
+        codec = self._at_rate.get(block_bits)
+        if codec is None:
+            assert self.lossy is not None
+            found = self._known[self.lossy]
+            made = found.fit(torch.empty(0), **{RATE_OPTION: block_bits})
+            with self._lock:
+                codec = self._at_rate.setdefault(block_bits, made)
+        return codec
+
+    def candidates(self, site: Site) -> tuple[str, ...]:
+        """Return the names of the codecs that may encode a site, the lossy one at the end."""
+        if self.lossy is None or site.is_exact:
+            return self.names
+        if self.rate is not None and self.rate.block_bits is None:
+            return self.names
+        return (*self.names, self.lossy)
 
     def all(self) -> list[type[BlobCodec] | BlobCodec]:
-        """Return the codecs that were named, or their classes."""
-        return list(self._known.values())
+        """Return the codecs that were named, or their classes; with a schedule at several rates."""
+        found = [self._known[name] for name in self.names]
+        if self.lossy is not None:
+            lossy = self._known[self.lossy]
+            if self.rate is None:
+                found.append(lossy)
+            else:
+                one = torch.empty(0)
+                found += [lossy.fit(one, **{RATE_OPTION: bits}) for bits in MEASURED_RATES]
+        return found
 
     def refit(self, site: Site) -> None:
         """Forget what codecs have learnt of a site, so that its next tensor is learnt from."""
         with self._lock:
             for key in [key for key in self._fitted if key[1] == site.name]:
                 del self._fitted[key]
-
-
-def may_be_lossy(site: Site) -> bool:
-    """Return whether a site's tensors may lose bits: floats that are no statistics or masks."""
-    return site.dtype.is_floating_point and len(site.shape) > 1
 
 
 class Policy(Protocol):
@@ -132,8 +174,15 @@ class Policy(Protocol):
     def begin(self, entered: Pass) -> bool:
         """Begin a pass; return whether sites are to be decided anew."""
 
+    def begin_epoch(self) -> None:
+        """Begin an epoch, of which the first pass is profiled where passes are."""
+
     def sm_budget(self, name: str, site: Site) -> int | None:
         """Return the multiprocessors that a codec may take; None for all."""
+
+    @property
+    def observed(self) -> Observed | None:
+        """What is told of times of real swaps; None where nobody wants them."""
 
     def rows(self) -> list[dict[str, Any]]:
         """Return what was decided at each profile, and from what."""
@@ -144,34 +193,51 @@ class FixedPolicy:
 
     Parameters
     ----------
-    policy : {"raw", "static", "keep"}
+    policy : {"raw", "static", "host", "keep"}
         What.
     codecs : Codecs
-        For "static", which packs all.
+        For "static", which packs all, and "host", whose CPU packs what has many zeros.
 
     Raises
     ------
     ArgumentError
-        When there is no codec to pack with.
+        When there is no codec to pack with, or no range for a schedule of lossy rates.
     """
+
+    observed = None
 
     def __init__(self, policy: str, codecs: Codecs) -> None:
         self._policy, self._codecs = policy, codecs
         if policy == "static" and not codecs.names and codecs.lossy is None:
             raise ArgumentError("codecs: policy 'static' packs all tensors, and no codec is named")
+        if policy == "host" and not codecs.names:
+            raise ArgumentError("codecs: policy 'host' packs on the CPU, and no codec is named")
+        if policy == "static" and codecs.rate is not None and codecs.rate.range is None:
+            raise ArgumentError(
+                "lossy: policy 'static' measures nothing that a range of P could be found from; "
+                "give top and bottom, or policy 'auto'"
+            )
 
     def decide(self, site: Site) -> Choice:
         """Return what is done with the tensors of a site, and why."""
         what = self._policy
         if what == "static":
-            names = self._codecs.candidates(may_be_lossy(site))
+            names = self._codecs.candidates(site)
             what = names[-1] if self._codecs.lossy in names else (*names, RAW)[0]
-        verb = {KEEP: "Kept", RAW: "Raw"}.get(what, f"Packed by {what}")
+        by = ", ".join(self._codecs.names[:1])
+        verb = {
+            KEEP: "Kept",
+            RAW: "Raw",
+            HOST: f"Raw, packed by the CPU ({by}) above {PACKED_ABOVE:.0%} zeros",
+        }.get(what, f"Packed by {what}")
         return Choice(what, f"{verb}: policy {self._policy!r}.")
 
     def begin(self, entered: Pass) -> bool:
         """Return False: nothing is decided anew."""
         return False
+
+    def begin_epoch(self) -> None:
+        """Do nothing: there are no profiles."""
 
     def sm_budget(self, name: str, site: Site) -> int | None:
         """Return None: all multiprocessors."""

@@ -7,7 +7,6 @@ that nothing waits for it.
 
 from __future__ import annotations
 
-import time
 import weakref
 from dataclasses import dataclass
 
@@ -16,9 +15,9 @@ import torch
 from ..engine.advisor import SiteRecord
 from ..engine.codecs import count_zeros
 from ..engine.codecs.blob import HEADER_BYTES
-from ..engine.kernels.cuda.stream import current_stream
-from .copies import Moment, StoredCopy
-from .policies import Codecs, may_be_lossy
+from .copies import StoredCopy
+from .moments import Moment, has_passed, now, seconds_between
+from .policies import Codecs
 from .sites import Site
 
 #: Codecs encode so many bytes of a tensor, for their ratio.
@@ -27,23 +26,6 @@ SAMPLE_BYTES = 1 << 20
 SAMPLE_PIECES = 16
 #: Share of zeros from which a tensor counts as sparse.
 SPARSE_SHARE = 0.2
-
-
-def now(device: torch.device) -> Moment:
-    """Return the moment at which the work queued on a device so far is done."""
-    if device.type != "cuda":
-        return time.perf_counter()
-    event: torch.cuda.Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    event.record(current_stream(device))
-    return event
-
-
-def seconds_between(begin: Moment, end: Moment) -> float:
-    """Return the seconds between two moments of one device, 0 where they are in another order."""
-    if isinstance(begin, float) or isinstance(end, float):
-        assert isinstance(begin, float) and isinstance(end, float)
-        return max(0.0, end - begin)
-    return max(0.0, float(begin.elapsed_time(end)) / 1e3)
 
 
 def sample_of(flat: torch.Tensor) -> torch.Tensor:
@@ -87,13 +69,17 @@ class PassProfile:
         self._reads: list[_Saved] = []
         #: By device, when the forward pass ended.
         self._ends: dict[torch.device, Moment] | None = None
+        #: By device, what was counted there, on its way to the host and when it is there.
+        self._counted: dict[torch.device, tuple[torch.Tensor, Moment]] | None = None
 
     def saved(self, copy: StoredCopy, site: Site, flat: torch.Tensor, begin: Moment) -> None:
         """Record a tensor that was moved, ``[n]``; its hook began at a moment, and ends now."""
         sample = sample_of(flat)
         used = {}
         with torch.no_grad():
-            for name in self._codecs.candidates(may_be_lossy(site)):
+            for name in self._codecs.candidates(site):
+                if name == self._codecs.lossy and self._codecs.rate is not None:
+                    continue  # whose share is that of its rate
                 codec = self._codecs.for_site(name, site, flat)
                 if codec is not None:
                     used[name] = codec.encode(sample).used_bytes.clone()
@@ -130,7 +116,23 @@ class PassProfile:
         if any(s.read is None and s.copy() is not None for s in self._saved.values()):
             return False
         moments = [*self._ends.values(), *(s.read[1] for s in self._reads if s.read is not None)]
-        return all(isinstance(moment, float) or _passed(moment) for moment in moments)
+        if not all(map(has_passed, moments)):
+            return False
+        if self._counted is None:
+            self._counted = {device: self._to_host(device) for device in self._ends}
+        return all(has_passed(moment) for _, moment in self._counted.values())
+
+    def _saved_on(self, device: torch.device) -> list[_Saved]:
+        return [s for s in self._saved.values() if s.site.device == device]
+
+    def _to_host(self, device: torch.device) -> tuple[torch.Tensor, Moment]:
+        """Begin to copy what was counted to the host, all at once; return when it is there."""
+        scalars = [t for s in self._saved_on(device) for t in (s.zeros, *s.used.values())]
+        counted = torch.stack(scalars)
+        if device.type == "cuda":
+            here = torch.empty(counted.shape, dtype=counted.dtype, pin_memory=True)
+            counted = here.copy_(counted, non_blocking=True)
+        return counted, now(device)
 
     @property
     def is_used(self) -> bool:
@@ -142,15 +144,14 @@ class PassProfile:
         return {name: saved.site for name, saved in self._saved.items()}
 
     def records(self) -> dict[torch.device, list[SiteRecord]]:
-        """Return the records of each device, in the order of the forward pass; waits for it."""
-        assert self._ends is not None
+        """Return the records of each device, in the order of the forward pass, once it is over."""
+        assert self._ends is not None and self._counted is not None
         found: dict[torch.device, list[SiteRecord]] = {}
         for device, end in self._ends.items():
-            saved = [s for s in self._saved.values() if s.site.device == device]
+            saved = self._saved_on(device)
             forward = self._forward_seconds(saved, end)
             backward = self._backward_seconds(device)
-            scalars = [t for s in saved for t in (s.zeros, *s.used.values())]
-            numbers = iter(torch.stack(scalars).tolist())  # one copy for them all
+            numbers = iter(self._counted[device][0].tolist())
             found[device] = [
                 _record(
                     s,
@@ -206,8 +207,3 @@ def _record(
         ratio=ratio,
         sparsity=min(1.0, sparsity),
     )
-
-
-def _passed(event: torch.cuda.Event) -> bool:
-    passed: bool = event.query()  # type: ignore[no-untyped-call]
-    return passed

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..engine.transfer.unit_report import UnitReport, packed_total, ratio_of, raw_total, units_table
 from ..errors import load_optional
+from .lossy import LossyError
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -22,13 +23,15 @@ class SiteReport:
     unit : UnitReport
         Its bytes: those that came back, before packing and as they crossed.
     choice : str
-        "keep", "raw" or the name of a codec.
+        "keep", "raw", "host" or the name of a codec.
     operation : str
         The node of autograd that makes its tensors.
     tensors : int
         Number of tensors that were moved so far.
     reason : str
         Why that was chosen.
+    error : LossyError or None
+        How far a sample of a tensor was off that a lossy codec packed; None where all bits return.
     """
 
     unit: UnitReport
@@ -36,6 +39,7 @@ class SiteReport:
     operation: str
     tensors: int
     reason: str = ""
+    error: LossyError | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON-able values."""
@@ -45,6 +49,7 @@ class SiteReport:
             "operation": self.operation,
             "tensors": self.tensors,
             "reason": self.reason,
+            "error": None if self.error is None else self.error.to_dict(),
         }
 
 

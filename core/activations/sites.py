@@ -37,6 +37,9 @@ class Site:
         Bytes of its storage that are copied.
     device : torch.device
         Where it is.
+    is_exact : bool
+        Whether no lossy codec may have it: integers, masks (which need no gradient, whatever their
+        dtype), statistics of norms, scalars and vectors.
     """
 
     name: str
@@ -46,10 +49,20 @@ class Site:
     dtype: torch.dtype
     nbytes: int
     device: torch.device
+    is_exact: bool = True
 
 
 #: Which tensors are moved.
 Select = Callable[[Site], bool]
+
+
+def is_exact(t: torch.Tensor) -> bool:
+    """Return whether no lossy codec may have a saved tensor; see `Site`."""
+    node = t.grad_fn
+    if node is None or not t.is_floating_point() or t.dim() < 2 or t.shape[-1] == 1:
+        return True
+    # Mean and deviation are outputs behind the first; those of a row have a last dimension of 1.
+    return t.output_nr > 0 and "Norm" in node.name()
 
 
 def conv_inputs(site: Site) -> bool:

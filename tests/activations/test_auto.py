@@ -17,6 +17,7 @@ from bitslab.activations import auto as auto_module
 from bitslab.activations import hooks as hooks_module
 from bitslab.activations import profile as profile_module
 from bitslab.activations.policies import USUAL_CODECS, Codecs
+from bitslab.activations.traffic import TIMED_EVERY
 from bitslab.engine import advisor
 
 pytestmark = pytest.mark.usefixtures("quick_measuring", "one_thread")
@@ -182,3 +183,48 @@ def test_sites_that_are_not_selected_and_a_lossy_codec(link: Callable[[float], N
     assert "zfp" in choices(lossy).values()
     assert any("Lossy (zfp)" in note for note in lossy.report().notes)
     lossy.detach()
+
+
+def test_real_swaps_correct_the_model(link: Callable[[float], None]) -> None:
+    link(SLOW)
+    model = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 64))
+    offload = attach(model, profile_every=1, codecs="zvc", in_flight_bytes=0)
+    train(model, 3)
+    policy = offload._policy
+    assert isinstance(policy, auto_module.AutoPolicy)
+    (measured,) = policy._models.values()
+    assert choices(offload)["1:0"] == "zvc"
+    train(model, 2 * TIMED_EVERY)
+    offload.stats()
+    # Both directions of tensors of 64 KiB, and what all sizes are corrected by.
+    found = measured.corrections()
+    assert set(found) == {("zvc", 4, (64 * 256 * 4).bit_length()), ("zvc", 4, 0)}
+    assert all(factor != 1.0 for factors in found.values() for factor in factors)
+    offload.detach()
+
+
+def test_a_size_that_was_not_measured_is_named(
+    link: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link(SLOW)
+    monkeypatch.setattr(auto_module.AutoPolicy, "observed", None)
+    model = nn.Sequential(nn.Linear(16, 1024), nn.ReLU(), nn.Linear(1024, 16))
+    offload = attach(model, profile_every=1, codecs="zvc")
+    for _ in range(3):
+        model(torch.randn(128, 16)).square().sum().backward()
+    (reason,) = [site.reason for site in offload.report().sites if site.unit.name == "1:0"]
+    # Synthetic tensors of these tests have up to 256 KiB at most.
+    assert re.search(r"; outside the fitted range: 0\.524 MB \(.* to 0\.\d+\)", reason)
+    offload.detach()
+
+
+def test_an_epoch_begins_with_a_profile(link: Callable[[float], None]) -> None:
+    link(SLOW)
+    model = Gate()
+    offload = attach(model, profile_every=100)
+    train(model, 6)
+    assert len({row["epoch"] for row in offload.report().decisions}) == 2
+    offload.begin_epoch(1)
+    train(model, 4)
+    assert len({row["epoch"] for row in offload.report().decisions}) == 3
+    offload.detach()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import pickle
 import warnings
 from typing import Any
@@ -13,7 +14,7 @@ from torch import nn
 
 import bitslab
 from bitslab import ArgumentError, ArgumentTypeError, CorruptedDataError
-from bitslab.activations import executor
+from bitslab.activations import executor, host_room
 from bitslab.engine.codecs import ZvcCodec
 from bitslab.engine.memory import host_arena
 from bitslab.errors import BitslabError
@@ -26,8 +27,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
     ("options", "error", "message"),
     [
         ({"policy": "best"}, ArgumentError, "policy: 'best', accepted are auto, raw"),
-        ({"policy": "host"}, ArgumentError, "policy: 'host', accepted are auto, raw, static, keep"),
-        ({"policy": 3}, ArgumentError, "policy: 3, accepted are auto, raw"),
+        ({"policy": "host", "codecs": []}, ArgumentError, "codecs: policy 'host' packs on the CPU"),
+        ({"policy": 3}, ArgumentError, "policy: 3, accepted are auto, raw, static, host, keep"),
         ({"codecs": "zip"}, ArgumentError, "zip"),
         ({"codecs": "ibp"}, ArgumentError, "codecs: 'ibp' is a codec of rows"),
         ({"codecs": [7]}, ArgumentTypeError, "codecs: expected the name of a codec"),
@@ -147,8 +148,8 @@ def test_host_memory_that_runs_out(monkeypatch: pytest.MonkeyPatch, left: int) -
     model = small()
     plain = gradients(model, 2)
     arena = NoMemory(left)
-    monkeypatch.setattr(executor, "host_arena", lambda: arena)
-    monkeypatch.setattr(executor, "RESERVED_BYTES", 16 << 10)  # two copies of 8 KiB
+    monkeypatch.setattr(host_room, "host_arena", lambda: arena)
+    monkeypatch.setattr(host_room, "RESERVED_BYTES", 16 << 10)  # two copies of 8 KiB
     offload = attach(model)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -160,12 +161,9 @@ def test_host_memory_that_runs_out(monkeypatch: pytest.MonkeyPatch, left: int) -
 
 
 def test_page_locking_that_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    mover = executor.Executor(torch.device("cpu"), 0, lambda *_: None, lambda *_: None)
-    mover.on_gpu = True  # where memory that is not page-locked is of no use
-    with pytest.raises(executor.HostMemoryError, match="refused to page-lock"):
-        mover._cut(64, [])
-    mover.on_gpu = False
-    mover.close()
+    room = host_room.HostRoom(on_gpu=True)  # where memory that is not page-locked is of no use
+    with pytest.raises(host_room.HostMemoryError, match="refused to page-lock"):
+        room.cut(64, [])
 
 
 @pytest.mark.parametrize("where", [0, 9, 20, 32, 200, -1])
@@ -226,12 +224,61 @@ def test_gradients_of_a_compiled_model() -> None:
     offload.detach()
 
 
-def test_a_forked_child_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    x = torch.randn(32, 64, requires_grad=True)
-    offload = bitslab.ActivationOffload(policy="raw", min_bytes=64, in_flight_bytes=0)
-    with offload:
-        y = (x * 2).sin().sum()
-    monkeypatch.setattr("bitslab.activations.hooks.os.getpid", lambda: 1)
-    with pytest.raises(BitslabError, match="saved by process"):
-        y.backward()
+def test_a_forked_child(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It trains by itself; what its parent has saved it does not have."""
+    model = small()
+    plain = gradients(model)
+    offload = attach(model)
+    mine = model(torch.randn(32, 64)).sum()
+    child = os.fork()
+    if child == 0:  # which must not return into the test
+        status = 1
+        try:
+            same = all(map(torch.equal, gradients(model), plain))
+            refused = ""
+            try:
+                mine.backward()
+            except BitslabError as error:
+                refused = str(error)
+            moved = offload.stats()["moved_in_bytes"] > 0
+            status = 0 if same and moved and "saved by process" in refused else 2
+        finally:
+            os._exit(status)
+    assert os.waitpid(child, 0) == (child, 0)
+    mine.backward()  # the parent's are what they were
+    assert all(map(torch.equal, gradients(model), plain))
+    offload.detach()
+
+
+def test_no_device_memory_to_encode_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step goes on with tensors kept, told once."""
+    model = small()
+    plain = gradients(model, 2)
+
+    def store(*args: Any) -> None:
+        raise torch.OutOfMemoryError("on purpose\nand more")
+
+    monkeypatch.setattr(executor.Executor, "_store_encoded", store)
+    offload = attach(model, policy="static", codecs="zvc")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = gradients(model, 2)
+    (message,) = [str(w.message) for w in caught]
+    assert "device memory to pack '0:0' in cannot be had (on purpose)" in message
+    assert all(map(torch.equal, found, plain))
+    assert offload.stats()["moved_tensors"] == 0
+    offload.detach()
+
+
+def test_a_pickled_model_has_nothing_attached() -> None:
+    model = small()
+    plain = gradients(model)
+    offload = attach(model)
+    for made in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
+        assert all(map(torch.equal, gradients(made), plain))
+        again = attach(made)  # or it would be refused
+        again.detach()
+    assert offload.stats()["moved_tensors"] == 0
+    assert all(map(torch.equal, gradients(model), plain))
+    assert offload.stats()["moved_tensors"] == 4
     offload.detach()

@@ -23,6 +23,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "raw-in-flight": {"policy": "raw", "in_flight_bytes": 1 << 20},
     "static": {"policy": "static"},
     "static-in-flight": {"policy": "static", "in_flight_bytes": 4096, "sm_budget": 8},
+    "host": {"policy": "host", "codecs": "zvc"},
     "auto": {"policy": "auto", "profile_every": 1},
 }
 LOSSLESS = [

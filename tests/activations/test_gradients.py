@@ -20,6 +20,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "raw-in-flight": {"policy": "raw", "in_flight_bytes": 1 << 20},
     "static": {"policy": "static", "codecs": BitmapCodec()},
     "static-in-flight": {"policy": "static", "codecs": BitmapCodec(), "in_flight_bytes": 4096},
+    "host": {"policy": "host", "codecs": "zvc"},
     "auto": {"policy": "auto", "profile_every": 1},
 }
 LOSSLESS = [name for name in blob_codec_names() if get_codec(name).error_bound is None]

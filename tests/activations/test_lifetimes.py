@@ -158,3 +158,49 @@ def test_the_first_graph_is_not_kept(no_collector: None) -> None:
     del y
     assert node() is None
     offload.detach()
+
+
+def test_bytes_that_crossed_and_left_the_device() -> None:
+    offload = bitslab.ActivationOffload("static", codecs="zvc", min_bytes=1, in_flight_bytes=0)
+    x = torch.randn(64, 256).requires_grad_()
+    nbytes = 64 * 256 * 4
+    with offload:
+        y = x.relu().sin().sum()  # the output of the ReLU, saved by both
+        z = (x * 2).relu().sin().sum()
+    offload.detach()
+    stats = offload.stats()
+    assert stats["moved_out_bytes"] == stats["peak_saved_bytes"] == 2 * nbytes
+    # Half of them zeros, a bit for each of them, and headers.
+    assert stats["crossed_out_bytes"] == pytest.approx(nbytes * (1 + 1 / 16), rel=0.05)
+    assert stats["moved_in_bytes"] == stats["crossed_in_bytes"] == 0
+    y.backward()
+    z.backward()
+    stats = offload.stats()
+    assert stats["crossed_in_bytes"] == stats["crossed_out_bytes"]
+    assert stats["peak_saved_bytes"] == 2 * nbytes  # at one time
+    del y, z
+    with offload:
+        x.relu().sin()  # dropped at once
+    with offload:
+        y = x.relu().sin().sum()
+    y.backward()
+    assert offload.stats()["peak_saved_bytes"] == 2 * nbytes
+    offload.detach()
+
+
+def test_a_size_that_is_known_late_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, when the host is ahead: a copy comes back before its size is known here."""
+    from bitslab.activations import executor, traffic
+
+    for module in (executor, traffic):
+        monkeypatch.setattr(module, "is_done", lambda mark: False)
+    offload = bitslab.ActivationOffload("static", codecs="zvc", min_bytes=1, in_flight_bytes=0)
+    x = torch.randn(64, 256).requires_grad_()
+    with offload:
+        y = x.relu().sin().sum()
+    y.backward()
+    assert offload.stats()["crossed_out_bytes"] == offload.stats()["crossed_in_bytes"] == 0
+    monkeypatch.undo()
+    stats = offload.stats()
+    assert stats["crossed_out_bytes"] == stats["crossed_in_bytes"] > 0
+    offload.detach()

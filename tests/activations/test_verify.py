@@ -11,6 +11,7 @@ from torch import nn
 import bitslab
 from bitslab.activations import VerifyError, executor
 from bitslab.activations.copies import SavedView, StoredCopy
+from bitslab.activations.host_room import HostRoom
 from bitslab.activations.verify import bits, checksum
 
 Options = dict[str, Any]
@@ -75,10 +76,10 @@ def test_an_old_slab(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two copies are given the same host memory."""
     memory = torch.empty(1 << 20, dtype=torch.uint8)
 
-    def cut(mover: Any, nbytes: int, events: Any) -> torch.Tensor:
+    def cut(room: Any, nbytes: int, events: Any) -> torch.Tensor:
         return memory[:nbytes]
 
-    monkeypatch.setattr(executor.Executor, "_cut", cut)
+    monkeypatch.setattr(HostRoom, "cut", cut)
     with pytest.raises(VerifyError, match="came back with other bits"):
         train()
 
@@ -118,7 +119,8 @@ def test_a_change_that_torch_does_not_count(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_lossy_codec_is_not_compared() -> None:
-    assert train("static", codecs=[], lossy="zfp").stats()["verified_tensors"] == 0
+    # The input, which needs no gradient and may be anything, crosses as it is.
+    assert train("static", codecs=[], lossy="zfp").stats()["verified_tensors"] == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])

@@ -1,0 +1,212 @@
+"""Bytes that crossed between a device and the host, and how long codecs took for them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from ..engine.codecs.blob import HEADER_BYTES
+from ..engine.transfer import Mark
+from .moments import Moment, has_passed, seconds_between
+
+#: Of so many encodings, and of so many decodings, one is timed: events cost the host a little.
+TIMED_EVERY = 13
+
+
+class SentBlob:
+    """An encoded copy on its way to the host, whose size is not known there yet.
+
+    Parameters
+    ----------
+    site : str
+        Which saved it.
+    codec_name : str
+        What encoded it.
+    nbytes, element_bytes : int
+        Bytes before packing, and of an element.
+    device : torch.device
+        Where it was encoded.
+    host : torch.Tensor
+        uint8 on the host, the blob at its beginning; held until its header was read.
+    stored : Event or Future
+        When `host` is filled.
+
+    Attributes
+    ----------
+    used_bytes : int or None
+        Bytes that are used, once they are known.
+    reads : int
+        How often it was brought back before that.
+    """
+
+    __slots__ = (
+        "codec_name",
+        "device",
+        "element_bytes",
+        "host",
+        "nbytes",
+        "reads",
+        "site",
+        "stored",
+        "used_bytes",
+    )
+
+    def __init__(
+        self,
+        site: str,
+        codec_name: str,
+        nbytes: int,
+        element_bytes: int,
+        device: torch.device,
+        host: torch.Tensor,
+        stored: Mark,
+    ) -> None:
+        self.site, self.codec_name = site, codec_name
+        self.nbytes, self.element_bytes, self.device = nbytes, element_bytes, device
+        self.host: torch.Tensor | None = host
+        self.stored = stored
+        self.used_bytes: int | None = None
+        self.reads = 0
+
+
+@dataclass
+class TimedSwap:
+    """An encoding or a decoding that is timed."""
+
+    blob: SentBlob
+    decodes: bool
+    #: When it began and ended; as many as are known.
+    moments: list[Moment]
+
+
+#: Called with a blob of known size, whether it was decoded, and the seconds that took.
+Observed = Callable[[SentBlob, bool, float], None]
+
+
+class Traffic:
+    """What crossed between one device and the host; its owner calls it under a lock.
+
+    Parameters
+    ----------
+    came_back : callable
+        Called with a site, and the bytes before packing and as they crossed, for each copy that
+        came back.
+    observed : callable or None
+        Called with what was timed; nothing is timed when None.
+
+    Attributes
+    ----------
+    moved_out_bytes, moved_in_bytes : int
+        Bytes before packing of the copies that went to the host and came back.
+    crossed_out_bytes : int
+        What crossed to the host for those whose size is known by now.
+    peak_away_bytes : int
+        Most bytes of saved tensors that were on the host alone at one time.
+    """
+
+    def __init__(
+        self, came_back: Callable[[str, int, int], None], observed: Observed | None
+    ) -> None:
+        self._came_back, self._observed = came_back, observed
+        self.moved_out_bytes = self.moved_in_bytes = 0
+        self.crossed_out_bytes = self.peak_away_bytes = 0
+        self._away_bytes = 0
+        self._unknown: deque[SentBlob] = deque()
+        #: Of copies that are gone: filled by the garbage collector, which must take no lock.
+        self.dropped: deque[int] = deque()
+        self._timed: deque[TimedSwap] = deque()
+        self._turns = [0, 0]
+
+    def sent_raw(self, nbytes: int) -> None:
+        """Count a copy that crosses to the host as it is."""
+        self.moved_out_bytes += nbytes
+        self.crossed_out_bytes += nbytes
+
+    def sent(self, blob: SentBlob) -> None:
+        """Count an encoded copy, and its size as soon as that is known."""
+        self.moved_out_bytes += blob.nbytes
+        self._unknown.append(blob)
+
+    def fetched(self, site: str, nbytes: int, blob: SentBlob | None) -> None:
+        """Count a copy that comes back, raw where it has no blob."""
+        self.moved_in_bytes += nbytes
+        if blob is None:
+            self._came_back(site, nbytes, nbytes)
+        elif blob.used_bytes is not None:
+            self._came_back(site, nbytes, blob.used_bytes)
+        else:
+            blob.reads += 1
+
+    def left(self, nbytes: int) -> None:
+        """Count bytes that are on the host alone from now on."""
+        while self.dropped:
+            self._away_bytes -= self.dropped.popleft()
+        self._away_bytes += nbytes
+        self.peak_away_bytes = max(self.peak_away_bytes, self._away_bytes)
+
+    def returned(self, nbytes: int) -> None:
+        """Count bytes that are on the device again."""
+        self._away_bytes -= nbytes
+
+    def is_due(self, decodes: bool) -> bool:
+        """Return whether the next encoding or decoding is to be timed."""
+        if self._observed is None:
+            return False
+        self._turns[decodes] += 1
+        return self._turns[decodes] % TIMED_EVERY == 1
+
+    def encoded(self, blob: SentBlob, moments: list[Moment]) -> None:
+        """Time an encoding: what does it adds to `moments` when it begins and ends."""
+        self._timed.append(TimedSwap(blob, False, moments))
+
+    def decoded(self, blob: SentBlob, moments: list[Moment]) -> None:
+        """Time a decoding, as `encoded`."""
+        self._timed.append(TimedSwap(blob, True, moments))
+
+    def poll(self) -> None:
+        """Take note of sizes and times that are known by now; waits for nothing."""
+        while self._unknown and is_done(self._unknown[0].stored):
+            blob = self._unknown.popleft()
+            self._learn(blob)
+        while self._timed:
+            swap = self._timed[0]
+            blob = swap.blob
+            if blob.host is not None or not all(map(has_passed, swap.moments)):
+                break  # its size is not known, or it is not over
+            self._timed.popleft()
+            if blob.used_bytes is not None and self._observed is not None:
+                begin, end = swap.moments
+                self._observed(blob, swap.decodes, seconds_between(begin, end))
+
+    def _learn(self, blob: SentBlob) -> None:
+        host, blob.host = blob.host, None
+        assert host is not None
+        if failed(blob.stored):
+            return
+        used = blob.used_bytes = used_bytes(host)
+        self.crossed_out_bytes += used
+        for _ in range(blob.reads):
+            self._came_back(blob.site, blob.nbytes, used)
+        blob.reads = 0
+
+
+def used_bytes(data: torch.Tensor) -> int:
+    """Return the used bytes of a blob on the host, as far as there are as many."""
+    used = int(data[:8].view(torch.int64)[0])
+    return min(max(used, HEADER_BYTES), data.shape[0])
+
+
+def is_done(mark: Mark) -> bool:
+    """Return whether a mark has passed; waits for nothing."""
+    if isinstance(mark, torch.cuda.Event):
+        passed: bool = mark.query()  # type: ignore[no-untyped-call]
+        return passed
+    return mark.done()
+
+
+def failed(mark: Mark) -> bool:
+    """Return whether the work of a thread, which is done, has failed."""
+    return not isinstance(mark, torch.cuda.Event) and mark.exception() is not None

@@ -1,0 +1,246 @@
+"""Views of one storage, operators that save their outputs, precision, functions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from tests.activations.cases.training import Tensors, attached, case, gradients
+
+# Views of one storage
+
+
+@case
+def chunks(t: Any) -> Tensors:
+    x, w = t.tensor(4, 6, 8), t.tensor(8, 24)
+    with t.context():
+        q, k, v = (x @ w).chunk(3, -1)
+        y = (q @ k.transpose(-1, -2)).softmax(-1) @ v
+    y.square().sum().backward()
+    return [x.grad, w.grad, y]
+
+
+@case
+def expands_and_slices(t: Any) -> Tensors:
+    x, b = t.tensor(6, 1, 8), t.tensor(8, 8)
+    with t.context():
+        wide = (x * 2).expand(6, 5, 8)
+        part = (b * 3)[2:7, 1::2]
+        y = (wide * wide.sin()).sum(1)[:5, :4] * part * part
+    y.sum().backward()
+    return [x.grad, b.grad, y]
+
+
+@case
+def transposes_share_a_copy(t: Any) -> Tensors:
+    x = t.tensor(8, 8)
+    with t.context():
+        h = x.exp()
+        y = h @ h.t() + h[2:6].sum() * h
+    y.sum().backward()
+    return [x.grad, y]
+
+
+@case
+def as_strided(t: Any) -> Tensors:
+    x = t.tensor(64)
+    with t.context():
+        h = (x * 2).as_strided((8, 9), (5, 3), 1)
+        y = h * h.cos()
+    y.sum().backward()
+    return [x.grad, y]
+
+
+@case
+def channels_last(t: Any) -> Tensors:
+    def make() -> nn.Module:
+        model: nn.Module = nn.Sequential(
+            nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 4, 1)
+        )
+        return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
+
+    x = t.tensor(4, 3, 8, 8, grad=False).contiguous(memory_format=torch.channels_last)
+    return attached(t, make, x)
+
+
+@case
+def complex_conjugates(t: Any) -> Tensors:
+    x = t.tensor(8, 8, dtype=torch.complex64)
+    with t.context():
+        h = x * 2
+        y = h.conj() * h @ h.mH
+        z = torch.view_as_real(y) * h.conj().imag.unsqueeze(-1)
+    z.sum().backward()
+    return [x.grad, z]
+
+
+@case
+def other_dtypes(t: Any) -> Tensors:
+    x = t.tensor(16, 32)
+    with t.context():
+        half = x.to(torch.bfloat16)
+        y = F.max_pool1d(half.float().unsqueeze(0), 2) * 2
+        y = torch.where(y > 0, y * y, y.exp())
+        z = half.double().sin() * half.view(torch.int16).double()
+    (y.sum() + z.sum()).backward()
+    return [x.grad, y, z]
+
+
+@case
+def small_part_of_a_large_storage(t: Any) -> Tensors:
+    x = t.tensor(64, 64)
+    with t.context():
+        h = x * 2
+        y = (h[3] * h[3]).sum() + (h[3] * h[4]).sum() + (h[50:51] * h[3]).sum()
+    y.backward()
+    return [x.grad, y]
+
+
+# Operators that save their outputs, and several that save one storage
+
+
+@case
+def outputs_saved_by_their_operator(t: Any) -> Tensors:
+    x = t.tensor(8, 16)
+    with t.context():
+        y = x.sigmoid().softmax(-1).exp().tanh()
+    y.square().sum().backward()
+    return [x.grad, y]
+
+
+@case
+def saved_by_several(t: Any) -> Tensors:
+    x, w = t.tensor(8, 16), t.tensor(16, 16)
+    with t.context():
+        h = (x @ w).relu()
+        y = h * h.sin() + (h @ w).relu() * h
+    y.sum().backward()
+    return [x.grad, w.grad, y]
+
+
+# Changes in place
+
+
+@case
+def inplace_relu(t: Any) -> Tensors:
+    def make() -> nn.Module:
+        return nn.Sequential(
+            nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.Conv2d(8, 4, 3)
+        )
+
+    return attached(t, make, t.tensor(4, 3, 8, 8, grad=False))
+
+
+@case
+def inplace_where_torch_allows_it(t: Any) -> Tensors:
+    x = t.tensor(8, 16)
+    with t.context():
+        h = x * 2
+        y = h + 1
+        y.mul_(3).add_(1).relu_()
+        z = y.sin()
+        h.add_(5)  # nobody has saved it
+        y = y.cos()
+    (z.sum() + y.sum() + h.sum()).backward()
+    return [x.grad, z, y]
+
+
+@case
+def saved_again_after_a_change(t: Any) -> Tensors:
+    x = t.tensor(8, 16)
+    h = torch.zeros(8, 16, device=t.device)
+    results = []
+    for step in range(3):
+        with t.context():
+            h.fill_(step + 1)  # a buffer that is used in each step
+            y = (x * h).sum()
+        y.backward()
+        results.append(x.grad.clone())
+    return results
+
+
+# Precision, functions
+
+
+@case
+def autocast_and_scaler(t: Any) -> Tensors:
+    results = []
+    for dtype in (torch.float16, torch.bfloat16):
+        model = t.seeded(lambda: nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 8)))
+        t.attach(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler(t.device.type, init_scale=64.0)
+        x = t.tensor(8, 16, grad=False)
+        for _ in range(2):
+            optimizer.zero_grad()
+            with torch.autocast(t.device.type, dtype):
+                loss = model(x).float().square().mean()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        results += [loss.detach(), *gradients(model)]
+    return results
+
+
+class Cube(torch.autograd.Function):
+    """Saves an input, an output, and a tensor of its own that it changes before."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        own = x.clone().mul_(2)
+        y = x * x * x
+        own.add_(1)
+        ctx.save_for_backward(x, y, own)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        x, y, own = ctx.saved_tensors
+        factor: torch.Tensor = 3 * x * x + 0 * y + 0 * own
+        return grad * factor
+
+
+class Doubled(torch.autograd.Function):
+    """Changes its input in place, and saves it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        x.mul_(2)
+        ctx.mark_dirty(x)
+        ctx.save_for_backward(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        x: torch.Tensor = ctx.saved_tensors[0]
+        return grad * 2 + 0 * x
+
+
+@case
+def custom_functions(t: Any) -> Tensors:
+    x = t.tensor(8, 8)
+    with t.context():
+        h = Cube.apply(x.sin())
+        h = Doubled.apply(h * 2)
+        y = h.exp()
+    y.sum().backward()
+    return [x.grad, y]
+
+
+@case
+def sparse_and_subclass_tensors(t: Any) -> Tensors:
+    x, w = t.tensor(8, 8), t.tensor(8, 4)
+
+    class Named(torch.Tensor):
+        pass
+
+    with t.context():
+        sparse = (x * (x > 0.5)).to_sparse()
+        y = torch.sparse.mm(sparse, w).sin()
+        z = (w * 2).as_subclass(Named)
+        z = (z * z.sin()).exp()
+    (y.sum() + z.sum().as_subclass(torch.Tensor)).backward()
+    return [x.grad.to_dense(), w.grad, y]
