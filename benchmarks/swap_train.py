@@ -5,8 +5,8 @@ the ways of a model run one after the other in one process. `exposed` is what a 
 than the plain one; `of raw` and `of save_on_cpu` are shares of what is exposed there. `forward`,
 `backward`: until the device is done with it; `host`: until the host has queued all of a step, which
 is far less than the step unless the host waits or is the limit. `out` is what left the device as it
-was before packing, `crossed` what crossed for it; `link`: what that takes at the measured rates,
-both ways together. Times are medians on a GPU, and the least on a CPU, which does other things too.
+was before packing, `crossed` what crossed for it, in GB; `link`: what that takes at the measured
+rates, both ways together. Times are medians on a GPU, and the least on a CPU, where more runs.
 """
 
 from __future__ import annotations
@@ -83,7 +83,8 @@ class Measured:
     device_bytes: int
     host_bytes: int
     out_bytes: float = 0.0
-    crossed_bytes: float = 0.0
+    crossed_out_bytes: float = 0.0
+    crossed_in_bytes: float = 0.0
     tensors: float = 0.0
     notes: list[str] = field(default_factory=list)
     decisions: Rows = field(default_factory=list)
@@ -292,13 +293,12 @@ class Offloaded(Way):
         )
 
     def counts(self) -> dict[str, float]:
-        sites = self._offload.report().sites
-        stats: dict[str, float] = dict(self._offload.stats())
+        stats = self._offload.stats()
         return {
             "out": stats["moved_out_bytes"],
+            "crossed out": stats["crossed_out_bytes"],
+            "crossed in": stats["crossed_in_bytes"],
             "tensors": stats["moved_tensors"],
-            "raw": sum(site.unit.raw_bytes for site in sites),
-            "packed": sum(site.unit.packed_bytes for site in sites),
         }
 
     def describe(self, measured: Measured) -> None:
@@ -341,6 +341,7 @@ def measure(job: Job, way: str, select: str, until: float) -> Measured:
         device_bytes = torch.cuda.max_memory_allocated(job.device) if job.on_gpu else 0
         # Once more, with all sizes known before the backward pass, so that each is counted.
         job.step(used.context(), job.wait)
+        job.wait()
         after = used.counts()
         middle = statistics.median if job.on_gpu else min
         medians: dict[str, Any] = {name: middle(t[name] for t in times) for name in times[0]}
@@ -355,10 +356,11 @@ def measure(job: Job, way: str, select: str, until: float) -> Measured:
         )
         if after:
             change = {name: after[name] - before[name] for name in after}
-            share = change["packed"] / change["raw"] if change["raw"] else 1.0
-            measured.out_bytes = change["out"] / (len(times) + 1)
-            measured.crossed_bytes = measured.out_bytes * share
-            measured.tensors = change["tensors"] / (len(times) + 1)
+            steps = len(times) + 1
+            measured.out_bytes = change["out"] / steps
+            measured.crossed_out_bytes = change["crossed out"] / steps
+            measured.crossed_in_bytes = change["crossed in"] / steps
+            measured.tensors = change["tensors"] / steps
         used.describe(measured)
         if arguments.profile and job.on_gpu:
             measured.profile = profile_rows(lambda: job.step(used.context()))
@@ -441,8 +443,9 @@ def row_of(each: Measured, job: Job, plain: Measured, found: Mapping[str, Measur
         "h an epoch": EPOCH_IMAGES[job.arguments.shape] / job.batch_size * each.step_s / 3600,
         "tensors": each.tensors,
         "out GB": each.out_bytes / 1e9,
-        "crossed GB": each.crossed_bytes / 1e9,
-        "link": link_ms(each.crossed_bytes, job),
+        "crossed out": each.crossed_out_bytes / 1e9,
+        "crossed in": each.crossed_in_bytes / 1e9,
+        "link": link_ms(each, job),
         "device GB": each.device_bytes / 1e9,
         "host GB": each.host_bytes / 1e9,
         "warm-up s": each.warm_up_s,
@@ -452,12 +455,13 @@ def row_of(each: Measured, job: Job, plain: Measured, found: Mapping[str, Measur
     return row
 
 
-def link_ms(n_bytes: float, job: Job) -> float:
-    """Return the milliseconds that bytes take over the link, to the host and back."""
-    if not n_bytes or not job.on_gpu:
+def link_ms(each: Measured, job: Job) -> float:
+    """Return the milliseconds that what crosses takes of the link, to the host and back."""
+    if not each.out_bytes or not job.on_gpu:
         return 0.0
     link = SwapLink.measured(job.device)
-    return 1e3 * (link.to_host_seconds(n_bytes) + link.to_device_seconds(n_bytes))
+    out_s = link.to_host_seconds(each.crossed_out_bytes)
+    return 1e3 * (out_s + link.to_device_seconds(each.crossed_in_bytes))
 
 
 def ways_of(arguments: argparse.Namespace, activation: str) -> list[tuple[str, str]]:
@@ -559,7 +563,7 @@ def measure_model(
         if each.sites and arguments.profile:
             tables[f"{heading}: decisions of the last profile, and by measured times"] = each.sites
         for note in each.notes:
-            report(f"{heading}: {note}")
+            report(f"{heading}: {note:.300}")
     summary += summary_rows(model, activation, found, job)
 
 

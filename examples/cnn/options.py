@@ -11,12 +11,10 @@ from graphsage.arguments import device_named, positive, share
 from graphsage.options import DTYPES, above_zero, from_zero, new_file, picture
 
 import bitslab
-from bitslab.engine.advisor import LossySchedule
-from bitslab.engine.codecs import ZfpCodec
 
 from .models import ACTIVATIONS, MODELS, SIDES
 from .training import OPTIMIZERS
-from .ways import LOSSY, LOSSY_TEXT, SCHEDULES, WAYS
+from .ways import LOSSY, LOSSY_TEXT, SCHEDULES, WAYS, lossy_of
 
 DESCRIPTION = """\
 {summary}
@@ -30,7 +28,7 @@ packing is worth its time is decided for each tensor from measurements, anew whi
 {ways}
   all          one after the other
 
-The last four are one line, bitslab.offload_activations(model, policy=...), before the loop. All
+The last five are one line, bitslab.offload_activations(model, policy=...), before the loop. All
 start from the same weights and see the same batches, and all must give the same losses, to the last
 bit. One more way has to be asked for by name:
 
@@ -214,9 +212,7 @@ def checked_device(parser: argparse.ArgumentParser, options: argparse.Namespace)
     named = [way for given in options.ways for way in (WAYS if given == "all" else (given,))]
     options.ways = list(dict.fromkeys(named))
     try:
-        LossySchedule(*options.lossy_bits, epochs=options.epochs, kind=options.schedule)
-        for block_bits in options.lossy_bits:
-            ZfpCodec(block_bits)
+        lossy_of(options)
     except bitslab.ArgumentError as error:
         parser.error(f"argument --lossy-bits: {error}")
     return device

@@ -13,9 +13,7 @@ from torch import nn
 from torch.autograd.graph import save_on_cpu
 
 import bitslab
-from bitslab.activations import Site, conv_inputs
-from bitslab.engine.advisor import LossySchedule
-from bitslab.engine.codecs import ZfpCodec
+from bitslab.activations import Lossy, conv_inputs
 
 #: By name: what is done. The last ones are policies of `bitslab.offload_activations`.
 WAYS = {
@@ -23,10 +21,11 @@ WAYS = {
     "save_on_cpu": "torch.autograd.graph.save_on_cpu: everything, raw, the step waits",
     "raw": "everything, raw, beside the computation (vDNN)",
     "static": "everything, packed on the device (the paper's SC)",
+    "host": "everything, raw; the CPU packs what is more than 60 % zeros (vDNN++)",
     "auto": "everything; for each tensor raw or a codec, by measured times (CSWAP+)",
     "keep": "nothing is moved, but everything passes through the hooks",
 }
-POLICIES = ("raw", "static", "auto", "keep")
+POLICIES = ("raw", "static", "host", "auto", "keep")
 #: Not one of all ways, since its losses differ.
 LOSSY = "lossy"
 LOSSY_TEXT = "activations lose bits (zfp), at a rate that slides down over the epochs"
@@ -35,16 +34,23 @@ SCHEDULES = ("sliding", "inverse", "fixed")
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes, before packing, of the saved tensors that left the device and came back."""
+    """Bytes of the saved tensors that left the device and came back: as they were, and packed."""
 
     down_bytes: int = 0
     up_bytes: int = 0
+    crossed_down_bytes: int = 0
+    crossed_up_bytes: int = 0
 
     def __add__(self, other: Traffic) -> Traffic:
-        return Traffic(self.down_bytes + other.down_bytes, self.up_bytes + other.up_bytes)
+        return Traffic(*(a + b for a, b in zip(self.figures, other.figures, strict=True)))
 
     def __sub__(self, other: Traffic) -> Traffic:
-        return Traffic(self.down_bytes - other.down_bytes, self.up_bytes - other.up_bytes)
+        return Traffic(*(a - b for a, b in zip(self.figures, other.figures, strict=True)))
+
+    @property
+    def figures(self) -> tuple[int, ...]:
+        """All of them."""
+        return self.down_bytes, self.up_bytes, self.crossed_down_bytes, self.crossed_up_bytes
 
 
 @dataclass(frozen=True)
@@ -111,37 +117,40 @@ class SavedOnCpu(Kept):
         return opened
 
     def traffic(self) -> Traffic:
-        return Traffic(self._down_bytes, self._up_bytes)
+        down, up = self._down_bytes, self._up_bytes
+        return Traffic(down, up, down, up)
 
 
 class Offloaded(Kept):
     """A policy of `bitslab.offload_activations`; the loop and the model are not changed."""
 
-    def __init__(self, policy: str, model: nn.Module, options: argparse.Namespace) -> None:
-        self._model, self._options = model, options
-        self._offload = self.attach(policy)
+    def __init__(
+        self, policy: str, model: nn.Module, options: argparse.Namespace, lossy: Lossy | None = None
+    ) -> None:
+        self.lossless = lossy is None
+        self._offload = bitslab.offload_activations(
+            model,
+            policy=policy,
+            codecs=options.codecs,
+            lossy=lossy,
+            min_bytes=options.min_bytes,
+            select=conv_inputs if options.select == "conv_inputs" else None,
+            verify=options.verify,
+        )
 
-    def attach(self, policy: str, **more: Any) -> bitslab.ActivationOffload:
-        """Attach to the model, with more options."""
-        options = self._options
-        given: dict[str, Any] = {
-            "policy": policy,
-            "codecs": options.codecs,
-            "min_bytes": options.min_bytes,
-            "select": conv_inputs if options.select == "conv_inputs" else None,
-            "verify": options.verify,
-        }
-        return bitslab.offload_activations(self._model, **given | more)
+    def begin_epoch(self, number: int) -> None:
+        self._offload.begin_epoch(number - 1)
 
     def traffic(self) -> Traffic:
         stats = self._offload.stats()
-        return Traffic(stats["moved_out_bytes"], stats["moved_in_bytes"])
+        names = "moved_out_bytes", "moved_in_bytes", "crossed_out_bytes", "crossed_in_bytes"
+        return Traffic(*(stats[name] for name in names))
 
     def decisions(self) -> list[Decided]:
         return [
             Decided(site.unit.name, "pack" if codec else site.choice, codec, site.reason)
             for site in self._offload.report().sites
-            for codec in [None if site.choice in ("keep", "raw") else site.choice]
+            for codec in [None if site.choice in ("keep", "raw", "host") else site.choice]
         ]
 
     def notes(self) -> list[str]:
@@ -151,44 +160,10 @@ class Offloaded(Kept):
         self._offload.detach()
 
 
-class Lossy(Offloaded):
-    """Activations are packed by zfp, at the rate of each epoch; the rest leaves as it is.
-
-    P bits cross for a block of four values, where float32 has 128. What dropout and norms save
-    stays where it is, and integers lose nothing.
-    """
-
-    lossless = False
-
-    def __init__(self, model: nn.Module, options: argparse.Namespace) -> None:
-        top, bottom = options.lossy_bits
-        self._schedule = LossySchedule(top, bottom, options.epochs, options.schedule)
-        self._before = Traffic()
-        self._model, self._options = model, options
-        self._offload = self._attach_with(self._schedule.value(0))
-
-    def _attach_with(self, block_bits: int) -> bitslab.ActivationOffload:
-        return self.attach("static", lossy=ZfpCodec(block_bits), verify=0, select=self._selected)
-
-    def _selected(self, site: Site) -> bool:
-        """Return whether a site is moved."""
-        if self._options.select == "conv_inputs" and not conv_inputs(site):
-            return False
-        kind = site.module_type
-        return kind is None or not issubclass(kind, (nn.Dropout, nn.BatchNorm2d))
-
-    def begin_epoch(self, number: int) -> None:
-        self._before = self.traffic()
-        self._offload.detach()
-        self._offload = self._attach_with(self._schedule.value(number - 1))
-
-    def traffic(self) -> Traffic:
-        return self._before + super().traffic()
-
-    def notes(self) -> list[str]:
-        epochs = range(self._schedule.epochs)
-        bits = ", ".join(str(self._schedule.value(epoch)) for epoch in epochs)
-        return [*super().notes(), f"{LOSSY}: P by epoch, bits of four values: {bits}"]
+def lossy_of(options: argparse.Namespace) -> Lossy:
+    """Return what `LOSSY` packs activations with."""
+    top, bottom = options.lossy_bits
+    return Lossy(schedule=options.schedule, epochs=options.epochs, top=top, bottom=bottom)
 
 
 @contextmanager
@@ -198,7 +173,7 @@ def keep(way: str, model: nn.Module, options: argparse.Namespace) -> Iterator[Ke
     if way in POLICIES:
         kept = Offloaded(way, model, options)
     elif way == LOSSY:
-        kept = Lossy(model, options)
+        kept = Offloaded("static", model, options, lossy_of(options))
     elif way == "save_on_cpu":
         kept = SavedOnCpu(next(model.parameters()).device)
     else:
