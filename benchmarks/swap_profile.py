@@ -12,7 +12,8 @@ from torch.profiler import ProfilerActivity, profile
 #: Kernels shown of the stream that computes, and of each of the others.
 COMPUTE_KERNELS, OTHER_KERNELS = 4, 6
 NAME_LENGTH = 48
-GPU: Any = torch.autograd.DeviceType.CUDA
+_types: Any = torch.autograd
+GPU = _types.DeviceType.CUDA
 
 
 def profile_rows(step: Callable[[], object]) -> list[dict[str, Any]]:
@@ -26,15 +27,11 @@ def profile_rows(step: Callable[[], object]) -> list[dict[str, Any]]:
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         step()
         torch.cuda.synchronize()
-    events: list[Any] = [
-        e
-        for e in profiler.events() or ()
-        # Annotations, such as that of the optimizer, span what is counted already.
-        if e.device_type == torch.autograd.DeviceType.CUDA
-        and not getattr(e, "is_user_annotation", False)
-    ]
+    seen: list[Any] = list(profiler.events() or ())
+    # Annotations, such as that of the optimizer, span what is counted already.
+    events = [e for e in seen if e.device_type == GPU and not getattr(e, "is_user_annotation", 0)]
     if not events:
-        return [{"stream": "the profiler saw no kernels"}]
+        return [{"stream": "torch's profiler saw no kernels"}]
     streams: dict[int, list[Any]] = defaultdict(list)
     for event in events:
         streams[event.device_resource_id].append(event)

@@ -13,57 +13,58 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import copy
 import gc
 import statistics
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from cnn.images import draw_gratings
-from cnn.models import SIDES, make_model
-from cnn.saved import loss_of
+from cnn.models import SIDES
 from swap_decisions import Recorder, compared
+from swap_job import (
+    DENSE,
+    MODELS,
+    PEERS,
+    POLICIES,
+    SELECTS,
+    SPARSE,
+    Job,
+    make_way,
+    torchtune_offload,
+)
 from swap_profile import profile_rows
-from torch.autograd.graph import save_on_cpu
-from torch.nn import functional
 
 import bitslab
-from bitslab.activations import conv_inputs
 from bitslab.engine.advisor import SwapLink, TimeModel, fit_time_model
-from bitslab.engine.codecs import ZfpCodec, blob_codec_class
+from bitslab.engine.codecs import blob_codec_class
 from bitslab.engine.memory import host_arena
 
 Rows = list[dict[str, Any]]
 Report = Callable[[str], None]
 
-MODELS = ("alexnet", "vgg16", "mobilenet", "plain20", "resnet", "squeezenet")
-#: Of the activations of `cnn.models`: the first leaves zeros, the second is dense.
-SPARSE, DENSE = "relu", "leaky_relu"
-#: Images of a step on a GPU, so that each saves some 4 GB: 70 ms each way over PCIe 5.
-BATCHES = {
-    "imagenet": dict(zip(MODELS, (1024, 64, 96, 48, 160, 192), strict=True)),
-    "cifar": dict.fromkeys(MODELS, 2560),  # as the paper
-}
-CPU_BATCH = 32
-CPU_WIDTH = 0.25
 #: Images of an epoch, as the paper has them.
 EPOCH_IMAGES = {"imagenet": 1_281_167, "cifar": 50_000}
-#: Ways besides policies, and policies in the order in which they are measured when time is short.
-PEERS = ("save_on_cpu", "torchtune")
-POLICIES = ("raw", "static", "auto", "host", "static:zvc+ibp", "lossy")
-SELECTS = {"conv_inputs": conv_inputs, "all": None}
-#: SC of the paper packs all by ZVC.
-STATIC_CODEC = "zvc"
-LOSSY_BITS = 32
+#: Ways of which a step is shown by stream and kernel.
+PROFILED = ("raw", "static", "auto", "lossy")
 WARM_UP = {"auto": 6, "lossy": 6}  # two profiles, and a step as decided by the second
 LEAST_STEPS = 3
+#: A way that is slower than that is timed for fewer steps.
+WAY_SECONDS = 4.0
 #: The step whose loss is shown: but for operators that add in no fixed order, it is the same in
 #: every lossless way.
 COMPARED_STEP = 2
-CLASSES = 10
+#: Means over models in sections 6.1 and 6.2 of the paper and its abstract, and our columns.
+PAPER = (
+    ("exposed swap time below vDNN's (raw), %", SPARSE, "auto below raw %", 50.9),
+    ("exposed swap time below vDNN's (raw), %", DENSE, "lossy below raw %", 46.1),
+    ("throughput over vDNN's (raw)", SPARSE, "throughput, auto / raw", 1.25),
+    ("throughput over vDNN's (raw)", DENSE, "throughput, lossy / raw", 1.225),
+    ("throughput over vDNN++'s (host)", SPARSE, "throughput, auto / host", 2.9),
+    ("throughput over SC's (static)", SPARSE, "throughput, auto / static", 1.055),
+)
 
 
 @dataclass
@@ -119,204 +120,6 @@ class Budget:
         return now + max(0.0, self._end - now) / parts
 
 
-class Job:
-    """A model with images, trained a little, to be trained on from there in many ways.
-
-    Parameters
-    ----------
-    model : str
-        One of MODELS.
-    activation : str
-        Of `cnn.models.ACTIVATIONS`.
-    arguments : argparse.Namespace
-        The options of the script.
-    device : torch.device
-        Where it trains.
-    """
-
-    def __init__(
-        self, model: str, activation: str, arguments: argparse.Namespace, device: torch.device
-    ) -> None:
-        self.device, self.arguments = device, arguments
-        self.dtype = getattr(torch, arguments.dtype)
-        self.on_gpu = device.type == "cuda"
-        self.batch_size = arguments.train_batch or (
-            BATCHES[arguments.shape][model] if self.on_gpu else CPU_BATCH
-        )
-        self.side = SIDES[arguments.shape]
-        self.width = 1.0 if self.on_gpu else CPU_WIDTH
-        torch.manual_seed(0)
-        with device:
-            self.model = make_model(model, arguments.shape, CLASSES, activation, self.width)
-        images, labels = draw_gratings(4 * self.batch_size, 0)
-        self._images, self._labels = images.to(device), labels.to(device)
-        self._drawn = 0
-        self.optimizer = self._new_optimizer()
-        for _ in range(arguments.train_steps):
-            self.step(contextlib.nullcontext())
-        self._state = copy.deepcopy(self.model.state_dict())
-        self._optimizer_state = copy.deepcopy(self.optimizer.state_dict())
-
-    def _new_optimizer(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.model.parameters(), lr=1e-4)
-
-    def restore(self) -> None:
-        """Go back to the weights after the first steps, and draw the same images again."""
-        self.model.load_state_dict(self._state)
-        self.optimizer = self._new_optimizer()
-        self.optimizer.load_state_dict(copy.deepcopy(self._optimizer_state))
-        self._drawn = 0
-        torch.manual_seed(1)
-
-    def batch(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the next images ``[B, 3, side, side]``, others in each step, and labels."""
-        self._drawn += 1
-        generator = torch.Generator().manual_seed(self._drawn)
-        ids = torch.randperm(len(self._labels), generator=generator)[: self.batch_size]
-        ids = ids.to(self.device)
-        images = self._images[ids]
-        if images.shape[-1] != self.side:
-            size = (self.side, self.side)
-            images = functional.interpolate(images, size, mode="bilinear", align_corners=False)
-        return images, self._labels[ids]
-
-    def wait(self) -> None:
-        """Wait for the device."""
-        if self.on_gpu:
-            torch.cuda.synchronize(self.device)
-
-    def step(self, context: Any, between: Callable[[], None] | None = None) -> dict[str, float]:
-        """Train on a batch; return seconds of its parts, and the loss.
-
-        Parameters
-        ----------
-        context : context manager
-            Of the forward pass.
-        between : callable, optional
-            Called between forward and backward pass.
-        """
-        images, labels = self.batch()
-        self.optimizer.zero_grad(set_to_none=True)
-        self.wait()
-        marks = [self._mark()]
-        begin = time.perf_counter()
-        with context:
-            loss = loss_of(self.model, images, labels, self.dtype)
-        marks.append(self._mark())
-        forward = time.perf_counter()
-        if between is not None:
-            between()
-        loss.backward()
-        marks.append(self._mark())
-        self.optimizer.step()
-        queued = time.perf_counter()
-        self.wait()
-        end = time.perf_counter()
-        return {
-            "step_s": end - begin,
-            "forward_s": _between(marks[0], marks[1]),
-            "backward_s": _between(marks[1], marks[2]),
-            "host_s": queued - begin,
-            "host_forward_s": forward - begin,
-            "loss": loss.item(),
-        }
-
-    def _mark(self) -> Any:
-        if not self.on_gpu:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-
-def _between(begin: Any, end: Any) -> float:
-    seconds = end - begin if isinstance(begin, float) else begin.elapsed_time(end) / 1e3
-    return float(seconds)
-
-
-class Way:
-    """A way to keep saved tensors, in use with a model; this one leaves them where they are."""
-
-    def __init__(self, job: Job) -> None:
-        self._job = job
-
-    def context(self) -> Any:
-        """Return the context of a forward pass."""
-        return contextlib.nullcontext()
-
-    def counts(self) -> dict[str, float]:
-        """Return what was moved since the beginning."""
-        return {}
-
-    def describe(self, measured: Measured) -> None:
-        """Add what is known at the end."""
-
-    def close(self) -> None:
-        """Leave the model as it was."""
-
-
-class Peer(Way):
-    """A context manager of another package."""
-
-    def __init__(self, job: Job, name: str) -> None:
-        super().__init__(job)
-        self._context: Any = None
-        if name == "torchtune":
-            self._context = torchtune_offload()(use_pin_memory=job.on_gpu)
-
-    def context(self) -> Any:
-        return self._context or save_on_cpu(pin_memory=self._job.on_gpu)
-
-
-def torchtune_offload() -> Any:
-    """Return torchtune's OffloadActivations; ImportError where it is not installed."""
-    from torchtune.training import OffloadActivations
-
-    return OffloadActivations
-
-
-class Offloaded(Way):
-    """A policy of `bitslab.offload_activations`."""
-
-    def __init__(self, job: Job, way: str, select: str) -> None:
-        super().__init__(job)
-        policy, _, codecs = way.partition(":")
-        options: dict[str, Any] = {}
-        if policy == "static":
-            codecs = codecs or STATIC_CODEC
-        elif policy == "lossy":
-            policy, options["lossy"] = "auto", ZfpCodec(LOSSY_BITS)
-        if codecs:
-            options["codecs"] = codecs.split(",")
-        self._offload = bitslab.offload_activations(
-            job.model, policy=policy, select=SELECTS[select], **options
-        )
-
-    def counts(self) -> dict[str, float]:
-        stats = self._offload.stats()
-        return {
-            "out": stats["moved_out_bytes"],
-            "crossed out": stats["crossed_out_bytes"],
-            "crossed in": stats["crossed_in_bytes"],
-            "tensors": stats["moved_tensors"],
-        }
-
-    def describe(self, measured: Measured) -> None:
-        report = self._offload.report()
-        measured.notes = [note for note in report.notes if not note.startswith("What is computed")]
-        measured.decisions = [dict(row) for row in report.decisions]
-
-    def close(self) -> None:
-        self._offload.detach()
-
-
-def make_way(job: Job, way: str, select: str) -> Way:
-    """Return a way, in use with the job's model."""
-    if way == "plain":
-        return Way(job)
-    return Peer(job, way) if way in PEERS else Offloaded(job, way, select)
-
-
 def measure(job: Job, way: str, select: str, until: float) -> Measured:
     """Train in one way until a moment, and return the medians."""
     arguments = job.arguments
@@ -330,6 +133,7 @@ def measure(job: Job, way: str, select: str, until: float) -> Measured:
             for _ in range(WARM_UP.get(way.partition(":")[0], arguments.warm_up))
         ]
         warm_up_s = time.perf_counter() - begin
+        until = min(until, time.monotonic() + WAY_SECONDS)
         before = used.counts()
         if job.on_gpu:
             torch.cuda.reset_peak_memory_stats(job.device)
@@ -361,16 +165,22 @@ def measure(job: Job, way: str, select: str, until: float) -> Measured:
             measured.crossed_out_bytes = change["crossed out"] / steps
             measured.crossed_in_bytes = change["crossed in"] / steps
             measured.tensors = change["tensors"] / steps
-        used.describe(measured)
-        if arguments.profile and job.on_gpu:
+        known = used.report()
+        if known is not None:
+            notes = [note for note in known.notes if not note.startswith("What is computed")]
+            measured.notes, measured.decisions = notes, [dict(row) for row in known.decisions]
+        if arguments.profile and job.on_gpu and way in PROFILED:
             measured.profile = profile_rows(lambda: job.step(used.context()))
     finally:
         used.close()
     if way == "auto" and arguments.agreement and measured.decisions:
         last = [r for r in measured.decisions if r["epoch"] == measured.decisions[-1]["epoch"]]
-        measured.sites, measured.agreement = compared(
-            last, tensors_of(job, select), time_model(job, last).predict
-        )
+        try:
+            measured.sites, measured.agreement = compared(
+                last, tensors_of(job, select), time_model(job, last).predict
+            )
+        except ValueError as error:
+            measured.notes.append(f"decisions are not compared with measured times: {error}")
     return measured
 
 
@@ -378,7 +188,11 @@ def tensors_of(job: Job, select: str) -> list[torch.Tensor]:
     """Return copies of the tensors that a pass moves, ``[n]`` each, in its order."""
     recorder = Recorder()
     offload = bitslab.offload_activations(
-        job.model, policy="static", codecs=[recorder], select=SELECTS[select]
+        job.model,
+        policy="static",
+        codecs=[recorder],
+        select=SELECTS[select],
+        min_bytes=job.min_bytes,
     )
     try:
         job.step(contextlib.nullcontext())
@@ -469,7 +283,12 @@ def ways_of(arguments: argparse.Namespace, activation: str) -> list[tuple[str, s
     ways = [("plain", "")]
     lossy = activation != SPARSE
     policies = [name for name in arguments.policies if name != "lossy" or lossy]
-    ways += [(name, select) for select in arguments.select for name in policies]
+    ways += [
+        (name, select)
+        for i, select in enumerate(arguments.select)
+        for name in policies
+        if name != "host" or not i  # its CPU takes seconds a step
+    ]
     return ways + [(name, "") for name in arguments.peers]
 
 
@@ -495,6 +314,8 @@ def train(arguments: argparse.Namespace, report: Report) -> dict[str, Rows]:
     """Return tables of each model, and of all together."""
     usable(arguments, report)
     device = torch.device(arguments.device)
+    if device.type == "cuda":
+        device = torch.device("cuda", device.index or 0)
     if arguments.shape is None:
         arguments.shape = "imagenet" if device.type == "cuda" else "cifar"
     models = [m for m in arguments.models or MODELS if m in MODELS]
@@ -537,8 +358,10 @@ def measure_model(
             continue
         try:
             each = found[name] = measure(job, way, select, until)
-        except torch.OutOfMemoryError as error:
-            report(f"left out: {model}, {activation}: {name} ({error})")
+        except Exception:  # what else there is to measure is worth its time
+            report(f"FAILED: {model}, {activation}: {name}\n{traceback.format_exc()}")
+            if way == "plain":
+                return
             continue
         report(
             f"{model}, {activation}: {name}: {each.step_s * 1e3:.1f} ms a step, {each.steps} "
@@ -613,9 +436,10 @@ def summary_rows(model: str, activation: str, found: Mapping[str, Measured], job
                 "decisions agree %": 100 * own["auto"].agreement["agreement"],
                 "time model off %": 100 * own["auto"].agreement["model error"],
             }
-        for peer in ("raw", "host", "static"):
-            if "auto" in own and peer in own:
-                row[f"throughput, auto / {peer}"] = own[peer].step_s / own["auto"].step_s
+        for name in ("auto", "lossy"):
+            for peer in ("raw", "host", "static"):
+                if name in own and peer in own:
+                    row[f"throughput, {name} / {peer}"] = own[peer].step_s / own[name].step_s
         rows.append(row)
     return rows
 
@@ -636,7 +460,16 @@ def summaries(rows: Rows) -> dict[str, Rows]:
         "auto 40 % below raw (sparse), lossy 35 % (dense); all: auto at most 0.5 of save_on_cpu; "
         "decisions agree with measured times in 93 %"
     )
-    return {title: [*rows, *means]}
+    tables = {title: [*rows, *means]}
+    beside = [
+        {"figure": figure, "activation": activation, "paper": paper, "here": mean[key]}
+        for figure, activation, key, paper in PAPER
+        for mean in means
+        if (mean["activation"], mean["tensors"]) == (activation, "conv_inputs") and key in mean
+    ]
+    if beside:
+        tables["beside CSWAP+ on a V100, whose link moved 11 GB/s (means of conv_inputs)"] = beside
+    return tables
 
 
 @contextlib.contextmanager
