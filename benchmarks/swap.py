@@ -89,11 +89,12 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = make_parser().parse_args(argv)
+    arguments.failed = []  # what raised an error while the rest went on
     tables: dict[str, Rows] = {}
     for part in arguments.only:
         tables |= PARTS[part](arguments, lambda text: print(text, file=sys.stderr, flush=True))
     print_tables(tables, arguments.json, arguments.out)
-    return 0
+    return 1 if arguments.failed else 0
 
 
 if __name__ == "__main__":

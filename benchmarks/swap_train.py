@@ -144,8 +144,13 @@ def measure(job: Job, way: str, select: str, until: float) -> Measured:
             times.append(job.step(used.context()))
         device_bytes = torch.cuda.max_memory_allocated(job.device) if job.on_gpu else 0
         # Once more, with all sizes known before the backward pass, so that each is counted.
-        job.step(used.context(), job.wait)
-        job.wait()
+        held = []
+
+        def between() -> None:
+            job.wait()
+            held.append(host_bytes(job))
+
+        job.step(used.context(), between)
         after = used.counts()
         middle = statistics.median if job.on_gpu else min
         medians: dict[str, Any] = {name: middle(t[name] for t in times) for name in times[0]}
@@ -156,7 +161,7 @@ def measure(job: Job, way: str, select: str, until: float) -> Measured:
             warm_up_s=warm_up_s,
             steps=len(times),
             device_bytes=device_bytes,
-            host_bytes=host_bytes(job),
+            host_bytes=held[0],
         )
         if after:
             change = {name: after[name] - before[name] for name in after}
@@ -213,9 +218,8 @@ def time_model(job: Job, last: Rows) -> TimeModel:
 
 
 def release(job: Job) -> None:
-    """Give back what the way before has left, so that memory is that of one way."""
+    """Give back what the way before has left, but for our arena: page-locking takes seconds."""
     gc.collect()
-    host_arena().trim()
     if job.on_gpu:
         torch.cuda.empty_cache()
         empty: Any = getattr(torch._C, "_host_emptyCache", None)
@@ -227,8 +231,8 @@ def release(job: Job) -> None:
 
 
 def host_bytes(job: Job) -> int:
-    """Return the page-locked bytes of the host that are held: ours, and those of torch."""
-    held = host_arena().stats()["reserved_bytes"]
+    """Return the bytes of the host that saved tensors take at present, ours and those of torch."""
+    held = host_arena().stats()["used_bytes"]
     stats: Any = getattr(torch.cuda, "host_memory_stats", None)
     if job.on_gpu and stats is not None:
         held += stats().get("allocated_bytes.peak", 0)
@@ -360,6 +364,7 @@ def measure_model(
             each = found[name] = measure(job, way, select, until)
         except Exception:  # what else there is to measure is worth its time
             report(f"FAILED: {model}, {activation}: {name}\n{traceback.format_exc()}")
+            arguments.failed.append(f"{model}, {activation}: {name}")
             if way == "plain":
                 return
             continue

@@ -120,3 +120,24 @@ def test_time_of_kernels_that_overlap_counts_once(benchmark: Any) -> None:
     spans = [(0.0, 4.0), (1.0, 2.0), (3.0, 6.0), (10.0, 11.0)]
     events = [SimpleNamespace(time_range=SimpleNamespace(start=a, end=b)) for a, b in spans]
     assert profile.busy_us(events) == 7.0
+
+
+def test_a_way_that_fails_is_told(
+    benchmark: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train = importlib.import_module("swap_train")
+    measure = train.measure
+
+    def fails(job: Any, way: str, *more: Any) -> Any:
+        if way == "raw":
+            raise RuntimeError("out of luck")
+        return measure(job, way, *more)
+
+    monkeypatch.setattr(train, "measure", fails)
+    options = "--only train --policies raw --peers --select all --activations relu --device cpu"
+    size = "--models alexnet --train-batch 4 --train-steps 0 --steps 3 --json"
+    assert benchmark.main([*options.split(), *size.split()]) == 1
+    printed = capsys.readouterr()
+    assert "FAILED: alexnet, relu: raw, all" in printed.err and "out of luck" in printed.err
+    rows = next(iter(json.loads(printed.out).values()))
+    assert [row["way"] for row in rows] == ["plain", "plain, at the end"]
