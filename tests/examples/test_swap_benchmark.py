@@ -68,7 +68,8 @@ def test_steps_are_measured_in_every_way(
     assert {"save_on_cpu", "plain, at the end"} <= set(by_way)
     assert len({row["loss"] for row in rows}) == 1  # to the last bit
     raw, static, plain = (by_way[way] for way in ("raw, all", "static, all", "plain"))
-    assert raw["out GB"] == raw["crossed out"] == raw["crossed in"] == static["out GB"]
+    assert raw["out GB"] == raw["crossed out"] == static["out GB"]
+    assert raw["crossed in"] <= raw["out GB"]  # what is read soon has not left yet
     assert 0 < static["crossed out"] < raw["crossed out"] and plain["out GB"] == 0
     assert raw["exposed"] == pytest.approx(raw["step"] - plain["step"])
     assert static["of raw"] == pytest.approx(static["exposed"] / raw["exposed"])
