@@ -1,17 +1,20 @@
-"""Sizes of what CNNs save for their backward pass, by codec, all metadata counted.
+"""What training keeps for its backward pass: sizes, codecs, the time model, steps, lossy rates.
 
-Each model is trained on scikit-learn's digits, enlarged to 32 pixels, and then saves one batch that
-it was not trained on last. A row is a kind of tensor, all layers together, encoded tensor by tensor
-with a codec fitted to it; `best` is the smallest of each tensor, raw where none is smaller. Peers:
-LZ4 (the package lz4, by our form of it), zlib at its fastest.
+python benchmarks/swap.py --only ratio                       # bytes, on the CPU
+python benchmarks/swap.py --only codecs                      # rates of codecs of whole tensors
+python benchmarks/swap.py --only model                       # the time model beside regressions
+python benchmarks/swap.py --only train --models vgg16        # steps of models that swap
+python benchmarks/swap.py --only lossy                       # accuracy at lossy rates
+
+On a GPU where there is one. Each part is a script of its own, swap_<part>.py (the codecs are in
+blob_codecs.py), whose first lines say what its tables show.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,94 +24,35 @@ from timing import print_tables
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "examples"))
 
-from cnn.images import load_images  # noqa: E402
-from cnn.models import SIDES  # noqa: E402
-from cnn.options import checked_device  # noqa: E402
-from cnn.options import make_parser as cnn_parser  # noqa: E402
-from cnn.saved import Saved, saved_tensors  # noqa: E402
-from cnn.training import Trainer  # noqa: E402
-
-from bitslab.engine.codecs import blob_codec_class  # noqa: E402
-
-CODECS = ("zvc", "csr", "rle", "ibp-blob", "zvc+ibp", "lz4")
-RAW, ZLIB, BEST = "raw", "zlib", "best"
-#: Rows of a table: which kinds of saved tensors they sum, None for all.
-KINDS: dict[str, tuple[str, ...] | None] = {
-    "activations": ("activation",),
-    "convolution outputs": ("convolution",),
-    "pooled": ("pooled",),
-    "pool indices": ("pool indices",),
-    "dropout": ("dropout", "dropout mask"),
-    "everything": None,
-}
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+import swap_lossy  # noqa: E402
+import swap_model  # noqa: E402
+import swap_ratio  # noqa: E402
+import swap_train  # noqa: E402
+from cnn.models import MODELS  # noqa: E402
 
 Rows = list[dict[str, Any]]
+Report = Callable[[str], None]
 
 
-def sizes_of(values: torch.Tensor) -> dict[str, int]:
-    """Return the bytes that a tensor takes by each codec, with what the codec learnt."""
-    sizes = {RAW: values.nbytes}
-    for name in CODECS:
-        codec = blob_codec_class(name).fit(values)
-        sizes[name] = codec.encode(values).nbytes + codec.profile_bytes
-    data = values.contiguous().view(-1).view(torch.uint8)
-    sizes[ZLIB] = len(zlib.compress(data.cpu().numpy().data, 1))
-    sizes[BEST] = min(sizes[name] for name in (RAW, *CODECS))
-    return sizes
+def codecs(arguments: argparse.Namespace, report: Report) -> dict[str, Rows]:
+    """Return rates of the codecs of whole tensors, and of their peers."""
+    import blob_codecs
+
+    on_gpu = arguments.device.startswith("cuda")
+    size = arguments.mb or (256 if on_gpu else 32)
+    where = torch.cuda.get_device_name() if on_gpu else f"CPU, {torch.get_num_threads()} threads"
+    report(f"codecs: tensors of {size} MB")
+    rows = blob_codecs.gpu_rows if on_gpu else blob_codecs.cpu_rows
+    return {f"whole tensors of {size} MB, {where}: GB/s": rows(size << 20, arguments.repetitions)}
 
 
-def table(saved: Sequence[Saved]) -> Rows:
-    """Return ratios by kind of tensor."""
-    measured = [(each, sizes_of(each.values)) for each in saved if each.values.numel()]
-    rows: Rows = []
-    for title, kinds in KINDS.items():
-        chosen = [(s, sizes) for s, sizes in measured if kinds is None or s.kind in kinds]
-        if chosen:
-            rows.append({"saved": title} | row_of(chosen))
-    return rows
-
-
-def row_of(chosen: Iterable[tuple[Saved, Mapping[str, int]]]) -> dict[str, Any]:
-    """Return the share of zeros, raw bytes, and ratios of several tensors together."""
-    total: dict[str, int] = {}
-    zeros = 0.0
-    for saved, sizes in chosen:
-        zeros += saved.zeros * sizes[RAW]
-        for name, n_bytes in sizes.items():
-            total[name] = total.get(name, 0) + n_bytes
-    raw = total.pop(RAW)
-    row: dict[str, Any] = {"zeros %": 100 * zeros / raw, "MB": raw / 1e6}
-    return row | {name: raw / n_bytes for name, n_bytes in total.items()}
-
-
-def ratio(arguments: argparse.Namespace, report: Callable[[str], None]) -> dict[str, Rows]:
-    """Train the models, and return a table for each of them and dtype."""
-    tables = {}
-    for model in arguments.models:
-        parser = cnn_parser("")
-        given = ["--model", model, "--epochs", str(arguments.epochs), "--device", arguments.device]
-        options = parser.parse_args([*given, "--images", str(arguments.images)])
-        device = checked_device(parser, options)
-        images = load_images("digits", options.images, SIDES["cifar"], options.seed, device)
-        for name, dtype in DTYPES.items():
-            options.dtype = name
-            report(f"{model}, {name}: training {options.epochs} epochs")
-            trainer = Trainer(images, "plain", options, device)
-            run = trainer.train(lambda number: lambda done, total: None)
-            batch, labels = images.batch(images.tested[: arguments.batch_size])
-            trainer.model.train()
-            report(f"{model}, {name}: encoding")
-            accuracy = run.epochs[-1].test_accuracy
-            title = (
-                f"{model}, {name}, width {options.width}, after {options.epochs} epochs "
-                f"({100 * accuracy:.1f} % right), a batch of {len(labels)}: raw over encoded bytes"
-            )
-            tables[title] = table(saved_tensors(trainer.model, batch, labels, dtype))
-    return tables
-
-
-PARTS = {"ratio": ratio}
+PARTS: dict[str, Callable[[argparse.Namespace, Report], dict[str, Rows]]] = {
+    "ratio": swap_ratio.ratio,
+    "codecs": codecs,
+    "model": swap_model.model,
+    "train": swap_train.train,
+    "lossy": swap_lossy.lossy,
+}
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -121,25 +65,36 @@ def make_parser() -> argparse.ArgumentParser:
     add(
         "--models",
         nargs="+",
-        default=["alexnet", "vgg16", "vgg16_bn"],
-        help="of examples/train_cnn_swapped.py (default: %(default)s)",
+        choices=(*MODELS, swap_ratio.MINILM),
+        metavar="MODEL",
+        help=f"of ratio and train: {', '.join(MODELS)}; of ratio alone {swap_ratio.MINILM} "
+        "(default: those of which issue 20 has figures)",
     )
-    add("--epochs", type=int, default=8, help="of training (default: %(default)s)")
-    add("--images", type=int, default=1000, help="digits, a fifth to test (default: %(default)s)")
-    add("--batch-size", type=int, default=64, help="images that are saved (default: %(default)s)")
-    add("--device", default="cpu", help="cpu or cuda (default: %(default)s)")
+    add(
+        "--device",
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        help="of all parts but ratio, which is on the CPU (default: %(default)s)",
+    )
     add("--json", action="store_true", help="print JSON in place of tables")
     add("--out", type=Path, metavar="FILE", help="write the tables to a file, too")
+    swap_ratio.add_options(parser)
+    add = parser.add_argument_group("codecs").add_argument
+    add("--mb", type=int, help="size of a tensor (default: 256 on a GPU, 32 on a CPU)")
+    add("--repetitions", type=int, default=9, help="default: %(default)s")
+    swap_model.add_options(parser)
+    swap_train.add_options(parser)
+    swap_lossy.add_options(parser)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = make_parser().parse_args(argv)
+    arguments.failed = []  # what raised an error while the rest went on
     tables: dict[str, Rows] = {}
     for part in arguments.only:
         tables |= PARTS[part](arguments, lambda text: print(text, file=sys.stderr, flush=True))
     print_tables(tables, arguments.json, arguments.out)
-    return 0
+    return 1 if arguments.failed else 0
 
 
 if __name__ == "__main__":

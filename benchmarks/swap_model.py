@@ -1,12 +1,9 @@
-"""Measure the time model of codecs of whole tensors, beside regressions of scikit-learn.
-
-python benchmarks/swap_model.py                       # on a GPU where there is one, else on the CPU
-python benchmarks/swap_model.py --codecs zvc --budget 20
+"""The time model of codecs of whole tensors, beside regressions of scikit-learn.
 
 Tensors are drawn as `fit_time_model` draws them, every second one held out. All models learn from
 the same other half: sizes, packed shares and seconds. Errors are of the held-out half: the relative
-absolute error of CSWAP+ (section 6.3), in brackets the mean relative error of a tensor. Then the
-host's time of a prediction, of a range of P and of deciding for a step.
+absolute error of CSWAP+ (section 6.3), and the mean relative error of a tensor. Then the host's
+time of a prediction, of a range of P and of deciding for a step.
 """
 
 from __future__ import annotations
@@ -36,7 +33,7 @@ from bitslab.engine.advisor import (
     measure_codec,
     relative_absolute_error,
 )
-from bitslab.engine.codecs.registry import get_codec
+from bitslab.engine.codecs import blob_codec_class
 
 PEERS: dict[str, Callable[[], Any]] = {
     "Bayesian ridge": BayesianRidge,
@@ -44,6 +41,9 @@ PEERS: dict[str, Callable[[], Any]] = {
     "decision tree": lambda: DecisionTreeRegressor(random_state=0),
 }
 SITES = 50
+
+Rows = list[dict[str, Any]]
+Report = Callable[[str], None]
 
 
 def errors(samples: Sequence[TimeSample]) -> dict[str, list[tuple[float, float]]]:
@@ -84,8 +84,8 @@ def best_seconds(work: Callable[[], object], calls: int) -> float:
     return min(runs)
 
 
-def host_times(model: TimeModel, codec_name: str) -> None:
-    """Print what the host takes to predict and to decide."""
+def host_times(model: TimeModel, codec_name: str) -> Rows:
+    """Return what the host takes to predict and to decide."""
     link = SwapLink(50e9, 50e9, 8e-6)
     random = np.random.default_rng(0)
     sites = [
@@ -100,7 +100,7 @@ def host_times(model: TimeModel, codec_name: str) -> None:
         )
         for i in range(SITES)
     ]
-    rows = [
+    asked: list[tuple[str, float, float | None]] = [
         ("a prediction", best_seconds(lambda: model.predict(codec_name, 1e8, 0.5), 1000), 20e-6),
         (
             f"a range of P, {SITES} sites",
@@ -109,47 +109,52 @@ def host_times(model: TimeModel, codec_name: str) -> None:
         ),
         (f"deciding, {SITES} sites", best_seconds(lambda: decide(sites, model, link), 1), None),
     ]
-    for what, seconds, asked in rows:
-        wanted = "" if asked is None else f", asked {asked * 1e6:,.0f}"
-        print(f"{what}: {seconds * 1e6:,.1f} us{wanted}")
+    return [
+        {"what": what, "us": seconds * 1e6, "asked": "" if most is None else most * 1e6}
+        for what, seconds, most in asked
+    ]
 
 
-def main() -> None:
-    """Run the command."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--codecs", nargs="+", default=["zvc"], help="names in the registry")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--samples", type=int, default=120, help="tensors; half are held out")
-    parser.add_argument("--budget", type=float, default=30.0, help="seconds a codec")
-    given = parser.parse_args()
+def model(arguments: argparse.Namespace, report: Report) -> dict[str, Rows]:
+    """Return errors of the time model and its peers, and what deciding takes."""
     known = {}
-    for name in given.codecs:
+    tables: dict[str, Rows] = {}
+    dtype = getattr(torch, arguments.dtype)
+    for name in arguments.model_codecs:
         begin = time.perf_counter()
-        codec: Any = get_codec(name)
+        report(f"{name}: measuring {arguments.samples} tensors, {arguments.budget:g} s at most")
         samples, sm_budget = measure_codec(
-            given.device,
-            [codec],
-            getattr(torch, given.dtype),
-            n_samples=given.samples,
-            budget_s=given.budget,
+            arguments.device,
+            [blob_codec_class(name)],
+            dtype,
+            n_samples=arguments.samples,
+            budget_s=arguments.budget,
         )
-        known[name, getattr(torch, given.dtype).itemsize] = fit_codec_times(samples)
+        known[name, dtype.itemsize] = fit_codec_times(samples)
         sizes = [sample.nbytes for sample in samples]
-        print(
-            f"{name} {given.dtype} on {given.device}: {len(samples)} tensors of "
-            f"{min(sizes) / 1e6:.3g} to {max(sizes) / 1e6:.4g} MB in "
-            f"{time.perf_counter() - begin:.1f} s, multiprocessors {sm_budget or 'all'}"
+        title = (
+            f"time model of {name}, {arguments.dtype}, {arguments.device}: {len(samples)} tensors "
+            f"of {min(sizes) / 1e6:.3g} to {max(sizes) / 1e6:.4g} MB in "
+            f"{time.perf_counter() - begin:.1f} s, multiprocessors {sm_budget or 'all'}: errors of "
+            "the held-out half in %; asked on a GPU: 5, and below the peers"
         )
-        for model, ((encode, encode_mean), (decode, decode_mean)) in errors(samples).items():
-            print(
-                f"  {model:15} encode {encode:6.1%} ({encode_mean:6.1%})  "
-                f"decode {decode:6.1%} ({decode_mean:6.1%})"
-            )
-    host_times(TimeModel(known), given.codecs[0])
+        tables[title] = [
+            {
+                "model": peer,
+                "encode": 100 * encode,
+                "decode": 100 * decode,
+                "encode, mean of tensors": 100 * encode_mean,
+                "decode, mean of tensors": 100 * decode_mean,
+            }
+            for peer, ((encode, encode_mean), (decode, decode_mean)) in errors(samples).items()
+        ]
+    tables["time of the host, us"] = host_times(TimeModel(known), arguments.model_codecs[0])
+    return tables
 
 
-if __name__ == "__main__":
-    main()
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this part."""
+    add = parser.add_argument_group("model").add_argument
+    add("--model-codecs", nargs="+", default=["zvc"], metavar="CODEC", help="default: zvc")
+    add("--samples", type=int, default=120, help="tensors; half are held out (default: 120)")
+    add("--budget", type=float, default=30.0, help="seconds a codec (default: 30)")

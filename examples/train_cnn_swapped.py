@@ -152,7 +152,7 @@ def show(
         for run in runs:
             print_decisions(console, run)
         print_runs(console, runs)
-        if len(runs) > 1:
+        if sum(run.lossless for run in runs) > 1:
             console.print(verdict(runs, summary["all_equal"], summary["device"]))
     if options.json:
         all_runs: list[Any] = list(runs)

@@ -6,6 +6,7 @@ CIFAR's of 32, where the first layers keep more of the resolution, as is usual.
 
 from __future__ import annotations
 
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -24,6 +25,26 @@ ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
     "prelu": nn.PReLU,
 }
 DROPOUT = 0.5
+
+
+#: What layers are called, as in the paper's figures: relu4 is the fourth of its kind in a sequence.
+NAMES: dict[type[nn.Module], str] = {
+    nn.Conv2d: "conv",
+    nn.BatchNorm2d: "norm",
+    nn.MaxPool2d: "max",
+    nn.AdaptiveAvgPool2d: "mean",
+}
+
+
+def sequence(*layers: nn.Module) -> nn.Sequential:
+    """Return layers one after the other, named by their kind and counted from 1."""
+    counts: Counter[str] = Counter()
+    named = OrderedDict()
+    for layer in layers:
+        name = NAMES.get(type(layer), type(layer).__name__.lower())
+        counts[name] += 1
+        named[f"{name}{counts[name]}"] = layer
+    return nn.Sequential(named)
 
 
 @dataclass(frozen=True)
@@ -116,7 +137,7 @@ def alexnet(design: Design) -> nn.Module:
         stem = design.conv(3, a, 11, stride=4, padding=2)
         pool, side = partial(nn.MaxPool2d, 3, 2), 6
         second = design.conv(a, b, 5)
-    return nn.Sequential(
+    return sequence(
         *(*stem, pool(), *second, pool()),
         *(*design.conv(b, c), *design.conv(c, d), *design.conv(d, d), pool()),
         *_perceptron(design, d * side * side, hidden),
@@ -144,9 +165,9 @@ def vgg16(design: Design, norm: bool = False) -> nn.Module:
             n_in = n_out
         layers.append(nn.MaxPool2d(2))
     if design.small:
-        return nn.Sequential(*layers, nn.Flatten(), nn.Linear(n_in, design.classes))
+        return sequence(*layers, nn.Flatten(), nn.Linear(n_in, design.classes))
     hidden = design.channels(4096)
-    return nn.Sequential(
+    return sequence(
         *(*layers, nn.Flatten()),
         *(nn.Linear(n_in * 7 * 7, hidden), design.activation(), nn.Dropout(DROPOUT)),
         *(nn.Linear(hidden, hidden), design.activation(), nn.Dropout(DROPOUT)),
@@ -167,7 +188,7 @@ def mobilenet(design: Design) -> nn.Module:
         layers += design.conv(n_in, n_in, stride=stride, groups=n_in, norm=True)
         layers += design.conv(n_in, n_out, 1, norm=True)
         n_in = n_out
-    return nn.Sequential(*layers, *_mean(), nn.Linear(n_in, design.classes))
+    return sequence(*layers, *_mean(), nn.Linear(n_in, design.classes))
 
 
 def _mean() -> list[nn.Module]:
@@ -187,7 +208,7 @@ def plain20(design: Design) -> nn.Module:
         for i in range(6):
             layers += design.conv(n_in, n_out, stride=2 if stage and not i else 1, norm=True)
             n_in = n_out
-    return nn.Sequential(*layers, *_mean(), nn.Linear(n_in, design.classes))
+    return sequence(*layers, *_mean(), nn.Linear(n_in, design.classes))
 
 
 class Residual(nn.Module):
@@ -195,12 +216,12 @@ class Residual(nn.Module):
 
     def __init__(self, design: Design, n_in: int, n_out: int, stride: int) -> None:
         super().__init__()
-        self.branch = nn.Sequential(
+        self.branch = sequence(
             *design.conv(n_in, n_out, stride=stride, norm=True),
             *design.conv(n_out, n_out, norm=True, activation=False),
         )
         changes = stride > 1 or n_in != n_out
-        self.shortcut = nn.Sequential(
+        self.shortcut = sequence(
             *(design.conv(n_in, n_out, 1, stride=stride, norm=True, activation=False))
             if changes
             else ()
@@ -226,7 +247,7 @@ def resnet(design: Design) -> nn.Module:
         for i in range(2):
             layers.append(Residual(design, n_in, n_out, 2 if stage and not i else 1))
             n_in = n_out
-    return nn.Sequential(*layers, *_mean(), nn.Linear(n_in, design.classes))
+    return sequence(*layers, *_mean(), nn.Linear(n_in, design.classes))
 
 
 class Fire(nn.Module):
@@ -234,9 +255,9 @@ class Fire(nn.Module):
 
     def __init__(self, design: Design, n_in: int, squeezed: int, n_out: int) -> None:
         super().__init__()
-        self.squeeze = nn.Sequential(*design.conv(n_in, squeezed, 1))
-        self.expand_1 = nn.Sequential(*design.conv(squeezed, n_out, 1))
-        self.expand_3 = nn.Sequential(*design.conv(squeezed, n_out, 3))
+        self.squeeze = sequence(*design.conv(n_in, squeezed, 1))
+        self.expand_1 = sequence(*design.conv(squeezed, n_out, 1))
+        self.expand_3 = sequence(*design.conv(squeezed, n_out, 3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.squeeze(x)
@@ -260,7 +281,7 @@ def squeezenet(design: Design) -> nn.Module:
         n_in = 2 * n_out
         if pooled:
             layers.append(pool())
-    return nn.Sequential(
+    return sequence(
         *(*layers, nn.Dropout(DROPOUT)),
         *(*design.conv(n_in, design.classes, 1), *_mean()),
     )

@@ -10,9 +10,11 @@ import torch
 from graphsage.arguments import device_named, positive, share
 from graphsage.options import DTYPES, above_zero, from_zero, new_file, picture
 
+import bitslab
+
 from .models import ACTIVATIONS, MODELS, SIDES
 from .training import OPTIMIZERS
-from .ways import WAYS
+from .ways import LOSSY, LOSSY_TEXT, SCHEDULES, WAYS, lossy_of
 
 DESCRIPTION = """\
 {summary}
@@ -28,7 +30,11 @@ packing is worth its time is decided for each tensor from measurements, anew whi
 
 The last five are one line, bitslab.offload_activations(model, policy=...), before the loop. All
 start from the same weights and see the same batches, and all must give the same losses, to the last
-bit. Without a GPU all of it runs on the CPU: the engine's threads stand for the GPU's streams, and
+bit. One more way has to be asked for by name:
+
+{lossy}
+
+Without a GPU all of it runs on the CPU: the engine's threads stand for the GPU's streams, and
 what crosses no link is reported as if it did.
 """
 
@@ -37,6 +43,7 @@ examples:
   python examples/train_cnn_swapped.py                          # offline: AlexNet on digits
   python examples/train_cnn_swapped.py --model vgg16_bn --ways plain auto --epochs 5 --plot vgg.png
   python examples/train_cnn_swapped.py --model resnet --activation leaky_relu
+  python examples/train_cnn_swapped.py --activation leaky_relu --ways plain lossy --epochs 10
   python examples/train_cnn_swapped.py --device cuda --model vgg16 --shape imagenet \\
       --images 2048 --batch-size 128 --width 1                  # the paper's table 3
 
@@ -48,8 +55,9 @@ between ways that are lossless, 2 when an option is refused.
 def make_parser(summary: str) -> argparse.ArgumentParser:
     """Return the parser of the script."""
     ways = "\n".join(f"  {name:<11}  {text}" for name, text in WAYS.items())
+    lossy = f"  {LOSSY:<11}  {LOSSY_TEXT}"
     parser = argparse.ArgumentParser(
-        description=DESCRIPTION.format(summary=summary, ways=ways),
+        description=DESCRIPTION.format(summary=summary, ways=ways, lossy=lossy),
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -135,10 +143,10 @@ def _add_ways(parser: argparse.ArgumentParser) -> None:
     add(
         "--ways",
         nargs="+",
-        choices=(*WAYS, "all"),
+        choices=(*WAYS, LOSSY, "all"),
         default=["all"],
         metavar="WAY",
-        help=f"one or several of {', '.join(WAYS)}, or all (default: all)",
+        help=f"one or several of {', '.join(WAYS)}, {LOSSY}, or all but {LOSSY} (default: all)",
     )
     add(
         "--codecs",
@@ -158,6 +166,21 @@ def _add_ways(parser: argparse.ArgumentParser) -> None:
         default=1 << 14,
         metavar="N",
         help="smaller tensors are left where they are (default: %(default)s)",
+    )
+    add(
+        "--schedule",
+        choices=SCHEDULES,
+        default="sliding",
+        help=f"of {LOSSY}: P from TOP down to BOTTOM, from BOTTOM up to TOP, or always BOTTOM "
+        "(default: %(default)s)",
+    )
+    add(
+        "--lossy-bits",
+        nargs=2,
+        type=positive,
+        default=(96, 32),
+        metavar=("TOP", "BOTTOM"),
+        help=f"of {LOSSY}: P, the bits that cross for four values, 128 in float32 (default: 96 32)",
     )
     add(
         "--verify",
@@ -186,6 +209,10 @@ def checked_device(parser: argparse.ArgumentParser, options: argparse.Namespace)
             f"argument --batch-size: {options.batch_size}, but {n_trained} of --images "
             f"{options.images} are trained on; accepted are batches up to that"
         )
-    ways = list(WAYS) if "all" in options.ways else list(dict.fromkeys(options.ways))
-    options.ways = ways
+    named = [way for given in options.ways for way in (WAYS if given == "all" else (given,))]
+    options.ways = list(dict.fromkeys(named))
+    try:
+        lossy_of(options)
+    except bitslab.ArgumentError as error:
+        parser.error(f"argument --lossy-bits: {error}")
     return device

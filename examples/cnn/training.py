@@ -102,6 +102,8 @@ class Run:
             "peak_device_bytes": self.device_bytes,
             "down_bytes_per_step": self.traffic.down_bytes / self.n_steps,
             "up_bytes_per_step": self.traffic.up_bytes / self.n_steps,
+            "crossed_down_bytes_per_step": self.traffic.crossed_down_bytes / self.n_steps,
+            "crossed_up_bytes_per_step": self.traffic.crossed_up_bytes / self.n_steps,
             "lossless": self.lossless,
             "losses_equal_first": self.equal,
             "notes": self.notes,

@@ -13,32 +13,44 @@ from torch import nn
 from torch.autograd.graph import save_on_cpu
 
 import bitslab
-from bitslab.activations import conv_inputs
+from bitslab.activations import Lossy, conv_inputs
 
-#: By name: what is done. The last four are policies of `bitslab.offload_activations`.
+#: By name: what is done. The last ones are policies of `bitslab.offload_activations`.
 WAYS = {
     "plain": "nothing is moved",
     "save_on_cpu": "torch.autograd.graph.save_on_cpu: everything, raw, the step waits",
     "raw": "everything, raw, beside the computation (vDNN)",
     "static": "everything, packed on the device (the paper's SC)",
+    "host": "everything, raw; the CPU packs what is more than 60 % zeros (vDNN++)",
     "auto": "everything; for each tensor raw or a codec, by measured times (CSWAP+)",
     "keep": "nothing is moved, but everything passes through the hooks",
 }
-POLICIES = ("raw", "static", "auto", "keep")
+POLICIES = ("raw", "static", "host", "auto", "keep")
+#: Not one of all ways, since its losses differ.
+LOSSY = "lossy"
+LOSSY_TEXT = "activations lose bits (zfp), at a rate that slides down over the epochs"
+SCHEDULES = ("sliding", "inverse", "fixed")
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes, before packing, of the saved tensors that left the device and came back."""
+    """Bytes of the saved tensors that left the device and came back: as they were, and packed."""
 
     down_bytes: int = 0
     up_bytes: int = 0
+    crossed_down_bytes: int = 0
+    crossed_up_bytes: int = 0
 
     def __add__(self, other: Traffic) -> Traffic:
-        return Traffic(self.down_bytes + other.down_bytes, self.up_bytes + other.up_bytes)
+        return Traffic(*(a + b for a, b in zip(self.figures, other.figures, strict=True)))
 
     def __sub__(self, other: Traffic) -> Traffic:
-        return Traffic(self.down_bytes - other.down_bytes, self.up_bytes - other.up_bytes)
+        return Traffic(*(a - b for a, b in zip(self.figures, other.figures, strict=True)))
+
+    @property
+    def figures(self) -> tuple[int, ...]:
+        """All of them."""
+        return self.down_bytes, self.up_bytes, self.crossed_down_bytes, self.crossed_up_bytes
 
 
 @dataclass(frozen=True)
@@ -105,31 +117,40 @@ class SavedOnCpu(Kept):
         return opened
 
     def traffic(self) -> Traffic:
-        return Traffic(self._down_bytes, self._up_bytes)
+        down, up = self._down_bytes, self._up_bytes
+        return Traffic(down, up, down, up)
 
 
 class Offloaded(Kept):
     """A policy of `bitslab.offload_activations`; the loop and the model are not changed."""
 
-    def __init__(self, policy: str, model: nn.Module, options: argparse.Namespace) -> None:
+    def __init__(
+        self, policy: str, model: nn.Module, options: argparse.Namespace, lossy: Lossy | None = None
+    ) -> None:
+        self.lossless = lossy is None
         self._offload = bitslab.offload_activations(
             model,
             policy=policy,
             codecs=options.codecs,
+            lossy=lossy,
             min_bytes=options.min_bytes,
             select=conv_inputs if options.select == "conv_inputs" else None,
             verify=options.verify,
         )
 
+    def begin_epoch(self, number: int) -> None:
+        self._offload.begin_epoch(number - 1)
+
     def traffic(self) -> Traffic:
         stats = self._offload.stats()
-        return Traffic(stats["moved_out_bytes"], stats["moved_in_bytes"])
+        names = "moved_out_bytes", "moved_in_bytes", "crossed_out_bytes", "crossed_in_bytes"
+        return Traffic(*(stats[name] for name in names))
 
     def decisions(self) -> list[Decided]:
         return [
             Decided(site.unit.name, "pack" if codec else site.choice, codec, site.reason)
             for site in self._offload.report().sites
-            for codec in [None if site.choice in ("keep", "raw") else site.choice]
+            for codec in [None if site.choice in ("keep", "raw", "host") else site.choice]
         ]
 
     def notes(self) -> list[str]:
@@ -139,12 +160,20 @@ class Offloaded(Kept):
         self._offload.detach()
 
 
+def lossy_of(options: argparse.Namespace) -> Lossy:
+    """Return what `LOSSY` packs activations with."""
+    top, bottom = options.lossy_bits
+    return Lossy(schedule=options.schedule, epochs=options.epochs, top=top, bottom=bottom)
+
+
 @contextmanager
 def keep(way: str, model: nn.Module, options: argparse.Namespace) -> Iterator[Kept]:
-    """Keep a model's saved tensors in a way of WAYS for as long as the context is open."""
+    """Keep a model's saved tensors in a way of WAYS, or in `LOSSY`, while the context is open."""
     kept: Kept
     if way in POLICIES:
         kept = Offloaded(way, model, options)
+    elif way == LOSSY:
+        kept = Offloaded("static", model, options, lossy_of(options))
     elif way == "save_on_cpu":
         kept = SavedOnCpu(next(model.parameters()).device)
     else:

@@ -68,8 +68,9 @@ def test_losses_are_equal_in_every_way(
         assert run["losses_equal_first"] is True
         assert [epoch["losses"] for epoch in run["epochs"]] == losses
         assert run["exposed_swap_seconds"] == run["step_seconds"] - plain["step_seconds"]
-    for way in ("raw", "static", "auto"):
+    for way in ("raw", "static", "host", "auto"):
         assert runs[way]["down_bytes_per_step"] > 0
+    assert runs["raw"]["crossed_down_bytes_per_step"] == runs["raw"]["down_bytes_per_step"]
     for way in ("plain", "save_on_cpu", "keep"):
         assert ({"plain": plain} | runs)[way]["down_bytes_per_step"] == 0
     packed = [d for d in runs["static"]["epochs"][0]["decisions"] if d["action"] == "pack"]
@@ -77,7 +78,22 @@ def test_losses_are_equal_in_every_way(
     for row in report["sparsity"]:
         assert len(row["zeros"]) == 3 and all(0 <= share <= 1 for share in row["zeros"])
     out = capsys.readouterr().out
-    assert "the losses of 8 batches, 6 ways: equal to the last bit" in out
+    assert "the losses of 8 batches, 7 ways: equal to the last bit" in out
+
+
+def test_losses_of_lossy_rates_are_not_compared(
+    script: Any, train: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = "--ways plain lossy --activation leaky_relu --lossy-bits 64 16".split()
+    status, report = train(script, *TINY, *given)
+    assert status == 0
+    plain, lossy = report["runs"]
+    assert lossy["lossless"] is False and lossy["losses_equal_first"] is False
+    assert 0 < lossy["crossed_down_bytes_per_step"] < 0.6 * lossy["down_bytes_per_step"]
+    last = [d for d in lossy["epochs"][1]["decisions"] if d["codec"] == "zfp"]
+    assert last and any("P = 40 of 128: sliding" in note for note in lossy["notes"])
+    assert plain["epochs"][0]["losses"] != lossy["epochs"][0]["losses"]
+    assert "equal to the last bit" not in capsys.readouterr().out
 
 
 def test_a_loss_that_differs_is_reported(
@@ -121,6 +137,8 @@ def test_saved_tensors_are_found_once_and_nothing_changes() -> None:
     ("options", "text"),
     [
         (["--batch-size", "900"], "argument --batch-size: 900, but 800 of --images 1000"),
+        (["--lossy-bits", "32", "96"], "argument --lossy-bits: lossy: bottom 96 is above top 32"),
+        (["--lossy-bits", "96", "8"], "block_bits: 8, accepted are 12 to 128"),
         (["--width", "2"], "argument --width: 2, accepted are numbers above 0 and up to 1"),
         (["--device", "abc"], "argument --device: abc, accepted are cpu and cuda"),
     ],

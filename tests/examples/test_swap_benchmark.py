@@ -1,9 +1,10 @@
-"""benchmarks/swap.py counts what a CNN saves, by kind and codec, all metadata included."""
+"""benchmarks/swap.py counts what a CNN saves, and measures its steps in every way."""
 
 from __future__ import annotations
 
 import importlib
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,10 +21,15 @@ def benchmark(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> Any:
     return importlib.import_module("swap")
 
 
+@pytest.fixture
+def ratio(benchmark: Any) -> Any:
+    return importlib.import_module("swap_ratio")
+
+
 def test_saved_tensors_are_counted_by_kind(
-    benchmark: Any, capsys: pytest.CaptureFixture[str]
+    benchmark: Any, ratio: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    small = "--models alexnet --epochs 1 --images 60 --batch-size 8 --json".split()
+    small = "--only ratio --models alexnet --epochs 1 --images 60 --batch-size 8 --json".split()
     assert benchmark.main(small) == 0
     printed = capsys.readouterr()
     tables = json.loads(printed.out)
@@ -33,14 +39,106 @@ def test_saved_tensors_are_counted_by_kind(
         by_kind = {row["saved"]: row for row in rows}
         assert {"activations", "pool indices", "everything"} <= set(by_kind)
         for row in rows:
-            assert row["best"] >= max(row[name] for name in benchmark.CODECS)
+            assert row["best"] >= max(row[name] for name in ratio.CODECS)
         assert by_kind["activations"]["zvc+ibp"] > by_kind["activations"]["zvc"] > 1.2
         assert by_kind["pool indices"]["ibp-blob"] > 4
 
 
-def test_sizes_have_all_metadata(benchmark: Any) -> None:
+def test_sizes_have_all_metadata(ratio: Any) -> None:
     values = torch.randn(5000).relu()
-    sizes = benchmark.sizes_of(values)
+    sizes = ratio.sizes_of(values)
     assert sizes["raw"] == 20000
     assert sizes["zvc"] == ZvcCodec().encode(values).nbytes
-    assert sizes["best"] == min(sizes[name] for name in ("raw", *benchmark.CODECS))
+    assert sizes["best"] == min(sizes[name] for name in ("raw", *ratio.CODECS))
+
+
+def test_steps_are_measured_in_every_way(
+    benchmark: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ways = (
+        "--policies raw static none --select all --peers save_on_cpu torchtune --activations relu"
+    )
+    size = "--models alexnet --train-batch 32 --train-steps 1 --steps 3 --device cpu --json"
+    assert benchmark.main(["--only", "train", *ways.split(), *size.split()]) == 0
+    printed = capsys.readouterr()
+    assert "left out: none (policy: 'none', accepted are" in printed.err
+    rows, summary = json.loads(printed.out).values()
+    by_way = {row["way"]: row for row in rows}
+    assert list(by_way)[:3] == ["plain", "raw, all", "static, all"]
+    assert {"save_on_cpu", "plain, at the end"} <= set(by_way)
+    assert len({row["loss"] for row in rows}) == 1  # to the last bit
+    raw, static, plain = (by_way[way] for way in ("raw, all", "static, all", "plain"))
+    assert raw["out GB"] == raw["crossed out"] == static["out GB"]
+    assert raw["crossed in"] <= raw["out GB"]  # what is read soon has not left yet
+    assert 0 < static["crossed out"] < raw["crossed out"] and plain["out GB"] == 0
+    assert raw["exposed"] == pytest.approx(raw["step"] - plain["step"])
+    assert static["of raw"] == pytest.approx(static["exposed"] / raw["exposed"])
+    assert [row["model"] for row in summary] == ["alexnet", "mean"]
+    assert summary[0]["raw exposed"] == raw["exposed"]
+
+
+def test_no_time_is_left(benchmark: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    options = "--only train --seconds-limit 0 --policies raw --peers --device cpu --json"
+    assert benchmark.main(options.split()) == 0
+    printed = capsys.readouterr()
+    assert printed.out.strip() == "{}" and printed.err.count("(--seconds-limit)") == 12
+
+
+def test_decisions_are_compared_with_measured_times(benchmark: Any) -> None:
+    decisions = importlib.import_module("swap_decisions")
+    tensors = [torch.randn(1 << 18).relu(), torch.randn(1 << 17)]
+    rows = [
+        {
+            "site": f"{i}",
+            "nbytes": t.nbytes,
+            "operation": "",
+            "sparsity": 0.5,
+            "ratio": {"zvc": 0.9},
+            # Compute hides all of the first tensor's way, so that packing it never pays.
+            "hidden_forward_s": 1.0,
+            "hidden_backward_s": 1.0,
+            "action": action,
+            "codec": codec,
+            "raw_s": 0.0,
+            "packed_s": 1.0,
+            "reason": "",
+        }
+        for i, (t, action, codec) in enumerate(
+            zip(tensors, ("pack", "raw"), ("zvc", None), strict=True)
+        )
+    ]
+    table, shares = decisions.compared(rows, tensors, lambda *given: (1.0, 1.0))
+    assert [row["by times"] for row in table] == ["raw", "raw"]
+    assert [row["agrees"] for row in table] == ["NO", "yes"]
+    assert shares["sites"] == 2 and shares["agreement"] == 0.5
+    assert shares["model error"] > 1  # 2 s for a megabyte
+    with pytest.raises(ValueError, match="other tensors"):
+        decisions.compared(rows, tensors[:1], lambda *given: (1.0, 1.0))
+
+
+def test_time_of_kernels_that_overlap_counts_once(benchmark: Any) -> None:
+    profile = importlib.import_module("swap_profile")
+    spans = [(0.0, 4.0), (1.0, 2.0), (3.0, 6.0), (10.0, 11.0)]
+    events = [SimpleNamespace(time_range=SimpleNamespace(start=a, end=b)) for a, b in spans]
+    assert profile.busy_us(events) == 7.0
+
+
+def test_a_way_that_fails_is_told(
+    benchmark: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train = importlib.import_module("swap_train")
+    measure = train.measure
+
+    def fails(job: Any, way: str, *more: Any) -> Any:
+        if way == "raw":
+            raise RuntimeError("out of luck")
+        return measure(job, way, *more)
+
+    monkeypatch.setattr(train, "measure", fails)
+    options = "--only train --policies raw --peers --select all --activations relu --device cpu"
+    size = "--models alexnet --train-batch 4 --train-steps 0 --steps 3 --json"
+    assert benchmark.main([*options.split(), *size.split()]) == 1
+    printed = capsys.readouterr()
+    assert "FAILED: alexnet, relu: raw, all" in printed.err and "out of luck" in printed.err
+    rows = next(iter(json.loads(printed.out).values()))
+    assert [row["way"] for row in rows] == ["plain", "plain, at the end"]

@@ -42,7 +42,10 @@ class DecisionHistory:
                 "epoch": epoch,
                 **decision.to_dict(),
                 "nbytes": record.nbytes,
+                "dtype": str(record.dtype).removeprefix("torch."),
                 "operation": record.operation,
+                "hidden_forward_s": record.hidden_forward_s,
+                "hidden_backward_s": record.hidden_backward_s,
                 "sparsity": record.sparsity,
                 "ratio": dict(record.ratio),
                 "changed": last.get(record.site, (decision.action, decision.codec))
@@ -54,8 +57,9 @@ class DecisionHistory:
     def rows(self) -> list[dict[str, Any]]:
         """Return a row for each site and epoch, in the order in which they were added.
 
-        Its keys are those of `Decision`, with ``epoch``, ``nbytes``, ``operation``, ``sparsity``,
-        ``ratio``, and ``changed``: whether the site was treated otherwise before.
+        Its keys are those of `Decision`, with ``epoch``, ``nbytes``, ``dtype``, ``operation``,
+        ``hidden_forward_s``, ``hidden_backward_s``, ``sparsity``, ``ratio``, and ``changed``:
+        whether the site was treated otherwise before.
         """
         return [dict(row) for row in self._rows]
 

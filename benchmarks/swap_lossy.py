@@ -1,0 +1,84 @@
+"""Accuracy of a CNN with dense activations that lose bits on their way, at several schedules of P.
+
+The example's CNN with LeakyReLU is trained on scikit-learn's digits from the weights of several
+seeds, each in every way with the same batches: plain, and with what layers save packed by zfp at P
+bits for four values, 128 in float32. `sliding` goes from Top down to Bottom over the epochs,
+`inverse` from Bottom up to Top, `fixed` stays at Bottom. Masks, integers and statistics of norms
+lose nothing. Figures are the share of tested digits that the model gets right after the last epoch,
+in %; `crossed` the share of the lossy tensors' bytes that crossed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+from cnn.images import load_images
+from cnn.models import SIDES
+from cnn.options import checked_device
+from cnn.options import make_parser as cnn_parser
+from cnn.training import Trainer
+
+from bitslab.engine.advisor import LossySchedule
+
+Rows = list[dict[str, Any]]
+Report = Callable[[str], None]
+
+PLAIN = "plain"
+WAYS = (PLAIN, "sliding", "fixed", "inverse")
+MAX_P = 128
+DIGITS = 1797
+
+
+def lossy(arguments: argparse.Namespace, report: Report) -> dict[str, Rows]:
+    """Train in every way from every seed; return the table of accuracies."""
+    top, bottom = arguments.lossy_bits
+    parser = cnn_parser("")
+    given = ["--model", arguments.lossy_model, "--activation", "leaky_relu", "--images", "1797"]
+    options = parser.parse_args([*given, "--device", arguments.device])
+    options.epochs, options.batch_size = arguments.lossy_epochs, arguments.lossy_batch
+    options.lossy_bits = top, bottom
+    options.width = arguments.lossy_width
+    device = checked_device(parser, options)
+    right: dict[str, list[float]] = {way: [] for way in WAYS}
+    for seed in range(arguments.seeds):
+        options.seed = seed
+        images = load_images("digits", DIGITS, SIDES["cifar"], seed, device)
+        for way in WAYS:
+            if way != PLAIN:
+                options.schedule = way
+            trainer = Trainer(images, PLAIN if way == PLAIN else "lossy", options, device)
+            run = trainer.train(lambda number: lambda done, total: None)
+            right[way].append(100 * run.epochs[-1].test_accuracy)
+            report(f"lossy: seed {seed}, {way}: {right[way][-1]:.1f} % right")
+    rows: Rows = []
+    plain = statistics.mean(right[PLAIN])
+    for way, each in right.items():
+        mean = statistics.mean(each)
+        row: dict[str, Any] = {"way": way, "mean": f"{mean:.2f}", "less than plain": plain - mean}
+        if way != PLAIN:
+            schedule = LossySchedule(top, bottom, options.epochs, way)  # type: ignore[arg-type]
+            rates = [schedule.value(epoch) for epoch in range(options.epochs)]
+            row["P"] = f"{rates[0]} to {rates[-1]}"
+            row["crossed"] = statistics.mean(rates) / MAX_P
+        row |= {f"seed {seed}": f"{value:.1f}" for seed, value in enumerate(each)}
+        rows.append(row)
+    title = (
+        f"{arguments.lossy_model}, LeakyReLU, width {options.width:g}, {DIGITS} digits, "
+        f"{options.epochs} epochs in batches of {options.batch_size}, Top {top}, Bottom {bottom}: "
+        "% right; asked: sliding within 0.5 points of plain, and not below fixed and inverse"
+    )
+    return {title: rows}
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this part."""
+    add = parser.add_argument_group("lossy").add_argument
+    add("--lossy-model", default="alexnet", help="default: %(default)s")
+    add("--lossy-width", type=float, default=0.25, help="of its channels (default: %(default)s)")
+    add("--lossy-epochs", type=int, default=8, help="default: %(default)s")
+    add("--lossy-batch", type=int, default=64, help="images of a step (default: %(default)s)")
+    add("--lossy-bits", nargs=2, type=int, default=(96, 32), metavar=("TOP", "BOTTOM"))
+    add("--seeds", type=int, default=5, help="default: %(default)s")

@@ -1,0 +1,180 @@
+"""Sizes of what models save for their backward pass, by codec, all metadata counted.
+
+CNNs are trained on scikit-learn's digits, enlarged to 32 pixels, and then save one batch that they
+were not trained on last; MiniLM is tuned for some steps on text of this checkout, as SimCSE does,
+and saves a batch of it. A row is a kind of tensor, all layers together, encoded tensor by tensor
+with a codec fitted to it; `best` is the smallest of each tensor, raw where none is smaller. Peers:
+LZ4 (the package lz4, by our form of it), zlib at its fastest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from cnn.images import load_images
+from cnn.models import SIDES
+from cnn.options import checked_device
+from cnn.options import make_parser as cnn_parser
+from cnn.saved import Saved, recorded, saved_tensors
+from cnn.training import Trainer
+from torch.nn import functional
+
+from bitslab.engine.codecs import blob_codec_class
+
+#: Those of which issue 20 names sizes.
+MODELS = ("alexnet", "vgg16", "vgg16_bn")
+MINILM = "minilm"
+CODECS = ("zvc", "csr", "rle", "ibp-blob", "zvc+ibp", "lz4")
+RAW, ZLIB, BEST = "raw", "zlib", "best"
+#: Rows of a table: which kinds of saved tensors they sum, None for all.
+KINDS: dict[str, tuple[str, ...] | None] = {
+    "activations": ("activation",),
+    "convolution outputs": ("convolution",),
+    "pooled": ("pooled",),
+    "pool indices": ("pool indices",),
+    "dropout": ("dropout", "dropout mask"),
+    "everything": None,
+}
+MINILM_KINDS: dict[str, tuple[str, ...] | None] = {
+    "dropout masks": ("dropout mask",),
+    "everything": None,
+}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+#: Lines of text in a batch of MiniLM, each seen twice, their tokens, and steps of tuning.
+LINES, TOKENS, TUNED_STEPS = 2, 128, 3
+TEMPERATURE = 0.05
+
+Rows = list[dict[str, Any]]
+Report = Callable[[str], None]
+
+
+def sizes_of(values: torch.Tensor) -> dict[str, int]:
+    """Return the bytes that a tensor takes by each codec, with what the codec learnt."""
+    sizes = {RAW: values.nbytes}
+    for name in CODECS:
+        codec = blob_codec_class(name).fit(values)
+        sizes[name] = codec.encode(values).nbytes + codec.profile_bytes
+    data = values.contiguous().view(-1).view(torch.uint8)
+    sizes[ZLIB] = len(zlib.compress(data.cpu().numpy().data, 1))
+    sizes[BEST] = min(sizes[name] for name in (RAW, *CODECS))
+    return sizes
+
+
+def table(saved: Sequence[Saved], row_kinds: Mapping[str, tuple[str, ...] | None] = KINDS) -> Rows:
+    """Return ratios by kind of tensor."""
+    measured = [(each, sizes_of(each.values)) for each in saved if each.values.numel()]
+    rows: Rows = []
+    for title, kinds in row_kinds.items():
+        chosen = [(s, sizes) for s, sizes in measured if kinds is None or s.kind in kinds]
+        if chosen:
+            rows.append({"saved": title} | row_of(chosen))
+    return rows
+
+
+def row_of(chosen: Iterable[tuple[Saved, Mapping[str, int]]]) -> dict[str, Any]:
+    """Return the share of zeros, raw bytes, and ratios of several tensors together."""
+    total: dict[str, int] = {}
+    zeros = 0.0
+    for saved, sizes in chosen:
+        zeros += saved.zeros * sizes[RAW]
+        for name, n_bytes in sizes.items():
+            total[name] = total.get(name, 0) + n_bytes
+    raw = total.pop(RAW)
+    row: dict[str, Any] = {"zeros %": 100 * zeros / raw, "MB": raw / 1e6}
+    row |= {name: raw / n_bytes for name, n_bytes in total.items()}
+    return row | {"best saves %": 100 * (1 - total[BEST] / raw)}
+
+
+def ratio(arguments: argparse.Namespace, report: Report) -> dict[str, Rows]:
+    """Train the models, and return a table for each of them and dtype."""
+    tables: dict[str, Rows] = {}
+    for model in arguments.models or (*MODELS, MINILM):
+        for name in DTYPES:
+            if model == MINILM:
+                tables |= minilm(name, report)
+            else:
+                tables |= cnn(model, name, arguments, report)
+    return tables
+
+
+def cnn(
+    model: str, dtype_name: str, arguments: argparse.Namespace, report: Report
+) -> dict[str, Rows]:
+    """Train a CNN and return the table of what it saves."""
+    parser = cnn_parser("")
+    given = ["--model", model, "--epochs", str(arguments.epochs), "--device", "cpu"]
+    options = parser.parse_args([*given, "--images", str(arguments.images)])
+    device = checked_device(parser, options)
+    options.dtype = dtype_name
+    images = load_images("digits", options.images, SIDES["cifar"], options.seed, device)
+    report(f"{model}, {dtype_name}: training {options.epochs} epochs")
+    trainer = Trainer(images, "plain", options, device)
+    run = trainer.train(lambda number: lambda done, total: None)
+    batch, labels = images.batch(images.tested[: arguments.batch_size])
+    trainer.model.train()
+    report(f"{model}, {dtype_name}: encoding")
+    accuracy = run.epochs[-1].test_accuracy
+    title = (
+        f"{model}, {dtype_name}, width {options.width}, after {options.epochs} epochs "
+        f"({100 * accuracy:.1f} % right), a batch of {len(labels)}: raw over encoded bytes"
+    )
+    return {title: table(saved_tensors(trainer.model, batch, labels, DTYPES[dtype_name]))}
+
+
+def minilm(dtype_name: str, report: Report) -> dict[str, Rows]:
+    """Tune MiniLM and return the table of what it saves, or nothing where it is not installed."""
+    try:
+        import llm_minilm
+
+        model = llm_minilm.load(DTYPES[dtype_name]).train()
+    except (ImportError, FileNotFoundError) as error:
+        report(f"left out: {MINILM} ({error})")
+        return {}
+    report(f"{MINILM}, {dtype_name}: {TUNED_STEPS} steps")
+    torch.manual_seed(0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-5)
+    for step in range(TUNED_STEPS):
+        optimizer.zero_grad()
+        contrastive_loss(model, llm_minilm.batch(LINES, TOKENS, seed=step)).backward()
+        optimizer.step()
+    optimizer.zero_grad()
+    inputs = llm_minilm.batch(LINES, TOKENS, seed=TUNED_STEPS)
+    with recorded(model, inputs["input_ids"]) as recorder:
+        loss = contrastive_loss(model, inputs)
+    found = recorder.named()
+    del loss
+    report(f"{MINILM}, {dtype_name}: encoding")
+    title = (
+        f"all-MiniLM-L6-v2, {dtype_name}, tuned for {TUNED_STEPS} steps, {2 * LINES} x {TOKENS} "
+        "tokens: raw over encoded bytes"
+    )
+    return {title: table(found, MINILM_KINDS)}
+
+
+def contrastive_loss(model: Any, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Return SimCSE's loss: lines are seen twice, under two masks of dropout, and find each other.
+
+    Parameters
+    ----------
+    model : transformers.BertModel
+        In training mode.
+    inputs : mapping
+        ``input_ids`` and ``attention_mask``, ``[lines, tokens]``.
+    """
+    twice = {name: torch.cat([values, values]) for name, values in inputs.items()}
+    hidden = model(**twice).last_hidden_state  # [2 lines, tokens, width]
+    first, second = functional.normalize(hidden.mean(1).float(), dim=-1).chunk(2)
+    scores = first @ second.T / TEMPERATURE
+    return functional.cross_entropy(scores, torch.arange(len(first)))
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this part."""
+    add = parser.add_argument_group("ratio").add_argument
+    add("--epochs", type=int, default=8, help="of training (default: %(default)s)")
+    add("--images", type=int, default=1000, help="digits, a fifth to test (default: %(default)s)")
+    add("--batch-size", type=int, default=64, help="images that are saved (default: %(default)s)")
