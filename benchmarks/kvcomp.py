@@ -26,7 +26,8 @@ kernels and generate need a GPU and are left out without one. generate has model
 in Llama's shape; K and V of such models take more bits than those of trained ones, so that the link
 carries more. QuantizedCache is measured where its backends can be imported (optimum.quanto, hqq);
 cuDNN's attention is off, since it makes a plan for each new length. Every repetition has a fresh
-prompt; figures are medians after one that warms up. Rows go to stderr as they come.
+prompt; figures are medians after one that warms up. "of the host" is the time until a token's last
+kernel is queued. Rows go to stderr as they come.
 """
 
 from __future__ import annotations
