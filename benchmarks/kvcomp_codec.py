@@ -2,7 +2,10 @@
 
 Rates are bytes of the bfloat16 values a second. K has steps by channel and pairs of channels, V
 levels by token and pairs of tokens, in tiles of 64 tokens; values are normal, with channels of
-different spread, and `step` is the step over the rms: 1 is fine, 2.5 coarse. Every repetition works
+different spread, and `step` is the step over the rms: 1 is fine, 2.5 coarse; "SmolLM2" are K and V
+of that model, two heads of 64 side by side as one of 128, with steps that keep its error of
+attention under 0.055, the same tiles again and again. "fixed" says that codes are plain fields of
+the narrowest width, read and written by the same kernels. Every repetition works
 on another of several inputs, each many times the size of the GPU's cache. Decoded values are
 compared with the twin of the CPU, and all of them with the bound. `pack` quantises once what
 `measure` and `encode` quantise each, as caches of K and V pack.
@@ -13,25 +16,35 @@ python benchmarks/kvcomp_codec.py
 from __future__ import annotations
 
 import argparse
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from codec_gpu import copy_gbps, nvcomp_row
-from timing import gpu_seconds, print_tables
+# SmolLM2 and its text are those of the examples.
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "examples"))
 
-from bitslab.engine.codecs.invariant.codec import InvariantCodec
-from bitslab.engine.codecs.quantized import TilePlan, measured_fit, steps_and_centers
-from bitslab.engine.kernels import cpu
-from bitslab.engine.kernels.cuda import kernels_on, raise_pending_errors
-from bitslab.engine.kernels.format import TableStorage, bases_of_rows, words_of_rows
-from bitslab.engine.kernels.tile_format import Granularity
+import torch  # noqa: E402
+from codec_gpu import copy_gbps, nvcomp_row  # noqa: E402
+from kvcomp_states import wide_heads  # noqa: E402
+from textgen.smollm import ModelMissingError  # noqa: E402
+from timing import gpu_seconds, print_tables  # noqa: E402
+
+from bitslab.engine.codecs.invariant.codec import InvariantCodec  # noqa: E402
+from bitslab.engine.codecs.quantized import TilePlan, measured_fit, steps_and_centers  # noqa: E402
+from bitslab.engine.kernels import cpu  # noqa: E402
+from bitslab.engine.kernels.cuda import kernels_on, raise_pending_errors  # noqa: E402
+from bitslab.engine.kernels.format import TableStorage, bases_of_rows, words_of_rows  # noqa: E402
+from bitslab.engine.kernels.tile_format import Granularity  # noqa: E402
 
 Rows = list[dict[str, Any]]
 SETS = 3  # inputs that the repetitions rotate through
 HEADS, TOKENS = 8, 64
-STEPS = (0.7, 1.0, 1.5, 2.5)
+#: Heads' sizes and steps; --map has more.
+FEW, ALL = {128: (1.0, 2.5)}, {128: (0.7, 1.0, 1.5, 2.5), 64: (0.7, 1.0, 1.5, 2.5)}
+#: Tokens of SmolLM2.
+STATES_TOKENS = 32 * TOKENS
 #: Tiles that are decoded by the twin, too.
 TWIN_TILES = 2 * HEADS
 
@@ -49,22 +62,70 @@ def values(side: str, dim: int, tiles: int, seed: int) -> torch.Tensor:
     return x.view(-1, TOKENS, dim)
 
 
-def fitted(side: str, x: torch.Tensor, step: float) -> tuple[TilePlan, float]:
-    """Return the plan for one tile after another of each head, and the bits it expects."""
-    by_head = x[: 32 * HEADS].view(-1, HEADS, *x.shape[1:])
-    sample = by_head.transpose(0, 1).flatten(1, 2)[None]
-    weights = None
-    if side == "K":  # every channel has a step of its own
-        weights = 1 / sample[0].float().std(dim=1)
-    fit = measured_fit(
-        sample,
-        tile_tokens=TOKENS,
-        granularity=Granularity.CHANNEL if side == "K" else Granularity.TOKEN_LEVEL,
-        token_pairs=side == "V",
-        scale=step,
-        weights=weights,
-    )
-    return fit.plan, fit.bits_per_value
+@dataclass
+class Case:
+    """Inputs of one shape, and how their steps are found.
+
+    Parameters
+    ----------
+    name : str
+        What it is called.
+    side : str
+        "K" or "V".
+    inputs : list of torch.Tensor
+        bfloat16 ``[tiles, TOKENS, dim]``, of all heads in turn.
+    scale : float
+        Of the steps.
+    weights : torch.Tensor
+        ``[HEADS, dim]``, of K's channels.
+    """
+
+    name: str
+    side: str
+    inputs: list[torch.Tensor]
+    scale: float
+    weights: torch.Tensor
+
+    def fit(self, coder: str) -> tuple[TilePlan, float]:
+        """Return the plan for one tile after another of each head, and the bits it expects."""
+        x = self.inputs[0]
+        by_head = x[: 32 * HEADS].view(-1, HEADS, *x.shape[1:])
+        sample = by_head.transpose(0, 1).flatten(1, 2)[None]
+        fit = measured_fit(
+            sample,
+            tile_tokens=TOKENS,
+            granularity=Granularity.CHANNEL if self.side == "K" else Granularity.TOKEN_LEVEL,
+            token_pairs=self.side == "V",
+            scale=self.scale,
+            weights=self.weights if self.side == "K" else None,
+            coder=coder,
+        )
+        return fit.plan, fit.bits_per_value
+
+
+def count(dim: int, nbytes: int) -> int:
+    """Return the tiles of all heads that take so many raw bytes."""
+    return nbytes // (2 * TOKENS * dim) // HEADS * HEADS
+
+
+def normal(side: str, dim: int, step: float, inputs: list[torch.Tensor]) -> Case:
+    """Return normal values; of K every channel has a step of its own."""
+    x = inputs[0][: 32 * HEADS].view(-1, HEADS, TOKENS, dim).float()
+    weights = 1 / x.transpose(0, 1).flatten(1, 2).std(dim=1)
+    return Case(f"{side}, dim {dim}, step {step}", side, inputs, step, weights)
+
+
+def smollm2(side: str, nbytes: int) -> Case:
+    """Return K or V of SmolLM2; every input begins with another tile."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    states = wide_heads(HEADS, STATES_TOKENS, device)
+    x = (states.keys if side == "K" else states.values)[0].cuda()
+    tiles = x.unflatten(1, (-1, TOKENS)).transpose(0, 1).contiguous()  # [tiles, heads, ...]
+    repetitions = -(-count(128, nbytes) // (len(tiles) * HEADS))
+    repeated = tiles.repeat(repetitions, 1, 1, 1).flatten(0, 1)
+    inputs = [repeated.roll(7 * HEADS * i, 0) for i in range(SETS)]
+    scale = 1.0 if side == "K" else states.value_scale
+    return Case(f"{side}, SmolLM2 as heads of 128", side, inputs, scale, states.weights.cuda())
 
 
 @dataclass
@@ -124,13 +185,10 @@ class Tiles:
                 raise SystemExit("a decoded value is beyond its bound")
 
 
-def tile_row(
-    side: str, dim: int, step: float, nbytes: int, copy: float, reps: int
-) -> dict[str, Any]:
+def tile_row(case: Case, coder: str, copy: float, reps: int) -> dict[str, Any]:
     """Measure one plan."""
-    n = nbytes // (2 * TOKENS * dim) // HEADS * HEADS
-    inputs = [values(side, dim, n, seed) for seed in range(SETS)]
-    plan, bits = fitted(side, inputs[0], step)
+    inputs, n = case.inputs, len(case.inputs[0])
+    plan, bits = case.fit(coder)
     tiles = Tiles(plan)
     rows = [x.view(torch.uint8).view(n, -1) for x in inputs]
     packed = [tiles.pack(r) for r in rows]
@@ -162,7 +220,7 @@ def tile_row(
     pairs = float((plan.radius[plan.block_class] > 0).mean())
     both = (raw_bytes + moved) / decoding / 1e9
     return {
-        "data": f"{side}, dim {dim}, step {step}",
+        "data": case.name if coder == "huffman" else f"{case.name}, {coder}",
         "ratio": raw_bytes / moved,
         "bits": f"{16 * moved / raw_bytes:.2f} ({bits:.2f} expected)",
         "in pairs": f"{100 * pairs:.0f} %",
@@ -178,7 +236,7 @@ def tile_row(
 
 def lossless_row(side: str, dim: int, nbytes: int, copy: float, reps: int) -> dict[str, Any]:
     """Measure this library's lossless codec on the same values, by rows of a token."""
-    n = nbytes // (2 * TOKENS * dim) // HEADS * HEADS
+    n = count(dim, nbytes)
     inputs = [values(side, dim, n, seed).view(-1, dim) for seed in range(SETS)]
     codec = InvariantCodec.fit(inputs[0][:8192], chunk_bytes=2, uniform=True)
     packed = [codec.encode(x) for x in inputs]
@@ -200,9 +258,10 @@ def nvcomp_rows(dim: int, nbytes: int, reps: int) -> Rows:
     """Measure nvCOMP's ANS on the same values, or nothing when it is not installed."""
     try:
         from nvidia import nvcomp
-    except ImportError:
+    except ImportError as error:
+        print(f"nvCOMP: left out: {error}", file=sys.stderr)
         return []
-    n = nbytes // (2 * TOKENS * dim) // HEADS * HEADS
+    n = count(dim, nbytes)
     inputs = [values("V", dim, n, seed).view(torch.int16).flatten() for seed in range(SETS)]
     row = nvcomp_row(nvcomp, f"V, dim {dim}, nvCOMP ANS", "ANS", "<f2", inputs, reps)
     row["pack GB/s"] = row.pop("encode GB/s")
@@ -211,17 +270,34 @@ def nvcomp_rows(dim: int, nbytes: int, reps: int) -> Rows:
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Rows]:
-    """Return the tables of this part; `arguments` has `gpu_bytes` and `repetitions`."""
+    """Return the tables of this part; `arguments` has `gpu_bytes`, `repetitions` and `map`."""
     nbytes, reps = arguments.gpu_bytes, arguments.repetitions
     copy = copy_gbps(nbytes, reps)
     rows: Rows = [
         {"data": f"plain copy: {copy:,.0f} GB/s read+write", "read+write of copy": "100 %"}
     ]
-    for dim in (128, 64):
+
+    def add(row: dict[str, Any]) -> None:
+        rows.append(row)
+        print(row, file=sys.stderr, flush=True)
+
+    for dim, steps in (ALL if arguments.map else FEW).items():
         for side in ("K", "V"):
-            rows += [tile_row(side, dim, step, nbytes, copy, reps) for step in STEPS]
-            rows.append(lossless_row(side, dim, nbytes, copy, reps))
-        rows += nvcomp_rows(dim, nbytes, reps)
+            inputs = [values(side, dim, count(dim, nbytes), seed) for seed in range(SETS)]
+            for step in steps:
+                add(tile_row(normal(side, dim, step, inputs), "huffman", copy, reps))
+            add(tile_row(normal(side, dim, 1.0, inputs), "fixed", copy, reps))
+            del inputs
+            add(lossless_row(side, dim, nbytes, copy, reps))
+        for row in nvcomp_rows(dim, nbytes, reps):
+            add(row)
+    try:
+        for side in ("K", "V"):
+            case = smollm2(side, nbytes)
+            for coder in ("huffman", "fixed"):
+                add(tile_row(case, coder, copy, reps))
+    except ModelMissingError as error:
+        print(f"SmolLM2: left out: {error}", file=sys.stderr)
     return {"Coded tiles of K and V, bfloat16": rows}
 
 
@@ -232,6 +308,7 @@ def main() -> None:
     )
     parser.add_argument("--repetitions", type=int, default=7, help="timed runs of each row")
     parser.add_argument("--gpu-bytes", type=int, default=1 << 30, help="raw bytes of an input")
+    parser.add_argument("--map", action="store_true", help="heads of 64, and more steps")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.add_argument("--out", type=Path, help="also write the table to this Markdown file")
     arguments = parser.parse_args()

@@ -61,11 +61,16 @@ WAYS: dict[str, Make] = {
 
 @dataclass
 class Request:
-    """One prompt and its tokens; memory beyond what was allocated before, in bytes."""
+    """One prompt and its tokens; memory beyond what was allocated before, in bytes.
+
+    `host_ms` is the time until a token's last kernel is queued: where that is nearly `token_ms`,
+    the host decides, else the GPU or the link.
+    """
 
     prompt_ms: float
     next_ms: float
     token_ms: float
+    host_ms: float
     prompt_peak_bytes: int
     held_bytes: int
     token_peak_bytes: int
@@ -160,19 +165,21 @@ def _request(model: Any, cache: Any, ids: torch.Tensor) -> Request:
     tokens = [logits[:, -1].argmax(-1)]
     prompt = _now(device) - start
     prompt_peak = _peak(device) - before
-    times = []
+    times, queued = [], []
     for i in range(NEW_TOKENS - 1):
         if i == WARM_TOKENS:
             _reset_peak(device)
         start = _now(device)
         logits = model(tokens[-1][:, None], past_key_values=cache).logits
         tokens.append(logits[:, -1].argmax(-1))
+        queued.append(time.perf_counter() - start)
         times.append(_now(device) - start)
     del logits
     return Request(
         1e3 * prompt,
         1e3 * times[0],
         1e3 * statistics.median(times[WARM_TOKENS:]),
+        1e3 * statistics.median(queued[WARM_TOKENS:]),
         prompt_peak,
         _allocated(device) - before,
         _peak(device) - before,
@@ -189,6 +196,7 @@ def _row(way: str, requests: list[Request]) -> dict[str, Any]:
         "prompt ms": median("prompt_ms"),
         "next token ms": median("next_ms"),
         "token ms": median("token_ms"),
+        "of the host": median("host_ms"),
         "device MB": median("held_bytes") / 1e6,
         "peak of a token MB": median("token_peak_bytes") / 1e6,
         "peak of a prompt MB": median("prompt_peak_bytes") / 1e6,

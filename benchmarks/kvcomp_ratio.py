@@ -5,20 +5,26 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import llm_minilm
 import torch
-import transformers
+from kvcomp_states import (
+    ERROR,
+    POSITIONS,
+    SINKS,
+    TILE_TOKENS,
+    WINDOW,
+    Attended,
+    attended,
+    smollm2,
+    text,
+)
 from llm_workload import Rows, left_out
 from textgen.compared import PUBLISHED
 from textgen.rounded import PEERS, Peer, kivi
-from textgen.smollm import load_model, load_tokenizer, text_ids
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from bitslab.engine.codecs.quantized import TileCodec, TilePlan, fit_error, fit_tiles
 from bitslab.engine.kernels.tile_format import Granularity
@@ -27,58 +33,14 @@ from bitslab.integrations.transformers.handles import update_of
 from bitslab.integrations.transformers.kvcomp_layer import KVCompLayer, LayerUpdate
 
 Row = dict[str, Any]
-#: Tokens that all methods keep raw, first and last; tokens of a tile; queries that errors are of.
-SINKS, WINDOW, TILE_TOKENS, QUERIES = 4, 128, 64, 64
 #: The least ratio at an error of attention.
 ASKED = {0.04: 4.5, 0.10: 6.6, 0.16: 8.0}
 #: The same of MiniLM, whose K and V are all packed.
 MINILM_ASKED = {0.093: 4.3, 0.31: 7.0}
+#: Tokens of the ratio's tables by device, the first of all rows (figure 8 of the paper).
+CONTEXTS = {"cpu": (2048, 4096, 8192), "cuda": (2048, 4096, 8192, 16384, 32768)}
 #: MiniLM's text: lines and tokens.
 LINES, TOKENS = 4, 512
-#: Our name of the attention function that keeps what it is given.
-_KEEPING = "bitslab_benchmark_keeping"
-
-
-@dataclass(frozen=True)
-class Attended:
-    """What a layer's attention is given, keys after RoPE.
-
-    Parameters
-    ----------
-    queries : torch.Tensor
-        ``[B, Hq, n, dim]``, of the last n tokens.
-    keys, values : torch.Tensor
-        ``[B, H, T, dim]``.
-    causal : bool
-        Whether a query sees no later token.
-    """
-
-    queries: torch.Tensor
-    keys: torch.Tensor
-    values: torch.Tensor
-    causal: bool = True
-
-    def error(self, keys: torch.Tensor | None, values: torch.Tensor | None) -> float:
-        """Return the relative error of attention to these, None for the keys or values given."""
-        plain = self._output(self.keys, self.values)
-        off = self._output(
-            self.keys if keys is None else keys, self.values if values is None else values
-        )
-        return float((off - plain).norm() / plain.norm())
-
-    def first(self, tokens: int) -> Attended:
-        """Return a shorter context, with the queries of a longer one's last tokens."""
-        return Attended(self.queries, self.keys[:, :, :tokens], self.values[:, :, :tokens])
-
-    def _output(self, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        n, tokens = self.queries.shape[2], keys.shape[2]
-        mask = None
-        if self.causal:
-            at = torch.arange(tokens, device=keys.device)
-            mask = at <= at[tokens - n :, None]
-        return torch.nn.functional.scaled_dot_product_attention(
-            self.queries.float(), keys.float(), values.float(), attn_mask=mask, enable_gqa=True
-        )
 
 
 def run(
@@ -101,8 +63,9 @@ def run(
 def _smollm2(
     arguments: argparse.Namespace, scales: Sequence[tuple[float, float]], report: Any
 ) -> dict[str, Rows]:
-    model = load_model(torch.float32, arguments.device)
-    ids = text_ids(load_tokenizer(), max(arguments.contexts)).to(arguments.device)
+    model = smollm2(arguments.device)
+    contexts = arguments.contexts or CONTEXTS[arguments.device.type]
+    ids = text(max(contexts), arguments.device)
     model.set_attn_implementation("bitslab")
     caches: dict[str, Callable[[], KVCompCache]] = {}
     ours = partial(KVCompCache, model.config, sinks=SINKS, window=WINDOW)
@@ -112,7 +75,7 @@ def _smollm2(
         caches[f"KVCompCache, scales {k:g} and {v:g}"] = partial(ours, key_scale=k, value_scale=v)
     if arguments.peers:
         caches |= {name: partial(ours, **options) for name, options in PUBLISHED.items()}
-    first = arguments.contexts[0]
+    first = contexts[0]
     layers = attended(model, ids[:, :first], torch.bfloat16)
     rows: Rows = []
     for done, (name, make) in enumerate(caches.items()):
@@ -128,54 +91,41 @@ def _smollm2(
             rows.append(_shown({"cache": name, **entropy_row(layers, of_keys, of_values)}))
         rows += [_shown({"cache": name, **rounded_row(p, layers)}) for name, p in PEERS.items()]
     tables = {f"SmolLM2, 30 layers, {first:,} tokens: K and V in bfloat16": rows}
-    if len(arguments.contexts) > 1:
-        rows = []
-        longest = attended(model, ids, torch.bfloat16)
-        for context in sorted(arguments.contexts):
-            # Queries of the end of the context, as the fit needs them: a pass for each.
-            layers = (
-                longest
-                if context == ids.shape[1]
-                else attended(model, ids[:, :context], torch.bfloat16)
-            )
-            row = {"context": context}
-            for name in list(caches)[: len(arguments.error)] + list(PUBLISHED):
-                if name in caches:
-                    found = packed_row(caches[name](), layers)
-                    row[name.removeprefix("KVCompCache, ")] = found["ratio"]
-                    row[f"{name.removeprefix('KVCompCache, ')}: measured"] = found["error"]
-            row["KIVI, 2 bits"] = 16 / kivi(2).bits
-            rows.append(_shown(row))
-        tables["SmolLM2: ratio over the context, and the error of attention"] = rows
+    if len(contexts) > 1:
+        named = [f"KVCompCache, error {_default_error(arguments.error):g}", *PUBLISHED]
+        shown = {name: caches[name] for name in named if name in caches}
+        title = "SmolLM2: ratio over the context, and the error of attention"
+        tables[title] = _context_rows(model, ids, contexts, shown, report)
     return tables
 
 
-def attended(model: Any, ids: torch.Tensor, dtype: torch.dtype) -> list[Attended]:
-    """Return what each layer's attention is given in a pass over tokens, as `dtype`."""
-    kept: list[Attended] = []
+def _default_error(errors: Sequence[float]) -> float:
+    """Return of these the one that is nearest to what KVCompCache aims at by default."""
+    return min(errors, key=lambda error: abs(error - ERROR))
 
-    def keep(
-        module: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *rest: Any,
-        **how: Any,
-    ) -> Any:
-        last = query[:, :, -QUERIES:].to(dtype)
-        kept.append(Attended(last, key.to(dtype), value.to(dtype)))
-        return sdpa_attention_forward(module, query, key, value, *rest, **how)
 
-    before = model.config._attn_implementation
-    transformers.AttentionInterface.register(_KEEPING, keep)
-    AttentionMaskInterface.register(_KEEPING, sdpa_mask)
-    model.set_attn_implementation(_KEEPING)
-    try:
-        with torch.no_grad():
-            model(ids, use_cache=False, logits_to_keep=1)
-    finally:
-        model.set_attn_implementation(before)
-    return kept
+def _context_rows(
+    model: Any,
+    ids: torch.Tensor,
+    contexts: Sequence[int],
+    caches: Mapping[str, Callable[[], KVCompCache]],
+    report: Any,
+) -> Rows:
+    rows: Rows = []
+    for done, context in enumerate(sorted(contexts)):
+        report(done, len(contexts))
+        # Queries of the end of the context, as the fit needs them: a pass for each.
+        layers = attended(model, ids[:, :context], torch.bfloat16)
+        row: Row = {"context": context}
+        if context > POSITIONS:
+            row["rotations"] = f"slower, the model knows {POSITIONS:,} positions"
+        for name, make in caches.items():
+            found = packed_row(make(), layers)
+            row[name.removeprefix("KVCompCache, ")] = found["ratio"]
+            row[f"{name.removeprefix('KVCompCache, ')}: measured"] = found["error"]
+        row["KIVI, 2 bits"] = 16 / kivi(2).bits
+        rows.append(_shown(row))
+    return rows
 
 
 @torch.no_grad()
@@ -289,7 +239,10 @@ def _shown(row: Row) -> Row:
 def _minilm(arguments: argparse.Namespace) -> dict[str, Rows]:
     model = llm_minilm.load(torch.float32)
     parts = llm_minilm.attention_inputs(model, llm_minilm.batch(LINES, TOKENS))
-    layers = [Attended(q.bfloat16(), k.bfloat16(), v.bfloat16(), causal=False) for q, k, v in parts]
+    layers = [
+        Attended(*(x.to(arguments.device, torch.bfloat16) for x in each), causal=False)
+        for each in parts
+    ]
     rows: Rows = []
     for error, ratio in MINILM_ASKED.items():
         row = {"cache": f"error {error:g}", **_tiles_row(layers, partial(_fit_error, error=error))}

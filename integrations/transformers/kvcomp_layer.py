@@ -155,6 +155,15 @@ class KVCompLayer(CompressedLayer):  # type: ignore[no-untyped-call]
         for history in self.histories:
             history.pack()
 
+    def end_pass(self) -> None:
+        """Call `attended` in the last layer, whose own codecs are then to be learnt too."""
+        if self.attended is None:
+            return
+        assert self._reader is not None
+        if self.waits:
+            self._reader.learning.add(self)
+        self.attended()
+
     @property
     def waits(self) -> bool:
         """Whether codecs are to be learnt from the tokens that are there."""
@@ -343,8 +352,7 @@ class LayerUpdate:
         """Keep the queries, of the last update; not those of layers that share its K and V."""
         if self._layer.latest(self) and not self._seen:
             self._layer.see(query, padding, options)
-            if self._layer.attended is not None:
-                self._layer.attended()
+            self._layer.end_pass()
         self._seen = True
 
 

@@ -141,6 +141,7 @@ def test_benchmark_measures_the_bytes_of_layers(
     benchmark: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import kvcomp_ratio
+    import kvcomp_states
     from transformers import LlamaForCausalLM
 
     from bitslab.integrations.transformers import KVCompCache
@@ -156,10 +157,10 @@ def test_benchmark_measures_the_bytes_of_layers(
     )
     model = LlamaForCausalLM(config).eval()
     before = model.config._attn_implementation
-    layers = kvcomp_ratio.attended(model, torch.randint(64, (1, 400)), torch.bfloat16)
+    layers = kvcomp_states.attended(model, torch.randint(64, (1, 400)), torch.bfloat16)
     assert model.config._attn_implementation == before
     assert [a.keys.shape for a in layers] == [(1, 2, 400, 32)] * 2
-    assert layers[0].queries.shape == (1, 4, kvcomp_ratio.QUERIES, 32)
+    assert layers[0].queries.shape == (1, 4, kvcomp_states.QUERIES, 32)
     model.set_attn_implementation("bitslab")
     cache = KVCompCache(model.config, error=0.1, sinks=4, window=128)
     row = kvcomp_ratio.packed_row(cache, layers)

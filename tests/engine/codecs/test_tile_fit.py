@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from bitslab.engine.codecs.huffman import check_lengths
 from bitslab.engine.codecs.quantized import (
     NO_CODE,
     TileFit,
     TilePlan,
+    attention_error,
     dequantise,
     fit_error,
     fit_tiles,
@@ -344,6 +348,54 @@ def test_ranges_are_fitted_too(granularity: Granularity) -> None:
     assert fit is not None
     assert fit.keys.format.granularity is granularity
     assert fit.measured.error <= 0.1
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of the tensors that torch's functions have made and that are still there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = {_storage(t) for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        out = func(*args, **(kwargs or {}))
+        for t in tree_leaves(out):
+            if isinstance(t, torch.Tensor) and _storage(t) not in before | self._known:
+                self._add(t.untyped_storage())
+        return out
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        key, nbytes = storage._cdata, storage.nbytes()
+
+        def freed() -> None:
+            self._known.discard(key)
+            self.now -= nbytes
+
+        self._known.add(key)
+        self.now += nbytes
+        self.most = max(self.most, self.now)
+        weakref.finalize(storage, freed)
+
+
+def _storage(t: torch.Tensor) -> int:
+    return t.untyped_storage()._cdata
+
+
+@pytest.mark.parametrize("granularity", [Granularity.CHANNEL, Granularity.CHANNEL_RANGE])
+def test_memory_of_a_fit_is_bounded(
+    granularity: Granularity, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A thirty-second of the bytes, for a thirty-second of the values and of 64 query heads.
+    monkeypatch.setattr(attention_error, "_FIT_BYTES", attention_error._FIT_BYTES >> 5)
+    monkeypatch.setattr(attention_error, "_VALUES", attention_error._VALUES >> 5)
+    keys, values, _ = prompt(tokens=3000, batch=2)
+    queries = torch.randn(2, 2, 64, 48).bfloat16()
+    with LiveBytes() as found:
+        fit = fit_error(keys, values, queries, error=0.1, key_granularity=granularity)
+    assert fit is not None
+    assert 4 << 20 < found.most <= (256 << 20) >> 5
 
 
 def test_long_prompts_are_drawn_from_and_padding_is_not_seen() -> None:

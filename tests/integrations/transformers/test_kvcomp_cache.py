@@ -479,7 +479,7 @@ def test_codecs_are_the_same_whenever_they_are_learnt(
         run(cache, 100)
         if puts_off:
             waits = [layer.waits for layer in cache.layers]
-            behind = 4 if ahead else 2 if not most_bytes else 0
+            behind = 5 if ahead else 2 if not most_bytes else 0
             assert waits == [False] * behind + [True] * (5 - behind)
         cache = (change and change(cache)) or cache
         outputs = run(cache, 1, seed=50)

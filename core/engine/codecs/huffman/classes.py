@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 #: Histograms, sorted, that are taken apart exactly; more are joined to so many before.
-_RUNS = 32
+_RUNS = 16
 #: Rounds in which histograms move to the class that codes them in fewer bits.
 _ROUNDS = 8
 
@@ -88,8 +88,8 @@ def _best_cuts(
     """Return where the runs of the best classes begin, of ``[runs + 1, symbols]`` summed up."""
     runs = len(sums) - 1
     bits = np.full((runs, runs + 1), np.inf)
-    for begin in range(runs):
-        bits[begin, begin + 1 :] = entropy_bits(sums[begin + 1 :] - sums[begin])
+    begin, last = np.triu_indices(runs)
+    bits[begin, last + 1] = entropy_bits(sums[last + 1] - sums[begin])
     # least[k][n]: bits of the first n runs in k classes; begins[k][n]: where the last one begins.
     least = [np.where(np.arange(runs + 1) == 0, 0.0, np.inf)]
     begins: list[npt.NDArray[np.intp]] = []
@@ -109,8 +109,8 @@ def _nearest(
     counted: npt.NDArray[np.float64], labels: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.int64]:
     """Return for each histogram the class whose sum codes it in the fewest bits."""
-    summed = np.zeros((int(labels.max()) + 1, counted.shape[1]))
-    np.add.at(summed, labels, counted)
+    # Sums of integers: exact in any order.
+    summed = (labels == np.arange(int(labels.max()) + 1)[:, None]).astype(np.float64) @ counted
     # What a class has not seen costs much, but not for ever.
     share = (summed + 0.1) / (summed.sum(axis=1, keepdims=True) + 0.1 * summed.shape[1])
     return np.asarray((counted @ -np.log2(share).T).argmin(axis=1), np.int64)

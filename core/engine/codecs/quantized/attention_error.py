@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
@@ -45,13 +45,21 @@ _ROUNDS = 5
 _CLOSE = 0.985
 _CLOSE_ENOUGH = 0.96
 _TRIALS = 3
-#: Tokens, queries and values that are looked at, at the most.
+#: Tokens, queries and values that are looked at, at the most; of many heads at least some tokens.
 _TOKENS = 2048
+_LEAST_TOKENS = 512
 _QUERIES = 64
-_VALUES = 1 << 23
-#: Values that are coded at once, at several scales, and logits.
-_STACKED = 1 << 24
-_LOGITS = 3 << 23
+_VALUES = 1 << 22
+#: Bytes that a fit takes; what the sample leaves of them decides at how many scales is measured at
+#: once. For each value of the sample: itself and in float32, and how far it is from a center. For
+#: each at a scale, while attention is measured: codes, whether they are some, and what they are
+#: decoded to, beside the logits; while both sides are decoded, or codes are counted.
+_FIT_BYTES = 256 << 20
+_SAMPLE_BYTES = 16
+_MEASURED_BYTES = 9
+_DECODED_BYTES = 20
+#: Further ones where each value has a step and a center by range.
+_RANGE_BYTES = 12
 
 
 @dataclass(frozen=True)
@@ -114,13 +122,15 @@ def fit_error(
     pairs of scales that should keep `error` the one of the fewest bits is taken, and both are
     multiplied by a factor, which is interpolated between four that are measured with both coded,
     and measured itself, again where that misses. A GPU is waited for after each step: three times,
-    seldom more than five.
+    seldom more than five. Beside what is given it takes up to 256 MiB there, more only of more than
+    8,192 channels or windows of thousands of tokens.
 
     Parameters
     ----------
     keys, values : torch.Tensor
         ``[B, H, T, dim]``, of one dtype, on one device: a prompt. Of long ones tiles are drawn
-        evenly, 2,048 tokens in all, and of large batches some sequences.
+        evenly, 2,048 tokens in all, of more than 2,048 channels fewer, down to 512, and of large
+        batches some sequences.
     queries : torch.Tensor
         ``[B, Hq, n, dim]``: those of the last n tokens. All give the weights of channels, the last
         64 the error.
@@ -206,6 +216,11 @@ class _Side:
         The only one.
     weights : torch.Tensor, optional
         As `fit_tiles` takes them.
+
+    Attributes
+    ----------
+    step_bytes : int
+        Bytes of steps and centers for each value, beside those of its code.
     """
 
     def __init__(
@@ -216,6 +231,8 @@ class _Side:
         weights: torch.Tensor | None,
     ) -> None:
         self.weights = weights
+        by_value = fmt.granularity not in (Granularity.CHANNEL, Granularity.TOKEN_LEVEL)
+        self.step_bytes = _RANGE_BYTES if by_value else 0
         self.steps = ScaledSteps(whole_tiles(sample, fmt), fmt, weights)
         if scale is None:
             self.scales = tuple(_BASE_SCALE[fmt.granularity] * s for s in _GRID)
@@ -225,34 +242,44 @@ class _Side:
             name = "value_scale" if fmt.token_pairs else "key_scale"
             raise ArgumentError(f"{name}: {scale!r:.60}, accepted are numbers above 0")
 
-    def coded(self, scales: Sequence[float]) -> _Coded:
-        """Return codes of scales, and what they are decoded to."""
+    def decoded(self, scales: Sequence[float]) -> torch.Tensor:
+        """Return what codes of scales are decoded to, float32 ``[scales, B, H, T, dim]``."""
+        return self._coded(scales)[2]
+
+    def measured(
+        self, scales: Sequence[float], errors: Callable[[torch.Tensor], torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the errors of scales, and the entropy of their codes, each channel by itself.
+
+        Parameters
+        ----------
+        scales : sequence of float
+            What is measured.
+        errors : callable
+            Takes what `decoded` returns.
+
+        Returns
+        -------
+        tuple of torch.Tensor
+            float64 ``[scales]`` each; the entropy in bits a value.
+        """
+        codes, coded, decoded = self._coded(scales)
+        found = errors(decoded)
+        del decoded  # counting needs the room
+        counted = count_channels(codes, coded).double()
+        each = codes.shape[1] * codes.shape[3]  # values of a channel
+        nats = torch.special.xlogy(counted, counted).sum(dim=3).mean(dim=(1, 2)) / each
+        return found, (math.log(each) - nats) / math.log(2)
+
+    def _coded(self, scales: Sequence[float]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return codes in float32, which of them are codes, and what they are decoded to."""
         step, center = self.steps.at(scales)
         codes, coded = self.steps.codes(step)
-        return _Coded(codes, coded, self.steps.decoded(codes, coded, step, center))
+        return codes, coded, self.steps.decoded(codes, coded, step, center)
 
     def clamped(self, scale: float) -> float:
         """Return a scale, or the nearest that may be."""
         return min(max(self.scales[0], scale), self.scales[-1])
-
-
-class _Coded(NamedTuple):
-    """Codes of a sample at scales, which of them are codes, and what they are decoded to.
-
-    All ``[scales, B, H, T, dim]``, the first and the last in float32.
-    """
-
-    codes: torch.Tensor
-    coded: torch.Tensor
-    decoded: torch.Tensor
-
-    def bits(self) -> torch.Tensor:
-        """Return the entropy, each channel by itself: bits a value, float64 ``[scales]``."""
-        counted = count_channels(self.codes, self.coded).double()
-        each = self.codes.shape[1] * self.codes.shape[3]  # values of a channel
-        nats = torch.special.xlogy(counted, counted).sum(dim=3).mean(dim=(1, 2)) / each
-        bits: torch.Tensor = (math.log(each) - nats) / math.log(2)
-        return bits
 
 
 class _Prompt:
@@ -279,8 +306,9 @@ class _Prompt:
         sinks, window = raw_tokens
         between = tokens - sinks - window
         tiles = between // tile_tokens
+        looked_at = min(_TOKENS, max(_VALUES // (heads * dim), _LEAST_TOKENS))
         if tiles:
-            most = max((_TOKENS - sinks - window) // tile_tokens, 1)
+            most = max((looked_at - sinks - window) // tile_tokens, 1)
             drawn = np.arange(min(tiles, most)) * tiles // min(tiles, most)
             chosen = (sinks + drawn[:, None] * tile_tokens + np.arange(tile_tokens)).ravel()
             tail = sinks + tiles * tile_tokens
@@ -293,8 +321,7 @@ class _Prompt:
                 f"keys: {tokens} tokens, accepted are {sinks} sinks, a window of {window}, and "
                 f"{TILE_BLOCK} or more between them"
             )
-        looked_at = heads * min(tokens, _TOKENS) * dim
-        lines = min(max(_VALUES // looked_at, 1), batch)
+        lines = min(max(_VALUES // (heads * min(tokens, looked_at) * dim), 1), batch)
         device = keys.device
         drawn_lines = np.arange(lines) * batch // lines
         raw_at = np.r_[0:sinks, tail:tokens]
@@ -328,10 +355,15 @@ class _Prompt:
         self._plain = self._output(self._shares, self._values)
         self._norm = torch.linalg.vector_norm(self._plain).clamp(min=1e-30)
 
-    def at_once(self) -> int:
+    def at_once(self, *sides: _Side) -> int:
         """Return at how many scales errors are measured together, for the sake of memory."""
-        rows, coded = self._query.shape[:2], self.keys.shape[2] + self._raw_logits.shape[2]
-        return max(1, min(_STACKED // self.keys.numel(), _LOGITS // (math.prod(rows) * coded)))
+        each, tokens = self.keys.numel(), self.keys.shape[2] + self._raw_logits.shape[2]
+        rows, dim = math.prod(self._query.shape[:2]), self._query.shape[2]
+        logits = 4 * rows * (tokens + 6 * dim)  # and outputs
+        more = max(side.step_bytes for side in sides)
+        taken = _SAMPLE_BYTES * each + logits + self._seen_of_drawn.nbytes
+        at_scale = max((_MEASURED_BYTES + more) * each + logits, (_DECODED_BYTES + more) * each)
+        return max(1, (_FIT_BYTES - taken) // at_scale)
 
     def _of_lines(self, kept: torch.Tensor) -> torch.Tensor:
         """Return the sequences that are looked at."""
@@ -367,8 +399,10 @@ class _Prompt:
             hidden = hidden | padding[:, None]
         return torch.zeros(hidden.shape, device=tokens.device).masked_fill(hidden, -math.inf)
 
-    def _logits(self, keys: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
-        """Return ``[n * B * H, queries, T]`` for keys ``[n * B * H, T, dim]``.
+    def _logits(
+        self, keys: torch.Tensor, seen: torch.Tensor, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return ``[n * B * H, queries, T]`` for keys ``[n * B * H, T, dim]``, in `out` if given.
 
         `seen` is added where a query sees a token or not.
         """
@@ -377,22 +411,33 @@ class _Prompt:
         if seen.shape[0] > 1:
             seen = _repeated(seen, len(keys))
         if self._softcap is None:
-            return torch.baddbmm(seen, query, across)
-        return self._softcap * torch.tanh(torch.bmm(query, across) / self._softcap) + seen
+            return torch.baddbmm(seen, query, across, out=out)
+        logits = torch.bmm(query, across, out=out).div_(self._softcap)
+        return logits.tanh_().mul_(self._softcap).add_(seen)
 
     def _softmax(self, keys: torch.Tensor) -> torch.Tensor:
         """Return shares ``[n, B * H, queries, T]`` of the coded tokens, then of the others."""
-        logits = self._logits(keys.flatten(0, 2), self._seen_of_drawn)
-        logits = logits.view(len(keys), -1, *logits.shape[1:])
-        raw = self._raw_logits.expand(len(keys), -1, -1, -1)
-        return torch.cat((logits, raw), dim=3).softmax(dim=3)
+        n, coded = len(keys), keys.shape[3]
+        _, queries, raw = self._raw_logits.shape
+        # One buffer: of many queries logits take more than the values.
+        logits = keys.new_empty(n, self._raw_logits.shape[0], queries, coded + raw)
+        self._logits(keys.flatten(0, 2), self._seen_of_drawn, logits.flatten(0, 1)[..., :coded])
+        logits[..., coded:] = self._raw_logits
+        logits -= logits.amax(dim=3, keepdim=True)
+        logits.exp_()
+        logits /= logits.sum(dim=3, keepdim=True)
+        return logits
 
     def _output(self, shares: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """Return ``[n, B * H, queries, dim]``."""
         n, coded = max(len(shares), len(values)), values.shape[3]
-        shares = _repeated(shares.flatten(0, 1), n * shares.shape[1])
-        values = _repeated(values.flatten(0, 2), len(shares))
-        output = torch.bmm(shares[..., :coded], values)
+        if len(values) < n:  # not repeated, for the sake of memory
+            parts = [torch.bmm(each[..., :coded], values[0].flatten(0, 1)) for each in shares]
+            output = torch.cat(parts)
+            shares = shares.flatten(0, 1)
+        else:
+            shares = _repeated(shares.flatten(0, 1), n * shares.shape[1])
+            output = torch.bmm(shares[..., :coded], values.flatten(0, 2))
         raw = _repeated(self._raw_values, len(shares))
         output = torch.baddbmm(output, shares[..., coded:], raw)
         return output.view(n, -1, *output.shape[1:])
@@ -448,13 +493,13 @@ def _choose(prompt: _Prompt, k: _Side, v: _Side, error: float) -> _Chosen | None
 def _curves(prompt: _Prompt, k: _Side, v: _Side) -> tuple[_Curve, _Curve]:
     """Return errors and bits of each side alone; waits for a GPU once."""
     found: list[torch.Tensor] = []
-    for side in (k, v):
+    of_sides = (k, lambda keys: prompt.errors(keys, None)), (v, lambda x: prompt.errors(None, x))
+    for side, of_side in of_sides:
         errors, bits = [], []
-        for scales in _parts(side.scales, prompt.at_once()):
-            coded = side.coded(scales)
-            bits.append(coded.bits())
-            both = (coded.decoded, None) if side is k else (None, coded.decoded)
-            errors.append(prompt.errors(*both))
+        for scales in _parts(side.scales, prompt.at_once(side)):
+            found_errors, found_bits = side.measured(scales, of_side)
+            errors.append(found_errors)
+            bits.append(found_bits)
         found += [*errors, *bits]
     measured = torch.cat(found).cpu().numpy()
     of_keys, of_values = np.split(measured, [2 * len(k.scales)])
@@ -527,10 +572,10 @@ class _Factors:
         k, v = self._sides
         errors = [
             self._prompt.errors(
-                k.coded([scales[0] for scales in pairs]).decoded,
-                v.coded([scales[1] for scales in pairs]).decoded,
+                k.decoded([scales[0] for scales in pairs]),
+                v.decoded([scales[1] for scales in pairs]),
             )
-            for pairs in _parts([self.scales(f) for f in factors], self._prompt.at_once())
+            for pairs in _parts([self.scales(f) for f in factors], self._prompt.at_once(k, v))
         ]
         self.errors.update(zip(factors, torch.cat(errors).tolist(), strict=True))
 

@@ -18,6 +18,8 @@ PAIR_WIDTH = 2 * PAIR_RADIUS + 1
 #: Symbols of single codes: code + ZERO_SYMBOL.
 SINGLES = 2 * ZERO_SYMBOL
 _CODES = np.arange(SINGLES) - ZERO_SYMBOL
+#: Which codes are beyond each radius of pairs, ``[SINGLES, PAIR_RADIUS + 1]``.
+_BEYOND = (np.abs(_CODES)[:, None] > np.arange(PAIR_RADIUS + 1)).astype(np.float64)
 #: Of later values that much are taken to be spread wider than the sample's, so many times.
 _WIDER_SHARE = 0.01
 _WIDER = 1.5
@@ -31,8 +33,10 @@ _SINGLE_BITS = 0.05
 _LONG_BITS = 0.03
 #: Share of values that may be exceptions in a class of pairs.
 _PAIR_EXCEPTIONS = 1e-4
-#: Rounds in which blocks move to the class that codes them in fewer bits.
+#: Rounds in which blocks move to the class that codes them in fewer bits, as long as that saves
+#: such a share of them.
 _ROUNDS = 3
+_LEAST_GAIN = 0.003
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,8 +66,7 @@ class SymbolClass:
 
     def worth(self, counts: Counts, exception_bits: int) -> npt.NDArray[np.float64]:
         """Return what each block takes, in bits, with what its look-ups cost."""
-        of_blocks = self.look_up_bits * counts.singles.sum(axis=1)
-        return np.asarray(self.cost(counts, exception_bits) + of_blocks)
+        return np.asarray(self.cost(counts, exception_bits) + self.look_up_bits * counts.values)
 
     @property
     def look_up_bits(self) -> float:
@@ -73,15 +76,14 @@ class SymbolClass:
     def cost(self, counts: Counts, exception_bits: int) -> npt.NDArray[np.float64]:
         """Return what each block takes, in bits, float64 ``[blocks]``."""
         if self.radius:
-            outside = np.abs(_CODES) > self.radius
             price = self.lengths[_folded(self.radius)].astype(np.float64)
             zeros = float(self.lengths[2 * self.radius * (self.radius + 1)])
-            bits = counts.pairs @ np.where(price == 0, zeros + 2 * exception_bits, price)
-        else:
-            outside = self.lengths[:SINGLES] == 0
-            zero = float(self.lengths[ZERO_SYMBOL])
-            bits = counts.singles @ np.where(outside, zero, self.lengths[:SINGLES])
-        return np.asarray(bits + exception_bits * (counts.singles @ outside.astype(np.float64)))
+            price[price == 0] = zeros + 2 * exception_bits
+            outside = counts.beyond[:, self.radius]
+            return np.asarray(counts.pairs @ price + exception_bits * outside)
+        price = self.lengths[:SINGLES].astype(np.float64)
+        price[price == 0] = float(self.lengths[ZERO_SYMBOL]) + exception_bits
+        return np.asarray(counts.singles @ price)
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,6 +100,16 @@ class Counts:
 
     singles: npt.NDArray[np.float64]
     pairs: npt.NDArray[np.float64]
+
+    @cached_property
+    def values(self) -> npt.NDArray[np.float64]:
+        """How many values each block has, ``[blocks]``."""
+        return np.asarray(self.singles.sum(axis=1))
+
+    @cached_property
+    def beyond(self) -> npt.NDArray[np.float64]:
+        """How many values of each block are beyond a radius, ``[blocks, PAIR_RADIUS + 1]``."""
+        return self.singles @ _BEYOND
 
     def __add__(self, other: Counts) -> Counts:
         return Counts(self.singles + other.singles, self.pairs + other.pairs)
@@ -150,7 +162,8 @@ def choose_classes(
         total = float(costs.min(axis=1).sum())
         if total < least:  # a class that blocks have moved to may do without pairs
             least, best = total, (found, moved)
-        if (moved == labels).all():
+        stayed = float(costs[np.arange(len(labels)), labels].sum())
+        if total >= (1 - _LEAST_GAIN) * stayed:
             break
         labels = np.unique(moved, return_inverse=True)[1]
     found, moved = best
@@ -163,7 +176,7 @@ def _best_symbols(counts: Counts, code_bits: int, fixed: bool, price: int) -> Sy
     likely = _Likely(counts)
     if fixed:
         return SymbolClass(0, _padded(_fixed_singles(likely.singles(), code_bits, price)))
-    values = float(counts.singles.sum())
+    values = float(counts.values[0])
     found = [
         one
         for limit in sorted({min(code_bits, SHORT_BITS), code_bits})
@@ -180,14 +193,12 @@ def _singles(likely: _Likely, limit: int, price: int) -> tuple[SymbolClass, floa
 def _pairs(likely: _Likely, limit: int, price: int) -> Iterator[tuple[SymbolClass, float]]:
     """Yield classes of pairs and their bits, from the least radius on until they get worse."""
     counts = likely.counts
-    singles = counts.singles[0]
-    total = max(singles.sum(), 1)
+    most = _PAIR_EXCEPTIONS * max(counts.values[0], 1)
     least = np.inf
     for radius in range(1, PAIR_RADIUS + 1):
         if (2 * radius + 1) ** 2 > 1 << limit:
             break
-        outside = 1 - singles[ZERO_SYMBOL - radius : ZERO_SYMBOL + radius + 1].sum() / total
-        if outside > _PAIR_EXCEPTIONS:
+        if counts.beyond[0, radius] > most:
             continue
         lengths = _pair_lengths(likely.pairs(radius), radius, limit, price)
         found = SymbolClass(radius, _padded(lengths))
