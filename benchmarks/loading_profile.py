@@ -179,7 +179,8 @@ class StageTimes:
 
     def _record_events(self) -> None:
         with torch.cuda.device(self._device):
-            stream, event = torch.cuda.Stream(), torch.cuda.Event()
+            stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
             while not self._end.wait(PROBE_SECONDS):
                 begin = time.perf_counter()
                 event.record(stream)
