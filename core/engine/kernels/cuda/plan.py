@@ -9,6 +9,7 @@ import torch
 
 from ..candidates import POSITIONS, UNIFORM, VALUES, WIDTH, CandidateTable, check_positional_rows
 from ..format import ceil_div
+from .constants import constant_on
 from .parameters import Address, Int32, Int64, Parameters, UInt32
 from .runner import Launch, Runner
 from .source import PLAN
@@ -120,13 +121,14 @@ class PlanKernels:
     ) -> torch.Tensor:
         """Return the masks of candidates; see `kernels.cpu.agreed_masks`."""
         masks = torch.empty(candidates.entries, dtype=torch.int64, device=counts.device)
+        numbers = constant_on(counts.device, candidates.numbers)
         tiles = ceil_div(int(candidates.numbers[:, POSITIONS].max()), THREADS)
         self._launch(AgreedMasks, THREADS)(
             (min(tiles, self._most_blocks), len(candidates), 1),
             counts.data_ptr(),
             n_rows,
             candidates.row_bytes,
-            candidates.on(counts.device).data_ptr(),
+            numbers.data_ptr(),
             masks.data_ptr(),
         )
         return masks
@@ -144,12 +146,13 @@ class PlanKernels:
             places = 1 << (2 * n - 1).bit_length()
             shared_bytes = 12 * (places + 1) + 4
             positions = int(candidates.numbers[~uniform, POSITIONS].max())
+            numbers = constant_on(rows.device, candidates.numbers)
             self._launch(FrequentByPosition, COLUMN_THREADS, shared_bytes)(
                 (positions, len(candidates), 1),
                 rows.data_ptr(),
                 n,
                 candidates.row_bytes,
-                candidates.on(rows.device).data_ptr(),
+                numbers.data_ptr(),
                 masks.data_ptr(),
                 entries,
                 places,
@@ -168,7 +171,7 @@ class PlanKernels:
     ) -> None:
         """Write the values of uniform candidates."""
         device, n = rows.device, rows.shape[0]
-        numbers = candidates.on(device)
+        numbers = constant_on(device, candidates.numbers)
         widths = candidates.numbers[:, WIDTH]
         chunks = n * (candidates.row_bytes // widths)
         different = np.minimum(chunks, 1 << np.minimum(8 * widths, 62))
@@ -181,7 +184,7 @@ class PlanKernels:
         tables[0, :, 1] = places
         tables[1, :, 0] = np.arange(len(candidates)) * slices * VALUES
         tables[1, :, 1] = np.where(places > 0, slices * VALUES, 0)
-        on_device = torch.from_numpy(tables).to(device)
+        on_device = constant_on(device, tables)
         total = int((places + 1).sum())
         keys = torch.full((total,), -1, dtype=torch.int64, device=device)
         counts = torch.zeros(total, dtype=torch.int32, device=device)
@@ -234,6 +237,7 @@ class PlanKernels:
     ) -> torch.Tensor:
         """Return what rows take packed; see `kernels.cpu.sizes_by_option`."""
         rows = aligned_to(rows, 8)
+        numbers = constant_on(rows.device, candidates.numbers)
         totals = torch.zeros((len(candidates), 3, 2), dtype=torch.int64, device=rows.device)
         # A few waves of blocks for all candidates; each row is a warp's work.
         blocks = min(
@@ -245,7 +249,7 @@ class PlanKernels:
             rows.data_ptr(),
             rows.shape[0],
             candidates.row_bytes,
-            candidates.on(rows.device).data_ptr(),
+            numbers.data_ptr(),
             masks.data_ptr(),
             values.data_ptr(),
             values.shape[1],
