@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 
 import numpy as np
 import torch
@@ -39,6 +39,8 @@ PROBE_BYTES, PROBE_ROWS, BLOCK_BYTES = 48 << 10, 96, 256
 LEAST_BLOCKS, MOST_BLOCKS = 2, 8
 #: Candidates that are counted on all rows, of those that cost at most so much more than the best.
 FINALISTS, CLOSE = 5, 1.02
+#: Sizes of rows and samples whose places are kept.
+KEPT = 64
 
 
 @dataclass(frozen=True)
@@ -101,8 +103,7 @@ class Sample:
         """Return `n` rows, at least one, or all."""
         if n >= len(self):
             return self.rows
-        # Not every so many: what repeats in rows, as heads do, would be met in part.
-        picked = np.linspace(0, len(self) - 1, max(1, n)).astype(np.int64)
+        picked = _spread_places(len(self), max(1, n))
         return self.rows.index_select(0, constant_on(self.rows.device, picked))
 
     def valued(self, uniform: bool, share: int = 1) -> Sample:
@@ -122,8 +123,7 @@ class Sample:
         wanted = max(LEAST_BLOCKS, min(wanted, MOST_BLOCKS))
         if self.few or blocks <= wanted:
             return None
-        # At random: blocks at equal distances may all be the same part of a head or a field.
-        return np.sort(np.random.default_rng(blocks).choice(blocks, wanted, replace=False))
+        return _random_blocks(blocks, wanted)
 
     def probe(self, blocks: np.ndarray | None) -> Sample:
         """Return a part of the rows, or of blocks of them, with the counts of all rows."""
@@ -170,6 +170,30 @@ class Sample:
         return counts if blocks is None else _blocks_of(counts, blocks, dim=0)
 
 
+# What depends on sizes alone takes longer to make than a GPU takes for a sample: it is kept.
+
+
+@lru_cache(KEPT)
+def _spread_places(n: int, wanted: int) -> np.ndarray:
+    """Return places spread over `n`."""
+    # Not every so many: what repeats in rows, as heads do, would be met in part.
+    return np.linspace(0, n - 1, wanted).astype(np.int64)
+
+
+@lru_cache(KEPT)
+def _random_blocks(n: int, wanted: int) -> np.ndarray:
+    """Return some of `n` blocks, in order."""
+    # At random: blocks at equal distances may all be the same part of a head or a field.
+    return np.sort(np.random.default_rng(n).choice(n, wanted, replace=False))
+
+
+@lru_cache(KEPT)
+def _drawn_places(n: int, wanted: int, seed: int) -> np.ndarray:
+    """Return one place of each of as many stretches of `n`."""
+    places = np.arange(wanted) + np.random.default_rng(seed).random(wanted)
+    return np.minimum((places * (n / wanted)).astype(np.int64), n - 1)
+
+
 def _blocks_of(items: torch.Tensor, blocks: np.ndarray, dim: int) -> torch.Tensor:
     """Return some blocks of items of a dimension."""
     # Slices, which a GPU copies without their numbers.
@@ -186,10 +210,7 @@ def draw_sample(rows: torch.Tensor, seed: int) -> Sample:
         run = max(1, min(RUN_BYTES // row_bytes, n // wanted))
         rows = rows[: n // run * run].contiguous().view(-1, run * row_bytes)
         n, wanted = n // run, -(-wanted // run)
-        # One of each of as many stretches.
-        places = np.arange(wanted) + np.random.default_rng(seed).random(wanted)
-        picked = np.minimum((places * (n / wanted)).astype(np.int64), n - 1)
-        rows = rows.index_select(0, constant_on(rows.device, picked))
+        rows = rows.index_select(0, constant_on(rows.device, _drawn_places(n, wanted, seed)))
         rows = rows.view(-1, row_bytes)
     return Sample(rows.contiguous())
 
@@ -323,8 +344,7 @@ def measure(
             others = [i for i, value in enumerate(values) if value != wanted]
             costs[(slice(None),) * axis + (others,)] = np.inf
     costs = costs.reshape(len(costs), -1)
-    best = costs.argmin(1)
-    return Measured(learnt.rules, np.take_along_axis(costs, best[:, None], 1)[:, 0], best)
+    return Measured(learnt.rules, costs.min(1), costs.argmin(1))
 
 
 class Search:

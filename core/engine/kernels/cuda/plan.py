@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
 
-from ..candidates import POSITIONS, UNIFORM, VALUES, WIDTH, CandidateTable, check_positional_rows
+from ..candidates import (
+    COLUMNS,
+    POSITIONS,
+    UNIFORM,
+    VALUES,
+    WIDTH,
+    CandidateTable,
+    check_positional_rows,
+)
 from ..format import ceil_div
 from .constants import constant_on
 from .parameters import Address, Int32, Int64, Parameters, UInt32
@@ -172,23 +181,15 @@ class PlanKernels:
         """Write the values of uniform candidates."""
         device, n = rows.device, rows.shape[0]
         numbers = constant_on(device, candidates.numbers)
-        widths = candidates.numbers[:, WIDTH]
-        chunks = n * (candidates.row_bytes // widths)
-        different = np.minimum(chunks, 1 << np.minimum(8 * widths, 62))
-        places = np.array([1 << int(2 * d - 1).bit_length() for d in different], np.int64)
-        places[candidates.numbers[:, UNIFORM] == 0] = 0
-        slices = ceil_div(int(places.max()), SLICE_PLACES)
-        # The tables, and then what each slice of them has found.
-        tables = np.zeros((2, len(candidates), 2), np.int64)
-        tables[0, :, 0] = np.cumsum(places + 1) - (places + 1)
-        tables[0, :, 1] = places
-        tables[1, :, 0] = np.arange(len(candidates)) * slices * VALUES
-        tables[1, :, 1] = np.where(places > 0, slices * VALUES, 0)
+        tables, most_chunks = _value_tables(
+            candidates.numbers.tobytes(), n, candidates.row_bytes, SLICE_PLACES
+        )
+        slices = ceil_div(int(tables[0, :, 1].max()), SLICE_PLACES)
         on_device = constant_on(device, tables)
-        total = int((places + 1).sum())
+        total = int(tables[0, -1].sum()) + 1
         keys = torch.full((total,), -1, dtype=torch.int64, device=device)
         counts = torch.zeros(total, dtype=torch.int32, device=device)
-        blocks = ceil_div(int(chunks.max()), CHUNKS_PER_THREAD * THREADS)
+        blocks = ceil_div(most_chunks, CHUNKS_PER_THREAD * THREADS)
         self._launch(CountValues, THREADS)(
             (min(blocks, self._most_blocks), len(candidates), 1),
             rows.data_ptr(),
@@ -264,3 +265,27 @@ class PlanKernels:
         if found is None:
             found = self._launches[key] = self._runner.bind(PLAN, parameters, threads, shared_bytes)
         return found
+
+
+@lru_cache(64)
+def _value_tables(
+    numbers: bytes, n_rows: int, row_bytes: int, slice_places: int
+) -> tuple[np.ndarray, int]:
+    """Return where the values of uniform candidates are counted, and the most chunks of one.
+
+    First places and numbers of places, int64 ``[2, n, 2]``: of the tables, and then of what each
+    slice of them has found. There is one more place behind those of a table.
+    """
+    table = np.frombuffer(numbers, np.int64).reshape(-1, COLUMNS)
+    widths = table[:, WIDTH]
+    chunks = n_rows * (row_bytes // widths)
+    different = np.minimum(chunks, 1 << np.minimum(8 * widths, 62))
+    places = np.array([1 << int(2 * d - 1).bit_length() for d in different], np.int64)
+    places[table[:, UNIFORM] == 0] = 0
+    slices = ceil_div(int(places.max()), slice_places)
+    tables = np.zeros((2, len(table), 2), np.int64)
+    tables[0, :, 0] = np.cumsum(places + 1) - (places + 1)
+    tables[0, :, 1] = places
+    tables[1, :, 0] = np.arange(len(table)) * slices * VALUES
+    tables[1, :, 1] = np.where(places > 0, slices * VALUES, 0)
+    return tables, int(chunks.max())
