@@ -8,8 +8,9 @@ The commands run in this process, so that Python's start is not in it; what the 
 process has to load or compile is in the column "first". Every repetition has a file of its own,
 which lies in the page cache, and every result is compared with its input byte for byte. All writers
 sync what they wrote, which the disk under --folder limits: "plain copy" shows by how much, and
-/dev/shm has no such limit. ZipNN gets each tensor in memory and writes what it returns, for the
-first --peer-mb of the file.
+/dev/shm has no such limit; "plain write from memory" is what threads write that do nothing else, to
+one file, whose lock they share. ZipNN gets each tensor in memory and writes what it returns, for
+the first --peer-mb of the file.
 """
 
 from __future__ import annotations
@@ -23,15 +24,19 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from timing import print_tables
 
 from bitslab import cli
 from bitslab.engine.files.new_file import NewFile
+from bitslab.engine.transfer.staging import write_at
+from bitslab.report.workers import MOST_THREADS_OF_GPU
 
 COPY_BYTES = 8 << 20
 
@@ -75,6 +80,20 @@ def copy(source: Path, target: Path) -> None:
     with open(source, "rb") as reader, NewFile(target) as new, open(new.temporary, "wb") as writer:
         while piece := reader.read(COPY_BYTES):
             writer.write(piece)
+
+
+def write_by_threads(data: torch.Tensor, target: Path) -> None:
+    """Write bytes in memory to a file as `bitslab decompress` does, by as many threads."""
+    with NewFile(target) as new:
+        fd = os.open(new.temporary, os.O_RDWR)
+        try:
+            os.ftruncate(fd, data.numel())
+            with ThreadPoolExecutor(MOST_THREADS_OF_GPU) as pool:
+                begins = range(0, data.numel(), COPY_BYTES)
+                parts = ((begin, data[begin : begin + COPY_BYTES]) for begin in begins)
+                list(pool.map(lambda part: write_at(fd, *part), parts))
+        finally:
+            os.close(fd)
 
 
 def check(source: Path, restored: Path) -> None:
@@ -151,7 +170,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="also write the table to this Markdown file")
     arguments = parser.parse_args()
     dtype = getattr(torch, arguments.dtype)
-    packing, unpacking, copying, ratios = [], [], [], []
+    packing, unpacking, copying, writing, ratios = [], [], [], [], []
     peer: dict[str, Any] | None = None
     with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
         folder = Path(name)
@@ -169,6 +188,9 @@ def main() -> int:
             check(source, restored)
             ratios.append(nbytes / packed.stat().st_size)
             copying.append(nbytes / seconds(copy, source, restored))
+            data = torch.from_numpy(np.fromfile(source, np.uint8))
+            writing.append(nbytes / seconds(write_by_threads, data, restored))
+            del data
             if i == arguments.repetitions:
                 peer = measure_zipnn(source, folder, arguments.peer_mb * 1_000_000)
     ours = {
@@ -186,7 +208,13 @@ def main() -> int:
         "compress MB/s, first": copying[0] / 1e6,
         "compress MB/s": statistics.median(copying[1:]) / 1e6,
     }
-    rows = [ours, plain, *([] if peer is None else [peer])]
+    written = {
+        "what": "plain write from memory",
+        "file MB": nbytes / 1e6,
+        "decompress MB/s, first": writing[0] / 1e6,
+        "decompress MB/s": statistics.median(writing[1:]) / 1e6,
+    }
+    rows = [ours, plain, written, *([] if peer is None else [peer])]
     print_tables({f"Files of {arguments.dtype}": rows}, arguments.json, arguments.out)
     return 0
 

@@ -96,6 +96,7 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="N",
         help="for each of these cases and modes; default: %(default)s",
     )
+    add("--profile", action="store_true", help="loading: also seconds by stage and thread")
     add("--device", help="cpu or cuda (default: cuda where there is a GPU)")
     add("--json", action="store_true", help="print JSON instead of tables")
     add("--out", type=Path, help="also write the tables to this Markdown file")

@@ -8,6 +8,9 @@ each repetition:
 - from_pretrained with BitslabConfig: the same from_pretrained without it. Where transformers leaves
   weights in the mapped file, the peer's time has a pass over them, which reads the pages once.
 
+With ``--profile``, the last repetition of each way keeps time by stage and thread (see
+loading_profile.py), which is printed as a table of its own; that repetition is not counted.
+
 The file is in the page cache. The peak is that of the process's own memory (anonymous and shared,
 files that are mapped not counted) above what it had before the load.
 """
@@ -31,17 +34,31 @@ import transformers
 from graphsage.options import DTYPES
 from graphsage.report import Steps
 from llm_workload import Row, Rows, show
+from loading_profile import StageTimes
 from textgen.models import RANDOM, SIZES, Shape, write_random_model
+from transformers import core_model_loading
 
 from bitslab.integrations.accelerate import offload_compressed
 from bitslab.integrations.accelerate.dispatched import offloaded_tensors
-from bitslab.integrations.transformers import BitslabConfig
-from bitslab.offload import find_offloaded
+from bitslab.integrations.transformers import BitslabConfig, quantizer
+from bitslab.integrations.transformers.loading import WeightLoader
+from bitslab.integrations.transformers.quantizer import BitslabQuantizer
+from bitslab.offload import find_offloaded, offload
 
 AUTO: Any = transformers.AutoModelForCausalLM
 WARM_UP_LAYERS = 2
 POSITIONS = 2048
 SAMPLE_SECONDS = 0.005
+#: What a profile times beside the library's own packing.
+LOADING_STAGES = (
+    ("transformers: read a tensor of the file", core_model_loading, "_materialize_copy"),
+    ("transformers: put a tensor in the model", core_model_loading, "set_param_for_module"),
+    ("from_pretrained: place units", BitslabQuantizer, "_begin"),
+    ("from_pretrained: take a weight", WeightLoader, "add"),
+    ("from_pretrained: finish", WeightLoader, "finish"),
+    ("from_pretrained: attach", quantizer, "attach_weights"),
+    ("move what is not packed", offload, "move_unpacked"),
+)
 
 
 class Peak:
@@ -83,6 +100,7 @@ class Loading:
         self.steps = steps
         self.device: torch.device = arguments.device
         self.dtype = DTYPES[arguments.dtype]
+        self.profiles: dict[str, Rows] = {}
         shape = SIZES[arguments.size]
         self.shape = replace(
             shape,
@@ -139,11 +157,31 @@ class Loading:
         self.wait()
         return time.perf_counter() - begin, result
 
+    @property
+    def repetitions(self) -> int:
+        """All that are run: one that warms up, and with a profile one for it, are not counted."""
+        return int(self.arguments.repetitions) + 1 + bool(self.arguments.profile)
+
+    def measured(
+        self, way: str, repetition: int, run: Callable[[], Any]
+    ) -> tuple[float | None, Any]:
+        """Return the seconds of a call, None where they do not count, and its result."""
+        if repetition <= self.arguments.repetitions:
+            seconds, result = self.seconds(run)
+            return (seconds if repetition else None), result
+        with StageTimes(self.device, LOADING_STAGES) as times, times.stage("all else"):
+            _, result = self.seconds(run)
+        title = f"Profile: {way}, {1e3 * times.seconds:.0f} ms"
+        self.profiles[title] = times.rows()
+        return None, result
+
     def offload(self, place: torch.device) -> Row:
         """Measure offload_compressed of a model that lies somewhere."""
         ours, peers, peaks = [], [], []
         raw = packed = 0
-        for repetition in range(self.arguments.repetitions + 1):
+        where = "the GPU" if place.type == "cuda" else "host memory"
+        way = f"offload_compressed, from {where}"
+        for repetition in range(self.repetitions):
             with self.steps.step(f"offload_compressed from {place.type}: repetition {repetition}"):
                 model = self.model(repetition, place)
                 peer_seconds, kept = self.seconds(partial(_unpacked, model))
@@ -155,27 +193,27 @@ class Loading:
                     offload_compressed, model, execution_device=self.device, progress=False
                 )
                 with Peak() as peak:
-                    seconds, report = self.seconds(pack)
+                    seconds, report = self.measured(way, repetition, pack)
                 if not torch.equal(find_offloaded(model).stream.weights.read(name), last):
                     raise RuntimeError(f"{name} has changed")
                 raw, packed = report.raw_bytes, report.packed_bytes
-                if repetition:
+                if seconds is not None:
                     ours.append(seconds)
                     peers.append(peer_seconds)
                     peaks.append(peak.nbytes)
                 del model, pack
                 self.free()
-        where = "the GPU" if place.type == "cuda" else "host memory"
         peer = "torch: cpu(), pin_memory()" if place.type == "cuda" else "torch: pin_memory()"
         if self.device.type == "cpu":
             peer = "torch: clone()"
-        return _row(f"offload_compressed, from {where}", raw, packed, ours, peer, peers, peaks)
+        return _row(way, raw, packed, ours, peer, peers, peaks)
 
     def from_pretrained(self, folder: Path, divided: bool) -> Row:
         """Measure loading a checkpoint, all layers on the host or half of them on the device."""
         ours, peers, peaks = [], [], []
         raw = packed = 0
-        for repetition in range(self.arguments.repetitions + 1):
+        way = "from_pretrained, half of the layers on the host" if divided else "from_pretrained"
+        for repetition in range(self.repetitions):
             shape = self.shape_of(repetition)
             saved = folder / f"{divided}-{repetition}"
             with self.steps.step(f"from_pretrained: repetition {repetition}"):
@@ -191,18 +229,18 @@ class Loading:
                 self.free()
                 config = BitslabConfig(execution_device=str(self.device), progress=False)
                 with Peak() as peak:
-                    seconds, model = self.seconds(partial(load, quantization_config=config))
+                    pack = partial(load, quantization_config=config)
+                    seconds, model = self.measured(way, repetition, pack)
                 weights = find_offloaded(model).stream.weights
                 raw, packed = weights.raw_nbytes, weights.nbytes
-                if repetition:
+                if seconds is not None:
                     ours.append(seconds)
                     peers.append(peer_seconds)
                     peaks.append(peak.nbytes)
-                del model, weights
+                del model, weights, pack
                 self.free()
                 for file in saved.iterdir():
                     file.unlink()
-        way = "from_pretrained, half of the layers on the host" if divided else "from_pretrained"
         return _row(way, raw, packed, ours, "from_pretrained, plain", peers, peaks)
 
     def _device_map(self, shape: Shape) -> dict[str, Any]:
@@ -242,7 +280,7 @@ def run(arguments: argparse.Namespace, steps: Steps) -> dict[str, Rows]:
     if loading.device.type == "cuda":
         where = torch.cuda.get_device_name(loading.device)
     title = f"{arguments.model} {arguments.size} ({loading.shape.layers} layers), {arguments.dtype}"
-    return {f"Loading: {title}, on {where}": rows}
+    return {f"Loading: {title}, on {where}": rows} | loading.profiles
 
 
 def _unpacked(model: Any) -> list[torch.Tensor]:

@@ -13,9 +13,10 @@ private (huge pages where the system has some, as the arena's are). Ways:
   ordinary pages, which are locked afterwards; the time of the copies is in its own column.
 
 The peer is the driver's own page-locked allocation of the same size (cudaHostAlloc). Figures are
-medians, in GB/s of memory that is ready at the end. At last a copy from the GPU into two ranges
-that were registered apart is tried. Without a GPU only the taking of pages is measured, beside one
-thread.
+medians, in GB/s of memory that is ready at the end. Then calls of the driver are made by one thread
+while another one locks pages that were taken before: how many a second, beside as many without. At
+last a copy from the GPU into two ranges that were registered apart is tried. Without a GPU only the
+taking of pages is measured, beside one thread.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import contextlib
 import mmap
 import os
 import statistics
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -168,6 +170,58 @@ def allocation_seconds(nbytes: int) -> float:
     return seconds
 
 
+def lock_until_done(memory: Mapping, device: int, done: threading.Event) -> None:
+    """Page-lock memory in eight calls, as units of a model are, and say so."""
+    with torch.cuda.device(device):
+        for part in memory.parts(8):
+            memory.register(*part)
+    done.set()
+
+
+def calls_beside_locking(nbytes: int) -> list[Row]:
+    """Measure calls of the driver by one thread while another one page-locks memory."""
+    staged = torch.empty(PIECE_BYTES, dtype=torch.uint8).pin_memory()
+    target = torch.empty(PIECE_BYTES, dtype=torch.uint8, device="cuda")
+    small = torch.zeros(32, device="cuda")
+    event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    def copy() -> None:
+        target.copy_(staged, non_blocking=True)
+        torch.cuda.current_stream().synchronize()
+
+    calls: dict[str, Callable[[], object]] = {
+        "record an event": event.record,
+        "launch a kernel": lambda: small.add_(1),
+        "copy 16 MiB to the GPU and wait": copy,
+    }
+    rows: list[Row] = []
+    for what, call in calls.items():
+        row: Row = {"call": what}
+        for way in ("alone", "beside locking"):
+            with mapped("file", nbytes) as memory:
+                take_pages(memory.address, nbytes)
+                stop = threading.Event()
+                place = torch.cuda.current_device()
+                locker = threading.Thread(target=lock_until_done, args=(memory, place, stop))
+                begin = time.perf_counter()
+                if way == "alone":
+                    threading.Timer(nbytes / 4e9, stop.set).start()
+                else:
+                    locker.start()
+                count, longest = 0, 0.0
+                while not stop.is_set():
+                    longest = max(longest, timed(call))
+                    count += 1
+                seconds = time.perf_counter() - begin
+                torch.cuda.synchronize()
+                if way != "alone":
+                    locker.join()
+            row |= {f"{way}: a second": count / seconds, f"{way}: longest ms": 1e3 * longest}
+        row["seconds of locking"] = seconds
+        rows.append(row)
+    return rows
+
+
 def spanning_copy(nbytes: int = 8 << 20) -> Row:
     """Try a copy from the GPU that reaches from one registered range into another."""
     with mapped("private", nbytes) as memory:
@@ -245,6 +299,9 @@ def main() -> int:
     where = torch.cuda.get_device_name() if on_gpu else "no GPU"
     tables = {f"Taking and page-locking {nbytes / 2**30:g} GiB, {where}": rows}
     if on_gpu:
+        tables["Calls of the driver while another thread locks pages"] = calls_beside_locking(
+            nbytes
+        )
         tables["A copy over two registrations"] = [spanning_copy()]
     print_tables(tables, arguments.json, arguments.out)
     return 0

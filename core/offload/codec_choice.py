@@ -157,8 +157,13 @@ def _sample(rows: torch.Tensor, row_bytes: int) -> torch.Tensor:
     if rows.shape[0] <= wanted:
         return rows
     step = rows.shape[0] / wanted
-    picked = (torch.arange(wanted, dtype=torch.float64) * step).long()
-    data = rows_as_bytes(rows, row_bytes)[picked.to(rows.device)]
+    picked = (np.arange(wanted) * step).astype(np.int64)
+    source = rows_as_bytes(rows, row_bytes)
+    if source.device.type == "cpu":
+        # By numpy: torch would start a team of threads, which wait for cores that others use.
+        data = torch.from_numpy(source.numpy()[picked])
+    else:
+        data = source[torch.from_numpy(picked).to(source.device)]
     return data.flatten().view(rows.dtype).view(wanted, *rows.shape[1:])
 
 

@@ -6,7 +6,7 @@ at a time, while the caller chooses codecs and queues work for the GPU:
 
 - weights on the GPU are packed on the caller's stream, at once;
 - weights in host memory cross by a ring of staging buffers and are packed on arrival, each worker
-  with a ring and a stream of its own;
+  with a ring and a stream of its own; those that stay on the GPU as they are cross in the same way;
 - when the last weight of a unit is packed, a thread takes memory of exactly the size of its image,
   and the copy engine fills it.
 
@@ -24,9 +24,11 @@ from typing import TypeVar
 import torch
 
 from ..compressed import CompressedTensor
+from ..dtypes import flat_bytes
 from ..engine.memory.page_taking import available_cores
 from ..engine.transfer import RowUploader, StreamLane, ThreadLane
-from ..engine.transfer.lanes import record_on
+from ..engine.transfer.lanes import Mark, record_on
+from ..engine.transfer.upload import PIECE_BYTES, RING
 from .records import TensorRecord, write_parts
 from .tensor_packer import PackingPlan
 
@@ -34,7 +36,8 @@ T = TypeVar("T")
 
 THREAD_NAME = "bitslab-packing"
 #: Threads that read weights in host memory, half of the cores at most. One reads a mapped file at 2
-#: to 5 GB/s, as it enters its pages in the page table meanwhile.
+#: to 5 GB/s, as it enters its pages in the page table meanwhile. Their pieces on the GPU take at
+#: most half of what may be on the way.
 UPLOADERS = 6
 #: Threads that take memory for images, which page-locking keeps waiting for the driver.
 IMAGE_THREADS = 3
@@ -83,15 +86,16 @@ class DevicePacking:
 
     def __init__(self, device: torch.device, *, images_in_turn: bool = False) -> None:
         self.device = device
-        uploaders = max(1, min(UPLOADERS, available_cores() // 2))
+        self._limit_bytes = _limit_bytes(device)
+        most = self._limit_bytes // (2 * RING * PIECE_BYTES)
+        uploaders = max(1, min(UPLOADERS, available_cores() // 2, most))
         self._uploading = ThreadLane(f"{THREAD_NAME}-upload", uploaders)
         self._imaging = ThreadLane(f"{THREAD_NAME}-image", 1 if images_in_turn else IMAGE_THREADS)
         self._downloads = StreamLane(device)
         self._of_thread = threading.local()
         self._changed = threading.Condition()
-        self._limit_bytes = _limit_bytes(device)
         self._bytes_on_way = 0
-        self._images_on_way = 0
+        self._ending = 0  # images and uploads, whose end makes room
 
     # Room
 
@@ -103,12 +107,12 @@ class DevicePacking:
         nbytes : int
             Of a tensor. One larger than all that is allowed goes alone.
         make_room : callable
-            Called where no image is under way whose end would make room: takes other tensors off
-            the GPU and returns their raw bytes.
+            Called where no image or upload is under way whose end would make room: takes other
+            tensors off the GPU and returns their raw bytes.
         """
         with self._changed:
             while self._bytes_on_way and self._bytes_on_way + nbytes > self._limit_bytes:
-                if not self._images_on_way:
+                if not self._ending:
                     self._bytes_on_way -= make_room()
                     break
                 self._changed.wait()
@@ -130,6 +134,25 @@ class DevicePacking:
             ct = plan.packed()
         return _done(OnDevice(ct, record_on(torch.cuda.current_stream(self.device))))
 
+    def upload(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Future[Mark]]:
+        """Copy a contiguous tensor in host memory to the GPU as it is, in a thread.
+
+        Parameters
+        ----------
+        tensor : torch.Tensor
+            It must not change before the copy is there. `admit` has counted its bytes.
+
+        Returns
+        -------
+        copy : torch.Tensor
+            On the GPU, made on torch's current stream.
+        crossed : Future
+            Of a mark: behind it the bytes are there.
+        """
+        copy = torch.empty_like(tensor, device=self.device)
+        made = record_on(torch.cuda.current_stream(self.device))
+        return copy, self._counted(tensor.nbytes, self._uploading, self._copied, tensor, copy, made)
+
     def image(
         self,
         pieces: Mapping[str, Future[OnDevice]],
@@ -147,9 +170,15 @@ class DevicePacking:
         make : callable
             Makes the image, with `fill`.
         """
+        return self._counted(nbytes, self._imaging, self._made, pieces, make)
+
+    def _counted(
+        self, nbytes: int, lane: ThreadLane, work: Callable[..., T], *args: object
+    ) -> Future[T]:
+        """Queue work in a thread, at whose end raw bytes are off the way."""
         with self._changed:
-            self._images_on_way += 1
-        task = self._imaging.submit(self._made, pieces, make)
+            self._ending += 1
+        task = lane.submit(work, *args)
         task.add_done_callback(lambda _: self._arrived(nbytes))
         return task
 
@@ -183,9 +212,9 @@ class DevicePacking:
         crossed.synchronize()
 
     def wait(self) -> None:
-        """Wait until no image is under way."""
+        """Wait until no image or upload is under way."""
         with self._changed:
-            while self._images_on_way:
+            while self._ending:
                 self._changed.wait()
 
     def close(self) -> None:
@@ -198,16 +227,26 @@ class DevicePacking:
 
     def _uploaded(self, plan: PackingPlan) -> OnDevice:
         with self._on_device():
-            own = self._of_thread
-            if not hasattr(own, "lane"):
-                own.lane, own.uploader = StreamLane(self.device), RowUploader(self.device)
+            lane, uploader = self._own()
             try:
-                with own.lane.on():
-                    ct = plan.packed_by(own.uploader)
+                with lane.on():
+                    ct = plan.packed_by(uploader)
             except torch.OutOfMemoryError:
                 # Of the GPU: the host has what is packed here.
                 return OnDevice(plan.packed())
-            return OnDevice(ct, None if ct.device.type == "cpu" else own.lane.record())
+            return OnDevice(ct, None if ct.device.type == "cpu" else lane.record())
+
+    def _copied(self, tensor: torch.Tensor, copy: torch.Tensor, made: Mark) -> Mark:
+        with self._on_device():
+            _, uploader = self._own()
+            return uploader.copy(flat_bytes(tensor), flat_bytes(copy), made)
+
+    def _own(self) -> tuple[StreamLane, RowUploader]:
+        """Return the stream and the uploader of the calling thread."""
+        own = self._of_thread
+        if not hasattr(own, "lane"):
+            own.lane, own.uploader = StreamLane(self.device), RowUploader(self.device)
+        return own.lane, own.uploader
 
     def _made(
         self,
@@ -219,7 +258,7 @@ class DevicePacking:
 
     def _arrived(self, nbytes: int) -> None:
         with self._changed:
-            self._images_on_way -= 1
+            self._ending -= 1
             self._bytes_on_way -= nbytes
             self._changed.notify_all()
 

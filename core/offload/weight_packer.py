@@ -14,6 +14,7 @@ import torch
 
 from ..devices import checked_device
 from ..engine.codecs import RowCodec
+from ..engine.transfer.lanes import Mark, wait_on_host
 from ..errors import ArgumentError, ArgumentTypeError, BitslabError
 from .device_packing import DevicePacking, OnDevice, packed_here
 from .files import WeightFile
@@ -21,6 +22,9 @@ from .images import DeviceImage, HostImage, Image
 from .records import lay_out, write_parts
 from .store import PackedUnit, PackedWeights
 from .tensor_packer import CodecName, TensorPacker
+
+#: Smaller tensors are copied to a GPU at once: a thread would take as long.
+MIN_UPLOAD_BYTES = 1 << 20
 
 
 @dataclass
@@ -111,6 +115,7 @@ class WeightPacker:
         self._incomplete: dict[str, dict[str, _Piece]] = {}
         self._on_way: dict[str, Future[PackedUnit]] = {}
         self._done: dict[str, PackedUnit] = {}
+        self._uploads: list[Future[Mark]] = []
         self._completed: list[str] = []
         self._finished = False
         self._file = None if disk is None else WeightFile(disk, list(self._wanted))
@@ -176,6 +181,34 @@ class WeightPacker:
             return False
         self._complete(unit)
         return True
+
+    def upload(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a copy of a tensor on the GPU of `device`, not packed and in no unit.
+
+        A large tensor in host memory crosses in threads, as those that are packed do: its bytes are
+        there after ``completed(wait=True)``, `take` or `finish`.
+
+        Parameters
+        ----------
+        tensor : torch.Tensor
+            Dense, of any dtype. It must not change before its bytes are there.
+
+        Raises
+        ------
+        ArgumentError
+            When the packer has no GPU.
+        """
+        if self._device is None:
+            raise ArgumentError("device: none, accepted for an upload is a GPU")
+        self._collect()
+        lanes = self._lanes_for(tensor)
+        whole = tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj()
+        if lanes is None or not whole or tensor.nbytes < MIN_UPLOAD_BYTES:
+            return tensor.to(self._device)
+        lanes.admit(tensor.nbytes, self._spill)
+        copy, crossed = lanes.upload(tensor.detach())
+        self._uploads.append(crossed)
+        return copy
 
     def completed(self, *, wait: bool = False) -> list[str]:
         """Return the units whose images are there, each once; with `wait`, all that are on the way.
@@ -266,6 +299,8 @@ class WeightPacker:
 
     def _collect(self, *, wait: bool = False) -> None:
         """Take note of images that are there; raise the error of one that failed."""
+        while wait and self._uploads:
+            wait_on_host(self._uploads.pop().result())
         for unit, task in list(self._on_way.items()):
             if wait or task.done():
                 made = task.result()
@@ -300,6 +335,7 @@ class WeightPacker:
             with contextlib.suppress(BaseException):  # it was raised, or something before it
                 self._done[unit] = task.result()
         self._on_way.clear()
+        self._uploads.clear()
         self._incomplete.clear()
         return self._forget()
 

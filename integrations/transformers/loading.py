@@ -92,6 +92,7 @@ class WeightLoader:
         -------
         torch.Tensor
             Of the same shape and dtype: on the device, or on the meta device where it is packed.
+            What a GPU keeps as it is may be on its way there until `finish`.
 
         Raises
         ------
@@ -102,7 +103,8 @@ class WeightLoader:
         """
         place = self.places[self._unit_of[name]]
         if place == "device":
-            held = tensor.to(self.device)
+            on_gpu = self.device.type == "cuda"
+            held = self._streamed.upload(tensor) if on_gpu else tensor.to(self.device)
             self._took(name)
             return held
         if place == "host":

@@ -26,6 +26,7 @@ from bitslab.offload import (
     offload_report,
     offload_weights,
     restore_weights,
+    weight_packer,
 )
 from bitslab.offload.device_packing import THREAD_NAME, DevicePacking, OnDevice
 from bitslab.offload.records import lay_out
@@ -69,6 +70,7 @@ def lanes(monkeypatch) -> Iterator[list[DevicePacking]]:
 
     monkeypatch.setattr(WeightPacker, "_lanes_for", lanes_for)
     monkeypatch.setattr(upload, "PIECE_BYTES", 64 << 8)
+    monkeypatch.setattr(upload, "COPY_BYTES", 24 << 8)
     with recorded(monkeypatch):
         yield made
     gc.collect()
@@ -129,6 +131,56 @@ def test_units_that_come_mixed_and_are_larger_than_what_may_be_on_the_way(
         assert same_bits(found.read(name), tensor), name
     assert 0 < most <= max(100_000, *(tensor.nbytes for tensor in tensors.values()))
     assert lanes[0]._bytes_on_way == 0
+
+
+def test_tensors_that_are_uploaded_are_there_at_the_end(tensors, lanes, monkeypatch):
+    monkeypatch.setattr(device_packing, "MOST_BYTES", 300_000)
+    monkeypatch.setattr(weight_packer, "MIN_UPLOAD_BYTES", 4096)
+    copied: list[int] = []
+    copy = upload.RowUploader.copy
+
+    def slowly(self: upload.RowUploader, source: torch.Tensor, *args: Any) -> Any:
+        assert threading.current_thread() is not threading.main_thread()
+        time.sleep(0.01)
+        copied.append(source.nbytes)
+        return copy(self, source, *args)
+
+    monkeypatch.setattr(upload.RowUploader, "copy", slowly)
+    kept = {"kept": packable(torch.float32, (300, 200), 7), "few": torch.arange(5.0)}
+    kept |= {"bits": random_bits(torch.bool, (70, 90)), "transposed": torch.randn(80, 90).T}
+    with WeightPacker(UNITS) as packer:
+        packer._device = CPU  # which stands for a GPU
+        uploaded = {}
+        for name, tensor in tensors.items():
+            packer.add(name, tensor)
+            for other, more in kept.items():
+                uploaded[name, other] = packer.upload(more)
+        found = packer.finish()
+    for name, tensor in tensors.items():
+        assert same_bits(found.read(name), tensor), name
+    for (_, other), tensor in uploaded.items():
+        assert same_bits(tensor, kept[other]), other
+    assert sorted(copied) == [kept["bits"].nbytes] * len(tensors) + [240_000] * len(tensors)
+    assert lanes[0]._bytes_on_way == 0 and not packing_threads()
+
+
+def test_an_error_of_an_upload_is_raised_at_the_end(tensors, lanes, monkeypatch):
+    def fail(*args: Any) -> None:
+        raise RuntimeError("of the link")
+
+    monkeypatch.setattr(weight_packer, "MIN_UPLOAD_BYTES", 0)
+    monkeypatch.setattr(upload.RowUploader, "copy", fail)
+    with WeightPacker({}) as packer:
+        packer._device = CPU
+        packer.upload(tensors["weight"])
+        with pytest.raises(RuntimeError, match="of the link"):
+            packer.finish()
+    assert not packing_threads()
+
+
+def test_a_packer_without_a_gpu_uploads_nothing(tensors):
+    with WeightPacker({}) as packer, pytest.raises(BitslabError, match="device: none"):
+        packer.upload(tensors["weight"])
 
 
 def hold_images(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
@@ -330,6 +382,23 @@ def test_a_gpu_packs_to_the_bytes_of_the_host(name, monkeypatch):
     assert found.device == GPU and found.packed.facts == expected.packed.facts
     for part, data in expected.packed.parts.items():
         assert torch.equal(found.packed.parts[part].cpu(), data), part
+
+
+@pytest.mark.gpu
+def test_tensors_reach_a_gpu_among_those_that_are_packed(monkeypatch):
+    monkeypatch.setattr(upload, "COPY_BYTES", 1 << 18)
+    monkeypatch.setattr(weight_packer, "MIN_UPLOAD_BYTES", 4096)
+    tensors, uploaded = weights_on("host"), {}
+    with WeightPacker(UNITS, device=GPU) as packer:
+        for name, tensor in tensors.items():
+            torch.cuda._sleep(5_000_000)  # memory that torch gives out may be in use on this stream
+            uploaded[name] = packer.upload(tensor)
+            packer.add(name, tensor)
+        found = packer.finish()
+    for name, tensor in tensors.items():
+        assert uploaded[name].device == GPU and same_bits(uploaded[name].cpu(), tensor), name
+        assert same_bits(found.read(name), tensor), name
+    assert not packing_threads()
 
 
 @pytest.mark.gpu

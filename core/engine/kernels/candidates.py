@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
-import torch
 
 from ...errors import ArgumentError
 
@@ -61,7 +60,6 @@ class CandidateTable:
 
     row_bytes: int
     numbers: np.ndarray
-    _on: dict[torch.device, torch.Tensor] = field(default_factory=dict)
 
     @classmethod
     def of(cls, rules: Iterable[MaskRule], row_bytes: int, n_rows: int) -> CandidateTable:
@@ -88,13 +86,6 @@ class CandidateTable:
     def entries(self) -> int:
         """Number of masks of all candidates."""
         return int(self.numbers[:, POSITIONS].sum())
-
-    def on(self, device: torch.device) -> torch.Tensor:
-        """Return the numbers on a device, copied there at the first use."""
-        found = self._on.get(device)
-        if found is None:
-            found = self._on[device] = torch.from_numpy(self.numbers).to(device)
-        return found
 
 
 def check_positional_rows(n_rows: int, candidates: CandidateTable) -> None:

@@ -8,7 +8,7 @@ import torch
 import bitslab
 from bitslab import InvariantCodec
 from bitslab.engine.codecs import PlanCache
-from bitslab.engine.codecs.invariant import plan_cache
+from bitslab.engine.codecs.invariant import plan_cache, planner
 from tests.helpers import random_bits, same_bits
 
 
@@ -30,6 +30,42 @@ def test_tensors_of_a_kind_keep_a_plan_and_have_values_of_their_own():
     for x, codec in zip(rows, codecs, strict=True):
         assert same_bits(codec.decode(codec.encode(x)), x)
         assert stored_bytes(codec, x) <= 1.003 * stored_bytes(InvariantCodec.fit(x), x)
+
+
+@pytest.mark.parametrize("uniform", ["auto", True, False], ids=str)
+def test_a_kept_plan_is_checked_and_fitted_in_one_copy_to_the_host(uniform, monkeypatch):
+    plans, on_device = PlanCache(), PlanCache()
+    monkeypatch.setattr(planner, "SAMPLE_BYTES", 64 << 10)  # on halves of a sample
+    copies: list[int] = []
+    to_host = torch.Tensor.cpu
+
+    def counted(x: torch.Tensor) -> torch.Tensor:
+        copies.append(x.numel())
+        return to_host(x)
+
+    for seed in range(3):
+        expected = InvariantCodec.fit(weights(seed), plans=plans, uniform=uniform)
+        copies.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(planner, "_waits_for", lambda device: True)
+            patch.setattr(torch.Tensor, "cpu", counted)
+            found = InvariantCodec.fit(weights(seed), plans=on_device, uniform=uniform)
+        assert found == expected
+        assert (len(copies) == 1) == (seed > 0)
+    assert on_device.stats() == plans.stats() == {"planned": 1, "kept": 2}
+
+
+def test_a_plan_that_was_expected_and_is_not_kept_leaves_no_trace(monkeypatch):
+    plans, on_device = PlanCache(), PlanCache()
+    makes = [lambda: weights(0), *OTHERS.values(), lambda: weights(7)]
+    for make in makes:
+        torch.manual_seed(3)
+        expected = InvariantCodec.fit(make(), plans=plans)
+        torch.manual_seed(3)
+        with monkeypatch.context() as patch:
+            patch.setattr(planner, "_waits_for", lambda device: True)
+            assert InvariantCodec.fit(make(), plans=on_device) == expected
+    assert on_device.stats() == plans.stats()
 
 
 OTHERS = {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 
@@ -49,6 +51,29 @@ def test_gpu_and_cpu_choose_the_same_codec(dtype, make):
         few = rows[:100]
         assert on_gpu.refitted(few.cuda()) == on_gpu.refitted(few)
         assert same_bits(on_gpu.decode(on_gpu.encode(few.cuda())).cpu(), few)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8, torch.int64], ids=dtype_id)
+@pytest.mark.parametrize("row_bytes", [64, 2048])
+def test_a_kept_plan_waits_for_the_gpu_once(dtype, row_bytes):
+    plans, shape = PlanCache(), ((8 << 20) // row_bytes, row_bytes // dtype.itemsize)
+    torch.manual_seed(0)
+    rows = [(torch.randn(shape) * 20).round().clamp(-128, 127).to(dtype).cuda() for _ in range(4)]
+    fitted = [InvariantCodec.fit(x, plans=plans) for x in rows[:2]]
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as waits:
+            warnings.simplefilter("always")
+            fitted.append(InvariantCodec.fit(rows[2], plans=plans))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert plans.stats() == {"planned": 1, "kept": 2}
+    assert len([each for each in waits if "synchroniz" in str(each.message)]) == 1
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):  # another stream reads no numbers that were copied on this one
+        fitted.append(InvariantCodec.fit(rows[3], plans=plans))
+    on_cpu = PlanCache()
+    assert [InvariantCodec.fit(x.cpu(), plans=on_cpu) for x in rows] == fitted
 
 
 def test_plans_are_kept_alike_on_both_devices():

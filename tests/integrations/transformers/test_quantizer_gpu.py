@@ -10,6 +10,7 @@ import torch
 import transformers
 
 from bitslab.integrations.transformers import BitslabConfig
+from bitslab.offload import weight_packer
 from tests.helpers import same_bits
 
 from .quantizer_models import inputs, weights_file, write_model
@@ -53,7 +54,12 @@ def test_results_are_those_of_the_plain_model(kind: str, keep: Any, tmp_path: Pa
     assert weights_file(tmp_path / "packed") == weights_file(tmp_path / "plain")
 
 
-def test_places_of_device_maps(tmp_path: Path) -> None:
+@pytest.mark.parametrize("in_threads", [False, True])
+def test_places_of_device_maps(
+    in_threads: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if in_threads:
+        monkeypatch.setattr(weight_packer, "MIN_UPLOAD_BYTES", 1)
     write_model("llama", tmp_path, num_hidden_layers=8)
     expected = logits(plain(tmp_path)).cpu()
     size = raw_bytes(tmp_path)

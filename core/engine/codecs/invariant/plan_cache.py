@@ -156,7 +156,7 @@ class PlanCache:
         known = [plan for plan in reversed(self._known) if plan.key == key]
         if known:
             rules = dict.fromkeys(rule for plan in known for rule in plan.rules)
-            found = search.probe(tuple(rules))
+            found = search.probe(tuple(rules), expected=known[0].rules[0])
             excesses = [plan.excess(found, raw_bytes) for plan in known]
             excess = min(excesses)
             if excess <= DOUBTFUL:

@@ -10,8 +10,9 @@ masks and values that were chosen.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache, partial
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ import torch
 from ....dtypes import EXPONENT_FIELDS, element_bytes
 from ...kernels import kernels_for
 from ...kernels.candidates import POSITIONAL_ROWS, UNIFORM, WIDTH, CandidateTable, MaskRule
+from ...kernels.cuda.constants import constant_on
 from ...kernels.format import CHUNK_BYTES, CODE_BITS, RowFormat
 from .profile import UNSIGNED, Profile
 
@@ -37,6 +39,8 @@ PROBE_BYTES, PROBE_ROWS, BLOCK_BYTES = 48 << 10, 96, 256
 LEAST_BLOCKS, MOST_BLOCKS = 2, 8
 #: Candidates that are counted on all rows, of those that cost at most so much more than the best.
 FINALISTS, CLOSE = 5, 1.02
+#: Sizes of rows and samples whose places are kept.
+KEPT = 64
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,7 @@ class Sample:
         self.rows = rows
         self._counts: torch.Tensor | None = None
         self._halves: tuple[Sample, Sample] | None = None
+        self._fitted: dict[MaskRule, np.ndarray] = {}  # on the host
 
     def __len__(self) -> int:
         return self.rows.shape[0]
@@ -98,9 +103,8 @@ class Sample:
         """Return `n` rows, at least one, or all."""
         if n >= len(self):
             return self.rows
-        # Not every so many: what repeats in rows, as heads do, would be met in part.
-        picked = np.linspace(0, len(self) - 1, max(1, n)).astype(np.int64)
-        return self.rows.index_select(0, torch.from_numpy(picked).to(self.rows.device))
+        picked = _spread_places(len(self), max(1, n))
+        return self.rows.index_select(0, constant_on(self.rows.device, picked))
 
     def valued(self, uniform: bool, share: int = 1) -> Sample:
         """Return the rows from which values are learnt, or one of so many shares of them."""
@@ -119,8 +123,7 @@ class Sample:
         wanted = max(LEAST_BLOCKS, min(wanted, MOST_BLOCKS))
         if self.few or blocks <= wanted:
             return None
-        # At random: blocks at equal distances may all be the same part of a head or a field.
-        return np.sort(np.random.default_rng(blocks).choice(blocks, wanted, replace=False))
+        return _random_blocks(blocks, wanted)
 
     def probe(self, blocks: np.ndarray | None) -> Sample:
         """Return a part of the rows, or of blocks of them, with the counts of all rows."""
@@ -145,10 +148,50 @@ class Sample:
             self._counts = counts.view(-1, 8)
         return self._counts
 
+    def learnt(self, rule: MaskRule) -> torch.Tensor:
+        """Return what all rows give a rule: int64 ``[1 + VALUES, entries]``, masks and values."""
+        rows = self.valued(rule.uniform).rows
+        found = learn([rule], self.bit_counts(), len(self), rows)
+        return torch.cat([found.masks[None], found.values])
+
+    def keep_learnt(self, rule: MaskRule, found: np.ndarray) -> None:
+        """Keep what `learnt` returned, on the host, for `fitted`."""
+        self._fitted[rule] = found
+
+    def fitted(self, rule: MaskRule) -> np.ndarray:
+        """Return masks and values of a rule on the host, as `learnt` does; waits for a GPU."""
+        if rule not in self._fitted:
+            self.keep_learnt(rule, self.learnt(rule).cpu().numpy())
+        return self._fitted[rule]
+
     def block_counts(self, blocks: np.ndarray | None) -> torch.Tensor:
         """Return the counts of the bytes of some blocks of the rows, or of all."""
         counts = self.bit_counts()
         return counts if blocks is None else _blocks_of(counts, blocks, dim=0)
+
+
+# What depends on sizes alone takes longer to make than a GPU takes for a sample: it is kept.
+
+
+@lru_cache(KEPT)
+def _spread_places(n: int, wanted: int) -> np.ndarray:
+    """Return places spread over `n`."""
+    # Not every so many: what repeats in rows, as heads do, would be met in part.
+    return np.linspace(0, n - 1, wanted).astype(np.int64)
+
+
+@lru_cache(KEPT)
+def _random_blocks(n: int, wanted: int) -> np.ndarray:
+    """Return some of `n` blocks, in order."""
+    # At random: blocks at equal distances may all be the same part of a head or a field.
+    return np.sort(np.random.default_rng(n).choice(n, wanted, replace=False))
+
+
+@lru_cache(KEPT)
+def _drawn_places(n: int, wanted: int, seed: int) -> np.ndarray:
+    """Return one place of each of as many stretches of `n`."""
+    places = np.arange(wanted) + np.random.default_rng(seed).random(wanted)
+    return np.minimum((places * (n / wanted)).astype(np.int64), n - 1)
 
 
 def _blocks_of(items: torch.Tensor, blocks: np.ndarray, dim: int) -> torch.Tensor:
@@ -167,10 +210,7 @@ def draw_sample(rows: torch.Tensor, seed: int) -> Sample:
         run = max(1, min(RUN_BYTES // row_bytes, n // wanted))
         rows = rows[: n // run * run].contiguous().view(-1, run * row_bytes)
         n, wanted = n // run, -(-wanted // run)
-        # One of each of as many stretches.
-        places = np.arange(wanted) + np.random.default_rng(seed).random(wanted)
-        picked = np.minimum((places * (n / wanted)).astype(np.int64), n - 1)
-        rows = rows.index_select(0, torch.from_numpy(picked).to(rows.device))
+        rows = rows.index_select(0, constant_on(rows.device, _drawn_places(n, wanted, seed)))
         rows = rows.view(-1, row_bytes)
     return Sample(rows.contiguous())
 
@@ -272,20 +312,27 @@ class Measured:
 
 
 def measure(
-    learnt: Learnt, test: Sample, options: Options, n_rows: int, row_bytes: int
+    learnt: Learnt,
+    test: Sample,
+    options: Options,
+    n_rows: int,
+    row_bytes: int,
+    read: Callable[[torch.Tensor], np.ndarray] | None = None,
 ) -> Measured:
     """Measure what was learnt on other rows, or on the same ones where these are all there are.
 
     The cost is the bytes of `n_rows` such rows packed, and of the profile. The profile counts
     against overfitting too: a value that few rows take costs more to keep than it saves. Where the
     samples are parts of rows of `row_bytes`, the size of a row is in the proportion of its parts.
+    `read` copies counts to the host.
     """
     whole = test.row_bytes == row_bytes
     units = kernels_for(test.rows.device).sizes_by_option(
         test.rows, learnt.masks, learnt.values, learnt.table, 32 if whole else 1
     )
     bytes_a_unit = 4 if whole else row_bytes / test.row_bytes / 8
-    costs = units.cpu().numpy() * (bytes_a_unit * n_rows / len(test))
+    host_units = units.cpu().numpy() if read is None else read(units)
+    costs = host_units * (bytes_a_unit * n_rows / len(test))
     numbers = learnt.table.numbers
     mask_bytes = np.where(numbers[:, UNIFORM] == 1, numbers[:, WIDTH], row_bytes)
     costs += mask_bytes[:, None, None] * (1 << np.array(CODE_BITS))[:, None]
@@ -297,8 +344,7 @@ def measure(
             others = [i for i, value in enumerate(values) if value != wanted]
             costs[(slice(None),) * axis + (others,)] = np.inf
     costs = costs.reshape(len(costs), -1)
-    best = costs.argmin(1)
-    return Measured(learnt.rules, np.take_along_axis(costs, best[:, None], 1)[:, 0], best)
+    return Measured(learnt.rules, costs.min(1), costs.argmin(1))
 
 
 class Search:
@@ -316,6 +362,7 @@ class Search:
 
     def __init__(self, sample: Sample, options: Options, n_rows: int) -> None:
         self._options, self._n_rows, self._row_bytes = options, n_rows, sample.row_bytes
+        self._sample = sample
         # Where the sample is not all there is, masks and values are learnt on one half and measured
         # on the other: what only fits the rows it was learnt on must not look like a gain.
         whole = len(sample) >= n_rows
@@ -331,11 +378,24 @@ class Search:
         """Whether `probe` counts all rows of the sample."""
         return self._learnt_part is self._known and self._tested_part is self._test
 
-    def probe(self, rules: Sequence[MaskRule]) -> Measured:
-        """Measure rules on a part of the rows, with the bits of all of them counted."""
+    def probe(self, rules: Sequence[MaskRule], expected: MaskRule | None = None) -> Measured:
+        """Measure rules on a part of the rows, with the bits of all of them counted.
+
+        What the sample gives the rule that is expected to be chosen comes back from a GPU in the
+        same copy, so that `fit_profile` does not wait again.
+        """
         counts = self._even.block_counts(self._blocks)
         learnt = learn(rules, counts, len(self._even), self._learnt_part.rows)
-        return self._measured(learnt, self._tested_part)
+        if expected is None or not _waits_for(self._sample.rows.device):
+            return self._measured(learnt, self._tested_part)
+        return self._measured(learnt, self._tested_part, partial(self._read_with, expected))
+
+    def _read_with(self, rule: MaskRule, units: torch.Tensor) -> np.ndarray:
+        """Return counts on the host; with them comes what the sample gives a rule."""
+        found = self._sample.learnt(rule)
+        both = torch.cat([units.reshape(-1), found.reshape(-1)]).cpu().numpy()
+        self._sample.keep_learnt(rule, both[units.numel() :].reshape(found.shape))
+        return both[: units.numel()].reshape(units.shape)
 
     def best(self, found: Measured) -> Plan:
         """Return the best plan of those that a probe has found, by whole rows."""
@@ -356,8 +416,18 @@ class Search:
                 finalists.append(measured[measured.ranked()[0]])
         return min(finalists, key=lambda plan: plan.cost)
 
-    def _measured(self, learnt: Learnt, test: Sample) -> Measured:
-        return measure(learnt, test, self._options, self._n_rows, self._row_bytes)
+    def _measured(
+        self,
+        learnt: Learnt,
+        test: Sample,
+        read: Callable[[torch.Tensor], np.ndarray] | None = None,
+    ) -> Measured:
+        return measure(learnt, test, self._options, self._n_rows, self._row_bytes, read)
+
+
+def _waits_for(device: torch.device) -> bool:
+    """Return whether a copy to the host waits for work on a device."""
+    return device.type != "cpu"
 
 
 def choose_plan(sample: Sample, dtype: torch.dtype, options: Options, n_rows: int) -> Plan:
@@ -370,8 +440,7 @@ def fit_profile(sample: Sample, plan: Plan) -> Profile:
     """Fit masks and values of a plan to a sample."""
     c = plan.candidate
     fmt = RowFormat(sample.row_bytes, c.chunk_bytes, plan.code_bits, plan.grouped, c.uniform)
-    learnt = learn([c], sample.bit_counts(), len(sample), sample.valued(c.uniform).rows)
-    return _profile(fmt, learnt.masks, learnt.values)
+    return _profile(fmt, sample.fitted(c))
 
 
 def refit_profile(rows: torch.Tensor, profile: Profile) -> Profile:
@@ -381,11 +450,10 @@ def refit_profile(rows: torch.Tensor, profile: Profile) -> Profile:
     table = CandidateTable.of([MaskRule(f.chunk_bytes, f.uniform, None, 0)], f.row_bytes, 1)
     masks = torch.from_numpy(profile.masks[0].astype(np.uint64).view(np.int64)).to(rows.device)
     values = kernels_for(rows.device).frequent_values(sample.rows, masks, table)
-    return _profile(f, masks, values)
+    return _profile(f, torch.cat([masks[None], values]).cpu().numpy())
 
 
-def _profile(fmt: RowFormat, masks: torch.Tensor, values: torch.Tensor) -> Profile:
-    """Return a profile of masks and values as they were learnt, copied to the host at once."""
-    found = torch.cat([masks[None], values[: fmt.values]]).cpu().numpy().view(np.uint64)
-    narrow = found.astype(UNSIGNED[fmt.chunk_bytes])
+def _profile(fmt: RowFormat, found: np.ndarray) -> Profile:
+    """Return a profile of masks and values as they were learnt."""
+    narrow = found[: 1 + fmt.values].view(np.uint64).astype(UNSIGNED[fmt.chunk_bytes])
     return Profile(fmt, narrow[:1], np.ascontiguousarray(narrow[1:].T)[None])

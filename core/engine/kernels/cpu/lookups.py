@@ -97,9 +97,8 @@ copy_adding_zero_1 = _copier_adding_zero(1)
 copy_adding_zero_16 = _copier_adding_zero(16)
 
 places_of_rows = stack_memory(16 * 2 * MAX_BATCH)
-rows_by_source = stack_memory(8 * 4 * MAX_BATCH)
+rows_by_source = stack_memory(8 * 6 * MAX_BATCH)
 spare_group = stack_memory(SPARE_BYTES)
-same_bits = stack_memory(8)
 
 
 @njit(nogil=True, cache=True, forceinline=True)
@@ -182,15 +181,49 @@ def row_at(ids, n, n_rows):
 # of what it needs on the stack.
 
 
-@njit(nogil=True, cache=True, forceinline=True)
-def bit_of(bits, bits_step, row):
-    """Return whether a row may have a slot, 1 or 0; with `bits_step` 0 all rows share a byte."""
-    return (load_8(bits + bits_step * (row >> 3)) >> (row & 7)) & 1
+@njit(nogil=True, cache=True)
+def split_by_bits(ids, begin, end, bits, cached, others):
+    """List those of rows ``ids[begin:end]`` that have a slot; return how many there are.
+
+    Their numbers n go to the addresses from `cached` on, int64 each, and those of the others to
+    `others`. `bits` is an address, as RESIDENT_BITS says, or 0: no row has a slot.
+    """
+    hits = np.int64(0)
+    if bits == 0:
+        for n in range(begin, end):
+            store_signed(others + 8 * (n - begin), n)
+        return hits
+    # With no branch: which rows are resident is what a processor cannot foresee.
+    for n in range(begin, end):
+        row = np.int64(ids[np.uint64(n)])
+        store_signed(cached + 8 * hits, n)
+        store_signed(others + 8 * (n - begin - hits), n)
+        hits += (load_8(bits + (row >> 3)) >> (row & 7)) & 1
+    return hits
 
 
 @njit(nogil=True, cache=True)
-def ask_lengths(table, ids, begin, end, slots, bits, bits_step):
-    """Prefetch the lengths and bases of rows ``ids[begin:end]``, see `gather_compact`."""
+def split_by_slots(ids, begin, end, slots, cached, others):
+    """Do what `split_by_bits` does with the slots themselves."""
+    hits = np.int64(0)
+    for n in range(begin, end):
+        store_signed(cached + 8 * hits, n)
+        store_signed(others + 8 * (n - begin - hits), n)
+        hits += 1 + (load_signed_32(slots + 4 * np.int64(ids[np.uint64(n)])) >> 31)
+    return hits
+
+
+@njit(nogil=True, cache=True)
+def ask_slots(ids, numbers, count, slots):
+    """Prefetch the slots of rows whose numbers n are at an address."""
+    for k in range(count):
+        n = load_signed(numbers + 8 * k)
+        prefetch_line(slots + 4 * np.int64(ids[np.uint64(n)]))
+
+
+@njit(nogil=True, cache=True)
+def ask_lengths(table, ids, numbers, count):
+    """Prefetch the lengths and bases of rows whose numbers n are at an address."""
     n_rows = load_signed(table + 8 * N_ROWS)
     bases = load_signed(table + 8 * BASES)
     lengths = load_signed(table + 8 * LENGTHS)
@@ -199,13 +232,8 @@ def ask_lengths(table, ids, begin, end, slots, bits, bits_step):
     # Where there are none, the lengths' start is asked for: a branch would cost more.
     clusters = row_clusters if row_clusters != 0 else lengths
     cluster_bytes = 1 if row_clusters != 0 else 0
-    for n in range(begin, end):
-        row = row_at(ids, n, n_rows)
-        # A row with no slot asks for the map's start, which is there, and one that is known to
-        # have a slot for the table's: a branch would cost more.
-        bit = bit_of(bits, bits_step, row)
-        prefetch_line(slots + 4 * (row * bit))
-        row *= 1 - (bit & bits_step)
+    for k in range(count):
+        row = row_at(ids, load_signed(numbers + 8 * k), n_rows)
         prefetch_line(bases + 8 * (row >> 5))
         prefetch_line(lengths + length_bytes * (row & ~31))
         prefetch_line(lengths + length_bytes * (row | 31))
@@ -213,31 +241,15 @@ def ask_lengths(table, ids, begin, end, slots, bits, bits_step):
 
 
 @njit(nogil=True, cache=True)
-def ask_resident(
-    table, ids, begin, end, slots, bits, bits_step, resident, found, places, cached, others
-):
-    """Prefetch those of rows ``ids[begin:end]`` that are resident; return how many there are.
+def find_resident(ids, numbers, count, slots, resident, row_bytes, found, places):
+    """Write the addresses of resident rows whose numbers n are at an address.
 
-    Their numbers n go to the addresses from `cached` on, int64 each, and those of the others to
-    `others`. The address of a resident row n goes to place ``n & places`` of `found`, as in
-    `ask_words`.
+    That of row n goes to place ``n & places`` of `found`, as in `ask_words`.
     """
-    n_rows = load_signed(table + 8 * N_ROWS)
-    row_bytes = load_signed(table + 8 * ROW_BYTES)
-    hits = np.int64(0)
-    # With no branch: which rows are resident is what a processor cannot foresee.
-    for n in range(begin, end):
-        row = row_at(ids, n, n_rows)
-        bit = bit_of(bits, bits_step, row)
-        slot = load_signed_32(slots + 4 * (row * bit)) | (bit - 1)
+    for k in range(count):
+        n = load_signed(numbers + 8 * k)
+        slot = load_signed_32(slots + 4 * np.int64(ids[np.uint64(n)]))
         store_signed(found + 16 * (n & places), resident + slot * row_bytes)
-        store_signed(cached + 8 * hits, n)
-        store_signed(others + 8 * (n - begin - hits), n)
-        hits += 1 + (slot >> 63)
-    for k in range(hits):
-        n = load_signed(cached + 8 * k)
-        prefetch_lines(load_signed(found + 16 * (n & places)), row_bytes)
-    return hits
 
 
 @njit(nogil=True, cache=True)
@@ -448,11 +460,8 @@ def gather_compact(numbers, like, ids, target, bags, begin, end):
     table = address_of(numbers)
     row_bytes = load_signed(table + 8 * ROW_BYTES)
     batch = load_signed(table + 8 * BATCH)
-    # Where there is no cache, and where there are no bits, all rows share a byte that says so.
-    bits = same_bits()
-    bits_step = np.int64(0)
-    store_signed(bits, np.int64(0))
-    slots = bits
+    slots = np.int64(0)
+    bits = np.int64(0)
     resident = np.int64(0)
     float_bytes = np.int64(0)
     if bags != 0:
@@ -460,45 +469,40 @@ def gather_compact(numbers, like, ids, target, bags, begin, end):
         if not are_plain(ids, offsets, load_signed(table + 8 * N_ROWS), begin, end):
             return np.int64(NOT_PLAIN), np.int64(0)
         slots = load_signed(bags + 8 * SLOT_OF)
-        if load_signed(bags + 8 * RESIDENT_BITS) != 0:
-            bits = load_signed(bags + 8 * RESIDENT_BITS)
-            bits_step = np.int64(1)
-        else:
-            store_signed(bits, np.int64(-1))
+        bits = load_signed(bags + 8 * RESIDENT_BITS)
         resident = load_signed(bags + 8 * RESIDENT)
         float_bytes = load_signed(bags + 8 * FLOAT_BYTES)
+    # Slots are read to tell which rows have one, which takes a step more.
+    late = slots != 0 and bits == 0
     found = places_of_rows()
     spare = spare_group()
     places = 2 * batch - 1
-    # The numbers of the rows of two batches, resident ones and then others.
+    # The numbers of the rows of three batches, resident ones and then others.
     now = rows_by_source()
     after = now + 8 * 2 * MAX_BATCH
+    later = after + 8 * 2 * MAX_BATCH
     others = 8 * MAX_BATCH
-    cached = np.int64(0)
     total = np.int64(0)
     hits = np.int64(0)
+    cached = np.int64(0)
+    next_cached = np.int64(0)
     # The lengths of a batch are asked for, then its words, then it is decoded. A batch takes each
     # step while the one before it takes the next.
     for first in range(begin - 2 * batch, end, batch):
         second, third = first + batch, first + 2 * batch
-        ask_lengths(table, ids, max(begin, third), min(third + batch, end), slots, bits, bits_step)
+        start, stop = max(begin, third), max(max(begin, third), min(third + batch, end))
+        later_cached = split_by_bits(ids, start, stop, bits, later, later + others)
+        ask_lengths(table, ids, later + others, stop - start - later_cached)
+        if late:
+            ask_slots(ids, later + others, stop - start, slots)
+        else:
+            ask_slots(ids, later, later_cached, slots)
         start, stop = max(begin, second), max(max(begin, second), min(third, end))
-        next_cached = ask_resident(
-            table,
-            ids,
-            start,
-            stop,
-            slots,
-            bits,
-            bits_step,
-            resident,
-            found,
-            places,
-            after,
-            after + others,
-        )
+        if late:
+            next_cached = split_by_slots(ids, start, stop, slots, after, after + others)
+        find_resident(ids, after, next_cached, slots, resident, row_bytes, found, places)
+        copy_listed(now, cached, after, next_cached, found, places, row_bytes, target, float_bytes)
         ask_words(table, ids, after + others, stop - start - next_cached, found, places)
-        copy_listed(now, cached, found, places, row_bytes, target, float_bytes)
         count = max(0, min(second, end) - max(begin, first)) - cached
         words = decode_batch(
             like, table, ids, now + others, count, found, places, spare, target, float_bytes
@@ -507,26 +511,40 @@ def gather_compact(numbers, like, ids, target, bags, begin, end):
             return words, np.int64(0)
         total += words
         hits += cached
-        now, after, cached = after, now, next_cached
+        now, after, later = after, later, now
+        cached, next_cached = next_cached, later_cached
     return total, end - begin - hits
 
 
 @njit(nogil=True, cache=True, forceinline=True)
-def copy_listed_like(like, numbers, count, found, places, row_bytes, target, float_bytes):
+def copy_listed_like(like, now, count, after, asked, found, places, row_bytes, target, float_bytes):
     """Do what `copy_listed` does; `like` is any number of the floats' type."""
     for k in range(count):
-        n = load_signed(numbers + 8 * k)
+        if k < asked:
+            n = load_signed(after + 8 * k)
+            prefetch_lines(load_signed(found + 16 * (n & places)), row_bytes)
+        n = load_signed(now + 8 * k)
         start = load_signed(found + 16 * (n & places))
         copy_row_like(like, target + n * row_bytes, start, row_bytes, float_bytes)
 
 
 @njit(nogil=True, cache=True)
-def copy_listed(numbers, count, found, places, row_bytes, target, float_bytes):
-    """Copy resident rows whose numbers are at an address, and add 0 to their floats."""
+def copy_listed(now, count, after, asked, found, places, row_bytes, target, float_bytes):
+    """Copy resident rows and add 0 to their floats; meanwhile prefetch those of the next batch.
+
+    The numbers of `count` rows are at the address `now`, those of the next ones at `after`.
+    """
     if float_bytes == 4:
-        copy_listed_like(np.float32(0), numbers, count, found, places, row_bytes, target, 4)
+        copy_listed_like(
+            np.float32(0), now, count, after, asked, found, places, row_bytes, target, 4
+        )
     elif float_bytes == 8:
-        copy_listed_like(np.float64(0), numbers, count, found, places, row_bytes, target, 8)
+        copy_listed_like(
+            np.float64(0), now, count, after, asked, found, places, row_bytes, target, 8
+        )
+    for k in range(count, asked):
+        n = load_signed(after + 8 * k)
+        prefetch_lines(load_signed(found + 16 * (n & places)), row_bytes)
 
 
 # What a thread of a team reads of a gather, int64 each, by its place; behind it, for each thread,

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
 
-from ..candidates import POSITIONS, UNIFORM, VALUES, WIDTH, CandidateTable, check_positional_rows
+from ..candidates import (
+    COLUMNS,
+    POSITIONS,
+    UNIFORM,
+    VALUES,
+    WIDTH,
+    CandidateTable,
+    check_positional_rows,
+)
 from ..format import ceil_div
+from .constants import constant_on
 from .parameters import Address, Int32, Int64, Parameters, UInt32
 from .runner import Launch, Runner
 from .source import PLAN
@@ -120,13 +130,14 @@ class PlanKernels:
     ) -> torch.Tensor:
         """Return the masks of candidates; see `kernels.cpu.agreed_masks`."""
         masks = torch.empty(candidates.entries, dtype=torch.int64, device=counts.device)
+        numbers = constant_on(counts.device, candidates.numbers)
         tiles = ceil_div(int(candidates.numbers[:, POSITIONS].max()), THREADS)
         self._launch(AgreedMasks, THREADS)(
             (min(tiles, self._most_blocks), len(candidates), 1),
             counts.data_ptr(),
             n_rows,
             candidates.row_bytes,
-            candidates.on(counts.device).data_ptr(),
+            numbers.data_ptr(),
             masks.data_ptr(),
         )
         return masks
@@ -144,12 +155,13 @@ class PlanKernels:
             places = 1 << (2 * n - 1).bit_length()
             shared_bytes = 12 * (places + 1) + 4
             positions = int(candidates.numbers[~uniform, POSITIONS].max())
+            numbers = constant_on(rows.device, candidates.numbers)
             self._launch(FrequentByPosition, COLUMN_THREADS, shared_bytes)(
                 (positions, len(candidates), 1),
                 rows.data_ptr(),
                 n,
                 candidates.row_bytes,
-                candidates.on(rows.device).data_ptr(),
+                numbers.data_ptr(),
                 masks.data_ptr(),
                 entries,
                 places,
@@ -168,24 +180,16 @@ class PlanKernels:
     ) -> None:
         """Write the values of uniform candidates."""
         device, n = rows.device, rows.shape[0]
-        numbers = candidates.on(device)
-        widths = candidates.numbers[:, WIDTH]
-        chunks = n * (candidates.row_bytes // widths)
-        different = np.minimum(chunks, 1 << np.minimum(8 * widths, 62))
-        places = np.array([1 << int(2 * d - 1).bit_length() for d in different], np.int64)
-        places[candidates.numbers[:, UNIFORM] == 0] = 0
-        slices = ceil_div(int(places.max()), SLICE_PLACES)
-        # The tables, and then what each slice of them has found.
-        tables = np.zeros((2, len(candidates), 2), np.int64)
-        tables[0, :, 0] = np.cumsum(places + 1) - (places + 1)
-        tables[0, :, 1] = places
-        tables[1, :, 0] = np.arange(len(candidates)) * slices * VALUES
-        tables[1, :, 1] = np.where(places > 0, slices * VALUES, 0)
-        on_device = torch.from_numpy(tables).to(device)
-        total = int((places + 1).sum())
+        numbers = constant_on(device, candidates.numbers)
+        tables, most_chunks = _value_tables(
+            candidates.numbers.tobytes(), n, candidates.row_bytes, SLICE_PLACES
+        )
+        slices = ceil_div(int(tables[0, :, 1].max()), SLICE_PLACES)
+        on_device = constant_on(device, tables)
+        total = int(tables[0, -1].sum()) + 1
         keys = torch.full((total,), -1, dtype=torch.int64, device=device)
         counts = torch.zeros(total, dtype=torch.int32, device=device)
-        blocks = ceil_div(int(chunks.max()), CHUNKS_PER_THREAD * THREADS)
+        blocks = ceil_div(most_chunks, CHUNKS_PER_THREAD * THREADS)
         self._launch(CountValues, THREADS)(
             (min(blocks, self._most_blocks), len(candidates), 1),
             rows.data_ptr(),
@@ -234,6 +238,7 @@ class PlanKernels:
     ) -> torch.Tensor:
         """Return what rows take packed; see `kernels.cpu.sizes_by_option`."""
         rows = aligned_to(rows, 8)
+        numbers = constant_on(rows.device, candidates.numbers)
         totals = torch.zeros((len(candidates), 3, 2), dtype=torch.int64, device=rows.device)
         # A few waves of blocks for all candidates; each row is a warp's work.
         blocks = min(
@@ -245,7 +250,7 @@ class PlanKernels:
             rows.data_ptr(),
             rows.shape[0],
             candidates.row_bytes,
-            candidates.on(rows.device).data_ptr(),
+            numbers.data_ptr(),
             masks.data_ptr(),
             values.data_ptr(),
             values.shape[1],
@@ -260,3 +265,27 @@ class PlanKernels:
         if found is None:
             found = self._launches[key] = self._runner.bind(PLAN, parameters, threads, shared_bytes)
         return found
+
+
+@lru_cache(64)
+def _value_tables(
+    numbers: bytes, n_rows: int, row_bytes: int, slice_places: int
+) -> tuple[np.ndarray, int]:
+    """Return where the values of uniform candidates are counted, and the most chunks of one.
+
+    First places and numbers of places, int64 ``[2, n, 2]``: of the tables, and then of what each
+    slice of them has found. There is one more place behind those of a table.
+    """
+    table = np.frombuffer(numbers, np.int64).reshape(-1, COLUMNS)
+    widths = table[:, WIDTH]
+    chunks = n_rows * (row_bytes // widths)
+    different = np.minimum(chunks, 1 << np.minimum(8 * widths, 62))
+    places = np.array([1 << int(2 * d - 1).bit_length() for d in different], np.int64)
+    places[table[:, UNIFORM] == 0] = 0
+    slices = ceil_div(int(places.max()), slice_places)
+    tables = np.zeros((2, len(table), 2), np.int64)
+    tables[0, :, 0] = np.cumsum(places + 1) - (places + 1)
+    tables[0, :, 1] = places
+    tables[1, :, 0] = np.arange(len(table)) * slices * VALUES
+    tables[1, :, 1] = np.where(places > 0, slices * VALUES, 0)
+    return tables, int(chunks.max())
