@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 
 import bitslab
+from bitslab.activations.host_room import HostMemoryError, HostRoom
 from bitslab.engine.memory import host_arena
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -203,4 +205,96 @@ def test_a_size_that_is_known_late_is_counted(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.undo()
     stats = offload.stats()
     assert stats["crossed_out_bytes"] == stats["crossed_in_bytes"] > 0
+    offload.detach()
+
+
+# Host memory of copies whose size is learnt
+
+
+class Gate(nn.Module):
+    """Saves a tensor with a share of zeros that can be set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.zeros = 0.9
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * 2).where(torch.rand(x.shape) >= self.zeros, 0.0).sin()
+
+
+def gated(model: Gate, x: torch.Tensor, seed: int) -> torch.Tensor:
+    torch.manual_seed(seed)
+    loss: torch.Tensor = model(x).square().sum()
+    return loss
+
+
+@pytest.mark.parametrize("in_flight_bytes", [0, 1 << 30])
+def test_copies_take_the_host_memory_that_they_need(in_flight_bytes: int) -> None:
+    nbytes = 256 * 1024 * 4
+    model, x = Gate(), torch.randn(256, 1024).requires_grad_()
+    offload = bitslab.offload_activations(
+        model, policy="static", codecs="zvc", min_bytes=nbytes, in_flight_bytes=in_flight_bytes
+    )
+    held = []
+    for seed in range(3):
+        before = used_bytes()
+        loss = gated(model, x, seed)
+        offload.stats()
+        held.append(used_bytes() - before)
+        loss.backward()
+        del loss
+        offload.stats()
+    # A mask of where it was zero, and what was left, which has 10 % of the elements.
+    assert held[0] > nbytes
+    assert held[2] < nbytes / 4
+    offload.detach()
+
+
+@pytest.mark.parametrize("memory", ["enough", "used up"])
+@pytest.mark.parametrize("in_flight_bytes", [0, 1 << 30])
+@pytest.mark.parametrize("when", ["backward", "detached"])
+def test_a_copy_that_is_larger_than_those_before(
+    in_flight_bytes: int, memory: str, when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is lost: it is sent again, or stays on the device."""
+    model, x = Gate(), torch.randn(256, 1024).requires_grad_()
+    model.zeros = 0.1
+    gated(model, x, 5).backward()
+    assert x.grad is not None
+    plain, x.grad = x.grad.clone(), None
+    offload = bitslab.ActivationOffload(
+        "static", codecs="zvc", min_bytes=4096, in_flight_bytes=in_flight_bytes
+    )
+    real = HostRoom.cut
+
+    def cut(room: HostRoom, size: int, events: Any) -> torch.Tensor:
+        if memory == "used up" and model.zeros < 0.5 and size > 500_000:
+            raise HostMemoryError("on purpose")
+        return real(room, size, events)
+
+    monkeypatch.setattr(HostRoom, "cut", cut)
+    model.zeros = 0.9
+    for seed in range(2):
+        with offload:
+            loss = gated(model, x, seed)
+        loss.backward()
+    offload.stats()
+    model.zeros, x.grad = 0.1, None
+    before = offload.stats()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with offload:
+            loss = gated(model, x, 5)
+        if when == "detached":
+            offload.detach()
+        loss.backward()
+    assert torch.equal(x.grad, plain)  # type: ignore[arg-type]
+    offload.stats()
+    moved = offload.stats()["moved_out_bytes"] - before["moved_out_bytes"]
+    refused = in_flight_bytes == 0 or when == "detached"
+    if memory == "enough" and refused:
+        assert moved > x.nbytes  # sent twice
+        assert not caught
+    if memory == "used up" and refused:
+        assert "could not be packed (HostMemoryError: on purpose)" in str(caught[0].message)
     offload.detach()
