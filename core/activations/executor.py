@@ -162,10 +162,14 @@ class Executor:
             lane = self._out if codec is None else self._encoding
             if isinstance(lane, StreamLane):
                 copy.lanes = (lane,)  # first: what fails below may have been launched in part
-            if codec is None:
-                done = self._store_raw(copy, flat, host, begin, codec_on_host)
-            else:
-                done = self._store_encoded(copy, flat, host, begin, codec, sm_budget)
+            try:
+                if codec is None:
+                    done = self._store_raw(copy, flat, host, begin, codec_on_host)
+                else:
+                    done = self._store_encoded(copy, flat, host, begin, codec, sm_budget)
+            except BaseException:
+                self._keep_host_memory(copy)
+                raise
             if isinstance(copy.stored, torch.cuda.Event):
                 copy.events.append(copy.stored)
             if room < most:
@@ -176,6 +180,11 @@ class Executor:
                 self._in_flight.append((weakref.ref(copy), done, copy.nbytes))
                 self._in_flight_bytes += copy.nbytes
             self._release(self.in_flight_bytes)
+
+    def _keep_host_memory(self, copy: StoredCopy) -> None:
+        """Give host memory to nobody before what may have been launched is done with it."""
+        if isinstance(self._out, StreamLane):
+            copy.events.append(self._out.record())
 
     def _host_room(self, copy: StoredCopy, codec: BlobCodec, bound: int) -> int:
         """Return the host memory to reserve for a copy: what its site has needed of late.
@@ -334,7 +343,11 @@ class Executor:
         assert flat is not None and codec is not None
         host = self._room.cut(self._bound(codec, flat), copy.events)
         begin = record_on(current_stream(self.device)) if self.on_gpu else None
-        done = self._store_encoded(copy, flat, host, begin, codec, None)
+        try:
+            done = self._store_encoded(copy, flat, host, begin, codec, None)
+        except BaseException:
+            self._keep_host_memory(copy)
+            raise
         if isinstance(copy.stored, torch.cuda.Event):
             copy.events.append(copy.stored)
         self._in_flight.append((weakref.ref(copy), done, copy.nbytes))

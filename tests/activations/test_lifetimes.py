@@ -298,3 +298,59 @@ def test_a_copy_that_is_larger_than_those_before(
     if memory == "used up" and refused:
         assert "could not be packed (HostMemoryError: on purpose)" in str(caught[0].message)
     offload.detach()
+
+
+def gradients(model: nn.Module) -> list[torch.Tensor]:
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def test_what_two_sites_save_leaves_the_device_when_one_is_selected(no_collector: None) -> None:
+    """The output that a ReLU saves is the input that the convolution behind it saves."""
+    torch.manual_seed(2)
+    layers = nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.Tanh()
+    model = nn.Sequential(*layers)
+    x = torch.randn(4, 3, 16, 16)
+    model(x).sum().backward()
+    plain = gradients(model)
+    seen: list[weakref.ref[torch.UntypedStorage]] = []
+    layers[1].register_forward_hook(
+        lambda module, given, out: seen.append(weakref.ref(out.untyped_storage()))
+    )
+    offload = bitslab.offload_activations(
+        model,
+        policy="raw",
+        select=bitslab.activations.conv_inputs,
+        min_bytes=1024,
+        in_flight_bytes=0,
+        verify=True,
+    )
+    for _ in range(2):
+        model.zero_grad()
+        loss = model(x).sum()
+        assert seen[-1]() is None
+        loss.backward(retain_graph=True)
+        assert all(map(torch.equal, gradients(model), plain))
+        model.zero_grad()
+        loss.backward()
+        assert all(map(torch.equal, gradients(model), plain))
+    choices = {site.unit.name: site.choice for site in offload.report().sites}
+    assert choices == {"0:0": "raw", "1:0": "keep", "2:0": "raw", "3:0": "keep"}
+    offload.detach()
+
+
+def test_a_change_of_what_is_kept_until_it_is_moved() -> None:
+    for when in ("before", "after"):
+        x = torch.randn(64, 64).requires_grad_()
+        offload = bitslab.ActivationOffload(
+            "raw", min_bytes=1, in_flight_bytes=0, select=lambda site: site.name == ":1"
+        )
+        with offload:
+            h = (x * 2).relu()
+            if when == "before":
+                h.mul_(2)
+            y = h.sin()
+            if when == "after":
+                h.mul_(2)
+        with pytest.raises(bitslab.ModifiedInPlaceError):
+            y.sum().backward()
+        offload.detach()
