@@ -212,7 +212,7 @@ class Executor:
             raw = RawOnHost(host, stored, copy.elements, copy.dtype, codec_on_host)
             copy.on_host = raw
             if self._packing is None:
-                self._packing = HostPacking(self.on_gpu)
+                self._packing = HostPacking(self.device)
             self._packing.pack(raw)
         self.traffic.sent_raw(copy.nbytes)
         return stored
