@@ -14,7 +14,7 @@ from torch import nn
 
 from ..engine.codecs.blob import BlobCodec
 from ..errors import BitslabError
-from .copies import Pass, SavedView, StoredCopy
+from .copies import KeptView, Pass, SavedView, StoredCopy
 from .executor import Executor
 from .guards import is_form_of_leaf, is_plain, modified
 from .host_room import HostMemoryError
@@ -156,7 +156,7 @@ class SavedTensorHooks:
 
     # Saving
 
-    def pack(self, t: torch.Tensor) -> KeptTensor | SavedView:
+    def pack(self, t: torch.Tensor) -> KeptTensor | KeptView | SavedView:
         """Return what stands for a tensor in the graph."""
         version = version_of(t)
         if t.numel() * t.element_size() < self._min_bytes or not is_plain(t):
@@ -175,14 +175,14 @@ class SavedTensorHooks:
 
     def _pack(
         self, t: torch.Tensor, version: int, storage: torch.UntypedStorage, current: Pass
-    ) -> KeptTensor | SavedView:
+    ) -> KeptTensor | KeptView | SavedView:
         module = running_module(3)
         name = current.next_name(self._name_of(module))
         counts = self.sites.get(name)
         if counts is not None and counts.choice == KEEP and not self._copies.knows(storage):
             site = counts.site
             if site.shape == t.shape and site.dtype == t.dtype:
-                return t.detach(), version
+                return self._keep(t, version, storage, current, name)
         root, span = root_of(t), span_of(t)
         copy = self._copies.find(storage, root, version, span)
         if copy is not None and copy.is_lossy and is_exact(t):
@@ -193,17 +193,34 @@ class SavedTensorHooks:
             if counts is None or counts.site.nbytes != nbytes or counts.site.dtype != t.dtype:
                 counts = self._site(name, module, t, nbytes)
             if counts.choice == KEEP:
-                return t.detach(), version
+                return self._keep(t, version, storage, current, name)
             copy = StoredCopy(name, _flat(t, storage, span), span, root, version, current)
             if not self._store(copy, counts, t):
                 return t.detach(), version
             self._copies.add(storage, copy)
             current.add(copy)
+            if self._select is not None:
+                current.convert_kept(copy, storage)
         view = SavedView(copy, t, version)
         view.name = name
         view.operation = operation_of(t)
         self._verifier.saved(view, t, current.number)
         return view
+
+    def _keep(
+        self,
+        t: torch.Tensor,
+        version: int,
+        storage: torch.UntypedStorage,
+        current: Pass,
+        name: str,
+    ) -> KeptTensor | KeptView:
+        """Return what stands for a tensor that is kept, at least until another site moves it."""
+        if self._select is None:
+            return t.detach(), version
+        kept = KeptView(t, version, name)
+        current.keep(kept, storage)
+        return kept
 
     def _site(
         self, name: str, module: nn.Module | None, t: torch.Tensor, nbytes: int
@@ -286,7 +303,7 @@ class SavedTensorHooks:
 
     # Reading
 
-    def unpack(self, packed: KeptTensor | SavedView) -> torch.Tensor:
+    def unpack(self, packed: KeptTensor | KeptView | SavedView) -> torch.Tensor:
         """Return a saved tensor.
 
         Raises
@@ -295,10 +312,12 @@ class SavedTensorHooks:
             When it was changed in place since it was saved, as torch does without hooks.
         """
         if type(packed) is tuple:
-            t, version = packed
-            if (now_at := version_of(t)) != version:
-                raise modified(t.shape, t.dtype, now_at, version, "")
-            return t
+            return _unchanged(*packed)
+        if isinstance(packed, KeptView):
+            if packed.view is None:
+                assert packed.t is not None
+                return _unchanged(packed.t, packed.version)
+            packed = packed.view
         assert isinstance(packed, SavedView)
         packed.check_version()
         copy = packed.copy
@@ -365,6 +384,13 @@ class SavedTensorHooks:
         """End threads; what was saved can still be read."""
         for executor in self.executors():
             executor.close()
+
+
+def _unchanged(t: torch.Tensor, version: int) -> torch.Tensor:
+    """Return a tensor that was kept, or refuse one that was changed since."""
+    if (now_at := version_of(t)) != version:
+        raise modified(t.shape, t.dtype, now_at, version, "")
+    return t
 
 
 def _flat(t: torch.Tensor, storage: torch.UntypedStorage, span: Span) -> torch.Tensor:

@@ -230,9 +230,7 @@ def codecs_table(reports: Sequence[CodecReport], inspector: CodecInspector) -> T
         for row in report.codecs:
             plan = row.codec if row.lossless else f"{row.plan}, lossy"
             times = [_time(ms, row.outside) for ms in (row.encode_ms, row.decode_ms)]
-            table.add_row(
-                *[""] * 5, Text(plan), f"{row.ratio:.2f}x", *times, f"{row.cross_ms:.3g}"
-            )
+            table.add_row(*[""] * 5, Text(plan), f"{row.ratio:.2f}x", *times, f"{row.cross_ms:.3g}")
         table.add_section()
     return table
 
