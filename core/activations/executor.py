@@ -231,7 +231,8 @@ class Executor:
         _renew(buffer)
         timing: list[Moment] | None = [] if self.traffic.is_due(decodes=False) else None
         buffer.fill(self._encoding, self._encode, codec, flat, buffer, begin, sm_budget, timing)
-        buffer.drain(self._out, _send, buffer, host, self.on_gpu)
+        expected_bytes = self.traffic.sizes.expected(copy.name, codec.name)
+        buffer.drain(self._out, _send, buffer, host, self.on_gpu, expected_bytes)
         encoded, sent = buffer.ready, buffer.released
         assert encoded is not None and sent is not None
         done: Mark = sent
@@ -397,7 +398,12 @@ class Executor:
             copy.fetched = fetched
             arrived: Mark
             if host is not None:
-                arrived = self._in.run(self._fill, fetched, host, stored, known, after=begin)
+                expected_bytes = 0
+                if copy.codec is not None and not known:
+                    expected_bytes = self.traffic.sizes.expected(copy.name, copy.codec.name)
+                arrived = self._in.run(
+                    self._fill, fetched, host, stored, known, expected_bytes, after=begin
+                )
                 if isinstance(arrived, torch.cuda.Event):
                     copy.events.append(arrived)
                     del copy.events[:-1]  # which is behind those before
@@ -407,7 +413,14 @@ class Executor:
             copy.arrived = arrived
             self.traffic.fetched(copy.name, copy.nbytes, copy.blob)
 
-    def _fill(self, out: torch.Tensor, host: torch.Tensor, stored: Mark, known: bool) -> None:
+    def _fill(
+        self,
+        out: torch.Tensor,
+        host: torch.Tensor,
+        stored: Mark,
+        known: bool,
+        expected_bytes: int,
+    ) -> None:
         """Copy from the host, on the lane that brings copies back."""
         if isinstance(stored, Future):
             stored.result()
@@ -417,7 +430,7 @@ class Executor:
         if known:
             out.copy_(host[: out.shape[0]], non_blocking=True)
         else:
-            kernels_on(self.device).copy_blob(host, out)
+            _copy_blob_on_gpu(host, out, expected_bytes)
 
     def bytes_of(self, copy: StoredCopy, more: bool) -> torch.Tensor:
         """Return the bytes of a copy, ``[n]`` of its dtype, on the device.
@@ -530,9 +543,24 @@ def _copy(flat: torch.Tensor, host: torch.Tensor, on_gpu: bool) -> None:
     host.copy_(flat.view(torch.uint8), non_blocking=on_gpu)
 
 
-def _send(buffer: StagingBuffer[int], host: torch.Tensor, on_gpu: bool) -> None:
+def _send(
+    buffer: StagingBuffer[int], host: torch.Tensor, on_gpu: bool, expected_bytes: int
+) -> None:
     """Copy the used bytes of a blob."""
     if on_gpu:
-        kernels_on(buffer.data.device).copy_blob(buffer.data, host)
-        return
-    copy_blob(buffer.data, host)
+        _copy_blob_on_gpu(buffer.data, host, expected_bytes)
+    else:
+        copy_blob(buffer.data, host)
+
+
+def _copy_blob_on_gpu(source: torch.Tensor, target: torch.Tensor, expected_bytes: int) -> None:
+    """Copy the used bytes of a blob whose size the host does not know, on torch's current stream.
+
+    As many as are expected by the copy engine: a kernel that copies as fast over the link slows
+    what computes beside it by almost half (VGG16 on an H200). The kernel copies what is missing.
+    """
+    first_byte = min(expected_bytes, source.shape[0], target.shape[0]) // 16 * 16
+    if first_byte:
+        target[:first_byte].copy_(source[:first_byte], non_blocking=True)
+    device = source.device if source.device.type == "cuda" else target.device
+    kernels_on(device).copy_blob(source, target, first_byte)

@@ -36,6 +36,13 @@ class LearntSizes:
         most = self._most.get((site, codec_name))
         return bound if most is None else min(bound, int(most * MARGIN) + SPARE_BYTES)
 
+    def expected(self, site: str, codec_name: str) -> int:
+        """Return the bytes that the next blob of a site is likely to need; 0 where nothing is known.
+
+        It may need more.
+        """
+        return int(self._most.get((site, codec_name), 0.0))
+
     def add(self, site: str, codec_name: str, nbytes: int) -> None:
         """Take note of what a blob needed."""
         most = self._most.get((site, codec_name), 0.0)

@@ -19,13 +19,14 @@ BLOCKS = 16
 
 @dataclass(init=False)
 class CopyBlob(Parameters):
-    """Parameters of `copy_blob`: two buffers, and the bytes of the smaller one."""
+    """Parameters of `copy_blob`: two buffers, the bytes of the smaller one, the first to copy."""
 
     kernel = "copy_blob"
 
     source: Address
     target: Address
     bytes: Int64
+    first_byte: Int64
 
 
 class BlobCopyKernels:
@@ -41,7 +42,7 @@ class BlobCopyKernels:
         self._runner = runner
         self._launch: Launch | None = None
 
-    def copy_blob(self, source: torch.Tensor, target: torch.Tensor) -> None:
+    def copy_blob(self, source: torch.Tensor, target: torch.Tensor, first_byte: int = 0) -> None:
         """Copy the used bytes of an encoded tensor, without waiting for the GPU.
 
         Parameters
@@ -52,11 +53,14 @@ class BlobCopyKernels:
         target : torch.Tensor
             uint8 ``[m]`` on the device or in page-locked host memory, at a multiple of 16 bytes.
             What it has no room for is left out.
+        first_byte : int
+            A multiple of 16: what comes before has been copied, by the copy engine, which disturbs
+            what computes less than a kernel that writes over the link.
         """
         if self._launch is None:
             self._launch = self._runner.bind(BLOB_COPY, CopyBlob, THREADS)
         nbytes = min(source.shape[0], target.shape[0])
-        if nbytes < 8:
+        if nbytes < max(8, first_byte + 1):
             return
-        blocks = min(BLOCKS, ceil_div(nbytes, THREADS * THREAD_BYTES))
-        self._launch(blocks, source.data_ptr(), target.data_ptr(), nbytes)
+        blocks = min(BLOCKS, ceil_div(nbytes - first_byte, THREADS * THREAD_BYTES))
+        self._launch(blocks, source.data_ptr(), target.data_ptr(), nbytes, first_byte)
