@@ -448,7 +448,7 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS)
     if (kept == 0) continue;
     __syncthreads();
     const int count = units_of(row, n);
-    const bool sound = put_row(starts, values, columns, row, count, kept, n, out + row * ROW_UNITS);
+    const bool sound = put_row<1>(starts, values, columns, row, count, kept, n, out + row * ROW_UNITS);
     if (!sound) report(mailbox, ERROR_BLOB, row, 0, 0);
   }
 }
