@@ -9,6 +9,8 @@ import torch
 
 import bitslab
 from bitslab.engine.codecs import Blob, BlobCodec, ChainCodec, InvariantBlobCodec, ZvcCodec
+from bitslab.engine.kernels import cpu
+from bitslab.engine.kernels.blob_format import ZVC_FORM, ZvcLayout
 from tests.engine.codecs.test_blob_contract import tensor_of
 from tests.engine.codecs.test_gpu_kept import assert_like_the_cpu
 from tests.helpers import bits_of, dtype_id, same_bits
@@ -68,6 +70,7 @@ def test_options_of_every_width_have_the_bytes_of_the_cpu(cls):
         options = [
             (torch.int8, {"chunk_bytes": 1, "code_bits": 2, "grouped": True}),
             (torch.bfloat16, {"chunk_bytes": 2, "code_bits": 3, "grouped": False}),
+            (torch.float32, {"chunk_bytes": 4, "code_bits": 3, "grouped": False}),
             (torch.float32, {"chunk_bytes": 4, "code_bits": 3, "grouped": True}),
             (torch.float64, {"chunk_bytes": 8, "code_bits": 1, "grouped": False}),
         ]
@@ -80,6 +83,24 @@ def test_options_of_every_width_have_the_bytes_of_the_cpu(cls):
         codec = cls.fit(t, **given)
         assert_like_the_cpu(codec, t)
         assert_like_the_cpu(codec, t[1:])
+
+
+def test_large_bools_take_a_bit_and_what_was_written_before_is_read():
+    codec = ZvcCodec()
+    for n in (1 << 16, 1_000_003):
+        bits = torch.rand(n, generator=torch.Generator().manual_seed(n)) < 0.5
+        odd = bits.to(torch.uint8)
+        odd[n // 2] = 2
+        for t in (bits, odd, odd.view(torch.bool), torch.zeros(n, dtype=torch.bool)):
+            assert_like_the_cpu(codec, t)
+            layout = ZvcLayout(n, 1)
+            data = torch.zeros(layout.max_bytes, dtype=torch.uint8)
+            cpu.encode_zvc(t.view(torch.uint8), layout, ZVC_FORM, data)
+            old = Blob(data, t.shape, t.dtype).trimmed()
+            assert same_bits(codec.decode(old), t)
+            assert same_bits(codec.decode(old.to("cuda")).cpu(), t)
+            bitslab.raise_pending_errors()
+        assert codec.encode(bits.cuda()).nbytes <= n / 8 + 48
 
 
 @each_class

@@ -139,9 +139,13 @@ def encode_zfp(
                     plane |= ((b >> k) & ONE) << ONE
                     plane |= ((c >> k) & ONE) << np.uint64(2)
                     plane |= ((d >> k) & ONE) << np.uint64(3)
-                    entry = np.uint64(codes[known << FOUR | plane])
-                    code, count = entry & np.uint64(255), (entry >> np.uint64(8)) & np.uint64(15)
-                    known = entry >> np.uint64(12)
+                    if known == FOUR:  # the plane is its code: no look-up to wait for
+                        code, count = plane, FOUR
+                    else:
+                        entry = np.uint64(codes[known << FOUR | plane])
+                        code = entry & np.uint64(255)
+                        count = (entry >> np.uint64(8)) & np.uint64(15)
+                        known = entry >> np.uint64(12)
                     if np.int64(count) > left:
                         count = np.uint64(left)
                         code &= (ONE << count) - ONE
@@ -261,6 +265,17 @@ def decode_zfp(words, fraction_bits, exponent_bits, int_bits, block_bits, lookup
                     b |= ((plane >> ONE) & ONE) << at
                     c |= ((plane >> np.uint64(2)) & ONE) << at
                     d |= (plane >> np.uint64(3)) << at
+                    # Planes that are their codes: none waits for the look-up of the one before.
+                    while known == FOUR and left >= BLOCK_VALUES and k > least:
+                        k -= 1
+                        left -= BLOCK_VALUES
+                        at = np.uint64(k)
+                        a |= (low & ONE) << at
+                        b |= ((low >> ONE) & ONE) << at
+                        c |= ((low >> np.uint64(2)) & ONE) << at
+                        d |= ((low >> np.uint64(3)) & ONE) << at
+                        low = (low >> FOUR) | (high << (WORD - FOUR))
+                        high >>= FOUR
             p0 = fold(np.int64((a ^ negabinary) - negabinary), int_bits)
             p1 = fold(np.int64((b ^ negabinary) - negabinary), int_bits)
             p2 = fold(np.int64((c ^ negabinary) - negabinary), int_bits)

@@ -42,7 +42,7 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS)
       ((uint4*)line)[j] = make_uint4(0, 0, 0, 0);
     __syncthreads();
     if (kept) {
-      const bool sound = put_row(starts, values, columns, r, count, kept, units, line);
+      const bool sound = put_row<4>(starts, values, columns, r, count, kept, units, line);
       if (!sound) report(mailbox, ERROR_BLOB, r, 0, 0);
       __syncthreads();
     }

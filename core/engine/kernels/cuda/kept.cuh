@@ -174,7 +174,8 @@ __device__ __forceinline__ bool sound_starts(const i64* starts, i64 row, int cou
 }
 
 // Write the units that a row of `count` keeps to their columns; return whether it is sound. Every thread
-// of the block calls it. What is not sound may be written in part.
+// of the block calls it. What is not sound may be written in part. BATCH units of a thread are loaded together.
+template <int BATCH>
 __device__ __forceinline__ bool put_row(const i64* starts, const stored_t* __restrict__ values,
                                         const unsigned short* __restrict__ columns, i64 row, int count, i64 kept,
                                         i64 units, stored_t* to) {
@@ -184,10 +185,26 @@ __device__ __forceinline__ bool put_row(const i64* starts, const stored_t* __res
   const int kept_here = (int)(starts[row + 1] - first);
   values += first;
   columns += first;
-  for (int j = threadIdx.x; j < kept_here; j += ROW_THREADS) {
-    const int column = columns[j];
-    if (column < count && (j == 0 || columns[j - 1] < column)) to[column] = values[j];
-    else sound = false;
+  for (int begin = threadIdx.x; begin < kept_here; begin += BATCH * ROW_THREADS) {
+    int column[BATCH], before[BATCH];
+    stored_t value[BATCH];
+#pragma unroll
+    for (int k = 0; k < BATCH; ++k) {
+      const int j = begin + k * ROW_THREADS;
+      column[k] = before[k] = -1;
+      value[k] = 0;
+      if (j < kept_here) {
+        column[k] = columns[j];
+        if (j > 0) before[k] = columns[j - 1];
+        value[k] = values[j];
+      }
+    }
+#pragma unroll
+    for (int k = 0; k < BATCH; ++k) {
+      if (begin + k * ROW_THREADS >= kept_here) break;
+      if (before[k] < column[k] && column[k] < count) to[column[k]] = value[k];
+      else sound = false;
+    }
   }
   return sound;
 }

@@ -57,6 +57,28 @@ __device__ __forceinline__ u32 code_of_plane(int known, u32 plane) {
   return code | bits << 8 | known << 12;
 }
 
+// A plane whose four values are known to be at work is four bits: eight such planes are a word. Bits of a word are
+// numbered by planes and values, iii vv, those of bytes by value and plane, vv iii; these two functions exchange
+// them by swapping bits of the number. The values of the four bytes are 0, 2, 1, 3.
+__device__ __forceinline__ u32 swap_bits(u32 x, u32 lower, int distance) {
+  const u32 differ = (x >> distance ^ x) & lower;
+  return x ^ differ ^ differ << distance;
+}
+__device__ __forceinline__ u32 bytes_of_planes(u32 x) {
+  return swap_bits(swap_bits(swap_bits(x, 0x0a0a0a0au, 3), 0x00cc00ccu, 6), 0x0000f0f0u, 12);
+}
+__device__ __forceinline__ u32 planes_of_bytes(u32 x) {
+  return swap_bits(swap_bits(swap_bits(x, 0x0000f0f0u, 12), 0x00cc00ccu, 6), 0x0a0a0a0au, 3);
+}
+// The eight bits of x below bit k, the highest one first; k is 1 at the least.
+__device__ __forceinline__ u32 bits_below(whole_t x, int k) {
+  return __brev((u32)(x << (INT_BITS - k) >> (INT_BITS - 32))) & 255;
+}
+// The same back.
+__device__ __forceinline__ whole_t bits_from(u32 x, int k) {
+  return (whole_t)__brev(x) << (INT_BITS - 32) >> (INT_BITS - k);
+}
+
 // The lowest plane that zfp keeps of a block.
 __device__ __forceinline__ int least_plane(int exponent) {
   return max(0, INT_BITS - max(0, exponent - LEAST_EXPONENT + 4));
@@ -139,7 +161,7 @@ __device__ __forceinline__ void encode_block(stored_t v0, stored_t v1, stored_t 
   left -= skipped;
   to.skip(skipped);
   int known = 0;
-  while (left > 0 && k > least) {
+  while (left > 0 && k > least && known < 4) {
     --k;
     const u32 plane = (u32)(p0 >> k & 1) | (u32)(p1 >> k & 1) << 1 | (u32)(p2 >> k & 1) << 2 | (u32)(p3 >> k & 1) << 3;
     const u32 entry = codes[known << 4 | plane];
@@ -147,6 +169,14 @@ __device__ __forceinline__ void encode_block(stored_t v0, stored_t v1, stored_t 
     known = (int)(entry >> 12);
     left -= count;
     to.put(entry & ((1u << count) - 1), count);
+  }
+  while (left > 0 && k > least) {
+    const int planes = min(8, k - least), count = min(4 * planes, left);
+    const u32 bytes =
+        bits_below(p0, k) | bits_below(p2, k) << 8 | bits_below(p1, k) << 16 | bits_below(p3, k) << 24;
+    to.put(planes_of_bytes(bytes) & FULL >> (32 - count), count);
+    k -= planes;
+    left -= count;
   }
 }
 
@@ -191,7 +221,7 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS)
     for (int g = warp; g < ROW_UNITS / GROUP_VALUES; g += ROW_WARPS) {
       const i64 group = row * (ROW_UNITS / GROUP_VALUES) + g;
       if (group * GROUP_VALUES >= n) break;
-      for (int j = lane; j < STAGE_WORDS; j += 32) stage[j] = 0;
+      for (int j = lane; j < block_bits + 2; j += 32) stage[j] = 0;
       __syncwarp();
       const i64 i = group * GROUP_VALUES + 4 * lane;
       if (i < n) {
@@ -211,7 +241,7 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS)
       __syncwarp();
       // Behind the last group the stream may have one word more, of zeros.
       const i64 at = group * block_bits;
-      const int words = (group + 1) * GROUP_VALUES >= n ? (int)min(stream_words - at, (i64)STAGE_WORDS) : block_bits;
+      const int words = (group + 1) * GROUP_VALUES >= n ? (int)min(stream_words - at, (i64)block_bits + 2) : block_bits;
       for (int j = lane; j < words; j += 32) stream[at + j] = stage[j];
       __syncwarp();
     }
@@ -226,7 +256,7 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS)
 }
 
 // The bits of y times two to the power of `unit`, rounded to nearest, ties to even; what is too large
-// becomes the largest finite value.
+// becomes the largest finite value. Exponents are below 2^8 (2^11), so that all fits in an integer of a block.
 __device__ __forceinline__ stored_t value_of(whole_t y, int unit) {
   const bool negative = (signed_t)y < 0;
   const whole_t size = negative ? 0 - y : y;
@@ -234,9 +264,9 @@ __device__ __forceinline__ stored_t value_of(whole_t y, int unit) {
   const int count = bit_length(size);
   const int above = max(count - 1 + unit + BIAS - 1, 0);  // of the least normal exponent
   const int shift = above - BIAS + 1 - FRACTION_BITS - unit;
-  u64 fraction;
+  whole_t fraction;
   if (shift <= 0) {
-    fraction = (u64)size << -shift;
+    fraction = size << -shift;
   } else if (shift > count || shift >= INT_BITS) {
     // Less than half of the least number, or half: of all bits of an integer only the highest is set.
     fraction = 0;
@@ -245,10 +275,10 @@ __device__ __forceinline__ stored_t value_of(whole_t y, int unit) {
     fraction = size >> shift;
     fraction += rest > half || (rest == half && (fraction & 1));
   }
-  u64 bits = ((u64)above << FRACTION_BITS) + fraction;
-  const u64 infinite = (((u64)1 << EXPONENT_BITS) - 1) << FRACTION_BITS;
+  whole_t bits = ((whole_t)above << FRACTION_BITS) + fraction;
+  const whole_t infinite = (((whole_t)1 << EXPONENT_BITS) - 1) << FRACTION_BITS;
   if (bits >= infinite) bits = infinite - 1;
-  return (stored_t)(bits | (u64)negative << (FRACTION_BITS + EXPONENT_BITS));
+  return (stored_t)(bits | (whole_t)negative << (FRACTION_BITS + EXPONENT_BITS));
 }
 
 // A lane's part of the stream in shared memory.
@@ -295,7 +325,7 @@ __device__ __forceinline__ void decode_block(BitReader from, int block_bits, con
   int left = block_bits - HEAD_BITS, known = 0, k = INT_BITS;
   const int least = least_plane(exponent);
   whole_t p0 = 0, p1 = 0, p2 = 0, p3 = 0;
-  while (left > 0 && k > least) {
+  while (left > 0 && k > least && known < 4) {
     const u32 bits = from.next();
     u32 plane;
     if (known == 0 && !(bits & 1)) {  // planes of zeros
@@ -321,6 +351,17 @@ __device__ __forceinline__ void decode_block(BitReader from, int block_bits, con
     p1 |= (whole_t)(plane >> 1 & 1) << k;
     p2 |= (whole_t)(plane >> 2 & 1) << k;
     p3 |= (whole_t)(plane >> 3) << k;
+  }
+  while (left > 0 && k > least) {
+    const int planes = min(8, k - least), count = min(4 * planes, left);
+    const u32 bytes = bytes_of_planes(from.next() & FULL >> (32 - count));
+    p0 |= bits_from(bytes & 255, k);
+    p2 |= bits_from(bytes >> 8 & 255, k);
+    p1 |= bits_from(bytes >> 16 & 255, k);
+    p3 |= bits_from(bytes >> 24, k);
+    from.bit += count;
+    k -= planes;
+    left -= count;
   }
   p0 = (p0 ^ NEGABINARY) - NEGABINARY;
   p1 = (p1 ^ NEGABINARY) - NEGABINARY;
@@ -394,7 +435,7 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS)
       const i64 group = row * (ROW_UNITS / GROUP_VALUES) + g;
       if (group * GROUP_VALUES >= n) break;
       const i64 at = group * block_bits;
-      for (int j = lane; j < STAGE_WORDS; j += 32) stage[j] = j < block_bits && at + j < stream_words ? stream[at + j] : 0;
+      for (int j = lane; j < block_bits + 2; j += 32) stage[j] = j < block_bits && at + j < stream_words ? stream[at + j] : 0;
       __syncwarp();
       const i64 i = group * GROUP_VALUES + 4 * lane;
       if (i < n) {
@@ -407,7 +448,7 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS)
     if (kept == 0) continue;
     __syncthreads();
     const int count = units_of(row, n);
-    const bool sound = put_row(starts, values, columns, row, count, kept, n, out + row * ROW_UNITS);
+    const bool sound = put_row<1>(starts, values, columns, row, count, kept, n, out + row * ROW_UNITS);
     if (!sound) report(mailbox, ERROR_BLOB, row, 0, 0);
   }
 }
