@@ -37,7 +37,7 @@ class LearntSizes:
         return bound if most is None else min(bound, int(most * MARGIN) + SPARE_BYTES)
 
     def expected(self, site: str, codec_name: str) -> int:
-        """Return the bytes that the next blob of a site is likely to need; 0 where nothing is known.
+        """Return what the next blob of a site is likely to need; 0 where nothing is known.
 
         It may need more.
         """

@@ -136,3 +136,61 @@ def test_a_damaged_block_is_reported_by_its_number():
     assert runner.mailbox.tolist()[:2] == [BLOB_ERROR, 1]
     assert torch.equal(out[:LZ4_BLOCK_BYTES], t[:LZ4_BLOCK_BYTES])
     assert torch.equal(out[2 * LZ4_BLOCK_BYTES :], t[2 * LZ4_BLOCK_BYTES :])
+
+
+def decoded_bytes(block: bytes) -> int | None:
+    """Return how many bytes a block becomes; None where it breaks the rules of LZ4's format."""
+    at = made = 0
+
+    def length(nibble: int) -> int:
+        nonlocal at
+        more = nibble == 15
+        while more:
+            more = block[at] == 255
+            nibble += block[at]
+            at += 1
+        return nibble
+
+    try:
+        while True:
+            token = block[at]
+            at += 1
+            literals = length(token >> 4)
+            at, made = at + literals, made + literals
+            if at == len(block):
+                return made
+            offset = block[at] | block[at + 1] << 8
+            if not 0 < offset <= made:
+                return None
+            at += 2
+            made += 4 + length(token & 15)
+    except IndexError:
+        return None
+
+
+def test_the_decoder_sees_no_block_that_does_not_fill_its_part_and_no_more():
+    given: list[tuple[int | None, int]] = []
+
+    class Watching(PackageCoder):
+        def decompress(self, sources, sizes, rooms, targets, found, statuses):
+            for source, size, room in _numbers(sources, sizes, rooms):
+                made = decoded_bytes(ctypes.string_at(source, size))
+                given.append((made, room))
+                assert made == room or (made, room, size) == (1, 16, 2)
+            super().decompress(sources, sizes, rooms, targets, found, statuses)
+
+    generator = torch.Generator().manual_seed(torch.initial_seed() % (1 << 32))
+    t = mixed(3 * LZ4_BLOCK_BYTES + 4321)
+    t[:5000] = torch.randint(0, 4, (5000,), generator=generator).to(torch.uint8)
+    good = Lz4Codec().encode(t).trimmed().data
+    sizes = good[32:48].view(torch.int32).tolist()
+    refused = 0
+    for _ in range(60):
+        data, runner, out = good.clone(), SimtRunner(), torch.full_like(t, FILL)
+        for part in (0, 2, 3):
+            begin = 48 + sum(-(-size // 16) * 16 for size in sizes[:part])
+            place = begin + int(torch.randint(0, min(sizes[part], 200), (), generator=generator))
+            data[place] ^= 1 << int(torch.randint(0, 8, (), generator=generator))
+        Lz4Kernels(runner, Watching).decode_lz4(data, 1, out)
+        refused += int(runner.mailbox[0]) == BLOB_ERROR
+    assert refused > 10 and (1, 16) in given

@@ -54,6 +54,7 @@ TWINS: dict[str, Any] = {
     "exchange_rows": slots.exchange_rows,
     "find_ids": cpu.map_find,
     "find_parts": Lz4Codec.read,
+    "check_parts": Lz4Codec.read,
     "finish_parts": Lz4Codec.read,
     "frequent_by_position": cpu.frequent_values,
     "gather_long_rows": cpu.gather_rows,

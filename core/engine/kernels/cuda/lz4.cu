@@ -7,6 +7,7 @@
 
 #define PLACE_THREADS 1024
 #define COPY_THREADS 256
+#define CHECK_THREADS 32
 
 __device__ __forceinline__ i64 aligned_bytes(i64 n) { return (n + ALIGN_BYTES - 1) / ALIGN_BYTES * ALIGN_BYTES; }
 // Bytes of the tensor in a block.
@@ -126,6 +127,55 @@ extern "C" __global__ void __launch_bounds__(PLACE_THREADS)
     rooms[i] = 16;
     raw[i] = 0;
   }
+}
+
+// Add the bytes that follow a length of 15 to it; false where they do not end within the block or the length is
+// beyond `most`.
+__device__ __forceinline__ bool read_length(const u8* __restrict__ block, i64 size, i64& at, i64& length, i64 most) {
+  for (int byte = 255; byte == 255;) {
+    if (at >= size || length > most) return false;
+    byte = block[at++];
+    length += byte;
+  }
+  return true;
+}
+
+// Whether a block decodes to exactly `room` bytes, from these alone: the format's own rules.
+__device__ __forceinline__ bool sound_block(const u8* __restrict__ block, i64 size, i64 room) {
+  i64 at = 0, out = 0;
+  while (at < size) {
+    const int token = block[at++];
+    i64 literals = token >> 4, match = token & 15;
+    if (literals == 15 && !read_length(block, size, at, literals, room)) return false;
+    if (literals > size - at || literals > room - out) return false;
+    at += literals;
+    out += literals;
+    if (at == size) return out == room;  // the last sequence has no match
+    if (size - at < 2) return false;
+    const i64 offset = block[at] | block[at + 1] << 8;
+    at += 2;
+    if (offset == 0 || offset > out) return false;
+    if (match == 15 && !read_length(block, size, at, match, room)) return false;
+    match += 4;
+    if (match > room - out) return false;
+    out += match;
+  }
+  return false;
+}
+
+// A thread a block: the decoder writes beyond the room of a damaged one, so that it gets none. They are reported,
+// and become the block of one byte, as in find_parts.
+extern "C" __global__ void __launch_bounds__(CHECK_THREADS)
+    check_parts(i64 count, u8* spare, u64* __restrict__ sources, u64* __restrict__ packed_bytes,
+                u64* __restrict__ rooms, u64* __restrict__ targets, i64* mailbox) {
+  const i64 i = (i64)blockIdx.x * CHECK_THREADS + threadIdx.x;
+  if (i >= count || sources[i] == (u64)spare) return;
+  if (sound_block((const u8*)sources[i], (i64)packed_bytes[i], (i64)rooms[i])) return;
+  report(mailbox, ERROR_BLOB, i, 0, 0);
+  sources[i] = (u64)spare;
+  packed_bytes[i] = 2;
+  targets[i] = (u64)(spare + 16);
+  rooms[i] = 16;
 }
 
 // The parts that are as they were, and whether the others were decoded. `found` and `statuses` are of the decoder.

@@ -18,6 +18,7 @@ from .tiles import aligned_to
 
 PLACE_THREADS = 1024
 COPY_THREADS = 256
+CHECK_THREADS = 32  # each walks along a block of its own, so that they are spread out
 COPY_BLOCKS = 8  # of a multiprocessor
 SPARE_BYTES = 32
 ALIGN_BYTES = 16  # of what is copied
@@ -73,6 +74,21 @@ class FindParts(Parameters):
     rooms: Address
     targets: Address
     raw: Address
+    mailbox: Address
+
+
+@dataclass(init=False)
+class CheckParts(Parameters):
+    """Parameters of `check_parts`: tables of `find_parts`."""
+
+    kernel = "check_parts"
+
+    count: Int64
+    spare: Address
+    sources: Address
+    packed_bytes: Address
+    rooms: Address
+    targets: Address
     mailbox: Address
 
 
@@ -247,6 +263,13 @@ class Lz4Kernels:
             mailbox,
         )
         if count:
+            self._launch(CheckParts, CHECK_THREADS)(
+                ceil_div(count, CHECK_THREADS),
+                count,
+                spare.data_ptr(),
+                *(t.data_ptr() for t in (sources, packed_bytes, rooms, targets)),
+                mailbox,
+            )
             coder.decompress(sources, packed_bytes, rooms, targets, found, statuses)
             self._launch(FinishParts, COPY_THREADS)(
                 self._blocks(count, sm_budget),

@@ -98,7 +98,7 @@ _KERNELS: dict[str, tuple[str, ...]] = {
     "kept": ("place_rows",),
     "csr": ("count_csr", "pack_csr", "decode_csr"),
     "rle": ("count_rle", "pack_rle", "decode_rle"),
-    "lz4": ("place_parts", "move_parts", "find_parts", "finish_parts"),
+    "lz4": ("place_parts", "move_parts", "find_parts", "check_parts", "finish_parts"),
     "zfp": ("encode_zfp", "pack_zfp", "decode_zfp"),
 }
 
