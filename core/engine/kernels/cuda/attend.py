@@ -161,7 +161,6 @@ class AttendKernels:
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
-        self._class_bits: WeakKeyDictionary[TileTables, list[int]] = WeakKeyDictionary()
         self._spans: WeakKeyDictionary[Span, tuple[int, ...]] = WeakKeyDictionary()
         self._cuts: dict[tuple[int, int, int, int, int | None], int] = {}
         self._shapes: dict[tuple[PlainVariant, int, int], tuple[_Shape, Launch]] = {}
@@ -315,20 +314,14 @@ class AttendKernels:
         return found
 
     def _entries_of(self, span: Span) -> tuple[int, int]:
-        """Return the entries of the lookup tables of K and V; waits for the device at first.
+        """Return the entries of the lookup tables of K and V.
 
         Those of K are filled up, so that each table begins at a multiple of its size.
         """
-        k, v = (self._bits_of(tables) for tables in (span.k_tables, span.v_tables))
+        k, v = span.k_tables.longest_codes, span.v_tables.longest_codes
         largest = 1 << max(v)
         k_entries = sum(1 << bits for bits in k)
         return ceil_div(k_entries, largest) * largest, sum(1 << bits for bits in v)
-
-    def _bits_of(self, tables: TileTables) -> list[int]:
-        found = self._class_bits.get(tables)
-        if found is None:
-            found = self._class_bits[tables] = tables.class_bits.tolist()
-        return found
 
     def _shape(self, variant: PlainVariant, dim: int, entries: int) -> tuple[_Shape, Launch]:
         """Return the shape that has the most warps at once, and its launch."""
