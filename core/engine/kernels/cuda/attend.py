@@ -328,12 +328,13 @@ class AttendKernels:
         found = self._shapes.get((variant, dim, entries))
         if found is None:
             settings = dict(variant.settings)
-            row_groups, threads = int(settings["NT"]), int(settings["MAX_THREADS"])
+            row_groups, sets = int(settings["NT"]), int(settings["SETS"])
+            threads = int(settings["MAX_THREADS"])
             resident = threads // 32
             room = self._runner.shared_bytes_per_multiprocessor
             shapes = []
             for warps in BLOCK_WARPS:
-                shared = shared_bytes(dim, entries, row_groups, warps)
+                shared = shared_bytes(dim, entries, row_groups, sets, warps)
                 blocks = min(resident // warps, room // (shared + RESERVED_BYTES))
                 if 32 * warps <= threads and blocks:
                     shapes.append(_Shape(warps, shared, blocks))
@@ -381,13 +382,13 @@ class AttendKernels:
         return found
 
 
-def shared_bytes(dim: int, entries: int, row_groups: int, warps: int) -> int:
+def shared_bytes(dim: int, entries: int, row_groups: int, sets: int, warps: int) -> int:
     """Return the shared memory of a block, as attend.cu cuts it."""
     blocks, rows = dim // TILE_BLOCK, 4 * row_groups
     # What comes behind the entries begins on 16 bytes.
     fixed = 2 * 16 * blocks + 4 * entries + 16 + 4 * rows * dim + 3 * 4 * dim + 8 * rows
     by_warp = 8 * rows + RING_BYTES + 256 * blocks * row_groups
-    return fixed + 256 * blocks * row_groups + by_warp * warps
+    return fixed + 256 * blocks * sets + by_warp * warps
 
 
 def _bits(x: float) -> int:
