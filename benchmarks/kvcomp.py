@@ -2,6 +2,7 @@
 
 python benchmarks/kvcomp.py --only ratio     # bytes of a trained model's K and V, and the error
 python benchmarks/kvcomp.py --only accuracy  # what it predicts from packed history
+python benchmarks/kvcomp.py --only figures   # the same over scales of K and V, and turning points
 python benchmarks/kvcomp.py --only cpu       # encode and decode by the twins, one core
 python benchmarks/kvcomp.py --only kernels   # on a GPU: encode, decode, attention to packed tiles
 python benchmarks/kvcomp.py --only generate  # on a GPU: prompt, token and memory by cache
@@ -15,7 +16,8 @@ this library's own code.
 
 accuracy packs blocks of 64 tokens behind a window of 64, as generation would; each token behind the
 prompt is predicted from what is packed by then, 64 in a pass, which decodes it first. On a CPU
-1,000 tokens take some minutes a cache.
+1,000 tokens take some minutes a cache. figures does that for scales of K and of V alone, 25 caches
+(figures 5 to 7 of the paper; ratio has figure 8).
 
 kernels takes normal values, and K and V of SmolLM2 with two heads of 64 side by side as one of 128.
 Attention stands beside every backend of SDPA, flex_attention, decoding followed by the fastest of
@@ -45,13 +47,14 @@ import torch  # noqa: E402
 from graphsage.arguments import device_named, positive  # noqa: E402
 from graphsage.options import DTYPES  # noqa: E402
 from graphsage.report import Steps  # noqa: E402
+from kvcomp_figures import CURVES  # noqa: E402
 from kvcomp_generate import CASES, WAYS  # noqa: E402
 from llm_workload import left_out  # noqa: E402
 from textgen.accuracy import CHUNK_TOKENS  # noqa: E402
 from textgen.smollm import ModelMissingError  # noqa: E402
 from timing import print_tables  # noqa: E402
 
-PARTS = ("ratio", "accuracy", "cpu", "kernels", "generate")
+PARTS = ("ratio", "accuracy", "figures", "cpu", "kernels", "generate")
 #: What KVCompCache aims at.
 ERRORS = {"ratio": (0.04, 0.055, 0.10, 0.16), "accuracy": (0.037, 0.055, 0.07)}
 #: Scales of K and of V: what `error` chooses between (figures 5 to 7 of the paper).
@@ -100,21 +103,22 @@ def make_parser() -> argparse.ArgumentParser:
         type=positive,
         default=6144,
         metavar="N",
-        help="accuracy: of the text, with the prompt; default: %(default)s",
+        help="accuracy, figures: of the text, with the prompt; default: %(default)s",
     )
     add(
         "--prompt-tokens",
         type=positive,
         default=2048,
         metavar="N",
-        help="accuracy: of the first pass, not scored; default: %(default)s",
+        help="accuracy, figures: of the first pass, not scored; default: %(default)s",
     )
     add(
         "--dtype",
         choices=tuple(DTYPES),
         default="float32",
-        help="accuracy: of the model; default: %(default)s",
+        help="accuracy, figures: of the model; default: %(default)s",
     )
+    add("--curves", choices=tuple(CURVES), nargs="+", default=list(CURVES), help="figures: all")
     add(
         "--gpu-bytes",
         type=positive,
@@ -191,6 +195,10 @@ def run(part: str, arguments: argparse.Namespace, report: Any) -> dict[str, list
         import kvcomp_accuracy
 
         return kvcomp_accuracy.run(arguments, report)
+    if part == "figures":
+        import kvcomp_figures
+
+        return kvcomp_figures.run(arguments, report)
     if part == "cpu":
         import kvcomp_cpu
 

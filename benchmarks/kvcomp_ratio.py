@@ -143,7 +143,7 @@ def packed_row(cache: KVCompCache, layers: Sequence[Attended]) -> Row:
         errors.append((a.error(keys, None), a.error(None, values), a.error(keys, values)))
     stats = cache.stats()
     k, v, both = (sum(each) / len(errors) for each in zip(*errors, strict=True))
-    bits = [_bits(cache, kind) for kind in (0, 1)]
+    bits = [bits_of(cache, kind) for kind in (0, 1)]
     return {
         "error K": k,
         "error V": v,
@@ -156,14 +156,14 @@ def packed_row(cache: KVCompCache, layers: Sequence[Attended]) -> Row:
     }
 
 
-def _bits(cache: KVCompCache, kind: int) -> float:
+def bits_of(cache: KVCompCache, kind: int) -> float:
     """Return the bits of a packed value of all layers' K, 0, or V, 1."""
     layers: list[Any] = list(cache.layers)
     stats = [layer.histories[kind].stats() for layer in layers]
     packed, raw = (
         sum(each[name] for each in stats) for name in ("packed_bytes", "packed_raw_bytes")
     )
-    return float(16 * packed / raw)
+    return float(8 * layers[0].dtype.itemsize * packed / raw)
 
 
 # Peers

@@ -28,12 +28,15 @@ class Score:
         Sum of the Kullback-Leibler divergences of the plain model's predictions to these.
     same : int
         Tokens whose most probable prediction is the plain model's.
+    right : int
+        Tokens whose most probable prediction is the one that came.
     """
 
     tokens: int = 0
     loss: float = 0.0
     divergence: float = 0.0
     same: int = 0
+    right: int = 0
     stats: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -111,4 +114,6 @@ def _add(score: Score, ahead: torch.Tensor, plain: torch.Tensor, came: torch.Ten
     score.tokens += came.shape[0]
     score.loss -= float(ahead.gather(1, came[:, None]).sum())
     score.divergence += float((plain.exp() * (plain - ahead)).sum())
-    score.same += int((plain.argmax(-1) == ahead.argmax(-1)).sum())
+    likely = ahead.argmax(-1)
+    score.same += int((plain.argmax(-1) == likely).sum())
+    score.right += int((came == likely).sum())

@@ -177,6 +177,58 @@ def test_benchmark_measures_the_bytes_of_layers(
     assert 0.8 * ideal["ratio"] < ours["ratio"] < 1.1 * ideal["ratio"]
 
 
+def test_benchmark_finds_turning_points(benchmark: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import kvcomp_figures
+    from transformers import LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+    )
+    model = LlamaForCausalLM(config).eval()
+    monkeypatch.setattr(kvcomp_figures, "smollm2", lambda device: model)
+    monkeypatch.setattr(
+        kvcomp_figures, "text", lambda tokens, device: torch.randint(64, (1, tokens))
+    )
+    curve = "V by rms"
+    arguments = benchmark.parsed(
+        ["--device", "cpu", "--tokens", "384", "--prompt-tokens", "256", "--curves", curve]
+    )
+    rows, turning = kvcomp_figures.run(arguments, lambda done, total: None).values()
+    assert [row["scale"] for row in rows] == list(kvcomp_figures.CURVES[curve].scales)
+    bits = [row["bits"] for row in rows]
+    assert 4 > bits[0] and bits == sorted(bits, reverse=True)
+    assert rows[0]["KL to plain"] < rows[-1]["KL to plain"]
+    assert turning == kvcomp_figures.turning_points(rows)
+
+    def point(curve: str, scale: float, accuracy: float) -> dict[str, Any]:
+        return {
+            "curve": curve,
+            "scale": scale,
+            "bits": 2,
+            "ratio": 8,
+            "accuracy, of plain": accuracy,
+        }
+
+    found = kvcomp_figures.turning_points(
+        [
+            *(point("a", scale, accuracy) for scale, accuracy in ((1, 1.0), (2, 0.97), (3, 0.9))),
+            *(point("b", scale, 0.99) for scale in (1, 2)),
+            point("c", 1, 0.5),
+        ]
+    )
+    assert [(row["curve"], row.get("scale"), row.get("note")) for row in found] == [
+        ("a", 2, None),
+        ("b", 2, "or more"),
+        ("c", None, "below 1"),
+    ]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

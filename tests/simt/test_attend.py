@@ -97,9 +97,10 @@ def test_attention_is_that_of_the_twin(batch, heads, group, n, dim, tokens):
     assert relative_error(found, expected) < 2e-6
 
 
+@pytest.mark.parametrize(("group", "n"), [(4, 1), (5, 1), (8, 1), (2, 4), (11, 1), (4, 4)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=dtype_id)
-def test_short_dtypes_lose_their_last_rounding_alone(dtype):
-    query, keys, values = (x.to(dtype) for x in drawn(1, 1, 4, 1, 64, 150))
+def test_short_dtypes_lose_their_last_rounding_alone(dtype, group, n):
+    query, keys, values = (x.to(dtype) for x in drawn(1, 1, group, n, 64, 150))
     keys[0, 0, 9, 3], values[0, 0, 70, 5] = 3e4, -3e4  # exceptions
     options: dict[str, Any] = {"length": 150, "scaling": 0.05}
     runner = SimtRunner(1)
@@ -110,7 +111,8 @@ def test_short_dtypes_lose_their_last_rounding_alone(dtype):
     wide = span_of(keys[:, :, :130].float(), values[:, :, :130].float())
     wide_raw = [(at, k.float(), v.float()) for at, k, v in raw]
     expected = twin(query.float(), [wide], wide_raw, computed_in=torch.float64, **options)
-    assert relative_error(found, expected) < 2e-3
+    # More than four rows stand in one half each, which is what float16 is rounded to at the end.
+    assert relative_error(found, expected) < (2e-3 if dtype == torch.bfloat16 else 6e-4)
 
 
 @pytest.mark.parametrize("tile_tokens", [16, 32, 128])

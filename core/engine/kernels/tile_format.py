@@ -64,7 +64,7 @@ words as its raw bytes is kept raw, as any row of a codec.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Any
 
@@ -93,6 +93,8 @@ ZERO_SYMBOL = 128
 MAX_CODE = 127
 #: The largest radius of pairs.
 MAX_RADIUS = 15
+#: Tables on a device begin at multiples of so many words.
+_ALIGN_WORDS = 64
 #: Steps of tokens are powers of two by eighths: step of level k is ``2 ** ((k - LEVEL_ZERO) / 8)``.
 LEVELS = 256
 LEVEL_ZERO = 192
@@ -231,6 +233,8 @@ class TileTables:
         int32 ``[classes, 2 ** code_bits]``: by the next bits the code's bits in the upper byte, the
         first code + 128 in the lowest byte and, of pairs, the second + 128 in the one above; 0
         where no code begins so.
+    longest_codes : tuple of int
+        `class_bits` on the host, which waits for no device to know them.
     """
 
     format: TileFormat
@@ -247,6 +251,7 @@ class TileTables:
     class_bits: torch.Tensor
     codes: torch.Tensor
     lookup: torch.Tensor
+    longest_codes: tuple[int, ...]
 
     @property
     def classes(self) -> int:
@@ -264,9 +269,16 @@ class TileTables:
         return sum(t.nbytes for t in self.tensors)
 
     def to(self, device: torch.device) -> TileTables:
-        """Return the tables on a device; see `uploads.in_stream_order`."""
+        """Return the tables on a device, one upload; see `uploads.in_stream_order`."""
+        tables = {name: t for name, t in vars(self).items() if isinstance(t, torch.Tensor)}
+        # All have elements of four bytes; each begins at a multiple of _ALIGN_WORDS of them.
+        words = [ceil_div(t.numel(), _ALIGN_WORDS) * _ALIGN_WORDS for t in tables.values()]
+        joined = torch.zeros(sum(words), dtype=torch.int32, device=self.order.device)
+        for part, t in zip(joined.split(words), tables.values(), strict=True):
+            part[: t.numel()] = t.flatten().view(torch.int32)
+        there = uploaded(joined, device)
         moved: dict[str, Any] = {
-            name: uploaded(value, device) if isinstance(value, torch.Tensor) else value
-            for name, value in vars(self).items()
+            name: part[: t.numel()].view(t.dtype).view(t.shape)
+            for part, (name, t) in zip(there.split(words), tables.items(), strict=True)
         }
-        return TileTables(**moved)
+        return replace(self, **moved)

@@ -136,6 +136,21 @@ def test_plans_are_whole(granularity: Granularity, coder: str) -> None:
             assert np.array_equal(value, getattr(again, name)), name
 
 
+def test_tables_are_the_same_wherever_they_lie() -> None:
+    for granularity in SETTINGS:
+        tables = fitted(sample(), granularity).tables()
+        moved = tables.to(torch.device("cpu"))
+        assert moved.longest_codes == tables.longest_codes == tuple(tables.class_bits.tolist())
+        assert (moved.format, moved.heads, moved.scale) == (
+            tables.format,
+            tables.heads,
+            tables.scale,
+        )
+        for one, other in zip(moved.tensors, tables.tensors, strict=True):
+            assert torch.equal(one, other) and one.dtype == other.dtype
+            assert one.is_contiguous() and not one.storage_offset() % 4
+
+
 def test_classes_of_few_values_are_coded_in_pairs() -> None:
     values = torch.randn(1, 1, 2048, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
     values[..., :16] *= 20

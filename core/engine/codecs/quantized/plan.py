@@ -70,6 +70,7 @@ class TilePlan:
             level_steps, level_squares = level_tables()
         else:
             level_steps, level_squares = torch.empty(0), torch.empty(0)
+        longest = self.lengths.max(axis=1)
         return TileTables(
             format=fmt,
             heads=self.heads,
@@ -82,9 +83,10 @@ class TilePlan:
             level_squares=level_squares,
             block_class=_int32(self.block_class),
             radius=_int32(self.radius),
-            class_bits=_int32(self.lengths.max(axis=1)),
+            class_bits=_int32(longest),
             codes=torch.from_numpy(codes),
             lookup=torch.from_numpy(lookup),
+            longest_codes=tuple(longest.tolist()),
         )
 
 

@@ -10,10 +10,11 @@
 // channels g and g + 8 of a block, both of the rows t, t + 4, ... of NT groups of four.
 //
 // S = K Q^T: codes are the left operand. The query takes K's steps, and each of its rows stands in two
-// neighbouring columns as the sum of two halves, the second one scaled by 2^11. O^T = V^T P^T: weights
-// take V's steps as a part of their exponent and stand in two columns likewise.
+// neighbouring columns as the sum of two halves, the second one scaled by 2^11, or, where values have 16
+// bits and there are more than four rows, in one column: its rounding, 2^-12, is far below that of K and V.
+// O^T = V^T P^T: weights take V's steps as a part of their exponent and stand in columns likewise.
 //
-// GROUPS, NT and VALUE_KIND (0 bfloat16, 1 float16, 2 float32) come from the host.
+// GROUPS, NT, SETS and VALUE_KIND (0 bfloat16, 1 float16, 2 float32) come from the host.
 #include "bits.cuh"
 #include "async_copy.cuh"
 #include "mailbox.cuh"
@@ -122,7 +123,7 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1)
   int* positions = (int*)take_shared(at, 4 * dim);         // of V, by channel
   float2* of_rows = (float2*)take_shared(at, 8 * ROWS);    // what scores are multiplied by, and what is added
   float2* stats = (float2*)take_shared(at, 8 * ROWS * warps);
-  u16* operands = (u16*)take_shared(at, 256 * blocks * NT);
+  u16* operands = (u16*)take_shared(at, 256 * blocks * SETS);
   char* ring = take_shared(at, RING_ROOM * warps) + RING_ROOM * warp;
   float2* out = (float2*)take_shared(at, 256 * blocks * NT * warps);
   float2* my_out = out + 32 * blocks * NT * warp;
@@ -167,11 +168,18 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1)
     if (tiles)
       for (int p = lane; p < dim; p += 32) {
         const float x = q[r * dim + k_order[k_head * dim + p]] * k_steps[k_head * dim + p] * scale;
-        const u16 high = float_to_half(x), low = float_to_half((x - half_to_float(high)) * 2048);
-        const int column = 2 * (r & 3), k = p & 15;
-        u16* to = operands + ((((p >> 4) * NT + (r >> 2)) * 32 + 4 * column + (k & 7) / 2) * 4) + k / 8 * 2 + (k & 1);
+        const u16 high = float_to_half(x);
+        const int k = p & 15;
+#if IN_TWO_HALVES
+        const int column = 2 * (r & 3), set = r >> 2;
+#else
+        const int column = 2 * (r & 3) + (r >> 2 & 1), set = r >> 3;
+#endif
+        u16* to = operands + ((((p >> 4) * SETS + set) * 32 + 4 * column + (k & 7) / 2) * 4) + k / 8 * 2 + (k & 1);
         to[0] = high;
-        to[16] = low;  // four lanes further
+#if IN_TWO_HALVES
+        to[16] = float_to_half((x - half_to_float(high)) * 2048);  // four lanes further
+#endif
       }
   }
   for (int i = lane; i < 32 * blocks * NT; i += 32) my_out[i] = make_float2(0, 0);
@@ -233,7 +241,7 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1)
         for (int j = 0; j < GROUPS; ++j)
 #pragma unroll
           for (int h = 0; h < 2; ++h)
-            s[j][h][i] = (taker.sum[j][i][2 * h] + taker.sum[j][i][2 * h + 1] * (1.0f / 2048)) * row.x + row.y;
+            s[j][h][i] = sum_of_row(taker.sum[j], i, h) * row.x + row.y;
       }
       const u32* exception = k_tile.words + 1 + (k_tile.units + 1) / 2;
       u32 least = 0;
@@ -295,16 +303,21 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1)
       __syncwarp();
       continue;
     }
-    u32 weights[GROUPS][NT][2];
+    u32 weights[GROUPS][SETS][2];
     __syncwarp();
 #pragma unroll
     for (int j = 0; j < GROUPS; ++j)
 #pragma unroll
-      for (int i = 0; i < NT; ++i)
+      for (int i = 0; i < SETS; ++i)
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          const u16 high = float_to_half(s[j][h][i]), low = float_to_half((s[j][h][i] - half_to_float(high)) * 2048);
-          weights[j][i][h] = transposed_halves(high | (u32)low << 16);
+#if IN_TWO_HALVES
+          const u16 high = float_to_half(s[j][h][i]);
+          const u16 next = float_to_half((s[j][h][i] - half_to_float(high)) * 2048);
+#else
+          const u16 high = float_to_half(s[j][h][2 * i]), next = float_to_half(s[j][h][2 * i + 1]);
+#endif
+          weights[j][i][h] = transposed_halves(high | (u32)next << 16);
         }
     ValueTaker taker(my_out, decay, weights);
     if (decode_tile(v_tile, v_coder, blocks, TOKENS / 4, ring, taker) && lane == 0)

@@ -161,7 +161,6 @@ class AttendKernels:
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
-        self._class_bits: WeakKeyDictionary[TileTables, list[int]] = WeakKeyDictionary()
         self._spans: WeakKeyDictionary[Span, tuple[int, ...]] = WeakKeyDictionary()
         self._cuts: dict[tuple[int, int, int, int, int | None], int] = {}
         self._shapes: dict[tuple[PlainVariant, int, int], tuple[_Shape, Launch]] = {}
@@ -315,32 +314,27 @@ class AttendKernels:
         return found
 
     def _entries_of(self, span: Span) -> tuple[int, int]:
-        """Return the entries of the lookup tables of K and V; waits for the device at first.
+        """Return the entries of the lookup tables of K and V.
 
         Those of K are filled up, so that each table begins at a multiple of its size.
         """
-        k, v = (self._bits_of(tables) for tables in (span.k_tables, span.v_tables))
+        k, v = span.k_tables.longest_codes, span.v_tables.longest_codes
         largest = 1 << max(v)
         k_entries = sum(1 << bits for bits in k)
         return ceil_div(k_entries, largest) * largest, sum(1 << bits for bits in v)
-
-    def _bits_of(self, tables: TileTables) -> list[int]:
-        found = self._class_bits.get(tables)
-        if found is None:
-            found = self._class_bits[tables] = tables.class_bits.tolist()
-        return found
 
     def _shape(self, variant: PlainVariant, dim: int, entries: int) -> tuple[_Shape, Launch]:
         """Return the shape that has the most warps at once, and its launch."""
         found = self._shapes.get((variant, dim, entries))
         if found is None:
             settings = dict(variant.settings)
-            row_groups, threads = int(settings["NT"]), int(settings["MAX_THREADS"])
+            row_groups, sets = int(settings["NT"]), int(settings["SETS"])
+            threads = int(settings["MAX_THREADS"])
             resident = threads // 32
             room = self._runner.shared_bytes_per_multiprocessor
             shapes = []
             for warps in BLOCK_WARPS:
-                shared = shared_bytes(dim, entries, row_groups, warps)
+                shared = shared_bytes(dim, entries, row_groups, sets, warps)
                 blocks = min(resident // warps, room // (shared + RESERVED_BYTES))
                 if 32 * warps <= threads and blocks:
                     shapes.append(_Shape(warps, shared, blocks))
@@ -388,13 +382,13 @@ class AttendKernels:
         return found
 
 
-def shared_bytes(dim: int, entries: int, row_groups: int, warps: int) -> int:
+def shared_bytes(dim: int, entries: int, row_groups: int, sets: int, warps: int) -> int:
     """Return the shared memory of a block, as attend.cu cuts it."""
     blocks, rows = dim // TILE_BLOCK, 4 * row_groups
     # What comes behind the entries begins on 16 bytes.
     fixed = 2 * 16 * blocks + 4 * entries + 16 + 4 * rows * dim + 3 * 4 * dim + 8 * rows
     by_warp = 8 * rows + RING_BYTES + 256 * blocks * row_groups
-    return fixed + 256 * blocks * row_groups + by_warp * warps
+    return fixed + 256 * blocks * sets + by_warp * warps
 
 
 def _bits(x: float) -> int:

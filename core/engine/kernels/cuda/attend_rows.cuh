@@ -1,37 +1,49 @@
 // What a warp does with query rows: products with keys, exponents, weights, sums of values; coded tiles
 // by the matrix instruction, other tokens one by one in float32.
 //
-// NT groups of four query rows come from the host.
+// NT groups of four query rows and SETS of right operands come from the host. An operand has eight columns:
+// of four rows two halves each, which are as exact as float32; or, with half as many sets as groups, of eight
+// rows one half. A lane's columns 2 t and 2 t + 1 of set m are row 4 m + t, or rows 8 m + t and 8 m + t + 4.
 #define ROWS (4 * NT)
+#define IN_TWO_HALVES (SETS == NT)
 #define LEVEL_ZERO 192  // as in tile_format.py, whose tests compare
 #define LOG2E 1.4426950408889634f
 #define WEIGHT_SHIFT 15.0f  // weights are halves of at most 2^15
 #define NO_WEIGHT (-__int_as_float(0x7f800000))
 
+// The sum of row 4 i + t, of a set's sums of one row of the left operand.
+__device__ __forceinline__ float sum_of_row(const float (&sums)[SETS][4], int i, int h) {
+#if IN_TWO_HALVES
+  return sums[i][2 * h] + sums[i][2 * h + 1] * (1.0f / 2048);
+#else
+  return sums[i / 2][2 * h + (i & 1)];
+#endif
+}
+
 struct KeyTaker {
-  const uint2* query;  // operands, [blocks][NT][32]
-  u32 q[NT][2];
-  float sum[GROUPS][NT][4];
+  const uint2* query;  // operands, [blocks][SETS][32]
+  u32 q[SETS][2];
+  float sum[GROUPS][SETS][4];
 
   __device__ __forceinline__ KeyTaker(const uint2* query) : query(query) {
 #pragma unroll
     for (int j = 0; j < GROUPS; ++j)
 #pragma unroll
-      for (int n = 0; n < NT; ++n)
+      for (int n = 0; n < SETS; ++n)
 #pragma unroll
         for (int k = 0; k < 4; ++k) sum[j][n][k] = 0;
   }
   __device__ __forceinline__ void begin(int b) {
 #pragma unroll
-    for (int n = 0; n < NT; ++n) {
-      const uint2 x = query[(b * NT + n) * 32 + (threadIdx.x & 31)];
+    for (int n = 0; n < SETS; ++n) {
+      const uint2 x = query[(b * SETS + n) * 32 + (threadIdx.x & 31)];
       q[n][0] = x.x;
       q[n][1] = x.y;
     }
   }
   __device__ __forceinline__ void take(int j, const u32 (&a)[4]) {
 #pragma unroll
-    for (int n = 0; n < NT; ++n) multiply_halves(sum[j][n], a, q[n]);
+    for (int n = 0; n < SETS; ++n) multiply_halves(sum[j][n], a, q[n]);
   }
   __device__ __forceinline__ void finish(int) {}
 };
@@ -39,28 +51,34 @@ struct KeyTaker {
 struct ValueTaker {
   float2* out;  // of the warp, [blocks][NT][32]
   const float (&decay)[NT];
-  const u32 (&weights)[GROUPS][NT][2];
-  float sum[NT][4];
+  const u32 (&weights)[GROUPS][SETS][2];
+  float sum[SETS][4];
 
-  __device__ __forceinline__ ValueTaker(float2* out, const float (&decay)[NT], const u32 (&weights)[GROUPS][NT][2])
+  __device__ __forceinline__ ValueTaker(float2* out, const float (&decay)[NT], const u32 (&weights)[GROUPS][SETS][2])
       : out(out), decay(decay), weights(weights) {}
   __device__ __forceinline__ void begin(int) {
 #pragma unroll
-    for (int n = 0; n < NT; ++n)
+    for (int n = 0; n < SETS; ++n)
 #pragma unroll
       for (int k = 0; k < 4; ++k) sum[n][k] = 0;
   }
   __device__ __forceinline__ void take(int j, const u32 (&a)[4]) {
 #pragma unroll
-    for (int n = 0; n < NT; ++n) multiply_halves(sum[n], a, weights[j][n]);
+    for (int n = 0; n < SETS; ++n) multiply_halves(sum[n], a, weights[j][n]);
   }
   __device__ __forceinline__ void finish(int b) {
-    const float high = 1.0f / (1 << 15), low = 1.0f / (1 << 26);  // 2^-15 and 2^-11 of that
+    const float scale = 1.0f / (1 << 15);
 #pragma unroll
     for (int n = 0; n < NT; ++n) {
       float2& o = out[(b * NT + n) * 32 + (threadIdx.x & 31)];
-      o.x = sum[n][0] * high + (sum[n][1] * low + o.x * decay[n]);
-      o.y = sum[n][2] * high + (sum[n][3] * low + o.y * decay[n]);
+#if IN_TWO_HALVES
+      const float low = 1.0f / (1 << 26);  // 2^-11 of that
+      o.x = sum[n][0] * scale + (sum[n][1] * low + o.x * decay[n]);
+      o.y = sum[n][2] * scale + (sum[n][3] * low + o.y * decay[n]);
+#else
+      o.x = sum[n / 2][n & 1] * scale + o.x * decay[n];
+      o.y = sum[n / 2][2 + (n & 1)] * scale + o.y * decay[n];
+#endif
     }
   }
 };

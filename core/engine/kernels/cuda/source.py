@@ -154,6 +154,8 @@ BAG_VALUE_BYTES = (4, 8)
 ATTEND_ROWS = (1, 2, 4)
 #: Threads of a multiprocessor whose registers have room for that many products of a tile.
 ATTEND_THREADS = ((4, 1024), (8, 768), (16, 384), (64, 256))
+#: The same where a row takes half as many.
+ATTEND_HALF_THREADS = ((4, 1024), (8, 768), (16, 512), (64, 256))
 #: How kernels of attention know dtypes.
 VALUE_KINDS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 
@@ -448,13 +450,17 @@ def quantized_variant(fmt: TileFormat) -> PlainVariant:
 def attend_variant(groups: int, row_groups: int, dtype: torch.dtype) -> PlainVariant:
     """Return the attention over tiles of `groups` times 16 tokens for four times `row_groups` rows.
 
-    Products of a tile stand in registers: the more there are, the fewer warps run at once.
+    Products of a tile stand in registers: the more there are, the fewer warps run at once. Rows of
+    16-bit values stand in one half each where that saves products: see attend_rows.cuh.
     """
-    products = groups * row_groups
-    threads = next(most for limit, most in ATTEND_THREADS if products <= limit)
+    in_two_halves = row_groups == 1 or dtype == torch.float32
+    sets = row_groups if in_two_halves else row_groups // 2
+    limits = ATTEND_THREADS if in_two_halves else ATTEND_HALF_THREADS
+    threads = next(most for limit, most in limits if groups * row_groups <= limit)
     settings = (
         ("GROUPS", groups),
         ("NT", row_groups),
+        ("SETS", sets),
         ("VALUE_KIND", VALUE_KINDS[dtype]),
         ("MAX_THREADS", threads),
     )
