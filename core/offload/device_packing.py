@@ -15,6 +15,7 @@ What is on the way is bounded in bytes.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -89,6 +90,7 @@ class DevicePacking:
         self._limit_bytes = _limit_bytes(device)
         most = self._limit_bytes // (2 * RING * PIECE_BYTES)
         uploaders = max(1, min(UPLOADERS, available_cores() // 2, most))
+        self._bytes_of_uploader = self._limit_bytes // uploaders
         self._uploading = ThreadLane(f"{THREAD_NAME}-upload", uploaders)
         self._imaging = ThreadLane(f"{THREAD_NAME}-image", 1 if images_in_turn else IMAGE_THREADS)
         self._downloads = StreamLane(device)
@@ -230,6 +232,9 @@ class DevicePacking:
             lane, uploader = self._own()
             try:
                 with lane.on():
+                    if not hasattr(self._of_thread, "packs"):
+                        self._of_thread.packs = True
+                        take_device_memory(self._bytes_of_uploader, self.device)
                     ct = plan.packed_by(uploader)
             except torch.OutOfMemoryError:
                 # Of the GPU: the host has what is packed here.
@@ -265,6 +270,17 @@ class DevicePacking:
     def _on_device(self) -> AbstractContextManager[object]:
         """Return a context with the GPU as the current one: a new thread's is the first."""
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+
+
+def take_device_memory(nbytes: int, device: torch.device) -> None:
+    """Take memory of a GPU at once, for what torch gives out on its current stream from now on.
+
+    Each smaller piece that torch takes from the driver waits while memory of the host is locked.
+    Where there is less, nothing is taken.
+    """
+    if device.type == "cuda" and nbytes:
+        with contextlib.suppress(torch.OutOfMemoryError):
+            torch.empty(nbytes, dtype=torch.uint8, device=device)
 
 
 def packed_here(plan: PackingPlan) -> Future[OnDevice]:

@@ -16,7 +16,7 @@ from ..devices import checked_device
 from ..engine.codecs import RowCodec
 from ..engine.transfer.lanes import Mark, wait_on_host
 from ..errors import ArgumentError, ArgumentTypeError, BitslabError
-from .device_packing import DevicePacking, OnDevice, packed_here
+from .device_packing import DevicePacking, OnDevice, packed_here, take_device_memory
 from .files import WeightFile
 from .images import DeviceImage, HostImage, Image
 from .records import lay_out, write_parts
@@ -62,6 +62,8 @@ class WeightPacker:
         A GPU that packs tensors in host memory; they are packed where they are when left out.
     images_on : torch.device, optional
         A GPU that keeps the images, instead of host memory.
+    upload_bytes : int
+        Bytes of all tensors for `upload`: memory of the GPU for them is taken here, at once.
 
     Raises
     ------
@@ -97,6 +99,7 @@ class WeightPacker:
         aliases: Mapping[str, str] | None = None,
         device: torch.device | None = None,
         images_on: torch.device | None = None,
+        upload_bytes: int = 0,
     ) -> None:
         self._wanted = {unit: list(names) for unit, names in units.items()}
         self._stored_in: dict[str, str] = {}
@@ -111,6 +114,8 @@ class WeightPacker:
         self._packer = TensorPacker(codec, plan_with=plan_with)
         self._device = _gpu(device)
         self._images_on = _gpu(images_on)
+        if self._device is not None:
+            take_device_memory(upload_bytes, self._device)
         self._lanes: DevicePacking | None = None
         self._incomplete: dict[str, dict[str, _Piece]] = {}
         self._on_way: dict[str, Future[PackedUnit]] = {}

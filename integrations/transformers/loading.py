@@ -56,8 +56,12 @@ class WeightLoader:
             place: {u: names for u, names in units.items() if places[u] == place}
             for place in ("packed", "host")
         }
+        kept = sum(sizes[n] for u, names in units.items() if places[u] == "device" for n in names)
         self._streamed = WeightPacker(
-            chosen["host"], disk=disk if chosen["host"] else None, device=device
+            chosen["host"],
+            disk=disk if chosen["host"] else None,
+            device=device,
+            upload_bytes=kept,
         )
         self._packed_on_device = WeightPacker(chosen["packed"], device=device, images_on=device)
         self._taken: set[str] = set()

@@ -402,6 +402,24 @@ def test_tensors_reach_a_gpu_among_those_that_are_packed(monkeypatch):
 
 
 @pytest.mark.gpu
+def test_memory_of_uploads_is_taken_at_once():
+    tensors = [packable(torch.float32, (n, 1 << 18), n) for n in range(4, 12)]
+    total = sum(tensor.nbytes for tensor in tensors)
+    torch.cuda.empty_cache()
+    with WeightPacker({}, device=GPU, upload_bytes=total) as packer:
+        before = torch.cuda.memory_stats()["num_device_alloc"]
+        uploaded = [packer.upload(tensor) for tensor in tensors]
+        packer.finish()
+    assert torch.cuda.memory_stats()["num_device_alloc"] == before
+    assert all(same_bits(u.cpu(), t) for u, t in zip(uploaded, tensors, strict=True))
+    free, _ = torch.cuda.mem_get_info()
+    with WeightPacker({}, device=GPU, upload_bytes=2 * free) as packer:  # more than there is
+        copy = packer.upload(tensors[0])
+        packer.completed(wait=True)
+        assert same_bits(copy.cpu(), tensors[0])
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("place", ["cpu", "cuda"])
 def test_memory_that_runs_out_leaves_a_model_where_it_was(place, monkeypatch):
     model = Blocks(width=512, count=6).to(torch.bfloat16).to(place)

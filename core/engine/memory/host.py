@@ -21,7 +21,7 @@ import torch
 
 from ...errors import ArgumentError, ArgumentTypeError, BitslabError
 from .page_locking import MappedMemory, release_or_wait, release_waiting
-from .page_taking import MIN_FILE_THREADS, take_pages, threads_for
+from .page_taking import HUGE_PAGE_BYTES, MIN_FILE_THREADS, take_pages, threads_for
 
 #: Whether memory is page-locked: now (or, with no GPU to be had, at the first use by one), never,
 #: or at the first use by a GPU.
@@ -93,11 +93,18 @@ class HostBuffer:
         self._memory: MappedMemory | None = None
         self._tensor: torch.Tensor | None = torch.empty(0, dtype=torch.uint8)
         if nbytes:
-            self._memory = _private_memory(nbytes) if private else MappedMemory(-1, nbytes)
-            self._tensor = torch.frombuffer(self._memory, dtype=torch.uint8)
-            self._memory.address = self._tensor.data_ptr()
+            # Large files begin where a huge page may: of more memory, which is only reserved.
+            spare = HUGE_PAGE_BYTES if fd is not None and nbytes >= LARGE_BYTES else 0
+            memory = _private_memory(nbytes) if private else MappedMemory(-1, nbytes + spare)
+            start = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+            memory.begin, memory.nbytes = -start % (spare or 1), nbytes
+            memory.address = start + memory.begin
+            self._memory = memory
+            self._tensor = torch.frombuffer(
+                memory, dtype=torch.uint8, count=nbytes, offset=memory.begin
+            )
             if fd is not None:
-                _map_over(self._memory.address, nbytes, fd)
+                _map_over(memory.address, nbytes, fd)
         # Last: until here a failure leaves the descriptor to the caller.
         self._close_fd = None if fd is None else weakref.finalize(self, os.close, fd)
 
@@ -280,7 +287,7 @@ class HostBuffer:
             return
         try:
             if self._memory is not None:
-                os.pwrite(fd, self._memory, 0)
+                os.pwrite(fd, self.tensor.numpy().data, 0)
                 _map_over(self._memory.address, self.nbytes, fd)
         except OSError:
             os.close(fd)
@@ -296,13 +303,17 @@ class HostBuffer:
         A hint: systems that do not know it (Linux before 5.14) are left to map them one by one.
         """
         memory = self._memory
-        if memory is not None and len(memory):
+        if memory is not None and memory.nbytes:
             with contextlib.suppress(OSError):
-                memory.madvise(_MADV_POPULATE_READ)
+                memory.madvise(_MADV_POPULATE_READ, memory.begin, memory.nbytes)
 
     def take_pages(self) -> None:
         """Take the pages of new memory from the system; other threads go on meanwhile."""
-        if self.nbytes and not take_pages(self.tensor.data_ptr(), self.nbytes):  # before Linux 5.14
+        collapse = self._fd is not None and self.nbytes >= LARGE_BYTES  # see `__init__`
+        if not self.nbytes:
+            return
+        if not take_pages(self.tensor.data_ptr(), self.nbytes, collapse=collapse):
+            # Before Linux 5.14.
             if self._fd is None:
                 self.tensor[:: mmap.PAGESIZE].zero_()
             else:

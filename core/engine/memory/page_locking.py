@@ -87,6 +87,8 @@ class MappedMemory(mmap.mmap):
     """
 
     address = 0
+    # Of what is used, which begins `begin` bytes behind the start.
+    begin = nbytes = 0
     refused = False
     _registered_by = 0  # a process id: a forked child has the attribute but not the registration
 
@@ -109,10 +111,10 @@ class MappedMemory(mmap.mmap):
                     "host memory cannot be page-locked while a graph is captured: gather from it "
                     "once before the capture, or call ensure_pinned()"
                 )
-            reason = registrar.register(self.address, len(self))
+            reason = registrar.register(self.address, self.nbytes)
             if reason:
                 self.refused = True
-                _warn_of_refusal(len(self), reason)
+                _warn_of_refusal(self.nbytes, reason)
             else:
                 self._registered_by = os.getpid()
         return self.is_pinned()

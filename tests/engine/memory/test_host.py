@@ -479,6 +479,81 @@ def test_pages_are_taken_by_several_threads(private, threads, monkeypatch):
         assert torch.equal(HostBuffer.attach(buffer.handle()).tensor, buffer.tensor)
 
 
+def test_large_files_begin_where_huge_pages_may(recorder, monkeypatch):
+    monkeypatch.setattr(host, "threads_for", lambda nbytes: page_taking.MIN_FILE_THREADS)
+    nbytes = host.LARGE_BYTES + 4097
+    buffer = allocate_filled(nbytes)
+    address = buffer.tensor.data_ptr()
+    assert address % page_taking.HUGE_PAGE_BYTES == 0 and buffer.tensor.numel() == nbytes
+    assert recorder.calls[0] == ("register", address, nbytes)
+    expected = (torch.arange(nbytes) % 251).to(torch.uint8)
+    other = HostBuffer.attach(buffer.handle())
+    assert other.tensor.data_ptr() % page_taking.HUGE_PAGE_BYTES == 0
+    other.populate()
+    assert torch.equal(other.tensor, expected)
+    other.tensor[-1] = 255
+    assert buffer.tensor[-1] == 255
+    assert torch.equal(copy.deepcopy(buffer).tensor[:-1], expected[:-1])
+
+
+@pytest.mark.parametrize("refused_after", [0, 1, 2, None])
+@pytest.mark.parametrize("slow_after", [0, 1, None])
+def test_huge_pages_are_asked_for_while_they_are_given_quickly(
+    refused_after, slow_after, monkeypatch
+):
+    """Where they are refused, or slow, small pages are taken for the rest."""
+    page = page_taking.HUGE_PAGE_BYTES
+    begin, end = 5 * page - 4096, 48 * page + 8192  # 43 whole ones
+    advised: list[tuple[int, int, int]] = []
+    now = [0.0]
+
+    def advise(address: int, nbytes: int, advice: int) -> int:
+        advised.append((address, nbytes, advice))
+        if advice != page_taking._MADV_COLLAPSE:
+            return 0
+        done = sum(each[2] == advice for each in advised) - 1
+        if refused_after is not None and done >= refused_after:
+            return errno.EINVAL
+        slow = slow_after is not None and done >= slow_after
+        now[0] += nbytes / page_taking.LEAST_COLLAPSED * (1.5 if slow else 0.5)
+        return 0
+
+    monkeypatch.setattr(page_taking, "_advise", advise)
+    monkeypatch.setattr(page_taking.time, "perf_counter", lambda: now[0])
+    assert page_taking.take_pages(begin, end - begin, 1, collapse=True)
+    calls = [16, 16, 11]
+    most = min(3 if slow_after is None else slow_after + 1, 4)
+    asked = min(most, 3 if refused_after is None else refused_after + 1)
+    given = min(asked, 3 if refused_after is None else refused_after)
+    collapsed = [each for each in advised if each[2] == page_taking._MADV_COLLAPSE]
+    starts = [5 * page, 21 * page, 37 * page]
+    assert [each[:2] for each in collapsed] == [
+        (at, n * page) for at, n in list(zip(starts, calls, strict=True))[:asked]
+    ]
+    # The first page of each was taken before, and all the rest behind.
+    firsts = [address for address, nbytes, _ in advised if nbytes == 4096]
+    assert firsts == [(5 + n) * page for n in range(sum(calls[:asked]))]
+    assert advised[-1] == (begin, end - begin, page_taking._MADV_POPULATE_WRITE)
+    advised.clear()
+    now[0] = 0.0
+    assert page_taking._collapse(begin, end) == sum(calls[:given])
+    assert page_taking._collapse(page + 1, 3 * page - 1) == 0  # no whole one
+
+
+def test_memory_of_huge_pages_keeps_its_bytes():
+    """Whether this system gives some or not."""
+    fd = os.memfd_create("pages")
+    os.ftruncate(fd, 8 << 20)
+    buffer = HostBuffer(fd, 8 << 20, "pages", False, owner=True)
+    address = buffer.tensor.data_ptr()
+    whole = -(-address // (2 << 20)) * (2 << 20) - address
+    buffer.tensor[whole :: 1 << 20] = 7
+    expected = buffer.tensor.clone()
+    assert page_taking.take_pages(address, buffer.nbytes, 2, collapse=True)
+    assert torch.equal(buffer.tensor, expected)
+    assert 512 * os.fstat(fd).st_blocks == buffer.nbytes
+
+
 @pytest.mark.parametrize("private", [True, False], ids=["private", "file"])
 def test_pages_that_the_system_refuses_to_threads_are_an_error(private, monkeypatch):
     monkeypatch.setattr(host, "threads_for", lambda nbytes: page_taking.MIN_FILE_THREADS)
