@@ -58,6 +58,9 @@ def lossy(arguments: argparse.Namespace, report: Report) -> dict[str, Rows]:
     for way, each in right.items():
         mean = statistics.mean(each)
         row: dict[str, Any] = {"way": way, "mean": f"{mean:.2f}", "less than plain": plain - mean}
+        if len(each) > 1:  # of the mean, by the differences from sliding of the same seed
+            off = [a - b for a, b in zip(each, right["sliding"], strict=True)]
+            row["+-, beside sliding"] = statistics.stdev(off) / len(off) ** 0.5
         if way != PLAIN:
             schedule = LossySchedule(top, bottom, options.epochs, way)  # type: ignore[arg-type]
             rates = [schedule.value(epoch) for epoch in range(options.epochs)]
