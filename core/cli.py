@@ -40,6 +40,7 @@ examples:
   bitslab inspect weights.bitslab features.npy checkpoint.pt
   bitslab inspect model.safetensors --json | jq '.total.ratio'
   bitslab inspect model.safetensors --plot bits.png --link-gbps 25
+  bitslab inspect activations.pt --codecs
 
 columns:
   plan       the codec and its options, for example "ibp 2B k3 uniform": invariant bit packing
@@ -153,6 +154,12 @@ def build_parser() -> argparse.ArgumentParser:
         default=DECODE_GBPS,
         metavar="RATE",
         help="rate of decoding in GB/s of output (default %(default)g)",
+    )
+    inspect.add_argument(
+        "--codecs",
+        action="store_true",
+        help="show what each codec of whole tensors makes of each tensor, and predicted times on "
+        "the GPU, or the CPU without one; measures codecs once on a machine (30 s at most)",
     )
     _add_codec_arguments(inspect)
 

@@ -14,9 +14,9 @@ from ..engine.codecs.blob import BlobCodec
 from ..engine.transfer import Mark, StreamLane
 from .guards import modified, version_witness
 from .host_packing import RawOnHost
-from .identity import Span, version_of
+from .identity import Span, root_of, span_of, version_of
 from .moments import Moment
-from .sites import Site
+from .sites import Site, operation_of
 from .traffic import SentBlob
 
 
@@ -51,6 +51,8 @@ class Pass:
         self.profile: Profile | None = None
         self._counts: dict[str, int] = {}
         self._copies: dict[str, weakref.ref[StoredCopy]] = {}
+        #: By number of its storage; those that live hold it, so that none has another's.
+        self._kept: dict[int, list[weakref.ref[KeptView]]] = {}
 
     def next_name(self, module: str) -> str:
         """Return the name of the site at which a module saves now."""
@@ -70,6 +72,19 @@ class Pass:
     def names(self) -> list[str]:
         """Return the sites that made copies, in order."""
         return list(self._copies)
+
+    def keep(self, kept: KeptView, storage: torch.UntypedStorage) -> None:
+        """Record a tensor that is kept, and becomes a view of a copy if its storage gets one."""
+        self._kept.setdefault(id(storage), []).append(weakref.ref(kept))
+
+    def convert_kept(self, copy: StoredCopy, storage: torch.UntypedStorage) -> None:
+        """Make views of a copy of what was kept of a storage, so that its memory is given back."""
+        if copy.is_lossy:
+            return
+        for ref in self._kept.pop(id(storage), ()):
+            kept = ref()
+            if kept is not None:
+                kept.convert(copy, storage)
 
 
 class StoredCopy:
@@ -95,6 +110,8 @@ class StoredCopy:
 
     Attributes
     ----------
+    nbytes : int
+        Bytes that it is a copy of.
     original : torch.Tensor or None
         `flat`, until the copy is on its way and device memory is wanted.
     codec : BlobCodec or None
@@ -133,6 +150,7 @@ class StoredCopy:
         "lanes",
         "made_in",
         "name",
+        "nbytes",
         "on_host",
         "original",
         "process",
@@ -156,6 +174,7 @@ class StoredCopy:
     ) -> None:
         self.name = name
         self.span = span
+        self.nbytes = span.nbytes
         self.root = weakref.ref(root)
         self.version = version
         self.made_in = made_in
@@ -185,11 +204,6 @@ class StoredCopy:
         self.process = os.getpid()
         self._round = 0
         self._views: list[weakref.ref[SavedView]] = []
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that it is a copy of."""
-        return self.span.nbytes
 
     @property
     def is_lossy(self) -> bool:
@@ -310,3 +324,47 @@ class SavedView:
         if self._conj:
             t = t.conj()
         return torch._neg_view(t) if self._neg else t
+
+
+class KeptView:
+    """A saved tensor of a site that was not selected: kept, but where a selected one is moved.
+
+    As the output that a ReLU saves, which is the input that a convolution saves: kept by one of
+    them, moving it for the other would save no memory.
+
+    Parameters
+    ----------
+    t : torch.Tensor
+        The tensor.
+    version : int
+        Its version counter.
+    name : str
+        Of the site.
+
+    Attributes
+    ----------
+    t : torch.Tensor or None
+        The tensor, detached: an output that its own node saved would make a cycle.
+    view : SavedView or None
+        What it has become.
+    """
+
+    __slots__ = ("__weakref__", "_root", "_span", "name", "operation", "t", "version", "view")
+
+    def __init__(self, t: torch.Tensor, version: int, name: str) -> None:
+        self.t: torch.Tensor | None = t.detach()
+        self.version = version
+        self.name, self.operation = name, operation_of(t)
+        self._root, self._span = weakref.ref(root_of(t)), span_of(t)
+        self.view: SavedView | None = None
+
+    def convert(self, copy: StoredCopy, storage: torch.UntypedStorage) -> None:
+        """Become a view of a copy, if it is one of these very bytes."""
+        t, root = self.t, self._root()
+        if t is None or root is None or t.untyped_storage() is not storage:
+            return
+        if copy.root() is root and copy.version == self.version and copy.span.holds(self._span):
+            view = SavedView(copy, t, self.version)
+            view.name, view.operation = self.name, self.operation
+            self.view = view
+            self.t = None

@@ -8,6 +8,9 @@ CPU threads stand for the streams.
 The original is given up when the bytes in flight are more than `in_flight_bytes`: the stream that
 computes then waits until the oldest copy has been read, and its memory is used again in the order
 of that stream, however far the host is ahead.
+
+A copy that was encoded gets as much host memory as those of its site needed of late. Until it is
+known to fit, its original stays, from which one that does not fit is sent once more.
 """
 
 from __future__ import annotations
@@ -43,6 +46,8 @@ from .traffic import Observed, SentBlob, Traffic, is_done, used_bytes
 
 #: Encoded copies on a device: one is encoded while another one is written to the host.
 STAGING_BUFFERS = 2
+#: Sizes of tensors and codecs whose bounds are kept.
+MOST_BOUNDS = 4096
 
 
 class Executor:
@@ -91,8 +96,9 @@ class Executor:
         if self.on_gpu:
             self._encoding, self._out, self._in = (StreamLane(self.device) for _ in range(3))
         else:
-            names = "encode", "out", "in"
-            self._encoding, self._out, self._in = (ThreadLane(f"bitslab-{n}") for n in names)
+            # One thread for both: waking another one takes longer than copying most tensors.
+            self._encoding = self._out = ThreadLane("bitslab-out")
+            self._in = ThreadLane("bitslab-in")
 
     def _begin(self) -> None:
         self._lock = threading.RLock()
@@ -101,6 +107,10 @@ class Executor:
         self._packing: HostPacking | None = None
         self._in_flight: deque[tuple[weakref.ref[StoredCopy], Mark, int]] = deque()
         self._in_flight_bytes = 0
+        #: Copies whose host memory may be too small, with their originals.
+        self._unsure: deque[tuple[weakref.ref[StoredCopy], SentBlob]] = deque()
+        self._unsure_bytes = 0
+        self._bounds: dict[tuple[int, int, torch.dtype], tuple[BlobCodec, int]] = {}
         self.traffic = Traffic(self._came_back, self._observed)
 
     def after_fork(self) -> None:
@@ -140,10 +150,11 @@ class Executor:
         assert flat is not None
         with self._lock:
             self.traffic.poll()
-            most = flat.nbytes
+            most = room = flat.nbytes
             if codec is not None:
-                most = codec.max_encoded_bytes(flat.shape, flat.dtype)
-            host = self._room.cut(most, copy.events)
+                most = self._bound(codec, flat)
+                room = self._host_room(copy, codec, most)
+            host = self._room.cut(room, copy.events)
             begin = None
             if self.on_gpu:
                 copy.home = current_stream(self.device)
@@ -151,15 +162,39 @@ class Executor:
             lane = self._out if codec is None else self._encoding
             if isinstance(lane, StreamLane):
                 copy.lanes = (lane,)  # first: what fails below may have been launched in part
-            if codec is None:
-                done = self._store_raw(copy, flat, host, begin, codec_on_host)
-            else:
-                done = self._store_encoded(copy, flat, host, begin, codec, sm_budget)
+            try:
+                if codec is None:
+                    done = self._store_raw(copy, flat, host, begin, codec_on_host)
+                else:
+                    done = self._store_encoded(copy, flat, host, begin, codec, sm_budget)
+            except BaseException:
+                self._keep_host_memory(copy)
+                raise
             if isinstance(copy.stored, torch.cuda.Event):
                 copy.events.append(copy.stored)
-            self._in_flight.append((weakref.ref(copy), done, copy.nbytes))
-            self._in_flight_bytes += copy.nbytes
+            if room < most:
+                assert copy.blob is not None
+                self._unsure.append((weakref.ref(copy), copy.blob))
+                self._unsure_bytes += copy.nbytes
+            else:
+                self._in_flight.append((weakref.ref(copy), done, copy.nbytes))
+                self._in_flight_bytes += copy.nbytes
             self._release(self.in_flight_bytes)
+
+    def _keep_host_memory(self, copy: StoredCopy) -> None:
+        """Give host memory to nobody before what may have been launched is done with it."""
+        if isinstance(self._out, StreamLane):
+            copy.events.append(self._out.record())
+
+    def _host_room(self, copy: StoredCopy, codec: BlobCodec, bound: int) -> int:
+        """Return the host memory to reserve for a copy: what its site has needed of late.
+
+        Such a copy keeps its original until it is known to fit. On a GPU, where the host does not
+        wait for that, these may be half of what is in flight, and others get all they may need.
+        """
+        if self.on_gpu and self._unsure_bytes + copy.nbytes > self.in_flight_bytes // 2:
+            return bound
+        return self.traffic.sizes.room(copy.name, codec.name, bound)
 
     def _store_raw(
         self,
@@ -177,7 +212,7 @@ class Executor:
             raw = RawOnHost(host, stored, copy.elements, copy.dtype, codec_on_host)
             copy.on_host = raw
             if self._packing is None:
-                self._packing = HostPacking(self.on_gpu)
+                self._packing = HostPacking(self.device)
             self._packing.pack(raw)
         self.traffic.sent_raw(copy.nbytes)
         return stored
@@ -205,13 +240,32 @@ class Executor:
             done, copy.stored = encoded, self._out.record()
         copy.host, copy.codec = host, codec
         blob = SentBlob(
-            copy.name, codec.name, copy.nbytes, copy.dtype.itemsize, self.device, host, copy.stored
+            copy.name,
+            codec.name,
+            copy.nbytes,
+            copy.dtype.itemsize,
+            self.device,
+            self._bound(codec, flat),
+            host,
+            copy.stored,
         )
         copy.blob = blob
         self.traffic.sent(blob)
         if timing is not None:
             self.traffic.encoded(blob, timing)
         return done
+
+    def _bound(self, codec: BlobCodec, flat: torch.Tensor) -> int:
+        """Return `max_encoded_bytes`, which some codecs take long to find."""
+        key = id(codec), flat.shape[0], flat.dtype
+        found = self._bounds.get(key)
+        if found is None:
+            if len(self._bounds) >= MOST_BOUNDS:
+                self._bounds.clear()
+            # With the codec, so that no other one gets its number.
+            found = codec, codec.max_encoded_bytes(flat.shape, flat.dtype)
+            self._bounds[key] = found
+        return found[1]
 
     def _encode(
         self,
@@ -225,7 +279,7 @@ class Executor:
         """Fill a staging buffer, on the lane that encodes; add when that began and ended."""
         if begin is not None:
             self._encoding.wait(begin)  # type: ignore[union-attr]
-        most = codec.max_encoded_bytes(flat.shape, flat.dtype)
+        most = self._bound(codec, flat)
         if buffer.memory is None or buffer.memory.shape[0] < most:
             # This lane waits for what reads the old memory, so that its successor may take it.
             buffer.memory = None
@@ -239,9 +293,17 @@ class Executor:
 
     def _release(self, allowed_bytes: int) -> None:
         """Give up originals whose copies are done, or that are too many."""
+        while self._unsure:
+            blob = self._unsure[0][1]
+            if not is_done(blob.stored):
+                over = self._unsure_bytes + self._in_flight_bytes > allowed_bytes
+                if not over or not isinstance(blob.stored, Future):
+                    break
+                wait_on_host(blob.stored)
+            self._settle(*self._unsure.popleft())
         while self._in_flight:
             ref, done, nbytes = self._in_flight[0]
-            over = self._in_flight_bytes > allowed_bytes
+            over = self._unsure_bytes + self._in_flight_bytes > allowed_bytes
             if not over and not is_done(done):
                 return
             copy = ref()
@@ -256,6 +318,40 @@ class Executor:
             del copy
             self._in_flight.popleft()
             self._in_flight_bytes -= nbytes
+
+    def _settle(self, ref: weakref.ref[StoredCopy], blob: SentBlob) -> None:
+        """Give up the original of a copy that fits in its host memory, or send it again."""
+        self._unsure_bytes -= blob.nbytes
+        self.traffic.learn(blob)
+        copy = ref()
+        if copy is None or copy.original is None:
+            return
+        if blob.used_bytes is not None:
+            self._give_up(copy)
+            return
+        try:
+            if not blob.cut_off:
+                assert isinstance(blob.stored, Future)
+                blob.stored.result()  # raises what happened
+            self._send_again(copy)
+        except Exception as error:
+            self._failed(copy.name, error)
+
+    def _send_again(self, copy: StoredCopy) -> None:
+        """Send a copy that was larger than its host memory to as much as it may need."""
+        flat, codec = copy.original, copy.codec
+        assert flat is not None and codec is not None
+        host = self._room.cut(self._bound(codec, flat), copy.events)
+        begin = record_on(current_stream(self.device)) if self.on_gpu else None
+        try:
+            done = self._store_encoded(copy, flat, host, begin, codec, None)
+        except BaseException:
+            self._keep_host_memory(copy)
+            raise
+        if isinstance(copy.stored, torch.cuda.Event):
+            copy.events.append(copy.stored)
+        self._in_flight.append((weakref.ref(copy), done, copy.nbytes))
+        self._in_flight_bytes += copy.nbytes
 
     def _give_up(self, copy: StoredCopy) -> None:
         """Give the device memory of an original back: what reads it comes before what follows."""
@@ -404,7 +500,9 @@ class Executor:
 
     def close(self) -> None:
         """Wait for the work under way, and end threads; they start again when a copy is read."""
-        for lane in (self._encoding, self._out, self._in):
+        with self._lock:
+            self._release(0)  # while what was cut off can be sent again
+        for lane in {self._encoding, self._out, self._in}:
             if isinstance(lane, ThreadLane):
                 wait_on_host(lane.run(do_nothing))  # behind all, which closing would cancel
             lane.close()

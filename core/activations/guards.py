@@ -7,6 +7,7 @@ compared when it is read, so that the same programs are refused with the same er
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 
 import torch
@@ -34,8 +35,12 @@ _FORMS = (
     "Split",
     "Clone",
 )
+#: Name of the node of a leaf.
+_LEAF = "torch::autograd::AccumulateGrad"
 #: A chain of forms is followed as far as this.
 _MOST_FORMS = 6
+
+_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
 _empties: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
 
@@ -69,10 +74,10 @@ def is_plain(t: torch.Tensor) -> bool:
     return (
         (type(t) is torch.Tensor or type(t) is nn.Parameter)
         and t.layout is torch.strided
-        and t.device.type in ("cpu", "cuda")
+        and (t.is_cpu or t.is_cuda)
         and not t.is_nested
         and not t.is_quantized
-        and not torch._C._functorch.is_functorch_wrapped_tensor(t)
+        and not _is_wrapped(t)
     )
 
 
@@ -82,22 +87,25 @@ def is_form_of_leaf(t: torch.Tensor) -> bool:
     So are autocast's copies of weights, and FSDP2's unsharded parameters, which no module lists.
     """
     base = root_of(t)
-    if isinstance(base, nn.Parameter) or (base.is_leaf and base.requires_grad):
-        return True
+    if base.is_leaf:
+        return base.requires_grad or isinstance(base, nn.Parameter)
     node = base.grad_fn
     for _ in range(_MOST_FORMS):
         if node is None:
             return False
         name = node.name()
-        if name == "torch::autograd::AccumulateGrad":
+        if name == _LEAF:
             return True
+        if not _is_form(name):
+            return False
         following = node.next_functions
-        if len(following) != 1 or not _is_form(name):
+        if len(following) != 1:
             return False
         node = following[0][0]
     return False
 
 
+@functools.cache
 def _is_form(name: str) -> bool:
     return name.rstrip("0123456789").removesuffix("Backward") in _FORMS
 

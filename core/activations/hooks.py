@@ -14,11 +14,11 @@ from torch import nn
 
 from ..engine.codecs.blob import BlobCodec
 from ..errors import BitslabError
-from .copies import Pass, SavedView, StoredCopy
+from .copies import KeptView, Pass, SavedView, StoredCopy
 from .executor import Executor
 from .guards import is_form_of_leaf, is_plain, modified
 from .host_room import HostMemoryError
-from .identity import CopyTable, copied_span, root_of, span_of, version_of
+from .identity import CopyTable, Span, copied_span, root_of, span_of, version_of
 from .lossy import ErrorSample
 from .moments import now
 from .policies import HOST, KEEP, RAW, Choice, Codecs, Policy
@@ -148,56 +148,79 @@ class SavedTensorHooks:
             left.profile.end_forward()
 
     def _entered(self) -> list[Pass]:
-        found: list[Pass] | None = self._local.__dict__.get("passes")
-        if found is None:
-            found = self._local.__dict__["passes"] = []
+        try:
+            found: list[Pass] = self._local.passes
+        except AttributeError:
+            found = self._local.passes = []
         return found
 
     # Saving
 
-    def pack(self, t: torch.Tensor) -> KeptTensor | SavedView:
+    def pack(self, t: torch.Tensor) -> KeptTensor | KeptView | SavedView:
         """Return what stands for a tensor in the graph."""
+        version = version_of(t)
         if t.numel() * t.element_size() < self._min_bytes or not is_plain(t):
-            return t.detach(), version_of(t)
+            return t.detach(), version
         passes = self._entered()
-        storage = t.untyped_storage()
-        if (passes and id(storage) in passes[-1].parameters) or is_form_of_leaf(t):
-            return t.detach(), version_of(t)
-        if self._devices is not None and t.device not in self._devices:
-            return t.detach(), version_of(t)
-        span = span_of(t)
-        if span.nbytes < self._min_bytes:  # an expanded one
-            return t.detach(), version_of(t)
         # Threads of autograd, in which a graph of a backward pass is made, are in no pass.
-        return self._pack(t, storage, passes[-1] if passes else Pass(-1, set()))
+        current = passes[-1] if passes else Pass(-1, set())
+        storage = t.untyped_storage()
+        if id(storage) in current.parameters or is_form_of_leaf(t):
+            return t.detach(), version
+        if self._devices is not None and t.device not in self._devices:
+            return t.detach(), version
+        if not t.is_contiguous() and span_of(t).nbytes < self._min_bytes:  # an expanded one
+            return t.detach(), version
+        return self._pack(t, version, storage, current)
 
     def _pack(
-        self, t: torch.Tensor, storage: torch.UntypedStorage, current: Pass
-    ) -> KeptTensor | SavedView:
-        root, version, span = root_of(t), version_of(t), span_of(t)
+        self, t: torch.Tensor, version: int, storage: torch.UntypedStorage, current: Pass
+    ) -> KeptTensor | KeptView | SavedView:
         module = running_module(3)
         name = current.next_name(self._name_of(module))
+        counts = self.sites.get(name)
+        if counts is not None and counts.choice == KEEP and not self._copies.knows(storage):
+            site = counts.site
+            if site.shape == t.shape and site.dtype == t.dtype:
+                return self._keep(t, version, storage, current, name)
+        root, span = root_of(t), span_of(t)
         copy = self._copies.find(storage, root, version, span)
         if copy is not None and copy.is_lossy and is_exact(t):
             copy = None  # other views of these bytes may lose bits, and this one may not
-        counts = self.sites.get(name)
         if copy is None:
             span = copied_span(span, storage.nbytes(), t.element_size())
-            if counts is None or counts.site.nbytes != span.nbytes or counts.site.dtype != t.dtype:
-                counts = self._site(name, module, t, span.nbytes)
+            nbytes = span.end - span.begin
+            if counts is None or counts.site.nbytes != nbytes or counts.site.dtype != t.dtype:
+                counts = self._site(name, module, t, nbytes)
             if counts.choice == KEEP:
-                return t.detach(), version
-            flat = _flat(t, storage, span.begin, span.nbytes)
-            copy = StoredCopy(name, flat, span, root, version, current)
+                return self._keep(t, version, storage, current, name)
+            copy = StoredCopy(name, _flat(t, storage, span), span, root, version, current)
             if not self._store(copy, counts, t):
                 return t.detach(), version
             self._copies.add(storage, copy)
             current.add(copy)
+            if self._select is not None:
+                current.convert_kept(copy, storage)
         view = SavedView(copy, t, version)
         view.name = name
         view.operation = operation_of(t)
         self._verifier.saved(view, t, current.number)
         return view
+
+    def _keep(
+        self,
+        t: torch.Tensor,
+        version: int,
+        storage: torch.UntypedStorage,
+        current: Pass,
+        name: str,
+    ) -> KeptTensor | KeptView:
+        """Return what stands for a tensor that is kept, at least until another site moves it."""
+        if self._select is None:
+            return t.detach(), version
+        kept = KeptView(t, version, name)
+        current.keep(kept, storage)
+        return kept
 
     def _site(
         self, name: str, module: nn.Module | None, t: torch.Tensor, nbytes: int
@@ -280,7 +303,7 @@ class SavedTensorHooks:
 
     # Reading
 
-    def unpack(self, packed: KeptTensor | SavedView) -> torch.Tensor:
+    def unpack(self, packed: KeptTensor | KeptView | SavedView) -> torch.Tensor:
         """Return a saved tensor.
 
         Raises
@@ -289,10 +312,12 @@ class SavedTensorHooks:
             When it was changed in place since it was saved, as torch does without hooks.
         """
         if type(packed) is tuple:
-            t, version = packed
-            if (now_at := version_of(t)) != version:
-                raise modified(t.shape, t.dtype, now_at, version, "")
-            return t
+            return _unchanged(*packed)
+        if isinstance(packed, KeptView):
+            if packed.view is None:
+                assert packed.t is not None
+                return _unchanged(packed.t, packed.version)
+            packed = packed.view
         assert isinstance(packed, SavedView)
         packed.check_version()
         copy = packed.copy
@@ -361,13 +386,23 @@ class SavedTensorHooks:
             executor.close()
 
 
-def _flat(t: torch.Tensor, storage: torch.UntypedStorage, begin: int, nbytes: int) -> torch.Tensor:
+def _unchanged(t: torch.Tensor, version: int) -> torch.Tensor:
+    """Return a tensor that was kept, or refuse one that was changed since."""
+    if (now_at := version_of(t)) != version:
+        raise modified(t.shape, t.dtype, now_at, version, "")
+    return t
+
+
+def _flat(t: torch.Tensor, storage: torch.UntypedStorage, span: Span) -> torch.Tensor:
     """Return bytes of a storage as ``[n]`` of the dtype of `t`; of complex ones the real parts."""
     dtype = t.dtype
+    if not dtype.is_complex and not t.is_neg():  # at half the price of what follows
+        size = dtype.itemsize
+        return t.detach().as_strided((span.nbytes // size,), (1,), span.begin // size)
     if dtype.is_complex:
         dtype = dtype.to_real()
     size = dtype.itemsize
     with torch.no_grad():
         return torch.empty(0, dtype=dtype, device=t.device).set_(
-            storage, begin // size, (nbytes // size,), (1,)
+            storage, span.begin // size, (span.nbytes // size,), (1,)
         )

@@ -5,6 +5,7 @@ Packing saves host memory, and time on no link: the paper's peer for what CSWAP+
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable
 from typing import NamedTuple
@@ -78,8 +79,8 @@ class HostPacking:
 
     Parameters
     ----------
-    on_gpu : bool
-        Whether copies go back to a GPU.
+    device : torch.device
+        Where copies go back to.
 
     Attributes
     ----------
@@ -87,8 +88,9 @@ class HostPacking:
         Number of copies that were packed.
     """
 
-    def __init__(self, on_gpu: bool) -> None:
-        self._on_gpu = on_gpu
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        on_gpu = device.type == "cuda"
         self._room, self._unpacked_room = HostRoom(on_gpu), HostRoom(on_gpu)
         self._scratch: torch.Tensor | None = None
         self.tensors = 0
@@ -118,7 +120,8 @@ class HostPacking:
         if used >= flat.nbytes:
             return
         try:
-            memory = self._room.cut(used, [])
+            with self._current():
+                memory = self._room.cut(used, [])
         except HostMemoryError:
             return  # it stays as it is
         memory.copy_(self._scratch[:used])
@@ -149,13 +152,20 @@ class HostPacking:
     ) -> torch.cuda.Event:
         events: list[torch.cuda.Event] = []
         try:
-            raw = self._unpacked_room.cut(out.shape[0], events)
+            with self._current():
+                raw = self._unpacked_room.cut(out.shape[0], events)
         except HostMemoryError:
             raw = torch.empty(out.shape[0], dtype=torch.uint8)  # from which copying is slower
         _unpack(packed, raw)
         done = lane.run(_copy_to_device, out, raw, after=after)
         events.append(done)
         return done
+
+    def _current(self) -> contextlib.AbstractContextManager[object]:
+        """Make the GPU a thread's current one: page-locking makes a context on that."""
+        if self._device.type == "cuda":
+            return torch.cuda.device(self._device)
+        return contextlib.nullcontext()
 
     def close(self) -> None:
         """Wait for the work under way, and end threads; they start again when a copy is read."""

@@ -15,6 +15,33 @@ class HostMemoryError(BitslabError):
     """There is no host memory for a copy."""
 
 
+#: Room for a blob over the largest of late, for what differs from step to step.
+MARGIN = 1.125
+SPARE_BYTES = 4096
+#: Of how much a blob is smaller than that, this share is forgotten.
+FORGET = 1 / 8
+
+
+class LearntSizes:
+    """How much room blobs need: what those of their sites needed of late, and a margin."""
+
+    def __init__(self) -> None:
+        self._most: dict[tuple[str, str], float] = {}
+
+    def room(self, site: str, codec_name: str, bound: int) -> int:
+        """Return the bytes to reserve for the next blob of a site; `bound` where nothing is known.
+
+        A blob may need more, up to `bound`.
+        """
+        most = self._most.get((site, codec_name))
+        return bound if most is None else min(bound, int(most * MARGIN) + SPARE_BYTES)
+
+    def add(self, site: str, codec_name: str, nbytes: int) -> None:
+        """Take note of what a blob needed."""
+        most = self._most.get((site, codec_name), 0.0)
+        self._most[site, codec_name] = max(nbytes, most - (most - nbytes) * FORGET)
+
+
 class HostRoom:
     """Cuts host memory; one thread at a time.
 

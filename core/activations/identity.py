@@ -100,6 +100,10 @@ class CopyTable(Generic[K]):
     def __len__(self) -> int:
         return len(self._copies)
 
+    def knows(self, storage: torch.UntypedStorage) -> bool:
+        """Return whether there may be a copy of a storage."""
+        return id(storage) in self._copies
+
     def find(
         self, storage: torch.UntypedStorage, root: torch.Tensor, version: int, span: Span
     ) -> K | None:

@@ -15,13 +15,15 @@ import torch
 from ..engine.advisor import SiteRecord
 from ..engine.codecs import count_zeros
 from ..engine.codecs.blob import HEADER_BYTES
+from ..engine.kernels.cuda.stream import current_stream
 from .copies import StoredCopy
 from .moments import Moment, has_passed, now, seconds_between
 from .policies import Codecs
 from .sites import Site
 
-#: Codecs encode so many bytes of a tensor, for their ratio.
-SAMPLE_BYTES = 1 << 20
+#: Codecs encode so many bytes of a tensor, for their ratio: this share of it, at least and at most.
+SAMPLE_SHARE = 1 / 8
+SAMPLE_BYTES = 64 << 10, 1 << 20
 #: Taken from so many places of it.
 SAMPLE_PIECES = 16
 #: Share of zeros from which a tensor counts as sparse.
@@ -29,8 +31,10 @@ SPARSE_SHARE = 0.2
 
 
 def sample_of(flat: torch.Tensor) -> torch.Tensor:
-    """Return ``[m]`` of ``[n]`` elements, from places that lie evenly, `SAMPLE_BYTES` at most."""
-    wanted = SAMPLE_BYTES // SAMPLE_PIECES // flat.element_size()
+    """Return ``[m]`` of ``[n]`` elements, from places that lie evenly: `SAMPLE_SHARE` of them."""
+    least, most = SAMPLE_BYTES
+    nbytes = min(max(int(flat.nbytes * SAMPLE_SHARE), least), most)
+    wanted = nbytes // SAMPLE_PIECES // flat.element_size()
     rows = flat.shape[0] // SAMPLE_PIECES
     if rows <= wanted:
         return flat
@@ -102,6 +106,8 @@ class PassProfile:
             return
         saved.read = begin, now(saved.site.device)
         self._reads.append(saved)
+        if self._ends is not None and len(self._reads) == len(self._saved):
+            self._read_back()
 
     def end_forward(self) -> None:
         """Record that the forward pass is over."""
@@ -118,9 +124,15 @@ class PassProfile:
         moments = [*self._ends.values(), *(s.read[1] for s in self._reads if s.read is not None)]
         if not all(map(has_passed, moments)):
             return False
-        if self._counted is None:
-            self._counted = {device: self._to_host(device) for device in self._ends}
+        if self._counted is None:  # some were dropped
+            self._read_back()
+        assert self._counted is not None
         return all(has_passed(moment) for _, moment in self._counted.values())
+
+    def _read_back(self) -> None:
+        """Begin to copy what was counted to the host."""
+        assert self._ends is not None
+        self._counted = {device: self._to_host(device) for device in self._ends}
 
     def _saved_on(self, device: torch.device) -> list[_Saved]:
         return [s for s in self._saved.values() if s.site.device == device]
@@ -128,6 +140,10 @@ class PassProfile:
     def _to_host(self, device: torch.device) -> tuple[torch.Tensor, Moment]:
         """Begin to copy what was counted to the host, all at once; return when it is there."""
         scalars = [t for s in self._saved_on(device) for t in (s.zeros, *s.used.values())]
+        assert self._ends is not None
+        end = self._ends[device]
+        if isinstance(end, torch.cuda.Event):  # all was counted before it, maybe on other streams
+            end.wait(current_stream(device))
         counted = torch.stack(scalars)
         if device.type == "cuda":
             here = torch.empty(counted.shape, dtype=counted.dtype, pin_memory=True)

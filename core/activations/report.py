@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ..engine.transfer.unit_report import UnitReport, packed_total, ratio_of, raw_total, units_table
+from ..engine.transfer.unit_report import UnitReport, packed_total, ratio_of, raw_total
 from ..errors import load_optional
 from .lossy import LossyError
 
@@ -103,22 +103,81 @@ class ActivationReport:
         }
 
     def table(self) -> Table:
-        """Return a rich table, one row a site.
+        """Return a rich table, one row a site: what is done there, its bytes, and why.
 
         Raises
         ------
         MissingExtraError
             When rich is not installed.
         """
-        table = units_table(self.units, self.device)
-        table.title = f"policy {self.policy}"
+        load_optional("rich", extra=None, purpose="printing a table")
+        from rich.table import Table
+        from rich.text import Text
+
+        raw, packed = raw_total(self.units), packed_total(self.units)
+        table = Table(
+            title=f"policy {self.policy}, {self.device}",
+            caption="MB = 10^6 bytes of the tensors that came back, before packing and as crossed.",
+            caption_justify="left",
+            show_footer=True,
+        )
+        table.add_column("site", f"total of {len(self.sites)}", overflow="fold")
+        table.add_column("moved")
+        footers = [f"{sum(site.tensors for site in self.sites)}"]
+        footers += [f"{raw / 1e6:,.2f}", f"{packed / 1e6:,.2f}", f"{self.ratio:.2f}x"]
+        for heading, footer in zip(
+            ("tensors", "raw MB", "crossed MB", "ratio"), footers, strict=True
+        ):
+            table.add_column(heading, footer, justify="right")
+        table.add_column("why", overflow="fold")
+        for site in self.sites:
+            unit = site.unit
+            table.add_row(
+                Text(unit.name),  # not markup
+                Text(site.choice),
+                str(site.tensors),
+                f"{unit.raw_bytes / 1e6:,.2f}",
+                f"{unit.packed_bytes / 1e6:,.2f}",
+                f"{unit.ratio:.2f}x",
+                Text(site.reason),
+            )
+        return table
+
+    def decision_table(self) -> Table:
+        """Return a rich table of what was decided at each profile, one row a site: figure 9.
+
+        Its last row counts the sites that are packed: figure 8. Without profiles it is empty.
+
+        Raises
+        ------
+        MissingExtraError
+            When rich is not installed.
+        """
+        load_optional("rich", extra=None, purpose="printing a table")
+        from rich.table import Table
+        from rich.text import Text
+
+        profiles = sorted({row["epoch"] for row in self.decisions})
+        table = Table(title="what was decided at each profile", show_footer=True)
+        table.add_column("site", "packed", overflow="fold")
+        cells: dict[str, dict[int, str]] = {}
+        for row in self.decisions:
+            what = row["codec"] or row["action"]
+            if row["sparsity"] is not None:
+                what += f" {row['sparsity']:.0%}"  # zeros
+            cells.setdefault(row["site"], {})[row["epoch"]] = what
+        for profile in profiles:
+            packed = sum(r["action"] == "pack" for r in self.decisions if r["epoch"] == profile)
+            table.add_column(str(profile), str(packed))
+        for site, own in cells.items():
+            table.add_row(Text(site), *(Text(own.get(profile, "")) for profile in profiles))
         return table
 
     def __str__(self) -> str:
         load_optional("rich", extra=None, purpose="printing a table")
         from rich.console import Console
 
-        console = Console(width=120, color_system=None)
+        console = Console(width=140, color_system=None)
         with console.capture() as captured:
             console.print(self.table())
         return captured.get() + "".join(f"{note}\n" for note in self.notes)

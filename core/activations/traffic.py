@@ -10,6 +10,7 @@ import torch
 
 from ..engine.codecs.blob import HEADER_BYTES
 from ..engine.transfer import Mark
+from .host_room import LearntSizes
 from .moments import Moment, has_passed, seconds_between
 
 #: Of so many encodings, and of so many decodings, one is timed: events cost the host a little.
@@ -29,6 +30,8 @@ class SentBlob:
         Bytes before packing, and of an element.
     device : torch.device
         Where it was encoded.
+    bound_bytes : int
+        Most bytes that it may have.
     host : torch.Tensor
         uint8 on the host, the blob at its beginning; held until its header was read.
     stored : Event or Future
@@ -37,13 +40,17 @@ class SentBlob:
     Attributes
     ----------
     used_bytes : int or None
-        Bytes that are used, once they are known.
+        Bytes that are used, once they are known; None where it failed or was cut off.
+    cut_off : bool
+        Whether it turned out to be larger than `host`.
     reads : int
         How often it was brought back before that.
     """
 
     __slots__ = (
+        "bound_bytes",
         "codec_name",
+        "cut_off",
         "device",
         "element_bytes",
         "host",
@@ -61,14 +68,17 @@ class SentBlob:
         nbytes: int,
         element_bytes: int,
         device: torch.device,
+        bound_bytes: int,
         host: torch.Tensor,
         stored: Mark,
     ) -> None:
         self.site, self.codec_name = site, codec_name
         self.nbytes, self.element_bytes, self.device = nbytes, element_bytes, device
+        self.bound_bytes = bound_bytes
         self.host: torch.Tensor | None = host
         self.stored = stored
         self.used_bytes: int | None = None
+        self.cut_off = False
         self.reads = 0
 
 
@@ -105,6 +115,8 @@ class Traffic:
         What crossed to the host for those whose size is known by now.
     peak_away_bytes : int
         Most bytes of saved tensors that were on the host alone at one time.
+    sizes : LearntSizes
+        What blobs needed.
     """
 
     def __init__(
@@ -113,6 +125,7 @@ class Traffic:
         self._came_back, self._observed = came_back, observed
         self.moved_out_bytes = self.moved_in_bytes = 0
         self.crossed_out_bytes = self.peak_away_bytes = 0
+        self.sizes = LearntSizes()
         self._away_bytes = 0
         self._unknown: deque[SentBlob] = deque()
         #: Of copies that are gone: filled by the garbage collector, which must take no lock.
@@ -169,8 +182,7 @@ class Traffic:
     def poll(self) -> None:
         """Take note of sizes and times that are known by now; waits for nothing."""
         while self._unknown and is_done(self._unknown[0].stored):
-            blob = self._unknown.popleft()
-            self._learn(blob)
+            self.learn(self._unknown.popleft())
         while self._timed:
             swap = self._timed[0]
             blob = swap.blob
@@ -181,15 +193,21 @@ class Traffic:
                 begin, end = swap.moments
                 self._observed(blob, swap.decodes, seconds_between(begin, end))
 
-    def _learn(self, blob: SentBlob) -> None:
+    def learn(self, blob: SentBlob) -> None:
+        """Take note of the size of a blob that is there, once."""
         host, blob.host = blob.host, None
-        assert host is not None
-        if failed(blob.stored):
+        if host is None or failed(blob.stored):
             return
-        used = blob.used_bytes = used_bytes(host)
-        self.crossed_out_bytes += used
+        needed = int(host[:8].view(torch.int64)[0])
+        if blob.bound_bytes >= needed > host.shape[0]:
+            blob.cut_off = True
+            self.crossed_out_bytes += host.shape[0]
+        else:
+            needed = blob.used_bytes = used_bytes(host)
+            self.crossed_out_bytes += needed
+        self.sizes.add(blob.site, blob.codec_name, needed)
         for _ in range(blob.reads):
-            self._came_back(blob.site, blob.nbytes, used)
+            self._came_back(blob.site, blob.nbytes, needed)
         blob.reads = 0
 
 

@@ -50,6 +50,9 @@ def inspect(arguments: argparse.Namespace) -> None:
     """Print what compressing the tensors of files would save, and draw it if that is asked for."""
     from . import Link, as_json, build_table, inspect_tensor
 
+    if arguments.codecs:
+        _inspect_codecs(arguments)
+        return
     options = _codec_options(arguments)
     plot_format = ""
     if arguments.plot:
@@ -85,11 +88,46 @@ def inspect(arguments: argparse.Namespace) -> None:
             entry["file"] = path
         print(json.dumps(content, indent=2))
         return
+    _print_table(lambda: build_table(reports, link))
+
+
+def _print_table(make: Callable[[], Any]) -> None:
     load_optional("rich", extra=None, purpose="printing a table")
     from rich.console import Console
 
     width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else PLAIN_WIDTH
-    Console(file=sys.stdout, width=width).print(build_table(reports, link))
+    Console(file=sys.stdout, width=width).print(make())
+
+
+def _inspect_codecs(arguments: argparse.Namespace) -> None:
+    """Print what each codec of whole tensors makes of the tensors of files."""
+    from . import CodecInspector, Link, codecs_json, codecs_table
+
+    given = {"--plot": arguments.plot, "--clusters": arguments.clusters}
+    given["--codec"] = None if arguments.codec == "auto" else arguments.codec
+    wrong = [name for name, value in given.items() if value is not None]
+    if wrong:
+        raise ArgumentError(f"--codecs: tries every codec; leave out {' and '.join(wrong)}")
+    device = device_or_default("cuda" if _gpu_is_there() else "cpu")
+    inspector = CodecInspector(device, Link(arguments.link_gbps, arguments.decode_gbps))
+    reports, files = [], []
+    for path in arguments.files:
+        tensors: Mapping[str, torch.Tensor | AnyCompressed] = (
+            read_file(path).tensors if _is_compressed(path) else _read_plain(path)[0]
+        )
+        prefix = f"{Path(path).name}: " if len(arguments.files) > 1 and not arguments.json else ""
+        for name, t in _with_progress(f"inspecting {path}", tensors):
+            with _naming(path, name):
+                plain = t if isinstance(t, torch.Tensor) else t.decompress()
+                reports.append(inspector.inspect(prefix + name, plain))
+            files.append(path)
+    if not arguments.json:
+        _print_table(lambda: codecs_table(reports, inspector))
+        return
+    content = codecs_json(reports, inspector)
+    for entry, path in zip(content["tensors"], files, strict=True):
+        entry["file"] = path
+    print(json.dumps(content, indent=2))
 
 
 def pack(arguments: argparse.Namespace) -> None:
@@ -281,9 +319,12 @@ def _device(arguments: argparse.Namespace) -> torch.device:
     """Return the device of the work."""
     if arguments.device != "auto":
         return checked_device(arguments.device, "--device")
-    # A machine with a GPU and without the package that starts the kernels works as one without.
-    found = torch.cuda.is_available() and importlib.util.find_spec("cupy") is not None
-    return device_or_default("cuda" if found else "cpu")
+    return device_or_default("cuda" if _gpu_is_there() else "cpu")
+
+
+def _gpu_is_there() -> bool:
+    """Return whether there is a GPU, and the package that starts the kernels."""
+    return torch.cuda.is_available() and importlib.util.find_spec("cupy") is not None
 
 
 def _with_progress(what: str, items: Mapping[str, T]) -> Iterator[tuple[str, T]]:

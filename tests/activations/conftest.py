@@ -7,22 +7,13 @@ from collections.abc import Callable
 
 import pytest
 
-from bitslab.engine.advisor import measuring
-from bitslab.engine.advisor.codec_times import CodecTimes
-
-#: What was measured, kept for all tests of a process.
-_KNOWN: dict[str, CodecTimes] = {}
+from tests.quick_measuring import measure_quickly
 
 
 @pytest.fixture
 def quick_measuring(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory):
     """Measure small tensors, few of them, and write to no cache of the machine."""
-    monkeypatch.setenv("BITSLAB_CACHE", str(tmp_path_factory.getbasetemp() / "activations-cache"))
-    monkeypatch.setattr(measuring, "_known", _KNOWN)
-    monkeypatch.setattr(measuring, "MIN_BYTES", {"cpu": 4 << 10, "cuda": 4 << 10})
-    monkeypatch.setattr(measuring, "PILOT_BYTES", {"cpu": 64 << 10, "cuda": 64 << 10})
-    monkeypatch.setattr(measuring, "MAX_BYTES", {"cpu": 256 << 10, "cuda": 256 << 10})
-    monkeypatch.setattr(measuring, "SAMPLES", 12)
+    measure_quickly(monkeypatch, tmp_path_factory.getbasetemp() / "activations-cache")
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
 
 import bitslab
@@ -46,6 +47,13 @@ def attach(model: nn.Module, **options: Any) -> bitslab.ActivationOffload:
     return bitslab.offload_activations(model, min_bytes=1024, **options)
 
 
+def printed(table: Any) -> str:
+    console = Console(width=160, color_system=None)
+    with console.capture() as captured:
+        console.print(table)
+    return captured.get()
+
+
 def choices(offload: bitslab.ActivationOffload) -> dict[str, str]:
     return {site.unit.name: site.choice for site in offload.report().sites}
 
@@ -71,6 +79,11 @@ def test_the_link_decides(link: Callable[[float], None]) -> None:
     assert [row["epoch"] for row in rows] == list(range(len(rows)))
     assert {row["action"] for row in rows} == {"pack", "raw"} and any(r["changed"] for r in rows)
     assert rows[0]["nbytes"] == 64 * 256 * 4 and 0.4 < rows[0]["sparsity"] < 0.6
+    shown = printed(report.table())
+    assert re.search(r"1:0 +│ raw +│ +\d+ │ +\d\.\d\d │.*│ Raw: ", shown)
+    grid = printed(report.decision_table())
+    assert re.search(rf"1:0 +│ {re.escape(slow['1:0'])} 5\d% +│.*│ raw 5\d%", grid)
+    assert re.search(r"packed +│ [12] +│.*│ 0 ", grid)
     offload.detach()
 
 

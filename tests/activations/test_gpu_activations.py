@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,10 @@ import torch
 from torch import nn
 
 import bitslab
+from bitslab.activations import Lossy
+from bitslab.activations.auto import AutoPolicy
 from bitslab.activations.policies import blob_codec_names
+from bitslab.activations.traffic import TIMED_EVERY
 from bitslab.engine.codecs.registry import get_codec
 from bitslab.engine.memory import host_arena
 from tests.activations.cases import CASES, Offloaded
@@ -75,6 +79,226 @@ def test_passes_wait_for_no_gpu_and_take_no_host_memory(policy: str, no_waiting:
         for _ in range(3):
             net(x).sum().backward()
     assert host_arena().stats()["reserved_bytes"] == before
+    offload.detach()
+
+
+@pytest.mark.parametrize("policy", ["raw", "static", "auto"])
+def test_a_step_is_queued_far_ahead_of_the_gpu(
+    policy: str, run_ahead: Any, link: Callable[[float], None], quick_measuring: None
+) -> None:
+    """Nothing the host does in a step waits: not for sizes, memory, or what a profile counted."""
+    link(1e6)
+    net = model()
+    options: dict[str, Any] = {"profile_every": 4} if policy == "auto" else {}
+    x = torch.randn(256, 512, device="cuda", requires_grad=True)
+    (plain,) = torch.autograd.grad(net(x).sum(), x)
+    offload = bitslab.offload_activations(
+        net, policy=policy, min_bytes=1024, in_flight_bytes=0, **options
+    )
+    for _ in range(8):  # compiles, fits, takes host memory
+        torch.autograd.grad(net(x).sum(), x)
+        torch.cuda.synchronize()
+    found = []
+    run_ahead(lambda: found.append(torch.autograd.grad(net(x).sum(), x)[0]))
+    assert torch.equal(found[0], plain)
+    if policy != "raw":
+        stats = offload.stats()
+        assert stats["crossed_out_bytes"] < stats["moved_out_bytes"]
+        assert stats["crossed_in_bytes"] < stats["moved_in_bytes"]  # sizes that came late count
+    offload.detach()
+
+
+def test_profiles_of_auto_wait_for_no_gpu(
+    no_waiting: Any, link: Callable[[float], None], quick_measuring: None
+) -> None:
+    link(1e6)
+    net = model()
+    x = torch.randn(256, 512, device="cuda")
+    offload = bitslab.offload_activations(net, min_bytes=1024, profile_every=2)
+
+    def step() -> None:
+        net(x).sum().backward()
+        while not torch.cuda.current_stream().query():  # the host waits for nothing itself
+            time.sleep(1e-3)
+
+    for _ in range(8):  # measures codecs and link, fits
+        step()
+    before = len(offload.report().decisions)
+    with no_waiting():
+        for _ in range(6):
+            step()
+    assert len(offload.report().decisions) > before
+    offload.detach()
+
+
+def test_real_swaps_correct_the_model(link: Callable[[float], None], quick_measuring: None) -> None:
+    link(1e6)
+    net = model()
+    x = torch.randn(1024, 512, device="cuda")
+    offload = bitslab.offload_activations(net, min_bytes=1024, codecs="zvc", profile_every=2)
+    for _ in range(4 + TIMED_EVERY):
+        net(x).sum().backward()
+        torch.cuda.synchronize()
+    offload.stats()
+    policy = offload._policy
+    assert isinstance(policy, AutoPolicy)
+    corrections = [model.corrections() for model in policy._models.values()]
+    assert any(("zvc", 4, 0) in each for each in corrections)
+    assert all(
+        0 < factor < 100 for each in corrections for pair in each.values() for factor in pair
+    )
+    offload.detach()
+
+
+def test_a_model_on_two_devices(link: Callable[[float], None], quick_measuring: None) -> None:
+    class Split(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(3)
+            self.first = nn.Sequential(nn.Linear(64, 128), nn.ReLU())
+            self.second = nn.Sequential(nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 8)).cuda()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.second(self.first(x).cuda())
+            return out
+
+    def step(net: nn.Module) -> list[torch.Tensor]:
+        net.zero_grad()
+        net(torch.linspace(-1, 1, 64 * 64).view(64, 64)).square().sum().backward()
+        return [p.grad.clone() for p in net.parameters() if p.grad is not None]
+
+    link(1e6)
+    net = Split()
+    plain = step(net)
+    for options in POLICIES.values():
+        offload = bitslab.offload_activations(net, **{"min_bytes": 64, "verify": True, **options})
+        for _ in range(4):
+            assert all(map(torch.equal, step(net), plain))
+        report = offload.report()
+        assert report.device == "cpu, cuda:0"
+        devices = {each.device.type: each.traffic for each in offload._hooks.executors()}
+        assert all(devices[name].moved_in_bytes > 0 for name in ("cpu", "cuda"))
+        offload.detach()
+
+
+@pytest.mark.parametrize("policy", ["raw", "static", "host"])
+def test_what_is_dropped_while_it_crosses_harms_nobody(policy: str) -> None:
+    """Memory that is being read or written for a copy is given to nobody before that is over."""
+    offload = bitslab.ActivationOffload(policy, codecs="zvc", min_bytes=1024, in_flight_bytes=0)
+    nbytes = 64 << 20
+
+    def saved() -> tuple[torch.Tensor, torch.Tensor]:
+        x = torch.randn(nbytes // 4, device="cuda", requires_grad=True)
+        with offload:
+            y = (x * 2).relu().sin()
+            z = (y * 3).exp().cos().sum()
+        return y, z
+
+    for _ in range(2):
+        y, z = saved()
+        z.backward()
+        del y, z
+    for _ in range(6):
+        y, z = saved()
+        torch.autograd.grad(z, y)  # which fetches what comes before, and never reads it
+        del y, z
+        others = [torch.full((nbytes,), n, dtype=torch.uint8, device="cuda") for n in range(6)]
+        assert all(bool((t == n).all()) for n, t in enumerate(others))
+        del others
+    offload.detach()
+
+
+@pytest.mark.parametrize("policy", ["raw", "static", "host"])
+def test_passes_on_streams_of_their_own(policy: str) -> None:
+    """Two streams save, and read in the order of the other one; memory goes from each to each."""
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+
+    def chain(x: torch.Tensor) -> torch.Tensor:  # of operators with the same bits on each stream
+        for _ in range(4):
+            x = (x * 1.5).relu().sin()
+        return x.square().sum()
+
+    inputs = [torch.randn(1 << 22, device="cuda", requires_grad=True) for _ in streams]
+    plain = [torch.autograd.grad(chain(x), x)[0] for x in inputs]
+    torch.cuda.synchronize()
+    offload = bitslab.ActivationOffload(
+        policy, codecs="zvc", min_bytes=1024, in_flight_bytes=1 << 20
+    )
+    for _ in range(8):
+        losses = []
+        for stream, x in zip(streams, inputs, strict=True):
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream), offload:
+                losses.append(chain(x))
+        for stream in streams:
+            torch.cuda.current_stream().wait_stream(stream)
+        for i in (1, 0):
+            (found,) = torch.autograd.grad(losses[i], inputs[i])
+            assert torch.equal(found, plain[i])
+    offload.detach()
+
+
+def test_two_streams_read_one_copy() -> None:
+    """A copy that one stream has brought back is whole when another one reads it."""
+    offload = bitslab.ActivationOffload("static", codecs="zvc", min_bytes=1024, in_flight_bytes=0)
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    x = torch.randn(1 << 22, device="cuda", requires_grad=True)
+    expected = 2 * (2 * x.detach()).relu().cos()
+    for _ in range(8):
+        with offload:
+            h = (x * 2).relu()
+            losses = []
+            for stream in streams:
+                stream.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(stream):
+                    losses.append(h.sin().sum())  # both save one copy
+        for stream in streams:
+            torch.cuda.current_stream().wait_stream(stream)
+        for loss in losses:
+            (found,) = torch.autograd.grad(loss, x, retain_graph=True)
+            torch.cuda.synchronize()
+            assert torch.equal(found, expected * (x > 0))
+        del h, losses
+    offload.detach()
+
+
+def test_zeros_are_packed_by_the_cpu() -> None:
+    offload = bitslab.ActivationOffload("host", codecs="zvc", min_bytes=1024, in_flight_bytes=0)
+    x = torch.randn(1 << 20, device="cuda")
+    x = x.where(torch.rand_like(x) > 0.9, 0.0).requires_grad_()
+    for _ in range(3):
+        with offload:
+            loss = (x * 2).square().sum()
+        offload.detach()  # waits for the CPU
+        (found,) = torch.autograd.grad(loss, x)
+        assert torch.equal(found, 8 * x)
+    assert offload.stats()["packed_on_host_tensors"] == 3
+    offload.detach()
+
+
+def test_lossy_rates_and_errors() -> None:
+    net = nn.Sequential(nn.Linear(512, 512), nn.LeakyReLU(), nn.Linear(512, 512)).cuda()
+    lossy = Lossy(epochs=2, epoch_passes=2, top=100, bottom=40)
+    offload = bitslab.offload_activations(net, policy="static", lossy=lossy, min_bytes=1024)
+    errors: list[Any] = []
+    for _ in range(6):
+        net(torch.randn(512, 512, device="cuda")).square().sum().backward()
+        (site,) = [site for site in offload.report().sites if site.unit.name == "1:0"]
+        errors.append(site.error)
+    assert [error.codec for error in errors] == [f"zfp {p}" for p in (100, 100, 70, 70, 40, 40)]
+    assert 0 < errors[0].relative < errors[2].relative < errors[4].relative < 0.1
+    offload.detach()
+
+
+@pytest.mark.parametrize("policy", ["raw", "static"])
+def test_saved_bytes_at_the_peak(policy: str) -> None:
+    net = model()
+    x = torch.randn(1 << 14, 512, device="cuda")
+    offload = bitslab.offload_activations(net, policy=policy, in_flight_bytes=0)
+    for _ in range(2):
+        net(x).sum().backward()
+    # The outputs of the last ReLU and of those before it: 32 MiB each, and the input.
+    assert offload.stats()["peak_saved_bytes"] == 5 * (32 << 20)
     offload.detach()
 
 

@@ -152,8 +152,11 @@ class Reservation:
         left, slab, begin = self._range, self._range.slab, self._range.begin
         array = slab.array[begin : begin + nbytes]
         # Written to later, perhaps outside the inference mode of a first pass.
-        with torch.inference_mode(False):
-            tensor = torch.from_numpy(array)  # whose storage holds the array
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):
+                tensor = torch.from_numpy(array)  # whose storage holds the array
+        else:
+            tensor = torch.from_numpy(array)
         size = _aligned(nbytes)
         middle = begin + size if size < self.nbytes else left.end
         cut = _Range(slab, begin, middle, pending, when_returned)

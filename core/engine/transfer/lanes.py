@@ -405,7 +405,7 @@ def record_on(stream: torch.cuda.Stream, mark: Mark | None = None) -> torch.cuda
 
 def wait_on_host(mark: Mark) -> None:
     """Wait for a mark in the calling thread; an error of a task is not raised."""
-    if isinstance(mark, Future):
-        wait([mark])
-    else:
+    if not isinstance(mark, Future):
         mark.synchronize()
+    elif not mark.done():  # `wait` takes long, even for what is done
+        wait([mark])
