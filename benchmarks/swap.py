@@ -30,6 +30,9 @@ import swap_ratio  # noqa: E402
 import swap_train  # noqa: E402
 from cnn.models import MODELS  # noqa: E402
 
+#: What ratio has besides CNNs.
+OF_RATIO = (swap_ratio.ZEROS, swap_ratio.MINILM)
+
 Rows = list[dict[str, Any]]
 Report = Callable[[str], None]
 
@@ -65,9 +68,9 @@ def make_parser() -> argparse.ArgumentParser:
     add(
         "--models",
         nargs="+",
-        choices=(*MODELS, swap_ratio.MINILM),
+        choices=(*MODELS, *OF_RATIO),
         metavar="MODEL",
-        help=f"of ratio and train: {', '.join(MODELS)}; of ratio alone {swap_ratio.MINILM} "
+        help=f"of ratio and train: {', '.join(MODELS)}; of ratio alone {', '.join(OF_RATIO)} "
         "(default: those of which issue 20 has figures)",
     )
     add(

@@ -7,18 +7,33 @@ tensors take, says for each tensor whether packing it pays; a decision agrees wh
 
 from __future__ import annotations
 
+import contextlib
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from cnn.saved import loss_of
+from swap_job import Job
 from timing import cpu_seconds, gpu_seconds
 
-from bitslab.engine.advisor import Decision, SiteRecord, SwapLink, agreement, decide
+import bitslab
+from bitslab.engine.advisor import (
+    Decision,
+    SiteRecord,
+    SwapLink,
+    TimeModel,
+    agreement,
+    decide,
+    fit_time_model,
+)
 from bitslab.engine.codecs import Blob, BlobCodec, ZvcCodec, blob_codec_class
 
 Rows = list[dict[str, Any]]
 
 REPETITIONS = 3
+#: Of the table of decisions by epoch.
+EPOCHS, EPOCH_STEPS = 6, 20
 
 
 class Recorder(ZvcCodec):
@@ -162,4 +177,73 @@ def row_of(
         else "yes"
         if (row["action"] == "pack") == (packed_s < raw_s)
         else "NO",
+    }
+
+
+def tensors_of(job: Job, select: Any) -> list[torch.Tensor]:
+    """Return copies of the tensors that a pass of the job's model moves, ``[n]``, in its order."""
+    recorder = Recorder()
+    # Of a copy, since the model may have one attached; what the copy learns is dropped with it.
+    model = copy.deepcopy(job.model)
+    offload = bitslab.offload_activations(
+        model, policy="static", codecs=[recorder], select=select, min_bytes=job.min_bytes
+    )
+    loss_of(model, *job.batch(), job.dtype).backward()
+    job.wait()
+    offload.detach()
+    return recorder.seen
+
+
+def time_model(job: Job, last: Rows) -> TimeModel:
+    """Return the time model that a profile decided by, which is known by now."""
+    names = dict.fromkeys(name for row in last for name in row["ratio"])
+    return fit_time_model(
+        job.device,
+        [blob_codec_class(name) for name in names],
+        dtypes=[torch.float32 if job.dtype == torch.float32 else torch.bfloat16],
+        progress=False,
+    )
+
+
+def grid(model: str, job: Job) -> dict[str, Rows]:
+    """Train with policy auto, and return what was decided by layer and epoch: figures 8 and 9.
+
+    Parameters
+    ----------
+    model : str
+        Its name.
+    job : Job
+        The model, with nothing attached.
+    """
+    offload = bitslab.offload_activations(job.model, min_bytes=job.min_bytes)
+    layers: dict[str, dict[str, Any]] = {}
+    counts: Rows = []
+    try:
+        for epoch in range(1, EPOCHS + 1):
+            offload.begin_epoch(epoch - 1)
+            for _ in range(EPOCH_STEPS):
+                job.step(contextlib.nullcontext())
+            rows = offload.report().decisions
+            last = [dict(row) for row in rows if row["epoch"] == rows[-1]["epoch"]]
+            for row in last:
+                layer = {"saved by": row["site"], "MB": row["nbytes"] / 1e6}
+                what = row["codec"] or row["action"]
+                zeros = f"{100 * (row['sparsity'] or 0.0):.0f} %"
+                layers.setdefault(row["site"], layer)[f"epoch {epoch}"] = f"{what}, {zeros}"
+            _, shares = compared(last, tensors_of(job, None), time_model(job, last).predict)
+            counts.append(
+                {
+                    "epoch": epoch,
+                    "packed": sum(row["action"] == "pack" for row in last),
+                    "raw": sum(row["action"] == "raw" for row in last),
+                    "changed": sum(row["changed"] for row in last),
+                    "agree with measured times %": 100 * shares["agreement"],
+                }
+            )
+    finally:
+        offload.detach()
+    title = f"{model}, ReLU, epochs of {EPOCH_STEPS} steps"
+    return {
+        f"{title}: tensors by what was decided (figure 8)": counts,
+        f"{title}: what was decided, and zeros, by layer (figure 9)": list(layers.values()),
     }

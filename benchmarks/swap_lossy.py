@@ -43,7 +43,8 @@ def lossy(arguments: argparse.Namespace, report: Report) -> dict[str, Rows]:
     options.width = arguments.lossy_width
     device = checked_device(parser, options)
     right: dict[str, list[float]] = {way: [] for way in WAYS}
-    for seed in range(arguments.seeds):
+    seeds = range(arguments.first_seed, arguments.first_seed + arguments.seeds)
+    for seed in seeds:
         options.seed = seed
         images = load_images("digits", DIGITS, SIDES["cifar"], seed, device)
         for way in WAYS:
@@ -58,12 +59,15 @@ def lossy(arguments: argparse.Namespace, report: Report) -> dict[str, Rows]:
     for way, each in right.items():
         mean = statistics.mean(each)
         row: dict[str, Any] = {"way": way, "mean": f"{mean:.2f}", "less than plain": plain - mean}
+        if len(each) > 1:  # of the mean, by the differences from sliding of the same seed
+            off = [a - b for a, b in zip(each, right["sliding"], strict=True)]
+            row["+-, beside sliding"] = statistics.stdev(off) / len(off) ** 0.5
         if way != PLAIN:
             schedule = LossySchedule(top, bottom, options.epochs, way)  # type: ignore[arg-type]
             rates = [schedule.value(epoch) for epoch in range(options.epochs)]
             row["P"] = f"{rates[0]} to {rates[-1]}"
             row["crossed"] = statistics.mean(rates) / MAX_P
-        row |= {f"seed {seed}": f"{value:.1f}" for seed, value in enumerate(each)}
+        row |= {f"seed {seed}": f"{a:.1f}" for seed, a in zip(seeds, each, strict=True)}
         rows.append(row)
     title = (
         f"{arguments.lossy_model}, LeakyReLU, width {options.width:g}, {DIGITS} digits, "
@@ -81,4 +85,5 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--lossy-epochs", type=int, default=8, help="default: %(default)s")
     add("--lossy-batch", type=int, default=64, help="images of a step (default: %(default)s)")
     add("--lossy-bits", nargs=2, type=int, default=(96, 32), metavar=("TOP", "BOTTOM"))
-    add("--seeds", type=int, default=5, help="default: %(default)s")
+    add("--seeds", type=int, default=5, help="how many (default: %(default)s)")
+    add("--first-seed", type=int, default=0, help="default: %(default)s")

@@ -3,8 +3,9 @@
 CNNs are trained on scikit-learn's digits, enlarged to 32 pixels, and then save one batch that they
 were not trained on last; MiniLM is tuned for some steps on text of this checkout, as SimCSE does,
 and saves a batch of it. A row is a kind of tensor, all layers together, encoded tensor by tensor
-with a codec fitted to it; `best` is the smallest of each tensor, raw where none is smaller. Peers:
-LZ4 (the package lz4, by our form of it), zlib at its fastest.
+with a codec fitted to it; `best` is the smallest of each tensor, raw where none is smaller. Before
+them stand normal values with zeros scattered over them. Peers: LZ4 (the package lz4, by our form of
+it), zstd and zlib at their fastest usual levels.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+import zstandard
 from cnn.images import load_images
 from cnn.models import SIDES
 from cnn.options import checked_device
@@ -28,8 +30,9 @@ from bitslab.engine.codecs import blob_codec_class
 #: Those of which issue 20 names sizes.
 MODELS = ("alexnet", "vgg16", "vgg16_bn")
 MINILM = "minilm"
+ZEROS = "zeros"
 CODECS = ("zvc", "csr", "rle", "ibp-blob", "zvc+ibp", "lz4")
-RAW, ZLIB, BEST = "raw", "zlib", "best"
+RAW, ZSTD, ZLIB, BEST = "raw", "zstd", "zlib", "best"
 #: Rows of a table: which kinds of saved tensors they sum, None for all.
 KINDS: dict[str, tuple[str, ...] | None] = {
     "activations": ("activation",),
@@ -47,6 +50,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 #: Lines of text in a batch of MiniLM, each seen twice, their tokens, and steps of tuning.
 LINES, TOKENS, TUNED_STEPS = 2, 128, 3
 TEMPERATURE = 0.05
+ELEMENTS = 1 << 20  # of a tensor with scattered zeros
 
 Rows = list[dict[str, Any]]
 Report = Callable[[str], None]
@@ -58,8 +62,9 @@ def sizes_of(values: torch.Tensor) -> dict[str, int]:
     for name in CODECS:
         codec = blob_codec_class(name).fit(values)
         sizes[name] = codec.encode(values).nbytes + codec.profile_bytes
-    data = values.contiguous().view(-1).view(torch.uint8)
-    sizes[ZLIB] = len(zlib.compress(data.cpu().numpy().data, 1))
+    data = values.contiguous().view(-1).view(torch.uint8).numpy()
+    sizes[ZSTD] = len(zstandard.ZstdCompressor(level=1).compress(data.data))
+    sizes[ZLIB] = len(zlib.compress(data.data, 1))
     sizes[BEST] = min(sizes[name] for name in (RAW, *CODECS))
     return sizes
 
@@ -92,13 +97,31 @@ def row_of(chosen: Iterable[tuple[Saved, Mapping[str, int]]]) -> dict[str, Any]:
 def ratio(arguments: argparse.Namespace, report: Report) -> dict[str, Rows]:
     """Train the models, and return a table for each of them and dtype."""
     tables: dict[str, Rows] = {}
-    for model in arguments.models or (*MODELS, MINILM):
+    for model in arguments.models or (ZEROS, *MODELS, MINILM):
         for name in DTYPES:
-            if model == MINILM:
+            if model == ZEROS:
+                tables |= zeros(name)
+            elif model == MINILM:
                 tables |= minilm(name, report)
             else:
                 tables |= cnn(model, name, arguments, report)
     return tables
+
+
+def zeros(dtype_name: str) -> dict[str, Rows]:
+    """Return the table of normal values with scattered zeros, and what their ideal would be."""
+    generator = torch.Generator().manual_seed(0)
+    dtype = DTYPES[dtype_name]
+    bits = 8 * dtype.itemsize
+    rows: Rows = []
+    for percent in (50, 90):
+        values = torch.randn(ELEMENTS, generator=generator)
+        values[torch.randperm(ELEMENTS, generator=generator)[: ELEMENTS * percent // 100]] = 0
+        saved = Saved("", "", values.shape, values.to(dtype))
+        row = {"saved": f"{percent} % zeros"} | row_of([(saved, sizes_of(saved.values))])
+        rows.append(row | {"ideal": bits / (1 + bits * (1 - percent / 100))})
+    title = f"{dtype_name}, {ELEMENTS:,} normal values with scattered zeros: raw over encoded bytes"
+    return {f"{title}; ideal: a bit a value and what is not zero": rows}
 
 
 def cnn(

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from cnn.models import SIDES
-from swap_decisions import Recorder, compared
+from swap_decisions import compared, grid, tensors_of, time_model
 from swap_job import (
     DENSE,
     MODELS,
@@ -38,8 +38,7 @@ from swap_job import (
 from swap_profile import profile_rows
 
 import bitslab
-from bitslab.engine.advisor import SwapLink, TimeModel, fit_time_model
-from bitslab.engine.codecs import blob_codec_class
+from bitslab.engine.advisor import SwapLink
 from bitslab.engine.memory import host_arena
 
 Rows = list[dict[str, Any]]
@@ -182,39 +181,11 @@ def measure(job: Job, way: str, select: str, until: float) -> Measured:
         last = [r for r in measured.decisions if r["epoch"] == measured.decisions[-1]["epoch"]]
         try:
             measured.sites, measured.agreement = compared(
-                last, tensors_of(job, select), time_model(job, last).predict
+                last, tensors_of(job, SELECTS[select]), time_model(job, last).predict
             )
         except ValueError as error:
             measured.notes.append(f"decisions are not compared with measured times: {error}")
     return measured
-
-
-def tensors_of(job: Job, select: str) -> list[torch.Tensor]:
-    """Return copies of the tensors that a pass moves, ``[n]`` each, in its order."""
-    recorder = Recorder()
-    offload = bitslab.offload_activations(
-        job.model,
-        policy="static",
-        codecs=[recorder],
-        select=SELECTS[select],
-        min_bytes=job.min_bytes,
-    )
-    try:
-        job.step(contextlib.nullcontext())
-    finally:
-        offload.detach()
-    return recorder.seen
-
-
-def time_model(job: Job, last: Rows) -> TimeModel:
-    """Return the time model that a profile decided by, which is known by now."""
-    names = dict.fromkeys(name for row in last for name in row["ratio"])
-    return fit_time_model(
-        job.device,
-        [blob_codec_class(name) for name in names],
-        dtypes=[torch.float32 if job.dtype == torch.float32 else torch.bfloat16],
-        progress=False,
-    )
 
 
 def release(job: Job) -> None:
@@ -323,6 +294,9 @@ def train(arguments: argparse.Namespace, report: Report) -> dict[str, Rows]:
     if arguments.shape is None:
         arguments.shape = "imagenet" if device.type == "cuda" else "cifar"
     models = [m for m in arguments.models or MODELS if m in MODELS]
+    gridded = arguments.grid
+    if gridded is None:
+        gridded = ["vgg16"] if device.type == "cuda" and "vgg16" in models else []
     jobs = [(m, a) for m in models for a in arguments.activations]
     budget = Budget(
         arguments.seconds_limit,
@@ -336,6 +310,12 @@ def train(arguments: argparse.Namespace, report: Report) -> dict[str, Rows]:
                 report(f"left out: {model}, {activation} (--seconds-limit)")
                 continue
             measure_model(model, activation, arguments, device, budget, report, tables, summary)
+        for model in gridded:
+            if budget.is_spent:
+                report(f"left out: decisions of {model} by epoch (--seconds-limit)")
+            else:
+                report(f"{model}, {SPARSE}: decisions by epoch")
+                tables |= grid(model, Job(model, SPARSE, arguments, device))
     if summary:
         tables |= summaries(summary)
     return tables
@@ -509,5 +489,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     add("--steps", type=int, default=10, help="that are timed (default: %(default)s)")
     add("--seconds-limit", type=float, metavar="S", help="leave out what does not fit")
+    add(
+        "--grid",
+        nargs="*",
+        choices=MODELS,
+        metavar="MODEL",
+        help="with ReLU, decisions by layer and epoch (default: vgg16 on a GPU, if it is measured)",
+    )
     add("--no-agreement", dest="agreement", action="store_false", help="no codecs timed by site")
     add("--no-profile", dest="profile", action="store_false", help="no kernels, no sites")
