@@ -513,6 +513,8 @@ class Executor:
 
     def close(self) -> None:
         """Wait for the work under way, and end threads; they start again when a copy is read."""
+        if self.on_gpu:
+            self._out.close()  # what crosses is there then, and its size is known
         with self._lock:
             self._release(0)  # while what was cut off can be sent again
         for lane in {self._encoding, self._out, self._in}:
