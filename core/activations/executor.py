@@ -10,7 +10,7 @@ computes then waits until the oldest copy has been read, and its memory is used 
 of that stream, however far the host is ahead.
 
 A copy that was encoded gets as much host memory as those of its site needed of late. Until it is
-known to fit, its original stays, from which one that does not fit is sent once more.
+known to fit, its original remains, from which one that does not fit is sent once more.
 """
 
 from __future__ import annotations

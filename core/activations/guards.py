@@ -40,6 +40,8 @@ _LEAF = "torch::autograd::AccumulateGrad"
 #: A chain of forms is followed as far as this.
 _MOST_FORMS = 6
 
+_PLAIN_TYPES = (torch.Tensor, nn.Parameter)
+_STRIDED = torch.strided
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
 _empties: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
@@ -72,8 +74,8 @@ def modified(shape: Iterable[int], dtype: torch.dtype, at: int, saved: int, what
 def is_plain(t: torch.Tensor) -> bool:
     """Return whether a tensor is dense, of torch's own class, and has memory on a CPU or a GPU."""
     return (
-        (type(t) is torch.Tensor or type(t) is nn.Parameter)
-        and t.layout is torch.strided
+        type(t) in _PLAIN_TYPES
+        and t.layout is _STRIDED
         and (t.is_cpu or t.is_cuda)
         and not t.is_nested
         and not t.is_quantized

@@ -18,7 +18,7 @@ from .copies import KeptView, Pass, SavedView, StoredCopy
 from .executor import Executor
 from .guards import is_form_of_leaf, is_plain, modified
 from .host_room import HostMemoryError
-from .identity import CopyTable, Span, copied_span, root_of, span_of, version_of
+from .identity import CopyTable, Span, copied_span, root_of, span_of
 from .lossy import ErrorSample
 from .moments import now
 from .policies import HOST, KEEP, RAW, Choice, Codecs, Policy
@@ -158,7 +158,7 @@ class SavedTensorHooks:
 
     def pack(self, t: torch.Tensor) -> KeptTensor | KeptView | SavedView:
         """Return what stands for a tensor in the graph."""
-        version = version_of(t)
+        version = t._version
         if t.numel() * t.element_size() < self._min_bytes or not is_plain(t):
             return t.detach(), version
         passes = self._entered()
@@ -177,11 +177,13 @@ class SavedTensorHooks:
         self, t: torch.Tensor, version: int, storage: torch.UntypedStorage, current: Pass
     ) -> KeptTensor | KeptView | SavedView:
         module = running_module(3)
-        name = current.next_name(self._name_of(module))
+        name = current.next_name("" if module is None else self._name_of(module))
         counts = self.sites.get(name)
         if counts is not None and counts.choice == KEEP and not self._copies.knows(storage):
             site = counts.site
             if site.shape == t.shape and site.dtype == t.dtype:
+                if self._select is None:
+                    return t.detach(), version
                 return self._keep(t, version, storage, current, name)
         root, span = root_of(t), span_of(t)
         copy = self._copies.find(storage, root, version, span)
@@ -295,9 +297,7 @@ class SavedTensorHooks:
                 stacklevel=5,
             )
 
-    def _name_of(self, module: nn.Module | None) -> str:
-        if module is None:
-            return ""
+    def _name_of(self, module: nn.Module) -> str:
         name = self._module_names.get(module)
         return type(module).__name__ if name is None else name
 
@@ -388,8 +388,8 @@ class SavedTensorHooks:
 
 def _unchanged(t: torch.Tensor, version: int) -> torch.Tensor:
     """Return a tensor that was kept, or refuse one that was changed since."""
-    if (now_at := version_of(t)) != version:
-        raise modified(t.shape, t.dtype, now_at, version, "")
+    if t._version != version:
+        raise modified(t.shape, t.dtype, t._version, version, "")
     return t
 
 
