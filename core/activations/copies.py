@@ -140,6 +140,7 @@ class StoredCopy:
         "away",
         "blob",
         "codec",
+        "device",
         "dtype",
         "elements",
         "events",
@@ -178,7 +179,7 @@ class StoredCopy:
         self.root = weakref.ref(root)
         self.version = version
         self.made_in = made_in
-        self.dtype = flat.dtype
+        self.dtype, self.device = flat.dtype, flat.device
         self.elements = flat.shape[0]
         self.original: torch.Tensor | None = flat
         self.codec: BlobCodec | None = None

@@ -336,10 +336,14 @@ class SavedTensorHooks:
             error.add_note(f"bitslab: while reading {packed.name!r} for the backward pass")
             raise
         self._verifier.read(packed, t)
-        self._order.read(copy, executor.fetch)
+        self._order.read(copy, self._fetch)
         if profile is not None and begin is not None:
             profile.read(copy, begin)
         return t
+
+    def _fetch(self, copy: StoredCopy) -> None:
+        # Of what is read next, which may be on another device.
+        self.executor(copy.device).fetch(copy)
 
     def executor(self, device: torch.device) -> Executor:
         """Return what moves tensors of a device."""

@@ -91,7 +91,10 @@ def running_module(frames: int = 1) -> nn.Module | None:
     frames : int
         Number of the callers that are not looked at.
     """
-    frame: FrameType | None = sys._getframe(frames)
+    try:
+        frame: FrameType | None = sys._getframe(frames)
+    except ValueError:  # a thread of autograd, which calls the hook itself
+        return None
     while frame is not None:
         if frame.f_code is _CALL:
             module = frame.f_locals.get("self")
