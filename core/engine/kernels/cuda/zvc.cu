@@ -15,7 +15,10 @@
 __device__ __forceinline__ u32 pieces_of(u32 count) { return (count + ALIGN_UNITS - 1) / ALIGN_UNITS; }
 
 // Words up to a multiple of ALIGN_BYTES.
-__device__ __forceinline__ i64 aligned_words(i64 n) { return (n + ALIGN_BYTES / 4 - 1) / (ALIGN_BYTES / 4) * (ALIGN_BYTES / 4); }
+__device__ __forceinline__ i64 aligned_words(i64 n) {
+  const int step = ALIGN_BYTES / 4;
+  return (n + step - 1) / step * step;
+}
 
 // The values of the warps before this one, and those of all.
 __device__ __forceinline__ u32 values_before(const u32* counts, int warp, u32& total) {
