@@ -124,7 +124,8 @@ class BlobCodec(ABC):
     """
 
     name: ClassVar[str]
-    #: Number of the form in the header; one for each layout of the bytes, for ever.
+    #: Number of the form in the header; one for each layout of the bytes, for ever. A codec with
+    #: several layouts has further numbers, which no other codec takes.
     form: ClassVar[int]
     #: Types of the devices on which it encodes and decodes.
     device_types: ClassVar[tuple[str, ...]] = ("cpu",)

@@ -35,6 +35,7 @@ from bitslab.engine.codecs import (
     ZvcCodec,
 )
 from bitslab.engine.codecs.blob import ALIGN_BYTES, HEADER_BYTES
+from bitslab.engine.kernels.blob_format import ZVC_BITS_FIRST_FORM
 from tests.engine.codecs.contract import edge_rows
 from tests.helpers import DTYPES, bits_of, dtype_id, same_bits
 from tests.simt.module import guarded
@@ -426,3 +427,4 @@ def test_shipped_codec_is_registered_and_tested(cls: type[BlobCodec]) -> None:
 def test_names_and_forms_are_unique() -> None:
     classes = shipped_classes()
     assert len({cls.name for cls in classes}) == len({cls.form for cls in classes}) == len(classes)
+    assert ZVC_BITS_FIRST_FORM not in {cls.form for cls in classes}

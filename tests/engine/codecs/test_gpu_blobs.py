@@ -56,6 +56,7 @@ def test_gpu_writes_and_reads_like_the_cpu(cls, dtype):
     matrix = t.reshape(-1)[:70_000].view(100, 700).t()
     assert_like_the_cpu(codec, matrix)
     # Blocks that are taken in turn, and a multiprocessor that has many of them.
+    x = with_zeros(t, 0.5)
     for budget in (1, 7):
         blob = codec.encode(x.cuda(), sm_budget=budget)
         assert torch.equal(blob.trimmed().data.cpu(), codec.encode(x).trimmed().data)

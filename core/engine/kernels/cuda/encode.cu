@@ -47,7 +47,7 @@ extern "C" __global__ void __launch_bounds__(256) packed_words(
     const stored_t* __restrict__ rows, i64 n_rows, int chunks, int row_words, int clusters,
     const chunk_t* __restrict__ tables, const int* __restrict__ starts, void* __restrict__ lengths,
     int length_bytes, u8* __restrict__ row_clusters) {
-  __shared__ u8 codes[256];
+  __shared__ u8 codes[1 << MOST_FIELD_BITS];
   const Field f = find_field(tables, clusters, codes);
   const int lane = threadIdx.x & 31;
   const int positions = UNIFORM ? 1 : chunks;
@@ -84,7 +84,7 @@ extern "C" __global__ void __launch_bounds__(256, 4) encode_rows(
     int length_bytes, const u8* __restrict__ row_clusters, const i64* __restrict__ bases, u32* __restrict__ words,
     int stage_words) {
   extern __shared__ __align__(128) u32 shared[];
-  __shared__ u8 codes[256];
+  __shared__ u8 codes[1 << MOST_FIELD_BITS];
   const Field f = find_field(tables, clusters, codes);
   const int lane = threadIdx.x & 31;
   const int positions = UNIFORM ? 1 : chunks;

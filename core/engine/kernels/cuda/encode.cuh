@@ -1,8 +1,10 @@
 // What those that pack rows share (encode.cu, pack.cu): one warp packs a row.
 #define AHEAD 4                  // groups whose chunks a warp has under way while it packs
 
-// A uniform mask that is one run of at most eight bits gets its codes from a table in shared
-// memory, and its bits move by shifts. The exponents of most floating-point dtypes are such.
+// A uniform mask that is one run of at most MOST_FIELD_BITS gets its codes from a table in shared
+// memory, and its bits move by shifts. The exponents of most floating-point dtypes are such, with the
+// sign where all have the same.
+#define MOST_FIELD_BITS 9
 struct Field {
   const u8* codes;  // code of every value of the field, or null
   chunk_t mask, low;
@@ -25,12 +27,12 @@ __device__ __forceinline__ Field find_field(const chunk_t* __restrict__ tables, 
     f.low = lowest - 1;
     f.shift = POPC(f.low);
     f.bits = POPC(mask);
-    if (f.bits <= 8) {
-      if (threadIdx.x < 256) {
+    if (f.bits <= MOST_FIELD_BITS) {
+      for (u32 x = threadIdx.x; x < 1u << f.bits; x += blockDim.x) {
         u8 code = 0;
         for (int j = (int)CODE_MASK; j >= 1; --j)  // downwards, so that the first match wins
-          if ((__ldg(tables + j) >> f.shift) == threadIdx.x) code = (u8)j;
-        codes[threadIdx.x] = code;
+          if ((__ldg(tables + j) >> f.shift) == x) code = (u8)j;
+        codes[x] = code;
       }
       __syncthreads();
       f.codes = codes;

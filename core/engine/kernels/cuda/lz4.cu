@@ -86,7 +86,8 @@ extern "C" __global__ void __launch_bounds__(PLACE_THREADS)
   const u64* const header = (const u64*)data;
   const u32* const sizes = (const u32*)(data + HEADER_BYTES);
   const i64 first = HEADER_BYTES + aligned_bytes(4 * count);
-  const bool known = sound_header((const u32*)data, elements, element_bytes, LZ4_FORM, first, data_bytes) && header[3] == 0;
+  const bool known =
+      sound_header((const u32*)data, elements, element_bytes, LZ4_FORM, first, data_bytes) && header[3] == 0;
   const i64 used = known ? (i64)header[0] : 0;
   bool bad = !known || (count == 0 && used != first);
   i64 at = first;

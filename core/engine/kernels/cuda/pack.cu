@@ -26,7 +26,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS)
               int warp_words, i64 elements, int element_bytes, int form, i64 lengths_at, int length_bytes,
               i64 bases_at, i64 tail_at, i64 words_at, u8* data, u64* states) {
   extern __shared__ __align__(128) u32 shared[];
-  __shared__ u8 codes[256];
+  __shared__ u8 codes[1 << MOST_FIELD_BITS];
   __shared__ u32 counts[WARPS];
   __shared__ u32 first_word;
   __shared__ i64 taken;

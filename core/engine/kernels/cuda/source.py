@@ -475,9 +475,11 @@ def zvc_threads(unit_bytes: int) -> int:
     return 1024 if unit_bytes == 1 else 256
 
 
-def zvc_blocks(unit_bytes: int) -> int:
+def zvc_blocks(unit_bytes: int, decodes: bool = False) -> int:
     """Return the blocks of zero-value compression that a multiprocessor has registers for."""
-    return {1: 1, 2: 4}.get(unit_bytes, 6)
+    if unit_bytes == 2:
+        return 5 if decodes else 4
+    return 1 if unit_bytes == 1 else 6
 
 
 def zvc_variant(unit_bytes: int) -> PlainVariant:
@@ -493,7 +495,8 @@ def zvc_variant(unit_bytes: int) -> PlainVariant:
             ("ONES", f"{ZVC_ONES}u"),
             ("ZVC_FORM", ZVC_FORM),
             ("THREADS", zvc_threads(unit_bytes)),
-            ("MIN_BLOCKS", zvc_blocks(unit_bytes)),
+            ("ENCODE_BLOCKS", zvc_blocks(unit_bytes)),
+            ("DECODE_BLOCKS", zvc_blocks(unit_bytes, decodes=True)),
         ),
     )
 

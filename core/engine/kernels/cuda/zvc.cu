@@ -15,7 +15,10 @@
 __device__ __forceinline__ u32 pieces_of(u32 count) { return (count + ALIGN_UNITS - 1) / ALIGN_UNITS; }
 
 // Words up to a multiple of ALIGN_BYTES.
-__device__ __forceinline__ i64 aligned_words(i64 n) { return (n + ALIGN_BYTES / 4 - 1) / (ALIGN_BYTES / 4) * (ALIGN_BYTES / 4); }
+__device__ __forceinline__ i64 aligned_words(i64 n) {
+  const int step = ALIGN_BYTES / 4;
+  return (n + step - 1) / step * step;
+}
 
 // The values of the warps before this one, and those of all.
 __device__ __forceinline__ u32 values_before(const u32* counts, int warp, u32& total) {
@@ -32,7 +35,7 @@ __device__ __forceinline__ u32 values_before(const u32* counts, int warp, u32& t
 // The values go to `values`, and behind the last ones zeros up to a multiple of fill_bytes, of ALIGN_BYTES.
 // states[0] counts the blocks that were taken, where there are more than the grid has; the others are those
 // of the look-back. All are 0 at the start.
-extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
+extern "C" __global__ void __launch_bounds__(THREADS, ENCODE_BLOCKS)
     encode_zvc(const stored_t* __restrict__ x, i64 units, i64 blocks, i64 elements, int element_bytes, int form,
                i64 starts_at, i64 bitmap_at, i64 values_at, int fill_bytes, u32* __restrict__ data,
                uint4* __restrict__ values, u64* states) {
@@ -130,7 +133,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 
 // data_bytes are at least values_at, or starts_at where the bitmap comes first. `values` lie behind it in `data`,
 // or, as many bytes as value_room, elsewhere. A damaged block is reported, and its part of `out` is left as it is.
-extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
+extern "C" __global__ void __launch_bounds__(THREADS, DECODE_BLOCKS)
     decode_zvc(const u32* __restrict__ data, i64 data_bytes, i64 units, i64 blocks, i64 elements, int element_bytes,
                int form, i64 starts_at, i64 bitmap_at, i64 values_at, const u8* __restrict__ values, i64 value_room,
                stored_t* __restrict__ out, i64* mailbox) {

@@ -87,7 +87,7 @@ class ZvcKernels:
         x = aligned_to(x, layout.unit_bytes)
         states = torch.zeros(layout.blocks + 1, dtype=torch.int64, device=x.device)
         self._launch(layout, EncodeZvc)(
-            self._blocks(layout, sm_budget),
+            self._blocks(layout, sm_budget, zvc_blocks(layout.unit_bytes)),
             x.data_ptr(),
             layout.units,
             layout.blocks,
@@ -119,7 +119,7 @@ class ZvcKernels:
         else:
             values_from, room = values.data_ptr(), values.shape[0]
         self._launch(layout, DecodeZvc)(
-            self._blocks(layout, sm_budget),
+            self._blocks(layout, sm_budget, zvc_blocks(layout.unit_bytes, decodes=True)),
             data.data_ptr(),
             data.shape[0],
             layout.units,
@@ -144,9 +144,9 @@ class ZvcKernels:
             self._launches[variant, parameters] = found
         return found
 
-    def _blocks(self, layout: ZvcLayout, sm_budget: int | None) -> int:
+    def _blocks(self, layout: ZvcLayout, sm_budget: int | None, at_once: int) -> int:
         """Return the blocks of a launch: one for each of the layout, or as many as may run."""
         if sm_budget is None:
             return max(1, layout.blocks)
         processors = max(1, min(sm_budget, self._runner.multiprocessors))
-        return max(1, min(layout.blocks, processors * zvc_blocks(layout.unit_bytes)))
+        return max(1, min(layout.blocks, processors * at_once))
