@@ -44,6 +44,10 @@ from .host_room import HostRoom
 from .moments import Moment, now
 from .traffic import Observed, SentBlob, Traffic, is_done, used_bytes
 
+#: Originals whose copies are under way take so much at most where nobody says, or a larger share of
+#: a GPU's memory.
+IN_FLIGHT_BYTES = 256 << 20
+IN_FLIGHT_SHARE = 1 / 32
 #: Encoded copies on a device: one is encoded while another one is written to the host.
 STAGING_BUFFERS = 2
 #: Sizes of tensors and codecs whose bounds are kept.
@@ -57,7 +61,7 @@ class Executor:
     ----------
     device : torch.device
         The device.
-    in_flight_bytes : int
+    in_flight_bytes : int or None
         Bytes of originals that are kept at most while their copies are under way.
     came_back : callable
         As for `Traffic`.
@@ -76,12 +80,14 @@ class Executor:
     def __init__(
         self,
         device: torch.device,
-        in_flight_bytes: int,
+        in_flight_bytes: int | None,
         came_back: Callable[[str, int, int], None],
         failed: Callable[[str, BaseException], None],
         observed: Observed | None = None,
     ) -> None:
         self.device = device
+        if in_flight_bytes is None:
+            in_flight_bytes = _usual_bytes(device)
         self.in_flight_bytes = in_flight_bytes
         self._came_back, self._failed, self._observed = came_back, failed, observed
         self.on_gpu = device.type == "cuda"
@@ -530,6 +536,18 @@ class Executor:
             self._ring = _empty_ring()
             if not self.on_gpu:
                 self._open_lanes()
+
+
+def _usual_bytes(device: torch.device) -> int:
+    """Return what originals may take while they are copied, where nobody says.
+
+    Less makes what computes wait for copies of large tensors: 256 MiB cost an AlexNet whose inputs
+    of convolutions have 1.4 GB a quarter of its step on an H200.
+    """
+    if device.type != "cuda":
+        return IN_FLIGHT_BYTES
+    total_bytes = torch.cuda.get_device_properties(device).total_memory
+    return max(IN_FLIGHT_BYTES, int(total_bytes * IN_FLIGHT_SHARE))
 
 
 def _empty_ring() -> StagingRing[int]:

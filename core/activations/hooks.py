@@ -94,7 +94,7 @@ class SavedTensorHooks:
         *,
         min_bytes: int,
         select: Select | None,
-        in_flight_bytes: int,
+        in_flight_bytes: int | None,
         depth: int,
         verifier: Verifier,
         sm_budget: int | None = None,
@@ -107,7 +107,7 @@ class SavedTensorHooks:
         self._policy, self._codecs = policy, codecs
         self._min_bytes, self._select = min_bytes, select
         self._in_flight_bytes = in_flight_bytes
-        self._order = ReadOrder(depth, in_flight_bytes)
+        self._order = ReadOrder(depth)
         self._verifier = verifier
         self._sm_budget = sm_budget
         self._copies: CopyTable[StoredCopy] = CopyTable()
@@ -336,7 +336,7 @@ class SavedTensorHooks:
             error.add_note(f"bitslab: while reading {packed.name!r} for the backward pass")
             raise
         self._verifier.read(packed, t)
-        self._order.read(copy, self._fetch)
+        self._order.read(copy, self._fetch, executor.in_flight_bytes)
         if profile is not None and begin is not None:
             profile.read(copy, begin)
         return t

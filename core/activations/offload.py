@@ -27,9 +27,6 @@ from .verify import USUAL_EVERY, Verifier
 
 #: Smaller tensors are kept: moving one costs the host as long as they would cross.
 MIN_BYTES = 256 << 10
-#: Originals whose copies are under way, and copies that are fetched before they are read, take so
-#: many bytes at most each.
-IN_FLIGHT_BYTES = 256 << 20
 #: Copies that are fetched before they are read.
 DEPTH = 3
 #: Forward passes from profile to profile.
@@ -67,10 +64,10 @@ class ActivationOffload:
     verify : bool or int
         Keep a checksum of each tensor that is moved and compare it when it is read, and of every
         Nth pass the tensor itself; True for N = 16. Slow, and waits for the device.
-    in_flight_bytes : int
+    in_flight_bytes : int, optional
         Device memory of tensors whose copies are under way, at most; with more, what computes waits
         for the oldest. Tensors that are fetched before they are read take as much at most, one
-        excepted.
+        excepted. When left out, a 32nd of a GPU's memory, and 256 MiB at least.
     depth : int
         Number of tensors that are fetched before they are read, at most.
     profile_every : int
@@ -117,7 +114,7 @@ class ActivationOffload:
         min_bytes: int = MIN_BYTES,
         select: Select | None = None,
         verify: bool | int = False,
-        in_flight_bytes: int = IN_FLIGHT_BYTES,
+        in_flight_bytes: int | None = None,
         depth: int = DEPTH,
         profile_every: int = PROFILE_EVERY,
         sm_budget: int | None = None,
@@ -130,10 +127,11 @@ class ActivationOffload:
         for name, value in (
             ("min_bytes", min_bytes),
             ("verify", verify),
-            ("in_flight_bytes", in_flight_bytes),
             ("depth", depth),
         ):
             _check_number(name, value)
+        if in_flight_bytes is not None:
+            _check_number("in_flight_bytes", in_flight_bytes)
         _check_number("profile_every", profile_every, 1)
         if sm_budget is not None:
             _check_number("sm_budget", sm_budget, 1)

@@ -16,17 +16,18 @@ class ReadOrder:
     ----------
     depth : int
         Number of copies that are fetched ahead.
-    ahead_bytes : int
-        Bytes of them; one is fetched ahead whatever its size.
     """
 
-    def __init__(self, depth: int, ahead_bytes: int) -> None:
-        self.depth, self.ahead_bytes = depth, ahead_bytes
+    def __init__(self, depth: int) -> None:
+        self.depth = depth
         self._window: Window[str] | None = None
         self._lock = threading.Lock()
 
-    def read(self, copy: StoredCopy, fetch: Callable[[StoredCopy], None]) -> None:
-        """Record that a copy is read, and fetch those of its pass that are expected next."""
+    def read(self, copy: StoredCopy, fetch: Callable[[StoredCopy], None], most_bytes: int) -> None:
+        """Record that a copy is read, and fetch those of its pass that are expected next.
+
+        These have `most_bytes` before packing at most; one is fetched whatever its size.
+        """
         with self._lock:
             if self._window is None:  # at first, in reverse of the order they were saved in
                 self._window = Window(copy.made_in.names()[::-1])
@@ -37,7 +38,7 @@ class ReadOrder:
             following = copy.made_in.copy_of(name)
             if following is None:
                 continue
-            if ahead_bytes and ahead_bytes + following.nbytes > self.ahead_bytes:
+            if ahead_bytes and ahead_bytes + following.nbytes > most_bytes:
                 return
             ahead_bytes += following.nbytes
             fetch(following)

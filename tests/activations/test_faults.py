@@ -171,8 +171,8 @@ def test_a_damaged_blob(monkeypatch: pytest.MonkeyPatch, where: int) -> None:
     """It is refused, or gives wrong values of that call alone, which `verify` tells of."""
     real = executor._send
 
-    def send(buffer: Any, host: torch.Tensor, on_gpu: bool) -> None:
-        real(buffer, host, on_gpu)
+    def send(buffer: Any, host: torch.Tensor, *rest: Any) -> None:
+        real(buffer, host, *rest)
         used = int(host[:8].view(torch.int64)[0])
         host[where % used] ^= 0x55
 
