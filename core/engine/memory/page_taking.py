@@ -24,7 +24,7 @@ import time
 MIN_SHARED_BYTES = 32 << 20
 #: More gain little: they wait for each other in the system.
 MAX_THREADS = 8
-#: Fewer threads take the pages of a memory file no faster than the system's own call for it.
+#: Fewer threads take small pages of a memory file no faster than the system's own call for it.
 MIN_FILE_THREADS = 4
 
 HUGE_PAGE_BYTES = 2 << 20
