@@ -6,7 +6,7 @@ at a time, while the caller chooses codecs and queues work for the GPU:
 
 - weights on the GPU are packed on the caller's stream, at once;
 - weights in host memory cross by a ring of staging buffers and are packed on arrival, each worker
-  with a ring and a stream of its own; those that stay on the GPU as they are cross in the same way;
+  with a ring and a stream of its own; those that the GPU keeps as they are cross in the same way;
 - when the last weight of a unit is packed, a thread takes memory of exactly the size of its image,
   and the copy engine fills it.
 
