@@ -3,8 +3,9 @@
 python benchmarks/page_locking.py                # 4 GiB, 1 to 8 threads
 python benchmarks/page_locking.py --gib 1 --json
 
-Every repetition maps new memory: of a file (memfd, 4 KB pages, as images of weights are) and
-private (huge pages where the system has some, as the arena's are). Ways:
+Every repetition maps new memory: of a file (memfd, 4 KB pages), of a file whose taken pages are
+collapsed to huge ones where the system does so quickly, as images of weights are, and private (huge
+pages where the system has some, as the arena's are). "huge MB" says how much of it is. Ways:
 
 - register: cudaHostRegister of as many disjoint ranges as there are threads, of pages that nobody
   has touched, and of pages that were taken before (whose time is in its own column);
@@ -37,9 +38,10 @@ import numpy as np
 import torch
 from timing import print_tables
 
+from bitslab.engine.memory.host import HostBuffer
 from bitslab.engine.memory.page_taking import take_pages
 
-KINDS = ("file", "private")
+KINDS = ("file", "huge file", "private")
 PIECE_BYTES, RING = 16 << 20, 3
 PORTABLE_MAPPED = 1 | 2
 HUGE_PAGE_BYTES = 2 << 20
@@ -50,16 +52,23 @@ class Mapping:
     """New memory of a kind, unlocked and unmapped at the end."""
 
     def __init__(self, kind: str, nbytes: int) -> None:
-        if kind == "file":
+        self._fd = -1
+        if kind == "huge file":
+            fd = os.memfd_create("page-locking")
+            os.ftruncate(fd, nbytes)
+            # It has the descriptor, and begins where a huge page may.
+            self._map: Any = HostBuffer(
+                fd, nbytes, "page-locking", False, owner=True
+            ).tensor.numpy()
+        elif kind == "file":
             self._fd = os.memfd_create("page-locking")
             os.ftruncate(self._fd, nbytes)
             self._map = mmap.mmap(self._fd, nbytes)
         else:
-            self._fd = -1
             self._map = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             with contextlib.suppress(OSError):
                 self._map.madvise(mmap.MADV_HUGEPAGE)
-        self.nbytes = nbytes
+        self.nbytes, self.collapse = nbytes, kind == "huge file"
         self.tensor = torch.frombuffer(self._map, dtype=torch.uint8)
         self.address = self.tensor.data_ptr()
         self._registered: list[int] = []
@@ -99,6 +108,13 @@ def mapped(kind: str, nbytes: int) -> Iterator[Mapping]:
         yield memory
     finally:
         memory.close()
+
+
+def huge_bytes() -> int:
+    """Return the bytes of this process that lie in huge pages."""
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    sizes = [line.split()[1] for line in lines if line.startswith(("AnonHuge", "ShmemPmdMapped"))]
+    return 1024 * sum(map(int, sizes))
 
 
 def timed(run: Callable[[], object]) -> float:
@@ -147,7 +163,10 @@ def measure(kind: str, way: str, threads: int, nbytes: int, tools: dict[str, Any
     row: Row = {}
     with mapped(kind, nbytes) as memory:
         if way in ("taken", "register, taken", "taken by threads, one register"):
-            row["take s"] = timed(lambda: take_pages(memory.address, nbytes, threads))
+            row["take s"] = timed(
+                lambda: take_pages(memory.address, nbytes, threads, collapse=memory.collapse)
+            )
+            row["huge MB"] = huge_bytes() / 1e6
         if way.startswith("register"):
             row["lock s"] = timed(lambda: register_by_threads(memory, threads))
         if way == "taken by threads, one register":
@@ -279,7 +298,9 @@ def main() -> int:
                 )
         for (name, threads), measured in found.items():
             seconds = {part: statistics.median(m[part] for m in measured) for part in measured[0]}
-            whole = statistics.median(sum(m.values()) for m in measured)
+            whole = statistics.median(
+                sum(value for part, value in m.items() if part.endswith(" s")) for m in measured
+            )
             if on_gpu:
                 peer_seconds = statistics.median(pinned[1:])
             elif threads == arguments.threads[0]:

@@ -6,7 +6,7 @@ at a time, while the caller chooses codecs and queues work for the GPU:
 
 - weights on the GPU are packed on the caller's stream, at once;
 - weights in host memory cross by a ring of staging buffers and are packed on arrival, each worker
-  with a ring and a stream of its own; those that stay on the GPU as they are cross in the same way;
+  with a ring and a stream of its own; those that the GPU keeps as they are cross in the same way;
 - when the last weight of a unit is packed, a thread takes memory of exactly the size of its image,
   and the copy engine fills it.
 
@@ -40,6 +40,8 @@ THREAD_NAME = "bitslab-packing"
 #: to 5 GB/s, as it enters its pages in the page table meanwhile. Their pieces on the GPU take at
 #: most half of what may be on the way.
 UPLOADERS = 6
+#: Memory of the GPU that each of them takes at first: for so many tensors such as its first one.
+TENSORS_AHEAD = 4
 #: Threads that take memory for images, which page-locking keeps waiting for the driver.
 IMAGE_THREADS = 3
 #: Raw bytes on the way, at most, and at least where memory of the GPU is short; and the share of
@@ -234,7 +236,8 @@ class DevicePacking:
                 with lane.on():
                     if not hasattr(self._of_thread, "packs"):
                         self._of_thread.packs = True
-                        take_device_memory(self._bytes_of_uploader, self.device)
+                        wanted = TENSORS_AHEAD * plan.stored.nbytes
+                        take_device_memory(min(wanted, self._bytes_of_uploader), self.device)
                     ct = plan.packed_by(uploader)
             except torch.OutOfMemoryError:
                 # Of the GPU: the host has what is packed here.

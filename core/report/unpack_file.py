@@ -211,13 +211,14 @@ class _Piece:
         words = parts["words"][first_word : end_word + PAD_WORDS]
         clusters = parts.get("row_clusters")
         link = workers.link()
-        on_device = link.to_device(words.view(torch.uint8)).view(torch.int32)
         with link.lane.on():
+            # Before the words: copies from pageable memory wait for what is queued.
             bases = (parts["bases"][first : last + 1] - first_word).to(device)
             lengths = parts["lengths"][self.begin : self.end].to(device)
             empty = torch.empty(0, dtype=torch.uint8)
-            chosen = empty if clusters is None else clusters[self.begin : self.end]
-            storage = RowStorage(on_device, bases, lengths, chosen.to(device))
+            chosen = (empty if clusters is None else clusters[self.begin : self.end]).to(device)
+            on_device = link.to_device(words.view(torch.uint8)).view(torch.int32)
+            storage = RowStorage(on_device, bases, lengths, chosen)
             shape = (self.end - self.begin, kernels.row_bytes)
             out = torch.empty(shape, dtype=torch.uint8, device=device)
             kernels.decode(storage, None, 0, out, packed.facts)

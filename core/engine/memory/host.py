@@ -149,7 +149,7 @@ class HostBuffer:
     def _taken(cls, nbytes: int, pin: Pin, private: bool) -> HostBuffer:
         """Return a new buffer whose pages were taken from the system, and are not locked yet."""
         token = secrets.token_hex(8)
-        by_threads = threads_for(nbytes) >= MIN_FILE_THREADS
+        by_threads = nbytes >= LARGE_BYTES or threads_for(nbytes) >= MIN_FILE_THREADS
         fd = None
         try:
             fd = None if private else make_file(token, nbytes, taken=not by_threads)

@@ -24,13 +24,13 @@ import time
 MIN_SHARED_BYTES = 32 << 20
 #: More gain little: they wait for each other in the system.
 MAX_THREADS = 8
-#: Fewer threads take the pages of a memory file no faster than the system's own call for it.
+#: Fewer threads take small pages of a memory file no faster than the system's own call for it.
 MIN_FILE_THREADS = 4
 
 HUGE_PAGE_BYTES = 2 << 20
 #: Huge pages that one call of the system makes, and the rate of a thread below which no more of
-#: them are made, in bytes a second; small ones are taken at 1 to 2 GB/s.
-COLLAPSED_PAGES, LEAST_COLLAPSED = 16, 1e9
+#: them are made, in bytes a second: small pages are taken at 0.5 to 2 GB/s, and locked more slowly.
+COLLAPSED_PAGES, LEAST_COLLAPSED = 16, 0.25e9
 
 _MADV_POPULATE_WRITE, _MADV_COLLAPSE = 23, 25  # Python has no names for them
 #: What systems before Linux 5.14 answer.

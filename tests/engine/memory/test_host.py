@@ -519,7 +519,7 @@ def test_huge_pages_are_asked_for_while_they_are_given_quickly(
         return 0
 
     monkeypatch.setattr(page_taking, "_advise", advise)
-    monkeypatch.setattr(page_taking.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     assert page_taking.take_pages(begin, end - begin, 1, collapse=True)
     calls = [16, 16, 11]
     most = min(3 if slow_after is None else slow_after + 1, 4)
