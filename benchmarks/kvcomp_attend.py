@@ -143,7 +143,7 @@ def encoded(
         coder=coder,
         code_bits=code_bits,
     ).tables()
-    tiles = sample[0].unflatten(1, (DISTINCT, TILE_TOKENS)).transpose(0, 1)
+    tiles = torch.unflatten(sample[0], 1, (DISTINCT, TILE_TOKENS)).transpose(0, 1)
     rows = tiles.contiguous().view(torch.uint8).reshape(DISTINCT * HEADS, -1)
     lengths = measure_tiles(rows, tables)
     bases, _ = bases_of_rows(words_of_rows(lengths, tables.format.row_bytes // 4))

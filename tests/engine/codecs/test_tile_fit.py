@@ -16,11 +16,11 @@ from bitslab.engine.codecs.quantized import (
     NO_CODE,
     TileFit,
     TilePlan,
-    attention_error,
     dequantise,
     fit_error,
     fit_tiles,
     measured_fit,
+    prompt_attention,
     quantise,
     query_weights,
     steps_and_centers,
@@ -395,7 +395,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def _storage(t: torch.Tensor) -> int:
-    return t.untyped_storage()._cdata
+    return int(t.untyped_storage()._cdata)
 
 
 @pytest.mark.parametrize("granularity", [Granularity.CHANNEL, Granularity.CHANNEL_RANGE])
@@ -403,8 +403,8 @@ def test_memory_of_a_fit_is_bounded(
     granularity: Granularity, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A thirty-second of the bytes, for a thirty-second of the values and of 64 query heads.
-    monkeypatch.setattr(attention_error, "_FIT_BYTES", attention_error._FIT_BYTES >> 5)
-    monkeypatch.setattr(attention_error, "_VALUES", attention_error._VALUES >> 5)
+    monkeypatch.setattr(prompt_attention, "_FIT_BYTES", prompt_attention._FIT_BYTES >> 5)
+    monkeypatch.setattr(prompt_attention, "_VALUES", prompt_attention._VALUES >> 5)
     keys, values, _ = prompt(tokens=3000, batch=2)
     queries = torch.randn(2, 2, 64, 48).bfloat16()
     with LiveBytes() as found:
