@@ -52,7 +52,7 @@ class PromptAttention:
         tiles = between // tile_tokens
         looked_at = min(_TOKENS, max(_VALUES // (heads * dim), _LEAST_TOKENS))
         if tiles:
-            most = max((looked_at - sinks - window) // tile_tokens, 1)
+            most = max(max(looked_at - sinks - window, _LEAST_TOKENS) // tile_tokens, 1)
             drawn = np.arange(min(tiles, most)) * tiles // min(tiles, most)
             chosen = (sinks + drawn[:, None] * tile_tokens + np.arange(tile_tokens)).ravel()
             tail = sinks + tiles * tile_tokens
