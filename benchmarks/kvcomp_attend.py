@@ -9,7 +9,8 @@ the peers' own is shown too.
 
 Steps "smollm2" are K and V of SmolLM2, two heads of 64 side by side as one of 128, with steps that
 keep its error of attention under 0.055; of the others values are normal. "fixed" behind a name says
-that codes are plain fields of the narrowest width, read by the same kernels.
+that codes are plain fields of the narrowest width, read by the same kernels, "short" that no code
+has more than 8 bits: more bytes, fewer instructions.
 """
 
 from __future__ import annotations
@@ -70,6 +71,11 @@ FLEX = ((16, 8192),)
 #: Steps over rms of K's channels and of V's tokens.
 STEPS = {"fine": (0.4, 0.5), "middle": (0.75, 0.85), "coarse": (1.3, 1.3)}
 SMOLLM2 = "smollm2"
+#: Coders, behind the name of steps: plain fields, and codes that lanes ask for two at a time.
+CODERS: dict[str, dict[str, Any]] = {
+    "fixed": {"coder": "fixed"},
+    "short": {"code_bits": SHORT_BITS},
+}
 BACKENDS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -108,7 +114,7 @@ def distinct_tiles(
     return encoded(sample, scale, None, keys=keys, coder=coder, code_bits=code_bits)
 
 
-def smollm2_tiles(*, keys: bool, coder: str = "huffman") -> Part:
+def smollm2_tiles(*, keys: bool, coder: str = "huffman", code_bits: int = MAX_CODE_BITS) -> Part:
     """Encode K or V of SmolLM2.
 
     Raises
@@ -118,9 +124,10 @@ def smollm2_tiles(*, keys: bool, coder: str = "huffman") -> Part:
     """
     device = torch.device("cuda", torch.cuda.current_device())
     found = wide_heads(HEADS, DISTINCT * TILE_TOKENS, device)
+    how: dict[str, Any] = {"keys": keys, "coder": coder, "code_bits": code_bits}
     if keys:
-        return encoded(found.keys, 1.0, found.weights, keys=True, coder=coder)
-    return encoded(found.values, found.value_scale, None, keys=False, coder=coder)
+        return encoded(found.keys, 1.0, found.weights, **how)
+    return encoded(found.values, found.value_scale, None, **how)
 
 
 def encoded(
@@ -130,7 +137,7 @@ def encoded(
     *,
     keys: bool,
     coder: str,
-    code_bits: int = MAX_CODE_BITS,
+    code_bits: int,
 ) -> Part:
     """Encode ``[1, HEADS, DISTINCT * TILE_TOKENS, DIM]``."""
     tables = fit_tiles(
@@ -143,7 +150,7 @@ def encoded(
         coder=coder,
         code_bits=code_bits,
     ).tables()
-    tiles = sample[0].unflatten(1, (DISTINCT, TILE_TOKENS)).transpose(0, 1)
+    tiles = torch.unflatten(sample[0], 1, (DISTINCT, TILE_TOKENS)).transpose(0, 1)
     rows = tiles.contiguous().view(torch.uint8).reshape(DISTINCT * HEADS, -1)
     lengths = measure_tiles(rows, tables)
     bases, _ = bases_of_rows(words_of_rows(lengths, tables.format.row_bytes // 4))
@@ -334,15 +341,15 @@ def measured(
 
 
 def parts_of(name: str) -> tuple[Part, Part]:
-    """Return K and V of a name: of STEPS or SMOLLM2, "fixed" behind it for plain fields."""
+    """Return K and V of a name: of STEPS or SMOLLM2, and of CODERS behind it."""
     steps, *coder = name.split()
-    how = coder[0] if coder else "huffman"
+    how = CODERS[coder[0]] if coder else {}
     if steps == SMOLLM2:
-        return smollm2_tiles(keys=True, coder=how), smollm2_tiles(keys=False, coder=how)
+        return smollm2_tiles(keys=True, **how), smollm2_tiles(keys=False, **how)
     k_scale, v_scale = STEPS[steps]
     return (
-        distinct_tiles(k_scale, keys=True, coder=how),
-        distinct_tiles(v_scale, keys=False, coder=how),
+        distinct_tiles(k_scale, keys=True, **how),
+        distinct_tiles(v_scale, keys=False, **how),
     )
 
 
@@ -397,7 +404,10 @@ def run(arguments: argparse.Namespace) -> dict[str, Rows]:
     fast = ("cudnn", "flash") if arguments.peers else ()
     tables["Attention over coded tiles"] = rates(
         sizes=FEW,
-        steps=("middle", "coarse", SMOLLM2, "middle fixed", f"{SMOLLM2} fixed"),
+        steps=(
+            *("middle", "middle short", "coarse", "middle fixed"),
+            *(SMOLLM2, f"{SMOLLM2} short", f"{SMOLLM2} fixed"),
+        ),
         reps=reps,
         backends=fast,
         flex=FLEX if arguments.peers else (),
@@ -420,7 +430,7 @@ def main() -> None:
     parser.add_argument(
         "--steps",
         nargs="+",
-        choices=[*named, *(f"{name} fixed" for name in named)],
+        choices=[*named, *(f"{name} {coder}" for name in named for coder in CODERS)],
         default=["middle"],
     )
     parser.add_argument("--groups", nargs="+", type=int, default=[1, 4, 8])

@@ -120,7 +120,7 @@ def smollm2(side: str, nbytes: int) -> Case:
     device = torch.device("cuda", torch.cuda.current_device())
     states = wide_heads(HEADS, STATES_TOKENS, device)
     x = (states.keys if side == "K" else states.values)[0].cuda()
-    tiles = x.unflatten(1, (-1, TOKENS)).transpose(0, 1).contiguous()  # [tiles, heads, ...]
+    tiles = torch.unflatten(x, 1, (-1, TOKENS)).transpose(0, 1).contiguous()  # [tiles, heads, ...]
     repetitions = -(-count(128, nbytes) // (len(tiles) * HEADS))
     repeated = tiles.repeat(repetitions, 1, 1, 1).flatten(0, 1)
     inputs = [repeated.roll(7 * HEADS * i, 0) for i in range(SETS)]

@@ -240,8 +240,8 @@ def _minilm(arguments: argparse.Namespace) -> dict[str, Rows]:
     model = llm_minilm.load(torch.float32)
     parts = llm_minilm.attention_inputs(model, llm_minilm.batch(LINES, TOKENS))
     layers = [
-        Attended(*(x.to(arguments.device, torch.bfloat16) for x in each), causal=False)
-        for each in parts
+        Attended(q, k, v, causal=False)
+        for q, k, v in ([x.to(arguments.device, torch.bfloat16) for x in each] for each in parts)
     ]
     rows: Rows = []
     for error, ratio in MINILM_ASKED.items():

@@ -274,11 +274,11 @@ class TileTables:
         # All have elements of four bytes; each begins at a multiple of _ALIGN_WORDS of them.
         words = [ceil_div(t.numel(), _ALIGN_WORDS) * _ALIGN_WORDS for t in tables.values()]
         joined = torch.zeros(sum(words), dtype=torch.int32, device=self.order.device)
-        for part, t in zip(joined.split(words), tables.values(), strict=True):
+        for part, t in zip(torch.split(joined, words), tables.values(), strict=True):
             part[: t.numel()] = t.flatten().view(torch.int32)
         there = uploaded(joined, device)
         moved: dict[str, Any] = {
             name: part[: t.numel()].view(t.dtype).view(t.shape)
-            for part, (name, t) in zip(there.split(words), tables.items(), strict=True)
+            for part, (name, t) in zip(torch.split(there, words), tables.items(), strict=True)
         }
         return replace(self, **moved)

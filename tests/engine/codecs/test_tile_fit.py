@@ -16,11 +16,11 @@ from bitslab.engine.codecs.quantized import (
     NO_CODE,
     TileFit,
     TilePlan,
-    attention_error,
     dequantise,
     fit_error,
     fit_tiles,
     measured_fit,
+    prompt_attention,
     quantise,
     query_weights,
     steps_and_centers,
@@ -395,7 +395,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def _storage(t: torch.Tensor) -> int:
-    return t.untyped_storage()._cdata
+    return int(t.untyped_storage()._cdata)
 
 
 @pytest.mark.parametrize("granularity", [Granularity.CHANNEL, Granularity.CHANNEL_RANGE])
@@ -403,8 +403,8 @@ def test_memory_of_a_fit_is_bounded(
     granularity: Granularity, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A thirty-second of the bytes, for a thirty-second of the values and of 64 query heads.
-    monkeypatch.setattr(attention_error, "_FIT_BYTES", attention_error._FIT_BYTES >> 5)
-    monkeypatch.setattr(attention_error, "_VALUES", attention_error._VALUES >> 5)
+    monkeypatch.setattr(prompt_attention, "_FIT_BYTES", prompt_attention._FIT_BYTES >> 5)
+    monkeypatch.setattr(prompt_attention, "_VALUES", prompt_attention._VALUES >> 5)
     keys, values, _ = prompt(tokens=3000, batch=2)
     queries = torch.randn(2, 2, 64, 48).bfloat16()
     with LiveBytes() as found:
@@ -474,3 +474,23 @@ def test_samples_on_a_gpu(granularity: Granularity) -> None:
     fit = fit_error(keys, others, queries, error=0.1, tile_tokens=TILE)
     assert fit is not None
     assert fit.measured.error <= 0.1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("heads", "groups"), [(8, 4), (32, 1)], ids=str)
+def test_memory_of_a_fit_on_a_gpu_is_bounded(heads: int, groups: int) -> None:
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def normal(heads: int, tokens: int) -> torch.Tensor:
+        made = torch.randn(1, heads, tokens, 128, device="cuda", generator=generator)
+        return made.bfloat16()
+
+    keys, values, queries = normal(heads, 8192), normal(heads, 8192), normal(heads * groups, 64)
+    for measured in (False, True):  # the first one allocates what libraries keep
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        fit = fit_error(keys, values, queries, error=0.05)
+        assert fit is not None and 0.03 < fit.measured.error <= 0.05
+        taken = torch.cuda.max_memory_allocated() - before
+        assert not measured or 32 << 20 < taken <= 256 << 20
