@@ -11,9 +11,7 @@ import torch
 from ...errors import BitslabError
 
 
-def read_into(
-    fd: int, offset: int, buffers: Sequence[memoryview], *, align_bytes: int = 1
-) -> int:
+def read_into(fd: int, offset: int, buffers: Sequence[memoryview], *, align_bytes: int = 1) -> int:
     """Read from `offset` on into one buffer after the other.
 
     Parameters
