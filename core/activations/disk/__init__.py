@@ -1,4 +1,4 @@
-"""Bytes that training keeps for its backward pass, on SSDs: files, threads, and how long they last."""
+"""Bytes that training keeps for its backward pass, on SSDs, and how long these last."""
 
 from .posix_file import PosixFile
 from .rates import DiskRates, RatePoint, disk_rates, measure_rates
