@@ -33,6 +33,7 @@ from ..options import (
     checked_extension,
     note,
 )
+from .endurance import endurance
 from .files import read_tensors, write_tensors
 from .pack_file import PASSES, FilePacker
 from .unpack_file import Unpacked, each_unpacked, unpacked_tensors, write_plain
@@ -160,6 +161,7 @@ def restore(arguments: argparse.Namespace) -> None:
 
 
 COMMANDS: dict[str, Callable[[argparse.Namespace], None]] = {
+    "endurance": endurance,
     "inspect": inspect,
     "compress": pack,
     "decompress": restore,
