@@ -36,7 +36,7 @@ def test_figures_of_the_paper(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_rate_bytes_and_shape_agree(capsys: pytest.CaptureFixture[str]) -> None:
     layer = TransformerLayer(8192, 64, dropout=True)
-    sizes = {"tensor_parallel": 2, "sequence_parallel": True}
+    sizes: dict[str, Any] = {"tensor_parallel": 2, "sequence_parallel": True}
     step_bytes = 3 * 4 * 2 * layer.saved_bytes(16, 1024, **sizes) / 2
     shape = found(
         capsys,

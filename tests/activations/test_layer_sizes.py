@@ -21,8 +21,8 @@ LLAMA = TransformerLayer(
     HIDDEN, HEADS, intermediate=352, norm="rms", activation="swiglu", float_softmax=True
 )
 T5 = TransformerLayer(HIDDEN, HEADS, norm="t5", activation="relu", attention="eager")
-EAGER = {"attention": "eager"}
-DROPPED = {"dropout": True, "attention_dropout": True, "attention": "eager"}
+EAGER: dict[str, Any] = {"attention": "eager"}
+DROPPED: dict[str, Any] = {"dropout": True, "attention_dropout": True, "attention": "eager"}
 
 
 def saved_bytes(model: nn.Module, **inputs: torch.Tensor) -> int:
@@ -94,7 +94,7 @@ def t5(layers: int, decoders: int, drop: float) -> nn.Module:
     return model
 
 
-GELU = {"activation_function": "gelu_pytorch_tanh"}
+GELU: dict[str, Any] = {"activation_function": "gelu_pytorch_tanh"}
 #: A model of so many layers, and the shape of one.
 CASES: dict[str, tuple[Callable[[int], nn.Module], TransformerLayer]] = {
     "gpt2": (lambda n: gpt2(n, "eager", 0.0, **GELU), replace(GPT, **EAGER)),
@@ -121,7 +121,7 @@ CASES: dict[str, tuple[Callable[[int], nn.Module], TransformerLayer]] = {
 def test_layer_keeps_what_its_shape_says(name: str, dtype: torch.dtype) -> None:
     make, layer = CASES[name]
     # On a CPU the mask of dropout has the dtype of what it drops.
-    sizes = {"dtype_bytes": dtype.itemsize, "mask_bytes": dtype.itemsize}
+    sizes: dict[str, Any] = {"dtype_bytes": dtype.itemsize, "mask_bytes": dtype.itemsize}
     expected = layer.saved_bytes(BATCH, SEQUENCE, **sizes)
     assert of_one_layer(make, dtype, input_ids=IDS) == pytest.approx(expected, rel=0.02)
 
@@ -132,7 +132,7 @@ def test_t5_keeps_what_its_shape_says(dtype: torch.dtype, drop: float) -> None:
     """Of two encoders and two decoders more: cross attention counts."""
     dropout = bool(drop)
     layer = replace(T5, dropout=dropout, attention_dropout=dropout, activation_dropout=dropout)
-    sizes = {"dtype_bytes": dtype.itemsize, "mask_bytes": dtype.itemsize}
+    sizes: dict[str, Any] = {"dtype_bytes": dtype.itemsize, "mask_bytes": dtype.itemsize}
     inputs = {"input_ids": IDS, "decoder_input_ids": IDS}
     encoder = layer.saved_bytes(BATCH, SEQUENCE, **sizes)
     found = of_one_layer(lambda n: t5(n, 1, drop), dtype, **inputs)
@@ -167,6 +167,6 @@ def test_published_formulas(ranks: int) -> None:
 )
 def test_shapes_are_checked(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
-        TransformerLayer(**{"hidden": 8, "heads": 2, **options})
+        TransformerLayer(**({"hidden": 8, "heads": 2} | options))
     with pytest.raises(ArgumentError, match="sequence: 0"):
         GPT.saved_bytes(1, 0)

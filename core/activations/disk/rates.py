@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -240,7 +240,7 @@ class _Probe:
         self.file.read(offset, out)
 
     def run(
-        self, moves: list[tuple[_Move, int]], request_bytes: int, seconds: float
+        self, moves: Sequence[tuple[_Move, int]], request_bytes: int, seconds: float
     ) -> list[float]:
         """Return bytes per second of each kind of move, by so many threads, all at once."""
         tasks, begin, index = [], time.perf_counter(), 0

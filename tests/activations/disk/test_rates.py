@@ -78,10 +78,13 @@ def test_figures_are_kept_by_file_system(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_probe_takes_two_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By its own count: each measurement ends at its time, however fast the device."""
-    waited = []
-    monkeypatch.setattr(
-        rates._Probe, "run", lambda probe, moves, size, s: waited.append(s) or [1.0] * len(moves)
-    )
+    waited: list[float] = []
+
+    def run(probe: object, moves: list[Any], request_bytes: int, seconds: float) -> list[float]:
+        waited.append(seconds)
+        return [1.0] * len(moves)
+
+    monkeypatch.setattr(rates._Probe, "run", run)
     begin = time.perf_counter()
     measure_rates(tmp_path)
     filled = time.perf_counter() - begin
@@ -96,4 +99,4 @@ def test_folders_and_figures_are_checked(tmp_path: Path) -> None:
         measure_rates(tmp_path, requests_bytes=(1 << 50,))
     for field in dataclasses.fields(DiskRates)[:7]:
         with pytest.raises(ArgumentError, match=f"{field.name}: 0, expected a positive number"):
-            dataclasses.replace(KNOWN, **{field.name: 0})
+            DiskRates(**(dataclasses.asdict(KNOWN) | {field.name: 0}))
