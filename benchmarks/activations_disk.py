@@ -11,7 +11,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +33,14 @@ def cpu_seconds() -> float:
     return sum(each.ru_utime + each.ru_stime for each in usage)
 
 
+#: Moves bytes; returns how many, and the seconds where it has taken the time itself.
+Move = Callable[[], tuple[int, float | None]]
+
+
 class Way:
     """A way to write bytes to a folder and to read them again."""
 
-    def __init__(self, name: str, write: Callable[[], int], read: Callable[[], int]) -> None:
+    def __init__(self, name: str, write: Move, read: Move) -> None:
         self.name = name
         self.moves = {"write": write, "read": read}
         self.rates: dict[str, list[float]] = {"write": [], "read": []}
@@ -45,8 +49,8 @@ class Way:
     def run(self) -> None:
         for kind, move in self.moves.items():
             begin, cpu = time.perf_counter(), cpu_seconds()
-            n_bytes = move()
-            self.rates[kind].append(n_bytes / (time.perf_counter() - begin))
+            n_bytes, seconds = move()
+            self.rates[kind].append(n_bytes / (seconds or time.perf_counter() - begin))
             self.cpu[kind].append((cpu_seconds() - cpu) / n_bytes * 1e9)
 
     def row(self, probe: DiskRates) -> dict[str, Any]:
@@ -74,18 +78,18 @@ def of_tier(folder: str, total: int, rates: DiskRates) -> Iterator[Way]:
         assert warm is not None
     tier.drain()
 
-    def write() -> int:
+    def write() -> tuple[int, None]:
         for t in data:
             t[:: 1 << 12] += 1  # fresh bytes in every block
         tickets[:] = [tier.store(t) for t in data]
         tier.drain()
-        return total
+        return total, None
 
-    def read() -> int:
+    def read() -> tuple[int, None]:
         order = reversed(list(zip(tickets, out, strict=True)))
         for task in [tier.fetch(ticket, t) for ticket, t in order]:
             task.result()
-        return total
+        return total, None
 
     try:
         yield Way("bitslab disk tier", write, read)
@@ -100,20 +104,20 @@ def of_torch(folder: str, total: int) -> Iterator[Way]:
     data = [torch.randint(0, 256, (TENSOR_BYTES,), dtype=torch.uint8) for _ in range(2)]
     paths = [Path(folder, f"{i}.pt") for i in range(total // TENSOR_BYTES)]
 
-    def write() -> int:
+    def write() -> tuple[int, None]:
         for i, path in enumerate(paths):
             with open(path, "wb") as file:
                 torch.save(data[i % 2], file)
                 file.flush()
                 os.fsync(file.fileno())
-        return total
+        return total, None
 
-    def read() -> int:
+    def read() -> tuple[int, None]:
         for path in paths:
             with open(path, "rb") as file:  # not from the page cache, which the write has filled
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             torch.load(path)
-        return total
+        return total, None
 
     yield Way("torch.save + fsync, torch.load", write, read)
 
@@ -123,9 +127,9 @@ def of_dd(folder: str, total: int) -> Iterator[Way]:
     """Give dd with O_DIRECT and requests of 8 MiB, one after the other."""
     path, count = Path(folder, "dd"), total >> 23
 
-    def run(*words: str) -> int:
+    def run(*words: str) -> tuple[int, None]:
         subprocess.run(["dd", "bs=8M", f"count={count}", *words], check=True, capture_output=True)
-        return count << 23
+        return count << 23, None
 
     yield Way(
         "dd, O_DIRECT, 8 MiB",
@@ -136,9 +140,9 @@ def of_dd(folder: str, total: int) -> Iterator[Way]:
 
 @contextmanager
 def of_fio(folder: str, total: int, rates: DiskRates) -> Iterator[Way]:
-    """Give fio with the probe's requests and threads."""
+    """Give fio with the probe's requests and threads, by its own time."""
 
-    def run(kind: str, threads: int) -> int:
+    def run(kind: str, threads: int) -> tuple[int, float]:
         each = max(rates.request_bytes, total // threads)
         done = subprocess.run(
             [
@@ -148,8 +152,8 @@ def of_fio(folder: str, total: int, rates: DiskRates) -> Iterator[Way]:
             ],
             check=True, capture_output=True, text=True,
         )  # fmt: skip
-        json.loads(done.stdout)
-        return each * threads
+        (job,) = json.loads(done.stdout)["jobs"]
+        return each * threads, each * threads / job[kind]["bw_bytes"]
 
     yield Way(
         "fio, O_DIRECT, as the probe chose",
@@ -170,17 +174,13 @@ def disk(arguments: argparse.Namespace, report: Callable[[str], None]) -> dict[s
             ways.append(of_fio(own, total, rates))
         else:
             report("fio is not installed: dd stands for it")
-        rows: Rows = []
-        opened = [way.__enter__() for way in ways]
-        try:
+        with ExitStack() as stack:
+            opened = [stack.enter_context(way) for way in ways]
             for turn in range(arguments.repetitions):
                 report(f"turn {turn + 1} of {arguments.repetitions}")
                 for way in opened[turn % len(opened) :] + opened[: turn % len(opened)]:
                     way.run()
-        finally:
-            for context in ways:
-                context.__exit__(None, None, None)
-        rows = [way.row(rates) for way in opened]
+        rows: Rows = [way.row(rates) for way in opened]
     points: Rows = [
         {
             "request MiB": point.request_bytes / (1 << 20),
