@@ -100,7 +100,7 @@ class TransformerLayer:
     >>> from bitslab.activations.layer_sizes import TransformerLayer
     >>> layer = TransformerLayer(hidden=8192, heads=64)
     >>> round(layer.saved_bytes(batch=1, sequence=1024) / (1024 * 8192), 1)
-    32.1
+    32.0
     """
 
     hidden: int

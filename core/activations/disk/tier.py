@@ -320,7 +320,7 @@ class DiskTier:
         Returns
         -------
         Ticket or None
-            None where the bytes are not taken, and stay where they are: the disk is behind
+            None where the bytes are not taken, and remain where they are: the disk is behind
             (`queue_bytes`) or full, has failed before, or has had its bytes of the day.
             `stats` counts each.
         """

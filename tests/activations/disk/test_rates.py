@@ -88,7 +88,7 @@ def test_probe_takes_two_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(rates._Probe, "run", run)
     begin = time.perf_counter()
-    measure_rates(tmp_path)
+    measure_rates(tmp_path, file_bytes=64 * MIB)
     filled = time.perf_counter() - begin
     assert len(waited) == 2 * len(rates.REQUESTS_BYTES) * len(rates.THREADS) + 3
     assert 0.99 <= sum(waited) <= 2.0 and sum(waited) >= 1.9 - filled

@@ -284,13 +284,15 @@ def test_bytes_are_not_taken_when_the_disk_is_full(folders: list[Path]) -> None:
 def test_file_system_that_fills_up_takes_no_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("bitslab.activations.disk.stripe.GROWTH_BYTES", 4 * MIB)
     with DiskTier(tmp_path, rates=RATES) as tier:
         kept = stored(tier, random_bytes(MIB))
         assert tier.drain(WAIT_S)
         monkeypatch.setattr("bitslab.activations.disk.posix_file.free_bytes", lambda fd: 0)
-        some = [tier.store(random_bytes(64 * MIB)) for _ in range(6)]
-        assert some[-1] is None
-        assert tier.stats()["refused_bytes"]["full"] >= 64 * MIB
+        some = [tier.store(random_bytes(MIB)) for _ in range(6)]
+        assert [ticket is None for ticket in some] == [False] * 3 + [True] * 3
+        assert tier.stats()["refused_bytes"]["full"] == 3 * MIB
+        assert tier.stats()["disk_bytes"] == 4 * MIB
         assert tier.stats()["folders"][0]["error"] is None
         assert torch.equal(tier.fetch(kept).result(WAIT_S), random_bytes(MIB))
 
