@@ -4,7 +4,8 @@ from .endurance import DRIVES, Drive, lifespan_days, required_bytes_per_s
 from .posix_file import PosixFile
 from .rates import DiskRates, RatePoint, disk_rates, measure_rates
 from .tensor_file import DiskError, TensorFile
-from .tier import DiskTier, Ticket
+from .tickets import Ticket
+from .tier import DiskTier
 
 __all__ = [
     "DRIVES",

@@ -7,27 +7,30 @@ import os
 import threading
 import time
 import warnings
-import weakref
-import zlib
 from collections.abc import Sequence
-from concurrent.futures import Future
-from enum import Enum
 from typing import Any, Literal
 
 import torch
 
 from ...engine.memory import Reservation, host_arena
 from ...engine.memory.locks import call_after_fork
-from ...engine.transfer import Mark, ThreadLane, ThreadTask, wait_on_host
+from ...engine.transfer import Mark, ThreadLane, ThreadTask
 from ...errors import ArgumentError, ArgumentTypeError, BitslabError
 from .budget import WriteBudget
+from .endurance import Drive, lifespan_days
+from .moves import Counters, Reading, forwarded, read_piece, write_piece
 from .posix_file import PosixFile, file_system
 from .rates import DiskRates, disk_rates
 from .stripe import Extent, Stripe
-from .tensor_file import ALIGN_BYTES, DiskError, OpenFile
+from .tensor_file import ALIGN_BYTES, OpenFile
+from .tickets import Piece, State, Stored, Ticket
 
 #: Bytes that wait to be written, at most.
 QUEUE_BYTES = 1 << 30
+#: How long drives last is looked at whenever so much more was written.
+WEAR_BYTES = 100e9
+#: Less than this is warned of.
+SHORT_LIFE_DAYS = 365.0
 #: Host memory is reserved in pieces of this many bytes or more: page-locking costs by the call.
 RESERVED_BYTES = 64 << 20
 TERA = 1e12
@@ -35,124 +38,6 @@ TERA = 1e12
 Folders = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 #: Why bytes were not taken: the disk is behind, full, failed, or has its bytes of the day.
 Refusal = Literal["behind", "full", "failed", "budget"]
-
-
-class _State(Enum):
-    """Of a piece: only one that waits can be cancelled."""
-
-    WAITS = "waits"
-    WRITING = "writing"
-    WRITTEN = "written"
-    CANCELLED = "cancelled"
-    FAILED = "failed"
-
-
-class _Piece:
-    """Bytes of a ticket that lie in one extent."""
-
-    __slots__ = ("begin", "crc32", "end", "extent", "state")
-
-    def __init__(self, extent: Extent, begin: int, end: int) -> None:
-        self.extent = extent
-        self.begin = begin
-        self.end = end
-        self.crc32 = 0
-        self.state = _State.WAITS
-
-    @property
-    def nbytes(self) -> int:
-        return self.end - self.begin
-
-
-class _Stored:
-    """What threads know of a ticket: its bytes while they are in memory, and where they lie."""
-
-    __slots__ = ("after", "data", "dropped", "error", "lock", "nbytes", "pieces")
-
-    def __init__(self, data: torch.Tensor, after: Mark | None) -> None:
-        self.nbytes = data.shape[0]
-        self.data: torch.Tensor | None = data
-        self.after = after
-        self.pieces: list[_Piece] = []
-        self.error: BaseException | None = None
-        self.dropped = False
-        self.lock = threading.Lock()
-
-    def drop(self) -> None:
-        """Let threads pass over what waits. Takes no lock: the garbage collector may run it."""
-        self.dropped = True
-
-
-class Ticket:
-    """Bytes that were given to a tier; when this object is gone, their place is free again.
-
-    Attributes
-    ----------
-    nbytes : int
-        How many.
-    """
-
-    def __init__(self, stored: _Stored) -> None:
-        self.nbytes = stored.nbytes
-        self._stored: _Stored | None = stored
-        self._process = os.getpid()
-        self._finalize = weakref.finalize(self, stored.drop)
-        self._finalize.atexit = False
-
-    @property
-    def in_memory(self) -> bool:
-        """Whether the tier still holds the memory that it was given: not all of it is written."""
-        return self._stored is not None and self._stored.data is not None
-
-    @property
-    def error(self) -> BaseException | None:
-        """Why they could not be written; they are kept in memory then."""
-        return None if self._stored is None else self._stored.error
-
-    def stored(self) -> _Stored:
-        """Return what threads know of it, for the tier.
-
-        Raises
-        ------
-        BitslabError
-            When it was forgotten, or is the parent's.
-        """
-        if os.getpid() != self._process:
-            raise BitslabError(
-                f"ticket: was given by process {self._process}, whose disk tier a forked child has "
-                "not"
-            )
-        if self._stored is None:
-            raise BitslabError("ticket: was forgotten")
-        return self._stored
-
-    def forget(self) -> None:
-        """Give its place up."""
-        self._finalize()
-        self._stored = None
-
-
-class _Counters:
-    """What threads of a tier count, and what they may still write today."""
-
-    def __init__(self, budget: WriteBudget | None) -> None:
-        self.budget = budget
-        self.lock = threading.Lock()
-        self.idle = threading.Condition(self.lock)
-        self.queued_bytes = 0
-        self.written_bytes = self.read_bytes = 0
-        self.write_seconds = self.read_seconds = 0.0
-        self.forwarded_bytes = self.cancelled_bytes = self.failed_bytes = 0
-        self.refused_bytes: dict[str, int] = {"behind": 0, "full": 0, "failed": 0, "budget": 0}
-
-    def left_queue(self, nbytes: int, *, cancelled: bool = False, refused: bool = False) -> None:
-        """Count bytes that wait no more: written, cancelled, or refused after all."""
-        with self.lock:
-            self.queued_bytes -= nbytes
-            self.cancelled_bytes += nbytes if cancelled else 0
-            if self.budget is not None and (cancelled or refused):
-                self.budget.give_back(nbytes)
-            self.idle.notify_all()
 
 
 class DiskTier:
@@ -178,6 +63,9 @@ class DiskTier:
         Bytes that wait to be written at most: what comes when there are as many is not taken.
     rates : DiskRates, optional
         What each folder's device carries; measured, or known from before, when left out.
+    drive : Drive, optional
+        The SSDs, for `stats` to say how long they last, and a warning when that is less than a
+        year.
     open_file : callable
         Makes the file in a folder.
 
@@ -191,7 +79,8 @@ class DiskTier:
     Warns
     -----
     UserWarning
-        When a folder is in memory (tmpfs), or on another machine.
+        When a folder is in memory (tmpfs), or on another machine; and once, when the drives last
+        less than a year at the rate so far.
 
     Notes
     -----
@@ -222,6 +111,7 @@ class DiskTier:
         verify: bool = False,
         queue_bytes: int = QUEUE_BYTES,
         rates: DiskRates | None = None,
+        drive: Drive | None = None,
         open_file: OpenFile = PosixFile,
     ) -> None:
         self._folders = _checked_folders(folders)
@@ -234,8 +124,10 @@ class DiskTier:
             "verify": verify,
             "queue_bytes": queue_bytes,
             "rates": rates,
+            "drive": drive,
             "open_file": open_file,
         }
+        self.drive = drive
         self.disk_bytes = disk_bytes
         self.queue_bytes = queue_bytes
         self.verify = bool(verify)
@@ -256,11 +148,13 @@ class DiskTier:
     def _begin(self) -> None:
         budget = self._write_budget
         self._lock = threading.Lock()
-        self._counters = _Counters(None if budget is None else WriteBudget(budget * TERA))
+        self._counters = Counters(None if budget is None else WriteBudget(budget * TERA))
         self._reservation: Reservation | None = None
         self._stripes: list[Stripe] = []
         self._turn = itertools.count()
         self._closed = False
+        self._begun = time.monotonic()
+        self._wear_seen_bytes: float = WEAR_BYTES
 
     def _open_stripes(self) -> list[Stripe]:
         """Make the files, unless they are there."""
@@ -329,15 +223,25 @@ class DiskTier:
             if self._closed:
                 raise BitslabError("this DiskTier is closed")
             made = self._taken(data, after)
-            if isinstance(made, _Stored):
-                for piece in made.pieces:
-                    self._store_lane.submit(_write, self._counters, made, piece, self.verify)
-                return Ticket(made)
+            if isinstance(made, Stored):
+                ticket, left = Ticket(made), list(made.pieces)
+                try:
+                    while left:
+                        self._store_lane.submit(
+                            write_piece, self._counters, made, left[0], self.verify
+                        )
+                        del left[0]
+                except BaseException:
+                    for piece in left:  # an interruption leaves nothing in the queue
+                        self._counters.left_queue(piece.nbytes, cancelled=True)
+                    raise
+                self._warn_of_wear()
+                return ticket
         with self._counters.lock:
             self._counters.refused_bytes[made] += data.shape[0]
         return None
 
-    def _taken(self, data: torch.Tensor, after: Mark | None) -> _Stored | Refusal:
+    def _taken(self, data: torch.Tensor, after: Mark | None) -> Stored | Refusal:
         """Return what is to be written, its place taken; or why it is not."""
         nbytes = data.shape[0]
         counters = self._counters
@@ -349,14 +253,14 @@ class DiskTier:
             if counters.budget is not None and not counters.budget.take(nbytes):
                 return "budget"
             counters.queued_bytes += nbytes
-        stored = _Stored(data, after)
+        stored = Stored(data, after)
         for begin in range(0, nbytes, self._request_bytes):
             end = min(begin + self._request_bytes, nbytes)
             extent = self._take(end - begin)
             if extent is None:
                 counters.left_queue(nbytes, refused=True)
                 return "full"
-            stored.pieces.append(_Piece(extent, begin, end))
+            stored.pieces.append(Piece(extent, begin, end))
         return stored
 
     def _take(self, nbytes: int) -> Extent | None:
@@ -403,10 +307,10 @@ class DiskTier:
             raise BitslabError("this DiskTier is closed")
         with stored.lock:
             data = stored.data
-            waiting = [piece for piece in stored.pieces if piece.state is _State.WAITS]
+            waiting = [piece for piece in stored.pieces if piece.state is State.WAITS]
             if data is not None:
                 for piece in waiting:
-                    piece.state = _State.CANCELLED
+                    piece.state = State.CANCELLED
         if data is not None:
             for piece in waiting:
                 self._counters.left_queue(piece.nbytes, cancelled=True)
@@ -415,9 +319,9 @@ class DiskTier:
             return self._forward(data, out, stored.after)
         if out is None:
             out = self.host_buffer(ticket.nbytes)
-        reading = _Reading(self._counters, stored, out)
+        reading = Reading(self._counters, stored, out)
         for piece in stored.pieces:
-            reading.watch(self._load_lane.submit(_read, reading, piece, self.verify))
+            reading.watch(self._load_lane.submit(read_piece, reading, piece, self.verify))
         return reading.task
 
     def _forward(
@@ -427,7 +331,29 @@ class DiskTier:
             task: ThreadTask[torch.Tensor] = ThreadTask()
             task.set_result(data)
             return task
-        return self._load_lane.run(_copy, data, out, after, after=after)
+        return self._load_lane.run(forwarded, data, out, after, after=after)
+
+    @property
+    def lifespan_days(self) -> float | None:
+        """How long the drives last at the rate so far; None without a `drive`, or before it."""
+        written = self._counters.written_bytes
+        if self.drive is None or not written:
+            return None
+        seconds = max(time.monotonic() - self._begun, 1e-9)
+        return lifespan_days(self.drive.endurance_bytes(), written, seconds)
+
+    def _warn_of_wear(self) -> None:
+        if self.drive is None or self._counters.written_bytes < self._wear_seen_bytes:
+            return
+        self._wear_seen_bytes = self._counters.written_bytes + WEAR_BYTES
+        days = self.lifespan_days
+        if days is not None and days < SHORT_LIFE_DAYS:
+            self._wear_seen_bytes = float("inf")
+            warnings.warn(
+                f"disk: at the rate so far the drives last {days:.0f} days; write_budget= limits "
+                "what is written a day",
+                stacklevel=3,
+            )
 
     def forget(self, ticket: Ticket) -> None:
         """Give a ticket's place up; what of it waits is not written. Dropping it does the same."""
@@ -455,8 +381,9 @@ class DiskTier:
             ``written_bytes``, ``read_bytes``, ``write_seconds`` and ``read_seconds`` (of all
             threads together), ``forwarded_bytes`` that came from memory, ``cancelled_bytes`` that
             were not written for that, ``failed_bytes`` whose writing failed, ``queued_bytes``,
-            ``refused_bytes`` by cause, ``disk_bytes`` that the files take, ``used_bytes`` of these,
-            and ``folders``: for each its ``path``, ``file_system``, ``direct`` (whether the page
+            ``refused_bytes`` by cause, ``lifespan_days`` of the drives or None, ``disk_bytes`` that
+            the files take, ``used_bytes`` of these, and ``folders``: for each its ``path``,
+            ``file_system``, ``direct`` (whether the page
             cache is bypassed) and ``error``, or None.
         """
         stripes = self._stripes
@@ -481,6 +408,7 @@ class DiskTier:
                 "failed_bytes": counters.failed_bytes,
                 "queued_bytes": counters.queued_bytes,
                 "refused_bytes": dict(counters.refused_bytes),
+                "lifespan_days": self.lifespan_days,
                 "disk_bytes": sum(stripe.file.nbytes for stripe in stripes),
                 "used_bytes": sum(stripe.used_bytes for stripe in stripes),
                 "folders": folders,
@@ -518,106 +446,6 @@ class DiskTier:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)  # type: ignore[misc]
-
-
-def _write(counters: _Counters, stored: _Stored, piece: _Piece, verify: bool) -> None:
-    """Write a piece, in a thread, unless it is not wanted any more."""
-    after = stored.after
-    if after is not None:
-        wait_on_host(after)
-    with stored.lock:
-        if piece.state is not _State.WAITS:
-            return  # cancelled, and counted
-        data = stored.data
-        wanted = data is not None and not stored.dropped
-        piece.state = _State.WRITING if wanted else _State.CANCELLED
-    if data is None or not wanted:
-        counters.left_queue(piece.nbytes, cancelled=True)
-        return
-    stripe, part = piece.extent.stripe, data[piece.begin : piece.end]
-    begin = time.perf_counter()
-    try:
-        if isinstance(after, Future):
-            after.result()
-        if verify:
-            piece.crc32 = zlib.crc32(part.numpy().data)
-        stripe.file.write(piece.extent.begin, part)
-    except BaseException as error:
-        # Kept in memory. Nothing more is written there, and the step goes on.
-        stored.error = error
-        if isinstance(error, DiskError):
-            stripe.error = error
-        with stored.lock:
-            piece.state = _State.FAILED
-        with counters.lock:
-            counters.failed_bytes += piece.nbytes
-    else:
-        with counters.lock:
-            counters.written_bytes += piece.nbytes
-            counters.write_seconds += time.perf_counter() - begin
-        with stored.lock:
-            piece.state = _State.WRITTEN
-            if all(each.state is _State.WRITTEN for each in stored.pieces):
-                stored.data = stored.after = None
-    finally:
-        counters.left_queue(piece.nbytes)
-
-
-class _Reading:
-    """Pieces on their way to one tensor, and the task that is done with the last of them."""
-
-    def __init__(self, counters: _Counters, stored: _Stored, out: torch.Tensor) -> None:
-        self.counters = counters
-        self.stored = stored  # whose extents are not given to others meanwhile
-        self.out = out
-        self.task: ThreadTask[torch.Tensor] = ThreadTask()
-        self._left = len(stored.pieces)
-        self._error: BaseException | None = None
-        self._lock = threading.Lock()
-
-    def watch(self, task: ThreadTask[None]) -> None:
-        """Count a piece's task when it is done."""
-        task.add_done_callback(self._done)
-
-    def _done(self, task: Any) -> None:
-        error = BitslabError("this DiskTier is closed") if task.cancelled() else task.exception()
-        with self._lock:
-            self._error = self._error or error
-            self._left -= 1
-            last = self._left == 0
-        if not last:
-            return
-        if self._error is not None:
-            self.task.set_exception(self._error)
-        else:
-            self.task.set_result(self.out)
-
-
-def _read(reading: _Reading, piece: _Piece, verify: bool) -> None:
-    """Read a piece, in a thread."""
-    stripe, part = piece.extent.stripe, reading.out[piece.begin : piece.end]
-    begin = time.perf_counter()
-    try:
-        stripe.file.read(piece.extent.begin, part)
-        if verify and zlib.crc32(part.numpy().data) != piece.crc32:
-            raise DiskError(
-                f"disk: {stripe.file.path}: bytes {piece.extent.begin} to "
-                f"{piece.extent.begin + piece.nbytes} of the file came back other than they were "
-                "written: their checksum differs"
-            )
-    except DiskError as error:
-        stripe.error = error
-        raise
-    with reading.counters.lock:
-        reading.counters.read_bytes += piece.nbytes
-        reading.counters.read_seconds += time.perf_counter() - begin
-
-
-def _copy(data: torch.Tensor, out: torch.Tensor | None, after: Mark | None) -> torch.Tensor:
-    """Return bytes that are still in memory, in a thread that has waited for them."""
-    if isinstance(after, Future):
-        after.result()
-    return data if out is None else out.copy_(data)
 
 
 def _checked_folders(folders: Folders) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ import gc
 import os
 import pickle
 import threading
+import warnings
 import weakref
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from bitslab.activations.disk import DiskError, DiskRates, DiskTier, PosixFile, Ticket
+from bitslab.activations.disk import DiskError, DiskRates, DiskTier, Drive, PosixFile, Ticket
 from bitslab.activations.disk.budget import DAY_S, WriteBudget
 from bitslab.engine.transfer import ThreadLane
 from bitslab.errors import ArgumentError, ArgumentTypeError, BitslabError
@@ -315,6 +316,45 @@ def test_bytes_beyond_the_budget_are_not_taken(tmp_path: Path) -> None:
         assert tier.store(random_bytes(MIB)) is None
         assert tier.stats()["refused_bytes"]["budget"] == MIB
         # Dropped before it was written or not: what reached the disk counts.
+        assert tier.drain(WAIT_S)
+
+
+def test_short_life_is_warned_of_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bitslab.activations.disk.tier.WEAR_BYTES", 1.0)
+    lasting, worn = Drive(1e18, writes_per_day=1e9), Drive(1.0, rated_bytes=MIB)
+    for drive, warned in ((lasting, 0), (worn, 1)):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            with DiskTier(tmp_path, rates=RATES, drive=drive) as tier:
+                assert tier.stats()["lifespan_days"] is None
+                for _ in range(3):
+                    assert tier.store(random_bytes(MIB)) is not None and tier.drain(WAIT_S)
+                days = tier.stats()["lifespan_days"]
+        assert (days < 365) == bool(warned)
+        assert len(caught) == warned
+        assert all("write_budget= limits" in str(each.message) for each in caught)
+
+
+def test_interruption_leaves_nothing_in_the_queue(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with DiskTier(tmp_path, rates=RATES) as tier:
+        submit, calls = tier._store_lane.submit, []
+
+        def interrupted(*arguments: Any) -> Any:
+            calls.append(arguments)
+            if len(calls) == 3:
+                raise KeyboardInterrupt
+            return submit(*arguments)
+
+        monkeypatch.setattr(tier._store_lane, "submit", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            tier.store(random_bytes(300 * KIB))
+        calls.clear()
+        assert tier.drain(WAIT_S)
+        monkeypatch.undo()
+        ticket = stored(tier, random_bytes(300 * KIB))
+        assert torch.equal(tier.fetch(ticket).result(WAIT_S), random_bytes(300 * KIB))
         assert tier.drain(WAIT_S)
 
 
