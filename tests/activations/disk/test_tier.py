@@ -22,10 +22,10 @@ from bitslab.activations.disk import DiskError, DiskRates, DiskTier, Drive, Posi
 from bitslab.activations.disk.budget import DAY_S, WriteBudget
 from bitslab.engine.transfer import ThreadLane
 from bitslab.errors import ArgumentError, ArgumentTypeError, BitslabError
+from tests.activations.disk.waiting import WAIT_S, used_bytes_become
 
 KIB, MIB = 1 << 10, 1 << 20
 RATES = DiskRates(64 * KIB, 2, 2, 1e9, 1e9, 1e9, 1e9, direct=True)
-WAIT_S = 60.0
 
 
 def random_bytes(n: int, seed: int = 0) -> torch.Tensor:
@@ -110,7 +110,7 @@ def test_what_is_stored_comes_back(folders: list[Path], verify: bool) -> None:
         assert all(stripe.used_bytes for stripe in tier._stripes)
         del ticket, tickets, t
         gc.collect()
-        assert tier.stats()["used_bytes"] == 0
+        assert used_bytes_become(tier, 0)
     assert not [path for folder in folders for path in folder.iterdir()]
 
 
@@ -274,12 +274,14 @@ def test_bytes_are_not_taken_when_the_disk_is_full(folders: list[Path]) -> None:
             tier.fetch(tickets.pop()).result(WAIT_S),
             random_bytes(64 * KIB, -1 + limit // (64 * KIB)),
         )
+        assert used_bytes_become(tier, limit - 64 * KIB)
         again = stored(tier, random_bytes(64 * KIB))
         assert tier.drain(WAIT_S) and not again.in_memory
         # What does not fit as a whole takes nothing.
         tickets.pop()
+        assert used_bytes_become(tier, limit - 64 * KIB)
         assert tier.store(random_bytes(65 * KIB)) is None
-        assert tier.stats()["used_bytes"] == limit - 64 * KIB
+        assert used_bytes_become(tier, limit - 64 * KIB)
 
 
 def test_file_system_that_fills_up_takes_no_more(
@@ -312,11 +314,25 @@ def test_budget_of_a_day() -> None:
 
 def test_bytes_beyond_the_budget_are_not_taken(tmp_path: Path) -> None:
     with DiskTier(tmp_path, rates=RATES, write_budget=24 * MIB / 1e12) as tier:
-        assert tier.store(random_bytes(MIB)) is not None
+        ticket = stored(tier, random_bytes(MIB))
         assert tier.store(random_bytes(MIB)) is None
         assert tier.stats()["refused_bytes"]["budget"] == MIB
-        # Dropped before it was written or not: what reached the disk counts.
-        assert tier.drain(WAIT_S)
+        assert tier.drain(WAIT_S) and not ticket.in_memory
+
+
+def test_cancelled_bytes_go_back_to_the_budget(tmp_path: Path) -> None:
+    tier, (file,) = faulty(tmp_path, write_budget=24 * MIB / 1e12)
+    file.gate.clear()
+    first = stored(tier, random_bytes(64 * KIB))
+    assert file.begun.wait(WAIT_S)
+    second = stored(tier, random_bytes(MIB - 64 * KIB))
+    assert tier.store(random_bytes(64 * KIB)) is None
+    assert torch.equal(tier.fetch(second).result(WAIT_S), random_bytes(MIB - 64 * KIB))
+    third = stored(tier, random_bytes(MIB - 64 * KIB, 3))
+    file.gate.set()
+    assert tier.drain(WAIT_S)
+    assert [ticket.in_memory for ticket in (first, second, third)] == [False, True, False]
+    tier.close()
 
 
 def test_short_life_is_warned_of_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -327,8 +343,10 @@ def test_short_life_is_warned_of_once(tmp_path: Path, monkeypatch: pytest.Monkey
             warnings.simplefilter("always")
             with DiskTier(tmp_path, rates=RATES, drive=drive) as tier:
                 assert tier.stats()["lifespan_days"] is None
+                tickets = []
                 for _ in range(3):
-                    assert tier.store(random_bytes(MIB)) is not None and tier.drain(WAIT_S)
+                    tickets.append(stored(tier, random_bytes(MIB)))
+                    assert tier.drain(WAIT_S)
                 days = tier.stats()["lifespan_days"]
         assert (days < 365) == bool(warned)
         assert len(caught) == warned
