@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 
 from ...engine.memory import Reservation, host_arena
+from ...engine.memory.arena import Pending
 from ...engine.memory.locks import call_after_fork
 from ...engine.transfer import Mark, ThreadLane, ThreadTask
 from ...errors import ArgumentError, ArgumentTypeError, BitslabError
@@ -171,8 +172,16 @@ class DiskTier:
 
     # Out
 
-    def host_buffer(self, nbytes: int) -> torch.Tensor:
+    def host_buffer(self, nbytes: int, pending: Pending | None = None) -> torch.Tensor:
         """Return memory that is written and read with no further copy.
+
+        Parameters
+        ----------
+        nbytes : int
+            How much.
+        pending : callable, optional
+            Returns events behind the work of GPUs that may still use the memory, once nobody has
+            it; as for `Reservation.cut`.
 
         Returns
         -------
@@ -184,11 +193,11 @@ class DiskTier:
         BitslabError
             When the memory cannot be had.
         """
-        memory = self._cut(nbytes + ALIGN_BYTES)
+        memory = self._cut(nbytes + ALIGN_BYTES, pending)
         begin = -memory.data_ptr() % ALIGN_BYTES
         return memory[begin : begin + nbytes]
 
-    def _cut(self, nbytes: int) -> torch.Tensor:
+    def _cut(self, nbytes: int, pending: Pending | None) -> torch.Tensor:
         with self._lock:
             if self._reservation is None or self._reservation.nbytes < nbytes:
                 self._reservation = None
@@ -196,7 +205,7 @@ class DiskTier:
                     self._reservation = host_arena().reserve(nbytes, max(nbytes, RESERVED_BYTES))
                 except BitslabError:  # it may have what is needed
                     self._reservation = host_arena().reserve(nbytes)
-            return self._reservation.cut(nbytes)
+            return self._reservation.cut(nbytes, pending)
 
     def store(self, data: torch.Tensor, after: Mark | None = None) -> Ticket | None:
         """Queue bytes to be written; wait for nothing.

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from bitslab.activations.disk import DiskError, DiskRates, DiskTier, Drive, PosixFile, Ticket
 from bitslab.activations.disk.budget import DAY_S, WriteBudget
+from bitslab.engine.memory import host_arena
 from bitslab.engine.transfer import ThreadLane
 from bitslab.errors import ArgumentError, ArgumentTypeError, BitslabError
 from tests.activations.disk.waiting import WAIT_S, used_bytes_become
@@ -214,6 +215,23 @@ def test_memory_is_given_back_once_it_is_written(tmp_path: Path) -> None:
         assert tier.drain(WAIT_S)
         tier._store_lane.close()  # threads hold nothing of their last work
         assert ref() is None and not ticket.in_memory
+
+
+def test_memory_is_not_used_again_while_a_gpu_uses_it(tmp_path: Path) -> None:
+    class Event:
+        passed = False
+
+        def query(self) -> bool:
+            return self.passed
+
+    event = Event()
+    with DiskTier(tmp_path, rates=RATES) as tier:
+        data = tier.host_buffer(5 * MIB, pending=lambda: [event])
+        before = host_arena().stats()["used_bytes"]
+        del data
+        assert host_arena().stats()["used_bytes"] == before
+        event.passed = True
+        assert host_arena().stats()["used_bytes"] <= before - 5 * MIB
 
 
 def test_bytes_that_come_later_are_waited_for(tmp_path: Path) -> None:
