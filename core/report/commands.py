@@ -33,7 +33,6 @@ from ..options import (
     checked_extension,
     note,
 )
-from .endurance import endurance
 from .files import read_tensors, write_tensors
 from .pack_file import PASSES, FilePacker
 from .unpack_file import Unpacked, each_unpacked, unpacked_tensors, write_plain
@@ -158,6 +157,13 @@ def restore(arguments: argparse.Namespace) -> None:
                     written = dict(zip(content.tensors, written.values(), strict=True))
                 _verify_packed(arguments.output, written, content.tensors, workers)
     _say_done(arguments, len(content.tensors), f"{raw_bytes / 1e6:,.2f} MB")
+
+
+def endurance(arguments: argparse.Namespace) -> None:
+    """Print what the activations of a training ask of drives, and how long these last."""
+    from .endurance import print_endurance
+
+    print_endurance(arguments)
 
 
 COMMANDS: dict[str, Callable[[argparse.Namespace], None]] = {

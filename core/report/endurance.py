@@ -22,7 +22,7 @@ from ..errors import ArgumentError
 GB, TB, PB = 1e9, 1e12, 1e15
 
 
-def endurance(arguments: argparse.Namespace) -> None:
+def print_endurance(arguments: argparse.Namespace) -> None:
     """Print what the activations of a training ask of drives, and how long these last."""
     drive = _drive(arguments)
     step_bytes, step_seconds = _step(arguments)
