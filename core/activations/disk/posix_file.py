@@ -27,6 +27,7 @@ from ...engine.files.positioned import read_into, write_from
 from ...engine.files.writeback import start_writeback
 from ...engine.memory.host import HostBuffer
 from ...engine.memory.locks import call_after_fork
+from ...engine.transfer.lanes import CLOSE_SECONDS
 from .tensor_file import ALIGN_BYTES, DiskError
 
 #: Memory that does not begin at a multiple of ALIGN_BYTES is copied through a buffer of so many.
@@ -99,9 +100,8 @@ class PosixFile:
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._users = 0
-        if not self._closed:
-            self._closed = True
-            self._finalize.detach()
+        self._closed = True
+        if self._finalize.detach() is not None:
             os.close(self._fd)
 
     def grow(self, nbytes: int) -> None:
@@ -170,12 +170,15 @@ class PosixFile:
             os.fdatasync(self._fd)
 
     def close(self) -> None:
-        """Give the space back, once nobody writes or reads; again does nothing."""
+        """Give the space back, once nobody writes or reads; again does nothing.
+
+        A device that does not answer is waited for so long as lanes wait; the space goes back when
+        it does, then.
+        """
         with self._lock:
             self._closed = True
-            while self._users:
-                self._changed.wait()
-        if os.getpid() == self._process:
+            idle = self._changed.wait_for(lambda: not self._users, CLOSE_SECONDS)
+        if idle and os.getpid() == self._process:
             self._finalize()
 
     @contextlib.contextmanager

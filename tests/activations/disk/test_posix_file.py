@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from bitslab.activations.disk import DiskError, PosixFile, posix_file
 from bitslab.activations.disk.tensor_file import ALIGN_BYTES
 from bitslab.engine.files.new_file import SUFFIX
 from bitslab.engine.memory import HostBuffer
+from bitslab.engine.transfer import ThreadLane
 
 MIB = 1 << 20
 
@@ -197,6 +199,31 @@ def test_nothing_has_a_name_and_closing_gives_the_space_back(tmp_path: Path) -> 
         os.fstat(fd)
     with pytest.raises(DiskError, match="is closed"):
         file.write(0, random_bytes(5))
+
+
+def test_device_that_does_not_answer_is_left_behind(
+    file: PosixFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(posix_file, "CLOSE_SECONDS", 0.05)
+    begun, gate, write = threading.Event(), threading.Event(), os.pwritev
+
+    def slow(*arguments: Any) -> int:
+        begun.set()
+        assert gate.wait(60)
+        return write(*arguments)
+
+    monkeypatch.setattr(os, "pwritev", slow)
+    lane = ThreadLane("test")
+    task = lane.submit(file.write, 0, random_bytes(100))
+    assert begun.wait(60)
+    file.close()
+    os.fstat(file._fd)  # nobody else gets the number of a descriptor in use
+    gate.set()
+    task.result(60)
+    file.close()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(file._fd)
+    lane.close()
 
 
 @pytest.mark.parametrize("can_unlink", [True, False])
