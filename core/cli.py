@@ -9,6 +9,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from .engine.files.new_file import NewFile
 from .errors import BitslabError, CorruptedDataError
@@ -25,6 +26,7 @@ examples:
   bitslab inspect model.safetensors --plot bits.png   which bits are equal (bitslab[report])
   bitslab compress model.safetensors model.bitslab --verify
   bitslab decompress model.bitslab model.safetensors
+  bitslab endurance --hidden 8192 --layers 4 --micro-batch 16 --step-seconds 1.2
 
 exit status:
   0  done
@@ -68,6 +70,30 @@ examples:
 
 The extension of OUT says the format: .safetensors (every dtype but complex128, and the metadata of
 the original), .npy (one tensor), .npz, or .pt, .pth, .bin. numpy has no bfloat16 and no float8.
+"""
+
+ENDURANCE_EPILOG = """\
+examples:
+  bitslab endurance --rate-gbps 12.1 --drives 4
+  bitslab endurance --rate-gbps 12.1 --drives 4 --drive 980-pro --relaxed-retention
+  bitslab endurance --step-gb 85 --step-seconds 10 --capacity-tb 3.84 --dwpd 1
+  bitslab endurance --hidden 8192 --layers 4 --micro-batch 16 --step-seconds 1.2 --json
+  bitslab endurance --hidden 4096 --layers 32 --norm rms --activation swiglu --intermediate 14336
+      --kv-heads 8 --sequence 4096 --step-seconds 3 --disk /nvme/scratch
+
+What training writes is given as a rate, as bytes of a step, or as the shape of its layers, of which
+one GPU's share is computed. How it is computed:
+
+  rate      bytes of a step / half its time: they are written in the forward pass, and while the
+            backward pass begins
+  drives    DWPD x capacity x days of warranty (or TBW) x 2.5: the rating assumes random writes,
+            which a drive multiplies by 2.5; large sequential ones are not multiplied. Times 86 with
+            --relaxed-retention: flash that keeps its content for a day takes as many more writes,
+            where drives can be set so
+  lifespan  what the drives take / bytes of a step x its time, without a pause
+
+--drive d7-p5620 is one of 12.8 TB, 3 DWPD and five years; 980-pro one of 1 TB and 600 TBW. The
+figures of SSDTrain (section 5.3.6) come out of the first two examples: 3.7 and 2.7 years.
 """
 
 
@@ -183,7 +209,68 @@ def build_parser() -> argparse.ArgumentParser:
     )
     _add_force(restore, "OUT")
     _add_device(restore)
+    _add_endurance(commands)
     return parser
+
+
+def _add_endurance(commands: Any) -> None:
+    parser = _parser(
+        commands.add_parser,
+        "endurance",
+        "show how fast SSDs must write the activations of a training, and how long they last",
+        ENDURANCE_EPILOG,
+    )
+    parser.set_defaults(command="endurance")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of lines")
+    what = parser.add_argument_group("what is written, by each GPU: one of the first three")
+
+    def add(name: str, kind: Callable[[str], float], text: str, default: object = None) -> None:
+        shown = "" if default is None else " (default %(default)s)"
+        group.add_argument(name, type=kind, default=default, metavar="N", help=text + shown)
+
+    group = what
+    add("--rate-gbps", _rate, "GB/s, while a forward pass writes")
+    add("--step-gb", _rate, "GB of a step")
+    add("--hidden", _count, "width of a transformer's layers")
+    add("--step-seconds", _rate, "time of a step")
+    group = parser.add_argument_group("shape of a transformer, with --hidden")
+    add("--layers", _count, "layers of the GPU", 1)
+    add("--heads", _count, "heads of attention (default: hidden / 128)")
+    add("--kv-heads", _count, "heads of keys and values (default: as many)")
+    add("--intermediate", _count, "width of the MLP (default: 4 x hidden)")
+    add("--sequence", _count, "tokens of a sequence", 1024)
+    add("--micro-batch", _count, "sequences of a micro-batch", 1)
+    add("--micro-batches", _count, "micro-batches of a step", 1)
+    add("--dtype-bytes", _count, "bytes of an element", 2)
+    add("--tensor-parallel", _count, "GPUs that share each layer", 1)
+    group.add_argument(
+        "--sequence-parallel", action="store_true", help="they share norms and dropout, too"
+    )
+    for name, accepted in (
+        ("--norm", ("layer", "rms", "t5")),
+        ("--activation", ("gelu", "gelu_new", "relu", "swiglu")),
+        ("--attention", ("fused", "eager")),
+    ):
+        group.add_argument(
+            name, choices=accepted, default=accepted[0], help="of the layers (default %(default)s)"
+        )
+    group.add_argument("--dropout", action="store_true", help="with dropout")
+    group = parser.add_argument_group("drives, for each GPU")
+    add("--drives", _count, "how many", 1)
+    group.add_argument(
+        "--drive", default="d7-p5620", metavar="NAME", help="d7-p5620 (default) or 980-pro"
+    )
+    add("--capacity-tb", _rate, "TB of one (default: as --drive)")
+    add("--dwpd", _rate, "times its capacity that may be written a day")
+    add("--warranty-years", _rate, "for so long (default: as --drive)")
+    add("--tbw", _rate, "TB that may be written in all, in place of --dwpd")
+    add("--write-amplification", _rate, "bytes a drive writes for each it is given", 1.0)
+    group.add_argument(
+        "--relaxed-retention", action="store_true", help="content is kept for a day only"
+    )
+    group.add_argument(
+        "--disk", metavar="FOLDER", help="measure what the disk of a folder writes, in two seconds"
+    )
 
 
 def _parser(
@@ -229,6 +316,12 @@ def _add_device(parser: argparse.ArgumentParser) -> None:
         help="auto (default: the GPU, or the CPU without one), cpu, cuda, or cuda:N; OUT has the "
         "same bytes",
     )
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from 1")
+    return int(text)
 
 
 def _rate(text: str) -> float:

@@ -36,9 +36,9 @@ from .engine.codecs.blob import ALIGN_BYTES
 from .engine.codecs.registry import get_codec, row_codec_class
 from .engine.files.checksums import combined_crc32
 from .engine.files.new_file import PathLike
+from .engine.files.positioned import write_at
 from .engine.files.safetensors_writer import SafetensorsLayout, write_safetensors
 from .engine.files.writeback import start_writeback
-from .engine.transfer.staging import write_at
 from .errors import (
     ArgumentError,
     ArgumentTypeError,

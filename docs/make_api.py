@@ -19,7 +19,15 @@ FOLDER = ROOT / "docs" / "api"
 FOLDERS = {"bitslab.integrations": ROOT / "integrations", "bitslab": ROOT / "core"}
 
 #: Faces in core that people use by name, and those for people who write codecs and integrations.
-SYSTEMS = ("tables", "tensors", "embedding", "offload", "kvcache", "activations")
+SYSTEMS = (
+    "tables",
+    "tensors",
+    "embedding",
+    "offload",
+    "kvcache",
+    "activations",
+    "activations.disk",
+)
 ENGINE = ("codecs", "memory", "transfer", "advisor", "files", "kernels")
 #: numpydoc's sections whose entries are ``name : type`` with an indented text.
 LISTS = ("Parameters", "Attributes", "Returns", "Raises", "Yields", "Warns", "Other Parameters")

@@ -598,7 +598,7 @@ def test_missing_package_is_named(
 # Help
 
 
-@pytest.mark.parametrize("command", ["", "inspect", "compress", "decompress"])
+@pytest.mark.parametrize("command", ["", "inspect", "compress", "decompress", "endurance"])
 def test_help_teaches_by_examples(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         run(*command.split(), "--help")
@@ -610,11 +610,14 @@ def test_help_teaches_by_examples(command: str, capsys: pytest.CaptureFixture[st
 
 def test_examples_of_the_help_are_accepted_by_the_parser() -> None:
     parser = cli.build_parser()
-    epilogs = (cli.EPILOG, cli.INSPECT_EPILOG, cli.COMPRESS_EPILOG, cli.DECOMPRESS_EPILOG)
+    epilogs = [
+        *(cli.EPILOG, cli.INSPECT_EPILOG, cli.COMPRESS_EPILOG, cli.DECOMPRESS_EPILOG),
+        cli.ENDURANCE_EPILOG,
+    ]
     examples = [
         line.split("  ")[1].split(" | ")[0].split()
         for epilog in epilogs
-        for line in epilog.splitlines()
+        for line in epilog.replace("\n      --", " --").splitlines()
         if line.startswith("  bitslab ")
     ]
     assert len(examples) > 10

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from ..engine.files.file_locks import hold, release
+from ..engine.files.positioned import read_into
 from ..engine.memory.arena import host_arena
 from ..errors import BitslabError
 
@@ -180,16 +181,11 @@ class MappedFile:
             As `check`, or when the system cannot read them.
         """
         self.check()
-        target, done = out.numpy().data, 0
         try:
-            while done < len(target):
-                got = os.preadv(self._fd, [target[done:]], offset + done)
-                if got == 0:
-                    break
-                done += got
+            done = read_into(self._fd, offset, [out.numpy().data])
         except OSError as error:
             raise BitslabError(f"{self.path}: cannot be read: {error}") from error
-        if done < len(target):
+        if done < out.shape[0]:
             raise BitslabError(f"{self.path}: ends at byte {offset + done}, it was cut")
 
     def close(self) -> None:

@@ -197,7 +197,15 @@ def restore(arguments: argparse.Namespace) -> None:
     _say_done(arguments, len(content.tensors), f"{raw_bytes / 1e6:,.2f} MB")
 
 
+def endurance(arguments: argparse.Namespace) -> None:
+    """Print what the activations of a training ask of drives, and how long these last."""
+    from .endurance import print_endurance
+
+    print_endurance(arguments)
+
+
 COMMANDS: dict[str, Callable[[argparse.Namespace], None]] = {
+    "endurance": endurance,
     "inspect": inspect,
     "compress": pack,
     "decompress": restore,

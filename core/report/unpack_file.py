@@ -13,12 +13,12 @@ from ..compressed_blob import CompressedBlob
 from ..dtypes import flat_bytes
 from ..engine.codecs import RawCodec, WordRowCodec
 from ..engine.codecs.base import gathered_by_kernels
+from ..engine.files.positioned import write_at
 from ..engine.files.safetensors_writer import SafetensorsLayout
 from ..engine.files.writeback import start_writeback
 from ..engine.kernels.format import BLOCK_ROWS, PAD_WORDS, RowStorage, ceil_div
 from ..engine.kernels.row_kernels import RowKernels
 from ..engine.progress import Progress
-from ..engine.transfer.staging import write_at
 from .files import check_storable
 from .pack_file import LEAST_DEVICE_BYTES
 from .tensor_rows import row_ranges

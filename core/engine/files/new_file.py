@@ -73,9 +73,9 @@ class NewFile:
         folder = self.target.parent
         if not folder.is_dir():
             raise FileNotFoundError(errno.ENOENT, "no such folder", str(folder))
-        _remove_abandoned(folder)
+        remove_abandoned(folder)
         try:
-            self.temporary, self._locked = _make(folder)
+            self.temporary, self._locked = make_temporary(folder)
         except OSError as error:
             raise _named(error, self.requested) from error
         self._process = os.getpid()
@@ -161,13 +161,20 @@ def replacing(path: PathLike) -> Iterator[Path]:
 
 def _named(error: OSError, path: str) -> OSError:
     """Return an error that says which file cannot be written, and what to do."""
+    return OSError(error.errno, f"cannot be written: {reason(error)}", path)
+
+
+def reason(error: OSError) -> str:
+    """Return what the system says against writing, and what to do."""
     advice = _ADVICE.get(error.errno or 0, "")
-    text = f"cannot be written: {error.strerror}" + (f"; {advice}" if advice else "")
-    return OSError(error.errno, text, path)
+    return str(error.strerror) + (f"; {advice}" if advice else "")
 
 
-def _make(folder: Path) -> tuple[Path, FileIO]:
-    """Make an empty file and lock it; return its name and what holds the lock while it is open."""
+def make_temporary(folder: Path) -> tuple[Path, FileIO]:
+    """Make an empty file and lock it; return its name and what holds the lock while it is open.
+
+    The system releases the lock with the process, and `remove_abandoned` removes the file then.
+    """
     while True:
         # Not tempfile.mkstemp, whose files nobody else may read.
         path = folder / f".{_boot()}-{secrets.token_hex(8)}{SUFFIX}"
@@ -184,7 +191,7 @@ def _make(folder: Path) -> tuple[Path, FileIO]:
         locked.close()  # removed by another writer before it was locked
 
 
-def _remove_abandoned(folder: Path) -> None:
+def remove_abandoned(folder: Path) -> None:
     """Remove temporary files whose writers are gone; what cannot be removed is left."""
     try:
         with os.scandir(folder) as entries:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import operator
 import os
 import threading
@@ -10,7 +9,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -20,6 +19,7 @@ from numpy.typing import NDArray
 from ...errors import ArgumentError, BitslabError
 from ..kernels.format import ceil_div
 from . import host, page_locking
+from .free_ranges import FreeRanges
 from .host import HostBuffer, Pin
 
 #: Pieces start at multiples of this: kernels that read rows over the link want 16 bytes.
@@ -51,11 +51,11 @@ class Kind:
 
 @dataclass(eq=False)
 class _Slab:
-    """A buffer that is cut into pieces, and its free ranges, ascending and apart."""
+    """A buffer that is cut into pieces, and its free ranges."""
 
     buffer: HostBuffer
     kind: Kind
-    free: list[tuple[int, int]] = field(default_factory=list)
+    free: FreeRanges
 
     def __post_init__(self) -> None:
         self.array: NDArray[np.uint8] = self.buffer.tensor.numpy()
@@ -63,26 +63,6 @@ class _Slab:
     @property
     def nbytes(self) -> int:
         return self.buffer.nbytes
-
-    @property
-    def free_bytes(self) -> int:
-        return sum(end - begin for begin, end in self.free)
-
-    def take(self, begin: int, end: int) -> None:
-        """Take a range at the start of a free one."""
-        at = bisect.bisect_left(self.free, (begin, 0))
-        rest = (end, self.free[at][1])
-        self.free[at : at + 1] = [rest] if rest[0] < rest[1] else []
-
-    def give_back(self, begin: int, end: int) -> None:
-        """Take a range back, and join it with free neighbours."""
-        at = bisect.bisect_left(self.free, (begin, 0))
-        first, last = at, at
-        if at and self.free[at - 1][1] == begin:
-            first, begin = at - 1, self.free[at - 1][0]
-        if at < len(self.free) and self.free[at][0] == end:
-            last, end = at + 1, self.free[at][1]
-        self.free[first:last] = [(begin, end)]
 
 
 @dataclass(eq=False)
@@ -280,7 +260,7 @@ class Arena:
                 page_locking.registrar.synchronize()
         with self._lock:
             self._collect()
-            idle = [slab for slab in self._slabs if slab.free == [(0, slab.nbytes)]]
+            idle = [slab for slab in self._slabs if slab.free.wholly_free]
             self._slabs = [slab for slab in self._slabs if slab not in idle]
         for slab in idle:
             slab.buffer.close()
@@ -298,7 +278,7 @@ class Arena:
         with self._lock:
             self._collect()
             dedicated = [buffer for buffer in self._dedicated if not buffer.closed]
-            free = sum(slab.free_bytes for slab in self._slabs)
+            free = sum(slab.free.free_bytes for slab in self._slabs)
             reserved = sum(slab.nbytes for slab in self._slabs)
             reserved += sum(buffer.nbytes for buffer in dedicated)
             return {
@@ -325,11 +305,12 @@ class Arena:
             size, slab, begin = min(enough, key=by_size) if enough else max(ranges, key=by_size)
             nbytes = min(size, wanted)
             end = begin + min(size, _aligned(nbytes))
-            slab.take(begin, end)
+            slab.free.take(begin, end)
         return Reservation(_Range(slab, begin, end), nbytes, self._returned)
 
     def _reserve_new(self, nbytes: int, kind: Kind) -> Reservation:
-        slab = _Slab(self._allocate(nbytes, kind), kind)
+        slab = _Slab(self._allocate(nbytes, kind), kind, FreeRanges(nbytes))
+        slab.free.take(0, nbytes)
         with self._lock:
             self._slabs.append(slab)
         return Reservation(_Range(slab, 0, nbytes), nbytes, self._returned)
@@ -364,7 +345,7 @@ class Arena:
             if gone.begin == gone.end:
                 continue  # a reservation that was used up
             if gone.pending is None:
-                gone.slab.give_back(gone.begin, gone.end)
+                gone.slab.free.give_back(gone.begin, gone.end)
             elif wait:
                 self._returned.append(gone)
             else:
@@ -378,7 +359,7 @@ class Arena:
         left = []
         for events, gone in self._deferred:
             if all(map(_passed, events)):
-                gone.slab.give_back(gone.begin, gone.end)
+                gone.slab.free.give_back(gone.begin, gone.end)
             else:
                 left.append((events, gone))
         self._deferred = left

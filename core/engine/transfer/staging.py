@@ -7,14 +7,12 @@ the same way back: a stream fills page-locked memory from a GPU, and a thread dr
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Collection, Hashable, Sequence
 from concurrent.futures import Future
 from typing import Any, Generic, Literal, TypeVar, overload
 
 import torch
 
-from ...errors import BitslabError
 from .lanes import Lane, Mark, record_on
 
 Key = TypeVar("Key", bound=Hashable)
@@ -157,39 +155,6 @@ def copy_pieces(pieces: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Copy to targets from sources, on torch's current stream, between a GPU and the host."""
     for target, source in pieces:
         target.copy_(source, non_blocking=True)
-
-
-def read_at(fd: int, offset: int, out: torch.Tensor) -> None:
-    """Read bytes of a file from `offset` on to uint8 `out` on the CPU.
-
-    Raises
-    ------
-    OSError
-        When the system cannot read them.
-    BitslabError
-        When the file ends before.
-    """
-    target, done = out.numpy().data, 0
-    while done < len(target):
-        got = os.preadv(fd, [target[done:]], offset + done)
-        if got == 0:
-            raise BitslabError(
-                f"file: ends at byte {offset + done}, expected {offset + len(target)}"
-            )
-        done += got
-
-
-def write_at(fd: int, offset: int, data: torch.Tensor) -> None:
-    """Write uint8 `data` on the CPU to a file from `offset` on.
-
-    Raises
-    ------
-    OSError
-        When the system cannot write them.
-    """
-    source, done = data.numpy().data, 0
-    while done < len(source):
-        done += os.pwritev(fd, [source[done:]], offset + done)
 
 
 def _by_turn(buffer: StagingBuffer[Any]) -> tuple[bool, int]:

@@ -11,9 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bitslab.engine.files.positioned import read_at, write_at
 from bitslab.engine.memory import HostBuffer
 from bitslab.engine.transfer import StagingBuffer, StagingRing, StreamLane, ThreadLane
-from bitslab.engine.transfer.staging import copy_pieces, read_at, write_at
+from bitslab.engine.transfer.staging import copy_pieces
 from bitslab.errors import BitslabError
 from tests.streams import recorded
 

@@ -1,0 +1,54 @@
+"""Activations that training keeps: what moving them to an SSD costs, beside other ways.
+
+Part `disk`: what the disk tier writes and reads, beside the probe that it is planned by, fio where
+that is installed, dd, and torch.save. Ways take turns with fresh bytes; the best turn of each
+counts, because other processes use the disk, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from activations_disk import Rows, disk
+from timing import print_tables
+
+PARTS = {"disk": disk}
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the script."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--only", nargs="+", choices=PARTS, default=list(PARTS), help="parts to run (default: all)")
+    add("--folder", metavar="FOLDER", help="on the SSD (default: the current one)")
+    add("--mb", type=int, default=1000, help="that are written each time (default: %(default)s)")
+    add("--repetitions", type=int, default=3, help="turns of each way (default: %(default)s)")
+    add(
+        "--step-gb",
+        type=float,
+        default=17.2,
+        help="GB of a step, for the rate that it would need (default: %(default)s, four layers of "
+        "8,192 at 16 x 1,024 tokens)",
+    )
+    add("--step-seconds", type=float, default=1.2, help="of that step (default: %(default)s)")
+    add("--json", action="store_true", help="print JSON in place of tables")
+    add("--out", type=Path, metavar="FILE", help="write the tables to a file, too")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = make_parser().parse_args(argv)
+    tables: dict[str, Rows] = {}
+    for part in arguments.only:
+        tables |= PARTS[part](arguments, lambda text: print(text, file=sys.stderr, flush=True))
+    print_tables(tables, arguments.json, arguments.out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

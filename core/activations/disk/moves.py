@@ -1,0 +1,140 @@
+"""What threads of the disk tier do with the pieces of a ticket, and what they count."""
+
+from __future__ import annotations
+
+import threading
+import time
+import zlib
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+
+from ...engine.transfer import Mark, ThreadTask, wait_on_host
+from ...errors import BitslabError
+from .budget import WriteBudget
+from .tensor_file import DiskError
+from .tickets import Piece, State, Stored
+
+
+class Counters:
+    """What threads of a tier count, and what they may still write today."""
+
+    def __init__(self, budget: WriteBudget | None) -> None:
+        self.budget = budget
+        self.lock = threading.Lock()
+        self.idle = threading.Condition(self.lock)
+        self.queued_bytes = 0
+        self.written_bytes = self.read_bytes = 0
+        self.write_seconds = self.read_seconds = 0.0
+        self.forwarded_bytes = self.cancelled_bytes = self.failed_bytes = 0
+        self.refused_bytes: dict[str, int] = {"behind": 0, "full": 0, "failed": 0, "budget": 0}
+
+    def left_queue(self, nbytes: int, *, cancelled: bool = False, refused: bool = False) -> None:
+        """Count bytes that wait no more: written, cancelled, or refused after all."""
+        with self.lock:
+            self.queued_bytes = max(0, self.queued_bytes - nbytes)  # a closed tier counts none
+            self.cancelled_bytes += nbytes if cancelled else 0
+            if self.budget is not None and (cancelled or refused):
+                self.budget.give_back(nbytes)
+            self.idle.notify_all()
+
+
+def write_piece(counters: Counters, stored: Stored, piece: Piece, verify: bool) -> None:
+    """Write a piece, in a thread, unless it is not wanted any more."""
+    after = stored.after
+    if after is not None:
+        wait_on_host(after)
+    with stored.lock:
+        if piece.state is not State.WAITS:
+            return  # cancelled, and counted
+        data = stored.data
+        wanted = data is not None and not stored.dropped
+        piece.state = State.WRITING if wanted else State.CANCELLED
+    if data is None or not wanted:
+        counters.left_queue(piece.nbytes, cancelled=True)
+        return
+    stripe, part = piece.extent.stripe, data[piece.begin : piece.end]
+    begin = time.perf_counter()
+    try:
+        if isinstance(after, Future):
+            after.result()
+        if verify:
+            piece.crc32 = zlib.crc32(part.numpy().data)
+        stripe.file.write(piece.extent.begin, part)
+    except BaseException as error:
+        # Kept in memory. Nothing more is written there, and the step goes on.
+        stored.error = error
+        if isinstance(error, DiskError):
+            stripe.error = error
+        with stored.lock:
+            piece.state = State.FAILED
+        with counters.lock:
+            counters.failed_bytes += piece.nbytes
+    else:
+        with counters.lock:
+            counters.written_bytes += piece.nbytes
+            counters.write_seconds += time.perf_counter() - begin
+        with stored.lock:
+            piece.state = State.WRITTEN
+            if all(each.state is State.WRITTEN for each in stored.pieces):
+                stored.data = stored.after = None
+    finally:
+        counters.left_queue(piece.nbytes)
+
+
+class Reading:
+    """Pieces on their way to one tensor, and the task that is done with the last of them."""
+
+    def __init__(self, counters: Counters, stored: Stored, out: torch.Tensor) -> None:
+        self.counters = counters
+        self.stored = stored  # whose extents are not given to others meanwhile
+        self.out = out
+        self.task: ThreadTask[torch.Tensor] = ThreadTask()
+        self._left = len(stored.pieces)
+        self._error: BaseException | None = None
+        self._lock = threading.Lock()
+
+    def watch(self, task: ThreadTask[None]) -> None:
+        """Count a piece's task when it is done."""
+        task.add_done_callback(self._done)
+
+    def _done(self, task: Any) -> None:
+        error = BitslabError("this DiskTier is closed") if task.cancelled() else task.exception()
+        with self._lock:
+            self._error = self._error or error
+            self._left -= 1
+            last = self._left == 0
+        if not last:
+            return
+        if self._error is not None:
+            self.task.set_exception(self._error)
+        else:
+            self.task.set_result(self.out)
+
+
+def read_piece(reading: Reading, piece: Piece, verify: bool) -> None:
+    """Read a piece, in a thread."""
+    stripe, part = piece.extent.stripe, reading.out[piece.begin : piece.end]
+    begin = time.perf_counter()
+    try:
+        stripe.file.read(piece.extent.begin, part)
+        if verify and zlib.crc32(part.numpy().data) != piece.crc32:
+            raise DiskError(
+                f"disk: {stripe.file.path}: bytes {piece.extent.begin} to "
+                f"{piece.extent.begin + piece.nbytes} of the file came back other than they were "
+                "written: their checksum differs"
+            )
+    except DiskError as error:
+        stripe.error = error
+        raise
+    with reading.counters.lock:
+        reading.counters.read_bytes += piece.nbytes
+        reading.counters.read_seconds += time.perf_counter() - begin
+
+
+def forwarded(data: torch.Tensor, out: torch.Tensor | None, after: Mark | None) -> torch.Tensor:
+    """Return bytes that are still in memory, in a thread that has waited for them."""
+    if isinstance(after, Future):
+        after.result()
+    return data if out is None else out.copy_(data)

@@ -1,0 +1,494 @@
+"""The disk tier: bytes of host memory in files, written and read by threads."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+import time
+import warnings
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+
+from ...engine.memory import Reservation, host_arena
+from ...engine.memory.arena import Pending
+from ...engine.memory.locks import call_after_fork
+from ...engine.transfer import Mark, ThreadLane, ThreadTask
+from ...errors import ArgumentError, ArgumentTypeError, BitslabError
+from .budget import WriteBudget
+from .endurance import Drive, lifespan_days
+from .moves import Counters, Reading, forwarded, read_piece, write_piece
+from .posix_file import PosixFile, file_system
+from .rates import DiskRates, disk_rates
+from .stripe import Extent, Stripe
+from .tensor_file import ALIGN_BYTES, OpenFile
+from .tickets import Piece, State, Stored, Ticket
+
+#: Bytes that wait to be written, at most.
+QUEUE_BYTES = 1 << 30
+#: How long drives last is looked at whenever so much more was written.
+WEAR_BYTES = 100e9
+#: Less than this is warned of.
+SHORT_LIFE_DAYS = 365.0
+#: Host memory is reserved in pieces of this many bytes or more: page-locking costs by the call.
+RESERVED_BYTES = 64 << 20
+TERA = 1e12
+
+Folders = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+#: Why bytes were not taken: the disk is behind, full, failed, or has its bytes of the day.
+Refusal = Literal["behind", "full", "failed", "budget"]
+
+
+class DiskTier:
+    """Bytes of host memory, kept in one preallocated file a folder.
+
+    Large bytes are cut into requests of the size that the folders' devices like best, which are
+    spread over all folders. They are written in the order in which they came, by threads, and read
+    by others. Nothing is left of the files however the process ends.
+
+    Parameters
+    ----------
+    folders : str, os.PathLike or sequence of these
+        One or several, best each on a device of its own.
+    disk_bytes : int, optional
+        What the files take at most, all together; what the file systems have to spare when left
+        out.
+    write_budget : float, optional
+        Terabytes (1e12 bytes) that may be written a day. They come evenly over the day, and those
+        of an hour may be saved up.
+    verify : bool
+        Compare checksums of what comes back.
+    queue_bytes : int
+        Bytes that wait to be written at most: what comes when there are as many is not taken.
+    rates : DiskRates, optional
+        What each folder's device carries; measured, or known from before, when left out.
+    drive : Drive, optional
+        The SSDs, for `stats` to say how long they last, and a warning when that is less than a
+        year.
+    open_file : callable
+        Makes the file in a folder.
+
+    Raises
+    ------
+    ArgumentError, ArgumentTypeError
+        For an argument that is not accepted.
+    DiskError
+        When a folder cannot be written to.
+
+    Warns
+    -----
+    UserWarning
+        When a folder is in memory (tmpfs), or on another machine; and once, when the drives last
+        less than a year at the rate so far.
+
+    Notes
+    -----
+    Threads may share it. A forked child has files and threads of its own, from its first bytes on;
+    tickets of its parent are refused there. A copy or pickle is a tier with files of its own.
+
+    Examples
+    --------
+    >>> import tempfile, torch
+    >>> from bitslab.activations.disk import DiskRates, DiskTier
+    >>> rates = DiskRates(1 << 20, 1, 1, 1e9, 1e9, 1e9, 1e9, direct=True)
+    >>> tier = DiskTier(tempfile.gettempdir(), rates=rates)
+    >>> data = tier.host_buffer(5000).fill_(7)
+    >>> ticket = tier.store(data)
+    >>> tier.drain()
+    True
+    >>> bool(tier.fetch(ticket).result().eq(7).all())
+    True
+    >>> tier.close()
+    """
+
+    def __init__(
+        self,
+        folders: Folders,
+        *,
+        disk_bytes: int | None = None,
+        write_budget: float | None = None,
+        verify: bool = False,
+        queue_bytes: int = QUEUE_BYTES,
+        rates: DiskRates | None = None,
+        drive: Drive | None = None,
+        open_file: OpenFile = PosixFile,
+    ) -> None:
+        self._folders = _checked_folders(folders)
+        _check_number("disk_bytes", disk_bytes, int)
+        _check_number("write_budget", write_budget, float)
+        _check_number("queue_bytes", queue_bytes, int)
+        self._options: dict[str, Any] = {
+            "disk_bytes": disk_bytes,
+            "write_budget": write_budget,
+            "verify": verify,
+            "queue_bytes": queue_bytes,
+            "rates": rates,
+            "drive": drive,
+            "open_file": open_file,
+        }
+        self.drive = drive
+        self.disk_bytes = disk_bytes
+        self.queue_bytes = queue_bytes
+        self.verify = bool(verify)
+        self._open_file = open_file
+        self._write_budget = write_budget
+        _warn_of_kind(self._folders)
+        self.rates = tuple(rates or disk_rates(folder) for folder in self._folders)
+        self._request_bytes = max(
+            ALIGN_BYTES, max(rate.request_bytes for rate in self.rates) // ALIGN_BYTES * ALIGN_BYTES
+        )
+        self._begin()
+        self._open_stripes()
+        # Last: at the interpreter's exit threads end before their files are closed.
+        self._store_lane = ThreadLane("bitslab-store", sum(r.write_threads for r in self.rates))
+        self._load_lane = ThreadLane("bitslab-load", sum(r.read_threads for r in self.rates))
+        call_after_fork(self)
+
+    def _begin(self) -> None:
+        budget = self._write_budget
+        self._lock = threading.Lock()
+        self._counters = Counters(None if budget is None else WriteBudget(budget * TERA))
+        self._reservation: Reservation | None = None
+        self._stripes: list[Stripe] = []
+        self._turn = itertools.count()
+        self._closed = False
+        self._begun = time.monotonic()
+        self._wear_seen_bytes: float = WEAR_BYTES
+
+    def _open_stripes(self) -> list[Stripe]:
+        """Make the files, unless they are there."""
+        if not self._stripes:
+            each = None if self.disk_bytes is None else self.disk_bytes // len(self._folders)
+            self._stripes = [Stripe(self._open_file(folder), each) for folder in self._folders]
+        return self._stripes
+
+    def after_fork(self) -> None:
+        """Begin anew in a forked child: files and tickets are the parent's."""
+        closed = self._closed
+        self._begin()
+        self._closed = closed
+
+    # Out
+
+    def host_buffer(self, nbytes: int, pending: Pending | None = None) -> torch.Tensor:
+        """Return memory that is written and read with no further copy.
+
+        Parameters
+        ----------
+        nbytes : int
+            How much.
+        pending : callable, optional
+            Returns events behind the work of GPUs that may still use the memory, once nobody has
+            it; as for `Reservation.cut`.
+
+        Returns
+        -------
+        torch.Tensor
+            uint8 ``[nbytes]`` of the host's arena, page-locked where there is a GPU.
+
+        Raises
+        ------
+        BitslabError
+            When the memory cannot be had.
+        """
+        memory = self._cut(nbytes + ALIGN_BYTES, pending)
+        begin = -memory.data_ptr() % ALIGN_BYTES
+        return memory[begin : begin + nbytes]
+
+    def _cut(self, nbytes: int, pending: Pending | None) -> torch.Tensor:
+        with self._lock:
+            if self._reservation is None or self._reservation.nbytes < nbytes:
+                self._reservation = None
+                try:
+                    self._reservation = host_arena().reserve(nbytes, max(nbytes, RESERVED_BYTES))
+                except BitslabError:  # it may have what is needed
+                    self._reservation = host_arena().reserve(nbytes)
+            return self._reservation.cut(nbytes, pending)
+
+    def store(self, data: torch.Tensor, after: Mark | None = None) -> Ticket | None:
+        """Queue bytes to be written; wait for nothing.
+
+        The memory must not change until it is written, or the ticket is gone; the tier holds it for
+        as long.
+
+        Parameters
+        ----------
+        data : torch.Tensor
+            uint8 ``[n]`` on the CPU, contiguous, n > 0; best of `host_buffer`.
+        after : event or task, optional
+            When the bytes are there.
+
+        Returns
+        -------
+        Ticket or None
+            None where the bytes are not taken, and remain where they are: the disk is behind
+            (`queue_bytes`) or full, has failed before, or has had its bytes of the day.
+            `stats` counts each.
+        """
+        _check_bytes("data", data)
+        with self._lock:
+            if self._closed:
+                raise BitslabError("this DiskTier is closed")
+            made = self._taken(data, after)
+            if isinstance(made, Stored):
+                ticket, left = Ticket(made), list(made.pieces)
+                try:
+                    while left:
+                        self._store_lane.submit(
+                            write_piece, self._counters, made, left[0], self.verify
+                        )
+                        del left[0]
+                except BaseException:
+                    for piece in left:  # an interruption leaves nothing in the queue
+                        self._counters.left_queue(piece.nbytes, cancelled=True)
+                    raise
+                self._warn_of_wear()
+                return ticket
+        with self._counters.lock:
+            self._counters.refused_bytes[made] += data.shape[0]
+        return None
+
+    def _taken(self, data: torch.Tensor, after: Mark | None) -> Stored | Refusal:
+        """Return what is to be written, its place taken; or why it is not."""
+        nbytes = data.shape[0]
+        counters = self._counters
+        if all(stripe.error is not None for stripe in self._open_stripes()):
+            return "failed"
+        with counters.lock:
+            if counters.queued_bytes and counters.queued_bytes + nbytes > self.queue_bytes:
+                return "behind"
+            if counters.budget is not None and not counters.budget.take(nbytes):
+                return "budget"
+            counters.queued_bytes += nbytes
+        stored = Stored(data, after)
+        for begin in range(0, nbytes, self._request_bytes):
+            end = min(begin + self._request_bytes, nbytes)
+            extent = self._take(end - begin)
+            if extent is None:
+                counters.left_queue(nbytes, refused=True)
+                return "full"
+            stored.pieces.append(Piece(extent, begin, end))
+        return stored
+
+    def _take(self, nbytes: int) -> Extent | None:
+        """Return an extent of the next folder, or of one that has room."""
+        first = next(self._turn)
+        for i in range(len(self._stripes)):
+            extent = self._stripes[(first + i) % len(self._stripes)].take(nbytes)
+            if extent is not None:
+                return extent
+        return None
+
+    # And back
+
+    def fetch(self, ticket: Ticket, out: torch.Tensor | None = None) -> ThreadTask[torch.Tensor]:
+        """Begin to bring bytes back; wait for nothing.
+
+        Bytes that are not written yet come from memory, and what of them waits to be written is
+        not written any more; they may be fetched again all the same.
+
+        Parameters
+        ----------
+        ticket : Ticket
+            Of `store`.
+        out : torch.Tensor, optional
+            uint8 ``[n]`` on the CPU, contiguous; best of `host_buffer`. When left out, what is
+            still in memory comes back as the very tensor that was stored.
+
+        Returns
+        -------
+        ThreadTask
+            Its result are the bytes, uint8 ``[n]``; its error a `DiskError` that names the file.
+
+        Raises
+        ------
+        BitslabError
+            When the tier is closed, or the ticket forgotten or of another process.
+        """
+        stored = ticket.stored()
+        if out is not None:
+            _check_bytes("out", out)
+            if out.shape[0] != ticket.nbytes:
+                raise ArgumentError(f"out: {out.shape[0]} bytes, expected {ticket.nbytes}")
+        if self._closed:
+            raise BitslabError("this DiskTier is closed")
+        with stored.lock:
+            data = stored.data
+            waiting = [piece for piece in stored.pieces if piece.state is State.WAITS]
+            if data is not None:
+                for piece in waiting:
+                    piece.state = State.CANCELLED
+        if data is not None:
+            for piece in waiting:
+                self._counters.left_queue(piece.nbytes, cancelled=True)
+            with self._counters.lock:
+                self._counters.forwarded_bytes += ticket.nbytes
+            return self._forward(data, out, stored.after)
+        if out is None:
+            out = self.host_buffer(ticket.nbytes)
+        reading = Reading(self._counters, stored, out)
+        for piece in stored.pieces:
+            reading.watch(self._load_lane.submit(read_piece, reading, piece, self.verify))
+        return reading.task
+
+    def _forward(
+        self, data: torch.Tensor, out: torch.Tensor | None, after: Mark | None
+    ) -> ThreadTask[torch.Tensor]:
+        if out is None and after is None:
+            task: ThreadTask[torch.Tensor] = ThreadTask()
+            task.set_result(data)
+            return task
+        return self._load_lane.run(forwarded, data, out, after, after=after)
+
+    @property
+    def lifespan_days(self) -> float | None:
+        """How long the drives last at the rate so far; None without a `drive`, or before it."""
+        written = self._counters.written_bytes
+        if self.drive is None or not written:
+            return None
+        seconds = max(time.monotonic() - self._begun, 1e-9)
+        return lifespan_days(self.drive.endurance_bytes(), written, seconds)
+
+    def _warn_of_wear(self) -> None:
+        if self.drive is None or self._counters.written_bytes < self._wear_seen_bytes:
+            return
+        self._wear_seen_bytes = self._counters.written_bytes + WEAR_BYTES
+        days = self.lifespan_days
+        if days is not None and days < SHORT_LIFE_DAYS:
+            self._wear_seen_bytes = float("inf")
+            warnings.warn(
+                f"disk: at the rate so far the drives last {days:.0f} days; write_budget= limits "
+                "what is written a day",
+                stacklevel=3,
+            )
+
+    def forget(self, ticket: Ticket) -> None:
+        """Give a ticket's place up; what of it waits is not written. Dropping it does the same."""
+        ticket.forget()
+
+    # All of it
+
+    def drain(self, seconds: float | None = None) -> bool:
+        """Wait until nothing waits to be written; return whether that is so in time."""
+        end = None if seconds is None else time.monotonic() + seconds
+        with self._counters.lock:
+            while self._counters.queued_bytes:
+                left = None if end is None else end - time.monotonic()
+                if left is not None and left <= 0:
+                    return False
+                self._counters.idle.wait(left)
+        return True
+
+    def stats(self) -> dict[str, Any]:
+        """Return what was moved.
+
+        Returns
+        -------
+        dict
+            ``written_bytes``, ``read_bytes``, ``write_seconds`` and ``read_seconds`` (of all
+            threads together), ``forwarded_bytes`` that came from memory, ``cancelled_bytes`` that
+            were not written for that, ``failed_bytes`` whose writing failed, ``queued_bytes``,
+            ``refused_bytes`` by cause, ``lifespan_days`` of the drives or None, ``disk_bytes`` that
+            the files take, ``used_bytes`` of these, and ``folders``: for each its ``path``,
+            ``file_system``, ``direct`` (whether the page
+            cache is bypassed) and ``error``, or None.
+        """
+        stripes = self._stripes
+        folders = [
+            {
+                "path": stripe.file.path,
+                "file_system": file_system(stripe.file.path).kind,
+                "direct": stripe.file.direct,
+                "error": None if stripe.error is None else str(stripe.error),
+            }
+            for stripe in stripes
+        ]
+        counters = self._counters
+        with counters.lock:
+            return {
+                "written_bytes": counters.written_bytes,
+                "read_bytes": counters.read_bytes,
+                "write_seconds": counters.write_seconds,
+                "read_seconds": counters.read_seconds,
+                "forwarded_bytes": counters.forwarded_bytes,
+                "cancelled_bytes": counters.cancelled_bytes,
+                "failed_bytes": counters.failed_bytes,
+                "queued_bytes": counters.queued_bytes,
+                "refused_bytes": dict(counters.refused_bytes),
+                "lifespan_days": self.lifespan_days,
+                "disk_bytes": sum(stripe.file.nbytes for stripe in stripes),
+                "used_bytes": sum(stripe.used_bytes for stripe in stripes),
+                "folders": folders,
+            }
+
+    def close(self) -> None:
+        """End the threads, and give the files up with all that is in them; again does nothing.
+
+        What waits is not written.
+        """
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._reservation = None
+        for lane in (self._store_lane, self._load_lane):
+            lane.close()
+        with self._counters.lock:
+            # What the closed lane has cancelled.
+            self._counters.cancelled_bytes += self._counters.queued_bytes
+            self._counters.queued_bytes = 0
+            self._counters.idle.notify_all()
+        for stripe in self._stripes:
+            stripe.file.close()
+
+    def __enter__(self) -> DiskTier:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out files and threads, which belong to a process."""
+        return {"folders": self._folders, **self._options}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)  # type: ignore[misc]
+
+
+def _checked_folders(folders: Folders) -> tuple[str, ...]:
+    some = [folders] if isinstance(folders, str | os.PathLike) else folders
+    if not isinstance(some, Sequence) or not all(isinstance(f, str | os.PathLike) for f in some):
+        raise ArgumentTypeError(f"disk: expected a folder or several, got {folders!r}")
+    if not some:
+        raise ArgumentError("disk: expected one folder or more, got none")
+    return tuple(os.fspath(folder) for folder in some)
+
+
+def _check_number(name: str, value: object, kind: type) -> None:
+    accepted = (int,) if kind is int else (int, float)
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, accepted):
+        raise ArgumentTypeError(f"{name}: expected {kind.__name__} or None, got {value!r}")
+    if not 0 < value < float("inf"):
+        raise ArgumentError(f"{name}: {value}, accepted are numbers above 0")
+
+
+def _check_bytes(name: str, t: object) -> None:
+    if not isinstance(t, torch.Tensor) or t.dtype != torch.uint8 or t.device.type != "cpu":
+        what = f"{t.dtype} on {t.device}" if isinstance(t, torch.Tensor) else repr(t)[:60]
+        raise ArgumentTypeError(f"{name}: expected uint8 on the CPU, got {what}")
+    if t.dim() != 1 or not t.is_contiguous() or not t.shape[0]:
+        raise ArgumentError(f"{name}: shape {list(t.shape)}, expected [n] with n > 0, contiguous")
+
+
+def _warn_of_kind(folders: tuple[str, ...]) -> None:
+    for folder in folders:
+        system = file_system(folder)
+        if system.in_memory or system.network:
+            what = "memory, so that nothing is saved" if system.in_memory else "on another machine"
+            warnings.warn(
+                f"disk: {folder} is {what} ({system.kind}); give a folder on an SSD", stacklevel=3
+            )
