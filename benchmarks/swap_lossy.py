@@ -84,6 +84,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--lossy-width", type=float, default=0.25, help="of its channels (default: %(default)s)")
     add("--lossy-epochs", type=int, default=8, help="default: %(default)s")
     add("--lossy-batch", type=int, default=64, help="images of a step (default: %(default)s)")
-    add("--lossy-bits", nargs=2, type=int, default=(96, 32), metavar=("TOP", "BOTTOM"))
+    add("--lossy-bits", nargs=2, type=int, default=(96, 32), metavar=("TOP", "BOTTOM"), help="P")
     add("--seeds", type=int, default=5, help="how many (default: %(default)s)")
     add("--first-seed", type=int, default=0, help="default: %(default)s")

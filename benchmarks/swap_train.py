@@ -22,15 +22,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from cnn.models import SIDES
+from cnn.models import ACTIVATIONS, SIDES
 from swap_decisions import compared, grid, tensors_of, time_model
 from swap_job import (
     DENSE,
+    LOSSY_BITS,
     MODELS,
     PEERS,
     POLICIES,
     SELECTS,
     SPARSE,
+    STATIC_CODEC,
     Job,
     make_way,
     torchtune_offload,
@@ -156,7 +158,7 @@ def measure(job: Job, way: str, select: str, until: float) -> Measured:
         measured = Measured(
             way=way,
             select=select,
-            **medians | {"loss": first[COMPARED_STEP]},
+            **medians | {"loss": first[min(COMPARED_STEP, len(first) - 1)]},
             warm_up_s=warm_up_s,
             steps=len(times),
             device_bytes=device_bytes,
@@ -196,9 +198,6 @@ def release(job: Job) -> None:
         empty: Any = getattr(torch._C, "_host_emptyCache", None)
         if empty is not None:
             empty()
-        reset: Any = getattr(torch.cuda, "reset_peak_host_memory_stats", None)
-        if reset is not None:
-            reset()
 
 
 def host_bytes(job: Job) -> int:
@@ -206,7 +205,7 @@ def host_bytes(job: Job) -> int:
     held = host_arena().stats()["used_bytes"]
     stats: Any = getattr(torch.cuda, "host_memory_stats", None)
     if job.on_gpu and stats is not None:
-        held += stats().get("allocated_bytes.peak", 0)
+        held += stats().get("allocated_bytes.current", 0)
     return held
 
 
@@ -476,19 +475,52 @@ def device_name(device: torch.device) -> str:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of this part."""
     add = parser.add_argument_group("train").add_argument
-    add("--activations", nargs="+", default=[SPARSE, DENSE], metavar="NAME", help="of cnn.models")
-    add("--policies", nargs="*", default=list(POLICIES), metavar="POLICY[:CODEC,...]")
-    add("--peers", nargs="*", choices=PEERS, default=list(PEERS), metavar="PEER")
-    add("--select", nargs="+", choices=SELECTS, default=list(SELECTS), help="which tensors")
+    add(
+        "--activations",
+        nargs="+",
+        choices=ACTIVATIONS,
+        default=[SPARSE, DENSE],
+        metavar="NAME",
+        help=f"{', '.join(ACTIVATIONS)} (default: {SPARSE} {DENSE})",
+    )
+    add(
+        "--policies",
+        nargs="*",
+        default=list(POLICIES),
+        metavar="POLICY[:CODEC,...]",
+        help=f"of bitslab.offload_activations, with codecs; {STATIC_CODEC} for static, the usual "
+        f"ones for auto; lossy is auto with zfp at P = {LOSSY_BITS} for what is dense (default: "
+        f"{' '.join(POLICIES)})",
+    )
+    add(
+        "--peers",
+        nargs="*",
+        choices=PEERS,
+        default=list(PEERS),
+        metavar="PEER",
+        help=f"default: {' '.join(PEERS)}, where it imports",
+    )
+    add(
+        "--select",
+        nargs="+",
+        choices=SELECTS,
+        default=list(SELECTS),
+        help="which tensors policies move; peers move all (default: both)",
+    )
     add("--shape", choices=SIDES, help="default: imagenet on a GPU, else cifar")
     add("--dtype", choices=("float32", "bfloat16"), default="float32", help="bfloat16: autocast")
     add("--train-batch", type=int, metavar="N", help="images a step (default: by model)")
     add("--train-steps", type=int, default=20, help="plain ones beforehand (default: %(default)s)")
     add(
-        "--warm-up", type=int, default=3, help="steps of each way, 3 or more (default: %(default)s)"
+        "--warm-up", type=int, default=3, help="steps of each way (default: %(default)s)"
     )
     add("--steps", type=int, default=10, help="that are timed (default: %(default)s)")
-    add("--seconds-limit", type=float, metavar="S", help="leave out what does not fit")
+    add(
+        "--seconds-limit",
+        type=float,
+        metavar="S",
+        help="leave out what does not fit; at first steps, then ways, then models",
+    )
     add(
         "--grid",
         nargs="*",
