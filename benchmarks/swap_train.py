@@ -511,9 +511,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--dtype", choices=("float32", "bfloat16"), default="float32", help="bfloat16: autocast")
     add("--train-batch", type=int, metavar="N", help="images a step (default: by model)")
     add("--train-steps", type=int, default=20, help="plain ones beforehand (default: %(default)s)")
-    add(
-        "--warm-up", type=int, default=3, help="steps of each way (default: %(default)s)"
-    )
+    add("--warm-up", type=int, default=3, help="steps of each way (default: %(default)s)")
     add("--steps", type=int, default=10, help="that are timed (default: %(default)s)")
     add(
         "--seconds-limit",
