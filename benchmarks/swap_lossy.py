@@ -3,7 +3,7 @@
 The example's CNN with LeakyReLU is trained on scikit-learn's digits from the weights of several
 seeds, each in every way with the same batches: plain, and with what layers save packed by zfp at P
 bits for four values, 128 in float32. `sliding` goes from Top down to Bottom over the epochs,
-`inverse` from Bottom up to Top, `fixed` stays at Bottom. Masks, integers and statistics of norms
+`inverse` from Bottom up to Top, `fixed` is always Bottom. Masks, integers and statistics of norms
 lose nothing. Figures are the share of tested digits that the model gets right after the last epoch,
 in %; `crossed` the share of the lossy tensors' bytes that crossed.
 """

@@ -123,7 +123,7 @@ def test_time_of_kernels_that_overlap_counts_once(benchmark: Any) -> None:
     assert profile.busy_us(events) == 7.0
 
 
-def test_a_way_that_fails_is_told(
+def test_a_way_that_fails_is_reported(
     benchmark: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     train = importlib.import_module("swap_train")
