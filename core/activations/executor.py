@@ -10,7 +10,7 @@ computes then waits until the oldest copy has been read, and its memory is used 
 of that stream, however far the host is ahead.
 
 A copy that was encoded gets as much host memory as those of its site needed of late. Until it is
-known to fit, its original stays, from which one that does not fit is sent once more.
+known to fit, its original remains, from which one that does not fit is sent once more.
 """
 
 from __future__ import annotations
@@ -500,6 +500,8 @@ class Executor:
 
     def close(self) -> None:
         """Wait for the work under way, and end threads; they start again when a copy is read."""
+        if self.on_gpu:
+            self._out.close()  # what crosses is there then, and its size is known
         with self._lock:
             self._release(0)  # while what was cut off can be sent again
         for lane in {self._encoding, self._out, self._in}:

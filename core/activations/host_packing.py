@@ -123,7 +123,7 @@ class HostPacking:
             with self._current():
                 memory = self._room.cut(used, [])
         except HostMemoryError:
-            return  # it stays as it is
+            return  # it remains as it is
         memory.copy_(self._scratch[:used])
         raw.packed = PackedOnHost(codec, Blob(memory, flat.shape, flat.dtype))
         raw.host = None

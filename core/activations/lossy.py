@@ -38,7 +38,8 @@ class Lossy:
     epochs : int
         Epochs of the training.
     epoch_passes : int, optional
-        Forward passes of an epoch, by which epochs are counted; when left out,
+        Forward passes of an epoch that record a graph (those that a checkpoint around the model
+        computes again, too), by which epochs are counted; when left out,
         `ActivationOffload.begin_epoch` says when one begins.
     top, bottom : int, optional
         The range of P. When left out, policy "auto" finds it by bisection (algorithm 1) from the

@@ -182,7 +182,7 @@ class Policy(Protocol):
 
     @property
     def observed(self) -> Observed | None:
-        """What is told of times of real swaps; None where nobody wants them."""
+        """What takes times of real swaps; None where nobody wants them."""
 
     def rows(self) -> list[dict[str, Any]]:
         """Return what was decided at each profile, and from what."""

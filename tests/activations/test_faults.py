@@ -251,7 +251,7 @@ def test_a_forked_child(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_no_device_memory_to_encode_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The step goes on with tensors kept, told once."""
+    """The step goes on with tensors kept, reported once."""
     model = small()
     plain = gradients(model, 2)
 

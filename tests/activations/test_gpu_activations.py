@@ -262,6 +262,34 @@ def test_two_streams_read_one_copy() -> None:
     offload.detach()
 
 
+@pytest.mark.parametrize("when", ["backward", "detached"])
+def test_a_copy_that_is_larger_than_those_before(when: str) -> None:
+    """Its host memory is too small: it is sent again from its original."""
+    x = torch.randn(1 << 22, device="cuda", requires_grad=True)
+
+    def loss_of(zeros: float) -> torch.Tensor:
+        torch.manual_seed(7)
+        loss: torch.Tensor = (x * 2).where(torch.rand_like(x) >= zeros, 0.0).sin().sum()
+        return loss
+
+    (plain,) = torch.autograd.grad(loss_of(0.1), x)
+    offload = bitslab.ActivationOffload(
+        "static", codecs="zvc", min_bytes=1 << 23, in_flight_bytes=1 << 30, verify=True
+    )
+    for zeros in (0.9, 0.9, 0.9, 0.1, 0.9, 0.1):
+        with offload:
+            loss = loss_of(zeros)
+        if when == "detached":
+            offload.detach()
+        (found,) = torch.autograd.grad(loss, x)
+        assert zeros > 0.5 or torch.equal(found, plain)
+        torch.cuda.synchronize()
+        del loss
+    if when == "detached":
+        assert offload.stats()["moved_out_bytes"] > 6 * x.nbytes  # some went twice
+    offload.detach()
+
+
 def test_zeros_are_packed_by_the_cpu() -> None:
     offload = bitslab.ActivationOffload("host", codecs="zvc", min_bytes=1024, in_flight_bytes=0)
     x = torch.randn(1 << 20, device="cuda")

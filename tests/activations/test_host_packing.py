@@ -108,7 +108,7 @@ def test_a_copy_that_nobody_wants_is_not_packed() -> None:
 
 
 @pytest.mark.parametrize("fault", ["codec", "memory", "dtype"])
-def test_what_cannot_be_packed_stays_raw(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+def test_what_cannot_be_packed_is_left_raw(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
     class Failing(BitmapCodec):
         name = "test-failing-on-the-host"
 

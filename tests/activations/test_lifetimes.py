@@ -257,7 +257,7 @@ def test_copies_take_the_host_memory_that_they_need(in_flight_bytes: int) -> Non
 def test_a_copy_that_is_larger_than_those_before(
     in_flight_bytes: int, memory: str, when: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is lost: it is sent again, or stays on the device."""
+    """Nothing is lost: it is sent again, or remains on the device."""
     model, x = Gate(), torch.randn(256, 1024).requires_grad_()
     model.zeros = 0.1
     gated(model, x, 5).backward()
