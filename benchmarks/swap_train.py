@@ -15,6 +15,7 @@ import argparse
 import contextlib
 import gc
 import statistics
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -176,18 +177,27 @@ def measure(job: Job, way: str, select: str, until: float) -> Measured:
             notes = [note for note in known.notes if not note.startswith("What is computed")]
             measured.notes, measured.decisions = notes, [dict(row) for row in known.decisions]
         if arguments.profile and job.on_gpu and way in PROFILED:
-            measured.profile = profile_rows(lambda: job.step(used.context()))
+            with going_on(arguments, f"profile of {measured.name}"):
+                measured.profile = profile_rows(lambda: job.step(used.context()))
     finally:
         used.close()
     if way == "auto" and arguments.agreement and measured.decisions:
         last = [r for r in measured.decisions if r["epoch"] == measured.decisions[-1]["epoch"]]
-        try:
+        with going_on(arguments, f"measured times of the decisions of {measured.name}"):
             measured.sites, measured.agreement = compared(
                 last, tensors_of(job, SELECTS[select]), time_model(job, last).predict
             )
-        except ValueError as error:
-            measured.notes.append(f"decisions are not compared with measured times: {error}")
     return measured
+
+
+@contextlib.contextmanager
+def going_on(arguments: argparse.Namespace, what: str) -> Iterator[None]:
+    """Report an error and go on: what else there is to measure is worth its time."""
+    try:
+        yield
+    except Exception:
+        print(f"FAILED: {what}\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+        arguments.failed.append(what)
 
 
 def release(job: Job) -> None:
@@ -314,7 +324,8 @@ def train(arguments: argparse.Namespace, report: Report) -> dict[str, Rows]:
                 report(f"left out: decisions of {model} by epoch (--seconds-limit)")
             else:
                 report(f"{model}, {SPARSE}: decisions by epoch")
-                tables |= grid(model, Job(model, SPARSE, arguments, device))
+                with going_on(arguments, f"decisions of {model} by epoch"):
+                    tables |= grid(model, Job(model, SPARSE, arguments, device))
     if summary:
         tables |= summaries(summary)
     return tables
@@ -339,14 +350,13 @@ def measure_model(
         if budget.is_spent and way != "plain":
             report(f"left out: {model}, {activation}: {name} (--seconds-limit)")
             continue
-        try:
-            each = found[name] = measure(job, way, select, until)
-        except Exception:  # what else there is to measure is worth its time
-            report(f"FAILED: {model}, {activation}: {name}\n{traceback.format_exc()}")
-            arguments.failed.append(f"{model}, {activation}: {name}")
-            if way == "plain":
-                return
+        with going_on(arguments, f"{model}, {activation}: {name}"):
+            found[name] = measure(job, way, select, until)
+        if "plain" not in found:
+            return
+        if name not in found:
             continue
+        each = found[name]
         report(
             f"{model}, {activation}: {name}: {each.step_s * 1e3:.1f} ms a step, {each.steps} "
             f"steps, {each.warm_up_s:.1f} s of warm-up"
