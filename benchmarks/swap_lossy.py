@@ -73,7 +73,8 @@ def lossy(arguments: argparse.Namespace, report: Report) -> dict[str, Rows]:
     title = (
         f"{arguments.lossy_model}, LeakyReLU, width {options.width:g}, {DIGITS} digits, "
         f"{options.epochs} epochs in batches of {options.batch_size}, Top {top}, Bottom {bottom}: "
-        f"% right in the last {arguments.last_epochs}; asked: sliding within 0.5 points of plain, and not below fixed and inverse"
+        f"% right in the last {arguments.last_epochs}; asked: sliding within 0.5 points of plain, "
+        "and not below fixed and inverse"
     )
     return {title: rows}
 
