@@ -1,10 +1,10 @@
 """What training keeps for its backward pass: sizes, codecs, the time model, steps, lossy rates.
 
-python benchmarks/swap.py --only ratio                       # bytes, on the CPU
-python benchmarks/swap.py --only codecs                      # rates of codecs of whole tensors
-python benchmarks/swap.py --only model                       # the time model beside regressions
-python benchmarks/swap.py --only train --models vgg16        # steps of models that swap
-python benchmarks/swap.py --only lossy                       # accuracy at lossy rates
+python benchmarks/swap.py --only ratio     # bytes, on the CPU
+python benchmarks/swap.py --only codecs    # rates of codecs of whole tensors
+python benchmarks/swap.py --only model     # the time model beside regressions
+python benchmarks/swap.py --only train --models vgg16 --seconds-limit 60    # steps that swap
+python benchmarks/swap.py --only lossy     # accuracy at lossy rates
 
 On a GPU where there is one. Each part is a script of its own, swap_<part>.py (the codecs are in
 blob_codecs.py), whose first lines say what its tables show.

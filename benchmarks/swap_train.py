@@ -15,6 +15,7 @@ import argparse
 import contextlib
 import gc
 import statistics
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -22,15 +23,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from cnn.models import SIDES
+from cnn.models import ACTIVATIONS, SIDES
 from swap_decisions import compared, grid, tensors_of, time_model
 from swap_job import (
     DENSE,
+    LOSSY_BITS,
     MODELS,
     PEERS,
     POLICIES,
     SELECTS,
     SPARSE,
+    STATIC_CODEC,
     Job,
     make_way,
     torchtune_offload,
@@ -156,7 +159,7 @@ def measure(job: Job, way: str, select: str, until: float) -> Measured:
         measured = Measured(
             way=way,
             select=select,
-            **medians | {"loss": first[COMPARED_STEP]},
+            **medians | {"loss": first[min(COMPARED_STEP, len(first) - 1)]},
             warm_up_s=warm_up_s,
             steps=len(times),
             device_bytes=device_bytes,
@@ -174,18 +177,27 @@ def measure(job: Job, way: str, select: str, until: float) -> Measured:
             notes = [note for note in known.notes if not note.startswith("What is computed")]
             measured.notes, measured.decisions = notes, [dict(row) for row in known.decisions]
         if arguments.profile and job.on_gpu and way in PROFILED:
-            measured.profile = profile_rows(lambda: job.step(used.context()))
+            with going_on(arguments, f"profile of {measured.name}"):
+                measured.profile = profile_rows(lambda: job.step(used.context()))
     finally:
         used.close()
     if way == "auto" and arguments.agreement and measured.decisions:
         last = [r for r in measured.decisions if r["epoch"] == measured.decisions[-1]["epoch"]]
-        try:
+        with going_on(arguments, f"measured times of the decisions of {measured.name}"):
             measured.sites, measured.agreement = compared(
                 last, tensors_of(job, SELECTS[select]), time_model(job, last).predict
             )
-        except ValueError as error:
-            measured.notes.append(f"decisions are not compared with measured times: {error}")
     return measured
+
+
+@contextlib.contextmanager
+def going_on(arguments: argparse.Namespace, what: str) -> Iterator[None]:
+    """Report an error and go on: what else there is to measure is worth its time."""
+    try:
+        yield
+    except Exception:
+        print(f"FAILED: {what}\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+        arguments.failed.append(what)
 
 
 def release(job: Job) -> None:
@@ -196,9 +208,6 @@ def release(job: Job) -> None:
         empty: Any = getattr(torch._C, "_host_emptyCache", None)
         if empty is not None:
             empty()
-        reset: Any = getattr(torch.cuda, "reset_peak_host_memory_stats", None)
-        if reset is not None:
-            reset()
 
 
 def host_bytes(job: Job) -> int:
@@ -206,7 +215,7 @@ def host_bytes(job: Job) -> int:
     held = host_arena().stats()["used_bytes"]
     stats: Any = getattr(torch.cuda, "host_memory_stats", None)
     if job.on_gpu and stats is not None:
-        held += stats().get("allocated_bytes.peak", 0)
+        held += stats().get("allocated_bytes.current", 0)
     return held
 
 
@@ -315,7 +324,8 @@ def train(arguments: argparse.Namespace, report: Report) -> dict[str, Rows]:
                 report(f"left out: decisions of {model} by epoch (--seconds-limit)")
             else:
                 report(f"{model}, {SPARSE}: decisions by epoch")
-                tables |= grid(model, Job(model, SPARSE, arguments, device))
+                with going_on(arguments, f"decisions of {model} by epoch"):
+                    tables |= grid(model, Job(model, SPARSE, arguments, device))
     if summary:
         tables |= summaries(summary)
     return tables
@@ -340,14 +350,13 @@ def measure_model(
         if budget.is_spent and way != "plain":
             report(f"left out: {model}, {activation}: {name} (--seconds-limit)")
             continue
-        try:
-            each = found[name] = measure(job, way, select, until)
-        except Exception:  # what else there is to measure is worth its time
-            report(f"FAILED: {model}, {activation}: {name}\n{traceback.format_exc()}")
-            arguments.failed.append(f"{model}, {activation}: {name}")
-            if way == "plain":
-                return
+        with going_on(arguments, f"{model}, {activation}: {name}"):
+            found[name] = measure(job, way, select, until)
+        if "plain" not in found:
+            return
+        if name not in found:
             continue
+        each = found[name]
         report(
             f"{model}, {activation}: {name}: {each.step_s * 1e3:.1f} ms a step, {each.steps} "
             f"steps, {each.warm_up_s:.1f} s of warm-up"
@@ -476,19 +485,50 @@ def device_name(device: torch.device) -> str:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of this part."""
     add = parser.add_argument_group("train").add_argument
-    add("--activations", nargs="+", default=[SPARSE, DENSE], metavar="NAME", help="of cnn.models")
-    add("--policies", nargs="*", default=list(POLICIES), metavar="POLICY[:CODEC,...]")
-    add("--peers", nargs="*", choices=PEERS, default=list(PEERS), metavar="PEER")
-    add("--select", nargs="+", choices=SELECTS, default=list(SELECTS), help="which tensors")
+    add(
+        "--activations",
+        nargs="+",
+        choices=ACTIVATIONS,
+        default=[SPARSE, DENSE],
+        metavar="NAME",
+        help=f"{', '.join(ACTIVATIONS)} (default: {SPARSE} {DENSE})",
+    )
+    add(
+        "--policies",
+        nargs="*",
+        default=list(POLICIES),
+        metavar="POLICY[:CODEC,...]",
+        help=f"of bitslab.offload_activations, with codecs; {STATIC_CODEC} for static, the usual "
+        f"ones for auto; lossy is auto with zfp at P = {LOSSY_BITS} for what is dense (default: "
+        f"{' '.join(POLICIES)})",
+    )
+    add(
+        "--peers",
+        nargs="*",
+        choices=PEERS,
+        default=list(PEERS),
+        metavar="PEER",
+        help=f"default: {' '.join(PEERS)}, where it imports",
+    )
+    add(
+        "--select",
+        nargs="+",
+        choices=SELECTS,
+        default=list(SELECTS),
+        help="which tensors policies move; peers move all (default: both)",
+    )
     add("--shape", choices=SIDES, help="default: imagenet on a GPU, else cifar")
     add("--dtype", choices=("float32", "bfloat16"), default="float32", help="bfloat16: autocast")
     add("--train-batch", type=int, metavar="N", help="images a step (default: by model)")
     add("--train-steps", type=int, default=20, help="plain ones beforehand (default: %(default)s)")
-    add(
-        "--warm-up", type=int, default=3, help="steps of each way, 3 or more (default: %(default)s)"
-    )
+    add("--warm-up", type=int, default=3, help="steps of each way (default: %(default)s)")
     add("--steps", type=int, default=10, help="that are timed (default: %(default)s)")
-    add("--seconds-limit", type=float, metavar="S", help="leave out what does not fit")
+    add(
+        "--seconds-limit",
+        type=float,
+        metavar="S",
+        help="leave out what does not fit; at first steps, then ways, then models",
+    )
     add(
         "--grid",
         nargs="*",

@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.quick_measuring import measure_quickly
+
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "examples"))
 # Before DGL is first imported: without it, it writes a file to the home folder.
@@ -41,6 +43,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def script(request: pytest.FixtureRequest) -> Any:
     """Import one of the scripts."""
     return importlib.import_module(f"train_graphsage_{request.param}")
+
+
+@pytest.fixture
+def quick_measuring(
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Measure small tensors for policy auto, few of them, and write to no cache of the machine."""
+    measure_quickly(monkeypatch, tmp_path_factory.getbasetemp() / "activations-cache")
 
 
 @pytest.fixture

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -55,7 +57,11 @@ def test_sizes_are_those_published(name: str) -> None:
     ids=lambda options: str(options[1]),
 )
 def test_losses_are_equal_in_every_way(
-    script: Any, train: Any, capsys: pytest.CaptureFixture[str], options: list[str]
+    script: Any,
+    train: Any,
+    capsys: pytest.CaptureFixture[str],
+    options: list[str],
+    quick_measuring: None,
 ) -> None:
     status, report = train(script, *TINY, *options)
     assert status == 0 and report["all_equal"] is True
@@ -157,3 +163,20 @@ def test_unknown_codec_is_refused(script: Any, capsys: pytest.CaptureFixture[str
     options = [*TINY, "--device", "cpu", "--ways", "static", "--codecs", "none"]
     assert script.main(options) == 2
     assert "codec: 'none' is not known" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("model", ["alexnet", "resnet"])
+def test_losses_are_equal_on_a_gpu(
+    script: Any, model: str, tmp_path: Path, quick_measuring: None
+) -> None:
+    json_file = tmp_path / "report.json"
+    options = ["--device", "cuda", "--model", model, "--json", str(json_file)]
+    assert script.main([*TINY, *options]) == 0
+    report = json.loads(json_file.read_text())
+    assert report["all_equal"] is True and report["device"] != "cpu"
+    runs = {run["way"]: run for run in report["runs"]}
+    for way in ("save_on_cpu", "raw", "static", "host", "auto"):
+        assert runs[way]["losses_equal_first"] is True and runs[way]["down_bytes_per_step"] > 0
+    static = runs["static"]
+    assert 0 < static["crossed_down_bytes_per_step"] < static["down_bytes_per_step"]

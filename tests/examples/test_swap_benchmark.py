@@ -123,7 +123,7 @@ def test_time_of_kernels_that_overlap_counts_once(benchmark: Any) -> None:
     assert profile.busy_us(events) == 7.0
 
 
-def test_a_way_that_fails_is_told(
+def test_a_way_that_fails_is_reported(
     benchmark: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     train = importlib.import_module("swap_train")
@@ -142,3 +142,22 @@ def test_a_way_that_fails_is_told(
     assert "FAILED: alexnet, relu: raw, all" in printed.err and "out of luck" in printed.err
     rows = next(iter(json.loads(printed.out).values()))
     assert [row["way"] for row in rows] == ["plain", "plain, at the end"]
+
+
+@pytest.mark.gpu
+def test_a_step_on_a_gpu(
+    benchmark: Any, capsys: pytest.CaptureFixture[str], quick_measuring: None
+) -> None:
+    options = "--only train --activations relu --select all --device cuda --shape cifar --json"
+    size = "--models alexnet --train-batch 256 --train-steps 2 --steps 3 --grid alexnet"
+    assert benchmark.main([*options.split(), *size.split(), "--peers", "save_on_cpu"]) == 0
+    tables = json.loads(capsys.readouterr().out)
+    by_way = {row["way"]: row for row in next(iter(tables.values()))}
+    assert set(by_way) >= {"plain", "raw, all", "static, all", "auto, all", "save_on_cpu"}
+    raw, static = by_way["raw, all"], by_way["static, all"]
+    assert 0 < raw["crossed in"] <= raw["crossed out"] == raw["out GB"] == static["out GB"]
+    assert 0 < static["crossed out"] < raw["crossed out"] and raw["link"] > static["link"] > 0
+    (profile,) = (rows for title, rows in tables.items() if "static, all: one step" in title)
+    streams = [row for row in profile if row["stream"]]
+    assert streams[0]["stream"] == "computes" and len(streams) > 1  # copies have their own
+    assert any("figure 9" in title for title in tables)
