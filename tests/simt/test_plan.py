@@ -23,7 +23,7 @@ def test_plan_kernels_count_like_their_twins(kind, n, row_bytes, slice_places, s
     monkeypatch.setattr(plan, "SLICE_PLACES", slice_places)
     kernels, runner = simt_kernels(seed)
     rows, rules = guarded(some_rows(kind, n, row_bytes, seed)), some_rules(row_bytes)
-    if row_bytes > 256:  # more places than a block has threads, 40 times: a rule of each kind will do
+    if row_bytes > 256:  # more places than a block has threads, for which some rules will do
         rules = rules[1::2]
     table = CandidateTable.of(rules, row_bytes, n)
     counts = guarded(cpu.count_bits(rows, 1))
