@@ -81,15 +81,18 @@ $(VENV)/.dev-stamp: pyproject.toml constraints.txt $(VENV)/.pip-stamp
 # their tests. Groups (--dist loadgroup) would do, but pytest-xdist 3.8 cannot name them to pytest 9.2.
 # Two workers share the processors: threads of torch that spin behind its operations would take them
 # from the other's tests (OMP_WAIT_POLICY).
-# In a fresh clone pytest first rewrites and compiles every file of tests, in each worker alike: it
-# does so once, on the processor that mypy leaves idle. What is wrong there the workers say.
+# In a fresh clone each worker would first rewrite and compile every file of tests, and wait while the
+# other compiles kernels: that is done once, on the processor that mypy leaves idle. What is wrong
+# there the workers say.
 test: lint plain-copy ## lint, check types and run the tests (ARGS goes to pytest)
 	@echo "==> mypy"
 	if [ ! -d tests/__pycache__ ]; then
-		$(BIN)/python -m pytest --collect-only -qq > build/collected.txt 2>&1 & compiling=$$!
+		{ $(BIN)/python -m pytest --collect-only -qq; $(BIN)/python -m tests.compile_kernels; } \
+			> build/compiled.txt 2>&1 &
 	fi
-	$(MYPY)
-	if [ -n "$${compiling:-}" ]; then wait $$compiling || true; fi
+	status=0; $(MYPY) || status=$$?
+	wait
+	if [ $$status != 0 ]; then exit $$status; fi
 	echo "==> pytest; the same examples again: make test SEED=$(SEED)"
 	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2 --dist worksteal \
 		--hypothesis-seed=$(SEED) $(ARGS)
