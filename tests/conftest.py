@@ -148,7 +148,7 @@ def pytest_collection_finish() -> None:
 def pytest_runtest_teardown(
     item: pytest.Item, nextitem: pytest.Item | None
 ) -> Generator[None, Any, Any]:
-    # What a file's tests have imported, compiled and reported stays, too.
+    # What a file's tests have imported, compiled and reported is kept, too.
     result = yield
     if nextitem is None or nextitem.path != item.path:
         keep_what_is_there()
