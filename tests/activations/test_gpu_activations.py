@@ -171,7 +171,8 @@ def test_a_model_on_two_devices(link: Callable[[float], None], quick_measuring: 
     net = Split()
     plain = step(net)
     for options in POLICIES.values():
-        offload = bitslab.offload_activations(net, **{"min_bytes": 64, "verify": True, **options})
+        given = {"min_bytes": 64, "in_flight_bytes": 0, "verify": True} | options
+        offload = bitslab.offload_activations(net, **given)
         for _ in range(4):
             assert all(map(torch.equal, step(net), plain))
         report = offload.report()

@@ -36,11 +36,8 @@ from bitslab.engine.codecs import (
     ZvcCodec,
 )
 from bitslab.engine.codecs.blob import ALIGN_BYTES, HEADER_BYTES
-<<<<<<< HEAD
 from bitslab.engine.kernels.blob_format import ZVC_BITS_FIRST_FORM
-=======
 from tests import pairwise
->>>>>>> wt-suite
 from tests.engine.codecs.contract import edge_rows
 from tests.helpers import DTYPES, bits_of, dtype_id, same_bits
 from tests.simt.module import guarded

@@ -13,6 +13,7 @@ from bitslab.engine.codecs import PlanCache
 from bitslab.engine.kernels import cpu, kernels_for
 from bitslab.engine.kernels.candidates import POSITIONAL_ROWS, CandidateTable
 from tests.engine.kernels.plan_cases import KINDS, some_rows, some_rules
+from tests.gpu import set_sync_debug_mode
 from tests.helpers import DTYPES, dtype_id, packable, random_bits, same_bits
 
 pytestmark = pytest.mark.gpu
@@ -60,13 +61,13 @@ def test_a_kept_plan_waits_for_the_gpu_once(dtype, row_bytes):
     torch.manual_seed(0)
     rows = [(torch.randn(shape) * 20).round().clamp(-128, 127).to(dtype).cuda() for _ in range(4)]
     fitted = [InvariantCodec.fit(x, plans=plans) for x in rows[:2]]
-    torch.cuda.set_sync_debug_mode("warn")
+    set_sync_debug_mode("warn")
     try:
         with warnings.catch_warnings(record=True) as waits:
             warnings.simplefilter("always")
             fitted.append(InvariantCodec.fit(rows[2], plans=plans))
     finally:
-        torch.cuda.set_sync_debug_mode("default")
+        set_sync_debug_mode("default")
     assert plans.stats() == {"planned": 1, "kept": 2}
     assert len([each for each in waits if "synchroniz" in str(each.message)]) == 1
     side = torch.cuda.Stream()
