@@ -1,0 +1,429 @@
+"""The search for the choices that cost a step least under a limit of memory.
+
+Bytes that are alive where memory is short have a price, and so have seconds of the link and the SSD
+where the timeline shows the device waiting for them. Given prices each site and module is decided
+by itself; the price of memory is the least at which everything fits, and the other prices follow
+from what the timeline then shows. The best plan seen is improved by changes of one or two sites.
+
+The effort is counted in positions of the timeline, not in time, so that equal measurements give
+equal plans.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from .timeline import Choices, Floats, Indices, StepPrediction, Timeline, Trace
+
+#: Moments times plans that are followed through, at most, for one limit of memory.
+EFFORT = 160_000
+#: Rounds of prices, at most; for a coarse search.
+ROUNDS, COARSE_ROUNDS = 24, 6
+#: Most moments at which memory is short that prices are made for.
+MOST_MOMENTS = 6
+#: Sites that are given more memory, and for each those that give it up, of changes of two sites.
+GIVERS, TAKERS = 16, 12
+_MARGIN = 0.5  # bytes: what sums of floats may differ by
+
+_Add = Callable[[float, Indices, npt.NDArray[np.bool_]], None]
+
+
+@dataclass(frozen=True)
+class Solution:
+    """Choices, and what the timeline makes of them under the limit."""
+
+    choices: Choices
+    prediction: StepPrediction
+    trace: Trace
+    fits: bool
+    limit_bytes: float
+
+    def better_than(self, other: Solution | None) -> bool:
+        """Return whether it fits better, or as well and takes less."""
+        return other is None or self._rank() < other._rank()
+
+    def _rank(self) -> tuple[float, float, float]:
+        over = 0.0 if self.fits else max(self.prediction.peak_bytes - self.limit_bytes, _MARGIN)
+        return over, self.prediction.step_s, self.prediction.peak_bytes
+
+
+@dataclass
+class _Prices:
+    """Prices of a second of each queue by site, and of a byte of the tiers behind it."""
+
+    queues: dict[str, Floats]
+    host: float = 0.0
+    disk: float = 0.0
+
+
+class Solver:
+    """Searches choices for a timeline.
+
+    Parameters
+    ----------
+    timeline : Timeline
+        The step.
+    """
+
+    def __init__(self, timeline: Timeline) -> None:
+        self._timeline = timeline
+        self._n = len(timeline.candidates)
+        self._modules = timeline.profile.modules
+        self._rows = np.arange(self._n)
+        self._plain = timeline.needed(timeline.keep_all())[0]
+        most = max((len(own) for own in timeline.candidates), default=1)
+        shape = self._n, most
+        self._device_s = np.full(shape, math.inf)
+        names = {"up": "up_s", "write": "write_s", "down": "down_s", "read": "read_s"}
+        self._queue_s = {name: np.zeros(shape) for name in names}
+        self._host, self._disk = np.zeros(shape), np.zeros(shape)
+        self._packed = np.zeros(shape)
+        self._kept = np.zeros(shape, bool)
+        for i, (own, costs) in enumerate(zip(timeline.actions, timeline.costs, strict=True)):
+            for k, (action, each) in enumerate(zip(own, costs, strict=True)):
+                self._device_s[i, k] = each.forward_s + each.backward_s
+                self._kept[i, k] = action == "keep"
+                for name, field in names.items():
+                    self._queue_s[name][i, k] = getattr(each, field)
+                tier = {"host": self._host, "disk": self._disk, "device": self._packed}.get(action)
+                if tier is not None:
+                    tier[i, k] = each.packed_bytes or each.moved_bytes
+        self._checkpoint_s = np.array([each.checkpoint_s for each in self._modules])
+        self._inside = [np.flatnonzero(timeline.module_of == m) for m in range(len(self._modules))]
+        self._budget = 0
+
+    # Prices
+
+    def _alive(self, at: int) -> tuple[Floats, Floats, Floats]:
+        """Return bytes at a moment: of each candidate, and of each module checkpointed.
+
+        Returns
+        -------
+        numpy.ndarray
+            ``[sites, candidates]``, ``[modules]``, and ``[sites]`` of what is kept.
+        """
+        t = self._timeline
+        used = (t.saved <= at) & (at < np.maximum(t.released, t.saved + 1))
+        used |= (t.read <= at) & (at < t.freed)
+        kept = (t.saved <= at) & (at < t.freed)
+        of_kept = t.nbytes * kept
+        alive = np.where(self._kept, of_kept[:, None], (t.nbytes * used)[:, None])
+        alive += self._packed * ((t.saved <= at) & (at <= t.read))[:, None]
+        again = np.zeros(len(self._modules))
+        for m, inside in enumerate(self._inside):
+            each = self._modules[m]
+            begin, end = t.moments[at], t.moments[at]
+            if each.begin_s <= begin and end < each.backward_end_s:
+                again[m] += each.checkpoint_bytes
+            late = kept[inside] & (at >= t.recomputed[m])
+            again[m] += float((t.nbytes[inside] * (used[inside] | late)).sum())
+        return alive, again, of_kept
+
+    def _totals(self, prices: _Prices) -> Floats:
+        """Return the seconds of each candidate at prices, ``[sites, candidates]``."""
+        total = self._device_s.copy()
+        for name, price in prices.queues.items():
+            total += price[:, None] * self._queue_s[name]
+        if prices.host or prices.disk:
+            total += prices.host * self._host + prices.disk * self._disk
+        return total
+
+    def _choose(
+        self, totals: Floats, alive: Floats, again: Floats, byte_s: float
+    ) -> tuple[Choices, Floats]:
+        """Decide each site and module by itself, at a price in seconds of a byte."""
+        costs = totals + byte_s * alive
+        options = np.argmin(costs, axis=1)
+        best = costs[self._rows, options]
+        checkpointed = np.zeros(len(self._modules), bool)
+        if len(self._modules):
+            outside = self._timeline.module_of
+            sums = np.bincount(outside + 1, best, len(self._modules) + 1)[1:]
+            checkpointed = self._checkpoint_s + byte_s * again < sums
+        return Choices(options.astype(np.intp), checkpointed), costs
+
+    def _fits(self, choices: Choices, limit: float) -> bool:
+        return bool((self._timeline.needed(choices)[0] <= limit + _MARGIN).all())
+
+    def priced(self, prices: _Prices, limit: float) -> Choices:
+        """Return the choices at the least price of memory at which everything fits."""
+        totals = self._totals(prices)
+        moments = [int(np.argmax(self._plain))]
+        choices = self._timeline.keep_all()
+        while True:
+            parts = [self._alive(at) for at in moments]
+            alive = sum((part[0] for part in parts[1:]), parts[0][0])
+            again = sum((part[1] for part in parts[1:]), parts[0][1])
+            choices = self._cheapest(totals, alive, again, limit)
+            need = self._timeline.needed(choices)[0]
+            worst = int(np.argmax(need))
+            if need[worst] <= limit + _MARGIN or worst in moments:
+                return choices
+            if len(moments) == MOST_MOMENTS:
+                return choices
+            moments.append(worst)
+
+    def _cheapest(self, totals: Floats, alive: Floats, again: Floats, limit: float) -> Choices:
+        """Return the choices at the least price of a byte that fit, found by halving."""
+        low = self._choose(totals, alive, again, 0.0)[0]
+        if self._fits(low, limit):
+            return low
+        exponent = -14.0  # seconds a byte, as a power of ten
+        high = self._choose(totals, alive, again, 10.0**exponent)[0]
+        while not self._fits(high, limit):
+            if exponent >= -2:
+                return high
+            low, exponent = high, exponent + 1.0
+            high = self._choose(totals, alive, again, 10.0**exponent)[0]
+        below = exponent - 1.0
+        for _ in range(18):
+            middle = (below + exponent) / 2
+            found = self._choose(totals, alive, again, 10.0**middle)[0]
+            if self._fits(found, limit):
+                exponent, high = middle, found
+            else:
+                below, low = middle, found
+        return self._between(low, high, limit)
+
+    def _between(self, low: Choices, high: Choices, limit: float) -> Choices:
+        """Return the choices that fit with as many of those that do not as there is room for."""
+        if (low.checkpointed != high.checkpointed).any():
+            for m in np.flatnonzero(high.checkpointed & ~low.checkpointed):
+                flags = high.checkpointed.copy()
+                flags[m] = False
+                found = replace(high, checkpointed=flags)
+                if self._fits(found, limit):
+                    high = found
+        for i in np.flatnonzero(low.options != high.options)[:32]:
+            options = high.options.copy()
+            options[i] = low.options[i]
+            found = replace(high, options=options)
+            if self._fits(found, limit):
+                high = found
+        return high
+
+    # Search
+
+    def solve(self, limit: float, *, coarse: bool = False) -> Solution:
+        """Return the best plan found whose memory is at most `limit` bytes.
+
+        Parameters
+        ----------
+        limit : float
+            Bytes.
+        coarse : bool
+            Rounds of prices alone, and fewer.
+
+        Returns
+        -------
+        Solution
+            Which does not fit where none was found that does.
+        """
+        self._budget = EFFORT // len(self._timeline.moments)
+        seen: dict[bytes, Solution] = {}
+        best: Solution | None = None
+        prices = _Prices({name: np.zeros(self._n) for name in self._queue_s})
+        rounds = min(COARSE_ROUNDS if coarse else ROUNDS, max(4, self._budget // 2))
+        used = prices
+        for k in range(rounds):
+            choices = self.priced(prices, limit)
+            again = choices.key() in seen
+            found = self._followed(choices, limit, seen)
+            if found.better_than(best):
+                best, used = found, prices
+            if again and k > ROUNDS // 3:
+                break
+            prices = self._repriced(prices, found, 1.0 / (k + 2) if k else 1.0)
+        assert best is not None
+        if coarse:
+            return best
+        for start in self._starts(limit):
+            found = self._followed(start, limit, seen)
+            if found.better_than(best):
+                best = found
+        return self._improve(best, used, limit, seen)
+
+    def least(self) -> Solution:
+        """Return a plan that takes as little memory as was found, whatever it costs."""
+        best: Solution | None = None
+        free = _Prices({name: np.zeros(self._n) for name in self._queue_s})
+        totals = self._totals(free)
+        moments = [int(np.argmax(self._plain))]
+        tried = set()
+        while len(moments) <= MOST_MOMENTS and moments[-1] not in tried:
+            tried.add(moments[-1])
+            for which in (moments, moments[-1:]):
+                parts = [self._alive(at) for at in which]
+                alive, again = sum(p[0] for p in parts), sum(p[1] for p in parts)
+                choices = self._choose(totals, alive, again, 1.0)[0]
+                for each in (choices, replace(choices, checkpointed=choices.checkpointed & False)):
+                    each = self._repaired(each)
+                    prediction, trace = self._timeline.follow(each, limit_bytes=0.0)
+                    found = Solution(each, prediction, trace, True, prediction.peak_bytes)
+                    if best is None or prediction.peak_bytes < best.prediction.peak_bytes:
+                        best = found
+            assert best is not None
+            moments.append(int(np.argmax(self._timeline.needed(best.choices)[0])))
+        assert best is not None
+        return best
+
+    def _repaired(self, choices: Choices) -> Choices:
+        """Return choices that are valid: what cannot be replayed, or has no room, is kept."""
+        if self._timeline.valid(choices):
+            return choices
+        t, inside = self._timeline, self._timeline.inside(choices)
+        options = choices.options.copy()
+        for i, k in enumerate(options.tolist()):
+            if t.actions[i][k] == "replay" and any(inside[s] for s in t.sources[i]):
+                options[i] = 0
+        repaired = replace(choices, options=options)
+        if t.valid(repaired):
+            return repaired
+        # The tiers are full: what was saved last is moved last, so it remains.
+        for i in range(self._n - 1, -1, -1):
+            if t.actions[i][options[i]] in ("host", "disk"):
+                options[i] = 0
+                if t.valid(repaired):
+                    break
+        return repaired
+
+    def _followed(
+        self, choices: Choices, limit: float, seen: dict[bytes, Solution]
+    ) -> Solution:
+        choices = self._repaired(choices)
+        key = choices.key()
+        if key not in seen:
+            self._budget -= 1
+            prediction, trace = self._timeline.follow(choices, limit_bytes=limit)
+            fits = prediction.peak_bytes <= limit + _MARGIN
+            seen[key] = Solution(choices, prediction, trace, fits, limit)
+        return seen[key]
+
+    def _repriced(self, prices: _Prices, found: Solution, rate: float) -> _Prices:
+        """Return prices moved towards what the device waited for."""
+        t, trace = self._timeline, found.trace
+        queues = {}
+        for name, price in prices.queues.items():
+            waited = np.zeros(self._n)
+            order = trace.queues[name]
+            moments = t.saved if name in ("up", "write") else t.read
+            for first, last in trace.waited_for[name]:
+                begin, end = moments[order[first]], moments[order[last]]
+                waited[(begin <= moments) & (moments <= end)] = 1.0
+            queues[name] = price + rate * (waited - price)
+        host, disk = prices.host, prices.disk
+        profile = t.profile
+        chosen = self._rows, found.choices.options
+        outside = ~t.inside(found.choices)
+        if profile.host_bytes is not None:
+            over = float((self._host[chosen] * outside).sum()) > 0.999 * profile.host_bytes
+            host = _moved_price(host, over)
+        if profile.disk_bytes is not None:
+            over = float((self._disk[chosen] * outside).sum()) > 0.999 * profile.disk_bytes
+            disk = _moved_price(disk, over)
+        return _Prices(queues, host, disk)
+
+    def _starts(self, limit: float) -> Iterator[Choices]:
+        """Yield plans of one kind: nothing moved, and waits that cost all they take."""
+        for names in (tuple(self._queue_s), ("down", "read"), ("up", "write")):
+            queues = {n: np.full(self._n, 1.0 * (n in names)) for n in self._queue_s}
+            yield self.priced(_Prices(queues), limit)
+        # The last to be saved are read first: these are dear, the others free.
+        for share in (0.5, 0.75, 0.9):
+            late = (self._rows >= share * self._n).astype(np.float64)
+            yield self.priced(_Prices(dict.fromkeys(self._queue_s, late)), limit)
+
+    # Changes of single plans
+
+    def _improve(
+        self, best: Solution, prices: _Prices, limit: float, seen: dict[bytes, Solution]
+    ) -> Solution:
+        """Change one or two sites, or a module, as long as that gains and effort is left."""
+        while self._budget > 0:
+            before = best
+            for changed in self._changes(best, prices, limit):
+                if changed.key() in seen or not self._fits(changed, limit):
+                    continue
+                found = self._followed(changed, limit, seen)
+                if found.better_than(best):
+                    best = found
+                    break
+                if self._budget <= 0:
+                    break
+            if best is before:
+                break
+            prices = self._repriced(prices, best, 0.5)
+        return best
+
+    def _changes(self, at: Solution, prices: _Prices, limit: float) -> list[Choices]:
+        """Return changed choices, those first that promise most."""
+        totals = self._totals(prices)
+        choices, inside = at.choices, self._timeline.inside(at.choices)
+        need = self._timeline.needed(choices)[0]
+        peak = int(np.argmax(need))
+        alive = self._alive(peak)[0]
+        cost = totals - totals[self._rows, choices.options][:, None]
+        more = alive - alive[self._rows, choices.options][:, None]
+        cost[inside] = math.inf
+        cost[self._rows, choices.options] = math.inf
+        found: list[tuple[float, int, Choices]] = []
+
+        def add(gain: float, options: Indices, flags: npt.NDArray[np.bool_]) -> None:
+            found.append((gain, len(found), Choices(options, flags)))
+
+        for i, k in zip(*np.nonzero(np.isfinite(cost) & (cost <= 0)), strict=True):
+            options = choices.options.copy()
+            options[i] = k
+            add(float(cost[i, k]), options, choices.checkpointed)
+        slack = limit - need[peak]
+        self._add_pairs(add, choices, cost, more, slack)
+        for m in range(len(self._modules)):
+            flags = choices.checkpointed.copy()
+            flags[m] = ~flags[m]
+            sites = self._inside[m]
+            own = float(totals[sites, choices.options[sites]].sum())
+            sign = 1.0 if flags[m] else -1.0
+            add(sign * (float(self._checkpoint_s[m]) - own), choices.options, flags)
+        # Prices mislead where waits come and go: at last all that changes a site's tier.
+        for i, k in zip(*np.nonzero(np.isfinite(cost) & (cost > 0)), strict=True):
+            options = choices.options.copy()
+            options[i] = k
+            add(float(cost[i, k]), options, choices.checkpointed)
+        found.sort(key=lambda each: each[:2])
+        return [each[2] for each in found]
+
+    def _add_pairs(
+        self, add: _Add, choices: Choices, cost: Floats, more: Floats, slack: float
+    ) -> None:
+        """Add changes by which one site takes memory that another one gives."""
+        takers = [(cost[i, k], i, k) for i, k in zip(*np.nonzero(cost < 0), strict=True)]
+        takers.sort()
+        givers = [
+            (cost[i, k] / -more[i, k], i, k)
+            for i, k in zip(*np.nonzero(np.isfinite(cost) & (more < 0)), strict=True)
+        ]
+        givers.sort()
+        for gain, i, k in takers[:GIVERS]:
+            added = 0
+            for _, j, other in givers:
+                if j == i or more[i, k] + more[j, other] > slack:
+                    continue
+                total = float(gain + cost[j, other])
+                options = choices.options.copy()
+                options[i], options[j] = k, other
+                add(total, options, choices.checkpointed)
+                added += 1
+                if added == TAKERS:
+                    break
+
+
+def _moved_price(price: float, over: bool) -> float:
+    """Return the price of a byte of a tier that is full, or is not."""
+    if over:
+        return max(price * 2, 1e-13)
+    return price * 0.7
