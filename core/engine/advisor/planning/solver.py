@@ -12,13 +12,14 @@ equal plans.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 
-from .timeline import Choices, Floats, Indices, StepPrediction, Timeline, Trace
+from .prediction import StepPrediction
+from .queues import Trace
+from .timeline import Choices, Floats, Timeline
 
 #: Moments times plans that are followed through, at most, for one limit of memory.
 EFFORT = 160_000
@@ -30,7 +31,7 @@ MOST_MOMENTS = 6
 GIVERS, TAKERS = 16, 12
 _MARGIN = 0.5  # bytes: what sums of floats may differ by
 
-_Add = Callable[[float, Indices, npt.NDArray[np.bool_]], None]
+_Change = tuple[float, tuple[tuple[int, int], ...], int]
 
 
 @dataclass(frozen=True)
@@ -236,11 +237,11 @@ class Solver:
             found = self._followed(choices, limit, seen)
             if found.better_than(best):
                 best, used = found, prices
-            if again and k > ROUNDS // 3:
+            if (again and k > ROUNDS // 3) or self._is_free(best):
                 break
             prices = self._repriced(prices, found, 1.0 / (k + 2) if k else 1.0)
         assert best is not None
-        if coarse:
+        if coarse or self._is_free(best):
             return best
         for start in self._starts(limit):
             found = self._followed(start, limit, seen)
@@ -292,9 +293,7 @@ class Solver:
                     break
         return repaired
 
-    def _followed(
-        self, choices: Choices, limit: float, seen: dict[bytes, Solution]
-    ) -> Solution:
+    def _followed(self, choices: Choices, limit: float, seen: dict[bytes, Solution]) -> Solution:
         choices = self._repaired(choices)
         key = choices.key()
         if key not in seen:
@@ -344,7 +343,7 @@ class Solver:
         self, best: Solution, prices: _Prices, limit: float, seen: dict[bytes, Solution]
     ) -> Solution:
         """Change one or two sites, or a module, as long as that gains and effort is left."""
-        while self._budget > 0:
+        while self._budget > 0 and not self._is_free(best):
             before = best
             for changed in self._changes(best, prices, limit):
                 if changed.key() in seen or not self._fits(changed, limit):
@@ -360,8 +359,13 @@ class Solver:
             prices = self._repriced(prices, best, 0.5)
         return best
 
-    def _changes(self, at: Solution, prices: _Prices, limit: float) -> list[Choices]:
-        """Return changed choices, those first that promise most."""
+    def _is_free(self, found: Solution) -> bool:
+        """Return whether a plan fits and costs nothing: no other is better."""
+        plain_s = self._timeline.profile.step_s
+        return found.fits and found.prediction.step_s <= plain_s * (1 + 1e-9)
+
+    def _changes(self, at: Solution, prices: _Prices, limit: float) -> Iterator[Choices]:
+        """Yield changed choices, those first that promise most."""
         totals = self._totals(prices)
         choices, inside = at.choices, self._timeline.inside(at.choices)
         need = self._timeline.needed(choices)[0]
@@ -371,55 +375,47 @@ class Solver:
         more = alive - alive[self._rows, choices.options][:, None]
         cost[inside] = math.inf
         cost[self._rows, choices.options] = math.inf
-        found: list[tuple[float, int, Choices]] = []
-
-        def add(gain: float, options: Indices, flags: npt.NDArray[np.bool_]) -> None:
-            found.append((gain, len(found), Choices(options, flags)))
-
-        for i, k in zip(*np.nonzero(np.isfinite(cost) & (cost <= 0)), strict=True):
-            options = choices.options.copy()
-            options[i] = k
-            add(float(cost[i, k]), options, choices.checkpointed)
-        slack = limit - need[peak]
-        self._add_pairs(add, choices, cost, more, slack)
-        for m in range(len(self._modules)):
-            flags = choices.checkpointed.copy()
-            flags[m] = ~flags[m]
-            sites = self._inside[m]
+        #: Promised seconds, sites with their new candidates, and a module to change or -1.
+        found: list[_Change] = []
+        for i, k in zip(*np.nonzero(np.isfinite(cost)), strict=True):
+            found.append((float(cost[i, k]), ((int(i), int(k)),), -1))
+        found += self._pairs(cost, more, limit - need[peak])
+        for m, sites in enumerate(self._inside):
             own = float(totals[sites, choices.options[sites]].sum())
-            sign = 1.0 if flags[m] else -1.0
-            add(sign * (float(self._checkpoint_s[m]) - own), choices.options, flags)
-        # Prices mislead where waits come and go: at last all that changes a site's tier.
-        for i, k in zip(*np.nonzero(np.isfinite(cost) & (cost > 0)), strict=True):
-            options = choices.options.copy()
-            options[i] = k
-            add(float(cost[i, k]), options, choices.checkpointed)
-        found.sort(key=lambda each: each[:2])
-        return [each[2] for each in found]
+            gain = float(self._checkpoint_s[m]) - own
+            found.append((-gain if choices.checkpointed[m] else gain, (), m))
+        # Those that promise no gain too: prices mislead where waits come and go.
+        found.sort()
+        for _, changes, m in found:
+            options, flags = choices.options, choices.checkpointed
+            if changes:
+                options = options.copy()
+                for i, k in changes:
+                    options[i] = k
+            if m >= 0:
+                flags = flags.copy()
+                flags[m] = ~flags[m]
+            yield Choices(options, flags)
 
-    def _add_pairs(
-        self, add: _Add, choices: Choices, cost: Floats, more: Floats, slack: float
-    ) -> None:
-        """Add changes by which one site takes memory that another one gives."""
-        takers = [(cost[i, k], i, k) for i, k in zip(*np.nonzero(cost < 0), strict=True)]
-        takers.sort()
+    def _pairs(self, cost: Floats, more: Floats, slack: float) -> list[_Change]:
+        """Return changes by which one site takes memory that another one gives."""
+        found: list[_Change] = []
+        takers = [(cost[i, k], int(i), int(k)) for i, k in zip(*np.nonzero(cost < 0), strict=True)]
         givers = [
-            (cost[i, k] / -more[i, k], i, k)
+            (cost[i, k] / -more[i, k], int(i), int(k))
             for i, k in zip(*np.nonzero(np.isfinite(cost) & (more < 0)), strict=True)
         ]
         givers.sort()
-        for gain, i, k in takers[:GIVERS]:
+        for gain, i, k in sorted(takers)[:GIVERS]:
             added = 0
             for _, j, other in givers:
                 if j == i or more[i, k] + more[j, other] > slack:
                     continue
-                total = float(gain + cost[j, other])
-                options = choices.options.copy()
-                options[i], options[j] = k, other
-                add(total, options, choices.checkpointed)
+                found.append((float(gain + cost[j, other]), ((i, k), (j, other)), -1))
                 added += 1
                 if added == TAKERS:
                     break
+        return found
 
 
 def _moved_price(price: float, over: bool) -> float:

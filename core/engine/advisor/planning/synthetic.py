@@ -8,7 +8,9 @@ from ..swapping import SwapLink
 from .profile import DiskRates, ModuleProfile, Packing, SiteProfile, StepProfile
 
 
-def drawn_profile(seed: int, n_sites: int, *, modules: bool = True, disk: bool = True) -> StepProfile:
+def drawn_profile(
+    seed: int, n_sites: int, *, modules: bool = True, disk: bool = True
+) -> StepProfile:
     """Return a step of layers whose tensors have drawn sizes, times and packings.
 
     Parameters
@@ -25,7 +27,7 @@ def drawn_profile(seed: int, n_sites: int, *, modules: bool = True, disk: bool =
     Returns
     -------
     StepProfile
-        Of 50 to 200 ms, whose tensors take 0.3 to 3 times the seconds of the forward pass to cross
+        Of 50 to 200 ms, whose tensors take 0.5 to 4 times the seconds of the forward pass to cross
         the link.
     """
     draw = random.Random(seed)
@@ -35,7 +37,7 @@ def drawn_profile(seed: int, n_sites: int, *, modules: bool = True, disk: bool =
     times = [each * scale for each in segments]
     backward = [each * draw.uniform(1.6, 2.4) for each in times]
     sizes = [int(draw.lognormvariate(16, 0.8)) for _ in range(n_sites)]
-    rate = sum(sizes) / (forward_s * draw.uniform(0.3, 3.0))
+    rate = sum(sizes) / (forward_s * draw.uniform(0.5, 4.0))
     link = SwapLink(rate, rate * draw.uniform(0.8, 1.2), draw.uniform(0, 2e-5))
     saved, now = [], 0.0
     for each in times[:-1]:

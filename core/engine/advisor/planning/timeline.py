@@ -22,8 +22,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ....errors import ArgumentError
-from .candidates import CHECKPOINT, KEEP, Candidate, candidates_of
+from .candidates import CHECKPOINT, Candidate, candidates_of
+from .prediction import StepPrediction
 from .profile import StepProfile
+from .queues import Opposite, Queue, Trace
 
 Floats = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.intp]
@@ -48,116 +50,6 @@ class Choices:
     def key(self) -> bytes:
         """Return what equal choices have in common."""
         return self.options.tobytes() + self.checkpointed.tobytes()
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepPrediction:
-    """What a plan makes of a step.
-
-    Parameters
-    ----------
-    step_s : float
-        Seconds of the step.
-    peak_bytes : float
-        Most bytes of the device at any moment.
-    forward_stall_s, backward_stall_s : float
-        Seconds in which the device waits, for memory or for a tensor.
-    codec_s, recompute_s : float
-        Seconds of the device that packing, and that replays and checkpoints take.
-    link_bytes, written_bytes : float
-        Bytes that leave the device, and those of them that the SSD takes.
-    up_s, write_s : float
-        Seconds in which the link to the host, and the writing SSD, are used.
-    host_bytes : float
-        Bytes in host memory at the end of the forward pass.
-    """
-
-    step_s: float
-    peak_bytes: float
-    forward_stall_s: float = 0.0
-    backward_stall_s: float = 0.0
-    codec_s: float = 0.0
-    recompute_s: float = 0.0
-    link_bytes: float = 0.0
-    written_bytes: float = 0.0
-    up_s: float = 0.0
-    write_s: float = 0.0
-    host_bytes: float = 0.0
-
-    @property
-    def stall_s(self) -> float:
-        """Seconds in which the device waits."""
-        return self.forward_stall_s + self.backward_stall_s
-
-
-@dataclass
-class Trace:
-    """What a run of the timeline leaves behind besides its prediction.
-
-    Parameters
-    ----------
-    moments_s, bytes : list of float
-        The memory curve: bytes from each moment on.
-    fetch_at : dict of int to int
-        By site that is fetched, the site at whose read its fetch begins; -1 for the beginning of
-        the backward pass.
-    waited_for : dict of str to list of (int, int)
-        By queue ("up", "write", "down", "read"), ranges of the places in it that made the device
-        wait: from where the queue began to be busy to what was waited for, inclusive.
-    queues : dict of str to list of int
-        By queue, its sites in order.
-    """
-
-    moments_s: list[float]
-    bytes: list[float]
-    fetch_at: dict[int, int]
-    waited_for: dict[str, list[tuple[int, int]]]
-    queues: dict[str, list[int]]
-
-
-class _Queue:
-    """One direction of a link or disk: first come, first served."""
-
-    def __init__(self, name: str, trace: Trace) -> None:
-        self.free_s = 0.0
-        self._order = trace.queues[name]
-        self._waits = trace.waited_for[name]
-        self._first: list[int] = []
-        self._place: dict[int, int] = {}
-
-    def serve(self, site: int, from_s: float, seconds: float, against: Opposite) -> float:
-        """Return when a site's bytes are through that may begin at `from_s`."""
-        place = len(self._order)
-        busy = place > 0 and self.free_s > from_s
-        self._first.append(self._first[-1] if busy else place)
-        self._place[site] = place
-        self._order.append(site)
-        self.free_s = against.end(max(self.free_s, from_s), seconds)
-        return self.free_s
-
-    def waited(self, site: int) -> None:
-        """Record that the device waited for a site."""
-        last = self._place[site]
-        self._waits.append((self._first[last], last))
-
-
-class Opposite:
-    """The other direction, which takes its share of the rate while it is busy."""
-
-    def __init__(self, busy_until_s: float = 0.0, share: float = 1.0) -> None:
-        self._until_s, self._share = busy_until_s, share
-
-    def end(self, begin_s: float, seconds: float) -> float:
-        """Return when so many seconds of work are done that begin then."""
-        together = self._until_s - begin_s
-        if together <= 0 or self._share >= 1:
-            return begin_s + seconds
-        if seconds <= together:
-            took = seconds / self._share
-            self._until_s += took * (1 - self._share)
-            return begin_s + took
-        self._until_s = begin_s + together / self._share
-        return self._until_s + seconds - together
 
 
 class Timeline:
@@ -232,6 +124,10 @@ class Timeline:
                 if action == "device":
                     self._packed_here[i, k] = costs[k].packed_bytes
         self._rows = np.arange(len(self.candidates))
+        #: Of each site, the number of the candidate that replays it; -1 for none.
+        self._replay = np.array(
+            [own.index("replay") if "replay" in own else -1 for own in self.actions], np.intp
+        )
 
     # Choices
 
@@ -324,15 +220,15 @@ class Timeline:
     def _replays(self, choices: Choices, gone: npt.NDArray[np.bool_]) -> tuple[Indices, Indices]:
         """Return when sites are read first and freed, by what is computed again from them too."""
         read, freed = self.read, self.freed
-        if not any(self.sources):
+        replayed = np.flatnonzero(gone & (choices.options == self._replay))
+        if not len(replayed):
             return read, freed
         read, freed = read.copy(), freed.copy()
         # Sources are saved before: from the last to the first, so that chains add up.
-        for i in range(len(self.candidates) - 1, -1, -1):
-            if gone[i] and self.actions[i][choices.options[i]] == "replay":
-                for s in self.sources[i]:
-                    read[s] = min(read[s], read[i])
-                    freed[s] = max(freed[s], read[i] + 1)
+        for i in replayed[::-1].tolist():
+            for s in self.sources[i]:
+                read[s] = min(read[s], read[i])
+                freed[s] = max(freed[s], read[i] + 1)
         return read, freed
 
     def valid(self, choices: Choices) -> bool:
@@ -390,15 +286,13 @@ class Timeline:
 class _Run:
     """One plan on its way through a step."""
 
-    def __init__(
-        self, timeline: Timeline, choices: Choices, need: Floats, read: Indices
-    ) -> None:
+    def __init__(self, timeline: Timeline, choices: Choices, need: Floats, read: Indices) -> None:
         self._timeline, self._need = timeline, need
         self.limit = self.in_flight_limit = math.inf
         names = ("up", "write", "down", "read")
         waits: dict[str, list[tuple[int, int]]] = {name: [] for name in names}
         self.trace = Trace([], [], {}, waits, {name: [] for name in names})
-        self._up, self._write, self._down, self._reading = (_Queue(n, self.trace) for n in names)
+        self._up, self._write, self._down, self._reading = (Queue(n, self.trace) for n in names)
         inside = timeline.inside(choices).tolist()
         options = choices.options.tolist()
         self._read = read.tolist()
@@ -424,8 +318,8 @@ class _Run:
         self._now = 0.0
         self._end: dict[int, float] = {}
         #: By site, what is through last on its way out and back.
-        self._slow_out: dict[int, _Queue] = {}
-        self._slow_in: dict[int, _Queue] = {}
+        self._slow_out: dict[int, Queue] = {}
+        self._slow_in: dict[int, Queue] = {}
         self._in_flight: list[tuple[float, int, float]] = []
         self._in_flight_bytes = 0.0
         self._handed_back: set[int] = set()
@@ -442,7 +336,8 @@ class _Run:
 
     def _step(self, at: int, need: float, which: int) -> None:
         """Save what is saved at a moment, wait for memory, and compute up to the next one."""
-        self._save_all(at, need, which)
+        if at in self._saves or at in self._joins:
+            self._save_all(at, need, which)
         if self._in_flight:
             self._wait_for_memory(need, which)
         self._compute(at, need)
@@ -516,7 +411,7 @@ class _Run:
     def place_fetches(self, ahead_bytes: float) -> None:
         """Find from which moment on there is room for each tensor that comes back."""
         turn, ahead = self._timeline.turn, self._ahead
-        room = np.minimum(self.limit - self._need, ahead_bytes)
+        room = np.minimum(self.limit - self._need, ahead_bytes)  # less what is fetched ahead
         first = turn
         before: list[tuple[int, int]] = [(turn - 1, -1)]
         for at in sorted(self._reads):
@@ -524,11 +419,11 @@ class _Run:
                 if self._action[i] not in ("host", "disk"):
                     continue
                 nbytes = self._costs[i].moved_bytes
-                full = np.flatnonzero(ahead[first:at] + nbytes > room[first:at])
+                full = np.flatnonzero(room[first:at] < nbytes)
                 first = first + int(full[-1]) + 1 if len(full) else min(first, at)
-                ahead[first:at] += nbytes
-                if self._costs[i].packed_bytes:
-                    ahead[at] += nbytes
+                until = at + 1 if self._costs[i].packed_bytes else at
+                ahead[first:until] += nbytes
+                room[first:until] -= nbytes
                 self._fetches.setdefault(first, []).append(i)
                 passed = bisect_left(before, (first + 1, -1)) - 1
                 self.trace.fetch_at[i] = before[max(passed, 0)][1]
@@ -543,7 +438,8 @@ class _Run:
         arrived: dict[int, float] = {}
         for at in range(timeline.turn, len(need)):
             fetched = []
-            self._save_all(at, need[at], 1)
+            if at in self._saves or at in self._joins:
+                self._save_all(at, need[at], 1)
             for i in self._fetches.get(at, ()):
                 if self._end[i] > self._now:
                     self._hand_back(i)
@@ -617,6 +513,3 @@ class _Run:
             ),
             self.trace,
         )
-
-
-__all__ = ["KEEP", "Choices", "StepPrediction", "Timeline", "Trace"]
