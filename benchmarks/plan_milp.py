@@ -35,26 +35,46 @@ class MilpPlan:
 
 def milp_plan(
     timeline: Timeline, limit: float, time_limit_s: float = TIME_LIMIT_S
-) -> MilpPlan | None:
-    """Return the program's best plan that fits on the timeline; None where it finds none."""
-    best: MilpPlan | None = None
+) -> tuple[MilpPlan | None, float]:
+    """Return the better of both forms' plans that fits on the timeline, and the seconds of a step.
+
+    The seconds are those below which no plan comes, as far as the search proved; the plan is None
+    where none was found that fits.
+    """
+    solved = _Program(timeline, limit, handing_back=True).solve(time_limit_s)
+    best, least_s = None, timeline.profile.step_s
+    if solved is not None:
+        best = _followed(timeline, limit, solved)
+        least_s += solved.least_ms / 1e3
     for attempt in range(ATTEMPTS):
-        program = _Program(timeline, limit * (1 - LOWERED * attempt))
-        solved = program.solve(time_limit_s)
+        allowed = limit * (1 - LOWERED * attempt)
+        solved = _Program(timeline, allowed, handing_back=False).solve(time_limit_s)
         if solved is None:
             break
-        choices, finished = solved
-        prediction = timeline.predict(choices, limit_bytes=limit)
-        if prediction.peak_bytes <= limit + 0.5:
-            if best is None or prediction.step_s < best.prediction.step_s:
-                best = MilpPlan(choices, prediction, finished)
-            if attempt > 1:
-                break
-    return best
+        found = _followed(timeline, limit, solved)
+        if found is not None:
+            if best is None or found.prediction.step_s < best.prediction.step_s:
+                best = found
+            break
+    return best, least_s
+
+
+@dataclass
+class _Solved:
+    choices: Choices
+    least_ms: float
+    finished: bool
+
+
+def _followed(timeline: Timeline, limit: float, solved: _Solved) -> MilpPlan | None:
+    prediction = timeline.predict(solved.choices, limit_bytes=limit)
+    if prediction.peak_bytes > limit + 0.5 or not timeline.valid(solved.choices):
+        return None
+    return MilpPlan(solved.choices, prediction, solved.finished)
 
 
 class _Program:
-    def __init__(self, timeline: Timeline, limit: float) -> None:
+    def __init__(self, timeline: Timeline, limit: float, *, handing_back: bool) -> None:
         self.t, self.limit = timeline, limit / 1e6  # in megabytes, and milliseconds
         plain = timeline.needed(timeline.keep_all())[0] / 1e6
         tight = np.flatnonzero(plain > self.limit)
@@ -68,6 +88,9 @@ class _Program:
         self.in_flight, n = self._numbers(self.forward, n)
         self.stall, n = self._numbers(sorted({*self.back, *self.reads}), n)
         self.ahead, n = self._numbers(self.back, n)
+        self.handed = -1
+        if handing_back:
+            self.handed, n = n, n + 1
         self.n = n
         self.rows: list[dict[int, float]] = []
         self.low: list[float] = []
@@ -86,7 +109,7 @@ class _Program:
         own = zip(self.t.actions[i], self.t.costs[i], strict=True)
         return [(int(self.first[i]) + k, action, costs) for k, (action, costs) in enumerate(own)]
 
-    def solve(self, time_limit_s: float) -> tuple[Choices, bool] | None:
+    def solve(self, time_limit_s: float) -> _Solved | None:
         t, sites = self.t, range(len(self.t.candidates))
         cost = np.zeros(self.n)
         for i in sites:
@@ -131,10 +154,13 @@ class _Program:
         choices.checkpointed[:] = found.x[self.y : self.y + len(choices.checkpointed)] > 0.5
         for i in np.flatnonzero(t.inside(choices)):
             choices.options[i] = 0
-        return choices, found.status == 0
+        return _Solved(choices, float(found.mip_dual_bound), found.status == 0)
 
     def _tiers(self) -> None:
-        for tier, most in (("host", self.t.profile.host_bytes), ("disk", self.t.profile.disk_bytes)):
+        for tier, most in (
+            ("host", self.t.profile.host_bytes),
+            ("disk", self.t.profile.disk_bytes),
+        ):
             if most is None:
                 continue
             row = {}
@@ -228,6 +254,10 @@ class _Program:
             row = self._memory(g)
             row[self.ahead[g]] = 1.0
             self._add(row, -np.inf, self.limit - float(t.other[g]) / 1e6)
+        if self.handed >= 0:
+            row = self._memory(t.turn)
+            row[self.handed] = 1.0
+            self._add(row, -np.inf, self.limit - float(t.other[t.turn]) / 1e6)
         if link is None:
             return
         queues = [("down_s", link.h2d_bytes_per_s)]
@@ -244,6 +274,8 @@ class _Program:
         """What is read after g and up to `read` was there at g, or crosses in between."""
         t = self.t
         row: dict[int, float] = {self.stall[read]: rate}
+        if g < 0 and self.handed >= 0:
+            row[self.handed] = 1.0
         if g >= 0:
             row[self.ahead[g]] = 1.0
             row[self.stall[g]] = row.get(self.stall[g], 0.0) - rate

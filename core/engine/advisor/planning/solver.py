@@ -29,6 +29,8 @@ ROUNDS, COARSE_ROUNDS = 24, 6
 MOST_MOMENTS = 6
 #: Sites that are given more memory, and for each those that give it up, of changes of two sites.
 GIVERS, TAKERS = 16, 12
+#: Plans at other prices that are tried, and how much slower one may be that is improved.
+WANDERINGS, NEAR = 400, 1.05
 _MARGIN = 0.5  # bytes: what sums of floats may differ by
 
 _Change = tuple[float, tuple[tuple[int, int], ...], int]
@@ -55,11 +57,28 @@ class Solution:
 
 @dataclass
 class _Prices:
-    """Prices of a second of each queue by site, and of a byte of the tiers behind it."""
+    """Prices of a second of each queue by site, and of a byte of the tiers behind it.
+
+    `checkpoints` are seconds by module that checkpointing it is taken to cost besides, `bytes`
+    factors of the price of memory by site, and `moments` those by moment.
+    """
 
     queues: dict[str, Floats]
+    checkpoints: Floats
+    bytes: Floats
+    moments: Floats
     host: float = 0.0
     disk: float = 0.0
+
+
+@dataclass
+class _Priced:
+    """Seconds at prices, and bytes alive where memory is short, by site's candidate and module."""
+
+    seconds: Floats
+    checkpoint_s: Floats
+    alive: Floats
+    again: Floats
 
 
 class Solver:
@@ -83,7 +102,7 @@ class Solver:
         names = {"up": "up_s", "write": "write_s", "down": "down_s", "read": "read_s"}
         self._queue_s = {name: np.zeros(shape) for name in names}
         self._host, self._disk = np.zeros(shape), np.zeros(shape)
-        self._packed = np.zeros(shape)
+        self._packed, self._staged = np.zeros(shape), np.zeros(shape)
         self._kept = np.zeros(shape, bool)
         for i, (own, costs) in enumerate(zip(timeline.actions, timeline.costs, strict=True)):
             for k, (action, each) in enumerate(zip(own, costs, strict=True)):
@@ -94,19 +113,28 @@ class Solver:
                 tier = {"host": self._host, "disk": self._disk, "device": self._packed}.get(action)
                 if tier is not None:
                     tier[i, k] = each.packed_bytes or each.moved_bytes
+                if action in ("host", "disk"):
+                    self._staged[i, k] = each.packed_bytes
         self._checkpoint_s = np.array([each.checkpoint_s for each in self._modules])
         self._inside = [np.flatnonzero(timeline.module_of == m) for m in range(len(self._modules))]
         self._budget = 0
 
     # Prices
 
-    def _alive(self, at: int) -> tuple[Floats, Floats, Floats]:
+    def _free(self) -> _Prices:
+        """Return prices of nothing."""
+        queues = {name: np.zeros(self._n) for name in self._queue_s}
+        return _Prices(
+            queues, np.zeros(len(self._modules)), np.ones(self._n), np.ones(MOST_MOMENTS)
+        )
+
+    def _alive(self, at: int) -> tuple[Floats, Floats]:
         """Return bytes at a moment: of each candidate, and of each module checkpointed.
 
         Returns
         -------
         numpy.ndarray
-            ``[sites, candidates]``, ``[modules]``, and ``[sites]`` of what is kept.
+            ``[sites, candidates]`` and ``[modules]``.
         """
         t = self._timeline
         used = (t.saved <= at) & (at < np.maximum(t.released, t.saved + 1))
@@ -115,6 +143,7 @@ class Solver:
         of_kept = t.nbytes * kept
         alive = np.where(self._kept, of_kept[:, None], (t.nbytes * used)[:, None])
         alive += self._packed * ((t.saved <= at) & (at <= t.read))[:, None]
+        alive += self._staged * ((t.saved == at) | (t.read == at))[:, None]
         again = np.zeros(len(self._modules))
         for m, inside in enumerate(self._inside):
             each = self._modules[m]
@@ -123,7 +152,7 @@ class Solver:
                 again[m] += each.checkpoint_bytes
             late = kept[inside] & (at >= t.recomputed[m])
             again[m] += float((t.nbytes[inside] * (used[inside] | late)).sum())
-        return alive, again, of_kept
+        return alive, again
 
     def _totals(self, prices: _Prices) -> Floats:
         """Return the seconds of each candidate at prices, ``[sites, candidates]``."""
@@ -134,34 +163,36 @@ class Solver:
             total += prices.host * self._host + prices.disk * self._disk
         return total
 
-    def _choose(
-        self, totals: Floats, alive: Floats, again: Floats, byte_s: float
-    ) -> tuple[Choices, Floats]:
+    def _choose(self, priced: _Priced, byte_s: float) -> Choices:
         """Decide each site and module by itself, at a price in seconds of a byte."""
-        costs = totals + byte_s * alive
+        costs = priced.seconds + byte_s * priced.alive
         options = np.argmin(costs, axis=1)
-        best = costs[self._rows, options]
         checkpointed = np.zeros(len(self._modules), bool)
         if len(self._modules):
-            outside = self._timeline.module_of
-            sums = np.bincount(outside + 1, best, len(self._modules) + 1)[1:]
-            checkpointed = self._checkpoint_s + byte_s * again < sums
-        return Choices(options.astype(np.intp), checkpointed), costs
+            best = costs[self._rows, options]
+            sums = np.bincount(self._timeline.module_of + 1, best, len(self._modules) + 1)[1:]
+            checkpointed = priced.checkpoint_s + byte_s * priced.again < sums
+        return Choices(options.astype(np.intp), checkpointed)
 
     def _fits(self, choices: Choices, limit: float) -> bool:
-        return bool((self._timeline.needed(choices)[0] <= limit + _MARGIN).all())
+        return bool((self._timeline.floor(choices) <= limit + _MARGIN).all())
+
+    def _priced(self, prices: _Prices, moments: list[int]) -> _Priced:
+        """Return seconds at prices, and bytes alive at moments together."""
+        parts = [self._alive(at) for at in moments]
+        alive, again = np.zeros_like(parts[0][0]), np.zeros_like(parts[0][1])
+        for weight, part in zip(prices.moments, parts, strict=False):
+            alive += weight * part[0]
+            again += weight * part[1]
+        alive *= prices.bytes[:, None]
+        return _Priced(self._totals(prices), self._checkpoint_s + prices.checkpoints, alive, again)
 
     def priced(self, prices: _Prices, limit: float) -> Choices:
         """Return the choices at the least price of memory at which everything fits."""
-        totals = self._totals(prices)
         moments = [int(np.argmax(self._plain))]
-        choices = self._timeline.keep_all()
         while True:
-            parts = [self._alive(at) for at in moments]
-            alive = sum((part[0] for part in parts[1:]), parts[0][0])
-            again = sum((part[1] for part in parts[1:]), parts[0][1])
-            choices = self._cheapest(totals, alive, again, limit)
-            need = self._timeline.needed(choices)[0]
+            choices = self._cheapest(self._priced(prices, moments), limit)
+            need = self._timeline.floor(choices)
             worst = int(np.argmax(need))
             if need[worst] <= limit + _MARGIN or worst in moments:
                 return choices
@@ -169,22 +200,22 @@ class Solver:
                 return choices
             moments.append(worst)
 
-    def _cheapest(self, totals: Floats, alive: Floats, again: Floats, limit: float) -> Choices:
+    def _cheapest(self, priced: _Priced, limit: float) -> Choices:
         """Return the choices at the least price of a byte that fit, found by halving."""
-        low = self._choose(totals, alive, again, 0.0)[0]
+        low = self._choose(priced, 0.0)
         if self._fits(low, limit):
             return low
         exponent = -14.0  # seconds a byte, as a power of ten
-        high = self._choose(totals, alive, again, 10.0**exponent)[0]
+        high = self._choose(priced, 10.0**exponent)
         while not self._fits(high, limit):
             if exponent >= -2:
                 return high
             low, exponent = high, exponent + 1.0
-            high = self._choose(totals, alive, again, 10.0**exponent)[0]
+            high = self._choose(priced, 10.0**exponent)
         below = exponent - 1.0
         for _ in range(18):
             middle = (below + exponent) / 2
-            found = self._choose(totals, alive, again, 10.0**middle)[0]
+            found = self._choose(priced, 10.0**middle)
             if self._fits(found, limit):
                 exponent, high = middle, found
             else:
@@ -228,7 +259,7 @@ class Solver:
         self._budget = EFFORT // len(self._timeline.moments)
         seen: dict[bytes, Solution] = {}
         best: Solution | None = None
-        prices = _Prices({name: np.zeros(self._n) for name in self._queue_s})
+        prices = self._free()
         rounds = min(COARSE_ROUNDS if coarse else ROUNDS, max(4, self._budget // 2))
         used = prices
         for k in range(rounds):
@@ -247,21 +278,19 @@ class Solver:
             found = self._followed(start, limit, seen)
             if found.better_than(best):
                 best = found
-        return self._improve(best, used, limit, seen)
+        best, used = self._improve(best, used, limit, seen)
+        return self._wander(best, used, limit, seen)
 
     def least(self) -> Solution:
         """Return a plan that takes as little memory as was found, whatever it costs."""
         best: Solution | None = None
-        free = _Prices({name: np.zeros(self._n) for name in self._queue_s})
-        totals = self._totals(free)
+        free = self._free()
         moments = [int(np.argmax(self._plain))]
         tried = set()
         while len(moments) <= MOST_MOMENTS and moments[-1] not in tried:
             tried.add(moments[-1])
             for which in (moments, moments[-1:]):
-                parts = [self._alive(at) for at in which]
-                alive, again = sum(p[0] for p in parts), sum(p[1] for p in parts)
-                choices = self._choose(totals, alive, again, 1.0)[0]
+                choices = self._choose(self._priced(free, which), 1.0)
                 for each in (choices, replace(choices, checkpointed=choices.checkpointed & False)):
                     each = self._repaired(each)
                     prediction, trace = self._timeline.follow(each, limit_bytes=0.0)
@@ -269,7 +298,7 @@ class Solver:
                     if best is None or prediction.peak_bytes < best.prediction.peak_bytes:
                         best = found
             assert best is not None
-            moments.append(int(np.argmax(self._timeline.needed(best.choices)[0])))
+            moments.append(int(np.argmax(self._timeline.floor(best.choices))))
         assert best is not None
         return best
 
@@ -325,23 +354,24 @@ class Solver:
         if profile.disk_bytes is not None:
             over = float((self._disk[chosen] * outside).sum()) > 0.999 * profile.disk_bytes
             disk = _moved_price(disk, over)
-        return _Prices(queues, host, disk)
+        return replace(prices, queues=queues, host=host, disk=disk)
 
     def _starts(self, limit: float) -> Iterator[Choices]:
         """Yield plans of one kind: nothing moved, and waits that cost all they take."""
         for names in (tuple(self._queue_s), ("down", "read"), ("up", "write")):
             queues = {n: np.full(self._n, 1.0 * (n in names)) for n in self._queue_s}
-            yield self.priced(_Prices(queues), limit)
+            yield self.priced(replace(self._free(), queues=queues), limit)
         # The last to be saved are read first: these are dear, the others free.
         for share in (0.5, 0.75, 0.9):
             late = (self._rows >= share * self._n).astype(np.float64)
-            yield self.priced(_Prices(dict.fromkeys(self._queue_s, late)), limit)
+            queues = dict.fromkeys(self._queue_s, late)
+            yield self.priced(replace(self._free(), queues=queues), limit)
 
     # Changes of single plans
 
     def _improve(
         self, best: Solution, prices: _Prices, limit: float, seen: dict[bytes, Solution]
-    ) -> Solution:
+    ) -> tuple[Solution, _Prices]:
         """Change one or two sites, or a module, as long as that gains and effort is left."""
         while self._budget > 0 and not self._is_free(best):
             before = best
@@ -357,6 +387,35 @@ class Solver:
             if best is before:
                 break
             prices = self._repriced(prices, best, 0.5)
+        return best, prices
+
+    def _wander(
+        self, best: Solution, prices: _Prices, limit: float, seen: dict[bytes, Solution]
+    ) -> Solution:
+        """Spend what effort is left on plans at prices near those of the best one."""
+        draw = np.random.default_rng(0)
+        tries = 0
+        while self._budget > 0 and not self._is_free(best) and tries < WANDERINGS:
+            tries += 1
+            spread = draw.choice([0.1, 0.3, 1.0])
+            queues = {}
+            for name, price in prices.queues.items():
+                factor = np.exp(spread * draw.standard_normal(self._n))
+                queues[name] = np.clip(price * factor + draw.choice([0.0, 0.1]) * spread, 0.0, 2.0)
+            # Some modules are made dear to checkpoint, some to leave.
+            shift = self._checkpoint_s * draw.choice([-1.0, 0.0, 0.0, 1.0], len(self._modules))
+            near = replace(
+                prices,
+                queues=queues,
+                checkpoints=shift * draw.random(),
+                bytes=np.exp(0.5 * spread * draw.standard_normal(self._n)),
+                moments=np.exp(draw.standard_normal(MOST_MOMENTS)),
+            )
+            found = self._followed(self.priced(near, limit), limit, seen)
+            if found.fits and found.prediction.step_s <= best.prediction.step_s * NEAR:
+                found, used = self._improve(found, near, limit, seen)
+                if found.better_than(best):
+                    best, prices = found, used
         return best
 
     def _is_free(self, found: Solution) -> bool:
@@ -368,7 +427,7 @@ class Solver:
         """Yield changed choices, those first that promise most."""
         totals = self._totals(prices)
         choices, inside = at.choices, self._timeline.inside(at.choices)
-        need = self._timeline.needed(choices)[0]
+        need = self._timeline.floor(choices)
         peak = int(np.argmax(need))
         alive = self._alive(peak)[0]
         cost = totals - totals[self._rows, choices.options][:, None]

@@ -118,11 +118,14 @@ class Timeline:
         most = max((len(own) for own in self.candidates), default=1)
         self._gone = np.zeros((len(self.candidates), most), bool)
         self._packed_here = np.zeros((len(self.candidates), most))
+        self._staged = np.zeros((len(self.candidates), most))
         for i, (own, costs) in enumerate(zip(self.actions, self.costs, strict=True)):
             for k, action in enumerate(own):
                 self._gone[i, k] = action != "keep"
                 if action == "device":
                     self._packed_here[i, k] = costs[k].packed_bytes
+                elif action in ("host", "disk"):
+                    self._staged[i, k] = costs[k].packed_bytes
         self._rows = np.arange(len(self.candidates))
         #: Of each site, the number of the candidate that replays it; -1 for none.
         self._replay = np.array(
@@ -216,6 +219,17 @@ class Timeline:
             change[self._begins[m]] += kept
             change[self._ends[m]] -= kept
         return np.cumsum(change[:-1]) + self.other, read
+
+    def floor(self, choices: Choices) -> Floats:
+        """Return the bytes of each moment that no waiting saves, ``[moments]``.
+
+        Those of `needed`, and packed tensors beside their raw bytes while they are encoded and
+        decoded.
+        """
+        need, read = self.needed(choices)
+        staged = self._staged[self._rows, choices.options] * ~self.inside(choices)
+        need += np.bincount(self.saved, staged, len(need))
+        return need + np.bincount(read, staged, len(need))
 
     def _replays(self, choices: Choices, gone: npt.NDArray[np.bool_]) -> tuple[Indices, Indices]:
         """Return when sites are read first and freed, by what is computed again from them too."""
