@@ -259,6 +259,10 @@ class StepProfile:
                 raise
             raise ArgumentError(f"profile: not one that was written here ({error!r})") from error
 
+    def with_other_bytes(self, other_bytes: Iterable[tuple[float, int]]) -> StepProfile:
+        """Return the profile with other bytes that are no site's."""
+        return replace(self, other_bytes=tuple(other_bytes))
+
     def scaled(
         self, *, compute: float = 1.0, codecs: float = 1.0, link: float = 1.0, disk: float = 1.0
     ) -> StepProfile:

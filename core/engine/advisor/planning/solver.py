@@ -22,15 +22,19 @@ from .queues import Trace
 from .timeline import Choices, Floats, Timeline
 
 #: Moments times plans that are followed through, at most, for one limit of memory.
-EFFORT = 160_000
+EFFORT, MOST_RUNS = 140_000, 800
 #: Rounds of prices, at most; for a coarse search.
-ROUNDS, COARSE_ROUNDS = 24, 6
+ROUNDS, COARSE_ROUNDS = 14, 4
+#: Prices of all queues' seconds, of which the best is adapted by site; where a site's begins.
+UNIFORM, FIRST_PRICE = (0.0, 0.01, 0.03, 0.08, 0.15, 0.3, 0.5, 1.0), 0.02
+#: Plans that are crossed with the best one, and steps of halving for each.
+CROSSED, CROSSED_STEPS = 2, 5
 #: Most moments at which memory is short that prices are made for.
 MOST_MOMENTS = 6
 #: Sites that are given more memory, and for each those that give it up, of changes of two sites.
 GIVERS, TAKERS = 16, 12
 #: Plans at other prices that are tried, and how much slower one may be that is improved.
-WANDERINGS, NEAR = 400, 1.05
+WANDERINGS, NEAR = 100, 1.05
 _MARGIN = 0.5  # bytes: what sums of floats may differ by
 
 _Change = tuple[float, tuple[tuple[int, int], ...], int]
@@ -48,9 +52,10 @@ class Solution:
 
     def better_than(self, other: Solution | None) -> bool:
         """Return whether it fits better, or as well and takes less."""
-        return other is None or self._rank() < other._rank()
+        return other is None or self.rank() < other.rank()
 
-    def _rank(self) -> tuple[float, float, float]:
+    def rank(self) -> tuple[float, float, float]:
+        """Return what is to be small: bytes too many, seconds, bytes."""
         over = 0.0 if self.fits else max(self.prediction.peak_bytes - self.limit_bytes, _MARGIN)
         return over, self.prediction.step_s, self.prediction.peak_bytes
 
@@ -213,7 +218,7 @@ class Solver:
             low, exponent = high, exponent + 1.0
             high = self._choose(priced, 10.0**exponent)
         below = exponent - 1.0
-        for _ in range(18):
+        for _ in range(12):
             middle = (below + exponent) / 2
             found = self._choose(priced, 10.0**middle)
             if self._fits(found, limit):
@@ -256,30 +261,85 @@ class Solver:
         Solution
             Which does not fit where none was found that does.
         """
-        self._budget = EFFORT // len(self._timeline.moments)
+        self._budget = min(EFFORT // len(self._timeline.moments), MOST_RUNS)
         seen: dict[bytes, Solution] = {}
-        best: Solution | None = None
-        prices = self._free()
-        rounds = min(COARSE_ROUNDS if coarse else ROUNDS, max(4, self._budget // 2))
-        used = prices
-        for k in range(rounds):
-            choices = self.priced(prices, limit)
-            again = choices.key() in seen
-            found = self._followed(choices, limit, seen)
-            if found.better_than(best):
-                best, used = found, prices
-            if (again and k > ROUNDS // 3) or self._is_free(best):
-                break
-            prices = self._repriced(prices, found, 1.0 / (k + 2) if k else 1.0)
-        assert best is not None
+        best, used = self._evenly_priced(limit, seen, UNIFORM[::2] if coarse else UNIFORM)
+        best, used = self._adapted(best, used, limit, seen, COARSE_ROUNDS if coarse else ROUNDS)
         if coarse or self._is_free(best):
             return best
         for start in self._starts(limit):
             found = self._followed(start, limit, seen)
             if found.better_than(best):
                 best = found
+        best = self._crossed(best, limit, seen)
         best, used = self._improve(best, used, limit, seen)
         return self._wander(best, used, limit, seen)
+
+    def _evenly_priced(
+        self, limit: float, seen: dict[bytes, Solution], tried: tuple[float, ...]
+    ) -> tuple[Solution, _Prices]:
+        """Return the best plan at one price of all queues' seconds."""
+        best, used = None, self._free()
+        for price in tried:
+            prices = self._free()
+            for name in prices.queues:
+                prices.queues[name] += price
+            found = self._followed(self.priced(prices, limit), limit, seen)
+            if found.better_than(best):
+                best, used = found, prices
+            if best is not None and self._is_free(best):
+                break
+        assert best is not None
+        return best, used
+
+    def _adapted(
+        self,
+        best: Solution,
+        prices: _Prices,
+        limit: float,
+        seen: dict[bytes, Solution],
+        rounds: int,
+    ) -> tuple[Solution, _Prices]:
+        """Follow prices that rise by site where the device waits, and fall elsewhere."""
+        found, used = best, prices
+        for k in range(rounds):
+            if self._is_free(best):
+                break
+            prices = self._repriced(prices, found, 2.0 / (1 + 0.3 * k))
+            found = self._followed(self.priced(prices, limit), limit, seen)
+            if found.better_than(best):
+                best, used = found, prices
+        return best, used
+
+    def _crossed(self, best: Solution, limit: float, seen: dict[bytes, Solution]) -> Solution:
+        """Take the first sites from one plan and the rest from another, halving where to cut."""
+        others = sorted((each for each in seen.values() if each.fits), key=Solution.rank)
+        for other in others[1 : 1 + CROSSED]:
+            if self._budget <= CROSSED_STEPS or self._is_free(best):
+                break
+            for first, second in ((best, other), (other, best)):
+                low, high = 0, self._n
+                for _ in range(CROSSED_STEPS):
+                    cut = (low + high) // 2
+                    if cut in (low, high):
+                        break
+                    found = self._followed(self._cut(first, second, cut), limit, seen)
+                    if found.better_than(best):
+                        best = found
+                    # On which side more is to gain is seen from where the device waits.
+                    if found.fits and found.prediction.stall_s <= first.prediction.stall_s:
+                        low = cut
+                    else:
+                        high = cut
+        return best
+
+    def _cut(self, first: Solution, second: Solution, cut: int) -> Choices:
+        options = np.where(self._rows < cut, first.choices.options, second.choices.options)
+        flags = second.choices.checkpointed.copy()
+        for m, sites in enumerate(self._inside):
+            if len(sites) and sites[0] < cut:
+                flags[m] = first.choices.checkpointed[m]
+        return Choices(options, flags)
 
     def least(self) -> Solution:
         """Return a plan that takes as little memory as was found, whatever it costs."""
@@ -343,7 +403,10 @@ class Solver:
             for first, last in trace.waited_for[name]:
                 begin, end = moments[order[first]], moments[order[last]]
                 waited[(begin <= moments) & (moments <= end)] = 1.0
-            queues[name] = price + rate * (waited - price)
+            # From a start of its own, and never so low that it could not rise again soon.
+            risen = np.minimum(np.maximum(price, FIRST_PRICE) * math.exp(rate), 1.0)
+            fallen = price * math.exp(-0.5 * rate)
+            queues[name] = np.where(waited > 0, risen, np.where(fallen < 1e-4, 0.0, fallen))
         host, disk = prices.host, prices.disk
         profile = t.profile
         chosen = self._rows, found.choices.options
