@@ -137,8 +137,8 @@ def offload_units(profile: StepProfile) -> list[OffloadUnit]:
             )
     # Of a tensor on its own: the time up to the read of the one that was saved before it.
     alone = inside.get("", [])
-    for each, earlier in zip(alone, [None, *alone[:-1]], strict=True):
-        until_s = profile.end_s if earlier is None else earlier.read_s
-        backward_s = max(0.0, until_s - each.read_s)
+    until_s = [profile.end_s, *(each.read_s for each in alone)]
+    for each, end_s in zip(alone, until_s, strict=False):
+        backward_s = max(0.0, end_s - each.read_s)
         units.append(OffloadUnit(each.site, each.nbytes, each.saved_s, 0.0, backward_s))
     return sorted(units, key=lambda unit: unit.begin_s)

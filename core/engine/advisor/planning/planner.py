@@ -135,9 +135,9 @@ def described(
     for i, site in enumerate(profile.sites):
         candidate = named[site.site]
         costs = timeline.costs[i][int(found.choices.options[i])]
-        after = found.trace.fetch_at.get(i)
         name = None
-        if after is not None:
+        if i in found.trace.fetch_at:
+            after = timeline.last_read(found.trace.fetch_at[i])
             name = "" if after < 0 else profile.sites[after].site
         sites.append(SitePlan(site.site, site.nbytes, candidate, _reason(candidate, costs), name))
     flags = found.choices.checkpointed

@@ -14,8 +14,7 @@ class Trace:
     moments_s, bytes : list of float
         The memory curve: bytes from each moment on.
     fetch_at : dict of int to int
-        By site that is fetched, the site at whose read its fetch begins; -1 for the beginning of
-        the backward pass.
+        By site that is fetched, the number of the moment at which that begins.
     waited_for : dict of str to list of (int, int)
         By queue ("up", "write", "down", "read"), ranges of the places in it that made the device
         wait: from where the queue began to be busy to what was waited for, inclusive.

@@ -22,7 +22,7 @@ from .queues import Trace
 from .timeline import Choices, Floats, Timeline
 
 #: Moments times plans that are followed through, at most, for one limit of memory.
-EFFORT, MOST_RUNS = 140_000, 800
+EFFORT, MOST_RUNS = 110_000, 800
 #: Rounds of prices, at most; for a coarse search.
 ROUNDS, COARSE_ROUNDS = 14, 4
 #: Prices of all queues' seconds, of which the best is adapted by site; where a site's begins.

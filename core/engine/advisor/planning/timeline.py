@@ -15,7 +15,7 @@ from __future__ import annotations
 import heapq
 import math
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -83,7 +83,7 @@ class Timeline:
         self._pad_tables()
 
     def _place_moments(self) -> None:
-        """Number the moments at which anything begins or ends."""
+        """Give a number to each moment at which anything begins or ends."""
         profile, sites = self.profile, self.profile.sites
         found = {0.0, profile.turn_s, profile.end_s}
         for site in sites:
@@ -230,6 +230,13 @@ class Timeline:
         staged = self._staged[self._rows, choices.options] * ~self.inside(choices)
         need += np.bincount(self.saved, staged, len(need))
         return need + np.bincount(read, staged, len(need))
+
+    def last_read(self, at: int) -> int:
+        """Return the site that is read last up to a moment; -1 where none is."""
+        before = np.flatnonzero(self.read <= at)
+        if not len(before):
+            return -1
+        return int(before[np.lexsort((before, -self.read[before]))[0]])
 
     def _replays(self, choices: Choices, gone: npt.NDArray[np.bool_]) -> tuple[Indices, Indices]:
         """Return when sites are read first and freed, by what is computed again from them too."""
@@ -393,11 +400,9 @@ class _Run:
         if costs.packed_bytes:
             self._join(i)
             return
-        held = max(int(self._timeline.released[i]), at)
-        if held > at:
-            self._joins.setdefault(held, []).append(i)
-        else:
-            self._join(i)
+        # Until then it counts among what is needed.
+        held = max(int(self._timeline.released[i]), at + 1)
+        self._joins.setdefault(held, []).append(i)
 
     def _join(self, i: int) -> None:
         """Count a copy that is under way, and that nothing else holds."""
@@ -427,7 +432,6 @@ class _Run:
         turn, ahead = self._timeline.turn, self._ahead
         room = np.minimum(self.limit - self._need, ahead_bytes)  # less what is fetched ahead
         first = turn
-        before: list[tuple[int, int]] = [(turn - 1, -1)]
         for at in sorted(self._reads):
             for i in self._reads[at]:
                 if self._action[i] not in ("host", "disk"):
@@ -439,9 +443,7 @@ class _Run:
                 ahead[first:until] += nbytes
                 room[first:until] -= nbytes
                 self._fetches.setdefault(first, []).append(i)
-                passed = bisect_left(before, (first + 1, -1)) - 1
-                self.trace.fetch_at[i] = before[max(passed, 0)][1]
-            before.append((at, self._reads[at][0]))
+                self.trace.fetch_at[i] = first
 
     def backward(self) -> None:
         """Follow the backward pass."""
