@@ -152,8 +152,7 @@ class _Program:
             values = found.x[self.first[i] : self.first[i + 1]]
             choices.options[i] = int(np.argmax(values))
         choices.checkpointed[:] = found.x[self.y : self.y + len(choices.checkpointed)] > 0.5
-        for i in np.flatnonzero(t.inside(choices)):
-            choices.options[i] = 0
+        choices.options[t.inside(choices)] = 0
         return _Solved(choices, float(found.mip_dual_bound), found.status == 0)
 
     def _tiers(self) -> None:

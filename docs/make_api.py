@@ -20,7 +20,7 @@ FOLDERS = {"bitslab.integrations": ROOT / "integrations", "bitslab": ROOT / "cor
 
 #: Faces in core that people use by name, and those for people who write codecs and integrations.
 SYSTEMS = ("tables", "tensors", "embedding", "offload", "kvcache", "activations")
-ENGINE = ("codecs", "memory", "transfer", "advisor", "files", "kernels")
+ENGINE = ("codecs", "memory", "transfer", "advisor", "advisor.planning", "files", "kernels")
 #: numpydoc's sections whose entries are ``name : type`` with an indented text.
 LISTS = ("Parameters", "Attributes", "Returns", "Raises", "Yields", "Warns", "Other Parameters")
 

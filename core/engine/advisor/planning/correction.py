@@ -136,10 +136,10 @@ def compare(
         return Correction("holds", f"Left as it is, for it cannot be kept: {figures}.")
     factors = _factors(predicted, fastest, slow, plain_s / max(plan.plain.step_s, 1e-12))
     more = max(0, round(peak - predicted.peak_bytes)) if high else 0
-    told = f"Corrected: {figures}"
+    said = f"Corrected: {figures}"
     if may_keep and fastest.step_s > allowed_s:
-        told += f"; {allowed_s * 1e3:.4g} ms are allowed"
-    return Correction("corrected", f"{told}.", more_bytes=more, **factors)
+        said += f"; {allowed_s * 1e3:.4g} ms are allowed"
+    return Correction("corrected", f"{said}.", more_bytes=more, **factors)
 
 
 def _factors(

@@ -172,15 +172,15 @@ class Plan:
 
     def summary(self) -> str:
         """Return the plan in one line."""
-        told = self.reason
+        said = self.reason
         if not self.declined:
             share = self.prediction.step_s / self.plain.step_s - 1 if self.plain.step_s else 0.0
-            told += (
+            said += (
                 f" Step {self.plain.step_s * 1e3:.4g} -> {self.prediction.step_s * 1e3:.4g} ms "
                 f"({share:+.1%}), peak {_size(self.plain.peak_bytes)} -> "
                 f"{_size(self.prediction.peak_bytes)}."
             )
-        return told
+        return said
 
     def table(self) -> Table:
         """Return a rich table, one row a site.

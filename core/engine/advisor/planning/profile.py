@@ -61,7 +61,7 @@ class SiteProfile:
         The module of `StepProfile.modules` that it is saved in, so that it is recomputed with it;
         "" for none.
     movable : bool
-        False for what has to stay as it is.
+        False for what is left as it is.
     packings : mapping of str to Packing
         By codec that may pack it.
     replay_s : float, optional
@@ -367,8 +367,11 @@ def _scaled_module(module: ModuleProfile, compute: float) -> ModuleProfile:
 
 
 def _scaled_link(link: SwapLink, factor: float) -> SwapLink:
-    rates = (rate / factor for rate in (link.d2h_bytes_per_s, link.h2d_bytes_per_s))
-    return SwapLink(*rates, link.copy_seconds * factor)
+    return SwapLink(
+        link.d2h_bytes_per_s / factor,
+        link.h2d_bytes_per_s / factor,
+        link.copy_seconds * factor,
+    )
 
 
 def _scaled_disk(disk: DiskRates, factor: float) -> DiskRates:

@@ -214,7 +214,7 @@ class Timeline:
         n = len(self.moments) + 1
         change = np.bincount(np.concatenate(begins), np.concatenate(sizes), n)
         change -= np.bincount(np.concatenate(ends), np.concatenate(sizes), n)
-        for m in np.flatnonzero(choices.checkpointed):
+        for m in np.flatnonzero(choices.checkpointed).tolist():
             kept = self.profile.modules[m].checkpoint_bytes
             change[self._begins[m]] += kept
             change[self._ends[m]] -= kept

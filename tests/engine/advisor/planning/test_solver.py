@@ -59,9 +59,9 @@ def test_within_a_percent_of_the_best_of_all_plans(seed: int) -> None:
             least = min(least, timeline.predict(choices, limit_bytes=0.0).peak_bytes)
         for k, limit in enumerate(limits):
             if floor <= limit + 0.5:
-                found = timeline.predict(choices, limit_bytes=limit)
-                if found.peak_bytes <= limit + 0.5:
-                    best[k] = min(best[k], found.step_s)
+                predicted = timeline.predict(choices, limit_bytes=limit)
+                if predicted.peak_bytes <= limit + 0.5:
+                    best[k] = min(best[k], predicted.step_s)
     assert limits[0] <= least * 1.01
     for limit, step_s in zip(limits, best, strict=True):
         found = solver.solve(limit)
