@@ -222,8 +222,8 @@ def _dropout(node: Any, dtype: torch.dtype | None, operations: list[str]) -> _Va
 
     def compute() -> torch.Tensor:
         t, mask = given(), node._saved_result1
-        if t.device.type == "cpu":  # which rounds twice, unlike the fused kernel
-            return torch.mul(t, mask).mul_(scale)
+        if t.device.type == "cpu":  # which rounds the scale as well, unlike the fused kernel
+            return torch.mul(t, mask.to(t.dtype).mul_(scale))
         made: torch.Tensor = torch.ops.aten.native_dropout_backward(t, mask, scale)
         return made
 
