@@ -7,7 +7,8 @@ from .plan import PLAN_VERSION, Plan, SitePlan
 from .planner import SLOWDOWN, make_plan
 from .prediction import StepPrediction
 from .profile import DiskRates, ModuleProfile, Packing, SiteProfile, StepProfile
-from .solver import Solution, Solver
+from .solution import Solution
+from .solver import Solver
 from .synthetic import drawn_profile
 from .timeline import Choices, Timeline
 

@@ -9,7 +9,8 @@ from .candidates import Candidate, Costs
 from .plan import Plan, SitePlan
 from .prediction import StepPrediction
 from .profile import StepProfile
-from .solver import Solution, Solver
+from .solution import Solution
+from .solver import Solver
 from .timeline import Choices, Timeline
 
 #: Share of a plain step that a plan may cost where no limit of memory is given.

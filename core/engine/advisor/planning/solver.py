@@ -13,12 +13,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
-from .prediction import StepPrediction
-from .queues import Trace
+from .solution import MARGIN_BYTES, Priced, Prices, Solution
 from .timeline import Choices, Floats, Timeline
 
 #: Moments times plans that are followed through, at most, for one limit of memory.
@@ -35,55 +34,10 @@ MOST_MOMENTS = 6
 GIVERS, TAKERS = 16, 12
 #: Plans at other prices that are tried, and how much slower one may be that is improved.
 WANDERINGS, NEAR = 100, 1.05
-_MARGIN = 0.5  # bytes: what sums of floats may differ by
+#: Changes that make a plan fit at moments that had no price, at most.
+MOST_RELIEFS = 60
 
 _Change = tuple[float, tuple[tuple[int, int], ...], int]
-
-
-@dataclass(frozen=True)
-class Solution:
-    """Choices, and what the timeline makes of them under the limit."""
-
-    choices: Choices
-    prediction: StepPrediction
-    trace: Trace
-    fits: bool
-    limit_bytes: float
-
-    def better_than(self, other: Solution | None) -> bool:
-        """Return whether it fits better, or as well and takes less."""
-        return other is None or self.rank() < other.rank()
-
-    def rank(self) -> tuple[float, float, float]:
-        """Return what is to be small: bytes too many, seconds, bytes."""
-        over = 0.0 if self.fits else max(self.prediction.peak_bytes - self.limit_bytes, _MARGIN)
-        return over, self.prediction.step_s, self.prediction.peak_bytes
-
-
-@dataclass
-class _Prices:
-    """Prices of a second of each queue by site, and of a byte of the tiers behind it.
-
-    `checkpoints` are seconds by module that checkpointing it is taken to cost besides, `bytes`
-    factors of the price of memory by site, and `moments` those by moment.
-    """
-
-    queues: dict[str, Floats]
-    checkpoints: Floats
-    bytes: Floats
-    moments: Floats
-    host: float = 0.0
-    disk: float = 0.0
-
-
-@dataclass
-class _Priced:
-    """Seconds at prices, and bytes alive where memory is short, by site's candidate and module."""
-
-    seconds: Floats
-    checkpoint_s: Floats
-    alive: Floats
-    again: Floats
 
 
 class Solver:
@@ -122,16 +76,18 @@ class Solver:
                     self._staged[i, k] = each.packed_bytes
         self._checkpoint_s = np.array([each.checkpoint_s for each in self._modules])
         self._inside = [np.flatnonzero(timeline.module_of == m) for m in range(len(self._modules))]
+        self._may_replay = np.array(["replay" in own for own in timeline.actions], bool)
+        self._dear = self._free()
+        for price in self._dear.queues.values():
+            price += 1.0
         self._budget = 0
 
     # Prices
 
-    def _free(self) -> _Prices:
+    def _free(self) -> Prices:
         """Return prices of nothing."""
         queues = {name: np.zeros(self._n) for name in self._queue_s}
-        return _Prices(
-            queues, np.zeros(len(self._modules)), np.ones(self._n), np.ones(MOST_MOMENTS)
-        )
+        return Prices(queues, np.zeros(len(self._modules)), np.ones(self._n), np.ones(MOST_MOMENTS))
 
     def _alive(self, at: int) -> tuple[Floats, Floats]:
         """Return bytes at a moment: of each candidate, and of each module checkpointed.
@@ -159,7 +115,7 @@ class Solver:
             again[m] += float((t.nbytes[inside] * (used[inside] | late)).sum())
         return alive, again
 
-    def _totals(self, prices: _Prices) -> Floats:
+    def _totals(self, prices: Prices) -> Floats:
         """Return the seconds of each candidate at prices, ``[sites, candidates]``."""
         total = self._device_s.copy()
         for name, price in prices.queues.items():
@@ -168,7 +124,7 @@ class Solver:
             total += prices.host * self._host + prices.disk * self._disk
         return total
 
-    def _choose(self, priced: _Priced, byte_s: float) -> Choices:
+    def _choose(self, priced: Priced, byte_s: float) -> Choices:
         """Decide each site and module by itself, at a price in seconds of a byte."""
         costs = priced.seconds + byte_s * priced.alive
         options = np.argmin(costs, axis=1)
@@ -180,9 +136,9 @@ class Solver:
         return Choices(options.astype(np.intp), checkpointed)
 
     def _fits(self, choices: Choices, limit: float) -> bool:
-        return bool((self._timeline.floor(choices) <= limit + _MARGIN).all())
+        return bool((self._timeline.floor(choices) <= limit + MARGIN_BYTES).all())
 
-    def _priced(self, prices: _Prices, moments: list[int]) -> _Priced:
+    def _priced(self, prices: Prices, moments: list[int]) -> Priced:
         """Return seconds at prices, and bytes alive at moments together."""
         parts = [self._alive(at) for at in moments]
         alive, again = np.zeros_like(parts[0][0]), np.zeros_like(parts[0][1])
@@ -190,22 +146,64 @@ class Solver:
             alive += weight * part[0]
             again += weight * part[1]
         alive *= prices.bytes[:, None]
-        return _Priced(self._totals(prices), self._checkpoint_s + prices.checkpoints, alive, again)
+        return Priced(self._totals(prices), self._checkpoint_s + prices.checkpoints, alive, again)
 
-    def priced(self, prices: _Prices, limit: float) -> Choices:
+    def priced(self, prices: Prices, limit: float) -> Choices:
         """Return the choices at the least price of memory at which everything fits."""
         moments = [int(np.argmax(self._plain))]
         while True:
-            choices = self._cheapest(self._priced(prices, moments), limit)
+            priced = self._priced(prices, moments)
+            choices = self._with_sources(self._cheapest(priced, limit), priced.seconds)
             need = self._timeline.floor(choices)
             worst = int(np.argmax(need))
-            if need[worst] <= limit + _MARGIN or worst in moments:
+            if need[worst] <= limit + MARGIN_BYTES:
                 return choices
-            if len(moments) == MOST_MOMENTS:
-                return choices
+            if worst in moments or len(moments) == MOST_MOMENTS:
+                return self._relieved(choices, priced, limit)
             moments.append(worst)
 
-    def _cheapest(self, priced: _Priced, limit: float) -> Choices:
+    def _relieved(self, choices: Choices, priced: Priced, limit: float) -> Choices:
+        """Return choices that fit wherever they do not, by what costs least for the bytes there.
+
+        Of each site and module once, so that it ends; they may not fit then.
+        """
+        options, flags = choices.options.copy(), choices.checkpointed.copy()
+        sites, modules = np.ones(self._n, bool), np.ones(len(self._modules), bool)
+        for _ in range(MOST_RELIEFS):
+            choices = self._with_sources(Choices(options, flags), priced.seconds)
+            options = choices.options.copy()
+            need = self._timeline.floor(choices)
+            worst = int(np.argmax(need))
+            if need[worst] <= limit + MARGIN_BYTES:
+                break
+            alive, again = self._alive(worst)
+            now = self._rows, options
+            free = sites & ~self._timeline.inside(choices)
+            freed = np.where(free[:, None], alive[now][:, None] - alive, 0.0)
+            cost = np.maximum(priced.seconds - priced.seconds[now][:, None], 0.0)
+            with np.errstate(divide="ignore", invalid="ignore"):
+                ratio = np.where(freed > 0, cost / freed, math.inf)
+            best = np.argmin(ratio, axis=1)
+            found = [(float(ratio[i, best[i]]), 0, int(i)) for i in np.flatnonzero(free)]
+            for m in np.flatnonzero(modules).tolist():
+                own = self._inside[m]
+                more = priced.checkpoint_s[m] - float(priced.seconds[now][own].sum())
+                less = float(alive[now][own].sum()) - again[m]
+                sign = -1.0 if flags[m] else 1.0
+                if sign * less > 0:
+                    found.append((max(sign * more, 0.0) / (sign * less), 1, m))
+            price, of_module, number = min(found, default=(math.inf, 0, 0))
+            if not math.isfinite(price):
+                break
+            if of_module:
+                flags[number] = ~flags[number]
+                modules[number] = False
+            else:
+                options[number] = best[number]
+                sites[number] = False
+        return Choices(options, flags)
+
+    def _cheapest(self, priced: Priced, limit: float) -> Choices:
         """Return the choices at the least price of a byte that fit, found by halving."""
         low = self._choose(priced, 0.0)
         if self._fits(low, limit):
@@ -277,7 +275,7 @@ class Solver:
 
     def _evenly_priced(
         self, limit: float, seen: dict[bytes, Solution], tried: tuple[float, ...]
-    ) -> tuple[Solution, _Prices]:
+    ) -> tuple[Solution, Prices]:
         """Return the best plan at one price of all queues' seconds."""
         best, used = None, self._free()
         for price in tried:
@@ -295,11 +293,11 @@ class Solver:
     def _adapted(
         self,
         best: Solution,
-        prices: _Prices,
+        prices: Prices,
         limit: float,
         seen: dict[bytes, Solution],
         rounds: int,
-    ) -> tuple[Solution, _Prices]:
+    ) -> tuple[Solution, Prices]:
         """Follow prices that rise by site where the device waits, and fall elsewhere."""
         found, used = best, prices
         for k in range(rounds):
@@ -362,18 +360,32 @@ class Solver:
         assert best is not None
         return best
 
+    def _with_sources(self, choices: Choices, seconds: Floats) -> Choices:
+        """Return choices in which what cannot be replayed is moved or packed, or kept at last.
+
+        A source in a checkpointed module is there in that module's backward pass only.
+        """
+        t, inside = self._timeline, self._timeline.inside(choices)
+        options = choices.options
+        for i in np.flatnonzero(self._may_replay & ~inside).tolist():
+            own = t.actions[i]
+            if own[options[i]] == "replay" and any(inside[s] for s in t.sources[i]):
+                others = [k for k, a in enumerate(own) if a not in ("keep", "replay")]
+                if options is choices.options:
+                    options = options.copy()
+                options[i] = min(others, key=lambda k: float(seconds[i, k]), default=0)
+        return replace(choices, options=options)
+
     def _repaired(self, choices: Choices) -> Choices:
         """Return choices that are valid: what cannot be replayed, or has no room, is kept."""
         if self._timeline.valid(choices):
             return choices
-        t, inside = self._timeline, self._timeline.inside(choices)
-        options = choices.options.copy()
-        for i, k in enumerate(options.tolist()):
-            if t.actions[i][k] == "replay" and any(inside[s] for s in t.sources[i]):
-                options[i] = 0
-        repaired = replace(choices, options=options)
+        t = self._timeline
+        repaired = self._with_sources(choices, self._totals(self._dear))
         if t.valid(repaired):
             return repaired
+        options = repaired.options.copy()
+        repaired = replace(repaired, options=options)
         # The tiers are full: what was saved last is moved last, so it remains.
         for i in range(self._n - 1, -1, -1):
             if t.actions[i][options[i]] in ("host", "disk"):
@@ -388,11 +400,11 @@ class Solver:
         if key not in seen:
             self._budget -= 1
             prediction, trace = self._timeline.follow(choices, limit_bytes=limit)
-            fits = prediction.peak_bytes <= limit + _MARGIN
+            fits = prediction.peak_bytes <= limit + MARGIN_BYTES
             seen[key] = Solution(choices, prediction, trace, fits, limit)
         return seen[key]
 
-    def _repriced(self, prices: _Prices, found: Solution, rate: float) -> _Prices:
+    def _repriced(self, prices: Prices, found: Solution, rate: float) -> Prices:
         """Return prices moved towards what the device waited for."""
         t, trace = self._timeline, found.trace
         queues = {}
@@ -433,8 +445,8 @@ class Solver:
     # Changes of single plans
 
     def _improve(
-        self, best: Solution, prices: _Prices, limit: float, seen: dict[bytes, Solution]
-    ) -> tuple[Solution, _Prices]:
+        self, best: Solution, prices: Prices, limit: float, seen: dict[bytes, Solution]
+    ) -> tuple[Solution, Prices]:
         """Change one or two sites, or a module, as long as that gains and effort is left."""
         while self._budget > 0 and not self._is_free(best):
             before = best
@@ -453,7 +465,7 @@ class Solver:
         return best, prices
 
     def _wander(
-        self, best: Solution, prices: _Prices, limit: float, seen: dict[bytes, Solution]
+        self, best: Solution, prices: Prices, limit: float, seen: dict[bytes, Solution]
     ) -> Solution:
         """Spend what effort is left on plans at prices near those of the best one."""
         draw = np.random.default_rng(0)
@@ -486,7 +498,7 @@ class Solver:
         plain_s = self._timeline.profile.step_s
         return found.fits and found.prediction.step_s <= plain_s * (1 + 1e-9)
 
-    def _changes(self, at: Solution, prices: _Prices, limit: float) -> Iterator[Choices]:
+    def _changes(self, at: Solution, prices: Prices, limit: float) -> Iterator[Choices]:
         """Yield changed choices, those first that promise most."""
         totals = self._totals(prices)
         choices, inside = at.choices, self._timeline.inside(at.choices)
