@@ -2,9 +2,12 @@
 
 A site's candidates and a module's checkpoint are binary; the device's waits before each moment are
 continuous. Queues are fluid: of what was sent, the link may have carried part of a tensor, so that
-the bytes under way at a moment are linear in all that was sent since any earlier one. Tensors come
-back from the beginning of the backward pass on. Where the timeline, which moves whole tensors,
-finds that the program's plan needs more memory than allowed, the program is solved again with less.
+the bytes under way at a moment are linear in all that was sent since any earlier one.
+
+It is solved in two forms. In the cautious one tensors come back from the beginning of the backward
+pass on; where the timeline, which moves whole tensors, finds that the plan needs more memory than
+allowed, it is solved again with less. In the other one as much as memory holds is handed back there
+without crossing: its seconds are a bound for fluid queues, and its own plan may be slower.
 """
 
 from __future__ import annotations
@@ -38,8 +41,8 @@ def milp_plan(
 ) -> tuple[MilpPlan | None, float]:
     """Return the better of both forms' plans that fits on the timeline, and the seconds of a step.
 
-    The seconds are those below which no plan comes, as far as the search proved; the plan is None
-    where none was found that fits.
+    The seconds are those below which no plan with fluid queues comes, as far as the search proved;
+    the plan is None where none was found that fits.
     """
     solved = _Program(timeline, limit, handing_back=True).solve(time_limit_s)
     best, least_s = None, timeline.profile.step_s

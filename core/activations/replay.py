@@ -104,7 +104,8 @@ def replayable(t: torch.Tensor) -> Replay | None:
 def replay_of(t: torch.Tensor) -> Replay | None:
     """Return how a tensor would be computed again; None for other operations, and for views.
 
-    Nothing is computed, and nothing that was saved is read.
+    Of a view, as linear layers save of their inputs, the tensor that it is a view of may be asked
+    for. Nothing is computed, and nothing that was saved is read.
     """
     node = t.grad_fn
     if node is None or t.output_nr != 0 or root_of(t) is not t or _saves_output(node):
@@ -146,7 +147,7 @@ def _output_of(node: Any, dtype: torch.dtype | None, operations: list[str]) -> _
 def _input_of(node: Any, saved: str, number: int, operations: list[str]) -> _Value | None:
     """Return what gives an input of a node: saved by it, a leaf, or another node's output."""
     if saved and _saved_factor(node, number):
-        return lambda: getattr(node, saved)  # type: ignore[no-any-return]
+        return lambda: getattr(node, saved)
     following, output = node.next_functions[number]
     if following is None or output != 0:
         return None
@@ -164,7 +165,7 @@ def _input_of(node: Any, saved: str, number: int, operations: list[str]) -> _Val
         return of_leaf
     if _saves_output(following):
         operations.append(f"result of {following.name()}")
-        return lambda: following._saved_result  # type: ignore[no-any-return]
+        return lambda: following._saved_result
     return _output_of(following, None, operations)
 
 

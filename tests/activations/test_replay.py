@@ -175,7 +175,7 @@ def test_second_derivatives_are_the_same() -> None:
         else:
             loss = block(x)
             (first,) = torch.autograd.grad(loss, x, create_graph=True)
-        return list(torch.autograd.grad(first.square().sum(), block.gate.parameters()))
+        return list(torch.autograd.grad(first.square().sum(), [*block.gate.parameters()]))
 
     for expected, found in zip(second(False), second(True), strict=True):
         assert torch.equal(expected, found)

@@ -91,8 +91,8 @@ def test_within_a_percent_of_a_mixed_integer_program(
     assert found.fits
     assert plan is not None
     assert found.prediction.step_s <= plan.prediction.step_s * 1.01
-    # What no plan beats, for the program: it would be wrong, or the timeline, if one did.
-    assert found.prediction.step_s >= least_s * (1 - 1e-6)
+    # What no plan with fluid queues beats: the program would be wrong, or the timeline, if one did.
+    assert found.prediction.step_s >= least_s * (1 - 1e-3)
 
 
 @pytest.mark.parametrize("share", [0.05, 0.3])
