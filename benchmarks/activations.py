@@ -1,8 +1,11 @@
-"""Activations that training keeps: what moving them to an SSD costs, beside other ways.
+"""Activations that training keeps: what moving them to an SSD costs, and what is planned.
 
 Part `disk`: what the disk tier writes and reads, beside the probe that it is planned by, fio where
 that is installed, dd, and torch.save. Ways take turns with fresh bytes; the best turn of each
 counts, because other processes use the disk, too.
+
+Part `plan`: what the planner adds to a step at limits of memory, beside other planners and rules, by
+the timeline; activations_plan.py says more.
 """
 
 from __future__ import annotations
@@ -13,9 +16,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from activations_disk import Rows, disk
+from activations_plan import plan
 from timing import print_tables
 
-PARTS = {"disk": disk}
+PARTS = {"disk": disk, "plan": plan}
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -36,6 +40,8 @@ def make_parser() -> argparse.ArgumentParser:
         "8,192 at 16 x 1,024 tokens)",
     )
     add("--step-seconds", type=float, default=1.2, help="of that step (default: %(default)s)")
+    add("--sites", nargs="+", type=int, help="plan: of drawn steps (default: 12 40 500)")
+    add("--milp-seconds", type=float, default=10.0, help="plan: for a program (default: 10)")
     add("--json", action="store_true", help="print JSON in place of tables")
     add("--out", type=Path, metavar="FILE", help="write the tables to a file, too")
     return parser

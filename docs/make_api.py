@@ -28,7 +28,7 @@ SYSTEMS = (
     "activations",
     "activations.disk",
 )
-ENGINE = ("codecs", "memory", "transfer", "advisor", "files", "kernels")
+ENGINE = ("codecs", "memory", "transfer", "advisor", "advisor.planning", "files", "kernels")
 #: numpydoc's sections whose entries are ``name : type`` with an indented text.
 LISTS = ("Parameters", "Attributes", "Returns", "Raises", "Yields", "Warns", "Other Parameters")
 

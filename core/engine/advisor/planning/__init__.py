@@ -1,0 +1,47 @@
+"""Plans of what becomes of the tensors that a step saves: kept, recomputed, packed or moved."""
+
+from .adaptive import AdaptiveOffload, OffloadUnit, adaptive_offload, offload_units
+from .candidates import ACTIONS, CHECKPOINT, KEEP, REPLAY, Candidate, Costs, candidates_of
+from .correction import COMPARED_STEPS, Correction, MeasuredStep, compare
+from .plan import PLAN_VERSION, Plan, SitePlan
+from .planner import SLOWDOWN, make_plan
+from .prediction import StepPrediction
+from .profile import DiskRates, ModuleProfile, Packing, SiteProfile, StepProfile
+from .solution import Solution
+from .solver import Solver
+from .synthetic import drawn_profile
+from .timeline import Choices, Timeline
+
+__all__ = [
+    "ACTIONS",
+    "CHECKPOINT",
+    "COMPARED_STEPS",
+    "KEEP",
+    "PLAN_VERSION",
+    "REPLAY",
+    "SLOWDOWN",
+    "AdaptiveOffload",
+    "Candidate",
+    "Choices",
+    "Correction",
+    "Costs",
+    "DiskRates",
+    "MeasuredStep",
+    "ModuleProfile",
+    "OffloadUnit",
+    "Packing",
+    "Plan",
+    "SitePlan",
+    "SiteProfile",
+    "Solution",
+    "Solver",
+    "StepPrediction",
+    "StepProfile",
+    "Timeline",
+    "adaptive_offload",
+    "candidates_of",
+    "compare",
+    "drawn_profile",
+    "make_plan",
+    "offload_units",
+]

@@ -1,0 +1,169 @@
+"""Predictions compared with steps that followed a plan: it holds, is corrected, or is withdrawn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from ....errors import ArgumentError
+from .plan import Plan
+from .prediction import StepPrediction
+from .profile import StepProfile
+
+#: Planned steps after which they are compared: the first one fills pools.
+COMPARED_STEPS = 2
+#: Share by which a step may take longer than predicted, and its peak be higher.
+STEP_TOLERANCE, PEAK_TOLERANCE = 0.05, 0.03
+#: Corrections of one plan, after which it is withdrawn.
+MOST_CORRECTIONS = 2
+#: Factors by which one comparison corrects times, at most.
+MOST_FACTOR = 8.0
+
+Outcome = Literal["holds", "corrected", "withdrawn"]
+
+
+@dataclass(frozen=True)
+class MeasuredStep:
+    """A step that followed a plan.
+
+    Parameters
+    ----------
+    step_s : float
+        Its seconds.
+    peak_bytes : float
+        Most bytes of the device at any moment.
+    up_s, write_s : float, optional
+        Seconds in which copies to the host, and writes to the SSD, were under way.
+    codec_s, recompute_s : float, optional
+        Seconds of the device that packing, and that recomputation took.
+    """
+
+    step_s: float
+    peak_bytes: float
+    up_s: float | None = None
+    write_s: float | None = None
+    codec_s: float | None = None
+    recompute_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Correction:
+    """What a comparison says.
+
+    Parameters
+    ----------
+    outcome : {"holds", "corrected", "withdrawn"}
+        The plan goes on; the profile is corrected and planned again; everything is kept from now.
+    reason : str
+        A plain sentence with the figures.
+    compute, codecs, link, disk : float
+        Factors of the profile's times.
+    more_bytes : int
+        Bytes of the device that the profile did not know.
+    """
+
+    outcome: Outcome
+    reason: str
+    compute: float = 1.0
+    codecs: float = 1.0
+    link: float = 1.0
+    disk: float = 1.0
+    more_bytes: int = 0
+
+    def corrected(self, profile: StepProfile) -> StepProfile:
+        """Return the profile as the comparison has it."""
+        scaled = profile.scaled(
+            compute=self.compute, codecs=self.codecs, link=self.link, disk=self.disk
+        )
+        if not self.more_bytes:
+            return scaled
+        other = scaled.other_bytes or ((0.0, 0),)
+        return scaled.with_other_bytes((at, n + self.more_bytes) for at, n in other)
+
+
+def compare(
+    plan: Plan,
+    steps: Sequence[MeasuredStep],
+    *,
+    plain_step_s: float | None = None,
+    corrections: int = 0,
+) -> Correction:
+    """Compare a plan's prediction with steps that followed it.
+
+    Parameters
+    ----------
+    plan : Plan
+        The plan.
+    steps : sequence of MeasuredStep
+        `COMPARED_STEPS` of them or more; the fastest counts, and the highest peak.
+    plain_step_s : float, optional
+        Measured seconds of a step in which everything was kept; as predicted when left out.
+    corrections : int
+        How often the plan was corrected before.
+
+    Returns
+    -------
+    Correction
+        "withdrawn" only where everything may be kept: where there is no limit of memory, or a
+        plain step fits it.
+
+    Raises
+    ------
+    ArgumentError
+        With fewer steps.
+    """
+    if len(steps) < COMPARED_STEPS:
+        raise ArgumentError(f"steps: {len(steps)}, expected {COMPARED_STEPS} or more")
+    fastest = min(steps, key=lambda step: step.step_s)
+    peak = max(step.peak_bytes for step in steps)
+    predicted, plain_s = plan.prediction, plain_step_s or plan.plain.step_s
+    figures = (
+        f"{fastest.step_s * 1e3:.4g} ms a step where {predicted.step_s * 1e3:.4g} were predicted, "
+        f"peak {peak:,.0f} bytes where {predicted.peak_bytes:,.0f} were"
+    )
+    slow = fastest.step_s > predicted.step_s * (1 + STEP_TOLERANCE)
+    high = peak > predicted.peak_bytes * (1 + PEAK_TOLERANCE)
+    if plan.memory_bytes is not None and peak > plan.memory_bytes:
+        high = True
+    if plan.declined or not (slow or high):
+        return Correction("holds", f"The plan holds: {figures}.")
+    may_keep = plan.memory_bytes is None or plan.plain.peak_bytes <= plan.memory_bytes
+    allowed_s = plain_s * (1 + plan.slowdown)
+    if may_keep and (corrections >= MOST_CORRECTIONS or peak >= plan.plain.peak_bytes):
+        return Correction("withdrawn", f"Withdrawn, everything is kept: {figures}.")
+    if not may_keep and corrections >= MOST_CORRECTIONS:
+        return Correction("holds", f"Left as it is, for it cannot be kept: {figures}.")
+    factors = _factors(predicted, fastest, slow, plain_s / max(plan.plain.step_s, 1e-12))
+    more = max(0, round(peak - predicted.peak_bytes)) if high else 0
+    said = f"Corrected: {figures}"
+    if may_keep and fastest.step_s > allowed_s:
+        said += f"; {allowed_s * 1e3:.4g} ms are allowed"
+    return Correction("corrected", f"{said}.", more_bytes=more, **factors)
+
+
+def _factors(
+    predicted: StepPrediction, measured: MeasuredStep, slow: bool, compute: float
+) -> dict[str, float]:
+    """Return by what the profile's times are multiplied."""
+    factors = {
+        "compute": compute,
+        "codecs": _factor(measured.codec_s, predicted.codec_s),
+        "link": _factor(measured.up_s, predicted.up_s),
+        "disk": _factor(measured.write_s, predicted.write_s),
+    }
+    if slow and all(abs(factor - 1) <= STEP_TOLERANCE for factor in factors.values()):
+        # Nothing says what took longer: what is planned did, in proportion to its seconds.
+        planned_s = predicted.codec_s + predicted.recompute_s + predicted.stall_s
+        missing_s = measured.step_s - predicted.step_s
+        hidden_s = max(predicted.up_s, predicted.write_s)
+        factor = 1 + missing_s / max(planned_s, 0.5 * hidden_s, 1e-9)
+        for name in ("codecs", "link", "disk"):
+            factors[name] = factor
+    return {name: min(max(f, 1 / MOST_FACTOR), MOST_FACTOR) for name, f in factors.items()}
+
+
+def _factor(measured_s: float | None, predicted_s: float) -> float:
+    if measured_s is None or predicted_s <= 0 or measured_s <= 0:
+        return 1.0
+    return measured_s / predicted_s

@@ -1,0 +1,218 @@
+"""Plans as files and tables, SSDTrain's formula, and predictions beside what was measured."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from bitslab import ArgumentError
+from bitslab.engine.advisor.planning import (
+    CHECKPOINT,
+    KEEP,
+    Candidate,
+    MeasuredStep,
+    OffloadUnit,
+    Plan,
+    Timeline,
+    adaptive_offload,
+    compare,
+    drawn_profile,
+    make_plan,
+    offload_units,
+)
+
+PROFILE = drawn_profile(1, 20)
+LIMIT = 130_000_000
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return make_plan(PROFILE, memory_bytes=LIMIT)
+
+
+def test_a_plan_is_written_and_read(plan: Plan, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    plan.save(path)
+    assert Plan.load(path) == plan
+    assert plan.fits(PROFILE)
+    assert not plan.fits(drawn_profile(2, 20))
+    timeline = Timeline(PROFILE)
+    again = timeline.predict(timeline.choices(Plan.load(path).choices()), limit_bytes=LIMIT)
+    assert again == plan.prediction
+
+
+def test_files_that_are_no_plans_are_refused(plan: Plan, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    for text in ("", "[1]", "{", json.dumps({"version": 1}), "[" * 100_000):
+        path.write_text(text)
+        with pytest.raises(ArgumentError, match=r"not (a plan|one that was written here)"):
+            Plan.load(path)
+    path.write_text(json.dumps({**plan.to_dict(), "version": 2}))
+    with pytest.raises(ArgumentError, match="version 2, accepted is 1"):
+        Plan.load(path)
+    damaged = plan.to_dict()
+    damaged["sites"][0]["candidate"] = "moved"
+    with pytest.raises(ArgumentError, match="action: 'moved'"):
+        Plan.from_dict(damaged)
+    twice = plan.to_dict()
+    twice["sites"] += twice["sites"][:1]
+    with pytest.raises(ArgumentError, match="two sites of one name"):
+        Plan.from_dict(twice)
+
+
+def test_a_plan_answers_for_tensors_as_large_as_planned(plan: Plan) -> None:
+    first = PROFILE.sites[0]
+    assert plan.of(first.site, first.nbytes) == plan.choices()[first.site]
+    assert plan.of(first.site, first.nbytes + 1) is None
+    assert plan.of("nowhere", 1) is None
+
+
+def test_a_plan_is_shown(plan: Plan) -> None:
+    shown = str(plan)
+    for each in plan.sites:
+        assert each.site in shown
+        assert str(each.candidate) in shown
+    assert "130,000,000 bytes" in plan.summary()
+    assert {each.candidate.action for each in plan.sites} >= {"host", "replay"}
+    fetched = [each for each in plan.sites if each.fetch_after is not None]
+    assert {each.candidate.action for each in fetched} <= {"host", "disk"}
+    assert len(fetched) == sum(each.candidate.action in ("host", "disk") for each in plan.sites)
+
+
+# SSDTrain's formula
+
+
+def brute_last(units: list[OffloadUnit], turn_s: float, rate: float) -> int:
+    """Return the largest m that fulfils the formula, as it is written; -1 for none."""
+    found = -1
+    for m in range(len(units)):
+        behind = sum(
+            2 * u.forward_s if u.backward_s is None else u.backward_s for u in units[m + 1 :]
+        )
+        need = sum(u.nbytes for u in units[:m]) + 2 * units[m].nbytes
+        if need <= rate * (turn_s + behind - units[0].begin_s):
+            found = m
+    return found
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_formula_finds_the_last_unit(seed: int) -> None:
+    draw = random.Random(seed)
+    units, now = [], draw.random()
+    for i in range(draw.randint(1, 12)):
+        seconds = draw.random()
+        known = None if draw.random() < 0.5 else draw.random() * 3
+        units.append(OffloadUnit(str(i), draw.randint(0, 1000), now, seconds, known))
+        now += seconds
+    rate = draw.uniform(50, 2000)
+    found = adaptive_offload(units, now, rate)
+    last = brute_last(units, now, rate)
+    assert found.moved == tuple(u.name for u in units[: last + 1])
+    assert found.kept == tuple(u.name for u in units[last + 1 :])
+    assert found.required_bytes_per_s <= rate
+
+
+def test_the_formula_on_a_profile_leaves_the_last_modules() -> None:
+    units = offload_units(PROFILE)
+    assert [u.name for u in units] == [m.module for m in PROFILE.modules]
+    assert sum(u.nbytes for u in units) == sum(s.nbytes for s in PROFILE.sites if s.movable)
+    assert PROFILE.disk is not None
+    many = adaptive_offload(units, PROFILE.turn_s, 1e15)
+    assert many.kept == ()
+    none = adaptive_offload(units, PROFILE.turn_s, 1.0)
+    assert none.moved == () and none.required_bytes_per_s == 0
+    assert none.choices(PROFILE.sites, Candidate("disk")) == {}
+    some = adaptive_offload(units, PROFILE.turn_s, 4e9)
+    assert some.moved and some.kept
+    chosen = some.choices(PROFILE.sites, Candidate("host"))
+    timeline = Timeline(PROFILE)
+    timeline.choices(chosen)  # all of them are candidates
+    inside = {s.site for s in PROFILE.sites if s.module in some.moved and s.movable}
+    assert set(chosen) == inside
+    alone = replace(PROFILE, modules=(), sites=tuple(replace(s, module="") for s in PROFILE.sites))
+    assert len(offload_units(alone)) == sum(s.movable for s in PROFILE.sites)
+
+
+def test_the_formula_checks_what_it_is_given() -> None:
+    unit = OffloadUnit("a", 1, 1.0, 1.0)
+    with pytest.raises(ArgumentError, match="bandwidth_bytes_per_s: 0"):
+        adaptive_offload([unit], 2.0, 0)
+    with pytest.raises(ArgumentError, match="units"):
+        adaptive_offload([unit, replace(unit, begin_s=0.5)], 2.0, 1.0)
+    with pytest.raises(ArgumentError, match="units"):
+        adaptive_offload([unit], 0.5, 1.0)
+    assert adaptive_offload([], 0.0, 1.0).moved == ()
+
+
+# Prediction and reality
+
+
+def measured(plan: Plan, step: float = 1.0, peak: float = 1.0, **more: float) -> list[MeasuredStep]:
+    """Return two steps, the first of them slow, that took so many times what was predicted."""
+    p = plan.prediction
+    slow = MeasuredStep(p.step_s * step * 1.5, p.peak_bytes * peak)
+    return [slow, MeasuredStep(p.step_s * step, p.peak_bytes * peak, **more)]
+
+
+def test_a_plan_that_does_as_predicted_holds(plan: Plan) -> None:
+    assert compare(plan, measured(plan, 1.04)).outcome == "holds"
+    assert compare(plan, measured(plan, 0.5)).outcome == "holds"
+    with pytest.raises(ArgumentError, match="steps: 1, expected 2"):
+        compare(plan, measured(plan)[1:])
+
+
+def test_what_took_longer_is_corrected(plan: Plan) -> None:
+    p = plan.prediction
+    found = compare(plan, measured(plan, 1.2, up_s=p.up_s * 2, codec_s=p.codec_s * 3))
+    assert found.outcome == "corrected"
+    assert [found.link, found.codecs, found.disk] == pytest.approx([2, 3, 1])
+    corrected = found.corrected(PROFILE)
+    timeline = Timeline(corrected)
+    now = timeline.predict(timeline.choices(plan.choices()), limit_bytes=LIMIT)
+    assert now.up_s == pytest.approx(2 * p.up_s, rel=0.01)
+    assert now.step_s > p.step_s * 1.02
+    better = make_plan(corrected, memory_bytes=LIMIT)
+    assert better.prediction.step_s <= now.step_s
+
+
+def test_where_nothing_says_why_all_that_was_planned_is_slower(plan: Plan) -> None:
+    found = compare(plan, measured(plan, 1.3))
+    assert found.outcome == "corrected"
+    assert found.link == found.codecs == found.disk > 1.05
+    assert compare(plan, measured(plan, 1e6)).link == 8.0
+
+
+def test_bytes_that_were_not_known_are_added(plan: Plan) -> None:
+    found = compare(plan, measured(plan, 1.0, 1.1))
+    assert found.outcome == "corrected"
+    assert found.more_bytes == round(0.1 * plan.prediction.peak_bytes)
+    corrected = found.corrected(PROFILE)
+    plain = Timeline(corrected).predict(Timeline(corrected).keep_all())
+    assert plain.peak_bytes == plan.plain.peak_bytes + found.more_bytes
+
+
+def test_a_plan_that_gains_nothing_in_reality_is_withdrawn() -> None:
+    cheap = make_plan(PROFILE, slowdown=0.05)
+    assert not cheap.declined
+    slow = measured(cheap, 1.5)
+    assert compare(cheap, slow).outcome == "corrected"
+    assert compare(cheap, slow, corrections=2).outcome == "withdrawn"
+    high = measured(cheap, 1.0, cheap.plain.peak_bytes / cheap.prediction.peak_bytes)
+    assert compare(cheap, high).outcome == "withdrawn"
+
+
+def test_a_plan_that_memory_needs_is_not_withdrawn(plan: Plan) -> None:
+    assert compare(plan, measured(plan, 1.5), corrections=2).outcome == "holds"
+    declined = make_plan(PROFILE, memory_bytes=10**12)
+    assert set(declined.choices().values()) == {KEEP}
+    assert compare(declined, measured(declined, 3.0)).outcome == "holds"
+
+
+def test_candidates_are_written_as_text() -> None:
+    for name in ("keep", "replay", "checkpoint", "device:zvc", "host", "host:zvc+ibp", "disk"):
+        assert str(Candidate.named(name)) == name
+    assert Candidate.named("checkpoint") == CHECKPOINT
