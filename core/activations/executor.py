@@ -362,13 +362,24 @@ class Executor:
 
     def _give_up(self, copy: StoredCopy) -> None:
         """Give the device memory of an original back: what reads it comes before what follows."""
-        if copy.home is not None and copy.home != current_stream(self.device):
-            # Its memory belongs to the order of a stream that has not waited.
-            copy.keep_original_until_copied()
+        home = copy.home
+        if home is not None and copy.original is not None:
+            # Without hooks the graph would hold it. Nothing, where it was allocated on that stream.
+            copy.original.record_stream(home)
+            if home != current_stream(self.device):  # which alone waits for the copy
+                copy.keep_original_until_copied()
         copy.original = None
         copy.lanes = ()
         copy.away = self.traffic.dropped
         self.traffic.left(copy.nbytes)
+
+    @staticmethod
+    def save_again(copy: StoredCopy, t: torch.Tensor) -> None:
+        """Save another view of a copy, maybe on another stream: its memory waits for that, too."""
+        if copy.home is not None:
+            current = current_stream(t.device)
+            if current != copy.home:
+                t.record_stream(current)
 
     def _wait(self, mark: Mark) -> None:
         """Make what computes wait: torch's current stream, or the host for a thread."""

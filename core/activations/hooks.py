@@ -203,6 +203,8 @@ class SavedTensorHooks:
             current.add(copy)
             if self._select is not None:
                 current.convert_kept(copy, storage)
+        else:
+            Executor.save_again(copy, t)
         view = SavedView(copy, t, version)
         view.name = name
         view.operation = operation_of(t)

@@ -239,6 +239,33 @@ def test_passes_on_streams_of_their_own(policy: str) -> None:
     offload.detach()
 
 
+@pytest.mark.parametrize("policy", ["raw", "static"])
+def test_a_tensor_that_another_stream_reads(policy: str) -> None:
+    """Its memory is given to nobody before that stream is done."""
+    offload = bitslab.ActivationOffload(policy, codecs="zvc", min_bytes=1024, in_flight_bytes=0)
+    side = torch.cuda.Stream()
+    x = torch.randn(1 << 22, device="cuda", requires_grad=True)
+    h = (x.detach() * 2).exp()
+    expected = h.cos() * h * 2
+    del h
+    for _ in range(4):
+        with offload:
+            h = (x * 2).exp()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                torch.cuda._sleep(20_000_000)
+                y = h.sin()
+            del h
+        others = [torch.full_like(x, 7.0) for _ in range(4)]
+        torch.cuda.current_stream().wait_stream(side)
+        loss = y.sum()
+        assert torch.equal(y, (x.detach() * 2).exp().sin())
+        (found,) = torch.autograd.grad(loss, x)
+        assert torch.equal(found, expected)
+        del others, y, loss
+    offload.detach()
+
+
 def test_two_streams_read_one_copy() -> None:
     """A copy that one stream has brought back is whole when another one reads it."""
     offload = bitslab.ActivationOffload("static", codecs="zvc", min_bytes=1024, in_flight_bytes=0)
