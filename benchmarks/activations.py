@@ -4,8 +4,8 @@ Part `disk`: what the disk tier writes and reads, beside the probe that it is pl
 that is installed, dd, and torch.save. Ways take turns with fresh bytes; the best turn of each
 counts, because other processes use the disk, too.
 
-Part `plan`: what the planner adds to a step at limits of memory, beside other planners and rules, by
-the timeline; activations_plan.py says more.
+Part `plan`: what the planner adds to a step at limits of memory, beside other planners and rules,
+by the timeline; activations_plan.py says more.
 """
 
 from __future__ import annotations
