@@ -215,7 +215,9 @@ def grid(model: str, job: Job) -> dict[str, Rows]:
     job : Job
         The model, with nothing attached.
     """
-    offload = bitslab.offload_activations(job.model, min_bytes=job.min_bytes)
+    offload = bitslab.offload_activations(
+        job.model, min_bytes=job.min_bytes, in_flight_bytes=job.in_flight_bytes
+    )
     layers: dict[str, dict[str, Any]] = {}
     counts: Rows = []
     try:

@@ -69,6 +69,7 @@ class Job:
             BATCHES[arguments.shape][model] if self.on_gpu else CPU_BATCH
         )
         self.min_bytes = GPU_MIN_BYTES if self.on_gpu else CPU_MIN_BYTES
+        self.in_flight_bytes = arguments.in_flight_mb << 20
         self.side = SIDES[arguments.shape]
         self.width = 1.0 if self.on_gpu else CPU_WIDTH
         torch.manual_seed(0)
@@ -216,7 +217,12 @@ class Offloaded(Way):
         if codecs:
             options["codecs"] = codecs.split(",")
         self._offload = bitslab.offload_activations(
-            job.model, policy=policy, select=SELECTS[select], min_bytes=job.min_bytes, **options
+            job.model,
+            policy=policy,
+            select=SELECTS[select],
+            min_bytes=job.min_bytes,
+            in_flight_bytes=job.in_flight_bytes,
+            **options,
         )
 
     def counts(self) -> dict[str, float]:

@@ -520,6 +520,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--shape", choices=SIDES, help="default: imagenet on a GPU, else cifar")
     add("--dtype", choices=("float32", "bfloat16"), default="float32", help="bfloat16: autocast")
     add("--train-batch", type=int, metavar="N", help="images a step (default: by model)")
+    add(
+        "--in-flight-mb",
+        type=int,
+        default=256,
+        metavar="MB",
+        help="of originals under way (default: %(default)s, a sixteenth of what a step saves; the "
+        "library's own default keeps most of so small a step on a large GPU)",
+    )
     add("--train-steps", type=int, default=20, help="plain ones beforehand (default: %(default)s)")
     add("--warm-up", type=int, default=3, help="steps of each way (default: %(default)s)")
     add("--steps", type=int, default=10, help="that are timed (default: %(default)s)")
