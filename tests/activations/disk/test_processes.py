@@ -14,6 +14,8 @@ import os, pathlib, signal, sys, time
 import torch
 from bitslab.activations.disk import DiskRates, DiskTier, posix_file
 
+torch.set_num_threads(1)  # the team of OpenMP does not live on in a forked child
+
 folder, named = sys.argv[1], sys.argv[2] == "named"
 MIB = 1 << 20
 rates = DiskRates(MIB, 2, 2, 1e9, 1e9, 1e9, 1e9, direct=True)
@@ -90,6 +92,8 @@ import os, sys
 import torch
 from bitslab.activations.disk import DiskRates, DiskTier
 from bitslab.errors import BitslabError
+
+torch.set_num_threads(1)  # the team of OpenMP does not live on in a forked child
 
 folder = sys.argv[1]
 rates = DiskRates(1 << 20, 2, 2, 1e9, 1e9, 1e9, 1e9, direct=True)
