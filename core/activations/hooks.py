@@ -18,7 +18,7 @@ from .copies import KeptView, Pass, SavedView, StoredCopy
 from .executor import Executor
 from .guards import is_form_of_leaf, is_plain, modified
 from .host_room import HostMemoryError
-from .identity import CopyTable, Span, copied_span, root_of, span_of
+from .identity import CopyTable, Span, copied_span, root_of, span_of, version_of
 from .lossy import ErrorSample
 from .moments import now
 from .policies import HOST, KEEP, RAW, Choice, Codecs, Policy
@@ -158,7 +158,7 @@ class SavedTensorHooks:
 
     def pack(self, t: torch.Tensor) -> KeptTensor | KeptView | SavedView:
         """Return what stands for a tensor in the graph."""
-        version = t._version
+        version = version_of(t)
         if t.numel() * t.element_size() < self._min_bytes or not is_plain(t):
             return t.detach(), version
         passes = self._entered()
@@ -394,8 +394,8 @@ class SavedTensorHooks:
 
 def _unchanged(t: torch.Tensor, version: int) -> torch.Tensor:
     """Return a tensor that was kept, or refuse one that was changed since."""
-    if t._version != version:
-        raise modified(t.shape, t.dtype, t._version, version, "")
+    if (found := version_of(t)) != version:
+        raise modified(t.shape, t.dtype, found, version, "")
     return t
 
 

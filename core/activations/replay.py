@@ -165,8 +165,13 @@ def _input_of(node: Any, saved: str, number: int, operations: list[str]) -> _Val
         return of_leaf
     if _saves_output(following):
         operations.append(f"result of {following.name()}")
-        return lambda: following._saved_result
+        return lambda: _saved(following, "result")
     return _output_of(following, None, operations)
+
+
+def _saved(node: Any, name: str) -> Any:
+    """Return what a node of autograd has saved: torch has no public names for it."""
+    return getattr(node, f"_saved_{name}")
 
 
 def _saved_factor(node: Any, number: int) -> bool:
@@ -176,19 +181,19 @@ def _saved_factor(node: Any, number: int) -> bool:
 
 def _silu(node: Any, dtype: torch.dtype | None, operations: list[str]) -> _Value | None:
     operations.append("SiluBackward0")
-    return lambda: torch.nn.functional.silu(node._saved_self)
+    return lambda: torch.nn.functional.silu(_saved(node, "self"))
 
 
 def _gelu(node: Any, dtype: torch.dtype | None, operations: list[str]) -> _Value | None:
-    how = node._saved_approximate
+    how = _saved(node, "approximate")
     operations.append(f"GeluBackward0 {how}")
-    return lambda: torch.nn.functional.gelu(node._saved_self, approximate=how)
+    return lambda: torch.nn.functional.gelu(_saved(node, "self"), approximate=how)
 
 
 def _pow(node: Any, dtype: torch.dtype | None, operations: list[str]) -> _Value | None:
-    exponent = node._saved_exponent
+    exponent = _saved(node, "exponent")
     operations.append(f"PowBackward0 {exponent}")
-    return lambda: torch.pow(node._saved_self, exponent)
+    return lambda: torch.pow(_saved(node, "self"), exponent)
 
 
 def _product(node: Any, dtype: torch.dtype | None, operations: list[str]) -> _Value | None:
@@ -214,7 +219,7 @@ def _cast(node: Any, dtype: torch.dtype | None, operations: list[str]) -> _Value
 
 
 def _dropout(node: Any, dtype: torch.dtype | None, operations: list[str]) -> _Value | None:
-    p = node._saved_p
+    p = _saved(node, "p")
     operations.append(f"NativeDropoutBackward0 {p}")
     source = _input_of(node, "", 0, operations)
     if source is None or not 0 <= p < 1:
@@ -222,7 +227,7 @@ def _dropout(node: Any, dtype: torch.dtype | None, operations: list[str]) -> _Va
     given, scale = source, 1.0 / (1.0 - p)
 
     def compute() -> torch.Tensor:
-        t, mask = given(), node._saved_result1
+        t, mask = given(), _saved(node, "result1")
         if t.device.type == "cpu":  # which rounds the scale as well, unlike the fused kernel
             return torch.mul(t, mask.to(t.dtype).mul_(scale))
         made: torch.Tensor = torch.ops.aten.native_dropout_backward(t, mask, scale)

@@ -96,19 +96,22 @@ def candidates_of(site: SiteProfile, profile: StepProfile) -> dict[Candidate, Co
     for tier in ("host",) if disk is None else ("host", "disk"):
         for codec in (None, *packings):
             moved: float = site.nbytes
-            costs = Costs()
+            encode_s = decode_s = packed_bytes = write_s = read_s = 0.0
             if codec is not None:
                 packing = packings[codec]
                 moved *= packing.share
-                costs = Costs(packing.encode_s, packing.decode_s, packed_bytes=moved)
-            costs = costs._replace(
+                encode_s, decode_s, packed_bytes = packing.encode_s, packing.decode_s, moved
+            if tier == "disk" and disk is not None:
+                write_s, read_s = disk.write_seconds(moved), disk.read_seconds(moved)
+            costs = Costs(
+                encode_s,
+                decode_s,
                 moved_bytes=moved,
                 up_s=link.to_host_seconds(moved),
                 down_s=link.to_device_seconds(moved),
+                write_s=write_s,
+                read_s=read_s,
+                packed_bytes=packed_bytes,
             )
-            if tier == "disk" and disk is not None:
-                costs = costs._replace(
-                    write_s=disk.write_seconds(moved), read_s=disk.read_seconds(moved)
-                )
             found[Candidate(tier, codec)] = costs  # type: ignore[arg-type]
     return found
