@@ -66,7 +66,13 @@ def test_json_has_every_codec_of_each_tensor(
     assert all(row["encode_ms"] is None and row["ratio"] == 1 for row in none["codecs"])
 
 
-def test_the_table(file: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_table(
+    file: Path,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     table = inspected(capsys, file, "--codecs")
     for text in ("mask [0]", "100 x 200", "zvc+ibp", "zfp 32, lossy", "ms on cpu", "at 55 GB/s"):
         assert text in table

@@ -193,7 +193,7 @@ def codecs_json(reports: Sequence[CodecReport], inspector: CodecInspector) -> di
 
 
 def codecs_table(reports: Sequence[CodecReport], inspector: CodecInspector) -> Table:
-    """Return a rich table of reports, a row for each tensor and codec.
+    """Return a rich table of reports, a row for each tensor and codec, of 80 columns.
 
     Raises
     ------
@@ -214,23 +214,27 @@ def codecs_table(reports: Sequence[CodecReport], inspector: CodecInspector) -> T
         caption_justify="left",
     )
     table.add_column("tensor", overflow="fold")
-    for heading in ("shape", "dtype"):
-        table.add_column(heading, no_wrap=True)
-    for heading in ("MB", "zeros"):
-        table.add_column(heading, justify="right")
     table.add_column("codec", no_wrap=True)
     for heading in ("ratio", "encode", "decode", "link"):
-        table.add_column(heading, justify="right")
+        table.add_column(heading, justify="right", no_wrap=True)
     for report in reports:
         shape = " x ".join(map(str, report.shape)) or "0-d"
-        figures = f"{report.raw_bytes / 1e6:,.2f}", f"{report.zeros:.0%}"
-        # As text, because rich takes square brackets for markup.
-        first = (Text(report.name), shape, report.dtype, *figures)
-        table.add_row(*first, "raw", "1.00x", "", "", f"{report.cross_ms:.3g}")
+        # One above the other, since a terminal has 80 columns.
+        about = [
+            report.name,
+            f"{shape} {report.dtype}",
+            f"{report.raw_bytes / 1e6:,.2f} MB, {report.zeros:.0%} zeros",
+        ]
+        rows = [("raw", "1.00x", "", "", f"{report.cross_ms:.3g}")]
         for row in report.codecs:
             plan = row.codec if row.lossless else f"{row.plan}, lossy"
             times = [_time(ms, row.outside) for ms in (row.encode_ms, row.decode_ms)]
-            table.add_row(*[""] * 5, Text(plan), f"{row.ratio:.2f}x", *times, f"{row.cross_ms:.3g}")
+            rows.append((plan, f"{row.ratio:.2f}x", times[0], times[1], f"{row.cross_ms:.3g}"))
+        rows += [("",) * 5] * (len(about) - len(rows))
+        about += [""] * (len(rows) - len(about))
+        for text, (plan, *figures) in zip(about, rows, strict=True):
+            # As text, because rich takes square brackets for markup.
+            table.add_row(Text(text), Text(plan), *figures)
         table.add_section()
     return table
 
