@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,9 @@ from .lossy import LossyError
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+#: In the name of a site: the number of a layer in a list of layers.
+NUMBER_OF_LAYER = re.compile(r"(^|\.)\d+(?=\.)")
 
 
 @dataclass(frozen=True)
@@ -102,8 +106,15 @@ class ActivationReport:
             "sites": [site.to_dict() for site in self.sites],
         }
 
-    def table(self) -> Table:
-        """Return a rich table, one row a site: what is done there, its bytes, and why.
+    def table(self, *, every_site: bool = False) -> Table:
+        """Return a rich table: what is done at each site, its bytes, and why.
+
+        Parameters
+        ----------
+        every_site : bool
+            A row for each site. Else sites of layers that differ in a number alone, as
+            ``model.layers.0.mlp:1`` and ``model.layers.1.mlp:1``, share a row where the same is
+            done with them; it has the reason of the first.
 
         Raises
         ------
@@ -130,18 +141,31 @@ class ActivationReport:
         ):
             table.add_column(heading, footer, justify="right")
         table.add_column("why", overflow="fold")
-        for site in self.sites:
-            unit = site.unit
+        for name, sites in self._rows(every_site):
+            units = [site.unit for site in sites]
+            own, crossed = raw_total(units), packed_total(units)
             table.add_row(
-                Text(unit.name),  # not markup
-                Text(site.choice),
-                str(site.tensors),
-                f"{unit.raw_bytes / 1e6:,.2f}",
-                f"{unit.packed_bytes / 1e6:,.2f}",
-                f"{unit.ratio:.2f}x",
-                Text(site.reason),
+                Text(name),  # not markup
+                Text(sites[0].choice),
+                str(sum(site.tensors for site in sites)),
+                f"{own / 1e6:,.2f}",
+                f"{crossed / 1e6:,.2f}",
+                f"{ratio_of(own, crossed):.2f}x",
+                Text(sites[0].reason),
             )
         return table
+
+    def _rows(self, every_site: bool) -> list[tuple[str, list[SiteReport]]]:
+        """Return the sites of each row of the table, with its name."""
+        rows: dict[tuple[str, str], list[SiteReport]] = {}
+        for site in self.sites:
+            name = site.unit.name
+            key = name if every_site else NUMBER_OF_LAYER.sub(r"\1*", name)
+            rows.setdefault((key, site.choice), []).append(site)
+        return [
+            (sites[0].unit.name if len(sites) == 1 else f"{key} ({len(sites)} sites)", sites)
+            for (key, _), sites in rows.items()
+        ]
 
     def decision_table(self) -> Table:
         """Return a rich table of what was decided at each profile, one row a site: figure 9.
