@@ -46,6 +46,7 @@ def run(end):
     if pid == 0:
         os.close(ready)
         sys.stderr = open(os.devnull, "w")
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # it may have been ignored
         tier, tickets = begin()
         os.write(write, b"1")
         if end == "exception":
@@ -53,6 +54,7 @@ def run(end):
         if end == "exit":
             sys.exit(0)
         time.sleep(60)
+        os._exit(77)
     os.close(write)
     assert os.read(ready, 1) == b"1", end
     os.close(ready)
@@ -62,6 +64,7 @@ def run(end):
     _, status = os.waitpid(pid, 0)
     if end in ("kill", "term"):
         assert os.WIFSIGNALED(status), (end, status)
+    assert not os.WIFEXITED(status) or os.WEXITSTATUS(status) != 77, end
     return pid
 
 child = os.getpid()
