@@ -552,8 +552,8 @@ class Executor:
 def _usual_bytes(device: torch.device) -> int:
     """Return what originals may take while they are copied, where nobody says.
 
-    Less makes what computes wait for copies of large tensors: 256 MiB cost an AlexNet whose inputs
-    of convolutions have 1.4 GB a quarter of its step on an H200.
+    Less makes what computes wait for copies of large tensors: a step of an AlexNet whose inputs of
+    convolutions have 1.4 GB took 68 ms on an H200 with 256 MiB, 47 with what is returned here.
     """
     if device.type != "cuda":
         return IN_FLIGHT_BYTES
