@@ -246,8 +246,6 @@ def test_memory_is_bounded_whatever_the_size_of_a_table(tmp_path):
         load_state(ours, path)
     assert peak.bytes < 32e6
     assert_same(ours(some).detach(), kept)
-    with Peak() as peak:  # what it would be
-        state = ours.state_dict()
-    assert state
-    assert peak.bytes > 150e6
+    whole = ours.state_dict()  # what it would be
+    assert sum(t.nbytes for t in whole.values()) > 200e6
     ours.close()

@@ -288,10 +288,8 @@ def test_memory_is_bounded_whatever_the_size_of_the_state(tmp_path):
         load_state(ours, path, optimizer=optimizer)
     assert peak.bytes < n * 128 * 4 + 48e6  # once more in addition to what it replaces, not twice
     assert_same(adapter.stores["sum"].read(trained, torch.device("cpu")), kept)
-    with Peak() as peak:  # what it would be
-        state = optimizer.state_dict()
-    assert state
-    assert peak.bytes > 150e6
+    (whole,) = optimizer.state_dict()["state"].values()  # what it would be
+    assert whole["sum"].nbytes > 200e6
     ours.close()
 
 
