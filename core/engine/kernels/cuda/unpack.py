@@ -187,5 +187,5 @@ class UnpackKernels:
 
 
 def _facts(row_words: int) -> dict[str, int]:
-    """Return what decoders are told of rows of which nothing is known but their most words."""
+    """Return the facts of rows of which only the most words that one may have are known."""
     return {"max_row_words": row_words, "max_block_words": BLOCK_ROWS * row_words}
