@@ -66,7 +66,8 @@ class Layer(nn.Module):
         q, k, v = parts.permute(2, 0, 3, 1, 4)
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.output(attended.transpose(1, 2).reshape(batch, sequence, hidden))
-        return x + self.down(F.gelu(self.up(self.second(x))))
+        result: torch.Tensor = x + self.down(F.gelu(self.up(self.second(x))))
+        return result
 
 
 @dataclass
@@ -129,7 +130,8 @@ def measure(
     for batch in batches:
         times: list[tuple[float, float]] = []
         for _ in range(repetitions + 1):
-            x, outputs = drawn(batch), []
+            x = drawn(batch)
+            outputs: list[torch.Tensor] = []
             ahead = seconds_of(lambda x=x, to=outputs: to.append(layer(x)), device)  # type: ignore[misc]
             loss = outputs.pop().square().mean()
             times.append((ahead, seconds_of(loss.backward, device)))
