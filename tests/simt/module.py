@@ -53,7 +53,7 @@ _DYNAMIC_SHARED = re.compile(
     r"extern\s+__shared__\s+(?:(?:__align__|alignas)\s*\([^)]*\)\s*)?"
     r"(?P<type>[\w:\s]*?\w)\s+(?P<name>\w+)\s*\[\s*\]\s*;"
 )
-# The emulator's state and its signal handlers belong to one launch at a time.
+# The emulator's state, memory and signal handlers belong to one launch at a time.
 _LAUNCH_LOCK = threading.Lock()
 
 _T = TypeVar("_T", np.ndarray[Any, Any], torch.Tensor)
@@ -75,6 +75,10 @@ class ModuleSpec(NamedTuple):
     kernels: Sequence[str]
 
 
+class _Memory(ctypes.Structure):
+    _fields_ = [("stacks", ctypes.c_void_p), ("shared_arena", ctypes.c_void_p)]
+
+
 class _Shape(ctypes.Structure):
     _fields_ = [
         ("grid", ctypes.c_uint * 3),
@@ -82,8 +86,12 @@ class _Shape(ctypes.Structure):
         ("seed", ctypes.c_uint),
         ("shared_bytes", ctypes.c_uint),
         ("traced", ctypes.c_uint),
+        ("memory", _Memory),
     ]
 
+
+#: Of every launch of every module of this process, mapped by the first.
+_memory = _Memory()
 
 #: A load that a kernel made through load_unit (host_load.cuh); loads of one block, warp and step
 #: are one instruction.
@@ -213,6 +221,9 @@ class SimtModule:
             launcher.argtypes = [ctypes.POINTER(_Shape), ctypes.POINTER(ctypes.c_void_p)]
             self._launchers[name] = launcher
             self._signatures[name] = signature().decode().split()
+        self._map_memory = library.simt_map_memory
+        self._map_memory.restype = ctypes.c_bool
+        self._map_memory.argtypes = [ctypes.POINTER(_Memory)]
         self._loads = library.simt_loads
         self._loads.restype = ctypes.c_void_p
         self._loads.argtypes = [ctypes.POINTER(ctypes.c_size_t)]
@@ -271,8 +282,10 @@ class SimtModule:
         buffers = [ctypes.create_string_buffer(value, len(value)) for value in values]
         pointers = (ctypes.c_void_p * len(buffers))(*map(ctypes.addressof, buffers))
         extents = _extent(grid, "grid"), _extent(block, "block")
-        shape = _Shape(*extents, seed, shared_bytes, traced)
         with _LAUNCH_LOCK:
+            if not _memory.stacks and not self._map_memory(_memory):
+                raise MemoryError("no memory for the stacks of a block's threads")
+            shape = _Shape(*extents, seed, shared_bytes, traced, _memory)
             error = self._launchers[name](shape, pointers)
             if error is not None:
                 raise SimtError(error.decode())

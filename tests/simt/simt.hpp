@@ -524,8 +524,17 @@ inline int find_static_shared(dl_phdr_info* object, size_t, void*) {
 
 // ------------------------------------------------------------------ launch
 
+// What threads and blocks have for themselves: a stack for each thread, with a guard page below, and
+// shared memory with a guard behind. The loader maps it once for the launches of all modules: guard
+// pages that are made, and pages that are touched first, take longer than most launches. Each module
+// with stacks of its own would exceed the mappings that a process may have.
+struct Memory {
+  char *stacks, *shared_arena;
+};
+
 struct Shape {
   unsigned grid[3], block[3], seed, shared_bytes, traced;
+  Memory memory;
 };
 
 inline char* map(size_t bytes) {
@@ -534,24 +543,19 @@ inline char* map(size_t bytes) {
   return p == MAP_FAILED ? nullptr : static_cast<char*>(p);
 }
 
-// The stacks live for one launch: every guard page splits a mapping, and the stacks of a hundred
-// loaded modules would exceed the mappings that a process may have.
-inline void release_memory() {
-  Machine& m = machine;
-  if (m.stacks) munmap(m.stacks, kMaxThreads * kStackBytes);
-  if (m.shared_arena) munmap(m.shared_arena, kSharedArena + kGuard);
-  m.stacks = m.shared_arena = nullptr;
+inline bool map_memory(Memory& memory) {
+  const Memory mapped{map(kMaxThreads * kStackBytes), map(kSharedArena + kGuard)};
+  if (!mapped.stacks || !mapped.shared_arena) return false;
+  const size_t page = size_t(sysconf(_SC_PAGESIZE));
+  for (unsigned i = 0; i < kMaxThreads; ++i)
+    if (mprotect(mapped.stacks + i * kStackBytes, page, PROT_NONE)) return false;
+  if (mprotect(mapped.shared_arena + kSharedArena, kGuard, PROT_NONE)) return false;
+  memory = mapped;
+  return true;
 }
 
-inline bool prepare_memory(unsigned threads, size_t dynamic_bytes) {
+inline bool prepare_shared(size_t dynamic_bytes) {
   Machine& m = machine;
-  m.stacks = map(kMaxThreads * kStackBytes);
-  m.shared_arena = map(kSharedArena + kGuard);
-  if (!m.stacks || !m.shared_arena) return false;
-  const size_t page = size_t(sysconf(_SC_PAGESIZE));
-  for (unsigned i = 0; i < threads; ++i)
-    if (mprotect(m.stacks + i * kStackBytes, page, PROT_NONE)) return false;
-  if (mprotect(m.shared_arena + kSharedArena, kGuard, PROT_NONE)) return false;
   m.dynamic_bytes = dynamic_bytes;
   m.dynamic_shared = m.shared_arena + kSharedArena - ((dynamic_bytes + 127) & ~size_t(127));
   *const_cast<volatile char*>(&shared_anchor) = 0;   // this OS thread's segment exists from here on
@@ -586,8 +590,8 @@ inline const char* launch(const char* kernel, void (*invoke)(void**), void** val
   const unsigned long long threads = 1ull * s.block[0] * s.block[1] * s.block[2];
   if (threads == 0 || threads > kMaxThreads) return "a block has 1 to 1024 threads";
   if (s.shared_bytes > kMaxShared) return "a block has at most 227 KiB of shared memory";
-  const struct Memory { ~Memory() { release_memory(); } } memory;
-  if (!prepare_memory(unsigned(threads), s.shared_bytes)) return "no memory for the block's stacks";
+  m.stacks = s.memory.stacks, m.shared_arena = s.memory.shared_arena;
+  if (!prepare_shared(s.shared_bytes)) return "the module's static shared memory is not found";
   m.kernel = kernel, m.invoke = invoke, m.values = values;
   m.threads = unsigned(threads);
   m.random = s.seed * 2654435761u;   // spread: seeds 1, 2, 3 must differ from the first draw on
@@ -638,6 +642,7 @@ SIMT_PUBLIC const Load* simt_loads(size_t* n) {
   *n = machine.n_loads;
   return machine.loads;
 }
+SIMT_PUBLIC bool simt_map_memory(Memory* memory) { return map_memory(*memory); }
 #define SIMT_EXPORT(kernel)                                                                    \
   SIMT_PUBLIC const char* simt_signature_##kernel() { return simt::signature(&kernel); }       \
   SIMT_PUBLIC const char* simt_launch_##kernel(const simt::Shape* shape, void** values) {      \
