@@ -27,8 +27,8 @@ BLOCK_WARPS = (8, 12, 16, 20, 24, 28, 32, 4, 2, 1)
 RING_BYTES = 4 * 512 + 16
 #: What tables, queries and the merge of a block take, in tiles of a warp.
 BLOCK_TILES = 0.2
-#: Warps of a multiprocessor with which tiles take a quarter longer: with fewer, each waits for its own
-#: look-ups alone; with many more, for those of the others.
+#: Warps of a multiprocessor with which tiles take a quarter longer: with fewer, each waits for its
+#: own look-ups alone; with many more, for those of the others.
 BUSY_WARPS = 26
 #: Shared memory of a block that is the driver's.
 RESERVED_BYTES = 1 << 10
