@@ -1,4 +1,4 @@
-"""What attention over coded tiles takes of their symbols, as shared memory holds it: see attend.cu."""
+"""Lookup tables of coded tiles as attention has them in shared memory: see attend.cu."""
 
 from __future__ import annotations
 
