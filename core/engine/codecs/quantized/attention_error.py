@@ -13,9 +13,11 @@ import torch
 
 from ....errors import ArgumentError
 from ...kernels.tile_format import MAX_CODE_BITS, Granularity, TileFormat
-from ...kernels.uploads import in_stream_order
+from ...kernels.uploads import in_stream_order, uploaded
 from .fit import (
+    Scale,
     ScaledSteps,
+    Scales,
     TileCounts,
     check_coder,
     count_channels,
@@ -24,6 +26,7 @@ from .fit import (
 )
 from .plan import TilePlan
 from .prompt_attention import PromptAttention
+from .scale_search import LEAST_ERROR, Curve, between, cheapest
 
 _T = TypeVar("_T")
 
@@ -36,8 +39,6 @@ _BASE_SCALE = {
     Granularity.CHANNEL_RANGE: 0.2,
     Granularity.TOKEN_RANGE: 0.15,
 }
-#: Points between two scales of the grid that are compared.
-_BETWEEN = 16
 #: Factors on both scales that are measured together, a few rounds where none or all are fine.
 _FACTORS = (0.75, 0.9, 1.07, 1.3)
 _ROUNDS = 5
@@ -109,8 +110,9 @@ def fit_error(
     Errors of keys and of values, each alone, and their bits are measured at five scales; of all
     pairs of scales that should keep `error` the one of the fewest bits is taken, and both are
     multiplied by a factor, which is interpolated between four that are measured with both coded,
-    and measured itself, again where that misses. A GPU is waited for after each step: three times,
-    seldom more than five. Beside what is given it takes up to 256 MiB there, more only of more than
+    and measured itself. A GPU does all that by itself and is waited for once, and again for each
+    step that is to be repeated: where that factor misses, where none or all of the four are fine.
+    Beside what is given it takes up to 256 MiB there, more only of more than
     8,192 channels or windows of thousands of tokens.
 
     Parameters
@@ -230,12 +232,12 @@ class _Side:
             name = "value_scale" if fmt.token_pairs else "key_scale"
             raise ArgumentError(f"{name}: {scale!r:.60}, accepted are numbers above 0")
 
-    def decoded(self, scales: Sequence[float]) -> torch.Tensor:
+    def decoded(self, scales: Scales) -> torch.Tensor:
         """Return what codes of scales are decoded to, float32 ``[scales, B, H, T, dim]``."""
         return self._coded(scales)[2]
 
     def measured(
-        self, scales: Sequence[float], errors: Callable[[torch.Tensor], torch.Tensor]
+        self, scales: Scales, errors: Callable[[torch.Tensor], torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the errors of scales, and the entropy of their codes, each channel by itself.
 
@@ -259,7 +261,7 @@ class _Side:
         nats = torch.special.xlogy(counted, counted).sum(dim=3).mean(dim=(1, 2)) / each
         return found, (math.log(each) - nats) / math.log(2)
 
-    def _coded(self, scales: Sequence[float]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _coded(self, scales: Scales) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return codes in float32, which of them are codes, and what they are decoded to."""
         step, center = self.steps.at(scales)
         codes, coded = self.steps.codes(step)
@@ -269,6 +271,10 @@ class _Side:
         """Return a scale, or the nearest that may be."""
         return min(max(self.scales[0], scale), self.scales[-1])
 
+    def clamp(self, scales: torch.Tensor) -> torch.Tensor:
+        """Return scales, or the nearest that may be."""
+        return scales.clamp(self.scales[0], self.scales[-1])
+
 
 class _Chosen(NamedTuple):
     """Codes of the chosen scales, counted, and on the host what plans are made of."""
@@ -277,42 +283,38 @@ class _Chosen(NamedTuple):
     counted: tuple[TileCounts, TileCounts]
     parts: tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]
     weights: torch.Tensor | None
+    beside: list[float]
 
 
 def _choose(prompt: PromptAttention, k: _Side, v: _Side, error: float) -> _Chosen | None:
     """Return what the coarsest scales give that are good enough; None when there are none."""
     if len(k.scales) == len(v.scales) == 1:
         return _count(prompt, k, v, (k.scales[0], v.scales[0]))
-    # Both errors together are about the root of their squares; what that misses is made up for by
-    # a factor on both scales.
-    pair = _cheapest(*_curves(prompt, k, v), error)
-    if pair is None:
-        pair = k.scales[0], v.scales[0]
-    factors = _Factors(prompt, k, v, pair)
+    # What the pair misses is made up for by a factor on both scales.
+    factors = _Factors(prompt, k, v, cheapest(*_curves(prompt, k, v), error))
+    found = factors.first(error)
+    best = found if found.error <= error else None
+    if best is not None and found.error >= _CLOSE_ENOUGH * error:
+        return best
     factors.measure(error)
-    best: _Chosen | None = None
-    for _ in range(_TRIALS):
+    for _ in range(_TRIALS - 1):
         factor = factors.best(_CLOSE * error)
-        if factor is None:
-            return None
-        if factor in factors.counted:
+        if factor is None or factor in factors.counted:
             break
-        found = _count(prompt, k, v, factors.scales(factor))
-        factors.counted.add(factor)
-        factors.errors[factor] = found.error
+        found = factors.count(factor)
         if found.error <= error and (best is None or found.error > best.error):
             best = found
         if _CLOSE_ENOUGH * error <= found.error <= error:
             break
     if best is None:
         fine = max((f for f, off in factors.errors.items() if off <= error), default=None)
-        best = None if fine is None else _count(prompt, k, v, factors.scales(fine))
+        best = None if fine is None else factors.count(fine)
     return best
 
 
-def _curves(prompt: PromptAttention, k: _Side, v: _Side) -> tuple[_Curve, _Curve]:
-    """Return errors and bits of each side alone; waits for a GPU once."""
-    found: list[torch.Tensor] = []
+def _curves(prompt: PromptAttention, k: _Side, v: _Side) -> tuple[Curve, Curve]:
+    """Return errors and bits of each side alone, on its device."""
+    curves: list[Curve] = []
     of_sides = (k, lambda keys: prompt.errors(keys, None)), (v, lambda x: prompt.errors(None, x))
     for side, of_side in of_sides:
         errors, bits = [], []
@@ -320,13 +322,8 @@ def _curves(prompt: PromptAttention, k: _Side, v: _Side) -> tuple[_Curve, _Curve
             found_errors, found_bits = side.measured(scales, of_side)
             errors.append(found_errors)
             bits.append(found_bits)
-        found += [*errors, *bits]
-    measured = torch.cat(found).cpu().numpy()
-    of_keys, of_values = np.split(measured, [2 * len(k.scales)])
-    return (
-        _Curve(np.array(k.scales), of_keys.reshape(2, -1)),
-        _Curve(np.array(v.scales), of_values.reshape(2, -1)),
-    )
+        curves.append(Curve(side.scales, torch.cat(errors), torch.cat(bits)))
+    return curves[0], curves[1]
 
 
 def _parts(scales: Sequence[_T], most: int) -> Iterator[Sequence[_T]]:
@@ -337,6 +334,13 @@ def _parts(scales: Sequence[_T], most: int) -> Iterator[Sequence[_T]]:
 class _Factors:
     """Errors of both sides together when the scales of a pair are multiplied by a factor.
 
+    Parameters
+    ----------
+    prompt, k, v
+        What is attended to.
+    pair : torch.Tensor
+        float64 ``[2]`` on their device: the scales of keys and values.
+
     Attributes
     ----------
     errors : dict
@@ -345,10 +349,10 @@ class _Factors:
         Factors of which all was measured that a plan needs.
     """
 
-    def __init__(
-        self, prompt: PromptAttention, k: _Side, v: _Side, pair: tuple[float, float]
-    ) -> None:
-        self._prompt, self._sides, self._pair = prompt, (k, v), pair
+    def __init__(self, prompt: PromptAttention, k: _Side, v: _Side, pair: torch.Tensor) -> None:
+        self._prompt, self._sides = prompt, (k, v)
+        self._there = pair
+        self._pair = math.nan, math.nan  # what it is, once the host has waited for it
         self.errors: dict[float, float] = {}
         self.counted: set[float] = set()
 
@@ -357,19 +361,47 @@ class _Factors:
         (k, v), (of_keys, of_values) = self._sides, self._pair
         return k.clamped(of_keys * factor), v.clamped(of_values * factor)
 
+    def first(self, error: float) -> _Chosen:
+        """Measure the first factors and one between them, as the device chooses it; one wait."""
+        (k, v), device = self._sides, self._there.device
+        known = uploaded(torch.tensor(_FACTORS, dtype=torch.float64), device)
+        errors = self._errors(
+            [side.clamp(of * known) for side, of in zip((k, v), self._there, strict=True)]
+        )
+        factor = between(_FACTORS, errors, _CLOSE * error)
+        scales = [side.clamp(of * factor) for side, of in zip((k, v), self._there, strict=True)]
+        found = _count(self._prompt, k, v, scales, torch.cat([self._there, factor, errors]))
+        of_keys, of_values, chosen, *measured = found.beside
+        self._pair = of_keys, of_values
+        self.errors.update(zip(_FACTORS, measured, strict=True))
+        self._add(chosen, found)
+        return found
+
+    def count(self, factor: float) -> _Chosen:
+        """Return all that the plans of a factor need; waits for a GPU once."""
+        found = _count(self._prompt, *self._sides, self.scales(factor))
+        self._add(factor, found)
+        return found
+
+    def _add(self, factor: float, found: _Chosen) -> None:
+        self.counted.add(factor)
+        self.errors[factor] = found.error
+
     def measure(self, error: float) -> None:
         """Measure until one factor is fine and another is not, or all there are."""
-        middle = 1.0
-        for _ in range(_ROUNDS):
-            factors = [middle * f for f in _FACTORS]
-            self._measure(factors)
+        factors = list(_FACTORS)  # which `first` has measured
+        for _ in range(_ROUNDS - 1):
             first, last = self.errors[factors[0]], self.errors[factors[-1]]
             if first > error and self.scales(factors[0]) != self._end(0):
                 middle = factors[0] * min(max(error / first, 1 / 16), 0.9)
             elif last <= error and self.scales(factors[-1]) != self._end(-1):
-                middle = factors[-1] * min(max(error / max(last, 1e-30), 1.1), 16)
+                middle = factors[-1] * min(max(error / max(last, LEAST_ERROR), 1.1), 16)
             else:
                 return
+            factors = [middle * f for f in _FACTORS]
+            of_sides = zip(*map(self.scales, factors), strict=True)
+            measured = self._errors([torch.tensor(each, dtype=torch.float64) for each in of_sides])
+            self.errors.update(zip(factors, measured.tolist(), strict=True))
 
     def best(self, goal: float) -> float | None:
         """Return the factor that should have an error, by those around it; None for none."""
@@ -390,53 +422,42 @@ class _Factors:
         k, v = self._sides
         return k.scales[at], v.scales[at]
 
-    def _measure(self, factors: list[float]) -> None:
+    def _errors(self, scales: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the errors of scales of both sides, float64 ``[n]`` each, on their device."""
         k, v = self._sides
-        errors = [
-            self._prompt.errors(
-                k.decoded([scales[0] for scales in pairs]),
-                v.decoded([scales[1] for scales in pairs]),
-            )
-            for pairs in _parts(
-                [self.scales(f) for f in factors],
-                self._prompt.at_once(max(k.step_bytes, v.step_bytes)),
-            )
+        most = self._prompt.at_once(max(k.step_bytes, v.step_bytes))
+        found = [
+            self._prompt.errors(k.decoded(of_keys), v.decoded(of_values))
+            for of_keys, of_values in zip(*(each.split(most) for each in scales), strict=True)
         ]
-        self.errors.update(zip(factors, torch.cat(errors).tolist(), strict=True))
+        return torch.cat(found)
 
 
-def _count(prompt: PromptAttention, k: _Side, v: _Side, scales: tuple[float, float]) -> _Chosen:
-    """Count the codes of two scales and measure their error; waits for a GPU once."""
+def _count(
+    prompt: PromptAttention,
+    k: _Side,
+    v: _Side,
+    scales: Sequence[Scale],
+    beside: torch.Tensor | None = None,
+) -> _Chosen:
+    """Count the codes of two scales and measure their error; waits for a GPU once.
+
+    Parameters
+    ----------
+    scales : sequence of float or torch.Tensor
+        Of keys and of values; float64 ``[1]`` of what their device has chosen.
+    beside : torch.Tensor, optional
+        float64 ``[n]``: what else the host is to know.
+    """
     counted = TileCounts(k.steps, scales[0]), TileCounts(v.steps, scales[1])
-    error = prompt.errors(*(each.decoded[None] for each in counted)).view(torch.int32)
+    error = prompt.errors(*(each.decoded[None] for each in counted))
+    numbers = torch.cat([error, *([] if beside is None else [beside])]).view(torch.int32)
     weights = [] if k.weights is None else [k.weights.flatten().view(torch.int32)]
-    parts = [error, *(each.parts for each in counted), *weights]
+    parts = [numbers, *(each.parts for each in counted), *weights]
     sizes = np.cumsum([part.numel() for part in parts])
     found = np.split(torch.cat(parts).cpu().numpy(), sizes[:-1])
     of_channels = None
     if k.weights is not None:
         of_channels = torch.from_numpy(found[3].view(np.float32).copy()).view(k.weights.shape)
-    return _Chosen(float(found[0].view(np.float64)[0]), counted, (found[1], found[2]), of_channels)
-
-
-class _Curve:
-    """Errors and bits over scales, interpolated between the measured ones."""
-
-    def __init__(self, scales: npt.NDArray[np.float64], measured: npt.NDArray[np.float64]) -> None:
-        known = np.log(scales)
-        points = _BETWEEN * (len(scales) - 1) + 1
-        wanted = np.interp(np.linspace(0, len(scales) - 1, points), np.arange(len(scales)), known)
-        off = np.log(np.maximum(measured[0], 1e-30))
-        self.scales = np.exp(wanted)
-        self.errors = np.exp(np.interp(wanted, known, off))
-        self.bits = np.interp(wanted, known, measured[1])
-
-
-def _cheapest(k: _Curve, v: _Curve, target: float) -> tuple[float, float] | None:
-    """Return the scales of the fewest bits whose errors together should keep a target."""
-    errors = np.hypot(k.errors[:, None], v.errors)
-    bits = np.where(errors <= target, k.bits[:, None] + v.bits, np.inf)
-    if not np.isfinite(bits).any():
-        return None
-    at = np.unravel_index(int(bits.argmin()), bits.shape)
-    return float(k.scales[at[0]]), float(v.scales[at[1]])
+    measured, *others = found[0].view(np.float64).tolist()
+    return _Chosen(measured, counted, (found[1], found[2]), of_channels, others)
