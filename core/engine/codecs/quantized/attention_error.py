@@ -43,7 +43,7 @@ _BASE_SCALE = {
 _FACTORS = (0.75, 0.9, 1.07, 1.3)
 _ROUNDS = 5
 #: Share of the error that is aimed at, the one with which the search is content, and how many
-#: interpolated factors are tried until then.
+#: interpolated factors are measured in a round.
 _CLOSE = 0.985
 _CLOSE_ENOUGH = 0.96
 _TRIALS = 3
@@ -110,10 +110,9 @@ def fit_error(
     Errors of keys and of values, each alone, and their bits are measured at five scales; of all
     pairs of scales that should keep `error` the one of the fewest bits is taken, and both are
     multiplied by a factor, which is interpolated between four that are measured with both coded,
-    and measured itself. A GPU does all that by itself and is waited for once, and again for each
-    step that is to be repeated: where that factor misses, where none or all of the four are fine.
-    Beside what is given it takes up to 256 MiB there, more only of more than
-    8,192 channels or windows of thousands of tokens.
+    and between more. A GPU does all that by itself and is waited for once; again, up to four times,
+    where none or all of the four are fine. Beside what is given it takes up to 256 MiB there, more
+    only of more than 8,192 channels or windows of thousands of tokens.
 
     Parameters
     ----------
@@ -292,23 +291,15 @@ def _choose(prompt: PromptAttention, k: _Side, v: _Side, error: float) -> _Chose
         return _count(prompt, k, v, (k.scales[0], v.scales[0]))
     # What the pair misses is made up for by a factor on both scales.
     factors = _Factors(prompt, k, v, cheapest(*_curves(prompt, k, v), error))
-    found = factors.first(error)
-    best = found if found.error <= error else None
-    if best is not None and found.error >= _CLOSE_ENOUGH * error:
-        return best
-    factors.measure(error)
-    for _ in range(_TRIALS - 1):
-        factor = factors.best(_CLOSE * error)
-        if factor is None or factor in factors.counted:
-            break
-        found = factors.count(factor)
+    best: _Chosen | None = None
+    middle = 1.0
+    for _ in range(_ROUNDS):
+        found, further = factors.measure(middle, error)
         if found.error <= error and (best is None or found.error > best.error):
             best = found
-        if _CLOSE_ENOUGH * error <= found.error <= error:
+        if further is None or (best is not None and best.error >= _CLOSE_ENOUGH * error):
             break
-    if best is None:
-        fine = max((f for f, off in factors.errors.items() if off <= error), default=None)
-        best = None if fine is None else factors.count(fine)
+        middle = further
     return best
 
 
@@ -340,87 +331,62 @@ class _Factors:
         What is attended to.
     pair : torch.Tensor
         float64 ``[2]`` on their device: the scales of keys and values.
-
-    Attributes
-    ----------
-    errors : dict
-        What was measured, by factor.
-    counted : set
-        Factors of which all was measured that a plan needs.
     """
 
     def __init__(self, prompt: PromptAttention, k: _Side, v: _Side, pair: torch.Tensor) -> None:
-        self._prompt, self._sides = prompt, (k, v)
-        self._there = pair
-        self._pair = math.nan, math.nan  # what it is, once the host has waited for it
-        self.errors: dict[float, float] = {}
-        self.counted: set[float] = set()
+        self._prompt, self._sides, self._pair = prompt, (k, v), pair
+        # What was measured: factors and their errors.
+        self._known = self._measured = pair.new_empty(0)
 
-    def scales(self, factor: float) -> tuple[float, float]:
-        """Return the scales of a factor, within those that may be."""
-        (k, v), (of_keys, of_values) = self._sides, self._pair
-        return k.clamped(of_keys * factor), v.clamped(of_values * factor)
+    def measure(self, middle: float, error: float) -> tuple[_Chosen, float | None]:
+        """Measure factors around one, and some between them as the device finds them; one wait.
 
-    def first(self, error: float) -> _Chosen:
-        """Measure the first factors and one between them, as the device chooses it; one wait."""
-        (k, v), device = self._sides, self._there.device
-        known = uploaded(torch.tensor(_FACTORS, dtype=torch.float64), device)
-        errors = self._errors(
-            [side.clamp(of * known) for side, of in zip((k, v), self._there, strict=True)]
+        Returns
+        -------
+        found : _Chosen
+            By the factor of the largest error that is not above `error`; by the smallest one of all
+            where there is none.
+        middle : float or None
+            Around which to go on, where no factor or each of the first ones keeps the error; None
+            where the error lies between them, or scales cannot be finer or coarser.
+        """
+        factors = [middle * f for f in _FACTORS]
+        begin = self._known.shape[0]
+        self._add(torch.tensor(factors, dtype=torch.float64))
+        for _ in range(_TRIALS):
+            self._add(between(self._known, self._measured, _CLOSE * error))
+        fine = self._measured <= error
+        largest = self._measured.masked_fill(~fine, -math.inf).argmax()
+        at = torch.where(fine.any(), largest, self._known.argmin()).view(1)
+        ends = self._measured[[begin, begin + len(factors) - 1]]
+        found = _count(
+            self._prompt,
+            *self._sides,
+            self._scales(self._known[at]),
+            torch.cat([self._pair, ends]),
         )
-        factor = between(_FACTORS, errors, _CLOSE * error)
-        scales = [side.clamp(of * factor) for side, of in zip((k, v), self._there, strict=True)]
-        found = _count(self._prompt, k, v, scales, torch.cat([self._there, factor, errors]))
-        of_keys, of_values, chosen, *measured = found.beside
-        self._pair = of_keys, of_values
-        self.errors.update(zip(_FACTORS, measured, strict=True))
-        self._add(chosen, found)
-        return found
-
-    def count(self, factor: float) -> _Chosen:
-        """Return all that the plans of a factor need; waits for a GPU once."""
-        found = _count(self._prompt, *self._sides, self.scales(factor))
-        self._add(factor, found)
-        return found
-
-    def _add(self, factor: float, found: _Chosen) -> None:
-        self.counted.add(factor)
-        self.errors[factor] = found.error
-
-    def measure(self, error: float) -> None:
-        """Measure until one factor is fine and another is not, or all there are."""
-        factors = list(_FACTORS)  # which `first` has measured
-        for _ in range(_ROUNDS - 1):
-            first, last = self.errors[factors[0]], self.errors[factors[-1]]
-            if first > error and self.scales(factors[0]) != self._end(0):
-                middle = factors[0] * min(max(error / first, 1 / 16), 0.9)
-            elif last <= error and self.scales(factors[-1]) != self._end(-1):
-                middle = factors[-1] * min(max(error / max(last, LEAST_ERROR), 1.1), 16)
-            else:
-                return
-            factors = [middle * f for f in _FACTORS]
-            of_sides = zip(*map(self.scales, factors), strict=True)
-            measured = self._errors([torch.tensor(each, dtype=torch.float64) for each in of_sides])
-            self.errors.update(zip(factors, measured.tolist(), strict=True))
-
-    def best(self, goal: float) -> float | None:
-        """Return the factor that should have an error, by those around it; None for none."""
-        known = sorted(self.errors)
-        fine = [f for f in known if self.errors[f] <= goal]
-        if not fine:
-            # The finest of all may lie between the goal and the error.
-            return known[0] if self.errors[known[0]] <= goal / _CLOSE else None
-        below = fine[-1]
-        above = [f for f in known if f > below]
-        if not above:
-            return below
-        low, high = max(self.errors[below], 1e-30), self.errors[above[0]]
-        share = math.log(goal / low) / math.log(high / low)
-        return below * math.exp(share * math.log(above[0] / below))
-
-    def _end(self, at: int) -> tuple[float, float]:
+        of_keys, of_values, first, last = found.beside
         k, v = self._sides
-        return k.scales[at], v.scales[at]
+
+        def ends_at(factor: float, end: int) -> bool:
+            scales = k.clamped(of_keys * factor), v.clamped(of_values * factor)
+            return scales == (k.scales[end], v.scales[end])
+
+        if first > error and not ends_at(factors[0], 0):
+            return found, factors[0] * min(max(error / first, 1 / 16), 0.9)
+        if last <= error and not ends_at(factors[-1], -1):
+            return found, factors[-1] * min(max(error / max(last, LEAST_ERROR), 1.1), 16)
+        return found, None
+
+    def _add(self, factors: torch.Tensor) -> None:
+        """Measure more factors."""
+        factors = uploaded(factors, self._pair.device)
+        self._measured = torch.cat([self._measured, self._errors(self._scales(factors))])
+        self._known = torch.cat([self._known, factors])
+
+    def _scales(self, factors: torch.Tensor) -> list[torch.Tensor]:
+        """Return the scales of keys and of values, within those that may be."""
+        return [side.clamp(of * factors) for side, of in zip(self._sides, self._pair, strict=True)]
 
     def _errors(self, scales: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the errors of scales of both sides, float64 ``[n]`` each, on their device."""
