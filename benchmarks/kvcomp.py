@@ -17,7 +17,7 @@ this library's own code.
 accuracy packs blocks of 64 tokens behind a window of 64, as generation would; each token behind the
 prompt is predicted from what is packed by then, 64 in a pass, which decodes it first. On a CPU
 1,000 tokens take some minutes a cache. figures does that for scales of K and of V alone, 25 caches
-(figures 5 to 7 of the paper; ratio has figure 8).
+(figures 5 to 7 of the paper; ratio has figure 8); --plot draws them.
 
 kernels takes normal values, and K and V of SmolLM2 with two heads of 64 side by side as one of 128.
 Attention stands beside every backend of SDPA, flex_attention, decoding followed by the fastest of
@@ -35,7 +35,9 @@ kernel is queued. Rows go to stderr as they come.
 from __future__ import annotations
 
 import argparse
+import json
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +139,18 @@ def make_parser() -> argparse.ArgumentParser:
     add("--repetitions", type=positive, default=3, metavar="N", help="default: %(default)s")
     add("--device", help="cpu or cuda (default: cuda where there is a GPU)")
     add("--json", action="store_true", help="print JSON instead of tables")
+    add(
+        "--plot",
+        type=Path,
+        metavar="FOLDER",
+        help="figures, ratio: draw figures 5 to 7 and 8 of the paper, as .svg in this folder",
+    )
+    add(
+        "--tables",
+        type=Path,
+        metavar="FILE",
+        help="with --plot: draw what --json has printed before, and measure nothing",
+    )
     add("--out", type=Path, help="also write the tables to this Markdown file")
     return parser
 
@@ -160,6 +174,8 @@ def parsed(given: list[str] | None = None) -> argparse.Namespace:
             parser.error(f"argument --device: {device}, but torch sees no CUDA GPU")
         device = torch.empty(0, device=device).device  # with its number
     arguments.device = device
+    if arguments.tables is not None and arguments.plot is None:
+        parser.error("argument --tables: given without --plot, which draws them")
     if arguments.prompt_tokens % CHUNK_TOKENS or arguments.prompt_tokens >= arguments.tokens:
         parser.error(
             f"argument --prompt-tokens: {arguments.prompt_tokens}, accepted are multiples of "
@@ -171,6 +187,9 @@ def parsed(given: list[str] | None = None) -> argparse.Namespace:
 def main(given: list[str] | None = None) -> int:
     """Run the requested parts and print their tables."""
     arguments = parsed(given)
+    if arguments.tables is not None:
+        draw(json.loads(arguments.tables.read_text()), arguments.plot)
+        return 0
     tables: dict[str, list[dict[str, Any]]] = {}
     with Steps() as steps:
         for part in arguments.only or PARTS:
@@ -180,7 +199,20 @@ def main(given: list[str] | None = None) -> int:
                 except ModelMissingError as error:
                     left_out(part, error)
     print_tables(tables, arguments.json, arguments.out)
+    if arguments.plot is not None:
+        draw(tables, arguments.plot)
     return 0
+
+
+def draw(tables: Mapping[str, Sequence[Mapping[str, Any]]], folder: Path) -> None:
+    """Draw pictures, and say on stderr where they are."""
+    import kvcomp_pictures
+
+    files = kvcomp_pictures.draw(tables, folder)
+    for file in files:
+        print(f"drawn: {file}", file=sys.stderr)
+    if not files:
+        print("--plot: no table of figures or of contexts, nothing is drawn", file=sys.stderr)
 
 
 def run(part: str, arguments: argparse.Namespace, report: Any) -> dict[str, list[dict[str, Any]]]:

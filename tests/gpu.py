@@ -43,6 +43,21 @@ def waiting_raises() -> Iterator[None]:
         set_sync_debug_mode("default")
 
 
+@contextlib.contextmanager
+def counted_waits() -> Iterator[list[str]]:
+    """Collect the torch operations that make the host wait for the GPU."""
+    torch.cuda.synchronize()
+    found: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            set_sync_debug_mode("warn")
+            yield found
+        finally:
+            set_sync_debug_mode("default")
+    found += [str(w.message) for w in caught if "synchronizing CUDA operation" in str(w.message)]
+
+
 def run_ahead(work: Callable[[], Any]) -> None:
     """Run some work while the current stream is held: it must neither wait nor synchronise."""
     with held():

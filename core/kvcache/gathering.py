@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..engine.kernels.format import MAX_SLABS
+from ..engine.kernels.format import MAX_SLABS, ceil_div
 from .history import PackedHistory
 from .link import Link
 from .packed_tokens import Revision
@@ -86,7 +86,8 @@ class RowGatherer:
         Parameters
         ----------
         histories : sequence of PackedHistory
-            Of the link, with at least ``selection.packed`` packed tokens each.
+            Of the link, each with at least the groups among which the selection was made; of what
+            was cut within a row, the last one alone.
         selection : Selection
             Made on the current stream.
 
@@ -114,9 +115,9 @@ class RowGatherer:
         each = history.tokens_per_row
         rows = spread(selection.groups, selection.group_tokens // each)
         batch, heads, _ = rows.shape
-        behind = torch.arange(
-            selection.packed // each, history.packed_tokens // each, device=rows.device
-        )
+        packed = history.packed_tokens
+        known = selection.n_groups * (selection.group_tokens // each)
+        behind = torch.arange(known, ceil_div(packed, each), device=rows.device)
         rows = torch.cat([rows, behind.expand(batch, heads, -1)], dim=2)
         words, from_host = history.words.merged(), history.words.on_host
         # A segment whose first block is in flight holds nothing yet.
@@ -126,7 +127,7 @@ class RowGatherer:
         out = torch.empty((rows.numel(), row_bytes), dtype=torch.uint8, device=rows.device)
         begin = 0
         for segment in segments:
-            end = begin + segment.tokens // each
+            end = begin + ceil_div(segment.tokens, each)
             if len(segments) == 1:
                 self._decode(segment, words, segment.row_ids(rows).flatten(), out, from_host)
             else:
@@ -136,7 +137,8 @@ class RowGatherer:
                 self._decode(segment, words, ids, piece, from_host)
                 out[inside.flatten()] = piece
             begin = end
-        return out.view(kept.dtype).view(batch, heads, -1, kept.dim)
+        found = out.view(kept.dtype).view(batch, heads, -1, kept.dim)
+        return found[:, :, : found.shape[2] + packed - ceil_div(packed, each) * each]
 
     def _decode(
         self,

@@ -474,8 +474,9 @@ class PackedHistory:
 
         Notes
         -----
-        When less than half of the packed sequences are left, they are packed again, so that the
-        others are not fetched; this reads the history once and waits for the device.
+        When at most half of the packed sequences are left, they are packed again, or, of a lossy
+        codec, copied as they are packed, so that the others are not fetched; this reads the history
+        once and waits for the device.
         """
         found = sequence_index(index, self.batch, "index").to(self.device)
         self.prepare_take(lambda t, dim: _indexed(t, dim, found))()
@@ -497,10 +498,14 @@ class PackedHistory:
         """Pack the remaining sequences again if they are less than half of the packed ones.
 
         This only saves memory: where memory for it is lacking, nothing changes, or tokens are left
-        unpacked until the next `append`. Not where a lossy codec has packed tokens, which would be
-        quantised twice.
+        unpacked until the next `append`. What a lossy codec has packed would be quantised twice: it
+        is copied as it is.
         """
         if not self.packed.mostly_dropped:
+            return
+        if self.packed.lossy:
+            with suppress(MemoryError, RuntimeError, BitslabError):
+                self.packed.drop_others()
             return
         with suppress(MemoryError, RuntimeError, BitslabError):
             head, tokens = self.head, torch.cat([*self.decode_packed(), self.tail], dim=-2)

@@ -125,12 +125,7 @@ class PackedTokens:
 
     @property
     def mostly_dropped(self) -> bool:
-        """Whether half or more of what was packed is of sequences that are not there any more.
-
-        Not of a lossy codec, whose tokens cannot be packed again.
-        """
-        if any(segment.lossy for segment in self.segments):
-            return False
+        """Whether half or more of what was packed is of sequences that are not there any more."""
         there = sum(segment.raw_bytes for segment in self.segments)
         return self.length > 0 and 2 * sum(e.decoded_bytes for e in self.segments) <= there
 
@@ -423,6 +418,35 @@ class PackedTokens:
             blocks.sequences.index, blocks.sequences.plain = index, False
         if self.segments:
             self._change()
+
+    @property
+    def lossy(self) -> bool:
+        """Whether tokens are there that cannot be packed again: decoded ones are others."""
+        return any(segment.lossy for segment in self.segments)
+
+    def drop_others(self) -> None:
+        """Copy the rows of the sequences that are there, as they are packed, and drop the others.
+
+        On a GPU this waits for the device.
+        """
+        words = self.words.fetch()
+        found = [segment.rows_there(words) for segment in self.segments]
+        del words
+        self.words.truncate(0)
+        for segment, (part, rows) in zip(self.segments, found, strict=True):
+            at = self.words.n_words
+            self.words.append(part, made=self._made(), tokens=self.length)
+            segment.replace_rows(rows, at)
+            self._link.keep(*segment.tensors())
+            self.moved_to_host_bytes += 4 * part.shape[0] if self.words.on_host else 0
+        self.words.trim()
+        self._change()
+
+    def _made(self) -> torch.cuda.Event | None:
+        """Return an event behind what was written on the current stream."""
+        if self._link.device.type != "cuda":
+            return None
+        return torch.cuda.current_stream(self._link.device).record_event()
 
     def reset(self) -> None:
         """Remove all tokens and codecs."""

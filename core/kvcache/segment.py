@@ -5,14 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ..engine.codecs import RowCodec
 from ..engine.kernels import kernels_for
 from ..engine.kernels.cuda import kernels_on
-from ..engine.kernels.format import BLOCK_ROWS, TableStorage, ceil_div, words_of_rows
+from ..engine.kernels.format import (
+    BLOCK_ROWS,
+    TableStorage,
+    bases_of_rows,
+    ceil_div,
+    words_of_rows,
+)
 from ..engine.kernels.uploads import in_stream_order
 from ..errors import ArgumentError, CorruptedDataError
 from .arena import GROWTH
@@ -37,6 +43,17 @@ class Sequences:
     packed: int
     index: torch.Tensor
     plain: bool = True
+
+
+#: Words that are copied at once where sequences that are gone are left out.
+PIECE_WORDS = 4 << 20
+
+
+class RowsThere(NamedTuple):
+    """Rows of the sequences that are there: their lengths, and where they begin from word 0 on."""
+
+    lengths: torch.Tensor
+    bases: torch.Tensor
 
 
 class Segment:
@@ -294,6 +311,61 @@ class Segment:
             del self._block_rows[n_blocks:], self._raw_bytes[n_blocks:]
             if self.origin is not None:
                 self.origin = self.origin[:n_blocks]
+        self._tables = {}
+
+    def rows_there(self, words: torch.Tensor) -> tuple[torch.Tensor, RowsThere]:
+        """Return the rows of the sequences that are there, as they are packed, without the others.
+
+        Parameters
+        ----------
+        words : torch.Tensor
+            int32, the history's words, on the device.
+
+        Returns
+        -------
+        words : torch.Tensor
+            int32 ``[n]`` on the device, of memory of its own.
+        rows : RowsThere
+            What `replace_rows` takes once they lie in the store.
+        """
+        origin = self._plain_origin() if self.origin is None else self.origin
+        # Blocks, sequences in them, heads: as they are packed.
+        numbers = (origin[:, :, None, None] + self._within[0, :, 0]).flatten().long()
+        if self.kernels is None:
+            row_words = self.rows.row_bytes // 4
+            starts = self.first_word + numbers * row_words
+            mine = torch.full_like(numbers, row_words)
+            lengths = self._lengths
+        else:
+            each = self._words_of(self._lengths[: self.n_rows])
+            ends = torch.nn.functional.pad(each.cumsum(0), (1, 0))
+            groups = numbers // BLOCK_ROWS
+            starts = self._bases[groups] + ends[numbers] - ends[groups * BLOCK_ROWS]
+            lengths, mine = self._lengths[numbers], each[numbers]
+        behind = mine.cumsum(0)
+        found = [words.new_empty(0)]
+        # A place of eight bytes for each word of a piece.
+        step = max(1, PIECE_WORDS * len(numbers) // max(1, int(behind[-1]) if len(behind) else 1))
+        for begin in range(0, len(numbers), step):
+            part = mine[begin : begin + step]
+            first = starts[begin : begin + step] - (part.cumsum(0) - part)
+            places = first.repeat_interleave(part)
+            places += torch.arange(len(places), device=places.device)
+            found.append(words[places])
+        return torch.cat(found), RowsThere(lengths, bases_of_rows(mine)[0])
+
+    def replace_rows(self, rows: RowsThere, at: int) -> None:
+        """Take the rows of `rows_there`, whose words begin at word `at` of the history."""
+        each = self.batch * self.rows.heads * self.rows.head_rows
+        if self.kernels is not None:
+            self._bases = rows.bases.add_(at)
+        self._lengths = rows.lengths
+        self.first_word = at
+        self.n_rows = self.n_blocks * each
+        self._block_rows = [*range(0, self.n_rows, each)] if each else [0] * self.n_blocks
+        raw_bytes = self.batch * self.rows.heads * self.rows.token_bytes * self.rows.block_tokens
+        self._raw_bytes = [raw_bytes] * self.n_blocks
+        self.origin = None
         self._tables = {}
 
     def _copy_rows(self, words: torch.Tensor, out: torch.Tensor) -> None:

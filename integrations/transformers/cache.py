@@ -8,12 +8,12 @@ import torch
 from transformers import PreTrainedConfig
 
 from bitslab.devices import checked_device
-from bitslab.errors import ArgumentTypeError
 from bitslab.integrations.transformers.cache_layer import CompressedLayer
 from bitslab.integrations.transformers.layer_histories import LayerHistories
 from bitslab.integrations.transformers.packed_cache import (
     PackedCache,
     check_cache_options,
+    check_selector,
     exported_as_constant,
 )
 from bitslab.integrations.transformers.selectors import KVSelector
@@ -118,12 +118,7 @@ class CompressedCache(PackedCache):
         select: KVSelector | None = None,
     ) -> None:
         check_cache_options(config, offload, sm_budget)
-        chooser: object = select
-        if chooser is not None and not isinstance(chooser, KVSelector):
-            raise ArgumentTypeError(
-                "select: expected a KVSelector, as HeavyHitterSelector or InfiniGenSelector, got "
-                f"{select!r:.60}"
-            )
+        check_selector(select)
         reserve_tokens = 0 if reserve_tokens is None else reserve_tokens
         check_options(window, block_tokens, reserve_tokens)
         self.selector = select

@@ -302,7 +302,12 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def _gather(self) -> _Chosen | None:
         assert self.scores is not None and self._reader is not None
         group = max(history.tokens_per_row for history in self.histories)
-        selection = self.scores.choose(self.packed_tokens, group)
+        if any(segment.cut_tokens for h in self.histories for segment in h.segments[:-1]):
+            return None  # groups would not be rows behind what was cut
+        first = self.histories[0].head.shape[2]
+        packed = first + self.packed_tokens // group * group
+        more = (first,) if first else ()
+        selection = self.scores.choose(packed, group, *more)
         if selection is None:
             return None
         return _Chosen(selection, self._reader.chosen.gather(self.histories, selection))
@@ -310,7 +315,10 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def _count(self, chosen: _Chosen | None) -> None:
         there = self.packed_tokens
         self.there_tokens += there
-        self.read_tokens += there if chosen is None else chosen.selection.tokens
+        if chosen is None:
+            self.read_tokens += there
+        else:
+            self.read_tokens += chosen.selection.tokens - chosen.selection.first
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out tokens that are gathered ahead."""

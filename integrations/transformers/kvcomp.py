@@ -18,8 +18,10 @@ from bitslab.integrations.transformers.layer_histories import LayerHistories
 from bitslab.integrations.transformers.packed_cache import (
     PackedCache,
     check_cache_options,
+    check_selector,
     exported_as_constant,
 )
+from bitslab.integrations.transformers.selectors import KVSelector
 from bitslab.kvcache import Commit, TileOptions, check_options
 
 
@@ -68,6 +70,10 @@ class KVCompCache(PackedCache):
         Tokens of a sequence for which host memory is taken when the first are packed.
     sm_budget : int or None
         Multiprocessors that decoding may take from the computation; None for all.
+    select : KVSelector, optional
+        Chooses whole tiles that each layer attends to, by head, as in `CompressedCache`; they are
+        gathered and decoded. The model runs within ``select.attached(model)``, whose attention sees
+        no queries for the fit.
 
     Raises
     ------
@@ -129,10 +135,13 @@ class KVCompCache(PackedCache):
         device: torch.device | str | None = None,
         reserve_tokens: int | None = None,
         sm_budget: int | None = 64,
+        select: KVSelector | None = None,
     ) -> None:
         check_cache_options(config, offload, sm_budget)
+        check_selector(select)
         reserve_tokens = 0 if reserve_tokens is None else reserve_tokens
         check_options(window, block_tokens, reserve_tokens, sinks)
+        window = window if select is None else max(window, select.recent)
         self._tiles = TileOptions(
             error=error,
             key_scale=key_scale,
@@ -152,21 +161,31 @@ class KVCompCache(PackedCache):
                 "window": window,
                 "block_tokens": block_tokens,
                 "reserve_tokens": reserve_tokens,
-                "at_once": False,
+                "at_once": select is not None,
             },
         )
         hands = self._hands = _AttentionOf(config)
+        self.selector = select
 
         def make_layer(i: int) -> KVCompLayer:
             plans = histories.tile_plans(self._tiles, i)
             return KVCompLayer(
-                partial(histories.open_tiles, plans), partial(histories.open, i), plans, hands
+                partial(histories.open_tiles, plans),
+                partial(histories.open, i),
+                plans,
+                hands,
+                select,
+                None if select is None else select.scores(i),
             )
 
         super().__init__(config, histories, make_layer)
         if self._packed:
             self._layer(max(self._packed)).attended = histories.learn_ahead
         self._updated: int | None = None  # the layer whose last tokens are to be packed
+
+    def _check_layers(self, packed: list[int]) -> None:
+        if self.selector is not None:
+            self.selector.check_layers(packed)
 
     def append_to(
         self, layer_idx: int, key_states: torch.Tensor, value_states: torch.Tensor

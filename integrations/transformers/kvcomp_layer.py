@@ -11,6 +11,7 @@ import torch
 
 from bitslab.integrations.transformers.cache_layer import CompressedLayer
 from bitslab.integrations.transformers.handles import KVHandle
+from bitslab.integrations.transformers.selectors import KVSelector
 from bitslab.kvcache import (
     QUERIES,
     Commit,
@@ -19,6 +20,7 @@ from bitslab.kvcache import (
     PackedHistory,
     Take,
     TilePlans,
+    TokenScores,
 )
 
 #: Opens a reader and the histories of K and V on a device.
@@ -50,6 +52,8 @@ class KVCompLayer(CompressedLayer):  # type: ignore[no-untyped-call]
         Fits the codecs of the tiles.
     hands : TakesHandles
         Whether the model's attention takes handles.
+    selector, scores : optional
+        As of `CompressedLayer`. Chosen tiles are decoded first.
 
     Attributes
     ----------
@@ -62,9 +66,15 @@ class KVCompLayer(CompressedLayer):  # type: ignore[no-untyped-call]
     """
 
     def __init__(
-        self, open_tiles: Open, open_lossless: Open, plans: TilePlans, hands: TakesHandles
+        self,
+        open_tiles: Open,
+        open_lossless: Open,
+        plans: TilePlans,
+        hands: TakesHandles,
+        selector: KVSelector | None = None,
+        scores: TokenScores | None = None,
     ) -> None:
-        super().__init__(open_tiles)
+        super().__init__(open_tiles, selector, scores)
         self._open_tiles, self._open_lossless = open_tiles, open_lossless
         self.plans = plans
         self._hands = hands
@@ -103,7 +113,7 @@ class KVCompLayer(CompressedLayer):  # type: ignore[no-untyped-call]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append K and V; handles come back where the attention function reads tiles."""
         self.settle()
-        if self.lossless or not self._hands.now:
+        if self.lossless or self.scores is not None or not self._hands.now:
             if self.packed_tokens and not self.lossless:
                 self.dense_passes += 1
             self._stages = False
@@ -134,6 +144,9 @@ class KVCompLayer(CompressedLayer):  # type: ignore[no-untyped-call]
             Whether another layer is read before; see `HistoryReader.prefetch`.
         """
         if self._reader is None:
+            return
+        if self.scores is not None:
+            super().prefetch()
             return
         self._reader.prefetch(self.histories, decoded=not self._stages, early=early)
 

@@ -14,6 +14,7 @@ from bitslab.errors import ArgumentError, ArgumentTypeError, MissingExtraError
 from bitslab.integrations.transformers.cache_layer import CompressedLayer
 from bitslab.integrations.transformers.cross_attention import SelfAttentionCache
 from bitslab.integrations.transformers.layer_histories import LayerHistories
+from bitslab.integrations.transformers.selectors import KVSelector
 from bitslab.kvcache import (
     Commit,
     check_sm_budget,
@@ -370,6 +371,15 @@ def check_cache_options(config: object, offload: object, sm_budget: object) -> N
     if not isinstance(offload, bool):
         raise ArgumentTypeError(f"offload: expected a bool, got {offload!r:.60}")
     check_sm_budget(sm_budget)
+
+
+def check_selector(select: object) -> None:
+    """Raise for what chooses no tokens."""
+    if select is not None and not isinstance(select, KVSelector):
+        raise ArgumentTypeError(
+            "select: expected a KVSelector, as HeavyHitterSelector or InfiniGenSelector, got "
+            f"{select!r:.60}"
+        )
 
 
 @contextmanager

@@ -167,3 +167,34 @@ def test_a_refit_keeps_what_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_sinks_are_checked(value: Any) -> None:
     with pytest.raises((ValueError, TypeError), match="sinks"):
         make(RoundingPlans(), sinks=value)
+
+
+@pytest.mark.parametrize("pieces", [False, True])
+def test_sequences_that_are_dropped_leave_the_words(pieces: bool) -> None:
+    """What remains is copied as it is packed; another codec's blocks, cut ones and copies too."""
+    plans, tokens = RoundingPlans(), normal(6, HEADS, 200, DIM)
+    history = make(plans, pieces=pieces, tile_tokens=4)
+    history.append(tokens)
+    history.crop(4 + 5 * BLOCK + 7)
+    history.append(tokens[:, :, :90])
+    tokens = torch.cat([tokens[:, :, : 4 + 5 * BLOCK + 7], tokens[:, :, :90]], dim=2)
+    samples, codecs = len(plans.samples), [segment.codec for segment in history.segments]
+    found = history.decode()
+    before = history.stats()
+    index = [5, 1]
+    history.select(torch.tensor(index))
+    after = history.stats()
+    assert same_bits(history.decode(), found[index])
+    assert [segment.codec for segment in history.segments] == codecs
+    assert all(segment.origin is None for segment in history.segments)
+    assert history.words.n_words < 0.4 * before["packed_bytes"] / 4
+    assert after["packed_raw_bytes"] * 3 == before["packed_raw_bytes"]
+    assert len(plans.samples) == samples
+    more = normal(2, HEADS, 60, DIM, seed=3)
+    history.append(more)
+    history.reorder(torch.tensor([1, 1]))
+    assert len(plans.samples) == samples
+    tokens = torch.cat([tokens[index], more], dim=2)[[1, 1]]
+    shown = expected(history, tokens)
+    # What the cut had left of a block stands quantised, whatever was packed since.
+    assert same_bits(history.decode(), shown)

@@ -11,13 +11,13 @@ import torch
 
 from bitslab.engine.codecs.huffman import code_lengths
 from bitslab.engine.codecs.quantized.plan import TilePlan, symbols_of
+from bitslab.engine.kernels import attend_tables
 from bitslab.engine.kernels.cpu.attend import attend as twin
 from bitslab.engine.kernels.cuda.attend import AttendKernels
 from bitslab.engine.kernels.cuda.runner import DAMAGED_ERROR, INDEX_ERROR
 from bitslab.engine.kernels.cuda.source import source_text
 from bitslab.engine.kernels.tile_format import (
     LEVEL_ZERO,
-    MAX_CLASSES,
     MAX_SYMBOLS,
     SHORT_BITS,
     Granularity,
@@ -360,8 +360,9 @@ def test_headers_lengths_and_ids_that_cannot_be_are_reported():
 def test_constants_are_those_of_the_format():
     text = source_text("attend")
     assert f"#define LEVEL_ZERO {LEVEL_ZERO} " in text
-    assert f"#define MAX_CLASSES {MAX_CLASSES} " in text
     assert f"#define SHORT_BITS {SHORT_BITS} " in text
+    for name in ("SHORT_PAIRS", "LONG_PAIRS", "SHORT_SINGLES", "LONG_SINGLES", "WIDE_PAIRS"):
+        assert f"{name} = {getattr(attend_tables, name)}" in text
 
 
 REFUSED: dict[str, dict[str, Any]] = {

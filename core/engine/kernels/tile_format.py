@@ -233,6 +233,8 @@ class TileTables:
         int32 ``[classes, 2 ** code_bits]``: by the next bits the code's bits in the upper byte, the
         first code + 128 in the lowest byte and, of pairs, the second + 128 in the one above; 0
         where no code begins so.
+    attend_codes, attend_blocks : torch.Tensor
+        int32 ``[n]`` and ``[H, blocks, 4]``: the same for attention, see `attend_tables`.
     longest_codes : tuple of int
         `class_bits` on the host, which waits for no device to know them.
     """
@@ -251,6 +253,8 @@ class TileTables:
     class_bits: torch.Tensor
     codes: torch.Tensor
     lookup: torch.Tensor
+    attend_codes: torch.Tensor
+    attend_blocks: torch.Tensor
     longest_codes: tuple[int, ...]
 
     @property

@@ -31,8 +31,8 @@ class TokenScores(ABC):
         """Whether `choose` has what it needs for the next query."""
 
     @abstractmethod
-    def choose(self, packed: int, group_tokens: int) -> Selection | None:
-        """Choose among the first `packed` tokens, by groups.
+    def choose(self, packed: int, group_tokens: int, first: int = 0) -> Selection | None:
+        """Choose among the tokens from `first` up to `packed`, whole groups of them.
 
         Returns
         -------

@@ -61,17 +61,17 @@ class HeavyScores(TokenScores):
         self.sums.scatter_add_(2, chosen.positions(), probabilities[:, :, :n])
         self.sums[:, :, chosen.packed :].add_(probabilities[:, :, n:])
 
-    def choose(self, packed: int, group_tokens: int) -> Selection | None:
+    def choose(self, packed: int, group_tokens: int, first: int = 0) -> Selection | None:
         """Choose the groups with the largest sums."""
-        n_groups = packed // group_tokens
+        n_groups = (packed - first) // group_tokens
         if isinstance(self._heavy, float):
             n_chosen = math.ceil(self._heavy * n_groups)
         else:
             n_chosen = -(-self._heavy // group_tokens)
         if n_chosen >= n_groups:
             return None
-        scores = torch.unflatten(self.sums[:, :, :packed], 2, (n_groups, group_tokens)).sum(3)
-        return best_groups(scores, packed, group_tokens, n_chosen)
+        scores = torch.unflatten(self.sums[:, :, first:packed], 2, (n_groups, group_tokens)).sum(3)
+        return best_groups(scores, packed, group_tokens, n_chosen, first)
 
     def tensors(self) -> list[torch.Tensor]:
         """Return the sums."""

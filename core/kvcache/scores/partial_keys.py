@@ -110,18 +110,18 @@ class PartialKeys(TokenScores):
             highest = scores.amax(-1, keepdim=True)
             self._near = (scores > highest - self._alpha).any(2).any(2)
 
-    def choose(self, packed: int, group_tokens: int) -> Selection | None:
+    def choose(self, packed: int, group_tokens: int, first: int = 0) -> Selection | None:
         """Choose the groups of the best tokens; all if no query was speculated."""
         if self._ranks is None:
             return None
-        n_groups = packed // group_tokens
+        n_groups = (packed - first) // group_tokens
         most = math.ceil(self._budget * n_groups)
         grouped = (n_groups, group_tokens)
         if self._near is not None and n_groups:
-            near = torch.unflatten(self._near[:, :, :packed], 2, grouped).any(3)
+            near = torch.unflatten(self._near[:, :, first:packed], 2, grouped).any(3)
             most = max(1, min(most, math.ceil(float(near.sum(2).float().mean()))))
-        ranks = torch.unflatten(self._ranks[:, :, :packed], 2, grouped).amax(3)
-        return best_groups(ranks, packed, group_tokens, most)
+        ranks = torch.unflatten(self._ranks[:, :, first:packed], 2, grouped).amax(3)
+        return best_groups(ranks, packed, group_tokens, most, first)
 
     def tensors(self) -> list[torch.Tensor]:
         """Return the kept columns of the keys, and their projection."""

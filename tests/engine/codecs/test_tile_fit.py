@@ -28,6 +28,7 @@ from bitslab.engine.codecs.quantized import (
 from bitslab.engine.kernels.cpu.tiles import decode_tiles, encode_tiles, measure_tiles
 from bitslab.engine.kernels.tile_format import MAX_CLASSES, MAX_CODE, ZERO_SYMBOL, Granularity
 from bitslab.errors import ArgumentError
+from tests.gpu import counted_waits
 
 #: Of each granularity whether tokens are paired, and a middle scale.
 SETTINGS = {
@@ -474,6 +475,20 @@ def test_samples_on_a_gpu(granularity: Granularity) -> None:
     fit = fit_error(keys, others, queries, error=0.1, tile_tokens=TILE)
     assert fit is not None
     assert fit.measured.error <= 0.1
+
+
+@pytest.mark.gpu
+def test_a_fit_on_a_gpu_waits_once() -> None:
+    keys, values, queries = (t.cuda() for t in prompt())
+    fit_error(keys, values, queries, error=0.1, tile_tokens=TILE)  # tables of levels go up
+    for error in (0.04, 0.1):
+        with counted_waits() as waits:
+            fit = fit_error(keys, values, queries, error=error, tile_tokens=TILE)
+        assert fit is not None and 0.96 * error <= fit.measured.error <= error
+        assert len(waits) == 1, waits
+    with counted_waits() as waits:
+        fit_error(keys, values, queries, error=0.1, key_scale=0.5, value_scale=0.5)
+    assert len(waits) == 1, waits
 
 
 @pytest.mark.gpu

@@ -64,7 +64,6 @@ TWINS: dict[str, Any] = {
     "insert_ids": cpu.map_insert,
     "keep_slots": slots.keep_slots,
     "measure_tiles": cpu.measure_tiles,
-    "merge_splits": attend.attend,
     "move_parts": Lz4Codec.write,
     "move_tiles": cpu.encode_tiles,
     "order_ids": ids.order_ids,

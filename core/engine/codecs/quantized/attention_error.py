@@ -13,9 +13,11 @@ import torch
 
 from ....errors import ArgumentError
 from ...kernels.tile_format import MAX_CODE_BITS, Granularity, TileFormat
-from ...kernels.uploads import in_stream_order
+from ...kernels.uploads import in_stream_order, uploaded
 from .fit import (
+    Scale,
     ScaledSteps,
+    Scales,
     TileCounts,
     check_coder,
     count_channels,
@@ -24,6 +26,7 @@ from .fit import (
 )
 from .plan import TilePlan
 from .prompt_attention import PromptAttention
+from .scale_search import LEAST_ERROR, Curve, between, cheapest
 
 _T = TypeVar("_T")
 
@@ -36,13 +39,11 @@ _BASE_SCALE = {
     Granularity.CHANNEL_RANGE: 0.2,
     Granularity.TOKEN_RANGE: 0.15,
 }
-#: Points between two scales of the grid that are compared.
-_BETWEEN = 16
 #: Factors on both scales that are measured together, a few rounds where none or all are fine.
 _FACTORS = (0.75, 0.9, 1.07, 1.3)
 _ROUNDS = 5
 #: Share of the error that is aimed at, the one with which the search is content, and how many
-#: interpolated factors are tried until then.
+#: interpolated factors are measured in a round.
 _CLOSE = 0.985
 _CLOSE_ENOUGH = 0.96
 _TRIALS = 3
@@ -109,9 +110,9 @@ def fit_error(
     Errors of keys and of values, each alone, and their bits are measured at five scales; of all
     pairs of scales that should keep `error` the one of the fewest bits is taken, and both are
     multiplied by a factor, which is interpolated between four that are measured with both coded,
-    and measured itself, again where that misses. A GPU is waited for after each step: three times,
-    seldom more than five. Beside what is given it takes up to 256 MiB there, more only of more than
-    8,192 channels or windows of thousands of tokens.
+    and between more. A GPU does all that by itself and is waited for once; again, up to four times,
+    where none or all of the four are fine. Beside what is given it takes up to 256 MiB there, more
+    only of more than 8,192 channels or windows of thousands of tokens.
 
     Parameters
     ----------
@@ -230,12 +231,12 @@ class _Side:
             name = "value_scale" if fmt.token_pairs else "key_scale"
             raise ArgumentError(f"{name}: {scale!r:.60}, accepted are numbers above 0")
 
-    def decoded(self, scales: Sequence[float]) -> torch.Tensor:
+    def decoded(self, scales: Scales) -> torch.Tensor:
         """Return what codes of scales are decoded to, float32 ``[scales, B, H, T, dim]``."""
         return self._coded(scales)[2]
 
     def measured(
-        self, scales: Sequence[float], errors: Callable[[torch.Tensor], torch.Tensor]
+        self, scales: Scales, errors: Callable[[torch.Tensor], torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the errors of scales, and the entropy of their codes, each channel by itself.
 
@@ -259,7 +260,7 @@ class _Side:
         nats = torch.special.xlogy(counted, counted).sum(dim=3).mean(dim=(1, 2)) / each
         return found, (math.log(each) - nats) / math.log(2)
 
-    def _coded(self, scales: Sequence[float]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _coded(self, scales: Scales) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return codes in float32, which of them are codes, and what they are decoded to."""
         step, center = self.steps.at(scales)
         codes, coded = self.steps.codes(step)
@@ -269,6 +270,10 @@ class _Side:
         """Return a scale, or the nearest that may be."""
         return min(max(self.scales[0], scale), self.scales[-1])
 
+    def clamp(self, scales: torch.Tensor) -> torch.Tensor:
+        """Return scales, or the nearest that may be."""
+        return scales.clamp(self.scales[0], self.scales[-1])
+
 
 class _Chosen(NamedTuple):
     """Codes of the chosen scales, counted, and on the host what plans are made of."""
@@ -277,42 +282,30 @@ class _Chosen(NamedTuple):
     counted: tuple[TileCounts, TileCounts]
     parts: tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]
     weights: torch.Tensor | None
+    beside: list[float]
 
 
 def _choose(prompt: PromptAttention, k: _Side, v: _Side, error: float) -> _Chosen | None:
     """Return what the coarsest scales give that are good enough; None when there are none."""
     if len(k.scales) == len(v.scales) == 1:
         return _count(prompt, k, v, (k.scales[0], v.scales[0]))
-    # Both errors together are about the root of their squares; what that misses is made up for by
-    # a factor on both scales.
-    pair = _cheapest(*_curves(prompt, k, v), error)
-    if pair is None:
-        pair = k.scales[0], v.scales[0]
-    factors = _Factors(prompt, k, v, pair)
-    factors.measure(error)
+    # What the pair misses is made up for by a factor on both scales.
+    factors = _Factors(prompt, k, v, cheapest(*_curves(prompt, k, v), error))
     best: _Chosen | None = None
-    for _ in range(_TRIALS):
-        factor = factors.best(_CLOSE * error)
-        if factor is None:
-            return None
-        if factor in factors.counted:
-            break
-        found = _count(prompt, k, v, factors.scales(factor))
-        factors.counted.add(factor)
-        factors.errors[factor] = found.error
+    middle = 1.0
+    for _ in range(_ROUNDS):
+        found, further = factors.measure(middle, error)
         if found.error <= error and (best is None or found.error > best.error):
             best = found
-        if _CLOSE_ENOUGH * error <= found.error <= error:
+        if further is None or (best is not None and best.error >= _CLOSE_ENOUGH * error):
             break
-    if best is None:
-        fine = max((f for f, off in factors.errors.items() if off <= error), default=None)
-        best = None if fine is None else _count(prompt, k, v, factors.scales(fine))
+        middle = further
     return best
 
 
-def _curves(prompt: PromptAttention, k: _Side, v: _Side) -> tuple[_Curve, _Curve]:
-    """Return errors and bits of each side alone; waits for a GPU once."""
-    found: list[torch.Tensor] = []
+def _curves(prompt: PromptAttention, k: _Side, v: _Side) -> tuple[Curve, Curve]:
+    """Return errors and bits of each side alone, on its device."""
+    curves: list[Curve] = []
     of_sides = (k, lambda keys: prompt.errors(keys, None)), (v, lambda x: prompt.errors(None, x))
     for side, of_side in of_sides:
         errors, bits = [], []
@@ -320,13 +313,8 @@ def _curves(prompt: PromptAttention, k: _Side, v: _Side) -> tuple[_Curve, _Curve
             found_errors, found_bits = side.measured(scales, of_side)
             errors.append(found_errors)
             bits.append(found_bits)
-        found += [*errors, *bits]
-    measured = torch.cat(found).cpu().numpy()
-    of_keys, of_values = np.split(measured, [2 * len(k.scales)])
-    return (
-        _Curve(np.array(k.scales), of_keys.reshape(2, -1)),
-        _Curve(np.array(v.scales), of_values.reshape(2, -1)),
-    )
+        curves.append(Curve(side.scales, torch.cat(errors), torch.cat(bits)))
+    return curves[0], curves[1]
 
 
 def _parts(scales: Sequence[_T], most: int) -> Iterator[Sequence[_T]]:
@@ -337,106 +325,105 @@ def _parts(scales: Sequence[_T], most: int) -> Iterator[Sequence[_T]]:
 class _Factors:
     """Errors of both sides together when the scales of a pair are multiplied by a factor.
 
-    Attributes
+    Parameters
     ----------
-    errors : dict
-        What was measured, by factor.
-    counted : set
-        Factors of which all was measured that a plan needs.
+    prompt, k, v
+        What is attended to.
+    pair : torch.Tensor
+        float64 ``[2]`` on their device: the scales of keys and values.
     """
 
-    def __init__(
-        self, prompt: PromptAttention, k: _Side, v: _Side, pair: tuple[float, float]
-    ) -> None:
+    def __init__(self, prompt: PromptAttention, k: _Side, v: _Side, pair: torch.Tensor) -> None:
         self._prompt, self._sides, self._pair = prompt, (k, v), pair
-        self.errors: dict[float, float] = {}
-        self.counted: set[float] = set()
+        # What was measured: factors and their errors.
+        self._known = self._measured = pair.new_empty(0)
 
-    def scales(self, factor: float) -> tuple[float, float]:
-        """Return the scales of a factor, within those that may be."""
-        (k, v), (of_keys, of_values) = self._sides, self._pair
-        return k.clamped(of_keys * factor), v.clamped(of_values * factor)
+    def measure(self, middle: float, error: float) -> tuple[_Chosen, float | None]:
+        """Measure factors around one, and some between them as the device finds them; one wait.
 
-    def measure(self, error: float) -> None:
-        """Measure until one factor is fine and another is not, or all there are."""
-        middle = 1.0
-        for _ in range(_ROUNDS):
-            factors = [middle * f for f in _FACTORS]
-            self._measure(factors)
-            first, last = self.errors[factors[0]], self.errors[factors[-1]]
-            if first > error and self.scales(factors[0]) != self._end(0):
-                middle = factors[0] * min(max(error / first, 1 / 16), 0.9)
-            elif last <= error and self.scales(factors[-1]) != self._end(-1):
-                middle = factors[-1] * min(max(error / max(last, 1e-30), 1.1), 16)
-            else:
-                return
-
-    def best(self, goal: float) -> float | None:
-        """Return the factor that should have an error, by those around it; None for none."""
-        known = sorted(self.errors)
-        fine = [f for f in known if self.errors[f] <= goal]
-        if not fine:
-            # The finest of all may lie between the goal and the error.
-            return known[0] if self.errors[known[0]] <= goal / _CLOSE else None
-        below = fine[-1]
-        above = [f for f in known if f > below]
-        if not above:
-            return below
-        low, high = max(self.errors[below], 1e-30), self.errors[above[0]]
-        share = math.log(goal / low) / math.log(high / low)
-        return below * math.exp(share * math.log(above[0] / below))
-
-    def _end(self, at: int) -> tuple[float, float]:
+        Returns
+        -------
+        found : _Chosen
+            By the factor of the largest error that is not above `error`; by the smallest one of all
+            where there is none.
+        middle : float or None
+            Around which to go on, where no factor or each of the first ones keeps the error; None
+            where the error lies between them, or scales cannot be finer or coarser.
+        """
+        factors = [middle * f for f in _FACTORS]
+        begin = self._known.shape[0]
+        self._add(torch.tensor(factors, dtype=torch.float64))
+        for _ in range(_TRIALS):
+            self._add(between(self._known, self._measured, _CLOSE * error))
+        fine = self._measured <= error
+        largest = self._measured.masked_fill(~fine, -math.inf).argmax()
+        at = torch.where(fine.any(), largest, self._known.argmin()).view(1)
+        ends = self._measured[[begin, begin + len(factors) - 1]]
+        found = _count(
+            self._prompt,
+            *self._sides,
+            self._scales(self._known[at]),
+            torch.cat([self._pair, ends]),
+        )
+        of_keys, of_values, first, last = found.beside
         k, v = self._sides
-        return k.scales[at], v.scales[at]
 
-    def _measure(self, factors: list[float]) -> None:
+        def ends_at(factor: float, end: int) -> bool:
+            scales = k.clamped(of_keys * factor), v.clamped(of_values * factor)
+            return scales == (k.scales[end], v.scales[end])
+
+        if first > error and not ends_at(factors[0], 0):
+            return found, factors[0] * min(max(error / first, 1 / 16), 0.9)
+        if last <= error and not ends_at(factors[-1], -1):
+            return found, factors[-1] * min(max(error / max(last, LEAST_ERROR), 1.1), 16)
+        return found, None
+
+    def _add(self, factors: torch.Tensor) -> None:
+        """Measure more factors."""
+        factors = uploaded(factors, self._pair.device)
+        self._measured = torch.cat([self._measured, self._errors(self._scales(factors))])
+        self._known = torch.cat([self._known, factors])
+
+    def _scales(self, factors: torch.Tensor) -> list[torch.Tensor]:
+        """Return the scales of keys and of values, within those that may be."""
+        return [side.clamp(of * factors) for side, of in zip(self._sides, self._pair, strict=True)]
+
+    def _errors(self, scales: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the errors of scales of both sides, float64 ``[n]`` each, on their device."""
         k, v = self._sides
-        errors = [
-            self._prompt.errors(
-                k.decoded([scales[0] for scales in pairs]),
-                v.decoded([scales[1] for scales in pairs]),
-            )
-            for pairs in _parts(
-                [self.scales(f) for f in factors],
-                self._prompt.at_once(max(k.step_bytes, v.step_bytes)),
-            )
+        most = self._prompt.at_once(max(k.step_bytes, v.step_bytes))
+        found = [
+            self._prompt.errors(k.decoded(of_keys), v.decoded(of_values))
+            for of_keys, of_values in zip(*(each.split(most) for each in scales), strict=True)
         ]
-        self.errors.update(zip(factors, torch.cat(errors).tolist(), strict=True))
+        return torch.cat(found)
 
 
-def _count(prompt: PromptAttention, k: _Side, v: _Side, scales: tuple[float, float]) -> _Chosen:
-    """Count the codes of two scales and measure their error; waits for a GPU once."""
+def _count(
+    prompt: PromptAttention,
+    k: _Side,
+    v: _Side,
+    scales: Sequence[Scale],
+    beside: torch.Tensor | None = None,
+) -> _Chosen:
+    """Count the codes of two scales and measure their error; waits for a GPU once.
+
+    Parameters
+    ----------
+    scales : sequence of float or torch.Tensor
+        Of keys and of values; float64 ``[1]`` of what their device has chosen.
+    beside : torch.Tensor, optional
+        float64 ``[n]``: what else the host is to know.
+    """
     counted = TileCounts(k.steps, scales[0]), TileCounts(v.steps, scales[1])
-    error = prompt.errors(*(each.decoded[None] for each in counted)).view(torch.int32)
+    error = prompt.errors(*(each.decoded[None] for each in counted))
+    numbers = torch.cat([error, *([] if beside is None else [beside])]).view(torch.int32)
     weights = [] if k.weights is None else [k.weights.flatten().view(torch.int32)]
-    parts = [error, *(each.parts for each in counted), *weights]
+    parts = [numbers, *(each.parts for each in counted), *weights]
     sizes = np.cumsum([part.numel() for part in parts])
     found = np.split(torch.cat(parts).cpu().numpy(), sizes[:-1])
     of_channels = None
     if k.weights is not None:
         of_channels = torch.from_numpy(found[3].view(np.float32).copy()).view(k.weights.shape)
-    return _Chosen(float(found[0].view(np.float64)[0]), counted, (found[1], found[2]), of_channels)
-
-
-class _Curve:
-    """Errors and bits over scales, interpolated between the measured ones."""
-
-    def __init__(self, scales: npt.NDArray[np.float64], measured: npt.NDArray[np.float64]) -> None:
-        known = np.log(scales)
-        points = _BETWEEN * (len(scales) - 1) + 1
-        wanted = np.interp(np.linspace(0, len(scales) - 1, points), np.arange(len(scales)), known)
-        off = np.log(np.maximum(measured[0], 1e-30))
-        self.scales = np.exp(wanted)
-        self.errors = np.exp(np.interp(wanted, known, off))
-        self.bits = np.interp(wanted, known, measured[1])
-
-
-def _cheapest(k: _Curve, v: _Curve, target: float) -> tuple[float, float] | None:
-    """Return the scales of the fewest bits whose errors together should keep a target."""
-    errors = np.hypot(k.errors[:, None], v.errors)
-    bits = np.where(errors <= target, k.bits[:, None] + v.bits, np.inf)
-    if not np.isfinite(bits).any():
-        return None
-    at = np.unravel_index(int(bits.argmin()), bits.shape)
-    return float(k.scales[at[0]]), float(v.scales[at[1]])
+    measured, *others = found[0].view(np.float64).tolist()
+    return _Chosen(measured, counted, (found[1], found[2]), of_channels, others)

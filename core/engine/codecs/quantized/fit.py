@@ -174,8 +174,8 @@ class TileCounts:
     ----------
     steps : ScaledSteps
         Of the sample.
-    scale : float
-        Of the steps.
+    scale : float or torch.Tensor
+        Of the steps; float64 ``[1]`` where the sample is, for one that the host does not know.
 
     Attributes
     ----------
@@ -185,10 +185,11 @@ class TileCounts:
         int32 ``[any]``: all that `fit` reads on the host, so that one copy brings it.
     """
 
-    def __init__(self, steps: ScaledSteps, scale: float) -> None:
+    def __init__(self, steps: ScaledSteps, scale: Scale) -> None:
         self._format = fmt = steps.format
-        self._scale = scale
-        step, center = (each[0] for each in steps.at([scale]))
+        if not isinstance(scale, torch.Tensor):
+            scale = torch.tensor([scale], dtype=torch.float64)
+        step, center = (each[0] for each in steps.at(scale))
         found, coded = steps.codes(step)
         self.decoded = steps.decoded(found, coded, step, center)
         # In float32, with NO_CODE where there is none.
@@ -202,7 +203,7 @@ class TileCounts:
             codes, kinds = torch.cat((codes, _later(codes)), dim=2), 2
         counted = _count_kinds(codes, tokens, kinds)
         order = _order_by_spread(counted[0])
-        parts = [order]
+        parts = [uploaded(scale, order.device).view(torch.int32), order]
         parts += [t.gather(1, order).view(torch.int32) for t in of_channels]
         codes = codes.gather(3, order[None, :, None, :].expand_as(codes))
         by_place = counted.gather(2, order[None, :, :, None].expand_as(counted))
@@ -224,6 +225,7 @@ class TileCounts:
         """
         fmt, heads = self._format, self._heads
         found = iter(np.split(parts, np.cumsum(self._sizes)[:-1]))
+        (scale,) = next(found).view(np.float64).tolist()
         order = next(found).reshape(heads, fmt.dim).astype(np.uint8)
         steps = centers = np.empty((0, 0), np.float32)
         if fmt.granularity is Granularity.CHANNEL:
@@ -245,7 +247,7 @@ class TileCounts:
             format=fmt,
             heads=heads,
             rows_per_head=rows_per_head,
-            scale=self._scale,
+            scale=scale,
             order=order,
             block_class=labels.reshape(heads, fmt.blocks).astype(np.uint8),
             radius=np.array([c.radius for c in classes], np.uint8),
@@ -309,6 +311,11 @@ def whole_tiles(sample: torch.Tensor, fmt: TileFormat) -> torch.Tensor:
     return sample
 
 
+#: A scale, or one that a device has chosen, float64 ``[1]`` there; several of them, ``[n]``.
+Scale = float | torch.Tensor
+Scales = Sequence[float] | torch.Tensor
+
+
 class ScaledSteps:
     """Steps and centers of a sample by any scale; what they need of it is read once.
 
@@ -347,18 +354,21 @@ class ScaledSteps:
             _, center = steps_of_spans(self._unit, self._center, 1.0, fmt)
             self._far = self.values - center
 
-    def at(self, scales: Sequence[float]) -> tuple[torch.Tensor, torch.Tensor]:
+    def at(self, scales: Scales) -> tuple[torch.Tensor, torch.Tensor]:
         """Return steps and centers of scales, channels in their order.
 
         They broadcast to ``[scales, B, H, T, dim]``.
         """
         device, by = self.sample.device, self.format.granularity
+        if not isinstance(scales, torch.Tensor):
+            scales = torch.tensor(list(scales), dtype=torch.float64)
+        if scales.device != device:
+            scales = uploaded(scales, device)
         if by is Granularity.TOKEN_LEVEL:
-            squares = torch.tensor([s * s for s in scales], dtype=torch.float32)
-            scaled = self._unit * uploaded(squares, device).view(-1, 1, 1, 1)
+            scaled = self._unit * (scales * scales).float().view(-1, 1, 1, 1)
             step = steps_of_levels(scaled, *levels_on(device))
             return step, self._center.expand_as(step)
-        factor = uploaded(torch.tensor(list(scales), dtype=torch.float32), device)
+        factor = scales.float()
         if by is Granularity.CHANNEL:
             step = self._unit * factor.view(-1, 1, 1)
             step = torch.where((step > 0) & step.isfinite(), step, 1.0)

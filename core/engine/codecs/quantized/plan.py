@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ...kernels.attend_tables import attend_tables
 from ...kernels.tile_format import (
     LEVEL_ZERO,
     LEVELS,
@@ -71,6 +72,7 @@ class TilePlan:
         else:
             level_steps, level_squares = torch.empty(0), torch.empty(0)
         longest = self.lengths.max(axis=1)
+        attend_codes, attend_blocks = attend_tables(self.block_class, self.radius, longest, lookup)
         return TileTables(
             format=fmt,
             heads=self.heads,
@@ -86,6 +88,8 @@ class TilePlan:
             class_bits=_int32(longest),
             codes=torch.from_numpy(codes),
             lookup=torch.from_numpy(lookup),
+            attend_codes=torch.from_numpy(attend_codes),
+            attend_blocks=torch.from_numpy(attend_blocks),
             longest_codes=tuple(longest.tolist()),
         )
 

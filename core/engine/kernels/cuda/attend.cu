@@ -6,7 +6,7 @@
 // 16 * GROUPS tokens, K then V, or 16 tokens that are not coded, and keeps for each query row r (query
 // heads of the K/V head times query tokens) the greatest exponent so far, the sum of weights and the
 // output, all relative to that exponent. The warps of a block are merged in shared memory, the blocks
-// of a head by merge_splits. Lane 4 g + t has scores of tokens g and g + 8 of 16, and outputs of
+// of a head by the one that comes last. Lane 4 g + t has scores of tokens g and g + 8 of 16, and outputs of
 // channels g and g + 8 of a block, both of the rows t, t + 4, ... of NT groups of four.
 //
 // S = K Q^T: codes are the left operand. The query takes K's steps, and each of its rows stands in two
@@ -29,58 +29,21 @@
 #include "tile_stream.cuh"
 #include "attend_rows.cuh"
 
-#define MERGE_THREADS 128
-#define MAX_CLASSES 8  // as in tile_format.py
-#define WHOLE_CODE 8   // codes up to that are whole in the upper byte of a half
 #define MAX_DIM 256
 
-// Fill the lookup tables, and what each block of positions takes of them. They begin `first` bytes behind
-// `tables`, which is a multiple of the largest: larger ones come first, so that each begins at a multiple of
-// its size. What is known of classes is loaded at once, since a block has no other work meanwhile.
-__device__ void load_coder(const int* __restrict__ block_class, const int* __restrict__ radius,
-                           const int* __restrict__ class_bits, const u32* __restrict__ lookup, int classes,
-                           int code_bits, int blocks, char* tables, int first, int4* of_blocks) {
-  int bits[MAX_CLASSES], reach[MAX_CLASSES], begin[MAX_CLASSES], entries = 0;
+__device__ __forceinline__ float largest_of_warp(float x) {
 #pragma unroll
-  for (int c = 0; c < MAX_CLASSES; ++c) {
-    bits[c] = c < classes ? __ldg(class_bits + c) : 0;
-    reach[c] = c < classes ? __ldg(radius + c) : 0;
-  }
+  for (int by = 1; by < 32; by *= 2) x = fmaxf(x, __shfl_xor_sync(FULL, x, by));
+  return x;
+}
+__device__ __forceinline__ float sum_of_warp(float x) {
 #pragma unroll
-  for (int c = 0; c < MAX_CLASSES; ++c) {
-    begin[c] = 0;
-#pragma unroll
-    for (int d = 0; d < MAX_CLASSES; ++d)
-      if (d < classes && (bits[d] > bits[c] || (bits[d] == bits[c] && d < c))) begin[c] += 1 << bits[d];
-    if (c < classes) entries += 1 << bits[c];
-  }
-  for (int b = threadIdx.x; b < blocks; b += blockDim.x) {
-    const int mine = block_class[b];
-    int4 found = make_int4(0, 0, 0, 0);
-#pragma unroll
-    for (int c = 0; c < MAX_CLASSES; ++c)
-      if (c == mine) found = about_class(first + 4 * begin[c], bits[c], reach[c], WHOLE_CODE);
-    of_blocks[b] = found;
-  }
-  u32* to = (u32*)(tables + first);
-#pragma unroll 8
-  for (int i = threadIdx.x; i < entries; i += blockDim.x) {
-    int from = 0, farthest = 0;
-#pragma unroll
-    for (int c = 0; c < MAX_CLASSES; ++c)
-      if (c < classes && i >= begin[c] && i - begin[c] < 1 << bits[c]) {
-        from = (c << code_bits) + ((i - begin[c]) << (code_bits - bits[c]));
-        farthest = reach[c];
-      }
-    const u32 entry = __ldg(lookup + from), length = entry >> 24;
-    u32 codes = entry << 16;
-    if (farthest <= WHOLE_CODE) {
-      const u32 one = float_to_half((float)(int)(entry & 255) - 128);
-      const u32 other = float_to_half((float)(int)(entry >> 8 & 255) - 128);
-      codes = farthest ? (one << 8 & 0xff0000) | (other << 16 & 0xff000000) : one << 16;
-    }
-    to[i] = length ? codes | (0u - length & 0xffff) : 64;  // no code: counts as damage
-  }
+  for (int by = 1; by < 32; by *= 2) x += __shfl_xor_sync(FULL, x, by);
+  return x;
+}
+// Begin to copy `bytes`, a multiple of 16, to shared memory by all threads of the block.
+__device__ __forceinline__ void begin_copy(char* to, const void* from, int bytes) {
+  for (int i = 16 * threadIdx.x; i < bytes; i += 16 * blockDim.x) copy_async_16(to + i, (const char*)from + i);
 }
 
 __device__ __forceinline__ char* take_shared(char*& at, int bytes) {
@@ -91,10 +54,12 @@ __device__ __forceinline__ char* take_shared(char*& at, int bytes) {
 
 // Queries [batches, heads * group, n, dim] by strides in values: row r of head h is token r % n of query
 // head h * group + r / n. Blocks: `splits`, then heads * batches. ids[batches][heads][tiles] of K and V;
-// keys and values that are not coded come in up to two runs, [batches, heads, tokens, dim] by strides
-// that both share. out_parts[slot][batches * heads][rows][dim] and out_stats: output, greatest exponent
-// and sum of weights of each split, from slot `first_slot` on. k_entries: entries of K's lookup tables, a
-// multiple of V's largest one.
+// codes and blocks: attend_tables.py, `entries` of them. Keys and values that are not coded come in up to
+// two runs, [batches, heads, tokens, dim] by strides that both share. parts[slot][batches * heads][rows][dim]
+// and stats: output, greatest exponent and sum of weights of each split, from slot `first_slot` of `slots`
+// on. arrived[batches * heads], zeros before and behind: the blocks that have written theirs, of all
+// launches; the last one merges them. sinks[heads * group], null for none: exponents that take weight and
+// have no value. out[batches, n, heads * group, dim] by strides in values.
 extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1)
     attend_tiles(const void* __restrict__ query, i64 query_batch, i64 query_head, i64 query_token, int heads, int group,
                  int n, int dim, int query_position, const int* __restrict__ first_valid, int scaling_bits,
@@ -102,93 +67,105 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1)
                  i64 k_n_words, const i64* __restrict__ k_bases, const void* __restrict__ k_lengths, int k_length_bytes,
                  i64 k_n_rows, const int* __restrict__ k_ids, int k_heads, const int* __restrict__ k_order,
                  const float* __restrict__ k_steps, const float* __restrict__ k_centers,
-                 const int* __restrict__ k_block_class, const int* __restrict__ k_radius,
-                 const int* __restrict__ k_class_bits, const u32* __restrict__ k_lookup, int k_classes, int k_code_bits,
-                 int k_entries, const u32* __restrict__ v_words, i64 v_n_words, const i64* __restrict__ v_bases,
+                 const u32* __restrict__ k_codes, const int4* __restrict__ k_blocks, int k_entries,
+                 const u32* __restrict__ v_words, i64 v_n_words, const i64* __restrict__ v_bases,
                  const void* __restrict__ v_lengths, int v_length_bytes, i64 v_n_rows, const int* __restrict__ v_ids,
-                 int v_heads, const int* __restrict__ v_order, const int* __restrict__ v_block_class,
-                 const int* __restrict__ v_radius, const int* __restrict__ v_class_bits,
-                 const u32* __restrict__ v_lookup, int v_classes, int v_code_bits, int v_entries,
-                 const void* __restrict__ a_keys, const void* __restrict__ a_values, i64 a_batch, i64 a_head,
-                 i64 a_token, int a_first, int a_tokens, const void* __restrict__ b_keys,
-                 const void* __restrict__ b_values, i64 b_batch, i64 b_head, i64 b_token, int b_first, int b_tokens,
-                 int splits, int first_slot, float* __restrict__ out_parts, float2* __restrict__ out_stats,
-                 i64* mailbox) {
+                 int v_heads, const int* __restrict__ v_order, const u32* __restrict__ v_codes,
+                 const int4* __restrict__ v_blocks, int v_entries, const void* __restrict__ a_keys,
+                 const void* __restrict__ a_values, i64 a_batch, i64 a_head, i64 a_token, int a_first, int a_tokens,
+                 const void* __restrict__ b_keys, const void* __restrict__ b_values, i64 b_batch, i64 b_head,
+                 i64 b_token, int b_first, int b_tokens, int splits, int first_slot, int slots, float* parts,
+                 float2* stats, int* arrived, const float* __restrict__ sinks, void* __restrict__ out, i64 out_batch,
+                 i64 out_token, i64* mailbox) {
   extern __shared__ __align__(16) char shared[];
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
   const int split = blockIdx.x % splits, pair = blockIdx.x / splits, pairs = gridDim.x / splits;
   const int batch = pair / heads, head = pair - batch * heads;
   const int rows = group * n, blocks = dim >> 4;
 
-  char* at = shared + ((4 * (k_entries + v_entries) + 15) & ~15);  // behind the lookup tables
-  int4* k_blocks = (int4*)take_shared(at, 16 * blocks);
-  int4* v_blocks = (int4*)take_shared(at, 16 * blocks);
+  char* at = shared;
+  char* k_table = take_shared(at, 4 * k_entries);
+  char* v_table = take_shared(at, 4 * v_entries);
+  int4* k_about = (int4*)take_shared(at, 16 * blocks);
+  int4* v_about = (int4*)take_shared(at, 16 * blocks);
   float* q = (float*)take_shared(at, 4 * ROWS * dim);      // by channel
   float* centers = (float*)take_shared(at, 4 * dim);       // of K, by channel
   int* channels = (int*)take_shared(at, 4 * dim);          // of V, by position
   int* positions = (int*)take_shared(at, 4 * dim);         // of V, by channel
   float2* of_rows = (float2*)take_shared(at, 8 * ROWS);    // what scores are multiplied by, and what is added
-  float2* stats = (float2*)take_shared(at, 8 * ROWS * warps);
+  float2* of_warps = (float2*)take_shared(at, 8 * ROWS * warps);
   u16* operands = (u16*)take_shared(at, 256 * blocks * SETS);
   char* ring = take_shared(at, RING_ROOM * warps) + RING_ROOM * warp;
-  float2* out = (float2*)take_shared(at, 256 * blocks * NT * warps);
-  float2* my_out = out + 32 * blocks * NT * warp;
+  float2* sums_of_warps = (float2*)take_shared(at, 256 * blocks * NT * warps);
+  float2* my_out = sums_of_warps + 32 * blocks * NT * warp;
 
   const int k_head = tiles ? head % k_heads : 0, v_head = tiles ? head % v_heads : 0;
-  if (tiles) {
-    load_coder(k_block_class + k_head * blocks, k_radius, k_class_bits, k_lookup, k_classes, k_code_bits, blocks, shared,
-               0, k_blocks);
-    load_coder(v_block_class + v_head * blocks, v_radius, v_class_bits, v_lookup, v_classes, v_code_bits, blocks, shared,
-               4 * k_entries, v_blocks);
+  if (tiles) {  // on their way while the query is worked out
+    begin_copy(k_table, k_codes, 4 * k_entries);
+    begin_copy(v_table, v_codes, 4 * v_entries);
+    begin_copy((char*)k_about, k_blocks + k_head * blocks, 16 * blocks);
+    begin_copy((char*)v_about, v_blocks + v_head * blocks, 16 * blocks);
   }
-  for (int p = threadIdx.x; p < dim; p += blockDim.x) {
-    const int channel = tiles ? v_order[v_head * dim + p] : p;
-    channels[p] = channel;
-    positions[channel] = p;
-    if (tiles) centers[k_order[k_head * dim + p]] = k_centers[k_head * dim + p];
-  }
-  // Rows of the query with K's steps, as large as halves can be.
+  copy_async_commit();
+  // Rows of the query with K's steps, as large as halves can be. All that is loaded is asked for at once.
   for (int r = warp; r < ROWS; r += warps) {
-    const int token = r % n;
-    const i64 from = batch * query_batch + (i64)(head * group + r / n) * query_head + token * query_token;
-    float largest = 0, sum = 0;
-    for (int p = lane; p < dim; p += 32) {
-      const int channel = tiles ? k_order[k_head * dim + p] : p;
-      const float x = r < rows ? value_at(query, from + channel) : 0;
-      q[r * dim + channel] = x;
-      if (tiles) {
-        largest = fmaxf(largest, fabsf(x * k_steps[k_head * dim + p]));
-        sum += x * k_centers[k_head * dim + p];
-      }
+    const i64 from = batch * query_batch + (i64)(head * group + r / n) * query_head + r % n * query_token;
+    int channel[MAX_DIM / 32];
+    float x[MAX_DIM / 32], step[MAX_DIM / 32], center[MAX_DIM / 32];
+#pragma unroll
+    for (int i = 0; i < MAX_DIM / 32; ++i) {
+      const int p = 32 * i + lane, there = k_head * dim + p;
+      const bool coded = tiles && p < dim;
+      x[i] = r < rows && p < dim ? value_at(query, from + p) : 0;
+      channel[i] = coded ? __ldg(k_order + there) : p;
+      step[i] = coded ? __ldg(k_steps + there) : 0;
+      center[i] = coded ? __ldg(k_centers + there) : 0;
     }
 #pragma unroll
-    for (int by = 1; by < 32; by *= 2) {
-      largest = fmaxf(largest, __shfl_xor_sync(FULL, largest, by));
-      sum += __shfl_xor_sync(FULL, sum, by);
+    for (int i = 0; i < MAX_DIM / 32; ++i)
+      if (32 * i + lane < dim) q[r * dim + 32 * i + lane] = x[i];
+    __syncwarp();
+    float largest = 0, sum = 0;
+#pragma unroll
+    for (int i = 0; i < MAX_DIM / 32; ++i) {
+      if (32 * i + lane >= dim) continue;
+      x[i] = q[r * dim + channel[i]];
+      largest = fmaxf(largest, fabsf(x[i] * step[i]));
+      sum += x[i] * center[i];
+      x[i] *= step[i];
+      if (r == 0 && tiles) centers[channel[i]] = center[i];
     }
+    largest = largest_of_warp(largest);
+    sum = sum_of_warp(sum);
     int exponent = 140 - (__float_as_int(largest) >> 23);  // brings the largest to 2^13
     exponent = largest == 0 ? 0 : max(-120, min(120, exponent));
     const float scale = __int_as_float((127 + exponent) << 23);
     if (lane == 0) of_rows[r] = make_float2(__int_as_float((127 - exponent) << 23), sum);
-    __syncwarp();
-    if (tiles)
-      for (int p = lane; p < dim; p += 32) {
-        const float x = q[r * dim + k_order[k_head * dim + p]] * k_steps[k_head * dim + p] * scale;
-        const u16 high = float_to_half(x);
-        const int k = p & 15;
 #if IN_TWO_HALVES
-        const int column = 2 * (r & 3), set = r >> 2;
+    const int column = 2 * (r & 3), set = r >> 2;
 #else
-        const int column = 2 * (r & 3) + (r >> 2 & 1), set = r >> 3;
+    const int column = 2 * (r & 3) + (r >> 2 & 1), set = r >> 3;
 #endif
-        u16* to = operands + ((((p >> 4) * SETS + set) * 32 + 4 * column + (k & 7) / 2) * 4) + k / 8 * 2 + (k & 1);
-        to[0] = high;
+#pragma unroll
+    for (int i = 0; i < MAX_DIM / 32; ++i) {
+      const int p = 32 * i + lane, k = p & 15;
+      if (!tiles || p >= dim) continue;
+      const float y = x[i] * scale;
+      const u16 high = float_to_half(y);
+      u16* to = operands + ((((p >> 4) * SETS + set) * 32 + 4 * column + (k & 7) / 2) * 4) + k / 8 * 2 + (k & 1);
+      to[0] = high;
 #if IN_TWO_HALVES
-        to[16] = float_to_half((x - half_to_float(high)) * 2048);  // four lanes further
+      to[16] = float_to_half((y - half_to_float(high)) * 2048);  // four lanes further
 #endif
-      }
+    }
+  }
+  for (int p = threadIdx.x; p < dim; p += blockDim.x) {
+    const int channel = tiles ? __ldg(v_order + v_head * dim + p) : p;
+    channels[p] = channel;
+    positions[channel] = p;
   }
   for (int i = lane; i < 32 * blocks * NT; i += 32) my_out[i] = make_float2(0, 0);
+  copy_async_wait<0>();
   __syncthreads();
 
   Mask mask;
@@ -203,9 +180,9 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1)
     sums.most[i] = NO_WEIGHT;
     sums.sum[i] = 0;
   }
-  const Source keys = {k_words, k_n_words, k_bases, k_lengths, k_length_bytes, k_n_rows};
-  const Source values = {v_words, v_n_words, v_bases, v_lengths, v_length_bytes, v_n_rows};
-  const Coder k_coder = {shared, k_blocks}, v_coder = {shared, v_blocks};
+  const Coder k_coder = {k_table, k_about}, v_coder = {v_table, v_about};
+  const Source sources[2] = {{k_words, k_n_words, k_bases, k_lengths, k_length_bytes, k_n_rows, k_ids, 0},
+                             {v_words, v_n_words, v_bases, v_lengths, v_length_bytes, v_n_rows, v_ids, TOKENS / 4}};
   const int a_parts = (a_tokens + 15) / 16, b_parts = (b_tokens + 15) / 16;
   for (int item = split + warp * splits; item < tiles + a_parts + b_parts; item += splits * warps) {
     if (item >= tiles) {
@@ -230,14 +207,17 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1)
     }
     const int position = first_token + TOKENS * item, here = min(TOKENS, tokens - TOKENS * item);
     if (here <= 0 || position + here <= mask.first || position >= query_position + n) continue;
-    const Tile k_tile = find_tile(keys, k_ids[(i64)pair * tiles + item], dim, 0, mailbox);
-    const Tile v_tile = find_tile(values, v_ids[(i64)pair * tiles + item], dim, TOKENS / 4, mailbox);
+    const i64 number = (i64)pair * tiles + item;
+    if (lane < 2 && item + splits * warps < tiles) prefetch_line((lane ? v_ids : k_ids) + number + splits * warps);
+    Tile found[2];
+    find_tiles(sources, number, dim, found, mailbox);
+    const Tile &k_tile = found[0], &v_tile = found[1];
     if (!k_tile.words || !v_tile.words) continue;
     float s[GROUPS][2][NT];
     if (k_tile.length) {
       KeyTaker taker((const uint2*)operands);
       if (decode_tile(k_tile, k_coder, blocks, 0, ring, taker)) {
-        if (lane == 0) report(mailbox, ERROR_DAMAGED, k_ids[(i64)pair * tiles + item], 0, 0);
+        if (lane == 0) report(mailbox, ERROR_DAMAGED, k_ids[number], 0, 0);
         continue;
       }
 #pragma unroll
@@ -257,7 +237,7 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1)
         const float x = value_of_bits(EXCEPTION_WORDS == 2 ? __ldg(exception + EXCEPTION_WORDS - 1) : word >> 16);
         const u32 token = place / dim, channel = place - token * dim;
         if (token >= TOKENS || place < least) {
-          if (lane == 0) report(mailbox, ERROR_DAMAGED, k_ids[(i64)pair * tiles + item], 0, 0);
+          if (lane == 0) report(mailbox, ERROR_DAMAGED, k_ids[number], 0, 0);
           break;
         }
         least = place + 1;
@@ -327,7 +307,7 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1)
         }
     ValueTaker taker(my_out, decay, weights);
     if (decode_tile(v_tile, v_coder, blocks, TOKENS / 4, ring, taker) && lane == 0)
-      report(mailbox, ERROR_DAMAGED, v_ids[(i64)pair * tiles + item], 0, 0);
+      report(mailbox, ERROR_DAMAGED, v_ids[number], 0, 0);
     const u32* exception = v_tile.words + 1 + TOKENS / 4 + (v_tile.units + 1) / 2;
     u32 least = 0;
     for (u32 e = 0; e < v_tile.exceptions; ++e, exception += EXCEPTION_WORDS) {
@@ -336,120 +316,135 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1)
       const float x = value_of_bits(EXCEPTION_WORDS == 2 ? __ldg(exception + EXCEPTION_WORDS - 1) : word >> 16);
       const u32 token = place / dim, channel = place - token * dim;
       if (token >= TOKENS || place < least) {
-        if (lane == 0) report(mailbox, ERROR_DAMAGED, v_ids[(i64)pair * tiles + item], 0, 0);
+        if (lane == 0) report(mailbox, ERROR_DAMAGED, v_ids[number], 0, 0);
         break;
       }
       least = place + 1;
       const int p = positions[channel];
+      // The weights of the token, as the products had them, without its step.
+      const int level = __ldg((const u8*)(v_tile.words + 1) + token);
+      const float without = exp2f(0.125f * (LEVEL_ZERO - level) - WEIGHT_SHIFT);
 #pragma unroll
-      for (int i = 0; i < NT; ++i) {
-        float weight = 0;
+      for (int m = 0; m < SETS; ++m) {
+        u32 pair_of = 0;
 #pragma unroll
         for (int j = 0; j < GROUPS; ++j)
 #pragma unroll
           for (int h = 0; h < 2; ++h)
-            if (token >> 3 == 2 * j + h) weight = s[j][h][i] * exp2f(-step[j][h] - WEIGHT_SHIFT);
-        weight = __shfl_sync(FULL, weight, 4 * (token & 7) + t);
-        if (g == (p & 7) && weight != 0) {
-          float2& o = my_out[((p >> 4) * NT + i) * 32 + lane];
-          if (p & 8) o.y += weight * x;
-          else o.x += weight * x;
-        }
+            if (token >> 3 == 2 * j + h) pair_of = weights[j][m][h];
+        const u32 high = __shfl_sync(FULL, pair_of, 8 * t + (token >> 1 & 3));
+        const u32 next = __shfl_sync(FULL, pair_of, 8 * t + 4 + (token >> 1 & 3));
+        const float first = half_to_float((u16)(token & 1 ? high >> 16 : high));
+        const float second = half_to_float((u16)(token & 1 ? next >> 16 : next));
+#if IN_TWO_HALVES
+        const float weight[1] = {(first + second * (1.0f / 2048)) * without};
+#else
+        const float weight[2] = {first * without, second * without};
+#endif
+#pragma unroll
+        for (int i = 0; i < NT / SETS; ++i)
+          if (g == (p & 7) && weight[i] != 0) {
+            float2& o = my_out[((p >> 4) * NT + NT / SETS * m + i) * 32 + lane];
+            if (p & 8) o.y += weight[i] * x;
+            else o.x += weight[i] * x;
+          }
       }
     }
     __syncwarp();
   }
 
-  // The warps of the block, then its part of the output.
+  // The warps of the block: its part of the output.
 #pragma unroll
   for (int i = 0; i < NT; ++i) {
 #pragma unroll
     for (int by = 4; by < 32; by *= 2) sums.sum[i] += __shfl_xor_sync(FULL, sums.sum[i], by);
-    if (g == 0) stats[warp * ROWS + 4 * i + t] = make_float2(sums.most[i], sums.sum[i]);
+    if (g == 0) of_warps[warp * ROWS + 4 * i + t] = make_float2(sums.most[i], sums.sum[i]);
+  }
+  __syncthreads();
+  for (int r = warp; r < rows; r += warps) {
+    const float2 mine = lane < warps ? of_warps[lane * ROWS + r] : make_float2(NO_WEIGHT, 0);
+    const float most = largest_of_warp(mine.x), decay = exp2f(mine.x - (most == NO_WEIGHT ? 0 : most));
+    const float sum = sum_of_warp(mine.y * decay);
+    if (lane < warps) of_warps[lane * ROWS + r].x = decay;
+    if (lane == 0) of_rows[r] = make_float2(most, sum);
   }
   __syncthreads();
   const i64 to = ((i64)(first_slot + split) * pairs + pair) * rows;
-  for (int r = warp; r < rows; r += warps) {
-    float most = NO_WEIGHT, sum = 0;
-    for (int w = 0; w < warps; ++w) most = fmaxf(most, stats[w * ROWS + r].x);
-    const float from = most == NO_WEIGHT ? 0 : most;
-    for (int w = 0; w < warps; ++w) sum += stats[w * ROWS + r].y * exp2f(stats[w * ROWS + r].x - from);
-    if (lane == 0) out_stats[to + r] = make_float2(most, sum);
-    for (int p = lane; p < dim; p += 32) {
-      const int place = ((p >> 4) * NT + (r >> 2)) * 32 + 4 * (p & 7) + (r & 3);
-      float total = 0;
-      for (int w = 0; w < warps; ++w) {
-        const float decay = exp2f(stats[w * ROWS + r].x - from);
-        const float2 o = out[32 * blocks * NT * w + place];
-        if (decay != 0) total += decay * (p & 8 ? o.y : o.x);
+  for (int i = threadIdx.x; i < 32 * blocks * NT; i += blockDim.x) {
+    const int r = 4 * (i / 32 % NT) + (i & 3), p = i / (32 * NT) * 16 + (i >> 2 & 7);
+    if (r >= rows) continue;
+    float2 total = make_float2(0, 0);
+#pragma unroll 4
+    for (int w = 0; w < warps; ++w) {
+      const float decay = of_warps[w * ROWS + r].x;
+      const float2 o = sums_of_warps[32 * blocks * NT * w + i];
+      if (decay != 0) {
+        total.x += decay * o.x;
+        total.y += decay * o.y;
       }
-      out_parts[(to + r) * dim + channels[p]] = total;
     }
+    parts[(to + r) * dim + channels[p]] = total.x;
+    parts[(to + r) * dim + channels[p + 8]] = total.y;
   }
-}
+  if (threadIdx.x < rows) stats[to + threadIdx.x] = of_rows[threadIdx.x];
 
-// Merge `slots` parts of attend_tiles. sinks[heads * group], null for none: exponents that take weight
-// and have no value. out[batches, n, heads * group, dim] by strides in values. A block takes one row.
-extern "C" __global__ void __launch_bounds__(MERGE_THREADS)
-    merge_splits(const float* __restrict__ parts, const float2* __restrict__ stats, int slots, int pairs, int heads,
-                 int group, int n, int dim, const float* __restrict__ sinks, void* __restrict__ out, i64 out_batch,
-                 i64 out_token) {
-  __shared__ float decays[MERGE_THREADS], of_warps[2 * (MERGE_THREADS / 32)];
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  const int rows = group * n, r = blockIdx.x % rows, pair = blockIdx.x / rows;
-  const int batch = pair / heads, query_head = (pair - batch * heads) * group + r / n;
-  const i64 stride = (i64)pairs * rows, first = (i64)pair * rows + r;
-  const float sink = sinks ? sinks[query_head] * LOG2E : NO_WEIGHT;
-  float most = sink;
-  for (int k = threadIdx.x; k < slots; k += MERGE_THREADS) most = fmaxf(most, stats[first + k * stride].x);
-#pragma unroll
-  for (int by = 1; by < 32; by *= 2) most = fmaxf(most, __shfl_xor_sync(FULL, most, by));
-  if (lane == 0) of_warps[warp] = most;
+  // The block that comes last merges the parts of all.
+  __threadfence();
   __syncthreads();
-#pragma unroll
-  for (int w = 0; w < MERGE_THREADS / 32; ++w) most = fmaxf(most, of_warps[w]);
-  const float from = most == NO_WEIGHT ? 0 : most;
-  float sum = 0, total[MAX_DIM / MERGE_THREADS];
-#pragma unroll
-  for (int i = 0; i < MAX_DIM / MERGE_THREADS; ++i) total[i] = 0;
-  for (int begin = 0; begin < slots; begin += MERGE_THREADS) {
-    const int here = min(MERGE_THREADS, slots - begin);
-    __syncthreads();
-    if (threadIdx.x < here) {
-      const float2 mine = stats[first + (begin + threadIdx.x) * stride];
-      decays[threadIdx.x] = exp2f(mine.x - from);
-      sum += mine.y * decays[threadIdx.x];
+  if (threadIdx.x == 0) positions[0] = atomicAdd(arrived + pair, 1) == slots - 1;
+  __syncthreads();
+  if (!positions[0]) return;
+  __threadfence();
+  if (threadIdx.x == 0) arrived[pair] = 0;
+  const i64 stride = (i64)pairs * rows, first = (i64)pair * rows;
+  for (int r = warp; r < rows; r += warps) {
+    const float sink = sinks ? sinks[head * group + r / n] * LOG2E : NO_WEIGHT;
+    float most = sink;
+    for (int k = lane; k < slots; k += 32) most = fmaxf(most, __ldcg(stats + first + r + k * stride).x);
+    most = largest_of_warp(most);
+    const float from = most == NO_WEIGHT ? 0 : most;
+    float sum = lane ? 0 : exp2f(sink - from);
+    for (int k = lane; k < slots; k += 32) {
+      const float2 there = __ldcg(stats + first + r + k * stride);
+      sum += there.y * exp2f(there.x - from);
     }
-    __syncthreads();
+    sum = sum_of_warp(sum);
+    if (lane == 0) of_rows[r] = make_float2(from, sum == 0 ? 0 : 1 / sum);  // a row that sees nothing is zeros
+  }
+  __syncthreads();
+  const int shares = max(1, min(warps / rows, slots));  // warps of a row
+  float* merged = (float*)sums_of_warps;
+  for (int u = warp; u < rows * shares; u += warps) {
+    const int r = u / shares;
+    const float from = of_rows[r].x;
+    float total[MAX_DIM / 32];
 #pragma unroll
-    for (int i = 0; i < MAX_DIM / MERGE_THREADS; ++i) {
-      const int c = i * MERGE_THREADS + threadIdx.x;
-      if (c >= dim) continue;
-#pragma unroll 8
-      for (int k = 0; k < here; ++k) {
-        const float part = parts[(first + (begin + k) * stride) * dim + c];
-        if (decays[k] != 0) total[i] += decays[k] * part;
+    for (int i = 0; i < MAX_DIM / 32; ++i) total[i] = 0;
+#pragma unroll 2
+    for (int k = u - r * shares; k < slots; k += shares) {
+      const i64 row = first + r + k * stride;
+      const float decay = exp2f(__ldcg(stats + row).x - from);
+#pragma unroll
+      for (int i = 0; i < MAX_DIM / 32; ++i) {
+        const float part = 32 * i + lane < dim ? __ldcg(parts + row * dim + 32 * i + lane) : 0;
+        if (decay != 0) total[i] += decay * part;
       }
     }
+#pragma unroll
+    for (int i = 0; i < MAX_DIM / 32; ++i)
+      if (32 * i + lane < dim) merged[u * dim + 32 * i + lane] = total[i];
   }
-#pragma unroll
-  for (int by = 1; by < 32; by *= 2) sum += __shfl_xor_sync(FULL, sum, by);
-  if (lane == 0) of_warps[MERGE_THREADS / 32 + warp] = sum;
   __syncthreads();
-  sum = exp2f(sink - from);
-#pragma unroll
-  for (int w = 0; w < MERGE_THREADS / 32; ++w) sum += of_warps[MERGE_THREADS / 32 + w];
-  const float share = sum == 0 ? 0 : 1 / sum;  // a row that sees nothing is zeros
-  const i64 to = batch * out_batch + (r % n) * out_token + (i64)query_head * dim;
-#pragma unroll
-  for (int i = 0; i < MAX_DIM / MERGE_THREADS; ++i) {
-    const int c = i * MERGE_THREADS + threadIdx.x;
-    if (c >= dim) continue;
-    const float x = total[i] * share;
+  for (int i = threadIdx.x; i < rows * dim; i += blockDim.x) {
+    const int r = i / dim, c = i - r * dim;
+    float total = 0;
+    for (int k = 0; k < shares; ++k) total += merged[(r * shares + k) * dim + c];
+    total *= of_rows[r].y;
+    const i64 there = batch * out_batch + (r % n) * out_token + (i64)(head * group + r / n) * dim + c;
 #if VALUE_KIND == 2
-    ((float*)out)[to + c] = x;
+    ((float*)out)[there] = total;
 #else
-    ((u16*)out)[to + c] = bits_of_value(x);
+    ((u16*)out)[there] = bits_of_value(total);
 #endif
   }
 }

@@ -21,15 +21,15 @@ from .runner import Launch, Runner
 from .source import VALUE_KINDS, PlainVariant, attend_variant
 from .tiles import WORDS_ALIGN_BYTES
 
-MERGE_THREADS = 128
 #: Warps of a block: the more, the fewer lookup tables a multiprocessor holds.
-BLOCK_WARPS = (8, 12, 16, 24, 32, 4, 2, 1)
+BLOCK_WARPS = (8, 12, 16, 20, 24, 28, 32, 4, 2, 1)
 #: Bytes of a warp's ring, with their mirror and what is looked at behind it.
 RING_BYTES = 4 * 512 + 16
-#: What tables and queries of a block take, in tiles of a warp.
-BLOCK_TILES = 0.3
-#: Warps of a multiprocessor from which on tiles take longer: each waits for its own look-ups first.
-BUSY_WARPS = 22
+#: What tables, queries and the merge of a block take, in tiles of a warp.
+BLOCK_TILES = 0.2
+#: Warps of a multiprocessor with which tiles take a quarter longer: with fewer, each waits for its
+#: own look-ups alone; with many more, for those of the others.
+BUSY_WARPS = 26
 #: Shared memory of a block that is the driver's.
 RESERVED_BYTES = 1 << 10
 #: Cuts that are kept: a context that grows needs others.
@@ -43,8 +43,8 @@ class AttendTiles(Parameters):
     """Parameters of `attend_tiles`.
 
     Strides in values; floats by their bits. int32 `first_valid` or None; `k_` and `v_` a `Span`'s
-    tables and ids; `a_` and `b_` runs of tokens that are not coded; `out_parts` and `out_stats`
-    float32.
+    tables and ids; `a_` and `b_` runs of tokens that are not coded; `parts`, `stats` and `sinks`
+    float32, the latter or None; int32 `arrived`.
     """
 
     kernel = "attend_tiles"
@@ -75,12 +75,8 @@ class AttendTiles(Parameters):
     k_order: Address
     k_steps: Address
     k_centers: Address
-    k_block_class: Address
-    k_radius: Address
-    k_class_bits: Address
-    k_lookup: Address
-    k_classes: Int32
-    k_code_bits: Int32
+    k_codes: Address
+    k_blocks: Address
     k_entries: Int32
     v_words: Address
     v_n_words: Int64
@@ -91,12 +87,8 @@ class AttendTiles(Parameters):
     v_ids: Address
     v_heads: Int32
     v_order: Address
-    v_block_class: Address
-    v_radius: Address
-    v_class_bits: Address
-    v_lookup: Address
-    v_classes: Int32
-    v_code_bits: Int32
+    v_codes: Address
+    v_blocks: Address
     v_entries: Int32
     a_keys: Address
     a_values: Address
@@ -114,32 +106,18 @@ class AttendTiles(Parameters):
     b_tokens: Int32
     splits: Int32
     first_slot: Int32
-    out_parts: Address
-    out_stats: Address
-    mailbox: Address
-
-
-@dataclass(init=False)
-class MergeSplits(Parameters):
-    """Parameters of `merge_splits`: what `attend_tiles` wrote; float32 `sinks` or None."""
-
-    kernel = "merge_splits"
-
+    slots: Int32
     parts: Address
     stats: Address
-    slots: Int32
-    pairs: Int32
-    heads: Int32
-    group: Int32
-    n: Int32
-    dim: Int32
+    arrived: Address
     sinks: Address
     out: Address
     out_batch: Int64
     out_token: Int64
+    mailbox: Address
 
 
-_NO_TILES = (0,) * 37
+_NO_TILES = (0,) * 29
 
 
 class _Shape(NamedTuple):
@@ -164,7 +142,6 @@ class AttendKernels:
         self._spans: WeakKeyDictionary[Span, tuple[int, ...]] = WeakKeyDictionary()
         self._cuts: dict[tuple[int, int, int, int, int | None], int] = {}
         self._shapes: dict[tuple[PlainVariant, int, int], tuple[_Shape, Launch]] = {}
-        self._merges: dict[PlainVariant, Launch] = {}
 
     def attend(
         self,
@@ -267,7 +244,7 @@ class AttendKernels:
             cut = partial(self._cut, query.shape[0] * heads, dim, sm_budget)
             cuts = [*map(cut, variants, spans)]
             rest = cut(variants[0], None)
-            chunks.append(Chunk(begin, tokens, cuts, rest, self._merge(variants[0])))
+            chunks.append(Chunk(begin, tokens, cuts, rest))
         return PreparedAttention(
             query, (heads, group), chunks, spans, (_bits(scaling), _bits(softcap or 0.0))
         )
@@ -277,20 +254,12 @@ class AttendKernels:
     ) -> Cut:
         """Return how a span, or runs alone, are served."""
         shape, launch = self._shape(
-            variant, dim, 0 if span is None else sum(self._entries_of(span))
+            variant, dim, 0 if span is None else _entries(span.k_tables) + _entries(span.v_tables)
         )
         splits = partial(self._splits, pairs, shape=shape, sm_budget=sm_budget)
         if span is None:
             return Cut(launch, 0, _NO_TILES, splits, {})
         return Cut(launch, span.tiles, self._numbers(span), splits, {})
-
-    def _merge(self, variant: PlainVariant) -> Launch:
-        """Return what merges the splits of launches of variants that differ in tiles alone."""
-        merge = self._merges.get(variant)
-        if merge is None:
-            merge = self._runner.bind(variant, MergeSplits, MERGE_THREADS)
-            self._merges[variant] = merge
-        return merge
 
     def _numbers(self, span: Span) -> tuple[int, ...]:
         """Return the parameters of a span, in the order of the kernel."""
@@ -298,30 +267,17 @@ class AttendKernels:
         if found is not None:
             return found
         k, v = span.k_tables, span.v_tables
-        k_entries, v_entries = self._entries_of(span)
         found = self._spans[span] = (
             *(span.tiles, span.first_token, span.tokens),
             *_table(span.k, "k"),
             *(span.k_ids.data_ptr(), k.heads),
             *(each.data_ptr() for each in (k.order, k.steps, k.centers)),
             *_coder(k),
-            k_entries,
             *_table(span.v, "v"),
             *(span.v_ids.data_ptr(), v.heads, v.order.data_ptr()),
             *_coder(v),
-            v_entries,
         )
         return found
-
-    def _entries_of(self, span: Span) -> tuple[int, int]:
-        """Return the entries of the lookup tables of K and V.
-
-        Those of K are filled up, so that each table begins at a multiple of its size.
-        """
-        k, v = span.k_tables.longest_codes, span.v_tables.longest_codes
-        largest = 1 << max(v)
-        k_entries = sum(1 << bits for bits in k)
-        return ceil_div(k_entries, largest) * largest, sum(1 << bits for bits in v)
 
     def _shape(self, variant: PlainVariant, dim: int, entries: int) -> tuple[_Shape, Launch]:
         """Return the shape that has the most warps at once, and its launch."""
@@ -369,7 +325,7 @@ class AttendKernels:
         def cost(splits: int) -> tuple[float, int]:
             blocks, here = pairs * splits, ceil_div(items, splits)
             at_work = min(shape.blocks, ceil_div(blocks, multiprocessors))
-            crowding = max(1.0, at_work * min(shape.warps, here) / BUSY_WARPS)
+            crowding = (1 + (at_work * min(shape.warps, here) / BUSY_WARPS) ** 3) ** (1 / 3)
             tiles = ceil_div(here, shape.warps) * crowding
             return ceil_div(blocks, at_once) * (tiles + BLOCK_TILES), splits
 
@@ -415,7 +371,11 @@ def _table(table: TableStorage, name: str) -> tuple[int, ...]:
     )
 
 
-def _coder(tables: TileTables) -> tuple[int, ...]:
+def _coder(tables: TileTables) -> tuple[int, int, int]:
     """Return the parameters of the codes of symbols."""
-    parts = (tables.block_class, tables.radius, tables.class_bits, tables.lookup)
-    return (*(each.data_ptr() for each in parts), tables.classes, tables.format.code_bits)
+    return tables.attend_codes.data_ptr(), tables.attend_blocks.data_ptr(), _entries(tables)
+
+
+def _entries(tables: TileTables) -> int:
+    """Return the entries of the lookup tables of all classes."""
+    return tables.attend_codes.shape[0]

@@ -76,11 +76,13 @@ class Chunk(NamedTuple):
     tokens: int
     cuts: list[Cut]
     rest: Cut  # of runs that no span takes along
-    merge: Launch
 
 
 class PreparedAttention:
     """Attention to spans that do not change; see `AttendKernels.prepare`.
+
+    The blocks of a call count those of a head that have come, in memory of this object: calls on
+    several streams wait for each other, as they do for the memory of what they read.
 
     Parameters
     ----------
@@ -96,7 +98,17 @@ class PreparedAttention:
         Scaling and softcap.
     """
 
-    __slots__ = ("_chunks", "_dim", "_group", "_heads", "_like", "_pairs", "_score_bits", "_spans")
+    __slots__ = (
+        "_arrived",
+        "_chunks",
+        "_dim",
+        "_group",
+        "_heads",
+        "_like",
+        "_pairs",
+        "_score_bits",
+        "_spans",
+    )
 
     def __init__(
         self,
@@ -110,6 +122,8 @@ class PreparedAttention:
         self._heads, self._group = heads
         self._pairs = batch * self._heads
         self._like = (batch, n, query_heads, self._dim)
+        # Zero between launches: the block that comes last makes it so.
+        self._arrived = torch.zeros(self._pairs, dtype=torch.int32, device=query.device)
         self._chunks, self._spans, self._score_bits = chunks, spans, score_bits
 
     def __call__(
@@ -178,24 +192,12 @@ class PreparedAttention:
         space = torch.empty(values + values // dim * 2, dtype=torch.float32, device=device)
         parts = space.data_ptr()
         stats = parts + 4 * values
-        for cut, first, second, splits, slot in launches:
-            cut.launch(
-                splits * pairs,
-                *rows,
-                *cut.numbers,
-                *first,
-                *second,
-                splits,
-                slot,
-                parts,
-                stats,
-            )
-        chunk.merge(
-            pairs * group * chunk.tokens,
-            *(parts, stats, slots, pairs, self._heads, group, chunk.tokens, dim),
-            0 if sinks is None else sinks.data_ptr(),
-            *to,
+        behind = (
+            *(slots, parts, stats, self._arrived.data_ptr()),
+            *(0 if sinks is None else sinks.data_ptr(), *to),
         )
+        for cut, first, second, splits, slot in launches:
+            cut.launch(splits * pairs, *rows, *cut.numbers, *first, *second, splits, slot, *behind)
 
 
 def _aligned(keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

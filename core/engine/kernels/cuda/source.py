@@ -84,7 +84,7 @@ _KERNELS: dict[str, tuple[str, ...]] = {
     "exchange": ("exchange_rows",),
     "blob_copy": ("copy_blob",),
     "bags": ("pool_bags", "pool_long_bags", "sound_offsets"),
-    "attend": ("attend_tiles", "merge_splits"),
+    "attend": ("attend_tiles",),
     "plan": (
         "agreed_masks",
         "frequent_by_position",
@@ -155,7 +155,7 @@ ATTEND_ROWS = (1, 2, 4)
 #: Threads of a multiprocessor whose registers have room for that many products of a tile.
 ATTEND_THREADS = ((4, 1024), (8, 768), (16, 384), (64, 256))
 #: The same where a row takes half as many.
-ATTEND_HALF_THREADS = ((4, 1024), (8, 768), (16, 512), (64, 256))
+ATTEND_HALF_THREADS = ((8, 1024), (16, 512), (64, 256))
 #: How kernels of attention know dtypes.
 VALUE_KINDS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 

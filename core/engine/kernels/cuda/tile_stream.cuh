@@ -67,24 +67,21 @@ struct Source {  // coded tiles of K or of V
   const void* lengths;
   int length_bytes;
   i64 n_rows;
+  const int* ids;
+  int parameter_words;
 };
 struct Coder {  // what a block knows of their symbols, in shared memory
   const char* tables;
-  const int4* blocks;  // of each block of positions: see about_class
+  // Of each block of positions: where its table begins, a multiple of its size; the mask of an entry's place
+  // in it; the bits that a lane needs at an ask; and how symbols are read, above five bits that say by how
+  // much what the lane has is turned to the right: turned by `left` - needed bits in addition, the next
+  // code's highest bit is that of the mask. See attend_tables.py.
+  const int4* blocks;
 };
 // Symbols by the bits of the longest code, short or long. Codes of wide pairs are bytes, others halves.
-enum { SHORT_PAIRS, LONG_PAIRS, SHORT_SINGLES, LONG_SINGLES, WIDE_PAIRS };
+// As in attend_tables.py, whose tests compare.
+enum { SHORT_PAIRS = 0, LONG_PAIRS = 1, SHORT_SINGLES = 2, LONG_SINGLES = 3, WIDE_PAIRS = 4 };
 
-// What decode_block takes of a class: where its table begins, a multiple of its size; the bits of an
-// entry's place in it; the bits that a lane needs at an ask; and SYMBOLS, below them by how much what
-// the lane has is turned to the right: turned by `left` - needed bits in addition, the next code's
-// highest bit is that of the mask.
-__device__ __forceinline__ int4 about_class(int table, int bits, int radius, int whole_radius) {
-  const bool is_short = bits <= SHORT_BITS;
-  const int needed = is_short ? 2 * bits : bits;
-  const int symbols = radius > whole_radius ? WIDE_PAIRS : (radius ? SHORT_PAIRS : SHORT_SINGLES) + !is_short;
-  return make_int4(table, 4 * ((1 << bits) - 1), needed, symbols << 5 | ((needed - bits - 2) & 31));
-}
 struct Tile {
   const u32* words;  // null: there is none to be had
   u32 length;        // 0: raw
@@ -97,34 +94,51 @@ __device__ __forceinline__ u32 load_length(const void* lengths, int bytes, i64 r
   return __ldg((const u32*)lengths + row);
 }
 
-// Where a row lies; a warp calls it. What its header says fits into the words that are its own.
-__device__ Tile find_tile(const Source& from, i64 id, int dim, int parameter_words, i64* mailbox) {
+__device__ __forceinline__ void prefetch_line(const void* at) {
+#ifndef SIMT_HOST
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(at));
+#endif
+}
+// Where the tiles of K and of V lie whose ids have that number; a warp calls it. What the header of each says
+// fits into the words that are its own. Loads of both are under way together, and so are their first words.
+__device__ __forceinline__ void find_tiles(const Source (&from)[2], i64 number, int dim, Tile (&tiles)[2],
+                                           i64* mailbox) {
   const int lane = threadIdx.x & 31;
-  Tile tile = {0, 0, 0, 0};
-  if (id < 0 || id >= from.n_rows) {
-    if (lane == 0) report(mailbox, ERROR_INDEX, -1, id, from.n_rows);
-    return tile;
-  }
   const u32 raw_words = TOKENS * dim * VALUE_SIZE / 4;
-  const int at = id & 31;
-  const u32 mine = lane <= at ? load_length(from.lengths, from.length_bytes, (id & ~31ll) + lane) : 0;
-  const u32 before = __reduce_add_sync(FULL, lane < at ? (mine ? mine : raw_words) : 0);
-  const u32 length = __shfl_sync(FULL, mine, at);
-  const i64 begin = __ldg(from.bases + (id >> 5)) + before;
-  bool sound = begin >= 0 && begin + (length ? length : raw_words) <= from.n_words;
-  if (sound && length) {
-    const u32 header = __ldg(from.words + begin);
-    tile.units = header & 0xffff;
-    tile.exceptions = header >> 16;
-    sound = 1 + parameter_words + (tile.units + 1) / 2 + tile.exceptions * EXCEPTION_WORDS <= length;
+  i64 id[2], begin[2];
+  u32 mine[2], header[2];
+#pragma unroll
+  for (int s = 0; s < 2; ++s) id[s] = __ldg(from[s].ids + number);
+#pragma unroll
+  for (int s = 0; s < 2; ++s) {
+    const bool known = id[s] >= 0 && id[s] < from[s].n_rows;
+    mine[s] = known && lane <= (id[s] & 31) ? load_length(from[s].lengths, from[s].length_bytes, (id[s] & ~31ll) + lane) : 0;
+    begin[s] = known ? __ldg(from[s].bases + (id[s] >> 5)) : -1;
   }
-  if (sound) {
-    tile.words = from.words + begin;
-    tile.length = length;
-  } else if (lane == 0) {
-    report(mailbox, ERROR_DAMAGED, id, 0, 0);
+#pragma unroll
+  for (int s = 0; s < 2; ++s) {
+    const int at = id[s] & 31;
+    const u32 before = __reduce_add_sync(FULL, lane < at ? (mine[s] ? mine[s] : raw_words) : 0);
+    const u32 length = __shfl_sync(FULL, mine[s], at);
+    const bool sound = begin[s] >= 0 && begin[s] + before + (length ? length : raw_words) <= from[s].n_words;
+    tiles[s].words = sound ? from[s].words + begin[s] + before : 0;
+    tiles[s].length = length;
+    if (sound && 16 * lane < length) prefetch_line(tiles[s].words + 16 * lane);
   }
-  return tile;
+#pragma unroll
+  for (int s = 0; s < 2; ++s) header[s] = tiles[s].words && tiles[s].length ? __ldg(tiles[s].words) : 0;
+#pragma unroll
+  for (int s = 0; s < 2; ++s) {
+    tiles[s].units = header[s] & 0xffff;
+    tiles[s].exceptions = header[s] >> 16;
+    if (tiles[s].length && 1 + from[s].parameter_words + (tiles[s].units + 1) / 2 + tiles[s].exceptions * EXCEPTION_WORDS >
+                               tiles[s].length)
+      tiles[s].words = 0;
+    if (tiles[s].words || lane != 0) continue;
+    const bool known = id[s] >= 0 && id[s] < from[s].n_rows;
+    if (known) report(mailbox, ERROR_DAMAGED, id[s], 0, 0);
+    else report(mailbox, ERROR_INDEX, -1, id[s], from[s].n_rows);
+  }
 }
 
 // ---------------------------------------------------------------- streams
@@ -142,7 +156,7 @@ struct Stream {
   u32 ring_end;      // place
   u32 slot, asked;   // of the next piece in the ring; bytes that were asked for
   u32 bits, state;
-  u32 turned;  // `bits` as of the last ask: see about_class
+  u32 turned;  // `bits` as of the last ask: see Coder
 };
 
 // Ask for another piece. The room is free: no lane reads there any more.
@@ -192,7 +206,7 @@ __device__ __forceinline__ u32 end_stream(const Stream& s, const Tile& tile, int
   const u32 skipped = (u32)((u64)(tile.words + 1 + parameter_words) & 15);
   return (s.asked - (s.end - s.next) - skipped) / 2;
 }
-struct Class {  // what about_class tells, in registers
+struct Class {  // what a block's Coder says, in registers
   u32 table, mask, turn;
 };
 __device__ __forceinline__ void ask_units(Stream& s, const Class& c, u32 below) {
