@@ -283,7 +283,7 @@ def test_a_table_with_copies_elsewhere_is_changed_by_the_host(runner):
     pair = made(codec="raw", cache_rows=4)
     pair.train((1, 2, 3, 4))
     exchange = pair.rows.exchange
-    assert exchange.settle()
+    assert exchange is not None and exchange.settle()
     cache = SlabCache(pair.rows.table, 1 << 12, ["cpu"])
     cache.fill(torch.arange(10))
     assert not exchange.settle()
