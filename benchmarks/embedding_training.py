@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Rows]:
         batches = _drawn(len(weight), arguments)
         for name in OPTIMIZERS:
             plain = _plain_of(weight, name)
-            on_device = {key: _measure(plain[1], each)[0] for key, each in batches.items()}
+            on_device = {key: measure_steps(plain[1], each)[0] for key, each in batches.items()}
             for ratio in arguments.cache_ratios:
                 found += _of_a_cache(
                     weight, batches, name, ratio, on_device, plain[0], rates, arguments
@@ -132,7 +132,7 @@ def _of_a_cache(
     step, fbgemm = _step_of(bag, name), _fbgemm_us(weight, batches, name, ratio)
     for (law, n), ids in batches.items():
         before = bag.stats()
-        microseconds, host = _measure(step, ids)
+        microseconds, host = measure_steps(step, ids)
         after = bag.stats()
         misses, written = (
             (after[key] - before[key]) / len(ids) for key in ("misses", "written_back")
@@ -179,7 +179,7 @@ def _fbgemm_us(
         table(ids, F.pad(_offsets(len(ids)), (0, 1), value=len(ids))).sum().backward()
 
     try:
-        return {key: _measure(step, each)[0] for key, each in batches.items()}
+        return {key: measure_steps(step, each)[0] for key, each in batches.items()}
     except (NotImplementedError, RuntimeError) as error:  # a library of it that is missing
         print(f"left out: FBGEMM's steps: {str(error).splitlines()[0]}", file=sys.stderr)
         return {}
@@ -198,7 +198,7 @@ def _peers(
         return {}
     counts = Draw(len(weight), "zipf").counts()
     theirs = colossalai_bag(arguments.colossalai, weight, ratio, counts, sparse=OPTIMIZERS[name][1])
-    theirs_us, _ = _measure(_step_of(theirs, name), ids)
+    theirs_us, _ = measure_steps(_step_of(theirs, name), ids)
     return {"ColossalAI us": theirs_us, "ColossalAI / step": theirs_us / microseconds}
 
 
@@ -229,20 +229,25 @@ def _link_rates(weight: torch.Tensor) -> tuple[float, float]:
     return n * row_bytes / read_s, n * row_bytes / written_s
 
 
-def _measure(step: Step, batches: list[torch.Tensor]) -> tuple[float, float]:
+def measure_steps(step: Step, batches: list[torch.Tensor]) -> tuple[float, float]:
     """Return wall time of a step, and of the host alone, in microseconds."""
     for ids in batches[:WARM_UP]:
         step(ids)
-    torch.cuda.synchronize()
+    _finish()
     begin = time.perf_counter()
     for ids in batches[WARM_UP : WARM_UP + QUEUED_STEPS]:
         step(ids)
     host = time.perf_counter() - begin
-    torch.cuda.synchronize()
+    _finish()
     begin = time.perf_counter()
     for ids in batches[WARM_UP + QUEUED_STEPS :]:
         step(ids)
-    torch.cuda.synchronize()
+    _finish()
     wall = time.perf_counter() - begin
     n = len(batches) - WARM_UP - QUEUED_STEPS
     return 1e6 * wall / n, 1e6 * host / QUEUED_STEPS
+
+
+def _finish() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
