@@ -5,6 +5,7 @@ python benchmarks/embedding.py --only cpu       # and nn.EmbeddingBag
 python benchmarks/embedding.py --only gpu --out benchmarks/results/gpu.md
 python benchmarks/embedding.py --only train     # steps of training on a GPU
 python benchmarks/embedding.py --only pool      # bags of rows in a GPU's memory, and torch's
+python benchmarks/embedding.py --only collection  # steps of many small tables, and TorchRec's
 
 One id a bag, as in the IBP paper's section 6.3, and fresh ids for each repetition. Uniform ids, and
 ids by a Zipf law whose most used tenth of a tenth the caches hold. Rates are millions of lookups a
@@ -22,7 +23,7 @@ from typing import Any
 import torch
 from timing import print_tables
 
-PARTS = ("ratio", "cpu", "gpu", "train", "pool")
+PARTS = ("ratio", "cpu", "gpu", "train", "pool", "collection")
 
 
 def main() -> int:
@@ -84,6 +85,10 @@ def main() -> int:
         import embedding_pooling
 
         tables |= embedding_pooling.run(arguments)
+    if arguments.only == "collection" or (arguments.only is None and torch.cuda.is_available()):
+        import embedding_collection
+
+        tables |= embedding_collection.run(arguments)
     print_tables(tables, arguments.json, arguments.out)
     return 0
 

@@ -172,6 +172,31 @@ def _ways(
 
 
 def _fbgemm(weight: torch.Tensor, ratio: float) -> Lookup | None:
+    table = fbgemm_table(weight, ratio)
+    if table is None:
+        return None
+
+    def look_up(ids: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        ends = F.pad(offsets, (0, 1), value=len(ids))
+        out: torch.Tensor = table(ids, ends)
+        return out
+
+    return look_up
+
+
+def fbgemm_table(weight: torch.Tensor, ratio: float, **options: Any) -> torch.nn.Module | None:
+    """Return FBGEMM's SplitTableBatchedEmbeddingBags of one table, or None where there is none.
+
+    Parameters
+    ----------
+    weight : torch.Tensor
+        ``[N, D]`` on the CPU.
+    ratio : float
+        Share of the rows in its cache; from 1 on the table lies in the GPU's memory.
+    **options
+        For its class. Its steps are fused into the backward pass: ``optimizer`` is a member of
+        ``EmbOptimType`` by name, EXACT_SGD when left out.
+    """
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -184,19 +209,15 @@ def _fbgemm(weight: torch.Tensor, ratio: float) -> Lookup | None:
     except (ImportError, OSError) as error:
         print(f"left out: FBGEMM: {error}", file=sys.stderr)
         return None
-    table = SplitTableBatchedEmbeddingBagsCodegen(
-        [(*weight.shape, EmbeddingLocation.MANAGED_CACHING, ComputeDevice.CUDA)],
-        cache_load_factor=ratio,
-        optimizer=EmbOptimType.EXACT_SGD,
+    cached = EmbeddingLocation.MANAGED_CACHING
+    location = EmbeddingLocation.DEVICE if ratio >= 1 else cached
+    options["optimizer"] = EmbOptimType[options.get("optimizer", "EXACT_SGD")]
+    table: Any = SplitTableBatchedEmbeddingBagsCodegen(
+        [(*weight.shape, location, ComputeDevice.CUDA)], cache_load_factor=ratio, **options
     )
     table.split_embedding_weights()[0].copy_(weight)
-
-    def look_up(ids: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        ends = F.pad(offsets, (0, 1), value=len(ids))
-        out: torch.Tensor = table(ids, ends)
-        return out
-
-    return look_up
+    found: torch.nn.Module = table
+    return found
 
 
 def _colossalai(folder: Path, weight: torch.Tensor, ratio: float, counts: torch.Tensor) -> Lookup:

@@ -7,6 +7,9 @@ Wall time of a step in microseconds, fresh ids for each, one wait at the end of 
 - ``limit``: 200 + 1.5 times (``on device`` + the bytes that came and went, optimizer state
   included, over the link's rates of reading and writing random rows, measured here too).
 - ``host``: time of the host alone, for as many steps as a GPU's queue takes.
+- ``FBGEMM``: SplitTableBatchedEmbeddingBags, where fbgemm_gpu and its backward pass are installed:
+  UVM caching, with all rows resident the GPU's memory; its fused SGD, and rowwise Adagrad, which
+  keeps one number a row where Adagrad keeps a row.
 - ``ColossalAI``: its CachedEmbeddingBag, where its folder is given and a batch fits its cache.
 
 ``misses`` and ``written``: rows a step. A cache of 100 % holds all rows: its limit is 1.3 times
@@ -16,12 +19,14 @@ Wall time of a step in microseconds, fresh ids for each, one wait at the end of 
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from embedding_gpu import colossalai_bag
+import torch.nn.functional as F
+from embedding_gpu import colossalai_bag, fbgemm_table
 from embedding_ids import Draw, trained_like
 from timing import gpu_seconds
 
@@ -35,6 +40,8 @@ Step = Callable[[torch.Tensor], None]
 WARM_UP = 8
 QUEUED_STEPS = 12  # that surely fit in a GPU's queue
 OPTIMIZERS = {"SGD, sparse": (torch.optim.SGD, True), "Adagrad": (torch.optim.Adagrad, False)}
+OF_FBGEMM = {"SGD, sparse": "EXACT_SGD", "Adagrad": "EXACT_ROWWISE_ADAGRAD"}
+LEARNING_RATE = 0.01
 ADDED_US, FACTOR, RESIDENT_FACTOR = 200.0, 1.5, 1.3
 
 
@@ -48,7 +55,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Rows]:
         batches = _drawn(len(weight), arguments)
         for name in OPTIMIZERS:
             plain = _plain_of(weight, name)
-            on_device = {key: _measure(plain[1], each)[0] for key, each in batches.items()}
+            on_device = {key: measure_steps(plain[1], each)[0] for key, each in batches.items()}
             for ratio in arguments.cache_ratios:
                 found += _of_a_cache(
                     weight, batches, name, ratio, on_device, plain[0], rates, arguments
@@ -72,7 +79,7 @@ def _drawn(n_rows: int, arguments: argparse.Namespace) -> dict[tuple[str, int], 
 
 
 def _step_of(bag: torch.nn.Module, name: str) -> Step:
-    optimizer = OPTIMIZERS[name][0](bag.parameters(), lr=0.01)
+    optimizer = OPTIMIZERS[name][0](bag.parameters(), lr=LEARNING_RATE)
 
     def step(ids: torch.Tensor) -> None:
         optimizer.zero_grad()
@@ -122,10 +129,10 @@ def _of_a_cache(
         ids_freq_mapping=Draw(len(weight), "zipf").counts(),
         device="cuda",
     )
-    step = _step_of(bag, name)
+    step, fbgemm = _step_of(bag, name), _fbgemm_us(weight, batches, name, ratio)
     for (law, n), ids in batches.items():
         before = bag.stats()
-        microseconds, host = _measure(step, ids)
+        microseconds, host = measure_steps(step, ids)
         after = bag.stats()
         misses, written = (
             (after[key] - before[key]) / len(ids) for key in ("misses", "written_back")
@@ -148,10 +155,34 @@ def _of_a_cache(
             "step / limit": microseconds / limit,
             "host us": host,
         }
+        if (law, n) in fbgemm:
+            theirs_us = fbgemm[law, n]
+            line |= {"FBGEMM us": theirs_us, "FBGEMM / step": theirs_us / microseconds}
         found.append(line | _peers(weight, ids, name, ratio, microseconds, arguments))
     if not torch.allclose(bag.weight, plain.weight.detach().cpu(), rtol=0, atol=1e-5):
         raise SystemExit(f"{name}, cache of {ratio:.0%}: rows differ from nn.EmbeddingBag's")
     return found
+
+
+def _fbgemm_us(
+    weight: torch.Tensor,
+    batches: dict[tuple[str, int], list[torch.Tensor]],
+    name: str,
+    ratio: float,
+) -> dict[tuple[str, int], float]:
+    """Return microseconds of FBGEMM's steps, of none where they cannot be measured."""
+    table = fbgemm_table(weight, ratio, optimizer=OF_FBGEMM[name], learning_rate=LEARNING_RATE)
+    if table is None:
+        return {}
+
+    def step(ids: torch.Tensor) -> None:
+        table(ids, F.pad(_offsets(len(ids)), (0, 1), value=len(ids))).sum().backward()
+
+    try:
+        return {key: measure_steps(step, each)[0] for key, each in batches.items()}
+    except (NotImplementedError, RuntimeError) as error:  # a library of it that is missing
+        print(f"left out: FBGEMM's steps: {str(error).splitlines()[0]}", file=sys.stderr)
+        return {}
 
 
 def _peers(
@@ -167,7 +198,7 @@ def _peers(
         return {}
     counts = Draw(len(weight), "zipf").counts()
     theirs = colossalai_bag(arguments.colossalai, weight, ratio, counts, sparse=OPTIMIZERS[name][1])
-    theirs_us, _ = _measure(_step_of(theirs, name), ids)
+    theirs_us, _ = measure_steps(_step_of(theirs, name), ids)
     return {"ColossalAI us": theirs_us, "ColossalAI / step": theirs_us / microseconds}
 
 
@@ -198,20 +229,25 @@ def _link_rates(weight: torch.Tensor) -> tuple[float, float]:
     return n * row_bytes / read_s, n * row_bytes / written_s
 
 
-def _measure(step: Step, batches: list[torch.Tensor]) -> tuple[float, float]:
+def measure_steps(step: Step, batches: list[torch.Tensor]) -> tuple[float, float]:
     """Return wall time of a step, and of the host alone, in microseconds."""
     for ids in batches[:WARM_UP]:
         step(ids)
-    torch.cuda.synchronize()
+    _finish()
     begin = time.perf_counter()
     for ids in batches[WARM_UP : WARM_UP + QUEUED_STEPS]:
         step(ids)
     host = time.perf_counter() - begin
-    torch.cuda.synchronize()
+    _finish()
     begin = time.perf_counter()
     for ids in batches[WARM_UP + QUEUED_STEPS :]:
         step(ids)
-    torch.cuda.synchronize()
+    _finish()
     wall = time.perf_counter() - begin
     n = len(batches) - WARM_UP - QUEUED_STEPS
     return 1e6 * wall / n, 1e6 * host / QUEUED_STEPS
+
+
+def _finish() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

@@ -13,6 +13,7 @@ import torch
 from .compressed_base import Compressed
 from .compressed_blob import CompressedBlob
 from .container import read_tensors, write_tensors
+from .container_parts import PartCheck
 from .engine.codecs import BlobCodec, InvariantCodec, PackedRows, RawCodec, RowCodec
 from .engine.codecs.base import (
     check_indices_argument,
@@ -559,9 +560,11 @@ def load_file(path: PathLike) -> dict[str, AnyCompressed]:
 def read_file(
     path: PathLike,
     each: Callable[[Callable[[str], AnyCompressed], Iterable[str]], Iterable[AnyCompressed]] = map,
+    later: dict[str, list[PartCheck]] | None = None,
 ) -> CompressedFile:
     """Read all compressed tensors of a file and the caller's metadata; see `load_file`.
 
-    `each` calls a function with each name, as `map`, maybe in several threads.
+    `each` calls a function with each name, as `map`, maybe in several threads. `later` gets for
+    each tensor the comparisons of checksums that take long, for the caller to make.
     """
-    return CompressedFile(*read_tensors(path, CompressedTensor, each, CompressedBlob))
+    return CompressedFile(*read_tensors(path, CompressedTensor, each, CompressedBlob, later))

@@ -25,10 +25,12 @@ import os
 import threading
 import zlib
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol, TypeAlias, TypeGuard, TypeVar, runtime_checkable
+from dataclasses import replace
+from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 import torch
 
+from .container_parts import STORED_DTYPES, Fields, PartCheck, crc32_of, is_count, read_part
 from .dtypes import dtype_from_name, dtype_name, flat_bytes
 from .engine.codecs import Blob, BlobCodec, PackedRows, RowCodec
 from .engine.codecs.base import elements
@@ -53,23 +55,6 @@ ENTRY = "bitslab"
 CHECKSUM_ENTRY = "bitslab_crc32"
 CONFIG_PART, BLOB_PART = "config", "data"
 LONG_CONFIG_BYTES = 16 << 10
-
-#: Stored as they are; parts of other dtypes are stored as bytes, because not every version of
-#: safetensors knows every dtype.
-_STORED_DTYPES = frozenset(
-    {
-        torch.bool,
-        torch.uint8,
-        torch.int8,
-        torch.int16,
-        torch.int32,
-        torch.int64,
-        torch.float16,
-        torch.bfloat16,
-        torch.float32,
-        torch.float64,
-    }
-)
 
 Made = TypeVar("Made")
 
@@ -132,7 +117,7 @@ def file_entries(
     """Return the tensors and the metadata that make up the file of `tensors`."""
     _check_metadata(metadata)
     parts = {name: _parts_of(name, ct) for name, ct in tensors.items()}
-    crc32s = {_key(name, part): _crc32(t) for name, its in parts.items() for part, t in its.items()}
+    crc32s = {_key(n, part): crc32_of(t) for n, its in parts.items() for part, t in its.items()}
     return _stored(parts), _entries(tensors, parts, metadata, crc32s)
 
 
@@ -184,7 +169,7 @@ class StreamedFile:
             os.ftruncate(self._fd, self._header_bytes + self._layout.data_bytes)
             for key, t in self._keys.items():
                 if t.device.type != "meta":
-                    self._write(key, 0, _as_bytes(t))
+                    self._write(key, 0, flat_bytes(t))
         except BaseException:
             self.close()
             raise
@@ -284,7 +269,7 @@ def _config_text(ct: AnyTensor) -> bytes:
 def _stored(parts: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """Return the entries of the file: parts of dtypes that not every reader knows as bytes."""
     return {
-        _key(name, part): t if t.dtype in _STORED_DTYPES else _as_bytes(t)
+        _key(name, part): t if t.dtype in STORED_DTYPES else flat_bytes(t)
         for name, its in parts.items()
         for part, t in its.items()
     }
@@ -334,6 +319,7 @@ def read_tensors(
     make: Callable[[RowCodec, PackedRows, tuple[int, ...]], Made],
     each: Callable[[Callable[[str], Made], Iterable[str]], Iterable[Made]] = map,
     make_whole: Callable[[BlobCodec, Blob], Made] | None = None,
+    later: dict[str, list[PartCheck]] | None = None,
 ) -> tuple[dict[str, Made], dict[str, str]]:
     """Read all tensors of a file and the caller's metadata.
 
@@ -350,6 +336,9 @@ def read_tensors(
         results in order.
     make_whole : callable, optional
         As `make`, of the codec and the buffer of a whole tensor; such tensors are refused without.
+    later : dict of str to list of PartCheck, optional
+        Gets for each tensor the comparisons of checksums that take long, those of rows: the caller
+        makes them. All are made here when left out.
 
     Returns
     -------
@@ -380,8 +369,10 @@ def read_tensors(
             mapped = {name: _map_parts(name, found, file, keys) for name, found in records.items()}
 
             def read(name: str) -> Made:
-                return _read_tensor(name, records[name], mapped[name], make, make_whole)
+                checks: list[PartCheck] | None = None if later is None else deferred[name]
+                return _read_tensor(name, records[name], mapped[name], make, make_whole, checks)
 
+            deferred: dict[str, list[PartCheck]] = {name: [] for name in records}
             tensors = dict(zip(records, each(read, records), strict=True))
     except SafetensorError as error:
         raise CorruptedDataError(
@@ -391,6 +382,9 @@ def read_tensors(
         raise CorruptedDataError(f"{where}: {error}") from error
     if keys:
         raise CorruptedDataError(f"{where}: entries that belong to no tensor: {sorted(keys)}")
+    if later is not None:
+        for name, checks in deferred.items():
+            later[name] = [replace(check, prefix=f"{where}: tensor {name!r}: ") for check in checks]
     metadata = {k: v for k, v in entries.items() if k not in (ENTRY, CHECKSUM_ENTRY)}
     return tensors, metadata
 
@@ -420,7 +414,7 @@ def _read_records(entries: Mapping[str, str]) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise CorruptedDataError(f"its {ENTRY!r} entry is not JSON: {error}") from error
     version = content.get("version") if isinstance(content, dict) else None
-    if not _is_count(version):
+    if not is_count(version):
         raise CorruptedDataError(f"version is {version!r}, expected an integer")
     if version > CONTAINER_VERSION:
         raise CorruptedDataError(
@@ -437,7 +431,7 @@ def _map_parts(name: str, record: Any, file: Any, keys: set[str]) -> dict[str, t
     """Return the stored parts of a tensor, mapped; take their entries out of `keys`."""
     try:
         parts = {}
-        for part in _Fields(record).get("parts", dict):
+        for part in Fields(record).get("parts", dict):
             key = _key(name, part)
             if key not in keys:
                 raise CorruptedDataError(f"part {part!r} is missing")
@@ -454,77 +448,47 @@ def _read_tensor(
     mapped: Mapping[str, torch.Tensor],
     make: Callable[[RowCodec, PackedRows, tuple[int, ...]], Made],
     make_whole: Callable[[BlobCodec, Blob], Made] | None,
+    later: list[PartCheck] | None,
 ) -> Made:
-    """Check one tensor, whose stored parts are mapped."""
+    """Check one tensor, whose stored parts are mapped; see `read_tensors` for `later`."""
     try:
-        fields = _Fields(record)
-        described = fields.get("parts", dict)
-        parts = {part: _read_part(part, _Fields(described[part]), t) for part, t in mapped.items()}
-        config = _read_config(fields, parts)
-        codec = _read_codec(fields.get("codec", str), config, rows_only=make_whole is None)
-        shape = fields.shape()
-        if isinstance(codec, BlobCodec):
-            assert make_whole is not None  # or `_read_codec` had refused it
-            return make_whole(codec, _read_blob(fields, shape, codec, parts))
-        _check_geometry(fields, shape, codec)
-        return make(codec, codec.adopt(fields.count("n_rows"), parts), shape)
+        return _checked_tensor(record, mapped, make, make_whole, later)
     except BitslabError as error:
-        raise CorruptedDataError(f"tensor {name!r}: {error}") from error
+        why = error
+        try:
+            for check in later or ():  # where bytes are damaged, that is what is said
+                check.run()
+        except CorruptedDataError as damage:
+            why = damage
+        raise CorruptedDataError(f"tensor {name!r}: {why}") from error
 
 
-class _Fields:
-    """A JSON object that came from outside; each look-up checks the type."""
-
-    def __init__(self, record: Any) -> None:
-        if not isinstance(record, dict):
-            raise CorruptedDataError(f"its description is {record!r}, expected an object")
-        self.record = record
-
-    def get(self, key: str, kind: type) -> Any:
-        found = self.record.get(key)
-        if not isinstance(found, kind):
-            raise CorruptedDataError(f"{key} is {found!r}, expected {kind.__name__}")
-        return found
-
-    def count(self, key: str) -> int:
-        found = self.record.get(key)
-        if not _is_count(found):
-            raise CorruptedDataError(f"{key} is {found!r}, expected a non-negative integer")
-        return found
-
-    def shape(self) -> tuple[int, ...]:
-        shape = self.get("shape", list)
-        if not all(_is_count(size) for size in shape):
-            raise CorruptedDataError(f"shape is {shape!r}, expected non-negative integers")
-        # 16 is the widest element; more than this, torch cannot count, empty or not.
-        if elements([max(size, 1) for size in shape]) * 16 >= 1 << 63:
-            raise CorruptedDataError(f"shape {shape} is too large")
-        return tuple(shape)
+def _checked_tensor(
+    record: Any,
+    mapped: Mapping[str, torch.Tensor],
+    make: Callable[[RowCodec, PackedRows, tuple[int, ...]], Made],
+    make_whole: Callable[[BlobCodec, Blob], Made] | None,
+    later: list[PartCheck] | None,
+) -> Made:
+    fields = Fields(record)
+    described = fields.get("parts", dict)
+    parts = {p: read_part(p, Fields(described[p]), t, later) for p, t in mapped.items()}
+    config = _read_config(fields, parts)
+    codec = _read_codec(fields.get("codec", str), config, rows_only=make_whole is None)
+    shape = fields.shape()
+    if isinstance(codec, BlobCodec):
+        assert make_whole is not None  # or `_read_codec` had refused it
+        return make_whole(codec, _read_blob(fields, shape, codec, parts))
+    _check_geometry(fields, shape, codec)
+    return make(codec, codec.adopt(fields.count("n_rows"), parts), shape)
 
 
-def _read_part(part: str, fields: _Fields, stored: torch.Tensor) -> torch.Tensor:
-    """Check a part against its description and return it as the codec made it."""
-    dtype, shape = dtype_from_name(fields.get("dtype", str)), fields.shape()
-    as_bytes = dtype not in _STORED_DTYPES
-    expected = (elements(shape) * dtype.itemsize,) if as_bytes else shape
-    if stored.dtype != (torch.uint8 if as_bytes else dtype) or tuple(stored.shape) != expected:
-        raise CorruptedDataError(
-            f"part {part!r} is {list(stored.shape)} {stored.dtype}, expected {list(shape)} {dtype}"
-        )
-    if _crc32(stored) != fields.count("crc32"):
-        raise CorruptedDataError(f"part {part!r} is damaged: it does not match its checksum")
-    if as_bytes or stored.data_ptr() % dtype.itemsize:
-        # It lies anywhere in the file; a copy lies where torch may read wide elements.
-        return _as_bytes(stored).clone().view(dtype).view(shape)
-    return stored
-
-
-def _read_config(fields: _Fields, parts: dict[str, torch.Tensor]) -> dict[str, Any]:
+def _read_config(fields: Fields, parts: dict[str, torch.Tensor]) -> dict[str, Any]:
     """Return the codec's configuration; take it out of `parts` if it is one."""
     if CONFIG_PART not in parts:
         return dict(fields.get("config", dict))
     try:
-        config = json.loads(_as_bytes(parts.pop(CONFIG_PART)).numpy().tobytes())
+        config = json.loads(flat_bytes(parts.pop(CONFIG_PART)).numpy().tobytes())
     except (ValueError, RecursionError) as error:
         raise CorruptedDataError(f"config is not JSON: {error}") from error
     if not isinstance(config, dict):
@@ -545,13 +509,13 @@ def _read_codec(name: str, config: dict[str, Any], rows_only: bool) -> RowCodec 
         ) from error
     if isinstance(codec, BlobCodec):
         return codec
-    if not all(_is_count(size) for size in codec.row_shape):
+    if not all(is_count(size) for size in codec.row_shape):
         raise CorruptedDataError(f"config: row_shape is {list(codec.row_shape)!r}")
     return codec
 
 
 def _read_blob(
-    fields: _Fields, shape: tuple[int, ...], codec: BlobCodec, parts: Mapping[str, torch.Tensor]
+    fields: Fields, shape: tuple[int, ...], codec: BlobCodec, parts: Mapping[str, torch.Tensor]
 ) -> Blob:
     """Return the buffer of a whole tensor whose header fits what the file says about it."""
     data = parts.get(BLOB_PART)
@@ -567,7 +531,7 @@ def _read_blob(
     return blob
 
 
-def _check_geometry(fields: _Fields, shape: tuple[int, ...], codec: RowCodec) -> None:
+def _check_geometry(fields: Fields, shape: tuple[int, ...], codec: RowCodec) -> None:
     """Compare what the file says about rows with what the codec makes of its configuration."""
     dtype = dtype_from_name(fields.get("dtype", str))
     if dtype != codec.dtype:
@@ -577,19 +541,6 @@ def _check_geometry(fields: _Fields, shape: tuple[int, ...], codec: RowCodec) ->
         raise CorruptedDataError(
             f"row_elements is {fields.count('row_elements')}, its codec's rows have {row_elements}"
         )
-
-
-def _is_count(value: Any) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
-def _as_bytes(t: torch.Tensor) -> torch.Tensor:
-    """View a contiguous tensor as uint8 ``[nbytes]``."""
-    return flat_bytes(t)
-
-
-def _crc32(t: torch.Tensor) -> int:
-    return zlib.crc32(_as_bytes(t).numpy().data)
 
 
 def _checksum_of(entries: Mapping[str, str]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+import json
 import os
 import resource
 import signal
@@ -333,3 +334,39 @@ def test_help_does_not_import_torch(arguments: list[str], tmp_path: Path) -> Non
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0 and "bitslab" in done.stdout + done.stderr
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+# Damage
+
+
+@pytest.mark.parametrize("codec", ["ibp", "raw"])
+@pytest.mark.parametrize("extension", ["safetensors", "npz"])
+@pytest.mark.parametrize("name", ["first", "last"])
+def test_bytes_that_are_damaged_are_found_while_others_are_unpacked(
+    name: str, extension: str, codec: str, tmp_path: Path, capsys: Any
+) -> None:
+    """Of long tensors, whose checksums are compared meanwhile: the error is that of `load_file`."""
+    path, out = tmp_path / "in.bitslab", tmp_path / f"out.{extension}"
+    rows = torch.randn(9000, 128).float()
+    tensors = {"first": rows, "short": rows[:3], "last": rows + 1}
+    packed = {n: bitslab.compress(t, codec=codec) for n, t in tensors.items()}
+    bitslab.save_file(packed, path)
+    part = "words" if codec == "ibp" else "rows"
+    data = bytearray(path.read_bytes())
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    begin, end = header[f"{name}.{part}"]["data_offsets"]
+    assert end - begin > 3 << 20
+    at = 8 + int.from_bytes(data[:8], "little")
+    assert run("decompress", path, out) == 0
+    out.unlink()
+    for where in (begin + 5, (begin + end) // 2, end - 20 if codec == "ibp" else end - 1):
+        spoilt = bytearray(data)
+        spoilt[at + where] ^= 1
+        path.write_bytes(spoilt)
+        with pytest.raises(bitslab.CorruptedDataError) as expected:
+            bitslab.load_file(path)
+        capsys.readouterr()
+        assert run("decompress", path, out) == 1
+        assert one_line(capsys) == f"bitslab: error: {expected.value}"
+        assert f"tensor '{name}': part '{part}' is damaged" in str(expected.value)
+        assert sorted(tmp_path.iterdir()) == [path]

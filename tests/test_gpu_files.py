@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -156,6 +157,30 @@ def test_damaged_file_exits_with_1(source: Path, tmp_path: Path, capsys: Any) ->
     assert run("decompress", packed, tmp_path / "out.pt", "--device", "cuda") == 1
     assert "checksum" in capsys.readouterr().err
     assert not (tmp_path / "out.pt").exists()
+
+
+@pytest.mark.parametrize("place", [0.0, 0.5, 0.999], ids=str)
+def test_damage_is_found_while_other_rows_are_unpacked(
+    place: float, tmp_path: Path, capsys: Any
+) -> None:
+    """The error is that of `load_file`, whatever the GPU finds first; none is left behind."""
+    packed, out = tmp_path / "x.bitslab", tmp_path / "out.safetensors"
+    tensors = {f"layer.{i}": packable(torch.bfloat16, (4000, 512)) for i in range(3)}
+    bitslab.save_file({name: bitslab.compress(t) for name, t in tensors.items()}, packed)
+    data = bytearray(packed.read_bytes())
+    first = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:first])
+    begin, end = header["layer.1.words"]["data_offsets"]
+    assert end - begin > 2 << 20
+    data[first + begin + int(place * (end - begin))] ^= 0x55
+    packed.write_bytes(data)
+    with pytest.raises(bitslab.CorruptedDataError) as expected:
+        bitslab.load_file(packed)
+    capsys.readouterr()
+    assert run("decompress", packed, out, "--device", "cuda") == 1
+    assert capsys.readouterr().err == f"bitslab: error: {expected.value}\n"
+    assert not out.exists()
+    bitslab.raise_pending_errors()
 
 
 def test_full_disk_is_reported_and_the_gpu_is_usable(

@@ -12,6 +12,7 @@ from .checkpoint import load_state, save_state
 from .device_lookup import LookedUp
 from .eviction import EvictionStrategy
 from .gradients import at_end_of_backward
+from .keys import rows_of_keys
 from .lookup import plain_lookup_on_gpu
 from .module import RowsModule
 from .options import CacheOptions, rows_for_ratio
@@ -37,6 +38,7 @@ __all__ = [
     "pooled_on_gpu",
     "pools_on_gpu",
     "rows_for_ratio",
+    "rows_of_keys",
     "save_state",
     "sound_offsets",
     "sync_from_device",

@@ -10,9 +10,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ..engine.kernels.cuda import kernels_on
 from ..engine.kernels.cuda.slots import BagOffsets, SlotColumns
 from ..errors import BitslabError
+from .device_access import DeviceAccess, access_to
 from .device_slots import DeviceSlots, DeviceUses
 from .gradients import NONE, PinnedLookup
 from .ownership import take_back
@@ -65,7 +65,7 @@ def runs_on_gpu(rows: CacheState, ids: torch.Tensor, *, fetches: bool) -> bool:
     fetches : bool
         Whether the lookup may make rows resident.
     """
-    if not ids.is_cuda or ids.device != rows.device:
+    if ids.device != rows.device or access_to(rows.device) is None:
         return False
     if rows.cache != "rows" or rows.table.row_bytes == 0:
         return False
@@ -125,8 +125,10 @@ def look_up_on_gpu(
     if flat.dim() != 1 or not flat.is_contiguous():
         flat = flat.reshape(-1).contiguous()
     n, parameter = flat.shape[0], rows.parameter
+    access = access_to(device)
+    assert access is not None
+    kernels = access.kernels(device)  # raises errors of earlier lookups
     if rows.all_resident:
-        kernels = kernels_on(device)  # raises errors of earlier lookups
         uses = rows.device_uses
         if uses is not None and uses.is_used_up:
             uses.sync()
@@ -148,14 +150,13 @@ def look_up_on_gpu(
             device_slots.follow()
     training.release_applied()
     oldest = training.oldest_kept
-    device_slots = _with_room(rows, n, oldest)
+    device_slots = _with_room(rows, access, n, oldest)
     states = None if device_slots is None else training.adapters.followed_states()
     if device_slots is None or states is None:
         return None
     exchange, parameter = rows.exchange, rows.parameter
     assert exchange is not None
     exchange.begin(parameter.data, states, n)
-    kernels_on(device)
     counters = rows.statistics.record_on_device(n, device)
     # Always new memory: ids may be written to before backward, and so may what is returned.
     index = torch.empty(n, dtype=torch.int64, device=device)
@@ -181,7 +182,9 @@ def look_up_on_gpu(
     return LookedUp(weight, index, padding, None if bags is None else bags.sound, pinned)
 
 
-def _with_room(rows: CacheState, n_ids: int, oldest: int | None) -> DeviceSlots | None:
+def _with_room(
+    rows: CacheState, access: DeviceAccess, n_ids: int, oldest: int | None
+) -> DeviceSlots | None:
     """Return the slots on the device, enough of them for a lookup of `n_ids` ids.
 
     Returns
@@ -196,7 +199,7 @@ def _with_room(rows: CacheState, n_ids: int, oldest: int | None) -> DeviceSlots 
     exchange = rows.exchange
     if exchange is None or not exchange.settle():
         # Asked each time: a table that is packed again has other memory.
-        if not rows.table.readable_by_gpu():
+        if not access.reads_table(rows.table):
             return None
     try:
         if rows.device_slots is None:
@@ -210,8 +213,8 @@ def _with_room(rows: CacheState, n_ids: int, oldest: int | None) -> DeviceSlots 
             if states is None:
                 return None
             training.pin()
-            kernels = kernels_on(rows.device, tell=False)
-            rows.exchange = RowExchange(rows.row_store, kernels)
+            kernels = access.kernels(rows.device, tell=False)
+            rows.exchange = RowExchange(rows.row_store, access, kernels)
             rows.device_slots = DeviceSlots(
                 rows.slot_table,
                 rows.device,

@@ -21,6 +21,7 @@ from torch.optim.optimizer import (
 
 from ..dtypes import dense
 from ..errors import ArgumentError, ArgumentTypeError, BitslabError
+from .device_access import access_to
 from .membership import add_watched, rows_among, rows_in, rows_with
 from .ownership import sync_from_device
 from .row_state import RowState
@@ -242,12 +243,14 @@ class OptimizerAdapter:
             rows = self._rows()
             assert rows is not None
             device, n_slots = rows.device, rows.parameter.shape[0]
+            access = access_to(device)
+            assert access is not None
             for name, value in state.items():
                 if not isinstance(value, torch.Tensor) or not value.dim() or value.is_sparse:
                     continue
                 store = self.stores.get(name)
                 fits = value.shape[0] == n_slots and value.device == device
-                if store is None or not fits or not value.is_contiguous() or not store.pin():
+                if store is None or not fits or not value.is_contiguous() or not store.pin(access):
                     return None
                 found.append((value, store))
         return found

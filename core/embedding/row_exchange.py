@@ -16,6 +16,7 @@ from ..engine.kernels.cuda import CudaKernels
 from ..engine.kernels.cuda.exchange import FIELDS, ExchangedArray
 from ..engine.memory.host import HostBuffer
 from ..tables.table import CompressedTable
+from .device_access import DeviceAccess
 from .row_state import RowState
 from .store import RowStore
 
@@ -43,12 +44,15 @@ class RowExchange:
     ----------
     store : RowStore
         All rows.
+    access : DeviceAccess
+        How the device reaches them.
     kernels : CudaKernels
         Of the device.
     """
 
-    def __init__(self, store: RowStore, kernels: CudaKernels) -> None:
+    def __init__(self, store: RowStore, access: DeviceAccess, kernels: CudaKernels) -> None:
         self._store = store
+        self._access = access
         self._kernels = kernels
         # The table whose raw rows the kernel reads and overwrites itself, and these rows.
         self._direct: tuple[CompressedTable, torch.Tensor] | None = None
@@ -95,7 +99,7 @@ class RowExchange:
         store, self._n_ids = self._store, n_ids
         known = self._direct
         if known is None:
-            stored = store.table.rows_for_gpu()
+            stored = self._access.raw_rows(store.table)
             if stored is not None:
                 known = self._direct = (store.table, stored)
         if known is None:
@@ -140,7 +144,7 @@ class RowExchange:
             return
         n, outbox = self._n_ids, self._outbox
         assert outbox is not None
-        self._store.table.gather_some_on_gpu(wanted[:n], outbox.incoming[:n])
+        self._access.gather_some(self._store.table, wanted[:n], outbox.incoming[:n])
         outbox.ids[:n].copy_(leaving[:n], non_blocking=True)
         try:
             self._waiting = n

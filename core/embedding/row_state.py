@@ -11,6 +11,7 @@ import torch
 
 from ..engine.memory.host import HostBuffer
 from ..errors import BitslabError
+from .device_access import DeviceAccess
 
 #: Rows that are copied at once.
 PIECE_ROWS = 1 << 16
@@ -49,8 +50,8 @@ class RowState:
         """Describe the state for a copy, which has memory of its own."""
         return self.__dict__ | {"_buffer": None}
 
-    def pin(self) -> bool:
-        """Page-lock the values so that GPUs can read them; return whether that worked.
+    def pin(self, access: DeviceAccess) -> bool:
+        """Page-lock the values so that a device can read them; return whether that worked.
 
         The memory of all rows is taken then.
         """
@@ -59,7 +60,7 @@ class RowState:
                 buffer = HostBuffer.allocate(self._values.nbytes)
             except BitslabError:  # there is too little memory
                 buffer = HostBuffer.allocate(0)
-            if buffer.pinned:
+            if access.reads_memory(buffer):
                 values = buffer.tensor.view(self._values.dtype).view(self._values.shape)
                 for begin in range(0, len(values), PIECE_ROWS):
                     piece = slice(begin, begin + PIECE_ROWS)
@@ -70,7 +71,7 @@ class RowState:
                 self._buffer = buffer
             else:
                 self._buffer = HostBuffer.allocate(0)
-        return self._buffer.pinned
+        return access.reads_memory(self._buffer)
 
     @property
     def address(self) -> int:

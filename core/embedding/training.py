@@ -85,7 +85,7 @@ class Training:
     @property
     def _on_host(self) -> bool:
         """Whether gradients are summed on the host, bit for bit as torch sums them."""
-        return self._rows.device.type == "cpu"
+        return self._rows.device.type == "cpu" and not self._rows.owned_by_device
 
     # Lookups whose gradient may be computed
 

@@ -19,6 +19,7 @@ import torch
 
 from ..compressed import AnyCompressed, read_file
 from ..container import is_compressed
+from ..container_parts import PartCheck
 from ..devices import checked_device, device_or_default
 from ..dtypes import flat_bytes
 from ..engine.codecs.registry import get_codec
@@ -173,7 +174,8 @@ def restore(arguments: argparse.Namespace) -> None:
     extension = checked_extension(arguments.output, WRITABLE)
     _check_output(arguments.output, [arguments.input], arguments.force)
     with Workers(_device(arguments)) as workers:
-        content = read_file(arguments.input, workers.map)
+        checks: dict[str, list[PartCheck]] = {}
+        content = read_file(arguments.input, workers.map, checks)
         if content.metadata and extension != ".safetensors":
             note(f"{arguments.output}: {extension} has no place for the metadata, it is left out")
         raw_bytes = sum(ct.raw_nbytes for ct in content.tensors.values())
@@ -183,9 +185,9 @@ def restore(arguments: argparse.Namespace) -> None:
             try:
                 with Progress(title, raw_bytes, None) as progress:
                     if extension == ".safetensors":
-                        write_plain(temporary, content.tensors, content.metadata, workers, progress)
+                        write_plain(temporary, content, checks, workers, progress)
                     else:
-                        tensors = unpacked_tensors(content.tensors, workers, progress)
+                        tensors = unpacked_tensors(content.tensors, checks, workers, progress)
                         write_tensors(tensors, temporary, extension)
             except ArgumentError as error:
                 raise ArgumentError(f"{arguments.output}: {error}") from error

@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from ..compressed import AnyCompressed, CompressedTensor
+from ..compressed import AnyCompressed, CompressedFile, CompressedTensor
 from ..compressed_blob import CompressedBlob
+from ..container_parts import PartCheck, crc32_of
 from ..dtypes import flat_bytes
 from ..engine.codecs import RawCodec, WordRowCodec
 from ..engine.codecs.base import gathered_by_kernels
+from ..engine.files.checksums import combined_crc32
 from ..engine.files.positioned import write_at
 from ..engine.files.safetensors_writer import SafetensorsLayout
 from ..engine.files.writeback import start_writeback
 from ..engine.kernels.format import BLOCK_ROWS, PAD_WORDS, RowStorage, ceil_div
 from ..engine.kernels.row_kernels import RowKernels
 from ..engine.progress import Progress
+from ..errors import BitslabError, CorruptedDataError
 from .files import check_storable
 from .pack_file import LEAST_DEVICE_BYTES
 from .tensor_rows import row_ranges
 from .workers import Workers
+
+#: Bytes that one task computes the checksum of.
+SUMMED_BYTES = 8 << 20
 
 
 @dataclass(frozen=True)
@@ -49,6 +56,7 @@ def each_unpacked(
     use: Callable[[Unpacked], object],
     workers: Workers,
     progress: Progress,
+    checks: Mapping[str, Sequence[PartCheck]] | None = None,
 ) -> None:
     """Unpack tensors piece by piece, in any order.
 
@@ -57,44 +65,73 @@ def each_unpacked(
     tensors : mapping of str to CompressedTensor or CompressedBlob
         On the CPU.
     use : callable
-        Called with each piece, in the thread that unpacked it.
+        Called with each piece, in the thread that unpacked it; what it made of pieces is worth
+        nothing when this raises.
     workers : Workers
         What unpacks, and where.
     progress : Progress
         Advanced by the bytes of the tensors.
+    checks : mapping of str to sequence of PartCheck, optional
+        For each tensor, checksums to compare meanwhile.
 
     Raises
     ------
     CorruptedDataError
         When packed rows are damaged.
     """
-    pieces: list[_Piece | _WholeTensor] = []
+    checks = checks or {}
+    # The checksums of a tensor come before it: threads that do not wait to write compute them.
+    items: list[_Summed | _Piece | _WholeTensor] = []
     for name, ct in tensors.items():
+        for check in checks.get(name, ()):
+            items += _summed(check)
         if isinstance(ct, CompressedBlob):
-            pieces.append(_WholeTensor(name, ct))
+            items.append(_WholeTensor(name, ct))
         else:
-            pieces += _Packed(name, ct, workers.device).pieces()
-    workers.settle()
-    workers.each(
-        lambda piece: use(piece.unpacked(workers)),
-        pieces,
-        lambda piece, _: progress.advance(piece.n_bytes),
-        key=lambda piece: piece.key,
-    )
-    if workers.device.type == "cuda":
-        from ..engine.kernels.cuda import raise_pending_errors
+            items += _Packed(name, ct, workers.device).pieces()
 
-        raise_pending_errors(workers.device)
+    def work(item: _Summed | _Piece | _WholeTensor) -> int | None:
+        if isinstance(item, _Summed):
+            return crc32_of(item.data)
+        use(item.unpacked(workers))
+        return None
+
+    sums: list[tuple[int, int]] = []
+
+    def done(item: _Summed | _Piece | _WholeTensor, crc32: int | None) -> None:
+        if isinstance(item, _Summed):
+            assert crc32 is not None
+            sums.append((crc32, item.data.shape[0]))
+            if item.last:
+                item.check.compare(combined_crc32(sums))
+                sums.clear()
+        else:
+            progress.advance(item.n_bytes)
+
+    workers.settle()
+    try:
+        workers.each(work, items, done, key=lambda item: item.key)
+        _raise_pending(workers.device)
+    except CorruptedDataError:
+        with contextlib.suppress(BitslabError):
+            _raise_pending(workers.device)  # of the same rows: no later call is to raise it
+        # Rows of bytes that are damaged may be found to be so first; the checksum says more.
+        for each in checks.values():
+            for check in each:
+                check.run()
+        raise
 
 
 def write_plain(
     path: str | os.PathLike[str],
-    tensors: Mapping[str, AnyCompressed],
-    metadata: Mapping[str, str] | None,
+    content: CompressedFile,
+    checks: Mapping[str, Sequence[PartCheck]],
     workers: Workers,
     progress: Progress,
 ) -> None:
     """Write tensors, unpacked, to an existing file in the format of safetensors; not atomic.
+
+    See `each_unpacked` for `checks`.
 
     Raises
     ------
@@ -105,6 +142,7 @@ def write_plain(
     OSError
         When the file cannot be written.
     """
+    tensors, metadata = content.tensors, content.metadata
     shapes = {
         name: torch.empty(ct.shape, dtype=ct.dtype, device="meta") for name, ct in tensors.items()
     }
@@ -122,13 +160,16 @@ def write_plain(
             write_at(fd, at, piece.data)
             start_writeback(fd, at, piece.data.shape[0])
 
-        each_unpacked(tensors, write, workers, progress)
+        each_unpacked(tensors, write, workers, progress, checks)
     finally:
         os.close(fd)
 
 
 def unpacked_tensors(
-    tensors: Mapping[str, AnyCompressed], workers: Workers, progress: Progress
+    tensors: Mapping[str, AnyCompressed],
+    checks: Mapping[str, Sequence[PartCheck]],
+    workers: Workers,
+    progress: Progress,
 ) -> dict[str, torch.Tensor]:
     """Return tensors in memory, unpacked; see `each_unpacked`."""
     made = {name: torch.empty(ct.shape, dtype=ct.dtype) for name, ct in tensors.items()}
@@ -138,8 +179,35 @@ def unpacked_tensors(
         target = data[piece.name][piece.begin : piece.begin + piece.data.shape[0]]
         target.numpy()[:] = piece.data.numpy()
 
-    each_unpacked(tensors, keep, workers, progress)
+    each_unpacked(tensors, keep, workers, progress, checks)
     return made
+
+
+def _raise_pending(device: torch.device) -> None:
+    """Raise what kernels on a GPU have reported; waits for it."""
+    if device.type == "cuda":
+        from ..engine.kernels.cuda import raise_pending_errors
+
+        raise_pending_errors(device)
+
+
+@dataclass(frozen=True)
+class _Summed:
+    """Bytes of a part whose checksum is compared, `last` the last ones of it."""
+
+    check: PartCheck
+    data: torch.Tensor
+    last: bool
+
+    @property
+    def key(self) -> object:
+        """Equal for all: they use no kernel."""
+        return "checksum"
+
+
+def _summed(check: PartCheck) -> list[_Summed]:
+    pieces = list(check.pieces(SUMMED_BYTES))
+    return [_Summed(check, data, i == len(pieces)) for i, data in enumerate(pieces, 1)]
 
 
 class _Packed:

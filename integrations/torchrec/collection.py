@@ -310,7 +310,9 @@ class CompressedEmbeddingBagCollection(_Collection, EmbeddingBagCollection):  # 
         Raises
         ------
         IndexRangeError
-            When a value is no row of its table; nothing was changed.
+            When a value is no row of its table; nothing was changed. Of values on a GPU a later
+            call raises it, or `bitslab.raise_pending_errors`; until then such a value counts as
+            the first or the last row of its table.
         ArgumentError, ArgumentTypeError
             When `features` lacks a key or weights, or is something else.
         """
@@ -414,7 +416,9 @@ class CompressedEmbeddingCollection(_Collection, EmbeddingCollection):  # type: 
         Raises
         ------
         IndexRangeError
-            When a value is no row of its table; nothing was changed.
+            When a value is no row of its table; nothing was changed. Of values on a GPU a later
+            call raises it, or `bitslab.raise_pending_errors`; until then such a value counts as
+            the first or the last row of its table.
         ArgumentError, ArgumentTypeError
             When `features` lacks a key, or is something else.
         """

@@ -9,6 +9,7 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
+from bitslab.embedding import rows_of_keys
 from bitslab.errors import ArgumentError, ArgumentTypeError, IndexRangeError
 
 ID_DTYPES = (torch.int32, torch.int64)
@@ -142,14 +143,14 @@ class Ranges:
     ----------
     features, tables : list of str
         The features, and the table of each.
-    begins, sizes : torch.Tensor
-        int64 ``[features]``: the first row of each one's table in its group, and its rows.
+    begins, sizes : list of int
+        The first row of each one's table in its group, and the rows of that.
     """
 
     features: list[str]
     tables: list[str]
-    begins: torch.Tensor
-    sizes: torch.Tensor
+    begins: list[int]
+    sizes: list[int]
 
     def rows_of(self, picked: Picked) -> torch.Tensor:
         """Return the rows int64 ``[n]`` in the group that the values of all features name.
@@ -157,23 +158,24 @@ class Ranges:
         Raises
         ------
         IndexRangeError
-            When a value is negative or no row of its table.
+            When a value is negative or no row of its table; of values on a GPU by a later call
+            there.
         """
         values = picked.values
-        device, n = values.device, values.shape[0]
-        if len(picked.counts) == 1:
-            begins: torch.Tensor = self.begins.to(device)
-            sizes: torch.Tensor = self.sizes.to(device)
-        else:
-            counts = torch.tensor(picked.counts).to(device)
+        found = rows_of_keys(values, picked.counts, self.begins, self.sizes)
+        if found is not None:
+            return found
+        begins, sizes = torch.tensor([self.begins, self.sizes], device=values.device)
+        if len(picked.counts) > 1:
+            counts, n = torch.tensor(picked.counts, device=values.device), values.shape[0]
             begins, sizes = (
-                torch.repeat_interleave(t.to(device), counts, output_size=n)
-                for t in (self.begins, self.sizes)
+                torch.repeat_interleave(t, counts, output_size=n) for t in (begins, sizes)
             )
         inside = (values >= 0) & (values < sizes)
         if not bool(inside.all()):
             self._refuse(picked, int((~inside).nonzero()[0, 0]))
-        return begins + values
+        rows: torch.Tensor = begins + values
+        return rows
 
     def _refuse(self, picked: Picked, position: int) -> None:
         """Raise the error of a value that is out of range."""
@@ -183,6 +185,6 @@ class Ranges:
                 raise IndexRangeError(
                     f"features: value {int(picked.values[position])} at position {before} of "
                     f"feature {self.features[i]!r} is out of range; table {self.tables[i]!r} has "
-                    f"rows 0 to {int(self.sizes[i]) - 1}"
+                    f"rows 0 to {self.sizes[i] - 1}"
                 )
             before -= count

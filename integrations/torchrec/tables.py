@@ -251,8 +251,8 @@ class TableSet(RowsModule):
         return Ranges(
             [self.uses[use][1] for run in runs for use in run.uses],
             [self.specs[i].name for i in tables],
-            torch.tensor([self._place[i][1] for i in tables], dtype=torch.int64),
-            torch.tensor([self.specs[i].n_rows for i in tables], dtype=torch.int64),
+            [self._place[i][1] for i in tables],
+            [self.specs[i].n_rows for i in tables],
         )
 
     # Lookups
@@ -270,7 +270,7 @@ class TableSet(RowsModule):
                 asked.append((picked, ranges.rows_of(picked)))
             else:
                 asked.append(None)
-        # All values are checked before any row moves.
+        # Values on the host are all checked before any row moves.
         for group, runs, request in zip(self.groups, self._runs, asked, strict=True):
             if request is not None:
                 picked, ids = request
@@ -299,7 +299,7 @@ class TableSet(RowsModule):
         Raises
         ------
         IndexRangeError
-            When a value is out of range; nothing was changed.
+            When a value is out of range; nothing was changed. Of values on a GPU by a later call.
         """
         if self.on_meta:
             return self._shaped(features.stride_per_key(), positions)

@@ -11,16 +11,14 @@ import numpy as np
 import pytest
 import torch
 
-from bitslab import CompressedTable, RawCodec
-from bitslab.embedding import device_lookup, lookup, ownership
+from bitslab import RawCodec
+from bitslab.embedding import ownership
+from bitslab.embedding.device_access import DEVICES, DeviceAccess
 from bitslab.embedding.gradients import NONE
-from bitslab.embedding.training import Training
 from bitslab.engine.kernels.cpu import slots as twin
 from bitslab.engine.kernels.cpu.compiling import call
 from bitslab.engine.kernels.cuda import CudaKernels
 from bitslab.engine.kernels.cuda.slots import TAKEN
-from bitslab.engine.memory.host import HostBuffer
-from bitslab.tables.gathering import Gathers
 from tests.embedding.support import Pair, check_map
 from tests.simt.runner import SimtRunner
 
@@ -162,17 +160,30 @@ def array(tensor, dtype=np.int64):
     return np.empty(0, dtype) if tensor is None else tensor.numpy()
 
 
-@contextlib.contextmanager
-def on_simulated_gpu(*, twins: bool = False) -> Iterator[SimtRunner]:
-    """Run training lookups on the code path of ids on a GPU, with its kernels; yield their runner.
+class SimulatedAccess(DeviceAccess):
+    """The CPU as a device: its kernels run in a simulator, or their twins do."""
 
-    With `twins` the kernels' twins take their place, which need a tenth of the time.
-    """
-    runner = SimtRunner()
-    kernels: Any = TwinKernels() if twins else CudaKernels(runner)
+    def __init__(self, kernels: Any) -> None:
+        self._kernels = kernels
 
-    def gather_some(table: CompressedTable, ids: torch.Tensor, out: torch.Tensor):
-        if twins:
+    def kernels(self, device, *, tell=True):
+        return self._kernels
+
+    def reads_memory(self, buffer):
+        return True
+
+    def reads_table(self, table):
+        return True
+
+    def raw_rows(self, table):
+        if not table.takes_gpu_writes:
+            return None
+        table._rows.dirty = True
+        return table._parts.raw_rows()
+
+    def gather_some(self, table, ids, out):
+        kernels = self._kernels
+        if isinstance(kernels, TwinKernels):
             there = ids >= 0
             out[there] = table.gather(ids[there])
         elif isinstance(table.codec, RawCodec):
@@ -181,22 +192,18 @@ def on_simulated_gpu(*, twins: bool = False) -> Iterator[SimtRunner]:
             packed: Any = table._rows.kernels
             kernels.gather_rows(table._rows.storage(), packed.layout, ids, out)
 
+
+@contextlib.contextmanager
+def on_simulated_gpu(*, twins: bool = False) -> Iterator[SimtRunner]:
+    """Run training lookups on the code path of ids on a GPU, with its kernels; yield their runner.
+
+    With `twins` the kernels' twins take their place, which need a tenth of the time.
+    """
+    runner = SimtRunner()
+    kernels: Any = TwinKernels() if twins else CudaKernels(runner)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(device_lookup, "kernels_on", lambda device, tell=True: kernels)
-        patch.setattr(
-            lookup, "runs_on_gpu", lambda rows, ids, fetches: rows.all_resident or fetches
-        )
-        patch.setattr(lookup, "checked_by_lookup", lambda offsets, device: True)
-        patch.setattr(Gathers, "readable_by_gpu", lambda gathers: True)
-        patch.setattr(CompressedTable, "gather_some_on_gpu", gather_some)
-        patch.setattr(HostBuffer, "pinned", True)
-        summed_as_on_gpu(patch)
+        patch.setitem(DEVICES, "cpu", SimulatedAccess(kernels))
         yield runner
-
-
-def summed_as_on_gpu(patch: pytest.MonkeyPatch):
-    """Leave gradients alone in steps where only the GPU knows the slots."""
-    patch.setattr(Training, "_on_host", property(lambda own: not own._rows.owned_by_device))
 
 
 def made(optimizer: str = "sgd", cache_rows: int = CACHE_ROWS, **options) -> Pair:

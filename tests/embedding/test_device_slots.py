@@ -68,7 +68,6 @@ def test_the_most_used_rows_are_kept(runner, evict):
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "adagrad-sparse", "sparse-adam"])
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.usefixtures("steps_as_on_gpu")
 def test_whatever_else_happens_the_steps_are_those_of_a_plain_parameter(optimizer, seed):
     generator = np.random.default_rng(seed)
     evict = list(EvictionStrategy)[seed % 3]
@@ -283,10 +282,11 @@ def test_rows_that_are_written_back_are_on_the_host_when_it_looks(runner):
 def test_a_table_with_copies_elsewhere_is_changed_by_the_host(runner):
     pair = made(codec="raw", cache_rows=4)
     pair.train((1, 2, 3, 4))
-    assert pair.rows.table.rows_for_gpu() is not None
+    exchange = pair.rows.exchange
+    assert exchange is not None and exchange.settle()
     cache = SlabCache(pair.rows.table, 1 << 12, ["cpu"])
     cache.fill(torch.arange(10))
-    assert pair.rows.table.rows_for_gpu() is None
+    assert not exchange.settle()
     pair.train(*drawn(11, 6))
     pair.rows.flush()
     assert same_bits(cache.gather(torch.arange(N_ROWS), None, "cpu"), pair.plain)

@@ -8,7 +8,6 @@ import gc
 import pytest
 import torch
 
-from bitslab import CompressedTable
 from bitslab.embedding import device_lookup, device_slots, parameter_watch
 from bitslab.embedding.adapters import Adapters
 from bitslab.embedding.optimizers import OptimizerAdapter
@@ -16,14 +15,20 @@ from bitslab.embedding.row_exchange import RowExchange
 from bitslab.embedding.slots import SlotTable
 from bitslab.embedding.training import Training
 from bitslab.engine.kernels.cuda.slots import SlotFinder
-from bitslab.tables.gathering import Gathers
-from tests.embedding.on_device import CACHE_ROWS, N_ROWS, check_gpu_map, drawn, made
+from tests.embedding.on_device import (
+    CACHE_ROWS,
+    N_ROWS,
+    SimulatedAccess,
+    check_gpu_map,
+    drawn,
+    made,
+)
 
 INTERRUPTED = {
     "claim": SlotFinder,
     "choose": SlotFinder,
     "exchange": RowExchange,
-    "gather_some_on_gpu": CompressedTable,
+    "gather_some": SimulatedAccess,
     "give": SlotFinder,
 }
 
@@ -33,7 +38,7 @@ INTERRUPTED = {
 @pytest.mark.parametrize("where", INTERRUPTED)
 @pytest.mark.parametrize("codec", ["ibp", "raw"])
 def test_an_interrupted_lookup_loses_nothing(runner, codec, where, late, monkeypatch):
-    if (codec, where) == ("raw", "gather_some_on_gpu"):
+    if (codec, where) == ("raw", "gather_some"):
         codec = "ibp"
     pair = made("adagrad", codec=codec)
     pair.train((1, 2), (30, 31), range(8), range(8))
@@ -145,8 +150,8 @@ def test_a_table_that_is_packed_anew_where_no_gpu_can_read_it_is_left_to_the_hos
     pair = made(codec="ibp")
     pair.train((1, 30))
     pair.rows.load(pair.plain.data.clone())
-    monkeypatch.setattr(Gathers, "readable_by_gpu", lambda gathers: False)
-    monkeypatch.setattr(CompressedTable, "gather_some_on_gpu", lambda *arguments: 1 / 0)
+    monkeypatch.setattr(SimulatedAccess, "reads_table", lambda access, table: False)
+    monkeypatch.setattr(SimulatedAccess, "gather_some", lambda *arguments: 1 / 0)
     pair.train((2, 33))
     pair.check()
 
@@ -170,7 +175,7 @@ def test_too_little_memory_leaves_the_lookup_to_the_host(runner, monkeypatch):
 
 
 def test_memory_that_a_gpu_cannot_read_leaves_the_lookup_to_the_host(runner, monkeypatch):
-    monkeypatch.setattr("bitslab.engine.memory.host.HostBuffer.pinned", False)
+    monkeypatch.setattr(SimulatedAccess, "reads_memory", lambda access, buffer: False)
     pair = made("adagrad")
     pair.train(*drawn(6, 5))
     assert not pair.rows.owned_by_device

@@ -14,6 +14,7 @@ from bitslab.engine.kernels.cuda.ids import (
     IdScratch,
     bin_shift,
 )
+from bitslab.engine.kernels.cuda.runner import INDEX_ERROR
 from bitslab.engine.kernels.cuda.source import ORDER_BINS
 from bitslab.errors import ArgumentError
 from tests.simt.module import guarded
@@ -160,3 +161,36 @@ def test_bins_are_as_small_as_the_table_allows():
         shift = bin_shift(n_rows)
         assert (n_rows - 1) >> shift < ORDER_BINS
         assert shift == 0 or (n_rows - 1) >> (shift - 1) >= ORDER_BINS
+
+
+@DTYPES
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("counts", [[5], [0, 300, 0, 0, 1, 40, 0], [3] * 33], ids=str)
+def test_rows_of_keys_are_those_of_their_tables(counts, seed, dtype):
+    generator = np.random.default_rng(seed)
+    sizes = generator.integers(1, 50, len(counts))
+    sizes[0] = 0 if not counts[0] else sizes[0]
+    begins = np.cumsum(sizes) - sizes
+    key_of = np.repeat(np.arange(len(counts)), counts)
+    ids = generator.integers(0, sizes[key_of])
+    keys = torch.from_numpy(np.stack([np.cumsum(counts), begins, sizes]))
+    runner = SimtRunner(seed)
+    expected = begins[key_of] + ids
+    twins = np.full(len(ids), -9)
+    for bad in (None, -1, 1 << 30):
+        if bad is not None:
+            at = len(ids) // 2
+            ids[at] = bad
+            expected[at] = begins[key_of[at]] + (0 if bad < 0 else sizes[key_of[at]] - 1)
+        given = guarded(torch.from_numpy(ids).to(dtype))
+        rows = IdKernels(runner).rows_of_keys(given, guarded(keys))
+        assert rows.tolist() == expected.tolist()
+        found = twin.rows_of_keys(given.numpy(), keys.numpy(), twins)
+        assert twins.tolist() == expected.tolist()
+        if bad is None:
+            assert found == -1 and not runner.mailbox.any()
+        else:
+            assert found == at
+            assert runner.mailbox.tolist() == [INDEX_ERROR, at, bad, sizes[key_of[at]]]
+            runner.mailbox.zero_()
+    assert len(IdKernels(runner).rows_of_keys(given[:0], keys)) == 0

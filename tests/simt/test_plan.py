@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from bitslab import InvariantCodec
+from bitslab.engine.codecs import PlanCache
 from bitslab.engine.codecs.invariant import planner
 from bitslab.engine.kernels import cpu
 from bitslab.engine.kernels.candidates import CandidateTable, MaskRule
@@ -76,3 +79,49 @@ def test_both_backends_choose_one_plan(dtype, monkeypatch):
     monkeypatch.setattr(planner, "kernels_for", lambda device: kernels)
     assert profile() == expected
     assert len(runner.launched) >= 12
+
+
+class Launching(TorchDispatchMode):
+    """Counts operations of torch that a GPU launches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.overloadpacket.__name__
+        if name in ("index_select", "cat", "zeros", "full", "add", "clone", "copy_", "_to_copy"):
+            self.names.append(name)
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_known_plan_is_checked_in_few_launches(monkeypatch):
+    torch.manual_seed(0)
+    monkeypatch.setattr(planner, "SAMPLE_BYTES", 64 << 10)
+    monkeypatch.setattr(planner, "PROBE_BYTES", 6 << 10)
+    monkeypatch.setattr(planner, "PROBE_ROWS", 8)
+    plans = PlanCache()
+    rows = [(torch.randn(80, 1024) * 0.02).bfloat16() for _ in range(3)]
+    expected = [InvariantCodec.fit(x, plans=plans) for x in rows]
+    assert plans.stats() == {"planned": 1, "kept": 2}
+    kernels, runner = simt_kernels()
+    monkeypatch.setattr(planner, "kernels_for", lambda device: kernels)
+    monkeypatch.setattr(planner, "_waits_for", lambda device: True)
+    launching = Launching()
+    with launching:
+        assert InvariantCodec.fit(rows[2], plans=plans) == expected[2]
+    assert [name for _, name in runner.launched] == [
+        "count_bits",  # of the even rows and the odd ones
+        "agreed_masks",
+        "frequent_by_position",
+        "count_values",
+        "top_values",
+        "top_values",
+        "sizes_by_option",
+        "agreed_masks",
+        "count_values",
+        "top_values",
+        "top_values",
+    ]
+    # Rows of the sample, blocks of some of them, and the counts of these.
+    assert sorted(launching.names) == ["add", "cat", *["index_select"] * 3, *["zeros"] * 4]

@@ -103,13 +103,21 @@ class Kernels(Protocol):
         ...
 
     def agreed_masks(
-        self, counts: torch.Tensor, n_rows: int, candidates: CandidateTable
+        self,
+        counts: torch.Tensor,
+        n_rows: int,
+        candidates: CandidateTable,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return the masks of candidates of a plan."""
         ...
 
     def frequent_values(
-        self, rows: torch.Tensor, masks: torch.Tensor, candidates: CandidateTable
+        self,
+        rows: torch.Tensor,
+        masks: torch.Tensor,
+        candidates: CandidateTable,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return the most frequent masked chunks of each position."""
         ...

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 
 import numpy as np
 
@@ -64,6 +65,10 @@ class CandidateTable:
     @classmethod
     def of(cls, rules: Iterable[MaskRule], row_bytes: int, n_rows: int) -> CandidateTable:
         """Return the table of rules whose masks are learnt from `n_rows` rows."""
+        return _table(tuple(rules), row_bytes, n_rows)
+
+    @classmethod
+    def _of(cls, rules: Iterable[MaskRule], row_bytes: int, n_rows: int) -> CandidateTable:
         rows = []
         first = 0
         for rule in rules:
@@ -82,15 +87,37 @@ class CandidateTable:
         """Return the number of candidates."""
         return len(self.numbers)
 
-    @property
+    # A planner on a GPU asks for these as often as it launches.
+
+    @cached_property
     def entries(self) -> int:
         """Number of masks of all candidates."""
         return int(self.numbers[:, POSITIONS].sum())
 
+    @cached_property
+    def most_positions(self) -> int:
+        """The most masks that one candidate has."""
+        return int(self.numbers[:, POSITIONS].max())
+
+    @cached_property
+    def uniform(self) -> bool:
+        """Whether any candidate is uniform."""
+        return bool(self.numbers[:, UNIFORM].any())
+
+    @cached_property
+    def positional(self) -> bool:
+        """Whether any candidate is positional."""
+        return not self.numbers[:, UNIFORM].all()
+
+
+@lru_cache(64)
+def _table(rules: tuple[MaskRule, ...], row_bytes: int, n_rows: int) -> CandidateTable:
+    return CandidateTable._of(rules, row_bytes, n_rows)
+
 
 def check_positional_rows(n_rows: int, candidates: CandidateTable) -> None:
     """Refuse more rows than values of positional masks are learnt from."""
-    if n_rows > POSITIONAL_ROWS and not candidates.numbers[:, UNIFORM].all():
+    if n_rows > POSITIONAL_ROWS and candidates.positional:
         raise ArgumentError(
             f"rows: {n_rows}, accepted are {POSITIONAL_ROWS} where masks are positional"
         )

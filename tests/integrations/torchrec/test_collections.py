@@ -24,10 +24,12 @@ from torchrec.modules.embedding_configs import DataType, PoolingType
 
 from bitslab import ArgumentError, ArgumentTypeError, BitslabError, IndexRangeError
 from bitslab.embedding import EvictionStrategy
+from bitslab.engine.kernels.cuda.runner import INDEX_ERROR
 from bitslab.integrations.torchrec import (
     CompressedEmbeddingBagCollection,
     CompressedEmbeddingCollection,
 )
+from tests.embedding.on_device import on_simulated_gpu
 from tests.integrations.torchrec.batches import KEYS, bag_configs, batch, configs, same_state
 
 SGD: dict[str, Any] = {"cls": torch.optim.SGD, "lr": 0.1}
@@ -486,6 +488,30 @@ def test_a_value_out_of_range_is_refused_and_nothing_changes(make, feature, valu
         ours(features_with(feature, value))
     assert all(torch.equal(a, b) for a, b in zip(resident, ours.parameters(), strict=True))
     assert ours.stats()["lookups"] == 0
+
+
+@pytest.mark.parametrize("cache_ratio", [0.05, 1.0], ids=["cached", "resident"])
+def test_on_a_gpu_the_host_does_not_look_at_values(cache_ratio) -> None:
+    """Rows are found by the device, and a value out of range is reported by it."""
+    theirs, ours = bags(lambda: bag_configs(pooling=PoolingType.SUM), cache_ratio=cache_ratio)
+    optimizers = [torch.optim.SGD(module.parameters(), lr=0.5) for module in (theirs, ours)]
+    with on_simulated_gpu() as runner:
+        for step in range(4):
+            features = batch(step)
+            grad = torch.randint(-4, 5, (13, 3 * 8 + 64), generator=torch.manual_seed(step))
+            for module, optimizer in zip((theirs, ours), optimizers, strict=True):
+                optimizer.zero_grad()
+                (module(features).values() * grad).sum().backward()
+                optimizer.step()
+        launched = [kernel for _, kernel in runner.launched if kernel == "rows_of_keys"]
+        assert len(launched) == 4 * len(ours.groups)
+        assert not runner.mailbox.any()
+        assert same_state(theirs, ours)
+        ours(features_with("a", 41))
+        assert runner.mailbox.tolist()[0] == INDEX_ERROR
+        assert runner.mailbox.tolist()[2:] == [41, 41]
+        runner.mailbox.zero_()
+        assert same_state(theirs, ours)
 
 
 def test_features_that_do_not_fit_are_refused() -> None:

@@ -19,7 +19,14 @@ import torch
 
 from ....dtypes import EXPONENT_FIELDS, element_bytes
 from ...kernels import kernels_for
-from ...kernels.candidates import POSITIONAL_ROWS, UNIFORM, WIDTH, CandidateTable, MaskRule
+from ...kernels.candidates import (
+    POSITIONAL_ROWS,
+    UNIFORM,
+    VALUES,
+    WIDTH,
+    CandidateTable,
+    MaskRule,
+)
 from ...kernels.cuda.constants import constant_on
 from ...kernels.format import CHUNK_BYTES, CODE_BITS, RowFormat
 from .profile import UNSIGNED, Profile
@@ -64,23 +71,33 @@ class Sample:
     """
 
     def __init__(self, rows: torch.Tensor) -> None:
-        self.rows = rows
+        # The rows are those of these from `_first` on, every `_step`.
+        self._among, self._first, self._step = rows, 0, 1
+        self._rows: torch.Tensor | None = rows
         self._counts: torch.Tensor | None = None
+        self._counted_halves: _CountedHalves | None = None
         self._halves: tuple[Sample, Sample] | None = None
         self._fitted: dict[MaskRule, np.ndarray] = {}  # on the host
 
     def __len__(self) -> int:
-        return self.rows.shape[0]
+        return len(range(self._first, self._among.shape[0], self._step))
+
+    @property
+    def rows(self) -> torch.Tensor:
+        """uint8 ``[n, row_bytes]``, contiguous."""
+        if self._rows is None:
+            self._rows = self._among[self._first :: self._step].contiguous()
+        return self._rows
 
     @property
     def row_bytes(self) -> int:
         """Bytes of a row."""
-        return self.rows.shape[1]
+        return self._among.shape[1]
 
     @property
     def few(self) -> bool:
         """Whether all rows are counted for all candidates."""
-        return self.rows.numel() <= PROBE_BYTES and len(self) <= POSITIONAL_ROWS
+        return len(self) * self.row_bytes <= PROBE_BYTES and len(self) <= POSITIONAL_ROWS
 
     def chunks(self, chunk_bytes: int) -> np.ndarray:
         """View the rows, on the CPU, as ``[n, C]`` chunks."""
@@ -91,9 +108,15 @@ class Sample:
         if len(self) < 2:
             return self, self
         if self._halves is None:
-            even, odd = (self.rows[first::2].contiguous() for first in (0, 1))
-            self._halves = Sample(even), Sample(odd)
+            counted = _CountedHalves(self.rows)
+            self._halves = self._half(0, counted), self._half(1, counted)
         return self._halves
+
+    def _half(self, first: int, counted: _CountedHalves) -> Sample:
+        """Return every second row, which is copied only where all of them are asked for."""
+        half = Sample(self.rows)
+        half._first, half._step, half._rows, half._counted_halves = first, 2, None, counted
+        return half
 
     def part(self, n: int) -> Sample:
         """Return a sample of `n` rows spread over this one."""
@@ -103,8 +126,11 @@ class Sample:
         """Return `n` rows, at least one, or all."""
         if n >= len(self):
             return self.rows
-        picked = _spread_places(len(self), max(1, n))
-        return self.rows.index_select(0, constant_on(self.rows.device, picked))
+        return _picked(self._among, self._places(max(1, n)), None)
+
+    def _places(self, n: int) -> np.ndarray:
+        """Return the places of `n` rows, fewer than there are, among those that hold them."""
+        return _spread_places(len(self), n, self._first, self._step)
 
     def valued(self, uniform: bool, share: int = 1) -> Sample:
         """Return the rows from which values are learnt, or one of so many shares of them."""
@@ -129,30 +155,44 @@ class Sample:
         """Return a part of the rows, or of blocks of them, with the counts of all rows."""
         if self.few:
             return self
+        n = self._probed_rows(blocks)
+        if n >= len(self):
+            return self if blocks is None else Sample(_blocks_of(self.rows, blocks))
+        return Sample(_picked(self._among, self._places(n), blocks))
+
+    def _probed_rows(self, blocks: np.ndarray | None) -> int:
         width = self.row_bytes if blocks is None else len(blocks) * BLOCK_BYTES
-        n = min(max(PROBE_ROWS, PROBE_BYTES // width), POSITIONAL_ROWS)
-        if blocks is None:
-            return self.part(n)
-        return Sample(_blocks_of(self._spread(n), blocks, dim=1))
+        return min(max(PROBE_ROWS, PROBE_BYTES // width), POSITIONAL_ROWS)
+
+    def probe_with(self, other: Sample, blocks: np.ndarray | None) -> tuple[Sample, Sample]:
+        """Return what `probe` does of this sample and another: of halves in one go."""
+        n = self._probed_rows(blocks)
+        if other is self:
+            part = self.probe(blocks)
+            return part, part
+        apart = self._among is not other._among or self.few or other.few
+        if apart or n >= min(len(self), len(other)):
+            return self.probe(blocks), other.probe(blocks)
+        places = _places_of_both(len(self), len(other), n)
+        both = _picked(self._among, places, blocks)
+        return Sample(both[:n]), Sample(both[n:])
 
     def bit_counts(self) -> torch.Tensor:
         """Return int64 ``[row_bytes, 8]``: the rows that have each bit set."""
         if self._counts is None:
-            if self._halves is None:
-                # The widest chunk is counted quickest, and the order of bits is the same for all.
-                width = next(w for w in reversed(CHUNK_BYTES) if self.row_bytes % w == 0)
-                counts = kernels_for(self.rows.device).count_bits(self.rows, width)
+            if self._counted_halves is not None:
+                self._counts = self._counted_halves.counts()[self._first]
+            elif self._halves is None:
+                self._counts = _bit_counts(self.rows)
             else:
                 even, odd = self._halves
-                counts = even.bit_counts() + odd.bit_counts()
-            self._counts = counts.view(-1, 8)
+                self._counts = even.bit_counts() + odd.bit_counts()
         return self._counts
 
     def learnt(self, rule: MaskRule) -> torch.Tensor:
         """Return what all rows give a rule: int64 ``[1 + VALUES, entries]``, masks and values."""
         rows = self.valued(rule.uniform).rows
-        found = learn([rule], self.bit_counts(), len(self), rows)
-        return torch.cat([found.masks[None], found.values])
+        return learn([rule], self.bit_counts(), len(self), rows).found
 
     def keep_learnt(self, rule: MaskRule, found: np.ndarray) -> None:
         """Keep what `learnt` returned, on the host, for `fitted`."""
@@ -167,17 +207,61 @@ class Sample:
     def block_counts(self, blocks: np.ndarray | None) -> torch.Tensor:
         """Return the counts of the bytes of some blocks of the rows, or of all."""
         counts = self.bit_counts()
-        return counts if blocks is None else _blocks_of(counts, blocks, dim=0)
+        if blocks is None:
+            return counts
+        whole = counts[: self.row_bytes // BLOCK_BYTES * BLOCK_BYTES].view(-1, BLOCK_BYTES * 8)
+        return whole.index_select(0, constant_on(counts.device, blocks)).view(-1, 8)
+
+
+class _CountedHalves:
+    """The set bits of the even and the odd rows, which are counted in one go when asked for.
+
+    Parameters
+    ----------
+    rows : torch.Tensor
+        uint8 ``[n, row_bytes]``, contiguous, n at least 2.
+    """
+
+    def __init__(self, rows: torch.Tensor) -> None:
+        self._rows = rows
+        self._counts: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def counts(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return int64 ``[row_bytes, 8]`` of the even and of the odd rows."""
+        if self._counts is None:
+            n, row_bytes = self._rows.shape
+            # Two rows, one behind the other, are counted as one.
+            pairs = self._rows[: n // 2 * 2].view(n // 2, 2 * row_bytes)
+            even, odd = _bit_counts(pairs).view(2, row_bytes, 8)
+            if n % 2:
+                even = even + _bit_counts(self._rows[n - 1 :])
+            self._counts = even, odd
+        return self._counts
+
+
+def _bit_counts(rows: torch.Tensor) -> torch.Tensor:
+    """Return int64 ``[row_bytes, 8]``: how many rows have each bit set."""
+    # The widest chunk is counted quickest, and the order of bits is the same for all.
+    width = next(w for w in reversed(CHUNK_BYTES) if rows.shape[1] % w == 0)
+    return kernels_for(rows.device).count_bits(rows, width).view(-1, 8)
 
 
 # What depends on sizes alone takes longer to make than a GPU takes for a sample: it is kept.
 
 
 @lru_cache(KEPT)
-def _spread_places(n: int, wanted: int) -> np.ndarray:
-    """Return places spread over `n`."""
+def _spread_places(n: int, wanted: int, first: int = 0, step: int = 1) -> np.ndarray:
+    """Return places spread over `n`, which begin at `first` and are `step` apart."""
     # Not every so many: what repeats in rows, as heads do, would be met in part.
-    return np.linspace(0, n - 1, wanted).astype(np.int64)
+    return np.linspace(0, n - 1, wanted).astype(np.int64) * step + first
+
+
+@lru_cache(KEPT)
+def _places_of_both(n_even: int, n_odd: int, wanted: int) -> np.ndarray:
+    """Return places spread over the even rows, and then as many over the odd ones."""
+    return np.concatenate(
+        [_spread_places(n_even, wanted, 0, 2), _spread_places(n_odd, wanted, 1, 2)]
+    )
 
 
 @lru_cache(KEPT)
@@ -194,11 +278,23 @@ def _drawn_places(n: int, wanted: int, seed: int) -> np.ndarray:
     return np.minimum((places * (n / wanted)).astype(np.int64), n - 1)
 
 
-def _blocks_of(items: torch.Tensor, blocks: np.ndarray, dim: int) -> torch.Tensor:
-    """Return some blocks of items of a dimension."""
+def _picked(rows: torch.Tensor, places: np.ndarray, blocks: np.ndarray | None) -> torch.Tensor:
+    """Return some rows, or some blocks of these, contiguous."""
+    if blocks is not None and rows.shape[1] % BLOCK_BYTES == 0:
+        # Blocks are rows of a longer table: one copy.
+        each = rows.view(-1, BLOCK_BYTES)
+        places = (places[:, None] * (rows.shape[1] // BLOCK_BYTES) + blocks).reshape(-1)
+        picked = each.index_select(0, constant_on(rows.device, places))
+        return picked.view(-1, len(blocks) * BLOCK_BYTES)
+    picked = rows.index_select(0, constant_on(rows.device, places))
+    return picked if blocks is None else _blocks_of(picked, blocks)
+
+
+def _blocks_of(rows: torch.Tensor, blocks: np.ndarray) -> torch.Tensor:
+    """Return some blocks of rows."""
     # Slices, which a GPU copies without their numbers.
     begins = [b * BLOCK_BYTES for b in blocks.tolist()]
-    return torch.cat([items.narrow(dim, begin, BLOCK_BYTES) for begin in begins], dim)
+    return torch.cat([rows.narrow(1, begin, BLOCK_BYTES) for begin in begins], 1)
 
 
 def draw_sample(rows: torch.Tensor, seed: int) -> Sample:
@@ -266,12 +362,21 @@ class Plan:
 
 @dataclass(frozen=True, eq=False)
 class Learnt:
-    """Rules with the masks and values that rows gave them, on the device of the rows."""
+    """Rules with what rows gave them, on the device of the rows.
+
+    Parameters
+    ----------
+    rules : sequence of MaskRule
+        The rules.
+    table : CandidateTable
+        The same.
+    found : torch.Tensor
+        int64 ``[1 + VALUES, entries]``: masks, and values.
+    """
 
     rules: Sequence[MaskRule]
     table: CandidateTable
-    masks: torch.Tensor
-    values: torch.Tensor
+    found: torch.Tensor
 
 
 def learn(
@@ -280,8 +385,11 @@ def learn(
     """Learn masks from the counts of the bits of `n_rows` rows, and values from some rows."""
     kernels = kernels_for(rows.device)
     table = CandidateTable.of(rules, rows.shape[1], n_rows)
-    masks = kernels.agreed_masks(counts, n_rows, table)
-    return Learnt(rules, table, masks, kernels.frequent_values(rows, masks, table))
+    shape = (1 + VALUES, table.entries)
+    found = torch.empty(shape, dtype=torch.int64, device=rows.device)
+    kernels.agreed_masks(counts, n_rows, table, out=found[0])
+    kernels.frequent_values(rows, found[0], table, out=found[1:])
+    return Learnt(rules, table, found)
 
 
 @dataclass(frozen=True, eq=False)
@@ -328,7 +436,7 @@ def measure(
     """
     whole = test.row_bytes == row_bytes
     units = kernels_for(test.rows.device).sizes_by_option(
-        test.rows, learnt.masks, learnt.values, learnt.table, 32 if whole else 1
+        test.rows, learnt.found[0], learnt.found[1:], learnt.table, 32 if whole else 1
     )
     bytes_a_unit = 4 if whole else row_bytes / test.row_bytes / 8
     host_units = units.cpu().numpy() if read is None else read(units)
@@ -370,8 +478,7 @@ class Search:
         # Nor must it on a part of the rows: of few rows, more are like no other than of all.
         self._even, odd = (sample, sample) if whole and sample.few else sample.halves()
         self._blocks = self._even.blocks()
-        self._learnt_part = self._even.probe(self._blocks)
-        self._tested_part = odd.probe(self._blocks)
+        self._learnt_part, self._tested_part = self._even.probe_with(odd, self._blocks)
 
     @property
     def exact(self) -> bool:

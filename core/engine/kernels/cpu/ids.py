@@ -1,4 +1,4 @@
-"""Ids ordered by where their rows lie, as kernels/cuda/ids.cu does; see there."""
+"""Ids by where their rows lie, and rows of tables back to back, as kernels/cuda/ids.cu does."""
 
 from __future__ import annotations
 
@@ -47,3 +47,22 @@ def order_ids(ids, n_rows, shift, bins, first_bad, order):
     for b in range(n_bins):  # as the kernel leaves it: how many ids of each bin were taken
         bins[n_bins + b] -= start
         start += bins[b]
+
+
+@njit(nogil=True, cache=True)
+def rows_of_keys(ids, keys, rows):
+    """Write the rows int64 ``[n]`` that ids name; return the last position of a bad id, or -1.
+
+    ``keys`` int64 ``[3, K]`` has for each key the position behind its last id, the first row of its
+    table and the rows of that.
+    """
+    bad, key = -1, 0
+    for i in range(ids.shape[0]):
+        while key < keys.shape[1] - 1 and keys[0, key] <= i:
+            key += 1
+        row, size = ids[i], keys[2, key]
+        if row < 0 or row >= size:
+            bad = i
+            row = 0 if row < 0 or size == 0 else size - 1
+        rows[i] = keys[1, key] + row
+    return bad

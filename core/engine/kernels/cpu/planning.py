@@ -27,7 +27,12 @@ from .loading import planning
 Array = np.ndarray
 
 
-def agreed_masks(counts: torch.Tensor, n_rows: int, candidates: CandidateTable) -> torch.Tensor:
+def agreed_masks(
+    counts: torch.Tensor,
+    n_rows: int,
+    candidates: CandidateTable,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Return the masks of candidates: the bits on which enough rows agree, and those of the field.
 
     Parameters
@@ -39,20 +44,25 @@ def agreed_masks(counts: torch.Tensor, n_rows: int, candidates: CandidateTable) 
         Rows that were counted.
     candidates : CandidateTable
         The rules.
+    out : torch.Tensor, optional
+        What is returned, to write to.
 
     Returns
     -------
     torch.Tensor
-        int64 ``[entries]``.
+        int64 ``[entries]``, contiguous.
     """
-    masks = np.empty(candidates.entries, np.uint64)
+    masks = torch.empty(candidates.entries, dtype=torch.int64) if out is None else out
     bits = counts.view(-1, 8).numpy()
-    call(planning().agreed_masks, bits, n_rows, candidates.numbers, masks)
-    return torch.from_numpy(masks.view(np.int64))
+    call(planning().agreed_masks, bits, n_rows, candidates.numbers, masks.numpy().view(np.uint64))
+    return masks
 
 
 def frequent_values(
-    rows: torch.Tensor, masks: torch.Tensor, candidates: CandidateTable
+    rows: torch.Tensor,
+    masks: torch.Tensor,
+    candidates: CandidateTable,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the most frequent masked chunks of each position, of all positions when uniform.
 
@@ -65,15 +75,19 @@ def frequent_values(
         int64 ``[entries]``.
     candidates : CandidateTable
         The rules.
+    out : torch.Tensor, optional
+        What is returned, to write to.
 
     Returns
     -------
     torch.Tensor
-        int64 ``[VALUES, entries]``, most frequent first; equal counts go to the smaller value, and
-        where there are fewer values the first one is repeated.
+        int64 ``[VALUES, entries]``, contiguous, most frequent first; equal counts go to the smaller
+        value, and where there are fewer values the first one is repeated.
     """
     check_positional_rows(rows.shape[0], candidates)
-    values = np.empty((VALUES, candidates.entries), np.uint64)
+    if out is None:
+        out = torch.empty((VALUES, candidates.entries), dtype=torch.int64)
+    values = out.numpy().view(np.uint64)
     all_masks = masks.numpy().view(np.uint64)
     turned: dict[int, Array] = {}
     for width, uniform, entries, same in _distinct(candidates, all_masks):
@@ -100,7 +114,7 @@ def frequent_values(
             found,
         )
         values[:, entries] = found
-    return torch.from_numpy(values.view(np.int64))
+    return out
 
 
 def sizes_by_option(

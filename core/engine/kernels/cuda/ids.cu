@@ -5,8 +5,11 @@
 // To order, three launches: reset_order, count_ids, order_ids. Ids are good from `lowest`, which is
 // -n_rows or 0, to n_rows - 1; negative ones count from the end. first_bad[0] is all ones, or the first
 // position of a bad id; then nothing is ordered.
+//
+// And ids of several small tables whose rows lie back to back: rows_of_keys.
 #include "bits.cuh"
 #include "ids.cuh"
+#include "mailbox.cuh"
 
 static_assert((BINS & (BINS - 1)) == 0, "threads share the bins evenly");
 
@@ -96,5 +99,29 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     i64 id = load_id(ids, i, id_bytes);
     if (id < 0) id += n_rows;
     order[atomicAdd(&next_of_bin[id >> shift], 1u)] = (u32)i;
+  }
+}
+
+// Write the rows that ids name in tables back to back. The ids of a key, all of one table, follow each
+// other; keys: for each one the position behind its last id, then the first row of its table, then the
+// rows of that. An id out of range is reported, and stands for the first or the last row of the table.
+extern "C" __global__ void __launch_bounds__(THREADS)
+    rows_of_keys(const void* __restrict__ ids, int id_bytes, i64 n, const i64* __restrict__ keys, int n_keys,
+                 i64* __restrict__ rows, i64* mailbox) {
+  const i64 stride = (i64)gridDim.x * THREADS;
+  for (i64 i = (i64)blockIdx.x * THREADS + threadIdx.x; i < n; i += stride) {
+    int key = 0, last = n_keys - 1;
+    while (key < last) {
+      const int middle = (key + last) >> 1;
+      if (keys[middle] > i) last = middle;
+      else key = middle + 1;
+    }
+    const i64 size = keys[2 * n_keys + key], id = load_id(ids, i, id_bytes);
+    i64 row = id;
+    if (id < 0 || id >= size) {
+      report(mailbox, ERROR_INDEX, i, id, size);
+      row = id < 0 || size == 0 ? 0 : size - 1;
+    }
+    rows[i] = keys[n_keys + key] + row;
   }
 }

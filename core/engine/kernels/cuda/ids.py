@@ -1,4 +1,4 @@
-"""What a GPU does with ids before a gather: checks them and orders them."""
+"""What a GPU does with ids before a gather: checks them, orders them, finds their rows."""
 
 from __future__ import annotations
 
@@ -78,6 +78,21 @@ class OrderIds(Parameters):
     bins: Address
     first_bad: Address
     order: Address
+
+
+@dataclass(init=False)
+class RowsOfKeys(Parameters):
+    """Parameters of `rows_of_keys`: int32 or int64 ids, int64 `keys` ``[3, n_keys]`` and `rows`."""
+
+    kernel = "rows_of_keys"
+
+    ids: Address
+    id_bytes: Int32
+    n: Int64
+    keys: Address
+    n_keys: Int32
+    rows: Address
+    mailbox: Address
 
 
 @dataclass(frozen=True, eq=False)
@@ -213,6 +228,42 @@ class IdKernels:
         self._count(blocks, *of_ids, lowest, n_rows, shift, bins, first_bad)
         self._order(blocks, *of_ids, n_rows, shift, bins, first_bad, order.data_ptr())
         return order
+
+    def rows_of_keys(self, ids: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        """Return the rows that ids name in tables whose rows lie back to back.
+
+        Parameters
+        ----------
+        ids : torch.Tensor
+            int32 or int64 ``[n]`` on the device, contiguous: those of one key after those of
+            another, each from 0 on in its table. One out of range is reported in the mailbox, and
+            stands for the first or the last row of the table.
+        keys : torch.Tensor
+            int64 ``[3, K]`` on the device, contiguous: the position behind the last id of each key,
+            which ascends to n, the first row of its table, and the rows of that.
+
+        Returns
+        -------
+        torch.Tensor
+            int64 ``[n]`` on the device.
+        """
+        n = ids.shape[0]
+        rows = torch.empty(n, dtype=torch.int64, device=ids.device)
+        if n:
+            self._rows_of_keys(
+                min(ceil_div(n, THREADS), self._most_blocks),
+                ids.data_ptr(),
+                ids.element_size(),
+                n,
+                keys.data_ptr(),
+                keys.shape[1],
+                rows.data_ptr(),
+            )
+        return rows
+
+    @cached_property
+    def _rows_of_keys(self) -> Launch:
+        return self._runner.bind(IDS, RowsOfKeys, THREADS, mailbox=self._runner.mailbox)
 
     @cached_property
     def _check_by_one(self) -> Launch:

@@ -46,7 +46,7 @@ class CudaKernels:
     Attributes
     ----------
     ids : IdKernels
-        Checks ids and orders them.
+        Checks ids, orders them, and finds rows of tables back to back.
     map : MapKernels
         Maps ids to locations.
     slots : SlotKernels

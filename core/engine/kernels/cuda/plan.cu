@@ -4,12 +4,13 @@
 //
 // Values are counted in hash tables of keys and counts: of a position in shared memory, of all positions
 // in global memory. A table has a power of two of places, more than there are different values, and one
-// behind them for the value that is also the mark of a free place.
+// behind them for the value that is also the mark of a free place. Keys are kept inverted, so that memory
+// of zeros is a table of no values.
 #include "bits.cuh"
 
 #define THREADS 256
 #define COLUMN_THREADS 128  // of a block that counts a position
-#define FREE (~0ull)
+#define FREE (~0ull)  // kept as 0
 
 __device__ __forceinline__ u64 load_chunk(const void* rows, i64 i, int width) {
   if (width == 1) return ((const u8*)rows)[i];
@@ -64,8 +65,8 @@ __device__ __forceinline__ void count_value(u64* keys, u32* counts, u32 places, 
     place = (u32)((x * 0x9E3779B97F4A7C15ull) >> 32) & (places - 1);
     while (true) {
       // Volatile: another thread may just have taken the place.
-      u64 there = *(volatile u64*)(keys + place);
-      if (there == FREE) there = atomicCAS(keys + place, FREE, x);
+      u64 there = ~*(volatile u64*)(keys + place);
+      if (there == FREE) there = ~atomicCAS(keys + place, ~FREE, ~x);
       if (there == FREE || there == x) break;
       place = (place + 1) & (places - 1);
     }
@@ -90,7 +91,7 @@ __device__ __forceinline__ void find_next(const u64* keys, const u32* counts, u3
   for (u32 place = begin + threadIdx.x; place < end; place += SIZE) {
     const u32 n = counts[place];
     if (n == 0 || n > count) continue;
-    const u64 x = keys[place];
+    const u64 x = ~keys[place];
     if (comes_before(count, key, n, x) && comes_before(n, x, best_count, best_key)) best_count = n, best_key = x;
   }
 #pragma unroll
@@ -123,7 +124,7 @@ extern "C" __global__ void __launch_bounds__(COLUMN_THREADS)
   if (c[UNIFORM]) return;
   const int width = (int)c[WIDTH], chunks = row_bytes / width;
   for (int i = blockIdx.x; i < chunks; i += gridDim.x) {
-    for (u32 place = threadIdx.x; place <= places; place += COLUMN_THREADS) keys[place] = FREE, counts[place] = 0;
+    for (u32 place = threadIdx.x; place <= places; place += COLUMN_THREADS) keys[place] = ~FREE, counts[place] = 0;
     __syncthreads();
     const u64 mask = masks[c[FIRST] + i];
     for (int r = threadIdx.x; r < n_rows; r += COLUMN_THREADS)
@@ -184,7 +185,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     if (values != nullptr) {
       values[rank * entries + numbers[(i64)blockIdx.y * COLUMNS + FIRST]] = count ? key : first;
     } else {
-      top_keys[to + rank] = key;
+      top_keys[to + rank] = ~key;
       top_counts[to + rank] = count;
     }
   }

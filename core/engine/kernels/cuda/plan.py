@@ -10,7 +10,6 @@ import torch
 
 from ..candidates import (
     COLUMNS,
-    POSITIONS,
     UNIFORM,
     VALUES,
     WIDTH,
@@ -126,12 +125,18 @@ class PlanKernels:
         self._launches: dict[tuple[type[Parameters], int], Launch] = {}
 
     def agreed_masks(
-        self, counts: torch.Tensor, n_rows: int, candidates: CandidateTable
+        self,
+        counts: torch.Tensor,
+        n_rows: int,
+        candidates: CandidateTable,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return the masks of candidates; see `kernels.cpu.agreed_masks`."""
-        masks = torch.empty(candidates.entries, dtype=torch.int64, device=counts.device)
+        masks = out
+        if masks is None:
+            masks = torch.empty(candidates.entries, dtype=torch.int64, device=counts.device)
         numbers = constant_on(counts.device, candidates.numbers)
-        tiles = ceil_div(int(candidates.numbers[:, POSITIONS].max()), THREADS)
+        tiles = ceil_div(candidates.most_positions, THREADS)
         self._launch(AgreedMasks, THREADS)(
             (min(tiles, self._most_blocks), len(candidates), 1),
             counts.data_ptr(),
@@ -143,18 +148,23 @@ class PlanKernels:
         return masks
 
     def frequent_values(
-        self, rows: torch.Tensor, masks: torch.Tensor, candidates: CandidateTable
+        self,
+        rows: torch.Tensor,
+        masks: torch.Tensor,
+        candidates: CandidateTable,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return the most frequent masked chunks; see `kernels.cpu.frequent_values`."""
         n, entries = rows.shape[0], candidates.entries
         check_positional_rows(n, candidates)
         rows = aligned_to(rows, 8)
-        values = torch.empty((VALUES, entries), dtype=torch.int64, device=rows.device)
-        uniform = candidates.numbers[:, UNIFORM] != 0
-        if not uniform.all():
+        values = out
+        if values is None:
+            values = torch.empty((VALUES, entries), dtype=torch.int64, device=rows.device)
+        if candidates.positional:
             places = 1 << (2 * n - 1).bit_length()
             shared_bytes = 12 * (places + 1) + 4
-            positions = int(candidates.numbers[~uniform, POSITIONS].max())
+            positions = candidates.most_positions
             numbers = constant_on(rows.device, candidates.numbers)
             self._launch(FrequentByPosition, COLUMN_THREADS, shared_bytes)(
                 (positions, len(candidates), 1),
@@ -167,7 +177,7 @@ class PlanKernels:
                 places,
                 values.data_ptr(),
             )
-        if uniform.any():
+        if candidates.uniform:
             self._frequent_in_all(rows, masks, candidates, values)
         return values
 
@@ -181,14 +191,13 @@ class PlanKernels:
         """Write the values of uniform candidates."""
         device, n = rows.device, rows.shape[0]
         numbers = constant_on(device, candidates.numbers)
-        tables, most_chunks = _value_tables(
+        tables, most_chunks, total, slices = _value_tables(
             candidates.numbers.tobytes(), n, candidates.row_bytes, SLICE_PLACES
         )
-        slices = ceil_div(int(tables[0, :, 1].max()), SLICE_PLACES)
         on_device = constant_on(device, tables)
-        total = int(tables[0, -1].sum()) + 1
-        keys = torch.full((total,), -1, dtype=torch.int64, device=device)
-        counts = torch.zeros(total, dtype=torch.int32, device=device)
+        # Keys, and behind them counts of half their size, all 0 at first.
+        memory = torch.zeros(total + ceil_div(total, 2), dtype=torch.int64, device=device)
+        keys, counts = memory, memory[total:]
         blocks = ceil_div(most_chunks, CHUNKS_PER_THREAD * THREADS)
         self._launch(CountValues, THREADS)(
             (min(blocks, self._most_blocks), len(candidates), 1),
@@ -201,9 +210,9 @@ class PlanKernels:
             keys.data_ptr(),
             counts.data_ptr(),
         )
-        found = len(candidates) * slices * VALUES
-        top_keys = torch.empty(found, dtype=torch.int64, device=device)
-        top_counts = torch.empty(found, dtype=torch.int32, device=device)
+        found = len(candidates) * slices * VALUES if slices > 1 else 0
+        tops = torch.empty(found + ceil_div(found, 2), dtype=torch.int64, device=device)
+        top_keys, top_counts = tops, tops[found:]
         top = self._launch(TopValues, THREADS)
         to_values = (numbers.data_ptr(), values.shape[1], values.data_ptr())
         top(
@@ -270,11 +279,12 @@ class PlanKernels:
 @lru_cache(64)
 def _value_tables(
     numbers: bytes, n_rows: int, row_bytes: int, slice_places: int
-) -> tuple[np.ndarray, int]:
-    """Return where the values of uniform candidates are counted, and the most chunks of one.
+) -> tuple[np.ndarray, int, int, int]:
+    """Return where the values of uniform candidates are counted.
 
     First places and numbers of places, int64 ``[2, n, 2]``: of the tables, and then of what each
-    slice of them has found. There is one more place behind those of a table.
+    slice of them has found. There is one more place behind those of a table. Also the most chunks
+    of a candidate, the places of all tables, and the slices of the largest one.
     """
     table = np.frombuffer(numbers, np.int64).reshape(-1, COLUMNS)
     widths = table[:, WIDTH]
@@ -288,4 +298,4 @@ def _value_tables(
     tables[0, :, 1] = places
     tables[1, :, 0] = np.arange(len(table)) * slices * VALUES
     tables[1, :, 1] = np.where(places > 0, slices * VALUES, 0)
-    return tables, int(chunks.max())
+    return tables, int(chunks.max()), int(tables[0, -1].sum()) + 1, slices

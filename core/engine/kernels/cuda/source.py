@@ -78,7 +78,7 @@ _KERNELS: dict[str, tuple[str, ...]] = {
     "decode": ("decode_rows", "decode_long_rows"),
     "gather": ("gather_rows", "gather_long_rows", "gather_short_rows"),
     "copy": ("copy_rows",),
-    "ids": ("check_ids", "reset_order", "count_ids", "order_ids"),
+    "ids": ("check_ids", "reset_order", "count_ids", "order_ids", "rows_of_keys"),
     "map": ("insert_ids", "find_ids"),
     "slots": ("keep_slots", "claim_slots", "count_slots", "choose_slots", "give_slots"),
     "exchange": ("exchange_rows",),
