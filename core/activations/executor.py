@@ -87,7 +87,7 @@ class Executor:
     ) -> None:
         self.device = device
         if in_flight_bytes is None:
-            in_flight_bytes = _usual_bytes(device)
+            in_flight_bytes = usual_in_flight_bytes(device)
         self.in_flight_bytes = in_flight_bytes
         self._came_back, self._failed, self._observed = came_back, failed, observed
         self.on_gpu = device.type == "cuda"
@@ -313,10 +313,10 @@ class Executor:
             over = self._unsure_bytes + self._in_flight_bytes > allowed_bytes
             if not over and not is_done(done):
                 return
+            if over:  # for one that nobody wants any more, too: its memory is in use until then
+                self._wait(done)
             copy = ref()
             if copy is not None and copy.original is not None:
-                if over:
-                    self._wait(done)
                 error = done.exception() if isinstance(done, Future) else None
                 if error is None:
                     self._give_up(copy)
@@ -549,7 +549,7 @@ class Executor:
                 self._open_lanes()
 
 
-def _usual_bytes(device: torch.device) -> int:
+def usual_in_flight_bytes(device: torch.device) -> int:
     """Return what originals may take while they are copied, where nobody says.
 
     Less makes what computes wait for copies of large tensors: a step of an AlexNet whose inputs of
