@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,11 +13,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..engine.advisor import SwapLimits
 from ..engine.codecs.blob import BlobCodec
 from ..engine.transfer.unit_report import UnitReport
 from ..errors import ArgumentError, ArgumentTypeError, BitslabError
 from .attached import ATTRIBUTE, LISTED_PASSES, Attachment, ModuleTensors
 from .auto import AutoPolicy
+from .executor import usual_in_flight_bytes
 from .guards import storages_of
 from .hooks import SavedTensorHooks
 from .lossy import Lossy
@@ -139,7 +142,7 @@ class ActivationOffload:
         self._codecs = found
         self._verifier = Verifier(USUAL_EVERY if verify is True else int(verify))
         self._policy: Policy = (
-            AutoPolicy(found, profile_every)
+            AutoPolicy(found, profile_every, functools.partial(_limits, in_flight_bytes, depth))
             if self.policy == "auto"
             else FixedPolicy(self.policy, found)
         )
@@ -424,6 +427,13 @@ def offload_activations(model: nn.Module, **options: Any) -> ActivationOffload:
     offload = ActivationOffload(**options)
     offload.attach(model)
     return offload
+
+
+def _limits(in_flight_bytes: int | None, depth: int, device: torch.device) -> SwapLimits:
+    """Return how far copies of a device may be behind and ahead."""
+    if in_flight_bytes is None:
+        in_flight_bytes = usual_in_flight_bytes(device)
+    return SwapLimits(in_flight_bytes, depth)
 
 
 def _check_number(name: str, value: Any, least: int = 0) -> None:
