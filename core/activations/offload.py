@@ -13,15 +13,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..engine.advisor import SwapLimits
 from ..engine.codecs.blob import BlobCodec
 from ..engine.transfer.unit_report import UnitReport
 from ..errors import ArgumentError, ArgumentTypeError, BitslabError
 from .attached import ATTRIBUTE, LISTED_PASSES, Attachment, ModuleTensors
 from .auto import AutoPolicy
-from .executor import usual_in_flight_bytes
 from .guards import storages_of
 from .hooks import SavedTensorHooks
+from .limits import limits_of
 from .lossy import Lossy
 from .policies import KEEP, Codecs, FixedPolicy, Policy, checked_policy
 from .report import ActivationReport, SiteReport
@@ -58,7 +57,9 @@ class ActivationOffload:
     lossy : str, BlobCodec or Lossy, optional
         A lossy codec, or one with a schedule of rates, for policies "auto" and "static". Never used
         for integers, masks, statistics of norms and scalars; with "auto" not for tensors with zeros
-        that a lossless codec takes. `report` names each tensor that is lossy and its error.
+        that a lossless codec takes. `report` names each tensor that is lossy and its error. Such a
+        tensor is always read from its packed copy: with policy "static", or a range of rates that
+        is given, runs repeat bit for bit; policy "auto" decides by measured times.
     min_bytes : int
         Smaller tensors are kept on the device.
     select : callable, optional
@@ -69,8 +70,9 @@ class ActivationOffload:
         Nth pass the tensor itself; True for N = 16. Slow, and waits for the device.
     in_flight_bytes : int, optional
         Device memory of tensors whose copies are under way, at most; with more, what computes waits
-        for the oldest. Tensors that are fetched before they are read take as much at most, one
-        excepted. When left out, a 32nd of a GPU's memory, and 256 MiB at least.
+        for the oldest. Encoded copies on a GPU that wait for the link take as much at most, two
+        excepted, and tensors that are fetched before they are read as well, one excepted. When left
+        out, a 32nd of a GPU's memory, and 256 MiB at least.
     depth : int
         Number of tensors that are fetched before they are read, at most.
     profile_every : int
@@ -142,7 +144,7 @@ class ActivationOffload:
         self._codecs = found
         self._verifier = Verifier(USUAL_EVERY if verify is True else int(verify))
         self._policy: Policy = (
-            AutoPolicy(found, profile_every, functools.partial(_limits, in_flight_bytes, depth))
+            AutoPolicy(found, profile_every, functools.partial(limits_of, in_flight_bytes, depth))
             if self.policy == "auto"
             else FixedPolicy(self.policy, found)
         )
@@ -427,13 +429,6 @@ def offload_activations(model: nn.Module, **options: Any) -> ActivationOffload:
     offload = ActivationOffload(**options)
     offload.attach(model)
     return offload
-
-
-def _limits(in_flight_bytes: int | None, depth: int, device: torch.device) -> SwapLimits:
-    """Return how far copies of a device may be behind and ahead."""
-    if in_flight_bytes is None:
-        in_flight_bytes = usual_in_flight_bytes(device)
-    return SwapLimits(in_flight_bytes, depth)
 
 
 def _check_number(name: str, value: Any, least: int = 0) -> None:

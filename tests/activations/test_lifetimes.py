@@ -467,8 +467,12 @@ def test_copies_of_graphs_that_are_gone_count_until_they_are_over() -> None:
             torch.autograd.grad(loss, x)
 
     gate = threading.Event()
+
+    def hold() -> None:
+        gate.wait()
+
     executor = offload._hooks.executor(x.device)
-    executor._out.run(gate.wait)
+    executor._out.run(hold)
     thread = threading.Thread(target=steps)
     thread.start()
     thread.join(0.5)

@@ -77,7 +77,7 @@ class PlanSearch:
         if len(options) == 0:
             return []
         if float(np.prod(options.astype(np.float64))) <= MOST_PLANS:
-            plans = np.indices(options).reshape(len(options), -1)
+            plans = np.indices(options.tolist()).reshape(len(options), -1)
             seconds = self._seconds(plans)
             # Of equals one that was given, then that which packs the fewest.
             given = np.array(starts, np.intp).T

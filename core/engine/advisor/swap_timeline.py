@@ -25,8 +25,6 @@ Plans = npt.NDArray[np.intp]
 
 #: Plans that are followed at once: more of them leave the processor's cache.
 MOST_AT_ONCE = 1024
-#: Encoded copies that wait for the link, whatever their size: one crosses while one is encoded.
-STAGED_COPIES = 2
 
 
 @dataclass(frozen=True)
@@ -37,9 +35,11 @@ class SwapLimits:
     ----------
     in_flight_bytes : int
         Device memory of originals whose raw copies are under way, at most: compute waits for the
-        oldest. Encoded copies that wait for the link take as much at most, two excepted.
+        oldest. Encoded copies that wait for the link take as much at most besides.
     depth : int
         Copies that are fetched before they are read, of `in_flight_bytes` at most, one excepted.
+    staged_copies : int
+        So many of the last encoded copies are not counted, from 1 on.
 
     Raises
     ------
@@ -49,14 +49,15 @@ class SwapLimits:
 
     in_flight_bytes: int
     depth: int
+    staged_copies: int = 2
 
     def __post_init__(self) -> None:
-        for name in ("in_flight_bytes", "depth"):
+        for name, least in (("in_flight_bytes", 0), ("depth", 0), ("staged_copies", 1)):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool):
                 raise ArgumentTypeError(f"{name}: expected an int, got {value!r:.60}")
-            if value < 0:
-                raise ArgumentError(f"{name}: {value}, accepted are numbers from 0")
+            if value < least:
+                raise ArgumentError(f"{name}: {value}, accepted are numbers from {least}")
 
 
 @dataclass(frozen=True)
@@ -103,12 +104,7 @@ class OptionTable:
                 packed[i, k] = 0 < min(k, len(options) - 1)
         moved = np.repeat(np.asarray(nbytes, np.float64)[:, None], most + 1, axis=1)
         moved[:, most:] = 0.0
-        return cls(*table, moved, packed)
-
-    @property
-    def nothing(self) -> int:
-        """The option that does not move a tensor."""
-        return self.packed.shape[1] - 1
+        return cls(table[0], table[1], table[2], table[3], moved, packed)
 
     def taken(self, plans: Plans) -> OptionTable:
         """Return what plans take, each part ``[N, B]``."""
@@ -174,7 +170,8 @@ class StepTimeline(StepModel):
     multiprocessors while they run, wherever they are queued. In the forward pass a site's tensor
     crosses behind those before it. Compute waits where more than `SwapLimits.in_flight_bytes` of
     originals would be read by raw copies, or of encoded copies wait for the link. An original that
-    was not given up until the backward pass is read there for nothing. No step is shorter than what
+    was not given up until the backward pass is read there for nothing, and an encoded copy that is
+    still on the device is decoded there. No step is shorter than what
     its copies take on the link to the host.
 
     Parameters
@@ -215,9 +212,9 @@ class StepTimeline(StepModel):
 
     def _seconds(self, taken: OptionTable) -> Seconds:
         n, plans = taken.moved_bytes.shape
-        clock, sent, is_there = self._forward(taken)
-        moved = (taken.moved_bytes > 0) & ~is_there
-        decode_s = np.where(moved, taken.decode_s, 0.0)
+        clock, sent, is_there, is_staged = self._forward(taken)
+        decode_s = np.where(is_there, 0.0, taken.decode_s)
+        moved = (taken.moved_bytes > 0) & ~is_there & ~is_staged
         link = np.zeros(plans)
         arrived = np.zeros((n, plans))
         begun = np.zeros(n, np.bool_)
@@ -240,7 +237,9 @@ class StepTimeline(StepModel):
         clock = np.maximum(clock, taken.to_host_s.sum(axis=0, where=taken.moved_bytes > 0))
         return np.asarray(clock - self.forward_s.sum() - self.backward_s.sum())
 
-    def _forward(self, taken: OptionTable) -> tuple[Seconds, Seconds, npt.NDArray[np.bool_]]:
+    def _forward(
+        self, taken: OptionTable
+    ) -> tuple[Seconds, Seconds, npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
         """Follow the forward pass.
 
         Returns
@@ -252,6 +251,8 @@ class StepTimeline(StepModel):
         is_there : array of bool
             ``[N, B]``, whether the original is still there then: of the last ones that were packed,
             as of raw copies under way.
+        is_staged : array of bool
+            ``[N, B]``, whether the encoded copy is still on the device.
         """
         n, plans = taken.moved_bytes.shape
         raw_bytes = np.where(taken.packed, 0.0, taken.moved_bytes)
@@ -261,7 +262,7 @@ class StepTimeline(StepModel):
         raw = _InFlight(n, plans, self._limits.in_flight_bytes)
         staged = _InFlight(n, plans, self._limits.in_flight_bytes)
         # Bytes of staged copies but for the last one, the last two, ...
-        older = [np.zeros(plans) for _ in range(STAGED_COPIES)]
+        older = [np.zeros(plans) for _ in range(self._limits.staged_copies)]
         for i in range(n):
             clock += taken.encode_s[i]
             link = np.where(
@@ -269,7 +270,7 @@ class StepTimeline(StepModel):
             )
             sent[i + 1] = link
             is_packed = taken.packed[i]
-            for k in range(STAGED_COPIES - 1, 0, -1):
+            for k in range(len(older) - 1, 0, -1):
                 np.copyto(older[k], older[k - 1], where=is_packed)
             np.copyto(older[0], staged.total(i), where=is_packed)
             staged.add(i, taken.moved_bytes[i] * is_packed)
@@ -280,7 +281,8 @@ class StepTimeline(StepModel):
         numbers = np.arange(n)[:, None]
         is_there = (raw_bytes > 0) & (numbers >= raw.first)
         is_there |= taken.packed & (staged.totals[:-1] >= older[-1])
-        return clock, sent[1:], is_there
+        is_staged = taken.packed & (numbers >= staged.first)
+        return clock, sent[1:], is_there, is_staged
 
 
 class _InFlight:

@@ -538,7 +538,7 @@ class _Plans:
 
         Sites of a unit change together, and share what that costs.
         """
-        options = self._penalty.shape[1]
+        options = len(self._penalty.T)
         plans = np.repeat(np.array(plan, np.intp)[:, None], len(units) * options, axis=1)
         for u, unit in enumerate(units):
             for k in range(options):

@@ -76,6 +76,7 @@ def step_seconds(
             clock = max(clock, sent[staged.popleft()[0]])
         clock += site.hidden_forward_s
     there = {i for i, _ in [*raw, *list(staged)[-2:]]}
+    on_device = there | {i for i, _ in staged}  # encoded, if not as they were
     fetched: dict[int, float] = {}
     link = 0.0
     for i in reversed(range(len(sites))):
@@ -88,11 +89,11 @@ def step_seconds(
             window.append(j)
         for j in window:  # its own, which is waited for and decoded, and then those ahead
             codec, site = plan[j], sites[j]
-            if j not in there and j not in fetched:
+            if j not in on_device and j not in fetched:
                 nbytes = site.nbytes * (1.0 if codec is None else site.ratio[codec])
                 link = fetched[j] = max(link, clock, sent[j]) + LINK.to_device_seconds(nbytes)
             if j == i and j not in there:
-                clock = max(clock, fetched[j])
+                clock = max(clock, fetched.get(j, 0.0))
                 if codec is not None:
                     clock += MODEL.predict(codec, site.nbytes, site.ratio[codec])[1]
     return max(clock, to_host)  # what is behind waits in the next step
@@ -215,10 +216,11 @@ def test_many_equal_layers_are_decided_together() -> None:
     [
         ((-1, 3), ArgumentError, "in_flight_bytes: -1, accepted are numbers from 0"),
         ((0, -3), ArgumentError, "depth: -3, accepted are numbers from 0"),
+        ((0, 3, 0), ArgumentError, "staged_copies: 0, accepted are numbers from 1"),
         ((1.5, 3), ArgumentTypeError, "in_flight_bytes: expected an int, got 1.5"),
     ],
 )
-def test_limits_are_checked(values: tuple[int, int], error: type[Exception], message: str) -> None:
+def test_limits_are_checked(values: tuple[int, ...], error: type[Exception], message: str) -> None:
     with pytest.raises(error) as caught:
         SwapLimits(*values)
     assert message in str(caught.value)
