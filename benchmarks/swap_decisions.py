@@ -21,6 +21,7 @@ import bitslab
 from bitslab.engine.advisor import (
     Decision,
     SiteRecord,
+    SwapLimits,
     SwapLink,
     TimeModel,
     agreement,
@@ -78,7 +79,10 @@ class MeasuredTimes:
 
 
 def compared(
-    last: Rows, tensors: Sequence[torch.Tensor], model_seconds: Callable[..., tuple[float, float]]
+    last: Rows,
+    tensors: Sequence[torch.Tensor],
+    model_seconds: Callable[..., tuple[float, float]],
+    limits: SwapLimits,
 ) -> tuple[Rows, dict[str, float]]:
     """Measure the codecs on the tensors of a pass, and compare the decisions of a profile with it.
 
@@ -90,6 +94,8 @@ def compared(
         Those of a pass, in the same order.
     model_seconds : callable
         ``predict`` of the time model that decided.
+    limits : SwapLimits
+        As they were for the decisions.
 
     Returns
     -------
@@ -114,7 +120,7 @@ def compared(
     if not records:
         return [], {"sites": 0, "agreement": 1.0, "model error": 0.0}
     link = SwapLink.measured(tensors[0].device)
-    measured = {d.site: d for d in decide(records, times, link)}
+    measured = {d.site: d for d in decide(records, times, link, limits=limits)}
     costs = {site: (d.raw_s, d.packed_s) for site, d in measured.items() if d.packed_s is not None}
     made = [Decision(**{name: row[name] for name in DECISION}) for row in last]
     rows = [row_of(row, measured[row["site"]], costs) for row in last]
@@ -232,7 +238,8 @@ def grid(model: str, job: Job) -> dict[str, Rows]:
                 what = row["codec"] or row["action"]
                 zeros = f"{100 * (row['sparsity'] or 0.0):.0f} %"
                 layers.setdefault(row["site"], layer)[f"epoch {epoch}"] = f"{what}, {zeros}"
-            _, shares = compared(last, tensors_of(job, None), time_model(job, last).predict)
+            predict = time_model(job, last).predict
+            _, shares = compared(last, tensors_of(job, None), predict, job.limits)
             counts.append(
                 {
                     "epoch": epoch,

@@ -18,6 +18,8 @@ from torch.nn import functional
 
 import bitslab
 from bitslab.activations import ActivationReport, conv_inputs
+from bitslab.activations.offload import DEPTH
+from bitslab.engine.advisor import SwapLimits
 from bitslab.engine.codecs import ZfpCodec
 
 MODELS = ("alexnet", "vgg16", "mobilenet", "plain20", "resnet", "squeezenet")
@@ -83,6 +85,11 @@ class Job:
             self.step(contextlib.nullcontext())
         self._state = copy.deepcopy(self.model.state_dict())
         self._optimizer_state = copy.deepcopy(self.optimizer.state_dict())
+
+    @property
+    def limits(self) -> SwapLimits:
+        """What may be under way, and how many copies come back ahead."""
+        return SwapLimits(self.in_flight_bytes, DEPTH)
 
     def _new_optimizer(self) -> torch.optim.Optimizer:
         return torch.optim.Adam(self.model.parameters(), lr=1e-4)

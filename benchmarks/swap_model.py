@@ -24,6 +24,7 @@ from sklearn.tree import DecisionTreeRegressor
 
 from bitslab.engine.advisor import (
     SiteRecord,
+    SwapLimits,
     SwapLink,
     TimeModel,
     TimeSample,
@@ -100,6 +101,8 @@ def host_times(model: TimeModel, codec_name: str) -> Rows:
         )
         for i in range(SITES)
     ]
+    limits = SwapLimits(1 << 30, 3)
+    made = decide(sites, model, link, limits=limits)
     asked: list[tuple[str, float, float | None]] = [
         ("a prediction", best_seconds(lambda: model.predict(codec_name, 1e8, 0.5), 1000), 20e-6),
         (
@@ -107,7 +110,16 @@ def host_times(model: TimeModel, codec_name: str) -> Rows:
             best_seconds(lambda: lossy_range(sites, model, link, codec_name), 1),
             50e-3,
         ),
-        (f"deciding, {SITES} sites", best_seconds(lambda: decide(sites, model, link), 1), None),
+        (
+            f"deciding, {SITES} sites",
+            best_seconds(lambda: decide(sites, model, link, limits=limits), 1),
+            None,
+        ),
+        (
+            f"deciding again, {SITES} sites",
+            best_seconds(lambda: decide(sites, model, link, limits=limits, previous=made), 1),
+            None,
+        ),
     ]
     return [
         {"what": what, "us": seconds * 1e6, "asked": "" if most is None else most * 1e6}

@@ -185,7 +185,7 @@ def measure(job: Job, way: str, select: str, until: float) -> Measured:
         last = [r for r in measured.decisions if r["epoch"] == measured.decisions[-1]["epoch"]]
         with going_on(arguments, f"measured times of the decisions of {measured.name}"):
             measured.sites, measured.agreement = compared(
-                last, tensors_of(job, SELECTS[select]), time_model(job, last).predict
+                last, tensors_of(job, SELECTS[select]), time_model(job, last).predict, job.limits
             )
     return measured
 

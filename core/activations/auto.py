@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from ..engine.advisor import (
     Decision,
     DecisionHistory,
     SiteRecord,
+    SwapLimits,
     SwapLink,
     TimeModel,
     decide,
@@ -44,6 +45,8 @@ class AutoPolicy:
         What may be used.
     every : int
         Of so many passes one is profiled.
+    limits : callable
+        Returns how many bytes of a device may be under way, and how many copies ahead.
 
     Attributes
     ----------
@@ -56,8 +59,10 @@ class AutoPolicy:
     evaluated when a pass begins and what it saved has been read or dropped.
     """
 
-    def __init__(self, codecs: Codecs, every: int) -> None:
-        self._codecs, self._every = codecs, max(1, every)
+    def __init__(
+        self, codecs: Codecs, every: int, limits: Callable[[torch.device], SwapLimits]
+    ) -> None:
+        self._codecs, self._every, self._limits = codecs, max(1, every), limits
         self.history = DecisionHistory()
         self._lock = threading.Lock()
         self._passes = 0
@@ -127,7 +132,7 @@ class AutoPolicy:
             try:
                 model, link = self._model(device, records), SwapLink.measured(device)
                 records = self._with_lossy(records, profile.sites(), model, link)
-                made = decide(records, model, link, previous=last)
+                made = decide(records, model, link, previous=last, limits=self._limits(device))
             except (BitslabError, torch.OutOfMemoryError) as error:
                 self._tell(device, error)
                 continue

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch
 
-from ..engine.codecs.blob import BlobCodec
+from ..engine.codecs.blob import Blob, BlobCodec
 from ..engine.transfer import Mark, StreamLane
 from .guards import modified, version_witness
 from .host_packing import RawOnHost
@@ -87,6 +87,13 @@ class Pass:
                 kept.convert(copy, storage)
 
 
+class Staged(Protocol):
+    """The encoded bytes of a copy in device memory."""
+
+    def blob(self, copy: StoredCopy) -> Blob:
+        """Return them to be decoded on torch's current stream."""
+
+
 class StoredCopy:
     """Bytes of one storage that are on the host, on their way there, or on their way back.
 
@@ -124,6 +131,8 @@ class StoredCopy:
         What is known of the encoded bytes in `host`.
     on_host : RawOnHost or None
         In the place of `host`: what the CPU may pack.
+    staged : Staged or None
+        The encoded bytes on the device, while they are there.
     fetched : torch.Tensor or None
         uint8 on the device, what is coming back from the host.
     arrived : Event, Future or None
@@ -160,6 +169,7 @@ class StoredCopy:
         "root",
         "shared",
         "span",
+        "staged",
         "stored",
         "version",
     )
@@ -186,6 +196,7 @@ class StoredCopy:
         self.host: torch.Tensor | None = None
         self.blob: SentBlob | None = None
         self.on_host: RawOnHost | None = None
+        self.staged: Staged | None = None
         self.stored: Mark | None = None
         self.fetched: torch.Tensor | None = None
         self.arrived: Mark | None = None

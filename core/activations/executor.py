@@ -1,7 +1,7 @@
 """The executor: it encodes copies, moves them to the host and brings them back, on one device.
 
 On a GPU all is queued on streams, in the order in which each waits for the other, and the host
-waits for nothing: a copy is encoded on one stream into a staging buffer, and written from there to
+waits for nothing: a copy is encoded on one stream into staging memory, and written from there to
 host memory on another one, by a kernel that reads the number of used bytes on the device. On the
 CPU threads stand for the streams.
 
@@ -10,7 +10,8 @@ computes then waits until the oldest copy has been read, and its memory is used 
 of that stream, however far the host is ahead.
 
 A copy that was encoded gets as much host memory as those of its site needed of late. Until it is
-known to fit, its original remains, from which one that does not fit is sent once more.
+known to fit, what was staged of it remains on a GPU, and its original on a CPU, from which one that
+does not fit is sent once more.
 """
 
 from __future__ import annotations
@@ -25,31 +26,18 @@ import torch
 
 from ..engine.codecs.blob import Blob, BlobCodec
 from ..engine.kernels.cpu.blob_copy import copy_blob
-from ..engine.kernels.cuda import kernels_on
 from ..engine.kernels.cuda.runner import do_nothing
 from ..engine.kernels.cuda.stream import current_stream
 from ..engine.memory.locks import call_after_fork
-from ..engine.transfer import (
-    Mark,
-    StagingBuffer,
-    StagingRing,
-    StreamLane,
-    ThreadLane,
-    record_on,
-    wait_on_host,
-)
+from ..engine.transfer import Mark, StreamLane, ThreadLane, record_on, wait_on_host
 from .copies import StoredCopy
 from .host_packing import CodecOf, HostPacking, RawOnHost
 from .host_room import HostRoom
+from .limits import usual_in_flight_bytes
 from .moments import Moment, now
+from .staging import StagedBlob, Staging, copy_blob_on_gpu
 from .traffic import Observed, SentBlob, Traffic, is_done, used_bytes
 
-#: Originals whose copies are under way take so much at most where nobody says, or a larger share of
-#: a GPU's memory.
-IN_FLIGHT_BYTES = 256 << 20
-IN_FLIGHT_SHARE = 1 / 32
-#: Encoded copies on a device: one is encoded while another one is written to the host.
-STAGING_BUFFERS = 2
 #: Sizes of tensors and codecs whose bounds are kept.
 MOST_BOUNDS = 4096
 
@@ -87,7 +75,7 @@ class Executor:
     ) -> None:
         self.device = device
         if in_flight_bytes is None:
-            in_flight_bytes = _usual_bytes(device)
+            in_flight_bytes = usual_in_flight_bytes(device)
         self.in_flight_bytes = in_flight_bytes
         self._came_back, self._failed, self._observed = came_back, failed, observed
         self.on_gpu = device.type == "cuda"
@@ -108,12 +96,14 @@ class Executor:
 
     def _begin(self) -> None:
         self._lock = threading.RLock()
-        self._ring = _empty_ring()
+        self._staging = Staging(self._give_up, self._settle_staged)
+        #: On a CPU, where its only thread encodes to.
+        self._scratch: torch.Tensor | None = None
         self._room = HostRoom(self.on_gpu)
         self._packing: HostPacking | None = None
         self._in_flight: deque[tuple[weakref.ref[StoredCopy], Mark, int]] = deque()
         self._in_flight_bytes = 0
-        #: Copies whose host memory may be too small, with their originals.
+        #: On a CPU, copies whose host memory may be too small, with their originals.
         self._unsure: deque[tuple[weakref.ref[StoredCopy], SentBlob]] = deque()
         self._unsure_bytes = 0
         self._bounds: dict[tuple[int, int, torch.dtype], tuple[BlobCodec, int]] = {}
@@ -161,10 +151,14 @@ class Executor:
                 most = self._bound(codec, flat)
                 room = self._host_room(copy, codec, most)
             host = self._room.cut(room, copy.events)
+            staged = None
+            if codec is not None and isinstance(self._encoding, StreamLane):
+                assert isinstance(self._out, StreamLane)
+                staged = StagedBlob(most, self._encoding, self._out)
             begin = None
             if self.on_gpu:
                 copy.home = current_stream(self.device)
-                begin = record_on(copy.home)
+                begin = record_on(copy.home) if staged is None else staged.begin
             lane = self._out if codec is None else self._encoding
             if isinstance(lane, StreamLane):
                 copy.lanes = (lane,)  # first: what fails below may have been launched in part
@@ -172,13 +166,15 @@ class Executor:
                 if codec is None:
                     done = self._store_raw(copy, flat, host, begin, codec_on_host)
                 else:
-                    done = self._store_encoded(copy, flat, host, begin, codec, sm_budget)
+                    done = self._store_encoded(copy, flat, host, staged, codec, sm_budget)
             except BaseException:
                 self._keep_host_memory(copy)
                 raise
             if isinstance(copy.stored, torch.cuda.Event):
                 copy.events.append(copy.stored)
-            if room < most:
+            if staged is not None:
+                self._staging.add(copy, staged, room < most)
+            elif room < most:
                 assert copy.blob is not None
                 self._unsure.append((weakref.ref(copy), copy.blob))
                 self._unsure_bytes += copy.nbytes
@@ -195,10 +191,14 @@ class Executor:
     def _host_room(self, copy: StoredCopy, codec: BlobCodec, bound: int) -> int:
         """Return the host memory to reserve for a copy: what its site has needed of late.
 
-        Such a copy keeps its original until it is known to fit. On a GPU, where the host does not
-        wait for that, these may be half of what is in flight, and others get all they may need.
+        What is staged of it, or its original, remains until it is known to fit. On a GPU, where
+        the host does not wait for that, these may be half of what is in flight, and others get all
+        they may need.
         """
-        if self.on_gpu and self._unsure_bytes + copy.nbytes > self.in_flight_bytes // 2:
+        if codec.error_bound is not None:  # read from its copy, which is thus to be whole
+            return bound
+        unsure_bytes = self._staging.unsure_bytes + copy.nbytes
+        if self.on_gpu and unsure_bytes > self.in_flight_bytes // 2:
             return bound
         return self.traffic.sizes.room(copy.name, codec.name, bound)
 
@@ -228,39 +228,42 @@ class Executor:
         copy: StoredCopy,
         flat: torch.Tensor,
         host: torch.Tensor,
-        begin: torch.cuda.Event | None,
+        staged: StagedBlob | None,
         codec: BlobCodec,
         sm_budget: int | None,
     ) -> Mark:
         """Send an encoded copy; return when its original has been read."""
-        buffer = self._ring.take((), must=True)
-        _renew(buffer)
         timing: list[Moment] | None = [] if self.traffic.is_due(decodes=False) else None
-        buffer.fill(self._encoding, self._encode, codec, flat, buffer, begin, sm_budget, timing)
-        expected_bytes = self.traffic.sizes.expected(copy.name, codec.name)
-        buffer.drain(self._out, _send, buffer, host, self.on_gpu, expected_bytes)
-        encoded, sent = buffer.ready, buffer.released
-        assert encoded is not None and sent is not None
-        done: Mark = sent
-        copy.stored = sent
-        if isinstance(self._out, StreamLane):  # the ring records its mark again
-            done, copy.stored = encoded, self._out.record()
-        copy.host, copy.codec = host, codec
-        blob = SentBlob(
-            copy.name,
-            codec.name,
-            copy.nbytes,
-            copy.dtype.itemsize,
-            self.device,
-            self._bound(codec, flat),
-            host,
-            copy.stored,
-        )
-        copy.blob = blob
-        self.traffic.sent(blob)
+        done: Mark
+        if staged is None:
+            done = self._out.run(self._encode_on_host, codec, flat, host, timing)
+            copy.stored = done
+        else:
+            done = staged.fill(self._encode, codec, flat, staged.data, sm_budget, timing)
+            expected_bytes = self.traffic.sizes.expected(copy.name, codec.name)
+            copy.stored = staged.send(host, expected_bytes)
+        copy.codec = codec
+        blob = self._sent(copy, host, self._bound(codec, flat))
         if timing is not None:
             self.traffic.encoded(blob, timing)
         return done
+
+    def _sent(self, copy: StoredCopy, host: torch.Tensor, bound: int) -> SentBlob:
+        """Count an encoded copy that is on its way to `host`."""
+        assert copy.codec is not None and copy.stored is not None
+        blob = SentBlob(
+            copy.name,
+            copy.codec.name,
+            copy.nbytes,
+            copy.dtype.itemsize,
+            self.device,
+            bound,
+            host,
+            copy.stored,
+        )
+        copy.host, copy.blob = host, blob
+        self.traffic.sent(blob)
+        return blob
 
     def _bound(self, codec: BlobCodec, flat: torch.Tensor) -> int:
         """Return `max_encoded_bytes`, which some codecs take long to find."""
@@ -274,37 +277,41 @@ class Executor:
             self._bounds[key] = found
         return found[1]
 
+    def _encode_on_host(
+        self, codec: BlobCodec, flat: torch.Tensor, host: torch.Tensor, timing: list[Moment] | None
+    ) -> None:
+        """Encode and copy, in the only thread of the lane that sends."""
+        most = self._bound(codec, flat)
+        data = self._scratch
+        if data is None or data.shape[0] < most:
+            self._scratch = data = None
+            self._scratch = data = torch.empty(most, dtype=torch.uint8)
+        self._encode(codec, flat, data, None, timing)
+        copy_blob(data, host)
+
     def _encode(
         self,
         codec: BlobCodec,
         flat: torch.Tensor,
-        buffer: StagingBuffer[int],
-        begin: torch.cuda.Event | None,
+        data: torch.Tensor,
         sm_budget: int | None,
         timing: list[Moment] | None,
     ) -> None:
-        """Fill a staging buffer, on the lane that encodes; add when that began and ended."""
-        if begin is not None:
-            self._encoding.wait(begin)  # type: ignore[union-attr]
-        most = self._bound(codec, flat)
-        if buffer.memory is None or buffer.memory.shape[0] < most:
-            # This lane waits for what reads the old memory, so that its successor may take it.
-            buffer.memory = None
-            buffer.memory = torch.empty(most, dtype=torch.uint8, device=self.device)
+        """Encode on the lane that does; add when that began and ended."""
         if timing is None:
-            codec.encode(flat, out=buffer.memory, sm_budget=sm_budget)
+            codec.encode(flat, out=data, sm_budget=sm_budget)
             return
         timing.append(now(self.device))
-        codec.encode(flat, out=buffer.memory, sm_budget=sm_budget)
+        codec.encode(flat, out=data, sm_budget=sm_budget)
         timing.append(now(self.device))
 
     def _release(self, allowed_bytes: int) -> None:
         """Give up originals whose copies are done, or that are too many."""
+        self._staging.release(allowed_bytes)
         while self._unsure:
             blob = self._unsure[0][1]
             if not is_done(blob.stored):
-                over = self._unsure_bytes + self._in_flight_bytes > allowed_bytes
-                if not over or not isinstance(blob.stored, Future):
+                if self._unsure_bytes + self._in_flight_bytes <= allowed_bytes:
                     break
                 wait_on_host(blob.stored)
             self._settle(*self._unsure.popleft())
@@ -313,10 +320,10 @@ class Executor:
             over = self._unsure_bytes + self._in_flight_bytes > allowed_bytes
             if not over and not is_done(done):
                 return
+            if over:  # for one that nobody wants any more, too: its memory is in use until then
+                self._wait(done)
             copy = ref()
             if copy is not None and copy.original is not None:
-                if over:
-                    self._wait(done)
                 error = done.exception() if isinstance(done, Future) else None
                 if error is None:
                     self._give_up(copy)
@@ -349,16 +356,31 @@ class Executor:
         flat, codec = copy.original, copy.codec
         assert flat is not None and codec is not None
         host = self._room.cut(self._bound(codec, flat), copy.events)
-        begin = record_on(current_stream(self.device)) if self.on_gpu else None
-        try:
-            done = self._store_encoded(copy, flat, host, begin, codec, None)
-        except BaseException:
-            self._keep_host_memory(copy)
-            raise
-        if isinstance(copy.stored, torch.cuda.Event):
-            copy.events.append(copy.stored)
+        done = self._store_encoded(copy, flat, host, None, codec, None)
         self._in_flight.append((weakref.ref(copy), done, copy.nbytes))
         self._in_flight_bytes += copy.nbytes
+
+    def _settle_staged(self, copy: StoredCopy | None, blob: SentBlob, staged: StagedBlob) -> None:
+        """Send a staged copy again that was larger than its host memory."""
+        self.traffic.learn(blob)
+        if copy is None or not blob.cut_off:
+            return
+        assert copy.codec is not None
+        bound = staged.data.shape[0]
+        try:
+            host = self._room.cut(bound, copy.events)
+            try:
+                copy.stored = staged.send(host, 0)
+            except BaseException:
+                self._keep_host_memory(copy)
+                raise
+        except Exception as error:
+            copy.staged = staged  # where it remains
+            self._failed(copy.name, error)
+            return
+        copy.events.append(copy.stored)
+        self._sent(copy, host, bound)
+        self._staging.add(copy, staged, False)
 
     def _give_up(self, copy: StoredCopy) -> None:
         """Give the device memory of an original back: what reads it comes before what follows."""
@@ -393,7 +415,9 @@ class Executor:
     def fetch(self, copy: StoredCopy) -> None:
         """Begin to bring a copy back, if it is not here or coming already."""
         with self._lock:
-            if copy.original is not None or copy.restored is not None or copy.fetched is not None:
+            if copy.original is not None and not copy.is_lossy:
+                return
+            if any(t is not None for t in (copy.restored, copy.fetched, copy.staged)):
                 return
             stored, raw = copy.stored, copy.on_host
             assert stored is not None
@@ -447,7 +471,7 @@ class Executor:
         if known:
             out.copy_(host[: out.shape[0]], non_blocking=True)
         else:
-            _copy_blob_on_gpu(host, out, expected_bytes)
+            copy_blob_on_gpu(host, out, expected_bytes)
 
     def bytes_of(self, copy: StoredCopy, more: bool) -> torch.Tensor:
         """Return the bytes of a copy, ``[n]`` of its dtype, on the device.
@@ -462,18 +486,34 @@ class Executor:
         with self._lock:
             self.traffic.poll()
             self._release(self.in_flight_bytes)
-            if copy.original is not None:
+            if copy.original is not None and not self._is_read_packed(copy):
                 return copy.original
             restored = copy.restored
             if restored is None:
                 restored = self._still_there(copy)
             if restored is None:
                 restored = self._restore(copy)
+                if copy.away is not None:
+                    copy.away = None
+                    self.traffic.returned(copy.nbytes)
                 copy.shared = weakref.ref(restored.untyped_storage())
             elif self.on_gpu:
                 self._use_here(copy, restored)
             copy.restored = restored if more else None
             return restored
+
+    def _is_read_packed(self, copy: StoredCopy) -> bool:
+        """Return whether a copy is read from its packed bytes while its original is there, too.
+
+        So are those that lose bits: gradients do not depend on how far copies have come.
+        """
+        if not copy.is_lossy:
+            return False
+        stored = copy.stored
+        if isinstance(stored, Future):
+            wait_on_host(stored)
+            return stored.exception() is None
+        return True
 
     def _still_there(self, copy: StoredCopy) -> torch.Tensor | None:
         """Return what was restored before, while somebody has a view of it."""
@@ -492,6 +532,24 @@ class Executor:
             t.record_stream(current)
 
     def _restore(self, copy: StoredCopy) -> torch.Tensor:
+        if copy.staged is not None:
+            encoded = copy.staged.blob(copy)
+            copy.restored_on = current_stream(self.device)
+        else:
+            fetched = self._fetched(copy)
+            if copy.codec is None:
+                return fetched.view(copy.dtype)
+            encoded = Blob(fetched, torch.Size([copy.elements]), copy.dtype)
+        assert copy.codec is not None
+        if copy.blob is None or not self.traffic.is_due(decodes=True):
+            return copy.codec.decode(encoded)
+        begin = now(self.device)
+        decoded = copy.codec.decode(encoded)
+        self.traffic.decoded(copy.blob, [begin, now(self.device)])
+        return decoded
+
+    def _fetched(self, copy: StoredCopy) -> torch.Tensor:
+        """Return the bytes of a copy as they crossed; what computes waits for them."""
         self.fetch(copy)
         fetched, arrived = copy.fetched, copy.arrived
         assert fetched is not None and arrived is not None
@@ -505,18 +563,7 @@ class Executor:
             self._use_here(copy, fetched)
             copy.restored_on = current_stream(self.device)
         copy.filling = None
-        if copy.away is not None:
-            copy.away = None
-            self.traffic.returned(copy.nbytes)
-        if copy.codec is None:
-            return fetched.view(copy.dtype)
-        encoded = Blob(fetched, torch.Size([copy.elements]), copy.dtype)
-        if copy.blob is None or not self.traffic.is_due(decodes=True):
-            return copy.codec.decode(encoded)
-        begin = now(self.device)
-        decoded = copy.codec.decode(encoded)
-        self.traffic.decoded(copy.blob, [begin, now(self.device)])
-        return decoded
+        return fetched
 
     @property
     def packed_on_host(self) -> int:
@@ -544,54 +591,10 @@ class Executor:
             self._release(0)
             self.traffic.poll()
             self._room.close()
-            self._ring = _empty_ring()
+            self._scratch = None
             if not self.on_gpu:
                 self._open_lanes()
 
 
-def _usual_bytes(device: torch.device) -> int:
-    """Return what originals may take while they are copied, where nobody says.
-
-    Less makes what computes wait for copies of large tensors: a step of an AlexNet whose inputs of
-    convolutions have 1.4 GB took 68 ms on an H200 with 256 MiB, 47 with what is returned here.
-    """
-    if device.type != "cuda":
-        return IN_FLIGHT_BYTES
-    total_bytes = torch.cuda.get_device_properties(device).total_memory
-    return max(IN_FLIGHT_BYTES, int(total_bytes * IN_FLIGHT_SHARE))
-
-
-def _empty_ring() -> StagingRing[int]:
-    return StagingRing([StagingBuffer() for _ in range(STAGING_BUFFERS)])
-
-
-def _renew(buffer: StagingBuffer[int]) -> None:
-    """Make the next fill record a mark of its own, which is waited for later."""
-    buffer.ready = None
-
-
 def _copy(flat: torch.Tensor, host: torch.Tensor, on_gpu: bool) -> None:
     host.copy_(flat.view(torch.uint8), non_blocking=on_gpu)
-
-
-def _send(
-    buffer: StagingBuffer[int], host: torch.Tensor, on_gpu: bool, expected_bytes: int
-) -> None:
-    """Copy the used bytes of a blob."""
-    if on_gpu:
-        _copy_blob_on_gpu(buffer.data, host, expected_bytes)
-    else:
-        copy_blob(buffer.data, host)
-
-
-def _copy_blob_on_gpu(source: torch.Tensor, target: torch.Tensor, expected_bytes: int) -> None:
-    """Copy the used bytes of a blob whose size the host does not know, on torch's current stream.
-
-    As many as are expected by the copy engine: a kernel that copies as fast over the link slows
-    what computes beside it by almost half (VGG16 on an H200). The kernel copies what is missing.
-    """
-    first_byte = min(expected_bytes, source.shape[0], target.shape[0]) // 16 * 16
-    if first_byte:
-        target[:first_byte].copy_(source[:first_byte], non_blocking=True)
-    device = source.device if source.device.type == "cuda" else target.device
-    kernels_on(device).copy_blob(source, target, first_byte)

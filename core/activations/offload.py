@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,6 +20,7 @@ from .attached import ATTRIBUTE, LISTED_PASSES, Attachment, ModuleTensors
 from .auto import AutoPolicy
 from .guards import storages_of
 from .hooks import SavedTensorHooks
+from .limits import limits_of
 from .lossy import Lossy
 from .policies import KEEP, Codecs, FixedPolicy, Policy, checked_policy
 from .report import ActivationReport, SiteReport
@@ -55,7 +57,9 @@ class ActivationOffload:
     lossy : str, BlobCodec or Lossy, optional
         A lossy codec, or one with a schedule of rates, for policies "auto" and "static". Never used
         for integers, masks, statistics of norms and scalars; with "auto" not for tensors with zeros
-        that a lossless codec takes. `report` names each tensor that is lossy and its error.
+        that a lossless codec takes. `report` names each tensor that is lossy and its error. Such a
+        tensor is always read from its packed copy: with policy "static", or a range of rates that
+        is given, runs repeat bit for bit; policy "auto" decides by measured times.
     min_bytes : int
         Smaller tensors are kept on the device.
     select : callable, optional
@@ -66,8 +70,9 @@ class ActivationOffload:
         Nth pass the tensor itself; True for N = 16. Slow, and waits for the device.
     in_flight_bytes : int, optional
         Device memory of tensors whose copies are under way, at most; with more, what computes waits
-        for the oldest. Tensors that are fetched before they are read take as much at most, one
-        excepted. When left out, a 32nd of a GPU's memory, and 256 MiB at least.
+        for the oldest. Encoded copies on a GPU that wait for the link take as much at most, two
+        excepted, and tensors that are fetched before they are read as well, one excepted. When left
+        out, a 32nd of a GPU's memory, and 256 MiB at least.
     depth : int
         Number of tensors that are fetched before they are read, at most.
     profile_every : int
@@ -139,7 +144,7 @@ class ActivationOffload:
         self._codecs = found
         self._verifier = Verifier(USUAL_EVERY if verify is True else int(verify))
         self._policy: Policy = (
-            AutoPolicy(found, profile_every)
+            AutoPolicy(found, profile_every, functools.partial(limits_of, in_flight_bytes, depth))
             if self.policy == "auto"
             else FixedPolicy(self.policy, found)
         )

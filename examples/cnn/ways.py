@@ -130,8 +130,6 @@ class Offloaded(Kept):
         self, policy: str, model: nn.Module, options: argparse.Namespace, lossy: Lossy | None = None
     ) -> None:
         self.lossless = lossy is None
-        # Else what is read before its copy is complete would be exact, and no run like the other.
-        more: dict[str, Any] = {} if lossy is None else {"lossy": lossy, "in_flight_bytes": 0}
         self._offload = bitslab.offload_activations(
             model,
             policy=policy,
@@ -139,7 +137,7 @@ class Offloaded(Kept):
             min_bytes=options.min_bytes,
             select=conv_inputs if options.select == "conv_inputs" else None,
             verify=options.verify,
-            **more,
+            lossy=lossy,
         )
 
     def begin_epoch(self, number: int) -> None:

@@ -16,6 +16,7 @@ import bitslab
 from bitslab import ArgumentError, ArgumentTypeError, CorruptedDataError
 from bitslab.activations import executor, host_room
 from bitslab.engine.codecs import ZvcCodec
+from bitslab.engine.kernels.cpu.blob_copy import copy_blob
 from bitslab.engine.memory import host_arena
 from bitslab.errors import BitslabError
 from tests.activations.bitmap_codec import BitmapCodec
@@ -169,16 +170,16 @@ def test_page_locking_that_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("where", [0, 9, 20, 32, 200, -1])
 def test_a_damaged_blob(monkeypatch: pytest.MonkeyPatch, where: int) -> None:
     """It is refused, or gives wrong values of that call alone, which `verify` tells of."""
-    real = executor._send
+    real = copy_blob
 
-    def send(buffer: Any, host: torch.Tensor, *rest: Any) -> None:
-        real(buffer, host, *rest)
+    def send(data: torch.Tensor, host: torch.Tensor) -> None:
+        real(data, host)
         used = int(host[:8].view(torch.int64)[0])
         host[where % used] ^= 0x55
 
     model = small()
     plain = gradients(model)
-    monkeypatch.setattr(executor, "_send", send)
+    monkeypatch.setattr(executor, "copy_blob", send)
     offload = attach(model, policy="static", codecs=ZvcCodec(), verify=True)
     with pytest.raises(BitslabError) as caught:
         gradients(model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable
 from typing import Any
@@ -15,8 +16,10 @@ from bitslab.activations import Lossy
 from bitslab.activations.auto import AutoPolicy
 from bitslab.activations.policies import blob_codec_names
 from bitslab.activations.traffic import TIMED_EVERY
+from bitslab.engine.codecs import ZfpCodec
 from bitslab.engine.codecs.registry import get_codec
 from bitslab.engine.memory import host_arena
+from bitslab.engine.transfer import StreamLane
 from tests.activations.cases import CASES, Offloaded
 from tests.activations.test_gradients import VARIED, check_case
 
@@ -182,10 +185,13 @@ def test_a_model_on_two_devices(link: Callable[[float], None], quick_measuring: 
         offload.detach()
 
 
+@pytest.mark.parametrize("in_flight_bytes", [0, 1 << 30])
 @pytest.mark.parametrize("policy", ["raw", "static", "host"])
-def test_what_is_dropped_while_it_crosses_harms_nobody(policy: str) -> None:
+def test_what_is_dropped_while_it_crosses_harms_nobody(policy: str, in_flight_bytes: int) -> None:
     """Memory that is being read or written for a copy is given to nobody before that is over."""
-    offload = bitslab.ActivationOffload(policy, codecs="zvc", min_bytes=1024, in_flight_bytes=0)
+    offload = bitslab.ActivationOffload(
+        policy, codecs="zvc", min_bytes=1024, in_flight_bytes=in_flight_bytes
+    )
     nbytes = 64 << 20
 
     def saved() -> tuple[torch.Tensor, torch.Tensor]:
@@ -375,6 +381,109 @@ def test_originals_leave_the_device() -> None:
     # The outputs of eight ReLUs, 32 MiB each, of which two are there at once, and the input, of
     # which a copy comes back.
     assert peak() < plain - (4 * 32 << 20)
+    offload.detach()
+
+
+def test_an_executor_that_is_dropped_while_it_encodes_harms_nobody() -> None:
+    """What it has staged is written and read by streams that nobody waits for any more."""
+    nbytes = 64 << 20
+    x = torch.randn(nbytes // 4, device="cuda", requires_grad=True)
+    for _ in range(4):
+        offload = bitslab.ActivationOffload("static", codecs="zvc", min_bytes=1024)
+        with offload:
+            y = (x * 2).relu().sin()
+        torch.cuda._sleep(20_000_000)  # what encodes is behind
+        with offload:
+            z = (y * 3).cos()
+        del offload, y, z
+        gc.collect()
+        others = [torch.full((nbytes,), n, dtype=torch.uint8, device="cuda") for n in range(6)]
+        torch.cuda.synchronize()
+        assert all(bool((t == n).all()) for n, t in enumerate(others))
+        del others
+
+
+def test_what_is_staged_is_read_there(held_stream: Any) -> None:
+    """Nothing has crossed to the host when the backward pass reads; and nothing comes back."""
+    offload = bitslab.ActivationOffload(
+        "static", codecs="zvc", min_bytes=1 << 20, in_flight_bytes=1 << 30
+    )
+    x = torch.randn(1 << 20, device="cuda", requires_grad=True)
+
+    def loss_of() -> torch.Tensor:
+        h = x
+        for _ in range(8):
+            h = (h * 1.5).relu().sin()
+        return h.sum()
+
+    (plain,) = torch.autograd.grad(loss_of(), x)
+    for _ in range(8):  # compiles, and learns how much host memory is needed
+        with offload:
+            loss = loss_of()
+        torch.autograd.grad(loss, x)
+        torch.cuda.synchronize()
+    offload.stats()
+    out = offload._hooks.executor(x.device)._out
+    assert isinstance(out, StreamLane)
+    spare = [torch.empty(64 << 20, dtype=torch.uint8, device="cuda") for _ in range(8)]
+    del spare
+    found = []
+    with held_stream(out.stream):
+        before = offload.stats()["moved_in_bytes"]
+        with offload:
+            loss = loss_of()
+        # Others take what was given up in the meantime.
+        others = [torch.full_like(x, float(n)) for n in range(8)]
+        found.append(torch.autograd.grad(loss, x)[0])
+        assert offload.stats()["moved_in_bytes"] == before
+        del loss, others
+    assert torch.equal(found[0], plain)
+    with offload:  # and what was held is in order again
+        loss = loss_of()
+    assert torch.equal(torch.autograd.grad(loss, x)[0], plain)
+    offload.detach()
+
+
+def test_lossy_gradients_do_not_depend_on_how_far_copies_are() -> None:
+    x = torch.randn(1 << 20, device="cuda", requires_grad=True)
+    codec = ZfpCodec(32)
+    expected = 2 * codec.decode(codec.encode((x * 2).detach())).cos()
+    for in_flight_bytes in (0, 1 << 30):
+        offload = bitslab.ActivationOffload(
+            "static", lossy=codec, min_bytes=1024, in_flight_bytes=in_flight_bytes
+        )
+        for waits in (False, True, True):
+            with offload:
+                loss = (x * 2).sin().sum()
+            if waits:
+                torch.cuda.synchronize()
+            assert torch.equal(torch.autograd.grad(loss, x)[0], expected)
+        offload.detach()
+    assert not torch.equal(expected, 2 * (x * 2).detach().cos())
+
+
+def test_the_peak_of_small_steps_is_near_that_of_plain_training() -> None:
+    """What is staged is as large as the tensors at hand, not as the largest of the step."""
+    x = torch.randn(64 << 20, device="cuda", requires_grad=True)  # 256 MiB
+
+    def peak() -> int:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        h = (x * 2).sin()[: 4 << 20]
+        for _ in range(24):  # 16 MiB each
+            h = (h * 1.5).sin()
+        torch.cuda.synchronize()  # all have crossed
+        h.sum().backward()
+        x.grad = None
+        return torch.cuda.max_memory_allocated() - before
+
+    plain = peak()
+    offload = bitslab.ActivationOffload("static", codecs="zvc", in_flight_bytes=1 << 30)
+    for _ in range(3):
+        with offload:
+            found = peak()
+    assert found < plain + (80 << 20)  # four or five of the small ones
     offload.detach()
 
 

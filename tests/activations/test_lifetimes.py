@@ -452,3 +452,33 @@ def test_an_error_in_a_hook_leaves_nothing(
     if in_thread:
         gc.collect()  # an error of a thread is in a cycle with the frames that it went through
     assert (used_bytes(), threads()) == (before, running)
+
+
+def test_copies_of_graphs_that_are_gone_count_until_they_are_over() -> None:
+    """A link that is slower than the steps holds them up; what is under way does not add up."""
+    limit, nbytes = 1 << 20, 1 << 18
+    offload = bitslab.ActivationOffload("raw", min_bytes=1024, in_flight_bytes=limit)
+    x = torch.randn(nbytes // 4, requires_grad=True)
+
+    def steps() -> None:
+        for _ in range(40):
+            with offload:
+                loss = (x * 2).sin().sum()
+            torch.autograd.grad(loss, x)
+
+    gate = threading.Event()
+
+    def hold() -> None:
+        gate.wait()
+
+    executor = offload._hooks.executor(x.device)
+    executor._out.run(hold)
+    thread = threading.Thread(target=steps)
+    thread.start()
+    thread.join(0.5)
+    held_up, moved_bytes = thread.is_alive(), executor.traffic.moved_out_bytes
+    gate.set()
+    thread.join()
+    assert held_up and limit <= moved_bytes <= limit + nbytes
+    assert offload.stats()["moved_out_bytes"] == 40 * nbytes
+    offload.detach()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from bitslab.activations import Lossy
 from bitslab.activations.lossy import LossyRate
 from bitslab.activations.sites import is_exact
 from bitslab.engine.advisor import LossyRange, SiteRecord, SwapLink
+from bitslab.engine.codecs import ZfpCodec
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -140,6 +142,54 @@ def test_a_fixed_rate_of_bfloat16() -> None:
     assert offload.report().ratio == pytest.approx(2, rel=0.01)  # P / 64 of 16 bits
     assert 0 < offload.report().sites[0].error.relative < 0.1  # type: ignore[union-attr]
     offload.detach()
+
+
+@pytest.mark.parametrize("in_flight_bytes", [0, 1 << 30])
+def test_what_is_lossy_is_read_from_its_copy(in_flight_bytes: int) -> None:
+    """Gradients do not depend on how far copies have come when the backward pass reads."""
+    x = torch.randn(64, 64, requires_grad=True)
+    h = (x * 2).detach()
+    expected = 2 * ZfpCodec(32).decode(ZfpCodec(32).encode(h)).cos()
+    offload = bitslab.ActivationOffload(
+        "static", min_bytes=1, in_flight_bytes=in_flight_bytes, lossy=ZfpCodec(32)
+    )
+    gate = threading.Event()
+
+    def hold() -> None:
+        gate.wait()
+
+    timer = threading.Timer(0.1, gate.set)
+    for step in range(3):
+        if in_flight_bytes and step:  # the copy is made while the backward pass waits for it
+            offload._hooks.executor(x.device)._out.run(hold)
+            timer.start() if step == 1 else None
+        with offload:
+            loss = (x * 2).sin().sum()
+        (found,) = torch.autograd.grad(loss, x)
+        assert torch.equal(found, expected)
+    assert not torch.equal(found, 2 * h.cos())
+    offload.detach()
+
+
+def test_a_lossy_tensor_that_could_not_be_encoded_is_read_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real = ZfpCodec.encode
+
+    def fail(codec: ZfpCodec, t: torch.Tensor, out: Any = None, **more: Any) -> Any:
+        if out is not None:  # not of a sample, whose error is found
+            raise RuntimeError("on purpose")
+        return real(codec, t, **more)
+
+    monkeypatch.setattr(ZfpCodec, "encode", fail)
+    x = torch.randn(64, 64, requires_grad=True)
+    offload = bitslab.ActivationOffload("static", min_bytes=1, lossy=ZfpCodec(32))
+    with pytest.warns(UserWarning, match="could not be packed"):
+        with offload:
+            loss = (x * 2).sin().sum()
+        (found,) = torch.autograd.grad(loss, x)
+        offload.detach()
+    assert torch.equal(found, 2 * (x * 2).cos())
 
 
 def test_integers_of_the_same_bytes_keep_every_bit() -> None:

@@ -22,6 +22,7 @@ from .decoding import decode_bytes_per_s
 from .link import LinkModel, measure_link
 from .lossy_range import LossyRange, LossySchedule, lossy_range
 from .measuring import fit_time_model, measure_codec
+from .swap_timeline import SwapLimits
 from .swapping import (
     POLICIES,
     Decision,
@@ -47,6 +48,7 @@ __all__ = [
     "LossyRange",
     "LossySchedule",
     "SiteRecord",
+    "SwapLimits",
     "SwapLink",
     "SyntheticTensors",
     "TimeModel",

@@ -7,7 +7,8 @@ takes bytes off the link.
 
 The paper charges each tensor alone. Here the link is a queue, one each way: a tensor waits for
 those before it and makes those behind it wait, and compute hides what it can of them all. Of a
-single tensor both say the same.
+single tensor both say the same. Where it is known how many bytes may be under way, the copies of a
+step are followed instead (`swap_timeline`): compute that waits for a raw copy is charged for it.
 """
 
 from __future__ import annotations
@@ -18,11 +19,20 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from ...errors import ArgumentError, ArgumentTypeError
 from .link import LinkModel, measure_link
+from .swap_search import PlanSearch
+from .swap_timeline import (
+    LinkQueue,
+    OptionTable,
+    Plans,
+    Seconds,
+    StepModel,
+    StepTimeline,
+    SwapLimits,
+)
 
 Action = Literal["keep", "raw", "pack"]
 Policy = Literal["auto", "raw", "static", "keep"]
@@ -32,7 +42,8 @@ POLICIES: tuple[Policy, ...] = ("auto", "raw", "static", "keep")
 HYSTERESIS = 0.05
 #: Relative change of a packed share from which on a site's codec is chosen and fitted anew.
 DRIFT = 0.1
-SWEEPS = 3  # over all sites; a second one rarely changes anything
+#: Share of a step that all choices together may cost by being held, where the step is followed.
+MOST_HELD = 0.005
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -261,6 +272,7 @@ def decide(
     previous: Iterable[Decision] | None = None,
     published: bool = False,
     hysteresis: float = HYSTERESIS,
+    limits: SwapLimits | None = None,
 ) -> list[Decision]:
     """Decide for all tensors that a step moves.
 
@@ -281,7 +293,10 @@ def decide(
         Equations 3 to 7 as they stand: each tensor alone, packed where T' > T, sparse ones with no
         metadata, and neither queue nor cost of a copy nor hysteresis.
     hysteresis : float
-        See `previous`.
+        See `previous`; with `limits` all that is held costs half a percent of the step at most.
+    limits : SwapLimits, optional
+        Follow the copies of a step as they are moved within these limits (`StepTimeline`). When
+        left out, each pass waits for all of its copies (`LinkQueue`).
 
     Returns
     -------
@@ -315,7 +330,7 @@ def decide(
             _alone(record, link, own, policy) for record, own in zip(sites, options, strict=True)
         ]
     last = {} if previous is None else {decision.site: decision for decision in previous}
-    return _Queue(sites, options, link, last, hysteresis).decide(policy)
+    return _Plans(sites, options, link, limits, last, hysteresis).decide(policy)
 
 
 @dataclass(frozen=True)
@@ -402,14 +417,8 @@ def _decision(
     return Decision(record.site, action, chosen.codec, raw_s, packed_s, f"{what}: {why}.")
 
 
-_Seconds = npt.NDArray[np.float64]
-
-
-class _Queue:
+class _Plans:
     """Choices for all sites of a step whose copies share one link.
-
-    A plan is an option a site. Its seconds are those of its codecs, plus how much later than
-    compute the last copy to the host ends, plus the most by which a copy to the device comes late.
 
     Parameters
     ----------
@@ -419,6 +428,8 @@ class _Queue:
         Of each site.
     link : SwapLink
         What they cross.
+    limits : SwapLimits or None
+        As for `decide`.
     last : mapping of str to Decision
         The last decisions by site.
     hysteresis : float
@@ -430,115 +441,123 @@ class _Queue:
         sites: list[SiteRecord],
         options: list[tuple[_Option, ...]],
         link: SwapLink,
+        limits: SwapLimits | None,
         last: Mapping[str, Decision],
         hysteresis: float,
     ) -> None:
         self._sites, self._options = sites, options
-        n = len(sites)
-        # Columns: seconds to the host, seconds to the device, codec and what a change must gain.
-        self._table = [
-            np.array(
-                [
-                    (link.to_host_seconds(o.n_bytes), link.to_device_seconds(o.n_bytes), o.codec_s)
-                    for o in own
-                ]
-            )
+        self._link_s = [
+            [link.to_host_seconds(o.n_bytes) + link.to_device_seconds(o.n_bytes) for o in own]
             for own in options
         ]
-        forward = np.array([record.hidden_forward_s for record in sites], np.float64)
-        backward = np.array([record.hidden_backward_s for record in sites], np.float64)
-        # Slack of a copy that starts when its tensor is there: compute that is left from then on.
-        self._left = np.cumsum(forward[::-1])[::-1] if n else forward
-        self._deadline = np.cumsum(backward[::-1])[::-1] if n else backward
-        self._before: list[int | None] = []
-        self._penalty: list[_Seconds] = []
-        for record, own, table in zip(sites, options, self._table, strict=True):
-            was = _index_of(last.get(record.site), own)
-            penalty = np.zeros(len(own))
-            if was is not None:
-                penalty += hysteresis * (table[0, 0] + table[0, 1])
-                penalty[was] = 0.0
-            self._before.append(was)
-            self._penalty.append(penalty)
+        table = OptionTable.of(
+            [
+                [
+                    (
+                        link.to_host_seconds(o.n_bytes),
+                        link.to_device_seconds(o.n_bytes),
+                        o.encode_s,
+                        o.decode_s,
+                    )
+                    for o in own
+                ]
+                for own in options
+            ],
+            [record.nbytes for record in sites],
+        )
+        hidden = (
+            [record.hidden_forward_s for record in sites],
+            [record.hidden_backward_s for record in sites],
+        )
+        self._model: StepModel
+        if limits is None:
+            self._model = LinkQueue(table, *hidden)
+        else:
+            self._model = StepTimeline(table, *hidden, limits)
+        self._before = [
+            _index_of(last.get(record.site), own)
+            for record, own in zip(sites, options, strict=True)
+        ]
+        self._hysteresis = hysteresis
+        self._most_held_s = math.inf if limits is None else MOST_HELD * sum(map(sum, hidden))
+        #: What a change must gain, ``[N, K + 1]``.
+        self._penalty = np.zeros(table.packed.shape)
 
     def decide(self, policy: Policy) -> list[Decision]:
         """Return the decisions of a policy."""
-        raw = [0] * len(self._sites)
-        packed = [min(1, len(own) - 1) for own in self._options]
-        if policy == "raw":
-            plan = raw
-        elif policy == "static":
-            plan = packed
-        else:
-            starts = [raw, packed]
-            if any(was is not None for was in self._before):
-                starts.append([was or 0 for was in self._before])
-            found = [self._improve(start) for start in starts]
-            plan = min(found, key=self._judged)
-        return self._explained(plan, policy)
+        most = max(map(len, self._options), default=1)
+        same = [[min(k, len(own) - 1) for own in self._options] for k in range(most)]
+        if policy == "raw" or not self._sites:
+            return self._explained(same[0], policy)
+        if policy == "static":
+            return self._explained(same[min(1, most - 1)], policy)
+        before = [was or 0 for was in self._before]
+        is_known = any(was is not None for was in self._before)
+        if is_known:
+            self._penalize(before)
+        search = PlanSearch(
+            [len(own) for own in self._options],
+            self._judged,
+            [self._kind(i) for i in range(len(self._sites))],
+            [self._gains(i) for i in range(len(self._sites))],
+        )
+        starts = [before, *same] if is_known else same
+        self._search = search
+        return self._explained(search.best(starts, not is_known), policy)
 
-    def _improve(self, plan: list[int]) -> list[int]:
-        """Change one site at a time, those first that save the most link time for their codec's."""
-        order = sorted(range(len(plan)), key=self._efficiency, reverse=True)
-        plan = list(plan)
-        rows = self._rows(plan)
-        for _ in range(SWEEPS):
-            changed = False
-            for i in order:
-                table = self._table[i]
-                if len(table) < 2:
-                    continue
-                seconds = self._seconds(rows, i, table) + self._penalty[i]
-                # Of equals the earlier: raw, then what takes the least of codec and link.
-                best = int(np.argmin(seconds))
-                if seconds[best] < seconds[plan[i]]:
-                    plan[i], changed = best, True
-                    rows[:, i] = table[best]
-            if not changed:
-                break
-        return plan
+    def _penalize(self, before: Sequence[int]) -> None:
+        """Charge changes, all of them together no more than a share of the step."""
+        held = np.zeros(len(before))
+        for i, was in enumerate(self._before):
+            if was is not None:
+                held[i] = self._hysteresis * self._link_s[i][0]
+        held *= min(1.0, self._most_held_s / max(float(held.sum()), 1e-12))
+        self._penalty[:] = held[:, None]
+        self._penalty[np.arange(len(before)), before] = 0.0
 
-    def _efficiency(self, i: int) -> float:
-        table = self._table[i]
-        if len(table) < 2:
-            return 0.0
-        saved = (table[0, :2] - table[1, :2]).sum()
-        return float(saved / max(table[1, 2], 1e-9))
+    def _kind(self, i: int) -> tuple[object, ...]:
+        """Return what is equal for sites that are likely to be treated alike."""
+        record = self._sites[i]
+        shares = tuple(round(math.log2(max(o.n_bytes, 1)) * 4) for o in self._options[i])
+        return record.nbytes, record.dtype, record.operation, shares, self._before[i]
 
-    def _rows(self, plan: Sequence[int]) -> _Seconds:
-        rows = np.zeros((3, len(plan)))
-        for i, option in enumerate(plan):
-            rows[:, i] = self._table[i][option]
-        return rows
+    def _gains(self, i: int) -> tuple[float, float, float]:
+        """Return by several measures what packing a site may gain."""
+        own, link_s = self._options[i], self._link_s[i]
+        if len(own) < 2:
+            return -1.0, -1.0, -1.0
+        saved = link_s[0] - link_s[1]
+        return saved / max(own[1].codec_s, 1e-9), saved - own[1].codec_s, link_s[0]
 
-    def _seconds(self, rows: _Seconds, i: int, instead: _Seconds) -> _Seconds:
-        """Return the seconds of a plan with each of ``instead [K, 3]`` in the place of site `i`."""
-        change = instead - rows[:, i]  # [K, 3]
-        total = rows[2].sum() + change[:, 2]
-        for which, slack in ((0, self._left), (1, self._deadline)):
-            # To the host: those from site j on follow each other once j is there, and end late by
-            # what exceeds the compute left. To the device, where the last sites are read first and
-            # all may come as soon as the pass begins: those from j on must be there when j is read.
-            late = np.cumsum(rows[which][::-1])[::-1] - slack
-            with_i = late[: i + 1].max()
-            without = late[i + 1 :].max() if i + 1 < len(late) else 0.0
-            total = total + np.maximum(np.maximum(with_i + change[:, which], without), 0.0)
-        return np.asarray(total)
+    def _judged(self, plans: Plans) -> Seconds:
+        rows = np.arange(plans.shape[0])[:, None]
+        return np.asarray(self._model.seconds(plans) + self._penalty[rows, plans].sum(axis=0))
 
-    def _judged(self, plan: Sequence[int]) -> float:
-        penalty = sum(own[option] for own, option in zip(self._penalty, plan, strict=True))
-        if not plan:
-            return 0.0
-        rows = self._rows(plan)
-        return float(self._seconds(rows, 0, rows[:, :1].T)[0] + penalty)
+    def _costs(self, plan: Sequence[int], units: Sequence[Plans]) -> dict[int, Seconds]:
+        """Return by site what each option costs more than not to move the tensor.
+
+        Sites of a unit change together, and share what that costs.
+        """
+        options = len(self._penalty.T)
+        plans = np.repeat(np.array(plan, np.intp)[:, None], len(units) * options, axis=1)
+        for u, unit in enumerate(units):
+            for k in range(options):
+                plans[unit, u * options + k] = k
+        seconds = self._model.seconds(plans).reshape(len(units), options)
+        return {
+            int(i): (seconds[u, :-1] - seconds[u, -1]) / len(unit)
+            for u, unit in enumerate(units)
+            for i in unit
+        }
 
     def _explained(self, plan: Sequence[int], policy: Policy) -> list[Decision]:
+        units = [np.array([i]) for i in range(len(plan))]
+        if policy == "auto" and plan:
+            units = self._search.units
+        all_costs = self._costs(plan, units) if plan else {}
         decisions = []
-        rows = self._rows(plan)
-        nothing = np.zeros((1, 3))
         for i, (record, own) in enumerate(zip(self._sites, self._options, strict=True)):
-            seconds = self._seconds(rows, i, np.concatenate([self._table[i], nothing]))
-            costs = seconds[:-1] - seconds[-1]
+            costs = all_costs[i][: len(own)]
             chosen = plan[i]
             best = chosen or (int(np.argmin(costs[1:])) + 1 if len(own) > 1 else 0)
             packed = float(costs[best]) if best else None

@@ -228,7 +228,7 @@ def test_hysteresis() -> None:
 
 def test_decisions_do_not_flutter() -> None:
     random_ = random.Random(0)
-    base = random_records(5, 30)
+    base = random_records(0, 30)
     decisions, changes = decide(base, MODEL, LINK), {0.0: 0, 0.05: 0}
     for hysteresis in changes:
         last = decisions

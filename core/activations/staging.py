@@ -1,0 +1,258 @@
+"""Device memory of encoded copies, from their encoding until they are on the host.
+
+It is taken from torch's allocator, on the stream that computes, as large as the tensor at hand may
+need, and goes back to that stream: as soon as the host knows that the copy has crossed, or behind a
+mark that the stream waits for. So no device memory is set aside for staging, and at the end of a
+forward pass what is staged is as large as the originals that it replaces. For as long as it is
+there, the copy is read from it.
+
+How it is ordered: the lane that encodes waits for an event that the stream recorded after the
+memory was taken, and thus after all that used it before. It is given back in the order of that
+stream only, behind all that other streams do with it; else `record_stream` tells the allocator of
+these.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import weakref
+from collections import deque
+from collections.abc import Callable
+
+import torch
+
+from ..engine.codecs.blob import Blob
+from ..engine.kernels.cuda import kernels_on
+from ..engine.kernels.cuda.stream import current_stream
+from ..engine.transfer import StreamLane, record_on
+from .copies import StoredCopy
+from .limits import STAGED_COPIES
+from .traffic import SentBlob, is_done
+
+
+class StagedBlob:
+    """An encoded copy in device memory.
+
+    Parameters
+    ----------
+    nbytes : int
+        Bytes that it may need.
+    encoding, out : StreamLane
+        What encodes it, and what sends it to the host.
+
+    Attributes
+    ----------
+    data : torch.Tensor
+        uint8 ``[nbytes]``, taken on the stream that computes.
+    home : torch.cuda.Stream
+        That stream.
+    begin : torch.cuda.Event
+        When its memory may be written.
+    encoded, sent : torch.cuda.Event or None
+        When it is filled, and on the host.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_all_lanes",
+        "_lanes",
+        "_process",
+        "begin",
+        "data",
+        "encoded",
+        "home",
+        "sent",
+    )
+
+    def __init__(self, nbytes: int, encoding: StreamLane, out: StreamLane) -> None:
+        self._all_lanes = encoding, out
+        #: Those that may be at work on it.
+        self._lanes: tuple[StreamLane, ...] = ()
+        self._process = os.getpid()
+        device = encoding.device
+        self.home = current_stream(device)
+        self.data = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        self.begin = record_on(self.home)
+        self.encoded: torch.cuda.Event | None = None
+        self.sent: torch.cuda.Event | None = None
+        self.hold()
+
+    def hold(self) -> None:
+        """Keep the memory for the lanes, when it is dropped, until `sent` was waited for."""
+        self._lanes = self._all_lanes
+
+    def fill(self, work: Callable[..., None], *args: object) -> torch.cuda.Event:
+        """Run ``work(*args)``, which fills it, on the lane that encodes; return when it is done."""
+        encoding, _ = self._all_lanes
+        encoded = self.encoded = encoding.run(work, *args, after=self.begin)
+        return encoded
+
+    def send(self, host: torch.Tensor, expected_bytes: int) -> torch.cuda.Event:
+        """Send it to host memory, as many bytes as are used; return when they are there.
+
+        Parameters
+        ----------
+        host : torch.Tensor
+            uint8, page-locked; what does not fit is left out.
+        expected_bytes : int
+            As for `copy_blob_on_gpu`.
+        """
+        self.hold()
+        _, out = self._all_lanes
+        sent = self.sent = out.run(
+            copy_blob_on_gpu, self.data, host, expected_bytes, after=self.encoded
+        )
+        return sent
+
+    def blob(self, copy: StoredCopy) -> Blob:
+        """Return it to be decoded on torch's current stream, which waits until it is filled."""
+        assert self.encoded is not None
+        current = current_stream(self.data.device)
+        self.encoded.wait(current)
+        if current != self.home:
+            self.data.record_stream(current)
+        return Blob(self.data, torch.Size([copy.elements]), copy.dtype)
+
+    def wait_until_sent(self) -> None:
+        """Make torch's current stream wait until it is on the host."""
+        assert self.sent is not None
+        current = current_stream(self.data.device)
+        self.sent.wait(current)
+        if current == self.home:
+            self._lanes = ()
+
+    def is_sent(self) -> bool:
+        """Return whether it is on the host; waits for nothing."""
+        assert self.sent is not None
+        if not is_done(self.sent):
+            return False
+        self._lanes = ()
+        return True
+
+    def __del__(self) -> None:
+        # Its memory is given to nobody while a lane may be at work on it.
+        if self._lanes and not sys.is_finalizing() and self._process == os.getpid():
+            for lane in self._lanes:
+                lane.keep(self.data)
+
+
+class Staging:
+    """What is staged on one GPU; its owner calls it under a lock.
+
+    Parameters
+    ----------
+    give_up : callable
+        Gives up the original of a copy that torch's current stream knows to be encoded.
+    settle : callable
+        Called with what is known by now of a copy whose host memory may be too small, and with it
+        staged.
+
+    Attributes
+    ----------
+    unsure_bytes : int
+        Bytes before packing of copies whose host memory may be too small.
+    """
+
+    def __init__(
+        self,
+        give_up: Callable[[StoredCopy], None],
+        settle: Callable[[StoredCopy | None, SentBlob, StagedBlob], None],
+    ) -> None:
+        self._give_up, self._settle = give_up, settle
+        #: Copies whose originals are being encoded.
+        self._encoding: deque[tuple[weakref.ref[StoredCopy], StagedBlob, int]] = deque()
+        self._encoding_bytes = 0
+        self._sending: deque[tuple[weakref.ref[StoredCopy], StagedBlob]] = deque()
+        self._sending_bytes = 0
+        self._unsure: deque[tuple[weakref.ref[StoredCopy], SentBlob, StagedBlob]] = deque()
+        self.unsure_bytes = 0
+
+    def add(self, copy: StoredCopy, staged: StagedBlob, unsure: bool) -> None:
+        """Add a copy that is on its way.
+
+        Parameters
+        ----------
+        copy : StoredCopy
+            The copy, which is read from here as long as it is here.
+        staged : StagedBlob
+            With both of its events.
+        unsure : bool
+            Whether its host memory may be too small; then it is here until that is known.
+        """
+        ref = weakref.ref(copy)
+        copy.staged = staged
+        if copy.original is not None:
+            self._encoding.append((ref, staged, copy.nbytes))
+            self._encoding_bytes += copy.nbytes
+        if unsure:
+            assert copy.blob is not None
+            self._unsure.append((ref, copy.blob, staged))
+            self.unsure_bytes += copy.nbytes
+        else:
+            self._sending.append((ref, staged))
+            self._sending_bytes += staged.data.shape[0]
+
+    def release(self, allowed_bytes: int) -> None:
+        """Give back what is over; torch's current stream waits for what is too much."""
+        while self._encoding:
+            ref, staged, nbytes = self._encoding[0]
+            assert staged.encoded is not None
+            over = len(self._encoding) > STAGED_COPIES or self._encoding_bytes > allowed_bytes
+            if not over and not is_done(staged.encoded):
+                break
+            copy = ref()
+            if copy is not None and copy.original is not None:
+                if over:
+                    staged.encoded.wait(current_stream(staged.data.device))
+                self._give_up(copy)
+            self._encoding.popleft()
+            self._encoding_bytes -= nbytes
+        while self._unsure and self._unsure[0][2].is_sent():
+            ref, blob, staged = self._unsure.popleft()
+            self.unsure_bytes -= blob.nbytes
+            self._leave(ref, staged)
+            self._settle(ref(), blob, staged)
+        while self._sending:
+            ref, staged = self._sending[0]
+            if not staged.is_sent():
+                if not self._sends_too_much(allowed_bytes):
+                    break
+                staged.wait_until_sent()
+            self._sending.popleft()
+            self._sending_bytes -= staged.data.shape[0]
+            self._leave(ref, staged)
+
+    def _sends_too_much(self, allowed_bytes: int) -> bool:
+        """Return whether others than the last ones take too much."""
+        if len(self._sending) <= STAGED_COPIES:
+            return False
+        last = [self._sending[-1 - k][1].data.shape[0] for k in range(STAGED_COPIES)]
+        return self._sending_bytes - sum(last) + self.unsure_bytes > allowed_bytes
+
+    @staticmethod
+    def _leave(ref: weakref.ref[StoredCopy], staged: StagedBlob) -> None:
+        """Have a copy read from the host from now on."""
+        copy = ref()
+        if copy is not None and copy.staged is staged:
+            copy.staged = None
+
+
+def copy_blob_on_gpu(source: torch.Tensor, target: torch.Tensor, expected_bytes: int) -> None:
+    """Copy the used bytes of a blob whose size the host does not know, on torch's current stream.
+
+    As many as are expected by the copy engine: a kernel that copies as fast over the link slows
+    what computes beside it by almost half (VGG16 on an H200). The kernel copies what is missing.
+
+    Parameters
+    ----------
+    source, target : torch.Tensor
+        uint8; one on a GPU, the other one page-locked.
+    expected_bytes : int
+        What such blobs needed of late; 0 where nothing is known.
+    """
+    first_byte = min(expected_bytes, source.shape[0], target.shape[0]) // 16 * 16
+    if first_byte:
+        target[:first_byte].copy_(source[:first_byte], non_blocking=True)
+    device = source.device if source.device.type == "cuda" else target.device
+    kernels_on(device).copy_blob(source, target, first_byte)
