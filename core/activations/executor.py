@@ -45,14 +45,10 @@ from .host_packing import CodecOf, HostPacking, RawOnHost
 from .host_room import Bounds, HostRoom
 from .moments import Moment, now
 from .on_disk import DiskMoves
-from .originals import Originals
+from .originals import Originals, usual_bytes
 from .tiers import Tier, Tiers
 from .traffic import Observed, SentBlob, Traffic, is_done, used_bytes
 
-#: Originals whose copies are under way take so much at most where nobody says, or a larger share of
-#: a GPU's memory.
-IN_FLIGHT_BYTES = 256 << 20
-IN_FLIGHT_SHARE = 1 / 32
 #: Encoded copies on a device: one is encoded while another one is written to the host.
 STAGING_BUFFERS = 2
 
@@ -94,7 +90,7 @@ class Executor:
         self.device = device
         self._waits_for_disk = in_flight_bytes is not None
         if in_flight_bytes is None:
-            in_flight_bytes = _usual_bytes(device)
+            in_flight_bytes = usual_bytes(device)
         self.in_flight_bytes = in_flight_bytes
         self._tiers = tiers or Tiers()
         self._came_back, self._failed, self._observed = came_back, failed, observed
@@ -466,7 +462,7 @@ class Executor:
             if restored is None:
                 restored = self._restore(copy)
                 storage = weakref.ref(restored.untyped_storage())
-                copy.shared = storage, restored.storage_offset()
+                copy.shared = storage, int(restored.storage_offset())
             elif self.on_gpu:
                 self._use_here(copy, restored)
             copy.restored = restored if more else None
@@ -560,18 +556,6 @@ class Executor:
             self._ring = _empty_ring()
             if not self.on_gpu:
                 self._open_lanes()
-
-
-def _usual_bytes(device: torch.device) -> int:
-    """Return what originals may take while they are copied, where nobody says.
-
-    Less makes what computes wait for copies of large tensors: a step of an AlexNet whose inputs of
-    convolutions have 1.4 GB took 68 ms on an H200 with 256 MiB, 47 with what is returned here.
-    """
-    if device.type != "cuda":
-        return IN_FLIGHT_BYTES
-    total_bytes = torch.cuda.get_device_properties(device).total_memory
-    return max(IN_FLIGHT_BYTES, int(total_bytes * IN_FLIGHT_SHARE))
 
 
 def _empty_ring() -> StagingRing[int]:

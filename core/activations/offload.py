@@ -371,7 +371,7 @@ class ActivationOffload:
 
     # What was done
 
-    def stats(self) -> dict[str, float]:
+    def stats(self) -> dict[str, int]:
         """Return what was done so far.
 
         Returns
@@ -381,8 +381,8 @@ class ActivationOffload:
             host and came back; ``crossed_out_bytes`` and ``crossed_in_bytes``: what crossed for
             them, as far as it is known by now; ``peak_saved_bytes``: most bytes of saved tensors
             that were on the host alone at one time; ``moved_tensors``; ``packed_on_host_tensors``:
-            those that the CPU packed (policy "host"); ``verified_tensors``; ``stall_seconds``: how
-            long passes have waited for threads, of a GPU for those of the disk; ``host_bytes``:
+            those that the CPU packed (policy "host"); ``verified_tensors``; ``stall_us``: how long
+            passes have waited for threads, of a GPU for those of the disk, in microseconds; ``host_bytes``:
             what is taken of `host_bytes`, where that is given. With a disk ``disk_written_bytes``,
             ``disk_read_bytes``, ``disk_forwarded_bytes`` (that were wanted before they were
             written) and ``disk_refused_bytes``.
@@ -392,7 +392,7 @@ class ActivationOffload:
             each.poll()
         traffic = [each.traffic for each in executors]
         sites = self._hooks.sites.values()
-        found: dict[str, float] = {
+        found = {
             "moved_out_bytes": sum(each.moved_out_bytes for each in traffic),
             "moved_in_bytes": sum(each.moved_in_bytes for each in traffic),
             "crossed_out_bytes": sum(each.crossed_out_bytes for each in traffic),
@@ -401,7 +401,7 @@ class ActivationOffload:
             "packed_on_host_tensors": sum(each.packed_on_host for each in executors),
             "moved_tensors": sum(counts.tensors for counts in sites),
             "verified_tensors": self._verifier.compared,
-            "stall_seconds": sum(each.stall_seconds for each in traffic),
+            "stall_us": round(1e6 * sum(each.stall_seconds for each in traffic)),
         }
         if self._tiers.limit is not None:
             found["host_bytes"] = self._tiers.limit.taken_bytes

@@ -14,6 +14,11 @@ from ..engine.transfer import Mark
 from .copies import StoredCopy
 from .traffic import SentBlob, Traffic, is_done
 
+#: Originals whose copies are under way take so much at most where nobody says, or a larger share of
+#: a GPU's memory.
+IN_FLIGHT_BYTES = 256 << 20
+IN_FLIGHT_SHARE = 1 / 32
+
 
 class Originals:
     """Holds originals on one device while their copies are under way. Its owner holds a lock.
@@ -119,3 +124,15 @@ class Originals:
         copy.lanes = ()
         copy.away = self._traffic.dropped
         self._traffic.left(copy.nbytes)
+
+
+def usual_bytes(device: torch.device) -> int:
+    """Return what originals may take while they are copied, where nobody says.
+
+    Less makes what computes wait for copies of large tensors: a step of an AlexNet whose inputs of
+    convolutions have 1.4 GB took 68 ms on an H200 with 256 MiB, 47 with what is returned here.
+    """
+    if device.type != "cuda":
+        return IN_FLIGHT_BYTES
+    total_bytes = torch.cuda.get_device_properties(device).total_memory
+    return max(IN_FLIGHT_BYTES, int(total_bytes * IN_FLIGHT_SHARE))

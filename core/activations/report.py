@@ -76,7 +76,7 @@ class ActivationReport:
         In the order in which they were first seen.
     device : str
         Where they are computed.
-    stats : mapping of str to float
+    stats : mapping of str to int
         `ActivationOffload.stats`.
     notes : sequence of str
         What is to be known: what the hooks do not see, which sites are lossy.
@@ -90,7 +90,7 @@ class ActivationReport:
     policy: str
     sites: Sequence[SiteReport]
     device: str
-    stats: Mapping[str, float]
+    stats: Mapping[str, int]
     notes: Sequence[str] = field(default_factory=list)
     decisions: Sequence[Mapping[str, Any]] = field(default_factory=list)
     disk: Mapping[str, Any] | None = None
