@@ -121,7 +121,9 @@ class Executor:
             self.device, self.traffic, self._wait, self._failed, self._send_again
         )
         disk = self._tiers.disk
-        self._disk = None if disk is None else DiskMoves(disk, self._room, self.traffic)
+        self._disk = (
+            None if disk is None else DiskMoves(disk, self._room, self.traffic, self.on_gpu)
+        )
 
     def after_fork(self) -> None:
         """Begin anew in a forked child: locks, host memory and work under way are the parent's."""

@@ -382,10 +382,10 @@ class ActivationOffload:
             them, as far as it is known by now; ``peak_saved_bytes``: most bytes of saved tensors
             that were on the host alone at one time; ``moved_tensors``; ``packed_on_host_tensors``:
             those that the CPU packed (policy "host"); ``verified_tensors``; ``stall_us``: how long
-            passes have waited for threads, of a GPU for those of the disk, in microseconds; ``host_bytes``:
-            what is taken of `host_bytes`, where that is given. With a disk ``disk_written_bytes``,
-            ``disk_read_bytes``, ``disk_forwarded_bytes`` (that were wanted before they were
-            written) and ``disk_refused_bytes``.
+            passes have waited for threads, of a GPU for those of the disk, in microseconds;
+            ``host_bytes``: what is taken of `host_bytes`, where that is given. With a disk
+            ``disk_written_bytes``, ``disk_read_bytes``, ``disk_forwarded_bytes`` (that were wanted
+            before they were written) and ``disk_refused_bytes``.
         """
         executors = self._hooks.executors()
         for each in executors:

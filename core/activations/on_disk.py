@@ -7,6 +7,8 @@ tensor back to whoever wants it earlier.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import time
 import warnings
 import weakref
@@ -33,6 +35,8 @@ class DiskMoves:
         Memory that copies pass through.
     traffic : Traffic
         Counts what is away.
+    on_gpu : bool
+        Whether the device is a GPU.
 
     Attributes
     ----------
@@ -42,8 +46,8 @@ class DiskMoves:
         Those whose last copy was given to the tier.
     """
 
-    def __init__(self, tier: DiskTier, room: HostRoom, traffic: Traffic) -> None:
-        self.tier = tier
+    def __init__(self, tier: DiskTier, room: HostRoom, traffic: Traffic, on_gpu: bool) -> None:
+        self.tier, self._on_gpu = tier, on_gpu
         self._room, self._traffic = room, traffic
         self.waiting_bytes = 0
         self.sites: set[str] = set()
@@ -61,9 +65,7 @@ class DiskMoves:
         HostMemoryError
             When it cannot be had.
         """
-        memory = self._room.cut(nbytes + ALIGN_BYTES, events)
-        begin = -memory.data_ptr() % ALIGN_BYTES
-        return memory[begin : begin + nbytes]
+        return _aligned(self._room.cut(nbytes + ALIGN_BYTES, events), nbytes)
 
     # Out
 
@@ -169,13 +171,20 @@ class DiskMoves:
         """
         if copy.reading is None:
             assert copy.ticket is not None
-            events = copy.events
-
-            def room(nbytes: int) -> torch.Tensor:
-                try:
-                    return self.staging(nbytes, events)
-                except HostMemoryError:  # from which copying is slower
-                    return torch.empty(nbytes, dtype=torch.uint8)
-
+            room = functools.partial(self._room_to_read, copy.events)
             copy.reading = self.tier.fetch(copy.ticket, room=room)
         return copy.reading
+
+    def _room_to_read(self, events: list[torch.cuda.Event], nbytes: int) -> torch.Tensor:
+        """Return memory for bytes that are read: those of a tensor itself on the CPU."""
+        if self._on_gpu:
+            # Without page-locked memory copying is slower.
+            with contextlib.suppress(HostMemoryError):
+                return self.staging(nbytes, events)
+        return _aligned(torch.empty(nbytes + ALIGN_BYTES, dtype=torch.uint8), nbytes)
+
+
+def _aligned(memory: torch.Tensor, nbytes: int) -> torch.Tensor:
+    """Return the bytes of some memory that begin at a block of the disk."""
+    begin = -memory.data_ptr() % ALIGN_BYTES
+    return memory[begin : begin + nbytes]
