@@ -246,10 +246,10 @@ def disk_notes(disk: Mapping[str, Any], passes: int) -> list[str]:
         if folder["error"] is not None:
             notes.append(f"Nothing more is written to {folder['path']}: {folder['error']}")
         elif folder["in_memory"] or folder["network"]:
-            what = (
-                "memory, so that nothing is saved" if folder["in_memory"] else "another machine's"
-            )
-            notes.append(f"{folder['path']} is {what} ({folder['file_system']}).")
+            where = "in memory, so that nothing is saved"
+            if folder["network"]:
+                where = "on another machine"
+            notes.append(f"{folder['path']} is {where} ({folder['file_system']}).")
         elif not folder["direct"]:
             notes.append(
                 f"{folder['path']} ({folder['file_system']}) takes no O_DIRECT: what is written "
