@@ -364,7 +364,8 @@ class Executor:
     def read_ahead(self, copy: StoredCopy) -> None:
         """Begin to read a copy of a GPU from the disk, if it is there."""
         with self._lock:
-            if self.on_gpu and self._is_away(copy) and copy.ticket is not None:
+            away = self._is_away(copy) and copy.ticket is not None
+            if self.on_gpu and away and self._tiers.has_room_to_read(copy.nbytes):
                 assert self._disk is not None
                 self._disk.read(copy)
 
@@ -387,8 +388,8 @@ class Executor:
                     copy.arrived = reading
                     self.traffic.fetched(copy.name, copy.nbytes, copy.blob)
                     return
-                if not now and not reading.done():
-                    return
+                if not now and (not reading.done() or reading.exception() is not None):
+                    return  # whoever wants it waits for it, or is told
                 self.traffic.wait_for(reading)
                 copy.reading, stored = None, reading
                 host = reading.result()

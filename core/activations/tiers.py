@@ -100,6 +100,11 @@ class Tiers:
         gains = wanted == "disk" and (on_gpu or encoded)
         return "host" if gains and self._host_has(nbytes, 1.0 - STAGING_SHARE) else None
 
+    def has_room_to_read(self, nbytes: int) -> bool:
+        """Return whether so many bytes may be read ahead of their use, to host memory."""
+        limit = self.limit
+        return limit is None or limit.taken_bytes + nbytes <= limit.most_bytes
+
     def _host_has(self, nbytes: int, share: float) -> bool:
         """Return whether a share of the host's limit has so many bytes left."""
         if share < 1.0 and not self.host:
