@@ -1,5 +1,8 @@
 """Activations that training keeps: what moving them to an SSD costs, and what is planned.
 
+Part `cpu`: training on a CPU whose activations go to an SSD, beside plain training, checkpoints,
+save_on_cpu and torch.save in hooks: peak, CPU seconds, gradients; activations_cpu.py says more.
+
 Part `disk`: what the disk tier writes and reads, beside the probe that it is planned by, fio where
 that is installed, dd, and torch.save. Ways take turns with fresh bytes; the best turn of each
 counts, because other processes use the disk, too.
@@ -18,12 +21,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from activations_cpu import cpu
 from activations_disk import Rows, disk
 from activations_model import model
 from activations_plan import plan
 from timing import print_tables
 
-PARTS = {"disk": disk, "model": model, "plan": plan}
+PARTS = {"cpu": cpu, "disk": disk, "model": model, "plan": plan}
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -45,6 +49,8 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add("--step-seconds", type=float, default=1.2, help="of that step (default: %(default)s)")
     add("--hidden", nargs="+", type=int, help="model: widths of layers (default: by the device)")
+    add("--batch", type=int, default=4, help="cpu: sequences of a step (default: %(default)s)")
+    add("--tokens", type=int, default=256, help="cpu: of a sequence (default: %(default)s)")
     add("--sites", nargs="+", type=int, help="plan: of drawn steps (default: 12 40 500)")
     add("--milp-seconds", type=float, default=10.0, help="plan: for a program (default: 10)")
     add("--json", action="store_true", help="print JSON in place of tables")

@@ -11,7 +11,8 @@ from typing import Protocol
 import torch
 
 from ..engine.codecs.blob import Blob, BlobCodec
-from ..engine.transfer import Mark, StreamLane
+from ..engine.transfer import Mark, StreamLane, ThreadTask
+from .disk import Ticket
 from .guards import modified, version_witness
 from .host_packing import RawOnHost
 from .identity import Span, root_of, span_of, version_of
@@ -133,6 +134,10 @@ class StoredCopy:
         In the place of `host`: what the CPU may pack.
     staged : Staged or None
         The encoded bytes on the device, while they are there.
+    ticket : Ticket or None
+        In the place of `host`: of the disk tier that has these bytes.
+    reading : ThreadTask or None
+        Its result are the bytes that come back from the disk, uint8 on the host.
     fetched : torch.Tensor or None
         uint8 on the device, what is coming back from the host.
     arrived : Event, Future or None
@@ -164,6 +169,7 @@ class StoredCopy:
         "on_host",
         "original",
         "process",
+        "reading",
         "restored",
         "restored_on",
         "root",
@@ -171,6 +177,7 @@ class StoredCopy:
         "span",
         "staged",
         "stored",
+        "ticket",
         "version",
     )
 
@@ -198,11 +205,13 @@ class StoredCopy:
         self.on_host: RawOnHost | None = None
         self.staged: Staged | None = None
         self.stored: Mark | None = None
+        self.ticket: Ticket | None = None
+        self.reading: ThreadTask[torch.Tensor] | None = None
         self.fetched: torch.Tensor | None = None
         self.arrived: Mark | None = None
         self.restored: torch.Tensor | None = None
-        #: The storage of what was restored last, while anybody uses it.
-        self.shared: weakref.ref[torch.UntypedStorage] | None = None
+        #: The storage of what was restored last, while anybody uses it, and where it begins there.
+        self.shared: tuple[weakref.ref[torch.UntypedStorage], int] | None = None
         #: The stream that computed when it was saved, and streams that may be reading the original.
         self.home: torch.cuda.Stream | None = None
         self.lanes: tuple[StreamLane, ...] = ()

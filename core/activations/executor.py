@@ -1,7 +1,7 @@
 """The executor: it encodes copies, moves them to the host and brings them back, on one device.
 
 On a GPU all is queued on streams, in the order in which each waits for the other, and the host
-waits for nothing: a copy is encoded on one stream into staging memory, and written from there to
+waits for nothing: a copy is encoded on one stream into a staging buffer, and written from there to
 host memory on another one, by a kernel that reads the number of used bytes on the device. On the
 CPU threads stand for the streams.
 
@@ -12,13 +12,15 @@ of that stream, however far the host is ahead.
 A copy that was encoded gets as much host memory as those of its site needed of late. Until it is
 known to fit, what was staged of it remains on a GPU, and its original on a CPU, from which one that
 does not fit is sent once more.
+
+Copies that go on to a disk cross to host memory first, which is given up when they are written. On
+the CPU a raw one is written from its original.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 
@@ -32,14 +34,14 @@ from ..engine.memory.locks import call_after_fork
 from ..engine.transfer import Mark, StreamLane, ThreadLane, record_on, wait_on_host
 from .copies import StoredCopy
 from .host_packing import CodecOf, HostPacking, RawOnHost
-from .host_room import HostRoom
+from .host_room import Bounds, HostRoom
 from .limits import usual_in_flight_bytes
 from .moments import Moment, now
+from .on_disk import DiskMoves
+from .originals import Originals
 from .staging import StagedBlob, Staging, copy_blob_on_gpu
+from .tiers import Tier, Tiers
 from .traffic import Observed, SentBlob, Traffic, is_done, used_bytes
-
-#: Sizes of tensors and codecs whose bounds are kept.
-MOST_BOUNDS = 4096
 
 
 class Executor:
@@ -58,6 +60,8 @@ class Executor:
         of it; the original is kept.
     observed : callable, optional
         As for `Traffic`.
+    tiers : Tiers, optional
+        Where copies may go; to host memory when left out.
 
     Attributes
     ----------
@@ -72,11 +76,14 @@ class Executor:
         came_back: Callable[[str, int, int], None],
         failed: Callable[[str, BaseException], None],
         observed: Observed | None = None,
+        tiers: Tiers | None = None,
     ) -> None:
         self.device = device
+        self._waits_for_disk = in_flight_bytes is not None
         if in_flight_bytes is None:
             in_flight_bytes = usual_in_flight_bytes(device)
         self.in_flight_bytes = in_flight_bytes
+        self._tiers = tiers or Tiers()
         self._came_back, self._failed, self._observed = came_back, failed, observed
         self.on_gpu = device.type == "cuda"
         self._open_lanes()
@@ -96,24 +103,26 @@ class Executor:
 
     def _begin(self) -> None:
         self._lock = threading.RLock()
-        self._staging = Staging(self._give_up, self._settle_staged)
         #: On a CPU, where its only thread encodes to.
         self._scratch: torch.Tensor | None = None
-        self._room = HostRoom(self.on_gpu)
+        self._room = HostRoom(self.on_gpu, self._tiers.limit)
         self._packing: HostPacking | None = None
-        self._in_flight: deque[tuple[weakref.ref[StoredCopy], Mark, int]] = deque()
-        self._in_flight_bytes = 0
-        #: On a CPU, copies whose host memory may be too small, with their originals.
-        self._unsure: deque[tuple[weakref.ref[StoredCopy], SentBlob]] = deque()
-        self._unsure_bytes = 0
-        self._bounds: dict[tuple[int, int, torch.dtype], tuple[BlobCodec, int]] = {}
+        self._bounds = Bounds()
         self.traffic = Traffic(self._came_back, self._observed)
+        self._originals = Originals(
+            self.device, self.traffic, self._wait, self._failed, self._send_again
+        )
+        self._staging = Staging(self._originals.give_up, self._settle_staged)
+        disk = self._tiers.disk
+        self._disk = (
+            None if disk is None else DiskMoves(disk, self._room, self.traffic, self.on_gpu)
+        )
 
     def after_fork(self) -> None:
         """Begin anew in a forked child: locks, host memory and work under way are the parent's."""
         self._begin()
 
-    # To the host
+    # Out
 
     def store(
         self,
@@ -121,8 +130,12 @@ class Executor:
         codec: BlobCodec | None,
         sm_budget: int | None = None,
         codec_on_host: CodecOf | None = None,
-    ) -> None:
-        """Send a copy to the host, encoded or raw.
+        *,
+        tier: Tier | None = None,
+    ) -> bool:
+        """Send a copy to the host, encoded or raw, and on to the disk; return False for no room.
+
+        The original is to be kept then; nothing has changed.
 
         Parameters
         ----------
@@ -134,6 +147,8 @@ class Executor:
             Multiprocessors that encoding takes at most, for it runs beside what computes.
         codec_on_host : callable, optional
             Returns what the CPU packs it with once it has crossed raw.
+        tier : "host" or "disk", optional
+            Where it is to go, if there is room; see `Tiers.place`.
 
         Raises
         ------
@@ -146,11 +161,22 @@ class Executor:
         assert flat is not None
         with self._lock:
             self.traffic.poll()
+            encoded = codec is not None
+            wanted: Tier | None = tier if codec_on_host is None else "host"
+            place = self._tiers.place(flat.nbytes, wanted, on_gpu=self.on_gpu, encoded=encoded)
+            if self._disk is not None and place != "disk":
+                self._disk.sites.discard(copy.name)
+            if place is None:
+                return False
+            disk = self._disk if place == "disk" else None
+            if disk is not None and not self.on_gpu and not encoded:
+                return self._write_original(copy, disk)
             most = room = flat.nbytes
             if codec is not None:
-                most = self._bound(codec, flat)
+                most = self._bounds.of(codec, flat)
                 room = self._host_room(copy, codec, most)
-            host = self._room.cut(room, copy.events)
+            cut = self._room.cut if disk is None else disk.staging
+            host = cut(room, copy.events)
             staged = None
             if codec is not None and isinstance(self._encoding, StreamLane):
                 assert isinstance(self._out, StreamLane)
@@ -172,16 +198,28 @@ class Executor:
                 raise
             if isinstance(copy.stored, torch.cuda.Event):
                 copy.events.append(copy.stored)
+            if disk is not None:
+                if codec is None:
+                    disk.write(copy, copy.stored, copy.nbytes)
+                else:
+                    disk.write_when_sized(copy)
             if staged is not None:
                 self._staging.add(copy, staged, room < most)
             elif room < most:
                 assert copy.blob is not None
-                self._unsure.append((weakref.ref(copy), copy.blob))
-                self._unsure_bytes += copy.nbytes
+                self._originals.hold_until_sized(copy, copy.blob)
             else:
-                self._in_flight.append((weakref.ref(copy), done, copy.nbytes))
-                self._in_flight_bytes += copy.nbytes
+                self._originals.hold(copy, done)
             self._release(self.in_flight_bytes)
+            return True
+
+    def _write_original(self, copy: StoredCopy, disk: DiskMoves) -> bool:
+        """Write a copy to the disk from where it is."""
+        if not disk.write_original(copy):
+            return False
+        self.traffic.sent_raw(copy.nbytes)
+        self._release(self.in_flight_bytes)
+        return True
 
     def _keep_host_memory(self, copy: StoredCopy) -> None:
         """Give host memory to nobody before what may have been launched is done with it."""
@@ -243,7 +281,7 @@ class Executor:
             expected_bytes = self.traffic.sizes.expected(copy.name, codec.name)
             copy.stored = staged.send(host, expected_bytes)
         copy.codec = codec
-        blob = self._sent(copy, host, self._bound(codec, flat))
+        blob = self._sent(copy, host, self._bounds.of(codec, flat))
         if timing is not None:
             self.traffic.encoded(blob, timing)
         return done
@@ -265,23 +303,11 @@ class Executor:
         self.traffic.sent(blob)
         return blob
 
-    def _bound(self, codec: BlobCodec, flat: torch.Tensor) -> int:
-        """Return `max_encoded_bytes`, which some codecs take long to find."""
-        key = id(codec), flat.shape[0], flat.dtype
-        found = self._bounds.get(key)
-        if found is None:
-            if len(self._bounds) >= MOST_BOUNDS:
-                self._bounds.clear()
-            # With the codec, so that no other one gets its number.
-            found = codec, codec.max_encoded_bytes(flat.shape, flat.dtype)
-            self._bounds[key] = found
-        return found[1]
-
     def _encode_on_host(
         self, codec: BlobCodec, flat: torch.Tensor, host: torch.Tensor, timing: list[Moment] | None
     ) -> None:
         """Encode and copy, in the only thread of the lane that sends."""
-        most = self._bound(codec, flat)
+        most = self._bounds.of(codec, flat)
         data = self._scratch
         if data is None or data.shape[0] < most:
             self._scratch = data = None
@@ -306,59 +332,20 @@ class Executor:
         timing.append(now(self.device))
 
     def _release(self, allowed_bytes: int) -> None:
-        """Give up originals whose copies are done, or that are too many."""
+        """Give up originals whose copies are done, or that are too many; go on with the disk."""
         self._staging.release(allowed_bytes)
-        while self._unsure:
-            blob = self._unsure[0][1]
-            if not is_done(blob.stored):
-                if self._unsure_bytes + self._in_flight_bytes <= allowed_bytes:
-                    break
-                wait_on_host(blob.stored)
-            self._settle(*self._unsure.popleft())
-        while self._in_flight:
-            ref, done, nbytes = self._in_flight[0]
-            over = self._unsure_bytes + self._in_flight_bytes > allowed_bytes
-            if not over and not is_done(done):
-                return
-            if over:  # for one that nobody wants any more, too: its memory is in use until then
-                self._wait(done)
-            copy = ref()
-            if copy is not None and copy.original is not None:
-                error = done.exception() if isinstance(done, Future) else None
-                if error is None:
-                    self._give_up(copy)
-                else:
-                    self._failed(copy.name, error)
-            del copy
-            self._in_flight.popleft()
-            self._in_flight_bytes -= nbytes
-
-    def _settle(self, ref: weakref.ref[StoredCopy], blob: SentBlob) -> None:
-        """Give up the original of a copy that fits in its host memory, or send it again."""
-        self._unsure_bytes -= blob.nbytes
-        self.traffic.learn(blob)
-        copy = ref()
-        if copy is None or copy.original is None:
-            return
-        if blob.used_bytes is not None:
-            self._give_up(copy)
-            return
-        try:
-            if not blob.cut_off:
-                assert isinstance(blob.stored, Future)
-                blob.stored.result()  # raises what happened
-            self._send_again(copy)
-        except Exception as error:
-            self._failed(copy.name, error)
+        self._originals.release(allowed_bytes)
+        if self._disk is not None:
+            self._disk.poll()
+            if self._waits_for_disk:
+                self._disk.hold_at_most(allowed_bytes)
 
     def _send_again(self, copy: StoredCopy) -> None:
         """Send a copy that was larger than its host memory to as much as it may need."""
         flat, codec = copy.original, copy.codec
         assert flat is not None and codec is not None
-        host = self._room.cut(self._bound(codec, flat), copy.events)
-        done = self._store_encoded(copy, flat, host, None, codec, None)
-        self._in_flight.append((weakref.ref(copy), done, copy.nbytes))
-        self._in_flight_bytes += copy.nbytes
+        host = self._room.cut(self._bounds.of(codec, flat), copy.events)
+        self._originals.hold(copy, self._store_encoded(copy, flat, host, None, codec, None))
 
     def _settle_staged(self, copy: StoredCopy | None, blob: SentBlob, staged: StagedBlob) -> None:
         """Send a staged copy again that was larger than its host memory."""
@@ -382,19 +369,6 @@ class Executor:
         self._sent(copy, host, bound)
         self._staging.add(copy, staged, False)
 
-    def _give_up(self, copy: StoredCopy) -> None:
-        """Give the device memory of an original back: what reads it comes before what follows."""
-        home = copy.home
-        if home is not None and copy.original is not None:
-            # Without hooks the graph would hold it. Nothing, where it was allocated on that stream.
-            copy.original.record_stream(home)
-            if home != current_stream(self.device):  # which alone waits for the copy
-                copy.keep_original_until_copied()
-        copy.original = None
-        copy.lanes = ()
-        copy.away = self.traffic.dropped
-        self.traffic.left(copy.nbytes)
-
     @staticmethod
     def save_again(copy: StoredCopy, t: torch.Tensor) -> None:
         """Save another view of a copy, maybe on another stream: its memory waits for that, too."""
@@ -406,28 +380,50 @@ class Executor:
     def _wait(self, mark: Mark) -> None:
         """Make what computes wait: torch's current stream, or the host for a thread."""
         if isinstance(mark, Future):
-            wait_on_host(mark)
+            self.traffic.wait_for(mark)
         else:
             mark.wait(current_stream(self.device))
 
     # And back
 
-    def fetch(self, copy: StoredCopy) -> None:
-        """Begin to bring a copy back, if it is not here or coming already."""
+    def read_ahead(self, copy: StoredCopy) -> None:
+        """Begin to read a copy of a GPU from the disk, if it is there."""
         with self._lock:
-            if copy.original is not None and not copy.is_lossy:
-                return
-            if any(t is not None for t in (copy.restored, copy.fetched, copy.staged)):
+            away = self._is_away(copy) and copy.ticket is not None
+            if self.on_gpu and away and self._tiers.has_room_to_read(copy.nbytes):
+                assert self._disk is not None
+                self._disk.read(copy)
+
+    def fetch(self, copy: StoredCopy, *, now: bool = False) -> None:
+        """Begin to bring a copy back, if it is not here or coming already.
+
+        One that comes from the disk crosses to a GPU when it has been read, or is waited for `now`.
+        """
+        with self._lock:
+            if not self._is_away(copy):
                 return
             stored, raw = copy.stored, copy.on_host
-            assert stored is not None
             # In this order: see `RawOnHost.packed`.
             host = copy.host if raw is None else raw.host
             used, known = copy.nbytes, True
-            if copy.codec is not None:
-                assert host is not None
+            if copy.ticket is not None:
+                assert self._disk is not None
+                reading = self._disk.read(copy)
+                if not self.on_gpu:
+                    copy.arrived = reading
+                    self.traffic.fetched(copy.name, copy.nbytes, copy.blob)
+                    return
+                if not now and (not reading.done() or reading.exception() is not None):
+                    return  # whoever wants it waits for it, or is told
+                self.traffic.wait_for(reading)
+                copy.reading, stored = None, reading
+                host = reading.result()
+                used = host.shape[0]
+            elif copy.codec is not None:
+                assert host is not None and stored is not None
                 known = is_done(stored)
                 used = used_bytes(host) if known else host.shape[0]
+            assert stored is not None
             # Of the stream that computes, behind whose work it is filled and given back.
             fetched = torch.empty(used, dtype=torch.uint8, device=self.device)
             begin = None
@@ -465,7 +461,7 @@ class Executor:
         """Copy from the host, on the lane that brings copies back."""
         if isinstance(stored, Future):
             stored.result()
-            out.copy_(host[: out.shape[0]])
+            out.copy_(host[: out.shape[0]], non_blocking=self.on_gpu)
             return
         self._in.wait(stored)  # type: ignore[union-attr]
         if known:
@@ -496,7 +492,8 @@ class Executor:
                 if copy.away is not None:
                     copy.away = None
                     self.traffic.returned(copy.nbytes)
-                copy.shared = weakref.ref(restored.untyped_storage())
+                storage = weakref.ref(restored.untyped_storage())
+                copy.shared = storage, int(restored.storage_offset())
             elif self.on_gpu:
                 self._use_here(copy, restored)
             copy.restored = restored if more else None
@@ -511,18 +508,30 @@ class Executor:
             return False
         stored = copy.stored
         if isinstance(stored, Future):
-            wait_on_host(stored)
+            self.traffic.wait_for(stored)
+            self._release(self.in_flight_bytes)  # which tells of one that failed
             return stored.exception() is None
         return True
 
     def _still_there(self, copy: StoredCopy) -> torch.Tensor | None:
         """Return what was restored before, while somebody has a view of it."""
-        storage = None if copy.shared is None else copy.shared()
+        if copy.shared is None:
+            return None
+        ref, offset = copy.shared
+        storage = ref()
         if storage is None:
             return None
         return torch.empty(0, dtype=copy.dtype, device=self.device).set_(
-            storage, 0, (copy.elements,), (1,)
+            storage, offset, (copy.elements,), (1,)
         )
+
+    @staticmethod
+    def _is_away(copy: StoredCopy) -> bool:
+        """Return whether a copy is not on the device, nor on its way there."""
+        if copy.original is not None and not copy.is_lossy:
+            return False
+        here = copy.restored, copy.fetched, copy.arrived, copy.staged
+        return all(each is None for each in here)
 
     def _use_here(self, copy: StoredCopy, t: torch.Tensor) -> None:
         """Order torch's current stream behind the one that made a tensor, where that is another."""
@@ -550,15 +559,18 @@ class Executor:
 
     def _fetched(self, copy: StoredCopy) -> torch.Tensor:
         """Return the bytes of a copy as they crossed; what computes waits for them."""
-        self.fetch(copy)
+        self.fetch(copy, now=True)
         fetched, arrived = copy.fetched, copy.arrived
-        assert fetched is not None and arrived is not None
+        assert arrived is not None
         self._wait(arrived)
-        copy.fetched = copy.arrived = None
+        copy.fetched = copy.arrived = copy.reading = None
         if isinstance(arrived, Future):
-            event = arrived.result()
-            if event is not None:  # of what a thread has unpacked
-                self._wait(event)
+            made = arrived.result()
+            if fetched is None:  # read from the disk
+                fetched = made
+            elif made is not None:  # an event of what a thread has unpacked
+                self._wait(made)
+        assert fetched is not None
         if self.on_gpu:  # it may have been fetched for another stream
             self._use_here(copy, fetched)
             copy.restored_on = current_stream(self.device)
@@ -569,6 +581,10 @@ class Executor:
     def packed_on_host(self) -> int:
         """Number of copies that the CPU has packed."""
         return 0 if self._packing is None else self._packing.tensors
+
+    def is_on_disk(self, site: str) -> bool:
+        """Return whether the last copy of a site that was moved was given to the disk."""
+        return self._disk is not None and site in self._disk.sites
 
     def poll(self) -> None:
         """Count what is known by now; waits for nothing."""

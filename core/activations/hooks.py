@@ -25,6 +25,7 @@ from .policies import HOST, KEEP, RAW, Choice, Codecs, Policy
 from .profile import sample_of
 from .read_order import ReadOrder
 from .sites import Select, Site, is_exact, operation_of, running_module
+from .tiers import Tiers
 from .verify import Verifier
 
 #: A tensor that is left as it is, with its version. Detached: an output that its own node saved
@@ -85,6 +86,8 @@ class SavedTensorHooks:
         Compares what comes back with what was saved.
     sm_budget : int, optional
         Multiprocessors that encoding takes at most, in the place of what the policy says.
+    tiers : Tiers, optional
+        Where tensors are moved to; to host memory when left out.
     """
 
     def __init__(
@@ -98,7 +101,9 @@ class SavedTensorHooks:
         depth: int,
         verifier: Verifier,
         sm_budget: int | None = None,
+        tiers: Tiers | None = None,
     ) -> None:
+        self._tiers = tiers or Tiers()
         self.sites: dict[str, SiteCounts] = {}
         self.kept_bytes_reported = False
         #: By site, the error of the first tensor of it that could not be packed.
@@ -136,6 +141,11 @@ class SavedTensorHooks:
                 counts.decided(self._choice(counts.site))
         self._entered().append(entered)
         return entered
+
+    @property
+    def passes(self) -> int:
+        """Number of passes that were begun."""
+        return self._passes
 
     def inside(self) -> bool:
         """Return whether this thread is in a pass."""
@@ -260,7 +270,9 @@ class SavedTensorHooks:
             if codec is not None and budget is None:
                 budget = self._policy.sm_budget(counts.choice, counts.site)
         try:
-            self.executor(flat.device).store(copy, codec, budget, codec_on_host)
+            if not self.executor(flat.device).store(copy, codec, budget, codec_on_host):
+                copy.original = None
+                return False
             if profile is not None and begin is not None:
                 profile.saved(copy, counts.site, flat, begin)
         except HostMemoryError as error:
@@ -338,7 +350,8 @@ class SavedTensorHooks:
             error.add_note(f"bitslab: while reading {packed.name!r} for the backward pass")
             raise
         self._verifier.read(packed, t)
-        self._order.read(copy, self._fetch, executor.in_flight_bytes)
+        ahead = None if self._tiers.disk is None else self._read_ahead
+        self._order.read(copy, self._fetch, executor.in_flight_bytes, ahead)
         if profile is not None and begin is not None:
             profile.read(copy, begin)
         return t
@@ -346,6 +359,9 @@ class SavedTensorHooks:
     def _fetch(self, copy: StoredCopy) -> None:
         # Of what is read next, which may be on another device.
         self.executor(copy.device).fetch(copy)
+
+    def _read_ahead(self, copy: StoredCopy) -> None:
+        self.executor(copy.device).read_ahead(copy)
 
     def executor(self, device: torch.device) -> Executor:
         """Return what moves tensors of a device."""
@@ -360,6 +376,7 @@ class SavedTensorHooks:
                         self._came_back,
                         self._failed,
                         self._policy.observed,
+                        self._tiers,
                     )
                     self._executors[device] = found
         return found

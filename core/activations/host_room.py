@@ -1,11 +1,13 @@
-"""Host memory for copies: pieces of the engine's arena, in the order in which they are cut."""
+"""Host memory for copies: pieces of the engine's arena, in order, and how much blobs need."""
 
 from __future__ import annotations
 
 import torch
 
+from ..engine.codecs.blob import BlobCodec
 from ..engine.memory import Reservation, host_arena
 from ..errors import BitslabError
+from .tiers import HostLimit
 
 #: Host memory is reserved in pieces of this many bytes or more: page-locking costs by the call.
 RESERVED_BYTES = 64 << 20
@@ -15,6 +17,8 @@ class HostMemoryError(BitslabError):
     """There is no host memory for a copy."""
 
 
+#: Sizes of tensors and codecs whose bounds are kept.
+MOST_BOUNDS = 4096
 #: Room for a blob over the largest of late, for what differs from step to step.
 MARGIN = 1.125
 SPARE_BYTES = 4096
@@ -49,6 +53,25 @@ class LearntSizes:
         self._most[site, codec_name] = max(nbytes, most - (most - nbytes) * FORGET)
 
 
+class Bounds:
+    """How large blobs may become, `max_encoded_bytes`, which some codecs take long to find."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, int, torch.dtype], tuple[BlobCodec, int]] = {}
+
+    def of(self, codec: BlobCodec, flat: torch.Tensor) -> int:
+        """Return the bytes that a blob of ``[n]`` may have."""
+        key = id(codec), flat.shape[0], flat.dtype
+        found = self._known.get(key)
+        if found is None:
+            if len(self._known) >= MOST_BOUNDS:
+                self._known.clear()
+            # With the codec, so that no other one gets its number.
+            found = codec, codec.max_encoded_bytes(flat.shape, flat.dtype)
+            self._known[key] = found
+        return found[1]
+
+
 class HostRoom:
     """Cuts host memory; one thread at a time.
 
@@ -56,10 +79,12 @@ class HostRoom:
     ----------
     on_gpu : bool
         Whether a GPU reads and writes it, so that it must be page-locked.
+    limit : HostLimit, optional
+        Counts what is cut.
     """
 
-    def __init__(self, on_gpu: bool) -> None:
-        self._on_gpu = on_gpu
+    def __init__(self, on_gpu: bool, limit: HostLimit | None = None) -> None:
+        self._on_gpu, self._limit = on_gpu, limit
         self._reservation: Reservation | None = None
 
     def cut(self, nbytes: int, events: list[torch.cuda.Event]) -> torch.Tensor:
@@ -90,7 +115,8 @@ class HostRoom:
             if self._on_gpu and not made.pinned:
                 raise HostMemoryError("the system refused to page-lock host memory")
             self._reservation = made
-        return self._reservation.cut(nbytes, lambda: events)
+        returned = None if self._limit is None else self._limit.take(nbytes)
+        return self._reservation.cut(nbytes, lambda: events, returned)
 
     def close(self) -> None:
         """Give back what is reserved and not cut."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,17 +15,20 @@ import torch
 from torch import nn
 
 from ..engine.codecs.blob import BlobCodec
+from ..engine.memory import host_arena
 from ..engine.transfer.unit_report import UnitReport
 from ..errors import ArgumentError, ArgumentTypeError, BitslabError
 from .attached import ATTRIBUTE, LISTED_PASSES, Attachment, ModuleTensors
 from .auto import AutoPolicy
+from .disk import Drive
 from .guards import storages_of
 from .hooks import SavedTensorHooks
 from .limits import limits_of
 from .lossy import Lossy
 from .policies import KEEP, Codecs, FixedPolicy, Policy, checked_policy
-from .report import ActivationReport, SiteReport
+from .report import ActivationReport, SiteReport, disk_notes
 from .sites import Select, is_compiled, module_names
+from .tiers import make_tiers
 from .verify import USUAL_EVERY, Verifier
 
 #: Smaller tensors are kept: moving one costs the host as long as they would cross.
@@ -33,6 +37,8 @@ MIN_BYTES = 256 << 10
 DEPTH = 3
 #: Forward passes from profile to profile.
 PROFILE_EVERY = 200
+#: What `stats` has of the disk's own figures.
+DISK_FIGURES = "written_bytes", "read_bytes", "forwarded_bytes"
 
 
 class ActivationOffload:
@@ -81,12 +87,38 @@ class ActivationOffload:
     sm_budget : int, optional
         Multiprocessors of a GPU that encoding takes at most, beside what computes; as measured with
         policy "auto" and all with others when left out.
+    disk : str, os.PathLike or sequence of these, optional
+        A folder on an SSD, or several: what is moved goes on to one preallocated file in each,
+        which has no name and is gone with the process, and comes back in time. What a folder
+        carries is measured once on a machine, in two seconds. Not with policy "host".
+    disk_bytes : int, optional
+        What the files take at most; what the file systems have to spare when left out.
+    write_budget : float, optional
+        Terabytes (1e12 bytes) that are written a day, at most: evenly over the day, those of an
+        hour may be saved up.
+    drive : Drive or str, optional
+        The SSDs, a `bitslab.activations.disk.Drive` or the name of a known one, for the report to
+        say how long they last.
+    host_bytes : int, optional
+        Host memory that is taken, at most. With a disk half of it is for tensors that stay there,
+        and on a GPU that half is filled first; the other half is for those on their way.
+    tiers : sequence of str, optional
+        Where tensors may be moved to: "host", "disk" or both; the host, and the disk where one is
+        given, when left out. Without "host" those that the disk does not take stay on the device.
 
     Raises
     ------
     ArgumentError, ArgumentTypeError
         For a policy or codec that is unknown, a codec that is lossy in `codecs`, a schedule of
         rates without a range where none is measured, and arguments of another kind.
+    DiskError
+        When a folder of `disk` is not there, or cannot be written to.
+
+    Warns
+    -----
+    UserWarning
+        When a folder of `disk` is in memory (tmpfs) or on another machine; at the first tensor that
+        cannot be moved, packed or written.
 
     Notes
     -----
@@ -98,6 +130,11 @@ class ActivationOffload:
     RuntimeError with torch's message, when it is read, as without hooks.
 
     Any thread may run forward and backward passes.
+
+    Nothing waits for the disk where `in_flight_bytes` is not given: while it is behind, full, has
+    failed or has had its bytes of the day, tensors stay in host memory, and those of the CPU where
+    they are. What is wanted while it waits to be written comes from memory, and is not written.
+    What cannot be read raises `DiskError` in the backward pass, before there are gradients.
 
     Examples
     --------
@@ -123,6 +160,12 @@ class ActivationOffload:
         depth: int = DEPTH,
         profile_every: int = PROFILE_EVERY,
         sm_budget: int | None = None,
+        disk: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None,
+        disk_bytes: int | None = None,
+        write_budget: float | None = None,
+        drive: Drive | str | None = None,
+        host_bytes: int | None = None,
+        tiers: Sequence[str] | str | None = None,
     ) -> None:
         self.policy = checked_policy(policy)
         if select is not None and not callable(select):
@@ -148,6 +191,20 @@ class ActivationOffload:
             if self.policy == "auto"
             else FixedPolicy(self.policy, found)
         )
+        if disk is not None and self.policy == "host":
+            raise ArgumentError(
+                "disk: policy 'host' packs what stays in host memory; accepted with a disk are "
+                "auto, raw, static, keep"
+            )
+        self._tiers = make_tiers(
+            tiers,
+            host_bytes=host_bytes,
+            disk=disk,
+            disk_bytes=disk_bytes,
+            write_budget=write_budget,
+            verify=bool(verify),
+            drive=drive,
+        )
         self._hooks = SavedTensorHooks(
             self._policy,
             found,
@@ -157,6 +214,7 @@ class ActivationOffload:
             depth=depth,
             verifier=self._verifier,
             sm_budget=sm_budget,
+            tiers=self._tiers,
         )
         self._attachment: Attachment | None = None
         self._tensors: ModuleTensors | None = None
@@ -242,13 +300,26 @@ class ActivationOffload:
     def detach(self) -> None:
         """Take everything off the model, and end threads. Again, or without a model: nothing.
 
-        Graphs that were made before can still run backward.
+        Graphs that were made before can still run backward; the files of a disk are given up when
+        none of these has tensors there.
         """
         if self._attachment is not None:
             self._attachment.remove()
             self._attachment = None
             self._tensors = None
         self._hooks.close()
+        if self._tiers.disk is not None:
+            self._tiers.disk.rest()
+
+    def close(self) -> None:
+        """Detach, and give up the disk's files and idle host memory. Again: nothing.
+
+        The backward pass of a graph that has tensors on the disk raises then.
+        """
+        self.detach()
+        if self._tiers.disk is not None:
+            self._tiers.disk.close()
+        host_arena().trim()
 
     def _model_pass(self) -> contextlib.AbstractContextManager[Any]:
         if not torch.is_grad_enabled() or self._hooks.inside():
@@ -315,14 +386,18 @@ class ActivationOffload:
             host and came back; ``crossed_out_bytes`` and ``crossed_in_bytes``: what crossed for
             them, as far as it is known by now; ``peak_saved_bytes``: most bytes of saved tensors
             that were on the host alone at one time; ``moved_tensors``; ``packed_on_host_tensors``:
-            those that the CPU packed (policy "host"); ``verified_tensors``.
+            those that the CPU packed (policy "host"); ``verified_tensors``; ``stall_us``: how long
+            passes have waited for threads, of a GPU for those of the disk, in microseconds;
+            ``host_bytes``: what is taken of `host_bytes`, where that is given. With a disk
+            ``disk_written_bytes``, ``disk_read_bytes``, ``disk_forwarded_bytes`` (that were wanted
+            before they were written) and ``disk_refused_bytes``.
         """
         executors = self._hooks.executors()
         for each in executors:
             each.poll()
         traffic = [each.traffic for each in executors]
         sites = self._hooks.sites.values()
-        return {
+        found = {
             "moved_out_bytes": sum(each.moved_out_bytes for each in traffic),
             "moved_in_bytes": sum(each.moved_in_bytes for each in traffic),
             "crossed_out_bytes": sum(each.crossed_out_bytes for each in traffic),
@@ -331,7 +406,18 @@ class ActivationOffload:
             "packed_on_host_tensors": sum(each.packed_on_host for each in executors),
             "moved_tensors": sum(counts.tensors for counts in sites),
             "verified_tensors": self._verifier.compared,
+            "stall_us": round(1e6 * sum(each.stall_seconds for each in traffic)),
         }
+        if self._tiers.limit is not None:
+            found["host_bytes"] = self._tiers.limit.taken_bytes
+        disk = self._disk_stats()
+        if disk is not None:
+            found |= {f"disk_{key}": disk[key] for key in DISK_FIGURES}
+            found["disk_refused_bytes"] = sum(disk["refused_bytes"].values())
+        return found
+
+    def _disk_stats(self) -> dict[str, Any] | None:
+        return None if self._tiers.disk is None else self._tiers.disk.stats()
 
     def report(self) -> ActivationReport:
         """Return what is done at each site, and what is not seen.
@@ -341,7 +427,7 @@ class ActivationOffload:
         stats = self.stats()
         rows = []
         for counts in list(self._hooks.sites.values()):
-            tier = "device" if counts.choice == KEEP else "host"
+            tier = "device" if counts.choice == KEEP else self._tier_of(counts.site.name)
             unit = UnitReport(counts.site.name, tier, counts.raw_bytes, counts.packed_bytes, None)
             choice, operation = counts.choice, counts.site.operation
             error = None
@@ -367,6 +453,9 @@ class ActivationOffload:
                 f"Tensors of {len(failures)} sites could not be packed and stayed on the device, "
                 f"first {first!r} ({failures[first]})."
             )
+        disk = self._disk_stats()
+        if disk is not None:
+            notes += disk_notes(disk, self._hooks.passes)
         devices = sorted({str(each.device) for each in self._hooks.executors()})
         return ActivationReport(
             self.policy,
@@ -375,7 +464,12 @@ class ActivationOffload:
             stats,
             notes,
             self._policy.rows(),
+            disk,
         )
+
+    def _tier_of(self, site: str) -> str:
+        """Return where the tensors of a site were moved to, the last of them."""
+        return "disk" if any(each.is_on_disk(site) for each in self._hooks.executors()) else "host"
 
     def _lossy_notes(self, rows: Sequence[SiteReport]) -> list[str]:
         """Name what is lossy, and how far it is off."""
@@ -408,11 +502,11 @@ def offload_activations(model: nn.Module, **options: Any) -> ActivationOffload:
     Returns
     -------
     ActivationOffload
-        With ``report()``, ``stats()`` and ``detach()``.
+        With ``report()``, ``stats()``, ``detach()`` and ``close()``.
 
     Raises
     ------
-    ArgumentError, ArgumentTypeError
+    ArgumentError, ArgumentTypeError, DiskError
         When the model has one attached already, and for options as `ActivationOffload` says.
 
     Examples

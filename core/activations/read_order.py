@@ -8,6 +8,9 @@ from collections.abc import Callable
 from ..engine.transfer import Window
 from .copies import StoredCopy
 
+#: Copies that are read from a disk before they are fetched, for each that is fetched ahead.
+READ_AHEAD = 3
+
 
 class ReadOrder:
     """The order in which copies are read in backward passes, learnt from the last one.
@@ -23,22 +26,35 @@ class ReadOrder:
         self._window: Window[str] | None = None
         self._lock = threading.Lock()
 
-    def read(self, copy: StoredCopy, fetch: Callable[[StoredCopy], None], most_bytes: int) -> None:
+    def read(
+        self,
+        copy: StoredCopy,
+        fetch: Callable[[StoredCopy], None],
+        most_bytes: int,
+        read_ahead: Callable[[StoredCopy], None] | None = None,
+    ) -> None:
         """Record that a copy is read, and fetch those of its pass that are expected next.
 
-        These have `most_bytes` before packing at most; one is fetched whatever its size.
+        These have `most_bytes` before packing at most; one is fetched whatever its size. Those that
+        follow them, `READ_AHEAD` times as many, are read ahead: from a disk to the host.
         """
         with self._lock:
             if self._window is None:  # at first, in reverse of the order they were saved in
                 self._window = Window(copy.made_in.names()[::-1])
             self._window.use(copy.name)
-            expected = self._window.expected(self.depth)
+            depth = self.depth if read_ahead is None else self.depth * (1 + READ_AHEAD)
+            expected = self._window.expected(depth)
         ahead_bytes = 0
-        for name in expected:
+        begin = fetch
+        for i, name in enumerate(expected):
+            if i == self.depth and read_ahead is not None:
+                begin, ahead_bytes = read_ahead, 0
             following = copy.made_in.copy_of(name)
             if following is None:
                 continue
             if ahead_bytes and ahead_bytes + following.nbytes > most_bytes:
-                return
+                if begin is read_ahead or read_ahead is None:
+                    return
+                begin, ahead_bytes = read_ahead, 0
             ahead_bytes += following.nbytes
-            fetch(following)
+            begin(following)

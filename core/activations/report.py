@@ -16,6 +16,13 @@ if TYPE_CHECKING:
 
 #: In the name of a site: the number of a layer in a list of layers.
 NUMBER_OF_LAYER = re.compile(r"(^|\.)\d+(?=\.)")
+#: Why a disk does not take bytes, as `DiskTier` counts them.
+REFUSALS = {
+    "behind": "was behind",
+    "full": "was full",
+    "failed": "had failed",
+    "budget": "had had its bytes of the day",
+}
 
 
 @dataclass(frozen=True)
@@ -76,6 +83,8 @@ class ActivationReport:
     decisions : sequence of mapping
         With policy "auto", a row for each site and profile: what was decided and from what, as
         `bitslab.engine.advisor.DecisionHistory.rows` has it.
+    disk : mapping or None
+        With a disk, what it has done, as `bitslab.activations.disk.DiskTier.stats` has it.
     """
 
     policy: str
@@ -84,6 +93,7 @@ class ActivationReport:
     stats: Mapping[str, int]
     notes: Sequence[str] = field(default_factory=list)
     decisions: Sequence[Mapping[str, Any]] = field(default_factory=list)
+    disk: Mapping[str, Any] | None = None
 
     @property
     def units(self) -> list[UnitReport]:
@@ -103,6 +113,7 @@ class ActivationReport:
             "stats": dict(self.stats),
             "notes": list(self.notes),
             "decisions": [dict(row) for row in self.decisions],
+            "disk": None if self.disk is None else dict(self.disk),
             "sites": [site.to_dict() for site in self.sites],
         }
 
@@ -146,7 +157,7 @@ class ActivationReport:
             own, crossed = raw_total(units), packed_total(units)
             table.add_row(
                 Text(name),  # not markup
-                Text(sites[0].choice),
+                Text(_moved(sites[0])),
                 str(sum(site.tensors for site in sites)),
                 f"{own / 1e6:,.2f}",
                 f"{crossed / 1e6:,.2f}",
@@ -161,7 +172,7 @@ class ActivationReport:
         for site in self.sites:
             name = site.unit.name
             key = name if every_site else NUMBER_OF_LAYER.sub(r"\1*", name)
-            rows.setdefault((key, site.choice), []).append(site)
+            rows.setdefault((key, _moved(site)), []).append(site)
         return [
             (sites[0].unit.name if len(sites) == 1 else f"{key} ({len(sites)} sites)", sites)
             for (key, _), sites in rows.items()
@@ -205,3 +216,43 @@ class ActivationReport:
         with console.capture() as captured:
             console.print(self.table())
         return captured.get() + "".join(f"{note}\n" for note in self.notes)
+
+
+def _moved(site: SiteReport) -> str:
+    """Return what the table says is done at a site."""
+    return f"{site.choice}, disk" if site.unit.tier == "disk" else site.choice
+
+
+def disk_notes(disk: Mapping[str, Any], passes: int) -> list[str]:
+    """Return what is to be known of a disk, from `DiskTier.stats`, after so many passes."""
+    written, seconds = disk["written_bytes"], disk["write_seconds"]
+    where = ", ".join(folder["path"] for folder in disk["folders"])
+    said = f"Disk ({where}): {written / 1e9:.3g} GB written"
+    if passes and written:
+        said += f", {written / passes / 1e9:.3g} GB a pass"
+    if seconds:
+        said += f", {written / seconds / 1e9:.3g} GB/s a thread"
+    said += f"; {disk['read_bytes'] / 1e9:.3g} GB read"
+    if disk["forwarded_bytes"]:
+        said += f", {disk['forwarded_bytes'] / 1e9:.3g} GB given back before they were written"
+    days = disk["lifespan_days"]
+    said += "." if days is None else f". At this rate the drives last {days:,.0f} days."
+    notes = [said]
+    refused = {why: nbytes for why, nbytes in disk["refused_bytes"].items() if nbytes}
+    if refused:
+        causes = ", ".join(f"{REFUSALS[why]} ({n / 1e9:.3g} GB)" for why, n in refused.items())
+        notes.append(f"The disk did not take what came while it {causes}.")
+    for folder in disk["folders"]:
+        if folder["error"] is not None:
+            notes.append(f"Nothing more is written to {folder['path']}: {folder['error']}")
+        elif folder["in_memory"] or folder["network"]:
+            where = "in memory, so that nothing is saved"
+            if folder["network"]:
+                where = "on another machine"
+            notes.append(f"{folder['path']} is {where} ({folder['file_system']}).")
+        elif not folder["direct"]:
+            notes.append(
+                f"{folder['path']} ({folder['file_system']}) takes no O_DIRECT: what is written "
+                "passes through the page cache."
+            )
+    return notes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from ..engine.codecs.blob import HEADER_BYTES
-from ..engine.transfer import Mark
+from ..engine.transfer import Mark, wait_on_host
 from .host_room import LearntSizes
 from .moments import Moment, has_passed, seconds_between
 
@@ -114,7 +115,9 @@ class Traffic:
     crossed_out_bytes : int
         What crossed to the host for those whose size is known by now.
     peak_away_bytes : int
-        Most bytes of saved tensors that were on the host alone at one time.
+        Most bytes of saved tensors that were on the host alone, or on a disk, at one time.
+    stall_seconds : float
+        How long the host has waited for threads that copy, write or read.
     sizes : LearntSizes
         What blobs needed.
     """
@@ -125,6 +128,7 @@ class Traffic:
         self._came_back, self._observed = came_back, observed
         self.moved_out_bytes = self.moved_in_bytes = 0
         self.crossed_out_bytes = self.peak_away_bytes = 0
+        self.stall_seconds = 0.0
         self.sizes = LearntSizes()
         self._away_bytes = 0
         self._unknown: deque[SentBlob] = deque()
@@ -163,6 +167,13 @@ class Traffic:
     def returned(self, nbytes: int) -> None:
         """Count bytes that are on the device again."""
         self._away_bytes -= nbytes
+
+    def wait_for(self, mark: Mark) -> None:
+        """Wait for a mark on the host, and count how long."""
+        if not is_done(mark):
+            begin = time.perf_counter()
+            wait_on_host(mark)
+            self.stall_seconds += time.perf_counter() - begin
 
     def is_due(self, decodes: bool) -> bool:
         """Return whether the next encoding or decoding is to be timed."""

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
+from bitslab.activations.disk import DiskRates, tier
 from tests.quick_measuring import measure_quickly
 
 
@@ -26,3 +27,10 @@ def link(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
         monkeypatch.setenv("BITSLAB_LINK", json.dumps(figures))
 
     return set_rate
+
+
+@pytest.fixture
+def quick_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take folders for fast disks, without measuring: requests are small, and threads several."""
+    rates = DiskRates(64 << 10, 2, 2, 1e9, 1e9, 1e9, 1e9, direct=True)
+    monkeypatch.setattr(tier, "disk_rates", lambda folder: rates)

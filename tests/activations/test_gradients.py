@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import functools
+import random
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from bitslab.activations import Site
+from bitslab.activations.disk import PosixFile
 from bitslab.activations.policies import blob_codec_names
 from bitslab.engine.codecs.registry import get_codec
 from tests.activations.bitmap_codec import BitmapCodec
@@ -23,6 +27,17 @@ POLICIES: dict[str, dict[str, Any]] = {
     "static-in-flight": {"policy": "static", "codecs": BitmapCodec(), "in_flight_bytes": 4096},
     "host": {"policy": "host", "codecs": "zvc"},
     "auto": {"policy": "auto", "profile_every": 1},
+}
+#: With a disk; those without `in_flight_bytes` wait for no write, so that much comes from memory.
+DISKS: dict[str, dict[str, Any]] = {
+    "raw": {"policy": "raw"},
+    "raw-forwarded": {"policy": "raw", "in_flight_bytes": None},
+    "static": {"policy": "static", "codecs": BitmapCodec()},
+    "static-forwarded": {"policy": "static", "codecs": BitmapCodec(), "in_flight_bytes": None},
+    "full": {"policy": "raw", "disk_bytes": 8192},
+    "no-host": {"policy": "static", "codecs": BitmapCodec(), "tiers": "disk", "disk_bytes": 8192},
+    "no-budget": {"policy": "raw", "write_budget": 1e-9},
+    "little-host": {"policy": "static", "codecs": BitmapCodec(), "host_bytes": 16384},
 }
 LOSSLESS = [name for name in blob_codec_names() if get_codec(name).error_bound is None]
 #: Views, dtypes and layouts, dropout's masks, changes in place, passes at once.
@@ -71,6 +86,46 @@ def test_gradients_are_those_of_plain_training(
 ) -> None:
     link(1e6)  # so slow that auto packs
     check_case(name, Offloaded(**POLICIES[policy]), policy != "keep")
+
+
+@pytest.mark.parametrize("options", DISKS)
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_when_tensors_go_to_a_disk(
+    name: str, options: str, quick_disk: None, tmp_path: Path
+) -> None:
+    training = Offloaded(disk=tmp_path, **DISKS[options])
+    moves = {"full": None, "no-host": None, "little-host": None, "no-budget": False}
+    check_case(name, training, moves.get(options, True))
+    stats = [offload.stats() for offload in training.offloads]
+    written = sum(each["disk_written_bytes"] for each in stats)
+    if options in ("raw-forwarded", "static"):  # else encoding may not be over when it is read
+        assert written + sum(each["disk_forwarded_bytes"] for each in stats) > 0
+    if options == "raw":
+        assert written > 0
+    if options == "no-budget":
+        assert written == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", VARIED)
+@pytest.mark.parametrize("seed", range(3))
+def test_gradients_when_writes_and_reads_are_late(
+    name: str, seed: int, quick_disk: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    late = random.Random(seed)
+
+    def delayed(real: Callable[..., None]) -> Callable[..., None]:
+        def move(*arguments: Any) -> None:
+            time.sleep(late.choice([0.0, 0.0, 0.001, 0.01]))
+            real(*arguments)
+
+        return move
+
+    monkeypatch.setattr(PosixFile, "write", delayed(PosixFile.write))
+    monkeypatch.setattr(PosixFile, "read", delayed(PosixFile.read))
+    in_flight_bytes = late.choice([None, 0, 4096])
+    for options in ({"policy": "raw"}, {"policy": "static", "codecs": BitmapCodec()}):
+        check_case(name, Offloaded(disk=tmp_path, in_flight_bytes=in_flight_bytes, **options))
 
 
 @pytest.mark.parametrize("name", CASES)

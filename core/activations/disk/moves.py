@@ -25,10 +25,17 @@ class Counters:
         self.lock = threading.Lock()
         self.idle = threading.Condition(self.lock)
         self.queued_bytes = 0
+        self.reads = 0  # that are under way
         self.written_bytes = self.read_bytes = 0
         self.write_seconds = self.read_seconds = 0.0
         self.forwarded_bytes = self.cancelled_bytes = self.failed_bytes = 0
         self.refused_bytes: dict[str, int] = {"behind": 0, "full": 0, "failed": 0, "budget": 0}
+
+    def read(self, task: object) -> None:
+        """Count a read that is over."""
+        with self.lock:
+            self.reads -= 1
+            self.idle.notify_all()
 
     def left_queue(self, nbytes: int, *, cancelled: bool = False, refused: bool = False) -> None:
         """Count bytes that wait no more: written, cancelled, or refused after all."""
@@ -91,6 +98,9 @@ class Reading:
         self.stored = stored  # whose extents are not given to others meanwhile
         self.out = out
         self.task: ThreadTask[torch.Tensor] = ThreadTask()
+        with counters.lock:
+            counters.reads += 1
+        self.task.add_done_callback(counters.read)
         self._left = len(stored.pieces)
         self._error: BaseException | None = None
         self._lock = threading.Lock()
@@ -100,7 +110,11 @@ class Reading:
         task.add_done_callback(self._done)
 
     def _done(self, task: Any) -> None:
-        error = BitslabError("this DiskTier is closed") if task.cancelled() else task.exception()
+        closed = task.cancelled()
+        self.over(BitslabError("this DiskTier is closed") if closed else task.exception())
+
+    def over(self, error: BaseException | None) -> None:
+        """Count a piece that is over: read, where there is no error."""
         with self._lock:
             self._error = self._error or error
             self._left -= 1

@@ -83,6 +83,13 @@ class Ticket:
         return self._stored is not None and self._stored.data is not None
 
     @property
+    def pending(self) -> bool:
+        """Whether any of it waits to be written, or is being written."""
+        if self._stored is None:
+            return False
+        return any(p.state in (State.WAITS, State.WRITING) for p in self._stored.pieces)
+
+    @property
     def error(self) -> BaseException | None:
         """Why they could not be written; they are kept in memory then."""
         return None if self._stored is None else self._stored.error

@@ -7,7 +7,7 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -16,6 +16,7 @@ from ...engine.memory import Reservation, host_arena
 from ...engine.memory.arena import Pending
 from ...engine.memory.locks import call_after_fork
 from ...engine.transfer import Mark, ThreadLane, ThreadTask
+from ...engine.transfer.lanes import CLOSE_SECONDS
 from ...errors import ArgumentError, ArgumentTypeError, BitslabError
 from .budget import WriteBudget
 from .endurance import Drive, lifespan_days
@@ -23,7 +24,7 @@ from .moves import Counters, Reading, forwarded, read_piece, write_piece
 from .posix_file import PosixFile, file_system
 from .rates import DiskRates, disk_rates
 from .stripe import Extent, Stripe
-from .tensor_file import ALIGN_BYTES, OpenFile
+from .tensor_file import ALIGN_BYTES, DiskError, OpenFile
 from .tickets import Piece, State, Stored, Ticket
 
 #: Bytes that wait to be written, at most.
@@ -142,9 +143,12 @@ class DiskTier:
         self._begin()
         self._open_stripes()
         # Last: at the interpreter's exit threads end before their files are closed.
+        self._open_lanes()
+        call_after_fork(self)
+
+    def _open_lanes(self) -> None:
         self._store_lane = ThreadLane("bitslab-store", sum(r.write_threads for r in self.rates))
         self._load_lane = ThreadLane("bitslab-load", sum(r.read_threads for r in self.rates))
-        call_after_fork(self)
 
     def _begin(self) -> None:
         budget = self._write_budget
@@ -152,16 +156,21 @@ class DiskTier:
         self._counters = Counters(None if budget is None else WriteBudget(budget * TERA))
         self._reservation: Reservation | None = None
         self._stripes: list[Stripe] = []
+        #: Of folders whose files were given up: why nothing is written there any more.
+        self._errors: dict[str, BaseException] = {}
+        self._direct: dict[str, bool] = {}
         self._turn = itertools.count()
         self._closed = False
         self._begun = time.monotonic()
         self._wear_seen_bytes: float = WEAR_BYTES
 
     def _open_stripes(self) -> list[Stripe]:
-        """Make the files, unless they are there."""
+        """Make the files of folders that have not failed, unless they are there."""
         if not self._stripes:
             each = None if self.disk_bytes is None else self.disk_bytes // len(self._folders)
-            self._stripes = [Stripe(self._open_file(folder), each) for folder in self._folders]
+            folders = [folder for folder in self._folders if folder not in self._errors]
+            self._stripes = [Stripe(self._open_file(folder), each) for folder in folders]
+            self._direct |= {stripe.file.path: stripe.file.direct for stripe in self._stripes}
         return self._stripes
 
     def after_fork(self) -> None:
@@ -250,15 +259,45 @@ class DiskTier:
             self._counters.refused_bytes[made] += data.shape[0]
         return None
 
-    def _taken(self, data: torch.Tensor, after: Mark | None) -> Stored | Refusal:
-        """Return what is to be written, its place taken; or why it is not."""
-        nbytes = data.shape[0]
+    def takes(self, nbytes: int) -> bool:
+        """Return whether `store` would take so many bytes now, as far as it is known before.
+
+        `stats` counts what it would not take as refused.
+        """
+        with self._lock:
+            if self._closed:
+                return False
+            why = self._refusal(nbytes)
+        if why is None:
+            return True
+        with self._counters.lock:
+            self._counters.refused_bytes[why] += nbytes
+        return False
+
+    def _refusal(self, nbytes: int) -> Refusal | None:
         counters = self._counters
-        if all(stripe.error is not None for stripe in self._open_stripes()):
+        try:
+            stripes = self._open_stripes()
+        except DiskError as error:  # a folder that is gone since
+            self._errors.update(dict.fromkeys(self._folders, error))
+            return "failed"
+        if all(stripe.error is not None for stripe in stripes):
             return "failed"
         with counters.lock:
             if counters.queued_bytes and counters.queued_bytes + nbytes > self.queue_bytes:
                 return "behind"
+            if counters.budget is not None and nbytes > counters.budget.left_bytes:
+                return "budget"
+        return None
+
+    def _taken(self, data: torch.Tensor, after: Mark | None) -> Stored | Refusal:
+        """Return what is to be written, its place taken; or why it is not."""
+        nbytes = data.shape[0]
+        counters = self._counters
+        why = self._refusal(nbytes)
+        if why is not None:
+            return why
+        with counters.lock:
             if counters.budget is not None and not counters.budget.take(nbytes):
                 return "budget"
             counters.queued_bytes += nbytes
@@ -283,7 +322,12 @@ class DiskTier:
 
     # And back
 
-    def fetch(self, ticket: Ticket, out: torch.Tensor | None = None) -> ThreadTask[torch.Tensor]:
+    def fetch(
+        self,
+        ticket: Ticket,
+        out: torch.Tensor | None = None,
+        room: Callable[[int], torch.Tensor] | None = None,
+    ) -> ThreadTask[torch.Tensor]:
         """Begin to bring bytes back; wait for nothing.
 
         Bytes that are not written yet come from memory, and what of them waits to be written is
@@ -296,6 +340,9 @@ class DiskTier:
         out : torch.Tensor, optional
             uint8 ``[n]`` on the CPU, contiguous; best of `host_buffer`. When left out, what is
             still in memory comes back as the very tensor that was stored.
+        room : callable, optional
+            Returns `out` for a number of bytes, where they are not in memory and `out` is left out;
+            `host_buffer` when left out.
 
         Returns
         -------
@@ -327,10 +374,18 @@ class DiskTier:
                 self._counters.forwarded_bytes += ticket.nbytes
             return self._forward(data, out, stored.after)
         if out is None:
-            out = self.host_buffer(ticket.nbytes)
+            out = (room or self.host_buffer)(ticket.nbytes)
         reading = Reading(self._counters, stored, out)
-        for piece in stored.pieces:
-            reading.watch(self._load_lane.submit(read_piece, reading, piece, self.verify))
+        left = list(stored.pieces)
+        try:
+            while left:
+                task = self._load_lane.submit(read_piece, reading, left[0], self.verify)
+                del left[0]
+                reading.watch(task)
+        except BaseException as error:
+            for _ in left:  # an interruption leaves no read that is waited for
+                reading.over(error)
+            raise
         return reading.task
 
     def _forward(
@@ -340,7 +395,11 @@ class DiskTier:
             task: ThreadTask[torch.Tensor] = ThreadTask()
             task.set_result(data)
             return task
-        return self._load_lane.run(forwarded, data, out, after, after=after)
+        with self._counters.lock:
+            self._counters.reads += 1
+        task = self._load_lane.run(forwarded, data, out, after, after=after)
+        task.add_done_callback(self._counters.read)
+        return task
 
     @property
     def lifespan_days(self) -> float | None:
@@ -381,6 +440,46 @@ class DiskTier:
                 self._counters.idle.wait(left)
         return True
 
+    def wait(self, ticket: Ticket) -> None:
+        """Wait until nothing of a ticket waits to be written, or is being written."""
+        counters = self._counters
+        with counters.lock:
+            counters.idle.wait_for(lambda: not ticket.pending or not counters.queued_bytes)
+
+    def rest(self) -> None:
+        """End the threads once all is written and read, and give up what holds nothing.
+
+        That is memory that is reserved, and files in which no ticket has bytes. All of it begins
+        anew with the next bytes. A device that does not answer is waited for so long as lanes wait.
+        """
+        self.drain(CLOSE_SECONDS)
+        with self._counters.lock:
+            self._counters.idle.wait_for(lambda: not self._counters.reads, CLOSE_SECONDS)
+        with self._lock:
+            if self._closed:
+                return
+            lanes = self._store_lane, self._load_lane
+            self._open_lanes()
+            self._reservation = None
+            idle: list[Stripe] = []
+            if not any(stripe.used_bytes for stripe in self._stripes):
+                idle, self._stripes = self._stripes, []
+                for stripe in idle:
+                    if stripe.error is not None:
+                        self._errors[stripe.file.path] = stripe.error
+        for lane in lanes:
+            lane.close()
+        self._forget_queue()
+        for stripe in idle:
+            stripe.file.close()
+
+    def _forget_queue(self) -> None:
+        """Count what closed lanes have cancelled."""
+        with self._counters.lock:
+            self._counters.cancelled_bytes += self._counters.queued_bytes
+            self._counters.queued_bytes = 0
+            self._counters.idle.notify_all()
+
     def stats(self) -> dict[str, Any]:
         """Return what was moved.
 
@@ -392,18 +491,26 @@ class DiskTier:
             were not written for that, ``failed_bytes`` whose writing failed, ``queued_bytes``,
             ``refused_bytes`` by cause, ``lifespan_days`` of the drives or None, ``disk_bytes`` that
             the files take, ``used_bytes`` of these, and ``folders``: for each its ``path``,
-            ``file_system``, ``direct`` (whether the page
-            cache is bypassed) and ``error``, or None.
+            ``file_system``, whether that is ``in_memory`` or of the ``network``, ``direct``
+            (whether the page cache is bypassed) and ``error``, or None.
         """
         stripes = self._stripes
+        errors = dict(self._errors)
+        for stripe in stripes:
+            self._direct[stripe.file.path] = stripe.file.direct
+            if stripe.error is not None:
+                errors[stripe.file.path] = stripe.error
+        systems = {folder: file_system(folder) for folder in self._folders}
         folders = [
             {
-                "path": stripe.file.path,
-                "file_system": file_system(stripe.file.path).kind,
-                "direct": stripe.file.direct,
-                "error": None if stripe.error is None else str(stripe.error),
+                "path": folder,
+                "file_system": systems[folder].kind,
+                "in_memory": systems[folder].in_memory,
+                "network": systems[folder].network,
+                "direct": self._direct.get(folder, False),
+                "error": str(errors[folder]) if folder in errors else None,
             }
-            for stripe in stripes
+            for folder in self._folders
         ]
         counters = self._counters
         with counters.lock:
@@ -435,11 +542,7 @@ class DiskTier:
             self._reservation = None
         for lane in (self._store_lane, self._load_lane):
             lane.close()
-        with self._counters.lock:
-            # What the closed lane has cancelled.
-            self._counters.cancelled_bytes += self._counters.queued_bytes
-            self._counters.queued_bytes = 0
-            self._counters.idle.notify_all()
+        self._forget_queue()
         for stripe in self._stripes:
             stripe.file.close()
 

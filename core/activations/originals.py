@@ -1,0 +1,121 @@
+"""Originals whose copies are under way, until these are known to be complete."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+
+import torch
+
+from ..engine.kernels.cuda.stream import current_stream
+from ..engine.transfer import Mark
+from .copies import StoredCopy
+from .traffic import SentBlob, Traffic, is_done
+
+
+class Originals:
+    """Holds originals on one device while their copies are under way. Its owner holds a lock.
+
+    Parameters
+    ----------
+    device : torch.device
+        The device.
+    traffic : Traffic
+        Counts what is away.
+    wait : callable
+        Makes what computes wait for a mark.
+    failed : callable
+        Called with the name of a site and an error, where a copy failed; the original is kept.
+    send_again : callable
+        Sends a copy that was larger than its host memory once more.
+
+    Attributes
+    ----------
+    unsure_bytes : int
+        Bytes of those whose copies may be larger than their host memory.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        traffic: Traffic,
+        wait: Callable[[Mark], None],
+        failed: Callable[[str, BaseException], None],
+        send_again: Callable[[StoredCopy], None],
+    ) -> None:
+        self._device, self._traffic = device, traffic
+        self._wait, self._failed, self._send_again = wait, failed, send_again
+        self.unsure_bytes = self._in_flight_bytes = 0
+        self._in_flight: deque[tuple[weakref.ref[StoredCopy], Mark, int]] = deque()
+        self._unsure: deque[tuple[weakref.ref[StoredCopy], SentBlob]] = deque()
+
+    def hold(self, copy: StoredCopy, read: Mark) -> None:
+        """Hold the original of a copy until it has been read."""
+        self._in_flight.append((weakref.ref(copy), read, copy.nbytes))
+        self._in_flight_bytes += copy.nbytes
+
+    def hold_until_sized(self, copy: StoredCopy, blob: SentBlob) -> None:
+        """Hold the original of a copy until it is known to fit in its host memory."""
+        self._unsure.append((weakref.ref(copy), blob))
+        self.unsure_bytes += copy.nbytes
+
+    def release(self, allowed_bytes: int) -> None:
+        """Give up originals whose copies are done, or that are too many."""
+        while self._unsure:
+            blob = self._unsure[0][1]
+            if not is_done(blob.stored):
+                over = self.unsure_bytes + self._in_flight_bytes > allowed_bytes
+                if not over or not isinstance(blob.stored, Future):
+                    break
+                self._traffic.wait_for(blob.stored)
+            self._settle(*self._unsure.popleft())
+        while self._in_flight:
+            ref, done, nbytes = self._in_flight[0]
+            over = self.unsure_bytes + self._in_flight_bytes > allowed_bytes
+            if not over and not is_done(done):
+                return
+            if over:  # for one that nobody wants any more, too: its memory is in use until then
+                self._wait(done)
+            copy = ref()
+            if copy is not None and copy.original is not None:
+                error = done.exception() if isinstance(done, Future) else None
+                if error is None:
+                    self.give_up(copy)
+                else:
+                    self._failed(copy.name, error)
+            del copy
+            self._in_flight.popleft()
+            self._in_flight_bytes -= nbytes
+
+    def _settle(self, ref: weakref.ref[StoredCopy], blob: SentBlob) -> None:
+        """Give up the original of a copy that fits in its host memory, or send it again."""
+        self.unsure_bytes -= blob.nbytes
+        self._traffic.learn(blob)
+        copy = ref()
+        if copy is None or copy.original is None:
+            return
+        if blob.used_bytes is not None:
+            self.give_up(copy)
+            return
+        try:
+            if not blob.cut_off:
+                assert isinstance(blob.stored, Future)
+                blob.stored.result()  # raises what happened
+            self._send_again(copy)
+        except Exception as error:
+            self._failed(copy.name, error)
+
+    def give_up(self, copy: StoredCopy) -> None:
+        """Give the device memory of an original back: what reads it comes before what follows."""
+        home = copy.home
+        if home is not None and copy.original is not None:
+            # Without hooks the graph would hold it. Nothing, where it was allocated on that stream.
+            copy.original.record_stream(home)
+            if home != current_stream(self._device):  # which alone waits for the copy
+                copy.keep_original_until_copied()
+        copy.original = None
+        copy.lanes = ()
+        copy.away = self._traffic.dropped
+        self._traffic.left(copy.nbytes)

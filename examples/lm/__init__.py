@@ -1,0 +1,1 @@
+"""Language models that are trained while their activations leave memory."""

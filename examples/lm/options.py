@@ -1,0 +1,142 @@
+"""The options of train_offloaded.py, and their checks."""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+
+# These modules are next to this package.
+from graphsage.arguments import device_named, positive
+from graphsage.options import above_zero, from_zero, new_file, picture
+
+from .models import MODELS, SIZES
+from .ways import WAYS
+
+DESCRIPTION = """\
+{summary}
+
+What the layers keep for the backward pass is most of the memory of a training, and waits for most of
+a step. It can be computed again, or leave the device after the forward pass and come back before it
+is read: to the host, or to an SSD (SSDTrain). The same model is trained in these ways:
+
+{ways}
+
+All start from the same weights and see the same batches, bytes of this repository's own text, and
+all must give the same losses, to the last bit. Without a GPU the CPU's own memory is what tensors
+leave, so that only the disk saves any.
+"""
+
+EPILOG = """\
+examples:
+  python examples/train_offloaded.py                            # offline, on a CPU, in a minute
+  python examples/train_offloaded.py --way keep disk --disk /nvme/scratch --plot steps.png
+  python examples/train_offloaded.py --model t5 --way keep checkpoint disk --verify 1
+  python examples/train_offloaded.py --device cuda --size llama-4096 --batch-size 8 --tokens 1024
+
+The exit status is 0, 1 when losses differ, 2 when an option is refused.
+"""
+
+
+def make_parser(summary: str) -> argparse.ArgumentParser:
+    """Return the parser of the script."""
+    ways = "\n".join(f"  {name:<11}  {text}" for name, text in WAYS.items())
+    parser = argparse.ArgumentParser(
+        description=DESCRIPTION.format(summary=summary, ways=ways),
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument_group("model").add_argument
+    add("--model", choices=MODELS, default="llama", help="default: %(default)s")
+    add("--size", choices=SIZES, default="small", help="default: %(default)s")
+    add = parser.add_argument_group("training").add_argument
+    add("--steps", type=positive, default=5, help="default: %(default)s")
+    add("--batch-size", type=positive, default=4, help="default: %(default)s")
+    add("--tokens", type=positive, default=256, help="of a text (default: %(default)s)")
+    add("--lr", type=above_zero, default=0.001, help="learning rate (default: %(default)s)")
+    _add_ways(parser)
+    add = parser.add_argument
+    add("--device", help="cpu or cuda (default: cuda where there is a GPU)")
+    add("--seed", type=from_zero, default=0, help="of all that is drawn (default: %(default)s)")
+    add(
+        "--plot",
+        type=picture,
+        metavar="FILE",
+        help="draw throughput over peak, and memory over a step, to this file, such as steps.png",
+    )
+    add(
+        "--json",
+        type=new_file,
+        metavar="FILE",
+        help="write all of it as JSON, to a file or - for the output",
+    )
+    return parser
+
+
+def _add_ways(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("activations").add_argument
+    add(
+        "--way",
+        nargs="+",
+        choices=(*WAYS, "all"),
+        default=["all"],
+        metavar="WAY",
+        help=f"one or several of {', '.join(WAYS)}, or all (default: all)",
+    )
+    add(
+        "--disk",
+        default=".",
+        metavar="FOLDER",
+        help="on an SSD; nothing is left there (default: the current one)",
+    )
+    add(
+        "--write-budget",
+        type=above_zero,
+        metavar="TB",
+        help="terabytes that may be written a day (default: no limit)",
+    )
+    add(
+        "--policy",
+        choices=("raw", "static", "auto"),
+        default="raw",
+        help="of host and disk: as they are, packed, or as measured times say (default: "
+        "%(default)s)",
+    )
+    add(
+        "--min-bytes",
+        type=from_zero,
+        default=1 << 16,
+        metavar="N",
+        help="smaller tensors are left where they are (default: %(default)s)",
+    )
+    add(
+        "--in-flight-mb",
+        type=from_zero,
+        default=32,
+        metavar="MIB",
+        help="of tensors that are under way at once (default: %(default)s)",
+    )
+    add(
+        "--verify",
+        type=from_zero,
+        default=0,
+        metavar="N",
+        help="check what comes back by checksums, every N-th step also bit by bit (default: no)",
+    )
+
+
+def checked_device(parser: argparse.ArgumentParser, options: argparse.Namespace) -> torch.device:
+    """Return the device, which is there; check the rest."""
+    device = device_named(parser, options.device)
+    if device.type == "cuda":
+        if (device.index or 0) >= torch.cuda.device_count():
+            parser.error(
+                f"argument --device: {options.device}, but torch sees "
+                f"{torch.cuda.device_count()} CUDA GPUs"
+            )
+        device = torch.device("cuda", device.index or 0)
+    if options.tokens % 2 and options.model == "t5":
+        parser.error(f"argument --tokens: {options.tokens}, but t5 reads one half and writes one")
+    named = [way for given in options.way for way in (WAYS if given == "all" else (given,))]
+    options.way = list(dict.fromkeys(named))
+    return device

@@ -1,0 +1,94 @@
+"""Ways to keep what a model needs for its backward pass."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch.autograd.graph import save_on_cpu
+
+import bitslab
+
+#: By name: what is done.
+WAYS = {
+    "keep": "every tensor stays on the device",
+    "checkpoint": "each layer keeps its input, and computes again what is between",
+    "save_on_cpu": "torch.autograd.graph.save_on_cpu: all to the host, the step waits",
+    "host": "bitslab.offload_activations(model): to the host, beside the computation",
+    "disk": "bitslab.offload_activations(model, disk=...): on to an SSD, and back in time",
+}
+OFFLOADED = ("host", "disk")
+
+
+class Way:
+    """A way in use with a model; this one leaves everything where it is."""
+
+    def __init__(self, context: Any = nullcontext) -> None:
+        self._context = context
+
+    def step(self) -> AbstractContextManager[object]:
+        """Return the context of a forward pass."""
+        made: AbstractContextManager[object] = self._context()
+        return made
+
+    def stats(self) -> dict[str, int]:
+        """Return what was moved so far, by `ActivationOffload.stats`'s names."""
+        return {}
+
+    def notes(self) -> list[str]:
+        """Return lines for the reader."""
+        return []
+
+
+class Offloaded(Way):
+    """`bitslab.offload_activations`; the loop and the model are not changed."""
+
+    def __init__(self, offload: bitslab.ActivationOffload) -> None:
+        super().__init__()
+        self.offload = offload
+
+    def stats(self) -> dict[str, int]:
+        return self.offload.stats()
+
+    def notes(self) -> list[str]:
+        return list(self.offload.report().notes)
+
+
+@contextmanager
+def use(way: str, model: Any, options: argparse.Namespace) -> Iterator[Way]:
+    """Train a model in a way of WAYS while the context is open."""
+    if way in OFFLOADED:
+        more: dict[str, Any] = {}
+        if way == "disk":
+            more = {"disk": options.disk, "write_budget": options.write_budget}
+        offload = bitslab.offload_activations(
+            model,
+            policy=options.policy,
+            min_bytes=options.min_bytes,
+            in_flight_bytes=options.in_flight_mb << 20,
+            verify=options.verify,
+            **more,
+        )
+        try:
+            yield Offloaded(offload)
+        finally:
+            offload.close()
+        return
+    if way == "checkpoint":
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    on_gpu = next(model.parameters()).device.type == "cuda"
+    yield Way((lambda: save_on_cpu(pin_memory=on_gpu)) if way == "save_on_cpu" else nullcontext)
+
+
+def give_memory_back() -> None:
+    """Return freed memory to the system, so that the peak of the next way is its own."""
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+    import ctypes
+
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:  # glibc's
+        trim(0)
