@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..engine.advisor.planning import SLOWDOWN, Plan
 from ..engine.codecs.blob import BlobCodec
 from ..engine.transfer.unit_report import UnitReport
 from ..errors import ArgumentError, ArgumentTypeError, BitslabError
@@ -20,6 +22,8 @@ from .auto import AutoPolicy
 from .guards import storages_of
 from .hooks import SavedTensorHooks
 from .lossy import Lossy
+from .memory_limit import checked_memory
+from .planned import PlannedPolicy
 from .policies import KEEP, Codecs, FixedPolicy, Policy, checked_policy
 from .report import ActivationReport, SiteReport
 from .sites import Select, is_compiled, module_names
@@ -76,6 +80,16 @@ class ActivationOffload:
     sm_budget : int, optional
         Multiprocessors of a GPU that encoding takes at most, beside what computes; as measured with
         policy "auto" and all with others when left out.
+    memory : int, str or float, optional
+        The peak that the process may have on the device: bytes, text as "60GiB", or a share of the
+        device's memory. It turns the planner on, in the place of `policy`: one step is profiled, and
+        for each tensor the plan says whether it is kept, computed again, packed, or moved. Of a
+        CPU, whose allocator does not count, saved tensors alone are meant.
+    slowdown : float, optional
+        Turns the planner on with no limit: as little memory as was found that costs a step at most
+        this share, 0.02 for one.
+    recompute : bool
+        Whether a plan may compute tensors and modules again.
 
     Raises
     ------
@@ -118,6 +132,9 @@ class ActivationOffload:
         depth: int = DEPTH,
         profile_every: int = PROFILE_EVERY,
         sm_budget: int | None = None,
+        memory: int | str | float | None = None,
+        slowdown: float | None = None,
+        recompute: bool = True,
     ) -> None:
         self.policy = checked_policy(policy)
         if select is not None and not callable(select):
@@ -138,11 +155,16 @@ class ActivationOffload:
         found = Codecs(codecs, lossy)
         self._codecs = found
         self._verifier = Verifier(USUAL_EVERY if verify is True else int(verify))
-        self._policy: Policy = (
-            AutoPolicy(found, profile_every)
-            if self.policy == "auto"
-            else FixedPolicy(self.policy, found)
-        )
+        self._policy: Policy
+        if memory is not None or slowdown is not None:
+            self._policy = _planned(
+                self.policy, found, memory, slowdown, recompute, select, profile_every
+            )
+            self.policy = "planned"
+        elif self.policy == "auto":
+            self._policy = AutoPolicy(found, profile_every)
+        else:
+            self._policy = FixedPolicy(self.policy, found)
         self._hooks = SavedTensorHooks(
             self._policy,
             found,
@@ -232,6 +254,8 @@ class ActivationOffload:
         self._tensors = ModuleTensors(model)
         devices = {t.device for t in self._tensors}
         self._hooks.watch(module_names(model), devices or None)
+        if isinstance(self._policy, PlannedPolicy):
+            self._policy.attach(model)
         self._attachment = Attachment(model, self, self._model_pass, self._returned)
 
     def detach(self) -> None:
@@ -243,6 +267,8 @@ class ActivationOffload:
             self._attachment.remove()
             self._attachment = None
             self._tensors = None
+            if isinstance(self._policy, PlannedPolicy):
+                self._policy.detach()
         self._hooks.close()
 
     def _model_pass(self) -> contextlib.AbstractContextManager[Any]:
@@ -298,7 +324,46 @@ class ActivationOffload:
             self._codecs.rate.begin_epoch(epoch)
         self._policy.begin_epoch()
 
+    def micro_batch(self, number: int | None) -> None:
+        """Say which micro-batch this thread works at, from 0; None for no one of them.
+
+        For schedules in which forward and backward passes of several take turns, as in pipelines:
+        what `stage_begins` fetches is that micro-batch's. Loops need not call it.
+
+        Raises
+        ------
+        ArgumentError, ArgumentTypeError
+            When it is no integer from 0 on.
+        """
+        if number is not None:
+            _check_number("number", number)
+        self._hooks.micro_batch = number
+
+    def stage_begins(self, stage: str) -> None:
+        """Say that the forward or backward part of the micro-batch begins.
+
+        With "backward" those moved tensors begin to come back that are read first; else they do
+        with the first read.
+
+        Raises
+        ------
+        ArgumentError
+            When it is neither "forward" nor "backward".
+        """
+        if stage not in ("forward", "backward"):
+            raise ArgumentError(f"stage: {stage!r:.60}, accepted are 'forward' and 'backward'")
+        if stage == "backward":
+            self._hooks.begin_backward()
+
     # What was done
+
+    @property
+    def plan(self) -> Plan | None:
+        """What is followed with `memory` or `slowdown`, once a step was profiled; else None.
+
+        It can be saved (`Plan.save`), printed, and read again (`Plan.load`).
+        """
+        return self._policy.plan if isinstance(self._policy, PlannedPolicy) else None
 
     def stats(self) -> dict[str, int]:
         """Return what was done so far.
@@ -336,7 +401,7 @@ class ActivationOffload:
         stats = self.stats()
         rows = []
         for counts in list(self._hooks.sites.values()):
-            tier = "device" if counts.choice == KEEP else "host"
+            tier = "device" if counts.choice == KEEP else counts.tier
             unit = UnitReport(counts.site.name, tier, counts.raw_bytes, counts.packed_bytes, None)
             choice, operation = counts.choice, counts.site.operation
             error = None
@@ -354,6 +419,7 @@ class ActivationOffload:
                 "in the first pass) outside of its forward pass, a loss for one, is not seen; "
                 "bitslab.ActivationOffload() around both sees it."
             )
+        notes += self._policy.notes()
         notes += self._lossy_notes(rows)
         failures = self._hooks.failures
         if failures:
@@ -424,6 +490,43 @@ def offload_activations(model: nn.Module, **options: Any) -> ActivationOffload:
     offload = ActivationOffload(**options)
     offload.attach(model)
     return offload
+
+
+def _planned(
+    policy: str,
+    codecs: Codecs,
+    memory: Any,
+    slowdown: Any,
+    recompute: Any,
+    select: Select | None,
+    every: int,
+) -> PlannedPolicy:
+    """Return the policy of `memory` and `slowdown`, or refuse what does not go with them."""
+    if policy != "auto":
+        raise ArgumentError(
+            f"policy: {policy!r} with memory or slowdown, which plan what becomes of each tensor; "
+            "leave policy out"
+        )
+    if codecs.lossy is not None:
+        raise ArgumentError(
+            f"lossy: {codecs.lossy!r} with memory or slowdown, whose plans return every bit"
+        )
+    if not isinstance(recompute, bool):
+        raise ArgumentTypeError(f"recompute: expected a bool, got {recompute!r:.60}")
+    if slowdown is None:
+        slowdown = SLOWDOWN
+    elif isinstance(slowdown, bool) or not isinstance(slowdown, int | float):
+        raise ArgumentTypeError(f"slowdown: expected a number, got {slowdown!r:.60}")
+    if not 0 <= slowdown < math.inf:
+        raise ArgumentError(f"slowdown: {slowdown}, accepted are numbers from 0")
+    return PlannedPolicy(
+        codecs,
+        memory=None if memory is None else checked_memory(memory),
+        slowdown=float(slowdown),
+        recompute=recompute,
+        select=select,
+        every=every,
+    )
 
 
 def _check_number(name: str, value: Any, least: int = 0) -> None:
