@@ -32,10 +32,13 @@ class MeasuredPass:
         self._peak_bytes = 0
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
+        #: What hooks of tensors that are moved took.
+        self._hooks: list[tuple[Moment, Moment]] = []
         self._begin = now(device)
 
     def saved(self, copy: StoredCopy, site: Site, flat: torch.Tensor, begin: Moment) -> None:
         """Count the bytes of a tensor that is moved, while they are here."""
+        self._hooks.append((begin, now(self._device)))
         root = copy.root()
         if root is not None:
             self._bytes.hold(root.untyped_storage())
@@ -55,6 +58,7 @@ class MeasuredPass:
     def read(self, copy: StoredCopy, begin: Moment) -> None:
         """Take note of the backward pass."""
         watch_end(self._watched, self._finish)
+        self._hooks.append((begin, now(self._device)))
 
     def read_kept(self, kept: KeptView) -> None:
         """Take note of the backward pass."""
@@ -85,4 +89,6 @@ class MeasuredPass:
         assert self._end is not None
         if isinstance(self._end, torch.cuda.Event):
             self._end.synchronize()  # type: ignore[no-untyped-call]
-        return MeasuredStep(seconds_between(self._begin, self._end), self._peak_bytes)
+        step_s = seconds_between(self._begin, self._end)
+        hooks_s = sum(seconds_between(begin, end) for begin, end in self._hooks)
+        return MeasuredStep(step_s, self._peak_bytes, compute_s=max(0.0, step_s - hooks_s))

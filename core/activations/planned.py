@@ -1,6 +1,6 @@
-"""Activations under a limit of memory: one profiled step is planned, followed and compared.
+"""Activations under a limit of memory: a profiled step is planned, followed and compared.
 
-The first pass warms up, the second is profiled, and those behind follow the plan. With a limit of
+The first pass warms up, two are profiled, and those behind follow the plan. With a limit of
 memory all saved tensors are moved until there is a plan, since nobody knows yet what fits; without
 one they are kept. Two planned passes are compared with what was predicted, and again from time to
 time.
@@ -8,6 +8,7 @@ time.
 
 from __future__ import annotations
 
+import itertools
 import threading
 import warnings
 from collections.abc import Callable, Mapping
@@ -37,7 +38,7 @@ from .memory_limit import limit_bytes
 from .pass_record import PassPlan, PassRecord
 from .policies import CHECKPOINT, KEEP, RAW, REPLAY, Choice, Codecs
 from .sites import Select, Site
-from .step_recorder import RecordedStep, StepRecorder
+from .step_recorder import RecordedStep, StepRecorder, inside_module
 from .time_models import TimeModels
 from .traffic import SentBlob
 
@@ -100,10 +101,13 @@ class PlannedPolicy:
         self._following = False
         self._passes = self._attempts = self._planned_passes = 0
         self._recording: tuple[PassRecord, StepRecorder, ModuleWatch | None, int] | None = None
+        #: The profiled pass before, of two whose shorter times count.
+        self._earlier: StepRecorder | None = None
         self._measuring: list[tuple[MeasuredPass, int]] = []
         self._steps: list[MeasuredStep] = []
         self._compared: Correction | None = None
         self._corrections = 0
+        self._plain_s = 0.0
         self._withdrawn = False
         self._seen: dict[str, Site] = {}
         #: Sites that were not as planned, with how often.
@@ -151,6 +155,8 @@ class PlannedPolicy:
 
     def decide(self, site: Site) -> Choice:
         """Return what is done with the tensors of a site, as planned."""
+        # Known ones are decided anew when a plan begins, as the last pass had them.
+        known = self._seen.get(site.name) is site
         self._seen[site.name] = site
         if self._withdrawn:
             return Choice(KEEP, "Kept: the plan was withdrawn.")
@@ -162,13 +168,17 @@ class PlannedPolicy:
         if site.name in recorded.views:
             return Choice(KEEP, "Kept: a view of what another site saved, or never read.")
         planned = plan.site(site.name)
+        if any(inside_module(site.name, module) for module in plan.modules):
+            return Choice(CHECKPOINT, "Kept: its module is computed again from it.", "device")
         if planned is None:
-            self._note_unplanned(site, larger=True)
+            if not known:
+                self._note_unplanned(site, larger=True)
             return self._fallback("not in the profiled step")
         candidate = planned.candidate
         if site.nbytes != planned.nbytes:
             larger = site.nbytes > planned.nbytes
-            self._note_unplanned(site, larger)
+            if not known:
+                self._note_unplanned(site, larger)
             if candidate.action == "keep" and larger:
                 return self._fallback(f"{site.nbytes:,} bytes, planned were {planned.nbytes:,}")
         return _choice(candidate, planned.reason)
@@ -210,7 +220,7 @@ class PlannedPolicy:
             return False
         if not self._seen:
             return False
-        if self.plan is None:
+        if self.plan is None or self._earlier is not None:
             return True
         if self._larger and self._planned_passes >= self._replan_passes:
             self._replan_passes *= 2
@@ -256,10 +266,17 @@ class PlannedPolicy:
         if not recorder.is_used:
             self._attempts += 1
             return False
+        earlier, self._earlier = self._earlier, recorder
+        if earlier is None:  # once more
+            return False
+        self._earlier = None
         modules = () if self._modules is None else tuple(self._modules.modules)
-        recorded = recorder.recorded(self._times(recorder.device), self._link(recorder), modules)
+        recorded = recorder.recorded(
+            self._times(recorder.device), self._link(recorder), modules, earlier
+        )
         self._recorded = recorded
         self._corrections = 0
+        self._plain_s = recorded.profile.step_s
         self._plan(replace(recorded.profile, **self._allowed_tiers(recorded.profile)))
         return True
 
@@ -339,7 +356,9 @@ class PlannedPolicy:
                 self._steps.append(measured.step())
         if len(self._steps) < COMPARED_STEPS:
             return False
-        found = compare(self.plan, self._steps, corrections=self._corrections)
+        found = compare(
+            self.plan, self._steps, plain_step_s=self._plain_s, corrections=self._corrections
+        )
         self._steps.clear()
         self._compared = found
         if found.outcome == "withdrawn":
@@ -475,10 +494,12 @@ def _in_flight_bytes(plan: Plan, profile: StepProfile, timeline: Timeline) -> di
         i for i, each in enumerate(profile.sites) if chosen[each.site].action in ("host", "disk")
     ]
     found = {}
-    for i, following in zip(moved, [*moved[1:], None], strict=True):
-        until = timeline.turn if following is None else int(timeline.saved[following])
+    for i, following in itertools.zip_longest(moved, moved[1:]):
         begin = int(timeline.saved[i])
-        most = float(need[begin : max(until, begin + 1)].max())
-        # At its save it counts among what is needed, and as on its way out besides.
-        found[profile.sites[i].site] = max(0, int(limit - most)) + profile.sites[i].nbytes
+        until = timeline.turn if following is None else int(timeline.saved[following])
+        room = limit - need[begin : max(until, begin + 1)]
+        # While the operation uses it, it counts among what is needed and as on its way out.
+        own = profile.sites[i].nbytes
+        room[: max(int(timeline.released[i]) - begin, 1)] += own
+        found[profile.sites[i].site] = max(0, int(room.min()))
     return found

@@ -7,6 +7,7 @@ On a GPU moments are events; what is counted there is read once, when the step i
 from __future__ import annotations
 
 import contextlib
+import itertools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +29,8 @@ from .sites import Site
 
 #: Returns the seconds of encoding and decoding: of a codec, bytes, packed share, element bytes.
 PackingTimes = Callable[[str, int, float, int], tuple[float, float] | None]
+#: Saves that follow each other sooner are taken to be of one operation.
+SAME_OPERATION_S = 3e-5
 #: Modules that save fewer tensors are not worth computing again.
 LEAST_MODULE_SITES = 2
 
@@ -41,6 +44,8 @@ class _Event:
     #: Most bytes of the device since the event before, and those of saved tensors at its end.
     peak_bytes: int
     alive_bytes: int
+    #: Number of the node of autograd that reads; -1 for other events.
+    node: int = -1
 
 
 @dataclass(eq=False)
@@ -162,13 +167,13 @@ class StepRecorder:
     def _now(self) -> Moment:
         return now(self.device)
 
-    def _event(self, begin: Moment) -> int:
+    def _event(self, begin: Moment, node: int = -1) -> int:
         """Record an event that began then and ends now; return its number."""
         peak = 0
         if self.device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(self.device)
             torch.cuda.reset_peak_memory_stats(self.device)
-        self._events.append(_Event(begin, self._now(), peak, self.bytes.alive_bytes))
+        self._events.append(_Event(begin, self._now(), peak, self.bytes.alive_bytes, node))
         return len(self._events) - 1
 
     # Saving
@@ -311,7 +316,8 @@ class StepRecorder:
         if found is None or self._forward_end is None or self._end is not None:
             return
         watch_end(self._watched, self._end_backward)
-        found.last_read = self._event(begin)
+        node = torch._C._current_autograd_node()  # type: ignore[attr-defined]
+        found.last_read = self._event(begin, -1 if node is None else node._sequence_nr())
         if found.first_read is None:
             found.first_read = found.last_read
 
@@ -334,7 +340,11 @@ class StepRecorder:
     # What it showed
 
     def recorded(
-        self, times: PackingTimes, link: SwapLink | None, candidates: Sequence[str]
+        self,
+        times: PackingTimes,
+        link: SwapLink | None,
+        candidates: Sequence[str],
+        earlier: StepRecorder | None = None,
     ) -> RecordedStep:
         """Return the step, once it is over; waits for the device.
 
@@ -346,12 +356,17 @@ class StepRecorder:
             What tensors cross; as this step's copies have shown where it moved any.
         candidates : sequence of str
             Modules that may be checkpointed.
+        earlier : StepRecorder, optional
+            Of a step before; where it had the same events, the shorter times count, since what
+            else runs on a machine only makes them longer.
         """
         assert self._end is not None and self._forward_end is not None
-        last = self._events[self._end].end
-        if isinstance(last, torch.cuda.Event):
-            last.synchronize()  # type: ignore[no-untyped-call]
-        clock = self._clock()
+        gaps = self.gaps_s()
+        if earlier is not None and earlier.is_used:
+            before = earlier.gaps_s()
+            if len(before) == len(gaps):
+                gaps = [min(pair) for pair in zip(gaps, before, strict=True)]
+        clock = [0.0, *itertools.accumulate(gaps)]
         read = {name: each for name, each in self._saved.items() if each.first_read is not None}
         modules, why_not = self._modules(clock, read, candidates)
         module_of = {name: _module_of(name, modules) for name in read}
@@ -376,13 +391,16 @@ class StepRecorder:
         signatures = {name: replay.signature for name, replay in exact.items()}
         return RecordedStep(profile, views, signatures, why_not)
 
-    def _clock(self) -> list[float]:
-        """Return when each event was, in seconds of compute."""
-        clock, at = [0.0], 0.0
-        for before, after in zip(self._events, self._events[1:], strict=False):
-            at += seconds_between(before.end, after.begin)
-            clock.append(at)
-        return clock
+    def gaps_s(self) -> list[float]:
+        """Return the seconds of compute before each event but the first; waits for the device."""
+        assert self._end is not None
+        last = self._events[self._end].end
+        if isinstance(last, torch.cuda.Event):
+            last.synchronize()  # type: ignore[no-untyped-call]
+        return [
+            seconds_between(before.end, after.begin)
+            for before, after in zip(self._events, self._events[1:], strict=False)
+        ]
 
     def _exact(self, read: Mapping[str, _Saved]) -> dict[str, _Replayed]:
         """Return the replays that gave every bit."""
@@ -402,7 +420,7 @@ class StepRecorder:
     ) -> SiteProfile:
         assert self._forward_end is not None and self._end is not None
         assert saved.first_read is not None and saved.last_read is not None
-        site, turn_s, end_s = saved.site, clock[self._forward_end], clock[self._end]
+        site, turn_s = saved.site, clock[self._forward_end]
         packings = {}
         for name, used in saved.used.items():
             share = packed_share(int(used), site.nbytes, saved.sample_bytes)
@@ -414,15 +432,30 @@ class StepRecorder:
             site=site.name,
             nbytes=saved.nbytes,
             saved_s=min(clock[saved.saved], turn_s),
-            released_s=min(clock[saved.saved + 1], turn_s),
+            released_s=min(self._released_s(clock, saved.saved), turn_s),
             read_s=read_s,
-            freed_s=max(min(clock[min(saved.last_read + 1, self._end)], end_s), read_s),
+            freed_s=max(self._freed_s(clock, saved.last_read), read_s),
             module=module,
             movable=saved.movable,
             packings=packings,
             replay_s=None if replay is None else seconds_between(replay.begin, replay.end),
             replay_from=() if replay is None else replay.sources,
         )
+
+    def _released_s(self, clock: list[float], saved: int) -> float:
+        """Return until when the operation that saves a tensor uses it."""
+        at = saved + 1
+        while clock[at] - clock[at - 1] < SAME_OPERATION_S and at < len(clock) - 1:
+            at += 1
+        return clock[at]
+
+    def _freed_s(self, clock: list[float], read: int) -> float:
+        """Return when the operation is done that reads a tensor."""
+        assert self._end is not None
+        node, at = self._events[read].node, read + 1
+        while at < self._end and node >= 0 and self._events[at].node == node:
+            at += 1
+        return clock[min(at, self._end)]
 
     def _modules(
         self, clock: list[float], read: Mapping[str, _Saved], candidates: Sequence[str]
@@ -434,7 +467,7 @@ class StepRecorder:
         counted: set[int] = set()
         for name in candidates:
             runs = self.modules.get(name, [])
-            own = {n: each for n, each in read.items() if _inside(n, name)}
+            own = {n: each for n, each in read.items() if inside_module(n, name)}
             if len(runs) != 1 or runs[0].end < 0:
                 why_not[name] = f"It ran {len(runs)} times."
             elif runs[0].why_not:
@@ -447,12 +480,12 @@ class StepRecorder:
             kept = 0
             for number, nbytes in run.inputs:
                 others = self._over.get(number, ())
-                if any(not _inside(each.site.name, name) for each in others):
+                if any(not inside_module(each.site.name, name) for each in others):
                     continue
                 if number not in counted:
                     counted.add(number)
                     kept += nbytes
-            turn_s, end_s = clock[self._forward_end], clock[self._end]
+            turn_s = clock[self._forward_end]
             reads = [each.first_read for each in own.values() if each.first_read is not None]
             lasts = [each.last_read for each in own.values() if each.last_read is not None]
             begin_s = max(clock[min(reads)], turn_s)
@@ -460,7 +493,7 @@ class StepRecorder:
                 module=name,
                 begin_s=min(clock[run.begin], turn_s),
                 backward_begin_s=begin_s,
-                backward_end_s=max(min(clock[min(max(lasts) + 1, self._end)], end_s), begin_s),
+                backward_end_s=max(self._freed_s(clock, max(lasts)), begin_s),
                 checkpoint_s=clock[run.end] - clock[run.begin],
                 checkpoint_bytes=kept,
             )
@@ -504,10 +537,11 @@ def watch_end(watched: set[int], call: Callable[[], None]) -> None:
         torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
-def _inside(site: str, module: str) -> bool:
+def inside_module(site: str, module: str) -> bool:
+    """Return whether a site is one of a module, or of a module in it."""
     path = site.rsplit(":", 1)[0]
     return path == module or path.startswith(f"{module}.")
 
 
 def _module_of(site: str, modules: Iterable[str]) -> str:
-    return next((name for name in modules if _inside(site, name)), "")
+    return next((name for name in modules if inside_module(site, name)), "")
