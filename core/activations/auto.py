@@ -119,7 +119,10 @@ class AutoPolicy:
             self._refit_drifted(records, profile.sites())
             last = [self._decisions[r.site] for r in records if r.site in self._decisions]
             try:
-                model, link = self._models.of(device, {r.dtype.itemsize for r in records}), SwapLink.measured(device)
+                model, link = (
+                    self._models.of(device, {r.dtype.itemsize for r in records}),
+                    SwapLink.measured(device),
+                )
                 records = self._with_lossy(records, profile.sites(), model, link)
                 made = decide(records, model, link, previous=last)
             except (BitslabError, torch.OutOfMemoryError) as error:

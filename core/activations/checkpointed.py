@@ -185,9 +185,7 @@ class CheckpointedModules:
         Returns whether the running pass of this thread checkpoints a module.
     """
 
-    def __init__(
-        self, modules: Mapping[str, nn.Module], is_on: Callable[[str], bool]
-    ) -> None:
+    def __init__(self, modules: Mapping[str, nn.Module], is_on: Callable[[str], bool]) -> None:
         self.modules = dict(modules)
         self._is_on = is_on
         self._set: dict[str, _OneModule] = {}

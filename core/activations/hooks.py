@@ -21,8 +21,8 @@ from .executor import Executor
 from .guards import is_form_of_leaf, is_plain, modified
 from .host_room import HostMemoryError
 from .identity import CopyTable, Span, copied_span, root_of, span_of, version_of
-from .lossy import ErrorSample
 from .local_copies import LocalCopy, PackedCopy, packed_copy, replayed_copy
+from .lossy import ErrorSample
 from .moments import now
 from .pass_record import NamedView, PassRecord
 from .policies import CHECKPOINT, HOST, KEEP, RAW, REPLAY, Choice, Codecs, Policy, Tier
@@ -45,11 +45,11 @@ class SiteCounts:
     site : Site
         As its last tensor was.
     choice : str
-        What is done with them: "keep", "raw", "host", "replay", "checkpoint" or the name of a codec.
+        What is done with them: "keep", "raw", "host", "replay", "checkpoint" or a codec's name.
     reason : str
         Why.
-    tier : str
-        Where they go.
+    tier : str, optional
+        Where they go; None leaves it open.
     tensors : int
         Number that were moved.
     raw_bytes, packed_bytes : int
@@ -61,7 +61,7 @@ class SiteCounts:
     site: Site
     choice: str = KEEP
     reason: str = ""
-    tier: Tier = "host"
+    tier: Tier | None = None
     tensors: int = 0
     raw_bytes: int = 0
     packed_bytes: int = 0

@@ -33,7 +33,7 @@ class LocalCopy(StoredCopy):
         ``[n]`` over its bytes; not held.
     """
 
-    __slots__ = ()
+    __slots__ = ("made",)
 
     def __init__(
         self,
@@ -46,18 +46,20 @@ class LocalCopy(StoredCopy):
     ) -> None:
         super().__init__(name, flat, span, root, version, made_in)
         self.original = None
+        #: The storage of what was made last, while anybody uses it, and where it begins there.
+        self.made: tuple[weakref.ref[torch.UntypedStorage], int] | None = None
 
     def bytes_of(self, more: bool) -> torch.Tensor:
         """Return the bytes, ``[n]`` of its dtype; held while `more` views will be read soon."""
         flat = self.restored
         if flat is None:
-            storage = None if self.shared is None else self.shared()
-            if storage is not None:  # somebody has a view of it
+            storage = None if self.made is None else self.made[0]()
+            if storage is not None and self.made is not None:  # somebody has a view of it
                 flat = torch.empty(0, dtype=self.dtype, device=self.device)
-                flat.set_(storage, 0, (self.elements,), (1,))
+                flat.set_(storage, self.made[1], (self.elements,), (1,))
             else:
                 flat = self._made()
-                self.shared = weakref.ref(flat.untyped_storage())
+                self.made = weakref.ref(flat.untyped_storage()), int(flat.storage_offset())
         if self.device.type == "cuda":
             current = current_stream(self.device)
             if self.restored_on is not None and self.restored_on != current:

@@ -11,14 +11,16 @@ import torch
 
 from ..errors import ArgumentError, ArgumentTypeError
 
-_UNITS = {
+_UNITS: dict[str, int] = {
     "": 1,
     "B": 1,
     **{f"{prefix}B": 1000**i for i, prefix in enumerate("KMGT", 1)},
     **{f"{prefix}iB": 1024**i for i, prefix in enumerate("KMGT", 1)},
 }
 _WRITTEN = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
-_ACCEPTED = "bytes above 0, text as '60GiB' or '500 MB', and shares of the device, above 0 up to 1.0"
+_ACCEPTED = (
+    "bytes above 0, text as '60GiB' or '500 MB', and shares of the device, above 0 up to 1.0"
+)
 
 
 def checked_memory(memory: Any) -> int | float:
@@ -63,7 +65,7 @@ def limit_bytes(memory: int | float, device: torch.device) -> int:
     if isinstance(memory, int):
         return memory
     if device.type == "cuda":
-        total = torch.cuda.get_device_properties(device).total_memory
+        total = int(torch.cuda.get_device_properties(device).total_memory)
     else:
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return int(memory * total)

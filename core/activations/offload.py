@@ -82,9 +82,10 @@ class ActivationOffload:
         policy "auto" and all with others when left out.
     memory : int, str or float, optional
         The peak that the process may have on the device: bytes, text as "60GiB", or a share of the
-        device's memory. It turns the planner on, in the place of `policy`: one step is profiled, and
-        for each tensor the plan says whether it is kept, computed again, packed, or moved. Of a
-        CPU, whose allocator does not count, saved tensors alone are meant.
+        device's memory. It turns the planner on, in the place of `policy`: a step is profiled, and
+        a plan says of each tensor whether it is kept, computed again, packed, or moved. Of a CPU,
+        whose allocator does not count, saved tensors alone are meant. A limit that cannot be met
+        gives a warning with the least that can, and the plan of that is followed.
     slowdown : float, optional
         Turns the planner on with no limit: as little memory as was found that costs a step at most
         this share, 0.02 for one.
@@ -401,7 +402,7 @@ class ActivationOffload:
         stats = self.stats()
         rows = []
         for counts in list(self._hooks.sites.values()):
-            tier = "device" if counts.choice == KEEP else counts.tier
+            tier = "device" if counts.choice == KEEP else counts.tier or "host"
             unit = UnitReport(counts.site.name, tier, counts.raw_bytes, counts.packed_bytes, None)
             choice, operation = counts.choice, counts.site.operation
             error = None

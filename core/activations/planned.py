@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import threading
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -33,6 +33,7 @@ from ..engine.advisor.planning import (
     make_plan,
 )
 from .checkpointed import CheckpointedModules, ModuleWatch, checkpointable
+from .disk import DiskRates as FolderRates
 from .measured_pass import MeasuredPass
 from .memory_limit import limit_bytes
 from .pass_record import PassPlan, PassRecord
@@ -135,12 +136,27 @@ class PlannedPolicy:
     def use_tiers(
         self,
         *,
-        disk: DiskRates | None = None,
+        disk: Sequence[FolderRates] = (),
         disk_bytes: int | None = None,
         host_bytes: int | None = None,
     ) -> None:
-        """Say what there is behind host memory, and how much of both may be used."""
-        self._tiers = {"disk": disk, "disk_bytes": disk_bytes, "host_bytes": host_bytes}
+        """Say what folders there are behind host memory, and how much of both may be used."""
+        self._tiers = {"disk_bytes": disk_bytes, "host_bytes": host_bytes}
+        if disk:
+            write, read = (
+                sum(getattr(each, f"{way}_bytes_per_s") for each in disk)
+                for way in ("write", "read")
+            )
+            self._tiers["disk"] = DiskRates(write, read)
+            both = [
+                share
+                for each in disk
+                for share in (
+                    each.write_while_reading_bytes_per_s / each.write_bytes_per_s,
+                    each.read_while_writing_bytes_per_s / each.read_bytes_per_s,
+                )
+            ]
+            self._tiers["disk_share_both_ways"] = min(1.0, sum(both) / len(both))
 
     def _is_checkpointed(self, module: str) -> bool:
         record: PassRecord | None = getattr(self._running, "record", None)
@@ -396,10 +412,11 @@ class PlannedPolicy:
         if self._profile is None or self.plan is None:
             return 0.0
         planned = self.plan.site(site)
+        codec = None if planned is None else planned.candidate.codec
         found = next((each for each in self._profile.sites if each.site == site), None)
-        if found is None or planned is None or planned.candidate.codec not in found.packings:
+        if found is None or codec is None or codec not in found.packings:
             return 0.0
-        return found.nbytes * found.packings[planned.candidate.codec].share
+        return found.nbytes * found.packings[codec].share
 
     def notes(self) -> list[str]:
         """Return what is to be known of the plan."""

@@ -39,14 +39,14 @@ class Choice(NamedTuple):
         `KEEP`, `RAW`, `HOST`, `REPLAY`, `CHECKPOINT` or the name of a codec.
     reason : str
         Why.
-    tier : str
+    tier : str, optional
         Where those go that are neither kept nor computed again: packed tensors may remain on the
-        device.
+        device. None leaves it open.
     """
 
     what: str
     reason: str
-    tier: Tier = "host"
+    tier: Tier | None = None
 
 
 POLICIES = ("auto", "raw", "static", "host", "keep")

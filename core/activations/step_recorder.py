@@ -316,7 +316,7 @@ class StepRecorder:
         if found is None or self._forward_end is None or self._end is not None:
             return
         watch_end(self._watched, self._end_backward)
-        node = torch._C._current_autograd_node()  # type: ignore[attr-defined]
+        node = torch._C._current_autograd_node()
         found.last_read = self._event(begin, -1 if node is None else node._sequence_nr())
         if found.first_read is None:
             found.first_read = found.last_read
@@ -396,7 +396,7 @@ class StepRecorder:
         assert self._end is not None
         last = self._events[self._end].end
         if isinstance(last, torch.cuda.Event):
-            last.synchronize()  # type: ignore[no-untyped-call]
+            last.synchronize()
         return [
             seconds_between(before.end, after.begin)
             for before, after in zip(self._events, self._events[1:], strict=False)

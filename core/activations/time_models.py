@@ -44,6 +44,10 @@ class TimeModels:
             )
         return found
 
+    def values(self) -> list[TimeModel]:
+        """Return all models."""
+        return list(self._models.values())
+
     def observed(self, blob: SentBlob, decodes: bool, seconds: float) -> None:
         """Correct the models of a device by what a real swap took there."""
         assert blob.used_bytes is not None

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from bitslab.activations import executor as executor_module
 from bitslab.activations import hooks as hooks_module
 from bitslab.activations import offload as offload_module
+from bitslab.activations.local_copies import replayed_copy
 from bitslab.activations.pass_record import PassPlan, PassRecord
 from bitslab.activations.planned import PlannedPolicy
 from bitslab.activations.policies import KEEP, RAW, REPLAY, Choice
@@ -63,7 +64,7 @@ class DrawnPolicy(PlannedPolicy):
 @pytest.fixture
 def drawn(monkeypatch: pytest.MonkeyPatch) -> type[DrawnPolicy]:
     """Plan by draws, and replay what is found exact when it is saved."""
-    real = hooks_module.replayed_copy
+    real: Any = replayed_copy
 
     def proven(name: str, flat: torch.Tensor, span: Any, root: torch.Tensor, *rest: Any) -> Any:
         found = replayable(root)
