@@ -493,10 +493,8 @@ def pass_plan(
 
 def _seen_site(names: list[str], seen: list[bool], at: int, before: int) -> str:
     """Return a site whose read is seen: the next one, or else the one before; "" for none."""
-    for k in (*range(at, before), *range(at - 1, -1, -1)):
-        if seen[k]:
-            return names[k]
-    return ""
+    tried = itertools.chain(range(at, before), range(at - 1, -1, -1))
+    return next((names[k] for k in tried if seen[k]), "")
 
 
 def _in_flight_bytes(plan: Plan, profile: StepProfile, timeline: Timeline) -> dict[str, int]:
