@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..engine.advisor.planning import SLOWDOWN, Plan
+from ..engine.advisor.planning import SLOWDOWN, Plan, StepProfile
 from ..engine.codecs.blob import BlobCodec
 from ..engine.transfer.unit_report import UnitReport
 from ..errors import ArgumentError, ArgumentTypeError, BitslabError
@@ -365,6 +365,11 @@ class ActivationOffload:
         It can be saved (`Plan.save`), printed, and read again (`Plan.load`).
         """
         return self._policy.plan if isinstance(self._policy, PlannedPolicy) else None
+
+    @property
+    def step_profile(self) -> StepProfile | None:
+        """What `plan` was made from; `bitslab.engine.advisor.planning.make_plan` makes others."""
+        return self._policy.profile if isinstance(self._policy, PlannedPolicy) else None
 
     def stats(self) -> dict[str, int]:
         """Return what was done so far.

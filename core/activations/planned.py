@@ -76,6 +76,8 @@ class PlannedPolicy:
     ----------
     plan : Plan or None
         What is followed; None until a step was profiled.
+    profile : StepProfile or None
+        What it was made from.
     """
 
     def __init__(
@@ -97,7 +99,7 @@ class PlannedPolicy:
         self._running = threading.local()
         self.plan: Plan | None = None
         self._recorded: RecordedStep | None = None
-        self._profile: StepProfile | None = None
+        self.profile: StepProfile | None = None
         self._pass_plan: PassPlan | None = None
         self._profiling = False
         self._passes = self._attempts = self._planned_passes = 0
@@ -326,7 +328,7 @@ class PlannedPolicy:
 
     def _plan(self, profile: StepProfile) -> None:
         """Plan a profile, and follow that from now on."""
-        self._profile = profile
+        self.profile = profile
         plan = self._made(profile)
         assert self._recorded is not None
         self.plan = plan
@@ -363,7 +365,7 @@ class PlannedPolicy:
 
     def _take_measured(self) -> bool:
         """Compare passes that are over with what was predicted; return whether that changes it."""
-        if self.plan is None or self._profile is None:
+        if self.plan is None or self.profile is None:
             return False
         while self._measuring and self._measuring[0][0].is_over:
             measured, unplanned = self._measuring.pop(0)
@@ -382,7 +384,7 @@ class PlannedPolicy:
                 self._modules.apply(())
         elif found.outcome == "corrected":
             self._corrections += 1
-            self._plan(found.corrected(self._profile))
+            self._plan(found.corrected(self.profile))
         return found.outcome != "holds"
 
     def _warn(self, what: str) -> None:
@@ -409,11 +411,11 @@ class PlannedPolicy:
 
     def packed_bytes(self, site: str) -> float:
         """Return the bytes that a site's tensor is expected to be packed to."""
-        if self._profile is None or self.plan is None:
+        if self.profile is None or self.plan is None:
             return 0.0
         planned = self.plan.site(site)
         codec = None if planned is None else planned.candidate.codec
-        found = next((each for each in self._profile.sites if each.site == site), None)
+        found = next((each for each in self.profile.sites if each.site == site), None)
         if found is None or codec is None or codec not in found.packings:
             return 0.0
         return found.nbytes * found.packings[codec].share

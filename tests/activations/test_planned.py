@@ -438,13 +438,8 @@ def test_a_limit_that_cannot_be_met_names_the_least(holds: None) -> None:
         offload = check(blocks, memory=1000)
     assert offload.plan.memory_bytes > 1000
     with pytest.raises(MemoryLimitError) as caught:
-        make_plan(planned_module_profile(offload), memory_bytes=1000)
+        make_plan(offload.step_profile, memory_bytes=1000)
     assert caught.value.least_bytes == offload.plan.memory_bytes
-
-
-def planned_module_profile(offload: Any) -> StepProfile:
-    profile: StepProfile = offload._policy._profile
-    return profile
 
 
 def test_a_slower_step_is_corrected_and_withdrawn(monkeypatch: pytest.MonkeyPatch) -> None:
