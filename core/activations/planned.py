@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -509,10 +510,20 @@ def _in_flight_bytes(plan: Plan, profile: StepProfile, timeline: Timeline) -> di
     moved = [
         i for i, each in enumerate(profile.sites) if chosen[each.site].action in ("host", "disk")
     ]
+    # What comes back first takes its room while the last copies are on their way out.
+    need = need.copy()
+    need[timeline.turn :] += sum(each.nbytes for each in plan.sites if each.fetch_after == "")
     found = {}
     for i, following in itertools.zip_longest(moved, moved[1:]):
         begin = int(timeline.saved[i])
-        until = timeline.turn if following is None else int(timeline.saved[following])
+        if following is not None:
+            until = int(timeline.saved[following])
+        else:
+            until = timeline.turn
+            if profile.link is not None:
+                room_bytes = max(0.0, limit - float(need[begin : until + 1].max()))
+                end_s = profile.turn_s + profile.link.to_host_seconds(room_bytes)
+                until = int(np.searchsorted(timeline.moments, end_s)) + 1
         room = limit - need[begin : max(until, begin + 1)]
         # While the operation uses it, it counts among what is needed and as on its way out.
         own = profile.sites[i].nbytes

@@ -75,6 +75,8 @@ class _Saved:
     used: dict[str, torch.Tensor] = field(default_factory=dict)
     sample_bytes: int = 1
     replay: _Replayed | None = None
+    #: Of a tensor that was moved: the first event after the forward pass itself gave it up.
+    released: int | None = None
     first_read: int | None = None
     last_read: int | None = None
 
@@ -156,6 +158,7 @@ class StepRecorder:
         self._numbers = 0
         self._alive: list[weakref.ref[Any]] = []
         self._probing: list[str] | None = None
+        self._releases: list[weakref.ref[torch.UntypedStorage]] = []
         self._moved: list[tuple[int, Moment, Moment]] = []
         self._brought: list[tuple[int, Moment, Moment]] = []
         self.modules: dict[str, list[ModuleRun]] = {}
@@ -185,7 +188,13 @@ class StepRecorder:
         self._moved.append((copy.nbytes, begin, self._now()))
         root = copy.root()
         if root is not None:
-            self._add(copy, site, root, root.untyped_storage(), copy.span, flat, begin)
+            storage = root.untyped_storage()
+            found = self._add(copy, site, root, storage, copy.span, flat, begin)
+
+            def release(_: object) -> None:
+                found.released = len(self._events)
+
+            self._releases.append(weakref.ref(storage, release))
 
     def kept(
         self, kept: KeptView, site: Site, t: torch.Tensor, flat: torch.Tensor, begin: Moment
@@ -226,7 +235,7 @@ class StepRecorder:
         span: Span,
         flat: torch.Tensor,
         begin: Moment,
-    ) -> None:
+    ) -> _Saved:
         self.bytes.hold(storage)
         self._alive.append(weakref.ref(held))
         number = self._number_of(storage)
@@ -249,6 +258,7 @@ class StepRecorder:
         others.append(found)
         self._saved[site.name] = found
         found.saved = self._event(begin)
+        return found
 
     def _try_replay(self, root: torch.Tensor) -> _Replayed | None:
         with contextlib.suppress(BitslabError, torch.OutOfMemoryError):
@@ -432,7 +442,7 @@ class StepRecorder:
             site=site.name,
             nbytes=saved.nbytes,
             saved_s=min(clock[saved.saved], turn_s),
-            released_s=min(self._released_s(clock, saved.saved), turn_s),
+            released_s=min(self._released_s(clock, saved), turn_s),
             read_s=read_s,
             freed_s=max(self._freed_s(clock, saved.last_read), read_s),
             module=module,
@@ -442,9 +452,14 @@ class StepRecorder:
             replay_from=() if replay is None else replay.sources,
         )
 
-    def _released_s(self, clock: list[float], saved: int) -> float:
-        """Return until when the operation that saves a tensor uses it."""
-        at = saved + 1
+    def _released_s(self, clock: list[float], saved: _Saved) -> float:
+        """Return until when the forward pass uses a tensor.
+
+        Of one that was kept the end of the operation that saves it.
+        """
+        if saved.released is not None:
+            return clock[min(max(saved.released, saved.saved + 1), len(clock) - 1)]
+        at = saved.saved + 1
         while clock[at] - clock[at - 1] < SAME_OPERATION_S and at < len(clock) - 1:
             at += 1
         return clock[at]
