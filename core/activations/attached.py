@@ -7,7 +7,7 @@ import functools
 import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -19,6 +19,14 @@ from ..module_tensors import own_buffers, own_parameters
 ATTRIBUTE = "_bitslab_activations"
 #: Modules that are put into a model after it was attached to are found within so many passes.
 LISTED_PASSES = 16
+
+
+class Removable(Protocol):
+    """What is set on a module."""
+
+    def remove_from(self, attributes: dict[str, Any]) -> None:
+        """Take everything off a copy of the module's attributes."""
+
 
 Hooked = Callable[[], contextlib.AbstractContextManager[Any]]
 
@@ -92,11 +100,11 @@ class PlainCopies(MethodOverride):
         The model.
     name : str
         ``"__reduce_ex__"``, or ``"_replicate_for_data_parallel"``.
-    attachment : Attachment
+    attachment : Removable
         What is taken off the copies.
     """
 
-    def __init__(self, module: nn.Module, name: str, attachment: Attachment) -> None:
+    def __init__(self, module: nn.Module, name: str, attachment: Removable) -> None:
         self._attachment = attachment
         super().__init__(module, name)
 

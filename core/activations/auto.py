@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import warnings
 from collections.abc import Callable, Iterable
@@ -19,19 +18,15 @@ from ..engine.advisor import (
     SwapLink,
     TimeModel,
     decide,
-    fit_time_model,
 )
 from ..errors import BitslabError
-from .copies import Pass
+from .pass_record import PassRecord
 from .policies import RAW, Choice, Codecs
 from .profile import PassProfile
 from .sites import Site
+from .time_models import TimeModels
 from .traffic import SentBlob
 
-#: Seconds in which the codecs of a device are measured, once on a machine.
-MEASURE_SECONDS = {"cpu": 6.0, "cuda": 30.0}
-#: By bytes of an element, what stands for all such dtypes; others are taken as the nearest.
-MEASURED_DTYPES = {2: torch.bfloat16, 4: torch.float32}
 #: The first pass compiles kernels and is slow; this one is profiled too, whatever `every` is.
 WARM_PASS = 2
 
@@ -67,11 +62,11 @@ class AutoPolicy:
         self._lock = threading.Lock()
         self._passes = 0
         self._profiles = 0
-        self._profiled: Pass | None = None
+        self._profiled: PassRecord | None = None
         self._decisions: dict[str, Decision] = {}
         #: What each site's codecs were chosen and fitted by.
         self._fitted: dict[str, SiteRecord] = {}
-        self._models: dict[tuple[torch.device, tuple[int, ...]], TimeModel] = {}
+        self._models = TimeModels(codecs)
         self._failure_reported = False
         self._epoch_began = False
 
@@ -82,7 +77,7 @@ class AutoPolicy:
             return Choice(RAW, "Raw: not profiled yet.")
         return Choice(found.codec or RAW, found.reason)
 
-    def begin(self, entered: Pass) -> bool:
+    def begin(self, entered: PassRecord) -> bool:
         """Begin a pass; return whether sites are to be decided anew."""
         with self._lock:
             number = self._passes
@@ -97,27 +92,26 @@ class AutoPolicy:
                 self._epoch_began = False
             return changed
 
+    def ended_forward(self, left: PassRecord) -> None:
+        """Do nothing: the profile was told."""
+
+    def notes(self) -> list[str]:
+        """Return nothing: `rows` says what was decided."""
+        return []
+
+    def packed_bytes(self, site: str) -> float:
+        """Return 0: nothing is packed on the device."""
+        return 0.0
+
     def begin_epoch(self) -> None:
         """Profile the next pass."""
         self._epoch_began = True
 
     def observed(self, blob: SentBlob, decodes: bool, seconds: float) -> None:
         """Correct the model of a device by what a real swap took there."""
-        assert blob.used_bytes is not None
-        device = blob.device
-        given = {"decode_s" if decodes else "encode_s": seconds}
-        for (measured, _), model in list(self._models.items()):
-            if measured == device:
-                with contextlib.suppress(KeyError):  # of a codec that is not modelled
-                    model.observe(
-                        blob.codec_name,
-                        blob.nbytes,
-                        blob.used_bytes / blob.nbytes,
-                        element_bytes=blob.element_bytes,
-                        **given,
-                    )
+        self._models.observed(blob, decodes, seconds)
 
-    def _evaluate(self, profiled: Pass) -> bool:
+    def _evaluate(self, profiled: PassRecord) -> bool:
         profile = profiled.profile
         assert isinstance(profile, PassProfile)
         if not profile.is_over:
@@ -130,7 +124,10 @@ class AutoPolicy:
             self._refit_drifted(records, profile.sites())
             last = [self._decisions[r.site] for r in records if r.site in self._decisions]
             try:
-                model, link = self._model(device, records), SwapLink.measured(device)
+                model, link = (
+                    self._models.of(device, {r.dtype.itemsize for r in records}),
+                    SwapLink.measured(device),
+                )
                 records = self._with_lossy(records, profile.sites(), model, link)
                 made = decide(records, model, link, previous=last, limits=self._limits(device))
             except (BitslabError, torch.OutOfMemoryError) as error:
@@ -180,18 +177,6 @@ class AutoPolicy:
                 if since is not None:
                     self._codecs.refit(sites[record.site])
 
-    def _model(self, device: torch.device, records: Iterable[SiteRecord]) -> TimeModel:
-        sizes = tuple(sorted({r.dtype.itemsize for r in records} & set(MEASURED_DTYPES))) or (4,)
-        found = self._models.get((device, sizes))
-        if found is None:
-            found = self._models[device, sizes] = fit_time_model(
-                device,
-                self._codecs.all(),
-                dtypes=[MEASURED_DTYPES[size] for size in sizes],
-                budget_s=MEASURE_SECONDS[device.type],
-            )
-        return found
-
     def _tell(self, device: torch.device, error: BaseException) -> None:
         if not self._failure_reported:
             self._failure_reported = True
@@ -204,13 +189,7 @@ class AutoPolicy:
 
     def sm_budget(self, name: str, site: Site) -> int | None:
         """Return the multiprocessors that a codec was measured to need; None for all."""
-        for (device, _), model in self._models.items():
-            if device == site.device:
-                try:
-                    return model.sm_budget(name, site.dtype.itemsize)
-                except KeyError:
-                    continue
-        return None
+        return self._models.sm_budget(name, site)
 
     def rows(self) -> list[dict[str, Any]]:
         """Return what was decided at each profile, and from what."""

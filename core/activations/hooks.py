@@ -6,6 +6,8 @@ import functools
 import os
 import threading
 import warnings
+import weakref
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -14,14 +16,16 @@ from torch import nn
 
 from ..engine.codecs.blob import BlobCodec
 from ..errors import BitslabError
-from .copies import KeptView, Pass, SavedView, StoredCopy
+from .copies import KeptView, SavedView, StoredCopy
 from .executor import Executor
 from .guards import is_form_of_leaf, is_plain, modified
 from .host_room import HostMemoryError
 from .identity import CopyTable, Span, copied_span, root_of, span_of, version_of
+from .local_copies import LocalCopy, PackedCopy, packed_copy, replayed_copy
 from .lossy import ErrorSample
 from .moments import now
-from .policies import HOST, KEEP, RAW, Choice, Codecs, Policy
+from .pass_record import NamedView, PassRecord
+from .policies import CHECKPOINT, HOST, KEEP, RAW, REPLAY, Choice, Codecs, Policy, Tier
 from .profile import sample_of
 from .read_order import ReadOrder
 from .sites import Select, Site, is_exact, operation_of, running_module
@@ -42,9 +46,11 @@ class SiteCounts:
     site : Site
         As its last tensor was.
     choice : str
-        What is done with them: "keep", "raw", "host" or the name of a codec.
+        What is done with them: "keep", "raw", "host", "replay", "checkpoint" or a codec's name.
     reason : str
         Why.
+    tier : str, optional
+        Where they go; None leaves it open.
     tensors : int
         Number that were moved.
     raw_bytes, packed_bytes : int
@@ -56,6 +62,7 @@ class SiteCounts:
     site: Site
     choice: str = KEEP
     reason: str = ""
+    tier: Tier | None = None
     tensors: int = 0
     raw_bytes: int = 0
     packed_bytes: int = 0
@@ -63,7 +70,7 @@ class SiteCounts:
 
     def decided(self, choice: Choice) -> None:
         """Take over what was decided."""
-        self.choice, self.reason = choice
+        self.choice, self.reason, self.tier = choice
 
 
 class SavedTensorHooks:
@@ -123,6 +130,11 @@ class SavedTensorHooks:
         self._devices: set[torch.device] | None = None
         self._local = threading.local()
         self._passes = 0
+        #: By micro-batch, its last pass.
+        self._last_of: dict[int | None, weakref.ref[PassRecord]] = {}
+        #: Packed copies on a device that may not have fitted.
+        self._packed: deque[weakref.ref[PackedCopy]] = deque()
+        self._usual_in_flight: dict[torch.device, int] = {}
 
     # Passes
 
@@ -130,9 +142,10 @@ class SavedTensorHooks:
         """Name sites by modules, and move tensors of some devices only."""
         self._module_names, self._devices = names, devices
 
-    def enter(self, parameters: set[int]) -> Pass:
+    def enter(self, parameters: set[int]) -> PassRecord:
         """Begin a pass in this thread; storages in `parameters` are left alone."""
-        entered = Pass(self._passes, parameters)
+        entered = PassRecord(self._passes, parameters, self.micro_batch)
+        self._last_of[self.micro_batch] = weakref.ref(entered)
         self._passes += 1
         if self._codecs.rate is not None and not self.inside():
             self._codecs.rate.begin_pass()
@@ -156,10 +169,30 @@ class SavedTensorHooks:
         left = self._entered().pop()
         if left.profile is not None:
             left.profile.end_forward()
+        if not self.inside():
+            self._policy.ended_forward(left)
 
-    def _entered(self) -> list[Pass]:
+    @property
+    def micro_batch(self) -> int | None:
+        """The micro-batch that this thread works at, as the training loop said."""
+        found: int | None = getattr(self._local, "micro_batch", None)
+        return found
+
+    @micro_batch.setter
+    def micro_batch(self, number: int | None) -> None:
+        self._local.micro_batch = number
+
+    def begin_backward(self) -> None:
+        """Begin what is to be there first, of the last pass of this thread's micro-batch."""
+        ref = self._last_of.get(self.micro_batch)
+        record = None if ref is None else ref()
+        if record is not None:
+            for copy in record.begin_backward():
+                self._fetch(copy)
+
+    def _entered(self) -> list[PassRecord]:
         try:
-            found: list[Pass] = self._local.passes
+            found: list[PassRecord] = self._local.passes
         except AttributeError:
             found = self._local.passes = []
         return found
@@ -173,7 +206,7 @@ class SavedTensorHooks:
             return t.detach(), version
         passes = self._entered()
         # Threads of autograd, in which a graph of a backward pass is made, are in no pass.
-        current = passes[-1] if passes else Pass(-1, set())
+        current = passes[-1] if passes else PassRecord(-1, set())
         storage = t.untyped_storage()
         if id(storage) in current.parameters or is_form_of_leaf(t):
             return t.detach(), version
@@ -184,7 +217,7 @@ class SavedTensorHooks:
         return self._pack(t, version, storage, current)
 
     def _pack(
-        self, t: torch.Tensor, version: int, storage: torch.UntypedStorage, current: Pass
+        self, t: torch.Tensor, version: int, storage: torch.UntypedStorage, current: PassRecord
     ) -> KeptTensor | KeptView | SavedView:
         module = running_module(3)
         name = current.next_name("" if module is None else self._name_of(module))
@@ -192,9 +225,7 @@ class SavedTensorHooks:
         if counts is not None and counts.choice == KEEP and not self._copies.knows(storage):
             site = counts.site
             if site.shape == t.shape and site.dtype == t.dtype:
-                if self._select is None:
-                    return t.detach(), version
-                return self._keep(t, version, storage, current, name)
+                return self._keep(t, version, storage, current, counts)
         root, span = root_of(t), span_of(t)
         copy = self._copies.find(storage, root, version, span)
         if copy is not None and copy.is_lossy and is_exact(t):
@@ -204,17 +235,27 @@ class SavedTensorHooks:
             nbytes = span.end - span.begin
             if counts is None or counts.site.nbytes != nbytes or counts.site.dtype != t.dtype:
                 counts = self._site(name, module, t, nbytes)
-            if counts.choice == KEEP:
-                return self._keep(t, version, storage, current, name)
-            copy = StoredCopy(name, _flat(t, storage, span), span, root, version, current)
-            if not self._store(copy, counts, t):
-                return t.detach(), version
+            if counts.choice in (KEEP, CHECKPOINT):  # what a checkpoint is computed from
+                return self._keep(t, version, storage, current, counts)
+            flat = _flat(t, storage, span)
+            copy = self._local_copy(counts, flat, span, root, version, current)
+            if copy is not None:
+                if current.watcher is not None:
+                    current.watcher.held(storage)
+            else:
+                if counts.tier == "device" and current.falls_back_to_keeping:
+                    return self._keep(t, version, storage, current, counts)
+                copy = StoredCopy(name, flat, span, root, version, current)
+                if not self._store(copy, counts, t):
+                    return t.detach(), version
+                current.add(copy)
             self._copies.add(storage, copy)
-            current.add(copy)
             if self._select is not None:
                 current.convert_kept(copy, storage)
         else:
             Executor.save_again(copy, t)
+            if current.watcher is not None:
+                current.watcher.again(copy, name, now(t.device))
         view = SavedView(copy, t, version)
         view.name = name
         view.operation = operation_of(t)
@@ -226,15 +267,66 @@ class SavedTensorHooks:
         t: torch.Tensor,
         version: int,
         storage: torch.UntypedStorage,
-        current: Pass,
-        name: str,
+        current: PassRecord,
+        counts: SiteCounts,
     ) -> KeptTensor | KeptView:
         """Return what stands for a tensor that is kept, at least until another site moves it."""
+        name = counts.site.name
+        if current.names_kept(name):
+            begin = now(t.device)
+            named = NamedView(t, version, name, current)
+            if self._select is not None:
+                current.keep(named, storage)
+            if current.watcher is not None:
+                span = copied_span(span_of(t), storage.nbytes(), t.element_size())
+                flat = _flat(t, storage, span)
+                current.watcher.kept(named, counts.site, t, flat, begin)
+            return named
         if self._select is None:
             return t.detach(), version
         kept = KeptView(t, version, name)
         current.keep(kept, storage)
         return kept
+
+    def _local_copy(
+        self,
+        counts: SiteCounts,
+        flat: torch.Tensor,
+        span: Span,
+        root: torch.Tensor,
+        version: int,
+        current: PassRecord,
+    ) -> LocalCopy | None:
+        """Return a copy that remains on the device in another form; None where there is none."""
+        name = counts.site.name
+        copy: LocalCopy | None = None
+        if counts.choice == REPLAY:
+            signature = None if current.plan is None else current.plan.replays.get(name)
+            copy = replayed_copy(name, flat, span, root, version, current, signature)
+        elif counts.tier == "device":
+            self._settle_packed()
+            codec = self._codecs.for_site(counts.choice, counts.site, flat)
+            if codec is not None and codec.error_bound is None:
+                expected = self._policy.packed_bytes(name) * flat.nbytes / counts.site.nbytes
+                try:
+                    copy = packed_copy(name, flat, span, root, version, current, codec, expected)
+                except torch.OutOfMemoryError as error:
+                    self._tell_no_memory(counts, error)
+                if isinstance(copy, PackedCopy):
+                    self._packed.append(weakref.ref(copy))
+                    if current.watcher is not None and copy.packed is not None:
+                        current.watcher.held(copy.packed.untyped_storage())
+        if copy is not None:
+            counts.tensors += 1
+        return copy
+
+    def _settle_packed(self) -> None:
+        """Give up the originals of packed copies that are known to fit."""
+        while self._packed:
+            copy = self._packed[0]()
+            if copy is not None and not copy.settle():
+                return
+            self._packed.popleft()
 
     def _site(
         self, name: str, module: nn.Module | None, t: torch.Tensor, nbytes: int
@@ -259,18 +351,22 @@ class SavedTensorHooks:
         """Send a copy to the host; return whether there was room."""
         flat, codec, codec_on_host = copy.original, None, None
         assert flat is not None
-        profile = copy.made_in.profile
+        record = _record_of(copy)
+        profile = record.profile
         begin = None if profile is None else now(flat.device)
         budget = self._sm_budget
         if counts.choice == HOST:
             name = self._codecs.names[0]
             codec_on_host = functools.partial(self._codecs.for_site, name, counts.site)
-        elif counts.choice != RAW:
+        elif counts.choice not in (RAW, REPLAY) and counts.tier != "device":
             codec = self._codec(counts, flat, t)
             if codec is not None and budget is None:
                 budget = self._policy.sm_budget(counts.choice, counts.site)
         try:
-            if not self.executor(flat.device).store(copy, codec, budget, codec_on_host):
+            executor = self.executor(flat.device)
+            self._bound_in_flight(executor, record, counts.site.name)
+            tier = None if counts.tier == "device" else counts.tier
+            if not executor.store(copy, codec, budget, codec_on_host, tier=tier):
                 copy.original = None
                 return False
             if profile is not None and begin is not None:
@@ -280,14 +376,23 @@ class SavedTensorHooks:
             copy.original = None
             return False
         except torch.OutOfMemoryError as error:
-            where = f"device memory to pack {counts.site.name!r} in"
-            self._tell(f"{where} cannot be had ({str(error).splitlines()[0]})")
+            self._tell_no_memory(counts, error)
             return False
         except Exception as error:
             error.add_note(f"bitslab: while packing {counts.site.name!r}")
             raise
         counts.tensors += 1
         return True
+
+    def _bound_in_flight(self, executor: Executor, made_in: PassRecord, name: str) -> None:
+        """Bound the bytes on their way out behind a site, where a plan says how many may be."""
+        usual = self._usual_in_flight[executor.device]
+        planned = made_in.in_flight_bytes(name)
+        executor.in_flight_bytes = usual if planned is None else min(planned, usual)
+
+    def _tell_no_memory(self, counts: SiteCounts, error: BaseException) -> None:
+        where = f"device memory to pack {counts.site.name!r} in"
+        self._tell(f"{where} cannot be had ({str(error).splitlines()[0]})")
 
     def _codec(self, counts: SiteCounts, flat: torch.Tensor, t: torch.Tensor) -> BlobCodec | None:
         """Return the codec of a site's tensor; None where it crosses raw."""
@@ -329,32 +434,96 @@ class SavedTensorHooks:
             return _unchanged(*packed)
         if isinstance(packed, KeptView):
             if packed.view is None:
+                if isinstance(packed, NamedView):
+                    self._read_kept(packed)
                 assert packed.t is not None
                 return _unchanged(packed.t, packed.version)
             packed = packed.view
         assert isinstance(packed, SavedView)
         packed.check_version()
         copy = packed.copy
+        if isinstance(copy, LocalCopy):
+            return self._read_local(packed, copy)
         if copy.process != os.getpid() and copy.original is None:
             raise BitslabError(
                 f"{packed.name!r}: saved by process {copy.process}, whose host memory a forked "
                 "child does not have; run the backward pass there"
             )
         executor = self.executor(packed.device)
-        profile = copy.made_in.profile
+        record = _record_of(copy)
+        profile, watcher = record.profile, record.watcher
         begin = None if profile is None else now(packed.device)
+        # What a replay reads is read once more by its own operation.
+        tried = watcher is not None and watcher.replay_reads(packed.name)
+        replaying = tried or self._replays_now()
         try:
-            flat = executor.bytes_of(copy, copy.is_read(packed))
+            if not replaying and record.plan is not None:
+                self._fetch_planned(record, copy)
+            flat = executor.bytes_of(copy, True if replaying else copy.is_read(packed))
             t = packed.of(flat)
         except Exception as error:
             error.add_note(f"bitslab: while reading {packed.name!r} for the backward pass")
             raise
+        if watcher is not None:
+            watcher.held(flat.untyped_storage())
         self._verifier.read(packed, t)
-        ahead = None if self._tiers.disk is None else self._read_ahead
-        self._order.read(copy, self._fetch, executor.in_flight_bytes, ahead)
+        if replaying:
+            return t
+        if record.plan is None and not record.serial:
+            ahead = None if self._tiers.disk is None else self._read_ahead
+            self._order.read(copy, self._fetch, executor.in_flight_bytes, ahead)
         if profile is not None and begin is not None:
             profile.read(copy, begin)
         return t
+
+    def _read_kept(self, packed: NamedView) -> None:
+        record = packed.made_in
+        watcher = record.watcher
+        if watcher is not None and watcher.replay_reads(packed.name):
+            return
+        if self._replays_now():
+            return
+        if watcher is not None:
+            watcher.read_kept(packed)
+        for copy in record.fetched_after(packed.name):
+            self._fetch(copy)
+
+    def _read_local(self, packed: SavedView, copy: LocalCopy) -> torch.Tensor:
+        """Return a saved tensor that remained on the device in another form."""
+        record = _record_of(copy)
+        replaying = self._replays_now()
+        if not replaying:
+            for following in record.fetched_after(packed.name):
+                self._fetch(following)
+        self._local.replays = getattr(self._local, "replays", 0) + 1
+        try:
+            flat = copy.bytes_of(True if replaying else copy.is_read(packed))
+            t = packed.of(flat)
+        except Exception as error:
+            error.add_note(f"bitslab: while reading {packed.name!r} for the backward pass")
+            raise
+        finally:
+            self._local.replays -= 1
+        if record.watcher is not None:
+            record.watcher.held(flat.untyped_storage())
+            if not replaying and record.profile is not None:
+                record.profile.read(copy, now(packed.device))
+        self._verifier.read(packed, t)
+        return t
+
+    def _replays_now(self) -> bool:
+        """Return whether this thread computes a saved tensor again."""
+        return bool(getattr(self._local, "replays", 0))
+
+    def _fetch_planned(self, record: PassRecord, copy: StoredCopy) -> None:
+        """Begin the fetches that the read of a copy lets begin, behind its own."""
+        following = record.fetched_after(copy.name)
+        if following:
+            self._fetch(copy)
+        for each in following:
+            self._fetch(each)
+            if record.watcher is not None and each.fetched is not None:
+                record.watcher.held(each.fetched.untyped_storage())
 
     def _fetch(self, copy: StoredCopy) -> None:
         # Of what is read next, which may be on another device.
@@ -378,6 +547,7 @@ class SavedTensorHooks:
                         self._policy.observed,
                         self._tiers,
                     )
+                    self._usual_in_flight[device] = found.in_flight_bytes
                     self._executors[device] = found
         return found
 
@@ -407,6 +577,12 @@ class SavedTensorHooks:
         """End threads; what was saved can still be read."""
         for executor in self.executors():
             executor.close()
+
+
+def _record_of(copy: StoredCopy) -> PassRecord:
+    record = copy.made_in
+    assert isinstance(record, PassRecord)
+    return record
 
 
 def _unchanged(t: torch.Tensor, version: int) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import os
 import sys
 import threading
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..engine.advisor.planning import SLOWDOWN, Plan, StepProfile
 from ..engine.codecs.blob import BlobCodec
 from ..engine.memory import host_arena
 from ..engine.transfer.unit_report import UnitReport
@@ -25,6 +27,8 @@ from .guards import storages_of
 from .hooks import SavedTensorHooks
 from .limits import limits_of
 from .lossy import Lossy
+from .memory_limit import checked_memory
+from .planned import PlannedPolicy
 from .policies import KEEP, Codecs, FixedPolicy, Policy, checked_policy
 from .report import ActivationReport, SiteReport, disk_notes
 from .sites import Select, is_compiled, module_names
@@ -105,6 +109,17 @@ class ActivationOffload:
     tiers : sequence of str, optional
         Where tensors may be moved to: "host", "disk" or both; the host, and the disk where one is
         given, when left out. Without "host" those that the disk does not take stay on the device.
+    memory : int, str or float, optional
+        The peak that the process may have on the device: bytes, text as "60GiB", or a share of the
+        device's memory. It turns the planner on, in the place of `policy`: a step is profiled, and
+        a plan says of each tensor whether it is kept, computed again, packed, or moved. Of a CPU,
+        whose allocator does not count, saved tensors alone are meant. A limit that cannot be met
+        gives a warning with the least that can, and the plan of that is followed.
+    slowdown : float, optional
+        Turns the planner on with no limit: as little memory as was found that costs a step at most
+        this share, 0.02 for one.
+    recompute : bool
+        Whether a plan may compute tensors and modules again.
 
     Raises
     ------
@@ -166,6 +181,9 @@ class ActivationOffload:
         drive: Drive | str | None = None,
         host_bytes: int | None = None,
         tiers: Sequence[str] | str | None = None,
+        memory: int | str | float | None = None,
+        slowdown: float | None = None,
+        recompute: bool = True,
     ) -> None:
         self.policy = checked_policy(policy)
         if select is not None and not callable(select):
@@ -186,11 +204,18 @@ class ActivationOffload:
         found = Codecs(codecs, lossy)
         self._codecs = found
         self._verifier = Verifier(USUAL_EVERY if verify is True else int(verify))
-        self._policy: Policy = (
-            AutoPolicy(found, profile_every, functools.partial(limits_of, in_flight_bytes, depth))
-            if self.policy == "auto"
-            else FixedPolicy(self.policy, found)
-        )
+        self._policy: Policy
+        if memory is not None or slowdown is not None:
+            self._policy = _planned(
+                self.policy, found, memory, slowdown, recompute, select, profile_every
+            )
+            self.policy = "planned"
+        elif self.policy == "auto":
+            self._policy = AutoPolicy(
+                found, profile_every, functools.partial(limits_of, in_flight_bytes, depth)
+            )
+        else:
+            self._policy = FixedPolicy(self.policy, found)
         if disk is not None and self.policy == "host":
             raise ArgumentError(
                 "disk: policy 'host' packs what stays in host memory; accepted with a disk are "
@@ -205,6 +230,9 @@ class ActivationOffload:
             verify=bool(verify),
             drive=drive,
         )
+        if isinstance(self._policy, PlannedPolicy):
+            folders = () if self._tiers.disk is None else self._tiers.disk.rates
+            self._policy.use_tiers(disk=folders, disk_bytes=disk_bytes, host_bytes=host_bytes)
         self._hooks = SavedTensorHooks(
             self._policy,
             found,
@@ -295,6 +323,8 @@ class ActivationOffload:
         self._tensors = ModuleTensors(model)
         devices = {t.device for t in self._tensors}
         self._hooks.watch(module_names(model), devices or None)
+        if isinstance(self._policy, PlannedPolicy):
+            self._policy.attach(model)
         self._attachment = Attachment(model, self, self._model_pass, self._returned)
 
     def detach(self) -> None:
@@ -307,6 +337,8 @@ class ActivationOffload:
             self._attachment.remove()
             self._attachment = None
             self._tensors = None
+            if isinstance(self._policy, PlannedPolicy):
+                self._policy.detach()
         self._hooks.close()
         if self._tiers.disk is not None:
             self._tiers.disk.rest()
@@ -374,7 +406,51 @@ class ActivationOffload:
             self._codecs.rate.begin_epoch(epoch)
         self._policy.begin_epoch()
 
+    def micro_batch(self, number: int | None) -> None:
+        """Say which micro-batch this thread works at, from 0; None for no one of them.
+
+        For schedules in which forward and backward passes of several take turns, as in pipelines:
+        what `stage_begins` fetches is that micro-batch's. Loops need not call it.
+
+        Raises
+        ------
+        ArgumentError, ArgumentTypeError
+            When it is no integer from 0 on.
+        """
+        if number is not None:
+            _check_number("number", number)
+        self._hooks.micro_batch = number
+
+    def stage_begins(self, stage: str) -> None:
+        """Say that the forward or backward part of the micro-batch begins.
+
+        With "backward" those moved tensors begin to come back that are read first; else they do
+        with the first read.
+
+        Raises
+        ------
+        ArgumentError
+            When it is neither "forward" nor "backward".
+        """
+        if stage not in ("forward", "backward"):
+            raise ArgumentError(f"stage: {stage!r:.60}, accepted are 'forward' and 'backward'")
+        if stage == "backward":
+            self._hooks.begin_backward()
+
     # What was done
+
+    @property
+    def plan(self) -> Plan | None:
+        """What is followed with `memory` or `slowdown`, once a step was profiled; else None.
+
+        It can be saved (`Plan.save`), printed, and read again (`Plan.load`).
+        """
+        return self._policy.plan if isinstance(self._policy, PlannedPolicy) else None
+
+    @property
+    def step_profile(self) -> StepProfile | None:
+        """What `plan` was made from; `bitslab.engine.advisor.planning.make_plan` makes others."""
+        return self._policy.profile if isinstance(self._policy, PlannedPolicy) else None
 
     def stats(self) -> dict[str, int]:
         """Return what was done so far.
@@ -445,6 +521,7 @@ class ActivationOffload:
                 "in the first pass) outside of its forward pass, a loss for one, is not seen; "
                 "bitslab.ActivationOffload() around both sees it."
             )
+        notes += self._policy.notes()
         notes += self._lossy_notes(rows)
         failures = self._hooks.failures
         if failures:
@@ -523,6 +600,43 @@ def offload_activations(model: nn.Module, **options: Any) -> ActivationOffload:
     offload = ActivationOffload(**options)
     offload.attach(model)
     return offload
+
+
+def _planned(
+    policy: str,
+    codecs: Codecs,
+    memory: Any,
+    slowdown: Any,
+    recompute: Any,
+    select: Select | None,
+    every: int,
+) -> PlannedPolicy:
+    """Return the policy of `memory` and `slowdown`, or refuse what does not go with them."""
+    if policy != "auto":
+        raise ArgumentError(
+            f"policy: {policy!r} with memory or slowdown, which plan what becomes of each tensor; "
+            "leave policy out"
+        )
+    if codecs.lossy is not None:
+        raise ArgumentError(
+            f"lossy: {codecs.lossy!r} with memory or slowdown, whose plans return every bit"
+        )
+    if not isinstance(recompute, bool):
+        raise ArgumentTypeError(f"recompute: expected a bool, got {recompute!r:.60}")
+    if slowdown is None:
+        slowdown = SLOWDOWN
+    elif isinstance(slowdown, bool) or not isinstance(slowdown, int | float):
+        raise ArgumentTypeError(f"slowdown: expected a number, got {slowdown!r:.60}")
+    if not 0 <= slowdown < math.inf:
+        raise ArgumentError(f"slowdown: {slowdown}, accepted are numbers from 0")
+    return PlannedPolicy(
+        codecs,
+        memory=None if memory is None else checked_memory(memory),
+        slowdown=float(slowdown),
+        recompute=recompute,
+        select=select,
+        every=every,
+    )
 
 
 def _check_number(name: str, value: Any, least: int = 0) -> None:

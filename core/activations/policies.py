@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, Literal, NamedTuple, Protocol
 
 import torch
 
 from ..engine.codecs.blob import BlobCodec
 from ..engine.codecs.registry import codec_names, get_codec
 from ..errors import ArgumentError, ArgumentTypeError
-from .copies import Pass
 from .host_packing import PACKED_ABOVE
 from .lossy import MEASURED_RATES, RATE_OPTION, Lossy, LossyRate
+from .pass_record import PassRecord
 from .sites import Site
 from .traffic import Observed
 
@@ -22,13 +22,31 @@ from .traffic import Observed
 KEEP: Final = "keep"
 RAW: Final = "raw"
 HOST: Final = "host"
+#: It is computed again, alone or with its module.
+REPLAY: Final = "replay"
+CHECKPOINT: Final = "checkpoint"
+
+#: Where a tensor waits: on the device, in host memory, or on an SSD behind that.
+Tier = Literal["device", "host", "disk"]
 
 
 class Choice(NamedTuple):
-    """What is done with a site's tensors: `KEEP`, `RAW`, `HOST` or the name of a codec; and why."""
+    """What is done with the tensors of a site.
+
+    Parameters
+    ----------
+    what : str
+        `KEEP`, `RAW`, `HOST`, `REPLAY`, `CHECKPOINT` or the name of a codec.
+    reason : str
+        Why.
+    tier : str, optional
+        Where those go that are neither kept nor computed again: packed tensors may remain on the
+        device. None leaves it open.
+    """
 
     what: str
     reason: str
+    tier: Tier | None = None
 
 
 POLICIES = ("auto", "raw", "static", "host", "keep")
@@ -171,8 +189,17 @@ class Policy(Protocol):
     def decide(self, site: Site) -> Choice:
         """Return what is done with the tensors of a site, and why."""
 
-    def begin(self, entered: Pass) -> bool:
+    def begin(self, entered: PassRecord) -> bool:
         """Begin a pass; return whether sites are to be decided anew."""
+
+    def ended_forward(self, left: PassRecord) -> None:
+        """End the forward part of a pass, in the thread that it ran in."""
+
+    def notes(self) -> list[str]:
+        """Return what is to be known of the decisions."""
+
+    def packed_bytes(self, site: str) -> float:
+        """Return the bytes that a site's tensor is expected to be packed to on the device."""
 
     def begin_epoch(self) -> None:
         """Begin an epoch, of which the first pass is profiled where passes are."""
@@ -232,9 +259,20 @@ class FixedPolicy:
         }.get(what, f"Packed by {what}")
         return Choice(what, f"{verb}: policy {self._policy!r}.")
 
-    def begin(self, entered: Pass) -> bool:
+    def begin(self, entered: PassRecord) -> bool:
         """Return False: nothing is decided anew."""
         return False
+
+    def ended_forward(self, left: PassRecord) -> None:
+        """Do nothing."""
+
+    def notes(self) -> list[str]:
+        """Return nothing: the policy says all."""
+        return []
+
+    def packed_bytes(self, site: str) -> float:
+        """Return 0: nothing is packed on the device."""
+        return 0.0
 
     def begin_epoch(self) -> None:
         """Do nothing: there are no profiles."""

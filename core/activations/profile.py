@@ -41,6 +41,26 @@ def sample_of(flat: torch.Tensor) -> torch.Tensor:
     return flat[: rows * SAMPLE_PIECES].view(SAMPLE_PIECES, rows)[:, :wanted].reshape(-1)
 
 
+def encoded_bytes(
+    codecs: Codecs, site: Site, flat: torch.Tensor, sample: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """Return the used bytes of an encoded sample by codec, int64 ``[]`` each, without waiting."""
+    used = {}
+    for name in codecs.candidates(site):
+        if name == codecs.lossy and codecs.rate is not None:
+            continue  # whose share is that of its rate
+        codec = codecs.for_site(name, site, flat)
+        if codec is not None:
+            used[name] = codec.encode(sample).used_bytes.clone()
+    return used
+
+
+def packed_share(used_bytes: int, nbytes: int, sample_bytes: int) -> float:
+    """Return packed bytes over raw bytes of a tensor, from those of a sample of it."""
+    # The header of a sample is that of the whole.
+    return (HEADER_BYTES + (used_bytes - HEADER_BYTES) * nbytes / sample_bytes) / nbytes
+
+
 @dataclass
 class _Saved:
     """What a profile keeps of a tensor until the pass is over."""
@@ -79,14 +99,8 @@ class PassProfile:
     def saved(self, copy: StoredCopy, site: Site, flat: torch.Tensor, begin: Moment) -> None:
         """Record a tensor that was moved, ``[n]``; its hook began at a moment, and ends now."""
         sample = sample_of(flat)
-        used = {}
         with torch.no_grad():
-            for name in self._codecs.candidates(site):
-                if name == self._codecs.lossy and self._codecs.rate is not None:
-                    continue  # whose share is that of its rate
-                codec = self._codecs.for_site(name, site, flat)
-                if codec is not None:
-                    used[name] = codec.encode(sample).used_bytes.clone()
+            used = encoded_bytes(self._codecs, site, flat, sample)
             zeros = count_zeros(flat)
         self._saved[copy.name] = _Saved(
             site,
@@ -206,11 +220,7 @@ def _record(
 ) -> SiteRecord:
     site = saved.site
     sparsity = zeros / max(1, saved.elements)
-    ratio = {
-        # The header of a sample is that of the whole.
-        name: (HEADER_BYTES + (n - HEADER_BYTES) * site.nbytes / saved.sample_bytes) / site.nbytes
-        for name, n in used.items()
-    }
+    ratio = {name: packed_share(n, site.nbytes, saved.sample_bytes) for name, n in used.items()}
     return SiteRecord(
         site=site.name,
         shape=tuple(site.shape),

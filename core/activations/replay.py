@@ -125,11 +125,37 @@ def is_exact(replay: Replay, t: torch.Tensor) -> bool:
         return False
     if again.device != t.device or not again.numel():
         return again.device == t.device
-    # As integers, so that NaN equals itself and -0.0 is not 0.0.
-    size = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(t.element_size())
-    if size is None or t.is_conj() or t.is_neg():
-        return False
-    return torch.equal(again.view(size), t.detach().view(size))
+    size = _integers_of(t)
+    return size is not None and torch.equal(again.view(size), t.detach().view(size))
+
+
+def differing_elements(again: torch.Tensor, t: torch.Tensor) -> torch.Tensor | None:
+    """Return how many elements of a replayed tensor have other bits, without waiting.
+
+    Parameters
+    ----------
+    again : torch.Tensor
+        What `Replay.tensor` returned.
+    t : torch.Tensor
+        The tensor that was saved.
+
+    Returns
+    -------
+    torch.Tensor or None
+        int64 ``[]`` on the device of `t`; None for what cannot be compared.
+    """
+    size = _integers_of(t)
+    if again.device != t.device or size is None:
+        return None
+    return (again.view(size) != t.detach().view(size)).sum()
+
+
+def _integers_of(t: torch.Tensor) -> torch.dtype | None:
+    """Return integers as large as elements: NaN equals itself then, and -0.0 is not 0.0."""
+    if t.is_conj() or t.is_neg():
+        return None
+    sizes = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return sizes.get(t.element_size())
 
 
 def _saves_output(node: Any) -> bool:

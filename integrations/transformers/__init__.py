@@ -6,6 +6,8 @@
   of full-attention layers lies packed in host memory or on the device.
 - `KVCompCache`: its lossy sister, quantised within an error of attention; with it comes the
   attention function "bitslab", for ``model.set_attn_implementation``.
+- `OffloadCallback`: in ``Trainer(callbacks=[...])``, plans, moves and computes again what training
+  keeps for its backward pass.
 - `HeavyHitterSelector`, `InfiniGenSelector`: fetch a part of the history only. `KVSelector` is the
   base of one of your own.
 
@@ -20,6 +22,7 @@ from typing import TYPE_CHECKING
 from bitslab.errors import load_optional
 
 if TYPE_CHECKING:
+    from bitslab.integrations.transformers.activations import OffloadCallback
     from bitslab.integrations.transformers.cache import CompressedCache
     from bitslab.integrations.transformers.config import BitslabConfig
     from bitslab.integrations.transformers.kvcomp import KVCompCache
@@ -40,6 +43,7 @@ _MODULES = {
     "InfiniGenSelector": "selectors",
     "KVCompCache": "kvcomp",
     "KVSelector": "selectors",
+    "OffloadCallback": "activations",
 }
 
 __all__ = [
@@ -50,6 +54,7 @@ __all__ = [
     "InfiniGenSelector",
     "KVCompCache",
     "KVSelector",
+    "OffloadCallback",
 ]
 
 

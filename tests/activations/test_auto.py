@@ -15,6 +15,7 @@ from torch import nn
 
 import bitslab
 from bitslab.activations import auto as auto_module
+from bitslab.activations import time_models
 from bitslab.activations import hooks as hooks_module
 from bitslab.activations import profile as profile_module
 from bitslab.activations.policies import USUAL_CODECS, Codecs
@@ -169,7 +170,7 @@ def test_codecs_that_cannot_be_measured(
     def fail(*args: Any, **more: Any) -> Any:
         raise torch.OutOfMemoryError("on purpose")
 
-    monkeypatch.setattr(auto_module, "fit_time_model", fail)
+    monkeypatch.setattr(time_models, "fit_time_model", fail)
     model = Gate()
     offload = attach(model, profile_every=1)
     with warnings.catch_warnings(record=True) as caught:

@@ -4,7 +4,7 @@ from .adaptive import AdaptiveOffload, OffloadUnit, adaptive_offload, offload_un
 from .candidates import ACTIONS, CHECKPOINT, KEEP, REPLAY, Candidate, Costs, candidates_of
 from .correction import COMPARED_STEPS, Correction, MeasuredStep, compare
 from .plan import PLAN_VERSION, Plan, SitePlan
-from .planner import SLOWDOWN, make_plan
+from .planner import SLOWDOWN, MemoryLimitError, make_plan
 from .prediction import StepPrediction
 from .profile import DiskRates, ModuleProfile, Packing, SiteProfile, StepProfile
 from .solution import Solution
@@ -27,6 +27,7 @@ __all__ = [
     "Costs",
     "DiskRates",
     "MeasuredStep",
+    "MemoryLimitError",
     "ModuleProfile",
     "OffloadUnit",
     "Packing",

@@ -37,6 +37,8 @@ class MeasuredStep:
         Seconds in which copies to the host, and writes to the SSD, were under way.
     codec_s, recompute_s : float, optional
         Seconds of the device that packing, and that recomputation took.
+    compute_s : float, optional
+        Its seconds but for waits and packing.
     """
 
     step_s: float
@@ -45,6 +47,7 @@ class MeasuredStep:
     write_s: float | None = None
     codec_s: float | None = None
     recompute_s: float | None = None
+    compute_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -122,14 +125,16 @@ def compare(
         f"{fastest.step_s * 1e3:.4g} ms a step where {predicted.step_s * 1e3:.4g} were predicted, "
         f"peak {peak:,.0f} bytes where {predicted.peak_bytes:,.0f} were"
     )
+    may_keep = plan.memory_bytes is None or plan.plain.peak_bytes <= plan.memory_bytes
+    allowed_s = plain_s * (1 + plan.slowdown)
     slow = fastest.step_s > predicted.step_s * (1 + STEP_TOLERANCE)
+    if may_keep and plain_step_s is not None:  # as predicted, but no better than keeping all
+        slow |= fastest.step_s > allowed_s * (1 + STEP_TOLERANCE)
     high = peak > predicted.peak_bytes * (1 + PEAK_TOLERANCE)
     if plan.memory_bytes is not None and peak > plan.memory_bytes:
         high = True
     if plan.declined or not (slow or high):
         return Correction("holds", f"The plan holds: {figures}.")
-    may_keep = plan.memory_bytes is None or plan.plain.peak_bytes <= plan.memory_bytes
-    allowed_s = plain_s * (1 + plan.slowdown)
     if may_keep and (corrections >= MOST_CORRECTIONS or peak >= plan.plain.peak_bytes):
         return Correction("withdrawn", f"Withdrawn, everything is kept: {figures}.")
     if not may_keep and corrections >= MOST_CORRECTIONS:
@@ -146,6 +151,9 @@ def _factors(
     predicted: StepPrediction, measured: MeasuredStep, slow: bool, compute: float
 ) -> dict[str, float]:
     """Return by what the profile's times are multiplied."""
+    if measured.compute_s is not None:
+        compute_s = predicted.step_s - predicted.stall_s - predicted.codec_s
+        compute = _factor(measured.compute_s, compute_s)
     factors = {
         "compute": compute,
         "codecs": _factor(measured.codec_s, predicted.codec_s),

@@ -96,6 +96,10 @@ class Plan:
         found = self._by_site.get(site)
         return found.candidate if found is not None and found.nbytes == nbytes else None
 
+    def site(self, site: str) -> SitePlan | None:
+        """Return what was planned of a site; None for one that was not."""
+        return self._by_site.get(site)
+
     def reason_of(self, site: str) -> str:
         """Return why that becomes of a site's tensors; "" for one that was not planned."""
         found = self._by_site.get(site)

@@ -21,6 +21,18 @@ LEAST_GAIN = 0.01
 HALVINGS = 7
 
 
+class MemoryLimitError(ArgumentError):
+    """No plan that was found meets a limit of memory.
+
+    Attributes
+    ----------
+    least_bytes : int
+        The least that one can.
+    """
+
+    least_bytes: int = 0
+
+
 def make_plan(
     profile: StepProfile, *, memory_bytes: int | None = None, slowdown: float = SLOWDOWN
 ) -> Plan:
@@ -44,8 +56,10 @@ def make_plan(
 
     Raises
     ------
-    ArgumentError, ArgumentTypeError
+    MemoryLimitError
         When the limit cannot be met, with the least that can.
+    ArgumentError, ArgumentTypeError
+        For arguments of another kind.
 
     Examples
     --------
@@ -71,11 +85,13 @@ def make_plan(
     solver = Solver(timeline)
     least = solver.least()
     if least.prediction.peak_bytes > memory_bytes:
-        raise ArgumentError(
+        error = MemoryLimitError(
             f"memory_bytes: {memory_bytes:,}, and the least possible is "
             f"{math.ceil(least.prediction.peak_bytes):,} ({plain.peak_bytes:,.0f} with everything "
             "kept)"
         )
+        error.least_bytes = math.ceil(least.prediction.peak_bytes)
+        raise error
     found = solver.solve(memory_bytes)
     if not found.fits:  # the plan of least memory does
         found = _under(timeline, least.choices, memory_bytes)
@@ -138,8 +154,8 @@ def described(
         costs = timeline.costs[i][int(found.choices.options[i])]
         name = None
         if i in found.trace.fetch_at:
-            after = timeline.last_read(found.trace.fetch_at[i])
-            name = "" if after < 0 else profile.sites[after].site
+            at = found.trace.fetch_at[i]
+            name = "" if at <= timeline.turn else profile.sites[timeline.next_read(at)].site
         sites.append(SitePlan(site.site, site.nbytes, candidate, _reason(candidate, costs), name))
     flags = found.choices.checkpointed
     modules = tuple(m.module for m, on in zip(profile.modules, flags, strict=True) if on)

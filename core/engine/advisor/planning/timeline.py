@@ -231,12 +231,10 @@ class Timeline:
         need += np.bincount(self.saved, staged, len(need))
         return need + np.bincount(read, staged, len(need))
 
-    def last_read(self, at: int) -> int:
-        """Return the site that is read last up to a moment; -1 where none is."""
-        before = np.flatnonzero(self.read <= at)
-        if not len(before):
-            return -1
-        return int(before[np.lexsort((before, -self.read[before]))[0]])
+    def next_read(self, at: int) -> int:
+        """Return the site that is read first from a moment on, while any is."""
+        behind = np.flatnonzero(self.read >= at)
+        return int(behind[np.lexsort((-behind, self.read[behind]))[0]])
 
     def _replays(self, choices: Choices, gone: npt.NDArray[np.bool_]) -> tuple[Indices, Indices]:
         """Return when sites are read first and freed, by what is computed again from them too."""

@@ -80,8 +80,8 @@ def test_copies_that_compute_hides_cost_nothing() -> None:
     # There is room for it from when the last one is freed, after the read of the middle one.
     timeline = Timeline(layers([4, 4, 4]))
     assert timeline.moments[trace.fetch_at[0]] == pytest.approx(0.06)
-    assert timeline.last_read(trace.fetch_at[0]) == 1
-    assert timeline.last_read(timeline.turn) == -1
+    assert timeline.next_read(trace.fetch_at[0]) == 1
+    assert timeline.next_read(timeline.turn) == 2
 
 
 def test_the_device_waits_for_memory_and_for_what_is_not_back() -> None:

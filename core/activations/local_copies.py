@@ -1,0 +1,180 @@
+"""Saved tensors that remain on the device in another form: as the way to compute them, or packed.
+
+Views of them are those of any copy; nothing crosses a link.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+
+from ..engine.codecs.blob import HEADER_BYTES, Blob, BlobCodec
+from ..engine.kernels.cuda.stream import current_stream
+from ..engine.transfer import record_on
+from .copies import StoredCopy
+from .identity import Span
+from .pass_record import PassRecord
+from .replay import Replay, replay_of
+
+#: Room for a packed tensor on a GPU, where its size is not known yet, over what was expected.
+ROOM = 1.1
+
+
+class LocalCopy(StoredCopy):
+    """A saved tensor that is on its device, but not as it was.
+
+    Parameters
+    ----------
+    name, span, root, version, made_in
+        As for `StoredCopy`.
+    flat : torch.Tensor
+        ``[n]`` over its bytes; not held.
+    """
+
+    __slots__ = ("made",)
+
+    def __init__(
+        self,
+        name: str,
+        flat: torch.Tensor,
+        span: Span,
+        root: torch.Tensor,
+        version: int,
+        made_in: PassRecord,
+    ) -> None:
+        super().__init__(name, flat, span, root, version, made_in)
+        self.original = None
+        #: The storage of what was made last, while anybody uses it, and where it begins there.
+        self.made: tuple[weakref.ref[torch.UntypedStorage], int] | None = None
+
+    def bytes_of(self, more: bool) -> torch.Tensor:
+        """Return the bytes, ``[n]`` of its dtype; held while `more` views will be read soon."""
+        flat = self.restored
+        if flat is None:
+            storage = None if self.made is None else self.made[0]()
+            if storage is not None and self.made is not None:  # somebody has a view of it
+                flat = torch.empty(0, dtype=self.dtype, device=self.device)
+                flat.set_(storage, self.made[1], (self.elements,), (1,))
+            else:
+                flat = self._made()
+                self.made = weakref.ref(flat.untyped_storage()), int(flat.storage_offset())
+        if self.device.type == "cuda":
+            current = current_stream(self.device)
+            if self.restored_on is not None and self.restored_on != current:
+                current.wait_stream(self.restored_on)
+                flat.record_stream(current)
+            else:
+                self.restored_on = current
+        self.restored = flat if more else None
+        return flat
+
+    def _made(self) -> torch.Tensor:
+        raise NotImplementedError
+
+
+class ReplayedCopy(LocalCopy):
+    """A saved tensor that its operation computes again."""
+
+    __slots__ = ("replay",)
+
+    replay: Replay
+
+    def _made(self) -> torch.Tensor:
+        t = self.replay.tensor()
+        made = torch.empty(0, dtype=self.dtype, device=self.device)
+        return made.set_(t.untyped_storage(), t.storage_offset(), (self.elements,), (1,))
+
+
+def replayed_copy(
+    name: str,
+    flat: torch.Tensor,
+    span: Span,
+    root: torch.Tensor,
+    version: int,
+    made_in: PassRecord,
+    signature: tuple[Any, ...] | None,
+) -> ReplayedCopy | None:
+    """Return a tensor that is replayed; None where it is not one that was found exact."""
+    if signature is None or span != Span(0, root.nbytes) or root.storage_offset():
+        return None
+    replay = replay_of(root)
+    if replay is None or replay.signature != signature:
+        return None
+    copy = ReplayedCopy(name, flat, span, root, version, made_in)
+    copy.replay = replay
+    return copy
+
+
+class PackedCopy(LocalCopy):
+    """A saved tensor that is packed in device memory.
+
+    On a GPU its size is not known when it is packed: it gets the memory that is expected, and its
+    original remains until it is known to fit.
+    """
+
+    __slots__ = ("flat", "packed", "used")
+
+    flat: torch.Tensor | None
+    packed: torch.Tensor | None
+    #: On the host, and when it is there: the bytes that are used.
+    used: tuple[torch.Tensor, torch.cuda.Event] | None
+
+    def settle(self) -> bool:
+        """Give up the original, or what was cut off; return whether that is known yet."""
+        if self.used is None:
+            return True
+        here, event = self.used
+        if not event.query():  # type: ignore[no-untyped-call]
+            return False
+        self.used = None
+        assert self.packed is not None
+        if HEADER_BYTES <= int(here) <= self.packed.shape[0]:
+            self.flat = None
+        else:
+            self.packed = None
+        return True
+
+    def _made(self) -> torch.Tensor:
+        self.settle()
+        if self.flat is not None:
+            return self.flat
+        assert self.packed is not None and self.codec is not None
+        return self.codec.decode(Blob(self.packed, torch.Size([self.elements]), self.dtype))
+
+
+def packed_copy(
+    name: str,
+    flat: torch.Tensor,
+    span: Span,
+    root: torch.Tensor,
+    version: int,
+    made_in: PassRecord,
+    codec: BlobCodec,
+    expected_bytes: float,
+) -> PackedCopy | None:
+    """Return a tensor that is packed where it lies; None where packing saves nothing.
+
+    Raises
+    ------
+    OutOfMemoryError
+        When there is no device memory to encode it in.
+    """
+    with torch.no_grad():
+        data = codec.encode(flat).data
+        used = data[:8].view(torch.int64)[0]
+        if flat.device.type != "cuda":
+            if int(used) >= flat.nbytes:
+                return None
+            packed = data[: int(used)].clone()
+        else:
+            packed = data[: int(expected_bytes * ROOM) + 2 * HEADER_BYTES].clone()
+    copy = PackedCopy(name, flat, span, root, version, made_in)
+    copy.codec, copy.packed, copy.flat, copy.used = codec, packed, None, None
+    if flat.device.type == "cuda":
+        here = torch.empty((), dtype=torch.int64, pin_memory=True)
+        here.copy_(used, non_blocking=True)
+        copy.flat = flat
+        copy.used = here, record_on(current_stream(flat.device))
+    return copy

@@ -1,0 +1,94 @@
+"""A pass that follows a plan, measured as a whole: its seconds and its peak."""
+
+from __future__ import annotations
+
+import torch
+
+from ..engine.advisor.planning import MeasuredStep
+from .copies import KeptView, StoredCopy
+from .moments import Moment, now, seconds_between
+from .pass_record import SavedBytes
+from .sites import Site
+from .step_recorder import watch_end
+
+
+class MeasuredPass:
+    """Measures a forward pass and its backward pass.
+
+    The peak is that of the device's allocator; of a CPU, whose allocator does not count, that of
+    saved tensors.
+
+    Parameters
+    ----------
+    device : torch.device
+        The device that is planned.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._bytes = SavedBytes()
+        self._watched: set[int] = set()
+        self._end: Moment | None = None
+        self._peak_bytes = 0
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        #: What hooks of tensors that are moved took.
+        self._hooks: list[tuple[Moment, Moment]] = []
+        self._begin = now(device)
+
+    def saved(self, copy: StoredCopy, site: Site, flat: torch.Tensor, begin: Moment) -> None:
+        """Count the bytes of a tensor that is moved, while they are here."""
+        self._hooks.append((begin, now(self._device)))
+        root = copy.root()
+        if root is not None:
+            self._bytes.hold(root.untyped_storage())
+
+    def kept(
+        self, kept: KeptView, site: Site, t: torch.Tensor, flat: torch.Tensor, begin: Moment
+    ) -> None:
+        """Count the bytes of a tensor that is kept."""
+        self._bytes.hold(t.untyped_storage())
+
+    def again(self, copy: StoredCopy, name: str, begin: Moment) -> None:
+        """Do nothing: the bytes are counted."""
+
+    def end_forward(self) -> None:
+        """Do nothing: the pass goes on to the end of its backward pass."""
+
+    def read(self, copy: StoredCopy, begin: Moment) -> None:
+        """Take note of the backward pass."""
+        watch_end(self._watched, self._finish)
+        self._hooks.append((begin, now(self._device)))
+
+    def read_kept(self, kept: KeptView) -> None:
+        """Take note of the backward pass."""
+        watch_end(self._watched, self._finish)
+
+    def held(self, storage: torch.UntypedStorage) -> None:
+        """Count bytes that came back."""
+        self._bytes.hold(storage)
+
+    def replay_reads(self, name: str) -> bool:
+        """Return False: no replays are tried."""
+        return False
+
+    def _finish(self) -> None:
+        self._end = now(self._device)
+        if self._device.type == "cuda":
+            self._peak_bytes = torch.cuda.max_memory_allocated(self._device)
+        else:
+            self._peak_bytes = self._bytes.peak_bytes
+
+    @property
+    def is_over(self) -> bool:
+        """Whether a backward pass has ended."""
+        return self._end is not None
+
+    def step(self) -> MeasuredStep:
+        """Return what was measured, once it is over; waits for the device."""
+        assert self._end is not None
+        if isinstance(self._end, torch.cuda.Event):
+            self._end.synchronize()
+        step_s = seconds_between(self._begin, self._end)
+        hooks_s = sum(seconds_between(begin, end) for begin, end in self._hooks)
+        return MeasuredStep(step_s, self._peak_bytes, compute_s=max(0.0, step_s - hooks_s))

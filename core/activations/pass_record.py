@@ -1,0 +1,174 @@
+"""Forward passes that a planner follows: what each is to do, and what is seen of it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from .copies import KeptView, Pass, StoredCopy
+from .moments import Moment
+from .sites import Site
+
+
+@dataclass(frozen=True)
+class PassPlan:
+    """What a pass does besides what is decided for each of its sites.
+
+    Parameters
+    ----------
+    fetches : mapping of str to tuple of str
+        By site, whose read lets the fetches of others begin; "" is the begin of the backward pass.
+    in_flight_bytes : mapping of str to int
+        By site that is moved, bytes that may be on their way out from its save to the next one.
+    replays : mapping of str to tuple
+        By site, the signature of the replay that was found exact.
+    modules : frozenset of str
+        Modules that are checkpointed.
+    named : frozenset of str
+        Sites that are kept and whose reads are to be seen.
+    falls_back_to_keeping : bool
+        Whether a tensor is kept that cannot be replayed after all; else it is moved.
+    """
+
+    fetches: Mapping[str, tuple[str, ...]]
+    in_flight_bytes: Mapping[str, int]
+    replays: Mapping[str, tuple[Any, ...]]
+    modules: frozenset[str]
+    named: frozenset[str]
+    falls_back_to_keeping: bool
+
+
+class Watcher(Protocol):
+    """Sees the saved tensors of a pass, kept or moved."""
+
+    def kept(
+        self, kept: KeptView, site: Site, t: torch.Tensor, flat: torch.Tensor, begin: Moment
+    ) -> None:
+        """Record a tensor that is kept; its hook began at a moment, and ends now."""
+
+    def again(self, copy: StoredCopy, name: str, begin: Moment) -> None:
+        """Record that a site saved a view of a copy that there is."""
+
+    def read_kept(self, kept: KeptView) -> None:
+        """Record that a tensor that was kept is read."""
+
+    def held(self, storage: torch.UntypedStorage) -> None:
+        """Record bytes on the device that the backward pass needs."""
+
+    def replay_reads(self, name: str) -> bool:
+        """Record a read that is part of a replay being tried; return whether it was."""
+
+
+class PassRecord(Pass):
+    """A forward pass, and the micro-batch that it belongs to.
+
+    Attributes
+    ----------
+    plan : PassPlan or None
+        What it follows.
+    watcher : Watcher or None
+        What sees all of its saved tensors.
+    serial : bool
+        Whether copies are waited for where they begin, so that compute is seen alone.
+    micro_batch : int or None
+        As the training loop said.
+    """
+
+    def __init__(self, number: int, parameters: set[int], micro_batch: int | None = None) -> None:
+        super().__init__(number, parameters)
+        self.plan: PassPlan | None = None
+        self.watcher: Watcher | None = None
+        self.serial = False
+        self.micro_batch = micro_batch
+        self._backward_began = False
+
+    def names_kept(self, name: str) -> bool:
+        """Return whether the read of a tensor is to be seen that is kept."""
+        if self.watcher is not None:
+            return True
+        return self.plan is not None and name in self.plan.named
+
+    @property
+    def falls_back_to_keeping(self) -> bool:
+        """Whether a tensor is kept that cannot be replayed or packed; else it is moved."""
+        return self.plan is None or self.plan.falls_back_to_keeping
+
+    def in_flight_bytes(self, name: str) -> int | None:
+        """Return the bytes that may be on their way out behind a site; None where nobody says."""
+        if self.serial:
+            return 0
+        return None if self.plan is None else self.plan.in_flight_bytes.get(name)
+
+    def fetched_after(self, name: str) -> tuple[StoredCopy, ...]:
+        """Return the copies whose fetches may begin with the read of a site."""
+        if self.plan is None:
+            return ()
+        names = self.plan.fetches.get(name, ())
+        if not self._backward_began:
+            names = self._first() + names
+        return self._copies_of(names)
+
+    def begin_backward(self) -> tuple[StoredCopy, ...]:
+        """Return the copies whose fetches begin the backward pass; none the second time."""
+        if self.plan is None or self._backward_began:
+            return ()
+        return self._copies_of(self._first())
+
+    def _first(self) -> tuple[str, ...]:
+        assert self.plan is not None
+        self._backward_began = True
+        return self.plan.fetches.get("", ())
+
+    def _copies_of(self, names: tuple[str, ...]) -> tuple[StoredCopy, ...]:
+        found = (self.copy_of(name) for name in names)
+        return tuple(copy for copy in found if copy is not None)
+
+
+class NamedView(KeptView):
+    """A tensor that is kept, and whose read is seen."""
+
+    __slots__ = ("made_in",)
+
+    def __init__(self, t: torch.Tensor, version: int, name: str, made_in: PassRecord) -> None:
+        super().__init__(t, version, name)
+        self.made_in = made_in
+
+
+class SavedBytes:
+    """Counts the bytes of storages while these live, and the most of them at a time.
+
+    Attributes
+    ----------
+    alive_bytes, peak_bytes : int
+        Now, and at most since `begin_segment`.
+    """
+
+    def __init__(self) -> None:
+        self.alive_bytes = self.peak_bytes = 0
+        self._refs: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def hold(self, storage: torch.UntypedStorage) -> None:
+        """Count a storage, once, until it is gone."""
+        key = id(storage)
+        found = self._refs.get(key)
+        if found is not None and found() is storage:
+            return
+        nbytes = storage.nbytes()
+
+        def gone(ref: weakref.ref[torch.UntypedStorage]) -> None:
+            self.alive_bytes -= nbytes
+            if self._refs.get(key) is ref:
+                del self._refs[key]
+
+        self._refs[key] = weakref.ref(storage, gone)
+        self.alive_bytes += nbytes
+        self.peak_bytes = max(self.peak_bytes, self.alive_bytes)
+
+    def begin_segment(self) -> int:
+        """Return the peak since the last call."""
+        peak, self.peak_bytes = self.peak_bytes, self.alive_bytes
+        return peak

@@ -1,0 +1,532 @@
+"""Activations under a limit of memory: a profiled step is planned, followed and compared.
+
+The first pass warms up, two are profiled, and those behind follow the plan. With a limit of
+memory all saved tensors are moved until there is a plan, since nobody knows yet what fits; without
+one they are kept. Two planned passes are compared with what was predicted, and again from time to
+time.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from ..engine.advisor import SwapLink
+from ..engine.advisor.planning import (
+    COMPARED_STEPS,
+    Candidate,
+    Correction,
+    DiskRates,
+    MeasuredStep,
+    MemoryLimitError,
+    Plan,
+    StepProfile,
+    Timeline,
+    compare,
+    make_plan,
+)
+from .checkpointed import CheckpointedModules, ModuleWatch, checkpointable
+from .disk import DiskRates as FolderRates
+from .measured_pass import MeasuredPass
+from .memory_limit import limit_bytes
+from .pass_record import PassPlan, PassRecord
+from .policies import CHECKPOINT, KEEP, RAW, REPLAY, Choice, Codecs
+from .sites import Select, Site
+from .step_recorder import RecordedStep, StepRecorder, inside_module
+from .time_models import TimeModels
+from .traffic import SentBlob
+
+#: Passes whose backward pass never came, after which nothing is planned any more.
+MOST_ATTEMPTS = 8
+#: A profiled pass that is not over after so many others is given up.
+PATIENCE_PASSES = 64
+#: Sites that are read first, whose reads begin fetches.
+FIRST_READ = 3
+#: Passes from a plan to the next one because of larger tensors, at first; twice as many each time.
+REPLAN_PASSES = 4
+
+
+class PlannedPolicy:
+    """Decides by a plan of a profiled step.
+
+    Parameters
+    ----------
+    codecs : Codecs
+        What may pack.
+    memory : int, float or None
+        Limit of device memory, as `checked_memory` returns it; None for the least that costs no
+        more than `slowdown`.
+    slowdown : float
+        Share of a step.
+    recompute : bool
+        Whether tensors may be replayed, and modules checkpointed.
+    select : callable or None
+        Which sites may be moved.
+    every : int
+        Of so many passes two are compared with the prediction.
+
+    Attributes
+    ----------
+    plan : Plan or None
+        What is followed; None until a step was profiled.
+    profile : StepProfile or None
+        What it was made from.
+    """
+
+    def __init__(
+        self,
+        codecs: Codecs,
+        *,
+        memory: int | float | None,
+        slowdown: float,
+        recompute: bool,
+        select: Select | None,
+        every: int,
+    ) -> None:
+        self._codecs, self._memory, self._slowdown = codecs, memory, slowdown
+        self._recompute, self._select, self._every = recompute, select, max(1, every)
+        self._models = TimeModels(codecs)
+        self._lock = threading.RLock()
+        self._tiers: dict[str, Any] = {}
+        self._modules: CheckpointedModules | None = None
+        self._running = threading.local()
+        self.plan: Plan | None = None
+        self._recorded: RecordedStep | None = None
+        self.profile: StepProfile | None = None
+        self._pass_plan: PassPlan | None = None
+        self._profiling = False
+        self._passes = self._attempts = self._planned_passes = 0
+        self._recording: tuple[PassRecord, StepRecorder, ModuleWatch | None, int] | None = None
+        #: The profiled pass before, of two whose shorter times count.
+        self._earlier: StepRecorder | None = None
+        self._measuring: list[tuple[MeasuredPass, int]] = []
+        self._steps: list[MeasuredStep] = []
+        self._compared: Correction | None = None
+        self._corrections = 0
+        self._plain_s = 0.0
+        self._withdrawn = False
+        self._seen: dict[str, Site] = {}
+        #: Sites that were not as planned, with how often.
+        self._unplanned: dict[str, int] = {}
+        self._larger = False
+        self._replan_passes = REPLAN_PASSES
+        self._warned: set[str] = set()
+
+    # What may be done
+
+    def attach(self, model: nn.Module) -> None:
+        """Let modules of a model be checkpointed, too."""
+        if self._recompute:
+            self._modules = CheckpointedModules(checkpointable(model), self._is_checkpointed)
+
+    def detach(self) -> None:
+        """Take everything off the model."""
+        with self._lock:
+            if self._recording is not None and self._recording[2] is not None:
+                self._recording[2].remove()
+            if self._modules is not None:
+                self._modules.apply(())
+            self._modules = None
+
+    def use_tiers(
+        self,
+        *,
+        disk: Sequence[FolderRates] = (),
+        disk_bytes: int | None = None,
+        host_bytes: int | None = None,
+    ) -> None:
+        """Say what folders there are behind host memory, and how much of both may be used."""
+        self._tiers = {"disk_bytes": disk_bytes, "host_bytes": host_bytes}
+        if disk:
+            write, read = (
+                sum(getattr(each, f"{way}_bytes_per_s") for each in disk)
+                for way in ("write", "read")
+            )
+            self._tiers["disk"] = DiskRates(write, read)
+            both = [
+                share
+                for each in disk
+                for share in (
+                    each.write_while_reading_bytes_per_s / each.write_bytes_per_s,
+                    each.read_while_writing_bytes_per_s / each.read_bytes_per_s,
+                )
+            ]
+            self._tiers["disk_share_both_ways"] = min(1.0, sum(both) / len(both))
+
+    def _is_checkpointed(self, module: str) -> bool:
+        record: PassRecord | None = getattr(self._running, "record", None)
+        return (
+            record is not None
+            and record.plan is not None
+            and module in record.plan.modules
+            and torch.is_grad_enabled()
+        )
+
+    # Decisions
+
+    def decide(self, site: Site) -> Choice:
+        """Return what is done with the tensors of a site, as planned."""
+        # Known ones are decided anew when a plan begins, as the last pass had them.
+        known = self._seen.get(site.name) is site
+        self._seen[site.name] = site
+        if self._withdrawn:
+            return Choice(KEEP, "Kept: the plan was withdrawn.")
+        plan, recorded = self.plan, self._recorded
+        if plan is None or recorded is None or self._profiling:
+            if self._memory is None:
+                return Choice(KEEP, "Kept: not profiled yet.")
+            return Choice(RAW, "Raw: moved until a step was profiled.")
+        if site.name in recorded.views:
+            return Choice(KEEP, "Kept: a view of what another site saved, or never read.")
+        planned = plan.site(site.name)
+        if any(inside_module(site.name, module) for module in plan.modules):
+            return Choice(CHECKPOINT, "Kept: its module is computed again from it.", "device")
+        if planned is None:
+            if not known:
+                self._note_unplanned(site, larger=True)
+            return self._fallback("not in the profiled step")
+        candidate = planned.candidate
+        if site.nbytes != planned.nbytes:
+            larger = site.nbytes > planned.nbytes
+            if not known:
+                self._note_unplanned(site, larger)
+            if candidate.action == "keep" and larger:
+                return self._fallback(f"{site.nbytes:,} bytes, planned were {planned.nbytes:,}")
+        return _choice(candidate, planned.reason)
+
+    def _fallback(self, why: str) -> Choice:
+        if self._memory is None:
+            return Choice(KEEP, f"Kept: {why}.")
+        return Choice(RAW, f"Raw: {why}.")
+
+    def _note_unplanned(self, site: Site, larger: bool) -> None:
+        self._unplanned[site.name] = self._unplanned.get(site.name, 0) + 1
+        self._larger |= larger
+
+    # Passes
+
+    def begin(self, entered: PassRecord) -> bool:
+        """Begin a pass; return whether sites are to be decided anew."""
+        with self._lock:
+            number = self._passes
+            self._passes += 1
+            changed = self._take_recorded(number)
+            changed |= self._take_measured()
+            profiled = self._recording is None and self._profile_due(number)
+            if profiled:
+                self._record(entered, number)
+            changed |= profiled != self._profiling
+            self._profiling = profiled
+            active = self.plan is not None and not self.plan.declined and not self._withdrawn
+            if active and not profiled:
+                entered.plan = self._pass_plan
+                self._measure(entered)
+                self._planned_passes += 1
+            self._running.record = entered
+            return changed
+
+    def _profile_due(self, number: int) -> bool:
+        if self._withdrawn or self._attempts >= MOST_ATTEMPTS or not number:
+            return False
+        if not self._seen:
+            return False
+        if self.plan is None or self._earlier is not None:
+            return True
+        if self._larger and self._planned_passes >= self._replan_passes:
+            self._replan_passes *= 2
+            return True
+        return False
+
+    def _device(self) -> torch.device:
+        """Return the device of most of what is saved."""
+        found: dict[torch.device, int] = {}
+        for site in self._seen.values():
+            found[site.device] = found.get(site.device, 0) + site.nbytes
+        return max(found, key=lambda device: found[device])
+
+    def _record(self, entered: PassRecord, number: int) -> None:
+        recorder = StepRecorder(self._codecs, self._device(), self._select, self._recompute)
+        entered.profile = entered.watcher = recorder
+        entered.serial = self._memory is not None
+        watch = None
+        if self._modules is not None:
+            watch = ModuleWatch(self._modules.modules, recorder)
+        self._recording = entered, recorder, watch, number
+        self._larger = False
+        self._unplanned.clear()
+
+    def ended_forward(self, left: PassRecord) -> None:
+        """End a forward pass of this thread."""
+        self._running.record = None
+        with self._lock:
+            if self._recording is not None and self._recording[0] is left:
+                watch = self._recording[2]
+                if watch is not None:
+                    watch.remove()
+
+    def _take_recorded(self, number: int) -> bool:
+        """Plan from a profiled pass that is over; return whether there is another plan."""
+        if self._recording is None:
+            return False
+        entered, recorder, _, since = self._recording
+        if not recorder.is_over and number - since < PATIENCE_PASSES:
+            return False
+        self._recording = None
+        entered.profile = entered.watcher = None
+        if not recorder.is_used:
+            self._attempts += 1
+            return False
+        earlier, self._earlier = self._earlier, recorder
+        if earlier is None:  # once more
+            return False
+        self._earlier = None
+        modules = () if self._modules is None else tuple(self._modules.modules)
+        recorded = recorder.recorded(
+            self._times(recorder.device), self._link(recorder), modules, earlier
+        )
+        self._recorded = recorded
+        self._corrections = 0
+        self._plain_s = recorded.profile.step_s
+        self._plan(replace(recorded.profile, **self._allowed_tiers(recorded.profile)))
+        return True
+
+    def _allowed_tiers(self, profile: StepProfile) -> dict[str, Any]:
+        return self._tiers if profile.link is not None else {}
+
+    def _link(self, recorder: StepRecorder) -> SwapLink | None:
+        try:
+            return SwapLink.measured(recorder.device)
+        except Exception as error:  # of a link that cannot be measured: training goes on
+            self._warn(f"the link of {recorder.device} could not be measured ({error})")
+            return None
+
+    def _times(self, device: torch.device) -> Callable[..., tuple[float, float] | None]:
+        """Return what predicts the seconds of codecs on a device."""
+        sizes = {site.dtype.itemsize for site in self._seen.values() if site.device == device}
+        try:
+            model = self._models.of(device, sizes)
+        except Exception as error:
+            self._warn(f"codecs of {device} could not be measured ({error})")
+            return lambda *_: None
+
+        def times(
+            name: str, nbytes: int, share: float, element_bytes: int
+        ) -> tuple[float, float] | None:
+            try:
+                return model.predict(name, nbytes, share, element_bytes)
+            except KeyError:
+                return None
+
+        return times
+
+    def _plan(self, profile: StepProfile) -> None:
+        """Plan a profile, and follow that from now on."""
+        self.profile = profile
+        plan = self._made(profile)
+        assert self._recorded is not None
+        self.plan = plan
+        self._pass_plan = pass_plan(
+            plan, profile, self._recorded.replays, falls_back_to_keeping=self._memory is None
+        )
+        self._planned_passes = 0
+        self._measuring.clear()
+        self._steps.clear()
+        if self._modules is not None:
+            self._modules.apply(() if plan.declined else plan.modules)
+
+    def _made(self, profile: StepProfile) -> Plan:
+        if self._memory is None:
+            return make_plan(profile, slowdown=self._slowdown)
+        limit = limit_bytes(self._memory, self._device())
+        try:
+            return make_plan(profile, memory_bytes=limit)
+        except MemoryLimitError as error:
+            self._warn(f"{error}; the plan of least memory is followed")
+            return make_plan(profile, memory_bytes=error.least_bytes)
+
+    def _measure(self, entered: PassRecord) -> None:
+        """Measure a planned pass, if it is one of those that are compared."""
+        # The first one fills pools.
+        at = self._planned_passes % self._every if self._every > COMPARED_STEPS else -1
+        due = 0 < self._planned_passes <= COMPARED_STEPS or (
+            self._planned_passes > COMPARED_STEPS and 0 <= at < COMPARED_STEPS
+        )
+        if due and entered.profile is None:
+            measured = MeasuredPass(self._device())
+            entered.profile = entered.watcher = measured
+            self._measuring.append((measured, sum(self._unplanned.values())))
+
+    def _take_measured(self) -> bool:
+        """Compare passes that are over with what was predicted; return whether that changes it."""
+        if self.plan is None or self.profile is None:
+            return False
+        while self._measuring and self._measuring[0][0].is_over:
+            measured, unplanned = self._measuring.pop(0)
+            if sum(self._unplanned.values()) == unplanned:  # it was the step that was planned
+                self._steps.append(measured.step())
+        if len(self._steps) < COMPARED_STEPS:
+            return False
+        found = compare(
+            self.plan, self._steps, plain_step_s=self._plain_s, corrections=self._corrections
+        )
+        self._steps.clear()
+        self._compared = found
+        if found.outcome == "withdrawn":
+            self._withdrawn = True
+            if self._modules is not None:
+                self._modules.apply(())
+        elif found.outcome == "corrected":
+            self._corrections += 1
+            self._plan(found.corrected(self.profile))
+        return found.outcome != "holds"
+
+    def _warn(self, what: str) -> None:
+        if what not in self._warned:
+            self._warned.add(what)
+            warnings.warn(f"bitslab: {what}", UserWarning, stacklevel=4)
+
+    # For the hooks and the report
+
+    def begin_epoch(self) -> None:
+        """Do nothing: plans are made anew when steps change."""
+
+    def observed(self, blob: SentBlob, decodes: bool, seconds: float) -> None:
+        """Correct the model of a device by what a real swap took there."""
+        self._models.observed(blob, decodes, seconds)
+
+    def sm_budget(self, name: str, site: Site) -> int | None:
+        """Return the multiprocessors that a codec was measured to need; None for all."""
+        return self._models.sm_budget(name, site)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return nothing: the plan says what was decided."""
+        return []
+
+    def packed_bytes(self, site: str) -> float:
+        """Return the bytes that a site's tensor is expected to be packed to."""
+        if self.profile is None or self.plan is None:
+            return 0.0
+        planned = self.plan.site(site)
+        codec = None if planned is None else planned.candidate.codec
+        found = next((each for each in self.profile.sites if each.site == site), None)
+        if found is None or codec is None or codec not in found.packings:
+            return 0.0
+        return found.nbytes * found.packings[codec].share
+
+    def notes(self) -> list[str]:
+        """Return what is to be known of the plan."""
+        if self._withdrawn and self._compared is not None:
+            return [self._compared.reason]
+        if self.plan is None or self._recorded is None:
+            if self._attempts >= MOST_ATTEMPTS:
+                return ["Nothing is planned: no backward pass has read what was saved."]
+            return ["Nothing is planned yet: no profiled step is over."]
+        found = [f"Plan: {self.plan.summary()}"]
+        if self.plan.modules:
+            found.append(f"Checkpointed: {', '.join(self.plan.modules)}.")
+        if self._recorded.not_checkpointed:
+            why = "; ".join(f"{n}: {w}" for n, w in self._recorded.not_checkpointed.items())
+            found.append(f"Modules that are not computed again: {why}")
+        if self._compared is not None:
+            found.append(self._compared.reason)
+        if self._unplanned:
+            name = next(iter(self._unplanned))
+            found.append(
+                f"{len(self._unplanned)} sites were not as in the profiled step, first {name!r}."
+            )
+        return found
+
+
+def _choice(candidate: Candidate, reason: str) -> Choice:
+    """Return a plan's candidate as what is done with a tensor."""
+    if candidate.action == "keep":
+        return Choice(KEEP, reason)
+    if candidate.action == "replay":
+        return Choice(REPLAY, reason, "device")
+    if candidate.action == "checkpoint":
+        return Choice(CHECKPOINT, reason, "device")
+    return Choice(candidate.codec or RAW, reason, candidate.action)
+
+
+def pass_plan(
+    plan: Plan,
+    profile: StepProfile,
+    replays: Mapping[str, tuple[Any, ...]],
+    *,
+    falls_back_to_keeping: bool,
+) -> PassPlan:
+    """Return what passes do that follow a plan of a profile."""
+    chosen = plan.choices()
+    timeline = Timeline(profile)
+    # What was saved last is read first.
+    order = sorted(range(len(profile.sites)), key=lambda i: (timeline.read[i], -i))
+    names = [profile.sites[i].site for i in order]
+    seen = [chosen[name].action != "checkpoint" for name in names]
+    place = {name: k for k, name in enumerate(names)}
+    fetches: dict[str, list[str]] = {}
+    by_site = {each.site: each.fetch_after for each in plan.sites}
+    for name in names:
+        after = by_site[name]
+        if after is None:
+            continue
+        if after:  # reads inside of a checkpointed module are not seen
+            after = _seen_site(names, seen, place[after], place[name])
+        fetches.setdefault(after, []).append(name)
+    kept = [name for name in names if chosen[name].action == "keep"]
+    named = {name for name in fetches if name} & set(kept)
+    if "" in fetches:
+        named |= set(kept[:FIRST_READ])
+    return PassPlan(
+        fetches={name: tuple(sites) for name, sites in fetches.items()},
+        in_flight_bytes=_in_flight_bytes(plan, profile, timeline),
+        replays={n: s for n, s in replays.items() if n in chosen and chosen[n].action == "replay"},
+        modules=frozenset(plan.modules),
+        named=frozenset(named),
+        falls_back_to_keeping=falls_back_to_keeping,
+    )
+
+
+def _seen_site(names: list[str], seen: list[bool], at: int, before: int) -> str:
+    """Return a site whose read is seen: the next one, or else the one before; "" for none."""
+    tried = itertools.chain(range(at, before), range(at - 1, -1, -1))
+    return next((names[k] for k in tried if seen[k]), "")
+
+
+def _in_flight_bytes(plan: Plan, profile: StepProfile, timeline: Timeline) -> dict[str, int]:
+    """Return, by site that is moved, the bytes that may be on their way out behind its save."""
+    limit = plan.prediction.peak_bytes
+    if plan.memory_bytes is not None:
+        limit = max(limit, plan.memory_bytes)
+    need, _ = timeline.needed(timeline.choices(plan.choices()))
+    chosen = plan.choices()
+    moved = [
+        i for i, each in enumerate(profile.sites) if chosen[each.site].action in ("host", "disk")
+    ]
+    # What comes back first takes its room while the last copies are on their way out.
+    need = need.copy()
+    need[timeline.turn :] += sum(each.nbytes for each in plan.sites if each.fetch_after == "")
+    found = {}
+    for i, following in itertools.zip_longest(moved, moved[1:]):
+        begin = int(timeline.saved[i])
+        if following is not None:
+            until = int(timeline.saved[following])
+        else:
+            until = timeline.turn
+            if profile.link is not None:
+                room_bytes = max(0.0, limit - float(need[begin : until + 1].max()))
+                end_s = profile.turn_s + profile.link.to_host_seconds(room_bytes)
+                until = int(np.searchsorted(timeline.moments, end_s)) + 1
+        room = limit - need[begin : max(until, begin + 1)]
+        # While the operation uses it, it counts among what is needed and as on its way out.
+        own = profile.sites[i].nbytes
+        room[: max(int(timeline.released[i]) - begin, 1)] += own
+        found[profile.sites[i].site] = max(0, int(room.min()))
+    return found
