@@ -6,6 +6,7 @@ python benchmarks/embedding.py --only gpu --out benchmarks/results/gpu.md
 python benchmarks/embedding.py --only train     # steps of training on a GPU
 python benchmarks/embedding.py --only pool      # bags of rows in a GPU's memory, and torch's
 python benchmarks/embedding.py --only collection  # steps of many small tables, and TorchRec's
+python benchmarks/embedding.py --only host      # the host's part of steps of training; no GPU
 
 One id a bag, as in the IBP paper's section 6.3, and fresh ids for each repetition. Uniform ids, and
 ids by a Zipf law whose most used tenth of a tenth the caches hold. Rates are millions of lookups a
@@ -23,7 +24,7 @@ from typing import Any
 import torch
 from timing import print_tables
 
-PARTS = ("ratio", "cpu", "gpu", "train", "pool", "collection")
+PARTS = ("ratio", "cpu", "gpu", "train", "pool", "collection", "host")
 
 
 def main() -> int:
@@ -89,6 +90,10 @@ def main() -> int:
         import embedding_collection
 
         tables |= embedding_collection.run(arguments)
+    if arguments.only == "host":
+        import embedding_host
+
+        tables |= embedding_host.run(arguments)
     print_tables(tables, arguments.json, arguments.out)
     return 0
 

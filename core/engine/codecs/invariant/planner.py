@@ -68,14 +68,24 @@ class Sample:
     ----------
     rows : torch.Tensor
         uint8 ``[n, row_bytes]``, contiguous, on a CPU or GPU.
+    half : int, optional
+        0 or 1: the sample are the even or the odd rows alone, which are copied only where all of
+        them are asked for.
+    counted : _CountedHalves, optional
+        The set bits of both halves.
     """
 
-    def __init__(self, rows: torch.Tensor) -> None:
-        # The rows are those of these from `_first` on, every `_step`.
-        self._among, self._first, self._step = rows, 0, 1
-        self._rows: torch.Tensor | None = rows
+    def __init__(
+        self,
+        rows: torch.Tensor,
+        half: int | None = None,
+        counted: _CountedHalves | None = None,
+    ) -> None:
+        self._among = rows
+        self._first, self._step = (0, 1) if half is None else (half, 2)
+        self._rows: torch.Tensor | None = rows if half is None else None
         self._counts: torch.Tensor | None = None
-        self._counted_halves: _CountedHalves | None = None
+        self._counted_halves = counted
         self._halves: tuple[Sample, Sample] | None = None
         self._fitted: dict[MaskRule, np.ndarray] = {}  # on the host
 
@@ -109,14 +119,8 @@ class Sample:
             return self, self
         if self._halves is None:
             counted = _CountedHalves(self.rows)
-            self._halves = self._half(0, counted), self._half(1, counted)
+            self._halves = Sample(self.rows, 0, counted), Sample(self.rows, 1, counted)
         return self._halves
-
-    def _half(self, first: int, counted: _CountedHalves) -> Sample:
-        """Return every second row, which is copied only where all of them are asked for."""
-        half = Sample(self.rows)
-        half._first, half._step, half._rows, half._counted_halves = first, 2, None, counted
-        return half
 
     def part(self, n: int) -> Sample:
         """Return a sample of `n` rows spread over this one."""
