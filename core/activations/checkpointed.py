@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from ..engine.versions import version_of
 from ..module_methods import MethodOverride
 from ..module_tensors import own_buffers
 from .attached import PlainCopies
-from .identity import version_of
 from .sites import is_compiled
 from .step_recorder import StepRecorder
 

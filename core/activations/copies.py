@@ -12,10 +12,11 @@ import torch
 
 from ..engine.codecs.blob import Blob, BlobCodec
 from ..engine.transfer import Mark, StreamLane, ThreadTask
+from ..engine.versions import version_of
 from .disk import Ticket
 from .guards import modified, version_witness
 from .host_packing import RawOnHost
-from .identity import Span, root_of, span_of, version_of
+from .identity import Span, root_of, span_of
 from .moments import Moment
 from .sites import Site, operation_of
 from .traffic import SentBlob

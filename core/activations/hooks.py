@@ -15,12 +15,13 @@ import torch
 from torch import nn
 
 from ..engine.codecs.blob import BlobCodec
+from ..engine.versions import version_of
 from ..errors import BitslabError
 from .copies import KeptView, SavedView, StoredCopy
 from .executor import Executor
 from .guards import is_form_of_leaf, is_plain, modified
 from .host_room import HostMemoryError
-from .identity import CopyTable, Span, copied_span, root_of, span_of, version_of
+from .identity import CopyTable, Span, copied_span, root_of, span_of
 from .local_copies import LocalCopy, PackedCopy, packed_copy, replayed_copy
 from .lossy import ErrorSample
 from .moments import now

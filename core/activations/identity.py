@@ -39,11 +39,6 @@ def root_of(t: torch.Tensor) -> torch.Tensor:
     return t if base is None else base
 
 
-def version_of(t: torch.Tensor) -> int:
-    """Return how often a tensor was changed in place, its views and its root included."""
-    return t._version
-
-
 def span_of(t: torch.Tensor) -> Span:
     """Return the bytes of its storage that a tensor of one element or more reaches."""
     size = t.element_size()

@@ -17,9 +17,10 @@ from typing import Any
 
 import torch
 
+from ..engine.versions import version_of
 from ..errors import BitslabError
 from .guards import modified
-from .identity import root_of, version_of
+from .identity import root_of
 
 #: Operations that follow each other and are replayed for one tensor, at most.
 MOST_OPERATIONS = 4

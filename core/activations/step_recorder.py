@@ -17,9 +17,10 @@ import torch
 
 from ..engine.advisor import SwapLink
 from ..engine.advisor.planning import ModuleProfile, Packing, SiteProfile, StepProfile
+from ..engine.versions import version_of
 from ..errors import BitslabError
 from .copies import KeptView, StoredCopy
-from .identity import Span, copied_span, root_of, span_of, version_of
+from .identity import Span, copied_span, root_of, span_of
 from .moments import Moment, now, seconds_between
 from .pass_record import SavedBytes
 from .policies import Codecs

@@ -19,6 +19,7 @@ from ..engine.memory.locks import call_after_fork
 from ..engine.memory.readonly import ReadOnlyTensor, read_only
 from ..engine.progress import ProgressFunction
 from ..engine.transfer.lanes import Task, ThreadLane
+from ..engine.versions import version_of
 from ..errors import ArgumentError, ArgumentTypeError, DecodedCopyWarning
 from .arguments import checked_target
 from .parts import Layout
@@ -330,9 +331,9 @@ class CompressedFeature:
         """
         with self._lock:
             # Writes that torch cannot stop change the copy's version: decode again.
-            if self._whole is None or self._whole._version != self._whole_version:
+            if self._whole is None or version_of(self._whole) != self._whole_version:
                 self._whole = read_only(self.table.decoded(0, len(self)))
-                self._whole_version = self._whole._version
+                self._whole_version = version_of(self._whole)
                 self._report_copy(self._whole.nbytes)
             return self._whole
 

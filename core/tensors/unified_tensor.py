@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ..devices import checked_device, named_device
 from ..engine.memory.host import HostBuffer
 from ..engine.tensor_rows import are_row_ids, is_row_dim, row_functions
+from ..engine.versions import version_of
 from ..errors import ArgumentError, ArgumentTypeError, BitslabError
 from .placement import DIRECT, VIEWS, Affinity, Operand, Placement, names_device, placement
 from .unified_rows import as_integers, by_way_of_cpu, rows_of, rows_to_gpu
@@ -405,12 +406,12 @@ def _compute_on(
                 if torch.is_inference_mode_enabled():
                     stack.enter_context(torch.inference_mode(False))
                 there = _plain(x).to(device)
-            moved[id(x)] = (x, there, there._version)
+            moved[id(x)] = (x, there, version_of(there))
         return moved[id(x)][1]
 
     result = func(*tree_map(move, args), **tree_map(move, kwargs))
     for here, there, version in moved.values():
-        if there._version != version:
+        if version_of(there) != version:
             _plain(here).copy_(there)
     back = {id(there): here for here, there, _ in moved.values()}
     return tree_map(lambda x: back.get(id(x), x), result)

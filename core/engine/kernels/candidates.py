@@ -68,7 +68,8 @@ class CandidateTable:
         return _table(tuple(rules), row_bytes, n_rows)
 
     @classmethod
-    def _of(cls, rules: Iterable[MaskRule], row_bytes: int, n_rows: int) -> CandidateTable:
+    def build(cls, rules: Iterable[MaskRule], row_bytes: int, n_rows: int) -> CandidateTable:
+        """Return a table that is made anew, and kept nowhere."""
         rows = []
         first = 0
         for rule in rules:
@@ -112,7 +113,7 @@ class CandidateTable:
 
 @lru_cache(64)
 def _table(rules: tuple[MaskRule, ...], row_bytes: int, n_rows: int) -> CandidateTable:
-    return CandidateTable._of(rules, row_bytes, n_rows)
+    return CandidateTable.build(rules, row_bytes, n_rows)
 
 
 def check_positional_rows(n_rows: int, candidates: CandidateTable) -> None:

@@ -81,7 +81,7 @@ class Sample:
         half: int | None = None,
         counted: _CountedHalves | None = None,
     ) -> None:
-        self._among = rows
+        self.among = rows
         self._first, self._step = (0, 1) if half is None else (half, 2)
         self._rows: torch.Tensor | None = rows if half is None else None
         self._counts: torch.Tensor | None = None
@@ -90,19 +90,19 @@ class Sample:
         self._fitted: dict[MaskRule, np.ndarray] = {}  # on the host
 
     def __len__(self) -> int:
-        return len(range(self._first, self._among.shape[0], self._step))
+        return len(range(self._first, self.among.shape[0], self._step))
 
     @property
     def rows(self) -> torch.Tensor:
         """uint8 ``[n, row_bytes]``, contiguous."""
         if self._rows is None:
-            self._rows = self._among[self._first :: self._step].contiguous()
+            self._rows = self.among[self._first :: self._step].contiguous()
         return self._rows
 
     @property
     def row_bytes(self) -> int:
         """Bytes of a row."""
-        return self._among.shape[1]
+        return self.among.shape[1]
 
     @property
     def few(self) -> bool:
@@ -130,7 +130,7 @@ class Sample:
         """Return `n` rows, at least one, or all."""
         if n >= len(self):
             return self.rows
-        return _picked(self._among, self._places(max(1, n)), None)
+        return _picked(self.among, self._places(max(1, n)), None)
 
     def _places(self, n: int) -> np.ndarray:
         """Return the places of `n` rows, fewer than there are, among those that hold them."""
@@ -162,7 +162,7 @@ class Sample:
         n = self._probed_rows(blocks)
         if n >= len(self):
             return self if blocks is None else Sample(_blocks_of(self.rows, blocks))
-        return Sample(_picked(self._among, self._places(n), blocks))
+        return Sample(_picked(self.among, self._places(n), blocks))
 
     def _probed_rows(self, blocks: np.ndarray | None) -> int:
         width = self.row_bytes if blocks is None else len(blocks) * BLOCK_BYTES
@@ -174,11 +174,11 @@ class Sample:
         if other is self:
             part = self.probe(blocks)
             return part, part
-        apart = self._among is not other._among or self.few or other.few
+        apart = self.among is not other.among or self.few or other.few
         if apart or n >= min(len(self), len(other)):
             return self.probe(blocks), other.probe(blocks)
         places = _places_of_both(len(self), len(other), n)
-        both = _picked(self._among, places, blocks)
+        both = _picked(self.among, places, blocks)
         return Sample(both[:n]), Sample(both[n:])
 
     def bit_counts(self) -> torch.Tensor:
