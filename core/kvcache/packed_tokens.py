@@ -446,7 +446,8 @@ class PackedTokens:
         """Return an event behind what was written on the current stream."""
         if self._link.device.type != "cuda":
             return None
-        return torch.cuda.current_stream(self._link.device).record_event()
+        event: torch.cuda.Event = torch.cuda.current_stream(self._link.device).record_event()
+        return event
 
     def reset(self) -> None:
         """Remove all tokens and codecs."""
