@@ -432,6 +432,7 @@ class PackedTokens:
         words = self.words.fetch()
         found = [segment.rows_there(words) for segment in self.segments]
         del words
+        self._link.quiesce()  # what is fetched now reads the places that are written to
         self.words.truncate(0)
         for segment, (part, rows) in zip(self.segments, found, strict=True):
             at = self.words.n_words
