@@ -19,7 +19,7 @@
 //
 // What limits it, of K and V of 64 tokens and 128 channels at 2.5 bits a value on an H200 (32 KB in bfloat16):
 // 5.1 KB of words take a multiprocessor's share of the memory 0.14 us, 31 TB/s of bfloat16 in all; 8,192
-// pairs of values, 256 a lane at 11 instructions (short codes) to 17 (long ones), and some 400 for softmax,
+// pairs of values, 256 a lane at 11 instructions (short codes) to 16 (long ones), and some 400 for softmax,
 // take its four issue slots 0.46 to 0.68 us, 9.4 to 6.4 TB/s; look-ups that meet in a bank three times, and
 // units, take its shared memory 0.66 us, 6.6 TB/s; two POPC for each ask of long codes 0.58 us, 7.4 TB/s.
 //
@@ -58,7 +58,7 @@ __device__ __forceinline__ char* take_shared(char*& at, int bytes) {
 
 // Queries [batches, heads * group, n, dim] by strides in values: row r of head h is token r % n of query
 // head h * group + r / n. Blocks: `splits`, then heads * batches. ids[batches][heads][tiles] of K and V;
-// codes and blocks: attend_tables.py, `entries` of them. Keys and values that are not coded come in up to
+// codes and blocks: attend_tables.py, `entries` of them; those of V at byte v_table of shared memory. Keys and values that are not coded come in up to
 // two runs, [batches, heads, tokens, dim] by strides that both share. parts[slot][batches * heads][rows][dim]
 // and stats: output, greatest exponent and sum of weights of each split, from slot `first_slot` of `slots`
 // on. arrived[batches * heads], zeros before and behind: the blocks that have written theirs, of all
@@ -76,7 +76,7 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1)
                  const u32* __restrict__ v_words, i64 v_n_words, const i64* __restrict__ v_bases,
                  const void* __restrict__ v_lengths, int v_length_bytes, i64 v_n_rows, const int* __restrict__ v_ids,
                  int v_heads, const int* __restrict__ v_order, const u32* __restrict__ v_codes,
-                 const int4* __restrict__ v_blocks, int v_entries, const void* __restrict__ a_keys,
+                 const int4* __restrict__ v_blocks, int v_entries, int v_table, const void* __restrict__ a_keys,
                  const void* __restrict__ a_values, i64 a_batch, i64 a_head, i64 a_token, int a_first, int a_tokens,
                  const void* __restrict__ b_keys, const void* __restrict__ b_values, i64 b_batch, i64 b_head,
                  i64 b_token, int b_first, int b_tokens, int splits, int first_slot, int slots, float* parts,
@@ -88,9 +88,7 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1)
   const int batch = pair / heads, head = pair - batch * heads;
   const int rows = group * n, blocks = dim >> 4;
 
-  char* at = shared;
-  char* k_table = take_shared(at, 4 * k_entries);
-  char* v_table = take_shared(at, 4 * v_entries);
+  char* at = shared + v_table + 4 * v_entries;
   int4* k_about = (int4*)take_shared(at, 16 * blocks);
   int4* v_about = (int4*)take_shared(at, 16 * blocks);
   float* q = (float*)take_shared(at, 4 * ROWS * dim);      // by channel
@@ -108,8 +106,8 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1)
 
   const int k_head = tiles ? head % k_heads : 0, v_head = tiles ? head % v_heads : 0;
   if (tiles) {  // on their way while the query is worked out
-    begin_copy(k_table, k_codes, 4 * k_entries);
-    begin_copy(v_table, v_codes, 4 * v_entries);
+    begin_copy(shared, k_codes, 4 * k_entries);
+    begin_copy(shared + v_table, v_codes, 4 * v_entries);
     begin_copy((char*)k_about, k_blocks + k_head * blocks, 16 * blocks);
     begin_copy((char*)v_about, v_blocks + v_head * blocks, 16 * blocks);
   }
@@ -188,7 +186,7 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1)
     sums.most[i] = NO_WEIGHT;
     sums.sum[i] = 0;
   }
-  const Coder k_coder = {k_table, k_about}, v_coder = {v_table, v_about};
+  const Coder k_coder = {shared, 0, k_about}, v_coder = {shared, v_table, v_about};
   const Source sources[2] = {{k_words, k_n_words, k_bases, k_lengths, k_length_bytes, k_n_rows, k_ids, 0},
                              {v_words, v_n_words, v_bases, v_lengths, v_length_bytes, v_n_rows, v_ids, TOKENS / 4}};
   const int a_parts = (a_tokens + 15) / 16, b_parts = (b_tokens + 15) / 16;

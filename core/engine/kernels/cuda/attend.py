@@ -93,6 +93,7 @@ class AttendTiles(Parameters):
     v_codes: Address
     v_blocks: Address
     v_entries: Int32
+    v_table: Int32
     a_keys: Address
     a_values: Address
     a_batch: Int64
@@ -121,7 +122,7 @@ class AttendTiles(Parameters):
     stages: Int32
 
 
-_NO_TILES = (0,) * 29
+_NO_TILES = (0,) * 30
 
 
 class _Shape(NamedTuple):
@@ -259,7 +260,7 @@ class AttendKernels:
         self, pairs: int, dim: int, sm_budget: int | None, variant: PlainVariant, span: Span | None
     ) -> Cut:
         """Return how a span, or runs alone, are served."""
-        entries = 0 if span is None else _entries(span.k_tables) + _entries(span.v_tables)
+        entries = 0 if span is None else _entries_before(span) + _entries(span.v_tables)
         shapes = self._shapes_of(variant, dim, entries)
         how = partial(self._how, pairs, variant=variant, shapes=shapes, sm_budget=sm_budget)
         if span is None:
@@ -299,6 +300,7 @@ class AttendKernels:
             *_table(span.v, "v"),
             *(span.v_ids.data_ptr(), v.heads, v.order.data_ptr()),
             *_coder(v),
+            4 * _entries_before(span),
         )
         return found
 
@@ -422,3 +424,9 @@ def _coder(tables: TileTables) -> tuple[int, int, int]:
 def _entries(tables: TileTables) -> int:
     """Return the entries of the lookup tables of all classes."""
     return tables.attend_codes.shape[0]
+
+
+def _entries_before(span: Span) -> int:
+    """Return the entries of K, filled up to a multiple of V's largest table."""
+    largest: int = 1 << max(span.v_tables.longest_codes)
+    return ceil_div(_entries(span.k_tables), largest) * largest
