@@ -20,7 +20,7 @@
 // What limits it, of K and V of 64 tokens and 128 channels at 2.5 bits a value on an H200 (32 KB in bfloat16):
 // 5.1 KB of words take a multiprocessor's share of the memory 0.14 us, 31 TB/s of bfloat16 in all; 8,192
 // pairs of values, 256 a lane at 11 instructions (short codes) to 16 (long ones), and some 400 for softmax,
-// take its four issue slots 0.46 to 0.68 us, 9.4 to 6.4 TB/s; look-ups that meet in a bank three times, and
+// take its four issue slots 0.46 to 0.64 us, 9.4 to 6.8 TB/s; look-ups that meet in a bank three times, and
 // units, take its shared memory 0.66 us, 6.6 TB/s; two POPC for each ask of long codes 0.58 us, 7.4 TB/s.
 //
 // GROUPS, NT, SETS and VALUE_KIND (0 bfloat16, 1 float16, 2 float32) come from the host.
