@@ -50,7 +50,7 @@ from graphsage.arguments import device_named, positive  # noqa: E402
 from graphsage.options import DTYPES  # noqa: E402
 from graphsage.report import Steps  # noqa: E402
 from kvcomp_figures import CURVES  # noqa: E402
-from kvcomp_generate import CASES, WAYS  # noqa: E402
+from kvcomp_generate import CASES, LARGE, WAYS  # noqa: E402
 from llm_workload import left_out  # noqa: E402
 from textgen.accuracy import CHUNK_TOKENS  # noqa: E402
 from textgen.smollm import ModelMissingError  # noqa: E402
@@ -134,7 +134,13 @@ def make_parser() -> argparse.ArgumentParser:
         help="kernels: attention of batches of 1 to 64 at contexts of 2k to 128k, with all peers;\n"
         "heads of 64 and more steps; default: what takes some 30 seconds",
     )
-    add("--cases", choices=tuple(CASES), nargs="+", default=list(CASES), help="generate: all")
+    add(
+        "--cases",
+        choices=(*CASES, *LARGE),
+        nargs="+",
+        default=list(CASES),
+        help="generate: default: all but " + ", ".join(LARGE) + ", which other caches cannot do",
+    )
     add("--ways", choices=tuple(WAYS), nargs="+", default=list(WAYS), help="generate: all")
     add("--repetitions", type=positive, default=3, metavar="N", help="default: %(default)s")
     add("--device", help="cpu or cuda (default: cuda where there is a GPU)")

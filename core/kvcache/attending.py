@@ -123,6 +123,7 @@ class PackedAttention:
                 first_valid=first_valid,
             )
         key = query.shape, scaling, softcap, sinks is None, first_valid is None
+        # On all multiprocessors: the computation waits for it, unlike for what is decoded ahead.
         prepared = there.prepared.get(key)
         if prepared is None:
             prepared = there.prepared[key] = kernels.prepare_attention(
@@ -134,7 +135,6 @@ class PackedAttention:
                 softcap=softcap,
                 sinks=sinks,
                 first_valid=first_valid,
-                sm_budget=self._reader.sm_budget,
             )
         runs, kept = there.runs()
         return prepared(query, runs, length, sinks, first_valid)

@@ -432,6 +432,7 @@ class PackedTokens:
         words = self.words.fetch()
         found = [segment.rows_there(words) for segment in self.segments]
         del words
+        self._link.quiesce()  # what is fetched now reads the places that are written to
         self.words.truncate(0)
         for segment, (part, rows) in zip(self.segments, found, strict=True):
             at = self.words.n_words
@@ -446,7 +447,8 @@ class PackedTokens:
         """Return an event behind what was written on the current stream."""
         if self._link.device.type != "cuda":
             return None
-        return torch.cuda.current_stream(self._link.device).record_event()
+        event: torch.cuda.Event = torch.cuda.current_stream(self._link.device).record_event()
+        return event
 
     def reset(self) -> None:
         """Remove all tokens and codecs."""

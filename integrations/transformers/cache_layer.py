@@ -306,8 +306,8 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             return None  # groups would not be rows behind what was cut
         first = self.histories[0].head.shape[2]
         packed = first + self.packed_tokens // group * group
-        more = (first,) if first else ()
-        selection = self.scores.choose(packed, group, *more)
+        self.scores.first = first
+        selection = self.scores.choose(packed, group)
         if selection is None:
             return None
         return _Chosen(selection, self._reader.chosen.gather(self.histories, selection))

@@ -69,7 +69,8 @@ class KVCompCache(PackedCache):
     reserve_tokens : int, optional
         Tokens of a sequence for which host memory is taken when the first are packed.
     sm_budget : int or None
-        Multiprocessors that decoding may take from the computation; None for all.
+        Multiprocessors that decoding may take from the computation; None for all. Attention to
+        tiles, for which the computation waits, takes all.
     select : KVSelector, optional
         Chooses whole tiles that each layer attends to, by head, as in `CompressedCache`; they are
         gathered and decoded. The model runs within ``select.attached(model)``, whose attention sees

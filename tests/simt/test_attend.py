@@ -13,7 +13,9 @@ from bitslab.engine.codecs.huffman import code_lengths
 from bitslab.engine.codecs.quantized.plan import TilePlan, symbols_of
 from bitslab.engine.kernels import attend_tables
 from bitslab.engine.kernels.cpu.attend import attend as twin
+from bitslab.engine.kernels.cuda import attend
 from bitslab.engine.kernels.cuda.attend import AttendKernels
+from bitslab.engine.kernels.cuda.prepared_attention import _NO_RUN, Run
 from bitslab.engine.kernels.cuda.runner import DAMAGED_ERROR, INDEX_ERROR
 from bitslab.engine.kernels.cuda.source import source_text
 from bitslab.engine.kernels.tile_format import (
@@ -54,6 +56,13 @@ def guarded_words(words):
     return guarded(torch.nn.functional.pad(words, (0, -words.numel() % 4)))
 
 
+@pytest.fixture(params=["staged", "plain"])
+def way(request, monkeypatch):
+    """Serve short contexts by warps in pairs, of which one decodes V, or as longer ones."""
+    if request.param == "plain":
+        monkeypatch.setattr(attend, "STAGES", ())
+
+
 def relative_error(found, expected):
     return float((found.double() - expected.double()).norm() / expected.double().norm())
 
@@ -71,6 +80,7 @@ def both(query, spans, raw=(), seed=0, **options):
     return found, expected
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize(
     ("batch", "heads", "group", "n", "dim", "tokens"),
     [
@@ -170,6 +180,7 @@ def test_large_and_small_scores_keep_their_digits():
         assert relative_error(found[:, :, head], expected[:, :, head]) < 2e-5
 
 
+@pytest.mark.usefixtures("way")
 def test_exceptions_count_with_all_their_bits():
     query, keys, values = drawn(1, 2, 2, 1, 48, 128)
     span = span_of(keys, values)  # that knows of no outliers
@@ -195,6 +206,7 @@ def test_what_is_no_number_remains_none():
     assert relative_error(found[good], expected[good]) < 2e-6
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("which", ["k", "v", "both"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=dtype_id)
 def test_tiles_that_are_kept_raw_are_read_as_they_are(which, dtype):
@@ -224,6 +236,7 @@ def lengths_of(radius, reach, bits):
     return lengths
 
 
+@pytest.mark.usefixtures("way")
 def test_classes_of_any_radius_and_bits_are_decoded():
     kinds = [(15, 15, 10), (11, 7, 8), (8, 8, 9), (1, 1, 4), (0, 127, 8), (0, 99, 10), (2, 2, 8)]
     generator = torch.Generator().manual_seed(0)
@@ -265,6 +278,7 @@ def test_classes_of_any_radius_and_bits_are_decoded():
     assert relative_error(found, expected) < 2e-6
 
 
+@pytest.mark.usefixtures("way")
 def test_several_spans_and_runs_make_one_softmax():
     query, keys, values = drawn(2, 2, 1, 2, 32, 330)
     ends = [0, 3, 99, 163, 200, 290, 330]
@@ -308,6 +322,7 @@ def test_an_sm_budget_and_many_heads_change_the_cut_alone():
     assert runner.grids[0][0] % 12 == 0
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("part", ["k", "v"])
 def test_damaged_tiles_are_reported_and_nothing_outside_is_read(part):
     query, keys, values = drawn(1, 2, 1, 1, 32, 192)
@@ -357,6 +372,54 @@ def test_headers_lengths_and_ids_that_cannot_be_are_reported():
         assert runner.mailbox.tolist() == [INDEX_ERROR, -1, bad, 2]
 
 
+def test_short_contexts_are_served_by_warps_in_pairs():
+    class H200(SimtRunner):
+        multiprocessors, shared_bytes_per_multiprocessor = 132, 228 << 10
+
+    query, keys, values = drawn(1, 1, 4, 1, 128, 64)
+    span = span_of(keys.bfloat16(), values.bfloat16())
+    kernels = AttendKernels(H200())
+    prepared = kernels.prepare(query.bfloat16(), [span], length=64, scaling=1.0)
+    [cut] = prepared._chunks[0].cuts
+    [(variant, shapes)] = [(key[0], each) for key, each in kernels._shapes.items() if key[2]]
+    plain, *staged = shapes
+    assert plain.stages == 0 and plain.warps * plain.blocks == 32
+    assert [shape.stages for shape in staged] == [4, 8, 10]
+
+    def stages_of(launch):
+        [shape] = [shape for (_, shape), bound in kernels._launches.items() if bound is launch]
+        return shape.stages
+
+    def chosen(pairs, items, sm_budget=None):
+        launch, splits = kernels._how(pairs, items, variant, shapes, sm_budget)
+        return stages_of(launch), splits
+
+    # 8 heads: 2k, 8k, and 8k with first and last tokens in sixteens; then more than that.
+    assert [chosen(8, n) for n in (32, 128, 141)] == [(4, 16), (8, 16), (10, 16)]
+    assert chosen(8, 512)[0] == chosen(64, 128)[0] == chosen(200, 2)[0] == 0
+    assert chosen(8, 32, sm_budget=64) == (4, 8)
+    launch, splits = cut.how(_NO_RUN, _NO_RUN)
+    assert stages_of(launch) == 4 and splits == 1
+
+
+def test_a_prepared_call_leaves_what_it_counts_as_it_was():
+    query, keys, values = drawn(2, 2, 3, 2, 32, 300)
+    span = span_of(keys[:, :, :256], values[:, :, :256], tile_tokens=16)
+    raw = [(256, keys[:, :, 256:], values[:, :, 256:])]
+    runner = SimtRunner(5)
+    runner.multiprocessors = 16
+    kernels = AttendKernels(runner)
+    prepared = kernels.prepare(query, [span], raw, length=300, scaling=0.2)
+    runs = [Run.of(*each)[0] for each in raw]
+    found = [prepared(query, runs, 300) for _ in range(3)]
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+    assert not prepared._arrived.any()
+    assert {kernel for _, kernel in runner.launched} == {"attend_tiles"}
+    assert len(runner.launched) == 3 and runner.grids[0][0] > 4  # splits of each head
+    expected = twin(query, [span], raw, computed_in=torch.float64, length=300, scaling=0.2)
+    assert relative_error(found[0], expected) < 2e-6
+
+
 def test_constants_are_those_of_the_format():
     text = source_text("attend")
     assert f"#define LEVEL_ZERO {LEVEL_ZERO} " in text
@@ -392,9 +455,9 @@ def test_what_does_not_fit_together_is_refused(message):
         "scaling": 1.0,
     }
     options |= {"query": query, **REFUSED[message]}
-    for attend in (AttendKernels(SimtRunner()).attend, twin):
+    for serve in (AttendKernels(SimtRunner()).attend, twin):
         with pytest.raises(ArgumentError, match=message):
-            attend(**options)
+            serve(**options)
 
 
 def test_spans_that_are_of_no_use_are_refused():

@@ -21,9 +21,12 @@ class TokenScores(ABC):
     ----------
     length : int
         Tokens that it has seen; fewer than the cache's if the model does not report them.
+    first : int
+        Unpacked tokens in front of the packed ones, as the cache has them: see `Selection`.
     """
 
     length = 0
+    first = 0
 
     @property
     @abstractmethod
@@ -31,8 +34,8 @@ class TokenScores(ABC):
         """Whether `choose` has what it needs for the next query."""
 
     @abstractmethod
-    def choose(self, packed: int, group_tokens: int, first: int = 0) -> Selection | None:
-        """Choose among the tokens from `first` up to `packed`, whole groups of them.
+    def choose(self, packed: int, group_tokens: int) -> Selection | None:
+        """Choose among the tokens from `first` up to `packed`, by groups.
 
         Returns
         -------

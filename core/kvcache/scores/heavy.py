@@ -61,8 +61,9 @@ class HeavyScores(TokenScores):
         self.sums.scatter_add_(2, chosen.positions(), probabilities[:, :, :n])
         self.sums[:, :, chosen.packed :].add_(probabilities[:, :, n:])
 
-    def choose(self, packed: int, group_tokens: int, first: int = 0) -> Selection | None:
+    def choose(self, packed: int, group_tokens: int) -> Selection | None:
         """Choose the groups with the largest sums."""
+        first = self.first
         n_groups = (packed - first) // group_tokens
         if isinstance(self._heavy, float):
             n_chosen = math.ceil(self._heavy * n_groups)

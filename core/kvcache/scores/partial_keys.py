@@ -110,10 +110,11 @@ class PartialKeys(TokenScores):
             highest = scores.amax(-1, keepdim=True)
             self._near = (scores > highest - self._alpha).any(2).any(2)
 
-    def choose(self, packed: int, group_tokens: int, first: int = 0) -> Selection | None:
+    def choose(self, packed: int, group_tokens: int) -> Selection | None:
         """Choose the groups of the best tokens; all if no query was speculated."""
         if self._ranks is None:
             return None
+        first = self.first
         n_groups = (packed - first) // group_tokens
         most = math.ceil(self._budget * n_groups)
         grouped = (n_groups, group_tokens)

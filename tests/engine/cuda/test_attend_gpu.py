@@ -9,8 +9,11 @@ import pytest
 import torch
 
 import bitslab
+from bitslab.engine.kernels import cuda as kernels_module
 from bitslab.engine.kernels.cpu.attend import attend as twin
-from bitslab.engine.kernels.cuda import kernels_on
+from bitslab.engine.kernels.cuda import attend, kernels_on
+from bitslab.engine.kernels.cuda.attend import AttendKernels
+from bitslab.engine.kernels.cuda.prepared_attention import Run
 from bitslab.errors import CorruptedDataError
 from tests.gpu import waiting_raises
 from tests.helpers import dtype_id
@@ -105,23 +108,23 @@ def test_it_runs_in_a_graph_and_never_waits():
     span = span_to(span_of(keys[:, :, :320], values[:, :, :320]), "cuda")
     raw = [(320, keys[:, :, 320:].cuda(), values[:, :, 320:].cuda())]
     given = query.cuda()
-    attend = kernels_on(torch.device("cuda")).attend
+    on_gpu = kernels_on(torch.device("cuda")).attend
     options: dict[str, Any] = {"length": 400, "scaling": 0.09}
-    first = attend(given, [span], raw, **options)
+    first = on_gpu(given, [span], raw, **options)
     # With tables that are not known yet, as those behind a prompt are not.
     other = span_to(span_of(2 * keys[:, :, :320], values[:, :, :320]), "cuda")
     with waiting_raises():
-        again = attend(given, [span], raw, **options)
-        attend(given, [other], raw, **options)
+        again = on_gpu(given, [span], raw, **options)
+        on_gpu(given, [other], raw, **options)
     assert torch.equal(first, again)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = attend(given, [span], raw, **options)
+        out = on_gpu(given, [span], raw, **options)
     graph.replay()
     assert torch.equal(out, first)
     given.copy_(torch.randn_like(given))
     graph.replay()
-    assert torch.equal(out, attend(given, [span], raw, **options))
+    assert torch.equal(out, on_gpu(given, [span], raw, **options))
     assert not torch.equal(out, first)
 
 
@@ -146,3 +149,52 @@ def test_damaged_tiles_are_reported(part):
         else:
             attend_on_gpu(query, [damaged], [], length=256, scaling=0.1)
     assert reported > 20
+
+
+@pytest.mark.parametrize("group", [1, 4, 8, 16])
+@pytest.mark.parametrize("tokens", [2048, 8200, 20_000])
+def test_contexts_that_warps_serve_in_pairs_and_longer_ones(tokens, group, monkeypatch):
+    """Of eight heads: those of which V is decoded by other warps, and behind a window."""
+    query, keys, values = drawn(1, 8, group, 1, 128, tokens, torch.bfloat16)
+    keys[0, :, 50, 3], values[0, :, 60, 5] = 500.0, -700.0  # exceptions
+    end = tokens - 150
+    span = span_of(keys[:, :, 4:end], values[:, :, 4:end], first_token=4)
+    raw = [(0, keys[:, :, :4], values[:, :, :4]), (end, keys[:, :, end:], values[:, :, end:])]
+    options: dict[str, Any] = {"length": tokens, "scaling": 0.09}
+    expected = twin(query, [span], raw, computed_in=torch.float64, **options)
+    found = attend_on_gpu(query, [span], raw, **options)
+    assert relative_error(found, expected) < 6e-3
+    monkeypatch.setattr(attend, "STAGES", ())
+    alone = AttendKernels(kernels_module._runner(torch.device("cuda")))
+    plain = alone.attend(
+        query.cuda(),
+        [span_to(span, "cuda")],
+        [(at, k.cuda(), v.cuda()) for at, k, v in raw],
+        **options,
+    )
+    bitslab.raise_pending_errors()
+    assert relative_error(plain, expected) < 6e-3
+    assert relative_error(found, plain.cpu()) < 4e-3  # both rounded to bfloat16
+
+
+def test_prepared_calls_on_two_streams_and_again_and_again():
+    query, keys, values = drawn(2, 8, 4, 1, 128, 1500, torch.bfloat16)
+    span = span_to(span_of(keys[:, :, :1408], values[:, :, :1408]), "cuda")
+    raw = [(1408, keys[:, :, 1408:].cuda(), values[:, :, 1408:].cuda())]
+    runs = [Run.of(*each)[0] for each in raw]
+    prepare = kernels_on(torch.device("cuda")).prepare_attention
+    queries = [query.cuda(), (2 * query).cuda()]
+    options: dict[str, Any] = {"length": 1500, "scaling": 0.09}
+    prepared = [prepare(q, [span], raw, **options) for q in queries]
+    first = [each(q, runs, 1500) for each, q in zip(prepared, queries, strict=True)]
+    torch.cuda.synchronize()
+    assert not torch.equal(*first)
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    for _ in range(200):
+        found = []
+        for each, q, stream in zip(prepared, queries, streams, strict=True):
+            with torch.cuda.stream(stream):
+                found.append(each(q, runs, 1500))
+        torch.cuda.synchronize()
+        assert torch.equal(found[0], first[0]) and torch.equal(found[1], first[1])
+    assert not any(each._arrived.any() for each in prepared)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from bitslab.integrations.transformers import KVCompCache
+from bitslab.integrations.transformers import HeavyHitterSelector, KVCompCache
 from bitslab.kvcache import PackedAttention
 from tests.integrations.transformers.models import dynamic, model_of, prompt_of
 
@@ -177,3 +177,47 @@ def test_memory_while_decoding() -> None:
     torch.cuda.synchronize()
     assert cache.stats()["packed_passes"] == 6
     assert torch.cuda.max_memory_allocated() - there < raw / 8
+
+
+@pytest.mark.parametrize("offload", [True, False], ids=["host", "device"])
+def test_sequences_that_remain_are_copied_as_they_are_packed(offload: bool) -> None:
+    model, prompt = on_gpu("llama"), prompt_of(batch=6, length=300).cuda()
+    cache = kvcomp(model.config, error=0.3, offload=offload)
+    with torch.no_grad():
+        model(prompt[:, :-1], past_key_values=cache)
+        settled(cache)
+        model(prompt[:, -1:], past_key_values=cache)  # the next layers' words are under way
+        kept = [(layer.keys, layer.values) for layer in cache.layers]
+        words = [history.words.n_words for layer in cache.layers for history in layer.histories]
+        cache.batch_select_indices(torch.tensor([5, 1]))
+        for layer, (keys, values) in zip(cache.layers, kept, strict=True):
+            assert torch.equal(layer.keys, keys[[5, 1]])
+            assert torch.equal(layer.values, values[[5, 1]])
+        left = [history.words.n_words for layer in cache.layers for history in layer.histories]
+        assert all(0 < now < 0.4 * before for now, before in zip(left, words, strict=True))
+        for step in prompt_of(batch=2, length=80, seed=5).cuda().split(1, dim=1):
+            logits = model(step, past_key_values=cache).logits
+    assert logits.isfinite().all()
+    settled(cache)
+    for layer, (keys, values) in zip(cache.layers, kept, strict=True):
+        packed = 4 + 64 * ((299 - 4 - 32) // 64)
+        assert torch.equal(layer.keys[:, :, :packed], keys[[5, 1], :, :packed])
+        assert torch.equal(layer.values[:, :, :packed], values[[5, 1], :, :packed])
+
+
+@pytest.mark.parametrize("offload", [True, False], ids=["host", "device"])
+def test_whole_tiles_are_chosen(offload: bool) -> None:
+    model: Any = copy.deepcopy(model_of("llama")).to("cuda", torch.bfloat16)
+    selector = HeavyHitterSelector(0.4, 4)
+    cache = kvcomp(model.config, offload=offload, select=selector, block_tokens=16)
+    prompt = prompt_of(batch=2, length=400).cuda()
+    with torch.no_grad(), selector.attached(model):
+        model.generate(prompt, past_key_values=cache, max_new_tokens=30, do_sample=False)
+    assert 0.3 < cache.stats()["selected"] < 0.6
+    layer = cache.layers[0]
+    chosen = layer._gather()
+    positions = chosen.selection.positions()
+    assert chosen.selection.first == 4 and chosen.selection.group_tokens == 16
+    for tokens, every in zip(chosen.gathered.get(), (layer.keys, layer.values), strict=True):
+        index = positions[:, :, 4:, None].expand(-1, -1, -1, tokens.shape[3])
+        assert torch.equal(tokens[:, :, : index.shape[2]], every.gather(2, index))

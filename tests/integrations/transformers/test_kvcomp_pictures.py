@@ -37,8 +37,8 @@ TABLES: dict[str, list[dict[str, Any]]] = {
 def test_pictures_of_tables(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for folder in ("examples", "benchmarks"):
-        monkeypatch.syspath_prepend(str(ROOT / folder))
+    for scripts in ("examples", "benchmarks"):
+        monkeypatch.syspath_prepend(str(ROOT / scripts))
     main = importlib.import_module("kvcomp").main
     tables, folder = tmp_path / "tables.json", tmp_path / "new" / "pictures"
     tables.write_text(json.dumps(TABLES))

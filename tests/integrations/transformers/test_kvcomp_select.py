@@ -34,7 +34,8 @@ OPTIONS: dict[str, Any] = {
 class Everything(HeavyScores):
     """Chooses all tiles, and has them gathered one by one."""
 
-    def choose(self, packed: int, group_tokens: int, first: int = 0) -> Selection | None:
+    def choose(self, packed: int, group_tokens: int) -> Selection | None:
+        first = self.first
         batch, heads = self.sums.shape[:2]
         groups = torch.arange((packed - first) // group_tokens, device=self.sums.device)
         groups = groups.expand(batch, heads, -1)

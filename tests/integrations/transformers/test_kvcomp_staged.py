@@ -155,3 +155,25 @@ def test_words_of_two_layers_are_under_way_while_one_computes(
         passes.run()
     steps = [*range(5)] * 2
     assert log == [each for i in steps for each in (("attend", i), ("fetch", (i + 2) % 5))]
+
+
+def test_attention_takes_all_multiprocessors(
+    gpu_path: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The budget is that of what is decoded beside the computation."""
+    kernels = attending._gpu_kernels(torch.device("cpu"))
+    assert kernels is not None
+    prepare = kernels.prepare_attention
+    budgets: list[Any] = []
+
+    def noted(*args: Any, **options: Any) -> Any:
+        budgets.append(options.get("sm_budget"))
+        return prepare(*args, **options)
+
+    monkeypatch.setattr(kernels, "prepare_attention", noted)
+    cache = cache_of(1, True, streams=True)
+    assert cache._histories.readers[torch.device("cpu")].sm_budget == 64
+    passes = Pass(cache)
+    passes.run(90)
+    passes.run()
+    assert budgets == [None]

@@ -394,7 +394,9 @@ class _Factors:
         most = self._prompt.at_once(max(k.step_bytes, v.step_bytes))
         found = [
             self._prompt.errors(k.decoded(of_keys), v.decoded(of_values))
-            for of_keys, of_values in zip(*(each.split(most) for each in scales), strict=True)
+            for of_keys, of_values in zip(
+                *(torch.split(each, most) for each in scales), strict=True
+            )
         ]
         return torch.cat(found)
 

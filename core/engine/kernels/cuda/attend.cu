@@ -9,6 +9,9 @@
 // of a head by the one that comes last. Lane 4 g + t has scores of tokens g and g + 8 of 16, and outputs of
 // channels g and g + 8 of a block, both of the rows t, t + 4, ... of NT groups of four.
 //
+// A tile takes a warp some 30 us by itself, K then V, as each symbol waits for the one before. Where a
+// multiprocessor has few tiles, `stages` warps take them and as many decode V meanwhile, into shared memory.
+//
 // S = K Q^T: codes are the left operand. The query takes K's steps, and each of its rows stands in two
 // neighbouring columns as the sum of two halves, the second one scaled by 2^11, or, where values have 16
 // bits and there are more than four rows, in one column: its rounding, 2^-12, is far below that of K and V.
@@ -16,8 +19,8 @@
 //
 // What limits it, of K and V of 64 tokens and 128 channels at 2.5 bits a value on an H200 (32 KB in bfloat16):
 // 5.1 KB of words take a multiprocessor's share of the memory 0.14 us, 31 TB/s of bfloat16 in all; 8,192
-// pairs of values, 256 a lane at 11 instructions (short codes) to 17 (long ones), and some 400 for softmax,
-// take its four issue slots 0.46 to 0.68 us, 9.4 to 6.4 TB/s; look-ups that meet in a bank three times, and
+// pairs of values, 256 a lane at 11 instructions (short codes) to 16 (long ones), and some 400 for softmax,
+// take its four issue slots 0.46 to 0.64 us, 9.4 to 6.8 TB/s; look-ups that meet in a bank three times, and
 // units, take its shared memory 0.66 us, 6.6 TB/s; two POPC for each ask of long codes 0.58 us, 7.4 TB/s.
 //
 // GROUPS, NT, SETS and VALUE_KIND (0 bfloat16, 1 float16, 2 float32) come from the host.
@@ -30,6 +33,7 @@
 #include "attend_rows.cuh"
 
 #define MAX_DIM 256
+#define NO_ITEM 0x7fffffff
 
 __device__ __forceinline__ float largest_of_warp(float x) {
 #pragma unroll
@@ -54,12 +58,13 @@ __device__ __forceinline__ char* take_shared(char*& at, int bytes) {
 
 // Queries [batches, heads * group, n, dim] by strides in values: row r of head h is token r % n of query
 // head h * group + r / n. Blocks: `splits`, then heads * batches. ids[batches][heads][tiles] of K and V;
-// codes and blocks: attend_tables.py, `entries` of them. Keys and values that are not coded come in up to
+// codes and blocks: attend_tables.py, `entries` of them; those of V at byte v_table of shared memory. Keys and values that are not coded come in up to
 // two runs, [batches, heads, tokens, dim] by strides that both share. parts[slot][batches * heads][rows][dim]
 // and stats: output, greatest exponent and sum of weights of each split, from slot `first_slot` of `slots`
 // on. arrived[batches * heads], zeros before and behind: the blocks that have written theirs, of all
 // launches; the last one merges them. sinks[heads * group], null for none: exponents that take weight and
-// have no value. out[batches, n, heads * group, dim] by strides in values.
+// have no value. out[batches, n, heads * group, dim] by strides in values. `stages`: 0, or how many warps
+// take tiles, each once at the most, while as many others decode V for them.
 extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1)
     attend_tiles(const void* __restrict__ query, i64 query_batch, i64 query_head, i64 query_token, int heads, int group,
                  int n, int dim, int query_position, const int* __restrict__ first_valid, int scaling_bits,
@@ -71,21 +76,19 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1)
                  const u32* __restrict__ v_words, i64 v_n_words, const i64* __restrict__ v_bases,
                  const void* __restrict__ v_lengths, int v_length_bytes, i64 v_n_rows, const int* __restrict__ v_ids,
                  int v_heads, const int* __restrict__ v_order, const u32* __restrict__ v_codes,
-                 const int4* __restrict__ v_blocks, int v_entries, const void* __restrict__ a_keys,
+                 const int4* __restrict__ v_blocks, int v_entries, int v_table, const void* __restrict__ a_keys,
                  const void* __restrict__ a_values, i64 a_batch, i64 a_head, i64 a_token, int a_first, int a_tokens,
                  const void* __restrict__ b_keys, const void* __restrict__ b_values, i64 b_batch, i64 b_head,
                  i64 b_token, int b_first, int b_tokens, int splits, int first_slot, int slots, float* parts,
                  float2* stats, int* arrived, const float* __restrict__ sinks, void* __restrict__ out, i64 out_batch,
-                 i64 out_token, i64* mailbox) {
+                 i64 out_token, i64* mailbox, int stages) {
   extern __shared__ __align__(16) char shared[];
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
   const int split = blockIdx.x % splits, pair = blockIdx.x / splits, pairs = gridDim.x / splits;
   const int batch = pair / heads, head = pair - batch * heads;
   const int rows = group * n, blocks = dim >> 4;
 
-  char* at = shared;
-  char* k_table = take_shared(at, 4 * k_entries);
-  char* v_table = take_shared(at, 4 * v_entries);
+  char* at = shared + v_table + 4 * v_entries;
   int4* k_about = (int4*)take_shared(at, 16 * blocks);
   int4* v_about = (int4*)take_shared(at, 16 * blocks);
   float* q = (float*)take_shared(at, 4 * ROWS * dim);      // by channel
@@ -98,11 +101,13 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1)
   char* ring = take_shared(at, RING_ROOM * warps) + RING_ROOM * warp;
   float2* sums_of_warps = (float2*)take_shared(at, 256 * blocks * NT * warps);
   float2* my_out = sums_of_warps + 32 * blocks * NT * warp;
+  char* staged = take_shared(at, TOKENS * dim * stages);  // codes of V, by warp
+  volatile int* ready = (int*)take_shared(at, 4 * stages);  // of each: 1, or 2 where its tile is damaged
 
   const int k_head = tiles ? head % k_heads : 0, v_head = tiles ? head % v_heads : 0;
   if (tiles) {  // on their way while the query is worked out
-    begin_copy(k_table, k_codes, 4 * k_entries);
-    begin_copy(v_table, v_codes, 4 * v_entries);
+    begin_copy(shared, k_codes, 4 * k_entries);
+    begin_copy(shared + v_table, v_codes, 4 * v_entries);
     begin_copy((char*)k_about, k_blocks + k_head * blocks, 16 * blocks);
     begin_copy((char*)v_about, v_blocks + v_head * blocks, 16 * blocks);
   }
@@ -165,6 +170,7 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1)
     positions[channel] = p;
   }
   for (int i = lane; i < 32 * blocks * NT; i += 32) my_out[i] = make_float2(0, 0);
+  if (threadIdx.x < stages) ready[threadIdx.x] = 0;
   copy_async_wait<0>();
   __syncthreads();
 
@@ -180,11 +186,29 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1)
     sums.most[i] = NO_WEIGHT;
     sums.sum[i] = 0;
   }
-  const Coder k_coder = {k_table, k_about}, v_coder = {v_table, v_about};
+  const Coder k_coder = {shared, 0, k_about}, v_coder = {shared, v_table, v_about};
   const Source sources[2] = {{k_words, k_n_words, k_bases, k_lengths, k_length_bytes, k_n_rows, k_ids, 0},
                              {v_words, v_n_words, v_bases, v_lengths, v_length_bytes, v_n_rows, v_ids, TOKENS / 4}};
   const int a_parts = (a_tokens + 15) / 16, b_parts = (b_tokens + 15) / 16;
-  for (int item = split + warp * splits; item < tiles + a_parts + b_parts; item += splits * warps) {
+  const int takers = stages ? stages : warps;
+  if (warp >= takers) {
+    // Decode V of the tile that another warp takes meanwhile, which finds it and reports what is wrong.
+    const int place = warp - takers, item = split + place * splits;
+    const int position = first_token + TOKENS * item, here = min(TOKENS, tokens - TOKENS * item);
+    if (item < tiles && here > 0 && position + here > mask.first && position < query_position + n) {
+      Tile found[2];
+      find_tiles(sources, (i64)pair * tiles + item, dim, found, mailbox);
+      if (found[1].words && found[1].length) {
+        StageTaker taker((uint2*)(staged + TOKENS * dim * place), v_about);
+        const bool damaged = decode_tile(found[1], v_coder, blocks, TOKENS / 4, ring, taker);
+        __threadfence_block();
+        __syncwarp();
+        if (lane == 0) ready[place] = 1 + damaged;
+      }
+    }
+  }
+  for (int item = warp < takers ? split + warp * splits : NO_ITEM; item < tiles + a_parts + b_parts;
+       item += splits * takers) {
     if (item >= tiles) {
       const int part = item - tiles;
       const bool second = part >= a_parts;
@@ -208,7 +232,7 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1)
     const int position = first_token + TOKENS * item, here = min(TOKENS, tokens - TOKENS * item);
     if (here <= 0 || position + here <= mask.first || position >= query_position + n) continue;
     const i64 number = (i64)pair * tiles + item;
-    if (lane < 2 && item + splits * warps < tiles) prefetch_line((lane ? v_ids : k_ids) + number + splits * warps);
+    if (lane < 2 && item + splits * takers < tiles) prefetch_line((lane ? v_ids : k_ids) + number + splits * takers);
     Tile found[2];
     find_tiles(sources, number, dim, found, mailbox);
     const Tile &k_tile = found[0], &v_tile = found[1];
@@ -306,8 +330,17 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1)
           weights[j][i][h] = transposed_halves(high | (u32)next << 16);
         }
     ValueTaker taker(my_out, decay, weights);
-    if (decode_tile(v_tile, v_coder, blocks, TOKENS / 4, ring, taker) && lane == 0)
-      report(mailbox, ERROR_DAMAGED, v_ids[number], 0, 0);
+    bool damaged;
+    if (stages) {
+      while (!ready[warp]) __nanosleep(50);
+      damaged = ready[warp] == 2;
+      __threadfence_block();
+      __syncwarp();
+      take_staged((const uint2*)(staged + TOKENS * dim * warp), v_about, blocks, taker);
+    } else {
+      damaged = decode_tile(v_tile, v_coder, blocks, TOKENS / 4, ring, taker);
+    }
+    if (damaged && lane == 0) report(mailbox, ERROR_DAMAGED, v_ids[number], 0, 0);
     const u32* exception = v_tile.words + 1 + TOKENS / 4 + (v_tile.units + 1) / 2;
     u32 least = 0;
     for (u32 e = 0; e < v_tile.exceptions; ++e, exception += EXCEPTION_WORDS) {

@@ -34,6 +34,9 @@ BUSY_WARPS = 26
 RESERVED_BYTES = 1 << 10
 #: Cuts that are kept: a context that grows needs others.
 MAX_CUTS = 4096
+#: Warps of a block that take a tile each, while as many decode V for them: of short contexts, in
+#: which a multiprocessor has no more tiles than that.
+STAGES = (4, 8, 10)
 #: The most splits of one launch.
 MAX_SPLITS = 256
 
@@ -90,6 +93,7 @@ class AttendTiles(Parameters):
     v_codes: Address
     v_blocks: Address
     v_entries: Int32
+    v_table: Int32
     a_keys: Address
     a_values: Address
     a_batch: Int64
@@ -115,9 +119,10 @@ class AttendTiles(Parameters):
     out_batch: Int64
     out_token: Int64
     mailbox: Address
+    stages: Int32
 
 
-_NO_TILES = (0,) * 29
+_NO_TILES = (0,) * 30
 
 
 class _Shape(NamedTuple):
@@ -126,6 +131,7 @@ class _Shape(NamedTuple):
     warps: int
     shared_bytes: int
     blocks: int  # of a multiprocessor
+    stages: int = 0  # warps whose V others decode
 
 
 class AttendKernels:
@@ -141,7 +147,8 @@ class AttendKernels:
         self._runner = runner
         self._spans: WeakKeyDictionary[Span, tuple[int, ...]] = WeakKeyDictionary()
         self._cuts: dict[tuple[int, int, int, int, int | None], int] = {}
-        self._shapes: dict[tuple[PlainVariant, int, int], tuple[_Shape, Launch]] = {}
+        self._shapes: dict[tuple[PlainVariant, int, int], list[_Shape]] = {}
+        self._launches: dict[tuple[PlainVariant, _Shape], Launch] = {}
 
     def attend(
         self,
@@ -253,13 +260,30 @@ class AttendKernels:
         self, pairs: int, dim: int, sm_budget: int | None, variant: PlainVariant, span: Span | None
     ) -> Cut:
         """Return how a span, or runs alone, are served."""
-        shape, launch = self._shape(
-            variant, dim, 0 if span is None else _entries(span.k_tables) + _entries(span.v_tables)
-        )
-        splits = partial(self._splits, pairs, shape=shape, sm_budget=sm_budget)
+        entries = 0 if span is None else _entries_before(span) + _entries(span.v_tables)
+        shapes = self._shapes_of(variant, dim, entries)
+        how = partial(self._how, pairs, variant=variant, shapes=shapes, sm_budget=sm_budget)
         if span is None:
-            return Cut(launch, 0, _NO_TILES, splits, {})
-        return Cut(launch, span.tiles, self._numbers(span), splits, {})
+            return Cut(0, _NO_TILES, how, {})
+        return Cut(span.tiles, self._numbers(span), how, {})
+
+    def _how(
+        self,
+        pairs: int,
+        items: int,
+        variant: PlainVariant,
+        shapes: list[_Shape],
+        sm_budget: int | None,
+    ) -> tuple[Launch, int]:
+        """Return what serves so many tiles and parts of runs of a head, and in how many splits."""
+        multiprocessors = self._multiprocessors(sm_budget)
+        for shape in shapes[1:]:
+            # Each warp takes one of them at the most: then latency decides, not throughput.
+            most = min(items, multiprocessors // pairs)
+            if most and ceil_div(items, most) <= shape.stages:
+                return self._bound(variant, shape), ceil_div(items, ceil_div(items, most))
+        splits = self._splits(pairs, items, shapes[0], sm_budget)
+        return self._bound(variant, shapes[0]), splits
 
     def _numbers(self, span: Span) -> tuple[int, ...]:
         """Return the parameters of a span, in the order of the kernel."""
@@ -276,11 +300,15 @@ class AttendKernels:
             *_table(span.v, "v"),
             *(span.v_ids.data_ptr(), v.heads, v.order.data_ptr()),
             *_coder(v),
+            4 * _entries_before(span),
         )
         return found
 
-    def _shape(self, variant: PlainVariant, dim: int, entries: int) -> tuple[_Shape, Launch]:
-        """Return the shape that has the most warps at once, and its launch."""
+    def _shapes_of(self, variant: PlainVariant, dim: int, entries: int) -> list[_Shape]:
+        """Return the shape that has the most warps at once, then those in which each takes a tile.
+
+        Of the latter the one of the fewest warps first.
+        """
         found = self._shapes.get((variant, dim, entries))
         if found is None:
             settings = dict(variant.settings)
@@ -299,16 +327,35 @@ class AttendKernels:
                     f"spans: lookup tables of {4 * entries} bytes, which do not fit into "
                     f"{room} bytes of shared memory"
                 )
-            best = max(shapes, key=lambda shape: shape.warps * shape.blocks)
-            launch = self._runner.bind(
+            best = [max(shapes, key=lambda shape: shape.warps * shape.blocks)]
+            tokens = TILE_BLOCK * int(settings["GROUPS"])
+            for stages in STAGES if entries else ():
+                warps = 2 * stages
+                shared = shared_bytes(dim, entries, row_groups, sets, warps)
+                shared += stages * (tokens * dim + 4) + 16
+                if 32 * warps <= threads and shared + RESERVED_BYTES <= room:
+                    best.append(_Shape(warps, shared, 1, stages))
+            found = self._shapes[variant, dim, entries] = best
+        return found
+
+    def _bound(self, variant: PlainVariant, shape: _Shape) -> Launch:
+        """Return the launch of a shape."""
+        found = self._launches.get((variant, shape))
+        if found is None:
+            found = self._launches[variant, shape] = self._runner.bind(
                 variant,
                 AttendTiles,
-                32 * best.warps,
-                best.shared_bytes,
+                32 * shape.warps,
+                shape.shared_bytes,
                 mailbox=self._runner.mailbox,
+                stages=shape.stages,
             )
-            found = self._shapes[variant, dim, entries] = best, launch
         return found
+
+    def _multiprocessors(self, sm_budget: int | None) -> int:
+        """Return how many multiprocessors kernels may use."""
+        there = self._runner.multiprocessors
+        return there if sm_budget is None else max(1, min(sm_budget, there))
 
     def _splits(self, pairs: int, items: int, shape: _Shape, sm_budget: int | None) -> int:
         """Return how many blocks share the tokens of a head."""
@@ -317,9 +364,7 @@ class AttendKernels:
         found = self._cuts.get(key)
         if found is not None:
             return found
-        multiprocessors = self._runner.multiprocessors
-        if sm_budget is not None:
-            multiprocessors = max(1, min(sm_budget, multiprocessors))
+        multiprocessors = self._multiprocessors(sm_budget)
         at_once = multiprocessors * shape.blocks
 
         def cost(splits: int) -> tuple[float, int]:
@@ -379,3 +424,9 @@ def _coder(tables: TileTables) -> tuple[int, int, int]:
 def _entries(tables: TileTables) -> int:
     """Return the entries of the lookup tables of all classes."""
     return tables.attend_codes.shape[0]
+
+
+def _entries_before(span: Span) -> int:
+    """Return the entries of K, filled up to a multiple of V's largest table."""
+    largest: int = 1 << max(span.v_tables.longest_codes)
+    return ceil_div(_entries(span.k_tables), largest) * largest

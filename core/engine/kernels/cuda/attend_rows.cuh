@@ -83,6 +83,56 @@ struct ValueTaker {
   }
 };
 
+// Codes of a tile of V that one warp decodes and another multiplies: two bytes for a pair of them,
+// [blocks][GROUPS][32]. The bytes are the upper ones of halves where a class has its codes whole in
+// them, else the codes + 128.
+__device__ __forceinline__ bool in_upper_bytes(const int4* about, int b) { return about[b].w >> 5 <= LONG_PAIRS; }
+
+struct StageTaker {
+  uint2* to;
+  const int4* about;  // as in Coder
+  bool upper;
+
+  __device__ __forceinline__ StageTaker(uint2* stage, const int4* about) : to(stage + (threadIdx.x & 31)), about(about) {}
+  __device__ __forceinline__ void begin(int b) { upper = in_upper_bytes(about, b); }
+  __device__ __forceinline__ void take(int j, const u32 (&a)[4]) {
+    uint2 bytes;
+    if (upper) {
+      bytes = make_uint2(__byte_perm(a[0], a[1], 0x7531), __byte_perm(a[2], a[3], 0x7531));
+    } else {
+      u32 x[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) x[i] = subtract_halves(a[i], 0xe480e480u);  // 1024 + 128 + code
+      bytes = make_uint2(__byte_perm(x[0], x[1], 0x6420), __byte_perm(x[2], x[3], 0x6420));
+    }
+    to[32 * j] = bytes;
+  }
+  __device__ __forceinline__ void finish(int) { to += 32 * GROUPS; }
+};
+
+template <class Taker>
+__device__ __forceinline__ void take_staged(const uint2* stage, const int4* about, int blocks, Taker& taker) {
+  const uint2* from = stage + (threadIdx.x & 31);
+#pragma unroll 1
+  for (int b = 0; b < blocks; ++b, from += 32 * GROUPS) {
+    const bool upper = in_upper_bytes(about, b);
+    taker.begin(b);
+#pragma unroll
+    for (int j = 0; j < GROUPS; ++j) {
+      const uint2 bytes = from[32 * j];
+      u32 a[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const u32 two = i < 2 ? bytes.x : bytes.y;
+        if (upper) a[i] = __byte_perm(two, 0, i & 1 ? 0x3424 : 0x1404);
+        else a[i] = subtract_halves(__byte_perm(two, 0x64646464u, i & 1 ? 0x4342 : 0x4140), 0x64806480u);
+      }
+      taker.take(j, a);
+    }
+    taker.finish(b);
+  }
+}
+
 // ---------------------------------------------------------------- softmax
 
 struct Mask {

@@ -52,20 +52,19 @@ _NO_RUN = Run(0, 0, 0, 0, 0, 0, 0)
 
 
 class Cut(NamedTuple):
-    """A span's launch, its tiles and parameters, and the splits of each number of items."""
+    """A span's tiles and parameters, and the launch and the splits of each number of items."""
 
-    launch: Launch
     tiles: int
     numbers: tuple[int, ...]
-    splits_of: Callable[[int], int]
-    known: dict[int, int]
+    how_of: Callable[[int], tuple[Launch, int]]
+    known: dict[int, tuple[Launch, int]]
 
-    def splits(self, first: Run, second: Run) -> int:
-        """Return how many blocks share the tokens of a head, with these runs."""
+    def how(self, first: Run, second: Run) -> tuple[Launch, int]:
+        """Return what serves it with these runs, and how many blocks share the tokens of a head."""
         items = self.tiles + (first.tokens + 15) // 16 + (second.tokens + 15) // 16
         found = self.known.get(items)
         if found is None:
-            found = self.known[items] = self.splits_of(items)
+            found = self.known[items] = self.how_of(items)
         return found
 
 
@@ -184,8 +183,8 @@ class PreparedAttention:
             cut = chunk.cuts[i] if i < len(chunk.cuts) else chunk.rest
             first = runs[2 * i] if 2 * i < len(runs) else _NO_RUN
             second = runs[2 * i + 1] if 2 * i + 1 < len(runs) else _NO_RUN
-            splits = cut.splits(first, second)
-            launches.append((cut, first, second, splits, slots))
+            launch, splits = cut.how(first, second)
+            launches.append((launch, cut, first, second, splits, slots))
             slots += splits
         pairs, group, dim = self._pairs, self._group, self._dim
         values = slots * pairs * group * chunk.tokens * dim
@@ -196,8 +195,8 @@ class PreparedAttention:
             *(slots, parts, stats, self._arrived.data_ptr()),
             *(0 if sinks is None else sinks.data_ptr(), *to),
         )
-        for cut, first, second, splits, slot in launches:
-            cut.launch(splits * pairs, *rows, *cut.numbers, *first, *second, splits, slot, *behind)
+        for launch, cut, first, second, splits, slot in launches:
+            launch(splits * pairs, *rows, *cut.numbers, *first, *second, splits, slot, *behind)
 
 
 def _aligned(keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

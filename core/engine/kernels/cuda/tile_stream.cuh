@@ -71,7 +71,8 @@ struct Source {  // coded tiles of K or of V
   int parameter_words;
 };
 struct Coder {  // what a block knows of their symbols, in shared memory
-  const char* tables;
+  const char* tables;  // of K and V: one address, so that it stands in no register
+  int first;           // where those of this one begin, a multiple of the largest
   // Of each block of positions: where its table begins, a multiple of its size; the mask of an entry's place
   // in it; the bits that a lane needs at an ask; and how symbols are read, above five bits that say by how
   // much what the lane has is turned to the right: turned by `left` - needed bits in addition, the next
@@ -209,31 +210,36 @@ __device__ __forceinline__ u32 end_stream(const Stream& s, const Tile& tile, int
 struct Class {  // what a block's Coder says, in registers
   u32 table, mask, turn;
 };
+// SEVERAL symbols follow an ask: what the lane has is turned once for all of them, else on the way to the one.
+template <bool SEVERAL>
 __device__ __forceinline__ void ask_units(Stream& s, const Class& c, u32 below) {
   s.next += 2 * __popc(take_units(s.bits, s.state, s.next, below));
-  s.turned = __funnelshift_r(s.bits, s.bits, c.turn);
+  if (SEVERAL) s.turned = __funnelshift_r(s.bits, s.bits, c.turn);
 }
 // The entry of the next symbol: minus its bits in the lower half, codes in the upper one.
+template <bool SEVERAL>
 __device__ __forceinline__ u32 next_symbol(Stream& s, const Class& c) {
-  const u32 entry = *(const u32*)(s.tables + ((__funnelshift_r(s.turned, s.turned, s.state) & c.mask) | c.table));
+  const u32 from = SEVERAL ? s.turned : s.bits, by = SEVERAL ? s.state : s.state + c.turn;
+  const u32 entry = *(const u32*)(s.tables + ((__funnelshift_r(from, from, by) & c.mask) | c.table));
   s.state += entry;
   return entry;
 }
 // The halves of two codes, for pair number i. Those up to 8 are whole in the upper byte of a half.
 template <int SYMBOLS>
 __device__ __forceinline__ u32 next_pair(Stream& s, const Class& c, int i, bool always, u32 below) {
+  constexpr bool SEVERAL = SYMBOLS != LONG_PAIRS && SYMBOLS != LONG_SINGLES;
   if (SYMBOLS == SHORT_SINGLES || SYMBOLS == LONG_SINGLES) {
-    ask_units(s, c, below);
-    const u32 first = next_symbol(s, c);
-    if (SYMBOLS == LONG_SINGLES) ask_units(s, c, below);
-    return __byte_perm(first, next_symbol(s, c), 0x7632);
+    ask_units<SEVERAL>(s, c, below);
+    const u32 first = next_symbol<SEVERAL>(s, c);
+    if (SYMBOLS == LONG_SINGLES) ask_units<SEVERAL>(s, c, below);
+    return __byte_perm(first, next_symbol<SEVERAL>(s, c), 0x7632);
   }
-  if (SYMBOLS == LONG_PAIRS || i % 2 == 0 || (SYMBOLS == WIDE_PAIRS && always)) ask_units(s, c, below);
-  const u32 entry = next_symbol(s, c);
+  if (SYMBOLS == LONG_PAIRS || i % 2 == 0 || (SYMBOLS == WIDE_PAIRS && always)) ask_units<SEVERAL>(s, c, below);
+  const u32 entry = next_symbol<SEVERAL>(s, c);
   if (SYMBOLS != WIDE_PAIRS) return __byte_perm(entry, 0, 0x3424);
   return subtract_halves(__byte_perm(entry, 0x64646464u, 0x4342), 0x64806480u);  // 1024 + 128 + code
 }
-// On sm_90 two values take some 11 instructions as a pair of a short code, 17 of a long one, 21 and 32 as
+// On sm_90 two values take some 11 instructions as a pair of a short code, 16 of a long one, 21 and 32 as
 // singles: two look-ups 4 each, an ask 11.
 template <int SYMBOLS, class Taker>
 __device__ __forceinline__ void decode_block(Stream& s, const Class& c, bool always, u32 below, Taker& taker) {
@@ -264,7 +270,7 @@ __device__ __forceinline__ bool decode_tile(const Tile& tile, const Coder& coder
     const int4 block = coder.blocks[b];
     // The lowest lanes are never all 32: adds nothing, but makes the compiler keep the table in a lane's
     // register. From a uniform one it copies it for each symbol, as it cannot combine two of them.
-    const Class c = {(u32)block.x | below >> 31, (u32)block.y, (u32)block.w};
+    const Class c = {(u32)(coder.first + block.x) | below >> 31, (u32)block.y, (u32)block.w};
     const int symbols = block.w >> 5;
     s.state += needed - block.z;
     needed = block.z;
