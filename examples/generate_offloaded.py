@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from graphsage.options import DTYPES
 from graphsage.report import OUTPUT, Steps, make_console, write_json
 from textgen.generation import Measured, Run, generate
@@ -41,8 +40,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser(__doc__ or "")
     options = parser.parse_args(arguments)
     device = checked_device(parser, options)
+    from transformers.utils import logging  # not for --help: it takes seconds
+
     # Progress is shown by this script, on one line; warnings of the model are shown too.
-    transformers.utils.logging.disable_progress_bar()
+    logging.disable_progress_bar()
     try:
         with Steps() as steps, ExitStack() as stack:
             path = model_folder(options, device, steps, stack)
@@ -140,6 +141,8 @@ def loaded(
 
 def make_prompt(path: str, options: argparse.Namespace) -> tuple[Prompt, Any]:
     """Return the prompt, and the tokenizer where the model has one."""
+    import transformers
+
     try:
         config = transformers.AutoConfig.from_pretrained(path)
         tokenizer = None
@@ -170,6 +173,8 @@ def release(device: torch.device) -> None:
 
 def facts_of(options: argparse.Namespace, prompt: Prompt, device: torch.device) -> dict[str, Any]:
     """Return the values common to all runs."""
+    import transformers
+
     names = (
         *("model", "size", "dtype", "prompt", "new_tokens", "weights", "keep", "depth"),
         *("sm_budget", "cache", "window", "block_tokens", "offload", "seed"),

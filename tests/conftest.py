@@ -19,6 +19,10 @@ from hypothesis import settings
 import bitslab
 from tests import gpu, pairwise
 
+# Cycles are rare in what tests make, and those that look for one collect by themselves: the usual
+# threshold of 700 objects takes 5 to 10 % of the time of short tests, and 15 % of the collection.
+gc.set_threshold(50_000, 20, 20)
+
 # Asserts outside test_*.py say what differed only when pytest rewrites them.
 pytest.register_assert_rewrite("tests.engine.codecs.contract", "tests.engine.codecs.model")
 
@@ -142,9 +146,6 @@ def keep_what_is_there() -> None:
 
 def pytest_collection_finish() -> None:
     keep_what_is_there()
-    # Cycles are rare in what tests make, and those that look for one collect by themselves: the
-    # usual threshold of 700 objects takes 5 to 10 % of the time of short tests.
-    gc.set_threshold(50_000, 20, 20)
 
 
 @pytest.hookimpl(wrapper=True)

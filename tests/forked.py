@@ -51,25 +51,57 @@ def run_forked(
     timeout_s : int
         Seconds until it is ended by SIGALRM.
     """
+    (done,) = run_forked_together(
+        [arguments], imports=imports, cwd=cwd, input=input, env=env, timeout_s=timeout_s
+    )
+    return done
+
+
+def run_forked_together(
+    commands: Sequence[Sequence[str | Path]],
+    *,
+    imports: Sequence[str] = ("torch", "bitslab"),
+    cwd: str | Path | None = None,
+    input: str = "",
+    env: Mapping[str, str] | None = None,
+    timeout_s: int = 300,
+) -> list[subprocess.CompletedProcess[str]]:
+    """Run Python several times at once, as `run_forked` does once.
+
+    Parameters
+    ----------
+    commands : sequence of sequence of str or Path
+        The arguments of each.
+    imports, cwd, input, env, timeout_s
+        As for `run_forked`, of each.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        files = [Path(folder, name) for name in ("in", "out", "err")]
-        files[0].write_text(input)
-        given = [str(argument) for argument in arguments]
-        request = {
-            "arguments": given,
-            "cwd": str(cwd or os.getcwd()),
-            "env": dict(os.environ if env is None else env),
-            "timeout_s": timeout_s,
-            "files": [str(path) for path in files],
-        }
+        requests: list[dict[str, Any]] = []
+        for i, arguments in enumerate(commands):
+            files = [Path(folder, f"{name}{i}") for name in ("in", "out", "err")]
+            files[0].write_text(input)
+            request = {
+                "arguments": [str(argument) for argument in arguments],
+                "cwd": str(cwd or os.getcwd()),
+                "env": dict(os.environ if env is None else env),
+                "timeout_s": timeout_s,
+                "files": [str(path) for path in files],
+            }
+            requests.append(request)
         parent = _parent_of(tuple(imports))
         assert parent.stdin is not None and parent.stdout is not None
-        parent.stdin.write(json.dumps(request) + "\n")
+        parent.stdin.write(json.dumps(requests) + "\n")
         parent.stdin.flush()
-        status = parent.stdout.readline()
-        assert status, f"a process that has imported {', '.join(imports)} has ended"
-        out, err = (path.read_text() for path in files[1:])
-        return subprocess.CompletedProcess(given, int(status), out, err)
+        statuses = parent.stdout.readline()
+        assert statuses, f"a process that has imported {', '.join(imports)} has ended"
+        return [
+            subprocess.CompletedProcess(
+                request["arguments"],
+                status,
+                *(Path(path).read_text() for path in request["files"][1:]),
+            )
+            for request, status in zip(requests, json.loads(statuses), strict=True)
+        ]
 
 
 @functools.cache
@@ -92,12 +124,15 @@ def _next_request(imports: Sequence[str]) -> dict[str, Any] | None:
     gc.collect()
     gc.freeze()
     for line in sys.stdin:
-        child = os.fork()
-        if child == 0:
-            request: dict[str, Any] = json.loads(line)
-            return request
-        _, status = os.waitpid(child, 0)
-        print(os.waitstatus_to_exitcode(status), flush=True)
+        children = []
+        request: dict[str, Any]
+        for request in json.loads(line):
+            child = os.fork()
+            if child == 0:
+                return request
+            children.append(child)
+        statuses = [os.waitpid(child, 0)[1] for child in children]
+        print(json.dumps([os.waitstatus_to_exitcode(status) for status in statuses]), flush=True)
     return None
 
 

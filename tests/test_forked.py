@@ -36,6 +36,20 @@ def test_a_fork_does_what_a_process_does(code: str) -> None:
     assert done.stderr == alone.stderr
 
 
+def test_several_run_at_once(tmp_path: Path) -> None:
+    # Each waits for the other's file.
+    code = (
+        "import pathlib, sys, time\n"
+        "pathlib.Path(sys.argv[1]).touch()\n"
+        "while not pathlib.Path(sys.argv[2]).exists(): time.sleep(0.01)\n"
+        "print(sys.argv[1]); sys.exit(sys.argv[1] == 'b')"
+    )
+    done = forked.run_forked_together(
+        [["-c", code, *names] for names in ("ab", "ba")], imports=("json",), cwd=tmp_path
+    )
+    assert [(each.returncode, each.stdout) for each in done] == [(0, "a\n"), (1, "b\n")]
+
+
 def test_an_error_is_shown_with_its_place() -> None:
     done = run(["-c", "def f():\n    1 / 0\nf()"])
     assert done.returncode == 1

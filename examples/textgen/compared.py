@@ -8,12 +8,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from transformers import DynamicCache
-
-from bitslab.integrations.transformers import KVCompCache
 
 from .accuracy import CHUNK_TOKENS, Score
-from .rounded import PEERS, rounded_cache
 
 #: Tokens before the last ones that no cache of these rounds: what CHUNK_TOKENS at a time allows.
 WINDOW = CHUNK_TOKENS
@@ -79,6 +75,12 @@ def named_caches(
     peers : bool
         Whether the roundings of other works are among them.
     """
+    from transformers import DynamicCache
+
+    from bitslab.integrations.transformers import KVCompCache
+
+    from .rounded import PEERS, rounded_cache
+
     ours = partial(KVCompCache, config, window=WINDOW, block_tokens=CHUNK_TOKENS)
     made: dict[str, Callable[[], Any]] = {"plain": partial(DynamicCache, config=config)}
     for error in errors:
@@ -98,6 +100,8 @@ def named_caches(
 
 def compared(found: Mapping[str, Score], dtype: torch.dtype) -> list[Compared]:
     """Return a row for each cache; `dtype` is that of K and V."""
+    from .rounded import PEERS
+
     rows = []
     for name, score in found.items():
         bits = 16.0

@@ -7,11 +7,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from transformers.generation.streamers import BaseStreamer
 
-
-class Clock(BaseStreamer):  # type: ignore[misc, unused-ignore]
-    """Records the time of each token of `generate`; the first call is for the prompt.
+class Clock:
+    """A streamer that records the time of each token of `generate`; the first is for the prompt.
 
     Parameters
     ----------

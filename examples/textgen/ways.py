@@ -1,4 +1,7 @@
-"""The ways to keep a model's weights and its K/V cache, and what each moves for a token."""
+"""The ways to keep a model's weights and its K/V cache, and what each moves for a token.
+
+What needs transformers imports it: a script's ``--help`` does not wait for it.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import transformers
 
 from bitslab.errors import ArgumentError
-from bitslab.integrations.transformers import BitslabConfig, CompressedCache, KVCompCache
 from bitslab.offload import OffloadedModel, find_offloaded
 
 WEIGHTS = {
@@ -25,8 +26,6 @@ CACHES = {
     "compressed": "packed; on a GPU in host memory, new blocks appended (CompressedCache)",
     "kvcomp": "the same, quantised too: within --error, other tokens may follow (KVCompCache)",
 }
-#: Caches that pack.
-PACKED = (CompressedCache, KVCompCache)
 #: Called with how much is done, and of how much.
 Report = Callable[[int, int], None]
 
@@ -117,6 +116,10 @@ def load(
     report : Report, optional
         Called with the bytes that are packed, and the bytes in all.
     """
+    import transformers
+
+    from bitslab.integrations.transformers import BitslabConfig
+
     if way in ("device", "offload"):
         model: Any = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
         if way == "device":
@@ -139,6 +142,10 @@ def load(
 
 def make_cache(way: str, model: Any, device: torch.device, options: CacheOptions) -> Any:
     """Make an empty cache of CACHES for a model."""
+    import transformers
+
+    from bitslab.integrations.transformers import CompressedCache, KVCompCache
+
     if way == "kvcomp":
         model.set_attn_implementation("bitslab")
         return KVCompCache(
@@ -174,7 +181,7 @@ def weight_sizes(model: Any) -> list[Size]:
 
 def cache_sizes(cache: Any) -> list[Size]:
     """Return the size of each layer's packed keys and values; empty where none are packed."""
-    if not isinstance(cache, PACKED):
+    if not _packs(cache):
         return []
     found = []
     for i, layer in enumerate(cache.layers):
@@ -190,7 +197,7 @@ def traffic(weights_way: str, model: Any, cache: Any) -> tuple[Traffic, Traffic]
     On a CPU, where nothing crosses: the packed bytes that were decoded or stored.
     """
     up = down = weights = 0.0
-    if isinstance(cache, PACKED):
+    if _packs(cache):
         stats = cache.stats()
         up, down = stats["moved_to_device_bytes"], stats["moved_to_host_bytes"]
     # What is packed on the device crosses no link.
@@ -219,6 +226,12 @@ def known_traffic(
     if cache_way == "offloaded":
         kept = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
     return Traffic(weights, kept), Traffic(0, kept)
+
+
+def _packs(cache: Any) -> bool:
+    from bitslab.integrations.transformers import CompressedCache, KVCompCache
+
+    return isinstance(cache, CompressedCache | KVCompCache)
 
 
 def _streamed(model: Any) -> OffloadedModel | None:

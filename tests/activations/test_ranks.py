@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.forked import run_forked_together
 
 RANK = """
 import json, sys
@@ -82,19 +82,12 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Return what two ranks saw."""
     folder = str(tmp_path_factory.mktemp("ranks"))
     root = str(Path(__file__).resolve().parents[2])
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK, root, str(rank), folder],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    outputs = [process.communicate(timeout=120) for process in started]
-    for process, (_, errors) in zip(started, outputs, strict=True):
-        assert process.returncode == 0, errors
-    return [json.loads(out.splitlines()[-1]) for out, _ in outputs]
+    done = run_forked_together(
+        [["-c", RANK, root, str(rank), folder] for rank in range(2)], timeout_s=120
+    )
+    for each in done:
+        assert each.returncode == 0, each.stderr
+    return [json.loads(each.stdout.splitlines()[-1]) for each in done]
 
 
 @pytest.mark.parametrize("case", ["ddp False", "ddp True", "fsdp2 False"])

@@ -652,10 +652,11 @@ SIMT_PUBLIC bool simt_map_memory(Memory* memory) { return map_memory(*memory); }
 }  // namespace simt
 
 // The compiler's own checks, reported as a launch error. The loader asks for those that matter on a
-// GPU: it faults on a misaligned access, and shifts by 32 or more differ between processors.
+// GPU: it faults on a misaligned access, and shifts by 32 or more differ between processors. It asks
+// for those that do not come back (-fno-sanitize-recover), which take less code.
 struct SimtCheck { const char* file; unsigned line, column; };
 #define SIMT_CHECK(name, format, ...)                                                         \
-  extern "C" inline __attribute__((used)) void __ubsan_handle_##name(                         \
+  extern "C" [[noreturn]] inline __attribute__((used)) void __ubsan_handle_##name##_abort(    \
       SimtCheck* check, [[maybe_unused]] long long a, [[maybe_unused]] long long b) {         \
     SIMT_FAIL(format " at %s:%u", __VA_ARGS__ simt::base_name(check->file), check->line);     \
   }

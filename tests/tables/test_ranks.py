@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ import torch
 
 from bitslab import ArgumentError, CompressedTable, SlabCache
 from bitslab.tables import ranks
+from tests.forked import run_forked_together
 from tests.tables.kinds import make, weights
 
 RANK = """
@@ -97,20 +96,10 @@ def seen(tmp_path_factory) -> list[dict[str, Any]]:
     """Results of each of two ranks."""
     folder = tmp_path_factory.mktemp("ranks")
     root = str(Path(__file__).parents[2])
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK, root, str(rank), str(folder)],
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        errors = [process.communicate(timeout=120)[1] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0, 0], "\n".join(errors)
+    done = run_forked_together(
+        [["-c", RANK, root, str(rank), folder] for rank in range(2)], timeout_s=120
+    )
+    assert [each.returncode for each in done] == [0, 0], "\n".join(each.stderr for each in done)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 

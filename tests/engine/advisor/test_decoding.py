@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -13,6 +11,7 @@ from bitslab import ArgumentError, InvariantCodec, RawCodec
 from bitslab.engine.advisor import cache as cache_module
 from bitslab.engine.advisor import decode_bytes_per_s
 from bitslab.engine.advisor import decoding as decoding_module
+from tests.forked import run_forked_together
 
 ROWS = (torch.randn(300, 64, generator=torch.Generator().manual_seed(0)) / 8).bfloat16()
 CODEC = InvariantCodec.fit(ROWS)
@@ -133,13 +132,8 @@ for columns in range(1, 13):
     codec = RawCodec((columns,), torch.float32)
     assert decode_bytes_per_s(codec, "cpu", torch.ones(9, columns)) > 0
 """
-    running = [
-        subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
-        for _ in range(2)
-    ]
-    for process in running:
-        _, errors = process.communicate(timeout=120)
-        assert process.returncode == 0, errors
+    for done in run_forked_together([["-c", code]] * 2, timeout_s=120):
+        assert done.returncode == 0, done.stderr
     assert len(list(folder.iterdir())) == 12
     for path in folder.iterdir():
         assert json.loads(path.read_text())["bytes_per_s"] > 0

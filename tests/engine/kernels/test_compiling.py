@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
+
+from tests.forked import run_forked_together
 
 #: Each of two processes compiles what the other has compiled, or is compiling, for other widths.
 CODE = """
@@ -39,8 +39,6 @@ for kernel in (count, copy, move) if width == 2 else (move, copy, count):
 def test_processes_share_a_new_cache(tmp_path: Path) -> None:
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
     for _ in range(2):  # into the new cache, then out of it
-        running = [
-            subprocess.Popen([sys.executable, "-c", CODE, width], env=environment)
-            for width in ("2", "4")
-        ]
-        assert [process.wait(timeout=300) for process in running] == [0, 0]
+        for done in run_forked_together([["-c", CODE, width] for width in "24"], env=environment):
+            assert done.returncode == 0, done.stderr
+        assert list(tmp_path.rglob("*.nbc"))

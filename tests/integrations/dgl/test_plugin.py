@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 from dgl.frame import Column
 
 from bitslab.integrations.dgl import CompressedColumn
 from bitslab.integrations.dgl.testing import OPTION, CompressEveryColumn
+from tests.forked import run_forked
 from tests.helpers import same_bits
 from tests.integrations.dgl.graphs import features, homogeneous
-
-pytest_plugins = ["pytester"]
 
 SUITE = """
 import dgl, torch
@@ -47,15 +48,17 @@ assert resource.getrlimit(resource.RLIMIT_NOFILE) == (most, most)
 """
 
 
-def test_runs_with_and_without_the_option(pytester, monkeypatch):
-    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+def test_runs_with_and_without_the_option(tmp_path):
     names = {"test_with": ["CompressedColumn", "CompressedColumn", "Column"]}
     names["test_without"] = ["Column"] * 3
-    pytester.makepyfile(**{n: SUITE.replace("{expected}", repr(names[n])) for n in names})
-    pytester.makeini("[pytest]\nfilterwarnings = error::bitslab.DecodedCopyWarning")
-    result = pytester.runpython(pytester.makepyfile(runs=RUNS.format(option=OPTION)))
-    assert result.ret == 0
-    report = [line for line in result.outlines if line.startswith("bitslab: ")]
+    for name in names:
+        (tmp_path / f"{name}.py").write_text(SUITE.replace("{expected}", repr(names[name])))
+    warned = "[pytest]\nfilterwarnings = error::bitslab.DecodedCopyWarning\n"
+    (tmp_path / "pytest.ini").write_text(warned)
+    env = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    done = run_forked(["-c", RUNS.format(option=OPTION)], cwd=tmp_path, env=env)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = [line for line in done.stdout.splitlines() if line.startswith("bitslab: ")]
     assert len(report) == 1 and report[0].startswith("bitslab: 3 columns were compressed, ")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-import subprocess
+import os
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +20,7 @@ from bitslab import MissingExtraError
 from bitslab.integrations.pyg import testing
 from bitslab.integrations.pyg.testing import wrapped
 from bitslab.tensors.feature_tensor import FeatureTensor
+from tests.forked import run_forked
 from tests.integrations.pyg.graphs import features, same
 
 OPTION = "--bitslab-compress-features"
@@ -46,6 +47,14 @@ def test_no_warning_of_decoded_copies():
     assert Data(x=torch.ones(1 << 12, 1 << 7)).x.sum() == 1 << 19
 """
 
+RUN = """
+import resource, sys
+import pytest
+_, highest = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (200, highest))
+sys.exit(pytest.main(sys.argv[1:]))
+"""
+
 
 def configured(asked: bool) -> Any:
     """Return a pytest config with the attributes that the plug-in uses."""
@@ -59,9 +68,8 @@ def test_the_option_compresses_the_features_of_a_suite(tmp_path):
     warned = "[pytest]\nfilterwarnings = error::bitslab.DecodedCopyWarning\n"
     (tmp_path / "pytest.ini").write_text(warned)
     plugins = ["-p", "other", "-p", testing.__name__, "-p", "no:cacheprovider"]
-    command = [sys.executable, "-m", "pytest", *plugins, OPTION]
-    limited = ["sh", "-c", 'ulimit -Sn 200; exec "$@"', "sh", *command]
-    done = subprocess.run(limited, cwd=tmp_path, capture_output=True, text=True)
+    env = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    done = run_forked(["-c", RUN, *plugins, OPTION], cwd=tmp_path, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "float features of PyG graphs are compressed" in done.stdout
 

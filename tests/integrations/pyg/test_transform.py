@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import traceback
 
 import pytest
 import torch
@@ -153,8 +154,11 @@ def test_refusals():
 def test_a_worker_says_that_it_cannot_use_a_gpu(monkeypatch):
     fetch = FetchFeatures.detach(data := packed_graph(homogeneous(), device="cpu"))
     fetch._device = torch.device("cuda", 0)  # as on a machine that has one
-    with pytest.raises(BitslabError, match="in a worker process of a loader; call it on the"):
+    with pytest.raises(BitslabError, match="worker process of a loader; call it on the") as raised:
         list(load(data, transform=fetch, num_workers=1))
+    # The error that torch raises again is in a cycle with the loader's iterator, and one that the
+    # collector finds waits five seconds for its worker.
+    traceback.clear_frames(raised.tb)
 
 
 @pytest.mark.gpu
