@@ -415,9 +415,7 @@ class Executor:
     def fetch(self, copy: StoredCopy) -> None:
         """Begin to bring a copy back, if it is not here or coming already."""
         with self._lock:
-            if copy.original is not None and not copy.is_lossy:
-                return
-            if any(t is not None for t in (copy.restored, copy.fetched, copy.staged)):
+            if copy.is_here:
                 return
             stored, raw = copy.stored, copy.on_host
             assert stored is not None

@@ -41,4 +41,5 @@ class ReadOrder:
             if ahead_bytes and ahead_bytes + following.nbytes > most_bytes:
                 return
             ahead_bytes += following.nbytes
-            fetch(following)
+            if not following.is_here:
+                fetch(following)
