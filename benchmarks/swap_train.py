@@ -51,7 +51,9 @@ Report = Callable[[str], None]
 EPOCH_IMAGES = {"imagenet": 1_281_167, "cifar": 50_000}
 #: Ways of which a step is shown by stream and kernel.
 PROFILED = ("raw", "static", "auto", "lossy")
-WARM_UP = {"auto": 6, "lossy": 6}  # two profiles, and a step as decided by the second
+#: Profiles of passes 0, 2, 4, 8 and 16, of which the first ones find codecs that are not fitted
+#: yet, and steps as decided by the last.
+WARM_UP = {"auto": 20, "lossy": 20}
 LEAST_STEPS = 3
 #: A way that is slower than that is timed for fewer steps.
 WAY_SECONDS = 4.0

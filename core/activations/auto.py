@@ -86,7 +86,10 @@ class AutoPolicy:
             if self._profiled is not None:
                 changed = self._evaluate(self._profiled)
             due = number % self._every == 0 or number == WARM_PASS or self._epoch_began
+            # Codecs that were not fitted to a GPU's tensors at the last profile: soon, then later.
+            due |= self._codecs.was_fitting and number & (number - 1) == 0
             if self._profiled is None and (due or not self._profiles):
+                self._codecs.was_fitting = False
                 entered.profile = PassProfile(self._codecs)
                 self._profiled = entered
                 self._epoch_began = False
@@ -174,7 +177,8 @@ class AutoPolicy:
             since = self._fitted.get(record.site)
             if since is None or record.drifted(since):
                 self._fitted[record.site] = record
-                if since is not None:
+                # Codecs that were not fitted then are new.
+                if since is not None and record.ratio.keys() <= since.ratio.keys():
                     self._codecs.refit(sites[record.site])
 
     def _tell(self, device: torch.device, error: BaseException) -> None:

@@ -232,6 +232,14 @@ class StoredCopy:
         """Whether other bits than those of the original may come back."""
         return self.codec is not None and self.codec.error_bound is not None
 
+    @property
+    def is_here(self) -> bool:
+        """Whether it is on the device, or coming, so that it need not be fetched."""
+        coming = self.fetched is not None or self.arrived is not None
+        if coming or self.restored is not None or self.staged is not None:
+            return True
+        return self.original is not None and not self.is_lossy
+
     def add_view(self, view: SavedView) -> None:
         """Record a saved tensor; it holds this copy, which holds it weakly."""
         view.round = self._round - 1

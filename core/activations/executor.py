@@ -389,7 +389,7 @@ class Executor:
     def read_ahead(self, copy: StoredCopy) -> None:
         """Begin to read a copy of a GPU from the disk, if it is there."""
         with self._lock:
-            away = self._is_away(copy) and copy.ticket is not None
+            away = copy.ticket is not None and not copy.is_here
             if self.on_gpu and away and self._tiers.has_room_to_read(copy.nbytes):
                 assert self._disk is not None
                 self._disk.read(copy)
@@ -400,7 +400,7 @@ class Executor:
         One that comes from the disk crosses to a GPU when it has been read, or is waited for `now`.
         """
         with self._lock:
-            if not self._is_away(copy):
+            if copy.is_here:
                 return
             stored, raw = copy.stored, copy.on_host
             # In this order: see `RawOnHost.packed`.
@@ -524,14 +524,6 @@ class Executor:
         return torch.empty(0, dtype=copy.dtype, device=self.device).set_(
             storage, offset, (copy.elements,), (1,)
         )
-
-    @staticmethod
-    def _is_away(copy: StoredCopy) -> bool:
-        """Return whether a copy is not on the device, nor on its way there."""
-        if copy.original is not None and not copy.is_lossy:
-            return False
-        here = copy.restored, copy.fetched, copy.arrived, copy.staged
-        return all(each is None for each in here)
 
     def _use_here(self, copy: StoredCopy, t: torch.Tensor) -> None:
         """Order torch's current stream behind the one that made a tensor, where that is another."""

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from ..errors import ModifiedInPlaceError
-from .identity import root_of
 
 #: Functions of autograd between a leaf and what is only another form of it.
 _FORMS = (
@@ -88,10 +87,12 @@ def is_form_of_leaf(t: torch.Tensor) -> bool:
 
     So are autocast's copies of weights, and FSDP2's unsharded parameters, which no module lists.
     """
-    base = root_of(t)
-    if base.is_leaf:
-        return base.requires_grad or isinstance(base, nn.Parameter)
+    base = t._base
+    if base is None:
+        base = t
     node = base.grad_fn
+    if node is None:  # a leaf
+        return base.requires_grad or isinstance(base, nn.Parameter)
     for _ in range(_MOST_FORMS):
         if node is None:
             return False

@@ -27,8 +27,8 @@ from .lossy import ErrorSample
 from .moments import now
 from .pass_record import NamedView, PassRecord
 from .policies import CHECKPOINT, HOST, KEEP, RAW, REPLAY, Choice, Codecs, Policy, Tier
-from .profile import sample_of
 from .read_order import ReadOrder
+from .samples import sample_of
 from .sites import Select, Site, is_exact, operation_of, running_module
 from .tiers import Tiers
 from .verify import Verifier
@@ -399,6 +399,8 @@ class SavedTensorHooks:
         """Return the codec of a site's tensor; None where it crosses raw."""
         codec = self._codecs.for_site(counts.choice, counts.site, flat)
         if codec is None:
+            if self._codecs.is_fitting(counts.choice, counts.site, flat.dtype):
+                return None
             why = f"Raw: {counts.choice} takes no {flat.dtype} on {flat.device}."
             counts.decided(Choice(RAW, why))
         elif codec.error_bound is not None:
@@ -576,6 +578,7 @@ class SavedTensorHooks:
 
     def close(self) -> None:
         """End threads; what was saved can still be read."""
+        self._codecs.close()
         for executor in self.executors():
             executor.close()
 

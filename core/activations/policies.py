@@ -11,6 +11,7 @@ import torch
 from ..engine.codecs.blob import BlobCodec
 from ..engine.codecs.registry import codec_names, get_codec
 from ..errors import ArgumentError, ArgumentTypeError
+from .fitting import SampleFits
 from .host_packing import PACKED_ABOVE
 from .lossy import MEASURED_RATES, RATE_OPTION, Lossy, LossyRate
 from .pass_record import PassRecord
@@ -28,6 +29,10 @@ CHECKPOINT: Final = "checkpoint"
 
 #: Where a tensor waits: on the device, in host memory, or on an SSD behind that.
 Tier = Literal["device", "host", "disk"]
+
+
+#: Name of a codec, name of a site, and dtype.
+FitKey = tuple[str, str, torch.dtype]
 
 
 class Choice(NamedTuple):
@@ -111,12 +116,19 @@ class Codecs:
             if found.error_bound is None:
                 raise ArgumentError(f"lossy: {self.lossy!r} is lossless, name it in codecs=")
             self._known[self.lossy] = found
-        self._fitted: dict[tuple[str, str, torch.dtype], BlobCodec] = {}
+        self._fitted: dict[FitKey, BlobCodec] = {}
+        #: Of those, what is to be fitted anew.
+        self._outdated: set[FitKey] = set()
+        self._fits = SampleFits()
+        #: Set where a codec was asked for that was not fitted yet.
+        self.was_fitting = False
         self._at_rate: dict[int, BlobCodec] = {}
         self._lock = threading.Lock()
 
     def for_site(self, name: str, site: Site, flat: torch.Tensor) -> BlobCodec | None:
-        """Return a codec fitted to a site, by its first tensor; None if it takes no such tensors.
+        """Return a codec fitted to a site by its first tensor; None if it takes no such tensors.
+
+        On a GPU the host waits for nothing, and it is None until the fit is there (`is_fitting`).
 
         Parameters
         ----------
@@ -129,19 +141,52 @@ class Codecs:
         """
         key = name, site.name, flat.dtype
         codec = self._fitted.get(key)
-        if codec is None:
+        if codec is None or key in self._outdated:
             found = self._known[name]
             if name == self.lossy and self.rate is not None:
                 codec = self._rated(self.rate.block_bits)
                 if codec is None:
                     return None
             else:
-                codec = found if isinstance(found, BlobCodec) else found.fit(flat)
-                with self._lock:
-                    codec = self._fitted.setdefault(key, codec)
+                codec = self._fit(key, found, flat)
+                if codec is None:
+                    return None
         if not codec.takes(flat.dtype) or flat.device.type not in codec.device_types:
             return None
         return codec
+
+    def _fit(
+        self, key: FitKey, found: type[BlobCodec] | BlobCodec, flat: torch.Tensor
+    ) -> BlobCodec | None:
+        """Return what is fitted to a tensor: on a GPU later, and what there was until then."""
+        made: BlobCodec | None
+        if isinstance(found, BlobCodec):
+            made = found
+        elif found.learns and flat.device.type == "cuda":
+            made = self._fits.fit(key, found, flat)
+            if made is None:
+                self.was_fitting = True
+                return self._fitted.get(key)
+        else:
+            made = found.fit(flat)
+        with self._lock:
+            if key in self._outdated:
+                self._outdated.discard(key)
+                self._fitted[key] = made
+            return self._fitted.setdefault(key, made)
+
+    @property
+    def fitting(self) -> int:
+        """Number of fits to tensors of GPUs that are under way."""
+        return self._fits.under_way
+
+    def is_fitting(self, name: str, site: Site, dtype: torch.dtype) -> bool:
+        """Return whether a codec is being fitted to a site, whose tensors cross raw until then."""
+        return self._fits.knows((name, site.name, dtype))
+
+    def close(self) -> None:
+        """End threads."""
+        self._fits.close()
 
     def _rated(self, block_bits: int | None) -> BlobCodec | None:
         """Return the lossy codec at a rate: one object for each, whatever the site."""
@@ -177,10 +222,9 @@ class Codecs:
         return found
 
     def refit(self, site: Site) -> None:
-        """Forget what codecs have learnt of a site, so that its next tensor is learnt from."""
+        """Have codecs learn from the next tensor of a site what they have learnt of it."""
         with self._lock:
-            for key in [key for key in self._fitted if key[1] == site.name]:
-                del self._fitted[key]
+            self._outdated.update(key for key in self._fitted if key[1] == site.name)
 
 
 class Policy(Protocol):

@@ -57,4 +57,5 @@ class ReadOrder:
                     return
                 begin, ahead_bytes = read_ahead, 0
             ahead_bytes += following.nbytes
-            begin(following)
+            if not following.is_here:
+                begin(following)

@@ -24,8 +24,9 @@ from .identity import Span, copied_span, root_of, span_of
 from .moments import Moment, now, seconds_between
 from .pass_record import SavedBytes
 from .policies import Codecs
-from .profile import encoded_bytes, packed_share, sample_of
+from .profile import encoded_bytes, packed_share
 from .replay import differing_elements, replay_of
+from .samples import sample_of
 from .sites import Site
 
 #: Returns the seconds of encoding and decoding: of a codec, bytes, packed share, element bytes.

@@ -13,8 +13,8 @@ import numpy as np
 
 from .swap_timeline import Plans, Seconds
 
-#: As many plans are all tried.
-MOST_PLANS = 4096
+#: As many plans are all tried, where there are no last decisions.
+MOST_PLANS = 1024
 #: Of more sites, those of one kind change together.
 MOST_SITES = 128
 #: Plans that pack those sites that gain most, by several measures.
@@ -76,7 +76,7 @@ class PlanSearch:
         options = self._options
         if len(options) == 0:
             return []
-        if float(np.prod(options.astype(np.float64))) <= MOST_PLANS:
+        if searches_all and float(np.prod(options.astype(np.float64))) <= MOST_PLANS:
             plans = np.indices(options.tolist()).reshape(len(options), -1)
             seconds = self._seconds(plans)
             # Of equals one that was given, then that which packs the fewest.

@@ -193,6 +193,7 @@ class StepTimeline(StepModel):
         self._limits = limits
         nbytes = table.moved_bytes.max(axis=1) if len(self.forward_s) else np.zeros(0)
         self._fetches = self._fetch_order(nbytes.tolist())
+        self._may_wait = float(nbytes.sum()) > limits.in_flight_bytes
 
     def _fetch_order(self, nbytes: list[float]) -> list[list[int]]:
         """Return the sites whose fetch begins when each site was read, in order."""
@@ -275,8 +276,9 @@ class StepTimeline(StepModel):
             np.copyto(older[0], staged.total(i), where=is_packed)
             staged.add(i, taken.moved_bytes[i] * is_packed)
             raw.add(i, raw_bytes[i])
-            clock = np.maximum(clock, sent[raw.oldest(raw.total(i + 1)), raw.columns])
-            clock = np.maximum(clock, sent[staged.oldest(older[-1]), staged.columns])
+            if self._may_wait:
+                np.maximum(clock, sent[raw.oldest(raw.total(i + 1)), raw.columns], out=clock)
+                np.maximum(clock, sent[staged.oldest(older[-1]), staged.columns], out=clock)
             clock += self.forward_s[i]
         numbers = np.arange(n)[:, None]
         is_there = (raw_bytes > 0) & (numbers >= raw.first)

@@ -129,6 +129,8 @@ class BlobCodec(ABC):
     form: ClassVar[int]
     #: Types of the devices on which it encodes and decodes.
     device_types: ClassVar[tuple[str, ...]] = ("cpu",)
+    #: Whether `fit` reads values of the sample, for which it waits where that is on a GPU.
+    learns: ClassVar[bool] = False
     #: How far a decoded element is from the given one at most, as a formula; None: not at all.
     error_bound: ClassVar[str | None] = None
 
@@ -205,6 +207,13 @@ class BlobCodec(ABC):
             call alone: no byte outside the buffer is read, none outside `out` written.
         ArgumentError, ArgumentTypeError
             When `blob` or `out` is not as above.
+        """
+
+    def prepare(self, device: torch.device) -> None:  # noqa: B027 - most need nothing
+        """Make what it needs on a device, which the first call there does else.
+
+        May wait for the device; inside `bitslab.engine.kernels.uploads.in_stream_order` it is there
+        when torch's current stream has come so far.
         """
 
     def bounds(self, t: torch.Tensor) -> torch.Tensor:

@@ -53,6 +53,7 @@ class ChainCodec(BlobCodec):
     name: ClassVar[str] = "zvc+ibp"
     form: ClassVar[int] = 3
     device_types: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
+    learns: ClassVar[bool] = True
 
     def __init__(self, packer: InvariantBlobCodec) -> None:
         self.packer = packer
@@ -134,6 +135,10 @@ class ChainCodec(BlobCodec):
             blob.data, zvc, self.form, flat_bytes(target), sm_budget, values
         )
         return result if target is result else result.copy_(target)
+
+    def prepare(self, device: torch.device) -> None:
+        """Make the kernels' tables on a device."""
+        self.packer.layout_on(device)
 
     def _layouts(self, shape: Sequence[int], dtype: torch.dtype) -> tuple[ZvcLayout, PackedLayout]:
         zvc = ZvcLayout.of(shape, dtype, chained=True)

@@ -54,6 +54,7 @@ class InvariantBlobCodec(BlobCodec):
     name: ClassVar[str] = "ibp-blob"
     form: ClassVar[int] = 2
     device_types: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
+    learns: ClassVar[bool] = True
 
     def __init__(self, rows: InvariantCodec) -> None:
         f = rows.profile.format
@@ -129,6 +130,10 @@ class InvariantBlobCodec(BlobCodec):
         layout = self.layout_on(blob.device)
         unpack_blob(blob.data, layout, parts, flat_bytes(target), header, sm_budget)
         return result if target is result else result.copy_(target)
+
+    def prepare(self, device: torch.device) -> None:
+        """Make the kernels' tables on a device."""
+        self.layout_on(device)
 
     def layout_on(self, device: torch.device) -> RowLayout:
         """Return the kernels' tables on a device; raise the error of an earlier call, if any."""
