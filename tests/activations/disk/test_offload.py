@@ -452,7 +452,7 @@ def test_nothing_is_left(how: str, policy: str, tmp_path: Path) -> None:
         def stop(*arguments: Any) -> None:
             raise KeyboardInterrupt
 
-        handle = model.layers[1].register_forward_hook(stop)  # type: ignore[union-attr, operator, index]
+        handle = model.layers[1].register_forward_hook(stop)  # type: ignore[union-attr, index]
         with pytest.raises(KeyboardInterrupt):
             model(x)
         handle.remove()
