@@ -70,7 +70,7 @@ class DiskMoves:
     # Out
 
     def write_original(self, copy: StoredCopy) -> bool:
-        """Write a copy from its original on the CPU, or return False: it stays there.
+        """Write a copy from its original on the CPU, or return False: it remains there.
 
         The tier holds the original, and drops it when it is written.
         """
@@ -87,7 +87,7 @@ class DiskMoves:
         return True
 
     def write(self, copy: StoredCopy, after: Mark | None, used_bytes: int) -> None:
-        """Write what a copy has on the host; it stays there where the tier does not take it."""
+        """Write what a copy has on the host; it remains there where the tier does not take it."""
         host = copy.host
         assert host is not None
         ticket = self.tier.store(host[:used_bytes], after)

@@ -101,19 +101,22 @@ class MemoryCurve:
         return resident_bytes()[0]
 
     def _look(self) -> None:
-        begin = time.perf_counter()
-        while True:
-            self.points.append((time.perf_counter() - begin, self.bytes_in_use()))
-            if self._done.wait(CURVE_EVERY_S):
-                return
+        while not self._done.wait(CURVE_EVERY_S):
+            self._take()
+
+    def _take(self) -> None:
+        self.points.append((time.perf_counter() - self._begin, self.bytes_in_use()))
 
     def __enter__(self) -> MemoryCurve:
+        self._begin = time.perf_counter()
+        self._take()
         self._thread.start()
         return self
 
     def __exit__(self, *error: object) -> None:
         self._done.set()
         self._thread.join()
+        self._take()
 
 
 class Trainer:

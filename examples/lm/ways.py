@@ -15,7 +15,7 @@ import bitslab
 
 #: By name: what is done.
 WAYS = {
-    "keep": "every tensor stays on the device",
+    "keep": "every tensor is kept on the device",
     "checkpoint": "each layer keeps its input, and computes again what is between",
     "save_on_cpu": "torch.autograd.graph.save_on_cpu: all to the host, the step waits",
     "host": "bitslab.offload_activations(model): to the host, beside the computation",
