@@ -389,7 +389,7 @@ class Executor:
                     self.traffic.fetched(copy.name, copy.nbytes, copy.blob)
                     return
                 if not now and (not reading.done() or reading.exception() is not None):
-                    return  # whoever wants it waits for it, or is told
+                    return  # whoever wants it waits for it, or gets the error
                 self.traffic.wait_for(reading)
                 copy.reading, stored = None, reading
                 host = reading.result()
