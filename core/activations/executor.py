@@ -18,6 +18,7 @@ the CPU a raw one is written from its original.
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -536,9 +537,12 @@ class Executor:
         return self._disk is not None and site in self._disk.sites
 
     def poll(self) -> None:
-        """Count what is known by now; waits for nothing."""
+        """Count what is known by now, and go on with what goes to the disk; waits for nothing."""
         with self._lock:
             self.traffic.poll()
+            if self._disk is not None:
+                self._originals.release(sys.maxsize)  # what was cut off is sent again first
+                self._disk.poll()
 
     def close(self) -> None:
         """Wait for the work under way, and end threads; they start again when a copy is read."""

@@ -550,3 +550,21 @@ def test_moves_wait_for_no_write_of_a_closed_tier(tmp_path: Path) -> None:
     right = step(model, x)  # as the tier takes nothing, tensors are kept
     offload.close()
     assert same(step(model, x), right)
+
+
+def test_what_is_encoded_when_it_is_asked_for_goes_on_to_the_disk(tmp_path: Path) -> None:
+    """No tensor is saved after the last one, which would see to it."""
+    model = nn.Sequential(nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 8))
+    x = torch.randn(512, 256)
+    offload = attach(
+        model, tmp_path, policy="static", codecs="zvc", min_bytes=MIB, in_flight_bytes=None
+    )
+    loss = model(x).sum()
+    until = time.monotonic() + 60
+    while not offload.stats()["disk_written_bytes"]:
+        assert time.monotonic() < until
+        time.sleep(0.001)
+    assert offload.stats()["peak_saved_bytes"] == 512 * 1024 * 4
+    loss.backward()
+    assert offload.stats()["disk_read_bytes"] == offload.stats()["disk_written_bytes"]
+    offload.close()
