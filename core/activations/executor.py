@@ -121,10 +121,9 @@ class Executor:
         self._originals = Originals(
             self.device, self.traffic, self._wait, self._failed, self._send_again
         )
-        disk = self._tiers.disk
-        self._disk = (
-            None if disk is None else DiskMoves(disk, self._room, self.traffic, self.on_gpu)
-        )
+        self._disk: DiskMoves | None = None
+        if self._tiers.disk is not None:
+            self._disk = DiskMoves(self._tiers.disk, self._room, self.traffic, self.on_gpu)
 
     def after_fork(self) -> None:
         """Begin anew in a forked child: locks, host memory and work under way are the parent's."""
@@ -141,9 +140,9 @@ class Executor:
         *,
         tier: Tier | None = None,
     ) -> bool:
-        """Send a copy to the host, encoded or raw, and on to the disk; return False for no room.
+        """Send a copy to the host, encoded or raw, and on to the disk.
 
-        The original is to be kept then; nothing has changed.
+        Return False for no room: nothing has changed, and the original is to be kept.
 
         Parameters
         ----------
@@ -326,9 +325,7 @@ class Executor:
         """Give up originals whose copies are done, or that are too many; go on with the disk."""
         self._originals.release(allowed_bytes)
         if self._disk is not None:
-            self._disk.poll()
-            if self._waits_for_disk:
-                self._disk.hold_at_most(allowed_bytes)
+            self._disk.poll(allowed_bytes if self._waits_for_disk else None)
 
     def _send_again(self, copy: StoredCopy) -> None:
         """Send a copy that was larger than its host memory to as much as it may need."""
