@@ -79,7 +79,8 @@ def saved_to_files(folder: str) -> Any:
         return File(t) if t.nbytes >= 256 << 10 and not isinstance(t, nn.Parameter) else t
 
     def unpack(packed: Any) -> torch.Tensor:
-        return torch.load(packed.path) if isinstance(packed, File) else packed
+        t: torch.Tensor = torch.load(packed.path) if isinstance(packed, File) else packed
+        return t
 
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
@@ -185,10 +186,10 @@ def row_of(way: str, runs: list[dict[str, Any]], plain: list[dict[str, Any]]) ->
     """Return a row of the table: the best CPU seconds of all turns, and the median peak."""
 
     def least(some: list[dict[str, Any]], what: str) -> float:
-        return min(min(run[what]) for run in some)
+        return float(min(min(run[what]) for run in some))
 
     def peak(some: list[dict[str, Any]]) -> float:
-        return statistics.median(run["peak"] for run in some)
+        return float(statistics.median(run["peak"] for run in some))
 
     stats = runs[0].get("stats", {})
     steps = STEPS * 1e6

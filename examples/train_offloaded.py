@@ -13,7 +13,7 @@ from graphsage.report import OUTPUT, Steps, make_console, same_bits, write_json
 from lm.models import repository_text
 from lm.options import checked_device, make_parser
 from lm.shown import draw, print_runs, verdict
-from lm.training import Run, train
+from lm.training import Run, Trainer
 
 import bitslab
 
@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with Steps() as steps:
             for way in options.way:
                 with steps.step(way) as report:
-                    runs.append(train(way, options, text, device, report))
+                    runs.append(Trainer(way, options, device).train(text, report))
     except bitslab.BitslabError as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 2

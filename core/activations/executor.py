@@ -19,6 +19,7 @@ the CPU a raw one is written from its original.
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -113,10 +114,9 @@ class Executor:
             self.device, self.traffic, self._wait, self._failed, self._send_again
         )
         self._staging = Staging(self._originals.give_up, self._settle_staged)
-        disk = self._tiers.disk
-        self._disk = (
-            None if disk is None else DiskMoves(disk, self._room, self.traffic, self.on_gpu)
-        )
+        self._disk: DiskMoves | None = None
+        if self._tiers.disk is not None:
+            self._disk = DiskMoves(self._tiers.disk, self._room, self.traffic, self.on_gpu)
 
     def after_fork(self) -> None:
         """Begin anew in a forked child: locks, host memory and work under way are the parent's."""
@@ -133,9 +133,9 @@ class Executor:
         *,
         tier: Tier | None = None,
     ) -> bool:
-        """Send a copy to the host, encoded or raw, and on to the disk; return False for no room.
+        """Send a copy to the host, encoded or raw, and on to the disk.
 
-        The original is to be kept then; nothing has changed.
+        Return False for no room: nothing has changed, and the original is to be kept.
 
         Parameters
         ----------
@@ -336,9 +336,7 @@ class Executor:
         self._staging.release(allowed_bytes)
         self._originals.release(allowed_bytes)
         if self._disk is not None:
-            self._disk.poll()
-            if self._waits_for_disk:
-                self._disk.hold_at_most(allowed_bytes)
+            self._disk.poll(allowed_bytes if self._waits_for_disk else None)
 
     def _send_again(self, copy: StoredCopy) -> None:
         """Send a copy that was larger than its host memory to as much as it may need."""
@@ -414,7 +412,7 @@ class Executor:
                     self.traffic.fetched(copy.name, copy.nbytes, copy.blob)
                     return
                 if not now and (not reading.done() or reading.exception() is not None):
-                    return  # whoever wants it waits for it, or is told
+                    return  # whoever wants it waits for it, or gets the error
                 self.traffic.wait_for(reading)
                 copy.reading, stored = None, reading
                 host = reading.result()
@@ -579,9 +577,12 @@ class Executor:
         return self._disk is not None and site in self._disk.sites
 
     def poll(self) -> None:
-        """Count what is known by now; waits for nothing."""
+        """Count what is known by now, and go on with what goes to the disk; waits for nothing."""
         with self._lock:
             self.traffic.poll()
+            if self._disk is not None:
+                self._originals.release(sys.maxsize)  # what was cut off is sent again first
+                self._disk.poll()
 
     def close(self) -> None:
         """Wait for the work under way, and end threads; they start again when a copy is read."""

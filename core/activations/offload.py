@@ -104,11 +104,11 @@ class ActivationOffload:
         The SSDs, a `bitslab.activations.disk.Drive` or the name of a known one, for the report to
         say how long they last.
     host_bytes : int, optional
-        Host memory that is taken, at most. With a disk half of it is for tensors that stay there,
+        Host memory that is taken, at most. With a disk half of it is for tensors that remain there,
         and on a GPU that half is filled first; the other half is for those on their way.
     tiers : sequence of str, optional
         Where tensors may be moved to: "host", "disk" or both; the host, and the disk where one is
-        given, when left out. Without "host" those that the disk does not take stay on the device.
+        given, when left out. Without "host" those that the disk does not take remain on the device.
     memory : int, str or float, optional
         The peak that the process may have on the device: bytes, text as "60GiB", or a share of the
         device's memory. It turns the planner on, in the place of `policy`: a step is profiled, and
@@ -147,7 +147,7 @@ class ActivationOffload:
     Any thread may run forward and backward passes.
 
     Nothing waits for the disk where `in_flight_bytes` is not given: while it is behind, full, has
-    failed or has had its bytes of the day, tensors stay in host memory, and those of the CPU where
+    failed or has had its bytes of the day, tensors remain in host memory, those of the CPU where
     they are. What is wanted while it waits to be written comes from memory, and is not written.
     What cannot be read raises `DiskError` in the backward pass, before there are gradients.
 
@@ -218,7 +218,7 @@ class ActivationOffload:
             self._policy = FixedPolicy(self.policy, found)
         if disk is not None and self.policy == "host":
             raise ArgumentError(
-                "disk: policy 'host' packs what stays in host memory; accepted with a disk are "
+                "disk: policy 'host' packs what remains in host memory; accepted with a disk are "
                 "auto, raw, static, keep"
             )
         self._tiers = make_tiers(

@@ -70,7 +70,7 @@ class DiskMoves:
     # Out
 
     def write_original(self, copy: StoredCopy) -> bool:
-        """Write a copy from its original on the CPU, or return False: it stays there.
+        """Write a copy from its original on the CPU, or return False: it remains there.
 
         The tier holds the original, and drops it when it is written.
         """
@@ -87,7 +87,7 @@ class DiskMoves:
         return True
 
     def write(self, copy: StoredCopy, after: Mark | None, used_bytes: int) -> None:
-        """Write what a copy has on the host; it stays there where the tier does not take it."""
+        """Write what a copy has on the host; it remains there where the tier does not take it."""
         host = copy.host
         assert host is not None
         ticket = self.tier.store(host[:used_bytes], after)
@@ -101,8 +101,17 @@ class DiskMoves:
         """Write an encoded copy as soon as its size is known on the host."""
         self._encoded.append(weakref.ref(copy))
 
-    def poll(self) -> None:
-        """Write what is encoded by now, and count what is written; waits for nothing."""
+    def poll(self, held_bytes: int | None = None) -> None:
+        """Write what is encoded by now, and count what is written.
+
+        Waits until `held_bytes` of originals are held for writing, at most; for nothing when left
+        out.
+        """
+        self._go_on()
+        if held_bytes is not None:
+            self._hold_at_most(held_bytes)
+
+    def _go_on(self) -> None:
         while self._encoded:
             copy = self._encoded[0]()
             if copy is not None and copy.stored is not None and not is_done(copy.stored):
@@ -137,8 +146,7 @@ class DiskMoves:
         if wanted and not failed(stored) and blob.used_bytes is not None:
             self.write(copy, None, blob.used_bytes)
 
-    def hold_at_most(self, nbytes: int) -> None:
-        """Wait until the originals that are held for writing have so many bytes."""
+    def _hold_at_most(self, nbytes: int) -> None:
         while self.waiting_bytes > nbytes:
             ref, _ = self._writing[0]
             copy = ref()
@@ -148,7 +156,7 @@ class DiskMoves:
                 self._traffic.stall_seconds += time.perf_counter() - begin
             del copy
             before = len(self._writing)
-            self.poll()
+            self._go_on()
             if len(self._writing) == before:  # a tier that is closed writes no more
                 return
 

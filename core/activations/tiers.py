@@ -59,7 +59,7 @@ class Tiers:
     Parameters
     ----------
     host : bool
-        Whether they may stay in host memory.
+        Whether they may remain in host memory.
     disk : DiskTier, optional
         Where they go on to.
     limit : HostLimit, optional
@@ -73,7 +73,7 @@ class Tiers:
     def place(
         self, nbytes: int, wanted: Tier | None, *, on_gpu: bool, encoded: bool
     ) -> Tier | None:
-        """Return where a copy goes; None where its original is to stay.
+        """Return where a copy goes; None where its original is to be kept.
 
         Without a wish it goes to the disk where there is one; on a GPU with a limit for the host
         that one is filled first.

@@ -83,19 +83,18 @@ def _bert(size: Size, tokens: int) -> Any:
 
 def _t5(size: Size, tokens: int) -> Any:
     half = max(1, size.layers // 2)  # as many layers encode as decode
-    return transformers.T5ForConditionalGeneration(
-        transformers.T5Config(
-            vocab_size=VOCABULARY,
-            d_model=size.hidden,
-            d_kv=size.hidden // size.heads,
-            d_ff=4 * size.hidden,
-            num_layers=half,
-            num_decoder_layers=half,
-            num_heads=size.heads,
-            decoder_start_token_id=BEGIN,
-            use_cache=False,
-        )
+    config = transformers.T5Config(
+        vocab_size=VOCABULARY,
+        d_model=size.hidden,
+        d_kv=size.hidden // size.heads,
+        d_ff=4 * size.hidden,
+        num_layers=half,
+        num_decoder_layers=half,
+        num_heads=size.heads,
+        use_cache=False,
     )
+    config.decoder_start_token_id = BEGIN
+    return transformers.T5ForConditionalGeneration(config)
 
 
 MODELS: dict[str, Callable[[Size, int], Any]] = {
@@ -134,6 +133,6 @@ def batches(
             yield {"input_ids": ids.masked_fill(hidden, MASK), "labels": labels}
         elif name == "t5":
             first, second = ids.chunk(2, 1)
-            yield {"input_ids": first, "labels": second}
+            yield {"input_ids": first.contiguous(), "labels": second.contiguous()}
         else:
             yield {"input_ids": ids, "labels": ids}

@@ -16,9 +16,9 @@ from .ways import WAYS
 DESCRIPTION = """\
 {summary}
 
-What the layers keep for the backward pass is most of the memory of a training, and waits for most of
-a step. It can be computed again, or leave the device after the forward pass and come back before it
-is read: to the host, or to an SSD (SSDTrain). The same model is trained in these ways:
+What the layers keep for the backward pass is most of the memory of a training, and waits for most
+of a step. It can be computed again, or leave the device after the forward pass and come back before
+it is read: to the host, or to an SSD (SSDTrain). The same model is trained in these ways:
 
 {ways}
 

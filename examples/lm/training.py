@@ -8,6 +8,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -100,76 +101,91 @@ class MemoryCurve:
         return resident_bytes()[0]
 
     def _look(self) -> None:
-        begin = time.perf_counter()
-        while True:
-            self.points.append((time.perf_counter() - begin, self.bytes_in_use()))
-            if self._done.wait(CURVE_EVERY_S):
-                return
+        while not self._done.wait(CURVE_EVERY_S):
+            self._take()
+
+    def _take(self) -> None:
+        self.points.append((time.perf_counter() - self._begin, self.bytes_in_use()))
 
     def __enter__(self) -> MemoryCurve:
+        self._begin = time.perf_counter()
+        self._take()
         self._thread.start()
         return self
 
     def __exit__(self, *error: object) -> None:
         self._done.set()
         self._thread.join()
+        self._take()
 
 
-def train(
-    way: str,
-    options: argparse.Namespace,
-    text: torch.Tensor,
-    device: torch.device,
-    report: Report,
-) -> Run:
-    """Train a model from the same weights, with the same batches, in one way."""
-    model = make_model(options.model, SIZES[options.size], options.tokens, options.seed, device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, fused=False, foreach=False)
-    # Gradients and states are none of what is compared: they are there before.
-    for p in model.parameters():
-        p.grad = torch.zeros_like(p)
-    optimizer.step()
-    drawn = batches(
-        options.model, text, options.steps, options.batch_size, options.tokens, options.seed
-    )
-    torch.manual_seed(options.seed)  # of dropout
-    losses: list[float] = []
-    seconds: list[float] = []
-    cpu: list[float] = []
-    gc.collect()
-    give_memory_back()
-    curve = MemoryCurve(device)
-    before = curve.bytes_in_use()
-    with use(way, model, options) as used, MemoryPeak(device) as peak:
+class Trainer:
+    """Trains a model from the same weights, with the same batches, in one way.
 
-        def step(inputs: dict[str, torch.Tensor]) -> None:
-            begin, began = time.process_time(), time.perf_counter()
-            optimizer.zero_grad(set_to_none=False)
-            with used.step():
-                loss = model(**{name: t.to(device) for name, t in inputs.items()}).loss
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())  # waits for the device
-            cpu.append(time.process_time() - begin)
-            seconds.append(time.perf_counter() - began)
+    Parameters
+    ----------
+    way : str
+        One of `ways.WAYS`.
+    options : argparse.Namespace
+        See `options.py`.
+    device : torch.device
+        Where it trains.
+    """
 
-        for number, inputs in enumerate(drawn, 1):
-            if number == options.steps:
-                with curve:
-                    step(inputs)
-            else:
-                step(inputs)
-            report(number, options.steps)
-        stats, notes = used.stats(), used.notes()
-    peak_bytes = peak.host_bytes
-    if device.type == "cuda":
-        peak_bytes = peak.device_bytes - before
-    points = [(at, nbytes - before) for at, nbytes in curve.points]
-    del model, optimizer, used
-    gc.collect()
-    tokens = options.batch_size * options.tokens
-    counted = {name: int(stats.get(name, 0)) for name in COUNTED}
-    return Run(way, losses, seconds, cpu, tokens, peak_bytes, counted, points, notes)
+    def __init__(self, way: str, options: argparse.Namespace, device: torch.device) -> None:
+        self.way, self.options, self.device = way, options, device
+        self.model = make_model(
+            options.model, SIZES[options.size], options.tokens, options.seed, device
+        )
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=options.lr, foreach=False)
+        # Gradients and states are none of what is compared: they are there before.
+        for p in self.model.parameters():
+            p.grad = torch.zeros_like(p)
+        self.optimizer.step()
+        self.losses: list[float] = []
+        self.seconds: list[float] = []
+        self.cpu: list[float] = []
 
+    def train(self, text: torch.Tensor, report: Report) -> Run:
+        """Train on batches of a text."""
+        options = self.options
+        drawn = batches(
+            options.model, text, options.steps, options.batch_size, options.tokens, options.seed
+        )
+        torch.manual_seed(options.seed)  # of dropout
+        gc.collect()
+        give_memory_back()
+        curve = MemoryCurve(self.device)
+        before = curve.bytes_in_use()
+        with use(self.way, self.model, options) as way, MemoryPeak(self.device) as peak:
+            for number, inputs in enumerate(drawn, 1):
+                with curve if number == options.steps else nullcontext():
+                    self.step(way, inputs)
+                report(number, options.steps)
+            stats, notes = way.stats(), way.notes()
+        peak_bytes = peak.host_bytes
+        if self.device.type == "cuda":
+            peak_bytes = peak.device_bytes - before
+        return Run(
+            self.way,
+            self.losses,
+            self.seconds,
+            self.cpu,
+            options.batch_size * options.tokens,
+            peak_bytes,
+            {name: int(stats.get(name, 0)) for name in COUNTED},
+            [(at, nbytes - before) for at, nbytes in curve.points],
+            notes,
+        )
 
-__all__ = ["COUNTED", "Run", "Way", "train"]
+    def step(self, way: Way, inputs: dict[str, torch.Tensor]) -> None:
+        """Train on one batch, and measure."""
+        begin, began = time.process_time(), time.perf_counter()
+        self.optimizer.zero_grad(set_to_none=False)
+        with way.step():
+            loss = self.model(**{name: t.to(self.device) for name, t in inputs.items()}).loss
+        loss.backward()
+        self.optimizer.step()
+        self.losses.append(loss.item())  # waits for the device
+        self.cpu.append(time.process_time() - begin)
+        self.seconds.append(time.perf_counter() - began)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ctypes
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -14,7 +15,7 @@ import bitslab
 
 #: By name: what is done.
 WAYS = {
-    "keep": "every tensor stays on the device",
+    "keep": "every tensor is kept on the device",
     "checkpoint": "each layer keeps its input, and computes again what is between",
     "save_on_cpu": "torch.autograd.graph.save_on_cpu: all to the host, the step waits",
     "host": "bitslab.offload_activations(model): to the host, beside the computation",
@@ -78,17 +79,24 @@ def use(way: str, model: Any, options: argparse.Namespace) -> Iterator[Way]:
             offload.close()
         return
     if way == "checkpoint":
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        turn_on_checkpoints(model)
     on_gpu = next(model.parameters()).device.type == "cuda"
     yield Way((lambda: save_on_cpu(pin_memory=on_gpu)) if way == "save_on_cpu" else nullcontext)
+
+
+def turn_on_checkpoints(model: Any) -> None:
+    """Make each layer a checkpoint, by the name that this version of transformers has for it."""
+    enable = getattr(model, "activation_checkpointing_enable", None)
+    if enable is None:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    else:
+        enable({"use_reentrant": False})
 
 
 def give_memory_back() -> None:
     """Return freed memory to the system, so that the peak of the next way is its own."""
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
-    import ctypes
-
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:  # glibc's
         trim(0)

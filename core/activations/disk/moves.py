@@ -71,7 +71,7 @@ def write_piece(counters: Counters, stored: Stored, piece: Piece, verify: bool) 
         stripe.file.write(piece.extent.begin, part)
     except BaseException as error:
         # Kept in memory. Nothing more is written there, and the step goes on.
-        stored.error = error
+        stored.error = _without_frames(error)
         if isinstance(error, DiskError):
             stripe.error = error
         with stored.lock:
@@ -88,6 +88,15 @@ def write_piece(counters: Counters, stored: Stored, piece: Piece, verify: bool) 
                 stored.data = stored.after = None
     finally:
         counters.left_queue(piece.nbytes)
+
+
+def _without_frames(error: BaseException) -> BaseException:
+    """Return an error without its frames, which hold the memory of tensors."""
+    each: BaseException | None = error
+    while each is not None:
+        each.__traceback__ = None
+        each = each.__cause__ or each.__context__
+    return error
 
 
 class Reading:
@@ -140,7 +149,7 @@ def read_piece(reading: Reading, piece: Piece, verify: bool) -> None:
                 "written: their checksum differs"
             )
     except DiskError as error:
-        stripe.error = error
+        stripe.error = DiskError(str(error))  # whose frames would hold the memory
         raise
     with reading.counters.lock:
         reading.counters.read_bytes += piece.nbytes

@@ -1,0 +1,158 @@
+"""Language models are trained offline with activations kept in every way, with the same losses."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lm.models import BEGIN, IGNORED, MASK, MODELS, SIZES, batches, make_model, repository_text
+from lm.ways import WAYS
+
+from bitslab.activations.disk import DiskRates, PosixFile, tier
+
+TINY = "--size tiny --steps 3 --batch-size 2 --tokens 32 --min-bytes 1024 --in-flight-mb 0".split()
+
+pytestmark = pytest.mark.usefixtures("one_thread", "quick_disk")
+
+
+@pytest.fixture
+def quick_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = DiskRates(64 << 10, 2, 2, 1e9, 1e9, 1e9, 1e9, direct=True)
+    monkeypatch.setattr(tier, "disk_rates", lambda folder: rates)
+
+
+@pytest.fixture
+def script() -> Any:
+    return importlib.import_module("train_offloaded")
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_losses_are_equal_in_every_way(
+    script: Any, train: Any, model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    status, report = train(script, *TINY, "--model", model, "--disk", str(folder))
+    assert status == 0 and report["all_equal"] is True
+    runs = {run["way"]: run for run in report["runs"]}
+    assert list(runs) == list(WAYS)
+    losses = runs["keep"]["losses"]
+    assert len(losses) == 3 == len(set(losses))
+    for run in runs.values():
+        assert run["losses"] == losses
+        assert run["tokens_per_second"] == 64 / run["step_seconds"]
+        assert len(run["curve"]) > 1
+    for way in ("keep", "checkpoint", "save_on_cpu"):
+        assert runs[way]["moved_out_bytes_per_step"] == 0
+    moved = runs["host"]["moved_out_bytes_per_step"]
+    assert runs["disk"]["moved_out_bytes_per_step"] == moved > 0
+    disk = runs["disk"]
+    assert disk["disk_written_bytes_per_step"] == moved
+    assert disk["disk_read_bytes_per_step"] > 0
+    assert any(note.startswith(f"Disk ({folder}): ") for note in disk["notes"])
+    assert os.listdir(folder) == []
+    assert "the losses of 3 steps, 5 ways: equal to the last bit" in capsys.readouterr().out
+
+
+def test_packed_and_verified(script: Any, train: Any, tmp_path: Path) -> None:
+    given = ["--way", "keep", "disk", "--policy", "static", "--verify", "1", "--disk", tmp_path]
+    status, report = train(script, *TINY, *map(str, given))
+    assert status == 0
+    disk = report["runs"][1]
+    assert disk["losses_equal_first"] is True
+    assert 0 < disk["crossed_out_bytes_per_step"] < disk["moved_out_bytes_per_step"]
+
+
+def test_a_loss_that_differs_is_reported(
+    script: Any,
+    train: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    honest = PosixFile.read
+
+    def read(file: PosixFile, offset: int, out: torch.Tensor) -> None:
+        honest(file, offset, out)
+        out.fill_(0)
+
+    monkeypatch.setattr(PosixFile, "read", read)
+    given = ["--way", "keep", "disk", "--disk", str(tmp_path)]
+    status, report = train(script, *TINY, *given)
+    assert status == 1 and report["runs"][1]["losses_equal_first"] is False
+    assert "2 ways: DIFFERENT" in capsys.readouterr().out
+    # And with checksums the step ends.
+    status = script.main([*TINY, *given, "--verify", "2", "--device", "cpu"])
+    assert status == 2
+    assert "checksum differs" in capsys.readouterr().err
+
+
+def test_batches_are_drawn_from_the_text() -> None:
+    text = repository_text()
+    assert len(text) > 50_000 and int(text.max()) < 256
+    for name in MODELS:
+        drawn = list(batches(name, text, 2, 3, 16, seed=5))
+        again = list(batches(name, text, 2, 3, 16, seed=5))
+        for a, b in zip(drawn, again, strict=True):
+            assert all(torch.equal(a[key], b[key]) for key in a)
+        assert not torch.equal(drawn[0]["input_ids"], drawn[1]["input_ids"])
+        ids, labels = drawn[0]["input_ids"], drawn[0]["labels"]
+        if name == "bert":
+            hidden = ids == MASK
+            assert torch.equal(hidden, labels != IGNORED) and bool(hidden[:, 0].all())
+        elif name == "t5":
+            assert ids.shape == labels.shape == (3, 8)
+        else:
+            assert torch.equal(ids, labels) and bool((ids < BEGIN).all())
+        model = make_model(name, SIZES["tiny"], 16, 0, torch.device("cpu"))
+        assert model.training and bool(torch.isfinite(model(**drawn[0]).loss))
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (["--model", "t5", "--tokens", "31"], "argument --tokens: 31, but t5 reads one half"),
+        (["--tokens", "100000000"], "argument --tokens: 100000000, but the text has"),
+        (["--way", "tape"], "argument --way: invalid choice: 'tape'"),
+        (["--write-budget", "0"], "argument --write-budget: 0"),
+        (["--device", "abc"], "argument --device: abc, accepted are cpu and cuda"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_options_that_are_refused(
+    script: Any, options: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        script.main(["--device", "cpu", *options])
+    assert stopped.value.code == 2
+    assert text in capsys.readouterr().err
+
+
+def test_a_folder_that_is_not_there_is_refused(
+    script: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = [*TINY, "--device", "cpu", "--way", "disk", "--disk", "/no/such"]
+    assert script.main(options) == 2
+    assert "disk: /no/such: there is no such folder" in capsys.readouterr().err
+
+
+def test_a_picture_is_drawn(script: Any, tmp_path: Path) -> None:
+    picture = tmp_path / "steps.png"
+    options = ["--device", "cpu", "--way", "keep", "disk", "--disk", str(tmp_path)]
+    assert script.main([*TINY, *options, "--plot", str(picture), "--json", "-"]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("model", MODELS)
+def test_losses_are_equal_on_a_gpu(script: Any, model: str, tmp_path: Path) -> None:
+    json_file = tmp_path / "report.json"
+    options = ["--device", "cuda", "--model", model, "--disk", str(tmp_path)]
+    assert script.main([*TINY, *options, "--json", str(json_file)]) == 0
+    runs = {run["way"]: run for run in json.loads(json_file.read_text())["runs"]}
+    assert runs["disk"]["moved_out_bytes_per_step"] > 0
