@@ -5,21 +5,32 @@ that is installed, dd, and torch.save. Ways take turns with fresh bytes; the bes
 counts, because other processes use the disk, too.
 
 Part `plan`: what the planner adds to a step at limits of memory, beside other planners and rules,
-by the timeline; activations_plan.py says more.
+by the timeline; activations_plan.py says more. Then what it predicts of models in training, beside
+what is measured; activations_rok.py says more.
+
+Part `rok`: tokens a second over the peak of memory, by batch size, for keeping, recomputing,
+offloading and the planner.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from activations_disk import Rows, disk
 from activations_plan import plan
+from activations_rok import add_options, predictions, rok
 from timing import print_tables
 
-PARTS = {"disk": disk, "plan": plan}
+
+def plans(arguments: argparse.Namespace, report: Callable[[str], None]) -> dict[str, Rows]:
+    """Return the tables of plans, and of what they predict."""
+    return plan(arguments, report) | predictions(arguments, report)
+
+
+PARTS = {"disk": disk, "plan": plans, "rok": rok}
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -31,7 +42,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--only", nargs="+", choices=PARTS, default=list(PARTS), help="parts to run (default: all)")
     add("--folder", metavar="FOLDER", help="on the SSD (default: the current one)")
     add("--mb", type=int, default=1000, help="that are written each time (default: %(default)s)")
-    add("--repetitions", type=int, default=3, help="turns of each way (default: %(default)s)")
+    add_options(parser)
     add(
         "--step-gb",
         type=float,

@@ -4,15 +4,15 @@ python benchmarks/activations_rok.py --only predictions rok       # Llama, GPT-2
 python benchmarks/activations_rok.py --only rok --models llama --hidden 4096 --layers 16
 
 Predictions: three models of transformers with random weights, and limits of memory between the
-least possible and that of keeping everything. Of each plan the step (forward and backward pass) and
-the peak that were predicted, and the fastest step and highest peak measured behind it, at first and
-after corrections; steps are counted in pairs, as the planner compares them. On a GPU the peak is the
-allocator's, on a CPU that of saved tensors.
+least possible and that of keeping everything. Of each plan the step (forward and backward pass)
+and the peak that were predicted, and the fastest step and highest peak measured behind it, at
+first and after corrections; steps are counted in pairs, as the planner compares them. On a GPU the
+peak is the allocator's, on a CPU that of saved tensors.
 
 ROK (recompute, offload, keep; figure 5.12 of SSDTrain's chapter): tokens a second over the peak by
-batch size, for keeping all, checkpointing each layer, `save_on_cpu`, moving all raw, and the planner
-at the peak of each of these. Ways take turns, each with fresh ids; the fastest step counts. On a CPU
-the peak is what torch has allocated since the step began.
+batch size, for keeping all, checkpointing each layer, `save_on_cpu`, moving all raw, and the
+planner at the peak of each of these. Ways take turns, each with fresh ids; the fastest step
+counts. On a CPU the peak is what torch has allocated since the step began.
 """
 
 from __future__ import annotations
@@ -188,9 +188,7 @@ def prediction_rows(name: str, arguments: argparse.Namespace, report: Report) ->
             {
                 "model": name,
                 "limit MB": round(limit / 1e6, 1),
-                "first: step": off(
-                    first[0].prediction.step_s, min(s.step_s for s in first[1])
-                ),
+                "first: step": off(first[0].prediction.step_s, min(s.step_s for s in first[1])),
                 "predicted ms": round(plan.prediction.step_s * 1e3, 1),
                 "measured ms": round(min(s.step_s for s in steps) * 1e3, 1),
                 "step": off(plan.prediction.step_s, min(s.step_s for s in steps)),

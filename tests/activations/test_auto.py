@@ -15,9 +15,9 @@ from torch import nn
 
 import bitslab
 from bitslab.activations import auto as auto_module
-from bitslab.activations import time_models
 from bitslab.activations import hooks as hooks_module
 from bitslab.activations import profile as profile_module
+from bitslab.activations import time_models
 from bitslab.activations.policies import USUAL_CODECS, Codecs
 from bitslab.activations.traffic import TIMED_EVERY
 from bitslab.engine import advisor

@@ -220,7 +220,11 @@ def test_moved_and_packed(
     wanted = Candidate(action, codec)  # type: ignore[arg-type]
 
     def choose(profile: StepProfile) -> Plan:
-        able = [s.site for s in profile.sites if codec is None or s.packings[codec].share < 1]
+        able = [
+            s.site
+            for s in profile.sites
+            if codec is None or (codec in s.packings and s.packings[codec].share < 1)
+        ]
         return plan_of(profile, dict.fromkeys(able, wanted))
 
     plans = follow(monkeypatch, choose)
