@@ -53,6 +53,7 @@ def make_model(name: str, arguments: argparse.Namespace) -> nn.Module:
     heads = max(1, hidden // arguments.head_dim)
     torch.manual_seed(0)
     config: Any
+    model: Any
     if name == "llama":
         config = transformers.LlamaConfig(
             hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads,
@@ -116,7 +117,7 @@ class Job:
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
             step()
         now = most = 0
-        for event in found.profiler.kineto_results.events():  # type: ignore[union-attr]
+        for event in found.profiler.kineto_results.events():
             if event.name() == "[memory]":
                 now += event.nbytes()
                 most = max(most, now)
@@ -133,18 +134,19 @@ class Job:
 @contextmanager
 def compared() -> Iterator[list[tuple[Plan, list[MeasuredStep], Correction]]]:
     """Collect what the planner compares."""
-    original, found = planned.compare, []
+    module: Any = planned
+    original, found = module.compare, []
 
     def compare(plan: Plan, steps: Sequence[MeasuredStep], **options: Any) -> Correction:
-        said = original(plan, steps, **options)
+        said: Correction = original(plan, steps, **options)
         found.append((plan, list(steps), said))
         return said
 
-    planned.compare = compare  # type: ignore[assignment]
+    module.compare = compare
     try:
         yield found
     finally:
-        planned.compare = original
+        module.compare = original
 
 
 def attach(job: Job, **options: Any) -> bitslab.ActivationOffload:
