@@ -135,7 +135,7 @@ def test_a_limit_of_memory_is_kept(share: float, monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(planned_module, "compare", compare)
     memory = int(share * KEPT_BYTES)
-    offload = check(blocks, n=8, memory=memory)
+    offload = check(blocks, n=8, memory=memory, codecs=[])
     plan = offload.plan
     assert plan is not None and not plan.declined
     assert plan.prediction.peak_bytes <= memory < plan.plain.peak_bytes == KEPT_BYTES
