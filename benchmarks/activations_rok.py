@@ -11,8 +11,9 @@ peak is the allocator's, on a CPU that of saved tensors.
 
 ROK (recompute, offload, keep; figure 5.12 of SSDTrain's chapter): tokens a second over the peak by
 batch size, for keeping all, checkpointing each layer, `save_on_cpu`, moving all raw, and the
-planner at the peak of each of these. Ways take turns, each with fresh ids; the fastest step
-counts. On a CPU the peak is what torch has allocated since the step began.
+planner at the peak of each of these, of a CPU at three quarters of it. Each way has a model of its
+own and fresh ids in each step; the fastest step counts. On a CPU the peak is what torch has
+allocated since the step began.
 """
 
 from __future__ import annotations
