@@ -11,23 +11,34 @@ Part `model`: the gain of larger micro-batches, and what larger systems would wr
 layers and the size model; activations_model.py says more.
 
 Part `plan`: what the planner adds to a step at limits of memory, beside other planners and rules,
-by the timeline; activations_plan.py says more.
+by the timeline; activations_plan.py says more. Then what it predicts of models in training, beside
+what is measured; activations_rok.py says more.
+
+Part `rok`: tokens a second over the peak of memory, by batch size, for keeping, recomputing,
+offloading and the planner.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from activations_cpu import cpu
 from activations_disk import Rows, disk
 from activations_model import model
 from activations_plan import plan
+from activations_rok import add_options, predictions, rok
 from timing import print_tables
 
-PARTS = {"cpu": cpu, "disk": disk, "model": model, "plan": plan}
+
+def plans(arguments: argparse.Namespace, report: Callable[[str], None]) -> dict[str, Rows]:
+    """Return the tables of plans, and of what they predict."""
+    return plan(arguments, report) | predictions(arguments, report)
+
+
+PARTS = {"cpu": cpu, "disk": disk, "model": model, "plan": plans, "rok": rok}
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -39,7 +50,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--only", nargs="+", choices=PARTS, default=list(PARTS), help="parts to run (default: all)")
     add("--folder", metavar="FOLDER", help="on the SSD (default: the current one)")
     add("--mb", type=int, default=1000, help="that are written each time (default: %(default)s)")
-    add("--repetitions", type=int, default=3, help="turns of each way (default: %(default)s)")
+    add_options(parser)
     add(
         "--step-gb",
         type=float,

@@ -4,15 +4,16 @@ python benchmarks/activations_rok.py --only predictions rok       # Llama, GPT-2
 python benchmarks/activations_rok.py --only rok --models llama --hidden 4096 --layers 16
 
 Predictions: three models of transformers with random weights, and limits of memory between the
-least possible and that of keeping everything. Of each plan the step (forward and backward pass) and
-the peak that were predicted, and the fastest step and highest peak measured behind it, at first and
-after corrections; steps are counted in pairs, as the planner compares them. On a GPU the peak is the
-allocator's, on a CPU that of saved tensors.
+least possible and that of keeping everything. Of each plan the step (forward and backward pass)
+and the peak that were predicted, and the fastest step and highest peak measured behind it, at
+first and after corrections; steps are counted in pairs, as the planner compares them. On a GPU the
+peak is the allocator's, on a CPU that of saved tensors.
 
 ROK (recompute, offload, keep; figure 5.12 of SSDTrain's chapter): tokens a second over the peak by
-batch size, for keeping all, checkpointing each layer, `save_on_cpu`, moving all raw, and the planner
-at the peak of each of these. Ways take turns, each with fresh ids; the fastest step counts. On a CPU
-the peak is what torch has allocated since the step began.
+batch size, for keeping all, checkpointing each layer, `save_on_cpu`, moving all raw, and the
+planner at the peak of each of these, of a CPU at three quarters of it. Each way has a model of its
+own and fresh ids in each step; the fastest step counts. On a CPU the peak is what torch has
+allocated since the step began.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ def make_model(name: str, arguments: argparse.Namespace) -> nn.Module:
     heads = max(1, hidden // arguments.head_dim)
     torch.manual_seed(0)
     config: Any
+    model: Any
     if name == "llama":
         config = transformers.LlamaConfig(
             hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads,
@@ -116,7 +118,7 @@ class Job:
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
             step()
         now = most = 0
-        for event in found.profiler.kineto_results.events():  # type: ignore[union-attr]
+        for event in found.profiler.kineto_results.events():
             if event.name() == "[memory]":
                 now += event.nbytes()
                 most = max(most, now)
@@ -133,18 +135,19 @@ class Job:
 @contextmanager
 def compared() -> Iterator[list[tuple[Plan, list[MeasuredStep], Correction]]]:
     """Collect what the planner compares."""
-    original, found = planned.compare, []
+    module: Any = planned
+    original, found = module.compare, []
 
     def compare(plan: Plan, steps: Sequence[MeasuredStep], **options: Any) -> Correction:
-        said = original(plan, steps, **options)
+        said: Correction = original(plan, steps, **options)
         found.append((plan, list(steps), said))
         return said
 
-    planned.compare = compare  # type: ignore[assignment]
+    module.compare = compare
     try:
         yield found
     finally:
-        planned.compare = original
+        module.compare = original
 
 
 def attach(job: Job, **options: Any) -> bitslab.ActivationOffload:

@@ -121,12 +121,17 @@ class PackedCopy(LocalCopy):
     #: On the host, and when it is there: the bytes that are used.
     used: tuple[torch.Tensor, torch.cuda.Event] | None
 
-    def settle(self) -> bool:
-        """Give up the original, or what was cut off; return whether that is known yet."""
+    def settle(self, *, wait: bool = False) -> bool:
+        """Give up the original, or what was cut off; return whether that is known yet.
+
+        With `wait` it is: the host waits until the tensor is packed.
+        """
         if self.used is None:
             return True
         here, event = self.used
-        if not event.query():  # type: ignore[no-untyped-call]
+        if wait:
+            event.synchronize()
+        elif not event.query():  # type: ignore[no-untyped-call]
             return False
         self.used = None
         assert self.packed is not None

@@ -105,7 +105,7 @@ class PlannedPolicy:
         self._profiling = False
         self._passes = self._attempts = self._planned_passes = 0
         self._recording: tuple[PassRecord, StepRecorder, ModuleWatch | None, int] | None = None
-        #: The profiled pass before, of two whose shorter times count.
+        #: The profiled pass before, of two of which the shorter one's times count.
         self._earlier: StepRecorder | None = None
         self._measuring: list[tuple[MeasuredPass, int]] = []
         self._steps: list[MeasuredStep] = []

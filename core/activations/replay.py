@@ -160,7 +160,8 @@ def _integers_of(t: torch.Tensor) -> torch.dtype | None:
 
 
 def _saves_output(node: Any) -> bool:
-    return hasattr(node, "_saved_result")
+    # Of its class: asking the node itself would read, and unpack, what it saved.
+    return hasattr(type(node), "_saved_result")
 
 
 def _output_of(node: Any, dtype: torch.dtype | None, operations: list[str]) -> _Value | None:

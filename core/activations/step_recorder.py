@@ -369,15 +369,15 @@ class StepRecorder:
         candidates : sequence of str
             Modules that may be checkpointed.
         earlier : StepRecorder, optional
-            Of a step before; where it had the same events, the shorter times count, since what
-            else runs on a machine only makes them longer.
+            Of a step before; where it had the same events, the times of the shorter one count,
+            since what else runs on a machine only makes them longer.
         """
         assert self._end is not None and self._forward_end is not None
         gaps = self.gaps_s()
         if earlier is not None and earlier.is_used:
             before = earlier.gaps_s()
             if len(before) == len(gaps):
-                gaps = [min(pair) for pair in zip(gaps, before, strict=True)]
+                gaps = min(gaps, before, key=sum)
         clock = [0.0, *itertools.accumulate(gaps)]
         read = {name: each for name, each in self._saved.items() if each.first_read is not None}
         modules, why_not = self._modules(clock, read, candidates)

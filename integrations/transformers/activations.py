@@ -29,10 +29,10 @@ class OffloadCallback(TrainerCallback):
         With no limit, the share of a step that saving memory may cost. With `memory` or `slowdown`
         a step is planned; with neither, tensors are moved as `bitslab.offload_activations` does.
     gradient_checkpointing : {"plan", "leave"}
-        What becomes of the trainer's own gradient checkpointing. "plan": where it is on and a plan may
-        compute layers again, it is turned off for the training, and the plan says which layers are;
-        so is ``config.use_cache``, whose caches layers would fill twice. "leave": both are left
-        alone. `report` says which it was.
+        What becomes of the trainer's own gradient checkpointing. "plan": where a plan may compute
+        layers again, it is turned off for the training, and the plan says which layers are; so is
+        ``config.use_cache``, whose caches layers would fill twice. "leave": both are left alone.
+        `report` says which it was.
     **options
         As for `bitslab.offload_activations`.
 
@@ -46,8 +46,9 @@ class OffloadCallback(TrainerCallback):
     --------
     ::
 
-        trainer = Trainer(model, args, train_dataset=data, callbacks=[OffloadCallback(slowdown=0.02)])
-        trainer.train()
+        offload = OffloadCallback(memory="60GiB")
+        Trainer(model, args, train_dataset=data, callbacks=[offload]).train()
+        print(offload.report())
     """
 
     def __init__(

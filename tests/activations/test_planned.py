@@ -135,7 +135,7 @@ def test_a_limit_of_memory_is_kept(share: float, monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(planned_module, "compare", compare)
     memory = int(share * KEPT_BYTES)
-    offload = check(blocks, n=8, memory=memory)
+    offload = check(blocks, n=8, memory=memory, codecs=[])
     plan = offload.plan
     assert plan is not None and not plan.declined
     assert plan.prediction.peak_bytes <= memory < plan.plain.peak_bytes == KEPT_BYTES
@@ -220,7 +220,11 @@ def test_moved_and_packed(
     wanted = Candidate(action, codec)  # type: ignore[arg-type]
 
     def choose(profile: StepProfile) -> Plan:
-        able = [s.site for s in profile.sites if codec is None or s.packings[codec].share < 1]
+        able = [
+            s.site
+            for s in profile.sites
+            if codec is None or (codec in s.packings and s.packings[codec].share < 1)
+        ]
         return plan_of(profile, dict.fromkeys(able, wanted))
 
     plans = follow(monkeypatch, choose)

@@ -220,3 +220,21 @@ def test_what_is_saved_under_autocast_is_computed_as_it_was() -> None:
     assert t.dtype == torch.bfloat16
     assert found is not None
     assert is_exact(found, t)
+
+
+@pytest.mark.parametrize("name", [*REPLAYED, *NOT_REPLAYED])
+def test_nothing_is_read_to_find_a_replay(name: str) -> None:
+    make = {**REPLAYED, **NOT_REPLAYED}[name]
+    read: list[torch.Tensor] = []
+
+    def unpack(t: torch.Tensor) -> torch.Tensor:
+        read.append(t)
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach(), unpack):
+        a, b, w = inputs(torch.float32)
+        t = make(a * 1.0, b * 1.0, w)
+        t = F.softmax(t, -1) if t.dim() and t.requires_grad else t
+        replay_of(t)
+        replay_of(make(a * 1.0, b * 1.0, w))
+    assert not read

@@ -61,4 +61,4 @@ def test_what_is_no_accelerator() -> None:
     from bitslab.integrations.accelerate import offload_activations
 
     with pytest.raises(ArgumentTypeError, match=r"accelerator: expected an accelerate.Accelerator"):
-        offload_activations(None, model())  # type: ignore[arg-type]
+        offload_activations(None, model())

@@ -102,7 +102,7 @@ def test_gradient_checkpointing_is_planned_or_left_alone(
     offloading = callback(slowdown=0.1, gradient_checkpointing=which)
     seen: list[bool] = []
 
-    class Watch(transformers.TrainerCallback):  # type: ignore[misc]
+    class Watch(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
         def on_step_begin(self, *_: Any, **kwargs: Any) -> None:
             seen.append(is_on(kwargs["model"]))
 
