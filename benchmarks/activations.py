@@ -7,6 +7,9 @@ Part `disk`: what the disk tier writes and reads, beside the probe that it is pl
 that is installed, dd, and torch.save. Ways take turns with fresh bytes; the best turn of each
 counts, because other processes use the disk, too.
 
+Part `model`: the gain of larger micro-batches, and what larger systems would write, from measured
+layers and the size model; activations_model.py says more.
+
 Part `plan`: what the planner adds to a step at limits of memory, beside other planners and rules,
 by the timeline; activations_plan.py says more.
 """
@@ -20,10 +23,11 @@ from pathlib import Path
 
 from activations_cpu import cpu
 from activations_disk import Rows, disk
+from activations_model import model
 from activations_plan import plan
 from timing import print_tables
 
-PARTS = {"cpu": cpu, "disk": disk, "plan": plan}
+PARTS = {"cpu": cpu, "disk": disk, "model": model, "plan": plan}
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -46,6 +50,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--step-seconds", type=float, default=1.2, help="of that step (default: %(default)s)")
     add("--batch", type=int, default=4, help="cpu: sequences of a step (default: %(default)s)")
     add("--tokens", type=int, default=256, help="cpu: of a sequence (default: %(default)s)")
+    add("--hidden", nargs="+", type=int, help="model: widths of layers (default: by the device)")
     add("--sites", nargs="+", type=int, help="plan: of drawn steps (default: 12 40 500)")
     add("--milp-seconds", type=float, default=10.0, help="plan: for a program (default: 10)")
     add("--json", action="store_true", help="print JSON in place of tables")

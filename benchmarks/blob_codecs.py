@@ -11,11 +11,15 @@ output), on the CPU rows of ibp, zfpy, lz4 and zstd, the last three on one threa
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 from timing import cpu_seconds_in_turn, gpu_seconds, print_tables
 
@@ -35,6 +39,9 @@ from bitslab.engine.codecs import (
 
 Rows = list[dict[str, Any]]
 INPUTS = 3
+#: Codecs of nvCOMP, and whether they take bytes, or numbers of the elements' width. Bitcomp's
+#: "sparse" algorithm ended in an illegal access on an H200 (nvCOMP 6.0).
+NVCOMP_BYTES = {"LZ4": True, "Bitcomp": False, "Cascaded": False}
 RUNS = {"scattered": 1, "runs": 8}  # neighbours that are zero together, or not
 
 
@@ -86,7 +93,7 @@ def gpu_rows(n_bytes: int, repetitions: int) -> Rows:
                     rows.append(what | gpu_row(codec, inputs, out, rate, copy))
                 except (bitslab.MissingExtraError, bitslab.ArgumentTypeError) as error:
                     print(f"{what['what']}: left out: {error}", file=sys.stderr)
-            rows += nvcomp_rows(f"{name}, {kind}", inputs, rate, copy)
+            rows += nvcomp_rows(dtype, n_bytes, kind, repetitions)
         rows += dense_rows(name, out, rate, copy)
     return rows
 
@@ -130,47 +137,57 @@ def gpu_row(
     return {"ratio": ratio, "encode": encode, "decode": decode, "of_copy": encode / copy}
 
 
-def nvcomp_rows(
-    label: str,
-    inputs: list[torch.Tensor],
-    rate: Callable[[Callable[[int], object]], float],
-    copy: float,
-) -> Rows:
-    """Measure nvCOMP's codecs of bytes and numbers on the same tensors, where it is installed."""
-    try:
-        from nvidia import nvcomp
-    except ImportError as error:
-        print(f"nvCOMP, {label}: left out: {error}", file=sys.stderr)
-        return []
-    wide = inputs[0].element_size() == 4
-    numbers = torch.int32 if wide else torch.int16
-    integer = "<u4" if wide else "<u2"
-    stream = torch.cuda.current_stream().cuda_stream
+def nvcomp_rows(dtype: torch.dtype, n_bytes: int, kind: str, repetitions: int) -> Rows:
+    """Measure nvCOMP's codecs of bytes and numbers on such tensors, each in a process of its own.
+
+    A kernel of theirs that ends in an illegal access takes the process along.
+    """
     rows: Rows = []
-    # Bitcomp's "sparse" algorithm ended in an illegal access on an H200 (nvCOMP 6.0), and no kernel
-    # runs in a process after that.
-    for algorithm, view, options in (
-        ("LZ4", torch.uint8, {"data_type": "|u1"}),
-        ("Bitcomp", numbers, {"data_type": integer}),
-        ("Cascaded", numbers, {"data_type": integer}),
-    ):
-        what = f"nvCOMP {algorithm}, {label}"
+    for algorithm in NVCOMP_BYTES:
+        what = f"nvCOMP {algorithm}, {str(dtype).removeprefix('torch.')}, {kind}"
         try:
-            codec = nvcomp.Codec(algorithm=algorithm, cuda_stream=stream, **options)
-            arrays = [nvcomp.as_array(t.view(view)) for t in inputs]
-            encoded = [codec.encode(array) for array in arrays]
-            found = torch.utils.dlpack.from_dlpack(codec.decode(encoded[0]).to_dlpack())
-            same = torch.equal(found.view(torch.uint8), inputs[0].view(torch.uint8))
-            assert same, "not the same bytes"
-            encode = rate(lambda i: codec.encode(arrays[i]))
-            decode = rate(lambda i: codec.decode(encoded[i]))
-        except Exception as error:  # a peer's own trouble must not end the run
+            with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as child:
+                row = child.submit(
+                    nvcomp_row, algorithm, dtype, n_bytes, RUNS[kind], repetitions
+                ).result()
+        except (Exception, BrokenProcessPool) as error:  # a peer's own trouble ends no run
             print(f"{what}: left out: {type(error).__name__}: {error}", file=sys.stderr)
             continue
-        ratio = inputs[0].nbytes / encoded[0].buffer_size
-        row = {"what": what, "ratio": ratio, "encode": encode, "decode": decode}
-        rows.append(row | {"of_copy": encode / copy})
+        rows.append({"what": what, **row})
     return rows
+
+
+def nvcomp_row(
+    algorithm: str, dtype: torch.dtype, n_bytes: int, run: int, repetitions: int
+) -> dict[str, Any]:
+    """Measure one codec of nvCOMP, which allocates what it returns."""
+    from nvidia import nvcomp
+
+    inputs = inputs_of(dtype, n_bytes, "cuda", run)
+    by_bytes = NVCOMP_BYTES[algorithm]
+    view = torch.uint8 if by_bytes else torch.int32 if dtype.itemsize == 4 else torch.int16
+    data_type = "|u1" if by_bytes else f"<u{dtype.itemsize}"
+    # Its work and its memory are on its own stream, which every copy from it waits for.
+    stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    codec = nvcomp.Codec(algorithm=algorithm, cuda_stream=stream.cuda_stream, data_type=data_type)
+    arrays = [nvcomp.as_array(t.view(view)) for t in inputs]
+    encoded = [codec.encode(array) for array in arrays]
+    decoded = codec.decode(encoded[0])
+    torch.cuda.synchronize()
+    found = torch.from_numpy(numpy.asarray(decoded.cpu())).view(torch.uint8)
+    assert torch.equal(found.reshape(-1), inputs[0].cpu().view(torch.uint8)), "not the same bytes"
+    out = torch.empty_like(inputs[0])
+
+    def rate(work: Callable[[int], object]) -> float:
+        with torch.cuda.stream(stream):
+            return n_bytes / 1e9 / gpu_seconds(lambda i: work(i % INPUTS), repetitions)
+
+    encode = rate(lambda i: codec.encode(arrays[i]))
+    decode = rate(lambda i: codec.decode(encoded[i]))
+    copy = rate(lambda i: out.copy_(inputs[i]))
+    ratio = inputs[0].nbytes / encoded[0].buffer_size
+    return {"ratio": ratio, "encode": encode, "decode": decode, "of_copy": encode / copy}
 
 
 def cpu_rows(n_bytes: int, repetitions: int) -> Rows:

@@ -341,7 +341,15 @@ CHARTS: dict[str, Callable[[], Chart]] = {
 RINGS = {
     "engine": ("kernels", "memory", "codecs", "transfer", "advisor", "files"),
     "systems": ("tables", "tensors", "embedding", "offload", "kvcache", "activations"),
-    "integrations": ("dgl", "pyg", "embedding", "torchrec", "transformers", "accelerate"),
+    "integrations": (
+        "dgl",
+        "pyg",
+        "embedding",
+        "torchrec",
+        "transformers",
+        "accelerate",
+        "autograd",
+    ),
 }
 
 OVERVIEW = (

@@ -48,7 +48,7 @@ examples:
       --images 2048 --batch-size 128 --width 1                  # the paper's table 3
 
 Exposed is what a step takes longer than the plain one. The exit status is 0, 1 when losses differ
-between ways that are lossless, 2 when an option is refused.
+between ways that are lossless (but for torch's own save_on_cpu), 2 when an option is refused.
 """
 
 

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from .training import Run, Sparsity
+from .ways import PEER
 
 
 def print_runs(console: Console, runs: Sequence[Run]) -> None:
@@ -106,11 +107,14 @@ def print_decisions(console: Console, run: Run) -> None:
 
 def verdict(runs: Sequence[Run], equal: bool, device: str) -> str:
     """Return a line on whether the ways agree."""
-    lossless = [run for run in runs if run.lossless]
+    differs = any(run.way == PEER and run.equal is False for run in runs)
+    compared = [run for run in runs if run.lossless and not (differs and run.way == PEER)]
     found = "equal to the last bit" if equal else "DIFFERENT"
     if not equal and device != "cpu":
         found += " (some of a GPU's operators add in no fixed order: compare last bits on a CPU)"
-    return f"the losses of {runs[0].n_steps:,} batches, {len(lossless)} ways: {found}"
+    if differs:
+        found += f"; those of torch's {PEER} differ"
+    return f"the losses of {runs[0].n_steps:,} batches, {len(compared)} ways: {found}"
 
 
 def draw(path: Path, runs: Sequence[Run], sparsity: Sequence[Sparsity]) -> None:

@@ -26,6 +26,8 @@ WAYS = {
     "keep": "nothing is moved, but everything passes through the hooks",
 }
 POLICIES = ("raw", "static", "host", "auto", "keep")
+#: The way that is torch's own, whose losses say nothing of the others'.
+PEER = "save_on_cpu"
 #: Not one of all ways, since its losses differ.
 LOSSY = "lossy"
 LOSSY_TEXT = "activations lose bits (zfp), at a rate that slides down over the epochs"
@@ -176,7 +178,7 @@ def keep(way: str, model: nn.Module, options: argparse.Namespace) -> Iterator[Ke
         kept = Offloaded(way, model, options)
     elif way == LOSSY:
         kept = Offloaded("static", model, options, lossy_of(options))
-    elif way == "save_on_cpu":
+    elif way == PEER:
         kept = SavedOnCpu(next(model.parameters()).device)
     else:
         kept = Kept()

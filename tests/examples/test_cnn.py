@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from cnn import ways
 from cnn.images import load_images
 from cnn.models import ACTIVATIONS, MODELS, SIDES, make_model
 from cnn.saved import saved_tensors
@@ -117,6 +118,24 @@ def test_a_loss_that_differs_is_reported(
     assert "2 ways: DIFFERENT" in capsys.readouterr().out
 
 
+def test_a_peer_that_differs_is_named_and_the_ways_of_bitslab_stand(
+    script: Any, train: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(ways, "save_on_cpu", SpoilsWhatItSaves)
+    status, report = train(script, *TINY, "--ways", "plain", "save_on_cpu", "raw")
+    equal = {run["way"]: run["losses_equal_first"] for run in report["runs"]}
+    assert status == 0 and equal == {"plain": None, "save_on_cpu": False, "raw": True}
+    out = " ".join(capsys.readouterr().out.split())
+    assert "2 ways: equal to the last bit; those of torch's save_on_cpu differ" in out
+
+
+class SpoilsWhatItSaves(torch.autograd.graph.saved_tensors_hooks):
+    """As torch's `save_on_cpu`, but what comes back is another tensor where it holds floats."""
+
+    def __init__(self, pin_memory: bool = False) -> None:
+        super().__init__(lambda t: t * 2 if t.is_floating_point() else t, lambda t: t)
+
+
 def test_saved_tensors_are_found_once_and_nothing_changes() -> None:
     images = load_images("drawn", 20, 32, 0, torch.device("cpu"))
     model = make_model("vgg16_bn", "cifar", 10, width=0.05).train()
@@ -176,7 +195,8 @@ def test_losses_are_equal_on_a_gpu(
     report = json.loads(json_file.read_text())
     assert report["all_equal"] is True and report["device"] != "cpu"
     runs = {run["way"]: run for run in report["runs"]}
-    for way in ("save_on_cpu", "raw", "static", "host", "auto"):
+    assert runs["save_on_cpu"]["down_bytes_per_step"] > 0
+    for way in ("raw", "static", "host", "auto"):
         assert runs[way]["losses_equal_first"] is True and runs[way]["down_bytes_per_step"] > 0
     static = runs["static"]
     assert 0 < static["crossed_down_bytes_per_step"] < static["down_bytes_per_step"]

@@ -6,6 +6,7 @@ gets a new codec name or a new format version, never a silent change.
 
 from __future__ import annotations
 
+import math
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -231,10 +232,7 @@ def on_codec_device(codec: RowCodec, rows: torch.Tensor) -> torch.Tensor:
 
 def elements(shape: Sequence[int]) -> int:
     """Return the number of elements of a shape."""
-    count = 1
-    for size in shape:
-        count *= size
-    return count
+    return math.prod(shape)
 
 
 def rows_as_bytes(t: torch.Tensor, row_bytes: int) -> torch.Tensor:

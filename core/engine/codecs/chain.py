@@ -139,7 +139,7 @@ class ChainCodec(BlobCodec):
         zvc = ZvcLayout.of(shape, dtype, chained=True)
         f = self.packer.rows.profile.format
         n_rows = ceil_div(zvc.max_value_bytes, ROW_BYTES)
-        return zvc, PackedLayout(zvc.values_at, n_rows, f.row_words, f.length_dtype.itemsize)
+        return zvc, PackedLayout.of(zvc.values_at, n_rows, f.row_words, f.length_dtype.itemsize)
 
     def describe(self) -> str:
         """Return the plan in a few words: ``zvc+ibp 2B k3 uniform``."""

@@ -11,6 +11,7 @@ from ...dtypes import flat_bytes
 from ...errors import ArgumentError, ArgumentTypeError, CorruptedDataError
 from ..kernels import kernels_for
 from ..kernels.blob_format import HEADER_BYTES, PackedLayout
+from ..kernels.cuda.stream import current_stream
 from ..kernels.format import RowLayout
 from ..kernels.packed_blob import pack_blob, unpack_blob
 from .base import bits_in_order, check_tensor_argument, elements
@@ -63,6 +64,7 @@ class InvariantBlobCodec(BlobCodec):
             )
         self.rows = rows
         self._layouts: dict[torch.device, RowLayout] = {}
+        self._streams: set[tuple[torch.device, int]] = set()
 
     @classmethod
     def fit(cls, sample: torch.Tensor, **options: Any) -> InvariantBlobCodec:
@@ -136,15 +138,19 @@ class InvariantBlobCodec(BlobCodec):
             found = self.rows.row_layout()
             found = self._layouts[device] = found if device.type == "cpu" else found.to(device)
         if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
-            stream = torch.cuda.current_stream(device)
-            for table in (found.tables, found.starts):
-                table.record_stream(stream)
+            stream = current_stream(device)
+            # Their memory remembers each stream until it is given back: once is enough.
+            key = device, stream.cuda_stream
+            if key not in self._streams:
+                for table in (found.tables, found.starts):
+                    table.record_stream(stream)
+                self._streams.add(key)
         return found
 
     def _parts(self, shape: Sequence[int], dtype: torch.dtype) -> PackedLayout:
         n_bytes = elements(shape) * dtype.itemsize
         f = self.rows.profile.format
-        return PackedLayout(
+        return PackedLayout.of(
             HEADER_BYTES,
             n_bytes // ROW_BYTES,
             f.row_words,
@@ -181,7 +187,7 @@ class InvariantBlobCodec(BlobCodec):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the tables on devices, which are made again."""
-        return {**self.__dict__, "_layouts": {}}
+        return {**self.__dict__, "_layouts": {}, "_streams": set()}
 
 
 def fit_rows(data: torch.Tensor, dtype: torch.dtype, options: Mapping[str, Any]) -> InvariantCodec:

@@ -7,8 +7,10 @@ packed rows.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 
 import torch
 
@@ -31,6 +33,10 @@ ZVC_ONES = 1 << 31
 ZVC_UNIT_BYTES = (1, 2, 4, 8)
 #: Where a header has the bytes of the values of zero-value compression.
 VALUE_BYTES_AT = 24
+
+
+#: Layouts that are kept, with the sizes and offsets that were asked for.
+MOST_LAYOUTS = 4096
 
 
 def aligned(n_bytes: int) -> int:
@@ -75,62 +81,62 @@ class ZvcLayout:
     element_bytes: int
     bits_first: bool = False
 
-    @property
+    @cached_property
     def unit_bytes(self) -> int:
         """Bytes that are compared with zero at once."""
         return min(self.element_bytes, ZVC_UNIT_BYTES[-1])
 
-    @property
+    @cached_property
     def units(self) -> int:
         """Elements that the bitmap counts."""
         return self.elements * (self.element_bytes // self.unit_bytes)
 
-    @property
+    @cached_property
     def block_units(self) -> int:
         """Those of a block; the last one has fewer."""
         return ZVC_BLOCK_BYTES // self.unit_bytes
 
-    @property
+    @cached_property
     def blocks(self) -> int:
         """Number of blocks."""
         return ceil_div(self.units, self.block_units)
 
-    @property
+    @cached_property
     def bitmap_words(self) -> int:
         """Words of the bitmap."""
         return ceil_div(self.units, 32)
 
-    @property
+    @cached_property
     def starts_at(self) -> int:
         """First byte of the starts."""
         return HEADER_BYTES + (aligned(4 * self.bitmap_words) if self.bits_first else 0)
 
-    @property
+    @cached_property
     def bitmap_at(self) -> int:
         """First byte of the bitmap."""
         return HEADER_BYTES + (0 if self.bits_first else aligned(4 * self.blocks))
 
-    @property
+    @cached_property
     def values_at(self) -> int:
         """First byte of the values."""
         return HEADER_BYTES + aligned(4 * self.blocks) + aligned(4 * self.bitmap_words)
 
-    @property
+    @cached_property
     def least_bytes(self) -> int:
         """Bytes of a buffer without values; none has fewer."""
         return self.starts_at if self.bits_first else self.values_at
 
-    @property
+    @cached_property
     def max_bytes(self) -> int:
         """Bytes of a buffer when no element is zero."""
         return self.values_at + self.max_value_bytes
 
-    @property
+    @cached_property
     def max_value_bytes(self) -> int:
         """Bytes of the values when no element is zero."""
         return aligned(self.units * self.unit_bytes)
 
-    @property
+    @cached_property
     def sound(self) -> bool:
         """Whether the starts can say where each block's values are."""
         return self.max_value_bytes // ALIGN_BYTES < ZVC_ONES
@@ -138,13 +144,11 @@ class ZvcLayout:
     @classmethod
     def of(cls, shape: Sequence[int], dtype: torch.dtype, *, chained: bool = False) -> ZvcLayout:
         """Return the layout of a tensor; `chained`: of one whose values are packed once more."""
-        elements = 1
-        for size in shape:
-            elements *= size
-        bits_first = dtype.itemsize == 1 and elements >= ZVC_BITS_FIRST_BYTES and not chained
-        return cls(elements, dtype.itemsize, bits_first)
+        elements, element_bytes = math.prod(shape), dtype.itemsize
+        bits_first = element_bytes == 1 and elements >= ZVC_BITS_FIRST_BYTES and not chained
+        return _zvc_layouts(elements, element_bytes, bits_first)
 
-    @property
+    @cached_property
     def form(self) -> int:
         """Number of the form of a buffer that holds its values."""
         return ZVC_BITS_FIRST_FORM if self.bits_first else ZVC_FORM
@@ -186,31 +190,38 @@ class PackedLayout:
     length_bytes: int
     tail_bytes: int = 0
 
-    @property
+    @cached_property
     def blocks(self) -> int:
         """Blocks of 32 rows."""
         return ceil_div(self.n_rows, BLOCK_ROWS)
 
-    @property
+    @cached_property
     def bases_at(self) -> int:
         """First byte of the bases."""
         return self.lengths_at + aligned(self.n_rows * self.length_bytes)
 
-    @property
+    @cached_property
     def tail_at(self) -> int:
         """First byte of the tail."""
         return self.bases_at + aligned(8 * (self.blocks + 1))
 
-    @property
+    @cached_property
     def words_at(self) -> int:
         """First byte of the words; no buffer has fewer bytes than these and PAD_WORDS."""
         return self.tail_at + aligned(self.tail_bytes)
+
+    @classmethod
+    def of(
+        cls, lengths_at: int, n_rows: int, row_words: int, length_bytes: int, tail_bytes: int = 0
+    ) -> PackedLayout:
+        """Return a layout, that of an earlier call with these numbers where it is kept."""
+        return _packed_layouts(lengths_at, n_rows, row_words, length_bytes, tail_bytes)
 
     def used_bytes(self, n_words: int) -> int:
         """Return the bytes of a buffer whose rows have so many words."""
         return self.words_at + 4 * (n_words + PAD_WORDS)
 
-    @property
+    @cached_property
     def max_bytes(self) -> int:
         """Bytes of a buffer when no row shrinks."""
         return self.used_bytes(self.n_rows * self.row_words)
@@ -225,7 +236,12 @@ class PackedLayout:
             data[:0],
         )
 
-    @property
+    @cached_property
     def sound(self) -> bool:
         """Whether the kernels can count the words."""
         return self.n_rows * self.row_words < 1 << 32
+
+
+#: Layouts whose sizes are counted once: training encodes tensors of the same sizes every step.
+_zvc_layouts = lru_cache(maxsize=MOST_LAYOUTS)(ZvcLayout)
+_packed_layouts = lru_cache(maxsize=MOST_LAYOUTS)(PackedLayout)

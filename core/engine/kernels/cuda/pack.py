@@ -13,6 +13,9 @@ from .runner import Launch, Runner
 from .source import PACK_BLOCKS, Variant
 from .tiles import THREADS, WARPS, aligned_to, has_byte_field
 
+#: Layouts of codecs whose launches are kept.
+MOST_BOUND = 1024
+
 
 @dataclass(init=False)
 class PackBlob(Parameters):
@@ -56,7 +59,8 @@ class PackKernels:
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
-        self._launches: dict[tuple[Variant, int], Launch] = {}  # with shared bytes
+        #: By id of their layout, with it and the words of shared memory of a warp.
+        self._launches: dict[int, tuple[RowLayout, Launch, int]] = {}
 
     def pack_blob(
         self,
@@ -74,15 +78,7 @@ class PackKernels:
         x = aligned_to(x, f.chunk_bytes)
         states = torch.zeros(parts.blocks + 1, dtype=torch.int64, device=x.device)
         elements, element_bytes, form = header
-        words = warp_words(layout)
-        shared_bytes = 4 * words * WARPS
-        variant = Variant(
-            "pack", f.chunk_bytes, f.code_bits, f.grouped, True, byte_field=has_byte_field(layout)
-        )
-        launch = self._launches.get((variant, shared_bytes))
-        if launch is None:
-            launch = self._runner.bind(variant, PackBlob, THREADS, shared_bytes)
-            self._launches[variant, shared_bytes] = launch
+        launch, words = self._launch(layout)
         launch(
             self._blocks(parts, sm_budget),
             x.data_ptr(),
@@ -106,6 +102,25 @@ class PackKernels:
             data.data_ptr(),
             states.data_ptr(),
         )
+
+    def _launch(self, layout: RowLayout) -> tuple[Launch, int]:
+        """Return the kernel for rows of a layout, bound once, and the words of a warp."""
+        found = self._launches.get(id(layout))
+        if found is None:
+            if len(self._launches) >= MOST_BOUND:
+                self._launches.clear()
+            f, words = layout.format, warp_words(layout)
+            variant = Variant(
+                "pack",
+                f.chunk_bytes,
+                f.code_bits,
+                f.grouped,
+                True,
+                byte_field=has_byte_field(layout),
+            )
+            launch = self._runner.bind(variant, PackBlob, THREADS, 4 * words * WARPS)
+            found = self._launches[id(layout)] = layout, launch, words
+        return found[1:]
 
     def _blocks(self, parts: PackedLayout, sm_budget: int | None) -> int:
         """Return the blocks of a launch: one for each of the layout, or as many as may run."""

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from ..blob_format import HEADER_BYTES, VALUE_BYTES_AT, PackedLayout
-from ..format import BLOCK_ROWS, RowLayout
-from .decode import DecodeKernels
+from ..format import BLOCK_ROWS, PAD_WORDS, RowLayout, ceil_div
+from .decode import DecodeKernels, DecodeLongRows, DecodeRows
 from .parameters import Address, Int32, Int64, Parameters
 from .runner import Launch, Runner
-from .source import UNPACK
+from .source import UNPACK, widest_vector
+from .tiles import THREADS as ROW_THREADS
+from .tiles import WORDS_ALIGN_BYTES, Grid, decode_variant, run_shape, tile_arguments
 
 THREADS = 256
+#: Bound launches that are kept, one for each codec and size of a tensor.
+MOST_BOUND = 1024
 
 
 @dataclass(init=False)
@@ -41,6 +45,62 @@ class UnpackRest(Parameters):
     mailbox: Address
 
 
+class _BoundRows:
+    """The kernel that unpacks all rows of a tensor of one size: only the buffers change.
+
+    Parameters
+    ----------
+    runner : Runner
+        Of the device.
+    layout : RowLayout
+        On it.
+    parts : PackedLayout
+        Of the buffers; at least one row.
+    address : int
+        Where the rows go, or another address that is a multiple of as much.
+    counted : bool
+        As for `pack_blob`.
+    """
+
+    def __init__(
+        self, runner: Runner, layout: RowLayout, parts: PackedLayout, address: int, counted: bool
+    ) -> None:
+        f = layout.format
+        shape = run_shape(f, _facts(f.row_words))
+        variant = replace(decode_variant("decode", layout, address), counted=counted)
+        grid = Grid(runner, variant, shape)
+        self.layout = layout  # whose id stands for it
+        self._parts, self._counted = parts, counted
+        self._tiles = ceil_div(parts.n_rows, shape.tile_rows) + 1
+        self._grid = grid
+        self._launch = runner.bind(
+            variant,
+            DecodeRows if shape.stage_words else DecodeLongRows,
+            ROW_THREADS,
+            grid.shared_bytes,
+            length_bytes=parts.length_bytes,
+            row_begin=0,
+            n=parts.n_rows,
+            row_clusters=None,
+            **tile_arguments(layout, parts.n_rows, shape),
+            longest_words=f.row_words,
+            mailbox=runner.mailbox,
+        )
+
+    def __call__(self, data: int, data_bytes: int, out: int, sm_budget: int | None) -> None:
+        """Unpack a buffer at an address to another one."""
+        parts = self._parts
+        self._launch(
+            min(self._tiles, self._grid.blocks(sm_budget)),
+            data + parts.words_at,
+            (data_bytes - parts.words_at) // 4 - PAD_WORDS,
+            data + parts.bases_at,
+            data + parts.lengths_at,
+            data + VALUE_BYTES_AT if self._counted else 0,
+            out,
+        )
+
+
 class UnpackKernels:
     """The kernel of unpack.cu on one GPU.
 
@@ -56,6 +116,7 @@ class UnpackKernels:
         self._runner = runner
         self._decode = decode
         self._rest: Launch | None = None
+        self._rows: dict[tuple[int, PackedLayout, int, bool], _BoundRows] = {}
 
     def unpack_blob(
         self,
@@ -88,10 +149,43 @@ class UnpackKernels:
             out.data_ptr() + row_bytes,
             self._runner.mailbox.data_ptr(),
         )
-        storage = parts.storage(data, f.length_dtype)
-        rows = out[:row_bytes].view(parts.n_rows, f.row_bytes)
-        facts = {"max_row_words": f.row_words, "max_block_words": BLOCK_ROWS * f.row_words}
-        value_bytes = data[VALUE_BYTES_AT:HEADER_BYTES] if counted else None
-        self._decode.decode_rows(
-            storage, layout, None, 0, rows, facts, sm_budget, value_bytes=value_bytes
-        )
+        if not parts.n_rows:
+            return
+        address = out.data_ptr()
+        if address % f.chunk_bytes or data.data_ptr() % WORDS_ALIGN_BYTES:
+            rows = out[:row_bytes].view(parts.n_rows, f.row_bytes)
+            value_bytes = data[VALUE_BYTES_AT:HEADER_BYTES] if counted else None
+            storage = parts.storage(data, f.length_dtype)
+            self._decode.decode_rows(
+                storage,
+                layout,
+                None,
+                0,
+                rows,
+                _facts(f.row_words),
+                sm_budget,
+                value_bytes=value_bytes,
+            )
+            return
+        bound = self._bound_rows(layout, parts, address, counted)
+        bound(data.data_ptr(), data.shape[0], address, sm_budget)
+
+    def _bound_rows(
+        self, layout: RowLayout, parts: PackedLayout, address: int, counted: bool
+    ) -> _BoundRows:
+        """Return the launch for a size, bound once."""
+        f = layout.format
+        offset = address % (widest_vector(f.chunk_bytes, f.uniform) * f.chunk_bytes)
+        key = id(layout), parts, offset, counted
+        found = self._rows.get(key)
+        if found is None:
+            if len(self._rows) >= MOST_BOUND:
+                self._rows.clear()
+            found = _BoundRows(self._runner, layout, parts, address, counted)
+            self._rows[key] = found
+        return found
+
+
+def _facts(row_words: int) -> dict[str, int]:
+    """Return the facts of rows of which only the most words that one may have are known."""
+    return {"max_row_words": row_words, "max_block_words": BLOCK_ROWS * row_words}

@@ -9,7 +9,7 @@ import torch
 from ..blob_format import ALIGN_BYTES, ZvcLayout
 from .parameters import Address, Int32, Int64, Parameters
 from .runner import Launch, Runner
-from .source import PlainVariant, zvc_blocks, zvc_threads, zvc_variant
+from .source import zvc_blocks, zvc_threads, zvc_variant
 from .tiles import aligned_to
 
 
@@ -71,7 +71,7 @@ class ZvcKernels:
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
-        self._launches: dict[tuple[PlainVariant, type[Parameters]], Launch] = {}
+        self._launches: dict[tuple[int, type[Parameters]], Launch] = {}
 
     def encode_zvc(
         self,
@@ -137,11 +137,12 @@ class ZvcKernels:
         )
 
     def _launch(self, layout: ZvcLayout, parameters: type[Parameters]) -> Launch:
-        variant = zvc_variant(layout.unit_bytes)
-        found = self._launches.get((variant, parameters))
+        unit_bytes = layout.unit_bytes
+        found = self._launches.get((unit_bytes, parameters))
         if found is None:
-            found = self._runner.bind(variant, parameters, zvc_threads(layout.unit_bytes))
-            self._launches[variant, parameters] = found
+            threads = zvc_threads(unit_bytes)
+            found = self._runner.bind(zvc_variant(unit_bytes), parameters, threads)
+            self._launches[unit_bytes, parameters] = found
         return found
 
     def _blocks(self, layout: ZvcLayout, sm_budget: int | None, at_once: int) -> int:
