@@ -1,0 +1,103 @@
+"""Staged copies of a GPU, by streams whose work is done in any order that they allow."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from bitslab.activations.copies import Pass, StoredCopy
+from bitslab.activations.executor import Executor
+from bitslab.activations.host_room import HostMemoryError
+from bitslab.activations.identity import span_of
+from tests.activations.delayed_streams import DelayedZvc, Streams, delayed
+
+CPU = torch.device("cpu")
+SITES = 10
+
+
+class Step:
+    """Saves tensors of some sites, as a forward pass does."""
+
+    def __init__(self, executor: Executor, streams: Streams, codec: DelayedZvc) -> None:
+        self.executor, self.streams = executor, streams
+        self.made = Pass(0, set())
+        self.copies: list[tuple[StoredCopy, torch.Tensor]] = []
+        zeros = streams.random.choice([0.1, 0.5, 0.9])
+        for i in range(SITES):
+            t = torch.randn(streams.random.choice([300, 1024, 4096]))
+            t = t.where(torch.rand_like(t) >= zeros, 0.0)
+            copy = StoredCopy(f"{i}:0", t, span_of(t), t, 0, self.made)
+            executor.store(copy, codec if streams.random.random() < 0.8 else None)
+            self.copies.append((copy, t.clone()))
+            streams.progress()
+
+    def read(self) -> None:
+        """Read all in reverse, some ahead, as a backward pass does."""
+        found = []
+        for i in reversed(range(SITES)):
+            copy, expected = self.copies[i]
+            found.append((self.executor.bytes_of(copy, False), expected))
+            for ahead, _ in self.copies[max(0, i - 3) : i]:
+                self.executor.fetch(ahead)
+            self.streams.progress()
+        self.streams.drain()
+        assert all(torch.equal(t, expected) for t, expected in found)
+
+
+@pytest.mark.parametrize("in_flight_bytes", [0, 1 << 14, 1 << 16, 1 << 30])
+@pytest.mark.parametrize("lossy", [False, True])
+@pytest.mark.parametrize("seed", range(3))
+def test_every_bit_comes_back_in_any_order_of_streams(
+    seed: int, lossy: bool, in_flight_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(seed)
+    streams, codec = delayed(monkeypatch, seed, lossy)
+    failures: list[Any] = []
+    executor = Executor(CPU, in_flight_bytes, lambda *_: None, lambda *each: failures.append(each))
+    for _ in range(6):
+        step = Step(executor, streams, codec)
+        if streams.random.random() < 0.2:
+            executor.close()
+        if streams.random.random() < 0.2:
+            continue  # the graph is dropped while copies are under way
+        step.read()
+        if streams.random.random() < 0.5:
+            step.read()  # of a graph that is retained
+    executor.close()
+    staging = executor._staging
+    assert not (staging._encoding or staging._sending or staging._unsure)
+    assert staging.unsure_bytes == staging._sending_bytes == staging._encoding_bytes == 0
+    assert not failures
+
+
+def test_what_cannot_be_sent_again_remains_staged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was larger than its host memory, and there is no more: it is read on the device."""
+    streams, codec = delayed(monkeypatch, 0)
+    failures: list[Any] = []
+    executor = Executor(CPU, 1 << 30, lambda *_: None, lambda *each: failures.append(each))
+
+    def saved(zeros: float) -> tuple[StoredCopy, torch.Tensor]:
+        t = torch.randn(1 << 14)
+        t = t.where(torch.rand_like(t) >= zeros, 0.0)
+        copy = StoredCopy("0:0", t, span_of(t), t, 0, Pass(0, set()))
+        executor.store(copy, codec)
+        return copy, t.clone()
+
+    for _ in range(3):  # learns that little is needed
+        copy, _ = saved(0.99)
+        streams.drain()
+        executor.bytes_of(copy, False)
+    copy, expected = saved(0.0)
+
+    def cut(*args: Any) -> torch.Tensor:
+        raise HostMemoryError("on purpose")
+
+    monkeypatch.setattr(executor._room, "cut", cut)
+    executor.close()
+    assert [name for name, _ in failures] == ["0:0"] and copy.original is None
+    for _ in range(2):
+        found = executor.bytes_of(copy, False)
+        streams.drain()
+        assert torch.equal(found, expected)
