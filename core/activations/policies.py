@@ -9,7 +9,7 @@ from typing import Any, Final, Literal, NamedTuple, Protocol
 import torch
 
 from ..engine.codecs.blob import BlobCodec
-from ..engine.codecs.registry import codec_names, get_codec
+from ..engine.codecs.registry import codec_names, get_codec, is_codec_name
 from ..errors import ArgumentError, ArgumentTypeError
 from .fitting import SampleFits
 from .host_packing import PACKED_ABOVE
@@ -90,8 +90,7 @@ class Codecs:
         lossy: str | BlobCodec | Lossy | None,
     ) -> None:
         if codecs is None:
-            known = codec_names()
-            given: list[str | BlobCodec] = [name for name in USUAL_CODECS if name in known]
+            given: list[str | BlobCodec] = [name for name in USUAL_CODECS if is_codec_name(name)]
         elif isinstance(codecs, (str, BlobCodec)):
             given = [codecs]
         else:

@@ -18,7 +18,7 @@ from ..engine.codecs.base import (
     on_codec_device,
     rows_as_bytes,
 )
-from ..engine.codecs.registry import codec_class, codec_names, fit_codec, get_codec
+from ..engine.codecs.registry import codec_class, fit_codec, get_codec, is_codec_name
 from ..engine.kernels import cpu
 from ..engine.kernels.format import (
     BLOCK_ROWS,
@@ -377,7 +377,7 @@ def check_table_codec(cls: type[RowCodec], where: str) -> None:
             f"{where}: codec {cls.name!r} is lossy; tables, their caches and embeddings accept "
             "codecs that keep every bit"
         )
-    if cls.name not in codec_names() or get_codec(cls.name) is not cls:
+    if not is_codec_name(cls.name) or get_codec(cls.name) is not cls:
         # Other processes, files and `compact` find the codec by its name.
         raise ArgumentError(
             f"{where}: codec {cls.name!r} of {cls.__module__}.{cls.__qualname__} is not the codec "

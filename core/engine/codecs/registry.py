@@ -193,6 +193,14 @@ def codec_names() -> list[str]:
     return sorted({*_classes, *_entry_points()})
 
 
+def is_codec_name(name: object) -> bool:
+    """Return whether a codec has this name.
+
+    Of known ones that takes no time; `codec_names` reads what is installed, for milliseconds.
+    """
+    return isinstance(name, str) and (name in _classes or name in _entry_points())
+
+
 def _entry_points() -> dict[str, metadata.EntryPoint]:
     """Return what installed packages offer, by name, without importing it."""
     found: dict[str, metadata.EntryPoint] = {}

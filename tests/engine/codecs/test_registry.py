@@ -88,6 +88,18 @@ def test_unknown_name_lists_the_known_ones() -> None:
         bitslab.get_codec("zip")
 
 
+def test_known_codecs_are_used_without_a_look_at_what_is_installed(monkeypatch: Any) -> None:
+    def looked() -> Any:
+        raise AssertionError("the packages that are installed were read")
+
+    monkeypatch.setattr(registry, "_entry_points", looked)
+    with bitslab.CompressedTable.from_tensor(ROWS) as table:
+        assert torch.equal(table[:], ROWS)
+    with pytest.raises(AssertionError, match="were read"):
+        registry.is_codec_name("mine")
+    assert not registry.is_codec_name(None)
+
+
 def test_name_must_be_a_string() -> None:
     with pytest.raises(bitslab.ArgumentTypeError, match="expected a name, got int"):
         bitslab.get_codec(3)  # type: ignore[arg-type]
