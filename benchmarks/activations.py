@@ -59,7 +59,7 @@ def make_parser() -> argparse.ArgumentParser:
         "8,192 at 16 x 1,024 tokens)",
     )
     add("--step-seconds", type=float, default=1.2, help="of that step (default: %(default)s)")
-    add("--hidden", nargs="+", type=int, help="model: widths of layers (default: by the device)")
+    add("--widths", nargs="+", type=int, help="model: widths of layers (default: by the device)")
     add("--batch", type=int, default=4, help="cpu: sequences of a step (default: %(default)s)")
     add("--tokens", type=int, default=256, help="cpu: of a sequence (default: %(default)s)")
     add("--sites", nargs="+", type=int, help="plan: of drawn steps (default: 12 40 500)")

@@ -259,7 +259,7 @@ def model(arguments: argparse.Namespace, say: Callable[[str], None]) -> dict[str
     """Return the tables."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     on_gpu = device.type == "cuda"
-    hidden = arguments.hidden or ([8192, 12288, 16384] if on_gpu else [256, 512])
+    hidden = arguments.widths or ([8192, 12288, 16384] if on_gpu else [256, 512])
     sequence = 1024 if on_gpu else 256
     device_bytes = torch.cuda.get_device_properties(device).total_memory if on_gpu else 80e9
     name = torch.cuda.get_device_name(device) if on_gpu else f"{torch.get_num_threads()} CPU cores"

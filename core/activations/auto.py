@@ -96,7 +96,7 @@ class AutoPolicy:
             return changed
 
     def ended_forward(self, left: PassRecord) -> None:
-        """Do nothing: the profile was told."""
+        """Do nothing: the profile has recorded it."""
 
     def notes(self) -> list[str]:
         """Return nothing: `rows` says what was decided."""

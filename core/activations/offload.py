@@ -503,8 +503,8 @@ class ActivationOffload:
         stats = self.stats()
         rows = []
         for counts in list(self._hooks.sites.values()):
-            stays = counts.choice == KEEP or counts.tier == "device"
-            tier = "device" if stays else self._tier_of(counts.site.name)
+            is_left = counts.choice == KEEP or counts.tier == "device"
+            tier = "device" if is_left else self._tier_of(counts.site.name)
             unit = UnitReport(counts.site.name, tier, counts.raw_bytes, counts.packed_bytes, None)
             choice, operation = counts.choice, counts.site.operation
             error = None

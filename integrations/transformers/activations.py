@@ -19,7 +19,7 @@ class OffloadCallback(TrainerCallback):
     """Offloads the activations of a model while a `Trainer` trains it.
 
     Weights and losses are those of training without it, bit for bit. Micro-batches of gradient
-    accumulation are told apart by the trainer's events, and evaluation is left alone.
+    accumulation are distinguished by the trainer's events, and evaluation is left alone.
 
     Parameters
     ----------
