@@ -169,7 +169,7 @@ def measure(
     way: str, arguments: argparse.Namespace, folder: str, seed: int, env: dict[str, str]
 ) -> dict[str, Any]:
     """Train in one way, in a process of its own."""
-    command = [sys.executable, __file__, way, folder, str(arguments.batch), str(arguments.tokens)]
+    command = [sys.executable, __file__, way, folder, str(arguments.cpu_batch), str(arguments.cpu_tokens)]
     done = subprocess.run(
         [*command, str(seed)],
         env={**os.environ, "OMP_NUM_THREADS": "1", **env},
@@ -219,8 +219,8 @@ def cpu(arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[
                     progress(f"cpu: {name}, turn {turn + 1}: {way}")
                     runs[way].append(measure(way, arguments, folder, turn, env))
             title = (
-                f"{LAYERS} transformer layers of {HIDDEN}, float32, {arguments.batch} x "
-                f"{arguments.tokens} tokens, one thread: {name}"
+                f"{LAYERS} transformer layers of {HIDDEN}, float32, {arguments.cpu_batch} x "
+                f"{arguments.cpu_tokens} tokens, one thread: {name}"
             )
             tables[title] = [row_of(way, found, runs["plain"]) for way, found in runs.items()]
     return tables

@@ -235,8 +235,7 @@ class Executor:
         """
         if codec.error_bound is not None:  # read from its copy, which is thus to be whole
             return bound
-        unsure_bytes = self._staging.unsure_bytes + copy.nbytes
-        if self.on_gpu and unsure_bytes > self.in_flight_bytes // 2:
+        if self.on_gpu and self._staging.unsure_bytes + copy.nbytes > self.in_flight_bytes // 2:
             return bound
         return self.traffic.sizes.room(copy.name, codec.name, bound)
 
@@ -288,17 +287,9 @@ class Executor:
 
     def _sent(self, copy: StoredCopy, host: torch.Tensor, bound: int) -> SentBlob:
         """Count an encoded copy that is on its way to `host`."""
-        assert copy.codec is not None and copy.stored is not None
-        blob = SentBlob(
-            copy.name,
-            copy.codec.name,
-            copy.nbytes,
-            copy.dtype.itemsize,
-            self.device,
-            bound,
-            host,
-            copy.stored,
-        )
+        codec, stored, size = copy.codec, copy.stored, copy.dtype.itemsize
+        assert codec is not None and stored is not None
+        blob = SentBlob(copy.name, codec.name, copy.nbytes, size, self.device, bound, host, stored)
         copy.host, copy.blob = host, blob
         self.traffic.sent(blob)
         return blob
