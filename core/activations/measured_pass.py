@@ -87,8 +87,8 @@ class MeasuredPass:
     def step(self) -> MeasuredStep:
         """Return what was measured, once it is over; waits for the device."""
         assert self._end is not None
-        if isinstance(self._end, torch.cuda.Event):
-            self._end.synchronize()
+        if self._device.type == "cuda":  # all of its streams
+            torch.cuda.synchronize(self._device)
         step_s = seconds_between(self._begin, self._end)
         hooks_s = sum(seconds_between(begin, end) for begin, end in self._hooks)
         return MeasuredStep(step_s, self._peak_bytes, compute_s=max(0.0, step_s - hooks_s))

@@ -430,6 +430,14 @@ class PlannedPolicy:
                 return ["Nothing is planned: no backward pass has read what was saved."]
             return ["Nothing is planned yet: no profiled step is over."]
         found = [f"Plan: {self.plan.summary()}"]
+        if not self.plan.declined:
+            made = self.plan.prediction
+            found.append(
+                f"A step is predicted to wait {made.stall_s * 1e3:.3g} ms, to compute again for "
+                f"{made.recompute_s * 1e3:.3g} ms, to pack for {made.codec_s * 1e3:.3g} ms, and to "
+                f"move {made.link_bytes / 1e6:,.1f} MB out and back, of them "
+                f"{made.written_bytes / 1e6:,.1f} to the disk."
+            )
         if self.plan.modules:
             found.append(f"Checkpointed: {', '.join(self.plan.modules)}.")
         if self._recorded.not_checkpointed:

@@ -406,9 +406,8 @@ class StepRecorder:
     def gaps_s(self) -> list[float]:
         """Return the seconds of compute before each event but the first; waits for the device."""
         assert self._end is not None
-        last = self._events[self._end].end
-        if isinstance(last, torch.cuda.Event):
-            last.synchronize()
+        if self.device.type == "cuda":  # all of its streams
+            torch.cuda.synchronize(self.device)
         return [
             seconds_between(before.end, after.begin)
             for before, after in zip(self._events, self._events[1:], strict=False)

@@ -472,6 +472,7 @@ def test_the_plan_is_written_read_and_shown(tmp_path: Any, holds: None) -> None:
     offload.plan.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json") == offload.plan
     shown = str(offload.report())
+    assert "A step is predicted to wait " in shown
     assert "policy planned" in shown and "Plan: Fits 1,000,000 bytes." in shown
 
 

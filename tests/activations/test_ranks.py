@@ -40,12 +40,13 @@ def sharded(model):
             fully_shard(layer, mesh=mesh)
     return fully_shard(model, mesh=mesh)
 
-def train(wrap, offloaded, before):
+STATIC = {"policy": "static", "codecs": "zvc", "verify": True}
+
+def train(wrap, offloaded, before, options=STATIC, steps=3):
     model = make()
     offload = None
     def attach(model):
-        return bitslab.offload_activations(
-            model, policy="static", codecs="zvc", min_bytes=64, in_flight_bytes=0, verify=True)
+        return bitslab.offload_activations(model, min_bytes=64, in_flight_bytes=0, **options)
     if offloaded and before:
         offload = attach(model)
     model = wrap(model)
@@ -53,7 +54,7 @@ def train(wrap, offloaded, before):
         offload = attach(model)
     generator = torch.Generator().manual_seed(rank)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(3):
+    for _ in range(steps):
         optimizer.zero_grad()
         model(torch.randn(16, 32, generator=generator)).square().mean().backward()
         optimizer.step()
@@ -62,7 +63,10 @@ def train(wrap, offloaded, before):
     sites = []
     if offload is not None:
         sites = [[s.choice, s.operation] for s in offload.report().sites]
-        seen.setdefault("moved", []).append(offload.stats()["moved_tensors"])
+        if options is STATIC:
+            seen.setdefault("moved", []).append(offload.stats()["moved_tensors"])
+        else:
+            seen.setdefault("declined", []).append(offload.plan.declined)
         offload.detach()
     return [p.clone() for p in found], sites
 
@@ -72,6 +76,10 @@ for name, wrap in {"ddp": DistributedDataParallel, "fsdp2": sharded}.items():
         found, sites = train(wrap, True, before)
         seen[f"{name} {before}"] = all(torch.equal(a, b) for a, b in zip(found, plain, strict=True))
         seen[f"{name} {before} sites"] = sites
+    planned = {"memory": 5000, "codecs": [], "recompute": name == "ddp"}
+    plain, _ = train(wrap, False, False, steps=7)
+    found, sites = train(wrap, True, False, planned, 7)
+    seen[f"{name} planned"] = all(torch.equal(a, b) for a, b in zip(found, plain, strict=True))
 print(json.dumps(seen))
 dist.destroy_process_group()
 """
@@ -98,3 +106,10 @@ def test_gradients_on_two_ranks(ranks: list[dict[str, Any]], case: str) -> None:
         assert len(seen[f"{case} sites"]) == 4
         assert all(choice == "zvc" for choice, _ in seen[f"{case} sites"])
         assert all(moved == 12 for moved in seen["moved"])
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp2"])
+def test_gradients_of_planned_steps_on_two_ranks(ranks: list[dict[str, Any]], name: str) -> None:
+    for seen in ranks:
+        assert seen[f"{name} planned"]
+        assert seen["declined"] == [False, False]
