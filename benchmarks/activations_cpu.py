@@ -169,7 +169,14 @@ def measure(
     way: str, arguments: argparse.Namespace, folder: str, seed: int, env: dict[str, str]
 ) -> dict[str, Any]:
     """Train in one way, in a process of its own."""
-    command = [sys.executable, __file__, way, folder, str(arguments.cpu_batch), str(arguments.cpu_tokens)]
+    command = [
+        sys.executable,
+        __file__,
+        way,
+        folder,
+        str(arguments.cpu_batch),
+        str(arguments.cpu_tokens),
+    ]
     done = subprocess.run(
         [*command, str(seed)],
         env={**os.environ, "OMP_NUM_THREADS": "1", **env},

@@ -21,7 +21,7 @@ from .copies import KeptView, SavedView, StoredCopy
 from .executor import Executor
 from .guards import is_form_of_leaf, is_plain, modified
 from .host_room import HostMemoryError
-from .identity import CopyTable, Span, copied_span, root_of, span_of
+from .identity import CopyTable, Span, copied_span, flat_span, root_of, span_of
 from .local_copies import LocalCopy, PackedCopy, packed_copy, replayed_copy
 from .lossy import ErrorSample
 from .moments import now
@@ -238,7 +238,7 @@ class SavedTensorHooks:
                 counts = self._site(name, module, t, nbytes)
             if counts.choice in (KEEP, CHECKPOINT):  # what a checkpoint is computed from
                 return self._keep(t, version, storage, current, counts)
-            flat = _flat(t, storage, span)
+            flat = flat_span(t, storage, span)
             copy = self._local_copy(counts, flat, span, root, version, current)
             if copy is not None:
                 if current.watcher is not None:
@@ -280,7 +280,7 @@ class SavedTensorHooks:
                 current.keep(named, storage)
             if current.watcher is not None:
                 span = copied_span(span_of(t), storage.nbytes(), t.element_size())
-                flat = _flat(t, storage, span)
+                flat = flat_span(t, storage, span)
                 current.watcher.kept(named, counts.site, t, flat, begin)
             return named
         if self._select is None:
@@ -597,18 +597,3 @@ def _unchanged(t: torch.Tensor, version: int) -> torch.Tensor:
     if (found := version_of(t)) != version:
         raise modified(t.shape, t.dtype, found, version, "")
     return t
-
-
-def _flat(t: torch.Tensor, storage: torch.UntypedStorage, span: Span) -> torch.Tensor:
-    """Return bytes of a storage as ``[n]`` of the dtype of `t`; of complex ones the real parts."""
-    dtype = t.dtype
-    if not dtype.is_complex and not t.is_neg():  # at half the price of what follows
-        size = dtype.itemsize
-        return t.detach().as_strided((span.nbytes // size,), (1,), span.begin // size)
-    if dtype.is_complex:
-        dtype = dtype.to_real()
-    size = dtype.itemsize
-    with torch.no_grad():
-        return torch.empty(0, dtype=dtype, device=t.device).set_(
-            storage, span.begin // size, (span.nbytes // size,), (1,)
-        )

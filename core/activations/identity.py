@@ -49,6 +49,21 @@ def span_of(t: torch.Tensor) -> Span:
     return Span(begin, begin + (last + 1) * size)
 
 
+def flat_span(t: torch.Tensor, storage: torch.UntypedStorage, span: Span) -> torch.Tensor:
+    """Return bytes of a storage as ``[n]`` of the dtype of `t`; of complex ones the real parts."""
+    dtype = t.dtype
+    if not dtype.is_complex and not t.is_neg():  # at half the price of what follows
+        size = dtype.itemsize
+        return t.detach().as_strided((span.nbytes // size,), (1,), span.begin // size)
+    if dtype.is_complex:
+        dtype = dtype.to_real()
+    size = dtype.itemsize
+    with torch.no_grad():
+        return torch.empty(0, dtype=dtype, device=t.device).set_(
+            storage, span.begin // size, (span.nbytes // size,), (1,)
+        )
+
+
 def copied_span(span: Span, storage_bytes: int, element_bytes: int) -> Span:
     """Return the bytes to copy for a view: the whole storage, but for a small part of a large one.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import os
 import sys
 import threading
@@ -15,22 +14,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..engine.advisor.planning import SLOWDOWN, Plan, StepProfile
+from ..engine.advisor.planning import Plan, StepProfile
 from ..engine.codecs.blob import BlobCodec
 from ..engine.memory import host_arena
 from ..engine.transfer.unit_report import UnitReport
 from ..errors import ArgumentError, ArgumentTypeError, BitslabError
 from .attached import ATTRIBUTE, LISTED_PASSES, Attachment, ModuleTensors
-from .auto import AutoPolicy
 from .disk import Drive
 from .guards import storages_of
 from .hooks import SavedTensorHooks
 from .limits import limits_of
 from .lossy import Lossy
-from .memory_limit import checked_memory
 from .planned import PlannedPolicy
-from .policies import KEEP, Codecs, FixedPolicy, Policy, checked_policy
-from .report import ActivationReport, SiteReport, disk_notes
+from .policies import KEEP, Codecs, checked_policy
+from .policy_choice import policy_of
+from .report import ActivationReport, SiteReport, disk_notes, lossy_notes
 from .sites import Select, is_compiled, module_names
 from .tiers import make_tiers
 from .verify import USUAL_EVERY, Verifier
@@ -204,18 +202,18 @@ class ActivationOffload:
         found = Codecs(codecs, lossy)
         self._codecs = found
         self._verifier = Verifier(USUAL_EVERY if verify is True else int(verify))
-        self._policy: Policy
-        if memory is not None or slowdown is not None:
-            self._policy = _planned(
-                self.policy, found, memory, slowdown, recompute, select, profile_every
-            )
+        self._policy = policy_of(
+            self.policy,
+            found,
+            profile_every=profile_every,
+            limits=functools.partial(limits_of, in_flight_bytes, depth),
+            memory=memory,
+            slowdown=slowdown,
+            recompute=recompute,
+            select=select,
+        )
+        if isinstance(self._policy, PlannedPolicy):
             self.policy = "planned"
-        elif self.policy == "auto":
-            self._policy = AutoPolicy(
-                found, profile_every, functools.partial(limits_of, in_flight_bytes, depth)
-            )
-        else:
-            self._policy = FixedPolicy(self.policy, found)
         if disk is not None and self.policy == "host":
             raise ArgumentError(
                 "disk: policy 'host' packs what remains in host memory; accepted with a disk are "
@@ -523,7 +521,7 @@ class ActivationOffload:
                 "bitslab.ActivationOffload() around both sees it."
             )
         notes += self._policy.notes()
-        notes += self._lossy_notes(rows)
+        notes += lossy_notes(self._codecs, rows)
         failures = self._hooks.failures
         if failures:
             first = next(iter(failures))
@@ -548,15 +546,6 @@ class ActivationOffload:
     def _tier_of(self, site: str) -> str:
         """Return where the tensors of a site were moved to, the last of them."""
         return "disk" if any(each.is_on_disk(site) for each in self._hooks.executors()) else "host"
-
-    def _lossy_notes(self, rows: Sequence[SiteReport]) -> list[str]:
-        """Name what is lossy, and how far it is off."""
-        lossy, rate = self._codecs.lossy, self._codecs.rate
-        if lossy is None:
-            return []
-        said = [f"{row.unit.name} ({row.error})" for row in rows if row.error is not None]
-        what = lossy if rate is None else rate.describe()
-        return [f"Lossy ({what}): {', '.join(said) or 'none'}."]
 
     def __reduce__(self) -> Any:
         raise BitslabError(
@@ -601,43 +590,6 @@ def offload_activations(model: nn.Module, **options: Any) -> ActivationOffload:
     offload = ActivationOffload(**options)
     offload.attach(model)
     return offload
-
-
-def _planned(
-    policy: str,
-    codecs: Codecs,
-    memory: Any,
-    slowdown: Any,
-    recompute: Any,
-    select: Select | None,
-    every: int,
-) -> PlannedPolicy:
-    """Return the policy of `memory` and `slowdown`, or refuse what does not go with them."""
-    if policy != "auto":
-        raise ArgumentError(
-            f"policy: {policy!r} with memory or slowdown, which plan what becomes of each tensor; "
-            "leave policy out"
-        )
-    if codecs.lossy is not None:
-        raise ArgumentError(
-            f"lossy: {codecs.lossy!r} with memory or slowdown, whose plans return every bit"
-        )
-    if not isinstance(recompute, bool):
-        raise ArgumentTypeError(f"recompute: expected a bool, got {recompute!r:.60}")
-    if slowdown is None:
-        slowdown = SLOWDOWN
-    elif isinstance(slowdown, bool) or not isinstance(slowdown, int | float):
-        raise ArgumentTypeError(f"slowdown: expected a number, got {slowdown!r:.60}")
-    if not 0 <= slowdown < math.inf:
-        raise ArgumentError(f"slowdown: {slowdown}, accepted are numbers from 0")
-    return PlannedPolicy(
-        codecs,
-        memory=None if memory is None else checked_memory(memory),
-        slowdown=float(slowdown),
-        recompute=recompute,
-        select=select,
-        every=every,
-    )
 
 
 def _check_number(name: str, value: Any, least: int = 0) -> None:

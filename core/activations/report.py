@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ..engine.transfer.unit_report import UnitReport, packed_total, ratio_of, raw_total
 from ..errors import load_optional
 from .lossy import LossyError
+from .policies import Codecs
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -221,6 +222,15 @@ class ActivationReport:
 def _moved(site: SiteReport) -> str:
     """Return what the table says is done at a site."""
     return f"{site.choice}, disk" if site.unit.tier == "disk" else site.choice
+
+
+def lossy_notes(codecs: Codecs, rows: Sequence[SiteReport]) -> list[str]:
+    """Return which sites are lossy, and how far they are off."""
+    if codecs.lossy is None:
+        return []
+    found = [f"{row.unit.name} ({row.error})" for row in rows if row.error is not None]
+    what = codecs.lossy if codecs.rate is None else codecs.rate.describe()
+    return [f"Lossy ({what}): {', '.join(found) or 'none'}."]
 
 
 def disk_notes(disk: Mapping[str, Any], passes: int) -> list[str]:

@@ -31,7 +31,9 @@ def test_every_way_has_the_gradients_of_plain_training(
     def measure(way: str, arguments: Any, folder: str, seed: int, env: Any) -> dict[str, Any]:
         """Train in this process, whose memory is not that of the way alone."""
         folders.add(Path(folder))
-        found: dict[str, Any] = ways.run_way(way, folder, arguments.cpu_batch, arguments.cpu_tokens, seed)
+        found: dict[str, Any] = ways.run_way(
+            way, folder, arguments.cpu_batch, arguments.cpu_tokens, seed
+        )
         return {**found, "peak": 1_000_000}
 
     monkeypatch.setattr(ways, "measure", measure)
