@@ -47,7 +47,7 @@ class DrawnPolicy(PlannedPolicy):
         return random.Random(f"{self.seed} {site.name}").choice(CHOICES)
 
     def packed_bytes(self, site: str) -> float:
-        # On a GPU some get too little room, and stay as they are.
+        # On a GPU some get too little room, and remain as they are.
         share = random.Random(f"{self.seed} {site} room").choice([0.2, 1.2])
         return share * self._seen[site].nbytes
 
