@@ -92,6 +92,8 @@ class PlannedPolicy:
         every: int,
     ) -> None:
         self._codecs, self._memory, self._slowdown = codecs, memory, slowdown
+        # A profiled pass is to show what each codec makes of a tensor, or no plan could use it.
+        codecs.waits_for_fits = True
         self._recompute, self._select, self._every = recompute, select, max(1, every)
         self._models = TimeModels(codecs)
         self._lock = threading.RLock()

@@ -121,13 +121,16 @@ class Codecs:
         self._fits = SampleFits()
         #: Set where a codec was asked for that was not fitted yet.
         self.was_fitting = False
+        #: Whether whoever asks for a codec waits for its fit on a GPU, too.
+        self.waits_for_fits = False
         self._at_rate: dict[int, BlobCodec] = {}
         self._lock = threading.Lock()
 
     def for_site(self, name: str, site: Site, flat: torch.Tensor) -> BlobCodec | None:
         """Return a codec fitted to a site by its first tensor; None if it takes no such tensors.
 
-        On a GPU the host waits for nothing, and it is None until the fit is there (`is_fitting`).
+        On a GPU the host waits for nothing, and it is None until the fit is there (`is_fitting`),
+        unless `waits_for_fits` is set.
 
         Parameters
         ----------
@@ -161,7 +164,7 @@ class Codecs:
         made: BlobCodec | None
         if isinstance(found, BlobCodec):
             made = found
-        elif found.learns and flat.device.type == "cuda":
+        elif found.learns and flat.device.type == "cuda" and not self.waits_for_fits:
             made = self._fits.fit(key, found, flat)
             if made is None:
                 self.was_fitting = True

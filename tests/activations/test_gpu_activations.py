@@ -536,7 +536,7 @@ def test_what_is_staged_is_read_there(held_stream: Any) -> None:
 
 
 def test_lossy_gradients_do_not_depend_on_how_far_copies_are() -> None:
-    x = torch.randn(1 << 20, device="cuda", requires_grad=True)
+    x = torch.randn(1 << 10, 1 << 10, device="cuda", requires_grad=True)
     codec = ZfpCodec(32)
     expected = 2 * codec.decode(codec.encode((x * 2).detach())).cos()
     for in_flight_bytes in (0, 1 << 30):
@@ -593,6 +593,7 @@ def step_until_fitted(offload: bitslab.ActivationOffload, step: Callable[[], Any
 @pytest.mark.parametrize("codec", ["ibp-blob", "zvc+ibp"])
 def test_codecs_learn_while_tensors_cross_raw(codec: str, no_waiting: Any) -> None:
     """No pass waits for a fit: the first tensors of a site cross raw."""
+    others = fitting_threads()  # of what other tests have left
     net = model()
     x = torch.randn(1 << 12, 512, device="cuda", requires_grad=True)
     (plain,) = torch.autograd.grad(net(x).sum(), x)
@@ -611,12 +612,12 @@ def test_codecs_learn_while_tensors_cross_raw(codec: str, no_waiting: Any) -> No
     offload = attach()
     with no_waiting():
         torch.autograd.grad(net(x).sum(), x)
+        first = offload.stats()
         torch.autograd.grad(net(x).sum(), x)
     torch.cuda.synchronize()
     sites = offload.report().sites
     assert {site.choice for site in sites if site.choice != "keep"} == {codec}
-    first = offload.stats()
-    assert first["crossed_out_bytes"] == first["moved_out_bytes"] > 0 or not offload._codecs.fitting
+    assert first["crossed_out_bytes"] == first["moved_out_bytes"] > 0
     step_until_fitted(offload, step)
     before = offload.stats()
     step()
@@ -625,7 +626,11 @@ def test_codecs_learn_while_tensors_cross_raw(codec: str, no_waiting: Any) -> No
     moved, crossed = (after[n] - before[n] for n in ("moved_out_bytes", "crossed_out_bytes"))
     assert 0 < crossed < 0.95 * moved
     offload.detach()
-    assert not [t for t in threading.enumerate() if t.name == "bitslab-fit"]
+    assert fitting_threads() <= others
+
+
+def fitting_threads() -> set[threading.Thread]:
+    return {t for t in threading.enumerate() if t.name == "bitslab-fit"}
 
 
 def test_auto_measures_and_decides_on_the_device(link: Any, quick_measuring: None) -> None:

@@ -103,6 +103,7 @@ def test_gradients_under_random_plans(name: str, drawn: type[DrawnPolicy], seed:
     check_case(name, Offloaded("cuda", slowdown=0.5), None)
 
 
+@pytest.mark.filterwarnings("ignore:bitslab. memory_bytes:UserWarning")  # of the least possible
 @pytest.mark.parametrize("share", [0.3, 0.7])
 def test_the_allocators_peak_is_kept(share: float, measured: list[MeasuredStep]) -> None:
     offload = check(memory=1 << 40)

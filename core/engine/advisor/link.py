@@ -421,12 +421,18 @@ def _measure_zero_copy(host: torch.Tensor, here: torch.Tensor) -> float:
     kernels = kernels_on(here.device)
     rows = host.view(-1, PROBE_ROW_BYTES)
     out = here.view(-1, PROBE_ROW_BYTES)
-    parts = torch.randperm(rows.shape[0], device=here.device).chunk(1 + REPEATS)
+    order = torch.randperm(rows.shape[0], device=here.device, generator=_drawn_on(here.device))
+    parts = order.chunk(1 + REPEATS)
     seconds = [
         stream_seconds(kernels.copy_rows, rows, PROBE_ROW_BYTES, ids, out[: ids.shape[0]])
         for ids in parts
     ]
     return len(parts[1]) * PROBE_ROW_BYTES / min(seconds[1:])  # the first compiles
+
+
+def _drawn_on(device: torch.device) -> torch.Generator:
+    """Return random numbers of our own: those of torch are the caller's, as for its dropout."""
+    return torch.Generator(device).manual_seed(0)
 
 
 def _measure_random_rows(model: LinkModel, device: torch.device, deep_bytes: int) -> LinkModel:
@@ -443,10 +449,12 @@ def _measure_random_rows(model: LinkModel, device: torch.device, deep_bytes: int
             return model
         table = buffer.tensor.view(-1, row_bytes)
         out = torch.empty((n_ids, row_bytes), dtype=torch.uint8, device=device)
+        drawn = _drawn_on(device)
         for size in sizes:
             seconds = []
             for _ in range(REPEATS):  # fresh ids each time; address translations are kept warm
-                ids = torch.randint(size // row_bytes, (n_ids,), device=device)
+                rows = size // row_bytes
+                ids = torch.randint(rows, (n_ids,), device=device, generator=drawn)
                 seconds.append(stream_seconds(kernels.copy_rows, table, row_bytes, ids, out))
             points.append((size, n_ids / min(seconds[1:])))
     factor = points[-1][1] / dict(H200_RANDOM_ROWS)[sizes[-1]]

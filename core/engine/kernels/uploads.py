@@ -26,7 +26,9 @@ def in_stream_order() -> Iterator[None]:
 
 
 def uploaded(table: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a table of the CPU on a device."""
+    """Return a table of the CPU on a device; one that is there already as it is."""
+    if table.device == device:
+        return table
     if device.type == "cuda" and getattr(_local, "in_order", False):
         # torch keeps page-locked memory from reuse until the copy is through.
         return table.pin_memory().to(device, non_blocking=True)

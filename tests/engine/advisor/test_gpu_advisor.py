@@ -35,6 +35,14 @@ def nothing_is_known(monkeypatch, tmp_path):
     monkeypatch.delenv("BITSLAB_LINK", raising=False)
 
 
+def test_measuring_draws_none_of_the_callers_random_numbers():
+    """As dropout's: a policy that measures would train with other masks."""
+    before = torch.cuda.get_rng_state(), torch.get_rng_state()
+    measure_link("cuda", deep_bytes=GIB)
+    after = torch.cuda.get_rng_state(), torch.get_rng_state()
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
 def test_the_link_is_measured_once():
     model = measure_link("cuda")
     assert model.source.startswith("measured on ")
