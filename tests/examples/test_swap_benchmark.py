@@ -10,9 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from bitslab.engine.advisor import SwapLimits
 from bitslab.engine.codecs import ZvcCodec
 
 from .conftest import ROOT
+
+LIMITS = SwapLimits(1 << 30, 3, 2)
 
 
 @pytest.fixture
@@ -107,13 +110,13 @@ def test_decisions_are_compared_with_measured_times(benchmark: Any) -> None:
             zip(tensors, ("pack", "raw"), ("zvc", None), strict=True)
         )
     ]
-    table, shares = decisions.compared(rows, tensors, lambda *given: (1.0, 1.0))
+    table, shares = decisions.compared(rows, tensors, lambda *given: (1.0, 1.0), LIMITS)
     assert [row["by times"] for row in table] == ["raw", "raw"]
     assert [row["agrees"] for row in table] == ["NO", "yes"]
     assert shares["sites"] == 2 and shares["agreement"] == 0.5
     assert shares["model error"] > 1  # 2 s for a megabyte
     with pytest.raises(ValueError, match="other tensors"):
-        decisions.compared(rows, tensors[:1], lambda *given: (1.0, 1.0))
+        decisions.compared(rows, tensors[:1], lambda *given: (1.0, 1.0), LIMITS)
 
 
 def test_time_of_kernels_that_overlap_counts_once(benchmark: Any) -> None:
