@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from typing import Any
 
 import pytest
+import torch
 
 from bitslab.activations.disk import DiskRates, tier
 from tests.quick_measuring import measure_quickly
@@ -34,3 +36,12 @@ def quick_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take folders for fast disks, without measuring: requests are small, and threads several."""
     rates = DiskRates(64 << 10, 2, 2, 1e9, 1e9, 1e9, 1e9, direct=True)
     monkeypatch.setattr(tier, "disk_rates", lambda folder: rates)
+
+
+@pytest.fixture
+def deterministic(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Run torch's operators so that two runs give the same bits, as far as they can."""
+    before = torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark
+    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
+    yield
+    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = before

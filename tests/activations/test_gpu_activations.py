@@ -6,7 +6,6 @@ import gc
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from torch import nn
 import bitslab
 from bitslab.activations import Lossy
 from bitslab.activations.auto import AutoPolicy
-from bitslab.activations.disk import DiskError
 from bitslab.activations.policies import blob_codec_names
 from bitslab.activations.traffic import TIMED_EVERY
 from bitslab.engine.codecs import ChainCodec, InvariantBlobCodec, ZfpCodec
@@ -44,15 +42,6 @@ LOSSLESS = [
 
 
 @pytest.fixture
-def deterministic(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Run torch's operators so that two runs give the same bits, as far as they can."""
-    before = torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark
-    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
-    yield
-    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = before
-
-
-@pytest.fixture
 def fits_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fit codecs to the first tensor of a site, for which the host waits, so that it is packed."""
     monkeypatch.setattr(InvariantBlobCodec, "learns", False)
@@ -67,81 +56,6 @@ def test_gradients_are_those_of_plain_training(
 ) -> None:
     link(1e6)
     check_case(name, Offloaded("cuda", **POLICIES[policy]))
-
-
-#: With a disk; with a limit of the host its half is filled first, and little is read ahead.
-DISKS: dict[str, dict[str, Any]] = {
-    "raw": {"policy": "raw"},
-    "static": {"policy": "static", "in_flight_bytes": 4096},
-    "full": {"policy": "raw", "disk_bytes": 8192, "tiers": "disk"},
-    "little-host": {"policy": "static", "host_bytes": 64 << 10},
-}
-
-
-@pytest.mark.parametrize("options", DISKS)
-@pytest.mark.parametrize("name", CASES)
-def test_gradients_when_tensors_go_to_a_disk(
-    name: str, options: str, quick_disk: None, tmp_path: Path
-) -> None:
-    limited = options in ("full", "little-host")
-    training = Offloaded("cuda", disk=tmp_path, **DISKS[options])
-    check_case(name, training, None if limited else True)
-
-
-@pytest.mark.parametrize("policy", ["raw", "static"])
-def test_what_was_written_comes_back_and_takes_no_more_host_memory(
-    policy: str, quick_disk: None, tmp_path: Path
-) -> None:
-    net = model()
-    x = torch.randn(2048, 512, device="cuda", requires_grad=True)
-    (plain,) = torch.autograd.grad(net(x).sum(), x)
-    host_arena().trim()
-    before = host_arena().stats()["used_bytes"]
-    offload = bitslab.offload_activations(net, policy=policy, min_bytes=1024, disk=tmp_path)
-    disk = offload._tiers.disk
-    assert disk is not None
-    reserved = []
-    for _ in range(6):
-        loss = net(x).sum()
-        torch.cuda.synchronize()
-        offload.stats()  # which gives on what is encoded by now
-        assert disk.drain(60)
-        offload.stats()
-        (found,) = torch.autograd.grad(loss, x)
-        assert torch.equal(found, plain)
-        del loss
-        torch.cuda.synchronize()
-        reserved.append(host_arena().stats()["reserved_bytes"])
-    assert reserved[-1] == reserved[2]
-    stats = offload.stats()
-    assert stats["disk_read_bytes"] > 0
-    if policy == "raw":
-        assert stats["disk_read_bytes"] == stats["disk_written_bytes"] == stats["moved_out_bytes"]
-    assert {site.unit.tier for site in offload.report().sites if site.tensors} == {"disk"}
-    offload.close()
-    assert host_arena().stats()["used_bytes"] == before
-
-
-def test_a_read_that_fails_is_of_the_tensor_that_is_wanted(
-    quick_disk: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    net = model()
-    x = torch.randn(2048, 512, device="cuda", requires_grad=True)
-    offload = bitslab.offload_activations(net, policy="raw", min_bytes=1024, disk=tmp_path)
-    loss = net(x).sum()
-    torch.cuda.synchronize()
-    assert offload._tiers.disk is not None and offload._tiers.disk.drain(60)
-
-    def fail(*arguments: Any) -> int:
-        raise OSError(5, "Input/output error")
-
-    monkeypatch.setattr("os.preadv", fail)
-    with pytest.raises(DiskError, match=f"{tmp_path}.*cannot be read") as caught:
-        loss.backward()
-    assert any("while reading '7" in note for note in caught.value.__notes__)
-    assert all(p.grad is None for p in net.parameters())
-    monkeypatch.undo()
-    offload.close()
 
 
 @pytest.mark.usefixtures("fits_at_once")
