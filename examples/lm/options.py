@@ -10,6 +10,8 @@ import torch
 from graphsage.arguments import device_named, positive
 from graphsage.options import above_zero, from_zero, new_file, picture
 
+import bitslab
+
 from .models import MODELS, SIZES
 from .ways import WAYS
 
@@ -84,6 +86,13 @@ def _add_ways(parser: argparse.ArgumentParser) -> None:
         help=f"one or several of {', '.join(WAYS)}, or all (default: all)",
     )
     add(
+        "--memory",
+        type=memory_size,
+        metavar="SIZE",
+        help="planned: the peak on a GPU, or of saved tensors on a CPU, such as 500MB or 60GiB "
+        "(default: as little as costs 2 %% of a step)",
+    )
+    add(
         "--disk",
         default=".",
         metavar="FOLDER",
@@ -123,6 +132,15 @@ def _add_ways(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="check what comes back by checksums, every N-th step also bit by bit (default: no)",
     )
+
+
+def memory_size(text: str) -> str:
+    """Return a size in bytes as `bitslab.offload_activations` takes it, or refuse it."""
+    try:
+        bitslab.ActivationOffload(memory=text)
+    except (bitslab.ArgumentError, bitslab.ArgumentTypeError) as error:
+        raise argparse.ArgumentTypeError(str(error).removeprefix("memory: ")) from None
+    return text
 
 
 def checked_device(parser: argparse.ArgumentParser, options: argparse.Namespace) -> torch.device:

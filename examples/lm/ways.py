@@ -20,8 +20,11 @@ WAYS = {
     "save_on_cpu": "torch.autograd.graph.save_on_cpu: all to the host, the step waits",
     "host": "bitslab.offload_activations(model): to the host, beside the computation",
     "disk": "bitslab.offload_activations(model, disk=...): on to an SSD, and back in time",
+    "planned": "bitslab.offload_activations(model, memory=...): a plan for each tensor",
 }
-OFFLOADED = ("host", "disk")
+OFFLOADED = ("host", "disk", "planned")
+#: Share of a step that a plan without a limit of memory may cost.
+SLOWDOWN = 0.02
 
 
 class Way:
@@ -62,12 +65,14 @@ class Offloaded(Way):
 def use(way: str, model: Any, options: argparse.Namespace) -> Iterator[Way]:
     """Train a model in a way of WAYS while the context is open."""
     if way in OFFLOADED:
-        more: dict[str, Any] = {}
+        more: dict[str, Any] = {"policy": options.policy}
         if way == "disk":
-            more = {"disk": options.disk, "write_budget": options.write_budget}
+            more |= {"disk": options.disk, "write_budget": options.write_budget}
+        elif way == "planned":
+            no_limit = options.memory is None
+            more = {"slowdown": SLOWDOWN} if no_limit else {"memory": options.memory}
         offload = bitslab.offload_activations(
             model,
-            policy=options.policy,
             min_bytes=options.min_bytes,
             in_flight_bytes=options.in_flight_mb << 20,
             verify=options.verify,

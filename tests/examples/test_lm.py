@@ -56,7 +56,26 @@ def test_losses_are_equal_in_every_way(
     assert disk["disk_read_bytes_per_step"] > 0
     assert any(note.startswith(f"Disk ({folder}): ") for note in disk["notes"])
     assert os.listdir(folder) == []
-    assert "the losses of 3 steps, 5 ways: equal to the last bit" in capsys.readouterr().out
+    assert "the losses of 3 steps, 6 ways: equal to the last bit" in capsys.readouterr().out
+
+
+@pytest.mark.filterwarnings("ignore:bitslab. memory_bytes:UserWarning")  # of the least possible
+def test_planned_under_a_limit(script: Any, train: Any) -> None:
+    given = ["--way", "keep", "planned", "--memory", "100KB", "--steps", "8"]
+    status, report = train(script, *TINY, *given)
+    assert status == 0
+    planned = report["runs"][1]
+    assert planned["losses_equal_first"] is True and planned["moved_out_bytes_per_step"] > 0
+    assert any("Planned" in note or "plan" in note for note in planned["notes"])
+
+
+def test_a_limit_that_is_no_size_is_refused(
+    script: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        script.main([*TINY, "--memory", "much"])
+    assert stopped.value.code == 2
+    assert "argument --memory: 'much'" in capsys.readouterr().err
 
 
 def test_packed_and_verified(script: Any, train: Any, tmp_path: Path) -> None:
