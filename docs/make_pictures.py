@@ -341,15 +341,7 @@ CHARTS: dict[str, Callable[[], Chart]] = {
 RINGS = {
     "engine": ("kernels", "memory", "codecs", "transfer", "advisor", "files"),
     "systems": ("tables", "tensors", "embedding", "offload", "kvcache", "activations"),
-    "integrations": (
-        "dgl",
-        "pyg",
-        "embedding",
-        "torchrec",
-        "transformers",
-        "accelerate",
-        "autograd",
-    ),
+    "integrations": tuple("dgl pyg embedding torchrec transformers accelerate autograd".split()),
 }
 
 OVERVIEW = (

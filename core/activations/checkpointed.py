@@ -58,7 +58,7 @@ def _tensors(values: Any) -> Iterator[torch.Tensor | None]:
 
 
 def _changes(module: nn.Module, inputs: list[torch.Tensor]) -> Callable[[], bool]:
-    """Return what tells whether a module's buffers or inputs were changed in place since."""
+    """Return what checks whether a module's buffers or inputs were changed in place since."""
     buffers = [t for each in module.modules() for t in own_buffers(each).values() if t is not None]
     before = [(t, version_of(t)) for t in (*buffers, *inputs) if not t.is_inference()]
     return lambda: any(version_of(t) != version for t, version in before)

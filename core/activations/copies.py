@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 
 from ..engine.codecs.blob import Blob, BlobCodec
+from ..engine.kernels.cuda.stream import current_stream
 from ..engine.transfer import Mark, StreamLane, ThreadTask
 from ..engine.versions import version_of
 from .disk import Ticket
@@ -239,6 +240,28 @@ class StoredCopy:
         if coming or self.restored is not None or self.staged is not None:
             return True
         return self.original is not None and not self.is_lossy
+
+    def share(self, restored: torch.Tensor) -> None:
+        """Record what was restored, so that it is given again while somebody has a view of it."""
+        self.shared = weakref.ref(restored.untyped_storage()), int(restored.storage_offset())
+
+    def still_shared(self) -> torch.Tensor | None:
+        """Return what was restored last, ``[n]``, while somebody has a view of it."""
+        if self.shared is None:
+            return None
+        ref, offset = self.shared
+        storage = ref()
+        if storage is None:
+            return None
+        found = torch.empty(0, dtype=self.dtype, device=self.device)
+        return found.set_(storage, offset, (self.elements,), (1,))
+
+    def use_here(self, restored: torch.Tensor) -> None:
+        """Order torch's current stream behind the one that made a tensor, where it is another."""
+        current = current_stream(self.device)
+        if self.restored_on is not None and self.restored_on != current:
+            current.wait_stream(self.restored_on)
+            restored.record_stream(current)
 
     def add_view(self, view: SavedView) -> None:
         """Record a saved tensor; it holds this copy, which holds it weakly."""

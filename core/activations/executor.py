@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import sys
 import threading
-import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 
@@ -475,16 +474,15 @@ class Executor:
                 return copy.original
             restored = copy.restored
             if restored is None:
-                restored = self._still_there(copy)
+                restored = copy.still_shared()
             if restored is None:
                 restored = self._restore(copy)
                 if copy.away is not None:
                     copy.away = None
                     self.traffic.returned(copy.nbytes)
-                storage = weakref.ref(restored.untyped_storage())
-                copy.shared = storage, int(restored.storage_offset())
+                copy.share(restored)
             elif self.on_gpu:
-                self._use_here(copy, restored)
+                copy.use_here(restored)
             copy.restored = restored if more else None
             return restored
 
@@ -498,28 +496,9 @@ class Executor:
         stored = copy.stored
         if isinstance(stored, Future):
             self.traffic.wait_for(stored)
-            self._release(self.in_flight_bytes)  # which tells of one that failed
+            self._release(self.in_flight_bytes)  # which reports one that failed
             return stored.exception() is None
         return True
-
-    def _still_there(self, copy: StoredCopy) -> torch.Tensor | None:
-        """Return what was restored before, while somebody has a view of it."""
-        if copy.shared is None:
-            return None
-        ref, offset = copy.shared
-        storage = ref()
-        if storage is None:
-            return None
-        return torch.empty(0, dtype=copy.dtype, device=self.device).set_(
-            storage, offset, (copy.elements,), (1,)
-        )
-
-    def _use_here(self, copy: StoredCopy, t: torch.Tensor) -> None:
-        """Order torch's current stream behind the one that made a tensor, where that is another."""
-        current = current_stream(self.device)
-        if copy.restored_on is not None and copy.restored_on != current:
-            current.wait_stream(copy.restored_on)
-            t.record_stream(current)
 
     def _restore(self, copy: StoredCopy) -> torch.Tensor:
         if copy.staged is not None:
@@ -553,7 +532,7 @@ class Executor:
                 self._wait(made)
         assert fetched is not None
         if self.on_gpu:  # it may have been fetched for another stream
-            self._use_here(copy, fetched)
+            copy.use_here(fetched)
             copy.restored_on = current_stream(self.device)
         copy.filling = None
         return fetched

@@ -26,7 +26,7 @@ from .local_copies import LocalCopy, PackedCopy, packed_copy, replayed_copy
 from .lossy import ErrorSample
 from .moments import now
 from .pass_record import NamedView, PassRecord
-from .policies import CHECKPOINT, HOST, KEEP, RAW, REPLAY, Choice, Codecs, Policy, Tier
+from .policies import CHECKPOINT, HOST, KEEP, RAW, REPLAY, Choice, Codecs, Place, Policy
 from .read_order import ReadOrder
 from .samples import sample_of
 from .sites import Select, Site, is_exact, operation_of, running_module
@@ -63,7 +63,7 @@ class SiteCounts:
     site: Site
     choice: str = KEEP
     reason: str = ""
-    tier: Tier | None = None
+    tier: Place | None = None
     tensors: int = 0
     raw_bytes: int = 0
     packed_bytes: int = 0

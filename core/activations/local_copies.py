@@ -5,7 +5,7 @@ Views of them are those of any copy; nothing crosses a link.
 
 from __future__ import annotations
 
-import weakref
+from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from .replay import Replay, replay_of
 ROOM = 1.1
 
 
-class LocalCopy(StoredCopy):
+class LocalCopy(StoredCopy, ABC):
     """A saved tensor that is on its device, but not as it was.
 
     Parameters
@@ -33,7 +33,7 @@ class LocalCopy(StoredCopy):
         ``[n]`` over its bytes; not held.
     """
 
-    __slots__ = ("made",)
+    __slots__ = ()
 
     def __init__(
         self,
@@ -46,32 +46,26 @@ class LocalCopy(StoredCopy):
     ) -> None:
         super().__init__(name, flat, span, root, version, made_in)
         self.original = None
-        #: The storage of what was made last, while anybody uses it, and where it begins there.
-        self.made: tuple[weakref.ref[torch.UntypedStorage], int] | None = None
 
     def bytes_of(self, more: bool) -> torch.Tensor:
         """Return the bytes, ``[n]`` of its dtype; held while `more` views will be read soon."""
+        on_gpu = self.device.type == "cuda"
         flat = self.restored
         if flat is None:
-            storage = None if self.made is None else self.made[0]()
-            if storage is not None and self.made is not None:  # somebody has a view of it
-                flat = torch.empty(0, dtype=self.dtype, device=self.device)
-                flat.set_(storage, self.made[1], (self.elements,), (1,))
-            else:
-                flat = self._made()
-                self.made = weakref.ref(flat.untyped_storage()), int(flat.storage_offset())
-        if self.device.type == "cuda":
-            current = current_stream(self.device)
-            if self.restored_on is not None and self.restored_on != current:
-                current.wait_stream(self.restored_on)
-                flat.record_stream(current)
-            else:
-                self.restored_on = current
+            flat = self.still_shared()
+        if flat is None:
+            flat = self._made()
+            self.share(flat)
+            if on_gpu:
+                self.restored_on = current_stream(self.device)
+        elif on_gpu:
+            self.use_here(flat)
         self.restored = flat if more else None
         return flat
 
+    @abstractmethod
     def _made(self) -> torch.Tensor:
-        raise NotImplementedError
+        """Return the bytes anew."""
 
 
 class ReplayedCopy(LocalCopy):

@@ -28,7 +28,7 @@ REPLAY: Final = "replay"
 CHECKPOINT: Final = "checkpoint"
 
 #: Where a tensor waits: on the device, in host memory, or on an SSD behind that.
-Tier = Literal["device", "host", "disk"]
+Place = Literal["device", "host", "disk"]
 
 
 #: Name of a codec, name of a site, and dtype.
@@ -51,7 +51,7 @@ class Choice(NamedTuple):
 
     what: str
     reason: str
-    tier: Tier | None = None
+    tier: Place | None = None
 
 
 POLICIES = ("auto", "raw", "static", "host", "keep")

@@ -8,8 +8,8 @@ there, the copy is read from it.
 
 How it is ordered: the lane that encodes waits for an event that the stream recorded after the
 memory was taken, and thus after all that used it before. It is given back in the order of that
-stream only, behind all that other streams do with it; else `record_stream` tells the allocator of
-these.
+stream only, behind all that other streams do with it; else `record_stream` names these to the
+allocator.
 """
 
 from __future__ import annotations

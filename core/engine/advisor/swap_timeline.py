@@ -10,6 +10,7 @@ ahead.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -113,7 +114,7 @@ class OptionTable:
         return OptionTable(*parts)
 
 
-class StepModel:
+class StepModel(ABC):
     """Seconds that swapping adds to a step.
 
     Parameters
@@ -139,8 +140,9 @@ class StepModel:
         ]
         return np.concatenate(parts) if parts else np.zeros(0)
 
+    @abstractmethod
     def _seconds(self, taken: OptionTable) -> Seconds:
-        raise NotImplementedError
+        """Return the seconds of plans, so few that they are followed at once."""
 
 
 class LinkQueue(StepModel):
