@@ -147,10 +147,16 @@ def every(kind: str) -> Callable[[StepProfile], Plan]:
 def test_one_kind_of_choice(
     kind: str, monkeypatch: pytest.MonkeyPatch, measured: list[MeasuredStep]
 ) -> None:
-    plans = follow(monkeypatch, every(kind))
+    profiles: list[StepProfile] = []
+
+    def choose(profile: StepProfile) -> Plan:
+        profiles.append(profile)
+        return every(kind)(profile)
+
+    plans = follow(monkeypatch, choose)
     check(slowdown=0.1, codecs="ibp-blob")
     actions = {each.candidate.action for each in plans[0].sites}
-    assert kind in actions
+    assert kind in actions, [(each.site, each.nbytes, each.packings) for each in profiles[0].sites]
     if kind != "host":  # with no limit all copies may be under way at once
         assert plans[0].prediction.peak_bytes < plans[0].plain.peak_bytes
     assert measured and all(step.step_s > 0 for step in measured)

@@ -180,7 +180,7 @@ def _by_name(codecs: Sequence[CodecOrClass], device: torch.device) -> dict[str, 
 
 def _takes(codec: CodecOrClass, dtype: torch.dtype) -> bool:
     if isinstance(codec, type):
-        codec = codec.fit(torch.ones(64))  # classes take the same dtypes whatever they learnt
+        codec = codec.fit(torch.ones(64, dtype=dtype))  # some take what they were fitted to alone
     return codec.takes(dtype)
 
 

@@ -14,6 +14,7 @@ from bitslab import ArgumentError, ArgumentTypeError
 from bitslab.engine.advisor import CodecTimes, SyntheticTensors, fit_time_model, measure_codec
 from bitslab.engine.advisor import measuring as measuring_module
 from bitslab.engine.advisor.measuring import fewest_multiprocessors
+from bitslab.engine.codecs import ChainCodec, InvariantBlobCodec
 from tests.engine.advisor.small_codecs import MaskCodec, TopBytesCodec
 
 CPU = torch.device("cpu")
@@ -85,6 +86,13 @@ def test_everything_is_covered(measured) -> None:
     low, high = model.codecs["mask", 4].share_edges[0], model.codecs["mask", 4].share_edges[-1]
     # A byte of mask for each of four, and what is not zero.
     assert 0.4 < low < 0.65 < 0.85 < high < 1.1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int64], ids=str)
+def test_codecs_that_take_what_they_were_fitted_to_are_measured(dtype: torch.dtype) -> None:
+    model = fit_time_model("cpu", [InvariantBlobCodec, ChainCodec], dtypes=[dtype], cache=False)
+    size = dtype.itemsize
+    assert set(model.codecs) == {("ibp-blob", size), ("zvc+ibp", size)}
 
 
 def test_lossy_codecs_of_all_rates_make_one_model_of_dense_tensors(measured) -> None:

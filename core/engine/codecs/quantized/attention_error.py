@@ -358,24 +358,25 @@ class _Factors:
         fine = self._measured <= error
         largest = self._measured.masked_fill(~fine, -math.inf).argmax()
         at = torch.where(fine.any(), largest, self._known.argmin()).view(1)
-        ends = self._measured[[begin, begin + len(factors) - 1]]
+        last = begin + len(factors) - 1
+        ends = torch.stack([self._measured[begin], self._measured[last]])
         found = _count(
             self._prompt,
             *self._sides,
             self._scales(self._known[at]),
             torch.cat([self._pair, ends]),
         )
-        of_keys, of_values, first, last = found.beside
+        of_keys, of_values, error_first, error_last = found.beside
         k, v = self._sides
 
         def ends_at(factor: float, end: int) -> bool:
             scales = k.clamped(of_keys * factor), v.clamped(of_values * factor)
             return scales == (k.scales[end], v.scales[end])
 
-        if first > error and not ends_at(factors[0], 0):
-            return found, factors[0] * min(max(error / first, 1 / 16), 0.9)
-        if last <= error and not ends_at(factors[-1], -1):
-            return found, factors[-1] * min(max(error / max(last, LEAST_ERROR), 1.1), 16)
+        if error_first > error and not ends_at(factors[0], 0):
+            return found, factors[0] * min(max(error / error_first, 1 / 16), 0.9)
+        if error_last <= error and not ends_at(factors[-1], -1):
+            return found, factors[-1] * min(max(error / max(error_last, LEAST_ERROR), 1.1), 16)
         return found, None
 
     def _add(self, factors: torch.Tensor) -> None:

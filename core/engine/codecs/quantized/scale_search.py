@@ -56,9 +56,10 @@ def cheapest(k: Curve, v: Curve, target: float) -> torch.Tensor:
     """
     errors = torch.hypot(k.errors[:, None], v.errors)
     bits = (k.bits[:, None] + v.bits).masked_fill(errors > target, math.inf)
-    at = bits.flatten().argmin()  # of equal ones the first
+    # Of equal ones the first. An index of no dimension would be read by the host.
+    at = bits.flatten().argmin().view(1)
     points = v.scales.shape[0]
-    return torch.stack([k.scales[at // points], v.scales[at % points]])
+    return torch.cat([k.scales[at // points], v.scales[at % points]])
 
 
 def between(factors: torch.Tensor, errors: torch.Tensor, goal: float) -> torch.Tensor:
