@@ -9,7 +9,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -105,63 +105,75 @@ def run(arguments: argparse.Namespace, report: Any) -> dict[str, Rows]:
 
 
 def _case_rows(name: str, case: Case, arguments: argparse.Namespace, report: Any) -> Rows:
-    device: torch.device = arguments.device
-    model = case.model(device)
+    model = case.model(arguments.device)
+    chunk_tokens = LARGE_CHUNK_TOKENS if name in LARGE else case.tokens
+    measured: dict[str, _Measured] = {way: _Measured() for way in arguments.ways}
+    if arguments.device.type == "cpu" and OFFLOADED in measured:
+        measured[OFFLOADED].problem = "it needs a GPU"
+    turns = arguments.repetitions + 1
+    # In turns, since the speed of a shared host changes from one minute to the next.
+    for turn in range(turns):
+        for done, (way, found) in enumerate(measured.items()):
+            report(turn * len(measured) + done, turns * len(measured))
+            if not found.problem:
+                _take_turn(found, way, model, case, turn, chunk_tokens)
     rows: Rows = []
     plain: dict[str, Any] | None = None
-    expected: list[list[list[int]]] = []
-    for done, way in enumerate(arguments.ways):
-        report(done, len(arguments.ways))
-        if way == OFFLOADED and device.type == "cpu":
-            left_out(way, "it needs a GPU")
+    for way, found in measured.items():
+        if found.problem:
+            left_out(way, found.problem)
+            if way != OFFLOADED or arguments.device.type != "cpu":
+                rows.append({"cache": way, "note": f"left out: {found.problem:.90}"})
             continue
-        model.set_attn_implementation("bitslab" if way.startswith("KVComp") else "sdpa")
-        try:
-            chunk = LARGE_CHUNK_TOKENS if name in LARGE else case.tokens
-            requests, cache_stats = _requests(model, case, way, arguments, chunk)
-        except (ImportError, RuntimeError, TypeError, ValueError) as error:
-            # Backends that are missing say so by one of these, and memory that runs out.
-            problem = str(error).splitlines()[0] if str(error) else type(error).__name__
-            rows.append({"cache": way, "note": f"left out: {problem:.90}"})
-            left_out(way, problem)
-            _free(device)
-            continue
-        row = _row(way, requests)
+        row = _row(way, found.requests)
         if way == DYNAMIC:
-            plain, expected = row, [each.tokens for each in requests]
+            plain = row
         if plain is not None:
             row["prompt times Dynamic"] = row["prompt ms"] / plain["prompt ms"]
             row["token times Dynamic"] = row["token ms"] / plain["token ms"]
-            row["same tokens %"] = _same(requests, expected)
-        if cache_stats:
-            row["ratio"] = cache_stats["packed_ratio"]
-            row["packed MB"] = cache_stats["packed_bytes"] / 1e6
-            row["raw MB"] = cache_stats["raw_bytes"] / 1e6
-        if way.startswith("KVComp") and device.type == "cuda":
+            expected = [each.tokens for each in measured[DYNAMIC].requests]
+            row["same tokens %"] = _same(found.requests, expected)
+        if found.stats:
+            row["ratio"] = found.stats["packed_ratio"]
+            row["packed MB"] = found.stats["packed_bytes"] / 1e6
+            row["raw MB"] = found.stats["raw_bytes"] / 1e6
+        if way.startswith("KVComp") and arguments.device.type == "cuda":
             row["asked"] = _verdict(name, way, row, plain)
         rows.append(row)
         print(json.dumps(row), file=sys.stderr)
     del model
-    _free(device)
+    _free(arguments.device)
     return rows
 
 
-def _requests(
-    model: Any, case: Case, way: str, arguments: argparse.Namespace, chunk_tokens: int
-) -> tuple[list[Request], dict[str, Any]]:
-    """Return the measured requests, and the stats of the last one's cache."""
-    device: torch.device = arguments.device
-    found: list[Request] = []
-    stats: dict[str, Any] = {}
-    for i in range(arguments.repetitions + 1):
-        generator = torch.Generator().manual_seed(i)
-        ids = torch.randint(32_000, (case.batch, case.tokens), generator=generator).to(device)
-        _free(device)
+@dataclass
+class _Measured:
+    """Requests of one way, the stats of the last one's cache, and why there are none, if so."""
+
+    requests: list[Request] = field(default_factory=list)
+    stats: dict[str, Any] = field(default_factory=dict)
+    problem: str = ""
+
+
+def _take_turn(
+    found: _Measured, way: str, model: Any, case: Case, turn: int, chunk_tokens: int
+) -> None:
+    """Measure one request; the first one warms up."""
+    device: torch.device = model.device
+    model.set_attn_implementation("bitslab" if way.startswith("KVComp") else "sdpa")
+    generator = torch.Generator().manual_seed(turn)
+    ids = torch.randint(32_000, (case.batch, case.tokens), generator=generator).to(device)
+    _free(device)
+    try:
         cache = WAYS[way](model.config, device)
-        found.append(_request(model, cache, ids, chunk_tokens))
-        stats = cache.stats() if hasattr(cache, "stats") else {}
-        del cache
-    return found[1:], stats
+        request = _request(model, cache, ids, chunk_tokens)
+    except (ImportError, RuntimeError, TypeError, ValueError) as error:
+        # Backends that are missing say so by one of these, and memory that runs out.
+        found.problem = str(error).splitlines()[0] if str(error) else type(error).__name__
+        return
+    if turn:
+        found.requests.append(request)
+    found.stats = cache.stats() if hasattr(cache, "stats") else {}
 
 
 @torch.no_grad()

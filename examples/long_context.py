@@ -27,9 +27,10 @@ plain model's: perplexity, the Kullback-Leibler divergence (KL) and how often th
 token is the same. "bits" counts all metadata; the ratio is 16 over it. Peers are simulated: they
 round as those works do, with a window of 64 and the first 4 tokens raw in all of them.
 
-In a program of your own it is two lines:
+In a program of your own it is three lines:
 
-  model.set_attn_implementation("bitslab")     # after: import bitslab.integrations.transformers
+  from bitslab.integrations.transformers import KVCompCache    # brings the attention function
+  model.set_attn_implementation("bitslab")
   model.generate(..., past_key_values=KVCompCache(model.config, error=0.1))
 
 examples:
@@ -52,13 +53,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with Steps() as steps:
             with steps.step("loading SmolLM2"):
                 model = load_model(DTYPES[options.dtype], device)
+                # With them comes the attention function.
+                caches = named_caches(model.config, errors=options.error, peers=options.peers)
                 model.set_attn_implementation("bitslab")
                 ids = text_ids(load_tokenizer(), options.tokens).to(device)
             with steps.step("predicting") as report:
                 found = scores(
                     model,
                     ids,
-                    named_caches(model.config, errors=options.error, peers=options.peers),
+                    caches,
                     prompt_tokens=options.prompt_tokens,
                     progress=report,
                 )
