@@ -197,6 +197,11 @@ class PackedHistory:
         return self._blocks_due() >= 1
 
     @property
+    def waiting_tokens(self) -> int:
+        """Tokens of a sequence that have left the window and are not packed; below 0 before that."""
+        return self._tail.length - self._window
+
+    @property
     def packs(self) -> bool:
         """Whether blocks are in flight."""
         return self.packed.packs
@@ -530,7 +535,7 @@ class PackedHistory:
         self.packed.forget_in_flight(tail.shape[2])
 
     def _blocks_due(self) -> int:
-        return (self._tail.length - self._window) // self._block_tokens
+        return self.waiting_tokens // self._block_tokens
 
     def _retire(self, *, wait: bool) -> None:
         """Remove from the tail what is packed; see `PackedTokens.retire`."""

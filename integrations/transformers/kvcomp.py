@@ -24,6 +24,9 @@ from bitslab.integrations.transformers.packed_cache import (
 from bitslab.integrations.transformers.selectors import KVSelector
 from bitslab.kvcache import Commit, TileOptions, check_options
 
+#: Multiples of it, without their whole part, lie evenly between 0 and 1 however many they are.
+_GOLDEN = (5**0.5 - 1) / 2
+
 
 @exported_as_constant
 class KVCompCache(PackedCache):
@@ -177,6 +180,7 @@ class KVCompCache(PackedCache):
                 hands,
                 select,
                 None if select is None else select.scores(i),
+                turn=i * _GOLDEN % 1,
             )
 
         super().__init__(config, histories, make_layer)

@@ -54,6 +54,9 @@ class KVCompLayer(CompressedLayer):  # type: ignore[no-untyped-call]
         Whether the model's attention takes handles.
     selector, scores : optional
         As of `CompressedLayer`. Chosen tiles are decoded first.
+    turn : float
+        From 0 to 1: how much of a block's tokens later than at once a block is packed behind the
+        prompt, so that the layers of a model do not all do that at the same token.
 
     Attributes
     ----------
@@ -73,8 +76,11 @@ class KVCompLayer(CompressedLayer):  # type: ignore[no-untyped-call]
         hands: TakesHandles,
         selector: KVSelector | None = None,
         scores: TokenScores | None = None,
+        *,
+        turn: float = 0.0,
     ) -> None:
         super().__init__(open_tiles, selector, scores)
+        self._turn = turn
         self._open_tiles, self._open_lossless = open_tiles, open_lossless
         self.plans = plans
         self._hands = hands
@@ -88,6 +94,7 @@ class KVCompLayer(CompressedLayer):  # type: ignore[no-untyped-call]
     def _forget(self) -> None:
         self._latest: ref[LayerUpdate] | None = None
         self._waits = False  # tokens of the last update are to be packed
+        self._new_tokens = 0  # in that update
         self._queries: _LastQueries | None = None
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -133,6 +140,7 @@ class KVCompLayer(CompressedLayer):  # type: ignore[no-untyped-call]
         length = before + key_states.shape[2]
         update = LayerUpdate(self, (key_states, value_states), length)
         self._latest, self._waits = ref(update), True
+        self._new_tokens = key_states.shape[2]
         return KVHandle(update, 0, key_states, length), KVHandle(update, 1, value_states, length)
 
     def prefetch(self, *, early: bool = False) -> None:
@@ -165,8 +173,16 @@ class KVCompLayer(CompressedLayer):  # type: ignore[no-untyped-call]
             self._waits = False
             self.learn()
         self._waits = False
-        for history in self.histories:
-            history.pack()
+        if self._has_turn():
+            for history in self.histories:
+                history.pack()
+
+    def _has_turn(self) -> bool:
+        """Whether a block that has left the window is packed now, or a few tokens later."""
+        keys = self.histories[0]
+        if not self._turn or not keys.packed_tokens or self._new_tokens > 1:
+            return True
+        return keys.waiting_tokens >= (1 + self._turn) * self.plans.options.block_tokens
 
     def end_pass(self) -> None:
         """Call `attended` in the last layer, whose own codecs are then to be learnt too."""

@@ -139,6 +139,24 @@ def test_every_way_to_quantise(granularity: str, coder: str, implementation: str
     assert all(0.05 < measured <= error for measured in stats["errors"].values())
 
 
+def test_layers_pack_their_blocks_in_turns() -> None:
+    four = config_of("llama", num_hidden_layers=4)
+    four._attn_implementation = "bitslab"
+    cache: Any = KVCompCache(four, key_scale=1.0, value_scale=1.0, error=0.3, **SIZES)
+    run(cache, 100)
+    run(cache, 1)
+    after_prompt = [layer.packed_tokens for layer in cache.layers]
+    assert after_prompt == [80] * 4  # 4 sinks, a window of 16
+    at_once, packed = [], after_prompt
+    for step in range(2 * 16):
+        run(cache, 1, seed=1000 + 100 * step)
+        before, packed = packed, [layer.packed_tokens for layer in cache.layers]
+        at_once.append(sum(now > then for then, now in zip(before, packed, strict=True)))
+        for layer in cache.layers:  # no more waits than in the last layer that has its turn
+            assert 16 <= layer.histories[0].tail_tokens < 16 + 2 * 16
+    assert sum(at_once) >= 4 and max(at_once) == 1
+
+
 def test_steps_by_hand_are_taken() -> None:
     fine, coarse = (
         prompted(key_scale=scale, value_scale=scale, granularity="weighted") for scale in (0.3, 1.5)
