@@ -198,7 +198,7 @@ class PackedHistory:
 
     @property
     def waiting_tokens(self) -> int:
-        """Tokens of a sequence that have left the window and are not packed; below 0 before that."""
+        """Tokens of a sequence that have left the window unpacked; below 0 before there are any."""
         return self._tail.length - self._window
 
     @property
