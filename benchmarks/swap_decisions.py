@@ -1,14 +1,16 @@
 """Do decisions agree with measured times? (figures 9 and 11 of CSWAP+)
 
 The tensors of one more pass are encoded and decoded by each codec that the last profile considered,
-alone on the device, and timed. Deciding again from these seconds, and from the bytes that the whole
-tensors take, says for each tensor whether packing it pays; a decision agrees where it did the same.
+alone on the device, and timed. These seconds, and the bytes that the whole tensors take, say for
+each tensor whether packing it pays with the others as decided; a decision agrees where it did the
+same. "by times" is what would have been decided from them for all together.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -121,8 +123,9 @@ def compared(
         return [], {"sites": 0, "agreement": 1.0, "model error": 0.0}
     link = SwapLink.measured(tensors[0].device)
     measured = {d.site: d for d in decide(records, times, link, limits=limits)}
-    costs = {site: (d.raw_s, d.packed_s) for site, d in measured.items() if d.packed_s is not None}
     made = [Decision(**{name: row[name] for name in DECISION}) for row in last]
+    as_made = decide(records, times, link, limits=limits, previous=made, hysteresis=math.inf)
+    costs = {d.site: (d.raw_s, d.packed_s) for d in as_made if d.packed_s is not None}
     rows = [row_of(row, measured[row["site"]], costs) for row in last]
     return rows, {
         "sites": len(costs),

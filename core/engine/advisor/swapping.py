@@ -294,6 +294,7 @@ def decide(
         metadata, and neither queue nor cost of a copy nor hysteresis.
     hysteresis : float
         See `previous`; with `limits` all that is held costs half a percent of the step at most.
+        Infinity keeps each last choice that there still is, with its costs as they are now.
     limits : SwapLimits, optional
         Follow the copies of a step as they are moved within these limits (`StepTimeline`). When
         left out, each pass waits for all of its copies (`LinkQueue`).
@@ -315,7 +316,7 @@ def decide(
         names = [record.site for record in sites]
         twice = next(name for name in names if names.count(name) > 1)
         raise ArgumentError(f"records: two of site {twice!r}, expected one each")
-    if not 0 <= hysteresis < math.inf:
+    if not hysteresis >= 0:
         raise ArgumentError(f"hysteresis: {hysteresis}, accepted are numbers from 0")
     if policy == "keep":
         return [
@@ -493,7 +494,7 @@ class _Plans:
             return self._explained(same[min(1, most - 1)], policy)
         before = [was or 0 for was in self._before]
         is_known = any(was is not None for was in self._before)
-        if is_known:
+        if is_known and self._hysteresis < math.inf:
             self._penalize(before)
         search = PlanSearch(
             [len(own) for own in self._options],
@@ -503,6 +504,8 @@ class _Plans:
         )
         starts = [before, *same] if is_known else same
         self._search = search
+        if is_known and self._hysteresis == math.inf:
+            return self._explained(before, policy)
         return self._explained(search.best(starts, not is_known), policy)
 
     def _penalize(self, before: Sequence[int]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections.abc import Sequence
 from typing import Any, cast
@@ -220,6 +221,11 @@ def test_hysteresis() -> None:
     (held,) = decide(at(0.94), MODEL, LINK, previous=raw)
     assert "as before, since the change would save too little" in held.reason
     assert decide(at(0.94), MODEL, LINK, previous=raw, hysteresis=0.0)[0].action == "pack"
+    # All that there is may be held, and costs what it costs now.
+    for last, action in ((packed, "pack"), (raw, "raw")):
+        (kept,) = decide(at(1.5), MODEL, LINK, previous=last, hysteresis=math.inf)
+        assert kept.action == action and kept.packed_s is not None
+        assert kept.packed_s > kept.raw_s == raw[0].raw_s
     # Of sites or codecs that were not there before, nothing is held.
     assert decide(at(0.94), MODEL, LINK, previous=[])[0].action == "pack"
     gone = [Decision("a", "pack", "lz4", 0.0, 0.0, "")]
@@ -281,6 +287,7 @@ def test_the_link() -> None:
         ),
         (lambda: decide([record("a", 1)] * 2, MODEL, LINK), "records: two of site 'a'"),
         (lambda: decide([], MODEL, LINK, hysteresis=-1), "hysteresis: -1, accepted"),
+        (lambda: decide([], MODEL, LINK, hysteresis=math.nan), "hysteresis: nan, accepted"),
         (lambda: record("a", 1, ratio={"zvc": float("nan")}), "site 'a': ratio of 'zvc': nan"),
         (lambda: record("a", 1, forward=-1.0), "site 'a': hidden_forward_s: -1.0"),
         (lambda: record("a", 1, sparsity=1.5), "site 'a': sparsity: 1.5"),
