@@ -7,7 +7,6 @@ never by an address, a time or a shape, which all come again.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -137,19 +136,26 @@ class CopyTable(Generic[K]):
         key = id(storage)
         found = self._copies.get(key)
         if found is None or found[0]() is not storage:
-            found = weakref.ref(storage, _remover(self._copies, key)), []
-            self._copies[key] = found
+            ref = _StorageRef(storage, _remove)
+            ref.copies, ref.key = self._copies, key
+            self._copies[key] = ref, [weakref.ref(copy)]
+            return
         refs = found[1]
-        refs[:] = [ref for ref in refs if ref() is not None]
+        refs[:] = [each for each in refs if each() is not None]
         refs.append(weakref.ref(copy))
 
 
-def _remover(copies: dict[int, Any], key: int) -> Callable[[weakref.ref[Any]], None]:
-    """Return what removes a storage that is gone, in whatever thread it is collected."""
+class _StorageRef(weakref.ref[torch.UntypedStorage]):
+    """A reference that knows where it is recorded: a closure for each storage takes longer."""
 
-    def remove(ref: weakref.ref[Any]) -> None:
-        found = copies.get(key)
-        if found is not None and found[0] is ref:  # not of a later one with this number
-            copies.pop(key, None)
+    __slots__ = ("copies", "key")
 
-    return remove
+    copies: dict[int, Any]
+    key: int
+
+
+def _remove(ref: _StorageRef) -> None:
+    """Remove a storage that is gone, in whatever thread it is collected."""
+    found = ref.copies.get(ref.key)
+    if found is not None and found[0] is ref:  # not of a later one with this number
+        ref.copies.pop(ref.key, None)
