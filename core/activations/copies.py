@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import weakref
 from collections import deque
@@ -13,6 +12,7 @@ import torch
 
 from ..engine.codecs.blob import Blob, BlobCodec
 from ..engine.kernels.cuda.stream import current_stream
+from ..engine.memory.locks import current_process
 from ..engine.transfer import Mark, StreamLane, ThreadTask
 from ..engine.versions import version_of
 from .disk import Ticket
@@ -200,7 +200,7 @@ class StoredCopy:
     ) -> None:
         self.name = name
         self.span = span
-        self.nbytes = span.nbytes
+        self.nbytes = span[1] - span[0]
         self.root = weakref.ref(root)
         self.version = version
         self.made_in = made_in
@@ -230,7 +230,7 @@ class StoredCopy:
         self.away: deque[int] | None = None
         #: Behind the work of GPUs that uses `host`, for the arena.
         self.events: list[torch.cuda.Event] = []
-        self.process = os.getpid()
+        self.process = current_process()
         self._round = 0
         self._views: list[weakref.ref[SavedView]] = []
 
@@ -315,7 +315,7 @@ class StoredCopy:
     def __del__(self) -> None:
         # Of a graph that was dropped while its copies were under way.
         if (self.lanes or self.filling) and not sys.is_finalizing():
-            if self.process == os.getpid():  # a forked child has no GPU
+            if self.process == current_process():  # a forked child has no GPU
                 self.keep_original_until_copied()
                 self.keep_fetched_until_filled()
         if self.away is not None:

@@ -104,6 +104,8 @@ class Executor:
 
     def _begin(self) -> None:
         self._lock = threading.RLock()
+        #: Whether any copy was encoded on a GPU.
+        self._stages = False
         #: See `_begin_on`.
         self._begun: torch.cuda.Event | None = None
         #: On a CPU, where its only thread encodes to.
@@ -192,6 +194,7 @@ class Executor:
                 lane, out = self._encoding, self._out
                 assert isinstance(lane, StreamLane) and isinstance(out, StreamLane)
                 if encoded:
+                    self._stages = True
                     staged = StagedBlob(most, lane, out, home)
                 # Behind what took the memory of `staged`, too.
                 begin = self._begin_on(home)
@@ -344,7 +347,8 @@ class Executor:
 
     def _release(self, allowed_bytes: int, current: torch.cuda.Stream | None = None) -> None:
         """Give up originals whose copies are done, or that are too many; go on with the disk."""
-        self._staging.release(allowed_bytes)
+        if self._stages:
+            self._staging.release(allowed_bytes)
         self._originals.release(allowed_bytes, current)
         if self._disk is not None:
             self._disk.poll(allowed_bytes if self._waits_for_disk else None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import threading
 import warnings
 import weakref
@@ -14,6 +13,7 @@ import torch
 from torch import nn
 
 from ..engine.codecs.blob import BlobCodec
+from ..engine.memory.locks import current_process
 from ..engine.versions import version_of
 from ..errors import BitslabError
 from .copies import KeptView, SavedView, StoredCopy
@@ -189,6 +189,8 @@ class SavedTensorHooks:
         if counts is not None and counts.choice == KEEP and not self._copies.knows(storage):
             site = counts.site
             if site.shape == t.shape and site.dtype == t.dtype:
+                if self._select is None and current.watcher is None and current.plan is None:
+                    return t.detach(), version  # nobody sees its read
                 return self._keep(t, version, storage, current, counts)
         root, span = root_of(t), span_of(t)
         copy = self._copies.find(storage, root, version, span)
@@ -225,7 +227,8 @@ class SavedTensorHooks:
         view = SavedView(copy, t, version)
         view.name = name
         view.operation = operation_of(t)
-        self._verifier.saved(view, t, current.number)
+        if self._verifier.every:
+            self._verifier.saved(view, t, current.number)
         return view
 
     def _keep(
@@ -334,7 +337,7 @@ class SavedTensorHooks:
             if codec is not None and budget is None:
                 budget = self._policy.sm_budget(counts.choice, counts.site)
         try:
-            executor = self.executor(copy.device)
+            executor = self._executors.get(copy.device) or self.executor(copy.device)
             # The bytes on their way out behind a site, where a plan says how many may be.
             planned = None
             if current.plan is not None or current.serial:
@@ -414,16 +417,17 @@ class SavedTensorHooks:
         assert isinstance(packed, SavedView)
         packed.check_version()
         copy = packed.copy
-        # In this order: to ask an abstract class takes long, and so may a system call.
+        # In this order: to ask an abstract class takes long.
         if type(copy) is not StoredCopy and isinstance(copy, LocalCopy):
             return self._read_local(packed, copy)
-        if copy.original is None and copy.process != os.getpid():
+        if copy.original is None and copy.process != current_process():
             raise BitslabError(
                 f"{packed.name!r}: saved by process {copy.process}, whose host memory a forked "
                 "child does not have; run the backward pass there"
             )
-        executor = self.executor(copy.device)
-        record = _record_of(copy)
+        executor = self._executors.get(copy.device) or self.executor(copy.device)
+        record = copy.made_in
+        assert isinstance(record, PassRecord)
         profile, watcher = record.profile, record.watcher
         begin = None if profile is None else now(copy.device)
         # What a replay reads is read once more by its own operation.
@@ -501,7 +505,7 @@ class SavedTensorHooks:
 
     def _fetch(self, copy: StoredCopy) -> None:
         # Of what is read next, which may be on another device.
-        self.executor(copy.device).fetch(copy)
+        (self._executors.get(copy.device) or self.executor(copy.device)).fetch(copy)
 
     def _read_ahead(self, copy: StoredCopy) -> None:
         self.executor(copy.device).read_ahead(copy)

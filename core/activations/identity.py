@@ -52,8 +52,8 @@ def flat_span(t: torch.Tensor, storage: torch.UntypedStorage, span: Span) -> tor
     """Return bytes of a storage as ``[n]`` of the dtype of `t`; of complex ones the real parts."""
     dtype = t.dtype
     if not dtype.is_complex and not t.is_neg():  # at half the price of what follows
-        size = dtype.itemsize
-        return t.detach().as_strided((span.nbytes // size,), (1,), span.begin // size)
+        size, (begin, end) = dtype.itemsize, span
+        return t.detach().as_strided(((end - begin) // size,), (1,), begin // size)
     if dtype.is_complex:
         dtype = dtype.to_real()
     size = dtype.itemsize
@@ -76,9 +76,11 @@ def copied_span(span: Span, storage_bytes: int, element_bytes: int) -> Span:
         Of an element: what is copied begins and ends with whole ones, counted from the storage's
         first byte.
     """
-    if span.nbytes * WHOLE_SHARE < storage_bytes:
+    begin, end = span
+    if (end - begin) * WHOLE_SHARE < storage_bytes:
         return span
-    return Span(0, storage_bytes - storage_bytes % element_bytes)
+    whole = storage_bytes - storage_bytes % element_bytes
+    return span if begin == 0 and end == whole else Span(0, whole)
 
 
 class Kept(Protocol):

@@ -14,7 +14,6 @@ allocator.
 
 from __future__ import annotations
 
-import os
 import sys
 import weakref
 from collections import deque
@@ -25,6 +24,7 @@ import torch
 from ..engine.codecs.blob import Blob
 from ..engine.kernels.cuda import kernels_on
 from ..engine.kernels.cuda.stream import current_stream
+from ..engine.memory.locks import current_process
 from ..engine.transfer import StreamLane
 from .copies import StoredCopy
 from .limits import STAGED_COPIES
@@ -68,7 +68,7 @@ class StagedBlob:
         self._all_lanes = encoding, out
         #: Those that may be at work on it.
         self._lanes: tuple[StreamLane, ...] = ()
-        self._process = os.getpid()
+        self._process = current_process()
         self.home = home
         self.data = torch.empty(nbytes, dtype=torch.uint8, device=encoding.device)
         self.encoded: torch.cuda.Event | None = None
@@ -134,7 +134,7 @@ class StagedBlob:
 
     def __del__(self) -> None:
         # Its memory is given to nobody while a lane may be at work on it.
-        if self._lanes and not sys.is_finalizing() and self._process == os.getpid():
+        if self._lanes and not sys.is_finalizing() and self._process == current_process():
             for lane in self._lanes:
                 lane.keep(self.data)
 
