@@ -106,8 +106,10 @@ def calls_of(way: Way, device: torch.device) -> float:
                 y = y.sin()
             sys.setprofile(None)
         # In the thread that runs the backward pass.
-        y.grad_fn.register_prehook(lambda *gradients: sys.setprofile(count))
-        x.register_hook(lambda gradient: sys.setprofile(None))
+        first: Any = y.grad_fn
+        first.register_prehook(lambda *gradients: sys.setprofile(count))
+        leaf: Any = x
+        leaf.register_hook(lambda gradient: sys.setprofile(None))
         y.backward(torch.ones_like(y))  # type: ignore[no-untyped-call]
     finally:
         sys.setprofile(None)

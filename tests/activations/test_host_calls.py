@@ -30,8 +30,9 @@ def calls_of(offload: bitslab.ActivationOffload) -> float:
     calls = 0
 
     def count(frame: FrameType, event: str, argument: Any) -> None:
-        nonlocal calls
-        calls += event == "call"
+        nonlocal calls  # of the package: a garbage collection may run anybody's
+        if event == "call" and str(frame.f_globals.get("__name__")).startswith("bitslab."):
+            calls += 1
 
     sys.setprofile(count)
     try:
@@ -47,7 +48,7 @@ def calls_of(offload: bitslab.ActivationOffload) -> float:
 
 @pytest.mark.parametrize(
     ("policy", "min_bytes", "most"),
-    [("raw", 1 << 20, 4), ("keep", 1, 12), ("raw", 1, 110)],
+    [("raw", 1 << 20, 4), ("keep", 1, 12), ("raw", 1, 85)],
     ids=["kept-too-small", "kept-by-policy", "moved-raw"],
 )
 def test_calls_of_a_saved_tensor(policy: str, min_bytes: int, most: float) -> None:
