@@ -6,10 +6,11 @@ python benchmarks/activation_hooks.py --device cpu
 A chain of operators saves one tensor each. Its forward and backward pass are timed with hooks and
 without, and the difference is given by tensor, in microseconds: `host us` is the time that the
 thread computed (work of other threads and waiting are not in it), `wall us` the time that went by,
-on a CPU with the work of the threads that copy and encode. Tensors are small, since bytes cost the
-host nothing. Peers of the same run: hooks of torch that do nothing, and torch's save_on_cpu. Every
-run has fresh inputs, the device is idle before it, runs of all ways take turns, and a figure is the
-best of the runs: other work of the machine only ever adds.
+on a CPU with the work of the threads that copy and encode. `calls` are those of Python functions in
+these threads, which other work of the machine does not change. Tensors are small, since bytes cost
+the host nothing. Peers of the same run: hooks of torch that do nothing, and torch's save_on_cpu.
+Every run has fresh inputs, the device is idle before it, runs of all ways take turns, and a figure
+is the best of the runs: other work of the machine only ever adds.
 
 The second table is a model trained with policy "auto": what a profile takes, with the decisions by
 it, and the share of a step that is when every 200th pass is profiled, as by default.
@@ -19,10 +20,12 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -35,6 +38,8 @@ import bitslab
 TENSORS, ELEMENTS = 40, 1024
 #: Passes before those that are timed: they compile, fit and take host memory.
 WARM_UP = 4
+#: Runs whose calls are counted: a compilation or a fit may fall into one.
+CALL_RUNS = 5
 EVERY = 200
 
 Way = Callable[[], AbstractContextManager[Any]]
@@ -84,6 +89,33 @@ def times_of(way: Way, device: torch.device) -> tuple[float, float]:
     return 1e6 * (forward_host + run.seconds()) / TENSORS, 1e6 * wall / TENSORS
 
 
+def calls_of(way: Way, device: torch.device) -> float:
+    """Return the calls of Python functions that a tensor takes."""
+    x = torch.randn(ELEMENTS, device=device).requires_grad_()
+    calls = 0
+
+    def count(frame: FrameType, event: str, argument: Any) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    try:
+        with way():
+            y = x
+            sys.setprofile(count)
+            for _ in range(TENSORS):
+                y = y.sin()
+            sys.setprofile(None)
+        # In the thread that runs the backward pass.
+        first: Any = y.grad_fn
+        first.register_prehook(lambda *gradients: sys.setprofile(count))
+        leaf: Any = x
+        leaf.register_hook(lambda gradient: sys.setprofile(None))
+        y.backward(torch.ones_like(y))  # type: ignore[no-untyped-call]
+    finally:
+        sys.setprofile(None)
+    return round(calls / TENSORS, 1)
+
+
 class Backward:
     """Times the thread that runs a backward pass, from its first node to its last.
 
@@ -122,10 +154,20 @@ def hook_rows(device: torch.device, runs: int) -> list[dict[str, Any]]:
     best = {
         name: [min(column) for column in zip(*rows, strict=True)] for name, rows in times.items()
     }
+    calls = {
+        name: min(calls_of(way, device) for _ in range(CALL_RUNS)) for name, way in found.items()
+    }
     plain_host, plain_wall = best.pop("no hooks")
-    rows = [{"a tensor": "the operator itself", "host us": plain_host, "wall us": plain_wall}]
+    rows: list[dict[str, Any]] = [
+        {"a tensor": "the operator itself", "host us": plain_host, "wall us": plain_wall}
+    ]
     return rows + [
-        {"a tensor": name, "host us": host - plain_host, "wall us": wall - plain_wall}
+        {
+            "a tensor": name,
+            "host us": host - plain_host,
+            "wall us": wall - plain_wall,
+            "calls": calls[name] - calls["no hooks"],
+        }
         for name, (host, wall) in best.items()
     ]
 

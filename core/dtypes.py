@@ -61,4 +61,5 @@ def dense(t: torch.Tensor) -> torch.Tensor:
 
 def flat_bytes(t: torch.Tensor) -> torch.Tensor:
     """Return a tensor's bytes as uint8 ``[nbytes]``, a view where it is row-major."""
-    return dense(t).reshape(-1).view(torch.uint8)
+    found = dense(t)
+    return (found if found.dim() == 1 else found.reshape(-1)).view(torch.uint8)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import weakref
 from collections import deque
+from collections.abc import Iterable
 from typing import Protocol
 
 import torch
 
 from ..engine.codecs.blob import Blob, BlobCodec
 from ..engine.kernels.cuda.stream import current_stream
+from ..engine.memory.locks import current_process
 from ..engine.transfer import Mark, StreamLane, ThreadTask
 from ..engine.versions import version_of
 from .disk import Ticket
@@ -71,6 +72,11 @@ class Pass:
         """Return the copy that a site made, while anybody wants it."""
         ref = self._copies.get(name)
         return None if ref is None else ref()
+
+    def copies_of(self, names: Iterable[str]) -> list[StoredCopy | None]:
+        """Return the copies that sites made, None for those that nobody wants."""
+        found = self._copies
+        return [found[name]() if name in found else None for name in names]
 
     def names(self) -> list[str]:
         """Return the sites that made copies, in order."""
@@ -194,7 +200,7 @@ class StoredCopy:
     ) -> None:
         self.name = name
         self.span = span
-        self.nbytes = span.nbytes
+        self.nbytes = span[1] - span[0]
         self.root = weakref.ref(root)
         self.version = version
         self.made_in = made_in
@@ -224,7 +230,7 @@ class StoredCopy:
         self.away: deque[int] | None = None
         #: Behind the work of GPUs that uses `host`, for the arena.
         self.events: list[torch.cuda.Event] = []
-        self.process = os.getpid()
+        self.process = current_process()
         self._round = 0
         self._views: list[weakref.ref[SavedView]] = []
 
@@ -236,10 +242,14 @@ class StoredCopy:
     @property
     def is_here(self) -> bool:
         """Whether it is on the device, or coming, so that it need not be fetched."""
-        coming = self.fetched is not None or self.arrived is not None
-        if coming or self.restored is not None or self.staged is not None:
-            return True
-        return self.original is not None and not self.is_lossy
+        if self.original is None or self.is_lossy:
+            return (
+                self.fetched is not None
+                or self.arrived is not None
+                or self.restored is not None
+                or self.staged is not None
+            )
+        return True
 
     def share(self, restored: torch.Tensor) -> None:
         """Record what was restored, so that it is given again while somebody has a view of it."""
@@ -256,11 +266,18 @@ class StoredCopy:
         found = torch.empty(0, dtype=self.dtype, device=self.device)
         return found.set_(storage, offset, (self.elements,), (1,))
 
-    def use_here(self, restored: torch.Tensor) -> None:
+    def save_again(self, t: torch.Tensor) -> None:
+        """Save another view, maybe on another stream: the memory waits for that one, too."""
+        if self.home is not None:
+            current = current_stream(t.device)
+            if current != self.home:
+                t.record_stream(current)
+
+    def use_here(self, restored: torch.Tensor, current: torch.cuda.Stream) -> None:
         """Order torch's current stream behind the one that made a tensor, where it is another."""
-        current = current_stream(self.device)
-        if self.restored_on is not None and self.restored_on != current:
-            current.wait_stream(self.restored_on)
+        made_on = self.restored_on
+        if made_on is not None and made_on is not current and made_on != current:
+            current.wait_stream(made_on)
             restored.record_stream(current)
 
     def add_view(self, view: SavedView) -> None:
@@ -277,10 +294,11 @@ class StoredCopy:
         if view.round >= self._round:  # once more, before others were read at all
             return any(_waits(ref(), self._round) for ref in self._views)
         view.round = self._round
-        if any(_waits(ref(), self._round) for ref in self._views):
-            return True
+        if len(self._views) > 1:  # else it is the only one
+            if any(_waits(ref(), self._round) for ref in self._views):
+                return True
+            self._views = [ref for ref in self._views if ref() is not None]
         self._round += 1
-        self._views = [ref for ref in self._views if ref() is not None]
         return False
 
     def keep_original_until_copied(self) -> None:
@@ -297,7 +315,7 @@ class StoredCopy:
     def __del__(self) -> None:
         # Of a graph that was dropped while its copies were under way.
         if (self.lanes or self.filling) and not sys.is_finalizing():
-            if self.process == os.getpid():  # a forked child has no GPU
+            if self.process == current_process():  # a forked child has no GPU
                 self.keep_original_until_copied()
                 self.keep_fetched_until_filled()
         if self.away is not None:
@@ -342,7 +360,7 @@ class SavedView:
     def __init__(self, copy: StoredCopy, t: torch.Tensor, version: int) -> None:
         self.copy = copy
         self.round = 0
-        self.device = t.device
+        self.device = copy.device
         self.name = ""
         self.operation = ""
         self.checksum: object = None
@@ -372,8 +390,10 @@ class SavedView:
         """Return the tensor from the bytes of the copy: `flat` as `StoredCopy` has it."""
         if flat.dtype != self._dtype:
             flat = flat.view(torch.uint8).view(self._dtype)
-        offset = (self._offset_bytes - self.copy.span.begin) // self._dtype.itemsize
-        t = flat.as_strided(self._shape, self._stride, flat.storage_offset() + offset)
+        offset = flat.storage_offset()
+        if behind := self._offset_bytes - self.copy.span.begin:
+            offset += behind // self._dtype.itemsize
+        t = flat.as_strided(self._shape, self._stride, offset)
         if self._conj:
             t = t.conj()
         return torch._neg_view(t) if self._neg else t

@@ -82,8 +82,9 @@ class Executor:
         self._waits_for_disk = in_flight_bytes is not None
         if in_flight_bytes is None:
             in_flight_bytes = usual_in_flight_bytes(device)
-        self.in_flight_bytes = in_flight_bytes
+        self.in_flight_bytes = self._usual_in_flight_bytes = in_flight_bytes
         self._tiers = tiers or Tiers()
+        self._chooses_tier = self._tiers.disk is not None or self._tiers.limit is not None
         self._came_back, self._failed, self._observed = came_back, failed, observed
         self.on_gpu = device.type == "cuda"
         self._open_lanes()
@@ -103,6 +104,10 @@ class Executor:
 
     def _begin(self) -> None:
         self._lock = threading.RLock()
+        #: Whether any copy was encoded on a GPU.
+        self._stages = False
+        #: See `_begin_on`.
+        self._begun: torch.cuda.Event | None = None
         #: On a CPU, where its only thread encodes to.
         self._scratch: torch.Tensor | None = None
         self._room = HostRoom(self.on_gpu, self._tiers.limit)
@@ -122,6 +127,11 @@ class Executor:
         self._begin()
 
     # Out
+
+    def bound_in_flight(self, nbytes: int | None) -> None:
+        """Bound the bytes of originals that are kept until the next call; None: as usual."""
+        usual = self._usual_in_flight_bytes
+        self.in_flight_bytes = usual if nbytes is None else min(nbytes, usual)
 
     def store(
         self,
@@ -158,40 +168,43 @@ class Executor:
         """
         flat = copy.original
         assert flat is not None
+        on_gpu, encoded = self.on_gpu, codec is not None
         with self._lock:
             self.traffic.poll()
-            encoded = codec is not None
-            wanted: Tier | None = tier if codec_on_host is None else "host"
-            place = self._tiers.place(flat.nbytes, wanted, on_gpu=self.on_gpu, encoded=encoded)
-            if self._disk is not None and place != "disk":
-                self._disk.sites.discard(copy.name)
-            if place is None:
-                return False
-            disk = self._disk if place == "disk" else None
-            if disk is not None and not self.on_gpu and not encoded:
-                return self._write_original(copy, disk)
-            most = room = flat.nbytes
+            disk = None
+            if self._chooses_tier:
+                wanted: Tier | None = tier if codec_on_host is None else "host"
+                place = self._tiers.place(copy.nbytes, wanted, on_gpu=on_gpu, encoded=encoded)
+                if self._disk is not None and place != "disk":
+                    self._disk.sites.discard(copy.name)
+                if place is None:
+                    return False
+                disk = self._disk if place == "disk" else None
+                if disk is not None and not on_gpu and not encoded:
+                    return self._write_original(copy, disk)
+            most = room = copy.nbytes
             if codec is not None:
                 most = self._bounds.of(codec, flat)
                 room = self._host_room(copy, codec, most)
             cut = self._room.cut if disk is None else disk.staging
             host = cut(room, copy.events)
-            staged = None
-            if codec is not None and isinstance(self._encoding, StreamLane):
-                assert isinstance(self._out, StreamLane)
-                staged = StagedBlob(most, self._encoding, self._out)
-            begin = None
-            if self.on_gpu:
-                copy.home = current_stream(self.device)
-                begin = record_on(copy.home) if staged is None else staged.begin
-            lane = self._out if codec is None else self._encoding
-            if isinstance(lane, StreamLane):
-                copy.lanes = (lane,)  # first: what fails below may have been launched in part
+            home = staged = begin = None
+            if on_gpu:
+                copy.home = home = current_stream(self.device)
+                lane, out = self._encoding, self._out
+                assert isinstance(lane, StreamLane) and isinstance(out, StreamLane)
+                if encoded:
+                    self._stages = True
+                    staged = StagedBlob(most, lane, out, home)
+                # Behind what took the memory of `staged`, too.
+                begin = self._begin_on(home)
+                # First: what fails below may have been launched in part.
+                copy.lanes = (lane if encoded else out,)
             try:
                 if codec is None:
                     done = self._store_raw(copy, flat, host, begin, codec_on_host)
                 else:
-                    done = self._store_encoded(copy, flat, host, staged, codec, sm_budget)
+                    done = self._store_encoded(copy, flat, host, staged, begin, codec, sm_budget)
             except BaseException:
                 self._keep_host_memory(copy)
                 raise
@@ -209,8 +222,17 @@ class Executor:
                 self._originals.hold_until_sized(copy, copy.blob)
             else:
                 self._originals.hold(copy, done)
-            self._release(self.in_flight_bytes)
+            self._release(self.in_flight_bytes, home)
             return True
+
+    def _begin_on(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+        """Return an event behind what a stream has been given, to be waited for before the next.
+
+        It is one event, recorded anew: a wait is for the last record before it. Making an event
+        and dropping it costs the host as long as recording it.
+        """
+        self._begun = record_on(stream, self._begun)
+        return self._begun
 
     def _write_original(self, copy: StoredCopy, disk: DiskMoves) -> bool:
         """Write a copy to the disk from where it is."""
@@ -265,6 +287,7 @@ class Executor:
         flat: torch.Tensor,
         host: torch.Tensor,
         staged: StagedBlob | None,
+        begin: torch.cuda.Event | None,
         codec: BlobCodec,
         sm_budget: int | None,
     ) -> Mark:
@@ -275,7 +298,8 @@ class Executor:
             done = self._out.run(self._encode_on_host, codec, flat, host, timing)
             copy.stored = done
         else:
-            done = staged.fill(self._encode, codec, flat, staged.data, sm_budget, timing)
+            work = codec, flat, staged.data, sm_budget, timing
+            done = staged.fill(self._encode, *work, after=begin)
             expected_bytes = self.traffic.sizes.expected(copy.name, codec.name)
             copy.stored = staged.send(host, expected_bytes)
         copy.codec = codec
@@ -321,10 +345,11 @@ class Executor:
         codec.encode(flat, out=data, sm_budget=sm_budget)
         timing.append(now(self.device))
 
-    def _release(self, allowed_bytes: int) -> None:
+    def _release(self, allowed_bytes: int, current: torch.cuda.Stream | None = None) -> None:
         """Give up originals whose copies are done, or that are too many; go on with the disk."""
-        self._staging.release(allowed_bytes)
-        self._originals.release(allowed_bytes)
+        if self._stages:
+            self._staging.release(allowed_bytes)
+        self._originals.release(allowed_bytes, current)
         if self._disk is not None:
             self._disk.poll(allowed_bytes if self._waits_for_disk else None)
 
@@ -333,7 +358,7 @@ class Executor:
         flat, codec = copy.original, copy.codec
         assert flat is not None and codec is not None
         host = self._room.cut(self._bounds.of(codec, flat), copy.events)
-        self._originals.hold(copy, self._store_encoded(copy, flat, host, None, codec, None))
+        self._originals.hold(copy, self._store_encoded(copy, flat, host, None, None, codec, None))
 
     def _settle_staged(self, copy: StoredCopy | None, blob: SentBlob, staged: StagedBlob) -> None:
         """Send a staged copy again that was larger than its host memory."""
@@ -357,20 +382,12 @@ class Executor:
         self._sent(copy, host, bound)
         self._staging.add(copy, staged, False)
 
-    @staticmethod
-    def save_again(copy: StoredCopy, t: torch.Tensor) -> None:
-        """Save another view of a copy, maybe on another stream: its memory waits for that, too."""
-        if copy.home is not None:
-            current = current_stream(t.device)
-            if current != copy.home:
-                t.record_stream(current)
-
-    def _wait(self, mark: Mark) -> None:
+    def _wait(self, mark: Mark, current: torch.cuda.Stream | None = None) -> None:
         """Make what computes wait: torch's current stream, or the host for a thread."""
         if isinstance(mark, Future):
             self.traffic.wait_for(mark)
         else:
-            mark.wait(current_stream(self.device))
+            mark.wait(current_stream(self.device) if current is None else current)
 
     # And back
 
@@ -408,17 +425,21 @@ class Executor:
                 host = reading.result()
                 used = host.shape[0]
             elif copy.codec is not None:
-                assert host is not None and stored is not None
-                known = is_done(stored)
-                used = used_bytes(host) if known else host.shape[0]
+                assert host is not None and stored is not None and copy.blob is not None
+                learnt = copy.blob.used_bytes
+                known = learnt is not None or is_done(stored)
+                if learnt is None:
+                    learnt = used_bytes(host) if known else host.shape[0]
+                used = learnt
             assert stored is not None
             # Of the stream that computes, behind whose work it is filled and given back.
             fetched = torch.empty(used, dtype=torch.uint8, device=self.device)
             begin = None
             if self.on_gpu:
                 assert isinstance(self._in, StreamLane)
-                copy.restored_on = current_stream(self.device)
-                begin = record_on(copy.restored_on)
+                home = copy.restored_on = current_stream(self.device)
+                # A thread waits later, maybe behind the next record.
+                begin = record_on(home) if host is None else self._begin_on(home)
                 copy.filling = self._in  # first: what fails below may have been launched
             copy.fetched = fetched
             arrived: Mark
@@ -430,8 +451,7 @@ class Executor:
                     self._fill, fetched, host, stored, known, expected_bytes, after=begin
                 )
                 if isinstance(arrived, torch.cuda.Event):
-                    copy.events.append(arrived)
-                    del copy.events[:-1]  # which is behind those before
+                    copy.events[:] = (arrived,)  # which is behind those before
             else:
                 assert raw is not None and raw.packed is not None and self._packing is not None
                 arrived = self._packing.unpack(raw.packed, fetched, self._in, begin)
@@ -447,13 +467,14 @@ class Executor:
         expected_bytes: int,
     ) -> None:
         """Copy from the host, on the lane that brings copies back."""
+        nbytes = out.shape[0]
         if isinstance(stored, Future):
             stored.result()
-            out.copy_(host[: out.shape[0]], non_blocking=self.on_gpu)
-            return
-        self._in.wait(stored)  # type: ignore[union-attr]
-        if known:
-            out.copy_(host[: out.shape[0]], non_blocking=True)
+        else:
+            self._in.wait(stored)  # type: ignore[union-attr]
+        if known or isinstance(stored, Future):
+            used = host if host.shape[0] == nbytes else host[:nbytes]
+            out.copy_(used, non_blocking=self.on_gpu)
         else:
             copy_blob_on_gpu(host, out, expected_bytes)
 
@@ -469,20 +490,21 @@ class Executor:
         """
         with self._lock:
             self.traffic.poll()
-            self._release(self.in_flight_bytes)
+            current = current_stream(self.device) if self.on_gpu else None
+            self._release(self.in_flight_bytes, current)
             if copy.original is not None and not self._is_read_packed(copy):
                 return copy.original
             restored = copy.restored
-            if restored is None:
+            if restored is None and copy.shared is not None:
                 restored = copy.still_shared()
             if restored is None:
-                restored = self._restore(copy)
+                restored = self._restore(copy, current)
                 if copy.away is not None:
                     copy.away = None
                     self.traffic.returned(copy.nbytes)
                 copy.share(restored)
-            elif self.on_gpu:
-                copy.use_here(restored)
+            elif current is not None:
+                copy.use_here(restored, current)
             copy.restored = restored if more else None
             return restored
 
@@ -500,12 +522,12 @@ class Executor:
             return stored.exception() is None
         return True
 
-    def _restore(self, copy: StoredCopy) -> torch.Tensor:
+    def _restore(self, copy: StoredCopy, current: torch.cuda.Stream | None) -> torch.Tensor:
         if copy.staged is not None:
             encoded = copy.staged.blob(copy)
-            copy.restored_on = current_stream(self.device)
+            copy.restored_on = current
         else:
-            fetched = self._fetched(copy)
+            fetched = self._fetched(copy, current)
             if copy.codec is None:
                 return fetched.view(copy.dtype)
             encoded = Blob(fetched, torch.Size([copy.elements]), copy.dtype)
@@ -517,12 +539,13 @@ class Executor:
         self.traffic.decoded(copy.blob, [begin, now(self.device)])
         return decoded
 
-    def _fetched(self, copy: StoredCopy) -> torch.Tensor:
+    def _fetched(self, copy: StoredCopy, current: torch.cuda.Stream | None) -> torch.Tensor:
         """Return the bytes of a copy as they crossed; what computes waits for them."""
-        self.fetch(copy, now=True)
+        if copy.arrived is None:
+            self.fetch(copy, now=True)
         fetched, arrived = copy.fetched, copy.arrived
         assert arrived is not None
-        self._wait(arrived)
+        self._wait(arrived, current)
         copy.fetched = copy.arrived = copy.reading = None
         if isinstance(arrived, Future):
             made = arrived.result()
@@ -531,9 +554,9 @@ class Executor:
             elif made is not None:  # an event of what a thread has unpacked
                 self._wait(made)
         assert fetched is not None
-        if self.on_gpu:  # it may have been fetched for another stream
-            copy.use_here(fetched)
-            copy.restored_on = current_stream(self.device)
+        if current is not None:  # it may have been fetched for another stream
+            copy.use_here(fetched, current)
+            copy.restored_on = current
         copy.filling = None
         return fetched
 

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import functools
-import os
 import threading
 import warnings
 import weakref
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from ..engine.codecs.blob import BlobCodec
+from ..engine.memory.locks import current_process
 from ..engine.versions import version_of
 from ..errors import BitslabError
 from .copies import KeptView, SavedView, StoredCopy
@@ -26,9 +25,10 @@ from .local_copies import LocalCopy, PackedCopy, packed_copy, replayed_copy
 from .lossy import ErrorSample
 from .moments import now
 from .pass_record import NamedView, PassRecord
-from .policies import CHECKPOINT, HOST, KEEP, RAW, REPLAY, Choice, Codecs, Place, Policy
+from .policies import CHECKPOINT, HOST, KEEP, RAW, REPLAY, Choice, Codecs, Policy
 from .read_order import ReadOrder
 from .samples import sample_of
+from .site_counts import SiteCounts
 from .sites import Select, Site, is_exact, operation_of, running_module
 from .tiers import Tiers
 from .verify import Verifier
@@ -36,42 +36,6 @@ from .verify import Verifier
 #: A tensor that is left as it is, with its version. Detached: an output that its own node saved
 #: would make a cycle that is never freed.
 KeptTensor = tuple[torch.Tensor, int]
-
-
-@dataclass
-class SiteCounts:
-    """What was done with the tensors of a site so far.
-
-    Parameters
-    ----------
-    site : Site
-        As its last tensor was.
-    choice : str
-        What is done with them: "keep", "raw", "host", "replay", "checkpoint" or a codec's name.
-    reason : str
-        Why.
-    tier : str, optional
-        Where they go; None leaves it open.
-    tensors : int
-        Number that were moved.
-    raw_bytes, packed_bytes : int
-        Bytes of those that came back, before packing and as they crossed.
-    error : ErrorSample or None
-        How far a tensor was off that a lossy codec packed, at its present rate.
-    """
-
-    site: Site
-    choice: str = KEEP
-    reason: str = ""
-    tier: Place | None = None
-    tensors: int = 0
-    raw_bytes: int = 0
-    packed_bytes: int = 0
-    error: ErrorSample | None = None
-
-    def decided(self, choice: Choice) -> None:
-        """Take over what was decided."""
-        self.choice, self.reason, self.tier = choice
 
 
 class SavedTensorHooks:
@@ -135,7 +99,6 @@ class SavedTensorHooks:
         self._last_of: dict[int | None, weakref.ref[PassRecord]] = {}
         #: Packed copies on a device that may not have fitted.
         self._packed: deque[weakref.ref[PackedCopy]] = deque()
-        self._usual_in_flight: dict[torch.device, int] = {}
 
     # Passes
 
@@ -226,6 +189,8 @@ class SavedTensorHooks:
         if counts is not None and counts.choice == KEEP and not self._copies.knows(storage):
             site = counts.site
             if site.shape == t.shape and site.dtype == t.dtype:
+                if self._select is None and current.watcher is None and current.plan is None:
+                    return t.detach(), version  # nobody sees its read
                 return self._keep(t, version, storage, current, counts)
         root, span = root_of(t), span_of(t)
         copy = self._copies.find(storage, root, version, span)
@@ -239,28 +204,31 @@ class SavedTensorHooks:
             if counts.choice in (KEEP, CHECKPOINT):  # what a checkpoint is computed from
                 return self._keep(t, version, storage, current, counts)
             flat = flat_span(t, storage, span)
-            copy = self._local_copy(counts, flat, span, root, version, current)
+            local = counts.choice == REPLAY or counts.tier == "device"
+            if local:
+                copy = self._local_copy(counts, flat, span, root, version, current)
             if copy is not None:
                 if current.watcher is not None:
                     current.watcher.held(storage)
             else:
-                if counts.tier == "device" and current.falls_back_to_keeping:
+                if local and counts.tier == "device" and current.falls_back_to_keeping:
                     return self._keep(t, version, storage, current, counts)
                 copy = StoredCopy(name, flat, span, root, version, current)
-                if not self._store(copy, counts, t):
+                if not self._store(copy, counts, t, current):
                     return t.detach(), version
                 current.add(copy)
             self._copies.add(storage, copy)
             if self._select is not None:
                 current.convert_kept(copy, storage)
         else:
-            Executor.save_again(copy, t)
+            copy.save_again(t)
             if current.watcher is not None:
                 current.watcher.again(copy, name, now(t.device))
         view = SavedView(copy, t, version)
         view.name = name
         view.operation = operation_of(t)
-        self._verifier.saved(view, t, current.number)
+        if self._verifier.every:
+            self._verifier.saved(view, t, current.number)
         return view
 
     def _keep(
@@ -351,25 +319,31 @@ class SavedTensorHooks:
             return Choice(KEEP, "Kept: not selected.")
         return self._policy.decide(site)
 
-    def _store(self, copy: StoredCopy, counts: SiteCounts, t: torch.Tensor) -> bool:
+    def _store(
+        self, copy: StoredCopy, counts: SiteCounts, t: torch.Tensor, current: PassRecord
+    ) -> bool:
         """Send a copy to the host; return whether there was room."""
         flat, codec, codec_on_host = copy.original, None, None
         assert flat is not None
-        record = _record_of(copy)
-        profile = record.profile
-        begin = None if profile is None else now(flat.device)
+        choice, tier = counts.choice, counts.tier
+        profile = current.profile
+        begin = None if profile is None else now(copy.device)
         budget = self._sm_budget
-        if counts.choice == HOST:
+        if choice == HOST:
             name = self._codecs.names[0]
             codec_on_host = functools.partial(self._codecs.for_site, name, counts.site)
-        elif counts.choice not in (RAW, REPLAY) and counts.tier != "device":
+        elif choice not in (RAW, REPLAY) and tier != "device":
             codec = self._codec(counts, flat, t)
             if codec is not None and budget is None:
                 budget = self._policy.sm_budget(counts.choice, counts.site)
         try:
-            executor = self.executor(flat.device)
-            self._bound_in_flight(executor, record, counts.site.name)
-            tier = None if counts.tier == "device" else counts.tier
+            executor = self._executors.get(copy.device) or self.executor(copy.device)
+            # The bytes on their way out behind a site, where a plan says how many may be.
+            planned = None
+            if current.plan is not None or current.serial:
+                planned = current.in_flight_bytes(counts.site.name)
+            executor.bound_in_flight(planned)
+            tier = None if tier == "device" else tier
             if not executor.store(copy, codec, budget, codec_on_host, tier=tier):
                 copy.original = None
                 return False
@@ -387,12 +361,6 @@ class SavedTensorHooks:
             raise
         counts.tensors += 1
         return True
-
-    def _bound_in_flight(self, executor: Executor, made_in: PassRecord, name: str) -> None:
-        """Bound the bytes on their way out behind a site, where a plan says how many may be."""
-        usual = self._usual_in_flight[executor.device]
-        planned = made_in.in_flight_bytes(name)
-        executor.in_flight_bytes = usual if planned is None else min(planned, usual)
 
     def _tell_no_memory(self, counts: SiteCounts, error: BaseException) -> None:
         where = f"device memory to pack {counts.site.name!r} in"
@@ -437,7 +405,8 @@ class SavedTensorHooks:
             When it was changed in place since it was saved, as torch does without hooks.
         """
         if type(packed) is tuple:
-            return _unchanged(*packed)
+            kept, version = packed
+            return kept if version_of(kept) == version else _unchanged(kept, version)
         if isinstance(packed, KeptView):
             if packed.view is None:
                 if isinstance(packed, NamedView):
@@ -448,17 +417,19 @@ class SavedTensorHooks:
         assert isinstance(packed, SavedView)
         packed.check_version()
         copy = packed.copy
-        if isinstance(copy, LocalCopy):
+        # In this order: to ask an abstract class takes long.
+        if type(copy) is not StoredCopy and isinstance(copy, LocalCopy):
             return self._read_local(packed, copy)
-        if copy.process != os.getpid() and copy.original is None:
+        if copy.original is None and copy.process != current_process():
             raise BitslabError(
                 f"{packed.name!r}: saved by process {copy.process}, whose host memory a forked "
                 "child does not have; run the backward pass there"
             )
-        executor = self.executor(packed.device)
-        record = _record_of(copy)
+        executor = self._executors.get(copy.device) or self.executor(copy.device)
+        record = copy.made_in
+        assert isinstance(record, PassRecord)
         profile, watcher = record.profile, record.watcher
-        begin = None if profile is None else now(packed.device)
+        begin = None if profile is None else now(copy.device)
         # What a replay reads is read once more by its own operation.
         tried = watcher is not None and watcher.replay_reads(packed.name)
         replaying = tried or self._replays_now()
@@ -472,7 +443,8 @@ class SavedTensorHooks:
             raise
         if watcher is not None:
             watcher.held(flat.untyped_storage())
-        self._verifier.read(packed, t)
+        if packed.checksum is not None:
+            self._verifier.read(packed, t)
         if replaying:
             return t
         if record.plan is None and not record.serial:
@@ -533,7 +505,7 @@ class SavedTensorHooks:
 
     def _fetch(self, copy: StoredCopy) -> None:
         # Of what is read next, which may be on another device.
-        self.executor(copy.device).fetch(copy)
+        (self._executors.get(copy.device) or self.executor(copy.device)).fetch(copy)
 
     def _read_ahead(self, copy: StoredCopy) -> None:
         self.executor(copy.device).read_ahead(copy)
@@ -553,7 +525,6 @@ class SavedTensorHooks:
                         self._policy.observed,
                         self._tiers,
                     )
-                    self._usual_in_flight[device] = found.in_flight_bytes
                     self._executors[device] = found
         return found
 

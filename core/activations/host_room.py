@@ -103,7 +103,8 @@ class HostRoom:
             When there is none, or the system refuses to page-lock it.
         """
         nbytes = max(nbytes, 1)
-        if self._reservation is None or self._reservation.nbytes < nbytes:
+        reservation = self._reservation
+        if reservation is None or reservation.nbytes < nbytes:
             self._reservation = None
             try:
                 made = host_arena().reserve(nbytes, max(nbytes, RESERVED_BYTES))
@@ -114,9 +115,9 @@ class HostRoom:
                     raise HostMemoryError(str(error)) from error
             if self._on_gpu and not made.pinned:
                 raise HostMemoryError("the system refused to page-lock host memory")
-            self._reservation = made
+            self._reservation = reservation = made
         returned = None if self._limit is None else self._limit.take(nbytes)
-        return self._reservation.cut(nbytes, lambda: events, returned)
+        return reservation.cut(nbytes, events.copy, returned)
 
     def close(self) -> None:
         """Give back what is reserved and not cut."""

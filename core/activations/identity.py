@@ -7,7 +7,6 @@ never by an address, a time or a shape, which all come again.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -53,8 +52,8 @@ def flat_span(t: torch.Tensor, storage: torch.UntypedStorage, span: Span) -> tor
     """Return bytes of a storage as ``[n]`` of the dtype of `t`; of complex ones the real parts."""
     dtype = t.dtype
     if not dtype.is_complex and not t.is_neg():  # at half the price of what follows
-        size = dtype.itemsize
-        return t.detach().as_strided((span.nbytes // size,), (1,), span.begin // size)
+        size, (begin, end) = dtype.itemsize, span
+        return t.detach().as_strided(((end - begin) // size,), (1,), begin // size)
     if dtype.is_complex:
         dtype = dtype.to_real()
     size = dtype.itemsize
@@ -77,9 +76,11 @@ def copied_span(span: Span, storage_bytes: int, element_bytes: int) -> Span:
         Of an element: what is copied begins and ends with whole ones, counted from the storage's
         first byte.
     """
-    if span.nbytes * WHOLE_SHARE < storage_bytes:
+    begin, end = span
+    if (end - begin) * WHOLE_SHARE < storage_bytes:
         return span
-    return Span(0, storage_bytes - storage_bytes % element_bytes)
+    whole = storage_bytes - storage_bytes % element_bytes
+    return span if begin == 0 and end == whole else Span(0, whole)
 
 
 class Kept(Protocol):
@@ -137,19 +138,26 @@ class CopyTable(Generic[K]):
         key = id(storage)
         found = self._copies.get(key)
         if found is None or found[0]() is not storage:
-            found = weakref.ref(storage, _remover(self._copies, key)), []
-            self._copies[key] = found
+            ref = _StorageRef(storage, _remove)
+            ref.copies, ref.key = self._copies, key
+            self._copies[key] = ref, [weakref.ref(copy)]
+            return
         refs = found[1]
-        refs[:] = [ref for ref in refs if ref() is not None]
+        refs[:] = [each for each in refs if each() is not None]
         refs.append(weakref.ref(copy))
 
 
-def _remover(copies: dict[int, Any], key: int) -> Callable[[weakref.ref[Any]], None]:
-    """Return what removes a storage that is gone, in whatever thread it is collected."""
+class _StorageRef(weakref.ref[torch.UntypedStorage]):
+    """A reference that knows where it is recorded: a closure for each storage takes longer."""
 
-    def remove(ref: weakref.ref[Any]) -> None:
-        found = copies.get(key)
-        if found is not None and found[0] is ref:  # not of a later one with this number
-            copies.pop(key, None)
+    __slots__ = ("copies", "key")
 
-    return remove
+    copies: dict[int, Any]
+    key: int
+
+
+def _remove(ref: _StorageRef) -> None:
+    """Remove a storage that is gone, in whatever thread it is collected."""
+    found = ref.copies.get(ref.key)
+    if found is not None and found[0] is ref:  # not of a later one with this number
+        ref.copies.pop(ref.key, None)

@@ -59,7 +59,7 @@ class LocalCopy(StoredCopy, ABC):
             if on_gpu:
                 self.restored_on = current_stream(self.device)
         elif on_gpu:
-            self.use_here(flat)
+            self.use_here(flat, current_stream(self.device))
         self.restored = flat if more else None
         return flat
 

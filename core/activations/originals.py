@@ -61,8 +61,11 @@ class Originals:
         self._unsure.append((weakref.ref(copy), blob))
         self.unsure_bytes += copy.nbytes
 
-    def release(self, allowed_bytes: int) -> None:
-        """Give up originals whose copies are done, or that are too many."""
+    def release(self, allowed_bytes: int, current: torch.cuda.Stream | None = None) -> None:
+        """Give up originals whose copies are done, or that are too many.
+
+        On a GPU `current` may be torch's current stream; it is looked up when left out.
+        """
         while self._unsure:
             blob = self._unsure[0][1]
             if not is_done(blob.stored):
@@ -71,8 +74,9 @@ class Originals:
                     break
                 self._traffic.wait_for(blob.stored)
             self._settle(*self._unsure.popleft())
-        while self._in_flight:
-            ref, done, nbytes = self._in_flight[0]
+        in_flight = self._in_flight
+        while in_flight:
+            ref, done, nbytes = in_flight[0]
             over = self.unsure_bytes + self._in_flight_bytes > allowed_bytes
             if not over and not is_done(done):
                 return
@@ -82,11 +86,11 @@ class Originals:
             if copy is not None and copy.original is not None:
                 error = done.exception() if isinstance(done, Future) else None
                 if error is None:
-                    self.give_up(copy)
+                    self.give_up(copy, current)
                 else:
                     self._failed(copy.name, error)
             del copy
-            self._in_flight.popleft()
+            in_flight.popleft()
             self._in_flight_bytes -= nbytes
 
     def _settle(self, ref: weakref.ref[StoredCopy], blob: SentBlob) -> None:
@@ -107,13 +111,15 @@ class Originals:
         except Exception as error:
             self._failed(copy.name, error)
 
-    def give_up(self, copy: StoredCopy) -> None:
+    def give_up(self, copy: StoredCopy, current: torch.cuda.Stream | None = None) -> None:
         """Give the device memory of an original back: what reads it comes before what follows."""
-        home = copy.home
-        if home is not None and copy.original is not None:
+        home, original = copy.home, copy.original
+        if home is not None and original is not None:
             # Without hooks the graph would hold it. Nothing, where it was allocated on that stream.
-            copy.original.record_stream(home)
-            if home != current_stream(self._device):  # which alone waits for the copy
+            original.record_stream(home)
+            if current is None:
+                current = current_stream(self._device)
+            if home is not current and home != current:  # which alone waits for the copy
                 copy.keep_original_until_copied()
         copy.original = None
         copy.lanes = ()

@@ -39,17 +39,17 @@ class ReadOrder:
         follow them, `READ_AHEAD` times as many, are read ahead: from a disk to the host.
         """
         with self._lock:
-            if self._window is None:  # at first, in reverse of the order they were saved in
-                self._window = Window(copy.made_in.names()[::-1])
-            self._window.use(copy.name)
+            window = self._window
+            if window is None:  # at first, in reverse of the order they were saved in
+                window = self._window = Window(copy.made_in.names()[::-1])
+            window.use(copy.name)
             depth = self.depth if read_ahead is None else self.depth * (1 + READ_AHEAD)
-            expected = self._window.expected(depth)
+            expected = window.expected(depth)
         ahead_bytes = 0
         begin = fetch
-        for i, name in enumerate(expected):
+        for i, following in enumerate(copy.made_in.copies_of(expected)):
             if i == self.depth and read_ahead is not None:
                 begin, ahead_bytes = read_ahead, 0
-            following = copy.made_in.copy_of(name)
             if following is None:
                 continue
             if ahead_bytes and ahead_bytes + following.nbytes > most_bytes:
@@ -57,5 +57,5 @@ class ReadOrder:
                     return
                 begin, ahead_bytes = read_ahead, 0
             ahead_bytes += following.nbytes
-            if not following.is_here:
+            if following.fetched is None and not following.is_here:  # most are coming already
                 begin(following)

@@ -14,7 +14,6 @@ allocator.
 
 from __future__ import annotations
 
-import os
 import sys
 import weakref
 from collections import deque
@@ -25,7 +24,8 @@ import torch
 from ..engine.codecs.blob import Blob
 from ..engine.kernels.cuda import kernels_on
 from ..engine.kernels.cuda.stream import current_stream
-from ..engine.transfer import StreamLane, record_on
+from ..engine.memory.locks import current_process
+from ..engine.transfer import StreamLane
 from .copies import StoredCopy
 from .limits import STAGED_COPIES
 from .traffic import SentBlob, is_done
@@ -40,15 +40,13 @@ class StagedBlob:
         Bytes that it may need.
     encoding, out : StreamLane
         What encodes it, and what sends it to the host.
+    home : torch.cuda.Stream
+        The stream that computes, torch's current one.
 
     Attributes
     ----------
     data : torch.Tensor
-        uint8 ``[nbytes]``, taken on the stream that computes.
-    home : torch.cuda.Stream
-        That stream.
-    begin : torch.cuda.Event
-        When its memory may be written.
+        uint8 ``[nbytes]``, taken on `home`: it may be written behind what that has been given.
     encoded, sent : torch.cuda.Event or None
         When it is filled, and on the host.
     """
@@ -58,22 +56,21 @@ class StagedBlob:
         "_all_lanes",
         "_lanes",
         "_process",
-        "begin",
         "data",
         "encoded",
         "home",
         "sent",
     )
 
-    def __init__(self, nbytes: int, encoding: StreamLane, out: StreamLane) -> None:
+    def __init__(
+        self, nbytes: int, encoding: StreamLane, out: StreamLane, home: torch.cuda.Stream
+    ) -> None:
         self._all_lanes = encoding, out
         #: Those that may be at work on it.
         self._lanes: tuple[StreamLane, ...] = ()
-        self._process = os.getpid()
-        device = encoding.device
-        self.home = current_stream(device)
-        self.data = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        self.begin = record_on(self.home)
+        self._process = current_process()
+        self.home = home
+        self.data = torch.empty(nbytes, dtype=torch.uint8, device=encoding.device)
         self.encoded: torch.cuda.Event | None = None
         self.sent: torch.cuda.Event | None = None
         self.hold()
@@ -82,10 +79,15 @@ class StagedBlob:
         """Keep the memory for the lanes, when it is dropped, until `sent` was waited for."""
         self._lanes = self._all_lanes
 
-    def fill(self, work: Callable[..., None], *args: object) -> torch.cuda.Event:
-        """Run ``work(*args)``, which fills it, on the lane that encodes; return when it is done."""
+    def fill(
+        self, work: Callable[..., None], *args: object, after: torch.cuda.Event | None
+    ) -> torch.cuda.Event:
+        """Run ``work(*args)``, which fills it, on the lane that encodes; return when it is done.
+
+        The lane waits for `after`, an event on `home` that was recorded since the memory was taken.
+        """
         encoding, _ = self._all_lanes
-        encoded = self.encoded = encoding.run(work, *args, after=self.begin)
+        encoded = self.encoded = encoding.run(work, *args, after=after)
         return encoded
 
     def send(self, host: torch.Tensor, expected_bytes: int) -> torch.cuda.Event:
@@ -132,7 +134,7 @@ class StagedBlob:
 
     def __del__(self) -> None:
         # Its memory is given to nobody while a lane may be at work on it.
-        if self._lanes and not sys.is_finalizing() and self._process == os.getpid():
+        if self._lanes and not sys.is_finalizing() and self._process == current_process():
             for lane in self._lanes:
                 lane.keep(self.data)
 
@@ -254,5 +256,5 @@ def copy_blob_on_gpu(source: torch.Tensor, target: torch.Tensor, expected_bytes:
     first_byte = min(expected_bytes, source.shape[0], target.shape[0]) // 16 * 16
     if first_byte:
         target[:first_byte].copy_(source[:first_byte], non_blocking=True)
-    device = source.device if source.device.type == "cuda" else target.device
+    device = source.device if source.is_cuda else target.device
     kernels_on(device).copy_blob(source, target, first_byte)

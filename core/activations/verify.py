@@ -36,20 +36,22 @@ class Verifier:
 
     Attributes
     ----------
+    every : int
+        As given.
     compared : int
         Number of tensors that were compared.
     """
 
     def __init__(self, every: int) -> None:
-        self._every = every
+        self.every = every
         self.compared = 0
 
     def saved(self, view: SavedView, t: torch.Tensor, pass_number: int) -> None:
         """Take the checksum of a tensor that is being saved."""
-        if not self._every:
+        if not self.every:
             return
         with torch.no_grad():
-            original = t.detach().clone() if pass_number % self._every == 0 else None
+            original = t.detach().clone() if pass_number % self.every == 0 else None
             view.checksum = _Proof(checksum(t.detach()), original)
 
     def read(self, view: SavedView, t: torch.Tensor) -> None:

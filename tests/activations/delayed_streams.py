@@ -77,6 +77,8 @@ class Streams:
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
         self.all = [Stream()]
+        #: The events that the stream that computes has recorded, one of them maybe several times.
+        self.recorded: list[Mark] = []
         self._stack = [self.all[0]]
 
     @property
@@ -163,8 +165,9 @@ def delayed(
     codec.streams = streams
 
     def record_on(stream: Stream, mark: Any = None) -> Mark:
-        made = Mark(streams)
+        made = Mark(streams) if mark is None else mark
         made.record(stream)
+        streams.recorded.append(made)
         return made
 
     def open_lanes(executor: Any) -> None:

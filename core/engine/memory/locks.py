@@ -23,6 +23,12 @@ class Forked(Protocol):
 
 
 _forked: weakref.WeakSet[Forked] = weakref.WeakSet()
+_process = os.getpid()
+
+
+def current_process() -> int:
+    """Return the number of this process, as `os.getpid`, without a system call."""
+    return _process
 
 
 def call_after_fork(target: Forked) -> None:
@@ -31,6 +37,8 @@ def call_after_fork(target: Forked) -> None:
 
 
 def _after_fork() -> None:
+    global _process
+    _process = os.getpid()
     for target in list(_forked):
         target.after_fork()
 

@@ -117,9 +117,7 @@ class StreamLane:
 
     def record(self, mark: Mark | None = None) -> torch.cuda.Event:
         """Return an event behind all that is queued now: `mark`, or a new one where it is none."""
-        event = new_event() if mark is None or isinstance(mark, Future) else mark
-        event.record(self.stream)
-        return event
+        return record_on(self.stream, mark)
 
     def idle(self) -> bool:
         """Return whether all that was queued is done; waits for nothing."""
@@ -156,10 +154,15 @@ class StreamLane:
         torch.cuda.Event
             The event behind the work.
         """
-        with on_stream(self.stream):
-            self.wait(after)
+        stream = self.stream
+        if after is not None:
+            if isinstance(after, Future):
+                wait_on_host(after)
+            else:
+                after.wait(stream)
+        with on_stream(stream):
             made = work(*args)
-        return self.record(mark) if made is None else made
+        return record_on(stream, mark) if made is None else made
 
     def submit(self, work: Callable[..., torch.Tensor], /, *args: Any) -> StreamTask:
         """Queue ``work(*args)``, called at once, which returns a tensor made on the stream.
@@ -398,9 +401,10 @@ def new_event() -> torch.cuda.Event:
 
 def record_on(stream: torch.cuda.Stream, mark: Mark | None = None) -> torch.cuda.Event:
     """Return an event behind all that is queued on a stream: `mark`, or a new one."""
-    event = new_event() if mark is None or isinstance(mark, Future) else mark
-    event.record(stream)
-    return event
+    if mark is None or isinstance(mark, Future):
+        mark = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    mark.record(stream)
+    return mark
 
 
 def wait_on_host(mark: Mark) -> None:

@@ -38,6 +38,8 @@ class Window(Generic[Unit]):
         self._next_of_two: dict[tuple[Unit, Unit], Unit] = {}
         self._before: Unit | None = None
         self._last: Unit | None = None
+        #: What was expected behind two units, by their number, since anything new was learnt.
+        self._found: dict[tuple[Unit | None, Unit | None, int], list[Unit]] = {}
 
     def use(self, unit: Unit) -> None:
         """Record that a unit is used; again and again at once is once."""
@@ -45,13 +47,25 @@ class Window(Generic[Unit]):
         if last == unit:
             return
         if last is not None:
-            self._next[last] = unit
+            if self._next.get(last) != unit:
+                self._next[last] = unit
+                self._found.clear()
             if before is not None:
-                self._next_of_two[before, last] = unit
+                pair = before, last
+                if self._next_of_two.get(pair) != unit:
+                    self._next_of_two[pair] = unit
+                    self._found.clear()
         self._before, self._last = last, unit
 
     def expected(self, depth: int) -> list[Unit]:
         """Return up to `depth` units that come next, without the last used one; each once."""
+        key = self._before, self._last, depth
+        found = self._found.get(key)
+        if found is None:
+            found = self._found[key] = self._follow(depth)
+        return found.copy()
+
+    def _follow(self, depth: int) -> list[Unit]:
         window: list[Unit] = []
         before, unit = self._before, self._last
         seen: set[tuple[Unit, Unit]] = set()

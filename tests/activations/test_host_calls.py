@@ -1,0 +1,91 @@
+"""What a saved tensor costs the host, in calls of Python functions: these vary with nothing.
+
+Times are in `benchmarks/activation_hooks.py`. A call takes 0.1 to 0.2 us.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import Counter
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+
+import bitslab
+from bitslab.activations.copies import Pass, StoredCopy
+from bitslab.activations.executor import Executor
+from bitslab.activations.identity import span_of
+from bitslab.engine.memory.locks import current_process
+from tests.activations.delayed_streams import Mark, delayed
+
+TENSORS = 40
+
+
+def calls_of(offload: bitslab.ActivationOffload) -> float:
+    """Return the calls that saving and reading a tensor takes in the thread that computes."""
+    x = torch.randn(256).requires_grad_()
+    calls = 0
+
+    def count(frame: FrameType, event: str, argument: Any) -> None:
+        nonlocal calls  # of the package: a garbage collection may run anybody's
+        if event == "call" and str(frame.f_globals.get("__name__")).startswith("bitslab."):
+            calls += 1
+
+    sys.setprofile(count)
+    try:
+        with offload:
+            y = x
+            for _ in range(TENSORS):
+                y = y.sin()
+        y.sum().backward()
+    finally:
+        sys.setprofile(None)
+    return calls / TENSORS
+
+
+@pytest.mark.parametrize(
+    ("policy", "min_bytes", "most"),
+    [("raw", 1 << 20, 4), ("keep", 1, 12), ("raw", 1, 85)],
+    ids=["kept-too-small", "kept-by-policy", "moved-raw"],
+)
+def test_calls_of_a_saved_tensor(policy: str, min_bytes: int, most: float) -> None:
+    offload = bitslab.ActivationOffload(policy, min_bytes=min_bytes)
+    found = min(calls_of(offload) for _ in range(6))  # the first ones take memory, and learn
+    offload.detach()
+    assert found <= most
+
+
+def test_events_of_a_copy_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When it is on the host, and when it is back; not when its memory may be used."""
+    streams, _ = delayed(monkeypatch, 0)
+    made: Counter[str] = Counter()
+    init = Mark.__init__
+
+    def counted(mark: Mark, *args: Any) -> None:
+        made["events"] += 1
+        init(mark, *args)
+
+    monkeypatch.setattr(Mark, "__init__", counted)
+    executor = Executor(torch.device("cpu"), 0, lambda *_: None, lambda *_: None)
+    for step in range(2):
+        made.clear()
+        tensors = [torch.randn(300) for _ in range(8)]
+        copies = [StoredCopy("0:0", t, span_of(t), t, 0, Pass(0, set())) for t in tensors]
+        for copy in copies:
+            assert executor.store(copy, None)
+        for copy, t in zip(copies, tensors, strict=True):
+            found = executor.bytes_of(copy, False)
+            streams.drain()
+            assert torch.equal(found, t)
+        assert made["events"] <= 2 * len(tensors) + (step == 0)
+    executor.close()
+
+
+def test_the_process_is_known_in_a_forked_child() -> None:
+    assert current_process() == os.getpid()
+    if (child := os.fork()) == 0:
+        os._exit(current_process() != os.getpid())
+    assert os.waitpid(child, 0)[1] == 0
