@@ -229,8 +229,7 @@ class ActivationOffload:
             drive=drive,
         )
         if isinstance(self._policy, PlannedPolicy):
-            folders = () if self._tiers.disk is None else self._tiers.disk.rates
-            self._policy.use_tiers(disk=folders, disk_bytes=disk_bytes, host_bytes=host_bytes)
+            self._policy.use_tiers(self._tiers)
         self._hooks = SavedTensorHooks(
             self._policy,
             found,

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import os
 import threading
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -18,8 +17,9 @@ from ...engine.memory.locks import call_after_fork
 from ...engine.transfer import Mark, ThreadLane, ThreadTask
 from ...engine.transfer.lanes import CLOSE_SECONDS
 from ...errors import ArgumentError, ArgumentTypeError, BitslabError
-from .budget import WriteBudget
+from .budget import DAY_S, WriteBudget
 from .endurance import Drive, lifespan_days
+from .folders import Folders, checked_folders, warn_of_kind
 from .moves import Counters, Reading, forwarded, read_piece, write_piece
 from .posix_file import PosixFile, file_system
 from .rates import DiskRates, disk_rates
@@ -37,7 +37,6 @@ SHORT_LIFE_DAYS = 365.0
 RESERVED_BYTES = 64 << 20
 TERA = 1e12
 
-Folders = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 #: Why bytes were not taken: the disk is behind, full, failed, or has its bytes of the day.
 Refusal = Literal["behind", "full", "failed", "budget"]
 
@@ -116,7 +115,7 @@ class DiskTier:
         drive: Drive | None = None,
         open_file: OpenFile = PosixFile,
     ) -> None:
-        self._folders = _checked_folders(folders)
+        self._folders = checked_folders(folders)
         _check_number("disk_bytes", disk_bytes, int)
         _check_number("write_budget", write_budget, float)
         _check_number("queue_bytes", queue_bytes, int)
@@ -135,7 +134,7 @@ class DiskTier:
         self.verify = bool(verify)
         self._open_file = open_file
         self._write_budget = write_budget
-        _warn_of_kind(self._folders)
+        warn_of_kind(self._folders)
         self.rates = tuple(rates or disk_rates(folder) for folder in self._folders)
         self._request_bytes = max(
             ALIGN_BYTES, max(rate.request_bytes for rate in self.rates) // ALIGN_BYTES * ALIGN_BYTES
@@ -145,6 +144,11 @@ class DiskTier:
         # Last: at the interpreter's exit threads end before their files are closed.
         self._open_lanes()
         call_after_fork(self)
+
+    @property
+    def budget_bytes_per_s(self) -> float | None:
+        """Bytes that may be written a second on the average; None without a budget."""
+        return None if self._write_budget is None else self._write_budget * TERA / DAY_S
 
     def _open_lanes(self) -> None:
         self._store_lane = ThreadLane("bitslab-store", sum(r.write_threads for r in self.rates))
@@ -560,15 +564,6 @@ class DiskTier:
         self.__init__(**state)  # type: ignore[misc]
 
 
-def _checked_folders(folders: Folders) -> tuple[str, ...]:
-    some = [folders] if isinstance(folders, str | os.PathLike) else folders
-    if not isinstance(some, Sequence) or not all(isinstance(f, str | os.PathLike) for f in some):
-        raise ArgumentTypeError(f"disk: expected a folder or several, got {folders!r}")
-    if not some:
-        raise ArgumentError("disk: expected one folder or more, got none")
-    return tuple(os.fspath(folder) for folder in some)
-
-
 def _check_number(name: str, value: object, kind: type) -> None:
     accepted = (int,) if kind is int else (int, float)
     if value is None:
@@ -585,13 +580,3 @@ def _check_bytes(name: str, t: object) -> None:
         raise ArgumentTypeError(f"{name}: expected uint8 on the CPU, got {what}")
     if t.dim() != 1 or not t.is_contiguous() or not t.shape[0]:
         raise ArgumentError(f"{name}: shape {list(t.shape)}, expected [n] with n > 0, contiguous")
-
-
-def _warn_of_kind(folders: tuple[str, ...]) -> None:
-    for folder in folders:
-        system = file_system(folder)
-        if system.in_memory or system.network:
-            what = "memory, so that nothing is saved" if system.in_memory else "on another machine"
-            warnings.warn(
-                f"disk: {folder} is {what} ({system.kind}); give a folder on an SSD", stacklevel=3
-            )
