@@ -140,10 +140,6 @@ class PlannedPolicy:
         disk = tiers.disk
         if disk is None:
             return
-        write, read = (
-            sum(getattr(each, f"{way}_bytes_per_s") for each in disk.rates)
-            for way in ("write", "read")
-        )
         both = [
             share
             for each in disk.rates
@@ -153,7 +149,7 @@ class PlannedPolicy:
             )
         ]
         self._tiers |= {
-            "disk": DiskRates(write, read),
+            "disk": DiskRates(disk.write_bytes_per_s, disk.read_bytes_per_s),
             "disk_share_both_ways": min(1.0, sum(both) / len(both)),
             "disk_bytes": disk.disk_bytes,
             "write_bytes_per_s": disk.budget_bytes_per_s,

@@ -146,6 +146,16 @@ class DiskTier:
         call_after_fork(self)
 
     @property
+    def write_bytes_per_s(self) -> float:
+        """Measured rate of writing, of all folders together."""
+        return sum(rate.write_bytes_per_s for rate in self.rates)
+
+    @property
+    def read_bytes_per_s(self) -> float:
+        """Measured rate of reading, of all folders together."""
+        return sum(rate.read_bytes_per_s for rate in self.rates)
+
+    @property
     def budget_bytes_per_s(self) -> float | None:
         """Bytes that may be written a second on the average; None without a budget."""
         return None if self._write_budget is None else self._write_budget * TERA / DAY_S
