@@ -58,12 +58,14 @@ def test_a_plan_writes_no_more_than_its_budget(tmp_path: Path) -> None:
     assert written > 0
     budget = replace(profile, write_bytes_per_s=0.4 * written / profile.step_s)
     made = make_plan(budget, slowdown=0.5)
+    assert made.budget_bytes is not None
     assert made.budget_bytes == budget.budget_bytes == pytest.approx(0.4 * written, abs=1)
     assert 0 < made.prediction.written_bytes <= made.budget_bytes
     assert f"of {made.budget_bytes / 1e6:,.1f} that its write budget allows" in made.summary()
     # Of both limits the lower one counts; a slower step may write more.
     assert replace(budget, disk_bytes=1000).most_disk_bytes == 1000
-    assert budget.scaled(compute=2.0).budget_bytes > 1.9 * made.budget_bytes
+    slower = budget.scaled(compute=2.0).budget_bytes
+    assert slower is not None and slower > 1.9 * made.budget_bytes
     none = make_plan(replace(profile, write_bytes_per_s=0.0), slowdown=0.5)
     assert none.declined and none.prediction.written_bytes == 0
     made.save(tmp_path / "plan.json")
