@@ -97,8 +97,8 @@ class ActivationOffload:
     disk_bytes : int, optional
         What the files take at most; what the file systems have to spare when left out.
     write_budget : float, optional
-        Terabytes (1e12 bytes) that are written a day, at most: evenly over the day, those of an
-        hour may be saved up.
+        Terabytes (1e12 bytes) that all ranks of the machine write a day, at most: evenly over the
+        day, those of an hour may be saved up.
     drive : Drive or str, optional
         The SSDs, a `bitslab.activations.disk.Drive` or the name of a known one, for the report to
         say how long they last.

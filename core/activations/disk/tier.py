@@ -20,6 +20,7 @@ from ...errors import ArgumentError, ArgumentTypeError, BitslabError
 from .budget import DAY_S, WriteBudget
 from .endurance import Drive, lifespan_days
 from .folders import Folders, checked_folders, warn_of_kind
+from .local_ranks import local_ranks
 from .moves import Counters, Reading, forwarded, read_piece, write_piece
 from .posix_file import PosixFile, file_system
 from .rates import DiskRates, disk_rates
@@ -56,8 +57,8 @@ class DiskTier:
         What the files take at most, all together; what the file systems have to spare when left
         out.
     write_budget : float, optional
-        Terabytes (1e12 bytes) that may be written a day. They come evenly over the day, and those
-        of an hour may be saved up.
+        Terabytes (1e12 bytes) that may be written a day, by all ranks of the machine together. They
+        come evenly over the day, and those of an hour may be saved up.
     verify : bool
         Compare checksums of what comes back.
     queue_bytes : int
@@ -133,7 +134,8 @@ class DiskTier:
         self.queue_bytes = queue_bytes
         self.verify = bool(verify)
         self._open_file = open_file
-        self._write_budget = write_budget
+        self.local_ranks = local_ranks()
+        self._write_budget = None if write_budget is None else write_budget / self.local_ranks.ranks
         warn_of_kind(self._folders)
         self.rates = tuple(rates or disk_rates(folder) for folder in self._folders)
         self._request_bytes = max(
@@ -147,13 +149,13 @@ class DiskTier:
 
     @property
     def write_bytes_per_s(self) -> float:
-        """Measured rate of writing, of all folders together."""
-        return sum(rate.write_bytes_per_s for rate in self.rates)
+        """The rank's share of the measured rate of writing, of all folders together."""
+        return sum(rate.write_bytes_per_s for rate in self.rates) / self.local_ranks.ranks
 
     @property
     def read_bytes_per_s(self) -> float:
-        """Measured rate of reading, of all folders together."""
-        return sum(rate.read_bytes_per_s for rate in self.rates)
+        """The rank's share of the measured rate of reading, of all folders together."""
+        return sum(rate.read_bytes_per_s for rate in self.rates) / self.local_ranks.ranks
 
     @property
     def budget_bytes_per_s(self) -> float | None:
@@ -173,7 +175,8 @@ class DiskTier:
         #: Of folders whose files were given up: why nothing is written there any more.
         self._errors: dict[str, BaseException] = {}
         self._direct: dict[str, bool] = {}
-        self._turn = itertools.count()
+        # Ranks begin in different folders, so that they seldom write to one at once.
+        self._turn = itertools.count(self.local_ranks.rank)
         self._closed = False
         self._begun = time.monotonic()
         self._wear_seen_bytes: float = WEAR_BYTES
@@ -537,6 +540,7 @@ class DiskTier:
                 "cancelled_bytes": counters.cancelled_bytes,
                 "failed_bytes": counters.failed_bytes,
                 "queued_bytes": counters.queued_bytes,
+                "local_ranks": self.local_ranks.ranks,
                 "refused_bytes": dict(counters.refused_bytes),
                 "lifespan_days": self.lifespan_days,
                 "disk_bytes": sum(stripe.file.nbytes for stripe in stripes),
