@@ -168,8 +168,8 @@ class AutoPolicy:
         whole = not on_gpu or not self._tiers.host
         names = {r.site for r in records} if whole else sites_for_disk(records, written, slow)
         others = [record for record in records if record.site not in names]
-        stays = decide(others, model, link, previous=last, limits=limits)
-        found = {each.site: each for each in stays}
+        on_host = decide(others, model, link, previous=last, limits=limits)
+        found = {each.site: each for each in on_host}
         found |= {each.site: each for each in written if each.site in names}
         self._places.update((site, "disk" if site in names else "host") for site in found)
         return [

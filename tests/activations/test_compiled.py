@@ -1,4 +1,4 @@
-"""Compiled models: layers one by one come back one by one; one compiled whole is told of."""
+"""Compiled models: layers one by one come back one by one; one compiled whole is reported."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_layers_compiled_one_by_one_come_back_one_by_one(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("compiled", [in_place, wrapped])
-def test_a_model_compiled_whole_is_told_of(
+def test_a_model_compiled_whole_is_reported(
     when: str, compiled: Callable[[nn.Module], nn.Module]
 ) -> None:
     plain = train(compiled(Model()))
