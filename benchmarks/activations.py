@@ -3,6 +3,9 @@
 Part `cpu`: training on a CPU whose activations go to an SSD, beside plain training, checkpoints,
 save_on_cpu and torch.save in hooks: peak, CPU seconds, gradients; activations_cpu.py says more.
 
+Part `gpu`: steps and peaks of activations at the paper's shapes, beside peers;
+activations_gpu.py says more.
+
 Part `disk`: what the disk tier writes and reads, beside the probe that it is planned by, fio where
 that is installed, dd, and torch.save. Ways take turns with fresh bytes; the best turn of each
 counts, because other processes use the disk, too.
@@ -27,6 +30,8 @@ from pathlib import Path
 
 from activations_cpu import cpu
 from activations_disk import Rows, disk
+from activations_gpu import add_options as add_gpu_options
+from activations_gpu import gpu
 from activations_model import model
 from activations_plan import plan
 from activations_rok import add_options, predictions, rok
@@ -38,7 +43,7 @@ def plans(arguments: argparse.Namespace, report: Callable[[str], None]) -> dict[
     return plan(arguments, report) | predictions(arguments, report)
 
 
-PARTS = {"cpu": cpu, "disk": disk, "model": model, "plan": plans, "rok": rok}
+PARTS = {"cpu": cpu, "gpu": gpu, "disk": disk, "model": model, "plan": plans, "rok": rok}
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -51,6 +56,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--folder", metavar="FOLDER", help="on the SSD (default: the current one)")
     add("--mb", type=int, default=1000, help="that are written each time (default: %(default)s)")
     add_options(parser)
+    add_gpu_options(parser)
     add(
         "--step-gb",
         type=float,

@@ -83,10 +83,16 @@ def make_model(name: str, arguments: argparse.Namespace) -> nn.Module:
 class Job:
     """A model in training, with fresh ids in each step."""
 
-    def __init__(self, name: str, batch: int, arguments: argparse.Namespace) -> None:
+    def __init__(
+        self,
+        name: str,
+        batch: int,
+        arguments: argparse.Namespace,
+        make: Callable[[str, argparse.Namespace], nn.Module] = make_model,
+    ) -> None:
         self.name, self.batch, self.arguments = name, batch, arguments
         self.device = torch.device(arguments.device)
-        self.model: nn.Module = make_model(name, arguments)
+        self.model: nn.Module = make(name, arguments)
         self._draw = torch.Generator().manual_seed(1)
 
     def step(self, context: AbstractContextManager[Any] | None = None) -> float:

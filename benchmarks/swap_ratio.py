@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -44,8 +45,11 @@ KINDS: dict[str, tuple[str, ...] | None] = {
 }
 MINILM_KINDS: dict[str, tuple[str, ...] | None] = {
     "dropout masks": ("dropout mask",),
+    "dense": ("dense",),
     "everything": None,
 }
+#: A tensor with fewer zeros is dense.
+DENSE_ZEROS = 0.01
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 #: Lines of text in a batch of MiniLM, each seen twice, their tokens, and steps of tuning.
 LINES, TOKENS, TUNED_STEPS = 2, 128, 3
@@ -175,7 +179,15 @@ def minilm(dtype_name: str, report: Report) -> dict[str, Rows]:
         f"all-MiniLM-L6-v2, {dtype_name}, tuned for {TUNED_STEPS} steps, {2 * LINES} x {TOKENS} "
         "tokens: raw over encoded bytes"
     )
-    return {title: table(found, MINILM_KINDS)}
+    return {title: table(named_dense(found, DTYPES[dtype_name]), MINILM_KINDS)}
+
+
+def named_dense(saved: Sequence[Saved], dtype: torch.dtype) -> list[Saved]:
+    """Return saved tensors of which those of a dtype that have few zeros are of kind "dense"."""
+    return [
+        replace(s, kind="dense") if s.values.dtype == dtype and s.zeros < DENSE_ZEROS else s
+        for s in saved
+    ]
 
 
 def contrastive_loss(model: Any, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:

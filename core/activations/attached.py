@@ -14,6 +14,7 @@ from torch import nn
 
 from ..module_methods import MethodOverride
 from ..module_tensors import own_buffers, own_parameters
+from .sharded import local_tensor
 
 #: Where the model holds what moves its saved tensors.
 ATTRIBUTE = "_bitslab_activations"
@@ -170,7 +171,7 @@ class Attachment:
 
 
 class ModuleTensors:
-    """The parameters and buffers of a model as they are now.
+    """The parameters and buffers of a model as they are now; of DTensors the local tensors.
 
     Parameters
     ----------
@@ -188,4 +189,4 @@ class ModuleTensors:
         for tensors in self._dicts:
             for t in tensors.values():
                 if t is not None:
-                    yield t
+                    yield local_tensor(t)

@@ -20,10 +20,12 @@ from ..engine.advisor import (
     decide,
 )
 from ..errors import BitslabError
+from .disk_share import disk_link, sites_for_disk, with_place
 from .pass_record import PassRecord
 from .policies import RAW, Choice, Codecs
 from .profile import PassProfile
 from .sites import Site
+from .tiers import Tier, Tiers
 from .time_models import TimeModels
 from .traffic import SentBlob
 
@@ -64,6 +66,9 @@ class AutoPolicy:
         self._profiles = 0
         self._profiled: PassRecord | None = None
         self._decisions: dict[str, Decision] = {}
+        self._tiers = Tiers()
+        #: By site, where its tensors go, where there is a disk.
+        self._places: dict[str, Tier] = {}
         #: What each site's codecs were chosen and fitted by.
         self._fitted: dict[str, SiteRecord] = {}
         self._models = TimeModels(codecs)
@@ -75,7 +80,11 @@ class AutoPolicy:
         found = self._decisions.get(site.name)
         if found is None:
             return Choice(RAW, "Raw: not profiled yet.")
-        return Choice(found.codec or RAW, found.reason)
+        return Choice(found.codec or RAW, found.reason, self._places.get(site.name))
+
+    def use_tiers(self, tiers: Tiers) -> None:
+        """Say whether there is a disk behind the host, whose rates then count."""
+        self._tiers = tiers
 
     def begin(self, entered: PassRecord) -> bool:
         """Begin a pass; return whether sites are to be decided anew."""
@@ -132,13 +141,40 @@ class AutoPolicy:
                     SwapLink.measured(device),
                 )
                 records = self._with_lossy(records, profile.sites(), model, link)
-                made = decide(records, model, link, previous=last, limits=self._limits(device))
+                made = self._decided(device, records, model, link, last)
             except (BitslabError, torch.OutOfMemoryError) as error:
                 self._tell(device, error)
                 continue
             self.history.add(self._profiles - 1, records, made)
             self._decisions.update({decision.site: decision for decision in made})
         return True
+
+    def _decided(
+        self,
+        device: torch.device,
+        records: list[SiteRecord],
+        model: TimeModel,
+        link: SwapLink,
+        last: list[Decision],
+    ) -> list[Decision]:
+        """Decide what is packed, and where there is a disk which tensors go on to that."""
+        disk, limits = self._tiers.disk, self._limits(device)
+        if disk is None:
+            return decide(records, model, link, previous=last, limits=limits)
+        on_gpu = device.type == "cuda"
+        slow = disk_link(link, disk, on_gpu=on_gpu)
+        written = decide(records, model, slow, previous=last, limits=limits)
+        # On a CPU the host is where tensors are, so that only the disk saves memory.
+        whole = not on_gpu or not self._tiers.host
+        names = {r.site for r in records} if whole else sites_for_disk(records, written, slow)
+        others = [record for record in records if record.site not in names]
+        on_host = decide(others, model, link, previous=last, limits=limits)
+        found = {each.site: each for each in on_host}
+        found |= {each.site: each for each in written if each.site in names}
+        self._places.update((site, "disk" if site in names else "host") for site in found)
+        return [
+            with_place(found[r.site], disk, on_disk=r.site in names, whole=whole) for r in records
+        ]
 
     def _with_lossy(
         self,

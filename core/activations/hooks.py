@@ -24,7 +24,7 @@ from .identity import CopyTable, Span, copied_span, flat_span, root_of, span_of
 from .local_copies import LocalCopy, PackedCopy, packed_copy, replayed_copy
 from .lossy import ErrorSample
 from .moments import now
-from .pass_record import NamedView, PassRecord
+from .pass_record import Begun, NamedView, PassRecord, record_of
 from .policies import CHECKPOINT, HOST, KEEP, RAW, REPLAY, Choice, Codecs, Policy
 from .read_order import ReadOrder
 from .samples import sample_of
@@ -151,8 +151,7 @@ class SavedTensorHooks:
         ref = self._last_of.get(self.micro_batch)
         record = None if ref is None else ref()
         if record is not None:
-            for copy in record.begin_backward():
-                self._fetch(copy)
+            self._begin(record, record.begin_backward())
 
     def _entered(self) -> list[PassRecord]:
         try:
@@ -426,8 +425,7 @@ class SavedTensorHooks:
                 "child does not have; run the backward pass there"
             )
         executor = self._executors.get(copy.device) or self.executor(copy.device)
-        record = copy.made_in
-        assert isinstance(record, PassRecord)
+        record = record_of(copy)
         profile, watcher = record.profile, record.watcher
         begin = None if profile is None else now(copy.device)
         # What a replay reads is read once more by its own operation.
@@ -463,16 +461,14 @@ class SavedTensorHooks:
             return
         if watcher is not None:
             watcher.read_kept(packed)
-        for copy in record.fetched_after(packed.name):
-            self._fetch(copy)
+        self._begin(record, record.begins_after(packed.name))
 
     def _read_local(self, packed: SavedView, copy: LocalCopy) -> torch.Tensor:
         """Return a saved tensor that remained on the device in another form."""
-        record = _record_of(copy)
+        record = record_of(copy)
         replaying = self._replays_now()
         if not replaying:
-            for following in record.fetched_after(packed.name):
-                self._fetch(following)
+            self._begin(record, record.begins_after(packed.name))
         self._local.replays = getattr(self._local, "replays", 0) + 1
         try:
             flat = copy.bytes_of(True if replaying else copy.is_read(packed))
@@ -495,11 +491,19 @@ class SavedTensorHooks:
 
     def _fetch_planned(self, record: PassRecord, copy: StoredCopy) -> None:
         """Begin the fetches that the read of a copy lets begin, behind its own."""
-        following = record.fetched_after(copy.name)
-        if following:
+        begun = record.begins_after(copy.name)
+        if begun.fetches:
             self._fetch(copy)
-        for each in following:
+        self._begin(record, begun)
+
+    def _begin(self, record: PassRecord, begun: Begun) -> None:
+        """Begin reads of a disk, and fetches, which are tried again where a read is not over."""
+        for each in begun.reads:
+            self._read_ahead(each)
+        for each in begun.fetches:
             self._fetch(each)
+            if not each.is_here:
+                record.is_late(each)
             if record.watcher is not None and each.fetched is not None:
                 record.watcher.held(each.fetched.untyped_storage())
 
@@ -555,12 +559,6 @@ class SavedTensorHooks:
         self._codecs.close()
         for executor in self.executors():
             executor.close()
-
-
-def _record_of(copy: StoredCopy) -> PassRecord:
-    record = copy.made_in
-    assert isinstance(record, PassRecord)
-    return record
 
 
 def _unchanged(t: torch.Tensor, version: int) -> torch.Tensor:

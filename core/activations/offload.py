@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -20,6 +19,8 @@ from ..engine.memory import host_arena
 from ..engine.transfer.unit_report import UnitReport
 from ..errors import ArgumentError, ArgumentTypeError, BitslabError
 from .attached import ATTRIBUTE, LISTED_PASSES, Attachment, ModuleTensors
+from .auto import AutoPolicy
+from .compiled import compiled_notes, hook_functions, is_one_graph, whole_note
 from .disk import Drive
 from .guards import storages_of
 from .hooks import SavedTensorHooks
@@ -29,7 +30,7 @@ from .planned import PlannedPolicy
 from .policies import KEEP, Codecs, checked_policy
 from .policy_choice import policy_of
 from .report import ActivationReport, SiteReport, disk_notes, lossy_notes
-from .sites import Select, is_compiled, module_names
+from .sites import Select, module_names
 from .tiers import make_tiers
 from .verify import USUAL_EVERY, Verifier
 
@@ -96,8 +97,8 @@ class ActivationOffload:
     disk_bytes : int, optional
         What the files take at most; what the file systems have to spare when left out.
     write_budget : float, optional
-        Terabytes (1e12 bytes) that are written a day, at most: evenly over the day, those of an
-        hour may be saved up.
+        Terabytes (1e12 bytes) that all ranks of the machine write a day, at most: evenly over the
+        day, those of an hour may be saved up.
     drive : Drive or str, optional
         The SSDs, a `bitslab.activations.disk.Drive` or the name of a known one, for the report to
         say how long they last.
@@ -228,9 +229,8 @@ class ActivationOffload:
             verify=bool(verify),
             drive=drive,
         )
-        if isinstance(self._policy, PlannedPolicy):
-            folders = () if self._tiers.disk is None else self._tiers.disk.rates
-            self._policy.use_tiers(disk=folders, disk_bytes=disk_bytes, host_bytes=host_bytes)
+        if isinstance(self._policy, PlannedPolicy | AutoPolicy):
+            self._policy.use_tiers(self._tiers)
         self._hooks = SavedTensorHooks(
             self._policy,
             found,
@@ -278,19 +278,13 @@ class ActivationOffload:
             )
             yield
             return
+        hooks = hook_functions(self._hooks.pack, self._hooks.unpack)
         self._hooks.enter(parameters)
         try:
-            with torch.autograd.graph.saved_tensors_hooks(*self._hook_functions()):
+            with torch.autograd.graph.saved_tensors_hooks(*hooks):
                 yield
         finally:
             self._hooks.leave()
-
-    def _hook_functions(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
-        """Return what autograd calls, which torch.compile leaves as it is."""
-        pack, unpack = self._hooks.pack, self._hooks.unpack
-        if "torch._dynamo" not in sys.modules:  # which takes a second to import
-            return pack, unpack
-        return torch.compiler.disable(pack), torch.compiler.disable(unpack)  # type: ignore[no-untyped-call]
 
     # Attached to a model
 
@@ -374,15 +368,14 @@ class ActivationOffload:
         elif isinstance(result, (tuple, list)):
             values = list(result)
         found = [v for v in values if isinstance(v, torch.Tensor) and v.requires_grad]
+        model = None if self._attachment is None else self._attachment.model
+        if model is not None and any(map(is_one_graph, found)):
+            self._note(whole_note(model))
         self._outputs = {f"output {i}": t.detach().to("meta") for i, t in enumerate(found)}
 
     def _note_compiled(self, model: nn.Module) -> None:
-        found = [name or "the model" for name, m in model.named_modules() if is_compiled(m)]
-        if found:
-            self._note(
-                f"Compiled by torch.compile: {', '.join(found)}. Its graphs save what their own "
-                "partitioning keeps, and its sites are not named by modules."
-            )
+        for note in compiled_notes(model):
+            self._note(note)
 
     def _note(self, what: str) -> None:
         if what not in self._notes:

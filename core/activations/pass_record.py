@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -22,6 +22,8 @@ class PassPlan:
     ----------
     fetches : mapping of str to tuple of str
         By site, whose read lets the fetches of others begin; "" is the begin of the backward pass.
+    reads : mapping of str to tuple of str
+        As `fetches`: what is then read from a disk to host memory, ahead of its fetch.
     in_flight_bytes : mapping of str to int
         By site that is moved, bytes that may be on their way out from its save to the next one.
     replays : mapping of str to tuple
@@ -35,11 +37,30 @@ class PassPlan:
     """
 
     fetches: Mapping[str, tuple[str, ...]]
+    reads: Mapping[str, tuple[str, ...]]
     in_flight_bytes: Mapping[str, int]
     replays: Mapping[str, tuple[Any, ...]]
     modules: frozenset[str]
     named: frozenset[str]
     falls_back_to_keeping: bool
+
+
+class Begun(NamedTuple):
+    """What begins with the read of a site.
+
+    Parameters
+    ----------
+    reads : tuple of StoredCopy
+        Copies that are read from a disk to host memory.
+    fetches : tuple of StoredCopy
+        Copies that are brought back to the device.
+    """
+
+    reads: tuple[StoredCopy, ...]
+    fetches: tuple[StoredCopy, ...]
+
+
+NOTHING_BEGINS = Begun((), ())
 
 
 class Watcher(Protocol):
@@ -85,6 +106,8 @@ class PassRecord(Pass):
         self.serial = False
         self.micro_batch = micro_batch
         self._backward_began = False
+        #: Copies whose fetches may begin, and wait for their disk.
+        self._late: list[StoredCopy] = []
 
     def names_kept(self, name: str) -> bool:
         """Return whether the read of a tensor is to be seen that is kept."""
@@ -103,29 +126,46 @@ class PassRecord(Pass):
             return 0
         return None if self.plan is None else self.plan.in_flight_bytes.get(name)
 
-    def fetched_after(self, name: str) -> tuple[StoredCopy, ...]:
-        """Return the copies whose fetches may begin with the read of a site."""
+    def begins_after(self, name: str) -> Begun:
+        """Return the copies whose reads and fetches may begin with the read of a site."""
         if self.plan is None:
-            return ()
-        names = self.plan.fetches.get(name, ())
-        if not self._backward_began:
-            names = self._first() + names
-        return self._copies_of(names)
-
-    def begin_backward(self) -> tuple[StoredCopy, ...]:
-        """Return the copies whose fetches begin the backward pass; none the second time."""
-        if self.plan is None or self._backward_began:
-            return ()
-        return self._copies_of(self._first())
-
-    def _first(self) -> tuple[str, ...]:
-        assert self.plan is not None
+            return NOTHING_BEGINS
+        names = (name,) if self._backward_began else ("", name)
         self._backward_began = True
-        return self.plan.fetches.get("", ())
+        # What is read now is fetched in any case, and not again when that is over.
+        late = tuple(copy for copy in self._late if copy.name != name)
+        self._late.clear()
+        return self._begun(names, late)
+
+    def begin_backward(self) -> Begun:
+        """Return the copies that begin the backward pass; none the second time."""
+        if self.plan is None or self._backward_began:
+            return NOTHING_BEGINS
+        self._backward_began = True
+        return self._begun(("",), ())
+
+    def is_late(self, copy: StoredCopy) -> None:
+        """Begin a fetch once more with the next read: it was not read from its disk yet."""
+        self._late.append(copy)
+
+    def _begun(self, names: tuple[str, ...], late: tuple[StoredCopy, ...]) -> Begun:
+        assert self.plan is not None
+        reads, fetches = self.plan.reads, self.plan.fetches
+        return Begun(
+            tuple(copy for name in names for copy in self._copies_of(reads.get(name, ()))),
+            late + tuple(copy for name in names for copy in self._copies_of(fetches.get(name, ()))),
+        )
 
     def _copies_of(self, names: tuple[str, ...]) -> tuple[StoredCopy, ...]:
         found = (self.copy_of(name) for name in names)
         return tuple(copy for copy in found if copy is not None)
+
+
+def record_of(copy: StoredCopy) -> PassRecord:
+    """Return the pass that made a copy."""
+    record = copy.made_in
+    assert isinstance(record, PassRecord)
+    return record
 
 
 class NamedView(KeptView):

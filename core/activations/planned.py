@@ -8,14 +8,12 @@ time.
 
 from __future__ import annotations
 
-import itertools
 import threading
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -29,18 +27,18 @@ from ..engine.advisor.planning import (
     MemoryLimitError,
     Plan,
     StepProfile,
-    Timeline,
     compare,
     make_plan,
 )
 from .checkpointed import CheckpointedModules, ModuleWatch, checkpointable
-from .disk import DiskRates as FolderRates
 from .measured_pass import MeasuredPass
 from .memory_limit import limit_bytes
 from .pass_record import PassPlan, PassRecord
+from .planned_passes import pass_plan, read_ahead_bytes
 from .policies import CHECKPOINT, KEEP, RAW, REPLAY, Choice, Codecs
 from .sites import Select, Site
 from .step_recorder import RecordedStep, StepRecorder, inside_module
+from .tiers import Tiers
 from .time_models import TimeModels
 from .traffic import SentBlob
 
@@ -48,8 +46,6 @@ from .traffic import SentBlob
 MOST_ATTEMPTS = 8
 #: A profiled pass that is not over after so many others is given up.
 PATIENCE_PASSES = 64
-#: Sites that are read first, whose reads begin fetches.
-FIRST_READ = 3
 #: Passes from a plan to the next one because of larger tensors, at first; twice as many each time.
 REPLAN_PASSES = 4
 
@@ -138,30 +134,26 @@ class PlannedPolicy:
                 self._modules.apply(())
             self._modules = None
 
-    def use_tiers(
-        self,
-        *,
-        disk: Sequence[FolderRates] = (),
-        disk_bytes: int | None = None,
-        host_bytes: int | None = None,
-    ) -> None:
-        """Say what folders there are behind host memory, and how much of both may be used."""
-        self._tiers = {"disk_bytes": disk_bytes, "host_bytes": host_bytes}
-        if disk:
-            write, read = (
-                sum(getattr(each, f"{way}_bytes_per_s") for each in disk)
-                for way in ("write", "read")
+    def use_tiers(self, tiers: Tiers) -> None:
+        """Say what there is behind the device, and how much of it may be used."""
+        self._tiers = {"host_bytes": None if tiers.limit is None else tiers.limit.most_bytes}
+        disk = tiers.disk
+        if disk is None:
+            return
+        both = [
+            share
+            for each in disk.rates
+            for share in (
+                each.write_while_reading_bytes_per_s / each.write_bytes_per_s,
+                each.read_while_writing_bytes_per_s / each.read_bytes_per_s,
             )
-            self._tiers["disk"] = DiskRates(write, read)
-            both = [
-                share
-                for each in disk
-                for share in (
-                    each.write_while_reading_bytes_per_s / each.write_bytes_per_s,
-                    each.read_while_writing_bytes_per_s / each.read_bytes_per_s,
-                )
-            ]
-            self._tiers["disk_share_both_ways"] = min(1.0, sum(both) / len(both))
+        ]
+        self._tiers |= {
+            "disk": DiskRates(disk.write_bytes_per_s, disk.read_bytes_per_s),
+            "disk_share_both_ways": min(1.0, sum(both) / len(both)),
+            "disk_bytes": disk.disk_bytes,
+            "write_bytes_per_s": disk.budget_bytes_per_s,
+        }
 
     def _is_checkpointed(self, module: str) -> bool:
         record: PassRecord | None = getattr(self._running, "record", None)
@@ -301,7 +293,12 @@ class PlannedPolicy:
         return True
 
     def _allowed_tiers(self, profile: StepProfile) -> dict[str, Any]:
-        return self._tiers if profile.link is not None else {}
+        if profile.link is None:
+            return {}
+        found = dict(self._tiers)
+        if "disk" in found and self._device().type == "cuda":  # else it is host memory already
+            found["read_ahead_bytes"] = read_ahead_bytes(profile, found["host_bytes"])
+        return found
 
     def _link(self, recorder: StepRecorder) -> SwapLink | None:
         try:
@@ -464,79 +461,3 @@ def _choice(candidate: Candidate, reason: str) -> Choice:
     if candidate.action == "checkpoint":
         return Choice(CHECKPOINT, reason, "device")
     return Choice(candidate.codec or RAW, reason, candidate.action)
-
-
-def pass_plan(
-    plan: Plan,
-    profile: StepProfile,
-    replays: Mapping[str, tuple[Any, ...]],
-    *,
-    falls_back_to_keeping: bool,
-) -> PassPlan:
-    """Return what passes do that follow a plan of a profile."""
-    chosen = plan.choices()
-    timeline = Timeline(profile)
-    # What was saved last is read first.
-    order = sorted(range(len(profile.sites)), key=lambda i: (timeline.read[i], -i))
-    names = [profile.sites[i].site for i in order]
-    seen = [chosen[name].action != "checkpoint" for name in names]
-    place = {name: k for k, name in enumerate(names)}
-    fetches: dict[str, list[str]] = {}
-    by_site = {each.site: each.fetch_after for each in plan.sites}
-    for name in names:
-        after = by_site[name]
-        if after is None:
-            continue
-        if after:  # reads inside of a checkpointed module are not seen
-            after = _seen_site(names, seen, place[after], place[name])
-        fetches.setdefault(after, []).append(name)
-    kept = [name for name in names if chosen[name].action == "keep"]
-    named = {name for name in fetches if name} & set(kept)
-    if "" in fetches:
-        named |= set(kept[:FIRST_READ])
-    return PassPlan(
-        fetches={name: tuple(sites) for name, sites in fetches.items()},
-        in_flight_bytes=_in_flight_bytes(plan, profile, timeline),
-        replays={n: s for n, s in replays.items() if n in chosen and chosen[n].action == "replay"},
-        modules=frozenset(plan.modules),
-        named=frozenset(named),
-        falls_back_to_keeping=falls_back_to_keeping,
-    )
-
-
-def _seen_site(names: list[str], seen: list[bool], at: int, before: int) -> str:
-    """Return a site whose read is seen: the next one, or else the one before; "" for none."""
-    tried = itertools.chain(range(at, before), range(at - 1, -1, -1))
-    return next((names[k] for k in tried if seen[k]), "")
-
-
-def _in_flight_bytes(plan: Plan, profile: StepProfile, timeline: Timeline) -> dict[str, int]:
-    """Return, by site that is moved, the bytes that may be on their way out behind its save."""
-    limit = plan.prediction.peak_bytes
-    if plan.memory_bytes is not None:
-        limit = max(limit, plan.memory_bytes)
-    need, _ = timeline.needed(timeline.choices(plan.choices()))
-    chosen = plan.choices()
-    moved = [
-        i for i, each in enumerate(profile.sites) if chosen[each.site].action in ("host", "disk")
-    ]
-    # What comes back first takes its room while the last copies are on their way out.
-    need = need.copy()
-    need[timeline.turn :] += sum(each.nbytes for each in plan.sites if each.fetch_after == "")
-    found = {}
-    for i, following in itertools.zip_longest(moved, moved[1:]):
-        begin = int(timeline.saved[i])
-        if following is not None:
-            until = int(timeline.saved[following])
-        else:
-            until = timeline.turn
-            if profile.link is not None:
-                room_bytes = max(0.0, limit - float(need[begin : until + 1].max()))
-                end_s = profile.turn_s + profile.link.to_host_seconds(room_bytes)
-                until = int(np.searchsorted(timeline.moments, end_s)) + 1
-        room = limit - need[begin : max(until, begin + 1)]
-        # While the operation uses it, it counts among what is needed and as on its way out.
-        own = profile.sites[i].nbytes
-        room[: max(int(timeline.released[i]) - begin, 1)] += own
-        found[profile.sites[i].site] = max(0, int(room.min()))
-    return found

@@ -248,6 +248,11 @@ def disk_notes(disk: Mapping[str, Any], passes: int) -> list[str]:
     days = disk["lifespan_days"]
     said += "." if days is None else f". At this rate the drives last {days:,.0f} days."
     notes = [said]
+    if disk["local_ranks"] > 1:
+        notes.append(
+            f"{disk['local_ranks']} ranks of this machine share the disk: each is planned with its "
+            "share of the measured rates and of the write budget."
+        )
     refused = {why: nbytes for why, nbytes in disk["refused_bytes"].items() if nbytes}
     if refused:
         causes = ", ".join(f"{REFUSALS[why]} ({n / 1e9:.3g} GB)" for why, n in refused.items())

@@ -58,6 +58,7 @@ class DrawnPolicy(PlannedPolicy):
         fetches = {draw.choice(["", *names]): tuple(draw.sample(names, 3)) for _ in range(4)}
         entered.plan = PassPlan(
             fetches=fetches,
+            reads={draw.choice(["", *names]): tuple(draw.sample(names, 3)) for _ in range(2)},
             in_flight_bytes={name: draw.choice([0, 1 << 30]) for name in names},
             replays=defaultdict(tuple),
             modules=frozenset(),

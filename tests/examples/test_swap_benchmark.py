@@ -55,6 +55,20 @@ def test_sizes_have_all_metadata(ratio: Any) -> None:
     assert sizes["best"] == min(sizes[name] for name in ("raw", *ratio.CODECS))
 
 
+def test_dense_tensors_of_a_dtype_are_summed_by_themselves(ratio: Any) -> None:
+    def saved(values: torch.Tensor) -> Any:
+        return ratio.Saved("layer", "linear", values.shape, values)
+
+    dense, mask = torch.randn(4096).bfloat16(), (torch.rand(4096) > 0.1).bfloat16()
+    some = [saved(dense), saved(mask), saved(torch.randn(4096))]
+    named = ratio.named_dense(some, torch.bfloat16)
+    assert [each.kind for each in named] == ["dense", "linear", "linear"]
+    rows = {row["saved"]: row for row in ratio.table(named, ratio.MINILM_KINDS)}
+    assert rows["dense"]["MB"] == pytest.approx(8192e-6)
+    assert 20 < rows["dense"]["best saves %"] < 40  # of normal values
+    assert rows["everything"]["MB"] == pytest.approx(32768e-6)
+
+
 def test_steps_are_measured_in_every_way(
     benchmark: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import fcntl
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,16 +114,41 @@ def disk_rates(folder: str | os.PathLike[str], *, again: bool = False) -> DiskRa
     except OSError as error:
         raise DiskError(f"disk: {os.fspath(folder)}: {error.strerror}") from error
     key = f"{_VERSION} {machine_name(torch.device('cpu'))} {os.major(device)}:{os.minor(device)}"
-    if not again:
-        found = read_cached(CACHE_KIND, key)
-        if found is not None:
-            try:
-                return _from_json(found)
-            except (ArgumentError, KeyError, TypeError):
-                pass  # of another version, or damaged
-    rates = measure_rates(folder)
-    write_cached(CACHE_KIND, key, {"rates": dataclasses.asdict(rates)})
-    return rates
+    known = None if again else _known(key)
+    if known is not None:
+        return known
+    with _alone(folder):  # ranks that begin together would measure what is left by the others
+        known = None if again else _known(key)
+        if known is not None:
+            return known
+        rates = measure_rates(folder)
+        write_cached(CACHE_KIND, key, {"rates": dataclasses.asdict(rates)})
+        return rates
+
+
+def _known(key: str) -> DiskRates | None:
+    """Return what was measured before; None where that is of another version, or damaged."""
+    found = read_cached(CACHE_KIND, key)
+    try:
+        return None if found is None else _from_json(found)
+    except (ArgumentError, KeyError, TypeError):
+        return None
+
+
+@contextlib.contextmanager
+def _alone(folder: str | os.PathLike[str]) -> Iterator[None]:
+    """Wait until no other process measures in a folder, where its file system has locks."""
+    try:
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError:  # measuring says what is wrong with it
+        yield
+        return
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
 
 
 def _from_json(found: Mapping[str, Any]) -> DiskRates:

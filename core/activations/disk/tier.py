@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import os
 import threading
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -18,8 +17,10 @@ from ...engine.memory.locks import call_after_fork
 from ...engine.transfer import Mark, ThreadLane, ThreadTask
 from ...engine.transfer.lanes import CLOSE_SECONDS
 from ...errors import ArgumentError, ArgumentTypeError, BitslabError
-from .budget import WriteBudget
+from .budget import DAY_S, WriteBudget
 from .endurance import Drive, lifespan_days
+from .folders import Folders, checked_folders, warn_of_kind
+from .local_ranks import local_ranks
 from .moves import Counters, Reading, forwarded, read_piece, write_piece
 from .posix_file import PosixFile, file_system
 from .rates import DiskRates, disk_rates
@@ -37,7 +38,6 @@ SHORT_LIFE_DAYS = 365.0
 RESERVED_BYTES = 64 << 20
 TERA = 1e12
 
-Folders = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 #: Why bytes were not taken: the disk is behind, full, failed, or has its bytes of the day.
 Refusal = Literal["behind", "full", "failed", "budget"]
 
@@ -57,8 +57,8 @@ class DiskTier:
         What the files take at most, all together; what the file systems have to spare when left
         out.
     write_budget : float, optional
-        Terabytes (1e12 bytes) that may be written a day. They come evenly over the day, and those
-        of an hour may be saved up.
+        Terabytes (1e12 bytes) that may be written a day, by all ranks of the machine together. They
+        come evenly over the day, and those of an hour may be saved up.
     verify : bool
         Compare checksums of what comes back.
     queue_bytes : int
@@ -116,7 +116,7 @@ class DiskTier:
         drive: Drive | None = None,
         open_file: OpenFile = PosixFile,
     ) -> None:
-        self._folders = _checked_folders(folders)
+        self._folders = checked_folders(folders)
         _check_number("disk_bytes", disk_bytes, int)
         _check_number("write_budget", write_budget, float)
         _check_number("queue_bytes", queue_bytes, int)
@@ -134,8 +134,9 @@ class DiskTier:
         self.queue_bytes = queue_bytes
         self.verify = bool(verify)
         self._open_file = open_file
-        self._write_budget = write_budget
-        _warn_of_kind(self._folders)
+        self.local_ranks = local_ranks()
+        self._write_budget = None if write_budget is None else write_budget / self.local_ranks.ranks
+        warn_of_kind(self._folders)
         self.rates = tuple(rates or disk_rates(folder) for folder in self._folders)
         self._request_bytes = max(
             ALIGN_BYTES, max(rate.request_bytes for rate in self.rates) // ALIGN_BYTES * ALIGN_BYTES
@@ -145,6 +146,21 @@ class DiskTier:
         # Last: at the interpreter's exit threads end before their files are closed.
         self._open_lanes()
         call_after_fork(self)
+
+    @property
+    def write_bytes_per_s(self) -> float:
+        """The rank's share of the measured rate of writing, of all folders together."""
+        return sum(rate.write_bytes_per_s for rate in self.rates) / self.local_ranks.ranks
+
+    @property
+    def read_bytes_per_s(self) -> float:
+        """The rank's share of the measured rate of reading, of all folders together."""
+        return sum(rate.read_bytes_per_s for rate in self.rates) / self.local_ranks.ranks
+
+    @property
+    def budget_bytes_per_s(self) -> float | None:
+        """Bytes that may be written a second on the average; None without a budget."""
+        return None if self._write_budget is None else self._write_budget * TERA / DAY_S
 
     def _open_lanes(self) -> None:
         self._store_lane = ThreadLane("bitslab-store", sum(r.write_threads for r in self.rates))
@@ -159,7 +175,8 @@ class DiskTier:
         #: Of folders whose files were given up: why nothing is written there any more.
         self._errors: dict[str, BaseException] = {}
         self._direct: dict[str, bool] = {}
-        self._turn = itertools.count()
+        # Ranks begin in different folders, so that they seldom write to one at once.
+        self._turn = itertools.count(self.local_ranks.rank)
         self._closed = False
         self._begun = time.monotonic()
         self._wear_seen_bytes: float = WEAR_BYTES
@@ -523,6 +540,7 @@ class DiskTier:
                 "cancelled_bytes": counters.cancelled_bytes,
                 "failed_bytes": counters.failed_bytes,
                 "queued_bytes": counters.queued_bytes,
+                "local_ranks": self.local_ranks.ranks,
                 "refused_bytes": dict(counters.refused_bytes),
                 "lifespan_days": self.lifespan_days,
                 "disk_bytes": sum(stripe.file.nbytes for stripe in stripes),
@@ -560,15 +578,6 @@ class DiskTier:
         self.__init__(**state)  # type: ignore[misc]
 
 
-def _checked_folders(folders: Folders) -> tuple[str, ...]:
-    some = [folders] if isinstance(folders, str | os.PathLike) else folders
-    if not isinstance(some, Sequence) or not all(isinstance(f, str | os.PathLike) for f in some):
-        raise ArgumentTypeError(f"disk: expected a folder or several, got {folders!r}")
-    if not some:
-        raise ArgumentError("disk: expected one folder or more, got none")
-    return tuple(os.fspath(folder) for folder in some)
-
-
 def _check_number(name: str, value: object, kind: type) -> None:
     accepted = (int,) if kind is int else (int, float)
     if value is None:
@@ -585,13 +594,3 @@ def _check_bytes(name: str, t: object) -> None:
         raise ArgumentTypeError(f"{name}: expected uint8 on the CPU, got {what}")
     if t.dim() != 1 or not t.is_contiguous() or not t.shape[0]:
         raise ArgumentError(f"{name}: shape {list(t.shape)}, expected [n] with n > 0, contiguous")
-
-
-def _warn_of_kind(folders: tuple[str, ...]) -> None:
-    for folder in folders:
-        system = file_system(folder)
-        if system.in_memory or system.network:
-            what = "memory, so that nothing is saved" if system.in_memory else "on another machine"
-            warnings.warn(
-                f"disk: {folder} is {what} ({system.kind}); give a folder on an SSD", stacklevel=3
-            )

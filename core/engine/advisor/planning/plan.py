@@ -40,6 +40,10 @@ class SitePlan:
     fetch_after : str, optional
         The site at whose read its fetch may begin, so that there is room for it; "" for the
         beginning of the backward pass; None where it is not fetched.
+    read_after : str, optional
+        The site at whose read it may be read from the SSD to host memory, so that it is there when
+        it is fetched; "" for the beginning of the backward pass; None where it is read when it is
+        fetched.
     """
 
     site: str
@@ -47,6 +51,7 @@ class SitePlan:
     candidate: Candidate
     reason: str
     fetch_after: str | None = None
+    read_after: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +74,8 @@ class Plan:
         Where there was none, the share of a plain step that it might take longer.
     reason : str
         Why the plan is as it is; where it changes nothing, why it was declined.
+    budget_bytes : int, optional
+        Bytes that a step may write, so that the SSD lasts.
     """
 
     sites: tuple[SitePlan, ...]
@@ -78,6 +85,7 @@ class Plan:
     memory_bytes: int | None = None
     slowdown: float = 0.0
     reason: str = ""
+    budget_bytes: int | None = None
     _by_site: dict[str, SitePlan] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -122,6 +130,7 @@ class Plan:
             "memory_bytes": self.memory_bytes,
             "slowdown": self.slowdown,
             "reason": self.reason,
+            "budget_bytes": self.budget_bytes,
         }
 
     @classmethod
@@ -183,6 +192,11 @@ class Plan:
                 f" Step {self.plain.step_s * 1e3:.4g} -> {self.prediction.step_s * 1e3:.4g} ms "
                 f"({share:+.1%}), peak {_size(self.plain.peak_bytes)} -> "
                 f"{_size(self.prediction.peak_bytes)}."
+            )
+        if self.budget_bytes is not None:
+            said += (
+                f" {self.prediction.written_bytes / 1e6:,.1f} MB a step to the disk, of "
+                f"{self.budget_bytes / 1e6:,.1f} that its write budget allows."
             )
         return said
 

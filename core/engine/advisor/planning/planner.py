@@ -152,11 +152,11 @@ def described(
     for i, site in enumerate(profile.sites):
         candidate = named[site.site]
         costs = timeline.costs[i][int(found.choices.options[i])]
-        name = None
-        if i in found.trace.fetch_at:
-            at = found.trace.fetch_at[i]
-            name = "" if at <= timeline.turn else profile.sites[timeline.next_read(at)].site
-        sites.append(SitePlan(site.site, site.nbytes, candidate, _reason(candidate, costs), name))
+        after = [
+            None if at is None else _read_at(timeline, at)
+            for at in (found.trace.fetch_at.get(i), found.trace.read_at.get(i))
+        ]
+        sites.append(SitePlan(site.site, site.nbytes, candidate, _reason(candidate, costs), *after))
     flags = found.choices.checkpointed
     modules = tuple(m.module for m, on in zip(profile.modules, flags, strict=True) if on)
     return Plan(
@@ -165,8 +165,16 @@ def described(
         prediction=found.prediction,
         plain=plain,
         reason=reason,
+        budget_bytes=None if profile.disk is None else profile.budget_bytes,
         **limits,  # type: ignore[arg-type]
     )
+
+
+def _read_at(timeline: Timeline, at: int) -> str:
+    """Return the site that is read first from a moment on; "" for the begin of the backward."""
+    if at <= timeline.turn:
+        return ""
+    return timeline.profile.sites[timeline.next_read(at)].site
 
 
 def _reason(candidate: Candidate, costs: Costs) -> str:

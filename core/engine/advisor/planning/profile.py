@@ -193,6 +193,11 @@ class StepProfile:
         Share of their rates that each direction has while both are used.
     host_bytes, disk_bytes : int, optional
         Most bytes in host memory and on the SSD; None for no limit.
+    write_bytes_per_s : float, optional
+        Bytes that the SSD may take a second on the average, so that it lasts; None for no limit.
+    read_ahead_bytes : int
+        Host memory for what is read from the SSD before there is room for it on the device; 0 where
+        tensors are read when they are fetched.
     """
 
     sites: Sequence[SiteProfile]
@@ -207,9 +212,14 @@ class StepProfile:
     disk_share_both_ways: float = 1.0
     host_bytes: int | None = None
     disk_bytes: int | None = None
+    write_bytes_per_s: float | None = None
+    read_ahead_bytes: int = 0
 
     def __post_init__(self) -> None:
-        _check_numbers("step", {n: getattr(self, n) for n in ("turn_s", "end_s", "rest_s")})
+        names = ("turn_s", "end_s", "rest_s", "read_ahead_bytes")
+        _check_numbers("step", {n: getattr(self, n) for n in names})
+        if self.write_bytes_per_s is not None:
+            _check_numbers("step", {"write_bytes_per_s": self.write_bytes_per_s})
         for name in ("link_share_both_ways", "disk_share_both_ways"):
             if not 0 < getattr(self, name) <= 1:
                 raise ArgumentError(f"{name}: {getattr(self, name)}, accepted are 0 to 1")
@@ -227,6 +237,19 @@ class StepProfile:
     def step_s(self) -> float:
         """Seconds of the step in which nothing is moved or recomputed."""
         return self.end_s + self.rest_s
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """Bytes that a step may write by `write_bytes_per_s`; None for no limit."""
+        if self.write_bytes_per_s is None:
+            return None
+        return int(self.write_bytes_per_s * self.step_s)
+
+    @property
+    def most_disk_bytes(self) -> int | None:
+        """Bytes that a step may have on the SSD, by its room and its budget; None for no limit."""
+        limits = [n for n in (self.disk_bytes, self.budget_bytes) if n is not None]
+        return min(limits, default=None)
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON-able values."""

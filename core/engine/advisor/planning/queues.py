@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass
@@ -15,6 +15,8 @@ class Trace:
         The memory curve: bytes from each moment on.
     fetch_at : dict of int to int
         By site that is fetched, the number of the moment at which that begins.
+    read_at : dict of int to int
+        By site that is read from the SSD before it is fetched, the number of that moment.
     waited_for : dict of str to list of (int, int)
         By queue ("up", "write", "down", "read"), ranges of the places in it that made the device
         wait: from where the queue began to be busy to what was waited for, inclusive.
@@ -27,6 +29,7 @@ class Trace:
     fetch_at: dict[int, int]
     waited_for: dict[str, list[tuple[int, int]]]
     queues: dict[str, list[int]]
+    read_at: dict[int, int] = field(default_factory=dict)
 
 
 class Opposite:

@@ -12,13 +12,14 @@ equal plans.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import numpy as np
 
+from .candidates import Candidate
 from .solution import MARGIN_BYTES, Priced, Prices, Solution
-from .timeline import Choices, Floats, Timeline
+from .timeline import Choices, Floats, Indices, Timeline
 
 #: Moments times plans that are followed through, at most, for one limit of memory.
 EFFORT, MOST_RUNS = 110_000, 800
@@ -377,7 +378,11 @@ class Solver:
         return replace(choices, options=options)
 
     def _repaired(self, choices: Choices) -> Choices:
-        """Return choices that are valid: what cannot be replayed, or has no room, is kept."""
+        """Return choices that are valid.
+
+        What has no room in one tier goes to the other one; what has none there, or cannot be
+        replayed, is kept.
+        """
         if self._timeline.valid(choices):
             return choices
         t = self._timeline
@@ -386,13 +391,47 @@ class Solver:
             return repaired
         options = repaired.options.copy()
         repaired = replace(repaired, options=options)
-        # The tiers are full: what was saved last is moved last, so it remains.
-        for i in range(self._n - 1, -1, -1):
-            if t.actions[i][options[i]] in ("host", "disk"):
-                options[i] = 0
-                if t.valid(repaired):
-                    break
+        inside = t.inside(repaired).tolist()
+        left = dict(t.room)
+        for i in range(self._n):
+            tier = "" if inside[i] else t.actions[i][options[i]]
+            if tier in left:
+                left[tier] -= t.costs[i][options[i]].moved_bytes
+        # What was saved first is read last, so that the disk takes that; what was saved last is
+        # moved last, so it remains.
+        forward, backward = range(self._n), range(self._n - 1, -1, -1)
+        self._shift(options, "host", "disk", left, forward, inside)
+        self._shift(options, "disk", "host", left, backward, inside)
+        for tier in left:
+            self._shift(options, tier, None, left, backward, inside)
         return repaired
+
+    def _shift(
+        self,
+        options: Indices,
+        tier: str,
+        other: str | None,
+        left: dict[str, float],
+        order: Iterable[int],
+        inside: list[bool],
+    ) -> None:
+        """Move sites of a tier that has too little room to another one, or keep them."""
+        t = self._timeline
+        for i in order:
+            if left[tier] >= 0:
+                return
+            k = int(options[i])
+            if inside[i] or t.actions[i][k] != tier:
+                continue
+            nbytes, to = t.costs[i][k].moved_bytes, 0
+            if other is not None:
+                same = Candidate(other, t.candidates[i][k].codec)  # type: ignore[arg-type]
+                if same not in t.candidates[i] or left[other] < nbytes:
+                    continue
+                to = t.candidates[i].index(same)
+                left[other] -= nbytes
+            left[tier] += nbytes
+            options[i] = to
 
     def _followed(self, choices: Choices, limit: float, seen: dict[bytes, Solution]) -> Solution:
         choices = self._repaired(choices)
@@ -426,8 +465,9 @@ class Solver:
         if profile.host_bytes is not None:
             over = float((self._host[chosen] * outside).sum()) > 0.999 * profile.host_bytes
             host = _moved_price(host, over)
-        if profile.disk_bytes is not None:
-            over = float((self._disk[chosen] * outside).sum()) > 0.999 * profile.disk_bytes
+        most = profile.most_disk_bytes
+        if most is not None:
+            over = float((self._disk[chosen] * outside).sum()) > 0.999 * most
             disk = _moved_price(disk, over)
         return replace(prices, queues=queues, host=host, disk=disk)
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import heapq
 import math
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -64,6 +65,8 @@ class Timeline:
     ----------
     candidates : list of tuple of Candidate
         Of each site, `KEEP` first.
+    room : dict of str to float
+        Bytes that the tiers "host" and "disk" take at most.
     runs : int
         How often a plan was followed through.
     """
@@ -78,8 +81,8 @@ class Timeline:
         self._place_moments()
         self._number = {site.site: i for i, site in enumerate(profile.sites)}
         self.sources = [[self._number[s] for s in site.replay_from] for site in profile.sites]
-        self._host = profile.host_bytes if profile.host_bytes is not None else math.inf
-        self._disk = profile.disk_bytes if profile.disk_bytes is not None else math.inf
+        most = {"host": profile.host_bytes, "disk": profile.most_disk_bytes}
+        self.room = {tier: math.inf if n is None else n for tier, n in most.items()}
         self._pad_tables()
 
     def _place_moments(self) -> None:
@@ -253,7 +256,7 @@ class Timeline:
     def valid(self, choices: Choices) -> bool:
         """Return whether replays find their sources, and tiers have room."""
         inside = self.inside(choices)
-        host = disk = 0.0
+        moved = dict.fromkeys(self.room, 0.0)
         for i, k in enumerate(choices.options.tolist()):
             action = self.actions[i][k]
             if inside[i] or action == "keep":
@@ -261,11 +264,9 @@ class Timeline:
             if action == "replay":
                 if any(inside[s] for s in self.sources[i]):
                     return False
-            elif action == "host":
-                host += self.costs[i][k].moved_bytes
-            elif action == "disk":
-                disk += self.costs[i][k].moved_bytes
-        return host <= self._host and disk <= self._disk
+            elif action in moved:
+                moved[action] += self.costs[i][k].moved_bytes
+        return all(moved[tier] <= self.room[tier] for tier in moved)
 
     # Time
 
@@ -298,6 +299,7 @@ class Timeline:
         run.limit, run.in_flight_limit = limit_bytes, in_flight_bytes
         run.forward()
         run.place_fetches(ahead_bytes)
+        run.place_reads(self.profile.read_ahead_bytes)
         run.backward()
         return run.result()
 
@@ -344,6 +346,9 @@ class _Run:
         self._handed_back: set[int] = set()
         self._ahead = np.zeros(len(need))
         self._fetches: dict[int, list[int]] = {}
+        #: Sites that are read from the SSD before they are fetched, and when they are there.
+        self._reads_ahead: dict[int, list[int]] = {}
+        self._was_read: dict[int, float] = {}
         self._stalls = [0.0, 0.0]
         self._codec_s = self._recompute_s = self._peak = 0.0
 
@@ -443,6 +448,26 @@ class _Run:
                 self._fetches.setdefault(first, []).append(i)
                 self.trace.fetch_at[i] = first
 
+    def place_reads(self, ahead_bytes: float) -> None:
+        """Find from which moment on each tensor is read from the SSD, to host memory."""
+        if not ahead_bytes:
+            return
+        held: deque[tuple[int, float]] = deque()
+        held_bytes, first = 0.0, self._timeline.turn
+        for at in sorted(self._reads):
+            for i in self._reads[at]:
+                if self._action[i] != "disk":
+                    continue
+                nbytes = self._costs[i].moved_bytes
+                while held and held_bytes + nbytes > ahead_bytes:
+                    until, given_up = held.popleft()
+                    first, held_bytes = max(first, until), held_bytes - given_up
+                held.append((at, nbytes))
+                held_bytes += nbytes
+                begin = min(first, self.trace.fetch_at[i])
+                self._reads_ahead.setdefault(begin, []).append(i)
+                self.trace.read_at[i] = begin
+
     def backward(self) -> None:
         """Follow the backward pass."""
         timeline = self._timeline
@@ -451,7 +476,9 @@ class _Run:
         disk = Opposite(self._write.free_s, timeline.profile.disk_share_both_ways)
         arrived: dict[int, float] = {}
         for at in range(timeline.turn, len(need)):
-            fetched = []
+            fetched: list[int] = []
+            for i in self._reads_ahead.get(at, ()):
+                self._read_ahead(i, disk)
             if at in self._saves or at in self._joins:
                 self._save_all(at, need[at], 1)
             for i in self._fetches.get(at, ()):
@@ -474,10 +501,23 @@ class _Run:
         if any(each[1] == i for each in self._in_flight):
             self._in_flight_bytes -= self._costs[i].moved_bytes
 
+    def _read_ahead(self, i: int, disk: Opposite) -> None:
+        """Read a tensor to host memory, from which what is not written yet comes at once."""
+        self._was_read[i] = self._now
+        if self._end[i] <= self._now:
+            self._was_read[i] = self._reading.serve(i, self._now, self._costs[i].read_s, disk)
+            self._slow_in[i] = self._reading
+
     def _fetch(self, i: int, link: Opposite, disk: Opposite) -> float:
         """Return when a tensor is back whose fetch begins now."""
         costs = self._costs[i]
         begin, was_read = self._now, 0.0
+        if i in self._was_read:  # it crosses when all of it is there
+            late = self._was_read[i] > self._now
+            came = self._down.serve(i, max(self._now, self._was_read[i]), costs.down_s, link)
+            if not late:
+                self._slow_in[i] = self._down
+            return came
         if costs.read_s:
             begin = max(begin, self._reading.free_s)
             was_read = self._reading.serve(i, self._now, costs.read_s, disk)

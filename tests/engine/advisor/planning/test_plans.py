@@ -14,9 +14,12 @@ from bitslab.engine.advisor.planning import (
     CHECKPOINT,
     KEEP,
     Candidate,
+    DiskRates,
     MeasuredStep,
     OffloadUnit,
     Plan,
+    SiteProfile,
+    StepProfile,
     Timeline,
     adaptive_offload,
     compare,
@@ -43,6 +46,39 @@ def test_a_plan_is_written_and_read(plan: Plan, tmp_path: Path) -> None:
     timeline = Timeline(PROFILE)
     again = timeline.predict(timeline.choices(Plan.load(path).choices()), limit_bytes=LIMIT)
     assert again == plan.prediction
+
+
+def test_a_plan_writes_no_more_than_its_budget(tmp_path: Path) -> None:
+    rates = DiskRates(20e9, 20e9)
+    profile = replace(PROFILE, disk=rates, host_bytes=0, sites=[_plain(s) for s in PROFILE.sites])
+    profile = replace(profile, modules=())
+    free = make_plan(profile, slowdown=0.5)
+    assert free.budget_bytes is None
+    written = free.prediction.written_bytes
+    assert written > 0
+    budget = replace(profile, write_bytes_per_s=0.4 * written / profile.step_s)
+    made = make_plan(budget, slowdown=0.5)
+    assert made.budget_bytes is not None
+    assert made.budget_bytes == budget.budget_bytes == pytest.approx(0.4 * written, abs=1)
+    assert 0 < made.prediction.written_bytes <= made.budget_bytes
+    assert f"of {made.budget_bytes / 1e6:,.1f} that its write budget allows" in made.summary()
+    # Of both limits the lower one counts; a slower step may write more.
+    assert replace(budget, disk_bytes=1000).most_disk_bytes == 1000
+    slower = budget.scaled(compute=2.0).budget_bytes
+    assert slower is not None and slower > 1.9 * made.budget_bytes
+    none = make_plan(replace(profile, write_bytes_per_s=0.0), slowdown=0.5)
+    assert none.declined and none.prediction.written_bytes == 0
+    made.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == made
+    assert StepProfile.from_dict(budget.to_dict()) == replace(
+        budget, sites=tuple(budget.sites), modules=()
+    )
+    with pytest.raises(ArgumentError, match="write_bytes_per_s"):
+        replace(profile, write_bytes_per_s=-1.0)
+
+
+def _plain(site: SiteProfile) -> SiteProfile:
+    return replace(site, packings={}, replay_s=None, replay_from=(), module="")
 
 
 def test_files_that_are_no_plans_are_refused(plan: Plan, tmp_path: Path) -> None:

@@ -118,6 +118,41 @@ def test_a_tensor_on_disk_leaves_when_it_is_written() -> None:
     assert trace.waited_for["write"] == [(0, 0)]
 
 
+def test_tensors_on_disk_are_read_before_there_is_room_for_them() -> None:
+    sizes = [4, 4, 4]
+    profile = layers(sizes, read_ahead_bytes=4 * MB)
+    prediction, trace = followed(profile, {"0": DISK}, limit_bytes=8 * MB)
+    # Read from 40 to 56 ms to host memory; it crosses at 60, when there is room, in 4 ms.
+    timeline = Timeline(profile)
+    assert trace.read_at == {0: timeline.turn}
+    assert timeline.moments[trace.fetch_at[0]] == pytest.approx(0.06)
+    assert prediction.backward_stall_s == 0
+    assert prediction.peak_bytes == 8 * MB
+    # Two of them: the second one's host memory is free when the first has been read, at 60 ms.
+    both = {"0": DISK, "1": DISK}
+    _, trace = followed(profile, both, limit_bytes=8 * MB)
+    assert {i: timeline.moments[at] for i, at in trace.read_at.items()} == {
+        1: pytest.approx(0.04),
+        0: pytest.approx(0.06),
+    }
+    _, trace = followed(replace(profile, read_ahead_bytes=8 * MB), both, limit_bytes=8 * MB)
+    assert trace.read_at == {0: timeline.turn, 1: timeline.turn}
+
+
+def test_a_late_read_is_waited_for_and_one_that_waits_to_be_written_is_not_read() -> None:
+    slow = DiskRates(1e9, 0.1e9)  # 4 MB are read in 40 ms
+    profile = layers([4, 4, 4], disk=slow, read_ahead_bytes=4 * MB)
+    prediction, trace = followed(profile, {"0": DISK}, limit_bytes=8 * MB)
+    # From 40 to 80, and 4 ms on the link; it is wanted at 70.
+    assert prediction.backward_stall_s == pytest.approx(0.014)
+    assert trace.waited_for["read"] == [(0, 0)]
+    profile = layers([4, 4, 4], disk=DiskRates(0.1e9, 0.25e9), read_ahead_bytes=4 * MB)
+    prediction, trace = followed(profile, {"0": DISK})  # written from 10 to 50 ms
+    assert trace.read_at == {0: Timeline(profile).turn}
+    assert trace.queues["read"] == []
+    assert prediction.backward_stall_s == 0
+
+
 def test_codecs_take_the_devices_time_and_fewer_bytes_cross() -> None:
     profile = layers([4, 4, 4])
     prediction, _ = followed(profile, {"0": Candidate("host", "zvc")})

@@ -1,0 +1,323 @@
+"""Steps and peaks of activations at the paper's shapes, beside peers.
+
+python benchmarks/activations.py --only gpu                                  # on a GPU
+python benchmarks/activations.py --only gpu --device cpu --shapes 64x2 --sequence 32 --batch 2
+
+Shapes are those of SSDTrain's figure 5.11: hidden 8,192 x 4, 12,288 x 3 and 16,384 x 2 layers,
+GPT-2, BERT and T5 (half of the layers decode), sequences of 1,024, bfloat16, random weights. Of a
+model one way after another trains: everything kept, each layer checkpointed, `save_on_cpu`, the
+planner at its limits, and the peers that can be imported (torchtune's and TRL's OffloadActivations,
+DeepSpeed's CheckpointHiddenStatesOffload, layers compiled with an activation_memory_budget).
+
+The peak of activations is what the device held at most in a step beyond weights and gradients.
+"planned 55%" has a limit at 55 % of what keeping takes, "planned 3%" the least memory found for 3 %
+of a step. The fastest step counts; each step has fresh ids. Gradients are those of the first
+layer's parameters for the same ids and dropout, beside those of keeping.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib
+import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from activations_rok import (
+    VOCABULARY,
+    Job,
+    Report,
+    Rows,
+    attach,
+    checkpoint_layers,
+    make_model,
+    what_of,
+)
+from torch import nn
+
+import bitslab
+from bitslab.engine.memory import host_arena
+
+SHAPES = ("8192x4", "12288x3", "16384x2")
+MODELS = ("gpt2", "bert", "t5")
+#: Ways of the table; those behind "planned" are peers.
+WAYS = (
+    "keep", "checkpoint", "save_on_cpu", "planned 55%", "planned 3%", "torchtune", "trl",
+    "deepspeed", "compile",
+)  # fmt: skip
+#: Steps before those that are timed: of the planner until two planned steps were compared.
+WARM_STEPS = {"planned": 10, "compile": 3}
+LIMIT_SHARE, SLOWDOWN = 0.55, 0.03
+#: Share of a compiled layer's activations that may be kept.
+COMPILE_BUDGET = 0.5
+SEED = 7
+
+Contexts = Callable[[], AbstractContextManager[Any]]
+
+
+class ShapeJob(Job):
+    """A model of a shape, which every way trains in its turn."""
+
+    def step(self, context: AbstractContextManager[Any] | None = None) -> float:
+        """Run a forward and a backward pass; return their seconds."""
+        if self.name != "t5":
+            return super().step(context)
+        model, run = self.model, super().step
+        self.model = Halves(model)
+        try:
+            return run(context)
+        finally:
+            self.model = model
+
+    def gradients(self, context: AbstractContextManager[Any]) -> list[torch.Tensor]:
+        """Return gradients of a step whose ids and dropout are always the same."""
+        state = self._draw.get_state()
+        self._draw.manual_seed(SEED)
+        torch.manual_seed(SEED)
+        self.step(context)
+        self._draw.set_state(state)
+        first = [p for p in self.model.parameters() if p.dim() > 1 and p.grad is not None][1:4]
+        return [p.grad.detach().clone() for p in first if p.grad is not None]
+
+
+class Halves(nn.Module):
+    """A T5 model whose encoder and decoder read the same ids."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.inner = model
+
+    def forward(self, input_ids: torch.Tensor) -> Any:
+        return self.inner(input_ids=input_ids, decoder_input_ids=input_ids)
+
+
+def shape_model(name: str, arguments: argparse.Namespace) -> nn.Module:
+    """Return a model of a shape, made on its device, of which a CPU would take minutes."""
+    before = torch.get_default_dtype()
+    if arguments.device == "cuda":
+        torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device(arguments.device):
+            return _t5(arguments) if name == "t5" else make_model(name, arguments)
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _t5(arguments: argparse.Namespace) -> nn.Module:
+    import transformers
+
+    hidden, layers = arguments.hidden, arguments.layers
+    torch.manual_seed(0)
+    config: Any = transformers.T5Config(
+        d_model=hidden, d_ff=4 * hidden, d_kv=arguments.head_dim, vocab_size=VOCABULARY,
+        num_heads=max(1, hidden // arguments.head_dim), feed_forward_proj="gelu",
+        num_layers=math.ceil(layers / 2), num_decoder_layers=max(1, layers // 2),
+        use_cache=False,
+    )  # fmt: skip
+    model: nn.Module = transformers.T5Model(config).to(arguments.device).train()
+    return model
+
+
+@contextmanager
+def entered(job: Job, way: str, keep_bytes: int, base_bytes: int) -> Iterator[tuple[Contexts, Any]]:
+    """Train in a way; yield contexts of forward passes, and what plans.
+
+    Parameters
+    ----------
+    job : Job
+        The model.
+    way : str
+        One of `WAYS`.
+    keep_bytes, base_bytes : int
+        The peak with everything kept, and what is there between steps.
+    """
+    context: Contexts = nullcontext
+    offload: bitslab.ActivationOffload | None = None
+    if way in ("checkpoint", "deepspeed"):
+        checkpoint_layers(job.model)
+    if way == "save_on_cpu":
+        pinned = job.device.type == "cuda"
+        context = lambda: torch.autograd.graph.save_on_cpu(pin_memory=pinned)  # noqa: E731
+    elif way == "planned 55%":
+        limit = base_bytes + int(LIMIT_SHARE * (keep_bytes - base_bytes))
+        offload = attach(job, memory=limit)
+    elif way == "planned 3%":
+        offload = attach(job, slowdown=SLOWDOWN)
+    elif way == "compile":
+        compile_layers(job.model)
+    elif way in PEERS:
+        made = PEERS[way]()
+        context = lambda: made  # noqa: E731
+    try:
+        yield context, offload
+    finally:
+        if offload is not None:
+            offload.close()
+        if way in ("checkpoint", "deepspeed"):
+            off = getattr(job.model, "activation_checkpointing_disable", None)
+            (off or job.model.gradient_checkpointing_disable)()  # type: ignore[operator]
+        if way == "compile":
+            for module in job.model.modules():
+                module._compiled_call_impl = None
+            torch._dynamo.reset()
+        give_back(job.device)
+
+
+def compile_layers(model: nn.Module) -> None:
+    """Compile each layer of a model, with a budget for what its backward pass keeps."""
+    import torch._functorch.config as functorch_config
+
+    functorch_config.activation_memory_budget = COMPILE_BUDGET
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
+    for layer in (layer for each in lists for layer in each if any(True for _ in layer.children())):
+        layer.compile()
+
+
+def torchtune_offload() -> Any:
+    """Return torchtune's OffloadActivations; ImportError where it is not installed."""
+    return importlib.import_module("torchtune.training").OffloadActivations()
+
+
+def trl_offload() -> Any:
+    """Return TRL's OffloadActivations; ImportError where it is not installed."""
+    module = importlib.import_module("trl.models.activation_offloading")
+    return module.OffloadActivations()
+
+
+def deepspeed_offload() -> Any:
+    """Return DeepSpeed's CheckpointHiddenStatesOffload; ImportError where it is not installed."""
+    name = "deepspeed.runtime.activation_checkpointing.offload_activations"
+    return importlib.import_module(name).CheckpointHiddenStatesOffload()
+
+
+PEERS: dict[str, Callable[[], Any]] = {
+    "torchtune": torchtune_offload,
+    "trl": trl_offload,
+    "deepspeed": deepspeed_offload,
+}
+
+
+def give_back(device: torch.device) -> None:
+    """Give memory of the device and page-locked memory back, so that ways begin alike."""
+    gc.collect()
+    host_arena().trim()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        empty: Callable[[], None] | None = getattr(torch._C, "_host_emptyCache", None)
+        if empty is not None:
+            empty()
+
+
+def base_of(job: Job) -> int:
+    """Return the bytes that the device holds between steps: weights and gradients."""
+    job.model.zero_grad(set_to_none=False)
+    return torch.cuda.memory_allocated() if job.device.type == "cuda" else 0
+
+
+def way_row(
+    job: ShapeJob, way: str, arguments: argparse.Namespace, keep_bytes: int
+) -> tuple[dict[str, Any], int, list[torch.Tensor]]:
+    """Return a row, the peak in bytes, and the gradients to compare."""
+    base = base_of(job)
+    limit = keep_bytes
+    if job.device.type == "cpu":  # the planner counts saved tensors there, the profiler all
+        limit = keep_bytes * 3 // 4
+    with entered(job, way, limit, base) as (context, offload):
+        warm = next((n for name, n in WARM_STEPS.items() if way.startswith(name)), 2)
+        for _ in range(warm):
+            job.step(context())
+        before = {} if offload is None else offload.stats()
+        seconds = min(job.step(context()) for _ in range(arguments.repetitions))
+        after = {} if offload is None else offload.stats()
+        peak = job.peak_bytes(lambda: job.step(context()))
+        found = job.gradients(context())
+        moved = (
+            after.get("crossed_out_bytes", 0) - before.get("crossed_out_bytes", 0)
+        ) / arguments.repetitions
+        said = ""
+        if offload is not None and offload.plan is not None:
+            said = what_of(offload.plan)
+            if "Withdrawn" in "".join(offload.report().notes):
+                said += " (withdrawn)"
+    row = {
+        "way": way,
+        "step ms": seconds * 1e3,
+        "activations MB": (peak - base) / 1e6,
+        "moved MB": moved / 1e6,
+        "GB/s": moved / seconds / 1e9,
+        "planned MB": said,
+    }
+    return row, peak, found
+
+
+def difference(found: list[torch.Tensor], right: list[torch.Tensor]) -> str:
+    """Return "equal", or how far gradients are off at most, over the largest."""
+    if all(torch.equal(a, b) for a, b in zip(found, right, strict=True)):
+        return "equal"
+    off = max(
+        float((a.float() - b.float()).abs().max() / b.float().abs().max().clamp_min(1e-30))
+        for a, b in zip(found, right, strict=True)
+    )
+    return f"off by {off:.1e}"
+
+
+def shape_rows(name: str, arguments: argparse.Namespace, report: Report) -> Rows:
+    """Return the rows of a model of a shape."""
+    job = ShapeJob(name, arguments.batch, arguments, shape_model)
+    rows: Rows = []
+    keep: tuple[dict[str, Any], int, list[torch.Tensor]] | None = None
+    for way in arguments.gpu_ways:
+        report(f"gpu: {name}, hidden {arguments.hidden} x {arguments.layers}: {way}")
+        try:
+            made = way_row(job, way, arguments, 1 << 50 if keep is None else keep[1])
+        except ImportError as error:
+            report(f"left out: {way} ({error})")
+            continue
+        except (torch.OutOfMemoryError, RuntimeError) as error:
+            rows.append({"model": name, "way": way, "gradients": str(error).splitlines()[0][:80]})
+            give_back(job.device)
+            continue
+        if way == "keep":
+            keep = made
+        row = {"model": name, **made[0]}
+        if keep is not None:
+            kept = keep[0]
+            row["times keep"] = row["step ms"] / kept["step ms"]
+            row["lower"] = f"{1 - row['activations MB'] / kept['activations MB']:.0%}"
+            row["gradients"] = difference(made[2], keep[2])
+        rows.append(row)
+    job.close()
+    return rows
+
+
+def gpu(arguments: argparse.Namespace, report: Report) -> dict[str, Rows]:
+    """Return a table for each shape."""
+    tables: dict[str, Rows] = {}
+    for shape in arguments.shapes:
+        hidden, layers = (int(n) for n in shape.split("x"))
+        own = argparse.Namespace(**{**vars(arguments), "hidden": hidden, "layers": layers})
+        own.batch = arguments.batch if arguments.gpu_batch is None else arguments.gpu_batch
+        title = (
+            f"hidden {hidden} x {layers} layers, batch {own.batch}, {own.sequence} tokens, "
+            f"{own.device}"
+        )
+        tables[title] = [row for name in own.gpu_models for row in shape_rows(name, own, report)]
+    return tables
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the part."""
+    add = parser.add_argument
+    add(
+        "--shapes",
+        nargs="+",
+        default=list(SHAPES),
+        help="gpu: hidden x layers (default: %(default)s)",
+    )
+    add("--gpu-models", nargs="+", choices=MODELS, default=list(MODELS), help="gpu: (default: all)")
+    add("--gpu-ways", nargs="+", choices=WAYS, default=list(WAYS), help="gpu: (default: all)")
+    add("--gpu-batch", type=int, help="gpu: sequences of a step (default: --batch)")

@@ -1,0 +1,176 @@
+"""Plans with a disk: what is read ahead of its fetch, and how much is written."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import bitslab
+from bitslab.activations import planned as planned_module
+from bitslab.activations.copies import StoredCopy
+from bitslab.activations.executor import Executor
+from bitslab.activations.hooks import SavedTensorHooks
+from bitslab.activations.planned_passes import read_ahead_bytes
+from bitslab.engine.advisor.planning import (
+    Candidate,
+    Correction,
+    Plan,
+    Solution,
+    StepProfile,
+    Timeline,
+    make_plan,
+)
+from bitslab.engine.advisor.planning.planner import described
+from tests.activations.test_planned import blocks, follow, steps
+
+pytestmark = pytest.mark.usefixtures("one_thread", "quick_measuring", "quick_disk", "holds")
+
+
+@pytest.fixture
+def holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every plan hold, whatever else the machine does."""
+    monkeypatch.setattr(
+        planned_module, "compare", lambda *_, **__: Correction("holds", "The plan holds.")
+    )
+
+
+def as_on_a_gpu(profile: StepProfile) -> Plan:
+    """Return the plan of everything on the disk, read to the host ahead of its fetch."""
+    timeline = Timeline(replace(profile, read_ahead_bytes=read_ahead_bytes(profile, None)))
+    choices = timeline.choices({s.site: Candidate("disk") for s in profile.sites})
+    limit = 1.1 * float(timeline.floor(choices).max())  # room for few that are fetched ahead
+    prediction, trace = timeline.follow(choices, limit_bytes=limit)
+    plain = timeline.predict(timeline.keep_all())
+    return described(timeline, Solution(choices, prediction, trace, True, limit), plain, "Chosen.")
+
+
+def train(folder: Path, **options: Any) -> tuple[bitslab.ActivationOffload, bool]:
+    """Train as planned; return what planned it, and whether results are those of plain training."""
+    plain = list(steps(blocks()))
+    model = blocks()
+    offload = bitslab.offload_activations(
+        model, min_bytes=1024, slowdown=0.1, disk=folder, codecs=[], **options
+    )
+    found = list(steps(model))
+    return offload, all(torch.equal(a, b) for a, b in zip(found, plain, strict=True))
+
+
+def test_a_modules_tensors_are_read_when_the_backward_pass_enters_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    follow(monkeypatch, as_on_a_gpu)
+    events: list[tuple[str, str]] = []
+    real_ahead, real_bytes = SavedTensorHooks._read_ahead, Executor.bytes_of
+
+    def read_ahead(self: SavedTensorHooks, copy: StoredCopy) -> None:
+        events.append(("ahead", copy.name))
+        real_ahead(self, copy)
+
+    def bytes_of(self: Executor, copy: StoredCopy, more: bool) -> torch.Tensor:
+        events.append(("read", copy.name))
+        return real_bytes(self, copy, more)
+
+    monkeypatch.setattr(SavedTensorHooks, "_read_ahead", read_ahead)
+    monkeypatch.setattr(Executor, "bytes_of", bytes_of)
+    offload, same = train(tmp_path)
+    assert same
+    assert offload.plan is not None and all(s.read_after is not None for s in offload.plan.sites)
+    last = max(i for i, event in enumerate(events) if event[0] == "ahead") + 1
+    first = last
+    while first and len({name for what, name in events[first:last] if what == "ahead"}) < len(
+        offload.plan.sites
+    ):
+        first -= 1
+    step = events[first:]  # the last one
+    ahead = {name: i for i, (what, name) in enumerate(step) if what == "ahead"}
+    entered: dict[int, int] = {}
+    for i, (what, name) in enumerate(step):
+        if what == "read":
+            entered.setdefault(int(name[0]), i)
+    assert list(entered) == [3, 2, 1, 0]
+    assert {int(name[0]) for name in ahead} == {0, 1, 2, 3}
+    for name, at in ahead.items():
+        block = int(name[0])
+        if block == 0:  # two blocks are there at a time
+            assert at > entered[3], name
+        if block < 3:
+            next_read = min(i for i, (what, _) in enumerate(step) if what == "read" and i > at)
+            assert next_read < entered[block], name
+    offload.close()
+
+
+def test_host_memory_bounds_what_is_read_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[StepProfile] = []
+
+    def choose(profile: StepProfile) -> Plan:
+        made.append(profile)
+        return make_plan(profile, slowdown=0.0)
+
+    follow(monkeypatch, choose)
+    model = blocks()
+    offload = bitslab.offload_activations(model, min_bytes=1024, slowdown=0.1, codecs=[])
+    list(steps(model, 4))
+    offload.detach()
+    profile = made[0]
+    total = sum(site.nbytes for site in profile.sites)
+    whole = read_ahead_bytes(profile, None)
+    # Two of four blocks that are alike, and what is saved twice is saved in one of them.
+    assert 0.4 * total < whole < 0.6 * total
+    assert read_ahead_bytes(profile, 1000) == 1000
+    assert profile.read_ahead_bytes == 0  # on a CPU it would be memory of the device itself
+
+
+def test_a_fetch_that_was_not_read_yet_begins_with_a_later_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    follow(monkeypatch, as_on_a_gpu)
+    tried: dict[int, int] = {}
+    waited: list[str] = []
+    real = Executor.fetch
+
+    def fetch(self: Executor, copy: StoredCopy, *, now: bool = False) -> None:
+        if now and not copy.is_here:
+            waited.append(copy.name)
+        tried[id(copy)] = tried.get(id(copy), 0) + 1
+        if now or tried[id(copy)] > 1:  # its disk has answered by then
+            real(self, copy, now=now)
+
+    offload, same = train(tmp_path)
+    assert same
+    offload.close()
+    model = blocks()
+    offload = bitslab.offload_activations(
+        model, min_bytes=1024, slowdown=0.1, disk=tmp_path, codecs=[], in_flight_bytes=0
+    )
+    list(steps(model, 4))
+    monkeypatch.setattr(Executor, "fetch", fetch)
+    loss = model(torch.randn(256, 32)).square().mean()
+    tried.clear()
+    loss.backward()
+    assert len(tried) > 8
+    assert len(waited) <= 3, waited  # what is read first has no read before it
+    offload.close()
+
+
+def test_a_plan_writes_what_its_budget_allows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    profiles: list[StepProfile] = []
+
+    def choose(profile: StepProfile) -> Plan:
+        profiles.append(replace(profile, host_bytes=0))
+        return make_plan(profiles[-1], slowdown=10.0)
+
+    follow(monkeypatch, choose)
+    offload, same = train(tmp_path, write_budget=20, recompute=False, drive="d7-p5620")
+    assert same
+    profile, plan = profiles[-1], offload.plan
+    assert profile.write_bytes_per_s == pytest.approx(20e12 / 86400)
+    assert plan is not None and plan.budget_bytes == int(profile.step_s * 20e12 / 86400)
+    assert 0 < plan.prediction.written_bytes <= plan.budget_bytes
+    assert "that its write budget allows" in "".join(offload.report().notes)
+    offload.close()
