@@ -131,7 +131,7 @@ class GpuWrites:
             stale.close()
 
     def _check_locked(self, memory: HostBuffer) -> None:
-        if self.device.type == "cuda" and not memory.pinned:
+        if self.device.type == "cuda" and not memory.ensure_pinned():
             raise BitslabError(
                 f"table: {memory.nbytes} bytes for rows that outgrow their place could not be "
                 "page-locked; give ids on the CPU, or raise the limit of locked memory"
