@@ -6,6 +6,7 @@ import torch
 
 from ..engine.kernels.cuda import CudaKernels, kernels_on
 from ..engine.memory.host import HostBuffer
+from ..tables.gpu_writes import GpuWrites
 from ..tables.table import CompressedTable
 
 
@@ -27,6 +28,10 @@ class DeviceAccess:
     def raw_rows(self, table: CompressedTable) -> torch.Tensor | None:
         """Return raw rows that kernels may overwrite; see `CompressedTable.rows_for_gpu`."""
         return table.rows_for_gpu()
+
+    def packed_rows(self, table: CompressedTable, device: torch.device) -> GpuWrites | None:
+        """Return what packs rows into a table; see `CompressedTable.writes_by_gpu`."""
+        return table.writes_by_gpu(device)
 
     def gather_some(self, table: CompressedTable, ids: torch.Tensor, out: torch.Tensor) -> None:
         """Gather rows of a table; see `CompressedTable.gather_some_on_gpu`."""

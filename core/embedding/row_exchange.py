@@ -1,9 +1,10 @@
 """Rows of a batch, with their optimizer state, that a GPU exchanges with the host by itself.
 
 Raw rows in page-locked memory are read and written over the link by the kernel itself, as is
-optimizer state. Rows that are packed, or that others read too, are decoded to the device; those
-that leave remain there until the host, before the next batch is looked up, knows which they are and
-puts them into the table.
+optimizer state. Packed rows are decoded to the device, and packed into the table from there, by
+kernels of their codec. Where there are none, or others read the rows too, those that leave remain
+on the device until the host, before the next batch is looked up, knows which they are and puts them
+into the table.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ import torch
 
 from ..engine.kernels.cuda import CudaKernels
 from ..engine.kernels.cuda.exchange import FIELDS, ExchangedArray
+from ..engine.kernels.rewriting import LeavingRows
 from ..engine.memory.host import HostBuffer
+from ..tables.gpu_writes import GpuWrites
 from ..tables.table import CompressedTable
 from .device_access import DeviceAccess
 from .row_state import RowState
@@ -31,10 +34,7 @@ class _Outbox:
         #: int64, page-locked: the row of each, NO_ROW for none.
         self.ids = self._memory.tensor.view(torch.int64)
         with torch.inference_mode(False):
-            self.rows, self.incoming = (
-                torch.empty(n_rows, data.shape[1], dtype=data.dtype, device=data.device)
-                for _ in range(2)
-            )
+            self.rows = torch.empty(n_rows, data.shape[1], dtype=data.dtype, device=data.device)
 
 
 class RowExchange:
@@ -56,6 +56,9 @@ class RowExchange:
         self._kernels = kernels
         # The table whose raw rows the kernel reads and overwrites itself, and these rows.
         self._direct: tuple[CompressedTable, torch.Tensor] | None = None
+        # What packs rows into the table, where kernels do, and the rows of the batch.
+        self._writes: GpuWrites | None = None
+        self._data = self._incoming = torch.empty(0)
         self._n_ids = 0
         self._outbox: _Outbox | None = None
         self._sent: torch.cuda.Event | None = None
@@ -69,11 +72,19 @@ class RowExchange:
     def settle(self) -> bool:
         """Finish the batch before, and return whether the kernel still reaches the table's rows.
 
-        It does where it reads and overwrites raw rows itself. Putting rows into a packed table may
-        pack that again.
+        It does where it reads and overwrites rows itself. Putting rows into a packed table may pack
+        that again.
         """
         if self._waiting:
             self.finish()
+        writes = self._writes
+        if writes is not None:
+            self._record(writes)
+            table = self._store.table
+            if self._access.packed_rows(table, writes.device) is writes:
+                return True
+            self._writes = None
+            return False
         known = self._direct
         if known is None:
             return False
@@ -103,12 +114,26 @@ class RowExchange:
             if stored is not None:
                 known = self._direct = (store.table, stored)
         if known is None:
-            if self._outbox is None or self._outbox.n_rows < n_ids:
+            if self._writes is None:
+                self._writes = self._access.packed_rows(store.table, data.device)
+            if self._writes is not None:
+                self._writes.reserve(n_ids)
+                self._outbox = None
+            elif self._outbox is None or self._outbox.n_rows < n_ids:
                 self._outbox = _Outbox(n_ids, data)
-        else:
+            if self._incoming.shape[0] < n_ids:
+                with torch.inference_mode(False):
+                    self._incoming = data.new_empty(n_ids, data.shape[1])
+        self._data = data
+        if self._outbox is None:
             store.changes += 1
             store.prefetched = None
-        described_by = [data.data_ptr(), id(known), id(self._outbox)]
+        described_by = [
+            data.data_ptr(),
+            id(known),
+            id(self._outbox),
+            0 if known is not None else self._incoming.data_ptr(),
+        ]
         for value, state in states:
             described_by += [value.data_ptr(), state.address]
         key = tuple(described_by)
@@ -123,8 +148,7 @@ class RowExchange:
         if self._direct is not None:
             arrays.append(ExchangedArray(data, self._direct[1]))
         else:
-            assert self._outbox is not None
-            ends = self._outbox.rows, self._outbox.incoming
+            ends = None if self._outbox is None else self._outbox.rows, self._incoming
             arrays.append(ExchangedArray(data, *ends, by_position=True))
         self._described = self._kernels.exchange.described(arrays, data.device)
         self._row_units = max(1, max(array.row_bytes for array in arrays) // 16)
@@ -142,9 +166,13 @@ class RowExchange:
         if self._direct is not None:
             exchange(arrays, slots, leaving, wanted, coming, units)
             return
-        n, outbox = self._n_ids, self._outbox
+        n, outbox, writes = self._n_ids, self._outbox, self._writes
+        self._access.gather_some(self._store.table, wanted[:n], self._incoming[:n])
+        if writes is not None:
+            writes.write(LeavingRows(self._data, slots, leaving, coming, n))
+            exchange(arrays, slots, leaving, wanted, coming, units)
+            return
         assert outbox is not None
-        self._access.gather_some(self._store.table, wanted[:n], outbox.incoming[:n])
         outbox.ids[:n].copy_(leaving[:n], non_blocking=True)
         try:
             self._waiting = n
@@ -158,7 +186,11 @@ class RowExchange:
             raise
 
     def finish(self) -> None:
-        """Put rows that have left into the table; waits until the GPU has sent their numbers."""
+        """Put rows that have left into the table; waits for the GPU."""
+        writes = self._writes
+        if writes is not None:
+            writes.finish()
+            self._record(writes)
         if not self._waiting:
             return
         assert self._outbox is not None
@@ -173,7 +205,14 @@ class RowExchange:
             self._store.update(ids[there].numpy(), rows, counted=False)
         self._waiting = 0
 
+    def _record(self, writes: GpuWrites) -> None:
+        """Record what the GPU has reported so far; the table may be packed again."""
+        written = writes.take_count()
+        if written:
+            self._store.record_rewritten(written, writes.moved_bytes)
+
     @property
     def nbytes(self) -> int:
         """Bytes on the device."""
-        return 0 if self._outbox is None else 2 * self._outbox.rows.nbytes
+        outbox = 0 if self._outbox is None else self._outbox.rows.nbytes
+        return outbox + self._incoming.nbytes

@@ -36,7 +36,7 @@ class DeviceCopies:
         host = rows.storage()
 
         def on_gpu(t: torch.Tensor | None) -> torch.Tensor | None:
-            return None if t is None else t.to(device)
+            return None if t is None else t.to(device, copy=True)
 
         storage = replace(
             host,
@@ -46,8 +46,7 @@ class DeviceCopies:
             flags=on_gpu(host.flags),
             moved=on_gpu(host.moved),
         )
-        # Other streams may use these at once.
-        torch.cuda.current_stream(device).synchronize()
+        _synchronize(device)  # other streams may use these at once
         self._kernels[device], self._storages[device] = kernels, storage
         return storage, kernels
 
@@ -77,14 +76,24 @@ class DeviceCopies:
             for name, entries in changed.items():
                 source, target = getattr(host, name), getattr(there, name)
                 if target is None:
-                    fresh[name] = source.to(device)
+                    fresh[name] = source.to(device, copy=True)
                 else:
                     picked = torch.from_numpy(entries)
                     target[picked.to(device)] = source[picked].to(device)
             self._storages[device] = replace(there, **fresh)
-            torch.cuda.current_stream(device).synchronize()
+            _synchronize(device)
+
+    def keep_only(self, device: torch.device) -> None:
+        """Free the copies on other GPUs."""
+        if len(self._storages) > 1:
+            self._storages = {device: self._storages[device]}
 
     def clear(self) -> None:
         """Free the copies of the metadata."""
         self._storages.clear()
         self._raw_rows = None
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()

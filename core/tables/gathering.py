@@ -17,6 +17,7 @@ from ..engine.transfer.gather import gather_copied_rows, gather_packed_rows
 from .cache import Cache
 from .counters import HOST, Counters
 from .device import DeviceCopies
+from .gpu_writes import GpuWrites
 from .rows import Array, HostRows, raise_damaged
 
 CPU = torch.device("cpu")
@@ -54,6 +55,7 @@ class Gathers:
     def _of_this_process(self, lock: ReadersAndWriter) -> None:
         self._lock = lock
         self._copies = DeviceCopies()
+        self._writes: GpuWrites | None = None
         self._totals_lock = threading.RLock()
         self._totals = {"gathers": 0, "rows": 0, "copied_words": 0}
         #: GPUs that have gathered.
@@ -66,7 +68,8 @@ class Gathers:
     def after_fork(self, lock: ReadersAndWriter) -> None:
         """Reset copies on GPUs and counts in a forked child, and use its own lock."""
         # A child cannot free the parent's GPU memory, so it keeps the references.
-        self._inherited = (self._lock, self._copies, self.counters, self._inherited)
+        self._inherited = (self._lock, self._copies, self._writes, self.counters, self._inherited)
+        self._rows.pull = None
         self._of_this_process(lock)
 
     # Counts
@@ -77,15 +80,15 @@ class Gathers:
             for name, n in more.items():
                 self._totals[name] += n
 
-    @property
-    def total_gathers(self) -> int:
-        """Gathers of this process so far."""
-        return self._totals["gathers"]
-
-    @property
-    def total_rows(self) -> int:
-        """Rows that these gathers returned."""
-        return self._totals["rows"]
+    def stats(self, row_bytes: int) -> dict[str, int]:
+        """Return counts of the gathers of this process so far; waits for the GPUs."""
+        moved_bytes = 4 * self.read_words()
+        return {
+            "gathers": self._totals["gathers"],
+            "gathered_rows": self._totals["rows"],
+            "gathered_bytes": self._totals["rows"] * row_bytes,
+            "moved_bytes": moved_bytes,
+        }
 
     def counters_for(self, cache: Cache | None) -> Counters:
         """Return the counters of gathers through a cache, or of gathers with no cache."""
@@ -123,6 +126,7 @@ class Gathers:
         CorruptedDataError
             When a row is damaged; what `data` holds is undefined then.
         """
+        self._rows.settle()
         if not self._populated:
             self._populate()
         prepared = self._prepared_rows() if cache is None else None
@@ -146,6 +150,7 @@ class Gathers:
         out: torch.Tensor,
     ) -> int | None:
         """See `CompressedTable.look_up_bags`."""
+        self._rows.settle()
         prepared = self._prepared_rows()
         if not isinstance(prepared, PreparedTable) or not out.numel():
             return None
@@ -188,6 +193,17 @@ class Gathers:
         rows = self._rows
         buffer = rows.parts.buffers.get("words") if rows.for_gpus else None
         return bool(self._pin and buffer is not None and buffer.ensure_pinned())
+
+    def writes(self, device: torch.device) -> GpuWrites | None:
+        """Return what packs rows into a packed table by a GPU's kernels, where these can do so."""
+        rows, found = self._rows, self._writes
+        if found is None or found.rows is not rows or found.device != device:
+            rows.settle()
+            if not self._copies.get(device, rows)[1].rewrites:
+                return None
+            found = self._writes = GpuWrites(rows, self._copies, self._lock, device)
+            rows.pull = found.finish
+        return found
 
     def some_on_gpu(self, ids: torch.Tensor, out: torch.Tensor) -> None:
         """Gather some rows on a GPU, on torch's current stream.
@@ -292,9 +308,12 @@ class Gathers:
     def refresh(self, changed: dict[str, Array]) -> None:
         """Copy metadata that an update has changed to the GPUs; see `DeviceCopies.refresh`."""
         self._copies.refresh(self._rows, changed)
+        if self._writes is not None:
+            self._writes.restart()
 
     def forget_copies(self) -> None:
         """Free the metadata on GPUs; the next gather copies it again."""
+        self._writes = self._rows.pull = None
         self._copies.clear()
 
     def replace(self, rows: HostRows) -> None:
@@ -302,10 +321,10 @@ class Gathers:
         if rows.parts.codec is not self._rows.parts.codec:
             self._copies = DeviceCopies()
         self._rows = rows
-        self._prepared = None
+        self._prepared = self._writes = None
         self._copies.clear()
 
     def close(self) -> None:
         """Free the state of gathers; the rows belong to the table."""
-        self._prepared = None
+        self._prepared = self._writes = self._rows.pull = None
         self._copies.clear()

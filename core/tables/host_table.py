@@ -31,6 +31,7 @@ from .cache import Cache
 from .changes import Ownership, checked_update, merged
 from .counters import Counters
 from .gathering import Gathers
+from .gpu_writes import GpuWrites
 from .parts import Layout, TableParts
 from .rows import HostRows, raise_damaged
 
@@ -344,23 +345,29 @@ class HostTable:
             `takes_gpu_writes` each time, and waits for the GPU before anybody else reads.
         """
         with self._reading():
-            parts = self._parts
             if not self.takes_gpu_writes or not self._gathers.readable_by_gpu():
                 return None
             self._rows.dirty = True
-            return parts.raw_rows()
+            return self._parts.raw_rows()
 
     @property
     def takes_gpu_writes(self) -> bool:
         """Whether rows are raw, and may be overwritten by a GPU; see `rows_for_gpu`."""
-        parts = self._parts
-        return (
-            not self._closed
-            and not self._caches
-            and parts.raw
-            and parts.items_per_row == 1
-            and self._ownership.allows_changes(parts)
-        )
+        return self._parts.raw and self._may_be_written
+
+    @property
+    def _may_be_written(self) -> bool:
+        alone = not (self._closed or self._caches) and self.rows_per_packed_row == 1
+        return alone and self._ownership.allows_changes(self._parts)
+
+    def writes_by_gpu(self, device: torch.device) -> GpuWrites | None:
+        """Return what packs rows into the table by kernels of a GPU; None as for `rows_for_gpu`.
+
+        None also where rows are raw, or their codec has no kernel for it. Ask each time.
+        """
+        with self._reading():
+            reached = self._may_be_written and self._gathers.readable_by_gpu()
+            return self._gathers.writes(device) if reached and not self._parts.raw else None
 
     def gather_some_on_gpu(self, ids: torch.Tensor, out: torch.Tensor) -> None:
         """Gather on a GPU the rows of some ids, which the caller has checked; skip NO_ROW.
@@ -394,10 +401,6 @@ class HostTable:
     def counters_for(self, cache: Cache | None) -> Counters:
         """Return the counters of gathers through a cache, or of gathers with no cache."""
         return self._gathers.counters_for(cache)
-
-    def read_words(self) -> int:
-        """Return the words of the table that were read by gathers; waits for the GPUs."""
-        return self._gathers.read_words()
 
     @contextlib.contextmanager
     def unchanging(self) -> Iterator[None]:
@@ -566,8 +569,7 @@ class HostTable:
             of link and codec, with reasons.
         """
         self._check_open()
-        parts, rows, gathers = self._parts, self._rows, self._gathers
-        words = self.read_words()
+        parts, rows = self._parts, self._rows
         return {
             "rows": len(self),
             "row_bytes": self.row_bytes,
@@ -583,11 +585,8 @@ class HostTable:
             "moved_rows": rows.moved_items,
             "overflow_bytes": rows.overflow_bytes,
             "pinned": self.pinned,
-            "gathers": gathers.total_gathers,
-            "gathered_rows": gathers.total_rows,
-            "gathered_bytes": gathers.total_rows * self.row_bytes,
-            "moved_bytes": 4 * words,
-            "advice": {str(device): self.advice(device).as_dict() for device in gathers.gpus},
+            **self._gathers.stats(self.row_bytes),
+            "advice": {str(device): self.advice(device).as_dict() for device in self._gathers.gpus},
         }
 
     def close(self) -> None:

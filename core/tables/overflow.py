@@ -52,6 +52,26 @@ class Overflow:
         return self._buffer.tensor.view(torch.int32)
 
     @property
+    def buffer(self) -> HostBuffer:
+        """The memory of the rows."""
+        return self._buffer
+
+    @property
+    def capacity(self) -> int:
+        """Rows that the memory has room for."""
+        return (self._buffer.nbytes // 4 - PAD_WORDS) // self._row_words
+
+    @property
+    def used(self) -> int:
+        """Rows up to the last one that has moved, those between that are free included."""
+        return self._used
+
+    @property
+    def free(self) -> torch.Tensor:
+        """int32, the free indices below `used`."""
+        return torch.tensor(self._free, dtype=torch.int32)
+
+    @property
     def rows(self) -> int:
         """Rows that have moved."""
         return self._used - len(self._free)
@@ -67,7 +87,7 @@ class Overflow:
 
     def reserve(self, rows: int) -> HostBuffer | None:
         """Make room for more rows; return the old buffer, to be closed later, if it is replaced."""
-        capacity = (self._buffer.nbytes // 4 - PAD_WORDS) // self._row_words
+        capacity = self.capacity
         missing = self._used - len(self._free) + rows - capacity
         if missing <= 0:
             return None
@@ -79,6 +99,21 @@ class Overflow:
         ]
         self._buffer = fresh
         return old
+
+    def reserve_behind(self, rows: int) -> HostBuffer | None:
+        """Make room for more rows, none of which takes a free index; see `reserve`."""
+        return self.reserve(rows + len(self._free))
+
+    def follow(self, moved: torch.Tensor, used: int, free: torch.Tensor) -> None:
+        """Take over what others have put here and released.
+
+        Parameters
+        ----------
+        moved, used, free
+            As the properties; `moved` may be on a device.
+        """
+        self._moved.numpy()[:] = moved.cpu().numpy()
+        self._used, self._free = used, free.tolist()
 
     def put(self, ids: Array, rows: Array, words: Array, at: Array) -> None:
         """Add rows, or overwrite rows that are in the overflow area already.

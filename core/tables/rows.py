@@ -44,7 +44,10 @@ class HostRows:
         self.overflow_moves = 0
         #: Whether rows were updated since they were packed.
         self.dirty = False
-        self._pin = pin
+        #: Whether rows that move are page-locked too.
+        self.pin = pin
+        #: What tells the host of rows that a GPU has written by itself.
+        self.pull: Callable[[], None] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -55,12 +58,14 @@ class HostRows:
     @property
     def moved_rows(self) -> int:
         """Rows in the overflow area."""
+        self.settle()
         return 0 if self.overflow is None else self.overflow.rows
 
     @property
     def packed_rows(self) -> int:
         """Rows that are not raw now."""
-        return self.parts.facts["packed_rows"] - self.moved_rows
+        moved_rows = self.moved_rows  # first: it hears of the others
+        return self.parts.facts["packed_rows"] - moved_rows
 
     @property
     def packed_items(self) -> int:
@@ -89,8 +94,14 @@ class HostRows:
         """Bytes of the overflow area."""
         return 0 if self.overflow is None else self.overflow.nbytes
 
+    def settle(self) -> None:
+        """Hear of rows that a GPU has written by itself, after it is done."""
+        if self.pull is not None:
+            self.pull()
+
     def storage(self) -> TableStorage:
         """Return the rows as CPU kernels read them."""
+        self.settle()
         if self.overflow is None:
             return self.parts.storage()
         moved = {"moved": self.overflow.moved, "overflow": self.overflow.words}
@@ -189,6 +200,7 @@ class HostRows:
         dict of str to numpy.ndarray
             Changed entries of each metadata tensor, by its name in TableStorage.
         """
+        self.settle()
         self.dirty = True
         row_bytes, row_words = self.parts.row_bytes, self.parts.row_words
         data = rows_as_bytes(rows, row_bytes).cpu()
@@ -228,7 +240,7 @@ class HostRows:
         stale = None
         if overflows.any():
             if self.overflow is None:
-                self.overflow = Overflow(self.parts.n_rows, row_words, pin=self._pin)
+                self.overflow = Overflow(self.parts.n_rows, row_words, pin=self.pin)
             stale = self.overflow.reserve(int(overflows.sum()))
             self.overflow_moves += stale is not None
         if self.overflow is not None:

@@ -271,6 +271,7 @@ class CompressedTable(HostTable):
                 )
             if self._rows.overflow is not None:
                 raise BitslabError("handle: rows have moved; call compact() first")
+            self._rows.settle()
             return handle_of(self._parts)
 
     @classmethod
@@ -291,6 +292,7 @@ class CompressedTable(HostTable):
                 return {"path": self._ownership.path, "checksum": self._ownership.checksum}
             if self._rows.overflow is not None:
                 raise BitslabError("pickle: rows have moved; call compact() first")
+            self._rows.settle()
             state = self._parts.describe()
             return state | {"buffers": dict(self._parts.buffers), "pin": self._pin}
 

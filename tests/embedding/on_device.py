@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import ctypes
 from collections.abc import Iterator
 from typing import Any
@@ -50,10 +51,15 @@ class TwinExchange:
             sides = cached, stored, stored if incoming is None else incoming
             call(
                 twin.exchange_rows,
-                *(t.view(len(t), -1).view(torch.uint8).numpy() for t in sides),
+                *(bytes_of(cached[:0] if side is None else side) for side in sides),
                 by_position,
                 *(t.numpy() for t in (slots, leaving, wanted, coming)),
             )
+
+
+def bytes_of(rows):
+    """Return rows as uint8 ``[n, bytes of a row]``."""
+    return rows.flatten(1).view(torch.uint8).numpy()
 
 
 def counts_at(address: int) -> np.ndarray[Any, Any]:
@@ -181,9 +187,27 @@ class SimulatedAccess(DeviceAccess):
         table._rows.dirty = True
         return table._parts.raw_rows()
 
+    def packed_rows(self, table, device):
+        if table._parts.raw or not table._may_be_written:
+            return None
+        gathers = table._gathers
+        if not isinstance(self._kernels, TwinKernels):
+            kernels = copy.copy(table._rows.kernels)
+            kernels._kernels = self._kernels
+            gathers._copies._kernels.setdefault(device, kernels)
+        return gathers.writes(device)
+
     def gather_some(self, table, ids, out):
         kernels = self._kernels
-        if isinstance(kernels, TwinKernels):
+        if table._gathers._writes is not None:  # the GPU's metadata, which is the newer one
+            storage, packing = table._gathers._copies.get(out.device, table._rows)
+            if isinstance(kernels, TwinKernels):
+                there, found = ids >= 0, torch.empty_like(out)
+                packing.gather(storage, ids[there], found[: int(there.sum())])
+                out[there] = found[: int(there.sum())]
+            else:
+                packing.gather(storage, ids, out)
+        elif isinstance(kernels, TwinKernels):
             there = ids >= 0
             out[there] = table.gather(ids[there])
         elif isinstance(table.codec, RawCodec):

@@ -25,6 +25,7 @@ from .format import (
     bases_of_rows,
     words_of_rows,
 )
+from .rewriting import MAX_REWRITTEN_ROW_BYTES, LeavingRows, OverflowPlaces
 
 
 class PreparedRows(Protocol):
@@ -228,6 +229,19 @@ class RowKernels(ABC):
             undefined.
         """
 
+    @property
+    def rewrites(self) -> bool:
+        """Whether `rewrite` is there for these rows; else they are packed first, and then moved."""
+        return False
+
+    def rewrite(self, table: TableStorage, places: OverflowPlaces, batch: LeavingRows) -> None:
+        """Pack rows that leave a cache into their table; on a GPU without waiting for it.
+
+        Where `rewrites`. See `kernels.cpu.rewrite_rows`; on a GPU the table's words and overflow
+        may lie in page-locked host memory.
+        """
+        raise NotImplementedError(f"{type(self).__qualname__} does not rewrite rows")
+
     @abstractmethod
     def locate(
         self, table: TableStorage, ids: torch.Tensor
@@ -375,6 +389,15 @@ class LayoutKernels(RowKernels):
             order=order,
             sm_budget=sm_budget,
         )
+
+    @property
+    def rewrites(self) -> bool:
+        """Whether a packed row fits where it is put together."""
+        return self.row_bytes <= MAX_REWRITTEN_ROW_BYTES
+
+    def rewrite(self, table: TableStorage, places: OverflowPlaces, batch: LeavingRows) -> None:
+        """See `kernels.cpu.rewrite_rows`."""
+        self._kernels.rewrite_rows(table, self.layout, places, batch)
 
     def locate(
         self, table: TableStorage, ids: torch.Tensor

@@ -78,6 +78,7 @@ TWINS: dict[str, Any] = {
     "pool_bags": bags.pool_bags,
     "pool_long_bags": bags.pool_bags,
     "reset_order": ids.reset_order,
+    "rewrite_rows": cpu.rewrite_rows,
     "rows_of_keys": ids.rows_of_keys,
     "sizes_by_option": cpu.sizes_by_option,
     "sound_offsets": bags.sound_offsets,

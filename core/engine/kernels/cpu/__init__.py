@@ -28,6 +28,7 @@ from .planning import agreed_masks as agreed_masks
 from .planning import frequent_values as frequent_values
 from .planning import sizes_by_option as sizes_by_option
 from .prepared import PreparedTable
+from .rewrites import rewrite_rows as rewrite_rows
 from .row_finder import HOST_SOURCES, NO_IDS, RowFinder, decode_found_rows
 from .sparse import count_zeros as count_zeros
 from .sparse import decode_csr as decode_csr

@@ -18,6 +18,15 @@ def packing() -> Any:
 
 
 @functools.cache
+def rewriting() -> Any:
+    """Load the function that packs rows into a table."""
+    load_optional("numba", extra=None, purpose="packing rows on the CPU")
+    from . import rewrite
+
+    return rewrite
+
+
+@functools.cache
 def encoding_shorts() -> Any:
     """Load the functions that encode rows of short chunks."""
     load_optional("numba", extra=None, purpose="packing rows on the CPU")

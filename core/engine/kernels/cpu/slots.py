@@ -226,12 +226,13 @@ def give_slots(
 def exchange_rows(cached, out, incoming, by_position, slots, leaving, wanted, coming):
     """Exchange rows of one array, uint8 ``[slots, b]``, with uint8 ``[rows, b]``.
 
-    Those that leave go to `out`; those that come are in `incoming`, which may be the same.
+    Those that leave go to `out`, or nowhere if it has no rows; those that come are in `incoming`,
+    which may be the same.
     """
     for k in range(coming[0]):
         coming[1] = 1
         slot = slots[k]
-        if leaving[k] >= 0:
+        if leaving[k] >= 0 and out.shape[0] > 0:
             row = k if by_position else leaving[k]
             for at in range(np.int64(cached.shape[1])):
                 out[row, at] = cached[slot, at]

@@ -2,47 +2,6 @@
 #include "bits.cuh"
 #include "encode.cuh"
 
-#define WIDE (16 / CHUNK_BYTES)  // chunks of a lane when sizes are taken from aligned rows
-
-template <int V> struct Chunks { stored_t x[V]; };
-template <> struct alignas(16) Chunks<WIDE> { stored_t x[WIDE]; };
-
-// Words of a packed row. V chunks a lane: WIDE when rows are aligned to 16 bytes, else 1.
-template <int V>
-__device__ __forceinline__ int measure_row(const stored_t* __restrict__ row, int chunks,
-                                           const chunk_t* __restrict__ table, const int* __restrict__ starts,
-                                           const Field& f, int lane) {
-  const int positions = UNIFORM ? 1 : chunks;
-  const int groups = (chunks + 31) >> 5;
-  int missed = 0, stored = GROUPED ? 0 : groups;
-  for (int first = 0; first < chunks; first += 32 * V) {
-    const int i = first + lane * V;
-    bool all_first = true;
-    if (i < chunks) {
-      const Chunks<V> c = *(const Chunks<V>*)(row + i);
-#pragma unroll
-      for (int v = 0; v < V; ++v) {
-        const chunk_t* at = table + (UNIFORM ? 0 : i + v);
-        const chunk_t mask = UNIFORM && f.bits ? f.mask : __ldg(at);
-        const int code = code_of(c.x[v], mask, at, positions, f);
-        if (code != 1) all_first = false;
-        if (code == 0) missed += UNIFORM ? 1 : POPC(mask);
-      }
-    }
-    if (GROUPED) {  // a group is 32 / V lanes
-      const u32 leaders = V == 1 ? 1u : FULL / ((1u << (32 / V % 32)) - 1);  // the first lane of each
-      u32 full = __ballot_sync(FULL, all_first);
-#pragma unroll
-      for (int d = 1; d < 32 / V; d <<= 1) full &= full >> d;
-      stored += V - __popc(full & leaders);
-    }
-  }
-  missed = __reduce_add_sync(FULL, missed);
-  if (UNIFORM) missed *= CHUNK_BITS - kept_bits_of(f, __ldg(table));
-  return payload_words_of(starts, chunks) + (GROUPED ? (groups + 31) >> 5 : 0) + stored * CODE_BITS +
-         ((missed + 31) >> 5);
-}
-
 extern "C" __global__ void __launch_bounds__(256) packed_words(
     const stored_t* __restrict__ rows, i64 n_rows, int chunks, int row_words, int clusters,
     const chunk_t* __restrict__ tables, const int* __restrict__ starts, void* __restrict__ lengths,
@@ -50,22 +9,12 @@ extern "C" __global__ void __launch_bounds__(256) packed_words(
   __shared__ u8 codes[1 << MOST_FIELD_BITS];
   const Field f = find_field(tables, clusters, codes);
   const int lane = threadIdx.x & 31;
-  const int positions = UNIFORM ? 1 : chunks;
   const bool wide = ((u64)rows & 15) == 0 && chunks % WIDE == 0;
   const i64 warps = ((i64)gridDim.x * blockDim.x) >> 5;
   for (i64 r = ((i64)blockIdx.x * blockDim.x + threadIdx.x) >> 5; r < n_rows; r += warps) {
     const stored_t* row = rows + r * chunks;
-    int best = row_words, cluster = 0;
-    for (int c = 0; c < clusters; ++c) {
-      const chunk_t* table = tables + (i64)c * SECTIONS * positions;
-      const int* start = starts + (i64)c * (positions + 1);
-      const int words = wide ? measure_row<WIDE>(row, chunks, table, start, f, lane)
-                             : measure_row<1>(row, chunks, table, start, f, lane);
-      if (words < best) {
-        best = words;
-        cluster = c;
-      }
-    }
+    int cluster;
+    const int best = measure_best(row, chunks, row_words, clusters, tables, starts, f, wide, lane, cluster);
     if (lane == 0) {
       const u32 length = best < row_words ? best : 0;
       if (length_bytes == 1) ((u8*)lengths)[r] = (u8)length;

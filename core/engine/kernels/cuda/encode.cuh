@@ -1,4 +1,4 @@
-// What those that pack rows share (encode.cu, pack.cu): one warp packs a row.
+// What those that pack rows share (encode.cu, pack.cu, rewrite.cu): one warp packs a row.
 #define AHEAD 4                  // groups whose chunks a warp has under way while it packs
 
 // A uniform mask that is one run of at most MOST_FIELD_BITS gets its codes from a table in shared
@@ -171,6 +171,67 @@ __device__ __forceinline__ int encode_row(const stored_t* __restrict__ row, int 
     }
   }
   return (exception_bit + 31) >> 5;
+}
+
+#define WIDE (16 / CHUNK_BYTES)  // chunks of a lane when sizes are taken from aligned rows
+
+template <int V> struct Chunks { stored_t x[V]; };
+template <> struct alignas(16) Chunks<WIDE> { stored_t x[WIDE]; };
+
+// Words of a packed row. V chunks a lane: WIDE when rows are aligned to 16 bytes, else 1.
+template <int V>
+__device__ __forceinline__ int measure_row(const stored_t* __restrict__ row, int chunks,
+                                           const chunk_t* __restrict__ table, const int* __restrict__ starts,
+                                           const Field& f, int lane) {
+  const int positions = UNIFORM ? 1 : chunks;
+  const int groups = (chunks + 31) >> 5;
+  int missed = 0, stored = GROUPED ? 0 : groups;
+  for (int first = 0; first < chunks; first += 32 * V) {
+    const int i = first + lane * V;
+    bool all_first = true;
+    if (i < chunks) {
+      const Chunks<V> c = *(const Chunks<V>*)(row + i);
+#pragma unroll
+      for (int v = 0; v < V; ++v) {
+        const chunk_t* at = table + (UNIFORM ? 0 : i + v);
+        const chunk_t mask = UNIFORM && f.bits ? f.mask : __ldg(at);
+        const int code = code_of(c.x[v], mask, at, positions, f);
+        if (code != 1) all_first = false;
+        if (code == 0) missed += UNIFORM ? 1 : POPC(mask);
+      }
+    }
+    if (GROUPED) {  // a group is 32 / V lanes
+      const u32 leaders = V == 1 ? 1u : FULL / ((1u << (32 / V % 32)) - 1);  // the first lane of each
+      u32 full = __ballot_sync(FULL, all_first);
+#pragma unroll
+      for (int d = 1; d < 32 / V; d <<= 1) full &= full >> d;
+      stored += V - __popc(full & leaders);
+    }
+  }
+  missed = __reduce_add_sync(FULL, missed);
+  if (UNIFORM) missed *= CHUNK_BITS - kept_bits_of(f, __ldg(table));
+  return payload_words_of(starts, chunks) + (GROUPED ? (groups + 31) >> 5 : 0) + stored * CODE_BITS +
+         ((missed + 31) >> 5);
+}
+
+// Words of a row packed by the cluster that packs it best, which is `cluster` then; row_words if none shortens it.
+__device__ __forceinline__ int measure_best(const stored_t* __restrict__ row, int chunks, int row_words, int clusters,
+                                            const chunk_t* __restrict__ tables, const int* __restrict__ starts,
+                                            const Field& f, bool wide, int lane, int& cluster) {
+  const int positions = UNIFORM ? 1 : chunks;
+  int best = row_words;
+  cluster = 0;
+  for (int c = 0; c < clusters; ++c) {
+    const chunk_t* table = tables + (i64)c * SECTIONS * positions;
+    const int* start = starts + (i64)c * (positions + 1);
+    const int words = wide ? measure_row<WIDE>(row, chunks, table, start, f, lane)
+                           : measure_row<1>(row, chunks, table, start, f, lane);
+    if (words < best) {
+      best = words;
+      cluster = c;
+    }
+  }
+  return best;
 }
 
 #if FIELD_LOW >= 0 && !GROUPED

@@ -2,7 +2,7 @@
 // leave and those that come at once, since the link carries both ways at the same time.
 //
 // arrays: for each of them six numbers: the address of rows by slot, those of rows by number where the ones
-// that leave go and where those that come are, bytes of a row, bytes that are copied at once (16, 4, 2 or 1,
+// that leave go (0: nowhere) and where those that come are, bytes of a row, bytes that are copied at once (16, 4, 2 or 1,
 // which divide the addresses and the row), and whether the latter are those of the batch, one after another,
 // instead. Block row y takes array y. coming: how many slots there are; then 1, once a row was moved. Into
 // slots[k] comes row wanted[k], and the one there leaves as row leaving[k]; NO_ROW for none. No row does both.
@@ -33,7 +33,7 @@ __device__ __forceinline__ void move(const i64* array, const i64* slots, const i
       if (unit >= units) continue;
       const i64 k = unit / row_units, at = unit - k * row_units, old_row = leaving[k], new_row = wanted[k];
       here[j] = cached + slots[k] * row_units + at;
-      if (old_row >= 0) to[j] = out + (by_position ? k : old_row) * row_units + at;
+      if (old_row >= 0 && out != nullptr) to[j] = out + (by_position ? k : old_row) * row_units + at;
       if (new_row >= 0) from[j] = in + (by_position ? k : new_row) * row_units + at;
     }
 #pragma unroll

@@ -40,8 +40,9 @@ class ExchangedArray(NamedTuple):
     ----------
     cached : torch.Tensor
         ``[slots, ...]`` on the device, contiguous.
-    stored : torch.Tensor
+    stored : torch.Tensor or None
         ``[rows, ...]``, rows of as many bytes, contiguous, in memory that the GPU reads and writes.
+        None where rows that leave go nowhere; then there is `incoming`.
     incoming : torch.Tensor, optional
         As `stored`, where rows that come are elsewhere than those that leave.
     by_position : bool
@@ -49,7 +50,7 @@ class ExchangedArray(NamedTuple):
     """
 
     cached: torch.Tensor
-    stored: torch.Tensor
+    stored: torch.Tensor | None
     incoming: torch.Tensor | None = None
     by_position: bool = False
 
@@ -60,7 +61,8 @@ class ExchangedArray(NamedTuple):
 
     def description(self) -> tuple[int, ...]:
         """Return the numbers that the kernel reads."""
-        row_bytes, out = self.row_bytes, self.stored.data_ptr()
+        row_bytes = self.row_bytes
+        out = 0 if self.stored is None else self.stored.data_ptr()
         addresses = (
             self.cached.data_ptr(),
             out,

@@ -22,6 +22,7 @@ from .map import MapKernels
 from .pack import PackKernels
 from .plan import PlanKernels
 from .quantized import TileKernels
+from .rewrite import RewriteKernels
 from .rle import RleKernels
 from .runner import Runner
 from .slots import SlotKernels
@@ -72,6 +73,7 @@ class CudaKernels:
         encode = EncodeKernels(runner)
         self.packed_words = encode.packed_words
         self.encode_rows = encode.encode_rows
+        self.rewrite_rows = RewriteKernels(runner).rewrite_rows
         gather = GatherKernels(runner)
         self.gather_rows = gather.gather_rows
         self.prepare_gather = gather.prepare_gather

@@ -50,6 +50,7 @@ from ..kept_format import (
     RUN_UNITS,
     ZFP_FORM,
 )
+from ..rewriting import DONE, FREE, FREED, LAUNCHES, REWRITTEN, TAKEN, USED
 from ..tile_format import (
     LEVELS,
     MAX_CODE,
@@ -73,6 +74,7 @@ _INCLUDE = re.compile(r'^#include "(\w+\.cuh)"$', re.MULTILINE)
 _KERNELS: dict[str, tuple[str, ...]] = {
     "count": ("count_bits",),
     "encode": ("packed_words", "encode_rows"),
+    "rewrite": ("rewrite_rows",),
     "pack": ("pack_blob",),
     "unpack": ("unpack_rest",),
     "decode": ("decode_rows", "decode_long_rows"),
@@ -113,6 +115,16 @@ CACHE_DEFINES = {
     "BUCKET_ENTRIES": BUCKET_ENTRIES,
     "NO_ID": NO_ID,
     "NOT_CACHED": NOT_CACHED,
+}
+#: What kernels know of places in an overflow area.
+REWRITE_DEFINES = {
+    "USED": USED,
+    "FREE": FREE,
+    "TAKEN": TAKEN,
+    "FREED": FREED,
+    "DONE": DONE,
+    "LAUNCHES": LAUNCHES,
+    "REWRITTEN": REWRITTEN,
 }
 #: What kernels know of candidates of a plan.
 PLAN_DEFINES = {
@@ -230,7 +242,7 @@ class Variant:
     Parameters
     ----------
     file : str
-        ``"count"``, ``"encode"``, ``"pack"``, ``"decode"`` or ``"gather"``.
+        ``"count"``, ``"encode"``, ``"rewrite"``, ``"pack"``, ``"decode"`` or ``"gather"``.
     chunk_bytes, code_bits, grouped, uniform
         As in RowFormat; counting knows only chunk_bytes.
     vector : int
@@ -269,6 +281,8 @@ class Variant:
         defines["FIELD_LOW"] = BYTE_FIELDS[self.chunk_bytes] if self.byte_field else -1
         if self.file == "encode":
             return defines
+        if self.file == "rewrite":
+            return defines | REWRITE_DEFINES
         if self.file == "pack":
             return defines | {"PAD_WORDS": PAD_WORDS, "MIN_BLOCKS": PACK_BLOCKS}
         first_codes = sum(1 << self.code_bits * v for v in range(self.vector))
@@ -552,6 +566,7 @@ def all_variants() -> Iterator[AnyVariant]:
         CHUNK_BYTES, CODE_BITS, (False, True), (False, True)
     ):
         yield Variant("encode", width, bits, grouped, uniform)
+        yield Variant("rewrite", width, bits, grouped, uniform)
         if uniform:
             yield Variant("pack", width, bits, grouped, uniform)
         for vector in (1, widest_vector(width, uniform)):
@@ -561,6 +576,7 @@ def all_variants() -> Iterator[AnyVariant]:
             yield Variant("gather", width, bits, grouped, uniform, vector)
     for width, grouped in product(BYTE_FIELDS, (False, True)):
         yield Variant("encode", width, 3, grouped, True, byte_field=True)
+        yield Variant("rewrite", width, 3, grouped, True, byte_field=True)
         yield Variant("pack", width, 3, grouped, True, byte_field=True)
         for file in ("decode", "gather"):
             yield Variant(file, width, 3, grouped, True, widest_vector(width, True), True)
