@@ -46,9 +46,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "examples"))
 
 import torch  # noqa: E402
-from graphsage.arguments import device_named, positive  # noqa: E402
-from graphsage.options import DTYPES  # noqa: E402
-from graphsage.report import Steps  # noqa: E402
+from common.arguments import DTYPES, device_named, positive  # noqa: E402
+from common.report import Steps  # noqa: E402
 from kvcomp_figures import CURVES  # noqa: E402
 from kvcomp_generate import CASES, LARGE, WAYS  # noqa: E402
 from llm_workload import left_out  # noqa: E402

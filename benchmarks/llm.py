@@ -33,9 +33,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "examples"))
 
 import torch  # noqa: E402
-from graphsage.arguments import device_named, positive  # noqa: E402
-from graphsage.options import DTYPES, above_zero  # noqa: E402
-from graphsage.report import Steps  # noqa: E402
+from common.arguments import DTYPES, above_zero, device_named, positive  # noqa: E402
+from common.report import Steps  # noqa: E402
 from llm_prompt import CASES, MODES  # noqa: E402
 from textgen.models import RANDOM, SIZES  # noqa: E402
 from timing import print_tables  # noqa: E402

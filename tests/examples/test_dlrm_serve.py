@@ -19,6 +19,7 @@ from .conftest import ROOT
 from .test_dlrm_data import lines_of_criteo, written
 
 SMALL = "--scale 1e-4 --embedding-dim 32 --batch-sizes 16 64 --repeats 4 --counted 2000".split()
+SMALL += ["--seconds", "600"]  # or a busy machine would answer fewer requests
 #: On a CPU, where host would be raw.
 MODES = ["raw", "rows", "packed", "uncached"]
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from common.memory import MemoryPeak
 from textgen.measure import Clock
-from textgen.memory import MemoryPeak
 from textgen.models import RANDOM, SIZES, write_random_model, written_prompt
 
 from bitslab.integrations.transformers import CompressedCache
