@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from common.report import OUTPUT, Steps, make_console, same_bits, write_json
+from common.reproducible import reproducible
 from lm.models import repository_text
 from lm.options import check_options, make_parser
 from lm.shown import draw, print_runs, verdict
@@ -27,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"argument --tokens: {options.tokens}, but the text has {len(text)}")
     runs: list[Run] = []
     try:
-        with Steps() as steps:
+        with Steps() as steps, reproducible(device):
             for way in options.way:
                 with steps.step(way) as report:
                     runs.append(Trainer(way, options, device).train(text, report))

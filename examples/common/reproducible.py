@@ -18,7 +18,11 @@ def drawn_seed(*numbers: int) -> int:
 
 @contextmanager
 def reproducible(device: torch.device) -> Iterator[None]:
-    """Let a GPU add in a fixed order where torch can; a CPU does anyway."""
+    """Let a GPU add in a fixed order; a CPU does anyway.
+
+    torch raises RuntimeError at an operator that has no such form. A mere warning there
+    (`warn_only`) is no milder choice: attention's backward pass then adds in no fixed order.
+    """
     if device.type != "cuda":
         yield
         return

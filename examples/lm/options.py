@@ -44,7 +44,8 @@ examples:
   python examples/train_offloaded.py --model t5 --way keep checkpoint disk --verify 1
   python examples/train_offloaded.py --device cuda --size llama-4096 --batch-size 8 --tokens 1024
 
-The exit status is 0, 1 when losses differ, 2 when an option is refused.
+On a GPU torch's operators add in a fixed order (torch.use_deterministic_algorithms), which takes
+some of them longer. The exit status is 0, 1 when losses differ, 2 when an option is refused.
 """
 
 
