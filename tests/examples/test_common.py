@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +41,9 @@ def test_options_that_are_left_out_are_the_defaults(parser: argparse.ArgumentPar
     "option", ["--seed -1", "--json /nowhere/x.json", "--json /", "--plot x.nonsense"]
 )
 def test_an_option_that_cannot_be_meant_is_refused(
-    parser: argparse.ArgumentParser, option: str, capsys: pytest.CaptureFixture[str]
+    parser: argparse.ArgumentParser, option: str, refused: Any
 ) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        parser.parse_args(option.split())
-    assert stopped.value.code == 2
-    assert f"argument {option.split()[0]}: " in capsys.readouterr().err
+    refused(parser.parse_args, option.split(), f"argument {option.split()[0]}: ")
 
 
 @pytest.mark.parametrize(
@@ -57,12 +55,9 @@ def test_an_option_that_cannot_be_meant_is_refused(
     ],
 )
 def test_a_device_that_is_not_there_is_refused(
-    parser: argparse.ArgumentParser, name: str, text: str, capsys: pytest.CaptureFixture[str]
+    parser: argparse.ArgumentParser, name: str, text: str, refused: Any
 ) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        checked_device(parser, name)
-    assert stopped.value.code == 2
-    assert f"argument --device: {text}" in capsys.readouterr().err
+    refused(partial(checked_device, parser), name, f"argument --device: {text}")
 
 
 def test_a_gpu_gets_its_number(

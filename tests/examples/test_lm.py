@@ -73,13 +73,8 @@ def test_planned_under_a_limit(script: Any, train: Any) -> None:
     assert any(note.startswith(("Plan: ", "Withdrawn, ")) for note in planned["notes"])
 
 
-def test_a_limit_that_is_no_size_is_refused(
-    script: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        script.main([*TINY, "--memory", "much"])
-    assert stopped.value.code == 2
-    assert "argument --memory: 'much'" in capsys.readouterr().err
+def test_a_limit_that_is_no_size_is_refused(script: Any, refused: Any) -> None:
+    refused(script.main, [*TINY, "--memory", "much"], "argument --memory: 'much'")
 
 
 def test_packed_and_verified(script: Any, train: Any, tmp_path: Path) -> None:
@@ -178,13 +173,8 @@ def test_batches_are_drawn_from_the_text() -> None:
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
-def test_options_that_are_refused(
-    script: Any, options: list[str], text: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        script.main(["--device", "cpu", *options])
-    assert stopped.value.code == 2
-    assert text in capsys.readouterr().err
+def test_options_that_are_refused(script: Any, options: list[str], text: str, refused: Any) -> None:
+    refused(script.main, ["--device", "cpu", *options], text)
 
 
 def test_a_folder_that_is_not_there_is_refused(
