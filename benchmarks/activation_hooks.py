@@ -24,12 +24,11 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
-from timing import print_tables
+from timing import add_output, print_tables
 from torch import nn
 
 import bitslab
@@ -213,8 +212,7 @@ def main() -> int:
     found = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", default=found, help="cpu or cuda (default: %(default)s)")
     parser.add_argument("--runs", type=int, default=60, help="default: %(default)s")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    parser.add_argument("--out", type=Path, help="also write the tables to this Markdown file")
+    add_output(parser)
     arguments = parser.parse_args()
     device = torch.empty(0, device=arguments.device).device
     title = f"Hooks on {arguments.device}: microseconds a tensor, pack and unpack together"

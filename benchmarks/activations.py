@@ -26,7 +26,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from activations_cpu import cpu
 from activations_disk import Rows, disk
@@ -35,7 +34,7 @@ from activations_gpu import gpu
 from activations_model import model
 from activations_plan import plan
 from activations_rok import add_options, predictions, rok
-from timing import print_tables
+from timing import add_output, print_tables, run_parts
 
 
 def plans(arguments: argparse.Namespace, report: Callable[[str], None]) -> dict[str, Rows]:
@@ -70,17 +69,13 @@ def make_parser() -> argparse.ArgumentParser:
     add("--cpu-tokens", type=int, default=256, help="cpu: of a sequence (default: %(default)s)")
     add("--sites", nargs="+", type=int, help="plan: of drawn steps (default: 12 40 500)")
     add("--milp-seconds", type=float, default=10.0, help="plan: for a program (default: 10)")
-    add("--json", action="store_true", help="print JSON in place of tables")
-    add("--out", type=Path, metavar="FILE", help="write the tables to a file, too")
+    add_output(parser)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = make_parser().parse_args(argv)
-    tables: dict[str, Rows] = {}
-    for part in arguments.only:
-        tables |= PARTS[part](arguments, lambda text: print(text, file=sys.stderr, flush=True))
-    print_tables(tables, arguments.json, arguments.out)
+    print_tables(run_parts(PARTS, arguments), arguments.json, arguments.out)
     return 0
 
 

@@ -21,12 +21,11 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from plan_milp import milp_plan
-from timing import print_tables
+from timing import add_output, print_tables, say
 from torch import nn
 from torch.nn import functional as F
 
@@ -288,14 +287,13 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--sites", type=int, nargs="*", default=[12, 40, 500], help="of drawn steps")
     add("--milp-seconds", type=float, default=10.0, help="of each program (0: none)")
-    add("--json", action="store_true", help="print JSON in place of tables")
-    add("--out", type=Path, metavar="FILE", help="write the tables to a file, too")
+    add_output(parser)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = make_parser().parse_args(argv)
-    tables = plan(arguments, lambda text: print(text, file=sys.stderr, flush=True))
+    tables = plan(arguments, say)
     print_tables(tables, arguments.json, arguments.out)
     return 0
 

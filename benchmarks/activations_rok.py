@@ -25,11 +25,10 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
-from timing import print_tables
+from timing import add_output, print_tables, run_parts
 from torch import nn
 
 import bitslab
@@ -337,18 +336,14 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="parts")
     add_options(parser)
-    parser.add_argument("--json", action="store_true", help="print JSON in place of tables")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write the tables to a file, too")
+    add_output(parser)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = make_parser().parse_args(argv)
     warnings.simplefilter("ignore", UserWarning)
-    tables: dict[str, Rows] = {}
-    for part in arguments.only:
-        tables |= PARTS[part](arguments, lambda text: print(text, file=sys.stderr, flush=True))
-    print_tables(tables, arguments.json, arguments.out)
+    print_tables(run_parts(PARTS, arguments), arguments.json, arguments.out)
     return 0
 
 

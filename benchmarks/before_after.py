@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from timing import markdown
+from timing import add_output, markdown
 
 ROOT = Path(__file__).resolve().parents[1]
 RATES = ("/s",)  # ends of columns where more is better,
@@ -172,8 +172,7 @@ def main() -> int:
     parser.add_argument("benchmarks", nargs="+", help="scripts, each in quotes with its arguments")
     parser.add_argument("--rounds", type=int, default=2, help="of each version (default: 2)")
     parser.add_argument("--limit", type=float, default=3, help="percent (default: 3)")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    parser.add_argument("--out", type=Path, help="also write the tables to this Markdown file")
+    add_output(parser)
     arguments = parser.parse_args()
     text, failed = "", False
     tables: dict[str, list[dict[str, Any]]] = {}

@@ -16,12 +16,11 @@ import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from pathlib import Path
 from typing import Any
 
 import numpy
 import torch
-from timing import cpu_seconds_in_turn, gpu_seconds, print_tables
+from timing import add_output, cpu_seconds_in_turn, gpu_seconds, print_tables
 
 import bitslab
 from bitslab.engine.codecs import (
@@ -272,8 +271,7 @@ def main() -> None:
     parser.add_argument("--mb", type=int, default=256, help="size of a tensor on a GPU")
     parser.add_argument("--cpu-mb", type=int, default=32, help="size of a tensor on the CPU")
     parser.add_argument("--repetitions", type=int, default=9)
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--out", type=Path, help="file for the tables in Markdown")
+    add_output(parser)
     arguments = parser.parse_args()
     tables: dict[str, Rows] = {}
     if arguments.only != "cpu" and torch.cuda.is_available():

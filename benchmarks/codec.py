@@ -7,11 +7,10 @@ python benchmarks/codec.py --only gpu --out benchmarks/results/gpu.md
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 import torch
-from timing import print_tables
+from timing import add_output, print_tables
 
 
 def main() -> int:
@@ -22,8 +21,7 @@ def main() -> int:
     parser.add_argument("--only", choices=("ratio", "cpu", "gpu"), help="run one part")
     parser.add_argument("--repetitions", type=int, default=7, help="timed runs of each row")
     parser.add_argument("--gpu-bytes", type=int, default=1 << 30, help="raw bytes of a GPU input")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    parser.add_argument("--out", type=Path, help="also write the tables to this Markdown file")
+    add_output(parser)
     arguments = parser.parse_args()
     tables: dict[str, list[dict[str, Any]]] = {}
     if arguments.only in (None, "ratio"):

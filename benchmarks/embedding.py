@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from timing import print_tables
+from timing import add_output, print_tables
 
 PARTS = ("ratio", "cpu", "gpu", "train", "pool", "collection", "host")
 
@@ -62,8 +62,7 @@ def main() -> int:
     )
     parser.add_argument("--codec", default="auto", help="of the table, for steps of training")
     parser.add_argument("--colossalai", type=Path, metavar="FOLDER", help="its cache_embedding")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    parser.add_argument("--out", type=Path, help="also write the tables to this Markdown file")
+    add_output(parser)
     arguments = parser.parse_args()
     tables: dict[str, list[dict[str, Any]]] = {}
     if arguments.only in (None, "ratio"):

@@ -72,7 +72,7 @@ class NoDevice(DeviceAccess):
     def __init__(self) -> None:
         self._kernels = CudaKernels(Nothing())
 
-    def kernels(self, device: torch.device, *, tell: bool = True) -> CudaKernels:
+    def kernels(self, device: torch.device, *, raise_errors: bool = True) -> CudaKernels:
         """Return kernels that do nothing."""
         return self._kernels
 

@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
-from timing import print_tables
+from timing import add_output, print_tables
 
 from bitslab import cli
 from bitslab.engine.files.new_file import NewFile
@@ -166,8 +166,7 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, help="where the files lie; a temporary folder")
     parser.add_argument("--repetitions", type=int, default=3, help="runs after the first")
     parser.add_argument("--peer-mb", type=int, default=128, help="what ZipNN gets")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    parser.add_argument("--out", type=Path, help="also write the table to this Markdown file")
+    add_output(parser)
     arguments = parser.parse_args()
     dtype = getattr(torch, arguments.dtype)
     packing, unpacking, copying, writing, ratios = [], [], [], [], []

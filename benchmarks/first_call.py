@@ -15,10 +15,9 @@ import os
 import subprocess
 import sys
 import tempfile
-from pathlib import Path
 from typing import Any
 
-from timing import print_tables
+from timing import add_output, print_tables
 
 CODE = """
 import json, time
@@ -71,8 +70,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    parser.add_argument("--out", type=Path, help="also write the table to this Markdown file")
+    add_output(parser)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         rows = [row(which, folder) for which in ("first", "second")]

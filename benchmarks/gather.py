@@ -7,11 +7,10 @@ python benchmarks/gather.py --only gpu --out benchmarks/results/gpu.md
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 import torch
-from timing import print_tables
+from timing import add_output, print_tables
 
 
 def main() -> int:
@@ -30,8 +29,7 @@ def main() -> int:
         default=["raw", "alignment", "packed", "cache", "peers"],
         help="tables of the GPU part: raw alignment packed cache peers",
     )
-    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    parser.add_argument("--out", type=Path, help="also write the tables to this Markdown file")
+    add_output(parser)
     arguments = parser.parse_args()
     tables: dict[str, list[dict[str, Any]]] = {}
     if arguments.only in (None, "cpu"):

@@ -29,12 +29,12 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "examples"))
 
 import torch  # noqa: E402
-from graphsage.arguments import positive  # noqa: E402
+from common.arguments import new_file, positive  # noqa: E402
+from common.report import Steps, same_bits  # noqa: E402
 from graphsage.datasets import DatasetError, Graph  # noqa: E402
 from graphsage.modes import MODES, PAPER_NAMES, RAW_CACHE, Traffic  # noqa: E402
-from graphsage.options import add_options, checked_device, new_file  # noqa: E402
+from graphsage.options import add_options, rank_device  # noqa: E402
 from graphsage.ranks import Ranks  # noqa: E402
-from graphsage.report import Steps, same_bits  # noqa: E402
 from graphsage.script import Framework, load_graph  # noqa: E402
 from graphsage.training import Epoch, Trainer  # noqa: E402
 from timing import print_tables  # noqa: E402
@@ -81,7 +81,7 @@ def main() -> int:
     shown.add_argument("--json", action="store_true", help="print JSON instead of tables")
     shown.add_argument("--out", type=new_file, help="also write the tables to this Markdown file")
     options = parser.parse_args()
-    device = checked_device(parser, options.device)
+    device = rank_device(parser, options.device)
     modes = list(dict.fromkeys(["raw", *options.modes]))
     warnings.filterwarnings("ignore", message="Dataloader CPU affinity")
     warnings.filterwarnings("ignore", message="Sparse (CSR|invariant)")

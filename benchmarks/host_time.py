@@ -15,11 +15,10 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
-from timing import print_tables
+from timing import add_output, print_tables
 
 import bitslab
 from bitslab.integrations.embedding import CachedEmbeddingBag
@@ -141,8 +140,7 @@ def main() -> int:
     parser.add_argument("--device", default=found, help="cpu or cuda (default: %(default)s)")
     parser.add_argument("--calls", type=int, default=40, help="of a run (default: %(default)s)")
     parser.add_argument("--runs", type=int, default=15, help="default: %(default)s")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    parser.add_argument("--out", type=Path, help="also write the tables to this Markdown file")
+    add_output(parser)
     arguments = parser.parse_args()
     device = torch.empty(0, device=arguments.device).device
     torch.manual_seed(0)

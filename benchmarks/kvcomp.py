@@ -45,16 +45,14 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "examples"))
 
-import torch  # noqa: E402
-from graphsage.arguments import device_named, positive  # noqa: E402
-from graphsage.options import DTYPES  # noqa: E402
-from graphsage.report import Steps  # noqa: E402
+from common.arguments import DTYPES, add_device, checked_device, positive  # noqa: E402
+from common.report import Steps  # noqa: E402
 from kvcomp_figures import CURVES  # noqa: E402
 from kvcomp_generate import CASES, LARGE, WAYS  # noqa: E402
 from llm_workload import left_out  # noqa: E402
 from textgen.accuracy import CHUNK_TOKENS  # noqa: E402
 from textgen.smollm import ModelMissingError  # noqa: E402
-from timing import print_tables  # noqa: E402
+from timing import add_output, print_tables  # noqa: E402
 
 PARTS = ("ratio", "accuracy", "figures", "cpu", "kernels", "generate")
 #: What KVCompCache aims at.
@@ -143,8 +141,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add("--ways", choices=tuple(WAYS), nargs="+", default=list(WAYS), help="generate: all")
     add("--repetitions", type=positive, default=3, metavar="N", help="default: %(default)s")
-    add("--device", help="cpu or cuda (default: cuda where there is a GPU)")
-    add("--json", action="store_true", help="print JSON instead of tables")
+    add_device(parser)
     add(
         "--plot",
         type=Path,
@@ -157,7 +154,7 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="with --plot: draw what --json has printed before, and measure nothing",
     )
-    add("--out", type=Path, help="also write the tables to this Markdown file")
+    add_output(parser)
     return parser
 
 
@@ -174,12 +171,7 @@ def parsed(given: list[str] | None = None) -> argparse.Namespace:
     """Parse arguments, and check what belongs together."""
     parser = make_parser()
     arguments = parser.parse_args(given)
-    device = device_named(parser, arguments.device)
-    if device.type == "cuda":
-        if not torch.cuda.is_available():
-            parser.error(f"argument --device: {device}, but torch sees no CUDA GPU")
-        device = torch.empty(0, device=device).device  # with its number
-    arguments.device = device
+    arguments.device = checked_device(parser, arguments.device)
     if arguments.tables is not None and arguments.plot is None:
         parser.error("argument --tables: given without --plot, which draws them")
     if arguments.prompt_tokens % CHUNK_TOKENS or arguments.prompt_tokens >= arguments.tokens:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from graphsage.options import DTYPES
+from common.arguments import DTYPES
 from llm_workload import Rows
 from textgen.accuracy import Score, scores
 from textgen.compared import compared, named_caches

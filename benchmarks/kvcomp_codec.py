@@ -29,7 +29,7 @@ import torch  # noqa: E402
 from codec_gpu import copy_gbps, nvcomp_row  # noqa: E402
 from kvcomp_states import wide_heads  # noqa: E402
 from textgen.smollm import ModelMissingError  # noqa: E402
-from timing import gpu_seconds, print_tables  # noqa: E402
+from timing import add_output, gpu_seconds, print_tables  # noqa: E402
 
 from bitslab.engine.codecs.invariant.codec import InvariantCodec  # noqa: E402
 from bitslab.engine.codecs.quantized import TilePlan, measured_fit, steps_and_centers  # noqa: E402
@@ -309,8 +309,7 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=7, help="timed runs of each row")
     parser.add_argument("--gpu-bytes", type=int, default=1 << 30, help="raw bytes of an input")
     parser.add_argument("--map", action="store_true", help="heads of 64, and more steps")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    parser.add_argument("--out", type=Path, help="also write the table to this Markdown file")
+    add_output(parser)
     arguments = parser.parse_args()
     print_tables(run(arguments), arguments.json, arguments.out)
 

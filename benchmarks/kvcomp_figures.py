@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from graphsage.options import DTYPES
+from common.arguments import DTYPES
 from kvcomp_ratio import bits_of
 from kvcomp_states import smollm2, text
 from llm_workload import Rows

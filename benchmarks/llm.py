@@ -32,13 +32,11 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "examples"))
 
-import torch  # noqa: E402
-from graphsage.arguments import device_named, positive  # noqa: E402
-from graphsage.options import DTYPES, above_zero  # noqa: E402
-from graphsage.report import Steps  # noqa: E402
+from common.arguments import DTYPES, above_zero, add_device, checked_device, positive  # noqa: E402
+from common.report import Steps  # noqa: E402
 from llm_prompt import CASES, MODES  # noqa: E402
 from textgen.models import RANDOM, SIZES  # noqa: E402
-from timing import print_tables  # noqa: E402
+from timing import add_output, print_tables  # noqa: E402
 
 PARTS = ("ratio", "cpu", "weights", "cache", "prompt", "loading")
 #: Of the paper, and what a CPU does of it: prompts, and a factor for their tokens and the new ones.
@@ -97,21 +95,15 @@ def make_parser() -> argparse.ArgumentParser:
         help="for each of these cases and modes; default: %(default)s",
     )
     add("--profile", action="store_true", help="loading: also seconds by stage and thread")
-    add("--device", help="cpu or cuda (default: cuda where there is a GPU)")
-    add("--json", action="store_true", help="print JSON instead of tables")
-    add("--out", type=Path, help="also write the tables to this Markdown file")
+    add_device(parser)
+    add_output(parser)
     return parser
 
 
 def scaled(parser: argparse.ArgumentParser, given: list[str] | None = None) -> argparse.Namespace:
     """Parse arguments, and fit the workload to the device."""
     arguments = parser.parse_args(given)
-    device = device_named(parser, arguments.device)
-    if device.type == "cuda":
-        if not torch.cuda.is_available():
-            parser.error(f"argument --device: {device}, but torch sees no CUDA GPU")
-        device = torch.empty(0, device=device).device  # with its number
-    arguments.device = device
+    device = arguments.device = checked_device(parser, arguments.device)
     as_paper = all(
         getattr(arguments, name) == parser.get_default(name)
         for name in ("prompt_tokens", "new_tokens")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 
-from graphsage.report import Steps
+from common.report import Steps
 from llm_workload import Rows, left_out, line, show, workload
 from textgen.generation import Run
 from textgen.ways import CacheOptions

@@ -31,8 +31,8 @@ from typing import Any
 
 import torch
 import transformers
-from graphsage.options import DTYPES
-from graphsage.report import Steps
+from common.arguments import DTYPES
+from common.report import Steps
 from llm_workload import Row, Rows, show
 from loading_profile import StageTimes
 from textgen.models import RANDOM, SIZES, Shape, write_random_model

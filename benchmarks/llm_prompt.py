@@ -26,7 +26,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
 import torch
-from graphsage.report import Steps
+from common.report import Steps
 from prompt_process import facts
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 

@@ -14,7 +14,7 @@ from typing import Any
 import llm_peers
 import torch
 import transformers
-from graphsage.report import Steps
+from common.report import Steps
 from llm_workload import Row, Rows, Workload, line, pass_seconds, show, workload
 from textgen.generation import Run
 

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 import transformers
-from graphsage.options import DTYPES
-from graphsage.report import Steps
+from common.arguments import DTYPES
+from common.report import Steps
 from textgen.generation import Measured, Run, generate
 from textgen.models import SIZES, Prompt, random_prompt, write_random_model
 from textgen.ways import CacheOptions, WeightOptions, load

@@ -36,7 +36,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from timing import print_tables
+from timing import add_output, print_tables
 
 from bitslab.engine.memory.host import HostBuffer
 from bitslab.engine.memory.page_taking import take_pages
@@ -264,8 +264,7 @@ def main() -> int:
     parser.add_argument("--gib", type=float, default=4.0, help="default: %(default)s")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--repetitions", type=int, default=3, help="default: %(default)s")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    parser.add_argument("--out", type=Path, help="also write the tables to this Markdown file")
+    add_output(parser)
     arguments = parser.parse_args()
     nbytes = int(arguments.gib * 2**30) // mmap.PAGESIZE * mmap.PAGESIZE
     on_gpu = torch.cuda.is_available()

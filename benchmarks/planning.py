@@ -21,12 +21,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from codec_ratio import sources
-from timing import print_tables
+from timing import add_output, print_tables
 
 import bitslab
 import bitslab.engine.codecs
@@ -270,8 +269,7 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=1, help="threads of the CPU parts")
     parser.add_argument("--cpu-bytes", type=int, default=16 << 20, help="bytes of rows on the CPU")
     parser.add_argument("--gpu-bytes", type=int, default=1 << 30, help="bytes of rows on a GPU")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    parser.add_argument("--out", type=Path, help="also write the tables to this Markdown file")
+    add_output(parser)
     arguments = parser.parse_args()
     n, kind, gpu = arguments.repetitions, arguments.kind, torch.cuda.is_available()
     tables: dict[str, Rows] = {}

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from timing import print_tables
+from timing import add_output, print_tables, run_parts
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "examples"))
@@ -78,8 +78,7 @@ def make_parser() -> argparse.ArgumentParser:
         default="cuda" if torch.cuda.is_available() else "cpu",
         help="of all parts but ratio, which is on the CPU (default: %(default)s)",
     )
-    add("--json", action="store_true", help="print JSON in place of tables")
-    add("--out", type=Path, metavar="FILE", help="write the tables to a file, too")
+    add_output(parser)
     swap_ratio.add_options(parser)
     add = parser.add_argument_group("codecs").add_argument
     add("--mb", type=int, help="size of a tensor (default: 256 on a GPU, 32 on a CPU)")
@@ -93,10 +92,7 @@ def make_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = make_parser().parse_args(argv)
     arguments.failed = []  # what raised an error while the rest went on
-    tables: dict[str, Rows] = {}
-    for part in arguments.only:
-        tables |= PARTS[part](arguments, lambda text: print(text, file=sys.stderr, flush=True))
-    print_tables(tables, arguments.json, arguments.out)
+    print_tables(run_parts(PARTS, arguments), arguments.json, arguments.out)
     return 1 if arguments.failed else 0
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from cnn.images import load_images
 from cnn.models import SIDES
-from cnn.options import checked_device
+from cnn.options import check_options
 from cnn.options import make_parser as cnn_parser
 from cnn.training import Trainer
 
@@ -41,7 +41,7 @@ def lossy(arguments: argparse.Namespace, report: Report) -> dict[str, Rows]:
     options.epochs, options.batch_size = arguments.lossy_epochs, arguments.lossy_batch
     options.lossy_bits = top, bottom
     options.width = arguments.lossy_width
-    device = checked_device(parser, options)
+    device = check_options(parser, options)
     right: dict[str, list[float]] = {way: [] for way in WAYS}
     seeds = range(arguments.first_seed, arguments.first_seed + arguments.seeds)
     for seed in seeds:

@@ -20,7 +20,7 @@ import torch
 import zstandard
 from cnn.images import load_images
 from cnn.models import SIDES
-from cnn.options import checked_device
+from cnn.options import check_options
 from cnn.options import make_parser as cnn_parser
 from cnn.saved import Saved, recorded, saved_tensors
 from cnn.training import Trainer
@@ -135,7 +135,7 @@ def cnn(
     parser = cnn_parser("")
     given = ["--model", model, "--epochs", str(arguments.epochs), "--device", "cpu"]
     options = parser.parse_args([*given, "--images", str(arguments.images)])
-    device = checked_device(parser, options)
+    device = check_options(parser, options)
     options.dtype = dtype_name
     images = load_images("digits", options.images, SIDES["cifar"], options.seed, device)
     report(f"{model}, {dtype_name}: training {options.epochs} epochs")

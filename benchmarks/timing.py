@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
 import sys
@@ -85,6 +86,28 @@ def markdown(title: str, rows: Sequence[Mapping[str, Any]]) -> str:
         for line in [keys, ["-" * w for w in widths], *cells]
     ]
     return f"### {title}\n\n" + "\n".join(lines) + "\n"
+
+
+def add_output(parser: argparse.ArgumentParser) -> None:
+    """Add `--json` and `--out`, as `print_tables` takes them."""
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    parser.add_argument("--out", type=Path, help="also write the tables to this Markdown file")
+
+
+def say(text: str) -> None:
+    """Print what is being measured, apart from the tables."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def run_parts(parts: Mapping[str, Callable[..., Any]], arguments: Any) -> dict[str, Any]:
+    """Return the tables of the parts that `--only` names.
+
+    Each is called with the arguments and `say`, and returns its tables by title.
+    """
+    tables: dict[str, Any] = {}
+    for part in arguments.only:
+        tables |= parts[part](arguments, say)
+    return tables
 
 
 def print_tables(

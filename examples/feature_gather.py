@@ -17,7 +17,6 @@ law). No network is needed.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import pickle
@@ -32,11 +31,11 @@ import numpy as np
 import torch
 
 # These modules are next to this script.
-from graphsage.arguments import device_named, positive, share
+from common.arguments import add_device, checked_device, positive, share
+from common.report import Steps, describe
 from graphsage.planetoid import GraphUnpickler, normalised, read_sparse
 from inspect_and_compress import MODEL_PACKAGE, find_model
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
 import bitslab
@@ -61,8 +60,6 @@ examples:
 The exit status is 0 when every row came back bit for bit, 1 when one differs, 2 when the data or an
 option is refused.
 """
-
-Report = Callable[[int, "int | None"], None]
 
 
 @dataclass
@@ -117,13 +114,13 @@ def main() -> int:
         gathering = Gathering(data.rows, batches, device, steps)
         results.append(gathering.measure_raw())
         results.append(gathering.measure_unified())
-        with steps.step("compressed: packing", len(data.rows)) as report:
+        with steps.step("compressed: packing") as report:
             table = bitslab.CompressedTable.from_tensor(
                 data.rows, arguments.layout, progress=report
             )
         results.append(gathering.measure_compressed(table))
         cache = bitslab.SlabCache(table, capacity_bytes, devices=[device])
-        with steps.step("cached: filling", None):
+        with steps.step("cached: filling"):
             cached_rows = cache.fill(hottest)
         results.append(gathering.measure_cached(cache, results[-1]))
     summary = {
@@ -195,23 +192,10 @@ def make_parser() -> argparse.ArgumentParser:
         help="compact: host memory shrinks; inplace: each packed row is where the raw row would "
         "be, and the GPU keeps 1 bit a row to find it (default: %(default)s)",
     )
-    add("--device", help="cpu or cuda (default: cuda where there is a GPU)")
+    add_device(parser)
     add("--seed", type=int, default=0, help="seed of the ids (default: %(default)s)")
     add("--json", action="store_true", help="print JSON instead of a table")
     return parser
-
-
-def checked_device(parser: argparse.ArgumentParser, name: str | None) -> torch.device:
-    device = device_named(parser, name)
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        parser.error(
-            f"argument --device: {name}, but torch sees {torch.cuda.device_count()} CUDA GPUs"
-        )
-    return device
-
-
-def describe(device: torch.device) -> str:
-    return f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else "cpu"
 
 
 # Data
@@ -333,7 +317,7 @@ class Gathering:
         return self.measure("raw", self.rows, gathered_on=torch.device("cpu"))
 
     def measure_unified(self) -> Result:
-        with self.steps.step("unified: copying", None):
+        with self.steps.step("unified: copying"):
             u = bitslab.unified(self.rows)
         return self.measure("unified", u)
 
@@ -391,13 +375,13 @@ class Gathering:
     def check(self, way: str, source: Any, where: torch.device) -> int:
         """Return the number of rows of all batches that differ from the table's in any bit."""
         differ = 0
-        with self.steps.step(f"{way}: comparing", len(self.batches)) as report:
+        with self.steps.step(f"{way}: comparing") as report:
             for done, (ids, rows) in enumerate(self.fetch(source, where), 1):
                 wanted = as_bytes(self.rows[ids])
                 came = as_bytes(rows.cpu())
                 if not torch.equal(came, wanted):
                     differ += int((came != wanted).any(1).sum())
-                report(done, None)
+                report(done, len(self.batches))
         return differ
 
     def time(self, way: str, source: Any, where: torch.device) -> float:
@@ -406,12 +390,13 @@ class Gathering:
         A new ring each time: its buffers are part of what it costs.
         """
         best = float("inf")
-        with self.steps.step(f"{way}: timing", len(self.batches) * REPEATS) as report:
+        n_batches = len(self.batches)
+        with self.steps.step(f"{way}: timing") as report:
             for repeat in range(REPEATS):
                 self.synchronize()
                 start = time.perf_counter()
                 for done, _ in enumerate(self.fetch(source, where), 1):
-                    report(repeat * len(self.batches) + done, None)
+                    report(repeat * n_batches + done, n_batches * REPEATS)
                 self.synchronize()
                 best = min(best, time.perf_counter() - start)
         return best
@@ -440,33 +425,6 @@ def as_bytes(rows: torch.Tensor) -> torch.Tensor:
 
 
 # Printing
-
-
-class Steps:
-    """Shows on a terminal how far the present step has come."""
-
-    def __init__(self) -> None:
-        # Few refreshes, because they are drawn while gathers are timed.
-        self._bar = Progress(
-            console=Console(stderr=True),
-            transient=True,
-            refresh_per_second=4,
-            disable=not sys.stderr.isatty(),
-        )
-
-    def __enter__(self) -> Steps:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._bar.stop()
-
-    @contextlib.contextmanager
-    def step(self, title: str, total: int | None) -> Iterator[Report]:
-        """Show a step; yield a function that takes the amount done."""
-        task = self._bar.add_task(title, total=total)
-        yield lambda done, _: self._bar.update(task, completed=done)
-        self._bar.remove_task(task)
 
 
 def print_table(summary: dict[str, Any], results: list[Result], *, on_cpu: bool) -> None:

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from graphsage.options import DTYPES
-from graphsage.report import OUTPUT, Steps, make_console, write_json
+from common.arguments import DTYPES
+from common.report import OUTPUT, Steps, make_console, write_json
 from textgen.generation import Measured, Run, generate
 from textgen.models import (
     RANDOM,
@@ -25,7 +25,7 @@ from textgen.models import (
     write_random_model,
     written_prompt,
 )
-from textgen.options import checked_device, make_parser
+from textgen.options import check_options, make_parser
 from textgen.shown import print_layers, print_runs, print_tokens
 from textgen.ways import CacheOptions, WeightOptions, load
 
@@ -39,7 +39,7 @@ class ModelError(Exception):
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser(__doc__ or "")
     options = parser.parse_args(arguments)
-    device = checked_device(parser, options)
+    device = check_options(parser, options)
     from transformers.utils import logging  # not for --help: it takes seconds
 
     # Progress is shown by this script, on one line; warnings of the model are shown too.
@@ -219,8 +219,7 @@ def show(
                 verdict = "equal" if runs[-1].equal else "DIFFERENT FROM"
                 console.print(f"{n:,} tokens are {verdict} the plain run's")
     if options.json:
-        all_runs: list[Any] = list(runs)
-        write_json(options.json, summary, all_runs)
+        write_json(options.json, summary, runs)
 
 
 def lossy(options: argparse.Namespace) -> bool:

@@ -6,11 +6,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from graphsage.arguments import device_named, positive
-from graphsage.options import DTYPES, new_file, picture
-from graphsage.report import OUTPUT, Steps, make_console, write_json
+from common.arguments import DTYPES, add_device, add_json, add_plot, checked_device, positive
+from common.report import OUTPUT, Steps, make_console, write_json
 from rich.console import Console
 from rich.table import Table
 from textgen.accuracy import CHUNK_TOKENS, scores
@@ -43,7 +41,7 @@ examples:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser()
     options = parser.parse_args(arguments)
-    device = device_named(parser, options.device)
+    device = checked_device(parser, options.device)
     if options.prompt_tokens % CHUNK_TOKENS or options.prompt_tokens >= options.tokens:
         parser.error(
             f"argument --prompt-tokens: {options.prompt_tokens}, accepted are multiples of "
@@ -72,8 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json != OUTPUT:
         print_rows(make_console(), rows, options.prompt_tokens)
     if options.json is not None:
-        all_rows: list[Any] = list(rows)
-        write_json(options.json, {"prompt_tokens": options.prompt_tokens}, all_rows)
+        write_json(options.json, {"prompt_tokens": options.prompt_tokens}, rows)
     if options.plot is not None:
         plot(options.plot, rows)
     return 0
@@ -115,15 +112,10 @@ def make_parser() -> argparse.ArgumentParser:
         help="the KVComp paper's settings, and the roundings of KIVI and of QuantizedCache too "
         "(default: --peers)",
     )
-    add("--device", help="cpu or cuda (default: cuda where there is a GPU)")
+    add_device(parser)
     add("--dtype", choices=DTYPES, default="float32", help="default: %(default)s")
-    add("--plot", type=picture, metavar="FILE", help="draw KL over bits, as .svg, .png or .pdf")
-    add(
-        "--json",
-        type=new_file,
-        metavar="FILE",
-        help="write all of it as JSON, to a file or - for the output",
-    )
+    add_plot(parser, "KL over bits, as .svg, .png or .pdf")
+    add_json(parser)
     return parser
 
 

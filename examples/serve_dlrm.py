@@ -9,9 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from dlrm import options as common
+from common.arguments import DTYPES, above_zero, checked_device, positive
+from common.report import OUTPUT, Report, Steps, describe, make_console, write_json
+from common.reproducible import drawn_seed
+from dlrm import options as dlrm_options
 from dlrm.checkpoint import Checkpoint
-from dlrm.clicks import Batch, Clicks, ClicksError, Report
+from dlrm.clicks import Batch, Clicks, ClicksError
 from dlrm.criteo import N_DENSE
 from dlrm.model import Dlrm
 from dlrm.serving import PERCENTILES, Draw, Served, Server, Timing
@@ -25,10 +28,6 @@ from dlrm.tables import (
     initial_weights,
 )
 from dlrm.zipf import draw_requests, scaled_rows
-from graphsage.arguments import positive
-from graphsage.options import DTYPES, above_zero
-from graphsage.report import OUTPUT, Steps, make_console, write_json
-from graphsage.training import drawn_seed
 from rich.console import Console
 from rich.table import Table
 
@@ -123,17 +122,17 @@ def make_parser() -> argparse.ArgumentParser:
         help="a model that train_dlrm.py --save wrote, with its sizes and dtype (default: fresh "
         "tables)",
     )
-    common.add_data_options(parser, lines=None)
-    common.add_table_options(parser)
-    common.add_output_options(parser)
+    dlrm_options.add_data_options(parser, lines=None)
+    dlrm_options.add_table_options(parser)
+    dlrm_options.add_output_options(parser)
     return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser()
     options = parser.parse_args(arguments)
-    device = common.checked_device(parser, options.device)
-    common.check_data(parser, options)
+    device = checked_device(parser, options.device)
+    dlrm_options.check_data(parser, options)
     if options.checkpoint and not options.checkpoint.is_file():
         parser.error(f"argument --checkpoint: {options.checkpoint} is no file")
     wanted = options.modes or MODES
@@ -160,12 +159,12 @@ def serve(
 ) -> tuple[list[Served], dict[str, Any]]:
     """Make the tables and answer requests; return the times of each way, and the summary."""
     checkpoint = Checkpoint(options.checkpoint) if options.checkpoint else None
-    clicks = common.load_clicks(options, 0.5, steps) if options.data or options.root else None
+    clicks = dlrm_options.load_clicks(options, 0.5, steps) if options.data or options.root else None
     weights: Weights
     if checkpoint:
         table_rows, n_dense = checkpoint.table_rows, checkpoint.n_dense
         table = next(iter(checkpoint.tables.values()))
-        options.embedding_dim, options.dtype = table.shape[1], common.name_of(table.dtype)
+        options.embedding_dim, options.dtype = table.shape[1], dlrm_options.name_of(table.dtype)
         weights, hidden = (
             checkpoint.weights,
             (checkpoint.hidden("bottom"), checkpoint.hidden("top")),
@@ -187,7 +186,7 @@ def serve(
     for mode in modes:
         with steps.step(f"{mode}: making tables"):
             cache = "packed" if mode == "packed" else "rows"
-            how = common.table_options(options, freeze=True, cache=cache, counts=counts)
+            how = dlrm_options.table_options(options, freeze=True, cache=cache, counts=counts)
             kept[mode] = MODES[mode][0](table_rows, weights, device, how)
     torch.manual_seed(options.seed)
     model = Dlrm(kept["raw"], n_dense, *hidden).to(device)
@@ -208,9 +207,9 @@ def serve(
         "tables": table_rows,
         "row_bytes": options.embedding_dim * DTYPES[options.dtype].itemsize,
         "requests_from": clicks.name if clicks else "drawn",
-        "device": common.describe(device),
+        "device": describe(device),
         "settings": {
-            **common.settings_of(options, "batch_sizes", "repeats", "seconds", "counted"),
+            **dlrm_options.settings_of(options, "batch_sizes", "repeats", "seconds", "counted"),
             "checkpoint": str(options.checkpoint) if options.checkpoint else None,
         },
         "requests_compared": sum(
@@ -264,8 +263,7 @@ def show(options: argparse.Namespace, summary: dict[str, Any], served: list[Serv
         verdict = f"{differ:,} DIFFER" if differ else "all equal"
         console.print(f"{n:,} requests compared bit for bit with nn.EmbeddingBag: {verdict}")
     if options.json:
-        everything: list[Any] = list(served)
-        write_json(options.json, summary, everything)
+        write_json(options.json, summary, served)
     if options.plot:
         draw(options.plot, served)
 

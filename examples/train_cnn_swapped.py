@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,11 +12,12 @@ from typing import Any
 import torch
 from cnn.images import Images, ImagesError, load_images
 from cnn.models import SIDES
-from cnn.options import checked_device, make_parser
+from cnn.options import check_options, make_parser
 from cnn.shown import draw, print_decisions, print_runs, print_sparsity, verdict
-from cnn.training import Report, Run, Sparsity, Trainer
+from cnn.training import Run, Sparsity, Trainer
 from cnn.ways import PEER
-from graphsage.report import OUTPUT, Steps, make_console, same_bits, write_json
+from common.report import OUTPUT, Report, Steps, make_console, same_bits, write_json
+from common.reproducible import reproducible
 
 import bitslab
 
@@ -25,7 +25,7 @@ import bitslab
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser(__doc__ or "")
     options = parser.parse_args(arguments)
-    device = checked_device(parser, options)
+    device = check_options(parser, options)
     sparsity: list[Sparsity] = []
     try:
         with Steps() as steps, reproducible(device):
@@ -76,28 +76,6 @@ def progress(steps: Steps, way: str, epochs: int) -> Iterator[Callable[[int], Re
             return lambda done, total: report((number - 1) * total + done, epochs * total)
 
         yield begin_epoch
-
-
-@contextmanager
-def reproducible(device: torch.device) -> Iterator[None]:
-    """Let a GPU add in a fixed order where torch can; a CPU does anyway."""
-    if device.type != "cuda":
-        yield
-        return
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    settings: Any = torch.utils.deterministic
-    filled = settings.fill_uninitialized_memory
-    benchmark = torch.backends.cudnn.benchmark
-    torch.use_deterministic_algorithms(True)
-    # It would write to every new tensor, which is none of what is measured here.
-    settings.fill_uninitialized_memory = False
-    torch.backends.cudnn.benchmark = False
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
-        settings.fill_uninitialized_memory = filled
-        torch.backends.cudnn.benchmark = benchmark
 
 
 def compare(runs: list[Run]) -> bool:
@@ -156,8 +134,7 @@ def show(
         if sum(run.lossless for run in runs) > 1:
             console.print(verdict(runs, summary["all_equal"], summary["device"]))
     if options.json:
-        all_runs: list[Any] = list(runs)
-        write_json(options.json, summary, all_runs)
+        write_json(options.json, summary, runs)
     if options.plot:
         draw(options.plot, runs, sparsity)
 

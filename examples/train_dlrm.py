@@ -10,16 +10,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from dlrm import options as common
+from common.arguments import above_zero, checked_device, new_file, positive
+from common.report import OUTPUT, Steps, describe, make_console, write_json
+from dlrm import options as dlrm_options
 from dlrm.checkpoint import save
 from dlrm.clicks import Clicks, ClicksError
 from dlrm.modes import MODES, counted, make_tables, refusal
 from dlrm.report import all_equal, draw, print_runs, verdict
 from dlrm.tables import initial_weights
 from dlrm.training import OPTIMIZERS, Run, Trainer
-from graphsage.arguments import positive
-from graphsage.options import above_zero, new_file
-from graphsage.report import OUTPUT, Steps, make_console, write_json
 
 DESCRIPTION = f"""\
 {__doc__}
@@ -67,8 +66,8 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="WAY",
         help=f"one or several of {', '.join(MODES)}, or all (default: all)",
     )
-    common.add_data_options(parser, lines=25_000)
-    common.add_table_options(parser)
+    dlrm_options.add_data_options(parser, lines=25_000)
+    dlrm_options.add_table_options(parser)
     training = parser.add_argument_group("training").add_argument
     training(
         "--optimizer",
@@ -89,21 +88,21 @@ def make_parser() -> argparse.ArgumentParser:
     )
     training(
         "--test-share",
-        type=common.ratio_below_one,
+        type=dlrm_options.ratio_below_one,
         default=0.1,
         help="share of the lines, the last ones, that are not trained on but tested (default: "
         "%(default)s)",
     )
     training(
         "--bottom",
-        type=common.widths,
+        type=dlrm_options.widths,
         default=[64],
         metavar="W-W",
         help="widths of the hidden layers below, such as 512-256 (default: 64)",
     )
     training(
         "--top",
-        type=common.widths,
+        type=dlrm_options.widths,
         default=[64],
         metavar="W-W",
         help="widths of the hidden layers above, such as 512-256 (default: 64)",
@@ -113,7 +112,7 @@ def make_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="fetch the rows of the next batch while one trains; results do not change",
     )
-    common.add_output_options(parser)
+    dlrm_options.add_output_options(parser)
     add(
         "--save",
         type=new_file,
@@ -128,8 +127,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     warnings.filterwarnings("ignore", message="Sparse invariant")
     parser = make_parser()
     options = parser.parse_args(arguments)
-    device = common.checked_device(parser, options.device)
-    common.check_data(parser, options)
+    device = checked_device(parser, options.device)
+    dlrm_options.check_data(parser, options)
     if options.sparse is None:
         options.sparse = options.optimizer == "sparse-adam"
     elif options.optimizer == "sparse-adam" and not options.sparse:
@@ -137,7 +136,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     modes, left_out = wanted_modes(parser, options)
     try:
         with Steps() as steps:
-            clicks = common.load_clicks(options, options.test_share, steps)
+            clicks = dlrm_options.load_clicks(options, options.test_share, steps)
             runs = [
                 train(clicks, mode, options, device, steps, mode == modes[-1]) for mode in modes
             ]
@@ -178,7 +177,7 @@ def train(
     begin = time.perf_counter()
     with steps.step(f"{mode}: making tables"):
         counts = counted(clicks) if options.evict == "DATASET" else None
-        kept = common.table_options(options, sparse=options.sparse, counts=counts)
+        kept = dlrm_options.table_options(options, sparse=options.sparse, counts=counts)
         weights = initial_weights(kept.width, kept.dtype, options.seed)
         tables = make_tables(mode, clicks.table_rows, weights, device, kept)
         trainer = Trainer(clicks, tables, options, device)
@@ -196,7 +195,7 @@ def train(
 
 
 def settings_of(options: argparse.Namespace) -> dict[str, Any]:
-    return common.settings_of(
+    return dlrm_options.settings_of(
         options,
         *("optimizer", "sparse", "lr", "epochs", "batch_size", "test_share", "bottom", "top"),
         "pipelined",
@@ -217,7 +216,7 @@ def facts_of(
         "tested_lines": clicks.n_tested,
         "clicked": float(clicks.labels.mean()),
         "tables": clicks.table_rows,
-        "device": common.describe(device),
+        "device": describe(device),
         "settings": settings_of(options),
         "left_out": left_out,
         "all_equal": equal,
@@ -241,8 +240,7 @@ def show(options: argparse.Namespace, summary: dict[str, Any], runs: list[Run]) 
         if len(runs) > 1:
             console.print(verdict(runs, summary["all_equal"], summary["device"]))
     if options.json:
-        all_runs: list[Any] = list(runs)
-        write_json(options.json, summary, all_runs)
+        write_json(options.json, summary, runs)
     if options.plot:
         draw(options.plot, runs)
 

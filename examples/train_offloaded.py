@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from graphsage.report import OUTPUT, Steps, make_console, same_bits, write_json
+from common.report import OUTPUT, Steps, make_console, same_bits, write_json
+from common.reproducible import reproducible
 from lm.models import repository_text
-from lm.options import checked_device, make_parser
+from lm.options import check_options, make_parser
 from lm.shown import draw, print_runs, verdict
 from lm.training import Run, Trainer
 
@@ -21,13 +22,13 @@ import bitslab
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser(__doc__ or "")
     options = parser.parse_args(arguments)
-    device = checked_device(parser, options)
+    device = check_options(parser, options)
     text = repository_text()
     if options.tokens >= len(text):
         parser.error(f"argument --tokens: {options.tokens}, but the text has {len(text)}")
     runs: list[Run] = []
     try:
-        with Steps() as steps:
+        with Steps() as steps, reproducible(device):
             for way in options.way:
                 with steps.step(way) as report:
                     runs.append(Trainer(way, options, device).train(text, report))
@@ -71,8 +72,7 @@ def show(options: argparse.Namespace, summary: dict[str, Any], runs: list[Run]) 
         if len(runs) > 1:
             console.print(verdict(runs, summary["all_equal"], summary["device"]))
     if options.json:
-        found: list[Any] = list(runs)
-        write_json(options.json, summary, found)
+        write_json(options.json, summary, runs)
     if options.plot:
         draw(options.plot, runs)
 

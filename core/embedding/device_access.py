@@ -13,9 +13,9 @@ from ..tables.table import CompressedTable
 class DeviceAccess:
     """The kernels of GPUs, and host memory as they read and write it."""
 
-    def kernels(self, device: torch.device, *, tell: bool = True) -> CudaKernels:
-        """Return the kernels of a device; raise errors that earlier ones reported if `tell`."""
-        return kernels_on(device, tell=tell)
+    def kernels(self, device: torch.device, *, raise_errors: bool = True) -> CudaKernels:
+        """Return the kernels of a device; by default raise the error that an earlier one met."""
+        return kernels_on(device, raise_errors=raise_errors)
 
     def reads_memory(self, buffer: HostBuffer) -> bool:
         """Return whether kernels can read and write a buffer."""

@@ -213,7 +213,7 @@ def _with_room(
             if states is None:
                 return None
             training.pin()
-            kernels = access.kernels(rows.device, tell=False)
+            kernels = access.kernels(rows.device, raise_errors=False)
             rows.exchange = RowExchange(rows.row_store, access, kernels)
             rows.device_slots = DeviceSlots(
                 rows.slot_table,

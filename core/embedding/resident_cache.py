@@ -159,7 +159,7 @@ def _storage(rows: RowsInSlots) -> CacheView:
     buckets = 1 << (ceil_div(2 * n, BUCKET_ENTRIES) - 1).bit_length() if n else 1
     entries = torch.full((buckets * BUCKET_ENTRIES, 2), NO_ID, dtype=torch.int64, device=device)
     if n:
-        kernels_on(device, tell=False).map.insert(
+        kernels_on(device, raise_errors=False).map.insert(
             entries, torch.from_numpy(ids).to(device), torch.from_numpy(locations).to(device)
         )
     data = rows.parameter.data

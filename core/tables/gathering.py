@@ -221,7 +221,7 @@ class Gathers:
         try:
             if parts.raw:
                 raw = self._copies.raw_rows(self._rows)
-                kernels_on(device, tell=False).copy_rows(raw, parts.item_bytes, ids, out)
+                kernels_on(device, raise_errors=False).copy_rows(raw, parts.item_bytes, ids, out)
             else:
                 storage, kernels = self._copies.get(device, self._rows)
                 kernels.gather(storage, ids, out, counters=self.counters.on(device))

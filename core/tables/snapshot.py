@@ -58,7 +58,7 @@ def _map_kernels(device: torch.device) -> _MapKernels:
     if device.type != "cuda":
         return _MapKernels(cpu.map_insert, cpu.map_find)
     # A pending error of another call must not stop a change half-way.
-    kernels = kernels_on(device, tell=False).map
+    kernels = kernels_on(device, raise_errors=False).map
     return _MapKernels(kernels.insert, kernels.find)
 
 

@@ -7,8 +7,18 @@ import argparse
 import torch
 
 # These modules are next to this package.
-from graphsage.arguments import device_named, positive, share
-from graphsage.options import DTYPES, above_zero, from_zero, new_file, picture
+from common.arguments import (
+    DTYPES,
+    above_zero,
+    add_device,
+    add_json,
+    add_plot,
+    add_seed,
+    checked_device,
+    from_zero,
+    positive,
+    share,
+)
 
 import bitslab
 
@@ -64,21 +74,10 @@ def make_parser(summary: str) -> argparse.ArgumentParser:
     _add_model(parser)
     _add_training(parser)
     _add_ways(parser)
-    add = parser.add_argument
-    add("--device", help="cpu or cuda (default: cuda where there is a GPU)")
-    add("--seed", type=from_zero, default=0, help="of all that is drawn (default: %(default)s)")
-    add(
-        "--plot",
-        type=picture,
-        metavar="FILE",
-        help="draw losses, zeros and steps to this file, such as cnn.png",
-    )
-    add(
-        "--json",
-        type=new_file,
-        metavar="FILE",
-        help="write all of it as JSON, to a file or - for the output",
-    )
+    add_device(parser)
+    add_seed(parser)
+    add_plot(parser, "losses, zeros and steps to this file, such as cnn.png")
+    add_json(parser)
     return parser
 
 
@@ -191,16 +190,9 @@ def _add_ways(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def checked_device(parser: argparse.ArgumentParser, options: argparse.Namespace) -> torch.device:
+def check_options(parser: argparse.ArgumentParser, options: argparse.Namespace) -> torch.device:
     """Return the device, which is there; fill in what depends on it and check the rest."""
-    device = device_named(parser, options.device)
-    if device.type == "cuda":
-        if (device.index or 0) >= torch.cuda.device_count():
-            parser.error(
-                f"argument --device: {options.device}, but torch sees "
-                f"{torch.cuda.device_count()} CUDA GPUs"
-            )
-        device = torch.device("cuda", device.index or 0)
+    device = checked_device(parser, options.device)
     if options.width is None:
         options.width = 1.0 if device.type == "cuda" else 0.25
     n_trained = options.images - options.images // 5

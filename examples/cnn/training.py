@@ -11,9 +11,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from graphsage.options import DTYPES  # next to this package
-from graphsage.training import drawn_seed
-from textgen.memory import MemoryPeak
+from common.arguments import DTYPES  # next to this package
+from common.memory import MemoryPeak
+from common.report import Report
+from common.reproducible import drawn_seed
 
 from .images import Images
 from .models import make_model
@@ -27,8 +28,6 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adam": torch.optim.Adam,
     "sgd": partial(torch.optim.SGD, momentum=0.9),
 }
-
-Report = Callable[[int, int], None]
 
 
 @dataclass

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-
-#: Called with how much is done, and of how much.
-Report = Callable[[int, int], None]
 
 
 class ClicksError(Exception):

@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from common.report import Report
 
-from .clicks import Clicks, ClicksError, Feature, Report, tested_lines
+from .clicks import Clicks, ClicksError, Feature, tested_lines
 
 N_DENSE, N_SPARSE = 13, 26
 #: A label and the features.

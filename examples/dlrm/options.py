@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 # These modules are next to this package.
-from graphsage.arguments import device_named, positive, share
-from graphsage.options import DTYPES, from_zero, new_file, picture
+from common.arguments import DTYPES, add_device, add_json, add_plot, add_seed, positive, share
 
 from bitslab.engine.codecs.registry import codec_names
 
@@ -30,7 +29,8 @@ SETTINGS = (
 
 def add_data_options(parser: argparse.ArgumentParser, lines: int | None) -> None:
     """Add the options of the click data."""
-    add = parser.add_argument_group("data").add_argument
+    group = parser.add_argument_group("data")
+    add = group.add_argument
     add(
         "--data",
         type=Path,
@@ -75,7 +75,7 @@ def add_data_options(parser: argparse.ArgumentParser, lines: int | None) -> None
         help="rows of a table for Criteo's log; where there are more values they are hashed to as "
         "many (default: %(default)s)",
     )
-    add("--seed", type=from_zero, default=0, help="of all that is drawn (default: %(default)s)")
+    add_seed(group)
     parser.set_defaults(drawn_lines=lines)
 
 
@@ -122,17 +122,9 @@ def add_table_options(parser: argparse.ArgumentParser) -> None:
 
 def add_output_options(parser: argparse.ArgumentParser) -> None:
     """Add where it runs and what it writes."""
-    add = parser.add_argument
-    add("--device", help="cpu or cuda (default: cuda where there is a GPU)")
-    add(
-        "--plot", type=picture, metavar="FILE", help="draw the results to this file, such as it.png"
-    )
-    add(
-        "--json",
-        type=new_file,
-        metavar="FILE",
-        help="write all of it as JSON, to a file or - for the output",
-    )
+    add_device(parser)
+    add_plot(parser, "the results to this file, such as it.png")
+    add_json(parser)
 
 
 def exponent(text: str) -> float:
@@ -158,19 +150,6 @@ def widths(text: str) -> list[int]:
     if min(numbers) < 1:
         raise argparse.ArgumentTypeError(f"{text}, accepted are widths such as 256-64")
     return numbers
-
-
-def checked_device(parser: argparse.ArgumentParser, name: str | None) -> torch.device:
-    """Return the device, which is there."""
-    device = device_named(parser, name)
-    if device.type == "cpu":
-        return device
-    index = device.index or 0
-    if index >= torch.cuda.device_count():
-        parser.error(
-            f"argument --device: {name}, but torch sees {torch.cuda.device_count()} CUDA GPUs"
-        )
-    return torch.device("cuda", index)
 
 
 def check_data(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
@@ -214,10 +193,6 @@ def settings_of(options: argparse.Namespace, *others: str) -> dict[str, Any]:
     """Return options by name, as JSON has them."""
     named = {name: getattr(options, name) for name in (*SETTINGS, *others)}
     return {name: str(part) if isinstance(part, Path) else part for name, part in named.items()}
-
-
-def describe(device: torch.device) -> str:
-    return f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else "cpu"
 
 
 def name_of(dtype: torch.dtype) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from graphsage.report import same_bits  # next to this package
+from common.report import same_bits  # next to this package
 from rich.console import Console
 from rich.table import Table
 

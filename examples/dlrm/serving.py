@@ -8,8 +8,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
+from common.report import Report
 
-from .clicks import Batch, Report
+from .clicks import Batch
 from .model import Dlrm
 from .tables import Memory, Tables, Traffic
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from graphsage.training import drawn_seed  # next to this package
+from common.reproducible import drawn_seed  # next to this package
 
 import bitslab
 

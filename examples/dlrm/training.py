@@ -10,11 +10,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from graphsage.training import drawn_seed  # next to this package
+from common.report import Report
+from common.reproducible import drawn_seed  # next to this package
 from torch.nn import functional
 
 from .auc import auc
-from .clicks import Batch, Clicks, Report, ahead
+from .clicks import Batch, Clicks, ahead
 from .model import Dlrm
 from .tables import Memory, Tables, Traffic
 

@@ -6,8 +6,9 @@ import math
 from dataclasses import dataclass
 
 import torch
+from common.report import Report
 
-from .clicks import Batch, Clicks, Feature, Report, tested_lines
+from .clicks import Batch, Clicks, Feature, tested_lines
 from .criteo import KAGGLE_ROWS, N_DENSE, NAMES
 
 #: Tables up to this many rows are not scaled down.

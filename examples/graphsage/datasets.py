@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from common.report import Report
 
 from .planetoid import NAMES as PLANETOID
 from .planetoid import PlanetoidError, read_planetoid
@@ -21,8 +22,6 @@ VALIDATED = 3
 EDGE_COLUMNS = 8
 #: Edges drawn at once for a scaled-up graph.
 DRAWN = 1 << 22
-
-Report = Callable[[int, int], None]
 
 
 class DatasetError(Exception):

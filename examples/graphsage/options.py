@@ -6,13 +6,22 @@ import argparse
 from pathlib import Path
 
 import torch
+from common.arguments import (
+    DTYPES,
+    above_zero,
+    add_device,
+    add_json,
+    add_plot,
+    add_seed,
+    device_named,
+    from_zero,
+    positive,
+    share,
+)
 
 from . import ranks
-from .arguments import device_named, positive, share
 from .modes import MODES
 from .sampler import ALL
-
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 MODES_HELP = """\
 The features are kept in one of five ways, as IBP (EuroSys'26, section 6.2) compares them:
@@ -73,18 +82,8 @@ def make_parser(description: str, script: str, line: str) -> argparse.ArgumentPa
         default=True,
         help="sample and fetch the next batch while one trains (default: --pipeline)",
     )
-    add(
-        "--plot",
-        type=picture,
-        metavar="FILE",
-        help="draw losses, times and bytes moved to this file, such as ways.png",
-    )
-    add(
-        "--json",
-        type=new_file,
-        metavar="FILE",
-        help="write all of it as JSON, to a file or - for the output",
-    )
+    add_plot(parser, "losses, times and bytes moved to this file, such as ways.png")
+    add_json(parser)
     return parser
 
 
@@ -148,39 +147,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="train on N nodes an epoch at most, others each time; validate on as many",
     )
     add("--workers", type=from_zero, default=0, help="processes that sample (default: %(default)s)")
-    add("--seed", type=from_zero, default=0, help="of all that is drawn (default: %(default)s)")
-    add("--device", help="cpu or cuda (default: cuda where there is a GPU)")
-
-
-def new_file(text: str) -> Path:
-    path = Path(text)
-    if not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"{text}: {path.parent} is no folder")
-    if path.is_dir():
-        raise argparse.ArgumentTypeError(f"{text} is a folder, a file is wanted")
-    return path
-
-
-def picture(text: str) -> Path:
-    """Check before hours of training that it can be drawn afterwards."""
-    path = new_file(text)
-    try:
-        from matplotlib.backend_bases import FigureCanvasBase
-    except ImportError as error:
-        raise argparse.ArgumentTypeError(
-            f'drawing needs matplotlib ({error}); pip install "bitslab[report]"'
-        ) from error
-    known = sorted(FigureCanvasBase.get_supported_filetypes())
-    if path.suffix[1:].lower() not in known:
-        raise argparse.ArgumentTypeError(f"{text}: accepted are names in .{', .'.join(known)}")
-    return path
-
-
-def from_zero(text: str) -> int:
-    number = int(text)
-    if number < 0:
-        raise argparse.ArgumentTypeError(f"{number}, accepted are numbers from 0 on")
-    return number
+    add_seed(parser)
+    add_device(parser)
 
 
 def fanout(text: str) -> int:
@@ -190,14 +158,7 @@ def fanout(text: str) -> int:
     return number
 
 
-def above_zero(text: str) -> float:
-    number = float(text)
-    if not 0 < number < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text}, accepted are numbers above 0")
-    return number
-
-
-def checked_device(parser: argparse.ArgumentParser, name: str | None) -> torch.device:
+def rank_device(parser: argparse.ArgumentParser, name: str | None) -> torch.device:
     """Return the device of this process; under torchrun, each has a GPU of its own."""
     device = device_named(parser, name)
     if device.type == "cpu":

@@ -1,26 +1,17 @@
-"""Output of the scripts: progress, a table for each way of keeping features, JSON, a plot."""
+"""Output of the scripts: a table for each way of keeping features, a plot."""
 
 from __future__ import annotations
 
-import json
-import math
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
 from .modes import PAPER_NAMES
-from .training import Epoch, Report
-
-#: Means the standard output where a file is expected.
-OUTPUT = Path("-")
+from .training import Epoch
 
 
 @dataclass
@@ -51,44 +42,6 @@ class Run:
             "epochs": [epoch.as_dict() for epoch in self.epochs],
             "validation_accuracy": self.validation_accuracy,
         }
-
-
-def same_bits(losses: Sequence[float], others: Sequence[float]) -> bool:
-    """Compare to the last bit; a NaN, as of a training that diverged, is the same as itself."""
-    return np.array(losses).tobytes() == np.array(others).tobytes()
-
-
-class Steps:
-    """Shows on a terminal how far the present step has come."""
-
-    def __init__(self, shown: bool = True) -> None:
-        # Few refreshes, because they are drawn while epochs are timed.
-        self._bar = Progress(
-            console=Console(stderr=True),
-            transient=True,
-            refresh_per_second=4,
-            disable=not (shown and sys.stderr.isatty()),
-        )
-
-    def __enter__(self) -> Steps:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._bar.stop()
-
-    @contextmanager
-    def step(self, title: str) -> Iterator[Report]:
-        """Show a step; yield a function that takes the amount done and the total."""
-        task = self._bar.add_task(title, total=None)
-        try:
-            yield lambda done, total: self._bar.update(task, completed=done, total=total)
-        finally:
-            self._bar.remove_task(task)
-
-
-def make_console() -> Console:
-    return Console(width=None if sys.stdout.isatty() else 140, highlight=False)
 
 
 def print_run(console: Console, run: Run, n_ranks: int) -> None:
@@ -134,25 +87,6 @@ def print_run(console: Console, run: Run, n_ranks: int) -> None:
     console.print(shown)
     if run.validation_accuracy is not None:
         console.print(f"validation accuracy {run.validation_accuracy:.1%}")
-
-
-def write_json(path: Path, summary: dict[str, Any], runs: Sequence[Run]) -> None:
-    """Write everything to a file, or to the output for ``-``; NaN and infinity as null."""
-
-    def finite(value: Any) -> Any:
-        # JSON has neither NaN nor infinity, and readers refuse what Python writes for them.
-        if isinstance(value, dict):
-            return {key: finite(part) for key, part in value.items()}
-        if isinstance(value, list):
-            return [finite(part) for part in value]
-        return None if isinstance(value, float) and not math.isfinite(value) else value
-
-    content = finite({**summary, "runs": [run.as_dict() for run in runs]})
-    text = json.dumps(content, indent=1, allow_nan=False)
-    if path == OUTPUT:
-        print(text)
-    else:
-        path.write_text(text + "\n")
 
 
 def draw(path: Path, runs: Sequence[Run]) -> None:

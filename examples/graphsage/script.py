@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from common.arguments import DTYPES
+from common.report import OUTPUT, Steps, describe, make_console, same_bits, write_json
 
 from . import datasets, ranks
 from .datasets import DatasetError, Graph
 from .modes import MODES
-from .options import DTYPES, checked_device, make_parser
-from .report import OUTPUT, Run, Steps, draw, make_console, print_run, same_bits, write_json
+from .options import make_parser, rank_device
+from .report import Run, draw, print_run
 from .training import Trainer
 
 #: Options that results depend on and that no other value of the summary shows.
@@ -54,7 +56,7 @@ def run(
     """Train as the command line says; return the exit status."""
     parser = make_parser(description, script, line)
     options = parser.parse_args(arguments)
-    device = checked_device(parser, options.device)
+    device = rank_device(parser, options.device)
     if options.batch_size < ranks.wanted_size():
         parser.error(
             f"argument --batch-size: {options.batch_size}, which is none for some of "
@@ -137,7 +139,6 @@ def facts_of(
     equal: bool,
 ) -> dict[str, Any]:
     """Return the values common to all ways."""
-    on = f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else "cpu"
     return {
         "framework": framework.name,
         "dataset": graph.name,
@@ -146,7 +147,7 @@ def facts_of(
         "features": graph.x.shape[1],
         "edge_features": 0 if graph.e is None else graph.e.shape[1],
         "dtype": str(graph.x.dtype).removeprefix("torch."),
-        "device": on,
+        "device": describe(device),
         "ranks": together.size,
         "settings": {name: getattr(options, name) for name in SETTINGS},
         "losses_equal": equal,

@@ -5,13 +5,14 @@ from __future__ import annotations
 import abc
 import argparse
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
+from common.report import Report
+from common.reproducible import drawn_seed
 from torch.nn import functional
 
 from .datasets import DatasetError, Graph
@@ -21,8 +22,6 @@ from .ranks import Ranks
 
 #: Stands for the number of an epoch in the seeds of what is drawn for validation.
 VALIDATION = 1 << 30
-
-Report = Callable[[int, int], None]
 
 
 @dataclass
@@ -237,8 +236,3 @@ class Trainer(abc.ABC):
 
     def _traffic(self) -> Traffic:
         return sum((column.traffic() for column in self.columns.values()), Traffic())
-
-
-def drawn_seed(*numbers: int) -> int:
-    """Mix numbers to a seed from 0 to 2**31 - 1, the same ones always to the same."""
-    return int(np.random.SeedSequence(numbers).generate_state(1)[0]) >> 1

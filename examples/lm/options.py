@@ -7,8 +7,16 @@ import argparse
 import torch
 
 # These modules are next to this package.
-from graphsage.arguments import device_named, positive
-from graphsage.options import above_zero, from_zero, new_file, picture
+from common.arguments import (
+    above_zero,
+    add_device,
+    add_json,
+    add_plot,
+    add_seed,
+    checked_device,
+    from_zero,
+    positive,
+)
 
 import bitslab
 
@@ -36,7 +44,8 @@ examples:
   python examples/train_offloaded.py --model t5 --way keep checkpoint disk --verify 1
   python examples/train_offloaded.py --device cuda --size llama-4096 --batch-size 8 --tokens 1024
 
-The exit status is 0, 1 when losses differ, 2 when an option is refused.
+On a GPU torch's operators add in a fixed order (torch.use_deterministic_algorithms), which takes
+some of them longer. The exit status is 0, 1 when losses differ, 2 when an option is refused.
 """
 
 
@@ -57,21 +66,11 @@ def make_parser(summary: str) -> argparse.ArgumentParser:
     add("--tokens", type=positive, default=256, help="of a text (default: %(default)s)")
     add("--lr", type=above_zero, default=0.001, help="learning rate (default: %(default)s)")
     _add_ways(parser)
-    add = parser.add_argument
-    add("--device", help="cpu or cuda (default: cuda where there is a GPU)")
-    add("--seed", type=from_zero, default=0, help="of all that is drawn (default: %(default)s)")
-    add(
-        "--plot",
-        type=picture,
-        metavar="FILE",
-        help="draw throughput over peak, and memory over a step, to this file, such as steps.png",
-    )
-    add(
-        "--json",
-        type=new_file,
-        metavar="FILE",
-        help="write all of it as JSON, to a file or - for the output",
-    )
+    add_device(parser)
+    add_seed(parser)
+    drawn = "throughput over peak, and memory over a step, to this file, such as steps.png"
+    add_plot(parser, drawn)
+    add_json(parser)
     return parser
 
 
@@ -143,16 +142,9 @@ def memory_size(text: str) -> str:
     return text
 
 
-def checked_device(parser: argparse.ArgumentParser, options: argparse.Namespace) -> torch.device:
+def check_options(parser: argparse.ArgumentParser, options: argparse.Namespace) -> torch.device:
     """Return the device, which is there; check the rest."""
-    device = device_named(parser, options.device)
-    if device.type == "cuda":
-        if (device.index or 0) >= torch.cuda.device_count():
-            parser.error(
-                f"argument --device: {options.device}, but torch sees "
-                f"{torch.cuda.device_count()} CUDA GPUs"
-            )
-        device = torch.device("cuda", device.index or 0)
+    device = checked_device(parser, options.device)
     if options.tokens % 2 and options.model == "t5":
         parser.error(f"argument --tokens: {options.tokens}, but t5 reads one half and writes one")
     named = [way for given in options.way for way in (WAYS if given == "all" else (given,))]

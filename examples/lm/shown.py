@@ -60,7 +60,11 @@ def verdict(runs: Sequence[Run], equal: bool, device: str) -> str:
     """Return a line on whether the ways agree."""
     found = "equal to the last bit" if equal else "DIFFERENT"
     if not equal and device != "cpu":
-        found += " (some of a GPU's operators add in no fixed order: compare last bits on a CPU)"
+        # The order is fixed for operators given the same strides, which save_on_cpu does not keep.
+        found += (
+            " (a GPU's operators may add in another order when a tensor comes back with other "
+            "strides, as from save_on_cpu: compare last bits on a CPU)"
+        )
     return f"the losses of {len(runs[0].losses)} steps, {len(runs)} ways: {found}"
 
 

@@ -7,13 +7,13 @@ import gc
 import statistics
 import threading
 import time
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from textgen.memory import MemoryPeak, resident_bytes  # next to this package
+from common.memory import MemoryPeak, resident_bytes  # next to this package
+from common.report import Report
 
 from .models import SIZES, batches, make_model
 from .ways import Way, give_memory_back, use
@@ -32,8 +32,6 @@ COUNTED = (
     "disk_forwarded_bytes",
     "stall_us",
 )
-
-Report = Callable[[int, int], None]
 
 
 @dataclass

@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from common.memory import MemoryPeak
+from common.report import Report
 
 from .measure import Clock
-from .memory import MemoryPeak
 from .models import Prompt
 from .ways import (
     CacheOptions,
-    Report,
     Size,
     Traffic,
     cache_sizes,

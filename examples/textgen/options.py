@@ -8,8 +8,16 @@ from pathlib import Path
 import torch
 
 # These modules are next to this package.
-from graphsage.arguments import device_named, positive
-from graphsage.options import DTYPES, from_zero, new_file
+from common.arguments import (
+    DTYPES,
+    add_device,
+    add_json,
+    add_seed,
+    checked_device,
+    from_zero,
+    new_file,
+    positive,
+)
 
 from .models import RANDOM, SIZES
 from .ways import CACHES, WEIGHTS
@@ -67,14 +75,9 @@ def make_parser(summary: str) -> argparse.ArgumentParser:
         default=True,
         help="run the plain model too, and compare (default: --plain); it must fit the device",
     )
-    add("--device", help="cpu or cuda (default: cuda where there is a GPU)")
-    add("--seed", type=from_zero, default=0, help="of all that is drawn (default: %(default)s)")
-    add(
-        "--json",
-        type=new_file,
-        metavar="FILE",
-        help="write all of it as JSON, to a file or - for the output",
-    )
+    add_device(parser)
+    add_seed(parser)
+    add_json(parser)
     return parser
 
 
@@ -207,14 +210,9 @@ def _share(text: str) -> float:
     return number
 
 
-def checked_device(parser: argparse.ArgumentParser, options: argparse.Namespace) -> torch.device:
+def check_options(parser: argparse.ArgumentParser, options: argparse.Namespace) -> torch.device:
     """Return the device, which is there, and refuse what it cannot do."""
-    device = device_named(parser, options.device)
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        parser.error(
-            f"argument --device: {options.device}, but torch sees {torch.cuda.device_count()} CUDA "
-            "GPUs"
-        )
+    device = checked_device(parser, options.device)
     if device.type == "cpu" and options.cache == "offloaded":
         parser.error(
             "argument --cache: offloaded: transformers' offloaded cache needs a GPU; accepted on a "
@@ -230,4 +228,4 @@ def checked_device(parser: argparse.ArgumentParser, options: argparse.Namespace)
             parser.error(f"argument --{name}: is for --weights compressed, not {options.weights}")
     if isinstance(options.disk, Path) and options.disk.exists():
         parser.error(f"argument --disk: {options.disk} exists; accepted is a new file")
-    return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
+    return device

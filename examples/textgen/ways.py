@@ -5,7 +5,6 @@ What needs transformers imports it: a script's ``--help`` does not wait for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,8 +25,6 @@ CACHES = {
     "compressed": "packed; on a GPU in host memory, new blocks appended (CompressedCache)",
     "kvcomp": "the same, quantised too: within --error, other tokens may follow (KVCompCache)",
 }
-#: Called with how much is done, and of how much.
-Report = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)

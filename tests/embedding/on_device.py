@@ -172,7 +172,7 @@ class SimulatedAccess(DeviceAccess):
     def __init__(self, kernels: Any) -> None:
         self._kernels = kernels
 
-    def kernels(self, device, *, tell=True):
+    def kernels(self, device, *, raise_errors=True):
         return self._kernels
 
     def reads_memory(self, buffer):

@@ -8,6 +8,7 @@ import os
 import pickle
 import sys
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,19 @@ def train(tmp_path: Path) -> Any:
         return status, json.loads(json_file.read_text())
 
     return train
+
+
+@pytest.fixture
+def refused(capsys: pytest.CaptureFixture[str]) -> Any:
+    """Run a script with options that it does not take; check its status and its message."""
+
+    def refused(main: Any, options: Sequence[str], message: str) -> None:
+        with pytest.raises(SystemExit) as stopped:
+            main(options)
+        assert stopped.value.code == 2
+        assert message in " ".join(capsys.readouterr().err.split())
+
+    return refused
 
 
 def made() -> dict[str, Any]:

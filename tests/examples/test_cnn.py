@@ -169,13 +169,8 @@ def test_saved_tensors_are_found_once_and_nothing_changes() -> None:
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
-def test_options_that_are_refused(
-    script: Any, options: list[str], text: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        script.main(["--device", "cpu", *options])
-    assert stopped.value.code == 2
-    assert text in capsys.readouterr().err
+def test_options_that_are_refused(script: Any, options: list[str], text: str, refused: Any) -> None:
+    refused(script.main, ["--device", "cpu", *options], text)
 
 
 def test_unknown_codec_is_refused(script: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -255,12 +255,9 @@ BAD_OPTIONS = {
 
 @pytest.mark.parametrize(("options", "message"), BAD_OPTIONS.values(), ids=BAD_OPTIONS)
 def test_options_that_are_refused(
-    script: Any, options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    script: Any, options: list[str], message: str, refused: Any
 ) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        script.main(options)
-    assert stopped.value.code == 2
-    assert message in capsys.readouterr().err
+    refused(script.main, options, message)
 
 
 def test_ways_that_need_what_is_not_installed(

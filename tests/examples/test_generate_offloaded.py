@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from common.memory import MemoryPeak
 from textgen.measure import Clock
-from textgen.memory import MemoryPeak
 from textgen.models import RANDOM, SIZES, write_random_model, written_prompt
 
 from bitslab.integrations.transformers import CompressedCache
@@ -177,13 +177,8 @@ def test_model_of_the_caller_with_a_tokenizer(
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_options_that_are_refused(
-    script: Any, options: list[str], text: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        script.main(["--device", "cpu", *options])
-    assert stopped.value.code == 2
-    assert text in capsys.readouterr().err
+def test_options_that_are_refused(script: Any, options: list[str], text: str, refused: Any) -> None:
+    refused(script.main, ["--device", "cpu", *options], text)
 
 
 def test_model_that_is_not_there(

@@ -5,12 +5,16 @@ from __future__ import annotations
 import importlib
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lm.models import BEGIN, IGNORED, MASK, MODELS, SIZES, batches, make_model, repository_text
+from lm.shown import verdict
+from lm.training import Run
 from lm.ways import WAYS
 
 from bitslab.activations.disk import DiskRates, PosixFile, tier
@@ -69,13 +73,8 @@ def test_planned_under_a_limit(script: Any, train: Any) -> None:
     assert any(note.startswith(("Plan: ", "Withdrawn, ")) for note in planned["notes"])
 
 
-def test_a_limit_that_is_no_size_is_refused(
-    script: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        script.main([*TINY, "--memory", "much"])
-    assert stopped.value.code == 2
-    assert "argument --memory: 'much'" in capsys.readouterr().err
+def test_a_limit_that_is_no_size_is_refused(script: Any, refused: Any) -> None:
+    refused(script.main, [*TINY, "--memory", "much"], "argument --memory: 'much'")
 
 
 def test_packed_and_verified(script: Any, train: Any, tmp_path: Path) -> None:
@@ -85,6 +84,37 @@ def test_packed_and_verified(script: Any, train: Any, tmp_path: Path) -> None:
     disk = report["runs"][1]
     assert disk["losses_equal_first"] is True
     assert 0 < disk["crossed_out_bytes_per_step"] < disk["moved_out_bytes_per_step"]
+
+
+def test_operators_add_in_a_fixed_order_while_ways_are_compared(
+    script: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inside: list[torch.device] = []
+    trained: list[list[torch.device]] = []
+
+    @contextmanager
+    def reproducible(device: torch.device) -> Iterator[None]:
+        inside.append(device)
+        yield
+        inside.clear()
+
+    honest = script.Trainer.train
+
+    def train(self: Any, *arguments: Any) -> Any:
+        trained.append(list(inside))
+        return honest(self, *arguments)
+
+    monkeypatch.setattr(script, "reproducible", reproducible)
+    monkeypatch.setattr(script.Trainer, "train", train)
+    assert script.main([*TINY, "--device", "cpu", "--way", "keep", "checkpoint"]) == 0
+    assert trained == [[torch.device("cpu")]] * 2 and inside == []
+
+
+def test_a_verdict_says_why_a_gpu_may_differ() -> None:
+    run = Run("keep", [1.0], [0.1], [0.1], 8, 0, {}, [])
+    assert "DIFFERENT (a GPU's operators may add in another" in verdict([run], False, "A GPU")
+    assert verdict([run], False, "cpu").endswith("1 ways: DIFFERENT")
+    assert verdict([run], True, "A GPU").endswith("equal to the last bit")
 
 
 def test_a_loss_that_differs_is_reported(
@@ -143,13 +173,8 @@ def test_batches_are_drawn_from_the_text() -> None:
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
-def test_options_that_are_refused(
-    script: Any, options: list[str], text: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        script.main(["--device", "cpu", *options])
-    assert stopped.value.code == 2
-    assert text in capsys.readouterr().err
+def test_options_that_are_refused(script: Any, options: list[str], text: str, refused: Any) -> None:
+    refused(script.main, ["--device", "cpu", *options], text)
 
 
 def test_a_folder_that_is_not_there_is_refused(

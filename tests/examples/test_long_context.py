@@ -66,13 +66,8 @@ def test_a_text_is_predicted_from_packed_tokens(
         (["--plot", "error.text"], "--plot: error.text: accepted are names in"),
     ],
 )
-def test_refused(
-    script: Any, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
-) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        script.main(arguments)
-    assert stopped.value.code == 2
-    assert message in " ".join(capsys.readouterr().err.split())
+def test_refused(script: Any, refused: Any, arguments: list[str], message: str) -> None:
+    refused(script.main, arguments, message)
 
 
 def test_a_model_that_is_missing_is_named(
@@ -238,11 +233,9 @@ def test_benchmark_finds_turning_points(benchmark: Any, monkeypatch: pytest.Monk
     ],
 )
 def test_benchmark_refuses(
-    benchmark: Any, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+    benchmark: Any, refused: Any, arguments: list[str], message: str
 ) -> None:
-    with pytest.raises(SystemExit):
-        benchmark.parsed(arguments)
-    assert message in " ".join(capsys.readouterr().err.split())
+    refused(benchmark.parsed, arguments, message)
 
 
 def test_parts_for_a_gpu_are_left_out_without_one(

@@ -14,7 +14,6 @@ import pytest
 import torch
 from graphsage import datasets
 from graphsage.modes import MODES, Column, Traffic
-from graphsage.training import drawn_seed
 
 import bitslab
 
@@ -207,12 +206,6 @@ def test_a_batch_that_gives_some_ranks_nothing(
         script.main(["--batch-size", "3", "--device", "cpu"])
     assert stopped.value.code == 2
     assert "--batch-size: 3, which is none for some of 4 ranks" in capsys.readouterr().err
-
-
-def test_seeds_are_mixed() -> None:
-    seeds = {drawn_seed(a, b, c) for a in range(5) for b in range(5) for c in range(5)}
-    assert len(seeds) == 125
-    assert all(0 <= seed < 1 << 31 for seed in seeds)
 
 
 def test_traffic_of_plain_rows_is_what_was_asked_for() -> None:

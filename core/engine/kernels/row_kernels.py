@@ -468,5 +468,5 @@ def _backend(device: torch.device) -> Any:
     if device.type == "cuda":
         from .cuda import kernels_on
 
-        return kernels_on(device, tell=False)
+        return kernels_on(device, raise_errors=False)
     raise ArgumentTypeError(f"device: {device}, accepted are cpu and cuda")

@@ -182,7 +182,7 @@ class DeviceTileKernels(TileKernels):
         from .cuda import kernels_on
 
         super().__init__(tables)
-        self._kernels = kernels_on(self.device, tell=False)
+        self._kernels = kernels_on(self.device, raise_errors=False)
 
     def measure(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """See `kernels.cpu.measure_tiles`."""

@@ -9,17 +9,16 @@ import pytest
 from tests.forked import run_forked
 
 BEGIN = """
-import os, pathlib, signal, sys, time
+import os, sys
 import torch
 from torch import nn
 import bitslab
-from bitslab.activations.disk import DiskRates, tier
+from bitslab.activations.disk import tier
 from bitslab.errors import BitslabError
+from tests.activations.disk.processes import RATES, UNNOTICED, check_in_child, ended, files, in_use
 
-torch.set_num_threads(1)  # the team of OpenMP does not live on in a forked child
 folder = sys.argv[1]
-rates = DiskRates(1 << 20, 2, 2, 1e9, 1e9, 1e9, 1e9, direct=True)
-tier.disk_rates = lambda folder: rates
+tier.disk_rates = lambda folder: RATES
 
 def make():
     torch.manual_seed(3)
@@ -38,15 +37,6 @@ def attach(model):
 
 def same(a, b):
     return len(a) == len(b) and all(map(torch.equal, a, b))
-
-def files():
-    links = []
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            links.append(os.readlink(f"/proc/self/fd/{name}"))
-        except OSError:
-            pass
-    return [link for link in links if link.startswith(os.path.realpath(folder) + "/")]
 """
 
 #: Each way to end runs in a child of its own, which trains until it ends.
@@ -54,58 +44,29 @@ ENDS = (
     BEGIN
     + """
 named = sys.argv[2] == "named"
-unlink = os.unlink
 if named:  # as on a file system where a file in use must have a name
     del os.O_TMPFILE
 
-    def busy(path, *more, **named):
-        if pathlib.Path(path).parent == pathlib.Path(folder):
-            raise OSError(16, "is in use")
-        unlink(path, *more, **named)
+def begin():
+    model, x = make()
+    if named:
+        with in_use(folder):
+            attach(model)
+    else:
+        attach(model)
+    step(model, x)
+    assert len(files(folder)) == 1
+    loss = model(x).sum()
 
-def run(end):
-    ready, write = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        os.close(ready)
-        sys.stderr = open(os.devnull, "w")
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # it may have been ignored
-        model, x = make()
-        if named:
-            os.unlink = busy
-        offload = attach(model)
-        os.unlink = unlink
+    def work():
         step(model, x)
-        assert len(files()) == 1
-        loss = model(x).sum()
-        os.write(write, b"1")
-        if end == "exception":
-            raise RuntimeError("in the middle of a step")
-        if end == "exit":
-            sys.exit(0)
-        until = time.monotonic() + 60
-        while time.monotonic() < until:
-            step(model, x)
-        os._exit(77)
-    os.close(write)
-    assert os.read(ready, 1) == b"1", end
-    os.close(ready)
-    number = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "interrupt": signal.SIGINT}.get(end)
-    if number is not None:
-        time.sleep(0.05)
-        os.kill(pid, number)
-    _, status = os.waitpid(pid, 0)
-    if end in ("kill", "term"):
-        assert os.WIFSIGNALED(status), (end, status)
-    assert not os.WIFEXITED(status) or os.WEXITSTATUS(status) != 77, end
+        return loss  # whose graph is alive
 
-parent = os.getpid()
-for end in ("kill", "term", "interrupt", "exception", "exit"):
-    run(end)
-    if os.getpid() != parent:
-        os._exit(0)
+    return work
+
+for end in ended(begin):
     left = os.listdir(folder)
-    if named and end in ("kill", "term"):
+    if named and end in UNNOTICED:
         assert len(left) == 1, (end, left)  # nobody was there to remove it
         model, x = make()
         right = step(model, x)
@@ -133,38 +94,29 @@ right = step(model, x)
 offload = attach(model)
 assert same(step(model, x), right)
 loss = model(x).square().sum()
-assert len(files()) == 1
-pid = os.fork()
-if pid == 0:
-    status = 1
+assert len(files(folder)) == 1
+
+def check():
+    assert files(folder) == []  # or the space would be kept when the parent has ended
     try:
-        assert files() == [], files()  # or the space would be kept when the parent has ended
-        try:
-            loss.backward()
-        except BitslabError as error:
-            assert f"saved by process {os.getppid()}" in str(error), error
-        else:
-            raise AssertionError("a graph of the parent")
-        for _ in range(2):
-            assert same(step(model, x), right)
-        assert len(files()) == 1
-        offload.close()
-        assert files() == []
-        status = 0
-    finally:
-        if status:
-            import traceback
-            traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(status)
-_, status = os.waitpid(pid, 0)
-assert status == 0
+        loss.backward()
+    except BitslabError as error:
+        assert f"saved by process {os.getppid()}" in str(error), error
+    else:
+        raise AssertionError("a graph of the parent")
+    for _ in range(2):
+        assert same(step(model, x), right)
+    assert len(files(folder)) == 1
+    offload.close()
+    assert files(folder) == []
+
+check_in_child(check)
 model.zero_grad()
 loss.backward()
 assert same([p.grad for p in model.parameters()], right)
 del loss
 offload.close()
-assert files() == []
+assert files(folder) == []
 print("done")
 """
 )
@@ -184,7 +136,7 @@ class Rows(torch.utils.data.Dataset):
         return 6
 
     def __getitem__(self, i):
-        assert files() == [], "a worker holds the file"
+        assert files(folder) == [], "a worker holds the file"
         return torch.randn(32, 64, generator=torch.Generator().manual_seed(i))
 
 def train(model):
@@ -201,7 +153,7 @@ right = train(model)
 offload = attach(model)
 for _ in range(2):
     assert same(train(model), right)
-assert len(files()) == 1
+assert len(files(folder)) == 1
 offload.close()
 print("done")
 """

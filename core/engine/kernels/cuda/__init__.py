@@ -177,22 +177,30 @@ def _runner(device: torch.device) -> CupyRunner:
         return _runners[index]
 
 
-def kernels_on(device: torch.device, *, tell: bool = True) -> CudaKernels:
+def kernels_on(device: torch.device, *, raise_errors: bool = True) -> CudaKernels:
     """Return the kernels of a GPU.
 
     Parameters
     ----------
     device : torch.device
         The GPU.
-    tell : bool
-        Whether to raise the error of an earlier call there, if one is known.
+    raise_errors : bool
+        Whether to raise the error that an earlier call on the GPU met, if it is known by now. If
+        not, it waits for the next call that does.
+
+    Raises
+    ------
+    BitslabError
+        When torch sees no GPU.
+    IndexRangeError, ArgumentError, CorruptedDataError
+        Of an earlier call; see `raise_pending_errors`.
     """
     runner = None if device.index is None else _runners.get(device.index)
     if runner is None:
         if not torch.cuda.is_available():
             raise BitslabError(f"device: {device}, but torch sees no CUDA GPU")
         runner = _runner(device)
-    if tell:
+    if raise_errors:
         runner.raise_pending()
     return runner.kernels
 

@@ -1,0 +1,1 @@
+"""Modules that several examples share: options and their checks, output, seeds, memory."""
