@@ -96,6 +96,21 @@ def packed_fields(values: Array, least: int, width: int) -> Array:
     return out
 
 
+def unpacked_fields(data: Array, count: int, width: int, dtype: Any = np.uint32) -> Array:
+    """Return the fields ``[count]`` of `width` bits, at most 32, that bytes consist of."""
+    words = _aligned_words(data)
+    out = np.zeros(count, dtype)
+    kernel = code_streams().read_fields
+    if width:
+        run_ranges(lambda b, e: call(kernel, words, width, out, b, e), count, out.itemsize)
+    return out
+
+
+def _aligned_words(data: Array) -> Array:
+    # A body begins anywhere in a message.
+    return (data if data.ctypes.data % 4 == 0 else data.copy()).view(np.uint32)
+
+
 def reversed_bits(codes: Array, lengths: Array | np.uint32) -> Array:
     """Return codes, uint32 ``[n]``, with their first bit lowest."""
     found = np.zeros_like(codes)
@@ -131,10 +146,7 @@ class Reader:
         CorruptedDataError
             When there are fewer; so do all that follow.
         """
-        found = self.bytes(4 * count)
-        # A body begins anywhere in a message.
-        aligned = found if found.ctypes.data % 4 == 0 else found.copy()
-        return aligned.view(np.uint32)
+        return _aligned_words(self.bytes(4 * count))
 
     def bytes(self, count: int) -> Array:
         """Return the next bytes, uint8, and leave out those up to the next word."""
@@ -151,12 +163,7 @@ class Reader:
 
     def fields(self, count: int, width: int, dtype: Any = np.uint16) -> Array:
         """Return the next fields ``[count]`` of `width` bits."""
-        words = self.words(field_words(count, width))
-        out = np.zeros(count, dtype)
-        kernel = code_streams().read_fields
-        if width:
-            run_ranges(lambda b, e: call(kernel, words, width, out, b, e), count, out.itemsize)
-        return out
+        return unpacked_fields(self.bytes(4 * field_words(count, width)), count, width, dtype)
 
     def stream(self, count: int, symbols: int) -> Array:
         """Return the symbols, uint16 ``[count]``, of a book and a stream."""
