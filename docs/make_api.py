@@ -27,6 +27,7 @@ SYSTEMS = (
     "kvcache",
     "activations",
     "activations.disk",
+    "distributed",
 )
 ENGINE = ("codecs", "memory", "transfer", "advisor", "advisor.planning", "files", "kernels")
 #: numpydoc's sections whose entries are ``name : type`` with an indented text.

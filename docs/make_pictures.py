@@ -340,7 +340,15 @@ CHARTS: dict[str, Callable[[], Chart]] = {
 #: The rings and what is in them; tests/test_docs.py compares them with the folders.
 RINGS = {
     "engine": ("kernels", "memory", "codecs", "transfer", "advisor", "files"),
-    "systems": ("tables", "tensors", "embedding", "offload", "kvcache", "activations"),
+    "systems": (
+        "tables",
+        "tensors",
+        "embedding",
+        "offload",
+        "kvcache",
+        "activations",
+        "distributed",
+    ),
     "integrations": tuple("dgl pyg embedding torchrec transformers accelerate autograd".split()),
 }
 

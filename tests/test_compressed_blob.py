@@ -16,7 +16,7 @@ from bitslab import cli
 from bitslab.engine.codecs import BlobCodec, ZvcCodec
 from tests.helpers import same_bits
 
-LOSSLESS = ["csr", "ibp-blob", "lz4", "rle", "zvc", "zvc+ibp"]
+LOSSLESS = ["csr", "ibp-blob", "lz4", "rle", "vlz", "zvc", "zvc+ibp"]
 
 
 def activation() -> torch.Tensor:

@@ -184,6 +184,7 @@ def test_every_framework_has_examples() -> None:
         "docs/command.md",
         "docs/compress.md",
         "docs/dgl.md",
+        "docs/distributed.md",
         "docs/embeddings.md",
         "docs/extending.md",
         "docs/pyg.md",

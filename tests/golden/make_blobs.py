@@ -19,11 +19,13 @@ import torch
 
 from bitslab.engine.codecs import (
     BlobCodec,
+    BoundedVectorCodec,
     ChainCodec,
     CsrCodec,
     InvariantBlobCodec,
     Lz4Codec,
     RleCodec,
+    VectorLzCodec,
     ZfpCodec,
     ZvcCodec,
 )
@@ -38,6 +40,17 @@ def sparse(dtype: torch.dtype, n: int, every: int = 1) -> torch.Tensor:
     t[torch.arange(n) % every > 0] = 0
     t[1], t[4], t[n - 1] = -0.0, float("nan"), float("inf")
     return t.to(dtype)
+
+
+def repeated(dtype: torch.dtype, distinct: int, n: int, row: int) -> torch.Tensor:
+    """Rows of which many are equal; one has a NaN, one an infinity."""
+    generator = torch.Generator().manual_seed(n)
+    rows = torch.randn(distinct, row, generator=generator)
+    if dtype.is_floating_point:
+        rows[1, 1], rows[2, 0] = float("nan"), float("inf")
+    else:
+        rows *= 1000
+    return rows.to(dtype)[torch.arange(n) ** 2 % distinct]
 
 
 def bools(n: int) -> torch.Tensor:
@@ -82,6 +95,16 @@ CASES: dict[str, Callable[[], tuple[BlobCodec, torch.Tensor]]] = {
     "zfp1-float16": lambda: (ZfpCodec(33), sparse(torch.float16, 301)),
     "zfp1-bfloat16": lambda: (ZfpCodec(24), torch.arange(50).sin().bfloat16()),
     "zfp1-raw": lambda: (ZfpCodec(64), sparse(torch.bfloat16, 40)),
+    "vlz1-raw": lambda: (VectorLzCodec(), torch.arange(6).byte()),
+    "vlz1-index": lambda: (VectorLzCodec(), repeated(torch.float32, 40, 30, 8)),
+    "vlz1-window": lambda: (VectorLzCodec(32), repeated(torch.bfloat16, 9, 60, 8)),
+    "vlz1-coded": lambda: (VectorLzCodec(), repeated(torch.int64, 3, 200, 4)),
+    "vlzq1-huffman": lambda: (BoundedVectorCodec(0.25), repeated(torch.float32, 20, 150, 64)),
+    "vlzq1-fixed": lambda: (BoundedVectorCodec(1e-3), repeated(torch.float16, 30, 40, 8)),
+    "vlzq1-relative": lambda: (
+        BoundedVectorCodec(0.05, relative=True, window=64),
+        repeated(torch.bfloat16, 30, 70, 16),
+    ),
     "zvc1-scalar": lambda: (ZvcCodec(), torch.tensor(2.5)),
 }
 

@@ -21,6 +21,7 @@ from .registry import (
 )
 from .rle import RleCodec
 from .sparsity import count_zeros
+from .vectors import BoundedVectorCodec, VectorLzCodec
 from .words import WordRowCodec
 from .zfp import ZfpCodec
 from .zvc import ZvcCodec
@@ -28,6 +29,7 @@ from .zvc import ZvcCodec
 __all__ = [
     "Blob",
     "BlobCodec",
+    "BoundedVectorCodec",
     "ChainCodec",
     "CsrCodec",
     "HostRowKernels",
@@ -41,6 +43,7 @@ __all__ = [
     "RowCodec",
     "RowKernels",
     "TileCodec",
+    "VectorLzCodec",
     "WordRowCodec",
     "ZfpCodec",
     "ZvcCodec",

@@ -1,10 +1,10 @@
 """Codec names and their classes.
 
 Built in are, of rows, ``"ibp"``, ``"raw"`` and, lossy, ``"tiles"``; of whole tensors ``"csr"``,
-``"ibp-blob"``, ``"lz4"``, ``"rle"``, ``"zvc"``, ``"zvc+ibp"`` and, lossy, ``"zfp"``. A
-package adds its own by the entry point group ``bitslab.codecs``, where the name of the entry point
-is the name of the codec; a program adds one by `register_codec`. A name means the same bytes for
-ever, so none can be given another class.
+``"ibp-blob"``, ``"lz4"``, ``"rle"``, ``"vlz"``, ``"zvc"``, ``"zvc+ibp"`` and, lossy,
+``"vlzq"`` and ``"zfp"``. A package adds its own by the entry point group
+``bitslab.codecs``, where the name of the entry point is the name of the codec; a program adds one
+by `register_codec`. A name means the same bytes for ever, so none can be given another class.
 
 Every codec serves `bitslab.compress`, files and the command. Those of rows that have kernels (see
 `WordRowCodec`) serve tables, their caches and embeddings too, which refuse others by name.
@@ -30,6 +30,7 @@ from .packed_blob import InvariantBlobCodec
 from .quantized import TileCodec
 from .raw import RawCodec
 from .rle import RleCodec
+from .vectors import BoundedVectorCodec, VectorLzCodec
 from .zfp import ZfpCodec
 from .zvc import ZvcCodec
 
@@ -49,6 +50,8 @@ _BUILT_IN: tuple[AnyCodecClass, ...] = (
     RleCodec,
     ZfpCodec,
     Lz4Codec,
+    VectorLzCodec,
+    BoundedVectorCodec,
 )
 _classes: dict[str, AnyCodecClass] = {c.name: c for c in _BUILT_IN}
 

@@ -27,11 +27,13 @@ import bitslab.engine.codecs
 from bitslab.engine.codecs import (
     Blob,
     BlobCodec,
+    BoundedVectorCodec,
     ChainCodec,
     CsrCodec,
     InvariantBlobCodec,
     Lz4Codec,
     RleCodec,
+    VectorLzCodec,
     ZfpCodec,
     ZvcCodec,
 )
@@ -76,6 +78,12 @@ CASES: dict[str, Case] = {
         ZfpCodec,
         {"block_bits": 48},
         (torch.float32, torch.float64, torch.float16, torch.bfloat16),
+    ),
+    "vlz": Case(VectorLzCodec),
+    "vlzq": Case(
+        BoundedVectorCodec,
+        {"error_bound": 0.01},
+        (torch.float32, torch.float16, torch.bfloat16),
     ),
 }
 

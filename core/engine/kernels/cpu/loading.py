@@ -123,3 +123,21 @@ def merging() -> Any:
     from . import package_merge
 
     return package_merge
+
+
+@functools.cache
+def equal_rows() -> Any:
+    """Load the functions of rows of which equal ones are kept once."""
+    load_optional("numba", extra=None, purpose="packing rows on the CPU")
+    from . import vectors
+
+    return vectors
+
+
+@functools.cache
+def code_streams() -> Any:
+    """Load the functions of fields and streams of codes."""
+    load_optional("numba", extra=None, purpose="packing rows on the CPU")
+    from . import code_streams
+
+    return code_streams

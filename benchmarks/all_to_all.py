@@ -1,0 +1,187 @@
+"""How small the messages of an all-to-all become, and how fast they are made.
+
+python benchmarks/all_to_all.py                 # sizes and rates on this machine's processors
+python benchmarks/all_to_all.py --only ratio    # sizes alone
+
+Data is looked for in the folder $BITSLAB_DATA, or shared/data next to the repo, below recsys/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import zstandard
+from codec_ratio import find
+from timing import print_tables
+
+from bitslab.engine.codecs import BlobCodec, BoundedVectorCodec, VectorLzCodec
+from bitslab.engine.codecs.blob import HEADER_BYTES
+
+DESTINATIONS = (1, 8, 32)
+#: Bytes of the descriptor of a message.
+DESCRIPTOR_BYTES = 24
+RELATIVE = 0.03
+WINDOWS = (32, 64, 128, 255, None)
+#: By payload: the least ratios within a bound, and of every bit, to 1, 8 and 32 destinations.
+TARGETS = {
+    "EMB_1": ((35, 22, 17.5), (2.4, 1.5, 1.25)),
+    "EMB_8": ((260, 110, 42), (90, 19, 6.5)),
+    "EMB_5": ((1200, 400, 110), (600, 115, 30)),
+    "ML-1M users": ((21, 11, 9.3), None),
+    "ML-1M items": ((22, 12.5, 11), None),
+}
+EMB = {"EMB_1": "EMB_1_iter_20.bin", "EMB_8": "EMB_8_iter_20.bin.TB", "EMB_5": "EMB_5_iter_20.bin"}
+#: Rates of two cores, MB/s of float32: encode, decode.
+RATES = {"EMB_1, tiled": (700, 1200), "normal, no repeats": (200, 250)}
+
+Table = list[dict[str, Any]]
+
+
+def payloads() -> dict[str, torch.Tensor]:
+    """Return the rows that a rank looks up in a step, float32 [2048, dim]."""
+    found = {
+        name: torch.from_numpy(np.fromfile(find("recsys", file), np.float32).reshape(2048, 64))
+        for name, file in EMB.items()
+    }
+    events = np.loadtxt(find("recsys", "ml-100k-u.data"), dtype=np.int64)[:2048]
+    for column, kind in enumerate(("user", "item")):
+        name = f"ml-1m_MLP_64-32-16-8__{kind}_embedding_{kind}_embedding_W.npy"
+        rows = np.load(find("recsys", name)).astype(np.float32)[events[:, column]]
+        found[f"ML-1M {kind}s"] = torch.from_numpy(rows)
+    return found
+
+
+def message_bytes(codec: BlobCodec, rows: torch.Tensor, destinations: int) -> int:
+    """Return the bytes of messages to so many destinations, without their descriptors."""
+    found = 0
+    for part in rows.chunk(destinations):
+        blob = codec.encode(part)
+        decoded = codec.decode(blob)
+        errors = (decoded.double() - part.double()).abs()
+        assert bool((errors <= codec.bounds(part)).all())
+        found += min(blob.nbytes - HEADER_BYTES, part.nbytes)
+    return found
+
+
+def zstd_bytes(rows: torch.Tensor, destinations: int) -> int:
+    packer = zstandard.ZstdCompressor(level=3)
+    return sum(len(packer.compress(p.numpy().tobytes())) for p in rows.chunk(destinations))
+
+
+def verdict(ratio: float, least: float | None) -> str:
+    return "" if least is None else f">= {least}x: {'ok' if ratio >= least else 'missed'}"
+
+
+def ratio() -> dict[str, Table]:
+    """Return sizes: within a bound and of every bit, and by window."""
+    bounded: Table = []
+    exact: Table = []
+    windows: Table = []
+    for name, rows in payloads().items():
+        bound = RELATIVE * float(rows.max() - rows.min())
+        least_bounded, least_exact = TARGETS[name]
+        for i, n in enumerate(DESTINATIONS):
+            plain = message_bytes(BoundedVectorCodec(bound, references=False), rows, n)
+            near = message_bytes(BoundedVectorCodec(bound, window=255), rows, n)
+            best = message_bytes(BoundedVectorCodec(bound), rows, n)
+            descriptors = DESCRIPTOR_BYTES * n
+            bounded.append(
+                {
+                    "payload": name,
+                    "destinations": n,
+                    "no references": rows.nbytes / plain,
+                    "window 255": rows.nbytes / near,
+                    "ratio": rows.nbytes / best,
+                    "with descriptors": rows.nbytes / (best + descriptors),
+                    "target": verdict(rows.nbytes / (best + descriptors), least_bounded[i]),
+                }
+            )
+            size = message_bytes(VectorLzCodec(), rows, n)
+            exact.append(
+                {
+                    "payload": name,
+                    "destinations": n,
+                    "zstd -3": rows.nbytes / zstd_bytes(rows, n),
+                    "ratio": rows.nbytes / size,
+                    "with descriptors": rows.nbytes / (size + descriptors),
+                    "target": verdict(
+                        rows.nbytes / (size + descriptors),
+                        None if least_exact is None else least_exact[i],
+                    ),
+                }
+            )
+        sizes = [message_bytes(BoundedVectorCodec(bound, window=w), rows, 1) for w in WINDOWS]
+        labels = [str(w) if w else "unlimited" for w in WINDOWS]
+        windows.append(
+            {"payload": name}
+            | {label: rows.nbytes / size for label, size in zip(labels, sizes, strict=True)}
+        )
+    return {
+        f"Within {RELATIVE} of the range": bounded,
+        "Every bit": exact,
+        "By window, one destination": windows,
+    }
+
+
+def best_s(work: Callable[[], Any], repeats: int = 15) -> float:
+    """Return the least seconds of several calls."""
+    found = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        work()
+        found.append(time.perf_counter() - started)
+    return min(found)
+
+
+def cpu() -> dict[str, Table]:
+    """Return rates of encoding and decoding 16 MB."""
+    given = {
+        "EMB_1, tiled": payloads()["EMB_1"].repeat(32, 1),
+        "normal, no repeats": torch.randn(65536, 64, generator=torch.Generator().manual_seed(1)),
+    }
+    table: Table = []
+    for name, rows in given.items():
+        bound = RELATIVE * float(rows.max() - rows.min())
+        for codec in (BoundedVectorCodec(bound), VectorLzCodec()):
+            blob = codec.encode(rows)
+            out = torch.empty_like(rows)
+            encode = rows.nbytes / 1e6 / best_s(partial(codec.encode, rows))
+            decode = rows.nbytes / 1e6 / best_s(partial(codec.decode, blob, out))
+            line = {
+                "rows": name,
+                "codec": codec.name,
+                "ratio": blob.raw_nbytes / blob.nbytes,
+                "encode MB/s": encode,
+                "decode MB/s": decode,
+                "target": "",
+            }
+            if codec.error_bound is not None:
+                least_encode, least_decode = RATES[name]
+                ok = encode >= least_encode and decode >= least_decode
+                line["target"] = f">= {least_encode}, {least_decode}: {'ok' if ok else 'missed'}"
+            table.append(line)
+    return {f"Rates of {torch.get_num_threads()} threads": table}
+
+
+PARTS: dict[str, Callable[[], dict[str, Table]]] = {"ratio": ratio, "cpu": cpu}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="+", choices=tuple(PARTS), default=tuple(PARTS))
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    parser.add_argument("--out", type=Path, help="file to write to as well")
+    options = parser.parse_args()
+    tables = {k: v for name in options.only for k, v in PARTS[name]().items()}
+    print_tables(tables, options.json, options.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,34 @@
+"""Collectives whose messages are compressed, of every bit or within an error bound.
+
+`all_to_all_single` takes the place of torch's. `CompressedAllToAll` is the same with gradients, a
+bound that changes over the iterations, and sums of gradients by row. Both compress tensors on the
+CPU that cross by gloo; tensors on a GPU go to torch's own collective.
+"""
+
+from .autograd import CompressedAllToAll
+from .bounds import (
+    ErrorBound,
+    bound_classes,
+    constant,
+    drop,
+    homogenisation_index,
+    linear,
+    logarithmic,
+    stepwise,
+)
+from .collective import all_to_all_single
+from .exchange import ExchangeError
+
+__all__ = [
+    "CompressedAllToAll",
+    "ErrorBound",
+    "ExchangeError",
+    "all_to_all_single",
+    "bound_classes",
+    "constant",
+    "drop",
+    "homogenisation_index",
+    "linear",
+    "logarithmic",
+    "stepwise",
+]

@@ -1,0 +1,220 @@
+"""Error bounds of messages: how they change over the iterations, and which table gets which.
+
+Sections III-C 1 and III-C 2 of the SC'24 paper on the all-to-all of recommenders.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..engine.codecs import BoundedVectorCodec, check_tensor_argument
+from ..engine.codecs.vectors import finite_range
+from ..errors import ArgumentError, ArgumentTypeError
+
+#: From an iteration, counted from 0, to what the bound is multiplied by.
+Schedule = Callable[[int], float]
+
+_KINDS = ("relative", "absolute")
+
+
+def constant() -> Schedule:
+    """Return the schedule that leaves a bound as it is."""
+    return lambda iteration: 1.0
+
+
+def linear(iterations: int, start: float = 2.0) -> Schedule:
+    """Return the schedule that falls from `start` to 1 in a straight line, and remains there."""
+    return _decay(iterations, start, lambda share: share)
+
+
+def logarithmic(iterations: int, start: float = 2.0) -> Schedule:
+    """Return the schedule that falls from `start` to 1 fast at first, then slowly."""
+    span = math.log1p(iterations) if _checked(iterations, start) else 0.0
+    return _decay(iterations, start, lambda share: math.log1p(share * iterations) / span)
+
+
+def stepwise(iterations: int, start: float = 2.0, steps: int = 10) -> Schedule:
+    """Return the schedule that falls from `start` to 1 in so many equal steps."""
+    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
+        raise ArgumentError(f"steps: {steps!r:.60}, accepted are integers from 1")
+    return _decay(iterations, start, lambda share: math.floor(share * steps) / steps)
+
+
+def drop(iterations: int, start: float = 2.0) -> Schedule:
+    """Return the schedule that falls from `start` to 1 at once, at the end of the first phase."""
+    return _decay(iterations, start, lambda share: 0.0)
+
+
+def _decay(iterations: int, start: float, progress: Callable[[float], float]) -> Schedule:
+    _checked(iterations, start)
+
+    def factor(iteration: int) -> float:
+        if iteration >= iterations:
+            return 1.0
+        return start - (start - 1) * progress(iteration / iterations)
+
+    return factor
+
+
+def _checked(iterations: int, start: float) -> bool:
+    if not isinstance(iterations, int) or isinstance(iterations, bool) or iterations < 1:
+        raise ArgumentError(f"iterations: {iterations!r:.60}, accepted are integers from 1")
+    if not isinstance(start, (int, float)) or not 0 < start < math.inf:
+        raise ArgumentError(f"start: {start!r:.60}, accepted are positive finite numbers")
+    return True
+
+
+@dataclass(frozen=True)
+class ErrorBound:
+    """How far a delivered element may be from the one that was sent.
+
+    Parameters
+    ----------
+    value : float
+        Positive and finite.
+    kind : str
+        ``"relative"``: a share of the largest less the least finite value of the tensor that a rank
+        sends, as the paper's published code has it; ``"absolute"``: in the units of the elements.
+    schedule : callable, optional
+        From the iteration, counted from 0, to what `value` is multiplied by: `linear`, `stepwise`
+        and so on, or one of your own. Left out: 1.
+
+    Raises
+    ------
+    ArgumentError, ArgumentTypeError
+        When a value is not as above.
+    """
+
+    value: float
+    kind: str = "relative"
+    schedule: Schedule | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse values that are no bound."""
+        BoundedVectorCodec(self.value)  # the same numbers are accepted, with the same message
+        if self.kind not in _KINDS:
+            raise ArgumentError(f"kind: {self.kind!r:.60}, accepted are {', '.join(_KINDS)}")
+        if self.schedule is not None and not callable(self.schedule):
+            raise ArgumentTypeError(f"schedule: expected a callable, got {self.schedule!r:.60}")
+
+    def at(self, iteration: int) -> float:
+        """Return the value of an iteration.
+
+        Raises
+        ------
+        ArgumentError
+            When the schedule gives no positive finite number.
+        """
+        factor = 1.0 if self.schedule is None else float(self.schedule(iteration))
+        if not 0 < factor < math.inf:
+            raise ArgumentError(
+                f"schedule: {factor} for iteration {iteration}, expected positive finite numbers"
+            )
+        return self.value * factor
+
+    def absolute(self, t: torch.Tensor, iteration: int = 0) -> float:
+        """Return the bound of a tensor in the units of its elements.
+
+        Parameters
+        ----------
+        t : torch.Tensor
+            float32, float16 or bfloat16, on the CPU.
+        iteration : int
+            For the schedule.
+
+        Returns
+        -------
+        float
+            0 where the finite elements are all equal, or there are none: every bit is kept.
+        """
+        value = self.at(iteration)
+        if self.kind == "absolute":
+            return value
+        least, largest = finite_range(t)
+        return value * (largest - least) if largest > least else 0.0
+
+
+def checked_bound(error_bound: float | ErrorBound | None) -> ErrorBound | None:
+    """Return a bound that was given as a number, a share of the range, as an `ErrorBound`."""
+    if error_bound is None or isinstance(error_bound, ErrorBound):
+        return error_bound
+    return ErrorBound(error_bound)
+
+
+def homogenisation_index(rows: torch.Tensor, bound: float) -> float:
+    """Return the share of distinct rows that quantising makes equal to others (equation 1).
+
+    Parameters
+    ----------
+    rows : torch.Tensor
+        ``[N, ...]``, float32, float16 or bfloat16, on the CPU: a sample of a table's lookups.
+    bound : float
+        In the units of the elements.
+
+    Returns
+    -------
+    float
+        ``(distinct rows - distinct quantised rows) / distinct rows``, from 0; 0 of no rows. (Tables
+        III and IV of the paper print 1 less this.)
+    """
+    check_tensor_argument("rows", rows)
+    codec = BoundedVectorCodec(bound)
+    if not codec.takes(rows.dtype) or rows.dim() < 2:
+        raise ArgumentTypeError(
+            f"rows: {list(rows.shape)} {rows.dtype}, expected [N, ...] of float32, float16 or "
+            "bfloat16"
+        )
+    if not rows.numel():
+        return 0.0
+    flat = rows.detach().flatten(1)
+    distinct = len(torch.unique(flat, dim=0))
+    quantised = len(torch.unique(codec.decode(codec.encode(flat)), dim=0))
+    return max(0.0, (distinct - quantised) / distinct)
+
+
+def bound_classes(
+    indices: Mapping[str, float],
+    value: float,
+    *,
+    thresholds: Sequence[float],
+    alpha: float = 5 / 3,
+    beta: float = 3.0,
+) -> dict[str, ErrorBound]:
+    """Return a relative bound for each table by its homogenisation index.
+
+    A table whose rows merge little gets a larger bound, one whose rows merge much a smaller one, as
+    the text of section III-C 2 says (algorithm 1 as printed never gives the larger one).
+
+    Parameters
+    ----------
+    indices : mapping of str to float
+        By table, what `homogenisation_index` returned.
+    value : float
+        The bound of tables between: of others ``value * alpha`` and ``value / beta``. With 0.03 the
+        defaults give the paper's 0.05, 0.03 and 0.01.
+    thresholds : sequence of two floats
+        Indices up to the first get the larger bound, those from the second on the smaller one.
+    alpha, beta : float
+        From 1.
+
+    Raises
+    ------
+    ArgumentError
+        When thresholds fall, or a factor is below 1.
+    """
+    if len(thresholds) != 2 or not thresholds[0] < thresholds[1]:
+        raise ArgumentError(f"thresholds: {thresholds!r:.60}, expected two numbers that rise")
+    for name, factor in (("alpha", alpha), ("beta", beta)):
+        if not 1 <= factor < math.inf:
+            raise ArgumentError(f"{name}: {factor}, accepted are finite numbers from 1")
+    low, high = thresholds
+    return {
+        name: ErrorBound(
+            value * alpha if index <= low else value / beta if index >= high else value
+        )
+        for name, index in indices.items()
+    }

@@ -1,0 +1,273 @@
+"""The all-to-all with torch's arguments."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..dtypes import dense, dtype_name
+from ..engine.codecs import check_tensor_argument
+from ..engine.codecs.base import share_memory
+from ..engine.kernels.vector_format import KINDS
+from ..engine.transfer import ThreadLane, ThreadTask
+from ..errors import ArgumentError, ArgumentTypeError
+from .bounds import ErrorBound, checked_bound
+from .exchange import Counters, Exchange
+from .messages import Array, Repeats
+from .wire import DTYPES, MOST_BYTES, MOST_ELEMENTS, MOST_ROWS
+
+#: What `codec` accepts.
+CODECS = ("auto", "raw")
+
+
+@dataclass(frozen=True)
+class Helper:
+    """A communicator of a group that only its thread uses.
+
+    Parameters
+    ----------
+    group : ProcessGroup
+        The same ranks as the group that it serves.
+    lane : ThreadLane
+        One thread: exchanges run in the order in which they were asked for.
+    """
+
+    group: dist.ProcessGroup
+    lane: ThreadLane
+
+
+_helpers: dict[dist.ProcessGroup, Helper] = {}
+
+
+class ExchangeWork:
+    """What an asynchronous all-to-all returns, as torch's `Work`."""
+
+    def __init__(self, task: ThreadTask[Any]) -> None:
+        self._task = task
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait until the output is written; return True.
+
+        Parameters
+        ----------
+        timeout : timedelta, optional
+            At most so long.
+
+        Raises
+        ------
+        ExchangeError, CorruptedDataError
+            Of the exchange; the output is as it was.
+        TimeoutError
+            When it takes longer; the exchange goes on.
+        """
+        self._task.result(None if timeout is None else timeout.total_seconds())
+        return True
+
+    def is_completed(self) -> bool:
+        """Return whether the exchange ended, well or not."""
+        return self._task.done()
+
+
+def all_to_all_single(
+    output: torch.Tensor,
+    input: torch.Tensor,
+    output_split_sizes: Sequence[int] | None = None,
+    input_split_sizes: Sequence[int] | None = None,
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+    *,
+    codec: str = "auto",
+    error_bound: float | ErrorBound | None = None,
+    row_shape: Sequence[int] | None = None,
+) -> Any:
+    """Split a tensor, send the parts to the ranks of a group, and join what they sent.
+
+    As `torch.distributed.all_to_all_single`, with smaller messages: rows that repeat within a part
+    cross once, and the others in fewer bits. Every rank calls it with the same row shape and dtype;
+    bounds may differ. Tensors on a GPU are given to torch's own collective, which delivers every
+    bit. Rows that a rank sends to itself are copied.
+
+    Parameters
+    ----------
+    output, input : torch.Tensor
+        Dense, contiguous output; both on the CPU, where the group has gloo, of one dtype.
+    output_split_sizes, input_split_sizes : sequence of int, optional
+        Sizes along the first dimension for each rank; equal ones when left out.
+    group : ProcessGroup, optional
+        All ranks when left out.
+    async_op : bool
+        Whether to return at once. Asynchronous exchanges of a group run in the order of the calls,
+        in a thread with a communicator of its own, which all ranks of the group make in their first
+        such call. Neither tensor is to be used until `wait` returned.
+    codec : str
+        ``"auto"``: each part in the fewest bytes that references, Huffman codes, fixed fields or
+        raw rows take; ``"raw"``: torch's own collective, which takes no bound.
+    error_bound : float or ErrorBound, optional
+        How far an element may be from the one that was sent, a number as a share of the largest
+        less the least finite value of `input`; every bit is kept when left out.
+    row_shape : sequence of int, optional
+        Of a tensor of one dimension: elements of a row, by which it is cut; 1 when left out. Of
+        others a row is what stands at one index of the first dimension.
+
+    Returns
+    -------
+    ExchangeWork or None
+        With `async_op` an object with `wait`; of tensors on a GPU torch's own.
+
+    Raises
+    ------
+    ArgumentError, ArgumentTypeError
+        When an argument is not as above, before anything is sent.
+    ExchangeError
+        When a rank fails or ranks disagree; nothing is written to `output`.
+    CorruptedDataError
+        When a message is damaged; nothing is written to `output`.
+
+    References
+    ----------
+    Sections III-D and III-E of the SC'24 paper on the all-to-all of recommenders.
+    """
+    bound = checked_bound(error_bound)
+    if codec not in CODECS:
+        raise ArgumentError(f"codec: {codec!r:.60}, accepted are {', '.join(CODECS)}")
+    if codec == "raw" and bound is not None:
+        raise ArgumentError("error_bound: given with codec='raw', which keeps every bit")
+    group = checked_group(group)
+    check_tensor_argument("output", output)
+    check_tensor_argument("input", input)
+    if input.device.type != "cpu" or codec == "raw":
+        return dist.all_to_all_single(
+            output,
+            input,
+            None if output_split_sizes is None else list(output_split_sizes),
+            None if input_split_sizes is None else list(input_split_sizes),
+            group,
+            async_op,
+        )
+    if output.device != input.device:
+        raise ArgumentTypeError(f"output: on {output.device}, input is on {input.device}")
+    if output.dtype != input.dtype:
+        raise ArgumentTypeError(f"output: dtype {output.dtype}, input has {input.dtype}")
+    if not output.is_contiguous():
+        raise ArgumentError("output: not contiguous")
+    if share_memory(output, input):
+        raise ArgumentError("output: shares memory with input")
+    check_dtype(input.dtype, bound)
+    row = row_of(input, row_shape)
+    if row_of(output, row_shape) != row:
+        raise ArgumentError(f"output: rows of {list(output.shape[1:])}, of input {row} elements")
+    sent, send_rows = cut_rows("input", input, row, input_split_sizes, group)
+    target, receive_rows = cut_rows("output", output, row, output_split_sizes, group)
+
+    def run(over: dist.ProcessGroup) -> None:
+        exchange_rows(target, sent, receive_rows, send_rows, over, bound)
+
+    if not async_op:
+        run(group)
+        return None
+    helper = _helper_of(group)
+    return ExchangeWork(helper.lane.submit(run, helper.group))
+
+
+def exchange_rows(
+    target: torch.Tensor,
+    sent: torch.Tensor,
+    receive_rows: Sequence[int],
+    send_rows: Sequence[int],
+    group: dist.ProcessGroup,
+    bound: ErrorBound | None,
+    *,
+    iteration: int = 0,
+    repeats: Sequence[Repeats | None] | None = None,
+    counters: Counters | None = None,
+) -> list[Array | None]:
+    """Exchange rows ``[N, row]``; see `Exchange.run` for what is returned."""
+    absolute = 0.0 if bound is None else bound.absolute(sent, iteration)
+    exchange = Exchange(
+        group, sent, send_rows, receive_rows, absolute, repeats, counters or Counters()
+    )
+    return exchange.run(target)
+
+
+def checked_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """Return a group that this rank is of, all ranks for None, or refuse it."""
+    if not dist.is_available() or not dist.is_initialized():
+        raise ArgumentError("group: torch.distributed is not initialised")
+    found = dist.group.WORLD if group is None else group
+    if not isinstance(found, dist.ProcessGroup):
+        raise ArgumentTypeError(f"group: expected a ProcessGroup of this rank, got {found!r:.60}")
+    return found
+
+
+def check_dtype(dtype: torch.dtype, bound: ErrorBound | None) -> None:
+    """Refuse dtypes that do not cross, and bounds for those that have none."""
+    if dtype not in DTYPES:
+        accepted = ", ".join(map(dtype_name, DTYPES))
+        raise ArgumentTypeError(f"input: dtype {dtype}, accepted are {accepted}")
+    if bound is not None and dtype not in KINDS:
+        raise ArgumentTypeError(
+            f"error_bound: input is {dtype}, bounds are for float32, bfloat16 and float16"
+        )
+
+
+def row_of(t: torch.Tensor, row_shape: Sequence[int] | None) -> int:
+    """Return the elements of a row."""
+    if t.dim() == 0:
+        raise ArgumentError("input, output: 0 dimensions, expected one or more")
+    own = math.prod(t.shape[1:])
+    if row_shape is None:
+        return own
+    given = math.prod(row_shape)
+    if given < 1:
+        raise ArgumentError(f"row_shape: {list(row_shape)}, expected sizes from 1")
+    if t.dim() > 1 and given != own:
+        raise ArgumentError(f"row_shape: {list(row_shape)}, rows are {list(t.shape[1:])}")
+    return given
+
+
+def cut_rows(
+    name: str,
+    t: torch.Tensor,
+    row: int,
+    splits: Sequence[int] | None,
+    group: dist.ProcessGroup,
+) -> tuple[torch.Tensor, list[int]]:
+    """Return a tensor as rows ``[N, row]``, and the rows for each rank of a group."""
+    ranks = group.size()
+    size, unit = t.shape[0], row if t.dim() == 1 else 1
+    if splits is None:
+        if size % ranks:
+            raise ArgumentError(f"{name}: {size} along the first dimension for {ranks} ranks")
+        splits = [size // ranks] * ranks
+    what = f"{name}_split_sizes"
+    counts = [int(n) for n in splits]
+    if len(counts) != ranks:
+        raise ArgumentError(f"{what}: {len(counts)} sizes, the group has {ranks} ranks")
+    if min(counts) < 0 or sum(counts) != size:
+        raise ArgumentError(f"{what}: {counts}, expected sizes from 0 whose sum is {size}")
+    if any(n % unit for n in counts):
+        raise ArgumentError(f"{what}: {counts}, expected multiples of {unit} elements, a row")
+    rows = [n // unit for n in counts]
+    # Of a row a message has its elements, or a field of up to four bytes.
+    most = min(MOST_ROWS, MOST_BYTES // (row * t.element_size() + 4))
+    if max(rows) >= most or row >= MOST_ELEMENTS:
+        raise ArgumentError(
+            f"{name}: {max(rows)} rows of {row} elements for one rank, expected fewer than {most}"
+        )
+    return dense(t).view(sum(rows), row), rows
+
+
+def _helper_of(group: dist.ProcessGroup) -> Helper:
+    """Return the helper of a group; all its ranks make it at once."""
+    found = _helpers.get(group)
+    if found is None:
+        ranks = dist.get_process_group_ranks(group)
+        own = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        found = _helpers[group] = Helper(own, ThreadLane("bitslab-exchange"))
+    return found

@@ -1,0 +1,185 @@
+"""Numba loops of rows of which equal ones are kept once; see `vector_format`.
+
+``x`` are the bits of values, unsigned; ``codes`` int16, ``rows`` unsigned units ``[rows, units]``.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from ..vector_format import MOST_CODE, NO_CODE
+from .floats import (
+    BFLOAT16,
+    FLOAT16,
+    brain_bits,
+    float_of,
+    float_of_brain,
+    float_of_half,
+    half_bits,
+)
+
+INFINITY = np.float32(np.inf)
+HASH = np.uint64(0x9E3779B97F4A7C15)
+HIGH = np.uint64(32)
+
+
+@njit(nogil=True, cache=True)
+def value_of(bits, kind):
+    """Return the float32 of the bits of a value."""
+    if kind == BFLOAT16:
+        return float_of_brain(bits)
+    if kind == FLOAT16:
+        return float_of_half(bits)
+    return float_of(bits)
+
+
+@njit(nogil=True, cache=True)
+def rounded(value, kind):
+    """Return a float32 rounded to the dtype, as float32."""
+    if kind == BFLOAT16:
+        return float_of_brain(brain_bits(value))
+    if kind == FLOAT16:
+        return float_of_half(half_bits(value))
+    return value
+
+
+@njit(nogil=True, cache=True)
+def finite_range(x, kind, found, begin, end):
+    """Write the least and largest finite value of begin..end to ``found``: inf, -inf of none."""
+    least, largest = INFINITY, -INFINITY
+    for i in range(begin, end):
+        value = value_of(x[i], kind)
+        if abs(value) < INFINITY:
+            least = min(least, value)
+            largest = max(largest, value)
+    found[0] = least
+    found[1] = largest
+
+
+@njit(nogil=True, cache=True)
+def quantise(x, kind, step, inverse, bound, codes, found, begin, end):
+    """Write the codes of begin..end, NO_CODE where none is within the bound.
+
+    ``step`` and ``inverse`` are float32, ``bound`` is float64. To ``found`` go the least and the
+    largest code, and how many values have none.
+    """
+    least, largest, outliers = np.int64(MOST_CODE), np.int64(-MOST_CODE), np.int64(0)
+    most = np.float32(MOST_CODE)
+    for i in range(begin, end):
+        value = value_of(x[i], kind)
+        scaled = np.rint(value * inverse)
+        code = np.int64(NO_CODE)
+        if abs(scaled) <= most:  # not of NaN
+            decoded = rounded(scaled * step, kind)
+            if abs(np.float64(value) - np.float64(decoded)) <= bound:
+                code = np.int64(scaled)
+        if code == NO_CODE:
+            outliers += 1
+        else:
+            least = min(least, code)
+            largest = max(largest, code)
+        codes[i] = code
+    found[0] = least
+    found[1] = largest
+    found[2] = outliers
+
+
+@njit(nogil=True, cache=True)
+def rows_with_outliers(codes, marks, begin, end):
+    """Mark the rows begin..end that have a NO_CODE."""
+    for i in range(begin, end):
+        for j in range(codes.shape[1]):
+            if codes[i, j] == NO_CODE:
+                marks[i] = 1
+                break
+
+
+@njit(nogil=True, cache=True)
+def hash_rows(rows, hashes, begin, end):
+    """Write a hash of each of the rows begin..end."""
+    for i in range(begin, end):
+        state = HASH
+        for j in range(rows.shape[1]):
+            state = (state ^ np.uint64(rows[i, j])) * HASH
+            state ^= state >> HIGH
+        hashes[i] = state
+
+
+@njit(nogil=True, cache=True)
+def find_references(rows, hashes, marks, window, slots, places, literals):
+    """Find for each row an equal one before it; return how many rows have none.
+
+    Parameters: ``marks`` has a 1 for rows that take no part; ``window`` rows that a reference
+    reaches back, 0 for all; ``slots`` int32, a power of two of them, all -1. ``places`` gets of
+    each row the number of the distinct row that it equals (of a window, the distance back, 0 for a
+    distinct row), ``literals`` the distinct rows.
+    """
+    mask = np.uint64(slots.shape[0] - 1)
+    distinct = 0
+    numbers = np.empty(rows.shape[0] if window == 0 else 0, np.int32)
+    for i in range(rows.shape[0]):
+        before = -1
+        if not marks[i]:
+            at = (hashes[i] ^ (hashes[i] >> HIGH)) & mask
+            while slots[at] >= 0:
+                other = slots[at]
+                if hashes[other] == hashes[i]:
+                    j = 0
+                    while j < rows.shape[1] and rows[other, j] == rows[i, j]:
+                        j += 1
+                    if j == rows.shape[1]:
+                        before = other
+                        break
+                at = (at + np.uint64(1)) & mask
+            if before < 0 or window > 0:
+                slots[at] = i
+        if window > 0:
+            if before >= 0 and i - before > window:
+                before = -1
+            places[i] = i - before if before >= 0 else 0
+        elif before >= 0:
+            places[i] = numbers[before]
+        else:
+            places[i] = distinct
+            numbers[i] = distinct
+        if before < 0:
+            literals[distinct] = i
+            distinct += 1
+    return distinct
+
+
+@njit(nogil=True, cache=True)
+def follow_references(bitmap, fields, windowed, distinct, places):
+    """Write of each row the number of its distinct row; return whether all are sound."""
+    literal = 0
+    reference = 0
+    for i in range(places.shape[0]):
+        if (bitmap[i >> 5] >> np.uint32(i & 31)) & np.uint32(1):
+            if reference >= fields.shape[0]:
+                return False
+            field = np.int64(fields[reference])
+            reference += 1
+            if windowed:
+                if field >= i:
+                    return False
+                places[i] = places[i - field - 1]
+            else:
+                if field >= distinct:
+                    return False
+                places[i] = field
+        else:
+            if literal >= distinct:
+                return False
+            places[i] = literal
+            literal += 1
+    return literal == distinct and reference == fields.shape[0]
+
+
+@njit(nogil=True, cache=True)
+def gather_rows(rows, places, out, begin, end):
+    """Write the rows begin..end of ``out``, whose places were checked."""
+    for i in range(begin, end):
+        row = places[i]
+        for j in range(rows.shape[1]):
+            out[i, j] = rows[row, j]
