@@ -128,10 +128,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         random.Random(seed).shuffle(items)
     if torch.cuda.is_available():
         return
-    no_gpu = pytest.mark.skip(reason="marked gpu, and torch sees no CUDA GPU on this machine")
-    for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(no_gpu)
+    pairwise.skip_gpu_tests(config, items)
 
 
 def keep_what_is_there() -> None:

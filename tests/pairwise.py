@@ -21,6 +21,7 @@ import os
 import random
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from itertools import combinations
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -101,6 +102,26 @@ def keep_covers(config: pytest.Config, items: list[pytest.Item]) -> None:
     if dropped:
         config.hook.pytest_deselected(items=[item for item in items if item in dropped])
         items[:] = [item for item in items if item not in dropped]
+
+
+def skip_gpu_tests(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip one test marked ``gpu`` of each file, which says so for all of them.
+
+    There are thousands; to skip each and to report it takes ten seconds of the workers.
+    """
+    reason = "the tests of this file that are marked gpu: torch sees no CUDA GPU on this machine"
+    skipped: dict[Path, pytest.Item] = {}
+    dropped = []
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            if skipped.setdefault(item.path, item) is not item:
+                dropped.append(item)
+    for item in skipped.values():
+        item.add_marker(pytest.mark.skip(reason=reason))
+    if dropped:
+        config.hook.pytest_deselected(items=dropped)
+        gone = set(dropped)
+        items[:] = [item for item in items if item not in gone]
 
 
 def _cases_of(

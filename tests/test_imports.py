@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -114,6 +115,7 @@ def imports_in(text: str, module: str, is_package: bool) -> Iterator[Import]:
                 pass
 
 
+@functools.cache
 def imports(module: str) -> list[Import]:
     path = source(module)
     return list(imports_in(path.read_text(), module, path.name == "__init__.py"))
@@ -123,9 +125,16 @@ def is_under(name: str, package: str) -> bool:
     return f"{name}.".startswith(f"{package}.")
 
 
-def report(module: str, wrong: list[Import], why: str) -> str:
-    path = source(module).relative_to(ROOT)
-    return "\n".join([why, *(f"{path}:{found.line}: {found.name}" for found in wrong)])
+def found_in(package: str, wrong: Callable[[Import], bool]) -> list[str]:
+    """Return place and name of each import in a package that is wrong."""
+    names = modules(package)
+    assert package in names
+    return [
+        f"{source(module).relative_to(ROOT)}:{found.line}: {found.name}"
+        for module in names
+        for found in imports(module)
+        if wrong(found)
+    ]
 
 
 def python(code: str, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -225,31 +234,25 @@ def test_integrations_can_be_imported(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("module", modules("bitslab"))
-def test_core_imports_no_framework_but_torch(module: str) -> None:
-    wrong = [found for found in imports(module) if found.name.split(".")[0] in FRAMEWORKS]
-    assert not wrong, report(module, wrong, "core/ imports no framework but torch:")
+def test_core_imports_no_framework_but_torch() -> None:
+    wrong = found_in("bitslab", lambda found: found.name.split(".")[0] in FRAMEWORKS)
+    assert not wrong, "\n".join(["core/ imports no framework but torch:", *wrong])
 
 
-@pytest.mark.parametrize("module", modules("bitslab"))
-def test_core_imports_itself_relatively(module: str) -> None:
+def test_core_imports_itself_relatively() -> None:
     names = ("bitslab", *FOLDERS.values())
-    wrong = [
-        found
-        for found in imports(module)
-        if not found.relative and found.name.split(".")[0] in names
-    ]
-    assert not wrong, report(module, wrong, "inside core/, import bitslab by relative imports:")
+    wrong = found_in(
+        "bitslab", lambda found: not found.relative and found.name.split(".")[0] in names
+    )
+    assert not wrong, "\n".join(["inside core/, import bitslab by relative imports:", *wrong])
 
 
-@pytest.mark.parametrize("module", modules("bitslab.integrations"))
-def test_integrations_import_absolutely(module: str) -> None:
-    wrong = [
-        found
-        for found in imports(module)
-        if found.relative or found.name.split(".")[0] in FOLDERS.values()
-    ]
-    assert not wrong, report(module, wrong, "integrations import by absolute `bitslab.` names:")
+def test_integrations_import_absolutely() -> None:
+    wrong = found_in(
+        "bitslab.integrations",
+        lambda found: found.relative or found.name.split(".")[0] in FOLDERS.values(),
+    )
+    assert not wrong, "\n".join(["integrations import by absolute `bitslab.` names:", *wrong])
 
 
 @pytest.mark.parametrize(

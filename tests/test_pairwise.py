@@ -112,3 +112,36 @@ def test_a_case_that_is_named_always_runs(pytester: pytest.Pytester) -> None:
             f"{file}::test_marked[x-1-{a}]", "-p", "no:cacheprovider", plugins=[]
         )
         ran.assertoutcome(passed=1)
+
+
+def test_without_a_gpu_one_test_of_each_file_says_that_its_gpu_tests_are_skipped(
+    pytester: pytest.Pytester,
+) -> None:
+    pytester.makeconftest("""
+from tests.pairwise import skip_gpu_tests
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "gpu: needs a GPU")
+
+def pytest_collection_modifyitems(config, items):
+    skip_gpu_tests(config, items)
+""")
+    code = """
+import pytest
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("a", range(4))
+def test_gpu(a): raise AssertionError("ran")
+
+def test_cpu(): pass
+"""
+    pytester.makepyfile(test_one=code, test_other=code)
+    ran = pytester.inline_run("-p", "no:cacheprovider")
+    passed, skipped, failed = ran.listoutcomes()
+    assert [report.nodeid for report in passed] == [
+        f"test_{name}.py::test_cpu" for name in ("one", "other")
+    ]
+    assert [report.nodeid for report in skipped] == [
+        f"test_{name}.py::test_gpu[0]" for name in ("one", "other")
+    ]
+    assert not failed

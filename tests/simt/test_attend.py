@@ -107,6 +107,7 @@ def test_attention_is_that_of_the_twin(batch, heads, group, n, dim, tokens):
     assert relative_error(found, expected) < 2e-6
 
 
+@pytest.mark.pairwise(dtype=lambda dtype: ())
 @pytest.mark.parametrize(("group", "n"), [(4, 1), (5, 1), (8, 1), (2, 4), (11, 1), (4, 4)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=dtype_id)
 def test_short_dtypes_lose_their_last_rounding_alone(dtype, group, n):
@@ -125,6 +126,7 @@ def test_short_dtypes_lose_their_last_rounding_alone(dtype, group, n):
     assert relative_error(found, expected) < (2e-3 if dtype == torch.bfloat16 else 6e-4)
 
 
+@pytest.mark.pairwise(coder=lambda coder: ())
 @pytest.mark.parametrize("tile_tokens", [16, 32, 128])
 @pytest.mark.parametrize("coder", ["huffman", "fixed"])
 def test_tiles_of_other_sizes_and_coders(tile_tokens, coder):

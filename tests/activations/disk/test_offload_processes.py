@@ -10,7 +10,7 @@ from tests.forked import run_forked
 
 BEGIN = """
 import os, sys
-import torch
+import torch, torch._dynamo  # once, rather than in each forked child
 from torch import nn
 import bitslab
 from bitslab.activations.disk import tier

@@ -1,7 +1,7 @@
 """The variants of the CUDA kernels compile, without a GPU or a driver.
 
 For one architecture those of each file that hold every pair of its settings, and the fastest ones;
-for the others those that hold every pair of settings and architecture; all for all with
+for the others those that hold every pair of settings, each file for each; all for all with
 ``BITSLAB_FULL=1``. Of those that are not the fastest, the seed of hypothesis draws which are
 optimised as on a user's machine. tests/test_gpu.py compiles and runs all of them on a GPU.
 """
@@ -34,6 +34,7 @@ from tests.simt.variants import settings_of, variants_run
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "sm_120")
 FULLY_OPTIMISED = "sm_90"
 VARIANTS = list(all_variants())
+KERNELS = Path(__file__).resolve().parents[3] / "core" / "engine" / "kernels" / "cuda"
 
 
 def fastest(variant: AnyVariant) -> bool:
@@ -111,8 +112,9 @@ def for_other_architectures() -> list[tuple[AnyVariant, str]]:
     cases = list(product(VARIANTS, others))
     if pairwise.FULL:
         return cases
-    settings = [{**settings_by_name(v), "architecture": name} for v, name in cases]
-    return [cases[i] for i in pairwise.cover(settings, pairwise.seed)]
+    # A setting and an architecture do not interact: no kernel looks at which it is compiled for.
+    settings = [{**settings_by_name(v), "in": (v.file, name)} for v, name in cases]
+    return [cases[i] for i in pairwise.cover(settings, pairwise.seed, alone=["in"])]
 
 
 #: What was compiled before, by the text with all that it includes, the options and the compiler's
@@ -225,6 +227,13 @@ def test_variants_compile(variant):
 )
 def test_variants_compile_for_other_architectures(variant, architecture):
     assert_compiles(variant, architecture, "-Ofc=max")
+
+
+def test_no_kernel_looks_at_its_architecture():
+    # Or a setting could compile for one architecture and not for another.
+    files = [path for path in KERNELS.rglob("*") if path.suffix in (".cu", ".cuh")]
+    assert files
+    assert not [path.name for path in files if "__CUDA_ARCH" in path.read_text()]
 
 
 def test_variants_have_names_of_their_own():

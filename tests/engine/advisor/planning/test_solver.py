@@ -46,6 +46,7 @@ def all_choices(timeline: Timeline) -> Iterator[Choices]:
                 yield choices
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("seed", [0, 1, 4, 7])
 def test_within_a_percent_of_the_best_of_all_plans(seed: int) -> None:
     timeline = Timeline(drawn_profile(seed, 4, modules=seed % 3 != 1, disk=seed % 2 == 0))
@@ -76,6 +77,7 @@ def program(monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module("plan_milp")
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize(
     ("seed", "n_sites", "share"),
     [(2, 12, 0.3), (4, 12, 0.1), (0, 24, 0.3), (1, 24, 0.1), (1, 40, 0.3), (3, 40, 0.3)],
@@ -95,6 +97,7 @@ def test_within_a_percent_of_a_mixed_integer_program(
     assert found.prediction.step_s >= least_s * (1 - 1e-3)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("share", [0.05, 0.3])
 def test_many_sites_take_a_bounded_effort(share: float) -> None:
     timeline = Timeline(drawn_profile(1, 500))
@@ -113,6 +116,7 @@ def test_the_same_measurements_give_the_same_plan() -> None:
     assert not first.declined
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("seed", [1, 2])
 def test_limits_are_kept_and_the_least_is_named(seed: int) -> None:
     profile = drawn_profile(seed, 25)
@@ -142,6 +146,7 @@ def test_what_fits_is_kept() -> None:
         assert plan.reason.startswith("Declined: all fits")
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("seed", [1, 2])
 def test_with_no_limit_a_plan_costs_no_more_than_allowed(seed: int) -> None:
     profile = drawn_profile(seed, 30)
