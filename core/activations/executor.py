@@ -226,11 +226,7 @@ class Executor:
             return True
 
     def _begin_on(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
-        """Return an event behind what a stream has been given, to be waited for before the next.
-
-        It is one event, recorded anew: a wait is for the last record before it. Making an event
-        and dropping it costs the host as long as recording it.
-        """
+        """Return an event behind what a stream was given: one, recorded anew; wait for it now."""
         self._begun = record_on(stream, self._begun)
         return self._begun
 
