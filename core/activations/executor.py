@@ -84,6 +84,7 @@ class Executor:
             in_flight_bytes = usual_in_flight_bytes(device)
         self.in_flight_bytes = self._usual_in_flight_bytes = in_flight_bytes
         self._tiers = tiers or Tiers()
+        self._inherited: dict[str, object] = {}
         self._chooses_tier = self._tiers.disk is not None or self._tiers.limit is not None
         self._came_back, self._failed, self._observed = came_back, failed, observed
         self.on_gpu = device.type == "cuda"
@@ -104,10 +105,8 @@ class Executor:
 
     def _begin(self) -> None:
         self._lock = threading.RLock()
-        #: Whether any copy was encoded on a GPU.
-        self._stages = False
-        #: See `_begin_on`.
-        self._begun: torch.cuda.Event | None = None
+        self._stages = False  # whether any copy was encoded on a GPU
+        self._begun: torch.cuda.Event | None = None  # see `_begin_on`
         #: On a CPU, where its only thread encodes to.
         self._scratch: torch.Tensor | None = None
         self._room = HostRoom(self.on_gpu, self._tiers.limit)
@@ -124,6 +123,8 @@ class Executor:
 
     def after_fork(self) -> None:
         """Begin anew in a forked child: locks, host memory and work under way are the parent's."""
+        if self.on_gpu:  # a child must free no event and no page-locked memory
+            self._inherited = dict(vars(self))
         self._begin()
 
     # Out
