@@ -54,14 +54,14 @@ class on_stream:  # noqa: N801 - a context manager, used as `torch.cuda.stream` 
         self._other: Any = None
 
     def __enter__(self) -> None:
-        stream, cuda = self._stream, torch._C
+        stream = self._stream
         index = stream.device_index
-        if cuda._cuda_getDevice() != index:
+        if torch._C._cuda_getDevice() != index:
             self._other = torch.cuda.stream(stream)
             self._other.__enter__()
             return
-        self._before = cuda._cuda_getCurrentStream(index)
-        cuda._cuda_setStream(
+        self._before = torch._C._cuda_getCurrentStream(index)
+        torch._C._cuda_setStream(
             stream_id=stream.stream_id, device_index=index, device_type=stream.device_type
         )
 
