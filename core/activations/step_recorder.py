@@ -172,11 +172,19 @@ class StepRecorder:
     def _now(self) -> Moment:
         return now(self.device)
 
-    def _event(self, begin: Moment, node: int = -1) -> int:
-        """Record an event that began then and ends now; return its number."""
-        peak = 0
+    def _peak_bytes(self) -> int:
+        """Return the most bytes of a GPU since the last event."""
+        if self.device.type != "cuda":
+            return 0
+        return torch.cuda.max_memory_allocated(self.device)
+
+    def _event(self, begin: Moment, node: int = -1, peak_bytes: int | None = None) -> int:
+        """Record an event that began then and ends now; return its number.
+
+        `peak_bytes` was read before the hook itself took memory, where it did.
+        """
+        peak = self._peak_bytes() if peak_bytes is None else peak_bytes
         if self.device.type == "cuda":
-            peak = torch.cuda.max_memory_allocated(self.device)
             torch.cuda.reset_peak_memory_stats(self.device)
         self._events.append(_Event(begin, self._now(), peak, self.bytes.alive_bytes, node))
         return len(self._events) - 1
@@ -238,6 +246,7 @@ class StepRecorder:
         flat: torch.Tensor,
         begin: Moment,
     ) -> _Saved:
+        peak_bytes = self._peak_bytes()  # samples and replays that are tried are no step's
         self.bytes.hold(storage)
         self._alive.append(weakref.ref(held))
         number = self._number_of(storage)
@@ -259,7 +268,7 @@ class StepRecorder:
                 found.replay = self._try_replay(root)
         others.append(found)
         self._saved[site.name] = found
-        found.saved = self._event(begin)
+        found.saved = self._event(begin, peak_bytes=peak_bytes)
         return found
 
     def _try_replay(self, root: torch.Tensor) -> _Replayed | None:

@@ -126,7 +126,8 @@ class Gathers:
         CorruptedDataError
             When a row is damaged; what `data` holds is undefined then.
         """
-        self._rows.settle()
+        if (pull := self._rows.pull) is not None:
+            pull()
         if not self._populated:
             self._populate()
         prepared = self._prepared_rows() if cache is None else None
@@ -150,7 +151,8 @@ class Gathers:
         out: torch.Tensor,
     ) -> int | None:
         """See `CompressedTable.look_up_bags`."""
-        self._rows.settle()
+        if (pull := self._rows.pull) is not None:
+            pull()
         prepared = self._prepared_rows()
         if not isinstance(prepared, PreparedTable) or not out.numel():
             return None

@@ -179,3 +179,21 @@ def test_moments_are_of_the_gpu(
     # Weights, at least, are there from the beginning.
     weights = sum(p.nbytes for p in layers().parameters())
     assert min(nbytes for _, nbytes in profile.other_bytes) >= weights
+
+
+def test_replays_that_are_tried_count_for_no_step(
+    monkeypatch: pytest.MonkeyPatch, measured: list[MeasuredStep]
+) -> None:
+    profiles: list[StepProfile] = []
+
+    def choose(profile: StepProfile) -> Plan:
+        profiles.append(profile)
+        return plan_of(profile, {})
+
+    follow(monkeypatch, choose)
+    for recompute in (False, True):
+        check(slowdown=0.1, recompute=recompute)
+    plain, tried = (max(nbytes for _, nbytes in each.other_bytes) for each in profiles)
+    assert any(site.replay_s is not None for site in profiles[1].sites)
+    # A tensor of the widest layers, which each replay makes again, has 16 MiB.
+    assert abs(tried - plain) < 4 << 20
