@@ -73,8 +73,8 @@ def fit_time_model(
         Of the tensors, one for each size of elements; those that a codec does not take are left
         out.
     budget_s : float
-        Seconds that measuring everything may take, fitting and compiling included as far as they
-        can be foreseen.
+        Seconds that measuring everything may take, fitting included as far as it can be foreseen;
+        kernels that no cache has are compiled before.
     progress : callable, bool or None
         Called with the number of tensors measured and their total; False for silence.
     cache : bool
@@ -115,9 +115,10 @@ def fit_time_model(
         missing = {place: task for place, task in tasks.items() if place not in found}
         total = SAMPLES * len(missing)
         with Progress("measuring codecs", total, progress) as bar, own_stream(where):
-            end = time.monotonic() + budget_s
             for task in missing.values():
                 task.compile()
+            # Not before: what a process compiles once would leave no time to measure, for ever.
+            end = time.monotonic() + budget_s
             for number, (place, task) in enumerate(missing.items()):
                 left = (end - time.monotonic()) / (len(missing) - number)
                 found[place] = task.measure(left, bar, cache)
