@@ -62,6 +62,17 @@ def in_use(folder: str) -> Iterator[None]:
         os.unlink = unlink
 
 
+def _ended_within(pid: int, seconds: float) -> int | None:
+    """Return the status of a child that ends in time, else None."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return status
+        time.sleep(0.005)
+    return None
+
+
 def ended(begin: Callable[[], Callable[[], object]]) -> Iterator[str]:
     """End a forked child in each of the ENDS; yield its name once the child has ended.
 
@@ -91,10 +102,15 @@ def ended(begin: Callable[[], Callable[[], object]]) -> Iterator[str]:
         os.close(write)
         assert os.read(ready, 1) == b"1", end
         os.close(ready)
-        if number is not None:
+        status = None
+        while number is not None and status is None:
             time.sleep(0.05)  # in the middle of the work
+            # Again, as somebody at a keyboard would: Python ignores an exception, and so an
+            # interruption, that is raised while an object is freed.
             os.kill(pid, number)
-        _, status = os.waitpid(pid, 0)
+            status = _ended_within(pid, 5.0)
+        if status is None:
+            _, status = os.waitpid(pid, 0)
         assert os.WIFSIGNALED(status) or end not in UNNOTICED, (end, status)
         assert not os.WIFEXITED(status) or os.WEXITSTATUS(status) != TOO_LATE, end
         yield end
