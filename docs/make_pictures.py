@@ -340,15 +340,7 @@ CHARTS: dict[str, Callable[[], Chart]] = {
 #: The rings and what is in them; tests/test_docs.py compares them with the folders.
 RINGS = {
     "engine": ("kernels", "memory", "codecs", "transfer", "advisor", "files"),
-    "systems": (
-        "tables",
-        "tensors",
-        "embedding",
-        "offload",
-        "kvcache",
-        "activations",
-        "distributed",
-    ),
+    "systems": tuple("tables tensors embedding offload kvcache activations distributed".split()),
     "integrations": tuple("dgl pyg embedding torchrec transformers accelerate autograd".split()),
 }
 

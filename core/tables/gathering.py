@@ -109,6 +109,11 @@ class Gathers:
 
     # On the CPU
 
+    def _settle(self) -> None:
+        """Hear of rows that a GPU has written, as `HostRows.settle`; rarely there are any."""
+        if self._rows.pull is not None:
+            self._rows.pull()
+
     def on_cpu(self, ids: torch.Tensor, data: torch.Tensor, cache: Cache | None) -> None:
         """Gather rows on the CPU.
 
@@ -126,8 +131,7 @@ class Gathers:
         CorruptedDataError
             When a row is damaged; what `data` holds is undefined then.
         """
-        if (pull := self._rows.pull) is not None:
-            pull()
+        self._settle()
         if not self._populated:
             self._populate()
         prepared = self._prepared_rows() if cache is None else None
@@ -151,8 +155,7 @@ class Gathers:
         out: torch.Tensor,
     ) -> int | None:
         """See `CompressedTable.look_up_bags`."""
-        if (pull := self._rows.pull) is not None:
-            pull()
+        self._settle()
         prepared = self._prepared_rows()
         if not isinstance(prepared, PreparedTable) or not out.numel():
             return None

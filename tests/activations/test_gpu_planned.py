@@ -121,6 +121,18 @@ def test_the_allocators_peak_is_kept(share: float, measured: list[MeasuredStep])
     assert max(step.peak_bytes for step in measured) <= 1.05 * predicted
 
 
+def noted(
+    profiles: list[StepProfile], choose: Callable[[StepProfile], Plan]
+) -> Callable[[StepProfile], Plan]:
+    """Return `choose`, which also puts what it plans from into a list."""
+
+    def chosen(profile: StepProfile) -> Plan:
+        profiles.append(profile)
+        return choose(profile)
+
+    return chosen
+
+
 def is_packed(site: SiteProfile, codec: str) -> bool:
     return codec in site.packings and site.packings[codec].share < 1
 
@@ -148,12 +160,7 @@ def test_one_kind_of_choice(
     kind: str, monkeypatch: pytest.MonkeyPatch, measured: list[MeasuredStep]
 ) -> None:
     profiles: list[StepProfile] = []
-
-    def choose(profile: StepProfile) -> Plan:
-        profiles.append(profile)
-        return every(kind)(profile)
-
-    plans = follow(monkeypatch, choose)
+    plans = follow(monkeypatch, noted(profiles, every(kind)))
     check(slowdown=0.1, codecs="ibp-blob")
     actions = {each.candidate.action for each in plans[0].sites}
     assert kind in actions, [(each.site, each.nbytes, each.packings) for each in profiles[0].sites]
@@ -166,12 +173,7 @@ def test_moments_are_of_the_gpu(
     monkeypatch: pytest.MonkeyPatch, measured: list[MeasuredStep]
 ) -> None:
     profiles: list[StepProfile] = []
-
-    def choose(profile: StepProfile) -> Plan:
-        profiles.append(profile)
-        return plan_of(profile, {})
-
-    follow(monkeypatch, choose)
+    follow(monkeypatch, noted(profiles, lambda profile: plan_of(profile, {})))
     check(slowdown=0.1)
     profile = profiles[0]
     assert profile.link is not None and 0 < profile.turn_s < profile.end_s < 1
@@ -185,12 +187,7 @@ def test_replays_that_are_tried_count_for_no_step(
     monkeypatch: pytest.MonkeyPatch, measured: list[MeasuredStep]
 ) -> None:
     profiles: list[StepProfile] = []
-
-    def choose(profile: StepProfile) -> Plan:
-        profiles.append(profile)
-        return plan_of(profile, {})
-
-    follow(monkeypatch, choose)
+    follow(monkeypatch, noted(profiles, lambda profile: plan_of(profile, {})))
     for recompute in (False, True):
         check(slowdown=0.1, recompute=recompute)
     plain, tried = (max(nbytes for _, nbytes in each.other_bytes) for each in profiles)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.forked import run_forked_together
+from tests.activations.rank_pairs import seen_by_two_ranks
 
 RANK = """
 import json, sys
@@ -126,14 +124,7 @@ dist.destroy_process_group()
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Return what two ranks saw."""
-    folder = str(tmp_path_factory.mktemp("sharded"))
-    root = str(Path(__file__).resolve().parents[2])
-    done = run_forked_together(
-        [["-c", RANK, root, str(rank), folder] for rank in range(2)], timeout_s=240
-    )
-    for each in done:
-        assert each.returncode == 0, each.stderr
-    return [json.loads(each.stdout.splitlines()[-1]) for each in done]
+    return seen_by_two_ranks(RANK, tmp_path_factory.mktemp("sharded"))
 
 
 @pytest.mark.parametrize("way", ["raw", "static", "disk", "planned"])
