@@ -49,7 +49,7 @@ WAYS = (
     "deepspeed", "compile",
 )  # fmt: skip
 #: Steps before those that are timed: of the planner until two planned steps were compared.
-WARM_STEPS = {"planned": 10, "compile": 3}
+WARM_STEPS = {"planned": 14, "compile": 3}
 LIMIT_SHARE, SLOWDOWN = 0.55, 0.03
 #: Share of a compiled layer's activations that may be kept.
 COMPILE_BUDGET = 0.5
@@ -122,7 +122,7 @@ def _t5(arguments: argparse.Namespace) -> nn.Module:
 
 
 @contextmanager
-def entered(job: Job, way: str, keep_bytes: int, base_bytes: int) -> Iterator[tuple[Contexts, Any]]:
+def entered(job: Job, way: str, limit_bytes: int) -> Iterator[tuple[Contexts, Any]]:
     """Train in a way; yield contexts of forward passes, and what plans.
 
     Parameters
@@ -131,8 +131,8 @@ def entered(job: Job, way: str, keep_bytes: int, base_bytes: int) -> Iterator[tu
         The model.
     way : str
         One of `WAYS`.
-    keep_bytes, base_bytes : int
-        The peak with everything kept, and what is there between steps.
+    limit_bytes : int
+        Of "planned 55%".
     """
     context: Contexts = nullcontext
     offload: bitslab.ActivationOffload | None = None
@@ -142,8 +142,7 @@ def entered(job: Job, way: str, keep_bytes: int, base_bytes: int) -> Iterator[tu
         pinned = job.device.type == "cuda"
         context = lambda: torch.autograd.graph.save_on_cpu(pin_memory=pinned)  # noqa: E731
     elif way == "planned 55%":
-        limit = base_bytes + int(LIMIT_SHARE * (keep_bytes - base_bytes))
-        offload = attach(job, memory=limit)
+        offload = attach(job, memory=limit_bytes)
     elif way == "planned 3%":
         offload = attach(job, slowdown=SLOWDOWN)
     elif way == "compile":
@@ -219,14 +218,18 @@ def base_of(job: Job) -> int:
 
 
 def way_row(
-    job: ShapeJob, way: str, arguments: argparse.Namespace, keep_bytes: int
+    job: ShapeJob, way: str, arguments: argparse.Namespace, kept_bytes: int
 ) -> tuple[dict[str, Any], int, list[torch.Tensor]]:
-    """Return a row, the peak in bytes, and the gradients to compare."""
+    """Return a row, the peak of activations in bytes, and the gradients to compare.
+
+    `kept_bytes` is that peak with everything kept.
+    """
+    if all(p.grad is None for p in job.model.parameters()):
+        job.step()  # the first way would count gradients among its activations
     base = base_of(job)
-    limit = keep_bytes
     if job.device.type == "cpu":  # the planner counts saved tensors there, the profiler all
-        limit = keep_bytes * 3 // 4
-    with entered(job, way, limit, base) as (context, offload):
+        kept_bytes = kept_bytes * 3 // 4
+    with entered(job, way, base + int(LIMIT_SHARE * kept_bytes)) as (context, offload):
         warm = next((n for name, n in WARM_STEPS.items() if way.startswith(name)), 2)
         for _ in range(warm):
             job.step(context())
@@ -251,7 +254,7 @@ def way_row(
         "GB/s": moved / seconds / 1e9,
         "planned MB": said,
     }
-    return row, peak, found
+    return row, peak - base, found
 
 
 def difference(found: list[torch.Tensor], right: list[torch.Tensor]) -> str:

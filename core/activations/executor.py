@@ -78,7 +78,7 @@ class Executor:
         observed: Observed | None = None,
         tiers: Tiers | None = None,
     ) -> None:
-        self.device = device
+        self.device, self.on_gpu = device, device.type == "cuda"
         self._waits_for_disk = in_flight_bytes is not None
         if in_flight_bytes is None:
             in_flight_bytes = usual_in_flight_bytes(device)
@@ -87,7 +87,6 @@ class Executor:
         self._inherited: dict[str, object] = {}
         self._chooses_tier = self._tiers.disk is not None or self._tiers.limit is not None
         self._came_back, self._failed, self._observed = came_back, failed, observed
-        self.on_gpu = device.type == "cuda"
         self._open_lanes()
         self._begin()
         call_after_fork(self)
@@ -105,7 +104,7 @@ class Executor:
 
     def _begin(self) -> None:
         self._lock = threading.RLock()
-        self._stages = False  # whether any copy was encoded on a GPU
+        self._stages = self._is_planned = False  # copies on a GPU, and the memory of each moment
         self._begun: torch.cuda.Event | None = None  # see `_begin_on`
         #: On a CPU, where its only thread encodes to.
         self._scratch: torch.Tensor | None = None
@@ -129,10 +128,13 @@ class Executor:
 
     # Out
 
-    def bound_in_flight(self, nbytes: int | None) -> None:
-        """Bound the bytes of originals that are kept until the next call; None: as usual."""
-        usual = self._usual_in_flight_bytes
+    def bound_in_flight(self, nbytes: int | None, *, now: bool = False) -> None:
+        """Bound the bytes of originals from the next copy on, or `now`; None: as usual."""
+        usual, self._is_planned = self._usual_in_flight_bytes, nbytes is not None
         self.in_flight_bytes = usual if nbytes is None else min(nbytes, usual)
+        if now:
+            with self._lock:
+                self._release(self.in_flight_bytes)
 
     def store(
         self,
@@ -181,8 +183,11 @@ class Executor:
                 if place is None:
                     return False
                 disk = self._disk if place == "disk" else None
-                if disk is not None and not on_gpu and not encoded:
-                    return self._write_original(copy, disk)
+                if disk is not None and not on_gpu and not encoded:  # from where it is
+                    if written := disk.write_original(copy):
+                        self.traffic.sent_raw(copy.nbytes)
+                        self._release(self.in_flight_bytes)
+                    return written
             most = room = copy.nbytes
             if codec is not None:
                 most = self._bounds.of(codec, flat)
@@ -231,17 +236,8 @@ class Executor:
         self._begun = record_on(stream, self._begun)
         return self._begun
 
-    def _write_original(self, copy: StoredCopy, disk: DiskMoves) -> bool:
-        """Write a copy to the disk from where it is."""
-        if not disk.write_original(copy):
-            return False
-        self.traffic.sent_raw(copy.nbytes)
-        self._release(self.in_flight_bytes)
-        return True
-
     def _keep_host_memory(self, copy: StoredCopy) -> None:
-        """Give host memory to nobody before what may have been launched is done with it."""
-        if isinstance(self._out, StreamLane):
+        if isinstance(self._out, StreamLane):  # maybe launched: to nobody before it is done
             copy.events.append(self._out.record())
 
     def _host_room(self, copy: StoredCopy, codec: BlobCodec, bound: int) -> int:
@@ -249,11 +245,12 @@ class Executor:
 
         What is staged of it, or its original, remains until it is known to fit. On a GPU, where
         the host does not wait for that, these may be half of what is in flight, and others get all
-        they may need.
+        they may need, as all do in a pass whose device memory is planned.
         """
         if codec.error_bound is not None:  # read from its copy, which is thus to be whole
             return bound
-        if self.on_gpu and self._staging.unsure_bytes + copy.nbytes > self.in_flight_bytes // 2:
+        unsure_bytes = self._staging.unsure_bytes + copy.nbytes
+        if self.on_gpu and (self._is_planned or unsure_bytes > self.in_flight_bytes // 2):
             return bound
         return self.traffic.sizes.room(copy.name, codec.name, bound)
 
@@ -344,9 +341,13 @@ class Executor:
 
     def _release(self, allowed_bytes: int, current: torch.cuda.Stream | None = None) -> None:
         """Give up originals whose copies are done, or that are too many; go on with the disk."""
-        if self._stages:
+        raw_bytes = allowed_bytes
+        if self._stages and self._is_planned:  # both count, and nothing beyond
+            raw_bytes -= self._staging.sending_bytes
+            self._staging.release(allowed_bytes - self._originals.in_flight_bytes, 0)
+        elif self._stages:
             self._staging.release(allowed_bytes)
-        self._originals.release(allowed_bytes, current)
+        self._originals.release(raw_bytes, current)
         if self._disk is not None:
             self._disk.poll(allowed_bytes if self._waits_for_disk else None)
 

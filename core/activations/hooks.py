@@ -12,6 +12,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
+from ..engine.advisor.planning import SIZED_BEHIND
 from ..engine.codecs.blob import BlobCodec
 from ..engine.memory.locks import current_process
 from ..engine.versions import version_of
@@ -134,6 +135,7 @@ class SavedTensorHooks:
         if left.profile is not None:
             left.profile.end_forward()
         if not self.inside():
+            self._settle_packed(behind=0)  # the backward pass has the memory of all originals
             self._policy.ended_forward(left)
 
     @property
@@ -242,6 +244,7 @@ class SavedTensorHooks:
         name = counts.site.name
         if current.names_kept(name):
             begin = now(t.device)
+            self._release_planned(current, counts.site)
             named = NamedView(t, version, name, current)
             if self._select is not None:
                 current.keep(named, storage)
@@ -250,6 +253,7 @@ class SavedTensorHooks:
                 flat = flat_span(t, storage, span)
                 current.watcher.kept(named, counts.site, t, flat, begin)
             return named
+        self._release_planned(current, counts.site)
         if self._select is None:
             return t.detach(), version
         kept = KeptView(t, version, name)
@@ -286,16 +290,26 @@ class SavedTensorHooks:
                         current.watcher.held(copy.packed.untyped_storage())
         if copy is not None:
             counts.tensors += 1
+            self._release_planned(current, counts.site)
         return copy
 
-    def _settle_packed(self) -> None:
-        """Give up the originals of packed copies that fit; of all but the last one or two.
+    def _release_planned(self, current: PassRecord, site: Site) -> None:
+        """Wait for copies on their way out, where a plan says so behind what does not leave."""
+        if current.plan is None:
+            return
+        allowed_bytes = current.plan.in_flight_bytes.get(site.name)
+        executor = self._executors.get(site.device)
+        if allowed_bytes is not None and executor is not None:
+            executor.bound_in_flight(allowed_bytes, now=True)
+
+    def _settle_packed(self, behind: int = SIZED_BEHIND - 1) -> None:
+        """Give up the originals of packed copies that fit; of all but the last ones.
 
         The host is ahead of a GPU by as much as these leave: it waits for those before them.
         """
         while self._packed:
             copy = self._packed[0]()
-            if copy is not None and not copy.settle(wait=len(self._packed) > 1):
+            if copy is not None and not copy.settle(wait=len(self._packed) > behind):
                 return
             self._packed.popleft()
 

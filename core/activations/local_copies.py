@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ..engine.codecs.blob import HEADER_BYTES, Blob, BlobCodec
+from ..engine.kernels.cuda import kernels_on
 from ..engine.kernels.cuda.stream import current_stream
 from ..engine.transfer import record_on
 from .copies import StoredCopy
@@ -112,7 +113,7 @@ class PackedCopy(LocalCopy):
 
     flat: torch.Tensor | None
     packed: torch.Tensor | None
-    #: On the host, and when it is there: the bytes that are used.
+    #: uint8 ``[16]`` on the host, its header, and when it is there: the bytes that are used.
     used: tuple[torch.Tensor, torch.cuda.Event] | None
 
     def settle(self, *, wait: bool = False) -> bool:
@@ -129,7 +130,7 @@ class PackedCopy(LocalCopy):
             return False
         self.used = None
         assert self.packed is not None
-        if HEADER_BYTES <= int(here) <= self.packed.shape[0]:
+        if HEADER_BYTES <= int(here[:8].view(torch.int64)) <= self.packed.shape[0]:
             self.flat = None
         else:
             self.packed = None
@@ -162,18 +163,19 @@ def packed_copy(
     """
     with torch.no_grad():
         data = codec.encode(flat).data
-        used = data[:8].view(torch.int64)[0]
         if flat.device.type != "cuda":
-            if int(used) >= flat.nbytes:
+            used = int(data[:8].view(torch.int64))
+            if used >= flat.nbytes:
                 return None
-            packed = data[: int(used)].clone()
+            packed = data[:used].clone()
         else:
             packed = data[: int(expected_bytes * ROOM) + 2 * HEADER_BYTES].clone()
     copy = PackedCopy(name, flat, span, root, version, made_in)
     copy.codec, copy.packed, copy.flat, copy.used = codec, packed, None, None
     if flat.device.type == "cuda":
-        here = torch.empty((), dtype=torch.int64, pin_memory=True)
-        here.copy_(used, non_blocking=True)
+        # By a kernel: the copy engine is busy with tensors that leave, and all would wait.
+        here = torch.empty(16, dtype=torch.uint8, pin_memory=True)
+        kernels_on(flat.device).copy_blob(data, here)
         copy.flat = flat
         copy.used = here, record_on(current_stream(flat.device))
     return copy

@@ -46,7 +46,8 @@ class MeasuredPass:
     def kept(
         self, kept: KeptView, site: Site, t: torch.Tensor, flat: torch.Tensor, begin: Moment
     ) -> None:
-        """Count the bytes of a tensor that is kept."""
+        """Count the bytes of a tensor that is kept, and how long its hook waited for others."""
+        self._hooks.append((begin, now(self._device)))
         self._bytes.hold(t.untyped_storage())
 
     def again(self, copy: StoredCopy, name: str, begin: Moment) -> None:

@@ -35,6 +35,8 @@ class Originals:
     ----------
     unsure_bytes : int
         Bytes of those whose copies may be larger than their host memory.
+    in_flight_bytes : int
+        Bytes of the others.
     """
 
     def __init__(
@@ -47,14 +49,14 @@ class Originals:
     ) -> None:
         self._device, self._traffic = device, traffic
         self._wait, self._failed, self._send_again = wait, failed, send_again
-        self.unsure_bytes = self._in_flight_bytes = 0
+        self.unsure_bytes = self.in_flight_bytes = 0
         self._in_flight: deque[tuple[weakref.ref[StoredCopy], Mark, int]] = deque()
         self._unsure: deque[tuple[weakref.ref[StoredCopy], SentBlob]] = deque()
 
     def hold(self, copy: StoredCopy, read: Mark) -> None:
         """Hold the original of a copy until it has been read."""
         self._in_flight.append((weakref.ref(copy), read, copy.nbytes))
-        self._in_flight_bytes += copy.nbytes
+        self.in_flight_bytes += copy.nbytes
 
     def hold_until_sized(self, copy: StoredCopy, blob: SentBlob) -> None:
         """Hold the original of a copy until it is known to fit in its host memory."""
@@ -69,7 +71,7 @@ class Originals:
         while self._unsure:
             blob = self._unsure[0][1]
             if not is_done(blob.stored):
-                over = self.unsure_bytes + self._in_flight_bytes > allowed_bytes
+                over = self.unsure_bytes + self.in_flight_bytes > allowed_bytes
                 if not over or not isinstance(blob.stored, Future):
                     break
                 self._traffic.wait_for(blob.stored)
@@ -77,7 +79,7 @@ class Originals:
         in_flight = self._in_flight
         while in_flight:
             ref, done, nbytes = in_flight[0]
-            over = self.unsure_bytes + self._in_flight_bytes > allowed_bytes
+            over = self.unsure_bytes + self.in_flight_bytes > allowed_bytes
             if not over and not is_done(done):
                 return
             if over:  # for one that nobody wants any more, too: its memory is in use until then
@@ -91,7 +93,7 @@ class Originals:
                     self._failed(copy.name, error)
             del copy
             in_flight.popleft()
-            self._in_flight_bytes -= nbytes
+            self.in_flight_bytes -= nbytes
 
     def _settle(self, ref: weakref.ref[StoredCopy], blob: SentBlob) -> None:
         """Give up the original of a copy that fits in its host memory, or send it again."""

@@ -2,8 +2,9 @@
 
 The first pass warms up, two are profiled, and those behind follow the plan. With a limit of
 memory all saved tensors are moved until there is a plan, since nobody knows yet what fits; without
-one they are kept. Two planned passes are compared with what was predicted, and again from time to
-time.
+one they are kept, and on a GPU a pass in between is measured as a whole: its clocks are higher in a
+profiled pass, which leaves it idle. Two planned passes are compared with what was predicted, and
+again from time to time.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch import nn
 from ..engine.advisor import SwapLink
 from ..engine.advisor.planning import (
     COMPARED_STEPS,
+    PEAK_TOLERANCE,
     Candidate,
     Correction,
     DiskRates,
@@ -46,8 +48,21 @@ from .traffic import SentBlob
 MOST_ATTEMPTS = 8
 #: A profiled pass that is not over after so many others is given up.
 PATIENCE_PASSES = 64
+#: By how much a plain pass on a GPU is taken to be longer than a profiled one, at most.
+MOST_PLAIN_FACTOR = 1.25
 #: Passes from a plan to the next one because of larger tensors, at first; twice as many each time.
 REPLAN_PASSES = 4
+
+
+@dataclass(frozen=True)
+class _Followed:
+    """A plan that was followed, and what a step of it took."""
+
+    plan: Plan
+    pass_plan: PassPlan
+    profile: StepProfile
+    step_s: float
+    peak_bytes: float
 
 
 class PlannedPolicy:
@@ -109,7 +124,10 @@ class PlannedPolicy:
         self._steps: list[MeasuredStep] = []
         self._compared: Correction | None = None
         self._corrections = 0
+        self._plain: MeasuredPass | None = None
         self._plain_s = 0.0
+        #: Plans of the same profile that were compared, since it was made.
+        self._followed: list[_Followed] = []
         self._withdrawn = False
         self._seen: dict[str, Site] = {}
         #: Sites that were not as planned, with how often.
@@ -215,6 +233,9 @@ class PlannedPolicy:
             changed = self._take_recorded(number)
             changed |= self._take_measured()
             profiled = self._recording is None and self._profile_due(number)
+            if profiled and self._measures_plain():
+                self._plain = entered.profile = entered.watcher = MeasuredPass(self._device())
+                profiled = False
             if profiled:
                 self._record(entered, number)
             changed |= profiled != self._profiling
@@ -238,6 +259,12 @@ class PlannedPolicy:
             self._replan_passes *= 2
             return True
         return False
+
+    def _measures_plain(self) -> bool:
+        """Return whether a plain pass is to be measured before any is profiled."""
+        if self._memory is not None or self.plan is not None or self._plain is not None:
+            return False
+        return self._device().type == "cuda"
 
     def _device(self) -> torch.device:
         """Return the device of most of what is saved."""
@@ -288,9 +315,17 @@ class PlannedPolicy:
         )
         self._recorded = recorded
         self._corrections = 0
-        self._plain_s = recorded.profile.step_s
-        self._plan(replace(recorded.profile, **self._allowed_tiers(recorded.profile)))
+        self._followed.clear()
+        profile = recorded.profile.scaled(compute=self._plain_factor(recorded.profile))
+        self._plain_s = profile.step_s
+        self._plan(replace(profile, **self._allowed_tiers(profile)))
         return True
+
+    def _plain_factor(self, profile: StepProfile) -> float:
+        """Return by how much longer a plain pass was than a profile's."""
+        if self._plain is None or not self._plain.is_over or not profile.step_s:
+            return 1.0
+        return min(max(self._plain.step().step_s / profile.step_s, 1.0), MOST_PLAIN_FACTOR)
 
     def _allowed_tiers(self, profile: StepProfile) -> dict[str, Any]:
         if profile.link is None:
@@ -328,13 +363,15 @@ class PlannedPolicy:
 
     def _plan(self, profile: StepProfile) -> None:
         """Plan a profile, and follow that from now on."""
-        self.profile = profile
         plan = self._made(profile)
         assert self._recorded is not None
-        self.plan = plan
-        self._pass_plan = pass_plan(
+        passes = pass_plan(
             plan, profile, self._recorded.replays, falls_back_to_keeping=self._memory is None
         )
+        self._follow(plan, passes, profile)
+
+    def _follow(self, plan: Plan, passes: PassPlan, profile: StepProfile) -> None:
+        self.plan, self._pass_plan, self.profile = plan, passes, profile
         self._planned_passes = 0
         self._measuring.clear()
         self._steps.clear()
@@ -376,8 +413,15 @@ class PlannedPolicy:
         found = compare(
             self.plan, self._steps, plain_step_s=self._plain_s, corrections=self._corrections
         )
+        assert self._pass_plan is not None
+        step_s = min(step.step_s for step in self._steps)
+        peak_bytes = max(step.peak_bytes for step in self._steps)
+        followed = _Followed(self.plan, self._pass_plan, self.profile, step_s, peak_bytes)
+        self._followed = [f for f in self._followed if f.plan is not self.plan] + [followed]
         self._steps.clear()
         self._compared = found
+        if found.outcome == "holds" and self.plan.memory_bytes is not None:
+            return self._follow_best(self.plan.memory_bytes)
         if found.outcome == "withdrawn":
             self._withdrawn = True
             if self._modules is not None:
@@ -386,6 +430,19 @@ class PlannedPolicy:
             self._corrections += 1
             self._plan(found.corrected(self.profile))
         return found.outcome != "holds"
+
+    def _follow_best(self, memory_bytes: int) -> bool:
+        """Go back to the best one of the plans that were compared; return whether it is another.
+
+        Of those that keep the limit the fastest, or else the one nearest to it: the last one was
+        made to be as predicted, which may be slower.
+        """
+        most = memory_bytes * (1 + PEAK_TOLERANCE)
+        best = min(self._followed, key=lambda f: (max(0.0, f.peak_bytes - most), f.step_s))
+        if best.plan is self.plan:
+            return False
+        self._follow(best.plan, best.pass_plan, best.profile)
+        return True
 
     def _warn(self, what: str) -> None:
         if what not in self._warned:

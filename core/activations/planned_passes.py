@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from ..engine.advisor.planning import Plan, StepProfile, Timeline
 from .pass_record import PassPlan
@@ -105,21 +106,43 @@ def _seen_site(names: list[str], seen: list[bool], at: int, before: int) -> str:
 
 
 def _in_flight_bytes(plan: Plan, profile: StepProfile, timeline: Timeline) -> dict[str, int]:
-    """Return, by site that is moved, the bytes that may be on their way out behind its save."""
+    """Return, by site that is saved, the bytes that may be on their way out behind its save.
+
+    Of what is kept only where not all that is on its way may remain: the device waits as late as
+    the limit allows.
+    """
     limit = plan.prediction.peak_bytes
     if plan.memory_bytes is not None:
         limit = max(limit, plan.memory_bytes)
-    need, _ = timeline.needed(timeline.choices(plan.choices()))
     chosen = plan.choices()
-    moved = [
-        i for i, each in enumerate(profile.sites) if chosen[each.site].action in ("host", "disk")
-    ]
+    choices = timeline.choices(chosen)
+    need, read = timeline.needed(choices)
     # What comes back first takes its room while the last copies are on their way out.
-    need = need.copy()
-    need[timeline.turn :] += sum(each.nbytes for each in plan.sites if each.fetch_after == "")
+    first = {each.site for each in plan.sites if each.fetch_after == ""}
+    for i, each in enumerate(profile.sites):
+        if each.site in first:
+            need[timeline.turn : int(read[i])] += each.nbytes
+    actions = [chosen[each.site].action for each in profile.sites]
+    seen = [i for i, action in enumerate(actions) if action != "checkpoint"]
+    out: list[int] = []
+    leaving: list[float] = []
+    # Until then a tensor counts among what is needed; its packed form never does. What comes back
+    # first is handed back where it has not left, and counts once.
+    used_until: list[int] = []
+    used_from_turn: list[int] = []
     found = {}
-    for i, following in itertools.zip_longest(moved, moved[1:]):
+    for i, following in itertools.zip_longest(seen, seen[1:]):
+        is_moved = actions[i] in ("host", "disk")
         begin = int(timeline.saved[i])
+        if is_moved:
+            staged_bytes = timeline.costs[i][int(choices.options[i])].staged_bytes
+            out.append(i)
+            leaving.append(staged_bytes or profile.sites[i].nbytes)
+            used_until.append(0 if staged_bytes else max(int(timeline.released[i]), begin + 1))
+            handed_back = profile.sites[i].site in first
+            used_from_turn.append(len(need) if handed_back else used_until[-1])
+        if not out:
+            continue
         if following is not None:
             until = int(timeline.saved[following])
         else:
@@ -128,9 +151,36 @@ def _in_flight_bytes(plan: Plan, profile: StepProfile, timeline: Timeline) -> di
                 room_bytes = max(0.0, limit - float(need[begin : until + 1].max()))
                 end_s = profile.turn_s + profile.link.to_host_seconds(room_bytes)
                 until = int(np.searchsorted(timeline.moments, end_s)) + 1
-        room = limit - need[begin : max(until, begin + 1)]
-        # While the operation uses it, it counts among what is needed and as on its way out.
-        own = profile.sites[i].nbytes
-        room[: max(int(timeline.released[i]) - begin, 1)] += own
-        found[profile.sites[i].site] = max(0, int(room.min()))
+        moments = range(begin, min(max(until, begin + 1), len(need)))
+        last_first = np.array(leaving[::-1])
+        used = np.array(used_until[::-1]), np.array(used_from_turn[::-1])
+        allowed = min(
+            _allowed_bytes(limit - need[at], at, last_first, used[at >= timeline.turn])
+            for at in moments
+        )
+        if is_moved or allowed < sum(leaving):
+            found[profile.sites[i].site] = max(0, int(allowed))
     return found
+
+
+def _allowed_bytes(
+    room: float, at: int, leaving: npt.NDArray[np.float64], used_until: npt.NDArray[np.intp]
+) -> float:
+    """Return the bytes that may be on their way out at a moment.
+
+    Parameters
+    ----------
+    room : float
+        Bytes that the limit leaves beside what is needed.
+    at : int
+        The moment.
+    leaving, used_until : numpy.ndarray
+        ``[n]``, what is moved, the last one first, since the first one is gone first: its bytes,
+        and the moment until which it counts among what is needed.
+    """
+    alone = np.cumsum(np.where(used_until > at, 0.0, leaving))
+    fitting = int(np.searchsorted(alone, room, side="right"))
+    all_of_them = float(leaving[:fitting].sum())
+    if fitting == len(leaving):
+        return all_of_them
+    return all_of_them + room - (float(alone[fitting - 1]) if fitting else 0.0)

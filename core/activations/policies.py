@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Final, Literal, NamedTuple, Protocol
 
 import torch
@@ -222,6 +222,15 @@ class Codecs:
                 one = torch.empty(0)
                 found += [lossy.fit(one, **{RATE_OPTION: bits}) for bits in MEASURED_RATES]
         return found
+
+    def most_bytes(self, names: Iterable[str], site: Site, flat: torch.Tensor) -> dict[str, int]:
+        """Return by codec that is fitted to a site the bytes that a tensor of it takes at most."""
+        found = {name: self.for_site(name, site, flat) for name in names}
+        return {
+            name: codec.max_encoded_bytes(flat.shape, flat.dtype)
+            for name, codec in found.items()
+            if codec is not None
+        }
 
     def refit(self, site: Site) -> None:
         """Have codecs learn from the next tensor of a site what they have learnt of it."""

@@ -154,6 +154,8 @@ class Staging:
     ----------
     unsure_bytes : int
         Bytes before packing of copies whose host memory may be too small.
+    sending_bytes : int
+        Device memory of copies that are encoded, or being encoded, and not on the host.
     """
 
     def __init__(
@@ -166,7 +168,7 @@ class Staging:
         self._encoding: deque[tuple[weakref.ref[StoredCopy], StagedBlob, int]] = deque()
         self._encoding_bytes = 0
         self._sending: deque[tuple[weakref.ref[StoredCopy], StagedBlob]] = deque()
-        self._sending_bytes = 0
+        self.sending_bytes = 0
         self._unsure: deque[tuple[weakref.ref[StoredCopy], SentBlob, StagedBlob]] = deque()
         self.unsure_bytes = 0
 
@@ -193,14 +195,17 @@ class Staging:
             self.unsure_bytes += copy.nbytes
         else:
             self._sending.append((ref, staged))
-            self._sending_bytes += staged.data.shape[0]
+            self.sending_bytes += staged.data.shape[0]
 
-    def release(self, allowed_bytes: int) -> None:
-        """Give back what is over; torch's current stream waits for what is too much."""
+    def release(self, allowed_bytes: int, last_copies: int = STAGED_COPIES) -> None:
+        """Give back what is over; torch's current stream waits for what is too much.
+
+        Of the last copies so many are encoded beside what computes, and sent whatever they take.
+        """
         while self._encoding:
             ref, staged, nbytes = self._encoding[0]
             assert staged.encoded is not None
-            over = len(self._encoding) > STAGED_COPIES or self._encoding_bytes > allowed_bytes
+            over = len(self._encoding) > last_copies or self._encoding_bytes > allowed_bytes
             if not over and not is_done(staged.encoded):
                 break
             copy = ref()
@@ -218,19 +223,19 @@ class Staging:
         while self._sending:
             ref, staged = self._sending[0]
             if not staged.is_sent():
-                if not self._sends_too_much(allowed_bytes):
+                if not self._sends_too_much(allowed_bytes, last_copies):
                     break
                 staged.wait_until_sent()
             self._sending.popleft()
-            self._sending_bytes -= staged.data.shape[0]
+            self.sending_bytes -= staged.data.shape[0]
             self._leave(ref, staged)
 
-    def _sends_too_much(self, allowed_bytes: int) -> bool:
+    def _sends_too_much(self, allowed_bytes: int, last_copies: int) -> bool:
         """Return whether others than the last ones take too much."""
-        if len(self._sending) <= STAGED_COPIES:
+        if len(self._sending) <= last_copies:
             return False
-        last = [self._sending[-1 - k][1].data.shape[0] for k in range(STAGED_COPIES)]
-        return self._sending_bytes - sum(last) + self.unsure_bytes > allowed_bytes
+        last = [self._sending[-1 - k][1].data.shape[0] for k in range(last_copies)]
+        return self.sending_bytes - sum(last) + self.unsure_bytes > allowed_bytes
 
     @staticmethod
     def _leave(ref: weakref.ref[StoredCopy], staged: StagedBlob) -> None:

@@ -76,6 +76,8 @@ class _Saved:
     movable: bool
     used: dict[str, torch.Tensor] = field(default_factory=dict)
     sample_bytes: int = 1
+    #: By codec the device memory that packing takes, where the host learns the size later.
+    staged_bytes: dict[str, int] = field(default_factory=dict)
     replay: _Replayed | None = None
     #: Of a tensor that was moved: the first event after the forward pass itself gave it up.
     released: int | None = None
@@ -263,6 +265,8 @@ class StepRecorder:
             found.sample_bytes = sample.nbytes
             with torch.no_grad():
                 found.used = encoded_bytes(self._codecs, site, flat, sample)
+            if self.device.type == "cuda":
+                found.staged_bytes = self._codecs.most_bytes(found.used, site, flat)
             whole = span == Span(0, root.nbytes)
             if self._replays and whole and not root.storage_offset():
                 found.replay = self._try_replay(root)
@@ -446,7 +450,8 @@ class StepRecorder:
             share = packed_share(int(used), site.nbytes, saved.sample_bytes)
             took = times(name, site.nbytes, share, site.dtype.itemsize)
             if took is not None:
-                packings[name] = Packing(share, *took)
+                staged_share = saved.staged_bytes.get(name, 0) / max(site.nbytes, 1)
+                packings[name] = Packing(share, *took, staged_share)
         read_s = max(clock[saved.first_read], turn_s)
         return SiteProfile(
             site=site.name,

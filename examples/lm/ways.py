@@ -22,6 +22,8 @@ WAYS = {
     "disk": "bitslab.offload_activations(model, disk=...): on to an SSD, and back in time",
     "planned": "bitslab.offload_activations(model, memory=...): a plan for each tensor",
 }
+#: The way that is torch's own, whose losses say nothing of the others'.
+PEER = "save_on_cpu"
 OFFLOADED = ("host", "disk", "planned")
 #: Share of a step that a plan without a limit of memory may cost.
 SLOWDOWN = 0.02
@@ -86,7 +88,7 @@ def use(way: str, model: Any, options: argparse.Namespace) -> Iterator[Way]:
     if way == "checkpoint":
         turn_on_checkpoints(model)
     on_gpu = next(model.parameters()).device.type == "cuda"
-    yield Way((lambda: save_on_cpu(pin_memory=on_gpu)) if way == "save_on_cpu" else nullcontext)
+    yield Way((lambda: save_on_cpu(pin_memory=on_gpu)) if way == PEER else nullcontext)
 
 
 def turn_on_checkpoints(model: Any) -> None:

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 import bitslab
 from bitslab import ArgumentError, ArgumentTypeError
 from bitslab.activations import planned as planned_module
+from bitslab.activations.measured_pass import MeasuredPass
 from bitslab.engine.advisor.planning import (
     Candidate,
     Correction,
@@ -462,6 +463,27 @@ def test_a_slower_step_is_corrected_and_withdrawn(monkeypatch: pytest.MonkeyPatc
     assert "Said: withdrawn." in offload.report().notes
     assert choices_of(offload) == {"keep"}
     assert {s.reason for s in offload.report().sites} == {"Kept: the plan was withdrawn."}
+
+
+@pytest.mark.parametrize("second_peak", [1.0, 2.0], ids=["both fit", "the first one fits"])
+def test_the_best_plan_that_was_followed_goes_on(
+    monkeypatch: pytest.MonkeyPatch, second_peak: float
+) -> None:
+    """The first one takes 2 s a step and the second one 3, whether that keeps the limit or not."""
+    followed: list[Plan] = []
+    took = iter([2.0, 2.0, 3.0, 3.0] + [2.0] * 20)
+    peaks = iter([LIMIT, LIMIT, LIMIT * second_peak, LIMIT * second_peak] + [LIMIT] * 20)
+
+    def compare(plan: Plan, found: list[MeasuredStep], **_: Any) -> Correction:
+        followed.append(plan)
+        outcome = "corrected" if len(followed) == 1 else "holds"
+        return Correction(outcome, f"Said: {outcome}.", link=2.0)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(planned_module, "compare", compare)
+    monkeypatch.setattr(MeasuredPass, "step", lambda _: MeasuredStep(next(took), next(peaks)))
+    offload = check(blocks, n=14, memory=LIMIT)
+    assert followed[0] is not followed[1]
+    assert offload.plan is followed[0]
 
 
 def test_the_plan_is_written_read_and_shown(tmp_path: Any, holds: None) -> None:

@@ -68,7 +68,7 @@ def test_every_bit_comes_back_in_any_order_of_streams(
     executor.close()
     staging = executor._staging
     assert not (staging._encoding or staging._sending or staging._unsure)
-    assert staging.unsure_bytes == staging._sending_bytes == staging._encoding_bytes == 0
+    assert staging.unsure_bytes == staging.sending_bytes == staging._encoding_bytes == 0
     assert not failures
     # One event says for all copies when their memory may be read or written.
     assert len(streams.recorded) > SITES and len(set(streams.recorded)) == 1

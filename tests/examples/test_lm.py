@@ -112,7 +112,7 @@ def test_operators_add_in_a_fixed_order_while_ways_are_compared(
 
 def test_a_verdict_says_why_a_gpu_may_differ() -> None:
     run = Run("keep", [1.0], [0.1], [0.1], 8, 0, {}, [])
-    assert "DIFFERENT (a GPU's operators may add in another" in verdict([run], False, "A GPU")
+    assert "DIFFERENT (some of a GPU's operators add in no" in verdict([run], False, "A GPU")
     assert verdict([run], False, "cpu").endswith("1 ways: DIFFERENT")
     assert verdict([run], True, "A GPU").endswith("equal to the last bit")
 
@@ -190,6 +190,29 @@ def test_a_picture_is_drawn(script: Any, tmp_path: Path) -> None:
     options = ["--device", "cpu", "--way", "keep", "disk", "--disk", str(tmp_path)]
     assert script.main([*TINY, *options, "--plot", str(picture), "--json", "-"]) == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("way", ["save_on_cpu", "host"])
+def test_losses_of_torchs_own_way_say_nothing_of_ours(
+    script: Any, way: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer = script.Trainer
+
+    class Differs(trainer):  # type: ignore[misc, valid-type]
+        def train(self, *args: Any) -> Any:
+            run = super().train(*args)
+            if run.way == way:
+                run.losses[-1] += 1
+            return run
+
+    monkeypatch.setattr(script, "Trainer", Differs)
+    options = ["--device", "cpu", "--way", "keep", "save_on_cpu", "host"]
+    assert script.main([*TINY, *options]) == (0 if way == "save_on_cpu" else 1)
+    said = capsys.readouterr().out
+    if way == "save_on_cpu":
+        assert "2 ways: equal to the last bit; those of torch's save_on_cpu differ" in said
+    else:
+        assert "3 ways: DIFFERENT" in said
 
 
 @pytest.mark.gpu

@@ -2,7 +2,7 @@
 
 from .adaptive import AdaptiveOffload, OffloadUnit, adaptive_offload, offload_units
 from .candidates import ACTIONS, CHECKPOINT, KEEP, REPLAY, Candidate, Costs, candidates_of
-from .correction import COMPARED_STEPS, Correction, MeasuredStep, compare
+from .correction import COMPARED_STEPS, PEAK_TOLERANCE, Correction, MeasuredStep, compare
 from .plan import PLAN_VERSION, Plan, SitePlan
 from .planner import SLOWDOWN, MemoryLimitError, make_plan
 from .prediction import StepPrediction
@@ -10,15 +10,17 @@ from .profile import DiskRates, ModuleProfile, Packing, SiteProfile, StepProfile
 from .solution import Solution
 from .solver import Solver
 from .synthetic import drawn_profile
-from .timeline import Choices, Timeline
+from .timeline import SIZED_BEHIND, Choices, Timeline
 
 __all__ = [
     "ACTIONS",
     "CHECKPOINT",
     "COMPARED_STEPS",
     "KEEP",
+    "PEAK_TOLERANCE",
     "PLAN_VERSION",
     "REPLAY",
+    "SIZED_BEHIND",
     "SLOWDOWN",
     "AdaptiveOffload",
     "Candidate",

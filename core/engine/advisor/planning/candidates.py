@@ -66,6 +66,11 @@ class Costs(NamedTuple):
         Seconds of the SSD.
     packed_bytes : float
         Bytes of the packed form; 0 for raw bytes.
+    staged_bytes : float
+        Device memory of the packed form from its encoding until it is on the host, or, where it
+        remains on the device, while it is encoded; 0 for raw bytes.
+    sized_late : bool
+        Whether it remains on the device, and its raw bytes with it until its size is known.
     """
 
     forward_s: float = 0.0
@@ -76,6 +81,8 @@ class Costs(NamedTuple):
     write_s: float = 0.0
     read_s: float = 0.0
     packed_bytes: float = 0.0
+    staged_bytes: float = 0.0
+    sized_late: bool = False
 
 
 def candidates_of(site: SiteProfile, profile: StepProfile) -> dict[Candidate, Costs]:
@@ -88,7 +95,11 @@ def candidates_of(site: SiteProfile, profile: StepProfile) -> dict[Candidate, Co
     packings = {name: each for name, each in site.packings.items() if each.share < 1}
     for name, each in packings.items():
         found[Candidate("device", name)] = Costs(
-            each.encode_s, each.decode_s, packed_bytes=site.nbytes * each.share
+            each.encode_s,
+            each.decode_s,
+            packed_bytes=site.nbytes * each.share,
+            staged_bytes=site.nbytes * each.staged_share if each.is_sized_late else 0.0,
+            sized_late=each.is_sized_late,
         )
     link, disk = profile.link, profile.disk
     if link is None:
@@ -96,11 +107,12 @@ def candidates_of(site: SiteProfile, profile: StepProfile) -> dict[Candidate, Co
     for tier in ("host",) if disk is None else ("host", "disk"):
         for codec in (None, *packings):
             moved: float = site.nbytes
-            encode_s = decode_s = packed_bytes = write_s = read_s = 0.0
+            encode_s = decode_s = packed_bytes = staged_bytes = write_s = read_s = 0.0
             if codec is not None:
                 packing = packings[codec]
                 moved *= packing.share
                 encode_s, decode_s, packed_bytes = packing.encode_s, packing.decode_s, moved
+                staged_bytes = site.nbytes * packing.staged_share
             if tier == "disk" and disk is not None:
                 write_s, read_s = disk.write_seconds(moved), disk.read_seconds(moved)
             costs = Costs(
@@ -112,6 +124,7 @@ def candidates_of(site: SiteProfile, profile: StepProfile) -> dict[Candidate, Co
                 write_s=write_s,
                 read_s=read_s,
                 packed_bytes=packed_bytes,
+                staged_bytes=staged_bytes,
             )
             found[Candidate(tier, codec)] = costs  # type: ignore[arg-type]
     return found

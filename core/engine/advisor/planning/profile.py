@@ -29,14 +29,24 @@ class Packing:
         Packed bytes over raw bytes, all metadata counted.
     encode_s, decode_s : float
         Seconds of the device.
+    staged_share : float, optional
+        Device memory over raw bytes that the packed form takes until the host knows its size, as on
+        a GPU: there it is what the codec needs at most. `share` when left out.
     """
 
     share: float
     encode_s: float
     decode_s: float
+    staged_share: float = 0.0
 
     def __post_init__(self) -> None:
         _check_numbers("packing", asdict(self))
+        object.__setattr__(self, "staged_share", max(self.share, self.staged_share))
+
+    @property
+    def is_sized_late(self) -> bool:
+        """Whether the device takes more memory for it until the host knows its size."""
+        return self.staged_share > self.share
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -365,7 +375,7 @@ def _read_site(found: Mapping[str, Any]) -> SiteProfile:
 
 def _scaled_site(site: SiteProfile, compute: float, codecs: float) -> SiteProfile:
     packings = {
-        name: Packing(each.share, each.encode_s * codecs, each.decode_s * codecs)
+        name: replace(each, encode_s=each.encode_s * codecs, decode_s=each.decode_s * codecs)
         for name, each in site.packings.items()
     }
     return replace(

@@ -62,7 +62,7 @@ class Solver:
         names = {"up": "up_s", "write": "write_s", "down": "down_s", "read": "read_s"}
         self._queue_s = {name: np.zeros(shape) for name in names}
         self._host, self._disk = np.zeros(shape), np.zeros(shape)
-        self._packed, self._staged = np.zeros(shape), np.zeros(shape)
+        self._packed = np.zeros(shape)
         self._kept = np.zeros(shape, bool)
         for i, (own, costs) in enumerate(zip(timeline.actions, timeline.costs, strict=True)):
             for k, (action, each) in enumerate(zip(own, costs, strict=True)):
@@ -73,8 +73,6 @@ class Solver:
                 tier = {"host": self._host, "disk": self._disk, "device": self._packed}.get(action)
                 if tier is not None:
                     tier[i, k] = each.packed_bytes or each.moved_bytes
-                if action in ("host", "disk"):
-                    self._staged[i, k] = each.packed_bytes
         self._checkpoint_s = np.array([each.checkpoint_s for each in self._modules])
         self._inside = [np.flatnonzero(timeline.module_of == m) for m in range(len(self._modules))]
         self._may_replay = np.array(["replay" in own for own in timeline.actions], bool)
@@ -105,7 +103,7 @@ class Solver:
         of_kept = t.nbytes * kept
         alive = np.where(self._kept, of_kept[:, None], (t.nbytes * used)[:, None])
         alive += self._packed * ((t.saved <= at) & (at <= t.read))[:, None]
-        alive += self._staged * ((t.saved == at) | (t.read == at))[:, None]
+        alive += t.staged_out * (t.saved == at)[:, None] + t.staged_in * (t.read == at)[:, None]
         again = np.zeros(len(self._modules))
         for m, inside in enumerate(self._inside):
             each = self._modules[m]

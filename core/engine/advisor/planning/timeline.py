@@ -23,10 +23,13 @@ import numpy as np
 import numpy.typing as npt
 
 from ....errors import ArgumentError
-from .candidates import CHECKPOINT, Candidate, candidates_of
+from .candidates import CHECKPOINT, Candidate, Costs, candidates_of
 from .prediction import StepPrediction
 from .profile import StepProfile
 from .queues import Opposite, Queue, Trace
+
+#: Tensors packed on the device whose sizes the host does not wait for before it packs another.
+SIZED_BEHIND = 2
 
 Floats = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.intp]
@@ -121,14 +124,19 @@ class Timeline:
         most = max((len(own) for own in self.candidates), default=1)
         self._gone = np.zeros((len(self.candidates), most), bool)
         self._packed_here = np.zeros((len(self.candidates), most))
-        self._staged = np.zeros((len(self.candidates), most))
+        #: Beside the raw bytes: while they are encoded, and while they are decoded.
+        self.staged_out = np.zeros((len(self.candidates), most))
+        self.staged_in = np.zeros((len(self.candidates), most))
+        self._sized_late = np.zeros((len(self.candidates), most), bool)
         for i, (own, costs) in enumerate(zip(self.actions, self.costs, strict=True)):
             for k, action in enumerate(own):
                 self._gone[i, k] = action != "keep"
+                self.staged_out[i, k] = costs[k].staged_bytes
+                self._sized_late[i, k] = costs[k].sized_late
                 if action == "device":
                     self._packed_here[i, k] = costs[k].packed_bytes
                 elif action in ("host", "disk"):
-                    self._staged[i, k] = costs[k].packed_bytes
+                    self.staged_in[i, k] = costs[k].packed_bytes
         self._rows = np.arange(len(self.candidates))
         #: Of each site, the number of the candidate that replays it; -1 for none.
         self._replay = np.array(
@@ -201,6 +209,9 @@ class Timeline:
         read, freed = self._replays(choices, gone)
         begins, ends, sizes = [self.saved], [], [self.nbytes]
         end = np.where(gone | inside, np.maximum(self.released, self.saved + 1), freed)
+        late = np.flatnonzero(self._sized_late[self._rows, choices.options] & ~inside)
+        if len(late):
+            end[late] = np.maximum(end[late], self._sized(late))
         back = read
         if inside.any():
             again = np.minimum(self.recomputed[self.module_of], read)
@@ -223,6 +234,15 @@ class Timeline:
             change[self._ends[m]] -= kept
         return np.cumsum(change[:-1]) + self.other, read
 
+    def _sized(self, late: Indices) -> Indices:
+        """Return when the host knows the sizes of what it packs on the device, ``[late]``.
+
+        It waits for all but the last two, and for these at the end of the forward pass.
+        """
+        known = np.full(len(late), self.turn)
+        known[:-SIZED_BEHIND] = self.saved[late[SIZED_BEHIND:]]
+        return known
+
     def floor(self, choices: Choices) -> Floats:
         """Return the bytes of each moment that no waiting saves, ``[moments]``.
 
@@ -230,9 +250,11 @@ class Timeline:
         decoded.
         """
         need, read = self.needed(choices)
-        staged = self._staged[self._rows, choices.options] * ~self.inside(choices)
-        need += np.bincount(self.saved, staged, len(need))
-        return need + np.bincount(read, staged, len(need))
+        seen = ~self.inside(choices)
+        out = self.staged_out[self._rows, choices.options] * seen
+        back = self.staged_in[self._rows, choices.options] * seen
+        need += np.bincount(self.saved, out, len(need))
+        return need + np.bincount(read, back, len(need))
 
     def next_read(self, at: int) -> int:
         """Return the site that is read first from a moment on, while any is."""
@@ -368,11 +390,11 @@ class _Run:
 
     def _save_all(self, at: int, need: float, which: int) -> None:
         for i in self._saves.get(at, ()):
-            packed = self._costs[i].packed_bytes
-            if packed and self._action[i] != "device":  # beside the raw bytes
+            staged = self._costs[i].staged_bytes
+            if staged:  # beside the raw bytes
                 if self._in_flight:
-                    self._wait_for_memory(need + packed, which)
-                self._peak = max(self._peak, need + packed + self._in_flight_bytes)
+                    self._wait_for_memory(need + staged, which)
+                self._peak = max(self._peak, need + staged + self._in_flight_bytes)
             self._save(i, at)
         for i in self._joins.pop(at, ()):
             if i not in self._handed_back:
@@ -410,9 +432,14 @@ class _Run:
     def _join(self, i: int) -> None:
         """Count a copy that is under way, and that nothing else holds."""
         if self._end[i] > self._now:
-            nbytes = self._costs[i].moved_bytes
+            nbytes = self._leaving_bytes(i)
             heapq.heappush(self._in_flight, (self._end[i], i, nbytes))
             self._in_flight_bytes += nbytes
+
+    def _leaving_bytes(self, i: int) -> float:
+        """Return the device memory of a tensor that is on its way out."""
+        costs: Costs = self._costs[i]
+        return costs.staged_bytes or costs.moved_bytes
 
     def _wait_for_memory(self, need: float, which: int) -> None:
         flying = self._in_flight
@@ -499,7 +526,7 @@ class _Run:
         """Give a tensor back whose copy is still under way."""
         self._handed_back.add(i)
         if any(each[1] == i for each in self._in_flight):
-            self._in_flight_bytes -= self._costs[i].moved_bytes
+            self._in_flight_bytes -= self._leaving_bytes(i)
 
     def _read_ahead(self, i: int, disk: Opposite) -> None:
         """Read a tensor to host memory, from which what is not written yet comes at once."""

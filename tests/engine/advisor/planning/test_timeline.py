@@ -72,6 +72,31 @@ def test_everything_kept_takes_what_was_profiled() -> None:
     assert max(trace.bytes) == prediction.peak_bytes
 
 
+def sized_late(profile: StepProfile) -> StepProfile:
+    """Return a profile of a GPU, where packed tensors take their raw bytes until they are sized."""
+    late = {"zvc": Packing(0.5, 0.001, 0.002, 1.0)}
+    return replace(profile, sites=tuple(replace(each, packings=late) for each in profile.sites))
+
+
+def test_packed_tensors_take_what_they_may_need_until_they_are_on_the_host() -> None:
+    profile = layers([4, 4])
+    plan = {"0": Candidate("host", "zvc")}
+    assert followed(profile, plan)[0].peak_bytes == 6 * MB
+    assert followed(sized_late(profile), plan)[0].peak_bytes == 8 * MB
+    slow = replace(profile, link=SwapLink(0.1e9, 0.1e9))
+    assert followed(slow, plan)[0].peak_bytes == (2 + 4) * MB
+    assert followed(sized_late(slow), plan)[0].peak_bytes == (4 + 4) * MB
+
+
+def test_what_is_packed_in_place_is_given_back_when_its_size_is_known() -> None:
+    profile = layers([4, 4, 4, 4])
+    plan = {str(i): Candidate("device", "zvc") for i in range(4)}
+    assert followed(profile, plan)[0].peak_bytes == 12 * MB  # 8 packed, and the last one raw
+    # The third one is raw, too, while the fourth is packed, to 4 MB at first.
+    late = followed(sized_late(profile), plan)[0]
+    assert late.peak_bytes == (2 * 4 + 4 * 2 + 4) * MB
+
+
 def test_copies_that_compute_hides_cost_nothing() -> None:
     prediction, trace = followed(layers([4, 4, 4]), {"0": HOST}, limit_bytes=8 * MB)
     assert prediction.step_s == pytest.approx(0.08)

@@ -1,0 +1,111 @@
+"""What passes do that follow a plan: the device waits for copies when it must, and no earlier."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from bitslab.activations.planned_passes import _allowed_bytes, pass_plan
+from bitslab.engine.advisor import SwapLink
+from bitslab.engine.advisor.planning import (
+    Candidate,
+    Plan,
+    SiteProfile,
+    StepProfile,
+    Timeline,
+    drawn_profile,
+    make_plan,
+)
+from tests.activations.test_planned import plan_of
+
+MB = 1_000_000
+
+
+def forward(plan: Plan, profile: StepProfile) -> tuple[float, float]:
+    """Follow a plan's forward pass as the executor does, by its bounds alone.
+
+    Returns
+    -------
+    float, float
+        Most bytes of the device at any moment, and the seconds of waits.
+    """
+    timeline = Timeline(profile)
+    bounds = pass_plan(plan, profile, {}, falls_back_to_keeping=False).in_flight_bytes
+    need, _ = timeline.needed(timeline.choices(plan.choices()))
+    chosen, link = plan.choices(), profile.link
+    assert link is not None
+    now = stall_s = free_s = peak = 0.0
+    flying: list[tuple[float, int, int]] = []  # end, bytes, moment until which it is needed anyway
+    for at in range(timeline.turn + 1):
+        for i in np.flatnonzero(timeline.saved == at).tolist():
+            site = profile.sites[i]
+            if chosen[site.site].action == "host":
+                free_s = max(free_s, now) + link.to_host_seconds(site.nbytes)
+                until = max(int(timeline.released[i]), at + 1)
+                flying.append((free_s, site.nbytes, until))
+            while flying and sum(each[1] for each in flying) > bounds.get(site.site, float("inf")):
+                end, *_ = flying.pop(0)
+                stall_s += max(0.0, end - now)
+                now = max(now, end)
+        flying = [each for each in flying if each[0] > now]
+        peak = max(peak, need[at] + sum(n for _, n, until in flying if until <= at))
+        if at < timeline.turn:
+            now += timeline.seconds[at]
+    return peak, stall_s
+
+
+@pytest.mark.parametrize("share", [0.5, 0.7, 0.9])
+@pytest.mark.parametrize("seed", range(6))
+def test_bounds_keep_the_limit_and_wait_little_longer_than_planned(seed: int, share: float) -> None:
+    """Longer by what a save waits early: for the whole of what follows up to the next one."""
+    profile = drawn_profile(seed=seed, n_sites=24)
+    raw = [
+        SiteProfile(
+            site=s.site, nbytes=s.nbytes, saved_s=s.saved_s, released_s=s.released_s,
+            read_s=s.read_s, freed_s=s.freed_s,
+        )
+        for s in profile.sites
+    ]  # fmt: skip
+    profile = StepProfile(
+        sites=raw, turn_s=profile.turn_s, end_s=profile.end_s, link=profile.link,
+        other_bytes=profile.other_bytes,
+    )  # fmt: skip
+    kept = Timeline(profile)
+    most = kept.predict(kept.keep_all()).peak_bytes
+    plan = make_plan(profile, memory_bytes=int(most * share))
+    peak, stall_s = forward(plan, profile)
+    assert peak <= plan.memory_bytes + 1  # type: ignore[operator]
+    assert stall_s <= plan.prediction.stall_s + 0.035 * profile.step_s
+
+
+def test_what_is_kept_waits_when_its_own_bytes_need_the_room() -> None:
+    """Two tensors leave, and eight are kept behind them: the last of these alone needs the room."""
+    sites = [
+        SiteProfile(
+            site=str(i), nbytes=10 * MB, saved_s=0.01 * (i + 1), read_s=0.2 - 0.005 * i,
+            freed_s=0.205 - 0.005 * i,
+        )
+        for i in range(10)
+    ]  # fmt: skip
+    # A copy takes 40 ms: both are out at 90 ms, when the ninth tensor is saved.
+    link = SwapLink(0.25e9, 0.25e9)
+    profile = StepProfile(sites=sites, turn_s=0.11, end_s=0.3, link=link)
+    plan = plan_of(profile, {"0": Candidate("host"), "1": Candidate("host")})
+    peak, stall_s = forward(plan, profile)
+    assert stall_s == 0.0
+    assert peak <= plan.prediction.peak_bytes
+
+
+@pytest.mark.parametrize(
+    ("room", "at", "allowed"),
+    [
+        (100.0, 0, 60.0),  # everything may be under way
+        (35.0, 0, 45.0),  # the last one is needed anyway: 20 beside it, and 15 more
+        (35.0, 9, 35.0),  # nothing is
+        (0.0, 9, 0.0),
+    ],
+)
+def test_bytes_that_may_be_under_way(room: float, at: int, allowed: float) -> None:
+    # The last one, of 10 bytes, is needed until moment 5; before it 20 and 30 were saved.
+    leaving, used_until = np.array([10.0, 20.0, 30.0]), np.array([5, 0, 0])
+    assert _allowed_bytes(room, at, leaving, used_until) == allowed
