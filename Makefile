@@ -13,6 +13,7 @@ LOWEST := .venv-lowest
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip
 ARGS ?=
+WORKERS ?= 3
 DEMO ?= inspect_and_compress feature_gather train_graphsage_dgl train_graphsage_pyg train_dlrm \
 	serve_dlrm generate_offloaded long_context train_cnn_swapped train_offloaded
 BENCH ?= codec gather gnn embedding llm kvcomp
@@ -76,11 +77,12 @@ $(VENV)/.dev-stamp: pyproject.toml constraints.txt $(VENV)/.pip-stamp
 	$(SMOLLM)
 	touch $(VENV)/.demo-stamp $@
 
-# Each worker begins with one half of the tests, in order, and takes from the other's when it is done:
+# Each worker begins with its share of the tests, in order, and takes from others' when it is done:
 # so nearly every file runs on one worker, which starts servers or builds the wheel once for all of
 # their tests. Groups (--dist loadgroup) would do, but pytest-xdist 3.8 cannot name them to pytest 9.2.
-# Two workers share the processors: threads of torch that spin behind its operations would take them
-# from the other's tests (OMP_WAIT_POLICY).
+# Three workers share two processors: a fifth of the time one waits, for a child, a disk, or a kernel
+# that another one compiles. Threads of torch that spin behind its operations would take processors
+# from the others' tests (OMP_WAIT_POLICY).
 # In a fresh clone each worker would first rewrite and compile every file of tests, and wait while the
 # other compiles kernels: that is done once, on the processor that mypy leaves idle. What is wrong
 # there the workers say.
@@ -94,7 +96,7 @@ test: lint plain-copy ## lint, check types and run the tests (ARGS goes to pytes
 	wait
 	if [ $$status != 0 ]; then exit $$status; fi
 	echo "==> pytest; the same examples again: make test SEED=$(SEED)"
-	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2 --dist worksteal \
+	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal \
 		--hypothesis-seed=$(SEED) $(ARGS)
 
 # make test runs covers of the products of parameters (tests/pairwise.py), and its seed chooses them.

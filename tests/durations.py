@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 LINE = re.compile(r"^([\d.]+)s (call|setup|teardown) +(tests/\S.*)$", re.M)
+WORKERS = 3  # of make test
 SECONDS = re.compile(r"^=+ .* in ([\d.]+)s.*? =+$", re.M)
 
 
@@ -24,7 +25,7 @@ def table_of(log: str, machine: str, day: datetime.date) -> str:
     return f"""# The longest tests
 
 {day}, {machine}. `make test ARGS="--durations={len(found)}"` took {seconds:.0f} s;
-{of_these:.0f} s of the {2 * seconds:.0f} s of its two workers were these {len(found)}.
+{of_these:.0f} s of the {WORKERS * seconds:.0f} s of its {WORKERS} workers were these {len(found)}.
 `tests/durations.py` writes this page again.
 
 | seconds | phase | test |
