@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -94,6 +96,18 @@ def test_what_is_kept_waits_when_its_own_bytes_need_the_room() -> None:
     peak, stall_s = forward(plan, profile)
     assert stall_s == 0.0
     assert peak <= plan.prediction.peak_bytes
+
+
+def test_what_has_no_room_before_it_is_read_is_fetched_then() -> None:
+    profile = drawn_profile(seed=3, n_sites=6)
+    plan = plan_of(profile, {profile.sites[1].site: Candidate("host")})
+    own = profile.sites[1].site
+    for after, fetches in ((own, {}), (profile.sites[4].site, {profile.sites[4].site: (own,)})):
+        sites = tuple(
+            replace(each, fetch_after=after if each.site == own else None) for each in plan.sites
+        )
+        passes = pass_plan(replace(plan, sites=sites), profile, {}, falls_back_to_keeping=False)
+        assert passes.fetches == fetches
 
 
 @pytest.mark.parametrize(
