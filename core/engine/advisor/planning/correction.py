@@ -13,8 +13,10 @@ from .profile import StepProfile
 
 #: Planned steps after which they are compared: the first one fills pools.
 COMPARED_STEPS = 2
-#: Share by which a step may take longer than predicted, and its peak be higher.
-STEP_TOLERANCE, PEAK_TOLERANCE = 0.05, 0.03
+#: Share by which a step may take longer than predicted.
+STEP_TOLERANCE = 0.05
+#: Share by which its peak may be higher.
+PEAK_TOLERANCE = 0.03
 #: Corrections of one plan, after which it is withdrawn.
 MOST_CORRECTIONS = 2
 #: Factors by which one comparison corrects times, at most.
