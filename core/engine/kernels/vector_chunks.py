@@ -13,18 +13,23 @@ import numpy as np
 import torch
 
 from ...dtypes import element_bytes
-from ...errors import ArgumentError
-from .blob_format import HEADER_BYTES, aligned
+from ...errors import ArgumentError, ArgumentTypeError
+from .blob_format import ALIGN_BYTES, HEADER_BYTES, aligned
 from .vector_format import (
     BODY_HEADER_BYTES,
     BYTE_SYMBOLS,
     CODE_HEADER_BYTES,
     CODE_LIMIT_BITS,
     KINDS,
+    LEAST_STEP,
     LENGTH_BITS,
     MOST_CODE,
+    MOST_STEP,
     MOST_SYMBOLS,
+    NO_CODE,
     PIECE_CODES,
+    STEP_SHARE,
+    raw_body_bytes,
     row_elements,
 )
 
@@ -34,8 +39,11 @@ Array = np.ndarray[Any, Any]
 BOUNDED, FRAMED, RELATIVE, REFERENCES, COMPLEX, WINDOW_AT = 1, 2, 4, 8, 16, 16
 #: Bytes of what kernels find out about a body, and of a table to look codes up in.
 STATE_BYTES, TABLE_BYTES = 256, 4 << CODE_LIMIT_BITS
-#: One more than the most real numbers of a chunk, for which kernels divide numbers of 32 bits.
-MOST_NUMBERS = 1 << 32
+#: One more than the most real numbers of a chunk: kernels divide numbers of 32 bits, and those that
+#: encode add up as many counts as a code has bits.
+MOST_DECODED, MOST_ENCODED = 1 << 32, 1 << 28
+#: Parts of a tensor whose ranges are found apart, at the most.
+RANGE_PARTS = 64
 #: Chunks of a call at the most: rows of a grid.
 MOST_CHUNKS = 65535
 
@@ -52,20 +60,32 @@ FIELDS = (
     "state",
     "tables",
     "row_starts",
-    "ref_starts",
+    "references",
     "ranks",
     "places",
     "symbols",
+    "slots",
 )
 _SCRATCH_AT = FIELDS.index("state")
 
 #: Kernels by the file of their text.
 VECTOR_KERNELS: dict[str, tuple[str, ...]] = {
     "vector_decode": ("open_bodies", "read_streams", "find_places", "write_rows"),
+    "vector_encode": (
+        "begin_chunks",
+        "quantise_rows",
+        "find_rows",
+        "number_rows",
+        "count_codes",
+        "measure_pieces",
+        "place_bodies",
+        "write_bodies",
+    ),
 }
 #: What they are compiled for: bytes of a real number, and the kind of its values, or -1.
 VECTOR_NUMBERS = ((1, -1), (2, 0), (2, 1), (4, 2), (8, -1))
 _DEFINES: dict[str, int | str] = {
+    "ALIGN_BYTES": ALIGN_BYTES,
     "HEADER_BYTES": HEADER_BYTES,
     "BODY_HEADER_BYTES": BODY_HEADER_BYTES,
     "CODE_HEADER_BYTES": CODE_HEADER_BYTES,
@@ -75,6 +95,10 @@ _DEFINES: dict[str, int | str] = {
     "MOST_SYMBOLS": MOST_SYMBOLS,
     "BYTE_SYMBOLS": BYTE_SYMBOLS,
     "MOST_CODE": MOST_CODE,
+    "NO_CODE": f"({NO_CODE})",
+    "STEP_SHARE": repr(STEP_SHARE),
+    "MOST_WANTED": repr(MOST_STEP),
+    "LEAST_STEP": f"{LEAST_STEP}f",
     "FLAG_BOUNDED": BOUNDED,
     "FLAG_FRAMED": FRAMED,
     "FLAG_RELATIVE": RELATIVE,
@@ -170,23 +194,29 @@ def described(
     return Described(numbers, int(ends[-1]), width, KINDS.get(dtype, -1))
 
 
-def counts(values: Sequence[torch.Tensor]) -> tuple[Array, Array]:
+def counts(values: Sequence[torch.Tensor], most: int) -> tuple[Array, Array]:
     """Return the rows of tensors, and their real numbers, int64 ``[chunks]`` each.
 
     Raises
     ------
     ArgumentError
-        When a tensor has more than kernels count.
+        When there are no tensors, or too many, or one has `most` numbers or rows, or more.
+    ArgumentTypeError
+        When they are not of one dtype.
     """
     if not 0 < len(values) <= MOST_CHUNKS:
         raise ArgumentError(f"tensors: {len(values)}, accepted are 1 to {MOST_CHUNKS}")
+    dtypes = {t.dtype for t in values}
+    if len(dtypes) > 1:
+        raise ArgumentTypeError(f"tensors: of {sorted(map(str, dtypes))}, accepted is one dtype")
     rows = np.array([row_elements(t.shape)[0] for t in values], np.int64)
     parts = 2 if values[0].dtype.is_complex else 1
     numbers = np.array([t.numel() * parts for t in values], np.int64)
-    if int(numbers.max()) >= MOST_NUMBERS or int(rows.max()) >= MOST_NUMBERS // 2:
+    found = max(int(numbers.max()), 2 * int(rows.max()) if most == MOST_DECODED else 0)
+    if found >= most:
         raise ArgumentError(
-            f"tensors: one has {int(rows.max())} rows or {int(numbers.max())} numbers, on a GPU "
-            f"accepted are fewer than {MOST_NUMBERS // 2} and {MOST_NUMBERS}"
+            f"tensors: one has {int(numbers.max())} numbers in {int(rows.max())} rows, a GPU takes "
+            f"fewer than {most} numbers of each"
         )
     return rows, numbers
 
@@ -207,6 +237,56 @@ def decode_scratch(rows: Array, numbers: Array) -> list[Array]:
         4 * (-(-rows // 32)),
         4 * rows,
         2 * numbers,
+        0 * every,
+    ]
+
+
+@dataclass(frozen=True)
+class VectorOptions:
+    """How a tensor is encoded.
+
+    Parameters
+    ----------
+    bound : float
+        How far a decoded finite element may be from the given one; 0: every bit is kept.
+    relative : bool
+        Whether that is a share of the largest less the least finite value.
+    window : int or None
+        Rows that a reference may reach back; None: all.
+    references : bool
+        Whether equal rows are looked for.
+    """
+
+    bound: float = 0.0
+    relative: bool = False
+    window: int | None = None
+    references: bool = True
+
+    @property
+    def flags(self) -> int:
+        """What a chunk says of them."""
+        found = BOUNDED if self.bound > 0 else 0
+        found |= RELATIVE if self.relative and self.bound > 0 else 0
+        found |= REFERENCES if self.references else 0
+        return found | (self.window or 0) << WINDOW_AT
+
+
+def encode_scratch(rows: Array, numbers: Array, flags: Array) -> list[Array]:
+    """Return the bytes of the scratch memory that encoding takes, as `described` wants them."""
+    every = np.ones_like(rows)
+    looks = (flags & REFERENCES) > 0
+    powers = np.array([1 << max(1, (2 * n - 1).bit_length()) for n in rows.tolist()], np.int64)
+    pieces = -(-rows // PIECE_CODES)
+    return [
+        STATE_BYTES * every,
+        8 * (MOST_SYMBOLS + RANGE_PARTS) * every,
+        2 * starts_bytes(numbers),
+        # Bitmap and fields, or about as many words of a code.
+        4 * (rows + -(-rows // 32) + pieces + ALIGN_BYTES) * looks,
+        4 * rows * looks,
+        3 * 4 * rows * looks,
+        2 * numbers * ((flags & BOUNDED) > 0),
+        4 * powers * (looks & (flags >> WINDOW_AT == 0)),
     ]
 
 
@@ -218,6 +298,6 @@ def uploaded_chunks(numbers: Array, device: torch.device) -> torch.Tensor:
     return table.to(device, non_blocking=True)
 
 
-def send_bytes(raw_bodies: Sequence[int]) -> int:
-    """Return the bytes of a buffer for bodies of which none is longer than these."""
-    return sum(map(aligned, raw_bodies))
+def send_bytes(values: Sequence[torch.Tensor]) -> int:
+    """Return the most bytes that the bodies of tensors take in one buffer."""
+    return sum(aligned(raw_body_bytes(t.nbytes)) for t in values)

@@ -172,14 +172,14 @@ __device__ bool fits(const Chunk& chunk, const Body& body) {
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     open_bodies(const Chunk* chunks, int count, Chunk* described, i64 data, i64 data_bytes, i64 values, i64 rows,
-                i64 row, i64 flags, i64 form, i64 bound, i64 state, i64 tables, i64 row_starts, i64 ref_starts,
-                i64 ranks, i64 places, i64 symbols) {
+                i64 row, i64 flags, i64 form, i64 bound, i64 state, i64 tables, i64 row_starts, i64 references,
+                i64 ranks, i64 places, i64 symbols, i64 slots) {
   __shared__ Building building;
   for (int number = blockIdx.x; number < count; number += gridDim.x) {
     const Chunk chunk = chunks != nullptr
                             ? chunks[number]
                             : Chunk{data, data_bytes, values, rows, row, flags, form, bound, state, tables,
-                                    row_starts, ref_starts, ranks, places, symbols};
+                                    row_starts, references, ranks, places, symbols, slots};
     if (chunks == nullptr && threadIdx.x == 0) *described = chunk;
     const i64 numbers = chunk.rows * chunk.row * parts_of(chunk);
     Sections sections{(const u8*)chunk.data, 0, chunk.data_bytes, true};
@@ -220,7 +220,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     } else if (sections.fine) {
       u32* const table = (u32*)chunk.tables;
       if (body.references == REFERENCES_CODED) {
-        body.ref_stream = open_stream(sections, building, chunk.rows, (int)body.distinct, table, (u32*)chunk.ref_starts);
+        body.ref_stream = open_stream(sections, building, chunk.rows, (int)body.distinct, table, (u32*)chunk.references);
       } else if (body.references != REFERENCES_NONE) {
         const i64 words = ceil_div(chunk.rows, 32);
         body.bitmap = sections.take(4 * words);
@@ -324,7 +324,7 @@ extern "C" __global__ void __launch_bounds__(STREAM_THREADS) read_streams(const 
       const i64 piece = (refers ? part : part - ref_parts) * STREAM_PIECES + warp * warp_pieces + lane;
       if (lane < warp_pieces && piece < pieces_of(total)) {
         const u32* const words = (const u32*)(refers ? body->ref_stream : body->stream);
-        const u32* const starts = (const u32*)(refers ? chunk.ref_starts : chunk.row_starts) + piece;
+        const u32* const starts = (const u32*)(refers ? chunk.references : chunk.row_starts) + piece;
         const i64 first = piece * PIECE_CODES, rest = total - first;
         const int left = rest < PIECE_CODES ? (int)rest : PIECE_CODES;
         const bool sound =

@@ -11,6 +11,7 @@ from ..format import ceil_div
 from ..vector_chunks import (
     BOUNDED,
     FRAMED,
+    MOST_DECODED,
     counts,
     decode_scratch,
     described,
@@ -52,10 +53,11 @@ class OpenBodies(Parameters):
     state: Int64
     tables: Int64
     row_starts: Int64
-    ref_starts: Int64
+    references: Int64
     ranks: Int64
     places: Int64
     symbols: Int64
+    slots: Int64
 
 
 @dataclass(init=False)
@@ -87,6 +89,17 @@ class WriteRows(Parameters):
     chunks: Address
     count: Int32
     mailbox: Address
+
+
+def grid_of(runner: Runner, parts: int, chunks: int, sm_budget: int | None) -> tuple[int, int, int]:
+    """Return the blocks for so many parts of so many chunks each."""
+    processors = runner.multiprocessors
+    if sm_budget is None:
+        most = BLOCKS * processors
+        return max(1, min(parts, max(1, most // chunks))), chunks, 1
+    most = ROOM * max(1, min(sm_budget, processors))
+    down = min(chunks, most)
+    return max(1, min(parts, most // down)), down, 1
 
 
 class VectorDecodeKernels:
@@ -133,7 +146,7 @@ class VectorDecodeKernels:
         ArgumentError
             When there are no bodies, or too many, or a tensor has 2**32 numbers or more.
         """
-        rows, numbers = counts(outs)
+        rows, numbers = counts(outs, MOST_DECODED)
         framed = FRAMED if forms is not None else 0
         flags = [framed | (BOUNDED if each else 0) for each in bounded]
         given = forms if forms is not None else [0] * len(outs)
@@ -149,7 +162,7 @@ class VectorDecodeKernels:
         opens, reads, finds, writes = self._bound(chunks.width, chunks.kind)
         count, at = len(chunks), table.data_ptr()
         opens(
-            self._grid(count, 1, sm_budget)[0],
+            grid_of(self._runner, count, 1, sm_budget)[0],
             0 if only else at,
             count,
             at,
@@ -157,21 +170,13 @@ class VectorDecodeKernels:
         )
         streams = ceil_div(int(numbers.max()), PIECE_CODES), ceil_div(int(rows.max()), PIECE_CODES)
         parts = sum(ceil_div(pieces, STREAM_PIECES) for pieces in streams)
-        reads(self._grid(parts, count, sm_budget), at, count)
-        finds(self._grid(ceil_div(int(rows.max()), THREADS), count, sm_budget), at, count)
+        reads(grid_of(self._runner, parts, count, sm_budget), at, count)
+        finds(
+            grid_of(self._runner, ceil_div(int(rows.max()), THREADS), count, sm_budget), at, count
+        )
         parts = ceil_div(int(numbers.max()), THREADS * (2 if chunks.width == 8 else 4))
         mailbox = self._runner.mailbox.data_ptr()
-        writes(self._grid(parts, count, sm_budget), at, count, mailbox)
-
-    def _grid(self, parts: int, chunks: int, sm_budget: int | None) -> tuple[int, int, int]:
-        """Return the blocks for so many parts of so many chunks each."""
-        processors = self._runner.multiprocessors
-        if sm_budget is None:
-            most = BLOCKS * processors
-            return max(1, min(parts, max(1, most // chunks))), chunks, 1
-        most = ROOM * max(1, min(sm_budget, processors))
-        down = min(chunks, most)
-        return max(1, min(parts, most // down)), down, 1
+        writes(grid_of(self._runner, parts, count, sm_budget), at, count, mailbox)
 
     def _bound(self, width: int, kind: int) -> list[Launch]:
         found = self._launches.get((width, kind))

@@ -2,18 +2,22 @@
 // vector_format.py says what a body is; VectorChunk in vector_chunks.py has the fields of a Chunk in this
 // order. Needs bits.cuh.
 struct Chunk {
-  i64 data, data_bytes;   // the body, or the buffer with header and body; decoded: its bytes
-  i64 values;             // the tensor
-  i64 rows, row;          // its rows, elements of each
-  i64 flags;              // FLAG_*, and from bit WINDOW_AT on the window
-  i64 form;               // what a header has at byte 16
-  i64 bound;              // the bits of a double
-  i64 state, tables, row_starts, ref_starts, ranks, places, symbols;  // scratch memory
+  i64 data, data_bytes;  // the body, or the buffer with header and body; decoded: its bytes
+  i64 values;            // the tensor
+  i64 rows, row;         // its rows, elements of each
+  i64 flags;             // FLAG_*, and from bit WINDOW_AT on the window
+  i64 form;              // what a header has at byte 16
+  i64 bound;             // the bits of a double
+  // Scratch memory. Where there are two, the first is that of decoding.
+  i64 state;       // Body; Draft
+  i64 tables;      // two to look codes up in; codes, counts, ranges
+  i64 row_starts;  // words before each piece; with outliers before each
+  i64 references;  // words before each piece of references; their section
+  i64 ranks;       // references before each 32 rows; the distinct rows
+  i64 places;      // of each row its distinct row; the same, and two arrays more
+  i64 symbols;     // of elements
+  i64 slots;       // a hash table of rows
 };
-#define CHUNK_WORDS 15
-#define CHUNK_PARAMETERS                                                                                    \
-  i64 data, i64 data_bytes, i64 values, i64 rows, i64 row, i64 flags, i64 form, i64 bound, i64 state,       \
-      i64 tables, i64 row_starts, i64 ref_starts, i64 ranks, i64 places, i64 symbols
 
 // How distinct rows, and references, are written.
 enum { CODING_RAW = 0, CODING_FIXED = 1, CODING_HUFFMAN = 2, CODING_SPLIT = 3 };
