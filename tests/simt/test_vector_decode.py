@@ -17,6 +17,7 @@ from bitslab.engine.codecs.blob import HEADER_BYTES
 from bitslab.engine.codecs.vectors import decode_body
 from bitslab.engine.kernels.cuda.runner import BLOB_ERROR, NO_ERROR
 from bitslab.engine.kernels.cuda.vector_decode import ROOM, VectorDecodeKernels
+from bitslab.engine.kernels.vector_chunks import VectorPlan
 from bitslab.engine.kernels.vector_format import BodyHeader, References, RowCoding
 from tests.helpers import same_bits
 from tests.simt.module import guarded
@@ -187,13 +188,13 @@ def test_headers_are_read_on_the_device():
     spare = torch.cat([blob.data, torch.full((-len(blob.data) % 16 + 16,), FILL).byte()])
     runner, out = SimtRunner(), torch.zeros_like(t)
     kernels = VectorDecodeKernels(runner)
-    kernels.decode_vectors([spare], [out], [True], [form])
+    kernels.decode_vectors([spare], [out], [True], form)
     assert same_bits(out, wanted) and runner.mailbox[0] == NO_ERROR
     for place, value in ((0, 31), (0, len(spare) + 1), (1, 7), (2, 20), (3, 63)):
         damaged = spare.clone()
         damaged[8 * place :][:8].view(torch.int64)[0] = value
         out.fill_(7)
-        kernels.decode_vectors([damaged], [out], [True], [form])
+        kernels.decode_vectors([damaged], [out], [True], form)
         assert runner.mailbox[0] == BLOB_ERROR and bool((out == 7).all())
         runner.mailbox.zero_()
 
@@ -297,11 +298,36 @@ def test_one_damaged_body_leaves_the_others_alone():
 
 def test_more_tensors_than_rows_of_a_grid_are_refused():
     t = torch.zeros(1)
-    with pytest.raises(bitslab.ArgumentError, match="tensors: 0, accepted are 1 to 65535"):
+    with pytest.raises(bitslab.ArgumentError, match="tensors: 0, .* accepted are 1 to 65535"):
         VectorDecodeKernels(SimtRunner()).decode_vectors([], [], [])
-    with pytest.raises(bitslab.ArgumentError, match="numbers, on a GPU accepted are fewer"):
+    with pytest.raises(bitslab.ArgumentError, match="a GPU takes fewer than 4294967296 numbers"):
         wide = t.expand(1 << 16, 1 << 16)
         VectorDecodeKernels(SimtRunner()).decode_vectors([t.byte()], [wide], [False])
+
+
+def test_tensors_of_another_plan_are_refused():
+    t = torch.zeros(4, 2)
+    plan = VectorPlan.decoding([t.shape], t.dtype, [False])
+    kernels, body = VectorDecodeKernels(SimtRunner()), torch.zeros(8, dtype=torch.uint8)
+    with pytest.raises(
+        bitslab.ArgumentError, match="tensors: 1 and 1 bodies, the plan is of 1, or"
+    ):
+        kernels.decode_vectors([body], [t.view(2, 4)], plan)
+    with pytest.raises(bitslab.ArgumentError, match="tensors: 2 and 1 bodies, the plan is of 1"):
+        kernels.decode_vectors([body], [t, t], plan)
+    with pytest.raises(bitslab.ArgumentTypeError, match="int32.*, the plan is of torch.float32"):
+        kernels.decode_vectors([body], [t.int()], plan)
+
+
+def test_a_plan_serves_any_number_of_calls():
+    codec, t = VectorLzCodec(), rows_of(60, 16, 45)
+    plan, runner = VectorPlan.decoding([t.shape] * 2, t.dtype, [False] * 2), SimtRunner()
+    for seed in range(2):
+        given = [rows_of(60, 16, 45, seed), rows_of(60, 16, 5, seed)]
+        outs = [torch.zeros_like(t) for _ in given]
+        bodies = [body_of(codec, x) for x in given]
+        VectorDecodeKernels(runner).decode_vectors(bodies, outs, plan)
+        assert all(same_bits(a, b) for a, b in zip(outs, given, strict=True))
 
 
 def test_an_infinite_step_is_refused():

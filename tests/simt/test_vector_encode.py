@@ -18,7 +18,7 @@ from bitslab.engine.codecs.blob import HEADER_BYTES
 from bitslab.engine.codecs.vectors import encode_body
 from bitslab.engine.kernels.cuda.vector_decode import ROOM
 from bitslab.engine.kernels.cuda.vector_encode import VectorEncodeKernels
-from bitslab.engine.kernels.vector_chunks import VectorOptions, send_bytes
+from bitslab.engine.kernels.vector_chunks import VectorOptions, VectorPlan, send_bytes
 from bitslab.engine.kernels.vector_format import raw_body_bytes
 from tests.simt.module import guarded
 from tests.simt.runner import SimtRunner
@@ -188,12 +188,33 @@ def test_a_buffer_with_a_header_is_that_of_the_codec(name):
 def test_what_kernels_do_not_take_is_refused():
     kernels, out = VectorEncodeKernels(SimtRunner()), torch.zeros(64, dtype=torch.uint8)
     t, options = torch.zeros(4, 2), VectorOptions()
-    with pytest.raises(bitslab.ArgumentError, match="tensors: 0, accepted are 1 to 65535"):
+    with pytest.raises(bitslab.ArgumentError, match="tensors: 0, .* accepted are 1 to 65535"):
         kernels.encode_vectors([], [], out)
-    with pytest.raises(bitslab.ArgumentTypeError, match="tensors: of .*float16.*float32"):
+    with pytest.raises(
+        bitslab.ArgumentTypeError, match="tensors: of .*float16.*float32.*, the plan"
+    ):
         kernels.encode_vectors([t, t.half()], [options] * 2, out)
     with pytest.raises(bitslab.ArgumentError, match="fewer than 268435456 numbers"):
         kernels.encode_vectors([t[:1, :1].expand(1 << 14, 1 << 14)], [options], out)
+
+
+def test_a_plan_serves_any_number_of_calls():
+    options = [VectorOptions(0.1), VectorOptions()]
+    runner = SimtRunner()
+    plan = VectorPlan.encoding([torch.Size((90, 8))] * 2, torch.float32, options)
+    for seed in range(2):
+        tensors = [rows_of(90, 8, 30, seed)] * 2
+        out = torch.zeros(send_bytes(tensors), dtype=torch.uint8)
+        offsets, sizes = VectorEncodeKernels(runner).encode_vectors(tensors, plan, out)
+        codecs: list[Codec] = [BoundedVectorCodec(0.1), VectorLzCodec()]
+        for codec, t, at, n in zip(
+            codecs,
+            tensors,
+            offsets.tolist(),
+            sizes.tolist(),
+            strict=False,
+        ):
+            assert torch.equal(out[at : at + n], expected(codec, t))
 
 
 def test_rows_with_outliers_are_no_references():

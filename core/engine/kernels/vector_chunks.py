@@ -5,6 +5,7 @@ The order of the numbers is that of `Chunk` in vectors.cuh.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -42,6 +43,8 @@ STATE_BYTES, TABLE_BYTES = 256, 4 << CODE_LIMIT_BITS
 #: One more than the most real numbers of a chunk: kernels divide numbers of 32 bits, and those that
 #: encode add up as many counts as a code has bits.
 MOST_DECODED, MOST_ENCODED = 1 << 32, 1 << 28
+#: Bytes of a chunk that a kernel writes itself, where a call has one.
+ONLY_BYTES = 256
 #: Parts of a tensor whose ranges are found apart, at the most.
 RANGE_PARTS = 64
 #: Chunks of a call at the most: rows of a grid.
@@ -119,129 +122,6 @@ def vector_settings(width: int, kind: int) -> tuple[tuple[str, int | str], ...]:
 
 
 @dataclass(frozen=True)
-class Described:
-    """Chunks as kernels take them.
-
-    Parameters
-    ----------
-    numbers : numpy.ndarray
-        int64 ``[chunks, len(FIELDS)]``; the scratch memory counts from 0 on.
-    scratch_bytes : int
-        Bytes of the scratch memory of all of them.
-    width : int
-        Bytes of a real number: 1, 2, 4 or 8.
-    kind : int
-        What `cpu.floats` calls the dtype; -1 where it has no codes of values.
-    """
-
-    numbers: Array
-    scratch_bytes: int
-    width: int
-    kind: int
-
-    def __len__(self) -> int:
-        """Return the number of chunks."""
-        return len(self.numbers)
-
-    def most(self, name: str) -> int:
-        """Return the largest number of a name."""
-        return int(self.numbers[:, FIELDS.index(name)].max())
-
-    def at(self, scratch: torch.Tensor) -> Array:
-        """Return the numbers with the addresses of scratch memory."""
-        found = self.numbers.copy()
-        found[:, _SCRATCH_AT:] += scratch.data_ptr()
-        return found
-
-
-def described(
-    data: Sequence[torch.Tensor],
-    values: Sequence[torch.Tensor],
-    flags: Sequence[int],
-    forms: Sequence[int],
-    bounds: Sequence[float],
-    scratch: Sequence[Array],
-) -> Described:
-    """Return chunks as kernels take them.
-
-    Parameters
-    ----------
-    data : sequence of torch.Tensor
-        uint8: their bodies, or buffers with header and body.
-    values : sequence of torch.Tensor
-        ``[N, ...]`` contiguous, of one dtype.
-    flags, forms, bounds
-        Of each; of `forms` what a header has at byte 16.
-    scratch : sequence of numpy.ndarray
-        int64 ``[chunks]`` each: bytes of the arrays of scratch memory, in the order of `FIELDS`.
-    """
-    dtype = values[0].dtype
-    width = element_bytes(dtype)
-    shapes = [row_elements(t.shape) for t in values]
-    numbers = np.empty((len(values), len(FIELDS)), np.int64)
-    numbers[:, 0] = [t.data_ptr() for t in data]
-    numbers[:, 1] = [t.shape[0] for t in data]
-    numbers[:, 2] = [t.data_ptr() for t in values]
-    numbers[:, 3:5] = shapes
-    numbers[:, 5] = flags
-    if dtype.is_complex:
-        numbers[:, 5] |= COMPLEX
-    numbers[:, 6] = forms
-    numbers[:, 7] = np.array(bounds, np.float64).view(np.int64)
-    sizes = -(-np.stack(scratch, 1) // 16) * 16
-    ends = np.cumsum(sizes.reshape(-1))
-    numbers[:, _SCRATCH_AT:] = (ends - sizes.reshape(-1)).reshape(sizes.shape)
-    return Described(numbers, int(ends[-1]), width, KINDS.get(dtype, -1))
-
-
-def counts(values: Sequence[torch.Tensor], most: int) -> tuple[Array, Array]:
-    """Return the rows of tensors, and their real numbers, int64 ``[chunks]`` each.
-
-    Raises
-    ------
-    ArgumentError
-        When there are no tensors, or too many, or one has `most` numbers or rows, or more.
-    ArgumentTypeError
-        When they are not of one dtype.
-    """
-    if not 0 < len(values) <= MOST_CHUNKS:
-        raise ArgumentError(f"tensors: {len(values)}, accepted are 1 to {MOST_CHUNKS}")
-    dtypes = {t.dtype for t in values}
-    if len(dtypes) > 1:
-        raise ArgumentTypeError(f"tensors: of {sorted(map(str, dtypes))}, accepted is one dtype")
-    rows = np.array([row_elements(t.shape)[0] for t in values], np.int64)
-    parts = 2 if values[0].dtype.is_complex else 1
-    numbers = np.array([t.numel() * parts for t in values], np.int64)
-    found = max(int(numbers.max()), 2 * int(rows.max()) if most == MOST_DECODED else 0)
-    if found >= most:
-        raise ArgumentError(
-            f"tensors: one has {int(numbers.max())} numbers in {int(rows.max())} rows, a GPU takes "
-            f"fewer than {most} numbers of each"
-        )
-    return rows, numbers
-
-
-def starts_bytes(codes: Array) -> Array:
-    """Return the bytes of where the pieces of streams begin, and the last one ends."""
-    return 4 * (-(-codes // PIECE_CODES) + 1)
-
-
-def decode_scratch(rows: Array, numbers: Array) -> list[Array]:
-    """Return the bytes of the scratch memory that decoding takes, as `described` wants them."""
-    every = np.ones_like(rows)
-    return [
-        STATE_BYTES * every,
-        2 * TABLE_BYTES * every,
-        starts_bytes(numbers),
-        starts_bytes(rows),
-        4 * (-(-rows // 32)),
-        4 * rows,
-        2 * numbers,
-        0 * every,
-    ]
-
-
-@dataclass(frozen=True)
 class VectorOptions:
     """How a tensor is encoded.
 
@@ -271,8 +151,220 @@ class VectorOptions:
         return found | (self.window or 0) << WINDOW_AT
 
 
-def encode_scratch(rows: Array, numbers: Array, flags: Array) -> list[Array]:
-    """Return the bytes of the scratch memory that encoding takes, as `described` wants them."""
+@dataclass(frozen=True, eq=False)
+class VectorPlan:
+    """What kernels need to know of tensors but their addresses: the same for steps that repeat.
+
+    Parameters
+    ----------
+    shapes : list of torch.Size
+        Of the tensors.
+    dtype : torch.dtype
+        Of all of them.
+    numbers : numpy.ndarray
+        int64 ``[tensors, len(FIELDS)]``; the scratch memory counts from 0 on.
+    scratch_bytes : int
+        Bytes of the scratch memory of all of them.
+    most_rows, most_numbers : int
+        Of a tensor at the most.
+    bounded, refers : bool
+        Whether one has a bound, and whether equal rows of one are looked for.
+    """
+
+    shapes: list[torch.Size]
+    dtype: torch.dtype
+    numbers: Array
+    scratch_bytes: int
+    most_rows: int
+    most_numbers: int
+    bounded: bool
+    refers: bool
+
+    def __len__(self) -> int:
+        """Return the number of tensors."""
+        return len(self.shapes)
+
+    @property
+    def width(self) -> int:
+        """Bytes of a real number."""
+        return element_bytes(self.dtype)
+
+    @property
+    def kind(self) -> int:
+        """What `cpu.floats` calls the dtype; -1 where it has no codes of values."""
+        return KINDS.get(self.dtype, -1)
+
+    @classmethod
+    def encoding(
+        cls,
+        shapes: Sequence[torch.Size],
+        dtype: torch.dtype,
+        options: Sequence[VectorOptions],
+        form: int | None = None,
+    ) -> VectorPlan:
+        """Return the plan of tensors that are encoded.
+
+        Parameters
+        ----------
+        shapes, dtype
+            Of the tensors, each of fewer than 2**28 real numbers.
+        options : sequence of VectorOptions
+            Of each.
+        form : int, optional
+            What a header before the body has at byte 16; none where left out.
+
+        Raises
+        ------
+        ArgumentError
+            When there are no tensors, or too many, or one is too large.
+        """
+        rows, numbers = _counts(shapes, dtype, len(options), MOST_ENCODED)
+        flags = np.array([each.flags for each in options], np.int64)
+        bounds = np.array([each.bound for each in options], np.float64)
+        scratch = _encode_scratch(rows, numbers, flags)
+        return cls._of(shapes, dtype, rows, numbers, flags, form, bounds, scratch)
+
+    @classmethod
+    def decoding(
+        cls,
+        shapes: Sequence[torch.Size],
+        dtype: torch.dtype,
+        bounded: Sequence[bool],
+        form: int | None = None,
+    ) -> VectorPlan:
+        """Return the plan of tensors that are decoded, each of fewer than 2**32 real numbers.
+
+        Parameters
+        ----------
+        shapes, dtype, form
+            As for `encoding`.
+        bounded : sequence of bool
+            Whether codes may stand for values in each.
+
+        Raises
+        ------
+        ArgumentError
+            As by `encoding`.
+        """
+        rows, numbers = _counts(shapes, dtype, len(bounded), MOST_DECODED)
+        flags = np.array(bounded, np.int64) * BOUNDED
+        scratch = _decode_scratch(rows, numbers)
+        return cls._of(shapes, dtype, rows, numbers, flags, form, np.zeros(len(rows)), scratch)
+
+    @classmethod
+    def _of(
+        cls,
+        shapes: Sequence[torch.Size],
+        dtype: torch.dtype,
+        rows: Array,
+        numbers: Array,
+        flags: Array,
+        form: int | None,
+        bounds: Array,
+        scratch: list[Array],
+    ) -> VectorPlan:
+        found = np.zeros((len(shapes), len(FIELDS)), np.int64)
+        found[:, 3] = rows
+        found[:, 4] = [row_elements(shape)[1] for shape in shapes]
+        found[:, 5] = flags | (COMPLEX if dtype.is_complex else 0)
+        found[:, 5] |= FRAMED if form is not None else 0
+        found[:, 6] = form or 0
+        found[:, 7] = bounds.view(np.int64)
+        sizes = -(-np.stack(scratch, 1) // 16) * 16
+        ends = np.cumsum(sizes.reshape(-1))
+        found[:, _SCRATCH_AT:] = (ends - sizes.reshape(-1)).reshape(sizes.shape)
+        return cls(
+            list(shapes),
+            dtype,
+            found,
+            int(ends[-1]),
+            int(rows.max()),
+            int(numbers.max()),
+            bool((flags & BOUNDED).any()),
+            bool((flags & REFERENCES).any()),
+        )
+
+    def addressed(
+        self,
+        data: Sequence[torch.Tensor],
+        values: Sequence[torch.Tensor],
+        scratch: torch.Tensor,
+    ) -> Array:
+        """Return the numbers of tensors at their addresses.
+
+        Parameters
+        ----------
+        data : sequence of torch.Tensor
+            uint8: their bodies, or buffers with header and body.
+        values : sequence of torch.Tensor
+            Contiguous.
+        scratch : torch.Tensor
+            Of `scratch_bytes`.
+
+        Raises
+        ------
+        ArgumentError, ArgumentTypeError
+            When the tensors are not those of the plan.
+        """
+        shapes = [t.shape for t in values]
+        if shapes != self.shapes or len(data) != len(shapes):
+            raise ArgumentError(
+                f"tensors: {len(shapes)} and {len(data)} bodies, the plan is of {len(self)}, or "
+                "of other shapes"
+            )
+        if any(t.dtype != self.dtype for t in values):
+            dtypes = sorted({str(t.dtype) for t in values})
+            raise ArgumentTypeError(f"tensors: of {dtypes}, the plan is of {self.dtype}")
+        found = self.numbers.copy()
+        found[:, 0] = [t.data_ptr() for t in data]
+        found[:, 1] = [t.shape[0] for t in data]
+        found[:, 2] = [t.data_ptr() for t in values]
+        found[:, _SCRATCH_AT:] += scratch.data_ptr()
+        return found
+
+
+def _counts(
+    shapes: Sequence[torch.Size], dtype: torch.dtype, given: int, most: int
+) -> tuple[Array, Array]:
+    """Return the rows of tensors, and their real numbers, int64 ``[tensors]`` each."""
+    if not 0 < len(shapes) <= MOST_CHUNKS or given != len(shapes):
+        raise ArgumentError(
+            f"tensors: {len(shapes)}, of {given} something is said; accepted are 1 to {MOST_CHUNKS}"
+        )
+    rows = np.array([row_elements(shape)[0] for shape in shapes], np.int64)
+    parts = 2 if dtype.is_complex else 1
+    numbers = np.array([math.prod(shape) * parts for shape in shapes], np.int64)
+    found = max(int(numbers.max()), 2 * int(rows.max()))
+    if found >= most:
+        raise ArgumentError(
+            f"tensors: one has {int(numbers.max())} numbers, or {int(rows.max())} rows; a GPU "
+            f"takes fewer than {most} numbers of each, and half as many rows"
+        )
+    return rows, numbers
+
+
+def _starts_bytes(codes: Array) -> Array:
+    """Return the bytes of where the pieces of streams begin, and the last one ends."""
+    return 4 * (-(-codes // PIECE_CODES) + 1)
+
+
+def _decode_scratch(rows: Array, numbers: Array) -> list[Array]:
+    """Return the bytes of the scratch memory that decoding takes, array by array."""
+    every = np.ones_like(rows)
+    return [
+        STATE_BYTES * every,
+        2 * TABLE_BYTES * every,
+        _starts_bytes(numbers),
+        _starts_bytes(rows),
+        4 * (-(-rows // 32)),
+        4 * rows,
+        2 * numbers,
+        0 * every,
+    ]
+
+
+def _encode_scratch(rows: Array, numbers: Array, flags: Array) -> list[Array]:
+    """Return the bytes of the scratch memory that encoding takes, array by array."""
     every = np.ones_like(rows)
     looks = (flags & REFERENCES) > 0
     powers = np.array([1 << max(1, (2 * n - 1).bit_length()) for n in rows.tolist()], np.int64)
@@ -280,7 +372,7 @@ def encode_scratch(rows: Array, numbers: Array, flags: Array) -> list[Array]:
     return [
         STATE_BYTES * every,
         8 * (MOST_SYMBOLS + RANGE_PARTS) * every,
-        2 * starts_bytes(numbers),
+        2 * _starts_bytes(numbers),
         # Bitmap and fields, or about as many words of a code.
         4 * (rows + -(-rows // 32) + pieces + ALIGN_BYTES) * looks,
         4 * rows * looks,

@@ -85,9 +85,9 @@ class _VectorCodec(BlobCodec):
         in_order = bits_in_order(result)
         target = result if in_order else torch.empty_like(result, memory_format=_ROWS)
         if blob.device.type == "cuda":
-            forms, bounded = [self._header(0, result)[2]], [self.error_bound is not None]
+            form, bounded = self._header(0, result)[2], [self.error_bound is not None]
             kernels = kernels_on(blob.device)
-            kernels.decode_vectors([blob.data], [target], bounded, forms, sm_budget)
+            kernels.decode_vectors([blob.data], [target], bounded, form, sm_budget)
             return result if in_order else result.copy_(target)
         header = blob.data[:HEADER_BYTES].view(torch.int64).tolist()
         if tuple(header[1:]) != self._header(0, result)[1:]:

@@ -8,15 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ..format import ceil_div
-from ..vector_chunks import (
-    BOUNDED,
-    FRAMED,
-    MOST_DECODED,
-    counts,
-    decode_scratch,
-    described,
-    uploaded_chunks,
-)
+from ..vector_chunks import ONLY_BYTES, VectorPlan, uploaded_chunks
 from ..vector_format import PIECE_CODES
 from .parameters import Address, Int32, Int64, Parameters
 from .runner import Launch, Runner
@@ -119,8 +111,8 @@ class VectorDecodeKernels:
         self,
         bodies: Sequence[torch.Tensor],
         outs: Sequence[torch.Tensor],
-        bounded: Sequence[bool],
-        forms: Sequence[int] | None = None,
+        bounded: Sequence[bool] | VectorPlan,
+        form: int | None = None,
         sm_budget: int | None = None,
     ) -> None:
         """Decode any number of bodies by four kernels, without waiting.
@@ -131,36 +123,36 @@ class VectorDecodeKernels:
         ----------
         bodies : sequence of torch.Tensor
             uint8 on the device, contiguous, at a multiple of 4 bytes: all bytes of a body and no
-            more; with `forms`, at a multiple of 16, header and body and any bytes behind them.
+            more; with a `form`, at a multiple of 16, header and body and any bytes behind them.
         outs : sequence of torch.Tensor
             ``[N, ...]`` contiguous, of one dtype: where the rows go.
-        bounded : sequence of bool
-            Whether codes may stand for values in each.
-        forms : sequence of int, optional
-            What the headers have at byte 16, where there are headers.
+        bounded : sequence of bool, or VectorPlan
+            Whether codes may stand for values in each; or what `VectorPlan.decoding` returns of
+            that, where calls repeat.
+        form : int, optional
+            What the headers have at byte 16, where there are headers and `bounded` is no plan.
         sm_budget : int, optional
             No more blocks are started than this many multiprocessors hold.
 
         Raises
         ------
         ArgumentError
-            When there are no bodies, or too many, or a tensor has 2**32 numbers or more.
+            When there are no bodies, or too many, or a tensor is too large, or other than planned.
+        ArgumentTypeError
+            When the tensors are not of one dtype.
         """
-        rows, numbers = counts(outs, MOST_DECODED)
-        framed = FRAMED if forms is not None else 0
-        flags = [framed | (BOUNDED if each else 0) for each in bounded]
-        given = forms if forms is not None else [0] * len(outs)
-        chunks = described(
-            bodies, outs, flags, given, [0.0] * len(outs), decode_scratch(rows, numbers)
-        )
-        device = outs[0].device
-        only = len(chunks) == 1
-        scratch = torch.empty(chunks.scratch_bytes + 256, dtype=torch.uint8, device=device)
-        addressed = chunks.at(scratch[256:])
-        # A copy from the host would be no part of a captured graph that outlives its memory.
+        plan = bounded
+        if not isinstance(plan, VectorPlan):
+            dtype = outs[0].dtype if outs else torch.uint8
+            plan = VectorPlan.decoding([t.shape for t in outs], dtype, plan, form)
+        device, count = outs[0].device, len(plan)
+        # The chunk of a call that has one is no copy from the host, which would be no part of a
+        # captured graph that outlives its memory.
+        scratch = torch.empty(plan.scratch_bytes + ONLY_BYTES, dtype=torch.uint8, device=device)
+        addressed, only = plan.addressed(bodies, outs, scratch[ONLY_BYTES:]), count == 1
         table = scratch if only else uploaded_chunks(addressed, device)
-        opens, reads, finds, writes = self._bound(chunks.width, chunks.kind)
-        count, at = len(chunks), table.data_ptr()
+        opens, reads, finds, writes = self._bound(plan.width, plan.kind)
+        at = table.data_ptr()
         opens(
             grid_of(self._runner, count, 1, sm_budget)[0],
             0 if only else at,
@@ -168,13 +160,11 @@ class VectorDecodeKernels:
             at,
             *addressed[0].tolist(),
         )
-        streams = ceil_div(int(numbers.max()), PIECE_CODES), ceil_div(int(rows.max()), PIECE_CODES)
+        streams = ceil_div(plan.most_numbers, PIECE_CODES), ceil_div(plan.most_rows, PIECE_CODES)
         parts = sum(ceil_div(pieces, STREAM_PIECES) for pieces in streams)
         reads(grid_of(self._runner, parts, count, sm_budget), at, count)
-        finds(
-            grid_of(self._runner, ceil_div(int(rows.max()), THREADS), count, sm_budget), at, count
-        )
-        parts = ceil_div(int(numbers.max()), THREADS * (2 if chunks.width == 8 else 4))
+        finds(grid_of(self._runner, ceil_div(plan.most_rows, THREADS), count, sm_budget), at, count)
+        parts = ceil_div(plan.most_numbers, THREADS * (2 if plan.width == 8 else 4))
         mailbox = self._runner.mailbox.data_ptr()
         writes(grid_of(self._runner, parts, count, sm_budget), at, count, mailbox)
 

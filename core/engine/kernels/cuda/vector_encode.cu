@@ -19,6 +19,8 @@
 #define NO_SLOT FULL
 #define MARKED FULL      // in place of the hash of a row with outliers
 #define LANE_CODES (PIECE_CODES / 32)
+#define LANE_UNITS 8     // units of a row that a lane compares, before the row takes more lanes
+#define AT_ONCE 4        // numbers that a thread loads before it looks at them
 #define CODE_MASK_16 0xffffu
 #define NO_CODE_BITS 0x8000u  // those of NO_CODE
 
@@ -77,6 +79,15 @@ __device__ __forceinline__ u32 ordered(float x) {
 __device__ __forceinline__ double unordered(u32 key) {
   return widened(__uint_as_float(key >> 31 ? key & 0x7fffffff : ~key));
 }
+// Load numbers that lie `stride` apart, 0 behind the last one.
+__device__ __forceinline__ void load_numbers(const Chunk& chunk, i64 first, i64 stride, i64 count,
+                                             stored_t (&bits)[AT_ONCE]) {
+#pragma unroll
+  for (int j = 0; j < AT_ONCE; ++j) {
+    const i64 k = first + j * stride;
+    bits[j] = k < count ? ((const stored_t*)chunk.values)[k] : 0;
+  }
+}
 // The bound of a chunk; called by a whole warp.
 __device__ double bound_of(const Chunk& chunk, const Draft* draft) {
   const double given = *(const double*)&chunk.bound;
@@ -129,11 +140,16 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     if (chunk.flags & FLAG_RELATIVE) {
       const i64 elements = chunk.rows * chunk.row;
       u32 least = FULL, largest = 0;
-      for (i64 k = me; k < elements; k += stride) {
-        const float value = float_of(((const stored_t*)chunk.values)[k]);
-        if ((__float_as_uint(value) & MOST_STEP) == MOST_STEP) continue;
-        least = min(least, ordered(value));
-        largest = max(largest, ordered(value));
+      for (i64 first = me; first < elements; first += AT_ONCE * stride) {
+        stored_t bits[AT_ONCE];
+        load_numbers(chunk, first, stride, elements, bits);
+#pragma unroll
+        for (int j = 0; j < AT_ONCE; ++j) {
+          const float value = float_of(bits[j]);
+          if (first + j * stride >= elements || (__float_as_uint(value) & INFINITE) == INFINITE) continue;
+          least = min(least, ordered(value));
+          largest = max(largest, ordered(value));
+        }
       }
       least = __reduce_min_sync(FULL, least);
       largest = __reduce_max_sync(FULL, largest);
@@ -171,21 +187,28 @@ extern "C" __global__ void __launch_bounds__(THREADS) quantise_rows(const Chunk*
     const i64 elements = chunk.rows * chunk.row;
     int least = MOST_CODE, largest = -MOST_CODE;
     u32 outliers = 0;
-    for (i64 k = me; k < elements; k += stride) {
-      const float value = float_of(((const stored_t*)chunk.values)[k]);
-      const float scaled = rintf(multiply_exact(value, inverse));
-      int code = NO_CODE;
-      if (fabsf(scaled) <= (float)MOST_CODE) {  // not of NaN
-        const float decoded = rounded(multiply_exact(scaled, step));
-        if (fabs(widened(value) - widened(decoded)) <= bound) code = (int)scaled;
+    for (i64 first = me; first < elements; first += AT_ONCE * stride) {
+      stored_t bits[AT_ONCE];
+      load_numbers(chunk, first, stride, elements, bits);
+#pragma unroll
+      for (int j = 0; j < AT_ONCE; ++j) {
+        const i64 k = first + j * stride;
+        if (k >= elements) break;
+        const float value = float_of(bits[j]);
+        const float scaled = rintf(multiply_exact(value, inverse));
+        int code = NO_CODE;
+        if (fabsf(scaled) <= (float)MOST_CODE) {  // not of NaN
+          const float decoded = rounded(multiply_exact(scaled, step));
+          if (fabs(widened(value) - widened(decoded)) <= bound) code = (int)scaled;
+        }
+        if (code == NO_CODE) {
+          ++outliers;
+        } else {
+          least = min(least, code);
+          largest = max(largest, code);
+        }
+        ((short*)chunk.symbols)[k] = (short)code;
       }
-      if (code == NO_CODE) {
-        ++outliers;
-      } else {
-        least = min(least, code);
-        largest = max(largest, code);
-      }
-      ((short*)chunk.symbols)[k] = (short)code;
     }
     least = __reduce_min_sync(FULL, least);
     largest = __reduce_max_sync(FULL, largest);
@@ -201,20 +224,26 @@ extern "C" __global__ void __launch_bounds__(THREADS) quantise_rows(const Chunk*
 #endif
 }
 
-// What rows are compared by: codes, or the bits of numbers.
+// What rows are compared by: codes, two at once where a row has an even number, or the bits of numbers.
 struct Rows {
   const short* codes;  // null: numbers
   const stored_t* numbers;
   i64 units;           // of a row
+  bool paired;
   __device__ __forceinline__ u64 unit(i64 row, i64 at) const {
-    if (codes != nullptr) return (unsigned short)codes[row * units + at];
-    return numbers[row * units + at];
+    if (codes == nullptr) return numbers[row * units + at];
+    return paired ? ((const u32*)codes)[row * units + at] : (unsigned short)codes[row * units + at];
+  }
+  // Whether a unit has no code.
+  __device__ __forceinline__ bool outlies(u64 unit) const {
+    if (codes == nullptr) return false;
+    return (unit & CODE_MASK_16) == NO_CODE_BITS || (paired && unit >> 16 == NO_CODE_BITS);
   }
 };
 __device__ __forceinline__ Rows rows_of(const Chunk& chunk, const Draft& draft) {
-  const bool coded = is_coded(chunk, draft);
+  const bool coded = is_coded(chunk, draft), paired = coded && chunk.row % 2 == 0;
   return Rows{coded ? (const short*)chunk.symbols : nullptr, (const stored_t*)chunk.values,
-              chunk.row * parts_of(chunk)};
+              paired ? chunk.row / 2 : chunk.row * parts_of(chunk), paired};
 }
 __device__ __forceinline__ u32 mixed(u64 unit, i64 at) {
   u32 x = (u32)unit * 0x9E3779B1u ^ (u32)(unit >> 32) * 0x85EBCA77u ^ ((u32)at + 1) * 0xC2B2AE3Du;
@@ -225,14 +254,15 @@ __device__ __forceinline__ u32 mixed(u64 unit, i64 at) {
 // Whether references are looked for.
 __device__ __forceinline__ bool refers(const Chunk& chunk) { return chunk.flags & FLAG_REFERENCES && chunk.rows > 1; }
 
-extern "C" __global__ void __launch_bounds__(THREADS) find_rows(const Chunk* chunks, int count) {
+extern "C" __global__ void __launch_bounds__(THREADS, 3) find_rows(const Chunk* chunks, int count) {
   const int lane = threadIdx.x & 31;
   for (int number = blockIdx.y; number < count; number += gridDim.y) {
     const Chunk& chunk = chunks[number];
     if (!refers(chunk)) continue;
     const Rows rows = rows_of(chunk, *(const Draft*)chunk.state);
-    int lanes = 1;  // that take a row
-    while (lanes < 32 && lanes < rows.units) lanes *= 2;
+    // Lanes that take a row: few, so that a warp has several on their way, of all but long ones.
+    int lanes = 1;
+    while (lanes < 32 && LANE_UNITS * lanes < rows.units) lanes *= 2;
     const int first_lane = lane & -lanes, warp_rows = 32 / lanes;
     const u32 group = lanes == 32 ? FULL : ((1u << lanes) - 1) << first_lane;
     const bool leads = lane == first_lane;
@@ -247,9 +277,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) find_rows(const Chunk* chu
       const bool here = i < chunk.rows;
       u32 hash = 0;
       bool marked = false;
+#pragma unroll 4
       for (i64 at = lane - first_lane; here && at < rows.units; at += lanes) {
         const u64 unit = rows.unit(i, at);
-        marked = marked || (rows.codes != nullptr && unit == NO_CODE_BITS);
+        marked = marked || rows.outlies(unit);
         hash += mixed(unit, at);
       }
       for (int apart = 1; apart < lanes; apart *= 2) hash += __shfl_xor_sync(FULL, hash, apart);
@@ -269,6 +300,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) find_rows(const Chunk* chu
         other = __shfl_sync(FULL, other, first_lane);
         bool differs = false;
         if (!done && other != (u32)i)
+#pragma unroll 4
           for (i64 k = lane - first_lane; k < rows.units; k += lanes)
             differs = differs || rows.unit(i, k) != rows.unit(other, k);
         differs = (__ballot_sync(FULL, differs) & group) != 0;
@@ -519,13 +551,13 @@ struct Kept {
   }
 };
 __device__ __forceinline__ Kept kept_of(const Chunk& chunk, const Draft& draft) {
-  const Rows rows = rows_of(chunk, draft);
+  const i64 row = chunk.row * parts_of(chunk);
   return Kept{draft.references == REFERENCES_NONE ? nullptr : (const u32*)chunk.ranks,
-              rows.codes,
-              rows.numbers,
-              (u32)rows.units,
+              is_coded(chunk, draft) ? (const short*)chunk.symbols : nullptr,
+              (const stored_t*)chunk.values,
+              (u32)row,
               (u32)draft.least,
-              (i64)draft.distinct * rows.units};
+              (i64)draft.distinct * row};
 }
 // The symbols of the distinct rows' code, 0: too many for one.
 __device__ __forceinline__ int symbols_of(const Chunk& chunk, const Draft& draft) {

@@ -5,18 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from ..format import ceil_div
 from ..vector_chunks import (
-    FRAMED,
-    MOST_ENCODED,
+    ONLY_BYTES,
     RANGE_PARTS,
     VectorOptions,
-    counts,
-    described,
-    encode_scratch,
+    VectorPlan,
     uploaded_chunks,
 )
 from ..vector_format import PIECE_CODES
@@ -150,7 +146,7 @@ class VectorEncodeKernels:
     def encode_vectors(
         self,
         values: Sequence[torch.Tensor],
-        options: Sequence[VectorOptions],
+        options: Sequence[VectorOptions] | VectorPlan,
         out: torch.Tensor,
         sm_budget: int | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -160,8 +156,9 @@ class VectorEncodeKernels:
         ----------
         values : sequence of torch.Tensor
             ``[N, ...]`` on the device, contiguous, of one dtype, each of fewer than 2**28 numbers.
-        options : sequence of VectorOptions
-            Of each.
+        options : sequence of VectorOptions, or VectorPlan
+            Of each; or what `VectorPlan.encoding` returns of them, where calls repeat: the host
+            takes several times as long to make it as to start the kernels.
         out : torch.Tensor
             uint8 on the device, at a multiple of 16, of `vector_chunks.send_bytes` or more.
         sm_budget : int, optional
@@ -178,14 +175,17 @@ class VectorEncodeKernels:
         Raises
         ------
         ArgumentError
-            When there are no tensors, or too many, or one is too large.
+            When there are no tensors, or too many, or one is too large, or other than planned.
         ArgumentTypeError
             When they are not of one dtype.
         """
         device = out.device
         offsets = torch.empty(len(values) + 1, dtype=torch.int64, device=device)
         sizes = torch.empty(len(values), dtype=torch.int64, device=device)
-        self._encode(values, options, [out] * len(values), None, (out, offsets, sizes), sm_budget)
+        if not isinstance(options, VectorPlan):
+            dtype = values[0].dtype if values else torch.uint8
+            options = VectorPlan.encoding([t.shape for t in values], dtype, options)
+        self._encode(values, options, [out] * len(values), (out, offsets, sizes), sm_budget)
         return offsets, sizes
 
     def encode_vector(
@@ -207,40 +207,33 @@ class VectorEncodeKernels:
         data : torch.Tensor
             uint8 on the device, at a multiple of 16, of `HEADER_BYTES` and `raw_body_bytes`.
         """
-        self._encode([t], [options], [data], form, None, sm_budget)
+        plan = VectorPlan.encoding([t.shape], t.dtype, [options], form)
+        self._encode([t], plan, [data], None, sm_budget)
 
     def _encode(
         self,
         values: Sequence[torch.Tensor],
-        options: Sequence[VectorOptions],
+        plan: VectorPlan,
         data: Sequence[torch.Tensor],
-        form: int | None,
         to: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
         sm_budget: int | None,
     ) -> None:
-        rows, numbers = counts(values, MOST_ENCODED)
-        framed = FRAMED if form is not None else 0
-        flags = np.array([each.flags | framed for each in options], np.int64)
-        bounds = [each.bound for each in options]
-        scratch_bytes = encode_scratch(rows, numbers, flags)
-        forms = [form or 0] * len(values)
-        chunks = described(data, values, flags.tolist(), forms, bounds, scratch_bytes)
-        device, only, count = values[0].device, len(values) == 1, len(values)
-        scratch = torch.empty(chunks.scratch_bytes + 256, dtype=torch.uint8, device=device)
-        addressed = chunks.at(scratch[256:])
-        # A copy from the host would be no part of a captured graph that outlives its memory.
+        device, count = values[0].device, len(plan)
+        # The chunk of a call that has one is no copy from the host, which would be no part of a
+        # captured graph that outlives its memory.
+        scratch = torch.empty(plan.scratch_bytes + ONLY_BYTES, dtype=torch.uint8, device=device)
+        addressed, only = plan.addressed(data, values, scratch[ONLY_BYTES:]), count == 1
         table = scratch if only else uploaded_chunks(addressed, device)
         at = table.data_ptr()
         begins, quantises, finds, counts_codes, measures, writes, number, places = self._bound(
-            chunks.width, chunks.kind
+            plan.width, plan.kind
         )
-        most, most_rows = int(numbers.max()), int(rows.max())
 
         def grid(parts: int) -> tuple[int, int, int]:
             return grid_of(self._runner, parts, count, sm_budget)
 
-        by_numbers = grid(ceil_div(most, THREADS * THREAD_NUMBERS))
-        by_pieces = grid(ceil_div(ceil_div(most, PIECE_CODES), WARPS))
+        by_numbers = grid(ceil_div(plan.most_numbers, THREADS * THREAD_NUMBERS))
+        by_pieces = grid(ceil_div(plan.most_numbers, PIECE_CODES * WARPS))
         begins(
             (min(by_numbers[0], RANGE_PARTS), *by_numbers[1:]),
             0 if only else at,
@@ -248,10 +241,10 @@ class VectorEncodeKernels:
             at,
             *addressed[0].tolist(),
         )
-        if any(each.bound > 0 for each in options):
+        if plan.bounded:
             quantises(by_numbers, at, count)
-        if any(each.references for each in options):
-            finds(grid(ceil_div(most_rows, WARPS)), at, count)
+        if plan.refers:
+            finds(grid(ceil_div(plan.most_rows, WARPS)), at, count)
         number(grid_of(self._runner, count, 1, sm_budget)[0], at, count)
         counts_codes(by_numbers, at, count)
         measures(by_pieces, at, count)

@@ -24,8 +24,7 @@ enum { CODING_RAW = 0, CODING_FIXED = 1, CODING_HUFFMAN = 2, CODING_SPLIT = 3 };
 enum { REFERENCES_NONE = 0, REFERENCES_INDEX = 1, REFERENCES_WINDOW = 2, REFERENCES_CODED = 3 };
 
 #define CODE_LIMIT (1 << CODE_LIMIT_BITS)  // entries of a table that codes are looked up in
-#define MOST_STEP 0x7f800000u              // the bits of an infinite float32
-#define INFINITE 0x7f800000u
+#define INFINITE 0x7f800000u               // the bits of an infinite float32
 
 __device__ __forceinline__ i64 ceil_div(i64 n, i64 by) { return (n + by - 1) / by; }
 __device__ __forceinline__ i64 field_words(i64 count, i64 bits) { return ceil_div(count * bits, 32); }
