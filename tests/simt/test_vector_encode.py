@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import hypothesis.extra.numpy as arrays
@@ -15,12 +16,15 @@ from hypothesis import strategies as st
 import bitslab
 from bitslab.engine.codecs import BoundedVectorCodec, VectorLzCodec
 from bitslab.engine.codecs.blob import HEADER_BYTES
+from bitslab.engine.codecs.huffman import code_lengths
 from bitslab.engine.codecs.vectors import encode_body
+from bitslab.engine.kernels import cuda
+from bitslab.engine.kernels.cuda.source import vector_variant
 from bitslab.engine.kernels.cuda.vector_decode import ROOM
 from bitslab.engine.kernels.cuda.vector_encode import VectorEncodeKernels
 from bitslab.engine.kernels.vector_chunks import VectorOptions, VectorPlan, send_bytes
-from bitslab.engine.kernels.vector_format import raw_body_bytes
-from tests.simt.module import guarded
+from bitslab.engine.kernels.vector_format import CODE_LIMIT_BITS, raw_body_bytes
+from tests.simt.module import SimtModule, guarded
 from tests.simt.runner import SimtRunner
 from tests.simt.test_vector_decode import CASES, chained, rows_of, with_outliers
 
@@ -120,6 +124,44 @@ def test_codes_are_limited_as_those_of_the_twins(symbols):
     assert_same_bytes([VectorLzCodec(references=False)], [t], SimtRunner(0))
 
 
+BOOK = """
+extern "C" __global__ void make_one(const u32* counts, int symbols, u32* table, u64* bits) {
+  __shared__ BookMaking making;
+  make_book(making, counts, symbols, table);
+  if (threadIdx.x == 0) *bits = making.bits;
+}
+"""
+
+
+def made_book(counts: np.ndarray[Any, Any]) -> tuple[list[int], int]:
+    """Return the lengths of the code that a block of threads makes, and the bits of all."""
+    folder = Path(cuda.__file__).parent
+    text = "".join((folder / f"{n}.cuh").read_text() for n in ("bits", "vectors", "vector_book"))
+    defines = vector_variant("vector_encode", 4, 2).defines()
+    module = SimtModule(text + BOOK, defines, ["make_one"])
+    table, bits = np.zeros(len(counts), np.uint32), np.zeros(1, np.uint64)
+    module.launch("make_one", 1, 256, [counts, np.int32(len(counts)), table, bits])
+    return (table >> 16).tolist(), int(bits[0])
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(1, 1024), st.integers(0, 2**31), st.sampled_from([0.5, 1.0, 2.0, 9.0]))
+def test_lengths_of_codes_of_counts_as_large_as_they_can_be(symbols, seed, skew):
+    shares = np.random.default_rng(seed).random(symbols) ** skew
+    counts = (shares / shares.sum() * (2**32 - 2048)).astype(np.uint32)
+    lengths, bits = made_book(counts)
+    wanted = code_lengths(counts.astype(np.int64), CODE_LIMIT_BITS)
+    assert lengths == wanted.tolist()
+    assert bits == int(counts.astype(np.int64) @ wanted.astype(np.int64))
+
+
+def test_many_rows_are_numbered_in_turn():
+    # More than a block numbers, and more pieces of references than it writes, at once.
+    few, many = rows_of(9000, 2, 300), rows_of(5000, 2, 3000)
+    codecs: list[Codec] = [VectorLzCodec(), VectorLzCodec(), VectorLzCodec(255)]
+    assert_same_bytes(codecs, [few, many, many], SimtRunner(0))
+
+
 @settings(max_examples=10, deadline=None)
 @given(st.integers(1, 1024), st.integers(0, 2**31), st.sampled_from([0.3, 1.0, 3.0]))
 def test_codes_of_any_counts_are_those_of_the_twins(symbols, seed, skew):
@@ -194,8 +236,8 @@ def test_what_kernels_do_not_take_is_refused():
         bitslab.ArgumentTypeError, match="tensors: of .*float16.*float32.*, the plan"
     ):
         kernels.encode_vectors([t, t.half()], [options] * 2, out)
-    with pytest.raises(bitslab.ArgumentError, match="fewer than 268435456 numbers"):
-        kernels.encode_vectors([t[:1, :1].expand(1 << 14, 1 << 14)], [options], out)
+    with pytest.raises(bitslab.ArgumentError, match="fewer than 1073741824 numbers"):
+        kernels.encode_vectors([t[:1, :1].expand(1 << 15, 1 << 15)], [options], out)
 
 
 def test_a_plan_serves_any_number_of_calls():

@@ -40,9 +40,9 @@ Array = np.ndarray[Any, Any]
 BOUNDED, FRAMED, RELATIVE, REFERENCES, COMPLEX, WINDOW_AT = 1, 2, 4, 8, 16, 16
 #: Bytes of what kernels find out about a body, and of a table to look codes up in.
 STATE_BYTES, TABLE_BYTES = 256, 4 << CODE_LIMIT_BITS
-#: One more than the most real numbers of a chunk: kernels divide numbers of 32 bits, and those that
-#: encode add up as many counts as a code has bits.
-MOST_DECODED, MOST_ENCODED = 1 << 32, 1 << 28
+#: One more than the most real numbers of a chunk: kernels divide numbers of 32 bits, and number the
+#: slots of a hash table, up to four for each row, by as many.
+MOST_DECODED, MOST_ENCODED = 1 << 32, 1 << 30
 #: Bytes of a chunk that a kernel writes itself, where a call has one.
 ONLY_BYTES = 256
 #: Parts of a tensor whose ranges are found apart, at the most.
@@ -207,7 +207,7 @@ class VectorPlan:
         Parameters
         ----------
         shapes, dtype
-            Of the tensors, each of fewer than 2**28 real numbers.
+            Of the tensors, each of fewer than 2**30 real numbers.
         options : sequence of VectorOptions
             Of each.
         form : int, optional

@@ -34,7 +34,7 @@ class _VectorCodec(BlobCodec):
 
     Notes
     -----
-    On a GPU a tensor to be encoded has fewer than 2**28 real numbers, one to be decoded 2**32.
+    On a GPU a tensor to be encoded has fewer than 2**30 real numbers, one to be decoded 2**32.
     """
 
     device_types: ClassVar[tuple[str, ...]] = ("cpu", "cuda")

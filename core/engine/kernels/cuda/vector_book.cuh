@@ -51,6 +51,13 @@ __device__ __forceinline__ void sort_counts(BookMaking& b, const u32* counts, in
   __syncthreads();
 }
 
+// The weight of a pair. Only pairs and leaves are compared, and no leaf weighs more than all of them: one that would
+// leave 32 bits may weigh as much as they hold.
+__device__ __forceinline__ u32 pair_weight(const u32* before, u32 pair) {
+  const u32 first = before[2 * pair], both = first + before[2 * pair + 1];
+  return both < first ? FULL : both;
+}
+
 // Merge leaves and pairs of the items before, level by level; of equal weights a leaf comes first.
 __device__ __forceinline__ void merge_packages(BookMaking& b) {
   const u32 leaves = b.used;
@@ -65,12 +72,12 @@ __device__ __forceinline__ void merge_packages(BookMaking& b) {
     for (u32 k = threadIdx.x; k < leaves + pairs; k += blockDim.x) {
       const bool leaf = k < leaves;
       const u32 me = leaf ? k : k - leaves;
-      const u32 weight = leaf ? b.leaves[me] : before[2 * me] + before[2 * me + 1];
+      const u32 weight = leaf ? b.leaves[me] : pair_weight(before, me);
       // How many of the others come before it.
       u32 low = 0, high = leaf ? pairs : leaves;
       while (low < high) {
         const u32 middle = (low + high) / 2;
-        const bool first = leaf ? before[2 * middle] + before[2 * middle + 1] < weight : b.leaves[middle] <= weight;
+        const bool first = leaf ? pair_weight(before, middle) < weight : b.leaves[middle] <= weight;
         if (first) low = middle + 1;
         else high = middle;
       }
@@ -105,8 +112,8 @@ __device__ __forceinline__ void merge_packages(BookMaking& b) {
 }
 
 // Make the code of symbols that occur so often. `table` gets of each its code with the first bit lowest, and from
-// bit 16 on its length; it may be `counts`. Their sum is less than 2^28, so that weights fit 32 bits. b.bits is what
-// all codes take. Every thread of the block calls it.
+// bit 16 on its length; it may be `counts`. Their sum is less than 2^32 - 1. b.bits is what all codes take.
+// Every thread of the block calls it.
 __device__ void make_book(BookMaking& b, const u32* counts, int symbols, u32* table) {
   sort_counts(b, counts, symbols);
   if (threadIdx.x == 0) b.bits = 0;

@@ -444,16 +444,27 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS, 1) number_rows(const C
         __syncthreads();
       }
       distinct = 0;
-      for (u32 first = 0; first < n; first += ROW_THREADS) {
-        const u32 i = first + threadIdx.x;
-        bool literal = false;
-        if (i < n) literal = window ? numbers[i] == 0 : found[i] == MARKED || slots[found[i]] == i;
+      for (u32 first = 0; first < n; first += ROW_THREADS * AT_ONCE) {
+        const u32 begin = first + threadIdx.x * AT_ONCE;
+        u32 seen[AT_ONCE], here = 0;  // here: bit j of row begin + j, where it is distinct
+#pragma unroll
+        for (u32 j = 0; j < AT_ONCE; ++j) seen[j] = begin + j < n ? (window ? numbers : found)[begin + j] : 0;
+#pragma unroll
+        for (u32 j = 0; j < AT_ONCE; ++j) {
+          const u32 i = begin + j;
+          const bool literal = i < n && (window ? seen[j] == 0 : seen[j] == MARKED || slots[seen[j]] == i);
+          here |= (u32)literal << j;
+        }
         u32 total;
-        const u32 before = distinct + sum_before<ROW_THREADS / 32>(literal, sums, total);
-        if (literal) literals[before] = i;
-        if (i < n) {
-          if (window && !literal) fields[i - before] = numbers[i] - 1;
+        u32 before = distinct + sum_before<ROW_THREADS / 32>((u32)__popc(here), sums, total);
+#pragma unroll
+        for (u32 j = 0; j < AT_ONCE; ++j) {
+          const u32 i = begin + j;
+          if (i >= n) break;
+          const bool literal = here >> j & 1;
+          if (window && !literal) fields[i - before] = seen[j] - 1;
           if (!window) numbers[i] = literal ? before : i - before;  // its number, or the number of its field
+          if (literal) literals[before++] = i;
         }
         distinct += total;
       }
@@ -462,12 +473,24 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS, 1) number_rows(const C
         const bool few = !window && distinct <= MOST_SYMBOLS;
         for (u32 k = threadIdx.x; k < MOST_SYMBOLS; k += ROW_THREADS) table[k] = 0;
         __syncthreads();
-        for (u32 i = threadIdx.x; !window && i < n; i += ROW_THREADS) {
-          const u32 first = found[i] == MARKED ? i : slots[found[i]];
-          const u32 place = numbers[first];
-          if (first != i) fields[numbers[i]] = place;
-          found[i] = place;
-          if (few) atomicAdd(&table[place], 1u);
+        for (u32 begin = threadIdx.x; !window && begin < n; begin += ROW_THREADS * AT_ONCE) {
+          u32 first[AT_ONCE], place[AT_ONCE];  // the first row with the content of a row, and its number
+#pragma unroll
+          for (u32 j = 0; j < AT_ONCE; ++j) {
+            const u32 i = begin + j * ROW_THREADS;
+            first[j] = i < n ? found[i] : MARKED;
+            first[j] = first[j] == MARKED ? min(i, n - 1) : slots[first[j]];
+          }
+#pragma unroll
+          for (u32 j = 0; j < AT_ONCE; ++j) place[j] = numbers[first[j]];
+#pragma unroll
+          for (u32 j = 0; j < AT_ONCE; ++j) {
+            const u32 i = begin + j * ROW_THREADS;
+            if (i >= n) break;
+            if (first[j] != i) fields[numbers[i]] = place[j];
+            found[i] = place[j];
+            if (few) atomicAdd(&table[place[j]], 1u);
+          }
         }
         __syncthreads();
         kind = window ? REFERENCES_WINDOW : REFERENCES_INDEX;
@@ -487,6 +510,7 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS, 1) number_rows(const C
         if (kind == REFERENCES_CODED) {
           words = write_coded(chunk, found, table, (int)distinct, pieces, sums);
         } else {
+#pragma unroll 4
           for (u32 first = 0; first < n; first += ROW_THREADS) {
             const u32 i = first + threadIdx.x;
             bool refers_back = false;

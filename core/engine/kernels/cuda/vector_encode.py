@@ -155,7 +155,7 @@ class VectorEncodeKernels:
         Parameters
         ----------
         values : sequence of torch.Tensor
-            ``[N, ...]`` on the device, contiguous, of one dtype, each of fewer than 2**28 numbers.
+            ``[N, ...]`` on the device, contiguous, of one dtype, each of fewer than 2**30 numbers.
         options : sequence of VectorOptions, or VectorPlan
             Of each; or what `VectorPlan.encoding` returns of them, where calls repeat: the host
             takes several times as long to make it as to start the kernels.
