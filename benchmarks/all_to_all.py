@@ -2,6 +2,7 @@
 
 python benchmarks/all_to_all.py                 # sizes and rates on this machine's processors
 python benchmarks/all_to_all.py --only ratio    # sizes alone
+python benchmarks/all_to_all.py --only gpu      # rates of all messages of a step on a GPU
 
 Data is looked for in the folder $BITSLAB_DATA, or shared/data next to the repo, below recsys/.
 """
@@ -18,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 import zstandard
+from all_to_all_gpu import gpu
 from codec_ratio import find
 from timing import print_tables
 
@@ -170,12 +172,12 @@ def cpu() -> dict[str, Table]:
     return {f"Rates of {torch.get_num_threads()} threads": table}
 
 
-PARTS: dict[str, Callable[[], dict[str, Table]]] = {"ratio": ratio, "cpu": cpu}
+PARTS: dict[str, Callable[[], dict[str, Table]]] = {"ratio": ratio, "cpu": cpu, "gpu": gpu}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", nargs="+", choices=tuple(PARTS), default=tuple(PARTS))
+    parser.add_argument("--only", nargs="+", choices=tuple(PARTS), default=("ratio", "cpu"))
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.add_argument("--out", type=Path, help="file to write to as well")
     options = parser.parse_args()
