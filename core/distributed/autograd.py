@@ -322,10 +322,7 @@ class CompressedAllToAll:
         row = row_of(t, None)
         repeats = ids = None
         if t.device.type == "cpu":
-            bound = self.backward_bound or state.bound
-            check_dtype(t.dtype, None)
-            if bound is not None and t.dtype not in KINDS:
-                check_dtype(t.dtype, ErrorBound(1.0))
+            check_dtype(t.dtype, state.bound)
             if row_ids is not None and self._pieces > 1:
                 raise ArgumentError(f"row_ids: given with pieces={self._pieces}")
             flat, given = cut_rows("input", t.detach(), row, given, group)
@@ -458,7 +455,10 @@ class CompressedAllToAll:
     def send_back(
         self, group: dist.ProcessGroup, parts: Sequence[_Part], gradients: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """Exchange gradients ``[M, row]`` of what came; return those of what was sent."""
+        """Exchange gradients ``[M, row]`` of what came; return those of what was sent.
+
+        Parts are those that have gradients, the same ones on all ranks.
+        """
         rows, kept = [], []
         rank = dist.get_rank(group)
         for number, (part, gradient) in enumerate(zip(parts, gradients, strict=True)):
@@ -470,7 +470,8 @@ class CompressedAllToAll:
                 if repeated is not None and to != rank:
                     back[to] = len(repeated.first)
             bound = 0.0
-            if flat.device.type == "cpu" and self.backward_bound is not None:
+            lossy = self.backward_bound is not None and flat.dtype in KINDS
+            if lossy and self.backward_bound is not None and flat.device.type == "cpu":
                 bound = self.backward_bound.absolute(flat, self.iteration)
                 own = slice(sum(counts[:rank]), sum(counts[: rank + 1]))
                 flat = self._rounded(part, flat, ids, bound, number, rank, own)
@@ -556,20 +557,27 @@ class _AllToAll(torch.autograd.Function):
         found = owner.send_forward(group, parts, [t.detach() for t in tensors])
         ctx.call = owner, group, parts
         ctx.set_materialize_grads(True)
-        return tuple(t.view(len(t), *part.shape) for t, part in zip(found, parts, strict=True))
+        results = [t.view(len(t), *part.shape) for t, part in zip(found, parts, strict=True)]
+        without = [t for t in results if not (t.is_floating_point() or t.is_complex())]
+        ctx.mark_non_differentiable(*without)
+        return tuple(results)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Send gradients back, those of copies of a row as their sum."""
         owner, group, parts = ctx.call
-        rows = [
-            gradient.contiguous().view(gradient.shape[0], part.row)
-            for gradient, part in zip(gradients, parts, strict=True)
+        # Integers have none; all ranks know the tables' dtypes.
+        given = [
+            (i, gradient.contiguous().view(gradient.shape[0], part.row))
+            for i, (gradient, part) in enumerate(zip(gradients, parts, strict=True))
+            if part.dtype.is_floating_point or part.dtype.is_complex
         ]
-        found = owner.send_back(group, parts, rows)
-        results = [
-            t.view(sum(part.send_rows), *part.shape) for t, part in zip(found, parts, strict=True)
-        ]
+        numbers = [i for i, _ in given]
+        of_parts = [parts[i] for i in numbers]
+        found = owner.send_back(group, of_parts, [rows for _, rows in given])
+        results: list[torch.Tensor | None] = [None] * len(parts)
+        for i, part, t in zip(numbers, of_parts, found, strict=True):
+            results[i] = t.view(sum(part.send_rows), *part.shape)
         return None, None, None, *results
 
 

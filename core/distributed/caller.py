@@ -66,6 +66,10 @@ class Caller:
             self._choices.clear()
         return self._choices.setdefault(key, TableChoice())
 
+    def is_plain(self, way: int = 0) -> bool:
+        """Return whether torch's own collective delivers the next exchange."""
+        return self.codec == "raw" or self.decision.modes[way] == PLAIN
+
     def exchange(
         self,
         group: dist.ProcessGroup,
@@ -87,6 +91,7 @@ class Caller:
             0: forward, 1: backward.
         """
         if self.codec == "raw":
+            # Without counting: nothing is decided.
             self._plain(group, tables, way)
             return
         self.faults.check()
@@ -98,7 +103,7 @@ class Caller:
         model = self._model if due else None
         if model is not None:
             self._choose(group, tables, choices, model)
-        if self.decision.modes[way] == PLAIN:
+        if self.is_plain(way):
             if model is not None:
                 self._decide_while_plain(group, tables, choices, model, way)
             self._plain(group, tables, way)

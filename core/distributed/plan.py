@@ -10,6 +10,7 @@ import torch
 
 from ..dtypes import dtype_name
 from ..engine.codecs.base import check_integer
+from ..engine.kernels.vector_format import KINDS
 from ..errors import ArgumentError, ArgumentTypeError, CorruptedDataError
 from .bounds import AdaptiveBound, ErrorBound, checked_bound
 from .selection import TableChoice
@@ -33,7 +34,8 @@ class Table:
     dtype : torch.dtype
         Of the rows.
     error_bound : float, ErrorBound, AdaptiveBound or "adaptive", optional
-        As for `CompressedAllToAll`, whose own counts when left out.
+        As for `CompressedAllToAll`, whose own counts when left out, for float32, bfloat16 and
+        float16.
 
     Raises
     ------
@@ -56,7 +58,10 @@ class Table:
         if self.dtype not in DTYPES:
             accepted = ", ".join(map(dtype_name, DTYPES))
             raise ArgumentTypeError(f"dtype: {self.dtype}, accepted are {accepted}")
-        either_bound(self.error_bound)
+        if either_bound(self.error_bound) is not None and self.dtype not in KINDS:
+            raise ArgumentTypeError(
+                f"error_bound: of {self.dtype}, bounds are for float32, bfloat16 and float16"
+            )
 
 
 def either_bound(error_bound: Bound) -> ErrorBound | AdaptiveBound | None:
@@ -184,7 +189,8 @@ def states_of(
         if table.name in found:
             raise ArgumentError(f"tables: two of the name {table.name!r}")
         own = either_bound(table.error_bound)
-        found[table.name] = TableState(table.name, own or error_bound, table)
+        of_all = error_bound if table.dtype in KINDS else None
+        found[table.name] = TableState(table.name, own or of_all, table)
     if not found:
         raise ArgumentError("tables: none given")
     return found

@@ -6,6 +6,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from bitslab.distributed import (
     all_to_all_single,
     linear,
 )
+from bitslab.distributed.helpers import helper_of, timeout_of
 from bitslab.engine.advisor import network_model
 from tests.distributed.ranks import error_of, splits
 
@@ -70,8 +72,8 @@ def tables(rank: int, ranks: int) -> dict[str, Any]:
 
 
 def gradients_of_tables(rank: int, ranks: int) -> dict[str, Any]:
-    """Gradients of two tables, with repeated ids, beside sums in float64."""
-    exchange = CompressedAllToAll(tables=TABLES[:2])
+    """Gradients of two tables, with repeated ids, beside sums in float64; a third one has none."""
+    exchange = CompressedAllToAll(tables=TABLES)
     weights, ids, inputs, receive, send, exact = {}, {}, {}, {}, {}, {}
     loss = torch.zeros(())
     for i, table in enumerate(TABLES[:2]):
@@ -81,7 +83,10 @@ def gradients_of_tables(rank: int, ranks: int) -> dict[str, Any]:
         weights[table.name].requires_grad_()
         ids[table.name] = torch.randint(5, (sum(send[table.name]),), generator=generator)
         inputs[table.name] = weights[table.name][ids[table.name]]
-    found = exchange.exchange_tables(inputs, receive, send, row_ids=ids)
+    receive["days"], send["days"] = splits(rank, ranks, 9)
+    days = rows_of(TABLES[2], sum(send["days"]), rank)
+    found = exchange.exchange_tables(inputs | {"days": days}, receive, send, row_ids=ids)
+    integers = found.pop("days")
     for name, t in found.items():
         factors = torch.arange(t.numel()).view(t.shape) + 1.0 + rank
         loss = loss + (t * factors).sum()
@@ -92,7 +97,11 @@ def gradients_of_tables(rank: int, ranks: int) -> dict[str, Any]:
     return {
         name: bool(torch.allclose(weights[name].grad.double(), exact[name], rtol=1e-6))  # type: ignore[union-attr]
         for name in exact
-    } | {"iteration": exchange.state_dict()["iteration"] == 1}
+    } | {
+        "iteration": exchange.state_dict()["iteration"] == 1,
+        "days": torch.equal(integers, by_torch(days, receive["days"], send["days"])),
+        "no gradient": not integers.requires_grad,
+    }
 
 
 def adaptive(rank: int, ranks: int) -> dict[str, Any]:
@@ -261,6 +270,17 @@ def network(rank: int, ranks: int) -> dict[str, Any]:
     }
 
 
+def timeout(rank: int, ranks: int) -> dict[str, bool]:
+    """Asynchronous exchanges wait as long as those of their group."""
+    of_seconds = dist.new_group(timeout=timedelta(seconds=17))
+    helper = helper_of(of_seconds)
+    return {
+        "own": timeout_of(helper.group) == timedelta(seconds=17),
+        "once": helper_of(of_seconds) is helper,
+        "not its group": helper.group is not of_seconds,
+    }
+
+
 def threads(rank: int, ranks: int) -> dict[str, str]:
     """A second thread in a call of the object is refused."""
     exchange = CompressedAllToAll()
@@ -304,6 +324,7 @@ CHECKS: dict[str, Callable[[int, int], Any]] = {
         function_by_ids,
         decisions,
         network,
+        timeout,
         threads,
         wrong_tables,
     )

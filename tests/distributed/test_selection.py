@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import bitslab
-from bitslab.distributed import AdaptiveBound, CompressedAllToAll, Table
+from bitslab.distributed import AdaptiveBound, CompressedAllToAll, Table, selection
 from bitslab.distributed.exchange import _cut
 from bitslab.distributed.faults import ExchangeError, Faults
 from bitslab.distributed.messages import (
@@ -112,22 +112,44 @@ def test_messages_that_are_cut_are_refused(data, parts):
         _cut(np.array(data, np.uint8), parts)
 
 
-def test_rows_are_written_as_is_fastest_on_the_link():
+def test_ways_to_write_rows_are_measured():
     rows = torch.randn(30, 64, generator=torch.Generator().manual_seed(1))[torch.arange(4000) % 30]
-    noise = torch.randint(-(1 << 60), 1 << 60, (4000, 8))
     choice = TableChoice()
     choice.choose(rows, 0.1, SLOW)
     assert set(choice.measured) == {c.name for c in WITHIN_BOUND}
-    assert choice.measured["references"].ratio > choice.measured["codes"].ratio > 4
-    assert choice.measured["raw"].ratio == 1 and not choice.candidate.raw
-    choice.choose(rows, 0.1, FAST)
-    assert choice.candidate is RAW
-    of_noise = TableChoice()
-    of_noise.choose(noise, 0.0, SLOW)
-    assert set(of_noise.measured) == {c.name for c in EVERY_BIT} and of_noise.candidate is RAW
+    ratios = {name: found.ratio for name, found in choice.measured.items()}
+    assert ratios["references"] > ratios["codes"] > 4 and ratios["raw"] == 1
+    assert all(m.encode_s_per_byte > 0 < m.decode_s_per_byte for m in choice.measured.values())
+    every_bit = TableChoice()
+    every_bit.choose(rows, 0.0, SLOW)
+    assert set(every_bit.measured) == {c.name for c in EVERY_BIT}
     nothing = TableChoice()
     nothing.choose(rows[:0], 0.1, SLOW)
     assert nothing.candidate is REFERENCES and not nothing.measured
+
+
+def test_rows_are_written_as_is_fastest_on_the_link(monkeypatch):
+    found = {
+        "references": selection.Measured(20.0, 2e-9, 1e-9),
+        "window": selection.Measured(10.0, 2e-9, 1e-9),
+        "codes": selection.Measured(8.0, 1e-9, 1e-9),
+        "lossless": selection.Measured(2.0, 1e-9, 1e-9),
+        "raw": selection.Measured(1.0, 1e-11, 1e-11),
+    }
+    monkeypatch.setattr(selection, "measure", lambda rows, bound, c: found[c.name])
+    rows, choice = torch.ones(10, 4), TableChoice()
+
+    def chosen_at(bytes_per_s: float) -> str:
+        model = NetworkModel(((1.0, 1e-9), (1.0 + bytes_per_s, 1.0 + 1e-9)))
+        choice.choose(rows, 0.1, model)
+        return choice.candidate.name
+
+    assert chosen_at(1e7) == "references"
+    assert chosen_at(1e9) == "raw"
+    assert chosen_at(2e8) == "codes"
+    # A little less is no reason to change.
+    found["references"] = selection.Measured(8.5, 1e-9, 1e-9)
+    assert chosen_at(2e8) == "codes"
 
 
 def decided(*records: tuple[NetworkModel, WayRecord], pieces: int = 1, begin: str = "") -> str:
@@ -269,6 +291,7 @@ def test_states_of_other_tables_are_refused():
         (lambda: Table("a", 0), "row_elements: 0"),
         (lambda: Table("a", 2, torch.float8_e5m2), "dtype: torch.float8_e5m2, accepted are float"),
         (lambda: Table("a", 2, error_bound="loose"), "error_bound: 'loose'"),
+        (lambda: Table("a", 2, torch.int64, 0.1), "error_bound: of torch.int64"),
         (lambda: AdaptiveBound(-1.0), "error_bound: -1.0"),
         (lambda: AdaptiveBound(thresholds=(1.0, 0.5)), "thresholds: (1.0, 0.5)"),
         (lambda: AdaptiveBound(sample_rows=1), "sample_rows: 1"),
