@@ -4,6 +4,7 @@ python benchmarks/all_to_all.py                 # sizes and rates on this machin
 python benchmarks/all_to_all.py --only ratio    # sizes alone
 python benchmarks/all_to_all.py --only bounds   # by class and by decay function
 python benchmarks/all_to_all.py --only links    # whole exchanges between two ranks
+python benchmarks/all_to_all.py --only gpu      # rates of all messages of a step on a GPU
 
 Data is looked for in the folder $BITSLAB_DATA, or shared/data next to the repo, below recsys/.
 """
@@ -20,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 import zstandard
+from all_to_all_gpu import gpu
 from codec_ratio import find
 from timing import print_tables
 
@@ -222,6 +224,7 @@ PARTS: dict[str, Callable[[], dict[str, Table]]] = {
     "ratio": ratio,
     "cpu": cpu,
     "bounds": bounds,
+    "gpu": gpu,
     "links": links,
 }
 
