@@ -5,10 +5,8 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -28,7 +26,8 @@ from .collective import (
     row_of,
 )
 from .exchange import Rows
-from .messages import Array, Repeats
+from .messages import Array
+from .parts import Part, spread_to_copies, sums_of
 from .plan import Bound, Table, TableState, either_bound, states_of
 from .rounding import ErrorFeedback, round_stochastically
 
@@ -36,26 +35,13 @@ FORWARD, BACKWARD = 0, 1
 VERSION = 2
 
 
-@dataclass
-class _Part:
-    """Rows of one table in a call, and what its backward pass needs."""
-
-    state: TableState
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    row: int
-    send_rows: list[int]
-    receive_rows: list[int]
-    repeats: list[Repeats | None] | None
-    received_ids: Array | None
-    places: list[Array | None] = dataclasses.field(default_factory=list)
-
-
 class CompressedAllToAll:
     """An all-to-all of rows that autograd knows: gradients go back compressed, too.
 
-    Tensors on the CPU cross by gloo. Those on a GPU are given to torch's own collective, there and
-    back, and counted in `stats` as ``plain_calls``.
+    Tensors on the CPU cross by gloo. Those on a GPU are coded there and cross by NCCL, on a stream
+    and a communicator of their own; a relative bound is then a share of the range of the rows for
+    each rank, gradients keep every bit, and neither `row_ids` nor pieces are used. Calls that
+    torch's own collective served are counted in `stats` as ``plain_calls``.
 
     Parameters
     ----------
@@ -223,8 +209,8 @@ class CompressedAllToAll:
         Parameters
         ----------
         inputs : mapping of str to torch.Tensor
-            By table ``[N, row_elements]`` on the CPU: rows for each rank, rank after rank. A table
-            of which this rank has no rows is left out.
+            By table ``[N, row_elements]``, all on one device: rows for each rank, rank after rank.
+            A table of which this rank has no rows is left out.
         output_split_sizes, input_split_sizes : mapping of str to sequence of int
             By table, rows of and for each rank. Left out: none, except that a table with an input
             needs its sizes.
@@ -256,10 +242,12 @@ class CompressedAllToAll:
             self._check_names(argument, given)
         none = [0] * group.size()
         parts, tensors = [], []
+        device = self._device_of(inputs, group)
         for name, state in self._states.items():
             table = state.table
             assert table is not None  # planned
-            t = inputs.get(name, torch.empty(0, table.row_elements, dtype=table.dtype))
+            nothing = torch.empty(0, table.row_elements, dtype=table.dtype, device=device)
+            t = inputs.get(name, nothing)
             check_tensor_argument(f"inputs: {name}", t)
             if t.dim() != 2 or t.shape[1] != table.row_elements:
                 raise ArgumentError(
@@ -267,8 +255,8 @@ class CompressedAllToAll:
                 )
             if t.dtype != table.dtype:
                 raise ArgumentTypeError(f"inputs: {name}: {t.dtype}, planned is {table.dtype}")
-            if t.device.type != "cpu":
-                raise ArgumentTypeError(f"inputs: {name}: on {t.device}, accepted is cpu")
+            if t.device != device:
+                raise ArgumentTypeError(f"inputs: {name}: on {t.device}, others on {device}")
             tensors.append(t)
             parts.append(
                 self._part(
@@ -289,6 +277,16 @@ class CompressedAllToAll:
             if part.state.name in output_split_sizes
         }
 
+    def _device_of(
+        self, inputs: Mapping[str, torch.Tensor], group: dist.ProcessGroup
+    ) -> torch.device:
+        """Return where the tables' rows are; of a rank without any, where the group's are."""
+        for t in inputs.values():
+            if isinstance(t, torch.Tensor):
+                return t.device
+        on_gpu = dist.get_backend(group) == "nccl"
+        return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+
     def _check_names(self, argument: str, given: Any) -> None:
         if not isinstance(given, Mapping):
             raise ArgumentTypeError(f"{argument}: expected a mapping by table, got {given!r:.60}")
@@ -306,7 +304,7 @@ class CompressedAllToAll:
         group: dist.ProcessGroup,
         row_ids: torch.Tensor | None,
         received_ids: torch.Tensor | None,
-    ) -> _Part:
+    ) -> Part:
         """Return the rows of a table in a call, checked."""
         refuse_capture(t)
         rows, size = t.shape[0], group.size()
@@ -321,14 +319,16 @@ class CompressedAllToAll:
             )
         row = row_of(t, None)
         repeats = ids = None
+        check_dtype(t.dtype, state.bound)
         if t.device.type == "cpu":
-            check_dtype(t.dtype, state.bound)
             if row_ids is not None and self._pieces > 1:
                 raise ArgumentError(f"row_ids: given with pieces={self._pieces}")
             flat, given = cut_rows("input", t.detach(), row, given, group)
             repeats = repeats_of("input", flat, given, row_ids)
             ids = self._checked_ids(received_ids, sum(received))
-        return _Part(state, tuple(t.shape[1:]), t.dtype, row, given, received, repeats, ids)
+        else:
+            _, given = cut_rows("input", t.detach(), row, given, group)
+        return Part(state, tuple(t.shape[1:]), t.dtype, row, given, received, repeats, ids)
 
     def _checked_ids(self, received_ids: torch.Tensor | None, rows: int) -> Array | None:
         if received_ids is None:
@@ -341,7 +341,7 @@ class CompressedAllToAll:
         return ids
 
     def _apply(
-        self, group: dist.ProcessGroup, parts: list[_Part], tensors: list[torch.Tensor]
+        self, group: dist.ProcessGroup, parts: list[Part], tensors: list[torch.Tensor]
     ) -> tuple[torch.Tensor, ...]:
         found: tuple[torch.Tensor, ...] = _AllToAll.apply(  # type: ignore[no-untyped-call]
             self, group, parts, *tensors
@@ -426,16 +426,14 @@ class CompressedAllToAll:
         return self._feedback[name]
 
     def send_forward(
-        self, group: dist.ProcessGroup, parts: Sequence[_Part], tensors: Sequence[torch.Tensor]
+        self, group: dist.ProcessGroup, parts: Sequence[Part], tensors: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
         """Exchange rows forward; return what came, ``[M, row]``, and keep in parts how."""
         rows = []
         for part, t in zip(parts, tensors, strict=True):
             flat = dense(t).view(t.shape[0], part.row)
             out = torch.empty((sum(part.receive_rows), part.row), dtype=t.dtype, device=t.device)
-            bound = 0.0
-            if t.device.type == "cpu":
-                bound = part.state.absolute(flat, self.iteration)
+            bound, relative = part.state.bound_of(flat, self.iteration)
             rows.append(
                 Rows(
                     flat,
@@ -443,6 +441,7 @@ class CompressedAllToAll:
                     part.send_rows,
                     part.receive_rows,
                     bound,
+                    relative,
                     repeats=None if part.repeats is None else list(part.repeats),
                     name=part.state.name,
                 )
@@ -453,7 +452,7 @@ class CompressedAllToAll:
         return [each.received for each in rows]
 
     def send_back(
-        self, group: dist.ProcessGroup, parts: Sequence[_Part], gradients: Sequence[torch.Tensor]
+        self, group: dist.ProcessGroup, parts: Sequence[Part], gradients: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
         """Exchange gradients ``[M, row]`` of what came; return those of what was sent.
 
@@ -462,7 +461,7 @@ class CompressedAllToAll:
         rows, kept = [], []
         rank = dist.get_rank(group)
         for number, (part, gradient) in enumerate(zip(parts, gradients, strict=True)):
-            sent, ids = _sums(part, gradient)
+            sent, ids = sums_of(part, gradient)
             counts = [len(each) for each in sent]
             flat = torch.cat(sent)
             back = list(part.send_rows)
@@ -481,13 +480,13 @@ class CompressedAllToAll:
         self._backward_calls += 1
         self._exchange(group, rows, parts, BACKWARD)
         return [
-            _spread(part, each.received, back, rank)
+            spread_to_copies(part, each.received, back, rank)
             for part, each, back in zip(parts, rows, kept, strict=True)
         ]
 
     def _rounded(
         self,
-        part: _Part,
+        part: Part,
         flat: torch.Tensor,
         ids: Array | None,
         bound: float,
@@ -514,20 +513,12 @@ class CompressedAllToAll:
         return found
 
     def _exchange(
-        self, group: dist.ProcessGroup, rows: list[Rows], parts: Sequence[_Part], way: int
+        self, group: dist.ProcessGroup, rows: list[Rows], parts: Sequence[Part], way: int
     ) -> None:
         self._caller.faults.check()
         if not self._entered.acquire(blocking=False):
             raise ArgumentError("CompressedAllToAll: another thread is in a call of this object")
         try:
-            if rows[0].sent.device.type != "cpu":
-                for each in rows:
-                    dist.all_to_all_single(
-                        each.received, each.sent, each.receive_rows, each.send_rows, group
-                    )
-                    each.repeats, each.places = None, [None] * group.size()
-                self._caller.counters[way].plain_calls += 1
-                return
             choices = [
                 part.state.choice if way == FORWARD else part.state.backward_choice
                 for part in parts
@@ -550,7 +541,7 @@ class _AllToAll(torch.autograd.Function):
         ctx: Any,
         owner: CompressedAllToAll,
         group: dist.ProcessGroup,
-        parts: list[_Part],
+        parts: list[Part],
         *tensors: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         """Exchange, and keep which rows repeat."""
@@ -579,51 +570,3 @@ class _AllToAll(torch.autograd.Function):
         for i, part, t in zip(numbers, of_parts, found, strict=True):
             results[i] = t.view(sum(part.send_rows), *part.shape)
         return None, None, None, *results
-
-
-def _sums(part: _Part, gradient: torch.Tensor) -> tuple[list[torch.Tensor], Array | None]:
-    """Return gradients for each rank, those of copies of a row as one, and the ids of each row."""
-    ids: list[Array | None] = [None] * len(part.receive_rows)
-    if part.received_ids is not None:
-        ids = list(np.split(part.received_ids, np.cumsum(part.receive_rows)[:-1]))
-    sent, kept = [], []
-    for rows, places, of_rows in zip(
-        torch.split(gradient, part.receive_rows), part.places, ids, strict=True
-    ):
-        sent.append(rows if places is None else _summed(rows, places))
-        if of_rows is not None:
-            kept.append(of_rows if places is None else _ids_of_sums(of_rows, places))
-    return sent, np.concatenate(kept) if kept else None
-
-
-def _ids_of_sums(ids: Array, places: Array) -> Array:
-    found = np.empty(int(places.max()) + 1, np.int64)
-    found[places] = ids
-    return found
-
-
-def _summed(rows: torch.Tensor, places: Array) -> torch.Tensor:
-    """Return the sums of rows ``[n, row]`` that are copies of one; 16 bits are added as 32."""
-    wide = torch.float32 if rows.dtype in (torch.float16, torch.bfloat16) else rows.dtype
-    sums = torch.zeros((int(places.max()) + 1, rows.shape[1]), dtype=wide)
-    return sums.index_add_(0, torch.from_numpy(places), rows.to(wide)).to(rows.dtype)
-
-
-def _spread(part: _Part, found: torch.Tensor, back: Sequence[int], rank: int) -> torch.Tensor:
-    """Return gradients of the rows that were given: sums to the first copy of each."""
-    if list(back) == part.send_rows:
-        return found
-    result = torch.zeros((sum(part.send_rows), part.row), dtype=found.dtype)
-    pieces = zip(
-        torch.split(result, part.send_rows),
-        torch.split(found, list(back)),
-        part.repeats or [],
-        range(len(back)),
-        strict=True,
-    )
-    for to, given, repeated, of in pieces:
-        if repeated is None or of == rank:
-            to.copy_(given)
-        else:
-            to[torch.from_numpy(repeated.first)] = given
-    return result

@@ -200,6 +200,11 @@ class AdaptiveBound:
         return ErrorBound(self.value * factor, schedule=self.schedule)
 
 
+def bound_on_device(bound: ErrorBound, iteration: int) -> tuple[float, bool]:
+    """Return the value of an iteration, and whether it is a share of a range found there."""
+    return bound.at(iteration), bound.kind == "relative"
+
+
 def checked_bound(error_bound: float | ErrorBound | None) -> ErrorBound | None:
     """Return a bound that was given as a number, a share of the range, as an `ErrorBound`."""
     if error_bound is None or isinstance(error_bound, ErrorBound):

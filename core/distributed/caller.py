@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Sequence
 from dataclasses import asdict
 
@@ -10,11 +11,22 @@ import torch
 import torch.distributed as dist
 
 from ..engine.advisor import NetworkModel, network_model
+from ..engine.codecs import BoundedVectorCodec
 from ..engine.transfer import ThreadLane
 from ..errors import ArgumentError
+from .device import DeviceExchange
 from .exchange import Exchange, Rows
 from .faults import Faults
-from .selection import PIECES, PLAIN, Decision, Measured, TableChoice, as_floats
+from .helpers import helper_of
+from .selection import (
+    PIECES,
+    PLAIN,
+    Decision,
+    Measured,
+    TableChoice,
+    WayRecord,
+    as_floats,
+)
 from .stats import Counters
 
 #: What `codec` accepts.
@@ -90,17 +102,20 @@ class Caller:
         way : int
             0: forward, 1: backward.
         """
-        if self.codec == "raw":
+        device = tables[0].sent.device
+        coded = device.type in BoundedVectorCodec.device_types
+        if self.codec == "raw" or not coded or (device.type != "cpu" and group.size() == 1):
             # Without counting: nothing is decided.
             self._plain(group, tables, way)
             return
         self.faults.check()
         due = self.decision.begin() and self.codec == "auto" and group.size() > 1
         if due and self._model is None:
-            self._model = self.faults.stage(
-                "sizes", lambda: network_model(group, torch.device("cpu"))
-            )
+            self._model = self.faults.stage("sizes", lambda: network_model(group, device))
         model = self._model if due else None
+        if device.type != "cpu":
+            self._exchange_on_gpu(group, tables, model, way)
+            return
         if model is not None:
             self._choose(group, tables, choices, model)
         if self.is_plain(way):
@@ -131,6 +146,40 @@ class Caller:
         for name in ("raw_bytes", "moved_bytes", "encode_s", "decode_s"):
             took = getattr(counters, name) - before[name]
             setattr(record, name, getattr(record, name) + took)
+
+    def _exchange_on_gpu(
+        self,
+        group: dist.ProcessGroup,
+        tables: Sequence[Rows],
+        model: NetworkModel | None,
+        way: int,
+    ) -> None:
+        """Exchange rows on a GPU; where this call decides, what their coding takes is measured."""
+        helper = helper_of(group, "cuda")
+        if model is not None:
+            trial = DeviceExchange(helper, tables, Counters(), Faults(lasting=False)).trial()
+            raw = sum(table.raw_bytes(dist.get_rank(group)) for table in tables)
+            encode_s, decode_s, moved_bytes = trial
+            self.decision.records[way] = WayRecord(1, raw, moved_bytes, encode_s, decode_s)
+        plain = self.is_plain(way)
+        others = group.size() - 1
+        numbers = [] if model is None else self.decision.predictions(model, others)
+        if plain:
+            if numbers:
+                self._agree(group, numbers, tables[0].sent.device)
+            self._plain(group, tables, way)
+            return
+        exchange = DeviceExchange(
+            helper,
+            tables,
+            self.counters[way],
+            self.faults,
+            numbers=numbers,
+            lane=helper.stream,
+        )
+        of_ranks = exchange.run()
+        if numbers:
+            self.decision.decide(of_ranks)
 
     def _pieces_lane(self) -> ThreadLane | None:
         if self._pieces > 1 and self._lane is None:
@@ -171,8 +220,15 @@ class Caller:
             record.moved_bytes += raw / found.ratio
             record.encode_s += raw * found.encode_s_per_byte
             record.decode_s += raw * found.decode_s_per_byte
-        mine = as_floats(self.decision.predictions(model, group.size() - 1))
-        slowest = torch.tensor(mine, dtype=torch.float64)
+        self._agree(
+            group, self.decision.predictions(model, group.size() - 1), tables[0].sent.device
+        )
+
+    def _agree(
+        self, group: dist.ProcessGroup, numbers: Sequence[int], device: torch.device
+    ) -> None:
+        """Decide by the predictions of all ranks, by one small all-reduce."""
+        slowest = torch.tensor(as_floats(numbers), dtype=torch.float64, device=device)
         self.faults.stage("sizes", lambda: dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group))
         self.decision.decide_by(slowest.tolist())
 
@@ -202,3 +258,16 @@ def _deliver(faults: Faults, group: dist.ProcessGroup, table: Rows) -> None:
             received, sent, list(table.receive_rows), list(table.send_rows), group=group
         ),
     )
+
+
+_callers: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Caller]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def function_caller(group: dist.ProcessGroup, codec: str) -> Caller:
+    """Return what the function keeps between its exchanges over a communicator."""
+    of_group = _callers.setdefault(group, {})
+    if codec not in of_group:
+        of_group[codec] = Caller(codec=codec, lasting=False)
+    return of_group[codec]

@@ -16,10 +16,10 @@ from ..engine.codecs.base import check_indices_argument, rows_as_bytes, share_me
 from ..engine.kernels.vector_format import KINDS
 from ..engine.transfer import ThreadTask
 from ..errors import ArgumentError, ArgumentTypeError
-from .bounds import ErrorBound, checked_bound
-from .caller import checked_codec
+from .bounds import ErrorBound, bound_on_device, checked_bound
+from .caller import checked_codec, function_caller
 from .exchange import Rows
-from .helpers import function_caller, helper_of
+from .helpers import helper_of
 from .messages import Repeats
 from .wire import DTYPES, MOST_BYTES, MOST_ELEMENTS, MOST_ROWS
 
@@ -70,13 +70,15 @@ def all_to_all_single(
 
     As `torch.distributed.all_to_all_single`, with smaller messages: rows that repeat within a part
     cross once, and the others in fewer bits. Every rank calls it with the same row shape and dtype;
-    bounds may differ. Tensors on a GPU are given to torch's own collective, which delivers every
-    bit. Rows that a rank sends to itself are copied.
+    bounds may differ. Rows that a rank sends to itself are copied. Tensors on a GPU are coded there
+    and cross by NCCL; asynchronous calls of those are given to torch's own collective, which
+    delivers every bit.
 
     Parameters
     ----------
     output, input : torch.Tensor
-        Dense, contiguous output; both on the CPU, where the group has gloo, of one dtype.
+        Dense, contiguous output; both on the CPU, where the group has gloo, or on a GPU, where it
+        has NCCL; of one dtype.
     output_split_sizes, input_split_sizes : sequence of int, optional
         Sizes along the first dimension for each rank; equal ones when left out.
     group : ProcessGroup, optional
@@ -93,7 +95,8 @@ def all_to_all_single(
         on any link, in few bytes. ``"raw"``: torch's own collective, which takes no bound.
     error_bound : float or ErrorBound, optional
         How far an element may be from the one that was sent, a number as a share of the largest
-        less the least finite value of `input`; every bit is kept when left out.
+        less the least finite value of `input`, on a GPU of the part for each rank; every bit is
+        kept when left out.
     row_shape : sequence of int, optional
         Of a tensor of one dimension: elements of a row, by which it is cut; 1 when left out. Of
         others a row is what stands at one index of the first dimension.
@@ -128,7 +131,7 @@ def all_to_all_single(
     check_tensor_argument("output", output)
     check_tensor_argument("input", input)
     refuse_capture(input)
-    if input.device.type != "cpu" or codec == "raw":
+    if codec == "raw" or (input.device.type != "cpu" and async_op):
         return dist.all_to_all_single(
             output,
             input,
@@ -152,14 +155,19 @@ def all_to_all_single(
     sent, send_rows = cut_rows("input", input, row, input_split_sizes, group)
     target, receive_rows = cut_rows("output", output, row, output_split_sizes, group)
 
-    repeats = repeats_of("input", sent, send_rows, row_ids)
+    on_cpu = input.device.type == "cpu"
+    repeats = repeats_of("input", sent, send_rows, row_ids) if on_cpu else None
 
     def run(over: dist.ProcessGroup) -> None:
         caller = function_caller(over, codec)
         # What comes compressed may be damaged: the output is written once all of it is sound.
         into = target if caller.is_plain() else torch.empty_like(target)
-        absolute = 0.0 if bound is None else bound.absolute(sent)
-        rows = Rows(sent, into, send_rows, receive_rows, absolute, repeats=repeats)
+        value, relative = 0.0, False
+        if bound is not None and sent.device.type == "cpu":
+            value = bound.absolute(sent)
+        elif bound is not None:
+            value, relative = bound_on_device(bound, 0)
+        rows = Rows(sent, into, send_rows, receive_rows, value, relative, repeats=repeats)
         caller.exchange(over, [rows], [caller.choice_for(rows)])
         if into is not target:
             target.copy_(into)

@@ -49,6 +49,8 @@ class Rows:
     bound : float
         How far a delivered element may be from the one that was sent; 0: every bit is kept. Rows of
         this rank for itself are copied.
+    relative : bool
+        On a GPU, whether the bound is a share of the range of the rows for each rank.
     candidate : Candidate
         How they are written.
     repeats : list, optional
@@ -71,6 +73,7 @@ class Rows:
     send_rows: Sequence[int]
     receive_rows: Sequence[int]
     bound: float = 0.0
+    relative: bool = False
     candidate: Candidate = REFERENCES
     repeats: list[Repeats | None] | None = None
     name: str = ""
@@ -146,8 +149,7 @@ class Exchange:
         self._numbers = list(numbers)
         self._stopped = False
         self._rank, self._size = dist.get_rank(group), group.size()
-        self._terms = [self._terms_with(other) for other in range(self._size)]
-        self._checks = [terms.check() for terms in self._terms]
+        self._agreement = Agreement(group, tables)
 
     def run(self) -> list[list[int]]:
         """Exchange, and write what came, or raise.
@@ -172,7 +174,7 @@ class Exchange:
             table.places = [None] * self._size
         if self._pieces == 1 or self._lane is None:
             found = self._stages(*self._encode(0))
-            self._check_terms(found)
+            self._agreement.check(found.checks, self._faults)
             self._decode(0, found)
         else:
             found = self._in_pieces(self._lane)
@@ -189,24 +191,10 @@ class Exchange:
         for task in tasks:
             task.wait()  # the last one too, before an error is raised: it uses the group
         first = tasks[0].result()
-        self._check_terms(first)
+        self._agreement.check(first.checks, self._faults)
         for piece, task in enumerate(tasks):
             self._decode(piece, task.result())
         return first
-
-    def _terms_with(self, other: int) -> Terms:
-        return Terms(
-            [
-                TableTerms(
-                    DTYPES.index(table.sent.dtype),
-                    table.sent.shape[1],
-                    table.send_rows[other],
-                    table.receive_rows[other],
-                )
-                for table in self._tables
-            ],
-            lower=self._rank <= other,
-        )
 
     # Coding
 
@@ -284,13 +272,8 @@ class Exchange:
     def _sizes(self, sizes: Sequence[int]) -> list[list[int]]:
         """Exchange descriptors, and the numbers with them; return those of each rank."""
         started = time.perf_counter()
-        sent = torch.tensor(
-            [
-                [descriptor(check, n), *self._numbers]
-                for check, n in zip(self._checks, sizes, strict=True)
-            ],
-            dtype=torch.int64,
-        )
+        descriptors = self._agreement.descriptors(sizes)
+        sent = torch.tensor([[d, *self._numbers] for d in descriptors], dtype=torch.int64)
         found = torch.empty_like(sent)
         self._faults.stage("sizes", lambda: dist.all_to_all_single(found, sent, group=self._group))
         self._counters.sizes_s += time.perf_counter() - started
@@ -309,29 +292,62 @@ class Exchange:
             raise ExchangeError("sizes stage: not reached, an earlier piece failed")
         self._stopped = True
         rows = self._sizes(sizes)
-        checks, come = zip(*(read_descriptor(row[0]) for row in rows), strict=True)
-        failed = [rank for rank, n in enumerate(come) if n == FAILED]
-        if failed:
-            reason = f"sizes stage: an earlier exchange failed on {_ranks(failed)} of the group"
-            self._faults.failed(reason, known_to_all=True)
-            raise ExchangeError(reason)
+        checks, come = self._agreement.sizes_of([row[0] for row in rows], self._faults)
         started = time.perf_counter()
         found = torch.empty(sum(come), dtype=torch.uint8)
         sent = torch.from_numpy(data)
 
         def payload() -> None:
-            dist.all_to_all_single(found, sent, list(come), sizes, group=self._group)
+            dist.all_to_all_single(found, sent, come, sizes, group=self._group)
 
         self._faults.stage("payload", payload)
         self._counters.payload_s += time.perf_counter() - started
         self._counters.moved_bytes += sum(sizes)
         self._stopped = False
-        return _Received(list(checks), list(come), found.numpy(), [row[1:] for row in rows])
+        return _Received(checks, come, found.numpy(), [row[1:] for row in rows])
 
-    def _check_terms(self, received: _Received) -> None:
+
+class Agreement:
+    """What a rank knows of the rows between it and each other one, and whether they know the same.
+
+    Parameters
+    ----------
+    group : ProcessGroup
+        Whose ranks exchange.
+    tables : sequence of Rows
+        As for `Exchange`.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, tables: Sequence[Rows]) -> None:
+        self._group, self._tables = group, tables
+        self._rank, self._size = dist.get_rank(group), group.size()
+        self._terms = [self._terms_with(other) for other in range(self._size)]
+        self._checks = [terms.check() for terms in self._terms]
+
+    def descriptors(self, sizes: Sequence[int]) -> list[int]:
+        """Return the descriptors of messages of so many bytes for each rank."""
+        return [descriptor(check, n) for check, n in zip(self._checks, sizes, strict=True)]
+
+    def sizes_of(self, descriptors: Sequence[int], faults: Faults) -> tuple[list[int], list[int]]:
+        """Return checks and sizes of what comes.
+
+        Raises
+        ------
+        ExchangeError
+            When a rank says that it failed before.
+        """
+        checks, sizes = zip(*map(read_descriptor, descriptors), strict=True)
+        failed = [rank for rank, n in enumerate(sizes) if n == FAILED]
+        if failed:
+            reason = f"sizes stage: an earlier exchange failed on {_ranks(failed)} of the group"
+            faults.failed(reason, known_to_all=True)
+            raise ExchangeError(reason)
+        return list(checks), list(sizes)
+
+    def check(self, checks: Sequence[int], faults: Faults) -> None:
         """Raise where ranks disagree; both of a pair find it alike."""
         others = [rank for rank in range(self._size) if rank != self._rank]
-        wrong = [rank for rank in others if received.checks[rank] != self._checks[rank]]
+        wrong = [rank for rank in others if checks[rank] != self._checks[rank]]
         said = [f"rank {rank}: {why}" for rank, why in self._reasons(wrong).items()]
         for table in self._tables:
             sent, expected = table.send_rows[self._rank], table.receive_rows[self._rank]
@@ -342,18 +358,33 @@ class Exchange:
                 )
         if said:
             reason = f"sizes stage: rank {self._rank} of the group disagrees with {'; '.join(said)}"
-            self._faults.failed(reason, known_to_all=wrong == others)
+            faults.failed(reason, known_to_all=wrong == others)
             raise ExchangeError(reason)
+
+    def _terms_with(self, other: int) -> Terms:
+        return Terms(
+            [
+                TableTerms(
+                    DTYPES.index(table.sent.dtype),
+                    table.sent.shape[1],
+                    table.send_rows[other],
+                    table.receive_rows[other],
+                )
+                for table in self._tables
+            ],
+            lower=self._rank <= other,
+        )
 
     def _reasons(self, wrong: Sequence[int]) -> dict[int, str]:
         """Exchange the terms themselves with ranks whose check differs; return why."""
         names = [table.name for table in self._tables]
+        device = self._tables[0].sent.device
         found = {}
         for rank in wrong:
             ours = self._terms[rank].numbers()
             other = dist.get_global_rank(self._group, rank)
             try:
-                theirs = _swapped(ours, other, self._group, first=self._rank < rank)
+                theirs = _swapped(ours, other, self._group, device, first=self._rank < rank)
             except RuntimeError as error:
                 found[rank] = f"other rows, dtype or version ({error})"
             else:
@@ -362,20 +393,25 @@ class Exchange:
 
 
 def _swapped(
-    ours: Sequence[int], other: int, group: dist.ProcessGroup, *, first: bool
+    ours: Sequence[int],
+    other: int,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    *,
+    first: bool,
 ) -> list[int]:
     """Exchange numbers with a rank, as many as each has; the `first` one sends first."""
 
     def send() -> None:
         for given in ([len(ours)], ours):
-            dist.send(torch.tensor(given, dtype=torch.int64), other, group=group)
+            dist.send(torch.tensor(given, dtype=torch.int64, device=device), other, group=group)
 
     def receive() -> list[int]:
-        count = torch.empty(1, dtype=torch.int64)
+        count = torch.empty(1, dtype=torch.int64, device=device)
         dist.recv(count, other, group=group)
-        found = torch.empty(min(MOST_TERMS, int(count)), dtype=torch.int64)
+        found = torch.empty(min(MOST_TERMS, int(count)), dtype=torch.int64, device=device)
         dist.recv(found, other, group=group)
-        return list(map(int, found))
+        return list(map(int, found.tolist()))
 
     if first:
         send()

@@ -9,8 +9,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from ..engine.transfer import ThreadLane
-from .caller import Caller
+from ..engine.transfer import StreamLane, ThreadLane
 
 
 @dataclass(frozen=True)
@@ -23,16 +22,16 @@ class Helper:
         The same ranks as the group that it serves, with the same timeout.
     lane : ThreadLane
         One thread: exchanges run in the order in which they were asked for.
+    stream : StreamLane or None
+        Where messages cross, on a GPU.
     """
 
     group: dist.ProcessGroup
     lane: ThreadLane
+    stream: StreamLane | None = None
 
 
 _helpers: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Helper]] = (
-    weakref.WeakKeyDictionary()
-)
-_callers: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Caller]] = (
     weakref.WeakKeyDictionary()
 )
 
@@ -48,7 +47,10 @@ def helper_of(group: dist.ProcessGroup, device_type: str = "cpu") -> Helper:
             timeout=timeout_of(group, device_type),
             use_local_synchronization=True,
         )
-        of_group[device_type] = Helper(own, ThreadLane("bitslab-exchange"))
+        stream = None
+        if device_type == "cuda":
+            stream = StreamLane(torch.device("cuda", torch.cuda.current_device()))
+        of_group[device_type] = Helper(own, ThreadLane("bitslab-exchange"), stream)
     return of_group[device_type]
 
 
@@ -63,14 +65,6 @@ def _make_as_many_groups(group: dist.ProcessGroup, device_type: str) -> None:
     dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
     while len(known) < int(most):
         dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
-
-
-def function_caller(group: dist.ProcessGroup, codec: str) -> Caller:
-    """Return what the function keeps between its exchanges over a communicator."""
-    of_group = _callers.setdefault(group, {})
-    if codec not in of_group:
-        of_group[codec] = Caller(codec=codec, lasting=False)
-    return of_group[codec]
 
 
 def timeout_of(group: dist.ProcessGroup, device_type: str = "cpu") -> timedelta | None:

@@ -12,7 +12,7 @@ from ..dtypes import dtype_name
 from ..engine.codecs.base import check_integer
 from ..engine.kernels.vector_format import KINDS
 from ..errors import ArgumentError, ArgumentTypeError, CorruptedDataError
-from .bounds import AdaptiveBound, ErrorBound, checked_bound
+from .bounds import AdaptiveBound, ErrorBound, bound_on_device, checked_bound
 from .selection import TableChoice
 from .stats import TableCounters
 from .wire import DTYPES, MOST_ELEMENTS
@@ -113,15 +113,22 @@ class TableState:
     choice: TableChoice = field(default_factory=TableChoice)
     backward_choice: TableChoice = field(default_factory=TableChoice)
 
-    def absolute(self, rows: torch.Tensor, iteration: int) -> float:
-        """Return the bound of rows ``[N, row]`` on the CPU in their units; 0: every bit is kept."""
-        if self.bound is None:
-            return 0.0
-        if isinstance(self.bound, ErrorBound):
-            return self.bound.absolute(rows, iteration)
-        if self.kind is None and len(rows) > 1:
-            self.index, self.kind = self.bound.classify(rows)
-        return self.bound.of_class(self.kind or "small").absolute(rows, iteration)
+    def bound_of(self, rows: torch.Tensor, iteration: int) -> tuple[float, bool]:
+        """Return the bound of rows ``[N, row]``, and whether it is a share of a range; 0: none.
+
+        Of rows on the CPU it is in their units. Those on a GPU are not looked at, but once for the
+        class of an adaptive bound: a share is that of the range of the rows for each rank.
+        """
+        bound = self.bound
+        if isinstance(bound, AdaptiveBound):
+            if self.kind is None and len(rows) > 1:
+                self.index, self.kind = bound.classify(rows[: bound.sample_rows].cpu())
+            bound = bound.of_class(self.kind or "small")
+        if bound is None:
+            return 0.0, False
+        if rows.device.type == "cpu":
+            return bound.absolute(rows, iteration), False
+        return bound_on_device(bound, iteration)
 
     def stats(self, iteration: int) -> dict[str, Any]:
         """Return what crossed, and how."""

@@ -64,8 +64,10 @@ def main() -> None:
     check, rank, ranks, folder, timeout_s = sys.argv[2:7]
     warnings.simplefilter("error")
     torch.set_num_threads(1)
+    if check.startswith("nccl"):
+        torch.cuda.set_device(int(rank))
     dist.init_process_group(
-        "gloo",
+        "nccl" if check.startswith("nccl") else "gloo",
         store=getattr(dist, "FileStore")(f"{folder}/store", int(ranks)),  # noqa: B009 - mypy
         rank=int(rank),
         world_size=int(ranks),

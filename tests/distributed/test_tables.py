@@ -9,7 +9,7 @@ import pytest
 from tests.distributed.ranks import run_checks
 
 two_and_three = pytest.mark.parametrize("ranks", [2, 3])
-OF_BOTH = ("tables", "gradients_of_tables", "network")
+OF_BOTH = ("tables", "gradients_of_tables", "as_on_a_gpu", "network")
 OF_TWO = (
     "adaptive",
     "rounded_gradients",
@@ -45,6 +45,18 @@ def test_rows_of_tables_cross_at_once(ranks: int, seen_by: dict[int, Seen]) -> N
 def test_gradients_of_tables_are_exact_sums(ranks: int, seen_by: dict[int, Seen]) -> None:
     for seen in seen_by[ranks]["gradients_of_tables"]:
         assert len(seen) == 5 and all(seen.values()), seen
+
+
+@two_and_three
+def test_exchanges_on_a_gpu_with_the_codec_of_the_cpu(ranks: int, seen_by: dict[int, Seen]) -> None:
+    for rank, seen in enumerate(seen_by[ranks]["as_on_a_gpu"]):
+        wrong, after, at_once = (seen.pop(key) for key in ("wrong", "next", "at once"))
+        assert all(seen.values()), seen
+        if rank < 2:
+            assert wrong.startswith("ExchangeError: sizes stage: rank") and "rows" in wrong
+        else:
+            assert wrong == "no error" and "failed on ranks 0, 1 of the group" in after
+        assert "an earlier exchange failed" in after and "an earlier exchange failed" in at_once
 
 
 @two_and_three
