@@ -30,11 +30,11 @@ sys.path.insert(0, str(ROOT / "examples"))
 
 import torch  # noqa: E402
 from common.arguments import new_file, positive  # noqa: E402
+from common.ranks import Ranks  # noqa: E402
 from common.report import Steps, same_bits  # noqa: E402
 from graphsage.datasets import DatasetError, Graph  # noqa: E402
 from graphsage.modes import MODES, PAPER_NAMES, RAW_CACHE, Traffic  # noqa: E402
 from graphsage.options import add_options, rank_device  # noqa: E402
-from graphsage.ranks import Ranks  # noqa: E402
 from graphsage.script import Framework, load_graph  # noqa: E402
 from graphsage.training import Epoch, Trainer  # noqa: E402
 from timing import print_tables  # noqa: E402

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 import torch
+from common import ranks
 from common.arguments import (
     DTYPES,
     above_zero,
@@ -19,7 +20,6 @@ from common.arguments import (
     share,
 )
 
-from . import ranks
 from .modes import MODES
 from .sampler import ALL
 

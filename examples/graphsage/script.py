@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from common import ranks
 from common.arguments import DTYPES
 from common.report import OUTPUT, Steps, describe, make_console, same_bits, write_json
 
-from . import datasets, ranks
+from . import datasets
 from .datasets import DatasetError, Graph
 from .modes import MODES
 from .options import make_parser, rank_device

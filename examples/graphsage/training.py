@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from common.ranks import Ranks
 from common.report import Report
 from common.reproducible import drawn_seed
 from torch.nn import functional
@@ -18,7 +19,6 @@ from torch.nn import functional
 from .datasets import DatasetError, Graph
 from .modes import Column, Traffic
 from .pipeline import Spent, prepared
-from .ranks import Ranks
 
 #: Stands for the number of an epoch in the seeds of what is drawn for validation.
 VALIDATION = 1 << 30

@@ -6,6 +6,8 @@
   `restore_tables` undoes it.
 - `CompressedEmbeddingBagCollectionSharder`, `CompressedEmbeddingCollectionSharder` and
   `packed_plan`: what DistributedModelParallel needs to divide packed tables between ranks.
+- `compress_communication`: one line makes what sharded collections send to other ranks smaller;
+  `restore_communication` undoes it.
 
 Importing this package imports torchrec.
 """
@@ -19,6 +21,11 @@ load_optional("torchrec", extra="torchrec", purpose="bitslab.integrations.torchr
 from bitslab.integrations.torchrec.collection import (  # noqa: E402
     CompressedEmbeddingBagCollection,
     CompressedEmbeddingCollection,
+)
+from bitslab.integrations.torchrec.communication import (  # noqa: E402
+    CommunicationReport,
+    compress_communication,
+    restore_communication,
 )
 from bitslab.integrations.torchrec.compress import (  # noqa: E402
     CollectionsReport,
@@ -37,7 +44,10 @@ __all__ = [
     "CompressedEmbeddingCollection",
     "CompressedEmbeddingCollectionSharder",
     "CollectionsReport",
+    "CommunicationReport",
+    "compress_communication",
     "compress_tables",
     "packed_plan",
+    "restore_communication",
     "restore_tables",
 ]

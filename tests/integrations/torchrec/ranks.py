@@ -6,6 +6,9 @@ Every rank calls all checks in the same order, as they talk to each other.
 from __future__ import annotations
 
 import copy
+import multiprocessing
+import queue
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
@@ -41,6 +44,7 @@ from tests.integrations.torchrec.batches import bag_configs, batch, configs, joi
 WORLD = 2
 STEPS = 3
 TIMEOUT = timedelta(seconds=60)
+TIMEOUT_SECONDS = 120
 CPU = torch.device("cpu")
 LR = {"learning_rate": 0.1}
 #: Arguments of the sharder, and the optimizer of an unsharded model that does the same.
@@ -492,12 +496,22 @@ CHECKS: dict[str, tuple[Callable[..., None], Sequence[Any]]] = {
 
 
 def run(rank: int, folder: str, outcomes: Any) -> None:
-    """Run all checks on one rank, up to the first that fails; put what each raised, or nothing."""
+    """Run all checks on one rank."""
+    run_checks(CHECKS, rank, folder, outcomes)
+
+
+def run_checks(
+    checks: dict[str, tuple[Callable[..., None], Sequence[Any]]],
+    rank: int,
+    folder: str,
+    outcomes: Any,
+) -> None:
+    """Run checks on one rank, up to the first that fails; put what each raised, or nothing."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     store = dist.FileStore(str(Path(folder, "store")), WORLD)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=TIMEOUT)
-    for name, (check, arguments) in CHECKS.items():
+    for name, (check, arguments) in checks.items():
         try:
             check(*arguments)
         except Exception:
@@ -506,3 +520,40 @@ def run(rank: int, folder: str, outcomes: Any) -> None:
             return
         outcomes.put((name, rank, ""))
     dist.destroy_process_group()
+
+
+def outcomes_of(module: Any, folder: str) -> dict[str, dict[int, str]]:
+    """Run the checks of a module on both ranks; return what each raised, by rank."""
+    # Both ranks begin in forks of one process that has imported TorchRec.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__, module.__name__])
+    found: dict[str, dict[int, str]] = {name: {} for name in module.CHECKS}
+    results = context.Queue()
+    workers = [
+        context.Process(target=module.run, args=(rank, folder, results), daemon=True)
+        for rank in range(WORLD)
+    ]
+    for worker in workers:
+        worker.start()
+    deadline = time.monotonic() + TIMEOUT_SECONDS
+    try:
+        while time.monotonic() < deadline:
+            alive = any(worker.is_alive() for worker in workers)
+            try:
+                name, rank, failure = results.get(timeout=0.2)
+                found[name][rank] = failure
+            except queue.Empty:
+                if not alive:
+                    break
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.join()
+    return found
+
+
+def check_outcome(outcomes: dict[str, dict[int, str]], name: str) -> None:
+    """Fail with what the ranks raised in a check."""
+    failures = [f"rank {rank}:\n{text}" for rank, text in outcomes[name].items() if text]
+    assert not failures, "\n".join(failures)
+    assert len(outcomes[name]) == WORLD, "was not reached: see the check before"

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import queue
-import time
-
 import pytest
 import torch
 
@@ -18,49 +14,19 @@ from bitslab.integrations.torchrec import (
 )
 from tests.integrations.torchrec import ranks
 
-TIMEOUT_SECONDS = 120
-
 # One process group for all checks: they run on one worker.
 pytestmark = pytest.mark.xdist_group("torchrec-ranks")
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[int, str]]:
-    """Run all checks on both ranks; return what each raised, by rank."""
-    # Both ranks begin in forks of one process that has imported TorchRec.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([ranks.__name__])
-    folder = str(tmp_path_factory.mktemp("ranks"))
-    found: dict[str, dict[int, str]] = {name: {} for name in ranks.CHECKS}
-    results = context.Queue()
-    workers = [
-        context.Process(target=ranks.run, args=(rank, folder, results), daemon=True)
-        for rank in range(ranks.WORLD)
-    ]
-    for worker in workers:
-        worker.start()
-    deadline = time.monotonic() + TIMEOUT_SECONDS
-    try:
-        while time.monotonic() < deadline:
-            alive = any(worker.is_alive() for worker in workers)
-            try:
-                name, rank, failure = results.get(timeout=0.2)
-                found[name][rank] = failure
-            except queue.Empty:
-                if not alive:
-                    break
-    finally:
-        for worker in workers:
-            worker.kill()
-            worker.join()
-    return found
+    """What each check raised, by rank."""
+    return ranks.outcomes_of(ranks, str(tmp_path_factory.mktemp("ranks")))
 
 
 @pytest.mark.parametrize("name", ranks.CHECKS)
 def test_ranks(outcomes: dict[str, dict[int, str]], name: str) -> None:
-    failures = [f"rank {rank}:\n{text}" for rank, text in outcomes[name].items() if text]
-    assert not failures, "\n".join(failures)
-    assert len(outcomes[name]) == ranks.WORLD, "was not reached: see the check before"
+    ranks.check_outcome(outcomes, name)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,359 @@
+"""Output dists of TorchRec's shardings whose messages are compressed.
+
+Each takes the place of one that a sharding has made, and returns what that one would: looked-up
+rows of all ranks for the batch of this one. Gradients go back the same way.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.hooks import RemovableHandle
+from torchrec.distributed.comm_ops import get_gradient_division, get_use_sync_collectives
+from torchrec.distributed.dist_data import PooledEmbeddingsAwaitable, SequenceEmbeddingsAwaitable
+from torchrec.distributed.types import NoWait
+
+from bitslab.distributed import CompressedAllToAll, ErrorBound
+from bitslab.errors import ArgumentError
+from bitslab.integrations.torchrec.row_ids import Column, SeenFeatures, bag_ids, value_ids
+
+#: What a table's rows may differ by: nothing, a share of the range, or what the exchange accepts.
+Bound = float | ErrorBound | str | None
+
+
+@dataclass(frozen=True)
+class Message:
+    """Columns of one width that cross together.
+
+    Parameters
+    ----------
+    name : str
+        The table with a bound, or the width of the rows.
+    dim : int
+        Elements of a row.
+    places : list of list of int
+        For each rank, which of its columns these are.
+    exchange : CompressedAllToAll
+        What sends them.
+    """
+
+    name: str
+    dim: int
+    places: list[list[int]]
+    exchange: CompressedAllToAll
+
+
+def messages_of(
+    columns: Sequence[Sequence[Column]],
+    group: dist.ProcessGroup,
+    bound_of: Callable[[str], Bound],
+) -> list[Message]:
+    """Return the messages of a sharding, in the same order on all ranks.
+
+    Rows of tables without a bound cross together where they are as wide. A table with a bound has a
+    message of its own: a relative bound is a share of the range of that table's rows.
+    """
+    found: dict[tuple[int, str | None], list[list[int]]] = {}
+    for rank, mine in enumerate(columns):
+        for place, column in enumerate(mine):
+            table = None if bound_of(column.table) is None else column.table
+            places = found.setdefault((column.dim, table), [[] for _ in columns])
+            places[rank].append(place)
+    return [
+        Message(
+            name=f"rows of {dim}" if table is None else f"{table}, rows of {dim}",
+            dim=dim,
+            places=places,
+            exchange=exchange_of(group, None if table is None else bound_of(table)),
+        )
+        for (dim, table), places in found.items()
+    ]
+
+
+def exchange_of(group: dist.ProcessGroup | None, bound: Any) -> CompressedAllToAll:
+    """Return what sends messages with a bound, which it refuses where it is none."""
+    return CompressedAllToAll(group, error_bound=bound)
+
+
+class CompressedDist(torch.nn.Module):
+    """What the output dists have in common.
+
+    Parameters
+    ----------
+    plain : torch.nn.Module
+        TorchRec's own, whose place it takes.
+    group : ProcessGroup
+        The ranks.
+    columns : sequence of sequence of Column
+        Of each rank.
+    messages : list of Message
+        What is sent.
+    """
+
+    def __init__(
+        self,
+        plain: torch.nn.Module,
+        group: dist.ProcessGroup,
+        columns: Sequence[Sequence[Column]],
+        messages: list[Message],
+    ) -> None:
+        super().__init__()
+        # In a tuple: what it replaces is no part of the model.
+        self._replaced = (plain,)
+        self.messages = messages
+        self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
+        self.columns, self.mine = columns, columns[self.rank]
+        self.features = SeenFeatures()
+        self._hook: RemovableHandle | None = None
+
+    @property
+    def plain(self) -> torch.nn.Module:
+        """What it takes the place of."""
+        return self._replaced[0]
+
+    def watch(self, lookup: torch.nn.Module) -> None:
+        """Learn from now on what a lookup is called with."""
+        self._hook = lookup.register_forward_hook(self.features.note)
+
+    def unwatch(self) -> None:
+        """Undo `watch`."""
+        if self._hook is not None:
+            self._hook.remove()
+
+    def entering(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return looked-up rows as they enter an exchange, or refuse the way they came.
+
+        On every rank they require a gradient where gradients are enabled: all take part in the
+        exchange back, those too whose own tables are frozen or who have none.
+        """
+        if torch.compiler.is_compiling():
+            raise ArgumentError(
+                "compress_communication: the model is compiled, and a graph knows no sizes of "
+                "compressed messages; compile the dense part alone, or call restore_communication"
+            )
+        if get_use_sync_collectives():
+            raise ArgumentError(
+                "compress_communication: TorchRec's synchronous collectives are on, which a "
+                "compressed exchange cannot replace; call set_use_sync_collectives(False), or "
+                "restore_communication"
+            )
+        if not self.mine:
+            others = (column.dtype for columns in self.columns for column in columns)
+            rows = rows.to(next(others, rows.dtype))
+        if torch.is_grad_enabled() and not rows.requires_grad:
+            rows = rows.detach().requires_grad_()
+        divided: torch.Tensor = _Divided.apply(rows, self.ranks)  # type: ignore[no-untyped-call]
+        return divided
+
+
+class _PooledDist(CompressedDist, ABC):
+    """Of bags: pieces ``[bags, dim]``, one for each rank and each column of this rank."""
+
+    def forward(self, local_embs: torch.Tensor, sharding_ctx: Any = None) -> Any:
+        """Return an awaitable of ``[B, D]``, or ``[elements]`` where batches differ by feature.
+
+        Parameters
+        ----------
+        local_embs : torch.Tensor
+            ``[B of all ranks, D of this rank]``; where batches differ by feature ``[elements]``,
+            rank after rank, feature after feature.
+        sharding_ctx : EmbeddingShardingContext, optional
+            The batches; those of all ranks are equal when left out.
+        """
+        features = self.features.take(local_embs)
+        rows = self.entering(local_embs)
+        dims = [column.dim for column in self.mine]
+        by_feature = sharding_ctx is not None and sharding_ctx.variable_batch_per_feature
+        if by_feature:
+            sizes = sharding_ctx.batch_size_per_rank_per_feature or [[]] * self.ranks
+            shapes = [list(zip(part, dims, strict=True)) for part in sizes]
+            cut = iter(torch.split(rows, [n * dim for part in shapes for n, dim in part]))
+            pieces = [[next(cut).view(shape) for shape in part] for part in shapes]
+            expected = self.expected(sizes, sharding_ctx.batch_size_per_feature_pre_a2a)
+        else:
+            batches = batches_of(sharding_ctx, len(rows), self.ranks)
+            sizes = [[n] * len(dims) for n in batches]
+            blocks = torch.split(rows, batches)
+            pieces = [list(torch.split(block, dims, 1)) for block in blocks]
+            expected = [[batches[self.rank]] * len(columns) for columns in self.columns]
+        ids = None if features is None else _cut_ids(bag_ids(features, self.mine), sizes)
+        found: dict[tuple[int, int], torch.Tensor] = {}
+        for message in self.messages:
+            found |= self.exchanged(message, pieces, sizes, expected, ids, rows.dtype, rows.device)
+        parts = [found[key] for key in sorted(found)]
+        if by_feature:
+            return PooledEmbeddingsAwaitable(NoWait(torch.cat([part.flatten() for part in parts])))
+        awaitable = PooledEmbeddingsAwaitable(NoWait(torch.cat(parts, 1)))
+        # Column-wise shards are put in order by one.
+        awaitable.callbacks.extend(getattr(self.plain, "_callbacks", None) or [])
+        return awaitable
+
+    @abstractmethod
+    def expected(
+        self, sizes: Sequence[Sequence[int]], before: Sequence[int]
+    ) -> Sequence[Sequence[int]]:
+        """Return the bags of this rank in each column of each rank; batches differ by feature."""
+
+    def exchanged(
+        self,
+        message: Message,
+        pieces: Sequence[Sequence[torch.Tensor]],
+        sizes: Sequence[Sequence[int]],
+        expected: Sequence[Sequence[int]],
+        ids: Sequence[Sequence[torch.Tensor]] | None,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> dict[tuple[int, int], torch.Tensor]:
+        """Return pieces ``[bags, dim]`` of a message, by rank and column."""
+        mine = message.places[self.rank]
+        if mine:
+            rows = torch.cat([part[place] for part in pieces for place in mine])
+        else:
+            grads = torch.is_grad_enabled()
+            rows = torch.empty((0, message.dim), dtype=dtype, device=device, requires_grad=grads)
+        received = [
+            [expected[rank][place] for place in places]
+            for rank, places in enumerate(message.places)
+        ]
+        row_ids = None
+        if ids is not None and mine:
+            row_ids = torch.cat([part[place] for part in ids for place in mine])
+        found = message.exchange(
+            rows,
+            [sum(part) for part in received],
+            [sum(part[place] for place in mine) for part in sizes],
+            row_ids=row_ids,
+        )
+        return self.arranged(message, found, received)
+
+    @abstractmethod
+    def arranged(
+        self, message: Message, found: torch.Tensor, received: Sequence[Sequence[int]]
+    ) -> dict[tuple[int, int], torch.Tensor]:
+        """Return rows ``[N, dim]`` that came of all ranks as pieces, by rank and column."""
+
+
+class CompressedAllToAllDist(_PooledDist):
+    """Table-wise and column-wise bags: each rank's columns for this rank's batch."""
+
+    def expected(
+        self, sizes: Sequence[Sequence[int]], before: Sequence[int]
+    ) -> Sequence[Sequence[int]]:
+        """Return the bags of this rank in each column of each rank."""
+        bags = iter(before)
+        return [[next(bags) for _ in columns] for columns in self.columns]
+
+    def arranged(
+        self, message: Message, found: torch.Tensor, received: Sequence[Sequence[int]]
+    ) -> dict[tuple[int, int], torch.Tensor]:
+        """Return what came of each rank's columns."""
+        keys = [(rank, place) for rank, part in enumerate(message.places) for place in part]
+        cut = torch.split(found, [n for part in received for n in part])
+        return dict(zip(keys, cut, strict=True))
+
+
+class CompressedReduceScatterDist(_PooledDist):
+    """Row-wise bags: what each rank's rows add, exchanged and then summed here."""
+
+    def expected(
+        self, sizes: Sequence[Sequence[int]], before: Sequence[int]
+    ) -> Sequence[Sequence[int]]:
+        """Return the bags of this rank in each column, which every rank has."""
+        return [sizes[self.rank]] * self.ranks
+
+    def arranged(
+        self, message: Message, found: torch.Tensor, received: Sequence[Sequence[int]]
+    ) -> dict[tuple[int, int], torch.Tensor]:
+        """Return the sums over ranks."""
+        total = found.view(self.ranks, -1, message.dim).sum(0)
+        keys = [(0, place) for place in message.places[0]]
+        return dict(zip(keys, torch.split(total, list(received[0])), strict=True))
+
+
+class CompressedSequenceDist(CompressedDist):
+    """Rows without pooling, table-wise, column-wise and row-wise; one message for all tables."""
+
+    def forward(self, local_embs: torch.Tensor, sharding_ctx: Any) -> Any:
+        """Return an awaitable of ``[values of this rank, D]``.
+
+        Parameters
+        ----------
+        local_embs : torch.Tensor
+            ``[values of all ranks, D]``, feature after feature, rank after rank.
+        sharding_ctx : SequenceShardingContext
+            Lengths and splits of the exchange of the features.
+        """
+        features = self.features.take(local_embs)
+        rows = self.entering(local_embs)
+        lengths = sharding_ctx.lengths_after_input_dist
+        batches = batches_of(sharding_ctx, lengths.shape[-1], self.ranks)
+        order = _by_rank(lengths, batches)
+        ids = None if features is None else value_ids(features, self.mine)[order]
+        (message,) = self.messages
+        found = message.exchange(
+            rows.index_select(0, order),
+            sharding_ctx.input_splits,
+            sharding_ctx.output_splits,
+            row_ids=ids,
+        )
+        return SequenceEmbeddingsAwaitable(
+            NoWait(found), sharding_ctx.unbucketize_permute_tensor, local_embs.shape[1]
+        )
+
+
+class _Divided(torch.autograd.Function):
+    """The same rows; their gradients by the number of ranks, as TorchRec has it."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, ranks: int) -> torch.Tensor:
+        ctx.ranks = ranks
+        return rows.view_as(rows)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (gradient,) = gradients
+        return gradient / ctx.ranks if get_gradient_division() else gradient, None
+
+
+def batches_of(sharding_ctx: Any, total: int, ranks: int) -> list[int]:
+    """Return the bags of each rank in the joint batch, equal ones where it is not said."""
+    said = None if sharding_ctx is None else sharding_ctx.batch_size_per_rank
+    return list(said) if said else [total // ranks] * ranks
+
+
+def _cut_ids(ids: torch.Tensor, sizes: Sequence[Sequence[int]]) -> list[list[torch.Tensor]]:
+    """Return ids, feature after feature and rank after rank, by rank and feature."""
+    cut = iter(torch.split(ids, [n for part in zip(*sizes, strict=True) for n in part]))
+    by_feature = [[next(cut) for _ in sizes] for _ in sizes[0]]
+    return [[part[rank] for part in by_feature] for rank in range(len(sizes))]
+
+
+def _by_rank(lengths: torch.Tensor, batches: Sequence[int]) -> torch.Tensor:
+    """Return where values lie that are to go rank after rank.
+
+    Parameters
+    ----------
+    lengths : torch.Tensor
+        ``[features, bags of all ranks]``: of values, feature after feature.
+    batches : sequence of int
+        Bags of each rank.
+
+    Returns
+    -------
+    torch.Tensor
+        int64 ``[values]``, rank after rank, feature after feature.
+    """
+    lengths = lengths.long()
+    ends = torch.cumsum(lengths.flatten(), 0).view(lengths.shape)
+    begin, count = (
+        torch.cat([part.flatten() for part in torch.split(t, list(batches), 1)])
+        for t in (ends - lengths, lengths)
+    )
+    before = torch.cumsum(count, 0) - count
+    steps = torch.repeat_interleave(begin - before, count)
+    return steps + torch.arange(len(steps), device=steps.device)

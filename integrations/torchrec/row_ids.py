@@ -1,0 +1,130 @@
+"""Which rows of an exchange are one row of a table: ids from the features that were looked up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+#: The id of a bag without ids: zeros whatever the table, and no row takes its gradient.
+_EMPTY = -1
+
+
+@dataclass(frozen=True)
+class Column:
+    """A feature of a table on a rank: some columns of what that rank looks up.
+
+    Parameters
+    ----------
+    table : str
+        Name of the table.
+    number : int
+        Of the table's shard among those of the rank.
+    dim : int
+        Its columns.
+    by_id : bool
+        Whether a bag of exactly one id is the row of the table, bit for bit.
+    dtype : torch.dtype
+        Of the rows that are looked up.
+    """
+
+    table: str
+    number: int
+    dim: int
+    by_id: bool
+    dtype: torch.dtype
+
+
+def columns_of(sharding: Any) -> list[list[Column]]:
+    """Return the columns of each rank of a sharding, in the order in which lookups give them."""
+    per_rank = []
+    for groups in sharding._grouped_embedding_configs_per_rank:
+        columns: list[Column] = []
+        tables = [(group, table) for group in groups for table in group.embedding_tables]
+        for number, (group, table) in enumerate(tables):
+            given = (group.fused_params or {}).get("output_dtype")
+            column = Column(
+                table=table.name,
+                number=number,
+                dim=table.local_cols,
+                # Weights and processors change rows; ids of virtual tables may take all bits.
+                by_id=not (
+                    group.is_weighted or group.has_feature_processor or table.use_virtual_table
+                ),
+                dtype=torch.float32 if given is None else given.as_dtype(),
+            )
+            columns += [column] * table.num_features()
+        per_rank.append(columns)
+    return per_rank
+
+
+class SeenFeatures:
+    """The features that a lookup was last called with, until the output dist asks for them."""
+
+    def __init__(self) -> None:
+        self._seen: tuple[KeyedJaggedTensor, int, int] | None = None
+
+    def note(self, lookup: torch.nn.Module, arguments: Any, output: torch.Tensor) -> None:
+        """Keep what a lookup was called with: a forward hook of it."""
+        self._seen = arguments[0], output.data_ptr(), output.numel()
+
+    def take(self, rows: torch.Tensor) -> KeyedJaggedTensor | None:
+        """Return the features that rows were looked up by, None where that is not known."""
+        seen, self._seen = self._seen, None
+        if seen is None or seen[1:] != (rows.data_ptr(), rows.numel()):
+            return None
+        return seen[0]
+
+
+def bag_ids(features: KeyedJaggedTensor, columns: Sequence[Column]) -> torch.Tensor:
+    """Return an id for each bag, feature after feature: equal ones only for equal rows.
+
+    Parameters
+    ----------
+    features : KeyedJaggedTensor
+        What a rank looks up: a key for each column.
+    columns : sequence of Column
+        Of that rank.
+
+    Returns
+    -------
+    torch.Tensor
+        int64 ``[bags]``. Bags of one id have that of the row of the table, empty ones share an id,
+        and others have one of their own.
+    """
+    lengths, values = features.lengths(), features.values()
+    counts = features.stride_per_key()
+    by_id = _spread([column.by_id for column in columns], counts, lengths.device) > 0
+    if len(values):
+        first = values[features.offsets()[:-1].long().clamp(max=len(values) - 1)]
+    else:
+        first = torch.zeros_like(lengths)
+    ids = _ids(first, by_id & (lengths == 1), counts, columns)
+    return torch.where(by_id & (lengths == 0), _EMPTY, ids)
+
+
+def value_ids(features: KeyedJaggedTensor, columns: Sequence[Column]) -> torch.Tensor:
+    """Return an id int64 ``[values]`` for each value, feature after feature, as `bag_ids`."""
+    counts = features.length_per_key()
+    by_id = _spread([column.by_id for column in columns], counts, features.values().device) > 0
+    return _ids(features.values(), by_id, counts, columns)
+
+
+def _ids(
+    values: torch.Tensor, by_id: torch.Tensor, counts: Sequence[int], columns: Sequence[Column]
+) -> torch.Tensor:
+    """Return ids that tell tables apart; what is no row of a table has one of its own."""
+    shards = 1 + max((column.number for column in columns), default=0)
+    numbers = _spread([column.number for column in columns], counts, values.device)
+    own = _EMPTY - 1 - torch.arange(len(values), device=values.device)
+    return torch.where(by_id & (values >= 0), values.long() * shards + numbers, own)
+
+
+def _spread(what: Sequence[int], counts: Sequence[int], device: torch.device) -> torch.Tensor:
+    """Return a value of each column as often as the column has items."""
+    given = torch.tensor(what, device=device, dtype=torch.int64)
+    repeats = torch.tensor(counts, device=device, dtype=torch.int64)
+    return torch.repeat_interleave(given, repeats, output_size=sum(counts))

@@ -1,0 +1,585 @@
+"""What two ranks check of compressed output dists, in one process group: each check is a test.
+
+Every rank calls all checks in the same order, as they talk to each other.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torchrec import EmbeddingBagCollection, EmbeddingCollection, KeyedJaggedTensor
+from torchrec.distributed import DistributedModelParallel, comm_ops
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.fbgemm_qcomm_codec import (
+    CommType,
+    QCommsConfig,
+    get_qcomm_codecs_registry,
+)
+from torchrec.distributed.sharding_plan import (
+    column_wise,
+    construct_module_sharding_plan,
+    data_parallel,
+    row_wise,
+    table_row_wise,
+    table_wise,
+)
+from torchrec.distributed.types import ShardingPlan
+from torchrec.modules.embedding_configs import PoolingType
+
+from bitslab import CorruptedDataError
+from bitslab.distributed import ErrorBound, stepwise
+from bitslab.integrations.torchrec import (
+    CommunicationReport,
+    compress_communication,
+    restore_communication,
+)
+from tests.integrations.torchrec import ranks
+from tests.integrations.torchrec.batches import VALUES, bag_configs, batch, configs, joined
+from tests.integrations.torchrec.ranks import CPU, OPTIMIZERS, WORLD, gather, refusal
+
+STEPS = 3
+TABLES = ("t1", "t2", "t3")
+PLANS: dict[str, dict[str, Callable[..., Any]]] = {
+    "table_wise": {"t1": table_wise(rank=0), "t2": table_wise(rank=1), "t3": table_wise(rank=0)},
+    "one_rank": {t: table_wise(rank=1) for t in TABLES},
+    "column_wise": {
+        "t1": column_wise(ranks=[0, 1]),
+        "t2": column_wise(ranks=[1, 0]),
+        "t3": column_wise(ranks=[0, 1, 0, 1]),
+    },
+    "row_wise": {t: row_wise() for t in TABLES},
+    "mixed": {"t1": row_wise(), "t2": table_wise(rank=1), "t3": column_wise(ranks=[1, 0])},
+    "columns": {t: column_wise(ranks=[1, 0]) for t in TABLES},
+}
+
+
+def sharded(
+    plan: dict[str, Callable[..., Any]],
+    *,
+    sequences: bool = False,
+    optimizer: str = "sgd",
+    make: Callable[[], Any] | None = None,
+    is_weighted: bool = False,
+    registry: Any = None,
+) -> DistributedModelParallel:
+    """Return TorchRec's own sharded model; the tables have the same rows whatever the plan."""
+    tables = (make or (configs if sequences else bag_configs))()
+    inner: Any
+    if sequences:
+        inner = EmbeddingCollection(tables=tables)
+    else:
+        inner = EmbeddingBagCollection(tables=tables, is_weighted=is_weighted)
+    model = torch.nn.ModuleDict({"tables": inner})
+    kind: Any = EmbeddingCollectionSharder if sequences else EmbeddingBagCollectionSharder
+    sharder = kind(fused_params=OPTIMIZERS[optimizer][0], qcomm_codecs_registry=registry)
+    part = construct_module_sharding_plan(
+        inner, plan, sharder, local_size=WORLD, world_size=WORLD, device_type="cpu"
+    )
+    for sharding in part.values():
+        sharding.compute_kernel = "dense" if optimizer == "dense" else "fused"
+        if sharding.sharding_type == "data_parallel":
+            sharding.compute_kernel = "dense"
+    made = DistributedModelParallel(
+        model, plan=ShardingPlan({"tables": part}), sharders=[sharder], device=CPU
+    )
+    owner = "embeddings" if sequences else "embedding_bags"
+    generator = torch.Generator().manual_seed(1)
+    rows = {
+        f"tables.{owner}.{config.name}.weight": torch.randn(
+            config.num_embeddings, config.embedding_dim, generator=generator
+        )
+        for config in tables
+    }
+    state = made.state_dict()
+    for key, value in state.items():
+        if not hasattr(value, "local_shards"):
+            value.copy_(rows[key])
+            continue
+        for shard in value.local_shards():
+            (row, column), (n, dim) = shard.metadata.shard_offsets, shard.metadata.shard_sizes
+            shard.tensor.copy_(rows[key][row : row + n, column : column + dim])
+    made.load_state_dict(state)
+    return made
+
+
+class Pair:
+    """TorchRec's own sharded model, and the same with compressed messages."""
+
+    def __init__(self, plan: str, bound: Any = None, **options: Any) -> None:
+        self.plain = sharded(PLANS[plan], **options)
+        self.compressed = sharded(PLANS[plan], **options)
+        self.report = compress_communication(self.compressed, bound)
+        factory = OPTIMIZERS[options.get("optimizer", "sgd")][1]
+        self.optimizers = []
+        if options.get("optimizer") == "dense":
+            self.optimizers = [factory(m.parameters()) for m in (self.plain, self.compressed)]
+
+    def step(self, features: KeyedJaggedTensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Train both with a batch of this rank; return what both looked up."""
+        outs = [looked_up(model, features) for model in (self.plain, self.compressed)]
+        for out in outs:
+            (out * torch.linspace(-1, 1, out.numel()).view(out.shape)).sum().backward()
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        return outs[0].detach(), outs[1].detach()
+
+    def states(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield each table of both."""
+        states = [model.state_dict() for model in (self.plain, self.compressed)]
+        for key in states[0]:
+            plain, compressed = (state[key] for state in states)
+            if hasattr(plain, "gather"):
+                plain, compressed = gather(plain), gather(compressed)
+            yield plain, compressed
+
+    def check_trained_alike(self) -> None:
+        for plain, compressed in self.states():
+            torch.testing.assert_close(compressed, plain, rtol=1e-5, atol=1e-6)
+
+    def moved(self) -> dict[str, tuple[float, float, float, float]]:
+        """Return raw and moved bytes, forward and back, of each message."""
+        return {
+            name: (
+                part["forward"]["raw_bytes"],
+                part["forward"]["moved_bytes"],
+                part["backward"]["raw_bytes"],
+                part["backward"]["moved_bytes"],
+            )
+            for name, part in self.report.stats().items()
+        }
+
+
+def looked_up(model: Any, features: KeyedJaggedTensor) -> torch.Tensor:
+    """Return all that a rank gets, of bags and of sequences."""
+    out = model.module["tables"](features).wait()
+    if isinstance(out, dict):
+        return torch.cat([out[key].values() for key in sorted(out)])
+    return torch.cat([out[key] for key in sorted(out.keys())], 1)
+
+
+def features_of(seed: int, *, uneven: int = 0, **drawn: Any) -> KeyedJaggedTensor:
+    """Return a batch of this rank; the ranks draw different ones."""
+    rank = dist.get_rank()
+    return batch(WORLD * seed + rank, bags=5 + uneven * rank, **drawn)
+
+
+# Checks
+
+
+def every_bit(plan: str, optimizer: str = "sgd", **options: Any) -> None:
+    """Lookups bit for bit; training but for the order of additions."""
+    uneven = options.pop("uneven", 0)
+    drawn = options.pop("drawn", {})
+    pair = Pair(plan, optimizer=optimizer, **options)
+    for seed in range(STEPS):
+        plain, compressed = pair.step(features_of(seed, uneven=uneven, **drawn))
+        if seed == 0:
+            assert torch.equal(plain, compressed)
+        else:
+            torch.testing.assert_close(compressed, plain, rtol=1e-5, atol=1e-5)
+    pair.check_trained_alike()
+    forward, _, backward, _ = (sum(part) for part in zip(*pair.moved().values(), strict=True))
+    # A rank without tables sends gradients alone.
+    assert (forward or plan == "one_rank") and forward + backward > 0
+
+
+def losses_are_bit_equal_where_no_sums_are_merged(plan: str) -> None:
+    """Of bags with several ids nothing is summed on the way: the very same training."""
+    pair = Pair(plan)
+    for seed in range(STEPS):
+        plain, compressed = pair.step(features_of(seed, least=2, most=4))
+        assert torch.equal(plain, compressed)
+    assert all(torch.equal(*both) for both in pair.states())
+
+
+def bit_equal_without_sums(plan: str) -> None:
+    """Without row ids each gradient goes back by itself: the very same training."""
+    plain, compressed = sharded(PLANS[plan]), sharded(PLANS[plan])
+    report = compress_communication(compressed, row_ids=False)
+    for seed in range(STEPS):
+        outs = [looked_up(m, features_of(seed, least=1, most=1)) for m in (plain, compressed)]
+        assert torch.equal(*outs)
+        for out in outs:
+            (out * torch.linspace(-1, 1, out.numel()).view(out.shape)).sum().backward()
+    states = [m.state_dict() for m in (plain, compressed)]
+    assert all(torch.equal(gather(states[0][key]), gather(states[1][key])) for key in states[0])
+    assert report.compressed and restore_communication(compressed) == ["tables"]
+    assert not any(lookup._forward_hooks for lookup in compressed.module["tables"]._lookups)
+
+
+def repeated_rows_cross_once() -> None:
+    """Of bags with one id, gradients of a row go back as one."""
+    pair = Pair("table_wise")
+    rank = dist.get_rank()
+    n = 64
+    generator = torch.Generator().manual_seed(rank)
+    features = KeyedJaggedTensor(
+        ["b", "unused", "a", "c"],
+        torch.cat([torch.randint(4, (n,), generator=generator) for _ in range(4)]),
+        lengths=torch.ones(4 * n, dtype=torch.int64),
+    )
+    plain, compressed = pair.step(features)
+    assert torch.equal(plain, compressed)
+    pair.check_trained_alike()
+    for name, (raw, moved, raw_back, moved_back) in pair.moved().items():
+        if raw:
+            # t1 is looked up by two features.
+            assert moved < raw / 5 and moved_back < (n * raw) / 100, (name, pair.moved())
+        if raw_back:
+            assert raw_back <= 8 * 8 * 4 + 4 * 64 * 4 + 4 * 8 * 4, (name, pair.moved())
+
+
+def rows_of_others_cost_nothing_row_wise() -> None:
+    """Half of the rows are zeros of bags that the other rank has."""
+    pair = Pair("row_wise")
+    plain, compressed = pair.step(batch(dist.get_rank(), bags=64, least=1, most=1))
+    assert torch.equal(plain, compressed)
+    pair.check_trained_alike()
+    for raw, moved, back, _ in pair.moved().values():
+        assert moved < 0.8 * raw and back < 0.9 * raw
+
+
+def bounded(plan: str, bound: Any, limit: float, **options: Any) -> None:
+    """Every element is within the bound, and not all are exact."""
+    pair = Pair(plan, bound, **options)
+    uneven = 0 if plan in ("row_wise", "mixed") else 2
+    features = features_of(0, uneven=uneven)
+    errors = (looked_up(pair.plain, features) - looked_up(pair.compressed, features)).double()
+    assert 0 < float(errors.abs().max()) <= limit, float(errors.abs().max())
+
+
+def a_bound_for_each_table() -> None:
+    """Tables that are not named keep every bit."""
+    pair = Pair("mixed", {"t1": ErrorBound(0.2, "absolute"), "t3": 0.01})
+    features = features_of(0, most=1, least=1)
+    outs = [m.module["tables"](features).wait() for m in (pair.plain, pair.compressed)]
+    errors = {key: float((outs[0][key] - outs[1][key]).abs().max()) for key in outs[0].keys()}
+    assert errors["c"] == 0 and 0 < errors["b"] <= 0.2
+    facts = pair.report.compressed
+    assert facts["tables.table_wise"]["error_bound"] is None
+    assert facts["tables.column_wise"]["error_bound"] == "0.01"
+    assert "t1" in facts["tables.row_wise"]["messages"][0]
+    assert "no table 'x'" in refusal(compress_communication, pair.plain, {"x": 0.1})
+    assert "t1: every bit" not in str(pair.report) and "ErrorBound" in str(pair.report)
+
+
+def batches_that_differ_by_feature(plan: str) -> None:
+    """Variable batches, of TorchRec's own where gloo carries them, and of the unsharded model."""
+    rank = dist.get_rank()
+    made = []
+    for each in range(WORLD):
+        generator = torch.Generator().manual_seed(each)
+        strides = {"b": 3 + each, "unused": 1, "a": 2, "c": 4 - each}
+        lengths = [torch.randint(3, (n,), generator=generator) for n in strides.values()]
+        values = [
+            torch.randint(VALUES[key], (int(part.sum()),), generator=generator)
+            for key, part in zip(strides, lengths, strict=True)
+        ]
+        inverse = torch.stack(
+            [torch.randint(n, (6,), generator=generator) for n in strides.values()]
+        )
+        made.append(
+            KeyedJaggedTensor(
+                list(strides),
+                torch.cat(values),
+                lengths=torch.cat(lengths),
+                stride_per_key_per_rank=[[n] for n in strides.values()],
+                inverse_indices=(list(strides), inverse),
+            )
+        )
+    # FBGEMM's kernels of a CPU take such batches in one group of tables only.
+    pair = Pair(plan, make=ranks.sums)
+    if plan != "row_wise":
+        for _ in range(2):
+            plain, compressed = pair.step(made[rank])
+            torch.testing.assert_close(compressed, plain, rtol=1e-5, atol=1e-6)
+        pair.check_trained_alike()
+        return
+    whole = EmbeddingBagCollection(tables=ranks.sums())
+    state = {k.removeprefix("tables."): gather(v) for k, v in pair.plain.state_dict().items()}
+    whole.load_state_dict(state)
+    out = looked_up(pair.compressed, made[rank])
+    expected = whole(made[rank])
+    expected = torch.cat([expected[key] for key in sorted(expected.keys())], 1)
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
+    grads = [
+        torch.linspace(-1, 1, out.numel()).view(out.shape),
+        torch.linspace(-1, 1, expected.numel()).view(out.shape),
+    ]
+    out.backward(grads[0])
+    total = torch.zeros(())
+    for features in made:
+        every = whole(features)
+        every = torch.cat([every[key] for key in sorted(every.keys())], 1)
+        total = total + (every * grads[1]).sum() / WORLD
+    total.backward()
+    with torch.no_grad():
+        for parameter in whole.parameters():
+            assert parameter.grad is not None
+            parameter -= 0.1 * parameter.grad
+    found = {k.removeprefix("tables."): gather(v) for k, v in pair.compressed.state_dict().items()}
+    for key, value in whole.state_dict().items():
+        torch.testing.assert_close(found[key], value, rtol=1e-5, atol=1e-5)
+
+
+def uneven_row_wise() -> None:
+    """Which gloo does not carry without: beside the unsharded model."""
+    compressed = sharded(PLANS["row_wise"], make=ranks.sums)
+    compress_communication(compressed)
+    whole = EmbeddingBagCollection(tables=ranks.sums())
+    state = {k.removeprefix("tables."): gather(v) for k, v in compressed.state_dict().items()}
+    whole.load_state_dict(state)
+    parts = [batch(rank, bags=5 + 2 * rank) for rank in range(WORLD)]
+    out = looked_up(compressed, parts[dist.get_rank()])
+    every = whole(joined(parts))
+    every = torch.cat([every[key] for key in sorted(every.keys())], 1)
+    begin = 5 * dist.get_rank()
+    expected = every[begin : begin + len(out)]
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
+    (out.square().sum()).backward()
+    (every.square().sum() / WORLD).backward()
+    with torch.no_grad():
+        for parameter in whole.parameters():
+            assert parameter.grad is not None
+            parameter -= 0.1 * parameter.grad
+    found = {k.removeprefix("tables."): gather(v) for k, v in compressed.state_dict().items()}
+    for key, value in whole.state_dict().items():
+        torch.testing.assert_close(found[key], value, rtol=1e-5, atol=1e-5)
+
+
+def weights_of_bags_are_kept() -> None:
+    """A weighted row is not the row of the table: such rows are never summed."""
+
+    def make() -> Any:
+        return bag_configs(pooling=PoolingType.SUM)
+
+    pair = Pair("table_wise", is_weighted=True, make=make)
+    for seed in range(2):
+        plain, compressed = pair.step(features_of(seed, least=1, most=1, weighted=True))
+        assert torch.equal(plain, compressed)
+    assert all(torch.equal(*both) for both in pair.states())
+
+
+def frozen_and_without_gradients() -> None:
+    """Evaluation, and losses that only some ranks take from a table."""
+    pair = Pair("table_wise")
+    with torch.no_grad():
+        outs = [looked_up(m, features_of(0)) for m in (pair.plain, pair.compressed)]
+    assert torch.equal(*outs) and not outs[1].requires_grad
+    states = [exchange["iteration"] for exchange in pair.report.state_dict().values()]
+    assert set(states) == {0}
+
+
+def gradients_are_divided_as_torchrec_says() -> None:
+    comm_ops.set_gradient_division(False)
+    try:
+        pair = Pair("mixed")
+        pair.step(features_of(0))
+        pair.check_trained_alike()
+    finally:
+        comm_ops.set_gradient_division(True)
+
+
+def it_is_undone() -> None:
+    pair = Pair("mixed")
+    tables = pair.compressed.module["tables"]
+    replaced = list(tables._output_dists)
+    hooks = [len(lookup._forward_hooks) for lookup in tables._lookups]
+    assert restore_communication(pair.compressed) == ["tables"]
+    assert [type(d) for d in tables._output_dists] == [
+        type(d) for d in pair.plain.module["tables"]._output_dists
+    ]
+    assert all(a is b.plain for a, b in zip(tables._output_dists, replaced, strict=True))
+    assert [len(lookup._forward_hooks) for lookup in tables._lookups] == [n - 1 for n in hooks]
+    before = pair.moved()
+    plain, restored = pair.step(features_of(1))
+    assert torch.equal(plain, restored) and pair.moved() == before
+    assert restore_communication(pair.compressed) == []
+    report = compress_communication(pair.compressed)
+    again = compress_communication(pair.compressed)
+    assert len(report.compressed) == 3 and not again.compressed
+    assert set(again.left) == set(report.compressed)
+    assert "restore_communication first" in next(iter(again.left.values()))
+
+
+def later_than_the_first_step() -> None:
+    """Output dists that TorchRec makes at the first step may be there already."""
+    plain, late = (sharded(PLANS["mixed"]) for _ in range(2))
+    for seed in range(STEPS):
+        if seed == 1:
+            compress_communication(late)
+        outs = [looked_up(m, features_of(seed)) for m in (plain, late)]
+        torch.testing.assert_close(*outs, rtol=1e-5, atol=1e-6)
+        for out in outs:
+            out.sum().backward()
+
+
+def what_cannot_be_compressed_is_left() -> None:
+    plan = {"t1": data_parallel(), "t2": table_row_wise(host_index=0), "t3": table_wise(rank=1)}
+    model = sharded(plan, optimizer="dense")
+    report = compress_communication(model)
+    assert list(report.compressed) == ["tables.table_wise"]
+    assert "no rows are sent" in report.left["tables.data_parallel"]
+    assert "within a host" in report.left["tables.table_row_wise"]
+    assert "left alone:" in str(report) and report.as_dict()["left"] == report.left
+    assert str(CommunicationReport()) == "no sharded collections"
+
+
+def what_is_refused() -> None:
+    model = sharded(PLANS["table_wise"])
+    before = list(model.module["tables"]._output_dists)
+    assert "backward: 'fp16'" in refusal(compress_communication, model, None, "fp16")
+    assert "row_ids: expected a bool" in refusal(
+        lambda: compress_communication(model, row_ids=1)  # type: ignore[arg-type]
+    )
+    assert "error_bound: -1" in refusal(compress_communication, model, -1.0)
+    assert "error_bound" in refusal(compress_communication, model, {"t1": float("nan")})
+    comm_ops.set_use_sync_collectives(True)
+    try:
+        assert "set_use_sync_collectives(False)" in refusal(compress_communication, model)
+    finally:
+        comm_ops.set_use_sync_collectives(False)
+    registry = get_qcomm_codecs_registry(QCommsConfig(forward_precision=CommType.FP16))
+    other = sharded(PLANS["table_wise"], registry=registry)
+    assert "without qcomm_codecs_registry" in refusal(compress_communication, other)
+    inner = model.module["tables"]
+    inner._compiled_call_impl = lambda *args: None
+    try:
+        assert "compile the dense part alone" in refusal(compress_communication, model)
+    finally:
+        inner._compiled_call_impl = None
+    assert before == list(inner._output_dists)
+    compress_communication(model)
+    comm_ops.set_use_sync_collectives(True)
+    try:
+        assert "restore_communication" in refusal(looked_up, model, features_of(0))
+    finally:
+        comm_ops.set_use_sync_collectives(False)
+
+
+def a_resumed_run_goes_on_with_its_bounds() -> None:
+    bound = ErrorBound(0.01, "absolute", schedule=stepwise(4, start=20.0, steps=4))
+    pair = Pair("table_wise", bound)
+    errors = []
+    for _ in range(3):
+        features = features_of(0)
+        outs = [looked_up(m, features) for m in (pair.plain, pair.compressed)]
+        errors.append(float((outs[0] - outs[1]).detach().abs().max()))
+    limits = [0.2, 0.1525, 0.105]
+    assert all(
+        after < e <= now + 1e-9
+        for e, now, after in zip(errors, limits, [0.1525, 0.1, 0.05], strict=True)
+    ), errors
+    state = pair.report.state_dict()
+    other = Pair("table_wise", bound)
+    other.report.load_state_dict(copy.deepcopy(state))
+    assert other.report.state_dict() == state
+    try:
+        other.report.load_state_dict({"x": {}})
+    except CorruptedDataError as error:
+        assert "state: of x" in str(error)
+    else:
+        raise AssertionError
+    first = next(iter(state))
+    try:
+        other.report.load_state_dict({**state, first: {"version": 9}})
+    except CorruptedDataError:
+        assert other.report.state_dict() == state
+    else:
+        raise AssertionError
+
+
+def pipelines_train_alike() -> None:
+    """TrainPipelineSparseDist looks up the next batch while this one trains."""
+    from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tables = EmbeddingBagCollection(tables=bag_configs())
+            self.dense = torch.nn.Linear(88, 1)
+
+        def forward(self, features: KeyedJaggedTensor) -> tuple[torch.Tensor, torch.Tensor]:
+            loss = (self.dense(self.tables(features).values()) - 1).square().mean()
+            return loss, loss.detach()
+
+    losses = []
+    for compressed in (False, True):
+        torch.manual_seed(0)
+        model = Model()
+        sharder = EmbeddingBagCollectionSharder(fused_params=OPTIMIZERS["sgd"][0])
+        part = construct_module_sharding_plan(
+            model.tables, PLANS["mixed"], sharder, local_size=2, world_size=2, device_type="cpu"
+        )
+        made = DistributedModelParallel(
+            model, plan=ShardingPlan({"tables": part}), sharders=[sharder], device=CPU
+        )
+        for value in made.state_dict().values():
+            for shard in getattr(value, "local_shards", list)():
+                torch.nn.init.uniform_(shard.tensor, generator=torch.Generator().manual_seed(3))
+        if compressed:
+            compress_communication(made)
+        optimizer = torch.optim.SGD([made.module.dense.weight], lr=0.01)
+        pipeline: Any = TrainPipelineSparseDist(made, optimizer, CPU)
+        source = iter([features_of(seed) for seed in range(4)])
+        losses.append([float(pipeline.progress(source)) for _ in range(4)])
+    assert losses[0][0] == losses[1][0]
+    torch.testing.assert_close(torch.tensor(losses[1]), torch.tensor(losses[0]))
+
+
+SEQUENCES = {"sequences": True}
+CHECKS: dict[str, tuple[Callable[..., None], Sequence[Any]]] = {}
+
+
+def check(name: str, function: Callable[..., None], *arguments: Any, **options: Any) -> None:
+    def called(*given: Any) -> None:
+        function(*given, **options)
+
+    CHECKS[name] = called, arguments
+
+
+for _plan in ("table_wise", "one_rank", "column_wise", "row_wise", "mixed"):
+    for _optimizer in ("sgd", "dense"):
+        check(f"every_bit-{_plan}-{_optimizer}", every_bit, _plan, _optimizer)
+check("every_bit-rowwise_adagrad", every_bit, "mixed", "rowwise")
+check("every_bit-uneven-table_wise", every_bit, "table_wise", uneven=2)
+check("every_bit-uneven-column_wise", every_bit, "column_wise", uneven=3)
+for _plan in ("table_wise", "row_wise", "columns", "one_rank"):
+    check(f"sequences-{_plan}", every_bit, _plan, sequences=True, uneven=2)
+    check(f"sequences-even-{_plan}", every_bit, _plan, sequences=True)
+for _plan in ("table_wise", "column_wise"):
+    check(f"bit_equal-bags-{_plan}", losses_are_bit_equal_where_no_sums_are_merged, _plan)
+for _plan in ("table_wise", "column_wise", "row_wise", "mixed"):
+    check(f"bit_equal-ids-{_plan}", bit_equal_without_sums, _plan)
+for _plan in ("table_wise", "column_wise", "row_wise"):
+    check(f"by_feature-{_plan}", batches_that_differ_by_feature, _plan)
+    check(f"bounded-{_plan}", bounded, _plan, ErrorBound(0.25, "absolute"), 0.25)
+    check(f"relative-{_plan}", bounded, _plan, 0.02, 0.02 * 10)
+check("bounded-sequences", bounded, "table_wise", ErrorBound(0.25, "absolute"), 0.25, **SEQUENCES)
+for _function in (
+    repeated_rows_cross_once,
+    rows_of_others_cost_nothing_row_wise,
+    a_bound_for_each_table,
+    uneven_row_wise,
+    weights_of_bags_are_kept,
+    frozen_and_without_gradients,
+    gradients_are_divided_as_torchrec_says,
+    it_is_undone,
+    later_than_the_first_step,
+    what_cannot_be_compressed_is_left,
+    what_is_refused,
+    a_resumed_run_goes_on_with_its_bounds,
+    pipelines_train_alike,
+):
+    check(_function.__name__, _function)
+
+
+def run(rank: int, folder: str, outcomes: Any) -> None:
+    """Run all checks on one rank."""
+    ranks.run_checks(CHECKS, rank, folder, outcomes)
