@@ -24,7 +24,9 @@ After chapter 3 of the thesis that describes Hector (ASPLOS'24): inter-operator 
 materialization, linear operator reordering, GEMM and traversal templates.
 """
 
-from .graph import RelationalGraph
+from . import layers
+from .graph import KeptByTensors, RelationalGraph
+from .layer_report import LayerReport, calls_of, count_call, forget_calls
 from .operator import run_on_edges
 from .passes import Passes
 from .program import CompiledProgram, Program, program
@@ -43,13 +45,19 @@ from .trace import (
 
 __all__ = [
     "CompiledProgram",
+    "KeptByTensors",
+    "LayerReport",
     "Passes",
     "Program",
     "ProgramError",
     "RelationalGraph",
+    "calls_of",
+    "count_call",
     "dot",
     "exp",
     "flatten",
+    "forget_calls",
+    "layers",
     "leaky_relu",
     "program",
     "run_on_edges",

@@ -331,10 +331,42 @@ class RelationalGraph:
         )
 
 
-#: How many graphs of plain tensors are kept: those of a few layers, or of a few batches.
-KEPT_GRAPHS = 8
-_kept: OrderedDict[Any, RelationalGraph] = OrderedDict()
-_kept_lock = threading.Lock()
+class KeptByTensors:
+    """What was made of tensors in earlier calls, found again while these are not changed in place.
+
+    The tensors are held, so that no other tensor takes their memory. Those of inference mode have
+    no version: what is made of them is not kept. Threads may share it.
+
+    Parameters
+    ----------
+    limit : int
+        How many results are kept: those used last.
+    """
+
+    def __init__(self, limit: int = 8) -> None:
+        self._limit, self._lock = limit, threading.Lock()
+        self._kept: OrderedDict[Any, tuple[Sequence[torch.Tensor], Any]] = OrderedDict()
+
+    def find(self, tensors: Sequence[torch.Tensor], more: Any, make: Callable[[], T]) -> T:
+        """Return what `make` returned for these tensors, and for an equal `more`."""
+        if any(t.is_inference() for t in tensors):
+            return make()
+        places = tuple((t.data_ptr(), t.shape, t.stride(), t.dtype, t.device) for t in tensors)
+        key = (places, versions_of(*tensors), more)
+        with self._lock:
+            if key in self._kept:
+                self._kept.move_to_end(key)
+                found: T = self._kept[key][1]
+                return found
+        made = make()
+        with self._lock:
+            self._kept[key] = (tensors, made)
+            while len(self._kept) > self._limit:
+                self._kept.popitem(last=False)
+        return made
+
+
+_graphs = KeptByTensors()
 
 
 def graph_of(
@@ -343,27 +375,12 @@ def graph_of(
     num_nodes: tuple[int, int],
     num_relations: int,
 ) -> RelationalGraph:
-    """Return the graph of plain tensors: that of an earlier call, if they did not change since.
-
-    The last graphs are kept with their tensors, so that no other tensor takes their memory.
-    Tensors of inference mode have no version, so their graph is made anew each time.
-    """
-    tensors = (edge_index, edge_type)
-    if any(t.is_inference() for t in tensors):
-        return RelationalGraph(edge_index, edge_type, num_nodes, num_relations)
-    places = tuple((t.data_ptr(), t.shape, t.stride(), t.dtype, t.device) for t in tensors)
-    key = (places, versions_of(*tensors), num_nodes, num_relations)
-    with _kept_lock:
-        found = _kept.get(key)
-        if found is not None:
-            _kept.move_to_end(key)
-            return found
-    made = RelationalGraph(edge_index, edge_type, num_nodes, num_relations)
-    with _kept_lock:
-        _kept[key] = made
-        while len(_kept) > KEPT_GRAPHS:
-            _kept.popitem(last=False)
-    return made
+    """Return the graph of plain tensors: that of an earlier call, if they did not change since."""
+    return _graphs.find(
+        (edge_index, edge_type),
+        (num_nodes, num_relations),
+        lambda: RelationalGraph(edge_index, edge_type, num_nodes, num_relations),
+    )
 
 
 def versions_of(*tensors: torch.Tensor) -> tuple[int, ...]:
